@@ -1,13 +1,19 @@
-# demo: the quickstart notebook in a real kernel, printed; lab: JupyterLab (LAB=--allow-root as root). Both install what
-# running needs into .venv. setup: that and the development tools; the targets below do it themselves.
-# test-fast, test, test-all: see docs/contributing.md; check: style, types and the rules for imports.
-# parity: encoders and decoders against PyTorch, in an environment of its own under build/.
-# screenshots: the panels as they are with the starter models, into docs/images; needs Chromium.
-# gallery: all notebooks, run, as pages in build/gallery; clients: other projects' clients against a running server, in an
-# environment of their own; binder: Binder's steps likewise, and its notebooks in 2 GB under a Hub's prefix; package: the
-# wheel as a stranger installs it, in an empty environment: doctor, serve and a chat, without extras and with them.
-# soak: faults, fuzz and load for half an hour, as a table and under build/soak (SOAK="--quick" for a look).
-# bench: what was promised about speed, as a table and under build/bench (BENCH="--model tiny --quick" for a look).
+# demo         run the quickstart notebook and print its output
+# lab          open the quickstart notebook in JupyterLab; as root: make lab LAB=--allow-root
+# setup        install the package and the development tools into .venv; other targets do so if needed
+# test-fast, test, test-all    see docs/contributing.md
+# check        check formatting, style, spelling, types and the import rules
+# coverage     run all tests and report the lines of the package that they do not run
+# parity       compare encoders and decoders with PyTorch, in a separate environment
+# panels       build the JavaScript of the panels; blocking: generate the blocking clients
+# gallery      run all notebooks and render them as pages in build/gallery
+# clients      test other projects' clients against a running server, in a separate environment
+# binder       run Binder's build steps, and its notebooks with 2 GB of memory below a JupyterHub path
+# package      install the wheel in an empty environment, without and with extras: doctor, serve and a chat
+# bench        measure the speed limits, store the results in build/bench; BENCH="--model tiny --quick" for a quick run
+# soak         inject faults, fuzz and load for half an hour, store the results in build/soak; SOAK="--quick" for a quick run
+# screenshots  render the panels with the starter models into docs/images; needs Chromium
+# lock         write constraints.txt from a new environment
 PYTHON ?= python3
 VENV := .venv
 BIN := $(VENV)/bin
@@ -17,7 +23,7 @@ PARITY := build/parity
 PARITY_STAMP := $(PARITY)/installed
 CLIENTS := build/clients
 CLIENTS_STAMP := $(CLIENTS)/installed
-# Processes that test beside each other, a file of tests each: one for each core, 4 at most; 0 for none but make's own.
+# Number of test processes, which each run one file at a time: by default one for each core, 4 at most; 0 runs no others.
 TEST_WORKERS ?= logical
 PIP_ENV := PIP_DISABLE_PIP_VERSION_CHECK=1
 
@@ -32,7 +38,7 @@ $(STAMP): pyproject.toml constraints.txt
 	@$(BIN)/python install.py lab,gguf
 	@touch $@
 
-# Compiled at once: the tests start many processes, which would all compile where PYTHONDONTWRITEBYTECODE is set.
+# Compiled in advance, because the tests start many processes, which would all compile if PYTHONDONTWRITEBYTECODE is set.
 $(DEV_STAMP): $(STAMP)
 	@$(BIN)/python install.py lab,gguf,dev --compile
 	@touch $@
@@ -43,8 +49,8 @@ lab: $(STAMP)
 demo: $(STAMP)
 	$(BIN)/python notebooks/demo.py notebooks/00_quickstart.ipynb
 
-# One thread for each process: threads that wait for each other while others use the cores cost a tenth of the time.
-# Bytecode is kept: the tests start hundreds of processes that would all compile the package again.
+# One BLAS thread for each process; with more, waiting for each other costs a tenth of the time.
+# Bytecode is written, because the tests start hundreds of processes that would all compile the package again.
 PYTEST := PYTHONDONTWRITEBYTECODE= OPENBLAS_NUM_THREADS=1 $(BIN)/python -m pytest --durations 20 \
   -n $(TEST_WORKERS) --maxprocesses 4 --dist loadfile --no-loadscope-reorder
 
@@ -58,22 +64,25 @@ test-all: setup
 	$(PYTEST)
 	$(MAKE) parity
 
-# Lines of the package that make test-all runs; slower than without.
+# Slower than make test-all.
 coverage: setup
 	mkdir -p build/coverage
 	$(PYTEST) --timeout 900 --cov --cov-report=term:skip-covered
+
+TEXTS := lmx_lab tests soak benchmarks notebooks binder docs README.md CHANGELOG.md SECURITY.md BENCHMARKS.md install.py Makefile
 
 check: setup
 	$(BIN)/ruff format --check lmx_lab tests notebooks benchmarks soak install.py
 	$(BIN)/ruff check lmx_lab tests notebooks benchmarks soak install.py
 	$(BIN)/mypy
 	$(BIN)/mypy install.py
+	$(BIN)/codespell $(TEXTS)
 	$(BIN)/python -m pytest -q tests/test_architecture.py
 
 parity: $(PARITY_STAMP)
 	$(PARITY)/bin/python -m pytest tests/parity
 
-# torch first and alone, so that nothing else chooses its version.
+# torch first and alone, so that no other package determines its version.
 $(PARITY_STAMP): pyproject.toml constraints.txt constraints-parity.txt
 	@$(PARITY)/bin/python -c 'import pip' 2>/dev/null || $(PYTHON) -m venv --clear $(PARITY)
 	$(PIP_ENV) $(PARITY)/bin/python -m pip install --quiet --only-binary :all: -c constraints-parity.txt torch
@@ -81,13 +90,13 @@ $(PARITY_STAMP): pyproject.toml constraints.txt constraints-parity.txt
 	$(PIP_ENV) $(PARITY)/bin/python -m pip install --quiet --only-binary :all: --no-build-isolation -c constraints.txt -c constraints-parity.txt --editable '.[dev,parity]'
 	touch $(PARITY_STAMP)
 
-# What a widget carries, from the plain files beside it.
+# Builds the JavaScript that each widget contains from the files beside it.
 panels: setup
 	$(BIN)/python -m lmx_lab.panels.build
 
-# The blocking clients, from the async ones.
+# Generates the blocking clients from the async ones.
 blocking: setup
-	$(BIN)/python -m lmx_lab.client.blocking.generate
+	$(BIN)/python -P lmx_lab/client/blocking/generate.py
 
 gallery: setup
 	$(BIN)/python notebooks/gallery.py build/gallery
@@ -101,10 +110,10 @@ $(CLIENTS_STAMP): constraints-clients.txt
 	touch $(CLIENTS_STAMP)
 
 binder: setup
-	$(BIN)/python -m tests.package.as_binder $(BINDER)
+	$(BIN)/python -m tests.package.try_binder $(BINDER)
 
 package: setup
-	$(BIN)/python -m tests.package.as_installed
+	$(BIN)/python -m tests.package.try_wheel
 
 bench: setup
 	$(BIN)/python -m benchmarks $(BENCH)
@@ -115,7 +124,7 @@ soak: setup
 screenshots: setup
 	$(BIN)/python -m tests.browser.screenshots docs/images
 
-# The versions that everything was tested with, from a fresh environment without constraints.
+# Writes the versions of a new environment without constraints.
 lock:
 	rm -rf build/lock && $(PYTHON) -m venv build/lock
 	build/lock/bin/python -m pip install --quiet uv hatchling editables

@@ -1,7 +1,7 @@
 """Install this checkout with some of its extras: ``.venv/bin/python install.py lab,gguf [--compile]``.
 
-``make`` calls it with the Python of the environment to install into. uv does the work, because it needs a tenth of
-pip's time; pip does it where uv cannot be installed or fails. Only the standard library is used.
+``make`` calls it with the Python of the environment to install into. uv installs the packages, because it takes a tenth
+of pip's time; pip does so if uv cannot be installed or fails. This script uses only the standard library.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ PIP_INSTALL = (PYTHON, "-m", "pip", "install", "--disable-pip-version-check", "-
 UV_INSTALL = (str(UV), "pip", "install", "--python", PYTHON)
 OPTIONS = ("--only-binary", ":all:", "--constraint", "constraints.txt")
 BUILD_TOOLS = ("hatchling", "editables")
-# pip's options, and the variables in which uv reads the same.
+# Options of pip, and the variables with which uv reads the same settings.
 SAME_IN_UV = {
     "index-url": "UV_DEFAULT_INDEX",
     "extra-index-url": "UV_INDEX",
@@ -36,9 +36,9 @@ SAME_IN_UV = {
     "default-timeout": "UV_HTTP_TIMEOUT",
     "no-cache-dir": "UV_NO_CACHE",
 }
-# A third of the packages' code, which is not imported here.
+# A third of the packages' code, which the lab never imports.
 NOT_COMPILED = re.compile(r"/tests?/|/transformers/models/(?!auto/)")
-# Lines that say nothing about progress or errors: of uv the list of what it installed, of pip what it considers.
+# Output without progress or errors: uv's list of installed packages, and the packages that pip considers.
 NOISE = re.compile(
     r" [+~-] "
     r"|WARNING: Location .* is ignored"
@@ -50,21 +50,23 @@ NOISE = re.compile(
 
 def main(arguments: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
-    parser.add_argument("extras", help="as in pyproject.toml, with commas between them")
-    parser.add_argument("--compile", action="store_true", help="compile all packages now, not when they are imported")
+    parser.add_argument("extras", help="names from pyproject.toml, separated by commas")
+    parser.add_argument(
+        "--compile", action="store_true", help="compile all packages now instead of at their first import"
+    )
     chosen = parser.parse_args(arguments)
     if not (install_with_uv(chosen.extras) or install_with_pip(chosen.extras)):
         return 1
     if chosen.compile:
         print("compiling the packages", flush=True)
-        # Some packages contain templates that are not Python: their errors are hidden and do not count.
+        # Errors are ignored, because some packages contain templates that are not valid Python.
         compileall.compile_dir(sysconfig.get_path("purelib"), rx=NOT_COMPILED, quiet=2, workers=0)
     return 0
 
 
 def install_with_uv(extras: str) -> bool:
     pip = pip_settings()
-    # uv knows no setting for "no-index".
+    # uv has no setting for "no-index".
     if "no-index" in pip:
         return False
     print("installing uv", flush=True)
@@ -80,12 +82,12 @@ def install_with_uv(extras: str) -> bool:
 
 
 def install_with_pip(extras: str) -> bool:
-    print(f"installing lmx-lab with {extras} by means of pip, which takes longer", flush=True)
+    print(f"installing lmx-lab with {extras} with pip, which takes longer", flush=True)
     return all(run([*PIP_INSTALL, *OPTIONS, *step]) for step in steps(extras))
 
 
 def steps(extras: str) -> tuple[tuple[str, ...], ...]:
-    """The arguments of two installations: what builds the checkout comes before it."""
+    """Return the arguments of two installations: first the build tools, then the checkout."""
     return BUILD_TOOLS, ("--no-build-isolation", "--editable", f".[{extras}]")
 
 
@@ -105,9 +107,9 @@ def uv_settings(pip: Mapping[str, str]) -> dict[str, str]:
     """Return the variables that make uv use the same indexes and certificates as pip."""
     variables = {SAME_IN_UV[option]: " ".join(value.split()) for option, value in pip.items() if option in SAME_IN_UV}
     if "extra-index-url" in pip:
-        # As pip does: all indexes are equal.
+        # Like pip: all indexes have the same priority.
         variables["UV_INDEX_STRATEGY"] = "unsafe-best-match"
-    # uv stops at a folder that does not exist, which pip ignores.
+    # pip ignores a folder that does not exist; uv fails.
     places = [place.removeprefix("file://") for place in pip.get("find-links", "").split()]
     links = [place for place in places if "://" in place or Path(place).is_dir()]
     if links:
@@ -116,7 +118,7 @@ def uv_settings(pip: Mapping[str, str]) -> dict[str, str]:
 
 
 def run(command: Sequence[str], environ: Mapping[str, str] | None = None) -> bool:
-    """Run a command in the checkout, print its output without the noise, and return whether it succeeded."""
+    """Run a command in the checkout, print its output except ``NOISE``, and return whether it succeeded."""
     with subprocess.Popen(
         command, cwd=ROOT, env=environ, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, errors="replace"
     ) as process:

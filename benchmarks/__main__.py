@@ -1,4 +1,4 @@
-"""Benchmarks of LMX Lab: ``make bench``, or ``python -m benchmarks`` in the checkout.
+"""Measure the figures with documented limits: ``make bench``, or ``python -m benchmarks`` in the repository.
 
 Each figure is a ratio of two measurements of one run, or a time with a wide limit, so that it is meaningful on a busy
 machine. Both sides of a comparison take turns on the same prompts; the value is the median of the rounds. Servers,
@@ -14,20 +14,21 @@ generator and clients are separate processes; the clients only record times.
 | mlx-lm     | overall tok/s of 8 clients ÷ ``mlx_lm.server`` on the same files; with     | tiny, smollm2 |
 |            | smollm2 also on files of float32 weights                                   |               |
 | turn       | time to first token of turn 2 ÷ turn 1, after 1,400 tokens                 | tiny, smollm2 |
-| stall      | p99 gap of a stream while 1,400 tokens come in ÷ alone                     | tiny, smollm2 |
+| stall      | p99 inter-token gap of a stream during a prefill of 1,400 tokens ÷ alone   | tiny, smollm2 |
 | disconnect | seconds from a cut connection to a free slot, nine cases                   | tiny, smollm2 |
 | leak       | resident memory after 1,000 requests ÷ after 100                           | tiny          |
 | product    | MLX's 1024³ float32 product ÷ numpy's                                      | -             |
 | prefill    | prefill of 156 tokens ÷ MLX with the BLAS of its wheel                     | tiny, smollm2 |
 | embeddings | 64 texts through MiniLM ÷ MLX with the BLAS of its wheel, and ÷ torch      | minilm-l6     |
 | gguf       | our server on llama.cpp against xllamacpp's own, 1 and 8 streams: decode   | smollm2       |
-|            | and overall tok/s ÷, milliseconds by which the first token is later; and   |               |
-|            | decode, prefill and memory ÷ our server on MLX                             |               |
+|            | and overall tok/s as ratios, TTFT as a difference in ms; and decode,       |               |
+|            | prefill and memory ÷ our server on MLX                                     |               |
 | structured | decode tok/s with a JSON schema ÷ without, 1 and 8 streams                 | tiny, smollm2 |
-| daemon     | a turn - the same chat; fan-out to 10; delay beside stuck readers; list of | tiny, smollm2 |
-|            | 2,000 sessions; memory of an idle subscriber; replay of 100,000 events     |               |
-| harness    | ``lmx_lab.bench`` against 64 streams at a known rate: how far off; cores of its own | -            |
-| flood      | seconds to a whole answer after 200 requests with a client timeout of 0.5 s | tiny          |
+| daemon     | a turn - the same chat; fan-out to 10; delay while other subscribers do    | tiny, smollm2 |
+|            | not read; list of 2,000 sessions; memory of an idle subscriber; replay of  |               |
+|            | 100,000 events                                                             |               |
+| harness    | ``lmx_lab.bench`` with 64 streams at a known rate: error, cores used       | -             |
+| flood      | seconds to a complete answer after 200 requests with a timeout of 0.5 s    | tiny          |
 
 ``tiny`` is a two-layer llama with random weights and SmolLM2's tokenizer. A token takes a millisecond, so that
 overheads are visible. ``smollm2`` is SmolLM2-135M-Instruct with 4-bit weights and float32 scales, the same for all
@@ -35,8 +36,9 @@ servers (a CPU emulates float16); our server expands the weights. The ratio to t
 has created an environment with torch. Limits on speed ratios apply to ``smollm2``; for ``tiny`` their verdict is in
 brackets (``structured`` is the other way round). ``gguf`` uses the file from which ``smollm2`` is made. Figures without
 a limit are shown only.
+
 The exit status is 1 if a binding limit is not met. "Others' cores" is the number of cores that other programs used:
-with more than about half a core the figures are unreliable, above all those of decode.
+with more than about half a core the figures are unreliable, especially decode rates.
 
 The table is printed; all samples and the provenance are stored in ``build/bench/<time>.json``. A complete run without
 errors also writes ``BENCHMARKS.md``. Models are stored in ``build/bench/models``, logs of the servers in
@@ -88,9 +90,12 @@ MODELS: tuple[Model, ...] = get_args(Model)
 
 @dataclass(frozen=True, kw_only=True)
 class Figure:
+    """A figure that can be selected with ``--only``."""
+
     title: str
     measure: Callable[[Bench], list[Row]]
     models: tuple[Model, ...] = MODELS
+    """The models that it is measured with."""
 
 
 FIGURES = {
@@ -118,8 +123,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
     settings = {"quick": chosen.quick, "only": chosen.only, "models": chosen.model}
     facts = provenance(mlx_device=str(mx.default_device()), settings=settings)
     rows = list(_measure(chosen.only or list(FIGURES), chosen.model or list(MODELS), quick=chosen.quick))
-    report.show(rows)
-    report.say(f"stored in build/bench/{report.keep(rows, facts).name}")
+    report.print_table(rows)
+    report.say(f"stored in build/bench/{report.store(rows, facts).name}")
     if not any(settings.values()) and all(row.verdict != "ERROR" for row in rows):
         page.write(rows, facts, paths.PAGE)
         report.say(f"written: {paths.PAGE.name}")
@@ -145,7 +150,7 @@ def _measure(names: list[str], models: list[Model], *, quick: bool) -> Iterator[
 
 
 def _rows(name: str, bench: Bench) -> list[Row]:
-    """The rows of a figure; a failed measurement is a row too."""
+    """Measure a figure and return its rows. A failed measurement gives a row with the error."""
     started, load = time.perf_counter(), Load()
     try:
         rows = FIGURES[name].measure(bench)
@@ -158,9 +163,9 @@ def _rows(name: str, bench: Bench) -> list[Row]:
 
 
 class Load:
-    """The load of the machine by other programs, from now on. A busy machine makes the figures unreliable.
+    """CPU usage of other programs since the object was created. On a busy machine the figures are unreliable.
 
-    The time of child processes counts as our own when they have ended.
+    The CPU time of child processes counts as our own after they have ended.
     """
 
     def __init__(self) -> None:
@@ -168,7 +173,7 @@ class Load:
         self._all, self._own = _all_busy_s(), _own_busy_s()
 
     def others_cores(self) -> float:
-        """Mean number of cores that other programs used."""
+        """Return the mean number of cores that other programs used."""
         others_s = (_all_busy_s() - self._all) - (_own_busy_s() - self._own)
         return max(0.0, others_s / (time.perf_counter() - self._started))
 

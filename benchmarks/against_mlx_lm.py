@@ -1,4 +1,4 @@
-"""Eight concurrent clients, prefill included: our server against ``mlx_lm.server``.
+"""Measure eight concurrent clients, prefill included: our server against ``mlx_lm.server``.
 
 Both read the same files; ``mlx_lm.server`` computes with quantized weights. With SmolLM2 it is also measured with
 float32 weights, to which our server expands them in memory.
@@ -39,7 +39,7 @@ Prompts = Callable[[int], list[list[prompts.Message]]]
 
 
 def _stories(number: int) -> list[list[prompts.Message]]:
-    """Prompts of about 50 tokens, different in each round."""
+    """Return prompts of about 50 tokens, different in each round."""
     return [prompts.story(5000 + 10 * number + stream) for stream in range(STREAMS)]
 
 
@@ -47,10 +47,12 @@ def _lists(number: int) -> list[list[prompts.Message]]:
     return [prompts.history(6000 + 10 * number + stream, PROMPT_TOKENS) for stream in range(STREAMS)]
 
 
-def _compare(bench: Bench, folder: Path, asked: Prompts, tokens: int, *, case: str, limit: Limit) -> Row:
-    """Compare both servers; ``folder`` is the model of ``mlx_lm.server``."""
+def _compare(bench: Bench, folder: Path, make_prompts: Prompts, tokens: int, *, case: str, limit: Limit) -> Row:
+    """Compare both servers. ``folder`` is the model of ``mlx_lm.server``."""
     with lab_server(bench.folder) as ours, mlx_lm_server(folder) as theirs:
-        samples = [_round(ours.url, theirs, number, asked(number), tokens) for number in range(bench.sizes.rounds)]
+        samples = [
+            _round(ours.url, theirs, number, make_prompts(number), tokens) for number in range(bench.sizes.rounds)
+        ]
     ours_rate, their_rate = (median(sample[side]["rate"] for sample in samples) for side in ("ours", "theirs"))
     return Row(
         figure=FIGURE,
@@ -65,18 +67,18 @@ def _compare(bench: Bench, folder: Path, asked: Prompts, tokens: int, *, case: s
 
 
 def _round(
-    ours: str, theirs: str, number: int, asked: list[list[prompts.Message]], tokens: int
+    ours: str, theirs: str, number: int, chats: list[list[prompts.Message]], tokens: int
 ) -> dict[str, dict[str, Any]]:
     """Run each side on the same new prompts, in alternating order. Answers may end at end-of-text on both sides."""
     sides: list[tuple[str, Callable[[], dict[str, Any]]]] = [
-        ("ours", lambda: _run(ours, asked, tokens, "default")),
-        ("theirs", lambda: _run(theirs, asked, tokens, "default_model")),
+        ("ours", lambda: _run(ours, chats, tokens, "default")),
+        ("theirs", lambda: _run(theirs, chats, tokens, "default_model")),
     ]
     return {side: run() for side, run in (sides if number % 2 == 0 else reversed(sides))}
 
 
-def _run(url: str, asked: list[list[prompts.Message]], tokens: int, model: str) -> dict[str, Any]:
-    bodies = [prompts.chat_body(messages, max_tokens=tokens, model=model) for messages in asked]
+def _run(url: str, chats: list[list[prompts.Message]], tokens: int, model: str) -> dict[str, Any]:
+    bodies = [prompts.chat_body(messages, max_tokens=tokens, model=model) for messages in chats]
     answers = asyncio.run(client.streams(url, bodies))
     return {
         "rate": overall_rate(answers),

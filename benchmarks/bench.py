@@ -1,8 +1,8 @@
-"""Settings of a benchmark: the model, its folder, and how much to measure."""
+"""Define the settings of a benchmark: the model, its folder, and how much to measure."""
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Literal
 
@@ -15,7 +15,7 @@ class BenchError(Exception):
 
 @dataclass(frozen=True, kw_only=True)
 class Sizes:
-    """How much is measured. Without a fast BLAS, SmolLM2-135M does about ten tokens a second on a CPU."""
+    """How much to measure. Without a fast BLAS, SmolLM2-135M decodes about ten tokens per second on a CPU."""
 
     rounds: int
     """Number of rounds in which two servers take turns; odd, for the median."""
@@ -26,6 +26,7 @@ class Sizes:
     history_tokens: int
     """Approximate length of the long prompt."""
     history_rounds: int
+    """Number of rounds with the long prompt."""
     gaps: int
     """Maximum number of inter-token gaps to collect."""
     gaps_s: float
@@ -54,22 +55,13 @@ SMOLLM2 = Sizes(
     gaps_s=60,
     prefill_tokens=1400,
 )
-QUICK_TINY = Sizes(
-    rounds=3,
-    alone_tokens=300,
-    together_tokens=150,
-    history_tokens=1400,
-    history_rounds=1,
-    gaps=300,
-    gaps_s=10,
-    prefill_tokens=7500,
-)
-QUICK_SMOLLM2 = Sizes(
+QUICK_TINY = replace(TINY, rounds=3, alone_tokens=300, together_tokens=150, history_rounds=1, gaps=300, gaps_s=10)
+QUICK_SMOLLM2 = replace(
+    SMOLLM2,
     rounds=1,
     alone_tokens=24,
     together_tokens=40,
     history_tokens=300,
-    history_rounds=1,
     gaps=60,
     gaps_s=20,
     prefill_tokens=600,
@@ -78,10 +70,13 @@ QUICK_SMOLLM2 = Sizes(
 
 @dataclass(frozen=True, kw_only=True)
 class Bench:
+    """What a figure is measured with."""
+
     model: Model
     folder: Path
     """The model's files with float32 weights, the same for all servers."""
     quick: bool
+    """Whether to measure fewer and shorter rounds."""
 
     @property
     def sizes(self) -> Sizes:

@@ -14,20 +14,20 @@ from functools import cached_property
 from typing import Any, Self
 
 from benchmarks.bench import BenchError
-from lmx_lab.bench import http_stream
+from lmx_lab.bench.http_stream import ChatEndpoint, TimedRequest
 
 DONE = "[DONE]"
 
 
-class Exchange(http_stream.Exchange):
+class SentRequest(TimedRequest):
     """A request on its own connection, as a context manager: entering sends it, leaving closes the connection.
 
     Raises:
-        LabError: the server cannot be reached.
+        LabError: The server cannot be reached.
     """
 
     def __init__(self, url: str, body: dict[str, Any]) -> None:
-        super().__init__(http_stream.Address(url), json.dumps(body).encode())
+        super().__init__(ChatEndpoint(url), json.dumps(body).encode())
         self.sent_at = 0.0
 
     async def __aenter__(self) -> Self:
@@ -35,15 +35,15 @@ class Exchange(http_stream.Exchange):
         self.sent_at = self.send()
         return self
 
-    def abandon(self) -> None:
+    def abort(self) -> None:
         """Close the connection immediately."""
-        self._inbox.transport.abort()
+        self._buffer.transport.abort()
 
     async def data(self) -> AsyncGenerator[tuple[float, str], None]:
-        """The ``data:`` lines of an event stream with their times, or a JSON document as a single line.
+        """Yield the ``data:`` lines of an event stream with their times, or a JSON document as a single line.
 
         Raises:
-            LabError: the server returned an error, or the connection was lost.
+            LabError: The server returned an error, or the connection was lost.
         """
         async with aclosing(self.events()) as events:
             async for event in events:
@@ -112,10 +112,10 @@ async def stream(url: str, body: dict[str, Any]) -> Answer:
     """Send a request and read the streamed answer to its end.
 
     Raises:
-        LabError: the server returned an error, or the connection was lost.
+        LabError: The server returned an error, or the connection was lost.
     """
-    async with Exchange(url, body) as http_stream, aclosing(http_stream.data()) as lines:
-        answer = Answer(sent_at=http_stream.sent_at)
+    async with SentRequest(url, body) as request, aclosing(request.data()) as lines:
+        answer = Answer(sent_at=request.sent_at)
         async for line in lines:
             answer.lines.append(line)
     if not answer.pieces:
@@ -124,7 +124,7 @@ async def stream(url: str, body: dict[str, Any]) -> Answer:
 
 
 async def streams(url: str, bodies: list[dict[str, Any]]) -> list[Answer]:
-    """Send several requests at the same time."""
+    """Send several requests at the same time, and read the streamed answers."""
     return list(await asyncio.gather(*(stream(url, body) for body in bodies)))
 
 
@@ -132,8 +132,8 @@ async def whole(url: str, body: dict[str, Any]) -> dict[str, Any]:
     """Send a request without streaming and return the JSON document.
 
     Raises:
-        LabError: as ``stream``.
+        LabError: See ``stream``.
     """
-    async with Exchange(url, body | {"stream": False, "stream_options": None}) as http_stream:
-        document: dict[str, Any] = json.loads("".join([data async for _, data in http_stream.data()]))
+    async with SentRequest(url, body | {"stream": False, "stream_options": None}) as request:
+        document: dict[str, Any] = json.loads("".join([data async for _, data in request.data()]))
     return document

@@ -1,4 +1,4 @@
-"""The daemon: the overhead of a turn, and its event log: fan-out, replay, lists, subscribers."""
+"""Measure the daemon: overhead of a turn, fan-out and replay of events, lists, memory of subscribers."""
 
 from __future__ import annotations
 
@@ -28,10 +28,10 @@ TURN_TOKENS = 32
 PACE_S = 0.004
 SUBSCRIBERS = 10
 SESSIONS = 2000
-REPLAYED = 100_000
+REPLAYED_EVENTS = 100_000
 IDLE = 400
-SLOW = 5
-SILENCE_S = 0.3
+STUCK = 5
+SETTLE_S = 0.3
 AT_ONCE = 100
 
 
@@ -65,8 +65,8 @@ class Watcher:
     ) -> None:
         self._writer.transport.abort()
 
-    async def until(self, kind: bytes) -> dict[str, Any]:
-        """Read to the next event of this kind."""
+    async def next_event(self, kind: bytes) -> dict[str, Any]:
+        """Read until the next event of this kind, and return it."""
         mark = b'{"event":"' + kind + b'"'
         while True:
             for text in await self._texts():
@@ -74,8 +74,8 @@ class Watcher:
                     event: dict[str, Any] = json.loads(text)
                     return event
 
-    async def take(self, count: int) -> float:
-        """Read ``count`` events of the log; return the time of the last one."""
+    async def read_events(self, count: int) -> float:
+        """Read ``count`` events of the log, and return the time of the last one."""
         while count > 0:
             count -= sum(not text.startswith(b'{"event":"stream.') for text in await self._texts())
         return time.monotonic()
@@ -83,7 +83,7 @@ class Watcher:
     async def _texts(self) -> list[bytes]:
         """Read all available messages together, because this process shares two cores with the daemon."""
         if not (data := await self._reader.read(2**18)):
-            raise BenchError("the daemon has closed the stream")
+            raise BenchError("the daemon closed the stream")
         self._rest += data
         texts, at = [], 0
         rest = bytes(self._rest)
@@ -111,7 +111,7 @@ async def watching(worker: Worker, count: int = 1, query: str = "") -> AsyncIter
     try:
         for watcher in watchers:
             await watcher.__aenter__()
-            await watcher.until(b"stream.synced")
+            await watcher.next_event(b"stream.synced")
         yield watchers
     finally:
         for watcher in watchers:
@@ -153,7 +153,7 @@ async def _turns(bench: Bench, url: str, worker: Worker, extras: dict[str, Any])
     turns: list[float] = []
     async with watching(worker) as (watcher,):
         for number in range(rounds):
-            direct.append(await _direct(url, 5000 + 2 * number, extras))
+            direct.append(await _chat(url, 5000 + 2 * number, extras))
             turns.append(await _turn(worker, watcher, 5001 + 2 * number, extras))
     overhead = [(turn - alone) * 1e3 for turn, alone in zip(turns, direct, strict=True)]
     return Row(
@@ -174,17 +174,17 @@ def _question(number: int) -> list[dict[str, Any]]:
     return [{"role": "user", "content": f"{number}: {prompts.story(number)[-1]['content']}"}]
 
 
-async def _direct(url: str, number: int, extras: dict[str, Any]) -> float:
+async def _chat(url: str, number: int, extras: dict[str, Any]) -> float:
     answer = await client.stream(url, prompts.chat_body(_question(number), max_tokens=TURN_TOKENS) | extras)
     return answer.ended_at - answer.sent_at
 
 
 async def _turn(worker: Worker, watcher: Watcher, number: int, extras: dict[str, Any]) -> float:
-    session = (await _ask(worker, "/v3/sessions", {})).json()
+    session = (await _request(worker, "/v3/sessions", {})).json()
     overrides = {"max_tokens": TURN_TOKENS, "temperature": 0, "extra": extras}
     body = {"content": _question(number)[0]["content"], "overrides": overrides}
-    submitted = await _ask(worker, f"/v3/sessions/{session['session_id']}/turns", body)
-    done = await watcher.until(b"turn.done")
+    submitted = await _request(worker, f"/v3/sessions/{session['session_id']}/turns", body)
+    done = await watcher.next_event(b"turn.done")
     took = time.perf_counter() - submitted.sent_at
     if done["stats"]["completion_tokens"] != TURN_TOKENS:
         raise BenchError(f"a turn of {done['stats']['completion_tokens']} tokens, not {TURN_TOKENS}")
@@ -202,7 +202,7 @@ class _Answer:
         return answer
 
 
-async def _ask(worker: Worker, path: str, body: dict[str, Any] | None) -> _Answer:
+async def _request(worker: Worker, path: str, body: dict[str, Any] | None) -> _Answer:
     """Send a request on a new connection, opened before the measured time. Without a body it is a GET."""
     parts = urlsplit(worker.ready["url"])
     content = b"" if body is None else json.dumps(body).encode()
@@ -227,74 +227,70 @@ async def _ask(worker: Worker, path: str, body: dict[str, Any] | None) -> _Answe
 
 
 async def _fan_out(bench: Bench, worker: Worker) -> Row:
-    """Events per second that each of ten subscribers receives while they are written."""
+    """Measure the events per second that each of ten subscribers receives while they are written."""
     count = 5000 if bench.quick else 20_000
     async with watching(worker, SUBSCRIBERS) as watchers:
-        taking = [asyncio.create_task(watcher.take(count)) for watcher in watchers]
+        reads = [asyncio.create_task(watcher.read_events(count)) for watcher in watchers]
         began = (await asyncio.to_thread(worker.ask, events=count, at_once=AT_ONCE))["began"][0]
-        ended = max(await asyncio.gather(*taking))
+        ended = max(await asyncio.gather(*reads))
     rate = count / (ended - began)
     return Row(
-        figure="fan-out: events a second, each to 10",
+        figure="fan-out: events/s to each of 10",
         case=f"{count} events, {SUBSCRIBERS} sockets",
         model="-",
         value=rate,
         unit="/s",
         limit=Limit(sign="≥", bound=20_000),
-        summary=f"{rate * SUBSCRIBERS:.0f} deliveries a second",
+        summary=f"{rate * SUBSCRIBERS:.0f} deliveries/s",
         detail={"seconds": ended - began},
     )
 
 
 async def _slow_readers(bench: Bench, worker: Worker) -> Row:
-    """Delay of events at a subscriber while five others do not read."""
+    """Measure the delay of events at a subscriber while five others do not read."""
     count = 200 if bench.quick else 1000
-    late: list[float] = []
-    async with watching(worker, SLOW), watching(worker) as (watcher,):
+    delays_s: list[float] = []
+    async with watching(worker, STUCK), watching(worker) as (watcher,):
         await asyncio.to_thread(worker.ask, events=50_000, at_once=5000)
-        await watcher.take(50_000)
+        await watcher.read_events(50_000)
         for _ in range(count):
-            asking = asyncio.create_task(asyncio.to_thread(worker.ask, events=1, at_once=1))
-            came = await watcher.take(1)
-            late.append(came - (await asking)["began"][0])
-    return Row(
-        figure="delay of an event beside 5 stuck readers",
-        case=f"p99 of {count}",
-        model="-",
-        value=quantile(late, 0.99) * 1e3,
-        unit="ms",
-        limit=Limit(sign="≤", bound=50),
-        summary=f"median {median(late) * 1e3:.2f} ms",
-        detail={"late_s": late},
-    )
+            writing = asyncio.create_task(asyncio.to_thread(worker.ask, events=1, at_once=1))
+            received_at = await watcher.read_events(1)
+            delays_s.append(received_at - (await writing)["began"][0])
+    return _latency_row(f"delay of an event, {STUCK} readers stuck", delays_s, q=0.99, bound_ms=50)
 
 
 async def _lists(bench: Bench, worker: Worker) -> Row:
+    """Measure the time for a list of all sessions."""
     worker.ask(sessions=SESSIONS)
-    took: list[float] = []
+    times_s: list[float] = []
     for _ in range(20 if bench.quick else 60):
-        answer = await _ask(worker, f"/v3/sessions?limit={SESSIONS}", None)
-        took.append(answer.ended_at - answer.sent_at)
+        answer = await _request(worker, f"/v3/sessions?limit={SESSIONS}", None)
+        times_s.append(answer.ended_at - answer.sent_at)
     if len(listed := answer.json()["sessions"]) != SESSIONS:
         raise BenchError(f"{len(listed)} sessions listed, not {SESSIONS}")
+    return _latency_row("list of 2,000 sessions", times_s, q=0.95, bound_ms=100)
+
+
+def _latency_row(figure: str, times_s: list[float], *, q: float, bound_ms: float) -> Row:
     return Row(
-        figure="list of 2,000 sessions",
-        case=f"p95 of {len(took)}",
+        figure=figure,
+        case=f"p{q * 100:.0f} of {len(times_s)}",
         model="-",
-        value=quantile(took, 0.95) * 1e3,
+        value=quantile(times_s, q) * 1e3,
         unit="ms",
-        limit=Limit(sign="≤", bound=100),
-        summary=f"median {median(took) * 1e3:.0f} ms",
-        detail={"took_s": took},
+        limit=Limit(sign="≤", bound=bound_ms),
+        summary=f"median {median(times_s) * 1e3:.2f} ms",
+        detail={"times_s": times_s},
     )
 
 
 async def _idle(bench: Bench, worker: Worker) -> Row:
-    """Resident memory of the daemon for each additional idle connection."""
+    """Measure the daemon's resident memory for each additional idle connection."""
     async with watching(worker, 50):
         before = worker.ask()["rss_bytes"]
         async with watching(worker, IDLE):
-            await asyncio.sleep(SILENCE_S)
+            await asyncio.sleep(SETTLE_S)
             after = worker.ask()["rss_bytes"]
     return Row(
         figure="memory of an idle subscriber",
@@ -308,11 +304,11 @@ async def _idle(bench: Bench, worker: Worker) -> Row:
 
 
 async def _replay(bench: Bench, worker: Worker) -> Row:
-    """Replay all stored events from the database over a socket."""
-    await asyncio.to_thread(worker.ask, events=REPLAYED, at_once=5000)
+    """Measure the time to receive all stored events from the database over a socket."""
+    await asyncio.to_thread(worker.ask, events=REPLAYED_EVENTS, at_once=5000)
     began = time.monotonic()
     async with Watcher(worker.ready["url"], worker.ready["token"], "?after=0") as watcher:
-        took = await watcher.take(REPLAYED) - began
+        took = await watcher.read_events(REPLAYED_EVENTS) - began
     return Row(
         figure="replay of 100,000 events",
         case="one client, from the database",
@@ -320,5 +316,5 @@ async def _replay(bench: Bench, worker: Worker) -> Row:
         value=took,
         unit="s",
         limit=Limit(sign="≤", bound=2),
-        summary=f"{REPLAYED / took:.0f} a second",
+        summary=f"{REPLAYED_EVENTS / took:.0f} events/s",
     )

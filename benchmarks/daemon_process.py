@@ -1,4 +1,4 @@
-"""Child process: a daemon in front of a model server. The parent can write to its log.
+"""Child process: a daemon in front of a model server. Its parent can write events to its log.
 
 A question with ``sessions`` creates this number of sessions. One with ``events`` writes this number of events to the
 log, ``at_once`` in each transaction, and returns the start times of the transactions. The reply to any other question
@@ -41,7 +41,7 @@ def _answer(daemon: Daemon, question: Reply) -> Reply:
     store = daemon.services.store
     if count := question.get("sessions"):
         for first in range(0, count, 500):
-            daemon.run(store.write(_making_sessions(range(first, min(first + 500, count)))))
+            daemon.run(store.write(_session_creator(range(first, min(first + 500, count)))))
     if count := question.get("events"):
         at_once = question["at_once"]
         return {"began": [_write_events(daemon, store, min(at_once, count - at)) for at in range(0, count, at_once)]}
@@ -58,7 +58,7 @@ def _write_events(daemon: Daemon, store: Store, count: int) -> float:
     return began
 
 
-def _making_sessions(numbers: range) -> Callable[[Transaction], Any]:
+def _session_creator(numbers: range) -> Callable[[Transaction], Any]:
     def work(transaction: Transaction) -> None:
         for number in numbers:
             sessions.create(transaction, CreateSession(title=f"number {number}", metadata={"made": "for listing"}))

@@ -1,4 +1,4 @@
-"""Clients that disconnect: seconds from the closed connection to the free slot, by transport and phase."""
+"""Measure the time from a closed connection to the free slot, by transport and phase."""
 
 from __future__ import annotations
 
@@ -21,8 +21,8 @@ FIGURE = "disconnect → slot free"
 TRANSPORTS = ("SSE", "WebSocket", "non-streaming")
 PHASES = ("queued", "prefill", "decode")
 LONG_TOKENS = 6000
-GIVE_UP_S = 120.0
-Vanish = Callable[[], None]
+TIMEOUT_S = 120.0
+Disconnect = Callable[[], None]
 Body = dict[str, Any]
 
 
@@ -48,13 +48,13 @@ async def _case(bench: Bench, ours: LabServer, transport: str, phase: str) -> Ro
 
 
 async def _queued(bench: Bench, ours: LabServer, transport: str, seed: int) -> float:
-    async with _asking("SSE", ours, _long_answer(ours, seed)):
-        await ours.until(_decodes_since(ours.snapshot()), limit_s=GIVE_UP_S, what="a request decodes")
-        async with _asking(transport, ours, _long_answer(ours, seed + 50)) as vanish:
-            await ours.until(lambda now: now["queued_requests"] == 1, limit_s=GIVE_UP_S, what="a request waits")
-            vanish()
+    async with _running_request("SSE", ours, _long_answer(ours, seed)):
+        await ours.until(_decodes_since(ours.snapshot()), limit_s=TIMEOUT_S, what="a request decodes")
+        async with _running_request(transport, ours, _long_answer(ours, seed + 50)) as disconnect:
+            await ours.until(lambda now: now["queued_requests"] == 1, limit_s=TIMEOUT_S, what="a request waits")
+            disconnect()
             seconds = await ours.until(
-                lambda now: now["queued_requests"] == 0, limit_s=GIVE_UP_S, what="the request that waited is gone"
+                lambda now: now["queued_requests"] == 0, limit_s=TIMEOUT_S, what="the waiting request is removed"
             )
         if ours.snapshot()["active_requests"] != 1:
             raise BenchError("the request in the slot ended too early, so the waiting one may have got the slot")
@@ -64,12 +64,12 @@ async def _queued(bench: Bench, ours: LabServer, transport: str, seed: int) -> f
 async def _prefilling(bench: Bench, ours: LabServer, transport: str, seed: int) -> float:
     before = ours.snapshot()
     body = prompts.chat_body(prompts.history(seed, bench.sizes.prefill_tokens), max_tokens=16)
-    async with _asking(transport, ours, body) as vanish:
-        await ours.until(lambda now: now["active_requests"] == 1, limit_s=GIVE_UP_S, what="a request has the slot")
-        # During the prefill, which takes much longer.
+    async with _running_request(transport, ours, body) as disconnect:
+        await ours.until(lambda now: now["active_requests"] == 1, limit_s=TIMEOUT_S, what="a request has the slot")
+        # The prefill takes much longer than this.
         await asyncio.sleep(0.05)
-        vanish()
-        seconds = await ours.until(is_idle, limit_s=GIVE_UP_S, what="the slot is free")
+        disconnect()
+        seconds = await ours.until(is_idle, limit_s=TIMEOUT_S, what="the slot is free")
     if ours.snapshot()["output_tokens"] != before["output_tokens"]:
         raise BenchError("the prefill ended before the client disconnected; make the prompt longer")
     return seconds
@@ -77,10 +77,10 @@ async def _prefilling(bench: Bench, ours: LabServer, transport: str, seed: int) 
 
 async def _decoding(bench: Bench, ours: LabServer, transport: str, seed: int) -> float:
     before = ours.snapshot()
-    async with _asking(transport, ours, _long_answer(ours, seed)) as vanish:
-        await ours.until(_decodes_since(before), limit_s=GIVE_UP_S, what="a request decodes")
-        vanish()
-        seconds = await ours.until(is_idle, limit_s=GIVE_UP_S, what="the slot is free")
+    async with _running_request(transport, ours, _long_answer(ours, seed)) as disconnect:
+        await ours.until(_decodes_since(before), limit_s=TIMEOUT_S, what="a request decodes")
+        disconnect()
+        seconds = await ours.until(is_idle, limit_s=TIMEOUT_S, what="the slot is free")
     if ours.snapshot()["output_tokens"] - before["output_tokens"] >= LONG_TOKENS:
         raise BenchError("the answer ended before the client disconnected")
     return seconds
@@ -95,8 +95,8 @@ def _decodes_since(before: Reply) -> Callable[[Reply], bool]:
 
 
 @asynccontextmanager
-async def _asking(transport: str, ours: LabServer, body: Body) -> AsyncIterator[Vanish]:
-    """A running request; yields the function that aborts its connection."""
+async def _running_request(transport: str, ours: LabServer, body: Body) -> AsyncIterator[Disconnect]:
+    """Start a request, and yield the function that aborts its connection."""
     if transport == "WebSocket":
         async with connect(ours.url.replace("http", "ws") + "/v1/chat/stream", max_queue=None) as socket:
             await socket.send(json.dumps({name: body[name] for name in body if not name.startswith("stream")}))
@@ -105,17 +105,17 @@ async def _asking(transport: str, ours: LabServer, body: Body) -> AsyncIterator[
         return
     if transport == "non-streaming":
         body = {name: body[name] for name in body if not name.startswith("stream")}
-    async with client.Exchange(ours.url, body) as exchange:
-        reading = asyncio.create_task(_read(exchange))
+    async with client.SentRequest(ours.url, body) as request:
+        reading = asyncio.create_task(_read(request))
         try:
-            yield exchange.abandon
+            yield request.abort
         finally:
             reading.cancel()
             await asyncio.wait([reading])
 
 
-async def _read(exchange: client.Exchange) -> None:
+async def _read(request: client.SentRequest) -> None:
     """Read as a client does, because a full buffer would stop the server for another reason."""
     with suppress(LabError):
-        async for _ in exchange.data():
+        async for _ in request.data():
             pass

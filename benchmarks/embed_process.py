@@ -15,10 +15,10 @@ from lmx_lab.weights import Catalog
 
 def main() -> None:
     channel = take_channel()
-    chosen = child_settings()
-    settings = Settings(home=BUILD / "home", blas=chosen["blas"])
+    options = child_settings()
+    settings = Settings(home=BUILD / "home", blas=options["blas"])
     with asyncio.Runner() as runner:
-        manager = runner.run(_start(settings, Path(chosen["model"])))
+        manager = runner.run(_start(settings, Path(options["model"])))
 
         def run(question: Reply) -> Reply:
             return runner.run(_embed(manager, question["texts"]))

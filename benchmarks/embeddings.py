@@ -1,4 +1,4 @@
-"""Embeddings of 64 texts of 30 tokens by MiniLM: our engine, with MLX as installed, and torch if available."""
+"""Measure embeddings of 64 texts of 30 tokens with MiniLM: our engine, MLX as installed, and torch if available."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ FIGURE = "MiniLM embeddings ÷ stock MLX"
 TORCH_FIGURE = "MiniLM embeddings ÷ torch"
 TEXTS = 64
 WORDS = 28
-"""One token each, plus two special tokens."""
+"""Words in a text. Each is one token; two special tokens are added."""
 ROUNDS = 7
 TORCH_PYTHON = ROOT / "build" / "parity" / "bin" / "python"
 
@@ -38,7 +38,7 @@ def measure(bench: Bench) -> list[Row]:
 
 
 def _rounds(sides: dict[str, Worker], count: int) -> list[dict[str, Any]]:
-    """Texts per second of each side. They take turns, with new texts in each round."""
+    """Return the texts per second of each side. They take turns, with new texts in each round."""
     samples = []
     for number in range(count):
         texts = [prompts.words(9000 + 100 * number + at, WORDS) for at in range(TEXTS)]

@@ -1,4 +1,4 @@
-"""Time to a complete answer after 200 clients with a short timeout."""
+"""Measure the time to a complete answer after 200 clients with a short timeout."""
 
 from __future__ import annotations
 
@@ -14,13 +14,13 @@ from benchmarks.rows import Limit, Row
 from benchmarks.servers import LabServer, lab_server
 from lmx_lab.errors import LabError, QueueFullError
 
-FIGURE = "whole answer after a flood"
+FIGURE = "complete answer after a flood"
 CLIENTS = 200
-PATIENCE_S = 0.5
+CLIENT_TIMEOUT_S = 0.5
 PROMPT_TOKENS = 1000
 LONG_TOKENS = 6000
 RETRY_S = 0.05
-GIVE_UP_S = 60.0
+TIMEOUT_S = 60.0
 
 
 def measure(bench: Bench) -> list[Row]:
@@ -29,13 +29,13 @@ def measure(bench: Bench) -> list[Row]:
     outcomes = Counter(runs[0]["flood"])
     row = Row(
         figure=FIGURE,
-        case=f"{CLIENTS} long requests, {PATIENCE_S:g} s each",
+        case=f"{CLIENTS} long requests, {CLIENT_TIMEOUT_S:g} s each",
         model=bench.model,
         value=max(run["answer_s"] for run in runs),
         unit="s",
         limit=Limit(sign="≤", bound=2.0),
         summary=f"median {median(run['answer_s'] for run in runs):.2f} s, "
-        f"{max(run['refusals'] for run in runs)} refusals; flood: "
+        f"{max(run['rejections'] for run in runs)} rejections; flood: "
         + ", ".join(f"{count} {what}" for what, count in outcomes.most_common()),
         detail={"runs": runs},
     )
@@ -43,39 +43,39 @@ def measure(bench: Bench) -> list[Row]:
 
 
 async def _run(ours: LabServer, number: int) -> dict[str, Any]:
-    flood = await asyncio.gather(*(_impatient(ours, 1000 * number + one) for one in range(CLIENTS)))
+    flood = await asyncio.gather(*(_request_with_timeout(ours, 1000 * number + one) for one in range(CLIENTS)))
     started = time.perf_counter()
-    refusals = await _patient(ours, number)
+    rejections = await _request_until_answered(ours, number)
     answer_s = time.perf_counter() - started
     await ours.until_idle()
-    return {"answer_s": answer_s, "refusals": refusals, "flood": flood}
+    return {"answer_s": answer_s, "rejections": rejections, "flood": flood}
 
 
-async def _impatient(ours: LabServer, seed: int) -> str:
+async def _request_with_timeout(ours: LabServer, seed: int) -> str:
     """Send a request with a short timeout; every second request streams."""
     body = prompts.chat_body(prompts.history(seed, PROMPT_TOKENS), max_tokens=LONG_TOKENS, **ours.extras)
-    ask = client.stream if seed % 2 else client.whole
+    request = client.stream if seed % 2 else client.whole
     try:
-        async with asyncio.timeout(PATIENCE_S):
-            await ask(ours.url, body)
+        async with asyncio.timeout(CLIENT_TIMEOUT_S):
+            await request(ours.url, body)
     except TimeoutError:
-        return "left"
+        return "timed out"
     except LabError as exc:
         return exc.code
     return "answered"
 
 
-async def _patient(ours: LabServer, number: int) -> int:
-    """Send a normal request until it is answered; return how often it was rejected with Retry-After."""
+async def _request_until_answered(ours: LabServer, number: int) -> int:
+    """Send a normal request until it is answered, and return how often it was rejected because the queue was full."""
     body = prompts.chat_body(prompts.story(4000 + number), max_tokens=16)
-    deadline = time.perf_counter() + GIVE_UP_S
-    refusals = 0
+    deadline = time.perf_counter() + TIMEOUT_S
+    rejections = 0
     while time.perf_counter() < deadline:
         try:
             await client.whole(ours.url, body)
         except QueueFullError:
-            refusals += 1
+            rejections += 1
             await asyncio.sleep(RETRY_S)
         else:
-            return refusals
-    raise BenchError(f"no answer within {GIVE_UP_S:g} s")
+            return rejections
+    raise BenchError(f"no answer within {TIMEOUT_S:g} s")

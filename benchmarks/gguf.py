@@ -1,4 +1,4 @@
-"""GGUF files: our server on llama.cpp against llama.cpp's server, and against our server on MLX.
+"""Measure GGUF files: our server on llama.cpp against llama.cpp's server, and against our server on MLX.
 
 Both servers with llama.cpp use the same file, slots, context, threads and sampling. Ours has an additional process
 between model and client, and its own text processing. MLX uses the same model in its own format.
@@ -21,7 +21,7 @@ from benchmarks.servers import LabServer, lab_server, llama_server
 
 DECODE = "gguf: decode tok/s ÷ llama.cpp's server"
 OVERALL = "gguf: overall tok/s ÷ llama.cpp's server"
-FIRST = "gguf: first token after llama.cpp's server's"
+TTFT = "gguf: first token - llama.cpp's server's"
 DECODE_MLX = "gguf: decode tok/s ÷ MLX engine"
 PREFILL_MLX = "gguf: prefill tok/s ÷ MLX engine"
 MEMORY_MLX = "gguf: server's memory ÷ MLX engine"
@@ -52,7 +52,7 @@ def measure(bench: Bench) -> list[Row]:
 
 
 def _rounds(urls: Mapping[Side, str], count: int, visit: Visit) -> list[Sample]:
-    """Run both sides in alternating order."""
+    """Run both sides in each round, in alternating order."""
     sides = list(urls)
     return [
         {side: visit(urls[side], number) for side in (sides if number % 2 == 0 else reversed(sides))}
@@ -70,8 +70,12 @@ def _against_llama(bench: Bench, urls: Mapping[Side, str], streams: int) -> list
     turns = Turns(model=bench.model, case=CASES[streams], samples=samples)
     rows = [turns.ratio(DECODE, "decode", limit=Limit(sign="≥", bound=0.95)), turns.ratio(OVERALL, "overall")]
     if streams == 1:
-        return [*rows, turns.later("new_ms", f"{PROMPT_TOKENS} new tokens"), turns.later("known_ms", "a known prompt")]
-    return [*rows, turns.later("first_ms", "short prompts", binding=False)]
+        return [
+            *rows,
+            turns.difference("new_ms", f"{PROMPT_TOKENS} new tokens"),
+            turns.difference("known_ms", "a cached prompt"),
+        ]
+    return [*rows, turns.difference("first_ms", "short prompts", binding=False)]
 
 
 def _answers(url: str, number: int, streams: int) -> Found:
@@ -90,7 +94,7 @@ def _answers(url: str, number: int, streams: int) -> Found:
 
 
 def _first_tokens(url: str, seed: int) -> Found:
-    """Times to the first token of some new prompts, and of the last of them again, when it is cached."""
+    """Measure the times to the first token for new prompts, and for the last of them again, when it is cached."""
     new = [_body(prompts.history(seed + more, PROMPT_TOKENS), seed, 4) for more in range(1, 4)]
     found: Found = {}
     for name, bodies in {"new": new, "known": [new[-1]] * 5}.items():
@@ -100,8 +104,8 @@ def _first_tokens(url: str, seed: int) -> Found:
     return found
 
 
-def _body(asked: list[prompts.Message], seed: int, tokens: int) -> dict[str, Any]:
-    return prompts.chat_body(asked, max_tokens=tokens) | {**SAMPLING, "seed": seed, "ignore_eos": True}
+def _body(messages: list[prompts.Message], seed: int, tokens: int) -> dict[str, Any]:
+    return prompts.chat_body(messages, max_tokens=tokens) | {**SAMPLING, "seed": seed, "ignore_eos": True}
 
 
 def _check_prompts(sample: Sample) -> None:
@@ -122,7 +126,7 @@ def _decode_rate(answers: list[client.Answer]) -> float:
 
 
 def _against_mlx(bench: Bench, servers: Mapping[Side, LabServer]) -> list[Row]:
-    """Rows without limits. ``theirs`` is MLX."""
+    """Return rows without limits. ``theirs`` is MLX."""
     urls = {side: server.url for side, server in servers.items()}
 
     def turns(case: str, visit: Visit) -> Turns:
@@ -136,13 +140,13 @@ def _against_mlx(bench: Bench, servers: Mapping[Side, LabServer]) -> list[Row]:
         turns(f"{PREFILL_TOKENS} tokens", _prefill).ratio(PREFILL_MLX, "rate"),
     ]
     memory: Sample = {side: {"MB": server.tree_bytes() / 1e6} for side, server in servers.items()}
-    afterwards = Turns(model=bench.model, case="after all this", samples=[memory])
-    return [*rows, afterwards.ratio(MEMORY_MLX, "MB", unit="MB")]
+    memory_turns = Turns(model=bench.model, case="after these measurements", samples=[memory])
+    return [*rows, memory_turns.ratio(MEMORY_MLX, "MB", unit="MB")]
 
 
 def _decode(url: str, number: int, streams: int, tokens: int) -> Found:
-    asked = [prompts.brief(8800 + 100 * number + 10 * streams + stream) for stream in range(streams)]
-    bodies = [prompts.chat_body(messages, max_tokens=tokens, ignore_eos=True) for messages in asked]
+    chats = [prompts.brief(8800 + 100 * number + 10 * streams + stream) for stream in range(streams)]
+    bodies = [prompts.chat_body(messages, max_tokens=tokens, ignore_eos=True) for messages in chats]
     return {"rate": _decode_rate(asyncio.run(client.streams(url, bodies)))}
 
 
@@ -157,14 +161,14 @@ def _prefill(url: str, number: int) -> Found:
 
 @dataclass(frozen=True, kw_only=True)
 class Turns:
-    """Samples of two sides that were measured in turns, and rows made of them."""
+    """Samples of two sides that were measured in turns. Its methods create rows from them."""
 
     model: str
     case: str
     samples: Sequence[Sample]
 
     def ratio(self, figure: str, name: str, *, limit: Limit | None = None, unit: str = "tok/s") -> Row:
-        """The median ratio of the pairs: other load on the machine affects both sides."""
+        """Return the median ratio of the pairs, because other load on the machine affects both sides."""
         ours, theirs = self._medians(name)
         return Row(
             figure=figure,
@@ -176,11 +180,11 @@ class Turns:
             detail={"samples": self.samples},
         )
 
-    def later(self, name: str, prompt: str, *, binding: bool = True) -> Row:
-        """The difference in milliseconds between our first token and theirs."""
+    def difference(self, name: str, prompt: str, *, binding: bool = True) -> Row:
+        """Return the median difference in milliseconds between our first token and theirs."""
         ours, theirs = self._medians(name)
         return Row(
-            figure=FIRST,
+            figure=TTFT,
             case=f"{self.case}, {prompt}",
             model=self.model,
             value=median(sample["ours"][name] - sample["theirs"][name] for sample in self.samples),

@@ -1,4 +1,4 @@
-"""Measures ``lmx_lab.bench`` with a server that emits tokens at a known rate: its accuracy and its CPU usage."""
+"""Measure the accuracy and the CPU usage of ``lmx_lab.bench`` with a server that emits tokens at a known rate."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from statistics import median
 from benchmarks.bench import Bench, BenchError
 from benchmarks.processes import Worker
 from benchmarks.rows import Limit, Row
-from lmx_lab.bench import Case, ChatTarget, Sample, drive
+from lmx_lab.bench import Case, ChatTarget, RequestSample, drive
 
 FIGURE = "harness"
 STREAMS, PER_SECOND = 64, 5000
@@ -38,7 +38,7 @@ def measure(bench: Bench) -> list[Row]:
     found = [measure_harness() for _ in range(1 if bench.quick else ROUNDS)]
     if errors := sum(one.errors for one in found):
         raise BenchError(f"{errors} requests of {len(found) * STREAMS} failed")
-    rate, off, cores = (
+    rate, error, cores = (
         median(values)
         for values in zip(*((one.decode_share, abs(one.decode_share - 1), one.cpu_share) for one in found), strict=True)
     )
@@ -46,21 +46,21 @@ def measure(bench: Bench) -> list[Row]:
     case = f"{STREAMS} streams, {PER_SECOND} tokens/s"
     return [
         Row(
-            figure="harness: measured rate off the emitted one",
+            figure="harness: error of the measured rate",
             case=case,
             model="-",
-            value=off * 100,
+            value=error * 100,
             unit="%",
             limit=Limit(sign="≤", bound=2),
             summary=f"{rate * PER_SECOND / STREAMS:.2f} against {PER_SECOND / STREAMS:.2f} tok/s for each stream",
             detail=detail,
         ),
         Row(
-            figure="harness: cores that it uses",
+            figure="harness: cores used",
             case=case,
             model="-",
             value=cores,
-            # It must not be the bottleneck, so less than one core.
+            # It must use less than one core, or it would be the bottleneck.
             limit=Limit(sign="≤", bound=0.8),
             detail=detail,
         ),
@@ -68,16 +68,16 @@ def measure(bench: Bench) -> list[Row]:
 
 
 def measure_harness(*, streams: int = STREAMS, per_second: float = PER_SECOND, tokens: int = TOKENS) -> Harness:
-    """Measure streams with ``per_second`` tokens/s in total; takes ``tokens * streams / per_second`` seconds."""
+    """Measure streams with ``per_second`` tokens/s in total. Takes ``tokens * streams / per_second`` seconds."""
     pace_s = streams / per_second
     case = Case(prompt_tokens=16, output_tokens=tokens, concurrency=streams, requests=streams, warm_up=0)
 
-    async def driven(url: str) -> list[Sample]:
+    async def collect(url: str) -> list[RequestSample]:
         return [sample async for sample in drive(ChatTarget(url), case)]
 
-    with Worker("benchmarks.paced_process", pace_s=pace_s, streams=streams) as emitting:
+    with Worker("benchmarks.paced_process", pace_s=pace_s, streams=streams) as server:
         began_s, used_s = time.perf_counter(), time.process_time()
-        samples = asyncio.run(driven(emitting.ready["url"]))
+        samples = asyncio.run(collect(server.ready["url"]))
         wall_s, cpu_s = time.perf_counter() - began_s, time.process_time() - used_s
     rates = [sample.decode_tok_s or 0.0 for sample in samples]
     return Harness(

@@ -1,4 +1,4 @@
-"""Memory over many requests with distinct prompts and temperatures, eight at a time.
+"""Measure the memory over many requests with distinct prompts and temperatures, eight at a time.
 
 The prefix cache is bounded so that it is full before the first measurement: its contents are not a leak.
 """

@@ -12,18 +12,22 @@ from lmx_lab.engine.container_limits import default_threads
 
 def main() -> None:
     channel = take_channel()
-    asked = child_settings()
+    settings = child_settings()
     params = xllamacpp.CommonParams()
-    params.model.path = asked["model"]
-    params.n_parallel, params.n_ctx, params.kv_unified = asked["slots"], asked["total_tokens"], asked["unified"]
+    params.model.path = settings["model"]
+    params.n_parallel, params.n_ctx, params.kv_unified = (
+        settings["slots"],
+        settings["total_tokens"],
+        settings["unified"],
+    )
     params.cpuparams.n_threads = params.cpuparams_batch.n_threads = default_threads(os.environ)
-    params.hostnames, params.port = ["127.0.0.1"], asked["port"]
+    params.hostnames, params.port = ["127.0.0.1"], settings["port"]
     # fit_params would change the context size.
     params.endpoint_metrics, params.fit_params = True, False
     server = xllamacpp.Server(params)
     # Returns when the server's task loop runs.
     server.handle_metrics()
-    serve_lines(channel, {"url": f"http://127.0.0.1:{asked['port']}", "n_batch": params.n_batch}, lambda line: line)
+    serve_lines(channel, {"url": f"http://127.0.0.1:{settings['port']}", "n_batch": params.n_batch}, lambda line: line)
     # A regular shutdown takes longer and frees nothing more.
     os._exit(0)
 

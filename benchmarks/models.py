@@ -1,4 +1,4 @@
-"""Model folders, which are created once under ``build/bench/models``."""
+"""Provide the folders of the models. They are created once, under ``build/bench/models``."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ CONTEXT_TOKENS = 8192
 
 
 def folder_of(model: Model) -> Path:
-    """The model's folder, created if missing."""
+    """Return the model's folder. Create it if it is missing."""
     folder = MODELS / model
     if not folder.exists():
         unfinished = MODELS / f".{model}.part"
@@ -36,7 +36,7 @@ def folder_of(model: Model) -> Path:
 
 
 def expanded() -> Path:
-    """SmolLM2-135M in float32 without quantization, which is fastest for ``mlx_lm.server`` on a CPU."""
+    """Return SmolLM2-135M in float32 without quantization, which is fastest for ``mlx_lm.server`` on a CPU."""
     folder = MODELS / "smollm2-float32"
     if not folder.exists():
         unfinished = MODELS / ".smollm2-float32.part"
@@ -51,12 +51,12 @@ def minilm() -> Path:
 
 
 def gguf_starter() -> ModelEntry:
-    """SmolLM2-135M as a GGUF file, from which ``smollm2`` is made."""
+    """Return SmolLM2-135M as a GGUF file. ``smollm2`` is made from the same weights."""
     return _starter("smollm2-135m-gguf")
 
 
 def _starter(name: str = "smollm2-135m") -> ModelEntry:
-    """A starter model in the home that the tests use, downloaded if missing."""
+    """Return a starter model from the home folder of the tests. Download it if it is missing."""
     home = Path(os.environ.get("LMX_LAB_TEST_HOME", ROOT / ".cache" / "test-home")).absolute()
     return Catalog(Settings(home=home)).fetch(name)
 

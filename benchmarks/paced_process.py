@@ -20,7 +20,10 @@ from benchmarks.processes import child_settings, serve_lines, take_channel
 
 HEAD = b"HTTP/1.1 200 OK\r\nContent-Type: text/event-stream\r\nTransfer-Encoding: chunked\r\n\r\n"
 MODELS = b'{"object":"list","data":[{"id":"paced","object":"model"}]}'
-LISTED = b"HTTP/1.1 200 OK\r\nContent-Type: application/json\r\nContent-Length: %d\r\n\r\n%b" % (len(MODELS), MODELS)
+MODELS_RESPONSE = b"HTTP/1.1 200 OK\r\nContent-Type: application/json\r\nContent-Length: %d\r\n\r\n%b" % (
+    len(MODELS),
+    MODELS,
+)
 DONE = b"e\r\ndata: [DONE]\n\n\r\n0\r\n\r\n"
 LENGTH = re.compile(rb"(?i)\r\ncontent-length: *(\d+)")
 CLOSE = re.compile(rb"(?i)\r\nconnection: *close")
@@ -49,7 +52,7 @@ def main() -> None:
 
 
 class _Connection(asyncio.Protocol):
-    """Handles one request after the other."""
+    """Handle one request after the other."""
 
     def __init__(self, pace_s: float, delays_s: Iterator[float]) -> None:
         self._pace_s = pace_s
@@ -63,18 +66,18 @@ class _Connection(asyncio.Protocol):
 
     def data_received(self, data: bytes) -> None:
         self._received += data
-        head, whole, body = self._received.partition(b"\r\n\r\n")
+        head, separator, body = self._received.partition(b"\r\n\r\n")
         length = LENGTH.search(head)
-        if not whole or len(body) < int(length[1] if length else 0):
+        if not separator or len(body) < int(length[1] if length else 0):
             return
         self._received, self._closes = b"", bool(CLOSE.search(head))
         if head.startswith(b"GET"):
-            self._transport.write(LISTED)
+            self._transport.write(MODELS_RESPONSE)
             self._end()
             return
-        asked = json.loads(body)
-        self._tokens, self._sent = asked["max_tokens"], 0
-        self._prompt_tokens = len(asked["messages"][-1]["content"].split())
+        request = json.loads(body)
+        self._tokens, self._sent = request["max_tokens"], 0
+        self._prompt_tokens = len(request["messages"][-1]["content"].split())
         self._began = self._loop.time() + next(self._delays_s)
         self._transport.write(HEAD)
         self._wait()

@@ -1,4 +1,4 @@
-"""Writes ``BENCHMARKS.md``: the last complete results, with machine and software."""
+"""Write ``BENCHMARKS.md``: the last complete results, with machine and software."""
 
 from __future__ import annotations
 
@@ -16,13 +16,13 @@ Results of the last complete run of `make bench`; `benchmarks/__main__.py` descr
 is for a limit that applies to another model; rows that are *shown* have no limit. *Others* is the number of cores that
 other programs used during the measurement: with more than about half a core, a figure is unreliable.
 """
-COLUMNS = ("figure", "case", "model", "value", "must", "verdict", "others", "of which")
+COLUMNS = ("figure", "case", "model", "value", "limit", "verdict", "others", "values")
 VERSIONS = ("mlx", "mlx-lm", "scipy-openblas32", "xllamacpp", "numpy", "uvicorn")
 
 
 def write(rows: Sequence[Row], facts: dict[str, Any], path: Path) -> None:
-    """Write the page for this run; ``facts`` is its provenance."""
-    path.write_text(f"{HEAD}\n{_facts(facts)}\n\n{_table(rows)}\n\n{_counted(rows)}\n", encoding="utf-8")
+    """Write the page of a run. ``facts`` is its provenance."""
+    path.write_text(f"{HEAD}\n{_facts(facts)}\n\n{_table(rows)}\n\n{_summary(rows)}\n", encoding="utf-8")
 
 
 def _facts(facts: dict[str, Any]) -> str:
@@ -56,6 +56,6 @@ def _escaped(cell: str) -> str:
     return " ".join(cell.split()).replace("|", r"\|")
 
 
-def _counted(rows: Sequence[Row]) -> str:
+def _summary(rows: Sequence[Row]) -> str:
     binding = [row for row in rows if row.verdict in {"pass", *report.BAD}]
     return f"{sum(row.verdict == 'pass' for row in binding)} of {len(binding)} binding limits hold."

@@ -1,4 +1,4 @@
-"""Prefill of a prompt of 156 tokens: MLX with OpenBLAS against MLX as installed."""
+"""Measure the prefill of a prompt of 156 tokens: MLX with OpenBLAS against MLX as installed."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ TOKENS = 156
 
 
 def measure(bench: Bench) -> list[Row]:
-    """Measure two servers that differ only in the BLAS; both expand quantized weights to float32."""
+    """Measure two servers that differ only in the BLAS. Both dequantize the weights to float32."""
     with lab_server(bench.folder) as ours, lab_server(bench.folder, blas="off") as stock:
         samples = [
             {"ours": _rate(ours.url, number), "stock": _rate(stock.url, number)} for number in range(bench.sizes.rounds)

@@ -1,4 +1,4 @@
-"""Child processes that reply to lines of JSON on standard input with lines on standard output."""
+"""Run child processes that read questions as lines of JSON from standard input and reply on standard output."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ Reply = dict[str, Any]
 
 
 def clean_environment() -> dict[str, str]:
-    """The environment of this process without variables that configure the servers."""
+    """Return the environment of this process without the variables that configure the servers."""
     return {name: value for name, value in os.environ.items() if not name.startswith("LMX_LAB_")} | {
         "HF_HUB_OFFLINE": "1",
         "PYTHONUNBUFFERED": "1",
@@ -56,6 +56,7 @@ def end(process: subprocess.Popen[str]) -> None:
 
 
 def log_tail(name: str) -> str:
+    """Return the last five lines of a process's log."""
     return "\n".join((LOGS / f"{name}.log").read_text(errors="replace").splitlines()[-5:])
 
 
@@ -89,7 +90,7 @@ class Worker:
         """Send a question and return the reply.
 
         Raises:
-            BenchError: the child failed, or exceeded the limit and was killed.
+            BenchError: The child failed, or exceeded the limit and was killed.
         """
         self._in.write(json.dumps(question) + "\n")
         self._in.flush()
@@ -123,12 +124,13 @@ class Worker:
 
 
 def child_settings() -> dict[str, Any]:
+    """Return the settings that a child process was started with."""
     settings: dict[str, Any] = json.loads(sys.argv[1])
     return settings
 
 
 def take_channel() -> IO[str]:
-    """Reserve standard output for replies; other output goes to the log."""
+    """Reserve standard output for replies, and return it. Other output goes to the log."""
     channel = os.fdopen(os.dup(1), "w", buffering=1)
     os.dup2(2, 1)
     return channel

@@ -1,4 +1,4 @@
-"""A 1024³ float32 matrix product of MLX against numpy's, in the same process."""
+"""Measure a 1024³ float32 matrix product of MLX against numpy's, in the same process."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Computes tokens per second from times."""
+"""Compute tokens per second from the times of pieces of text."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ def timeline(answer: Answer) -> Timeline:
 
 @dataclass(frozen=True, kw_only=True)
 class Window:
-    """Number of tokens of all streams within a time."""
+    """An interval, and the number of tokens that all streams received in it."""
 
     tokens: float
     seconds: float
@@ -38,12 +38,12 @@ class Window:
 
 
 def decode_window(streams: list[Timeline]) -> Window:
-    """The time in which all streams decode: from the latest first token to the earliest last token.
+    """Return the interval in which all streams decode: from the latest first token to the earliest last token.
 
     It excludes prefill on every side, independent of the order in which prompts are computed.
 
     Raises:
-        BenchError: it contains less than a quarter of the tokens.
+        BenchError: The interval contains less than a quarter of the tokens.
     """
     start, stop = max(s.times[0] for s in streams), min(s.times[-1] for s in streams)
     tokens = sum(s.tokens_until(stop) - s.tokens_until(start) for s in streams)
@@ -53,11 +53,11 @@ def decode_window(streams: list[Timeline]) -> Window:
 
 
 def overall_rate(answers: list[Answer]) -> float:
-    """Tokens per second between the first request and the end of the last answer, prefill included."""
+    """Return the tokens per second from the first request to the end of the last answer, which includes prefill."""
     started, ended = min(a.sent_at for a in answers), max(a.ended_at for a in answers)
     return sum(a.tokens for a in answers) / (ended - started)
 
 
 def quantile(values: list[float], q: float) -> float:
-    """The smallest value with at least the share ``q`` of all values at or below it."""
+    """Return the smallest value such that at least the share ``q`` of all values is at or below it."""
     return sorted(values)[max(0, math.ceil(q * len(values)) - 1)]

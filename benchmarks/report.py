@@ -1,4 +1,4 @@
-"""Prints the table of results and writes them to a JSON file."""
+"""Print the table of results, and write them to a JSON file."""
 
 from __future__ import annotations
 
@@ -28,8 +28,8 @@ def say(text: str) -> None:
     console.print(text, markup=False, highlight=False)
 
 
-def show(rows: Iterable[Row]) -> None:
-    table = Table("figure", "case", "model", "value", "must", "verdict", "others' cores", "of which", box=None)
+def print_table(rows: Iterable[Row]) -> None:
+    table = Table("figure", "case", "model", "value", "limit", "verdict", "others' cores", "values", box=None)
     for row in rows:
         cells = (row.figure, row.case, row.model, value_of(row), limit_of(row))
         style = STYLES.get(row.verdict)
@@ -46,8 +46,8 @@ def limit_of(row: Row) -> str:
     return f"{row.limit or ''} {row.unit}".strip()
 
 
-def keep(rows: Iterable[Row], facts: dict[str, Any]) -> Path:
-    """Write everything to ``build/bench/<time>.json``."""
+def store(rows: Iterable[Row], facts: dict[str, Any]) -> Path:
+    """Write the results and the provenance to ``build/bench/<time>.json``, and return the path."""
     BUILD.mkdir(parents=True, exist_ok=True)
     path = BUILD / f"{time.strftime('%Y%m%dT%H%M%SZ', time.gmtime())}.json"
     content = facts | {"rows": [_plain(row) for row in rows]}

@@ -1,4 +1,4 @@
-"""A row of the results: a figure, its limit, and whether the limit is met."""
+"""Define a row of the results: a figure, its limit, and whether the value meets the limit."""
 
 from __future__ import annotations
 
@@ -11,6 +11,8 @@ Verdict = Literal["pass", "FAIL", "(pass)", "(miss)", "shown", "ERROR"]
 
 @dataclass(frozen=True, kw_only=True)
 class Limit:
+    """A limit for the value of a figure."""
+
     sign: Literal["≥", "≤", ">"]
     bound: float
 
@@ -29,13 +31,15 @@ class Limit:
 
 @dataclass(frozen=True, kw_only=True)
 class Row:
+    """One measured value."""
+
     figure: str
     case: str
     model: str
     value: float
     """In ``unit``, or a ratio without unit; NaN if the measurement failed."""
     limit: Limit | None = None
-    """None for figures without a limit and for failed measurements."""
+    """``None`` for figures without a limit and for failed measurements."""
     binding: bool = True
     """Whether the limit applies to this model. Otherwise the row is informative only."""
     unit: str = ""

@@ -1,4 +1,4 @@
-"""The effect of the prefix cache: time to the first token of turn 2 after a long turn 1."""
+"""Measure the effect of the prefix cache: the time to the first token of turn 2, after a long turn 1."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ def measure(bench: Bench) -> list[Row]:
 async def _session(bench: Bench, ours: LabServer, number: int) -> dict[str, dict[str, Any]]:
     messages = prompts.history(9000 + number, bench.sizes.history_tokens)
     first = await client.stream(ours.url, prompts.chat_body(messages, max_tokens=ANSWER_TOKENS))
-    messages = prompts.following(messages, first.text, "Go on, please.")
+    messages = prompts.following(messages, first.text, "Continue, please.")
     second = await client.stream(ours.url, prompts.chat_body(messages, max_tokens=ANSWER_TOKENS))
     return {"turn_1": _facts(first), "turn_2": _facts(second)}
 

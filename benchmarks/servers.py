@@ -1,4 +1,4 @@
-"""Starts the measured servers, each in its own process and with the same model."""
+"""Start the measured servers, each in its own process and with the same model."""
 
 from __future__ import annotations
 
@@ -43,12 +43,12 @@ class LabServer:
         return int(psutil.Process(self._worker.pid).memory_info().rss)
 
     def tree_bytes(self) -> int:
-        """Resident memory of its process and its child processes; of mapped files only the pages in use."""
+        """Return the resident memory of the process and its children. Only used pages of mapped files count."""
         own = psutil.Process(self._worker.pid)
         return sum(int(process.memory_info().rss) for process in (own, *own.children(recursive=True)))
 
     async def until(self, reached: Any, *, limit_s: float, what: str) -> float:
-        """Wait until ``reached(snapshot)`` is true for the engine's figures; return the seconds."""
+        """Wait until ``reached(snapshot)`` is true for the engine's figures, and return the seconds."""
         started = time.perf_counter()
         while not reached(now := self.snapshot()):
             if time.perf_counter() - started > limit_s:
@@ -66,7 +66,7 @@ def is_idle(now: Reply) -> bool:
 
 @contextlib.contextmanager
 def lab_server(folder: Path, **settings: Any) -> Iterator[LabServer]:
-    """The lab's server, with the model loaded and warmed up."""
+    """Run the lab's server, with the model loaded and warmed up."""
     with Worker("benchmarks.lab_process", model=folder_argument(folder), **settings) as worker:
         server = LabServer(worker)
         asyncio.run(_warm(server))
@@ -83,7 +83,7 @@ async def _warm(server: LabServer) -> None:
 
 @contextlib.contextmanager
 def bare_generator(folder: Path) -> Iterator[Worker]:
-    """A process with mlx-lm's ``BatchGenerator``, with the model loaded and warmed up."""
+    """Run a process with mlx-lm's ``BatchGenerator``, with the model loaded and warmed up."""
     with Worker("benchmarks.bare_process", model=folder_argument(folder)) as worker:
         worker.ask(prompts=[prompts.story(0)], max_tokens=4)
         yield worker
@@ -91,7 +91,7 @@ def bare_generator(folder: Path) -> Iterator[Worker]:
 
 @contextlib.contextmanager
 def mlx_lm_server(folder: Path) -> Iterator[str]:
-    """The URL of ``mlx_lm.server`` with its defaults, with the model loaded and warmed up."""
+    """Run ``mlx_lm.server`` with its defaults, with the model loaded and warmed up. Yields its URL."""
     port = free_port()
     arguments = ["--model", folder_argument(folder), "--port", str(port), "--log-level", "WARNING"]
     process = spawn("mlx_lm_server", ["-m", "mlx_lm", "server", *arguments], channel=False)
@@ -110,7 +110,9 @@ def mlx_lm_server(folder: Path) -> Iterator[str]:
 
 @contextlib.contextmanager
 def llama_server(entry: ModelEntry) -> Iterator[str]:
-    """The URL of xllamacpp's server with the slots and context of our engine, with the model loaded and warmed up.
+    """Run xllamacpp's server with the slots and context of our engine, with the model loaded and warmed up.
+
+    Yields its URL.
 
     Raises:
         BenchError: xllamacpp is not installed.

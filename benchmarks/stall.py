@@ -1,4 +1,4 @@
-"""The effect of another client's long prompt on a running stream: its inter-token gaps, alone and during prefill."""
+"""Measure the effect of a long prompt of another client on the inter-token gaps of a running stream."""
 
 from __future__ import annotations
 
@@ -26,37 +26,37 @@ class Watch:
 
     def __init__(self, ours: LabServer) -> None:
         self._ours = ours
-        self._asked = 0
-        self._came = asyncio.Event()
+        self._requests = 0
+        self._received = asyncio.Event()
         self.times: list[float] = []
         self.breaks: set[int] = set()
         """Indices in ``times`` of the first pieces of answers. The gap before them is not a gap between tokens."""
 
     async def run(self) -> None:
         while True:
-            self._asked += 1
+            self._requests += 1
             self.breaks.add(len(self.times))
-            messages = prompts.story(7000 + self._asked)
+            messages = prompts.story(7000 + self._requests)
             body = prompts.chat_body(messages, max_tokens=ANSWER_TOKENS, **self._ours.extras)
-            async with client.Exchange(self._ours.url, body) as exchange:
-                async for at, line in exchange.data():
+            async with client.SentRequest(self._ours.url, body) as request:
+                async for at, line in request.data():
                     if client.has_text(line):
                         self.times.append(at)
-                        self._came.set()
+                        self._received.set()
 
     def gaps(self, start: int, until: float) -> list[float]:
-        """The gaps from the piece with index ``start`` to the last one before ``until``."""
+        """Return the gaps from the piece with index ``start`` to the last one before ``until``."""
         pieces = [(index, at) for index, at in enumerate(self.times) if index >= start and at <= until]
         return [after - before for (_, before), (index, after) in pairwise(pieces) if index not in self.breaks]
 
-    async def grow(self, pieces: int, limit_s: float) -> None:
-        """Wait for ``pieces`` more pieces, at most ``limit_s``."""
+    async def wait_for(self, pieces: int, limit_s: float) -> None:
+        """Wait for ``pieces`` more pieces, for at most ``limit_s`` seconds."""
         goal = len(self.times) + pieces
         with suppress(TimeoutError):
             async with asyncio.timeout(limit_s):
                 while len(self.times) < goal:
-                    self._came.clear()
-                    await self._came.wait()
+                    self._received.clear()
+                    await self._received.wait()
 
 
 def measure(bench: Bench) -> list[Row]:
@@ -67,7 +67,7 @@ def measure(bench: Bench) -> list[Row]:
         raise BenchError(f"{len(alone)} gaps alone, {len(busy)} while the prompt was computed: nothing to compare")
     row = Row(
         figure=FIGURE,
-        case=f"{bench.sizes.history_tokens} tokens come in",
+        case=f"prefill of {bench.sizes.history_tokens} tokens",
         model=bench.model,
         value=quantile(busy, 0.99) / quantile(alone, 0.99),
         limit=Limit(sign="≤", bound=3),
@@ -85,9 +85,9 @@ async def _run(bench: Bench, ours: LabServer, number: int) -> dict[str, Any]:
     watch = Watch(ours)
     running = asyncio.create_task(watch.run())
     try:
-        await watch.grow(WARM_UP, GAP_LIMIT_S)
+        await watch.wait_for(WARM_UP, GAP_LIMIT_S)
         start = len(watch.times)
-        await watch.grow(bench.sizes.gaps, bench.sizes.gaps_s)
+        await watch.wait_for(bench.sizes.gaps, bench.sizes.gaps_s)
         alone = watch.gaps(start, time.perf_counter())
         busy, prefill_s, finished = await _disturbed(bench, ours, watch, number)
     finally:
@@ -100,7 +100,7 @@ async def _run(bench: Bench, ours: LabServer, number: int) -> dict[str, Any]:
 
 
 async def _disturbed(bench: Bench, ours: LabServer, watch: Watch, number: int) -> tuple[list[float], float, bool]:
-    """Gaps while the long prompt is computed, until its first token or the time limit."""
+    """Return the gaps during the prefill of the long prompt, its duration, and whether it finished within the limit."""
     start = len(watch.times) - 1
     sent_at = time.perf_counter()
     prompt = prompts.chat_body(prompts.history(8000 + number, bench.sizes.history_tokens), max_tokens=4)
@@ -109,7 +109,7 @@ async def _disturbed(bench: Bench, ours: LabServer, watch: Watch, number: int) -
     finished = prefill.done()
     ended_at = prefill.result().times[0] if finished else time.perf_counter()
     # The gap at the end of the measurement counts too, because a stalled stream may have no other.
-    await watch.grow(1, GAP_LIMIT_S)
+    await watch.wait_for(1, GAP_LIMIT_S)
     if not finished:
         prefill.cancel()
         await asyncio.wait([prefill])

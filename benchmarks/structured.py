@@ -1,4 +1,4 @@
-"""The cost of a grammar: decode with a JSON schema against decode without, for one stream and eight."""
+"""Measure the cost of a grammar: decode with a JSON schema against decode without, for one stream and eight."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ PERSON = {
     "required": ["name", "age", "likes"],
     "additionalProperties": False,
 }
-# So long that no answer ends by itself.
+# The list is so long that every answer reaches its token limit.
 PEOPLE = {"type": "array", "items": PERSON, "minItems": 1000}
 FORMAT = {"type": "json_schema", "json_schema": {"name": "people", "schema": PEOPLE}}
 
@@ -37,30 +37,30 @@ def measure(bench: Bench) -> list[Row]:
 def _compare(bench: Bench, server: LabServer, streams: int) -> Row:
     max_tokens = bench.sizes.alone_tokens if streams == 1 else bench.sizes.together_tokens
     samples = [_round(server, streams, max_tokens, number) for number in range(bench.sizes.rounds)]
-    formed, free = (median(sample[side] for sample in samples) for side in ("formed", "free"))
+    constrained, free = (median(sample[side] for sample in samples) for side in ("constrained", "free"))
     return Row(
         figure=FIGURE,
         case="1 stream" if streams == 1 else f"{streams} streams",
         model=bench.model,
-        value=median(sample["formed"] / sample["free"] for sample in samples),
+        value=median(sample["constrained"] / sample["free"] for sample in samples),
         limit=Limit(sign="≥", bound=0.9),
         # This limit applies to the model that shows overheads.
         binding=bench.model == "tiny",
-        summary=f"{formed:.1f} against {free:.1f} tok/s",
+        summary=f"{constrained:.1f} against {free:.1f} tok/s",
         detail={"samples": samples, "max_tokens": max_tokens, "schema": PEOPLE},
     )
 
 
 def _round(server: LabServer, streams: int, max_tokens: int, number: int) -> dict[str, Any]:
     """Run each side on the same prompts, in alternating order."""
-    asked = [prompts.brief(1000 * number + 10 * streams + stream) for stream in range(streams)]
-    sides: dict[str, dict[str, Any]] = {"formed": {"response_format": FORMAT}, "free": {"ignore_eos": True}}
+    chats = [prompts.brief(1000 * number + 10 * streams + stream) for stream in range(streams)]
+    sides: dict[str, dict[str, Any]] = {"constrained": {"response_format": FORMAT}, "free": {"ignore_eos": True}}
     order = list(sides) if number % 2 == 0 else list(reversed(sides))
-    return {side: _decode(server, asked, max_tokens, sides[side]).rate for side in order}
+    return {side: _decode(server, chats, max_tokens, sides[side]).rate for side in order}
 
 
-def _decode(server: LabServer, asked: list[list[prompts.Message]], max_tokens: int, more: dict[str, Any]) -> Window:
-    bodies = [prompts.chat_body(messages, max_tokens=max_tokens, **more) for messages in asked]
+def _decode(server: LabServer, chats: list[list[prompts.Message]], max_tokens: int, more: dict[str, Any]) -> Window:
+    bodies = [prompts.chat_body(messages, max_tokens=max_tokens, **more) for messages in chats]
     answers = asyncio.run(_prefilled(server.url, bodies))
     if any(answer.tokens != max_tokens for answer in answers):
         raise BenchError("an answer ended early")
@@ -68,7 +68,7 @@ def _decode(server: LabServer, asked: list[list[prompts.Message]], max_tokens: i
 
 
 async def _prefilled(url: str, bodies: list[dict[str, Any]]) -> list[client.Answer]:
-    """All answers at the same time, after their prompts have been computed and the grammar compiled."""
+    """Return all answers. They start together, after the prefill and the compilation of the grammar."""
     for body in bodies:
         await client.whole(url, body | {"max_tokens": 1})
     return await client.streams(url, bodies)

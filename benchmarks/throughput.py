@@ -1,4 +1,4 @@
-"""The cost of HTTP: decode by our server against mlx-lm's ``BatchGenerator`` alone, for one stream and eight."""
+"""Measure the cost of HTTP: decode by our server against mlx-lm's ``BatchGenerator``, for one stream and eight."""
 
 from __future__ import annotations
 
@@ -42,10 +42,10 @@ def _compare(bench: Bench, ours: LabServer, bare: Worker, streams: int) -> Row:
 
 def _round(ours: LabServer, bare: Worker, streams: int, max_tokens: int, number: int) -> dict[str, Any]:
     """Run each side on the same prompts, in alternating order."""
-    asked = [prompts.brief(1000 * number + 10 * streams + stream) for stream in range(streams)]
+    chats = [prompts.brief(1000 * number + 10 * streams + stream) for stream in range(streams)]
     sides: list[tuple[str, Callable[[], list[Timeline]]]] = [
-        ("ours", lambda: _ours(ours, asked, max_tokens)),
-        ("bare", lambda: _bare(bare, asked, max_tokens)),
+        ("ours", lambda: _ours(ours, chats, max_tokens)),
+        ("bare", lambda: _bare(bare, chats, max_tokens)),
     ]
     timelines = {side: run() for side, run in (sides if number % 2 == 0 else reversed(sides))}
     windows = {side: decode_window(lines) for side, lines in timelines.items()}
@@ -57,13 +57,13 @@ def _round(ours: LabServer, bare: Worker, streams: int, max_tokens: int, number:
     }
 
 
-def _ours(ours: LabServer, asked: list[list[prompts.Message]], max_tokens: int) -> list[Timeline]:
-    bodies = [prompts.chat_body(messages, max_tokens=max_tokens, **ours.extras) for messages in asked]
+def _ours(ours: LabServer, chats: list[list[prompts.Message]], max_tokens: int) -> list[Timeline]:
+    bodies = [prompts.chat_body(messages, max_tokens=max_tokens, **ours.extras) for messages in chats]
     return [timeline(answer) for answer in asyncio.run(_prefilled(ours.url, bodies))]
 
 
 async def _prefilled(url: str, bodies: list[dict[str, Any]]) -> list[client.Answer]:
-    """All answers at the same time, after each prompt has been computed and cached, so that all decode together.
+    """Return all answers. They start together, after the prefill of each prompt, so that all decode at the same time.
 
     Without that, a server that computes prompts in small steps between the tokens of running streams would finish the
     first answers before the last ones begin.
@@ -73,8 +73,8 @@ async def _prefilled(url: str, bodies: list[dict[str, Any]]) -> list[client.Answ
     return await client.streams(url, bodies)
 
 
-def _bare(bare: Worker, asked: list[list[prompts.Message]], max_tokens: int) -> list[Timeline]:
-    streams = bare.ask(prompts=asked, max_tokens=max_tokens)["times"]
+def _bare(bare: Worker, chats: list[list[prompts.Message]], max_tokens: int) -> list[Timeline]:
+    streams = bare.ask(prompts=chats, max_tokens=max_tokens)["times"]
     if any(len(times) != max_tokens for times in streams):
         raise BenchError("the bare generator stopped early")
     return [Timeline(times=times, tokens=len(times)) for times in streams]

@@ -1,67 +1,75 @@
-"""Every deliberate error of the package.
+"""Define every error that the package raises on purpose.
 
 ::
 
     LabError
-      CallerError                  the request is wrong; sending it again will not help
-        InvalidRequestError        a malformed body, a missing, mistyped or impossible value
-          BodyTooLargeError        more bytes than the limit
-          ContextLengthError       prompt longer than the model's context
-          UnclearModelError        a server lists several models, and none was named
-          UnusableModelError       files that are no model, are damaged, or that no engine here runs
-        ModelNotFoundError         the name is not on disk (and may not, or could not, be downloaded)
-        UnauthorizedError          a key is needed and was not given, or is wrong
-        HostForbiddenError         Host header outside the allow-list
-        OriginForbiddenError       Origin header of a page that is not allowed
-        AdminForbiddenError        a caller that is not local may not load or unload
-        NotFoundError              nothing has this id; one class for each kind of thing
+      CallerError
+        InvalidRequestError
+          BodyTooLargeError
+          ContextLengthError
+          UnclearModelError
+          UnusableModelError
+        ModelNotFoundError
+        UnauthorizedError
+        HostForbiddenError
+        OriginForbiddenError
+        AdminForbiddenError
+        NotFoundError
           SessionNotFoundError
           TurnNotFoundError
           PermissionNotFoundError
           McpServerNotFoundError
-        ConflictError              not in this state; the message says in which it is
-          TurnInProgressError      the session has a turn, and another was not to wait
-          IdempotencyConflictError an id was used before, with another body
-          AlreadyResolvedError     somebody else has decided
-          RevisionConflictError    changed by somebody else since it was read
-          McpServerExistsError     the name is taken
-        GoneError                  was there
-          CursorExpiredError       events after this cursor are no longer, or not yet, in this log
-          PermissionExpiredError   nobody decided in time, or the turn has ended
-      UnavailableError             right request, wrong moment; the message says when or what first
-        NotLoadedError             no model is in memory, or it is about to go
-          OtherModelLoadedError    another model than the one asked for
-        ModelBusyError             another load is under way
-        QueueFullError             too many requests wait
-        StorageFullError           the disk cannot take the download
-        DownloadError              the hub or the package index failed
-        UnreachableError           no server of the lab answers at an address, or not in its words
-          ConnectionLostError      it went away in the middle of an answer
-          WrongServerError         another program answers there; asking again will not help
-        UpstreamUnreachableError   the daemon cannot reach the server of its model
-        StoppingError              the daemon is about to end
-      EngineError                  this generation failed, the engine is usable
-        GenerationTimeoutError     the request's deadline passed
-        OutOfMemoryError           the model was unloaded, or refused, for lack of memory
-        EngineDeadError            what computes is gone; only a load helps
-      TurnError                    a turn ended before its answer did
-        DaemonRestartedError       the daemon ended while the turn ran
-        TurnTimeoutError           the turn took longer than it may
-      HostingError                 a server could not be started where it was asked to run
-        PortTakenError             the explicit port is in use
-        DaemonRunningError         this home has a daemon already
+        ConflictError
+          TurnInProgressError
+          IdempotencyConflictError
+          AlreadyResolvedError
+          RevisionConflictError
+          McpServerExistsError
+        GoneError
+          CursorExpiredError
+          PermissionExpiredError
+      UnavailableError
+        NotLoadedError
+          OtherModelLoadedError
+        ModelBusyError
+        QueueFullError
+        StorageFullError
+        DownloadError
+        UnreachableError
+          ConnectionLostError
+          WrongServerError
+        UpstreamUnreachableError
+        StoppingError
+      EngineError
+        GenerationTimeoutError
+        OutOfMemoryError
+        EngineDeadError
+      TurnError
+        DaemonRestartedError
+        TurnTimeoutError
+      HostingError
+        PortTakenError
+        DaemonRunningError
 
-``code`` is what programs read: it never changes once released. The message is for people: it names the value, the limit
-and the next step. HTTP statuses live in ``lmx_lab.http.error_bodies``.
+Programs read ``code``, which never changes once it was released; a class without a code of its own has its parent's.
+The message is for people: it names the value, the limit and the next step. HTTP statuses are in
+``lmx_lab.http.error_bodies``, because only servers need them.
 """
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from typing import ClassVar, Literal
 
 
 class LabError(Exception):
-    """The root: catch this to catch everything the package raises on purpose."""
+    """The base class of all errors that the package raises on purpose.
+
+    Args:
+        message: What was wrong with which value, the limit, and the next step.
+        param: The field, argument or option that was wrong.
+        retry_after_s: Time in seconds after which the same request can succeed.
+    """
 
     code: ClassVar[str] = "internal-error"
 
@@ -72,99 +80,152 @@ class LabError(Exception):
         self.retry_after_s = retry_after_s
 
 
+# The request is wrong: sending it again does not help.
+
+
 class CallerError(LabError):
+    """The request is wrong; sending it again does not help."""
+
     code = "invalid-request"
 
 
 class InvalidRequestError(CallerError):
+    """The body is malformed, or a value is missing, of a wrong type or not allowed."""
+
+    # The same code as the parent's, stated again: clients raise this class for it.
     code = "invalid-request"
 
 
 class BodyTooLargeError(InvalidRequestError):
+    """The request body is larger than the limit."""
+
     code = "body-too-large"
 
 
 class ContextLengthError(InvalidRequestError):
+    """The prompt is longer than the model's context."""
+
     code = "context-length-exceeded"
 
 
 class UnclearModelError(InvalidRequestError):
-    pass
+    """No model was named, and the server lists several."""
 
 
 class UnusableModelError(InvalidRequestError):
-    pass
+    """The files are not a model or are damaged, or no engine on this machine can run them."""
 
 
 class ModelNotFoundError(CallerError):
+    """The model is not on the disk, and was not downloaded: downloads are off, or no source has it."""
+
     code = "model-not-found"
 
 
 class UnauthorizedError(CallerError):
+    """The server needs a key, which was not given or is wrong."""
+
     code = "unauthorized"
 
 
 class HostForbiddenError(CallerError):
+    """The Host header is not in the allow-list."""
+
     code = "host-forbidden"
 
 
 class OriginForbiddenError(CallerError):
+    """The Origin header belongs to a web page that is not allowed to call the server."""
+
     code = "origin-forbidden"
 
 
 class AdminForbiddenError(CallerError):
+    """Only callers on the server's machine may load and unload models."""
+
     code = "admin-forbidden"
 
 
 class NotFoundError(CallerError):
+    """Nothing has this id. There is a subclass for each kind of object."""
+
     code = "not-found"
 
 
 class SessionNotFoundError(NotFoundError):
+    """No session has this id."""
+
     code = "session-not-found"
 
 
 class TurnNotFoundError(NotFoundError):
+    """The session has no turn of this id."""
+
     code = "turn-not-found"
 
 
 class PermissionNotFoundError(NotFoundError):
+    """No permission has this id."""
+
     code = "permission-not-found"
 
 
 class McpServerNotFoundError(NotFoundError):
+    """No MCP server has this name."""
+
     code = "mcp-server-not-found"
 
 
 class ConflictError(CallerError):
+    """The object's current state does not allow the request; the message names the state."""
+
     code = "conflict"
 
 
 class TurnInProgressError(ConflictError):
+    """The session is running a turn, and the request was not to wait for its end."""
+
     code = "turn-in-progress"
 
 
 class IdempotencyConflictError(ConflictError):
+    """The id was used before, for a request with another body."""
+
     code = "idempotency-conflict"
 
 
 class AlreadyResolvedError(ConflictError):
+    """Another client has already decided on the permission."""
+
     code = "already-resolved"
 
 
 class RevisionConflictError(ConflictError):
+    """Another client has changed the object since it was read."""
+
     code = "revision-conflict"
 
 
 class McpServerExistsError(ConflictError):
+    """An MCP server of this name exists."""
+
     code = "mcp-server-exists"
 
 
 class GoneError(CallerError):
+    """The object existed and is no longer available."""
+
     code = "gone"
 
 
 class CursorExpiredError(GoneError):
+    """The events after this cursor are not in the daemon's log.
+
+    Args:
+        reason: ``pruned``: they were deleted. ``ahead``: the log has not reached the cursor. ``other-stream``: the
+            cursor is from the log of another database.
+    """
+
     code = "cursor-expired"
 
     def __init__(
@@ -180,92 +241,146 @@ class CursorExpiredError(GoneError):
 
 
 class PermissionExpiredError(GoneError):
+    """The time for a decision on the permission is over, or its turn has ended."""
+
     code = "permission-expired"
 
 
+# The request is right, but cannot be served now.
+
+
 class UnavailableError(LabError):
-    pass
+    """The request is right but cannot be served now; the message says when, or what has to happen first."""
 
 
 class NotLoadedError(UnavailableError):
+    """No model is loaded, or the loaded model is about to be unloaded."""
+
     code = "no-model-loaded"
 
 
 class OtherModelLoadedError(NotLoadedError):
-    pass
+    """Another model than the requested one is loaded."""
 
 
 class ModelBusyError(UnavailableError):
+    """Another model is being loaded."""
+
     code = "model-busy"
 
 
 class QueueFullError(UnavailableError):
+    """Too many requests are waiting."""
+
     code = "queue-full"
 
 
 class StorageFullError(UnavailableError):
+    """The disk has no room for the download or for the daemon's log."""
+
     code = "storage-full"
 
 
 class DownloadError(UnavailableError):
+    """The hub or the package index did not deliver a file."""
+
     code = "download-failed"
 
 
 class UnreachableError(UnavailableError):
+    """No LMX Lab server answers at the address, or its answer is not valid."""
+
     code = "unreachable"
 
 
 class ConnectionLostError(UnreachableError):
+    """The connection was lost before the answer was complete."""
+
     code = "connection-lost"
 
 
 class WrongServerError(UnreachableError):
-    pass
+    """Another program answers at the address, so repeating the request does not help."""
 
 
 class UpstreamUnreachableError(UnavailableError):
+    """The daemon cannot reach its model server."""
+
     code = "upstream-unreachable"
 
 
 class StoppingError(UnavailableError):
+    """The daemon is stopping."""
+
     code = "daemon-stopping"
 
 
+# A generation, a turn or a server has failed.
+
+
 class EngineError(LabError):
-    pass
+    """The generation has failed; the engine can be used for other requests."""
 
 
 class GenerationTimeoutError(EngineError):
+    """The request has reached its time limit."""
+
     code = "lmx-timeout"
 
 
 class OutOfMemoryError(EngineError):
+    """There is not enough memory: the model was not loaded, or was unloaded."""
+
     code = "oom-unloaded"
 
 
 class EngineDeadError(EngineError):
-    pass
+    """The engine's thread or process has ended. Loading a model starts it again."""
 
 
 class TurnError(LabError):
+    """The turn has ended without an answer."""
+
     code = "turn-failed"
 
 
 class DaemonRestartedError(TurnError):
+    """The daemon ended while the turn was running."""
+
     code = "daemon-restarted"
 
 
 class TurnTimeoutError(TurnError):
+    """The turn has reached its time limit."""
+
     code = "turn-timeout"
 
 
 class HostingError(LabError):
+    """A server, client or stream of this process cannot be started or used; the message says why."""
+
     code = "start-failed"
 
 
 class PortTakenError(HostingError):
+    """Another program uses the port that was requested."""
+
     code = "port-taken"
 
 
 class DaemonRunningError(HostingError):
+    """A daemon is already running in this home folder."""
+
     code = "daemon-running"
+
+
+def _with_subclasses(kind: type[LabError]) -> Iterator[type[LabError]]:
+    yield kind
+    for child in kind.__subclasses__():
+        yield from _with_subclasses(child)
+
+
+ERROR_CLASSES: dict[str, type[LabError]] = {
+    kind.code: kind for kind in _with_subclasses(LabError) if "code" in vars(kind)
+}
+"""The class to raise for a code from a server's answer."""

@@ -1,4 +1,4 @@
-"""One frozen ``Settings``: read once at the rim (``launch``, the command line), passed down, never a global."""
+"""Define ``Settings``. The entry points (``launch`` and the command line) read them once and pass them on."""
 
 from __future__ import annotations
 
@@ -20,12 +20,12 @@ CHOICES: dict[str, tuple[str, ...]] = {
     "dtype": ("auto", "keep", "float32", "float16", "bfloat16"),
 }
 BOOLEANS = {"1": True, "true": True, "0": False, "false": False}
-KINDS = {"bool": "true or false (1 or 0)", "int": "a whole number", "float": "a number"}
+TYPE_DESCRIPTIONS = {"bool": "true or false (1 or 0)", "int": "a whole number", "float": "a number"}
 SECRETS = frozenset(
     {f"{PREFIX}{name}" for name in ("API_KEY", "UPSTREAM_API_KEY", "DAEMON_TOKEN", "COMPARE_API_KEY")}
     | {"HF_TOKEN", "HUGGING_FACE_HUB_TOKEN", "HUGGINGFACE_HUB_TOKEN"}
 )
-"""Variables that no process of ours needs which reads what comes with a model."""
+"""Variables that are removed from the environment of processes which read files of a model."""
 DAY_S = 86_400.0
 RANGES: dict[str, tuple[float, float]] = {
     "port": (0, 65_535),
@@ -50,137 +50,145 @@ def _default_home() -> Path:
 
 
 def without_secrets(environ: Mapping[str, str]) -> dict[str, str]:
-    """An environment for a process that has no business with keys."""
+    """Return the environment without the variables that contain keys, for a process that does not need them."""
     return {name: value for name, value in environ.items() if name not in SECRETS}
 
 
 @dataclass(frozen=True, kw_only=True)
 class Settings:
-    """Everything that can be chosen, with its unit in its name.
+    """All settings of the server and of the daemon. Names contain the unit.
 
-    Each field can be set by the environment variable ``LMX_LAB_<NAME>``; lists are separated as ``PATH`` is. An
-    argument of ``launch()`` or a flag of the command line wins over the environment.
+    Each setting can be set with the environment variable ``LMX_LAB_<NAME>``. Lists are separated by commas, lists of
+    folders like ``PATH``. An argument of ``launch()`` or an option of the command line takes precedence over the
+    environment.
     """
 
     home: Path = field(default_factory=_default_home)
-    """Where the lab keeps its models and state."""
+    """Folder for models, benchmark runs and the state of the daemon."""
     model_folders: tuple[Path, ...] = ()
-    """Extra folders whose sub-folders (or ``.gguf`` files) are listed as models."""
+    """Additional folders. Their sub-folders and ``.gguf`` files are listed as models."""
     downloads: bool = True
-    """Whether naming an unknown hub model may download it (from this machine only)."""
+    """Whether a load may download a model that is not on disk. Only requests from this machine can do so."""
 
     host: str = "127.0.0.1"
-    """Where the server listens; ``0.0.0.0`` serves the LAN."""
+    """Address on which the server listens. ``0.0.0.0`` makes it available on the LAN."""
     port: int = 8400
-    """Where nobody has chosen one, it may be the next that is free; 0 takes any."""
+    """Port of the server. If it is not set and 8400 is taken, the next free port is used. 0 takes any free port."""
     api_key: str | None = field(default=None, repr=False)
-    """What clients must send as ``Authorization: Bearer KEY``; by default nothing."""
+    """Key that clients must send as ``Authorization: Bearer KEY``. By default no key is required."""
     cors_origins: tuple[str, ...] = ()
-    """Origins of other web pages that may call the server, such as ``http://localhost:3000``."""
+    """Origins of web pages that may call the server, such as ``http://localhost:3000``."""
     allowed_hosts: tuple[str, ...] = ()
-    """Further values of the Host header to accept, ``name`` or ``name:port``."""
+    """Additional values of the Host header that are accepted, as ``name`` or ``name:port``."""
     lan_admin: bool = False
-    """Whether other hosts may load and unload what is on disk; downloads stay with this machine."""
+    """Whether other machines may load and unload models that are on disk. They can never start a download."""
     max_body_bytes: int = 8 * 2**20
-    """The longest request."""
+    """Maximum size of a request body."""
     log_level: str = "info"
-    """What ``lmx-lab serve`` prints: debug, info, warning or error."""
+    """Lowest level of the messages that ``lmx-lab serve`` and ``lmx-lab daemon`` log: debug, info, warning or error."""
 
     daemon_host: str = "127.0.0.1"
-    """Where the daemon listens; any other address than loopback exposes it to other machines."""
+    """Address on which the daemon listens. Other machines can reach it on any address other than loopback."""
     daemon_port: int = 8401
-    """As ``port``."""
+    """Port of the daemon. If it is not set and 8401 is taken, the next free port is used. 0 takes any free port."""
     upstream: str | None = None
-    """The chat-format server that the daemon's turns ask; by default http://127.0.0.1:8400."""
+    """Address of the model server that the daemon calls. By default http://127.0.0.1:8400."""
     upstream_api_key: str | None = field(default=None, repr=False)
-    """The key of that server."""
+    """Key that the daemon sends to the model server."""
 
     slots: int = 8
-    """Requests decoded at the same time; the rest wait in arrival order."""
+    """Number of requests that are decoded at the same time. Other requests wait in order of arrival."""
     queue_limit: int = 64
-    """Requests that may wait before new ones are refused with ``queue-full``."""
+    """Number of requests that may wait. Further requests are rejected with ``queue-full``."""
     request_timeout_s: float = 600.0
-    """Deadline of one generation, from arrival to its last token."""
+    """Maximum time of a generation, from the arrival of the request to the last token."""
     drain_s: float = 30.0
-    """How long running requests may go on when another model is to be loaded."""
+    """Time that running requests have to finish before another model is loaded."""
     stall_limit_s: float = 60.0
-    """No engine step for so long while work waits: readiness turns 503."""
+    """Time without an engine step, while requests wait, after which ``/readyz`` answers 503."""
     swap: bool = False
-    """Whether a request that names another model on disk loads it, instead of being refused."""
+    """Whether a request for another model on disk loads that model. Otherwise the request is rejected."""
     idle_unload_s: float | None = None
-    """Unload the model when no request has come for so long; by default never."""
+    """Time without requests after which the model is unloaded. By default it stays loaded."""
     memory_limit_bytes: int | None = None
-    """What models and caches may take together; by default 80 % of the device's memory, or of what a container leaves
-    of it."""
+    """Memory for models and caches together. By default 80 % of the device's memory, or of the container's limit."""
     prefix_cache_bytes: int | None = None
-    """What the KV caches of ended requests may take, for requests that begin alike; by default 10 % of the memory
-    limit, 0 keeps none."""
+    """Memory for the KV caches of finished requests, which later requests with the same beginning reuse. By default
+    10 % of the memory limit. 0 turns this cache off."""
     embedder: str | None = None
-    """An embedding model that is kept in memory beside the loaded one, whatever that is."""
+    """Embedding model that stays in memory, in addition to the loaded model."""
     reranker: str | None = None
-    """The same for a reranker."""
+    """Reranking model that stays in memory, in addition to the loaded model."""
     dtype: str = "auto"
-    """Of weights in memory. ``auto``: on a CPU float32, to which quantized weights are expanded if they fit; on a GPU
-    as the files have them. ``keep``: the same, but quantized weights stay so. ``float32``, ``float16``, ``bfloat16``:
-    all weights, expanded."""
+    """Data type of the weights in memory. ``auto``: float32 on a CPU, where quantized weights are dequantized if they
+    fit; the type in the files on a GPU. ``keep``: like ``auto``, but quantized weights stay quantized. ``float32``,
+    ``float16``, ``bfloat16``: this type for all weights, which are dequantized."""
     blas: str = "auto"
-    """``auto`` puts OpenBLAS behind MLX on Linux CPUs, ``off`` leaves MLX as it was installed."""
+    """``auto``: on Linux CPUs, MLX uses OpenBLAS. ``off``: MLX uses the BLAS that it was installed with."""
     threads: int | None = None
-    """That OpenBLAS or llama.cpp computes with; by default the physical cores that this process may use."""
+    """Number of threads of OpenBLAS or llama.cpp. By default the number of physical cores this process may use."""
     echo_script: Path | None = None
-    """Answers for the model ``echo``: a file of JSON lines, see ``docs/echo.md``. Without it the last message is
-    repeated."""
+    """File of JSON lines with the answers of the model ``echo``; see ``docs/echo.md``. Without it, ``echo`` repeats the
+    last message."""
     echo_tokens_per_s: float | None = None
-    """How fast each answer of ``echo`` comes; by default as fast as possible."""
+    """Speed of each answer of the model ``echo``. By default as fast as possible."""
     disk_reserve_bytes: int = 1 * GIB // 4
-    """Free disk that a download must leave."""
+    """Disk space that must remain free after a download."""
     wired_memory: bool = False
-    """Let mlx-lm raise macOS's wired-memory limit (off: mlx issue 3186 links it to kernel panics)."""
+    """Whether mlx-lm may raise the wired-memory limit of macOS. Off by default: mlx issue 3186 links it to kernel
+    panics."""
 
     def __post_init__(self) -> None:
         for name, (low, high) in RANGES.items():
             value = getattr(self, name)
             if value is not None and not (isinstance(value, int | float) and low <= value <= high):
-                raise InvalidRequestError(f"{name} is {value!r}; it must be {low} to {high}", param=name)
+                raise InvalidRequestError(f"{name} is {value!r}; it must be from {low} to {high}", param=name)
         for name in ("host", "daemon_host"):
             if not getattr(self, name).strip():
-                raise InvalidRequestError(f"{name} is empty; use 127.0.0.1, or 0.0.0.0 to serve the LAN", param=name)
+                raise InvalidRequestError(
+                    f"{name} is empty; use 127.0.0.1, or 0.0.0.0 to listen on the LAN", param=name
+                )
         for name, choices in CHOICES.items():
             if (chosen := getattr(self, name)) not in choices:
-                raise InvalidRequestError(f"{name} is {chosen!r}; it can be {', '.join(choices)}", param=name)
+                raise InvalidRequestError(f"{name} is {chosen!r}; it must be one of {', '.join(choices)}", param=name)
 
     @property
     def models_folder(self) -> Path:
-        """The lab's own model store."""
+        """Folder with downloaded models."""
         return self.home / "models"
 
     @property
     def daemon_folder(self) -> Path:
-        """Where the daemon keeps its database, its state file and its log."""
+        """Folder with the database, the state file and the log of the daemon."""
         return self.home / "daemon"
 
     @classmethod
     def read(cls, environ: Mapping[str, str] | None = None, **overrides: Any) -> Self:
-        """Settings from the environment (empty counts as unset), then from the overrides that are not ``None``.
+        """Read the settings from the environment. An empty variable counts as not set.
+
+        Args:
+            environ: Environment variables; by default those of this process.
+            **overrides: Settings that take precedence over the environment, unless they are ``None``.
 
         Raises:
-            InvalidRequestError: an override that is no setting, or a value of the wrong type, by name.
+            InvalidRequestError: There is no such setting, or a value has the wrong type or is out of range.
         """
         environ = os.environ if environ is None else environ
         fields = {f.name: f for f in dataclasses.fields(cls)}
         unknown = sorted(set(overrides) - set(fields))
         if unknown:
-            raise InvalidRequestError(f"no such setting: {', '.join(unknown)}; there are {', '.join(fields)}")
+            raise InvalidRequestError(f"unknown setting: {', '.join(unknown)}; the settings are {', '.join(fields)}")
         values: dict[str, Any] = {}
         for name, f in fields.items():
             if overrides.get(name) is not None:
-                values[name] = _coerce(name, str(f.type), overrides[name])
+                values[name] = _convert(name, str(f.type), overrides[name])
             elif text := environ.get(PREFIX + name.upper()):
-                values[name] = _coerce(PREFIX + name.upper(), str(f.type), text)
+                values[name] = _convert(PREFIX + name.upper(), str(f.type), text)
         return cls(**values)
 
 
-def _coerce(name: str, kind: str, value: Any) -> Any:
+def _convert(name: str, kind: str, value: Any) -> Any:
+    """Convert a value to the annotated type ``kind`` of a setting. ``name`` is the setting's name in error messages."""
     kind = kind.removesuffix(" | None")
     try:
         if kind.startswith("tuple["):
@@ -194,4 +202,6 @@ def _coerce(name: str, kind: str, value: Any) -> Any:
             raise TypeError
         return {"int": int, "float": float, "str": str}[kind](value)
     except (KeyError, TypeError, ValueError, AttributeError):
-        raise InvalidRequestError(f"{name} is {value!r}; it must be {KINDS.get(kind, f'of type {kind}')}") from None
+        raise InvalidRequestError(
+            f"{name} is {value!r}; it must be {TYPE_DESCRIPTIONS.get(kind, f'of type {kind}')}"
+        ) from None

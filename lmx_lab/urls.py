@@ -1,4 +1,4 @@
-"""The addresses under which a server on this machine is reached: pure functions over an environment mapping."""
+"""Compute the addresses of a server on this machine from its host, its port and the environment variables."""
 
 from __future__ import annotations
 
@@ -10,78 +10,88 @@ LOOPBACK_FOR = {"": "127.0.0.1", "0.0.0.0": "127.0.0.1", "::": "::1"}
 LOOPBACK_NAMES = ("localhost", "127.0.0.1", "::1")
 DEFAULT_PORTS = {"http": 80, "https": 443}
 OVERRIDE = "LMX_LAB_PROXY_URL"
-# VS Code takes these out of the environment of its terminals: who has one was started by it, as its kernels are.
+# VS Code removes these variables from its terminals, so a process that has one is a kernel that VS Code started.
 VSCODE = ("VSCODE_PID", "VSCODE_CWD", "VSCODE_IPC_HOOK")
 COLAB = ("COLAB_RELEASE_TAG", "COLAB_BACKEND_VERSION")
 _NAME = re.compile(r"[a-z0-9_][a-z0-9_.-]*|[0-9a-f:.]+", re.ASCII)
 
 
 def local_url(host: str, port: int) -> str:
-    """The address for programs on this machine; a server that listens everywhere is reached over loopback."""
+    """Return the address for programs on this machine. It is a loopback address if the server listens everywhere."""
     return f"http://{bracketed(LOOPBACK_FOR.get(host, host))}:{port}"
 
 
 def lan_urls(addresses: Iterable[str], port: int) -> list[str]:
-    """One address for programs on other machines for each of this machine's network addresses, in their order."""
+    """Return the addresses for programs on other machines, one for each network address of this machine."""
     return [f"http://{bracketed(address)}:{port}" for address in addresses]
 
 
 def bracketed(host: str) -> str:
-    """An IPv6 address as it stands in a URL or a Host header, without its zone; anything else unchanged."""
+    """Return an IPv6 address in brackets and without its zone, as in URLs and Host headers. Keep other hosts."""
     return f"[{host.strip('[]').partition('%')[0]}]" if ":" in host else host
 
 
-def jupyter_server_url(environ: Mapping[str, str], *, above: str | None = None) -> str | None:
-    """Where the browser sees this notebook's Jupyter server, with a slash at the end; ``None`` if nothing says so.
+def jupyter_server_url(environ: Mapping[str, str], *, recorded_url: str | None = None) -> str | None:
+    """Return the address of this notebook's Jupyter server in the browser, with a slash at the end.
 
-    ``above`` is the address of the Jupyter server that started this process, where that is known: kernels are not told
-    it in their environment, only terminals are. On a Hub that does not tell its public address it is a path, right in
-    any link of the page.
+    It is a path if JupyterHub does not name its public address, which works in links on the notebook's page.
+
+    Args:
+        recorded_url: The address that the Jupyter server which started this process has recorded, if it is known.
+            Jupyter sets the address in the environment of its terminals, but not of its kernels.
+
+    Returns:
+        ``None`` if the address is not known.
     """
-    url = _hub_url(environ) or above or _value(environ, "JUPYTER_SERVER_URL")
+    url = _hub_url(environ) or recorded_url or _value(environ, "JUPYTER_SERVER_URL")
     return _with_slash(url) if url else None
 
 
 def proxied_url(server: str, port: int) -> str:
-    """Where jupyter-server-proxy shows this port, if it is installed beside the Jupyter server of that address."""
+    """Return the address at which jupyter-server-proxy serves this port, if it is installed in that Jupyter server."""
     return f"{_with_slash(server)}proxy/{port}/"
 
 
 def proxy_url(port: int, environ: Mapping[str, str]) -> str | None:
-    """The address through the notebook's own web front, for a browser that cannot reach this machine's ports.
+    """Return the address behind the notebook's web server, for browsers that cannot reach this machine's ports.
 
-    ``LMX_LAB_PROXY_URL`` wins (``{port}`` in it is filled in); then a Hub or Binder (through jupyter-server-proxy),
-    code-server and Codespaces. ``None`` where there is none, and where only the browser knows it: see `browser_step`.
+    ``LMX_LAB_PROXY_URL`` takes precedence, with ``{port}`` replaced. Then follow JupyterHub and Binder (through
+    jupyter-server-proxy), code-server and Codespaces.
+
+    Returns:
+        ``None`` if there is no such address, or if only the browser knows it; see ``browser_step``.
 
     Raises:
-        ValueError: ``LMX_LAB_PROXY_URL`` is no address.
+        ValueError: ``LMX_LAB_PROXY_URL`` is not a valid address.
     """
     if template := _value(environ, OVERRIDE):
         return _override(template, port)
     if server := _hub_url(environ):
         return proxied_url(server, port)
     if template := _value(environ, "VSCODE_PROXY_URI"):
-        # A relative one leads nowhere from inside a notebook's frame.
+        # A relative address does not work inside the frame of a notebook's output.
         url = _with_slash(template.replace("{{port}}", str(port)))
         return url if _is_address(url) else None
     domain, name = _value(environ, "GITHUB_CODESPACES_PORT_FORWARDING_DOMAIN"), _value(environ, "CODESPACE_NAME")
     return f"https://{name}-{port}.{domain}/" if domain and name else None
 
 
-def proxy_path(port: int, environ: Mapping[str, str], *, above: str | None = None) -> str | None:
-    """Where jupyter-server-proxy would show this port, as a path for the Jupyter server's own pages.
+def proxy_path(port: int, environ: Mapping[str, str], *, recorded_url: str | None = None) -> str | None:
+    """Return the path at which jupyter-server-proxy would serve this port, for pages of the Jupyter server.
 
-    ``above`` as in `jupyter_server_url`. Only asking tells whether it is installed: each answer of this server has the
-    header ``x-lmx-lab``.
+    Only a request shows whether the proxy is installed: each response of this server has the header ``x-lmx-lab``.
+
+    Args:
+        recorded_url: See ``jupyter_server_url``.
     """
-    server = jupyter_server_url(environ, above=above)
+    server = jupyter_server_url(environ, recorded_url=recorded_url)
     if server is None or not _is_address(server):
         return None
     return urlsplit(proxied_url(server, port)).path
 
 
 def browser_step(port: int, environ: Mapping[str, str]) -> str | None:
-    """What the reader does where the address is decided in the browser; ``None`` where an address is known or plain."""
+    """Return what the user must do if only the browser can create the address, and ``None`` otherwise."""
     if proxy_url(port, environ) is not None:
         return None
     if any(_value(environ, name) for name in COLAB):
@@ -90,43 +100,49 @@ def browser_step(port: int, environ: Mapping[str, str]) -> str | None:
 
 
 def is_vscode(environ: Mapping[str, str]) -> bool:
-    """Whether VS Code started this kernel, and shows its notebook in a webview whose origin is drawn by lot."""
+    """Whether VS Code started this kernel. It shows the notebook in a webview with a random origin."""
     return any(_value(environ, name) for name in VSCODE)
 
 
-def notebook_origins(environ: Mapping[str, str], *, above: str | None = None, machine: Sequence[str] = ()) -> list[str]:
-    """The origins of the pages that show this process's notebook; ``above`` as in `jupyter_server_url`.
+def notebook_origins(
+    environ: Mapping[str, str], *, recorded_url: str | None = None, machine_names: Sequence[str] = ()
+) -> list[str]:
+    """Return the origins of the pages that show this process's notebook. These pages can already run any code here.
 
-    ``machine`` is this machine's name and then its addresses: a Jupyter server under that name listens on all of them.
-    Such a page can already run any code here. Empty where only a path is known; VS Code's webviews, whose origins are
-    drawn by lot, are `is_vscode`.
+    Args:
+        recorded_url: See ``jupyter_server_url``.
+        machine_names: This machine's name, followed by its addresses. A Jupyter server with that name listens on all
+            of these addresses.
+
+    Returns:
+        An empty list if only a path is known. VS Code's webviews have random origins; see ``is_vscode``.
     """
-    url = jupyter_server_url(environ, above=above)
+    url = jupyter_server_url(environ, recorded_url=recorded_url)
     parts = _split(url) if url else None
     if parts is None or parts.hostname is None:
         return []
     names: Iterable[str] = (parts.hostname,)
     if parts.hostname in LOOPBACK_NAMES:
         names = LOOPBACK_NAMES
-    elif machine and parts.hostname == machine[0].lower():
-        names = (parts.hostname, *LOOPBACK_NAMES, *machine[1:])
+    elif machine_names and parts.hostname == machine_names[0].lower():
+        names = (parts.hostname, *LOOPBACK_NAMES, *machine_names[1:])
     return [_origin(parts, name) for name in names]
 
 
 def origin_of(url: str) -> str | None:
-    """The origin of an absolute web address as browsers write it; ``None`` for anything else."""
+    """Return the origin of an absolute web address in the form of browsers, and ``None`` for anything else."""
     parts = _split(url)
     return _origin(parts, parts.hostname or "") if parts else None
 
 
 def host_of(origin: str) -> str:
-    """The Host that a browser sends to an origin, always with a port: 80 for none, as a plain server reads it."""
+    """Return the Host header that a browser sends to an origin. If it has no port, 80 is added, as HTTP servers do."""
     host = origin.partition("://")[2]
     return host if host.rpartition(":")[2].isdigit() else f"{host}:80"
 
 
 def _hub_url(environ: Mapping[str, str]) -> str | None:
-    # Not JUPYTERHUB_HOST: that is the Hub's own name, and with subdomains each user's server has another one.
+    # Not JUPYTERHUB_HOST, which is the name of the Hub: with subdomains each user's server has another name.
     if url := _value(environ, "JUPYTERHUB_PUBLIC_URL"):
         return _with_slash(url)
     callback = _value(environ, "JUPYTERHUB_OAUTH_CALLBACK_URL")
@@ -140,7 +156,7 @@ def _override(template: str, port: int) -> str:
     url = _with_slash(template.replace("{port}", str(port)))
     if not _is_address(url) or set("?#{}") & set(url) or not url.isprintable() or " " in url:
         raise ValueError(
-            f"{OVERRIDE} is {template!r}; write https://name/path/ or /path/, with {{port}} where the port belongs"
+            f"{OVERRIDE} is {template!r}; write https://name/path/ or /path/, with {{port}} in place of the port"
         )
     return url
 
@@ -168,7 +184,7 @@ def _origin(parts: SplitResult, name: str) -> str:
 
 
 def _value(environ: Mapping[str, str], name: str) -> str:
-    """Set but empty is not set: JupyterHub does so."""
+    """Return the value of a variable, or an empty text if it is not set. JupyterHub sets unknown values empty."""
     return environ.get(name, "").strip()
 
 

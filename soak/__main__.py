@@ -1,28 +1,31 @@
 """Long runs against the running programs: ``make soak``, or ``python -m soak`` in the checkout.
 
-Each part starts the programs as processes of their own, does to them what nobody should, and counts what comes of it.
-A line of the table is zero from ``lost`` to ``processes`` where all is well; the exit status is 1 unless every line is.
+Each part starts the programs as separate processes, injects faults, and counts the consequences. A part has passed if
+its columns from ``lost`` to ``processes`` are zero. The exit status is 0 if all parts have passed, and 1 otherwise.
 
     python -m soak                                   everything
-    python -m soak --quick                           a look, in a few minutes
-    python -m soak --only fuzz --seed 7              one part, drawn from another seed
+    python -m soak --quick                           a small version, in a few minutes
+    python -m soak --only fuzz --seed 7              one part, with another seed
 
 | part        | what it does                                                                                      |
 |-------------|---------------------------------------------------------------------------------------------------|
-| fuzz        | 20,000 mutated requests and WebSockets at the inference server and the daemon, 3,750 of them once |
-|             | more on llama.cpp; after each batch of 250 a good request of every kind is answered as before     |
-| bodies      | bodies of up to 8 MB made to take long, one and then six at once, at every route that takes one:  |
-|             | refused within 2 s, with health answered as ever and the memory given back                        |
-| load        | 200 long requests whose clients give up, and the one after them                                   |
-| connections | idle streams and sockets by the hundred, slow readers, peers that vanish                          |
-| cycles      | 1,000 loads and unloads, 200 on llama.cpp                                                         |
-| kills       | signals under load, SIGKILL at any moment, and the start after it                                 |
-| files       | FIFOs, devices and folders where a model's files should be, and a disk that does not answer       |
+| fuzz        | sends 20,000 mutated requests and WebSockets to the inference server and the daemon, and 3,750 of |
+|             | them again with llama.cpp; after each batch of 250, valid requests of every kind must be answered |
+|             | as before                                                                                         |
+| bodies      | sends bodies of up to 8 MB that are slow to process, one and then six at once, to every route     |
+|             | with a body; they must be refused within 2 s, without delaying health requests, and the memory    |
+|             | must be returned                                                                                  |
+| load        | sends 200 long requests whose clients disconnect, and then one that must be answered in time;     |
+|             | slow readers; clients that become unreachable                                                     |
+| connections | opens hundreds of idle streams and WebSockets during a chat and during turns                      |
+| cycles      | loads and unloads a model 1,000 times, 200 times with llama.cpp                                   |
+| kills       | ends the programs by SIGTERM under load and by SIGKILL at random moments, and starts them again   |
+| files       | puts FIFOs, devices and folders where a model's files should be, and uses a disk that hangs       |
 
-The columns: requests begun; faults injected; work that was accepted and lost, or done twice; what was not answered or
-ended in its time; by how much memory, descriptors, threads and child processes grew beyond what the part allows (its
-notes say what that is); the slowest good answer. Below the table is a line for each thing that was wrong. Everything,
-with each request that was answered wrongly, is kept in ``build/soak/<time>.json``; the same seed draws the same again.
+The columns: requests sent; faults injected; accepted work that was lost, or done twice; what was not answered or did
+not end in time; by how much memory, descriptors, threads and child processes grew beyond what the part allows (see its
+notes); the slowest valid answer. Below the table is a line for each problem. ``build/soak/<time>.json`` has everything,
+including each request that was answered incorrectly. The same seed draws the same cases again.
 """
 
 from __future__ import annotations
@@ -55,7 +58,7 @@ END_S = 10.0
 
 def main(arguments: Sequence[str] | None = None) -> int:
     chosen = _parser().parse_args(arguments)
-    # Leave by way of the contexts that end the programs.
+    # Raise SystemExit, so that the context managers end the programs.
     signal.signal(signal.SIGTERM, lambda number, frame: sys.exit(128 + number))
     soak = Soak(folder=folder_of("tiny"), quick=chosen.quick, seed=chosen.seed)
     settings = {"quick": soak.quick, "only": chosen.only, "seed": soak.seed}
@@ -64,7 +67,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 
 def carry_out(parts: Mapping[str, Run], soak: Soak, facts: dict[str, Any], *, folder: Path = report.BUILD) -> int:
-    """Run the parts, show and keep their rows; the exit status."""
+    """Run the parts, print and store their rows, and return the exit status."""
     rows: list[Row] = []
     interrupted = False
     try:
@@ -72,22 +75,22 @@ def carry_out(parts: Mapping[str, Run], soak: Soak, facts: dict[str, Any], *, fo
             rows += _rows(name, run, soak)
     except KeyboardInterrupt:
         interrupted = True
-    report.show(rows)
-    report.say(f"kept as {report.keep(rows, facts, folder).name} in {folder.name}")
-    return INTERRUPTED if interrupted else int(not all(row.holds for row in rows))
+    report.print_table(rows)
+    report.print_line(f"stored in {report.store(rows, facts, folder)}")
+    return INTERRUPTED if interrupted else int(not all(row.passed for row in rows))
 
 
 def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(prog="python -m soak", description="Long runs against the running programs.")
-    parser.add_argument("--only", action="append", choices=PARTS, help="a part; repeatable; default: all")
-    parser.add_argument("--quick", action="store_true", help="a look, instead of the whole")
-    parser.add_argument("--seed", type=int, default=0, help="what is drawn by chance is drawn from it; default: 0")
+    parser.add_argument("--only", action="append", choices=PARTS, help="run this part; repeatable; default: all parts")
+    parser.add_argument("--quick", action="store_true", help="run a small version of each part")
+    parser.add_argument("--seed", type=int, default=0, help="seed of all random choices; default: 0")
     return parser
 
 
 def _run_of(name: str) -> Run:
     def run(soak: Soak) -> list[Row]:
-        # When it is its turn: a part that cannot be imported is no reason not to run the others.
+        # Imported only now, so that a part that cannot be imported does not stop the others.
         module: Any = importlib.import_module(f"soak.{name}")
         rows: list[Row] = module.run(soak)
         return rows
@@ -96,20 +99,20 @@ def _run_of(name: str) -> Run:
 
 
 def _rows(name: str, run: Run, soak: Soak) -> list[Row]:
-    """A part's rows; one that could not be run is a row too, and so is one that leaves processes."""
+    """Run a part and return its rows. An exception, and processes that the part leaves running, are rows too."""
     started, before = time.perf_counter(), _children()
     rows: list[Row] = []
     try:
         rows += run(soak)
     except Exception as exc:
-        failed = Row(part=name, wrong=[f"could not be run to its end: {type(exc).__name__}: {exc}"])
+        failed = Row(part=name, wrong=[f"failed with {type(exc).__name__}: {exc}"])
         failed.detail["traceback"] = traceback.format_exc()
         rows.append(failed)
     finally:
         if left := list(_ended([process for process in _children() if process not in before])):
-            rows.append(Row(part=f"{name}: left behind", leaked_processes=len(left), wrong=left))
-    well = "all well" if all(row.holds for row in rows) else "NOT WELL"
-    report.say(f"{name}: {well}  ({time.perf_counter() - started:.0f} s)")
+            rows.append(Row(part=f"{name}: processes left running", leaked_processes=len(left), wrong=left))
+    verdict = "passed" if all(row.passed for row in rows) else "FAILED"
+    report.print_line(f"{name}: {verdict}  ({time.perf_counter() - started:.0f} s)")
     return rows
 
 
@@ -118,7 +121,7 @@ def _children() -> list[psutil.Process]:
 
 
 def _ended(left: Sequence[psutil.Process]) -> Iterator[str]:
-    """Ends processes that a part has left; a sentence for each."""
+    """Kill processes that a part has left running; yield a sentence for each."""
     for process in left:
         try:
             command = " ".join(process.cmdline())

@@ -1,4 +1,4 @@
-"""Idle connections by the hundred, beside one that works: it is answered as if they were not there."""
+"""Open hundreds of idle connections, which must not slow down an active one."""
 
 from __future__ import annotations
 
@@ -14,32 +14,32 @@ from urllib.parse import urlsplit
 from websockets.asyncio.client import ClientConnection, connect
 from websockets.exceptions import ConnectionClosed
 
-from soak.chats import GIVE_UP_S, End, Good, note_good
+from soak.chat_requests import GIVE_UP_S, ChatResult, ReferenceChat, record_reference
+from soak.programs import SMALL_CACHE, Daemon, Home, Server, end_and_check, wait_until
+from soak.resources import Allowance, ResourceMonitor
 from soak.row import Row
-from soak.served import SMALL_CACHE, Daemon, Home, Server, end_well, until
 from soak.soak import Soak
-from soak.watch import Allowance, Watch
 from tests.daemon.scripted import Scripted, says
 
 IDLE, QUICK_IDLE = 256, 64
-"""Of each kind."""
+"""Number of idle connections of each kind."""
 AT_ONCE = 32
-"""Handshakes under way."""
+"""Number of simultaneous handshakes."""
 ROUNDS, QUICK_ROUNDS = 5, 1
 WARM_UPS, QUICK_WARM_UPS = 3, 1
-"""Rounds before the first reading: memory for so many connections is taken in them, and used again."""
+"""Rounds before the measurement, in which memory for the connections is allocated; later rounds use it again."""
 EVENTS = Allowance(rss_mb=8.0)
-"""The daemon keeps the newest events in memory, up to 8 MiB of them; the turns of all rounds are a part of that."""
+"""The daemon keeps up to 8 MiB of the newest events in memory, including those of these turns."""
 GOOD, QUICK_GOOD = 60, 10
 TURNS, QUICK_TURNS = 40, 8
 SOCKETS_S = 60.0
-"""How long a connection may take to be made, or to get what it should."""
+"""Limit for opening a connection, and for receiving an expected message."""
 WORDS = ("It ", "is ", "as ", "it ", "was.")
 SESSION = "s"
 
 
 def run(soak: Soak) -> list[Row]:
-    return [beside_the_server(soak), beside_the_daemon(soak)]
+    return [attack_server(soak), beside_the_daemon(soak)]
 
 
 def _idle(soak: Soak) -> int:
@@ -57,63 +57,64 @@ def _warm_ups(soak: Soak) -> int:
 # The inference server
 
 
-def beside_the_server(soak: Soak) -> Row:
+def attack_server(soak: Soak) -> Row:
     with (
         tempfile.TemporaryDirectory(prefix="lmx-soak-") as name,
         Server(Home(Path(name)), soak.folder, *SMALL_CACHE) as server,
     ):
         row = beside_a_chat(soak, server)
-        end_well(server, row)
+        end_and_check(server, row)
     return row
 
 
 def beside_a_chat(soak: Soak, server: Server) -> Row:
-    """Chats beside idle streams and sockets, which are opened and closed again and again."""
-    row = Row(part="connections: idle, beside a chat")
-    good = asyncio.run(Good.first(server.url))
-    watch = Watch(server.pid)
+    """Chat while hundreds of idle streams and WebSockets are open, in several rounds."""
+    row = Row(part="connections: idle, with a chat")
+    reference = asyncio.run(ReferenceChat.record(server.url))
+    monitor = ResourceMonitor(server.pid)
     for _ in range(_warm_ups(soak)):
-        asyncio.run(_chatted(server.url, _idle(soak), 2, good, Row(part="warm-up")))
-    watch.begin()
+        asyncio.run(_chat_beside_idle(server.url, _idle(soak), 2, reference, Row(part="warm-up")))
+    monitor.begin()
     for _ in range(_rounds(soak)):
-        asyncio.run(_chatted(server.url, _idle(soak), QUICK_GOOD if soak.quick else GOOD, good, row))
+        asyncio.run(_chat_beside_idle(server.url, _idle(soak), QUICK_GOOD if soak.quick else GOOD, reference, row))
     row.notes = f"{_idle(soak)} streams of events and as many WebSockets, {_rounds(soak)} times"
-    watch.add_to(row)
+    monitor.add_to(row)
     return row
 
 
-async def _chatted(url: str, idle: int, count: int, good: Good, row: Row) -> None:
+async def _chat_beside_idle(url: str, idle: int, count: int, reference: ReferenceChat, row: Row) -> None:
     async with contextlib.AsyncExitStack() as stack:
         streams = [_EventStream(url) for _ in range(idle)]
         sockets = [_socket(f"{url.replace('http', 'ws', 1)}/v1/chat/stream") for _ in range(idle)]
-        opened = await _opened(stack, [*streams, *sockets])
+        opened = await _open_all(stack, [*streams, *sockets])
         row.requests += len(opened) + count
         for _ in range(count):
-            note_good(row, await good.again(url, limit_s=GIVE_UP_S))
-        for beats in await asyncio.gather(*(stream.beats() for stream in streams)):
-            if not beats:
+            record_reference(row, await reference.repeat(url, limit_s=GIVE_UP_S))
+        for receives_more in await asyncio.gather(*(stream.receives_more() for stream in streams)):
+            if not receives_more:
                 row.hung += 1
-                row.wrong.append("a stream of events is silent, or was closed")
+                row.wrong.append("an event stream sends nothing, or was closed")
         for socket in opened[idle:]:
             with contextlib.suppress(TimeoutError):
-                # Nobody has asked anything: whatever comes is wrong.
-                row.wrong.append(f"an idle WebSocket was told {await _told(socket)}")
+                # No request was sent, so any message is wrong.
+                row.wrong.append(f"an idle WebSocket received {await _received_text(socket)}")
                 row.lost += 1
 
 
-async def _told(socket: ClientConnection) -> str:
-    """
+async def _received_text(socket: ClientConnection) -> str:
+    """Describe what the socket has received.
+
     Raises:
-        TimeoutError: nothing.
+        TimeoutError: it has received nothing.
     """
     try:
         return repr(await asyncio.wait_for(socket.recv(), 0))[:100]
     except ConnectionClosed as exc:
-        return f"to go: {exc}"
+        return f"a close: {exc}"
 
 
-async def _opened(stack: contextlib.AsyncExitStack, contexts: list[Any]) -> list[Any]:
-    """Enter all, some at a time."""
+async def _open_all(stack: contextlib.AsyncExitStack, contexts: list[Any]) -> list[Any]:
+    """Enter all contexts, ``AT_ONCE`` at a time."""
     gate = asyncio.Semaphore(AT_ONCE)
 
     async def enter(context: Any) -> Any:
@@ -128,11 +129,11 @@ def _socket(address: str, **headers: str) -> connect:
 
 
 class _EventStream:
-    """``GET /admin/events``, of which only the amount is looked at. A context."""
+    """A stream of ``GET /admin/events`` whose content is ignored, as a context manager."""
 
     def __init__(self, url: str) -> None:
         self._place = urlsplit(url)
-        self._came = asyncio.Event()
+        self._received = asyncio.Event()
         self._writer: asyncio.StreamWriter
         self._reading: asyncio.Task[None]
 
@@ -150,39 +151,39 @@ class _EventStream:
 
     async def _read(self, reader: asyncio.StreamReader) -> None:
         while await reader.read(65536):
-            self._came.set()
+            self._received.set()
 
-    async def beats(self) -> bool:
-        """Whether something comes from now on; there is something every second."""
-        self._came.clear()
+    async def receives_more(self) -> bool:
+        """Return whether anything is received from now on; the server sends an event every second."""
+        self._received.clear()
         with contextlib.suppress(TimeoutError):
-            await asyncio.wait_for(self._came.wait(), GIVE_UP_S)
-        return self._came.is_set()
+            await asyncio.wait_for(self._received.wait(), GIVE_UP_S)
+        return self._received.is_set()
 
 
 # The daemon
 
 
 def beside_the_daemon(soak: Soak) -> Row:
-    row = Row(part="connections: idle, beside turns")
+    row = Row(part="connections: idle, with turns")
     count = QUICK_TURNS if soak.quick else TURNS
     with (
         tempfile.TemporaryDirectory(prefix="lmx-soak-") as name,
         Scripted(says(*WORDS)) as upstream,
         Daemon(Home(Path(name)), upstream.url) as daemon,
     ):
-        watch = Watch(daemon.pid, allowance=EVENTS)
+        monitor = ResourceMonitor(daemon.pid, allowance=EVENTS)
         asyncio.run(_begin_session(daemon))
         for number in range(_warm_ups(soak)):
-            asyncio.run(_turned(daemon, f"warm-up-{number}", _idle(soak), count, Row(part="warm-up")))
-        watch.begin()
+            asyncio.run(_run_turns(daemon, f"warm-up-{number}", _idle(soak), count, Row(part="warm-up")))
+        monitor.begin()
         for number in range(_rounds(soak)):
-            asyncio.run(_turned(daemon, f"round-{number}", _idle(soak), count, row))
-            if not until(lambda: asyncio.run(_watching(daemon)) == 0, SOCKETS_S):
-                row.wrong.append("subscribers are counted that have left")
+            asyncio.run(_run_turns(daemon, f"round-{number}", _idle(soak), count, row))
+            if not wait_until(lambda: asyncio.run(_count_subscribers(daemon)) == 0, SOCKETS_S):
+                row.wrong.append("the daemon still counts subscribers that have disconnected")
         row.notes = f"{_idle(soak)} WebSockets of events, {_rounds(soak)} times"
-        watch.add_to(row)
-        end_well(daemon, row)
+        monitor.add_to(row)
+        end_and_check(daemon, row)
     return row
 
 
@@ -191,47 +192,47 @@ async def _begin_session(daemon: Daemon) -> None:
         (await http.post("/sessions", json={"session_id": SESSION})).raise_for_status()
 
 
-async def _watching(daemon: Daemon) -> int:
+async def _count_subscribers(daemon: Daemon) -> int:
     async with daemon.client() as http:
         return int((await http.get("/daemon")).json()["counts"]["subscribers"])
 
 
-async def _turned(daemon: Daemon, name: str, idle: int, count: int, row: Row) -> None:
-    """Turns, one after the other, with everybody told of each of their events, once."""
+async def _run_turns(daemon: Daemon, name: str, idle: int, count: int, row: Row) -> None:
+    """Run turns one after the other; every subscriber must receive each of their events exactly once."""
     state = daemon.state
     async with contextlib.AsyncExitStack() as stack:
         address = f"{state.url.replace('http', 'ws', 1)}/v3/events"
         http = await stack.enter_async_context(daemon.client())
-        sockets = await _opened(stack, [_socket(address, Authorization=f"Bearer {state.token}") for _ in range(idle)])
-        before = [await _synced(socket) for socket in sockets]
+        sockets = await _open_all(stack, [_socket(address, Authorization=f"Bearer {state.token}") for _ in range(idle)])
+        before = [await _read_until_synced(socket) for socket in sockets]
         row.requests += idle + count
         for number in range(count):
-            note_good(row, await _turn(http, f"{name}-{number}"))
+            record_reference(row, await _run_turn(http, f"{name}-{number}"))
         latest = int((await http.get("/daemon")).json()["latest_seq"])
         for socket, cursor in zip(sockets, before, strict=True):
-            lost, doubled = await _missed(socket, cursor, latest)
+            lost, doubled = await _count_missed(socket, cursor, latest)
             row.lost += lost
             row.doubled += doubled
 
 
-async def _turn(http: Any, turn_id: str) -> End:
+async def _run_turn(http: Any, turn_id: str) -> ChatResult:
     began, turns = time.perf_counter(), f"/sessions/{SESSION}/turns"
     (await http.post(turns, json={"turn_id": turn_id, "content": "how is it?"})).raise_for_status()
     record = (await http.get(f"{turns}/{turn_id}", params={"wait": GIVE_UP_S})).json()
     outcome = "stop" if record["text"] == "".join(WORDS) else "wrong"
-    return End(outcome=outcome, text=json.dumps(record), seconds=time.perf_counter() - began)
+    return ChatResult(outcome=outcome, text=json.dumps(record), seconds=time.perf_counter() - began)
 
 
-async def _synced(socket: ClientConnection) -> int:
-    """The cursor of somebody who has all that there is."""
+async def _read_until_synced(socket: ClientConnection) -> int:
+    """Read until the subscriber has the whole log; return its cursor."""
     while True:
         message = json.loads(await asyncio.wait_for(socket.recv(), SOCKETS_S))
         if message["event"] == "stream.synced":
             return int(message["data"]["cursor"])
 
 
-async def _missed(socket: ClientConnection, cursor: int, latest: int) -> tuple[int, int]:
-    """How many of the events from the cursor to the latest one did not come, and how many came again."""
+async def _count_missed(socket: ClientConnection, cursor: int, latest: int) -> tuple[int, int]:
+    """Count the events after the cursor, up to the latest, that were not received, and those received twice."""
     seen: list[int] = []
     with contextlib.suppress(TimeoutError, ConnectionClosed):
         while latest not in seen[-1:]:

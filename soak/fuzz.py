@@ -1,4 +1,4 @@
-"""20,000 requests that are nearly right, and after each batch of them good ones whose answers are known."""
+"""Send 20,000 almost valid requests, and after each batch valid requests whose answers are known."""
 
 from __future__ import annotations
 
@@ -16,41 +16,42 @@ from urllib.parse import urlsplit
 import httpx2
 
 from benchmarks.paths import ROOT
-from soak.fuzzing.drawing import drawn
+from soak.fuzzing.checks import answer_problems, socket_problems
+from soak.fuzzing.drawing import draw_cases
 from soak.fuzzing.exchange import Endpoint, HttpClient, Outcome, socket_exchange
 from soak.fuzzing.families import FAMILIES, Family
 from soak.fuzzing.frames import SocketCase
-from soak.fuzzing.known import Known
+from soak.fuzzing.known_answers import KnownAnswers
 from soak.fuzzing.requests import Case
-from soak.fuzzing.verdict import wrong_answer, wrong_socket
 from soak.models import Engine, on_each_engine, write_models
-from soak.report import say
+from soak.programs import Command, Daemon, Home, Server, end_and_check, wait_until
+from soak.report import print_line
+from soak.resources import POOL, Allowance, ResourceMonitor
 from soak.row import Row
-from soak.served import Command, Daemon, Home, Server, end_well, until
 from soak.soak import Soak, SoakError
-from soak.watch import POOL, Allowance, Watch
 
 SHARES: Mapping[Engine, float] = {"MLX": 1.0, "llama.cpp": 0.25}
 ENGINES_OWN = tuple(family for family in FAMILIES if family.of_engine)
-"""What is not the same whichever engine computes."""
+"""Families whose requests an engine processes."""
 BATCH = 250
 QUICK_SHARE = 0.04
-"""Of all, for a look."""
+"""Share of all requests in a quick run."""
 AT_ONCE = 8
 LIMIT_S = 30.0
-"""For one request, and for a WebSocket from its handshake to its end."""
+"""Limit for one request, and for a WebSocket from its handshake to its end."""
 KEPT_FAILURES = 100
 KEPT_BYTES = 20_000
 PREFIX_CACHE_GB = "0.002"
-"""Full before the first reading: what it keeps on purpose is no leak."""
+"""A prefix cache that is full before the first measurement. Otherwise its growth would look like a leak."""
 SETTLED = Allowance(rss_mb=8.0, threads=POOL)
-"""The log's pages in memory are 8 MB, and a model that is loaded anew lies elsewhere: RSS goes 10 MB up and down with
-that, while what malloc has in use stays the same to 1 MB. Of a request's leak, 1.4 kB are seen."""
+"""Allowance after the warm-up. The log keeps 8 MB in memory, and a model that is loaded again lies elsewhere. RSS
+therefore varies by 10 MB, while the memory that malloc has in use stays the same within 1 MB. A leak of 1.4 kB per
+request is detected."""
 MCP_SERVERS = {"asking": "ask", "free": "allow"}
-"""Of the daemon, all the time, and whether a call of theirs needs a permission."""
+"""MCP servers of the daemon during the whole run, and their permissions."""
 COUNTING = ROOT / "tests" / "daemon" / "counting_mcp.py"
-# uvicorn's log stays in memory; what it has to say about exceptions belongs with the rest.
-TELL_ALL = "import logging; logging.getLogger('uvicorn').addHandler(logging.StreamHandler())"
+# uvicorn logs to memory only; this prints its messages about exceptions with the rest of the output.
+PRINT_UVICORN_LOG = "import logging; logging.getLogger('uvicorn').addHandler(logging.StreamHandler())"
 COMPLAINT = re.compile(r"^Traceback| ERROR |^Exception |never retrieved|never awaited|Warning: ", re.MULTILINE)
 COMPLAINT_CHARACTERS = 8000
 
@@ -64,10 +65,10 @@ def run(soak: Soak) -> list[Row]:
 
 
 def fuzz(soak: Soak, *, share: float, families: Sequence[Family] = FAMILIES, engine: Engine = "MLX") -> list[Row]:
-    """A row for each family, and one for the whole.
+    """Return a row for each family, and one for the whole run.
 
     Args:
-        share: Of the 20,000.
+        share: Share of the 20,000 requests to send.
     """
     with tempfile.TemporaryDirectory(prefix="lmx-soak-") as name:
         homes = Home(Path(name, "s")), Home(Path(name, "d"))
@@ -75,13 +76,13 @@ def fuzz(soak: Soak, *, share: float, families: Sequence[Family] = FAMILIES, eng
         options = ["--no-downloads", "--embedder", "tiny-embedder", "--reranker", "tiny-reranker"]
         options += ["--prefix-cache", PREFIX_CACHE_GB]
         with (
-            Server(homes[0], "tiny", *options, code=TELL_ALL) as server,
-            Daemon(homes[1], server.url, code=TELL_ALL) as daemon,
+            Server(homes[0], "tiny", *options, code=PRINT_UVICORN_LOG) as server,
+            Daemon(homes[1], server.url, code=PRINT_UVICORN_LOG) as daemon,
         ):
             _add_mcp_servers(daemon, Path(name, "calls"))
-            rows = asyncio.run(_Fuzz(soak, server, daemon, share, engine).run(families))
+            rows = asyncio.run(_FuzzRun(soak, server, daemon, share, engine).run(families))
             for command in (daemon, server):
-                end_well(command, rows[-1])
+                end_and_check(command, rows[-1])
     return rows
 
 
@@ -97,20 +98,20 @@ def _add_mcp_servers(daemon: Daemon, calls: Path) -> None:
             listed = client.get("/v3/mcp/servers").json()["servers"]
             return all(server["state"] == "ready" for server in listed)
 
-        if not until(ready, LIMIT_S):
+        if not wait_until(ready, LIMIT_S):
             raise SoakError(f"the MCP servers do not start: {client.get('/v3/mcp/servers').text[:2000]}")
 
 
 @dataclass(kw_only=True)
 class _Program:
-    """One of the two under fire."""
+    """One of the two programs that receive the requests."""
 
     command: Command
     endpoint: Endpoint
-    watch: Watch
-    """Of all second halves."""
-    heard: int = 0
-    """Characters of its output that were looked through."""
+    monitor: ResourceMonitor
+    """Measures the second halves of all families."""
+    searched: int = 0
+    """Number of characters of the output that have been searched."""
 
     @classmethod
     def of(cls, command: Command, url: str, token: str = "") -> _Program:
@@ -120,46 +121,46 @@ class _Program:
         return cls(
             command=command,
             endpoint=Endpoint(parts.hostname, parts.port, token=token, limit_s=LIMIT_S),
-            watch=Watch(command.pid, allowance=SETTLED),
+            monitor=ResourceMonitor(command.pid, allowance=SETTLED),
         )
 
     def complaints(self) -> list[str]:
-        """What it has printed since the last look that no request may be the cause of."""
+        """Return new output that no request may cause, such as a traceback."""
         output = self.command.output
-        news, self.heard = output[self.heard :], len(output)
-        found = COMPLAINT.search(news)
+        new_output, self.searched = output[self.searched :], len(output)
+        found = COMPLAINT.search(new_output)
         if found is None:
             return []
-        begin = news.rfind("\n", 0, found.start()) + 1
-        return [f"it printed: {news[begin : begin + COMPLAINT_CHARACTERS]}"]
+        begin = new_output.rfind("\n", 0, found.start()) + 1
+        return [f"it printed: {new_output[begin : begin + COMPLAINT_CHARACTERS]}"]
 
 
-class _Fuzz:
-    """One run against running programs."""
+class _FuzzRun:
+    """A run against both programs."""
 
     def __init__(self, soak: Soak, server: Server, daemon: Daemon, share: float, engine: Engine) -> None:
         self._seed = soak.seed
         self._engine = engine
         self._share = share
-        self._known = Known(server.url, daemon.state, servers=frozenset(MCP_SERVERS))
+        self._known = KnownAnswers(server.url, daemon.state, servers=frozenset(MCP_SERVERS))
         self._programs = {
             "server": _Program.of(server, server.url),
             "daemon": _Program.of(daemon, daemon.state.url, daemon.state.token),
         }
 
     async def run(self, families: Sequence[Family]) -> list[Row]:
-        """Half of each family, then the other halves: what has to settle in memory has done so in the first."""
+        """Send half of each family, then the other halves; memory has settled after the first halves."""
         rows = {family.name: Row(part=f"fuzz: {family.name}, {self._engine}") for family in families}
         async with self._known:
-            await self._known.tidy()
+            await self._known.delete_created()
             for half in range(2):
                 for program in self._programs.values() if half else ():
-                    program.watch.begin()
+                    program.monitor.begin()
                 for family in families:
                     await self._half(family, half, rows[family.name])
         whole = Row(part=f"fuzz: all of it, {self._engine}", slowest_s=max(row.slowest_s for row in rows.values()))
         for program in self._programs.values():
-            program.watch.add_to(whole)
+            program.monitor.add_to(whole)
         return [*rows.values(), whole]
 
     async def _half(self, family: Family, half: int, row: Row) -> None:
@@ -176,35 +177,35 @@ class _Fuzz:
                 return
         row.slowest_s = self._known.slowest_s
         seconds = time.perf_counter() - started
-        say(f"{row.part}: {row.requests} requests, {'all well' if row.holds else 'NOT WELL'}  ({seconds:.0f} s)")
+        print_line(f"{row.part}: {row.requests} requests, {'passed' if row.passed else 'FAILED'}  ({seconds:.0f} s)")
 
     async def _batch(self, family: Family, number: int, count: int, row: Row) -> None:
-        """So many cases, then good requests; what is wrong goes into the row."""
+        """Send ``count`` cases, then the valid requests; record problems in the row."""
         program = self._programs[family.program]
-        cases = drawn(family.cases, f"{self._seed}/{family.name}/{number}", count - bool(family.longest))
+        cases = draw_cases(family.cases, f"{self._seed}/{family.name}/{number}", count - bool(family.longest))
         if family.longest is not None:
             cases.append(family.longest())
         outcomes = await _all(program.endpoint, cases)
         for place, (case, outcome) in enumerate(zip(cases, outcomes, strict=True)):
-            judge = wrong_socket if isinstance(case, SocketCase) else wrong_answer
+            judge = socket_problems if isinstance(case, SocketCase) else answer_problems
             for why in judge(case, outcome, family.refusals):
                 row.hung += outcome.ended == "hung"
                 _note(row, f"batch {number}, {place}: {why}", case, outcome)
         row.requests += len(cases)
         row.faults += len(cases)
-        asked = self._known.asked
+        requests = self._known.requests
         wrong = await self._known.check()
         row.lost += len(wrong)
-        row.requests += self._known.asked - asked
+        row.requests += self._known.requests - requests
         row.wrong += [f"after batch {number}: {why}" for why in wrong]
         if family.program == "daemon":
-            row.wrong += [f"after batch {number}: {why}" for why in await self._known.tidy()]
+            row.wrong += [f"after batch {number}: {why}" for why in await self._known.delete_created()]
         for each in self._programs.values():
             row.wrong += [f"in batch {number}: {why}" for why in each.complaints()]
 
 
 async def _all(endpoint: Endpoint, cases: Sequence[Case | SocketCase]) -> list[Outcome]:
-    """The outcome of each, some at a time; each of those has a connection that it keeps if it can."""
+    """Return the outcome of each case. ``AT_ONCE`` clients send them, each with a reused connection if possible."""
     outcomes: dict[int, Outcome] = {}
     waiting = iter(enumerate(cases))
 
@@ -226,7 +227,7 @@ async def _all(endpoint: Endpoint, cases: Sequence[Case | SocketCase]) -> list[O
 
 
 def _note(row: Row, why: str, case: Case | SocketCase, outcome: Outcome) -> None:
-    """With what was sent, for the file: it shall be possible to have this again without the other 20,000."""
+    """Record a problem, and what was sent, so that it can be repeated without the other requests."""
     row.wrong.append(why)
     failures = row.detail.setdefault("failures", [])
     if len(failures) < KEPT_FAILURES:

@@ -1,4 +1,4 @@
-"""Request bodies within the limit of bytes that once took seconds to refuse, and large ones that are valid."""
+"""Define request bodies within the size limit that used to take seconds to refuse, and large valid bodies."""
 
 from __future__ import annotations
 
@@ -16,12 +16,14 @@ HELLO = b'"messages":[{"role":"user","content":"a"}]'
 
 @dataclass(frozen=True, kw_only=True)
 class HostileBody:
+    """A request whose body is slow to process."""
+
     name: str
     path: str
     make: Callable[[], bytes]
     method: str = "POST"
     refused: bool = True
-    """Whether the body itself has to be refused, with 400 or 413; otherwise any answer below 500, or 503, will do."""
+    """Whether the body must be refused with 400 or 413; otherwise any status below 500, and 503, is allowed."""
 
     @cached_property
     def content(self) -> bytes:
@@ -29,7 +31,7 @@ class HostileBody:
 
 
 def repeated(before: bytes, piece: bytes, after: bytes, size: int = BODY_BYTES) -> bytes:
-    """The piece so often that the body has about ``size`` bytes; ``%d`` in it is its number, in 7 digits."""
+    """Repeat a piece until the body has about ``size`` bytes. ``%d`` in it is replaced by its number, in 7 digits."""
     length = len(piece.replace(b"%d", b"1234567"))
     count = (size - len(before) - len(after)) // (length + 1)
     pieces = (piece.replace(b"%d", b"%07d" % number) for number in range(count)) if b"%d" in piece else [piece] * count
@@ -66,7 +68,7 @@ REPORTED = (
     _chat("600,000 template variables", lambda: _field(b"chat_template_kwargs", b'"a%d":1', size=7_200_000)),
     _chat("300,000 text parts", lambda: _content(b'{"type":"text","text":""}', 7_800_000)),
 )
-"""Those that were measured first."""
+"""The bodies that were measured first."""
 CHATS = (
     *REPORTED,
     _chat("900,000 bytes of {} as content", lambda: _content(b"{}", 900_000)),
@@ -245,6 +247,6 @@ DAEMON = (
 TOO_LONG = HostileBody(name="more bytes than are read", path="/", make=lambda: b" " * (8 * 2**20 + 1))
 
 
-def few(bodies: tuple[HostileBody, ...]) -> tuple[HostileBody, ...]:
-    """For a look: the first, and every eighth after it."""
+def selection(bodies: tuple[HostileBody, ...]) -> tuple[HostileBody, ...]:
+    """Return every eighth body, for a quick run."""
     return bodies[::8]

@@ -1,4 +1,4 @@
-"""Downloads and conversions that are killed, and the next one; two processes that want the same model at once."""
+"""Kill downloads and conversions, and repeat them; let two processes download the same model at once."""
 
 from __future__ import annotations
 
@@ -16,19 +16,19 @@ from dataclasses import asdict, dataclass, field
 from pathlib import Path
 
 from lmx_lab.weights.starters import Starter
-from soak.chats import GIVE_UP_S, Good, note_good
-from soak.models import installed, tiny
+from soak.chat_requests import GIVE_UP_S, ReferenceChat, record_reference
+from soak.models import is_installed, tiny
+from soak.programs import Command, Home, Server, end_and_check, end_program, record_leftovers, wait_until
 from soak.row import Row
-from soak.served import Command, Home, Server, end, end_well, note_left, until
 from soak.slow_hub import MODEL, SlowHub
 from soak.soak import Soak
 
 KILLS, QUICK_KILLS = 10, 1
-"""Of each kind."""
+"""Kills for each kind of download."""
 RACES, QUICK_RACES = 5, 1
 PULL_S = 120.0
 FILE_S = 1.5
-"""How long the largest file takes from the hub."""
+"""Duration of the download of the largest file."""
 FIRST_S = 10.0
 STARTER = "soak-tiny"
 REGISTER = """
@@ -40,22 +40,22 @@ STARTERS["{id}"] = Starter(**json.loads('''{fields}'''))
 
 @dataclass(frozen=True, kw_only=True)
 class Pull:
-    """One way for a model to come here."""
+    """One way to get a model onto the disk."""
 
     part: str
     arguments: tuple[str, ...]
     environment: dict[str, str] = field(default_factory=dict)
     code: str = ""
     expected: dict[str, str] | None = None
-    """Hashes of its files by their names; None where they are made here, and the first whole pull says them."""
+    """SHA-256 hashes of the model's files by name; None if the files are generated, and the first pull defines them."""
 
 
 def run(soak: Soak) -> list[Row]:
     with tempfile.TemporaryDirectory(prefix="lmx-soak-") as name:
-        starter, wheels = wheel_of(soak.folder, Path(name) / "wheels")
+        starter, wheels = build_wheel(soak.folder, Path(name) / "wheels")
         with SlowHub(soak.folder, wheels=wheels, whole_s=FILE_S) as hub:
             rows = [killed(soak, pull) for pull in pulls(soak, hub, starter)]
-            return [*rows, at_once(soak, hub)]
+            return [*rows, two_servers_one_model(soak, hub)]
 
 
 def pulls(soak: Soak, hub: SlowHub, starter: Starter) -> Iterator[Pull]:
@@ -73,12 +73,12 @@ def pulls(soak: Soak, hub: SlowHub, starter: Starter) -> Iterator[Pull]:
         code=REGISTER.format(id=STARTER, fields=json.dumps(asdict(starter))),
         expected=files,
     )
-    if installed("llama.cpp"):
+    if is_installed("llama.cpp"):
         yield Pull(part="kills: SIGKILL in conversions", arguments=("pull", str(tiny(soak, "llama.cpp")), "--mlx"))
 
 
-def wheel_of(folder: Path, target: Path) -> tuple[Starter, Path]:
-    """The tiny model as a wheel, and what the table of starters would say of it."""
+def build_wheel(folder: Path, target: Path) -> tuple[Starter, Path]:
+    """Write the tiny model as a wheel; return its entry for the table of starters, and the wheel's folder."""
     target.mkdir()
     wheel, info = target / "lmx_soak_tiny-1.0-py3-none-any.whl", "lmx_soak_tiny-1.0.dist-info"
     files = [path for path in folder.iterdir() if path.is_file()]
@@ -106,24 +106,24 @@ def wheel_of(folder: Path, target: Path) -> tuple[Starter, Path]:
 
 
 def killed(soak: Soak, pull: Pull) -> Row:
-    """Killed at some moment; the next pull ends well, and nothing but its files is left."""
+    """Kill a pull at random moments; the next pull must succeed, and leave only the model's files."""
     row, chance = Row(part=pull.part), random.Random(soak.seed)
     with tempfile.TemporaryDirectory(prefix="lmx-soak-") as name:
         home = Home(Path(name))
         began = time.monotonic()
-        expected = pull.expected or _pulled(home, pull, None, row)
+        expected = pull.expected or _pull(home, pull, None, row)
         if pull.expected is not None:
-            _pulled(home, pull, expected, row)
+            _pull(home, pull, expected, row)
         took_s = time.monotonic() - began
         for _ in range(QUICK_KILLS if soak.quick else KILLS):
-            _forget(home)
+            _delete_models(home)
             with _command(home, pull) as command:
                 time.sleep(chance.uniform(0.15, 0.8) * took_s)
                 row.faults += command.running
                 command.kill()
-            _pulled(home, pull, expected, row)
-            note_left(home, row)
-    row.notes = f"{took_s:.1f} s for a whole one"
+            _pull(home, pull, expected, row)
+            record_leftovers(home, row)
+    row.notes = f"{took_s:.1f} s for a complete pull"
     return row
 
 
@@ -131,8 +131,8 @@ def _command(home: Home, pull: Pull) -> Command:
     return Command(home, *pull.arguments, code=pull.code, **pull.environment)
 
 
-def _pulled(home: Home, pull: Pull, expected: dict[str, str] | None, row: Row) -> dict[str, str]:
-    """Pull to the end; returns the hashes of the files, which are noted where they are not as expected."""
+def _pull(home: Home, pull: Pull, expected: dict[str, str] | None, row: Row) -> dict[str, str]:
+    """Run a pull to its end and return the hashes of the files; record whether they are not as expected."""
     row.requests += 1
     with _command(home, pull) as command:
         status = command.wait(PULL_S)
@@ -144,26 +144,26 @@ def _pulled(home: Home, pull: Pull, expected: dict[str, str] | None, row: Row) -
     files = _files(home)
     if expected is not None and files != expected:
         row.lost += 1
-        row.wrong.append(f"a pull left other files than the model's: {sorted(files)}")
-    row.wrong += [f"a killed pull's part stays on the disk: {path}" for path in _parts(home)]
+        row.wrong.append(f"a pull did not leave exactly the model's files: {sorted(files)}")
+    row.wrong += [f"a killed pull has left {path}" for path in _partial_files(home)]
     return files
 
 
 def _files(home: Home) -> dict[str, str]:
-    """Of the one model that is in the store or the hub's cache: the hash of each file, by its name."""
+    """Return the hash of each file of the only model in the store or the hub's cache, by name."""
     folders = [*home.folder.glob("models/[!.]*"), *home.hub_cache.glob("models--*/snapshots/*")]
-    found = [path for folder in folders for path in folder.rglob("*") if path.is_file()]
-    return {path.name: hashlib.sha256(path.read_bytes()).hexdigest() for path in found}
+    paths = [path for folder in folders for path in folder.rglob("*") if path.is_file()]
+    return {path.name: hashlib.sha256(path.read_bytes()).hexdigest() for path in paths}
 
 
-def _parts(home: Home) -> list[str]:
-    """What belongs to no whole model."""
+def _partial_files(home: Home) -> list[str]:
+    """Return the files of incomplete downloads."""
     parts = [*home.folder.glob("models/.tmp/*")]
     parts += [*home.hub_cache.rglob("*.incomplete"), *home.hub_cache.rglob(".unverified-*")]
     return [str(path.relative_to(home.folder)) for path in parts]
 
 
-def _forget(home: Home) -> None:
+def _delete_models(home: Home) -> None:
     for folder in (home.folder / "models", home.hub_cache):
         shutil.rmtree(folder, ignore_errors=True)
 
@@ -171,36 +171,36 @@ def _forget(home: Home) -> None:
 # Two processes on one home
 
 
-def at_once(soak: Soak, hub: SlowHub) -> Row:
-    """Two servers start and want the same model from the hub; in every other race the first of them is killed."""
+def two_servers_one_model(soak: Soak, hub: SlowHub) -> Row:
+    """Start two servers that download the same model; in every other race the first of them is killed."""
     row, chance = Row(part="kills: two servers, one home, one model"), random.Random(soak.seed)
     with tempfile.TemporaryDirectory(prefix="lmx-soak-") as name:
         home = Home(Path(name))
         with Server(home, soak.folder) as server:
-            good = asyncio.run(Good.first(server.url))
-            end_well(server, row)
+            reference = asyncio.run(ReferenceChat.record(server.url))
+            end_and_check(server, row)
         for number in range(1 + (QUICK_RACES if soak.quick else RACES)):
-            _forget(home)
+            _delete_models(home)
             hub.began.clear()
-            with _fetching(home, hub) as first, _fetching(home, hub) as second:
+            with _serve_from_hub(home, hub) as first, _serve_from_hub(home, hub) as second:
                 killed = number % 2 == 1
                 if killed:
-                    until(lambda: "model.safetensors" in hub.began, PULL_S)
+                    wait_until(lambda: "model.safetensors" in hub.began, PULL_S)
                     time.sleep(chance.uniform(0.0, FILE_S / 2))
                     first.kill()
                     row.faults += 1
                 for server in [second] if killed else [first, second]:
                     row.requests += 1
-                    note_good(row, asyncio.run(good.again(server.url, limit_s=GIVE_UP_S)), bound_s=FIRST_S)
-                    end(server, row)
+                    record_reference(row, asyncio.run(reference.repeat(server.url, limit_s=GIVE_UP_S)), bound_s=FIRST_S)
+                    end_program(server, row)
             fetched = hub.began.count("model.safetensors")
             row.doubled += max(0, fetched - (2 if killed else 1))
-            row.wrong += [f"a killed pull's part stays on the disk: {path}" for path in _parts(home)]
-            note_left(home, row)
+            row.wrong += [f"a killed pull has left {path}" for path in _partial_files(home)]
+            record_leftovers(home, row)
     return row
 
 
 @contextmanager
-def _fetching(home: Home, hub: SlowHub) -> Iterator[Server]:
+def _serve_from_hub(home: Home, hub: SlowHub) -> Iterator[Server]:
     with Server(home, MODEL, environment=hub.hub_environment) as server:
         yield server

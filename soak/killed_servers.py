@@ -1,4 +1,4 @@
-"""The inference server under load: told to end, and killed; and the start after that."""
+"""End and kill the inference server under load, and start it again."""
 
 from __future__ import annotations
 
@@ -17,27 +17,37 @@ import httpx2
 
 from benchmarks.processes import free_port
 from lmx_lab.errors import EngineDeadError, NotLoadedError, QueueFullError
-from soak.chats import CUT, GIVE_UP_S, HUNG, WAYS, End, Good, ask, long_body, note_good
-from soak.models import ENGINES, Engine, installed, on_each_engine, tiny
+from soak.chat_requests import (
+    CUT,
+    GIVE_UP_S,
+    HUNG,
+    MODES,
+    ChatResult,
+    ReferenceChat,
+    long_body,
+    record_reference,
+    send_chat,
+)
+from soak.models import ENGINES, Engine, is_installed, on_each_engine, tiny
+from soak.programs import Home, Server, end_and_check, record_leftovers, wait_until
 from soak.row import Row
-from soak.served import Home, Server, end_well, note_left, until
 from soak.soak import Soak
 
 KILLS, QUICK_KILLS = 30, 3
 TERMS, QUICK_TERMS = 10, 2
 AT_ONCE = 24
-"""Requests: eight have a slot, the others wait."""
+"""Simultaneous requests: eight have a slot, the others wait."""
 LONG_TOKENS = 6000
 FIRST_S = 10.0
-"""For the first good request of a server that has just started."""
+"""Limit for the first reference request of a server that has just started."""
 DECLARED = {NotLoadedError.code, EngineDeadError.code, QueueFullError.code}
-"""What a request may be told by a server that ends."""
+"""Error codes with which a stopping server may end a request."""
 
 
 def run(soak: Soak) -> list[Row]:
     rows: list[Row] = []
     for engine, _ in on_each_engine(soak, "kills: servers", rows):
-        rows += [told_to_end(soak, engine), killed_with_streams(soak, engine)]
+        rows += [terminated_under_load(soak, engine), killed_with_streams(soak, engine)]
     return [*rows, killed_in_loads(soak)]
 
 
@@ -50,99 +60,101 @@ def _home() -> Iterator[Home]:
 # SIGTERM
 
 
-def told_to_end(soak: Soak, engine: Engine = "MLX") -> Row:
+def terminated_under_load(soak: Soak, engine: Engine = "MLX") -> Row:
     row, chance, outcomes = Row(part=f"kills: SIGTERM under load, {engine}"), random.Random(soak.seed), Counter[str]()
     with _home() as home:
         for _ in range(QUICK_TERMS if soak.quick else TERMS):
             with Server(home, tiny(soak, engine)) as server:
-                ends = asyncio.run(_while_asking(server, row, partial(end_well, server, row), chance))
-            outcomes.update(end.outcome for end in ends)
-            for end in ends:
-                _note_end(row, end)
+                results = asyncio.run(_disturb_requests(server, row, partial(end_and_check, server, row), chance))
+            outcomes.update(result.outcome for result in results)
+            for result in results:
+                _record_result(row, result)
     row.notes = ", ".join(f"{count} {outcome}" for outcome, count in outcomes.most_common())
     return row
 
 
-def _note_end(row: Row, end: End) -> None:
-    if end.outcome == HUNG:
+def _record_result(row: Row, result: ChatResult) -> None:
+    if result.outcome == HUNG:
         row.hung += 1
-    elif not end.finished and end.outcome not in DECLARED:
+    elif not result.finished and result.outcome not in DECLARED:
         row.lost += 1
-        row.wrong.append(f"a request that was accepted ended by {end.outcome}: {end.text[-80:]!r}")
+        row.wrong.append(f"an accepted request ended with {result.outcome}: {result.text[-80:]!r}")
 
 
-async def _while_asking(server: Server, row: Row, strike: Callable[[], None], chance: random.Random) -> list[End]:
-    """Ask in every way at once, and strike at some moment after all are there."""
+async def _disturb_requests(
+    server: Server, row: Row, disturb: Callable[[], None], chance: random.Random
+) -> list[ChatResult]:
+    """Send requests in every mode, call ``disturb`` at a random moment after all have arrived; return the results."""
     url = server.url
     bodies = [long_body(number, LONG_TOKENS) for number in range(AT_ONCE)]
-    asking = [
-        asyncio.create_task(ask(url, body, way=WAYS[number % len(WAYS)], limit_s=GIVE_UP_S))
+    requests = [
+        asyncio.create_task(send_chat(url, body, mode=MODES[number % len(MODES)], limit_s=GIVE_UP_S))
         for number, body in enumerate(bodies)
     ]
     row.requests += AT_ONCE
-    await asyncio.to_thread(until, lambda: server.busy() >= AT_ONCE, GIVE_UP_S, every_s=0.1)
+    await asyncio.to_thread(wait_until, lambda: server.unfinished_requests() >= AT_ONCE, GIVE_UP_S, every_s=0.1)
     await asyncio.sleep(chance.uniform(0.0, 1.0))
-    await asyncio.to_thread(strike)
+    await asyncio.to_thread(disturb)
     row.faults += 1
-    return list(await asyncio.gather(*asking))
+    return list(await asyncio.gather(*requests))
 
 
 # SIGKILL
 
 
 def killed_with_streams(soak: Soak, engine: Engine = "MLX") -> Row:
-    """Each time on the same home and the same port."""
+    """Kill the server repeatedly, each time with the same home and port."""
     row, chance = Row(part=f"kills: SIGKILL with streams, {engine}"), random.Random(soak.seed)
     port = free_port()
-    good: Good | None = None
+    reference: ReferenceChat | None = None
     with _home() as home:
         for _ in range(QUICK_KILLS if soak.quick else KILLS):
             with Server(home, tiny(soak, engine), port=port) as server:
-                good = good or asyncio.run(Good.first(server.url))
-                _ask_first(server, good, row)
-                for end in asyncio.run(_while_asking(server, row, server.kill, chance)):
-                    # Without a word, as there is nobody to say one; but the clients are not left waiting.
-                    row.hung += end.outcome == HUNG
-                    if not end.finished and end.outcome not in (CUT, HUNG):
-                        row.wrong.append(f"a request to a server that was killed ended by {end.outcome}")
-            note_left(home, row)
-        assert good is not None
+                reference = reference or asyncio.run(ReferenceChat.record(server.url))
+                _check_first_request(server, reference, row)
+                for result in asyncio.run(_disturb_requests(server, row, server.kill, chance)):
+                    # A killed server cannot send an error, but its clients must not wait.
+                    row.hung += result.outcome == HUNG
+                    if not result.finished and result.outcome not in (CUT, HUNG):
+                        row.wrong.append(f"a request to a killed server ended with {result.outcome}")
+            record_leftovers(home, row)
+        assert reference is not None
         with Server(home, tiny(soak, engine), port=port) as server:
-            _ask_first(server, good, row)
-            end_well(server, row)
+            _check_first_request(server, reference, row)
+            end_and_check(server, row)
     return row
 
 
-def _ask_first(server: Server, good: Good, row: Row) -> None:
+def _check_first_request(server: Server, reference: ReferenceChat, row: Row) -> None:
     row.requests += 1
-    note_good(row, asyncio.run(good.again(server.url, limit_s=GIVE_UP_S)), bound_s=FIRST_S)
+    record_reference(row, asyncio.run(reference.repeat(server.url, limit_s=GIVE_UP_S)), bound_s=FIRST_S)
 
 
 def killed_in_loads(soak: Soak) -> Row:
-    """Of either engine in turns, if there are two."""
+    """Kill the server while it loads a model, of each installed engine in turns."""
     row, chance = Row(part="kills: SIGKILL in loads"), random.Random(soak.seed)
-    models = [tiny(soak, engine) for engine in ENGINES if installed(engine)]
+    models = [tiny(soak, engine) for engine in ENGINES if is_installed(engine)]
     with _home() as home:
-        first: dict[Path, tuple[float, Good]] = {}
+        first: dict[Path, tuple[float, ReferenceChat]] = {}
         for model in models:
             with Server(home, None) as server:
                 took_s = _load(server.url, model)
-                first[model] = took_s, asyncio.run(Good.first(server.url))
-                end_well(server, row)
+                first[model] = took_s, asyncio.run(ReferenceChat.record(server.url))
+                end_and_check(server, row)
         for number in range(QUICK_KILLS if soak.quick else KILLS):
             model = models[number % len(models)]
-            took_s, good = first[model]
+            took_s, reference = first[model]
             with Server(home, None) as server:
-                _kill_in_load(server, model, chance.uniform(0.0, 1.2 * took_s))
+                _kill_while_loading(server, model, chance.uniform(0.0, 1.2 * took_s))
                 row.requests += 1
                 row.faults += 1
-            note_left(home, row)
-            # It takes two starts for what the first one left to be seen; the last one is looked at in full.
+            record_leftovers(home, row)
+            # Each engine's last kill is followed by a complete start, which would fail on what the kill has left.
             if number >= (QUICK_KILLS if soak.quick else KILLS) - len(models):
                 with Server(home, model) as server:
-                    _ask_first(server, good, row)
-                    end_well(server, row)
-    row.notes = ", ".join(f"{model.name}: {seconds:.2f} s a load" for model, (seconds, _) in first.items())
+                    _check_first_request(server, reference, row)
+                    end_and_check(server, row)
+    row.notes = ", ".join(f"{model.name}: {seconds:.2f} s per load" for model, (seconds, _) in first.items())
     return row
 
 
@@ -154,7 +166,7 @@ def _load(url: str, model: Path) -> float:
     return time.perf_counter() - began
 
 
-def _kill_in_load(server: Server, model: Path, after_s: float) -> None:
+def _kill_while_loading(server: Server, model: Path, after_s: float) -> None:
     def load() -> None:
         with suppress(httpx2.HTTPError):
             _load(server.url, model)

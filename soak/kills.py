@@ -1,4 +1,4 @@
-"""Every program of the lab told to end, or killed, at moments that nobody has chosen; and the start after that."""
+"""End and kill every program of the lab at random moments, and start it again."""
 
 from __future__ import annotations
 

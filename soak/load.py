@@ -1,4 +1,4 @@
-"""Clients that leave, clients that hardly read, clients that vanish; and the one beside them, or after them."""
+"""Send requests whose clients disconnect, read slowly or become unreachable, and one that must be answered."""
 
 from __future__ import annotations
 
@@ -13,13 +13,23 @@ from collections.abc import AsyncIterator
 from pathlib import Path
 from urllib.parse import urlsplit
 
-from soak import vanishing
-from soak.chats import CUT, GIVE_UP_S, HUNG, Body, End, Good, ask, long_body, note_good
+from soak import unreachable_clients
+from soak.chat_requests import (
+    CUT,
+    GIVE_UP_S,
+    HUNG,
+    Body,
+    ChatResult,
+    ReferenceChat,
+    long_body,
+    record_reference,
+    send_chat,
+)
 from soak.models import Engine, on_each_engine
+from soak.programs import SMALL_CACHE, Home, Server, end_and_check
+from soak.resources import Allowance, ResourceMonitor
 from soak.row import Row
-from soak.served import SMALL_CACHE, Home, Server, end_well
 from soak.soak import Soak
-from soak.watch import Allowance, Watch
 
 CLIENTS = 200
 PATIENCE_S = 0.5
@@ -28,15 +38,15 @@ LONG_WORDS = 600
 ROUNDS, QUICK_ROUNDS = 10, 1
 AGAIN_S = 0.05
 
-SIPPING = 4
-"""Of eight slots."""
-SIPPED_TOKENS = 1500
-"""0.35 MB a stream, of which the buffers of a socket that nobody reads hold a part."""
-SIP_S = 1.0
-"""Between two bytes."""
-SIPPING_S, QUICK_SIPPING_S = 20.0, 4.0
+SLOW_READERS = 4
+"""Slow clients; the server has eight slots."""
+SLOW_TOKENS = 1500
+"""Tokens of a stream, which are 0.35 MB; the buffers of an unread socket hold a part of them."""
+SLOW_READ_S = 1.0
+"""Seconds between two bytes that a slow client reads."""
+SLOW_READING_S, QUICK_SLOW_READING_S = 20.0, 4.0
 STREAM_MB = 4.0
-"""Of memory, for each stream that is not taken."""
+"""Memory that the server may use for each unread stream."""
 
 
 def run(soak: Soak) -> list[Row]:
@@ -46,116 +56,139 @@ def run(soak: Soak) -> list[Row]:
             tempfile.TemporaryDirectory(prefix="lmx-soak-") as name,
             Server(Home(Path(name)), model, *SMALL_CACHE) as server,
         ):
-            good = asyncio.run(Good.first(server.url))
-            rows += [flood(soak, server, good, engine), slow_readers(soak, server, good, engine)]
-            end_well(server, rows[-1])
-    return [*rows, *vanishing.run(soak)]
+            reference = asyncio.run(ReferenceChat.record(server.url))
+            rows += [flood(soak, server, reference, engine), slow_readers(soak, server, reference, engine)]
+            end_and_check(server, rows[-1])
+    return [*rows, *unreachable_clients.run(soak)]
 
 
-# Clients that leave
+# Clients that disconnect
 
 
-def flood(soak: Soak, server: Server, good: Good, engine: Engine = "MLX") -> Row:
-    """Again and again so many who leave, then one who does not: that one is answered in time."""
-    row = Row(part=f"load: {CLIENTS} clients that leave, {engine}")
+def flood(soak: Soak, server: Server, reference: ReferenceChat, engine: Engine = "MLX") -> Row:
+    """Send requests whose clients disconnect, then the reference request, which must be answered in time."""
+    row = Row(part=f"load: {CLIENTS} clients that disconnect, {engine}")
     outcomes: Counter[str] = Counter()
-    watch = Watch(server.pid)
-    # The first one is the warm-up: threads and buffers for so many at once are made in it, and kept.
+    monitor = ResourceMonitor(server.pid)
+    # The first round is the warm-up, which creates the threads and buffers that the server keeps.
     for number in range(1 + (QUICK_ROUNDS if soak.quick else ROUNDS)):
         if number == 1:
-            watch.begin()
-        asyncio.run(_flooded(server, soak.seed + 1000 * number, good, row, outcomes))
-        if not server.until_idle():
+            monitor.begin()
+        asyncio.run(_flood_once(server, soak.seed + 1000 * number, reference, row, outcomes))
+        if not server.wait_until_idle():
             row.hung += 1
-            row.wrong.append(f"requests that nobody waits for still run: {server.figures()}")
+            row.wrong.append(f"requests without a client still run: {server.metrics()}")
     row.notes = ", ".join(f"{count} {what}" for what, count in outcomes.most_common())
-    watch.add_to(row)
+    monitor.add_to(row)
     return row
 
 
-async def _flooded(server: Server, seed: int, good: Good, row: Row, outcomes: Counter[str]) -> None:
-    ends = await asyncio.gather(*(_impatient(server.url, seed + number) for number in range(CLIENTS)))
+async def _flood_once(server: Server, seed: int, reference: ReferenceChat, row: Row, outcomes: Counter[str]) -> None:
+    results = await asyncio.gather(*(_impatient_chat(server.url, seed + number) for number in range(CLIENTS)))
     row.requests += CLIENTS
-    row.faults += sum(end.outcome == HUNG for end in ends)
-    outcomes.update("left" if end.outcome == HUNG else end.outcome for end in ends)
-    row.wrong += sorted({f"a request was {end.outcome}" for end in ends if not _may_be(end)})
-    end, waited_s = await _answered(server.url, good)
+    row.faults += sum(result.outcome == HUNG for result in results)
+    outcomes.update("disconnected" if result.outcome == HUNG else result.outcome for result in results)
+    row.wrong += sorted({f"a request was {result.outcome}" for result in results if not _is_expected(result)})
+    result, waited_s = await _reference_once_accepted(server.url, reference)
     row.requests += 1
-    note_good(row, End(outcome=end.outcome, text=end.text, seconds=waited_s))
+    record_reference(row, ChatResult(outcome=result.outcome, text=result.text, seconds=waited_s))
 
 
-async def _impatient(url: str, seed: int) -> End:
+async def _impatient_chat(url: str, seed: int) -> ChatResult:
     body = long_body(seed, LONG_TOKENS, words=LONG_WORDS)
-    return await ask(url, body, way="SSE" if seed % 2 else "whole", limit_s=PATIENCE_S)
+    return await send_chat(url, body, mode="SSE" if seed % 2 else "whole", limit_s=PATIENCE_S)
 
 
-def _may_be(end: End) -> bool:
-    return end.finished or end.outcome in (HUNG, "queue-full")
+def _is_expected(result: ChatResult) -> bool:
+    return result.finished or result.outcome in (HUNG, "queue-full")
 
 
-async def _answered(url: str, good: Good) -> tuple[End, float]:
-    """A normal client's request, sent again while it is told that the queue is full; and how long that took."""
+async def _reference_once_accepted(url: str, reference: ReferenceChat) -> tuple[ChatResult, float]:
+    """Repeat the reference request while the queue is full; return its result, and the seconds since the first try."""
     began = time.perf_counter()
     while True:
-        end = await good.again(url, limit_s=GIVE_UP_S)
-        if end.outcome != "queue-full" or time.perf_counter() - began > GIVE_UP_S:
-            return end, time.perf_counter() - began
+        result = await reference.repeat(url, limit_s=GIVE_UP_S)
+        if result.outcome != "queue-full" or time.perf_counter() - began > GIVE_UP_S:
+            return result, time.perf_counter() - began
         await asyncio.sleep(AGAIN_S)
 
 
-# Clients that hardly read
+# Slow clients
 
 
-def slow_readers(soak: Soak, server: Server, good: Good, engine: Engine = "MLX") -> Row:
-    """The normal one is answered as ever, what the slow ones do not take is bounded, and they lose nothing."""
-    row = Row(part=f"load: slow readers beside a normal one, {engine}")
-    asyncio.run(_sipped(server, SIPPING, good, Row(part="warm-up"), sip_s=0.0))
-    server.until_idle()
-    held = Watch(server.pid, allowance=Allowance(rss_mb=SIPPING * STREAM_MB, descriptors=SIPPING))
-    held.begin()
-    watch = Watch(server.pid)
-    watch.base = held.base
-    sip_s = QUICK_SIPPING_S if soak.quick else SIPPING_S
-    most = asyncio.run(_sipped(server, SIPPING, good, row, sip_s=sip_s, held=held))
-    row.notes = f"{SIPPING} streams, a byte a second each for {sip_s:g} s, then to their ends; {most}"
-    if not server.until_idle():
+def slow_readers(soak: Soak, server: Server, reference: ReferenceChat, engine: Engine = "MLX") -> Row:
+    """Read streams slowly while sending the reference request.
+
+    The reference request must be answered in time, the memory for unread streams is limited, and no text is lost.
+    """
+    row = Row(part=f"load: slow readers and a normal client, {engine}")
+    asyncio.run(_read_slowly_beside_reference(server, SLOW_READERS, reference, Row(part="warm-up"), slow_s=0.0))
+    server.wait_until_idle()
+    monitor_unread = ResourceMonitor(
+        server.pid, allowance=Allowance(rss_mb=SLOW_READERS * STREAM_MB, descriptors=SLOW_READERS)
+    )
+    monitor_unread.begin()
+    monitor = ResourceMonitor(server.pid)
+    monitor.base = monitor_unread.base
+    slow_s = QUICK_SLOW_READING_S if soak.quick else SLOW_READING_S
+    memory = asyncio.run(
+        _read_slowly_beside_reference(
+            server, SLOW_READERS, reference, row, slow_s=slow_s, monitor_unread=monitor_unread
+        )
+    )
+    row.notes = f"{SLOW_READERS} streams, one byte per second each for {slow_s:g} s, then to their ends; {memory}"
+    if not server.wait_until_idle():
         row.hung += 1
-    watch.add_to(row)
+    monitor.add_to(row)
     return row
 
 
-async def _sipped(server: Server, count: int, good: Good, row: Row, *, sip_s: float, held: Watch | None = None) -> str:
-    """Read so slowly for a while beside the good request, then everything; says what the server held meanwhile."""
+async def _read_slowly_beside_reference(
+    server: Server,
+    count: int,
+    reference: ReferenceChat,
+    row: Row,
+    *,
+    slow_s: float,
+    monitor_unread: ResourceMonitor | None = None,
+) -> str:
+    """Read streams slowly while sending the reference request, then read the rest.
+
+    Returns:
+        The memory that the server used meanwhile, as a note.
+    """
     async with contextlib.AsyncExitStack() as stack:
-        opened = [stack.enter_async_context(_reader(server.url, long_body(at, SIPPED_TOKENS))) for at in range(count)]
+        opened = [stack.enter_async_context(_reader(server.url, long_body(at, SLOW_TOKENS))) for at in range(count)]
         readers = [await reader for reader in opened]
         row.requests += count
         row.faults += count
-        sipping = [asyncio.create_task(_sip(reader)) for reader in readers]
-        until = time.monotonic() + sip_s
+        slow_tasks = [asyncio.create_task(_read_slowly(reader)) for reader in readers]
+        until = time.monotonic() + slow_s
         while time.monotonic() < until:
             row.requests += 1
-            note_good(row, await good.again(server.url, limit_s=GIVE_UP_S))
-        # The engine waits for no reader: all has been computed, and what is not taken is held.
-        if not await asyncio.to_thread(server.until_idle):
+            record_reference(row, await reference.repeat(server.url, limit_s=GIVE_UP_S))
+        # The engine does not wait for readers: everything has been computed, and unread text is in memory.
+        if not await asyncio.to_thread(server.wait_until_idle):
             row.hung += 1
-            row.wrong.append("slow readers hold slots: their generations have not ended")
-        most = ""
-        if held is not None and held.base is not None:
-            excess = await asyncio.to_thread(held.excess, limit_s=2.0)
+            row.wrong.append("slow readers occupy slots: their generations have not ended")
+        memory = ""
+        if monitor_unread is not None and monitor_unread.base is not None:
+            excess = await asyncio.to_thread(monitor_unread.excess, limit_s=2.0)
             row.leaked_mb += round(excess.rss_bytes / 1e6, 1)
-            most = f"meanwhile RSS {held.read().rss_bytes / 1e6:.1f} MB (allowed: {held.allowance})"
-        for task in sipping:
+            memory = (
+                f"meanwhile RSS {monitor_unread.read().rss_bytes / 1e6:.1f} MB (allowed: {monitor_unread.allowance})"
+            )
+        for task in slow_tasks:
             task.cancel()
-        await asyncio.wait(sipping)
-        for reader, task in zip(readers, sipping, strict=True):
-            await _rest(reader, task, row)
-    return most
+        await asyncio.wait(slow_tasks)
+        for reader, task in zip(readers, slow_tasks, strict=True):
+            await _read_rest(reader, task, row)
+    return memory
 
 
 @contextlib.asynccontextmanager
 async def _reader(url: str, body: Body) -> AsyncIterator[socket.socket]:
-    """A stream on a socket whose buffer is so small that the server's side fills up after a few tokens."""
+    """Open a stream on a socket with so small a buffer that the server's buffer fills after a few tokens."""
     place, loop = urlsplit(url), asyncio.get_running_loop()
     data = json.dumps(body).encode()
     head = f"POST /v1/chat/completions HTTP/1.1\r\nHost: {place.netloc}\r\nConnection: close\r\n"
@@ -168,15 +201,15 @@ async def _reader(url: str, body: Body) -> AsyncIterator[socket.socket]:
         yield sock
 
 
-async def _sip(sock: socket.socket) -> None:
-    while await asyncio.get_running_loop().sock_recv(sock, 1):  # noqa: ASYNC110 (it is no waiting: this is the pace)
-        await asyncio.sleep(SIP_S)
+async def _read_slowly(sock: socket.socket) -> None:
+    while await asyncio.get_running_loop().sock_recv(sock, 1):  # noqa: ASYNC110 (this is not a wait for a condition, but the rate of reading)
+        await asyncio.sleep(SLOW_READ_S)
 
 
-async def _rest(sock: socket.socket, sipping: asyncio.Task[None], row: Row) -> None:
-    """Everything that is left, as fast as it comes: who was slow has lost nothing."""
+async def _read_rest(sock: socket.socket, reading: asyncio.Task[None], row: Row) -> None:
+    """Read the rest of a stream at full speed; it must be complete."""
     loop, last = asyncio.get_running_loop(), b""
-    outcome = "" if sipping.cancelled() else "ended before it was read"
+    outcome = "" if reading.cancelled() else "ended before it was read"
     try:
         async with asyncio.timeout(GIVE_UP_S):
             while data := await loop.sock_recv(sock, 65536):
@@ -187,4 +220,4 @@ async def _rest(sock: socket.socket, sipping: asyncio.Task[None], row: Row) -> N
         outcome = CUT
     if outcome or b"data: [DONE]" not in last:
         row.lost += 1
-        row.wrong.append(f"a slow reader's stream was {outcome or 'not ended'}: {last[-80:]!r}")
+        row.wrong.append(f"a slow reader's stream is incomplete ({outcome or 'it has no result'}): {last[-80:]!r}")

@@ -1,4 +1,4 @@
-"""The tiny models that the programs serve, for either engine: a two-layer llama of random weights."""
+"""Write the tiny models that the programs serve, for each engine: two-layer llamas with random weights."""
 
 from __future__ import annotations
 
@@ -23,21 +23,21 @@ Engine = Literal["MLX", "llama.cpp"]
 ENGINES: tuple[Engine, ...] = get_args(Engine)
 
 
-def installed(engine: Engine) -> bool:
+def is_installed(engine: Engine) -> bool:
     return engine == "MLX" or find_spec("xllamacpp") is not None
 
 
 def on_each_engine(soak: Soak, part: str, rows: list[Row]) -> Iterator[tuple[Engine, Path]]:
-    """The engines and the tiny model of each; one that cannot run is a row that says so."""
+    """Yield the installed engines and the tiny model of each; add a row for an engine that is not installed."""
     for engine in ENGINES:
-        if installed(engine):
+        if is_installed(engine):
             yield engine, tiny(soak, engine)
         else:
-            rows.append(Row(part=f"{part}, {engine}", notes=f"not done: {engine} is not installed"))
+            rows.append(Row(part=f"{part}, {engine}", notes=f"skipped: {engine} is not installed"))
 
 
 def tiny(soak: Soak, engine: Engine) -> Path:
-    """A folder, or a file for as many tokens of context."""
+    """Return the tiny model of an engine: a folder, or a GGUF file with the same context length."""
     if engine == "MLX":
         return soak.folder
     context = json.loads((soak.folder / "config.json").read_text())["max_position_embeddings"]
@@ -50,7 +50,7 @@ def tiny(soak: Soak, engine: Engine) -> Path:
 
 
 def write_models(folder: Path, soak: Soak, engine: Engine) -> None:
-    """``tiny``, ``tiny-two``, ``tiny-embedder`` and ``tiny-reranker``: what requests name, on either engine."""
+    """Write the models that requests name: ``tiny``, ``tiny-two``, ``tiny-embedder`` and ``tiny-reranker``."""
     if engine == "MLX":
         for seed, name in enumerate(("tiny", "tiny-two")):
             write_tiny_llama(folder / name, soak.folder, seed=seed)
@@ -76,5 +76,5 @@ def _tiny_gguf(soak: Soak, *, seed: int = 0) -> Path:
 
 
 def _home() -> Path:
-    """That of the tests."""
+    """Return the home that the tests keep between runs."""
     return Path(os.environ.get("LMX_LAB_TEST_HOME", ROOT / ".cache" / "test-home")).absolute()

@@ -1,7 +1,7 @@
-"""Asks for health again and again on one connection, in a process of its own: ``python probe.py URL PATH``.
+"""Request health repeatedly on one connection, in a process of its own: ``python probe.py URL PATH``.
 
-A line for each answer: when it was asked, by the machine's monotonic clock, and how many seconds it took; ``inf`` for
-an answer other than 200. It ends with its input, or when the connection does.
+Prints a line for each answer: the time of the request on the machine's monotonic clock, and its duration in seconds,
+which is ``inf`` if the status is not 200. Ends when its standard input or the connection is closed.
 """
 
 from __future__ import annotations
@@ -13,17 +13,17 @@ import time
 from urllib.parse import urlsplit
 
 PROBE_S = 0.005
-"""Between an answer and the next request."""
+"""Pause between an answer and the next request."""
 GIVE_UP_S = 120.0
 
 
 def main() -> None:
-    place = urlsplit(sys.argv[1])
-    line = http.client.HTTPConnection(place.hostname or "", place.port, timeout=GIVE_UP_S)
+    url = urlsplit(sys.argv[1])
+    connection = http.client.HTTPConnection(url.hostname or "", url.port, timeout=GIVE_UP_S)
     while not select.select([sys.stdin], [], [], PROBE_S)[0]:
         began = time.monotonic()
-        line.request("GET", sys.argv[2])
-        answer = line.getresponse()
+        connection.request("GET", sys.argv[2])
+        answer = connection.getresponse()
         answer.read()
         took_s = time.monotonic() - began if answer.status == 200 else float("inf")
         print(began, took_s, flush=True)

@@ -1,4 +1,4 @@
-"""The table for people, the JSON file for later."""
+"""Print the table of results, and store them as a JSON file."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from soak.row import COLUMNS, Row
 
 BUILD = ROOT / "build" / "soak"
 SHOWN_WRONG = 20
-"""Of one row; the file has all."""
+"""Problems printed for one row; the file has all."""
 SHOWN_CHARACTERS = 400
 TITLES = {
     "leaked_mb": "RSS MB",
@@ -28,27 +28,27 @@ TITLES = {
     "leaked_processes": "processes",
     "slowest_s": "slowest s",
 }
-# Whole lines for files; a terminal's are wrapped to fit.
+# Lines are wrapped only in a terminal.
 console = Console(width=None if sys.stdout.isatty() else 220)
 
 
-def say(text: str) -> None:
+def print_line(text: str) -> None:
     console.print(text, markup=False, highlight=False)
 
 
-def show(rows: Sequence[Row]) -> None:
-    """The table, then a line for each thing that was wrong."""
+def print_table(rows: Sequence[Row]) -> None:
+    """Print the table, then a line for each problem."""
     table = Table(*(TITLES.get(name, name) for name in COLUMNS), "notes", box=None)
     for row in rows:
         table.add_row(*(_cell(name, getattr(row, name)) for name in COLUMNS), escape(row.notes))
     console.print(table, highlight=False)
     for row in rows:
         for text in row.wrong[:SHOWN_WRONG]:
-            say(f"WRONG {row.part}: {text[:SHOWN_CHARACTERS]}")
+            print_line(f"WRONG {row.part}: {text[:SHOWN_CHARACTERS]}")
         if (more := len(row.wrong) - SHOWN_WRONG) > 0:
-            say(f"WRONG {row.part}: and {more} more, in the file")
-        if not row.holds and not row.wrong:
-            say(f"WRONG {row.part}: see the columns that are not zero")
+            print_line(f"WRONG {row.part}: and {more} more, in the file")
+        if not row.passed and not row.wrong:
+            print_line(f"WRONG {row.part}: see the columns that are not zero")
 
 
 def _cell(name: str, value: Any) -> str:
@@ -60,10 +60,10 @@ def _cell(name: str, value: Any) -> str:
 ZERO = frozenset(COLUMNS) - {"part", "requests", "faults", "slowest_s"}
 
 
-def keep(rows: Iterable[Row], facts: dict[str, Any], folder: Path = BUILD) -> Path:
-    """Write everything to ``build/soak/<time>.json``."""
+def store(rows: Iterable[Row], facts: dict[str, Any], folder: Path = BUILD) -> Path:
+    """Write everything to ``<time>.json`` in the folder, and return the file's path."""
     folder.mkdir(parents=True, exist_ok=True)
     path = folder / f"{time.strftime('%Y%m%dT%H%M%SZ', time.gmtime())}.json"
-    content = facts | {"rows": [asdict(row) | {"holds": row.holds} for row in rows]}
+    content = facts | {"rows": [asdict(row) | {"passed": row.passed} for row in rows]}
     path.write_text(json.dumps(content, indent=1, allow_nan=False) + "\n")
     return path

@@ -1,4 +1,4 @@
-"""One line of the table that ``make soak`` prints."""
+"""Define a row of the table that ``make soak`` prints."""
 
 from __future__ import annotations
 
@@ -8,37 +8,37 @@ from typing import Any
 
 @dataclass(kw_only=True)
 class Row:
-    """What one part of a run did, and what went wrong in it. Every count after ``faults`` is zero where all is well."""
+    """The result of one part of a run. Every count after ``faults`` is zero if the part has passed."""
 
     part: str
-    """What was done, in a few words: ``fuzz: chat``."""
+    """Name of the part and of what it did, such as ``fuzz: chat``."""
     requests: int = 0
-    """Requests, WebSockets and connections that were begun; of loads, the loads and unloads."""
+    """Number of requests, WebSockets, connections, loads and unloads."""
     faults: int = 0
-    """Faults that were injected: kills, cuts, clients that leave, bodies that are wrong."""
+    """Number of injected faults: kills, disconnects, invalid bodies."""
     lost: int = 0
-    """Accepted work without an end, and answers that are not what they should be."""
+    """Number of accepted requests that did not end, and of incorrect answers."""
     doubled: int = 0
-    """Work that was done or told twice."""
+    """Number of things that were done or reported twice."""
     hung: int = 0
-    """What was not answered, or not ended, within its time."""
+    """Number of requests and programs that were not answered, or did not end, in time."""
     leaked_mb: float = 0.0
-    """Resident memory (10^6 bytes) by which a program grew beyond what the part allows; ``notes`` says what."""
+    """Growth of resident memory beyond what the part allows, in 10^6 bytes; ``notes`` has the allowance."""
     leaked_descriptors: int = 0
     leaked_threads: int = 0
     leaked_processes: int = 0
-    """Left when their program had ended, or more than before."""
+    """Number of processes left after their program had ended, or in addition to those before."""
     slowest_s: float = 0.0
-    """The slowest good answer of all."""
+    """Duration of the slowest correct answer, in seconds."""
     wrong: list[str] = field(default_factory=list)
-    """A sentence for each thing that went wrong; also what has no column, such as a status that is not declared."""
+    """A sentence for each problem, including those without a column, such as an undeclared status."""
     notes: str = ""
     detail: dict[str, Any] = field(default_factory=dict)
-    """For the JSON file only: what is needed to have a failure again, and figures without a column."""
+    """Data for the JSON file only: what is needed to repeat a failure, and figures without a column."""
 
     @property
-    def holds(self) -> bool:
-        """Whether nothing went wrong."""
+    def passed(self) -> bool:
+        """Whether there was no problem."""
         counts = (self.lost, self.doubled, self.hung, self.leaked_mb, self.leaked_descriptors)
         return not any((*counts, self.leaked_threads, self.leaked_processes, self.wrong))
 

@@ -1,4 +1,4 @@
-"""A hub and a page of wheels on this machine that send as slowly as is needed to be interrupted."""
+"""Serve a hub and a page of wheels on this machine, slowly enough that downloads can be interrupted."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ PIECE_BYTES = 65_536
 
 
 class SlowHub(ThreadingHTTPServer):
-    """Has the files of a folder as the model ``org/tiny``, and wheels at ``links``. A context."""
+    """A hub with the files of a folder as the model ``org/tiny``, and wheels at ``/links/``, as a context manager."""
 
     daemon_threads = True
     block_on_close = False
@@ -27,7 +27,7 @@ class SlowHub(ThreadingHTTPServer):
     def __init__(self, folder: Path, *, wheels: Path | None = None, whole_s: float = 1.0) -> None:
         """
         Args:
-            whole_s: How long the largest file takes.
+            whole_s: Duration of the download of the largest file.
         """
         super().__init__(("127.0.0.1", 0), _Handler)
         self.files = {path.name: path.read_bytes() for path in folder.iterdir() if path.is_file()}
@@ -35,7 +35,7 @@ class SlowHub(ThreadingHTTPServer):
         self._largest = max(map(len, (*self.files.values(), *self.wheels.values())))
         self.pause_s = whole_s / (self._largest / PIECE_BYTES)
         self.began: list[str] = []
-        """Names of files that were asked for, in their order."""
+        """Names of the requested files, in order."""
         self._thread = threading.Thread(target=self.serve_forever, kwargs={"poll_interval": 0.01})
 
     @property
@@ -65,7 +65,7 @@ class SlowHub(ThreadingHTTPServer):
         self.server_close()
 
     def handle_error(self, request: object, client_address: object) -> None:
-        """A client that was killed is no error here."""
+        """Ignore errors: killed clients are expected."""
 
 
 class _Handler(BaseHTTPRequestHandler):
@@ -73,7 +73,7 @@ class _Handler(BaseHTTPRequestHandler):
     protocol_version = "HTTP/1.1"
 
     def log_message(self, format: str, *args: object) -> None:
-        """Nothing."""
+        """Do not log."""
 
     def do_HEAD(self) -> None:
         self._answer()
@@ -109,7 +109,7 @@ class _Handler(BaseHTTPRequestHandler):
             self.wfile.write(body)
 
     def _file(self, name: str, data: bytes) -> None:
-        """All of it, or from where the client has it already."""
+        """Send a file, or the rest of it if the client requests a range."""
         begin = 0
         with contextlib.suppress(ValueError):
             begin = int(self.headers.get("range", "").removeprefix("bytes=").partition("-")[0])

@@ -1,4 +1,4 @@
-"""What a part of a long run is given."""
+"""Define the settings of a run, which every part receives."""
 
 from __future__ import annotations
 
@@ -11,12 +11,12 @@ class Soak:
     """The settings of a run, the same for every part."""
 
     folder: Path
-    """The tiny model: a two-layer llama of random weights with a real tokenizer."""
+    """Folder of the tiny model: a two-layer llama with random weights and a real tokenizer."""
     quick: bool = False
-    """A look, in a minute or two, instead of the whole."""
+    """Whether to run a small version, which takes a minute or two."""
     seed: int = 0
-    """Whatever is drawn by chance is drawn from this, so that what failed can be had again."""
+    """Seed of all random choices, to repeat a failure."""
 
 
 class SoakError(Exception):
-    """A part could not be run, as opposed to a program that failed in it."""
+    """A part could not be run; the programs under test did not fail."""

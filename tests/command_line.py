@@ -1,8 +1,7 @@
-"""Runs ``lmx-lab`` commands in this process, where nothing has to be imported again.
+"""Run ``lmx-lab`` commands in this process, where nothing has to be imported again.
 
-A command gets what a process of its own would have: arguments, environment, the descriptors 0, 1 and 2 and signals.
-It runs in the main thread, where Python handles signals. A test that acts while the command runs does so on a second
-thread::
+A command gets what a process of its own would have: arguments, environment, the descriptors 0, 1 and 2, and signals.
+It runs in the main thread, where Python handles signals. A test can act on a second thread while the command runs::
 
     def stop(running: Running) -> None:
         running.wait_for("ready at")
@@ -33,21 +32,21 @@ from typing import IO, NoReturn, TextIO, cast
 
 import pytest
 
-from lmx_lab.cli import app, stopping
-from lmx_lab.cli.entry import INTERRUPTED, run
+from lmx_lab.cli import INTERRUPTED, process, terminal
+from lmx_lab.cli.app import run
 
 WAIT_S = 60.0
 LOST_OUTPUT = 120
-"""The exit status of a Python process whose last output cannot be written."""
+"""Exit status of a Python process whose last output cannot be written."""
 CLOSED = -1
-"""In place of a descriptor: the command starts without that stream, as after ``>&-``."""
+"""Used instead of a descriptor: the command starts without that stream, as after ``>&-``."""
 KEPT_MALLOC = {"MALLOC_MMAP_THRESHOLD_": str(2**20)}
 """``lmx-lab serve`` sets the threshold for the life of its process, unless the environment has one."""
 SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGWINCH)
 
 
 def environment(home: Path) -> dict[str, str]:
-    """The environment of a command that has this home, and a terminal of 80 columns."""
+    """Return the environment of a command with this home and a terminal of 80 columns."""
     return {**os.environ, "LMX_LAB_HOME": str(home), "COLUMNS": "80", "HF_HOME": str(home / "hub")}
 
 
@@ -69,12 +68,12 @@ class Ended:
 
 
 class Running:
-    """A command that runs in the main thread, as the thread beside it reads, types and signals."""
+    """A running command, as seen by the second thread, which reads its output, types and sends signals."""
 
     def __init__(self, reading: int) -> None:
         """
         Args:
-            reading: The other end of the command's output; of a terminal, what is written to it is typed.
+            reading: The other end of the command's output. If it is a terminal, what is written to it is typed.
         """
         self._reading = reading
         self._closed = False
@@ -83,10 +82,10 @@ class Running:
         self._signalled = False
         self._ended = threading.Event()
         self.output = ""
-        """Everything that was read until now."""
+        """Everything that was read so far."""
 
     def wait_for(self, text: str) -> str:
-        """Read until this text comes; returns what came before it and after the text of the last call."""
+        """Read until this text; return the output between it and the text of the previous call."""
         while (found := self.output.find(text, self._at)) < 0:
             assert self._read(), f"no {text!r} in {self.output!r}"
         before, self._at = self.output[self._at : found], found + len(text)
@@ -100,10 +99,10 @@ class Running:
         return int(found[1])
 
     def _read(self) -> bool:
-        """Read a piece; false at the end of the output."""
+        """Read a piece of the output. Returns False at its end."""
         readable, _, _ = select.select([self._reading], [], [], WAIT_S)
         assert readable, f"nothing was written for {WAIT_S:g} s after {self.output!r}"
-        # The end of a terminal is an error.
+        # Reading from a terminal that was closed raises an error.
         with contextlib.suppress(OSError):
             if piece := os.read(self._reading, 65_536):
                 self.output += self._decoder.decode(piece)
@@ -114,7 +113,7 @@ class Running:
         os.write(self._reading, text.encode())
 
     def send_signal(self, number: signal.Signals) -> None:
-        """Send the main thread a signal, which takes it as a process does."""
+        """Send a signal to the main thread, which handles it as a process does."""
         assert not self._ended.is_set(), f"the command has ended: {self.output!r}"
         self._signalled = True
         ident = threading.main_thread().ident
@@ -122,7 +121,7 @@ class Running:
         signal.pthread_kill(ident, number)
 
     def close_output(self) -> None:
-        """Read nothing more: what the command writes from now on fails."""
+        """Close the other end of the output, so that the command can no longer write to it."""
         self._closed = True
         os.close(self._reading)
 
@@ -130,7 +129,7 @@ class Running:
         self._ended.set()
 
     def finish(self, *, failed: bool) -> None:
-        """Read the rest of the output. A command whose test has failed is interrupted."""
+        """Read the rest of the output. If the test has failed, interrupt the command."""
         if failed and not self._signalled and not self._ended.is_set():
             self.send_signal(signal.SIGINT)
         while not self._closed and self._read():
@@ -158,13 +157,13 @@ def run_command(
     """Run a command in this process.
 
     Args:
-        environ: Further variables of its environment.
-        stdin: What its standard input has, or the descriptor that it is, unless it has a terminal.
-        stdout: The file or descriptor that its output goes to, or ``CLOSED``; by default it is returned.
-        stderr: The same of its errors.
-        encoding: The encoding of its output.
-        meanwhile: Called on another thread while the command runs; it reads the output.
-        terminal: Give the command a terminal, whose other end is read and typed to by ``meanwhile``.
+        environ: Additional environment variables.
+        stdin: Content of the standard input, or its descriptor; not used with a terminal.
+        stdout: File or descriptor for standard output, or ``CLOSED``; by default the output is returned.
+        stderr: The same for standard error.
+        encoding: Encoding of standard output.
+        meanwhile: Called on another thread while the command runs, to read the output.
+        terminal: Give the command a terminal, whose other end ``meanwhile`` reads and types to.
     """
     assert threading.current_thread() is threading.main_thread(), "signals are handled in the main thread"
     named = {**environment(home), **KEPT_MALLOC, **({"TERM": "dumb"} if terminal else {}), **(environ or {})}
@@ -197,7 +196,7 @@ def _number(file: IO[bytes] | int) -> int:
 
 @dataclass(frozen=True, kw_only=True)
 class Streams:
-    """What a command has as descriptors 0, 1 and 2. ``own`` is closed when the command has ended."""
+    """The descriptors 0, 1 and 2 of a command. ``own`` is closed when the command has ended."""
 
     stdin: int
     stdout: int
@@ -207,7 +206,7 @@ class Streams:
 
 @contextlib.contextmanager
 def _connected(streams: Streams, *, terminal: bool, stdout: bool) -> Iterator[tuple[Running, Streams]]:
-    """Streams whose other end is read by a ``Running``: those of a terminal, or standard output alone."""
+    """Create streams whose other end is read by a ``Running``: those of a terminal, or standard output only."""
     if terminal:
         reading, own = pty.openpty()
         connected = Streams(stdin=own, stdout=own if stdout else streams.stdout, stderr=own, own=own)
@@ -222,7 +221,7 @@ def _connected(streams: Streams, *, terminal: bool, stdout: bool) -> Iterator[tu
 
 
 def _run_beside(streams: Streams, encoding: str, running: Running, meanwhile: Meanwhile) -> int:
-    """Run the command while the function is called on another thread, whose failure is raised here."""
+    """Run the command, and call the function on another thread. Its failure is raised here."""
     failures: list[BaseException] = []
 
     def beside() -> None:
@@ -253,7 +252,7 @@ def _run(streams: Streams, encoding: str) -> int:
         except KeyboardInterrupt:
             status = INTERRUPTED
         try:
-            # Python does so when it ends.
+            # Python flushes the output at its end.
             sys.stdout.flush()
         except OSError:
             status = LOST_OUTPUT
@@ -262,7 +261,7 @@ def _run(streams: Streams, encoding: str) -> int:
 
 @contextlib.contextmanager
 def _redirected(streams: Streams, encoding: str) -> Iterator[None]:
-    """The descriptors 0, 1 and 2 and the streams of ``sys``, as Python makes them when it starts."""
+    """Set the descriptors 0, 1 and 2 and the streams of ``sys``, as Python does when it starts."""
     outside = sys.stdin, sys.stdout, sys.stderr
     for stream in outside[1:]:
         stream.flush()
@@ -292,7 +291,7 @@ def _stream(number: int, mode: str, encoding: str, errors: str = "strict", *, by
 
 
 def _close(streams: Streams) -> None:
-    """Python has no stream for a descriptor that is closed when it starts."""
+    """Remove the streams of closed descriptors, as Python does when it starts."""
     for number, name in enumerate(("stdin", "stdout", "stderr")):
         if getattr(streams, name) == CLOSED:
             getattr(sys, name).close()
@@ -302,7 +301,7 @@ def _close(streams: Streams) -> None:
 
 @contextlib.contextmanager
 def _as_in_a_process(arguments: list[str], environ: Mapping[str, str]) -> Iterator[None]:
-    """Arguments, environment, working folder, signals and logging of the command alone."""
+    """Give the command its own arguments, environment, working folder, signals, logging and consoles."""
     before = dict(os.environ)
     with (
         pytest.MonkeyPatch.context() as patch,
@@ -312,9 +311,9 @@ def _as_in_a_process(arguments: list[str], environ: Mapping[str, str]) -> Iterat
         _own_consoles(),
     ):
         patch.setattr(sys, "argv", ["lmx-lab", *arguments])
-        # It ends the whole process some seconds after a signal, which would be the one that runs the tests.
-        patch.setattr(stopping, "_end_late", lambda: None)
-        # Else the program would be named after the module that runs the tests.
+        # Some seconds after a signal it ends the process, which would be the one that runs the tests.
+        patch.setattr(process, "_end_late", lambda: None)
+        # Otherwise the program would be named after the module that runs the tests.
         patch.setattr(sys.modules["__main__"], "__package__", "", raising=False)
         try:
             _set_environment(environ)
@@ -331,7 +330,7 @@ def _set_environment(wanted: Mapping[str, str]) -> None:
 
 @contextlib.contextmanager
 def _own_signals() -> Iterator[None]:
-    """Signals that end a process end the command alone."""
+    """Let signals that end a process end only the command."""
 
     def killed(number: int, frame: object) -> NoReturn:
         raise SystemExit(-number)
@@ -349,7 +348,7 @@ def _own_signals() -> Iterator[None]:
 
 @contextlib.contextmanager
 def _own_logging() -> Iterator[None]:
-    """No handler is there yet, as in a new process."""
+    """Remove all handlers, as in a new process."""
     root = logging.getLogger()
     handlers, root.handlers = root.handlers, []
     known = [logger for logger in root.manager.loggerDict.values() if isinstance(logger, logging.Logger)]
@@ -367,11 +366,11 @@ def _own_logging() -> Iterator[None]:
 
 @contextlib.contextmanager
 def _own_consoles() -> Iterator[None]:
-    """Consoles that keep nothing of what could not be written: not the text, and not that the reader has gone."""
+    """Clear the consoles of text that could not be written, and of the state that the output is closed."""
     try:
         yield
     finally:
-        for console in (app.out, app.err):
+        for console in (terminal.out, terminal.err):
             console.quiet = True
             console.print()
             console.quiet = False

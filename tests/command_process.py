@@ -1,4 +1,4 @@
-"""``lmx-lab`` in a process of its own, and requests to it."""
+"""Run ``lmx-lab`` in a process of its own, and send requests to it."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ class Serving:
     def __init__(self, home: Path, *arguments: str, command: str = "serve", before: Sequence[str] = ()) -> None:
         """
         Args:
-            before: What the command is put behind, such as ``ip netns exec``.
+            before: Words before the command, such as ``ip netns exec``.
         """
         whole = [*before, str(Path(sys.executable).with_name("lmx-lab")), command, *arguments]
         self.process = subprocess.Popen(
@@ -53,7 +53,7 @@ class Serving:
         return int(found[1])
 
     def end(self, number: int) -> tuple[int, str]:
-        """Send a signal; its exit status and what it has said on stderr."""
+        """Send a signal; return the exit status and the text on standard error."""
         self.process.send_signal(number)
         assert self.process.stderr is not None
         return self.process.wait(WAIT_S), self.process.stderr.read()

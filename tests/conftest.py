@@ -1,4 +1,4 @@
-"""Fixtures of every layer: a home with the starters, and a tiny model for milliseconds a token."""
+"""Define fixtures for all tests: homes with the starter models, and tiny models that take milliseconds per token."""
 
 from __future__ import annotations
 
@@ -44,7 +44,7 @@ LONGEST = {
         )
     )
 }
-"""The folders whose tests take longest."""
+"""Position of each folder in the order of tests: those with the longest tests run first."""
 SLOW_FIXTURES = frozenset({"browser", "fresh_notebook", "starter_home"})
 NOT_FAST = frozenset(
     {
@@ -52,26 +52,26 @@ NOT_FAST = frozenset(
         *("notebooks", "other_clients", "package", "parity", "soak"),
     }
 )
-"""The folders whose tests start browsers, kernels or other programs, or need long to be imported."""
-# Beside other processes an example may take any time, and no test is about that. In CI hypothesis' own profile, which
-# this adds to, draws the same examples in every run.
+"""Folders whose tests start browsers, kernels or other programs, or are slow to import."""
+# On a busy machine an example may take any time, so there is no deadline. In CI, hypothesis' own profile, to which
+# these settings are added, draws the same examples in every run.
 settings.register_profile("lab", deadline=None, suppress_health_check=[HealthCheck.too_slow])
 settings.load_profile("lab")
 
 
 def pytest_ignore_collect(collection_path: Path, config: pytest.Config) -> bool | None:
-    """Do not even import what ``make test-fast`` leaves out."""
+    """Skip the import of folders that ``make test-fast`` leaves out."""
     skipped = "not slow" in config.option.markexpr and collection_path.name in NOT_FAST and collection_path.is_dir()
     return True if skipped else None
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Mark what ``make test-fast`` leaves out, and run the longest tests first, so that two workers end together."""
+    """Mark the tests that ``make test-fast`` leaves out; run the longest first, so that all workers end together."""
     for item in items:
-        # Every model of the tests has the tokenizer or the weights of a starter model, which is read from starter_home.
+        # All test models use the tokenizer or the weights of a starter model, so they depend on starter_home.
         if not (NOT_FAST.isdisjoint(item.path.parts) and SLOW_FIXTURES.isdisjoint(getattr(item, "fixturenames", ()))):
             item.add_marker("slow")
-    items.sort(key=lambda item: LONGEST.get(item.path.parent.name, len(LONGEST)))
+    items.sort(key=lambda item: min(LONGEST.get(part, len(LONGEST)) for part in item.path.parts))
 
 
 @pytest.fixture(scope="session")
@@ -86,51 +86,52 @@ def _no_foreign_settings() -> None:
 
 
 @pytest.fixture(autouse=True, scope="module")
-def _garbage_is_looked_for_in_what_is_new() -> None:
-    """Each load and unload looks for it: 0.4 s long among all tests, and longer with what those before have left.
+def _exclude_old_objects_from_garbage_collection() -> None:
+    """Freeze the existing objects before each file of tests.
 
-    The price: what lives from one file to the next and then becomes garbage, in a cycle, is not collected any more.
+    Each load and unload collects garbage, which takes 0.4 s with the objects of all tests, and longer with those that
+    earlier tests have left. Reference cycles that live from one file to the next are therefore never collected.
     """
     gc.collect()
     gc.freeze()
 
 
 @pytest.fixture(autouse=True, scope="session")
-def _tokenizers_are_read_once() -> Iterator[None]:
-    """Reading and copying a tokenizer would be nine tenths of the time that it takes to load a tiny model.
+def _cache_tokenizers() -> Iterator[None]:
+    """Read each tokenizer once, because that takes 90 % of the time for loading a tiny model.
 
-    Each load gets a copy of its own that shares what no test changes: the tokens and the table of their bytes.
+    Each load gets a copy, which shares the tokens and their byte table, because no test changes them.
     """
     read, lock = model.load_tokenizer, threading.Lock()
 
     @functools.lru_cache(maxsize=4)
-    def known(path: Path, _files: object, options: tuple[tuple[str, Any], ...]) -> Any:
+    def cached(path: Path, _files: object, options: tuple[tuple[str, Any], ...]) -> Any:
         return read(path, **dict(options))
 
-    def copied(path: Path, eos_token_ids: Any = None) -> Any:
+    def load_copy(path: Path, eos_token_ids: Any = None) -> Any:
         files = tuple(sorted((file.name, file.stat().st_mtime_ns) for file in path.iterdir()))
         ends = tuple(eos_token_ids) if isinstance(eos_token_ids, list) else eos_token_ids
         with lock:
-            return copy.deepcopy(known(path, files, (("eos_token_ids", ends),)))
+            return copy.deepcopy(cached(path, files, (("eos_token_ids", ends),)))
 
     with pytest.MonkeyPatch.context() as patched:
-        # deepcopy keeps an object whose reduction is a string.
+        # deepcopy does not copy an object whose reduction is a string.
         patched.setitem(copyreg.dispatch_table, Tokenizer, lambda tokenizer: "shared")
         patched.setattr(BPEStreamingDetokenizer, "__deepcopy__", lambda self, memo: copy.copy(self), raising=False)
-        patched.setattr(model, "load_tokenizer", copied)
+        patched.setattr(model, "load_tokenizer", load_copy)
         yield
 
 
 @pytest.fixture(autouse=True)
-def _asyncio_stays_as_it_is() -> Iterator[None]:
-    """``run_nested`` patches asyncio for the whole process, and ``asyncio.run`` then leaves its loops open."""
+def _asyncio_is_not_patched() -> Iterator[None]:
+    """Fail tests that nest loops: this patches asyncio for the whole process, and ``asyncio.run`` then leaks loops."""
     yield
-    assert not hasattr(asyncio, "_nest_patched"), "this test nested loops; let it do so in a process of its own"
+    assert not hasattr(asyncio, "_nest_patched"), "this test has nested event loops; run its code in a separate process"
 
 
 @pytest.fixture(scope="session")
 def starter_home() -> Path:
-    """A lab's home with ``smollm2-135m``, fetched once and kept between runs."""
+    """A lab's home with ``smollm2-135m``, which is downloaded once and kept between runs."""
     home = Path(os.environ.get("LMX_LAB_TEST_HOME", ROOT / ".cache" / "test-home")).absolute()
     Catalog(Settings(home=home)).fetch("smollm2-135m")
     return home
@@ -143,13 +144,13 @@ def smollm2(starter_home: Path) -> ModelEntry:
 
 @pytest.fixture(scope="session")
 def minilm(starter_home: Path) -> ModelEntry:
-    """The real all-MiniLM-L6-v2, fetched once and kept between runs."""
+    """The real all-MiniLM-L6-v2, which is downloaded once and kept between runs."""
     return Catalog(Settings(home=starter_home)).fetch("minilm-l6")
 
 
 @pytest.fixture(scope="session")
 def tiny_home(tmp_path_factory: pytest.TempPathFactory, smollm2: ModelEntry) -> Path:
-    """A lab's home with ``tiny`` and ``tiny-two``: two-layer llamas of random weights with SmolLM2's tokenizer."""
+    """A lab's home with ``tiny`` and ``tiny-two``: two-layer llamas with random weights and SmolLM2's tokenizer."""
     home = tmp_path_factory.mktemp("tiny-home")
     for seed, name in enumerate(("tiny", "tiny-two")):
         write_tiny_llama(home / "models" / name, smollm2.path, seed=seed)
@@ -163,7 +164,7 @@ def tiny(tiny_home: Path) -> ModelEntry:
 
 @pytest.fixture(scope="session")
 def thinker_home(tmp_path_factory: pytest.TempPathFactory, smollm2: ModelEntry) -> Path:
-    """A lab's home with ``thinker``: as ``tiny``, with markers of thoughts and tool calls, and a template for them."""
+    """A lab's home with ``thinker``: like ``tiny``, with tokens and a template for reasoning and tool calls."""
     home = tmp_path_factory.mktemp("thinker-home")
     write_tiny_llama(home / "models" / "thinker", smollm2.path, seed=2)
     teach_thinking(home / "models" / "thinker")
@@ -177,13 +178,13 @@ def thinker(thinker_home: Path) -> ModelEntry:
 
 @pytest.fixture(scope="session")
 def smollm2_gguf(starter_home: Path) -> Path:
-    """The real SmolLM2 as llama.cpp reads it, fetched once and kept between runs."""
+    """The real SmolLM2 as a GGUF file, which is downloaded once and kept between runs."""
     return starter_gguf(starter_home)
 
 
 @pytest.fixture(scope="session")
 def tiny_gguf(starter_home: Path, smollm2: ModelEntry, smollm2_gguf: Path) -> Path:
-    """``tiny``, the same weights, as a GGUF file with the tokenizer and chat template of SmolLM2's."""
+    """The weights of ``tiny`` as a GGUF file, with the tokenizer and chat template of SmolLM2."""
     return kept(starter_home, "tiny", lambda target: write_tiny_gguf(target, smollm2_gguf, smollm2.path))
 
 
@@ -195,5 +196,5 @@ def minilm_gguf(starter_home: Path, minilm: ModelEntry) -> Path:
 
 @pytest.fixture(scope="session")
 def reranker_gguf(starter_home: Path, minilm: ModelEntry) -> Path:
-    """A cross-encoder of random weights as a GGUF file, for 64 tokens: it scores fast, and always the same."""
+    """A cross-encoder with random weights and a context of 64 tokens, as a GGUF file; it is fast and deterministic."""
     return kept(starter_home, "reranker", lambda target: write_reranker_gguf(target, minilm.path))

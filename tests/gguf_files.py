@@ -1,6 +1,6 @@
-"""GGUF files taken apart and written anew, byte by byte: other metadata, sets of parts, and damaged ones.
+"""Read and write GGUF files: with changed metadata, in several parts, and damaged.
 
-With ``struct`` alone: the package's own reader takes three seconds for a vocabulary.
+Uses only ``struct``, because the reader of the package ``gguf`` takes three seconds for a vocabulary.
 """
 
 from __future__ import annotations
@@ -21,16 +21,18 @@ TEMPLATE_KEY = "tokenizer.chat_template"
 
 @dataclass(frozen=True, kw_only=True)
 class Tensor:
+    """A tensor of a file, as bytes."""
+
     info: bytes
-    """Its line in the table without the offset: name, shape, type."""
+    """Entry of the tensor table without the offset: name, shape and type."""
     data: bytes
-    """With the padding behind it."""
+    """Data, including the padding after it."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class GgufFile:
     values: Mapping[str, bytes]
-    """Type and value as in the file."""
+    """Type and value of each key, encoded as in the file."""
     tensors: Mapping[str, Tensor]
 
     def written(self, target: Path) -> Path:
@@ -47,14 +49,14 @@ class GgufFile:
         return target
 
     def changed(self, values: Mapping[str, Value | None]) -> GgufFile:
-        """The same with these values; ``None`` removes a key."""
+        """Return the file with these metadata values; ``None`` removes a key."""
         new = {key: packed(value) for key, value in values.items() if value is not None}
         left = {key: value for key, value in self.values.items() if key not in values or key in new}
         return replace(self, values=left | new)
 
 
 def read_gguf(path: Path) -> GgufFile:
-    """Take apart a sound file, in memory."""
+    """Read a valid file into memory."""
     data = path.read_bytes()
     tensor_count, value_count = struct.unpack_from("<QQ", data, 8)
     at, values = 24, {}
@@ -75,7 +77,7 @@ def read_gguf(path: Path) -> GgufFile:
 
 
 def packed(value: Value) -> bytes:
-    """Type and value: whole numbers are ``uint32``, in arrays ``int32``; fractions are ``float32``."""
+    """Encode type and value. Integers are ``uint32``, in arrays ``int32``; other numbers are ``float32``."""
     match value:
         case bool():
             return struct.pack("<I?", BOOL, value)
@@ -91,22 +93,22 @@ def packed(value: Value) -> bytes:
 
 
 def with_values(source: Path, target: Path, values: Mapping[str, Value | None]) -> Path:
-    """Write the same model with these metadata values; ``None`` removes a key."""
+    """Write a copy with these metadata values; ``None`` removes a key."""
     return read_gguf(source).changed(values).written(target)
 
 
 def with_template(source: Path, template: str | None, folder: Path) -> Path:
-    """Write the same model, under its name, with another chat template; ``None``: without any."""
+    """Write a copy of the same name with another chat template, or without one if it is None."""
     return with_values(source, folder / source.name, {TEMPLATE_KEY: template})
 
 
 def with_context(source: Path, context: int, folder: Path) -> Path:
-    """Write the same llama, under its name, made for so many tokens."""
+    """Write a copy of the same name with another context length."""
     return with_values(source, folder / source.name, {"llama.context_length": context})
 
 
 def with_tokens(source: Path, renamed: Mapping[str, str], target: Path, template: str) -> Path:
-    """Write the same model with some tokens renamed, which are ordinary added tokens from then on, and a template."""
+    """Write a copy with a chat template, and with some tokens renamed and changed to ordinary added tokens."""
     file = read_gguf(source)
     tokens, kinds = _texts(file.values["tokenizer.ggml.tokens"]), _numbers(file.values["tokenizer.ggml.token_type"])
     for old, new in renamed.items():
@@ -122,17 +124,17 @@ def with_tokens(source: Path, renamed: Mapping[str, str], target: Path, template
 
 
 USER_DEFINED = 4
-"""The type of an added token that is text all the same, such as ``<think>``."""
+"""Type of an added token that is ordinary text, such as ``<think>``."""
 
 
 def split_gguf(source: Path, parts: int, folder: Path, *, empty_first: bool = False) -> list[Path]:
-    """Write a set of parts as llama.cpp's ``gguf-split`` does: all metadata in the first one, counts in every one.
+    """Write a file in parts, as llama.cpp's ``gguf-split`` does: all metadata in the first part, counts in each.
 
     Args:
-        source: A file with as many tensors as parts, at least.
-        parts: How many files.
-        folder: Where to; the names are ``<source's stem>-00001-of-0000N.gguf``.
-        empty_first: The first part has metadata alone, as by ``--no-tensor-first-split``.
+        source: A file with at least as many tensors as parts.
+        parts: Number of parts.
+        folder: Target folder; the names are ``<source's stem>-00001-of-0000N.gguf``.
+        empty_first: Whether the first part has only metadata, as with ``--no-tensor-first-split``.
     """
     file = read_gguf(source)
     names, full = list(file.tensors), parts - empty_first
@@ -154,12 +156,12 @@ def split_gguf(source: Path, parts: int, folder: Path, *, empty_first: bool = Fa
 
 
 def unknown_architecture(source: Path, folder: Path) -> Path:
-    """A sound file of an architecture that nobody knows."""
+    """Write a valid file with an unknown architecture."""
     return with_values(source, folder / "unknown-architecture.gguf", {"general.architecture": "zzzzz"})
 
 
 def truncated(source: Path, folder: Path, *, keep: float = 0.5) -> Path:
-    """The first part of a file, as an interrupted download leaves it; keep 0.001 to cut the header."""
+    """Write the first part of a file, like an interrupted download; ``keep=0.001`` cuts the header."""
     target = folder / "truncated.gguf"
     folder.mkdir(parents=True, exist_ok=True)
     data = source.read_bytes()
@@ -168,7 +170,7 @@ def truncated(source: Path, folder: Path, *, keep: float = 0.5) -> Path:
 
 
 def foreign(folder: Path) -> Path:
-    """What git leaves of a large file where its extension for those is not installed, under a model's name."""
+    """Write a Git LFS pointer under the name of a model, as git does without its extension for large files."""
     folder.mkdir(parents=True, exist_ok=True)
     target = folder / "foreign.gguf"
     target.write_text(f"version https://git-lfs.github.com/spec/v1\noid sha256:{'0' * 64}\nsize 98362432\n")
@@ -180,13 +182,13 @@ def _text(value: str) -> bytes:
 
 
 def _read_text(data: bytes, at: int) -> tuple[str, int]:
-    """The text there, and where it ends."""
+    """Return the text at a position, and the position after it."""
     end = at + 8 + struct.unpack_from("<Q", data, at)[0]
     return data[at + 8 : end].decode(), end
 
 
 def _after(data: bytes, at: int, kind: int) -> int:
-    """Where a value of this type that begins there ends."""
+    """Return the position after a value of this type."""
     if kind == TEXT:
         return int(at + 8 + struct.unpack_from("<Q", data, at)[0])
     if kind != ARRAY:

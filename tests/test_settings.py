@@ -1,3 +1,5 @@
+"""Tests of the settings: precedence, types, ranges and secrets."""
+
 from __future__ import annotations
 
 import os
@@ -10,13 +12,13 @@ from lmx_lab.errors import InvalidRequestError
 from lmx_lab.settings import Settings
 
 
-def test_an_argument_wins_over_the_environment_and_that_over_the_default() -> None:
+def test_arguments_take_precedence_over_the_environment_and_the_environment_over_defaults() -> None:
     environ = {"LMX_LAB_PORT": "9000", "LMX_LAB_SLOTS": "3"}
     settings = Settings.read(environ, port=9001)
     assert (settings.port, settings.slots, settings.host) == (9001, 3, "127.0.0.1")
 
 
-def test_values_of_the_environment_take_their_types() -> None:
+def test_variables_are_converted_to_the_types_of_the_settings() -> None:
     environ = {
         "LMX_LAB_HOME": "~/lab",
         "LMX_LAB_MODEL_FOLDERS": os.pathsep.join(["/a", "/b"]),
@@ -69,17 +71,19 @@ def test_values_of_the_environment_take_their_types() -> None:
         ({"LMX_LAB_PREFIX_CACHE_BYTES": "1 GB"}, {}),
     ],
 )
-def test_a_bad_value_is_refused_by_name(environ: dict[str, str], overrides: dict[str, object]) -> None:
+def test_the_error_about_an_invalid_value_names_the_setting(
+    environ: dict[str, str], overrides: dict[str, object]
+) -> None:
     name = next(iter([*environ, *overrides]))
     with pytest.raises(InvalidRequestError, match=name):
         Settings.read(environ, **overrides)
 
 
-def test_an_empty_variable_counts_as_unset() -> None:
+def test_an_empty_variable_counts_as_not_set() -> None:
     assert Settings.read({"LMX_LAB_HOST": "", "LMX_LAB_HOME": "", "LMX_LAB_PORT": ""}) == Settings()
 
 
-def test_settings_do_not_change_and_do_not_show_the_key() -> None:
+def test_settings_are_frozen_and_their_repr_has_no_keys() -> None:
     settings = Settings(api_key="s3cret", upstream_api_key="hidden")
     assert "s3cret" not in repr(settings)
     assert "hidden" not in repr(settings)

@@ -1,3 +1,5 @@
+"""Tests of the addresses of a server: local, LAN, proxies and origins."""
+
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
@@ -42,11 +44,11 @@ CODESPACE = {"CODESPACE_NAME": "big-fish", "GITHUB_CODESPACES_PORT_FORWARDING_DO
         ("mybox", "http://mybox:8400"),
     ],
 )
-def test_the_local_address_can_be_opened_as_it_stands(host, url):
+def test_the_local_address_can_be_opened_on_this_machine(host, url):
     assert local_url(host, 8400) == url
 
 
-def test_lan_addresses_keep_their_order_and_lose_the_zone():
+def test_lan_addresses_keep_their_order_and_have_no_zone():
     assert lan_urls(["192.168.1.5", "fe80::1%eth0"], 8400) == ["http://192.168.1.5:8400", "http://[fe80::1]:8400"]
 
 
@@ -55,7 +57,7 @@ def test_lan_addresses_keep_their_order_and_lose_the_zone():
     [
         ({}, None),
         ({"COLAB_RELEASE_TAG": "x"}, None),
-        # Whether jupyter-server-proxy is installed there, nothing in the environment says.
+        # The environment does not show whether jupyter-server-proxy is installed.
         ({"JUPYTER_SERVER_URL": "http://localhost:8888/"}, None),
         (HUB, "/user/ada/proxy/8400/"),
         ({"JUPYTERHUB_SERVICE_PREFIX": "/user/ada"}, "/user/ada/proxy/8400/"),
@@ -64,10 +66,10 @@ def test_lan_addresses_keep_their_order_and_lose_the_zone():
         ({"JUPYTERHUB_SERVICE_PREFIX": "/user/a%40b/"}, "/user/a%40b/proxy/8400/"),
         ({"JUPYTERHUB_SERVICE_PREFIX": "/"}, "/proxy/8400/"),
         ({"JUPYTERHUB_SERVICE_PREFIX": "", "JUPYTER_SERVER_URL": "http://localhost:8888/"}, None),
-        # JupyterHub sets it empty where it does not know it.
+        # JupyterHub sets unknown values empty.
         ({**HUB, "JUPYTERHUB_PUBLIC_URL": "", "JUPYTERHUB_HOST": ""}, "/user/ada/proxy/8400/"),
         ({**HUB, "JUPYTERHUB_OAUTH_CALLBACK_URL": "/user/ada/oauth_callback"}, "/user/ada/proxy/8400/"),
-        # With subdomains the Hub's host is not the one of the user's server.
+        # With subdomains, the user's server has another host than the Hub.
         ({**HUB, "JUPYTERHUB_HOST": "https://hub.example"}, "/user/ada/proxy/8400/"),
         (SUBDOMAIN, "https://ada.hub.example/user/ada/proxy/8400/"),
         (BEFORE_5, "https://ada.hub.example/user/ada/proxy/8400/"),
@@ -86,7 +88,7 @@ def test_lan_addresses_keep_their_order_and_lose_the_zone():
         ({"LMX_LAB_PROXY_URL": "/lab/{port}"}, "/lab/8400/"),
     ],
 )
-def test_the_proxy_address_follows_the_environment(environ, url):
+def test_the_proxy_address_comes_from_the_environment(environ, url):
     assert proxy_url(8400, environ) == url
 
 
@@ -106,34 +108,34 @@ def test_the_proxy_address_follows_the_environment(environ, url):
         *["https://lab .example/", "https://lab.example/a b/", "https://lab.example/\x00", "https://läb.example/"],
     ],
 )
-def test_an_override_that_is_no_address_says_what_to_write(template):
+def test_the_error_about_an_invalid_override_shows_the_valid_forms(template):
     with pytest.raises(ValueError, match=r"LMX_LAB_PROXY_URL is .*; write https://name/path/ or /path/"):
         proxy_url(8400, {"LMX_LAB_PROXY_URL": template})
 
 
 @given(st.dictionaries(st.sampled_from([*SUBDOMAIN, *BEFORE_5, *CODESPACE, "VSCODE_PROXY_URI"]), st.text(max_size=30)))
-def test_whatever_the_environment_holds_an_address_is_one_or_none(environ):
+def test_arbitrary_variables_give_a_valid_address_or_none(environ):
     url = proxy_url(8400, environ)
     assert url is None or url.endswith("/")
     assert all(origin == origin_of(origin) for origin in notebook_origins(environ))
 
 
-def test_the_jupyter_server_is_where_the_most_specific_variable_says():
+def test_the_most_specific_variable_names_the_jupyter_server():
     environ = {"JUPYTER_SERVER_URL": "http://localhost:8888/tree"}
     assert jupyter_server_url({}) is None
     assert jupyter_server_url(environ) == "http://localhost:8888/tree/"
-    assert jupyter_server_url(environ, above="http://localhost:9999/b") == "http://localhost:9999/b/"
-    assert jupyter_server_url({**environ, **HUB}, above="http://localhost:9999/b") == "/user/ada/"
+    assert jupyter_server_url(environ, recorded_url="http://localhost:9999/b") == "http://localhost:9999/b/"
+    assert jupyter_server_url({**environ, **HUB}, recorded_url="http://localhost:9999/b") == "/user/ada/"
     assert jupyter_server_url({"JUPYTER_SERVER_URL": ""}) is None
 
 
 @pytest.mark.parametrize("server", ["http://localhost:8888", "http://localhost:8888/"])
-def test_a_port_lies_beside_the_server_that_shows_it(server):
+def test_the_address_of_a_proxied_port_is_below_that_of_the_jupyter_server(server):
     assert proxied_url(server, 8400) == "http://localhost:8888/proxy/8400/"
 
 
 @pytest.mark.parametrize(
-    ("environ", "above", "path"),
+    ("environ", "recorded_url", "path"),
     [
         ({}, None, None),
         (HUB, "http://127.0.0.1:8888/user/ada/", "/user/ada/proxy/8400/"),
@@ -144,12 +146,12 @@ def test_a_port_lies_beside_the_server_that_shows_it(server):
         ({"JUPYTER_SERVER_URL": "nonsense"}, None, None),
     ],
 )
-def test_a_page_of_the_jupyter_server_finds_the_proxy_by_its_path(environ, above, path):
-    assert proxy_path(8400, environ, above=above) == path
+def test_the_proxy_path_is_the_path_of_the_jupyter_server(environ, recorded_url, path):
+    assert proxy_path(8400, environ, recorded_url=recorded_url) == path
 
 
 @pytest.mark.parametrize(
-    ("environ", "above", "origins"),
+    ("environ", "recorded_url", "origins"),
     [
         ({}, None, []),
         (HUB, None, []),
@@ -161,7 +163,7 @@ def test_a_page_of_the_jupyter_server_finds_the_proxy_by_its_path(environ, above
             None,
             ["http://localhost:8888", "http://127.0.0.1:8888", "http://[::1]:8888"],
         ),
-        # Kernels of a server that was started in another one's terminal inherit that one's address.
+        # Kernels of a server that was started in another server's terminal inherit the other server's address.
         ({"JUPYTER_SERVER_URL": "http://other:8888/"}, "http://gpubox:9000/", ["http://gpubox:9000"]),
         ({}, "https://MyBox:443/", ["https://mybox"]),
         ({}, "http://[fe80::1%25eth0]:8888/", ["http://[fe80::1]:8888"]),
@@ -172,15 +174,17 @@ def test_a_page_of_the_jupyter_server_finds_the_proxy_by_its_path(environ, above
         ({"JUPYTER_SERVER_URL": "http://localhost:0/"}, None, []),
     ],
 )
-def test_the_notebooks_pages_have_the_origin_of_its_jupyter_server(environ, above, origins):
-    assert notebook_origins(environ, above=above) == origins
+def test_the_notebooks_pages_have_the_origin_of_the_jupyter_server(environ, recorded_url, origins):
+    assert notebook_origins(environ, recorded_url=recorded_url) == origins
 
 
-def test_a_jupyter_server_that_listens_everywhere_is_seen_under_each_address():
+def test_a_jupyter_server_on_all_interfaces_has_an_origin_for_each_address():
     machine = ["MyBox", "192.168.1.5"]
-    everywhere = notebook_origins({}, above="http://mybox:8888/", machine=machine)
+    everywhere = notebook_origins({}, recorded_url="http://mybox:8888/", machine_names=machine)
     assert set(everywhere) >= {"http://mybox:8888", "http://localhost:8888", "http://192.168.1.5:8888"}
-    assert notebook_origins({}, above="http://192.168.1.5:8888/", machine=machine) == ["http://192.168.1.5:8888"]
+    assert notebook_origins({}, recorded_url="http://192.168.1.5:8888/", machine_names=machine) == [
+        "http://192.168.1.5:8888"
+    ]
 
 
 @pytest.mark.parametrize(
@@ -192,17 +196,17 @@ def test_a_jupyter_server_that_listens_everywhere_is_seen_under_each_address():
         ("http://[::1]:8888", "[::1]:8888"),
     ],
 )
-def test_a_browser_sends_the_host_of_an_origin(origin, host):
+def test_host_of_returns_the_host_header_of_an_origin(origin, host):
     assert host_of(origin) == host
 
 
 @pytest.mark.parametrize("name", ["VSCODE_PID", "VSCODE_CWD", "VSCODE_IPC_HOOK"])
-def test_what_vs_code_keeps_from_its_terminals_tells_its_kernels(name):
+def test_variables_that_vs_code_hides_from_its_terminals_identify_its_kernels(name):
     assert is_vscode({name: "1"})
     assert not is_vscode({name: ""})
 
 
-def test_a_terminal_of_vs_code_is_no_kernel_of_it():
+def test_a_terminal_of_vs_code_is_not_a_kernel():
     assert not is_vscode({"TERM_PROGRAM": "vscode", "VSCODE_IPC_HOOK_CLI": "/x", "VSCODE_GIT_IPC_HANDLE": "/y"})
 
 
@@ -217,6 +221,6 @@ def test_a_terminal_of_vs_code_is_no_kernel_of_it():
         ({"VSCODE_CWD": "/", "SSH_CONNECTION": "1", **CODESPACE}, None),
     ],
 )
-def test_where_the_browser_decides_the_reader_is_told_the_step(environ, step):
-    told = browser_step(8400, environ)
-    assert told is None if step is None else step in (told or "")
+def test_the_step_in_the_browser_is_given_if_only_the_browser_knows_the_address(environ, step):
+    found = browser_step(8400, environ)
+    assert found is None if step is None else step in (found or "")

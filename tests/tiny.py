@@ -1,4 +1,4 @@
-"""A model for milliseconds a token: the tests' and the benchmarks'."""
+"""Write tiny models for tests and benchmarks, which take milliseconds per token."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ TINY_CONTEXT = 512
 
 
 def write_tiny_llama(folder: Path, tokenizer_from: Path, *, seed: int, context: int = TINY_CONTEXT) -> None:
-    """A llama of 2 layers, width 32, with random float32 weights: it says nonsense, fast and always the same."""
+    """Write a fast llama with 2 layers, width 32 and random float32 weights, whose text is meaningless."""
     width, hidden, heads, vocabulary = 32, 64, 2, 49152
     random = np.random.default_rng(seed)
 
@@ -51,7 +51,7 @@ def write_tiny_llama(folder: Path, tokenizer_from: Path, *, seed: int, context: 
         shutil.copy(tokenizer_from / name, folder / name)
 
 
-# As in Qwen3's tokenizer: added tokens, of which the markers of thoughts and calls are no special ones.
+# As in Qwen3's tokenizer: added tokens; those that mark reasoning and calls are not special tokens.
 MARKERS = {
     "<repo_name>": "<think>",
     "<reponame>": "</think>",
@@ -88,10 +88,10 @@ Tools:{% for tool in tools %}
 
 
 def teach_thinking(folder: Path, *, special: bool = False, template: str = THINKER_TEMPLATE) -> None:
-    """Give a tiny model the markers of thoughts and calls, and a template that writes tools and thoughts.
+    """Add tokens that mark reasoning and calls to a tiny model, and a chat template with tools and reasoning.
 
     Args:
-        special: The markers are special tokens.
+        special: Whether these tokens are special tokens.
     """
     path = folder / "tokenizer.json"
     tokenizer = json.loads(path.read_text(encoding="utf-8"))

@@ -1,4 +1,4 @@
-"""Measure tokens per second: sweeps over cases, a row for each request, medians with intervals, stored runs.
+"""Measure tokens per second: sweeps over cases, a row for each request, medians with intervals, and stored runs.
 
 ::
 
@@ -16,26 +16,28 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from lmx_lab.bench.case import Arrival, Case, Closed, Poisson, Sweep
     from lmx_lab.bench.comparison import compare
+    from lmx_lab.bench.intervals import Interval, median_interval, ratio_interval
     from lmx_lab.bench.load_generator import drive
     from lmx_lab.bench.plots import by_concurrency, by_prompt_length
     from lmx_lab.bench.runner import run, samples
-    from lmx_lab.bench.sample import Sample, frame
-    from lmx_lab.bench.statistics import Interval, median_interval, ratio_interval, summary
+    from lmx_lab.bench.sample import RequestSample, Sample, frame
+    from lmx_lab.bench.statistics import summary
     from lmx_lab.bench.storage import Recorder, load, save
     from lmx_lab.bench.targets import ChatTarget, EngineTarget, Target, TargetFacts
 
 _MODULES = {
     "case": ("Arrival", "Case", "Closed", "Poisson", "Sweep"),
     "comparison": ("compare",),
+    "intervals": ("Interval", "median_interval", "ratio_interval"),
     "load_generator": ("drive",),
     "storage": ("Recorder", "load", "save"),
     "plots": ("by_concurrency", "by_prompt_length"),
     "runner": ("run", "samples"),
-    "sample": ("Sample", "frame"),
-    "statistics": ("Interval", "median_interval", "ratio_interval", "summary"),
+    "sample": ("RequestSample", "Sample", "frame"),
+    "statistics": ("summary",),
     "targets": ("ChatTarget", "EngineTarget", "Target", "TargetFacts"),
 }
-_PLACES = {name: f"{__name__}.{module}" for module, names in _MODULES.items() for name in names}
+_EXPORTS = {name: f"{__name__}.{module}" for module, names in _MODULES.items() for name in names}
 __all__ = [
     "Arrival",
     "Case",
@@ -45,6 +47,7 @@ __all__ = [
     "Interval",
     "Poisson",
     "Recorder",
+    "RequestSample",
     "Sample",
     "Sweep",
     "Target",
@@ -65,10 +68,10 @@ __all__ = [
 
 
 def __getattr__(name: str) -> Any:
-    # Lazy: the engine, pandas and matplotlib take seconds to import.
-    if name not in _PLACES:
+    # Imported on first use, because pandas and matplotlib take seconds to import.
+    if name not in _EXPORTS:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-    return getattr(import_module(_PLACES[name]), name)
+    return getattr(import_module(_EXPORTS[name]), name)
 
 
 def __dir__() -> list[str]:

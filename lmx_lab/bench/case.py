@@ -1,4 +1,4 @@
-"""What to measure: one case, or a sweep over many."""
+"""Define what is measured: one case, or a sweep over many cases."""
 
 from __future__ import annotations
 
@@ -14,10 +14,11 @@ from typing import Any, Literal, TypeAlias, get_args
 from lmx_lab.errors import InvalidRequestError
 
 Cache: TypeAlias = Literal["cold", "warm"]
-CASE_LIMIT = 10_000
-"""Cases of one sweep, repeats included."""
-PER_SECOND_LIMIT = 10_000.0
-REQUESTS = 8
+MAX_CASES = 10_000
+"""Maximum number of cases of one sweep, repeats included."""
+MAX_RATE = 10_000.0
+"""Maximum mean rate of requests, in requests per second."""
+DEFAULT_REQUESTS = 8
 BOUNDS: dict[str, tuple[int, int]] = {
     "prompt_tokens": (1, 10_000_000),
     "output_tokens": (1, 1_000_000),
@@ -27,13 +28,13 @@ BOUNDS: dict[str, tuple[int, int]] = {
     "seed": (0, 2**63 - 1),
     "repeats": (1, 1000),
 }
-SINGLE = ("requests", "warm_up", "repeats")
-"""Fields of a sweep with a single value."""
+SINGLE_VALUED = ("requests", "warm_up", "repeats")
+"""Fields of a sweep that have a single value."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Closed:
-    """Each of ``concurrency`` users sends its next request when its previous one has ended."""
+    """Closed loop: each of ``concurrency`` users sends its next request when its previous one has ended."""
 
     def __str__(self) -> str:
         return "closed"
@@ -41,26 +42,26 @@ class Closed:
 
 @dataclass(frozen=True, kw_only=True)
 class Poisson:
-    """Requests are sent at random times, independent of the answers; at most ``concurrency`` run at the same time.
+    """Open loop: requests are sent at random times, independent of the answers; at most ``concurrency`` run at once.
 
     Raises:
         InvalidRequestError: the rate is not a number above 0 and up to 10,000.
     """
 
     per_second: float
-    """Mean rate of requests."""
+    """Mean rate, in requests per second."""
 
     def __post_init__(self) -> None:
         rate = self.per_second
         number = isinstance(rate, int | float) and not isinstance(rate, bool)
-        if not (number and 0 < rate <= PER_SECOND_LIMIT):
+        if not (number and 0 < rate <= MAX_RATE):
             raise InvalidRequestError(
-                f"per_second is {rate!r}; give a mean number of requests above 0 and up to {PER_SECOND_LIMIT:g}",
+                f"per_second is {rate!r}; give a number above 0 and up to {MAX_RATE:g}",
                 param="per_second",
             )
 
     def times_s(self, count: int, seed: int) -> tuple[float, ...]:
-        """The time of each request in seconds after the first one. It depends only on the arguments."""
+        """Return the time of each request, in seconds after the first one. It depends only on the arguments."""
         draw = random.Random(f"arrivals {seed}")
         gaps = (draw.expovariate(self.per_second) for _ in range(count - 1))
         return tuple(itertools.accumulate(gaps, initial=0.0))
@@ -77,20 +78,21 @@ class Case:
     """One case: ``requests`` requests of the same size, after ``warm_up`` requests that are not counted.
 
     Raises:
-        InvalidRequestError: a value is invalid, or two values contradict each other.
+        InvalidRequestError: a value is not valid, or two values contradict each other.
     """
 
     prompt_tokens: int
-    """Length of each prompt, chat template included. It is met within a few percent, but is at least four words."""
+    """Length of each prompt, chat template included. Prompts meet it within a few percent, but have at least 4
+    words."""
     output_tokens: int
-    """Length of each answer. Servers without ``ignore_eos`` may end an answer earlier."""
+    """Length of each answer. Servers that do not support ``ignore_eos`` may end an answer earlier."""
     concurrency: int = 1
-    requests: int = REQUESTS
+    requests: int = DEFAULT_REQUESTS
     warm_up: int = 1
     arrival: Arrival = Closed()
     cache: Cache = "cold"
-    """``cold``: all prompts begin differently. ``warm``: they differ only in their last words, and a warm-up request
-    has put the rest into the server's cache."""
+    """``cold``: all prompts begin differently. ``warm``: prompts differ only in their last words, and a warm-up request
+    has put the rest into the server's prefix cache."""
     seed: int = 0
 
     def __post_init__(self) -> None:
@@ -109,13 +111,13 @@ class Case:
             )
         if self.cache == "warm" and self.warm_up == 0:
             raise InvalidRequestError(
-                "cache is 'warm' and warm_up is 0, so nothing would fill the cache; give warm_up=1 or more",
+                "cache is 'warm' and warm_up is 0, so that no request would fill the cache; give warm_up=1 or more",
                 param="warm_up",
             )
 
     @property
     def name(self) -> str:
-        """A short name for tables and file names. It does not contain ``requests``, ``warm_up`` and ``seed``."""
+        """A short name for tables and files. It does not contain ``requests``, ``warm_up`` and ``seed``."""
         sizes = f"p{self.prompt_tokens}-o{self.output_tokens}-c{self.concurrency}-{self.cache}"
         return f"{sizes}-poisson{self.arrival.per_second:g}" if isinstance(self.arrival, Poisson) else sizes
 
@@ -125,42 +127,43 @@ class Case:
 
 @dataclass(frozen=True, kw_only=True)
 class Sweep:
-    """All combinations of the given values. ``requests``, ``warm_up`` and ``repeats`` take a single value.
+    """All combinations of the given values. ``requests``, ``warm_up`` and ``repeats`` have a single value.
 
     Raises:
-        InvalidRequestError: a value is invalid, a field is empty, or there are too many cases.
+        InvalidRequestError: a value is not valid, a field is empty, or there are too many cases.
     """
 
     prompt_tokens: int | Sequence[int]
     output_tokens: int | Sequence[int]
     concurrency: int | Sequence[int] = 1
     requests: int | None = None
-    """Requests of each case; by default 8, or twice its concurrency if that is more."""
+    """Number of requests of each case; by default 8, or twice the concurrency if that is more."""
     warm_up: int = 1
     arrival: Arrival | Sequence[Arrival] = Closed()
     cache: Cache | Sequence[Cache] = "cold"
     seed: int | Sequence[int] = 0
     repeats: int = 1
-    """How often each combination is measured, at different times. With 3 or more, intervals include drift, and a
+    """How often each combination is measured. With 3 or more repeats, intervals include the drift of the machine, and a
     comparison can decide which side is better."""
 
     def __post_init__(self) -> None:
         for field in fields(self):
-            check = _check if field.name in SINGLE else _check_several
+            check = _check if field.name in SINGLE_VALUED else _check_several
             object.__setattr__(self, field.name, check(field.name, getattr(self, field.name)))
         count = self.repeats * math.prod(len(values) for values in self._axes().values())
-        if count > CASE_LIMIT:
+        if count > MAX_CASES:
             raise InvalidRequestError(
-                f"the sweep has {count:,} cases; the limit is {CASE_LIMIT:,}, so give fewer values or repeats"
+                f"the sweep has {count:,} cases; the limit is {MAX_CASES:,}, so give fewer values or repeats"
             )
         self._combinations()
 
     def cases(self) -> tuple[Case, ...]:
-        """All combinations, once for each repeat. Drift of the machine thus affects all combinations alike."""
+        """Return all combinations, once for each repeat, so that drift of the machine affects all combinations
+        alike."""
         return self._combinations() * self.repeats
 
     def _axes(self) -> dict[str, tuple[Any, ...]]:
-        return {field.name: getattr(self, field.name) for field in fields(self) if field.name not in SINGLE}
+        return {field.name: getattr(self, field.name) for field in fields(self) if field.name not in SINGLE_VALUED}
 
     def _combinations(self) -> tuple[Case, ...]:
         axes = self._axes()
@@ -171,11 +174,14 @@ class Sweep:
         )
 
     def _requests(self, concurrency: int) -> int:
-        return max(REQUESTS, 2 * concurrency) if self.requests is None else self.requests
+        return max(DEFAULT_REQUESTS, 2 * concurrency) if self.requests is None else self.requests
 
 
 def number_repeats(cases: Iterable[Case]) -> Iterator[tuple[int, Case]]:
-    """Yield each case with its repeat: the number of earlier cases with its name and seed. So no prompt is repeated."""
+    """Yield each case with its repeat, the number of earlier cases with the same name and seed.
+
+    Prompts depend on the repeat, so no prompt is sent twice.
+    """
     seen: Counter[tuple[str, int]] = Counter()
     for case in cases:
         yield seen[case.name, case.seed], case
@@ -183,7 +189,7 @@ def number_repeats(cases: Iterable[Case]) -> Iterator[tuple[int, Case]]:
 
 
 def _check_several(name: str, value: Any) -> tuple[Any, ...]:
-    """The distinct, checked values of one axis."""
+    """Return the distinct, checked values of one field of a sweep."""
     if isinstance(value, str | Closed | Poisson) or value is None or not isinstance(value, Iterable):
         value = (value,)
     values = tuple(dict.fromkeys(_check(name, one) for one in value))
@@ -203,7 +209,7 @@ def _check(name: str, value: Any) -> Any:
 
 
 def _check_integer(name: str, value: Any) -> int:
-    """Convert numpy integers to Python integers, which JSON can represent."""
+    """Check an integer, and convert numpy integers to Python integers, which can be written as JSON."""
     low, high = BOUNDS[name]
     try:
         number = None if isinstance(value, bool) else operator.index(value)

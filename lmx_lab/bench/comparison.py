@@ -1,7 +1,7 @@
-"""Compares two measurements of the same cases: ratios with intervals.
+"""Compare two measurements of the same cases by ratios with intervals.
 
-The speed of a machine drifts and affects all requests of a repeat. Therefore only repeats count as independent: each
-gives one ratio, and with three or more repeats there is an interval, independent of the number of requests.
+The speed of a machine drifts, which affects all requests of a repeat. Therefore only repeats count as independent: each
+repeat gives one ratio, and with three or more repeats there is an interval, whatever the number of requests.
 """
 
 from __future__ import annotations
@@ -10,27 +10,25 @@ import math
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any, Literal
 
+from lmx_lab.bench.intervals import LEVEL, Interval, median_interval, ratio_interval
 from lmx_lab.bench.statistics import (
     CASE,
     CLIENT_METRICS,
-    LEVEL,
     MEASURED,
     TOTAL,
-    Interval,
     Samples,
     by_repeat,
     counts_pieces,
     measured_rows,
     median,
-    median_interval,
     numbers,
-    ratio_interval,
     repeats,
     successful,
     token_counts_differ,
     total_interval,
 )
 from lmx_lab.errors import InvalidRequestError
+from lmx_lab.frames import pandas_for
 
 if TYPE_CHECKING:
     import pandas as pd
@@ -46,44 +44,44 @@ TOKEN_METRICS = ("itl_ms_p50", "itl_ms_p95", "itl_ms_p99", "decode_tok_s", TOTAL
 def compare(
     a: Samples, b: Samples, *, metrics: Sequence[str] = COMPARED, by: Sequence[str] = CASE, level: float = LEVEL
 ) -> pd.DataFrame:
-    """Compare two sides: for each common case and each metric, both medians and the ratio a / b with an interval.
+    """Compare two sides: both medians, and the ratio a / b with an interval, for each common case and each metric.
 
     ``ratio`` is the geometric mean of the ratios of the repeats' medians (totals for ``total_tok_s``), and ``low`` to
     ``high`` is its interval. With fewer than 3 repeats on a side there is no interval and ``better`` is ``-``, so
-    measure with ``repeats=3`` or more. Repeats of the same run are ``paired``, because they ran at the same time, and
-    only these count then; repeats of different runs are not paired. ``repeats`` is the number of pairs, or of repeats
-    on the side with fewer.
+    measure with ``repeats=3`` or more. Repeats of the same run are ``paired``, because they ran at the same time; if
+    there are any, only these count. Repeats of different runs are not paired. ``repeats`` is the number of pairs, or of
+    repeats on the side with fewer.
 
-    ``better`` is the side that has more tokens per second or takes less time according to the whole interval; ``-``
-    means that the difference is not significant. If both sides are equally fast, a metric has ``-`` in 95 %
-    of such comparisons.
+    ``better`` is the side that has more tokens per second or takes less time, if the complete interval says so. ``-``
+    means that the difference is not significant. If both sides are equally fast, ``better`` is ``-`` in 95 % of the
+    comparisons.
 
     ``e2e_ms`` and ``total_tok_s`` have no ratio if the lengths of the answers (medians, ``output_tokens_a`` and
-    ``output_tokens_b``) differ by more than 5 %. Metrics of single tokens have no ratio if a side sends no usage, as
-    pieces of its stream are counted instead of tokens. ``a`` and ``b`` are medians over all requests, with intervals as
-    in ``summary``.
+    ``output_tokens_b``) differ by more than 5 %. Metrics of single tokens have no ratio if a side reports no usage,
+    because pieces of its stream are counted instead of tokens. ``a`` and ``b`` are medians over all requests, with
+    intervals as in ``summary``.
 
     Args:
-        a, b: Samples or tables of one target each; several runs are combined.
+        a, b: Samples or tables, each of one target. Several runs are combined.
         by: Columns that identify a case.
 
     Returns:
-        A row for each case and metric. ``.attrs["only_a"]`` and ``["only_b"]`` are the cases that only one side has.
+        A table with a row for each case and metric. ``.attrs["only_a"]`` and ``["only_b"]`` list the cases that only
+        one side has.
 
     Raises:
         InvalidRequestError: a side has several targets, there is no common case, or a column does not exist.
         ImportError: pandas is not installed.
     """
-    import pandas as pd
-
-    sides = {}
+    pandas = pandas_for("a comparison")
+    sides: dict[str, dict[tuple[Any, ...], pd.DataFrame]] = {}
     for name, samples in (("a", a), ("b", b)):
-        table = measured_rows(samples)
-        _check(name, table, [*metrics, *by])
-        # A missing value is not equal to itself, so it would not match.
+        rows = measured_rows(samples)
+        _check(name, rows, [*metrics, *by])
+        # Missing values are replaced by None, because they are not equal to themselves.
         sides[name] = {
-            tuple(None if pd.isna(value) else value for value in key): group
-            for key, group in table.groupby(list(by), sort=False, dropna=False)
+            tuple(None if pandas.isna(value) else value for value in key): group
+            for key, group in rows.groupby(list(by), sort=False, dropna=False)
         }
     common = [key for key in sides["a"] if key in sides["b"]]
     if not common:
@@ -91,14 +89,14 @@ def compare(
             f"a and b have no case in common: a has {_names(sides['a'])}, b has {_names(sides['b'])}; use the same "
             f"sweep for both, or give fewer columns than by={tuple(by)}"
         )
-    rows = [
+    compared = [
         dict(zip(by, key, strict=True))
         | {"metric": metric}
-        | _compared(metric, sides["a"][key], sides["b"][key], level)
+        | _compare_metric(metric, sides["a"][key], sides["b"][key], level)
         for key in common
         for metric in metrics
     ]
-    table = pd.DataFrame(rows)
+    table: pd.DataFrame = pandas.DataFrame(compared)
     table.attrs["only_a"] = [key for key in sides["a"] if key not in sides["b"]]
     table.attrs["only_b"] = [key for key in sides["b"] if key not in sides["a"]]
     return table
@@ -106,19 +104,21 @@ def compare(
 
 def _check(side: str, table: pd.DataFrame, columns: Sequence[str]) -> None:
     if missing := [name for name in columns if name not in table and name != TOTAL]:
-        raise InvalidRequestError(f"no column {', '.join(missing)}; available are {', '.join(table.columns)}, {TOTAL}")
-    # A request that did not reach its target has no facts but the target's name.
+        raise InvalidRequestError(
+            f"there is no column {', '.join(missing)}; available are {', '.join(table.columns)}, {TOTAL}"
+        )
+    # A request that did not reach its target has no facts except the target's name.
     good = successful(table)
     for name in MEASURED:
         if len(several := good[name].dropna().unique()) > 1:
             raise InvalidRequestError(
-                f"{side} has several values of {name}: {', '.join(map(str, several))}; choose the rows of one, such as "
+                f"{side} has several values of {name}: {', '.join(map(str, several))}; choose the rows of one, as in "
                 f"{side}[{side}.{name} == {several[0]!r}]"
             )
 
 
-def _compared(metric: str, a: pd.DataFrame, b: pd.DataFrame, level: float) -> dict[str, Any]:
-    left, right = _figure(metric, a, level), _figure(metric, b, level)
+def _compare_metric(metric: str, a: pd.DataFrame, b: pd.DataFrame, level: float) -> dict[str, Any]:
+    left, right = _interval(metric, a, level), _interval(metric, b, level)
     answer_a, answer_b = median(successful(a)["output_tokens"]), median(successful(b)["output_tokens"])
     ratio, paired = _ratio(metric, a, b, level)
     lengths_differ = metric in LENGTH_DEPENDENT and token_counts_differ(answer_a, answer_b)
@@ -144,7 +144,7 @@ def _compared(metric: str, a: pd.DataFrame, b: pd.DataFrame, level: float) -> di
     }
 
 
-def _figure(metric: str, side: pd.DataFrame, level: float) -> Interval:
+def _interval(metric: str, side: pd.DataFrame, level: float) -> Interval:
     if metric == TOTAL:
         return total_interval(side, level=level)
     good = successful(side)
@@ -152,7 +152,7 @@ def _figure(metric: str, side: pd.DataFrame, level: float) -> Interval:
 
 
 def _ratio(metric: str, a: pd.DataFrame, b: pd.DataFrame, level: float) -> tuple[Interval, bool]:
-    """The ratio, and whether it is computed from pairs."""
+    """Return the ratio, and whether it is computed from pairs."""
     left, right = by_repeat(metric, a), by_repeat(metric, b)
     if common := [repeat for repeat in left if repeat in right]:
         pairs = [left[repeat] for repeat in common], [right[repeat] for repeat in common]

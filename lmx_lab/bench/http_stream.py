@@ -1,7 +1,7 @@
-"""One streamed request on a connection of its own, over plain asyncio, with the time of each event.
+"""Send one streamed request over a connection of its own, in plain asyncio, and record the time of each event.
 
-At 64 streams and 5,000 tokens per second in total, httpx2 uses 0.6 of a core of the machine that it measures, and this
-module 0.2. It follows no redirects and uses no proxy.
+At 64 streams and 5,000 tokens per second in total, httpx2 uses 0.6 cores of the machine that it measures, and this
+module 0.2. It does not follow redirects or use proxies.
 """
 
 from __future__ import annotations
@@ -11,43 +11,47 @@ import ssl
 import time
 from collections.abc import AsyncGenerator
 from dataclasses import dataclass
+from typing import Self
 from urllib.parse import urlsplit
 
-from lmx_lab.client.address import bearer, server_address
+from lmx_lab.client.address import authorization_header, normalize_address
 from lmx_lab.client.connection import CONNECT_S, LONG_BYTES, SHORT_BYTES
 from lmx_lab.client.errors import CHAT_SERVER, CHECK, UnexpectedResponse, chat_server_error
 from lmx_lab.client.sse import EVENT_STREAM, EventDecoder, Remark
 from lmx_lab.errors import ConnectionLostError, LabError, UnreachableError, WrongServerError
 
-HELD_BYTES = 1_000_000
-"""Unread bytes of one connection above which reading from the socket pauses."""
-HEAD_BYTES = 65_536
-BLANK = b"\r\n\r\n"
+MAX_UNREAD_BYTES = 1_000_000
+"""Unread bytes of one connection above which reading from the socket is paused."""
+MAX_HEAD_BYTES = 65_536
+"""Maximum size of a response's head, and of the size field of a chunk."""
+BLANK_LINE = b"\r\n\r\n"
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Event:
-    """The data of a server-sent event, or None for a comment."""
+class TimedEvent:
+    """A server-sent event with its time of arrival."""
 
     at_s: float
-    """When its last byte was received, by ``time.perf_counter``."""
+    """Time at which its last byte was received, from ``time.perf_counter``."""
     data: str | None
+    """The event's data; None for a comment."""
 
 
-class Dechunker:
+class ChunkedDecoder:
     """Decodes HTTP/1.1 chunked transfer coding (RFC 9112, 7.1)."""
 
     def __init__(self) -> None:
         self._rest = b""
         self._left = 0
-        """Remaining bytes of the current chunk, including the CRLF after it."""
+        """Remaining bytes of the current chunk, with the CRLF after it."""
         self.ended = False
+        """Whether the last chunk was read."""
 
     def feed(self, data: bytes) -> bytes:
-        """Decode bytes.
+        """Decode the next bytes of the body.
 
         Raises:
-            ValueError: the bytes are not in this coding.
+            ValueError: the bytes are not in chunked coding.
         """
         data, out = self._rest + data if self._rest else data, []
         at, self._rest = 0, b""
@@ -59,22 +63,22 @@ class Dechunker:
             elif (end := data.find(b"\r\n", at)) >= 0:
                 size = int(data[at:end].partition(b";")[0], 16)
                 if size < 0:
-                    raise ValueError(f"a chunk has the size {size}")
+                    raise ValueError(f"the size of a chunk is {size}")
                 at, self._left, self.ended = end + 2, size + 2, size == 0
             else:
                 self._rest = data[at:]
-                if len(self._rest) > HEAD_BYTES:
-                    raise ValueError("a chunk's size has no end")
+                if len(self._rest) > MAX_HEAD_BYTES:
+                    raise ValueError(f"the size field of a chunk is longer than {MAX_HEAD_BYTES} bytes")
                 break
         return b"".join(out)
 
 
-class _Inbox(asyncio.Protocol):
-    """Records bytes with their times on arrival; the reader may run later."""
+class _ReceiveBuffer(asyncio.Protocol):
+    """Records received bytes with their time of arrival, which does not depend on when the reader runs."""
 
     def __init__(self) -> None:
-        self._arrived: list[tuple[float, bytes]] = []
-        self._held = 0
+        self._received: list[tuple[float, bytes]] = []
+        self._unread_bytes = 0
         self._changed = asyncio.Event()
         self._ended = False
         self._error: Exception | None = None
@@ -85,9 +89,9 @@ class _Inbox(asyncio.Protocol):
         self.transport = transport
 
     def data_received(self, data: bytes) -> None:
-        self._arrived.append((time.perf_counter(), data))
-        self._held += len(data)
-        if self._held > HELD_BYTES:
+        self._received.append((time.perf_counter(), data))
+        self._unread_bytes += len(data)
+        if self._unread_bytes > MAX_UNREAD_BYTES:
             self.transport.pause_reading()
         self._changed.set()
 
@@ -96,37 +100,37 @@ class _Inbox(asyncio.Protocol):
         self._changed.set()
 
     async def take(self) -> list[tuple[float, bytes]]:
-        """Return what was received since the last call; nothing at the end.
+        """Wait for bytes, and return those received since the last call with their times. Empty at the end.
 
         Raises:
-            OSError: the connection broke.
+            OSError: the connection was broken.
         """
-        if not self._arrived and not self._ended:
+        if not self._received and not self._ended:
             self._changed.clear()
             await self._changed.wait()
-        arrived, self._arrived = self._arrived, []
-        if self._held > HELD_BYTES and not self._ended:
+        received, self._received = self._received, []
+        if self._unread_bytes > MAX_UNREAD_BYTES and not self._ended:
             self.transport.resume_reading()
-        self._held = 0
-        if not arrived and isinstance(self._error, OSError):
+        self._unread_bytes = 0
+        if not received and isinstance(self._error, OSError):
             raise self._error
-        return arrived
+        return received
 
 
-class Address:
-    """The target of requests, and the key, which is never displayed.
+class ChatEndpoint:
+    """The address for chat requests, and the key, which is never displayed.
 
     Raises:
         InvalidRequestError: the address or the key is not valid.
     """
 
     def __init__(self, url: str, api_key: str | None = None) -> None:
-        self.url = server_address(url)
+        self.url = normalize_address(url)
         parts = urlsplit(self.url)
         self.host = parts.hostname or ""
         self.port = parts.port or (443 if parts.scheme == "https" else 80)
         self.path = f"{parts.path}/v1/chat/completions"
-        # Created once, because loading the certificates takes as long as many tokens.
+        # Created once: loading the certificates takes as long as the generation of many tokens.
         self.context = ssl.create_default_context() if parts.scheme == "https" else None
         self._head = "".join(
             f"{name}: {value}\r\n"
@@ -136,120 +140,125 @@ class Address:
                 "accept": EVENT_STREAM,
                 "accept-encoding": "identity",
                 "content-type": "application/json",
-                **bearer(api_key),
+                **authorization_header(api_key),
             }.items()
         )
 
     def request(self, body: bytes) -> bytes:
-        """The bytes of a request."""
+        """Return the bytes of a request with this body."""
         return f"POST {self.path} HTTP/1.1\r\n{self._head}content-length: {len(body)}\r\n\r\n".encode() + body
 
 
-class Exchange:
-    """One request as a context manager, which connects on entry, before any time is measured, and closes the connection
-    on exit, which stops the server's work.
+class TimedRequest:
+    """One request, as a context manager.
+
+    Entering it opens the connection, before any time is measured. Leaving it closes the connection, which stops the
+    server's work.
 
     Raises:
         UnreachableError: no server accepts the connection.
     """
 
-    def __init__(self, address: Address, body: bytes) -> None:
-        self._address = address
+    def __init__(self, endpoint: ChatEndpoint, body: bytes) -> None:
+        self._endpoint = endpoint
         self._body = body
 
-    async def __aenter__(self) -> Exchange:
-        place, loop = self._address, asyncio.get_running_loop()
+    async def __aenter__(self) -> Self:
+        endpoint, loop = self._endpoint, asyncio.get_running_loop()
         try:
             async with asyncio.timeout(CONNECT_S):
-                _, self._inbox = await loop.create_connection(_Inbox, place.host, place.port, ssl=place.context)
+                _, self._buffer = await loop.create_connection(
+                    _ReceiveBuffer, endpoint.host, endpoint.port, ssl=endpoint.context
+                )
         except (OSError, TimeoutError) as exc:
             reason = f"{exc!s:.200}" or f"no connection within {CONNECT_S:g} s"
             raise UnreachableError(
-                f"nothing answers at {place.url} ({reason}); is the server running? If so, {CHECK}"
+                f"nothing answers at {endpoint.url} ({reason}); start the server, or {CHECK}"
             ) from exc
         return self
 
     async def __aexit__(self, *exc_info: object) -> None:
-        self._inbox.transport.abort()
+        self._buffer.transport.abort()
 
     def send(self) -> float:
-        """Send the request; returns the time by ``time.perf_counter``."""
+        """Send the request; return the time from ``time.perf_counter``."""
         at_s = time.perf_counter()
-        self._inbox.transport.write(self._address.request(self._body))
+        self._buffer.transport.write(self._endpoint.request(self._body))
         return at_s
 
-    async def events(self) -> AsyncGenerator[Event, None]:
-        """Return the events of the answer up to its end; a JSON document in place of a stream is the only event.
+    async def events(self) -> AsyncGenerator[TimedEvent, None]:
+        """Yield the events of the response up to its end. A JSON document instead of a stream is the only event.
 
         Raises:
-            ConnectionLostError: the connection ended before the answer did.
-            LabError: the server's own, or the answer is not from a chat-format server.
+            ConnectionLostError: the connection was closed before the end of the response.
+            LabError: the server's error, or the server is not a chat-format server.
         """
         try:
-            head, arrived = await self._head()
-            if not (head.status == 200 and head.kind == EVENT_STREAM):
-                yield await self._document(head, b"".join(data for _, data in arrived))
+            head, received = await self._read_head()
+            if not (head.status == 200 and head.media_type == EVENT_STREAM):
+                yield await self._read_document(head, b"".join(data for _, data in received))
                 return
             decoder = EventDecoder()
-            while arrived:
-                for at_s, data in arrived:
-                    for found in decoder.feed(head.decoded(data)):
-                        yield Event(at_s=at_s, data=None if isinstance(found, Remark) else found)
+            while received:
+                for at_s, data in received:
+                    for event in decoder.feed(head.decode(data)):
+                        yield TimedEvent(at_s=at_s, data=None if isinstance(event, Remark) else event)
                 if head.ended:
                     return
-                arrived = await self._inbox.take()
+                received = await self._buffer.take()
             if not head.may_end:
                 raise ConnectionResetError("the connection was closed")
         except OSError as exc:
             raise ConnectionLostError(
-                f"{self._address.url} went away in the middle of its answer ({exc!s:.200}); ask again once it is back"
+                f"{self._endpoint.url} closed the connection during the response ({exc!s:.200}); try again when the "
+                "server is back"
             ) from exc
         except ValueError as exc:
             raise WrongServerError(
-                f"the answer of {self._address.url} cannot be read ({exc!s:.200}), unlike {CHAT_SERVER.kind}; {CHECK}"
+                f"the response of {self._endpoint.url} is not valid ({exc!s:.200}), unlike {CHAT_SERVER.kind}; {CHECK}"
             ) from exc
 
-    async def _document(self, head: _Head, rest: bytes) -> Event:
+    async def _read_document(self, head: _ResponseHead, start: bytes) -> TimedEvent:
         """Read the complete body.
 
         Raises:
-            LabError: the body is an error.
+            LabError: the response is an error.
         """
-        body = await self._whole(head, rest)
-        if head.status != 200 or not head.kind.endswith("json"):
-            raise self._refused(head, body)
-        return Event(at_s=time.perf_counter(), data=body.decode(errors="replace"))
+        body = await self._read_body(head, start)
+        if head.status != 200 or not head.media_type.endswith("json"):
+            raise self._error_for(head, body)
+        return TimedEvent(at_s=time.perf_counter(), data=body.decode(errors="replace"))
 
-    async def _head(self) -> tuple[_Head, list[tuple[float, bytes]]]:
-        """The head of the answer, and the bytes after it with their times."""
+    async def _read_head(self) -> tuple[_ResponseHead, list[tuple[float, bytes]]]:
+        """Return the head of the response, and the bytes after it with their times."""
         data = b""
         while True:
-            arrived = await self._inbox.take()
-            if not arrived:
+            received = await self._buffer.take()
+            if not received:
                 raise ConnectionLostError(
-                    f"{self._address.url} went away before it answered; ask again once it is back"
+                    f"{self._endpoint.url} closed the connection before the response; try again when the server is back"
                 )
-            for number, (at_s, piece) in enumerate(arrived):
+            for number, (at_s, piece) in enumerate(received):
                 data += piece
-                head, blank, rest = data.partition(BLANK)
+                head, blank, rest = data.partition(BLANK_LINE)
                 if blank:
-                    return _Head(head), [(at_s, rest), *arrived[number + 1 :]]
-            if len(data) > HEAD_BYTES:
-                raise ValueError("its head has no end")
+                    return _ResponseHead(head), [(at_s, rest), *received[number + 1 :]]
+            if len(data) > MAX_HEAD_BYTES:
+                raise ValueError(f"its head is longer than {MAX_HEAD_BYTES} bytes")
 
-    async def _whole(self, head: _Head, rest: bytes) -> bytes:
+    async def _read_body(self, head: _ResponseHead, start: bytes) -> bytes:
         limit = LONG_BYTES if head.status == 200 else SHORT_BYTES
-        body = bytearray(head.decoded(rest))
-        while not head.ended and len(body) < limit and (arrived := await self._inbox.take()):
-            body += b"".join(head.decoded(data) for _, data in arrived)
+        body = bytearray(head.decode(start))
+        while not head.ended and len(body) < limit and (received := await self._buffer.take()):
+            body += b"".join(head.decode(data) for _, data in received)
         return bytes(body)
 
-    def _refused(self, head: _Head, body: bytes) -> LabError:
+    def _error_for(self, head: _ResponseHead, body: bytes) -> LabError:
         return chat_server_error(
             UnexpectedResponse(
-                url=self._address.url,
+                url=self._endpoint.url,
                 status=head.status,
-                kind=head.fields.get("content-type", ""),
+                content_type=head.fields.get("content-type", ""),
                 retry_after=head.fields.get("retry-after"),
                 body=body,
                 server=CHAT_SERVER,
@@ -257,33 +266,33 @@ class Exchange:
         )
 
 
-class _Head:
-    """Status and header fields of an answer, and the state of its body.
+class _ResponseHead:
+    """The status and header fields of a response, and the state of decoding its body.
 
     Raises:
-        ValueError: it is not HTTP, or is compressed.
+        ValueError: the response is not HTTP, or is compressed.
     """
 
     def __init__(self, head: bytes) -> None:
         first, *lines = head.decode("latin-1").split("\r\n")
         version, _, rest = first.partition(" ")
         if not version.startswith("HTTP/1."):
-            raise ValueError(f"it begins with {first[:40]!r}")
+            raise ValueError(f"it starts with {first[:40]!r}")
         self.status = int(rest[:3])
         self.fields = {
             name.strip().lower(): value.strip() for name, _, value in (line.partition(":") for line in lines)
         }
         if self.fields.get("content-encoding", "identity") != "identity":
-            raise ValueError(f"it is compressed ({self.fields['content-encoding'][:40]}), which it was asked not to be")
-        self.kind = self.fields.get("content-type", "").partition(";")[0].strip().lower()
-        self._dechunker = Dechunker() if self.fields.get("transfer-encoding", "").lower() == "chunked" else None
+            raise ValueError(f"it is compressed ({self.fields['content-encoding'][:40]}), which was not requested")
+        self.media_type = self.fields.get("content-type", "").partition(";")[0].strip().lower()
+        self._chunked = ChunkedDecoder() if self.fields.get("transfer-encoding", "").lower() == "chunked" else None
         length = self.fields.get("content-length")
-        self._left = int(length) if self._dechunker is None and length is not None else None
+        self._left = int(length) if self._chunked is None and length is not None else None
 
-    def decoded(self, data: bytes) -> bytes:
-        """The body in received bytes."""
-        if self._dechunker is not None:
-            return self._dechunker.feed(data)
+    def decode(self, data: bytes) -> bytes:
+        """Return the bytes of the body in received bytes."""
+        if self._chunked is not None:
+            return self._chunked.feed(data)
         if self._left is not None:
             data = data[: self._left]
             self._left -= len(data)
@@ -291,10 +300,10 @@ class _Head:
 
     @property
     def ended(self) -> bool:
-        """Whether the body is complete, by its coding or length."""
-        return self._dechunker.ended if self._dechunker is not None else self._left == 0
+        """Whether the body is complete, according to its coding or length."""
+        return self._chunked.ended if self._chunked is not None else self._left == 0
 
     @property
     def may_end(self) -> bool:
-        """Whether the end of the connection ends the body."""
-        return self._dechunker is None and self._left is None
+        """Whether the body ends with the connection, because it has neither chunked coding nor a length."""
+        return self._chunked is None and self._left is None

@@ -1,4 +1,4 @@
-"""Sends the requests of a case to a target and returns a sample for each of them, including failed ones."""
+"""Send the requests of a case to a target, and return a sample for each of them, failed ones included."""
 
 from __future__ import annotations
 
@@ -14,72 +14,76 @@ from typing import Any
 from lmx_lab.bench.case import Case, Closed, Poisson
 from lmx_lab.bench.metrics import Trace
 from lmx_lab.bench.prompts import prompt, prompt_hash, words
-from lmx_lab.bench.sample import RunClock, Sample, new_run
+from lmx_lab.bench.sample import RequestSample, RunClock, new_run
 from lmx_lab.bench.targets import Target, TargetFacts
 from lmx_lab.errors import InvalidRequestError, LabError, UnclearModelError, UnreachableError
 
 log = logging.getLogger(__name__)
 SILENCE_S = 60.0
+"""Default time without data after which a request fails."""
 DAY_S = 86400
 KEEPALIVE_FACTOR = 10
-"""A server that only sends keep-alives has this many times ``silence_s`` to send a token."""
-FAILURE_LIMIT = 3
-"""After this many consecutive requests without any reply, no further request of the case is sent."""
-RETRY_LIMIT_S = 5.0
-"""Upper limit for the time that a refused user waits as advised by the server."""
+"""A server that sends only keep-alives has this many times ``silence_s`` to send a token."""
+MAX_FAILURES = 3
+"""Number of consecutive requests without any reply after which no further request of the case is sent."""
+MAX_RETRY_DELAY_S = 5.0
+"""Maximum time that a user waits after a refusal, if the server advises to wait."""
 FEW_WORDS = 8
+"""Length of the short prompt for the calibration."""
 MANY_WORDS = (64, 512)
-"""Minimum and maximum."""
-SampleCallback = Callable[[Sample], None]
+"""Minimum and maximum length of the long prompt for the calibration."""
+SampleCallback = Callable[[RequestSample], None]
 
 
 @dataclass(frozen=True, kw_only=True)
 class Calibration:
-    """How many words a prompt needs for a given number of tokens: its length is linear in the number of words."""
+    """How many words a prompt needs for a number of tokens. The number of tokens is linear in the number of words."""
 
     tokens_per_word: float = 1.0
     template_tokens: float = 0.0
-    """Tokens that are added to each prompt, such as those of the chat template."""
+    """Number of tokens that are added to each prompt, such as those of the chat template."""
     confirmed: bool = False
-    """Whether a prompt of the final length has been counted."""
+    """Whether the target has counted the tokens of a prompt of the final length."""
 
     def word_tokens(self, prompt_tokens: int) -> int:
-        """The tokens of a prompt that its words must provide."""
+        """Return how many tokens of a prompt its words have to provide."""
         return max(1, round(prompt_tokens - self.template_tokens))
 
     def corrected(self, wanted_tokens: int, counted_tokens: int) -> Calibration:
-        """Correct the calibration by a prompt that was made for ``wanted_tokens`` and had ``counted_tokens``."""
+        """Return the calibration corrected by a prompt of ``counted_tokens`` that was generated for
+        ``wanted_tokens``."""
         difference = counted_tokens - max(wanted_tokens, self.template_tokens + 1)
         return replace(self, template_tokens=self.template_tokens + difference, confirmed=True)
 
 
 @dataclass(frozen=True, kw_only=True)
 class Run:
-    """State that all cases of a run share."""
+    """The state that all cases of a run share."""
 
     id: str = field(default_factory=new_run)
-    """Part of the prompts, so that they differ from those of other runs, which the server may have cached."""
+    """Part of the prompts, so that they differ from those of other runs, which the server may have in its cache."""
     silence_s: float = SILENCE_S
-    """A request fails if the target sends nothing for this time. Above 0, up to one day."""
+    """Time in seconds without data after which a request fails, above 0 and up to one day."""
     clock: RunClock = field(default_factory=RunClock)
     calibrations: dict[tuple[int, int], Calibration] = field(default_factory=dict)
-    """By target and prompt length."""
+    """Calibrations by target (its ``id``) and prompt length."""
 
     def __post_init__(self) -> None:
         seconds = self.silence_s
         if isinstance(seconds, bool) or not isinstance(seconds, int | float) or not 0 < seconds <= DAY_S:
             raise InvalidRequestError(
-                f"silence_s is {seconds!r:.40}; give seconds above 0 and up to {DAY_S:,}", param="silence_s"
+                f"silence_s is {seconds!r:.40}; give a number of seconds above 0 and up to {DAY_S:,}", param="silence_s"
             )
 
 
 async def drive(
     target: Target, case: Case, *, repeat: int = 0, silence_s: float = SILENCE_S
-) -> AsyncGenerator[Sample, None]:
+) -> AsyncGenerator[RequestSample, None]:
     """Measure one case: its warm-up, then its requests. Yields each sample when its request ends.
 
-    A failed request yields a sample with its error. After three consecutive requests without any reply, the rest of the
-    case is not sent and yields samples with a corresponding error. Closing the generator cancels running requests.
+    A failed request yields a sample with its error. After three consecutive requests without any reply, the other
+    requests of the case are not sent, and yield samples with an error that says so. Closing the generator cancels
+    running requests.
     """
     case_run = CaseRun(target, case, repeat=repeat, run=Run(silence_s=silence_s))
     await case_run.prepare()
@@ -90,7 +94,7 @@ async def drive(
 
 
 class CaseRun:
-    """One repeat of a case on a target. Call ``prepare``, ``warm_up``, then ``measure`` for parts of the requests."""
+    """One repeat of a case on a target. Call ``prepare``, ``warm_up``, and ``measure`` for parts of the requests."""
 
     def __init__(self, target: Target, case: Case, *, repeat: int, run: Run) -> None:
         self._target = target
@@ -103,10 +107,12 @@ class CaseRun:
         """Consecutive requests without any reply."""
 
     async def prepare(self) -> None:
-        """Get the facts about the target and calibrate the prompt length. Other errors are left to the requests.
+        """Get the facts about the target, and calibrate the length of prompts.
+
+        Errors other than the one below are logged; they will occur again with the requests.
 
         Raises:
-            UnclearModelError: the model to be measured is not specified.
+            UnclearModelError: it is not clear which model is to be measured.
         """
         known, key = self._run.calibrations, (id(self._target), self._case.prompt_tokens)
         try:
@@ -117,7 +123,7 @@ class CaseRun:
         except UnclearModelError:
             raise
         except (LabError, OSError, TimeoutError) as exc:
-            log.info("%s could not be queried before the measurement: %r", self._target.name, exc)
+            log.info("%s could not be described or calibrated: %r", self._target.name, exc)
         self._calibration = known.get(key, self._calibration)
 
     async def _describe(self) -> None:
@@ -126,10 +132,10 @@ class CaseRun:
         except UnclearModelError:
             raise
         except (LabError, OSError) as exc:
-            log.info("%s does not describe itself: %s", self._target.name, exc)
+            log.info("%s could not be described: %s", self._target.name, exc)
 
-    async def warm_up(self) -> AsyncGenerator[Sample, None]:
-        """Send requests that are not counted. Their prompt tokens correct the length of the following prompts."""
+    async def warm_up(self) -> AsyncGenerator[RequestSample, None]:
+        """Send the warm-up requests. Their prompt tokens correct the length of the following prompts."""
         numbers = range(self._case.warm_up)
         async with aclosing(_samples_of(lambda on_sample: self._users(numbers, on_sample, warm_up=True))) as ended:
             async for sample in ended:
@@ -142,21 +148,21 @@ class CaseRun:
         if not self._calibration.confirmed:
             self._calibration = known[key] = self._calibration.corrected(self._case.prompt_tokens, counted_tokens)
 
-    def measure(self, numbers: Sequence[int]) -> AsyncGenerator[Sample, None]:
-        """Send the requests with these numbers, at the times that the case's arrival determines."""
+    def measure(self, numbers: Sequence[int]) -> AsyncGenerator[RequestSample, None]:
+        """Send the requests with these numbers, at the times given by the case's arrival."""
         arrival = self._case.arrival
         if isinstance(arrival, Closed):
             return _samples_of(lambda on_sample: self._users(numbers, on_sample))
         return _samples_of(lambda on_sample: self._arrivals(arrival, numbers, on_sample))
 
     async def _users(self, numbers: Iterable[int], on_sample: SampleCallback, *, warm_up: bool = False) -> None:
-        """Each of the users sends the next request when its previous one has ended."""
+        """Run ``concurrency`` users, each of which sends its next request when its previous one has ended."""
         remaining = iter(numbers)
 
         async def user() -> None:
             advised_s: float | None = None
             for number in remaining:
-                await asyncio.sleep(min(advised_s or 0.0, RETRY_LIMIT_S))
+                await asyncio.sleep(min(advised_s or 0.0, MAX_RETRY_DELAY_S))
                 sample, advised_s = await self._request(number, warm_up=warm_up)
                 on_sample(sample)
 
@@ -165,7 +171,7 @@ class CaseRun:
                 users.create_task(user())
 
     async def _arrivals(self, arrival: Poisson, numbers: Sequence[int], on_sample: SampleCallback) -> None:
-        """Send each request when it is due, or later if ``concurrency`` requests are still running."""
+        """Send each request when it is due, or later while ``concurrency`` requests are running."""
         slots = asyncio.Semaphore(self._case.concurrency)
         began_s = time.perf_counter()
 
@@ -185,8 +191,9 @@ class CaseRun:
 
     async def _request(
         self, number: int, *, warm_up: bool = False, due_s: float | None = None
-    ) -> tuple[Sample, float | None]:
-        """Send a request; return its sample, and the time that the server advises a refused user to wait."""
+    ) -> tuple[RequestSample, float | None]:
+        """Send a request. Return its sample, and the time in seconds that the server advises to wait after a
+        refusal."""
         text = self._prompt(number, warm_up=warm_up)
         now_s = time.perf_counter()
         trace = Trace(sent_at_s=now_s, due_at_s=due_s, ended_at_s=now_s)
@@ -202,7 +209,7 @@ class CaseRun:
                 error, advised_s = self._note_failure(exc)
         fields = {
             **self._fields,
-            **trace.figures(),
+            **trace.metrics(),
             "started_at": self._run.clock.stamp(trace.sent_at_s),
             "request": number,
             "warm_up": warm_up,
@@ -211,21 +218,21 @@ class CaseRun:
             "prompt_hash": prompt_hash(text),
         }
         if self._case.cache == "warm" and fields["cached_tokens"] is None:
-            # Most of the prompt was cached, but the server does not report how much.
+            # Most of the prompt was cached, but the server does not report how many tokens.
             fields["prefill_tok_s"] = None
-        return Sample(**fields), advised_s
+        return RequestSample(**fields), advised_s
 
     async def _read(self, text: str, trace: Trace) -> None:
-        """Send a prompt and add the answer's chunks to the trace.
+        """Send a prompt, and add the chunks of the answer to the trace.
 
         Raises:
-            LabError: raised by the target.
-            TimeoutError: the target sent nothing for ``silence_s``.
+            LabError: the target's error.
+            TimeoutError: the target has sent nothing for ``silence_s``.
         """
         loop, silence_s = asyncio.get_running_loop(), self._run.silence_s
         body = {"messages": [{"role": "user", "content": text}], "max_tokens": self._case.output_tokens}
         sent = False
-        # The deadline is moved ten times per silence_s, because moving it for each token is too expensive.
+        # The deadline is moved ten times per silence_s, because moving it for each token would be too slow.
         moved_s, step_s = loop.time(), silence_s / 10
         last_s = moved_s
         async with (
@@ -243,25 +250,25 @@ class CaseRun:
                     limit.reschedule(min(now_s + silence_s + step_s, last_s + KEEPALIVE_FACTOR * silence_s))
 
     def _note_failure(self, exc: Exception) -> tuple[str, float | None]:
-        """The error of the sample, and the advised time to wait."""
-        # Subclasses of UnreachableError mean that the server did reply.
+        """Return the error for the sample, and the time in seconds that the server advises to wait."""
+        # Subclasses of UnreachableError mean that there was a reply.
         no_reply = type(exc) is UnreachableError or isinstance(exc, TimeoutError)
         self._failures = self._failures + 1 if no_reply else 0
         if isinstance(exc, LabError):
             return f"{exc.code}: {exc.message}", exc.retry_after_s
         if isinstance(exc, TimeoutError):
             return (
-                f"silent: {self._target.name} sent nothing for {self._run.silence_s:g} s; check whether it is stuck",
+                f"silent: {self._target.name} sent nothing for {self._run.silence_s:g} s; check whether it hangs",
                 None,
             )
         return f"connection-lost: {exc!s:.200}", None
 
     @property
     def _skip_reason(self) -> str | None:
-        """The error of requests that are not sent, because the target does not reply."""
-        if self._failures < FAILURE_LIMIT:
+        """The error of requests that are not sent because the target does not reply; None while it does."""
+        if self._failures < MAX_FAILURES:
             return None
-        return f"unreachable: not sent, because {self._target.name} did not reply to {FAILURE_LIMIT} requests in a row"
+        return f"unreachable: not sent, because {self._target.name} did not reply to {MAX_FAILURES} requests in a row"
 
     def _prompt(self, number: int, *, warm_up: bool) -> str:
         return prompt(
@@ -269,7 +276,7 @@ class CaseRun:
             repeat=self._repeat,
             request=number,
             warm_up=warm_up,
-            # Different for each target: two targets may be the same server, which would have the prompts cached.
+            # Different for each target: two targets may be the same server, which would have the prompts in its cache.
             run=f"{self._run.id} {self._target.name}",
             tokens=self._calibration.word_tokens(self._case.prompt_tokens),
             tokens_per_word=self._calibration.tokens_per_word,
@@ -277,7 +284,7 @@ class CaseRun:
 
     @property
     def _fields(self) -> dict[str, Any]:
-        """The fields that all samples of this case run have in common."""
+        """The fields that all samples of this run of the case share."""
         case = self._case
         return {
             "run": self._run.id,
@@ -295,13 +302,13 @@ class CaseRun:
 
 
 async def calibrate(target: Target, tokens: int) -> Calibration:
-    """Measure how long prompts are, with two short requests.
+    """Measure how many tokens the words of prompts have, with two requests.
 
     Returns:
         A calibration for prompts of about ``tokens`` tokens; the default one if the target does not count tokens.
 
     Raises:
-        LabError: raised by the target.
+        LabError: the target's error.
     """
     least, most = MANY_WORDS
     many = max(least, min(tokens, most))
@@ -313,22 +320,22 @@ async def calibrate(target: Target, tokens: int) -> Calibration:
 
 
 async def _prompt_tokens(target: Target, count: int) -> int | None:
-    """The number of tokens of a prompt of ``count`` words, as counted by the target."""
+    """Return how many tokens a prompt of ``count`` words has, as counted by the target."""
     text = words(secrets.randbits(32), 0, count)
     body = {"messages": [{"role": "user", "content": text}], "max_tokens": 1}
-    found = None
+    tokens = None
     async with aclosing(target.ask(body)) as chunks:
         async for chunk in chunks:
-            found = chunk.usage.prompt if chunk.usage else found
-    return found
+            tokens = chunk.usage.prompt if chunk.usage else tokens
+    return tokens
 
 
-async def _samples_of(work: Callable[[SampleCallback], Awaitable[None]]) -> AsyncGenerator[Sample, None]:
+async def _samples_of(work: Callable[[SampleCallback], Awaitable[None]]) -> AsyncGenerator[RequestSample, None]:
     """Yield the samples that ``work`` passes to its callback. Closing the generator cancels ``work``.
 
-    The queue is bounded by the number of requests of the case.
+    The length of the queue is limited by the number of requests of the case.
     """
-    ended: asyncio.Queue[Sample | None] = asyncio.Queue()
+    ended: asyncio.Queue[RequestSample | None] = asyncio.Queue()
 
     async def run_work() -> None:
         try:

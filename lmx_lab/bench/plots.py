@@ -1,4 +1,4 @@
-"""Plots of medians with intervals. They do not use pyplot, so figures need not be closed."""
+"""Plot medians with intervals. pyplot is not used, so figures need not be closed."""
 
 from __future__ import annotations
 
@@ -8,8 +8,10 @@ import textwrap
 from collections.abc import Iterable, Sequence
 from typing import TYPE_CHECKING, Any
 
-from lmx_lab.bench.statistics import CASE, LEVEL, MEASURED, METRICS, TOTAL, Samples, summary
+from lmx_lab.bench.intervals import LEVEL
+from lmx_lab.bench.statistics import CASE, MEASURED, METRICS, TOTAL, Samples, summary
 from lmx_lab.errors import InvalidRequestError
+from lmx_lab.frames import pandas_for
 
 try:
     from matplotlib.figure import Figure
@@ -40,16 +42,16 @@ LABELS = {
 BY_CONCURRENCY = (TOTAL, "decode_tok_s", "ttft_ms")
 BY_PROMPT_LENGTH = ("prefill_tok_s", "ttft_ms", "decode_tok_s")
 PANEL_INCHES = (4.2, 3.6)
-LINE_LIMIT = 20
-NAME_CHARACTERS = 60
+MAX_LINES = 20
+MAX_NAME_CHARACTERS = 60
 LEGEND_CHARACTERS = 55
-"""Total length of the names in a row of the legend below each panel."""
+"""Length of all names in a row of the legend, per panel."""
 LEGEND_ROW_INCHES = 0.22
 TITLE_CHARACTERS = 55
 
 
 class NotebookFigure(Figure):
-    """A matplotlib figure that a notebook displays without pyplot."""
+    """A matplotlib figure that notebooks display without pyplot."""
 
     def _repr_png_(self) -> bytes:
         out = io.BytesIO()
@@ -60,11 +62,10 @@ class NotebookFigure(Figure):
 def by_concurrency(
     samples: Samples, *, metrics: Sequence[str] = BY_CONCURRENCY, level: float = LEVEL
 ) -> NotebookFigure:
-    """Plot each metric over the number of concurrent requests: medians, with bars for their intervals if known.
+    """Plot the median of each metric over the number of concurrent requests, with bars for intervals that are known.
 
-    There is a line for each combination of the other values that differ, such as the target. Times between pieces of
-    the stream (of one or several tokens) are computed per answer first: ``itl_ms_p99`` is the median of the 99th
-    percentiles of the answers.
+    There is a line for each combination of the other values that differ, such as the target. Percentiles of the time
+    between tokens are computed for each answer first: ``itl_ms_p99`` is the median of the answers' 99th percentiles.
 
     Raises:
         InvalidRequestError: a metric is unknown, there is no measured request, or there would be more than 20 lines.
@@ -76,7 +77,7 @@ def by_concurrency(
 def by_prompt_length(
     samples: Samples, *, metrics: Sequence[str] = BY_PROMPT_LENGTH, level: float = LEVEL
 ) -> NotebookFigure:
-    """Plot each metric over the length of the prompts.
+    """Plot the median of each metric over the length of the prompts.
 
     Raises:
         InvalidRequestError, ImportError: as ``by_concurrency``.
@@ -94,7 +95,7 @@ def _chart(samples: Samples, over: str, metrics: Sequence[str], level: float) ->
         raise InvalidRequestError(f"metrics is empty; give at least one, such as {TOTAL!r}", param="metrics")
     table = summary(samples, level=level)
     if not len(table):
-        raise InvalidRequestError("there is nothing to plot: there are no requests besides warm-up")
+        raise InvalidRequestError("there is nothing to plot: the table has no requests besides warm-up requests")
     lines = _lines(table, over)
     per_row = max(1, LEGEND_CHARACTERS * len(metrics) // max(len(name) + 8 for name in lines))
     legend_rows = math.ceil(len(lines) / per_row) if len(lines) > 1 else 0
@@ -113,44 +114,43 @@ def _chart(samples: Samples, over: str, metrics: Sequence[str], level: float) ->
 
 
 def _lines(table: pd.DataFrame, over: str) -> dict[str, pd.DataFrame]:
-    """Map the name of each line to its rows. The name contains the values that differ between lines."""
+    """Return the rows of each line by its name, which contains the values that differ between lines."""
     differing = [name for name in _key_columns(table, over) if table[name].nunique(dropna=False) > 1]
     if not differing:
         return {"": table}
     groups = list(table.groupby(differing, sort=False, dropna=False))
-    if len(groups) > LINE_LIMIT:
+    if len(groups) > MAX_LINES:
         raise InvalidRequestError(
-            f"the plot would have {len(groups)} lines; the limit is {LINE_LIMIT}, so choose rows by "
+            f"the plot would have {len(groups)} lines; the limit is {MAX_LINES}, so choose rows by "
             f"{' or '.join(differing)}"
         )
     lines: dict[str, pd.DataFrame] = {}
     for key, group in groups:
         name = _name(differing, key)
-        # Shortened names may be equal.
+        # Names that were shortened may be equal.
         lines[name if name not in lines else f"{name} ({len(lines) + 1})"] = group
     return lines
 
 
 def _key_columns(table: pd.DataFrame, over: str) -> list[str]:
-    """The columns that identify a line."""
+    """Return the columns that identify a line."""
     return [name for name in ("run", *MEASURED, *CASE) if name in table and name != over]
 
 
 def _title(table: pd.DataFrame, over: str) -> str:
-    """The values that all lines have in common."""
+    """Return the values that all lines have in common."""
     same = [name for name in _key_columns(table, over) if name != "run" and table[name].nunique(dropna=False) == 1]
     return " · ".join(_parts(same, table[same].iloc[0]))
 
 
 def _name(columns: Sequence[str], key: tuple[Any, ...]) -> str:
     text = " · ".join(_parts(columns, key))
-    return text if len(text) <= NAME_CHARACTERS else f"{text[: NAME_CHARACTERS - 1]}…"
+    return text if len(text) <= MAX_NAME_CHARACTERS else f"{text[: MAX_NAME_CHARACTERS - 1]}…"
 
 
 def _parts(columns: Sequence[str], values: Iterable[Any]) -> list[str]:
-    import pandas as pd
-
-    return [_describe(column, value) for column, value in zip(columns, values, strict=True) if not pd.isna(value)]
+    isna = pandas_for("a plot").isna
+    return [_describe(column, value) for column, value in zip(columns, values, strict=True) if not isna(value)]
 
 
 def _describe(column: str, value: Any) -> str:
@@ -166,7 +166,7 @@ def _describe(column: str, value: Any) -> str:
         case "threads":
             return f"{value} threads"
         case _:
-            # matplotlib would read a dollar sign as the start of a formula.
+            # matplotlib would take a dollar sign for the start of a formula.
             return str(value).replace("$", r"\$")
 
 

@@ -1,4 +1,4 @@
-"""Makes prompts from seeds.
+"""Generate prompts from seeds.
 
 Both sides of a comparison get the same prompts except for the first words, which differ so that no server can take a
 prompt from its cache.
@@ -18,18 +18,18 @@ _LINE = (
     "castle dinner farmer glass hammer jungle ladder mirror needle orange pencil rabbit saddle table uncle village"
 )
 WORDS = tuple(_LINE.split())
-OWN_WORDS = 8
+UNIQUE_WORDS = 8
 """Number of random words that make a prompt unique: 48⁸ combinations."""
-FEWEST_WORDS = 4
+MIN_WORDS = 4
 """Minimum length of a prompt: 48⁴ combinations, five million."""
 TASK = "Write a very long story, in many chapters, about all of these words."
-"""Makes models generate long answers on servers without ``ignore_eos``."""
+"""A task at the end of the prompt, with which models write long answers on servers without ``ignore_eos``."""
 _TASK_WORDS = len(TASK.split())
-SHORTEST_WITH_TASK = 2 * _TASK_WORDS
+MIN_WORDS_WITH_TASK = 2 * _TASK_WORDS
 
 
 def words(seed: int, request: int, tokens: int, tokens_per_word: float = 1.0) -> str:
-    """Random words that have about ``tokens`` tokens, at least one word. They depend only on the arguments."""
+    """Return random words of about ``tokens`` tokens, at least one word. They depend only on the arguments."""
     count = max(1, round(tokens / tokens_per_word))
     return " ".join(_random_words(f"body {seed} {request}", count))
 
@@ -44,36 +44,37 @@ def prompt(
     tokens: int | None = None,
     tokens_per_word: float = 1.0,
 ) -> str:
-    """Make the prompt of one request.
+    """Return the prompt of one request.
 
     If the case's cache is cold, the first words depend on the run, case, repeat and request, so that no cache contains
-    more of the prompt than the beginning of the chat template. If it is warm, all prompts of a run and case are equal
+    more of the prompt than the start of the chat template. If it is warm, all prompts of a run and case are equal
     except for their last words. The words after the first eight are the same in all runs.
 
     Args:
         run: A text that is unique for the run and the target.
-        tokens: Length without the tokens of the chat template; by default ``case.prompt_tokens``.
+        tokens: Length of the prompt without the chat template; by default ``case.prompt_tokens``.
+        tokens_per_word: Mean number of tokens of a word in the vocabulary of the target.
     """
-    count = max(FEWEST_WORDS, round((case.prompt_tokens if tokens is None else tokens) / tokens_per_word))
-    task = TASK.split() if count >= SHORTEST_WITH_TASK else []
+    count = max(MIN_WORDS, round((case.prompt_tokens if tokens is None else tokens) / tokens_per_word))
+    task = TASK.split() if count >= MIN_WORDS_WITH_TASK else []
     count -= len(task)
     if case.cache == "cold":
-        own = min(OWN_WORDS, count)
+        own = min(UNIQUE_WORDS, count)
         first = _random_words(f"first {run} {case.name} {case.seed} {repeat} {request} {warm_up}", own)
         return " ".join([*first, *_random_words(f"body {case.seed} {request}", count - own), *task])
-    last = _random_words(f"last {case.seed} {repeat} {request} {warm_up}", min(OWN_WORDS, count // 4))
-    own = min(OWN_WORDS, count - len(last))
+    last = _random_words(f"last {case.seed} {repeat} {request} {warm_up}", min(UNIQUE_WORDS, count // 4))
+    own = min(UNIQUE_WORDS, count - len(last))
     first = _random_words(f"first {run} {case.name} {case.seed}", own)
     return " ".join([*first, *_random_words(f"body {case.seed}", count - own - len(last)), *last, *task])
 
 
 def prompt_hash(text: str) -> str:
-    """A hash of the text after the first eight words, to check that two targets got the same prompt.
+    """Hash the text after the first eight words, to check that two targets got the same prompt.
 
     Returns:
         The first 16 hexadecimal digits of the SHA-256 hash.
     """
-    common = " ".join(text.split(" ")[OWN_WORDS:])
+    common = " ".join(text.split(" ")[UNIQUE_WORDS:])
     return hashlib.sha256(common.encode()).hexdigest()[:16]
 
 

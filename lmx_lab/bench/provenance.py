@@ -1,4 +1,4 @@
-"""Describes the software and the machine of a measurement, without personal data."""
+"""Describe the software and the machine of a measurement, without personal data."""
 
 from __future__ import annotations
 
@@ -17,20 +17,21 @@ PACKAGES = (
     *("mlx", "mlx-lm", "scipy-openblas32", "numpy", "llguidance", "xllamacpp"),
     *("uvicorn", "fastapi", "starlette", "pydantic", "websockets", "httpx2", "pandas"),
 )
-"""scipy-openblas32 is the BLAS that the engine uses on Linux. The BLAS of a target is in its rows."""
+"""Packages whose versions are recorded. The BLAS that a target uses is in its rows; on Linux it is scipy-openblas32."""
 THREAD_VARIABLES = ("OMP_NUM_THREADS", "OPENBLAS_NUM_THREADS", "LMX_LAB_THREADS", "LMX_LAB_BLAS")
-COMMAND_LIMIT_S = 10.0
+COMMAND_S = 10.0
+"""Time limit of a command."""
 FOLDER = Path(__file__).parent.parent
 
 
 def provenance(*, seeds: Iterable[int] = (), **facts: Any) -> dict[str, Any]:
-    """Versions, commit, machine and time, valid in JSON. Unknown values are ``None``.
+    """Return versions, commit, machine and time as JSON values. Values that are not known are ``None``.
 
-    It contains no host names, user names or folders. Runs ``git`` (and ``sysctl`` on macOS) for some milliseconds.
+    There are no host names, user names or folders in it. Runs ``git`` (and ``sysctl`` on macOS) for some milliseconds.
 
     Args:
         seeds: The seeds of the cases.
-        facts: Further values, which replace those of the same name.
+        facts: Further values, which replace values of the same name.
     """
     commit = _commit()
     return {
@@ -48,7 +49,7 @@ def provenance(*, seeds: Iterable[int] = (), **facts: Any) -> dict[str, Any]:
 
 
 def machine() -> dict[str, Any]:
-    """Properties of this machine that affect its speed."""
+    """Return the properties of this machine that affect its speed."""
     return {
         "system": platform.system(),
         "kernel": platform.release(),
@@ -62,7 +63,8 @@ def machine() -> dict[str, Any]:
 
 
 def _commit() -> str | None:
-    """The commit of the checkout that contains this package; an installed package may be in an unrelated checkout."""
+    """Return the commit of the checkout that contains this package. An installed package may lie in a checkout of
+    another project, which does not count."""
     if _output("git", "ls-files", "--error-unmatch", "__init__.py") is None:
         return None
     return _output("git", "rev-parse", "HEAD")
@@ -90,7 +92,7 @@ def _version(package: str) -> str | None:
 
 def _output(*command: str) -> str | None:
     try:
-        done = subprocess.run(command, cwd=FOLDER, capture_output=True, text=True, check=False, timeout=COMMAND_LIMIT_S)
+        done = subprocess.run(command, cwd=FOLDER, capture_output=True, text=True, check=False, timeout=COMMAND_S)
     except (OSError, subprocess.TimeoutExpired):
         return None
     return done.stdout.strip() if done.returncode == 0 else None

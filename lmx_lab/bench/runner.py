@@ -1,4 +1,4 @@
-"""Runs cases against targets, blocking or as an async iterator, with progress and optional storage."""
+"""Run cases against targets, blocking or as an async iterator, with progress and optional storage."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any, TypeAlias
 from lmx_lab.bench.case import Case, Closed, Sweep, number_repeats
 from lmx_lab.bench.load_generator import SILENCE_S, CaseRun, Run
 from lmx_lab.bench.provenance import provenance
-from lmx_lab.bench.sample import Sample, frame
+from lmx_lab.bench.sample import RequestSample, frame
 from lmx_lab.bench.storage import Recorder
 from lmx_lab.bench.targets import Target, as_target
 from lmx_lab.errors import InvalidRequestError
@@ -29,18 +29,18 @@ if TYPE_CHECKING:
 Measured: TypeAlias = "Target | str | ModelManager"
 Plan: TypeAlias = Sweep | Case | Sequence[Case]
 POLL_S = 0.25
-"""Upper limit of one wait: a signal that arrives just before a wait begins does not interrupt it."""
+"""Maximum duration of one wait. A signal that arrives just before a wait starts does not interrupt it."""
 END_S = 5.0
-"""Time limit for cancelled requests to end."""
+"""Maximum time to wait until cancelled requests have ended."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class RunProgress:
-    """Progress of a run, in requests; warm-up requests are included."""
+    """Progress of a run in requests, warm-up requests included."""
 
     done: int
     total: int
-    sample: Sample
+    sample: RequestSample
     """The latest sample."""
 
 
@@ -55,28 +55,28 @@ def run(
     record: bool | Path | str = False,
     silence_s: float = SILENCE_S,
 ) -> pd.DataFrame:
-    """Run the plan and return a table with a row for each request, including failed ones; see ``summary``.
+    """Run the plan and return a table with a row for each request, failed ones included. ``summary`` summarizes it.
 
-    The call blocks; the requests are sent from a separate thread. A lab that serves on the kernel's own event loop
-    cannot answer in the meantime. To measure such a lab, use ``async for sample in samples(...)``, its engine as the
+    The call blocks, and the requests are sent from another thread. A lab that serves on the kernel's own event loop
+    cannot answer in the meantime. To measure such a lab, use ``async for sample in samples(...)``, or its engine as the
     target, or ``launch(loop="thread")``.
 
     Args:
-        target: An address, an engine or a ``Target``; or several of them, which are measured in turns so that drift of
-            the machine affects all alike.
+        target: An address, an engine or a ``Target``; or several of them, which are measured in turns, so that drift of
+            the machine affects all of them alike.
         plan: A sweep, a case or a sequence of cases.
-        progress: True for a progress bar in a terminal (on standard error) or a notebook; or a function, which is
-            called on this thread.
-        record: Store the run in ``bench`` in the lab's home, or in the given folder.
-        silence_s: A request fails if the target sends nothing for this time.
+        progress: True for a progress bar in a terminal (on standard error) or a notebook, or a function that is called
+            on this thread.
+        record: True to store the run in ``bench`` in the lab's home, or the folder for it.
+        silence_s: Time in seconds without data after which a request fails.
 
     Returns:
-        The first Ctrl-C cancels running requests; the finished ones are returned with ``.attrs["interrupted"]`` true. A
-        second Ctrl-C raises immediately. ``.attrs["provenance"]`` describes the software and the machine,
-        ``.attrs["path"]`` is the stored file.
+        A table. After the first Ctrl-C, which cancels running requests, it has the requests that have ended, and
+        ``.attrs["interrupted"]`` is true; a second Ctrl-C raises at once. ``.attrs["provenance"]`` describes the
+        software and the machine, ``.attrs["path"]`` is the stored file.
 
     Raises:
-        InvalidRequestError: a target or the plan is invalid, or the run cannot be stored.
+        InvalidRequestError: a target or the plan is not valid, or the run cannot be stored.
         ImportError: pandas is not installed.
     """
     frame(())
@@ -84,14 +84,14 @@ def run(
     targets = _targets(target)
     known = provenance(seeds=[case.seed for case in cases], run=shared.id)
     total = len(targets) * sum(case.warm_up + case.requests for case in cases)
-    taken: list[Sample] = []
+    taken: list[RequestSample] = []
     recorder = Recorder(record if isinstance(record, Path | str) else None, provenance=known) if record else None
     worker = _Worker(lambda: _samples(targets, cases, shared))
     with recorder or nullcontext(), _progress_callback(progress) as report, _interruptible(worker):
         for sample in worker:
             taken.append(sample)
             if recorder is not None:
-                recorder.keep(sample)
+                recorder.add_or_log(sample)
             report(RunProgress(done=len(taken), total=total, sample=sample))
     table = frame(taken, known)
     table.attrs["interrupted"] = worker.cancelled
@@ -105,14 +105,20 @@ async def samples(
     *,
     silence_s: float = SILENCE_S,
     shared: Run | None = None,
-) -> AsyncGenerator[Sample, None]:
-    """Like ``run``, but on this event loop: yield each sample when its request ends. Closing it cancels all requests.
+) -> AsyncGenerator[RequestSample, None]:
+    """Run the plan on this event loop, and yield each sample when its request ends.
+
+    Closing the generator cancels all requests.
 
     Args:
-        shared: Its ``id`` should be in the provenance of a stored run. Its ``silence_s`` replaces the argument.
+        target: As in ``run``.
+        plan: As in ``run``.
+        silence_s: Time in seconds without data after which a request fails.
+        shared: State of the run. Its ``id`` should be in the provenance of a stored run, and its ``silence_s`` replaces
+            the argument.
 
     Raises:
-        InvalidRequestError: a target or the plan is invalid.
+        InvalidRequestError: a target or the plan is not valid.
     """
     measured = _samples(_targets(target), _cases(plan), shared or Run(silence_s=silence_s))
     async with aclosing(measured) as ended:
@@ -120,7 +126,7 @@ async def samples(
             yield sample
 
 
-async def _samples(targets: list[Target], cases: tuple[Case, ...], shared: Run) -> AsyncGenerator[Sample, None]:
+async def _samples(targets: list[Target], cases: tuple[Case, ...], shared: Run) -> AsyncGenerator[RequestSample, None]:
     for repeat, case in number_repeats(cases):
         case_runs = [CaseRun(target, case, repeat=repeat, run=shared) for target in targets]
         for case_run in case_runs:
@@ -131,10 +137,11 @@ async def _samples(targets: list[Target], cases: tuple[Case, ...], shared: Run) 
                     yield sample
 
 
-def _parts(case_runs: list[CaseRun], case: Case, repeat: int) -> Iterator[AsyncGenerator[Sample, None]]:
+def _parts(case_runs: list[CaseRun], case: Case, repeat: int) -> Iterator[AsyncGenerator[RequestSample, None]]:
     """Yield the warm-up of each target, then the requests. The order of targets changes with each repeat and turn.
 
-    With a single user, targets take turns after each request. Several users would have to wait for each other then.
+    With a single user, targets take turns after each request. With several users this would make them wait for each
+    other, so each target gets all its requests at once.
     """
     for case_run in case_runs:
         yield case_run.warm_up()
@@ -154,7 +161,7 @@ def _targets(given: Measured | Sequence[Measured]) -> list[Target]:
         raise InvalidRequestError("there is no target; give an address such as http://127.0.0.1:8400", param="target")
     if len(set(names)) < len(names):
         raise InvalidRequestError(
-            f"two targets have the same name ({', '.join(names):.200}); use ChatTarget(url, name='before')",
+            f"two targets have the same name ({', '.join(names):.200}); give names with ChatTarget(url, name='before')",
             param="target",
         )
     return targets
@@ -173,22 +180,22 @@ def _cases(plan: Plan) -> tuple[Case, ...]:
 
 
 class _Worker:
-    """A thread with an event loop that measures. Iterating starts it and yields the samples.
+    """A thread that measures on an event loop of its own. Iterating starts it and yields the samples.
 
-    Its queue is bounded by the number of samples of the run.
+    The length of its queue is limited by the number of samples of the run.
     """
 
-    def __init__(self, measure: Callable[[], AsyncGenerator[Sample, None]]) -> None:
+    def __init__(self, measure: Callable[[], AsyncGenerator[RequestSample, None]]) -> None:
         self.cancelled = False
         self._measure = measure
-        self._ended: queue.SimpleQueue[Sample | BaseException | None] = queue.SimpleQueue()
+        self._ended: queue.SimpleQueue[RequestSample | BaseException | None] = queue.SimpleQueue()
         self._thread = threading.Thread(target=self._main, name="lmx-lab-bench", daemon=True)
         self._task: asyncio.Task[None] | None = None
         self._loop: asyncio.AbstractEventLoop | None = None
-        # Reentrant: a signal handler may run while its own thread holds the lock.
+        # Reentrant, because a signal handler may run while its own thread holds the lock.
         self._lock = threading.RLock()
 
-    def __iter__(self) -> Iterator[Sample]:
+    def __iter__(self) -> Iterator[RequestSample]:
         self._thread.start()
         try:
             while (item := self._next()) is not None:
@@ -200,13 +207,17 @@ class _Worker:
             self._thread.join(END_S)
 
     def cancel(self, *, requested: bool = True) -> None:
-        """Cancel all requests. Idempotent; can be called from any thread and from signal handlers."""
+        """Cancel all requests. Idempotent; can be called on any thread and in signal handlers.
+
+        Args:
+            requested: Whether the user has requested it, so that the results are incomplete.
+        """
         self.cancelled = self.cancelled or requested
         with self._lock:
             if self._loop is not None and self._task is not None:
                 self._loop.call_soon_threadsafe(self._task.cancel)
 
-    def _next(self) -> Sample | BaseException | None:
+    def _next(self) -> RequestSample | BaseException | None:
         while True:
             try:
                 return self._ended.get(timeout=POLL_S)
@@ -239,10 +250,10 @@ class _Worker:
 
 @contextmanager
 def _interruptible(worker: _Worker) -> Iterator[None]:
-    """Within the block, the first Ctrl-C cancels the worker and the second one raises ``KeyboardInterrupt``.
+    """Let the first Ctrl-C in the block cancel the worker, and the second one raise ``KeyboardInterrupt``.
 
-    An exception could be raised after a request has ended but before its sample is stored. In cells with ``await``,
-    ipykernel's own handler does not raise at all.
+    An exception of the default handler could be raised after a request has ended but before its sample is stored. In
+    cells with ``await``, the handler of ipykernel raises no exception at all.
     """
     previous: Any = signal.getsignal(signal.SIGINT)
     if threading.current_thread() is not threading.main_thread() or not callable(previous):
@@ -273,7 +284,7 @@ def _progress_callback(progress: bool | ProgressCallback) -> Iterator[ProgressCa
 
 
 def progress_text(step: RunProgress) -> str:
-    """The latest sample in one line. Control characters are replaced, because parts of it come from a server."""
+    """Return the latest sample as one line. Control characters are replaced, because parts of it come from a server."""
     sample = step.sample
     rate = f"{sample.decode_tok_s:.1f} tok/s" if sample.decode_tok_s else ""
     result = f"failed: {sample.error:.40}" if sample.error else rate

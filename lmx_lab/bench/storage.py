@@ -1,6 +1,6 @@
-"""Stores runs as JSON lines: the provenance first, then each sample when its request ends.
+"""Store runs as JSON lines: the provenance first, then each sample when its request ends.
 
-The file of a killed run contains all samples, except perhaps the last one, whose line may be incomplete.
+The file of a run that was killed contains all samples, except perhaps the last one, whose line may be incomplete.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from types import TracebackType
 from typing import IO, TYPE_CHECKING, Any, Self
 
 from lmx_lab.bench.provenance import provenance as current_provenance
-from lmx_lab.bench.sample import COLUMNS, Sample, new_run, read_row, row, table_of
+from lmx_lab.bench.sample import COLUMNS, RequestSample, new_run, read_row, row, table_of
 from lmx_lab.errors import InvalidRequestError
 from lmx_lab.settings import Settings
 
@@ -27,14 +27,14 @@ log = logging.getLogger(__name__)
 
 FORMAT = 1
 SUFFIX = ".jsonl"
-LINE_LIMIT = 2**20
-"""In characters; a sample has some hundreds."""
+MAX_LINE_CHARACTERS = 2**20
+"""Maximum length of a line. A sample has some hundred characters."""
 NAME = re.compile(r"\d{8}T\d{6}Z-[0-9a-f]{6}")
-"""The name of a run, as made by ``new_run``."""
+"""The name of a run, as returned by ``new_run``."""
 
 
 def default_folder() -> Path:
-    """The folder ``bench`` in the lab's home."""
+    """Return the folder ``bench`` in the lab's home."""
     return Settings.read().home / "bench"
 
 
@@ -48,8 +48,9 @@ class Recorder:
     the run fails before its first sample, the file is removed.
 
     Args:
-        folder: Created if missing, accessible by its owner only; by default ``bench`` in the lab's home.
-        provenance: Provenance of the run; by default determined now.
+        folder: The folder for the file; by default ``bench`` in the lab's home. It is created if it does not exist,
+            accessible by its owner only.
+        provenance: Provenance of the run; by default that of this moment.
 
     Raises:
         InvalidRequestError: the provenance is not valid JSON, or the file cannot be created.
@@ -59,9 +60,9 @@ class Recorder:
         self.folder = default_folder() if folder is None else Path(folder)
         self.provenance: dict[str, Any] = dict(current_provenance() if provenance is None else provenance)
         self.path: Path | None = None
-        """The file; set when the context is entered."""
+        """The file. It is set when the context is entered."""
         self.failure: OSError | None = None
-        """The error after which ``keep`` has stopped writing."""
+        """The error after which ``add_or_log`` has stopped writing."""
         self._file: IO[str] | None = None
         self._is_empty = True
 
@@ -84,7 +85,7 @@ class Recorder:
             ) from exc
         return self
 
-    def add(self, sample: Sample) -> None:
+    def add(self, sample: RequestSample) -> None:
         """Write a sample.
 
         Raises:
@@ -96,8 +97,8 @@ class Recorder:
         self._file.write(_line(row(sample)))
         self._is_empty = False
 
-    def keep(self, sample: Sample) -> None:
-        """Like ``add``, but an error is logged and stops the writing only, so that the measurement continues."""
+    def add_or_log(self, sample: RequestSample) -> None:
+        """Write a sample. After an error, which is logged, nothing more is written, but the measurement continues."""
         if self.failure is None:
             try:
                 self.add(sample)
@@ -110,7 +111,7 @@ class Recorder:
     ) -> None:
         if self._file is not None:
             file, self._file = self._file, None
-            with suppress(OSError):  # The disk is still full.
+            with suppress(OSError):  # For example, if the disk is still full.
                 file.close()
         if kind is not None and self._is_empty and self.path is not None:
             self.path.unlink(missing_ok=True)
@@ -118,9 +119,9 @@ class Recorder:
 
 
 def save(
-    samples: Iterable[Sample], provenance: Mapping[str, Any] | None = None, folder: Path | str | None = None
+    samples: Iterable[RequestSample], provenance: Mapping[str, Any] | None = None, folder: Path | str | None = None
 ) -> Path:
-    """Store the samples of a run and return the file.
+    """Store the samples of a run, and return the path of the file.
 
     Raises:
         InvalidRequestError, OSError: as ``Recorder``.
@@ -133,15 +134,15 @@ def save(
 
 
 def load(path: Path | str | None = None, *, last: int | None = None) -> pd.DataFrame:
-    """Load the samples of one run, or of all runs in a folder, oldest first. The column ``run`` is the file's name.
+    """Load the samples of one run, or of all runs in a folder, the oldest first. The column ``run`` is the file's name.
 
     Unknown columns of newer versions are dropped; columns that an older version did not have are missing values.
-    Incomplete lines are skipped. ``.attrs["provenance"]`` maps the name of each run to its provenance;
-    ``.attrs["skipped"]`` maps the name of each other file in the folder to the reason why it was not loaded.
+    Incomplete lines are skipped. ``.attrs["provenance"]`` has the provenance of each run by its name, and
+    ``.attrs["skipped"]`` the reason why each other file in the folder was not loaded.
 
     Args:
         path: A file or a folder; by default ``bench`` in the lab's home.
-        last: Load only this many of the newest runs in the folder.
+        last: Number of runs to load, the newest ones of the folder; by default all.
 
     Raises:
         InvalidRequestError: ``path`` does not exist, or the file is not a run.
@@ -183,21 +184,21 @@ def _files(source: Path, last: int | None, *, explicit: bool) -> list[Path]:
 def _read(path: Path) -> tuple[dict[str, Any], list[dict[str, Any]]]:
     with path.open(encoding="utf-8", errors="replace") as file:
         lines = _lines(file)
-        head = _parsed(next(lines, ""))
+        head = _parse_object(next(lines, ""))
         if head is None or not isinstance(head.get("provenance"), dict) or "lmx_lab_bench" not in head:
-            raise InvalidRequestError(f"{path} is not a run: its first line is not a provenance")
-        samples = (read_row(one) for one in map(_parsed, lines) if one is not None)
+            raise InvalidRequestError(f"{path} is not the file of a run: its first line is not a provenance")
+        samples = (read_row(one) for one in map(_parse_object, lines) if one is not None)
         return head["provenance"], [one for one in samples if one is not None]
 
 
 def _lines(file: IO[str]) -> Iterator[str]:
-    """The lines of the file. A line longer than any sample is split into pieces, which are not valid samples."""
-    while line := file.readline(LINE_LIMIT):
+    """Yield the lines of the file. A line that is longer than any sample is split into pieces, which are not valid."""
+    while line := file.readline(MAX_LINE_CHARACTERS):
         yield line
 
 
-def _parsed(line: str) -> dict[str, Any] | None:
-    """The JSON object in a line; ``None`` if it is incomplete or not an object."""
+def _parse_object(line: str) -> dict[str, Any] | None:
+    """Return the JSON object in a line; ``None`` if it is incomplete or not an object."""
     try:
         value = json.loads(line)
     except (ValueError, RecursionError):
@@ -207,7 +208,7 @@ def _parsed(line: str) -> dict[str, Any] | None:
 
 def _line(value: dict[str, Any]) -> str:
     try:
-        # ASCII, so that any text of a server's error can be written.
+        # In ASCII, so that any error text of a server can be written.
         return json.dumps(value, allow_nan=False) + "\n"
     except (TypeError, ValueError, RecursionError) as exc:
-        raise InvalidRequestError(f"the run cannot be stored as JSON: {exc!s:.200}; give plain values") from exc
+        raise InvalidRequestError(f"the run cannot be written as JSON: {exc!s:.200}; give plain Python values") from exc

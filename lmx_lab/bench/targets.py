@@ -1,4 +1,4 @@
-"""Targets of a measurement: a chat-format server at an address, and an engine of this process without HTTP."""
+"""Provide the targets of a measurement: a chat-format server, and an engine of this process without HTTP."""
 
 from __future__ import annotations
 
@@ -13,11 +13,11 @@ from typing import TYPE_CHECKING, Any, Protocol
 
 from typing_extensions import TypeIs
 
-from lmx_lab.bench.chunks import Chunk, ServerFigures, chunk_of
-from lmx_lab.bench.http_stream import Address, Exchange
+from lmx_lab.bench.http_stream import ChatEndpoint, TimedRequest
+from lmx_lab.bench.metrics import Chunk, ServerMetrics, measure_chunk
 from lmx_lab.client import AsyncLabClient, ChatFormatClient
 from lmx_lab.client.chat_chunks import ChunkReader, TokenUsage
-from lmx_lab.client.chat_format import DONE, END_S
+from lmx_lab.client.chat_format import DONE, MAX_OPEN_S
 from lmx_lab.client.errors import was_sent
 from lmx_lab.client.streams import next_until
 from lmx_lab.errors import (
@@ -36,8 +36,9 @@ if TYPE_CHECKING:
     from lmx_lab.values.generation import GenerationReport
 
 LAB_FIELDS = {"temperature": 0, "ignore_eos": True}
-"""Fields for a lab's server: all answers have the requested length and are deterministic."""
-NAMES_SHOWN = 5
+"""Additional request fields for LMX Lab servers, with which all answers are deterministic and have the requested
+length."""
+MAX_SHOWN_NAMES = 5
 """Number of model names in an error message."""
 
 
@@ -46,7 +47,8 @@ class TargetFacts:
     """Facts about the target. Unknown values are ``None``."""
 
     engine: str | None = None
-    """Name and version of the server. A lab with llama.cpp adds its version: ``lmx-lab 1.0, llama.cpp-2026.10``."""
+    """Name and version of the server. An LMX Lab server adds the version of llama.cpp if that runs the model:
+    ``lmx-lab 1.0, llama.cpp-2026.10``."""
     model: str | None = None
     quantization: str | None = None
     device: str | None = None
@@ -55,44 +57,46 @@ class TargetFacts:
 
 
 class Target(Protocol):
-    """Something that answers chats. It can be used on several event loops, one after the other."""
+    """Something that answers chats and can be measured. It can be used on several event loops, one after the other."""
 
     @property
     def name(self) -> str: ...
 
     async def describe(self) -> TargetFacts:
-        """The facts about the target and its current model.
+        """Return facts about the target and its current model.
 
         Raises:
             LabError: the target does not answer, or has no model.
         """
 
     def ask(self, body: Mapping[str, Any]) -> AsyncGenerator[Chunk, None]:
-        """Send a chat request with ``messages`` and ``max_tokens``; the target adds its own fields.
+        """Send a chat request with ``messages`` and ``max_tokens``, and yield the chunks of the answer.
 
-        The first chunk is empty and has the time when the request was sent. Closing the generator cancels the request.
+        The target adds fields of its own to the request. The first chunk is empty and has the time at which the request
+        was sent. Closing the generator cancels the request.
 
         Raises:
-            LabError: before the first chunk or after any. ``UnreachableError``, but not its subclasses, means that
-                there was no reply.
+            LabError: before the first chunk or after any chunk. ``UnreachableError``, but not its subclasses, means
+                that there was no reply.
         """
 
 
 class ChatTarget:
-    """Any server with the chat-completions format, over HTTP.
+    """Any chat-format server, over HTTP.
 
-    Each request has its own connection, which is opened before its time is measured. Answers of a lab's server have the
-    requested length; those of other servers may be shorter.
+    Each request has a connection of its own, which is opened before the time is measured. Answers of LMX Lab servers
+    have the requested length; those of other servers may be shorter.
 
     Args:
-        url: Address, with or without ``/v1`` at the end.
-        model: By default the loaded model of a lab, or the only model that another server lists.
-        name: Name in tables; by default the address.
+        url: The address, with or without ``/v1`` at the end.
+        model: The model to measure; by default the loaded model of an LMX Lab server, or the only model that another
+            server lists.
+        name: The target's name in tables; by default the address.
         known: Facts that the server does not report, such as ``TargetFacts(engine="llama.cpp", device="cpu")``.
         extra: Additional fields of each request, such as ``{"ignore_eos": True}`` for llama.cpp and vLLM.
 
     Raises:
-        InvalidRequestError: the address or the key is invalid.
+        InvalidRequestError: the address or the key is not valid.
     """
 
     def __init__(
@@ -105,8 +109,8 @@ class ChatTarget:
         known: TargetFacts | None = None,
         extra: Mapping[str, Any] | None = None,
     ) -> None:
-        self._address = Address(url, api_key)
-        self.url = self._address.url
+        self._endpoint = ChatEndpoint(url, api_key)
+        self.url = self._endpoint.url
         self.name = name or self.url.partition("://")[2]
         self._model = model
         self._api_key = api_key
@@ -134,12 +138,13 @@ class ChatTarget:
         return replace(found, **given)
 
     def _only(self, names: list[str]) -> str:
-        """The only listed model. The first of several is no default: some servers list all that they could load."""
+        """Return the only listed model. Some servers list all models that they could load, so the first of several
+        models is not used by default."""
         if not names:
-            raise ModelNotFoundError(f"{self.url} lists no models; give the name of one as model=")
+            raise ModelNotFoundError(f"{self.url} lists no models; give the name of a model with model=")
         if len(names) > 1:
-            more = len(names) - NAMES_SHOWN
-            listed = ", ".join(names[:NAMES_SHOWN]) + (f" and {more} more" if more > 0 else "")
+            more = len(names) - MAX_SHOWN_NAMES
+            listed = ", ".join(names[:MAX_SHOWN_NAMES]) + (f" and {more} more" if more > 0 else "")
             raise UnclearModelError(f"{self.url} lists {len(names)} models ({listed:.400}); choose one with model=")
         return names[0]
 
@@ -151,7 +156,7 @@ class ChatTarget:
         else:
             chosen = [record for record in listed.models if record.id == self._model]
         if not chosen:
-            missing = "chat model in memory" if self._model is None else f"model {self._model!r:.80}"
+            missing = "loaded chat model" if self._model is None else f"model {self._model!r:.80}"
             raise NotLoadedError(f"{self.url} has no {missing}; load one first")
         record, compute = chosen[0], listed.compute
         versions = {engine.name: engine.version for engine in listed.engines}
@@ -165,7 +170,7 @@ class ChatTarget:
 
     async def ask(self, body: Mapping[str, Any]) -> AsyncGenerator[Chunk, None]:
         if self._is_lab is None:
-            # Not every server lists its models. Other errors occur again with the request.
+            # Some servers do not list their models. Other errors will occur again with the request.
             try:
                 await self.describe()
             except UnclearModelError:
@@ -175,25 +180,25 @@ class ChatTarget:
         lab_fields = LAB_FIELDS if self._is_lab else {}
         stream = {"stream": True, "stream_options": {"include_usage": True}}
         request = {"model": self._model or "default", **body, **stream, **lab_fields, **self._extra}
-        async with Exchange(self._address, _json(request)) as exchange:
-            yield Chunk(at_s=exchange.send())
-            async with aclosing(self._chunks(exchange)) as chunks:
+        async with TimedRequest(self._endpoint, _encode(request)) as sent:
+            yield Chunk(at_s=sent.send())
+            async with aclosing(self._chunks(sent)) as chunks:
                 async for chunk in chunks:
                     yield chunk
 
-    async def _chunks(self, exchange: Exchange) -> AsyncGenerator[Chunk, None]:
+    async def _chunks(self, request: TimedRequest) -> AsyncGenerator[Chunk, None]:
         reader, until_s = ChunkReader(self.url), None
-        async with aclosing(exchange.events()) as events:
+        async with aclosing(request.events()) as events:
             while (event := await next_until(events, until_s)) is not None and (event.data or "").strip() != DONE:
-                yield chunk_of(reader.read(event.data) if event.data else None, event.at_s)
+                yield measure_chunk(reader.read(event.data) if event.data else None, event.at_s)
                 if reader.finished and until_s is None:
-                    until_s = asyncio.get_running_loop().time() + END_S
+                    until_s = asyncio.get_running_loop().time() + MAX_OPEN_S
         if not reader.finished:
-            raise ConnectionLostError(f"{self.url} ended the stream before the answer's end; send the request again")
+            raise ConnectionLostError(f"{self.url} ended the stream before the answer was complete; try again")
 
 
 class EngineTarget:
-    """An engine of this process with its loaded model, without HTTP."""
+    """An engine of this process with its loaded model, measured without HTTP."""
 
     def __init__(self, engine: ModelManager, *, name: str = "engine") -> None:
         self.name = name
@@ -205,7 +210,7 @@ class EngineTarget:
     async def describe(self) -> TargetFacts:
         now = self._engine.snapshot
         if now.entry is None:
-            raise NotLoadedError("the engine has no model in memory; load one first")
+            raise NotLoadedError("the engine has no loaded model; load one first")
         facts = _engine_facts(
             "lmx-lab, bare",
             llama=self._engine.fingerprint if now.entry.format == "gguf" else None,
@@ -229,14 +234,14 @@ class EngineTarget:
             async for delta in stream:
                 yield Chunk(at_s=time.perf_counter(), tokens=delta.tokens)
             if stream.report is not None:
-                yield _last(stream.report)
+                yield _report_chunk(stream.report)
 
 
 def as_target(target: Target | str | ModelManager) -> Target:
     """Convert an address to a ``ChatTarget``, and an engine to an ``EngineTarget``.
 
     Raises:
-        InvalidRequestError: it is neither of these nor a target.
+        InvalidRequestError: the argument is none of these.
     """
     if isinstance(target, str):
         return ChatTarget(target)
@@ -245,8 +250,8 @@ def as_target(target: Target | str | ModelManager) -> Target:
     if not callable(getattr(target, "ask", None)):
         text = f"{type(target).__name__} cannot be measured; give an address such as http://127.0.0.1:8400, or a target"
         if hasattr(target, "bench"):
-            # A lab may serve on the loop that a blocking call would stop.
-            text = "a lab is measured by its own bench(...), which takes the fields of a Sweep and compare="
+            # The lab may serve on the event loop that this call would block.
+            text = "a lab cannot be measured by run(); call its method bench(), which takes the fields of a Sweep"
         raise InvalidRequestError(text, param="target")
     return target
 
@@ -257,27 +262,28 @@ def _is_engine(target: object) -> TypeIs[ModelManager]:
 
 
 def _engine_facts(lab: str, *, llama: str | None, blas: str | None, threads: int | None) -> TargetFacts:
-    """The facts about a lab's engine.
+    """Return the facts about an engine of LMX Lab.
 
     Args:
+        lab: Name and version of LMX Lab.
         llama: Name and version of llama.cpp; None for MLX, whose version is in the provenance.
-        blas, threads: BLAS and threads of MLX.
+        blas, threads: The BLAS of MLX and its threads.
     """
     on_gpu = blas == "unused"
     if llama is None:
         device = None if blas is None else "gpu" if on_gpu else "cpu"
         return TargetFacts(engine=lab, device=device, threads=threads, blas=blas)
-    # llama.cpp uses as many threads as OpenBLAS. If MLX uses a GPU, it is unknown whether llama.cpp does.
+    # llama.cpp uses as many threads as OpenBLAS. If MLX uses a GPU, it is not known whether llama.cpp does.
     own_threads = threads if blas == "openblas" else None
     return TargetFacts(engine=f"{lab}, {llama}", device="cpu" if blas and not on_gpu else None, threads=own_threads)
 
 
-def _last(report: GenerationReport) -> Chunk:
+def _report_chunk(report: GenerationReport) -> Chunk:
     return Chunk(
         at_s=time.perf_counter(),
         finish_reason=report.finish_reason,
         usage=TokenUsage(prompt=report.prompt_tokens, cached=report.cached_tokens, completion=report.output_tokens),
-        server=ServerFigures(
+        server=ServerMetrics(
             queue_ms=report.queue_s * 1e3,
             ttft_ms=report.ttft_s * 1e3,
             prefill_tok_s=report.prompt_tokens_per_second or None,
@@ -287,8 +293,10 @@ def _last(report: GenerationReport) -> Chunk:
     )
 
 
-def _json(body: Mapping[str, Any]) -> bytes:
+def _encode(body: Mapping[str, Any]) -> bytes:
     try:
         return json.dumps(body, allow_nan=False).encode()
     except (TypeError, ValueError) as exc:
-        raise InvalidRequestError(f"the request is not valid JSON: {exc!s:.200}; give plain values") from exc
+        raise InvalidRequestError(
+            f"the request cannot be written as JSON: {exc!s:.200}; give plain Python values"
+        ) from exc

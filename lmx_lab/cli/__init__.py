@@ -1,8 +1,41 @@
-"""The command line: arguments, printing, exit statuses. The work is done elsewhere.
+"""Run the ``lmx-lab`` command line: arguments, output and exit statuses. The work is done in other packages.
 
-``entry`` is the script from its first moment to its exit status, ``commands`` has a module for each command.
+``app`` puts the commands together; each command has a module of its own.
 """
 
-from lmx_lab.cli.entry import main
+from __future__ import annotations
 
-__all__ = ["main"]
+import os
+import signal
+import sys
+import threading
+from importlib import import_module
+
+OLDEST_PYTHON = (3, 11)
+FINE = 0
+FAILED = 1
+USAGE = 2
+"""Exit status if an argument, a setting or an environment variable is not valid. It is also typer's own status."""
+INTERRUPTED = 130
+"""Exit status after Ctrl-C, as of programs that a shell runs."""
+
+
+def main() -> None:
+    """Run the command that the process's arguments name, and end the process."""
+    if sys.version_info < OLDEST_PYTHON:  # A checkout of the repository can be run by any Python.
+        sys.exit(f"lmx-lab needs Python 3.11 or newer; {sys.executable} is {sys.version.partition(' ')[0]}")
+    try:
+        # Imported here, where Ctrl-C is handled, because typer and rich take 0.2 s to import.
+        status = import_module("lmx_lab.cli.app").run()
+    except KeyboardInterrupt:
+        status = INTERRUPTED
+    _exit(status)
+
+
+def _exit(status: int) -> None:
+    if any(thread.name.startswith("lmx-lab-hub") for thread in threading.enumerate()):
+        # The threads of the library that downloads models cannot be stopped, and Python would wait for them.
+        os._exit(status)
+    # Ctrl-C while Python shuts down would print a traceback.
+    signal.signal(signal.SIGINT, signal.SIG_DFL)
+    sys.exit(status)

@@ -1,70 +1,51 @@
-"""The command line itself, and what all commands share: printing, words of help, logging."""
+"""Put the commands together, and run one of them: streams, errors and exit statuses."""
 
 from __future__ import annotations
 
-import gc
-import logging
-from typing import Annotated
+import contextlib
+import errno
+import io
+import os
+import sys
+import traceback
+from collections.abc import Sequence
+from typing import Annotated, TextIO
 
 import typer
-from rich.console import Console
-from rich.markup import escape
-from rich.text import Text
 
-from lmx_lab.cli.parsing import Commands
-from lmx_lab.cli.terminal import shown
-from lmx_lab.errors import LabError
-from lmx_lab.sanitize import LogFormatter
-
-__all__ = [
-    "app",
-    "complain",
-    "epilog",
-    "err",
-    "keep_what_is_made",
-    "note",
-    "out",
-    "say",
-    "start_logging",
-]
-
-STATUS = "0 if all went well, 1 if it failed, 2 if an argument or a setting cannot be, 130 after Ctrl-C"
-
-
-def epilog(*examples: str, needs: str = "", status: str = STATUS) -> str:
-    """What stands below a command's options: what it needs, examples, what its exit status means."""
-    lines = [f"Needs {needs}.\n"] if needs else []
-    lines += ["Examples:", *(f"  {each}" for each in examples), f"\nExit status: {status}."]
-    return escape("\n".join(lines))
-
+from lmx_lab.cli import FAILED, FINE, INTERRUPTED, USAGE, bench, chat, daemon, doctor, events, models, serve
+from lmx_lab.cli.lazy import load
+from lmx_lab.cli.options import STATUS, CommandGroup, epilog
+from lmx_lab.cli.terminal import print_error, print_line
+from lmx_lab.errors import InvalidRequestError, LabError
 
 app = typer.Typer(
     name="lmx-lab",
-    cls=Commands,
-    help="Local language models on MLX and llama.cpp: serve them, talk to them, measure them, see what is there.\n\n"
-    "The first steps are the first two examples below. What is wrong on this machine, lmx-lab doctor says.",
+    cls=CommandGroup,
+    help="Serve local language models on MLX and llama.cpp, chat with them and measure them.\n\n"
+    "Start with the first two examples below. If something does not work, run lmx-lab doctor.",
     epilog=epilog(
-        "lmx-lab serve --model smollm2-135m   a server; the model is fetched once",
-        "lmx-lab bench --model smollm2-135m   its tokens per second",
-        "lmx-lab daemon                       sessions and tools, beside the server",
-        "lmx-lab chat 'Say hello.'            a conversation, which daemon keeps",
-        "lmx-lab serve --help                 more of a command, with examples",
-        "lmx-lab --install-completion         the Tab key: options, models, sessions",
-        status=f"{STATUS}. Errors are on standard error, a line each, code first; results are on standard output",
+        "lmx-lab serve --model smollm2-135m   start a server; downloads the model once",
+        "lmx-lab bench --model smollm2-135m   measure its tokens per second",
+        "lmx-lab daemon                       add sessions and tools to the server",
+        "lmx-lab chat 'Say hello.'            chat in a session of the daemon",
+        "lmx-lab serve --help                 show the options of a command",
+        "lmx-lab --install-completion         complete options, models and sessions",
+        status=f"{STATUS}. Results go to standard output, errors to standard error, one line each with the code first",
     ),
     no_args_is_help=True,
     context_settings={"help_option_names": ["--help", "-h"]},
     pretty_exceptions_enable=False,
 )
-out = Console(soft_wrap=True)
-err = Console(stderr=True, soft_wrap=True)
+# In the order in which --help lists them.
+for _module in (serve, daemon, chat, events, bench, models, doctor):
+    app.add_typer(_module.app)
 
 
-def _say_version(wanted: bool) -> None:
-    if wanted:
-        from importlib.metadata import version  # 20 ms, needed only here
-
-        say(f"lmx-lab {version('lmx-lab')}")
+def _print_version(is_given: bool) -> None:
+    if is_given:
+        # Imported here, because it takes 20 ms.
+        print_line(f"lmx-lab {load('importlib.metadata:version')('lmx-lab')}")
         raise typer.Exit
 
 
@@ -72,37 +53,92 @@ def _say_version(wanted: bool) -> None:
 def common(
     *,
     version: Annotated[
-        bool, typer.Option("--version", is_eager=True, callback=_say_version, help="Say the version, and exit.")
+        bool, typer.Option("--version", is_eager=True, callback=_print_version, help="Print the version and exit.")
     ] = False,
 ) -> None:
-    # Without a docstring: the help is the application's.
+    # Without a docstring, which would replace the help of the application.
     del version
 
 
-def say(text: str, *, style: str | None = None) -> None:
-    """One line as it is: names and paths may contain what rich takes for markup."""
-    out.print(shown(text), style=style, markup=False, highlight=False)
+def run(arguments: Sequence[str] | None = None) -> int:
+    """Run a command. A deliberate error is printed as one line, an interrupt prints nothing; neither has a traceback.
+
+    Args:
+        arguments: By default those of the process.
+
+    Returns:
+        The exit status.
+    """
+    failure: OSError | None = None
+    try:
+        _open_closed_streams()
+        app(arguments)
+        status = FINE
+    except SystemExit as exc:
+        status = exc.code if isinstance(exc.code, int) else FINE if exc.code is None else FAILED
+    except KeyboardInterrupt:
+        status = INTERRUPTED
+    except LabError as exc:
+        with contextlib.suppress(OSError):
+            print_error(exc)
+        status = USAGE if type(exc) is InvalidRequestError else FAILED
+    except OSError as exc:
+        failure, status = exc, FAILED
+    return _flush(status, failure)
 
 
-def note(text: str) -> None:
-    """What is about a command's output, and not of it."""
-    err.print(shown(text), style="dim", markup=False, highlight=False)
+def _open_closed_streams() -> None:
+    """Open streams that were closed (``>&-``) to nowhere. Otherwise the next file to be opened would get the number of
+    the closed stream, and then the output."""
+    for number in range(3):
+        try:
+            os.fstat(number)
+        except OSError:
+            # The lowest free number is this one.
+            os.set_inheritable(os.open(os.devnull, os.O_RDWR), True)
+    sys.stdin = sys.stdin or io.TextIOWrapper(io.FileIO(0, closefd=False))
+    sys.stdout = sys.stdout or io.TextIOWrapper(io.FileIO(1, "w", closefd=False), write_through=True)
+    sys.stderr = sys.stderr or io.TextIOWrapper(io.FileIO(2, "w", closefd=False), write_through=True)
+    if isinstance(sys.stdout, io.TextIOWrapper):
+        # Characters that the encoding of the output lacks are escaped instead of raising an exception.
+        sys.stdout.reconfigure(errors="backslashreplace")
 
 
-def complain(exc: LabError) -> None:
-    """One line with the error's code and message, which a server may have said."""
-    err.print(Text.assemble((shown(exc.code), "bold red"), f": {shown(exc.message)}"), highlight=False)
+def _flush(status: int, failure: OSError | None) -> int:
+    """Flush the output and report a failure, unless the reader of the output has gone, as ``head`` does.
+
+    Returns:
+        The exit status.
+    """
+    try:
+        sys.stdout.flush()
+    except OSError as exc:
+        _discard(sys.stdout)
+        failure = failure or exc
+    if failure is not None:
+        status = status or FAILED
+        with contextlib.suppress(OSError):
+            _print_failure(failure)
+    try:
+        sys.stderr.flush()
+    except OSError:
+        _discard(sys.stderr)
+    return status
 
 
-def start_logging(level: str) -> None:
-    logging.basicConfig(level=level.upper())
-    for handler in logging.getLogger().handlers:
-        handler.setFormatter(LogFormatter("%(asctime)s %(levelname)s %(name)s: %(message)s"))
-    for name in ("httpx", "httpx2", "httpcore2", "filelock"):
-        logging.getLogger(name).setLevel(logging.WARNING)
+def _print_failure(failure: OSError) -> None:
+    if os.environ.get("LMX_LAB_LOG_LEVEL") == "debug":
+        traceback.print_exception(failure)
+    if failure.errno == errno.EPIPE:
+        return
+    # Failures to write models and logs are LabErrors. Failures to open a file have its name.
+    is_output = failure.filename is None and failure.errno in (errno.ENOSPC, errno.EDQUOT, errno.EIO)
+    prefix = "the output cannot be written: " if is_output else ""
+    suffix = f": {failure.filename}" if failure.filename else ""
+    print(f"{prefix}{failure.strerror or failure}{suffix}", file=sys.stderr, flush=True)
 
 
-def keep_what_is_made() -> None:
-    """Look for garbage only among what is made from here on: a full look at all modules stops everything for 50 ms."""
-    gc.collect()
-    gc.freeze()
+def _discard(stream: TextIO) -> None:
+    """Discard what could not be written. Python would try to write it again at its end, and report an error."""
+    with contextlib.suppress(OSError, ValueError):
+        os.dup2(os.open(os.devnull, os.O_WRONLY), stream.fileno())

@@ -1,4 +1,4 @@
-"""The command ``lmx-lab bench``: tokens per second of a model in this process or of any chat-format server."""
+"""Provide ``lmx-lab bench``: measure tokens per second of a model in this process, or of any chat-format server."""
 
 from __future__ import annotations
 
@@ -6,17 +6,21 @@ import asyncio
 import sys
 from collections.abc import Iterable, Iterator
 from contextlib import aclosing, contextmanager
-from importlib import import_module
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from lmx_lab.cli.app import app, epilog, keep_what_is_made, note
+import lmx_lab
+
+# Imports its modules on first use.
+from lmx_lab import bench as benchmark
+from lmx_lab.cli import FAILED, INTERRUPTED
 from lmx_lab.cli.completion import complete_model
-from lmx_lab.cli.exit_status import FAILED, INTERRUPTED
-from lmx_lab.cli.folders import settings_with_folders
-from lmx_lab.cli.parsing import Command
+from lmx_lab.cli.lazy import load
+from lmx_lab.cli.options import Command, epilog, settings_with_folders
+from lmx_lab.cli.process import freeze_objects
+from lmx_lab.cli.terminal import print_note
 from lmx_lab.errors import InvalidRequestError, LabError, NotLoadedError, UnauthorizedError
 
 if TYPE_CHECKING:
@@ -25,21 +29,21 @@ if TYPE_CHECKING:
 
     from lmx_lab.bench import ChatTarget, Sweep, Target
 
-
+app = typer.Typer()
 PLOT_SUFFIXES = (".pdf", ".png", ".svg")
 HELP = """Measure tokens per second, with intervals.
 
 Without --url, the model is loaded in this process and measured without HTTP, as llama-bench and mlx_lm.benchmark do. \
 With --compare, it is served on a free port, so that both sides are measured over HTTP. With --url, a running server \
-is measured as its clients see it.
+is measured over HTTP.
 
-All prompts begin differently, so that no cache is used, unless --warm is given. Ctrl-C stops the run and prints the \
-results so far.
+All prompts begin differently, so that no prefix cache is used, unless --warm is given. Ctrl-C stops the run and \
+prints the results so far.
 """
 Model = Annotated[
     str | None,
     typer.Option(
-        help="Model id (downloaded if needed) or path; with --url, the model's name on the server.",
+        help="Id (downloaded if needed) or path of the model; with --url, its name on the server.",
         autocompletion=complete_model,
     ),
 ]
@@ -64,7 +68,7 @@ Rate = Annotated[
         "lmx-lab bench --url http://127.0.0.1:8400 -c 1,4,8 -r 3 --plot bench.png",
         "lmx-lab bench --url 127.0.0.1:8400 --compare 127.0.0.1:8080 -r 3 --json",
         needs="pip install 'lmx-lab[lab]' (for tables), and --model or --url",
-        status="0 if all requests succeeded, 1 if one failed (warm-up included), 2 if an argument is invalid, 130 "
+        status="0 if all requests succeeded, 1 if one failed (warm-up included), 2 if an argument is not valid, 130 "
         "after Ctrl-C",
     ),
 )
@@ -82,7 +86,8 @@ def bench(
         str, typer.Option("--concurrency", "-c", help="Concurrent requests; one number or several, such as 1,4,8.")
     ] = "1",
     requests: Annotated[
-        int | None, typer.Option(help="Requests of each case. By default 8, or twice its concurrency if that is more.")
+        int | None,
+        typer.Option(help="Number of requests of each case. By default 8, or twice the concurrency if that is more."),
     ] = None,
     repeats: Annotated[
         int,
@@ -90,41 +95,40 @@ def bench(
     ] = 1,
     rate: Rate = None,
     warm: Annotated[
-        bool, typer.Option(help="Let prompts share their beginning, which the warm-up puts into the cache.")
+        bool, typer.Option(help="Let prompts share their start, which the warm-up puts into the prefix cache.")
     ] = False,
     seed: Annotated[int, typer.Option(help="Seed of the prompts and of the times for --rate.")] = 0,
     compare: Annotated[
-        list[str] | None, typer.Option(help="Address of another server, measured in turns with the first. Repeatable.")
+        list[str] | None,
+        typer.Option(help="Address of another server, measured in turns with the first one. Repeatable."),
     ] = None,
     api_key: ApiKey = None,
     compare_model: Annotated[
-        str | None, typer.Option(help="Model of the --compare servers. By default the only one that a server lists.")
+        str | None, typer.Option(help="Model of the --compare servers. By default the only model that a server lists.")
     ] = None,
     compare_api_key: CompareKey = None,
     record: Annotated[bool, typer.Option(help="Store the run in the lab's home, for lmx_lab.bench.load().")] = True,
     as_json: Annotated[bool, typer.Option("--json", help="Print one JSON document instead of tables.")] = False,
-    plot: Annotated[Path | None, typer.Option(help="Draw a plot into this file, such as bench.png.")] = None,
+    plot: Annotated[Path | None, typer.Option(help="Write a plot to this file, such as bench.png.")] = None,
 ) -> None:
     """Measure tokens per second."""
     if url is None and model is None:
         raise InvalidRequestError("there is nothing to measure; give --model to load a model, or --url of a server")
-    from lmx_lab.bench import ChatTarget, Closed, Poisson, Sweep, run
-
-    plan = Sweep(
+    plan = benchmark.Sweep(
         prompt_tokens=_numbers("--prompt-tokens", prompt_tokens),
         output_tokens=_numbers("--output-tokens", output_tokens),
         concurrency=_numbers("--concurrency", concurrency),
         requests=requests,
         repeats=repeats,
-        arrival=Closed() if rate is None else Poisson(per_second=rate),
+        arrival=benchmark.Closed() if rate is None else benchmark.Poisson(per_second=rate),
         cache="warm" if warm else "cold",
         seed=seed,
     )
     _check_output(plot)
-    others = [ChatTarget(one, model=compare_model, api_key=compare_api_key) for one in compare or ()]
+    others = [benchmark.ChatTarget(one, model=compare_model, api_key=compare_api_key) for one in compare or ()]
     _check_reachable(others)
     with _first_target(url, model, api_key, plan, served=bool(others)) as first:
-        rows = run([first, *others], plan, record=record)
+        rows = benchmark.run([first, *others], plan, record=record)
     _report(rows, as_json=as_json, plot=plot)
 
 
@@ -132,46 +136,45 @@ def _numbers(option: str, text: str) -> tuple[int, ...]:
     try:
         return tuple(int(part) for part in text.split(","))
     except ValueError:
-        raise InvalidRequestError(f"{option} is {text!r:.80}; give whole numbers, as in 1,4,8", param=option) from None
+        raise InvalidRequestError(
+            f"{option} is {text!r:.80}; give whole numbers, such as 1,4,8", param=option
+        ) from None
 
 
 def _check_output(plot: Path | None) -> None:
-    """Check before the measurement that tables and the plot can be made.
+    """Check before the measurement that the tables and the plot can be made.
 
     Raises:
         InvalidRequestError: a package is not installed, or the plot cannot be written.
     """
-    from lmx_lab.bench.sample import frame
-
     try:
-        frame(())
+        benchmark.frame(())
         if plot is not None:
-            import_module("lmx_lab.bench.plots")
+            load("lmx_lab.bench.plots:")
     except ImportError as exc:
         raise InvalidRequestError(str(exc)) from exc
     if plot is not None and plot.suffix.lower() not in PLOT_SUFFIXES:
         raise InvalidRequestError(
-            f"--plot is {str(plot)!r}; its suffix can be {', '.join(PLOT_SUFFIXES)}", param="--plot"
+            f"--plot is {str(plot)!r}; its suffix must be one of {', '.join(PLOT_SUFFIXES)}", param="--plot"
         )
     if plot is not None and (plot.is_dir() or not plot.parent.is_dir()):
         raise InvalidRequestError(f"--plot is {str(plot)!r}; give a file in an existing folder", param="--plot")
 
 
 def _check_reachable(targets: Iterable[ChatTarget]) -> None:
-    """Check before the measurement that the targets can be used. Other errors are left to the requests.
+    """Check before the measurement that the targets can be used. Other errors will occur with the requests.
 
     Raises:
         LabError: a server does not answer, refuses the key, or does not have the model.
     """
-    from lmx_lab.client.errors import was_sent
-
+    was_sent = load("lmx_lab.client.errors:was_sent")
     for target in targets:
         try:
             asyncio.run(target.describe())
         except UnauthorizedError:
             raise
         except NotLoadedError:
-            # A lab may load the model when it is requested, or know it by another name.
+            # The lab may load the model for a request, or know it by another name.
             asyncio.run(_send_request(target))
         except LabError as exc:
             if not was_sent(exc):
@@ -189,53 +192,45 @@ async def _send_request(target: ChatTarget) -> None:
 def _first_target(
     url: str | None, model: str | None, api_key: str | None, plan: Sweep, *, served: bool
 ) -> Iterator[Target]:
-    """The first target. A model of this process is loaded within the block."""
-    from lmx_lab.bench import ChatTarget, EngineTarget
-
+    """Provide the first target. A model of this process is loaded for the duration of the block."""
     if url is not None:
-        first = ChatTarget(url, model=model, api_key=api_key)
+        first = benchmark.ChatTarget(url, model=model, api_key=api_key)
         _check_reachable([first])
         yield first
         return
-    from lmx_lab.notebook import Lab
-
     assert model is not None
     settings = settings_with_folders(host="127.0.0.1", port=0)
     concurrency = max(case.concurrency for case in plan.cases())
     if concurrency > settings.slots:
-        note(
-            f"concurrency {concurrency} is higher than the {settings.slots} slots, so some requests will wait; set "
+        print_note(
+            f"the concurrency {concurrency} exceeds the {settings.slots} slots, so some requests will wait; set "
             f"LMX_LAB_SLOTS={concurrency} to avoid this"
         )
-    with Lab(settings, loop="thread") as lab:
-        note(f"loading {model}")
+    with lmx_lab.Lab(settings, loop="thread") as lab:
+        print_note(f"loading {model}")
         lab.load(model)
-        keep_what_is_made()
-        yield ChatTarget(lab.url, api_key=settings.api_key, name="lab") if served else EngineTarget(lab.engine)
+        freeze_objects()
+        if served:
+            yield benchmark.ChatTarget(lab.url, api_key=settings.api_key, name="lab")
+        else:
+            yield benchmark.EngineTarget(lab.engine)
 
 
 def _report(rows: pd.DataFrame, *, as_json: bool, plot: Path | None) -> None:
     """Print and plot the results, then exit."""
-    from lmx_lab.cli.bench_tables import print_document, print_tables
-
-    if as_json:
-        print_document(rows)
-    else:
-        print_tables(rows)
+    load(f"lmx_lab.cli.bench_tables:{'print_document' if as_json else 'print_tables'}")(rows)
     if rows.attrs["path"]:
-        note(f"stored in {rows.attrs['path']}")
+        print_note(f"stored in {rows.attrs['path']}")
     if plot is not None and (~rows["warm_up"]).any():
         _plot(rows).savefig(plot)
-        note(f"plot written to {plot}")
+        print_note(f"plot written to {plot}")
     if rows.attrs["interrupted"]:
-        note("interrupted: these are the results so far")
+        print_note("interrupted: these are the results so far")
         sys.exit(INTERRUPTED)
     if rows["error"].notna().any():
         sys.exit(FAILED)
 
 
 def _plot(rows: pd.DataFrame) -> Figure:
-    from lmx_lab.bench import by_concurrency, by_prompt_length
-
     only_lengths_vary = rows["concurrency"].nunique() == 1 and rows["prompt_tokens_wanted"].nunique() > 1
-    return by_prompt_length(rows) if only_lengths_vary else by_concurrency(rows)
+    return benchmark.by_prompt_length(rows) if only_lengths_vary else benchmark.by_concurrency(rows)

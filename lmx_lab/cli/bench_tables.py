@@ -1,4 +1,4 @@
-"""The output of ``lmx-lab bench``: a table for each target, ratios and failures; or all of it as JSON."""
+"""Print the results of ``lmx-lab bench``: a table for each target, ratios and failures; or everything as JSON."""
 
 from __future__ import annotations
 
@@ -13,33 +13,32 @@ from rich.text import Text
 
 from lmx_lab.bench.comparison import compare
 from lmx_lab.bench.statistics import CASE, MEASURED, TOTAL, counts_pieces, summary, token_counts_differ
-from lmx_lab.cli.app import err, note, out, say
-from lmx_lab.cli.terminal import line
+from lmx_lab.cli.terminal import err, out, print_line, print_note, single_line
 from lmx_lab.errors import InvalidRequestError
 
 if TYPE_CHECKING:
     import pandas as pd
 
-FIGURES = ("ttft_ms", "itl_ms_p50", "decode_tok_s", TOTAL)
+METRICS_SHOWN = ("ttft_ms", "itl_ms_p50", "decode_tok_s", TOTAL)
 SIZES = ("concurrency", "prompt_tokens_wanted", "output_tokens_wanted")
 TOKENS = {"prompt_tokens_wanted": "prompt_tokens", "output_tokens_wanted": "output_tokens"}
-"""Columns of the requested and of the actual number of tokens."""
+"""Columns of the requested number of tokens, and of the actual one."""
 COUNTS = ("requests", "errors")
-HEADS = {
+HEADINGS = {
     "concurrency": "at\nonce",
     "prompt_tokens_wanted": "prompt\ntokens",
     "output_tokens_wanted": "output\ntokens",
     "requests": "re-\nquests",
     "ttft_ms": "first token\nms",
     "itl_ms_p50": "next piece\nms",
-    "decode_tok_s": "each\ntok/s",
-    TOTAL: "together\ntok/s",
+    "decode_tok_s": "decode\ntok/s",
+    TOTAL: "total\ntok/s",
     "late_ms": "late\nms",
     "ratio": "a / b",
 }
 FILE_WIDTH = 160
-"""Width of output that is not a terminal."""
-ERRORS_SHOWN = 5
+"""Width of output that does not go to a terminal."""
+MAX_ERRORS = 5
 LEGEND = (
     "medians of ttft_ms, itl_ms_p50 (time between two pieces of the stream, which may contain several tokens) and "
     "decode_tok_s, then total_tok_s; below each, its 95 % interval, which needs 6 requests, or --repeats 3 for "
@@ -50,39 +49,39 @@ TOKENS_LEGEND = (
     "report it"
 )
 LATE_LEGEND = (
-    "late: delay between due time and sending (median, maximum), because --concurrency requests were running or this "
-    "client was busy; it is included in the time to the first token"
+    "late: time from the due time to sending (median, maximum), because --concurrency requests were running or this "
+    "client was busy; it is part of the time to the first token"
 )
-PIECES = "reports no usage: pieces of its stream, which may contain several tokens, are counted as tokens"
+PIECES_NOTE = "reports no usage: pieces of its stream, which may contain several tokens, are counted as tokens"
 RATIO_LEGEND = (
     "a / b is the ratio of the medians of the repeats; its interval, and which side is better, need --repeats 3 or more"
 )
 
 
 def print_tables(rows: pd.DataFrame) -> None:
-    """Print tables to standard output, and failures and legends to standard error."""
+    """Print tables to standard output, and legends and failures to standard error."""
     table = summary(rows, by=("target", *CASE))
     if not len(table):
-        note("no request was measured")
+        print_note("no request was measured")
     for target in table["target"].unique():
-        say(_heading(rows[rows["target"] == target]), style="bold")
-        _print(_cases(table[table["target"] == target]))
+        print_line(_heading(rows[rows["target"] == target]), style="bold")
+        _print(_case_table(table[table["target"] == target]))
     comparisons = _comparisons(rows)
     for a, b, ratios in comparisons:
-        say(f"{line(a)} (a) compared with {line(b)} (b)", style="bold")
-        _print(_ratios(ratios))
+        print_line(f"{single_line(a)} (a) compared with {single_line(b)} (b)", style="bold")
+        _print(_ratio_table(ratios))
         _print_length_differences(ratios)
     if len(table):
-        note(LEGEND)
+        print_note(LEGEND)
     if any(_actual_tokens(row, name) for _, row in table.iterrows() for name in TOKENS):
-        note(TOKENS_LEGEND)
+        print_note(TOKENS_LEGEND)
     if table["late_ms"].notna().any():
-        note(LATE_LEGEND)
+        print_note(LATE_LEGEND)
     for target in table["target"].unique():
         if counts_pieces(rows[rows["target"] == target]):
-            note(f"{line(str(target))} {PIECES}")
+            print_note(f"{single_line(str(target))} {PIECES_NOTE}")
     if comparisons:
-        note(RATIO_LEGEND)
+        print_note(RATIO_LEGEND)
     _print_errors(rows)
 
 
@@ -92,55 +91,56 @@ def print_document(rows: pd.DataFrame) -> None:
         "provenance": rows.attrs["provenance"],
         "interrupted": rows.attrs["interrupted"],
         "path": rows.attrs["path"],
-        "summary": _plain(summary(rows)),
-        "comparison": [{"a": a, "b": b, "ratios": _plain(ratios)} for a, b, ratios in _comparisons(rows)],
-        "requests": _plain(rows),
+        "summary": _as_json(summary(rows)),
+        "comparison": [{"a": a, "b": b, "ratios": _as_json(ratios)} for a, b, ratios in _comparisons(rows)],
+        "requests": _as_json(rows),
     }
     sys.stdout.write(json.dumps(document, indent=1) + "\n")
 
 
-def _plain(table: pd.DataFrame) -> Any:
-    """Rows as JSON values; NaN is null."""
+def _as_json(table: pd.DataFrame) -> Any:
+    """Return the rows as JSON values; NaN becomes null."""
     return json.loads(table.to_json(orient="records", date_format="iso", date_unit="us"))
 
 
 def _comparisons(rows: pd.DataFrame) -> list[tuple[str, str, pd.DataFrame]]:
     """Compare the first target with each of the others."""
-    found = []
+    comparisons = []
     first, *others = rows["target"].unique() if len(rows) else [None]
     for other in others:
         try:
-            ratios = compare(rows[rows["target"] == first], rows[rows["target"] == other], metrics=FIGURES)
+            ratios = compare(rows[rows["target"] == first], rows[rows["target"] == other], metrics=METRICS_SHOWN)
         except InvalidRequestError as exc:
-            # An interrupted run may have no common case, and a server may have changed its model during the run.
-            note(f"{line(str(first))} and {line(str(other))} cannot be compared: {line(exc.message, 300)}")
+            # An interrupted run may have no common case, and a server may have loaded another model during the run.
+            names = f"{single_line(str(first))} and {single_line(str(other))}"
+            print_note(f"{names} cannot be compared: {single_line(exc.message, 300)}")
         else:
-            found.append((str(first), str(other), ratios))
-    return found
+            comparisons.append((str(first), str(other), ratios))
+    return comparisons
 
 
 def _heading(rows: pd.DataFrame) -> str:
-    """The known facts about a target."""
+    """Return the known facts about a target."""
     known = {name: rows[name].dropna() for name in MEASURED}
-    facts = {name: line(str(values.iloc[0])) for name, values in known.items() if len(values)}
+    facts = {name: single_line(str(values.iloc[0])) for name, values in known.items() if len(values)}
     if "threads" in facts:
         facts["threads"] += " threads"
     return " · ".join(facts.values())
 
 
-def _cases(table: pd.DataFrame) -> Table:
+def _case_table(table: pd.DataFrame) -> Table:
     late = ["late_ms"] if table["late_ms"].notna().any() else []
-    shown = _table(*SIZES, *COUNTS, *FIGURES, *late)
+    cases = _new_table(*SIZES, *COUNTS, *METRICS_SHOWN, *late)
     for _, row in table.iterrows():
         sizes = [Text(f"{row[name]}{_actual_tokens(row, name)}") for name in SIZES]
-        figures = [_cell(row[name], row[f"{name}_low"], row[f"{name}_high"]) for name in FIGURES]
+        medians = [_cell(row[name], row[f"{name}_low"], row[f"{name}_high"]) for name in METRICS_SHOWN]
         lateness = [f"{_number(row[name])}\nto {_number(row[f'{name}_max'])}" for name in late]
-        shown.add_row(*sizes, *(str(row[name]) for name in COUNTS), *figures, *lateness)
-    return shown
+        cases.add_row(*sizes, *(str(row[name]) for name in COUNTS), *medians, *lateness)
+    return cases
 
 
 def _actual_tokens(row: pd.Series[Any], wanted: str) -> str:
-    """A second line of the cell, if the actual number of tokens is unknown or differs from the requested one."""
+    """Return a second line for the cell if the actual number of tokens is unknown, or not the requested one."""
     if wanted not in TOKENS or row["requests"] == row["errors"]:
         return ""
     actual = row[TOKENS[wanted]]
@@ -149,22 +149,22 @@ def _actual_tokens(row: pd.Series[Any], wanted: str) -> str:
     return f"\n({actual:.0f})" if token_counts_differ(actual, row[wanted]) else ""
 
 
-def _ratios(table: pd.DataFrame) -> Table:
-    shown = _table(*SIZES, "figure", "a", "b", "ratio", "better")
+def _ratio_table(table: pd.DataFrame) -> Table:
+    compared = _new_table(*SIZES, "metric", "a", "b", "ratio", "better")
     for _, row in table.iterrows():
         sides = [_cell(row[side], row[f"{side}_low"], row[f"{side}_high"]) for side in ("a", "b")]
         ratio = _cell(row["ratio"], row["low"], row["high"])
-        figure = HEADS[row["metric"]].replace("\n", ", ")
-        shown.add_row(*(str(row[name]) for name in SIZES), figure, *sides, ratio, row["better"])
-    return shown
+        metric = HEADINGS[row["metric"]].replace("\n", ", ")
+        compared.add_row(*(str(row[name]) for name in SIZES), metric, *sides, ratio, row["better"])
+    return compared
 
 
-def _table(*columns: str) -> Table:
-    """A table of at most 80 characters in width with usual figures."""
-    shown = Table(box=None, padding=(0, 1), collapse_padding=True, pad_edge=False)
+def _new_table(*columns: str) -> Table:
+    """Return an empty table. With usual numbers it is at most 80 characters wide."""
+    table = Table(box=None, padding=(0, 1), collapse_padding=True, pad_edge=False)
     for name in columns:
-        shown.add_column(HEADS.get(name, name), justify="left" if name == "figure" else "right")
-    return shown
+        table.add_column(HEADINGS.get(name, name), justify="left" if name == "metric" else "right")
+    return table
 
 
 def _cell(value: float, low: float, high: float) -> Text:
@@ -188,20 +188,20 @@ def _print(table: Table) -> None:
 def _print_length_differences(ratios: pd.DataFrame) -> None:
     for _, row in ratios.drop_duplicates(list(CASE)).iterrows():
         if token_counts_differ(row["output_tokens_a"], row["output_tokens_b"]):
-            note(
+            print_note(
                 f"concurrency {row['concurrency']}, prompts of {row['prompt_tokens_wanted']}: answers of a have "
-                f"{row['output_tokens_a']:g} tokens, of b {row['output_tokens_b']:g} (medians); this is more than "
-                f"5 % apart, so {TOTAL} is not compared"
+                f"{row['output_tokens_a']:g} tokens, of b {row['output_tokens_b']:g} (medians); they differ by more "
+                f"than 5 %, so {TOTAL} is not compared"
             )
 
 
 def _print_errors(rows: pd.DataFrame) -> None:
-    """Print the most frequent errors first."""
+    """Print how often each error has occurred, the most frequent errors first."""
     failed = rows.groupby(["target", "error"])["warm_up"].agg(["size", "sum"]).sort_values("size", ascending=False)
-    for (target, error), (count, warm_up) in failed.head(ERRORS_SHOWN).iterrows():
+    for (target, error), (count, warm_up) in failed.head(MAX_ERRORS).iterrows():
         uncounted = f" ({warm_up} of them in warm-up, which the table does not include)" if warm_up else ""
-        _print_error(f"{line(str(target))}: {count} times {line(str(error), 300)}{uncounted}")
-    if len(rest := failed.iloc[ERRORS_SHOWN:]):
+        _print_error(f"{single_line(str(target))}: {count} times {single_line(str(error), 300)}{uncounted}")
+    if len(rest := failed.iloc[MAX_ERRORS:]):
         _print_error(f"and {len(rest)} other errors, {rest['size'].sum()} requests in total; --json prints all of them")
 
 

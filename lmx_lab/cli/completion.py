@@ -1,7 +1,8 @@
-"""What the Tab key completes beside commands and options: models and sessions.
+"""Complete models and sessions for the Tab key; typer completes commands and options.
 
-Whoever presses it waits: names of folders are read instead of models, and the daemon is asked for a moment. What goes
-wrong completes nothing, since a message would land in the middle of the line that is typed.
+The user waits for the completion. Therefore only the names of model folders are read, and not the models, and a request
+to the daemon has a short time limit. A failure completes nothing, because a message would appear in the line that is
+being typed.
 """
 
 from __future__ import annotations
@@ -13,47 +14,48 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
+from lmx_lab.cli.lazy import load
 from lmx_lab.settings import Settings
 from lmx_lab.urls import bracketed
 
-ANSWER_S = 0.5
-SESSIONS = 100
+REQUEST_S = 0.5
+MAX_SESSIONS = 100
 
 
 def complete_model(incomplete: str) -> list[str]:
-    """Ids of the lab's own store and of further folders; those of starters, which are fetched if needed."""
+    """Complete ids of models in the lab's own folder and in additional folders, and of starter models."""
     with suppress(Exception):
-        return sorted({*_beginning(_here(), incomplete), *_beginning(_starters(), incomplete)})
+        return sorted({*_filter(_local_models(), incomplete), *_filter(_starters(), incomplete)})
     return []
 
 
 def complete_pull(incomplete: str) -> list[str]:
-    """Starters that are not here yet."""
+    """Complete ids of starter models that are not on the disk."""
     with suppress(Exception):
-        return sorted({*_beginning(_starters(), incomplete)} - set(_here()))
+        return sorted({*_filter(_starters(), incomplete)} - set(_local_models()))
     return []
 
 
 def complete_session(incomplete: str) -> list[str]:
-    """Sessions of this user's own daemon, those that were used last."""
+    """Complete ids of the last used sessions of this user's own daemon."""
     with suppress(Exception):
-        return [session["session_id"] for session in _sessions() if session["session_id"].startswith(incomplete)]
+        return list(_filter((session["session_id"] for session in _sessions()), incomplete))
     return []
 
 
-def _beginning(names: Iterator[str], incomplete: str) -> Iterator[str]:
+def _filter(names: Iterator[str], incomplete: str) -> Iterator[str]:
     return (name for name in names if name.startswith(incomplete))
 
 
-def _here() -> Iterator[str]:
+def _local_models() -> Iterator[str]:
     settings = Settings.read()
     for folder in (settings.models_folder, *settings.model_folders):
         yield from _models_in(folder)
 
 
 def _models_in(folder: Path, prefix: str = "") -> Iterator[str]:
-    """By their names: a folder with a ``config.json``, a file or a folder with a file in ``.gguf``; one level below
-    ``org/name``."""
+    """Yield the names of folders with a ``config.json`` or a ``.gguf`` file, and of ``.gguf`` files; of those one level
+    below, ``org/name``."""
     with suppress(OSError):
         for path in folder.iterdir():
             if path.name.startswith("."):
@@ -68,28 +70,27 @@ def _models_in(folder: Path, prefix: str = "") -> Iterator[str]:
 
 
 def _starters() -> Iterator[str]:
-    from lmx_lab.weights.starters import STARTERS
-
-    yield from STARTERS
+    yield from load("lmx_lab.weights.starters:STARTERS")
 
 
 def _sessions() -> list[dict[str, Any]]:
-    import urllib.request  # 25 ms, of which every command would wait
-
-    # As lmx_lab.client.credentials does, whose import takes most of a second: only what nobody else can have written.
-    with open(Settings.read().daemon_folder / "state.json", encoding="utf-8", opener=_not_through_links) as file:
-        written = os.fstat(file.fileno())
-        if written.st_uid != os.geteuid() or written.st_mode & 0o077:
+    # The same checks as in lmx_lab.client.credentials, whose import would take too long: only this user can have
+    # written the file.
+    with open(Settings.read().daemon_folder / "state.json", encoding="utf-8", opener=_open_without_links) as file:
+        status = os.fstat(file.fileno())
+        if status.st_uid != os.geteuid() or status.st_mode & 0o077:
             return []
         state = json.load(file)
-    address = f"http://{bracketed(state['host'])}:{state['port']}/v3/sessions?limit={SESSIONS}"
-    request = urllib.request.Request(address, headers={"Authorization": f"Bearer {state['token']}"})
-    # Not through a proxy: it is this machine, and the token stays here.
-    opener = urllib.request.build_opener(urllib.request.ProxyHandler({}))
-    with opener.open(request, timeout=ANSWER_S) as answer:
-        sessions: list[dict[str, Any]] = json.load(answer)["sessions"]
+    # urllib.request takes 25 ms to import, for which other commands should not wait.
+    urllib_request = load("urllib.request:")
+    address = f"http://{bracketed(state['host'])}:{state['port']}/v3/sessions?limit={MAX_SESSIONS}"
+    request = urllib_request.Request(address, headers={"Authorization": f"Bearer {state['token']}"})
+    # Without a proxy, because the daemon is on this machine, and the token must not leave it.
+    opener = urllib_request.build_opener(urllib_request.ProxyHandler({}))
+    with opener.open(request, timeout=REQUEST_S) as response:
+        sessions: list[dict[str, Any]] = json.load(response)["sessions"]
     return sessions
 
 
-def _not_through_links(path: str, flags: int) -> int:
+def _open_without_links(path: str, flags: int) -> int:
     return os.open(path, flags | os.O_NOFOLLOW | os.O_NONBLOCK)

@@ -1,13 +1,20 @@
-"""A conversation on a terminal: questions, streamed answers and permissions."""
+"""Run a conversation on a terminal: questions, streamed answers and permissions."""
 
 from __future__ import annotations
 
 import contextlib
 import sys
 
-from lmx_lab.cli.app import err, note
-from lmx_lab.cli.exit_status import FAILED, INTERRUPTED
-from lmx_lab.cli.terminal import asked, can_be_asked, forget_typed, line, shown
+from lmx_lab.cli import FAILED, INTERRUPTED
+from lmx_lab.cli.terminal import (
+    discard_typed_input,
+    is_interactive,
+    print_error,
+    print_note,
+    read_line,
+    shown,
+    single_line,
+)
 from lmx_lab.client import Session
 from lmx_lab.errors import LabError
 from lmx_lab.wire.event_stream import ResetFrame
@@ -22,6 +29,9 @@ from lmx_lab.wire.events import (
 )
 from lmx_lab.wire.sessions import Decision, PermissionRecord
 
+with contextlib.suppress(ImportError):  # Some builds of Python lack it.
+    import readline  # noqa: F401  (importing it gives input() a history and editing)
+
 
 class Conversation:
     """Questions and answers in one session. Answers go to standard output, everything else to standard error."""
@@ -31,98 +41,103 @@ class Conversation:
         self._allow = allow
 
     def run(self) -> None:
-        """Ask questions until the end of the input, or until Ctrl-C outside of an answer."""
-        with contextlib.suppress(ImportError):
-            # Optional: some Python builds lack it.
-            import readline  # noqa: F401  (input() then has a history and can be edited)
-        note(f"session {self._session.session_id}; Ctrl-D ends this, and the next lmx-lab chat continues it")
+        """Read and answer questions until the end of the input, or until Ctrl-C outside of an answer."""
+        print_note(f"session {self._session.session_id}; Ctrl-D ends the chat, and the next lmx-lab chat continues it")
         with contextlib.suppress(EOFError, KeyboardInterrupt):
             while True:
-                if (question := asked("> ")).strip():
+                if (question := read_line("> ")).strip():
                     self.ask(question)
 
     def ask(self, text: str) -> int:
-        """Print the answer while it is generated; returns the exit status. Ctrl-C cancels the turn."""
-        answer = AnswerPrinter()
+        """Print the answer while it is generated. Ctrl-C cancels the turn.
+
+        Returns:
+            The exit status.
+        """
+        printer = AnswerPrinter()
         try:
-            # Closing cancels the turn, for example when standard output was closed.
-            with contextlib.closing(self._session.stream(text, on_permission=self._permit)) as events:
+            # Closing the stream cancels the turn, for example if standard output was closed.
+            with contextlib.closing(self._session.stream(text, on_permission=self._decide)) as events:
                 for event in events:
-                    answer.show(event)
+                    printer.print(event)
         except KeyboardInterrupt:
-            answer.end_line()
-            note("cancelled")
+            printer.end_line()
+            print_note("cancelled")
             return INTERRUPTED
         except LabError as exc:
-            answer.end_line()
-            err.print(f"{exc.code}: {shown(exc.message)}", style="bold red", markup=False, highlight=False)
+            printer.end_line()
+            print_error(exc)
             return FAILED
         return 0
 
-    def _permit(self, permission: PermissionRecord) -> Decision:
+    def _decide(self, permission: PermissionRecord) -> Decision:
         if self._allow:
             return Decision(decision="allow")
-        if not can_be_asked():
-            note(f"{shown(permission.tool)} was denied: there is no terminal to ask on; --allow lets tools run")
+        if not is_interactive():
+            print_note(f"{shown(permission.tool)} was denied: there is no terminal for a question; --allow runs tools")
             return Decision(decision="deny")
         # The complete call in one line, because the decision is about exactly this call.
         arguments = ", ".join(
             f"{name if name.isidentifier() else repr(name)}={value!r}" for name, value in permission.arguments.items()
         )
-        note(shown(f"the model wants to call {permission.tool}({arguments})"))
-        forget_typed()
-        said = ""
+        print_note(shown(f"the model wants to call {permission.tool}({arguments})"))
+        discard_typed_input()
+        answer = ""
         with contextlib.suppress(EOFError):
-            said = asked("Allow it? [y]es, [a]lways in this session, [N]o ").strip().lower()
+            answer = read_line("Allow it? [y]es, [a]lways in this session, [N]o ").strip().lower()
         return Decision(
-            decision="allow" if said in ("y", "yes", "a", "always") else "deny",
-            scope="session" if said in ("a", "always") else "once",
+            decision="allow" if answer in ("y", "yes", "a", "always") else "deny",
+            scope="session" if answer in ("a", "always") else "once",
         )
 
 
 class AnswerPrinter:
-    """Prints one turn."""
+    """Prints the events of one turn."""
 
     def __init__(self) -> None:
         self._message_id: str | None = None
         self._text = ""
+        """The text of the current message that was printed."""
         self._in_line = False
+        """Whether the last line that was printed has not ended."""
 
-    def show(self, event: DaemonEvent) -> None:
+    def print(self, event: DaemonEvent) -> None:
+        """Print text to standard output, and what else happens in the turn to standard error."""
         match event:
             case TurnQueuedEvent() if event.data.ahead:
-                self._aside(f"it waits: {event.data.ahead} before it in this session")
+                turns = "1 earlier turn" if event.data.ahead == 1 else f"{event.data.ahead} earlier turns"
+                self._print_note(f"waiting for {turns} of this session")
             case TurnTokenEvent():
-                self._piece(event.data.message_id, event.data.text)
+                self._print_piece(event.data.message_id, event.data.text)
             case MessageDoneEvent():
-                self._whole(event.data.message.message_id, event.data.message.content)
+                self._print_rest(event.data.message.message_id, event.data.message.content)
             case ToolStartEvent():
-                self._aside(f"calls {event.data.name} {event.data.arguments!r}")
+                self._print_note(f"calls {event.data.name} {event.data.arguments!r}")
             case ToolEndEvent():
-                self._aside(f"{event.data.name}: {event.data.status}: {event.data.text}")
+                self._print_note(f"{event.data.name}: {event.data.status}: {event.data.text}")
             case ResetFrame():
-                self._aside("events are missing here")
+                self._print_note("events are missing here")
             case TurnDoneEvent():
                 stats, reason = event.data.stats, event.data.stop_reason
-                ended = "" if reason == "end" else f", ended by {reason}"
-                self._aside(f"{stats.completion_tokens} tokens, {stats.tokens_per_second:.1f} tokens/s{ended}")
+                end = "" if reason == "end" else f", ended by {reason}"
+                self._print_note(f"{stats.completion_tokens} tokens, {stats.tokens_per_second:.1f} tokens/s{end}")
             case _:
                 pass
 
-    def _piece(self, message_id: str, text: str) -> None:
+    def _print_piece(self, message_id: str, text: str) -> None:
         if message_id != self._message_id:
             self.end_line()
             self._message_id, self._text = message_id, ""
         self._text += text
         self._write(text)
 
-    def _whole(self, message_id: str | None, text: str) -> None:
+    def _print_rest(self, message_id: str | None, text: str) -> None:
         """Print the part of a complete message that was not streamed."""
-        seen = self._text if message_id == self._message_id else ""
-        if not text.startswith(seen):
+        printed = self._text if message_id == self._message_id else ""
+        if not text.startswith(printed):
             self.end_line()
-            seen = ""
-        self._write(text[len(seen) :])
+            printed = ""
+        self._write(text[len(printed) :])
         self.end_line()
         self._message_id, self._text = message_id, text
 
@@ -137,6 +152,6 @@ class AnswerPrinter:
         if self._in_line:
             self._write("\n")
 
-    def _aside(self, text: str) -> None:
+    def _print_note(self, text: str) -> None:
         self.end_line()
-        note(line(text))
+        print_note(single_line(text))

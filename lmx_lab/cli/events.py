@@ -1,4 +1,4 @@
-"""``lmx-lab events``: prints the daemon's log and its new events."""
+"""Provide ``lmx-lab events``: print the daemon's log and its new events."""
 
 from __future__ import annotations
 
@@ -8,14 +8,16 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from lmx_lab.cli.app import app, epilog
 from lmx_lab.cli.completion import complete_session
-from lmx_lab.cli.parsing import Command
-from lmx_lab.cli.reach import NEEDS, Token, Url, daemon_client
+from lmx_lab.cli.lazy import load
+from lmx_lab.cli.options import NEEDS_DAEMON, Command, DaemonToken, DaemonUrl, daemon_client, epilog
 from lmx_lab.errors import InvalidRequestError, SessionNotFoundError
 
 if TYPE_CHECKING:
+    from lmx_lab.cli.event_printer import EventPrinter
     from lmx_lab.client import DaemonClient
+
+app = typer.Typer()
 
 
 @app.command(
@@ -24,16 +26,16 @@ if TYPE_CHECKING:
         "lmx-lab events --follow",
         "lmx-lab events --after 0 --types 'turn.*' --session letters",
         "lmx-lab events --follow --json | jq .event",
-        needs=NEEDS,
-        status="0, also after Ctrl-C, which ends --follow; 1 if it failed, or if its output was closed; 2 if an "
-        "argument is not valid",
+        needs=NEEDS_DAEMON,
+        status="0, also after Ctrl-C, which ends --follow; 1 on failure, or if the output was closed; 2 if an argument "
+        "is not valid",
     ),
 )
 def events(
     *,
     follow: Annotated[bool, typer.Option("--follow", "-f", help="Continue with new events until Ctrl-C.")] = False,
     after: Annotated[
-        int | None, typer.Option(help="Print the events after this cursor; 0 is all that are kept.")
+        int | None, typer.Option(help="Print the events after this cursor; 0 for all events in the log.")
     ] = None,
     tail: Annotated[int, typer.Option(help="Number of the newest events to print, without --after.")] = 20,
     session: Annotated[
@@ -41,33 +43,32 @@ def events(
         typer.Option(help="Print only events of this session. Repeatable.", autocompletion=complete_session),
     ] = None,
     types: Annotated[
-        list[str] | None, typer.Option(help="Print only events of this kind, or turn.* for a group. Repeatable.")
+        list[str] | None, typer.Option(help="Print only events of this type, or turn.* for a group. Repeatable.")
     ] = None,
     json: Annotated[bool, typer.Option("--json", help="Print each event as one line of JSON.")] = False,
-    url: Url = None,
-    token: Token = None,
+    url: DaemonUrl = None,
+    token: DaemonToken = None,
 ) -> None:
-    """Print the daemon's events. Following them continues after lost connections and restarts of the daemon."""
+    """Print the daemon's events. --follow continues after lost connections and restarts of the daemon."""
     if tail < 0:
         raise InvalidRequestError(f"--tail is {tail}; give 0 or more", param="tail")
     if after is not None and after < 0:
-        raise InvalidRequestError(f"--after is {after}; give 0, for all that are kept, or more", param="after")
-    # The client takes most of a second to import, which --help and completion should not wait for.
-    from lmx_lab.cli.event_printer import EventSelection, follow_events, newest_events
-
-    selection = EventSelection(session_ids=tuple(session or ()), types=tuple(types or ()), as_json=json)
+        raise InvalidRequestError(f"--after is {after}; give 0 for all events in the log, or more", param="after")
+    printer_class: type[EventPrinter] = load("lmx_lab.cli.event_printer:EventPrinter")
     with daemon_client(url, token) as client, contextlib.suppress(KeyboardInterrupt):
-        _check_sessions(client, selection.session_ids)
-        cursor = newest_events(client, selection, after=after, tail=tail)
+        sessions = tuple(session or ())
+        _check_sessions(client, sessions)
+        printer = printer_class(client, session_ids=sessions, types=tuple(types or ()), as_json=json)
+        cursor = printer.print_newest(tail) if after is None else printer.print_after(after)
         if follow:
-            follow_events(client, selection, after=cursor)
+            printer.follow(cursor)
 
 
 def _check_sessions(client: DaemonClient, session_ids: Iterable[str]) -> None:
     """Check that the sessions exist, or have events in the log.
 
     Raises:
-        SessionNotFoundError: there is no such session, so that no event would ever be printed.
+        SessionNotFoundError: a session does not exist, so that none of its events would ever be printed.
     """
     for session_id in session_ids:
         try:

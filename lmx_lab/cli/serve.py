@@ -1,4 +1,4 @@
-"""``lmx-lab serve``: the inference server until a signal."""
+"""Provide ``lmx-lab serve``: run the inference server until a signal."""
 
 from __future__ import annotations
 
@@ -6,46 +6,70 @@ import asyncio
 import contextlib
 import os
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
+from typing import Annotated
 
 import typer
 
-from lmx_lab.cli.app import app, epilog, keep_what_is_made, say, start_logging
+import lmx_lab
 from lmx_lab.cli.completion import complete_model
-from lmx_lab.cli.folders import settings_with_folders
-from lmx_lab.cli.listening import check_host
-from lmx_lab.cli.memory import give_back_large_blocks
-from lmx_lab.cli.parsing import Command
-from lmx_lab.cli.stopping import stop_on_signals
+from lmx_lab.cli.options import Command, check_host, epilog, settings_with_folders
+from lmx_lab.cli.process import freeze_objects, return_freed_memory, start_logging, stop_on_signals
+from lmx_lab.cli.terminal import print_line
 from lmx_lab.errors import InvalidRequestError
+from lmx_lab.settings import Settings
 from lmx_lab.values.models import EngineChoice, LoadSpec
 
-if TYPE_CHECKING:
-    from lmx_lab.notebook import Lab
-    from lmx_lab.settings import Settings
-
-
-MOST_GB = 1_000_000
+app = typer.Typer()
+MAX_GB = 1_000_000
 HELP = """Run the inference server until Ctrl-C or SIGTERM.
 
-It speaks the chat-completions format at /v1, so that any client of it can be pointed there. Most options are also \
-variables of the environment: LMX_LAB_PORT and so on.
+It serves the chat-completions format at /v1, for any client of that format. Most options can also be set by \
+environment variables such as LMX_LAB_PORT.
 """
+Host = Annotated[str | None, typer.Option(help="Address to listen on; 0.0.0.0 for all networks of this machine.")]
+Port = Annotated[int | None, typer.Option(help="Port; 0 for any free one. By default 8400, or the next free one.")]
 Model = Annotated[
     str | None,
-    typer.Option(help="Model to load first: an id (fetched if needed) or a path.", autocompletion=complete_model),
+    typer.Option(
+        help="Model to load at the start: an id, which is downloaded if needed, or a path.",
+        autocompletion=complete_model,
+    ),
 ]
 EngineOption = Annotated[
     EngineChoice | None,
     typer.Option("--engine", help="Engine that must run --model. By default the one for its format."),
 ]
+ApiKey = Annotated[
+    str | None, typer.Option(envvar="LMX_LAB_API_KEY", show_envvar=True, help="Key that clients must send.")
+]
+CorsOrigins = Annotated[
+    list[str] | None, typer.Option(help="Origin of a web page that may call the server. Repeatable.")
+]
+AllowedHosts = Annotated[list[str] | None, typer.Option(help="Additional Host header to accept. Repeatable.")]
+LanAdmin = Annotated[bool, typer.Option("--lan-admin", help="Let other machines load and unload models.")]
+NoDownloads = Annotated[bool, typer.Option("--no-downloads", help="Never download a model.")]
+ModelFolders = Annotated[list[Path] | None, typer.Option(help="Additional folder with models. Repeatable.")]
+Embedder = Annotated[str | None, typer.Option(help="Embedding model that stays in memory beside the loaded model.")]
+Reranker = Annotated[str | None, typer.Option(help="Reranker that stays in memory beside the loaded model.")]
+Swap = Annotated[bool, typer.Option("--swap", help="Load the model that a request names.")]
 IdleUnload = Annotated[
-    float | None, typer.Option("--idle-unload", "--ttl", help="Seconds without a request until the model goes.")
+    float | None,
+    typer.Option("--idle-unload", "--ttl", help="Seconds without a request after which the model is unloaded."),
 ]
+Slots = Annotated[
+    int | None, typer.Option("--slots", "--parallel", help="Number of requests decoded at once. By default 8.")
+]
+QueueLimit = Annotated[int | None, typer.Option(help="Number of further requests that may wait. By default 64.")]
+RequestTimeout = Annotated[float | None, typer.Option(help="Time limit of one request in seconds. By default 600.")]
+MemoryLimit = Annotated[float | None, typer.Option(help="Memory for models and caches, in GB. By default 80 % of all.")]
 PrefixCache = Annotated[
-    float | None, typer.Option(help="GB of that for prompts seen before; 0 keeps none. By default 10 % of it.")
+    float | None, typer.Option(help="Part of it for the prefix cache, in GB; 0 for no cache. By default 10 %.")
 ]
-Dtype = Annotated[str | None, typer.Option(help="Of weights in memory: auto, keep, float32, float16 or bfloat16.")]
+Dtype = Annotated[
+    str | None, typer.Option(help="Type of the weights in memory: auto, keep, float32, float16 or bfloat16.")
+]
+Threads = Annotated[int | None, typer.Option(help="CPU threads for matrix products. By default one for each core.")]
+LogLevel = Annotated[str | None, typer.Option(help="debug, info, warning or error.")]
 
 
 @app.command(
@@ -53,41 +77,37 @@ Dtype = Annotated[str | None, typer.Option(help="Of weights in memory: auto, kee
     help=HELP,
     epilog=epilog(
         "lmx-lab serve --model smollm2-135m",
-        "lmx-lab serve --host 0.0.0.0 --api-key KEY           for the LAN",
+        "lmx-lab serve --host 0.0.0.0 --api-key KEY           for other machines",
         "lmx-lab serve --cors-origin http://localhost:3000    for a web page",
-        "curl http://127.0.0.1:8400/healthz                   whether it runs",
-        needs="nothing but the model, which is fetched if it is not here (lmx-lab models lists those that are)",
-        status="0 after Ctrl-C or SIGTERM, which are its end; 1 if it could not start; 2 if an argument cannot be",
+        "curl http://127.0.0.1:8400/healthz                   check that it runs",
+        needs="only the model, which is downloaded if it is not on the disk (lmx-lab models lists those that are)",
+        status="0 after Ctrl-C or SIGTERM, 1 if the server could not start, 2 if an argument is not valid",
     ),
 )
 def serve(
     *,
-    host: Annotated[str | None, typer.Option(help="Address to listen on; 0.0.0.0 serves the LAN.")] = None,
-    port: Annotated[int | None, typer.Option(help="0 takes a free one. By default 8400 or the next.")] = None,
+    host: Host = None,
+    port: Port = None,
     model: Model = None,
     engine: EngineOption = None,
-    api_key: Annotated[
-        str | None, typer.Option(envvar="LMX_LAB_API_KEY", show_envvar=True, help="Key that clients must send.")
-    ] = None,
-    cors_origin: Annotated[
-        list[str] | None, typer.Option(help="Origin of a web page that may call. Repeatable.")
-    ] = None,
-    allow_host: Annotated[list[str] | None, typer.Option(help="Further Host header to accept. Repeatable.")] = None,
-    lan_admin: Annotated[bool, typer.Option("--lan-admin", help="Let other hosts load and unload.")] = False,
-    no_downloads: Annotated[bool, typer.Option("--no-downloads", help="Never download a model.")] = False,
-    models: Annotated[list[Path] | None, typer.Option(help="Further folder with models. Repeatable.")] = None,
-    embedder: Annotated[str | None, typer.Option(help="Embedding model to keep in memory beside the model.")] = None,
-    reranker: Annotated[str | None, typer.Option(help="Reranker to keep in memory beside the model.")] = None,
-    swap: Annotated[bool, typer.Option("--swap", help="Load the model that a request names.")] = False,
+    api_key: ApiKey = None,
+    cors_origin: CorsOrigins = None,
+    allow_host: AllowedHosts = None,
+    lan_admin: LanAdmin = False,
+    no_downloads: NoDownloads = False,
+    models: ModelFolders = None,
+    embedder: Embedder = None,
+    reranker: Reranker = None,
+    swap: Swap = False,
     idle_unload: IdleUnload = None,
-    slots: Annotated[int | None, typer.Option("--slots", "--parallel", help="Requests at once. By default 8.")] = None,
-    queue_limit: Annotated[int | None, typer.Option(help="Requests that may wait beside them. By default 64.")] = None,
-    request_timeout: Annotated[float | None, typer.Option(help="Seconds for one request. By default 600.")] = None,
-    memory_limit: Annotated[float | None, typer.Option(help="GB for models and caches. By default 80 %.")] = None,
+    slots: Slots = None,
+    queue_limit: QueueLimit = None,
+    request_timeout: RequestTimeout = None,
+    memory_limit: MemoryLimit = None,
     prefix_cache: PrefixCache = None,
     dtype: Dtype = None,
-    threads: Annotated[int | None, typer.Option(help="For matrix products on a CPU. By default its cores.")] = None,
-    log_level: Annotated[str | None, typer.Option(help="debug, info, warning or error.")] = None,
+    threads: Threads = None,
+    log_level: LogLevel = None,
 ) -> None:
     """Run the inference server until Ctrl-C or SIGTERM."""
     check_host(host)
@@ -115,15 +135,15 @@ def serve(
         log_level=log_level,
     )
     start_logging(settings.log_level)
-    give_back_large_blocks()
+    return_freed_memory()
     asyncio.run(_serve(settings, spec, explicit_port=port is not None or "LMX_LAB_PORT" in os.environ))
 
 
 def _load_spec(model: str | None, engine: EngineChoice | None) -> LoadSpec | None:
-    """Return what to load first; None loads nothing.
+    """Return the model to load at the start; None loads none.
 
     Raises:
-        InvalidRequestError: a load option without a model.
+        InvalidRequestError: a load option is given without a model.
     """
     if model is None:
         if engine is not None:
@@ -133,65 +153,65 @@ def _load_spec(model: str | None, engine: EngineChoice | None) -> LoadSpec | Non
 
 
 def _bytes(option: str, size_gb: float | None) -> int | None:
-    """
+    """Convert a size in GB to bytes. It is checked here, because an error of the settings would show it in bytes.
+
     Raises:
-        InvalidRequestError: no size; the settings would name it in bytes, which nobody has given.
+        InvalidRequestError: the size is not valid.
     """
-    if size_gb is not None and not 0 <= size_gb <= MOST_GB:
-        raise InvalidRequestError(f"{option} is {size_gb:g}; give GB, from 0 to {MOST_GB:,}", param=option)
+    if size_gb is not None and not 0 <= size_gb <= MAX_GB:
+        raise InvalidRequestError(f"{option} is {size_gb:g}; give GB, from 0 to {MAX_GB:,}", param=option)
     return None if size_gb is None else round(size_gb * 1e9)
 
 
 async def _serve(settings: Settings, spec: LoadSpec | None, *, explicit_port: bool) -> None:
-    stop = _stop_signal()
-    from lmx_lab.notebook import Lab
-
-    lab = Lab(settings, loop="kernel", explicit_port=explicit_port)
+    stop = _stop_event()
+    lab = lmx_lab.Lab(settings, loop="kernel", explicit_port=explicit_port)
     await lab.astart()
-    keep_what_is_made()
+    freeze_objects()
     async with contextlib.AsyncExitStack() as stack:
         stack.push_async_callback(lab.astop)
-        work = [
+        tasks = [
             asyncio.create_task(coro, name=f"lmx-lab {name}")
-            for name, coro in (("start", _announce(lab, spec)), ("stop", stop.wait()), ("server", lab.wait()))
+            for name, coro in (("start", _start(lab, spec)), ("stop", stop.wait()), ("server", lab.wait()))
         ]
         try:
-            await asyncio.wait(work, return_when=asyncio.FIRST_COMPLETED)
-            if work[0].done():
-                work[0].result()
-                await asyncio.wait(work[1:], return_when=asyncio.FIRST_COMPLETED)
+            await asyncio.wait(tasks, return_when=asyncio.FIRST_COMPLETED)
+            if tasks[0].done():
+                tasks[0].result()
+                await asyncio.wait(tasks[1:], return_when=asyncio.FIRST_COMPLETED)
         finally:
-            for task in work:
+            for task in tasks:
                 task.cancel()
-            await asyncio.gather(*work, return_exceptions=True)
-        say("stopping")
+            await asyncio.gather(*tasks, return_exceptions=True)
+        print_line("stopping")
 
 
-def _stop_signal() -> asyncio.Event:
-    """Set by the first SIGINT or SIGTERM; a second one ends the process as it would any."""
+def _stop_event() -> asyncio.Event:
+    """Return an event that the first SIGINT or SIGTERM sets. The second one ends the process by its default action."""
     stop, loop = asyncio.Event(), asyncio.get_running_loop()
 
-    def begin(_: int) -> None:
-        with contextlib.suppress(RuntimeError):  # the loop has ended by itself
+    def set_stop(_: int) -> None:
+        with contextlib.suppress(RuntimeError):  # The loop has already ended.
             loop.call_soon_threadsafe(stop.set)
 
-    stop_on_signals(begin)
+    stop_on_signals(set_stop)
     return stop
 
 
-async def _announce(lab: Lab, spec: LoadSpec | None) -> None:
+async def _start(lab: lmx_lab.Lab, spec: LoadSpec | None) -> None:
+    """Load the models, and print the server's addresses."""
     if lab.port != lab.settings.port != 0:
-        say(f"port {lab.settings.port} is in use; --port chooses one")
+        print_line(f"port {lab.settings.port} is in use; choose one with --port")
     for name in (lab.settings.embedder, lab.settings.reranker):
         if name is not None:
-            say(f"loading {name}, to be kept")
+            print_line(f"loading {name}, which stays in memory")
     await lab.apin_encoders()
     if spec is not None:
-        say(f"loading {spec.model}")
+        print_line(f"loading {spec.model}")
         report = await lab.aload(spec.model, engine=spec.engine)
-        say(f"{report.model} loaded in {report.load_s:.1f} s, {report.memory_bytes / 1e9:.2f} GB")
-    say(f"LMX Lab is ready at {lab.url}  (chat format: {lab.url}/v1, docs: {lab.url}/docs)", style="bold")
+        print_line(f"{report.model} loaded in {report.load_s:.1f} s, {report.memory_bytes / 1e9:.2f} GB")
+    print_line(f"LMX Lab is ready at {lab.url}  (chat format: {lab.url}/v1, docs: {lab.url}/docs)", style="bold")
     for url in lab.lan_urls:
-        say(f"on the LAN at {url}", style="bold")
+        print_line(f"on the LAN at {url}", style="bold")
     if spec is None and not lab.engine.snapshot.pinned:
-        say("no model is loaded yet: POST /admin/models/load, or start with --model")
+        print_line("no model is loaded yet: POST /admin/models/load, or start with --model")

@@ -1,4 +1,7 @@
-"""A terminal: text of models and tools on it, which could control it or turn lines around, and who sits before it."""
+"""Print to and read from the terminal.
+
+Texts of models, tools and servers could contain control characters, so they are escaped before they are printed.
+"""
 
 from __future__ import annotations
 
@@ -6,24 +9,57 @@ import contextlib
 import sys
 import termios
 
+from rich.console import Console
+from rich.text import Text
+
+from lmx_lab.errors import LabError
 from lmx_lab.sanitize import shown
 
-__all__ = ["asked", "can_be_asked", "forget_typed", "line", "shown"]
+__all__ = [
+    "discard_typed_input",
+    "err",
+    "is_interactive",
+    "out",
+    "print_error",
+    "print_line",
+    "print_note",
+    "read_line",
+    "shown",
+    "single_line",
+]
+
+out = Console(soft_wrap=True)
+err = Console(stderr=True, soft_wrap=True)
 
 
-def line(text: str, most: int = 100) -> str:
-    """The beginning of a text, on one line."""
+def print_line(text: str, *, style: str | None = None) -> None:
+    """Print a line to standard output. Names and paths in it may contain rich's markup, which is not interpreted."""
+    out.print(shown(text), style=style, markup=False, highlight=False)
+
+
+def print_note(text: str) -> None:
+    """Print a hint to standard error."""
+    err.print(shown(text), style="dim", markup=False, highlight=False)
+
+
+def print_error(exc: LabError) -> None:
+    """Print the error's code and message, which may come from a server, to standard error."""
+    err.print(Text.assemble((shown(exc.code), "bold red"), f": {shown(exc.message)}"), highlight=False)
+
+
+def single_line(text: str, most: int = 100) -> str:
+    """Return the start of a text as one line of at most ``most`` characters."""
     words = " ".join(text.split())
     return shown(words if len(words) <= most else words[: most - 1] + "…")
 
 
-def can_be_asked() -> bool:
-    """Whether somebody sits before this."""
+def is_interactive() -> bool:
+    """Whether standard input is a terminal, so that a user can answer questions."""
     return sys.stdin is not None and sys.stdin.isatty()
 
 
-def asked(prompt: str) -> str:
-    """A line that somebody types. The prompt is on standard error where standard output goes elsewhere.
+def read_line(prompt: str) -> str:
+    """Read a line from standard input. The prompt is printed to standard error if standard output is not a terminal.
 
     Raises:
         EOFError: the input has ended.
@@ -35,7 +71,7 @@ def asked(prompt: str) -> str:
     return input()
 
 
-def forget_typed() -> None:
-    """What was typed before a question is no answer to it."""
+def discard_typed_input() -> None:
+    """Discard what was typed before a question, so that it does not answer the question."""
     with contextlib.suppress(termios.error):
         termios.tcflush(sys.stdin, termios.TCIFLUSH)

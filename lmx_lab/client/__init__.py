@@ -1,7 +1,7 @@
-"""Typed clients of the lab's servers; they know nothing of this process's own.
+"""Provide typed clients of the inference server and of the daemon, which may run in this process or elsewhere.
 
 ``AsyncLabClient`` and ``LabClient`` are for the inference server, ``AsyncDaemonClient`` and ``DaemonClient`` for the
-daemon, the second of each for callers that block. ``ChatFormatClient`` reads any server of the chat format.
+daemon; the second one of each pair blocks. ``ChatFormatClient`` streams chats from any chat-format server.
 """
 
 from lmx_lab.client.blocking.daemon import DaemonClient
@@ -14,7 +14,7 @@ from lmx_lab.client.cursors import Cursor, CursorStore, FileCursor, MemoryCursor
 from lmx_lab.client.daemon import AsyncDaemonClient
 from lmx_lab.client.event_receiver import ConnectionState
 from lmx_lab.client.event_subscription import Subscription
-from lmx_lab.client.inference import AsyncLabClient, Include, LabEvent, UnknownLabEvent, as_array
+from lmx_lab.client.lab import AsyncLabClient, Include, LabEvent, UnknownLabEvent, as_array
 from lmx_lab.client.session import AsyncSession
 from lmx_lab.client.sse import Remark
 from lmx_lab.client.turn_result import TurnResult

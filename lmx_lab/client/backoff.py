@@ -1,4 +1,4 @@
-"""Delays between attempts: exponential with jitter, and none after the machine has slept."""
+"""Delay attempts to connect: exponentially with jitter, and not at all after the machine has slept."""
 
 from __future__ import annotations
 
@@ -7,12 +7,13 @@ import random
 import time
 from collections.abc import Callable
 
-FIRST_S, MOST_S = 0.25, 10.0
-ADVISED_S = 60.0
+MIN_DELAY_S, MAX_DELAY_S = 0.25, 10.0
+"""Upper limits of the random delay after the first failure, and after many."""
+MAX_ADVISED_S = 60.0
 """Maximum delay that a server can request."""
-LOOK_S = 1.0
-SLEPT_S = 5.0
-"""Difference of the two clocks between two checks that counts as sleep."""
+CHECK_INTERVAL_S = 1.0
+SLEEP_THRESHOLD_S = 5.0
+"""Time by which the wall clock has to be ahead of the loop's clock since the last check to count as sleep."""
 
 
 class Backoff:
@@ -23,19 +24,19 @@ class Backoff:
         self.attempts = 0
         """Failed attempts since the last ``reset``."""
 
-    def failed(self, advised_s: float | None = None) -> float:
-        """Seconds until the next attempt.
+    def next_delay_s(self, advised_s: float | None = None) -> float:
+        """Count a failed attempt and return the delay before the next one, in seconds.
 
         Args:
-            advised_s: The minimum delay that the server requested, if any; at most ``ADVISED_S`` counts.
+            advised_s: The minimum delay that the server requested, if any; at most ``MAX_ADVISED_S`` is used.
         """
         # 2**6 exceeds the maximum; a larger power could overflow.
-        longest_s = min(MOST_S, FIRST_S * 2 ** min(self.attempts, 6))
+        longest_s = min(MAX_DELAY_S, MIN_DELAY_S * 2 ** min(self.attempts, 6))
         self.attempts += 1
-        return max(self._chance(0.0, longest_s), min(advised_s or 0.0, ADVISED_S))
+        return max(self._chance(0.0, longest_s), min(advised_s or 0.0, MAX_ADVISED_S))
 
     def reset(self) -> None:
-        """Called after a successful attempt."""
+        """Start again with short delays, after a successful attempt."""
         self.attempts = 0
 
 
@@ -50,18 +51,18 @@ class SleepWatch:
         self._on_wake = on_wake
         self._wall = wall
         self._loop = asyncio.get_running_loop()
-        self._seen = self._apart()
-        self._timer = self._loop.call_later(LOOK_S, self._look)
+        self._last_difference_s = self._clock_difference_s()
+        self._timer = self._loop.call_later(CHECK_INTERVAL_S, self._check)
 
     def close(self) -> None:
-        """Idempotent."""
+        """Stop watching. Idempotent."""
         self._timer.cancel()
 
-    def _apart(self) -> float:
+    def _clock_difference_s(self) -> float:
         return self._wall() - self._loop.time()
 
-    def _look(self) -> None:
-        self._timer = self._loop.call_later(LOOK_S, self._look)
-        before, self._seen = self._seen, self._apart()
-        if self._seen - before > SLEPT_S:
+    def _check(self) -> None:
+        self._timer = self._loop.call_later(CHECK_INTERVAL_S, self._check)
+        before_s, self._last_difference_s = self._last_difference_s, self._clock_difference_s()
+        if self._last_difference_s - before_s > SLEEP_THRESHOLD_S:
             self._on_wake()

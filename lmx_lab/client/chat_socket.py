@@ -1,4 +1,4 @@
-"""Chat over ``WS /v1/chat/stream``, as the chunks that a stream of server-sent events has."""
+"""Chat over ``WS /v1/chat/stream``, and convert its messages to the chunks of a stream of server-sent events."""
 
 from __future__ import annotations
 
@@ -30,28 +30,28 @@ CLOSE_S = 2.0
 """Maximum wait for closing a connection whose other end does not respond."""
 
 
-async def messages(
+async def receive_messages(
     connection: HttpConnection, path: str, first: str, *, silence_s: float | None = None
 ) -> AsyncGenerator[str, None]:
-    """Send the first message, and return the server's messages; closing the generator closes the connection.
+    """Send a message, and yield the server's messages. Closing the generator closes the connection.
 
     Args:
         silence_s: Maximum time between two messages.
 
     Raises:
-        ConnectionLostError: the connection was closed; the reader knows whether the answer is complete.
-        LabError: the server's own, if it refuses the connection.
+        ConnectionLostError: the connection was closed. Only the caller knows whether the answer was complete.
+        LabError: the server's error, if it refuses the connection.
     """
-    # The library requires that a connection is closed by the task that opened it.
-    handed: asyncio.Queue[str | Exception] = asyncio.Queue(1)
-    reading = asyncio.create_task(_read(connection, path, first, silence_s, handed), name="read a WebSocket")
+    # In a task of its own: the library requires that the same task opens and closes a connection.
+    received: asyncio.Queue[str | Exception] = asyncio.Queue(1)
+    task = asyncio.create_task(_read(connection, path, first, silence_s, received), name="read a WebSocket")
     try:
-        while isinstance(message := await handed.get(), str):
+        while isinstance(message := await received.get(), str):
             yield message
         raise message
     finally:
-        reading.cancel()
-        await asyncio.wait({reading}, timeout=CLOSE_S)
+        task.cancel()
+        await asyncio.wait({task}, timeout=CLOSE_S)
 
 
 async def _read(
@@ -59,9 +59,9 @@ async def _read(
     path: str,
     first: str,
     silence_s: float | None,
-    handed: asyncio.Queue[str | Exception],
+    received: asyncio.Queue[str | Exception],
 ) -> None:
-    """Put all messages into the queue, and at the end the reason why there are no more."""
+    """Put all messages into the queue, and at last the error that has ended the connection."""
     end: Exception | None = None
     try:
         async with connection.websocket(path) as socket:
@@ -70,28 +70,28 @@ async def _read(
                 while True:
                     async with asyncio.timeout(silence_s):
                         message = await socket.receive_text()
-                    await handed.put(message)
+                    await received.put(message)
             except Exception as exc:
                 end = exc
     except Exception as exc:
-        # An error of closing must not replace the reason.
+        # An error while closing must not replace the first error.
         end = end or exc
     assert end is not None
-    await handed.put(_translated(end, connection.url))
+    await received.put(_translate(end, connection.url))
 
 
-def _translated(exc: Exception, url: str) -> Exception:
+def _translate(exc: Exception, url: str) -> Exception:
     while isinstance(exc, ExceptionGroup):
         exc = exc.exceptions[0]
     if isinstance(exc, TimeoutError):
-        end: LabError = UnreachableError(f"{url} said nothing within its time limit; ask again, or raise timeout_s")
+        end: LabError = UnreachableError(f"{url} sent nothing within the time limit; try again, or raise timeout_s")
     elif isinstance(exc, LabError):
         return exc
     elif isinstance(exc, HTTPXWSException):
-        end = ConnectionLostError(f"{url} closed the connection before the answer's end; ask again")
+        end = ConnectionLostError(f"{url} closed the connection before the answer was complete; try again")
     else:
-        # Invalid frames raise exceptions of a lower library.
-        end = ConnectionLostError(f"{url} broke the connection ({type(exc).__name__}: {exc!s:.200}); ask again")
+        # Invalid frames raise exceptions of another library, on which this one depends.
+        end = ConnectionLostError(f"{url} broke the connection ({type(exc).__name__}: {exc!s:.200}); try again")
     end.__cause__ = exc
     return end
 
@@ -101,37 +101,38 @@ SOCKET_MESSAGE: TypeAdapter[SocketMessage] = TypeAdapter(Annotated[SocketMessage
 
 
 class SocketChunks:
-    """Makes chunks from the messages of one WebSocket. Pure.
+    """Converts the messages of one WebSocket to chunks. Pure.
 
-    Fields that a WebSocket does not send are filled in: ``id`` is made here, ``model`` is the requested name,
+    Fields that are not sent over a WebSocket are filled in: ``id`` is generated here, ``model`` is the requested name,
     ``system_fingerprint`` is empty. The prompt time in ``timings`` includes the time in the queue.
     """
 
     def __init__(self, body: ChatRequest) -> None:
         self.done = False
+        """Whether the last message was read."""
         self._model = body.model
-        self._usage = body.include_usage
+        self._with_usage = body.include_usage
         self._id = f"chatcmpl-{secrets.token_hex(12)}"
         self._created = int(time.time())
-        self._begun = False
+        self._has_begun = False
 
     def read(self, message: SocketToken | SocketDone) -> Iterator[ChatChunk]:
-        """The chunks of one message."""
-        if not self._begun:
-            self._begun = True
+        """Yield the chunks of one message."""
+        if not self._has_begun:
+            self._has_begun = True
             yield self._chunk(ChoiceDelta(role="assistant", content=""))
         if isinstance(message, SocketToken):
-            yield from self._pieces(message)
+            yield from self._token_chunks(message)
             return
         self.done = True
         stats = message.stats
         last = self._chunk(ChoiceDelta(), finish_reason=stats.finish_reason)
         yield last.model_copy(update={"timings": _timings(stats)})
-        if self._usage:
-            yield self._with([]).model_copy(update={"usage": _usage(stats)})
+        if self._with_usage:
+            yield self._chunk_with([]).model_copy(update={"usage": _usage(stats)})
 
-    def _pieces(self, message: SocketToken) -> Iterator[ChatChunk]:
-        """One chunk each for thoughts, text and calls; the first one has the log-probabilities."""
+    def _token_chunks(self, message: SocketToken) -> Iterator[ChatChunk]:
+        """Yield a chunk each for thoughts, text and tool calls; the first one has the log-probabilities."""
         logprobs = None if message.logprobs is None else ChoiceLogprobs(content=message.logprobs)
         for delta in _deltas(message):
             yield self._chunk(delta, logprobs=logprobs)
@@ -140,9 +141,9 @@ class SocketChunks:
     def _chunk(
         self, delta: ChoiceDelta, *, logprobs: ChoiceLogprobs | None = None, finish_reason: FinishReason | None = None
     ) -> ChatChunk:
-        return self._with([ChunkChoice(index=0, delta=delta, logprobs=logprobs, finish_reason=finish_reason)])
+        return self._chunk_with([ChunkChoice(index=0, delta=delta, logprobs=logprobs, finish_reason=finish_reason)])
 
-    def _with(self, choices: list[ChunkChoice]) -> ChatChunk:
+    def _chunk_with(self, choices: list[ChunkChoice]) -> ChatChunk:
         return ChatChunk(
             id=self._id,
             object="chat.completion.chunk",
@@ -154,12 +155,12 @@ class SocketChunks:
 
 
 def _deltas(message: SocketToken) -> list[ChoiceDelta]:
-    found = [ChoiceDelta(reasoning_content=message.reasoning_content)] if message.reasoning_content else []
+    deltas = [ChoiceDelta(reasoning_content=message.reasoning_content)] if message.reasoning_content else []
     if message.token:
-        found.append(ChoiceDelta(content=message.token))
-    found += [ChoiceDelta(tool_calls=[call]) for call in message.tool_calls or ()]
-    # Tokens without text have log-probabilities, too.
-    return found or [ChoiceDelta(content="")]
+        deltas.append(ChoiceDelta(content=message.token))
+    deltas += [ChoiceDelta(tool_calls=[call]) for call in message.tool_calls or ()]
+    # A token without text needs a chunk as well, for its log-probabilities.
+    return deltas or [ChoiceDelta(content="")]
 
 
 def _timings(stats: SocketStats) -> Timings:

@@ -1,4 +1,8 @@
-"""HTTP to one server: requests, answers, server-sent events and WebSockets, with limits and translated errors."""
+"""Connect to one server: requests, responses, server-sent events and WebSockets, with limits and translated errors.
+
+``HttpConnection`` sends all requests of the clients. ``bench.http_stream`` has an HTTP client of its own, because
+this one would use too much of the machine that is measured.
+"""
 
 from __future__ import annotations
 
@@ -7,15 +11,17 @@ import base64
 import hashlib
 import secrets
 import ssl
+from abc import ABC, abstractmethod
 from collections.abc import AsyncGenerator, Generator, Mapping
 from contextlib import aclosing, asynccontextmanager
-from typing import Any, TypeVar
+from types import TracebackType
+from typing import Any, Self, TypeVar
 
 import httpx2
 from httpx2.websockets import AsyncWebSocketSession
 from pydantic import BaseModel, ValidationError
 
-from lmx_lab.client.address import bearer, is_loopback, server_address
+from lmx_lab.client.address import authorization_header, is_loopback, normalize_address
 from lmx_lab.client.errors import (
     LAB_SERVER,
     ErrorReader,
@@ -30,26 +36,28 @@ from lmx_lab.errors import LabError, UnreachableError
 
 Shape = TypeVar("Shape", bound=BaseModel)
 SHORT_BYTES = 100_000
-"""Maximum size of an error body, and of an answer with a few fields."""
+"""Maximum size of an error body, and of a response with a few fields."""
 LONG_BYTES = 64_000_000
 """Maximum size of a list of models, and of one text: ten million tokens, or 600,000 with log-probabilities."""
 CONNECT_S = 5.0
 QUICK_S = 30.0
 """Time limit of requests without computation, and between two events of a stream that has one per second."""
-# Less than the 30 s of the server, which must not close a connection that is just being used again.
-IDLE_S = 10.0
-CONNECTIONS = 256
-UPGRADE = {"connection": "upgrade", "upgrade": "websocket", "sec-websocket-version": "13"}
-SWITCHED = 101
-RFC_6455 = "258EAFA5-E914-47DA-95CA-C5AB0DC85B11"
+KEEPALIVE_S = 10.0
+"""Idle time after which a connection is closed. Less than the 30 s of the server, which could otherwise close a
+connection at the moment in which it is used again."""
+MAX_CONNECTIONS = 256
+WEBSOCKET_HEADERS = {"connection": "upgrade", "upgrade": "websocket", "sec-websocket-version": "13"}
+SWITCHING_PROTOCOLS = 101
+WEBSOCKET_GUID = "258EAFA5-E914-47DA-95CA-C5AB0DC85B11"
+"""From RFC 6455, section 1.3."""
 JSON = {"content-type": "application/json"}
 
 
 class _Key(httpx2.Auth):
-    """Adds the key to requests. No other object holds it, so that tracebacks with values do not show it."""
+    """Adds the key to requests. No other object has it, so that tracebacks with local variables do not show it."""
 
     def __init__(self, key: str | None) -> None:
-        self._headers = bearer(key)
+        self._headers = authorization_header(key)
 
     def auth_flow(self, request: httpx2.Request) -> Generator[httpx2.Request, httpx2.Response, None]:
         request.headers.update(self._headers)
@@ -64,8 +72,8 @@ class HttpConnection:
         api_key: It is never displayed.
         transport: Replaces the network, for tests.
         timeout_s: Maximum time without data while the server computes; None waits as long as the connection exists.
-        server: The server that is expected there.
-        read_error: Makes an error from a response that is not a success.
+        server: The kind of server that is expected at the address, for error messages.
+        read_error: Returns the error for a response that is not a success.
 
     Raises:
         InvalidRequestError: the address or the key is not valid.
@@ -81,7 +89,7 @@ class HttpConnection:
         server: ServerDescription = LAB_SERVER,
         read_error: ErrorReader = lab_server_error,
     ) -> None:
-        self.url = server_address(base_url)
+        self.url = normalize_address(base_url)
         self._server = server
         self._key = _Key(api_key)
         self._read_error = read_error
@@ -90,7 +98,7 @@ class HttpConnection:
             auth=self._key,
             transport=transport,
             timeout=httpx2.Timeout(timeout_s, connect=CONNECT_S, pool=None),
-            limits=httpx2.Limits(max_connections=CONNECTIONS, keepalive_expiry=IDLE_S),
+            limits=httpx2.Limits(max_connections=MAX_CONNECTIONS, keepalive_expiry=KEEPALIVE_S),
             # Loading all certificates takes 30 ms or more, which plain HTTP does not need.
             verify=True if self.url.startswith("https:") else ssl.SSLContext(ssl.PROTOCOL_TLS_CLIENT),
             # A proxy cannot reach this machine's loopback interface.
@@ -101,13 +109,13 @@ class HttpConnection:
         """Close all connections; the server stops its work for them. Idempotent."""
         await self._http.aclose()
 
-    # Complete answers
+    # Complete responses
 
     async def get(self, path: str, *, limit: int = SHORT_BYTES) -> tuple[httpx2.Response, bytes]:
-        """GET an answer of at most ``limit`` bytes within ``QUICK_S``, for requests without computation."""
-        return await self.ask("GET", path, limit=limit, within_s=QUICK_S)
+        """Send a GET request that needs no computation; return the response, of at most ``limit`` bytes."""
+        return await self.request("GET", path, limit=limit, within_s=QUICK_S)
 
-    async def ask(
+    async def request(
         self,
         method: str,
         path: str,
@@ -121,8 +129,8 @@ class HttpConnection:
         """Send a request and return the response with its body of at most ``limit`` bytes.
 
         Args:
-            within_s: Time limit up to the last byte of the answer.
-            with_key: Whether the key is sent.
+            within_s: Time limit up to the last byte of the response.
+            with_key: Whether to send the key.
         """
         timeout = httpx2.Timeout(within_s, connect=CONNECT_S, pool=None)
         headers = {} if content is None else JSON
@@ -130,16 +138,18 @@ class HttpConnection:
             method, path, content=content, params=params, headers=headers, timeout=timeout
         )
         try:
-            # A limit for the whole answer: a server that sends a byte now and then is never silent.
+            # The HTTP library limits only the time without data, which a server could extend by single bytes.
             async with asyncio.timeout(within_s):
                 return await self._fetch(request, limit, with_key=with_key)
         except TimeoutError as exc:
-            said = f"{self.url} has not answered whole within {within_s:g} s; {self._server.check}"
-            raise UnreachableError(said) from exc
+            message = f"the response of {self.url} was not complete within {within_s:g} s; {self._server.check}"
+            raise UnreachableError(message) from exc
 
     async def post(self, path: str, content: bytes, shape: type[Shape], *, limit: int = SHORT_BYTES) -> Shape:
-        response, text = await self._fetch(self._http.build_request("POST", path, content=content, headers=JSON), limit)
-        return self.whole(response, text, shape)
+        """Send a request that may compute for long, and parse the response, of at most ``limit`` bytes."""
+        request = self._http.build_request("POST", path, content=content, headers=JSON)
+        response, body = await self._fetch(request, limit)
+        return self.parse_success(response, body, shape)
 
     async def _fetch(
         self, request: httpx2.Request, limit: int, *, with_key: bool = True
@@ -156,18 +166,17 @@ class HttpConnection:
             return await self._http.send(request, stream=True, auth=self._key if with_key else None)
 
     async def _body(self, response: httpx2.Response, limit: int) -> bytes:
-        text = await self.beginning(response, limit if response.is_success else SHORT_BYTES)
-        if response.is_success and len(text) > limit:
+        body = await self._read_limited(response, limit if response.is_success else SHORT_BYTES)
+        if response.is_success and len(body) > limit:
             raise UnreachableError(
-                f"{self.url} answered with more than {limit} bytes, which no answer to this request can have; "
-                f"{self._server.check}"
+                f"{self.url} answered with more than {limit} bytes, the limit for this request; {self._server.check}"
             )
-        return text
+        return body
 
-    async def beginning(self, response: httpx2.Response, limit: int) -> bytes:
-        """Read the body; of a longer one a little more than the limit."""
+    async def _read_limited(self, response: httpx2.Response, limit: int) -> bytes:
+        """Read the body. Reading stops after the first piece that exceeds the limit."""
         body = bytearray()
-        with translated_errors(self.url, begun=True, server=self._server):
+        with translated_errors(self.url, has_begun=True, server=self._server):
             async with aclosing(response.aiter_bytes()) as chunks:
                 async for chunk in chunks:
                     body += chunk
@@ -175,42 +184,50 @@ class HttpConnection:
                         break
         return bytes(body)
 
-    def whole(self, response: httpx2.Response, text: bytes, shape: type[Shape]) -> Shape:
-        """Parse the body of a successful response; raises the error of any other."""
-        if not response.is_success:
-            raise self.refused(response, text)
-        return self.read(response, text, shape)
+    def parse_success(self, response: httpx2.Response, body: bytes, shape: type[Shape]) -> Shape:
+        """Parse the body of a successful response.
 
-    def read(self, response: httpx2.Response, text: bytes, shape: type[Shape]) -> Shape:
-        """Parse the body of a response, whatever its status."""
+        Raises:
+            LabError: the response is not a success, or its body does not have this shape.
+        """
+        if not response.is_success:
+            raise self.error_for(response, body)
+        return self.parse(response, body, shape)
+
+    def parse(self, response: httpx2.Response, body: bytes, shape: type[Shape]) -> Shape:
+        """Parse the body of a response of any status.
+
+        Raises:
+            LabError: the body does not have this shape.
+        """
         try:
-            return shape.model_validate_json(text)
+            return shape.model_validate_json(body)
         except ValidationError as exc:
-            raise self.refused(response, text) from exc
+            raise self.error_for(response, body) from exc
 
     # Streams
 
     async def events(
-        self, method: str, path: str, *, content: bytes = b"", whole_bytes: int | None = None, **options: Any
+        self, method: str, path: str, *, content: bytes = b"", document_bytes: int | None = None, **options: Any
     ) -> AsyncGenerator[str | Remark, None]:
-        """Return the events of a stream and its comments; closing the generator closes the connection.
+        """Yield the events of a stream and its comments; closing the generator closes the connection.
 
         Args:
-            whole_bytes: Maximum size of a JSON document in place of a stream, which is returned as its only event. By
-                default a document is an error.
+            document_bytes: Accept a JSON document of at most this size instead of a stream, and yield it as the only
+                event. By default, a document is an error.
         """
         headers = {"accept": EVENT_STREAM, **(JSON if content else {})}
         request = self._http.build_request(method, path, content=content, headers=headers, **options)
         response = await self._send(request)
         try:
-            if whole_bytes is not None and response.is_success and _kind(response).endswith("json"):
-                yield (await self._body(response, whole_bytes)).decode(errors="replace")
+            if document_bytes is not None and response.is_success and _media_type(response).endswith("json"):
+                yield (await self._body(response, document_bytes)).decode(errors="replace")
                 return
             await self._check_stream(response)
             decoder = EventDecoder()
-            with translated_errors(self.url, begun=True, server=self._server):
+            with translated_errors(self.url, has_begun=True, server=self._server):
                 async for chunk in response.aiter_bytes():
-                    for event in self._fed(decoder, chunk):
+                    for event in self._decode(decoder, chunk):
                         yield event
         finally:
             await response.aclose()
@@ -221,7 +238,7 @@ class HttpConnection:
     ) -> AsyncGenerator[AsyncWebSocketSession, None]:
         """Open a WebSocket for the duration of the block.
 
-        Later failures are exceptions of ``httpx2.websockets``; the reader has to limit the time without data.
+        Failures after the opening raise exceptions of ``httpx2.websockets``. The time without data is not limited here.
 
         Args:
             limit: Maximum size of one message in bytes.
@@ -234,13 +251,15 @@ class HttpConnection:
             "GET",
             path,
             params=params,
-            headers={**UPGRADE, "sec-websocket-key": key},
+            headers={**WEBSOCKET_HEADERS, "sec-websocket-key": key},
             timeout=httpx2.Timeout(QUICK_S, connect=CONNECT_S, pool=None),
         )
         response = await self._send(request)
         try:
-            if response.status_code != SWITCHED or response.headers.get("sec-websocket-accept") != _accepted(key):
-                raise self.refused(response, await self.beginning(response, SHORT_BYTES))
+            if response.status_code != SWITCHING_PROTOCOLS or response.headers.get(
+                "sec-websocket-accept"
+            ) != _accept_value(key):
+                raise self.error_for(response, await self._read_limited(response, SHORT_BYTES))
             stream = response.extensions["network_stream"]
             async with AsyncWebSocketSession(
                 stream, max_message_size_bytes=limit, keepalive_ping_interval_seconds=None, response=response
@@ -250,48 +269,72 @@ class HttpConnection:
             await response.aclose()
 
     async def _check_stream(self, response: httpx2.Response) -> None:
-        if response.is_success and _kind(response) == EVENT_STREAM:
+        if response.is_success and _media_type(response) == EVENT_STREAM:
             return
-        raise self.refused(response, await self.beginning(response, SHORT_BYTES))
+        raise self.error_for(response, await self._read_limited(response, SHORT_BYTES))
 
-    def _fed(self, decoder: EventDecoder, chunk: bytes) -> list[str | Remark]:
+    def _decode(self, decoder: EventDecoder, chunk: bytes) -> list[str | Remark]:
         try:
             return decoder.feed(chunk)
         except ValueError as exc:
-            raise self.unreadable() from exc
+            raise self.invalid_event_error() from exc
 
-    # Failures
+    # Errors
 
-    def refused(self, response: httpx2.Response, body: bytes) -> LabError:
-        """The error for a response that is not a success, or not the requested document."""
-        return self._read_error(self.unexpected(response, body))
+    def error_for(self, response: httpx2.Response, body: bytes) -> LabError:
+        """Return the error for a response that is not a success, or not the requested document."""
+        return self._read_error(self.describe_response(response, body))
 
-    def unexpected(self, response: httpx2.Response, body: bytes) -> UnexpectedResponse:
-        """Describe a response for an error."""
+    def describe_response(self, response: httpx2.Response, body: bytes) -> UnexpectedResponse:
+        """Return what an error message says about a response."""
         headers: Mapping[str, str] = response.headers
         return UnexpectedResponse(
             url=self.url,
             status=response.status_code,
-            kind=headers.get("content-type", ""),
+            content_type=headers.get("content-type", ""),
             retry_after=headers.get("retry-after"),
             body=body,
             server=self._server,
         )
 
-    def unreadable(self) -> UnreachableError:
-        """The error for an event that such a server does not send."""
+    def invalid_event_error(self) -> UnreachableError:
+        """Return the error for an event that this kind of server does not send."""
         return wrong_server_error(
             UnexpectedResponse(
-                url=self.url, status=200, kind=EVENT_STREAM, retry_after=None, body=b"", server=self._server
+                url=self.url, status=200, content_type=EVENT_STREAM, retry_after=None, body=b"", server=self._server
             )
         )
 
 
-def _accepted(key: str) -> str:
-    """The value that RFC 6455, section 4.2.2, requires in the server's answer."""
-    return base64.b64encode(hashlib.sha1(f"{key}{RFC_6455}".encode(), usedforsecurity=False).digest()).decode()
+class AsyncClientBase(ABC):
+    """The part that all async clients share: ``async with`` closes the connections at its end."""
+
+    @property
+    @abstractmethod
+    def url(self) -> str:
+        """The server's address."""
+
+    @abstractmethod
+    async def aclose(self) -> None:
+        """Close all connections. Idempotent."""
+
+    def __repr__(self) -> str:
+        return f"<{type(self).__name__} of {self.url}>"
+
+    async def __aenter__(self) -> Self:
+        return self
+
+    async def __aexit__(
+        self, kind: type[BaseException] | None, value: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        await self.aclose()
 
 
-def _kind(response: httpx2.Response) -> str:
+def _accept_value(key: str) -> str:
+    """Return the value that RFC 6455, section 4.2.2, requires in the server's response."""
+    return base64.b64encode(hashlib.sha1(f"{key}{WEBSOCKET_GUID}".encode(), usedforsecurity=False).digest()).decode()
+
+
+def _media_type(response: httpx2.Response) -> str:
     content_type: str = response.headers.get("content-type", "")
     return content_type.partition(";")[0].strip().lower()

@@ -1,4 +1,4 @@
-"""The address and the token of the daemon, as given or as read from its state file."""
+"""Provide the address and the token of the daemon, as given by the caller or as read from its state file."""
 
 from __future__ import annotations
 
@@ -10,73 +10,79 @@ from typing import Self
 
 from pydantic import ValidationError
 
-from lmx_lab.client.address import bearer, server_address
+from lmx_lab.client.address import authorization_header, normalize_address
 from lmx_lab.errors import InvalidRequestError, UnreachableError
 from lmx_lab.settings import Settings
 from lmx_lab.wire.daemon import StateFile
 
 STATE = "state.json"
 START = "start a daemon with lmx-lab daemon, or launch(daemon=True) in a notebook"
-STATE_BYTES = 65_536
+MAX_STATE_BYTES = 65_536
 
 
-def state_file(path: Path) -> StateFile | None:
-    """Read the state file; returns None if there is none that can be trusted."""
+def find_state_file(path: Path) -> StateFile | None:
+    """Read the state file; return None if there is none that can be trusted."""
     try:
-        return believed(path)
+        return read_state_file(path)
     except UnreachableError:
         return None
 
 
-def believed(path: Path) -> StateFile:
+def read_state_file(path: Path) -> StateFile:
     """Read the state file.
 
     Raises:
-        UnreachableError: it does not exist, or can be written by other users; the message says what to do.
+        UnreachableError: the file does not exist, is not valid, or other users could have written it. The message says
+            what to do.
     """
     try:
-        state = _stated(_private_text(path))
+        state = _parse_state(_read_private_file(path))
     except FileNotFoundError:
         raise UnreachableError(
-            f"no daemon of this user runs: there is no {path}; {START}, or set LMX_LAB_HOME to where one runs"
+            f"no daemon of this user is running: {path} does not exist; {START}, or set LMX_LAB_HOME to the home of a "
+            "running daemon"
         ) from None
     except OSError as exc:
-        raise UnreachableError(f"{path} is not believed: {exc.strerror}; {START}") from exc
+        raise UnreachableError(f"{path} cannot be trusted: {exc.strerror}; {START}") from exc
     if state is None:
-        raise UnreachableError(f"{path} is no state file of a daemon; {START}")
+        raise UnreachableError(f"{path} is not a valid state file of a daemon; {START}")
     return state
 
 
-def _stated(text: bytes) -> StateFile | None:
-    # No exception leaves this function: a traceback with values would show the token.
+def _parse_state(text: bytes) -> StateFile | None:
+    # No exception leaves this function: a traceback with local variables would show the token.
     try:
         state = StateFile.model_validate_json(text)
-        server_address(state.url)
-        bearer(state.token)
+        normalize_address(state.url)
+        authorization_header(state.token)
     except (ValidationError, InvalidRequestError):
         return None
     return state
 
 
-def _private_text(path: Path) -> bytes:
+def _read_private_file(path: Path) -> bytes:
+    """
+    Raises:
+        OSError: the file cannot be read, or other users have access to it.
+    """
     # Non-blocking: opening a pipe of that name would wait for its writer.
     file = os.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK)
     try:
         known = os.fstat(file)
         if not stat.S_ISREG(known.st_mode):
-            raise OSError(0, "it is no file")
+            raise OSError(0, "it is not a regular file")
         if known.st_uid != os.geteuid():
             raise OSError(0, "it belongs to another user")
         if known.st_mode & 0o077:
-            raise OSError(0, f"others may read or write it (its mode is {stat.S_IMODE(known.st_mode):o}, not 600)")
-        return os.read(file, STATE_BYTES)
+            raise OSError(0, f"other users have access to it (its mode is {stat.S_IMODE(known.st_mode):o}, not 600)")
+        return os.read(file, MAX_STATE_BYTES)
     finally:
         os.close(file)
 
 
 @dataclass(frozen=True, kw_only=True)
 class DaemonEndpoint:
-    """Address, token and id of one run of a daemon."""
+    """The address, token and id of one run of a daemon."""
 
     url: str
     token: str | None = field(repr=False)
@@ -84,20 +90,20 @@ class DaemonEndpoint:
 
 
 class Credentials:
-    """The address and the token of a daemon; ``refresh`` reads new ones after a restart. The token is never displayed.
+    """The address and the token of a daemon. ``refresh`` reads new ones after a restart. The token is never displayed.
 
     Args:
         url: The address, optionally with a trailing slash or ``/v3``.
         token: None sends no token.
-        state_path: The state file that both were read from.
+        state_path: The state file that contained both.
 
     Raises:
         InvalidRequestError: the address or the token is not valid.
     """
 
     def __init__(self, url: str, token: str | None, *, state_path: Path | None = None) -> None:
-        bearer(token, name="token")
-        address = server_address(url).removesuffix("/v3")
+        authorization_header(token, name="token")
+        address = normalize_address(url).removesuffix("/v3")
         self._endpoint = DaemonEndpoint(url=address, token=token, daemon_id=None)
         self._state_path = state_path
 
@@ -109,9 +115,9 @@ class Credentials:
             UnreachableError: there is no state file, or it cannot be trusted.
         """
         path = Settings.read(home=None if home is None else Path(home)).daemon_folder / STATE
-        state = believed(path)
+        state = read_state_file(path)
         credentials = cls(state.url, state.token, state_path=path)
-        credentials._endpoint = _of(state)
+        credentials._endpoint = _endpoint_of(state)
         return credentials
 
     def __repr__(self) -> str:
@@ -119,7 +125,7 @@ class Credentials:
 
     @property
     def endpoint(self) -> DaemonEndpoint:
-        """Address, token and id at one moment; another thread may refresh them."""
+        """The current address, token and id as one value, because another thread may refresh them at any time."""
         return self._endpoint
 
     @property
@@ -132,17 +138,17 @@ class Credentials:
 
     @property
     def daemon_id(self) -> str | None:
-        """The id from the state file, which the server at this address must confirm; None if it is not known."""
+        """The id from the state file, which the server at this address has to confirm. None without a state file."""
         return self._endpoint.daemon_id
 
     def refresh(self) -> bool:
-        """Read the state file again. Returns whether the endpoint has changed; False without a file."""
-        state = None if self._state_path is None else state_file(self._state_path)
-        if state is None or _of(state) == self._endpoint:
+        """Read the state file again. Returns whether the endpoint has changed; False without a state file."""
+        state = None if self._state_path is None else find_state_file(self._state_path)
+        if state is None or _endpoint_of(state) == self._endpoint:
             return False
-        self._endpoint = _of(state)
+        self._endpoint = _endpoint_of(state)
         return True
 
 
-def _of(state: StateFile) -> DaemonEndpoint:
+def _endpoint_of(state: StateFile) -> DaemonEndpoint:
     return DaemonEndpoint(url=state.url, token=state.token, daemon_id=state.daemon_id)

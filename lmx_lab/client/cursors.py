@@ -1,4 +1,4 @@
-"""Cursors: the position of a reader in the log of events, and where it is stored."""
+"""Store cursors, the positions of readers in the daemon's event log."""
 
 from __future__ import annotations
 
@@ -13,17 +13,18 @@ from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
 from lmx_lab.errors import HostingError
 
-CURSOR_BYTES = 4096
+MAX_CURSOR_BYTES = 4096
 
 
 class Cursor(BaseModel):
-    """All events up to ``seq`` have been read."""
+    """The position of a reader in the event log: all events up to ``seq`` have been read."""
 
     model_config = ConfigDict(frozen=True)
 
     stream_id: str = Field(min_length=1, max_length=200)
-    """Names the daemon's database, in which ``seq`` counts."""
+    """Id of the daemon's database, in which ``seq`` counts."""
     seq: int = Field(ge=0, le=10**15)
+    """Number of the last event that was read."""
 
 
 class CursorStore(Protocol):
@@ -33,11 +34,11 @@ class CursorStore(Protocol):
         """Return the cursor that was saved last; None if there is none yet."""
 
     def save(self, cursor: Cursor) -> None:
-        """Save a cursor. Called on the reader's event loop, so it must not block for long."""
+        """Save a cursor. It is called on the reader's event loop, so it must not block for long."""
 
 
 class MemoryCursor:
-    """Stores the cursor in this object."""
+    """A cursor store in memory: the cursor lives as long as this object."""
 
     def __init__(self, cursor: Cursor | None = None) -> None:
         self._cursor = cursor
@@ -50,7 +51,7 @@ class MemoryCursor:
 
 
 class FileCursor:
-    """Stores the cursor in a file, for one subscription at a time.
+    """A cursor store in a file, for one subscription at a time.
 
     A file with other content is an error: the path may be wrong, and saving would destroy the file.
     """
@@ -62,19 +63,23 @@ class FileCursor:
         """Read the cursor; None if the file does not exist.
 
         Raises:
-            HostingError: the file holds no cursor, or cannot be read.
+            HostingError: the file does not contain a cursor, or cannot be read.
         """
         try:
-            text = _beginning(self.path)
+            text = _read_start(self.path)
         except FileNotFoundError:
             return None
         except OSError as exc:
-            raise HostingError(f"the cursor in {self.path} cannot be read: {exc.strerror}; name another file") from exc
+            raise HostingError(
+                f"the cursor in {self.path} cannot be read: {exc.strerror}; give the path of another file"
+            ) from exc
         try:
             return Cursor.model_validate_json(text)
         except ValidationError as exc:
-            said = f"{self.path} holds no cursor: {text[:80]!r}; remove it to start again, or name another file"
-            raise HostingError(said) from exc
+            raise HostingError(
+                f"{self.path} does not contain a cursor: {text[:80]!r}; remove the file to start without one, or give "
+                "the path of another file"
+            ) from exc
 
     def save(self, cursor: Cursor) -> None:
         """Write the file atomically, readable by this user only.
@@ -85,21 +90,21 @@ class FileCursor:
         draft = self.path.with_name(f"{self.path.name}.{secrets.token_hex(8)}")
         try:
             file = os.open(draft, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW, 0o600)
-            with os.fdopen(file, "w", encoding="utf-8") as writing:
-                writing.write(cursor.model_dump_json())
+            with os.fdopen(file, "w", encoding="utf-8") as stream:
+                stream.write(cursor.model_dump_json())
             draft.replace(self.path)
         except OSError as exc:
             with contextlib.suppress(OSError):
                 draft.unlink()
             raise HostingError(
-                f"the cursor cannot be written to {self.path}: {exc.strerror}; name another file"
+                f"the cursor cannot be written to {self.path}: {exc.strerror}; give the path of another file"
             ) from exc
 
 
-def _beginning(path: Path) -> bytes:
+def _read_start(path: Path) -> bytes:
     # Non-blocking: opening a pipe of that name would wait for its writer.
     file = os.open(path, os.O_RDONLY | os.O_NONBLOCK)
     try:
-        return os.read(file, CURSOR_BYTES) if stat.S_ISREG(os.fstat(file).st_mode) else b"no regular file"
+        return os.read(file, MAX_CURSOR_BYTES) if stat.S_ISREG(os.fstat(file).st_mode) else b"not a regular file"
     finally:
         os.close(file)

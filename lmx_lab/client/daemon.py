@@ -1,4 +1,4 @@
-"""A typed client of the daemon, over HTTP and a WebSocket of events."""
+"""Provide a typed client of the daemon, over HTTP and a WebSocket of events."""
 
 from __future__ import annotations
 
@@ -9,13 +9,13 @@ from typing import Self
 import httpx2
 from pydantic import JsonValue
 
-from lmx_lab.client.bodies import shaped
 from lmx_lab.client.credentials import Credentials
 from lmx_lab.client.cursors import CursorStore
 from lmx_lab.client.daemon_routes import DaemonRoutes
 from lmx_lab.client.event_subscription import Subscription
+from lmx_lab.client.request_bodies import build_body
 from lmx_lab.client.session import AsyncSession
-from lmx_lab.client.turn import FollowedTurns
+from lmx_lab.client.turn import ActiveTurns
 from lmx_lab.wire.sessions import CreateSession, SessionMessage
 
 
@@ -24,8 +24,8 @@ class AsyncDaemonClient(DaemonRoutes):
 
     Args:
         base_url: The address, optionally with a proxy's prefix, a trailing slash or ``/v3``.
-        token: The daemon's token, from ``state.json`` in its folder. It is never displayed.
-        transport: Replaces the network, for tests. It is closed with the client.
+        token: The daemon's token, which is in ``state.json`` in its folder. It is never displayed.
+        transport: Replaces the network, for tests. Closing the client closes it.
 
     Raises:
         InvalidRequestError: the address or the token is not valid.
@@ -33,33 +33,30 @@ class AsyncDaemonClient(DaemonRoutes):
 
     def __init__(self, base_url: str, *, token: str | None, transport: httpx2.AsyncBaseTransport | None = None) -> None:
         super().__init__(Credentials(base_url, token), transport=transport)
-        self._turns = FollowedTurns()
+        self._turns = ActiveTurns()
 
     @classmethod
     def discover(
         cls, home: str | os.PathLike[str] | None = None, *, transport: httpx2.AsyncBaseTransport | None = None
     ) -> Self:
-        """Return a client of this user's daemon, and of its successors in the same folder.
+        """Return a client of this user's daemon, also after the daemon was restarted.
 
         Reads the daemon's state file and sends nothing.
 
         Args:
-            home: By default LMX_LAB_HOME, else ``~/.lmx-lab``.
+            home: The lab's home folder; by default LMX_LAB_HOME, or ``~/.lmx-lab`` if that is not set.
 
         Raises:
-            UnreachableError: there is no daemon; the message says how to start one.
+            UnreachableError: no daemon is running; the message says how to start one.
         """
         credentials = Credentials.from_home(home)
         client = cls(credentials.url, token=credentials.token, transport=transport)
         client._connection.credentials = credentials
         return client
 
-    def __repr__(self) -> str:
-        return f"<{type(self).__name__} of {self.url}>"
-
     async def aclose(self) -> None:
-        """Cancel the turns that ``run`` and ``stream`` still follow, then close all connections. Idempotent."""
-        await self._turns.cancel()
+        """Cancel the turns of ``run`` and ``stream`` that have not ended, then close all connections. Idempotent."""
+        await self._turns.cancel_all()
         await super().aclose()
 
     async def session(
@@ -73,11 +70,12 @@ class AsyncDaemonClient(DaemonRoutes):
         messages: Sequence[SessionMessage] = (),
         metadata: Mapping[str, JsonValue] | None = None,
     ) -> AsyncSession:
-        """Create a session, or return the existing one of this id unchanged.
+        """Create a session. A session of this id that exists is returned unchanged.
 
         Args:
-            model: By default the model that the model server has loaded.
-            tools: Tools that its turns may use: names, or all of a server, ``time__*``. [] is none; by default all.
+            model: The model of its turns; by default the one that the model server has loaded.
+            tools: Names of the tools that its turns may use, or ``time__*`` for all tools of the MCP server ``time``.
+                By default all tools; [] for none.
             messages: The initial history.
         """
         fields: dict[str, object] = {
@@ -85,13 +83,13 @@ class AsyncDaemonClient(DaemonRoutes):
             "title": title,
             "model": model,
             "system_prompt": system_prompt,
-            # A string is refused below instead of becoming a list of letters.
+            # A string is passed on as it is, and refused below; list() would make a list of letters of it.
             "tools": tools if tools is None or isinstance(tools, str) else list(tools),
             "messages": tuple(messages) or None,
             "metadata": dict(metadata) if isinstance(metadata, Mapping) else metadata,
         }
         given = {name: value for name, value in fields.items() if value is not None}
-        record = await self.create_session(shaped(CreateSession, **given))
+        record = await self.create_session(build_body(CreateSession, **given))
         return AsyncSession(self, record.session_id, self._turns)
 
     def events(
@@ -102,14 +100,14 @@ class AsyncDaemonClient(DaemonRoutes):
         types: Sequence[str] = (),
         cursor: CursorStore | None = None,
     ) -> Subscription:
-        """Subscribe to events, over lost connections and restarts of the daemon.
+        """Subscribe to events. The subscription continues after lost connections and restarts of the daemon.
 
         ``async with client.events() as events: async for event in events: …``
 
         Args:
-            after: A cursor; events after it are returned, 0 for all that are kept. By default only new events.
-            session_ids: By default all sessions, and events without a session.
-            types: Such as ``turn.done``, ``tool.*``; by default all.
-            cursor: Stores the last event that was read, and the next subscription continues from it.
+            after: Return events after this cursor; 0 for all events in the log. By default only new events.
+            session_ids: Return events of these sessions only; by default all events, also those without a session.
+            types: Return events of these types only, such as ``turn.done`` or ``tool.*``; by default all types.
+            cursor: Stores the last event that was read; the next subscription with it continues there.
         """
         return Subscription(self, after=after, session_ids=session_ids, types=types, cursor=cursor)

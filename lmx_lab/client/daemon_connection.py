@@ -1,4 +1,4 @@
-"""Connects to one daemon, checks its identity, and finds it again after a restart."""
+"""Connect to one daemon, check its identity, and find it again after a restart."""
 
 from __future__ import annotations
 
@@ -25,10 +25,10 @@ from lmx_lab.wire.daemon import Health
 
 T = TypeVar("T")
 Shape = TypeVar("Shape", bound=BaseModel)
-HEALTH = "/v3/health"
+HEALTH_PATH = "/v3/health"
 HEALTH_S = 10.0
 NO_CONTENT = 204
-Read = Callable[[HttpConnection, httpx2.Response, bytes], T]
+ResponseReader = Callable[[HttpConnection, httpx2.Response, bytes], T]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -40,25 +40,26 @@ class DaemonRequest:
     content: bytes | None = None
     params: Mapping[str, str | list[str]] = field(default_factory=dict)
     within_s: float = QUICK_S
+    """Time limit up to the last byte of the response."""
     repeatable: bool = False
-    """Whether the request is idempotent."""
+    """Whether the request is idempotent, so that it can be sent again after a lost connection."""
 
 
 class DaemonConnection:
-    """Sends requests to the daemon that the credentials name, on one event loop.
+    """Sends requests to the daemon that the credentials describe, on one event loop.
 
     The token is sent to an address from a state file only after the server there has identified itself as the daemon of
-    that file; this check is repeated after each lost connection. If the daemon does not answer, or refuses the token,
+    that file. This check is repeated after each lost connection. If the daemon does not answer, or refuses the token,
     the state file is read again, and the request is sent to the new address.
     """
 
     def __init__(self, credentials: Credentials, *, transport: httpx2.AsyncBaseTransport | None = None) -> None:
         self.credentials = credentials
         self._transport = transport
-        self._gate = asyncio.Lock()
+        self._lock = asyncio.Lock()
         self._connection: HttpConnection | None = None
         self._endpoint: DaemonEndpoint | None = None
-        """Target of the connection."""
+        """The daemon to which ``_connection`` leads."""
         self._is_verified = False
         self._closed = False
 
@@ -72,85 +73,91 @@ class DaemonConnection:
             await self._transport.aclose()
 
     async def connection(self) -> HttpConnection:
-        """Return a connection to the daemon, whose identity was checked just now.
+        """Check the daemon's identity, and return a connection to it.
 
         Raises:
-            UnreachableError: no daemon answers, or another one than the state file names.
+            UnreachableError: no daemon answers, or another daemon than the one of the state file.
         """
         self._is_verified = False
-        connection, _ = await self._reach()
+        connection, _ = await self._connect()
         return connection
 
-    async def ask(self, request: DaemonRequest, shape: type[Shape]) -> Shape:
-        """Send a request and return the answer.
+    async def request(self, request: DaemonRequest, shape: type[Shape]) -> Shape:
+        """Send a request and return the parsed response.
 
         Raises:
-            LabError: the daemon's own, by its code; UnreachableError if it does not answer.
+            LabError: the daemon's error, of the class for its code; UnreachableError if it does not answer.
         """
-        return await self._ask(request, lambda connection, response, text: connection.whole(response, text, shape))
+        return await self._send(
+            request, lambda connection, response, body: connection.parse_success(response, body, shape)
+        )
 
-    async def send(self, request: DaemonRequest) -> None:
-        """Send a request whose answer is empty."""
-        await self._ask(request, _nothing)
+    async def request_without_content(self, request: DaemonRequest) -> None:
+        """Send a request whose response is empty.
+
+        Raises:
+            LabError: as ``request``.
+        """
+        await self._send(request, _check_no_content)
 
     async def health(self) -> Health:
-        """Return which daemon answers; needs no token."""
-        connection, _ = await self._reach()
+        """Identify the daemon; needs no token."""
+        connection, _ = await self._connect()
         return await _health(connection)
 
-    # Addresses
-
-    async def _ask(self, request: DaemonRequest, read: Read[T]) -> T:
-        connection, endpoint = await self._reach()
+    async def _send(self, request: DaemonRequest, read: ResponseReader[T]) -> T:
+        """Send a request, and send it again if another address is known or a connection that was kept open failed."""
+        connection, endpoint = await self._connect()
         try:
-            return await _send(connection, request, read)
+            return await _send_once(connection, request, read)
         except (UnauthorizedError, UnreachableError) as exc:
-            if not self._is_worth_another(exc, endpoint, repeatable=request.repeatable):
+            if not self._should_send_again(exc, endpoint, repeatable=request.repeatable):
                 raise
             first = exc
         try:
-            connection, _ = await self._reach()
-            return await _send(connection, request, read)
+            connection, _ = await self._connect()
+            return await _send_once(connection, request, read)
         except UnreachableError as exc:
             if isinstance(first, UnreachableError) and was_sent(first) and not was_sent(exc):
-                # The first request may have arrived, so the second error must not hide it.
+                # The first request may have been executed, which the second error would hide.
                 raise first from first.__cause__
             raise
 
-    def _is_worth_another(self, error: LabError, endpoint: DaemonEndpoint, *, repeatable: bool) -> bool:
+    def _should_send_again(self, error: LabError, endpoint: DaemonEndpoint, *, repeatable: bool) -> bool:
         if isinstance(error, UnauthorizedError):
-            return self._is_elsewhere(endpoint)
+            return self._has_moved(endpoint)
         self._is_verified = False
         if was_sent(error) and not repeatable:
             return False
-        # A kept connection may be closed by the server just when it is used again.
-        return self._is_elsewhere(endpoint) or (repeatable and isinstance(error, ConnectionLostError))
+        # The server may close an idle connection at the moment in which it is used again.
+        return self._has_moved(endpoint) or (repeatable and isinstance(error, ConnectionLostError))
 
-    def _is_elsewhere(self, endpoint: DaemonEndpoint) -> bool:
+    def _has_moved(self, endpoint: DaemonEndpoint) -> bool:
+        """Whether the daemon's endpoint is another one now; may read the state file."""
         return self.credentials.endpoint != endpoint or self.credentials.refresh()
 
-    async def _reach(self) -> tuple[HttpConnection, DaemonEndpoint]:
+    async def _connect(self) -> tuple[HttpConnection, DaemonEndpoint]:
         """Return a connection to the daemon's current address, and that address."""
-        async with self._gate:
+        async with self._lock:
             endpoint = self.credentials.endpoint
             try:
                 return await self._verified_connection(endpoint), endpoint
             except UnreachableError:
-                if not self._is_elsewhere(endpoint):
+                if not self._has_moved(endpoint):
                     raise
             endpoint = self.credentials.endpoint
             return await self._verified_connection(endpoint), endpoint
 
     async def _verified_connection(self, endpoint: DaemonEndpoint) -> HttpConnection:
-        connection = await self._connected(endpoint)
+        connection = await self._open(endpoint)
         if endpoint.daemon_id is not None and not self._is_verified:
-            await _check(connection, endpoint.daemon_id)
+            await _check_identity(connection, endpoint.daemon_id)
             self._is_verified = True
         return connection
 
-    async def _connected(self, endpoint: DaemonEndpoint) -> HttpConnection:
+    async def _open(self, endpoint: DaemonEndpoint) -> HttpConnection:
         if self._closed:
-            raise InvalidRequestError("this client is closed; make a new one")
+            raise InvalidRequestError("this client was closed; create a new one")
         if self._connection is not None and self._endpoint == endpoint:
             return self._connection
         connection, self._connection = self._connection, None
@@ -164,7 +171,7 @@ class DaemonConnection:
 
 
 class _SharedTransport(httpx2.AsyncBaseTransport):
-    """A transport that is closed by its owner, not with the connection."""
+    """A transport that stays open when a connection over it is closed; its owner closes it."""
 
     def __init__(self, transport: httpx2.AsyncBaseTransport) -> None:
         self._transport = transport
@@ -173,8 +180,8 @@ class _SharedTransport(httpx2.AsyncBaseTransport):
         return await self._transport.handle_async_request(request)
 
 
-async def _send(connection: HttpConnection, request: DaemonRequest, read: Read[T]) -> T:
-    response, text = await connection.ask(
+async def _send_once(connection: HttpConnection, request: DaemonRequest, read: ResponseReader[T]) -> T:
+    response, body = await connection.request(
         request.method,
         request.path,
         content=request.content,
@@ -182,20 +189,24 @@ async def _send(connection: HttpConnection, request: DaemonRequest, read: Read[T
         limit=LONG_BYTES,
         within_s=request.within_s,
     )
-    return read(connection, response, text)
+    return read(connection, response, body)
 
 
-def _nothing(connection: HttpConnection, response: httpx2.Response, text: bytes) -> None:
+def _check_no_content(connection: HttpConnection, response: httpx2.Response, body: bytes) -> None:
     if response.status_code != NO_CONTENT:
-        raise connection.refused(response, text)
+        raise connection.error_for(response, body)
 
 
 async def _health(connection: HttpConnection) -> Health:
-    response, text = await connection.ask("GET", HEALTH, within_s=HEALTH_S, with_key=False)
-    return connection.whole(response, text, Health)
+    response, body = await connection.request("GET", HEALTH_PATH, within_s=HEALTH_S, with_key=False)
+    return connection.parse_success(response, body, Health)
 
 
-async def _check(connection: HttpConnection, daemon_id: str) -> None:
+async def _check_identity(connection: HttpConnection, daemon_id: str) -> None:
+    """
+    Raises:
+        UnreachableError: the server at this address is not the daemon with this id.
+    """
     try:
         found = (await _health(connection)).daemon_id
     except WrongServerError as exc:
@@ -203,6 +214,6 @@ async def _check(connection: HttpConnection, daemon_id: str) -> None:
         raise UnreachableError(f"{exc.message}. The token was not sent; start a daemon with {DAEMON.start}") from exc
     if found != daemon_id:
         raise UnreachableError(
-            f"{connection.url} is another daemon, {found!r:.80}, than the state file says, {daemon_id}; the token was "
-            f"not sent. Is it of another user, or another LMX_LAB_HOME? Start your own with {DAEMON.start}"
+            f"the daemon at {connection.url} is {found!r:.80}, but the state file is of {daemon_id}; the token was not "
+            f"sent. It may belong to another user or another LMX_LAB_HOME; start your own with {DAEMON.start}"
         )

@@ -1,9 +1,8 @@
-"""The daemon's events as the client returns them: ``match event: case TurnTokenEvent(): print(event.data.text)``.
+"""Export the classes of the daemon's events: ``match event: case TurnTokenEvent(): print(event.data.text)``.
 
-These are the classes of ``lmx_lab.wire.events`` and ``lmx_lab.wire.event_stream``, which also define the ``data`` of
-each event.
+They are defined in ``lmx_lab.wire.events`` and ``lmx_lab.wire.event_stream``, together with the ``data`` of each event.
 """
 
-# Star imports, so that a new event is available here without another list of names.
+# Star imports, so that a new event needs no entry in another list of names.
 from lmx_lab.wire.event_stream import *  # noqa: F403
 from lmx_lab.wire.events import *  # noqa: F403

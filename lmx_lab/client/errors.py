@@ -1,4 +1,4 @@
-"""Errors of requests to a server, as the package's own error classes."""
+"""Turn failed requests to a server into the package's error classes."""
 
 from __future__ import annotations
 
@@ -13,6 +13,7 @@ import pydantic_core
 
 from lmx_lab import errors
 from lmx_lab.errors import (
+    ERROR_CLASSES,
     ConnectionLostError,
     CursorExpiredError,
     LabError,
@@ -21,67 +22,22 @@ from lmx_lab.errors import (
     WrongServerError,
 )
 
-ERROR_CLASSES: dict[str, type[LabError]] = {
-    kind.code: kind
-    for kind in (
-        errors.LabError,
-        errors.InvalidRequestError,
-        errors.BodyTooLargeError,
-        errors.ContextLengthError,
-        errors.ModelNotFoundError,
-        errors.UnauthorizedError,
-        errors.HostForbiddenError,
-        errors.OriginForbiddenError,
-        errors.AdminForbiddenError,
-        errors.NotFoundError,
-        errors.SessionNotFoundError,
-        errors.TurnNotFoundError,
-        errors.PermissionNotFoundError,
-        errors.McpServerNotFoundError,
-        errors.ConflictError,
-        errors.TurnInProgressError,
-        errors.IdempotencyConflictError,
-        errors.AlreadyResolvedError,
-        errors.RevisionConflictError,
-        errors.McpServerExistsError,
-        errors.GoneError,
-        errors.CursorExpiredError,
-        errors.PermissionExpiredError,
-        errors.NotLoadedError,
-        errors.ModelBusyError,
-        errors.QueueFullError,
-        errors.StorageFullError,
-        errors.DownloadError,
-        errors.UnreachableError,
-        errors.ConnectionLostError,
-        errors.UpstreamUnreachableError,
-        errors.StoppingError,
-        errors.GenerationTimeoutError,
-        errors.OutOfMemoryError,
-        errors.TurnError,
-        errors.DaemonRestartedError,
-        errors.TurnTimeoutError,
-        errors.HostingError,
-        errors.PortTakenError,
-        errors.DaemonRunningError,
-    )
-}
-"""The error class for each code in a server's answer."""
 CHECK = "check the address; the lab's server prints it when it starts"
-SHOWN = 200
+MAX_CONTENT_TYPE_CHARACTERS = 200
+EXPIRY_REASONS = ("pruned", "ahead", "other-stream")
 
 
 @dataclass(frozen=True, kw_only=True)
 class ServerDescription:
-    """The server that is expected at an address, as error messages describe it."""
+    """The kind of server that is expected at an address, as error messages describe it."""
 
     kind: str = "an LMX Lab server"
     start: str = "lmx-lab serve"
     """The command that starts it."""
     check: str = CHECK
-    """The next step if the server runs and does not answer."""
+    """The next step if the server runs but does not answer."""
     key: str = "api_key=KEY"
-    """The argument by which Python callers give its key."""
+    """The argument with which Python callers give its key."""
 
 
 LAB_SERVER = ServerDescription()
@@ -91,31 +47,38 @@ DAEMON = ServerDescription(
     check="check the address; the daemon prints it when it starts",
     key="discover(), which reads the token of this user's daemon, or token=TOKEN",
 )
+CHAT_SERVER = ServerDescription(kind="a chat-format server")
 
 
 @dataclass(frozen=True, kw_only=True)
 class UnexpectedResponse:
-    """A response that is not the one that was requested."""
+    """A response that is an error, or not the requested document."""
 
     url: str
     """The server's address."""
     status: int
-    kind: str
-    """The Content-Type header."""
+    content_type: str
     retry_after: str | None
     body: bytes
     server: ServerDescription = LAB_SERVER
 
 
-REASONS = ("pruned", "ahead", "other-stream")
 ErrorReader = Callable[[UnexpectedResponse], LabError]
-"""Makes an error from a response that is not a success."""
 
 
-def error_in(
+# Errors of LMX Lab servers
+
+
+def lab_server_error(response: UnexpectedResponse) -> LabError:
+    """Return the error for an unexpected response of an LMX Lab server."""
+    error = parse_error(response.body, retry_after=response.retry_after, server=response.server)
+    return error or wrong_server_error(response)
+
+
+def parse_error(
     text: str | bytes, *, retry_after: str | None = None, server: ServerDescription = LAB_SERVER
 ) -> LabError | None:
-    """Parse an error body, or the error event of a stream; returns None if the text is neither."""
+    """Parse an error body, or the error event of a stream. Returns None if the text is neither."""
     try:
         body: Any = pydantic_core.from_json(text)
     except ValueError:
@@ -129,56 +92,62 @@ def error_in(
     if kind is None and code is not None:
         message = f"{message} ({code!s:.80})"
     if kind is UnauthorizedError:
-        message = f"{message}; in Python that is {server.key}"
+        message = f"{message}; in Python, give {server.key}"
     param = param if isinstance(param, str) else None
-    if kind is CursorExpiredError and (reason := detail.get("reason")) in REASONS:
-        return CursorExpiredError(message, reason=reason, param=param, retry_after_s=_seconds(retry_after))
-    error = kind or LabError
-    return error(message, param=param, retry_after_s=_seconds(retry_after))
+    retry_after_s = _seconds(retry_after)
+    if kind is CursorExpiredError and (reason := detail.get("reason")) in EXPIRY_REASONS:
+        return CursorExpiredError(message, reason=reason, param=param, retry_after_s=retry_after_s)
+    return (kind or LabError)(message, param=param, retry_after_s=retry_after_s)
 
 
-def lab_server_error(answer: UnexpectedResponse) -> LabError:
-    """The error for a response of a lab's server that is not a success, or not the requested document."""
-    return error_in(answer.body, retry_after=answer.retry_after, server=answer.server) or wrong_server_error(answer)
+def _seconds(text: str | None) -> float | None:
+    """The seconds in a Retry-After header. A date, which a proxy may send, is ignored."""
+    return float(text) if text is not None and text.isascii() and text.isdigit() else None
 
 
-def wrong_server_error(answer: UnexpectedResponse) -> UnreachableError:
-    """The error for a response of another program, a proxy or a login page."""
-    kind = answer.kind.partition(";")[0].strip()[:SHOWN] or "no content type"
-    if 300 <= answer.status < 400 or answer.status in (401, 403):
-        hint = "something in front of the server wants a login: give its token as the key, or the server's own address"
-    elif answer.status in (500, 502, 503, 504):
-        hint = "a proxy answers, and the server behind it does not; is it running?"
+# Errors of other programs, and of connections
+
+
+def wrong_server_error(response: UnexpectedResponse) -> UnreachableError:
+    """Return the error for a response of another program, a proxy or a login page."""
+    content_type = response.content_type.partition(";")[0].strip()[:MAX_CONTENT_TYPE_CHARACTERS] or "no content type"
+    if 300 <= response.status < 400 or response.status in (401, 403):
+        hint = "a proxy or login page before the server asks for a login: give its token as the key, or use the "
+        hint += "server's own address"
+    elif response.status in (500, 502, 503, 504):
+        hint = "a proxy answers, but not the server behind it; check that the server is running"
     else:
-        hint = answer.server.check
-    said = f"{answer.url} answered {answer.status} with {kind}, unlike {answer.server.kind}; {hint}"
-    error = UnreachableError if answer.status >= 500 else WrongServerError
-    return error(said, retry_after_s=_seconds(answer.retry_after))
+        hint = response.server.check
+    message = f"{response.url} answered {response.status} with {content_type}, unlike {response.server.kind}; {hint}"
+    error = UnreachableError if response.status >= 500 else WrongServerError
+    return error(message, retry_after_s=_seconds(response.retry_after))
 
 
 @contextmanager
-def translated_errors(url: str, *, begun: bool = False, server: ServerDescription = LAB_SERVER) -> Iterator[None]:
+def translated_errors(url: str, *, has_begun: bool = False, server: ServerDescription = LAB_SERVER) -> Iterator[None]:
     """Translate connection errors raised in the block to ``UnreachableError`` with the address and the next step.
 
     Args:
-        begun: Whether part of the response was received already.
+        has_begun: Whether part of the response has been received.
     """
     try:
         yield
     except httpx2.ConnectTimeout as exc:
-        said = f"{url} did not take the connection in time; is the address right, and its machine reachable?"
-        raise UnreachableError(said) from exc
+        message = f"{url} did not accept the connection in time; check the address, and that its machine is reachable"
+        raise UnreachableError(message) from exc
     except (httpx2.ConnectError, httpx2.ProxyError, httpx2.UnsupportedProtocol) as exc:
-        said = f"nothing answers at {url} ({exc!s:.200}); is the server running ({server.start})? If so, {server.check}"
-        raise UnreachableError(said) from exc
+        message = f"nothing answers at {url} ({exc!s:.200}); start the server ({server.start}), or {server.check}"
+        raise UnreachableError(message) from exc
     except httpx2.TimeoutException as exc:
-        raise UnreachableError(f"{url} said nothing within its time limit; ask again, or raise timeout_s") from exc
+        raise UnreachableError(f"{url} sent nothing within the time limit; try again, or raise timeout_s") from exc
     except httpx2.DecodingError as exc:
-        raise UnreachableError(f"the answer of {url} cannot be read ({exc!s:.200}); {server.check}") from exc
+        raise UnreachableError(f"the response of {url} cannot be decoded ({exc!s:.200}); {server.check}") from exc
     except httpx2.TransportError as exc:
-        when = "in the middle of its answer" if begun else "before it answered"
+        when = "during the response" if has_begun else "before the response"
         reason = f"{exc!s:.200}" or type(exc).__name__
-        raise ConnectionLostError(f"{url} went away {when} ({reason}); ask again once it is back") from exc
+        raise ConnectionLostError(
+            f"{url} closed the connection {when} ({reason}); try again when the server is back"
+        ) from exc
 
 
 def was_sent(error: LabError) -> bool:
@@ -186,18 +155,14 @@ def was_sent(error: LabError) -> bool:
     return not isinstance(error.__cause__, httpx2.ConnectError | httpx2.ConnectTimeout | httpx2.ProxyError)
 
 
-def _seconds(text: str | None) -> float | None:
-    # A proxy may send a date; it is ignored.
-    return float(text) if text is not None and text.isascii() and text.isdigit() else None
+# Errors of chat-format servers
 
-
-CHAT_SERVER = ServerDescription(kind="a chat-format server")
-MESSAGE_CHARACTERS = 500
+MAX_MESSAGE_CHARACTERS = 500
 # Messages of llama.cpp, vLLM, OpenAI and LM Studio, sent with status 400 or 500.
-TOO_LONG = re.compile(r"context.{0,20}(length|size|window)|exceed_context_size|too many tokens", re.IGNORECASE)
-NO_MODEL = re.compile(r"model|repo", re.IGNORECASE)
-LOADING = re.compile(r"loading", re.IGNORECASE)
-BY_STATUS: dict[int, type[LabError]] = {
+CONTEXT_TOO_LONG = re.compile(r"context.{0,20}(length|size|window)|exceed_context_size|too many tokens", re.IGNORECASE)
+MODEL_MISSING = re.compile(r"model|repo", re.IGNORECASE)
+MODEL_LOADING = re.compile(r"loading", re.IGNORECASE)
+CLASS_BY_STATUS: dict[int, type[LabError]] = {
     400: errors.InvalidRequestError,
     401: errors.UnauthorizedError,
     403: errors.UnauthorizedError,
@@ -207,34 +172,33 @@ BY_STATUS: dict[int, type[LabError]] = {
 }
 
 
-def chat_server_error(answer: UnexpectedResponse) -> LabError:
-    """The error for a response of a chat-format server of any make that is not a success.
+def chat_server_error(response: UnexpectedResponse) -> LabError:
+    """Return the error for an unexpected response of any chat-format server.
 
     Known formats: ``{"error": {"message", "type", "code", "param"}}`` with a word or a status as its code (OpenAI,
     llama.cpp, vLLM, Ollama), ``{"error": "…"}`` (mlx_lm.server, LM Studio), ``{"object": "error", "message": …}``
     (older vLLM), ``{"detail": …}`` (FastAPI).
     """
-    return _chat_error(answer.body, answer) or wrong_server_error(answer)
+    return _chat_error(response.body, response) or wrong_server_error(response)
 
 
-def error_in_chat_event(text: str, url: str) -> LabError | None:
-    """Parse an error event of a stream, or an error document in place of a stream; returns None if it is neither."""
-    return _chat_error(text, UnexpectedResponse(url=url, status=500, kind="", retry_after=None, body=b""))
+def parse_chat_error(text: str, url: str) -> LabError | None:
+    """Parse an error event of a stream, or an error document instead of a stream. Returns None if it is neither."""
+    return _chat_error(text, UnexpectedResponse(url=url, status=500, content_type="", retry_after=None, body=b""))
 
 
-def _chat_error(text: str | bytes, answer: UnexpectedResponse) -> LabError | None:
+def _chat_error(text: str | bytes, response: UnexpectedResponse) -> LabError | None:
     try:
         document = pydantic_core.from_json(text)
     except ValueError:
         return None
     if not isinstance(document, Mapping) or (detail := _error_detail(document)) is None:
         return None
-    if (kind := _error_class(detail, answer.status)) is None:
+    if (kind := _error_class(detail, response.status)) is None:
         # A code of LMX Lab, whose message is complete.
-        return error_in(text, retry_after=answer.retry_after)
-    retry_after = answer.retry_after or ""
-    advised = float(retry_after) if retry_after.isascii() and retry_after.isdigit() else None
-    return kind(f"{answer.url} says: {detail['message']:.{MESSAGE_CHARACTERS}}", retry_after_s=advised)
+        return parse_error(text, retry_after=response.retry_after)
+    message = f"error of {response.url}: {detail['message']:.{MAX_MESSAGE_CHARACTERS}}"
+    return kind(message, retry_after_s=_seconds(response.retry_after))
 
 
 def _error_detail(document: Mapping[str, Any]) -> dict[str, Any] | None:
@@ -251,16 +215,17 @@ def _error_detail(document: Mapping[str, Any]) -> dict[str, Any] | None:
 
 
 def _error_class(detail: Mapping[str, Any], status: int) -> type[LabError] | None:
+    """The class of the error; None if its code is one of LMX Lab's."""
     code = detail.get("code")
     if isinstance(code, str) and code in ERROR_CLASSES:
         return None
     if isinstance(code, int) and code in range(400, 600):
         # llama.cpp may send an error with the status 200.
         status = code
-    if TOO_LONG.search(f"{detail['message']} {code} {detail.get('type')}"):
+    if CONTEXT_TOO_LONG.search(f"{detail['message']} {code} {detail.get('type')}"):
         return errors.ContextLengthError
-    if code == "model_not_found" or (status == 404 and NO_MODEL.search(detail["message"])):
+    if code == "model_not_found" or (status == 404 and MODEL_MISSING.search(detail["message"])):
         return errors.ModelNotFoundError
-    if status == 503 and LOADING.search(detail["message"]):
+    if status == 503 and MODEL_LOADING.search(detail["message"]):
         return errors.ModelBusyError
-    return BY_STATUS.get(status, errors.EngineError)
+    return CLASS_BY_STATUS.get(status, errors.EngineError)

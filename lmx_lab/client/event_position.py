@@ -1,4 +1,4 @@
-"""The position of a subscription in the log, which decides what each frame delivers. Pure."""
+"""Track the position of a subscription in the event log, which decides what each frame delivers. Pure."""
 
 from __future__ import annotations
 
@@ -24,9 +24,9 @@ class Delivery:
     """What a frame delivers to the reader."""
 
     event: DaemonEvent | None = None
-    """None if the reader has received it before, or if the frame is about the connection."""
+    """The event in the frame; None if the reader has received it before, or if the frame is about the connection."""
     cursor: Cursor | None = None
-    """The reader's cursor after everything delivered so far; None if the frame does not move it."""
+    """The reader's cursor after everything that was delivered; None if the frame does not move it."""
 
 
 NOTHING = Delivery()
@@ -36,8 +36,9 @@ class EventPosition:
     """The position of one subscription, over all of its connections.
 
     Args:
-        cursor: All events up to it were read before.
-        after: The same in any database; used only without a cursor. With neither, only new events are delivered.
+        cursor: The last event that was read before.
+        after: The ``seq`` of the last event that was read, in any database; used only without a cursor. Without both,
+            only new events are delivered.
     """
 
     def __init__(self, cursor: Cursor | None = None, after: int | None = None) -> None:
@@ -45,13 +46,13 @@ class EventPosition:
         """The cursor from which the next connection continues."""
         self._after = after
         self._last = -1
-        """The last ``seq`` of this connection; events up to it are duplicates."""
+        """The last ``seq`` received over this connection; events up to it are duplicates."""
         self._resetting = False
         self._in_snapshots: dict[str, int] = {}
-        """The ``seq`` up to which a delivered snapshot includes a session's events."""
+        """For each session with a delivered snapshot, the ``seq`` of the last event that the snapshot includes."""
 
     def begin(self) -> dict[str, str]:
-        """Start a connection; returns the query parameters that continue from here."""
+        """Start a new connection; return the query parameters with which it continues from here."""
         self._resetting = False
         if self.cursor is not None:
             self._last = self.cursor.seq
@@ -62,15 +63,15 @@ class EventPosition:
         self._last = -1
         return {}
 
-    def take(self, frame: Frame) -> Delivery:
-        """Process a frame.
+    def process(self, frame: Frame) -> Delivery:
+        """Move the position past a frame, and return what the frame delivers.
 
         Raises:
-            ValueError: a cursor in it is invalid.
+            ValueError: a cursor in the frame is invalid.
         """
         match frame:
             case HelloFrame():
-                return self._greeted(frame)
+                return self._process_hello(frame)
             case ResetFrame():
                 # The cursor moves only after the last snapshot, so that an interrupted reset is repeated.
                 self._resetting, self._last = True, frame.data.cursor
@@ -81,31 +82,31 @@ class EventPosition:
                 return Delivery(event=frame)
             case SyncedFrame():
                 self._resetting = False
-                return self._moved(frame.stream_id, frame.data.cursor)
+                return self._move(frame.stream_id, frame.data.cursor)
             case HeartbeatFrame() | ClosingFrame():
-                return NOTHING if self._resetting else self._moved(frame.stream_id, frame.data.cursor)
+                return NOTHING if self._resetting else self._move(frame.stream_id, frame.data.cursor)
             case _:
-                return self._event(frame)
+                return self._process_event(frame)
 
-    def _greeted(self, hello: HelloFrame) -> Delivery:
+    def _process_hello(self, hello: HelloFrame) -> Delivery:
         if self.cursor is not None:
             return NOTHING
-        # If ``after`` cannot be resumed, the greeting has another cursor.
+        # If ``after`` is not in the log, the hello frame has another cursor.
         seq = hello.data.cursor if self._after is None else self._after
-        return self._moved(hello.stream_id, seq)
+        return self._move(hello.stream_id, seq)
 
-    def _event(self, event: LogEvent | UnknownEvent) -> Delivery:
+    def _process_event(self, event: LogEvent | UnknownEvent) -> Delivery:
         if event.seq is None:
             return Delivery(event=event)
         if event.seq <= self._last:
             return NOTHING
         self._resetting = False
-        moved = self._moved(event.stream_id, event.seq)
+        moved = self._move(event.stream_id, event.seq)
         is_in_snapshot = event.seq <= self._in_snapshots.get(event.session_id or "", -1)
         return moved if is_in_snapshot else Delivery(event=event, cursor=moved.cursor)
 
-    def _moved(self, stream_id: str, seq: int) -> Delivery:
-        # Never backwards: a heartbeat may be older than the last event.
+    def _move(self, stream_id: str, seq: int) -> Delivery:
+        # Never backwards: a heartbeat may have an older cursor than the last event.
         self._last = max(self._last, seq)
         self.cursor = Cursor(stream_id=stream_id, seq=self._last)
         return Delivery(cursor=self.cursor)

@@ -1,4 +1,4 @@
-"""Receives the daemon's events over one connection after the other."""
+"""Receive the daemon's events over one connection after the other."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from typing import Literal
 
 from httpx2.websockets import AsyncWebSocketSession, WebSocketDisconnect
 
-from lmx_lab.client.backoff import LOOK_S, Backoff, SleepWatch
+from lmx_lab.client.backoff import CHECK_INTERVAL_S, Backoff, SleepWatch
 from lmx_lab.client.credentials import DaemonEndpoint
 from lmx_lab.client.daemon_routes import DaemonRoutes
 from lmx_lab.client.event_position import Delivery, EventPosition, Frame
@@ -19,59 +19,63 @@ from lmx_lab.errors import CallerError, ConnectionLostError, LabError, Unauthori
 from lmx_lab.wire.event_stream import HelloFrame, SyncedFrame
 from lmx_lab.wire.events import daemon_event
 
-PATH = "/v3/events"
+EVENTS_PATH = "/v3/events"
 OPEN_S = 15.0
-"""Maximum time until the greeting."""
-HEARTBEATS = 2.5
-"""A connection without data for so many heartbeat intervals is closed."""
-HEARTBEAT_S, SHORTEST_S, LONGEST_S = 15.0, 0.05, 60.0
-"""The default heartbeat interval, and the smallest and largest that is accepted."""
-LIVED_S = 1.0
+"""Maximum time from the start of an attempt to the hello frame."""
+SILENT_HEARTBEATS = 2.5
+"""A connection without data for this many heartbeat intervals is closed."""
+HEARTBEAT_S, MIN_HEARTBEAT_S, MAX_HEARTBEAT_S = 15.0, 0.05, 60.0
+"""The default heartbeat interval, and the smallest and the largest one that is accepted."""
+STABLE_S = 1.0
 """A connection older than this, or one that has delivered an event, resets the backoff."""
-REFUSALS, REFUSED_S = 2, 1.0
-"""Consecutive refusals, and the time between them, after which a refusal is final if the state file is unchanged."""
-SHOWN = 80
+MAX_REFUSALS, MIN_REFUSAL_INTERVAL_S = 2, 1.0
+"""Number of consecutive refusals, and the minimum time between them, after which a refusal is final, unless the state
+file has changed."""
+MAX_SHOWN_CHARACTERS = 80
 
 
 @dataclass(frozen=True, kw_only=True)
 class ConnectionState:
-    """The state of a subscription's connection."""
+    """The state of a subscription's connection to the daemon."""
 
     state: Literal["connecting", "catching-up", "live", "waiting", "closed"]
     attempts: int = 0
-    """Failed attempts since the last working connection."""
+    """Failed attempts to connect since the last working connection."""
     retry_in_s: float | None = None
-    """In state ``waiting``: time from the start of this state until the next attempt."""
+    """In state ``waiting``, the time in seconds from the start of this state to the next attempt."""
     error: LabError | None = None
-    """In state ``waiting`` the reason; in state ``closed`` the final error, or None if the reader closed it."""
+    """In state ``waiting``, why the last attempt failed. In state ``closed``, the final error, or None if the reader
+    has closed the subscription."""
 
 
 class EventReceiver:
-    """Keeps a connection open in a task, and puts what it receives into the buffer.
+    """Keeps a connection to the daemon open in a task, and puts what it receives into the buffer.
 
     Args:
-        events: The filter; an empty list omits its parameter.
+        filters: Query parameters that select events; an empty list omits its parameter.
+        wall: A clock that continues while the machine sleeps, in seconds.
     """
 
     def __init__(
         self,
         routes: DaemonRoutes,
-        events: Mapping[str, list[str]],
+        filters: Mapping[str, list[str]],
         position: EventPosition,
         wall: Callable[[], float],
     ) -> None:
         self._routes = routes
         self._credentials = routes.credentials
-        self._events = events
+        self._filters = filters
         self._wall = wall
         self.position = position
         self.buffer: EventBuffer[Delivery] = EventBuffer()
         self.states = ObservableValue(ConnectionState(state="connecting"))
         self.tried = asyncio.Event()
         """Set when the first attempt has succeeded or failed."""
-        self.greetings = 0
+        self.connections = 0
+        """Number of connections that were established."""
         self.error: Exception | None = None
-        """The final error."""
+        """The error after which the receiver does not reconnect."""
         self.is_closing = False
         self.has_ended = False
         self._backoff = Backoff()
@@ -79,45 +83,46 @@ class EventReceiver:
         self._woken = asyncio.Event()
         self._deadline: asyncio.Timeout | None = None
         self._silence_s = OPEN_S
-        self._greeted_at: float | None = None
+        self._connected_at: float | None = None
         self._has_delivered = False
 
     async def run(self) -> None:
-        """Connect and reconnect until cancelled, or until an attempt fails finally."""
-        watch = SleepWatch(self._wake, wall=self._wall)
+        """Connect and reconnect until cancelled, or until an error that another attempt cannot fix."""
+        watch = SleepWatch(self._on_wake, wall=self._wall)
         try:
-            # A cancellation may be swallowed while a library cleans up.
+            # A library may swallow the cancellation while it cleans up.
             while not self.is_closing:
                 endpoint = self._credentials.endpoint
-                self._tell(ConnectionState(state="connecting", attempts=self._backoff.attempts))
+                self._set_state(ConnectionState(state="connecting", attempts=self._backoff.attempts))
                 error = await self._attempt()
                 self.tried.set()
                 await self._recover(error, endpoint)
         except Exception as exc:
-            # Other exceptions than LabError are bugs; they are passed to the reader.
+            # Exceptions other than LabError are bugs; the reader gets them.
             self.error = exc
         finally:
             watch.close()
             self.close()
 
     def close(self) -> None:
+        """Mark the end for the reader: set the state, and end the buffer. Idempotent."""
         self.has_ended = True
         self.tried.set()
         error = self.error if isinstance(self.error, LabError) else None
-        self._tell(ConnectionState(state="closed", attempts=self._backoff.attempts, error=error))
+        self._set_state(ConnectionState(state="closed", attempts=self._backoff.attempts, error=error))
         self.states.end()
         self.buffer.end()
 
     # One connection
 
     async def _attempt(self) -> LabError:
-        """Run one connection; returns why it has ended."""
+        """Connect and receive events; return the reason why the connection has ended."""
         self._woken.clear()
-        self._greeted_at, self._has_delivered, self._silence_s = None, False, OPEN_S
+        self._connected_at, self._has_delivered, self._silence_s = None, False, OPEN_S
         try:
             async with asyncio.timeout(OPEN_S) as self._deadline:
                 connection = await self._routes.connection()
-                async with connection.websocket(PATH, {**self.position.begin(), **self._events}) as socket:
+                async with connection.websocket(EVENTS_PATH, {**self.position.begin(), **self._filters}) as socket:
                     ended = await self._read_guarded(socket)
             if not isinstance(ended, LabError):
                 raise ended
@@ -125,10 +130,10 @@ class EventReceiver:
         except LabError as exc:
             return exc
         except TimeoutError:
-            return self._lost(f"has said nothing for {self._silence_s:g} s")
+            return self._lost_error(f"has sent nothing for {self._silence_s:g} s")
         except ExceptionGroup as exc:
-            # From the library's own tasks: invalid frames, or a close while it was writing.
-            return self._lost(f"broke the connection ({_innermost(exc)})")
+            # Raised by the library's own tasks: invalid frames, or a close while it was writing.
+            return self._lost_error(f"broke the connection ({_innermost_name(exc)})")
         finally:
             self._deadline = None
 
@@ -136,7 +141,7 @@ class EventReceiver:
         try:
             return await self._read(socket)
         except Exception as exc:
-            # A bug here must not look like a broken connection outside of the block.
+            # Outside of the block, an exception of a bug would look like a broken connection.
             return exc
 
     async def _read(self, socket: AsyncWebSocketSession) -> LabError:
@@ -144,39 +149,40 @@ class EventReceiver:
         now = asyncio.get_running_loop().time
         while True:
             if not self.buffer.has_room:
-                # Time that the reader takes does not count as silence of the daemon.
+                # Time in which the reader processes events does not count as silence of the daemon.
                 self._deadline.reschedule(None)
                 await self.buffer.room()
             self._deadline.reschedule(now() + self._silence_s)
             try:
                 message = await socket.receive()
             except WebSocketDisconnect as exc:
-                return self._lost(f"closed the stream ({exc.code} {exc.reason:.{SHOWN}})".replace(" )", ")"))
+                return self._lost_error(f"closed the stream ({_close_reason(exc)})")
             except Exception as exc:
-                return self._lost(f"broke the connection ({type(exc).__name__})")
+                return self._lost_error(f"broke the connection ({type(exc).__name__})")
             text = getattr(message, "data", None)
             try:
                 frame = daemon_event(text if isinstance(text, str) else "")
-                taken = self.position.take(frame)
+                delivery = self.position.process(frame)
             except ValueError:
-                return self._lost(f"sent {text!r:.{SHOWN}}, which is no event")
-            self._deliver(frame, taken, len(text or ""))
+                return self._lost_error(f"sent {text!r:.{MAX_SHOWN_CHARACTERS}}, which is not an event")
+            self._deliver(frame, delivery, len(text or ""))
 
-    def _deliver(self, frame: Frame, taken: Delivery, characters: int) -> None:
-        if taken.event is not None or taken.cursor is not None:
-            self.buffer.put(taken, characters)
+    def _deliver(self, frame: Frame, delivery: Delivery, characters: int) -> None:
+        if delivery.event is not None or delivery.cursor is not None:
+            self.buffer.put(delivery, characters)
             self._has_delivered = self._has_delivered or frame.seq is not None
         if isinstance(frame, HelloFrame):
-            told_s = frame.data.heartbeat_s
-            self._silence_s = HEARTBEATS * (told_s if SHORTEST_S <= told_s <= LONGEST_S else HEARTBEAT_S)
-            self._greeted_at = asyncio.get_running_loop().time()
-            self.greetings += 1
+            interval_s = frame.data.heartbeat_s
+            is_plausible = MIN_HEARTBEAT_S <= interval_s <= MAX_HEARTBEAT_S
+            self._silence_s = SILENT_HEARTBEATS * (interval_s if is_plausible else HEARTBEAT_S)
+            self._connected_at = asyncio.get_running_loop().time()
+            self.connections += 1
             self.tried.set()
-            self._tell(ConnectionState(state="catching-up", attempts=self._backoff.attempts))
+            self._set_state(ConnectionState(state="catching-up", attempts=self._backoff.attempts))
         elif isinstance(frame, SyncedFrame):
-            self._tell(ConnectionState(state="live", attempts=self._backoff.attempts))
+            self._set_state(ConnectionState(state="live", attempts=self._backoff.attempts))
 
-    def _lost(self, what: str) -> ConnectionLostError:
+    def _lost_error(self, what: str) -> ConnectionLostError:
         return ConnectionLostError(f"{self._credentials.url} {what}; the events continue with the next connection")
 
     # Between connections
@@ -186,7 +192,7 @@ class EventReceiver:
         return self._credentials.refresh() or self._credentials.endpoint != endpoint
 
     async def _recover(self, error: LabError, endpoint: DaemonEndpoint) -> None:
-        """Wait until the next attempt.
+        """Wait until it is time for the next attempt.
 
         Raises:
             LabError: another attempt cannot succeed.
@@ -197,30 +203,32 @@ class EventReceiver:
             return
         is_refusal = isinstance(error, UnauthorizedError | WrongServerError)
         self._refusals = self._refusals + 1 if is_refusal else 0
-        if self._refusals >= REFUSALS or (isinstance(error, CallerError) and not is_refusal):
+        if self._refusals >= MAX_REFUSALS or (isinstance(error, CallerError) and not is_refusal):
             raise error
-        # The daemon may be starting, before it writes its state file.
-        delay_s = max(self._backoff.failed(error.retry_after_s), REFUSED_S if is_refusal else 0.0)
-        self._tell(ConnectionState(state="waiting", attempts=self._backoff.attempts, retry_in_s=delay_s, error=error))
-        await self._rest(delay_s, endpoint)
+        # After a refusal the delay has a minimum: a daemon that is starting has not yet written its state file.
+        delay_s = max(self._backoff.next_delay_s(error.retry_after_s), MIN_REFUSAL_INTERVAL_S if is_refusal else 0.0)
+        self._set_state(
+            ConnectionState(state="waiting", attempts=self._backoff.attempts, retry_in_s=delay_s, error=error)
+        )
+        await self._wait(delay_s, endpoint)
 
     def _reset_backoff(self) -> None:
         now = asyncio.get_running_loop().time()
-        if self._greeted_at is not None and (self._has_delivered or now - self._greeted_at > LIVED_S):
+        if self._connected_at is not None and (self._has_delivered or now - self._connected_at > STABLE_S):
             self._backoff.reset()
 
-    async def _rest(self, delay_s: float, endpoint: DaemonEndpoint) -> None:
-        """Wait for the delay, or until the machine wakes or the daemon's endpoint changes."""
+    async def _wait(self, delay_s: float, endpoint: DaemonEndpoint) -> None:
+        """Wait for the delay, or until the machine wakes up or the daemon's endpoint changes."""
         now = asyncio.get_running_loop().time
         until = now() + delay_s
         while (left_s := until - now()) > 0 and not self._woken.is_set():
             with suppress(TimeoutError):
-                async with asyncio.timeout(min(left_s, LOOK_S)):
+                async with asyncio.timeout(min(left_s, CHECK_INTERVAL_S)):
                     await self._woken.wait()
             if self._has_moved(endpoint):
                 return
 
-    def _wake(self) -> None:
+    def _on_wake(self) -> None:
         self._backoff.reset()
         self._woken.set()
         if self._deadline is not None:
@@ -228,12 +236,16 @@ class EventReceiver:
             with suppress(RuntimeError):
                 self._deadline.reschedule(asyncio.get_running_loop().time())
 
-    def _tell(self, state: ConnectionState) -> None:
+    def _set_state(self, state: ConnectionState) -> None:
         if state != self.states.value:
             self.states.set(state)
 
 
-def _innermost(error: BaseException) -> str:
+def _close_reason(exc: WebSocketDisconnect) -> str:
+    return f"{exc.code} {exc.reason:.{MAX_SHOWN_CHARACTERS}}".rstrip()
+
+
+def _innermost_name(error: BaseException) -> str:
     while isinstance(error, BaseExceptionGroup):
         error = error.exceptions[0]
     return type(error).__name__

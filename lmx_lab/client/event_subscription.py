@@ -1,4 +1,4 @@
-"""A subscription to the daemon's events, over lost connections, restarts and sleep."""
+"""Subscribe to the daemon's events, over lost connections, restarts and sleep of the machine."""
 
 from __future__ import annotations
 
@@ -22,21 +22,22 @@ CLOSE_S = 2.0
 class Subscription:
     """Events of one daemon, each exactly once and in order, for one reader, over any number of connections.
 
-    ``async with client.events(after=0) as events: async for event in events``. Without the ``async with``, leaving the
-    loop closes the subscription. A ``ResetFrame`` and a ``SnapshotFrame`` of each session replace events that are no
-    longer available; a reset that was interrupted is repeated as a whole.
+    Use it as ``async with client.events(after=0) as events: async for event in events``. Without ``async with``,
+    leaving the loop closes the subscription. Events that are no longer available are replaced by a ``ResetFrame`` and a
+    ``SnapshotFrame`` of each session; a reset that was interrupted is repeated as a whole.
 
-    The subscription ends only if the token is refused and the state file has no other, if another program answers at
-    the address, or if the daemon refuses the filter. The reader receives the error after all events.
+    The subscription ends only if the token is refused and the state file has no other one, if another program answers
+    at the address, or if the daemon refuses the filter. The reader receives the error after all events.
 
     A cursor store is loaded once at the start, where it takes precedence over ``after``, and saved whenever the reader
     waits. An event counts as read when the next one is requested, or when the ``async with`` is left without an error.
 
     Args:
-        routes: The daemon; the subscription does not close it.
-        after: Return events after this cursor; 0 for all that are kept; None for new events only.
-        session_ids: Return events of these sessions only; empty for all.
-        types: Kinds of events, ``turn.*`` for a group; empty for all.
+        routes: The client of the daemon; the subscription does not close it.
+        after: Return events after this cursor; 0 for all events in the log, None for new events only.
+        session_ids: Return events of these sessions only; empty for all sessions.
+        types: Return events of these types only, such as ``turn.done``, or ``turn.*`` for a group; empty for all types.
+        cursor: Stores the last event that was read.
         wall: A clock that continues while the machine sleeps, in seconds.
     """
 
@@ -54,10 +55,10 @@ class Subscription:
         self._store = cursor
         self._cursor = cursor.load() if cursor is not None else None
         self._saved = self._cursor
-        self._given: Cursor | None = None
-        """The cursor after the event that the reader has now; it counts as read with the next request."""
-        events = {"session_id": _listed(session_ids), "types": _listed(types)}
-        self._receiver = EventReceiver(routes, events, EventPosition(self._cursor, after), wall)
+        self._delivered: Cursor | None = None
+        """The cursor after the event that was returned last; that event counts as read with the next request."""
+        filters = {"session_id": _as_list(session_ids), "types": _as_list(types)}
+        self._receiver = EventReceiver(routes, filters, EventPosition(self._cursor, after), wall)
         self._task: asyncio.Task[None] | None = None
         self._is_entered = False
         self._is_reading = False
@@ -71,24 +72,24 @@ class Subscription:
         return self._receiver.states.value
 
     def states(self) -> AsyncGenerator[ConnectionState, None]:
-        """The current state, then each change, until the subscription is closed. Any number of readers."""
+        """Yield the current state, then each change until the subscription is closed. Any number of readers."""
         return self._receiver.states.changes()
 
     @property
     def cursor(self) -> Cursor | None:
-        """The cursor after the last event that was read; None before the first answer of the daemon."""
+        """The cursor after the last event that was read; None before the daemon has answered for the first time."""
         return self._cursor
 
     @property
     def reconnects(self) -> int:
         """Number of reconnects so far."""
-        return max(0, self._receiver.greetings - 1)
+        return max(0, self._receiver.connections - 1)
 
     async def opened(self) -> Cursor | None:
         """Connect, and wait for the result of the first attempt.
 
         Returns:
-            The cursor after which all events are received; None if the attempt has failed and will be repeated.
+            The cursor after which all events will be received; None if the attempt has failed and will be repeated.
 
         Raises:
             LabError: the attempt has failed and will not be repeated.
@@ -97,7 +98,7 @@ class Subscription:
         await self._receiver.tried.wait()
         if self._receiver.error is not None:
             raise self._receiver.error
-        return self._receiver.position.cursor if self._receiver.greetings else None
+        return self._receiver.position.cursor if self._receiver.connections else None
 
     async def aclose(self) -> None:
         """Close the connection and end the iteration. Idempotent."""
@@ -108,7 +109,7 @@ class Subscription:
             self._task.cancel()
             await asyncio.wait([self._task], timeout=CLOSE_S)
             if not self._receiver.has_ended:
-                # The task was cancelled before its first step, or does not end.
+                # The task was cancelled before its first step, or has not ended in time.
                 self._receiver.close()
 
     async def __aenter__(self) -> Self:
@@ -125,9 +126,9 @@ class Subscription:
             self._save()
 
     def __aiter__(self) -> AsyncIterator[DaemonEvent]:
-        return self if self._is_entered else self._until_left()
+        return self if self._is_entered else self._iterate()
 
-    async def _until_left(self) -> AsyncGenerator[DaemonEvent, None]:
+    async def _iterate(self) -> AsyncGenerator[DaemonEvent, None]:
         try:
             with suppress(StopAsyncIteration):
                 while True:
@@ -143,7 +144,7 @@ class Subscription:
             LabError: the subscription has failed and does not reconnect.
         """
         if self._is_reading:
-            raise RuntimeError("two tasks read one subscription; make one for each")
+            raise RuntimeError("two tasks read the same subscription; create one for each task")
         self._is_reading = True
         try:
             return await self._next()
@@ -155,11 +156,11 @@ class Subscription:
         self._mark_read()
         buffer = self._receiver.buffer
         while not self._receiver.is_closing:
-            while (taken := buffer.take()) is not None:
-                if taken.event is not None:
-                    self._given = taken.cursor
-                    return taken.event
-                self._cursor = taken.cursor or self._cursor
+            while (delivery := buffer.take()) is not None:
+                if delivery.event is not None:
+                    self._delivered = delivery.cursor
+                    return delivery.event
+                self._cursor = delivery.cursor or self._cursor
             self._save()
             if self._receiver.has_ended:
                 raise self._receiver.error or StopAsyncIteration
@@ -171,7 +172,7 @@ class Subscription:
             self._task = asyncio.create_task(self._receiver.run(), name="lmx-lab subscription")
 
     def _mark_read(self) -> None:
-        self._cursor, self._given = self._given or self._cursor, None
+        self._cursor, self._delivered = self._delivered or self._cursor, None
 
     def _save(self) -> None:
         if self._store is not None and self._cursor is not None and self._cursor != self._saved:
@@ -179,6 +180,6 @@ class Subscription:
             self._saved = self._cursor
 
 
-def _listed(names: Sequence[str]) -> list[str]:
-    # A single string is accepted as well.
+def _as_list(names: Sequence[str]) -> list[str]:
+    """Accept a single string as well."""
     return [names] if isinstance(names, str) else list(names)

@@ -1,4 +1,4 @@
-"""A session of the daemon: runs turns to their end, over lost connections and restarts of the daemon."""
+"""Provide a session of the daemon, which runs turns to their end over lost connections and restarts of the daemon."""
 
 from __future__ import annotations
 
@@ -8,9 +8,9 @@ from typing import Literal, TypedDict, Unpack
 
 from pydantic import JsonValue
 
-from lmx_lab.client.bodies import shaped
 from lmx_lab.client.daemon_routes import DaemonRoutes
-from lmx_lab.client.turn import FollowedTurns, TurnFollower
+from lmx_lab.client.request_bodies import build_body
+from lmx_lab.client.turn import ActiveTurns, TurnFollower
 from lmx_lab.client.turn_permissions import OnPermission
 from lmx_lab.client.turn_result import TurnResult
 from lmx_lab.wire.events import DaemonEvent
@@ -31,7 +31,7 @@ WhenBusy = Literal["enqueue", "reject", "interrupt"]
 
 
 class SessionFields(TypedDict, total=False):
-    """The fields of a session that can be changed. Omitted fields stay unchanged; None sets a field to null."""
+    """The fields of a session that can be changed. Omitted fields stay unchanged; None removes a value."""
 
     title: str | None
     model: str | None
@@ -40,16 +40,16 @@ class SessionFields(TypedDict, total=False):
     metadata: dict[str, JsonValue] | None
     archived: bool
     revision: int
-    """The revision that was read; if the session has another one now, the change is refused."""
+    """The revision that was read. If the session has another revision now, the change is refused."""
 
 
 class AsyncSession:
-    """One session, by its id. ``AsyncDaemonClient.session()`` creates it; closing the client ends its work."""
+    """One session. ``AsyncDaemonClient.session()`` returns it; closing that client cancels the turns that run here."""
 
-    def __init__(self, client: DaemonRoutes, session_id: str, turns: FollowedTurns | None = None) -> None:
+    def __init__(self, client: DaemonRoutes, session_id: str, turns: ActiveTurns | None = None) -> None:
         self.session_id = session_id
         self._client = client
-        self._turns = turns or FollowedTurns()
+        self._turns = turns or ActiveTurns()
 
     def __repr__(self) -> str:
         return f"<AsyncSession {self.session_id} of {self._client.url}>"
@@ -64,19 +64,20 @@ class AsyncSession:
         on_permission: OnPermission | None = None,
         on_event: Callable[[DaemonEvent], object] | None = None,
     ) -> TurnResult:
-        """Run a turn and return its result.
+        """Run a turn and return its result. Continues over lost connections and restarts of the daemon.
 
-        Continues over lost connections and restarts of the daemon.
         Cancelling this, or an error in a callback, cancels the turn.
 
         Args:
-            turn_id: The id of a turn that was submitted before with the same text returns that turn's result.
-            when_busy: What to do while another turn runs in the session: wait, be refused, or replace it.
-            on_permission: Decides on tools that ask for a permission. By default other clients decide.
+            turn_id: Id of the turn. If a turn of this id was submitted before with the same text, its result is
+                returned.
+            when_busy: What to do while another turn is running in the session: wait, be refused, or interrupt it.
+            on_permission: Decides on tool calls that need a permission. By default other clients decide.
             on_event: Called on this loop with each event of the turn.
 
         Raises:
-            TurnError, EngineError …: the turn has failed, by the code of its error; the message names the turn.
+            TurnError, EngineError …: the turn has failed. The class is the one for its error code, and the message
+                names the turn.
             UnreachableError: no daemon answers.
             TurnInProgressError, QueueFullError, SessionNotFoundError …: the turn was not accepted.
         """
@@ -96,13 +97,15 @@ class AsyncSession:
         overrides: TurnOverrides | None = None,
         on_permission: OnPermission | None = None,
     ) -> AsyncGenerator[DaemonEvent, None]:
-        """Run a turn and return its events, up to ``turn.done``. Closing the stream before its end cancels the turn.
+        """Run a turn and yield its events, up to ``turn.done``. Closing the stream before its end cancels the turn.
 
-        A ``ResetFrame`` and a ``SnapshotFrame`` replace events that are no longer available; the last event may be
-        missing then, too.
+        Events that are no longer available are replaced by a ``ResetFrame`` and a ``SnapshotFrame``. The last event may
+        then be missing, too.
 
         Args:
-            on_permission: Decides on tools that ask for a permission. By default other clients decide.
+            turn_id: As in ``run``.
+            when_busy: As in ``run``.
+            on_permission: Decides on tool calls that need a permission. By default other clients decide.
 
         Raises:
             LabError: as ``run``, after all events.
@@ -124,40 +127,49 @@ class AsyncSession:
         fields: dict[str, object] = {"turn_id": turn_id or new_id("trn"), "content": text, "when_busy": when_busy}
         if overrides is not None:
             fields["overrides"] = overrides
-        return TurnFollower(self._client, self.session_id, shaped(SubmitTurn, **fields), on_permission, self._turns)
+        return TurnFollower(self._client, self.session_id, build_body(SubmitTurn, **fields), on_permission, self._turns)
 
     async def snapshot(self) -> SessionSnapshot:
-        """Read the whole session; events after its ``cursor`` continue from there."""
+        """Read the complete session. Its ``cursor`` is the one from which its events continue."""
         return await self._client.read_session(self.session_id)
 
     async def change(self, **fields: Unpack[SessionFields]) -> SessionRecord:
         """Change fields of the session.
 
         Raises:
-            RevisionConflictError: another client has changed it since ``revision``.
+            RevisionConflictError: another client has changed the session since ``revision``.
         """
-        return await self._client.change_session(self.session_id, shaped(ChangeSession, **fields))
+        return await self._client.change_session(self.session_id, build_body(ChangeSession, **fields))
 
     async def delete(self) -> None:
-        """Delete the session with its turns; running turns are cancelled. Idempotent."""
+        """Delete the session with its turns. Running turns are cancelled. Idempotent."""
         await self._client.delete_session(self.session_id)
 
     async def fork(self, *, through_turn_id: str | None = None, title: str | None = None) -> AsyncSession:
         """Create a session that continues from the messages of this one.
 
         Args:
-            through_turn_id: The last turn to include; by default all that have ended.
+            through_turn_id: The last turn to include; by default all turns that have ended are included.
         """
         fields = {"through_turn_id": through_turn_id, "title": title}
         given = {name: value for name, value in fields.items() if value is not None}
-        record = await self._client.fork_session(self.session_id, shaped(ForkSession, **given))
+        record = await self._client.fork_session(self.session_id, build_body(ForkSession, **given))
         return AsyncSession(self._client, record.session_id, self._turns)
 
     async def cancel(self, turn_id: str | None = None, *, queued: bool = False) -> CancelAnswer:
-        """Cancel a turn, by default the active one; with ``queued`` the waiting turns, too. Idempotent."""
+        """Cancel a turn. Idempotent.
+
+        Args:
+            turn_id: By default the active turn.
+            queued: Whether to cancel the queued turns as well.
+        """
         fields: dict[str, object] = {"queued": queued} if turn_id is None else {"turn_id": turn_id, "queued": queued}
-        return await self._client.cancel_turns(self.session_id, shaped(CancelTurns, **fields))
+        return await self._client.cancel_turns(self.session_id, build_body(CancelTurns, **fields))
 
     async def turn(self, turn_id: str, *, wait_s: float = 0.0) -> TurnRecord:
-        """Read a turn; with ``wait_s``, which is at most 60, once it has ended, or after that time in seconds."""
+        """Read a turn.
+
+        Args:
+            wait_s: Wait until the turn has ended, but at most for this time in seconds, up to 60.
+        """
         return await self._client.read_turn(self.session_id, turn_id, wait_s=wait_s)

@@ -1,4 +1,4 @@
-"""Streams between tasks: a buffer with back-pressure, an observable value, and reading a stream with a deadline."""
+"""Pass items between tasks: a buffer with back-pressure, an observable value, and reading with a deadline."""
 
 from __future__ import annotations
 
@@ -10,14 +10,14 @@ from typing import Generic, TypeVar
 from lmx_lab.errors import UnreachableError
 
 T = TypeVar("T")
-ITEMS, CHARACTERS = 1000, 4_000_000
-"""Limits of a buffer; it has no room when either is reached."""
-UNREAD = 64
-"""Changes of a value that are kept for a slow reader."""
+MAX_ITEMS, MAX_CHARACTERS = 1000, 4_000_000
+"""Limits of a buffer, which is full when it has reached one of them."""
+MAX_UNREAD = 64
+"""Number of changes of a value that are kept for a slow reader."""
 
 
 class EventBuffer(Generic[T]):
-    """Items from one task to another, in order. The producer waits for room; nothing is dropped."""
+    """A queue of items between two tasks. The producer waits until there is room; nothing is dropped."""
 
     def __init__(self) -> None:
         self._items: deque[tuple[T, int]] = deque()
@@ -30,11 +30,15 @@ class EventBuffer(Generic[T]):
         return len(self._items)
 
     def put(self, item: T, characters: int) -> None:
-        """Add an item, whether there is room or not."""
+        """Add an item, even if the buffer is full; the producer waits for room before it adds the next one.
+
+        Args:
+            characters: Size of the item.
+        """
         self._items.append((item, characters))
         self._characters += characters
         self._filled.set()
-        if len(self._items) >= ITEMS or self._characters >= CHARACTERS:
+        if len(self._items) >= MAX_ITEMS or self._characters >= MAX_CHARACTERS:
             self._room.clear()
 
     def take(self) -> T | None:
@@ -43,7 +47,7 @@ class EventBuffer(Generic[T]):
             return None
         item, characters = self._items.popleft()
         self._characters -= characters
-        if len(self._items) <= ITEMS // 2 and self._characters < CHARACTERS:
+        if len(self._items) <= MAX_ITEMS // 2 and self._characters < MAX_CHARACTERS:
             self._room.set()
         if not self._items and not self._ended:
             self._filled.clear()
@@ -51,6 +55,7 @@ class EventBuffer(Generic[T]):
 
     @property
     def has_room(self) -> bool:
+        """Whether the buffer is not full. A full buffer has room again when half of its items were taken."""
         return self._room.is_set()
 
     async def room(self) -> None:
@@ -58,17 +63,17 @@ class EventBuffer(Generic[T]):
         await self._room.wait()
 
     async def filled(self) -> None:
-        """Wait until there is an item, or until the end."""
+        """Wait until there is an item, or until the end is marked."""
         await self._filled.wait()
 
     def end(self) -> None:
-        """Mark the end; items in the buffer can still be taken."""
+        """Mark the end. Items in the buffer can still be taken."""
         self._ended = True
         self._filled.set()
 
 
 class ObservableValue(Generic[T]):
-    """A value with readers of its changes. A slow reader misses old changes, never the newest."""
+    """A value whose changes can be read. A slow reader misses old changes, but never the newest one."""
 
     def __init__(self, value: T) -> None:
         self.value = value
@@ -76,18 +81,19 @@ class ObservableValue(Generic[T]):
         self._ended = False
 
     def set(self, value: T) -> None:
+        """Change the value."""
         self.value = value
         for reader in self._readers:
             reader.add(value)
 
     def end(self) -> None:
-        """Mark the end; the value does not change any more."""
+        """Mark the end: the value does not change any more."""
         self._ended = True
         for reader in self._readers:
             reader.changed.set()
 
     async def changes(self) -> AsyncGenerator[T, None]:
-        """The current value, then each change, until the end."""
+        """Yield the current value, then each change until the end."""
         reader: _Reader[T] = _Reader()
         reader.add(self.value)
         self._readers.add(reader)
@@ -105,7 +111,7 @@ class ObservableValue(Generic[T]):
 
 class _Reader(Generic[T]):
     def __init__(self) -> None:
-        self.unread: deque[T] = deque(maxlen=UNREAD)
+        self.unread: deque[T] = deque(maxlen=MAX_UNREAD)
         self.changed = asyncio.Event()
 
     def add(self, value: T) -> None:
@@ -114,11 +120,14 @@ class _Reader(Generic[T]):
 
 
 async def next_until(items: AsyncGenerator[T, None], until_s: float | None) -> T | None:
-    """The next item; None after the last one, or if the stream of a complete answer is not closed properly.
+    """Return the next item of a stream.
 
     Args:
-        until_s: Deadline on the loop's clock; None while the answer is not complete. A timer for each token would be
-            too slow.
+        until_s: Deadline on the loop's clock, if the answer is complete; None while it is not, because a timer for each
+            token would be too slow.
+
+    Returns:
+        None after the last item, and if the stream of a complete answer is not closed before the deadline.
     """
     if until_s is None:
         return await anext(items, None)

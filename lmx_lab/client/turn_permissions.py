@@ -1,4 +1,4 @@
-"""Decides on the permissions that a turn asks for, by the caller's policy."""
+"""Decide on the permissions that the tool calls of a turn need, by the caller's policy."""
 
 from __future__ import annotations
 
@@ -20,17 +20,18 @@ from lmx_lab.errors import (
 from lmx_lab.wire.sessions import Decision, PermissionRecord
 
 T = TypeVar("T")
-Word = Literal["allow", "deny"]
-Verdict = bool | Word | Decision
-"""A ``Decision`` can apply to the whole session."""
-OnPermission = Word | Callable[[PermissionRecord], Verdict | Awaitable[Verdict]]
-"""One decision for all, or a function, also a coroutine function, that decides on each."""
-WORDS: dict[object, Word] = {True: "allow", False: "deny", "allow": "allow", "deny": "deny"}
+AllowOrDeny = Literal["allow", "deny"]
+Verdict = bool | AllowOrDeny | Decision
+"""A decision on one permission. Only a ``Decision`` can apply to the whole session."""
+OnPermission = AllowOrDeny | Callable[[PermissionRecord], Verdict | Awaitable[Verdict]]
+"""One decision for all permissions, or a function or coroutine function that decides on each."""
+_ALLOW_OR_DENY: dict[object, AllowOrDeny] = {True: "allow", False: "deny", "allow": "allow", "deny": "deny"}
 
 
 class TurnPermissions:
-    """The permissions of one turn. Each is decided in a task of its own while events continue. If another client has
-    decided before, its decision counts.
+    """The permissions of one turn. Each is decided in a task of its own, while events continue to arrive.
+
+    If another client decides first, its decision counts.
 
     Args:
         policy: None leaves all decisions to other clients.
@@ -43,18 +44,20 @@ class TurnPermissions:
         self._routes = routes
         self._turn_id = turn_id
         if not (policy is None or callable(policy) or policy in ("allow", "deny")):
-            said = f"on_permission is {policy!r:.80}; give 'allow', 'deny', or a function of a permission"
-            raise InvalidRequestError(said, param="on_permission")
+            raise InvalidRequestError(
+                f"on_permission is {policy!r:.80}; give 'allow', 'deny', or a function that takes a permission",
+                param="on_permission",
+            )
         self._policy = policy
         self._tasks: dict[str, asyncio.Task[None]] = {}
 
     @property
-    def is_asked(self) -> bool:
-        """Whether there is a policy."""
+    def has_policy(self) -> bool:
+        """Whether decisions are made here, and not left to other clients."""
         return self._policy is not None
 
-    def ask(self, *permissions: PermissionRecord) -> None:
-        """Decide on the permissions of this turn, on each once."""
+    def decide_on(self, *permissions: PermissionRecord) -> None:
+        """Start to decide on those permissions that belong to this turn and are new."""
         if self._policy is None:
             return
         for permission in permissions:
@@ -62,13 +65,17 @@ class TurnPermissions:
                 work = self._decide(permission, self._policy)
                 self._tasks[permission.permission_id] = asyncio.create_task(work, name="lmx-lab permission of a turn")
 
-    def drop(self, permission_id: str) -> None:
-        """Cancel a decision in progress, because the permission was decided elsewhere."""
+    def withdraw(self, permission_id: str) -> None:
+        """Cancel a decision in progress, because another client has decided."""
         if (task := self._tasks.get(permission_id)) is not None:
             task.cancel()
 
-    async def beside(self, work: Coroutine[Any, Any, T], timeout_s: float) -> T | None:
-        """Return the result of the work, or None after the time limit. The work is cancelled if a decision fails."""
+    async def run_while_deciding(self, work: Coroutine[Any, Any, T], timeout_s: float) -> T | None:
+        """Run a coroutine, which is cancelled if a decision fails.
+
+        Returns:
+            The coroutine's result, or None after the time limit.
+        """
         task = asyncio.ensure_future(work)
         try:
             now = asyncio.get_running_loop().time
@@ -76,9 +83,9 @@ class TurnPermissions:
             while not task.done():
                 if (left_s := until - now()) <= 0:
                     return None
-                waiting = {asked for asked in self._tasks.values() if not asked.done()}
-                await asyncio.wait({task, *waiting}, timeout=left_s, return_when=asyncio.FIRST_COMPLETED)
-                self._check()
+                deciding = {decision for decision in self._tasks.values() if not decision.done()}
+                await asyncio.wait({task, *deciding}, timeout=left_s, return_when=asyncio.FIRST_COMPLETED)
+                self._raise_failures()
             return task.result()
         finally:
             if task.cancel():
@@ -90,14 +97,14 @@ class TurnPermissions:
             task.cancel()
         await asyncio.gather(*self._tasks.values(), return_exceptions=True)
 
-    def _check(self) -> None:
+    def _raise_failures(self) -> None:
         for task in self._tasks.values():
-            # A policy may also have cancelled itself, which is reported here.
+            # A cancellation that was not requested here comes from the policy, and is raised as well.
             if task.done() and not (task.cancelled() and task.cancelling()):
                 task.result()
 
     async def _is_pending(self, permission: PermissionRecord) -> bool:
-        """Whether the permission still waits; the request may be an old event that is read again."""
+        """Whether the permission still needs a decision: its request may be an old event that is read again."""
         try:
             pending = await self._routes.permissions()
         except UnavailableError:
@@ -110,7 +117,7 @@ class TurnPermissions:
         verdict = policy if isinstance(policy, str) else policy(permission)
         if inspect.isawaitable(verdict):
             verdict = await verdict
-        decision = _decision(verdict)
+        decision = _as_decision(verdict)
         backoff = Backoff()
         while True:
             try:
@@ -121,13 +128,15 @@ class TurnPermissions:
             except UnavailableError as exc:
                 if isinstance(exc, WrongServerError):
                     raise
-                await asyncio.sleep(backoff.failed(exc.retry_after_s))
+                await asyncio.sleep(backoff.next_delay_s(exc.retry_after_s))
 
 
-def _decision(verdict: object) -> Decision:
+def _as_decision(verdict: object) -> Decision:
     if isinstance(verdict, Decision):
         return verdict
-    if not isinstance(verdict, bool | str) or verdict not in WORDS:
-        said = f"on_permission gave {verdict!r:.80}; let it give 'allow' or 'deny', True or False, or a Decision"
-        raise InvalidRequestError(said, param="on_permission")
-    return Decision(decision=WORDS[verdict])
+    if not isinstance(verdict, bool | str) or verdict not in _ALLOW_OR_DENY:
+        raise InvalidRequestError(
+            f"on_permission returned {verdict!r:.80}; it must return 'allow', 'deny', True, False or a Decision",
+            param="on_permission",
+        )
+    return Decision(decision=_ALLOW_OR_DENY[verdict])

@@ -1,4 +1,4 @@
-"""The result of a turn, from its events or from its record."""
+"""Build the result of a turn from its events or from its record."""
 
 from __future__ import annotations
 
@@ -7,8 +7,7 @@ from dataclasses import dataclass
 import pydantic_core
 from pydantic import JsonValue, TypeAdapter, ValidationError
 
-from lmx_lab.client.errors import ERROR_CLASSES
-from lmx_lab.errors import LabError, TurnError
+from lmx_lab.errors import ERROR_CLASSES, LabError, TurnError
 from lmx_lab.wire.errors import ErrorDetail
 from lmx_lab.wire.events import (
     DaemonEvent,
@@ -33,10 +32,10 @@ class TurnToolCall:
     call_id: str
     name: str
     arguments: Arguments | None
-    """None if the model's arguments are not valid JSON."""
+    """The parsed arguments; None if the model has not written valid JSON."""
     status: ToolStatus
     text: str
-    """The result as it was given to the model."""
+    """The result that was given to the model."""
     elapsed_s: float
 
 
@@ -44,22 +43,22 @@ class TurnToolCall:
 class TurnResult:
     """The result of a turn that has completed or was cancelled.
 
-    Thoughts and tool calls come from the turn's events, and are missing if those are no longer available.
+    Thoughts and tool calls are taken from the turn's events, and are missing if the events are no longer available.
     """
 
     turn_id: str
     session_id: str
     text: str
-    """The text of the last message, which may be incomplete."""
+    """The text of the last message. It may be incomplete if the turn was cancelled."""
     thinking: str
-    """The thoughts of the same message."""
+    """The thoughts of the last message."""
     stop_reason: StopReason
     stats: TurnStats | None
     """None if the turn was cancelled before it started."""
     tool_calls: tuple[TurnToolCall, ...] = ()
-    """In the order in which they ended."""
+    """The tool calls, in the order in which they ended."""
     reconnects: int = 0
-    """Number of reconnects of the stream of events during the turn."""
+    """How often the stream of events was reconnected during the turn."""
 
     def __str__(self) -> str:
         return self.text
@@ -72,11 +71,12 @@ class TurnAccumulator:
         self._session_id = session_id
         self._turn_id = turn_id
         self._thinking: tuple[str, str] = ("", "")
-        """The id of a message and its thoughts."""
+        """The id of the current message, and its thoughts."""
         self._arguments: dict[str, Arguments | None] = {}
         self._calls: list[TurnToolCall] = []
 
     def add(self, event: DaemonEvent) -> None:
+        """Add an event of the turn."""
         match event:
             case TurnThinkingEvent():
                 message_id, before = self._thinking
@@ -85,57 +85,58 @@ class TurnAccumulator:
             case MessageDoneEvent() if event.data.message.role == "assistant":
                 message = event.data.message
                 self._thinking = (message.message_id or "", message.reasoning_content or "")
-                self._arguments |= {call.call_id: _arguments(call.arguments) for call in message.tool_calls}
+                self._arguments |= {call.call_id: _parse_arguments(call.arguments) for call in message.tool_calls}
             case ToolStartEvent():
                 self._arguments[event.data.call_id] = event.data.arguments
             case ToolEndEvent():
-                self._calls.append(self._call(event.data))
-
-    def _call(self, end: ToolEnd) -> TurnToolCall:
-        return TurnToolCall(
-            call_id=end.call_id,
-            name=end.name,
-            arguments=self._arguments.get(end.call_id),
-            status=end.status,
-            text=end.text,
-            elapsed_s=end.elapsed_s,
-        )
+                self._calls.append(_tool_call(event.data, self._arguments.get(event.data.call_id)))
 
     def result(self, end: TurnDoneEvent | TurnErrorEvent | TurnRecord, *, reconnects: int) -> TurnResult:
         """Return the result.
 
         Args:
             end: The turn's last event, or its record.
+            reconnects: How often the stream of events was reconnected.
 
         Raises:
             LabError: the turn has failed.
         """
-        outcome = end if isinstance(end, TurnRecord) else end.data
         if isinstance(end, TurnErrorEvent):
             raise turn_error(self._turn_id, end.data.error)
         if isinstance(end, TurnRecord) and end.error is not None:
             raise turn_error(self._turn_id, end.error)
-        done = end if isinstance(end, TurnRecord) else end.data
+        outcome = end if isinstance(end, TurnRecord) else end.data
         return TurnResult(
             turn_id=self._turn_id,
             session_id=self._session_id,
             text=outcome.text,
             thinking=self._thinking[1],
-            stop_reason=done.stop_reason or "end",
-            stats=done.stats,
+            stop_reason=outcome.stop_reason or "end",
+            stats=outcome.stats,
             tool_calls=tuple(self._calls),
             reconnects=reconnects,
         )
 
 
+def _tool_call(end: ToolEnd, arguments: Arguments | None) -> TurnToolCall:
+    return TurnToolCall(
+        call_id=end.call_id,
+        name=end.name,
+        arguments=arguments,
+        status=end.status,
+        text=end.text,
+        elapsed_s=end.elapsed_s,
+    )
+
+
 def turn_error(turn_id: str, detail: ErrorDetail) -> LabError:
-    """The error of a turn, of the class for its code."""
+    """Return the error of a failed turn, of the class for its code."""
     kind = ERROR_CLASSES.get(detail.code, TurnError)
     code = "" if detail.code in ERROR_CLASSES else f" ({detail.code:.80})"
     return kind(f"turn {turn_id}: {detail.message}{code}", param=detail.param)
 
 
-def _arguments(text: str) -> Arguments | None:
+def _parse_arguments(text: str) -> Arguments | None:
     try:
         return _ARGUMENTS.validate_python(pydantic_core.from_json(text or "{}"))
     except (ValueError, ValidationError):

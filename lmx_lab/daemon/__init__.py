@@ -1,1 +1,1 @@
-"""Sessions, turns with tools, and an event log that loses nothing: a server beside that of the model."""
+"""The daemon: a server for sessions, turns with tools, MCP servers and a persistent event log."""

@@ -1,4 +1,4 @@
-"""The ASGI application of the daemon, put together."""
+"""Create the daemon's ASGI application: its routes, and who may call them."""
 
 from __future__ import annotations
 
@@ -11,9 +11,8 @@ from lmx_lab.daemon.routes.daemon import HEALTH, daemon_routes
 from lmx_lab.daemon.routes.event_stream import PATH, stream_routes
 from lmx_lab.daemon.routes.events import event_routes
 from lmx_lab.daemon.routes.mcp import mcp_routes
-from lmx_lab.daemon.routes.permissions import permission_routes
 from lmx_lab.daemon.routes.sessions import session_routes
-from lmx_lab.daemon.routes.turns import turn_routes
+from lmx_lab.daemon.routes.turns import permission_routes, turn_routes
 from lmx_lab.daemon.services import Services
 from lmx_lab.daemon.sessions import LIST_LIMIT
 from lmx_lab.http.guard import ASGIApp, GuardPolicy, local_policy
@@ -25,6 +24,7 @@ from lmx_lab.wire.events import EVENT_DATA
 
 METHODS = ("GET", "POST", "PATCH", "DELETE")
 POLLS = ("events_events", "events_events_of_session")
+"""Operation ids of the routes that poll events."""
 KEY_HINT = (
     "send the header Authorization: Bearer TOKEN; the token is new at each start, in state.json in the daemon's folder "
     "($LMX_LAB_HOME/daemon)"
@@ -34,7 +34,7 @@ KEY_HINT = (
 def create_daemon_app(
     services: Services, *, policy: Callable[[], GuardPolicy], max_body_bytes: int
 ) -> tuple[ASGIApp, FastAPI]:
-    """Routes, errors, guard, CORS and request ids around the daemon's services. Starts nothing."""
+    """Create the application with its routes, error bodies, guard, CORS and request ids. Starts nothing."""
     limits = services.limits
     api = DescribedAPI(
         title="LMX Lab daemon",
@@ -47,8 +47,8 @@ def create_daemon_app(
         key=("token", KEY_HINT),
         open_paths=frozenset({HEALTH}),
         most={
-            **{(polling, "wait"): limits.wait_s for polling in (*POLLS, "turns_read")},
-            **{(polling, "limit"): limits.page_events for polling in POLLS},
+            **{(operation, "wait"): limits.wait_s for operation in (*POLLS, "turns_read")},
+            **{(operation, "limit"): limits.page_events for operation in POLLS},
             ("sessions_listed", "limit"): LIST_LIMIT,
         },
     )
@@ -67,16 +67,16 @@ def create_daemon_app(
 
 
 def daemon_policy(settings: Settings, port: int, token: str, own_names: Sequence[str] = ()) -> GuardPolicy:
-    """Loopback, and what the settings add; the token for everything but the health.
+    """Return who may call the daemon: loopback and what the settings add, with the token on all routes but health.
 
     Args:
-        own_names: Names and addresses of this machine that are accepted with this port.
+        own_names: Names and addresses of this computer that are accepted with this port.
 
     Raises:
-        InvalidRequestError: a setting (``allowed_hosts``, ``cors_origins``) that could never match.
+        InvalidRequestError: ``allowed_hosts`` or ``cors_origins`` has an entry that can never match.
     """
     host = settings.daemon_host.strip("[]")
     names = [*own_names, *([] if host in ("0.0.0.0", "::", "localhost") else [host])]
-    own = [f"[{name}]:{port}" if ":" in name else f"{name}:{port}" for name in names]
-    policy = local_policy(port, hosts=[*own, *settings.allowed_hosts], origins=settings.cors_origins, key=token)
+    own_hosts = [f"[{name}]:{port}" if ":" in name else f"{name}:{port}" for name in names]
+    policy = local_policy(port, hosts=[*own_hosts, *settings.allowed_hosts], origins=settings.cors_origins, key=token)
     return replace(policy, key_hint=KEY_HINT, open_paths=frozenset({HEALTH}), query_key_paths=frozenset({PATH}))

@@ -1,9 +1,9 @@
-"""The daemon's life: what is started in which order, and how all of it ends."""
+"""The daemon as an object: it has a thread and a port of its own, and blocking methods to start and stop it."""
 
 from __future__ import annotations
 
 import atexit
-import concurrent.futures.thread  # noqa: F401  (its end has to be registered before ours: see the bottom)
+import concurrent.futures.thread  # noqa: F401  (registers its exit function before ours: see the end of this module)
 import contextlib
 import functools
 import logging
@@ -15,10 +15,9 @@ from pathlib import Path
 from typing import Any, TypeVar, overload
 
 from lmx_lab.daemon.app import daemon_policy
-from lmx_lab.daemon.home import DaemonHome
-from lmx_lab.daemon.lifespan import Life, Mode, Plan
+from lmx_lab.daemon.home import DaemonHome, LogFile
+from lmx_lab.daemon.lifespan import DaemonConfig, Lifespan, ShutdownMode
 from lmx_lab.daemon.limits import Limits
-from lmx_lab.daemon.logfile import LogFile
 from lmx_lab.daemon.services import Services
 from lmx_lab.daemon.tools.python_tools import PythonTools
 from lmx_lab.errors import HostingError, InvalidRequestError
@@ -34,15 +33,16 @@ Function = TypeVar("Function", bound=Callable[..., Any])
 UPSTREAM = "http://127.0.0.1:8400"
 TOKEN_BYTES = 32
 GRACE_S = 3.0
-"""How long running turns may go on after ``stop``."""
-END_S = 60.0
-"""The longest that an end takes beyond that: turns, MCP servers and connections that do not heed."""
+"""Time in which running turns can end after ``stop``."""
+STOP_S = 60.0
+"""Maximum time that a stop takes after that, for turns, MCP servers and connections that do not end in time."""
 
 
 class Daemon:
-    """Sessions, turns, events and MCP servers on a port and a thread of their own. Once stopped it stays so.
+    """A server for sessions, turns, events and MCP servers. A daemon that was stopped cannot be started again.
 
-    ``start()`` and ``stop()`` block, in any thread; a cell that is busy or interrupted changes nothing for it.
+    ``start()`` and ``stop()`` block and can be called in any thread. The daemon is independent of the notebook's event
+    loop: a cell that runs or is interrupted does not affect it.
     """
 
     def __init__(
@@ -58,14 +58,19 @@ class Daemon:
     ) -> None:
         """
         Args:
-            explicit_port: Whether ``settings.daemon_port`` alone will do; otherwise the next free one is taken.
-            upstream_url: The chat-format server that turns ask; by default that of the settings, else the lab's port.
-            upstream_api_key: Its key, where ``upstream_url`` is given.
-            tools: Of a daemon that was stopped, to go on with them.
-            own_names: Names and addresses of this machine under which others reach it; read again every few seconds.
+            explicit_port: Whether only ``settings.daemon_port`` is acceptable. Otherwise the next free port is used.
+            upstream_url: Address of the chat-format server that runs the model; by default that of the settings, or the
+                default address of a lab.
+            upstream_api_key: Key of the server at ``upstream_url``.
+            tools: Tools of a daemon that was stopped, to use them again.
+            own_names: Returns the names and addresses under which other computers reach this one. It is called again
+                every few seconds.
+
+        Raises:
+            InvalidRequestError: A setting is invalid.
         """
         key = upstream_api_key if upstream_url else settings.upstream_api_key
-        self._plan = Plan(
+        self._config = DaemonConfig(
             daemon_id=new_id("dmn"),
             token=secrets.token_urlsafe(TOKEN_BYTES),
             settings=settings,
@@ -75,71 +80,75 @@ class Daemon:
             upstream_url=upstream_url or settings.upstream or UPSTREAM,
             upstream_key=key,
         )
-        # Already now: a setting that could never match shall start nothing.
+        # Called here only for its errors, so that a daemon with invalid settings is not started.
         daemon_policy(settings, 1, self.token)
         self._explicit_port = explicit_port
         self._own_names = own_names
-        self._logfile = LogFile(self.folder, token=self.token)
+        self._log_file = LogFile(self.folder, token=self.token)
         self._thread = LoopThread("lmx-lab-daemon")
-        self._life = Life(self._plan, on_end=self._close)
+        self._lifespan = Lifespan(self._config, on_stopped=self._close)
         self._host: Host | None = None
-        self._gate = threading.Lock()
+        self._start_lock = threading.Lock()
         self._ended = threading.Event()
         self._pid = 0
 
     def __repr__(self) -> str:
         return f"<daemon {self.daemon_id}: {self.url if self.running else 'not running'}>"
 
-    # What it is
+    # Properties
 
     @property
     def daemon_id(self) -> str:
-        """New with each daemon."""
-        return self._plan.daemon_id
+        """Id of this daemon. Each daemon has a new one."""
+        return self._config.daemon_id
 
     @property
     def token(self) -> str:
-        """What every request needs; also in the state file, and nowhere else."""
-        return self._plan.token
+        """The token that every request needs. It is stored in the state file and nowhere else."""
+        return self._config.token
 
     @property
     def settings(self) -> Settings:
-        return self._plan.settings
+        """The settings that the daemon was created with."""
+        return self._config.settings
 
     @property
     def tools(self) -> PythonTools:
-        """The functions that ``tool`` has registered."""
-        return self._plan.tools
+        """The functions that were registered with ``tool``."""
+        return self._config.tools
 
     @property
     def upstream_url(self) -> str:
-        return self._plan.upstream_url
+        """Address of the server that runs the model."""
+        return self._config.upstream_url
 
     @property
     def folder(self) -> Path:
-        """With the state file, the database and the log."""
-        return self._plan.home.folder
+        """Folder of the state file, the database and the log file."""
+        return self._config.home.folder
 
     @property
     def services(self) -> Services:
-        """What is behind the routes; for ``run()``."""
-        return self._life.services
+        """The services of the routes, for use in ``run()``."""
+        return self._lifespan.services
 
     @property
     def running(self) -> bool:
+        """Whether the daemon was started and has not ended."""
         return self._host is not None and not self._ended.is_set()
 
     @property
     def url(self) -> str:
-        """The address for programs on this machine."""
-        return self._served.url
+        """Address of the daemon for programs on this computer."""
+        return self._started_host.url
 
     @property
     def port(self) -> int:
-        return self._served.port
+        """Port of the daemon."""
+        return self._started_host.port
 
     @property
-    def _served(self) -> Host:
+    def _started_host(self) -> Host:
         if self._host is None:
             raise HostingError("this daemon was not started; call start() first")
         return self._host
@@ -151,111 +160,126 @@ class Daemon:
     @overload
     def tool(self, function: None = None, **options: Any) -> Callable[[Function], Function]: ...
     def tool(self, function: Function | None = None, **options: Any) -> Any:
-        """Let turns call a Python function; also as a decorator, with options or without. It may be called from any
-        thread, and registering one of the same name again, as a re-run cell does, replaces it.
+        """Register a Python function that turns can call.
+
+        Also a decorator, with or without options. Registering a function of the same name again, for instance when a
+        cell is run again, replaces it. This method can be called from any thread.
 
         Args:
-            options: ``name``, ``description``, ``read_only`` (needs no permission), ``permission`` (``ask``, ``allow``,
-                ``deny``), ``timeout_s``.
+            options: ``name``, ``description``, ``read_only`` (calls need no permission), ``permission`` (``ask``,
+                ``allow`` or ``deny``), ``timeout_s``.
 
         Raises:
-            InvalidRequestError: what cannot be a tool, and why.
+            InvalidRequestError: The function cannot be a tool. The message says why.
         """
         if function is None:
             return functools.partial(self.tool, **options)
         self.tools.register(function, **options)
         return function
 
-    # Life
+    # Start and stop
 
     def start(self) -> None:
-        """Take the lock, bind, serve; returns once requests are accepted and the state file says where. Does nothing if
-        that has happened.
+        """Start the daemon. Returns when requests are accepted and the state file is written.
+
+        Does nothing if the daemon is running.
 
         Raises:
-            DaemonRunningError: this home has one already; the message says where.
-            PortTakenError, HostingError: nothing is left behind.
+            DaemonRunningError: Another daemon uses this folder. The message contains its address.
+            PortTakenError, HostingError: The daemon could not be started. Nothing is left running.
         """
-        with self._gate:
+        with self._start_lock:
             if self.running:
                 return
             if self._ended.is_set():
-                raise HostingError("this daemon was stopped; make a new one")
-            self._plan.home.acquire()
+                raise HostingError("this daemon was stopped; create a new one")
+            self._config.home.acquire()
             try:
-                self._host = self._rise()
+                self._host = self._start()
             except BaseException:
                 self._close()
                 raise
             self._pid = os.getpid()
             _RUNNING.add(self)
 
-    def _rise(self) -> Host:
+    def _start(self) -> Host:
         sock = bind(self.settings.daemon_host, self.settings.daemon_port, explicit=self._explicit_port)
         try:
             port = sock.getsockname()[1]
             policy = LivePolicy(
                 lambda: daemon_policy(self.settings, port, self.token, self._own_names()), self._own_names
             )
-            self._logfile.open()
+            self._log_file.open()
             self._thread.start()
-            return self._thread.run(self._life.rise(sock, policy))
+            return self._thread.run(self._lifespan.start(sock, policy))
         except BaseException:
             sock.close()
             raise
 
-    def stop(self, *, mode: Mode = "drain", grace_s: float = GRACE_S) -> None:
-        """End turns, watchers, MCP servers and the server; free the port and the lock. Idempotent, from any thread.
+    def stop(self, *, mode: ShutdownMode = "drain", grace_s: float = GRACE_S) -> None:
+        """Stop turns, event streams, MCP servers and the server, and release the port and the lock.
+
+        Idempotent. This method can be called from any thread.
 
         Args:
-            mode: ``drain`` lets running turns end for ``grace_s`` seconds; ``now`` cuts them. Either way queued ones
-                run at the next start.
+            mode: With ``drain``, running turns have ``grace_s`` seconds to end by themselves. ``now`` ends them
+                immediately. In both cases queued turns run at the next start.
         """
         if mode not in ("drain", "now"):
             raise InvalidRequestError(f"mode is {mode!r:.80}; it can be 'drain' or 'now'", param="mode")
         if not self.begin_stop(mode=mode, grace_s=grace_s):
             return
-        if not self.wait((grace_s if mode == "drain" else 0.0) + END_S):
-            log.error("the daemon did not end within its time, and is left alone")
+        if not self.wait((grace_s if mode == "drain" else 0.0) + STOP_S):
+            log.error("the daemon has not stopped in time; its thread is abandoned")
             self._close()
 
-    def begin_stop(self, *, mode: Mode = "drain", grace_s: float = GRACE_S) -> bool:
-        """The same without waiting for it, also for signal handlers; ``now`` cuts short what was begun before. Returns
-        whether there is an end to wait for."""
+    def begin_stop(self, *, mode: ShutdownMode = "drain", grace_s: float = GRACE_S) -> bool:
+        """Begin to stop without waiting for the end; usable in signal handlers.
+
+        ``now`` also shortens a stop that has begun with ``drain``.
+
+        Returns:
+            Whether the daemon was running, so that ``wait`` is useful.
+        """
         if not self.running or self._pid != os.getpid():
-            return False  # a fork has the daemon's memory, and none of its threads
-        with contextlib.suppress(HostingError, RuntimeError):  # it ends at this very moment
-            self._thread.loop.call_soon_threadsafe(self._life.fall, mode, grace_s)
+            return False  # A fork has a copy of the daemon's memory, but not its threads.
+        with contextlib.suppress(HostingError, RuntimeError):  # The daemon has ended at the same moment.
+            self._thread.loop.call_soon_threadsafe(self._lifespan.begin_stop, mode, grace_s)
         return True
 
     def run(self, work: Coroutine[Any, Any, T], timeout_s: float | None = None) -> T:
-        """Run a coroutine over the services on the daemon's loop, and wait, on any other thread.
+        """Run a coroutine on the daemon's event loop and return its result. Call this from another thread.
 
         Raises:
-            HostingError: the daemon does not run.
-            TimeoutError: after ``timeout_s``.
+            HostingError: The daemon is not running.
+            TimeoutError: The coroutine did not end within ``timeout_s`` seconds.
         """
         if not isinstance(work, Coroutine):
             raise InvalidRequestError(
-                f"work is {work!r:.80}; give a coroutine, such as daemon.services.turns.permissions()"
+                f"work is {work!r:.80}; pass a coroutine, such as daemon.services.turns.list_permissions()"
             )
         return self._thread.run(work, timeout_s)
 
     def wait(self, timeout_s: float | None = None) -> bool:
-        """Whether it has ended, by ``stop()`` or ``POST /v3/daemon/shutdown``, within this time."""
+        """Wait until the daemon has ended, through ``stop()`` or ``POST /v3/daemon/shutdown``.
+
+        Returns:
+            Whether it has ended within ``timeout_s`` seconds.
+        """
         ended = self._ended.wait(timeout_s)
         if ended:
-            self._thread.stop()  # again, since from here it can be waited for
+            # _close could not wait for the thread if it was called on that thread.
+            self._thread.stop()
         return ended
 
     def _close(self) -> None:
-        """What is not the loop's, after the rest; on the loop's own thread the loop ends after this."""
+        """Release what does not belong to the event loop. If called on the loop's thread, the loop ends afterwards."""
         _RUNNING.discard(self)
         try:
             self._thread.stop()
-            self._logfile.close()
+            self._log_file.close()
         finally:
-            self._plan.home.release()
+            self._config.home.release()
             self._ended.set()
 
 
@@ -268,7 +292,8 @@ def _stop_all() -> None:
             daemon.stop(mode="now")
 
 
-# Python ends the threads of executors, which the database needs for its last words, before it comes to atexit. This is
-# where it ends them, the last that was registered first; there is no public name for it.
+# At exit, Python ends the threads of executors, which the database needs for its last writes, before it calls the
+# functions of atexit. Functions registered here are called at that earlier time, the last registered first. There is no
+# public name for this.
 _register: Callable[[Callable[[], None]], object] = getattr(threading, "_register_atexit", atexit.register)
 _register(_stop_all)

@@ -1,48 +1,58 @@
-"""The daemon's folder: the lock that makes it the only one, the state file by which its user's programs find it."""
+"""The daemon's folder: the lock that allows one daemon only, the state file that clients read, and the log file."""
 
 from __future__ import annotations
 
 import contextlib
 import errno
 import fcntl
+import io
+import logging
 import os
 import secrets
 import time
 import weakref
+from logging.handlers import RotatingFileHandler
 from pathlib import Path
 
-from lmx_lab.client.credentials import STATE, state_file
+from lmx_lab.client.credentials import STATE, find_state_file
 from lmx_lab.errors import DaemonRunningError, HostingError
+from lmx_lab.sanitize import LogFormatter
 from lmx_lab.wire.daemon import StateFile
 
 LOCK = "daemon.lock"
-PATIENCE_S = 2.0
-"""How long a start waits for another daemon that is just starting, or ending."""
-LOOK_S = 0.02
+LOCK_TIMEOUT_S = 2.0
+"""Time for which a start waits for another daemon that is starting or stopping."""
+LOCK_POLL_S = 0.02
+LOG = "daemon.log"
+LOG_BYTES = 1_000_000
+"""Size at which the log file is rotated."""
+LOG_BACKUPS = 2
+LOGGERS = ("lmx_lab", "uvicorn")
 
 
 class DaemonHome:
-    """One daemon's hold on its folder, which nobody else may look into."""
+    """The folder of one daemon, which only its user can read, and the lock on it."""
 
     def __init__(self, folder: Path) -> None:
         self.folder = folder
         self._lock: int | None = None
+        """File descriptor of the lock file while the lock is held."""
 
-    def acquire(self, patience_s: float = PATIENCE_S) -> None:
-        """Make the folder where there is none, and take its lock for as long as this process lives.
+    def acquire(self, timeout_s: float = LOCK_TIMEOUT_S) -> None:
+        """Create the folder if necessary, and take its lock until ``release`` or the end of the process.
 
         Raises:
-            DaemonRunningError: another daemon has it; the message says where that is.
-            HostingError: the folder is somebody else's, a symbolic link, or cannot be written.
+            DaemonRunningError: Another daemon holds the lock. The message contains its address.
+            HostingError: The folder belongs to another user, is a symbolic link or cannot be written.
         """
-        deadline = time.monotonic() + patience_s
+        deadline = time.monotonic() + timeout_s
         lock = _open_lock(self.folder)
         try:
-            while not _taken(lock, self.folder):
+            while not _try_lock(lock, self.folder):
                 state = _state_of_holder(lock, self.folder)
                 if state is not None or time.monotonic() > deadline:
-                    raise DaemonRunningError(_running(self.folder, state))
-                time.sleep(LOOK_S)
+                    raise DaemonRunningError(_describe_running(self.folder, state))
+                time.sleep(LOCK_POLL_S)
             os.ftruncate(lock, 0)
             os.pwrite(lock, str(os.getpid()).encode(), 0)
         except OSError as exc:
@@ -52,46 +62,51 @@ class DaemonHome:
             os.close(lock)
             raise
         self._lock = lock
-        _HELD.add(self)
+        _LOCKED.add(self)
 
     def release(self) -> None:
-        """Let others have the lock. Idempotent."""
-        _HELD.discard(self)
+        """Release the lock. Idempotent."""
+        _LOCKED.discard(self)
         lock, self._lock = self._lock, None
         if lock is not None:
             os.close(lock)
 
     def publish(self, state: StateFile) -> None:
-        """Write the state file, whole at once, for its user alone."""
-        draft = self.folder / f"{STATE}.{secrets.token_hex(8)}"
+        """Write the state file atomically. Only the user can read it.
+
+        Raises:
+            HostingError: The file cannot be written.
+        """
+        temporary = self.folder / f"{STATE}.{secrets.token_hex(8)}"
         try:
-            file = os.open(draft, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW, 0o600)
-            with os.fdopen(file, "w", encoding="utf-8") as writing:
-                os.fchmod(writing.fileno(), 0o600)
-                writing.write(state.model_dump_json(indent=1))
-            draft.replace(self.folder / STATE)
+            descriptor = os.open(temporary, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW, 0o600)
+            with os.fdopen(descriptor, "w", encoding="utf-8") as file:
+                os.fchmod(file.fileno(), 0o600)
+                file.write(state.model_dump_json(indent=1))
+            temporary.replace(self.folder / STATE)
         except OSError as exc:
-            draft.unlink(missing_ok=True)
+            temporary.unlink(missing_ok=True)
             raise HostingError(f"{self.folder / STATE} cannot be written: {exc.strerror}") from exc
 
     def withdraw(self, daemon_id: str) -> None:
-        """Remove the state file, if it is still this daemon's."""
-        state = state_file(self.folder / STATE)
+        """Remove the state file if it belongs to this daemon."""
+        state = find_state_file(self.folder / STATE)
         if state is not None and state.daemon_id == daemon_id:
             (self.folder / STATE).unlink(missing_ok=True)
 
 
 def read_state(folder: Path) -> StateFile | None:
-    """What the state file says, if only this user can have written it and the daemon of which it tells has the lock.
+    """Return the state file of a running daemon.
 
-    Unlike a process's number or its start, the lock needs no clock and is never another's.
+    The file is ignored if another user may have written it, or if its daemon does not hold the lock. The lock is more
+    reliable than a process id or a start time: it needs no clock and cannot be reused by another process.
     """
     try:
         lock = os.open(folder / LOCK, os.O_RDONLY | os.O_NOFOLLOW)
     except OSError:
         return None
     try:
-        # Shared, so that those who look do not take one another for a daemon.
+        # Shared, so that concurrent readers do not mistake each other for a daemon.
         fcntl.flock(lock, fcntl.LOCK_SH | fcntl.LOCK_NB)
     except OSError:
         return _state_of_holder(lock, folder)
@@ -103,10 +118,12 @@ def read_state(folder: Path) -> StateFile | None:
 def _open_lock(folder: Path) -> int:
     try:
         _make_private(folder)
-        # Programs that are started do not get it (O_CLOEXEC is Python's own way), forks close it: see _HELD.
+        # Python opens files with O_CLOEXEC, so new programs do not inherit the lock. Forks close it: see _LOCKED.
         return os.open(folder / LOCK, os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW, 0o600)
     except OSError as exc:
-        raise HostingError(f"{folder} cannot be used: {exc.strerror}; LMX_LAB_HOME names another place") from exc
+        raise HostingError(
+            f"the folder {folder} cannot be used: {exc.strerror}; set LMX_LAB_HOME to another folder"
+        ) from exc
 
 
 def _make_private(folder: Path) -> None:
@@ -114,52 +131,111 @@ def _make_private(folder: Path) -> None:
     with contextlib.suppress(FileExistsError):
         folder.mkdir(0o700)
     try:
-        handle = os.open(folder, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW)
+        descriptor = os.open(folder, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW)
     except OSError as exc:
         if exc.errno not in (errno.ELOOP, errno.ENOTDIR):
             raise
-        raise HostingError(f"{folder} is no folder, or a symbolic link; move it, or set LMX_LAB_HOME") from exc
+        raise HostingError(
+            f"{folder} is not a folder, or is a symbolic link; move it, or set LMX_LAB_HOME to another folder"
+        ) from exc
     try:
-        if os.fstat(handle).st_uid != os.geteuid():
+        if os.fstat(descriptor).st_uid != os.geteuid():
             raise HostingError(f"{folder} belongs to another user; set LMX_LAB_HOME to a folder of your own")
-        # Also where a umask has taken bits away, or an older folder is open to others.
-        os.fchmod(handle, 0o700)
+        # Set again, because a umask may have removed permissions, or an existing folder may be open to others.
+        os.fchmod(descriptor, 0o700)
     finally:
-        os.close(handle)
+        os.close(descriptor)
 
 
-def _taken(lock: int, folder: Path) -> bool:
+def _try_lock(lock: int, folder: Path) -> bool:
     try:
         fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
     except BlockingIOError:
         return False
     except OSError as exc:
-        raise HostingError(f"{folder} is on a file system without locks ({exc.strerror}); set LMX_LAB_HOME") from exc
+        raise HostingError(
+            f"{folder} is on a file system without locks ({exc.strerror}); set LMX_LAB_HOME to another folder"
+        ) from exc
     return True
 
 
 def _state_of_holder(lock: int, folder: Path) -> StateFile | None:
-    """An older file that nobody removed is that of another process, even if its number is a living one's again."""
-    state = state_file(folder / STATE)
+    """Return the state file if the process that holds the lock has written it.
+
+    A file that an earlier daemon has left is ignored, even if its process id is in use again.
+    """
+    state = find_state_file(folder / STATE)
     return state if state is not None and os.pread(lock, 32, 0) == str(state.pid).encode() else None
 
 
-def _running(folder: Path, state: StateFile | None) -> str:
+def _describe_running(folder: Path, state: StateFile | None) -> str:
     if state is None:
-        return f"another daemon holds {folder / LOCK}, and is just starting or ending; try again"
+        return f"another daemon holds {folder / LOCK} and is starting or stopping; try again"
     return (
-        f"the daemon of {folder} runs already, at {state.url} (process {state.pid}); use that one, or end it first: "
-        f"Ctrl-C where it runs, or POST /v3/daemon/shutdown"
+        f"a daemon is already running for {folder}, at {state.url} (process {state.pid}); use that one, or stop it "
+        "first with Ctrl-C in its terminal or POST /v3/daemon/shutdown"
     )
 
 
-_HELD: weakref.WeakSet[DaemonHome] = weakref.WeakSet()
+_LOCKED: weakref.WeakSet[DaemonHome] = weakref.WeakSet()
+"""The homes whose lock this process holds."""
 
 
-def _let_go() -> None:
-    # Closed, not unlocked: the lock is that of the process before the fork, for which a child would keep it.
-    for home in list(_HELD):
+def _close_locks_in_child() -> None:
+    # Closed, not unlocked: parent and child share the lock, so unlocking in the child would release it for both.
+    for home in list(_LOCKED):
         home.release()
 
 
-os.register_at_fork(after_in_child=_let_go)
+os.register_at_fork(after_in_child=_close_locks_in_child)
+
+
+# The log file
+
+
+class LogFile:
+    """``daemon.log``: the log of the package and of its HTTP server, without the token.
+
+    The file is rotated, and only the user can read it.
+    """
+
+    def __init__(self, folder: Path, *, token: str) -> None:
+        self._handler = _PrivateFileHandler(
+            folder / LOG, maxBytes=LOG_BYTES, backupCount=LOG_BACKUPS, encoding="utf-8", delay=True
+        )
+        self._handler.setFormatter(_RedactingFormatter(token))
+
+    def open(self) -> None:
+        """Start logging to the file."""
+        for name in LOGGERS:
+            logging.getLogger(name).addHandler(self._handler)
+
+    def close(self) -> None:
+        """Stop logging to the file."""
+        for name in LOGGERS:
+            logging.getLogger(name).removeHandler(self._handler)
+        # On a full disk the last lines are lost, which must not prevent the daemon from stopping.
+        with contextlib.suppress(OSError):
+            self._handler.close()
+
+
+class _PrivateFileHandler(RotatingFileHandler):
+    def _open(self) -> io.TextIOWrapper:
+        def open_private(path: str, flags: int) -> int:
+            return os.open(path, flags | os.O_NOFOLLOW, 0o600)
+
+        return open(self.baseFilename, self.mode, encoding=self.encoding, errors="replace", opener=open_private)  # type: ignore[return-value]
+
+    def handleError(self, record: logging.LogRecord) -> None:
+        """Ignore errors such as a full disk, which would otherwise write tracebacks to stderr and so to a notebook."""
+
+
+class _RedactingFormatter(LogFormatter):
+    """Removes the token from all records, including tracebacks and records of other packages."""
+
+    def __init__(self, token: str) -> None:
+        super().__init__("%(asctime)s %(levelname)s %(name)s: %(message)s")
+        self._token = token
+
+    def format(self, record: logging.LogRecord) -> str:
+        return super().format(record).replace(self._token, "***")

@@ -1,39 +1,109 @@
-"""What is behind the daemon's routes."""
+"""The services that the daemon's routes use."""
 
 from __future__ import annotations
 
+import asyncio
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Coroutine, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass, field
-from typing import Literal
+from typing import Any, Literal, TypeVar
+
+from fastapi import Request
 
 from lmx_lab.daemon.limits import Limits
 from lmx_lab.daemon.mcp.servers import McpServers
-from lmx_lab.daemon.storage.log import EventLog
+from lmx_lab.daemon.storage.event_log import EventLog
 from lmx_lab.daemon.storage.store import Store
-from lmx_lab.daemon.subscribers import Subscribers
 from lmx_lab.daemon.tools.tool import Toolbox
-from lmx_lab.daemon.turns.model_client import Upstream
-from lmx_lab.daemon.turns.runner import Turns
+from lmx_lab.daemon.turns.model_client import ModelClient
+from lmx_lab.daemon.turns.runner import TurnRunner
+from lmx_lab.errors import QueueFullError
 from lmx_lab.wire.daemon import Shutdown
+
+T = TypeVar("T")
+RETRY_S = 5.0
+"""Time after which a client should try again when there are too many connections."""
+
+
+class Subscribers:
+    """Counts the connections that receive events, and ends requests that wait when the daemon stops.
+
+    Used on the daemon's event loop.
+    """
+
+    def __init__(self, limit: int) -> None:
+        self._limit = limit
+        self._connections: set[asyncio.Future[None]] = set()
+        """One future for each connection, which is done when the connection ends."""
+        self.closing: asyncio.Future[None] = asyncio.get_running_loop().create_future()
+        """Done when the daemon stops. All connections share it: do not cancel it."""
+
+    def __len__(self) -> int:
+        return len(self._connections)
+
+    @contextmanager
+    def connected(self) -> Iterator[None]:
+        """Count one connection within the block.
+
+        Raises:
+            QueueFullError: There are too many connections.
+        """
+        if len(self._connections) >= self._limit:
+            raise QueueFullError(
+                f"{len(self._connections)} connections receive events already, which is the limit; close one, or poll "
+                "GET /v3/events",
+                retry_after_s=RETRY_S,
+            )
+        ended: asyncio.Future[None] = asyncio.get_running_loop().create_future()
+        self._connections.add(ended)
+        try:
+            yield
+        finally:
+            self._connections.discard(ended)
+            ended.set_result(None)
+
+    async def close(self, timeout_s: float) -> None:
+        """Notify all connections that the daemon stops, and wait until they have ended, at most ``timeout_s``."""
+        if not self.closing.done():
+            self.closing.set_result(None)
+        if self._connections:
+            await asyncio.wait(set(self._connections), timeout=timeout_s)
+
+    async def run_while_connected(self, request: Request, work: Coroutine[Any, Any, T]) -> T | None:
+        """Return the result of ``work``. If the client disconnects or the daemon stops, cancel it and return None."""
+        task, disconnected = asyncio.ensure_future(work), asyncio.ensure_future(_wait_disconnected(request))
+        ends: set[asyncio.Future[Any]] = {task, disconnected, self.closing}
+        try:
+            await asyncio.wait(ends, return_when=asyncio.FIRST_COMPLETED)
+            return task.result() if task.done() else None
+        finally:
+            task.cancel()
+            disconnected.cancel()
+            await asyncio.gather(task, disconnected, return_exceptions=True)
+
+
+async def _wait_disconnected(request: Request) -> None:
+    while (await request.receive())["type"] != "http.disconnect":
+        pass
 
 
 @dataclass(frozen=True, kw_only=True)
 class Services:
-    """All on the daemon's loop."""
+    """What the routes use, all of it on the daemon's event loop."""
 
     daemon_id: str
     started_at: str
     limits: Limits
     store: Store
     log: EventLog
-    turns: Turns
+    turns: TurnRunner
     servers: McpServers
     toolbox: Toolbox
-    upstream: Upstream
+    upstream: ModelClient
     subscribers: Subscribers
     status: Callable[[], Literal["ok", "stopping"]] = field(repr=False)
     shut_down: Callable[[Shutdown], None] = field(repr=False)
-    """Begins it, and returns at once."""
-    begun_s: float = field(default_factory=time.monotonic)
-    """As ``started_at``, on the clock that nobody sets."""
+    """Begins to stop the daemon and returns immediately."""
+    started_monotonic_s: float = field(default_factory=time.monotonic)
+    """The time of ``started_at`` on the monotonic clock, which does not change when the clock is set."""

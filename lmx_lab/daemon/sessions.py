@@ -1,4 +1,8 @@
-"""Sessions in the database: functions of a transaction, each of which changes rows and writes the event of it."""
+"""Read and write sessions and their messages in the database.
+
+All functions work within the transaction, or the view of the database, that the caller passes. A function that changes
+a session also appends the event about it.
+"""
 
 from __future__ import annotations
 
@@ -8,7 +12,8 @@ import json
 from collections.abc import Iterable
 from typing import Any
 
-from lmx_lab.daemon.storage.store import Reading, Row, Transaction
+from lmx_lab.daemon.storage.store import DatabaseView, Row, Transaction
+from lmx_lab.daemon.turns import permissions
 from lmx_lab.errors import (
     InvalidRequestError,
     RevisionConflictError,
@@ -16,14 +21,13 @@ from lmx_lab.errors import (
     TurnInProgressError,
     TurnNotFoundError,
 )
-from lmx_lab.wire.events import SessionChanged, SessionDeleted
+from lmx_lab.wire.events import SessionChanged, SessionDeleted, TurnText
 from lmx_lab.wire.identifiers import new_id
 from lmx_lab.wire.sessions import (
     METADATA_CHARACTERS,
     ChangeSession,
     CreateSession,
     ForkSession,
-    PermissionRecord,
     SessionList,
     SessionMessage,
     SessionRecord,
@@ -32,115 +36,133 @@ from lmx_lab.wire.sessions import (
 )
 
 LIST_LIMIT = 2000
+"""Maximum number of sessions on one page of the list."""
 STATUS: dict[str, SessionStatus] = {"running": "running", "waiting": "waiting", "queued": "queued"}
-AS_JSON = ("tools", "metadata")
-LIVE_TURNS = "SELECT session_id, turn_id, status FROM turns WHERE status IN ('queued', 'running', 'waiting')"
+"""The status of a session by the status of its turn."""
+JSON_COLUMNS = ("tools", "metadata")
+FORKED_COLUMNS = ("title", "model", "system_prompt", "tools", "metadata")
+"""Columns that a fork copies."""
+UNFINISHED_TURNS = "SELECT session_id, turn_id, status FROM turns WHERE status IN ('queued', 'running', 'waiting')"
 
 
-def create(transaction: Transaction, body: CreateSession) -> tuple[SessionRecord, bool]:
-    """A new session, or the one that has this id, as it is; and whether it is new."""
+def create(tx: Transaction, body: CreateSession) -> tuple[SessionRecord, bool]:
+    """Create a session, unless its id exists already.
+
+    Returns:
+        The new or the existing session, which is not changed, and whether it is new.
+    """
     session_id = body.session_id or new_id("ses")
-    if body.session_id is not None and _row(transaction, session_id) is not None:
-        return record(transaction, session_id), False
-    fields = {
+    if body.session_id is not None and _find_row(tx, session_id) is not None:
+        return read(tx, session_id), False
+    columns = {
         "title": body.title,
         "model": body.model,
         "system_prompt": body.system_prompt,
         "tools": body.tools,
         "metadata": body.metadata or {},
     }
-    _insert(transaction, session_id, fields, forked_from=None)
+    _insert(tx, session_id, columns, forked_from=None)
     for message in body.messages:
-        add_message(transaction, session_id, message.model_copy(update={"turn_id": None}))
-    return _created(transaction, session_id), True
+        add_message(tx, session_id, message.model_copy(update={"turn_id": None}))
+    return _append_created(tx, session_id), True
 
 
-def fork(transaction: Transaction, session_id: str, body: ForkSession) -> SessionRecord:
-    """A new session with the messages of this one, and none of its turns.
+def fork(tx: Transaction, session_id: str, body: ForkSession) -> SessionRecord:
+    """Create a session with the messages of another one, and without its turns.
 
     Raises:
-        SessionNotFoundError, TurnNotFoundError: there is none.
-        TurnInProgressError: the turn to fork behind has not ended.
+        SessionNotFoundError: The session does not exist.
+        TurnNotFoundError: The session has no turn ``through_turn_id``.
+        TurnInProgressError: The turn ``through_turn_id`` has not ended.
     """
-    row = _known(transaction, session_id)
-    last = _last_position(transaction, session_id, body.through_turn_id)
-    forked = new_id("ses")
-    fields = {name: json.loads(row[name]) if name in AS_JSON and row[name] else row[name] for name in _FIELDS}
-    fields["title"] = body.title if "title" in body.model_fields_set else fields["title"]
-    _insert(transaction, forked, fields, forked_from=session_id)
-    copied = transaction.rows(
+    row = _get_row(tx, session_id)
+    last_position = _last_forked_position(tx, session_id, body.through_turn_id)
+    fork_id = new_id("ses")
+    columns = {name: row[name] for name in FORKED_COLUMNS}
+    columns |= {name: json.loads(row[name]) for name in JSON_COLUMNS if row[name]}
+    columns["title"] = body.title if "title" in body.model_fields_set else columns["title"]
+    _insert(tx, fork_id, columns, forked_from=session_id)
+    message_rows = tx.fetch_all(
         "SELECT m.body FROM messages m LEFT JOIN turns t ON t.session_id = m.session_id AND t.turn_id = m.turn_id"
         " WHERE m.session_id = ? AND (t.position IS NULL OR (t.ended_at IS NOT NULL AND t.position <= ?))"
         " ORDER BY m.position",
         session_id,
-        last,
+        last_position,
     )
-    for message in copied:
-        read = SessionMessage.model_validate_json(message["body"])
-        add_message(transaction, forked, read.model_copy(update={"turn_id": None}))
-    return _created(transaction, forked)
+    for message_row in message_rows:
+        message = SessionMessage.model_validate_json(message_row["body"])
+        add_message(tx, fork_id, message.model_copy(update={"turn_id": None}))
+    return _append_created(tx, fork_id)
 
 
-def _last_position(reading: Reading, session_id: str, turn_id: str | None) -> int:
+def _last_forked_position(view: DatabaseView, session_id: str, turn_id: str | None) -> int:
     if turn_id is None:
-        row = reading.row("SELECT coalesce(max(position), 0) AS position FROM turns WHERE session_id = ?", session_id)
+        row = view.fetch_one(
+            "SELECT coalesce(max(position), 0) AS position FROM turns WHERE session_id = ?", session_id
+        )
         assert row is not None
         return int(row["position"])
-    row = reading.row("SELECT position, ended_at FROM turns WHERE session_id = ? AND turn_id = ?", session_id, turn_id)
+    row = view.fetch_one(
+        "SELECT position, ended_at FROM turns WHERE session_id = ? AND turn_id = ?", session_id, turn_id
+    )
     if row is None:
         raise TurnNotFoundError(f"no turn {turn_id!r:.80} in session {session_id!r:.80}", param="through_turn_id")
     if row["ended_at"] is None:
-        raise TurnInProgressError(f"turn {turn_id!r:.80} has not ended; wait for it, or cancel it, then fork")
+        raise TurnInProgressError(f"turn {turn_id!r:.80} has not ended; wait for its end or cancel it before forking")
     return int(row["position"])
 
 
-def change(transaction: Transaction, session_id: str, body: ChangeSession) -> SessionRecord:
-    """Set what the body has, and nothing else.
+def change(tx: Transaction, session_id: str, body: ChangeSession) -> SessionRecord:
+    """Set the fields that the body contains.
 
     Raises:
-        SessionNotFoundError: there is none.
-        RevisionConflictError: it was changed since the given revision.
+        SessionNotFoundError: The session does not exist.
+        RevisionConflictError: The session has another revision than the body names.
     """
-    row = _known(transaction, session_id)
+    row = _get_row(tx, session_id)
     if body.revision is not None and body.revision != row["revision"]:
         raise RevisionConflictError(
-            f"revision is {body.revision}, and session {session_id!r} is at {row['revision']} by now; "
-            "read it again, then change it",
+            f"revision is {body.revision}, but session {session_id!r} is at revision {row['revision']}; "
+            "read the session again, then change it",
             param="revision",
         )
     fields = {name: getattr(body, name) for name in body.model_fields_set - {"revision"}}
     if fields.get("metadata", ...) is None:
         fields["metadata"] = {}
-    values = {**_encoded(fields), "revision": row["revision"] + 1, "updated_at": transaction.now}
-    sets = ", ".join(f"{name} = ?" for name in values)
-    transaction.run(f"UPDATE sessions SET {sets} WHERE session_id = ?", *values.values(), session_id)
-    changed = record(transaction, session_id)
-    transaction.append("session.updated", SessionChanged(session=changed), session_id=session_id)
+    columns = {**_encode(fields), "revision": row["revision"] + 1, "updated_at": tx.now}
+    assignments = ", ".join(f"{name} = ?" for name in columns)
+    tx.execute(f"UPDATE sessions SET {assignments} WHERE session_id = ?", *columns.values(), session_id)
+    changed = read(tx, session_id)
+    tx.append("session.updated", SessionChanged(session=changed), session_id=session_id)
     return changed
 
 
-def touch(transaction: Transaction, session_id: str) -> None:
-    """It was used now, for the order of lists."""
-    transaction.run("UPDATE sessions SET updated_at = ? WHERE session_id = ?", transaction.now, session_id)
+def touch(tx: Transaction, session_id: str) -> None:
+    """Set ``updated_at`` to the current time, so that the session is first in lists."""
+    tx.execute("UPDATE sessions SET updated_at = ? WHERE session_id = ?", tx.now, session_id)
 
 
-def delete(transaction: Transaction, session_id: str) -> bool:
-    """Delete a session, whose turns have ended, with all that belongs to it; False if there was none."""
-    if not transaction.run("DELETE FROM sessions WHERE session_id = ?", session_id):
+def delete(tx: Transaction, session_id: str) -> bool:
+    """Delete a session whose turns have ended, with its messages, turns and permissions.
+
+    Returns:
+        Whether the session existed.
+    """
+    if not tx.execute("DELETE FROM sessions WHERE session_id = ?", session_id):
         return False
-    seq = transaction.append("session.deleted", SessionDeleted(session_id=session_id), session_id=session_id)
-    transaction.run("INSERT INTO deleted_sessions VALUES (?, ?, ?)", seq, session_id, transaction.now)
+    seq = tx.append("session.deleted", SessionDeleted(session_id=session_id), session_id=session_id)
+    tx.execute("INSERT INTO deleted_sessions VALUES (?, ?, ?)", seq, session_id, tx.now)
     return True
 
 
 # Messages
 
 
-def add_message(transaction: Transaction, session_id: str, message: SessionMessage) -> SessionMessage:
-    """Put a message at the end of the history; gives it an id if it has none."""
+def add_message(tx: Transaction, session_id: str, message: SessionMessage) -> SessionMessage:
+    """Append a message to the history and return it. A message without an id receives one."""
     if message.message_id is None:
         message = message.model_copy(update={"message_id": new_id("msg")})
-    transaction.run(
+    tx.execute(
         "INSERT INTO messages (session_id, turn_id, message_id, body) VALUES (?, ?, ?, ?)",
         session_id,
         message.turn_id,
@@ -150,80 +172,84 @@ def add_message(transaction: Transaction, session_id: str, message: SessionMessa
     return message
 
 
-def messages(reading: Reading, session_id: str) -> list[SessionMessage]:
-    rows = reading.rows("SELECT body FROM messages WHERE session_id = ? ORDER BY position", session_id)
+def read_messages(view: DatabaseView, session_id: str) -> list[SessionMessage]:
+    """Return the history of a session, oldest message first."""
+    rows = view.fetch_all("SELECT body FROM messages WHERE session_id = ? ORDER BY position", session_id)
     return [SessionMessage.model_validate_json(row["body"]) for row in rows]
+
+
+def read_partial_message(view: DatabaseView, session_id: str, turn_id: str) -> SessionMessage | None:
+    """Return the message that a turn is writing, as far as the log contains it; None if there is no such message."""
+    rows = view.fetch_all(
+        "SELECT event, data FROM events WHERE session_id = ? AND turn_id = ?"
+        " AND event IN ('turn.token', 'turn.thinking') AND seq > coalesce("
+        "(SELECT max(seq) FROM events WHERE session_id = ? AND turn_id = ? AND event = 'message.done'), 0)"
+        " ORDER BY seq",
+        *(session_id, turn_id, session_id, turn_id),
+    )
+    if not rows:
+        return None
+    pieces = [(row["event"], TurnText.model_validate_json(row["data"])) for row in rows]
+    return SessionMessage(
+        message_id=pieces[-1][1].message_id,
+        role="assistant",
+        content="".join(piece.text for event, piece in pieces if event == "turn.token"),
+        reasoning_content="".join(piece.text for event, piece in pieces if event == "turn.thinking") or None,
+        turn_id=turn_id,
+    )
 
 
 # Reading
 
 
-def record(reading: Reading, session_id: str) -> SessionRecord:
-    """
-    Raises:
-        SessionNotFoundError: there is none.
-    """
-    row = _known(reading, session_id)
-    live = reading.rows(f"{LIVE_TURNS} AND session_id = ? ORDER BY position", session_id)
-    return SessionRecord(**_fields(row, live))
-
-
-def snapshot(reading: Reading, session_id: str) -> SessionSnapshot:
-    """A session as it is in this view, whose newest event is its cursor.
+def read(view: DatabaseView, session_id: str) -> SessionRecord:
+    """Return a session without its messages.
 
     Raises:
-        SessionNotFoundError: there is none.
+        SessionNotFoundError: The session does not exist.
     """
-    row = _known(reading, session_id)
-    live = reading.rows(f"{LIVE_TURNS} AND session_id = ? ORDER BY position", session_id)
-    fields = _fields(row, live)
+    row = _get_row(view, session_id)
+    turns = view.fetch_all(f"{UNFINISHED_TURNS} AND session_id = ? ORDER BY position", session_id)
+    return SessionRecord(**_record_fields(row, turns))
+
+
+def read_snapshot(view: DatabaseView, session_id: str) -> SessionSnapshot:
+    """Return the whole state of a session. Its cursor is the newest event of the view.
+
+    Raises:
+        SessionNotFoundError: The session does not exist.
+    """
+    record = read(view, session_id)
+    partial = None
+    if record.active_turn_id is not None:
+        partial = read_partial_message(view, session_id, record.active_turn_id)
     return SessionSnapshot(
-        **fields,
-        messages=messages(reading, session_id),
-        partial_text=partial_text(reading, session_id, fields["active_turn_id"]),
-        permissions=waiting_permissions(reading, session_id),
-        cursor=reading.latest_seq,
+        **record.model_dump(),
+        messages=read_messages(view, session_id),
+        partial_text="" if partial is None else partial.content,
+        permissions=permissions.list_pending(view, session_id),
+        cursor=view.latest_seq,
     )
 
 
-def partial_text(reading: Reading, session_id: str, turn_id: str | None) -> str:
-    """What the log has of the message that a turn is writing."""
-    if turn_id is None:
-        return ""
-    rows = reading.rows(
-        "SELECT data FROM events WHERE session_id = ? AND turn_id = ? AND event = 'turn.token' AND seq > coalesce("
-        "(SELECT max(seq) FROM events WHERE session_id = ? AND turn_id = ? AND event = 'message.done'), 0)"
-        " ORDER BY seq",
-        *(session_id, turn_id, session_id, turn_id),
-    )
-    return "".join(json.loads(row["data"])["text"] for row in rows)
-
-
-def permission_record(row: Row) -> PermissionRecord:
-    fields = {name: row[name] for name in PermissionRecord.model_fields}
-    return PermissionRecord(**{**fields, "arguments": json.loads(row["arguments"])})
-
-
-def waiting_permissions(reading: Reading, session_id: str | None = None) -> list[PermissionRecord]:
-    """Those that nobody has decided, of one session or of all, the oldest first."""
-    rows = reading.rows(
-        "SELECT * FROM permissions WHERE decision IS NULL AND session_id = coalesce(?, session_id)"
-        " ORDER BY requested_at, permission_id",
-        session_id,
-    )
-    return [permission_record(row) for row in rows]
-
-
-def listed(
-    reading: Reading, *, limit: int = 50, cursor: str | None = None, archived: bool | None = False, q: str | None = None
+def list_page(
+    view: DatabaseView,
+    *,
+    limit: int = 50,
+    cursor: str | None = None,
+    archived: bool | None = False,
+    q: str | None = None,
 ) -> SessionList:
-    """A page of sessions, the last updated first.
+    """Return one page of the sessions, the last updated first.
 
     Args:
-        limit: 1 to ``LIST_LIMIT``.
-        cursor: Of the page before.
-        archived: None lists both kinds.
-        q: In the title or the id, whatever its case.
+        limit: Maximum number of sessions, from 1 to ``LIST_LIMIT``.
+        cursor: ``next_cursor`` of the previous page.
+        archived: Whether to list archived sessions or the others. None lists both.
+        q: Text that the title or the id contains, in upper or lower case.
+
+    Raises:
+        InvalidRequestError: The cursor is not valid.
     """
     conditions: list[str] = ["1"]
     parameters: list[object] = []
@@ -232,109 +258,118 @@ def listed(
         parameters.append(int(archived))
     if cursor is not None:
         conditions.append("(updated_at, session_id) < (?, ?)")
-        parameters += _read_cursor(cursor)
+        parameters += _decode_cursor(cursor)
     if q:
         pattern = "%" + q.replace("\\", "\\\\").replace("%", "\\%").replace("_", "\\_") + "%"
         conditions.append("(title LIKE ? ESCAPE '\\' OR session_id LIKE ? ESCAPE '\\')")
         parameters += [pattern, pattern]
     sql = f"SELECT * FROM sessions WHERE {' AND '.join(conditions)} ORDER BY updated_at DESC, session_id DESC LIMIT ?"
-    rows = reading.rows(sql, *parameters, limit + 1)
-    live: dict[str, list[Row]] = {}
-    for turn in reading.rows(f"{LIVE_TURNS} ORDER BY position"):
-        live.setdefault(turn["session_id"], []).append(turn)
-    found = [SessionRecord(**_fields(row, live.get(row["session_id"], ()))) for row in rows[:limit]]
-    return SessionList(sessions=found, next_cursor=_cursor(found[-1]) if len(rows) > limit else None)
+    # One more row than the limit shows whether there is another page.
+    rows = view.fetch_all(sql, *parameters, limit + 1)
+    turns: dict[str, list[Row]] = {}
+    for turn in view.fetch_all(f"{UNFINISHED_TURNS} ORDER BY position"):
+        turns.setdefault(turn["session_id"], []).append(turn)
+    records = [SessionRecord(**_record_fields(row, turns.get(row["session_id"], ()))) for row in rows[:limit]]
+    return SessionList(sessions=records, next_cursor=_encode_cursor(records[-1]) if len(rows) > limit else None)
 
 
-def ids(reading: Reading, session_ids: Iterable[str] = ()) -> list[str]:
-    """Of the sessions that are not archived, or which of these there are."""
-    wanted = sorted(session_ids)
-    if not wanted:
-        return [row["session_id"] for row in reading.rows("SELECT session_id FROM sessions WHERE archived = 0")]
-    return [session_id for session_id in wanted if _row(reading, session_id) is not None]
+def list_ids(view: DatabaseView, session_ids: Iterable[str] = ()) -> list[str]:
+    """Return those of the given ids whose session exists; without ids, those of all sessions that are not archived."""
+    requested = sorted(session_ids)
+    if not requested:
+        return [row["session_id"] for row in view.fetch_all("SELECT session_id FROM sessions WHERE archived = 0")]
+    return [session_id for session_id in requested if _find_row(view, session_id) is not None]
 
 
 # Cursors of lists
 
 
-def _cursor(last: SessionRecord) -> str:
+def _encode_cursor(last: SessionRecord) -> str:
     return base64.urlsafe_b64encode(f"{last.updated_at} {last.session_id}".encode()).decode().rstrip("=")
 
 
-def _read_cursor(text: str) -> list[str]:
+def _decode_cursor(text: str) -> list[str]:
     try:
         parts = base64.b64decode(text + "=" * (-len(text) % 4), altchars=b"-_", validate=True).decode().split(" ")
     except (binascii.Error, UnicodeError, ValueError):
         parts = []
     if len(parts) != 2:
         raise InvalidRequestError(
-            f"cursor is {text!r:.80}; give next_cursor of the page before, or leave it out", param="cursor"
+            f"cursor is {text!r:.80}, which is not valid; use next_cursor of the previous page, or omit it",
+            param="cursor",
         )
     return parts
 
 
 # Rows
 
-_FIELDS = ("title", "model", "system_prompt", "tools", "metadata")
+
+def _find_row(view: DatabaseView, session_id: str) -> Row | None:
+    return view.fetch_one("SELECT * FROM sessions WHERE session_id = ?", session_id)
 
 
-def _row(reading: Reading, session_id: str) -> Row | None:
-    return reading.row("SELECT * FROM sessions WHERE session_id = ?", session_id)
-
-
-def _known(reading: Reading, session_id: str) -> Row:
-    if (row := _row(reading, session_id)) is None:
-        raise SessionNotFoundError(f"no session {session_id!r:.80}; GET /v3/sessions lists them")
+def _get_row(view: DatabaseView, session_id: str) -> Row:
+    if (row := _find_row(view, session_id)) is None:
+        raise SessionNotFoundError(f"no session {session_id!r:.80}; GET /v3/sessions lists the sessions")
     return row
 
 
-def _insert(transaction: Transaction, session_id: str, fields: dict[str, Any], *, forked_from: str | None) -> None:
+def _insert(tx: Transaction, session_id: str, columns: dict[str, Any], *, forked_from: str | None) -> None:
     values = {
         "session_id": session_id,
-        **_encoded(fields),
+        **_encode(columns),
         "archived": 0,
         "revision": 1,
         "forked_from": forked_from,
-        "created_at": transaction.now,
-        "updated_at": transaction.now,
+        "created_at": tx.now,
+        "updated_at": tx.now,
     }
-    marks = ", ".join("?" * len(values))
-    transaction.run(f"INSERT INTO sessions ({', '.join(values)}) VALUES ({marks})", *values.values())
+    placeholders = ", ".join("?" * len(values))
+    tx.execute(f"INSERT INTO sessions ({', '.join(values)}) VALUES ({placeholders})", *values.values())
 
 
-def _created(transaction: Transaction, session_id: str) -> SessionRecord:
-    made = record(transaction, session_id)
-    transaction.append("session.created", SessionChanged(session=made), session_id=session_id)
-    return made
+def _append_created(tx: Transaction, session_id: str) -> SessionRecord:
+    created = read(tx, session_id)
+    tx.append("session.created", SessionChanged(session=created), session_id=session_id)
+    return created
 
 
-def _encoded(fields: dict[str, Any]) -> dict[str, Any]:
-    """Values as the table has them."""
-    encoded = dict(fields)
-    for name in set(AS_JSON) & set(fields):
-        encoded[name] = None if fields[name] is None else json.dumps(fields[name], ensure_ascii=False)
-    if len(encoded.get("metadata") or "") > METADATA_CHARACTERS:
+def _encode(fields: dict[str, Any]) -> dict[str, Any]:
+    """Convert values of the API to values of the table's columns.
+
+    Raises:
+        InvalidRequestError: The metadata is too long.
+    """
+    columns = dict(fields)
+    for name in set(JSON_COLUMNS) & set(fields):
+        columns[name] = None if fields[name] is None else json.dumps(fields[name], ensure_ascii=False)
+    if len(columns.get("metadata") or "") > METADATA_CHARACTERS:
         raise InvalidRequestError(
-            f"metadata has {len(encoded['metadata'])} characters as JSON, the limit is {METADATA_CHARACTERS}",
+            f"metadata has {len(columns['metadata'])} characters as JSON, the limit is {METADATA_CHARACTERS}",
             param="metadata",
         )
-    if "archived" in encoded:
-        encoded["archived"] = int(encoded["archived"])
-    return encoded
+    if "archived" in columns:
+        columns["archived"] = int(columns["archived"])
+    return columns
 
 
-def _fields(row: Row, live: Iterable[Row]) -> dict[str, Any]:
-    """The fields of a record: the row's, and what its turns that have not ended make of it."""
-    live = list(live)
-    active = next((turn for turn in live if turn["status"] != "queued"), None)
-    state = active or (live[0] if live else None)
+def _record_fields(row: Row, turns: Iterable[Row]) -> dict[str, Any]:
+    """Return the fields of a ``SessionRecord``.
+
+    Args:
+        row: The session's row.
+        turns: The rows of the session's turns that have not ended, in their order.
+    """
+    turns = list(turns)
+    active = next((turn for turn in turns if turn["status"] != "queued"), None)
+    current = active or (turns[0] if turns else None)
     return {
         **{name: row[name] for name in ("session_id", "title", "model", "system_prompt", "forked_from")},
         **{name: row[name] for name in ("revision", "created_at", "updated_at")},
         "tools": json.loads(row["tools"]) if row["tools"] is not None else None,
         "metadata": json.loads(row["metadata"]),
         "archived": bool(row["archived"]),
-        "status": STATUS[state["status"]] if state else "idle",
+        "status": STATUS[current["status"]] if current else "idle",
         "active_turn_id": active["turn_id"] if active else None,
-        "queued_turn_ids": [turn["turn_id"] for turn in live if turn["status"] == "queued"],
+        "queued_turn_ids": [turn["turn_id"] for turn in turns if turn["status"] == "queued"],
     }

@@ -1,7 +1,77 @@
-"""What ``lmx-lab doctor`` looks at. Each finding says what is there, what that means, and what mends it."""
+"""Run the checks of ``lmx-lab doctor``. Each finding states what was observed, what it means and how to fix it."""
 
-from lmx_lab.doctor.engines import examine_engines, import_failure
-from lmx_lab.doctor.examination import examine
+from __future__ import annotations
+
+import functools
+import pkgutil
+import subprocess
+from collections.abc import Callable, Iterable
+from concurrent.futures import ThreadPoolExecutor
+
+import psutil
+
 from lmx_lab.doctor.finding import Finding, Verdict
+from lmx_lab.errors import LabError
+from lmx_lab.settings import Settings
 
-__all__ = ["Finding", "Verdict", "examine", "examine_engines", "import_failure"]
+__all__ = ["Finding", "Verdict", "run_checks"]
+
+Check = Callable[..., Iterable[Finding]]
+"""A function that takes the settings and yields findings."""
+ERRORS = (LabError, OSError, ImportError, RuntimeError, psutil.Error, subprocess.SubprocessError)
+"""Exceptions of a check that become a finding."""
+# Named instead of imported: where a package is broken, the failed import is one finding among the others.
+CHECKS = {
+    "packages": "lmx_lab.doctor.machine:check_packages",
+    "kernel": "lmx_lab.doctor.jupyter:check_kernel",
+    "proxy": "lmx_lab.doctor.jupyter:check_proxy",
+    "device": "lmx_lab.doctor.compute:check_device",
+    "memory": "lmx_lab.doctor.compute:check_memory",
+    "blas": "lmx_lab.doctor.compute:check_blas",
+    "disk": "lmx_lab.doctor.machine:check_disk",
+    "models": "lmx_lab.doctor.models:check_models",
+    "hub": "lmx_lab.doctor.models:check_hub",
+    "port": "lmx_lab.doctor.ports:check_port",
+    "labs": "lmx_lab.doctor.ports:check_labs",
+    "daemon": "lmx_lab.doctor.daemon_files:check_daemon_files",
+    "engines": "lmx_lab.doctor.engines:check_engines",
+}
+"""The function of each check."""
+WAITING = ("kernel", "proxy", "hub", "port", "labs")
+"""Checks that mostly wait for other programs, at most three seconds each. They run at the same time."""
+
+
+def run_checks(settings: Settings, *, measure: bool = False) -> list[Finding]:
+    """Run all checks, which takes a few seconds, and return their findings in the order of ``CHECKS``.
+
+    A check that fails with an error yields a finding with that error.
+
+    Args:
+        measure: Also decode with both engines to find the faster one, which takes about ten seconds.
+    """
+    # All are imported here, in one thread: packages whose modules import each other fail when two threads import them.
+    checks = {topic: _load_check(topic) for topic in CHECKS}
+    checks["engines"] = functools.partial(checks["engines"], measure=measure)
+    with ThreadPoolExecutor(len(WAITING), thread_name_prefix="lmx-lab-doctor") as pool:
+        waiting = {topic: pool.submit(_run_check, topic, checks[topic], settings) for topic in WAITING}
+        found = {topic: _run_check(topic, check, settings) for topic, check in checks.items() if topic not in WAITING}
+        found |= {topic: future.result() for topic, future in waiting.items()}
+    return [finding for topic in CHECKS for finding in found[topic]]
+
+
+def _load_check(topic: str) -> Check:
+    try:
+        check: Check = pkgutil.resolve_name(CHECKS[topic])
+    except ERRORS as exc:
+        failed = Finding(topic=topic, verdict="bad", found=str(exc))
+        return lambda *_, **__: [failed]
+    return check
+
+
+def _run_check(topic: str, check: Check, settings: Settings) -> list[Finding]:
+    findings: list[Finding] = []
+    try:
+        findings += check(settings)
+    except ERRORS as exc:
+        findings.append(Finding(topic=topic, verdict="bad", found=str(exc)))
+    return findings

@@ -1,4 +1,4 @@
-"""The daemon's folder: its token is there, and nobody else may read it."""
+"""Check the daemon's folder: its state file is valid, and only this user can read the token in it."""
 
 from __future__ import annotations
 
@@ -6,51 +6,56 @@ import stat
 from collections.abc import Iterator
 from pathlib import Path
 
-from lmx_lab.client.credentials import STATE, believed
+from lmx_lab.client.credentials import STATE, read_state_file
 from lmx_lab.daemon.home import read_state
 from lmx_lab.doctor.finding import Finding
 from lmx_lab.errors import UnreachableError
 from lmx_lab.settings import Settings
 
-READ = "who reads the token there can let the daemon run programs; each start makes a new one"
+LEAKED_TOKEN = "anyone who reads the token in it can run programs through the daemon; each start creates a new token"
 
 
-def examine_daemon_files(settings: Settings) -> Iterator[Finding]:
+def check_daemon_files(settings: Settings) -> Iterator[Finding]:
     folder, file = settings.daemon_folder, settings.daemon_folder / STATE
     if not folder.exists():
-        yield Finding(topic="daemon", verdict="fine", found="none has run in this home")
+        yield Finding(topic="daemon", verdict="fine", found="no daemon has run with this home folder")
         return
-    if (mode := _open_to_others(folder)) is not None:
+    if (mode := _shared_mode(folder)) is not None:
         yield Finding(
             topic="daemon",
             verdict="bad",
-            found=f"others may look into {folder} (its mode is {mode:o}, not 700)",
-            means=READ,
+            found=f"other users can access {folder} (mode {mode:o} instead of 700)",
+            means=LEAKED_TOKEN,
             remedy=f"chmod 700 {folder}",
         )
     if not file.exists():
-        yield Finding(topic="daemon", verdict="fine", found="none runs")
+        yield Finding(topic="daemon", verdict="fine", found="no daemon is running")
         return
     try:
-        state = believed(file)
+        state = read_state_file(file)
     except UnreachableError as exc:
-        mode = _open_to_others(file)
-        yield Finding(
-            topic="daemon",
-            verdict="bad",
-            found=exc.message,
-            means=f"clients do not find the daemon; {READ}" if mode is not None else "clients do not find the daemon",
-            remedy=f"chmod 600 {file}, and start the daemon anew" if mode is not None else f"rm {file}",
-        )
+        yield _invalid_state_file(file, exc)
         return
-    if read_state(folder) is not None:
-        yield Finding(topic="daemon", verdict="fine", found=f"runs at {state.url} (process {state.pid})")
-    else:
-        # What a killed one leaves; the next start replaces it.
-        yield Finding(topic="daemon", verdict="fine", found=f"none runs; process {state.pid} did not end in good order")
+    found = f"running at {state.url} (process {state.pid})"
+    if read_state(folder) is None:
+        # The next start replaces the file.
+        found = f"no daemon is running; process {state.pid} ended without removing its state file"
+    yield Finding(topic="daemon", verdict="fine", found=found)
 
 
-def _open_to_others(path: Path) -> int | None:
-    """Its mode if others have any right to it."""
+def _invalid_state_file(file: Path, error: UnreachableError) -> Finding:
+    is_shared = _shared_mode(file) is not None
+    lost = "clients cannot find the daemon"
+    return Finding(
+        topic="daemon",
+        verdict="bad",
+        found=error.message,
+        means=f"{lost}; {LEAKED_TOKEN}" if is_shared else lost,
+        remedy=f"chmod 600 {file}, then restart the daemon" if is_shared else f"rm {file}",
+    )
+
+
+def _shared_mode(path: Path) -> int | None:
+    """Return the mode of a file or folder to which other users have any access, and ``None`` for a private one."""
     mode = stat.S_IMODE(path.lstat().st_mode)
     return mode if mode & 0o077 else None

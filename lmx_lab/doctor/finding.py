@@ -1,4 +1,4 @@
-"""One line of the doctor's."""
+"""Define the result of a check."""
 
 from __future__ import annotations
 
@@ -10,17 +10,21 @@ Verdict = Literal["fine", "note", "bad"]
 
 @dataclass(frozen=True, kw_only=True)
 class Finding:
+    """One line that ``lmx-lab doctor`` prints."""
+
     topic: str
+    """What was checked, for example ``port``."""
     verdict: Verdict
-    """``note``: it works, but not as well as it could, or not for everybody. ``bad``: something is broken."""
+    """``note``: it works, but slower than possible or not in every environment. ``bad``: something is broken."""
     found: str
+    """What the check observed."""
     means: str = ""
-    """For whoever uses the lab; of what is fine, nothing."""
+    """The consequence for the user. Empty if there is none."""
     remedy: str = ""
-    """The command that mends it, or what to do."""
+    """The command or the step that fixes it. Empty if there is nothing to fix."""
 
     @property
     def text(self) -> str:
-        """All of it in one line."""
-        parts = (self.found, self.means, f"mend it: {self.remedy}" if self.remedy else "")
+        """All parts in one line, without the topic."""
+        parts = (self.found, self.means, f"fix: {self.remedy}" if self.remedy else "")
         return "; ".join(part for part in parts if part)

@@ -1,6 +1,6 @@
-"""Jupyter beside the lab: the Python of its kernels, and jupyter-server-proxy in its server.
+"""Check Jupyter: the Python that notebooks run, and jupyter-server-proxy in each Jupyter server.
 
-A notebook can run in another environment than the one in which this is asked. So each is asked itself.
+Notebooks and Jupyter servers can run in other environments than this process, so each is queried directly.
 """
 
 from __future__ import annotations
@@ -24,14 +24,19 @@ import psutil
 from lmx_lab.doctor.finding import Finding
 from lmx_lab.settings import Settings
 
-ANSWER_S = 3.0
+try:
+    from jupyter_core import paths
+except ImportError:  # Jupyter is optional.
+    paths = None  # type: ignore[assignment]
+
+ANSWER_TIMEOUT_S = 3.0
 KERNEL = "python3"
-"""The name of the kernel that a new notebook gets."""
+"""The kernel of a new notebook."""
 PROXY = "jupyter_server_proxy"
 LAB = "lmx_lab"
-WITHOUT_PROXY = "browsers elsewhere, as on a Hub or on Binder, do not reach the lab through Jupyter"
-# For any Python 3.8 or newer.
-ASK = """
+WITHOUT_PROXY = "browsers on other machines, as with JupyterHub or Binder, cannot reach the lab through Jupyter"
+# Runs on Python 3.8 or newer.
+QUERY_SCRIPT = """
 import importlib.metadata as metadata, importlib.util as util, json, sys
 try:
     ipykernel = metadata.version("ipykernel")
@@ -45,95 +50,97 @@ print(json.dumps({"version": ".".join(map(str, sys.version_info[:3])), "ipykerne
 # --- the kernel
 
 
-def examine_kernel(_: Settings) -> Iterator[Finding]:
-    """Whether a new notebook finds the lab, and whether its ipykernel is new enough."""
-    file = _kernel_file()
-    python = _python_of_kernel(file) if file else sys.executable
+def check_kernel(_: Settings) -> Iterator[Finding]:
+    """Check that new notebooks can import ``lmx_lab``, and that their ipykernel is new enough."""
+    file = _find_kernel_file()
+    python = _read_python(file) if file else sys.executable
     try:
-        answer = _asked(python)
+        answer = _query_python(python) if python else None
     except subprocess.TimeoutExpired:
-        found = f"{python}, which new notebooks run, did not say within {ANSWER_S:g} s whether it has the lab"
-        yield Finding(topic="kernel", verdict="note", found=found, remedy="lmx-lab doctor, when this machine rests")
+        found = f"{python}, the Python of new notebooks, did not answer within {ANSWER_TIMEOUT_S:g} s"
+        remedy = "run lmx-lab doctor again when the machine is less busy"
+        yield Finding(topic="kernel", verdict="note", found=found, remedy=remedy)
         return
     install = f"{sys.executable} -m ipykernel install --user --name {KERNEL}"
-    if answer is None:
+    if python is None or answer is None:
         yield Finding(
             topic="kernel",
             verdict="bad",
-            found=f"{file} starts {python}, which does not run",
-            means="new notebooks get no kernel",
+            found=f"{file} starts {python}, which does not run" if python else f"{file} names no program to start",
+            means="new notebooks cannot start a kernel",
             remedy=install,
         )
         return
+    found = f"new notebooks run {python} (Python {answer['version']})"
     if not answer[LAB]:
         yield Finding(
             topic="kernel",
             verdict="bad",
-            found=f"new notebooks run {python} (Python {answer['version']}), and the lab is in {sys.executable}",
-            means="import lmx_lab fails there",
+            found=f"{found}, but lmx-lab is installed in {sys.executable}",
+            means="import lmx_lab fails in new notebooks",
             remedy=f"{install}, or {python} -m pip install 'lmx-lab[lab]'",
         )
         return
     if file is not None or answer["ipykernel"] is not None:
-        found = f"new notebooks run {python} (Python {answer['version']}), which has the lab"
-        yield Finding(topic="kernel", verdict="fine", found=found)
-    yield _ipykernel(python, answer["ipykernel"])
+        yield Finding(topic="kernel", verdict="fine", found=f"{found}, where lmx-lab is installed")
+    yield _check_ipykernel(python, answer["ipykernel"])
 
 
-def _ipykernel(python: str, version: str | None) -> Finding:
-    least = _least("ipykernel")
+def _check_ipykernel(python: str, version: str | None) -> Finding:
+    least = _oldest_supported("ipykernel")
     if version is None:
         return Finding(
             topic="ipykernel",
             verdict="note",
             found=f"not installed in {python}",
-            means="there are no notebooks without it",
+            means="notebooks cannot run without it",
             remedy="pip install 'lmx-lab[lab]'",
         )
-    if _numbers(version) >= _numbers(least):
+    if _parse_version(version) >= _parse_version(least):
         return Finding(topic="ipykernel", verdict="fine", found=version)
     return Finding(
         topic="ipykernel",
         verdict="bad",
         found=f"{version} in {python} is older than {least}",
-        means="a lab on the kernel's own loop was never tried with it, and may not answer while a cell waits",
+        means="a lab on the kernel's event loop is not tested with it and may not answer while a cell waits",
         remedy=f"{python} -m pip install -U 'ipykernel>={least}'",
     )
 
 
-def _kernel_file() -> Path | None:
-    """The first of that name on Jupyter's path; without one, Jupyter starts its own Python."""
-    try:
-        from jupyter_core.paths import jupyter_path
-    except ImportError:
+def _find_kernel_file() -> Path | None:
+    """Return the first kernel specification on Jupyter's path. Without one, Jupyter uses its own Python."""
+    if paths is None:
         return None
-    files = [Path(folder) / KERNEL / "kernel.json" for folder in jupyter_path("kernels")]
+    files = [Path(folder) / KERNEL / "kernel.json" for folder in paths.jupyter_path("kernels")]
     return next((file for file in files if file.exists()), None)
 
 
-def _python_of_kernel(file: Path) -> str:
-    """What it starts; a bare ``python`` is the one of the Jupyter server, which is taken to be this one."""
+def _read_python(file: Path) -> str | None:
+    """Return the program that a kernel specification starts, or ``None`` if the file is not valid.
+
+    A bare ``python`` is the Python of the Jupyter server, which is assumed to be this one.
+    """
     try:
         command = str(json.loads(file.read_bytes())["argv"][0])
     except (OSError, ValueError, TypeError, KeyError, IndexError):
-        return "nothing"
+        return None
     return command if os.path.isabs(command) else sys.executable
 
 
-def _asked(python: str) -> dict[str, Any] | None:
-    """What a Python says of itself; None if it does not run.
+def _query_python(python: str) -> dict[str, Any] | None:
+    """Return the version of a Python and what is installed in it, or ``None`` if it does not run.
 
     Raises:
-        subprocess.TimeoutExpired: it takes too long.
+        subprocess.TimeoutExpired: It did not answer in time.
     """
     if python == sys.executable:
         version = ".".join(map(str, sys.version_info[:3]))
-        return {"version": version, "ipykernel": _version("ipykernel"), LAB: True}
+        return {"version": version, "ipykernel": _installed_version("ipykernel"), LAB: True}
     try:
-        # From a folder that has no packages in it: a kernel's is another one, too.
+        # A kernel starts in another folder than this process, so packages in the current folder must not be found.
         done = subprocess.run(
-            [python, "-c", ASK, LAB],
-            capture_output=True, text=True, check=False, timeout=ANSWER_S, cwd=os.sep,
+            [python, "-c", QUERY_SCRIPT, LAB],
+            capture_output=True, text=True, check=False, timeout=ANSWER_TIMEOUT_S, cwd=os.sep,
         )  # fmt: skip
         answer: dict[str, Any] = json.loads(done.stdout)
     except (OSError, ValueError):
@@ -141,22 +148,22 @@ def _asked(python: str) -> dict[str, Any] | None:
     return answer
 
 
-def _version(package: str) -> str | None:
+def _installed_version(package: str) -> str | None:
     try:
         return metadata.version(package)
     except metadata.PackageNotFoundError:
         return None
 
 
-def _least(package: str) -> str:
-    """The oldest version that the lab's own metadata allow."""
+def _oldest_supported(package: str) -> str:
+    """Return the lower bound of a package in the requirements of ``lmx-lab``."""
     for requirement in metadata.requires("lmx-lab") or ():
         if found := re.match(rf"{package}>=([\d.]+)", requirement):
             return found[1]
     return "0"
 
 
-def _numbers(version: str) -> tuple[int, ...]:
+def _parse_version(version: str) -> tuple[int, ...]:
     found = re.match(r"\d+(\.\d+)*", version)
     return tuple(map(int, found[0].split("."))) if found else ()
 
@@ -165,8 +172,8 @@ def _numbers(version: str) -> tuple[int, ...]:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Server:
-    """A Jupyter server of this user that runs."""
+class JupyterServer:
+    """A running Jupyter server of this user."""
 
     pid: int
     url: str
@@ -174,7 +181,7 @@ class Server:
 
     @property
     def python(self) -> str:
-        """The interpreter as it was called: of a virtual environment, not the one behind its link."""
+        """The interpreter as the command line names it: in a virtual environment, its link and not the target."""
         try:
             command = psutil.Process(self.pid).cmdline()[:1]
         except psutil.Error:
@@ -182,16 +189,16 @@ class Server:
         return command[0] if command and os.path.isabs(command[0]) else "its python"
 
 
-def examine_proxy(_: Settings) -> Iterator[Finding]:
-    here = importlib.util.find_spec(PROXY) is not None
-    servers = _servers()
+def check_proxy(_: Settings) -> Iterator[Finding]:
+    is_installed = importlib.util.find_spec(PROXY) is not None
+    servers = _list_servers()
     for server in servers:
-        yield _proxy_of(server, here=here)
+        yield _check_proxy_of(server, is_installed=is_installed)
     if servers:
         return
-    if here:
-        version = metadata.version("jupyter-server-proxy")
-        yield Finding(topic="proxy", verdict="fine", found=f"jupyter-server-proxy {version}; no Jupyter server runs")
+    if is_installed:
+        found = f"jupyter-server-proxy {metadata.version('jupyter-server-proxy')}; no Jupyter server is running"
+        yield Finding(topic="proxy", verdict="fine", found=found)
     elif importlib.util.find_spec("jupyter_server") is not None:
         yield Finding(
             topic="proxy",
@@ -202,50 +209,48 @@ def examine_proxy(_: Settings) -> Iterator[Finding]:
         )
 
 
-def _proxy_of(server: Server, *, here: bool) -> Finding:
+def _check_proxy_of(server: JupyterServer, *, is_installed: bool) -> Finding:
     name = f"the Jupyter server at {server.url} (process {server.pid})"
-    status = _status(f"{server.url}server-proxy/servers-info", server.token)
+    status = _get_status(f"{server.url}server-proxy/servers-info", server.token)
     if status == 200:
         return Finding(topic="proxy", verdict="fine", found=f"{name} has jupyter-server-proxy")
     if status != 404:
-        said = "does not answer" if status is None else f"answers with status {status}"
-        found = f"{name} {said}, so it is not known whether it has jupyter-server-proxy"
-        return Finding(topic="proxy", verdict="note", found=found, means=f"without it {WITHOUT_PROXY}")
-    elsewhere = f", though {sys.executable} has it" if here and server.python != sys.executable else ""
-    # There the proxy is the only way in.
+        answer = "does not answer" if status is None else f"answers with status {status}"
+        found = f"{name} {answer}, so it is not known whether it has jupyter-server-proxy"
+        return Finding(topic="proxy", verdict="note", found=found, means=f"without it, {WITHOUT_PROXY}")
+    elsewhere = f", although {sys.executable} has it" if is_installed and server.python != sys.executable else ""
+    # On JupyterHub and Binder the proxy is the only way to reach the lab.
     is_needed = any(name.startswith(("JUPYTERHUB_", "BINDER_")) for name in os.environ)
     return Finding(
         topic="proxy",
         verdict="bad" if is_needed else "note",
         found=f"{name} has no jupyter-server-proxy{elsewhere}",
         means=WITHOUT_PROXY,
-        remedy=f"{server.python} -m pip install jupyter-server-proxy, and start that server anew",
+        remedy=f"{server.python} -m pip install jupyter-server-proxy, then restart that server",
     )
 
 
-def _servers() -> list[Server]:
-    try:
-        from jupyter_core.paths import jupyter_runtime_dir
-    except ImportError:
+def _list_servers() -> list[JupyterServer]:
+    if paths is None:
         return []
-    found = []
-    for file in sorted(Path(jupyter_runtime_dir()).glob("jpserver-*.json")):
+    servers = []
+    for file in sorted(Path(paths.jupyter_runtime_dir()).glob("jpserver-*.json")):
         try:
-            said = json.loads(file.read_bytes())
-            server = Server(pid=int(said["pid"]), url=str(said["url"]), token=str(said.get("token") or ""))
+            record = json.loads(file.read_bytes())
+            server = JupyterServer(pid=int(record["pid"]), url=str(record["url"]), token=str(record.get("token") or ""))
         except (OSError, ValueError, TypeError, KeyError):
             continue
-        # Others are left over from servers that were killed.
+        # Servers that were killed leave their files.
         if psutil.pid_exists(server.pid):
-            found.append(server)
-    return found
+            servers.append(server)
+    return servers
 
 
-def _status(url: str, token: str) -> int | None:
+def _get_status(url: str, token: str) -> int | None:
     try:
         request = urllib.request.Request(url, headers={"authorization": f"token {token}"})
         opener = urllib.request.build_opener(urllib.request.ProxyHandler({}))
-        with opener.open(request, timeout=ANSWER_S) as answer:
+        with opener.open(request, timeout=ANSWER_TIMEOUT_S) as answer:
             return int(answer.status)
     except urllib.error.HTTPError as exc:
         return exc.code

@@ -1,4 +1,4 @@
-"""Who listens where a lab would: another program, or another lab."""
+"""Check who listens on the ports of labs: another program, or other labs."""
 
 from __future__ import annotations
 
@@ -18,20 +18,20 @@ from lmx_lab.http.uvicorn_server import PORTS_TRIED, bind
 from lmx_lab.settings import Settings
 from lmx_lab.urls import LOOPBACK_FOR, local_url
 
-ANSWER_S = 1.0
-ASKED_AT_ONCE = 16
+PROBE_TIMEOUT_S = 1.0
+CONCURRENT_PROBES = 16
 COMMAND_CHARACTERS = 80
 HEADER = "x-lmx-lab"
 
 
 @dataclass(frozen=True, kw_only=True)
 class Listener:
-    """What listens on a port of this machine."""
+    """A program that listens on a port of this machine."""
 
     host: str
     port: int
     pid: int | None
-    """None where it is another user's."""
+    """``None`` if the process belongs to another user."""
 
     @property
     def url(self) -> str:
@@ -39,7 +39,7 @@ class Listener:
 
     def __str__(self) -> str:
         if self.pid is None:
-            return "a program of another user"
+            return "another user's program"
         try:
             command = shlex.join(psutil.Process(self.pid).cmdline())
         except psutil.Error:
@@ -48,85 +48,83 @@ class Listener:
         return f"process {self.pid}: {''.join(char if char.isprintable() else '?' for char in short)}"
 
 
-def listeners() -> list[Listener]:
-    """One for each address; of a socket that several processes share, the first."""
+def list_listeners() -> list[Listener]:
+    """Return one listener per address. If several processes share a socket, it is the first one.
+
+    Returns an empty list on macOS, where only root may list the sockets of processes.
+    """
     found: dict[tuple[str, int], Listener] = {}
-    for connection in psutil.net_connections("tcp"):
-        if connection.status == psutil.CONN_LISTEN and connection.laddr:
-            host, port = connection.laddr
-            found.setdefault((host, port), Listener(host=host, port=port, pid=connection.pid))
+    with contextlib.suppress(psutil.Error):
+        for connection in psutil.net_connections("tcp"):
+            if connection.status == psutil.CONN_LISTEN and connection.laddr:
+                host, port = connection.laddr
+                found.setdefault((host, port), Listener(host=host, port=port, pid=connection.pid))
     return list(found.values())
 
 
-def examine_port(settings: Settings) -> Iterator[Finding]:
+def check_port(settings: Settings) -> Iterator[Finding]:
     name = f"{settings.host}:{settings.port}"
     try:
         bind(settings.host, settings.port, explicit=True).close()
     except PortTakenError:
-        yield _taken(name, settings.port)
+        yield _taken_port(name, settings.port)
     else:
         yield Finding(topic="port", verdict="fine", found=f"{name} is free")
 
 
-def _taken(name: str, port: int) -> Finding:
-    holders = [each for each in _listeners() if each.port == port]
-    found = f"{name} is taken by {holders[0] if holders else 'a program that cannot be seen from here'}"
-    if any(map(_is_lab, holders)):
-        return Finding(topic="port", verdict="fine", found=f"{found}: a lab, which clients of that address reach")
-    chosen = "LMX_LAB_PORT" in os.environ
-    means = "a lab takes the next free port instead, and clients of this one reach something else"
-    remedy = "unset LMX_LAB_PORT" if chosen else "lmx-lab serve --port 0 takes any free one"
-    if holders and holders[0].pid is not None:
-        remedy = f"kill {holders[0].pid} ends that program; {remedy}"
+def _taken_port(name: str, port: int) -> Finding:
+    listeners = [each for each in list_listeners() if each.port == port]
+    found = f"{name} is taken by {listeners[0] if listeners else 'a program that cannot be identified'}"
+    if any(map(_is_lab, listeners)):
+        return Finding(topic="port", verdict="fine", found=f"{found}: a lab, which clients of this address use")
+    is_configured = "LMX_LAB_PORT" in os.environ
+    means = "a new lab takes the next free port, and clients of this port reach the other program"
+    remedy = "unset LMX_LAB_PORT" if is_configured else "lmx-lab serve --port 0 takes any free port"
+    if listeners and listeners[0].pid is not None:
+        remedy = f"kill {listeners[0].pid} ends that program; {remedy}"
     return Finding(
         topic="port",
-        verdict="bad" if chosen else "note",
+        verdict="bad" if is_configured else "note",
         found=found,
-        means="LMX_LAB_PORT asks for this port, so a lab will not start" if chosen else means,
+        means="LMX_LAB_PORT requires this port, so no lab can start" if is_configured else means,
         remedy=remedy,
     )
 
 
-def _listeners() -> list[Listener]:
-    # On macOS only root may see them.
-    with contextlib.suppress(psutil.Error):
-        return listeners()
-    return []
-
-
-def examine_labs(settings: Settings) -> Iterator[Finding]:
-    """The labs of this machine on the usual ports: one is enough, and each has a model of its own in memory."""
+def check_labs(settings: Settings) -> Iterator[Finding]:
+    """Check that at most one lab runs on the usual ports, because each lab keeps its own model in memory."""
     usual = {*range(settings.port, settings.port + PORTS_TRIED + 1)}
     usual |= {*range(Settings.port, Settings.port + PORTS_TRIED + 1)}
-    asked = [each for each in _listeners() if each.port in usual]
-    with ThreadPoolExecutor(ASKED_AT_ONCE, thread_name_prefix="lmx-lab-doctor") as pool:
-        labs = [each for each, is_lab in zip(asked, pool.map(_is_lab, asked), strict=True) if is_lab]
+    candidates = [each for each in list_listeners() if each.port in usual]
+    with ThreadPoolExecutor(CONCURRENT_PROBES, thread_name_prefix="lmx-lab-doctor") as pool:
+        labs = [each for each, is_lab in zip(candidates, pool.map(_is_lab, candidates), strict=True) if is_lab]
     if len(labs) < 2:
-        yield Finding(topic="labs", verdict="fine", found=f"one runs, {_named(labs[0])}" if labs else "none runs")
+        found = f"one lab is running, {_describe_lab(labs[0])}" if labs else "no lab is running"
+        yield Finding(topic="labs", verdict="fine", found=found)
         return
-    ends = " ".join(str(lab.pid) for lab in labs[1:] if lab.pid is not None)
+    pids = " ".join(str(lab.pid) for lab in labs[1:] if lab.pid is not None)
     yield Finding(
         topic="labs",
         verdict="note",
-        found=f"{len(labs)} run here: {', '.join(map(_named, labs))}",
-        means="each has a model of its own in memory, and a client only reaches the one whose address it has",
-        remedy=f"lab.stop() in its notebook, or kill {ends}" if ends else "lab.stop() in its notebook",
+        found=f"{len(labs)} labs are running: {', '.join(map(_describe_lab, labs))}",
+        means="each keeps its own model in memory, and a client reaches only the lab whose address it uses",
+        remedy=f"lab.stop() in its notebook, or kill {pids}" if pids else "lab.stop() in its notebook",
     )
 
 
-def _named(lab: Listener) -> str:
+def _describe_lab(lab: Listener) -> str:
     home = _home_of(lab)
     return f"{lab.url} ({lab}{f', home {home}' if home else ''})"
 
 
 def _is_lab(listener: Listener) -> bool:
-    """Whether what listens there says so. One whose loop is busy says nothing for now."""
+    """Whether the listener identifies itself as a lab. A lab whose event loop is blocked does not answer in time."""
     host = LOOPBACK_FOR.get(listener.host, listener.host)
-    connection = http.client.HTTPConnection(host, listener.port, timeout=ANSWER_S)
+    connection = http.client.HTTPConnection(host, listener.port, timeout=PROBE_TIMEOUT_S)
     try:
         connection.request("HEAD", "/healthz")
         answer = connection.getresponse()
-        # The daemon has the header, too, and no such route.
+        # The daemon sends this header too, but has no route /healthz.
         return answer.status == 200 and answer.getheader(HEADER) is not None
     except (OSError, http.client.HTTPException):
         return False

@@ -44,7 +44,7 @@ class Addresses:
     def proxy_path(self) -> str | None:
         """For pages of the Jupyter server above, if jupyter-server-proxy is installed in it."""
         above = notebook_server()
-        return urls.proxy_path(self.port, os.environ, above=above.url if above else None)
+        return urls.proxy_path(self.port, os.environ, recorded_url=above.url if above else None)
 
     @property
     def browser_step(self) -> str | None:
@@ -91,7 +91,10 @@ class Addresses:
         except ValueError as error:
             raise InvalidRequestError(str(error), param=urls.OVERRIDE) from error
         machine = [socket.gethostname(), *lan_addresses()]
-        return [*urls.notebook_origins(os.environ, above=above, machine=machine), *([proxy] if proxy else [])]
+        return [
+            *urls.notebook_origins(os.environ, recorded_url=above, machine_names=machine),
+            *([proxy] if proxy else []),
+        ]
 
     def _own_names(self) -> list[str]:
         if not self._is_everywhere:

@@ -14,7 +14,7 @@ from lmx_lab.bench.case import Arrival, Cache, Closed, Sweep
 from lmx_lab.bench.load_generator import Run
 from lmx_lab.bench.provenance import provenance
 from lmx_lab.bench.runner import Measured, RunProgress, progress_text, samples
-from lmx_lab.bench.sample import Sample, frame
+from lmx_lab.bench.sample import RequestSample, frame
 from lmx_lab.bench.storage import Recorder
 from lmx_lab.bench.targets import ChatTarget, Target, as_target
 from lmx_lab.notebook.display import Showing
@@ -47,7 +47,7 @@ class Measurement:
         self._total = len(targets) * sum(case.warm_up + case.requests for case in cases)
         self._shared = Run()
         self._provenance: dict[str, Any] = {}
-        self._taken: list[Sample] = []
+        self._taken: list[RequestSample] = []
         self._steps: asyncio.Queue[RunProgress | None] = asyncio.Queue()
         """At most one for each request of the run."""
         self._thread = LoopThread("lmx-lab-bench")
@@ -99,9 +99,9 @@ class Measurement:
         finally:
             self._steps.put_nowait(None)
 
-    def _take(self, sample: Sample) -> None:
+    def _take(self, sample: RequestSample) -> None:
         if self._recorder is not None:
-            self._recorder.keep(sample)
+            self._recorder.add_or_log(sample)
         self._taken.append(sample)
         self._steps.put_nowait(RunProgress(done=len(self._taken), total=self._total, sample=sample))
 

@@ -9,8 +9,8 @@ from typing import TYPE_CHECKING, Any, Literal, TypeVar
 
 from lmx_lab.client import AsyncDaemonClient, DaemonClient
 from lmx_lab.client.blocking.portal import Portal, serves
-from lmx_lab.client.bodies import shaped
 from lmx_lab.client.event_receiver import ConnectionState
+from lmx_lab.client.request_bodies import build_body
 from lmx_lab.daemon.daemon import Daemon
 from lmx_lab.errors import HostingError, InvalidRequestError, McpServerExistsError
 from lmx_lab.panels.event_source import EventSource
@@ -140,12 +140,12 @@ class LabDaemon(Daemon):
             )
         if command:
             fields |= {"command": command[0], "args": tuple(command[1:])}
-        config = shaped(McpServerConfig, name=name, transport="http" if "url" in fields else "stdio", **fields)
+        config = build_body(McpServerConfig, name=name, transport="http" if "url" in fields else "stdio", **fields)
         try:
             return self.client.add_mcp_server(config)
         except McpServerExistsError:
             if self.client.mcp_server(name).transport == config.transport:
-                return self.client.change_mcp_server(name, shaped(ChangeMcpServer, **fields))
+                return self.client.change_mcp_server(name, build_body(ChangeMcpServer, **fields))
             self.client.remove_mcp_server(name)
             return self.client.add_mcp_server(config)
 
@@ -157,9 +157,9 @@ class _PumpingPortal(Portal):
         super().__init__(lambda: client.url, client.aclose)
         self._upstream_url = upstream_url
 
-    def check(self, *, also: str | None = None) -> None:
+    def check_caller(self, *, also: str | None = None) -> None:
         if self._served_here() is None:
-            super().check(also=also)
+            super().check_caller(also=also)
 
     def run(self, work: Coroutine[Any, Any, T], timeout_s: float | None = None) -> T:
         loop = self._served_here()
@@ -185,12 +185,8 @@ class _PumpingClient(DaemonClient):
     """Of the daemon before a lab in this process."""
 
     def __init__(self, daemon: Daemon) -> None:
-        self._upstream_url = daemon.upstream_url
         super().__init__(daemon.url, token=daemon.token)
-
-    def _begin(self, client: AsyncDaemonClient) -> None:
-        self._client = client
-        self._portal = _PumpingPortal(client, self._upstream_url)
+        self._portal = _PumpingPortal(self._client, daemon.upstream_url)
 
 
 class LabEvents(EventSource):

@@ -1,4 +1,4 @@
-"""The daemon itself: health, state, shutdown."""
+"""Health, state and shutdown of the daemon in its ``/v3`` API, and its state file."""
 
 from __future__ import annotations
 
@@ -12,21 +12,21 @@ API_VERSION = 3
 
 
 class Health(BaseModel):
-    """All that a caller without the token may know."""
+    """The only information that needs no token."""
 
     status: Literal["ok", "stopping"]
     name: Literal["lmx-lab-daemon"] = "lmx-lab-daemon"
     api_version: int = API_VERSION
     daemon_id: str
-    """New at each start."""
+    """Id of the running daemon, new at each start."""
 
 
 class Upstream(BaseModel):
-    """The server of the model."""
+    """The server that runs the model, as of the last call."""
 
     url: str
     reachable: bool | None
-    """By the last call or look; null before the first."""
+    """Whether the last call reached the server; null before the first call."""
     model: str | None
     error: str | None
 
@@ -43,12 +43,13 @@ class Counts(BaseModel):
 
 
 class Retention(BaseModel):
-    """What the log keeps: the events of the last ``days``, and at most ``events`` of them, the newest."""
+    """Which events the log keeps: those of the last ``days`` days, and at most the newest ``events``."""
 
     days: float
     events: int
     fold_tokens_after_s: float
-    """After a turn's end its ``turn.token`` and ``turn.thinking`` go; ``message.done`` has their text."""
+    """Time after which the events ``turn.token`` and ``turn.thinking`` of a turn that has ended are deleted;
+    ``message.done`` contains their text."""
 
 
 class DaemonRecord(BaseModel):
@@ -60,7 +61,7 @@ class DaemonRecord(BaseModel):
     uptime_s: float
     latest_seq: int
     oldest_seq: int
-    """Cursors from the one before it on can be resumed."""
+    """The lowest ``seq`` that is kept. Cursors from the one before it can be resumed."""
     counts: Counts
     upstream: Upstream
     retention: Retention
@@ -70,7 +71,7 @@ class DaemonRecord(BaseModel):
 
 class Shutdown(RequestShape):
     mode: Literal["drain", "now"] = "drain"
-    """``drain`` lets running turns end for ``grace_s`` first."""
+    """``drain`` gives running turns ``grace_s`` seconds to end; ``now`` ends them immediately."""
     grace_s: Annotated[float, Field(ge=0, le=3600, allow_inf_nan=False)] = 30.0
 
 
@@ -79,7 +80,8 @@ class ShutdownAnswer(BaseModel):
 
 
 class StateFile(BaseModel):
-    """``state.json`` in the daemon's folder: how programs of the same user find it. Readable by that user only."""
+    """``state.json`` in the daemon's folder, with which programs of the same user find the daemon. Only that user can
+    read it."""
 
     pid: int
     started_at: str
@@ -90,5 +92,6 @@ class StateFile(BaseModel):
 
     @property
     def url(self) -> str:
+        """Address of the daemon."""
         host = f"[{self.host}]" if ":" in self.host else self.host
         return f"http://{host}:{self.port}"

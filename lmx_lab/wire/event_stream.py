@@ -1,4 +1,4 @@
-"""The stream of events: the envelope, pages for polling, and control frames, which are about one connection."""
+"""The envelope of the daemon's events, pages of events for polling, and control frames of the WebSocket."""
 
 from __future__ import annotations
 
@@ -20,47 +20,47 @@ MISSING = {
 
 
 class Envelope(BaseModel):
-    """Any event, with its data as it was sent."""
+    """Any event, with its data as sent."""
 
     event: str
     seq: int | None
-    """The cursor after this event; null on control frames (``stream.…``), which move no cursor."""
+    """The cursor after this event; null for control frames (``stream.…``), which do not change the cursor."""
     at: str
-    """When it was written to the log, or sent."""
+    """Time at which the event was written to the log, or at which a control frame was sent."""
     stream_id: str
-    """Names the database: a cursor means nothing in another one."""
+    """Id of the daemon's database. A cursor is valid only there."""
     session_id: str | None = None
     turn_id: str | None = None
     data: dict[str, Any]
     stats: TurnStats | None = None
-    """Of ``turn.done`` and ``turn.error``; absent elsewhere."""
+    """Statistics of the turn, in ``turn.done`` and ``turn.error`` only."""
 
 
 class EventPage(BaseModel):
-    """Events by polling."""
+    """The answer to a poll for events."""
 
     events: list[Envelope]
     cursor: int
-    """For ``after`` of the next call."""
+    """Value of ``after`` for the next poll."""
     more: bool
-    """Whether there are more by now."""
+    """Whether there are more events at the moment."""
 
 
 class BaseEvent(BaseModel, ABC):
-    """What all events and frames have in common."""
+    """The common fields of all events and control frames."""
 
     model_config = ConfigDict(frozen=True)
 
     at: str
-    """When it was written to the log, or sent."""
+    """Time at which the event was written to the log, or at which a control frame was sent."""
     stream_id: str
-    """Names the daemon's database, in which ``seq`` counts."""
+    """Id of the daemon's database. A cursor is valid only there."""
     session_id: str | None = None
     turn_id: str | None = None
 
     @abstractmethod
     def display_text(self) -> str:
-        """The event's content as one line of text for people; model and tool output is not escaped."""
+        """Return the event's content as text for display. Output of models and tools is not escaped."""
 
     @property
     def display_tone(self) -> Tone:
@@ -69,7 +69,7 @@ class BaseEvent(BaseModel, ABC):
 
 
 class BaseControlFrame(BaseEvent):
-    """A message about one connection; it moves no cursor."""
+    """A message about one connection. It does not change the cursor."""
 
     seq: None = None
 
@@ -82,7 +82,7 @@ class Hello(BaseModel):
 
     daemon_id: str
     cursor: int
-    """Events after it follow."""
+    """The cursor after which the events follow."""
     latest_seq: int
     heartbeat_s: float
 
@@ -96,7 +96,7 @@ class HelloFrame(BaseControlFrame):
 
 
 class Synced(BaseModel):
-    """All events of the log have been sent; the following ones are live."""
+    """All stored events have been sent; the following ones are live."""
 
     cursor: int
 
@@ -111,7 +111,7 @@ class SyncedFrame(BaseControlFrame):
 
 class StreamHeartbeat(BaseModel):
     cursor: int
-    """Every event up to this one was sent, or left out by the filter."""
+    """Every event up to this one was sent or does not match the filter."""
 
 
 class HeartbeatFrame(BaseControlFrame):
@@ -123,7 +123,7 @@ class HeartbeatFrame(BaseControlFrame):
 
 
 class Reset(BaseModel):
-    """The cursor cannot be resumed. A ``stream.snapshot`` of each session that the filter lets pass follows, then
+    """The cursor cannot be resumed. A ``stream.snapshot`` of each session that matches the filter follows, then
     ``stream.synced``, then the events after ``cursor``. A session's snapshot includes its events up to the snapshot's
     own cursor."""
 
@@ -183,5 +183,5 @@ ControlFrame = HelloFrame | SyncedFrame | HeartbeatFrame | ClosingFrame | ResetF
 
 
 def session_text(session: SessionRecord) -> str:
-    """A session as one line of text."""
+    """Return a session as one line of text."""
     return f"{session.title or session.session_id} · {session.model or 'any model'} · {session.status}"

@@ -3,8 +3,6 @@
 Every event has the same envelope: ``event`` is the tag, ``seq`` the cursor, ``data`` the content. The event viewer, the
 command line and the clients all use these classes, so a new event is added here, where it is emitted, and in
 ``docs/daemon.md``. A client ignores kinds and fields that it does not know.
-
-This module has more than 400 lines because the whole union is kept in one place.
 """
 
 from __future__ import annotations
@@ -42,11 +40,11 @@ TOPICS: dict[str, Topic] = {
     "model": "daemon",
     "stream": "stream",
 }
-"""By the event's name, or by the part of it before the dot."""
+"""The topic by the event's name, or by the part of the name before the dot."""
 
 
 def topic_of(event: str) -> Topic:
-    """The topic of an event by its name; ``other`` for names that this version does not know."""
+    """Return the topic of an event by its name; ``other`` for names that this version does not know."""
     return TOPICS.get(event) or TOPICS.get(event.partition(".")[0], "other")
 
 
@@ -175,9 +173,9 @@ class SessionDeletedEvent(_LogEvent):
 
 class TurnQueued(BaseModel):
     message: SessionMessage
-    """The user's."""
+    """The user's message."""
     ahead: int
-    """Turns that come before it in its session, the running one included."""
+    """Number of turns of the session that run before this one, including the active turn."""
 
 
 class TurnQueuedEvent(_LogEvent):
@@ -204,7 +202,7 @@ class TurnProgress(BaseModel):
     step: int
     """Number of model calls in this turn, starting at 1."""
     note: str
-    """State of the request at the model's server, such as ``prompt 512/7000 tokens``; may be empty."""
+    """State of the request at the model server, such as ``prompt 512/7000 tokens``; may be empty."""
 
 
 class TurnProgressEvent(_LogEvent):
@@ -391,7 +389,7 @@ class PermissionResolvedEvent(_LogEvent):
 
 
 class UnknownEvent(BaseEvent):
-    """An event of a kind, or in a form, that this version does not know. With a ``seq`` it is in the log."""
+    """An event of a kind or with data that this version does not know. An event with a ``seq`` is in the log."""
 
     event: str
     seq: int | None
@@ -423,24 +421,24 @@ LogEvent = (
     | McpStatusEvent
     | ModelStatusEvent
 )
-"""Events of the log, of the kinds that this version knows."""
+"""The events of the log that this version knows."""
 DaemonEvent = LogEvent | UnknownEvent | ResetFrame | SnapshotFrame
-"""What a reader of events receives. The other control frames are for the connection."""
+"""What a reader of events receives. The client handles the other control frames itself."""
 _UNION: TypeAdapter[LogEvent | ControlFrame] = TypeAdapter(Annotated[LogEvent | ControlFrame, Discriminator("event")])
 EVENT_CLASSES: dict[str, type[BaseEvent]] = {
     get_args(member.model_fields["event"].annotation)[0]: member for member in get_args(LogEvent | ControlFrame)
 }
-"""The class of each kind of event, by its name."""
+"""The class of each event and control frame, by its name."""
 LOG_EVENTS = frozenset(name for name, member in EVENT_CLASSES.items() if issubclass(member, _LogEvent))
 """The names of the events in the log."""
 EVENT_DATA: tuple[type[BaseModel], ...] = tuple(
     dict.fromkeys(member.model_fields["data"].annotation for member in get_args(LogEvent | ControlFrame))
 )
-"""The shapes of ``data``."""
+"""The classes of ``data``."""
 
 
 def daemon_event(text: str) -> LogEvent | ControlFrame | UnknownEvent:
-    """Parse one message of the stream of events.
+    """Parse one message of the WebSocket.
 
     Raises:
         ValueError: it is not an event of any kind: not JSON, or without ``event``, ``seq``, ``at`` or ``stream_id``.

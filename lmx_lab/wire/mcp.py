@@ -1,4 +1,4 @@
-"""MCP servers of the daemon: what is configured, what is known of them."""
+"""MCP servers in the daemon's ``/v3`` API: configurations, states, tools and tests."""
 
 from __future__ import annotations
 
@@ -12,15 +12,15 @@ from lmx_lab.wire.generation import LISTED, NonEmpty, RequestShape
 from lmx_lab.wire.limits import MEMBER_LIMIT
 
 REDACTED = "***"
-"""In the place of every value of ``env`` and ``headers``; sent back, it leaves the value as it is."""
-# No double underscore: ``server__tool`` names a tool.
+"""Replaces every value of ``env`` and ``headers`` in answers. In a request, it keeps the existing value."""
+# Without a double underscore, which separates server and tool in ``server__tool``.
 ServerName = Annotated[str, StringConstraints(pattern=r"^[A-Za-z0-9]+(?:[-_][A-Za-z0-9]+)*$", max_length=32)]
 # As named types, since a union needs members with a hash, and FailFast has none.
 Arguments = TypeAliasType("Arguments", Annotated[tuple[str, ...], FailFast(), Field(max_length=256), LISTED])
 Variables = TypeAliasType("Variables", Annotated[dict[str, str], FailFast(), Field(max_length=MEMBER_LIMIT)])
 Seconds = Annotated[float, Field(gt=0, le=3600, allow_inf_nan=False)]
 Permission = Literal["ask", "allow", "deny"]
-"""For tools that are not marked read-only; those need none unless it is ``deny``."""
+"""Applies to tools that are not marked read-only. Read-only tools need no permission, but ``deny`` applies to all."""
 ServerState = Literal["disabled", "starting", "ready", "restarting", "failed", "stopping"]
 ErrorKind = Literal["command-not-found", "start-timeout", "exited", "unreachable", "protocol", "invalid"]
 
@@ -44,17 +44,18 @@ BY_TRANSPORT: JsonDict = {
 
 
 class McpServerConfig(RequestShape):
-    """``stdio`` has ``command``, ``args``, ``env``, ``cwd``; ``http`` has ``url`` and ``headers``."""
+    """The configuration of a server. The transport ``stdio`` uses ``command``, ``args``, ``env`` and ``cwd``; ``http``
+    uses ``url`` and ``headers``."""
 
     model_config = ConfigDict(json_schema_extra=BY_TRANSPORT)
 
     name: ServerName
     transport: Literal["stdio", "http"] = "stdio"
     command: NonEmpty | None = None
-    """A program, by name or path; no shell reads it."""
+    """Name or path of a program, which is started without a shell."""
     args: Arguments = ()
     env: Variables = Field(default={}, repr=False)
-    """Beside the few variables that every server gets (PATH, HOME, LANG and the like)."""
+    """Environment variables, in addition to the few that every server inherits (such as PATH, HOME and LANG)."""
     cwd: str | None = None
     url: NonEmpty | None = None
     headers: Variables = Field(default={}, repr=False)
@@ -64,17 +65,17 @@ class McpServerConfig(RequestShape):
     permission: Permission = "ask"
 
     @model_validator(mode="after")
-    def _fields_fit_the_transport(self) -> Self:
-        needed, foreign = ("command", "url") if self.transport == "stdio" else ("url", "command")
-        if getattr(self, needed) is None:
-            raise ValueError(f"transport is {self.transport!r} and {needed} is missing; give it")
-        if getattr(self, foreign) is not None:
-            raise ValueError(f"transport is {self.transport!r}, which has no {foreign}; leave it out")
+    def _check_transport(self) -> Self:
+        required, forbidden = ("command", "url") if self.transport == "stdio" else ("url", "command")
+        if getattr(self, required) is None:
+            raise ValueError(f"transport is {self.transport!r}, but {required} is missing; add it")
+        if getattr(self, forbidden) is not None:
+            raise ValueError(f"transport is {self.transport!r}, which does not use {forbidden}; remove it")
         return self
 
 
 class ChangeMcpServer(RequestShape):
-    """What is left out stays as it is."""
+    """Omitted fields stay unchanged."""
 
     command: NonEmpty | None = None
     args: Arguments | None = None
@@ -89,7 +90,7 @@ class ChangeMcpServer(RequestShape):
 
 
 class McpServerRecord(BaseModel):
-    """The configuration, its secrets redacted, and how the server is."""
+    """The configuration of a server with redacted secrets, and its state."""
 
     name: str
     transport: Literal["stdio", "http"]
@@ -105,12 +106,13 @@ class McpServerRecord(BaseModel):
     permission: Permission
     state: ServerState
     tools: int
+    """Number of tools."""
     restarts: int
-    """Since it was last ready for a minute, added, changed or restarted by hand."""
+    """Number of restarts since the server was ready for a minute, or was added, changed or restarted by a client."""
     error: str | None
     error_kind: ErrorKind | None
     stderr_tail: str
-    """The last lines that it wrote to stderr."""
+    """The last lines that the server wrote to stderr."""
     pid: int | None
 
 
@@ -119,15 +121,15 @@ class McpServerList(BaseModel):
 
 
 class ToolRecord(BaseModel):
-    """A tool, of an MCP server or a Python function."""
+    """A tool of an MCP server."""
 
     name: str
-    """As the model calls it; of an MCP server ``server__tool``."""
+    """Name that models use, ``server__tool``."""
     description: str
     parameters: dict[str, Any]
-    """JSON schema of its arguments."""
+    """JSON schema of the arguments."""
     read_only: bool
-    """By its own word."""
+    """Whether the server declares that the tool changes nothing."""
     permission: Permission
 
 
@@ -138,7 +140,7 @@ class ToolList(BaseModel):
 class McpTestPassed(BaseModel):
     ok: Literal[True] = True
     latency_ms: float
-    """From the start to the list of tools."""
+    """Time from the start of the server to the list of its tools."""
     tools: list[ToolRecord]
 
 

@@ -36,9 +36,9 @@ ToolNames = TypeAliasType(
 Values = TypeAliasType(
     "Values", Annotated[dict[str, JsonValue], FailFast(), Field(max_length=MEMBER_LIMIT), FEW_VALUES]
 )
-"""Of the caller's own shape."""
+"""JSON values of any shape."""
 SessionStatus = Literal["idle", "queued", "running", "waiting"]
-"""``waiting``: the turn waits for a permission."""
+"""``waiting`` means that the active turn waits for a permission."""
 TurnStatus = Literal["queued", "running", "waiting", "done", "error"]
 StopReason = Literal["end", "length", "max_steps", "cancelled"]
 ToolStatus = Literal["ok", "error", "denied", "timeout", "cancelled", "interrupted"]
@@ -53,24 +53,24 @@ class ToolCall(RequestShape):
     call_id: NonEmpty
     name: NonEmpty
     arguments: str
-    """As the model wrote them: JSON, if all went well."""
+    """Text that the model wrote, normally a JSON object."""
 
 
 class SessionMessage(RequestShape):
     """One message of a session's history."""
 
     message_id: Identifier | None = None
-    """Given by the daemon where it is left out."""
+    """If omitted, the daemon generates one."""
     role: Literal["system", "user", "assistant", "tool"]
     content: Prompt = ""
     reasoning_content: Prompt | None = None
-    """Of an assistant: its thoughts, which are shown and not sent to the model again."""
+    """Thoughts of an assistant message. They are shown, but not sent to the model again."""
     tool_calls: Annotated[tuple[ToolCall, ...], FailFast(), Field(max_length=128), LISTED] = ()
-    """Of an assistant."""
+    """Calls of an assistant message."""
     call_id: str | None = None
-    """Of a tool: which call it answers."""
+    """The call that a tool message answers."""
     turn_id: Identifier | None = None
-    """The turn it belongs to; null for messages that a session was made with."""
+    """The turn that the message belongs to; null for messages that the session was created with."""
 
 
 # Sessions
@@ -80,10 +80,11 @@ class CreateSession(RequestShape):
     session_id: Identifier | None = None
     title: Title | None = None
     model: NonEmpty | None = None
-    """Null: the model that the upstream server has loaded."""
+    """Name of the model; null for the one that the upstream server has loaded."""
     system_prompt: Prompt | None = None
     tools: ToolNames | None = None
-    """Tools that its turns may use: names, or all of a server, ``time__*``. Null is all, [] none."""
+    """Names of the tools that turns may use; ``time__*`` stands for all tools of the server ``time``. Null allows all
+    tools, an empty list none."""
     messages: Annotated[
         tuple[SessionMessage, ...], FailFast(), Field(max_length=4096), LISTED, BeforeValidator(check_counts)
     ] = ()
@@ -111,7 +112,7 @@ class ForkSession(RequestShape):
 
 
 class SessionRecord(BaseModel):
-    """A session as lists show it."""
+    """A session without its messages."""
 
     session_id: str
     title: str | None
@@ -145,9 +146,9 @@ class SessionSnapshot(SessionRecord):
 
 class SessionList(BaseModel):
     sessions: list[SessionRecord]
-    """The last updated first."""
+    """Sessions in descending order of ``updated_at``."""
     next_cursor: str | None
-    """For ``cursor`` of the next page; null on the last."""
+    """Value of ``cursor`` for the next page; null on the last page."""
 
 
 # Turns
@@ -168,7 +169,7 @@ class TurnOverrides(RequestShape):
     frequency_penalty: Penalty | None = None
     seed: Annotated[int, WHOLE] | None = None
     max_tokens: Annotated[int, Field(ge=1), WHOLE] | None = None
-    """Limit of one step."""
+    """Maximum number of tokens in one step."""
     max_steps: Annotated[int, Field(ge=1, le=1000), WHOLE] | None = None
     timeout_s: Annotated[float, Field(gt=0, le=86_400, allow_inf_nan=False)] | None = None
     extra: Values | None = None
@@ -193,7 +194,7 @@ class TurnAccepted(BaseModel):
 
 
 class TurnStats(BaseModel):
-    """Also ``envelope.stats`` of ``turn.done``."""
+    """Statistics of a turn, also the field ``stats`` of the envelope of ``turn.done``."""
 
     tokens: int
     """Completion tokens of all steps, as the specification names them."""
@@ -227,9 +228,9 @@ class TurnRecord(BaseModel):
 
 class CancelTurns(RequestShape):
     turn_id: Identifier | None = None
-    """Null: the active turn."""
+    """The turn to cancel; null for the active turn."""
     queued: bool = False
-    """Cancel the queued turns, too."""
+    """Whether to cancel the queued turns, too."""
 
 
 class CancelAnswer(BaseModel):
@@ -255,7 +256,7 @@ class Decision(RequestShape):
 
     decision: Literal["allow", "deny"]
     scope: Literal["once", "session"] = "once"
-    """``session``: also later calls of this tool in this session, with any arguments."""
+    """``session`` also allows later calls of this tool in this session, with any arguments."""
 
 
 class PermissionRecord(BaseModel):

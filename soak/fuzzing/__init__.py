@@ -1,1 +1,1 @@
-"""Requests that are nearly right, what is due for them, and who sends them."""
+"""Generate almost valid requests, send them, and check the answers."""

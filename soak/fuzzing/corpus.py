@@ -1,10 +1,10 @@
-"""What would be right, of every kind: the bodies and addresses from which the others are made."""
+"""Define valid requests of every kind, from which the cases are generated."""
 
 from __future__ import annotations
 
 from typing import Any
 
-from soak.fuzzing.requests import Good
+from soak.fuzzing.requests import ValidRequest
 
 HELLO = [{"role": "user", "content": "hello"}]
 LOOK = {
@@ -96,24 +96,24 @@ RERANK_BODIES: tuple[dict[str, Any], ...] = (
     {"model": "default", "query": "who", "documents": PAIR * 3, "return_documents": False, "raw_scores": True},
     {"query": "a cat", "texts": PAIR, "return_text": True, "raw_scores": False},
 )
-CHAT = tuple(Good(method="POST", path="/v1/chat/completions", body=body) for body in CHAT_BODIES)
-COMPLETIONS = tuple(Good(method="POST", path="/v1/completions", body=body) for body in COMPLETION_BODIES)
-EMBEDDINGS = tuple(Good(method="POST", path="/v1/embeddings", body=body) for body in EMBEDDING_BODIES)
+CHAT = tuple(ValidRequest(method="POST", path="/v1/chat/completions", body=body) for body in CHAT_BODIES)
+COMPLETIONS = tuple(ValidRequest(method="POST", path="/v1/completions", body=body) for body in COMPLETION_BODIES)
+EMBEDDINGS = tuple(ValidRequest(method="POST", path="/v1/embeddings", body=body) for body in EMBEDDING_BODIES)
 RERANK = tuple(
-    Good(method="POST", path=path, body=body) for path in ("/v1/rerank", "/rerank") for body in RERANK_BODIES
+    ValidRequest(method="POST", path=path, body=body) for path in ("/v1/rerank", "/rerank") for body in RERANK_BODIES
 )
 LOAD, UNLOAD = "/admin/models/load", "/admin/models/unload"
 ADMIN = (
-    Good(method="POST", path=LOAD, body={"model": "tiny"}),
-    Good(method="POST", path=LOAD, body={"model": "tiny-two"}),
-    Good(method="POST", path=LOAD, body={"model": "org/no-such-model"}),
-    Good(method="POST", path=LOAD, body={"model": "/no/such/folder"}),
-    Good(method="POST", path=LOAD, body={"model": "tiny-embedder"}),
-    Good(method="POST", path=UNLOAD, body={"model": "tiny"}),
-    Good(method="POST", path=UNLOAD, body={}),
-    Good(method="POST", path=UNLOAD),
+    ValidRequest(method="POST", path=LOAD, body={"model": "tiny"}),
+    ValidRequest(method="POST", path=LOAD, body={"model": "tiny-two"}),
+    ValidRequest(method="POST", path=LOAD, body={"model": "org/no-such-model"}),
+    ValidRequest(method="POST", path=LOAD, body={"model": "/no/such/folder"}),
+    ValidRequest(method="POST", path=LOAD, body={"model": "tiny-embedder"}),
+    ValidRequest(method="POST", path=UNLOAD, body={"model": "tiny"}),
+    ValidRequest(method="POST", path=UNLOAD, body={}),
+    ValidRequest(method="POST", path=UNLOAD),
     *(
-        Good(method="GET", path=path)
+        ValidRequest(method="GET", path=path)
         for path in ("/admin/models", "/v1/models", "/v1/models/tiny", "/metrics", "/readyz")
     ),
 )
@@ -145,7 +145,7 @@ TURNS: tuple[dict[str, Any], ...] = (
 )
 
 
-def _daemon() -> list[Good]:
+def _daemon() -> list[ValidRequest]:
     in_session = [f"/v3/sessions/{session}" for session in SESSIONS]
     posts: list[tuple[str, tuple[Any, ...]]] = [
         ("/v3/sessions", CREATED),
@@ -176,12 +176,15 @@ def _daemon() -> list[Good]:
         f"{in_session[0]}/turns/t-1?wait=0.1",
     ]
     return [
-        *(Good(method="POST", path=path, body=body) for path, bodies in posts for body in bodies),
-        *(Good(method="PATCH", path=path, body=body) for path, body in patches),
-        *(Good(method="GET", path=path) for path in gets),
-        *(Good(method="DELETE", path=path) for path in (in_session[2], "/v3/mcp/servers/nothing", "/v3/mcp/servers/x")),
+        *(ValidRequest(method="POST", path=path, body=body) for path, bodies in posts for body in bodies),
+        *(ValidRequest(method="PATCH", path=path, body=body) for path, body in patches),
+        *(ValidRequest(method="GET", path=path) for path in gets),
+        *(
+            ValidRequest(method="DELETE", path=path)
+            for path in (in_session[2], "/v3/mcp/servers/nothing", "/v3/mcp/servers/x")
+        ),
     ]
 
 
 DAEMON = tuple(_daemon())
-"""All but ``/v3/daemon/shutdown``, which would do what it says."""
+"""All routes of the daemon except ``/v3/daemon/shutdown``, which would stop it."""

@@ -1,4 +1,4 @@
-"""Cases out of strategies, the same again from the same seed."""
+"""Draw cases from strategies, repeatably."""
 
 from __future__ import annotations
 
@@ -13,21 +13,21 @@ from hypothesis.strategies import SearchStrategy
 T = TypeVar("T")
 
 
-def drawn(strategy: SearchStrategy[T], name: str, count: int) -> list[T]:
-    """So many cases. ``name`` is what they are drawn from: another one draws others.
+def draw_cases(strategy: SearchStrategy[T], name: str, count: int) -> list[T]:
+    """Draw ``count`` cases. ``name`` is the seed: each name gives other cases.
 
-    Each is drawn by itself, from what is below ``@given``: that keeps near to examples that it has tried, which is good
-    for finding the smallest failure of one function, but of its cases here half were the same.
+    Each case is drawn separately with hypothesis' internals, because ``@given`` stays close to examples that it has
+    tried. That helps to find the smallest failure of one function, but here half of its cases were equal.
     """
-    found: list[T] = []
+    cases: list[T] = []
     attempt = 0
-    while len(found) < count:
+    while len(cases) < count:
         data = ConjectureData(random=random.Random(f"{name}/{attempt}"))
         attempt += 1
         try:
-            with BuildContext(data, wrapped_test=drawn):
-                found.append(data.draw(strategy))
+            with BuildContext(data, wrapped_test=draw_cases):
+                cases.append(data.draw(strategy))
         except StopTest:
-            # More than one case may be made of.
+            # The case has become larger than hypothesis allows.
             continue
-    return found
+    return cases

@@ -1,4 +1,4 @@
-"""The kinds of requests: how many of each, where they go, and which refusals beside 4xx are declared for them."""
+"""Define the kinds of requests: how many, for which program, and which errors above 4xx their routes declare."""
 
 from __future__ import annotations
 
@@ -10,32 +10,34 @@ from hypothesis.strategies import SearchStrategy
 
 from soak.fuzzing import corpus
 from soak.fuzzing.frames import SocketCase, chat_sockets, event_sockets, oversized
-from soak.fuzzing.requests import Case, Good, Headers, http_cases, raw_cases, too_large
+from soak.fuzzing.requests import Case, Headers, ValidRequest, http_cases, raw_cases, too_large
 
 TOKEN: Headers = [("authorization", "Bearer TOKEN")]
 Refusals = frozenset[tuple[int, str]]
 NOT_LOADED: Refusals = frozenset({(503, "no-model-loaded")})
-"""Of a request that names a model which is on the disk and not in memory."""
+"""The answer to a request that names a model on disk that is not loaded."""
 BUSY: Refusals = frozenset({(503, "no-model-loaded"), (409, "model-busy")})
 NONE: Refusals = frozenset()
 
 
 @dataclass(frozen=True, kw_only=True)
 class Family:
+    """A kind of requests."""
+
     name: str
     count: int
-    """Of 20,000."""
+    """Number of cases of a full run, which has 20,000."""
     cases: SearchStrategy[Any]
-    """Of ``Case`` or ``SocketCase``."""
+    """Strategy for ``Case`` or ``SocketCase``."""
     program: Literal["server", "daemon"] = "server"
     refusals: Refusals = NONE
     of_engine: bool = False
-    """An engine reads them, after the server has."""
+    """Whether an engine processes the requests, so that they are also sent with llama.cpp."""
     longest: Callable[[], Case | SocketCase] | None = None
-    """Made for each batch: more than the server takes."""
+    """Creates a request above the size limit, one for each batch."""
 
 
-def _http(name: str, count: int, goods: tuple[Good, ...], refusals: Refusals = NOT_LOADED) -> Family:
+def _http(name: str, count: int, goods: tuple[ValidRequest, ...], refusals: Refusals = NOT_LOADED) -> Family:
     return Family(
         name=name,
         count=count,

@@ -1,4 +1,4 @@
-"""WebSockets that are nearly right: handshakes, frames and ends, as bytes (RFC 6455)."""
+"""Generate almost valid WebSockets: handshakes, frames and ends, as bytes (RFC 6455)."""
 
 from __future__ import annotations
 
@@ -10,45 +10,46 @@ from hypothesis import strategies as st
 from hypothesis.strategies import DrawFn, SearchStrategy
 
 from soak.fuzzing.requests import HOST, Headers
-from soak.fuzzing.values import changed_bodies, written
+from soak.fuzzing.values import changed_bodies, to_json
 
 CONTINUATION, TEXT, BINARY, CLOSE, PING, PONG = 0, 1, 2, 8, 9, 10
 FIN = 0x80
 KEY = "dGhlIHNhbXBsZSBub25jZQ=="
-"""The one of RFC 6455, section 1.3."""
+"""The example key of RFC 6455, section 1.3."""
 MASK = b"\x5a\xa5\x0f\xf0"
 LONG_HEAD = bytes([FIN | TEXT, 0xFF])
-"""Of a text whose length comes in eight bytes."""
+"""Head of a text frame whose length has eight bytes."""
 TOO_LONG = 8 * 2**20 + 1
-"""One byte more than the servers take."""
-# Not 1011: as a server's word it means a bug, and a server repeats its client's.
+"""One byte more than the servers accept."""
+# Without 1011, which would mean a bug if a server sent it; servers repeat the code of their client.
 CLOSE_CODES = (0, 1, 999, 1000, 1001, 1003, 1004, 1005, 1006, 1012, 1015, 1016, 2999, 3000, 4999, 5000, 65535)
 
 
-Leaving = Literal["close", "shut", "reset", "wait"]
-ENDS: tuple[Leaving, ...] = ("close", "close", "close", "close", "shut", "reset")
+Ending = Literal["close", "shut", "reset", "wait"]
+ENDS: tuple[Ending, ...] = ("close", "close", "close", "close", "shut", "reset")
 
 
 @dataclass(frozen=True, kw_only=True)
 class SocketCase:
-    """One WebSocket, and what is known of it by how it was made."""
+    """A WebSocket, and what is known about it from its generation."""
 
     handshake: bytes
     frames: bytes
-    right: bool
-    """The handshake is as it should be: the server has to take it."""
+    valid: bool
+    """Whether the handshake is valid, so that the server must accept it."""
     answered: bool
-    """A whole text message is in the frames and nothing that ends the connection before it: an answer is due."""
-    sound: bool = True
-    """The frames are whole. Behind others a close is not seen, and the client has to end the connection itself."""
-    end: Leaving
-    """How its client leaves, once it has the answer that is due; ``wait``: not at all, that is the server's part."""
+    """Whether an answer is required: a complete text message precedes anything that ends the connection."""
+    frames_are_whole: bool = True
+    """Whether all frames are complete. After an incomplete frame the server does not see a close frame, so the client
+    must close the connection."""
+    end: Ending
+    """How the client ends the connection after a required answer. ``wait`` leaves that to the server."""
     closing: bytes = b""
-    """The frame that ``close`` sends; a server answers with the same code."""
+    """Close frame that the client sends if ``end`` is ``close``; the server answers with the same code."""
 
     @property
     def upgrades(self) -> bool:
-        """Whether it asks for a WebSocket at all: else it is an ordinary GET, and may be answered as one."""
+        """Whether the request asks for a WebSocket. Otherwise it is an ordinary GET, and may be answered as such."""
         lines = (b"\r\nupgrade: websocket\r\n", b"\r\nconnection: Upgrade\r\n", b"\r\nsec-websocket-key: ")
         return all(line in self.handshake for line in lines)
 
@@ -96,7 +97,7 @@ def handshake(target: str, headers: Headers) -> bytes:
 
 @st.composite
 def handshakes(draw: DrawFn, target: str, more: Headers) -> tuple[bytes, bool]:
-    """The bytes, and whether they are right."""
+    """Return the bytes of a handshake, and whether it is valid."""
     headers = [*HANDSHAKE, *more]
     how = draw(st.integers(0, 24))
     if how == 0:
@@ -112,14 +113,14 @@ def handshakes(draw: DrawFn, target: str, more: Headers) -> tuple[bytes, bool]:
 
 @st.composite
 def chat_sockets(draw: DrawFn, target: str, goods: Sequence[Any]) -> SocketCase:
-    """A chat request as a message, changed in itself or in how it is framed."""
-    opening, right = draw(handshakes(target, []))
+    """Return a chat request as a message, with a changed body or changed frames."""
+    opening, valid = draw(handshakes(target, []))
     good = draw(st.sampled_from(goods))
     body = draw(changed_bodies(good, goods)) if draw(st.integers(0, 3)) else good
-    text = written(body, escaped=draw(st.booleans())).encode("utf-8", "surrogatepass")
+    text = to_json(body, escaped=draw(st.booleans())).encode("utf-8", "surrogatepass")
     fits = len(text) < TOO_LONG
     whole = fits and _is_text(text)
-    how, sound = draw(st.integers(0, 11)), True
+    how, frames_are_whole = draw(st.integers(0, 11)), True
     if how < 6:
         frames, answered = frame(TEXT, text), whole
     elif how == 6:
@@ -127,32 +128,34 @@ def chat_sockets(draw: DrawFn, target: str, goods: Sequence[Any]) -> SocketCase:
     elif how == 7:
         frames, answered = frame(BINARY, text), fits
     else:
-        frames, answered, sound = draw(_wrong_frames(text)), False, False
-    # A second message, or a word in between, changes nothing about the first one's answer.
+        frames, answered, frames_are_whole = draw(_wrong_frames(text)), False, False
+    # A second message, or a control frame, does not change the answer to the first message.
     if how < 6 and not draw(st.integers(0, 3)):
         frames += draw(
             st.sampled_from((frame(PING, b"p" * 125), frame(PONG, b""), frame(TEXT, b"{}"), frame(BINARY, b"x")))
         )
-    return replace(draw(_ended(opening, right, frames, answered and right, may_wait=True)), sound=sound)
+    return replace(
+        draw(_case(opening, valid, frames, answered and valid, may_wait=True)), frames_are_whole=frames_are_whole
+    )
 
 
 @st.composite
 def event_sockets(draw: DrawFn, path: str, token: Headers, sessions: Sequence[str]) -> SocketCase:
-    """A subscription, changed in its query, its key, or what is sent on it."""
+    """Return a subscription with a changed query, key, or frames."""
     query = draw(st.lists(_parameters(sessions), max_size=3))
     more = token if draw(st.integers(0, 9)) else []
     target = f"{path}{'?' if query else ''}{'&'.join(query)}"
-    opening, right = draw(handshakes(target, more))
-    plain = right and not query and bool(more)
-    said = draw(st.integers(0, 9))
-    if said < 4:
+    opening, valid = draw(handshakes(target, more))
+    plain = valid and not query and bool(more)
+    kind = draw(st.integers(0, 9))
+    if kind < 4:
         frames = b""
-    elif said < 7:
+    elif kind < 7:
         count = draw(st.sampled_from((1, 5, 63, 65, 200)))
         frames = frame(draw(st.sampled_from((TEXT, BINARY, PING))), b"{}") * count
     else:
         frames = draw(_wrong_frames(b'{"subscribe": "*"}'))
-    return replace(draw(_ended(opening, plain, frames, plain and not frames, may_wait=False)), sound=said < 7)
+    return replace(draw(_case(opening, plain, frames, plain and not frames, may_wait=False)), frames_are_whole=kind < 7)
 
 
 @st.composite
@@ -177,7 +180,7 @@ def _parameters(draw: DrawFn, sessions: Sequence[str]) -> str:
 
 @st.composite
 def _in_pieces(draw: DrawFn, text: bytes) -> bytes:
-    """One message in several frames, with control frames between them, as a client may send it."""
+    """Split a message into several frames with control frames between them, which is valid."""
     cuts = sorted(draw(st.lists(st.integers(0, len(text)), min_size=1, max_size=5)))
     bounds = list(zip([0, *cuts], [*cuts, len(text)], strict=True))
     frames = b""
@@ -190,7 +193,7 @@ def _in_pieces(draw: DrawFn, text: bytes) -> bytes:
 
 
 def _wrong_frames(text: bytes) -> SearchStrategy[bytes]:
-    """What no client may send, or what leaves a message without an end."""
+    """Return a strategy for invalid and incomplete frames."""
     whole = frame(TEXT, text)
     bad_texts = (b"\xff\xfe", b"\xc3", b"\xed\xa0\x80", b"{}\xf8")
     sizes = (TOO_LONG, 2**32, 2**63 - 1, 2**63, 2**64 - 1)
@@ -206,7 +209,7 @@ def _wrong_frames(text: bytes) -> SearchStrategy[bytes]:
         st.sampled_from(bad_texts).map(lambda bad: frame(TEXT, bad)),
         st.just(frame(TEXT, b"\xc3", fin=False) + frame(CONTINUATION, b"\xa9{")),
         st.sampled_from(sizes).map(lambda size: LONG_HEAD + size.to_bytes(8) + MASK + b"a" * 100),
-        # A length that would have fitted into fewer bytes.
+        # A length that should have used fewer bytes.
         st.just(LONG_HEAD + len(text).to_bytes(8) + MASK + _masked(text)),
         st.integers(1, len(whole) - 1).map(lambda size: whole[:size]),
         st.just(b"".join(frame(CONTINUATION if at else TEXT, b"", fin=False) for at in range(2000))),
@@ -215,15 +218,15 @@ def _wrong_frames(text: bytes) -> SearchStrategy[bytes]:
 
 
 @st.composite
-def _ended(draw: DrawFn, opening: bytes, right: bool, frames: bytes, answered: bool, *, may_wait: bool) -> SocketCase:
-    # The server waits five seconds for a client that stays: that is for few.
+def _case(draw: DrawFn, opening: bytes, valid: bool, frames: bytes, answered: bool, *, may_wait: bool) -> SocketCase:
+    # Only rarely, because the server waits five seconds for a client that does not close.
     stays = may_wait and answered and not draw(st.integers(0, 29))
-    end: Leaving = "wait" if stays else draw(st.sampled_from(ENDS))
+    end: Ending = "wait" if stays else draw(st.sampled_from(ENDS))
     code = draw(st.sampled_from(CLOSE_CODES)).to_bytes(2)
     reason = draw(st.sampled_from((b"", b"bye", b"\xff", b"r" * 123, b"r" * 124)))
     payload = draw(st.sampled_from((b"", b"\x03", code, (1000).to_bytes(2), code + reason)))
     return SocketCase(
-        handshake=opening, frames=frames, right=right, answered=answered, end=end, closing=frame(CLOSE, payload)
+        handshake=opening, frames=frames, valid=valid, answered=answered, end=end, closing=frame(CLOSE, payload)
     )
 
 
@@ -236,11 +239,11 @@ def _is_text(data: bytes) -> bool:
 
 
 def oversized(target: str, more: Headers) -> SocketCase:
-    """A message of more than the server takes, sent whole."""
+    """Return a complete message above the size limit."""
     return SocketCase(
         handshake=handshake(target, [*HANDSHAKE, *more]),
         frames=frame(TEXT, b'{"model": "' + b"a" * TOO_LONG + b'"}'),
-        right=True,
+        valid=True,
         answered=False,
         end="close",
         closing=frame(CLOSE, (1000).to_bytes(2)),

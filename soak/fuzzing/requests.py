@@ -1,4 +1,4 @@
-"""HTTP requests that are nearly right, as the bytes that go over the wire."""
+"""Generate almost valid HTTP requests, as bytes."""
 
 from __future__ import annotations
 
@@ -10,37 +10,37 @@ from urllib.parse import quote
 from hypothesis import strategies as st
 from hypothesis.strategies import DrawFn
 
-from soak.fuzzing.values import KEYS, WORDS, changed_bodies, written
+from soak.fuzzing.values import KEYS, WORDS, changed_bodies, to_json
 
 HOST = "HOST"
-"""In a head, for the address of the server: who draws does not know it."""
+"""Placeholder for the server's address, which is unknown when a case is drawn."""
 Headers = list[tuple[str, str]]
 Ending = Literal["stay", "shut", "reset"]
 LEAVING: tuple[Ending, ...] = ("shut", "shut", "reset")
 
 
 @dataclass(frozen=True, kw_only=True)
-class Good:
-    """A request that would be right."""
+class ValidRequest:
+    """A valid request."""
 
     method: str
     path: str
     body: Any = None
-    """None for none."""
+    """JSON body, or None if the request has no body."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Case:
-    """One request, and what is known of it by how it was made."""
+    """A request, and what is known about it from its generation."""
 
     wire: bytes
     method: str
     whole: bool = True
-    """HTTP says where it ends, and it does: an answer is due. Of others the server may say nothing."""
+    """Whether the request is complete by the rules of HTTP, so that an answer is required."""
     last: bool = False
-    """Nobody can know where the next request on its connection would begin."""
+    """Whether no further request may follow on the connection, because its start would be ambiguous."""
     end: Ending = "stay"
-    """What its client does behind it: wait, send no more, or go without a word."""
+    """What the client does after sending: wait for the answer, close its side, or reset the connection."""
 
 
 CONTENT_TYPES = (
@@ -108,20 +108,20 @@ AGAIN = (b'"model":5', b'"model":"tiny"', b'"messages":[]', b'"max_tokens":3', b
 IN_FRONT = (b"\xef\xbb\xbf", b" \r\n\t", b"\0", b")]}',\n")
 BEHIND = (b" \n", b"\0", b"{}", b",", b"]", b"}", b"//x")
 BODY_LIMIT_BYTES = 8 * 2**20
-RIGHT, CHUNKED, BROKEN = "right", "chunked", "broken"
-FRAMINGS = (*(RIGHT,) * 16, *(CHUNKED,) * 2, *(BROKEN,) * 2)
+VALID, CHUNKED, INVALID = "right", "chunked", "broken"
+FRAMINGS = (*(VALID,) * 16, *(CHUNKED,) * 2, *(INVALID,) * 2)
 
 
 @st.composite
-def http_cases(draw: DrawFn, goods: Sequence[Good], more_headers: Headers) -> Case:
-    """One of the good requests, changed in its body, its head, or the way it is sent."""
-    good = draw(st.sampled_from(goods))
-    bodies = [each.body for each in goods if each.body is not None]
+def http_cases(draw: DrawFn, valid_requests: Sequence[ValidRequest], more_headers: Headers) -> Case:
+    """Return one of the valid requests with a changed body, head or framing."""
+    valid_request = draw(st.sampled_from(valid_requests))
+    bodies = [each.body for each in valid_requests if each.body is not None]
     body = b""
-    if good.body is not None and draw(st.integers(0, 9)):
-        tree = draw(changed_bodies(good.body, bodies)) if draw(st.integers(0, 5)) else good.body
-        body = draw(_spoiled(written(tree, escaped=draw(st.booleans()))))
-    method, target = good.method, good.path
+    if valid_request.body is not None and draw(st.integers(0, 9)):
+        tree = draw(changed_bodies(valid_request.body, bodies)) if draw(st.integers(0, 5)) else valid_request.body
+        body = draw(_encode(to_json(tree, escaped=draw(st.booleans()))))
+    method, target = valid_request.method, valid_request.path
     if not draw(st.integers(0, 24)):
         method = draw(st.sampled_from(METHODS))
     if not draw(st.integers(0, 14)):
@@ -132,27 +132,27 @@ def http_cases(draw: DrawFn, goods: Sequence[Good], more_headers: Headers) -> Ca
         head.append(("content-type", kind))
     if not draw(st.integers(0, 14)):
         head += draw(st.lists(st.sampled_from(MORE_HEADERS), min_size=1, max_size=3))
-    return draw(_framed(method, target, head, body))
+    return draw(_frame(method, target, head, body))
 
 
 @st.composite
-def _framed(draw: DrawFn, method: str, target: str, head: Headers, body: bytes) -> Case:
+def _frame(draw: DrawFn, method: str, target: str, head: Headers, body: bytes) -> Case:
     framing = draw(st.sampled_from(FRAMINGS))
     if framing == CHUNKED:
         size = draw(st.sampled_from((1, 7, 1000, 100_000)))
-        # A chunk for each byte of what is long would take longer than anything it could find.
+        # One chunk for each byte of a long body would take too long for what it can find.
         pieces = [body[at : at + size] for at in range(0, len(body), size)] if len(body) < 400 * size else [body]
         sent = b"".join(b"%x\r\n%s\r\n" % (len(piece), piece) for piece in pieces) + b"0\r\n\r\n"
         return Case(wire=_head(method, target, [*head, ("transfer-encoding", "chunked")]) + sent, method=method)
-    if framing == RIGHT:
+    if framing == VALID:
         head = [*head, ("content-length", str(len(body)))] if body or method != "GET" else head
         return Case(wire=_head(method, target, head) + body, method=method)
-    return draw(_broken(method, target, head, body))
+    return draw(_invalid_framing(method, target, head, body))
 
 
 @st.composite
-def _broken(draw: DrawFn, method: str, target: str, head: Headers, body: bytes) -> Case:
-    """Nobody can tell where such a request ends, or it ends before it should."""
+def _invalid_framing(draw: DrawFn, method: str, target: str, head: Headers, body: bytes) -> Case:
+    """Return a request with ambiguous framing, or one that is incomplete."""
     length = str(len(body))
     how = draw(st.integers(0, 8))
     end = draw(st.sampled_from(LEAVING))
@@ -204,14 +204,14 @@ def _other_targets(draw: DrawFn, target: str) -> str:
 
 
 @st.composite
-def _spoiled(draw: DrawFn, text: str) -> bytes:
-    """The text of a body as bytes, mostly as they should be."""
+def _encode(draw: DrawFn, text: str) -> bytes:
+    """Encode the text of a body, mostly correctly."""
     whole = text.encode("utf-8", "surrogatepass")
     if draw(st.integers(0, 4)):
         return whole
     at = draw(st.integers(0, len(whole)))
     before, behind = whole[:at], whole[at:]
-    spoiled: bytes = draw(
+    encoded: bytes = draw(
         st.one_of(
             st.just(before),
             st.just(before + behind[1:]),
@@ -225,20 +225,20 @@ def _spoiled(draw: DrawFn, text: str) -> bytes:
             st.just(whole.replace(b'"', b"'")),
         )
     )
-    return spoiled
+    return encoded
 
 
 @st.composite
 def raw_cases(draw: DrawFn) -> Case:
-    """What is hardly HTTP, or none at all."""
+    """Return data that is hardly HTTP, or not at all."""
     wire = draw(st.one_of(st.sampled_from(GARBAGE), st.binary(min_size=1, max_size=300)))
     if draw(st.booleans()):
         wire = wire[: draw(st.integers(1, len(wire)))]
     return Case(wire=wire, method="GET", whole=False, last=True, end=draw(st.sampled_from(LEAVING)))
 
 
-def too_large(good: Good, more_headers: Headers) -> Case:
-    """More than a server takes by default, sent whole."""
+def too_large(valid_request: ValidRequest, more_headers: Headers) -> Case:
+    """Return a complete request above the default size limit."""
     body = b'{"model": "' + b"a" * BODY_LIMIT_BYTES + b'"}'
     head = [("host", HOST), *more_headers, ("content-type", "application/json"), ("content-length", str(len(body)))]
-    return Case(wire=_head(good.method, good.path, head) + body, method=good.method)
+    return Case(wire=_head(valid_request.method, valid_request.path, head) + body, method=valid_request.method)

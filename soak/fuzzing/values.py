@@ -1,4 +1,4 @@
-"""JSON that is nearly right: odd values, and good bodies with something changed in them."""
+"""Generate almost valid JSON: unusual values, and valid bodies with changes."""
 
 from __future__ import annotations
 
@@ -10,19 +10,19 @@ from typing import Any
 from hypothesis import strategies as st
 from hypothesis.strategies import DrawFn, SearchStrategy
 
-Place = tuple[str | int, ...]
-"""Keys and indexes, from the outside in."""
+JsonPath = tuple[str | int, ...]
+"""Keys and indexes that lead to a value, outermost first."""
 
 
 @dataclass(frozen=True)
 class Raw:
-    """Written as it stands, be it JSON or not."""
+    """Text that is written unchanged, whether it is valid JSON or not."""
 
     text: str
 
 
 def _nested(depth: int, opening: str, closing: str) -> Raw:
-    # As text: a tree of that depth would be too deep for whoever walks it.
+    # As text, because recursive functions could not handle a tree of that depth.
     return Raw(opening * depth + "1" + closing * depth)
 
 
@@ -56,7 +56,7 @@ WORDS = (
     *("a" * 300, "word " * 60, "w" * 4097, "á" * 2000),
 )
 LONG = (30_000, 100_000)
-"""Lengths that are rare: a batch of them would take the sender's memory, too."""
+"""Rarely used lengths; a whole batch of them would use too much of the sender's memory."""
 EMPTY: tuple[Any, ...] = (
     None,
     True,
@@ -78,7 +78,7 @@ KEYS = (
 
 
 def odd_values() -> SearchStrategy[Any]:
-    """What does not belong there, mostly."""
+    """Return a strategy for values that are mostly invalid where they are inserted."""
     return st.one_of(
         st.sampled_from(NUMBERS),
         st.sampled_from(WORDS),
@@ -94,126 +94,126 @@ def odd_values() -> SearchStrategy[Any]:
 
 @st.composite
 def changed_bodies(draw: DrawFn, good: Any, others: Sequence[Any]) -> Any:
-    """A good body with one to three things changed; ``others`` lend parts of themselves."""
+    """Change a valid body in one to three places; parts of ``others`` may be inserted."""
     body = good
     for _ in range(draw(st.sampled_from((1, 1, 1, 2, 2, 3)))):
         body = draw(st.sampled_from(CHANGES))(draw, body, others)
     return body
 
 
-def _replaced(draw: DrawFn, body: Any, others: Sequence[Any]) -> Any:
-    return put(body, _place(draw, body), lambda _: draw(odd_values()))
+def _replace(draw: DrawFn, body: Any, others: Sequence[Any]) -> Any:
+    return replace_at(body, _draw_path(draw, body), lambda _: draw(odd_values()))
 
 
-def _removed(draw: DrawFn, body: Any, others: Sequence[Any]) -> Any:
-    place = _place(draw, body)
-    return put(body, place[:-1], lambda parent: _without(parent, place[-1])) if place else {}
+def _remove(draw: DrawFn, body: Any, others: Sequence[Any]) -> Any:
+    path = _draw_path(draw, body)
+    return replace_at(body, path[:-1], lambda parent: _without(parent, path[-1])) if path else {}
 
 
-def _added(draw: DrawFn, body: Any, others: Sequence[Any]) -> Any:
+def _add(draw: DrawFn, body: Any, others: Sequence[Any]) -> Any:
     key, value = draw(st.sampled_from(KEYS)), draw(odd_values())
 
-    def more(there: Any) -> Any:
-        if isinstance(there, dict):
-            return {**there, key: value}
-        return [*there, value] if isinstance(there, list) else value
+    def extended(parent: Any) -> Any:
+        if isinstance(parent, dict):
+            return {**parent, key: value}
+        return [*parent, value] if isinstance(parent, list) else value
 
-    return put(body, _place(draw, body), more)
+    return replace_at(body, _draw_path(draw, body), extended)
 
 
-def _renamed(draw: DrawFn, body: Any, others: Sequence[Any]) -> Any:
-    place, key = _place(draw, body), draw(st.sampled_from(KEYS))
+def _rename(draw: DrawFn, body: Any, others: Sequence[Any]) -> Any:
+    path, key = _draw_path(draw, body), draw(st.sampled_from(KEYS))
 
-    def named_else(parent: Any) -> Any:
+    def renamed(parent: Any) -> Any:
         if not isinstance(parent, dict):
             return parent
-        return {key if name == place[-1] else name: value for name, value in parent.items()}
+        return {key if name == path[-1] else name: value for name, value in parent.items()}
 
-    return put(body, place[:-1], named_else) if place else body
+    return replace_at(body, path[:-1], renamed) if path else body
 
 
-def _repeated(draw: DrawFn, body: Any, others: Sequence[Any]) -> Any:
-    """A list with its items several times over, a text with itself."""
+def _repeat(draw: DrawFn, body: Any, others: Sequence[Any]) -> Any:
+    """Repeat the items of a list, or a text."""
     times = draw(st.sampled_from((2, 3, 20, 129, 1100)))
 
-    def again(there: Any) -> Any:
-        if isinstance(there, list):
-            return there * times
-        return there * times if isinstance(there, str) and len(there) * times < LONG[-1] else [there] * min(times, 129)
+    def repeated(value: Any) -> Any:
+        if isinstance(value, list):
+            return value * times
+        return value * times if isinstance(value, str) and len(value) * times < LONG[-1] else [value] * min(times, 129)
 
-    return put(body, _place(draw, body), again)
+    return replace_at(body, _draw_path(draw, body), repeated)
 
 
-def _stretched(draw: DrawFn, body: Any, others: Sequence[Any]) -> Any:
+def _stretch(draw: DrawFn, body: Any, others: Sequence[Any]) -> Any:
     word, size = draw(st.sampled_from(("a", "word ", "é", "\0", "<|im_start|>", "\n"))), draw(st.sampled_from(LONG))
-    return put(body, _place(draw, body), lambda _: (word * size)[:size])
+    return replace_at(body, _draw_path(draw, body), lambda _: (word * size)[:size])
 
 
-def _spoken(draw: DrawFn, body: Any, others: Sequence[Any]) -> Any:
-    """Text with something odd in the middle of it, or at an end."""
+def _insert_text(draw: DrawFn, body: Any, others: Sequence[Any]) -> Any:
+    """Insert an unusual text into a text."""
     word, at = draw(st.sampled_from(WORDS)), draw(st.integers(0, 40))
-    return put(
-        body, _place(draw, body), lambda there: there[:at] + word + there[at:] if isinstance(there, str) else word
+    return replace_at(
+        body, _draw_path(draw, body), lambda value: value[:at] + word + value[at:] if isinstance(value, str) else word
     )
 
 
-def _wrapped(draw: DrawFn, body: Any, others: Sequence[Any]) -> Any:
+def _wrap(draw: DrawFn, body: Any, others: Sequence[Any]) -> Any:
     depth = draw(st.sampled_from((1, 2, 70)))
 
-    def around(there: Any) -> Any:
+    def wrapped(value: Any) -> Any:
         for _ in range(depth):
-            there = [there]
-        return there
+            value = [value]
+        return value
 
-    return put(body, _place(draw, body), around)
+    return replace_at(body, _draw_path(draw, body), wrapped)
 
 
-def _borrowed(draw: DrawFn, body: Any, others: Sequence[Any]) -> Any:
-    """A part of another good body, in the place of one of this."""
+def _borrow(draw: DrawFn, body: Any, others: Sequence[Any]) -> Any:
+    """Replace a part by a part of another valid body."""
     other = draw(st.sampled_from(others))
-    return put(body, _place(draw, body), lambda _: at(other, _place(draw, other)))
+    return replace_at(body, _draw_path(draw, body), lambda _: at(other, _draw_path(draw, other)))
 
 
 Change = Callable[[DrawFn, Any, Sequence[Any]], Any]
 CHANGES: tuple[Change, ...] = (
-    *(_replaced, _replaced, _replaced, _removed, _added, _added, _renamed, _repeated),
-    *(_spoken, _spoken, _wrapped, _borrowed, _borrowed, _stretched),
+    *(_replace, _replace, _replace, _remove, _add, _add, _rename, _repeat),
+    *(_insert_text, _insert_text, _wrap, _borrow, _borrow, _stretch),
 )
 
 
-def places(body: Any) -> list[Place]:
-    """Where there is something in it, the whole first."""
-    found: list[Place] = [()]
-    for place in found:
-        there = at(body, place)
-        keys = there if isinstance(there, dict) else range(min(len(there), 8)) if isinstance(there, list) else ()
-        found += [(*place, key) for key in keys]
+def json_paths(body: Any) -> list[JsonPath]:
+    """Return the paths of up to about 200 values, the whole body first."""
+    found: list[JsonPath] = [()]
+    for path in found:
+        value = at(body, path)
+        keys = value if isinstance(value, dict) else range(min(len(value), 8)) if isinstance(value, list) else ()
+        found += [(*path, key) for key in keys]
         if len(found) > 200:
             break
     return found
 
 
-def _place(draw: DrawFn, body: Any) -> Place:
-    found = places(body)
-    # Rarely the whole: nothing is left of it then.
+def _draw_path(draw: DrawFn, body: Any) -> JsonPath:
+    found = json_paths(body)
+    # The whole body only rarely, because nothing of it would be left.
     return found[draw(st.integers(min(1, len(found) - 1), len(found) - 1))] if draw(st.integers(0, 19)) else ()
 
 
-def at(body: Any, place: Place) -> Any:
-    for key in place:
+def at(body: Any, path: JsonPath) -> Any:
+    for key in path:
         body = body[key]
     return body
 
 
-def put(body: Any, place: Place, change: Callable[[Any], Any]) -> Any:
-    """A copy with what is at this place changed; the rest is shared."""
-    if not place:
+def replace_at(body: Any, path: JsonPath, change: Callable[[Any], Any]) -> Any:
+    """Return a copy with the value at a path changed; other values are shared with the original."""
+    if not path:
         return change(body)
-    key, inner = place[0], place[1:]
+    key, inner = path[0], path[1:]
     if isinstance(body, dict):
-        return {**body, key: put(body[key], inner, change)}
+        return {**body, key: replace_at(body[key], inner, change)}
     assert isinstance(key, int)
-    return [*body[:key], put(body[key], inner, change), *body[key + 1 :]]
+    return [*body[:key], replace_at(body[key], inner, change), *body[key + 1 :]]
 
 
 def _without(parent: Any, key: str | int) -> Any:
@@ -222,16 +222,16 @@ def _without(parent: Any, key: str | int) -> Any:
     return [value for number, value in enumerate(parent) if number != key]
 
 
-def written(value: Any, *, escaped: bool = True) -> str:
-    """As JSON, but for what is ``Raw``; a lone surrogate is an escape, or itself."""
+def to_json(value: Any, *, escaped: bool = True) -> str:
+    """Write a value as JSON, except ``Raw`` text. Lone surrogates are escaped unless ``escaped`` is false."""
     match value:
         case Raw():
             return value.text
         case dict():
-            pairs = (f"{_text(key, escaped)}:{written(each, escaped=escaped)}" for key, each in value.items())
+            pairs = (f"{_text(key, escaped)}:{to_json(each, escaped=escaped)}" for key, each in value.items())
             return f"{{{','.join(pairs)}}}"
         case list():
-            return f"[{','.join(written(each, escaped=escaped) for each in value)}]"
+            return f"[{','.join(to_json(each, escaped=escaped) for each in value)}]"
         case str():
             return _text(value, escaped)
         case _:

@@ -1,18 +1,18 @@
-"""Makes samples with given times, without a server."""
+"""Create samples with given times, without a server."""
 
 from __future__ import annotations
 
 from datetime import UTC, datetime, timedelta
 from typing import Any
 
-from lmx_lab.bench import Sample
+from lmx_lab.bench import RequestSample
 
 DAY = datetime(2026, 1, 2, 3, 4, 5, tzinfo=UTC)
 
 
-def sample(*, at_s: float = 0.0, **fields: Any) -> Sample:
+def sample(*, at_s: float = 0.0, **fields: Any) -> RequestSample:
     stamp = (DAY + timedelta(seconds=at_s)).isoformat(timespec="microseconds")
-    wanted: dict[str, Any] = {
+    defaults: dict[str, Any] = {
         "target": "lab",
         "case": "p16-o8-c1-cold",
         "prompt_tokens_wanted": 16,
@@ -24,12 +24,12 @@ def sample(*, at_s: float = 0.0, **fields: Any) -> Sample:
         "repeat": 0,
         "request": 0,
     }
-    return Sample(started_at=stamp, **wanted | fields)
+    return RequestSample(started_at=stamp, **defaults | fields)
 
 
 def run_of(
     ttft_ms: list[float], *, per_repeat: int | None = None, e2e_ms: float = 1000.0, tokens: int = 8, **fields: Any
-) -> list[Sample]:
+) -> list[RequestSample]:
     """Samples of consecutive requests without gaps."""
     size = per_repeat or len(ttft_ms)
     return [

@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 
 from lmx_lab.bench import Case, Closed, Poisson, Sweep
-from lmx_lab.bench.case import BOUNDS, CASE_LIMIT, number_repeats
+from lmx_lab.bench.case import BOUNDS, MAX_CASES, number_repeats
 from lmx_lab.errors import InvalidRequestError
 
 SIZES: dict[str, Any] = {"prompt_tokens": 16, "output_tokens": 8}
@@ -31,7 +31,7 @@ def test_an_invalid_number_is_reported_with_its_bounds(name: str, wrong: Any) ->
     with pytest.raises(InvalidRequestError) as caught:
         Case(**SIZES | {name: wrong})
     assert caught.value.param == name
-    assert all(said in caught.value.message for said in (name, repr(wrong), f"{low:,}", f"{high:,}"))
+    assert all(text in caught.value.message for text in (name, repr(wrong), f"{low:,}", f"{high:,}"))
 
 
 @pytest.mark.parametrize("wrong", [0, -1.0, float("nan"), float("inf"), 1e9, "2", True, None])
@@ -108,5 +108,5 @@ def test_a_sweep_refuses_invalid_values(fields: dict[str, Any]) -> None:
 
 
 def test_a_sweep_with_too_many_cases_is_refused() -> None:
-    with pytest.raises(InvalidRequestError, match=f"{CASE_LIMIT:,}"):
+    with pytest.raises(InvalidRequestError, match=f"{MAX_CASES:,}"):
         Sweep(prompt_tokens=range(1, 5000), output_tokens=range(1, 5000))

@@ -9,20 +9,22 @@ import numpy as np
 import pandas as pd
 import pytest
 
-from lmx_lab.bench import Sample, compare, frame
+from lmx_lab.bench import RequestSample, compare, frame
 from lmx_lab.errors import InvalidRequestError
 from tests.bench.rows import run_of, sample
 
 SPREAD = list(np.random.default_rng(0).uniform(50, 150, 12))
 
 
-def side(factor: float, *, per_repeat: int = 4, jitter: int = 1, **fields: Any) -> list[Sample]:
+def side(factor: float, *, per_repeat: int = 4, jitter: int = 1, **fields: Any) -> list[RequestSample]:
     noise = np.random.default_rng(jitter).normal(1, 0.005, len(SPREAD))
     values = [float(factor * value * moved) for value, moved in zip(SPREAD, noise, strict=True)]
     return run_of(values, per_repeat=per_repeat, e2e_ms=1000 * factor, **fields)
 
 
-def row(a: Iterable[Sample] | pd.DataFrame, b: Iterable[Sample] | pd.DataFrame, metric: str) -> pd.Series[object]:
+def row(
+    a: Iterable[RequestSample] | pd.DataFrame, b: Iterable[RequestSample] | pd.DataFrame, metric: str
+) -> pd.Series[object]:
     table = compare(a, b)
     return table.set_index("metric").loc[metric]
 
@@ -172,7 +174,7 @@ def test_a_side_without_samples_has_no_case() -> None:
 
 
 def test_a_side_with_failed_requests_only_has_no_ratio() -> None:
-    down = [sample(request=at, error="unreachable: nobody listens", e2e_ms=1.0) for at in range(12)]
+    down = [sample(request=at, error="unreachable: no server", e2e_ms=1.0) for at in range(12)]
     table = compare(side(1.0), down)
     assert table["ratio"].isna().all()
     assert set(table["better"]) == {"-"}

@@ -12,13 +12,13 @@ from typing import Any
 import pytest
 
 from lmx_lab.bench.case import Case, Poisson
-from lmx_lab.bench.chunks import Chunk
-from lmx_lab.bench.load_generator import FAILURE_LIMIT, CaseRun, Run, drive
+from lmx_lab.bench.load_generator import MAX_FAILURES, CaseRun, Run, drive
+from lmx_lab.bench.metrics import Chunk
 from lmx_lab.bench.prompts import prompt_hash
-from lmx_lab.bench.sample import Sample
+from lmx_lab.bench.sample import RequestSample
 from lmx_lab.bench.targets import ChatTarget
 from lmx_lab.errors import InvalidRequestError, UnreachableError
-from tests.bench.asked import WORDS, after_calibration, collected
+from tests.bench.scripts import WORDS, after_calibration, collect
 from tests.daemon.scripted import DROP, STALL, Gate, Script, Scripted, chunk, ending, json_answer, refuses, token
 
 pytestmark = pytest.mark.anyio
@@ -29,17 +29,17 @@ def case(**changes: Any) -> Case:
     return Case(**{**CASE, **changes})
 
 
-async def driven(server: Scripted, *, silence_s: float = 60.0, **changes: Any) -> list[Sample]:
-    return await collected(drive(ChatTarget(server.url), case(**changes), silence_s=silence_s))
+async def run_case(server: Scripted, *, silence_s: float = 60.0, **changes: Any) -> list[RequestSample]:
+    return await collect(drive(ChatTarget(server.url), case(**changes), silence_s=silence_s))
 
 
-def codes(samples: list[Sample]) -> list[str | None]:
+def codes(samples: list[RequestSample]) -> list[str | None]:
     return [sample.error.partition(":")[0] if sample.error else None for sample in samples]
 
 
 async def test_a_case_sends_its_warm_up_and_then_its_requests() -> None:
     with Scripted(WORDS) as server:
-        samples = await driven(server, warm_up=2)
+        samples = await run_case(server, warm_up=2)
     assert [(sample.warm_up, sample.request) for sample in samples] == [
         *[(True, n) for n in range(2)],
         *[(False, n) for n in range(3)],
@@ -55,7 +55,7 @@ async def test_a_case_sends_its_warm_up_and_then_its_requests() -> None:
 
 async def test_other_servers_get_standard_fields_only() -> None:
     with Scripted(WORDS) as server:
-        await driven(server)
+        await run_case(server)
     (body,) = {tuple(sorted(body)) for body in server.bodies}
     assert body == ("max_tokens", "messages", "model", "stream", "stream_options")
     assert [body["max_tokens"] for body in server.bodies] == [1, 1, 4, 4, 4]
@@ -64,15 +64,17 @@ async def test_other_servers_get_standard_fields_only() -> None:
 async def test_cold_prompts_begin_differently_in_all_runs() -> None:
     with Scripted(WORDS) as server:
         for _ in range(2):
-            await driven(server, prompt_tokens=40, warm_up=1)
-        asked = [body["messages"][0]["content"] for body in server.bodies if body["max_tokens"] > 1]
-    assert len(asked) == 8
-    assert len({" ".join(text.split()[:4]) for text in asked}) == 8
+            await run_case(server, prompt_tokens=40, warm_up=1)
+        texts = [body["messages"][0]["content"] for body in server.bodies if body["max_tokens"] > 1]
+    assert len(texts) == 8
+    assert len({" ".join(text.split()[:4]) for text in texts}) == 8
 
 
 @pytest.mark.parametrize("tokens_per_word", [0.5, 1.0, 1.7])
-@pytest.mark.parametrize("wanted", [60, 300])
-async def test_prompts_have_the_requested_length_as_counted_by_the_target(tokens_per_word: float, wanted: int) -> None:
+@pytest.mark.parametrize("prompt_tokens", [60, 300])
+async def test_prompts_have_the_requested_length_as_counted_by_the_target(
+    tokens_per_word: float, prompt_tokens: int
+) -> None:
     """The server counts 30 tokens for the template, and a token for each comma and full stop."""
 
     def counting(body: dict[str, Any]) -> Script:
@@ -81,38 +83,38 @@ async def test_prompts_have_the_requested_length_as_counted_by_the_target(tokens
         return [token("a"), *ending("length", usage=(count, body["max_tokens"]))]
 
     # With and without a list of models.
-    models = ("scripted",) if wanted == 60 else json_answer({"error": "no cache"}, status=500)
+    models = ("scripted",) if prompt_tokens == 60 else json_answer({"error": "no cache"}, status=500)
     with Scripted(counting, models=models) as server:
-        samples = await driven(server, prompt_tokens=wanted, warm_up=1)
+        samples = await run_case(server, prompt_tokens=prompt_tokens, warm_up=1)
     found = [sample.prompt_tokens for sample in samples if not sample.warm_up]
-    assert all(count is not None and abs(count - wanted) <= 0.03 * wanted for count in found), found
+    assert all(count is not None and abs(count - prompt_tokens) <= 0.03 * prompt_tokens for count in found), found
 
 
 async def test_an_unreachable_target_has_samples_and_gets_no_more_requests_after_some() -> None:
     with socket.create_server(("127.0.0.1", 0)) as listener:
         port = listener.getsockname()[1]
-    samples = await collected(drive(ChatTarget(f"http://127.0.0.1:{port}"), case(requests=8, warm_up=1)))
+    samples = await collect(drive(ChatTarget(f"http://127.0.0.1:{port}"), case(requests=8, warm_up=1)))
     assert codes(samples) == ["unreachable"] * 9
     skipped = Counter("not sent" in (sample.error or "") for sample in samples)
-    assert skipped == {False: FAILURE_LIMIT, True: 9 - FAILURE_LIMIT}
+    assert skipped == {False: MAX_FAILURES, True: 9 - MAX_FAILURES}
     assert all(sample.ttft_ms is None and sample.output_tokens == 0 for sample in samples)
 
 
 async def test_only_consecutive_connection_failures_end_a_case() -> None:
     with Scripted(WORDS) as server:
         target = Flickering(server.url)
-        samples = await collected(drive(target, case(requests=12)))
+        samples = await collect(drive(target, case(requests=12)))
     assert codes(samples) == ["unreachable", "unreachable", None] * 4
 
 
 class Flickering(ChatTarget):
     """Accepts every third connection."""
 
-    asked = 0
+    requests = 0
 
     async def ask(self, body: Mapping[str, Any]) -> AsyncGenerator[Chunk, None]:
-        self.asked += body["max_tokens"] > 1
-        if self.asked % 3:
+        self.requests += body["max_tokens"] > 1
+        if self.requests % 3:
             raise UnreachableError("nothing answers")
         async for piece in super().ask(body):
             yield piece
@@ -121,7 +123,7 @@ class Flickering(ChatTarget):
 async def test_a_lost_connection_gives_a_sample_with_the_tokens_so_far() -> None:
     broken: Script = [token("a"), token("b"), DROP]
     with Scripted(after_calibration(WORDS, broken, WORDS)) as server:
-        samples = await driven(server)
+        samples = await run_case(server)
     assert codes(samples) == [None, "connection-lost", None]
     assert (samples[1].output_tokens, samples[1].counted_by, samples[1].finish_reason) == (2, "chunks", None)
 
@@ -129,21 +131,21 @@ async def test_a_lost_connection_gives_a_sample_with_the_tokens_so_far() -> None
 async def test_a_refused_request_does_not_affect_the_others() -> None:
     answers: list[Script] = [WORDS, refuses(500, "internal-error", "it broke"), WORDS] * 3
     with Scripted(after_calibration(*answers)) as server:
-        samples = await driven(server, requests=9)
+        samples = await run_case(server, requests=9)
     assert codes(samples) == [None, "internal-error", None] * 3
     assert "it broke" in (samples[1].error or "")
 
 
 async def test_errors_of_the_server_do_not_end_a_case() -> None:
     with Scripted(after_calibration(refuses(500, "internal-error"))) as server:
-        assert codes(await driven(server, requests=8)) == ["internal-error"] * 8
+        assert codes(await run_case(server, requests=8)) == ["internal-error"] * 8
     assert [body["max_tokens"] for body in server.bodies].count(4) == 8
 
 
 async def test_without_usage_chunks_are_counted() -> None:
     answer = [chunk({"role": "assistant"}), token("a"), token("b"), token("c"), *ending("stop", usage=None)]
     with Scripted(answer) as server:
-        samples = await driven(server, warm_up=1)
+        samples = await run_case(server, warm_up=1)
     assert {(sample.output_tokens, sample.counted_by) for sample in samples} == {(3, "chunks")}
     assert {sample.prompt_tokens for sample in samples} == {None}
 
@@ -151,7 +153,7 @@ async def test_without_usage_chunks_are_counted() -> None:
 @pytest.mark.parametrize("begun", [[], [token("a")]])
 async def test_a_request_fails_if_the_target_sends_nothing_for_a_while(begun: list[Any]) -> None:
     with Scripted(after_calibration([*begun, STALL], WORDS)) as server:
-        samples = await driven(server, silence_s=2.0)
+        samples = await run_case(server, silence_s=2.0)
         await server.until(lambda: server.left == 1)
     assert codes(samples) == ["silent", None, None]
     assert samples[0].output_tokens == len(begun)
@@ -160,17 +162,17 @@ async def test_a_request_fails_if_the_target_sends_nothing_for_a_while(begun: li
 async def test_a_request_with_keep_alives_only_fails_in_the_end() -> None:
     forever = [step for _ in range(600) for step in (b": prompt 1/2\n\n", 0.05)]
     with Scripted(after_calibration(forever)) as server:
-        assert codes(await driven(server, requests=1, silence_s=0.3)) == ["silent"]
+        assert codes(await run_case(server, requests=1, silence_s=0.3)) == ["silent"]
 
 
 async def test_an_answer_without_a_token_is_a_failure() -> None:
     with Scripted(after_calibration([chunk({"role": "assistant"}), *ending("stop")])) as server:
-        assert codes(await driven(server, requests=2)) == ["empty", "empty"]
+        assert codes(await run_case(server, requests=2)) == ["empty", "empty"]
 
 
 async def test_a_stuck_target_gets_no_more_requests_after_some() -> None:
     with Scripted(after_calibration([STALL])) as server:
-        samples = await driven(server, requests=6, silence_s=0.3)
+        samples = await run_case(server, requests=6, silence_s=0.3)
         assert codes(samples) == ["silent"] * 3 + ["unreachable"] * 3
 
 
@@ -184,7 +186,7 @@ async def test_keep_alives_prevent_the_time_limit() -> None:
     """Comments arrive more often than the limit, for longer than the limit."""
     waits = [step for _ in range(25) for step in (b": prompt 1/2\n\n", 0.1)]
     with Scripted(after_calibration([*waits, *WORDS])) as server:
-        samples = await driven(server, requests=1, silence_s=2.0)
+        samples = await run_case(server, requests=1, silence_s=2.0)
     assert codes(samples) == [None]
     assert samples[0].ttft_ms is not None
     assert samples[0].ttft_ms > 2200
@@ -192,14 +194,14 @@ async def test_keep_alives_prevent_the_time_limit() -> None:
 
 async def test_a_server_that_never_answers_costs_one_time_limit_per_request() -> None:
     with Scripted([STALL]) as server:
-        assert codes(await driven(server, requests=2, silence_s=0.2)) == ["silent", "silent"]
+        assert codes(await run_case(server, requests=2, silence_s=0.2)) == ["silent", "silent"]
 
 
 async def test_concurrency_is_the_number_of_running_requests() -> None:
     gates = [Gate() for _ in range(6)]
     answers: list[Script] = [[token("a"), gate, *ending("stop")] for gate in gates]
     with Scripted(after_calibration(*answers)) as server:
-        measured = asyncio.create_task(driven(server, requests=6, concurrency=3))
+        measured = asyncio.create_task(run_case(server, requests=6, concurrency=3))
         for gate in gates[:3]:
             await gate.reached()
         assert not measured.done()
@@ -220,7 +222,7 @@ async def test_arrivals_wait_for_free_slots_only_and_report_their_delay() -> Non
     held: Script = [token("a"), gate, *ending("stop")]
     with Scripted(after_calibration(held, held, WORDS)) as server:
         poisson = Poisson(per_second=1000)
-        measured = asyncio.create_task(driven(server, requests=4, concurrency=2, arrival=poisson))
+        measured = asyncio.create_task(run_case(server, requests=4, concurrency=2, arrival=poisson))
         await server.until(lambda: len(server.bodies) == 2 + 2)
         await gate.reached()
         await asyncio.sleep(0.2)
@@ -243,22 +245,22 @@ async def test_repeats_have_different_arrivals() -> None:
 
     with Scripted(WORDS) as server:
         for repeat in (0, 0, 1):
-            asked = case(arrival=Noted(per_second=500))
-            await collected(drive(ChatTarget(server.url), asked, repeat=repeat))
+            noted = case(arrival=Noted(per_second=500))
+            await collect(drive(ChatTarget(server.url), noted, repeat=repeat))
     assert drawn[0] == drawn[1] != drawn[2]
 
 
 async def test_with_a_warm_cache_and_unknown_hits_prefill_speed_is_unknown() -> None:
     with Scripted(WORDS) as server:
-        warm = await driven(server, cache="warm", warm_up=1, prompt_tokens=40)
-        cold = await driven(server, prompt_tokens=40)
+        warm = await run_case(server, cache="warm", warm_up=1, prompt_tokens=40)
+        cold = await run_case(server, prompt_tokens=40)
     assert {sample.prefill_tok_s for sample in warm} == {None}
     assert None not in {sample.prefill_tok_s for sample in cold}
 
 
 async def test_without_arrivals_there_is_no_delay() -> None:
     with Scripted(WORDS) as server:
-        assert {sample.late_ms for sample in await driven(server)} == {None}
+        assert {sample.late_ms for sample in await run_case(server)} == {None}
 
 
 async def test_closing_the_generator_cancels_running_requests() -> None:
@@ -286,6 +288,6 @@ async def test_a_refused_user_waits_as_the_server_advises(monkeypatch: pytest.Mo
     ]
     with Scripted(after_calibration(*answers)) as server:
         case_run = CaseRun(ChatTarget(server.url), case(), repeat=0, run=Run())
-        samples = await collected(case_run.measure(range(3)))
+        samples = await collect(case_run.measure(range(3)))
     assert codes(samples) == ["queue-full", "queue-full", None]
     assert slept == [0.0, 2.0, 5.0]

@@ -11,13 +11,13 @@ from typing import Any
 import numpy as np
 import pytest
 
-from lmx_lab.bench import Sample, by_concurrency, by_prompt_length, summary
-from lmx_lab.bench.plots import LINE_LIMIT
+from lmx_lab.bench import RequestSample, by_concurrency, by_prompt_length, summary
+from lmx_lab.bench.plots import MAX_LINES
 from lmx_lab.errors import InvalidRequestError
 from tests.bench.rows import run_of
 
 
-def swept(**fields: Any) -> list[Sample]:
+def swept(**fields: Any) -> list[RequestSample]:
     return [
         sample
         for users in (1, 4, 8)
@@ -93,7 +93,7 @@ def test_what_cannot_be_plotted_is_refused(plot: Callable[..., Any]) -> None:
         plot(swept(), metrics=("speed",))
     with pytest.raises(InvalidRequestError, match="empty"):
         plot(swept(), metrics=())
-    many = [one for at in range(LINE_LIMIT + 1) for one in run_of([1.0], target=f"server {at}")]
+    many = [one for at in range(MAX_LINES + 1) for one in run_of([1.0], target=f"server {at}")]
     with pytest.raises(InvalidRequestError, match="choose rows by target"):
         plot(many)
 

@@ -9,7 +9,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from lmx_lab.bench import Case
-from lmx_lab.bench.prompts import FEWEST_WORDS, OWN_WORDS, TASK, prompt, prompt_hash, words
+from lmx_lab.bench.prompts import MIN_WORDS, TASK, UNIQUE_WORDS, prompt, prompt_hash, words
 
 COLD = Case(prompt_tokens=200, output_tokens=8, concurrency=1)
 WARM = Case(prompt_tokens=200, output_tokens=8, cache="warm")
@@ -32,7 +32,7 @@ def test_the_number_of_words_follows_the_number_of_tokens(tokens: int, per_word:
 @pytest.mark.parametrize("tokens", [1, 2, 9, 25, 26, 27, 1000])
 def test_a_prompt_has_its_length_and_a_long_one_contains_a_task(case: Case, tokens: int) -> None:
     text = prompt(case, repeat=0, request=0, tokens=tokens)
-    assert len(text.split()) == max(FEWEST_WORDS, tokens)
+    assert len(text.split()) == max(MIN_WORDS, tokens)
     assert text.endswith(TASK) == (tokens >= 26)
 
 
@@ -45,25 +45,25 @@ def test_cold_prompts_have_no_beginning_in_common() -> None:
         prompt(COLD, repeat=0, request=0, run="another"),
         *(prompt(case, repeat=0, request=0) for case in others),
     ]
-    beginnings = {" ".join(text.split()[:OWN_WORDS]) for text in prompts}
+    beginnings = {" ".join(text.split()[:UNIQUE_WORDS]) for text in prompts}
     assert len(beginnings) == len(prompts)
 
 
 def test_another_run_has_the_same_prompts_except_for_the_beginning() -> None:
     one, other = (prompt(COLD, repeat=0, request=5, run=run).split() for run in ("monday", "tuesday"))
-    assert one[:OWN_WORDS] != other[:OWN_WORDS]
-    assert one[OWN_WORDS:] == other[OWN_WORDS:]
+    assert one[:UNIQUE_WORDS] != other[:UNIQUE_WORDS]
+    assert one[UNIQUE_WORDS:] == other[UNIQUE_WORDS:]
 
 
 def test_warm_prompts_differ_only_in_their_last_words() -> None:
     prompts = [prompt(WARM, repeat=repeat, request=request) for repeat in range(2) for request in range(10)]
     warm_up = prompt(WARM, repeat=0, request=0, warm_up=True)
     assert len({*prompts, warm_up}) == 21
-    assert 200 - len(TASK.split()) - OWN_WORDS <= shared_words([*prompts, warm_up]) < 200
+    assert 200 - len(TASK.split()) - UNIQUE_WORDS <= shared_words([*prompts, warm_up]) < 200
 
 
 def test_warm_prompts_of_different_runs_begin_differently() -> None:
-    assert shared_words([prompt(WARM, repeat=0, request=0, run=run) for run in ("monday", "tuesday")]) < OWN_WORDS
+    assert shared_words([prompt(WARM, repeat=0, request=0, run=run) for run in ("monday", "tuesday")]) < UNIQUE_WORDS
 
 
 @pytest.mark.parametrize("case", [COLD, WARM])

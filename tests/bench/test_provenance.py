@@ -27,14 +27,14 @@ def test_it_contains_what_affects_speed_and_is_valid_json() -> None:
 
 
 def test_the_commit_is_that_of_the_checkout() -> None:
-    asked = subprocess.run(["git", "rev-parse", "HEAD"], cwd=ROOT, capture_output=True, text=True, check=False)
-    assert provenance()["commit"] == (asked.stdout.strip() or None)
+    done = subprocess.run(["git", "rev-parse", "HEAD"], cwd=ROOT, capture_output=True, text=True, check=False)
+    assert provenance()["commit"] == (done.stdout.strip() or None)
 
 
 def test_the_commit_of_an_unrelated_checkout_is_not_used(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     subprocess.run(["git", "init", "-q", str(tmp_path)], check=True)
-    somebody = ("-c", "user.name=somebody", "-c", "user.email=somebody@localhost")
-    subprocess.run(["git", *somebody, "commit", "-q", "--allow-empty", "-m", "theirs"], cwd=tmp_path, check=True)
+    author = ("-c", "user.name=author", "-c", "user.email=author@localhost")
+    subprocess.run(["git", *author, "commit", "-q", "--allow-empty", "-m", "theirs"], cwd=tmp_path, check=True)
     (tmp_path / "__init__.py").touch()
     monkeypatch.setattr(module, "FOLDER", tmp_path)
     facts = provenance()

@@ -14,15 +14,15 @@ import pytest
 
 from lmx_lab.bench import load, runner
 from lmx_lab.bench.case import Case, Poisson, Sweep
+from lmx_lab.bench.intervals import median_interval
 from lmx_lab.bench.runner import RunProgress, progress_text, run, samples
-from lmx_lab.bench.sample import COLUMNS, Sample
-from lmx_lab.bench.statistics import median_interval
+from lmx_lab.bench.sample import COLUMNS, RequestSample
 from lmx_lab.bench.storage import Recorder
 from lmx_lab.bench.targets import ChatTarget, EngineTarget, TargetFacts
 from lmx_lab.errors import InvalidRequestError
 from lmx_lab.notebook import Lab
-from tests.bench.asked import WORDS, after_calibration, collected
 from tests.bench.rows import sample
+from tests.bench.scripts import WORDS, after_calibration, collect
 from tests.daemon.scripted import STALL, Scripted, token
 from tests.flows.conftest import serving
 
@@ -89,14 +89,14 @@ def test_an_unreachable_target_does_not_prevent_measuring_another() -> None:
 
 
 def test_progress_is_reported_on_the_callers_thread_up_to_the_total() -> None:
-    told: list[tuple[int, int, threading.Thread]] = []
+    reported: list[tuple[int, int, threading.Thread]] = []
 
     def watch(progress: RunProgress) -> None:
-        told.append((progress.done, progress.total, threading.current_thread()))
+        reported.append((progress.done, progress.total, threading.current_thread()))
 
     with Scripted(WORDS) as server:
         run(server.url, CASE, progress=watch)
-    assert told == [(done, 5, threading.current_thread()) for done in range(1, 6)]
+    assert reported == [(done, 5, threading.current_thread()) for done in range(1, 6)]
 
 
 def test_progress_is_a_bar_in_a_terminal_and_nothing_in_a_log(
@@ -108,10 +108,10 @@ def test_progress_is_a_bar_in_a_terminal_and_nothing_in_a_log(
         # rich treats the output as a terminal.
         monkeypatch.setenv("FORCE_COLOR", "1")
         run(server.url, CASE)
-        said = capsys.readouterr().err
+        output = capsys.readouterr().err
         run(server.url, CASE, progress=False)
         assert capsys.readouterr().err == ""
-    assert "5/5" in said
+    assert "5/5" in output
 
 
 def test_a_line_of_progress_contains_the_error() -> None:
@@ -120,7 +120,7 @@ def test_a_line_of_progress_contains_the_error() -> None:
 
 
 def test_a_full_disk_stops_the_writing_but_not_the_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    def full(recorder: Recorder, taken: Sample) -> None:
+    def full(recorder: Recorder, taken: RequestSample) -> None:
         raise OSError(errno.ENOSPC, "No space left on device")
 
     monkeypatch.setattr(Recorder, "add", full)
@@ -217,7 +217,7 @@ async def _inside_a_loop(url: str) -> int:
 async def test_it_also_blocks_while_an_event_loop_runs() -> None:
     with Scripted(WORDS) as server:
         assert await _inside_a_loop(server.url) == 5
-        assert len(await collected(samples(server.url, CASE))) == 5
+        assert len(await collect(samples(server.url, CASE))) == 5
 
 
 @pytest.mark.parametrize(

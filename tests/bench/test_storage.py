@@ -18,7 +18,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from pandas.testing import assert_frame_equal
 
-from lmx_lab.bench import Recorder, Sample, frame, load, save
+from lmx_lab.bench import Recorder, RequestSample, frame, load, save
 from lmx_lab.bench.sample import COLUMNS
 from lmx_lab.errors import InvalidRequestError
 from tests.bench.rows import run_of, sample
@@ -49,7 +49,7 @@ kept_in_one_folder = settings(suppress_health_check=[HealthCheck.function_scoped
 
 @kept_in_one_folder
 @given(samples=SAMPLES)
-def test_a_saved_run_can_be_loaded(tmp_path: Path, samples: list[Sample]) -> None:
+def test_a_saved_run_can_be_loaded(tmp_path: Path, samples: list[RequestSample]) -> None:
     path = save(samples, FACTS, tmp_path)
     table = load(path)
     assert_frame_equal(table.drop(columns="run"), frame(samples, FACTS).drop(columns="run"), check_flags=False)
@@ -161,7 +161,7 @@ def test_a_file_that_is_not_a_run_is_skipped_in_a_folder_but_refused_as_path(tmp
     table = load(tmp_path)
     assert len(table) == 1
     assert list(table.attrs["skipped"]) == ["other.jsonl"]
-    with pytest.raises(InvalidRequestError, match=r"other\.jsonl is not a run"):
+    with pytest.raises(InvalidRequestError, match=r"other\.jsonl is not the file of a run"):
         load(other)
 
 
@@ -207,7 +207,7 @@ def test_runs_of_the_same_second_have_different_files(tmp_path: Path) -> None:
 
 
 def test_a_provenance_that_is_not_valid_json_is_refused_and_leaves_no_file(tmp_path: Path) -> None:
-    with pytest.raises(InvalidRequestError, match="plain values"):
+    with pytest.raises(InvalidRequestError, match="plain Python values"):
         save([sample()], {"home": tmp_path}, tmp_path)
     assert list(tmp_path.iterdir()) == []
 

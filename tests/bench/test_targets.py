@@ -13,9 +13,9 @@ from typing import Any
 import pytest
 
 from lmx_lab.bench.case import Case
-from lmx_lab.bench.chunks import Chunk
 from lmx_lab.bench.load_generator import drive
-from lmx_lab.bench.sample import Sample
+from lmx_lab.bench.metrics import Chunk
+from lmx_lab.bench.sample import RequestSample
 from lmx_lab.bench.targets import ChatTarget, EngineTarget, Target, TargetFacts, as_target
 from lmx_lab.engine import ModelManager
 from lmx_lab.errors import (
@@ -29,7 +29,7 @@ from lmx_lab.errors import (
 )
 from lmx_lab.notebook import Lab
 from lmx_lab.settings import Settings
-from tests.bench.asked import WORDS, collected
+from tests.bench.scripts import WORDS, collect
 from tests.daemon.scripted import STALL, Scripted, chunk, ending, event, json_answer, token
 from tests.flows.conftest import serving, wait_until_idle
 
@@ -50,12 +50,12 @@ def target(request: pytest.FixtureRequest, lab: Lab) -> Target:
     return EngineTarget(lab.engine) if request.param == "engine" else ChatTarget(lab.url)
 
 
-async def asked(target: Target, **changes: Any) -> list[Chunk]:
+async def read_chunks(target: Target, **changes: Any) -> list[Chunk]:
     async with aclosing(target.ask({**BODY, **changes})) as chunks:
         return [chunk async for chunk in chunks]
 
 
-def ratio(samples: list[Sample], ours: str, theirs: str) -> float:
+def ratio(samples: list[RequestSample], ours: str, theirs: str) -> float:
     return float(statistics.median(getattr(sample, ours) / getattr(sample, theirs) for sample in samples))
 
 
@@ -75,7 +75,7 @@ async def test_a_lab_with_llama_cpp_is_described_as_such(tiny_home: Path, tiny_g
             assert re.fullmatch(r"lmx-lab(, bare| [\d.]+), llama\.cpp-\d+\.\d+\.\d+", facts.engine or "")
             assert (facts.model, facts.quantization) == (lab.engine.snapshot.model, "F32")
             assert facts.blas is None
-            chunks = await asked(target, max_tokens=12)
+            chunks = await read_chunks(target, max_tokens=12)
             assert [chunk.usage.completion for chunk in chunks if chunk.usage] == [12]
             assert all(chunk.server.decode_tok_s for chunk in chunks if chunk.server)
         lab.load("tiny")
@@ -87,7 +87,7 @@ async def test_a_lab_with_llama_cpp_is_described_as_such(tiny_home: Path, tiny_g
 
 async def test_an_answer_of_the_lab_has_the_requested_length(target: Target) -> None:
     await target.describe()
-    chunks = await asked(target, max_tokens=100)
+    chunks = await read_chunks(target, max_tokens=100)
     assert not any((chunks[0].tokens, chunks[0].usage, chunks[0].finish_reason))
     moments = [chunk.at_s for chunk in chunks]
     assert moments == sorted(moments)
@@ -100,8 +100,9 @@ async def test_an_answer_of_the_lab_has_the_requested_length(target: Target) -> 
 
 @pytest.mark.long
 async def test_metrics_agree_with_the_engines_reports_within_two_percent(target: Target) -> None:
-    """Of the decode rate, which both sides measure; and the medians, tried again, since this machine has other things
-    to do: figures that are defined otherwise never agree.
+    """Compare the median decode rates, which both sides measure.
+
+    The run is repeated, because other programs use this machine. Metrics with different definitions would never agree.
     """
     case = Case(prompt_tokens=64, output_tokens=128, requests=9)
     found: list[float] = []
@@ -115,7 +116,7 @@ async def test_metrics_agree_with_the_engines_reports_within_two_percent(target:
 
 
 async def test_the_engine_reports_values_that_http_does_not(lab: Lab) -> None:
-    samples = await collected(drive(EngineTarget(lab.engine), Case(prompt_tokens=64, output_tokens=64, requests=5)))
+    samples = await collect(drive(EngineTarget(lab.engine), Case(prompt_tokens=64, output_tokens=64, requests=5)))
     for sample in samples:
         assert sample.ttft_ms is not None
         assert sample.server_ttft_ms is not None
@@ -159,7 +160,7 @@ async def test_without_a_model_a_target_raises(tiny_home: Path) -> None:
     async with ModelManager(Settings(home=tiny_home)) as manager:
         with pytest.raises(NotLoadedError):
             await EngineTarget(manager).describe()
-        samples = await collected(drive(EngineTarget(manager), Case(prompt_tokens=8, output_tokens=4, requests=1)))
+        samples = await collect(drive(EngineTarget(manager), Case(prompt_tokens=8, output_tokens=4, requests=1)))
     assert {(sample.error or "").partition(":")[0] for sample in samples} == {"no-model-loaded"}
     with serving(tiny_home, None) as empty, pytest.raises(NotLoadedError):
         await ChatTarget(empty.url).describe()
@@ -180,14 +181,14 @@ async def test_without_a_model_a_target_raises(tiny_home: Path) -> None:
 )
 async def test_the_model_of_a_request(given: str | None, models: Any, sent: str) -> None:
     with Scripted(WORDS, models=models) as server:
-        await asked(ChatTarget(server.url, model=given))
+        await read_chunks(ChatTarget(server.url, model=given))
         assert [body["model"] for body in server.bodies] == [sent]
 
 
 async def test_a_server_with_several_models_needs_a_model_name() -> None:
     with Scripted(WORDS, models=[f"m{number}" for number in range(8)]) as server:
         with pytest.raises(InvalidRequestError, match=r"lists 8 models \(m0, m1, m2, m3, m4 and 3 more\)"):
-            await asked(ChatTarget(server.url))
+            await read_chunks(ChatTarget(server.url))
         assert server.bodies == []
 
 
@@ -220,38 +221,38 @@ async def test_facts_that_a_server_does_not_report_can_be_given() -> None:
     with Scripted(WORDS) as server:
         target = ChatTarget(server.url, name="other", known=known, extra={"ignore_eos": True})
         assert await target.describe() == TargetFacts(engine="other 1.0", model="scripted", device="gpu")
-        await asked(target)
+        await read_chunks(target)
     assert server.bodies[0]["ignore_eos"] is True
 
 
 async def test_a_lab_is_asked_for_full_length_and_deterministic_answers() -> None:
     with Scripted(WORDS, lab=True) as server:
-        await asked(ChatTarget(server.url))
+        await read_chunks(ChatTarget(server.url))
     assert (server.bodies[0]["ignore_eos"], server.bodies[0]["temperature"]) == (True, 0)
 
 
 async def test_a_stream_that_stays_open_after_the_finish_reason_is_complete(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("lmx_lab.bench.targets.END_S", 0.05)
+    monkeypatch.setattr("lmx_lab.bench.targets.MAX_OPEN_S", 0.05)
     with Scripted([token("a"), chunk({}, finish="stop"), STALL]) as server:
-        chunks = await asked(ChatTarget(server.url))
+        chunks = await read_chunks(ChatTarget(server.url))
         await server.until(lambda: server.left == 1)
     assert [piece.finish_reason for piece in chunks] == [None, None, "stop"]
 
 
 async def test_a_stream_without_done_is_complete_after_the_finish_reason() -> None:
     with Scripted([token("a"), chunk({}, finish="stop")]) as server:
-        assert len(await asked(ChatTarget(server.url))) == 3
+        assert len(await read_chunks(ChatTarget(server.url))) == 3
 
 
 async def test_a_stream_that_ends_without_a_finish_reason_is_an_error() -> None:
-    with Scripted([token("a")]) as server, pytest.raises(ConnectionLostError, match="before the answer's end"):
-        await asked(ChatTarget(server.url))
+    with Scripted([token("a")]) as server, pytest.raises(ConnectionLostError, match="before the answer was complete"):
+        await read_chunks(ChatTarget(server.url))
 
 
 async def test_an_error_in_the_middle_of_a_stream_is_raised() -> None:
     broken = event({"error": {"code": "oom-unloaded", "message": "no memory", "type": "t"}})
     with Scripted([token("a"), broken]) as server, pytest.raises(LabError, match="no memory") as raised:
-        await asked(ChatTarget(server.url))
+        await read_chunks(ChatTarget(server.url))
     assert raised.value.code == "oom-unloaded"
 
 
@@ -262,7 +263,7 @@ async def test_a_json_document_instead_of_a_stream_is_one_piece() -> None:
         "usage": {"prompt_tokens": 3, "completion_tokens": 5},
     }
     with Scripted(json_answer(document)) as server:
-        _, whole = await asked(ChatTarget(server.url))
+        _, whole = await read_chunks(ChatTarget(server.url))
     assert whole.usage is not None
     assert (whole.tokens, whole.finish_reason, whole.usage.completion) == (1, "stop", 5)
 
@@ -283,7 +284,7 @@ def test_an_invalid_target_is_refused() -> None:
 
 def test_for_a_lab_the_error_names_its_bench_method(lab: Lab) -> None:
     itself: Any = lab
-    with pytest.raises(InvalidRequestError, match=r"its own bench\(\.\.\.\)"):
+    with pytest.raises(InvalidRequestError, match=r"call its method bench\(\)"):
         as_target(itself)
 
 
@@ -296,6 +297,6 @@ async def test_usage_in_the_last_piece_is_read() -> None:
     """mlx_lm.server sends usage in this way."""
     last = chunk({"content": "b"}, finish="length", usage={"prompt_tokens": 7, "completion_tokens": 2})
     with Scripted([token("a"), last, *ending("length", usage=None)[1:]]) as server:
-        chunks = await asked(ChatTarget(server.url))
+        chunks = await read_chunks(ChatTarget(server.url))
     assert sum(piece.tokens for piece in chunks) == 2
     assert chunks[-1].usage is not None

@@ -1,4 +1,4 @@
-"""A daemon in this process for the commands that need one, before a server that answers by scripts."""
+"""Provide a daemon in this process with a scripted model server, for commands that need one."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from lmx_lab.daemon.daemon import Daemon
-from tests.daemon.face import serving
+from tests.daemon.running_daemon import serving
 from tests.daemon.scripted import Scripted, says
 
 
@@ -26,5 +26,5 @@ def daemon(tmp_path: Path, upstream: Scripted) -> Iterator[Daemon]:
 
 @pytest.fixture
 def hello(upstream: Scripted) -> None:
-    """The model always gives this answer."""
+    """Let the model always give this answer."""
     upstream.then(says("Hello", " there."))

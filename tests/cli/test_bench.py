@@ -1,4 +1,4 @@
-"""The command ``lmx-lab bench``: output and exit status."""
+"""Tests of ``lmx-lab bench``: output and exit status."""
 
 from __future__ import annotations
 
@@ -16,9 +16,9 @@ import pytest
 from lmx_lab.bench import load
 from lmx_lab.bench.sample import COLUMNS, frame
 from lmx_lab.cli import bench_tables
-from lmx_lab.cli.entry import run
-from tests.bench.asked import WORDS, after_calibration
+from lmx_lab.cli.app import run
 from tests.bench.rows import run_of, sample
+from tests.bench.scripts import WORDS, after_calibration
 from tests.command_line import Running, run_command
 from tests.daemon.scripted import STALL, Scripted, refuses, token
 from tests.flows.conftest import serving, wait_until
@@ -33,12 +33,12 @@ def server() -> Iterator[Scripted]:
 
 
 def bench(*arguments: str) -> int:
-    """Run the command in this process, which avoids imports; return its exit status."""
+    """Run the command in this process, where nothing has to be imported again; return its exit status."""
     return run(["bench", *arguments])
 
 
 def figures(output: str) -> list[list[str]]:
-    """The cells of the lines with medians."""
+    """Return the cells of the lines with medians."""
     return [line.split() for line in output.splitlines() if re.match(r" *\d+ +\d+ ", line)]
 
 
@@ -72,16 +72,16 @@ def test_with_compare_the_model_is_served_and_both_are_measured_over_http(
     home: Path, server: Scripted, capsys: pytest.CaptureFixture[str]
 ) -> None:
     assert bench("--model", "echo", *SMALL, "--compare", server.url, "--no-record", "--json") == 0
-    said = json.loads(capsys.readouterr().out)
+    document = json.loads(capsys.readouterr().out)
     name = server.url.partition("://")[2]
-    assert [(row["target"], row["requests"]) for row in said["summary"]] == [("lab", 3), (name, 3)]
-    assert re.fullmatch(r"lmx-lab [\d.]+", said["summary"][0]["engine"])
-    assert [(part["a"], part["b"], len(part["ratios"])) for part in said["comparison"]] == [("lab", name, 4)]
-    assert len(said["requests"]) == 2 * (1 + 3)
-    assert set(said["requests"][0]) == set(COLUMNS)
-    assert all(row["queue_ms"] is not None for row in said["requests"] if row["target"] == "lab")
-    assert (said["interrupted"], said["path"]) == (False, None)
-    assert said["provenance"]["seeds"] == [0]
+    assert [(row["target"], row["requests"]) for row in document["summary"]] == [("lab", 3), (name, 3)]
+    assert re.fullmatch(r"lmx-lab [\d.]+", document["summary"][0]["engine"])
+    assert [(part["a"], part["b"], len(part["ratios"])) for part in document["comparison"]] == [("lab", name, 4)]
+    assert len(document["requests"]) == 2 * (1 + 3)
+    assert set(document["requests"][0]) == set(COLUMNS)
+    assert all(row["queue_ms"] is not None for row in document["requests"] if row["target"] == "lab")
+    assert (document["interrupted"], document["path"]) == (False, None)
+    assert document["provenance"]["seeds"] == [0]
 
 
 # --- running servers
@@ -93,9 +93,9 @@ def test_a_running_server_is_measured_by_its_address(
     with pytest.MonkeyPatch.context() as patched:
         patched.setenv("LMX_LAB_API_KEY", "secret")
         assert bench("--url", server.url, "--model", "theirs", *SMALL) == 0
-    said = capsys.readouterr()
-    assert said.out.startswith(f"{server.url.partition('://')[2]} · theirs\n")
-    assert [row[:5] for row in figures(said.out)] == [["1", "48", "8", "3", "0"]]
+    captured = capsys.readouterr()
+    assert captured.out.startswith(f"{server.url.partition('://')[2]} · theirs\n")
+    assert [row[:5] for row in figures(captured.out)] == [["1", "48", "8", "3", "0"]]
     assert {body["model"] for body in server.bodies} == {"theirs"}
     assert {head["authorization"] for head in server.headers} == {"Bearer secret"}
     assert len(list((home / "bench").iterdir())) == 1
@@ -104,8 +104,8 @@ def test_a_running_server_is_measured_by_its_address(
 def test_arrivals_cache_and_seed_can_be_set(home: Path, server: Scripted, capsys: pytest.CaptureFixture[str]) -> None:
     chosen = ("--rate", "50", "--warm", "--seed", "7", "--json")
     assert bench("--url", server.url, *SMALL, *chosen) == 0
-    said = json.loads(capsys.readouterr().out)
-    ways = {(row["arrival"], row["cache"], row["seed"]) for row in said["requests"]}
+    document = json.loads(capsys.readouterr().out)
+    ways = {(row["arrival"], row["cache"], row["seed"]) for row in document["requests"]}
     assert ways == {("poisson(50/s)", "warm", 7)}
     assert bench("--url", server.url, *SMALL, "--rate", "0") == 2
     assert "above 0 and up to 10000" in " ".join(capsys.readouterr().err.split())
@@ -122,9 +122,9 @@ def test_the_other_server_does_not_get_the_key_of_the_first(
         assert {head["authorization"] for head in server.headers} == {"Bearer first"}
         assert {head.get("authorization") for head in other.headers} == {"Bearer second", None}
         assert other.bodies[0]["model"] == "another"
-    said = capsys.readouterr().out
-    assert " compared with " in said
-    assert "each, tok/s" in said
+    output = capsys.readouterr().out
+    assert " compared with " in output
+    assert "decode, tok/s" in output
 
 
 def test_failed_requests_are_counted_and_listed_and_the_exit_status_is_one(
@@ -133,18 +133,18 @@ def test_failed_requests_are_counted_and_listed_and_the_exit_status_is_one(
     refused = refuses(429, "queue-full", "no \x1b[31mplace")
     with Scripted(after_calibration(WORDS, WORDS, refused, WORDS)) as server:
         assert bench("--url", server.url, *SMALL, "--no-record") == 1
-    said = capsys.readouterr()
-    assert [row[:5] for row in figures(said.out)] == [["1", "48", "8", "3", "1"]]
-    assert "1 times queue-full: no \\x1b[31mplace" in said.err
-    assert "\x1b[31m" not in said.err
+    captured = capsys.readouterr()
+    assert [row[:5] for row in figures(captured.out)] == [["1", "48", "8", "3", "1"]]
+    assert "1 times queue-full: no \\x1b[31mplace" in captured.err
+    assert "\x1b[31m" not in captured.err
 
 
 def test_a_failed_warm_up_is_reported_separately_from_the_table(home: Path, capsys: pytest.CaptureFixture[str]) -> None:
     with Scripted(after_calibration(refuses(429, "queue-full", "no place"), WORDS)) as server:
         assert bench("--url", server.url, *SMALL, "--no-record") == 1
-    said = capsys.readouterr()
-    assert [row[:5] for row in figures(said.out)] == [["1", "48", "8", "3", "0"]]
-    assert "1 times queue-full: no place (1 of them in warm-up" in said.err
+    captured = capsys.readouterr()
+    assert [row[:5] for row in figures(captured.out)] == [["1", "48", "8", "3", "0"]]
+    assert "1 times queue-full: no place (1 of them in warm-up" in captured.err
 
 
 @pytest.mark.parametrize("more", [[], ["--model", "m"], ["--json"]], ids=" ".join)
@@ -152,9 +152,9 @@ def test_an_unreachable_server_is_one_line_and_nothing_is_measured(
     home: Path, capsys: pytest.CaptureFixture[str], more: list[str]
 ) -> None:
     assert bench("--url", "http://127.0.0.1:1", *more) == 1
-    said = capsys.readouterr()
-    assert (said.out, said.err.count("\n")) == ("", 1)
-    assert said.err.startswith("unreachable: nothing answers at http://127.0.0.1:1")
+    captured = capsys.readouterr()
+    assert (captured.out, captured.err.count("\n")) == ("", 1)
+    assert captured.err.startswith("unreachable: nothing answers at http://127.0.0.1:1")
     assert not (home / "bench").exists()
 
 
@@ -176,9 +176,9 @@ def test_the_same_server_given_twice_is_refused(
 def test_a_lab_without_a_model_is_one_line(home: Path, capsys: pytest.CaptureFixture[str]) -> None:
     with serving(home, None) as empty:
         assert bench("--url", f"127.0.0.1:{empty.port}", *SMALL, "--no-record") == 1
-    said = capsys.readouterr()
-    assert (said.out, said.err.count("\n")) == ("", 1)
-    assert said.err.startswith("no-model-loaded: ")
+    captured = capsys.readouterr()
+    assert (captured.out, captured.err.count("\n")) == ("", 1)
+    assert captured.err.startswith("no-model-loaded: ")
 
 
 def test_a_lab_that_loads_models_on_demand_is_measured(home: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -225,8 +225,8 @@ def test_a_table_fits_into_eighty_characters(capsys: pytest.CaptureFixture[str])
 def test_a_run_that_is_interrupted_immediately_prints_no_table(capsys: pytest.CaptureFixture[str]) -> None:
     for rows in (table(), table(sample(warm_up=True))):
         bench_tables.print_tables(rows)
-        said = capsys.readouterr()
-        assert (said.out, said.err) == ("", "no request was measured\n")
+        captured = capsys.readouterr()
+        assert (captured.out, captured.err) == ("", "no request was measured\n")
         bench_tables.print_document(rows)
         assert json.loads(capsys.readouterr().out)["summary"] == []
 
@@ -241,9 +241,9 @@ def test_a_server_without_usage_is_reported(capsys: pytest.CaptureFixture[str]) 
 
 def test_targets_without_a_common_case_are_not_compared(capsys: pytest.CaptureFixture[str]) -> None:
     bench_tables.print_tables(table(sample(target="a"), sample(target="b", concurrency=2)))
-    said = capsys.readouterr()
-    assert "compared with" not in said.out
-    assert "a and b cannot be compared" in said.err
+    captured = capsys.readouterr()
+    assert "compared with" not in captured.out
+    assert "a and b cannot be compared" in captured.err
 
 
 def test_the_better_side_is_shown_with_three_or_more_repeats(capsys: pytest.CaptureFixture[str]) -> None:
@@ -253,10 +253,10 @@ def test_the_better_side_is_shown_with_three_or_more_repeats(capsys: pytest.Capt
         size = 12 // repeats
         samples = [one for name, values in sides for one in run_of(values, per_repeat=size, target=name)]
         bench_tables.print_tables(table(*samples))
-        said = capsys.readouterr()
-        (shown,) = re.findall(r"first token, ms .* (\S+)\n", said.out)
+        captured = capsys.readouterr()
+        (shown,) = re.findall(r"first token, ms .* (\S+)\n", captured.out)
         assert shown == better
-        assert "--repeats 3 or more" in said.err
+        assert "--repeats 3 or more" in captured.err
 
 
 def test_totals_of_answers_with_different_lengths_are_not_compared(
@@ -264,29 +264,29 @@ def test_totals_of_answers_with_different_lengths_are_not_compared(
 ) -> None:
     long, short = (run_of([1.0] * 9, per_repeat=3, target=str(tokens), tokens=tokens) for tokens in (8, 5))
     bench_tables.print_tables(table(*long, *short))
-    said = capsys.readouterr()
-    assert re.search(r"together, tok/s +8 +5 +- +-", said.out)
-    assert "answers of a have 8 tokens, of b 5" in said.err
+    captured = capsys.readouterr()
+    assert re.search(r"total, tok/s +8 +5 +- +-", captured.out)
+    assert "answers of a have 8 tokens, of b 5" in captured.err
 
 
 def test_actual_token_counts_are_shown_if_they_differ(capsys: pytest.CaptureFixture[str]) -> None:
     met = run_of([1.0], prompt_tokens=16)
     bench_tables.print_tables(table(*met))
-    said = capsys.readouterr()
-    assert ("(" in said.out, "in brackets" in said.err) == (False, False)
+    captured = capsys.readouterr()
+    assert ("(" in captured.out, "in brackets" in captured.err) == (False, False)
     for prompt_tokens, shown in ((12, "(12)"), (None, "(?)")):
         bench_tables.print_tables(table(*run_of([1.0], tokens=5, prompt_tokens=prompt_tokens)))
-        said = capsys.readouterr()
-        assert re.search(rf"^ +{re.escape(shown)} +\(5\)", said.out, re.MULTILINE)
-        assert "in brackets" in said.err
+        captured = capsys.readouterr()
+        assert re.search(rf"^ +{re.escape(shown)} +\(5\)", captured.out, re.MULTILINE)
+        assert "in brackets" in captured.err
 
 
 def test_the_delay_of_requests_is_shown_with_arrivals(capsys: pytest.CaptureFixture[str]) -> None:
     late = [sample(at_s=at, request=at, late_ms=100.0 * at, e2e_ms=500.0, output_tokens=8) for at in range(3)]
     bench_tables.print_tables(table(*late))
-    said = capsys.readouterr()
-    assert re.search(r" 100\.0\n.* to 200\.0\n", said.out)
-    assert "late: " in said.err
+    captured = capsys.readouterr()
+    assert re.search(r" 100\.0\n.* to 200\.0\n", captured.out)
+    assert "late: " in captured.err
     bench_tables.print_tables(table(*run_of([1.0])))
     assert "late" not in "".join(capsys.readouterr())
 
@@ -294,10 +294,10 @@ def test_the_delay_of_requests_is_shown_with_arrivals(capsys: pytest.CaptureFixt
 def test_the_most_frequent_errors_are_shown_and_the_others_counted(capsys: pytest.CaptureFixture[str]) -> None:
     failures = ["z: most", "z: most", *(f"e{at}: once" for at in range(6))]
     bench_tables.print_tables(table(*(sample(request=at, error=error) for at, error in enumerate(failures))))
-    said = capsys.readouterr().err
-    assert said.index("lab: 2 times z: most") < said.index("1 times e0")
-    assert said.count("1 times e") == 4
-    assert "and 2 other errors, 2 requests in total" in said
+    output = capsys.readouterr().err
+    assert output.index("lab: 2 times z: most") < output.index("1 times e0")
+    assert output.count("1 times e") == 4
+    assert "and 2 other errors, 2 requests in total" in output
 
 
 # --- invalid arguments
@@ -320,10 +320,10 @@ def test_an_invalid_argument_is_one_line_before_anything_is_measured(
     home: Path, capsys: pytest.CaptureFixture[str], arguments: list[str], word: str
 ) -> None:
     assert bench(*arguments) == 2
-    said = capsys.readouterr()
-    assert (said.out, said.err.count("\n")) == ("", 1)
-    assert said.err.startswith("invalid-request: ")
-    assert word in said.err
+    captured = capsys.readouterr()
+    assert (captured.out, captured.err.count("\n")) == ("", 1)
+    assert captured.err.startswith("invalid-request: ")
+    assert word in captured.err
     assert not (home / "bench").exists()
 
 
@@ -332,9 +332,9 @@ def test_a_folder_that_cannot_be_written_is_an_error_before_anything_is_measured
 ) -> None:
     (home / "bench").write_text("a file")
     assert bench("--url", server.url, *SMALL) == 2
-    said = capsys.readouterr()
-    assert (said.out, said.err.count("\n")) == ("", 1)
-    assert "the run cannot be stored in" in said.err
+    captured = capsys.readouterr()
+    assert (captured.out, captured.err.count("\n")) == ("", 1)
+    assert "the run cannot be stored in" in captured.err
     assert server.bodies == []
 
 

@@ -1,4 +1,4 @@
-"""What the tests of commands rely on: a command that runs in this process leaves it as it was."""
+"""Tests of the helper for the tests of commands: a command does not change the process that it runs in."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 
-from lmx_lab.cli import commands
+from lmx_lab.cli import app as application
 from tests.command_line import SIGNALS, Running, run_command
 
 
@@ -32,14 +32,14 @@ def test_a_command_leaves_the_process_as_it_was(tmp_path: Path, monkeypatch: pyt
         print("written")
         print("failed", file=sys.stderr)
 
-    monkeypatch.setattr(commands, "app", change)
+    monkeypatch.setattr(application, "app", change)
     before = state()
     ended = run_command(tmp_path, "models")
     assert (ended.status, ended.stdout, ended.stderr) == (0, "written\n", "failed\n")
     assert state() == before
 
 
-def test_a_test_that_fails_beside_a_command_ends_the_command(tmp_path: Path) -> None:
+def test_a_failure_of_the_test_thread_ends_the_command(tmp_path: Path) -> None:
     def fail(server: Running) -> None:
         server.wait_for("ready at")
         raise ValueError("failed")
@@ -50,7 +50,7 @@ def test_a_test_that_fails_beside_a_command_ends_the_command(tmp_path: Path) -> 
     assert state() == before
 
 
-def test_a_signal_that_a_command_does_not_take_ends_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_signal_that_a_command_does_not_handle_ends_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     def wait(_: object) -> None:
         print("waiting", flush=True)
         pause = threading.Event()
@@ -61,11 +61,11 @@ def test_a_signal_that_a_command_does_not_take_ends_it(tmp_path: Path, monkeypat
         running.wait_for("waiting")
         running.send_signal(signal.SIGTERM)
 
-    monkeypatch.setattr(commands, "app", wait)
+    monkeypatch.setattr(application, "app", wait)
     assert run_command(tmp_path, "models", meanwhile=end).status == -signal.SIGTERM
 
 
-def test_what_could_not_be_written_is_not_written_by_the_next_command(tmp_path: Path) -> None:
+def test_output_that_could_not_be_written_is_not_written_by_the_next_command(tmp_path: Path) -> None:
     reading, writing = os.pipe()
     os.close(reading)
     try:

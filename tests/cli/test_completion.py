@@ -1,4 +1,4 @@
-"""The Tab key, as bash sees it."""
+"""Tests of completion with the Tab key."""
 
 from __future__ import annotations
 
@@ -14,14 +14,14 @@ from lmx_lab.cli.completion import complete_model, complete_pull, complete_sessi
 from lmx_lab.client import DaemonClient
 from lmx_lab.daemon.daemon import Daemon
 from tests.command_line import WAIT_S, environment, run_command
-from tests.daemon.face import serving
+from tests.daemon.running_daemon import serving
 
 SCRIPT = Path(sys.executable).with_name("lmx-lab")
 
 
 @pytest.fixture
 def home(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """A home with models that are names alone: nothing of them is read."""
+    """A home with empty models: completion reads only their names."""
     models = tmp_path / "models"
     for name in ("own", "org/below", ".tmp/half"):
         (models / name).mkdir(parents=True)
@@ -35,9 +35,9 @@ def home(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 
 def completed_in_bash(home: Path, line: str) -> list[str]:
-    """What bash is offered at the end of the line."""
+    """Return what bash completes at the end of the line."""
     words = line.split(" ")
-    # The script itself, sourced; then what Tab does.
+    # Load the completion script, then do what the Tab key does.
     command = (
         f'eval "$("{SCRIPT}" --show-completion)"; COMP_WORDS=({line}); COMP_CWORD={len(words) - 1}; '
         '_lmx_lab_completion lmx-lab; printf "%s\\n" "${COMPREPLY[@]}"'
@@ -56,10 +56,14 @@ def completed_in_bash(home: Path, line: str) -> list[str]:
 
 
 def completed(home: Path, line: str) -> list[str]:
-    """The same, asked as the script for bash asks."""
+    """The same, with the request of the completion script for bash."""
     words = line.split(" ")
-    asked = {"_LMX_LAB_COMPLETE": "complete_bash", "COMP_WORDS": "\n".join(words), "COMP_CWORD": str(len(words) - 1)}
-    ended = run_command(home, environ=asked)
+    completion = {
+        "_LMX_LAB_COMPLETE": "complete_bash",
+        "COMP_WORDS": "\n".join(words),
+        "COMP_CWORD": str(len(words) - 1),
+    }
+    ended = run_command(home, environ=completion)
     assert (ended.status, ended.stderr) == (0, "")
     return ended.stdout.split()
 
@@ -72,13 +76,13 @@ def test_commands_options_and_models_are_completed_in_bash(home: Path) -> None:
 
 
 @pytest.mark.usefixtures("home")
-def test_models_are_offered_by_the_names_under_which_they_are_listed() -> None:
+def test_models_are_completed_by_their_listed_names() -> None:
     starters = ["minilm-l6", "smollm2-135m", "smollm2-135m-gguf"]
     assert complete_model("") == sorted(["files", "org/below", "own", "single.gguf", *starters])
     assert complete_model("smollm2") == starters[1:]
 
 
-def test_what_is_here_is_not_offered_to_be_pulled(home: Path) -> None:
+def test_models_on_the_disk_are_not_completed_for_pull(home: Path) -> None:
     (home / "models" / "minilm-l6").mkdir()
     (home / "models" / "minilm-l6" / "config.json").touch()
     assert complete_pull("") == ["smollm2-135m", "smollm2-135m-gguf"]
@@ -91,14 +95,14 @@ def daemon(home: Path) -> Iterator[Daemon]:
 
 
 @pytest.mark.usefixtures("daemon")
-def test_sessions_of_the_running_daemon_are_offered(home: Path) -> None:
+def test_sessions_of_the_running_daemon_are_completed(home: Path) -> None:
     with DaemonClient.discover(home) as client:
         for name in ("letters", "list", "other"):
             client.session(name)
     assert sorted(complete_session("l")) == ["letters", "list"]
 
 
-def test_where_nothing_can_be_known_nothing_is_offered_and_nothing_said(
+def test_a_failure_completes_nothing_and_prints_nothing(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.setenv("LMX_LAB_HOME", str(tmp_path / "nowhere"))

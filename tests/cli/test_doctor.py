@@ -1,4 +1,4 @@
-"""``lmx-lab doctor``: its lines, its document and its exit status."""
+"""Tests of ``lmx-lab doctor``: its JSON document and its exit status."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from pathlib import Path
 from tests.command_line import run_command
 
 
-def test_the_doctor_finds_this_machine_healthy(tiny_home: Path) -> None:
+def test_nothing_is_broken_on_this_machine(tiny_home: Path) -> None:
     result = run_command(tiny_home, "doctor", "--json")
     assert (result.status, result.stderr) == (0, "")
     document = json.loads(result.stdout)

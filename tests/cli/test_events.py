@@ -1,4 +1,4 @@
-"""``lmx-lab events``, with a daemon in this process."""
+"""Tests of ``lmx-lab events``, with a daemon in this process."""
 
 from __future__ import annotations
 
@@ -11,11 +11,11 @@ import pytest
 from lmx_lab.client import DaemonClient
 from lmx_lab.daemon.daemon import Daemon
 from tests.command_line import Running, run_command
-from tests.daemon.face import serving, write_tokens
+from tests.daemon.running_daemon import serving, write_tokens
 
 
 @pytest.mark.usefixtures("hello")
-def test_the_newest_events_are_printed_as_lines_for_people_or_programs(tmp_path: Path, daemon: Daemon) -> None:
+def test_the_newest_events_are_printed_as_text_or_json(tmp_path: Path, daemon: Daemon) -> None:
     assert run_command(tmp_path, "chat", "hello", "--session", "s").status == 0
     people = run_command(tmp_path, "events", "--tail", "2").stdout.splitlines()
     assert "message.done s" in people[0]
@@ -29,16 +29,14 @@ def test_the_newest_events_are_printed_as_lines_for_people_or_programs(tmp_path:
 
 @pytest.mark.usefixtures("daemon")
 @pytest.mark.parametrize("more", [[], ["--follow"], ["--after", "0"]], ids=" ".join)
-def test_a_session_that_does_not_exist_is_said(tmp_path: Path, more: list[str]) -> None:
+def test_a_missing_session_is_an_error(tmp_path: Path, more: list[str]) -> None:
     done = run_command(tmp_path, "events", "--session", "nosuch", *more)
     assert (done.status, done.stdout, done.stderr.count("\n")) == (1, "", 1)
     assert done.stderr.startswith("session-not-found: ")
     assert "nosuch" in done.stderr
 
 
-def test_what_happened_in_a_session_that_was_deleted_is_told_as_long_as_it_is_kept(
-    tmp_path: Path, daemon: Daemon
-) -> None:
+def test_events_of_a_deleted_session_are_printed_while_they_are_in_the_log(tmp_path: Path, daemon: Daemon) -> None:
     with DaemonClient(daemon.url, token=daemon.token) as client:
         client.session("gone")
         client.delete_session("gone")
@@ -48,7 +46,7 @@ def test_what_happened_in_a_session_that_was_deleted_is_told_as_long_as_it_is_ke
 
 
 @pytest.mark.usefixtures("hello")
-def test_a_kind_that_does_not_exist_is_said(tmp_path: Path, daemon: Daemon) -> None:
+def test_an_unknown_type_is_an_error(tmp_path: Path, daemon: Daemon) -> None:
     done = run_command(tmp_path, "events", "--types", "turn.nope")
     assert done.status == 2
     assert "turn.nope" in done.stderr
@@ -77,8 +75,8 @@ def make_session(daemon: Daemon, name: str) -> None:
         client.session(name)
 
 
-def test_a_reader_that_has_enough_is_no_error(tmp_path: Path, daemon: Daemon) -> None:
-    # More than a pipe holds.
+def test_a_reader_that_closes_the_pipe_causes_no_error_message(tmp_path: Path, daemon: Daemon) -> None:
+    # More than fits into a pipe.
     write_tokens(daemon, 1000)
     lines: list[str] = []
 

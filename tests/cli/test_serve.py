@@ -1,4 +1,4 @@
-"""``lmx-lab serve``: what it prints, what it serves, and how a signal ends it."""
+"""Tests of ``lmx-lab serve``: output, options and signals."""
 
 from __future__ import annotations
 
@@ -37,12 +37,12 @@ def test_sigterm_while_the_real_model_generates_ends_with_zero(starter_home: Pat
         body = chat("smollm2-135m", "Count to a hundred.", stream=True)
         with request(server.port, "POST", CHAT, body) as response:
             assert response.readline().startswith(b"data:")
-            code, said = server.end(signal.SIGTERM)
+            code, stderr = server.end(signal.SIGTERM)
             rest = response.read()
-    # Within the grace time the model may come to its end.
+    # The model may finish within the grace time.
     assert rest.endswith(b"data: [DONE]\n\n") or b'data: {"error"' in rest
     assert code == 0
-    assert "Traceback" not in said
+    assert "Traceback" not in stderr
 
 
 def test_sigterm_during_a_load_ends_with_zero(starter_home: Path) -> None:
@@ -67,14 +67,14 @@ def test_a_server_for_the_lan_prints_its_addresses(tmp_path: Path) -> None:
     assert (ended.status, ended.stderr) == (0, "")
 
 
-def test_a_taken_explicit_port_is_one_line_and_exit_status_one(tmp_path: Path) -> None:
+def test_a_taken_port_that_was_requested_is_one_line_and_exit_status_one(tmp_path: Path) -> None:
     with socket.create_server(("127.0.0.1", 0)) as other:
         ended = run_command(tmp_path, "serve", "--port", str(other.getsockname()[1]))
     assert (ended.status, ended.stdout, ended.stderr.count("\n")) == (1, "", 1)
     assert ended.stderr.startswith("port-taken: port ")
 
 
-def test_a_taken_default_port_gives_way_to_the_next_free_one(tmp_path: Path) -> None:
+def test_a_taken_default_port_is_replaced_by_the_next_free_one(tmp_path: Path) -> None:
     def look(server: Running) -> None:
         server.wait_for("port 8400 is in use")
         assert server.port > 8400
@@ -82,14 +82,14 @@ def test_a_taken_default_port_gives_way_to_the_next_free_one(tmp_path: Path) -> 
         server.send_signal(signal.SIGTERM)
 
     with contextlib.ExitStack() as stack:
-        # Where this fails, another program has the port, which is as good.
+        # If this fails, another program has the port, which has the same effect.
         with contextlib.suppress(OSError):
             stack.enter_context(socket.create_server(("127.0.0.1", 8400)))
         ended = run_command(tmp_path, "serve", meanwhile=look)
     assert (ended.status, ended.stderr) == (0, "")
 
 
-def test_a_key_and_an_origin_are_honoured(tmp_path: Path) -> None:
+def test_a_key_and_an_origin_are_checked(tmp_path: Path) -> None:
     def ask(server: Running) -> None:
         port = server.port
         assert status(port, "/v1/models") == 401
@@ -113,7 +113,7 @@ def test_a_model_that_the_chosen_engine_does_not_run_ends_the_start(tmp_path: Pa
     assert (ended.status, "--engine is given without --model" in ended.stderr) == (2, True)
 
 
-def test_a_server_told_to_swap_loads_what_a_request_names(tiny_home: Path) -> None:
+def test_with_swap_the_server_loads_the_model_that_a_request_names(tiny_home: Path) -> None:
     def ask(server: Running) -> None:
         with request(server.port, "POST", CHAT, chat("tiny", "hi", max_tokens=2)) as response:
             assert (response.status, json.load(response)["model"]) == (200, "tiny")

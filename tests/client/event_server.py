@@ -1,9 +1,9 @@
-"""A server of events that says what a test wrote down, true or not.
+"""Provide a server that sends scripted events.
 
 ::
 
     async with EventServer([hello(5), event(6), CUT], [hello(6), event(7), STAY]) as server:
-        ...                       # the first connection gets the first script; later ones than the last, the last
+        ...     # Each connection gets the next script; after the last script, all connections get the last one.
         server.queries[0]["after"]
 """
 
@@ -25,22 +25,22 @@ from websockets.http11 import Request, Response
 
 CUT: Literal["cut"] = "cut"
 STAY: Literal["stay"] = "stay"
-"""Until the client leaves."""
+"""Keep the connection open until the client closes it."""
 HALF: Literal["half"] = "half"
-"""The beginning of a frame, and then nothing any more."""
+"""Send the start of a frame, then close the connection."""
 STREAM = "stm_1"
 
 
 @dataclass(frozen=True)
 class Raw:
-    """Bytes beneath the WebSocket."""
+    """Bytes to send below the WebSocket protocol."""
 
     bytes: bytes
 
 
 @dataclass(frozen=True)
 class Refused:
-    """The whole answer, in the place of a WebSocket."""
+    """A response that refuses the WebSocket."""
 
     status: int
     body: str = ""
@@ -113,13 +113,13 @@ def snapshot(session_id: str, cursor: int, *, stream_id: str = STREAM) -> str:
 
 
 class EventServer:
-    """On loopback. What it notes may be read at any time."""
+    """A server on the loopback interface. Its records can be read at any time."""
 
     def __init__(self, *scripts: Script) -> None:
         self._scripts = scripts
         self._server: Server
         self.queries: list[dict[str, str]] = []
-        """Of all requests for events, their last value of each name."""
+        """The query of each request for events, with the last value of each name."""
         self.headers: list[Headers] = []
         self._changed = asyncio.Event()
 
@@ -137,8 +137,8 @@ class EventServer:
         self._server.close()
         await self._server.wait_closed()
 
-    async def asked(self, count: int) -> None:
-        """Wait for so many requests."""
+    async def wait_for_requests(self, count: int) -> None:
+        """Wait until this number of requests has arrived."""
         async with asyncio.timeout(20):
             while len(self.queries) < count:
                 self._changed.clear()
@@ -171,7 +171,7 @@ class EventServer:
                 transport.abort()
                 await connection.wait_closed()
             case "half":
-                # A text of a hundred bytes, of which ten come.
+                # The header announces a hundred bytes; ten are sent.
                 transport.write(b"\x81\x64" + b'{"event": ')
                 transport.close()
                 await connection.wait_closed()

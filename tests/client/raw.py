@@ -1,4 +1,4 @@
-"""Servers that misbehave: bytes on a socket."""
+"""Provide servers that misbehave: they send given bytes on a socket."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
 
 Answer = bytes | Iterable[bytes]
-# It does close: a client that was not told could ask again on a connection that is just going.
+# The connection is closed. Without the header, a client could reuse it at the moment in which it is closed.
 HEAD = "HTTP/1.1 {status}\r\nconnection: close\r\ncontent-type: {kind}\r\nx-lmx-lab: 0\r\n"
 
 
@@ -18,15 +18,15 @@ HEAD = "HTTP/1.1 {status}\r\nconnection: close\r\ncontent-type: {kind}\r\nx-lmx-
 class RawServer:
     url: str
     requests: list[str] = field(default_factory=list)
-    """Heads and bodies, as they came."""
+    """Heads and bodies of the requests."""
 
 
 @contextmanager
 def answering(*answers: Answer | Callable[[str], Answer]) -> Iterator[RawServer]:
-    """Each connection gets the next answer after its request, and is closed; later ones get the last.
+    """Serve each connection with the next answer, and close it. After the last answer, all get the last one.
 
-    An answer in pieces may be without an end: it is sent until the client has gone. A function makes one of
-    the request; afterwards the client is the first to close.
+    An answer in pieces may be endless: it is sent until the client closes the connection. A function returns the answer
+    for a request; then the client closes the connection first.
     """
     with socket.create_server(("127.0.0.1", 0)) as listener:
         server = RawServer(url=f"http://127.0.0.1:{listener.getsockname()[1]}")
@@ -45,19 +45,19 @@ def _serve(listener: socket.socket, server: RawServer, answers: tuple[Answer | C
             connection, _ = listener.accept()
         except OSError:
             return
-        # A client may leave at any moment, also before it has asked for anything.
+        # A client may close the connection at any time, even before its request.
         with connection, suppress(OSError):
             answer = answers[min(len(server.requests), len(answers) - 1)]
             server.requests.append(_request(connection))
-            made = answer(server.requests[-1]) if callable(answer) else answer
-            for piece in [made] if isinstance(made, bytes) else made:
+            pieces = answer(server.requests[-1]) if callable(answer) else answer
+            for piece in [pieces] if isinstance(pieces, bytes) else pieces:
                 connection.sendall(piece)
             if callable(answer):
-                _part(connection)
+                _close_last(connection)
 
 
-def _part(connection: socket.socket) -> None:
-    """Close it so that all that was sent arrives, whatever the client has sent meanwhile."""
+def _close_last(connection: socket.socket) -> None:
+    """Wait until the client has closed the connection, so that everything that was sent arrives."""
     connection.shutdown(socket.SHUT_WR)
     while connection.recv(65536):
         pass
@@ -66,29 +66,29 @@ def _part(connection: socket.socket) -> None:
 def _request(connection: socket.socket) -> str:
     data = b""
     while b"\r\n\r\n" not in data:
-        data += _piece(connection)
+        data += _receive(connection)
     head, _, body = data.partition(b"\r\n\r\n")
     sizes = [line.partition(b":")[2] for line in head.lower().split(b"\r\n") if line.startswith(b"content-length:")]
     while len(body) < int(sizes[0] if sizes else 0):
-        body += _piece(connection)
+        body += _receive(connection)
     return f"{head.decode()}\r\n\r\n{body.decode()}"
 
 
-def _piece(connection: socket.socket) -> bytes:
+def _receive(connection: socket.socket) -> bytes:
     piece = connection.recv(65536)
     if not piece:
-        raise ConnectionError("the client left in the middle of its request")
+        raise ConnectionError("the client closed the connection during its request")
     return piece
 
 
 def whole(text: str, *, status: str = "200 OK", kind: str = "application/json", extra: str = "") -> bytes:
-    """A complete answer."""
+    """A complete response."""
     head = HEAD.format(status=status, kind=kind)
     return f"{head}{extra}content-length: {len(text.encode())}\r\n\r\n{text}".encode()
 
 
 def streamed(*chunks: str, end: bool = True) -> bytes:
-    """Server-sent events in HTTP chunks; without ``end`` the connection is cut off after them."""
+    """Server-sent events in HTTP chunks. Without ``end``, the connection is closed before the last chunk."""
     head = HEAD.format(status="200 OK", kind="text/event-stream; charset=utf-8")
     body = "".join(f"{len(chunk.encode()):x}\r\n{chunk}\r\n" for chunk in chunks)
     tail = "0\r\n\r\n" if end else ""
@@ -96,10 +96,10 @@ def streamed(*chunks: str, end: bool = True) -> bytes:
 
 
 class Endless:
-    """The head of an answer, and then the same for ever, to each who asks.
+    """An endless response: its head, then the same piece again and again.
 
     Args:
-        every_s: The pace of a server that is never silent, and never done.
+        every_s: Time between two pieces.
     """
 
     def __init__(

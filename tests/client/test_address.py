@@ -1,15 +1,15 @@
-"""What people paste as an address, and what must never be shown of it."""
+"""Tests of addresses and keys."""
 
 from __future__ import annotations
 
 import pytest
 
-from lmx_lab.client.address import bearer, is_loopback, server_address
+from lmx_lab.client.address import authorization_header, is_loopback, normalize_address
 from lmx_lab.errors import InvalidRequestError
 
 
 @pytest.mark.parametrize(
-    ("pasted", "meant"),
+    ("pasted", "normalized"),
     [
         ("http://127.0.0.1:8400", "http://127.0.0.1:8400"),
         ("http://127.0.0.1:8400/", "http://127.0.0.1:8400"),
@@ -23,9 +23,9 @@ from lmx_lab.errors import InvalidRequestError
         ("HTTP://Hub:80/", "http://hub"),
     ],
 )
-def test_an_address_has_one_form(pasted: str, meant: str) -> None:
-    assert server_address(pasted) == meant
-    assert server_address(meant) == meant
+def test_an_address_is_normalized(pasted: str, normalized: str) -> None:
+    assert normalize_address(pasted) == normalized
+    assert normalize_address(normalized) == normalized
 
 
 @pytest.mark.parametrize(
@@ -35,9 +35,9 @@ def test_an_address_has_one_form(pasted: str, meant: str) -> None:
         *("http://h:70000", "\ud800", "http://\x00", f"http://{'a' * 5000}"),
     ],
 )
-def test_what_is_no_address_is_refused_as_an_argument(pasted: str) -> None:
+def test_an_invalid_address_is_refused(pasted: str) -> None:
     with pytest.raises(InvalidRequestError) as caught:
-        server_address(pasted)
+        normalize_address(pasted)
     assert caught.value.param == "url"
     assert len(str(caught.value)) < 500
 
@@ -45,27 +45,27 @@ def test_what_is_no_address_is_refused_as_an_argument(pasted: str) -> None:
 @pytest.mark.parametrize(
     "pasted", ["http://me:hidden@host", "http://host/?token=hidden", "host#hidden", "http://hidden@host:99999/"]
 )
-def test_a_secret_in_an_address_is_refused_and_not_shown(pasted: str) -> None:
+def test_a_secret_in_an_address_is_refused_without_showing_it(pasted: str) -> None:
     with pytest.raises(InvalidRequestError) as caught:
-        server_address(pasted)
+        normalize_address(pasted)
     assert "api_key" in str(caught.value)
     assert "hidden" not in f"{caught.value!r} {caught.value.__context__!r}"
 
 
 @pytest.mark.parametrize("key", ["", " hidden", "hid den", "hidden\n", "hiddén"])
-def test_a_key_that_no_header_can_carry_is_refused_and_not_shown(key: str) -> None:
+def test_a_key_that_is_not_valid_in_a_header_is_refused_without_showing_it(key: str) -> None:
     with pytest.raises(InvalidRequestError) as caught:
-        bearer(key)
+        authorization_header(key)
     assert caught.value.param == "api_key"
     assert "hid" not in str(caught.value)
 
 
 def test_without_a_key_there_is_no_header() -> None:
-    assert bearer(None) == {}
+    assert authorization_header(None) == {}
 
 
 @pytest.mark.parametrize(
-    ("address", "own"),
+    ("address", "loopback"),
     [
         ("http://localhost:1", True),
         ("http://127.1.2.3", True),
@@ -74,5 +74,5 @@ def test_without_a_key_there_is_no_header() -> None:
         ("http://studio.local", False),
     ],
 )
-def test_this_machine_is_known(address: str, own: bool) -> None:
-    assert is_loopback(address) is own
+def test_loopback_addresses_are_recognized(address: str, loopback: bool) -> None:
+    assert is_loopback(address) is loopback

@@ -1,4 +1,4 @@
-"""Chunks over a WebSocket: the same as over server-sent events, and the same care of whoever leaves."""
+"""Tests of chat over a WebSocket: it returns the same chunks as server-sent events, and frees slots alike."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ ENDLESS = {"max_tokens": 7500, "ignore_eos": True}
 GUID = "258EAFA5-E914-47DA-95CA-C5AB0DC85B11"
 
 
-def asked(**changes: Any) -> ChatRequest:
+def hello(**changes: Any) -> ChatRequest:
     return chat_request("hello", {"temperature": 0, "max_tokens": 8, **changes})
 
 
@@ -56,7 +56,7 @@ async def until_idle(lab: Lab) -> None:
 
 
 def merged(chunks: list[ChatChunk]) -> dict[str, Any]:
-    """What does not depend on how the answer was cut into chunks."""
+    """The parts of an answer that do not depend on how it was split into chunks."""
     choices = [choice for chunk in chunks for choice in chunk.choices]
     calls = [call for choice in choices for call in choice.delta.tool_calls or ()]
     shown = [token for choice in choices if choice.logprobs for token in choice.logprobs.content]
@@ -74,8 +74,8 @@ def merged(chunks: list[ChatChunk]) -> dict[str, Any]:
 
 
 @pytest.mark.parametrize("options", [{}, {"stream_options": {"include_usage": True}}, {"logprobs": True}], ids=str)
-async def test_both_ways_give_the_same_chunks(client: AsyncLabClient, options: dict[str, Any]) -> None:
-    body = ChatRequest.model_validate({**asked().model_dump(exclude_unset=True), **options})
+async def test_both_transports_return_the_same_chunks(client: AsyncLabClient, options: dict[str, Any]) -> None:
+    body = ChatRequest.model_validate({**hello().model_dump(exclude_unset=True), **options})
     sse = [chunk async for chunk in client.stream(body)]
     socket = [chunk async for chunk in client.stream(body, over="websocket")]
     assert merged(socket) == merged(sse)
@@ -83,10 +83,10 @@ async def test_both_ways_give_the_same_chunks(client: AsyncLabClient, options: d
     assert len({(chunk.id, chunk.created, chunk.model) for chunk in socket}) == 1
 
 
-async def test_thoughts_and_calls_come_over_a_socket_too(thinker_home: Path) -> None:
+async def test_thoughts_and_tool_calls_are_sent_over_a_websocket(thinker_home: Path) -> None:
     tool = {"type": "function", "function": {"name": "add", "parameters": {"type": "object"}}}
-    calling = asked(tools=[tool], tool_choice="required", max_tokens=60)
-    thinking = asked(chat_template_kwargs={"open_thoughts": True}, max_tokens=20)
+    calling = hello(tools=[tool], tool_choice="required", max_tokens=60)
+    thinking = hello(chat_template_kwargs={"open_thoughts": True}, max_tokens=20)
     with serving(thinker_home, "thinker") as lab:
         async with AsyncLabClient(lab.url) as client:
             for body in (calling, thinking):
@@ -95,29 +95,29 @@ async def test_thoughts_and_calls_come_over_a_socket_too(thinker_home: Path) -> 
                 assert sse["names"] or sse["thoughts"]
 
 
-def test_one_message_with_everything_is_a_chunk_for_each_thing() -> None:
+def test_a_message_with_several_kinds_of_content_is_several_chunks() -> None:
     call = {"index": 0, "id": "c", "type": "function", "function": {"name": "add", "arguments": ""}}
     token = {"token": "t", "logprob": -1.0, "bytes": [116], "top_logprobs": []}
     text = json.dumps({"token": "t", "reasoning_content": "r", "tool_calls": [call], "logprobs": [token]})
     message = SOCKET_MESSAGE.validate_json(text)
-    first, *pieces = SocketChunks(asked()).read(message)  # type: ignore[arg-type]
+    first, *pieces = SocketChunks(hello()).read(message)  # type: ignore[arg-type]
     assert first.choices[0].delta.role == "assistant"
-    said = [chunk.choices[0].delta.model_dump(exclude_unset=True) for chunk in pieces]
-    assert [list(delta) for delta in said] == [["reasoning_content"], ["content"], ["tool_calls"]]
+    deltas = [chunk.choices[0].delta.model_dump(exclude_unset=True) for chunk in pieces]
+    assert [list(delta) for delta in deltas] == [["reasoning_content"], ["content"], ["tool_calls"]]
     assert [chunk.choices[0].logprobs is not None for chunk in pieces] == [True, False, False]
 
 
 @pytest.mark.parametrize(
     ("body", "error"),
     [
-        (asked(model="no-such"), errors.ModelNotFoundError),
-        (asked(messages=[{"role": "user", "content": "word " * 9000}]), errors.ContextLengthError),
-        (asked().model_copy(update={"temperature": -1}), errors.InvalidRequestError),
-        (asked().model_copy(update={"n": 2}), errors.InvalidRequestError),
+        (hello(model="no-such"), errors.ModelNotFoundError),
+        (hello(messages=[{"role": "user", "content": "word " * 9000}]), errors.ContextLengthError),
+        (hello().model_copy(update={"temperature": -1}), errors.InvalidRequestError),
+        (hello().model_copy(update={"n": 2}), errors.InvalidRequestError),
     ],
     ids=["model", "length", "value", "choices"],
 )
-async def test_a_refusal_is_the_servers_own_error(
+async def test_a_refusal_raises_the_servers_error(
     client: AsyncLabClient, body: ChatRequest, error: type[errors.LabError]
 ) -> None:
     with pytest.raises(error) as caught:
@@ -125,17 +125,17 @@ async def test_a_refusal_is_the_servers_own_error(
     assert type(caught.value) is error
 
 
-async def test_a_missing_key_is_refused_before_there_is_a_socket(lab: Lab) -> None:
+async def test_a_missing_key_is_refused_before_the_websocket_is_opened(lab: Lab) -> None:
     async with AsyncLabClient(lab.url) as client:
         with pytest.raises(errors.UnauthorizedError):
-            await anext(client.stream(asked(), over="websocket"))
+            await anext(client.stream(hello(), over="websocket"))
 
 
 @pytest.mark.parametrize("way", ["closed", "dropped", "cancelled"])
-async def test_whoever_leaves_frees_the_slot(lab: Lab, client: AsyncLabClient, way: str) -> None:
+async def test_leaving_the_stream_frees_the_slot(lab: Lab, client: AsyncLabClient, way: str) -> None:
     gc.disable()
     try:
-        stream = client.stream(asked(**ENDLESS), over="websocket")
+        stream = client.stream(hello(**ENDLESS), over="websocket")
         await anext(stream)
         if way == "closed":
             await stream.aclose()
@@ -149,7 +149,7 @@ async def test_whoever_leaves_frees_the_slot(lab: Lab, client: AsyncLabClient, w
         await until_idle(lab)
     finally:
         gc.enable()
-    assert (await client.chat(asked())).usage.completion_tokens == 8
+    assert (await client.chat(hello())).usage.completion_tokens == 8
 
 
 async def _read(stream: Any) -> None:
@@ -157,10 +157,10 @@ async def _read(stream: Any) -> None:
         pass
 
 
-async def test_a_reader_that_takes_its_time_gets_everything(client: AsyncLabClient) -> None:
-    stream = client.stream(asked(max_tokens=300, ignore_eos=True), over="websocket")
+async def test_a_slow_reader_gets_all_chunks(client: AsyncLabClient) -> None:
+    stream = client.stream(hello(max_tokens=300, ignore_eos=True), over="websocket")
     chunks = [await anext(stream)]
-    await client.chat(asked())
+    await client.chat(hello())
     chunks += [chunk async for chunk in stream]
     assert merged(chunks)["timed"] == [(300, True)]
 
@@ -204,30 +204,30 @@ TOKEN = text_frame('{"token": "a"}')
     ],
     ids=["cut", "half-frame", "closed", "no-frame", "binary", "no-message", "no-json", "error"],
 )
-async def test_a_socket_that_breaks_is_an_error_in_plain_words(
+async def test_a_broken_websocket_is_an_error_that_names_the_address(
     frames: list[bytes], error: type[errors.LabError]
 ) -> None:
     with answering(upgraded(*frames)) as server:
         async with AsyncLabClient(server.url) as client:
             with pytest.raises(error) as caught:
-                await _read(client.stream(asked(), over="websocket"))
+                await _read(client.stream(hello(), over="websocket"))
     assert type(caught.value) is error
 
 
 @pytest.mark.parametrize("answer", [whole("<html>", kind="text/html"), whole("{}", status="404 Not Found"), b""])
-async def test_what_is_no_socket_is_said(answer: bytes) -> None:
+async def test_a_server_without_a_websocket_is_reported(answer: bytes) -> None:
     with answering(answer) as server:
         async with AsyncLabClient(server.url) as client:
             with pytest.raises(errors.UnreachableError):
-                await anext(client.stream(asked(), over="websocket"))
+                await anext(client.stream(hello(), over="websocket"))
 
 
-async def test_a_silent_socket_is_given_up_after_the_time_that_was_set() -> None:
+async def test_a_silent_websocket_is_an_error_after_the_time_limit() -> None:
     def silent(request: str) -> Iterator[bytes]:
         yield upgraded(TOKEN)(request)
-        yield from iter(lambda: b"\x89\x00", None)  # pings are no answer
+        yield from iter(lambda: b"\x89\x00", None)  # pings do not count as an answer
 
     with answering(silent) as server:
         async with AsyncLabClient(server.url, timeout_s=0.2) as client:
             with pytest.raises(errors.UnreachableError, match="timeout_s"):
-                await _read(client.stream(asked(), over="websocket"))
+                await _read(client.stream(hello(), over="websocket"))

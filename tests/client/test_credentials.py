@@ -1,4 +1,4 @@
-"""Where a daemon is: the state file that is believed, and what is said of the others."""
+"""Tests of reading the daemon's state file."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ TOKEN = "open-sesame-42"
 
 
 def write(home: Path, **changes: Any) -> Path:
-    """The state file of a daemon that may or may not run."""
+    """Write the state file of a daemon, which need not run."""
     fields = {"pid": 1, "started_at": "2026-11-21T10:00:00.123Z", "daemon_id": "dmn_1", "host": "127.0.0.1"}
     folder = home / "daemon"
     folder.mkdir(parents=True, exist_ok=True)
@@ -26,38 +26,38 @@ def write(home: Path, **changes: Any) -> Path:
     return folder / STATE
 
 
-def test_a_home_says_where_its_daemon_is(tmp_path: Path) -> None:
+def test_the_state_file_of_a_home_is_read(tmp_path: Path) -> None:
     write(tmp_path)
     credentials = Credentials.from_home(tmp_path)
     assert (credentials.url, credentials.token, credentials.daemon_id) == ("http://127.0.0.1:4321", TOKEN, "dmn_1")
 
 
-def test_without_a_home_it_is_that_of_the_environment(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_default_home_is_that_of_the_environment(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     write(tmp_path)
     monkeypatch.setenv("LMX_LAB_HOME", str(tmp_path))
     assert Credentials.from_home().daemon_id == "dmn_1"
 
 
-def test_a_token_is_in_no_repr(tmp_path: Path) -> None:
+def test_the_token_is_in_no_repr(tmp_path: Path) -> None:
     write(tmp_path)
     credentials = Credentials.from_home(tmp_path)
     assert TOKEN not in f"{credentials!r} {credentials} {credentials.endpoint!r} {credentials.endpoint}"
 
 
-def test_without_a_daemon_it_says_how_to_start_one(tmp_path: Path) -> None:
+def test_without_a_daemon_the_message_says_how_to_start_one(tmp_path: Path) -> None:
     with pytest.raises(UnreachableError, match=r"no daemon of this user.*lmx-lab daemon.*LMX_LAB_HOME") as caught:
         Credentials.from_home(tmp_path)
     assert str(tmp_path / "daemon" / "state.json") in str(caught.value)
 
 
-def test_a_file_that_others_may_read_is_not_believed(tmp_path: Path) -> None:
+def test_a_file_that_others_may_read_is_not_trusted(tmp_path: Path) -> None:
     write(tmp_path).chmod(0o644)
-    with pytest.raises(UnreachableError, match=r"others may read .*644"):
+    with pytest.raises(UnreachableError, match=r"other users have access .*644"):
         Credentials.from_home(tmp_path)
 
 
 @pytest.mark.parametrize("kind", ["link", "pipe", "folder"])
-def test_what_is_no_file_is_not_believed(tmp_path: Path, kind: str) -> None:
+def test_a_path_that_is_not_a_regular_file_is_not_trusted(tmp_path: Path, kind: str) -> None:
     path = write(tmp_path)
     path.rename(tmp_path / "elsewhere")
     match kind:
@@ -67,35 +67,35 @@ def test_what_is_no_file_is_not_believed(tmp_path: Path, kind: str) -> None:
             os.mkfifo(path, 0o600)
         case "folder":
             path.mkdir(0o700)
-    with pytest.raises(UnreachableError, match="not believed"):
+    with pytest.raises(UnreachableError, match="cannot be trusted"):
         Credentials.from_home(tmp_path)
 
 
 @pytest.mark.parametrize(
     "text", ["", "[]", f'{{"token": "{TOKEN}"', f'{{"token": "{TOKEN}", "port": "{TOKEN}"}}', "\x00" * 100_000]
 )
-def test_what_is_no_state_is_not_shown(tmp_path: Path, text: str) -> None:
+def test_invalid_content_is_refused_without_showing_it(tmp_path: Path, text: str) -> None:
     write(tmp_path).write_text(text)
-    with pytest.raises(UnreachableError, match="no state file") as caught:
+    with pytest.raises(UnreachableError, match="not a valid state file") as caught:
         Credentials.from_home(tmp_path)
     assert TOKEN not in "".join(traceback.format_exception(caught.value))
 
 
 @pytest.mark.parametrize("changes", [{"token": f"{TOKEN} two"}, {"host": ""}, {"port": 99_999}])
-def test_a_state_that_could_never_do_is_not_believed(tmp_path: Path, changes: dict[str, Any]) -> None:
+def test_a_state_with_invalid_values_is_refused(tmp_path: Path, changes: dict[str, Any]) -> None:
     write(tmp_path, **changes)
-    with pytest.raises(UnreachableError, match="no state file") as caught:
+    with pytest.raises(UnreachableError, match="not a valid state file") as caught:
         Credentials.from_home(tmp_path)
     assert caught.value.__traceback__ is not None
-    frames = caught.value.__traceback__.tb_next  # this test's own variables have it
+    frames = caught.value.__traceback__.tb_next  # the variables of the test contain the token
     shown = traceback.TracebackException(type(caught.value), caught.value, frames, capture_locals=True)
     assert TOKEN not in "".join(shown.format())
 
 
-# --- again
+# --- reading again
 
 
-def test_a_daemon_that_was_started_again_is_found(tmp_path: Path) -> None:
+def test_a_restarted_daemon_is_found(tmp_path: Path) -> None:
     path = write(tmp_path)
     credentials = Credentials.from_home(tmp_path)
     assert not credentials.refresh()
@@ -107,7 +107,7 @@ def test_a_daemon_that_was_started_again_is_found(tmp_path: Path) -> None:
     assert not credentials.refresh()
 
 
-def test_what_cannot_be_believed_changes_nothing(tmp_path: Path) -> None:
+def test_a_file_that_is_not_trusted_changes_nothing(tmp_path: Path) -> None:
     write(tmp_path)
     credentials = Credentials.from_home(tmp_path)
     write(tmp_path, port=4322).chmod(0o640)
@@ -115,18 +115,18 @@ def test_what_cannot_be_believed_changes_nothing(tmp_path: Path) -> None:
     assert credentials.url == "http://127.0.0.1:4321"
 
 
-# --- by hand
+# --- given by the caller
 
 
 @pytest.mark.parametrize("end", ["", "/", "/v3", "/v3/"])
-def test_the_ends_of_an_address_do_not_matter(end: str) -> None:
+def test_the_end_of_an_address_does_not_matter(end: str) -> None:
     credentials = Credentials(f"http://h:1/proxy{end}", TOKEN)
     assert (credentials.url, credentials.daemon_id) == ("http://h:1/proxy", None)
     assert not credentials.refresh()
 
 
 @pytest.mark.parametrize(("url", "token", "param"), [("http://h", "two words", "token"), ("ftp://h", None, "url")])
-def test_what_could_never_do_is_refused_and_not_shown(url: str, token: str | None, param: str) -> None:
+def test_an_invalid_address_or_token_is_refused_without_showing_it(url: str, token: str | None, param: str) -> None:
     with pytest.raises(InvalidRequestError) as caught:
         Credentials(url, token)
     assert caught.value.param == param

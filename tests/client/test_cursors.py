@@ -1,4 +1,4 @@
-"""Cursors that outlive a process."""
+"""Tests of cursor stores."""
 
 from __future__ import annotations
 
@@ -7,14 +7,14 @@ from pathlib import Path
 
 import pytest
 
-from lmx_lab.client.cursors import CURSOR_BYTES, Cursor, FileCursor, MemoryCursor
+from lmx_lab.client.cursors import MAX_CURSOR_BYTES, Cursor, FileCursor, MemoryCursor
 from lmx_lab.errors import HostingError
 
 FIRST, SECOND = Cursor(stream_id="stm_1", seq=7), Cursor(stream_id="stm_1", seq=9)
 
 
 @pytest.mark.parametrize("kind", ["memory", "file"])
-def test_the_cursor_that_was_saved_last_is_loaded(tmp_path: Path, kind: str) -> None:
+def test_the_last_saved_cursor_is_loaded(tmp_path: Path, kind: str) -> None:
     store = MemoryCursor() if kind == "memory" else FileCursor(tmp_path / "cursor.json")
     assert store.load() is None
     store.save(FIRST)
@@ -24,7 +24,7 @@ def test_the_cursor_that_was_saved_last_is_loaded(tmp_path: Path, kind: str) -> 
         assert FileCursor(str(tmp_path / "cursor.json")).load() == SECOND
 
 
-def test_the_file_is_its_users_alone_and_nothing_is_left_beside_it(tmp_path: Path) -> None:
+def test_the_file_is_private_and_no_temporary_file_remains(tmp_path: Path) -> None:
     before = os.umask(0)
     try:
         FileCursor(tmp_path / "cursor.json").save(FIRST)
@@ -34,7 +34,7 @@ def test_the_file_is_its_users_alone_and_nothing_is_left_beside_it(tmp_path: Pat
     assert file.stat().st_mode & 0o777 == 0o600
 
 
-def test_the_file_may_be_in_the_users_home(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_tilde_is_expanded(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("HOME", str(tmp_path))
     FileCursor("~/cursor.json").save(FIRST)
     assert (tmp_path / "cursor.json").exists()
@@ -45,22 +45,22 @@ def test_the_file_may_be_in_the_users_home(tmp_path: Path, monkeypatch: pytest.M
     [b"", b"7", b"{}", b'{"stream_id": "", "seq": 1}', b'{"stream_id": "s", "seq": -1}', b"\xff\xfe", b"x" * 10**5],
     ids=["empty", "number", "no fields", "no stream", "negative", "no UTF-8", "long"],
 )
-def test_a_file_that_holds_something_else_is_not_overwritten(tmp_path: Path, text: bytes) -> None:
+def test_a_file_with_other_content_is_not_overwritten(tmp_path: Path, text: bytes) -> None:
     path = tmp_path / "notes.txt"
     path.write_bytes(text)
-    with pytest.raises(HostingError, match=r"notes\.txt holds no cursor.*remove it"):
+    with pytest.raises(HostingError, match=r"notes\.txt does not contain a cursor.*remove the file"):
         FileCursor(path).load()
     assert path.read_bytes() == text
 
 
-def test_neither_a_folder_nor_a_pipe_is_a_cursor(tmp_path: Path) -> None:
+def test_a_folder_or_a_pipe_is_refused(tmp_path: Path) -> None:
     os.mkfifo(tmp_path / "pipe")
     for path in (tmp_path, tmp_path / "pipe"):
-        with pytest.raises(HostingError, match="holds no cursor"):
+        with pytest.raises(HostingError, match="does not contain a cursor"):
             FileCursor(path).load()
 
 
-def test_where_nothing_can_be_written_the_message_says_so(tmp_path: Path) -> None:
+def test_a_path_that_cannot_be_written_is_reported(tmp_path: Path) -> None:
     store = FileCursor(tmp_path / "missing" / "cursor.json")
     assert store.load() is None
     with pytest.raises(HostingError, match="cannot be written"):
@@ -71,9 +71,9 @@ def test_where_nothing_can_be_written_the_message_says_so(tmp_path: Path) -> Non
     assert [path.name for path in tmp_path.iterdir()] == ["folder"]
 
 
-def test_the_longest_cursor_is_read_whole(tmp_path: Path) -> None:
+def test_the_longest_cursor_is_read_completely(tmp_path: Path) -> None:
     longest = Cursor(stream_id="s" * 200, seq=10**15)
     store = FileCursor(tmp_path / "cursor.json")
     store.save(longest)
     assert store.load() == longest
-    assert len(longest.model_dump_json()) < CURSOR_BYTES
+    assert len(longest.model_dump_json()) < MAX_CURSOR_BYTES

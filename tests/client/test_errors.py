@@ -1,11 +1,11 @@
-"""Errors that cross the wire are the same on both sides."""
+"""Tests of the translation of error responses to error classes."""
 
 from __future__ import annotations
 
 import pytest
 
-from lmx_lab.client.errors import DAEMON, ERROR_CLASSES, UnexpectedResponse, error_in, lab_server_error
-from lmx_lab.errors import CursorExpiredError, LabError, UnreachableError
+from lmx_lab.client.errors import DAEMON, UnexpectedResponse, lab_server_error, parse_error
+from lmx_lab.errors import ERROR_CLASSES, CursorExpiredError, LabError, UnreachableError
 from lmx_lab.http.error_bodies import respond
 from tests.test_errors import classes
 
@@ -13,16 +13,16 @@ from tests.test_errors import classes
 def answer(
     body: bytes, status: int = 500, kind: str = "application/json", retry_after: str | None = None
 ) -> UnexpectedResponse:
-    return UnexpectedResponse(url="http://h", status=status, kind=kind, retry_after=retry_after, body=body)
+    return UnexpectedResponse(url="http://h", status=status, content_type=kind, retry_after=retry_after, body=body)
 
 
-def test_the_table_has_every_code_once_and_nothing_else() -> None:
+def test_the_table_has_every_code() -> None:
     assert set(ERROR_CLASSES) == {kind.code for kind in classes()}
     assert all(kind.code == code for code, kind in ERROR_CLASSES.items())
 
 
 @pytest.mark.parametrize("kind", classes(), ids=lambda kind: kind.__name__)
-def test_what_the_server_says_is_the_same_error_here(kind: type[LabError]) -> None:
+def test_a_servers_error_is_the_same_error_in_the_client(kind: type[LabError]) -> None:
     response = respond(kind("why, and what to do", param="messages.0", retry_after_s=1.5), request_id="req_1")
     retry_after = response.headers["retry-after"]
     error = lab_server_error(answer(bytes(response.body), response.status_code, retry_after=retry_after))
@@ -31,30 +31,30 @@ def test_what_the_server_says_is_the_same_error_here(kind: type[LabError]) -> No
     assert (error.message[:19], error.param, error.retry_after_s) == ("why, and what to do", "messages.0", 2.0)
 
 
-def test_a_code_of_a_newer_server_stays_in_the_message() -> None:
-    error = error_in('{"error": {"code": "moon-full", "message": "wait", "new": 1}}')
+def test_an_unknown_code_is_kept_in_the_message() -> None:
+    error = parse_error('{"error": {"code": "moon-full", "message": "wait", "new": 1}}')
     assert (type(error), str(error)) == (LabError, "wait (moon-full)")
 
 
-def test_an_error_of_another_chat_server_is_read_too() -> None:
-    error = error_in('{"error": {"code": null, "message": "no", "type": "x", "param": null}}')
+def test_an_error_of_another_chat_server_is_parsed() -> None:
+    error = parse_error('{"error": {"code": null, "message": "no", "type": "x", "param": null}}')
     assert (type(error), str(error)) == (LabError, "no")
 
 
-def test_a_key_is_said_to_be_an_argument() -> None:
-    error = error_in('{"error": {"code": "unauthorized", "message": "this server needs its key"}}')
+def test_a_missing_key_names_the_argument() -> None:
+    error = parse_error('{"error": {"code": "unauthorized", "message": "this server needs its key"}}')
     assert "api_key=" in str(error)
 
 
 @pytest.mark.parametrize(("reason", "read"), [("ahead", "ahead"), ("other-stream", "other-stream"), ("moon", "pruned")])
 def test_an_expired_cursor_keeps_its_reason(reason: str, read: str) -> None:
-    error = error_in(f'{{"error": {{"code": "cursor-expired", "message": "m", "reason": "{reason}"}}}}')
+    error = parse_error(f'{{"error": {{"code": "cursor-expired", "message": "m", "reason": "{reason}"}}}}')
     assert isinstance(error, CursorExpiredError)
     assert error.reason == read
 
 
-def test_how_a_daemons_token_is_given_is_said_in_its_own_words() -> None:
-    error = error_in('{"error": {"code": "unauthorized", "message": "no token"}}', server=DAEMON)
+def test_a_missing_token_of_the_daemon_names_its_argument() -> None:
+    error = parse_error('{"error": {"code": "unauthorized", "message": "no token"}}', server=DAEMON)
     assert "token=" in str(error)
     assert "api_key" not in str(error)
 
@@ -62,19 +62,19 @@ def test_how_a_daemons_token_is_given_is_said_in_its_own_words() -> None:
 @pytest.mark.parametrize(
     "body", [b"", b"[1]", b'{"error": "no"}', b'{"error": {"code": "queue-full"}}', b'{"detail": "Not Found"}', b"\xff"]
 )
-def test_what_is_no_error_of_ours_names_the_address_and_what_came(body: bytes) -> None:
+def test_an_error_of_another_program_names_the_address_and_the_response(body: bytes) -> None:
     error = lab_server_error(answer(body, 404, "text/html; charset=utf-8"))
     assert isinstance(error, UnreachableError)
     assert all(part in str(error) for part in ("http://h", "404", "text/html"))
 
 
 @pytest.mark.parametrize(("status", "hint"), [(302, "login"), (403, "login"), (500, "behind it"), (200, "address")])
-def test_what_stands_in_front_of_a_server_is_guessed(status: int, hint: str) -> None:
+def test_the_message_guesses_what_is_in_front_of_the_server(status: int, hint: str) -> None:
     assert hint in str(lab_server_error(answer(b"<html>", status, "text/html")))
 
 
 @pytest.mark.parametrize("retry_after", [None, "", "soon", "-1", "Wed, 21 Oct 2026 07:28:00 GMT", "٣"])
-def test_advice_that_is_no_number_of_seconds_is_none(retry_after: str | None) -> None:
-    error = error_in('{"error": {"code": "queue-full", "message": "m"}}', retry_after=retry_after)
+def test_an_advised_delay_that_is_not_a_number_is_ignored(retry_after: str | None) -> None:
+    error = parse_error('{"error": {"code": "queue-full", "message": "m"}}', retry_after=retry_after)
     assert error is not None
     assert error.retry_after_s is None

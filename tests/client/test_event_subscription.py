@@ -1,4 +1,4 @@
-"""Subscriptions to a server that does whatever servers, proxies and clocks do wrong."""
+"""Tests of subscriptions against servers, proxies and clocks that misbehave."""
 
 from __future__ import annotations
 
@@ -52,8 +52,8 @@ WAIT_S = 20.0
 
 @pytest.fixture(autouse=True)
 def _short_delays(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(backoff, "FIRST_S", 0.001)
-    monkeypatch.setattr(event_receiver, "REFUSED_S", 0.001)
+    monkeypatch.setattr(backoff, "MIN_DELAY_S", 0.001)
+    monkeypatch.setattr(event_receiver, "MIN_REFUSAL_INTERVAL_S", 0.001)
 
 
 @asynccontextmanager
@@ -79,29 +79,29 @@ def error(code: str, message: str = "no") -> str:
     return json.dumps({"error": {"code": code, "message": message, "type": "t"}})
 
 
-# Going on
+# Continuing
 
 
-async def test_the_next_connection_goes_on_after_the_last_event() -> None:
+async def test_the_next_connection_continues_after_the_last_event() -> None:
     async with EventServer([hello(3), event(4), event(5), CUT], [hello(5), event(6), STAY]) as server:
         assert await seqs_of(server, 3, after=3) == [4, 5, 6]
     assert server.queries == [{"after": "3"}, {"after": "5", "stream_id": "stm_1"}]
 
 
-async def test_what_was_seen_is_dropped() -> None:
+async def test_events_that_were_received_before_are_dropped() -> None:
     async with EventServer(
         [hello(3), event(4), event(5), CUT], [hello(5), event(4), event(5), event(6), STAY]
     ) as server:
         assert await seqs_of(server, 3, after=3) == [4, 5, 6]
 
 
-async def test_nothing_is_missed_between_the_greeting_and_the_first_event() -> None:
+async def test_no_event_is_missed_between_the_hello_frame_and_the_first_event() -> None:
     async with EventServer([hello(7), CUT], [hello(9), event(8), event(9), STAY]) as server:
         assert await seqs_of(server, 2) == [8, 9]
     assert server.queries == [{}, {"after": "7", "stream_id": "stm_1"}]
 
 
-async def test_heartbeats_move_the_cursor_over_what_the_filter_leaves_out() -> None:
+async def test_heartbeats_move_the_cursor_past_filtered_events() -> None:
     async with EventServer([hello(3), event(4), heartbeat(90), CUT], [hello(90), event(91), STAY]) as server:
         assert await seqs_of(server, 2, after=3, types=["turn.*"]) == [4, 91]
     assert server.queries[1] == {"after": "90", "stream_id": "stm_1", "types": "turn.*"}
@@ -111,7 +111,7 @@ async def test_heartbeats_move_the_cursor_over_what_the_filter_leaves_out() -> N
     "end",
     [
         [HALF],
-        ["this is no JSON", STAY],
+        ["this is not JSON", STAY],
         ['{"event": "turn.token"}', STAY],
         ["[" * 100_000, STAY],
         ['{"event": "turn.new", "seq": 5, "at": "", "stream_id": "s", "data": ' + "[" * 100_000, STAY],
@@ -138,7 +138,7 @@ async def test_heartbeats_move_the_cursor_over_what_the_filter_leaves_out() -> N
         "huge",
     ],
 )
-async def test_rubbish_costs_a_connection_and_no_event(end: list[Any]) -> None:
+async def test_an_invalid_message_ends_the_connection_and_loses_no_event(end: list[Any]) -> None:
     async with (
         EventServer([hello(3), event(4), *end], [hello(4), event(5), STAY]) as server,
         subscribed(server, after=3) as events,
@@ -147,7 +147,7 @@ async def test_rubbish_costs_a_connection_and_no_event(end: list[Any]) -> None:
         assert events.reconnects == 1
 
 
-async def test_kinds_and_fields_of_a_newer_daemon_are_passed_on() -> None:
+async def test_types_and_fields_of_a_newer_daemon_are_passed_on() -> None:
     new = frame("turn.dreamt", {"of": ["sheep"]}, seq=5, mood="calm")
     odd = frame("turn.token", {"letters": "abc"}, seq=6)
     control = frame("stream.weather", {"sunny": True})
@@ -166,13 +166,13 @@ async def test_kinds_and_fields_of_a_newer_daemon_are_passed_on() -> None:
         assert isinstance(known, TurnTokenEvent)
 
 
-async def test_silence_for_some_heartbeats_ends_a_connection() -> None:
+async def test_silence_for_several_heartbeats_ends_a_connection() -> None:
     async with EventServer([hello(3, heartbeat_s=0.4), event(4), STAY], [hello(4), event(5), STAY]) as server:
         assert await seqs_of(server, 2, after=3) == [4, 5]
 
 
 @pytest.mark.parametrize("heartbeat_s", [float("nan"), float("inf"), 0.0, -1.0, 1e9])
-async def test_heartbeats_that_cannot_be_are_not_believed(heartbeat_s: float) -> None:
+async def test_implausible_heartbeat_intervals_are_ignored(heartbeat_s: float) -> None:
     async with (
         EventServer([hello(3, heartbeat_s=heartbeat_s), synced(3), event(4), STAY]) as server,
         subscribed(server, after=3) as events,
@@ -181,19 +181,19 @@ async def test_heartbeats_that_cannot_be_are_not_believed(heartbeat_s: float) ->
         assert events._receiver._silence_s == 37.5
 
 
-async def test_a_defect_is_raised_and_not_taken_for_a_broken_connection(monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_a_bug_is_raised_and_not_treated_as_a_broken_connection(monkeypatch: pytest.MonkeyPatch) -> None:
     def fail(*args: object) -> None:
         raise ZeroDivisionError
 
-    monkeypatch.setattr("lmx_lab.client.event_position.EventPosition.take", fail)
+    monkeypatch.setattr("lmx_lab.client.event_position.EventPosition.process", fail)
     async with EventServer([hello(3), STAY]) as server, subscribed(server, after=3) as events:
         with pytest.raises(ZeroDivisionError):
             await anext(events)
         assert events.state == ConnectionState(state="closed")
 
 
-async def test_a_reader_that_takes_its_time_is_no_silence(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("lmx_lab.client.streams.ITEMS", 2)
+async def test_a_slow_reader_does_not_count_as_silence(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("lmx_lab.client.streams.MAX_ITEMS", 2)
     many = [event(seq) for seq in range(4, 40)]
     async with (
         EventServer([hello(3, heartbeat_s=0.6), *many, STAY]) as server,
@@ -210,7 +210,7 @@ async def test_a_reader_that_takes_its_time_is_no_silence(monkeypatch: pytest.Mo
 # Resets
 
 
-async def test_after_a_reset_come_snapshots_and_what_is_not_in_them() -> None:
+async def test_a_reset_delivers_snapshots_and_the_events_after_them() -> None:
     script = [hello(50), reset(50), snapshot("a", 52), snapshot("b", 50), synced(50)]
     live = [event(51, session_id="a"), event(52, session_id="b"), event(53, session_id="a"), STAY]
     async with EventServer([*script, *live]) as server, subscribed(server, after=3) as events:
@@ -220,14 +220,14 @@ async def test_after_a_reset_come_snapshots_and_what_is_not_in_them() -> None:
     assert [(event.seq, event.session_id) for event in found[3:]] == [(52, "b"), (53, "a")]
 
 
-async def test_a_reset_that_breaks_off_comes_again_whole() -> None:
+async def test_an_interrupted_reset_is_repeated_completely() -> None:
     whole = [hello(50), reset(50), snapshot("a", 50), snapshot("b", 50), synced(50), event(51), CUT]
     async with (
         EventServer([hello(50), reset(50), snapshot("a", 50), CUT], whole, [STAY]) as server,
         subscribed(server, after=3) as events,
     ):
         found = await take(events, 6)
-        await server.asked(3)
+        await server.wait_for_requests(3)
     assert [event.event.removeprefix("stream.") for event in found] == [
         *("reset", "snapshot", "reset", "snapshot", "snapshot"),
         "turn.token",
@@ -235,13 +235,13 @@ async def test_a_reset_that_breaks_off_comes_again_whole() -> None:
     assert [query["after"] for query in server.queries] == ["3", "3", "51"]
 
 
-async def test_the_numbers_of_another_database_may_be_smaller() -> None:
+async def test_a_new_database_may_have_smaller_numbers() -> None:
     other: dict[str, Any] = {"stream_id": "stm_2"}
     script = [hello(7, **other), reset(7, "other-stream", **other), synced(7, **other), event(8, **other), CUT]
     store = MemoryCursor(Cursor(stream_id="stm_1", seq=900))
     async with EventServer(script, [STAY]) as server, subscribed(server, cursor=store) as events:
         found = await take(events, 2)
-        await server.asked(2)
+        await server.wait_for_requests(2)
     assert [event.seq for event in found] == [None, 8]
     assert server.queries == [{"after": "900", "stream_id": "stm_1"}, {"after": "8", "stream_id": "stm_2"}]
     assert store.load() == Cursor(stream_id="stm_2", seq=8)
@@ -251,7 +251,7 @@ async def test_the_numbers_of_another_database_may_be_smaller() -> None:
 
 
 @pytest.mark.parametrize("headers", [{}, {"Retry-After": "7"}, {"Retry-After": "Wed, 21 Oct 2026 07:28:00 GMT"}])
-async def test_a_server_that_is_busy_is_asked_again(headers: dict[str, str]) -> None:
+async def test_a_busy_daemon_is_tried_again(headers: dict[str, str]) -> None:
     refused = Refused(503, error("queue-full"), headers=headers)
     async with EventServer(refused, [hello(3), event(4), STAY]) as server, subscribed(server, after=3) as events:
         state = await until(events, "waiting")
@@ -264,14 +264,14 @@ async def test_a_server_that_is_busy_is_asked_again(headers: dict[str, str]) -> 
             assert (await anext(events)).seq == 4
 
 
-async def test_a_proxy_without_its_server_is_asked_again() -> None:
+async def test_a_proxy_without_its_server_is_tried_again() -> None:
     bad_gateway = Refused(502, "<html>Bad Gateway</html>", kind="text/html")
     async with EventServer(bad_gateway, bad_gateway, bad_gateway, [hello(3), event(4), STAY]) as server:
         assert await seqs_of(server, 1, after=3) == [4]
 
 
 @pytest.mark.parametrize(
-    ("answer", "kind", "asked"),
+    ("answer", "kind", "requests"),
     [
         (Refused(401, error("unauthorized")), UnauthorizedError, 2),
         (Refused(200, "<html>Welcome</html>", kind="text/html"), WrongServerError, 2),
@@ -281,7 +281,7 @@ async def test_a_proxy_without_its_server_is_asked_again() -> None:
     ],
     ids=["token", "web page", "404", "other JSON", "filter"],
 )
-async def test_some_refusals_are_final(answer: Refused, kind: type[Exception], asked: int) -> None:
+async def test_some_refusals_are_final(answer: Refused, kind: type[Exception], requests: int) -> None:
     async with EventServer(answer) as server, subscribed(server) as events:
         with pytest.raises(kind) as caught:
             await anext(events)
@@ -289,17 +289,17 @@ async def test_some_refusals_are_final(answer: Refused, kind: type[Exception], a
             await anext(events)
         assert events.state == ConnectionState(state="closed", attempts=events.state.attempts, error=events.state.error)
         assert events.state.error is caught.value
-    assert len(server.queries) == asked
+    assert len(server.queries) == requests
     assert "secret" not in f"{caught.value!r} {events!r} {events.state!r}"
 
 
-async def test_a_refused_token_may_be_good_a_moment_later() -> None:
+async def test_a_refused_token_is_tried_again_once() -> None:
     async with EventServer(Refused(401, error("unauthorized")), [hello(3), event(4), STAY]) as server:
         assert await seqs_of(server, 1, after=3) == [4]
     assert server.headers[0]["Authorization"] == "Bearer secret"
 
 
-async def test_what_came_before_a_final_refusal_is_read_first() -> None:
+async def test_events_before_a_final_refusal_are_read_first() -> None:
     async with (
         EventServer([hello(3), event(4), event(5), CUT], Refused(400, error("invalid-request"))) as server,
         subscribed(server, after=3) as events,
@@ -310,7 +310,7 @@ async def test_what_came_before_a_final_refusal_is_read_first() -> None:
             await anext(events)
 
 
-async def test_where_nobody_is_one_waits_until_somebody_is() -> None:
+async def test_the_subscription_waits_until_a_daemon_answers() -> None:
     async with EventServer([STAY]) as server:
         address = server.url
     async with AsyncDaemonClient(address, token=None) as client, Subscription(client) as events:
@@ -329,34 +329,34 @@ async def until(events: Subscription, state: str) -> ConnectionState:
     raise AssertionError(f"closed without {state}")
 
 
-async def test_states_tell_of_the_connection() -> None:
+async def test_states_describe_the_connection() -> None:
     async with EventServer([hello(3), synced(3), event(4), CUT], [hello(4), synced(4), STAY]) as server:
-        told: list[ConnectionState] = []
+        states: list[ConnectionState] = []
         async with AsyncDaemonClient(server.url, token=None) as client:
             async with (
                 Subscription(client, after=3) as events,
                 asyncio.timeout(WAIT_S),
             ):
                 async for state in events.states():
-                    told.append(state)
-                    if [found.state for found in told].count("live") == 2:
+                    states.append(state)
+                    if [found.state for found in states].count("live") == 2:
                         break
-            told += [state async for state in events.states()]
+            states += [state async for state in events.states()]
     once = ["connecting", "catching-up", "live"]
-    assert [state.state for state in told] == [*once, "waiting", *once, "closed"]
-    assert isinstance(told[3].error, ConnectionLostError)
-    assert told[3].attempts == 1
-    assert told[-1].error is None
+    assert [state.state for state in states] == [*once, "waiting", *once, "closed"]
+    assert isinstance(states[3].error, ConnectionLostError)
+    assert states[3].attempts == 1
+    assert states[-1].error is None
 
 
-async def test_a_server_that_greets_and_leaves_at_once_is_backed_off_from() -> None:
+async def test_a_daemon_that_closes_every_connection_is_tried_with_growing_delays() -> None:
     async with EventServer([hello(3), "rubbish", STAY]) as server, subscribed(server, after=3) as events:
         async for state in events.states():
             if state.attempts == 6:
                 break
 
 
-async def test_a_connection_that_brought_something_makes_delays_short_again() -> None:
+async def test_a_connection_with_an_event_resets_the_delays() -> None:
     bad: list[Any] = [hello(3), CUT]
     async with (
         EventServer(bad, bad, bad, [hello(3), event(4), CUT], [hello(4), STAY]) as server,
@@ -382,8 +382,8 @@ class Clock:
 
 
 @pytest.mark.parametrize("ahead_s", [3600.0, 86_400.0 * 365])
-async def test_after_sleep_the_connection_is_a_new_one_at_once(monkeypatch: Any, ahead_s: float) -> None:
-    monkeypatch.setattr(backoff, "LOOK_S", 0.01)
+async def test_after_sleep_a_new_connection_is_opened_at_once(monkeypatch: Any, ahead_s: float) -> None:
+    monkeypatch.setattr(backoff, "CHECK_INTERVAL_S", 0.01)
     clock = Clock()
     async with (
         EventServer([hello(3), synced(3), STAY], [hello(3), event(4), STAY]) as server,
@@ -395,8 +395,8 @@ async def test_after_sleep_the_connection_is_a_new_one_at_once(monkeypatch: Any,
     assert len(server.queries) == 2
 
 
-async def test_after_sleep_nobody_waits_for_the_next_attempt(monkeypatch: Any) -> None:
-    monkeypatch.setattr(backoff, "LOOK_S", 0.01)
+async def test_after_sleep_the_next_attempt_starts_at_once(monkeypatch: Any) -> None:
+    monkeypatch.setattr(backoff, "CHECK_INTERVAL_S", 0.01)
     clock = Clock()
     busy = Refused(503, error("queue-full"), headers={"Retry-After": "3600"})
     async with (
@@ -409,22 +409,22 @@ async def test_after_sleep_nobody_waits_for_the_next_attempt(monkeypatch: Any) -
         assert (await anext(events)).seq == 4
 
 
-async def test_a_clock_that_is_set_back_means_nothing(monkeypatch: Any) -> None:
-    monkeypatch.setattr(backoff, "LOOK_S", 0.01)
+async def test_setting_the_clock_back_has_no_effect(monkeypatch: Any) -> None:
+    monkeypatch.setattr(backoff, "CHECK_INTERVAL_S", 0.01)
     clock = Clock()
-    looks = asyncio.Event()
+    checked = asyncio.Event()
 
     def wall() -> float:
         if clock.ahead_s:
-            looks.set()
+            checked.set()
         return clock()
 
     async with EventServer([hello(3), synced(3), STAY]) as server, subscribed(server, after=3, wall=wall) as events:
         await until(events, "live")
         clock.ahead_s = -3600.0
-        await looks.wait()
-        looks.clear()
-        await looks.wait()
+        await checked.wait()
+        checked.clear()
+        await checked.wait()
         assert events.state.state == "live"
     assert len(server.queries) == 1
 
@@ -432,7 +432,7 @@ async def test_a_clock_that_is_set_back_means_nothing(monkeypatch: Any) -> None:
 # Readers
 
 
-async def test_giving_up_the_wait_for_an_event_loses_none() -> None:
+async def test_cancelling_the_wait_for_an_event_loses_none() -> None:
     async with (
         EventServer([hello(3), *[event(seq) for seq in range(4, 60)], STAY]) as server,
         subscribed(server, after=3) as events,
@@ -450,7 +450,7 @@ async def test_giving_up_the_wait_for_an_event_loses_none() -> None:
     assert found == list(range(4, 60))
 
 
-async def test_two_tasks_cannot_read_one_subscription() -> None:
+async def test_two_tasks_cannot_read_the_same_subscription() -> None:
     async with EventServer([hello(3), STAY]) as server, subscribed(server) as events:
         first = asyncio.ensure_future(anext(events))
         await asyncio.sleep(0)
@@ -459,7 +459,7 @@ async def test_two_tasks_cannot_read_one_subscription() -> None:
         first.cancel()
 
 
-async def test_a_loop_that_is_left_closes_its_subscription() -> None:
+async def test_leaving_the_loop_closes_the_subscription() -> None:
     async with (
         EventServer([hello(3), event(4), event(5), STAY]) as server,
         AsyncDaemonClient(server.url, token=None) as client,
@@ -473,7 +473,7 @@ async def test_a_loop_that_is_left_closes_its_subscription() -> None:
             await anext(events)
 
 
-async def test_closing_ends_the_loop_of_whoever_reads() -> None:
+async def test_closing_ends_the_readers_loop() -> None:
     async with (
         EventServer([hello(3), event(4), STAY]) as server,
         AsyncDaemonClient(server.url, token=None) as client,
@@ -488,22 +488,22 @@ async def test_closing_ends_the_loop_of_whoever_reads() -> None:
     assert read == [4]
 
 
-async def test_one_that_is_closed_before_it_has_begun_is_closed() -> None:
+async def test_a_subscription_can_be_closed_before_it_starts() -> None:
     async with AsyncDaemonClient("http://127.0.0.1:9", token=None) as client, asyncio.timeout(WAIT_S):
         events = Subscription(client)
-        told = asyncio.create_task(until(events, "closed"))
+        closed = asyncio.create_task(until(events, "closed"))
         opened = asyncio.create_task(events.opened())
         await asyncio.sleep(0)
         async with events:
             pass
-        assert (await told).state == events.state.state == "closed"
+        assert (await closed).state == events.state.state == "closed"
         assert await opened is None
 
 
 # Cursors
 
 
-async def test_an_event_has_been_seen_when_the_next_one_is_asked_for() -> None:
+async def test_an_event_counts_as_read_when_the_next_one_is_requested() -> None:
     store = MemoryCursor()
 
     async def read() -> None:

@@ -1,4 +1,4 @@
-"""Server-sent events out of bytes, however these are cut."""
+"""Tests of the decoder of server-sent events."""
 
 from __future__ import annotations
 
@@ -8,23 +8,23 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from lmx_lab.client.sse import EVENT_LIMIT_BYTES, EventDecoder, Remark
+from lmx_lab.client.sse import MAX_EVENT_BYTES, EventDecoder, Remark
 
 TEXT = "a\u2028b\u0085c\x0bé\U0001f600"
 
 
-def test_data_and_comments_come_in_order() -> None:
+def test_data_and_comments_are_returned_in_order() -> None:
     stream = b': queued\n\ndata: {"a": 1}\n\n:prompt 1/2\ndata:x\n\n'
     assert EventDecoder().feed(stream) == [Remark(text="queued"), '{"a": 1}', Remark(text="prompt 1/2"), "x"]
 
 
-def test_lines_of_one_event_are_one_text_and_other_fields_are_skipped() -> None:
+def test_the_lines_of_an_event_are_joined_and_other_fields_are_skipped() -> None:
     stream = b"event: e\r\nid: 1\r\nretry: 5\r\ndata: a\r\ndata:  b\r\ndata\r\n\r\nid: 2\r\n\r\n"
     assert EventDecoder().feed(stream) == ["a\n b\n"]
 
 
 @given(st.lists(st.text(max_size=5).map(json.dumps) | st.just(json.dumps(TEXT, ensure_ascii=False))), st.data())
-def test_it_does_not_matter_how_the_bytes_are_cut(texts: list[str], data: st.DataObject) -> None:
+def test_bytes_may_be_split_anywhere(texts: list[str], data: st.DataObject) -> None:
     stream = "".join(f"data: {text}\n\n" for text in texts).encode()
     cuts = sorted(data.draw(st.lists(st.integers(0, len(stream)), max_size=8)))
     decoder = EventDecoder()
@@ -32,14 +32,14 @@ def test_it_does_not_matter_how_the_bytes_are_cut(texts: list[str], data: st.Dat
     assert [event for piece in pieces for event in decoder.feed(piece)] == texts
 
 
-def test_half_an_event_is_none() -> None:
+def test_an_incomplete_event_is_not_returned() -> None:
     decoder = EventDecoder()
     assert decoder.feed(b"data: a\n") == []
     assert decoder.feed(b"\n") == ["a"]
 
 
-def test_lines_without_anything_in_them_add_up(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("lmx_lab.client.sse.EVENT_LIMIT_BYTES", 1000)
+def test_empty_lines_count_towards_the_limit(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("lmx_lab.client.sse.MAX_EVENT_BYTES", 1000)
     decoder = EventDecoder()
     assert decoder.feed(b"data:\n" * 1000) == []
     with pytest.raises(ValueError, match="more than"):
@@ -47,9 +47,9 @@ def test_lines_without_anything_in_them_add_up(monkeypatch: pytest.MonkeyPatch) 
 
 
 @pytest.mark.parametrize("line_end", [b"", b"\n"])
-def test_an_event_without_an_end_is_not_collected_for_ever(line_end: bytes) -> None:
+def test_the_size_of_an_event_is_limited(line_end: bytes) -> None:
     decoder = EventDecoder()
-    piece = b"data: " + b"x" * (EVENT_LIMIT_BYTES // 2) + line_end
+    piece = b"data: " + b"x" * (MAX_EVENT_BYTES // 2) + line_end
     assert decoder.feed(piece) == []
     with pytest.raises(ValueError, match="more than"):
         decoder.feed(piece + piece)

@@ -1,30 +1,29 @@
-"""What a turn's events, or its record, come to."""
+"""Tests of the result of a turn."""
 
 from __future__ import annotations
 
 import pytest
 
-from lmx_lab.client.errors import ERROR_CLASSES
 from lmx_lab.client.turn_result import TurnAccumulator, turn_error
-from lmx_lab.errors import LabError, TurnError
+from lmx_lab.errors import ERROR_CLASSES, LabError, TurnError
 from lmx_lab.wire.errors import ErrorDetail
 from lmx_lab.wire.sessions import TurnRecord
 
 
 @pytest.mark.parametrize(("code", "kind"), ERROR_CLASSES.items())
-def test_every_code_has_its_class(code: str, kind: type[LabError]) -> None:
+def test_every_code_raises_its_class(code: str, kind: type[LabError]) -> None:
     error = turn_error("t1", ErrorDetail(code=code, message="what, the limit, the next step", type="t", param="p"))
     assert type(error) is kind
     assert (str(error), error.param) == ("turn t1: what, the limit, the next step", "p")
 
 
-def test_a_code_of_a_newer_daemon_is_a_turns_error_that_shows_it() -> None:
+def test_an_unknown_code_is_a_turn_error_that_shows_the_code() -> None:
     error = turn_error("t1", ErrorDetail(code="too-bored", message="no", type="t"))
     assert type(error) is TurnError
     assert str(error) == "turn t1: no (too-bored)"
 
 
-def test_a_record_with_an_error_raises_it() -> None:
+def test_the_error_of_a_record_is_raised() -> None:
     record = TurnRecord(
         turn_id="t1",
         session_id="s",

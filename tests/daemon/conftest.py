@@ -1,4 +1,4 @@
-"""What tests of the daemon share."""
+"""Fixtures of the daemon's tests."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ import pytest
 
 from lmx_lab.daemon.storage.store import Store
 from tests.daemon.scripted import Scripted
-from tests.daemon.turning import Daemon, check_invariants, daemon
+from tests.daemon.turn_fixtures import TurnHarness, check_invariants, daemon
 
 
 @pytest.fixture
@@ -26,8 +26,8 @@ def upstream() -> Iterator[Scripted]:
 
 
 @pytest.fixture
-async def here(tmp_path: Path, upstream: Scripted) -> AsyncIterator[Daemon]:
-    """Turns over this upstream; whatever a test did, its log is in order in the end."""
+async def here(tmp_path: Path, upstream: Scripted) -> AsyncIterator[TurnHarness]:
+    """Turns that use this upstream. At the end, the invariants of the log are checked."""
     async with daemon(tmp_path, upstream) as here:
         yield here
         check_invariants(await here.events())

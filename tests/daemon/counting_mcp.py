@@ -1,4 +1,4 @@
-"""An MCP server without the package, which starts at once. Its tool writes down each call before it answers.
+"""An MCP server without the package ``mcp``, which starts quickly. Its tool records each call before it answers.
 
 python counting_mcp.py FILE SECONDS
 """
@@ -44,8 +44,8 @@ def main() -> None:
         if "id" not in request:
             continue
         result = answer(request, file, pause_s)
-        said = {"result": result} if result is not None else {"error": {"code": -32601, "message": "no such method"}}
-        print(json.dumps({"jsonrpc": "2.0", "id": request["id"], **said}), flush=True)
+        reply = {"result": result} if result is not None else {"error": {"code": -32601, "message": "no such method"}}
+        print(json.dumps({"jsonrpc": "2.0", "id": request["id"], **reply}), flush=True)
 
 
 if __name__ == "__main__":

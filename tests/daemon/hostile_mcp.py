@@ -1,6 +1,6 @@
-"""An MCP server that misbehaves as it is told: at its start by its arguments, in a call by the tool's name.
+"""An MCP server that misbehaves on request: at its start by its arguments, in a call by the tool's name.
 
-Written by hand and without imports of size, so that it starts in milliseconds: ``python -I hostile_mcp.py MODE...``.
+Written without large imports, so that it starts in milliseconds: ``python -I hostile_mcp.py MODE...``.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ import time
 
 MEGABYTE = 2**20
 CACHING = {"resultType": "complete", "ttlMs": 0, "cacheScope": "public"}
-"""What answers of 2026 have."""
+"""Fields of answers in the protocol of 2026."""
 TOOLS = [
     *("echo", "progress", "secrets", "fail", "structured", "image", "deaf", "die", "close", "flood", "long_line"),
     *("bad_utf8", "garbage", "noisy_error", "grow", "pid", "family", "hang_up", "two_answers", "not_an_object"),
@@ -36,9 +36,9 @@ def answer(request: dict, result: object) -> None:
     send({"jsonrpc": "2.0", "id": request["id"], "result": result})
 
 
-def text(request: dict, said: str, *, is_error: bool = False) -> None:
+def text(request: dict, content: str, *, is_error: bool = False) -> None:
     caching = {"resultType": "complete"} if "modern" in MODES else {}
-    answer(request, {"content": [{"type": "text", "text": said}], "isError": is_error, **caching})
+    answer(request, {"content": [{"type": "text", "text": content}], "isError": is_error, **caching})
 
 
 def tool(name: str) -> dict:
@@ -51,8 +51,8 @@ def tool(name: str) -> dict:
     }
 
 
-def listed(request: dict) -> None:
-    """Two tools a page."""
+def list_tools(request: dict) -> None:
+    """List the tools in pages of ten."""
     if "endless" in MODES:
         answer(request, {"tools": [tool(f"tool{i}-{request['id']}") for i in range(10)], "nextCursor": "again"})
         return
@@ -63,8 +63,8 @@ def listed(request: dict) -> None:
     answer(request, {"tools": [tool(name) for name in names[start : start + 10]], **more, **caching})
 
 
-def spawned(*, leave: bool) -> int:
-    """A grandchild that ignores TERM; one that leaves has a session of its own and no parent."""
+def spawn(*, leave: bool) -> int:
+    """Start a grandchild that ignores SIGTERM. One that leaves has a session of its own and no parent."""
     if not leave:
         return subprocess.Popen([sys.executable, "-I", "-c", SLEEPER], stdin=subprocess.DEVNULL).pid
     nowhere = "stdin=subprocess.DEVNULL, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL"
@@ -73,7 +73,7 @@ def spawned(*, leave: bool) -> int:
     return int(subprocess.run([sys.executable, "-I", "-c", starter], capture_output=True, check=True).stdout)
 
 
-def called(request: dict) -> None:  # noqa: PLR0912, PLR0915
+def call(request: dict) -> None:  # noqa: PLR0912, PLR0915
     params = request["params"]
     name, arguments = params["name"], params.get("arguments") or {}
     token = (params.get("_meta") or {}).get("progressToken")
@@ -134,13 +134,13 @@ def called(request: dict) -> None:  # noqa: PLR0912, PLR0915
         case "pid":
             text(request, str(os.getpid()))
         case "family":
-            text(request, json.dumps([spawned(leave=False), spawned(leave=True)]))
+            text(request, json.dumps([spawn(leave=False), spawn(leave=True)]))
         case "hang_up":
             os.close(0)
             text(request, "hung up")
 
 
-def handled(request: dict) -> None:
+def handle(request: dict) -> None:
     match request.get("method"):
         case "initialize" if "modern" in MODES:
             data = {"supported": ["2026-07-28"], "requested": "2025-11-25"}
@@ -153,9 +153,9 @@ def handled(request: dict) -> None:
             info = {"name": "hostile", "version": "0"}
             answer(request, {"protocolVersion": version, "capabilities": {"tools": {}}, "serverInfo": info})
         case "tools/list":
-            listed(request)
+            list_tools(request)
         case "tools/call":
-            called(request)
+            call(request)
         case "notifications/cancelled":
             print("was cancelled", file=sys.stderr, flush=True)
 
@@ -165,7 +165,7 @@ def babble() -> None:
         write(b"blah blah\n" * 1000)
 
 
-def started() -> None:
+def start() -> None:
     if "ignore_term" in MODES:
         signal.signal(signal.SIGTERM, signal.SIG_IGN)
     if "prints" in MODES:
@@ -185,10 +185,10 @@ def started() -> None:
 
 MODES = sys.argv[1:]
 if __name__ == "__main__":
-    started()
+    start()
     for line in sys.stdin:
         if "late_babble" in MODES and '"tools/call"' in line:
             babble()
-        handled(json.loads(line))
+        handle(json.loads(line))
     if "ignore_term" in MODES:
         time.sleep(600)

@@ -1,4 +1,4 @@
-"""An MCP server over HTTP that wants a token; prints its port: ``python http_mcp.py PORT``, 0 for a free one."""
+"""An MCP server over HTTP that requires a token. It prints its port: ``python http_mcp.py PORT``, 0 for a free one."""
 
 from __future__ import annotations
 

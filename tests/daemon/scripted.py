@@ -1,14 +1,14 @@
-"""A chat-format server on a real socket that says what a test wrote down.
+"""A chat-format server on a real socket whose answers are scripts of the test.
 
 ::
 
     with Scripted(calls(("add", {"a": 1})), says("It is ", "two.")) as upstream:
-        ...                       # upstream.url; the first request gets the call, the second the text, later ones too
+        ...                       # upstream.url; the first request receives the call, all later ones the text
         upstream.bodies[0]["messages"]
 
-A script is a list of steps: bytes are sent as they are, a ``Gate`` waits until the test opens it, ``STALL`` waits until
-the client has gone, ``DROP`` cuts the connection, a float is a pause in seconds. In the place of a script a function of
-the request's body gives one.
+A script is a list of steps: bytes are sent unchanged, a ``Gate`` waits until the test opens it, ``STALL`` waits until
+the client disconnects, ``DROP`` cuts the connection, a float is a pause in seconds. Instead of a script, a function can
+return one for the body of a request.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ from http.server import BaseHTTPRequestHandler
 from typing import Any, Literal, Self
 
 WAIT_S = 20.0
-"""A test that waits so long has failed."""
+"""Time after which a waiting test fails."""
 
 
 class Gate:
@@ -44,13 +44,13 @@ class Gate:
         return self._open.is_set()
 
     async def reached(self) -> None:
-        """Wait until a script is here; what comes before it has been sent."""
-        assert await asyncio.to_thread(self._reached.wait, WAIT_S), "no script has come to this gate"
+        """Wait until a script has reached this gate, so that everything before it was sent."""
+        assert await asyncio.to_thread(self._reached.wait, WAIT_S), "no script has reached this gate"
 
 
 @dataclass(frozen=True)
 class Refusal:
-    """The whole answer, in the place of a stream."""
+    """A complete answer instead of a stream."""
 
     status: int
     body: bytes
@@ -63,12 +63,12 @@ DROP: Literal["drop"] = "drop"
 Step = bytes | Gate | float | Literal["stall", "drop"]
 Script = Sequence[Step] | Refusal
 Made = Iterable[Step] | Refusal
-"""For one request: it is gone through once."""
+"""The steps for one request, which are iterated once."""
 Scripts = Script | Callable[[dict[str, Any]], Made]
 DONE = b"data: [DONE]\n\n"
 
 
-# --- words of the format
+# --- the format
 
 
 def event(document: Any) -> bytes:
@@ -76,7 +76,7 @@ def event(document: Any) -> bytes:
 
 
 def chunk(delta: Mapping[str, Any] | None = None, *, finish: str | None = None, **fields: Any) -> bytes:
-    """One event; a delta of None has no choices."""
+    """Return one event; without a delta it has no choices."""
     choices = [] if delta is None else [{"index": 0, "delta": dict(delta), "finish_reason": finish}]
     head = {"id": "chatcmpl-1", "object": "chat.completion.chunk", "created": 1, "model": "scripted"}
     return event({**head, "choices": choices, **fields})
@@ -96,14 +96,14 @@ def thought(text: str) -> bytes:
 
 
 def says(*tokens: str, thinks: Sequence[str] = (), finish: str = "stop") -> list[Step]:
-    """An answer in text."""
+    """Return an answer of text."""
     steps: list[Step] = [chunk({"role": "assistant"}), *map(thought, thinks), *map(token, tokens)]
     return [*steps, *ending(finish, usage=(5, len(tokens) + len(thinks)))]
 
 
 def counted(tokens: int, *, pause_s: float, every: int, gate: Gate | None = None) -> Iterator[Step]:
-    """An answer "w0 w1 …" that takes its time: a pause behind ``every`` so many tokens. It has more of them, each with
-    its pause, as long as the gate is not open."""
+    """Return an answer ``w0 w1 …`` with a pause after every ``every`` tokens. It continues beyond ``tokens``, with a
+    pause after each token, until the gate is open."""
     yield chunk({"role": "assistant"})
     for number in itertools.count():
         if number >= tokens and (gate is None or gate.is_open):
@@ -115,7 +115,7 @@ def counted(tokens: int, *, pause_s: float, every: int, gate: Gate | None = None
 
 
 def call(name: str, arguments: Mapping[str, Any] | str, *, index: int = 0, id: str | None = None) -> list[Step]:
-    """A call in deltas, as the lab and OpenAI send it: its name, then its arguments in two halves."""
+    """Return a call in deltas, as LMX Lab and OpenAI send it: its name, then its arguments in two halves."""
     text = arguments if isinstance(arguments, str) else json.dumps(arguments)
     first = {"index": index, "id": id or f"call_{index}", "type": "function", "function": {"name": name}}
     halves = [text[: len(text) // 2], text[len(text) // 2 :]]
@@ -127,7 +127,7 @@ def call(name: str, arguments: Mapping[str, Any] | str, *, index: int = 0, id: s
 def calls(
     *wanted: tuple[str, Mapping[str, Any] | str], text: Sequence[str] = (), ids: Sequence[str] = ()
 ) -> list[Step]:
-    """An answer that is calls of tools, after some text."""
+    """Return an answer of some text and tool calls."""
     steps: list[Step] = [chunk({"role": "assistant"}), *map(token, text)]
     for index, (name, arguments) in enumerate(wanted):
         steps += call(name, arguments, index=index, id=ids[index] if ids else None)
@@ -135,14 +135,14 @@ def calls(
 
 
 def refuses(status: int, code: str, message: str = "not now", **headers: str) -> Refusal:
-    """An error as the lab's server has it."""
+    """Return an error in the format of LMX Lab's server."""
     return Refusal(
         status, json.dumps({"error": {"code": code, "message": message, "type": "t"}}).encode(), headers=headers
     )
 
 
 def json_answer(document: Any, *, status: int = 200) -> Refusal:
-    """One JSON document, whatever was asked for."""
+    """Return a JSON document as an answer to any request."""
     return Refusal(status, json.dumps(document).encode())
 
 
@@ -150,10 +150,10 @@ def json_answer(document: Any, *, status: int = 200) -> Refusal:
 
 
 class Scripted:
-    """Chats by scripts, the last one again and again; lists ``models``. All that it notes may be read at any time.
+    """Answers chats by scripts, repeating the last one, and lists ``models``. Its attributes can be read at any time.
 
     Args:
-        lab: It says that it is a server of the lab.
+        lab: Whether it identifies itself as a server of LMX Lab.
     """
 
     def __init__(self, *scripts: Scripts, models: Sequence[str] | Refusal = ("scripted",), lab: bool = False) -> None:
@@ -161,14 +161,14 @@ class Scripted:
         self.models = models
         self.lab = lab
         self.bodies: list[dict[str, Any]] = []
-        """Of the chats, in their order."""
+        """Bodies of the chat requests, in their order."""
         self.paths: list[str] = []
-        """Of all requests."""
+        """Paths of all requests."""
         self.headers: list[dict[str, str]] = []
-        """Of the chats, names in lower case."""
+        """Headers of the chat requests, with names in lower case."""
         self.connections = 0
         self.left = 0
-        """Streams that the client closed before their end."""
+        """Number of streams that the client closed before their end."""
         self._changed = threading.Condition()
         self._server = _Server(self)
 
@@ -178,12 +178,12 @@ class Scripted:
         return f"http://{host!s}:{port}"
 
     def then(self, *scripts: Scripts) -> None:
-        """What comes after what there is."""
+        """Append scripts."""
         with self._changed:
             self._scripts += scripts
 
     async def until(self, true: Callable[[], bool]) -> None:
-        """Wait for something that this server notes."""
+        """Wait for a condition of this server's attributes."""
 
         def wait() -> bool:
             with self._changed:
@@ -202,7 +202,7 @@ class Scripted:
         return self.__enter__()
 
     def stop(self) -> None:
-        """Nobody answers at the address any more, and open connections are cut."""
+        """Stop the server and cut open connections."""
         self._server.stop()
 
     def _next(self, body: dict[str, Any], headers: dict[str, str]) -> Made:
@@ -254,11 +254,11 @@ class _Server(socketserver.ThreadingTCPServer):
         super().shutdown_request(request)
 
     def handle_error(self, request: Any, client_address: Any) -> None:
-        """A client that has gone is no error here."""
+        """Ignore errors of clients that have disconnected."""
 
 
 def _cut(connection: socket.socket) -> None:
-    # It may be cut already.
+    # The connection may be cut already.
     with contextlib.suppress(OSError):
         connection.shutdown(socket.SHUT_RDWR)
 
@@ -269,7 +269,7 @@ class _Handler(BaseHTTPRequestHandler):
     server: _Server
 
     def log_message(self, format: str, *args: object) -> None:
-        """Nothing."""
+        """Log nothing."""
 
     def do_GET(self) -> None:
         owner = self.server.owner
@@ -315,7 +315,7 @@ class _Handler(BaseHTTPRequestHandler):
         self.wfile.write(answer.body)
 
     def _step(self, step: Step) -> bool:
-        """Whether the stream goes on."""
+        """Perform a step. Returns whether the stream continues."""
         if isinstance(step, bytes):
             self._check_client(0)
             self.wfile.write(f"{len(step):x}\r\n".encode() + step + b"\r\n")
@@ -333,7 +333,7 @@ class _Handler(BaseHTTPRequestHandler):
         return step != DROP and not self.server.stopping.is_set()
 
     def _check_client(self, wait_s: float) -> None:
-        """Wait, but no longer than the client is there."""
+        """Wait, and raise if the client disconnects."""
         readable, _, _ = select.select([self.connection], [], [], wait_s)
         if readable and not self.connection.recv(1, socket.MSG_PEEK):
             raise BrokenPipeError

@@ -1,4 +1,4 @@
-"""The daemon's folder: who may look, who holds it, who is believed."""
+"""The daemon's folder: permissions, lock and state file."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from pathlib import Path
 
 import pytest
 
-from lmx_lab.daemon.clock import iso
+from lmx_lab.daemon.encoding import timestamp
 from lmx_lab.daemon.home import LOCK, STATE, DaemonHome, read_state
 from lmx_lab.errors import DaemonRunningError, HostingError
 from lmx_lab.wire.daemon import StateFile
@@ -21,7 +21,7 @@ from lmx_lab.wire.daemon import StateFile
 
 def state(**changes: object) -> StateFile:
     where = {"host": "127.0.0.1", "port": 1, "token": "t"}
-    fields = {"pid": os.getpid(), "started_at": iso(), "daemon_id": "dmn_1", **where}
+    fields = {"pid": os.getpid(), "started_at": timestamp(), "daemon_id": "dmn_1", **where}
     return StateFile.model_validate({**fields, **changes})
 
 
@@ -43,7 +43,7 @@ def mode(path: Path) -> int:
 
 
 @pytest.mark.parametrize("umask", [0o000, 0o022, 0o777])
-def test_folder_lock_and_state_are_private_whatever_the_umask(folder: Path, umask: int) -> None:
+def test_folder_lock_and_state_file_are_private_with_any_umask(folder: Path, umask: int) -> None:
     folder.parent.mkdir()
     home, before = DaemonHome(folder), os.umask(umask)
     try:
@@ -58,7 +58,7 @@ def test_folder_lock_and_state_are_private_whatever_the_umask(folder: Path, umas
     assert sorted(path.name for path in folder.iterdir()) == [LOCK, STATE]
 
 
-def test_a_folder_that_was_open_to_others_is_closed(folder: Path) -> None:
+def test_a_folder_that_was_open_to_others_is_made_private(folder: Path) -> None:
     folder.mkdir(parents=True)
     folder.chmod(0o777)
     home = DaemonHome(folder)
@@ -67,7 +67,7 @@ def test_a_folder_that_was_open_to_others_is_closed(folder: Path) -> None:
     assert mode(folder) == 0o700
 
 
-def test_a_full_disk_is_said_and_the_lock_is_let_go(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_full_disk_is_reported_and_the_lock_is_released(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     def full(*_: object) -> int:
         raise OSError(errno.ENOSPC, "No space left on device")
 
@@ -98,43 +98,43 @@ def test_a_lock_that_is_a_link_is_refused(folder: Path, tmp_path: Path) -> None:
     assert not (tmp_path / "other").exists()
 
 
-def test_the_second_is_told_where_the_first_is(home: DaemonHome) -> None:
+def test_a_second_daemon_is_refused_with_the_address_of_the_first(home: DaemonHome) -> None:
     home.publish(state(port=4321, token="hidden"))
     with pytest.raises(DaemonRunningError, match=rf"http://127\.0\.0\.1:4321 \(process {os.getpid()}\)") as caught:
         DaemonHome(home.folder).acquire()
     assert "hidden" not in str(caught.value)
 
 
-def test_one_that_is_just_starting_is_waited_for(home: DaemonHome) -> None:
+def test_a_daemon_that_is_starting_is_waited_for(home: DaemonHome) -> None:
     starting = threading.Timer(0.1, home.publish, [state(port=4321)])
     starting.start()
     with pytest.raises(DaemonRunningError, match="4321"):
-        DaemonHome(home.folder).acquire(patience_s=20)
+        DaemonHome(home.folder).acquire(timeout_s=20)
     starting.join()
 
 
-def test_one_that_is_just_ending_makes_way(home: DaemonHome) -> None:
+def test_the_lock_of_a_daemon_that_is_stopping_is_waited_for(home: DaemonHome) -> None:
     ending = threading.Timer(0.1, home.release)
     ending.start()
     other = DaemonHome(home.folder)
-    other.acquire(patience_s=20)
+    other.acquire(timeout_s=20)
     other.release()
     ending.join()
 
 
-def test_one_that_says_nothing_is_named_all_the_same(home: DaemonHome) -> None:
-    with pytest.raises(DaemonRunningError, match="just starting or ending"):
-        DaemonHome(home.folder).acquire(patience_s=0)
+def test_a_daemon_without_a_state_file_is_reported(home: DaemonHome) -> None:
+    with pytest.raises(DaemonRunningError, match="starting or stopping"):
+        DaemonHome(home.folder).acquire(timeout_s=0)
 
 
-def test_an_old_state_file_is_not_taken_for_the_holders(home: DaemonHome) -> None:
+def test_an_outdated_state_file_is_not_attributed_to_the_holder_of_the_lock(home: DaemonHome) -> None:
     home.publish(state(pid=os.getppid(), port=4321))
     with pytest.raises(DaemonRunningError) as caught:
-        DaemonHome(home.folder).acquire(patience_s=0)
+        DaemonHome(home.folder).acquire(timeout_s=0)
     assert "4321" not in str(caught.value)
 
 
-def test_an_old_state_file_of_a_living_process_hinders_nobody(folder: Path) -> None:
+def test_an_outdated_state_file_of_a_living_process_does_not_prevent_a_start(folder: Path) -> None:
     home = DaemonHome(folder)
     home.acquire()
     home.publish(state(pid=os.getppid()))
@@ -147,19 +147,19 @@ def test_an_old_state_file_of_a_living_process_hinders_nobody(folder: Path) -> N
     home.release()
 
 
-@pytest.mark.parametrize("started_at", [iso(0.0), iso(2e9)])
-def test_a_daemon_is_found_whatever_the_clock_says(home: DaemonHome, started_at: str) -> None:
+@pytest.mark.parametrize("started_at", [timestamp(0.0), timestamp(2e9)])
+def test_a_daemon_is_found_whatever_its_start_time(home: DaemonHome, started_at: str) -> None:
     home.publish(state(started_at=started_at))
     assert read_state(home.folder) is not None
 
 
-def test_the_state_of_a_daemon_that_has_ended_is_none(home: DaemonHome) -> None:
+def test_a_daemon_that_has_ended_has_no_state(home: DaemonHome) -> None:
     home.publish(state())
     home.release()
     assert read_state(home.folder) is None
 
 
-def test_the_state_of_another_than_the_locks_holder_is_none(home: DaemonHome) -> None:
+def test_the_state_of_a_process_without_the_lock_is_ignored(home: DaemonHome) -> None:
     home.publish(state(pid=os.getpid() + 1))
     assert read_state(home.folder) is None
 
@@ -172,7 +172,7 @@ def test_only_the_daemon_that_wrote_it_removes_the_state_file(home: DaemonHome) 
     assert not (home.folder / STATE).exists()
 
 
-def test_a_state_file_that_others_could_have_written_is_not_believed(home: DaemonHome, tmp_path: Path) -> None:
+def test_a_state_file_that_other_users_could_have_written_is_ignored(home: DaemonHome, tmp_path: Path) -> None:
     path = home.folder / STATE
     home.publish(state())
     assert read_state(home.folder) is not None
@@ -190,27 +190,27 @@ def test_a_state_file_that_others_could_have_written_is_not_believed(home: Daemo
 
 
 @pytest.mark.parametrize("text", ["", "{", "[]", "null", '{"pid": 1}', "\x00" * 100])
-def test_a_broken_state_file_is_none(home: DaemonHome, text: str) -> None:
+def test_an_invalid_state_file_is_ignored(home: DaemonHome, text: str) -> None:
     (home.folder / STATE).write_text(text)
     (home.folder / STATE).chmod(0o600)
     assert read_state(home.folder) is None
 
 
-def test_a_pipe_in_its_place_does_not_hang(home: DaemonHome) -> None:
+def test_a_pipe_instead_of_the_state_file_does_not_block(home: DaemonHome) -> None:
     os.mkfifo(home.folder / STATE, 0o600)
     assert read_state(home.folder) is None
 
 
-def test_a_folder_in_its_place_is_none(home: DaemonHome, capfd: pytest.CaptureFixture[str]) -> None:
+def test_a_folder_instead_of_the_state_file_is_ignored(home: DaemonHome, capfd: pytest.CaptureFixture[str]) -> None:
     (home.folder / STATE).mkdir()
     assert read_state(home.folder) is None
     assert capfd.readouterr().err == ""
 
 
-# Later Pythons warn of forks beside threads, of which other tests may have left some.
+# Newer versions of Python warn of forks beside threads, which other tests may have left.
 @pytest.mark.filterwarnings("ignore:This process:DeprecationWarning")
-def test_children_do_not_keep_the_lock(folder: Path) -> None:
-    """Neither programs that are started nor forks, such as those of multiprocessing."""
+def test_child_processes_do_not_keep_the_lock(folder: Path) -> None:
+    """Neither new programs nor forks, such as those of multiprocessing."""
     home = DaemonHome(folder)
     home.acquire()
     with subprocess.Popen([sys.executable, "-c", "input()"], stdin=subprocess.PIPE, close_fds=False) as program:
@@ -220,7 +220,7 @@ def test_children_do_not_keep_the_lock(folder: Path) -> None:
             os.read(read, 1)
             os._exit(0)
         home.release()
-        home.acquire(patience_s=20)
+        home.acquire(timeout_s=20)
         home.release()
         for end in (read, write):
             os.close(end)
@@ -228,13 +228,13 @@ def test_children_do_not_keep_the_lock(folder: Path) -> None:
         program.communicate(b"\n")
 
 
-def test_two_at_once_one_gets_it(folder: Path) -> None:
+def test_of_several_concurrent_acquisitions_one_succeeds(folder: Path) -> None:
     homes = [DaemonHome(folder) for _ in range(8)]
     outcomes: list[bool] = []
 
     def attempt(home: DaemonHome) -> None:
         try:
-            home.acquire(patience_s=0)
+            home.acquire(timeout_s=0)
         except DaemonRunningError:
             outcomes.append(False)
         else:

@@ -1,4 +1,4 @@
-"""Sessions: what is made, changed, listed, forked and deleted, with the event of each."""
+"""Creating, changing, listing, forking and deleting sessions, and their events."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ import pytest
 
 from lmx_lab.daemon import sessions
 from lmx_lab.daemon.limits import Limits
-from lmx_lab.daemon.storage.log import EventLog
+from lmx_lab.daemon.storage.event_log import EventLog
 from lmx_lab.daemon.storage.store import Store, Transaction
 from lmx_lab.errors import (
     InvalidRequestError,
@@ -33,13 +33,13 @@ async def change(store: Store, session_id: str, **fields: Any) -> SessionRecord:
 
 
 async def events(store: Store) -> list[tuple[str, Any]]:
-    rows = await store.read(lambda r: r.rows("SELECT event, data FROM events ORDER BY seq"))
+    rows = await store.read(lambda r: r.fetch_all("SELECT event, data FROM events ORDER BY seq"))
     return [(row["event"], json.loads(row["data"])) for row in rows]
 
 
 def turn(tx: Transaction, session_id: str, turn_id: str, status: str) -> None:
     ended = tx.now if status == "done" else None
-    tx.run(
+    tx.execute(
         "INSERT INTO turns (session_id, turn_id, status, content, digest, queued_at, ended_at)"
         " VALUES (?, ?, ?, 'hello', '', ?, ?)",
         *(session_id, turn_id, status, tx.now, ended),
@@ -48,7 +48,7 @@ def turn(tx: Transaction, session_id: str, turn_id: str, status: str) -> None:
     sessions.add_message(tx, session_id, message)
 
 
-async def test_an_id_that_exists_gives_its_session_as_it_is(store: Store) -> None:
+async def test_creating_a_session_with_an_existing_id_returns_it_unchanged(store: Store) -> None:
     first = await create(store, session_id="mine", title="one")
     again, is_new = await store.write(lambda tx: sessions.create(tx, CreateSession(session_id="mine", title="two")))
     assert not is_new
@@ -56,19 +56,19 @@ async def test_an_id_that_exists_gives_its_session_as_it_is(store: Store) -> Non
     assert [event for event, _ in await events(store)] == ["session.created"]
 
 
-async def test_ids_sort_by_their_time(store: Store) -> None:
+async def test_generated_ids_are_unique(store: Store) -> None:
     made = [(await create(store)).session_id for _ in range(3)]
     assert all(session_id.startswith("ses_") for session_id in made)
     assert len(set(made)) == 3
 
 
-async def test_a_session_starts_with_the_history_that_it_is_given(store: Store) -> None:
+async def test_a_session_can_be_created_with_a_history(store: Store) -> None:
     history = [
         {"role": "user", "content": "hello"},
         {"role": "assistant", "content": "hi", "turn_id": "of_elsewhere"},
     ]
     made = await create(store, messages=history, metadata={"a": [1, None]}, tools=["time__*"])
-    shown = await store.read(lambda r: sessions.snapshot(r, made.session_id))
+    shown = await store.read(lambda r: sessions.read_snapshot(r, made.session_id))
     assert [(m.role, m.content, m.turn_id) for m in shown.messages] == [
         ("user", "hello", None),
         ("assistant", "hi", None),
@@ -77,7 +77,7 @@ async def test_a_session_starts_with_the_history_that_it_is_given(store: Store) 
     assert (shown.metadata, shown.tools, shown.status, shown.cursor) == ({"a": [1, None]}, ["time__*"], "idle", 1)
 
 
-async def test_a_change_sets_what_it_has_and_nothing_else(store: Store) -> None:
+async def test_a_change_sets_only_the_fields_that_it_contains(store: Store) -> None:
     made = await create(store, title="one", system_prompt="be brief", tools=["a"])
     changed = await change(store, made.session_id, title=None, archived=True)
     assert (changed.title, changed.system_prompt, changed.tools) == (None, "be brief", ["a"])
@@ -85,30 +85,30 @@ async def test_a_change_sets_what_it_has_and_nothing_else(store: Store) -> None:
     assert (await events(store))[-1] == ("session.updated", {"session": changed.model_dump()})
 
 
-async def test_a_change_of_what_somebody_else_has_changed_is_refused(store: Store) -> None:
+async def test_a_change_at_an_outdated_revision_is_refused(store: Store) -> None:
     made = await create(store)
     await change(store, made.session_id, title="theirs", revision=1)
-    with pytest.raises(RevisionConflictError, match="is at 2"):
+    with pytest.raises(RevisionConflictError, match="is at revision 2"):
         await change(store, made.session_id, title="mine", revision=1)
-    shown = await store.read(lambda r: sessions.record(r, made.session_id))
+    shown = await store.read(lambda r: sessions.read(r, made.session_id))
     assert shown.title == "theirs"
 
 
-async def test_metadata_have_a_limit(store: Store) -> None:
+async def test_metadata_that_are_too_long_are_refused(store: Store) -> None:
     with pytest.raises(InvalidRequestError, match="65536"):
         await create(store, metadata={"long": "x" * 70_000})
     assert await events(store) == []
 
 
-async def test_a_deleted_session_is_gone_with_all_that_belongs_to_it(store: Store) -> None:
+async def test_deleting_a_session_deletes_its_messages_and_turns(store: Store) -> None:
     made = await create(store, messages=[{"role": "user", "content": "secret"}])
     await store.write(lambda tx: turn(tx, made.session_id, "t1", "done"))
     assert await store.write(lambda tx: sessions.delete(tx, made.session_id))
     assert not await store.write(lambda tx: sessions.delete(tx, made.session_id))
     with pytest.raises(SessionNotFoundError, match=made.session_id):
-        await store.read(lambda r: sessions.snapshot(r, made.session_id))
+        await store.read(lambda r: sessions.read_snapshot(r, made.session_id))
     for table in ("messages", "turns"):
-        assert await store.read(lambda r, table=table: r.rows(f"SELECT * FROM {table}")) == []
+        assert await store.read(lambda r, table=table: r.fetch_all(f"SELECT * FROM {table}")) == []
     assert [event for event, _ in await events(store)] == ["session.created", "session.deleted"]
 
 
@@ -122,23 +122,23 @@ async def test_a_deleted_session_is_gone_with_all_that_belongs_to_it(store: Stor
         ([("b", "waiting"), ("c", "queued"), ("d", "queued")], "waiting", "b", ["c", "d"]),
     ],
 )
-async def test_the_status_is_that_of_its_turns(
+async def test_the_status_of_a_session_is_that_of_its_turns(
     store: Store, turns: list[tuple[str, str]], status: str, active: str | None, queued: list[str]
 ) -> None:
     made = await create(store)
     for turn_id, of_turn in turns:
         await store.write(lambda tx, t=turn_id, s=of_turn: turn(tx, made.session_id, t, s))
-    (shown,) = (await store.read(sessions.listed)).sessions
+    (shown,) = (await store.read(sessions.list_page)).sessions
     assert (shown.status, shown.active_turn_id, shown.queued_turn_ids) == (status, active, queued)
-    assert shown == await store.read(lambda r: sessions.record(r, made.session_id))
+    assert shown == await store.read(lambda r: sessions.read(r, made.session_id))
 
 
-async def test_pages_of_a_list_hold_every_session_once(store: Store) -> None:
+async def test_the_pages_of_a_list_contain_every_session_once(store: Store) -> None:
     made = [(await create(store, title=f"number {at}")).session_id for at in range(25)]
     found: list[str] = []
     cursor = None
     while True:
-        page = await store.read(lambda r, c=cursor: sessions.listed(r, limit=4, cursor=c))
+        page = await store.read(lambda r, c=cursor: sessions.list_page(r, limit=4, cursor=c))
         found += [record.session_id for record in page.sessions]
         if (cursor := page.next_cursor) is None:
             break
@@ -147,9 +147,9 @@ async def test_pages_of_a_list_hold_every_session_once(store: Store) -> None:
 
 
 @pytest.mark.parametrize("cursor", ["x", "eHg", "%%%", "ä", "é" * 5000, "AAAA"])
-async def test_a_cursor_that_is_none_is_refused(store: Store, cursor: str) -> None:
+async def test_an_invalid_cursor_of_a_list_is_refused(store: Store, cursor: str) -> None:
     with pytest.raises(InvalidRequestError, match="next_cursor"):
-        await store.read(lambda r: sessions.listed(r, cursor=cursor))
+        await store.read(lambda r: sessions.list_page(r, cursor=cursor))
 
 
 async def test_a_list_can_be_searched(store: Store) -> None:
@@ -159,7 +159,7 @@ async def test_a_list_can_be_searched(store: Store) -> None:
     await change(store, archived.session_id, archived=True)
 
     async def titles(**options: Any) -> set[str | None]:
-        found = await store.read(lambda r: sessions.listed(r, **options))
+        found = await store.read(lambda r: sessions.list_page(r, **options))
         return {record.title for record in found.sessions}
 
     assert await titles(q="WIND") == {"Wind and 100% rain", "wind_mill"}
@@ -170,7 +170,7 @@ async def test_a_list_can_be_searched(store: Store) -> None:
     assert len(await titles(archived=None)) == 3
 
 
-async def test_a_fork_has_the_messages_up_to_a_turn_and_goes_its_own_way(store: Store) -> None:
+async def test_a_fork_has_the_messages_up_to_a_turn(store: Store) -> None:
     made = await create(store, title="one", model="m", messages=[{"role": "user", "content": "before"}])
     for turn_id, status in (("t1", "done"), ("t2", "done"), ("t3", "running")):
         await store.write(lambda tx, t=turn_id, s=status: turn(tx, made.session_id, t, s))
@@ -178,7 +178,7 @@ async def test_a_fork_has_the_messages_up_to_a_turn_and_goes_its_own_way(store: 
     async def fork(**fields: Any) -> list[str]:
         forked = await store.write(lambda tx: sessions.fork(tx, made.session_id, ForkSession(**fields)))
         assert (forked.forked_from, forked.status, forked.model) == (made.session_id, "idle", "m")
-        shown = await store.read(lambda r: sessions.snapshot(r, forked.session_id))
+        shown = await store.read(lambda r: sessions.read_snapshot(r, forked.session_id))
         return [message.content for message in shown.messages]
 
     assert await fork() == ["before", "in t1", "in t2"]
@@ -191,9 +191,9 @@ async def test_a_fork_has_the_messages_up_to_a_turn_and_goes_its_own_way(store: 
         await store.write(lambda tx: sessions.fork(tx, "none", ForkSession()))
 
 
-async def test_a_snapshots_cursor_is_that_of_its_view(store: Store) -> None:
+async def test_the_cursor_of_a_snapshot_is_the_newest_event_of_its_view(store: Store) -> None:
     log = EventLog(store, Limits())
     made = await create(store)
     await change(store, made.session_id, title="two")
-    shown = await store.read(lambda r: sessions.snapshot(r, made.session_id))
+    shown = await store.read(lambda r: sessions.read_snapshot(r, made.session_id))
     assert shown.cursor == log.latest_seq == 2

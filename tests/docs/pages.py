@@ -1,4 +1,4 @@
-"""README and ``docs`` taken apart: code, links, tables, and what they call by its name."""
+"""Parse README and the pages in ``docs``: code blocks, links, tables and inline code."""
 
 from __future__ import annotations
 
@@ -11,34 +11,34 @@ ROOT = Path(__file__).parents[2]
 DOCS = ROOT / "docs"
 README = ROOT / "README.md"
 PAGES = (README, *sorted(DOCS.glob("*.md")))
-LINKED = (*PAGES, *sorted(ROOT.glob("[A-Z]*.md")))
-"""All pages that have links: also those at the root that are no documentation."""
+PAGES_WITH_LINKS = (*PAGES, *sorted(ROOT.glob("[A-Z]*.md")))
+"""All pages whose links are checked, including those at the root that are no documentation."""
 FENCE = re.compile(r"```(\w*)$")
 NOT_RUN = re.compile(r"<!-- not run: (.*?) *-->$")
 LINK = re.compile(r"!?\[[^\]]*\]\(([^()\s]+)\)")
-INLINE = re.compile(r"`([^`\n]+)`")
+INLINE_CODE = re.compile(r"`([^`\n]+)`")
 
 
 @dataclass(frozen=True, kw_only=True)
 class Block:
-    """A fenced block."""
+    """A fenced code block of a page."""
 
     page: Path
     line: int
-    """Of its fence, from 1."""
+    """Line number of its opening fence, starting at 1."""
     language: str
     text: str
     not_run: str | None
-    """The reason, in the comment above it; None where there is none."""
+    """Why the block is not run, from the comment above it; None if it is run."""
 
     @property
-    def place(self) -> str:
+    def location(self) -> str:
         return f"{self.page.relative_to(ROOT)}:{self.line}"
 
 
-def blocks(page: Path) -> list[Block]:
-    """The page's fenced blocks, in order."""
-    found: list[Block] = []
+def code_blocks(page: Path) -> list[Block]:
+    """Return the page's fenced blocks, in order."""
+    blocks: list[Block] = []
     lines = page.read_text(encoding="utf-8").splitlines()
     start: int | None = None
     for number, line in enumerate(lines):
@@ -47,41 +47,41 @@ def blocks(page: Path) -> list[Block]:
         elif start is not None and line == "```":
             reason = NOT_RUN.match(lines[start - 1]) if start else None
             text = "\n".join(lines[start + 1 : number])
-            found.append(Block(page=page, line=start + 1, language=language, text=text, not_run=reason and reason[1]))
+            blocks.append(Block(page=page, line=start + 1, language=language, text=text, not_run=reason and reason[1]))
             start = None
-    assert start is None, f"{page}: the block of line {start} does not end"
-    return found
+    assert start is None, f"{page}: the block that starts at line {start} is not closed"
+    return blocks
 
 
 def prose(page: Path) -> str:
-    """The page without its blocks."""
+    """Return the text of the page without its code blocks."""
     return re.sub(r"^```.*?^```$", "", page.read_text(encoding="utf-8"), flags=re.MULTILINE | re.DOTALL)
 
 
 def links(page: Path) -> list[str]:
-    """Where its links and images lead."""
+    """Return the targets of the page's links and images."""
     return LINK.findall(prose(page))
 
 
-def inline(page: Path) -> list[str]:
-    """What stands in single backticks."""
-    return INLINE.findall(prose(page))
+def inline_code(page: Path) -> list[str]:
+    """Return the texts in single backticks."""
+    return INLINE_CODE.findall(prose(page))
 
 
 def anchors(page: Path) -> set[str]:
-    """Of its headings, as GitHub makes them."""
+    """Return the anchors of the page's headings, as GitHub generates them."""
     titles = re.findall(r"^#+ (.+)$", prose(page), flags=re.MULTILINE)
     return {re.sub(r"[^\w\- ]", "", title.lower()).strip().replace(" ", "-") for title in titles}
 
 
-def rows(page: Path, first: str) -> Iterator[dict[str, str]]:
-    """Each row of the tables whose first column has this head, by the heads."""
-    heads: list[str] | None = None
+def table_rows(page: Path, first: str) -> Iterator[dict[str, str]]:
+    """Yield the rows of all tables whose first column is named ``first``, as dicts with the column names as keys."""
+    names: list[str] | None = None
     for line in prose(page).splitlines():
         cells = [cell.strip() for cell in line.strip("|").split("|")] if line.startswith("|") else None
         if cells is None:
-            heads = None
-        elif heads is None:
-            heads = cells
-        elif heads[0] == first and set(cells[0]) != {"-"}:
-            yield dict(zip(heads, cells, strict=True))
+            names = None
+        elif names is None:
+            names = cells
+        elif names[0] == first and set(cells[0]) != {"-"}:
+            yield dict(zip(names, cells, strict=True))

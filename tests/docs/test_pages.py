@@ -1,4 +1,4 @@
-"""What README and ``docs`` point at is there: links, images, names in Python, commands, flags, routes, packages."""
+"""Test that everything README and ``docs`` refer to exists: links, images, Python names, commands, flags, routes."""
 
 from __future__ import annotations
 
@@ -12,70 +12,81 @@ import pytest
 import typer
 from typer.core import TyperGroup
 
-from lmx_lab.cli.commands import app
+from lmx_lab.cli.app import app
 from lmx_lab.engine import ModelManager
 from lmx_lab.http.guard import GuardPolicy
 from lmx_lab.notebook import AttachedLab, Lab
 from lmx_lab.server import create_server
 from lmx_lab.settings import Settings
 from lmx_lab.weights import Catalog
-from tests.docs.pages import DOCS, LINKED, PAGES, README, ROOT, anchors, blocks, inline, links, rows
+from tests.docs.pages import (
+    DOCS,
+    PAGES,
+    PAGES_WITH_LINKS,
+    README,
+    ROOT,
+    anchors,
+    code_blocks,
+    inline_code,
+    links,
+    table_rows,
+)
 
-TWO_SCREENS = 150
-"""Lines of the README: what there is more of goes to ``docs``."""
-OF_OTHERS = {"--json", "--raw", "--no-deps"}
+README_LINES = 120
+"""Two screens; everything longer belongs in ``docs``."""
+OTHER_FLAGS = {"--json", "--raw", "--no-deps"}
 """Flags of curl, of ``%%lmx`` and of pip."""
 
 
-def named(page: Path) -> str:
+def page_name(page: Path) -> str:
     return str(page.relative_to(ROOT))
 
 
 def test_the_readme_is_two_screens_long() -> None:
-    assert len(README.read_text(encoding="utf-8").splitlines()) <= TWO_SCREENS
+    assert len(README.read_text(encoding="utf-8").splitlines()) <= README_LINES
 
 
-@pytest.mark.parametrize("page", LINKED, ids=named)
-def test_every_link_and_image_leads_somewhere(page: Path) -> None:
-    broken = [link for link in links(page) if not link.startswith("https://") and not leads_somewhere(page, link)]
+@pytest.mark.parametrize("page", PAGES_WITH_LINKS, ids=page_name)
+def test_the_target_of_every_link_and_image_exists(page: Path) -> None:
+    broken = [link for link in links(page) if not link.startswith("https://") and not target_exists(page, link)]
     assert not broken
 
 
-def leads_somewhere(page: Path, link: str) -> bool:
+def target_exists(page: Path, link: str) -> bool:
     path, _, anchor = link.partition("#")
     target = (page.parent / path).resolve() if path else page
     return target.exists() and (not anchor or anchor in anchors(target))
 
 
-def test_every_page_can_be_reached_from_the_readme() -> None:
+def test_the_readme_links_every_page() -> None:
     linked = {(README.parent / link.partition("#")[0]).resolve() for link in links(README)}
     assert {page for page in PAGES if page != README} <= linked
 
 
-@pytest.mark.parametrize("page", PAGES, ids=named)
-def test_what_is_called_lmx_lab_something_is_there(page: Path) -> None:
-    names = {name for text in inline(page) for name in re.findall(r"\blmx_lab(?:\.\w+)+", text)}
-    assert not [name for name in names if not is_there(name)]
+@pytest.mark.parametrize("page", PAGES, ids=page_name)
+def test_every_dotted_name_below_lmx_lab_exists(page: Path) -> None:
+    names = {name for text in inline_code(page) for name in re.findall(r"\blmx_lab(?:\.\w+)+", text)}
+    assert not [name for name in names if not name_exists(name)]
 
 
-def is_there(name: str) -> bool:
-    found: Any = importlib.import_module("lmx_lab")
+def name_exists(name: str) -> bool:
+    value: Any = importlib.import_module("lmx_lab")
     for part in name.split(".")[1:]:
         try:
-            found = getattr(found, part, None) or importlib.import_module(f"{found.__name__}.{part}")
+            value = getattr(value, part, None) or importlib.import_module(f"{value.__name__}.{part}")
         except (ImportError, AttributeError):
             return False
     return True
 
 
-@pytest.mark.parametrize("page", PAGES, ids=named)
-def test_a_lab_has_what_is_said_of_it(page: Path) -> None:
-    names = {name for text in inline(page) for name in re.findall(r"\blab\.(\w+)", text)}
+@pytest.mark.parametrize("page", PAGES, ids=page_name)
+def test_a_lab_has_every_attribute_that_is_named(page: Path) -> None:
+    names = {name for text in inline_code(page) for name in re.findall(r"\blab\.(\w+)", text)}
     assert not [name for name in names if not (hasattr(Lab, name) or hasattr(AttachedLab, name) or name == "settings")]
 
 
-def commands() -> dict[str, set[str]]:
-    """The flags of each command, by its name; of the command line itself under no name."""
+def flags_by_command() -> dict[str, set[str]]:
+    """Return the flags of each command; the key "" has those of ``lmx-lab`` itself."""
     group = typer.main.get_command(app)
     assert isinstance(group, TyperGroup)
     return {
@@ -84,19 +95,19 @@ def commands() -> dict[str, set[str]]:
     }
 
 
-@pytest.mark.parametrize("page", PAGES, ids=named)
-def test_commands_and_flags_are_those_of_the_command_line(page: Path) -> None:
-    texts = [*inline(page), *(block.text for block in blocks(page) if block.language == "bash")]
-    told = {name for text in texts for name in re.findall(r"\blmx-lab ([a-z]+)", text)}
-    assert told <= set(commands())
-    known = OF_OTHERS.union(*commands().values())
-    given = {flag for text in inline(page) for flag in re.findall(r"(?<![\w-])--[a-z][a-z-]+", text)}
-    assert given <= known
+@pytest.mark.parametrize("page", PAGES, ids=page_name)
+def test_every_command_and_flag_exists(page: Path) -> None:
+    flags = flags_by_command()
+    texts = [*inline_code(page), *(block.text for block in code_blocks(page) if block.language == "bash")]
+    commands = {name for text in texts for name in re.findall(r"\blmx-lab ([a-z]+)", text)}
+    assert commands <= set(flags)
+    named = {flag for text in inline_code(page) for flag in re.findall(r"(?<![\w-])--[a-z][a-z-]+", text)}
+    assert named <= OTHER_FLAGS.union(*flags.values())
 
 
 @pytest.fixture(scope="module")
 def routes() -> set[str]:
-    """The paths of the model's server."""
+    """The paths of the inference server."""
     settings = Settings()
     policy = GuardPolicy(hosts=frozenset())
     manager, catalog = ModelManager(settings), Catalog(settings)
@@ -104,18 +115,18 @@ def routes() -> set[str]:
     return set(api.openapi()["paths"])
 
 
-@pytest.mark.parametrize("page", [README, DOCS / "server.md"], ids=named)
-def test_the_table_of_routes_is_complete(page: Path, routes: set[str]) -> None:
-    told = {path for row in rows(page, "route") for path in re.findall(r"(/[\w/{}.]+)", row["route"])}
-    beside = {"/v1/chat/stream", "/docs", "/openapi.json"}
-    assert {re.sub(r"\{\w+\}", "{}", path) for path in told - beside} == {
-        re.sub(r"\{\w+(:path)?\}", "{}", path) for path in routes - beside
+def test_the_table_of_routes_is_complete(routes: set[str]) -> None:
+    rows = table_rows(DOCS / "server.md", "route")
+    documented = {path for row in rows for path in re.findall(r"(/[\w/{}.]+)", row["route"])}
+    not_in_openapi = {"/v1/chat/stream", "/docs", "/openapi.json"}
+    assert {re.sub(r"\{\w+\}", "{}", path) for path in documented - not_in_openapi} == {
+        re.sub(r"\{\w+(:path)?\}", "{}", path) for path in routes - not_in_openapi
     }
 
 
-def test_every_dependency_has_its_reason() -> None:
+def test_the_table_of_dependencies_is_complete() -> None:
     project = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))["project"]
     extras = project["optional-dependencies"]
-    needed = {re.split(r"[\[<>=; ]", text)[0] for text in (*project["dependencies"], *extras["lab"], *extras["gguf"])}
-    told = [re.sub(r"\(.*?\)", "", row["package"]) for row in rows(README, "package")]
-    assert needed <= {name.strip() for names in told for name in names.split(",")}
+    required = {re.split(r"[\[<>=; ]", text)[0] for text in (*project["dependencies"], *extras["lab"], *extras["gguf"])}
+    cells = [re.sub(r"\(.*?\)", "", row["package"]) for row in table_rows(DOCS / "dependencies.md", "package")]
+    assert required <= {name.strip() for names in cells for name in names.split(",")}

@@ -1,4 +1,4 @@
-"""The tables of settings and of error codes are those of the code, in both directions."""
+"""Test that the tables of settings and of error codes agree with the code, in both directions."""
 
 from __future__ import annotations
 
@@ -13,36 +13,37 @@ import typer
 from typer.core import TyperGroup, TyperOption
 from typer.testing import CliRunner
 
-from lmx_lab.cli.commands import app
+from lmx_lab.cli.app import app
 from lmx_lab.errors import LabError
 from lmx_lab.http.error_bodies import status_of
 from lmx_lab.settings import CHOICES, PREFIX, RANGES, Settings
-from tests.docs.pages import DOCS, ROOT, inline, rows
+from tests.docs.pages import DOCS, ROOT, inline_code, table_rows
 
 CONFIGURATION = DOCS / "configuration.md"
 TROUBLESHOOTING = DOCS / "troubleshooting.md"
-SETTINGS = {row["setting"].strip("`"): row for row in rows(CONFIGURATION, "setting")}
+SETTINGS = {row["setting"].strip("`"): row for row in table_rows(CONFIGURATION, "setting")}
 FIELDS = {field.name: field for field in dataclasses.fields(Settings)}
-NO_SETTINGS = {"serve": {"model", "engine"}, "daemon": {"mcp_config", "yes"}}
-"""Flags that say something else, by command."""
+OTHER_OPTIONS = {"serve": {"model", "engine"}, "daemon": {"mcp_config", "yes"}}
+"""Options that are not settings, by command."""
 SUPERSCRIPTS = str.maketrans("⁰¹²³⁴⁵⁶⁷⁸⁹", "0123456789")
 
 
 def test_every_setting_has_a_row_and_every_row_is_a_setting() -> None:
     assert list(SETTINGS) == list(dict.fromkeys(SETTINGS))
     assert set(SETTINGS) == set(FIELDS)
-    assert len(list(rows(CONFIGURATION, "setting"))) == len(FIELDS)
+    assert len(list(table_rows(CONFIGURATION, "setting"))) == len(FIELDS)
 
 
 @pytest.mark.parametrize("name", FIELDS)
-def test_a_setting_is_told_with_its_variable_and_its_default(name: str) -> None:
+def test_a_setting_has_its_variable_and_default(name: str) -> None:
     row = SETTINGS[name]
     assert row["variable"] == f"`{PREFIX}{name.upper()}`"
-    assert row["default"] == in_words(getattr(Settings(), name))
+    assert row["default"] == documented(getattr(Settings(), name))
     assert row["meaning"]
 
 
-def in_words(value: Any) -> str:
+def documented(value: Any) -> str:
+    """Return a default as the table writes it."""
     if value is None or value == ():
         return "none"
     if isinstance(value, Path):
@@ -51,16 +52,16 @@ def in_words(value: Any) -> str:
 
 
 @pytest.mark.parametrize("name", FIELDS)
-def test_a_setting_is_told_with_its_unit_and_its_values(name: str) -> None:
+def test_a_setting_has_its_unit_and_range(name: str) -> None:
     values = SETTINGS[name]["values"]
     assert values.startswith("seconds") == (name.endswith("_s") and not name.endswith("_per_s"))
     assert values.startswith("bytes") == name.endswith("_bytes")
     if name in CHOICES:
         assert values == ", ".join(f"`{choice}`" for choice in CHOICES[name])
     elif name in RANGES:
-        found = re.search(r"(\S+) to (\S+)$", values)
-        assert found is not None
-        assert (number(found[1]), number(found[2])) == RANGES[name]
+        bounds = re.search(r"(\S+) to (\S+)$", values)
+        assert bounds is not None
+        assert (number(bounds[1]), number(bounds[2])) == RANGES[name]
     else:
         assert "to" not in values.split()
         assert (values == "yes or no") == isinstance(getattr(Settings(), name), bool)
@@ -75,15 +76,17 @@ def options(command: str) -> Iterator[TyperOption]:
     group = typer.main.get_command(app)
     assert isinstance(group, TyperGroup)
     for parameter in group.commands[command].params:
-        if isinstance(parameter, TyperOption) and parameter.name not in (*NO_SETTINGS[command], "help"):
+        if isinstance(parameter, TyperOption) and parameter.name not in (*OTHER_OPTIONS[command], "help"):
             yield parameter
 
 
-FLAGS = [(command, option.opts[0], option.is_flag) for command in NO_SETTINGS for option in options(command)]
+FLAGS = [(command, option.opts[0], option.is_flag) for command in OTHER_OPTIONS for option in options(command)]
 
 
-@pytest.mark.parametrize(("command", "flag", "alone"), FLAGS, ids=str)
-def test_a_flag_sets_what_its_row_says(command: str, flag: str, alone: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize(("command", "flag", "is_switch"), FLAGS, ids=str)
+def test_a_flag_sets_the_setting_of_its_row(
+    command: str, flag: str, is_switch: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
     seen: dict[str, Any] = {}
 
     def read(**overrides: Any) -> Settings:
@@ -91,41 +94,41 @@ def test_a_flag_sets_what_its_row_says(command: str, flag: str, alone: bool, mon
         raise KeyboardInterrupt
 
     monkeypatch.setattr(Settings, "read", read)
-    CliRunner().invoke(app, [command, flag] if alone else [command, flag, "7"])
+    CliRunner().invoke(app, [command, flag] if is_switch else [command, flag, "7"])
     assert [name for name, row in SETTINGS.items() if f"`{command} {flag}`" in row["flag"].split(", ")] == list(seen)
 
 
-def test_every_flag_that_is_told_is_one() -> None:
-    told = {flag for row in SETTINGS.values() for flag in row["flag"].split(", ") if flag != "none"}
-    assert told == {f"`{command} {flag}`" for command, flag, _ in FLAGS}
+def test_the_table_has_every_flag_and_no_other() -> None:
+    in_table = {flag for row in SETTINGS.values() for flag in row["flag"].split(", ") if flag != "none"}
+    assert in_table == {f"`{command} {flag}`" for command, flag, _ in FLAGS}
 
 
-def test_every_variable_of_the_package_is_told() -> None:
+def test_every_variable_that_the_package_reads_is_documented() -> None:
     sources = "".join(path.read_text(encoding="utf-8") for path in (ROOT / "lmx_lab").rglob("*.py"))
     read = set(re.findall(rf"\b{PREFIX}[A-Z_]+\b", sources))
-    assert read <= {text.partition("=")[0] for text in inline(CONFIGURATION)}
+    assert read <= {text.partition("=")[0] for text in inline_code(CONFIGURATION)}
 
 
 # Error codes
 
-CODES = list(rows(TROUBLESHOOTING, "code"))
-IN_A_TURN = "`turn.error`"
+CODES = list(table_rows(TROUBLESHOOTING, "code"))
 
 
-def kinds(root: type[LabError] = LabError) -> list[type[LabError]]:
-    return [root, *(found for child in root.__subclasses__() for found in kinds(child))]
+def error_classes(root: type[LabError] = LabError) -> list[type[LabError]]:
+    return [root, *(found for child in root.__subclasses__() for found in error_classes(child))]
 
 
-def test_every_error_code_has_one_row_and_every_row_is_one() -> None:
-    told = [row["code"].strip("`") for row in CODES]
-    assert len(told) == len(set(told))
-    assert set(told) == {kind.code for kind in kinds()}
+def test_every_error_code_has_one_row_and_every_row_is_an_error_code() -> None:
+    documented_codes = [row["code"].strip("`") for row in CODES]
+    assert len(documented_codes) == len(set(documented_codes))
+    assert set(documented_codes) == {error.code for error in error_classes()}
 
 
 @pytest.mark.parametrize("row", CODES, ids=lambda row: row["code"].strip("`"))
-def test_an_error_code_is_told_with_its_status_and_what_to_do(row: dict[str, str]) -> None:
+def test_an_error_code_has_its_statuses_and_a_remedy(row: dict[str, str]) -> None:
     assert row["what it means"]
     assert row["what to do"]
     if "status" in row:
-        statuses = {str(status_of(kind(""))) for kind in kinds() if kind.code == row["code"].strip("`")}
+        code = row["code"].strip("`")
+        statuses = {str(status_of(error(""))) for error in error_classes() if error.code == code}
         assert statuses <= set(re.findall(r"\d+", row["status"]))

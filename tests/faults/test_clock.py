@@ -12,10 +12,10 @@ from pathlib import Path
 import pytest
 
 from lmx_lab.daemon import sessions
-from lmx_lab.daemon.clock import DOUBT_S, DoubtfulClock
 from lmx_lab.daemon.limits import Limits
 from lmx_lab.daemon.storage import retention
-from lmx_lab.daemon.storage.log import EventLog
+from lmx_lab.daemon.storage.event_log import EventLog
+from lmx_lab.daemon.storage.retention import STEP_TRUSTED_AFTER_S, CautiousClock
 from lmx_lab.daemon.storage.store import Store
 from lmx_lab.engine import ModelManager
 from lmx_lab.errors import GenerationTimeoutError
@@ -23,7 +23,7 @@ from lmx_lab.settings import Settings
 from lmx_lab.values.models import Format, ModelEntry
 from lmx_lab.wire.sessions import CreateSession, Decision
 from tests.daemon.scripted import Scripted, calls, says
-from tests.daemon.turning import ASKS, check_invariants, daemon
+from tests.daemon.turn_fixtures import ASKS, check_invariants, daemon
 from tests.engine.conftest import finish, request, run
 from tests.engine.llama_cpp.conftest import entry_of
 
@@ -100,8 +100,8 @@ async def test_events_and_turns_are_in_the_order_in_which_they_were_written(tmp_
             turns = [await here.submit(session, f"{at}") for at in range(8)]
             texts = [(await here.ended(session, turn)).text for turn in turns]
             events = await here.events()
-            page = await here.log.page(0, limit=1000)
-            snapshot = await here.store.read(lambda reading: sessions.messages(reading, session))
+            page = await here.log.read_page(0, limit=1000)
+            snapshot = await here.store.read(lambda reading: sessions.read_messages(reading, session))
     assert texts == [str(at) for at in range(8)]
     assert [event["seq"] for event in events] == sorted(event["seq"] for event in events)
     assert [event.seq for event in page.events] == [event["seq"] for event in events][: len(page.events)]
@@ -125,13 +125,13 @@ class Clocks:
 
 def test_a_step_forward_is_believed_when_it_has_lasted() -> None:
     clocks = Clocks()
-    clock = DoubtfulClock(lambda: clocks.wall, lambda: clocks.steady)
+    clock = CautiousClock(lambda: clocks.wall, lambda: clocks.steady)
     clocks.go_on(60)
     assert clock.now_s() == 1_000_060
     clocks.wall += 40 * DAY_S
     assert clock.now_s() == 1_000_060
-    clocks.go_on(DOUBT_S - 1)
-    assert clock.now_s() == 1_000_060 + DOUBT_S - 1
+    clocks.go_on(STEP_TRUSTED_AFTER_S - 1)
+    assert clock.now_s() == 1_000_060 + STEP_TRUSTED_AFTER_S - 1
     clocks.go_on(1)
     assert clock.now_s() == clocks.wall
     clocks.go_on(60)
@@ -140,10 +140,10 @@ def test_a_step_forward_is_believed_when_it_has_lasted() -> None:
 
 def test_a_step_forward_that_is_taken_back_never_happened() -> None:
     clocks = Clocks()
-    clock = DoubtfulClock(lambda: clocks.wall, lambda: clocks.steady)
+    clock = CautiousClock(lambda: clocks.wall, lambda: clocks.steady)
     for _ in range(3):
         clocks.wall += 40 * DAY_S
-        clocks.go_on(DOUBT_S / 2)
+        clocks.go_on(STEP_TRUSTED_AFTER_S / 2)
         assert clock.now_s() == clocks.wall - 40 * DAY_S
         clocks.wall -= 40 * DAY_S
         assert clock.now_s() == clocks.wall
@@ -151,7 +151,7 @@ def test_a_step_forward_that_is_taken_back_never_happened() -> None:
 
 def test_a_step_back_and_a_clock_that_drifts_are_followed() -> None:
     clocks = Clocks()
-    clock = DoubtfulClock(lambda: clocks.wall, lambda: clocks.steady)
+    clock = CautiousClock(lambda: clocks.wall, lambda: clocks.steady)
     clocks.wall -= DAY_S
     assert clock.now_s() == clocks.wall
     for _ in range(100):
@@ -164,16 +164,16 @@ async def test_a_clock_that_is_weeks_ahead_for_a_moment_empties_no_log(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     store, rounds, limits = await Store.open(tmp_path / "daemon.db"), asyncio.Semaphore(0), Limits(keep_days=30)
-    forget, wall, ahead_s = retention.forget, time.time, 0.0
+    delete_expired, wall, ahead_s = retention.delete_expired, time.time, 0.0
 
     async def counted(*args: object, **options: object) -> None:
-        await forget(*args, **options)  # type: ignore[arg-type]
+        await delete_expired(*args, **options)  # type: ignore[arg-type]
         rounds.release()
 
-    monkeypatch.setattr(retention, "forget", counted)
-    monkeypatch.setattr(retention, "DoubtfulClock", lambda known_s: DoubtfulClock(lambda: wall() + ahead_s))
+    monkeypatch.setattr(retention, "delete_expired", counted)
+    monkeypatch.setattr(retention, "CautiousClock", lambda last_event_s: CautiousClock(lambda: wall() + ahead_s))
     await store.write(lambda tx: sessions.create(tx, CreateSession(session_id="s")))
-    keeping = asyncio.create_task(retention.keep(store, EventLog(store, limits), limits, round_s=0.001))
+    keeping = asyncio.create_task(retention.run_retention(store, EventLog(store, limits), limits, interval_s=0.001))
     await rounds.acquire()
     ahead_s = 40 * DAY_S
     # One may have looked at the clock before.
@@ -181,7 +181,7 @@ async def test_a_clock_that_is_weeks_ahead_for_a_moment_empties_no_log(
         await rounds.acquire()
     keeping.cancel()
     await asyncio.wait([keeping])
-    assert len(await store.read(lambda reading: reading.rows("SELECT * FROM events"))) == 1
+    assert len(await store.read(lambda reading: reading.fetch_all("SELECT * FROM events"))) == 1
     await store.close()
 
 
@@ -191,27 +191,28 @@ async def test_a_daemon_that_starts_while_the_clock_is_weeks_ahead_keeps_its_log
     store, limits = await Store.open(tmp_path / "daemon.db"), Limits(keep_days=30)
     await store.write(lambda tx: sessions.create(tx, CreateSession(session_id="s")))
     await store.close()
-    store, rounds, forget, wall = await Store.open(tmp_path / "daemon.db"), asyncio.Event(), retention.forget, time.time
+    store, rounds = await Store.open(tmp_path / "daemon.db"), asyncio.Event()
+    delete_expired, wall = retention.delete_expired, time.time
     steady_s = 0.0
 
     async def counted(*args: object, **options: object) -> None:
-        await forget(*args, **options)  # type: ignore[arg-type]
+        await delete_expired(*args, **options)  # type: ignore[arg-type]
         rounds.set()
 
-    def clock(known_s: float) -> DoubtfulClock:
-        return DoubtfulClock(
-            lambda: wall() + 40 * DAY_S + steady_s, lambda: time.monotonic() + steady_s, known_s=known_s
+    def clock(last_event_s: float) -> CautiousClock:
+        return CautiousClock(
+            lambda: wall() + 40 * DAY_S + steady_s, lambda: time.monotonic() + steady_s, last_event_s=last_event_s
         )
 
-    monkeypatch.setattr(retention, "forget", counted)
-    monkeypatch.setattr(retention, "DoubtfulClock", clock)
-    keeping = asyncio.create_task(retention.keep(store, EventLog(store, limits), limits, round_s=0.001))
-    for passed_s, left in ((0.0, 1), (DOUBT_S + 1, 0)):
+    monkeypatch.setattr(retention, "delete_expired", counted)
+    monkeypatch.setattr(retention, "CautiousClock", clock)
+    keeping = asyncio.create_task(retention.run_retention(store, EventLog(store, limits), limits, interval_s=0.001))
+    for passed_s, left in ((0.0, 1), (STEP_TRUSTED_AFTER_S + 1, 0)):
         steady_s = passed_s
         for _ in range(3):
             rounds.clear()
             await rounds.wait()
-        assert len(await store.read(lambda reading: reading.rows("SELECT * FROM events"))) == left
+        assert len(await store.read(lambda reading: reading.fetch_all("SELECT * FROM events"))) == left
     keeping.cancel()
     await asyncio.wait([keeping])
     await store.close()

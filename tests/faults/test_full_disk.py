@@ -22,7 +22,7 @@ from lmx_lab.values.models import ModelEntry
 from lmx_lab.weights import Catalog, Progress
 from lmx_lab.weights.hub import download
 from lmx_lab.wire.events import ToolOutput
-from tests.daemon.program import Program
+from tests.daemon.daemon_process import Program
 from tests.faults.asking import CHAT, WAIT_S
 from tests.faults.hub import REPO, Handler, git_id, hub_with, whole
 from tests.flows.conftest import chat_body, serving
@@ -138,7 +138,7 @@ async def test_events_that_fill_the_disk_are_whole_or_not_there_and_what_ends_ha
     assert disk.full
     with pytest.raises(StorageFullError, match=NUMBERS):
         await write_until_full(store, written)
-    rows = await store.read(lambda reading: reading.rows("SELECT seq FROM events ORDER BY seq"))
+    rows = await store.read(lambda reading: reading.fetch_all("SELECT seq FROM events ORDER BY seq"))
     assert [row["seq"] for row in rows] == written
     ended = await store.write(lambda tx: tx.append("tool.output", ToolOutput(call_id="c", text="end")), ending=True)
     assert ended > written[-1]
@@ -147,7 +147,7 @@ async def test_events_that_fill_the_disk_are_whole_or_not_there_and_what_ends_ha
     disk.free()
     assert await store.write(long_event) > ended
     assert store.path.with_suffix(".reserve").exists()
-    check = await store.read(lambda reading: reading.row("PRAGMA integrity_check"))
+    check = await store.read(lambda reading: reading.fetch_one("PRAGMA integrity_check"))
     assert check is not None
     assert tuple(check) == ("ok",)
     await store.close()

@@ -16,7 +16,7 @@ from websockets.asyncio.client import connect
 from websockets.exceptions import ConnectionClosed, InvalidStatus
 from websockets.frames import CloseCode
 
-from lmx_lab.client.errors import error_in
+from lmx_lab.client.errors import parse_error
 from lmx_lab.errors import QueueFullError
 from lmx_lab.http import protocol
 from lmx_lab.http.error_bodies import status_for
@@ -38,7 +38,7 @@ async def test_a_connection_too_many_is_told_so_whatever_it_wants(monkeypatch: p
             answer = await http.get("/read")
             assert answer.status_code == FULL
             ErrorBody.model_validate_json(answer.content)
-            error = error_in(answer.content, retry_after=answer.headers["retry-after"])
+            error = parse_error(answer.content, retry_after=answer.headers["retry-after"])
             assert isinstance(error, QueueFullError)
             assert error.retry_after_s == protocol.FULL_RETRY_S
             assert "2 connections" in error.message

@@ -25,7 +25,7 @@ def health(url: str) -> str:
 def check_free(folder: Path) -> None:
     """Ended in good order, and not killed after the manager's patience: that would leave the state file."""
     home = DaemonHome(folder)
-    home.acquire(patience_s=0)
+    home.acquire(timeout_s=0)
     home.release()
     assert not (folder / "state.json").exists()
 

@@ -17,7 +17,7 @@ from lmx_lab.errors import HostingError, InvalidRequestError, NotLoadedError
 from lmx_lab.notebook.attached import AttachedLab, attach
 from lmx_lab.settings import Settings
 from lmx_lab.values.models import ModelEntry
-from tests.bench.asked import WORDS, after_calibration
+from tests.bench.scripts import WORDS, after_calibration
 from tests.daemon.scripted import STALL, Scripted, token
 from tests.flows.conftest import serving, wait_until
 from tests.kernel.conftest import Notebook

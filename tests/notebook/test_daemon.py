@@ -17,7 +17,7 @@ from lmx_lab.daemon.home import read_state
 from lmx_lab.errors import DaemonRunningError, HostingError, InvalidRequestError, PortTakenError
 from lmx_lab.notebook.daemon import merged
 from lmx_lab.settings import Settings
-from tests.daemon.face import client, serving
+from tests.daemon.running_daemon import client, serving
 
 
 @pytest.fixture
@@ -171,4 +171,4 @@ def test_functions_outlive_a_launch_that_failed(options: dict[str, Any]) -> None
             lmx_lab.launch(slots=2, **{**options, "daemon_port": taken.getsockname()[1]})
     again = lmx_lab.launch(slots=2, **options)
     assert again.daemon is not None
-    assert [tool.name for tool in again.daemon.tools.tools()] == ["now"]
+    assert [tool.name for tool in again.daemon.tools.list_tools()] == ["now"]

@@ -1,4 +1,7 @@
-"""The clients of ``docs/clients.md`` that are installed here, each for real; ``make clients`` tries the others."""
+"""Run the clients of ``docs/clients.md`` that are installed with the development tools.
+
+``make clients`` runs the others, in an environment of their own.
+"""
 
 from __future__ import annotations
 
@@ -22,20 +25,20 @@ from lmx_lab.values.models import ModelEntry
 from tests.browser.chromium import chromium
 from tests.browser.jupyterlab import WAIT_MS
 from tests.command_process import Serving, request, serving
-from tests.docs.pages import ROOT, rows
-from tests.other_clients.documented import PAGE, done, server_of
+from tests.docs.pages import ROOT, table_rows
+from tests.other_clients.clients_page import PAGE, run_section, serve_arguments
 
 pytestmark = pytest.mark.long
 
-HERE = Path(sys.executable).parent
-NAMESPACES = shutil.which("ip") is not None and os.geteuid() == 0
+PROGRAMS = Path(sys.executable).parent
+CAN_CREATE_NAMESPACES = shutil.which("ip") is not None and os.geteuid() == 0
 NETWORK = "10.211.84"
-"""Of two machines that are not there."""
+"""Network of the two simulated machines."""
 
 
 @pytest.fixture(scope="module")
 def server(starter_home: Path, minilm: ModelEntry) -> Iterator[Serving]:
-    with serving(starter_home, *server_of(None), "--port", "0") as server:
+    with serving(starter_home, *serve_arguments(None), "--port", "0") as server:
         yield server
 
 
@@ -44,15 +47,15 @@ def address(server: Serving) -> dict[str, str]:
     return {"127.0.0.1:8400": f"127.0.0.1:{server.port}"}
 
 
-def test_curl_asks_what_is_there_and_is_answered(address: dict[str, str], tmp_path: Path) -> None:
-    printed = done("curl", address, tmp_path)
+def test_curl_lists_models_and_chats(address: dict[str, str], tmp_path: Path) -> None:
+    printed = run_section("curl", address, tmp_path)
     assert '"id":"smollm2-135m"' in printed
     assert "Paris" in printed
     assert '"object":"chat.completion"' in printed
 
 
 def test_openai_python_chats_streams_parses_and_embeds(address: dict[str, str], tmp_path: Path) -> None:
-    whole, streamed, city, vectors = done("openai-python", address, tmp_path, programs=HERE).splitlines()
+    whole, streamed, city, vectors = run_section("openai-python", address, tmp_path, programs=PROGRAMS).splitlines()
     assert whole == streamed
     assert "Paris" in whole
     assert re.fullmatch(r"name='.*' inhabitants=-?\d+", city)
@@ -60,12 +63,12 @@ def test_openai_python_chats_streams_parses_and_embeds(address: dict[str, str], 
 
 
 def tiny_model(arguments: list[str]) -> list[str]:
-    """The same server, sooner: what it says is not what is looked at."""
+    """Return the arguments with the tiny model, which loads faster; the tests do not look at the text."""
     assert "smollm2-135m" in arguments
     return ["tiny" if each == "smollm2-135m" else each for each in arguments]
 
 
-# --- a page in a browser
+# A page in a browser
 
 
 @pytest.fixture
@@ -76,34 +79,34 @@ def tab() -> Iterator[Page]:
         yield page
 
 
-class Quiet(http.server.SimpleHTTPRequestHandler):
+class QuietHandler(http.server.SimpleHTTPRequestHandler):
     def log_message(self, *_: object) -> None:
         pass
 
 
 @contextlib.contextmanager
 def web_pages(folder: Path) -> Iterator[str]:
-    """The folder as a web site; gives its origin."""
-    with http.server.ThreadingHTTPServer(("127.0.0.1", 0), partial(Quiet, directory=str(folder))) as site:
-        serving = threading.Thread(target=site.serve_forever)
-        serving.start()
+    """Serve the folder as a web site; yield its origin."""
+    with http.server.ThreadingHTTPServer(("127.0.0.1", 0), partial(QuietHandler, directory=str(folder))) as site:
+        thread = threading.Thread(target=site.serve_forever)
+        thread.start()
         try:
             yield f"http://127.0.0.1:{site.server_port}"
         finally:
             site.shutdown()
-            serving.join()
+            thread.join()
 
 
-def test_a_page_of_an_origin_that_was_named_streams_an_answer_and_another_page_is_refused(
+def test_a_page_of_an_allowed_origin_streams_an_answer_and_another_page_is_refused(
     tiny_home: Path, tmp_path: Path, tab: Page
 ) -> None:
     refused: list[str] = []
     with web_pages(tmp_path) as named, web_pages(tmp_path) as other:
-        page_server = tiny_model(server_of("A web page"))
+        page_server = tiny_model(serve_arguments("A web page"))
         arguments = [named if each == "http://127.0.0.1:3000" else each for each in page_server]
         assert named in arguments
         with serving(tiny_home, *arguments, "--port", "0") as server:
-            done("A web page", {"127.0.0.1:8400": f"127.0.0.1:{server.port}"}, tmp_path)
+            run_section("A web page", {"127.0.0.1:8400": f"127.0.0.1:{server.port}"}, tmp_path)
             tab.goto(f"{named}/page.html")
             tab.wait_for_function("document.title === 'done'")
             assert tab.inner_text("#answer")
@@ -115,19 +118,19 @@ def test_a_page_of_an_origin_that_was_named_streams_an_answer_and_another_page_i
     assert refused == ["Failed to fetch"]
 
 
-# --- a second machine
+# A second machine
 
 
 @pytest.fixture
 def machines() -> Iterator[tuple[str, str]]:
-    """Two network namespaces with a cable between them: each sees of the other what a machine on the LAN does."""
-    if not NAMESPACES:
-        pytest.skip("only root can make network namespaces, with ip of iproute2")
+    """The names of two network namespaces connected by a virtual cable, which stand for two machines on a LAN."""
+    if not CAN_CREATE_NAMESPACES:
+        pytest.skip("network namespaces need root, and ip from iproute2")
     names = f"lmx{os.getpid()}a", f"lmx{os.getpid()}b"
     with contextlib.ExitStack() as stack:
         for name in names:
-            if (made := ip("netns", "add", name)).returncode != 0:
-                pytest.skip(f"this container may not make network namespaces: {made.stderr.strip()}")
+            if (created := ip("netns", "add", name)).returncode != 0:
+                pytest.skip(f"network namespaces are not permitted here: {created.stderr.strip()}")
             stack.callback(ip, "netns", "del", name)
         assert (
             ip(
@@ -151,38 +154,40 @@ def ip(*arguments: str) -> subprocess.CompletedProcess[str]:
 
 def test_a_second_machine_chats_and_may_not_unload(tiny_home: Path, tmp_path: Path, machines: tuple[str, str]) -> None:
     first, second = (("ip", "netns", "exec", name) for name in machines)
-    with serving(tiny_home, *tiny_model(server_of("A second machine")), "--port", "0", before=first) as server:
-        told = re.search(r"on the LAN at http://(\S+)", server.wait_for("on the LAN at"))
-        assert told
-        assert told[1] == f"{NETWORK}.1:{server.port}"
-        printed = done("A second machine", {"192.168.1.20:8400": told[1]}, tmp_path, before=second, programs=HERE)
+    with serving(tiny_home, *tiny_model(serve_arguments("A second machine")), "--port", "0", before=first) as server:
+        announced = re.search(r"on the LAN at http://(\S+)", server.wait_for("on the LAN at"))
+        assert announced
+        assert announced[1] == f"{NETWORK}.1:{server.port}"
+        printed = run_section(
+            "A second machine", {"192.168.1.20:8400": announced[1]}, tmp_path, prefix=second, programs=PROGRAMS
+        )
         assert '"object":"chat.completion"' in printed
         assert printed.rpartition("}}")[2].strip()
         unload = [
-            *("curl", "-s", "-X", "POST", f"http://{told[1]}/admin/models/unload", "-d", "{}"),
+            *("curl", "-s", "-X", "POST", f"http://{announced[1]}/admin/models/unload", "-d", "{}"),
             *("-H", "Content-Type: application/json", "-H", "Authorization: Bearer choose-one"),
         ]
         refused = subprocess.run([*second, *unload], capture_output=True, text=True, check=True)
         assert "admin-forbidden" in refused.stdout
-        without = subprocess.run([*second, *unload[:-2]], capture_output=True, text=True, check=True)
-        assert "unauthorized" in without.stdout
+        without_key = subprocess.run([*second, *unload[:-2]], capture_output=True, text=True, check=True)
+        assert "unauthorized" in without_key.stdout
         assert server.end(signal.SIGTERM)[0] == 0
 
 
-# --- the page's own words
+# Statements of the page
 
 
-def test_what_openai_python_does_not_find_here_is_said_rightly(server: Serving) -> None:
+def test_the_responses_api_is_answered_with_404(server: Serving) -> None:
     with request(server.port, "POST", "/v1/responses", {"model": "default", "input": "hi"}) as answer:
         assert answer.status == 404
 
 
-def test_the_versions_of_the_table_are_those_that_are_tried() -> None:
-    tried = dict(
+def test_the_table_has_the_versions_that_are_tested() -> None:
+    tested = dict(
         re.findall(r"^([\w.-]+)==(\S+)$", (ROOT / "constraints-clients.txt").read_text(), flags=re.MULTILINE)
         + re.findall(r"^(openai)==(\S+)$", (ROOT / "constraints.txt").read_text(), flags=re.MULTILINE)
     )
-    told = [re.findall(r"([\w-]+) (\d[\d.]*)", row["tried with"]) for row in rows(PAGE, "client")]
-    named = dict(pair for row in told for pair in row)
+    documented = [re.findall(r"([\w-]+) (\d[\d.]*)", row["tried with"]) for row in table_rows(PAGE, "client")]
+    named = dict(pair for row in documented for pair in row)
     assert {"openai", "langchain-openai", "llm", "litellm", "instructor"} <= set(named)
-    assert named == {name: tried[name] for name in named}
+    assert named == {name: tested[name] for name in named}

@@ -1,1 +1,1 @@
-"""The package as others get it: its wheel, what its import costs, and what Binder makes of the repository."""
+"""Test the package as users install it: the wheel, the cost of its import, and Binder."""

@@ -1,4 +1,4 @@
-"""What Binder reads: its files do what they say. ``make binder`` builds and runs the whole of it."""
+"""Test the files that Binder reads. ``make binder`` runs the complete build and its notebooks."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from lmx_lab.settings import Settings
 from lmx_lab.values.models import ModelEntry
 from lmx_lab.weights import Catalog
 from lmx_lab.weights.starters import STARTERS
-from tests.package.as_binder import NOTEBOOKS
+from tests.package.try_binder import NOTEBOOKS
 
 pytestmark = pytest.mark.long
 
@@ -31,7 +31,7 @@ def requirements() -> list[str]:
 
 @pytest.fixture
 def home(tmp_path: Path, starter_home: Path, smollm2: ModelEntry, minilm: ModelEntry, smollm2_gguf: Path) -> Path:
-    """A home folder in which the starters are already: fetching them again would take a while."""
+    """A home folder that already has the starters, to save their download."""
     models = tmp_path / ".lmx-lab" / "models"
     (models / "smollm2-135m-gguf").mkdir(parents=True)
     (models / "smollm2-135m-gguf" / smollm2_gguf.name).symlink_to(smollm2_gguf)
@@ -40,24 +40,24 @@ def home(tmp_path: Path, starter_home: Path, smollm2: ModelEntry, minilm: ModelE
     return tmp_path
 
 
-def test_the_package_comes_with_the_extras_that_a_notebook_needs_in_tested_versions() -> None:
+def test_the_requirements_have_the_extras_for_notebooks_in_tested_versions() -> None:
     constraints, package = requirements()
     option, path = constraints.split()
-    # As pip reads them: constraints from beside the file, the package from the repository's root.
+    # pip resolves the constraints relative to the file, and the package relative to the repository's root.
     assert (option, (BINDER / path).resolve()) == ("-c", ROOT / "constraints.txt")
     extras = Requirement(package.replace(".", "lmx-lab", 1)).extras
     assert extras <= set(PROJECT["optional-dependencies"])
-    brought = {Requirement(line).name for extra in extras for line in PROJECT["optional-dependencies"][extra]}
-    assert {"jupyter-server-proxy", "jupyterlab", "anywidget", "xllamacpp"} <= brought
+    installed = {Requirement(line).name for extra in extras for line in PROJECT["optional-dependencies"][extra]}
+    assert {"jupyter-server-proxy", "jupyterlab", "anywidget", "xllamacpp"} <= installed
 
 
-def test_the_python_is_one_that_the_package_says_it_runs_on() -> None:
+def test_the_package_supports_the_python_version() -> None:
     name, _, version = (BINDER / "runtime.txt").read_text().strip().partition("-")
     assert name == "python"
     assert f"Programming Language :: Python :: {version}" in PROJECT["classifiers"]
 
 
-def test_building_puts_every_starter_where_a_lab_without_settings_looks(home: Path) -> None:
+def test_post_build_downloads_every_starter_into_the_default_home(home: Path) -> None:
     path = os.pathsep.join((str(Path(sys.executable).parent), os.environ["PATH"]))
     built = subprocess.run(
         [BINDER / "postBuild"],
@@ -73,8 +73,8 @@ def test_building_puts_every_starter_where_a_lab_without_settings_looks(home: Pa
     assert all(name in built.stdout for name in STARTERS)
 
 
-def test_building_fails_if_a_model_cannot_be_fetched(tmp_path: Path) -> None:
-    """An image without models would make every reader wait."""
+def test_post_build_fails_if_a_model_cannot_be_downloaded(tmp_path: Path) -> None:
+    # An image without models would make every user wait for the download.
     program = tmp_path / "lmx-lab"
     program.write_text('#!/bin/sh\n[ "$2" != minilm-l6 ]\n')
     program.chmod(0o755)
@@ -82,16 +82,16 @@ def test_building_fails_if_a_model_cannot_be_fetched(tmp_path: Path) -> None:
     assert subprocess.run([BINDER / "postBuild"], env={"PATH": path}, check=False).returncode == 1
 
 
-def test_start_has_idle_kernels_give_their_models_memory_back() -> None:
-    """And becomes the server that it is told to start: what a Hub ends is that process."""
-    ask = "import os, sys; from lmx_lab.settings import Settings; lab = Settings.read(); "
-    tell = "print(os.getpid(), lab.idle_unload_s, lab.swap, *sys.argv[1:])"
+def test_start_enables_idle_unload_and_replaces_itself_with_the_server() -> None:
+    # JupyterHub stops the process that it has started, so this must become the server itself.
+    read = "import os, sys; from lmx_lab.settings import Settings; lab = Settings.read(); "
+    write = "print(os.getpid(), lab.idle_unload_s, lab.swap, *sys.argv[1:])"
     environ = {name: text for name, text in os.environ.items() if not name.startswith("LMX_LAB_")}
-    command = [str(BINDER / "start"), sys.executable, "-c", ask + tell, "a b"]
+    command = [str(BINDER / "start"), sys.executable, "-c", read + write, "a b"]
     with subprocess.Popen(command, env=environ, stdout=subprocess.PIPE, text=True) as started:
-        said, _ = started.communicate()
-    assert said == f"{started.pid} 120.0 True a b\n"
+        output, _ = started.communicate()
+    assert output == f"{started.pid} 120.0 True a b\n"
 
 
-def test_the_notebooks_that_are_tried_are_the_ones_for_newcomers() -> None:
+def test_make_binder_runs_the_notebooks_of_the_introduction() -> None:
     assert [ROOT / name for name in NOTEBOOKS] == sorted((ROOT / "notebooks").glob("0[0-4]*.ipynb"))

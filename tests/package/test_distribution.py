@@ -1,4 +1,4 @@
-"""The wheel and the source distribution, built from this checkout, and the wheel used outside of it."""
+"""Test the wheel and the source distribution of this checkout, and use the wheel outside of it."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ lab.stop()
 
 
 @dataclass(frozen=True, kw_only=True)
-class Built:
+class Distributions:
     wheel: Path
     sdist: Path
 
@@ -46,13 +46,13 @@ class Built:
         return contents(self.wheel)
 
     @property
-    def facts(self) -> str:
-        """The folder of the metadata."""
+    def metadata_folder(self) -> str:
+        """Name of the folder with the metadata."""
         return f"{'-'.join(self.wheel.name.split('-')[:2])}.dist-info"
 
     @property
     def metadata(self) -> Message:
-        return message_from_bytes(self.files[f"{self.facts}/METADATA"])
+        return message_from_bytes(self.files[f"{self.metadata_folder}/METADATA"])
 
 
 def contents(wheel: Path) -> dict[str, bytes]:
@@ -61,21 +61,21 @@ def contents(wheel: Path) -> dict[str, bytes]:
 
 
 def hatchling(root: Path, kind: str, target: Path) -> Path:
-    """As ``python -m build --no-isolation`` calls it."""
+    """Build a distribution, as ``python -m build --no-isolation`` does."""
     before = set(target.glob("*"))
     command = [sys.executable, "-m", "hatchling", "build", "--target", kind, "--directory", str(target)]
     subprocess.run(command, cwd=root, check=True, capture_output=True, text=True)
-    (made,) = set(target.glob("*")) - before
-    return made
+    (distribution,) = set(target.glob("*")) - before
+    return distribution
 
 
 @pytest.fixture(scope="module")
-def built(tmp_path_factory: pytest.TempPathFactory) -> Built:
+def built(tmp_path_factory: pytest.TempPathFactory) -> Distributions:
     target = tmp_path_factory.mktemp("dist")
-    return Built(wheel=hatchling(ROOT, "wheel", target), sdist=hatchling(ROOT, "sdist", target))
+    return Distributions(wheel=hatchling(ROOT, "wheel", target), sdist=hatchling(ROOT, "sdist", target))
 
 
-def test_the_wheel_has_every_file_of_the_package_and_nothing_else(built: Built) -> None:
+def test_the_wheel_has_every_file_of_the_package_and_nothing_else(built: Distributions) -> None:
     here = {
         path.relative_to(ROOT).as_posix()
         for path in (ROOT / "lmx_lab").rglob("*")
@@ -84,18 +84,18 @@ def test_the_wheel_has_every_file_of_the_package_and_nothing_else(built: Built) 
     packed = {name for name in built.files if ".dist-info/" not in name}
     assert packed == here
     assert {"lmx_lab/py.typed", "lmx_lab/panels/built/chat.js", "lmx_lab/panels/uplot/uPlot.iife.min.js"} <= packed
-    # Nothing that JupyterLab or another program would find in its own folders.
-    assert {name.split("/")[0] for name in built.files} == {"lmx_lab", built.facts}
+    # No files for the folders of JupyterLab or other programs.
+    assert {name.split("/")[0] for name in built.files} == {"lmx_lab", built.metadata_folder}
 
 
-def test_what_others_wrote_comes_with_its_licence(built: Built) -> None:
+def test_the_licence_of_vendored_code_is_included(built: Distributions) -> None:
     assert b"Leon Sorokin" in built.files["lmx_lab/panels/uplot/LICENSE"]
     licences = built.metadata.get_all("License-File") or []
     assert {"LICENSE", "lmx_lab/panels/uplot/LICENSE"} <= set(licences)
-    assert all(f"{built.facts}/licenses/{name}" in built.files for name in licences)
+    assert all(f"{built.metadata_folder}/licenses/{name}" in built.files for name in licences)
 
 
-def test_the_source_distribution_builds_the_same_wheel(built: Built, tmp_path: Path) -> None:
+def test_the_source_distribution_builds_the_same_wheel(built: Distributions, tmp_path: Path) -> None:
     with tarfile.open(built.sdist) as archive:
         archive.extractall(tmp_path, filter="data")
     (root,) = tmp_path.iterdir()
@@ -103,7 +103,7 @@ def test_the_source_distribution_builds_the_same_wheel(built: Built, tmp_path: P
     assert contents(again) == built.files
 
 
-def test_the_metadata_is_what_an_index_accepts(built: Built) -> None:
+def test_a_package_index_accepts_the_metadata(built: Distributions) -> None:
     metadata = built.metadata
     assert metadata["Description-Content-Type"] == "text/markdown"
     assert metadata.get_payload(decode=True) == (ROOT / "README.md").read_bytes()
@@ -116,13 +116,15 @@ def test_the_metadata_is_what_an_index_accepts(built: Built) -> None:
         assert "extra" not in marker or any(f'extra == "{extra}"' in marker for extra in extras), line
 
 
-def test_the_wheel_serves_and_chats_outside_of_the_repository(built: Built, tiny_home: Path, tmp_path: Path) -> None:
-    bin_folder = installed(built.wheel, tmp_path / "env")
+def test_the_wheel_serves_and_chats_outside_of_the_repository(
+    built: Distributions, tiny_home: Path, tmp_path: Path
+) -> None:
+    bin_folder = install(built.wheel, tmp_path / "env")
     environ = {name: text for name, text in os.environ.items() if name != "PYTHONPATH"}
-    told = subprocess.run(
+    version = subprocess.run(
         [bin_folder / "lmx-lab", "--version"], cwd=tmp_path, env=environ, capture_output=True, text=True, check=True
     )
-    assert told.stdout == f"lmx-lab {built.metadata['Version']}\n"
+    assert version.stdout == f"lmx-lab {built.metadata['Version']}\n"
     used = subprocess.run(
         [bin_folder / "python", "-c", SMOKE, tiny_home, tmp_path / "env"],
         cwd=tmp_path, env=environ, capture_output=True, text=True, check=False,
@@ -131,8 +133,8 @@ def test_the_wheel_serves_and_chats_outside_of_the_repository(built: Built, tiny
     assert used.stdout.endswith("3 tokens\n")
 
 
-def installed(wheel: Path, environment: Path) -> Path:
-    """The scripts of an environment with the wheel, which borrows the wheel's dependencies from this one."""
+def install(wheel: Path, environment: Path) -> Path:
+    """Install the wheel in a new environment that uses this environment's dependencies; return its scripts folder."""
     subprocess.run([sys.executable, "-m", "venv", "--without-pip", environment], check=True)
     python = environment / "bin" / "python"
     subprocess.run(
@@ -140,6 +142,6 @@ def installed(wheel: Path, environment: Path) -> Path:
         check=True,
     )  # fmt: skip
     paths = sysconfig.get_paths(vars={"base": str(environment), "platbase": str(environment)})
-    # A path in a .pth file does not have its own .pth files read: an editable install stays out.
+    # Python does not read .pth files in folders that a .pth file adds, so an editable install is not used.
     (Path(paths["purelib"]) / "borrowed.pth").write_text(sysconfig.get_path("purelib") + "\n")
     return environment / "bin"

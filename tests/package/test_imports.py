@@ -1,4 +1,4 @@
-"""What importing brings along, by name: a time would depend on the machine."""
+"""Test which modules an import loads. Names are tested, because times would depend on the machine."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ import sys
 
 import pytest
 
-# Each takes longer to import than the whole package may, 150 ms, or starts something.
+# Each of these takes longer to import than the whole package may (150 ms), or starts threads or processes.
 HEAVY = {
     *(
         "IPython",
@@ -26,30 +26,30 @@ HEAVY = {
 }
 
 
-def brought_by(statement: str) -> set[str]:
-    """The modules that a fresh process has after it and had not before."""
-    told = "print(json.dumps(sorted(set(sys.modules) - before)))"
-    code = f"import json, sys; before = set(sys.modules); {statement}; {told}"
-    asked = subprocess.run([sys.executable, "-P", "-c", code], capture_output=True, text=True, check=False)
-    assert asked.returncode == 0, asked.stderr
-    return set(json.loads(asked.stdout))
+def modules_loaded_by(statement: str) -> set[str]:
+    """Run a statement in a new process, and return the modules that it loads."""
+    output = "print(json.dumps(sorted(set(sys.modules) - before)))"
+    code = f"import json, sys; before = set(sys.modules); {statement}; {output}"
+    completed = subprocess.run([sys.executable, "-P", "-c", code], capture_output=True, text=True, check=False)
+    assert completed.returncode == 0, completed.stderr
+    return set(json.loads(completed.stdout))
 
 
-def test_importing_the_package_brings_nothing_but_itself_and_the_standard_library() -> None:
-    brought = brought_by("import lmx_lab")
-    assert {name for name in brought if name.split(".")[0] == "lmx_lab"} == {"lmx_lab"}
-    assert {name.split(".")[0] for name in brought} - sys.stdlib_module_names == {"lmx_lab"}
+def test_importing_the_package_loads_only_itself_and_the_standard_library() -> None:
+    loaded = modules_loaded_by("import lmx_lab")
+    assert {name for name in loaded if name.split(".")[0] == "lmx_lab"} == {"lmx_lab"}
+    assert {name.split(".")[0] for name in loaded} - sys.stdlib_module_names == {"lmx_lab"}
 
 
-def test_the_packages_public_names_are_there_before_they_are_imported() -> None:
-    brought = brought_by("import lmx_lab; assert {'launch', 'attach', 'Lab'} <= set(dir(lmx_lab))")
-    assert "lmx_lab.notebook" not in brought
+def test_the_public_names_exist_before_their_modules_are_imported() -> None:
+    loaded = modules_loaded_by("import lmx_lab; assert {'launch', 'attach', 'Lab'} <= set(dir(lmx_lab))")
+    assert "lmx_lab.notebook" not in loaded
 
 
 @pytest.mark.parametrize("module", ["lmx_lab.settings", "lmx_lab.errors", "lmx_lab.urls", "lmx_lab.cli"])
-def test_what_everybody_reads_first_brings_nothing_heavy(module: str) -> None:
-    assert not {name.split(".")[0] for name in brought_by(f"import {module}")} & HEAVY
+def test_basic_modules_load_no_heavy_packages(module: str) -> None:
+    assert not {name.split(".")[0] for name in modules_loaded_by(f"import {module}")} & HEAVY
 
 
-def test_the_name_of_an_error_is_had_without_an_engine() -> None:
-    assert not {name.split(".")[0] for name in brought_by("from lmx_lab import LabError, Settings")} & HEAVY
+def test_errors_and_settings_load_no_heavy_packages() -> None:
+    assert not {name.split(".")[0] for name in modules_loaded_by("from lmx_lab import LabError, Settings")} & HEAVY

@@ -1,4 +1,4 @@
-"""``install.py``, as make calls it, on a small project and without an index; and what it makes of pip's settings."""
+"""Test ``install.py`` on a small project without a package index, and its translation of pip's settings for uv."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ def install() -> ModuleType:
 
 @pytest.fixture
 def checkout(tmp_path: Path) -> Path:
-    """A small project with an environment that has pip and the build tools, borrowed from this one."""
+    """A small project with an environment that uses pip and the build tools of this environment."""
     shutil.copy(ROOT / "install.py", tmp_path)
     (tmp_path / "pyproject.toml").write_text(PROJECT)
     (tmp_path / "constraints.txt").write_text("")
@@ -84,15 +84,15 @@ def test_running_needs_no_development_tools_and_testing_adds_them(
     assert re.findall(r"python install\.py (\S+)", planned.stdout) == extras
 
 
-def test_pip_installs_the_checkout_where_uv_cannot_be_installed(checkout: Path) -> None:
+def test_pip_installs_the_checkout_if_uv_cannot_be_installed(checkout: Path) -> None:
     (checkout / "constraints.txt").write_text("uv==0.0.0\n")
-    done = run_install(checkout, "lab")
-    assert done.returncode == 0, done.stdout + done.stderr
-    assert "uv cannot be installed" in done.stdout
+    completed = run_install(checkout, "lab")
+    assert completed.returncode == 0, completed.stdout + completed.stderr
+    assert "uv cannot be installed" in completed.stdout
     subprocess.run([checkout / ".venv" / "bin" / "python", "-c", "import small"], cwd=checkout.parent, check=True)
 
 
-def test_pip_installs_the_checkout_where_uv_fails(checkout: Path) -> None:
+def test_pip_installs_the_checkout_if_uv_fails(checkout: Path) -> None:
     (checkout / "uv-1.dist-info").mkdir()
     (checkout / "uv-1.dist-info" / "METADATA").write_text("Metadata-Version: 2.1\nName: uv\nVersion: 1\n")
     purelib = next((checkout / ".venv" / "lib").glob("python*/site-packages"))
@@ -100,20 +100,20 @@ def test_pip_installs_the_checkout_where_uv_fails(checkout: Path) -> None:
     uv = checkout / ".venv" / "bin" / "uv"
     uv.write_text(BROKEN_UV)
     uv.chmod(0o755)
-    done = run_install(checkout, "lab")
-    assert done.returncode == 0, done.stdout + done.stderr
+    completed = run_install(checkout, "lab")
+    assert completed.returncode == 0, completed.stdout + completed.stderr
     assert "pip install --python" in (checkout / "uv-was-called").read_text()
-    assert "no route to the index\nuv failed\n" in done.stdout
+    assert "no route to the index\nuv failed\n" in completed.stdout
     subprocess.run([checkout / ".venv" / "bin" / "python", "-c", "import small"], cwd=checkout.parent, check=True)
 
 
-def test_the_exit_status_tells_when_neither_can_install(install: ModuleType, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_exit_status_is_1_if_neither_can_install(install: ModuleType, monkeypatch: pytest.MonkeyPatch) -> None:
     for command in ("PIP_INSTALL", "UV_INSTALL"):
         monkeypatch.setattr(install, command, ("false",))
     assert install.main(["lab"]) == 1
 
 
-def test_pips_settings_are_read_in_pips_order(
+def test_settings_of_pip_are_read_in_pips_order_of_precedence(
     install: ModuleType, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     for name in [name for name in os.environ if name.startswith("PIP_")]:
@@ -147,7 +147,7 @@ def test_uv_uses_the_indexes_and_certificates_of_pip(install: ModuleType, tmp_pa
     }
 
 
-def test_without_settings_of_pip_uv_keeps_its_own(install: ModuleType) -> None:
+def test_uv_keeps_its_defaults_without_settings_of_pip(install: ModuleType) -> None:
     assert install.uv_settings({}) == {}
 
 

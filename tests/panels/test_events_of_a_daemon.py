@@ -12,7 +12,7 @@ from lmx_lab.daemon.daemon import Daemon
 from lmx_lab.notebook.daemon import LabEvents
 from lmx_lab.panels.events import EventsPanel
 from lmx_lab.panels.workbench import Workbench
-from tests.daemon.face import client, serving
+from tests.daemon.running_daemon import client, serving
 from tests.daemon.scripted import STALL, Script, Scripted, calls, says, token
 from tests.panels.standins import Reader
 

@@ -1,9 +1,9 @@
-"""Write ``minilm_reference.json`` of tests/engine/encoders: what PyTorch and transformers compute with MiniLM-L6-v2.
+"""Write ``tests/engine/encoders/minilm_reference.json``: vectors of MiniLM-L6-v2 computed with PyTorch.
 
     build/parity/bin/python tests/parity/make_minilm_reference.py FOLDER
 
-FOLDER is the starter ``minilm-l6`` as the lab stores it. Mean pooling and normalization are written out here, as the
-model's ``modules.json`` has them.
+FOLDER is the starter ``minilm-l6`` in the lab's store. Mean pooling and normalization are implemented here, as the
+model's ``modules.json`` defines them.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Small random models of transformers', saved as folders, and what PyTorch computes with them."""
+"""Create small random models with transformers, and compute reference results with PyTorch."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ SIZES = {
 
 
 def save(folder: Path, model: Any, files: Mapping[str, Any]) -> LoadedEncoder:
-    """Save a model of transformers' with a tokenizer and load it here."""
+    """Save a transformers model with a tokenizer, and load it with the lab."""
     model.save_pretrained(folder)
     write_tokenizer(folder, model_max_length=10**30)
     write_json(folder, files)
@@ -34,7 +34,7 @@ def save(folder: Path, model: Any, files: Mapping[str, Any]) -> LoadedEncoder:
 
 
 def build(kind: type, config: Any, *, seed: int = 0) -> Any:
-    """A model whose numbers are large enough for mistakes to show, biases and norms included."""
+    """Create a model with weights, biases and norms so large that errors are visible."""
     torch.manual_seed(seed)
     model = kind(config).eval()
     with torch.no_grad():
@@ -44,12 +44,13 @@ def build(kind: type, config: Any, *, seed: int = 0) -> Any:
 
 
 def texts(*lengths: int, vocabulary: int = 400, seed: int = 0) -> list[TextTokens]:
+    """Return random texts of these lengths in tokens."""
     random = np.random.default_rng(seed)
     return [TextTokens(tuple(int(n) for n in random.integers(5, vocabulary, length))) for length in lengths]
 
 
 def padded(batch: Sequence[TextTokens], pad: int = 0) -> dict[str, Any]:
-    """Inputs of transformers' models, padded on the right."""
+    """Return a batch as inputs of a transformers model, padded on the right."""
     longest = max(len(text.tokens) for text in batch)
     rows = [[*text.tokens, *[pad] * (longest - len(text.tokens))] for text in batch]
     mask = [[1] * len(text.tokens) + [0] * (longest - len(text.tokens)) for text in batch]
@@ -57,13 +58,16 @@ def padded(batch: Sequence[TextTokens], pad: int = 0) -> dict[str, Any]:
 
 
 def mean(hidden: Any, mask: Any) -> Vectors:
+    """Return the mean of the hidden states of each text, without padding."""
     weights = mask[..., None].float()
     return np.asarray(((hidden * weights).sum(1) / weights.sum(1)).numpy())
 
 
 def last(hidden: Any, mask: Any) -> Vectors:
+    """Return the hidden state of the last token of each text."""
     return np.asarray(hidden[torch.arange(len(mask)), mask.sum(1) - 1].numpy())
 
 
 def check(loaded: LoadedEncoder, batch: Sequence[TextTokens], expected: Vectors) -> None:
+    """Assert that the lab's results for a batch equal the expected ones within ``TOLERANCE``."""
     np.testing.assert_allclose(run(loaded.passes(batch)), expected, atol=TOLERANCE)

@@ -1,4 +1,4 @@
-"""Qwen3 as embedder and as reranker against transformers on PyTorch, on small random models."""
+"""Compare Qwen3 as embedder and as reranker with transformers on PyTorch, on small random models."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ def config(kind: str = "Qwen3", **changes: Any) -> Any:
 
 
 @pytest.mark.parametrize("kind", ["Qwen3Model", "Qwen3ForCausalLM", "LlamaModel"])
-def test_a_last_tokens_vector_is_that_of_transformers(tmp_path: Path, kind: str) -> None:
+def test_the_vector_of_the_last_token_equals_that_of_transformers(tmp_path: Path, kind: str) -> None:
     model = build(getattr(transformers, kind), config(kind.removesuffix("Model").removesuffix("ForCausalLM")))
     loaded, batch = save(tmp_path / "m", model, LAST), texts(*LENGTHS)
     inputs = padded(batch)
@@ -34,7 +34,7 @@ def test_a_last_tokens_vector_is_that_of_transformers(tmp_path: Path, kind: str)
     check(loaded, batch, last(hidden, inputs["attention_mask"]))
 
 
-def test_the_score_of_a_qwen3_classifier(tmp_path: Path) -> None:
+def test_the_score_of_a_qwen3_classifier_equals_that_of_transformers(tmp_path: Path) -> None:
     model = build(transformers.Qwen3ForSequenceClassification, config(num_labels=1))
     loaded, batch = save(tmp_path / "m", model, {}), texts(*LENGTHS)
     with torch.no_grad():
@@ -43,7 +43,7 @@ def test_the_score_of_a_qwen3_classifier(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("tied", [True, False])
-def test_the_difference_of_two_logits(tmp_path: Path, tied: bool) -> None:
+def test_the_difference_of_two_logits_equals_that_of_transformers(tmp_path: Path, tied: bool) -> None:
     files = logit_score_files()
     model = build(transformers.Qwen3ForCausalLM, config(tie_word_embeddings=tied))
     loaded, batch = save(tmp_path / "m", model, files), texts(*LENGTHS)

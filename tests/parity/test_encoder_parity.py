@@ -1,4 +1,4 @@
-"""BERT, RoBERTa, XLM-RoBERTa and ModernBERT against transformers on PyTorch, on small random models."""
+"""Compare BERT, RoBERTa, XLM-RoBERTa, CamemBERT and ModernBERT with transformers, on small random models."""
 
 from __future__ import annotations
 
@@ -46,7 +46,7 @@ def modern(**changes: Any) -> Any:
 
 @pytest.mark.parametrize("lengths", BATCHES.values(), ids=BATCHES)
 @pytest.mark.parametrize("family", FAMILIES)
-def test_hidden_states_are_those_of_transformers(tmp_path: Path, family: str, lengths: tuple[int, ...]) -> None:
+def test_hidden_states_equal_those_of_transformers(tmp_path: Path, family: str, lengths: tuple[int, ...]) -> None:
     model = build(FAMILIES[family][1], config(family))
     loaded, batch = save(tmp_path / "m", model, MEAN), texts(*lengths)
     inputs = padded(batch, pad=model.config.pad_token_id)
@@ -56,7 +56,7 @@ def test_hidden_states_are_those_of_transformers(tmp_path: Path, family: str, le
 
 
 @pytest.mark.parametrize("act", ["gelu", "gelu_new", "gelu_pytorch_tanh", "quick_gelu", "relu", "silu"])
-def test_activations_and_sizes_of_the_configuration(tmp_path: Path, act: str) -> None:
+def test_activations_and_sizes_of_the_configuration_are_used(tmp_path: Path, act: str) -> None:
     model = build(transformers.BertModel, config("bert", hidden_act=act, layer_norm_eps=1e-3, type_vocab_size=1))
     loaded, batch = save(tmp_path / "m", model, MEAN), texts(12, 5)
     inputs = padded(batch)
@@ -66,7 +66,7 @@ def test_activations_and_sizes_of_the_configuration(tmp_path: Path, act: str) ->
 
 
 @pytest.mark.parametrize("family", FAMILIES)
-def test_a_classifiers_logit_is_that_of_transformers(tmp_path: Path, family: str) -> None:
+def test_the_logit_of_a_classifier_equals_that_of_transformers(tmp_path: Path, family: str) -> None:
     model = build(FAMILIES[family][2], config(family, num_labels=1))
     loaded, batch = save(tmp_path / "m", model, {}), texts(20, 9, 33)
     with torch.no_grad():
@@ -74,7 +74,7 @@ def test_a_classifiers_logit_is_that_of_transformers(tmp_path: Path, family: str
     check(loaded, batch, expected)
 
 
-def test_segments_of_a_pair(tmp_path: Path) -> None:
+def test_the_segments_of_a_pair_are_used(tmp_path: Path) -> None:
     model = build(transformers.BertForSequenceClassification, config("bert", num_labels=1))
     loaded = save(tmp_path / "m", model, {})
     batch = [TextTokens(text.tokens, second_at=4) for text in texts(11, 6)]
@@ -85,7 +85,7 @@ def test_segments_of_a_pair(tmp_path: Path) -> None:
     check(loaded, batch, expected)
 
 
-def test_the_padding_token_inside_a_text_of_a_roberta(tmp_path: Path) -> None:
+def test_a_roberta_text_may_contain_the_padding_token(tmp_path: Path) -> None:
     model = build(transformers.RobertaModel, config("roberta"))
     loaded = save(tmp_path / "m", model, MEAN)
     batch = [TextTokens((5, 6, 1, 7, 1, 8)), TextTokens((1, 9))]
@@ -107,7 +107,9 @@ def test_the_padding_token_inside_a_text_of_a_roberta(tmp_path: Path) -> None:
     ],
     ids=["plain", "biases", "silu", "types"],
 )
-def test_hidden_states_of_modernbert(tmp_path: Path, changes: dict[str, Any], lengths: tuple[int, ...]) -> None:
+def test_hidden_states_of_modernbert_equal_those_of_transformers(
+    tmp_path: Path, changes: dict[str, Any], lengths: tuple[int, ...]
+) -> None:
     model = build(transformers.ModernBertModel, modern(**changes))
     loaded, batch = save(tmp_path / "m", model, MEAN), texts(*lengths)
     inputs = padded(batch)
@@ -118,7 +120,9 @@ def test_hidden_states_of_modernbert(tmp_path: Path, changes: dict[str, Any], le
 
 @pytest.mark.parametrize("pooling", ["cls", "mean"])
 @pytest.mark.parametrize("changes", [{}, {"classifier_bias": True, "classifier_activation": "relu"}], ids=["", "bias"])
-def test_the_logit_of_a_modernbert_classifier(tmp_path: Path, pooling: str, changes: dict[str, Any]) -> None:
+def test_the_logit_of_a_modernbert_classifier_equals_that_of_transformers(
+    tmp_path: Path, pooling: str, changes: dict[str, Any]
+) -> None:
     settings = modern(num_labels=1, classifier_pooling=pooling, **changes)
     model = build(transformers.ModernBertForSequenceClassification, settings)
     loaded, batch = save(tmp_path / "m", model, {}), texts(40, 9, 33)
@@ -127,7 +131,7 @@ def test_the_logit_of_a_modernbert_classifier(tmp_path: Path, pooling: str, chan
     check(loaded, batch, expected)
 
 
-def test_the_window_of_modernbert_matters(tmp_path: Path) -> None:
+def test_the_window_of_modernbert_changes_the_result(tmp_path: Path) -> None:
     batch = texts(100)
     narrow, wide = (
         run(

@@ -1,4 +1,4 @@
-"""What the fuzz sends, and what it takes for wrong: an answer that is no good has to be seen."""
+"""Test what the fuzz part sends, and that it detects wrong answers."""
 
 from __future__ import annotations
 
@@ -9,13 +9,13 @@ from typing import Any
 import pytest
 
 from soak.fuzzing import corpus
-from soak.fuzzing.drawing import drawn
+from soak.fuzzing.checks import answer_problems, socket_problems
+from soak.fuzzing.drawing import draw_cases
 from soak.fuzzing.exchange import Endpoint, HttpClient, Outcome
 from soak.fuzzing.families import FAMILIES, Family
 from soak.fuzzing.frames import BINARY, TEXT, SocketCase, frame
 from soak.fuzzing.requests import Case
-from soak.fuzzing.values import Raw, changed_bodies, places, put, written
-from soak.fuzzing.verdict import wrong_answer, wrong_socket
+from soak.fuzzing.values import Raw, changed_bodies, json_paths, replace_at, to_json
 from tests.client.raw import answering
 
 pytestmark = pytest.mark.long
@@ -35,7 +35,7 @@ def answered(status: int, body: bytes, kind: str = "application/json") -> bytes:
 
 
 def exchanged(answer: bytes, case: Case = WHOLE, limit_s: float = 5) -> tuple[Outcome, list[str]]:
-    """What a server that answers so is told to be wrong."""
+    """Send a case to a server that answers so; return the outcome and its problems."""
 
     async def exchange(port: int) -> Outcome:
         client = HttpClient(Endpoint("127.0.0.1", port, limit_s=limit_s))
@@ -46,7 +46,7 @@ def exchanged(answer: bytes, case: Case = WHOLE, limit_s: float = 5) -> tuple[Ou
 
     with answering(answer) as server:
         outcome = asyncio.run(exchange(int(server.url.rpartition(":")[2])))
-    return outcome, list(wrong_answer(case, outcome, NOT_LOADED))
+    return outcome, list(answer_problems(case, outcome, NOT_LOADED))
 
 
 @pytest.mark.parametrize(
@@ -60,38 +60,38 @@ def exchanged(answer: bytes, case: Case = WHOLE, limit_s: float = 5) -> tuple[Ou
         b"HTTP/1.1 100 Continue\r\n\r\n" + answered(200, b"{}"),
     ],
 )
-def test_good_answers_and_good_refusals_are_let_pass(answer: bytes) -> None:
+def test_valid_answers_and_declared_refusals_have_no_problems(answer: bytes) -> None:
     outcome, wrong = exchanged(answer)
     assert outcome.ended == "answered"
     assert wrong == []
 
 
 @pytest.mark.parametrize(
-    ("answer", "said"),
+    ("answer", "problem"),
     [
         (answered(500, envelope("internal-error")), "500"),
         (answered(503, envelope("queue-full")), "503"),
-        (answered(422, b'{"detail": []}'), "envelope"),
-        (answered(500, b"Internal Server Error", "text/plain"), "envelope"),
-        (answered(400, envelope(message="")), "without words"),
+        (answered(422, b'{"detail": []}'), "fields of an error"),
+        (answered(500, b"Internal Server Error", "text/plain"), "fields of an error"),
+        (answered(400, envelope(message="")), "no code or message"),
         (answered(400, envelope(more=1)), "fields"),
         (answered(400, envelope(message="x" * 20_000)), "bytes"),
-        (answered(200, b'{"a": NaN}'), "no JSON"),
-        (answered(200, b'{"a": "\\ud800"}'), "no JSON"),
+        (answered(200, b'{"a": NaN}'), "not JSON"),
+        (answered(200, b'{"a": "\\ud800"}'), "not JSON"),
         (answered(200, b'data: {"a": 1}\n\n', "text/event-stream"), "ends with"),
         (answered(200, b'data: {"a": 1}\n\ndata: [DO', "text/event-stream"), "in the middle"),
         (answered(200, b"x", "image/png"), "image/png"),
         (answered(200, b"{}")[:-1], "in the middle"),
         (b"", "without an answer"),
-        (b"nonsense\r\n\r\n", "no HTTP"),
+        (b"nonsense\r\n\r\n", "not HTTP"),
     ],
 )
-def test_what_is_wrong_with_an_answer_is_said(answer: bytes, said: str) -> None:
-    _, wrong = exchanged(answer)
-    assert any(said in why for why in wrong), wrong
+def test_each_problem_of_an_answer_is_named(answer: bytes, problem: str) -> None:
+    _, problems = exchanged(answer)
+    assert any(problem in each for each in problems), problems
 
 
-def test_no_answer_in_time_is_hung() -> None:
+def test_a_missing_answer_counts_as_hung() -> None:
     async def exchange() -> Outcome:
         connected = asyncio.Event()
         silent = await asyncio.start_server(lambda reader, writer: connected.set(), "127.0.0.1", 0)
@@ -100,20 +100,20 @@ def test_no_answer_in_time_is_hung() -> None:
 
     outcome = asyncio.run(exchange())
     assert outcome.ended == "hung"
-    assert list(wrong_answer(WHOLE, outcome, NOT_LOADED)) != []
+    assert list(answer_problems(WHOLE, outcome, NOT_LOADED)) != []
 
 
-def test_nobody_listening_is_said() -> None:
+def test_a_refused_connection_is_a_problem() -> None:
     outcome = asyncio.run(HttpClient(Endpoint("127.0.0.1", 1)).exchange(WHOLE))
     assert outcome.ended == "refused"
-    assert list(wrong_answer(WHOLE, outcome, NOT_LOADED)) != []
+    assert list(answer_problems(WHOLE, outcome, NOT_LOADED)) != []
 
 
-SOCKET = SocketCase(handshake=b"", frames=b"", right=True, answered=True, end="close")
+SOCKET = SocketCase(handshake=b"", frames=b"", valid=True, answered=True, end="close")
 
 
 @pytest.mark.parametrize(
-    ("outcome", "said"),
+    ("outcome", "problem"),
     [
         ({"messages": []}, "no answer"),
         ({"messages": [{"done": True}, {"done": True}]}, "2 ends"),
@@ -121,37 +121,37 @@ SOCKET = SocketCase(handshake=b"", frames=b"", right=True, answered=True, end="c
         ({"messages": [{"error": json.loads(envelope("internal-error"))["error"]}]}, "internal"),
         ({"messages": [{"done": True}], "close_code": 77}, "77"),
         ({"status": 500, "body": b"oh"}, "refused with 500"),
-        ({"ended": "hung"}, "not over"),
-        ({"ended": "broken", "remark": "a masked frame"}, "masked"),
+        ({"ended": "hung"}, "no end within"),
+        ({"ended": "broken", "detail": "a masked frame"}, "masked"),
     ],
 )
-def test_what_is_wrong_with_a_socket_is_said(outcome: dict[str, Any], said: str) -> None:
+def test_each_problem_of_a_socket_is_named(outcome: dict[str, Any], problem: str) -> None:
     given: dict[str, Any] = {"ended": "answered", "status": 101, **outcome}
-    assert any(said in why for why in wrong_socket(SOCKET, Outcome(**given), NOT_LOADED))
+    assert any(problem in each for each in socket_problems(SOCKET, Outcome(**given), NOT_LOADED))
 
 
 @pytest.mark.parametrize("messages", [[{"token": "a"}, {"done": True}], [json.loads(envelope())]])
-def test_a_socket_that_went_well_is_let_pass(messages: list[Any]) -> None:
+def test_a_valid_socket_has_no_problems(messages: list[Any]) -> None:
     outcome = Outcome(ended="answered", status=101, messages=messages, close_code=1000)
-    assert list(wrong_socket(SOCKET, outcome, NOT_LOADED)) == []
+    assert list(socket_problems(SOCKET, outcome, NOT_LOADED)) == []
 
 
 @pytest.mark.parametrize("family", FAMILIES, ids=lambda family: family.name)
-def test_the_same_seed_draws_the_same_requests_and_another_one_others(family: Family) -> None:
-    first = drawn(family.cases, "0/0", 30)
+def test_the_same_seed_draws_the_same_requests_and_another_seed_draws_others(family: Family) -> None:
+    first = draw_cases(family.cases, "0/0", 30)
     assert len(first) == 30
-    assert drawn(family.cases, "0/0", 30) == first
-    assert drawn(family.cases, "1/0", 30) != first
+    assert draw_cases(family.cases, "0/0", 30) == first
+    assert draw_cases(family.cases, "1/0", 30) != first
 
 
-def test_the_families_are_20000_requests() -> None:
+def test_the_families_have_20000_requests() -> None:
     assert sum(family.count for family in FAMILIES) == 20_000
 
 
-def test_most_bodies_are_changed_and_some_are_no_json() -> None:
+def test_most_bodies_are_changed_and_some_are_not_json() -> None:
     good = corpus.CHAT_BODIES[0]
-    texts = [written(body) for body in drawn(changed_bodies(good, corpus.CHAT_BODIES), "bodies", 200)]
-    assert sum(text != written(good) for text in texts) > 180
+    texts = [to_json(body) for body in draw_cases(changed_bodies(good, corpus.CHAT_BODIES), "bodies", 200)]
+    assert sum(text != to_json(good) for text in texts) > 180
 
     def is_json(text: str) -> bool:
         try:
@@ -163,16 +163,16 @@ def test_most_bodies_are_changed_and_some_are_no_json() -> None:
     assert 0 < sum(map(is_json, texts)) < 200
 
 
-def test_a_change_leaves_the_original_as_it_was() -> None:
+def test_a_change_does_not_modify_the_original() -> None:
     good = {"a": [1, {"b": 2}]}
-    assert put(good, ("a", 1, "b"), lambda _: Raw("1e400")) == {"a": [1, {"b": Raw("1e400")}]}
+    assert replace_at(good, ("a", 1, "b"), lambda _: Raw("1e400")) == {"a": [1, {"b": Raw("1e400")}]}
     assert good == {"a": [1, {"b": 2}]}
-    assert places(good) == [(), ("a",), ("a", 0), ("a", 1), ("a", 1, "b")]
-    assert written({"a": [Raw("1e400"), "\ud800", True, None, 2**70]}) == f'{{"a":[1e400,"\\ud800",true,null,{2**70}]}}'
+    assert json_paths(good) == [(), ("a",), ("a", 0), ("a", 1), ("a", 1, "b")]
+    assert to_json({"a": [Raw("1e400"), "\ud800", True, None, 2**70]}) == f'{{"a":[1e400,"\\ud800",true,null,{2**70}]}}'
 
 
 @pytest.mark.parametrize("size", [0, 1, 125, 126, 65_535, 65_536])
-def test_frames_are_as_the_websockets_library_reads_them(size: int) -> None:
+def test_the_websockets_library_can_read_the_frames(size: int) -> None:
     from websockets.frames import Frame
     from websockets.streams import StreamReader
 

@@ -1,4 +1,4 @@
-"""The frame of the long runs: the table and its exit status, the watch over a process, the fuzz in small."""
+"""Test the table and exit status of the long runs, the resource monitor, and a small fuzz run."""
 
 from __future__ import annotations
 
@@ -16,15 +16,15 @@ from lmx_lab.values.models import ModelEntry
 from soak.__main__ import PARTS, Run, carry_out
 from soak.fuzz import fuzz
 from soak.fuzzing.families import FAMILIES
+from soak.resources import FREE_MEMORY_ON_SIGNAL, NO_EXCESS, Allowance, ResourceMonitor
 from soak.row import COLUMNS, Row
 from soak.soak import Soak
-from soak.watch import GIVES_BACK, NOTHING, Allowance, Watch
 
 pytestmark = pytest.mark.long
 
 MB = 1_000_000
 SLEEPING = [sys.executable, "-c", "import time; time.sleep(600)"]
-# Does what its lines of input say, and answers each when it is done.
+# Carries out the commands on its standard input, and prints a line after each.
 LEAKING = """
 import os, subprocess, sys, threading, time
 kept = []
@@ -56,11 +56,14 @@ def soak(tiny: ModelEntry) -> Soak:
 
 
 class Leaking:
-    """A child process that keeps what it is told to."""
+    """A child process that allocates resources on command, and keeps them."""
 
     def __init__(self) -> None:
         self.process = subprocess.Popen(
-            [sys.executable, "-c", f"{GIVES_BACK}{LEAKING}"], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
+            [sys.executable, "-c", f"{FREE_MEMORY_ON_SIGNAL}{LEAKING}"],
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            text=True,
         )
 
     def do(self, what: str, count: int = 1) -> None:
@@ -82,8 +85,8 @@ def leaking() -> Iterator[Leaking]:
         child.process.communicate()
 
 
-def carried_out(tmp_path: Path, soak: Soak, **parts: Run) -> tuple[int, list[dict[str, Any]]]:
-    """The exit status, and the rows of the file that was kept."""
+def run_parts(tmp_path: Path, soak: Soak, **parts: Run) -> tuple[int, list[dict[str, Any]]]:
+    """Run parts; return the exit status, and the rows of the stored file."""
     status = carry_out(parts, soak, {"machine": "this"}, folder=tmp_path)
     (kept,) = tmp_path.glob("*.json")
     content = json.loads(kept.read_text())
@@ -99,15 +102,15 @@ def part(*rows: Row) -> Run:
 GOOD = Row(part="good", requests=5, faults=2, slowest_s=1.5, notes="RSS 1 to 2 MB")
 
 
-def test_a_run_in_which_every_row_holds_ends_with_0(
+def test_the_exit_status_is_0_if_every_row_has_passed(
     tmp_path: Path, soak: Soak, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    status, rows = carried_out(tmp_path, soak, first=part(GOOD), second=part(Row(part="other")))
+    status, rows = run_parts(tmp_path, soak, first=part(GOOD), second=part(Row(part="other")))
     assert status == 0
-    assert [(row["part"], row["holds"]) for row in rows] == [("good", True), ("other", True)]
-    said = capsys.readouterr().out
-    assert "good" in said
-    assert "WRONG" not in said
+    assert [(row["part"], row["passed"]) for row in rows] == [("good", True), ("other", True)]
+    output = capsys.readouterr().out
+    assert "good" in output
+    assert "WRONG" not in output
 
 
 @pytest.mark.parametrize(
@@ -117,28 +120,28 @@ def test_a_run_in_which_every_row_holds_ends_with_0(
         {"wrong": ["a status that is not declared"]},
     ],
 )
-def test_one_row_that_does_not_hold_makes_the_status_1(
+def test_the_exit_status_is_1_if_a_row_has_failed(
     tmp_path: Path, soak: Soak, capsys: pytest.CaptureFixture[str], bad: dict[str, Any]
 ) -> None:
-    status, rows = carried_out(tmp_path, soak, first=part(GOOD), second=part(Row(part="bad", **bad), GOOD))
+    status, rows = run_parts(tmp_path, soak, first=part(GOOD), second=part(Row(part="bad", **bad), GOOD))
     assert status == 1
-    assert [row["holds"] for row in rows] == [True, False, True]
+    assert [row["passed"] for row in rows] == [True, False, True]
     assert "WRONG bad: " in capsys.readouterr().out
 
 
-def test_a_part_that_fails_is_a_row_and_not_the_end(tmp_path: Path, soak: Soak) -> None:
+def test_an_exception_in_a_part_is_a_row_and_the_next_part_runs(tmp_path: Path, soak: Soak) -> None:
     def failing(soak: Soak) -> list[Row]:
-        raise OSError("no more of it")
+        raise OSError("no space left")
 
-    status, rows = carried_out(tmp_path, soak, first=failing, second=part(GOOD))
+    status, rows = run_parts(tmp_path, soak, first=failing, second=part(GOOD))
     assert status == 1
-    assert "OSError: no more of it" in rows[0]["wrong"][0]
-    assert rows[1]["holds"]
+    assert "OSError: no space left" in rows[0]["wrong"][0]
+    assert rows[1]["passed"]
 
 
 @pytest.fixture
 def left() -> Iterator[list[subprocess.Popen[bytes]]]:
-    """For processes that a part forgets."""
+    """Processes that a part leaves running."""
     processes: list[subprocess.Popen[bytes]] = []
     yield processes
     for process in processes:
@@ -146,33 +149,33 @@ def left() -> Iterator[list[subprocess.Popen[bytes]]]:
         process.wait()
 
 
-def test_what_a_part_leaves_running_is_counted_and_ended(
+def test_processes_that_a_part_leaves_running_are_counted_and_killed(
     tmp_path: Path, soak: Soak, left: list[subprocess.Popen[bytes]]
 ) -> None:
     def leaving(soak: Soak) -> list[Row]:
         left.append(subprocess.Popen(SLEEPING))
         return [GOOD]
 
-    status, rows = carried_out(tmp_path, soak, first=leaving)
+    status, rows = run_parts(tmp_path, soak, first=leaving)
     assert status == 1
     assert rows[1]["leaked_processes"] == 1
     assert not psutil.pid_exists(left[0].pid)
 
 
-def test_ctrl_c_leaves_no_process_and_shows_what_there_is(
+def test_ctrl_c_leaves_no_process_and_prints_the_results_so_far(
     tmp_path: Path, soak: Soak, left: list[subprocess.Popen[bytes]]
 ) -> None:
     def interrupted(soak: Soak) -> list[Row]:
         left.append(subprocess.Popen(SLEEPING))
         raise KeyboardInterrupt
 
-    status, rows = carried_out(tmp_path, soak, first=part(GOOD), second=interrupted, third=part(GOOD))
+    status, rows = run_parts(tmp_path, soak, first=part(GOOD), second=interrupted, third=part(GOOD))
     assert status == 130
     assert [row["part"] for row in rows] == ["good"]
     assert not psutil.pid_exists(left[0].pid)
 
 
-def test_every_part_of_the_table_is_there() -> None:
+def test_every_part_has_a_module_with_run() -> None:
     folder = Path(__file__).parents[2] / "soak"
     assert [name for name in PARTS if "def run(" not in (folder / f"{name}.py").read_text()] == []
 
@@ -186,48 +189,48 @@ def test_every_part_of_the_table_is_there() -> None:
         ("processes", 2, lambda excess: excess.processes == 2),
     ],
 )
-def test_the_watch_sees_what_a_process_keeps(
+def test_the_monitor_measures_what_a_process_keeps(
     leaking: Leaking, what: str, count: int, reading: Callable[[Any], bool]
 ) -> None:
-    watch = Watch(leaking.process.pid)
-    watch.begin()
+    monitor = ResourceMonitor(leaking.process.pid)
+    monitor.begin()
     leaking.do(what, count)
-    assert reading(watch.excess(limit_s=0.5))
+    assert reading(monitor.excess(limit_s=0.5))
     row = Row(part="leak")
-    watch.add_to(row, limit_s=0.5)
-    assert not row.holds
+    monitor.add_to(row, limit_s=0.5)
+    assert not row.passed
 
 
-def test_the_watch_lets_pass_what_is_allowed_and_what_goes_again(leaking: Leaking) -> None:
-    watch = Watch(leaking.process.pid, allowance=Allowance(rss_mb=40, descriptors=2, threads=1))
-    watch.begin()
+def test_the_monitor_accepts_allowed_and_temporary_growth(leaking: Leaking) -> None:
+    monitor = ResourceMonitor(leaking.process.pid, allowance=Allowance(rss_mb=40, descriptors=2, threads=1))
+    monitor.begin()
     for what, count in (("megabytes", 10), ("descriptors", 2), ("threads", 1)):
         leaking.do(what, count)
-    assert watch.excess(limit_s=0.5) == NOTHING
+    assert monitor.excess(limit_s=0.5) == NO_EXCESS
     leaking.do("descriptors", 50)
     leaking.do("processes", 1)
     leaking.do("forget")
     row = Row(part="no leak")
-    watch.add_to(row)
-    assert row.holds, row
+    monitor.add_to(row)
+    assert row.passed, row
     assert "RSS" in row.notes
 
 
-def test_a_process_that_has_ended_is_told(leaking: Leaking) -> None:
+def test_a_process_that_has_ended_is_reported(leaking: Leaking) -> None:
     other = Leaking()
     other.do("forget")
-    watch = Watch(other.process.pid)
-    watch.begin()
+    monitor = ResourceMonitor(other.process.pid)
+    monitor.begin()
     other.process.communicate()
     row = Row(part="gone")
-    watch.add_to(row)
+    monitor.add_to(row)
     assert "has ended" in row.wrong[0]
 
 
-def test_a_small_fuzz_holds(soak: Soak) -> None:
+def test_a_small_fuzz_run_passes(soak: Soak) -> None:
     some = [family for family in FAMILIES if family.name in ("chat", "rerank", "chat socket", "/v3 events socket")]
     rows = fuzz(soak, share=0.006, families=some)
-    # Memory settles only after more requests than these.
+    # Without the columns for memory, which settles only after more requests than these.
     assert [(row.part, row.wrong, row.lost, row.hung) for row in rows if row.wrong or row.lost or row.hung] == []
     assert sum(row.faults for row in rows) >= 50
     assert max(row.slowest_s for row in rows) > 0

@@ -9,7 +9,7 @@ import pytest
 
 from lmx_lab.daemon.daemon import Daemon
 from lmx_lab.notebook import Lab
-from tests.daemon.face import serving as serving_daemon
+from tests.daemon.running_daemon import serving as serving_daemon
 from tests.flows.conftest import echo_home, serving
 
 __all__ = ["echo_home"]

@@ -19,8 +19,8 @@ import httpx2
 import psutil
 import pytest
 
-from lmx_lab.cli.app import complain, note, say
 from lmx_lab.cli.models import models as list_models
+from lmx_lab.cli.terminal import print_error, print_line, print_note
 from lmx_lab.client import DaemonClient, LabClient
 from lmx_lab.daemon.daemon import Daemon
 from lmx_lab.errors import LabError
@@ -256,9 +256,9 @@ def test_what_model_files_and_servers_say_does_nothing_to_a_terminal(
     monkeypatch.setenv("LMX_LAB_HOME", str(tmp_path))
     monkeypatch.setenv("HF_HUB_CACHE", str(tmp_path / "hub"))
     list_models()
-    say(ESCAPES)
-    note(ESCAPES)
-    complain(LabError(ESCAPES))
+    print_line(ESCAPES)
+    print_note(ESCAPES)
+    print_error(LabError(ESCAPES))
     printed = "".join(capsys.readouterr())
     assert "odd" in printed
     assert printed.count("\\x1b[31mred") == 4

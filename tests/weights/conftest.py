@@ -130,7 +130,7 @@ def random_tensor(kind: str, *shape: int) -> tuple[tuple[int, ...], int, bytes]:
     elif kind == "F16":
         raw = np.full(shape, 0.01, np.float16)
     else:
-        # Halfs at the front (at the end in Q6_K) are the scales: small and finite.
+        # Half-precision numbers at the front (at the end in Q6_K) are the scales: small and finite.
         half = np.float16(0.01).tobytes()
         raw[:, -2:] = raw[:, :2] = np.frombuffer(half, np.uint8)
         if kind == "Q4_1":

@@ -1,1 +1,2 @@
-"""Blocking clients for scripts, threads and notebook cells: the async clients, run on one background event loop."""
+"""Provide blocking clients for scripts, threads and notebook cells: the async clients, run on a background event
+loop."""

@@ -1,4 +1,4 @@
-"""The client of the daemon for callers that block: scripts, threads, notebook cells."""
+"""Provide the blocking client of the daemon, for scripts, threads and notebook cells."""
 
 # Generated from daemon.py, daemon_routes.py by "make blocking"; do not edit.
 
@@ -11,7 +11,7 @@ from typing import Literal, Self
 import httpx2
 from pydantic import JsonValue
 
-from lmx_lab.client.blocking.portal import BlockingClient, check_upstream
+from lmx_lab.client.blocking.base import BlockingClient, check_upstream
 from lmx_lab.client.blocking.session import Session
 from lmx_lab.client.blocking.subscription import BlockingSubscription
 from lmx_lab.client.cursors import CursorStore
@@ -37,14 +37,14 @@ from lmx_lab.wire.sessions import (
 
 
 class DaemonClient(BlockingClient[AsyncDaemonClient]):
-    """``AsyncDaemonClient`` without ``await``, for any thread: ``with DaemonClient.discover() as client``.
+    """A blocking client of a daemon, for any thread: ``with DaemonClient.discover() as client``.
 
-    Every method waits, and an interrupt (Ctrl-C) cancels the request. Methods that wait for a turn also raise
-    ``HostingError`` if the model's server runs on the event loop of the caller.
+    It has the methods of ``AsyncDaemonClient``. Every method waits, and an interrupt (Ctrl-C) cancels the request.
+    Methods that wait for a turn also raise ``HostingError`` if the model server runs on the caller's event loop.
 
     Raises:
         InvalidRequestError: the address or the key is not valid.
-        HostingError: from every method, if the server runs on the caller's own event loop, which would wait for itself.
+        HostingError: raised by every method if the server runs on the caller's event loop, which would wait for itself.
     """
 
     def __init__(self, base_url: str, *, token: str | None, transport: httpx2.AsyncBaseTransport | None = None) -> None:
@@ -54,18 +54,18 @@ class DaemonClient(BlockingClient[AsyncDaemonClient]):
     def discover(
         cls, home: str | os.PathLike[str] | None = None, *, transport: httpx2.AsyncBaseTransport | None = None
     ) -> Self:
-        """Return a client of this user's daemon, and of its successors in the same folder.
+        """Return a client of this user's daemon, also after the daemon was restarted.
 
         Reads the daemon's state file and sends nothing.
 
         Args:
-            home: By default LMX_LAB_HOME, else ``~/.lmx-lab``.
+            home: The lab's home folder; by default LMX_LAB_HOME, or ``~/.lmx-lab`` if that is not set.
 
         Raises:
-            UnreachableError: there is no daemon; the message says how to start one.
+            UnreachableError: no daemon is running; the message says how to start one.
         """
         client = cls.__new__(cls)
-        client._begin(AsyncDaemonClient.discover(home, transport=transport))
+        client._start(AsyncDaemonClient.discover(home, transport=transport))
         return client
 
     def session(
@@ -79,11 +79,12 @@ class DaemonClient(BlockingClient[AsyncDaemonClient]):
         messages: Sequence[SessionMessage] = (),
         metadata: Mapping[str, JsonValue] | None = None,
     ) -> Session:
-        """Create a session, or return the existing one of this id unchanged.
+        """Create a session. A session of this id that exists is returned unchanged.
 
         Args:
-            model: By default the model that the model server has loaded.
-            tools: Tools that its turns may use: names, or all of a server, ``time__*``. [] is none; by default all.
+            model: The model of its turns; by default the one that the model server has loaded.
+            tools: Names of the tools that its turns may use, or ``time__*`` for all tools of the MCP server ``time``.
+                By default all tools; [] for none.
             messages: The initial history.
         """
         return Session(
@@ -110,15 +111,15 @@ class DaemonClient(BlockingClient[AsyncDaemonClient]):
         types: Sequence[str] = (),
         cursor: CursorStore | None = None,
     ) -> BlockingSubscription:
-        """Subscribe to events, over lost connections and restarts of the daemon.
+        """Subscribe to events. The subscription continues after lost connections and restarts of the daemon.
 
         ``with client.events() as events: for event in events: …``
 
         Args:
-            after: A cursor; events after it are returned, 0 for all that are kept. By default only new events.
-            session_ids: By default all sessions, and events without a session.
-            types: Such as ``turn.done``, ``tool.*``; by default all.
-            cursor: Stores the last event that was read, and the next subscription continues from it.
+            after: Return events after this cursor; 0 for all events in the log. By default only new events.
+            session_ids: Return events of these sessions only; by default all events, also those without a session.
+            types: Return events of these types only, such as ``turn.done`` or ``tool.*``; by default all types.
+            cursor: Stores the last event that was read; the next subscription with it continues there.
         """
         return BlockingSubscription(
             self._client,
@@ -127,43 +128,44 @@ class DaemonClient(BlockingClient[AsyncDaemonClient]):
         )
 
     def health(self) -> Health:
-        """Return which daemon answers; needs no token."""
+        """Identify the daemon that answers. Needs no token."""
         return self._portal.run(self._client.health())
 
     def state(self) -> DaemonRecord:
-        """Return the daemon's state: ids, counts, limits, the model server."""
+        """Return the daemon's state: its ids, counts, limits and model server."""
         return self._portal.run(self._client.state())
 
     def shut_down(self, *, mode: Literal["drain", "now"] = "drain", grace_s: float = 30.0) -> None:
-        """Stop the daemon; returns when it has started to stop.
+        """Stop the daemon. Returns when the daemon has started to stop.
 
-        Running turns have ``grace_s`` seconds to end, with mode ``now`` none; queued turns run at the next start.
+        Running turns have ``grace_s`` seconds to end; with mode ``now`` they are cancelled at once. Queued turns run
+        after the next start.
         """
         self._portal.run(self._client.shut_down(mode=mode, grace_s=grace_s))
 
     def create_session(self, body: CreateSession) -> SessionRecord:
-        """Create a session, or return the existing one of this id unchanged."""
+        """Create a session. A session of this id that exists is returned unchanged."""
         return self._portal.run(self._client.create_session(body))
 
     def sessions(
         self, *, limit: int | None = None, cursor: str | None = None, archived: bool = False, q: str | None = None
     ) -> SessionList:
-        """List the sessions in pages, the last used first.
+        """List the sessions in pages, the last used ones first.
 
         Args:
-            limit: Sessions per page.
+            limit: Maximum number of sessions in a page.
             cursor: ``next_cursor`` of the previous page.
             archived: List the archived sessions instead of the others.
-            q: Part of a title or an id.
+            q: List sessions whose title or id contains this text.
         """
         return self._portal.run(self._client.sessions(limit=limit, cursor=cursor, archived=archived, q=q))
 
     def read_session(self, session_id: str) -> SessionSnapshot:
-        """Read a session with its messages, turns, pending permissions, and the cursor for its events."""
+        """Read a session: its messages, turns, pending permissions, and the cursor from which its events continue."""
         return self._portal.run(self._client.read_session(session_id))
 
     def change_session(self, session_id: str, change: ChangeSession) -> SessionRecord:
-        """Set the fields that are set in ``change``.
+        """Change the fields of a session that are set in ``change``.
 
         Raises:
             RevisionConflictError: another client has changed the session since that revision.
@@ -171,44 +173,51 @@ class DaemonClient(BlockingClient[AsyncDaemonClient]):
         return self._portal.run(self._client.change_session(session_id, change))
 
     def delete_session(self, session_id: str) -> None:
-        """Cancel a session's turns and delete it. Idempotent."""
+        """Delete a session, and cancel its turns. Idempotent."""
         self._portal.run(self._client.delete_session(session_id))
 
     def fork_session(self, session_id: str, fork: ForkSession) -> SessionRecord:
-        """Create a session with the messages of this one, all or up to a turn."""
+        """Create a session with the messages of another one: all of them, or those up to a turn."""
         return self._portal.run(self._client.fork_session(session_id, fork))
 
     def submit_turn(self, session_id: str, turn: SubmitTurn) -> TurnAccepted:
-        """Submit a turn; returns when the daemon has accepted it.
+        """Submit a turn. Returns when the daemon has accepted it.
 
         Raises:
-            TurnInProgressError: another turn runs, with ``when_busy="reject"``.
-            QueueFullError: too many turns wait.
+            TurnInProgressError: another turn is running, and ``when_busy`` is ``reject``.
+            QueueFullError: too many turns are waiting.
             IdempotencyConflictError: a turn of this id exists with another body.
         """
         return self._portal.run(self._client.submit_turn(session_id, turn))
 
     def read_turn(self, session_id: str, turn_id: str, wait_s: float = 0.0) -> TurnRecord:
-        """Read a turn; with ``wait_s``, which is at most 60, once it has ended, or after that time in seconds."""
+        """Read a turn.
+
+        Args:
+            wait_s: Wait until the turn has ended, but at most for this time in seconds, up to 60.
+        """
         if wait_s:
             check_upstream(self._client, self._portal)
         return self._portal.run(self._client.read_turn(session_id, turn_id, wait_s))
 
     def cancel_turns(self, session_id: str, cancel: CancelTurns) -> CancelAnswer:
-        """Cancel the active turn, or one by its id, or also the queued ones. Ended turns stay unchanged."""
+        """Cancel the active turn, the turn of an id, or also the queued turns. Turns that have ended stay unchanged."""
         return self._portal.run(self._client.cancel_turns(session_id, cancel))
 
     def permissions(self) -> list[PermissionRecord]:
-        """List the permissions that wait for a decision, of all sessions."""
+        """List the permissions of all sessions that wait for a decision."""
         return self._portal.run(self._client.permissions())
 
     def decide(
         self, permission_id: str, decision: Literal["allow", "deny"], *, scope: Literal["once", "session"] = "once"
     ) -> PermissionRecord:
-        """Allow or deny one call with exactly its arguments, or with scope ``session`` the tool in this session.
+        """Allow or deny a tool call.
+
+        Args:
+            scope: ``once``: this call with exactly its arguments. ``session``: all calls of the tool in this session.
 
         Raises:
-            AlreadyResolvedError: another client has decided; the message says how.
+            AlreadyResolvedError: another client has decided; the message has its decision.
             PermissionExpiredError: the time for a decision is over, or the turn has ended.
         """
         return self._portal.run(self._client.decide(permission_id, decision, scope=scope))
@@ -218,19 +227,19 @@ class DaemonClient(BlockingClient[AsyncDaemonClient]):
         return self._portal.run(self._client.mcp_servers())
 
     def add_mcp_server(self, config: McpServerConfig) -> McpServerRecord:
-        """Add an MCP server and start it; ``mcp.status`` events report its state.
+        """Add an MCP server and start it. ``mcp.status`` events report its state.
 
         Raises:
-            McpServerExistsError: the name is taken.
+            McpServerExistsError: an MCP server of this name exists.
         """
         return self._portal.run(self._client.add_mcp_server(config))
 
     def mcp_server(self, name: str) -> McpServerRecord:
-        """Read one MCP server, with the last lines of its stderr."""
+        """Read one MCP server, with the last lines of its standard error."""
         return self._portal.run(self._client.mcp_server(name))
 
     def change_mcp_server(self, name: str, change: ChangeMcpServer) -> McpServerRecord:
-        """Set the fields that are set in ``change``, and restart the server. ``***`` leaves a secret unchanged."""
+        """Change the fields that are set in ``change``, and restart the server. ``***`` leaves a secret unchanged."""
         return self._portal.run(self._client.change_mcp_server(name, change))
 
     def remove_mcp_server(self, name: str) -> None:
@@ -238,11 +247,11 @@ class DaemonClient(BlockingClient[AsyncDaemonClient]):
         self._portal.run(self._client.remove_mcp_server(name))
 
     def restart_mcp_server(self, name: str) -> McpServerRecord:
-        """Restart an MCP server, also after the daemon has stopped restarting it."""
+        """Restart an MCP server, even if the daemon does not restart it by itself any more."""
         return self._portal.run(self._client.restart_mcp_server(name))
 
     def test_mcp_server(self, server: str | McpServerConfig) -> McpTestPassed | McpTestFailed:
-        """Start an MCP server, list its tools and stop it. A running server is not affected, and nothing is stored.
+        """Start an MCP server, list its tools and stop it. Running servers are not affected, and nothing is stored.
 
         Args:
             server: The name of a configured server, or a configuration.
@@ -250,7 +259,7 @@ class DaemonClient(BlockingClient[AsyncDaemonClient]):
         return self._portal.run(self._client.test_mcp_server(server))
 
     def mcp_tools(self, name: str) -> list[ToolRecord]:
-        """List the tools of a server, as the model receives them."""
+        """List the tools of an MCP server as they are given to the model."""
         return self._portal.run(self._client.mcp_tools(name))
 
     def page(
@@ -263,13 +272,15 @@ class DaemonClient(BlockingClient[AsyncDaemonClient]):
         session_ids: Sequence[str] = (),
         types: Sequence[str] = (),
     ) -> EventPage:
-        """Read events by polling, the oldest first. ``events()`` needs fewer requests.
+        """Read a page of events, the oldest first. Polling needs more requests than ``events()``.
 
         Args:
-            after: The cursor of the previous page; 0 for all that are kept. By default only new events.
-            stream_id: The log that the cursor is from.
-            wait_s: Maximum time in seconds to wait for an event, at most 60.
-            types: Such as ``turn.done``, ``tool.*``; by default all.
+            after: The cursor of the previous page; 0 for all events in the log. By default only new events.
+            stream_id: Id of the log that the cursor is from.
+            limit: Maximum number of events in the page.
+            wait_s: Maximum time to wait for an event, in seconds, up to 60.
+            session_ids: Read events of these sessions only.
+            types: Read events of these types only, such as ``turn.done`` or ``tool.*``; by default all types.
 
         Raises:
             CursorExpiredError: events after the cursor are not available; ``reason`` says why.

@@ -1,6 +1,6 @@
-"""The client of the inference server for callers that block: scripts, threads, notebook cells."""
+"""Provide the blocking client of the inference server, for scripts, threads and notebook cells."""
 
-# Generated from inference.py by "make blocking"; do not edit.
+# Generated from lab.py by "make blocking"; do not edit.
 
 from __future__ import annotations
 
@@ -9,9 +9,9 @@ from contextlib import aclosing
 
 import httpx2
 
-from lmx_lab.client.blocking.portal import BlockingClient
+from lmx_lab.client.blocking.base import BlockingClient
 from lmx_lab.client.blocking.stream import BlockingStream, run_with_callbacks
-from lmx_lab.client.inference import AsyncLabClient, Include, LabEvent, Over
+from lmx_lab.client.lab import AsyncLabClient, Include, LabEvent, Over
 from lmx_lab.client.sse import Remark
 from lmx_lab.values.models import EngineChoice
 from lmx_lab.wire.admin import LoadAnswer, ModelEvent, ModelRecords, Ready, UnloadAnswer
@@ -21,13 +21,14 @@ from lmx_lab.wire.rerank import RerankBody, RerankResults
 
 
 class LabClient(BlockingClient[AsyncLabClient]):
-    """``AsyncLabClient`` without ``await``, for any thread: ``with LabClient("http://host:8400") as client``.
+    """A blocking client of an inference server, for any thread: ``with LabClient("http://host:8400")``.
 
-    Every method waits, and an interrupt (Ctrl-C) cancels the request. Streams are for ``for`` loops.
+    It has the methods of ``AsyncLabClient``. Every method waits, and an interrupt (Ctrl-C) cancels the request.
+    Streams are iterated with ``for``.
 
     Raises:
         InvalidRequestError: the address or the key is not valid.
-        HostingError: from every method, if the server runs on the caller's own event loop, which would wait for itself.
+        HostingError: raised by every method if the server runs on the caller's event loop, which would wait for itself.
     """
 
     def __init__(
@@ -45,31 +46,34 @@ class LabClient(BlockingClient[AsyncLabClient]):
         return self._portal.run(self._client.chat(body))
 
     def stream(self, body: ChatRequest, *, over: Over = "sse") -> BlockingStream[ChatChunk]:
-        """Return an answer in chunks, as they are generated.
+        """Yield the chunks of an answer as they are generated.
 
         Args:
-            over: A WebSocket sends less: its chunks have the requested ``model``, a local ``id``, an empty
-                ``system_fingerprint``, and ``timings`` whose prompt time includes the time in the queue.
+            over: The transport. Less is sent over a WebSocket: the chunks have the requested ``model``, a local ``id``,
+                an empty ``system_fingerprint``, and ``timings`` whose prompt time includes the time in the queue.
 
         Raises:
-            ConnectionLostError: the stream ended before the answer did.
-            LabError: the server's own, before the first chunk or after any chunk.
+            ConnectionLostError: the stream ended before the answer was complete.
+            LabError: the server's error, before the first chunk or after any chunk.
         """
         return BlockingStream(self._portal, lambda _: aclosing(self._client.stream(body, over=over)))
 
     def stream_with_remarks(self, body: ChatRequest) -> BlockingStream[ChatChunk | Remark]:
-        """``stream``, with a remark about the request's state after every five seconds without a chunk."""
+        """Like ``stream``, with a remark about the request's state after every five seconds without a chunk."""
         return BlockingStream(self._portal, lambda _: aclosing(self._client.stream_with_remarks(body)))
 
     def embed(self, body: EmbeddingsBody) -> EmbeddingList:
-        """Return vectors; ``as_array`` converts them to an array. ``encoding_format="base64"`` is faster."""
+        """Return the vectors of texts. ``as_array`` converts them to an array.
+
+        ``encoding_format="base64"`` is faster than the default.
+        """
         return self._portal.run(self._client.embed(body))
 
     def rerank(self, body: RerankBody) -> RerankResults:
         """Rank documents by relevance, the best first.
 
         Raises:
-            UnreachableError: the answer names a document that was not given, or one document twice.
+            UnreachableError: the response has an index without a document, or the same index twice.
         """
         return self._portal.run(self._client.rerank(body))
 
@@ -80,11 +84,12 @@ class LabClient(BlockingClient[AsyncLabClient]):
     def load(
         self, model: str, *, engine: EngineChoice = "auto", progress: Callable[[ModelEvent], None] | None = None
     ) -> LoadAnswer:
-        """Load a model, which replaces the loaded one; returns when it is ready.
+        """Load a model in place of the loaded one. Returns when the model is ready.
 
-        An interrupt (Ctrl-C) stops waiting, not the load. Callers on the server's machine may give a path.
+        An interrupt (Ctrl-C) stops the waiting, but not the load.
 
         Args:
+            model: The model's id; callers on the server's machine may also give a path.
             engine: Engine that must run the model; ``auto`` selects it by the model's format.
             progress: Called in this thread with each step of the load; most steps have byte counts.
         """
@@ -94,11 +99,11 @@ class LabClient(BlockingClient[AsyncLabClient]):
         )
 
     def unload(self) -> UnloadAnswer:
-        """Unload the model. Does nothing if none is loaded."""
+        """Unload the model. Does nothing if no model is loaded."""
         return self._portal.run(self._client.unload())
 
     def version(self) -> str:
-        """Return the server's LMX Lab version; needs no key.
+        """Return the server's LMX Lab version. Needs no key.
 
         Raises:
             UnreachableError: no server answers, or another program does.
@@ -106,13 +111,13 @@ class LabClient(BlockingClient[AsyncLabClient]):
         return self._portal.run(self._client.version())
 
     def ready(self) -> Ready:
-        """Return whether a model is ready; a ``NotReady`` has the reason if none is. Needs no key."""
+        """Return whether a model is ready. If not, the result is a ``NotReady`` with the reason. Needs no key."""
         return self._portal.run(self._client.ready())
 
     def events(self, include: Sequence[Include] = ()) -> BlockingStream[LabEvent]:
-        """Return live measurements every second, and the events in ``include``; ends when the server stops.
+        """Yield live measurements every second, and the events in ``include``, until the server stops.
 
         Raises:
-            UnreachableError: there is no server, or it has sent nothing for 30 s.
+            UnreachableError: no server answers, or it has sent nothing for 30 s.
         """
         return BlockingStream(self._portal, lambda _: aclosing(self._client.events(include)))

@@ -1,4 +1,4 @@
-"""One session of the daemon for callers that block."""
+"""Provide the blocking session of the daemon."""
 
 # Generated from session.py by "make blocking"; do not edit.
 
@@ -8,32 +8,19 @@ from collections.abc import Callable
 from contextlib import aclosing
 from typing import Unpack
 
-from lmx_lab.client.blocking.portal import Portal, check_upstream
+from lmx_lab.client.blocking.base import SessionBase, check_upstream
 from lmx_lab.client.blocking.stream import BlockingOnPermission, BlockingStream, run_with_callbacks
-from lmx_lab.client.daemon import AsyncDaemonClient
-from lmx_lab.client.session import AsyncSession, SessionFields, WhenBusy
+from lmx_lab.client.session import SessionFields, WhenBusy
 from lmx_lab.client.turn_result import TurnResult
 from lmx_lab.wire.events import DaemonEvent
 from lmx_lab.wire.sessions import CancelAnswer, SessionRecord, SessionSnapshot, TurnOverrides, TurnRecord
 
 
-class Session:
-    """``AsyncSession`` without ``await``; ``DaemonClient.session()`` creates it.
+class Session(SessionBase):
+    """One session, with the methods of ``AsyncSession``. ``DaemonClient.session()`` returns it.
 
-    An interrupt (Ctrl-C) cancels the turn that is waited for. Callbacks are called in the thread that waits.
+    An interrupt (Ctrl-C) cancels the turn that is waited for. Callbacks are called in the waiting thread.
     """
-
-    def __init__(self, client: AsyncDaemonClient, portal: Portal, session: AsyncSession) -> None:
-        self._client = client
-        self._portal = portal
-        self._session = session
-
-    @property
-    def session_id(self) -> str:
-        return self._session.session_id
-
-    def __repr__(self) -> str:
-        return f"<Session {self.session_id} of {self._client.url}>"
 
     def run(
         self,
@@ -45,19 +32,20 @@ class Session:
         on_permission: BlockingOnPermission | None = None,
         on_event: Callable[[DaemonEvent], object] | None = None,
     ) -> TurnResult:
-        """Run a turn and return its result.
+        """Run a turn and return its result. Continues over lost connections and restarts of the daemon.
 
-        Continues over lost connections and restarts of the daemon.
         An interrupt (Ctrl-C), or an error in a callback, cancels the turn.
 
         Args:
-            turn_id: The id of a turn that was submitted before with the same text returns that turn's result.
-            when_busy: What to do while another turn runs in the session: wait, be refused, or replace it.
-            on_permission: Decides on tools that ask for a permission. By default other clients decide.
+            turn_id: Id of the turn. If a turn of this id was submitted before with the same text, its result is
+                returned.
+            when_busy: What to do while another turn is running in the session: wait, be refused, or interrupt it.
+            on_permission: Decides on tool calls that need a permission. By default other clients decide.
             on_event: Called in this thread with each event of the turn.
 
         Raises:
-            TurnError, EngineError …: the turn has failed, by the code of its error; the message names the turn.
+            TurnError, EngineError …: the turn has failed. The class is the one for its error code, and the message
+                names the turn.
             UnreachableError: no daemon answers.
             TurnInProgressError, QueueFullError, SessionNotFoundError …: the turn was not accepted.
         """
@@ -83,13 +71,15 @@ class Session:
         overrides: TurnOverrides | None = None,
         on_permission: BlockingOnPermission | None = None,
     ) -> BlockingStream[DaemonEvent]:
-        """Run a turn and return its events, up to ``turn.done``. Closing the stream before its end cancels the turn.
+        """Run a turn and yield its events, up to ``turn.done``. Closing the stream before its end cancels the turn.
 
-        A ``ResetFrame`` and a ``SnapshotFrame`` replace events that are no longer available; the last event may be
-        missing then, too.
+        Events that are no longer available are replaced by a ``ResetFrame`` and a ``SnapshotFrame``. The last event may
+        then be missing, too.
 
         Args:
-            on_permission: Decides on tools that ask for a permission. By default other clients decide.
+            turn_id: As in ``run``.
+            when_busy: As in ``run``.
+            on_permission: Decides on tool calls that need a permission. By default other clients decide.
 
         Raises:
             LabError: as ``run``, after all events.
@@ -109,26 +99,26 @@ class Session:
         )
 
     def snapshot(self) -> SessionSnapshot:
-        """Read the whole session; events after its ``cursor`` continue from there."""
+        """Read the complete session. Its ``cursor`` is the one from which its events continue."""
         return self._portal.run(self._session.snapshot())
 
     def change(self, **fields: Unpack[SessionFields]) -> SessionRecord:
         """Change fields of the session.
 
         Raises:
-            RevisionConflictError: another client has changed it since ``revision``.
+            RevisionConflictError: another client has changed the session since ``revision``.
         """
         return self._portal.run(self._session.change(**fields))
 
     def delete(self) -> None:
-        """Delete the session with its turns; running turns are cancelled. Idempotent."""
+        """Delete the session with its turns. Running turns are cancelled. Idempotent."""
         self._portal.run(self._session.delete())
 
     def fork(self, *, through_turn_id: str | None = None, title: str | None = None) -> Session:
         """Create a session that continues from the messages of this one.
 
         Args:
-            through_turn_id: The last turn to include; by default all that have ended.
+            through_turn_id: The last turn to include; by default all turns that have ended are included.
         """
         return Session(
             self._client,
@@ -137,11 +127,20 @@ class Session:
         )
 
     def cancel(self, turn_id: str | None = None, *, queued: bool = False) -> CancelAnswer:
-        """Cancel a turn, by default the active one; with ``queued`` the waiting turns, too. Idempotent."""
+        """Cancel a turn. Idempotent.
+
+        Args:
+            turn_id: By default the active turn.
+            queued: Whether to cancel the queued turns as well.
+        """
         return self._portal.run(self._session.cancel(turn_id, queued=queued))
 
     def turn(self, turn_id: str, *, wait_s: float = 0.0) -> TurnRecord:
-        """Read a turn; with ``wait_s``, which is at most 60, once it has ended, or after that time in seconds."""
+        """Read a turn.
+
+        Args:
+            wait_s: Wait until the turn has ended, but at most for this time in seconds, up to 60.
+        """
         if wait_s:
             check_upstream(self._client, self._portal)
         return self._portal.run(self._session.turn(turn_id, wait_s=wait_s))

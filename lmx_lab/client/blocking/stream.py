@@ -1,4 +1,4 @@
-"""Streams and callbacks for blocking callers: coroutines in the background that call back into the caller's thread."""
+"""Run coroutines and streams in the background for blocking callers, with callbacks in the caller's thread."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from functools import partial
 from types import TracebackType
 from typing import Any, Generic, Literal, Self, TypeVar
 
-from lmx_lab.client.blocking.portal import Portal, is_foreign
+from lmx_lab.client.blocking.portal import Portal, belongs_to_parent
 from lmx_lab.client.turn_permissions import OnPermission, Verdict
 from lmx_lab.errors import HostingError
 from lmx_lab.portal import LoopThread
@@ -23,127 +23,136 @@ T = TypeVar("T")
 Item = TypeVar("Item")
 Call = Callable[[], None]
 END_S = 5.0
-"""Maximum wait for cancelled work, such as a turn that the daemon cancels."""
-DUE = 10_000
+"""Maximum wait for the end of a cancelled coroutine, such as that of a turn, which the daemon has to cancel."""
+MAX_PENDING_CALLS = 10_000
 """Maximum number of pending callbacks."""
 
 
 BlockingOnPermission = Literal["allow", "deny"] | Callable[[PermissionRecord], Verdict]
-"""How to decide on permissions; a function is called in the thread that waits for the turn."""
+"""How to decide on permissions. A function is called in the thread that waits for the turn."""
 
 
-class _Over(Enum):
-    OVER = auto()
+class _End(Enum):
+    END = auto()
 
 
-OVER = _Over.OVER
+END = _End.END
+"""Returned instead of an item at the end of a stream."""
 
 
 class CallbackQueue:
-    """Callbacks for the thread that waits, in order."""
+    """Passes callbacks from the background loop to the waiting thread, in order."""
 
     def __init__(self) -> None:
-        self._due: deque[Call] = deque()
+        self._pending: deque[Call] = deque()
         self._woken = asyncio.Event()
 
-    def tell(self, function: Call) -> None:
+    def schedule(self, function: Call) -> None:
         """Have the function called in the waiting thread.
 
         Raises:
             HostingError: too many calls are pending.
         """
-        if len(self._due) >= DUE:
-            raise HostingError(f"a callback has {DUE:,} calls before it; it has to return sooner")
-        self._due.append(function)
+        if len(self._pending) >= MAX_PENDING_CALLS:
+            raise HostingError(
+                f"{MAX_PENDING_CALLS:,} calls of callbacks are pending; make the callbacks return sooner"
+            )
+        self._pending.append(function)
         self._woken.set()
 
-    async def ask(self, function: Callable[[], T]) -> T:
-        """Call the function in the waiting thread and return its result. If it raises, the work is cancelled."""
+    async def call(self, function: Callable[[], T]) -> T:
+        """Call the function in the waiting thread and return its result. If it raises, the coroutine is cancelled."""
         loop = asyncio.get_running_loop()
-        answer: asyncio.Future[T] = loop.create_future()
+        result: asyncio.Future[T] = loop.create_future()
 
-        def settle(given: T) -> None:
-            if not answer.done():
-                answer.set_result(given)
+        def set_result(value: T) -> None:
+            if not result.done():
+                result.set_result(value)
 
         def call() -> None:
-            # The work may have been cancelled.
-            if not answer.cancelled():
-                loop.call_soon_threadsafe(settle, function())
+            # The coroutine may have been cancelled.
+            if not result.cancelled():
+                loop.call_soon_threadsafe(set_result, function())
 
-        self.tell(call)
-        return await answer
+        self.schedule(call)
+        return await result
 
     def notifier(self, function: Callable[[T], object] | None) -> Callable[[T], None] | None:
-        """The same callback, called in the waiting thread without waiting for it."""
-        return None if function is None else lambda value: self.tell(lambda: _call(function, value))
+        """Return a function that has the callback called in the waiting thread, without waiting for it."""
+        return None if function is None else lambda value: self.schedule(lambda: _call(function, value))
 
     def decider(self, on_permission: BlockingOnPermission | None) -> OnPermission | None:
-        """The same policy, with a function called in the waiting thread."""
+        """Return the same policy, whose function is called in the waiting thread."""
         if on_permission is None or isinstance(on_permission, str):
             return on_permission
         decide = on_permission
 
         async def decided(permission: PermissionRecord) -> Verdict:
-            return await self.ask(partial(decide, permission))
+            return await self.call(partial(decide, permission))
 
         return decided
 
     def wake(self, *_: object) -> None:
+        """Let ``calls_before`` check its futures again."""
         self._woken.set()
 
-    async def due_before(self, *futures: asyncio.Future[Any]) -> list[Call]:
-        """Wait for pending calls and return them; returns none if one of the futures is done first."""
-        while not self._due and not any(future.done() for future in futures):
+    async def calls_before(self, *futures: asyncio.Future[Any]) -> list[Call]:
+        """Wait for pending calls, and return them. The list is empty if one of the futures is done first."""
+        while not self._pending and not any(future.done() for future in futures):
             self._woken.clear()
             await self._woken.wait()
-        found = list(self._due)
-        self._due.clear()
-        return found
+        calls = list(self._pending)
+        self._pending.clear()
+        return calls
 
 
-class _Work(Generic[T]):
-    """A task on the background loop with its callbacks. It is one task from start to end, as cancel scopes require."""
+class _BackgroundTask(Generic[T]):
+    """A task on the background loop, with its callbacks. It is one task from start to end, as cancel scopes require."""
 
     def __init__(self, thread: LoopThread) -> None:
         self._thread = thread
         self._callbacks = CallbackQueue()
         self._task: asyncio.Task[T] | None = None
 
-    def begin(self, work: Callable[[CallbackQueue], Coroutine[Any, Any, T]]) -> None:
-        async def made() -> None:
+    def start(self, work: Callable[[CallbackQueue], Coroutine[Any, Any, T]]) -> None:
+        async def create_task() -> None:
             self._task = asyncio.create_task(work(self._callbacks), name="lmx-lab work for a blocking caller")
-            self._task.add_done_callback(_see)
+            self._task.add_done_callback(_retrieve_exception)
             self._task.add_done_callback(self._callbacks.wake)
 
-        self._thread.run(made())
+        self._thread.run(create_task())
 
     async def calls(self) -> list[Call]:
-        """Wait for calls to make; returns none when all were made and the work has ended."""
-        return [] if self._task is None else await self._callbacks.due_before(self._task)
+        """Wait for callbacks to call, and return them. The list is empty when the task has ended."""
+        return [] if self._task is None else await self._callbacks.calls_before(self._task)
 
     async def result(self) -> T:
+        """Wait for the task's result.
+
+        Raises:
+            HostingError: the task was cancelled before it started.
+        """
         if self._task is None:
-            raise HostingError("this work was cancelled before it began")
+            raise HostingError("this call was cancelled before it started")
         return await self._task
 
-    def drop(self) -> None:
-        """Cancel the task; can be called on any thread and in finalizers."""
-        with suppress(RuntimeError):  # the loop is closed, and the task has ended
+    def cancel_later(self) -> None:
+        """Cancel the task without waiting; can be called on any thread and in finalizers."""
+        with suppress(RuntimeError):  # The loop is closed, and the task has ended.
             self._thread.loop.call_soon_threadsafe(self._cancel)
 
-    def end(self) -> None:
+    def cancel(self) -> None:
         """Cancel the task, and wait until it has ended, for at most ``END_S``."""
-        self._wait(self._ended())
+        self._wait(self._cancel_and_wait())
 
     def _wait(self, work: Coroutine[Any, Any, None]) -> None:
-        if is_foreign(self._thread):
+        if belongs_to_parent(self._thread):
             work.close()
             return
         with suppress(TimeoutError, HostingError):
             self._thread.run(work, END_S)
 
-    async def _ended(self) -> None:
+    async def _cancel_and_wait(self) -> None:
         self._cancel()
         if self._task is not None:
             await asyncio.wait({self._task})
@@ -157,27 +166,27 @@ def _call(function: Callable[[T], object], value: T) -> None:
     function(value)
 
 
-def _see(task: asyncio.Task[Any]) -> None:
-    """Retrieve the exception, which nothing may wait for any more."""
+def _retrieve_exception(task: asyncio.Task[Any]) -> None:
+    """Retrieve the task's exception. If nothing did, asyncio would log it."""
     if not task.cancelled():
         task.exception()
 
 
 def run_with_callbacks(portal: Portal, work: Callable[[CallbackQueue], Coroutine[Any, Any, T]]) -> T:
-    """Run a coroutine in the background, and its callbacks in this thread while it waits.
+    """Run a coroutine in the background, and call its callbacks in this thread, which waits for it.
 
-    An interrupt, or an exception of a callback, cancels the coroutine, and is raised when that has ended.
+    An interrupt, or an exception of a callback, cancels the coroutine, and is raised when the coroutine has ended.
     """
-    portal.check()
-    running: _Work[T] = _Work(portal.thread)
+    portal.check_caller()
+    task: _BackgroundTask[T] = _BackgroundTask(portal.thread)
     try:
-        running.begin(work)
-        while calls := portal.run(running.calls()):
+        task.start(work)
+        while calls := portal.run(task.calls()):
             for call in calls:
                 call()
-        return portal.run(running.result())
+        return portal.run(task.result())
     except BaseException:
-        running.end()
+        task.cancel()
         raise
 
 
@@ -186,96 +195,99 @@ def run_with_callbacks(portal: Portal, work: Callable[[CallbackQueue], Coroutine
 Source = Callable[[CallbackQueue], AbstractAsyncContextManager[AsyncIterator[Item]]]
 
 
-class _Pulled(_Work[None], Generic[Item]):
-    """An async iterator whose next item is requested only when the caller wants it."""
+class _PulledIterator(_BackgroundTask[None], Generic[Item]):
+    """An async iterator in the background, whose next item is requested only when the caller needs it."""
 
     def __init__(self, thread: LoopThread) -> None:
         super().__init__(thread)
-        self._wanted: asyncio.Queue[asyncio.Future[Item] | None] = asyncio.Queue()
-        self._pending: asyncio.Future[Item] | None = None
+        self._requests: asyncio.Queue[asyncio.Future[Item] | None] = asyncio.Queue()
+        """Futures for the next items; None ends the iteration."""
+        self._next_item: asyncio.Future[Item] | None = None
+        """The requested item, which may not have arrived before an interrupt."""
 
     def open(self, source: Source[Item]) -> None:
-        self.begin(lambda callbacks: self._serve(source(callbacks)))
+        """Start the task that enters the source."""
+        self.start(lambda callbacks: self._serve(source(callbacks)))
 
     async def _serve(self, source: AbstractAsyncContextManager[AsyncIterator[Item]]) -> None:
         async with source as items:
-            while (wanted := await self._wanted.get()) is not None:
-                item = await anext(items, OVER)
-                if item is OVER:
+            while (request := await self._requests.get()) is not None:
+                item = await anext(items, END)
+                if item is END:
                     return
-                wanted.set_result(item)
+                request.set_result(item)
 
-    async def pull(self) -> Item | list[Call] | _Over:
-        """The next item, or calls to make before it arrives."""
-        task, pending = self._task, self._pending
+    async def pull(self) -> Item | list[Call] | _End:
+        """Return the next item, or callbacks to call before it arrives, or ``END``."""
+        task, item = self._task, self._next_item
         if task is None:
-            return OVER
-        if pending is None:
-            pending = self._pending = asyncio.get_running_loop().create_future()
-            pending.add_done_callback(self._callbacks.wake)
-            self._wanted.put_nowait(pending)
-        if calls := await self._callbacks.due_before(pending, task):
+            return END
+        if item is None:
+            item = self._next_item = asyncio.get_running_loop().create_future()
+            item.add_done_callback(self._callbacks.wake)
+            self._requests.put_nowait(item)
+        if calls := await self._callbacks.calls_before(item, task):
             return calls
-        if not pending.done():
+        if not item.done():
             if not task.cancelled():
                 task.result()
-            return OVER
-        self._pending = None
-        return pending.result()
+            return END
+        self._next_item = None
+        return item.result()
 
-    def leave(self) -> None:
-        """Leave the source as a block without an error."""
+    def finish(self) -> None:
+        """Leave the source like a ``with`` block that ends without an error, and wait until it is left."""
 
-        async def left() -> None:
-            self._wanted.put_nowait(None)
+        async def finish() -> None:
+            self._requests.put_nowait(None)
             if self._task is not None:
                 await asyncio.wait({self._task})
 
-        self._wait(left())
+        self._wait(finish())
 
 
 class BlockingStream(Generic[Item]):
-    """A stream for a ``for`` loop, also as ``with … as items``. It starts with the first item.
+    """A stream for a ``for`` loop, optionally in ``with … as items``. It starts when the first item is requested.
 
-    Closing or deleting it, or an interrupt (Ctrl-C), ends the stream, and the server's work for it.
+    Closing or deleting it, or an interrupt (Ctrl-C), ends the stream and the server's work for it.
     """
 
     def __init__(self, portal: Portal, source: Source[Item]) -> None:
         self._portal = portal
         self._source = source
-        self._pulled: _Pulled[Item] | None = None
+        self._iterator: _PulledIterator[Item] | None = None
         self._reading = threading.Lock()
-        self._over = False
+        self._has_ended = False
 
     def __iter__(self) -> Self:
         return self
 
     def __next__(self) -> Item:
         if not self._reading.acquire(blocking=False):
-            raise RuntimeError("two threads read one stream; make one for each")
+            raise RuntimeError("two threads read the same stream; create one for each thread")
         try:
-            found = OVER if self._over else self._next()
+            item = END if self._has_ended else self._next()
         except BaseException:
             self.close()
             raise
         finally:
             self._reading.release()
-        if found is OVER:
-            self._over = True
+        if item is END:
+            self._has_ended = True
             raise StopIteration
-        return found
+        return item
 
-    def _next(self) -> Item | _Over:
-        while isinstance(found := self._portal.run(self._begun().pull()), list):
-            for call in found:
+    def _next(self) -> Item | _End:
+        while isinstance(result := self._portal.run(self._started().pull()), list):
+            for call in result:
                 call()
-        return found
+        return result
 
     def close(self) -> None:
         """End the stream. Idempotent."""
-        self._over = True
-        if self._pulled is not None:
-            self._pulled.end()
+        self._has_ended = True
+        if self._iterator is not None:
+            self._iterator.cancel()
 
     def __enter__(self) -> Self:
         return self
@@ -283,24 +295,24 @@ class BlockingStream(Generic[Item]):
     def __exit__(
         self, kind: type[BaseException] | None, value: BaseException | None, trace: TracebackType | None
     ) -> None:
-        if kind is None and self._pulled is not None and not self._over:
-            self._pulled.leave()
+        if kind is None and self._iterator is not None and not self._has_ended:
+            self._iterator.finish()
         self.close()
 
-    def _check(self) -> None:
+    def _check_caller(self) -> None:
         """Called once before the stream starts.
 
         Raises:
             HostingError: the caller would wait for itself.
         """
-        self._portal.check()
+        self._portal.check_caller()
 
-    def _begun(self) -> _Pulled[Item]:
-        if self._pulled is None:
-            if self._over:
-                raise HostingError("this stream was closed; make a new one")
-            self._check()
-            self._pulled = _Pulled(self._portal.thread)
-            weakref.finalize(self, self._pulled.drop).atexit = False
-            self._pulled.open(self._source)
-        return self._pulled
+    def _started(self) -> _PulledIterator[Item]:
+        if self._iterator is None:
+            if self._has_ended:
+                raise HostingError("this stream was closed; create a new one")
+            self._check_caller()
+            self._iterator = _PulledIterator(self._portal.thread)
+            weakref.finalize(self, self._iterator.cancel_later).atexit = False
+            self._iterator.open(self._source)
+        return self._iterator

@@ -1,1 +1,1 @@
-"""MCP servers: configured, started, watched, called, and ended with all that they have started."""
+"""Configure, start, supervise, call and stop MCP servers."""

@@ -1,7 +1,7 @@
-"""One session with an MCP server: the only file that knows the package ``mcp``.
+"""A session with an MCP server. This is the only module that imports the package ``mcp``.
 
-A session lives in the task that opened it, since the package's cancel scopes are bound to it; calls come from any task.
-Import this module in a thread: the package takes a second.
+A session must be closed in the task that opened it, because the package's cancel scopes are bound to a task. Calls can
+come from any task. Import this module in a thread: importing the package takes a second.
 """
 
 from __future__ import annotations
@@ -25,41 +25,43 @@ from mcp.shared.message import SessionMessage
 from mcp.types.jsonrpc import CONNECTION_CLOSED, REQUEST_TIMEOUT, jsonrpc_message_adapter
 from pydantic import TypeAdapter, ValidationError
 
-from lmx_lab.daemon.mcp.failure import McpFailure
-from lmx_lab.daemon.mcp.http import Watch, http_client, raise_first, unreachable
-from lmx_lab.daemon.mcp.lines import LINE_BYTES, one_line
+from lmx_lab.daemon.mcp.failure import McpFailure, StopSignal
+from lmx_lab.daemon.mcp.http import ResponseMonitor, http_client, raise_first, unreachable
 from lmx_lab.daemon.mcp.process import McpProcess
-from lmx_lab.daemon.mcp.results import described
-from lmx_lab.daemon.mcp.secrets import Secrets
-from lmx_lab.daemon.mcp.stdio import Incoming, Outgoing, Patience
+from lmx_lab.daemon.mcp.redaction import SecretRedactor, one_line
+from lmx_lab.daemon.mcp.results import tool_result
+from lmx_lab.daemon.mcp.stdio import MESSAGE_BYTES, MessageReader, MessageWriter
 from lmx_lab.daemon.tools.tool import ToolResult
 from lmx_lab.wire.mcp import McpServerConfig
 
 PAGES = 100
+"""Maximum number of pages of a server's list of tools."""
 TOOLS = 256
-"""Of one server; later ones are left out."""
+"""Maximum number of tools of one server. Further tools are ignored."""
 SCHEMA_CHARACTERS = 65_536
 DESCRIPTION_CHARACTERS = 8192
-NOTE_GAP_S = 0.1
-"""Progress that comes faster is left out."""
-NOTE_CHARACTERS = 1000
+PROGRESS_INTERVAL_S = 0.1
+"""Minimum time between two reports of progress. Reports in between are ignored."""
+PROGRESS_CHARACTERS = 1000
 CANCEL_S = 1.5
-"""How long a cancelled call may take to tell its server."""
-ENDING_S = 0.5
-"""How long a server that is lost may take to end, before that is said of it."""
-LATE_S = 1.0
-"""How long a call may take above its limit before nobody waits for it any more."""
+"""Time in which a cancelled call can notify its server."""
+EXIT_S = 0.5
+"""Time in which a process whose connection was lost may exit, so that its exit code can be reported."""
+GRACE_S = 1.0
+"""Time beyond its limit after which a call is abandoned."""
 
-# Its warnings would reach notebooks on stderr, and they hold what servers have sent.
+# Without a handler the package's warnings would appear in notebooks on stderr, and they contain what servers sent.
 for _name in ("mcp", "client"):
     logging.getLogger(_name).addHandler(logging.NullHandler())
 
 _Result = TypeAdapter(types.CallToolResult | types.InputRequiredResult)
+_OPEN_ERRORS = (TimeoutError, MCPError, ValidationError, RuntimeError)
+"""Exceptions that the package raises if a server does not answer, or not according to the protocol."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class OfferedTool:
-    """A tool by its server's own word."""
+    """A tool as its server describes it."""
 
     name: str
     description: str
@@ -67,33 +69,37 @@ class OfferedTool:
     read_only: bool
 
 
-class Connection:
-    """A session that has been opened, and its calls."""
+class McpConnection:
+    """An open session with a server, and the calls in it."""
 
     def __init__(
         self,
         session: ClientSession,
         config: McpServerConfig,
-        patience: Patience,
-        ended: Callable[[], Awaitable[McpFailure]],
+        stop_signal: StopSignal,
+        end_failure: Callable[[], Awaitable[McpFailure]],
     ) -> None:
+        """
+        Args:
+            end_failure: Returns why the session has ended.
+        """
         self._session = session
-        self._patience = patience
+        self._stop_signal = stop_signal
         self._config = config
-        self.ended = ended
-        """Says why the session has ended."""
-        self._hide = Secrets.of(config)
+        self.end_failure = end_failure
+        self._redactor = SecretRedactor.of(config)
         self._calls: set[asyncio.Task[ToolResult]] = set()
-        self._overlong: weakref.WeakSet[asyncio.Task[ToolResult]] = weakref.WeakSet()
+        self._too_long: weakref.WeakSet[asyncio.Task[ToolResult]] = weakref.WeakSet()
+        """Calls that were cancelled because an answer was too long."""
 
-    async def greet(self) -> None:
-        """Open the session: in the way that every server knows, and if that is refused in the way of 2026.
+    async def initialize(self) -> None:
+        """Open the session with ``initialize``, or with the request of the protocol of 2026 if the server refuses that.
 
         Raises:
-            TimeoutError, MCPError, ValidationError, RuntimeError: it cannot be opened.
-            McpFailure: it is to be stopped.
+            TimeoutError, MCPError, ValidationError, RuntimeError: The session could not be opened.
+            McpFailure: The server is to be stopped.
         """
-        with self._patience.waiting(self._config.start_timeout_s):
+        with self._stop_signal.timeout(self._config.start_timeout_s):
             try:
                 await self._session.initialize()
             except MCPError as exc:
@@ -104,25 +110,25 @@ class Connection:
                 except MCPError:
                     raise exc from None
 
-    async def tools(self) -> list[OfferedTool]:
-        """What the server offers now; at most 256 tools.
+    async def list_tools(self) -> list[OfferedTool]:
+        """Return the tools that the server offers at the moment, at most 256.
 
         Raises:
-            McpFailure: it does not say, or not within ``start_timeout_s``.
+            McpFailure: The server does not answer within ``start_timeout_s``, or refuses.
         """
         try:
-            with self._patience.waiting(self._config.start_timeout_s):
-                return await self._listed()
-        except (TimeoutError, MCPError, ValidationError, RuntimeError) as exc:
+            with self._stop_signal.timeout(self._config.start_timeout_s):
+                return await self._list_tools()
+        except _OPEN_ERRORS as exc:
             raise await self.failure(exc, "the list of its tools") from exc
 
-    async def _listed(self) -> list[OfferedTool]:
+    async def _list_tools(self) -> list[OfferedTool]:
         found: dict[str, OfferedTool] = {}
         cursor: str | None = None
         for _ in range(PAGES):
             params = types.PaginatedRequestParams(cursor=cursor) if cursor is not None else None
             page = await self._session.list_tools(params=params)
-            for tool in filter(None, map(_offered, page.tools)):
+            for tool in filter(None, map(_offered_tool, page.tools)):
                 if len(found) < TOOLS:
                     found.setdefault(tool.name, tool)
             cursor = page.next_cursor
@@ -130,210 +136,227 @@ class Connection:
                 break
         return list(found.values())
 
-    async def call(self, name: str, arguments: dict[str, Any], note: Callable[[str], None]) -> ToolResult:
-        """Call a tool once, whatever happens; ends at the configured limit, and 2 s after a cancel.
+    async def call(self, name: str, arguments: dict[str, Any], on_progress: Callable[[str], None]) -> ToolResult:
+        """Call a tool once; a call is never repeated.
 
-        A cancelled call, and one that took too long, is told to the server.
+        The call ends at the configured time limit, or within 2 s after it is cancelled. In both cases the server is
+        notified.
         """
-        task = asyncio.create_task(self._called(name, arguments, note))
+        task = asyncio.create_task(self._call(name, arguments, on_progress))
         self._calls.add(task)
         task.add_done_callback(self._calls.discard)
-        limit = self._config.tool_timeout_s
+        timeout_s = self._config.tool_timeout_s
         try:
-            await asyncio.wait({task}, timeout=limit + LATE_S)
+            await asyncio.wait({task}, timeout=timeout_s + GRACE_S)
         except asyncio.CancelledError:
             task.cancel()
             await asyncio.wait({task}, timeout=CANCEL_S)
             raise
         if not task.done():
             task.cancel()
-            return _late(limit)
-        if task in self._overlong:
-            text = f"The tool's server answered a call with more than {LINE_BYTES:,} bytes, which are not read."
+            return _timeout_result(timeout_s)
+        if task in self._too_long:
+            text = f"The server answered a call with more than {MESSAGE_BYTES:,} bytes, which is not supported."
             return ToolResult(status="error", text=text)
-        return _lost("the connection was closed") if task.cancelled() else task.result()
+        return _lost_result("the connection was closed") if task.cancelled() else task.result()
 
-    def give_up_calls(self) -> None:
-        """End the calls that run: the answer of one of them was too long, and nobody can say which."""
-        self._overlong.update(self._calls)
+    def fail_calls_too_long(self) -> None:
+        """End all running calls, since the answer of one of them was too long and it is not known which."""
+        self._too_long.update(self._calls)
         for task in self._calls:
             task.cancel()
 
     async def close(self) -> None:
-        """After the session's end, which ends its calls: end those that it did not. Idempotent."""
+        """End the calls that the end of the session did not end. Idempotent."""
         if self._calls:
-            await asyncio.wait(self._calls, timeout=LATE_S)
+            await asyncio.wait(self._calls, timeout=GRACE_S)
         for task in self._calls:
             task.cancel()
         if self._calls:
             await asyncio.wait(self._calls, timeout=CANCEL_S)
 
-    async def _called(self, name: str, arguments: dict[str, Any], note: Callable[[str], None]) -> ToolResult:
-        limit = self._config.tool_timeout_s
-        # Not the session's call_tool: it checks results against schemas of the server's, on this loop, for any time.
+    async def _call(self, name: str, arguments: dict[str, Any], on_progress: Callable[[str], None]) -> ToolResult:
+        # Not the session's call_tool: it validates results against schemas of the server on this event loop, which can
+        # take any time.
         request = types.CallToolRequest(params=types.CallToolRequestParams(name=name, arguments=arguments))
         try:
             result = await self._session.send_request(
-                request, _Result, request_read_timeout_seconds=limit, progress_callback=_Progress(note, self._hide)
+                request,
+                _Result,
+                request_read_timeout_seconds=self._config.tool_timeout_s,
+                progress_callback=_Progress(on_progress, self._redactor),
             )
         except Exception as exc:
-            return await self._unsuccessful(exc)
+            return await self._error_result(exc)
         if isinstance(result, types.InputRequiredResult):
-            return ToolResult(status="error", text="The tool asks its user for input, which cannot be given here.")
-        return described(result.content, result.structured_content, is_error=result.is_error)
+            return ToolResult(status="error", text="The tool requests input from its user, which is not supported.")
+        return tool_result(result.content, result.structured_content, is_error=result.is_error)
 
-    async def _unsuccessful(self, exc: Exception) -> ToolResult:
+    async def _error_result(self, exc: Exception) -> ToolResult:
         if isinstance(exc, ValidationError):
-            return ToolResult(status="error", text="The tool's server answered in a form that is not the protocol's.")
+            return ToolResult(status="error", text="The server's answer does not conform to the protocol.")
         if not isinstance(exc, MCPError):
-            return _lost(self._clean(f"{type(exc).__name__}: {exc}"))
+            return _lost_result(self._clean(f"{type(exc).__name__}: {exc}"))
         if exc.code == REQUEST_TIMEOUT:
-            return _late(self._config.tool_timeout_s)
+            return _timeout_result(self._config.tool_timeout_s)
         if exc.code == CONNECTION_CLOSED:
-            return _lost((await self.ended()).message)
+            return _lost_result((await self.end_failure()).message)
         return ToolResult(status="error", text=f"The tool failed: {self._clean(exc.message)}")
 
-    async def failure(self, exc: Exception, what: str) -> McpFailure:
-        """Why something could not be had from the server."""
+    async def failure(self, exc: Exception, requested: str) -> McpFailure:
+        """Describe why a request to the server failed.
+
+        Args:
+            requested: What was requested, for the message.
+        """
         if isinstance(exc, MCPError) and exc.code == CONNECTION_CLOSED:
-            return await self.ended()
+            return await self.end_failure()
         if isinstance(exc, TimeoutError) or (isinstance(exc, MCPError) and exc.code == REQUEST_TIMEOUT):
-            return McpFailure("start-timeout", f"no answer with {what} within {self._config.start_timeout_s:g} s")
+            timeout_s = self._config.start_timeout_s
+            return McpFailure("start-timeout", f"the server did not answer with {requested} within {timeout_s:g} s")
         if isinstance(exc, MCPError):
-            return McpFailure("protocol", f"it refused {what}: {self._clean(exc.message)}")
-        return McpFailure("protocol", f"its answer with {what} is not the protocol's: {self._clean(str(exc))}")
+            return McpFailure("protocol", f"the server refused {requested}: {self._clean(exc.message)}")
+        return McpFailure(
+            "protocol", f"the answer with {requested} does not conform to the protocol: {self._clean(str(exc))}"
+        )
 
     def _clean(self, text: str) -> str:
-        return one_line(self._hide.hidden(text), 1000)
+        return one_line(self._redactor.redact(text), 1000)
 
 
 class _Progress:
-    """Hands a call's progress on, not faster than anybody reads."""
+    """Reports a call's progress, at most every ``PROGRESS_INTERVAL_S`` seconds."""
 
-    def __init__(self, note: Callable[[str], None], hide: Secrets) -> None:
-        self._note = note
-        self._hide = hide
-        self._next = 0.0
+    def __init__(self, on_progress: Callable[[str], None], redactor: SecretRedactor) -> None:
+        self._on_progress = on_progress
+        self._redactor = redactor
+        self._next_at = 0.0
 
     async def __call__(self, progress: float, total: float | None, message: str | None) -> None:
         now = time.monotonic()
-        if now < self._next:
+        if now < self._next_at:
             return
-        self._next = now + NOTE_GAP_S
+        self._next_at = now + PROGRESS_INTERVAL_S
         share = f"{progress:g}/{total:g}" if total else f"{progress:g}"
-        said = one_line(self._hide.hidden(message), NOTE_CHARACTERS) if message else ""
-        self._note(f"{share} {said}".strip())
+        text = one_line(self._redactor.redact(message), PROGRESS_CHARACTERS) if message else ""
+        self._on_progress(f"{share} {text}".strip())
 
 
 @contextlib.asynccontextmanager
-async def over_stdio(
+async def connect_stdio(
     config: McpServerConfig,
     process: McpProcess,
-    patience: Patience,
+    stop_signal: StopSignal,
     *,
-    changed: Callable[[], None],
-    lost: Callable[[], None],
-) -> AsyncIterator[Connection]:
-    """A session with a process that runs; within it the process is spoken to by nobody else.
+    on_tools_changed: Callable[[], None],
+    on_lost: Callable[[], None],
+) -> AsyncIterator[McpConnection]:
+    """Open a session with a running process, which nothing else may read or write within the block.
 
     Args:
-        changed: Is told that the list of tools has changed.
-        lost: Is told, once, that no more will come.
+        on_tools_changed: Called when the server's list of tools has changed.
+        on_lost: Called once, when the server will not answer any more.
 
     Raises:
-        McpFailure: no session within ``start_timeout_s``.
+        McpFailure: The session could not be opened within ``start_timeout_s``.
     """
 
-    async def ended() -> McpFailure:
-        if incoming.flooded:
-            return McpFailure("protocol", "the server wrote thousands of lines to stdout that are no messages")
-        if not patience.at_end:
-            # A failed write, and the end of its output, are often seen before the end of the process.
-            await asyncio.wait({process.gone}, timeout=ENDING_S)
-        if not incoming.at_end and process.returncode is None:
+    async def end_failure() -> McpFailure:
+        if reader.is_flooded:
+            return McpFailure("protocol", "the server wrote thousands of lines to stdout that are not messages")
+        if not stop_signal.is_set:
+            # A failed write, and the end of the output, are often noticed before the process has exited.
+            await asyncio.wait({process.closed}, timeout=EXIT_S)
+        if not reader.at_end and process.returncode is None:
             return McpFailure("exited", "the server was stopped")
-        return McpFailure("exited", f"the server {process.said()}")
+        return McpFailure("exited", f"the server {process.describe_end()}")
 
-    incoming = Incoming(process, _message, lost)
-    session = _session(config, changed, incoming, Outgoing(process, _line))
-    connection = Connection(session, config, patience, ended)
-    incoming.overlong = connection.give_up_calls
+    reader = MessageReader(process, _parse_message, on_lost)
+    session = _session(config, on_tools_changed, reader, MessageWriter(process, _serialize_message))
+    connection = McpConnection(session, config, stop_signal, end_failure)
+    reader.on_long_line = connection.fail_calls_too_long
     try:
         async with session:
-            await _greeted_by(config, connection, incoming)
+            await _initialize_stdio(config, connection, reader)
             yield connection
     except BaseExceptionGroup as group:
-        raise_first(group, Secrets.of(config))
+        raise_first(group, SecretRedactor.of(config))
     finally:
         await connection.close()
 
 
-async def _greeted_by(config: McpServerConfig, connection: Connection, incoming: Incoming[SessionMessage]) -> None:
+async def _initialize_stdio(
+    config: McpServerConfig, connection: McpConnection, reader: MessageReader[SessionMessage]
+) -> None:
     try:
-        await connection.greet()
-    except (TimeoutError, MCPError, ValidationError, RuntimeError) as exc:
-        if incoming.at_end or (isinstance(exc, MCPError) and exc.code == CONNECTION_CLOSED):
-            failure = await connection.ended()
-            raise McpFailure(failure.kind, f"{failure.message}, before it had answered initialize") from exc
+        await connection.initialize()
+    except _OPEN_ERRORS as exc:
+        if reader.at_end or (isinstance(exc, MCPError) and exc.code == CONNECTION_CLOSED):
+            failure = await connection.end_failure()
+            raise McpFailure(failure.kind, f"{failure.message}, before it answered initialize") from exc
         failure = await connection.failure(exc, "the session")
         if failure.kind == "start-timeout":
-            failure = McpFailure("start-timeout", _unanswered(config, incoming))
+            failure = McpFailure("start-timeout", _describe_silence(config, reader))
         raise failure from exc
 
 
 @contextlib.asynccontextmanager
-async def over_http(
-    config: McpServerConfig, patience: Patience, *, changed: Callable[[], None], lost: Callable[[], None]
-) -> AsyncIterator[Connection]:
-    """A session with a server at an address; as ``over_stdio``."""
-    watch = Watch(lost)
+async def connect_http(
+    config: McpServerConfig,
+    stop_signal: StopSignal,
+    *,
+    on_tools_changed: Callable[[], None],
+    on_lost: Callable[[], None],
+) -> AsyncIterator[McpConnection]:
+    """Open a session with a server over HTTP. Arguments and exceptions are those of ``connect_stdio``."""
+    monitor = ResponseMonitor(on_lost)
     try:
         async with contextlib.AsyncExitStack() as stack:
-            client = await stack.enter_async_context(http_client(config, watch))
+            client = await stack.enter_async_context(http_client(config, monitor))
             streams = await stack.enter_async_context(
                 streamable_http_client(
-                    config.url or "", http_client=client, max_sse_event_size=LINE_BYTES, terminate_on_close=False
+                    config.url or "", http_client=client, max_sse_event_size=MESSAGE_BYTES, terminate_on_close=False
                 )
             )
-            session = _session(config, changed, *streams)
-            connection = Connection(session, config, patience, watch.ended)
-            # Before the session is entered, so that it is closed after it.
+            session = _session(config, on_tools_changed, *streams)
+            connection = McpConnection(session, config, stop_signal, monitor.end_failure)
+            # Pushed before the session is entered, so that the connection is closed after it.
             stack.push_async_callback(connection.close)
             await stack.enter_async_context(session)
-            await _greeted_at(connection, watch)
+            await _initialize_http(connection, monitor)
             yield connection
     except BaseExceptionGroup as group:
-        raise_first(group, Secrets.of(config))
+        raise_first(group, SecretRedactor.of(config))
     except HTTPError as exc:
-        raise unreachable(exc, Secrets.of(config)) from exc
+        raise unreachable(exc, SecretRedactor.of(config)) from exc
 
 
-async def _greeted_at(connection: Connection, watch: Watch) -> None:
+async def _initialize_http(connection: McpConnection, monitor: ResponseMonitor) -> None:
     try:
-        await connection.greet()
-    except (TimeoutError, MCPError, ValidationError, RuntimeError) as exc:
-        if watch.refused:
-            raise McpFailure("protocol", f"the server answered {watch.refused}; check url and headers") from exc
+        await connection.initialize()
+    except _OPEN_ERRORS as exc:
+        if monitor.refusal:
+            raise McpFailure("protocol", f"the server answered {monitor.refusal}; check url and headers") from exc
         raise await connection.failure(exc, "the session") from exc
-    watch.greeted = True
+    monitor.is_initialized = True
 
 
-def _session(config: McpServerConfig, changed: Callable[[], None], incoming: Any, outgoing: Any) -> ClientSession:
-    async def told(message: IncomingMessage) -> None:
+def _session(config: McpServerConfig, on_tools_changed: Callable[[], None], reader: Any, writer: Any) -> ClientSession:
+    async def handle(message: IncomingMessage) -> None:
         if isinstance(message, types.ToolListChangedNotification):
-            changed()
+            on_tools_changed()
 
     return ClientSession(
-        incoming,
-        outgoing,
+        reader,
+        writer,
         read_timeout_seconds=config.start_timeout_s,
-        message_handler=told,
+        message_handler=handle,
         client_info=types.Implementation(name="lmx-lab", version=version("lmx-lab")),
     )
 
 
-def _offered(tool: types.Tool) -> OfferedTool | None:
-    """None where no model could be told of it."""
+def _offered_tool(tool: types.Tool) -> OfferedTool | None:
+    """Convert a tool; None if models cannot use it, because it has no name or its schema is too long or no object."""
     schema = tool.input_schema
     if schema.get("type", "object") != "object" or len(repr(schema)) > SCHEMA_CHARACTERS or not tool.name:
         return None
@@ -346,27 +369,31 @@ def _offered(tool: types.Tool) -> OfferedTool | None:
     )
 
 
-def _late(limit: float) -> ToolResult:
-    return ToolResult(status="timeout", text=f"The tool did not answer within {limit:g} s, and was cancelled.")
+def _timeout_result(timeout_s: float) -> ToolResult:
+    return ToolResult(status="timeout", text=f"The tool did not answer within {timeout_s:g} s and was cancelled.")
 
 
-def _lost(why: str) -> ToolResult:
+def _lost_result(reason: str) -> ToolResult:
     return ToolResult(
         status="error",
-        text=f"The tool's server was lost during the call: {why}. Whether the call had an effect is not known.",
+        text=f"The connection to the server was lost during the call: {reason}. It is unknown whether the call had an "
+        "effect.",
     )
 
 
-def _unanswered(config: McpServerConfig, incoming: Incoming[SessionMessage]) -> str:
-    wrote = ", though it wrote lines that are no messages" if incoming.strays else ""
-    return f"no answer to initialize within {config.start_timeout_s:g} s{wrote}; is {config.command!r} an MCP server?"
+def _describe_silence(config: McpServerConfig, reader: MessageReader[SessionMessage]) -> str:
+    wrote = ", but wrote lines that are not messages" if reader.invalid_lines else ""
+    return (
+        f"the server did not answer initialize within {config.start_timeout_s:g} s{wrote}; check that "
+        f"{config.command!r} is an MCP server"
+    )
 
 
-def _message(line: bytes) -> SessionMessage:
+def _parse_message(line: bytes) -> SessionMessage:
     return SessionMessage(jsonrpc_message_adapter.validate_json(line, by_name=False))
 
 
-def _line(item: SessionMessage) -> tuple[bytes, bool]:
+def _serialize_message(item: SessionMessage) -> tuple[bytes, bool]:
     line = item.message.model_dump_json(by_alias=True, exclude_unset=True).encode()
-    # A notification does not wait: a cancel must not be held up by a server that does not read.
+    # Notifications do not wait, so that a server that does not read cannot delay the cancelling of a call.
     return line, not isinstance(item.message, types.JSONRPCNotification)

@@ -1,4 +1,7 @@
-"""HTTP to MCP servers that nobody trusts: answers have a limit, refusals are noted, failures put in words."""
+"""HTTP connections to MCP servers: limit the size of answers, note refusals and describe failures.
+
+The servers are not trusted.
+"""
 
 from __future__ import annotations
 
@@ -18,93 +21,102 @@ from httpx2 import (
 )
 
 from lmx_lab.daemon.mcp.failure import McpFailure
-from lmx_lab.daemon.mcp.lines import LINE_BYTES, one_line
-from lmx_lab.daemon.mcp.secrets import Secrets
+from lmx_lab.daemon.mcp.redaction import SecretRedactor, one_line
+from lmx_lab.daemon.mcp.stdio import MESSAGE_BYTES
 from lmx_lab.wire.mcp import McpServerConfig
 
 
-def http_client(config: McpServerConfig, watch: Watch) -> AsyncClient:
-    """A client with the headers of the configuration, whose answers end at 8 MiB."""
+def http_client(config: McpServerConfig, monitor: ResponseMonitor) -> AsyncClient:
+    """Return a client that sends the headers of the configuration and reads answers of at most 8 MiB."""
     return AsyncClient(
         headers=config.headers,
-        # Read timeouts are those of the requests: a stream of events may be silent for long.
+        # The requests have their own read timeouts, because a stream of events can be silent for long.
         timeout=Timeout(config.start_timeout_s, read=None),
-        transport=BoundedTransport(LINE_BYTES),
-        event_hooks={"response": [watch.saw]},
+        transport=LimitedTransport(MESSAGE_BYTES),
+        event_hooks={"response": [monitor.on_response]},
     )
 
 
-class BoundedTransport(AsyncBaseTransport):
-    """As httpx2's own; an answer that is no stream of events ends with an error after so many bytes."""
+class LimitedTransport(AsyncBaseTransport):
+    """The transport of httpx2 with a limit: an answer that is larger fails, unless it is a stream of events."""
 
     def __init__(self, limit_bytes: int) -> None:
-        self._limit = limit_bytes
+        self._limit_bytes = limit_bytes
         self._inner = AsyncHTTPTransport()
 
     async def handle_async_request(self, request: Request) -> Response:
-        # Without compression: a few bytes could become any number.
+        # Without compression, because a few compressed bytes can expand to any size.
         request.headers["Accept-Encoding"] = "identity"
         response = await self._inner.handle_async_request(request)
-        streams = response.headers.get("content-type", "").lower().startswith("text/event-stream")
-        if not streams and isinstance(response.stream, AsyncByteStream):
-            response.stream = _Bounded(response.stream, self._limit)
+        is_event_stream = response.headers.get("content-type", "").lower().startswith("text/event-stream")
+        if not is_event_stream and isinstance(response.stream, AsyncByteStream):
+            response.stream = _LimitedStream(response.stream, self._limit_bytes)
         return response
 
     async def aclose(self) -> None:
         await self._inner.aclose()
 
 
-class _Bounded(AsyncByteStream):
-    def __init__(self, stream: AsyncByteStream, limit: int) -> None:
+class _LimitedStream(AsyncByteStream):
+    def __init__(self, stream: AsyncByteStream, limit_bytes: int) -> None:
         self._stream = stream
-        self._limit = limit
+        self._limit_bytes = limit_bytes
 
     async def __aiter__(self) -> AsyncIterator[bytes]:
-        read = 0
+        read_bytes = 0
         async for piece in self._stream:
-            read += len(piece)
-            if read > self._limit:
-                raise ReadError(f"an answer of more than {self._limit:,} bytes")
+            read_bytes += len(piece)
+            if read_bytes > self._limit_bytes:
+                raise ReadError(f"an answer of more than {self._limit_bytes:,} bytes")
             yield piece
 
     async def aclose(self) -> None:
         await self._stream.aclose()
 
 
-class Watch:
-    """What an HTTP server has refused, which the package tells in fewer words."""
+class ResponseMonitor:
+    """Notes the statuses with which a server refuses requests, because the errors of the package ``mcp`` omit them."""
 
-    def __init__(self, lost: Callable[[], None]) -> None:
-        self._lost = lost
-        self.greeted = False
-        self.refused = ""
+    def __init__(self, on_lost: Callable[[], None]) -> None:
+        """
+        Args:
+            on_lost: Called when the server no longer accepts the session.
+        """
+        self._on_lost = on_lost
+        self.is_initialized = False
+        """Whether the session was opened."""
+        self.refusal = ""
+        """Status and reason of the last refusal, such as ``401 Unauthorized``."""
 
-    async def saw(self, response: Response) -> None:
-        # A GET is the stream of notifications, which a server need not have.
+    async def on_response(self, response: Response) -> None:
+        """Handle a response; a hook of the client."""
+        # A GET requests the stream of notifications, which a server need not support.
         if response.status_code < 400 or response.request.method != "POST":
             return
-        self.refused = f"{response.status_code} {response.reason_phrase}".strip()
-        if self.greeted and response.status_code in (401, 403, 404):
-            # The session is gone, or the right to it: calls would be refused from now on.
-            self._lost()
+        self.refusal = f"{response.status_code} {response.reason_phrase}".strip()
+        if self.is_initialized and response.status_code in (401, 403, 404):
+            # The session, or the authorization for it, has expired: all further calls would be refused.
+            self._on_lost()
 
-    async def ended(self) -> McpFailure:
-        why = f"the server answered {self.refused}" if self.refused else "it could not be reached"
-        return McpFailure("unreachable", why)
+    async def end_failure(self) -> McpFailure:
+        """Return why the session has ended."""
+        reason = f"the server answered {self.refusal}" if self.refusal else "the server could not be reached"
+        return McpFailure("unreachable", reason)
 
 
-def raise_first(group: BaseExceptionGroup[BaseException], hide: Secrets) -> NoReturn:
-    """Raise what a group of the package's task groups is about."""
+def raise_first(group: BaseExceptionGroup[BaseException], redactor: SecretRedactor) -> NoReturn:
+    """Raise the first exception of a group, which the task groups of the package ``mcp`` raise, as ``McpFailure``."""
     first: BaseException = group
     while isinstance(first, BaseExceptionGroup):
         first = first.exceptions[0]
     if isinstance(first, McpFailure):
         raise first from None
     if isinstance(first, HTTPError):
-        raise unreachable(first, hide) from group
-    raise McpFailure("protocol", f"{type(first).__name__}: {one_line(hide.hidden(str(first)))}") from group
+        raise unreachable(first, redactor) from group
+    raise McpFailure("protocol", f"{type(first).__name__}: {one_line(redactor.redact(str(first)))}") from group
 
 
-def unreachable(exc: HTTPError, hide: Secrets) -> McpFailure:
-    reason = one_line(hide.hidden(str(exc))) or type(exc).__name__
-    return McpFailure("unreachable", f"the server cannot be reached: {reason}; check url, and whether it runs")
+def unreachable(exc: HTTPError, redactor: SecretRedactor) -> McpFailure:
+    """Return the failure that an error of HTTP means."""
+    reason = one_line(redactor.redact(str(exc))) or type(exc).__name__
+    return McpFailure("unreachable", f"the server cannot be reached: {reason}; check url, and that the server runs")

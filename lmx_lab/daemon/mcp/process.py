@@ -1,5 +1,6 @@
-"""The process of an MCP server: started without a shell in a session of its own, spoken to in lines, ended with all
-that it has started. Nothing that it does to its pipes blocks the loop or fills the memory.
+"""Run the process of an MCP server: start it without a shell, exchange lines with it, and stop it and its children.
+
+The process is not trusted: nothing that it writes, or fails to read, blocks the event loop or fills the memory.
 """
 
 from __future__ import annotations
@@ -16,9 +17,9 @@ from typing import Any, Self
 import psutil
 
 from lmx_lab.daemon.mcp.failure import McpFailure
-from lmx_lab.daemon.mcp.lines import Lines, Tail, TooLongError, one_line, shown
-from lmx_lab.daemon.mcp.process_cleanup import MARK, Root, end, family, root_of
-from lmx_lab.daemon.mcp.secrets import Secrets
+from lmx_lab.daemon.mcp.process_cleanup import MARK, RootProcess, end_processes, find_processes, root_of_child
+from lmx_lab.daemon.mcp.redaction import SecretRedactor, last_lines, one_line
+from lmx_lab.daemon.mcp.stdio import LineSplitter, LineTooLongError, OutputTail
 from lmx_lab.wire.mcp import McpServerConfig
 
 INHERITED = (
@@ -35,70 +36,78 @@ INHERITED = (
     "TMPDIR",
     "TZ",
 )
-"""All that a server gets of the daemon's environment."""
+"""The variables of the daemon's environment that a server inherits. It receives no others."""
 STDIN_GRACE_S = 1.0
-"""How long a server may take to end when its stdin is closed."""
+"""Time in which a server may exit after its stdin was closed, before it receives SIGTERM."""
 TERM_GRACE_S = 2.0
+"""Time in which a server may exit after SIGTERM, before it receives SIGKILL."""
 UNREAD_BYTES = 2**20
-"""Above it, the server's stdout waits."""
+"""Size of unread output above which reading the server's stdout is paused."""
 UNSENT_BYTES = 16 * 2**20
-STRAY_BYTES = 500
+"""Maximum size of input that the server has not read."""
+INVALID_LINE_BYTES = 500
+"""Maximum size of a line that is not a message, when it is kept for display."""
 STDERR_BYTES = 20_480
-"""More than is shown: what the end of a cut secret may be in is left out."""
-LAST_WORDS_S = 0.2
-"""After its end, what is still in its pipes is read for so long: a child of it may keep them open for ever."""
+"""Size of stderr that is kept. This is more than is displayed, because the first characters are removed: they may be
+the end of a secret that was cut in two."""
+DRAIN_S = 0.2
+"""Time after the exit in which remaining output is read. Longer is useless: a child may keep the pipes open forever."""
 
 
 def environment(config: McpServerConfig) -> dict[str, str]:
+    """Return the environment of a server's process."""
     inherited = {name: os.environ[name] for name in INHERITED if name in os.environ}
     return {"PATH": os.defpath, **inherited, **config.env}
 
 
-def found_program(config: McpServerConfig) -> str:
-    """The path of the server's program. Blocking.
+def find_program(config: McpServerConfig) -> str:
+    """Return the path of a server's program. Blocking.
 
     Raises:
-        McpFailure: not found, or not to be executed.
+        McpFailure: The program was not found or is not executable.
     """
     command = config.command or ""
     if os.sep in command:
         path = Path(config.cwd or ".", command)
-        if not os.path.exists(path):  # Path would raise where a name is too long
-            raise McpFailure("command-not-found", f"there is no file {command!r:.200}; check the path in command")
+        if not os.path.exists(path):  # Path.exists would raise if a name is too long.
+            raise McpFailure(
+                "command-not-found", f"the file {command!r:.200} does not exist; check the path in command"
+            )
         if path.is_dir() or not os.access(path, os.X_OK):
-            raise McpFailure("invalid", f"{command!r:.200} is no program that may be executed; check command")
+            raise McpFailure("invalid", f"{command!r:.200} is not an executable program; check command")
         return str(path.absolute())
-    search = environment(config)["PATH"]
-    if (program := shutil.which(command, path=search)) is None:
-        searched = one_line(Secrets.of(config).hidden(search))
+    search_path = environment(config)["PATH"]
+    if (program := shutil.which(command, path=search_path)) is None:
+        searched = one_line(SecretRedactor.of(config).redact(search_path))
         raise McpFailure(
             "command-not-found",
-            f"no program {command!r:.200} is in the PATH, {searched!r}; install it, give its whole path as command, or "
-            "set PATH in env",
+            f"the program {command!r:.200} was not found in PATH, {searched!r}; install it, use its full path as "
+            "command, or set PATH in env",
         )
     return program
 
 
 class _Pipes(asyncio.SubprocessProtocol):
-    """What asyncio tells of the process, kept within bounds."""
+    """Buffers the output of a process within limits."""
 
     def __init__(self) -> None:
         loop = asyncio.get_running_loop()
-        self.lines = Lines()
-        self.waiting: deque[bytes | None] = deque()
-        self.size = 0
-        self.discarding = False
-        self.ended = False
-        """Whether no more will come from its stdout."""
-        self.news = asyncio.Event()
-        """Set when there may be a line, or the end."""
+        self.splitter = LineSplitter()
+        self.unread: deque[bytes | None] = deque()
+        """Lines that were not read yet. None stands for a line that was too long."""
+        self.unread_bytes = 0
+        self.is_discarding = False
+        self.stdout_ended = False
+        """Whether there will be no more output on stdout."""
+        self.changed = asyncio.Event()
+        """Set when there may be a new line, or the end of stdout."""
         self.writable = asyncio.Event()
         self.writable.set()
         self.exited: asyncio.Future[None] = loop.create_future()
-        self.gone: asyncio.Future[None] = loop.create_future()
-        """Done when it has exited and all that it wrote is read."""
-        self.stderr = Tail(STDERR_BYTES)
-        self.stderr_cut = False
+        self.closed: asyncio.Future[None] = loop.create_future()
+        """Done when the process has exited and all of its output was read."""
+        self.stderr = OutputTail(STDERR_BYTES)
+        self.stderr_is_cut = False
         self._stderr_size = 0
         self.transport: asyncio.SubprocessTransport | None = None
 
@@ -110,46 +119,47 @@ class _Pipes(asyncio.SubprocessProtocol):
         if fd != 1:
             self.stderr.feed(data)
             self._stderr_size += len(data)
-            self.stderr_cut = self._stderr_size > STDERR_BYTES
+            self.stderr_is_cut = self._stderr_size > STDERR_BYTES
             return
-        for line in self.lines.feed(data):
-            if not self.discarding:
-                self.waiting.append(line)
-                self.size += _cost(line)
-        if self.size > UNREAD_BYTES:
-            self._reading().pause_reading()
-        self.news.set()
+        for line in self.splitter.feed(data):
+            if not self.is_discarding:
+                self.unread.append(line)
+                self.unread_bytes += _memory_cost(line)
+        if self.unread_bytes > UNREAD_BYTES:
+            self._stdout().pause_reading()
+        self.changed.set()
 
-    def taken(self) -> bytes | None:
-        line = self.waiting.popleft()
-        self.size -= _cost(line)
-        if self.size <= UNREAD_BYTES and not self.ended:
-            self._reading().resume_reading()
+    def take_line(self) -> bytes | None:
+        """Remove and return the first unread line."""
+        line = self.unread.popleft()
+        self.unread_bytes -= _memory_cost(line)
+        if self.unread_bytes <= UNREAD_BYTES and not self.stdout_ended:
+            self._stdout().resume_reading()
         return line
 
     def discard(self) -> None:
-        """Read what comes and forget it: a server that cannot write cannot end."""
-        self.discarding = True
-        self.waiting.clear()
-        self.size = 0
-        if not self.ended:
-            self._reading().resume_reading()
+        """Read and discard all further output, since a process that cannot write may not be able to exit."""
+        self.is_discarding = True
+        self.unread.clear()
+        self.unread_bytes = 0
+        if not self.stdout_ended:
+            self._stdout().resume_reading()
 
     def pipe_connection_lost(self, fd: int, exc: Exception | None) -> None:
         if fd == 1:
-            self.ended = True
-            self.news.set()
+            self.stdout_ended = True
+            self.changed.set()
         self.writable.set()
 
     def process_exited(self) -> None:
         if not self.exited.done():
             self.exited.set_result(None)
-        asyncio.get_running_loop().call_later(LAST_WORDS_S, self.close)
+        asyncio.get_running_loop().call_later(DRAIN_S, self.close)
         self.writable.set()
 
     def connection_lost(self, exc: Exception | None) -> None:
-        if not self.gone.done():
-            self.gone.set_result(None)
+        if not self.closed.done():
+            self.closed.set_result(None)
 
     def pause_writing(self) -> None:
         self.writable.clear()
@@ -158,12 +168,13 @@ class _Pipes(asyncio.SubprocessProtocol):
         self.writable.set()
 
     def close(self) -> None:
+        """Close all pipes. Kills the process if it still runs."""
         if self.transport is not None:
             self.transport.close()
-        self.ended = True
-        self.news.set()
+        self.stdout_ended = True
+        self.changed.set()
 
-    def _reading(self) -> asyncio.ReadTransport:
+    def _stdout(self) -> asyncio.ReadTransport:
         assert self.transport is not None
         pipe = self.transport.get_pipe_transport(1)
         assert isinstance(pipe, asyncio.ReadTransport)
@@ -171,98 +182,104 @@ class _Pipes(asyncio.SubprocessProtocol):
 
 
 class McpProcess:
-    """A running server. Read it in one task; whoever started it calls ``stop``."""
+    """The running process of a server. One task reads it; the owner that has started it calls ``stop``."""
 
-    def __init__(self, transport: asyncio.SubprocessTransport, pipes: _Pipes, mark: str, hide: Secrets) -> None:
+    def __init__(
+        self, transport: asyncio.SubprocessTransport, pipes: _Pipes, mark: str, redactor: SecretRedactor
+    ) -> None:
         self._transport = transport
         self._pipes = pipes
-        self._hide = hide
-        self._strays = Tail(4 * STRAY_BYTES)
+        self._redactor = redactor
+        self._invalid_lines = OutputTail(4 * INVALID_LINE_BYTES)
         self._known: list[psutil.Process] = []
-        self._returncode: int | None = None
         self.pid = transport.get_pid()
-        self.root: Root = root_of(self.pid, mark)
+        self.root: RootProcess = root_of_child(self.pid, mark)
 
     @classmethod
     async def start(cls, config: McpServerConfig, mark: str) -> Self:
-        """
+        """Start the process of a server.
+
         Args:
-            mark: Its own, in its environment and in that of all that it starts.
+            mark: Unique text in the environment of the process and of all processes that it starts.
 
         Raises:
-            McpFailure: it cannot be started.
+            McpFailure: The process could not be started.
         """
-        program = await asyncio.to_thread(found_program, config)
+        program = await asyncio.to_thread(find_program, config)
         env = {**environment(config), MARK: mark}
         try:
             transport, pipes = await asyncio.get_running_loop().subprocess_exec(
                 _Pipes, program, *config.args, **_options(config.cwd, env)
             )
         except (OSError, ValueError) as exc:
-            raise _unstarted(config, exc) from exc
-        return cls(transport, pipes, mark, Secrets.of(config))
+            raise _start_failure(config, exc) from exc
+        return cls(transport, pipes, mark, SecretRedactor.of(config))
 
     @property
     def exited(self) -> asyncio.Future[None]:
+        """Done when the process has exited."""
         return self._pipes.exited
 
     @property
-    def gone(self) -> asyncio.Future[None]:
-        """Done when it has exited and all that it wrote is read; soon after its exit, whoever holds its pipes open."""
-        return self._pipes.gone
+    def closed(self) -> asyncio.Future[None]:
+        """Done when the process has exited and its output was read, at the latest ``DRAIN_S`` after the exit."""
+        return self._pipes.closed
 
     @property
     def returncode(self) -> int | None:
+        """Exit code, or the negative number of the signal that ended the process; None while it runs."""
         return self._transport.get_returncode()
 
     @property
     def stderr_tail(self) -> str:
-        """The last lines of its stderr, below lines of its stdout that were no messages; without secrets."""
-        stderr, hide = self._pipes.stderr.text(), self._hide
-        return shown(
-            f"{self._strays.text()}\n{hide.hidden_end(stderr) if self._pipes.stderr_cut else hide.hidden(stderr)}"
-        )
+        """The last lines of stderr, after lines of stdout that were not messages. Secrets are redacted."""
+        stderr, redactor = self._pipes.stderr.text(), self._redactor
+        redacted = redactor.redact_tail(stderr) if self._pipes.stderr_is_cut else redactor.redact(stderr)
+        return last_lines(f"{self._invalid_lines.text()}\n{redacted}")
 
-    def note(self, line: bytes) -> None:
-        """Keep a line that was no message, for those who wonder."""
-        # Hidden first: the beginning of a secret that is cut would not be found.
-        self._strays.feed(b"(stdout) " + self._hide.hidden_bytes(line)[:STRAY_BYTES] + b"\n")
+    def keep_invalid_line(self, line: bytes) -> None:
+        """Keep a line of stdout that is not a message, for display."""
+        # Redacted before it is cut, because the beginning of a secret would not be recognized.
+        self._invalid_lines.feed(b"(stdout) " + self._redactor.redact_bytes(line)[:INVALID_LINE_BYTES] + b"\n")
 
-    def said(self) -> str:
-        """How it ended, for people: exit code or signal, and its last line."""
+    def describe_end(self) -> str:
+        """Describe how the process has ended: its exit code or signal, and its last line of output."""
         code = self.returncode
         if code is None:
-            how = "closed its output"
+            end = "closed its output"
         elif code < 0:
-            how = f"was ended by signal {-code}"
+            end = f"was ended by signal {-code}"
         else:
-            how = f"exited with code {code}"
+            end = f"exited with code {code}"
         last = self.stderr_tail.rpartition("\n")[2]
-        return f"{how}; its last line was: {one_line(last)}" if last else how
+        return f"{end}; its last line was: {one_line(last)}" if last else end
 
     async def read_line(self) -> bytes | None:
-        """The next line of its stdout; None after the last.
+        """Return the next line of stdout, or None after the last one.
 
         Raises:
-            TooLongError: in the place of a line of more than 8 MiB; the ones after it can be read.
+            LineTooLongError: The line is longer than 8 MiB. The lines after it can still be read.
         """
         pipes = self._pipes
-        # Also where lines wait already: a flood of them must not keep the loop for itself.
+        # Yields even if there are unread lines, so that many lines at once do not block the loop.
         await asyncio.sleep(0)
-        while not pipes.waiting:
-            if pipes.ended:
+        while not pipes.unread:
+            if pipes.stdout_ended:
                 return None
-            pipes.news.clear()
-            await pipes.news.wait()
-        if (line := pipes.taken()) is None:
-            raise TooLongError
+            pipes.changed.clear()
+            await pipes.changed.wait()
+        if (line := pipes.take_line()) is None:
+            raise LineTooLongError
         return line
 
     async def write_line(self, line: bytes, *, wait: bool = True) -> None:
-        """Send a line; waits for room in the pipe, if it is to.
+        """Write a line to stdin.
+
+        Args:
+            wait: Whether to wait until the pipe can accept more.
 
         Raises:
-            ConnectionError: it does not read any more.
+            ConnectionError: The process no longer reads its stdin.
         """
         stdin: Any = self._transport.get_pipe_transport(0)
         if stdin is None or stdin.is_closing() or self._pipes.exited.done():
@@ -274,25 +291,26 @@ class McpProcess:
             await self._pipes.writable.wait()
 
     async def stop(self) -> None:
-        """End it and all that it has started: stdin is closed, then TERM, then KILL. Idempotent.
+        """Stop the process and all processes that it has started. Idempotent.
 
-        Takes 1 s for one that ends by itself, at most 3 s for one that ends by TERM, and then KILL.
+        Closes stdin, then sends SIGTERM, then SIGKILL. This takes up to 1 s for a process that exits when its stdin is
+        closed, and up to 3 s for one that exits after SIGTERM.
         """
         try:
-            self._known = await asyncio.to_thread(family, self.root)
+            self._known = await asyncio.to_thread(find_processes, self.root)
             self._pipes.discard()
             if (stdin := self._transport.get_pipe_transport(0)) is not None:
                 stdin.close()
             await asyncio.wait({self.exited}, timeout=STDIN_GRACE_S)
-            await asyncio.to_thread(end, self.root, self._known, term_s=TERM_GRACE_S)
+            await asyncio.to_thread(end_processes, self.root, self._known, term_s=TERM_GRACE_S)
             await asyncio.wait({self.exited}, timeout=TERM_GRACE_S)
         finally:
-            # Kills the leader at once, where the task that stops it was itself cancelled.
+            # If the task that stops the process is cancelled itself, this kills the process immediately.
             self._pipes.close()
 
 
-def _cost(line: bytes | None) -> int:
-    """A line's part of what may be unread; also empty ones take memory."""
+def _memory_cost(line: bytes | None) -> int:
+    """Return the size of a line for the limit of unread output. Empty lines also use memory."""
     return len(line or b"") + 64
 
 
@@ -301,8 +319,9 @@ def _options(cwd: str | None, env: Mapping[str, str]) -> dict[str, Any]:
     return {"stdin": pipe, "stdout": pipe, "stderr": pipe, "cwd": cwd, "env": env, "start_new_session": True}
 
 
-def _unstarted(config: McpServerConfig, exc: OSError | ValueError) -> McpFailure:
-    reason = one_line(Secrets.of(config).hidden(str(exc)))
+def _start_failure(config: McpServerConfig, exc: OSError | ValueError) -> McpFailure:
+    reason = one_line(SecretRedactor.of(config).redact(str(exc)))
     if isinstance(exc, OSError) and exc.errno in (errno.EAGAIN, errno.ENOMEM, errno.EMFILE, errno.ENFILE):
-        return McpFailure("exited", f"{config.command!r} could not be started now: {reason}")
+        # The configuration is not the reason, so a restart can help.
+        return McpFailure("exited", f"{config.command!r} could not be started at the moment: {reason}")
     return McpFailure("invalid", f"{config.command!r} could not be started: {reason}; check command, args, env and cwd")

@@ -1,6 +1,6 @@
-"""Reads ``.mcp.json``, the file in which projects say which MCP servers they use.
+"""Read ``.mcp.json``, the file that lists the MCP servers of a project.
 
-It only reads: whoever shows the result decides, by somebody's yes, whether any of it is started.
+Nothing is started here: the caller shows the servers to the user, who has to confirm them.
 """
 
 from __future__ import annotations
@@ -12,12 +12,13 @@ from typing import Any, Literal
 
 from pydantic import ValidationError
 
+from lmx_lab.daemon.mcp.config import describe_error
 from lmx_lab.errors import InvalidRequestError
 from lmx_lab.wire.mcp import McpServerConfig
 
 FILE_BYTES = 2**20
 SERVERS = 64
-_TYPES: dict[str, Literal["stdio", "http"]] = {
+_TRANSPORTS: dict[str, Literal["stdio", "http"]] = {
     "stdio": "stdio",
     "http": "http",
     "streamable-http": "http",
@@ -26,76 +27,71 @@ _TYPES: dict[str, Literal["stdio", "http"]] = {
 }
 _VARIABLE = re.compile(r"\$\{[^}\"]*\}")
 _FIELDS = {"command", "args", "env", "cwd", "url", "headers"}
-_IGNORED = {"type", "transport", "disabled", "timeout", "alwaysAllow", "autoApprove", "description", "$schema"}
-"""What other programs write beside them."""
+_OTHER_FIELDS = {"type", "transport", "disabled", "timeout", "alwaysAllow", "autoApprove", "description", "$schema"}
+"""Fields that other programs use. They are accepted; all but ``type``, ``transport`` and ``disabled`` are ignored."""
 
 
 def read_mcp_file(path: Path) -> list[McpServerConfig]:
-    """The servers of a ``.mcp.json``, as proposals; their ``cwd`` is by default the file's folder.
+    """Return the servers that a ``.mcp.json`` lists. Their ``cwd`` is the folder of the file by default.
 
     Raises:
-        InvalidRequestError: it is not there or cannot be understood; names the server and the field.
+        InvalidRequestError: The file cannot be read or is invalid. The message names the server and the field.
     """
-    servers = _servers(path)
-    return [_proposal(path, name, entry) for name, entry in servers.items()]
+    servers = _read_servers(path)
+    return [_server_config(path, name, entry) for name, entry in servers.items()]
 
 
-def _servers(path: Path) -> dict[str, Any]:
+def _read_servers(path: Path) -> dict[str, Any]:
     try:
         with path.open("rb") as file:
             data = file.read(FILE_BYTES + 1)
     except OSError as exc:
         raise InvalidRequestError(f"{path} cannot be read: {exc.strerror or exc}") from exc
     if len(data) > FILE_BYTES:
-        raise InvalidRequestError(f"{path} has more than {FILE_BYTES:,} bytes, so it is no list of MCP servers")
+        raise InvalidRequestError(f"{path} has more than {FILE_BYTES:,} bytes, so it is not a list of MCP servers")
     try:
         content = json.loads(data)
     except (ValueError, RecursionError) as exc:
-        raise InvalidRequestError(f"{path} is no JSON: {exc}") from exc
+        raise InvalidRequestError(f"{path} is not valid JSON: {exc}") from exc
     servers = content.get("mcpServers", content.get("servers")) if isinstance(content, dict) else None
     if not isinstance(servers, dict):
-        raise InvalidRequestError(f'{path} has no object "mcpServers" of servers by their names')
+        raise InvalidRequestError(f'{path} has no object "mcpServers" with servers by name')
     if len(servers) > SERVERS:
         raise InvalidRequestError(f"{path} has {len(servers)} servers, the limit is {SERVERS}")
     return servers
 
 
-def _proposal(path: Path, name: str, entry: Any) -> McpServerConfig:
+def _server_config(path: Path, name: str, entry: Any) -> McpServerConfig:
     where = f"{path}, server {name!r:.80}"
     if not isinstance(entry, dict):
-        raise InvalidRequestError(f'{where}: has to be an object with "command" or "url"')
-    if unknown := sorted(set(entry) - _FIELDS - _IGNORED):
-        raise InvalidRequestError(f"{where}: unknown field {unknown[0]!r:.80}; there are {', '.join(sorted(_FIELDS))}")
-    kind = entry.get("type", entry.get("transport", "http" if "url" in entry else "stdio"))
-    if not isinstance(kind, str) or kind not in _TYPES:
+        raise InvalidRequestError(f'{where}: must be an object with "command" or "url"')
+    if unknown := sorted(set(entry) - _FIELDS - _OTHER_FIELDS):
         raise InvalidRequestError(
-            f"{where}: type is {kind!r:.80}; there are stdio and http (older SSE servers are not)"
+            f"{where}: unknown field {unknown[0]!r:.80}; the fields are {', '.join(sorted(_FIELDS))}"
         )
+    transport = entry.get("type", entry.get("transport", "http" if "url" in entry else "stdio"))
+    if not isinstance(transport, str) or transport not in _TRANSPORTS:
+        raise InvalidRequestError(f"{where}: type is {transport!r:.80}; use stdio or http (SSE is not supported)")
     if variable := _VARIABLE.search(json.dumps(entry)):
-        # Filling it in would hand a value of this machine to whoever wrote the file.
-        raise InvalidRequestError(f"{where}: {variable[0]:.80} is not filled in here; write its value in its place")
-    given = {field: entry[field] for field in _FIELDS & set(entry)}
-    if _TYPES[kind] == "stdio":
-        folder = given.get("cwd", ".")
-        given["cwd"] = str(path.parent.absolute() / folder) if isinstance(folder, str) else folder
+        # Substituting it would give a value from this computer to the author of the file.
+        raise InvalidRequestError(f"{where}: the variable {variable[0]:.80} is not substituted; write the value itself")
+    fields = {field: entry[field] for field in _FIELDS & set(entry)}
+    if _TRANSPORTS[transport] == "stdio":
+        folder = fields.get("cwd", ".")
+        fields["cwd"] = str(path.parent.absolute() / folder) if isinstance(folder, str) else folder
     try:
         return McpServerConfig(
-            name=_server_name(name), transport=_TYPES[kind], enabled=not entry.get("disabled", False), **given
+            name=_server_name(name),
+            transport=_TRANSPORTS[transport],
+            enabled=not entry.get("disabled", False),
+            **fields,
         )
-    except (ValidationError, TypeError) as exc:
-        raise InvalidRequestError(f"{where}: {_in_words(exc)}") from None
+    except ValidationError as exc:
+        raise InvalidRequestError(f"{where}: {describe_error(exc)}") from None
+    except TypeError as exc:
+        raise InvalidRequestError(f"{where}: {exc}") from None
 
 
 def _server_name(name: str) -> str:
-    """The name in the characters that the daemon takes: projects use blanks and dots."""
+    """Convert a name to the characters that the daemon accepts, since projects also use spaces and dots."""
     return re.sub(r"[-_]{2,}", "-", re.sub(r"[^A-Za-z0-9_-]", "-", name)).strip("-_")[:32].rstrip("-_")
-
-
-def _in_words(exc: Exception) -> str:
-    if not isinstance(exc, ValidationError):
-        return str(exc)
-    # Without the input, which may be a secret.
-    error = exc.errors(include_input=False, include_url=False)[0]
-    field = ".".join(map(str, error["loc"]))
-    text = error["msg"].removeprefix("Value error, ")
-    return f"{field}: {text}" if field else text

@@ -1,1 +1,1 @@
-"""The daemon over HTTP and WebSocket."""
+"""The daemon's routes for HTTP and WebSocket."""

@@ -1,4 +1,4 @@
-"""The daemon itself: health, which is all that strangers may know, state, shutdown."""
+"""Routes of the daemon itself: health, state and shutdown."""
 
 from __future__ import annotations
 
@@ -9,9 +9,9 @@ from dataclasses import asdict
 from fastapi import APIRouter
 
 from lmx_lab.daemon.routes.queries import StrictQueryRoute
-from lmx_lab.daemon.routes.responses import reading
+from lmx_lab.daemon.routes.responses import read_failures
 from lmx_lab.daemon.services import Services
-from lmx_lab.daemon.storage.store import Reading
+from lmx_lab.daemon.storage.store import DatabaseView
 from lmx_lab.errors import InvalidRequestError
 from lmx_lab.http.middleware import VERSION
 from lmx_lab.http.openapi import BODY, failures
@@ -27,19 +27,20 @@ SELECT (SELECT count(*) FROM sessions) AS sessions, (SELECT count(*) FROM turns)
 
 
 def daemon_routes(services: Services) -> APIRouter:
+    """Return the routes of the daemon itself."""
     router = APIRouter(prefix="/v3", tags=["daemon"], route_class=StrictQueryRoute)
 
-    # HEAD is for load balancers. The HTTP server leaves the body out.
+    # HEAD is used by load balancers. The HTTP server omits the body.
     @router.head("/health", include_in_schema=False)
     @router.get("/health", responses=failures(InvalidRequestError))
     async def health() -> Health:
-        """The daemon answers; needs no token."""
+        """Whether the daemon is running. Needs no token."""
         return Health(status=services.status(), daemon_id=services.daemon_id)
 
-    @router.get("/daemon", responses=reading())
+    @router.get("/daemon", responses=read_failures())
     async def daemon() -> DaemonRecord:
-        """What it is, what it does, what it keeps, how much it allows."""
-        rows = await services.store.read(_counted)
+        """Ids, counts, limits, retention, features and the state of the model server."""
+        rows = await services.store.read(_count_rows)
         running, queued = services.turns.counts()
         limits = services.limits
         log = services.log
@@ -49,7 +50,7 @@ def daemon_routes(services: Services) -> APIRouter:
             version=VERSION,
             pid=os.getpid(),
             started_at=services.started_at,
-            uptime_s=time.monotonic() - services.begun_s,
+            uptime_s=time.monotonic() - services.started_monotonic_s,
             latest_seq=log.latest_seq,
             oldest_seq=log.oldest_seq,
             counts=Counts(
@@ -57,7 +58,7 @@ def daemon_routes(services: Services) -> APIRouter:
                 running_turns=running,
                 queued_turns=queued,
                 subscribers=len(services.subscribers),
-                tools=len(services.toolbox.tools()),
+                tools=len(services.toolbox.list_tools()),
             ),
             upstream=services.upstream.state(),
             retention=Retention(
@@ -69,14 +70,15 @@ def daemon_routes(services: Services) -> APIRouter:
 
     @router.post("/daemon/shutdown", status_code=202, responses=failures(*BODY))
     async def shutdown(body: Shutdown | None = None) -> ShutdownAnswer:
-        """End the daemon: running turns have `grace_s` to end, with `now` none; queued ones run at the next start."""
+        """Stop the daemon. With `drain`, running turns have `grace_s` seconds to end; with `now` they end immediately.
+        Queued turns run at the next start."""
         services.shut_down(body or Shutdown())
         return ShutdownAnswer()
 
     return router
 
 
-def _counted(reading: Reading) -> dict[str, int]:
-    row = reading.row(COUNTS)
+def _count_rows(view: DatabaseView) -> dict[str, int]:
+    row = view.fetch_one(COUNTS)
     assert row is not None
     return {name: row[name] for name in row.keys()}  # noqa: SIM118

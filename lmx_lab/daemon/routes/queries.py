@@ -1,4 +1,7 @@
-"""What may stand behind the ``?`` of the daemon's addresses, read strictly: ``int()`` takes " 5 ", "5_0" and more."""
+"""The query parameters of the daemon's routes.
+
+They are parsed strictly: ``int()`` would also accept texts such as ``" 5 "`` and ``"5_0"``.
+"""
 
 from __future__ import annotations
 
@@ -10,7 +13,7 @@ from urllib.parse import parse_qsl
 from fastapi import Query, Request, Response
 from pydantic import AfterValidator, BaseModel, BeforeValidator, ConfigDict, Field, ValidationError, WithJsonSchema
 
-from lmx_lab.daemon.storage.log import EVERYTHING, EventFilter
+from lmx_lab.daemon.storage.event_log import ALL_EVENTS, EventFilter
 from lmx_lab.errors import InvalidRequestError
 from lmx_lab.http.bodies import StrictRoute
 from lmx_lab.http.error_bodies import invalid
@@ -19,40 +22,43 @@ from lmx_lab.wire.identifiers import Identifier
 
 REPEATABLE = {"session_id", "types"}
 NAMES_LIMIT = 256
-CONTROL = "stream"
-KINDS = LOG_EVENTS
-GROUPS = frozenset(f"{kind.partition('.')[0]}.*" for kind in KINDS)
-_WHOLE = re.compile(r"[0-9]{1,16}", re.ASCII)
-# As JSON writes numbers, which is how programs write them out.
+"""Maximum number of values of a repeatable parameter."""
+CONTROL_PREFIX = "stream."
+EVENT_GROUPS = frozenset(f"{name.partition('.')[0]}.*" for name in LOG_EVENTS)
+EVENT_NAMES = LOG_EVENTS | EVENT_GROUPS
+_INTEGER = re.compile(r"[0-9]{1,16}", re.ASCII)
+# The notation of JSON, in which programs format numbers.
 _SECONDS = re.compile(r"[0-9]{1,6}(\.[0-9]{1,20})?([eE][+-]?[0-9]{1,3})?", re.ASCII)
-_SWITCH = {"true": True, "false": False}
+_BOOLEANS = {"true": True, "false": False}
 
 
-def _whole(text: Any) -> Any:
-    if isinstance(text, str) and not _WHOLE.fullmatch(text):
-        raise ValueError("is no whole number of at most 16 digits")
+def _check_integer(text: Any) -> Any:
+    if isinstance(text, str) and not _INTEGER.fullmatch(text):
+        raise ValueError("is not an integer of at most 16 digits")
     return text
 
 
-def _seconds(text: Any) -> Any:
+def _check_seconds(text: Any) -> Any:
     if isinstance(text, str) and not _SECONDS.fullmatch(text):
-        raise ValueError("is no number of seconds; write it as 5 or 0.5")
+        raise ValueError("is not a number of seconds, such as 5 or 0.5")
     return text
 
 
-def _switch(text: Any) -> Any:
-    if isinstance(text, str) and text not in _SWITCH:
+def _parse_boolean(text: Any) -> Any:
+    if isinstance(text, str) and text not in _BOOLEANS:
         raise ValueError("is neither true nor false")
-    return _SWITCH[text] if isinstance(text, str) else text
+    return _BOOLEANS[text] if isinstance(text, str) else text
 
 
-def _kinds(values: list[str]) -> list[str]:
-    """The names in a list of lists with commas."""
+def _split_types(values: list[str]) -> list[str]:
+    """Return the names in values that are separated by commas."""
     names = [name for value in values for name in value.split(",")]
     for name in names:
-        if name not in KINDS | GROUPS:
-            hint = "control frames always come" if name.startswith(f"{CONTROL}.") else f"there are {_listed(KINDS)}"
-            raise ValueError(f"names {name!r:.80}, which is no kind of event; {hint}, and {_listed(GROUPS)}")
+        if name not in EVENT_NAMES:
+            hint = f"use {_listed(LOG_EVENTS)}"
+            if name.startswith(CONTROL_PREFIX):
+                hint = "control frames are always sent"
+            raise ValueError(f"contains {name!r:.80}, which is not an event; {hint}, or {_listed(EVENT_GROUPS)}")
     if len(names) > NAMES_LIMIT:
         raise ValueError(f"has {len(names)} names, the limit is {NAMES_LIMIT}")
     return names
@@ -62,60 +68,66 @@ def _listed(names: Iterable[str]) -> str:
     return ", ".join(sorted(names))
 
 
-# The bounds come first: only so the document has them.
-Whole = Annotated[int, Field(ge=0, lt=10**16), BeforeValidator(_whole)]
-Count = Annotated[int, Field(ge=1, lt=10**16), BeforeValidator(_whole)]
-Switch = Annotated[bool, BeforeValidator(_switch)]
-_ONE_KIND = f"(?:{'|'.join(map(re.escape, sorted(KINDS | GROUPS)))})"
-Kinds = Annotated[
+# The bounds come first, because only then the JSON schema contains them.
+Whole = Annotated[int, Field(ge=0, lt=10**16), BeforeValidator(_check_integer)]
+Count = Annotated[int, Field(ge=1, lt=10**16), BeforeValidator(_check_integer)]
+Boolean = Annotated[bool, BeforeValidator(_parse_boolean)]
+_NAME_PATTERN = f"(?:{'|'.join(map(re.escape, sorted(EVENT_NAMES)))})"
+EventNames = Annotated[
     list[str],
-    AfterValidator(_kinds),
-    WithJsonSchema({"type": "array", "items": {"type": "string", "pattern": f"^{_ONE_KIND}(?:,{_ONE_KIND})*$"}}),
+    AfterValidator(_split_types),
+    WithJsonSchema(
+        {"type": "array", "items": {"type": "string", "pattern": f"^{_NAME_PATTERN}(?:,{_NAME_PATTERN})*$"}}
+    ),
 ]
 SessionIds = Annotated[list[Identifier], Field(max_length=NAMES_LIMIT)]
 
-# As parameters of routes; these are not closures because FastAPI looks annotations up in a module.
+# The parameters of routes. They are module-level names because FastAPI evaluates annotations in the module.
 After = Annotated[
-    Whole | None, Query(description="Events after this cursor; 0 for all that is kept, absent for new ones")
+    Whole | None, Query(description="Events after this cursor; 0 for all that are kept, omitted for new ones only")
 ]
-PageLimit = Annotated[Count | None, Query(description="The most that is answered")]
+PageLimit = Annotated[Count | None, Query(description="Maximum number of results")]
 Wait = Annotated[
-    Annotated[float, Field(ge=0), BeforeValidator(_seconds)],
-    Query(description="Seconds to wait if there is nothing yet"),
+    Annotated[float, Field(ge=0), BeforeValidator(_check_seconds)],
+    Query(description="Maximum number of seconds to wait for a result"),
 ]
 Types = Annotated[
-    Kinds | None, Query(description="Kinds of events, separated by commas; `turn.*` is all that begin so")
+    EventNames | None,
+    Query(description="Names of events, separated by commas; `turn.*` stands for all names with that prefix"),
 ]
 OfSessions = Annotated[SessionIds | None, Query(description="Only events of this session; repeatable")]
-StreamId = Annotated[str | None, Query(description="Where the cursor is from; of another database it is refused")]
-Archived = Annotated[Switch, Query(description="List the archived sessions, in the place of the others")]
-Words = Annotated[str | None, Query(description="Part of a title or an id", max_length=500)]
-ListCursor = Annotated[str | None, Query(description="`next_cursor` of the page before", max_length=500)]
+StreamId = Annotated[
+    str | None, Query(description="`stream_id` of the database that the cursor belongs to; another one is refused")
+]
+Archived = Annotated[Boolean, Query(description="List the archived sessions instead of the others")]
+Words = Annotated[str | None, Query(description="Part of the title or the id", max_length=500)]
+ListCursor = Annotated[str | None, Query(description="`next_cursor` of the previous page", max_length=500)]
 
 
 class StreamQuery(BaseModel):
-    """Of the WebSocket."""
+    """The query parameters of the WebSocket."""
 
     model_config = ConfigDict(extra="forbid", frozen=True)
 
     token: str | None = Field(None, repr=False)
-    """For the guard, which has read it."""
+    """The token, which the guard has checked before."""
     after: Whole | None = None
     stream_id: str | None = None
     session_id: SessionIds = []
-    types: Kinds = []
+    types: EventNames = []
 
     @classmethod
     def parse(cls, query: bytes) -> StreamQuery:
-        """
+        """Parse a query string.
+
         Raises:
-            InvalidRequestError: the first parameter that is wrong, by name.
+            InvalidRequestError: A parameter is invalid. The message names the first one.
         """
         items = parse_qsl(query.decode("latin-1"), keep_blank_values=True)
         check_names(items, cls.model_fields)
         values: dict[str, Any] = {name: value for name, value in items if name not in REPEATABLE}
-        for name in REPEATABLE:
-            values[name] = [value for given, value in items if given == name]
+        for repeatable in REPEATABLE:
+            values[repeatable] = [value for name, value in items if name == repeatable]
         try:
             return cls.model_validate(values)
         except ValidationError as exc:
@@ -123,57 +135,63 @@ class StreamQuery(BaseModel):
 
 
 class StrictQueryRoute(StrictRoute):
-    """A route that refuses parameters it does not have, or has once only."""
+    """A route that refuses unknown query parameters, and a second value of a parameter that is not repeatable."""
 
     def get_route_handler(self) -> Callable[[Request], Coroutine[Any, Any, Response]]:
         handle = super().get_route_handler()
         known = [field.alias for field in self.dependant.query_params]
 
-        async def checked(request: Request) -> Response:
+        async def check_and_handle(request: Request) -> Response:
             check_names(request.query_params.multi_items(), known)
             return await handle(request)
 
-        return checked
+        return check_and_handle
 
 
 def check_names(items: Iterable[tuple[str, str]], known: Iterable[str]) -> None:
-    """
+    """Check the names of query parameters.
+
     Raises:
-        InvalidRequestError: a name that is not known, or a second value where there can be one.
+        InvalidRequestError: A name is unknown, or a parameter that is not repeatable has two values.
     """
     seen: set[str] = set()
     known = set(known)
     for name, _ in items:
         if name not in known:
-            there = _listed(known - {"token"}) or "none"
+            parameters = _listed(known - {"token"}) or "none"
             raise InvalidRequestError(
-                f"{name!r:.80} is no parameter of this address; there are: {there}", param=name[:80]
+                f"{name!r:.80} is not a parameter of this address; the parameters are: {parameters}", param=name[:80]
             )
         if name in seen and name not in REPEATABLE:
-            raise InvalidRequestError(f"{name} is there more than once; send one value", param=name)
+            raise InvalidRequestError(f"{name} is given more than once; send one value", param=name)
         seen.add(name)
 
 
-def limited(limit: int | None, *, default: int, most: int) -> int:
-    """
+def check_limit(limit: int | None, *, default: int, maximum: int) -> int:
+    """Return the limit of a page.
+
     Raises:
-        InvalidRequestError: more than ``most``.
+        InvalidRequestError: The limit is greater than ``maximum``.
     """
-    if limit is not None and limit > most:
-        raise InvalidRequestError(f"limit is {limit}, the most is {most}; ask for pages", param="limit")
+    if limit is not None and limit > maximum:
+        raise InvalidRequestError(f"limit is {limit}, the maximum is {maximum}; request several pages", param="limit")
     return default if limit is None else limit
 
 
-def waiting_s(wait: float, most_s: float) -> float:
-    """
+def check_wait(wait_s: float, maximum_s: float) -> float:
+    """Return the time to wait in seconds.
+
     Raises:
-        InvalidRequestError: more than ``most_s``.
+        InvalidRequestError: The time is longer than ``maximum_s``.
     """
-    if wait > most_s:
-        raise InvalidRequestError(f"wait is {wait:g} s, the most is {most_s:g}; ask again after it", param="wait")
-    return wait
+    if wait_s > maximum_s:
+        raise InvalidRequestError(
+            f"wait is {wait_s:g} s, the maximum is {maximum_s:g} s; repeat the request after that", param="wait"
+        )
+    return wait_s
 
 
 def event_filter(session_ids: Iterable[str] | None, types: Iterable[str] | None) -> EventFilter:
-    chosen = EventFilter(session_ids=frozenset(session_ids or ()), types=frozenset(types or ()))
-    return EVERYTHING if chosen == EVERYTHING else chosen
+    """Return the filter for these sessions and names of events. Without any it is ``ALL_EVENTS`` itself."""
+    selected = EventFilter(session_ids=frozenset(session_ids or ()), types=frozenset(types or ()))
+    return ALL_EVENTS if selected == ALL_EVENTS else selected

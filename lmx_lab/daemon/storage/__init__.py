@@ -1,1 +1,1 @@
-"""The database, and the event log in it."""
+"""The SQLite database of a daemon and the event log in it."""

@@ -1,4 +1,7 @@
-"""The database's tables, as numbered migrations: each is run once, in order, in one transaction with its number."""
+"""The tables of the database, as numbered migrations.
+
+Each migration runs once, in order, in one transaction that also records its number.
+"""
 
 from __future__ import annotations
 
@@ -6,7 +9,7 @@ MIGRATIONS = (
     """
     CREATE TABLE meta (key TEXT PRIMARY KEY, value TEXT NOT NULL) STRICT, WITHOUT ROWID;
 
-    -- AUTOINCREMENT: the number of a pruned event is never given again.
+    -- AUTOINCREMENT: the number of a deleted event is never used again.
     CREATE TABLE events (
         seq INTEGER PRIMARY KEY AUTOINCREMENT,
         at TEXT NOT NULL,
@@ -65,7 +68,7 @@ MIGRATIONS = (
 
     CREATE INDEX turns_to_fold ON turns (ended_at) WHERE folded = 0 AND ended_at IS NOT NULL;
 
-    -- Sessions whose events wait for being folded.
+    -- Deleted sessions whose events have not been deleted yet.
     CREATE TABLE deleted_sessions (
         seq INTEGER PRIMARY KEY,
         session_id TEXT NOT NULL,
@@ -99,7 +102,7 @@ MIGRATIONS = (
     CREATE INDEX permissions_of_sessions ON permissions (session_id);
     CREATE INDEX permissions_that_wait ON permissions (requested_at) WHERE decision IS NULL;
 
-    -- Tools that a session may use without another question.
+    -- Tools that a session may call without another permission.
     CREATE TABLE grants (
         session_id TEXT NOT NULL REFERENCES sessions ON DELETE CASCADE,
         tool TEXT NOT NULL,

@@ -1,14 +1,13 @@
-"""The database: one writer, and a reader beside it, each on a thread of its own. The only importer of sqlite3.
+"""The daemon's SQLite database: one connection that writes and one that reads, each on its own thread.
 
-SQLite in WAL mode with ``synchronous=NORMAL``: what is committed survives the death of the process at any point; a
-power cut can take the last moments, and never tears anything.
+This is the only module that imports sqlite3. The database is in WAL mode with ``synchronous=NORMAL``: committed data
+survives the death of the process at any point. A power failure can lose the last moments, but never corrupts the file.
 """
 
 from __future__ import annotations
 
 import asyncio
 import contextlib
-import json
 import os
 import shutil
 import sqlite3
@@ -19,9 +18,8 @@ from pathlib import Path
 from typing import Any, Self, TypeVar
 
 from pydantic import BaseModel
-from pydantic_core import PydanticSerializationError
 
-from lmx_lab.daemon.clock import iso
+from lmx_lab.daemon.encoding import encode_event, timestamp, to_json
 from lmx_lab.daemon.storage.schema import MIGRATIONS
 from lmx_lab.errors import HostingError, LabError, StoppingError, StorageFullError
 from lmx_lab.wire.identifiers import new_id
@@ -31,16 +29,16 @@ T = TypeVar("T")
 Row = Mapping[str, Any]
 Publish = Callable[[Sequence["StoredEvent"]], None]
 RESERVE_BYTES = 2 * 2**20
-"""Kept on disk, and given up when the disk is full: so that what runs can be ended in good order."""
-# What a full disk, a quota and a limit of file sizes look like.
+"""Size of a file that is deleted when the disk is full, so that the ends of running turns can still be written."""
+# Errors of SQLite on a full disk, an exhausted quota and a limit of the file size.
 FULL = {sqlite3.SQLITE_FULL, sqlite3.SQLITE_IOERR_WRITE, sqlite3.SQLITE_IOERR_SHMSIZE}
 DAMAGED = {sqlite3.SQLITE_CORRUPT, sqlite3.SQLITE_NOTADB}
-LATEST = "SELECT coalesce((SELECT seq FROM sqlite_sequence WHERE name = 'events'), 0) AS seq"
+LATEST_SEQ = "SELECT coalesce((SELECT seq FROM sqlite_sequence WHERE name = 'events'), 0) AS seq"
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class StoredEvent:
-    """An event as it is in the log, encoded once for all who read it."""
+    """An event of the log, encoded once for all of its readers."""
 
     seq: int
     event: str
@@ -50,41 +48,45 @@ class StoredEvent:
     """The envelope as JSON."""
 
 
-class Reading:
-    """A consistent view of the database, for the time of one function."""
+class DatabaseView:
+    """A consistent view of the database, valid within one function that ``Store.read`` calls."""
 
     def __init__(self, connection: sqlite3.Connection) -> None:
         self._connection = connection
 
     @property
     def latest_seq(self) -> int:
-        """Of the newest event that this view has, or had before it was folded away."""
-        return int(self._connection.execute(LATEST).fetchone()["seq"])
+        """The highest ``seq`` that was ever committed, even if that event was deleted since."""
+        return int(self._connection.execute(LATEST_SEQ).fetchone()["seq"])
 
-    def row(self, sql: str, *parameters: object) -> Row | None:
+    def fetch_one(self, sql: str, *parameters: object) -> Row | None:
+        """Return the first row of the result, or None."""
         row: Row | None = self._connection.execute(sql, parameters).fetchone()
         return row
 
-    def each(self, sql: str, *parameters: object) -> Iterator[Row]:
-        """The rows one by one, for who may not want all."""
+    def iterate(self, sql: str, *parameters: object) -> Iterator[Row]:
+        """Return the rows one by one, for a caller that may not need all of them."""
         return iter(self._connection.execute(sql, parameters))
 
-    def rows(self, sql: str, *parameters: object) -> list[Row]:
+    def fetch_all(self, sql: str, *parameters: object) -> list[Row]:
+        """Return all rows of the result."""
         rows: list[Row] = self._connection.execute(sql, parameters).fetchall()
         return rows
 
 
-class Transaction(Reading):
-    """State and events that change together, or not at all."""
+class Transaction(DatabaseView):
+    """Changes of state and the events about them, which are committed together or not at all."""
 
     def __init__(self, connection: sqlite3.Connection, stream_id: str) -> None:
         super().__init__(connection)
         self._stream_id = stream_id
-        self.now = iso()
+        self.now = timestamp()
+        """The time of this transaction's changes and events."""
         self.appended: list[StoredEvent] = []
+        """The events that this transaction has appended."""
 
-    def run(self, sql: str, *parameters: object) -> int:
-        """The number of rows that this changed."""
+    def execute(self, sql: str, *parameters: object) -> int:
+        """Run a statement and return the number of rows that it changed."""
         return self._connection.execute(sql, parameters).rowcount
 
     def append(
@@ -96,59 +98,51 @@ class Transaction(Reading):
         turn_id: str | None = None,
         stats: TurnStats | None = None,
     ) -> int:
-        """Write an event to the log; returns its seq. It is visible when the transaction is committed."""
+        """Append an event to the log and return its ``seq``. Readers see it once the transaction is committed."""
         row: dict[str, Any] = {
             "at": self.now,
             "event": event,
             "session_id": session_id,
             "turn_id": turn_id,
-            "data": as_json(data),
-            "stats": None if stats is None else as_json(stats),
+            "data": to_json(data),
+            "stats": None if stats is None else to_json(stats),
         }
         sql = f"INSERT INTO events ({', '.join(row)}) VALUES ({', '.join('?' * len(row))})"
         row["seq"] = self._connection.execute(sql, tuple(row.values())).lastrowid
-        self.appended.append(stored_event(row, self._stream_id))
+        self.appended.append(event_from_row(row, self._stream_id))
         return int(row["seq"])
 
 
-def as_json(data: BaseModel) -> str:
-    """JSON that every reader takes: a tool may return half characters, which no UTF-8 has."""
-    try:
-        return data.model_dump_json()
-    except PydanticSerializationError:
-        text = json.dumps(data.model_dump(mode="python", warnings=False), ensure_ascii=False, default=str)
-        return text.encode("utf-8", "replace").decode()
-
-
-def stored_event(row: Row, stream_id: str) -> StoredEvent:
-    """The event in a row of the table."""
-    session_id, turn_id = row["session_id"], row["turn_id"]
-    stats = f',"stats":{row["stats"]}' if row["stats"] is not None else ""
-    text = (
-        f'{{"event":"{row["event"]}","seq":{row["seq"]},"at":"{row["at"]}","stream_id":"{stream_id}",'
-        f'"session_id":{_quoted(session_id)},"turn_id":{_quoted(turn_id)},"data":{row["data"]}{stats}}}'
+def event_from_row(row: Row, stream_id: str) -> StoredEvent:
+    """Build an event from a row of the table ``events``."""
+    text = encode_event(
+        row["event"],
+        row["data"],
+        seq=row["seq"],
+        at=row["at"],
+        stream_id=stream_id,
+        session_id=row["session_id"],
+        turn_id=row["turn_id"],
+        stats=row["stats"],
     )
-    return StoredEvent(seq=row["seq"], event=row["event"], session_id=session_id, turn_id=turn_id, text=text)
-
-
-def _quoted(identifier: str | None) -> str:
-    # Ids have no character that JSON would escape.
-    return "null" if identifier is None else f'"{identifier}"'
+    return StoredEvent(
+        seq=row["seq"], event=row["event"], session_id=row["session_id"], turn_id=row["turn_id"], text=text
+    )
 
 
 class Store:
-    """The database of one daemon. ``open()`` makes it; on the loop that opened it."""
+    """The database of one daemon. Create it with ``open()`` and use it on the event loop that opened it."""
 
     def __init__(self, path: Path) -> None:
         self.path = path
         self.stream_id = ""
-        """Made with the database."""
+        """Id of the event log, created with the database."""
         self.issued_seq = 0
-        """Of the newest event that may be committed by now."""
-        self.last_at: str | None = None
-        """When the newest event of earlier runs was written."""
+        """``seq`` of the newest event that may be committed. It can be ahead of what ``publish`` has received."""
+        self.last_event_at: str | None = None
+        """Time of the newest event that earlier runs of the daemon have written."""
         self.publish: Publish = lambda events: None
-        """Called on the loop with the events of each commit, in order, before ``write`` returns."""
+        """Called on the event loop with the events of each commit, in order, before ``write`` returns."""
         self._loop = asyncio.get_running_loop()
         self._reserve = path.with_suffix(".reserve")
         self._full = False
@@ -159,15 +153,17 @@ class Store:
 
     @classmethod
     async def open(cls, path: Path) -> Self:
-        """Open the database, made and brought up to date where needed, for this user only.
+        """Open the database. Creates it, or migrates it to the current version, if necessary.
+
+        Only the current user can read the file.
 
         Raises:
-            StorageFullError: no room for it.
-            HostingError: it is damaged, or of a newer version.
+            StorageFullError: The disk is full.
+            HostingError: The database is damaged, or a newer version of the package has written it.
         """
         store = cls(path)
         try:
-            with in_plain_words(path):
+            with translate_errors(path):
                 await store._loop.run_in_executor(store._writer, store._open)
         except BaseException:
             await store.close()
@@ -182,69 +178,77 @@ class Store:
         with _transaction(self._writing, "IMMEDIATE"):
             self._writing.execute("INSERT OR IGNORE INTO meta VALUES ('stream_id', ?)", (new_id("stm"),))
         self.stream_id = self._writing.execute("SELECT value FROM meta WHERE key = 'stream_id'").fetchone()["value"]
-        earlier = Reading(self._writing)
-        self.issued_seq = earlier.latest_seq
-        newest = earlier.row("SELECT at FROM events ORDER BY seq DESC LIMIT 1")
-        self.last_at = newest["at"] if newest is not None else None
+        view = DatabaseView(self._writing)
+        self.issued_seq = view.latest_seq
+        newest = view.fetch_one("SELECT at FROM events ORDER BY seq DESC LIMIT 1")
+        self.last_event_at = newest["at"] if newest is not None else None
         self._reading = _connect(self.path)
         self._reading.execute("PRAGMA query_only = ON")
-        self._keep_reserve()
+        self._create_reserve()
 
     async def write(self, work: Callable[[Transaction], T], *, ending: bool = False) -> T:
-        """Do the work, on the writer's thread, in one transaction; return what it returns once that is committed and
-        its events are published. An exception of the work undoes it. A caller that is cancelled undoes nothing that
-        has begun.
+        """Call ``work`` with a transaction on the writer's thread, and return its result.
+
+        When this returns, the transaction is committed and its events are published. If ``work`` raises, its changes
+        are rolled back. Cancelling the caller does not undo a transaction that has started.
 
         Args:
-            ending: It ends something, and needs little room: tried on a full disk, too, out of the reserve.
+            ending: Whether the transaction ends something and needs little space. It is then tried even while the disk
+                is full, and uses the reserve.
 
         Raises:
-            StorageFullError: no room; nothing was changed.
+            StorageFullError: The disk is full. Nothing was changed.
+            StoppingError: The store is closed.
         """
         self._check_open()
-        with in_plain_words(self.path):
+        with translate_errors(self.path):
             return await self._loop.run_in_executor(self._writer, self._write, work, ending)
 
     def _write(self, work: Callable[[Transaction], T], ending: bool) -> T:
-        if self._full and not ending and not self._has_room():
+        if self._full and not ending and not self._check_space():
             raise sqlite3.OperationalError("database or disk is full")
         try:
-            return self._committed(work)
+            return self._commit(work)
         except sqlite3.Error as exc:
             if is_full(exc):
                 self._full = True
                 self._reserve.unlink(missing_ok=True)
                 if ending:
-                    return self._committed(work)
+                    return self._commit(work)
             raise
 
-    def _committed(self, work: Callable[[Transaction], T]) -> T:
+    def _commit(self, work: Callable[[Transaction], T]) -> T:
         transaction = Transaction(self._writing, self.stream_id)
         with _transaction(self._writing, "IMMEDIATE"):
             result = work(transaction)
             if transaction.appended:
                 self.issued_seq = transaction.appended[-1].seq
         if transaction.appended:
-            # Before the result, which takes the same way: who has it finds its events published.
+            # Scheduled before the result, which reaches the loop in the same way. So a caller that receives the result
+            # finds the events published.
             self._loop.call_soon_threadsafe(self.publish, transaction.appended)
         return result
 
-    async def read(self, work: Callable[[Reading], T]) -> T:
-        """Do the work, on the reader's thread, with a view of the database as it is now."""
+    async def read(self, work: Callable[[DatabaseView], T]) -> T:
+        """Call ``work`` with a view of the database on the reader's thread, and return its result.
+
+        Raises:
+            StoppingError: The store is closed.
+        """
         self._check_open()
-        with in_plain_words(self.path):
+        with translate_errors(self.path):
             return await self._loop.run_in_executor(self._reader, self._read, work)
 
-    def _read(self, work: Callable[[Reading], T]) -> T:
+    def _read(self, work: Callable[[DatabaseView], T]) -> T:
         with _transaction(self._reading, "DEFERRED"):
-            return work(Reading(self._reading))
+            return work(DatabaseView(self._reading))
 
     def _check_open(self) -> None:
         if self._closed:
-            raise StoppingError("the daemon is stopping; start it again, then ask again")
+            raise StoppingError("the daemon is stopping; start it again, then repeat the request")
 
     async def close(self) -> None:
-        """Close the database, after what has begun. Idempotent; ``write`` and ``read`` raise afterwards."""
+        """Finish the work that has started, then close the database. Idempotent."""
         if self._closed:
             return
         self._closed = True
@@ -256,33 +260,34 @@ class Store:
             executor.shutdown()
 
     def _close_connection(self, name: str) -> None:
+        # The attribute does not exist if the database could not be opened.
         if (connection := self.__dict__.get(name)) is not None:
             connection.close()
 
     # A full disk
 
-    def _keep_reserve(self) -> None:
+    def _create_reserve(self) -> None:
         if self._reserve.exists() and self._reserve.stat().st_size == RESERVE_BYTES:
             return
-        if not self._is_roomy():
+        if not self._has_free_space():
             self._reserve.unlink(missing_ok=True)
             return
-        with contextlib.suppress(OSError), open(self._reserve, "wb", opener=_private) as file:
-            # Real bytes: a file with a hole takes no room.
+        with contextlib.suppress(OSError), open(self._reserve, "wb", opener=_open_private) as file:
+            # Random bytes, because a file of zeros may be stored sparsely and reserve no space.
             file.write(os.urandom(RESERVE_BYTES))
 
-    def _has_room(self) -> bool:
-        """Whether there is room again; then the reserve is made anew."""
-        if self._is_roomy():
+    def _check_space(self) -> bool:
+        """Return whether the disk has space again. If so, create the reserve again."""
+        if self._has_free_space():
             self._full = False
-            self._keep_reserve()
+            self._create_reserve()
         return not self._full
 
-    def _is_roomy(self) -> bool:
+    def _has_free_space(self) -> bool:
         return shutil.disk_usage(self.path.parent).free >= 2 * RESERVE_BYTES
 
 
-def _private(path: str, flags: int) -> int:
+def _open_private(path: str, flags: int) -> int:
     return os.open(path, flags, 0o600)
 
 
@@ -295,13 +300,13 @@ def _connect(path: Path) -> sqlite3.Connection:
 
 
 def _migrate(connection: sqlite3.Connection, path: Path) -> None:
-    done = connection.execute("PRAGMA user_version").fetchone()[0]
-    if done > len(MIGRATIONS):
+    version = connection.execute("PRAGMA user_version").fetchone()[0]
+    if version > len(MIGRATIONS):
         raise HostingError(
-            f"{path} is of a newer version of the lab (its tables have number {done}, this version knows "
-            f"{len(MIGRATIONS)}); update lmx-lab, or give LMX_LAB_HOME another folder"
+            f"{path} was written by a newer version of lmx-lab (its schema has version {version}, this package "
+            f"supports {len(MIGRATIONS)}); update lmx-lab, or set LMX_LAB_HOME to another folder"
         )
-    for number, script in enumerate(MIGRATIONS[done:], done + 1):
+    for number, script in enumerate(MIGRATIONS[version:], version + 1):
         try:
             connection.executescript(f"BEGIN IMMEDIATE; {script} PRAGMA user_version = {number}; COMMIT;")
         except BaseException:
@@ -317,32 +322,35 @@ def _transaction(connection: sqlite3.Connection, kind: str) -> Iterator[None]:
         yield
         connection.execute("COMMIT")
     except BaseException:
-        # Some errors, such as a full disk, have rolled back already.
+        # After some errors, such as a full disk, SQLite has rolled back already.
         if connection.in_transaction:
             connection.execute("ROLLBACK")
         raise
 
 
 def is_full(exc: sqlite3.Error) -> bool:
+    """Return whether the error means that the disk is full."""
     return getattr(exc, "sqlite_errorcode", None) in FULL or "disk is full" in str(exc)
 
 
-def _free(path: Path) -> str:
+def _describe_free_space(path: Path) -> str:
     with contextlib.suppress(OSError):
         return f" ({shutil.disk_usage(path.parent).free} bytes are free)"
     return ""
 
 
 @contextlib.contextmanager
-def in_plain_words(path: Path) -> Iterator[None]:
-    """Errors of SQLite, raised in the block, become the lab's own."""
+def translate_errors(path: Path) -> Iterator[None]:
+    """Translate errors of SQLite and of the file system, raised within the block, to ``LabError``."""
     try:
         yield
     except sqlite3.Error as exc:
         if is_full(exc):
-            raise StorageFullError(f"no room to write {path}{_free(path)}; free some disk, then try again") from exc
+            raise StorageFullError(
+                f"no space to write {path}{_describe_free_space(path)}; free disk space, then try again"
+            ) from exc
         if getattr(exc, "sqlite_errorcode", None) in DAMAGED:
-            raise HostingError(f"{path} is damaged ({exc}); move it away to begin with an empty one") from exc
+            raise HostingError(f"{path} is damaged ({exc}); move it away to start with an empty database") from exc
         raise LabError(f"{path} could not be read or written: {exc}") from exc
     except OSError as exc:
         raise HostingError(f"{path} cannot be opened: {exc.strerror}") from exc

@@ -1,1 +1,1 @@
-"""What models can call: the one shape of it, and Python functions in that shape."""
+"""The tools that turns can call: Python functions, and tools of MCP servers under the same interface."""

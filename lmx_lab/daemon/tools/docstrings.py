@@ -1,4 +1,4 @@
-"""What a docstring says of a function and of its parameters: Google, NumPy and Sphinx styles."""
+"""Parse the descriptions of a function and its parameters from a docstring in Google, NumPy or Sphinx style."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ import re
 from collections.abc import Callable
 from typing import Any, Literal
 
-_ABOUT_PARAMETERS = {
+_PARAMETER_SECTIONS = {
     "args",
     "arguments",
     "parameters",
@@ -17,7 +17,7 @@ _ABOUT_PARAMETERS = {
     "keyword arguments",
     "other parameters",
 }
-_OTHER = {
+_OTHER_SECTIONS = {
     "attributes",
     "example",
     "examples",
@@ -34,69 +34,70 @@ _OTHER = {
     "yield",
     "yields",
 }
-_GOOGLE = re.compile(r"\*{0,2}(?P<name>\w+)\s*(?:\([^)]*\))?\s*:\s*(?P<text>.*)")
-_NUMPY = re.compile(r"\*{0,2}(?P<name>\w+)(?:\s*:.*)?")
-_SPHINX_OTHER = re.compile(r":(?:returns?|rtype|raises?|type|yields?)\b")
-_SPHINX = re.compile(r":param\s+(?:[^:]*\s)?\*{0,2}(?P<name>\w+)\s*:\s*(?P<text>.*)")
+_GOOGLE_ENTRY = re.compile(r"\*{0,2}(?P<name>\w+)\s*(?:\([^)]*\))?\s*:\s*(?P<text>.*)")
+_NUMPY_ENTRY = re.compile(r"\*{0,2}(?P<name>\w+)(?:\s*:.*)?")
+_SPHINX_OTHER_ENTRY = re.compile(r":(?:returns?|rtype|raises?|type|yields?)\b")
+_SPHINX_ENTRY = re.compile(r":param\s+(?:[^:]*\s)?\*{0,2}(?P<name>\w+)\s*:\s*(?P<text>.*)")
 
 
 def read_docstring(function: Callable[..., Any]) -> tuple[str, dict[str, str]]:
-    """The description, without its sections, and the texts of parameters by their names."""
-    reader = _Reader()
-    # A partial has the docstring of its class.
+    """Return the description without its sections, and the descriptions of the parameters by name."""
+    parser = _Parser()
+    # A partial object has the docstring of the class ``partial``, so its function is used.
     lines = (inspect.getdoc(getattr(function, "func", function)) or "").splitlines()
-    for line, under in itertools.pairwise([*lines, ""]):
-        reader.read(line, under.strip())
-    texts = {name: " ".join(filter(None, pieces)) for name, pieces in reader.parameters.items()}
-    return "\n".join(reader.about).strip(), {name: text for name, text in texts.items() if text}
+    for line, next_line in itertools.pairwise([*lines, ""]):
+        parser.feed(line, next_line.strip())
+    texts = {name: " ".join(filter(None, pieces)) for name, pieces in parser.parameters.items()}
+    return "\n".join(parser.description).strip(), {name: text for name, text in texts.items() if text}
 
 
-class _Reader:
-    """Takes a docstring line by line."""
+class _Parser:
+    """Parses a docstring line by line."""
 
     def __init__(self) -> None:
-        self.about: list[str] = []
+        self.description: list[str] = []
         self.parameters: dict[str, list[str]] = {}
-        self._section: Literal["about", "google", "numpy", "sphinx", "other"] = "about"
+        self._section: Literal["description", "google", "numpy", "sphinx", "other"] = "description"
         self._indent: int | None = None
-        """Of the entries of a section in Google's style; deeper lines go on with an entry."""
+        """Indentation of the entries in a section of Google style. Lines with more indentation continue an entry."""
         self._current: list[str] | None = None
 
-    def read(self, line: str, under: str) -> None:
+    def feed(self, line: str, next_line: str) -> None:
+        """Parse one line. A line of hyphens after it makes it the heading of a section."""
         text, indent = line.strip(), len(line) - len(line.lstrip())
-        if self._begins(text, indent, under) or self._is_sphinx(text):
+        if self._start_section(text, indent, next_line) or self._start_sphinx_entry(text):
             return
-        if self._section == "about":
-            self.about.append(line)
-        elif text and set(text) != {"-"} and not self._is_entry(text, indent) and self._current is not None:
+        if self._section == "description":
+            self.description.append(line)
+        elif text and set(text) != {"-"} and not self._start_entry(text, indent) and self._current is not None:
             self._current.append(text)
 
-    def _begins(self, text: str, indent: int, under: str) -> bool:
-        underlined = len(under) >= 3 and set(under) == {"-"}
+    def _start_section(self, text: str, indent: int, next_line: str) -> bool:
+        is_underlined = len(next_line) >= 3 and set(next_line) == {"-"}
         name = text.removesuffix(":").lower()
-        if indent or not (underlined or text.endswith(":")) or name not in _ABOUT_PARAMETERS | _OTHER:
+        if indent or not (is_underlined or text.endswith(":")) or name not in _PARAMETER_SECTIONS | _OTHER_SECTIONS:
             return False
-        self._section = "other" if name in _OTHER else "numpy" if underlined else "google"
+        self._section = "other" if name in _OTHER_SECTIONS else "numpy" if is_underlined else "google"
         self._indent = self._current = None
         return True
 
-    def _is_sphinx(self, text: str) -> bool:
-        if found := _SPHINX.fullmatch(text):
+    def _start_sphinx_entry(self, text: str) -> bool:
+        if match := _SPHINX_ENTRY.fullmatch(text):
             self._section = "sphinx"
-            self._current = self.parameters[found["name"]] = [found["text"]]
-        elif _SPHINX_OTHER.match(text):
+            self._current = self.parameters[match["name"]] = [match["text"]]
+        elif _SPHINX_OTHER_ENTRY.match(text):
             self._section, self._current = "sphinx", None
         else:
             return False
         return True
 
-    def _is_entry(self, text: str, indent: int) -> bool:
+    def _start_entry(self, text: str, indent: int) -> bool:
         if self._section == "google":
             self._indent = indent if self._indent is None else self._indent
-            found = _GOOGLE.fullmatch(text) if indent <= self._indent else None
+            match = _GOOGLE_ENTRY.fullmatch(text) if indent <= self._indent else None
         else:
-            found = _NUMPY.fullmatch(text) if self._section == "numpy" and indent == 0 else None
-        if found is None:
+            match = _NUMPY_ENTRY.fullmatch(text) if self._section == "numpy" and indent == 0 else None
+        if match is None:
             return False
-        self._current = self.parameters[found["name"]] = [found.groupdict().get("text", "")]
+        self._current = self.parameters[match["name"]] = [match.groupdict().get("text", "")]
         return True

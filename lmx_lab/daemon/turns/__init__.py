@@ -1,1 +1,1 @@
-"""Turns: what one does next, doing it, and what is written down of it."""
+"""Run turns: decide what a turn does next, do it, and write it to the log."""

@@ -1,51 +1,114 @@
-"""Slots of turns that run at once: whoever comes back goes before those who begin, otherwise the first come first."""
+"""Asyncio primitives of the turn runner: slots of running turns, waiting for the end of a turn, shielded tasks.
+
+Each is used on one event loop.
+"""
 
 from __future__ import annotations
 
 import asyncio
+import contextlib
 from collections import deque
+from collections.abc import Coroutine, Iterator
+from typing import Any, TypeVar
+
+from lmx_lab.daemon.turns.records import TurnKey
+
+T = TypeVar("T")
 
 
-class Slots:
-    """On one loop. Who takes a slot gives it back."""
+class TurnSlots:
+    """A semaphore of running turns. A turn that continues has priority over turns that start; otherwise it is FIFO.
+
+    A turn that has acquired a slot must release it.
+    """
 
     def __init__(self, count: int) -> None:
         self.free = count
-        """None is free while anybody waits."""
-        self._back: deque[asyncio.Future[None]] = deque()
-        self._new: deque[asyncio.Future[None]] = deque()
+        """Number of free slots. There is none while a turn waits for one."""
+        self._continuing: deque[asyncio.Future[None]] = deque()
+        self._starting: deque[asyncio.Future[None]] = deque()
 
-    def take_at_once(self) -> bool:
-        """Take one if one is free."""
-        taken = self.free > 0
-        self.free -= taken
-        return taken
+    def acquire_nowait(self) -> bool:
+        """Acquire a slot if one is free. Returns whether it was acquired."""
+        acquired = self.free > 0
+        self.free -= acquired
+        return acquired
 
-    async def take(self, *, back: bool = False) -> None:
-        """Wait for a slot.
+    async def acquire(self, *, continuing: bool = False) -> None:
+        """Wait for a slot and acquire it.
 
         Args:
-            back: Of one who lent its slot and whose own time goes on.
+            continuing: Whether the turn has started before and released its slot, while its time limit is running.
         """
-        if self.take_at_once():
+        if self.acquire_nowait():
             return
-        mine: asyncio.Future[None] = asyncio.get_running_loop().create_future()
-        waiting = self._back if back else self._new
-        waiting.append(mine)
+        waiter: asyncio.Future[None] = asyncio.get_running_loop().create_future()
+        waiting = self._continuing if continuing else self._starting
+        waiting.append(waiter)
         try:
-            await mine
+            await waiter
         except asyncio.CancelledError:
-            if not mine.cancelled():
-                self.give()  # It was given in the same moment.
-            elif mine in waiting:
-                waiting.remove(mine)
+            if not waiter.cancelled():
+                self.release()  # The slot was assigned at the same moment.
+            elif waiter in waiting:
+                waiting.remove(waiter)
             raise
 
-    def give(self) -> None:
-        """To whoever is the next, or to nobody."""
-        for waiting in (self._back, self._new):
+    def release(self) -> None:
+        """Release a slot: assign it to the next waiting turn, or make it free."""
+        for waiting in (self._continuing, self._starting):
             while waiting:
-                if not (next_one := waiting.popleft()).done():
-                    next_one.set_result(None)
+                if not (waiter := waiting.popleft()).done():
+                    waiter.set_result(None)
                     return
         self.free += 1
+
+
+class TurnWaiters:
+    """Callers that wait for the end of a turn."""
+
+    def __init__(self) -> None:
+        self._waiting: dict[TurnKey, set[asyncio.Future[None]]] = {}
+
+    @contextlib.contextmanager
+    def wait_for(self, key: TurnKey) -> Iterator[asyncio.Future[None]]:
+        """Provide a future that is done when the turn ends within the block."""
+        ended = asyncio.get_running_loop().create_future()
+        waiting = self._waiting.setdefault(key, set())
+        waiting.add(ended)
+        try:
+            yield ended
+        finally:
+            waiting.discard(ended)
+            if not waiting and self._waiting.get(key) is waiting:
+                del self._waiting[key]
+
+    def notify(self, key: TurnKey) -> None:
+        """Notify the callers that the turn has ended. The end must be in the log already."""
+        for ended in self._waiting.pop(key, ()):
+            if not ended.done():
+                ended.set_result(None)
+
+
+class ShieldedTasks:
+    """Work that is completed even if its caller is cancelled, so that memory and database stay consistent."""
+
+    def __init__(self) -> None:
+        self.tasks: set[asyncio.Task[Any]] = set()
+        """Tasks that have not ended."""
+
+    async def run(self, work: Coroutine[Any, Any, T]) -> T:
+        """Run a coroutine and return its result. If the caller is cancelled, the coroutine continues."""
+        return await asyncio.shield(self.start(work))
+
+    def start(self, work: Coroutine[Any, Any, T]) -> asyncio.Task[T]:
+        """Start a coroutine as a task and keep a reference to it until it ends."""
+        task = asyncio.create_task(work)
+        self.tasks.add(task)
+        task.add_done_callback(self._remove)
+        return task
+
+    def _remove(self, task: asyncio.Task[Any]) -> None:
+        self.tasks.discard(task)
+        if not task.cancelled():
+            task.exception()  # Retrieved, so that asyncio does not log it if the caller was cancelled.

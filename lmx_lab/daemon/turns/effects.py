@@ -1,4 +1,4 @@
-"""A turn that runs: does what its machine says, and writes all that happens before it goes on."""
+"""Run one turn: perform the actions of its state machine, each after it was written to the log."""
 
 from __future__ import annotations
 
@@ -12,345 +12,374 @@ from typing import Any
 
 from lmx_lab.daemon.limits import Limits
 from lmx_lab.daemon.storage.store import Store
-from lmx_lab.daemon.tools.tool import Tool, Toolbox
+from lmx_lab.daemon.tools.tool import DaemonTool, Toolbox
 from lmx_lab.daemon.turns import permissions, records
-from lmx_lab.daemon.turns.concurrency import Slots
-from lmx_lab.daemon.turns.message_builder import Draft, Tally
-from lmx_lab.daemon.turns.model_client import Upstream
-from lmx_lab.daemon.turns.prompt import chat_request, chosen
-from lmx_lab.daemon.turns.queue import Begun
+from lmx_lab.daemon.turns.concurrency import TurnSlots
+from lmx_lab.daemon.turns.message_builder import MessageBuilder, TurnUsage
+from lmx_lab.daemon.turns.model_client import ModelClient
+from lmx_lab.daemon.turns.prompt import chat_request, select_tools
+from lmx_lab.daemon.turns.queue import StartedTurn
 from lmx_lab.daemon.turns.recovery import end_from_rows
 from lmx_lab.daemon.turns.running_tools import RunningTools
-from lmx_lab.daemon.turns.tool_calls import cut, ids_in, named_apart
+from lmx_lab.daemon.turns.tool_calls import call_ids, normalize_calls, truncate_result
 from lmx_lab.daemon.turns.turn import (
-    Action,
-    Answered,
-    Ask,
-    Call,
     CallModel,
-    Decided,
-    End,
-    EndCall,
-    Ending,
-    Failed,
-    Happening,
-    KeepAnswer,
-    Overdue,
-    Phase,
+    EndToolCall,
+    EndTurn,
+    ModelAnswered,
+    ModelFailed,
+    PermissionDecided,
+    RequestPermission,
+    SaveAnswer,
     StartTool,
-    Stop,
     StopModel,
+    StopRequested,
+    StopTimedOut,
     StopTool,
-    Turn,
-    Withdraw,
+    TurnAction,
+    TurnEnding,
+    TurnInput,
+    TurnMachine,
+    TurnPhase,
+    WithdrawPermissions,
 )
 from lmx_lab.daemon.turns.writer import TurnWriter
 from lmx_lab.errors import LabError, StoppingError, StorageFullError, TurnError, TurnTimeoutError
 from lmx_lab.wire.events import ToolEnd
 from lmx_lab.wire.identifiers import new_id
-from lmx_lab.wire.sessions import PermissionRecord, ToolCall
+from lmx_lab.wire.sessions import PermissionRecord, SessionMessage, ToolCall
 
 log = logging.getLogger(__name__)
 Effect = Callable[[], None]
-NOTE_CHARACTERS = 4000
-NOTES = 100
-"""Of tools, in one batch; more are dropped."""
-HEEDED_OF_CANCEL = 0.8
-"""Of the time that a cancel may take, this is the tools'."""
+"""What an action does after it was written to the log."""
+PROGRESS_CHARACTERS = 4000
+"""Maximum length of one message of progress."""
+PROGRESS_PER_BATCH = 100
+"""Maximum number of messages of progress of tools in one batch. Further messages are dropped."""
+TOOLS_SHARE_OF_CANCEL = 0.8
+"""Share of ``limits.cancel_s`` within which tools have to end. The rest is for writing the end of the turn."""
 
 
 @dataclass(frozen=True, kw_only=True)
-class Parts:
-    """What turns are made with."""
+class TurnDependencies:
+    """What all turns use."""
 
     store: Store
-    upstream: Upstream
+    upstream: ModelClient
     toolbox: Toolbox
     limits: Limits
 
 
 @dataclass(frozen=True, kw_only=True)
-class _Expired:
+class _PermissionExpired:
     permission_id: str
     call_id: str
 
 
-class ActiveTurn:
-    """``run`` it in a task of its own; the other methods are for the same loop.
+class _WriteBatch:
+    """The interval of a batch has passed: text that was received is written."""
 
-    Args:
-        slots: Of turns that run at once; it has one, lends it while it waits for a permission, and has it or not in
-            the end (``has_slot``).
-        leave: Is given what does not heed its cancelling, to own it.
-    """
+
+class ActiveTurn:
+    """A turn that is running. ``run`` it in a task of its own; the other methods are for the same event loop."""
 
     def __init__(
         self,
-        begun: Begun,
-        parts: Parts,
+        started: StartedTurn,
+        dependencies: TurnDependencies,
         *,
-        slots: Slots,
-        leave: Callable[[asyncio.Task[None]], None],
+        slots: TurnSlots,
+        adopt_task: Callable[[asyncio.Task[None]], None],
     ) -> None:
-        self.key = begun.key
+        """
+        Args:
+            slots: Slots of running turns. The turn has one at the start, releases it while it waits for permissions,
+                and may or may not have one at the end (``has_slot``).
+            adopt_task: Called with each task that still runs at the end although it was cancelled.
+        """
+        self.key = started.key
         self.has_slot = True
-        self._begun = begun
-        self._parts = parts
-        self._limits = limits = parts.limits
+        """Whether the turn has a slot, which the caller of ``run`` releases at the end."""
+        self._started = started
+        self._dependencies = dependencies
+        self._limits = limits = dependencies.limits
         self._slots = slots
-        self._leave = leave
+        self._adopt_task = adopt_task
         self._loop = asyncio.get_running_loop()
-        wished = begun.overrides.max_steps
-        self._turn = Turn(
-            max_steps=limits.max_steps if wished is None else wished,
+        max_steps = started.overrides.max_steps
+        self._machine = TurnMachine(
+            max_steps=limits.max_steps if max_steps is None else max_steps,
             parallel_tools=limits.parallel_tools,
             broken_calls=limits.broken_calls,
         )
-        self._inbox: asyncio.Queue[Happening | _Expired | None] = asyncio.Queue()
-        self._writer = TurnWriter(parts.store, parts.upstream)
-        self._history = begun.history
-        self._granted = set(begun.granted)
-        self._call_ids = ids_in(begun.history)
-        self._tally = Tally(started_s=self._loop.time())
-        self._draft = Draft(new_id("msg"))
-        self._kept = False
-        self._model: asyncio.Task[None] | None = None
+        self._inbox: asyncio.Queue[TurnInput | _PermissionExpired | _WriteBatch] = asyncio.Queue()
+        self._writer = TurnWriter(dependencies.store, dependencies.upstream)
+        self._history = started.history
+        self._granted = set(started.granted)
+        self._call_ids = call_ids(started.history)
+        self._usage = TurnUsage(started_s=self._loop.time())
+        self._message = MessageBuilder(new_id("msg"))
+        """The message of the current step."""
+        self._message_is_saved = False
+        self._model_task: asyncio.Task[None] | None = None
         self._tools = RunningTools(
-            parts.toolbox, tell=self._inbox.put_nowait, stopped=lambda: self._turn.ending.calls_are
+            dependencies.toolbox,
+            on_end=self._inbox.put_nowait,
+            stopped_status=lambda: self._machine.ending.open_call_status,
         )
-        self._batch: asyncio.TimerHandle | None = None
+        self._batch_timer: asyncio.TimerHandle | None = None
         self._timers: list[asyncio.TimerHandle] = []
-        self._notes = 0
-        self._remark: str | None = None
-        self._stopping = False
+        self._progress_count = 0
+        """Number of messages of progress in the current batch."""
+        self._model_progress: str | None = None
+        """State of the request at the model server that was not written yet."""
+        self._is_stopping = False
 
-    # From outside
+    # Called by the runner
 
-    def stop(self, ending: Ending) -> bool:
-        """End it soon; False if it is about to end anyway."""
-        if self._stopping or self._turn.phase is Phase.ENDED:
+    def stop(self, ending: TurnEnding) -> bool:
+        """Request that the turn ends. Returns False if it is ending already."""
+        if self._is_stopping or self._machine.phase is TurnPhase.ENDED:
             return False
-        self._stopping = True
-        self._inbox.put_nowait(Stop(ending=ending))
+        self._is_stopping = True
+        self._inbox.put_nowait(StopRequested(ending=ending))
         return True
 
-    def decided(self, permission: PermissionRecord) -> None:
-        """Somebody has decided, which is in the log."""
-        allowed = permission.decision == "allow"
-        if allowed and permission.scope == "session":
+    def apply_decision(self, permission: PermissionRecord) -> None:
+        """Continue with a client's decision, which is in the log already."""
+        is_allowed = permission.decision == "allow"
+        if is_allowed and permission.scope == "session":
             self._granted.add(permission.tool)
-        said = "the user has denied this call; do not make it again, and go on without it"
-        self._inbox.put_nowait(Decided(call_id=permission.call_id, allowed=allowed, said=said))
+        message = "the user has denied this call; do not repeat it, and continue without it"
+        self._inbox.put_nowait(PermissionDecided(call_id=permission.call_id, allowed=is_allowed, message=message))
 
-    def give_up(self) -> None:
-        """What cannot be written now is left to the next start."""
-        self._writer.give_up()
+    def abandon(self) -> None:
+        """Stop trying to write the end of the turn. The next start of the daemon ends it."""
+        self._writer.abandon()
 
     async def run(self) -> None:
-        """Until its terminal event is in the log, or that was given up."""
-        timeout_s = self._begun.overrides.timeout_s or self._limits.turn_timeout_s
-        said = f"the turn took longer than {timeout_s:g} s; raise timeout_s in its overrides, or ask for less"
-        self._after(timeout_s, partial(self.stop, Ending(error=TurnTimeoutError(said))))
+        """Run the turn until its terminal event is in the log, or ``abandon`` was called."""
+        timeout_s = self._started.overrides.timeout_s or self._limits.turn_timeout_s
+        error = TurnTimeoutError(
+            f"the turn did not end within {timeout_s:g} s; increase timeout_s in its overrides, or request less"
+        )
+        self._call_later(timeout_s, partial(self.stop, TurnEnding(error=error)))
         try:
-            await self._do(self._turn.begin())
-            while self._turn.phase is not Phase.ENDED:
-                await self._do(await self._heard(await self._inbox.get()))
+            await self._perform(self._machine.start())
+            while self._machine.phase is not TurnPhase.ENDED:
+                await self._perform(await self._receive(await self._inbox.get()))
         except StoppingError:
-            log.warning("turn %s is left to the next start: the database is closed", self.key.turn_id)
+            log.warning("turn %s is ended by the next start of the daemon: the database is closed", self.key.turn_id)
         except Exception as exc:
-            log.exception("turn %s broke", self.key.turn_id)
-            await self._end_anyhow(exc)
+            log.exception("turn %s raised an exception", self.key.turn_id)
+            await self._end_after_exception(exc)
         finally:
             self._close()
 
-    async def _end_anyhow(self, exc: Exception) -> None:
-        """By what the database has: a bug, or a database that fails, must not leave a turn without its end."""
-        error = exc if isinstance(exc, LabError) else TurnError("a bug in the daemon ended this turn; its log has more")
-        self._turn.phase = Phase.ENDED
-        self._writer.due = [partial(end_from_rows, key=self.key, ending=Ending(error=error))]
+    async def _end_after_exception(self, exc: Exception) -> None:
+        """End the turn from its rows: every turn must end, even after a bug or an error of the database."""
+        error = exc if isinstance(exc, LabError) else TurnError("a bug in the daemon ended this turn; see daemon.log")
+        self._machine.phase = TurnPhase.ENDED
+        self._writer.pending = [partial(end_from_rows, key=self.key, ending=TurnEnding(error=error))]
         try:
-            await self._writer.write_end(patient_of=LabError)
+            await self._writer.write_end(retry_on=LabError)
         except Exception:
-            log.exception("turn %s could not be ended; the next start will do it", self.key.turn_id)
+            log.exception("turn %s could not be ended; the next start of the daemon ends it", self.key.turn_id)
 
     def _close(self) -> None:
-        for timer in [*self._timers, *([self._batch] if self._batch else [])]:
+        for timer in [*self._timers, *([self._batch_timer] if self._batch_timer else [])]:
             timer.cancel()
-        self._draft.closed = True
-        for task in [*self._tools.left(), *([self._model] if self._model else [])]:
+        self._message.is_closed = True
+        for task in [*self._tools.running_tasks(), *([self._model_task] if self._model_task else [])]:
             if not task.done():
                 task.cancel()
-                self._leave(task)
+                self._adopt_task(task)
 
     # The loop
 
-    async def _heard(self, heard: Happening | _Expired | None) -> list[Action]:
-        if heard is None:
+    async def _receive(self, received: TurnInput | _PermissionExpired | _WriteBatch) -> list[TurnAction]:
+        """Return the actions that follow from an entry of the inbox."""
+        if isinstance(received, _WriteBatch):
             return []
-        if not isinstance(heard, _Expired):
-            return self._turn.tell(heard)
+        if not isinstance(received, _PermissionExpired):
+            return self._machine.handle(received)
         try:
-            expired = await self._parts.store.write(lambda tx: permissions.expire(tx, heard.permission_id))
+            is_expired = await self._dependencies.store.write(lambda tx: permissions.expire(tx, received.permission_id))
         except StorageFullError as exc:
-            return self._turn.tell(Stop(ending=Ending(error=exc)))
-        if not expired:
+            return self._machine.handle(StopRequested(ending=TurnEnding(error=exc)))
+        if not is_expired:
             return []
-        said = f"nobody allowed this call within {self._limits.permission_timeout_s:g} s; go on without it"
-        return self._turn.tell(Decided(call_id=heard.call_id, allowed=False, said=said))
+        timeout_s = self._limits.permission_timeout_s
+        message = f"this call was not allowed within {timeout_s:g} s; continue without it"
+        return self._machine.handle(PermissionDecided(call_id=received.call_id, allowed=False, message=message))
 
-    async def _do(self, actions: list[Action]) -> None:
-        """Write what the actions say, then let them have their effect."""
+    async def _perform(self, actions: list[TurnAction]) -> None:
+        """Write the actions to the log in one transaction, then perform their effects."""
         if any(isinstance(action, StopModel) for action in actions):
             self._stop_model()
-        self._take_text()
-        effects = [effect for action in actions if (effect := self._prepared(action)) is not None]
-        if self._turn.phase is Phase.ENDED:
+        self._add_received_text()
+        effects = [effect for action in actions if (effect := self._prepare(action)) is not None]
+        if self._machine.phase is TurnPhase.ENDED:
             await self._writer.write_end()
             return
         try:
-            await self._writer.write(ending=self._turn.phase is Phase.STOPPING)
+            await self._writer.write(ending=self._machine.phase is TurnPhase.STOPPING)
         except StorageFullError as exc:
-            if self._turn.phase is not Phase.STOPPING:
-                await self._do(self._turn.tell(Stop(ending=Ending(error=exc))))
+            if self._machine.phase is not TurnPhase.STOPPING:
+                await self._perform(self._machine.handle(StopRequested(ending=TurnEnding(error=exc))))
             return
         for effect in effects:
             effect()
-        self._lend_slot()
+        self._release_slot_while_waiting()
 
-    def _prepared(self, action: Action) -> Effect | None:
-        """Make its changes due; gives what is to be done once they are in the log."""
+    def _prepare(self, action: TurnAction) -> Effect | None:
+        """Add the changes of an action to the pending ones. Returns what to do once they are in the log."""
         match action:
             case CallModel():
-                return self._call_model(action)
-            case KeepAnswer():
-                self._keep(action.calls)
-            case Ask():
-                return self._ask(action)
+                return self._prepare_model_call(action)
+            case SaveAnswer():
+                self._save_message(action.calls)
+            case RequestPermission():
+                return self._request_permission(action)
             case StartTool():
-                return self._start_tool(action)
+                return self._prepare_tool(action)
             case StopTool():
                 self._tools.stop(action.call_id)
-            case EndCall():
-                self._end_call(action)
-            case Withdraw():
-                self._due(permissions.withdraw, session_id=self.key.session_id, turn_id=self.key.turn_id)
-                self._after(self._limits.cancel_s * HEEDED_OF_CANCEL, lambda: self._inbox.put_nowait(Overdue()))
-            case End():
-                self._end(action.ending)
+            case EndToolCall():
+                self._end_tool_call(action)
+            case WithdrawPermissions():
+                self._add_change(permissions.withdraw, session_id=self.key.session_id, turn_id=self.key.turn_id)
+                self._call_later(
+                    self._limits.cancel_s * TOOLS_SHARE_OF_CANCEL, lambda: self._inbox.put_nowait(StopTimedOut())
+                )
+            case EndTurn():
+                self._end_turn(action.ending)
         return None
 
-    def _due(self, change: Callable[..., object], **fields: Any) -> None:
-        self._writer.due.append(partial(change, **fields))
+    def _add_change(self, change: Callable[..., object], **arguments: Any) -> None:
+        self._writer.pending.append(partial(change, **arguments))
 
-    def _due_here(self, change: Callable[..., object], **fields: Any) -> None:
-        self._due(change, key=self.key, **fields)
+    def _add_turn_change(self, change: Callable[..., object], **arguments: Any) -> None:
+        self._add_change(change, key=self.key, **arguments)
 
-    def _after(self, wait_s: float, then: Callable[[], object]) -> None:
-        self._timers.append(self._loop.call_later(wait_s, then))
+    def _call_later(self, delay_s: float, callback: Callable[[], object]) -> None:
+        self._timers.append(self._loop.call_later(delay_s, callback))
 
-    def _lend_slot(self) -> None:
-        """Who waits for a person keeps nobody else waiting."""
-        if self._turn.waiting and self.has_slot:
+    def _release_slot_while_waiting(self) -> None:
+        """Let another turn run while this one waits for permissions only."""
+        if self._machine.is_waiting and self.has_slot:
             self.has_slot = False
-            self._slots.give()
+            self._slots.release()
 
     # The model
 
-    def _call_model(self, action: CallModel) -> Effect:
-        # Of the first step, the turn's beginning has told.
+    def _prepare_model_call(self, action: CallModel) -> Effect:
+        # The progress of the first step was written when the turn was started.
         if action.step > 1:
-            self._due_here(records.progress, step=action.step, note="")
+            self._add_turn_change(records.append_progress, step=action.step, note="")
         return partial(self._start_model, action.step)
 
     def _start_model(self, step: int) -> None:
-        self._draft, self._kept = Draft(new_id("msg")), False
-        self._tally.steps = step
-        self._model = self._loop.create_task(self._ask_model(self._draft, step))
+        self._message, self._message_is_saved = MessageBuilder(new_id("msg")), False
+        self._usage.steps = step
+        self._model_task = self._loop.create_task(self._call_model(self._message, step))
 
-    async def _ask_model(self, draft: Draft, step: int) -> None:
-        told: Happening
+    async def _call_model(self, message: MessageBuilder, step: int) -> None:
+        result: TurnInput
         try:
             if not self.has_slot:
-                await self._slots.take(back=True)
+                await self._slots.acquire(continuing=True)
                 self.has_slot = True
-            await self._stream(draft, step)
-            calls = named_apart(draft.calls, self._call_ids)
-            tools = {tool.name: tool.asks and tool.name not in self._granted for tool in self._tools_now()}
-            told = Answered(calls=calls, tools=tools, cut=draft.cut)
+            await self._stream(message, step)
+            calls = normalize_calls(message.calls, self._call_ids)
+            tools = {
+                tool.name: tool.needs_permission and tool.name not in self._granted for tool in self._current_tools()
+            }
+            result = ModelAnswered(calls=calls, tools=tools, is_truncated=message.is_truncated)
         except LabError as exc:
-            told = Failed(error=exc)
+            result = ModelFailed(error=exc)
         except Exception:
             log.exception("the model's answer could not be read")
-            told = Failed(error=TurnError("a bug in the daemon, while it read the model's answer; its log has more"))
-        if not draft.closed:
-            self._inbox.put_nowait(told)
+            error = TurnError("a bug in the daemon occurred while it read the model's answer; see daemon.log")
+            result = ModelFailed(error=error)
+        if not message.is_closed:
+            self._inbox.put_nowait(result)
 
-    async def _stream(self, draft: Draft, step: int) -> None:
-        session, overrides = self._begun.session, self._begun.overrides
+    async def _stream(self, message: MessageBuilder, step: int) -> None:
+        """Call the model and add the pieces of its answer to the message."""
+        session, overrides = self._started.session, self._started.overrides
+        upstream, toolbox = self._dependencies.upstream, self._dependencies.toolbox
         body = chat_request(
             system_prompt=session.system_prompt,
             history=self._history,
-            tools=self._tools_now(),
+            tools=self._current_tools(),
             overrides=overrides,
-            first=step == 1,
-            absence=await self._parts.toolbox.absence(overrides.tool_choice or ""),
+            is_first_step=step == 1,
+            absence=await toolbox.explain_absence(overrides.tool_choice or ""),
         )
-        async with aclosing(self._parts.upstream.call(body, model=overrides.model or session.model)) as pieces:
+        async with aclosing(upstream.call(body, model=overrides.model or session.model)) as pieces:
             async for piece in pieces:
-                self._remark = piece.remark or self._remark
-                if draft.add(piece, self._loop.time()) or piece.remark:
-                    self._write_soon()
-                if draft.full:
+                self._model_progress = piece.remark or self._model_progress
+                if message.add(piece, self._loop.time()) or piece.remark:
+                    self._start_batch()
+                if message.is_full:
                     return
 
-    def _tools_now(self) -> list[Tool]:
-        names = self._begun.session.tools if self._begun.overrides.tools is None else self._begun.overrides.tools
-        return chosen(self._parts.toolbox.tools(), names)
+    def _current_tools(self) -> list[DaemonTool]:
+        session, overrides = self._started.session, self._started.overrides
+        names = session.tools if overrides.tools is None else overrides.tools
+        return select_tools(self._dependencies.toolbox.list_tools(), names)
 
     def _stop_model(self) -> None:
-        self._draft.closed = True
-        if self._model is not None:
-            self._model.cancel()
+        self._message.is_closed = True
+        if self._model_task is not None:
+            self._model_task.cancel()
 
-    def _write_soon(self) -> None:
-        """At the end of the batch that begins now, or with what is written before."""
-        if self._batch is None:
-            self._batch = self._loop.call_later(self._limits.batch_s, self._inbox.put_nowait, None)
+    def _start_batch(self) -> None:
+        """Write what was received after ``limits.batch_s``, or earlier together with an action."""
+        if self._batch_timer is None:
+            self._batch_timer = self._loop.call_later(self._limits.batch_s, self._inbox.put_nowait, _WriteBatch())
 
-    def _take_text(self) -> None:
-        if self._batch is not None:
-            self._batch.cancel()
-            self._batch = None
-        self._notes = 0
-        if self._remark is not None and self._turn.phase is Phase.MODEL:
-            self._due_here(records.progress, step=self._turn.step, note=self._remark[:NOTE_CHARACTERS])
-        self._remark = None
-        for kind, text in self._draft.take():
-            self._due_here(records.text, kind=kind, message_id=self._draft.message_id, text=text)
+    def _add_received_text(self) -> None:
+        """Add text and progress of the current batch to the pending changes."""
+        if self._batch_timer is not None:
+            self._batch_timer.cancel()
+            self._batch_timer = None
+        self._progress_count = 0
+        if self._model_progress is not None and self._machine.phase is TurnPhase.MODEL:
+            note = self._model_progress[:PROGRESS_CHARACTERS]
+            self._add_turn_change(records.append_progress, step=self._machine.step, note=note)
+        self._model_progress = None
+        for event, text in self._message.take():
+            self._add_turn_change(records.append_text, event=event, message_id=self._message.message_id, text=text)
 
-    def _keep(self, calls: tuple[Call, ...]) -> None:
-        """Make the draft a message, unless it is empty."""
-        self._kept = True
-        self._draft.closed = True
-        self._tally.add(self._draft)
-        self._tally.tool_calls += len(calls)
-        text, thinking = self._draft.text, self._draft.thinking
+    def _save_message(self, calls: tuple[ToolCall, ...]) -> None:
+        """Add the current message to the history, unless it is empty."""
+        self._message_is_saved = True
+        self._message.is_closed = True
+        self._usage.add(self._message)
+        self._usage.tool_calls += len(calls)
+        text, thinking = self._message.text, self._message.thinking
         if not (text or thinking or calls):
             return
-        tool_calls = tuple(ToolCall(call_id=call.call_id, name=call.name, arguments=call.arguments) for call in calls)
-        said = records.answer(
-            self.key, message_id=self._draft.message_id, text=text, thinking=thinking, tool_calls=tool_calls
+        message = SessionMessage(
+            message_id=self._message.message_id,
+            role="assistant",
+            content=text,
+            reasoning_content=thinking or None,
+            tool_calls=calls,
+            turn_id=self.key.turn_id,
         )
-        self._history.append(said)
-        self._due_here(records.message, said=said)
+        self._history.append(message)
+        self._add_turn_change(records.add_message, message=message)
 
     # Calls
 
-    def _ask(self, action: Ask) -> Effect:
+    def _request_permission(self, action: RequestPermission) -> Effect:
         permission_id = new_id("prm")
         timeout_s = self._limits.permission_timeout_s
-        self._due(
-            permissions.ask,
+        self._add_change(
+            permissions.request,
             permission_id=permission_id,
             session_id=self.key.session_id,
             turn_id=self.key.turn_id,
@@ -359,39 +388,40 @@ class ActiveTurn:
             arguments=action.arguments,
             timeout_s=timeout_s,
         )
-        expired = _Expired(permission_id=permission_id, call_id=action.call.call_id)
-        return lambda: self._after(timeout_s, lambda: self._inbox.put_nowait(expired))
+        expired = _PermissionExpired(permission_id=permission_id, call_id=action.call.call_id)
+        return lambda: self._call_later(timeout_s, lambda: self._inbox.put_nowait(expired))
 
-    def _start_tool(self, action: StartTool) -> Effect:
-        self._due_here(records.tool_start, call=action.call, arguments=action.arguments)
-        note = partial(self._note, action.call.call_id)
-        return lambda: self._tools.start(action.call, action.arguments, note)
+    def _prepare_tool(self, action: StartTool) -> Effect:
+        self._add_turn_change(records.start_tool, call=action.call, arguments=action.arguments)
+        on_progress = partial(self._add_tool_output, action.call.call_id)
+        return lambda: self._tools.start(action.call, action.arguments, on_progress)
 
-    def _note(self, call_id: str, text: str) -> None:
-        if self._turn.phase not in (Phase.ENDED, Phase.STOPPING) and self._notes < NOTES:
-            self._notes += 1
-            self._due_here(records.tool_output, call_id=call_id, text=text[:NOTE_CHARACTERS])
-            self._write_soon()
+    def _add_tool_output(self, call_id: str, text: str) -> None:
+        is_running = self._machine.phase not in (TurnPhase.ENDED, TurnPhase.STOPPING)
+        if is_running and self._progress_count < PROGRESS_PER_BATCH:
+            self._progress_count += 1
+            self._add_turn_change(records.append_tool_output, call_id=call_id, text=text[:PROGRESS_CHARACTERS])
+            self._start_batch()
 
-    def _end_call(self, action: EndCall) -> None:
+    def _end_tool_call(self, action: EndToolCall) -> None:
         call_id = action.call.call_id
-        text, truncated = cut(action.text, self._limits.tool_result_bytes)
-        ended = ToolEnd(
+        text, is_truncated = truncate_result(action.text, self._limits.tool_result_bytes)
+        end = ToolEnd(
             call_id=call_id,
             name=action.call.name,
             status=action.status,
             text=text,
-            truncated=truncated,
+            truncated=is_truncated,
             elapsed_s=self._tools.elapsed_s(call_id),
         )
-        said = records.tool_message(self.key, call_id=call_id, text=text)
-        self._history.append(said)
-        self._due_here(records.tool_end, ended=ended, said=said)
+        message = records.tool_message(self.key, call_id=call_id, text=text)
+        self._history.append(message)
+        self._add_turn_change(records.end_tool, end=end, message=message)
 
     # The end
 
-    def _end(self, ending: Ending) -> None:
-        if not self._kept:
-            self._keep(())
-        stats = self._tally.stats(self._loop.time())
-        self._due_here(records.end, ending=ending, text=self._draft.text, stats=stats)
+    def _end_turn(self, ending: TurnEnding) -> None:
+        if not self._message_is_saved:
+            self._save_message(())
+        stats = self._usage.stats(self._loop.time())
+        self._add_turn_change(records.end, ending=ending, text=self._message.text, stats=stats)

@@ -1,4 +1,4 @@
-"""The model server: calls, the choice of the model, and whether the server is reachable."""
+"""Call the model server of a daemon, choose the model, and track whether the server is reachable."""
 
 from __future__ import annotations
 
@@ -22,21 +22,22 @@ from lmx_lab.errors import (
     UnreachableError,
     UpstreamUnreachableError,
 )
-from lmx_lab.wire.daemon import Upstream as UpstreamRecord
+from lmx_lab.wire.daemon import Upstream
 from lmx_lab.wire.events import ModelStatus
 
 LOADED = "default"
 """LMX Lab's name for the loaded model."""
-LISTED_S = 30.0
-"""Time for which the first model of another server's list is remembered."""
+CHOICE_S = 30.0
+"""Time for which the first model in the list of another server is used before the list is read again."""
 WITHOUT_MODEL = (NotLoadedError, ModelBusyError, OutOfMemoryError)
+"""Errors of a server that is reachable but cannot answer with a model at the moment."""
 
 
-class Upstream:
-    """One chat-format server, on one event loop. The creator has to close it.
+class ModelClient:
+    """Client of one chat-format server, used on one event loop. Close it with ``aclose``.
 
     Raises:
-        InvalidRequestError: the address or the key is not valid.
+        InvalidRequestError: The address or the key is not valid.
     """
 
     def __init__(
@@ -44,96 +45,90 @@ class Upstream:
     ) -> None:
         self._client = ChatFormatClient(url, api_key=api_key, transport=transport)
         self.url = self._client.url
-        self._state = UpstreamRecord(url=self.url, reachable=None, model=None, error=None)
+        self._state = Upstream(url=self.url, reachable=None, model=None, error=None)
         self._reported = self._state
-        self._chosen: tuple[str, float] | None = None
+        self._choice: tuple[str, float] | None = None
+        """The chosen model, and the monotonic time until which the choice is valid."""
 
     def __repr__(self) -> str:
-        return f"<Upstream {self.url}>"
+        return f"<ModelClient {self.url}>"
 
     async def aclose(self) -> None:
+        """Close all connections."""
         await self._client.aclose()
 
-    def state(self) -> UpstreamRecord:
-        """The state as of the last call or check."""
+    def state(self) -> Upstream:
+        """Return the state as of the last call."""
         return self._state
 
-    def news(self) -> ModelStatus | None:
-        """The state, if it differs from the one that was reported last."""
+    def unreported_status(self) -> ModelStatus | None:
+        """Return the state as an event's data if it differs from the one that was reported last."""
         if self._state == self._reported:
             return None
         return ModelStatus(**self._state.model_dump())
 
-    def reported(self, news: ModelStatus) -> None:
+    def mark_reported(self, status: ModelStatus) -> None:
         """Note that this state was written to the log."""
-        self._reported = UpstreamRecord(**news.model_dump())
-
-    async def look(self) -> UpstreamRecord:
-        """Check whether the server is reachable; never raises ``LabError``."""
-        try:
-            await self._client.models()
-            self._note(reachable=True)
-        except LabError as exc:
-            self._failed(exc)
-        return self._state
+        self._reported = Upstream(**status.model_dump())
 
     async def call(self, body: Mapping[str, Any], *, model: str | None) -> AsyncGenerator[Piece, None]:
-        """Stream a chat; closing the generator closes the server's stream.
+        """Stream a chat. Closing the generator closes the server's stream.
 
         Args:
-            model: None is the loaded model of an LMX Lab server, or the first model that another server lists.
+            model: Name of the model. None selects the loaded model of an LMX Lab server, and the first listed model of
+                another server.
 
         Raises:
-            UpstreamUnreachableError: no server answers, or it is not a chat-format server.
-            ConnectionLostError: the connection ended before the answer did.
-            LabError: the server's own.
+            UpstreamUnreachableError: No server answers, or it is not a chat-format server.
+            ConnectionLostError: The connection ended before the answer did.
+            LabError: An error of the server.
         """
         try:
-            name = model or await self._model()
+            name = model or await self._choose_model()
             async with aclosing(self._client.stream({**body, "model": name})) as pieces:
                 async for piece in pieces:
                     if piece.remark is None:
-                        self._note(reachable=True, model=piece.model or name)
+                        self._set_state(reachable=True, model=piece.model or name)
                     yield piece
         except LabError as exc:
-            self._failed(exc)
+            self._handle_error(exc)
             if isinstance(exc, UnreachableError) and not isinstance(exc, ConnectionLostError):
-                raise UpstreamUnreachableError(f"the model's server: {exc.message}") from exc
+                raise UpstreamUnreachableError(f"the model server: {exc.message}") from exc
             raise
 
-    async def _model(self) -> str:
-        if self._chosen is None or self._chosen[1] < time.monotonic():
-            name = await self._look_up()
-            self._chosen = (name, time.monotonic() + LISTED_S if name != LOADED else math.inf)
-        return self._chosen[0]
+    async def _choose_model(self) -> str:
+        if self._choice is None or self._choice[1] < time.monotonic():
+            name = await self._find_model()
+            self._choice = (name, time.monotonic() + CHOICE_S if name != LOADED else math.inf)
+        return self._choice[0]
 
-    async def _look_up(self) -> str:
+    async def _find_model(self) -> str:
         try:
-            listed = await self._client.models()
+            models = await self._client.models()
         except UnreachableError:
             raise
         except LabError:
-            # The server lists no models; most servers with one model accept any name.
+            # The server does not list its models. Most servers with one model accept any name.
             return LOADED
         if self._client.is_lab:
             return LOADED
-        if not listed:
-            raise NotLoadedError(f"{self.url} lists no models; give it one, or name a model in the session")
-        return listed[0]
+        if not models:
+            raise NotLoadedError(f"{self.url} lists no models; load a model there, or set the session's model")
+        return models[0]
 
-    def _failed(self, exc: LabError) -> None:
+    def _handle_error(self, exc: LabError) -> None:
         if isinstance(exc, ModelNotFoundError | UnreachableError):
-            self._chosen = None
+            self._choice = None
         if isinstance(exc, ConnectionLostError):
-            return  # The next call will know whether it is gone.
+            return  # Whether the server is still reachable is found out by the next call.
         if isinstance(exc, UnreachableError):
-            self._note(reachable=False, error=exc.message)
+            self._set_state(reachable=False, error=exc.message)
         elif isinstance(exc, WITHOUT_MODEL):
-            self._note(reachable=True, error=exc.message)
+            self._set_state(reachable=True, error=exc.message)
         else:
-            self._note(reachable=True, model=self._state.model)
+            self._set_state(reachable=True, model=self._state.model)
 
-    def _note(self, *, reachable: bool, model: str | None = None, error: str | None = None) -> None:
+    def _set_state(self, *, reachable: bool, model: str | None = None, error: str | None = None) -> None:
         state = self._state
         if (reachable, model, error) != (state.reachable, state.model, state.error):
-            self._state = UpstreamRecord(url=self.url, reachable=reachable, model=model, error=error)
+            self._state = Upstream(url=self.url, reachable=reachable, model=model, error=error)

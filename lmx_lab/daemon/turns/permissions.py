@@ -1,13 +1,15 @@
-"""Permissions in the database: asked for, decided by somebody, or resolved without, each with its event."""
+"""Read and write permissions in the database: requested by a turn, then decided by a client, expired or withdrawn.
+
+All functions work within the caller's transaction. Every change appends its event.
+"""
 
 from __future__ import annotations
 
 import json
 from typing import Any, Literal
 
-from lmx_lab.daemon.clock import iso, unix_s
-from lmx_lab.daemon.sessions import permission_record
-from lmx_lab.daemon.storage.store import Row, Transaction
+from lmx_lab.daemon.encoding import parse_timestamp, timestamp
+from lmx_lab.daemon.storage.store import DatabaseView, Row, Transaction
 from lmx_lab.errors import (
     AlreadyResolvedError,
     InvalidRequestError,
@@ -18,7 +20,7 @@ from lmx_lab.wire.events import PermissionRequest, PermissionResolved
 from lmx_lab.wire.sessions import Decision, PermissionRecord
 
 
-def ask(
+def request(
     tx: Transaction,
     *,
     permission_id: str,
@@ -29,7 +31,11 @@ def ask(
     arguments: dict[str, Any],
     timeout_s: float,
 ) -> None:
-    """Ask for a permission; the turn waits."""
+    """Request a permission for one call. The turn's status becomes ``waiting``.
+
+    Args:
+        timeout_s: Seconds until the permission expires.
+    """
     record = PermissionRecord(
         permission_id=permission_id,
         session_id=session_id,
@@ -38,60 +44,77 @@ def ask(
         tool=tool,
         arguments=arguments,
         requested_at=tx.now,
-        expires_at=iso(unix_s(tx.now) + timeout_s),
+        expires_at=timestamp(parse_timestamp(tx.now) + timeout_s),
     )
-    tx.run(
+    tx.execute(
         "INSERT INTO permissions (permission_id, session_id, turn_id, call_id, tool, arguments, requested_at,"
         " expires_at) VALUES (?, ?, ?, ?, ?, ?, ?, ?)",
         *(permission_id, session_id, turn_id, call_id, tool, json.dumps(arguments, ensure_ascii=False)),
         *(record.requested_at, record.expires_at),
     )
-    tx.run("UPDATE turns SET status = 'waiting' WHERE session_id = ? AND turn_id = ?", session_id, turn_id)
+    tx.execute("UPDATE turns SET status = 'waiting' WHERE session_id = ? AND turn_id = ?", session_id, turn_id)
     tx.append("permission.request", PermissionRequest(permission=record), session_id=session_id, turn_id=turn_id)
 
 
+def list_pending(view: DatabaseView, session_id: str | None = None) -> list[PermissionRecord]:
+    """Return the permissions without a decision, of one session or of all, oldest first."""
+    rows = view.fetch_all(
+        "SELECT * FROM permissions WHERE decision IS NULL AND session_id = coalesce(?, session_id)"
+        " ORDER BY requested_at, permission_id",
+        session_id,
+    )
+    return [_parse(row) for row in rows]
+
+
 def decide(tx: Transaction, permission_id: str, body: Decision) -> PermissionRecord:
-    """Somebody's yes or no.
+    """Record a client's decision and return the resolved permission.
 
     Raises:
-        PermissionNotFoundError: there is none.
-        AlreadyResolvedError: somebody was quicker.
-        PermissionExpiredError: nobody was quick enough, or the turn was stopped.
-        InvalidRequestError: a denial for the whole session, which nothing remembers.
+        PermissionNotFoundError: The permission does not exist.
+        AlreadyResolvedError: A client has decided before.
+        PermissionExpiredError: The permission has expired, or its turn was stopped.
+        InvalidRequestError: The decision denies a tool for the whole session, which is not supported.
     """
     if body.decision == "deny" and body.scope == "session":
         raise InvalidRequestError(
-            "a denial is for one call; leave scope out, or take the tool out of the session's tools", param="scope"
+            "scope is 'session', but a denial applies to one call; omit scope, or remove the tool from the session's "
+            "tools",
+            param="scope",
         )
-    row = tx.row("SELECT * FROM permissions WHERE permission_id = ?", permission_id)
+    row = tx.fetch_one("SELECT * FROM permissions WHERE permission_id = ?", permission_id)
     if row is None:
-        raise PermissionNotFoundError(f"no permission {permission_id!r:.80}; GET /v3/permissions lists those that wait")
+        raise PermissionNotFoundError(
+            f"no permission {permission_id!r:.80}; GET /v3/permissions lists the pending permissions"
+        )
     if row["resolved_by"] == "client":
-        raise AlreadyResolvedError(f"{permission_id!r} was decided before: {row['decision']} ({row['scope']})")
+        raise AlreadyResolvedError(
+            f"permission {permission_id!r} was decided before: {row['decision']} ({row['scope']})"
+        )
     if row["resolved_by"] is not None:
-        why = f"nobody decided until {row['expires_at']}" if row["resolved_by"] == "expiry" else "its turn was stopped"
-        raise PermissionExpiredError(f"{permission_id!r} can no longer be decided: {why}")
+        expired = row["resolved_by"] == "expiry"
+        reason = f"it expired at {row['expires_at']}" if expired else "its turn was stopped"
+        raise PermissionExpiredError(f"permission {permission_id!r} can no longer be decided: {reason}")
     if body.decision == "allow" and body.scope == "session":
-        tx.run("INSERT OR IGNORE INTO grants (session_id, tool) VALUES (?, ?)", row["session_id"], row["tool"])
-    return _resolve(tx, row, decision=body.decision, scope=body.scope, by="client")
+        tx.execute("INSERT OR IGNORE INTO grants (session_id, tool) VALUES (?, ?)", row["session_id"], row["tool"])
+    return _resolve(tx, row, decision=body.decision, scope=body.scope, resolved_by="client")
 
 
 def expire(tx: Transaction, permission_id: str) -> bool:
-    """Nobody has decided in time, which is a no; False if somebody has."""
-    row = tx.row("SELECT * FROM permissions WHERE permission_id = ? AND decision IS NULL", permission_id)
+    """Deny a permission that has no decision. Returns whether this changed it."""
+    row = tx.fetch_one("SELECT * FROM permissions WHERE permission_id = ? AND decision IS NULL", permission_id)
     if row is not None:
-        _resolve(tx, row, decision="deny", scope="once", by="expiry")
+        _resolve(tx, row, decision="deny", scope="once", resolved_by="expiry")
     return row is not None
 
 
 def withdraw(tx: Transaction, session_id: str, turn_id: str) -> None:
-    """The turn is stopped: what it asked for is denied."""
-    rows = tx.rows(
+    """Deny all pending permissions of a turn that is stopped."""
+    rows = tx.fetch_all(
         "SELECT * FROM permissions WHERE session_id = ? AND turn_id = ? AND decision IS NULL ORDER BY permission_id",
         *(session_id, turn_id),
     )
     for row in rows:
-        _resolve(tx, row, decision="deny", scope="once", by="cancel")
+        _resolve(tx, row, decision="deny", scope="once", resolved_by="cancel")
 
 
 def _resolve(
@@ -100,18 +123,24 @@ def _resolve(
     *,
     decision: Literal["allow", "deny"],
     scope: Literal["once", "session"],
-    by: Literal["client", "expiry", "cancel"],
+    resolved_by: Literal["client", "expiry", "cancel"],
 ) -> PermissionRecord:
-    tx.run(
+    tx.execute(
         "UPDATE permissions SET decision = ?, scope = ?, resolved_by = ? WHERE permission_id = ?",
-        *(decision, scope, by, row["permission_id"]),
+        *(decision, scope, resolved_by, row["permission_id"]),
     )
-    key = row["session_id"], row["turn_id"]
-    tx.run(
+    session_id, turn_id = row["session_id"], row["turn_id"]
+    tx.execute(
         "UPDATE turns SET status = 'running' WHERE session_id = ? AND turn_id = ? AND status = 'waiting' AND NOT EXISTS"
         " (SELECT 1 FROM permissions WHERE session_id = ? AND turn_id = ? AND decision IS NULL)",
-        *(*key, *key),
+        *(session_id, turn_id, session_id, turn_id),
     )
-    record = permission_record(row).model_copy(update={"decision": decision, "scope": scope, "resolved_by": by})
-    tx.append("permission.resolved", PermissionResolved(permission=record), session_id=key[0], turn_id=key[1])
+    resolution = {"decision": decision, "scope": scope, "resolved_by": resolved_by}
+    record = _parse(row).model_copy(update=resolution)
+    tx.append("permission.resolved", PermissionResolved(permission=record), session_id=session_id, turn_id=turn_id)
     return record
+
+
+def _parse(row: Row) -> PermissionRecord:
+    fields = {name: row[name] for name in PermissionRecord.model_fields}
+    return PermissionRecord(**{**fields, "arguments": json.loads(row["arguments"])})

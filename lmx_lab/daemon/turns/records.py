@@ -1,5 +1,8 @@
-"""Turns in the database: every function changes rows and appends the events that tell of it, in the caller's
-transaction. A turn gets its one terminal event here and nowhere else."""
+"""Read and write turns in the database, within the caller's transaction.
+
+Each function changes rows and appends the events about the change. ``end`` is the only function that appends the
+terminal event of a turn.
+"""
 
 from __future__ import annotations
 
@@ -9,8 +12,8 @@ from dataclasses import dataclass
 from typing import Any
 
 from lmx_lab.daemon import sessions
-from lmx_lab.daemon.storage.store import Reading, Row, Transaction
-from lmx_lab.daemon.turns.turn import Call, Ending
+from lmx_lab.daemon.storage.store import DatabaseView, Row, Transaction
+from lmx_lab.daemon.turns.turn import TurnEnding
 from lmx_lab.errors import TurnNotFoundError
 from lmx_lab.http.error_bodies import detail
 from lmx_lab.wire.errors import ErrorDetail
@@ -27,6 +30,7 @@ from lmx_lab.wire.events import (
 from lmx_lab.wire.identifiers import new_id
 from lmx_lab.wire.sessions import (
     SessionMessage,
+    ToolCall,
     TurnOverrides,
     TurnRecord,
     TurnStats,
@@ -42,16 +46,23 @@ NO_STATS = TurnStats(
     tokens_per_second=0.0,
     ttft_ms=None,
 )
+"""The statistics of a turn that was not started."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class TurnKey:
+    """Identifies a turn: the ids of turns are unique only within a session."""
+
     session_id: str
     turn_id: str
 
 
 def user_message(key: TurnKey, content: str) -> SessionMessage:
-    """The same in the event that queues the turn and in the history, where it is only when the turn begins."""
+    """Return the message of a turn's user.
+
+    Its id is derived from the turn, because the event that queues the turn contains the message, and the history
+    contains it only once the turn starts.
+    """
     digest = hashlib.sha256(f"{key.session_id} {key.turn_id}".encode()).hexdigest()[:26]
     return SessionMessage(message_id=f"msg_{digest}", role="user", content=content, turn_id=key.turn_id)
 
@@ -59,62 +70,67 @@ def user_message(key: TurnKey, content: str) -> SessionMessage:
 # While it runs
 
 
-def progress(tx: Transaction, key: TurnKey, *, step: int, note: str) -> None:
+def append_progress(tx: Transaction, key: TurnKey, *, step: int, note: str) -> None:
+    """Append ``turn.progress``."""
     append(tx, key, "turn.progress", TurnProgress(step=step, note=note))
 
 
-def text(tx: Transaction, key: TurnKey, *, kind: str, message_id: str, text: str) -> None:
-    """Of ``turn.token`` and ``turn.thinking``."""
-    append(tx, key, kind, TurnText(message_id=message_id, text=text))
+def append_text(tx: Transaction, key: TurnKey, *, event: str, message_id: str, text: str) -> None:
+    """Append ``turn.token`` or ``turn.thinking``."""
+    append(tx, key, event, TurnText(message_id=message_id, text=text))
 
 
-def message(tx: Transaction, key: TurnKey, said: SessionMessage) -> None:
-    """An answer of the model, whole or as far as it came."""
-    sessions.add_message(tx, key.session_id, said)
-    append(tx, key, "message.done", MessageDone(message=said))
+def add_message(tx: Transaction, key: TurnKey, message: SessionMessage) -> None:
+    """Add a message of the model, complete or partial, to the history."""
+    sessions.add_message(tx, key.session_id, message)
+    append(tx, key, "message.done", MessageDone(message=message))
 
 
-def tool_start(tx: Transaction, key: TurnKey, call: Call, arguments: dict[str, Any]) -> None:
-    tx.run(
+def start_tool(tx: Transaction, key: TurnKey, call: ToolCall, arguments: dict[str, Any]) -> None:
+    """Record that a call starts."""
+    tx.execute(
         "INSERT INTO tool_calls (session_id, turn_id, call_id, name, started_at) VALUES (?, ?, ?, ?, ?)",
         *(key.session_id, key.turn_id, call.call_id, call.name, tx.now),
     )
     append(tx, key, "tool.start", ToolStart(call_id=call.call_id, name=call.name, arguments=arguments))
 
 
-def tool_output(tx: Transaction, key: TurnKey, *, call_id: str, text: str) -> None:
+def append_tool_output(tx: Transaction, key: TurnKey, *, call_id: str, text: str) -> None:
+    """Append ``tool.output``."""
     append(tx, key, "tool.output", ToolOutput(call_id=call_id, text=text))
 
 
-def tool_end(tx: Transaction, key: TurnKey, ended: ToolEnd, said: SessionMessage) -> None:
-    """
+def end_tool(tx: Transaction, key: TurnKey, end: ToolEnd, message: SessionMessage) -> None:
+    """Record that a call has ended.
+
     Args:
-        said: What the model is told, as a message of the history.
+        message: The result as a message of the history.
     """
-    tx.run(
+    tx.execute(
         "UPDATE tool_calls SET status = ? WHERE session_id = ? AND turn_id = ? AND call_id = ?",
-        *(ended.status, key.session_id, key.turn_id, ended.call_id),
+        *(end.status, key.session_id, key.turn_id, end.call_id),
     )
-    sessions.add_message(tx, key.session_id, said)
-    append(tx, key, "tool.end", ended)
+    sessions.add_message(tx, key.session_id, message)
+    append(tx, key, "tool.end", end)
 
 
 def tool_message(key: TurnKey, *, call_id: str, text: str) -> SessionMessage:
+    """Return the result of a call as a message."""
     return SessionMessage(message_id=new_id("msg"), role="tool", content=text, call_id=call_id, turn_id=key.turn_id)
 
 
 # Ending
 
 
-def end(tx: Transaction, key: TurnKey, ending: Ending, *, text: str, stats: TurnStats | None) -> None:
-    """The turn's terminal event, and its row, which makes its session idle.
+def end(tx: Transaction, key: TurnKey, ending: TurnEnding, *, text: str, stats: TurnStats | None) -> None:
+    """Append the turn's terminal event and update its row, after which its session is idle.
 
     Raises:
-        RuntimeError: it has ended already, which is a bug of the caller's.
+        RuntimeError: The turn has ended already or does not exist. This is a bug in the caller.
     """
-    error = None if ending.error is None else failure(ending)
+    error = None if ending.error is None else detail(ending.error, None)
     reason = ending.reason if error is None else None
-    changed = tx.run(
+    changed = tx.execute(
         "UPDATE turns SET status = ?, stop_reason = ?, text = ?, error = ?, stats = ?, ended_at = ?"
         " WHERE session_id = ? AND turn_id = ? AND ended_at IS NULL",
         *("done" if error is None else "error", reason, text),
@@ -122,7 +138,7 @@ def end(tx: Transaction, key: TurnKey, ending: Ending, *, text: str, stats: Turn
         *(tx.now, key.session_id, key.turn_id),
     )
     if changed != 1:
-        raise RuntimeError(f"turn {key.turn_id!r} of {key.session_id!r} was to end, and has ended or is not there")
+        raise RuntimeError(f"turn {key.turn_id!r} of session {key.session_id!r} has ended already or does not exist")
     sessions.touch(tx, key.session_id)
     if error is not None:
         failed = TurnFailed(error=error, text=text, stats=stats)
@@ -132,38 +148,24 @@ def end(tx: Transaction, key: TurnKey, ending: Ending, *, text: str, stats: Turn
     tx.append("turn.done", done, session_id=key.session_id, turn_id=key.turn_id, stats=done.stats)
 
 
-def failure(ending: Ending) -> ErrorDetail:
-    assert ending.error is not None
-    return detail(ending.error, None)
-
-
-def answer(key: TurnKey, *, message_id: str, text: str, thinking: str, **fields: Any) -> SessionMessage:
-    return SessionMessage(
-        message_id=message_id,
-        role="assistant",
-        content=text,
-        reasoning_content=thinking or None,
-        turn_id=key.turn_id,
-        **fields,
-    )
-
-
 # Reading
 
 
-def record(reading: Reading, key: TurnKey) -> TurnRecord:
-    """
+def read(view: DatabaseView, key: TurnKey) -> TurnRecord:
+    """Return a turn.
+
     Raises:
-        SessionNotFoundError, TurnNotFoundError
+        SessionNotFoundError: The session does not exist.
+        TurnNotFoundError: The session has no such turn.
     """
-    row = row_of(reading, key)
+    row = find_row(view, key)
     if row is None:
-        sessions.record(reading, key.session_id)
+        sessions.read(view, key.session_id)
         raise TurnNotFoundError(f"no turn {key.turn_id!r:.80} in session {key.session_id!r:.80}")
     fields = {name: row[name] for name in ("turn_id", "session_id", "status", "content", "stop_reason", "text")}
     return TurnRecord(
         **fields,
-        overrides=overrides_of(row),
+        overrides=parse_overrides(row),
         error=None if row["error"] is None else ErrorDetail.model_validate_json(row["error"]),
         stats=None if row["stats"] is None else TurnStats.model_validate_json(row["stats"]),
         queued_at=row["queued_at"],
@@ -172,13 +174,16 @@ def record(reading: Reading, key: TurnKey) -> TurnRecord:
     )
 
 
-def row_of(reading: Reading, key: TurnKey) -> Row | None:
-    return reading.row("SELECT * FROM turns WHERE session_id = ? AND turn_id = ?", key.session_id, key.turn_id)
+def find_row(view: DatabaseView, key: TurnKey) -> Row | None:
+    """Return the row of a turn; None if it does not exist."""
+    return view.fetch_one("SELECT * FROM turns WHERE session_id = ? AND turn_id = ?", key.session_id, key.turn_id)
 
 
-def overrides_of(row: Row) -> TurnOverrides | None:
+def parse_overrides(row: Row) -> TurnOverrides | None:
+    """Return the overrides in the row of a turn."""
     return None if row["overrides"] is None else TurnOverrides.model_validate(json.loads(row["overrides"]))
 
 
 def append(tx: Transaction, key: TurnKey, event: str, data: Any) -> None:
+    """Append an event of a turn."""
     tx.append(event, data, session_id=key.session_id, turn_id=key.turn_id)

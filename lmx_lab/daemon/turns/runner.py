@@ -1,4 +1,4 @@
-"""All turns: submitted, run one after the other in each session and a few at once in all, cancelled, recovered."""
+"""Submit, run, cancel and recover turns: one at a time in each session, and a limited number in all sessions."""
 
 from __future__ import annotations
 
@@ -13,17 +13,15 @@ from lmx_lab.daemon.limits import Limits
 from lmx_lab.daemon.storage.store import Store, Transaction
 from lmx_lab.daemon.tools.tool import Toolbox
 from lmx_lab.daemon.turns import permissions, queue, records
-from lmx_lab.daemon.turns.concurrency import Slots
-from lmx_lab.daemon.turns.effects import ActiveTurn, Parts
-from lmx_lab.daemon.turns.model_client import Upstream
-from lmx_lab.daemon.turns.queue import Begun
+from lmx_lab.daemon.turns.concurrency import ShieldedTasks, TurnSlots, TurnWaiters
+from lmx_lab.daemon.turns.effects import ActiveTurn, TurnDependencies
+from lmx_lab.daemon.turns.model_client import ModelClient
+from lmx_lab.daemon.turns.queue import StartedTurn
 from lmx_lab.daemon.turns.records import TurnKey
-from lmx_lab.daemon.turns.recovery import end_orphans
-from lmx_lab.daemon.turns.session_queue import Lane, Lanes
-from lmx_lab.daemon.turns.shielded import Finishing
-from lmx_lab.daemon.turns.turn import Ending
-from lmx_lab.daemon.turns.waiters import Ends
-from lmx_lab.daemon.turns.writer import FIRST_PAUSE_S, LONGEST_PAUSE_S
+from lmx_lab.daemon.turns.recovery import end_abandoned
+from lmx_lab.daemon.turns.session_worker import SessionWorker, SessionWorkers
+from lmx_lab.daemon.turns.turn import TurnEnding
+from lmx_lab.daemon.turns.writer import MAX_RETRY_S, MIN_RETRY_S
 from lmx_lab.errors import LabError, StoppingError
 from lmx_lab.wire.sessions import (
     CancelAnswer,
@@ -37,348 +35,370 @@ from lmx_lab.wire.sessions import (
 )
 
 log = logging.getLogger(__name__)
-CANCELLED = Ending(reason="cancelled")
-STOPPED = Ending(
-    error=StoppingError("the daemon was stopped while this turn ran; what it had written is kept; ask again"),
-    calls_are="interrupted",
+CANCELLED = TurnEnding(reason="cancelled")
+STOPPED = TurnEnding(
+    error=StoppingError(
+        "the daemon was stopped while this turn was running; its partial answer is kept; submit a new turn"
+    ),
+    open_call_status="interrupted",
 )
-TOOLS_S = 10.0
-"""So long a turn waits in the queue for tools that are about to come: after a restart it would find none."""
+TOOLS_START_S = 10.0
+"""Maximum time that a queued turn waits for MCP servers to start, since after a restart there would be no tools."""
 STOP_S = 2.0
-"""For writing the ends, beyond the time that tools have."""
+"""Time for writing the ends of turns, in addition to the time that tools have to end."""
 
 
-class Turns:
-    """On the daemon's loop; ``start()`` it, and ``stop()`` it in the end."""
+class TurnRunner:
+    """Runs the turns of all sessions on the daemon's event loop. Call ``start()`` first and ``stop()`` at the end."""
 
-    def __init__(self, *, store: Store, upstream: Upstream, toolbox: Toolbox, limits: Limits) -> None:
+    def __init__(self, *, store: Store, upstream: ModelClient, toolbox: Toolbox, limits: Limits) -> None:
         self._store = store
         self._upstream = upstream
         self._limits = limits
-        self._parts = Parts(store=store, upstream=upstream, toolbox=toolbox, limits=limits)
-        self._slots = Slots(limits.running_turns)
-        self._lanes = Lanes()
-        self._queued = 0
-        self._ends = Ends()
-        self._left: set[asyncio.Task[None]] = set()
-        self._finishing = Finishing()
+        self._dependencies = TurnDependencies(store=store, upstream=upstream, toolbox=toolbox, limits=limits)
+        self._slots = TurnSlots(limits.running_turns)
+        self._workers = SessionWorkers()
+        self._queued_count = 0
+        self._waiters = TurnWaiters()
+        self._adopted_tasks: set[asyncio.Task[None]] = set()
+        """Cancelled tasks of turns that have ended without them."""
+        self._shielded = ShieldedTasks()
         self._recovery: asyncio.Task[None] | None = None
-        self._stopping = False
+        self._is_stopping = False
 
-    # Life
+    # Start and stop
 
     async def start(self) -> None:
-        """End what a former process had begun, with ``daemon-restarted``, and go on with what waits.
+        """End the turns that an earlier process has started, with ``daemon-restarted``, and run the queued ones.
 
-        Where the disk has no room for that, it is done as soon as there is some.
+        If the disk is full, this is done in the background once there is space.
         """
-        begun, queued = await self._store.read(queue.unfinished)
-        self._queued = len(queued)
-        deserted, waiting = (list(dict.fromkeys(key.session_id for key in keys)) for keys in (begun, queued))
+        started, queued = await self._store.read(queue.list_unfinished)
+        self._queued_count = len(queued)
+        abandoned, waiting = (list(dict.fromkeys(key.session_id for key in keys)) for keys in (started, queued))
         try:
-            await self._recover(deserted)
+            await self._recover(abandoned)
         except LabError as exc:
-            log.warning("turns of a former process cannot be ended yet: %s", exc)
-            self._recovery = asyncio.create_task(self._recover_later(deserted, waiting), name="lmx-lab recovery")
+            log.warning("turns of an earlier process cannot be ended yet: %s", exc)
+            self._recovery = asyncio.create_task(self._recover_later(abandoned, waiting), name="lmx-lab recovery")
         else:
-            self._wake_all(waiting)
+            self._start_workers(waiting)
 
     async def _recover(self, session_ids: list[str]) -> None:
         for session_id in session_ids:
-            async with self._lanes.alone(session_id) as lane:
-                await self._end_waiting(lane, [])
+            async with self._workers.locked(session_id) as worker:
+                await self._end_inactive(worker, [])
 
-    async def _recover_later(self, deserted: list[str], waiting: list[str]) -> None:
-        pause_s = FIRST_PAUSE_S
+    async def _recover_later(self, abandoned: list[str], waiting: list[str]) -> None:
+        retry_s = MIN_RETRY_S
         while True:
-            await asyncio.sleep(pause_s)
-            pause_s = min(LONGEST_PAUSE_S, 2 * pause_s)
+            await asyncio.sleep(retry_s)
+            retry_s = min(MAX_RETRY_S, 2 * retry_s)
             with contextlib.suppress(LabError):
-                await self._recover(deserted)
+                await self._recover(abandoned)
                 break
-        self._wake_all(waiting)
+        self._start_workers(waiting)
 
-    def _wake_all(self, session_ids: list[str]) -> None:
+    def _start_workers(self, session_ids: list[str]) -> None:
         for session_id in session_ids:
-            self._wake(self._lanes.of(session_id))
+            self._start_worker(self._workers.get_or_create(session_id))
 
     async def stop(self, *, mode: Literal["drain", "now"], grace_s: float) -> None:
-        """Accept no more turns and begin none; those that wait run at the next start. Idempotent; ``now`` may follow
-        ``drain`` at any moment.
+        """Accept and start no more turns, and end the running ones. Queued turns run at the next start.
 
-        ``drain`` lets running turns end for ``grace_s``; after that, as ``now``, they end by ``turn.error`` with
-        ``daemon-stopping`` and what they have written.
+        Idempotent; it can be called with ``now`` while a call with ``drain`` is in progress.
+
+        Args:
+            mode: With ``drain``, running turns have ``grace_s`` seconds to end by themselves. Then, or immediately
+                with ``now``, they end with ``turn.error``, the code ``daemon-stopping`` and their partial answer.
         """
-        self._stopping = True
+        self._is_stopping = True
         if self._recovery is not None:
             self._recovery.cancel()
-        await self._settle()
+        await self._cancel_idle_workers()
         if mode == "drain":
-            await self._ended(grace_s)
-        for active in self._lanes.active():
+            await self._wait_ended(grace_s)
+        for active in self._workers.active_turns():
             active.stop(STOPPED)
-        await self._ended(self._limits.cancel_s)
-        for active in self._lanes.active():
-            active.give_up()
-        await self._ended(STOP_S)
+        await self._wait_ended(self._limits.cancel_s)
+        for active in self._workers.active_turns():
+            active.abandon()
+        await self._wait_ended(STOP_S)
         tasks = [
-            *self._left,
-            *self._finishing.tasks,
-            *self._lanes.tasks(),
+            *self._adopted_tasks,
+            *self._shielded.tasks,
+            *self._workers.tasks(),
         ]
         for task in tasks:
             task.cancel()
         if tasks:
             await asyncio.wait(tasks, timeout=STOP_S)
 
-    async def _settle(self) -> None:
-        """Afterwards what was just beginning has begun, and lanes that only waited have gone."""
-        for lane in self._lanes:
-            async with lane.lock:
-                if lane.active is None and lane.task is not None:
-                    lane.task.cancel()
+    async def _cancel_idle_workers(self) -> None:
+        """Cancel the workers without an active turn. A turn that is just being started becomes active first."""
+        for worker in self._workers:
+            async with worker.lock:
+                if worker.active is None and worker.task is not None:
+                    worker.task.cancel()
 
-    async def _ended(self, wait_s: float) -> None:
-        """Wait until no turn runs, and what clients asked for is done."""
-        tasks = [*self._finishing.tasks, *self._lanes.tasks()]
+    async def _wait_ended(self, timeout_s: float) -> None:
+        """Wait until no turn is running and all requests of clients are completed."""
+        tasks = [*self._shielded.tasks, *self._workers.tasks()]
         if tasks:
-            await asyncio.wait(tasks, timeout=wait_s)
+            await asyncio.wait(tasks, timeout=timeout_s)
 
     def counts(self) -> tuple[int, int]:
-        """Turns that run, those that wait for a permission included, and turns that are queued."""
-        return len(self._lanes.active()), self._queued
+        """Return the number of running turns, including those that wait for permissions, and of queued turns."""
+        return len(self._workers.active_turns()), self._queued_count
 
     # Turns
 
     async def submit(self, session_id: str, body: SubmitTurn) -> tuple[TurnAccepted, bool]:
-        """Queue a turn, which runs as soon as it may; and whether it is new.
+        """Queue a turn, which runs as soon as possible.
 
-        The same ``turn_id`` and body again change nothing. With ``interrupt`` the session's active turn is cancelled,
-        and this one goes before those that wait, which still run after it.
+        Submitting the same ``turn_id`` and body again changes nothing. ``interrupt`` cancels the session's active turn
+        and puts the new turn before the queued ones, which run after it.
+
+        Returns:
+            The turn, and whether it is new.
 
         Raises:
-            StoppingError, SessionNotFoundError, IdempotencyConflictError, TurnInProgressError, QueueFullError,
-            StorageFullError
+            StoppingError: The daemon is stopping.
+            SessionNotFoundError, IdempotencyConflictError, TurnInProgressError, QueueFullError, StorageFullError: See
+                ``queue.submit``.
         """
-        if self._stopping:
-            raise StoppingError("the daemon is stopping and takes no more turns; start it again, then ask again")
-        return await self._finishing.run(self._submit(session_id, body))
+        if self._is_stopping:
+            raise StoppingError("the daemon is stopping and accepts no turns; start it again, then repeat the request")
+        return await self._shielded.run(self._submit(session_id, body))
 
     async def _submit(self, session_id: str, body: SubmitTurn) -> tuple[TurnAccepted, bool]:
-        async with self._lanes.alone(session_id) as lane:
-            idle = lane.task is None and not (self._stopping or self._parts.toolbox.starting)
-            at_once = idle and self._slots.take_at_once()
-            begin = self._beginning(lane)
-            begun: Begun | None = None
+        async with self._workers.locked(session_id) as worker:
+            can_start = worker.task is None and not (self._is_stopping or self._dependencies.toolbox.is_starting)
+            has_slot = can_start and self._slots.acquire_nowait()
+            start_next = self._start_next_function(worker)
+            started: StartedTurn | None = None
 
-            def submit(tx: Transaction) -> tuple[TurnAccepted, bool, Begun | None]:
-                accepted, new = queue.submit(tx, session_id, body, self._limits)
-                # A transaction of its own would take a millisecond more until the model is asked.
-                return accepted, new, begin(tx) if at_once and accepted.status == "queued" else None
+            def submit(tx: Transaction) -> tuple[TurnAccepted, bool, StartedTurn | None]:
+                accepted, is_new = queue.submit(tx, session_id, body, self._limits)
+                # In the same transaction, because another one would delay the model call by a millisecond.
+                return accepted, is_new, start_next(tx) if has_slot and accepted.status == "queued" else None
 
             try:
-                accepted, new, begun = await self._store.write(submit)
+                accepted, is_new, started = await self._store.write(submit)
             finally:
-                if at_once and begun is None:
-                    self._slots.give()
-            self._queued += new
-            if begun is not None:
-                self._activate(lane, begun)
-            elif new and body.when_busy == "interrupt" and lane.active is not None:
-                lane.active.stop(CANCELLED)
+                if has_slot and started is None:
+                    self._slots.release()
+            self._queued_count += is_new
+            if started is not None:
+                self._activate(worker, started)
+            elif is_new and body.when_busy == "interrupt" and worker.active is not None:
+                worker.active.stop(CANCELLED)
             if accepted.status == "queued":
-                self._wake(lane)
-        return accepted, new
+                self._start_worker(worker)
+        return accepted, is_new
 
     async def read(self, session_id: str, turn_id: str, *, wait_s: float = 0) -> TurnRecord:
-        """A turn, once it has ended, or as it is after ``wait_s``, of which ``limits.wait_s`` is the most.
+        """Return a turn when it has ended, or its current state after ``wait_s`` seconds.
+
+        Args:
+            wait_s: Maximum time to wait, limited to ``limits.wait_s``.
 
         Raises:
-            SessionNotFoundError, TurnNotFoundError
+            SessionNotFoundError, TurnNotFoundError: The session or the turn does not exist.
         """
         key = TurnKey(session_id=session_id, turn_id=turn_id)
         if wait_s <= 0:
-            return await self._record(key)
-        # Before the look, or an end in between would be missed.
-        with self._ends.of(key) as ended:
-            record = await self._record(key)
+            return await self._read(key)
+        # Before the turn is read, so that an end in between is noticed.
+        with self._waiters.wait_for(key) as ended:
+            record = await self._read(key)
             if record.ended_at is None:
                 await asyncio.wait([ended], timeout=min(wait_s, self._limits.wait_s))
-                record = await self._record(key)
+                record = await self._read(key)
         return record
 
-    async def _record(self, key: TurnKey) -> TurnRecord:
-        return await self._store.read(lambda reading: records.record(reading, key))
+    async def _read(self, key: TurnKey) -> TurnRecord:
+        return await self._store.read(lambda view: records.read(view, key))
 
     async def cancel(self, session_id: str, body: CancelTurns) -> CancelAnswer:
-        """End the active turn, or the one that is named, and the queued ones if asked to; idempotent.
+        """Cancel the active turn or the named one, and the queued turns if requested. Idempotent.
 
-        Queued turns have ended when this returns, an active one soon, within ``limits.cancel_s``.
+        Queued turns have ended when this returns. An active turn ends within ``limits.cancel_s``.
 
         Raises:
-            SessionNotFoundError, TurnNotFoundError, StorageFullError
+            SessionNotFoundError, TurnNotFoundError: The session or the turn does not exist.
+            StorageFullError: The disk is full.
         """
-        return await self._finishing.run(self._cancel(session_id, body))
+        return await self._shielded.run(self._cancel(session_id, body))
 
     async def _cancel(self, session_id: str, body: CancelTurns) -> CancelAnswer:
-        async with self._lanes.alone(session_id) as lane:
+        async with self._workers.locked(session_id) as worker:
             if body.turn_id is None:
-                await self._store.read(lambda reading: sessions.record(reading, session_id))
+                await self._store.read(lambda view: sessions.read(view, session_id))
             else:
-                await self._record(TurnKey(session_id=session_id, turn_id=body.turn_id))
-            stopped = self._stop_active(lane, body.turn_id)
-            if lane.active is not None and not body.queued and (body.turn_id is None or stopped):
+                await self._read(TurnKey(session_id=session_id, turn_id=body.turn_id))
+            stopped = self._stop_active(worker, body.turn_id)
+            if worker.active is not None and not body.queued and (body.turn_id is None or stopped):
                 return CancelAnswer(cancelled=len(stopped), turn_ids=stopped)
-            wanted = None if body.queued else [body.turn_id or ""]
-            orphans, queued = await self._end_waiting(lane, wanted)
-            ended = [*stopped, *(turn_id for turn_id in orphans if body.turn_id in (None, turn_id)), *queued]
-        return CancelAnswer(cancelled=len(ended), turn_ids=ended)
+            requested = None if body.queued else [body.turn_id or ""]
+            abandoned, queued = await self._end_inactive(worker, requested)
+            cancelled = [*stopped, *(turn_id for turn_id in abandoned if body.turn_id in (None, turn_id)), *queued]
+        return CancelAnswer(cancelled=len(cancelled), turn_ids=cancelled)
 
-    def _stop_active(self, lane: Lane, turn_id: str | None) -> list[str]:
-        active = lane.active
+    def _stop_active(self, worker: SessionWorker, turn_id: str | None) -> list[str]:
+        active = worker.active
         if active is None or (turn_id is not None and active.key.turn_id != turn_id) or not active.stop(CANCELLED):
             return []
         return [active.key.turn_id]
 
-    async def _end_waiting(self, lane: Lane, turn_ids: list[str] | None) -> tuple[list[str], list[str]]:
-        """End queued turns, None being all, and those that a former process had begun; gives the latter first."""
-        session_id, deserted = lane.session_id, lane.active is None
+    async def _end_inactive(self, worker: SessionWorker, turn_ids: list[str] | None) -> tuple[list[str], list[str]]:
+        """Cancel queued turns, and end turns that an earlier process has started.
+
+        Args:
+            turn_ids: The queued turns to cancel. None stands for all.
+
+        Returns:
+            The ids of the turns of an earlier process, and those of the queued turns.
+        """
+        session_id, has_no_active_turn = worker.session_id, worker.active is None
 
         def end(tx: Transaction) -> tuple[list[str], list[str]]:
-            orphans = end_orphans(tx, session_id) if deserted else []
-            return orphans, queue.cancel_queued(tx, session_id, turn_ids)
+            abandoned = end_abandoned(tx, session_id) if has_no_active_turn else []
+            return abandoned, queue.cancel_queued(tx, session_id, turn_ids)
 
-        orphans, queued = await self._store.write(end, ending=True)
-        self._queued -= len(queued)
-        for turn_id in (*orphans, *queued):
-            self._ends.tell(TurnKey(session_id=session_id, turn_id=turn_id))
-        return orphans, queued
+        abandoned, queued = await self._store.write(end, ending=True)
+        self._queued_count -= len(queued)
+        for turn_id in (*abandoned, *queued):
+            self._waiters.notify(TurnKey(session_id=session_id, turn_id=turn_id))
+        return abandoned, queued
 
     async def delete_session(self, session_id: str) -> None:
-        """End the session's turns, each with its event, then delete it with all that belongs to it; idempotent."""
-        lane = self._lanes.of(session_id)
-        if lane.deletion is None:
-            lane.users += 1
-            lane.deletion = self._finishing.begin(self._delete(lane))
-        await asyncio.shield(lane.deletion)
+        """End all turns of a session, each with its event, then delete the session. Idempotent."""
+        worker = self._workers.get_or_create(session_id)
+        if worker.deletion is None:
+            worker.users += 1
+            worker.deletion = self._shielded.start(self._delete(worker))
+        await asyncio.shield(worker.deletion)
 
-    async def _delete(self, lane: Lane) -> None:
+    async def _delete(self, worker: SessionWorker) -> None:
         def delete(tx: Transaction) -> None:
-            end_orphans(tx, lane.session_id)  # A turn whose end was given up is one.
-            sessions.delete(tx, lane.session_id)
+            # The end of a turn may not have been written, because it was abandoned.
+            end_abandoned(tx, worker.session_id)
+            sessions.delete(tx, worker.session_id)
 
         try:
-            async with lane.lock:
-                await self._end_waiting(lane, None)
-                active, lane.deleting = lane.active, True
+            async with worker.lock:
+                await self._end_inactive(worker, None)
+                active, worker.is_deleting = worker.active, True
             if active is not None:
-                with self._ends.of(active.key) as ended:
+                with self._waiters.wait_for(active.key) as ended:
                     active.stop(CANCELLED)
                     await ended
             await self._store.write(delete, ending=True)
         finally:
-            lane.deleting, lane.deletion = False, None
-            lane.users -= 1
-            self._lanes.forget(lane)
+            worker.is_deleting, worker.deletion = False, None
+            worker.users -= 1
+            self._workers.remove_unused(worker)
 
     # Permissions
 
-    async def permissions(self) -> PermissionList:
-        """Those that wait, the oldest first."""
-        return PermissionList(permissions=await self._store.read(sessions.waiting_permissions))
+    async def list_permissions(self) -> PermissionList:
+        """Return the pending permissions, oldest first."""
+        return PermissionList(permissions=await self._store.read(permissions.list_pending))
 
     async def decide(self, permission_id: str, body: Decision) -> PermissionRecord:
-        """Say yes or no to one call, or yes to all later calls of its tool in its session.
+        """Allow or deny one call, or allow all later calls of its tool in its session.
 
         Raises:
-            PermissionNotFoundError, AlreadyResolvedError, PermissionExpiredError
+            PermissionNotFoundError, AlreadyResolvedError, PermissionExpiredError: See ``permissions.decide``.
         """
-        return await self._finishing.run(self._decide(permission_id, body))
+        return await self._shielded.run(self._decide(permission_id, body))
 
     async def _decide(self, permission_id: str, body: Decision) -> PermissionRecord:
         decided = await self._store.write(lambda tx: permissions.decide(tx, permission_id, body))
-        lane = self._lanes.find(decided.session_id)
-        if lane is not None and lane.active is not None and lane.active.key.turn_id == decided.turn_id:
-            lane.active.decided(decided)
+        worker = self._workers.find(decided.session_id)
+        if worker is not None and worker.active is not None and worker.active.key.turn_id == decided.turn_id:
+            worker.active.apply_decision(decided)
         return decided
 
-    # Lanes
+    # Workers
 
-    def _wake(self, lane: Lane) -> None:
-        if lane.task is None and (lane.active is not None or not self._stopping):
-            lane.task = asyncio.create_task(self._run(lane), name=f"lmx-lab turns of {lane.session_id}")
+    def _start_worker(self, worker: SessionWorker) -> None:
+        if worker.task is None and (worker.active is not None or not self._is_stopping):
+            worker.task = asyncio.create_task(self._run_worker(worker), name=f"lmx-lab turns of {worker.session_id}")
 
-    async def _run(self, lane: Lane) -> None:
-        """Run the session's turns until none waits. Between two of them the other sessions have their go."""
-        pause_s = FIRST_PAUSE_S
+    async def _run_worker(self, worker: SessionWorker) -> None:
+        """Run the session's turns until none is queued. The slots are shared fairly with the other sessions."""
+        retry_s = MIN_RETRY_S
         try:
             while True:
                 try:
-                    active = lane.active or await self._begin_next(lane)
+                    active = worker.active or await self._start_next(worker)
                     if active is None:
                         return
-                    await self._run_to_end(lane, active)
-                    pause_s = FIRST_PAUSE_S
+                    await self._run_to_end(worker, active)
+                    retry_s = MIN_RETRY_S
                 except StoppingError:
-                    return  # The database is closed: what waits runs at the next start.
+                    return  # The database is closed: queued turns run at the next start.
                 except LabError as exc:
-                    log.warning("the next turn of %s cannot begin yet: %s", lane.session_id, exc)
-                    await asyncio.sleep(pause_s)
-                    pause_s = min(LONGEST_PAUSE_S, 2 * pause_s)
+                    log.warning("the next turn of session %s cannot start yet: %s", worker.session_id, exc)
+                    await asyncio.sleep(retry_s)
+                    retry_s = min(MAX_RETRY_S, 2 * retry_s)
         finally:
-            # Another may have been started already.
-            if lane.task is asyncio.current_task():
-                lane.task = None
-            self._lanes.forget(lane)
+            # The worker may have another task already.
+            if worker.task is asyncio.current_task():
+                worker.task = None
+            self._workers.remove_unused(worker)
 
-    async def _begin_next(self, lane: Lane) -> ActiveTurn | None:
-        """The next of the lane's turns, begun, which has a slot; None if none waits."""
-        await self._tools_come()
-        await self._slots.take()
-        begun: Begun | None = None
+    async def _start_next(self, worker: SessionWorker) -> ActiveTurn | None:
+        """Start the next queued turn, which then has a slot. Returns None if none is queued."""
+        await self._wait_for_tools()
+        await self._slots.acquire()
+        started: StartedTurn | None = None
         try:
-            async with lane.lock:
-                if not (self._stopping or lane.deleting):
-                    begun = await self._store.write(self._beginning(lane))
-                if begun is None:
-                    # Under the lock: whoever submits now finds no task, and starts one.
-                    lane.task = None
+            async with worker.lock:
+                if not (self._is_stopping or worker.is_deleting):
+                    started = await self._store.write(self._start_next_function(worker))
+                if started is None:
+                    # While the lock is held, so that a turn that is submitted next starts a new task.
+                    worker.task = None
                     return None
-                return self._activate(lane, begun)
+                return self._activate(worker, started)
         finally:
-            if begun is None:
-                self._slots.give()
+            if started is None:
+                self._slots.release()
 
-    def _beginning(self, lane: Lane) -> Callable[[Transaction], Begun | None]:
+    def _start_next_function(self, worker: SessionWorker) -> Callable[[Transaction], StartedTurn | None]:
+        """Return a function that starts the next queued turn within a transaction."""
         model = self._upstream.state().model
 
-        def begin(tx: Transaction) -> Begun | None:
-            end_orphans(tx, lane.session_id)
-            return queue.begin_next(tx, lane.session_id, model=model)
+        def start_next(tx: Transaction) -> StartedTurn | None:
+            end_abandoned(tx, worker.session_id)
+            return queue.start_next(tx, worker.session_id, model=model)
 
-        return begin
+        return start_next
 
-    def _activate(self, lane: Lane, begun: Begun) -> ActiveTurn:
-        self._queued -= 1
-        lane.active = ActiveTurn(begun, self._parts, slots=self._slots, leave=self._keep_left)
-        return lane.active
+    def _activate(self, worker: SessionWorker, started: StartedTurn) -> ActiveTurn:
+        self._queued_count -= 1
+        worker.active = ActiveTurn(started, self._dependencies, slots=self._slots, adopt_task=self._adopt_task)
+        return worker.active
 
-    async def _run_to_end(self, lane: Lane, active: ActiveTurn) -> None:
+    async def _run_to_end(self, worker: SessionWorker, active: ActiveTurn) -> None:
         try:
             await active.run()
         finally:
             if active.has_slot:
-                self._slots.give()
-            lane.active = None
-            self._ends.tell(active.key)
+                self._slots.release()
+            worker.active = None
+            self._waiters.notify(active.key)
 
-    async def _tools_come(self) -> None:
+    async def _wait_for_tools(self) -> None:
         try:
-            async with asyncio.timeout(TOOLS_S):
-                await self._parts.toolbox.settled()
+            async with asyncio.timeout(TOOLS_START_S):
+                await self._dependencies.toolbox.wait_started()
         except TimeoutError:
-            log.warning("some tools are not there after %g s; a turn begins without them", TOOLS_S)
+            log.warning("some MCP servers have not started within %g s; a turn starts without them", TOOLS_START_S)
 
-    def _keep_left(self, task: asyncio.Task[None]) -> None:
-        self._left.add(task)
-        task.add_done_callback(self._left.discard)
+    def _adopt_task(self, task: asyncio.Task[None]) -> None:
+        self._adopted_tasks.add(task)
+        task.add_done_callback(self._adopted_tasks.discard)

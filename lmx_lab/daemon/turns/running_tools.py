@@ -1,4 +1,4 @@
-"""The tools of one turn that run: a task each, and of each task exactly one end that is told."""
+"""Run the tools of one turn, each in a task, and report exactly one end of each."""
 
 from __future__ import annotations
 
@@ -8,62 +8,70 @@ from collections.abc import Callable
 from typing import Any
 
 from lmx_lab.daemon.tools.tool import Toolbox
-from lmx_lab.daemon.turns.turn import Call, ToolEnded
-from lmx_lab.wire.sessions import ToolStatus
+from lmx_lab.daemon.turns.turn import ToolEnded
+from lmx_lab.wire.sessions import ToolCall, ToolStatus
 
 log = logging.getLogger(__name__)
 
 
 class RunningTools:
-    """
-    Args:
-        tell: Is told the end of each.
-        stopped: The status of those that are stopped.
-    """
+    """The tools of one turn that were started."""
 
     def __init__(
-        self, toolbox: Toolbox, *, tell: Callable[[ToolEnded], None], stopped: Callable[[], ToolStatus]
+        self,
+        toolbox: Toolbox,
+        *,
+        on_end: Callable[[ToolEnded], None],
+        stopped_status: Callable[[], ToolStatus],
     ) -> None:
+        """
+        Args:
+            on_end: Called with the end of each call.
+            stopped_status: Returns the status of calls that are stopped.
+        """
         self._toolbox = toolbox
-        self._tell = tell
-        self._stopped = stopped
+        self._on_end = on_end
+        self._stopped_status = stopped_status
         self._tasks: dict[str, asyncio.Task[None]] = {}
-        self._began_s: dict[str, float] = {}
+        self._started_s: dict[str, float] = {}
 
-    def start(self, call: Call, arguments: dict[str, Any], note: Callable[[str], None]) -> None:
+    def start(self, call: ToolCall, arguments: dict[str, Any], on_progress: Callable[[str], None]) -> None:
+        """Start a call in a task."""
         loop = asyncio.get_running_loop()
-        self._began_s[call.call_id] = loop.time()
-        task = loop.create_task(self._run(call, arguments, note))
-        # Not in the task: one that is cancelled before its first step runs no line of its own.
-        task.add_done_callback(lambda ended: self._tell_stopped(call.call_id) if ended.cancelled() else None)
+        self._started_s[call.call_id] = loop.time()
+        task = loop.create_task(self._run(call, arguments, on_progress))
+        # A callback, because a task that is cancelled before its first step does not run any of its own code.
+        task.add_done_callback(lambda ended: self._report_stopped(call.call_id) if ended.cancelled() else None)
         self._tasks[call.call_id] = task
 
-    async def _run(self, call: Call, arguments: dict[str, Any], note: Callable[[str], None]) -> None:
+    async def _run(self, call: ToolCall, arguments: dict[str, Any], on_progress: Callable[[str], None]) -> None:
         try:
-            result = await self._toolbox.call(call.name, arguments, note=note)
-            told = ToolEnded(call_id=call.call_id, status=result.status, text=result.text)
+            result = await self._toolbox.call(call.name, arguments, on_progress=on_progress)
+            ended = ToolEnded(call_id=call.call_id, status=result.status, text=result.text)
         except Exception as exc:
-            log.exception("tool %s broke", call.name)
-            told = ToolEnded(call_id=call.call_id, status="error", text=f"the tool failed: {type(exc).__name__}")
-        self._tell(told)
+            log.exception("tool %s raised an exception", call.name)
+            ended = ToolEnded(call_id=call.call_id, status="error", text=f"the tool failed: {type(exc).__name__}")
+        self._on_end(ended)
 
     def stop(self, call_id: str) -> None:
-        """Cancel it; one that could not be started ends at once."""
+        """Cancel a call. One that was not started because of an error ends immediately."""
         if (task := self._tasks.get(call_id)) is not None:
             task.cancel()
         else:
-            self._tell_stopped(call_id)
+            self._report_stopped(call_id)
 
-    def _tell_stopped(self, call_id: str) -> None:
-        began = call_id in self._began_s
-        said = "while this tool ran; whether it did its work is not known" if began else "before this call began"
-        self._tell(ToolEnded(call_id=call_id, status=self._stopped(), text=f"the turn was stopped {said}"))
+    def _report_stopped(self, call_id: str) -> None:
+        if call_id in self._started_s:
+            text = "the turn was stopped while this tool was running; it is unknown whether the call had an effect"
+        else:
+            text = "the turn was stopped before this call started"
+        self._on_end(ToolEnded(call_id=call_id, status=self._stopped_status(), text=text))
 
     def elapsed_s(self, call_id: str) -> float:
-        """Since it began; 0 if it did not."""
-        began_s = self._began_s.get(call_id)
-        return 0.0 if began_s is None else round(asyncio.get_running_loop().time() - began_s, 6)
+        """Return the seconds since a call was started, or 0 if it was not."""
+        started_s = self._started_s.get(call_id)
+        return 0.0 if started_s is None else round(asyncio.get_running_loop().time() - started_s, 6)
 
-    def left(self) -> list[asyncio.Task[None]]:
-        """Those that have not ended."""
+    def running_tasks(self) -> list[asyncio.Task[None]]:
+        """Return the tasks that have not ended."""
         return [task for task in self._tasks.values() if not task.done()]

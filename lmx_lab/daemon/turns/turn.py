@@ -1,14 +1,15 @@
-"""One turn, decided without I/O: it is told what has happened and says what to do next.
+"""The state machine of one turn. It does no I/O: it receives inputs and returns actions.
 
 ::
 
-    NEW ──begin──▶ MODEL ──answered──▶ CALLS ──all ended──▶ MODEL …
+    NEW ──start──▶ MODEL ──answered──▶ CALLS ──all ended──▶ MODEL …
                      │                   │
                      ▼                   ▼ stop, while tools run
                    ENDED ◀──────────── STOPPING
 
-Whoever performs it does the actions of one ``tell`` in their order, and writes all of them to the log at once. From a
-``Stop`` on nothing new begins; the turn ends when what runs has ended, or at ``overdue``. ``End`` is the last action.
+The caller performs the actions of one ``handle`` in their order, after writing all of them to the log in one
+transaction. After ``StopRequested`` nothing new starts: the turn ends when the running tools have ended, or at
+``StopTimedOut``. ``EndTurn`` is the last action.
 """
 
 from __future__ import annotations
@@ -18,363 +19,395 @@ from dataclasses import dataclass
 from enum import Enum
 from typing import Any
 
-from lmx_lab.daemon.turns.arguments import SHOWN, arguments_in
+from lmx_lab.daemon.turns.tool_calls import EXCERPT_CHARACTERS, parse_arguments
 from lmx_lab.errors import LabError, TurnError
-from lmx_lab.wire.sessions import StopReason, ToolStatus
+from lmx_lab.wire.sessions import StopReason, ToolCall, ToolStatus
 
-NAMES_TOLD = 30
+LISTED_TOOLS = 30
+"""Maximum number of tools that an error message for the model lists."""
 
 
-class Phase(Enum):
+class TurnPhase(Enum):
+    """What the turn is doing."""
+
     NEW = "new"
     MODEL = "model"
+    """The model is answering."""
     CALLS = "calls"
+    """Calls wait for permissions, wait for other calls, or run."""
     STOPPING = "stopping"
+    """The turn was stopped, and tools are still running."""
     ENDED = "ended"
 
 
 class CallState(Enum):
-    ASKING = "asking"
-    """For permission."""
+    """The state of one call of the model's last answer."""
+
+    WAITING = "waiting"
+    """The call waits for a permission."""
     READY = "ready"
-    """To run, as soon as fewer others do."""
+    """The call runs as soon as the number of running calls allows it."""
     RUNNING = "running"
     ENDED = "ended"
 
 
 @dataclass(frozen=True, kw_only=True)
-class Call:
-    """A call that the model asked for."""
-
-    call_id: str
-    name: str
-    arguments: str
-    """As the model wrote them."""
-
-
-@dataclass(frozen=True, kw_only=True)
-class Ending:
-    """How a turn ends: with a reason, or with an error."""
+class TurnEnding:
+    """How a turn ends: with a reason or with an error."""
 
     reason: StopReason = "end"
     error: LabError | None = None
-    calls_are: ToolStatus = "cancelled"
-    """What becomes of calls that had not ended."""
+    open_call_status: ToolStatus = "cancelled"
+    """Status of the calls that have not ended before."""
 
 
-# What is told
+# Inputs
 
 
 @dataclass(frozen=True, kw_only=True)
-class Answered:
-    """The model has answered in full."""
+class ModelAnswered:
+    """The model's answer is complete."""
 
-    calls: tuple[Call, ...] = ()
+    calls: tuple[ToolCall, ...] = ()
     tools: Mapping[str, bool]
-    """The tools there are now, and whether a call needs a yes."""
-    cut: bool = False
-    """The answer was cut off by its length; what it calls is not what the model meant."""
+    """The tools that exist at the moment, and whether a call of each needs a permission."""
+    is_truncated: bool = False
+    """Whether the answer ended at the length limit. Its calls may be incomplete and are ignored."""
 
 
 @dataclass(frozen=True, kw_only=True)
-class Failed:
-    """The model has not answered, or not to the end."""
+class ModelFailed:
+    """The model call failed before the answer was complete."""
 
     error: LabError
 
 
 @dataclass(frozen=True, kw_only=True)
-class Decided:
-    """On a permission."""
+class PermissionDecided:
+    """A permission was allowed or denied."""
 
     call_id: str
     allowed: bool
-    said: str
-    """For the model, if it is a denial."""
+    message: str
+    """For the model, if the permission was denied."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class ToolEnded:
+    """A running call has ended."""
+
     call_id: str
     status: ToolStatus
     text: str
+    """The result, for the model."""
 
 
 @dataclass(frozen=True, kw_only=True)
-class Stop:
-    """Cancelled, or out of time, or the daemon ends."""
+class StopRequested:
+    """The turn is cancelled, has timed out, or the daemon is stopping."""
 
-    ending: Ending
+    ending: TurnEnding
 
 
 @dataclass(frozen=True, kw_only=True)
-class Overdue:
-    """What runs does not heed; it is left alone."""
+class StopTimedOut:
+    """Running tools did not end in time after ``StopRequested``. The turn ends without them."""
 
 
-Happening = Answered | Failed | Decided | ToolEnded | Stop | Overdue
+TurnInput = ModelAnswered | ModelFailed | PermissionDecided | ToolEnded | StopRequested | StopTimedOut
 
 
-# What to do
+# Actions
 
 
 @dataclass(frozen=True, kw_only=True)
 class CallModel:
+    """Call the model."""
+
     step: int
-    """From 1."""
+    """Number of model calls in this turn, starting at 1."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class StopModel:
-    """Close its stream; what comes after this does not count."""
+    """Close the model's stream. Output that arrives later is ignored."""
 
 
 @dataclass(frozen=True, kw_only=True)
-class KeepAnswer:
-    """The model's message is whole."""
+class SaveAnswer:
+    """Save the model's message, which is complete."""
 
-    calls: tuple[Call, ...]
-    """Those that count."""
+    calls: tuple[ToolCall, ...]
+    """The message's calls, without those that are ignored."""
 
 
 @dataclass(frozen=True, kw_only=True)
-class Ask:
-    """For permission, with exactly these arguments."""
+class RequestPermission:
+    """Request a permission for one call with exactly these arguments."""
 
-    call: Call
+    call: ToolCall
     arguments: dict[str, Any]
 
 
 @dataclass(frozen=True, kw_only=True)
 class StartTool:
-    """Once this is in the log, and not before."""
+    """Start a tool, but only after this action is in the log."""
 
-    call: Call
+    call: ToolCall
     arguments: dict[str, Any]
 
 
 @dataclass(frozen=True, kw_only=True)
 class StopTool:
+    """Cancel a running call."""
+
     call_id: str
 
 
 @dataclass(frozen=True, kw_only=True)
-class EndCall:
-    call: Call
+class EndToolCall:
+    """Write the end of a call."""
+
+    call: ToolCall
     status: ToolStatus
     text: str
-    """For the model."""
+    """The result, for the model."""
 
 
 @dataclass(frozen=True, kw_only=True)
-class Withdraw:
-    """Nobody needs to decide any more: the permissions that wait are resolved."""
+class WithdrawPermissions:
+    """Deny all pending permissions, since the turn is stopped."""
 
 
 @dataclass(frozen=True, kw_only=True)
-class End:
-    ending: Ending
+class EndTurn:
+    """Write the end of the turn."""
+
+    ending: TurnEnding
 
 
-Action = CallModel | StopModel | KeepAnswer | Ask | StartTool | StopTool | EndCall | Withdraw | End
+TurnAction = (
+    CallModel
+    | StopModel
+    | SaveAnswer
+    | RequestPermission
+    | StartTool
+    | StopTool
+    | EndToolCall
+    | WithdrawPermissions
+    | EndTurn
+)
 
 
-class WrongTransitionError(RuntimeError):
-    """A bug in whoever drives the turn."""
+class InvalidTransitionError(RuntimeError):
+    """An input is impossible in the current phase. This is a bug in the caller."""
 
 
 @dataclass(kw_only=True)
 class _OpenCall:
-    call: Call
+    call: ToolCall
     arguments: dict[str, Any]
     state: CallState
 
 
-class Turn:
-    """
-    Args:
-        max_steps: Calls of the model.
-        parallel_tools: Calls that run at once.
-        broken_calls: How many may be unreadable, or of tools that are not there, before the turn ends.
-    """
+class TurnMachine:
+    """The state of one turn."""
 
     def __init__(self, *, max_steps: int, parallel_tools: int, broken_calls: int) -> None:
-        self.phase = Phase.NEW
+        """
+        Args:
+            max_steps: Maximum number of model calls.
+            parallel_tools: Maximum number of tools that run at the same time.
+            broken_calls: Maximum number of calls with invalid arguments or of unknown tools. The next one ends the
+                turn.
+        """
+        self.phase = TurnPhase.NEW
         self.step = 0
-        self.called = 0
-        """Calls that the model asked for."""
+        """Number of model calls so far."""
         self._max_steps = max_steps
         self._parallel_tools = parallel_tools
-        self._broken_left = broken_calls
+        self._broken_calls_left = broken_calls
         self._calls: dict[str, _OpenCall] = {}
-        self.ending = Ending()
-        """What ``Stop`` said, if it was told."""
+        """The calls of the model's last answer, by id."""
+        self.ending = TurnEnding()
+        """The ending that ``StopRequested`` has set."""
 
     @property
-    def waiting(self) -> bool:
-        """For a permission, and for nothing else."""
+    def is_waiting(self) -> bool:
+        """Whether the turn waits for permissions, and for nothing else."""
         states = {call.state for call in self._calls.values()} - {CallState.ENDED}
-        return self.phase is Phase.CALLS and states == {CallState.ASKING}
+        return self.phase is TurnPhase.CALLS and states == {CallState.WAITING}
 
-    def begin(self) -> list[Action]:
-        self._expect(Phase.NEW, "begin")
+    def start(self) -> list[TurnAction]:
+        """Start the turn."""
+        self._expect(TurnPhase.NEW, "start")
         return self._call_model()
 
-    def tell(self, happening: Happening) -> list[Action]:
-        """What to do now.
+    def handle(self, received: TurnInput) -> list[TurnAction]:
+        """Return the actions that follow from an input.
 
         Raises:
-            WrongTransitionError: that cannot have happened.
+            InvalidTransitionError: The input is impossible in the current phase.
         """
-        match happening:
-            case Answered():
-                return self._answered(happening)
-            case Failed():
-                self._expect(Phase.MODEL, "Failed")
-                return self._end(Ending(error=happening.error))
-            case Decided():
-                return self._decided(happening)
+        match received:
+            case ModelAnswered():
+                return self._handle_answer(received)
+            case ModelFailed():
+                self._expect(TurnPhase.MODEL, "ModelFailed")
+                return self._end(TurnEnding(error=received.error))
+            case PermissionDecided():
+                return self._handle_decision(received)
             case ToolEnded():
-                return self._tool_ended(happening)
-            case Stop():
-                return self._stop(happening.ending)
-            case Overdue():
-                return self._overdue()
+                return self._handle_tool_end(received)
+            case StopRequested():
+                return self._stop(received.ending)
+            case StopTimedOut():
+                return self._stop_without_tools()
 
     # The model
 
-    def _call_model(self) -> list[Action]:
-        self.phase = Phase.MODEL
+    def _call_model(self) -> list[TurnAction]:
+        self.phase = TurnPhase.MODEL
         self.step += 1
         self._calls = {}
         return [CallModel(step=self.step)]
 
-    def _answered(self, told: Answered) -> list[Action]:
-        self._expect(Phase.MODEL, "Answered")
-        if told.cut or not told.calls:
-            return [KeepAnswer(calls=()), *self._end(Ending(reason="length" if told.cut else "end"))]
-        self.phase = Phase.CALLS
-        self.called += len(told.calls)
-        refused = [action for call in told.calls for action in self._admit(call, told.tools)]
-        if self._broken_left < 0:
-            said = "the model asked too often for tools that are not there, or wrote arguments that are no JSON object"
-            dropped = self._end_open_calls("cancelled", "the turn ended before this call began")
-            ending = Ending(error=TurnError(f"{said}; another model, or fewer tools, may do better"))
-            return [KeepAnswer(calls=told.calls), *refused, *dropped, *self._end(ending)]
-        asks: list[Action] = [
-            Ask(call=open_call.call, arguments=open_call.arguments)
+    def _handle_answer(self, answer: ModelAnswered) -> list[TurnAction]:
+        self._expect(TurnPhase.MODEL, "ModelAnswered")
+        if answer.is_truncated or not answer.calls:
+            ending = TurnEnding(reason="length" if answer.is_truncated else "end")
+            return [SaveAnswer(calls=()), *self._end(ending)]
+        self.phase = TurnPhase.CALLS
+        refused = [action for call in answer.calls for action in self._add_call(call, answer.tools)]
+        if self._broken_calls_left < 0:
+            return [SaveAnswer(calls=answer.calls), *refused, *self._end_after_broken_calls()]
+        requests: list[TurnAction] = [
+            RequestPermission(call=open_call.call, arguments=open_call.arguments)
             for open_call in self._calls.values()
-            if open_call.state is CallState.ASKING
+            if open_call.state is CallState.WAITING
         ]
-        return [KeepAnswer(calls=told.calls), *refused, *asks, *self._go_on()]
+        return [SaveAnswer(calls=answer.calls), *refused, *requests, *self._continue()]
 
-    def _admit(self, call: Call, tools: Mapping[str, bool]) -> list[Action]:
-        """Take a call up; one that cannot be made is ended at once."""
+    def _add_call(self, call: ToolCall, tools: Mapping[str, bool]) -> list[TurnAction]:
+        """Add a call of the model. A call that cannot be made ends immediately."""
         if call.call_id in self._calls:
-            raise WrongTransitionError(f"two calls have the id {call.call_id!r}; make ids unique before they are told")
-        read = arguments_in(call.arguments)
-        asks = tools.get(call.name)
-        state = CallState.ASKING if asks else CallState.READY
-        if asks is None or isinstance(read, str):
-            state, self._broken_left = CallState.ENDED, self._broken_left - 1
-        arguments = {} if isinstance(read, str) else read
+            raise InvalidTransitionError(f"two calls have the id {call.call_id!r}; make the ids unique first")
+        parsed = parse_arguments(call.arguments)
+        needs_permission = tools.get(call.name)
+        state = CallState.WAITING if needs_permission else CallState.READY
+        if needs_permission is None or isinstance(parsed, str):
+            state, self._broken_calls_left = CallState.ENDED, self._broken_calls_left - 1
+        arguments = {} if isinstance(parsed, str) else parsed
         self._calls[call.call_id] = _OpenCall(call=call, arguments=arguments, state=state)
-        if asks is None:
-            return [EndCall(call=call, status="error", text=_unknown(call.name, tools))]
-        if isinstance(read, str):
-            said = f"{read}; call {call.name} again, with arguments that are one JSON object and fit its schema"
-            return [EndCall(call=call, status="error", text=said)]
+        if needs_permission is None:
+            return [EndToolCall(call=call, status="error", text=_unknown_tool(call.name, tools))]
+        if isinstance(parsed, str):
+            text = f"{parsed}; call {call.name} again with arguments that are one JSON object and match its schema"
+            return [EndToolCall(call=call, status="error", text=text)]
         return []
+
+    def _end_after_broken_calls(self) -> list[TurnAction]:
+        ended = self._end_open_calls("cancelled", "the turn ended before this call started")
+        error = TurnError(
+            "the model called unknown tools, or wrote arguments that are not JSON objects, too many times; try another "
+            "model or fewer tools"
+        )
+        return [*ended, *self._end(TurnEnding(error=error))]
 
     # Calls
 
-    def _go_on(self) -> list[Action]:
-        """Start what may run; when all calls have ended, ask the model again."""
+    def _continue(self) -> list[TurnAction]:
+        """Start the calls that may run. When all calls have ended, call the model again."""
         if all(call.state is CallState.ENDED for call in self._calls.values()):
-            return self._end(Ending(reason="max_steps")) if self.step >= self._max_steps else self._call_model()
+            return self._end(TurnEnding(reason="max_steps")) if self.step >= self._max_steps else self._call_model()
         ready = [call for call in self._calls.values() if call.state is CallState.READY]
-        starting = ready[: max(0, self._parallel_tools - len(self._running()))]
+        starting = ready[: max(0, self._parallel_tools - len(self._running_calls()))]
         for call in starting:
             call.state = CallState.RUNNING
         return [StartTool(call=call.call, arguments=call.arguments) for call in starting]
 
-    def _decided(self, told: Decided) -> list[Action]:
-        self._expect((Phase.CALLS, Phase.STOPPING, Phase.ENDED), "Decided")
-        call = self._calls.get(told.call_id)
-        if self.phase is not Phase.CALLS:
-            return []  # The decision came while the turn was being stopped.
-        if call is None or call.state is not CallState.ASKING:
-            raise WrongTransitionError(f"Decided on {told.call_id!r}, which asks for nothing")
-        if told.allowed:
+    def _handle_decision(self, decision: PermissionDecided) -> list[TurnAction]:
+        self._expect((TurnPhase.CALLS, TurnPhase.STOPPING, TurnPhase.ENDED), "PermissionDecided")
+        call = self._calls.get(decision.call_id)
+        if self.phase is not TurnPhase.CALLS:
+            return []  # The turn was stopped while the decision was made.
+        if call is None or call.state is not CallState.WAITING:
+            raise InvalidTransitionError(f"PermissionDecided for {decision.call_id!r}, which does not wait for one")
+        if decision.allowed:
             call.state = CallState.READY
-            return self._go_on()
+            return self._continue()
         call.state = CallState.ENDED
-        return [EndCall(call=call.call, status="denied", text=told.said), *self._go_on()]
+        return [EndToolCall(call=call.call, status="denied", text=decision.message), *self._continue()]
 
-    def _tool_ended(self, told: ToolEnded) -> list[Action]:
-        self._expect((Phase.CALLS, Phase.STOPPING, Phase.ENDED), "ToolEnded")
-        if self.phase is Phase.ENDED:
-            return []  # It was left alone, and ends by itself.
-        call = self._calls.get(told.call_id)
+    def _handle_tool_end(self, end: ToolEnded) -> list[TurnAction]:
+        self._expect((TurnPhase.CALLS, TurnPhase.STOPPING, TurnPhase.ENDED), "ToolEnded")
+        if self.phase is TurnPhase.ENDED:
+            return []  # The turn has ended without this tool.
+        call = self._calls.get(end.call_id)
         if call is None or call.state is not CallState.RUNNING:
-            raise WrongTransitionError(f"ToolEnded of {told.call_id!r}, which does not run")
+            raise InvalidTransitionError(f"ToolEnded for {end.call_id!r}, which is not running")
         call.state = CallState.ENDED
-        ended = EndCall(call=call.call, status=told.status, text=told.text)
-        if self.phase is Phase.CALLS:
-            return [ended, *self._go_on()]
-        return [ended, *([] if self._running() else self._end(self.ending))]
+        ended = EndToolCall(call=call.call, status=end.status, text=end.text)
+        if self.phase is TurnPhase.CALLS:
+            return [ended, *self._continue()]
+        return [ended, *([] if self._running_calls() else self._end(self.ending))]
 
     # The end
 
-    def _stop(self, ending: Ending) -> list[Action]:
-        self._expect(tuple(Phase), "Stop")
-        if self.phase in (Phase.STOPPING, Phase.ENDED):
-            return []  # Who stops it first says how it ends.
-        if self.phase is not Phase.CALLS:
-            stop: list[Action] = [StopModel()] if self.phase is Phase.MODEL else []
+    def _stop(self, ending: TurnEnding) -> list[TurnAction]:
+        if self.phase in (TurnPhase.STOPPING, TurnPhase.ENDED):
+            return []  # The first request determines the ending.
+        if self.phase is not TurnPhase.CALLS:
+            stop: list[TurnAction] = [StopModel()] if self.phase is TurnPhase.MODEL else []
             return [*stop, *self._end(ending)]
-        running = self._running()
-        self.phase, self.ending = Phase.STOPPING, ending
-        actions: list[Action] = [Withdraw(), *(StopTool(call_id=call.call.call_id) for call in running)]
+        running = self._running_calls()
+        self.phase, self.ending = TurnPhase.STOPPING, ending
+        actions: list[TurnAction] = [
+            WithdrawPermissions(),
+            *(StopTool(call_id=call.call.call_id) for call in running),
+        ]
         actions += self._end_open_calls(
-            ending.calls_are, "the turn was stopped before this call began", keep=CallState.RUNNING
+            ending.open_call_status, "the turn was stopped before this call started", keep=CallState.RUNNING
         )
         return actions if running else [*actions, *self._end(ending)]
 
-    def _overdue(self) -> list[Action]:
-        self._expect((Phase.STOPPING, Phase.ENDED), "Overdue")
-        if self.phase is Phase.ENDED:
+    def _stop_without_tools(self) -> list[TurnAction]:
+        self._expect((TurnPhase.STOPPING, TurnPhase.ENDED), "StopTimedOut")
+        if self.phase is TurnPhase.ENDED:
             return []
-        said = "the turn was stopped; the tool did not heed that in time and was left alone"
-        return [*self._end_open_calls(self.ending.calls_are, said), *self._end(self.ending)]
+        text = "the turn was stopped, but the tool did not end in time and may still be running"
+        return [*self._end_open_calls(self.ending.open_call_status, text), *self._end(self.ending)]
 
-    def _end(self, ending: Ending) -> list[Action]:
-        self.phase = Phase.ENDED
-        return [End(ending=ending)]
+    def _end(self, ending: TurnEnding) -> list[TurnAction]:
+        self.phase = TurnPhase.ENDED
+        return [EndTurn(ending=ending)]
 
-    def _end_open_calls(self, status: ToolStatus, text: str, *, keep: CallState = CallState.ENDED) -> list[Action]:
-        ended: list[Action] = []
+    def _end_open_calls(self, status: ToolStatus, text: str, *, keep: CallState = CallState.ENDED) -> list[TurnAction]:
+        """End all calls, except those in the state ``keep``."""
+        ended: list[TurnAction] = []
         for call in self._calls.values():
             if call.state not in (CallState.ENDED, keep):
                 call.state = CallState.ENDED
-                ended.append(EndCall(call=call.call, status=status, text=text))
+                ended.append(EndToolCall(call=call.call, status=status, text=text))
         return ended
 
-    def _running(self) -> list[_OpenCall]:
+    def _running_calls(self) -> list[_OpenCall]:
         return [call for call in self._calls.values() if call.state is CallState.RUNNING]
 
-    def _expect(self, phases: Phase | tuple[Phase, ...], told: str) -> None:
-        allowed = (phases,) if isinstance(phases, Phase) else phases
+    def _expect(self, phases: TurnPhase | tuple[TurnPhase, ...], received: str) -> None:
+        allowed = (phases,) if isinstance(phases, TurnPhase) else phases
         if self.phase not in allowed:
             expected = " or ".join(phase.value for phase in allowed)
-            raise WrongTransitionError(
-                f"{told} is for a turn that is {expected}; this one is {self.phase.value}, at step {self.step}"
+            raise InvalidTransitionError(
+                f"{received} requires the phase {expected}, but the turn is in the phase {self.phase.value}, at step "
+                f"{self.step}"
             )
 
 
-def _unknown(name: str, tools: Mapping[str, bool]) -> str:
+def _unknown_tool(name: str, tools: Mapping[str, bool]) -> str:
     if not tools:
-        return f"there is no tool {name[:SHOWN]!r}, nor any other; answer without tools"
+        return f"the tool {name[:EXCERPT_CHARACTERS]!r} does not exist, and there are no others; answer without tools"
     names = sorted(tools)
-    more = f" and {len(names) - NAMES_TOLD} more" if len(names) > NAMES_TOLD else ""
-    return f"there is no tool {name[:SHOWN]!r}; there are {', '.join(names[:NAMES_TOLD])}{more}"
+    more = f" and {len(names) - LISTED_TOOLS} more" if len(names) > LISTED_TOOLS else ""
+    listed = ", ".join(names[:LISTED_TOOLS])
+    return f"the tool {name[:EXCERPT_CHARACTERS]!r} does not exist; the tools are {listed}{more}"

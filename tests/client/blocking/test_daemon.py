@@ -1,4 +1,4 @@
-"""The blocking client of the daemon: a real daemon in this process, an upstream that says what is written down."""
+"""Tests of the daemon's blocking client, with a real daemon in this process before a scripted model server."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ from lmx_lab.wire.sessions import (
     TurnOverrides,
 )
 from tests.client.blocking.test_portal import app, run_script
-from tests.daemon.face import serving
+from tests.daemon.running_daemon import serving
 from tests.daemon.scripted import STALL, Scripted, calls, says, token
 from tests.flows.conftest import wait_until
 
@@ -81,7 +81,7 @@ def session(client: DaemonClient) -> Iterator[Session]:
 # --- turns
 
 
-def test_a_turn_is_run_to_its_result(session: Session) -> None:
+def test_a_turn_returns_its_result(session: Session) -> None:
     threads: set[int] = set()
     seen: list[DaemonEvent] = []
 
@@ -106,13 +106,11 @@ def test_a_turn_is_streamed(session: Session) -> None:
 
 @pytest.mark.parametrize("way", ["run", "stream"])
 @pytest.mark.parametrize(("verdict", "status"), [(True, "ok"), ("deny", "denied")])
-def test_permissions_are_asked_for_in_the_callers_thread(
-    session: Session, way: str, verdict: bool, status: str
-) -> None:
-    asked: list[tuple[str, int]] = []
+def test_permissions_are_decided_in_the_callers_thread(session: Session, way: str, verdict: bool, status: str) -> None:
+    requests: list[tuple[str, int]] = []
 
     def decide(permission: PermissionRecord) -> bool:
-        asked.append((permission.tool, threading.get_ident()))
+        requests.append((permission.tool, threading.get_ident()))
         return verdict
 
     if way == "run":
@@ -122,10 +120,10 @@ def test_permissions_are_asked_for_in_the_callers_thread(
             event.data.status for event in session.stream("call", on_permission=decide) if event.event == "tool.end"
         ]
         assert ends == [status]
-    assert asked == [("add", threading.get_ident())]
+    assert requests == [("add", threading.get_ident())]
 
 
-def test_a_standing_answer_needs_no_function(session: Session) -> None:
+def test_a_policy_can_be_one_decision_for_all(session: Session) -> None:
     assert [call.text for call in session.run("call", on_permission="allow").tool_calls] == ["3"]
 
 
@@ -162,7 +160,7 @@ def test_an_interrupt_cancels_the_turn(session: Session, way: str) -> None:
 
 
 @pytest.mark.parametrize("error", [KeyError, KeyboardInterrupt])
-def test_what_a_callback_raises_cancels_the_turn(session: Session, error: type[BaseException]) -> None:
+def test_an_exception_of_a_callback_cancels_the_turn(session: Session, error: type[BaseException]) -> None:
     def decide(permission: PermissionRecord) -> bool:
         raise error
 
@@ -172,13 +170,13 @@ def test_what_a_callback_raises_cancels_the_turn(session: Session, error: type[B
     assert (record.status, record.stop_reason) == ("done", "cancelled")
 
 
-def test_a_stream_that_is_left_cancels_its_turn(session: Session) -> None:
+def test_leaving_a_stream_cancels_its_turn(session: Session) -> None:
     for _ in session.stream("stall", turn_id="t"):
         break
     assert session.turn("t", wait_s=20).stop_reason == "cancelled"
 
 
-# --- sessions, permissions, MCP servers: each verb once
+# --- sessions, permissions and MCP servers: each method once
 
 
 def test_closing_the_client_cancels_a_turn_whose_stream_was_dropped(daemon: Daemon, session: Session) -> None:
@@ -191,13 +189,13 @@ def test_closing_the_client_cancels_a_turn_whose_stream_was_dropped(daemon: Daem
     assert session.turn(turn_id, wait_s=20).stop_reason == "cancelled"
 
 
-def test_a_policy_that_could_decide_nothing_is_refused_before_anything_is_asked(session: Session) -> None:
+def test_an_invalid_policy_is_refused_before_the_turn_is_submitted(session: Session) -> None:
     with pytest.raises(errors.InvalidRequestError, match="maybe"):
         session.run("hello", on_permission="maybe")  # type: ignore[arg-type]
     assert session.snapshot().messages == []
 
 
-def test_sessions_are_made_read_changed_forked_and_deleted(client: DaemonClient) -> None:
+def test_sessions_are_created_read_changed_forked_and_deleted(client: DaemonClient) -> None:
     session = client.session("mine", title="one", tools=[])
     assert session.session_id == client.session("mine").session_id == "mine"
     turn = session.run("hi").turn_id
@@ -218,7 +216,7 @@ def test_sessions_are_made_read_changed_forked_and_deleted(client: DaemonClient)
     assert repr(session) == f"<Session mine of {client.url}>"
 
 
-def test_turns_are_submitted_read_and_cancelled_by_hand(client: DaemonClient, session: Session) -> None:
+def test_turns_are_submitted_read_and_cancelled_separately(client: DaemonClient, session: Session) -> None:
     accepted = client.submit_turn(session.session_id, SubmitTurn(content="stall", overrides=NO_TOOLS))
     assert client.cancel_turns(session.session_id, CancelTurns(turn_id=accepted.turn_id)).cancelled == 1
     assert client.read_turn(session.session_id, accepted.turn_id, 20).stop_reason == "cancelled"
@@ -251,7 +249,7 @@ def test_mcp_servers_are_configured(client: DaemonClient) -> None:
 # --- events
 
 
-def test_events_are_followed_and_the_cursor_is_that_of_what_was_seen(client: DaemonClient, session: Session) -> None:
+def test_the_cursor_is_that_of_the_last_event_that_was_read(client: DaemonClient, session: Session) -> None:
     store = MemoryCursor()
     with client.events(session_ids=[session.session_id], cursor=store) as events:
         assert events.opened() is not None
@@ -272,18 +270,18 @@ def test_events_are_followed_and_the_cursor_is_that_of_what_was_seen(client: Dae
     assert [first.seq, *seqs] == [event.seq for event in page.events if event.seq >= (first.seq or 0)]
 
 
-def test_the_state_of_the_connection_is_told_to_another_thread(client: DaemonClient) -> None:
+def test_another_thread_can_read_the_states_of_the_connection(client: DaemonClient) -> None:
     states: list[str] = []
     with client.events(types=["turn.started"]) as events:
-        told = threading.Thread(target=lambda: states.extend(state.state for state in events.states()))
-        told.start()
+        thread = threading.Thread(target=lambda: states.extend(state.state for state in events.states()))
+        thread.start()
         events.opened()
         wait_until(lambda: "live" in states)
-    told.join()
+    thread.join()
     assert states[-1] == "closed"
 
 
-def test_an_interrupt_ends_the_waiting_for_events(client: DaemonClient, session: Session) -> None:
+def test_an_interrupt_ends_the_wait_for_events(client: DaemonClient, session: Session) -> None:
     with client.events(session_ids=[session.session_id]) as events:
         events.opened()
         session.run("hi")
@@ -295,7 +293,7 @@ def test_an_interrupt_ends_the_waiting_for_events(client: DaemonClient, session:
         assert list(events) == []
 
 
-def test_a_subscription_that_was_closed_does_not_connect(client: DaemonClient) -> None:
+def test_a_closed_subscription_does_not_connect(client: DaemonClient) -> None:
     events = client.events()
     events.close()
     with pytest.raises(errors.HostingError, match="closed"):
@@ -304,12 +302,12 @@ def test_a_subscription_that_was_closed_does_not_connect(client: DaemonClient) -
 
 
 @pytest.mark.skipif(not hasattr(os, "fork"), reason="there is no fork here")
-def test_a_forked_child_leaves_its_parents_streams_alone(daemon: Daemon) -> None:
-    said = run_script(f"""
+def test_a_forked_child_does_not_affect_its_parents_streams(daemon: Daemon) -> None:
+    output = run_script(f"""
 import os
-from lmx_lab.client.blocking import stream as waiting
+from lmx_lab.client.blocking import stream
 from lmx_lab.client.blocking.daemon import DaemonClient
-waiting.END_S = 3600.0
+stream.END_S = 3600.0
 client = DaemonClient.discover({str(daemon.folder.parent)!r})
 events = client.events(after=0)
 first = next(events).seq
@@ -322,13 +320,13 @@ client.session()
 assert next(events).seq > first
 print("more")
 """)
-    assert said == "more\n"
+    assert output == "more\n"
 
 
-# --- who would wait for itself
+# --- calls that would wait for themselves
 
 
-async def test_a_turn_whose_model_the_callers_loop_serves_is_refused(tmp_path: Path) -> None:
+async def test_a_turn_whose_model_server_is_on_the_callers_loop_is_refused(tmp_path: Path) -> None:
     server = await uvicorn_server.serve(app, uvicorn_server.bind("127.0.0.1", 0, explicit=False))
     with serving(tmp_path, upstream=server.url) as daemon, DaemonClient(daemon.url, token=daemon.token) as client:
         session = client.session("s")
@@ -343,14 +341,14 @@ async def test_a_turn_whose_model_the_callers_loop_serves_is_refused(tmp_path: P
             with pytest.raises(errors.HostingError, match="offload"):
                 ask()
         assert session.snapshot().messages == []
-        # Elsewhere one may wait; this server has no model to answer with.
+        # On another thread the call may wait; this server has no model.
         with pytest.raises(errors.LabError) as caught:
             await asyncio.to_thread(session.run, "hi")
         assert not isinstance(caught.value, errors.HostingError)
     await server.stop(0)
 
 
-def test_a_client_is_made_with_a_token_that_is_shown_nowhere(daemon: Daemon) -> None:
+def test_the_token_of_a_client_is_not_displayed(daemon: Daemon) -> None:
     with DaemonClient(daemon.url, token=daemon.token) as client:
         assert client.state().daemon_id == client.health().daemon_id == daemon.daemon_id
         assert daemon.token not in repr(client) + repr(client.session("s")) + repr(vars(client))

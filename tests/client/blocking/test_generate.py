@@ -1,4 +1,4 @@
-"""The generated blocking clients are those of the async ones as they are now."""
+"""Tests that the generated blocking clients are up to date."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ import pytest
 from lmx_lab.client.blocking.generate import CLASSES, FOLDER, BlockingClass, generate
 
 
-@pytest.mark.parametrize("wanted", CLASSES, ids=lambda wanted: wanted.name)
-def test_a_generated_client_is_up_to_date(wanted: BlockingClass) -> None:
-    path = FOLDER / f"{wanted.module}.py"
-    assert path.read_text(encoding="utf-8") == generate(wanted), f"{path.name} is not up to date; run make blocking"
+@pytest.mark.parametrize("target", CLASSES, ids=lambda target: target.name)
+def test_a_generated_client_is_up_to_date(target: BlockingClass) -> None:
+    path = FOLDER / f"{target.module}.py"
+    assert path.read_text(encoding="utf-8") == generate(target), f"{path.name} is not up to date; run make blocking"

@@ -1,4 +1,4 @@
-"""The blocking client of the inference server, against a real one."""
+"""Tests of the inference server's blocking client against a real server."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ import pytest
 from lmx_lab import errors
 from lmx_lab.client import AsyncLabClient, as_array
 from lmx_lab.client.blocking.lab import LabClient
-from lmx_lab.client.inference import Over
+from lmx_lab.client.lab import Over
 from lmx_lab.notebook import Lab
 from lmx_lab.notebook.arguments import chat_request
 from lmx_lab.values.models import LoadReport, LoadSpec, ModelEntry
@@ -33,7 +33,7 @@ KEY = "open-sesame-42"
 ENDLESS = {"max_tokens": 7500, "ignore_eos": True}
 
 
-def asked(**changes: Any) -> ChatRequest:
+def hello(**changes: Any) -> ChatRequest:
     return chat_request("hello", {"temperature": 0, "max_tokens": 8, **changes})
 
 
@@ -56,16 +56,18 @@ def client(lab: Lab) -> Iterator[LabClient]:
     wait_until_idle(lab)
 
 
-def test_the_verbs_give_what_their_twins_give(lab: Lab, client: LabClient) -> None:
+def test_blocking_methods_return_what_the_async_ones_return(lab: Lab, client: LabClient) -> None:
     async def elsewhere() -> tuple[str | None, list[str]]:
-        async with AsyncLabClient(lab.url, api_key=KEY) as twin:
-            return (await twin.chat(asked())).choices[0].message.content, [it.id for it in (await twin.models()).models]
+        async with AsyncLabClient(lab.url, api_key=KEY) as async_client:
+            return (await async_client.chat(hello())).choices[0].message.content, [
+                it.id for it in (await async_client.models()).models
+            ]
 
     text, models = asyncio.run(elsewhere())
-    assert client.chat(asked()).choices[0].message.content == text
-    assert text_of(list(client.stream(asked()))) == text
-    assert text_of(list(client.stream(asked(), over="websocket"))) == text
-    parts = list(client.stream_with_remarks(asked()))
+    assert client.chat(hello()).choices[0].message.content == text
+    assert text_of(list(client.stream(hello()))) == text
+    assert text_of(list(client.stream(hello(), over="websocket"))) == text
+    parts = list(client.stream_with_remarks(hello()))
     assert text_of([part for part in parts if isinstance(part, ChatChunk)]) == text
     assert [record.id for record in client.models().models] == models
     assert client.version()
@@ -74,23 +76,23 @@ def test_the_verbs_give_what_their_twins_give(lab: Lab, client: LabClient) -> No
         assert any(isinstance(event, Sample) for event in events)
 
 
-def test_vectors_and_scores(starter_home: Path, minilm: ModelEntry) -> None:
+def test_texts_are_embedded_and_documents_are_ranked(starter_home: Path, minilm: ModelEntry) -> None:
     with serving(starter_home, minilm.id) as lab, LabClient(lab.url) as client:
         assert as_array(client.embed(EmbeddingsBody(model="default", input=["a", "b"]))).shape == (2, 384)
-        asked = RerankBody(model="default", query="sea", documents=["Bread.", "Sea water."])
-        assert client.rerank(asked).results[0].index == 1
+        body = RerankBody(model="default", query="sea", documents=["Bread.", "Sea water."])
+        assert client.rerank(body).results[0].index == 1
 
 
-def test_errors_are_the_servers_own(lab: Lab, client: LabClient) -> None:
+def test_the_servers_errors_are_raised(lab: Lab, client: LabClient) -> None:
     with pytest.raises(errors.ModelNotFoundError):
-        client.chat(asked(model="no-such"))
+        client.chat(hello(model="no-such"))
     with pytest.raises(errors.ModelNotFoundError):
-        next(client.stream(asked(model="no-such")))
+        next(client.stream(hello(model="no-such")))
     with LabClient(lab.url) as stranger, pytest.raises(errors.UnauthorizedError):
         stranger.models()
 
 
-def test_the_transport_is_a_parameter() -> None:
+def test_the_transport_can_be_replaced() -> None:
     def answer(request: httpx2.Request) -> httpx2.Response:
         return httpx2.Response(200, headers={"x-lmx-lab": "9.9"}, json={"status": "ok"})
 
@@ -98,9 +100,9 @@ def test_the_transport_is_a_parameter() -> None:
         assert client.version() == "9.9"
 
 
-def test_many_threads_use_one_client(client: LabClient) -> None:
+def test_many_threads_can_use_one_client(client: LabClient) -> None:
     texts: list[str] = []
-    threads = [threading.Thread(target=lambda: texts.append(text_of(list(client.stream(asked()))))) for _ in range(4)]
+    threads = [threading.Thread(target=lambda: texts.append(text_of(list(client.stream(hello()))))) for _ in range(4)]
     for thread in threads:
         thread.start()
     for thread in threads:
@@ -109,7 +111,7 @@ def test_many_threads_use_one_client(client: LabClient) -> None:
     assert len(set(texts)) == 1
 
 
-# --- leaving
+# --- cancelling
 
 
 def interrupt_when(true: Callable[[], bool]) -> threading.Thread:
@@ -128,9 +130,9 @@ def test_an_interrupt_ends_the_generation_on_the_server(lab: Lab, client: LabCli
 
     def ask() -> None:
         if way == "chat":
-            client.chat(asked(**ENDLESS))
+            client.chat(hello(**ENDLESS))
         else:
-            for _ in client.stream(asked(**ENDLESS), over="sse" if way == "sse" else "websocket"):
+            for _ in client.stream(hello(**ENDLESS), over="sse" if way == "sse" else "websocket"):
                 pass
 
     thread = interrupt_when(lambda: lab.engine.snapshot.output_tokens > before)
@@ -139,22 +141,22 @@ def test_an_interrupt_ends_the_generation_on_the_server(lab: Lab, client: LabCli
     thread.join()
     wait_until_idle(lab)
     assert lab.engine.snapshot.output_tokens - before < 7500
-    assert client.chat(asked()).usage.completion_tokens == 8
+    assert client.chat(hello()).usage.completion_tokens == 8
 
 
 @pytest.mark.parametrize("over", ["sse", "websocket"])
-def test_a_stream_that_is_left_frees_the_slot(lab: Lab, client: LabClient, over: Over) -> None:
+def test_leaving_a_stream_frees_the_slot(lab: Lab, client: LabClient, over: Over) -> None:
     gc.disable()
     try:
-        for _ in client.stream(asked(**ENDLESS), over=over):
+        for _ in client.stream(hello(**ENDLESS), over=over):
             break
         wait_until_idle(lab)
     finally:
         gc.enable()
 
 
-def test_a_stream_outlives_the_name_of_its_client(lab: Lab) -> None:
-    stream = LabClient(lab.url, api_key=KEY).stream(asked())
+def test_a_stream_keeps_its_client_alive(lab: Lab) -> None:
+    stream = LabClient(lab.url, api_key=KEY).stream(hello())
     gc.collect()
     assert len(list(stream)) > 2
 
@@ -164,7 +166,7 @@ def test_a_stream_outlives_the_name_of_its_client(lab: Lab) -> None:
 
 @pytest.fixture
 def loading(tiny_home: Path) -> Iterator[tuple[Lab, list[ModelEvent]]]:
-    """A server that does not load before its step was seen."""
+    """A server that loads a model only after its first step was reported."""
     seen: list[ModelEvent] = []
     with serving(tiny_home, None) as lab, pytest.MonkeyPatch.context() as patched:
         load = lab.engine.load
@@ -179,7 +181,7 @@ def loading(tiny_home: Path) -> Iterator[tuple[Lab, list[ModelEvent]]]:
         yield lab, seen
 
 
-def test_a_load_tells_its_steps_in_the_callers_thread(loading: tuple[Lab, list[ModelEvent]]) -> None:
+def test_the_progress_of_a_load_is_reported_in_the_callers_thread(loading: tuple[Lab, list[ModelEvent]]) -> None:
     threads: set[int] = set()
     lab, seen = loading
 
@@ -198,7 +200,7 @@ def test_a_load_tells_its_steps_in_the_callers_thread(loading: tuple[Lab, list[M
 
 
 @pytest.mark.parametrize("blocking", [True, False])
-async def test_what_progress_raises_ends_the_waiting_and_not_the_load(
+async def test_an_exception_of_progress_ends_the_wait_but_not_the_load(
     loading: tuple[Lab, list[ModelEvent]], blocking: bool
 ) -> None:
     lab, seen = loading
@@ -207,13 +209,13 @@ async def test_what_progress_raises_ends_the_waiting_and_not_the_load(
         seen.append(step)
         raise errors.InvalidRequestError("no more")
 
-    async with AsyncLabClient(lab.url) as twin:
+    async with AsyncLabClient(lab.url) as async_client:
         with LabClient(lab.url) as client, pytest.raises(errors.InvalidRequestError, match="no more"):
-            _ = client.load("tiny", progress=fail) if blocking else await twin.load("tiny", progress=fail)
+            _ = client.load("tiny", progress=fail) if blocking else await async_client.load("tiny", progress=fail)
     wait_until(lambda: lab.engine.snapshot.model == "tiny")
 
 
-async def test_a_load_that_fails_says_why_with_and_without_steps(lab: Lab) -> None:
+async def test_a_failed_load_raises_its_error_with_and_without_progress(lab: Lab) -> None:
     async with AsyncLabClient(lab.url, api_key=KEY) as client:
         for name, error in (("no-such", errors.ModelNotFoundError), ("", errors.InvalidRequestError)):
             with pytest.raises(error):

@@ -1,4 +1,4 @@
-"""The loop behind blocking clients: who may wait on it, who may not, and what ends."""
+"""Tests of the portal and of blocking streams: which calls may wait, callbacks, and the end of streams."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ import pytest
 from lmx_lab import errors
 from lmx_lab.client.blocking.lab import LabClient
 from lmx_lab.client.blocking.portal import Portal, serves
-from lmx_lab.client.blocking.stream import DUE, BlockingStream, CallbackQueue, run_with_callbacks
+from lmx_lab.client.blocking.stream import MAX_PENDING_CALLS, BlockingStream, CallbackQueue, run_with_callbacks
 from lmx_lab.http import uvicorn_server
 from lmx_lab.portal import LoopThread
 from tests.client.raw import Endless, answering, whole
@@ -29,7 +29,7 @@ EVENT_HEAD = b"HTTP/1.1 200 OK\r\ncontent-type: text/event-stream\r\nx-lmx-lab: 
 
 
 async def app(scope: Any, receive: Any, send: Any) -> None:
-    """It is alive, in the lab's words."""
+    """A server that answers like a lab to every request."""
     if scope["type"] == "lifespan":
         for event in ("startup", "shutdown"):
             await receive()
@@ -41,7 +41,7 @@ async def app(scope: Any, receive: Any, send: Any) -> None:
 
 @contextmanager
 def served(host: str = "127.0.0.1") -> Iterator[uvicorn_server.Host]:
-    """On a loop in a thread."""
+    """Run the server on an event loop in a thread."""
     thread = LoopThread("test-server")
     thread.start()
     server = thread.run(uvicorn_server.serve(app, uvicorn_server.bind(host, 0, explicit=False)))
@@ -52,18 +52,18 @@ def served(host: str = "127.0.0.1") -> Iterator[uvicorn_server.Host]:
         thread.stop()
 
 
-def a_portal(address: str = "http://127.0.0.1:9") -> Portal:
+def make_portal(address: str = "http://127.0.0.1:9") -> Portal:
     async def close() -> None:
         pass
 
     return Portal(lambda: address, close)
 
 
-# --- who would wait for itself
+# --- calls that would wait for themselves
 
 
 @pytest.mark.parametrize("name", ["127.0.0.1", "localhost", "127.1", "0.0.0.0"])
-async def test_a_call_on_the_loop_that_serves_is_refused_with_the_remedies(name: str) -> None:
+async def test_a_call_on_the_servers_own_loop_is_refused_with_the_remedies(name: str) -> None:
     server = await uvicorn_server.serve(app, uvicorn_server.bind("127.0.0.1", 0, explicit=False))
     with LabClient(f"http://{name}:{server.port}") as client:
         for call in (client.version, lambda: next(client.events()), lambda: client.load("m", progress=print)):
@@ -76,23 +76,23 @@ async def test_a_call_on_the_loop_that_serves_is_refused_with_the_remedies(name:
         client.version()
 
 
-async def test_a_loop_may_wait_for_what_another_one_serves() -> None:
+async def test_a_call_on_another_loop_than_the_servers_is_allowed() -> None:
     with served() as server, LabClient(server.url) as client:
         assert client.version() == "9.9"
 
 
-async def test_another_machine_on_the_same_port_is_no_reason_to_refuse() -> None:
+async def test_a_server_on_another_machine_with_the_same_port_is_allowed() -> None:
     server = await uvicorn_server.serve(app, uvicorn_server.bind("127.0.0.1", 0, explicit=False))
     here = asyncio.get_running_loop()
     assert serves(here, server.url)
-    # 192.0.2.0/24 is for documents; no machine has it. The last two are no names at all.
+    # No machine has an address in 192.0.2.0/24, which is for documentation. The last two are not valid names.
     for host in ("192.0.2.1", "no-such.invalid", "a" * 300):
         assert not serves(here, f"http://{host}:{server.port}")
     assert not serves(here, f"http://127.0.0.1:{server.port + 1 if server.port < 65535 else 1}")
     await server.stop(0)
 
 
-def test_a_blocking_call_on_the_clients_own_loop_is_refused() -> None:
+def test_a_blocking_call_on_the_clients_loop_is_refused() -> None:
     async def call(client: LabClient) -> str:
         return client.version()
 
@@ -102,10 +102,10 @@ def test_a_blocking_call_on_the_clients_own_loop_is_refused() -> None:
             client._portal.run(call(client))
 
 
-# --- one loop, made late, ended early
+# --- the background loop
 
 
-def test_all_clients_share_one_loop_and_importing_makes_none() -> None:
+def test_all_clients_share_one_loop_which_importing_does_not_start() -> None:
     script = f"""
 import threading
 from lmx_lab.client.blocking import lab as it
@@ -113,9 +113,9 @@ from lmx_lab.errors import LabError
 names = lambda: [thread.name for thread in threading.enumerate() if thread.name == {THREAD!r}]
 client, other = it.LabClient("127.0.0.1:9"), it.LabClient("127.0.0.1:9")
 assert names() == []
-for asked in (client, other):
+for each in (client, other):
     try:
-        asked.version()
+        each.version()
     except LabError:
         pass
 assert names() == [{THREAD!r}]
@@ -123,7 +123,7 @@ assert names() == [{THREAD!r}]
     run_script(script)
 
 
-def test_a_script_ends_while_a_stream_is_open() -> None:
+def test_a_script_can_end_while_a_stream_is_open() -> None:
     with answering(Endless(b"data: {}\n\n", head=EVENT_HEAD, every_s=0.01)) as server:
         run_script(f"""
 from lmx_lab.client.blocking.lab import LabClient
@@ -140,9 +140,9 @@ def run_script(script: str) -> str:
 
 
 @pytest.mark.skipif(not hasattr(__import__("os"), "fork"), reason="there is no fork here")
-def test_a_forked_child_makes_clients_of_its_own() -> None:
+def test_a_forked_child_needs_clients_of_its_own() -> None:
     with answering(ALIVE) as server:
-        said = run_script(f"""
+        output = run_script(f"""
 import os, sys
 from lmx_lab.client.blocking.lab import LabClient
 from lmx_lab.errors import HostingError
@@ -161,10 +161,10 @@ if not child:
 assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 7
 print(client.version())
 """)
-    assert said == "0\n"
+    assert output == "0\n"
 
 
-def test_a_closed_client_says_so() -> None:
+def test_a_closed_client_refuses_calls() -> None:
     with answering(ALIVE) as server:
         client = LabClient(server.url)
         assert client.version() == "0"
@@ -176,7 +176,7 @@ def test_a_closed_client_says_so() -> None:
         assert repr(client) == f"<LabClient of {server.url}>"
 
 
-def test_a_dropped_client_closes_its_connections() -> None:
+def test_deleting_a_client_closes_its_connections() -> None:
     closed = threading.Event()
 
     async def close() -> None:
@@ -195,21 +195,21 @@ def test_a_dropped_client_closes_its_connections() -> None:
 # --- callbacks
 
 
-def test_functions_are_called_where_the_caller_waits_in_their_order() -> None:
+def test_callbacks_are_called_in_order_in_the_waiting_thread() -> None:
     seen: list[tuple[int, str]] = []
 
     async def work(callbacks: CallbackQueue) -> str:
         for at in range(100):
-            callbacks.tell(lambda at=at: seen.append((at, threading.current_thread().name)))  # type: ignore[misc]
-        return await callbacks.ask(lambda: f"{len(seen)} at {threading.current_thread().name}")
+            callbacks.schedule(lambda at=at: seen.append((at, threading.current_thread().name)))  # type: ignore[misc]
+        return await callbacks.call(lambda: f"{len(seen)} at {threading.current_thread().name}")
 
     name = threading.current_thread().name
-    assert run_with_callbacks(a_portal(), work) == f"100 at {name}"
+    assert run_with_callbacks(make_portal(), work) == f"100 at {name}"
     assert seen == [(at, name) for at in range(100)]
 
 
 @pytest.mark.parametrize("error", [KeyError, KeyboardInterrupt, SystemExit])
-def test_what_a_function_raises_cancels_the_work_and_is_raised(error: type[BaseException]) -> None:
+def test_an_exception_of_a_callback_cancels_the_coroutine_and_is_raised(error: type[BaseException]) -> None:
     cancelled = threading.Event()
 
     def fail() -> None:
@@ -217,54 +217,54 @@ def test_what_a_function_raises_cancels_the_work_and_is_raised(error: type[BaseE
 
     async def work(callbacks: CallbackQueue) -> None:
         try:
-            await callbacks.ask(fail)
+            await callbacks.call(fail)
         except asyncio.CancelledError:
             cancelled.set()
             raise
 
     with pytest.raises(error):
-        run_with_callbacks(a_portal(), work)
+        run_with_callbacks(make_portal(), work)
     assert cancelled.is_set()
 
 
-def test_an_error_of_the_work_comes_after_all_calls() -> None:
+def test_an_error_of_the_coroutine_is_raised_after_all_callbacks() -> None:
     seen: list[int] = []
 
     async def work(callbacks: CallbackQueue) -> None:
-        callbacks.tell(lambda: seen.append(1))
+        callbacks.schedule(lambda: seen.append(1))
         raise KeyError
 
     with pytest.raises(KeyError):
-        run_with_callbacks(a_portal(), work)
+        run_with_callbacks(make_portal(), work)
     assert seen == [1]
 
 
-def test_a_question_that_nobody_needs_any_more_is_not_asked() -> None:
+def test_a_cancelled_call_is_not_made() -> None:
     seen: list[int] = []
 
     async def work(callbacks: CallbackQueue) -> None:
-        asking = asyncio.create_task(callbacks.ask(lambda: seen.append(1)))
+        asking = asyncio.create_task(callbacks.call(lambda: seen.append(1)))
         await asyncio.sleep(0)
         asking.cancel()
         await asyncio.wait([asking])
 
-    run_with_callbacks(a_portal(), work)
+    run_with_callbacks(make_portal(), work)
     assert seen == []
 
 
-async def test_due_calls_have_a_bound() -> None:
+async def test_the_number_of_pending_calls_is_limited() -> None:
     callbacks = CallbackQueue()
-    for _ in range(DUE):
-        callbacks.tell(lambda: None)
+    for _ in range(MAX_PENDING_CALLS):
+        callbacks.schedule(lambda: None)
     with pytest.raises(errors.HostingError, match="10,000"):
-        callbacks.tell(lambda: None)
+        callbacks.schedule(lambda: None)
 
 
 # --- streams
 
 
 class Counting:
-    """Counts, and notes what it was asked for and how it was left."""
+    """A source of numbers that records how many were requested and how it was left."""
 
     def __init__(self, last: int = 10**9, callbacks: CallbackQueue | None = None) -> None:
         self.last = last
@@ -288,9 +288,9 @@ class Counting:
         return self.given
 
 
-def test_an_item_is_asked_for_when_it_is_wanted_and_no_earlier() -> None:
+def test_an_item_is_requested_only_when_it_is_needed() -> None:
     source = Counting(3)
-    stream = BlockingStream(a_portal(), lambda _: source)
+    stream = BlockingStream(make_portal(), lambda _: source)
     assert (next(stream), source.given) == (1, 1)
     assert (next(stream), source.given) == (2, 2)
     assert list(stream) == [3]
@@ -299,9 +299,9 @@ def test_an_item_is_asked_for_when_it_is_wanted_and_no_earlier() -> None:
 
 
 @pytest.mark.parametrize(("way", "left"), [("with", "well"), ("close", "CancelledError"), ("drop", "CancelledError")])
-def test_a_stream_is_left_as_its_reader_leaves(way: str, left: str) -> None:
+def test_a_source_is_left_in_the_way_the_stream_is_left(way: str, left: str) -> None:
     source = Counting()
-    stream = BlockingStream(a_portal(), lambda _: source)
+    stream = BlockingStream(make_portal(), lambda _: source)
     if way == "with":
         with stream as items:
             assert next(items) == 1
@@ -318,51 +318,51 @@ def test_a_stream_is_left_as_its_reader_leaves(way: str, left: str) -> None:
     assert source.left == left
 
 
-def test_an_error_in_the_block_is_an_error_for_the_source() -> None:
+def test_an_error_in_the_block_cancels_the_source() -> None:
     source = Counting()
-    with pytest.raises(KeyError), BlockingStream(a_portal(), lambda _: source) as items:
+    with pytest.raises(KeyError), BlockingStream(make_portal(), lambda _: source) as items:
         {}[next(items)]
     assert source.left == "CancelledError"
 
 
-def test_a_stream_asks_its_reader_while_that_waits() -> None:
+def test_a_stream_can_call_back_while_its_reader_waits() -> None:
     class Asking(Counting):
         async def __anext__(self) -> int:
             assert self.callbacks is not None
-            return await self.callbacks.ask(threading.get_ident)
+            return await self.callbacks.call(threading.get_ident)
 
-    with BlockingStream(a_portal(), lambda callbacks: Asking(callbacks=callbacks)) as items:
+    with BlockingStream(make_portal(), lambda callbacks: Asking(callbacks=callbacks)) as items:
         assert [next(items), next(items)] == [threading.get_ident()] * 2
 
 
-def test_an_error_of_the_source_is_the_readers_and_then_it_is_over() -> None:
+def test_an_error_of_the_source_is_raised_and_ends_the_stream() -> None:
     class Failing(Counting):
         async def __anext__(self) -> int:
             raise errors.QueueFullError("full")
 
-    stream = BlockingStream(a_portal(), lambda _: Failing())
+    stream = BlockingStream(make_portal(), lambda _: Failing())
     with pytest.raises(errors.QueueFullError):
         next(stream)
     assert list(stream) == []
 
 
-def test_a_second_thread_that_reads_the_same_stream_is_told() -> None:
+def test_a_second_thread_that_reads_the_same_stream_is_refused() -> None:
     class Asking(Counting):
         async def __anext__(self) -> int:
             assert self.callbacks is not None
-            return await self.callbacks.ask(lambda: list(thread_reads()) and 1)
+            return await self.callbacks.call(lambda: list(thread_reads()) and 1)
 
     def thread_reads() -> Iterator[None]:
         with pytest.raises(RuntimeError, match="two threads"):
             next(items)
         yield
 
-    with BlockingStream(a_portal(), lambda callbacks: Asking(callbacks=callbacks)) as items:
+    with BlockingStream(make_portal(), lambda callbacks: Asking(callbacks=callbacks)) as items:
         assert next(items) == 1
 
 
-def test_streams_end_in_one_task() -> None:
-    """Cancel scopes, which libraries open, can be left by no other."""
+def test_a_source_is_entered_read_and_left_in_one_task() -> None:
+    """Cancel scopes, which libraries use, must be left by the task that entered them."""
     tasks: list[Any] = []
 
     class Scoped(Counting):
@@ -377,7 +377,7 @@ def test_streams_end_in_one_task() -> None:
         async def __aexit__(self, *_: Any) -> None:
             tasks.append(asyncio.current_task())
 
-    with BlockingStream(a_portal(), lambda _: Scoped(2)) as items:
+    with BlockingStream(make_portal(), lambda _: Scoped(2)) as items:
         assert list(items) == [1, 2]
     assert len(tasks) == 5
     assert len(set(map(id, tasks))) == 1

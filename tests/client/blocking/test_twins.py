@@ -1,4 +1,4 @@
-"""Blocking clients have what their async twins have, under the same names, with the same arguments."""
+"""Tests that blocking classes have the methods of the async classes, with the same arguments."""
 
 from __future__ import annotations
 
@@ -14,11 +14,11 @@ from lmx_lab.client.blocking.session import Session
 from lmx_lab.client.blocking.subscription import BlockingSubscription
 from lmx_lab.client.daemon import AsyncDaemonClient
 from lmx_lab.client.event_subscription import Subscription
-from lmx_lab.client.inference import AsyncLabClient
+from lmx_lab.client.lab import AsyncLabClient
 from lmx_lab.client.session import AsyncSession
 
 ALONE = {"aclose", "close", "connection", "credentials", "session_id", "url"}
-"""Of async clients alone, or attributes of instances, which are no members of classes."""
+"""Members that only async or only blocking classes have, and attributes of instances."""
 
 
 def members(of: type) -> dict[str, Any]:
@@ -32,7 +32,7 @@ def arguments(function: Callable[..., Any]) -> list[tuple[str, Any, Any]]:
 
 
 @pytest.mark.parametrize(
-    ("twin", "blocking"),
+    ("async_class", "blocking"),
     [
         (AsyncLabClient, LabClient),
         (AsyncDaemonClient, DaemonClient),
@@ -40,10 +40,10 @@ def arguments(function: Callable[..., Any]) -> list[tuple[str, Any, Any]]:
         (Subscription, BlockingSubscription),
     ],
 )
-def test_they_have_the_same_methods_with_the_same_arguments(twin: type, blocking: type) -> None:
-    there, here = members(twin), members(blocking)
-    assert set(there) == set(here)
-    for name, member in there.items():
-        assert callable(member) == callable(here[name]), name
+def test_blocking_classes_have_the_methods_and_arguments_of_async_classes(async_class: type, blocking: type) -> None:
+    theirs, ours = members(async_class), members(blocking)
+    assert set(theirs) == set(ours)
+    for name, member in theirs.items():
+        assert callable(member) == callable(ours[name]), name
         if callable(member):
-            assert arguments(member) == arguments(here[name]), name
+            assert arguments(member) == arguments(ours[name]), name

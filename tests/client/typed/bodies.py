@@ -5,13 +5,13 @@ from lmx_lab.wire.embeddings import EmbeddingsBody
 from lmx_lab.wire.rerank import RerankBody
 
 
-def asked(text: str) -> ChatRequest:
+def chat_request(text: str) -> ChatRequest:
     return ChatRequest(model="default", messages=[ChatMessage(role="user", content=text)], max_tokens=8)
 
 
-def embedded(*texts: str) -> EmbeddingsBody:
+def embedding_request(*texts: str) -> EmbeddingsBody:
     return EmbeddingsBody(model="default", input=list(texts))
 
 
-def ranked(query: str, *documents: str) -> RerankBody:
+def rerank_request(query: str, *documents: str) -> RerankBody:
     return RerankBody(model="default", query=query, documents=list(documents))

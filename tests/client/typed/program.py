@@ -1,4 +1,4 @@
-"""What a user of the clients may write, all of it with types that are known."""
+"""A program that uses the clients, which mypy accepts."""
 
 import asyncio
 from collections.abc import AsyncIterator, Iterator
@@ -6,7 +6,7 @@ from contextlib import aclosing
 from pathlib import Path
 from typing import assert_never
 
-from bodies import asked, embedded, ranked
+from bodies import chat_request, embedding_request, rerank_request
 
 from lmx_lab.client import (
     AsyncDaemonClient,
@@ -52,15 +52,15 @@ def show(step: ModelEvent) -> None:
 
 def lab_blocking(url: str) -> Iterator[str]:
     with LabClient(url, api_key="key", timeout_s=1.0) as client:
-        yield client.chat(asked("hi")).choices[0].message.content or ""
-        chunks: BlockingStream[ChatChunk] = client.stream(asked("hi"), over="websocket")
+        yield client.chat(chat_request("hi")).choices[0].message.content or ""
+        chunks: BlockingStream[ChatChunk] = client.stream(chat_request("hi"), over="websocket")
         with chunks:
             for chunk in chunks:
                 yield text_of(chunk)
-        for part in client.stream_with_remarks(asked("hi")):
+        for part in client.stream_with_remarks(chat_request("hi")):
             yield text_of(part) if isinstance(part, ChatChunk) else part.text
-        print(as_array(client.embed(embedded("a", "b"))).shape)
-        print(client.rerank(ranked("q", "a")).results[0].relevance_score)
+        print(as_array(client.embed(embedding_request("a", "b"))).shape)
+        print(client.rerank(rerank_request("q", "a")).results[0].relevance_score)
         print(client.load("tiny", progress=show).vram_gb, client.unload().freed_vram_gb, client.models().models[0].id)
         ready = client.ready()
         print(client.version(), ready.error.code if isinstance(ready, NotReady) else ready.model)
@@ -71,9 +71,9 @@ def lab_blocking(url: str) -> Iterator[str]:
 
 async def lab_async(url: str) -> None:
     async with AsyncLabClient(url) as client:
-        answer = await client.chat(asked("hi"))
+        answer = await client.chat(chat_request("hi"))
         print(answer.choices[0].finish_reason, answer.usage.total_tokens)
-        async with aclosing(client.stream(asked("hi"), over="sse")) as chunks:
+        async with aclosing(client.stream(chat_request("hi"), over="sse")) as chunks:
             async for chunk in chunks:
                 print(text_of(chunk))
         print((await client.load("tiny", progress=show)).model)
@@ -88,7 +88,7 @@ async def decide_later(permission: PermissionRecord) -> bool:
     return decide(permission)
 
 
-def told(event: DaemonEvent) -> None:
+def print_event(event: DaemonEvent) -> None:
     match event:
         case TurnTokenEvent():
             print(event.data.text, event.seq)
@@ -102,13 +102,13 @@ def told(event: DaemonEvent) -> None:
             print(event.at)
 
 
-def told_of(result: TurnResult) -> str:
+def describe(result: TurnResult) -> str:
     for call in result.tool_calls:
         print(call.name, call.status, call.text, call.elapsed_s)
     return f"{result.text} {result.stop_reason} {result.reconnects}"
 
 
-def connection_of(state: ConnectionState) -> str:
+def describe_state(state: ConnectionState) -> str:
     match state.state:
         case "connecting" | "catching-up" | "live":
             return state.state
@@ -120,10 +120,10 @@ def connection_of(state: ConnectionState) -> str:
 def daemon_blocking(home: Path) -> None:
     with DaemonClient.discover(home) as client, DaemonClient("http://there", token=None) as other:
         session: Session = client.session("s", title="t", tools=["add"], metadata={"a": [1, None]})
-        result = session.run("hi", on_permission=decide, on_event=told, overrides=TurnOverrides(max_tokens=3))
-        print(told_of(result), other.url)
+        result = session.run("hi", on_permission=decide, on_event=print_event, overrides=TurnOverrides(max_tokens=3))
+        print(describe(result), other.url)
         for event in session.stream("hi", on_permission="deny", when_busy="reject"):
-            told(event)
+            print_event(event)
         snapshot: SessionSnapshot = session.snapshot()
         print(snapshot.messages[0].content, session.change(title=None, archived=True).revision)
         print(
@@ -139,8 +139,8 @@ def daemon_blocking(home: Path) -> None:
         events: BlockingSubscription = client.events(cursor=store, types=["turn.*"])
         with events:
             for event in events:
-                told(event)
-            print(connection_of(events.state), events.cursor, events.reconnects)
+                print_event(event)
+            print(describe_state(events.state), events.cursor, events.reconnects)
         client.shut_down(mode="now")
 
 
@@ -148,18 +148,18 @@ async def daemon_async(home: Path) -> AsyncIterator[str]:
     async with AsyncDaemonClient.discover(home) as client:
         session: AsyncSession = await client.session()
         try:
-            yield told_of(await session.run("hi", on_permission=decide_later, on_event=told))
+            yield describe(await session.run("hi", on_permission=decide_later, on_event=print_event))
         except TurnError as exc:
             yield exc.message
         except LabError as exc:
             yield f"{exc.code} {exc.retry_after_s}"
         async for event in session.stream("hi"):
-            told(event)
+            print_event(event)
         store = MemoryCursor()
         store.save(Cursor(stream_id="stm", seq=3))
         subscription: Subscription = client.events(cursor=store)
         async with subscription as events:
             async for event in events:
-                told(event)
+                print_event(event)
         async for state in subscription.states():
-            yield connection_of(state)
+            yield describe_state(state)

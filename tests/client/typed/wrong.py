@@ -1,13 +1,13 @@
-"""What must not pass; each line that is wrong says so."""
+"""A program with type errors, each marked in its line."""
 
-from bodies import asked
+from bodies import chat_request
 
 from lmx_lab.client import DaemonClient, LabClient
 
 
 def wrong(lab: LabClient, daemon: DaemonClient) -> None:
     lab.chat("hi")  # wrong
-    lab.stream(asked("hi"), over="pigeon")  # wrong
+    lab.stream(chat_request("hi"), over="pigeon")  # wrong
     lab.load("tiny", progress=len)  # wrong
     daemon.session(1)  # wrong
     daemon.session("s").run("hi", on_permission="perhaps")  # wrong

@@ -110,7 +110,7 @@ async def test_the_setting_reaches_the_engine(quantized: ModelEntry, dtype: str,
 
 
 def test_an_unknown_type_is_refused_with_the_choices() -> None:
-    with pytest.raises(Exception, match="dtype is 'float8'; it can be auto, keep, float32, float16, bfloat16"):
+    with pytest.raises(Exception, match="dtype is 'float8'; it must be one of auto, keep, float32, float16, bfloat16"):
         Settings(dtype="float8")
 
 

@@ -1,0 +1,172 @@
+"""Parse command-line options: help texts, errors in one line, and options and checks that several commands share.
+
+By default, typer reports a mistake in a box of several lines. In the help, it shows ``<bool>`` for a switch, which
+takes no value, and ``<list[str]>`` for an option that can be repeated.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+import sys
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+from rich.markup import escape
+from typer.core import TyperCommand, TyperGroup, TyperOption
+
+from lmx_lab.cli.lazy import load
+from lmx_lab.cli.terminal import print_note, single_line
+from lmx_lab.errors import InvalidRequestError
+from lmx_lab.settings import Settings
+
+if TYPE_CHECKING:
+    from lmx_lab.client import DaemonClient
+
+MAX_ERROR_CHARACTERS = 400
+NUMBERS = {"int_parsing": "a whole number", "int_parsing_size": "a smaller number", "float_parsing": "a number"}
+"""What an option must be, by the type of pydantic's error."""
+STATUS = "0 on success, 1 on failure, 2 if an argument or a setting is not valid, 130 after Ctrl-C"
+
+
+def epilog(*examples: str, needs: str = "", status: str = STATUS) -> str:
+    """Return the text below a command's options: what the command needs, examples, and its exit statuses."""
+    lines = [f"Needs {needs}.\n"] if needs else []
+    lines += ["Examples:", *(f"  {example}" for example in examples), f"\nExit status: {status}."]
+    return escape("\n".join(lines))
+
+
+# Parsing
+
+
+class Command(TyperCommand):
+    """A command whose help shows options in the way they are typed."""
+
+    def get_params(self, ctx: Any) -> list[Any]:
+        return _with_typed_names(super().get_params(ctx), ctx)
+
+    def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
+        try:
+            return super().parse_args(ctx, args)
+        except typer.TyperException as exc:
+            # If the value of an option is missing, the parser's error does not refer to the command.
+            if getattr(exc, "ctx", None) is None:
+                exc.ctx = ctx  # type: ignore[attr-defined]
+            raise
+
+
+class CommandGroup(TyperGroup):
+    """All commands."""
+
+    def get_params(self, ctx: Any) -> list[Any]:
+        return _with_typed_names(super().get_params(ctx), ctx)
+
+    def main(self, *args: Any, **named: Any) -> Any:
+        """Run the command that the arguments name, and end with ``SystemExit``.
+
+        Raises:
+            InvalidRequestError: a command, an option or a value is not valid; the message is one line with the next
+                step.
+        """
+        try:
+            sys.exit(super().main(*args, **{**named, "standalone_mode": False}))
+        except typer.TyperException as exc:
+            if not (text := exc.format_message()) or "\n" in text:
+                # There were no arguments, and the text is the help, unless rich has already printed it.
+                sys.stdout.write(text)
+                sys.exit(exc.exit_code)
+            message = _error_message(exc)
+            end = "" if message.endswith(("?", "…")) else "."
+            ctx: typer.Context | None = getattr(exc, "ctx", None)
+            raise InvalidRequestError(f"{message}{end} See {ctx.command_path if ctx else 'lmx-lab'} --help") from None
+
+
+def _with_typed_names(params: list[Any], ctx: Any) -> list[Any]:
+    for param in params:
+        if isinstance(param, TyperOption) and param.metavar is None:
+            param.metavar = "" if param.is_flag else re.sub(r"list\[(\w+)\]", r"\1", param.display_type(ctx)).lower()
+    return params
+
+
+def _error_message(exc: typer.TyperException) -> str:
+    """Return typer's message, except for numbers, where that does not contain the given value."""
+    message = exc.format_message().rstrip(".")
+    mistakes = getattr(exc.__cause__, "errors", None)
+    if isinstance(exc, typer.BadParameter) and exc.param is not None and mistakes is not None:
+        first = mistakes()[0]
+        if (expected := NUMBERS.get(first["type"])) is not None:
+            message = f"{exc.param.opts[0]} is {first['input']!r:.80}; it must be {expected}"
+    return single_line(message[:1].lower() + message[1:], most=MAX_ERROR_CHARACTERS)
+
+
+# Servers
+
+
+def check_host(host: str | None) -> None:
+    """Check the value of ``--host``. For a URL or an address with a port, the system would only say that there is no
+    machine of this name.
+
+    Raises:
+        InvalidRequestError: the value is not an address without a port.
+    """
+    if host is not None and (re.search(r"[\s/]", host) or host.count(":") == 1):
+        raise InvalidRequestError(
+            f"--host is {host!r:.80}; give an address of this machine without a port, such as 127.0.0.1 or 0.0.0.0, "
+            "and the port with --port",
+            param="host",
+        )
+
+
+def settings_with_folders(**overrides: Any) -> Settings:
+    """Read the settings for a command that looks for models, and check that additional folders with models exist.
+
+    The lab's own folder is not checked, because it is created when it is needed.
+
+    Raises:
+        InvalidRequestError: a setting is not valid, or a folder does not exist.
+    """
+    settings = Settings.read(**overrides)
+    for folder in settings.model_folders:
+        if not os.path.isdir(folder):
+            raise InvalidRequestError(
+                f"model_folders: {folder} is not a folder that can be read; create it, or change --models of lmx-lab "
+                "serve or LMX_LAB_MODEL_FOLDERS",
+                param="model_folders",
+            )
+    return settings
+
+
+# The daemon that a command connects to
+
+TOKEN = "LMX_LAB_DAEMON_TOKEN"
+NEEDS_DAEMON = "a daemon: lmx-lab daemon, or launch(daemon=True) in a notebook"
+DaemonUrl = Annotated[str | None, typer.Option("--url", help="Address of another daemon. By default this user's own.")]
+DaemonToken = Annotated[
+    str | None,
+    typer.Option(
+        "--token",
+        envvar=TOKEN,
+        show_envvar=True,
+        help="Token of the daemon at --url. Other users can read arguments, so prefer the variable.",
+    ),
+]
+
+
+def daemon_client(url: str | None, token: str | None) -> DaemonClient:
+    """Return a client of the daemon at ``url``, by default of this user's own daemon.
+
+    Raises:
+        LabError: no daemon of this user is running, or only one of address and token was given.
+    """
+    if url is None and token is not None:
+        if token != os.environ.get(TOKEN):
+            raise InvalidRequestError(
+                "--token is for the daemon at --url; give --url as well, or omit --token, because the token of this "
+                "user's own daemon is read from its state file",
+                param="token",
+            )
+        print_note(f"{TOKEN} is not used: without --url, this is the user's own daemon, whose token is in a file")
+    if url is not None and token is None:
+        raise InvalidRequestError(f"--url needs the daemon's token: set {TOKEN}", param="token")
+    client: type[DaemonClient] = load("lmx_lab.client:DaemonClient")
+    return client.discover() if url is None else client(url, token=token or "")

@@ -1,0 +1,381 @@
+"""Provide a typed client of the inference server, over HTTP, server-sent events and WebSockets."""
+
+from __future__ import annotations
+
+import asyncio
+import base64
+from collections.abc import AsyncGenerator, Callable, Coroutine, Sequence
+from contextlib import aclosing, suppress
+from dataclasses import dataclass
+from typing import Annotated, Any, Literal
+
+import httpx2
+import numpy as np
+import numpy.typing as npt
+from pydantic import Discriminator, TypeAdapter, ValidationError
+
+from lmx_lab.client.chat_format import DONE, LAB_HEADER
+from lmx_lab.client.chat_socket import SOCKET_MESSAGE, SocketChunks, receive_messages
+from lmx_lab.client.connection import CONNECT_S, LONG_BYTES, QUICK_S, SHORT_BYTES, AsyncClientBase, HttpConnection
+from lmx_lab.client.errors import CHECK, parse_error, wrong_server_error
+from lmx_lab.client.request_bodies import build_body, encode_body
+from lmx_lab.client.sse import Remark
+from lmx_lab.errors import ConnectionLostError, LabError, UnreachableError, WrongServerError
+from lmx_lab.values.models import EngineChoice
+from lmx_lab.wire.admin import (
+    Heartbeat,
+    LoadAnswer,
+    LoadRequest,
+    Memory,
+    ModelEvent,
+    ModelRecords,
+    NotReady,
+    Ready,
+    RequestEvent,
+    Sample,
+    Throughput,
+    UnloadAnswer,
+)
+from lmx_lab.wire.chat import ChatChunk, ChatCompletion, ChatRequest, SocketDone, SocketError, SocketToken
+from lmx_lab.wire.embeddings import EmbeddingList, EmbeddingsBody
+from lmx_lab.wire.rerank import RerankBody, RerankResults
+
+Include = Literal["models", "requests", "samples"]
+"""Events that the server sends only on request: ``ModelEvent``, ``RequestEvent``, ``Sample``."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class UnknownLabEvent:
+    """An event that this version does not know: of another type, or with other fields."""
+
+    text: str
+    """The received data, usually JSON."""
+
+
+KnownEvent = Throughput | Memory | Heartbeat | ModelEvent | RequestEvent | Sample
+LabEvent = KnownEvent | UnknownLabEvent
+_KNOWN: TypeAdapter[KnownEvent] = TypeAdapter(Annotated[KnownEvent, Discriminator("type")])
+
+
+def lab_event(text: str) -> LabEvent:
+    """Parse the data of one event of the server."""
+    try:
+        return _KNOWN.validate_json(text)
+    except ValidationError:
+        return UnknownLabEvent(text=text)
+
+
+# Maximum sizes of responses
+
+MAX_COMPONENTS = 16_384
+"""Maximum length of a vector: more than any known embedding model has."""
+COMPONENT_BYTES = {"base64": 6, "float": 26}
+"""Size of one component by encoding: four bytes in base64, or a decimal number with its separator."""
+ITEM_BYTES = 200
+"""Size of the JSON around one vector or score."""
+ESCAPE_FACTOR = 3
+"""Maximum ratio of the size of JSON with escapes to the size of the same text in UTF-8."""
+
+
+def max_chat_bytes(body: ChatRequest) -> int:
+    """Return the maximum size of the response to a chat request."""
+    return SHORT_BYTES + LONG_BYTES * (body.n or 1) * (1 + (body.top_logprobs or 0))
+
+
+def max_embeddings_bytes(body: EmbeddingsBody) -> int:
+    """Return the maximum size of the response to an embeddings request."""
+    texts = 1 if body.is_single else len(body.input)
+    vector = (body.dimensions or MAX_COMPONENTS) * COMPONENT_BYTES[body.encoding_format or "float"]
+    return SHORT_BYTES + texts * (ITEM_BYTES + vector)
+
+
+def max_rerank_bytes(documents: int, *, request_bytes: int) -> int:
+    """Return the maximum size of the response to a rerank request, which may contain the documents of the request."""
+    return SHORT_BYTES + documents * ITEM_BYTES + ESCAPE_FACTOR * request_bytes
+
+
+# Loading with progress
+
+OPEN_S = 2.0
+"""Maximum time that a load waits until the stream of events is open, which a proxy may delay."""
+PROGRESS_STAGES = ("download", "verify", "convert", "store", "load")
+"""Stages that are reported as progress. The end is reported by the response to the load request."""
+
+
+async def load_with_progress(
+    load: Callable[[], Coroutine[Any, Any, LoadAnswer]],
+    *,
+    events: AsyncGenerator[LabEvent, None],
+    progress: Callable[[ModelEvent], None],
+) -> LoadAnswer:
+    """Load a model, and call ``progress`` for each step. Without events, the model is loaded without progress.
+
+    Cancellation, or an exception of ``progress``, stops the waiting but not the load.
+
+    Raises:
+        LabError: the load has failed.
+    """
+    opened = asyncio.Event()
+    watching = asyncio.create_task(_report_progress(events, progress, opened), name="report progress of a load")
+    tasks: list[asyncio.Task[Any]] = [watching]
+    try:
+        with suppress(TimeoutError):
+            await asyncio.wait_for(opened.wait(), OPEN_S)
+        loading = asyncio.create_task(load(), name="wait for a load")
+        tasks.append(loading)
+        await asyncio.wait(tasks, return_when=asyncio.FIRST_COMPLETED)
+        if watching.done():
+            # The events have ended, or ``progress`` has raised.
+            watching.result()
+        return await loading
+    finally:
+        for task in tasks:
+            task.cancel()
+        await asyncio.gather(*tasks, return_exceptions=True)
+
+
+async def _report_progress(
+    events: AsyncGenerator[LabEvent, None], progress: Callable[[ModelEvent], None], opened: asyncio.Event
+) -> None:
+    try:
+        async with aclosing(events) as received:
+            while (event := await _next_or_none(received)) is not None:
+                opened.set()
+                if isinstance(event, ModelEvent) and event.stage in PROGRESS_STAGES:
+                    progress(event)
+    finally:
+        opened.set()
+
+
+async def _next_or_none(events: AsyncGenerator[LabEvent, None]) -> LabEvent | None:
+    try:
+        return await anext(events, None)
+    except LabError:
+        # The load continues without progress, and reports its own errors.
+        return None
+
+
+Over = Literal["sse", "websocket"]
+"""Transport of a stream: server-sent events or a WebSocket. Through jupyter-server-proxy, only closing a WebSocket ends
+the answer on the server."""
+
+
+class AsyncLabClient(AsyncClientBase):
+    """A client of one inference server, on one event loop: ``async with AsyncLabClient("http://host:8400") as client``.
+
+    The classes of requests and responses are in ``lmx_lab.wire``. Cancelling a call, or closing a stream, closes its
+    connection, and the server stops its work. Every failure raises a ``LabError``: the class for the server's error
+    code, or ``UnreachableError`` if no LMX Lab server answers.
+
+    Args:
+        base_url: The address, optionally with a proxy's prefix, a trailing slash or ``/v1``.
+        api_key: The key of the server, or of a proxy in front of it. It is never displayed.
+        transport: Replaces the network, for tests.
+        timeout_s: Maximum time without data while the server computes or loads. None waits as long as the connection
+            exists, because the server has time limits of its own.
+
+    Raises:
+        InvalidRequestError: the address or the key is not valid.
+    """
+
+    def __init__(
+        self,
+        base_url: str,
+        *,
+        api_key: str | None = None,
+        transport: httpx2.AsyncBaseTransport | None = None,
+        timeout_s: float | None = None,
+    ) -> None:
+        self._connection = HttpConnection(base_url, api_key=api_key, transport=transport, timeout_s=timeout_s)
+        self._silence_s = timeout_s
+
+    @property
+    def url(self) -> str:
+        """The server's address."""
+        return self._connection.url
+
+    async def aclose(self) -> None:
+        """Close all connections; the server stops its work for them. Idempotent."""
+        await self._connection.aclose()
+
+    # Chat
+
+    async def chat(self, body: ChatRequest) -> ChatCompletion:
+        """Return a complete answer."""
+        content = encode_body(body.model_copy(update={"stream": False}))
+        return await self._connection.post("/v1/chat/completions", content, ChatCompletion, limit=max_chat_bytes(body))
+
+    async def stream(self, body: ChatRequest, *, over: Over = "sse") -> AsyncGenerator[ChatChunk, None]:
+        """Yield the chunks of an answer as they are generated.
+
+        Args:
+            over: The transport. Less is sent over a WebSocket: the chunks have the requested ``model``, a local ``id``,
+                an empty ``system_fingerprint``, and ``timings`` whose prompt time includes the time in the queue.
+
+        Raises:
+            ConnectionLostError: the stream ended before the answer was complete.
+            LabError: the server's error, before the first chunk or after any chunk.
+        """
+        source = self.stream_with_remarks(body) if over == "sse" else self._stream_over_socket(body)
+        async with aclosing(source) as parts:
+            async for part in parts:
+                if isinstance(part, ChatChunk):
+                    yield part
+
+    async def stream_with_remarks(self, body: ChatRequest) -> AsyncGenerator[ChatChunk | Remark, None]:
+        """Like ``stream``, with a remark about the request's state after every five seconds without a chunk."""
+        content = encode_body(body.model_copy(update={"stream": True}))
+        async with aclosing(self._connection.events("POST", "/v1/chat/completions", content=content)) as events:
+            async for event in events:
+                if event == DONE:
+                    return
+                yield event if isinstance(event, Remark) else self._parse_chunk(event)
+        raise ConnectionLostError(f"{self.url} ended the stream before the answer was complete; try again")
+
+    async def _stream_over_socket(self, body: ChatRequest) -> AsyncGenerator[ChatChunk, None]:
+        content = encode_body(body.model_copy(update={"stream": True})).decode()
+        chunks = SocketChunks(body)
+        source = receive_messages(self._connection, "/v1/chat/stream", content, silence_s=self._silence_s)
+        async with aclosing(source) as texts:
+            async for text in texts:
+                for chunk in chunks.read(self._parse_message(text)):
+                    yield chunk
+                if chunks.done:
+                    return
+
+    def _parse_message(self, text: str) -> SocketToken | SocketDone:
+        try:
+            message = SOCKET_MESSAGE.validate_json(text)
+        except ValidationError as exc:
+            raise WrongServerError(
+                f"{self.url} sent {text[:80]!r} over a WebSocket, unlike an LMX Lab server; {CHECK}"
+            ) from exc
+        if isinstance(message, SocketError):
+            raise parse_error(text) or LabError(message.error.message)
+        return message
+
+    def _parse_chunk(self, text: str) -> ChatChunk:
+        try:
+            return ChatChunk.model_validate_json(text)
+        except ValidationError as exc:
+            raise parse_error(text) or self._connection.invalid_event_error() from exc
+
+    # Vectors and scores
+
+    async def embed(self, body: EmbeddingsBody) -> EmbeddingList:
+        """Return the vectors of texts. ``as_array`` converts them to an array.
+
+        ``encoding_format="base64"`` is faster than the default.
+        """
+        limit = max_embeddings_bytes(body)
+        return await self._connection.post("/v1/embeddings", encode_body(body), EmbeddingList, limit=limit)
+
+    async def rerank(self, body: RerankBody) -> RerankResults:
+        """Rank documents by relevance, the best first.
+
+        Raises:
+            UnreachableError: the response has an index without a document, or the same index twice.
+        """
+        content, count = encode_body(body), len(body.documents)
+        limit = max_rerank_bytes(count, request_bytes=len(content))
+        answer = await self._connection.post("/v1/rerank", content, RerankResults, limit=limit)
+        indices = [item.index for item in answer.results]
+        if len(set(indices)) < len(indices) or not set(indices) <= set(range(count)):
+            raise UnreachableError(
+                f"{self.url} was given {count} documents to rank, but its response has the indices {indices!s:.100}, "
+                f"unlike an LMX Lab server; {CHECK}"
+            )
+        return answer
+
+    # Models
+
+    async def models(self) -> ModelRecords:
+        """List the models on the server's disk, and which of them are loaded."""
+        response, body = await self._connection.get("/admin/models", limit=LONG_BYTES)
+        return self._connection.parse_success(response, body, ModelRecords)
+
+    async def load(
+        self,
+        model: str,
+        *,
+        engine: EngineChoice = "auto",
+        progress: Callable[[ModelEvent], None] | None = None,
+    ) -> LoadAnswer:
+        """Load a model in place of the loaded one. Returns when the model is ready.
+
+        Cancelling this stops the waiting, but not the load.
+
+        Args:
+            model: The model's id; callers on the server's machine may also give a path.
+            engine: Engine that must run the model; ``auto`` selects it by the model's format.
+            progress: Called on this loop with each step of the load; most steps have byte counts.
+        """
+        # Without options that have their default value: an older server may not know them.
+        options = {name: value for name, value in {"engine": engine}.items() if value != "auto"}
+        content = encode_body(build_body(LoadRequest, model=model, **options))
+
+        async def load() -> LoadAnswer:
+            return await self._connection.post("/admin/models/load", content, LoadAnswer)
+
+        if progress is None:
+            return await load()
+        return await load_with_progress(load, events=self.events(["models"]), progress=progress)
+
+    async def unload(self) -> UnloadAnswer:
+        """Unload the model. Does nothing if no model is loaded."""
+        return await self._connection.post("/admin/models/unload", b"", UnloadAnswer)
+
+    # The server
+
+    async def version(self) -> str:
+        """Return the server's LMX Lab version. Needs no key.
+
+        Raises:
+            UnreachableError: no server answers, or another program does.
+        """
+        response, body = await self._connection.get("/healthz")
+        if LAB_HEADER not in response.headers:
+            raise wrong_server_error(self._connection.describe_response(response, body))
+        return response.headers[LAB_HEADER]
+
+    async def ready(self) -> Ready:
+        """Return whether a model is ready. If not, the result is a ``NotReady`` with the reason. Needs no key."""
+        response, body = await self._connection.get("/readyz")
+        return self._connection.parse(response, body, Ready if response.is_success else NotReady)
+
+    async def events(self, include: Sequence[Include] = ()) -> AsyncGenerator[LabEvent, None]:
+        """Yield live measurements every second, and the events in ``include``, until the server stops.
+
+        Raises:
+            UnreachableError: no server answers, or it has sent nothing for 30 s.
+        """
+        params = {"include": ",".join(include)} if include else {}
+        stream = self._connection.events(
+            "GET", "/admin/events", params=params, timeout=httpx2.Timeout(QUICK_S, connect=CONNECT_S)
+        )
+        async with aclosing(stream) as events:
+            async for event in events:
+                if isinstance(event, str):
+                    yield lab_event(event)
+
+
+def as_array(answer: EmbeddingList) -> npt.NDArray[np.float32]:
+    """Convert vectors, as numbers or in base64, to a float32 array of shape (inputs, dimensions).
+
+    Raises:
+        UnreachableError: the items are not vectors of the same length, which an LMX Lab server never sends.
+    """
+    rows = [_parse_vector(item.embedding) for item in sorted(answer.data, key=lambda item: item.index)]
+    try:
+        return np.stack(rows)
+    except ValueError as exc:
+        raise UnreachableError(f"the {len(rows)} vectors in the server's response do not form an array: {exc}") from exc
+
+
+def _parse_vector(value: list[float] | str) -> npt.NDArray[np.float32]:
+    if not isinstance(value, str):
+        return np.asarray(value, dtype=np.float32)
+    try:
+        return np.frombuffer(base64.b64decode(value, validate=True), dtype="<f4").astype(np.float32)
+    except ValueError as exc:
+        raise UnreachableError(f"a vector in the server's response is not float32 in base64: {exc}") from exc

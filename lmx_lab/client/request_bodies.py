@@ -1,0 +1,43 @@
+"""Build request bodies from arguments and encode them as JSON. Invalid ones are refused before anything is sent."""
+
+from __future__ import annotations
+
+from typing import TypeVar
+
+from pydantic import BaseModel, ValidationError
+from pydantic_core import PydanticSerializationError
+
+from lmx_lab.errors import InvalidRequestError
+
+Shape = TypeVar("Shape", bound=BaseModel)
+
+
+def build_body(shape: type[Shape], **fields: object) -> Shape:
+    """Return a request body of this shape.
+
+    Raises:
+        InvalidRequestError: a field is invalid; the message names the first one.
+    """
+    try:
+        return shape.model_validate(fields)
+    except ValidationError as exc:
+        first = exc.errors(include_url=False, include_context=False)[0]
+        field = ".".join(str(part)[:80] for part in first["loc"])
+        reason = first["msg"].removeprefix("Value error, ")
+        given = f" (given: {first['input']!r:.80})" if isinstance(first["input"], str | int | float) else ""
+        raise InvalidRequestError(f"{field or 'the request'}: {reason}{given}", param=field or None) from None
+
+
+def encode_body(body: BaseModel) -> bytes:
+    """Return the body as JSON, with only the fields that were set: an older server may not know new ones.
+
+    Raises:
+        InvalidRequestError: a value cannot be written as JSON.
+    """
+    try:
+        # pydantic warns about unions whose members are chosen by a validator, but serializes them correctly.
+        return body.model_dump_json(by_alias=True, exclude_unset=True, warnings="none").encode()
+    except PydanticSerializationError as exc:
+        raise InvalidRequestError(
+            f"the request cannot be written as JSON: {exc!s:.200}; give plain Python values"
+        ) from exc

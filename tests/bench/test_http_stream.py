@@ -1,0 +1,122 @@
+"""Tests of the HTTP client of the benchmark: bytes in pieces of any size, and all kinds of invalid responses."""
+
+from __future__ import annotations
+
+import asyncio
+import itertools
+import socket
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from lmx_lab.bench.http_stream import ChatEndpoint, ChunkedDecoder, TimedEvent, TimedRequest
+from lmx_lab.errors import ConnectionLostError, EngineError, InvalidRequestError, UnreachableError
+from tests.client.raw import HEAD, answering, streamed, whole
+
+pytestmark = pytest.mark.anyio
+EVENTS = ("data: one\n\n", ": waits\n\n", "data: two\r\n\r\ndata:three\n\n")
+
+
+async def events(url: str) -> list[TimedEvent]:
+    async with TimedRequest(ChatEndpoint(url), b"{}") as request:
+        request.send()
+        return [event async for event in request.events()]
+
+
+def cut(data: bytes, places: list[int]) -> list[bytes]:
+    edges = [0, *sorted(place % (len(data) + 1) for place in places), len(data)]
+    return [data[start:end] for start, end in itertools.pairwise(edges)]
+
+
+@given(parts=st.lists(st.binary(min_size=1, max_size=40), max_size=6), places=st.lists(st.integers(0, 500)))
+def test_chunked_coding_is_decoded_from_pieces_of_any_size(parts: list[bytes], places: list[int]) -> None:
+    sent = b"".join(b"%x;name=value\r\n%b\r\n" % (len(part), part) for part in parts) + b"0\r\n\r\n"
+    decoder = ChunkedDecoder()
+    assert b"".join(decoder.feed(piece) for piece in cut(sent, places)) == b"".join(parts)
+    assert decoder.ended
+
+
+@pytest.mark.parametrize("size", [b"-5\r\n", b"x\r\n", b"\r\n", b"1" * 70_000])
+def test_an_invalid_chunk_size_is_refused(size: bytes) -> None:
+    with pytest.raises(ValueError, match=r"."):
+        ChunkedDecoder().feed(size)
+
+
+async def test_events_have_their_time_of_arrival() -> None:
+    with answering(streamed(*EVENTS)) as server:
+        async with TimedRequest(ChatEndpoint(f"{server.url}/v1/", "secret"), b'{"a":1}') as request:
+            sent_at_s = request.send()
+            found = [event async for event in request.events()]
+    assert [event.data for event in found] == ["one", None, "two", "three"]
+    moments = [sent_at_s, *(event.at_s for event in found)]
+    assert moments == sorted(moments)
+    head, _, body = server.requests[0].partition("\r\n\r\n")
+    assert head.startswith("POST /v1/chat/completions HTTP/1.1\r\nhost: 127.0.0.1:")
+    assert "authorization: Bearer secret" in head
+    assert body == '{"a":1}'
+
+
+async def test_a_document_instead_of_a_stream_is_one_event() -> None:
+    with answering(whole('{"choices": []}')) as server:
+        assert [event.data for event in await events(server.url)] == ['{"choices": []}']
+
+
+async def test_a_refusal_raises_the_servers_error() -> None:
+    with (
+        answering(whole('{"error": {"message": "it broke", "code": 500}}', status="500 Oh")) as server,
+        pytest.raises(EngineError, match="it broke"),
+    ):
+        await events(server.url)
+
+
+@pytest.mark.parametrize(
+    "answer",
+    [
+        whole("<html>", kind="text/html"),
+        whole("<html>", status="404 Not Found", kind="text/html"),
+        b"SSH-2.0-OpenSSH\r\n\r\n",
+        b"HTTP/1.1 what\r\n\r\n",
+        b"x" * 100_000,
+        HEAD.format(status="200 OK", kind="text/event-stream").encode() + b"content-encoding: gzip\r\n\r\n",
+        HEAD.format(status="200 OK", kind="text/event-stream").encode() + b"transfer-encoding: chunked\r\n\r\nzz\r\n",
+    ],
+)
+async def test_a_response_of_another_program_is_an_error(answer: bytes) -> None:
+    with answering(answer) as server, pytest.raises(UnreachableError, match=r"unlike a chat-format server") as raised:
+        await events(server.url)
+    assert not isinstance(raised.value, ConnectionLostError)
+
+
+@pytest.mark.parametrize("answer", [b"", b"HTTP/1.1 200 OK\r\ncontent-t", streamed("data: one\n\n", end=False)])
+async def test_a_connection_that_ends_too_early_is_an_error(answer: bytes) -> None:
+    with answering(answer) as server, pytest.raises(ConnectionLostError):
+        await events(server.url)
+
+
+async def test_an_address_without_a_server_differs_from_a_lost_connection() -> None:
+    with socket.create_server(("127.0.0.1", 0)) as listener:
+        port = listener.getsockname()[1]
+    with pytest.raises(UnreachableError, match="nothing answers") as raised:
+        await events(f"http://127.0.0.1:{port}")
+    assert type(raised.value) is UnreachableError
+
+
+async def test_a_server_that_sends_more_than_is_read_has_to_wait() -> None:
+    """Of 4 MB that are not read, a part is in the buffer, and the rest has not left the server."""
+    with answering(streamed(*["data: " + "x" * 99_992 + "\n\n"] * 40)) as server:
+        async with TimedRequest(ChatEndpoint(server.url), b"{}") as request:
+            request.send()
+            source = request.events()
+            await anext(source)
+            while request._buffer.transport.is_reading():  # noqa: ASYNC110
+                await asyncio.sleep(0)
+            assert request._buffer._unread_bytes < 2_000_000
+            assert len([event async for event in source]) == 39
+
+
+def test_an_invalid_address_is_refused() -> None:
+    with pytest.raises(InvalidRequestError):
+        ChatEndpoint("ftp://x")
+    assert ChatEndpoint("https://host/hub/proxy/8400/v1").path == "/hub/proxy/8400/v1/chat/completions"
+    assert ChatEndpoint("https://host").port == 443

@@ -1,0 +1,37 @@
+"""Tests of measuring in a cell of a notebook."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from tests.bench.scripts import WORDS, after_calibration
+from tests.daemon.scripted import STALL, Scripted, token
+from tests.kernel.conftest import Notebook
+
+
+@pytest.fixture
+def notebook(tmp_path: Path) -> Iterator[Notebook]:
+    notebook = Notebook(tmp_path)
+    yield notebook
+    notebook.close()
+
+
+@pytest.mark.parametrize("first_line", ["", "import asyncio; await asyncio.sleep(0)"])
+def test_the_stop_button_returns_the_finished_requests(notebook: Notebook, first_line: str) -> None:
+    """In a cell with ``await``, the handler of ipykernel raises no exception."""
+    with Scripted(after_calibration(WORDS, WORDS, [token("a"), STALL])) as server:
+        output = notebook.interrupt(
+            f"""
+            {first_line}
+            from lmx_lab.bench import Case, run
+            case = Case(prompt_tokens=8, output_tokens=4, requests=4)
+            rows = run("{server.url}", case, progress=lambda step: step.done == 2 and print("started"))
+            print(len(rows), rows.attrs["interrupted"])
+            """
+        )
+    assert output.error is None, output.message
+    assert output.text.strip() == "2 True"
+    assert notebook.run("import sys; print('mlx.core' in sys.modules)") == "False"

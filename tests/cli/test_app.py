@@ -1,0 +1,322 @@
+"""Tests of exit statuses, invalid arguments, interrupts and output that cannot be written; never with a traceback."""
+
+from __future__ import annotations
+
+import os
+import shlex
+import signal
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import typer
+
+from lmx_lab.cli import app as application
+from lmx_lab.cli.app import run
+from tests.command_line import CLOSED, WAIT_S, Running, environment, run_command
+
+COMMANDS = ("serve", "daemon", "chat", "events", "bench", "pull", "models", "doctor")
+PROGRAM = [sys.executable, "-m", "lmx_lab"]
+BLOCKS = "import sys\nprint('importing', flush=True)\nsys.stdin.read()\n"
+FULL = Path("/dev/full")
+needs_full = pytest.mark.skipif(not FULL.exists(), reason="this system has no /dev/full")
+
+
+@pytest.fixture
+def home(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """A home for commands that run in this process, where nothing has to be imported again."""
+    monkeypatch.setenv("LMX_LAB_HOME", str(tmp_path))
+    monkeypatch.setenv("HF_HUB_CACHE", str(tmp_path / "hub"))
+    return tmp_path
+
+
+@pytest.mark.usefixtures("home")
+@pytest.mark.parametrize(
+    ("arguments", "status"),
+    [
+        (["--version"], 0),
+        (["pull", "no-such"], 1),
+        (["chat", "hello"], 1),
+        (["serve", "--slots", "0"], 2),
+        (["daemon", "--upstream", "http://user:secret@127.0.0.1"], 2),
+        (["chat", "hello", "--token", "t"], 2),
+    ],
+    ids=str,
+)
+def test_a_failure_and_an_invalid_command_line_have_different_exit_statuses(
+    capsys: pytest.CaptureFixture[str], arguments: list[str], status: int
+) -> None:
+    assert run(arguments) == status
+    output = capsys.readouterr().err
+    assert bool(output) == (status != 0)
+    assert "Traceback" not in output
+    assert "secret" not in output
+
+
+@pytest.mark.usefixtures("home")
+@pytest.mark.parametrize(
+    ("arguments", "message", "help_of"),
+    [
+        (["sreve"], "no such command 'sreve'. Did you mean 'serve'?", ""),
+        (["--nope"], "no such option: --nope.", ""),
+        (["serve", "--prot", "1"], "no such option: --prot (Possible options: --host, --port, --slots).", " serve"),
+        (["serve", "--port", "many"], "--port is 'many'; it must be a whole number.", " serve"),
+        (["serve", "--port"], "option '--port' requires an argument.", " serve"),
+        (["serve", "--swap=yes"], "option '--swap' does not take a value.", " serve"),
+        (["bench", "--rate", "fast\n"], "--rate is 'fast\\n'; it must be a number.", " bench"),
+        (["serve", "-x"], "no such option: -x.", " serve"),
+        (["pull"], "missing argument 'model'.", " pull"),
+        (["models", "one", "two\x1b[2J\n"], r"got unexpected extra argument(s) (one two\x1b[2J\x0a).", " models"),
+    ],
+    ids=lambda value: " ".join(value) if isinstance(value, list) else "",
+)
+def test_an_invalid_command_line_is_one_line_with_the_next_step(
+    capsys: pytest.CaptureFixture[str], arguments: list[str], message: str, help_of: str
+) -> None:
+    assert run(arguments) == 2
+    shown = capsys.readouterr()
+    assert (shown.out, shown.err.count("\n")) == ("", 1)
+    assert shown.err.startswith(f"invalid-request: {message} See ")
+    assert shown.err.endswith(f"{help_of} --help\n")
+
+
+@pytest.mark.usefixtures("home")
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["serve", "--memory-limit", "-1"], "--memory-limit is -1; give GB"),
+        (["serve", "--prefix-cache", "nan"], "--prefix-cache is nan; give GB"),
+        (["serve", "--host", "http://127.0.0.1"], "--host is 'http://127.0.0.1'; give an address"),
+        (["daemon", "--host", "127.0.0.1:8401"], "--host is '127.0.0.1:8401'; give an address"),
+        (["events", "--after", "-1"], "--after is -1; give 0"),
+        (["daemon", "--host", "two words"], "--host is 'two words'; give an address"),
+    ],
+    ids=lambda value: " ".join(value) if isinstance(value, list) else "",
+)
+def test_an_invalid_value_is_named_as_it_was_given(
+    capsys: pytest.CaptureFixture[str], arguments: list[str], message: str
+) -> None:
+    assert run(arguments) == 2
+    assert capsys.readouterr().err.startswith(f"invalid-request: {message}")
+
+
+def test_without_arguments_the_help_is_printed(capsys: pytest.CaptureFixture[str]) -> None:
+    assert run([]) == 2
+    shown = capsys.readouterr()
+    assert "Exit status: 0" in shown.out
+    assert shown.err == ""
+
+
+@pytest.mark.parametrize("arguments", [["serve", "--port", "0"], ["models"], ["bench", "--model", "m"], ["pull", "m"]])
+def test_a_missing_folder_with_models_is_an_error(
+    home: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], arguments: list[str]
+) -> None:
+    monkeypatch.setenv("LMX_LAB_MODEL_FOLDERS", f"{home}:{home / 'nowhere'}")
+    assert run(arguments) == 2
+    shown = capsys.readouterr()
+    assert shown.err.startswith(f"invalid-request: model_folders: {home / 'nowhere'} is not a folder")
+    assert (shown.out, shown.err.count("\n")) == ("", 1)
+
+
+def test_a_file_is_refused_as_folder_with_models(home: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    file = home / "model.gguf"
+    file.touch()
+    assert run(["serve", "--port", "0", "--models", str(file)]) == 2
+    assert f"{file} is not a folder" in capsys.readouterr().err
+
+
+def test_an_invalid_upstream_is_refused_before_anything_starts(home: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert run(["daemon", "--upstream", "junk"]) == 2
+    output = capsys.readouterr().err
+    assert output.startswith("invalid-request: upstream: 'junk' has neither http:// nor a port")
+    assert not (home / "daemon").exists()
+
+
+@pytest.mark.usefixtures("home")
+def test_an_unused_token_of_the_environment_is_reported(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setenv("LMX_LAB_DAEMON_TOKEN", "t")
+    assert run(["events"]) == 1
+    note, failed = capsys.readouterr().err.splitlines()
+    assert note.startswith("LMX_LAB_DAEMON_TOKEN is not used")
+    assert failed.startswith("unreachable: no daemon of this user is running")
+
+
+def started(home: Path, *arguments: str) -> subprocess.CompletedProcess[str]:
+    """Run a command in a process of its own."""
+    return subprocess.run(
+        [*PROGRAM, *arguments], capture_output=True, text=True, timeout=WAIT_S, env=environment(home), check=False
+    )
+
+
+def test_the_help_names_every_command(tmp_path: Path) -> None:
+    done = started(tmp_path, "--help")
+    assert (done.returncode, done.stderr) == (0, "")
+    assert all(name in done.stdout for name in COMMANDS)
+
+
+def test_parsing_arguments_imports_no_slow_package() -> None:
+    source = """
+import sys
+import lmx_lab
+dir(lmx_lab)
+print({'mlx', 'mlx.core', 'fastapi', 'pydantic', 'rich', 'asyncio'} & set(sys.modules))
+import lmx_lab.cli.app
+print({'mlx.core', 'fastapi', 'mlx_lm'} & set(sys.modules))
+"""
+    result = subprocess.run([sys.executable, "-c", source], capture_output=True, text=True, check=True)
+    assert result.stdout == "set()\nset()\n"
+
+
+@pytest.mark.parametrize(
+    ("arguments", "code"),
+    [
+        (["serve", "--port", "0", "--model", "no-such"], "model-not-found"),
+        (["serve", "--port", "0", "--log-level", "loud"], "invalid-request"),
+        (["serve", "--port", "0", "--cors-origin", "*"], "invalid-request"),
+        (["serve", "--port", "70000"], "invalid-request"),
+        (["serve", "--port", "0", "--model", "tiny", "--memory-limit", "0.001"], "oom-unloaded"),
+        (["serve", "--slots", "0"], "invalid-request"),
+        (["serve", "--queue-limit", "-1"], "invalid-request"),
+        (["serve", "--idle-unload", "0"], "invalid-request"),
+        (["serve", "--request-timeout", "nan"], "invalid-request"),
+        (["serve", "--memory-limit", "inf"], "invalid-request"),
+        (["serve", "--prefix-cache", "nan"], "invalid-request"),
+        (["serve", "--prefix-cache", "-1"], "invalid-request"),
+        (["pull", "no-such"], "model-not-found"),
+        (["daemon", "--port", "70000"], "invalid-request"),
+        (["daemon", "--port", "0", "--cors-origin", "*"], "invalid-request"),
+        (["daemon", "--port", "0", "--upstream", "ftp://nowhere"], "invalid-request"),
+        (["daemon", "--port", "0", "--mcp-config", "/no/such/file"], "invalid-request"),
+    ],
+)
+def test_an_error_is_one_line_and_an_exit_status(tiny_home: Path, arguments: list[str], code: str) -> None:
+    ended = run_command(tiny_home, *arguments)
+    assert (ended.status, ended.stderr.count("\n")) == (2 if code == "invalid-request" else 1, 1), ended.stderr
+    assert ended.stderr.startswith(f"{code}: ")
+
+
+def test_ctrl_c_during_the_import_of_typer_has_no_traceback(tmp_path: Path) -> None:
+    """A module whose import never ends stands for the 0.2 s that the real one takes."""
+    (tmp_path / "typer.py").write_text(BLOCKS)
+    named = {**environment(tmp_path), "PYTHONPATH": str(tmp_path)}
+    pipe = subprocess.PIPE
+    with subprocess.Popen([*PROGRAM, "--help"], stdin=pipe, stdout=pipe, stderr=pipe, env=named) as process:
+        assert process.stdout is not None
+        assert process.stderr is not None
+        assert process.stdout.readline() == b"importing\n"
+        process.send_signal(signal.SIGINT)
+        assert process.wait(WAIT_S) == 130
+        assert process.stderr.read() == b""
+
+
+def test_ctrl_c_during_the_imports_of_a_command_has_no_traceback(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "psutil.py").write_text(BLOCKS)
+    monkeypatch.syspath_prepend(tmp_path)
+    for module in [name for name in sys.modules if name.partition(".")[0] == "psutil" or in_doctor(name)]:
+        monkeypatch.delitem(sys.modules, module)
+    reading, writing = os.pipe()
+
+    def interrupt(running: Running) -> None:
+        running.wait_for("importing")
+        running.send_signal(signal.SIGINT)
+
+    try:
+        ended = run_command(tmp_path, "doctor", stdin=reading, meanwhile=interrupt)
+    finally:
+        os.close(reading)
+        os.close(writing)
+    assert (ended.status, ended.stdout, ended.stderr) == (130, "importing\n", "")
+
+
+def in_doctor(module: str) -> bool:
+    return module == "lmx_lab.doctor" or module.startswith("lmx_lab.doctor.")
+
+
+@needs_full
+@pytest.mark.parametrize("arguments", [["--help"], ["--version"]], ids=" ".join)
+def test_a_full_disk_is_one_line_and_a_failure(tmp_path: Path, arguments: list[str]) -> None:
+    with FULL.open("wb") as full:
+        ended = run_command(tmp_path, *arguments, stdout=full)
+        assert (ended.status, ended.stderr) == (1, "the output cannot be written: No space left on device\n")
+        assert run_command(tmp_path, *arguments, stdout=full, stderr=full).status == 1
+
+
+def test_a_command_runs_with_closed_streams(tmp_path: Path) -> None:
+    command = f"{shlex.join(PROGRAM)} --version <&- >&- 2>&-"
+    done = subprocess.run(
+        ["bash", "-c", command], capture_output=True, text=True, timeout=WAIT_S, env=environment(tmp_path), check=False
+    )
+    assert (done.returncode, done.stderr) == (0, "")
+
+
+@pytest.mark.parametrize("closed", ["stdout", "stderr"])
+def test_a_command_runs_with_one_closed_stream(tmp_path: Path, closed: str) -> None:
+    if closed == "stdout":
+        ended = run_command(tmp_path, "--version", stdout=CLOSED)
+    else:
+        ended = run_command(tmp_path, "--version", stderr=CLOSED)
+    assert (ended.status, ended.stderr) == (0, "")
+    assert ended.stdout.startswith("lmx-lab ") == (closed == "stderr")
+
+
+@pytest.mark.parametrize("arguments", [["--help"], ["--version"]], ids=" ".join)
+def test_a_closed_pipe_prints_nothing(tmp_path: Path, arguments: list[str]) -> None:
+    reading, writing = os.pipe()
+    os.close(reading)
+    try:
+        ended = run_command(tmp_path, *arguments, stdout=writing)
+    finally:
+        os.close(writing)
+    assert (ended.status, ended.stderr) == (1, "")
+
+
+def test_an_os_error_is_one_line_and_a_traceback_only_on_request(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def refused(_: object) -> None:
+        Path("/dev/null/model").read_bytes()
+
+    monkeypatch.setattr(application, "app", refused)
+    assert run(["models"]) == 1
+    assert capsys.readouterr().err == "Not a directory: /dev/null/model\n"
+    monkeypatch.setenv("LMX_LAB_LOG_LEVEL", "debug")
+    assert run(["models"]) == 1
+    assert "Traceback" in capsys.readouterr().err
+
+
+# --- help
+
+
+@pytest.mark.parametrize("name", COMMANDS)
+def test_the_help_of_a_command_has_valid_examples_and_exit_statuses(tmp_path: Path, name: str) -> None:
+    command = typer.main.get_command(application.app).commands[name]  # type: ignore[attr-defined]
+    examples = [line for line in command.epilog.splitlines() if line.startswith(f"  lmx-lab {name}")]
+    assert examples
+    for example in examples:
+        # The example ends before its explanation, or before a pipe.
+        arguments = shlex.split(example.split("   ")[0].partition(" | ")[0])[2:]
+        command.make_context(name, arguments or [])
+    assert "Exit status: 0" in command.epilog
+    assert max(len(line) for line in command.epilog.splitlines() if line.startswith("  ")) <= 78
+
+
+def test_the_help_has_examples_without_markup(capsys: pytest.CaptureFixture[str]) -> None:
+    assert run(["bench", "--help"]) == 0
+    output = capsys.readouterr().out
+    assert "pip install 'lmx-lab[lab]'" in output
+    assert "lmx-lab bench --model smollm2-135m" in [line.strip() for line in output.splitlines()]
+
+
+@pytest.mark.parametrize("name", ["", *COMMANDS])
+def test_the_help_shows_options_as_they_are_typed(capsys: pytest.CaptureFixture[str], name: str) -> None:
+    """A switch takes no value, and an option that can be repeated takes one value at a time."""
+    assert run([name, "-h"] if name else ["-h"]) == 0
+    output = capsys.readouterr().out
+    assert "--help" in output
+    assert "<bool>" not in output
+    assert "list[" not in output.partition("Options")[2]

@@ -1,0 +1,42 @@
+"""Tests of ``lmx-lab pull`` and ``lmx-lab models``."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+
+from tests.command_line import run_command
+
+
+def test_a_model_on_the_disk_is_not_downloaded_again(starter_home: Path) -> None:
+    result = run_command(starter_home, "pull", "smollm2-135m")
+    assert (result.status, result.stderr) == (0, "")
+    assert re.fullmatch(r"smollm2-135m: \d+ MB at \S+\n", result.stdout)
+
+
+def test_pulling_echo_explains_that_it_has_no_files(tmp_path: Path) -> None:
+    result = run_command(tmp_path, "pull", "echo")
+    assert result.status == 0
+    assert "echo has no files to download" in result.stderr + result.stdout
+    assert "lmx-lab serve --model echo" in result.stderr + result.stdout
+
+
+def test_a_gguf_file_is_used_as_it_is_or_converted_on_request(tmp_path: Path, smollm2_gguf: Path) -> None:
+    plain = run_command(tmp_path, "pull", str(smollm2_gguf))
+    assert (plain.status, plain.stderr) == (0, "")
+    assert re.fullmatch(r"(\S+): \d+ MB at \1\n", plain.stdout)
+    assert "no models in" in run_command(tmp_path, "models").stderr
+    converted = run_command(tmp_path, "pull", str(smollm2_gguf), "--mlx")
+    assert converted.status == 0, converted.stderr
+    assert converted.stdout.startswith("smollm2-135m-instruct.q4_1-b179c952: ")
+    assert " mlx " in run_command(tmp_path, "models").stdout
+
+
+def test_models_are_listed_in_complete_lines_for_programs(tiny_home: Path, tmp_path: Path) -> None:
+    result = run_command(tiny_home, "models")
+    assert result.status == 0
+    assert [line.split()[0] for line in result.stdout.splitlines()] == ["id", "tiny", "tiny-two"]
+    assert "smollm2-135m" in result.stderr
+    none = run_command(tmp_path, "models")
+    assert (none.status, none.stdout) == (0, "")
+    assert "no models in" in none.stderr

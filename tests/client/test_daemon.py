@@ -1,0 +1,614 @@
+"""Tests of the daemon's async client against a real daemon, and against other servers at its address."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import logging
+import sys
+import traceback
+from collections.abc import AsyncIterator, Iterator
+from pathlib import Path
+from typing import Any
+
+import httpx2
+import pytest
+
+from lmx_lab import errors
+from lmx_lab.client.daemon import AsyncDaemonClient
+from lmx_lab.daemon.daemon import Daemon
+from lmx_lab.daemon.storage.event_log import record_pruned
+from lmx_lab.wire.mcp import ChangeMcpServer, McpServerConfig, McpTestFailed, McpTestPassed
+from lmx_lab.wire.sessions import CancelTurns, ChangeSession, ForkSession, SessionMessage, SubmitTurn
+from tests.client.raw import RawServer, answering, whole
+from tests.client.test_credentials import write
+from tests.daemon.running_daemon import serving, write_tokens
+from tests.daemon.scripted import STALL, Scripted, calls, says, token
+
+pytestmark = pytest.mark.anyio
+COUNTING = Path(__file__).parent.parent / "daemon" / "counting_mcp.py"
+TOKEN = "open-sesame-42"
+
+
+def script(body: dict[str, Any]) -> Any:
+    """Return the answer for the last message."""
+    last = body["messages"][-1]
+    if last["role"] == "tool":
+        return says("It is ", last["content"], ".")
+    match last["content"]:
+        case "wait":
+            return [token("Well"), STALL]
+        case "call":
+            return calls(("add", {"a": 1, "b": 2}))
+    return says("Hello", " there.")
+
+
+def add(a: int, b: int) -> int:
+    """Adds."""
+    return a + b
+
+
+@pytest.fixture(scope="module")
+def home(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return tmp_path_factory.mktemp("home")
+
+
+@pytest.fixture(scope="module")
+def daemon(home: Path) -> Iterator[Daemon]:
+    with Scripted(script) as upstream, serving(home, upstream=upstream.url) as daemon:
+        daemon.tool(add)
+        yield daemon
+
+
+@pytest.fixture
+async def client(daemon: Daemon, home: Path) -> AsyncIterator[AsyncDaemonClient]:
+    async with AsyncDaemonClient.discover(home) as client:
+        yield client
+
+
+class Recorded(httpx2.AsyncBaseTransport):
+    """A transport over the network that records requests."""
+
+    def __init__(self) -> None:
+        self._network = httpx2.AsyncHTTPTransport()
+        self.requests: list[tuple[str, str | None]] = []
+        """Path and authorization header of each request."""
+        self.closings = 0
+
+    async def handle_async_request(self, request: httpx2.Request) -> httpx2.Response:
+        self.requests.append((request.url.path, request.headers.get("authorization")))
+        return await self._network.handle_async_request(request)
+
+    async def aclose(self) -> None:
+        self.closings += 1
+        await self._network.aclose()
+
+
+# --- the daemon
+
+
+async def test_health_and_state_are_read(daemon: Daemon, client: AsyncDaemonClient) -> None:
+    health, state = await client.health(), await client.state()
+    assert health.daemon_id == state.daemon_id == daemon.daemon_id
+    assert "events-socket" in state.features
+    assert client.url == daemon.url
+
+
+async def test_the_daemon_is_shut_down(tmp_path: Path) -> None:
+    with serving(tmp_path) as daemon:
+        async with AsyncDaemonClient.discover(tmp_path) as client:
+            await client.shut_down(mode="now")
+        assert await asyncio.to_thread(daemon.wait, 20)
+
+
+# --- sessions
+
+
+async def test_a_session_is_created_once_per_id(client: AsyncDaemonClient) -> None:
+    history = [SessionMessage(role="user", content="hi"), SessionMessage(role="assistant", content="hello")]
+    session = await client.session("mine", title="One", tools=["time__*"], messages=history, metadata={"a": [1, None]})
+    assert (await client.session("mine", title="Two")).session_id == session.session_id == "mine"
+    read = await client.read_session("mine")
+    assert (read.title, read.tools, read.metadata) == ("One", ["time__*"], {"a": [1, None]})
+    assert [message.content for message in read.messages] == ["hi", "hello"]
+    await client.delete_session("mine")
+    await client.delete_session("mine")
+    with pytest.raises(errors.SessionNotFoundError):
+        await client.read_session("mine")
+
+
+async def test_an_empty_list_of_tools_differs_from_none(client: AsyncDaemonClient) -> None:
+    session = await client.session(tools=())
+    assert (await client.read_session(session.session_id)).tools == []
+
+
+async def test_sessions_are_listed_in_pages(client: AsyncDaemonClient) -> None:
+    created = {(await client.session(title=f"paged {number}")).session_id for number in range(3)}
+    first = await client.sessions(limit=2, q="paged")
+    second = await client.sessions(limit=2, q="paged", cursor=first.next_cursor)
+    assert {record.session_id for record in first.sessions + second.sessions} == created
+    assert (len(first.sessions), second.next_cursor) == (2, None)
+    await client.change_session(created.pop(), ChangeSession(archived=True))
+    assert len((await client.sessions(archived=True, q="paged")).sessions) == 1
+
+
+async def test_a_change_of_an_outdated_revision_is_refused(client: AsyncDaemonClient) -> None:
+    session_id = (await client.session(title="One")).session_id
+    changed = await client.change_session(session_id, ChangeSession(title=None, revision=1))
+    assert (changed.title, changed.revision) == (None, 2)
+    with pytest.raises(errors.RevisionConflictError):
+        await client.change_session(session_id, ChangeSession(title="Three", revision=1))
+
+
+async def test_a_fork_is_independent_of_its_session(client: AsyncDaemonClient) -> None:
+    history = [SessionMessage(role="user", content="hi"), SessionMessage(role="assistant", content="hello")]
+    session_id = (await client.session(messages=history)).session_id
+    fork = await client.fork_session(session_id, ForkSession(title="Fork"))
+    assert (fork.forked_from, fork.title) == (session_id, "Fork")
+    with pytest.raises(errors.TurnNotFoundError):
+        await client.fork_session(session_id, ForkSession(through_turn_id="none"))
+
+
+# --- turns
+
+
+async def test_a_turn_submitted_twice_runs_once(client: AsyncDaemonClient) -> None:
+    session_id = (await client.session()).session_id
+    turn = SubmitTurn(turn_id="once", content="hi")
+    first, again = [await client.submit_turn(session_id, turn) for _ in range(2)]
+    assert first.turn_id == again.turn_id == "once"
+    record = await client.read_turn(session_id, "once", wait_s=20)
+    assert (record.status, record.stop_reason, record.text) == ("done", "end", "Hello there.")
+    assert len((await client.read_session(session_id)).messages) == 2
+    with pytest.raises(errors.IdempotencyConflictError):
+        await client.submit_turn(session_id, SubmitTurn(turn_id="once", content="bye"))
+
+
+async def test_a_busy_session_refuses_turns_and_its_turns_can_be_cancelled(client: AsyncDaemonClient) -> None:
+    session_id = (await client.session()).session_id
+    running = await client.submit_turn(session_id, SubmitTurn(content="wait"))
+    waiting = await client.submit_turn(session_id, SubmitTurn(content="hi"))
+    with pytest.raises(errors.TurnInProgressError):
+        await client.submit_turn(session_id, SubmitTurn(content="hi", when_busy="reject"))
+    assert (await client.cancel_turns(session_id, CancelTurns(turn_id=waiting.turn_id))).turn_ids == [waiting.turn_id]
+    assert (await client.cancel_turns(session_id, CancelTurns())).turn_ids == [running.turn_id]
+    record = await client.read_turn(session_id, running.turn_id, wait_s=20)
+    assert record.stop_reason == "cancelled"
+    assert (await client.cancel_turns(session_id, CancelTurns(queued=True))).cancelled == 0
+
+
+async def test_each_kind_of_missing_object_has_its_own_error(client: AsyncDaemonClient) -> None:
+    session_id = (await client.session()).session_id
+    for request, error in (
+        (client.submit_turn("none", SubmitTurn(content="hi")), errors.SessionNotFoundError),
+        (client.read_turn(session_id, "none"), errors.TurnNotFoundError),
+        (client.decide("none", "allow"), errors.PermissionNotFoundError),
+        (client.mcp_tools("none"), errors.McpServerNotFoundError),
+        (client.test_mcp_server("none"), errors.McpServerNotFoundError),
+    ):
+        with pytest.raises(error):
+            await request
+
+
+# --- permissions
+
+
+async def test_a_permission_is_decided_once(client: AsyncDaemonClient) -> None:
+    session_id = (await client.session()).session_id
+    turn = await client.submit_turn(session_id, SubmitTurn(content="call"))
+    page = await client.page(after=turn.cursor, types=["permission.*"], session_ids=[session_id], wait_s=20)
+    assert [event.event for event in page.events] == ["permission.request"]
+    (permission,) = [waiting for waiting in await client.permissions() if waiting.session_id == session_id]
+    assert (permission.tool, permission.arguments) == ("add", {"a": 1, "b": 2})
+    decided = await client.decide(permission.permission_id, "allow", scope="session")
+    assert (decided.decision, decided.scope, decided.resolved_by) == ("allow", "session", "client")
+    with pytest.raises(errors.AlreadyResolvedError):
+        await client.decide(permission.permission_id, "deny")
+    assert (await client.read_turn(session_id, turn.turn_id, wait_s=20)).text == "It is 3."
+
+
+# --- MCP servers
+
+
+async def test_an_mcp_server_is_tested_added_changed_and_removed(client: AsyncDaemonClient, tmp_path: Path) -> None:
+    args = (str(COUNTING), str(tmp_path / "notes"), "0")
+    config = McpServerConfig(name="counting", command=sys.executable, args=args, env={"KEY": "hidden"})
+    tested = await client.test_mcp_server(config)
+    assert isinstance(tested, McpTestPassed)
+    assert [tool.name for tool in tested.tools] == ["counting__count"]
+    assert await client.mcp_servers() == []
+    assert (await client.add_mcp_server(config)).env == {"KEY": "***"}
+    with pytest.raises(errors.McpServerExistsError):
+        await client.add_mcp_server(config)
+    assert isinstance(await client.test_mcp_server("counting"), McpTestPassed)
+    assert (await client.restart_mcp_server("counting")).state in ("starting", "ready")
+    changed = await client.change_mcp_server("counting", ChangeMcpServer(enabled=False))
+    assert (changed.enabled, (await client.mcp_server("counting")).state) == (False, "disabled")
+    assert await client.mcp_tools("counting") == []
+    await client.remove_mcp_server("counting")
+    await client.remove_mcp_server("counting")
+    assert await client.mcp_servers() == []
+
+
+async def test_a_failed_mcp_test_is_a_result(client: AsyncDaemonClient) -> None:
+    tested = await client.test_mcp_server(McpServerConfig(name="none", command="no-such-program-anywhere"))
+    assert isinstance(tested, McpTestFailed)
+    assert tested.error_kind == "command-not-found"
+
+
+# --- events
+
+
+async def test_events_are_read_in_pages(daemon: Daemon, client: AsyncDaemonClient) -> None:
+    last = await asyncio.to_thread(write_tokens, daemon, 5, "of-a-session")
+    page = await client.page(after=last - 5, limit=3, types=["turn.*", "session.*"], session_ids=["of-a-session"])
+    assert ([event.seq for event in page.events], page.more) == ([last - 4, last - 3, last - 2], True)
+    rest = await client.page(after=page.cursor, session_ids=["of-a-session"])
+    assert ([event.seq for event in rest.events], rest.more) == ([last - 1, last], False)
+    assert (await client.page()).events == []
+    assert (await client.page(wait_s=0.000_01)).events == []
+
+
+async def test_an_expired_cursor_has_a_reason(daemon: Daemon, client: AsyncDaemonClient) -> None:
+    last = await asyncio.to_thread(write_tokens, daemon, 5)
+    log, store = daemon.services.log, daemon.services.store
+    await asyncio.to_thread(lambda: daemon.run(store.write(lambda transaction: record_pruned(transaction, last - 2))))
+    log.set_pruned(last - 2)
+    for cursor, reason in (
+        ({"after": last - 3}, "pruned"),
+        ({"after": last + 1000}, "ahead"),
+        ({"after": 0, "stream_id": "stm_other"}, "other-stream"),
+    ):
+        with pytest.raises(errors.CursorExpiredError) as caught:
+            await client.page(**cursor)
+        assert caught.value.reason == reason
+
+
+# --- requests that are not sent
+
+
+@pytest.mark.parametrize("wrong", ["", "..", "a/b", "a" * 65, "a?b", "ä", "a\n"])
+async def test_an_invalid_id_is_not_sent(client: AsyncDaemonClient, wrong: str) -> None:
+    for request, name in (
+        (client.read_session(wrong), "session_id"),
+        (client.delete_session(wrong), "session_id"),
+        (client.read_turn("s", wrong), "turn_id"),
+        (client.decide(wrong, "allow"), "permission_id"),
+        (client.remove_mcp_server(wrong), "name"),
+    ):
+        with pytest.raises(errors.InvalidRequestError) as caught:
+            await request
+        assert caught.value.param == name
+
+
+async def test_invalid_arguments_are_named(client: AsyncDaemonClient) -> None:
+    for request, name in (
+        (client.decide("prm_1", "maybe"), "decision"),  # type: ignore[arg-type]
+        (client.shut_down(grace_s=-1), "grace_s"),
+        (client.session(tools="time"), "tools"),
+        (client.session("a b"), "session_id"),
+        (client.session(metadata="abc"), "metadata"),  # type: ignore[arg-type]
+        (client.session(metadata={"a": {1}}), "metadata"),  # type: ignore[dict-item]
+        (client.sessions(limit=0), "limit"),
+        (client.page(after=-1), "after"),
+        (client.page(wait_s=-1), "wait"),
+        (client.page(wait_s=float("nan")), "wait"),
+        (client.page(types=["nope"]), "types"),
+    ):
+        with pytest.raises(errors.InvalidRequestError) as caught:
+            await request
+        assert (caught.value.param or "").startswith(name)
+
+
+async def test_a_closed_client_refuses_requests(daemon: Daemon) -> None:
+    client = AsyncDaemonClient(daemon.url, token=daemon.token)
+    await client.state()
+    await client.aclose()
+    await client.aclose()
+    with pytest.raises(errors.InvalidRequestError, match="closed"):
+        await client.state()
+
+
+# --- when the token is sent
+
+
+async def test_the_daemon_identifies_itself_once_before_the_token_is_sent(daemon: Daemon, home: Path) -> None:
+    network = Recorded()
+    async with AsyncDaemonClient.discover(home, transport=network) as client:
+        await asyncio.gather(*(client.state() for _ in range(10)))
+    assert network.requests == [("/v3/health", None), *[("/v3/daemon", f"Bearer {daemon.token}")] * 10]
+    assert network.closings == 1
+
+
+async def test_an_explicit_address_is_not_checked(daemon: Daemon) -> None:
+    network = Recorded()
+    async with AsyncDaemonClient(f"{daemon.url}/v3", token=daemon.token, transport=network) as client:
+        assert (await client.state()).daemon_id == daemon.daemon_id
+    assert [path for path, _ in network.requests] == ["/v3/daemon"]
+
+
+def port(server: RawServer) -> int:
+    return int(server.url.rpartition(":")[2])
+
+
+def health(daemon_id: str) -> bytes:
+    return whole(json.dumps({"status": "ok", "name": "lmx-lab-daemon", "api_version": 3, "daemon_id": daemon_id}))
+
+
+def permissions(*ids: str) -> bytes:
+    return whole(json.dumps({"permissions": list(ids)}))
+
+
+@pytest.mark.parametrize(
+    "answer",
+    [
+        whole("<html>", kind="text/html"),
+        whole("{}"),
+        whole('{"status": "ok"', kind="application/json"),
+        whole("nothing here", status="404 Not Found", kind="text/plain"),
+        whole("", status="302 Found", extra="location: /login\r\n"),
+        health("dmn_2"),
+        b"SSH-2.0-OpenSSH_9.2\r\n",
+        b"",
+    ],
+    ids=["page", "json", "half-json", "404", "login", "other-daemon", "ssh", "nothing"],
+)
+async def test_another_server_at_the_address_does_not_get_the_token(tmp_path: Path, answer: bytes) -> None:
+    with answering(answer) as server:
+        write(tmp_path, port=port(server), token=TOKEN, daemon_id="dmn_1")
+        async with AsyncDaemonClient.discover(tmp_path) as client:
+            with pytest.raises(errors.UnreachableError) as caught:
+                await client.submit_turn("s", SubmitTurn(content="hi"))
+            with pytest.raises(errors.UnreachableError):
+                await client.connection()
+    assert server.url in str(caught.value)
+    assert not isinstance(caught.value, errors.WrongServerError), "the daemon may come back elsewhere"
+    assert server.requests
+    assert all(TOKEN not in request and "/v3/health" in request for request in server.requests)
+
+
+async def test_another_server_after_a_lost_connection_does_not_get_the_token(tmp_path: Path) -> None:
+    with answering(health("dmn_1"), b"", health("dmn_2")) as server:
+        write(tmp_path, port=port(server), token=TOKEN, daemon_id="dmn_1")
+        async with AsyncDaemonClient.discover(tmp_path) as client:
+            with pytest.raises(errors.UnreachableError, match="dmn_2"):
+                await client.state()
+    assert [TOKEN in request for request in server.requests] == [False, True, False]
+
+
+def traceback_with_variables(error: Exception) -> str:
+    """The traceback with the values of all variables, except those of the test."""
+    assert error.__traceback__ is not None
+    frames = error.__traceback__.tb_next
+    return "".join(traceback.TracebackException(type(error), error, frames, capture_locals=True).format())
+
+
+@pytest.mark.parametrize("token", [None, "wrong-sesame-43"])
+async def test_a_wrong_token_is_reported_without_showing_it(
+    daemon: Daemon, token: str | None, caplog: pytest.LogCaptureFixture
+) -> None:
+    caplog.set_level(logging.DEBUG)
+    async with AsyncDaemonClient(daemon.url, token=token) as client:
+        assert (await client.health()).status == "ok"
+        with pytest.raises(errors.UnauthorizedError, match="discover") as caught:
+            await client.state()
+        assert "sesame" not in f"{client!r} {client} {vars(client)}"
+    assert "sesame" not in traceback_with_variables(caught.value) + caplog.text
+
+
+async def test_the_token_is_in_no_traceback_and_no_log(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    caplog.set_level(logging.DEBUG)
+    text = ""
+    with answering(health("dmn_1"), b"", health("dmn_1"), whole("<html>", kind="text/html")) as server:
+        write(tmp_path, port=port(server), token=TOKEN, daemon_id="dmn_1")
+        async with AsyncDaemonClient.discover(tmp_path) as client:
+            for request in (client.fork_session("s", ForkSession()), client.state()):
+                with pytest.raises(errors.UnreachableError) as caught:
+                    await request
+                text += traceback_with_variables(caught.value)
+    assert sum(TOKEN in request for request in server.requests) == 2
+    assert "self = <" in text, "the traceback has values"
+    assert TOKEN not in text + caplog.text
+
+
+# --- restarts of the daemon
+
+
+async def test_a_restarted_daemon_is_found(tmp_path: Path) -> None:
+    with serving(tmp_path):
+        client = AsyncDaemonClient.discover(tmp_path)
+        session_id = (await client.session()).session_id
+    with pytest.raises(errors.UnreachableError, match="lmx-lab daemon"):
+        await client.state()
+    with serving(tmp_path) as daemon:
+        # The request was not sent before, so it cannot create a second fork.
+        assert (await client.fork_session(session_id, ForkSession())).forked_from == session_id
+        assert (await client.state()).daemon_id == daemon.daemon_id
+        assert client.url == daemon.url
+    await client.aclose()
+
+
+async def test_a_refused_token_is_read_again_once(daemon: Daemon, home: Path, tmp_path: Path) -> None:
+    fields = {"port": daemon.port, "daemon_id": daemon.daemon_id}
+    write(tmp_path, token="an-old-one", **fields)
+    network = Recorded()
+    async with AsyncDaemonClient.discover(tmp_path, transport=network) as client:
+        with pytest.raises(errors.UnauthorizedError):
+            await client.state()
+        assert [path for path, _ in network.requests] == ["/v3/health", "/v3/daemon"]
+        write(tmp_path, token=daemon.token, **fields)
+        assert (await client.fork_session((await client.session()).session_id, ForkSession())).forked_from
+
+
+async def test_a_new_address_is_checked_as_well(tmp_path: Path) -> None:
+    with answering(health("dmn_1"), permissions()) as first, answering(health("dmn_3")) as second:
+        write(tmp_path, port=port(first), token=TOKEN, daemon_id="dmn_1")
+        async with AsyncDaemonClient.discover(tmp_path) as client:
+            await client.permissions()
+            write(tmp_path, port=port(second), token=TOKEN, daemon_id="dmn_2")
+            assert client.credentials.refresh()
+            with pytest.raises(errors.UnreachableError, match="dmn_3"):
+                await client.permissions()
+    assert [TOKEN in request for request in first.requests + second.requests] == [False, True, False]
+
+
+async def test_a_request_that_may_have_been_executed_is_not_repeated_at_another_address(tmp_path: Path) -> None:
+    with answering(health("dmn_2")) as second:
+
+        def restart_meanwhile() -> Iterator[bytes]:
+            write(tmp_path, port=port(second), token=TOKEN, daemon_id="dmn_2")
+            yield b""
+
+        with answering(health("dmn_1"), restart_meanwhile()) as first:
+            write(tmp_path, port=port(first), token=TOKEN, daemon_id="dmn_1")
+            async with AsyncDaemonClient.discover(tmp_path) as client:
+                with pytest.raises(errors.ConnectionLostError):
+                    await client.fork_session("s", ForkSession())
+    assert (len(first.requests), second.requests) == (2, [])
+
+
+# --- servers that misbehave
+
+
+async def test_an_unreachable_daemon_is_named_with_the_next_step() -> None:
+    with answering(b"") as server:
+        url = server.url
+    async with AsyncDaemonClient(url, token=TOKEN) as client:
+        with pytest.raises(errors.UnreachableError, match=rf"{url} .*lmx-lab daemon"):
+            await client.state()
+
+
+async def test_an_idempotent_request_is_repeated_once_after_a_lost_connection() -> None:
+    with answering(b"", permissions()) as server:
+        async with AsyncDaemonClient(server.url, token=TOKEN) as client:
+            assert await client.permissions() == []
+    assert len(server.requests) == 2
+    with answering(b"") as server:
+        async with AsyncDaemonClient(server.url, token=TOKEN) as client:
+            with pytest.raises(errors.ConnectionLostError):
+                await client.permissions()
+    assert len(server.requests) == 2
+
+
+async def test_a_submission_is_repeated_with_the_same_id() -> None:
+    accepted = whole(json.dumps({"turn_id": "t", "status": "queued", "cursor": 1}), status="202 Accepted")
+    with answering(b"", accepted) as server:
+        async with AsyncDaemonClient(server.url, token=TOKEN) as client:
+            await client.submit_turn("s", SubmitTurn(content="hi"))
+    first, second = (json.loads(request.partition("\r\n\r\n")[2]) for request in server.requests)
+    assert first == second
+    assert first["turn_id"].startswith("trn_")
+
+
+async def test_the_error_shows_that_the_first_request_may_have_arrived() -> None:
+    gone = asyncio.Event()
+
+    async def take_one(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        await reader.readuntil(b"\r\n\r\n")
+        listener.close()
+        writer.transport.abort()
+        gone.set()
+
+    listener = await asyncio.start_server(take_one, "127.0.0.1", 0)
+    port = listener.sockets[0].getsockname()[1]
+    async with AsyncDaemonClient(f"http://127.0.0.1:{port}", token=TOKEN) as client:
+        with pytest.raises(errors.ConnectionLostError):
+            await client.submit_turn("s", SubmitTurn(content="hi"))
+    assert gone.is_set()
+
+
+async def test_a_request_that_is_not_idempotent_is_not_repeated() -> None:
+    with answering(b"") as server:
+        async with AsyncDaemonClient(server.url, token=TOKEN) as client:
+            for request in (
+                client.fork_session("s", ForkSession()),
+                client.cancel_turns("s", CancelTurns()),
+                client.change_session("s", ChangeSession(title="a")),
+                client.decide("p", "allow"),
+                client.restart_mcp_server("m"),
+            ):
+                with pytest.raises(errors.ConnectionLostError):
+                    await request
+    assert len(server.requests) == 5
+
+
+@pytest.mark.parametrize(("extra", "retry_after_s"), [("", None), ("retry-after: 7\r\n", 7.0)])
+@pytest.mark.parametrize("own", [True, False], ids=["daemon", "proxy"])
+async def test_a_503_has_the_advised_delay(extra: str, retry_after_s: float | None, own: bool) -> None:
+    body = json.dumps({"error": {"code": "daemon-stopping", "message": "it ends"}}) if own else "<html>"
+    answer = whole(body, status="503 Service Unavailable", kind="application/json" if own else "text/html", extra=extra)
+    with answering(answer) as server:
+        async with AsyncDaemonClient(server.url, token=TOKEN) as client:
+            with pytest.raises(errors.StoppingError if own else errors.UnreachableError) as caught:
+                await client.state()
+    assert caught.value.retry_after_s == retry_after_s
+    assert len(server.requests) == 1
+
+
+@pytest.mark.parametrize(
+    "answer",
+    [
+        whole("<html>", kind="text/html"),
+        whole('{"permissions": [}'),
+        whole('{"sessions": []}'),
+        whole('{"permissions": []}')[:-4],
+        whole("", status="204 No Content"),
+    ],
+    ids=["page", "no-json", "other-json", "cut-off", "empty"],
+)
+async def test_an_invalid_response_is_reported(answer: bytes) -> None:
+    with answering(answer) as server:
+        async with AsyncDaemonClient(server.url, token=TOKEN) as client:
+            with pytest.raises(errors.UnreachableError, match=server.url):
+                await client.permissions()
+
+
+async def test_a_deletion_confirmed_by_another_program_is_an_error() -> None:
+    with answering(whole("<html>", kind="text/html")) as server:
+        async with AsyncDaemonClient(server.url, token=TOKEN) as client:
+            with pytest.raises(errors.UnreachableError, match="daemon"):
+                await client.delete_session("s")
+
+
+async def test_fields_of_a_newer_daemon_are_ignored() -> None:
+    known = json.loads(health("dmn_9").partition(b"\r\n\r\n")[2])
+    with answering(whole(json.dumps({**known, "moon": {"phase": "full"}}))) as server:
+        async with AsyncDaemonClient(server.url, token=None) as client:
+            assert (await client.health()).daemon_id == "dmn_9"
+
+
+# --- WebSockets
+
+
+async def test_a_websocket_sends_the_token_in_a_header(daemon: Daemon, home: Path) -> None:
+    network = Recorded()
+    async with AsyncDaemonClient.discover(home, transport=network) as client:
+        for _ in range(2):
+            connection = await client.connection()
+            async with connection.websocket("/v3/events", {"types": ["turn.*", "tool.*"]}) as socket:
+                assert json.loads(await socket.receive_text())["event"] == "stream.hello"
+    opened = [("/v3/health", None), ("/v3/events", f"Bearer {daemon.token}")]
+    assert network.requests == opened * 2, "the identity is checked each time"
+
+
+async def test_a_refused_websocket_raises_the_daemons_error(daemon: Daemon, client: AsyncDaemonClient) -> None:
+    connection = await client.connection()
+    with pytest.raises(errors.InvalidRequestError) as caught:
+        async with connection.websocket("/v3/events", {"after": "soon"}):
+            pass
+    assert caught.value.param == "after"
+    async with AsyncDaemonClient(daemon.url, token="wrong") as stranger:
+        connection = await stranger.connection()
+        with pytest.raises(errors.UnauthorizedError):
+            async with connection.websocket("/v3/events"):
+                pass
+
+
+@pytest.mark.parametrize("status", ["200 OK", "101 Switching Protocols", "503 Service Unavailable"])
+async def test_an_invalid_websocket_response_is_reported(status: str) -> None:
+    with answering(whole("<html>", status=status, kind="text/html")) as server:
+        async with AsyncDaemonClient(server.url, token=TOKEN) as client:
+            connection = await client.connection()
+            with pytest.raises(errors.UnreachableError, match=server.url):
+                async with connection.websocket("/v3/events"):
+                    pass

@@ -1,0 +1,200 @@
+"""Events and turns of the client while connections are cut, and while the daemon is killed and restarted."""
+
+from __future__ import annotations
+
+import asyncio
+import random
+from collections.abc import AsyncIterator, Callable, Iterator
+from contextlib import asynccontextmanager
+from pathlib import Path
+
+import pytest
+
+from lmx_lab.client import backoff
+from lmx_lab.client.daemon import AsyncDaemonClient
+from lmx_lab.client.daemon_events import DaemonEvent, TurnDoneEvent, TurnErrorEvent, TurnTokenEvent
+from lmx_lab.errors import DaemonRestartedError
+from tests.daemon.daemon_process import Program
+from tests.daemon.scripted import Scripted, counted
+from tests.daemon.tcp_proxy import Proxy, Through
+
+pytestmark = [pytest.mark.anyio, pytest.mark.long]
+TOKENS = 60
+CUTS = 200
+WAIT_S = 60.0
+EXPECTED = "".join(f"w{at} " for at in range(TOKENS))
+
+
+@pytest.fixture
+def program(tmp_path: Path) -> Iterator[Program]:
+    # A second or so: twenty batches and more.
+    with Scripted(lambda body: counted(TOKENS, pause_s=0.03, every=2)) as upstream:
+        program = Program(tmp_path, upstream.url).start()
+        yield program
+        assert program.stop() == 0
+
+
+@pytest.fixture(autouse=True)
+def _short_delays(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(backoff, "MIN_DELAY_S", 0.01)
+    monkeypatch.setattr(backoff, "MAX_DELAY_S", 0.1)
+
+
+class Seen:
+    """Collects all events of a daemon through a subscription."""
+
+    def __init__(self, client: AsyncDaemonClient) -> None:
+        self.events: list[DaemonEvent] = []
+        self.subscription = client.events(after=0)
+        self._changed = asyncio.Condition()
+
+    @asynccontextmanager
+    async def following(self) -> AsyncIterator[None]:
+        async def follow() -> None:
+            async for event in self.subscription:
+                async with self._changed:
+                    self.events.append(event)
+                    self._changed.notify_all()
+
+        async with self.subscription:
+            task = asyncio.create_task(follow())
+            yield
+        await task
+
+    async def live(self) -> None:
+        """Wait until all events of the log were received."""
+        async for state in self.subscription.states():
+            if state.state == "live":
+                return
+
+    async def until(self, seq: int) -> None:
+        await self._until(lambda: any((event.seq or 0) >= seq for event in self.events))
+
+    async def more(self, kind: str, count: int) -> None:
+        """Wait until ``count`` more events of this kind were received."""
+
+        def there() -> int:
+            return sum(event.event == kind for event in self.events)
+
+        wanted = there() + count
+        await self._until(lambda: there() >= wanted)
+
+    async def _until(self, true: Callable[[], bool]) -> None:
+        async with self._changed, asyncio.timeout(WAIT_S):
+            await self._changed.wait_for(true)
+
+
+async def whole_log(program: Program) -> list[int]:
+    """Return the seq of each event in the log, read from the daemon directly."""
+    async with program.client() as http:
+        seqs: list[int] = []
+        more = True
+        while more:
+            page = (await http.get("/events", params={"after": seqs[-1] if seqs else 0})).json()
+            seqs += [event["seq"] for event in page["events"]]
+            more = page["more"]
+        return seqs
+
+
+async def test_two_hundred_cut_connections_lose_and_repeat_no_event(program: Program) -> None:
+    chance = random.Random(8)
+    cuts, streamed = 0, dict[str, list[str]]()
+
+    def note(event: DaemonEvent) -> None:
+        if isinstance(event, TurnTokenEvent):
+            streamed.setdefault(str(event.turn_id), []).append(event.data.text)
+
+    async def cut() -> None:
+        nonlocal cuts
+        while cuts < CUTS:
+            # At different moments of a connection, sometimes within a frame. Half of the cuts wait until a client is
+            # connected, however long that takes.
+            if chance.random() < 0.5:
+                await seen.live()
+            await asyncio.sleep(chance.uniform(0.0, 0.06))
+            cuts += bool(proxy.cut_within_next_piece(chance) if chance.random() < 0.5 else proxy.cut())
+
+    async with (
+        Proxy(lambda: program.state.port) as proxy,
+        AsyncDaemonClient.discover(program.home, transport=Through(proxy)) as client,
+    ):
+        seen, results = Seen(client), []
+        async with seen.following():
+            sessions = [await client.session() for _ in range(3)]
+            cutter = asyncio.create_task(cut())
+            while not cutter.done():
+                turns = (session.run("write", on_event=note) for session in sessions)
+                results += await asyncio.wait_for(asyncio.gather(*turns), WAIT_S)
+            await cutter
+            log = await whole_log(program)
+            await seen.until(log[-1])
+        assert [event.seq for event in seen.events] == log
+        assert {result.text for result in results} == {EXPECTED}
+        assert {"".join(texts) for texts in streamed.values()} == {EXPECTED}
+        assert len(streamed) == len(results) == sum(isinstance(event, TurnDoneEvent) for event in seen.events)
+        assert seen.subscription.reconnects > CUTS / 20
+        assert sum(result.reconnects for result in results) > CUTS / 20
+        assert proxy.halves > CUTS / 10
+
+
+async def test_a_subscription_continues_after_the_daemon_was_killed_and_restarted(program: Program) -> None:
+    chance = random.Random(5)
+    async with AsyncDaemonClient.discover(program.home) as client:
+        seen = Seen(client)
+        async with seen.following():
+            session = await client.session()
+            for _ in range(2):
+                running = asyncio.create_task(session.run("write"))
+                await seen.more("turn.token", chance.randint(1, 10))
+                await asyncio.to_thread(program.kill)
+                await asyncio.to_thread(program.start)
+                with pytest.raises(DaemonRestartedError, match="turn trn_"):
+                    await asyncio.wait_for(running, WAIT_S)
+            result = await asyncio.wait_for(session.run("write"), WAIT_S)
+            log = await whole_log(program)
+            await seen.until(log[-1])
+        assert [event.seq for event in seen.events] == log
+        assert result.text == EXPECTED
+        assert sum(isinstance(event, TurnErrorEvent) for event in seen.events) == 2
+        assert seen.subscription.reconnects == 2
+
+
+async def test_a_queued_turn_runs_after_a_restart_and_its_caller_receives_the_result(program: Program) -> None:
+    async with AsyncDaemonClient.discover(program.home) as client:
+        seen = Seen(client)
+        async with seen.following():
+            session = await client.session()
+            first = asyncio.create_task(session.run("write"))
+            await seen.more("turn.token", 1)
+            second = asyncio.create_task(session.run("write"))
+            await seen.more("turn.queued", 1)
+            await asyncio.to_thread(program.kill)
+            await asyncio.to_thread(program.start)
+            with pytest.raises(DaemonRestartedError):
+                await asyncio.wait_for(first, WAIT_S)
+            result = await asyncio.wait_for(second, WAIT_S)
+        assert (result.text, result.stop_reason) == (EXPECTED, "end")
+
+
+async def test_a_proxy_that_closes_idle_connections_loses_no_event(program: Program) -> None:
+    async with (
+        Proxy(lambda: program.state.port, idle_s=2.0) as proxy,
+        AsyncDaemonClient.discover(program.home, transport=Through(proxy)) as client,
+    ):
+        seen = Seen(client)
+        async with seen.following():
+            session = await client.session()
+            for _ in range(2):
+                await until_closed_as_idle(proxy)
+                result = await asyncio.wait_for(session.run("write"), WAIT_S)
+                assert result.text == EXPECTED
+            log = await whole_log(program)
+            await seen.until(log[-1])
+        assert [event.seq for event in seen.events] == log
+
+
+async def until_closed_as_idle(proxy: Proxy) -> None:
+    before = proxy.closed_as_idle
+    async with asyncio.timeout(WAIT_S):
+        while proxy.closed_as_idle < before + 2:  # noqa: ASYNC110
+            await asyncio.sleep(0.01)

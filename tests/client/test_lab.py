@@ -1,0 +1,590 @@
+"""Tests of the inference server's async client against a real server, and against servers that misbehave."""
+
+from __future__ import annotations
+
+import asyncio
+import base64
+import gc
+import gzip
+import json
+import logging
+from collections.abc import AsyncIterator, Iterator
+from contextlib import aclosing
+from pathlib import Path
+from typing import Any, get_args
+
+import httpx2
+import numpy as np
+import pytest
+
+from lmx_lab import errors
+from lmx_lab.client import AsyncLabClient, Remark, UnknownLabEvent, as_array
+from lmx_lab.client.connection import SHORT_BYTES
+from lmx_lab.client.lab import (
+    MAX_COMPONENTS,
+    Include,
+    KnownEvent,
+    lab_event,
+    max_embeddings_bytes,
+    max_rerank_bytes,
+)
+from lmx_lab.notebook import Lab
+from lmx_lab.notebook.arguments import chat_request
+from lmx_lab.server.events import EXTRAS
+from lmx_lab.server.openapi import EVENTS
+from lmx_lab.values.models import ModelEntry
+from lmx_lab.wire.admin import Heartbeat, ModelEvent, NotReady, RequestEvent, Sample, Throughput
+from lmx_lab.wire.chat import ChatChunk, ChatRequest
+from lmx_lab.wire.embeddings import EmbeddingItem, EmbeddingList, EmbeddingsBody, EncodingUsage
+from lmx_lab.wire.rerank import RerankBody, RerankItem, RerankResults
+from tests.client.raw import Endless, RawServer, answering, streamed, whole
+from tests.flows.conftest import serving, wait_until
+from tests.tiny import write_tiny_llama
+
+pytestmark = pytest.mark.anyio
+KEY = "open-sesame-42"
+WAIT_S = 30.0
+ENDLESS = {"max_tokens": 7500, "ignore_eos": True}
+
+
+def hello(**changes: Any) -> ChatRequest:
+    return chat_request("hello", {"temperature": 0, "max_tokens": 8, **changes})
+
+
+def chunk(text: str = "a", **changes: Any) -> str:
+    choice = {"index": 0, "delta": {"content": text}, "finish_reason": None}
+    body = {"id": "c", "object": "chat.completion.chunk", "created": 1, "model": "m", "system_fingerprint": "f"}
+    return f"data: {json.dumps({**body, 'choices': [choice], **changes})}\n\n"
+
+
+DONE = "data: [DONE]\n\n"
+
+
+@pytest.fixture(scope="module")
+def long_home(tmp_path_factory: pytest.TempPathFactory, smollm2: ModelEntry) -> Path:
+    """A home with a model whose context has room for answers that take long."""
+    home = tmp_path_factory.mktemp("long-home")
+    write_tiny_llama(home / "models" / "tiny-long", smollm2.path, seed=0, context=8192)
+    return home
+
+
+@pytest.fixture(scope="module")
+def lab(long_home: Path) -> Iterator[Lab]:
+    with serving(long_home, "tiny-long", slots=1, queue_limit=1, api_key=KEY) as lab:
+        yield lab
+
+
+@pytest.fixture
+async def client(lab: Lab) -> AsyncIterator[AsyncLabClient]:
+    async with AsyncLabClient(lab.url, api_key=KEY) as client:
+        yield client
+    wait_until(lambda: lab.engine.snapshot.active_requests + lab.engine.snapshot.queued_requests == 0)
+
+
+async def until_running(lab: Lab) -> None:
+    while not lab.engine.snapshot.active_requests:  # noqa: ASYNC110
+        await asyncio.sleep(0.001)
+
+
+async def until_idle(lab: Lab) -> None:
+    """Wait until the server is idle, while connections are still open."""
+    while lab.engine.snapshot.active_requests + lab.engine.snapshot.queued_requests:  # noqa: ASYNC110
+        await asyncio.sleep(0.001)
+
+
+# --- requests
+
+
+async def test_a_complete_answer_equals_its_chunks(client: AsyncLabClient) -> None:
+    answer = await client.chat(hello())
+    chunks = [part async for part in client.stream(hello(stream_options={"include_usage": True}))]
+    texts = [choice.delta.content or "" for chunk in chunks for choice in chunk.choices]
+    assert "".join(texts) == answer.choices[0].message.content
+    assert chunks[-1].usage is not None
+    assert (chunks[-1].usage.completion_tokens, answer.usage.completion_tokens) == (8, 8)
+    assert chunks[-2].timings is not None
+
+
+@pytest.mark.parametrize(
+    "form",
+    [
+        {"type": "text"},
+        {"type": "json_object", "schema": {"type": "object"}},
+        {"type": "json_schema", "json_schema": {"name": "n", "schema": {"type": "object"}}},
+        {"type": "regex", "regex": "a+"},
+        {"type": "grammar", "grammar": 'start: "a"'},
+    ],
+    ids=lambda form: form["type"],
+)
+async def test_a_request_arrives_unchanged(form: dict[str, Any]) -> None:
+    """Fields with an alias, fields that are converted, and fields that were not set."""
+    tool = {"type": "function", "function": {"name": "add", "parameters": {"type": "object"}}}
+    call = {"id": "a", "type": "function", "function": {"name": "add", "arguments": '{"x": "\u2028"}'}}
+    history = [
+        {"role": "user", "content": "1 + 1?"},
+        {"role": "assistant", "content": None, "tool_calls": [call], "parsed": {"x": 1}},
+        {"role": "tool", "tool_call_id": "a", "content": [{"type": "text", "text": "2"}]},
+    ]
+    choice = {"type": "function", "function": {"name": "add"}}
+    fields = {"tools": [tool], "tool_choice": choice, "response_format": form, "logit_bias": {5: -1.5}, "seed": 10**30}
+    body = chat_request(history, {**fields, "stop": ("x", "y"), "chat_template_kwargs": {"enable_thinking": False}})
+    with answering(whole("{}", status="500 Oops")) as server:
+        async with AsyncLabClient(server.url) as client:
+            with pytest.raises(errors.UnreachableError):
+                await client.chat(body)
+    sent = json.loads(server.requests[0].partition("\r\n\r\n")[2])
+    assert "temperature" not in sent
+    assert sent.pop("stream") is False
+    assert ChatRequest.model_validate(sent) == body
+
+
+async def test_models_are_listed_loaded_and_unloaded(tiny_home: Path) -> None:
+    with serving(tiny_home, None) as lab:
+        async with AsyncLabClient(lab.url) as client:
+            async with aclosing(client.events(["models"])) as events:
+                assert isinstance(await anext(events), Throughput)
+                assert (await client.load("tiny-two")).model == "tiny-two"
+                async for event in events:
+                    if isinstance(event, ModelEvent) and event.stage == "loaded":
+                        break
+            assert event.model == "tiny-two"
+            records = (await client.models()).models
+            assert {record.id: record.loaded for record in records} == {"tiny": False, "tiny-two": True}
+            assert (await client.ready()).model == "tiny-two"
+            assert (await client.unload()).freed_vram_gb > 0
+            not_ready = await client.ready()
+            assert isinstance(not_ready, NotReady)
+            assert (not_ready.ready, not_ready.error.code) == (False, "no-model-loaded")
+            assert (await client.unload()).freed_vram_gb == 0
+
+
+async def test_texts_are_embedded_and_documents_are_ranked(starter_home: Path, minilm: Any) -> None:
+    body = EmbeddingsBody(model="default", input=["The sea is blue.", "Bread is baked."])
+    documents = RerankBody(model="default", query="How salty is the sea?", documents=["Bread is baked.", "Sea salt."])
+    with serving(starter_home, minilm.id) as lab:
+        here = await lab.aembed(["The sea is blue.", "Bread is baked."])
+        async with AsyncLabClient(lab.url) as client:
+            numbers = as_array(await client.embed(body))
+            exact = as_array(await client.embed(body.model_copy(update={"encoding_format": "base64"})))
+            ranked = await client.rerank(documents)
+    assert (exact.dtype, exact.flags.writeable) == (np.float32, True)
+    np.testing.assert_array_equal(exact, here)
+    np.testing.assert_allclose(numbers, here, atol=1e-6)
+    assert [item.index for item in ranked.results] == [1, 0]
+    assert ranked.method == "cosine"
+
+
+@pytest.mark.parametrize("rows", [[[1.0], [1.0, 2.0]], ["AAA"], ["é"], []])
+def test_vectors_that_do_not_form_an_array_are_refused(rows: list[Any]) -> None:
+    data = [{"index": index, "embedding": row} for index, row in enumerate(rows)]
+    usage = {"prompt_tokens": 1, "total_tokens": 1}
+    with pytest.raises(errors.UnreachableError):
+        as_array(EmbeddingList.model_validate({"data": data, "model": "m", "usage": usage}))
+
+
+async def test_samples_and_ends_of_requests_are_events(client: AsyncLabClient) -> None:
+    seen: list[Any] = []
+    async with aclosing(client.events(["samples", "requests"])) as events:
+        async for event in events:
+            seen.append(event)
+            if isinstance(event, Sample) and len(seen) < 5:
+                await client.chat(hello(max_tokens=2))
+            if isinstance(event, RequestEvent):
+                break
+    assert {Throughput, Sample, RequestEvent} <= {type(event) for event in seen}
+    assert (seen[-1].finish_reason, seen[-1].completion_tokens) == ("length", 2)
+
+
+async def test_events_end_when_the_server_stops(tiny_home: Path) -> None:
+    with serving(tiny_home, None) as lab:
+        async with AsyncLabClient(lab.url) as client:
+            events = client.events()
+            await anext(events)
+            stop = asyncio.create_task(lab.astop())
+            assert [event async for event in events if isinstance(event, UnknownLabEvent)] == []
+            await stop
+
+
+# --- cancelling
+
+
+async def test_a_closed_stream_frees_the_slot_and_the_client_can_be_used_again(
+    lab: Lab, client: AsyncLabClient
+) -> None:
+    stream = client.stream(hello(**ENDLESS))
+    async for part in stream:
+        if part.choices[0].delta.content:
+            break
+    await stream.aclose()
+    await until_idle(lab)
+    assert (await client.chat(hello())).usage.completion_tokens == 8
+
+
+async def test_a_dropped_stream_frees_the_slot(lab: Lab, client: AsyncLabClient) -> None:
+    gc.disable()
+    try:
+        stream = client.stream(hello(**ENDLESS))
+        await anext(stream)
+        await until_running(lab)
+        del stream
+        await until_idle(lab)
+    finally:
+        gc.enable()
+
+
+@pytest.mark.parametrize("way", ["chat", "stream"])
+async def test_a_cancelled_request_frees_the_slot(lab: Lab, client: AsyncLabClient, way: str) -> None:
+    async def ask() -> None:
+        if way == "chat":
+            await client.chat(hello(**ENDLESS))
+        else:
+            async for _ in client.stream(hello(**ENDLESS)):
+                pass
+
+    task = asyncio.create_task(ask())
+    await until_running(lab)
+    task.cancel()
+    await asyncio.wait([task])
+    assert task.cancelled()
+    await until_idle(lab)
+
+
+async def test_closing_the_client_frees_the_slot(lab: Lab) -> None:
+    client = AsyncLabClient(lab.url, api_key=KEY)
+    stream = client.stream(hello(**ENDLESS))
+    await anext(stream)
+    await until_running(lab)
+    await client.aclose()
+    await client.aclose()
+    await until_idle(lab)
+    with pytest.raises(errors.ConnectionLostError):
+        async for _ in stream:
+            pass
+
+
+# --- errors of the server
+
+
+@pytest.mark.parametrize("way", ["chat", "stream"])
+@pytest.mark.parametrize(
+    ("changes", "error"),
+    [
+        ({"model": "no-such"}, errors.ModelNotFoundError),
+        ({"messages": [{"role": "user", "content": "word " * 9000}]}, errors.ContextLengthError),
+        ({"temperature": -1}, errors.InvalidRequestError),
+        ({"temperature": object()}, errors.InvalidRequestError),
+    ],
+)
+async def test_a_refusal_raises_the_servers_error(
+    client: AsyncLabClient, way: str, changes: dict[str, Any], error: type[errors.LabError]
+) -> None:
+    body = hello().model_copy(update=changes) if "messages" not in changes else ChatRequest(model="default", **changes)
+    with pytest.raises(error) as caught:
+        await (client.chat(body) if way == "chat" else anext(client.stream(body)))
+    assert type(caught.value) is error
+
+
+async def test_a_full_queue_has_the_advised_delay(lab: Lab, client: AsyncLabClient) -> None:
+    running = client.stream(hello(**ENDLESS))
+    await anext(running)
+    await until_running(lab)
+    waiting = asyncio.create_task(client.chat(hello()))
+    while not lab.engine.snapshot.queued_requests:  # noqa: ASYNC110
+        await asyncio.sleep(0.001)
+    with pytest.raises(errors.QueueFullError) as caught:
+        await client.chat(hello())
+    assert (caught.value.retry_after_s or 0) >= 1
+    await running.aclose()
+    assert (await waiting).usage.completion_tokens == 8
+
+
+async def test_errors_of_models_and_arguments_are_raised(client: AsyncLabClient) -> None:
+    with pytest.raises(errors.ModelNotFoundError):
+        await client.load("no-such")
+    with pytest.raises(errors.InvalidRequestError) as caught:
+        await client.load("")
+    assert caught.value.param == "model"
+    with pytest.raises(errors.InvalidRequestError, match="runs on echo and not on mlx") as caught:
+        await client.load("echo", engine="mlx")
+    assert caught.value.param == "engine"
+    with pytest.raises(errors.InvalidRequestError) as caught:
+        await anext(client.events(["nope"]))  # type: ignore[list-item]
+    assert caught.value.param == "include"
+
+
+async def test_a_missing_model_and_a_time_limit_are_errors(long_home: Path) -> None:
+    with serving(long_home, None, request_timeout_s=0.05) as lab:
+        async with AsyncLabClient(lab.url) as client:
+            with pytest.raises(errors.NotLoadedError):
+                await client.chat(hello())
+            await client.load("tiny-long")
+            with pytest.raises(errors.GenerationTimeoutError):
+                await client.chat(hello(**ENDLESS))
+            # The stream has started by then, so the error is its last event.
+            with pytest.raises(errors.GenerationTimeoutError):
+                async for _ in client.stream(hello(**ENDLESS)):
+                    pass
+
+
+async def test_a_host_name_that_is_not_allowed_is_refused(lab: Lab) -> None:
+    async with AsyncLabClient(f"http://127.1:{lab.port}", api_key=KEY) as client:
+        with pytest.raises(errors.HostForbiddenError):
+            await client.models()
+
+
+@pytest.mark.parametrize("key", [None, "wrong-sesame-43"])
+async def test_a_missing_or_wrong_key_is_reported_without_showing_it(
+    lab: Lab, key: str | None, caplog: pytest.LogCaptureFixture
+) -> None:
+    caplog.set_level(logging.DEBUG)
+    async with AsyncLabClient(lab.url, api_key=key) as client:
+        assert (await client.ready()).model == "tiny-long"
+        for ask in (
+            client.models(),
+            client.chat(hello()),
+            anext(client.stream(hello())),
+            anext(client.events()),
+        ):
+            with pytest.raises(errors.UnauthorizedError) as caught:
+                await ask
+            assert "api_key=" in str(caught.value)
+            assert "sesame" not in f"{caught.value!r} {caught.value.__context__!r}"
+        assert "sesame" not in f"{client!r} {client!s}"
+    assert "sesame" not in caplog.text
+
+
+# --- addresses
+
+
+@pytest.mark.parametrize("end", ["", "/", "/v1", "/v1/"])
+async def test_the_end_of_an_address_does_not_matter(lab: Lab, end: str) -> None:
+    async with AsyncLabClient(lab.url + end, api_key=KEY) as client:
+        assert await client.version()
+        assert (await client.models()).models
+
+
+async def test_a_proxys_prefix_is_kept_before_every_route() -> None:
+    with answering(whole("{}")) as server:
+        async with AsyncLabClient(f"{server.url}/user/x/proxy/8400/") as client:
+            await client.version()
+            for ask in (
+                client.models(),
+                client.chat(hello()),
+                anext(client.events()),
+                anext(client.stream(hello())),
+            ):
+                with pytest.raises(errors.UnreachableError):
+                    await ask
+    paths = [request.split()[1].removeprefix("/user/x/proxy/8400") for request in server.requests]
+    chat = "/v1/chat/completions"
+    assert paths == ["/healthz", "/admin/models", chat, "/admin/events", chat]
+    # The only value with which jupyter-server-proxy passes events on without buffering them.
+    accepted = ["accept: text/event-stream\r\n" in request.lower() for request in server.requests]
+    assert accepted == [False, False, False, True, True]
+
+
+# --- servers that misbehave
+
+
+async def parts(client: AsyncLabClient) -> list[ChatChunk | Remark]:
+    return [part async for part in client.stream_with_remarks(hello())]
+
+
+async def test_remarks_are_returned_between_chunks() -> None:
+    with answering(streamed(": queued\n\n", chunk("a"), ": prompt 1/2 tok", "ens\n\n", chunk("b"), DONE)) as server:
+        async with AsyncLabClient(server.url) as client:
+            found = await parts(client)
+            assert [part.text if isinstance(part, Remark) else part.choices[0].delta.content for part in found] == [
+                *("queued", "a", "prompt 1/2 tokens", "b")
+            ]
+            assert len([chunk async for chunk in client.stream(hello())]) == 2
+
+
+@pytest.mark.parametrize(
+    ("answer", "error"),
+    [
+        (streamed(chunk(), end=False), errors.ConnectionLostError),
+        (streamed(chunk(), end=True), errors.ConnectionLostError),
+        (streamed(chunk()[:-9], end=False), errors.ConnectionLostError),
+        (streamed(), errors.ConnectionLostError),
+        (streamed()[:40], errors.ConnectionLostError),
+        (b"", errors.ConnectionLostError),
+        (b"SSH-2.0-OpenSSH\r\n", errors.UnreachableError),
+        (streamed(chunk(), "data: {\n\n", DONE), errors.UnreachableError),
+        (streamed(chunk(), 'data: {"object": "moon"}\n\n', DONE), errors.UnreachableError),
+        (streamed("data: " + "x" * 5_000_000), errors.UnreachableError),
+        (streamed(chunk(), 'data: {"error": {"code": "oom-unloaded", "message": "m"}}\n\n'), errors.OutOfMemoryError),
+        (whole("<html>hi</html>", kind="text/html"), errors.UnreachableError),
+        (whole("<html>hi</html>", kind="text/html", status="404 Not Found"), errors.UnreachableError),
+        (whole("", status="302 Found", extra="location: /login\r\n"), errors.UnreachableError),
+        (whole("x" * 1_000_000, status="502 Bad Gateway", kind="text/plain"), errors.UnreachableError),
+        (whole("x", kind="text/event-stream", extra="content-encoding: gzip\r\n"), errors.UnreachableError),
+    ],
+)
+async def test_an_invalid_or_broken_stream_is_an_error_that_names_the_address(
+    answer: bytes, error: type[errors.LabError]
+) -> None:
+    with answering(answer) as server:
+        async with AsyncLabClient(server.url) as client:
+            with pytest.raises(error) as caught:
+                await parts(client)
+    assert type(caught.value) is error or error is errors.UnreachableError
+    assert isinstance(caught.value, errors.OutOfMemoryError) or server.url in str(caught.value)
+    assert len(str(caught.value)) < 400
+
+
+async def unreachable(server: RawServer) -> str:
+    async with AsyncLabClient(server.url) as client:
+        for ask in (client.version(), client.ready(), client.models(), client.unload(), client.chat(hello())):
+            with pytest.raises(errors.UnreachableError) as caught:
+                await ask
+            assert server.url in str(caught.value)
+    return str(caught.value)
+
+
+async def test_another_program_at_the_address_is_recognized() -> None:
+    html = whole("<html>hi</html>", kind="text/html").replace(b"x-lmx-lab: 0\r\n", b"")
+    with answering(html) as server:
+        assert "text/html" in await unreachable(server)
+    with answering(b"220 mail ready\r\n") as server:
+        await unreachable(server)
+
+
+async def test_a_connection_closed_before_the_response_is_reported() -> None:
+    with answering(b"") as server:
+        assert "before the response" in await unreachable(server)
+
+
+async def test_an_address_without_a_server_is_reported() -> None:
+    with answering(b"") as server:
+        pass
+    assert "lmx-lab serve" in await unreachable(server)
+
+
+async def test_a_silent_server_is_an_error_after_the_time_limit() -> None:
+    def slow(request: httpx2.Request) -> httpx2.Response:
+        raise httpx2.ReadTimeout("", request=request)
+
+    async with AsyncLabClient("http://h", transport=httpx2.MockTransport(slow), timeout_s=5) as client:
+        with pytest.raises(errors.UnreachableError, match="timeout_s"):
+            await client.chat(hello())
+
+
+async def test_only_generations_have_no_time_limit() -> None:
+    limits = []
+
+    def note(request: httpx2.Request) -> httpx2.Response:
+        limits.append(request.extensions["timeout"])
+        return httpx2.Response(200, headers={"x-lmx-lab": "0"})
+
+    async with AsyncLabClient("http://h", transport=httpx2.MockTransport(note)) as client:
+        await client.version()
+        with pytest.raises(errors.UnreachableError):
+            await client.chat(hello())
+    assert [limit["connect"] for limit in limits] == [5, 5]
+    assert [limit["read"] for limit in limits] == [30, None]
+
+
+# --- limits of responses
+
+TEXTS = EmbeddingsBody(model="default", input=["a", "b"])
+PAPERS = RerankBody(model="default", query="q", documents=["a", "b"])
+
+
+async def test_an_endless_response_is_read_up_to_the_limit() -> None:
+    with answering(Endless(b"z" * 1_000_000)) as server:
+        async with AsyncLabClient(server.url) as client:
+            for ask in (
+                *(client.version(), client.ready(), client.models(), client.load("m"), client.unload()),
+                *(client.chat(hello()), client.embed(TEXTS), client.rerank(PAPERS)),
+            ):
+                with pytest.raises(errors.UnreachableError, match="answered with more than") as caught:
+                    await ask
+                assert server.url in str(caught.value)
+
+
+async def test_of_an_endless_error_only_the_start_is_read() -> None:
+    with answering(Endless(b"z" * 1_000_000, status="502 Bad Gateway")) as server:
+        async with AsyncLabClient(server.url) as client:
+            for ask in (client.ready(), client.models(), client.chat(hello()), anext(client.events())):
+                with pytest.raises(errors.UnreachableError, match="answered 502"):
+                    await ask
+
+
+async def test_a_compressed_response_counts_with_its_decompressed_size() -> None:
+    packed = gzip.compress(b" " * 20_000_000)
+    assert len(packed) < SHORT_BYTES
+    head, _, _ = whole("", extra="content-encoding: gzip\r\n").partition(b"content-length")
+    with answering(head + f"content-length: {len(packed)}\r\n\r\n".encode() + packed) as server:
+        async with AsyncLabClient(server.url) as client:
+            with pytest.raises(errors.UnreachableError, match="answered with more than"):
+                await client.version()
+
+
+@pytest.mark.parametrize(
+    "endless",
+    [Endless(b"HTTP/1.1 103 Early Hints\r\nlink: x\r\n\r\n", head=b""), Endless(b" ", every_s=0.01)],
+    ids=["early hints", "drop by drop"],
+)
+async def test_requests_without_computation_have_a_time_limit_for_the_complete_response(
+    endless: Endless, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with answering(endless) as server:
+        async with AsyncLabClient(server.url) as client, asyncio.timeout(WAIT_S):
+            monkeypatch.setattr("lmx_lab.client.connection.QUICK_S", 0.5)
+            for ask in (client.version(), client.ready(), client.models()):
+                with pytest.raises(errors.UnreachableError, match="within"):
+                    await ask
+
+
+@pytest.mark.parametrize("written", ["float", "base64"])
+def test_the_longest_vectors_fit_into_the_limit(written: Any) -> None:
+    numbers = -np.random.default_rng(0).random((2, MAX_COMPONENTS), np.float32) * np.float32(1e-30)
+    rows: list[Any] = [base64.b64encode(row).decode() if written == "base64" else row.tolist() for row in numbers]
+    answer = EmbeddingList(
+        data=[EmbeddingItem(index=index, embedding=row) for index, row in enumerate(rows)],
+        model="m" * 1000,
+        usage=EncodingUsage(prompt_tokens=1, total_tokens=1),
+    )
+    limit = max_embeddings_bytes(TEXTS.model_copy(update={"encoding_format": written}))
+    assert limit / 2 < len(answer.model_dump_json()) <= limit
+
+
+@pytest.mark.parametrize("character", ["é", "\x01", '"', "\U0001f600", "a"])
+def test_escaped_documents_fit_into_the_limit(character: str) -> None:
+    body = RerankBody(model="default", query="q", documents=[character * 100_000, *[character] * 1000])
+    results = [RerankItem(index=at, relevance_score=-1.5e-300, document=text) for at, text in enumerate(body.texts)]
+    usage = EncodingUsage(prompt_tokens=1, total_tokens=1)
+    answer = RerankResults(id="i", model="m", method="cosine", results=results, usage=usage)
+    longest = json.dumps(answer.model_dump())
+    assert len(longest) <= max_rerank_bytes(len(body.documents), request_bytes=len(body.model_dump_json().encode()))
+
+
+@pytest.mark.parametrize("indices", [[2], [-1], [0, 1, 0]])
+async def test_a_ranking_with_wrong_indices_is_refused(indices: list[int]) -> None:
+    results = [{"index": index, "relevance_score": 0.5} for index in indices]
+    usage = {"prompt_tokens": 1, "total_tokens": 1}
+    answer = {"id": "i", "model": "m", "method": "cosine", "results": results, "usage": usage}
+    with answering(whole(json.dumps(answer))) as server:
+        async with AsyncLabClient(server.url) as client:
+            with pytest.raises(errors.UnreachableError, match="2 documents"):
+                await client.rerank(PAPERS)
+
+
+# --- events
+
+
+def test_the_client_knows_all_events_of_the_server() -> None:
+    assert set(get_args(KnownEvent)) == set(EVENTS)
+    assert set(get_args(Include)) == set(EXTRAS)
+
+
+def test_new_fields_of_an_event_are_ignored() -> None:
+    assert lab_event('{"type": "heartbeat", "uptime": 1.5, "mood": "good"}') == Heartbeat(uptime=1.5)
+
+
+@pytest.mark.parametrize(
+    "text", ['{"type": "weather", "rain": true}', '{"type": "heartbeat"}', '{"uptime": 1}', "[]", "{", "", "\x00"]
+)
+def test_an_unknown_event_is_passed_on_unchanged(text: str) -> None:
+    assert lab_event(text) == UnknownLabEvent(text=text)

@@ -1,0 +1,75 @@
+"""Finding and ending the processes of a server."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from collections.abc import Iterator
+
+import psutil
+import pytest
+
+from lmx_lab.daemon.mcp.process_cleanup import MARK, RootProcess, end_processes, find_processes, is_alive, root_of_child
+
+STUBBORN = "import signal, time; signal.signal(signal.SIGTERM, signal.SIG_IGN); print(flush=True); time.sleep(600)"
+START = f"subprocess.Popen([sys.executable, '-I', '-c', {STUBBORN!r}])"
+PARENT = f"import subprocess, sys; print({START}.pid, flush=True); sys.stdin.read()"
+LINES = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE, "text": True, "start_new_session": True}
+
+
+@pytest.fixture
+def parent() -> Iterator[subprocess.Popen[str]]:
+    """The leader of a session with a child that ignores SIGTERM. Neither has a mark."""
+    process = subprocess.Popen([sys.executable, "-I", "-c", PARENT], **LINES)  # type: ignore[call-overload]
+    root = root_of_child(process.pid, "none")
+    yield process
+    end_processes(root, term_s=0)
+    for pipe in (process.stdin, process.stdout):
+        assert pipe is not None
+        pipe.close()
+    process.wait()
+
+
+def child_of(parent: subprocess.Popen[str]) -> psutil.Process:
+    assert parent.stdout is not None
+    child = psutil.Process(int(parent.stdout.readline()))
+    parent.stdout.readline()
+    return child
+
+
+def test_child_processes_that_ignore_sigterm_are_ended(parent: subprocess.Popen[str]) -> None:
+    child = child_of(parent)
+    root = root_of_child(parent.pid, "none")
+    assert {process.pid for process in find_processes(root)} == {parent.pid, child.pid}
+    assert end_processes(root, term_s=0.1) == []
+    assert not is_alive(child)
+    assert find_processes(root) == []
+
+
+def test_a_process_that_reuses_the_pid_is_not_affected(parent: subprocess.Popen[str]) -> None:
+    child_of(parent)
+    assert find_processes(RootProcess(pid=parent.pid, started=1.0, mark="none")) == []
+
+
+def test_a_server_that_was_not_started_has_no_processes() -> None:
+    assert find_processes(RootProcess(pid=0, started=0.0, mark="none", is_child=True)) == []
+
+
+def test_a_session_without_its_leader_counts_only_if_the_leader_was_a_child(parent: subprocess.Popen[str]) -> None:
+    child = child_of(parent)
+    root = root_of_child(parent.pid, "none")
+    # Not communicate(): the child keeps the output open.
+    assert parent.stdin is not None
+    parent.stdin.close()
+    parent.wait()
+    assert is_alive(child)
+    assert find_processes(RootProcess(pid=root.pid, started=root.started, mark="none")) == []
+    assert find_processes(root) == [child]
+
+
+def test_processes_are_found_by_their_mark(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv(MARK, "the-mark")
+    process = subprocess.Popen([sys.executable, "-I", "-c", "input()"], **LINES)  # type: ignore[call-overload]
+    assert [found.pid for found in find_processes(RootProcess(pid=1, started=0.0, mark="the-mark"))] == [process.pid]
+    process.communicate("")
+    assert find_processes(RootProcess(pid=1, started=0.0, mark="the-mark")) == []

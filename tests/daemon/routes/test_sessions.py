@@ -1,0 +1,67 @@
+"""The routes of sessions."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import httpx2
+
+from tests.daemon.routes.answers import refused
+
+
+def test_a_session_is_created_once_for_an_id(http: httpx2.Client) -> None:
+    body = {"session_id": "mine", "title": "First", "metadata": {"a": [1]}}
+    made = http.post("/v3/sessions", json=body)
+    again = http.post("/v3/sessions", json={"session_id": "mine", "title": "Second"})
+    assert (made.status_code, again.status_code) == (201, 200)
+    assert again.json() == made.json()
+    assert (made.json()["title"], made.json()["metadata"], made.json()["status"]) == ("First", {"a": [1]}, "idle")
+    assert [http.delete("/v3/sessions/mine").status_code for _ in range(2)] == [204, 204]
+    refused(http.get("/v3/sessions/mine"), 404, "session-not-found")
+
+
+def test_a_session_can_be_created_without_a_body(http: httpx2.Client) -> None:
+    made = http.post("/v3/sessions")
+    assert made.status_code == 201
+    assert http.delete(f"/v3/sessions/{made.json()['session_id']}").status_code == 204
+
+
+def test_a_session_is_changed_only_at_its_current_revision(http: httpx2.Client, session: str) -> None:
+    changed = http.patch(f"/v3/sessions/{session}", json={"title": "Two", "revision": 1})
+    assert (changed.json()["title"], changed.json()["revision"]) == ("Two", 2)
+    refused(http.patch(f"/v3/sessions/{session}", json={"title": "Three", "revision": 1}), 409, "revision-conflict")
+    assert http.get(f"/v3/sessions/{session}").json()["title"] == "Two"
+
+
+def test_a_fork_has_the_messages_and_names_its_origin(http: httpx2.Client) -> None:
+    body = {"messages": [{"role": "user", "content": "hi"}, {"role": "assistant", "content": "hello"}]}
+    session = http.post("/v3/sessions", json=body).json()["session_id"]
+    fork = http.post(f"/v3/sessions/{session}/fork")
+    assert (fork.status_code, fork.json()["forked_from"]) == (201, session)
+    shown = http.get(f"/v3/sessions/{fork.json()['session_id']}").json()
+    assert [message["content"] for message in shown["messages"]] == ["hi", "hello"]
+    refused(http.post(f"/v3/sessions/{session}/fork", json={"through_turn_id": "none"}), 404, "turn-not-found")
+
+
+def test_sessions_are_listed_in_pages(http: httpx2.Client) -> None:
+    made = [http.post("/v3/sessions", json={"title": f"listed {n}"}).json()["session_id"] for n in range(5)]
+    found: list[str] = []
+    parameters: dict[str, Any] = {"limit": 2, "q": "LISTED"}
+    while True:
+        page = http.get("/v3/sessions", params=parameters).json()
+        found += [session["session_id"] for session in page["sessions"]]
+        if (cursor := page["next_cursor"]) is None:
+            break
+        parameters["cursor"] = cursor
+    assert found == made[::-1]
+    http.patch(f"/v3/sessions/{made[0]}", json={"archived": True})
+    archived = http.get("/v3/sessions", params={"archived": "true", "q": "listed"}).json()["sessions"]
+    assert [session["session_id"] for session in archived] == made[:1]
+
+
+def test_events_continue_from_the_cursor_of_a_snapshot(http: httpx2.Client, session: str) -> None:
+    cursor = http.get(f"/v3/sessions/{session}").json()["cursor"]
+    http.patch(f"/v3/sessions/{session}", json={"title": "Later"})
+    page = http.get(f"/v3/sessions/{session}/events", params={"after": cursor}).json()
+    assert [event["event"] for event in page["events"]] == ["session.updated"]
+    assert page["events"][0]["data"]["session"]["title"] == "Later"

@@ -1,0 +1,94 @@
+"""Deleting expired events."""
+
+from __future__ import annotations
+
+import time
+
+import pytest
+
+from lmx_lab.daemon import sessions
+from lmx_lab.daemon.encoding import timestamp
+from lmx_lab.daemon.limits import Limits
+from lmx_lab.daemon.storage.event_log import EventLog
+from lmx_lab.daemon.storage.retention import delete_expired
+from lmx_lab.daemon.storage.store import Store, Transaction
+from lmx_lab.wire.events import TurnText
+from lmx_lab.wire.sessions import CreateSession
+
+pytestmark = pytest.mark.anyio
+LIMITS = Limits(fold_after_s=600, keep_days=30)
+
+
+async def kinds(store: Store) -> list[str]:
+    return [row["event"] for row in await store.read(lambda r: r.fetch_all("SELECT event FROM events ORDER BY seq"))]
+
+
+def write_turn(tx: Transaction, turn_id: str, ended_s: float | None) -> None:
+    ended = None if ended_s is None else timestamp(ended_s)
+    tx.execute(
+        "INSERT INTO turns (session_id, turn_id, status, content, digest, queued_at, ended_at)"
+        " VALUES ('s', ?, ?, '', '', ?, ?)",
+        *(turn_id, "running" if ended is None else "done", tx.now, ended),
+    )
+    for kind in ("turn.started", "turn.token", "turn.thinking", "turn.token", "message.done", "turn.done"):
+        tx.append(kind, TurnText(message_id="m", text="x"), session_id="s", turn_id=turn_id)
+
+
+async def test_token_events_are_deleted_ten_minutes_after_their_turn(store: Store) -> None:
+    log = EventLog(store, LIMITS)
+    now = time.time()
+    await store.write(lambda tx: sessions.create(tx, CreateSession(session_id="s")))
+    for turn_id, ended in (("old", now - 700), ("young", now - 500), ("running", None)):
+        await store.write(lambda tx, t=turn_id, e=ended: write_turn(tx, t, e))
+    await delete_expired(store, log, LIMITS, now_s=now)
+    rows = await store.read(lambda r: r.fetch_all("SELECT turn_id, event FROM events WHERE turn_id IS NOT NULL"))
+    left = {turn_id: [r["event"] for r in rows if r["turn_id"] == turn_id] for turn_id in ("old", "young", "running")}
+    assert left["old"] == ["turn.started", "message.done", "turn.done"]
+    assert len(left["young"]) == len(left["running"]) == 6
+    assert log.oldest_seq == 1, "deleting tokens is not pruning: every cursor can still be resumed"
+    log.check_cursor(2)
+
+
+async def test_only_the_deletion_event_of_a_deleted_session_is_kept(store: Store) -> None:
+    log = EventLog(store, LIMITS)
+    await store.write(lambda tx: sessions.create(tx, CreateSession(session_id="s")))
+    await store.write(lambda tx: write_turn(tx, "t", time.time()))
+    await store.write(lambda tx: sessions.delete(tx, "s"))
+    await store.write(lambda tx: sessions.create(tx, CreateSession(session_id="s")))
+    await delete_expired(store, log, LIMITS)
+    assert len(await kinds(store)) == 9
+    await delete_expired(store, log, LIMITS, now_s=time.time() + 700)
+    assert await kinds(store) == ["session.deleted", "session.created"]
+
+
+async def test_old_events_are_deleted_from_the_start_of_the_log(store: Store) -> None:
+    log = EventLog(store, LIMITS)
+    await store.write(lambda tx: sessions.create(tx, CreateSession(session_id="s")))
+    await store.write(lambda tx: write_turn(tx, "t", time.time()))
+    await store.write(
+        lambda tx: tx.execute("UPDATE events SET at = ? WHERE seq <= 3", timestamp(time.time() - 31 * 86400))
+    )
+    await delete_expired(store, log, LIMITS)
+    assert (log.oldest_seq, len(await kinds(store))) == (4, 4)
+
+
+async def test_excess_events_are_deleted_in_batches(store: Store) -> None:
+    limits = Limits(keep_events=100)
+    log = EventLog(store, limits)
+
+    def many(tx: Transaction) -> None:
+        for _ in range(5000):
+            tx.append("turn.token", TurnText(message_id="m", text="x"), session_id="s", turn_id="t")
+
+    await store.write(many)
+    await delete_expired(store, log, limits)
+    assert (log.oldest_seq, len(await kinds(store))) == (4901, 100)
+
+
+async def test_an_event_with_a_wrong_time_does_not_cause_deletions(store: Store) -> None:
+    log = EventLog(store, LIMITS)
+    await store.write(lambda tx: sessions.create(tx, CreateSession(session_id="s")))
+    await store.write(lambda tx: write_turn(tx, "t", None))
+    await store.write(lambda tx: tx.execute("UPDATE events SET at = '2020-01-01T00:00:00.000Z' WHERE seq = 6"))
+    await delete_expired(store, log, LIMITS)
+    assert (log.oldest_seq, len(await kinds(store))) == (1, 7)

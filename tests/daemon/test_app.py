@@ -1,0 +1,168 @@
+"""Access to the daemon over HTTP and WebSocket, and where its token must not appear."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import logging
+from collections.abc import Iterator
+
+import httpx2
+import pytest
+from websockets.exceptions import InvalidStatus
+
+from lmx_lab.daemon.daemon import Daemon
+from lmx_lab.http.uvicorn_server import recent_logs
+from tests.daemon.running_daemon import WAIT_S, client, connect, frames_until, serving
+
+pytestmark = pytest.mark.anyio
+ALLOWED = "http://localhost:3000"
+
+
+@pytest.fixture(scope="module")
+def daemon(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Daemon]:
+    home = tmp_path_factory.mktemp("home")
+    with serving(home, cors_origins=(ALLOWED,), allowed_hosts=("friend.example",)) as daemon:
+        yield daemon
+
+
+def get(daemon: Daemon, path: str = "/v3/daemon", **headers: str) -> httpx2.Response:
+    return httpx2.get(daemon.url + path, headers=headers, timeout=WAIT_S, trust_env=False)
+
+
+async def handshake(daemon: Daemon, query: str = "", **headers: str) -> int:
+    """Return the status of a WebSocket handshake, without a token unless the headers contain one."""
+    import websockets
+
+    host = headers.pop("host", None)
+    where = {"host": "127.0.0.1", "port": daemon.port} if host else {}
+    address = f"ws://{host or f'127.0.0.1:{daemon.port}'}/v3/events{query}"
+    try:
+        connecting = websockets.connect(address, additional_headers=headers, proxy=None, open_timeout=WAIT_S, **where)
+        async with connecting as open_one:
+            await frames_until(open_one, "stream.hello")
+            return 101
+    except InvalidStatus as refused:
+        return refused.response.status_code
+
+
+def test_only_health_needs_no_token_and_it_reveals_nothing_else(daemon: Daemon) -> None:
+    assert get(daemon, "/v3/health").json() == {
+        "status": "ok",
+        "name": "lmx-lab-daemon",
+        "api_version": 3,
+        "daemon_id": daemon.daemon_id,
+    }
+    for path in ("/v3/daemon", "/v3/sessions", "/v3/openapi.json", "/docs", "/v3/nothing", "/v3/health/", "/"):
+        assert get(daemon, path).status_code == 401, path
+
+
+def test_every_wrong_token_has_the_same_answer(daemon: Daemon) -> None:
+    token = daemon.token
+    wrong = ["x", token[:-1], token + "x", token[::-1], token.swapcase(), "x" * 10_000, f"{token} {token}"]
+    answers = [get(daemon), *(get(daemon, authorization=f"Bearer {text}") for text in wrong)]
+    answers += [get(daemon, authorization=text) for text in (token, "Bearer", "")]
+    answers += [get(daemon, authorization=f"Digest {token}"), get(daemon, authorization=f"Basic {token}")]
+    answers += [get(daemon, f"/v3/daemon?token={token}")]
+    bodies = [{**answer.json()["error"], "request_id": None} for answer in answers]
+    assert [answer.status_code for answer in answers] == [401] * len(answers)
+    assert bodies == [bodies[0]] * len(bodies)
+    assert "state.json" in bodies[0]["message"]
+    assert get(daemon, authorization=f"Bearer {token}").status_code == 200
+
+
+async def test_a_websocket_accepts_the_token_in_a_header_or_in_the_query(daemon: Daemon) -> None:
+    token = daemon.token
+    right = {"Authorization": f"Bearer {token}"}
+    assert await handshake(daemon) == 401
+    assert await handshake(daemon, f"?token={token}") == 101
+    assert await handshake(daemon, **right) == 101
+    assert await handshake(daemon, f"?token={token}", **right) == 101
+    for query in ("?token=", "?token=x", f"?token={token}x", f"?token={token}&token={token}", f"?Token={token}"):
+        assert await handshake(daemon, query) == 401, query
+    assert await handshake(daemon, "?token=x", **right) == 401
+    assert await handshake(daemon, f"?token={token}", Authorization="Bearer x") == 401
+
+
+UNKNOWN_HOSTS = ["evil.example:{port}", "localhost:1", "localhost", "127.0.0.1.evil.example:{port}", "0.0.0.0:{port}"]
+
+
+@pytest.mark.parametrize("host", UNKNOWN_HOSTS)
+async def test_an_unknown_host_is_refused_over_http_and_websocket(daemon: Daemon, host: str) -> None:
+    host = host.format(port=daemon.port)
+    right = f"Bearer {daemon.token}"
+    assert get(daemon, host=host, authorization=right).status_code == 421
+    assert get(daemon, "/v3/health", host=host).status_code == 421
+    assert await handshake(daemon, host=host, Authorization=right) == 421
+
+
+async def test_a_known_host_is_accepted_over_http_and_websocket(daemon: Daemon) -> None:
+    right = f"Bearer {daemon.token}"
+    for host in (f"localhost:{daemon.port}", f"127.0.0.1:{daemon.port}", "friend.example:1234"):
+        assert get(daemon, host=host, authorization=right).status_code == 200
+        assert await handshake(daemon, host=host, Authorization=right) == 101
+
+
+@pytest.mark.parametrize("origin", ["http://evil.example", "null", "http://localhost:3001", "https://localhost:3000"])
+async def test_an_unknown_origin_is_refused_over_http_and_websocket(daemon: Daemon, origin: str) -> None:
+    right = f"Bearer {daemon.token}"
+    answer = get(daemon, origin=origin, authorization=right)
+    assert (answer.status_code, answer.headers.get("access-control-allow-origin")) == (403, None)
+    assert await handshake(daemon, Origin=origin, Authorization=right) == 403
+    assert await handshake(daemon, f"?token={daemon.token}", Origin=origin) == 403
+
+
+async def test_an_allowed_origin_may_use_all_methods(daemon: Daemon) -> None:
+    for method in ("GET", "POST", "PATCH", "DELETE"):
+        asked = {"origin": ALLOWED, "access-control-request-method": method}
+        asked["access-control-request-headers"] = "authorization, content-type"
+        answer = httpx2.options(f"{daemon.url}/v3/sessions", headers=asked, timeout=WAIT_S, trust_env=False)
+        assert (answer.status_code, answer.headers["access-control-allow-origin"]) == (200, ALLOWED)
+        assert method in answer.headers["access-control-allow-methods"]
+    right = f"Bearer {daemon.token}"
+    assert get(daemon, origin=ALLOWED, authorization=right).headers["access-control-allow-origin"] == ALLOWED
+    assert await handshake(daemon, f"?token={daemon.token}", Origin=ALLOWED) == 101
+
+
+async def test_the_token_is_in_no_log_repr_or_answer(daemon: Daemon, caplog: pytest.LogCaptureFixture) -> None:
+    token = daemon.token
+    seen: list[str] = []
+
+    class Everything(logging.Handler):
+        def emit(self, record: logging.LogRecord) -> None:
+            seen.append(self.format(record) + repr(record.args) + str(record.msg))
+
+    handler, logger = Everything(), logging.getLogger("uvicorn.error")
+    level = logger.level
+    logger.addHandler(handler)
+    # At the level DEBUG, the library of the protocol logs each header.
+    logger.setLevel(logging.DEBUG)
+    try:
+        assert await handshake(daemon, f"?token={token}") == 101
+        assert await handshake(daemon, f"?a=%22&%74oken={token}") == 400
+        assert await handshake(daemon, f"?token={token}x") == 401
+        assert await handshake(daemon, f"?token={token}", Origin="http://evil.example") == 403
+        assert await handshake(daemon, Authorization=f"Bearer {token}") == 101
+    finally:
+        logger.setLevel(level)
+        logger.removeHandler(handler)
+    assert any('"WebSocket /v3/events?' in line for line in seen), "the handshake was logged"
+    told = [*seen, *recent_logs(), *caplog.messages, repr(daemon), repr(vars(daemon)), repr(daemon.settings)]
+    told += [path.read_text(errors="replace") for path in daemon.folder.glob("daemon.log*")]
+    with client(daemon) as http:
+        told += [http.get(path).text for path in ("/v3/daemon", "/v3/openapi.json", "/v3/events?after=0")]
+    assert not [text[:200] for text in told if token in text]
+
+
+def test_only_the_user_can_read_the_daemons_files(daemon: Daemon) -> None:
+    assert daemon.folder.stat().st_mode & 0o777 == 0o700
+    for name in ("state.json", "daemon.lock", "daemon.db", "daemon.log"):
+        assert (daemon.folder / name).stat().st_mode & 0o077 == 0, name
+
+
+async def test_a_refused_handshake_has_an_error_body(daemon: Daemon) -> None:
+    with contextlib.suppress(asyncio.CancelledError):
+        with pytest.raises(InvalidStatus) as caught:
+            async with connect(daemon, token="x"):
+                pass
+        assert b'"unauthorized"' in caught.value.response.body

@@ -1,0 +1,472 @@
+"""Starting and stopping the daemon: one in a home, and nothing is left behind however it ends."""
+
+from __future__ import annotations
+
+import asyncio
+import functools
+import json
+import logging
+import os
+import signal
+import socket
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import psutil
+import pytest
+
+from lmx_lab.daemon import lifespan
+from lmx_lab.daemon.daemon import Daemon
+from lmx_lab.daemon.home import DaemonHome, read_state
+from lmx_lab.errors import DaemonRunningError, HostingError, InvalidRequestError, PortTakenError
+from lmx_lab.settings import Settings
+from tests.daemon.running_daemon import UPSTREAM, client, serving, settled
+from tests.daemon.scripted import STALL, Gate, Scripted, says
+
+pytestmark = pytest.mark.slow
+
+WAIT_S = 20.0
+
+
+THREADS = ("lmx-lab-daemon", "lmx-lab-store", "lmx-lab-reading")
+"""Names of a daemon's threads. Others, such as that of a blocking client, live as long as the process."""
+
+
+def daemon_threads() -> set[str]:
+    return {thread.name for thread in threading.enumerate() if thread.name.startswith(THREADS)}
+
+
+def new(home: Path, **settings: Any) -> Daemon:
+    return Daemon(settings=Settings(**{"home": home, "daemon_port": 0, "upstream": UPSTREAM, **settings}))
+
+
+def check_nothing_left(home: Path) -> None:
+    """Check that no threads, lock or state file are left."""
+    deadline = time.monotonic() + WAIT_S
+    while daemon_threads() and time.monotonic() < deadline:
+        time.sleep(0.005)
+    assert not daemon_threads()
+    assert not (home / "daemon" / "state.json").exists()
+    free = DaemonHome(home / "daemon")
+    free.acquire(timeout_s=0)
+    free.release()
+
+
+# --- in this process
+
+
+def test_the_lock_is_released_even_if_the_log_file_cannot_be_closed(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """On a full disk, neither the state file nor the last lines of the log can be written."""
+
+    def full(*_: object) -> None:
+        raise OSError(28, "No space left on device")
+
+    daemon = new(tmp_path)
+    close = daemon._log_file._handler.close
+
+    def fail_to_publish(*_: object) -> None:
+        logging.getLogger("lmx_lab").warning("A line, so that the log is open.")
+        full()
+
+    def close_incompletely() -> None:
+        close()
+        full()
+
+    monkeypatch.setattr(DaemonHome, "publish", fail_to_publish)
+    monkeypatch.setattr(daemon._log_file._handler, "close", close_incompletely)
+    with pytest.raises(OSError, match="No space left"):
+        daemon.start()
+    check_nothing_left(tmp_path)
+
+
+def test_stopping_with_an_unknown_mode_is_refused(tmp_path: Path) -> None:
+    daemon = new(tmp_path)
+    daemon.start()
+    with pytest.raises(InvalidRequestError, match="drain"):
+        daemon.stop(mode="banana")  # type: ignore[arg-type]
+    assert daemon.running
+    with pytest.raises(InvalidRequestError, match="coroutine"):
+        daemon.run(5)  # type: ignore[arg-type]
+    daemon.stop()
+    check_nothing_left(tmp_path)
+
+
+def test_the_daemon_stops_even_if_the_stopping_event_cannot_be_written(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    daemon = new(tmp_path)
+    daemon.start()
+
+    async def broken(*_: object, **__: object) -> None:
+        raise RuntimeError("as an example")
+
+    monkeypatch.setattr(daemon._lifespan, "_append_stopping", broken)
+    daemon.stop()
+    check_nothing_left(tmp_path)
+
+
+def test_a_start_publishes_the_address_and_a_stop_leaves_nothing_behind(tmp_path: Path) -> None:
+    daemon = new(tmp_path)
+    with pytest.raises(HostingError, match="not started"):
+        _ = daemon.url
+    daemon.start()
+    daemon.start()
+    state = read_state(tmp_path / "daemon")
+    assert state is not None
+    assert (state.url, state.token, state.daemon_id, state.pid) == (
+        daemon.url,
+        daemon.token,
+        daemon.daemon_id,
+        os.getpid(),
+    )
+    with client(daemon) as http:
+        assert http.get("/v3/health").json()["status"] == "ok"
+    assert (daemon.running, daemon.wait(0)) == (True, False)
+    daemon.stop()
+    daemon.stop()
+    assert (daemon.running, daemon.wait(0)) == (False, True)
+    with pytest.raises(ConnectionRefusedError):
+        socket.create_connection(("127.0.0.1", daemon.port), 5)
+    check_nothing_left(tmp_path)
+    with pytest.raises(HostingError, match="create a new one"):
+        daemon.start()
+
+
+def test_each_start_has_a_new_token_and_keeps_the_sessions(tmp_path: Path) -> None:
+    with serving(tmp_path) as first, client(first) as http:
+        http.post("/v3/sessions", json={"session_id": "kept"})
+        cursor = http.get("/v3/sessions/kept").json()["cursor"]
+    with serving(tmp_path) as second, client(second) as http:
+        assert second.token != first.token
+        assert second.daemon_id != first.daemon_id
+        assert http.get("/v3/sessions/kept").status_code == 200
+        events = http.get("/v3/events", params={"after": cursor}).json()["events"]
+        assert [event["event"] for event in events] == ["daemon.stopping", "daemon.started"]
+        http.headers["authorization"] = f"Bearer {first.token}"
+        assert http.get("/v3/daemon").status_code == 401
+
+
+def test_a_second_daemon_in_a_home_is_refused_with_the_address_of_the_first(tmp_path: Path) -> None:
+    with serving(tmp_path) as first:
+        second = new(tmp_path)
+        with pytest.raises(DaemonRunningError, match=first.url) as caught:
+            second.start()
+        assert first.token not in str(caught.value)
+        assert not second.running
+        with client(first) as http:
+            assert http.get("/v3/daemon").status_code == 200
+        state = read_state(tmp_path / "daemon")
+        assert state is not None
+        assert state.daemon_id == first.daemon_id
+
+
+def test_a_start_on_a_taken_port_leaves_nothing_behind(tmp_path: Path) -> None:
+    with socket.create_server(("127.0.0.1", 0)) as other, pytest.raises(PortTakenError):
+        new(tmp_path, daemon_port=other.getsockname()[1]).start()
+    check_nothing_left(tmp_path)
+
+
+def test_an_invalid_setting_is_refused_before_the_start(tmp_path: Path) -> None:
+    with pytest.raises(InvalidRequestError, match="cors_origins"):
+        new(tmp_path, cors_origins=("*",))
+    assert not (tmp_path / "daemon").exists()
+
+
+def test_a_start_with_a_damaged_database_leaves_nothing_behind(tmp_path: Path) -> None:
+    (tmp_path / "daemon").mkdir()
+    (tmp_path / "daemon" / "daemon.db").write_bytes(b"no database at all" * 1000)
+    with pytest.raises(HostingError, match="damaged"):
+        new(tmp_path).start()
+    check_nothing_left(tmp_path)
+
+
+@pytest.mark.parametrize(
+    "name", ["EventLog", "McpServers", "CombinedToolbox", "TurnRunner", "create_daemon_app", "serve", "StateFile"]
+)
+def test_a_start_that_fails_at_any_component_leaves_nothing_behind(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, name: str
+) -> None:
+    def fail(*args: object, **options: object) -> None:
+        raise RuntimeError(f"no {name}")
+
+    monkeypatch.setattr(lifespan, name, fail)
+    with pytest.raises(RuntimeError, match=name):
+        new(tmp_path).start()
+    check_nothing_left(tmp_path)
+    monkeypatch.undo()
+    with serving(tmp_path):
+        pass
+
+
+def test_of_several_concurrent_starts_one_succeeds(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    # The first start may take long on a busy computer.
+    monkeypatch.setattr(DaemonHome, "acquire", functools.partialmethod(DaemonHome.acquire, timeout_s=60.0))
+    daemons = [new(tmp_path) for _ in range(4)]
+    refused: list[str] = []
+
+    def start(daemon: Daemon) -> None:
+        try:
+            daemon.start()
+        except DaemonRunningError as exc:
+            refused.append(exc.message)
+
+    threads = [threading.Thread(target=start, args=[daemon]) for daemon in daemons]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    (running,) = [daemon for daemon in daemons if daemon.running]
+    assert [running.url in message for message in refused] == [True] * 3
+    running.stop()
+    check_nothing_left(tmp_path)
+
+
+def test_the_shutdown_route_stops_the_daemon(tmp_path: Path) -> None:
+    daemon = new(tmp_path)
+    daemon.start()
+    with client(daemon) as http:
+        answer = http.post("/v3/daemon/shutdown", json={"mode": "drain", "grace_s": 5})
+    assert (answer.status_code, answer.json()) == (202, {"status": "stopping"})
+    assert daemon.wait(WAIT_S)
+    check_nothing_left(tmp_path)
+
+
+def test_a_waiting_poll_does_not_delay_the_stop(tmp_path: Path) -> None:
+    with serving(tmp_path) as daemon, client(daemon) as http:
+        answers: list[Any] = []
+        waiting = threading.Thread(target=lambda: answers.append(http.get("/v3/events", params={"wait": 60})))
+        waiting.start()
+        while not daemon.run(busy()):
+            pass
+        daemon.stop()
+        waiting.join(WAIT_S)
+    assert answers[0].status_code == 200
+
+
+async def busy() -> bool:
+    """Return whether a poll is waiting."""
+    return any("_wait_for_page" in repr(task.get_coro()) for task in asyncio.all_tasks())
+
+
+def submit(http: Any) -> None:
+    http.post("/v3/sessions", json={"session_id": "s"})
+    answer = http.post("/v3/sessions/s/turns", json={"turn_id": "t", "content": "go"})
+    assert answer.status_code == 202, answer.text
+
+
+def test_a_draining_daemon_refuses_new_turns_and_completes_the_running_one(tmp_path: Path) -> None:
+    gate = Gate()
+    first, *rest = says("one ", "two")
+    with Scripted([first, gate, *rest]) as upstream, serving(tmp_path, upstream=upstream.url) as daemon:
+        with client(daemon) as http:
+            submit(http)
+            asyncio.run(gate.reached())
+            assert http.post("/v3/daemon/shutdown").status_code == 202
+            while http.get("/v3/health").json()["status"] != "stopping":
+                pass
+            # The status changes slightly before turns are refused.
+            assert settled(daemon, lambda: daemon.services.turns._is_stopping)
+            refused = http.post("/v3/sessions/s/turns", json={"content": "more"})
+            assert (refused.status_code, refused.json()["error"]["code"]) == (503, "daemon-stopping")
+            gate.open()
+        assert daemon.wait(WAIT_S)
+    assert ends(tmp_path) == ["turn.done"]
+
+
+def test_a_stop_with_mode_now_shortens_a_drain(tmp_path: Path) -> None:
+    first, *_ = says("one ", "two")
+    with Scripted([first, STALL]) as upstream, serving(tmp_path, upstream=upstream.url) as daemon:
+        with client(daemon) as http:
+            submit(http)
+            while http.get("/v3/daemon").json()["counts"]["running_turns"] == 0:
+                pass
+            http.post("/v3/daemon/shutdown", json={"mode": "drain", "grace_s": 600})
+            assert not daemon.wait(0.1)
+            http.post("/v3/daemon/shutdown", json={"mode": "now"})
+        assert daemon.wait(WAIT_S)
+    assert ends(tmp_path) == ["turn.error"]
+
+
+def ends(home: Path) -> list[str]:
+    """Return the terminal events in the log, read by the next daemon."""
+    with serving(home) as daemon, client(daemon) as http:
+        events = http.get("/v3/events", params={"after": 0, "types": "turn.done,turn.error"}).json()["events"]
+        return [event["event"] for event in events]
+
+
+def test_the_tool_decorator_registers_a_function(tmp_path: Path) -> None:
+    with serving(tmp_path) as daemon, client(daemon) as http:
+
+        @daemon.tool
+        def add(a: int, b: int) -> int:
+            """Add two numbers."""
+            return a + b
+
+        @daemon.tool(name="named", read_only=True)
+        def other() -> str:
+            """Say something."""
+            return "something"
+
+        assert (add(1, 2), other()) == (3, "something")
+        assert http.get("/v3/daemon").json()["counts"]["tools"] == 2
+
+
+# --- in separate processes
+
+SCRIPT = """
+import os, sys, time
+from pathlib import Path
+from lmx_lab.daemon.daemon import Daemon
+from lmx_lab.settings import Settings
+daemon = Daemon(settings=Settings(home=Path(sys.argv[1]), daemon_port=0, upstream="http://127.0.0.1:9"))
+daemon.start()
+"""
+
+
+def script(home: Path, rest: str) -> subprocess.CompletedProcess[str]:
+    command = [
+        sys.executable,
+        "-W",
+        "error",
+        "-W",
+        "ignore:This process:DeprecationWarning",
+        "-c",
+        SCRIPT + rest,
+        str(home),
+    ]
+    return subprocess.run(command, capture_output=True, text=True, timeout=60, check=False)
+
+
+def test_a_program_that_exits_stops_its_daemon(tmp_path: Path) -> None:
+    ended = script(tmp_path, "")
+    assert (ended.returncode, ended.stdout, ended.stderr) == (0, "", "")
+    check_nothing_left(tmp_path)
+    with serving(tmp_path) as daemon, client(daemon) as http:
+        events = http.get("/v3/events", params={"after": 0}).json()["events"]
+        assert [event["event"] for event in events] == ["daemon.started", "daemon.stopping", "daemon.started"]
+
+
+def test_a_fork_does_not_affect_the_daemon(tmp_path: Path) -> None:
+    rest = """
+if os.fork() == 0:
+    daemon.stop()
+    sys.exit(0)
+os.wait()
+print(daemon.running, (daemon.folder / "state.json").exists())
+"""
+    ended = script(tmp_path, rest)
+    assert (ended.returncode, ended.stdout) == (0, "True True\n"), ended.stderr
+    check_nothing_left(tmp_path)
+
+
+class Program:
+    """A process of ``lmx-lab daemon`` and its output."""
+
+    def __init__(self, home: Path, *arguments: str) -> None:
+        command = [sys.executable, "-m", "lmx_lab", "daemon", "--port", "0", *arguments]
+        environment = {**os.environ, "LMX_LAB_HOME": str(home), "PYTHONUNBUFFERED": "1"}
+        self.process = subprocess.Popen(
+            command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, env=environment
+        )
+        self.output = ""
+
+    def wait_for(self, text: str) -> str:
+        assert self.process.stdout is not None
+        while text not in self.output:
+            line = self.process.stdout.readline()
+            assert line, self.output
+            self.output += line
+        return self.output
+
+    def finish(self) -> tuple[int, str, str]:
+        out, err = self.process.communicate(timeout=60)
+        return self.process.returncode, self.output + out, err
+
+
+@pytest.fixture
+def program(tmp_path: Path) -> Iterator[Program]:
+    program = Program(tmp_path)
+    yield program
+    if program.process.poll() is None:
+        program.process.kill()
+        program.process.communicate()
+
+
+def test_the_command_prints_the_address_and_stops_on_ctrl_c(tmp_path: Path, program: Program) -> None:
+    program.wait_for("state.json")
+    state = read_state(tmp_path / "daemon")
+    assert state is not None
+    assert (state.pid, f"ready at {state.url}" in program.output) == (program.process.pid, True)
+    program.process.send_signal(signal.SIGINT)
+    code, out, err = program.finish()
+    assert (code, err) == (0, "")
+    assert state.token not in out + (tmp_path / "daemon" / "daemon.log").read_text()
+    check_nothing_left(tmp_path)
+
+
+@pytest.mark.parametrize("signals", [1, 2])
+def test_a_running_turn_delays_the_stop_only_briefly_and_a_second_signal_ends_it(tmp_path: Path, signals: int) -> None:
+    first, *_ = says("one ", "two")
+    with Scripted([first, STALL]) as upstream:
+        program = Program(tmp_path, "--upstream", upstream.url)
+        program.wait_for("state.json")
+        state = read_state(tmp_path / "daemon")
+        assert state is not None
+        import httpx2
+
+        headers = {"authorization": f"Bearer {state.token}"}
+        with httpx2.Client(base_url=state.url, headers=headers, trust_env=False, timeout=WAIT_S) as http:
+            submit(http)
+            while http.get("/v3/daemon").json()["counts"]["running_turns"] == 0:
+                pass
+            program.process.send_signal(signal.SIGTERM)
+            while http.get("/v3/health").json()["status"] != "stopping":
+                pass
+        if signals == 2:
+            program.process.send_signal(signal.SIGTERM)
+        code, _, err = program.finish()
+    assert code == 0, err
+    assert ends(tmp_path) == ["turn.error"]
+
+
+def test_a_daemon_starts_after_another_one_was_killed(tmp_path: Path, program: Program) -> None:
+    program.wait_for("state.json")
+    left = json.loads((tmp_path / "daemon" / "state.json").read_text())
+    program.process.kill()
+    program.process.communicate()
+    assert read_state(tmp_path / "daemon") is None
+    # As if its pid were reused by another process.
+    foreign = {**left, "pid": psutil.Process().ppid()}
+    (tmp_path / "daemon" / "state.json").write_text(json.dumps(foreign))
+    with serving(tmp_path) as daemon:
+        state = read_state(tmp_path / "daemon")
+        assert state is not None
+        assert state.daemon_id == daemon.daemon_id
+    check_nothing_left(tmp_path)
+
+
+def test_of_two_concurrent_commands_one_serves_and_the_other_prints_the_address(tmp_path: Path) -> None:
+    programs = [Program(tmp_path) for _ in range(2)]
+    loser = None
+    deadline = time.monotonic() + 60
+    while loser is None and time.monotonic() < deadline:
+        loser = next((one for one in programs if one.process.poll() is not None), None)
+        time.sleep(0.02)
+    assert loser is not None
+    (winner,) = [one for one in programs if one is not loser]
+    winner.wait_for("state.json")
+    state = read_state(tmp_path / "daemon")
+    assert state is not None
+    code, out, err = loser.finish()
+    assert (code, out, err.count("\n")) == (1, "", 1)
+    assert err.startswith("daemon-running: ")
+    assert state.url in err or "starting or stopping" in err
+    winner.process.send_signal(signal.SIGTERM)
+    assert winner.finish()[0] == 0

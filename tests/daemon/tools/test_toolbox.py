@@ -1,0 +1,62 @@
+"""Python functions and MCP tools in one toolbox."""
+
+from __future__ import annotations
+
+from collections.abc import AsyncIterator
+from pathlib import Path
+
+import pytest
+
+from lmx_lab.daemon.tools.python_tools import PythonTools
+from lmx_lab.daemon.tools.toolbox import CombinedToolbox
+from lmx_lab.wire.mcp import ChangeMcpServer, McpServerConfig
+from tests.daemon.mcp_fixtures import McpHarness, hostile, open_harness
+
+
+@pytest.fixture
+async def harness(tmp_path: Path) -> AsyncIterator[McpHarness]:
+    async with open_harness(tmp_path) as harness:
+        yield harness
+
+
+@pytest.mark.anyio
+async def test_python_functions_and_mcp_tools_are_called_by_their_names(harness: McpHarness) -> None:
+    python = PythonTools()
+    toolbox = CombinedToolbox(python, harness.servers)
+    python.register(lambda: "of Python", name="zebra")
+    python.register(lambda: "no", name="denied", permission="deny")
+    await harness.ready(hostile())
+    names = [tool.name for tool in toolbox.list_tools()]
+    assert names == sorted(names)
+    assert {"zebra", "bad__echo"} <= set(names)
+    assert "denied" not in names
+    assert (await toolbox.call("zebra", {}, on_progress=print)).text == "of Python"
+    assert (await toolbox.call("bad__echo", {"text": "of MCP"}, on_progress=print)).text == "of MCP"
+    for missing in ("nobody", "bad__nothing", "other__echo", "denied", ""):
+        result = await toolbox.call(missing, {}, on_progress=print)
+        assert (result.status, "no longer exists" in result.text) == ("error", True)
+
+
+@pytest.mark.anyio
+async def test_the_absence_of_a_tool_is_explained_by_the_state_of_its_server(harness: McpHarness) -> None:
+    toolbox = CombinedToolbox(PythonTools(), harness.servers)
+    await harness.servers.add(McpServerConfig(name="lost", command="/no/such/program"))
+    await harness.servers.add(McpServerConfig(name="off", command="cat", enabled=False))
+    await harness.until("lost", lambda server: server.state == "failed")
+    failed = await toolbox.explain_absence("lost__echo")
+    assert failed is not None
+    assert failed.startswith("the MCP server 'lost' has failed")
+    assert "/no/such/program" in failed
+    assert failed in (await toolbox.call("lost__echo", {}, on_progress=print)).text
+    assert "disabled" in (await toolbox.explain_absence("off__echo") or "")
+    for name in ("lost", "nobody__echo", "", "required"):
+        assert await toolbox.explain_absence(name) is None
+
+
+@pytest.mark.anyio
+async def test_a_server_that_is_ready_explains_an_absence_only_by_its_permission(harness: McpHarness) -> None:
+    toolbox = CombinedToolbox(PythonTools(), harness.servers)
+    await harness.ready(hostile())
+    assert await toolbox.explain_absence("bad__nothing") is None
+    await harness.servers.change("bad", ChangeMcpServer(permission="deny"))
+    assert "denied" in (await toolbox.explain_absence("bad__echo") or "")

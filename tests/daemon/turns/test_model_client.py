@@ -1,0 +1,145 @@
+"""The client of the model server: the choice of the model, and the state of the server."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from lmx_lab import errors
+from lmx_lab.daemon.turns.model_client import ModelClient
+from lmx_lab.notebook import Lab
+from tests.daemon.scripted import DROP, Refusal, Scripted, json_answer, refuses, says, token
+from tests.flows.conftest import serving
+
+pytestmark = pytest.mark.anyio
+BODY: dict[str, Any] = {"messages": [{"role": "user", "content": "hello"}]}
+
+
+async def text(upstream: ModelClient, model: str | None = None) -> str:
+    return "".join([piece.text async for piece in upstream.call(BODY, model=model)])
+
+
+@pytest.mark.parametrize(
+    ("lab", "models", "asked", "sent"),
+    [
+        (False, ("a", "b"), None, "a"),
+        (False, ("a", "b"), "b", "b"),
+        (True, ("a", "b"), None, "default"),
+        (True, ("a", "b"), "b", "b"),
+        (False, json_answer({"detail": "no such route"}, status=404), None, "default"),
+    ],
+)
+async def test_the_model_is_chosen_by_the_kind_of_server(lab: bool, models: Any, asked: str | None, sent: str) -> None:
+    with Scripted(says("hi"), lab=lab, models=models) as server:
+        upstream = ModelClient(server.url)
+        assert await text(upstream, asked) == "hi"
+        await upstream.aclose()
+        assert [body["model"] for body in server.bodies] == [sent]
+
+
+async def test_the_list_of_models_is_cached() -> None:
+    with Scripted(says("hi")) as server:
+        upstream = ModelClient(server.url)
+        for _ in range(3):
+            await text(upstream)
+        await upstream.aclose()
+        assert server.paths.count("/v1/models") == 1
+
+
+async def test_a_model_that_no_longer_exists_is_chosen_again() -> None:
+    with Scripted(refuses(404, "model-not-found"), says("hi"), models=["a"]) as server:
+        upstream = ModelClient(server.url)
+        with pytest.raises(errors.ModelNotFoundError):
+            await text(upstream)
+        server.models = ["b"]
+        assert await text(upstream) == "hi"
+        await upstream.aclose()
+        assert [body["model"] for body in server.bodies] == ["a", "b"]
+
+
+async def test_a_server_without_models_is_an_error() -> None:
+    with Scripted(says("hi"), models=()) as server:
+        upstream = ModelClient(server.url)
+        with pytest.raises(errors.NotLoadedError, match="lists no models"):
+            await text(upstream)
+        state = upstream.state()
+        await upstream.aclose()
+        assert (state.reachable, state.model) == (True, None)
+
+
+async def test_the_state_follows_the_results_of_the_calls() -> None:
+    with Scripted(
+        says("hi"), refuses(503, "no-model-loaded", "none"), refuses(400, "invalid-request"), says("hi")
+    ) as server:
+        upstream = ModelClient(server.url)
+        assert upstream.state().reachable is None
+        await text(upstream)
+        known = [upstream.state()]
+        for error in (errors.NotLoadedError, errors.InvalidRequestError):
+            with pytest.raises(error):
+                await text(upstream)
+            known.append(upstream.state())
+        await text(upstream)
+        known.append(upstream.state())
+    with pytest.raises(errors.UpstreamUnreachableError):
+        await text(upstream)
+    known.append(upstream.state())
+    await upstream.aclose()
+    assert [(state.reachable, state.model) for state in known] == [
+        (True, "scripted"),
+        (True, None),
+        (True, None),
+        (True, "scripted"),
+        (False, None),
+    ]
+    assert known[1].error == "none"
+    assert "nothing answers" in (known[4].error or "")
+
+
+async def test_a_changed_state_is_reported_once() -> None:
+    with Scripted(says("hi")) as server:
+        upstream = ModelClient(server.url)
+        assert upstream.unreported_status() is None
+        await text(upstream)
+        status = upstream.unreported_status()
+        assert status is not None
+        assert (status.reachable, status.model, status.url) == (True, "scripted", server.url)
+        upstream.mark_reported(status)
+        await text(upstream)
+        assert upstream.unreported_status() is None
+        await upstream.aclose()
+
+
+@pytest.mark.parametrize(
+    ("script", "error"),
+    [
+        (Refusal(502, b"<html>", "text/html"), errors.UpstreamUnreachableError),
+        ([token("a"), DROP], errors.ConnectionLostError),
+        (refuses(429, "queue-full"), errors.QueueFullError),
+    ],
+)
+async def test_errors_keep_their_class(script: Any, error: type[errors.LabError]) -> None:
+    with Scripted(script) as server:
+        upstream = ModelClient(server.url)
+        with pytest.raises(error) as caught:
+            await text(upstream)
+        await upstream.aclose()
+    assert type(caught.value) is error
+
+
+@pytest.fixture(scope="module")
+def lab(tiny_home: Any) -> Any:
+    with serving(tiny_home, "tiny") as lab:
+        yield lab
+
+
+async def test_a_labs_server_answers_with_the_loaded_model(lab: Lab) -> None:
+    upstream = ModelClient(f"{lab.url}/v1")
+    pieces = [piece async for piece in upstream.call({**BODY, "max_tokens": 4}, model=None)]
+    assert pieces[-1].usage is not None
+    assert upstream.state().model == "tiny"
+    with pytest.raises(errors.ModelNotFoundError):
+        await text(upstream, "nope")
+    assert upstream.state().reachable is True
+    await upstream.aclose()

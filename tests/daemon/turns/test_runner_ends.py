@@ -1,0 +1,688 @@
+"""Turns that are cancelled, wait for permissions, are stopped with the daemon, or run on a full disk."""
+
+from __future__ import annotations
+
+import asyncio
+import sqlite3
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from lmx_lab import errors
+from lmx_lab.daemon.storage.store import Store
+from lmx_lab.daemon.turns import records as turn_records
+from lmx_lab.daemon.turns import runner
+from lmx_lab.daemon.turns import writer as turn_writer
+from lmx_lab.wire.sessions import CancelTurns, Decision
+from tests.daemon.scripted import DROP, STALL, Gate, Scripted, calls, says, thought, token
+from tests.daemon.turn_fixtures import ASKS, FREE, WAIT_S, ScriptedToolbox, TurnHarness, check_invariants, daemon, until
+
+pytestmark = pytest.mark.anyio
+ALLOW, DENY = Decision(decision="allow"), Decision(decision="deny")
+ALWAYS = Decision(decision="allow", scope="session")
+
+
+@pytest.fixture(autouse=True)
+def _quick(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Shorten the time between retries."""
+    for module in (turn_writer, runner):
+        monkeypatch.setattr(module, "MIN_RETRY_S", 0.01)
+
+
+def held(toolbox: ScriptedToolbox) -> Gate:
+    """Make tools wait until the returned gate is open, or they are cancelled."""
+    gate = Gate()
+
+    async def work(name: str, arguments: dict[str, Any], note: Any) -> str:
+        gate._reached.set()
+        await until(lambda: gate.is_open)
+        return "done"
+
+    toolbox.work = work
+    return gate
+
+
+# --- cancelling
+
+
+async def test_cancelling_keeps_the_partial_answer_and_closes_the_stream(here: TurnHarness, upstream: Scripted) -> None:
+    upstream.then([thought("Hm"), token("Hel"), STALL])
+    session = await here.session()
+    turn = await here.submit(session)
+    await here.seen("turn.token")
+    answer = await here.turns.cancel(session, CancelTurns())
+    assert (answer.cancelled, answer.turn_ids) == (1, [turn])
+    record = await here.ended(session, turn)
+    assert (record.status, record.stop_reason, record.text, record.error) == ("done", "cancelled", "Hel", None)
+    await upstream.until(lambda: upstream.left == 1)
+    shown = await here.snapshot(session)
+    assert [(message.role, message.content) for message in shown.messages] == [("user", "hello"), ("assistant", "Hel")]
+    assert (await here.turns.cancel(session, CancelTurns())).cancelled == 0
+    assert (await here.turns.cancel(session, CancelTurns(turn_id=turn))).cancelled == 0
+
+
+async def test_cancelling_twice_counts_once(here: TurnHarness, upstream: Scripted) -> None:
+    upstream.then(calls((FREE, {})))
+    gate = held(here.toolbox)
+    session = await here.session()
+    turn = await here.submit(session)
+    await gate.reached()
+    answers = [await here.turns.cancel(session, CancelTurns()) for _ in range(2)]
+    assert [answer.cancelled for answer in answers] == [1, 0]
+    await here.ended(session, turn)
+
+
+async def test_a_queued_turn_that_is_cancelled_never_runs(here: TurnHarness, upstream: Scripted) -> None:
+    gate = Gate()
+    upstream.then([gate, *says("1")])
+    session = await here.session()
+    first, second, third = [await here.submit(session, str(n)) for n in range(3)]
+    answer = await here.turns.cancel(session, CancelTurns(turn_id=second))
+    assert answer.turn_ids == [second]
+    record = await here.turns.read(session, second)
+    assert (record.stop_reason, record.text, record.started_at) == ("cancelled", "", None)
+    gate.open()
+    await here.ended(session, first)
+    assert (await here.ended(session, third)).text == "1"
+    assert [body["messages"][-1]["content"] for body in upstream.bodies] == ["0", "2"]
+
+
+async def test_all_turns_can_be_cancelled_at_once(here: TurnHarness, upstream: Scripted) -> None:
+    upstream.then([STALL])
+    session = await here.session()
+    turns = [await here.submit(session) for _ in range(3)]
+    await here.seen("turn.started")
+    assert (await here.turns.cancel(session, CancelTurns(queued=True))).turn_ids == turns
+    for turn in turns:
+        assert (await here.ended(session, turn)).stop_reason == "cancelled"
+    assert here.turns.counts() == (0, 0)
+
+
+async def test_cancelling_a_turn_stops_its_tools_and_ends_their_calls(here: TurnHarness, upstream: Scripted) -> None:
+    upstream.then(calls((FREE, {}), (ASKS, {}), text=["Let me."]), says("next"))
+    gate = held(here.toolbox)
+    session = await here.session()
+    turn = await here.submit(session)
+    await gate.reached()
+    await here.asked()
+    await here.turns.cancel(session, CancelTurns())
+    record = await here.ended(session, turn)
+    assert (record.stop_reason, record.text) == ("cancelled", "Let me.")
+    statuses = [item["data"]["status"] for item in await here.seen("tool.end", 2)]
+    assert statuses == ["cancelled", "cancelled"]
+    (resolved,) = await here.seen("permission.resolved")
+    assert resolved["data"]["permission"]["resolved_by"] == "cancel"
+    assert here.toolbox.running == 0
+    here.toolbox.work = lambda name, arguments, note: "done"
+    await here.run(session, "go on")
+    roles = [message["role"] for message in upstream.bodies[1]["messages"]]
+    assert roles == ["user", "assistant", "tool", "tool", "user"]
+
+
+async def test_a_turn_ends_even_if_a_tool_does_not_stop(tmp_path: Path, upstream: Scripted) -> None:
+    upstream.then(calls((FREE, {})), says("next"))
+    toolbox, gate = ScriptedToolbox(), Gate()
+
+    async def work(name: str, arguments: dict[str, Any], note: Any) -> str:
+        gate._reached.set()
+        while not gate.is_open:
+            try:
+                await asyncio.sleep(0.001)
+            except asyncio.CancelledError:
+                note("I am still here")
+        note("late")
+        return "late"
+
+    toolbox.work = work
+    async with daemon(tmp_path, upstream, toolbox, cancel_s=0.05) as here:
+        session = await here.session()
+        turn = await here.submit(session)
+        await gate.reached()
+        await here.turns.cancel(session, CancelTurns())
+        assert (await here.ended(session, turn)).stop_reason == "cancelled"
+        (end,) = await here.seen("tool.end")
+        assert (end["data"]["status"], "did not end in time" in end["data"]["text"]) == ("cancelled", True)
+        assert (await here.run(session)).text == "next"
+        gate.open()
+        await until(lambda: not here.turns._adopted_tasks)
+        check_invariants(await here.events())
+
+
+# --- permissions
+
+
+async def test_an_allowed_call_runs_with_exactly_the_requested_arguments(here: TurnHarness, upstream: Scripted) -> None:
+    upstream.then(calls((ASKS, {"path": "x"})), says("ok"))
+    session = await here.session()
+    turn = await here.submit(session)
+    (permission,) = await here.asked()
+    assert (permission.tool, permission.arguments, permission.turn_id) == (ASKS, {"path": "x"}, turn)
+    assert permission.expires_at > permission.requested_at
+    assert here.toolbox.called == []
+    shown = await here.snapshot(session)
+    assert (shown.status, shown.permissions) == ("waiting", [permission])
+    decided = await here.turns.decide(permission.permission_id, ALLOW)
+    assert (decided.decision, decided.scope, decided.resolved_by) == ("allow", "once", "client")
+    assert (await here.ended(session, turn)).text == "ok"
+    assert here.toolbox.called == [(ASKS, {"path": "x"})]
+    kinds = await here.kinds(session)
+    assert kinds[3:7] == ["permission.request", "permission.resolved", "tool.start", "tool.end"]
+    assert (await here.turns.list_permissions()).permissions == []
+
+
+async def test_a_denial_is_reported_to_the_model_and_the_tool_does_not_run(
+    here: TurnHarness, upstream: Scripted
+) -> None:
+    upstream.then(calls((ASKS, {})), says("pity"))
+    session = await here.session()
+    turn = await here.submit(session)
+    (permission,) = await here.asked()
+    await here.turns.decide(permission.permission_id, DENY)
+    assert (await here.ended(session, turn)).text == "pity"
+    assert here.toolbox.called == []
+    (end,) = await here.seen("tool.end")
+    assert end["data"]["status"] == "denied"
+    assert "denied" in upstream.bodies[1]["messages"][-1]["content"]
+
+
+async def test_a_permission_without_a_decision_is_denied(tmp_path: Path, upstream: Scripted) -> None:
+    upstream.then(calls((ASKS, {})), says("pity"))
+    async with daemon(tmp_path, upstream, permission_timeout_s=0.02) as here:
+        session = await here.session()
+        turn = await here.submit(session)
+        (permission,) = [item["data"]["permission"] for item in await here.seen("permission.request")]
+        assert (await here.ended(session, turn)).text == "pity"
+        (resolved,) = [item["data"]["permission"] for item in await here.seen("permission.resolved")]
+        assert (resolved["decision"], resolved["resolved_by"]) == ("deny", "expiry")
+        assert here.toolbox.called == []
+        with pytest.raises(errors.PermissionExpiredError, match="it expired"):
+            await here.turns.decide(permission["permission_id"], ALLOW)
+        check_invariants(await here.events())
+
+
+async def test_the_first_of_two_decisions_counts(here: TurnHarness, upstream: Scripted) -> None:
+    upstream.then(calls((ASKS, {})), says("ok"))
+    session = await here.session()
+    turn = await here.submit(session)
+    (permission,) = await here.asked()
+    both = (here.turns.decide(permission.permission_id, decision) for decision in (ALLOW, DENY))
+    first, second = await asyncio.gather(*both, return_exceptions=True)
+    assert not isinstance(first, BaseException)
+    assert isinstance(second, errors.AlreadyResolvedError)
+    assert "allow" in str(second)
+    await here.ended(session, turn)
+    assert len(here.toolbox.called) == 1
+
+
+async def test_a_withdrawn_permission_can_no_longer_be_decided(here: TurnHarness, upstream: Scripted) -> None:
+    upstream.then(calls((ASKS, {})))
+    session = await here.session()
+    turn = await here.submit(session)
+    (permission,) = await here.asked()
+    await here.turns.cancel(session, CancelTurns())
+    await here.ended(session, turn)
+    with pytest.raises(errors.PermissionExpiredError, match="stopped"):
+        await here.turns.decide(permission.permission_id, ALLOW)
+    with pytest.raises(errors.PermissionNotFoundError):
+        await here.turns.decide("prm_nope", ALLOW)
+
+
+async def test_a_denial_for_the_whole_session_is_refused_and_changes_nothing(
+    here: TurnHarness, upstream: Scripted
+) -> None:
+    upstream.then(calls((ASKS, {})), says("ok"))
+    session = await here.session()
+    turn = await here.submit(session)
+    (permission,) = await here.asked()
+    with pytest.raises(errors.InvalidRequestError):
+        await here.turns.decide(permission.permission_id, Decision(decision="deny", scope="session"))
+    await here.turns.decide(permission.permission_id, DENY)
+    await here.ended(session, turn)
+
+
+async def test_allowing_a_tool_for_a_session_does_not_affect_other_sessions(tmp_path: Path, upstream: Scripted) -> None:
+    upstream.then(calls((ASKS, {"n": 1})), calls((ASKS, {"n": 2})), says("ok"), calls((ASKS, {"n": 3})), says("ok"))
+    async with daemon(tmp_path, upstream) as here:
+        session = await here.session()
+        turn = await here.submit(session)
+        (permission,) = await here.asked()
+        await here.turns.decide(permission.permission_id, ALWAYS)
+        await here.ended(session, turn)
+    async with daemon(tmp_path, upstream) as here:
+        await here.run(session)
+        assert len(here.toolbox.called) == 1
+        upstream.then(calls((ASKS, {})), says("ok"))
+        other = await here.session()
+        turn = await here.submit(other)
+        (permission,) = await here.asked(2)
+        assert permission.session_id == other
+        await here.turns.decide(permission.permission_id, ALLOW)
+        await here.ended(other, turn)
+
+
+async def test_a_turn_that_waits_for_a_permission_does_not_occupy_a_slot(tmp_path: Path, upstream: Scripted) -> None:
+    def script(body: dict[str, Any]) -> Any:
+        last = body["messages"][-1]
+        return calls((ASKS, {})) if last["content"] == "ask" else says("ok")
+
+    upstream.then(script)
+    async with daemon(tmp_path, upstream, running_turns=1) as here:
+        waiting = await here.session()
+        turn = await here.submit(waiting, "ask")
+        (permission,) = await here.asked()
+        assert (await here.run(await here.session())).text == "ok"
+        assert here.turns.counts() == (1, 0)
+        await here.turns.decide(permission.permission_id, ALLOW)
+        assert (await here.ended(waiting, turn)).text == "ok"
+        await until(lambda: not [*here.turns._workers])
+        assert here.turns._slots.free == 1
+
+
+async def test_a_turn_that_waits_to_continue_can_be_cancelled(tmp_path: Path, upstream: Scripted) -> None:
+    gate = Gate()
+    upstream.then(calls((ASKS, {})), [gate, *says("ok")])
+    async with daemon(tmp_path, upstream, running_turns=1) as here:
+        waiting, other = await here.session(), await here.session()
+        turn = await here.submit(waiting)
+        (permission,) = await here.asked()
+        second = await here.submit(other)
+        await gate.reached()
+        await here.turns.decide(permission.permission_id, DENY)
+        await here.seen("tool.end")
+        await here.turns.cancel(waiting, CancelTurns())
+        assert (await here.ended(waiting, turn)).stop_reason == "cancelled"
+        gate.open()
+        assert (await here.ended(other, second)).text == "ok"
+        await until(lambda: not [*here.turns._workers])
+        assert here.turns._slots.free == 1
+
+
+# --- deleted sessions
+
+
+async def test_deleting_a_session_ends_its_turns_first(here: TurnHarness, upstream: Scripted) -> None:
+    upstream.then([token("Hel"), STALL])
+    session = await here.session()
+    turns = [await here.submit(session) for _ in range(2)]
+    await here.seen("turn.token")
+    waiting = asyncio.create_task(here.turns.read(session, turns[0], wait_s=WAIT_S))
+    await here.turns.delete_session(session)
+    kinds = [(item["turn_id"], item["event"]) for item in await here.events(session)]
+    assert kinds[-1] == (None, "session.deleted")
+    assert {(turn, "turn.done") for turn in turns} <= set(kinds)
+    with pytest.raises(errors.SessionNotFoundError):
+        await here.submit(session)
+    await asyncio.wait([waiting])
+    assert isinstance(waiting.exception(), errors.SessionNotFoundError) or waiting.result().stop_reason == "cancelled"
+    await here.turns.delete_session(session)
+    await here.turns.delete_session("nope")
+    assert ([*here.turns._workers], here.turns.counts()) == ([], (0, 0))
+
+
+async def test_a_session_can_be_deleted_while_all_slots_are_taken(tmp_path: Path, upstream: Scripted) -> None:
+    upstream.then([STALL])
+    async with daemon(tmp_path, upstream, running_turns=1) as here:
+        busy, other = await here.session(), await here.session()
+        await here.submit(busy)
+        await here.seen("turn.started")
+        await here.submit(other)
+        await asyncio.wait_for(here.turns.delete_session(other), WAIT_S)
+        check_invariants(await here.events(other))
+        await here.turns.cancel(busy, CancelTurns())
+
+
+# --- the daemon stops or crashes
+
+
+async def test_stopping_ends_running_turns_and_keeps_queued_ones_for_the_next_start(
+    tmp_path: Path, upstream: Scripted
+) -> None:
+    upstream.then([token("Hel"), STALL], says("later"))
+    async with daemon(tmp_path, upstream) as here:
+        session = await here.session()
+        first, second = await here.submit(session), await here.submit(session)
+        await here.seen("turn.token")
+        await here.turns.stop(mode="now", grace_s=0)
+        record = await here.turns.read(session, first)
+        assert record.error is not None
+        assert (record.error.code, record.text) == ("daemon-stopping", "Hel")
+        assert (await here.turns.read(session, second)).status == "queued"
+        with pytest.raises(errors.StoppingError):
+            await here.submit(session)
+        await here.turns.stop(mode="now", grace_s=0)
+    await upstream.until(lambda: upstream.left == 1)
+    async with daemon(tmp_path, upstream) as here:
+        assert (await here.ended(session, second)).text == "later"
+        check_invariants(await here.events())
+
+
+async def test_draining_completes_running_turns_and_starts_none(tmp_path: Path, upstream: Scripted) -> None:
+    gate = Gate()
+    upstream.then([gate, *says("ok")])
+    async with daemon(tmp_path, upstream) as here:
+        session = await here.session()
+        first, second = await here.submit(session), await here.submit(session)
+        await gate.reached()
+        stopping = asyncio.create_task(here.turns.stop(mode="drain", grace_s=WAIT_S))
+        await asyncio.sleep(0)
+        gate.open()
+        await stopping
+        assert (await here.turns.read(session, first)).text == "ok"
+        assert (await here.turns.read(session, second)).status == "queued"
+
+
+async def test_a_drain_can_be_shortened(tmp_path: Path, upstream: Scripted) -> None:
+    upstream.then([STALL])
+    async with daemon(tmp_path, upstream) as here:
+        session = await here.session()
+        turn = await here.submit(session)
+        await here.seen("turn.started")
+        stopping = asyncio.create_task(here.turns.stop(mode="drain", grace_s=WAIT_S))
+        await asyncio.sleep(0)
+        await here.turns.stop(mode="now", grace_s=0)
+        await stopping
+        record = await here.turns.read(session, turn)
+        assert record.error is not None
+        assert record.error.code == "daemon-stopping"
+
+
+async def test_a_drain_ends_running_turns_after_its_grace_period(tmp_path: Path, upstream: Scripted) -> None:
+    upstream.then([STALL])
+    async with daemon(tmp_path, upstream) as here:
+        session = await here.session()
+        turn = await here.submit(session)
+        await here.seen("turn.started")
+        await here.turns.stop(mode="drain", grace_s=0.01)
+        assert (await here.turns.read(session, turn)).status == "error"
+
+
+async def test_a_tool_that_runs_during_a_stop_is_interrupted(tmp_path: Path, upstream: Scripted) -> None:
+    upstream.then(calls((FREE, {})))
+    toolbox = ScriptedToolbox()
+    gate = held(toolbox)
+    async with daemon(tmp_path, upstream, toolbox) as here:
+        await here.submit(await here.session())
+        await gate.reached()
+        await here.turns.stop(mode="now", grace_s=0)
+        (end,) = await here.seen("tool.end")
+        assert end["data"]["status"] == "interrupted"
+        check_invariants(await here.events())
+
+
+async def test_after_a_crash_started_turns_end_tools_do_not_run_again_and_queued_turns_run(
+    tmp_path: Path, upstream: Scripted
+) -> None:
+    upstream.then(calls((FREE, {}), (ASKS, {}), text=["Let me."]), says("later"))
+    toolbox = ScriptedToolbox()
+    gate = held(toolbox)
+    async with daemon(tmp_path, upstream, toolbox, stop=False) as here:
+        session = await here.session()
+        first, second = await here.submit(session), await here.submit(session)
+        await gate.reached()
+        await here.asked()
+    async with daemon(tmp_path, upstream) as here:
+        record = await here.ended(session, first)
+        assert record.error is not None
+        assert (record.error.code, record.text) == ("daemon-restarted", "Let me.")
+        assert (await here.ended(session, second)).text == "later"
+        events = await here.events()
+        check_invariants(events)
+        ends = [item["data"] for item in events if item["event"] == "tool.end"]
+        assert [end["status"] for end in ends] == ["interrupted", "interrupted"]
+        assert here.toolbox.called == []
+        assert (await here.turns.list_permissions()).permissions == []
+        roles = [message["role"] for message in upstream.bodies[1]["messages"]]
+        assert roles == ["user", "assistant", "tool", "tool", "user"]
+
+
+class Late(ScriptedToolbox):
+    """A toolbox whose tools are available later."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.there = asyncio.Event()
+        self.later, self.listed = self.listed, []
+
+    @property
+    def is_starting(self) -> bool:  # type: ignore[override]
+        return not self.there.is_set()
+
+    async def wait_started(self) -> None:
+        await self.there.wait()
+        self.listed = self.later
+
+
+@pytest.mark.parametrize("come", [True, False])
+async def test_turns_wait_for_mcp_servers_to_start_for_a_limited_time(
+    tmp_path: Path, upstream: Scripted, monkeypatch: pytest.MonkeyPatch, come: bool
+) -> None:
+    monkeypatch.setattr(runner, "TOOLS_START_S", WAIT_S if come else 0.01)
+    upstream.then(says("ok"))
+    late = Late()
+    async with daemon(tmp_path, upstream, late) as here:
+        session = await here.session()
+        turn = await here.submit(session)
+        cancelled = await here.submit(session)
+        await here.turns.cancel(session, CancelTurns(turn_id=cancelled))
+        if come:
+            assert (await here.turns.read(session, turn)).status == "queued"
+            late.there.set()
+        await here.ended(session, turn)
+        assert ("tools" in upstream.bodies[0]) is come
+
+
+async def test_a_daemon_can_stop_while_turns_wait_for_mcp_servers(tmp_path: Path, upstream: Scripted) -> None:
+    async with daemon(tmp_path, upstream, Late()) as here:
+        turn = await here.submit(session := await here.session())
+        await asyncio.wait_for(here.turns.stop(mode="now", grace_s=0), WAIT_S)
+        assert (await here.turns.read(session, turn)).status == "queued"
+
+
+async def test_after_a_crash_the_text_in_the_log_is_kept(tmp_path: Path, upstream: Scripted) -> None:
+    upstream.then([thought("Hm"), token("Hel"), STALL])
+    async with daemon(tmp_path, upstream, stop=False) as here:
+        session = await here.session()
+        turn = await here.submit(session)
+        await here.seen("turn.token")
+    async with daemon(tmp_path, upstream) as here:
+        assert (await here.ended(session, turn)).text == "Hel"
+        check_invariants(await here.events())
+        answer = (await here.snapshot(session)).messages[-1]
+        assert (answer.content, answer.reasoning_content) == ("Hel", "Hm")
+
+
+# --- a full disk
+
+
+class Full:
+    """Makes a store behave as on a full disk while ``on``."""
+
+    def __init__(self, store: Store, monkeypatch: pytest.MonkeyPatch) -> None:
+        self.on = False
+        self.for_ends = True
+        """Whether writes of ends fail too, as if the reserve were used up."""
+        self.refused = 0
+        self._commit = store._commit
+        monkeypatch.setattr(store, "_write", self._write)
+
+    def _write(self, work: Any, ending: bool) -> Any:
+        def failing(transaction: Any) -> Any:
+            work(transaction)
+            raise sqlite3.OperationalError("database or disk is full")
+
+        if self.on and (self.for_ends or not ending):
+            self.refused += 1
+            return self._commit(failing)
+        return self._commit(work)
+
+
+async def test_a_full_disk_refuses_a_submit(
+    here: TurnHarness, upstream: Scripted, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    upstream.then(says("ok"))
+    session = await here.session()
+    full = Full(here.store, monkeypatch)
+    full.on = True
+    with pytest.raises(errors.StorageFullError):
+        await here.submit(session)
+    full.on = False
+    assert (await here.run(session)).text == "ok"
+
+
+@pytest.mark.parametrize("for_ends", [False, True])
+async def test_a_full_disk_stops_the_model_and_the_turn_ends_once_there_is_space(
+    here: TurnHarness, upstream: Scripted, monkeypatch: pytest.MonkeyPatch, for_ends: bool
+) -> None:
+    gate = Gate()
+    upstream.then([token("Hel"), gate, token("lo"), STALL], says("ok"))
+    session = await here.session()
+    turn = await here.submit(session)
+    await here.seen("turn.token")
+    full = Full(here.store, monkeypatch)
+    full.on, full.for_ends = True, for_ends
+    gate.open()
+    await upstream.until(lambda: upstream.left == 1)
+    await until(lambda: not for_ends or full.refused >= 4)
+    full.on = False
+    record = await here.ended(session, turn)
+    assert record.error is not None
+    assert (record.error.code, record.text) == ("storage-full", "Hello")
+    assert (await here.run(session)).text == "ok"
+
+
+@pytest.mark.parametrize("tool", [FREE, ASKS])
+async def test_on_a_full_disk_no_tool_is_started(
+    here: TurnHarness, upstream: Scripted, monkeypatch: pytest.MonkeyPatch, tool: str
+) -> None:
+    gate = Gate()
+    upstream.then([gate, *calls((tool, {}), (FREE, {}))], says("ok"))
+    session = await here.session()
+    turn = await here.submit(session)
+    await gate.reached()
+    full = Full(here.store, monkeypatch)
+    full.on = True
+    gate.open()
+    await until(lambda: full.refused >= 2)
+    full.on = False
+    record = await here.ended(session, turn)
+    assert record.error is not None
+    assert (record.error.code, here.toolbox.called) == ("storage-full", [])
+
+
+async def test_on_a_full_disk_a_running_tool_is_stopped(
+    here: TurnHarness, upstream: Scripted, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    upstream.then(calls((FREE, {"n": 1}), (FREE, {"n": 2})), says("ok"))
+    first = asyncio.Event()
+
+    async def work(name: str, arguments: dict[str, Any], note: Any) -> str:
+        await (first.wait() if arguments["n"] == 1 else asyncio.Event().wait())
+        return "done"
+
+    here.toolbox.work = work
+    session = await here.session()
+    turn = await here.submit(session)
+    await here.seen("tool.start", 2)
+    full = Full(here.store, monkeypatch)
+    full.on = True
+    first.set()
+    await until(lambda: not here.toolbox.running and full.refused >= 2)
+    full.on = False
+    record = await here.ended(session, turn)
+    assert record.error is not None
+    assert record.error.code == "storage-full"
+    assert [item["data"]["status"] for item in await here.seen("tool.end", 2)] == ["ok", "cancelled"]
+
+
+async def test_a_queued_turn_starts_once_there_is_space(
+    here: TurnHarness, upstream: Scripted, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    gate = Gate()
+    upstream.then([gate, *says("1")], says("2"))
+    session = await here.session()
+    first, second = await here.submit(session), await here.submit(session)
+    await gate.reached()
+    full = Full(here.store, monkeypatch)
+    begin = here.turns._start_next
+
+    async def refused(lane: Any) -> Any:
+        full.on = not full.refused
+        try:
+            return await begin(lane)
+        finally:
+            full.on = False
+
+    monkeypatch.setattr(here.turns, "_start_next", refused)
+    gate.open()
+    await here.ended(session, first)
+    assert (await here.ended(session, second)).text == "2"
+    assert full.refused == 1
+
+
+async def test_on_a_disk_that_stays_full_the_next_start_ends_the_turn(
+    tmp_path: Path, upstream: Scripted, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    gate = Gate()
+    upstream.then([token("Hel"), gate, DROP])
+    async with daemon(tmp_path, upstream) as here:
+        session = await here.session()
+        full = Full(here.store, monkeypatch)
+        turn = await here.submit(session)
+        await here.seen("turn.started")
+        full.on = True
+        gate.open()
+        await until(lambda: full.refused >= 2)
+        here.turns._limits = type(here.turns._limits)(cancel_s=0.01)
+        await here.turns.stop(mode="now", grace_s=0)
+        assert (await here.turns.read(session, turn)).status == "running"
+    async with daemon(tmp_path, upstream) as here:
+        record = await here.ended(session, turn)
+        assert record.error is not None
+        assert record.error.code == "daemon-restarted"
+        check_invariants(await here.events())
+
+
+async def test_a_start_on_a_full_disk_recovers_when_there_is_space(
+    tmp_path: Path, upstream: Scripted, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    upstream.then([STALL], says("later"))
+    async with daemon(tmp_path, upstream, stop=False) as here:
+        session = await here.session()
+        first, second = await here.submit(session), await here.submit(session)
+        await upstream.until(lambda: len(upstream.bodies) == 1)
+    full = True
+    write = Store.write
+
+    async def failing(store: Store, work: Any, **options: Any) -> Any:
+        if full:
+            raise errors.StorageFullError("full")
+        return await write(store, work, **options)
+
+    monkeypatch.setattr(Store, "write", failing)
+    async with daemon(tmp_path, upstream) as here:
+        assert (await here.turns.read(session, first)).status == "running"
+        full = False
+        assert (await here.ended(session, second)).text == "later"
+        assert (await here.turns.read(session, first)).status == "error"
+        check_invariants(await here.events())
+
+
+async def test_a_turn_ends_even_after_an_unexpected_exception(
+    here: TurnHarness, upstream: Scripted, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    upstream.then(calls((FREE, {})), says("ok"))
+    tool_end, bugs = turn_records.end_tool, iter([ZeroDivisionError("kaputt")])
+
+    def once(*arguments: Any, **fields: Any) -> None:
+        for bug in bugs:
+            raise bug
+        tool_end(*arguments, **fields)
+
+    monkeypatch.setattr(turn_records, "end_tool", once)
+    session = await here.session()
+    record = await here.run(session)
+    assert record.error is not None
+    assert (record.error.code, "kaputt" in record.error.message) == ("turn-failed", False)
+    assert "ZeroDivisionError" in caplog.text
+    assert (await here.run(session)).text == "ok"

@@ -1,0 +1,196 @@
+"""Requests are completed even if their caller is cancelled, they are repeated, or the disk was full before."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import threading
+from collections.abc import AsyncIterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from lmx_lab import errors
+from lmx_lab.daemon.limits import Limits
+from lmx_lab.daemon.storage.store import Store
+from lmx_lab.daemon.turns import permissions, runner
+from lmx_lab.daemon.turns import queue as turn_queue
+from lmx_lab.wire.sessions import CancelTurns, Decision, SubmitTurn
+from tests.daemon.scripted import STALL, Gate, Scripted, calls, says, token
+from tests.daemon.turn_fixtures import ASKS, FREE, WAIT_S, TurnHarness, check_invariants, daemon, until
+
+pytestmark = pytest.mark.anyio
+ALLOW = Decision(decision="allow")
+
+
+async def cancel_during(monkeypatch: pytest.MonkeyPatch, module: Any, name: str, work: Any) -> None:
+    """Cancel the caller of ``work`` during this change of the database."""
+    began, go, change = threading.Event(), threading.Event(), getattr(module, name)
+
+    def held(*arguments: Any) -> Any:
+        began.set()
+        assert go.wait(WAIT_S)
+        return change(*arguments)
+
+    monkeypatch.setattr(module, name, held)
+    caller = asyncio.create_task(work)
+    assert await asyncio.to_thread(began.wait, WAIT_S)
+    caller.cancel()
+    await asyncio.wait([caller])
+    assert caller.cancelled()
+    go.set()
+
+
+async def test_a_turn_runs_even_if_its_submitter_was_cancelled(
+    here: TurnHarness, upstream: Scripted, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    upstream.then(says("ok"))
+    session = await here.session()
+    body = SubmitTurn(content="hi", turn_id="t")
+    await cancel_during(monkeypatch, turn_queue, "submit", here.turns.submit(session, body))
+    await here.seen("turn.done")
+    assert here.turns.counts()[1] == 0
+
+
+async def test_a_decision_takes_effect_even_if_its_caller_was_cancelled(
+    here: TurnHarness, upstream: Scripted, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    upstream.then(calls((ASKS, {})), says("ok"))
+    session = await here.session()
+    turn = await here.submit(session)
+    (permission,) = await here.asked()
+    await cancel_during(monkeypatch, permissions, "decide", here.turns.decide(permission.permission_id, ALLOW))
+    assert (await here.ended(session, turn)).text == "ok"
+
+
+async def test_a_repeated_submit_starts_a_turn_that_is_queued(here: TurnHarness, upstream: Scripted) -> None:
+    upstream.then(says("ok"))
+    session = await here.session()
+    body = SubmitTurn(content="hi", turn_id="t")
+    await here.store.write(lambda tx: turn_queue.submit(tx, session, body, Limits()))
+    here.turns._queued_count = 1
+    _, new = await here.turns.submit(session, body)
+    assert not new
+    assert (await here.ended(session, "t")).text == "ok"
+
+
+async def test_a_repeated_submit_has_the_cursor_of_the_current_session_of_that_id(
+    tmp_path: Path, upstream: Scripted
+) -> None:
+    upstream.then(says("ok"))
+    body = SubmitTurn(content="hi", turn_id="t")
+    async with daemon(tmp_path, upstream) as here:
+        for _ in range(2):
+            await here.session(session_id="s")
+            first, _ = await here.turns.submit("s", body)
+            await here.ended("s", "t")
+            again, new = await here.turns.submit("s", body)
+            assert (again.cursor, new) == (first.cursor, False)
+            await here.turns.delete_session("s")
+
+
+async def test_concurrent_deletions_of_a_session_both_wait_for_its_end(here: TurnHarness, upstream: Scripted) -> None:
+    upstream.then(calls((FREE, {})))
+    let_go = asyncio.Event()
+
+    async def work(*_: Any) -> str:
+        with contextlib.suppress(asyncio.CancelledError):
+            await asyncio.Event().wait()
+        await let_go.wait()
+        return "done"
+
+    here.toolbox.work = work
+    session = await here.session()
+    await here.submit(session)
+    await here.seen("tool.start")
+    first = asyncio.create_task(here.turns.delete_session(session))
+    await until(lambda: here.turns._workers.get_or_create(session).is_deleting)
+    second = asyncio.create_task(here.turns.delete_session(session))
+    await here.store.write(lambda tx: None)
+    assert not second.done()
+    let_go.set()
+    await asyncio.gather(first, second)
+    assert (await here.kinds(session))[-2:] == ["turn.done", "session.deleted"]
+
+
+async def test_a_turn_that_waited_for_a_permission_has_priority_over_new_turns(
+    tmp_path: Path, upstream: Scripted
+) -> None:
+    gate = Gate()
+    upstream.then(calls((ASKS, {})), [gate, *says("other")], says("ok"))
+    async with daemon(tmp_path, upstream, running_turns=1) as here:
+        asking = await here.session()
+        first = await here.submit(asking)
+        (permission,) = await here.asked()
+        others = [await here.session() for _ in range(3)]
+        turns = [await here.submit(other) for other in others]
+        await gate.reached()
+        await here.turns.decide(permission.permission_id, ALLOW)
+        await here.seen("tool.end")
+        await until(lambda: bool(here.turns._slots._continuing))
+        gate.open()
+        for session, turn in [(asking, first), *zip(others, turns, strict=True)]:
+            await here.ended(session, turn)
+        ends = [item["session_id"] for item in await here.events() if item["event"] == "turn.done"]
+        assert ends[1] == asking
+
+
+# --- turns of an earlier process that cannot be ended immediately
+
+
+@contextlib.asynccontextmanager
+async def abandoned(folder: Path, upstream: Scripted, monkeypatch: pytest.MonkeyPatch) -> AsyncIterator[TurnHarness]:
+    """A daemon whose session ``s`` has a turn ``t`` of an earlier process, which it could not end on a full disk."""
+    async with daemon(folder, upstream, stop=False) as here:
+        await here.session(session_id="s")
+        await here.submit("s", turn_id="t")
+        await here.seen("turn.token")
+    write, full = Store.write, iter([errors.StorageFullError("full")])
+
+    async def failing(store: Store, work: Any, **options: Any) -> Any:
+        for exc in full:
+            raise exc
+        return await write(store, work, **options)
+
+    monkeypatch.setattr(Store, "write", failing)
+    monkeypatch.setattr(runner, "MIN_RETRY_S", 600.0)
+    async with daemon(folder, upstream) as here:
+        assert (await here.turns.read("s", "t")).status == "running"
+        yield here
+        check_invariants(await here.events())
+
+
+async def test_deleting_a_session_ends_an_abandoned_turn(
+    tmp_path: Path, upstream: Scripted, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    upstream.then([token("Hel"), STALL])
+    async with abandoned(tmp_path, upstream, monkeypatch) as here:
+        await here.turns.delete_session("s")
+        assert (await here.kinds("s"))[-3:] == ["message.done", "turn.error", "session.deleted"]
+
+
+@pytest.mark.parametrize("turn_id", [None, "t"])
+async def test_an_abandoned_turn_can_be_cancelled(
+    tmp_path: Path, upstream: Scripted, monkeypatch: pytest.MonkeyPatch, turn_id: str | None
+) -> None:
+    upstream.then([token("Hel"), STALL])
+    async with abandoned(tmp_path, upstream, monkeypatch) as here:
+        waiting = asyncio.create_task(here.ended("s", "t"))
+        assert (await here.turns.cancel("s", CancelTurns(turn_id=turn_id))).turn_ids == ["t"]
+        record = await waiting
+        assert record.error is not None
+        assert (record.error.code, record.text) == ("daemon-restarted", "Hel")
+        assert (await here.turns.cancel("s", CancelTurns())).cancelled == 0
+
+
+async def test_the_next_turn_starts_after_the_end_of_an_abandoned_one(
+    tmp_path: Path, upstream: Scripted, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    upstream.then([token("Hel"), STALL], says("ok"))
+    async with abandoned(tmp_path, upstream, monkeypatch) as here:
+        assert (await here.run("s", turn_id="next")).text == "ok"
+        texts = [message.content for message in (await here.snapshot("s")).messages]
+        assert texts == ["hello", "Hel", "hello", "ok"]
+        order = [(item["event"], item["turn_id"]) for item in await here.events("s")]
+        assert order.index(("turn.error", "t")) < order.index(("turn.started", "next"))

@@ -1,0 +1,334 @@
+"""The state machine of a turn: its actions for any inputs in any order."""
+
+from __future__ import annotations
+
+from collections import Counter
+from typing import Any
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from lmx_lab.daemon.turns.turn import (
+    CallModel,
+    EndToolCall,
+    EndTurn,
+    InvalidTransitionError,
+    ModelAnswered,
+    ModelFailed,
+    PermissionDecided,
+    RequestPermission,
+    SaveAnswer,
+    StartTool,
+    StopModel,
+    StopRequested,
+    StopTimedOut,
+    StopTool,
+    ToolEnded,
+    TurnAction,
+    TurnEnding,
+    TurnMachine,
+    TurnPhase,
+    WithdrawPermissions,
+)
+from lmx_lab.errors import EngineError, TurnError, TurnTimeoutError
+from lmx_lab.wire.sessions import ToolCall
+
+TOOLS = {"free": False, "asks": True}
+CANCEL = StopRequested(ending=TurnEnding(reason="cancelled"))
+
+
+def started(**limits: int) -> TurnMachine:
+    turn = TurnMachine(**{"max_steps": 5, "parallel_tools": 2, "broken_calls": 3, **limits})
+    assert turn.start() == [CallModel(step=1)]
+    return turn
+
+
+def call(name: str = "free", arguments: str = "{}", call_id: str = "a") -> ToolCall:
+    return ToolCall(call_id=call_id, name=name, arguments=arguments)
+
+
+def answered(*calls: ToolCall, is_truncated: bool = False) -> ModelAnswered:
+    return ModelAnswered(calls=calls, tools=TOOLS, is_truncated=is_truncated)
+
+
+def ok(call_id: str = "a") -> ToolEnded:
+    return ToolEnded(call_id=call_id, status="ok", text="done")
+
+
+def kinds(actions: list[TurnAction]) -> list[type]:
+    return [type(action) for action in actions]
+
+
+def ending(actions: list[TurnAction]) -> TurnEnding:
+    assert isinstance(actions[-1], EndTurn)
+    return actions[-1].ending
+
+
+def test_an_answer_without_calls_ends_the_turn() -> None:
+    actions = started().handle(answered())
+    assert actions == [SaveAnswer(calls=()), EndTurn(ending=TurnEnding(reason="end"))]
+
+
+def test_after_a_call_the_model_is_called_again() -> None:
+    turn = started()
+    assert turn.handle(answered(call(arguments='{"x": 1}'))) == [
+        SaveAnswer(calls=(call(arguments='{"x": 1}'),)),
+        StartTool(call=call(arguments='{"x": 1}'), arguments={"x": 1}),
+    ]
+    assert turn.handle(ok()) == [
+        EndToolCall(call=call(arguments='{"x": 1}'), status="ok", text="done"),
+        CallModel(step=2),
+    ]
+
+
+def test_the_model_is_called_again_only_when_all_calls_have_ended() -> None:
+    turn = started()
+    turn.handle(answered(call(call_id="a"), call(call_id="b")))
+    assert kinds(turn.handle(ok("b"))) == [EndToolCall]
+    assert kinds(turn.handle(ok("a"))) == [EndToolCall, CallModel]
+
+
+def test_the_number_of_parallel_tools_is_limited() -> None:
+    turn = started(parallel_tools=2)
+    actions = turn.handle(answered(*(call(call_id=name) for name in "abc")))
+    assert kinds(actions) == [SaveAnswer, StartTool, StartTool]
+    assert kinds(turn.handle(ok("a"))) == [EndToolCall, StartTool]
+
+
+def test_a_tool_that_needs_a_permission_waits_for_it() -> None:
+    turn = started()
+    assert kinds(turn.handle(answered(call("asks")))) == [SaveAnswer, RequestPermission]
+    assert turn.is_waiting
+    assert kinds(turn.handle(PermissionDecided(call_id="a", allowed=True, message=""))) == [StartTool]
+    assert not turn.is_waiting
+
+
+def test_a_turn_does_not_wait_while_another_tool_runs() -> None:
+    turn = started()
+    turn.handle(answered(call("asks", call_id="a"), call("free", call_id="b")))
+    assert not turn.is_waiting
+    turn.handle(ok("b"))
+    assert turn.is_waiting
+
+
+def test_a_denial_is_reported_to_the_model() -> None:
+    turn = started()
+    turn.handle(answered(call("asks")))
+    actions = turn.handle(PermissionDecided(call_id="a", allowed=False, message="no"))
+    assert actions == [EndToolCall(call=call("asks"), status="denied", text="no"), CallModel(step=2)]
+
+
+@pytest.mark.parametrize(
+    "arguments",
+    [
+        *("{", "[1]", "7", '"x"', "null", "{} {}", "NaN", '{"x": NaN}', "[" * 100_000, "9" * 5000, "nope", "{'x': 1}"),
+        *('{"x": 1e999}', '{"x": [-1e999]}', '{"x": -Infinity}'),
+    ],
+)
+def test_arguments_that_are_not_an_object_are_reported_to_the_model(arguments: str) -> None:
+    actions = started().handle(answered(call(arguments=arguments)))
+    assert kinds(actions) == [SaveAnswer, EndToolCall, CallModel]
+    assert isinstance(actions[1], EndToolCall)
+    assert (actions[1].status, "JSON" in actions[1].text, len(actions[1].text) < 1000) == ("error", True, True)
+
+
+@pytest.mark.parametrize(("tools", "expected"), [(TOOLS, "asks, free"), ({}, "there are no others")])
+def test_the_error_of_an_unknown_tool_lists_the_tools(tools: dict[str, bool], expected: str) -> None:
+    actions = started().handle(ModelAnswered(calls=(call("nope"),), tools=tools))
+    assert isinstance(actions[1], EndToolCall)
+    assert expected in actions[1].text
+
+
+def test_too_many_broken_calls_end_the_turn() -> None:
+    turn = started(broken_calls=1)
+    assert kinds(turn.handle(answered(call("nope")))) == [SaveAnswer, EndToolCall, CallModel]
+    actions = turn.handle(answered(call("nope", call_id="b"), call("free", call_id="c"), call("asks", call_id="d")))
+    assert kinds(actions) == [SaveAnswer, EndToolCall, EndToolCall, EndToolCall, EndTurn]
+    assert isinstance(ending(actions).error, TurnError)
+
+
+def test_the_calls_of_the_last_step_are_still_made() -> None:
+    turn = started(max_steps=1)
+    assert kinds(turn.handle(answered(call()))) == [SaveAnswer, StartTool]
+    assert ending(turn.handle(ok())).reason == "max_steps"
+
+
+def test_the_calls_of_a_truncated_answer_are_ignored() -> None:
+    actions = started().handle(answered(call(), is_truncated=True))
+    assert actions == [SaveAnswer(calls=()), EndTurn(ending=TurnEnding(reason="length"))]
+
+
+def test_a_failed_model_call_ends_the_turn_with_its_error() -> None:
+    error = EngineError("boom")
+    assert ending(started().handle(ModelFailed(error=error))).error is error
+
+
+def test_a_stop_during_the_models_answer_closes_its_stream() -> None:
+    assert started().handle(CANCEL) == [StopModel(), EndTurn(ending=CANCEL.ending)]
+
+
+def test_a_stop_waits_for_running_tools_and_ends_the_other_calls() -> None:
+    turn = started(parallel_tools=1)
+    turn.handle(answered(call(call_id="a"), call(call_id="b"), call("asks", call_id="c")))
+    actions = turn.handle(CANCEL)
+    assert kinds(actions) == [WithdrawPermissions, StopTool, EndToolCall, EndToolCall]
+    actions = turn.handle(ToolEnded(call_id="a", status="cancelled", text=""))
+    assert kinds(actions) == [EndToolCall, EndTurn]
+    assert ending(actions) == CANCEL.ending
+
+
+def test_a_turn_ends_without_a_tool_that_does_not_stop() -> None:
+    turn = started()
+    turn.handle(answered(call()))
+    turn.handle(CANCEL)
+    assert kinds(turn.handle(StopTimedOut())) == [EndToolCall, EndTurn]
+    assert turn.handle(ok()) == []
+
+
+def test_a_stop_without_running_tools_ends_the_turn_immediately() -> None:
+    turn = started()
+    turn.handle(answered(call("asks")))
+    assert kinds(turn.handle(CANCEL)) == [WithdrawPermissions, EndToolCall, EndTurn]
+
+
+def test_the_first_stop_determines_the_ending() -> None:
+    turn = started()
+    turn.handle(answered(call()))
+    turn.handle(StopRequested(ending=TurnEnding(error=TurnTimeoutError("late"), open_call_status="interrupted")))
+    assert turn.handle(CANCEL) == []
+    actions = turn.handle(StopTimedOut())
+    assert isinstance(ending(actions).error, TurnTimeoutError)
+    assert isinstance(actions[0], EndToolCall)
+    assert actions[0].status == "interrupted"
+
+
+@pytest.mark.parametrize("received", [answered(), ModelFailed(error=EngineError("x")), ok(), StopTimedOut()])
+def test_an_impossible_input_is_refused_with_the_expected_and_the_actual_phase(received: Any) -> None:
+    turn = TurnMachine(max_steps=1, parallel_tools=1, broken_calls=1)
+    with pytest.raises(InvalidTransitionError, match="phase new"):
+        turn.handle(received)
+
+
+def test_an_input_for_an_unknown_call_is_refused() -> None:
+    turn = started()
+    turn.handle(answered(call()))
+    with pytest.raises(InvalidTransitionError, match="'b'"):
+        turn.handle(ok("b"))
+    with pytest.raises(InvalidTransitionError, match="does not wait"):
+        turn.handle(PermissionDecided(call_id="a", allowed=True, message=""))
+    with pytest.raises(InvalidTransitionError, match="start requires the phase new"):
+        turn.start()
+
+
+def test_two_calls_with_the_same_id_are_refused() -> None:
+    with pytest.raises(InvalidTransitionError, match="unique"):
+        started().handle(answered(call(), call()))
+
+
+# --- random inputs
+
+
+class Watched:
+    """Follows the actions of a turn and checks their order."""
+
+    def __init__(self, turn: TurnMachine, parallel: int) -> None:
+        self.turn = turn
+        self.parallel = parallel
+        self.calls: dict[str, ToolCall] = {}
+        self.asking: set[str] = set()
+        self.allowed: set[str] = set()
+        self.running: set[str] = set()
+        self.ended: Counter[str] = Counter()
+        self.steps = 0
+        self.ends = 0
+        self.model = False
+
+    def do(self, actions: list[TurnAction]) -> None:
+        for action in actions:
+            assert not self.ends, f"{action} after the end"
+            match action:
+                case CallModel():
+                    self.steps += 1
+                    self.model = True
+                    assert action.step == self.steps
+                    assert set(self.calls) == set(self.ended), "the model is asked while calls are open"
+                case SaveAnswer():
+                    self.model = False
+                    self.calls.update({call.call_id: call for call in action.calls})
+                case RequestPermission():
+                    self.asking.add(action.call.call_id)
+                case StartTool():
+                    call_id = action.call.call_id
+                    assert call_id not in self.running | set(self.ended)
+                    assert action.call.name == "free" or call_id in self.allowed
+                    self.running.add(call_id)
+                    assert len(self.running) <= self.parallel
+                case EndToolCall():
+                    self.ended[action.call.call_id] += 1
+                    self.running.discard(action.call.call_id)
+                    self.asking.discard(action.call.call_id)
+                case StopTool():
+                    assert action.call_id in self.running
+                case WithdrawPermissions():
+                    self.asking.clear()
+                case StopModel():
+                    assert self.model
+                    self.model = False
+                case EndTurn():
+                    self.ends += 1
+                    assert not self.asking
+                    assert not self.running
+                    assert self.ended == Counter(self.calls.keys())
+
+
+names = st.sampled_from(["free", "free", "asks", "nope"])
+texts = st.sampled_from(["{}", '{"x": 1}', "", "{", "[]"])
+
+
+@settings(max_examples=400, deadline=None)
+@given(st.data())
+def test_every_turn_ends_once_after_all_of_its_calls_have_ended(data: st.DataObject) -> None:
+    parallel, max_steps = data.draw(st.integers(1, 3)), data.draw(st.integers(1, 4))
+    broken = data.draw(st.integers(0, 3))
+    turn = TurnMachine(max_steps=max_steps, parallel_tools=parallel, broken_calls=broken)
+    watched = Watched(turn, parallel)
+    watched.do(turn.start())
+    number = 0
+    for _ in range(40):
+        choices: list[str] = ["stop"] if turn.phase is not TurnPhase.STOPPING else ["stop", "timed_out"]
+        choices += ["answer"] * 4 + ["fail"] if turn.phase is TurnPhase.MODEL else []
+        choices += ["tool"] * 4 if watched.running and turn.phase is not TurnPhase.MODEL else []
+        choices += ["decide"] * 4 if watched.asking and turn.phase is TurnPhase.CALLS else []
+        match data.draw(st.sampled_from(choices)):
+            case "stop":
+                received: Any = CANCEL
+            case "timed_out":
+                received = StopTimedOut()
+            case "fail":
+                received = ModelFailed(error=EngineError("x"))
+            case "answer":
+                wanted = data.draw(st.lists(st.tuples(names, texts), max_size=4))
+                calls = tuple(call(name, text, str(number + at)) for at, (name, text) in enumerate(wanted))
+                number += len(calls)
+                received = answered(*calls, is_truncated=data.draw(st.integers(0, 9)) == 0)
+            case "tool":
+                received = ok(data.draw(st.sampled_from(sorted(watched.running))))
+            case _:
+                call_id = data.draw(st.sampled_from(sorted(watched.asking)))
+                allowed = data.draw(st.booleans())
+                if allowed:
+                    watched.allowed.add(call_id)
+                    watched.asking.discard(call_id)
+                received = PermissionDecided(call_id=call_id, allowed=allowed, message="no")
+        watched.do(turn.handle(received))
+        if turn.phase is TurnPhase.ENDED:
+            break
+    if turn.phase is not TurnPhase.ENDED:
+        watched.do(turn.handle(CANCEL))
+    if turn.phase is not TurnPhase.ENDED:
+        watched.do(turn.handle(StopTimedOut()))
+    assert watched.ends == 1
+    assert watched.steps <= max_steps
+    for late in (CANCEL, StopTimedOut(), ok("0"), PermissionDecided(call_id="0", allowed=True, message="")):
+        assert turn.handle(late) == []

@@ -1,0 +1,22 @@
+"""Limit the length of chat answers in the processes that serve the pages' examples, to save time in tests."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+from lmx_lab.engine import GenerationRequest
+from lmx_lab.server import inference
+from lmx_lab.server.translate import generation_request
+from lmx_lab.wire.chat import ChatRequest
+
+MAX_TOKENS = 48
+
+
+def limit_answers() -> None:
+    """Limit all later chat answers of this process to ``MAX_TOKENS`` tokens."""
+    vars(inference)["generation_request"] = short_generation_request
+
+
+def short_generation_request(request: ChatRequest) -> GenerationRequest:
+    translated = generation_request(request)
+    return replace(translated, max_tokens=min(translated.max_tokens, MAX_TOKENS))

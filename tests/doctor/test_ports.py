@@ -1,0 +1,51 @@
+"""Tests of the checks for the port of a lab and for running labs."""
+
+from __future__ import annotations
+
+import os
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+from lmx_lab.doctor.ports import check_labs, check_port
+from lmx_lab.http.uvicorn_server import bind
+from lmx_lab.notebook import Lab
+from lmx_lab.settings import Settings
+from tests.browser.jupyterlab import free_port
+from tests.doctor.connections import wait_until_listening
+from tests.doctor.findings import EXPLAINED_NOTE, finding_about, summary
+from tests.flows.conftest import serving as lab_serving
+
+LISTEN = """import http.server, sys
+print("listening", flush=True)
+http.server.HTTPServer(("127.0.0.1", int(sys.argv[1])), http.server.BaseHTTPRequestHandler).serve_forever()"""
+
+
+def test_the_program_that_took_the_port_is_named() -> None:
+    port = free_port()
+    with subprocess.Popen([sys.executable, "-c", LISTEN, str(port)], stdout=subprocess.PIPE) as holder:
+        assert holder.stdout is not None
+        holder.stdout.readline()
+        wait_until_listening(port)
+        finding = finding_about("port", check_port(Settings(port=port)))
+        holder.kill()
+    assert summary(finding) == EXPLAINED_NOTE
+    assert f"127.0.0.1:{port} is taken by process {holder.pid}: " in finding.found
+    assert f"kill {holder.pid}" in finding.remedy
+
+
+def test_two_labs_are_listed_with_addresses_processes_and_homes(tiny_home: Path) -> None:
+    with lab_serving(tiny_home, None) as one:
+        near = bind("127.0.0.1", one.port + 1, explicit=False)
+        port = near.getsockname()[1]
+        near.close()
+        only = finding_about("labs", check_labs(Settings(port=one.port)))
+        assert f"{one.url} (process {os.getpid()}" in only.found
+        assert finding_about("port", check_port(Settings(port=one.port))).verdict == "fine"
+        with Lab(Settings(home=tiny_home, port=port), loop="thread") as other:
+            other.start()
+            finding = finding_about("labs", check_labs(Settings(port=one.port)))
+            for lab in (one, other):
+                assert re.search(rf"{lab.url} \(process {os.getpid()}: .+, home [^)]+\)", finding.found)
+    assert summary(finding) == EXPLAINED_NOTE
