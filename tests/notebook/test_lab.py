@@ -165,7 +165,7 @@ async def test_a_failing_start_leaves_nothing(tmp_path: Path, monkeypatch: pytes
         taken = Settings(home=tmp_path, port=other.getsockname()[1])
         with pytest.raises(PortTakenError):
             await lmx_lab.Lab(taken, loop="thread").astart()
-    monkeypatch.setattr("lmx_lab.engine.Engine.start", lambda self: 1 / 0)
+    monkeypatch.setattr("lmx_lab.engine.ModelManager.start", lambda self: 1 / 0)
     with pytest.raises(ZeroDivisionError):
         await lmx_lab.Lab(Settings(home=tmp_path, port=0), loop="thread").astart()
     gc.collect()  # a socket that was left open would be a warning here, and warnings are errors

@@ -13,7 +13,7 @@ import httpx2
 import pytest
 
 import lmx_lab
-from lmx_lab.errors import HostingError, ModelBusyError, NotLoadedError
+from lmx_lab.errors import HostingError, NotLoadedError
 from lmx_lab.panels.chat import ChatPanel
 from lmx_lab.panels.rerank import RerankPanel
 from lmx_lab.settings import Settings
@@ -51,13 +51,14 @@ def slow(lab: lmx_lab.Lab, monkeypatch: pytest.MonkeyPatch) -> threading.Event:
 
 
 def slowed(lab: lmx_lab.Lab, monkeypatch: pytest.MonkeyPatch) -> threading.Event:
-    load, go_on = lab.engine.load, threading.Event()
+    engine, go_on = lab.engine.engine("mlx"), threading.Event()
+    load = engine.load
 
-    async def slow_load(entry: ModelEntry, **how: Any) -> LoadReport:
+    async def slow_load(entry: ModelEntry, spec: LoadSpec) -> LoadReport:
         await asyncio.to_thread(go_on.wait, WAIT_S)
-        return await load(entry, **how)
+        return await load(entry, spec)
 
-    monkeypatch.setattr(lab.engine, "load", slow_load)
+    monkeypatch.setattr(engine, "load", slow_load)
     return go_on
 
 
@@ -108,27 +109,6 @@ async def test_a_model_of_a_path_comes_back_whoever_asks(lab: lmx_lab.Lab, home:
         assert refused.status_code == 404, "by then it is a path like any other"
 
 
-async def test_a_model_of_a_path_comes_back_though_another_load_is_before_it(
-    lab: lmx_lab.Lab, home: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    path = str(shutil.copytree(home / "models" / "tiny", tmp_path / "elsewhere"))
-    await rested(lab, path)
-    load, asked = lab.services.loader.load, []
-
-    async def busy_at_first(spec: LoadSpec, **how: Any) -> LoadReport:
-        asked.append(spec.model)
-        if len(asked) == 1:
-            await load(LoadSpec(model="tiny-bert"), local=True)
-            raise ModelBusyError("tiny-bert is being loaded", retry_after_s=0.01)
-        return await load(spec, **how)
-
-    monkeypatch.setattr(lab.services.loader, "load", busy_at_first)
-    async with httpx2.AsyncClient(base_url=lab.url, timeout=WAIT_S) as client:
-        answered = await client.post("/v1/chat/completions", json={"model": path, "messages": HELLO, "max_tokens": 5})
-    assert (answered.status_code, answered.json()["model"]) == (200, path)
-    assert asked == [path, path]
-
-
 async def test_a_model_that_is_pinned_ranks_while_another_is_loaded(
     home: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -137,7 +117,7 @@ async def test_a_model_that_is_pinned_ranks_while_another_is_loaded(
         await until(lambda: bool(lab.engine.snapshot.pinned))
         go_on = slowed(lab, monkeypatch)
         loading = asyncio.create_task(lab.aload("tiny"))
-        await until(lambda: lab.services.loader.changing)
+        await until(lambda: lab.engine.snapshot.change is not None)
         ranked = await asyncio.to_thread(
             while_this_loop_waits, lab, lab.workbench.source.rerank("a cat", ["a dog", "a cat"])
         )
@@ -179,7 +159,7 @@ async def test_who_asks_at_the_same_time_waits_for_the_same_load(lab: lmx_lab.La
     with lab.services.feed.subscribe() as events:
         panels = [lab.workbench.submit(answer(lab)) for _ in range(2)]
         cell = asyncio.create_task(lab.achat("hello", temperature=0, max_tokens=5))
-        await until(lambda: lab.services.loader.changing)
+        await until(lambda: lab.engine.snapshot.change is not None)
         slow.set()
         texts = {(await cell).text, *[await asyncio.wrap_future(panel) for panel in panels]}
         told = []
@@ -224,5 +204,5 @@ async def test_a_lab_that_has_stopped_loads_nothing(lab: lmx_lab.Lab) -> None:
 async def test_without_swap_one_is_told_what_to_load(home: Path) -> None:
     async with lmx_lab.Lab(Settings(home=home, port=0), loop="kernel") as lab:
         await rested(lab, "tiny")
-        with pytest.raises(NotLoadedError, match="tiny was unloaded after a time without use"):
+        with pytest.raises(NotLoadedError, match="tiny was unloaded because it was idle"):
             while_this_loop_waits(lab, answer(lab))
