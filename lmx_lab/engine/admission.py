@@ -1,8 +1,8 @@
 """Count the requests of one loaded model from acceptance to their end, and refuse those beyond its limit.
 
 A request holds a permit. The engine checks it when it queues the request, and releases it when the request has ended.
-So one number says how many requests wait or run, whichever engine computes them, and waiting for the end of all of them
-needs no engine's help.
+So there is one count of queued and running requests for all engines, and an unload can wait for their end without the
+engine.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Engines whose state belongs to an event loop in a thread of its own: shared by llama.cpp and the echo engine.
+"""Base of the engines that run on an event loop in a thread of their own: llama.cpp and the echo engine.
 
 ``LoopEngine`` is what other threads and loops use; it runs the methods of an ``EngineCore`` on the engine's loop.
 """
@@ -234,7 +234,7 @@ class TextTasks:
         return len(self._tasks)
 
     def start(self, work: Coroutine[Any, Any, T], permit: Permit, on_end: Callable[[], None]) -> Pending[T]:
-        """Compute what was accepted.
+        """Start a task that computes an accepted request.
 
         Args:
             on_end: Called when the task has ended, before its caller gets the result.

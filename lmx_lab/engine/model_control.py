@@ -210,7 +210,7 @@ class ModelControl:
 
         Args:
             why: Why loads are cancelled for it.
-            but: A model whose loads are not.
+            but: A model whose loads are not cancelled.
 
         Raises:
             ModelBusyError: another one is under way, and the caller does not wait.

@@ -1,4 +1,4 @@
-"""Find the model in memory that a request means, and explain what to do if there is none. Pure.
+"""Find the model in memory that a request names, and explain what to do if there is none. Pure.
 
 Requests name models by id. A loaded model also answers to its hub repository, to its path for callers on this machine,
 and for other callers to the last part of an id that is a path.
@@ -63,7 +63,7 @@ def find_model(entries: Iterable[ModelEntry], name: str | None, kinds: Kinds) ->
 
 
 def loaded_id(name: str | None, entries: Sequence[ModelEntry], *, local: bool) -> str | None:
-    """Return the id of the model in memory that this name means; the name itself if it means none.
+    """Return the id of the model in memory that has this name; the name itself if none has.
 
     Args:
         local: Whether the caller is on this machine, and may name models by path.
@@ -92,7 +92,7 @@ def public_id(model: str, *, local: bool) -> str:
 
 def is_idle_path(name: str, now: EngineSnapshot) -> bool:
     """Return whether the name is the path of the model that was unloaded because it was idle. A request may name this
-    path, wherever it comes from.
+    path, also from another machine.
     """
     return name == now.idle_model and Path(name).is_absolute()
 

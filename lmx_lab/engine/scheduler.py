@@ -1,7 +1,7 @@
 """Decide which request runs next: arrival order, a number of slots, a deadline each. Pure: the caller passes the time.
 
 A request is *queued*, then *running* (first its prompt is computed, then it decodes), then removed. The engine performs
-what is decided here. How many requests may be queued is decided before, in ``engine.admission``.
+these decisions. How many requests may be queued is decided before, in ``engine.admission``.
 """
 
 from __future__ import annotations

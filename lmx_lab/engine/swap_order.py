@@ -1,4 +1,4 @@
-"""Decide whose turn it is where requests name several models and one is loaded at a time. Pure: the caller passes the
+"""Decide which request is next if requests name several models and one is loaded at a time. Pure: the caller passes the
 time.
 
 All requests that wait for a model are served when it has its turn, so that they are computed together. Those that

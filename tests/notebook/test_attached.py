@@ -178,7 +178,7 @@ async def test_a_load_does_not_wait_for_steps_that_a_proxy_keeps_back(
         yield
 
     monkeypatch.setattr(AsyncLabClient, "events", silent)
-    monkeypatch.setattr("lmx_lab.client.lab.WATCH_S", 0.05)
+    monkeypatch.setattr("lmx_lab.client.lab.OPEN_S", 0.05)
     with serving(tiny_home, None) as lab, attach(lab.url) as far:
         async with asyncio.timeout(WAIT_S):
             assert (await far.aload("tiny")).model == "tiny"

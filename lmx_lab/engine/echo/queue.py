@@ -208,7 +208,7 @@ class EchoQueue:
         self._schedule(0.0)
 
     def cancel(self, generation: EchoGeneration) -> None:
-        """Drop a generation whose reader has left."""
+        """Cancel a generation that is no longer read."""
         if generation in self._scheduler.running or generation in self._scheduler.queued:
             self._remove(generation)
             self._schedule(0.0)

@@ -139,9 +139,9 @@ class AnswerReader:
             return
         known = [*filter(None, [self._hidden]), *entries]
         self._hidden = known.pop() if entries and not text and not entries[-1].bytes else None
-        for held in known[:-1]:
+        for entry in known[:-1]:
             # The text of tokens that form one character comes with the last of them.
-            yield _delta(self._splitter.add("", held, count=0), 0)
+            yield _delta(self._splitter.add("", entry, count=0), 0)
         piece = self._splitter.add(text, known[-1] if known else None, count=tokens)
         yield _delta(piece, tokens)
         if piece.stopped:

@@ -36,8 +36,8 @@ ON_ONE_LINE = {"whitespace_flexible": False, "item_separator": ", ", "key_separa
 times."""
 REFERENCE = re.compile(r"(?<=[ (])@(answer|call_\d+_arguments)\b")
 """Reference to another grammar, as ``engine.grammar`` writes it."""
-KEPT = 32
-"""Checked grammars that are kept."""
+MAX_CHECKED = 32
+"""Number of checked grammars that are cached."""
 OUTWEIGHS = 1e4
 """Bias larger than any model's logits, so that only a grammar can prevent the token."""
 TRIAL_S = 30.0
@@ -67,7 +67,7 @@ class GrammarChecker:
         key = json.dumps([grammar, tools is None or tools.forced])
         lark = self._checked.pop(key, None) or await self._check(grammar, tools)
         self._checked[key] = lark
-        if len(self._checked) > KEPT:
+        if len(self._checked) > MAX_CHECKED:
             self._checked.popitem(last=False)
         return lark
 

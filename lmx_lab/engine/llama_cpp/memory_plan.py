@@ -31,7 +31,7 @@ TRIAL_TOKENS = 256
 STEP_TOKENS = 256
 """llama.cpp rounds a context length up to a multiple of this."""
 STEP_BYTES = 8
-"""Bytes for each token of a step and each word of the vocabulary: the scores are held twice (measured)."""
+"""Bytes for each token of a step and each word of the vocabulary: the scores are stored twice (measured)."""
 BASE_BYTES = 64 * 2**20
 """Memory of the process, its libraries and its compute buffers."""
 

@@ -60,7 +60,7 @@ class LlamaTexts:
             self._tokens.append(await self._read(text, f"documents.{at}", truncate=request.truncate))
 
     async def read_pairs(self, request: RerankRequest) -> list[str]:
-        """Return the documents, cut to what fits beside the query. Raises the same as ``read_inputs``."""
+        """Return the documents, truncated to the room that the query leaves. Raises the same as ``read_inputs``."""
         query = await self._read(request.query, "query", truncate=False)
         room = self._hosted.context_length - len(query) - self._hosted.around_pair
         if room <= 0:

@@ -220,7 +220,7 @@ class EncodingLoop:
         self._jobs.append(job)
 
     def cancel(self, job: EncodeJob) -> None:
-        """End a job whose caller has left. Its batch is still computed if it contains texts of other jobs."""
+        """End a job whose result is no longer needed. Its batch is still computed if it has texts of others."""
         self._fail(job, EngineError("the request was cancelled"))
 
     def end_requests(self, admission: AdmissionControl, error: LabError, *, queued_only: bool) -> None:

@@ -92,14 +92,14 @@ class GenerationLoop:
         if not model.traits.prompts_together:
             prefills = lanes = 1
         self._scheduler.prefills, self._scheduler.lanes = prefills, lanes
-        kept = self._limit_bytes // 10 if settings.prefix_cache_bytes is None else settings.prefix_cache_bytes
+        prefix_bytes = self._limit_bytes // 10 if settings.prefix_cache_bytes is None else settings.prefix_cache_bytes
         return Batch(
             model,
             self._samplers,
             self._threads,
             slots=settings.slots,
             prompts=min(lanes, settings.slots),
-            prefix_bytes=kept,
+            prefix_bytes=prefix_bytes,
             wired=settings.wired_memory,
         )
 
@@ -109,7 +109,7 @@ class GenerationLoop:
         self._scheduler.add(generations, tokens=len(first.prompt), deadline=first.arrived_at + first.timeout_s)
 
     def cancel(self, generation: MlxGeneration) -> None:
-        """Drop a generation whose reader has left, and free its slot."""
+        """Cancel a generation that is no longer read, and free its slot."""
         self._forget(generation)
 
     def step(self) -> None:
@@ -155,11 +155,11 @@ class GenerationLoop:
         return Verdict.TAKE if self._make_room(batch, generation) else Verdict.BLOCKED
 
     def _make_room(self, batch: Batch, generation: MlxGeneration) -> bool:
-        """Return whether the request fits into memory beside the running ones; drops kept prefixes for it."""
+        """Return whether there is memory for the request beside the running ones. Drops cached prefixes for it."""
         running = self.running
         lengths = [it.length for it in (*running, generation)]
         needed = self.other_bytes + batch.footprint.running_bytes(lengths, chunk=memory.MAX_CHUNK_TOKENS)
-        # Alone it fits: the context length that it was checked against is what memory holds.
+        # Alone it fits, because the context length that it was checked against is limited by memory.
         if needed > self._limit_bytes and running:
             return False
         batch.prefixes.shrink(max(0, self._limit_bytes - needed))
@@ -216,7 +216,7 @@ class GenerationLoop:
             self._end(generation, generation.report("tool_calls" if called else reason, now))
 
     def _reduce_memory(self, batch: Batch) -> None:
-        """Reduce memory that exceeds the limit because estimates were wrong: drop kept prefixes.
+        """Drop cached prefixes if memory exceeds the limit because estimates were wrong.
 
         Raises:
             MemoryError: that is not enough.

@@ -23,9 +23,10 @@ class LayerCache:
 
     def bytes(self, tokens: int) -> float:
         """Return the size after this number of tokens."""
-        held = -(-tokens // STEP_TOKENS) * STEP_TOKENS
-        kept = held if self.window_tokens is None else min(held, self.window_tokens)
-        return self.fixed_bytes + self.bytes_per_token * kept
+        allocated = -(-tokens // STEP_TOKENS) * STEP_TOKENS
+        if self.window_tokens is not None:
+            allocated = min(allocated, self.window_tokens)
+        return self.fixed_bytes + self.bytes_per_token * allocated
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -103,7 +103,7 @@ class MlxCore:
         self._publish()
 
     def cancel(self, generation: MlxGeneration) -> None:
-        """Drop a generation whose reader has left."""
+        """Cancel a generation that is no longer read."""
         self.generating.cancel(generation)
 
     def encode(self, job: EncodeJob) -> None:
@@ -132,7 +132,7 @@ class MlxCore:
         self._publish()
 
     def load(self, entry: ModelEntry, spec: LoadSpec) -> LoadReport:
-        """Load the main model; there is none.
+        """Load the main model. None is loaded when this is called.
 
         Raises:
             LabError: it could not be loaded; the memory is released.
