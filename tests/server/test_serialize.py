@@ -155,7 +155,7 @@ def test_a_socket_token_equals_the_dump_of_its_model(
         assert SocketToken.model_validate_json(sent).model_dump_json(exclude_unset=True) == sent
 
 
-def test_a_socket_token_has_what_there_is() -> None:
+def test_a_socket_token_has_only_fields_with_values() -> None:
     assert socket_token(Delta(text="", tokens=1), logprobs=False) is None
     assert socket_token(Delta(text="a", tokens=1), logprobs=False) == '{"token":"a"}'
     everything = Delta(text="", tokens=1, logprobs=(LOGPROB,), reasoning="hm", tool_calls=(BEGIN, END))
@@ -168,7 +168,7 @@ def test_a_socket_token_has_what_there_is() -> None:
     ]
 
 
-def test_several_choices_have_their_timings_together() -> None:
+def test_timings_of_several_choices_are_combined() -> None:
     answer, part = ChatAnswer(model="tiny", fingerprint="mlx"), (Delta(text="a", tokens=1), report())
     assert json.loads(answer.full([part], usage([report()])))["timings"]["predicted_n"] == 5
     both = json.loads(answer.full([part, part], usage([report(), report()])))
@@ -176,7 +176,7 @@ def test_several_choices_have_their_timings_together() -> None:
     assert [choice["index"] for choice in both["choices"]] == [0, 1]
 
 
-def test_legacy_logprobs_name_the_token_itself_among_the_likeliest() -> None:
+def test_legacy_logprobs_list_the_token_itself_among_the_most_likely() -> None:
     written = LogprobsWriter().write([PROMPT, LOGPROB])
     assert written == CompletionLogprobs(
         tokens=["p", 'x"\n'],

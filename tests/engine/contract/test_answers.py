@@ -29,7 +29,7 @@ def chat(*contents: str) -> ChatPrompt:
 # Texts
 
 
-async def test_what_is_streamed_is_the_whole_and_every_token_is_counted(manager: ModelManager) -> None:
+async def test_all_tokens_are_streamed_and_counted(manager: ModelManager) -> None:
     stream = await manager.submit(request(max_tokens=40, ignore_eos=True))
     deltas = [delta async for delta in stream]
     assert stream.report is not None
@@ -41,19 +41,19 @@ async def test_what_is_streamed_is_the_whole_and_every_token_is_counted(manager:
 
 
 @pytest.mark.parametrize("prompt", [TextPrompt(text="Once upon a time"), chat("Who is there?"), PROMPT])
-async def test_temperature_0_says_the_same_again(manager: ModelManager, prompt: Any) -> None:
+async def test_temperature_0_is_deterministic(manager: ModelManager, prompt: Any) -> None:
     texts = {(await run(manager, prompt=prompt, max_tokens=20))[0] for _ in range(3)}
     assert len(texts) == 1
     assert texts != {""}
 
 
 @pytest.mark.parametrize("max_tokens", [0, 1])
-async def test_as_few_tokens_as_are_asked_for(manager: ModelManager, max_tokens: int) -> None:
+async def test_max_tokens_may_be_small(manager: ModelManager, max_tokens: int) -> None:
     text, report = await run(manager, max_tokens=max_tokens)
     assert (bool(text), report.output_tokens, report.finish_reason) == (bool(max_tokens), max_tokens, "length")
 
 
-async def test_the_end_of_a_text_is_its_end(manager: ModelManager) -> None:
+async def test_an_answer_ends_where_the_model_ends_its_text(manager: ModelManager) -> None:
     ends = Sampling(temperature=0, logit_bias=((2, 1000.0),))
     text, report = await run(manager, sampling=ends, max_tokens=50)
     assert (text, report.output_tokens, report.finish_reason) == ("", 1, "stop")
@@ -61,7 +61,7 @@ async def test_the_end_of_a_text_is_its_end(manager: ModelManager) -> None:
     assert (report.output_tokens, report.finish_reason) == (50, "length")
 
 
-async def test_a_stop_string_ends_the_text_before_it_also_across_tokens(manager: ModelManager) -> None:
+async def test_a_stop_string_may_span_tokens(manager: ModelManager) -> None:
     whole, _ = await run(manager, max_tokens=20)
     for start in range(2, len(whole) - 8, 5):
         stop = whole[start : start + 8]
@@ -74,26 +74,24 @@ async def test_a_stop_string_ends_the_text_before_it_also_across_tokens(manager:
 @pytest.mark.parametrize(
     ("stop", "left"), [("😀", "über "), ("東京", "über 😀"), ("東", "über 😀"), ("京é!", "über 😀東")]
 )
-async def test_a_stop_string_may_be_of_characters_of_several_tokens(
-    manager: ModelManager, stop: str, left: str
-) -> None:
+async def test_a_stop_string_may_have_characters_of_several_tokens(manager: ModelManager, stop: str, left: str) -> None:
     text, report = await run(manager, answer_format=WORDS, stop=(stop,), max_tokens=40)
     assert (text, report.finish_reason) == (left, "stop")
 
 
-async def test_characters_of_several_tokens_come_whole(manager: ModelManager) -> None:
+async def test_characters_of_several_tokens_are_delivered_whole(manager: ModelManager) -> None:
     stream = await manager.submit(request(answer_format=WORDS, max_tokens=40))
     deltas = [delta async for delta in stream]
     assert "".join(delta.text for delta in deltas) == "über 😀東京é!"
     assert not any("\ufffd" in delta.text for delta in deltas)
 
 
-async def test_an_answer_may_fill_the_context_and_no_more(manager: ModelManager) -> None:
+async def test_an_answer_ends_when_the_context_is_full(manager: ModelManager) -> None:
     _, report = await run(manager, prompt=numbers(500), max_tokens=10**9, ignore_eos=True)
     assert (report.prompt_tokens, report.output_tokens, report.finish_reason) == (500, 12, "length")
 
 
-async def test_many_requests_at_once_get_their_own_answers(manager: ModelManager) -> None:
+async def test_simultaneous_requests_get_their_own_answers(manager: ModelManager) -> None:
     prompts = [numbers(5, start=1000 * at) for at in range(1, 9)]
     streams = await asyncio.gather(*(manager.submit(request(prompt=prompt, max_tokens=5)) for prompt in prompts))
     together = [(await finish(stream))[0] for stream in streams]
@@ -114,16 +112,14 @@ async def test_an_empty_prompt_is_refused(manager: ModelManager, prompt: Any) ->
 @pytest.mark.parametrize(
     ("prompt", "place"), [(TextPrompt(text="a\ud800"), "prompt"), (chat("\udc00"), "messages.0.content")]
 )
-async def test_half_a_character_is_refused(manager: ModelManager, prompt: Any, place: str) -> None:
+async def test_an_unpaired_surrogate_is_refused(manager: ModelManager, prompt: Any, place: str) -> None:
     with pytest.raises(InvalidRequestError, match="lone surrogate") as refused:
         await manager.submit(request(prompt=prompt))
     assert refused.value.param == place
 
 
 @pytest.mark.parametrize("token", [-1, 49152, 2**40])
-async def test_tokens_that_the_model_does_not_have_are_refused(
-    manager: ModelManager, token: int, made_for: Format
-) -> None:
+async def test_tokens_outside_the_vocabulary_are_refused(manager: ModelManager, token: int, made_for: Format) -> None:
     last = EchoVocabulary().size - 1 if made_for == "echo" else 49151
     with pytest.raises(InvalidRequestError, match=rf"prompt has the token id {token}; tiny knows 0 to {last}"):
         await manager.submit(request(prompt=TokenPrompt(tokens=(5, token))))
@@ -141,7 +137,7 @@ async def test_a_prompt_that_fills_the_context_is_refused_with_both_numbers(mana
     assert (await run(manager, prompt=numbers(512), max_tokens=0))[1].prompt_tokens == 512
 
 
-async def test_a_prompt_far_too_long_is_refused_without_reading_all_of_it(
+async def test_only_the_beginning_of_a_prompt_that_is_far_too_long_is_tokenized(
     manager: ModelManager, made_for: Format
 ) -> None:
     huge = "word " * 1_000_000
@@ -153,7 +149,7 @@ async def test_a_prompt_far_too_long_is_refused_without_reading_all_of_it(
 
 
 @pytest.mark.parametrize("message", [{"content": "no role"}, {"role": "user"}])
-async def test_messages_that_cannot_be_written_are_the_callers_mistake(manager: ModelManager, message: Any) -> None:
+async def test_messages_that_the_template_refuses_are_an_invalid_request(manager: ModelManager, message: Any) -> None:
     with pytest.raises(InvalidRequestError) as refused:
         await manager.submit(request(prompt=ChatPrompt(messages=(message,))))
     assert refused.value.param == "messages"
@@ -178,23 +174,23 @@ async def drawn(manager: ModelManager, max_tokens: int = 12, **changes: Any) -> 
 
 
 @pytest.mark.parametrize("cut", [{"top_k": 1}, {"top_p": 1e-6}, {"min_p": 1.0}])
-async def test_a_cut_to_one_token_is_greedy_however_hot_it_is(manager: ModelManager, cut: dict[str, Any]) -> None:
+async def test_a_filter_that_leaves_one_token_is_greedy_at_any_temperature(
+    manager: ModelManager, cut: dict[str, Any]
+) -> None:
     greedy = await drawn(manager, temperature=0)
     assert await drawn(manager, **DRAWN) != greedy
     assert await drawn(manager, **DRAWN, **cut) == greedy
 
 
 @pytest.mark.parametrize("cut", [{"top_k": 40}, {"top_p": 0.5}, {"min_p": 0.2}])
-async def test_a_cut_changes_what_is_drawn(manager: ModelManager, cut: dict[str, Any]) -> None:
+async def test_a_filter_changes_the_answer(manager: ModelManager, cut: dict[str, Any]) -> None:
     assert await drawn(manager, **DRAWN, **cut) != await drawn(manager, **DRAWN)
 
 
 @pytest.mark.parametrize(
     "penalty", [{"repetition_penalty": 3.0}, {"presence_penalty": 2.0}, {"frequency_penalty": 2.0}]
 )
-async def test_a_penalty_makes_a_text_that_repeats_itself_go_on(
-    manager: ModelManager, penalty: dict[str, Any], made_for: Format
-) -> None:
+async def test_a_penalty_prevents_repetition(manager: ModelManager, penalty: dict[str, Any], made_for: Format) -> None:
     plain = await drawn(manager, 24, temperature=0)
     repeated = await manager.decode(PROMPT.tokens) if made_for == "echo" else "ancial"
     assert repeated * 3 in plain
@@ -212,7 +208,7 @@ async def test_frequency_counts_what_presence_does_not(manager: ModelManager) ->
     assert once != each
 
 
-async def test_a_bias_outweighs_the_model_and_bans_what_it_likes_best(manager: ModelManager) -> None:
+async def test_a_bias_can_force_and_forbid_tokens(manager: ModelManager) -> None:
     greedy = await drawn(manager, 3, temperature=0)
     (first,) = [entry.token for entry in await logprobs(manager, max_tokens=1)]
     assert await drawn(manager, 3, temperature=0, logit_bias=((500, 1000.0),)) == await manager.decode([500] * 3)
@@ -221,7 +217,7 @@ async def test_a_bias_outweighs_the_model_and_bans_what_it_likes_best(manager: M
     assert greedy.startswith(await manager.decode([first]))
 
 
-async def test_a_seed_draws_the_same_again_and_another_draws_something_else(manager: ModelManager) -> None:
+async def test_a_seeded_answer_is_reproducible(manager: ModelManager) -> None:
     texts = [await drawn(manager, temperature=1.0, seed=seed) for seed in (7, 7, 8, -5, 2**70, 2**70)]
     assert texts[0] == texts[1]
     assert texts[4] == texts[5]
@@ -232,7 +228,7 @@ async def test_without_a_seed_texts_differ_except_those_of_echo(manager: ModelMa
     assert len({await drawn(manager, temperature=1.0) for _ in range(3)}) == (1 if made_for == "echo" else 3)
 
 
-async def test_several_answers_differ_and_a_seed_draws_all_of_them_again(manager: ModelManager) -> None:
+async def test_several_answers_of_a_seeded_request_differ_and_are_reproducible(manager: ModelManager) -> None:
     async def answers(seed: int | None) -> list[str]:
         wanted = request(sampling=Sampling(temperature=1, seed=seed), max_tokens=8, ignore_eos=True)
         return [(await finish(stream))[0] for stream in await manager.submit_all(wanted, 3)]
@@ -244,7 +240,7 @@ async def test_several_answers_differ_and_a_seed_draws_all_of_them_again(manager
     assert first[0] == await drawn(manager, 8, temperature=1, seed=5)
 
 
-async def test_a_seed_draws_the_same_beside_others(manager: ModelManager, made_for: Format) -> None:
+async def test_a_seeded_answer_does_not_depend_on_other_requests(manager: ModelManager, made_for: Format) -> None:
     wanted = [Sampling(temperature=1, seed=seed) for seed in range(8)]
     alone = [(await run(manager, sampling=each, max_tokens=8, ignore_eos=True))[0] for each in wanted]
     found = await asyncio.gather(*(run(manager, sampling=each, max_tokens=8, ignore_eos=True) for each in wanted))
@@ -262,7 +258,9 @@ async def logprobs(manager: ModelManager, **changes: Any) -> list[TokenLogprob]:
 
 
 @pytest.mark.parametrize("top", [0, 1, 5, 20])
-async def test_each_token_has_its_logprob_and_as_many_others_as_are_asked_for(manager: ModelManager, top: int) -> None:
+async def test_each_token_has_its_logprob_and_the_requested_number_of_alternatives(
+    manager: ModelManager, top: int
+) -> None:
     stream = await manager.submit(request(max_tokens=10, top_logprobs=top, ignore_eos=True))
     text, found = await finish_with_logprobs(stream)
     assert len(found) == 10
@@ -279,13 +277,13 @@ async def test_each_token_has_its_logprob_and_as_many_others_as_are_asked_for(ma
         assert not top or entry.top[0].token == entry.token
 
 
-async def test_bytes_join_to_the_text_where_tokens_are_parts_of_characters(manager: ModelManager) -> None:
+async def test_the_bytes_of_tokens_join_to_the_text(manager: ModelManager) -> None:
     text, found = await finish_with_logprobs(await manager.submit(request(answer_format=WORDS, top_logprobs=0)))
     assert text
     assert b"".join(entry.bytes for entry in found).decode(errors="replace").startswith(text)
 
 
-async def test_a_stop_string_cuts_logprobs_too(manager: ModelManager) -> None:
+async def test_tokens_of_a_stop_string_have_no_logprobs(manager: ModelManager) -> None:
     asked: dict[str, Any] = {"prompt": numbers(6), "max_tokens": 6, "top_logprobs": 0}
     whole = await logprobs(manager, **asked)
     stop = whole[3].text
@@ -294,12 +292,12 @@ async def test_a_stop_string_cuts_logprobs_too(manager: ModelManager) -> None:
     assert [entry.token for entry in found] == [entry.token for entry in whole[:3]]
 
 
-async def test_the_token_that_ends_a_text_is_marked_and_shows_nothing(manager: ModelManager) -> None:
+async def test_the_token_that_ends_the_text_is_marked_and_has_no_text(manager: ModelManager) -> None:
     (entry,) = await logprobs(manager, sampling=Sampling(temperature=0, logit_bias=((2, 1000.0),)))
     assert (entry.token, entry.bytes, entry.ends) == (2, b"", True)
 
 
-async def test_nothing_is_said_of_logprobs_that_nobody_asked_for(manager: ModelManager) -> None:
+async def test_logprobs_are_delivered_only_on_request(manager: ModelManager) -> None:
     assert await logprobs(manager, top_logprobs=None) == []
 
 
@@ -319,7 +317,7 @@ async def test_the_second_turn_finds_the_first_in_the_cache(manager: ModelManage
     assert now.output_tokens - before.output_tokens == first.output_tokens + second.output_tokens
 
 
-async def test_progress_of_a_prompt_is_told_to_its_end(manager: ModelManager) -> None:
+async def test_the_progress_of_a_prompt_is_reported_to_its_end(manager: ModelManager) -> None:
     stream = await manager.submit(request(prompt=numbers(450), max_tokens=2))
     await finish(stream)
     assert stream.progress is not None
@@ -342,7 +340,7 @@ async def test_times_are_positive_and_add_up(manager: ModelManager) -> None:
 # What not every engine does
 
 
-async def test_scores_of_a_prompt_come_or_are_refused_as_capabilities_say(
+async def test_scores_of_a_prompt_are_supported_or_refused_as_the_capabilities_state(
     manager: ModelManager, made_for: Format
 ) -> None:
     asked = request(score_prompt=True, top_logprobs=1, max_tokens=0)

@@ -106,7 +106,7 @@ async def test_patterns_and_grammars_are_enforced(manager: ModelManager, form: A
     assert len(texts) > 1
 
 
-async def test_white_space_in_json_has_an_end(manager: ModelManager) -> None:
+async def test_white_space_in_json_is_limited(manager: ModelManager) -> None:
     # The tiny model likes nothing better.
     spaces = Sampling(temperature=0, logit_bias=tuple((token, 100.0) for token in (198, 216, 221, 256, 284)))
     whole = AnswerFormat(kind="json_schema", text=json.dumps({"type": "array", "items": {"const": 1}, "maxItems": 2}))
@@ -122,7 +122,7 @@ BROKEN = {
 
 
 @pytest.mark.parametrize(("kind", "text"), [(kind, text) for kind, texts in BROKEN.items() for text in texts])
-async def test_a_broken_form_is_refused_before_the_first_token(manager: ModelManager, kind: Any, text: str) -> None:
+async def test_an_invalid_format_is_refused_before_the_first_token(manager: ModelManager, kind: Any, text: str) -> None:
     with pytest.raises(InvalidRequestError, match="cannot be enforced") as refused:
         await manager.submit(request(answer_format=AnswerFormat(kind=kind, text=text)))
     assert refused.value.param == "response_format"
@@ -135,7 +135,7 @@ async def test_a_broken_form_is_refused_before_the_first_token(manager: ModelMan
         AnswerFormat(kind="lark", text="start: <[^300]>"),
     ],
 )
-async def test_a_form_is_enforced_or_refused_and_never_forgotten(manager: ModelManager, form: AnswerFormat) -> None:
+async def test_a_format_is_either_enforced_or_refused(manager: ModelManager, form: AnswerFormat) -> None:
     found = await answered(manager, answer_format=form, max_tokens=200)
     if isinstance(found, InvalidRequestError):
         assert found.param == "response_format"
@@ -144,20 +144,20 @@ async def test_a_form_is_enforced_or_refused_and_never_forgotten(manager: ModelM
     assert form.kind == "lark" or found.text.startswith('"')
 
 
-async def test_a_form_may_be_any_text(manager: ModelManager) -> None:
+async def test_a_format_may_allow_any_text(manager: ModelManager) -> None:
     for kind, text in (("regex", "(?s:.*)"), ("lark", "start: /(?s:.*)/")):
         found = await run(manager, answer_format=AnswerFormat(kind=kind, text=text), content=LONG, max_tokens=10)  # type: ignore[arg-type]
         assert found.report.output_tokens == 10
 
 
-async def test_an_endless_answer_has_no_form(manager: ModelManager) -> None:
+async def test_a_format_cannot_be_combined_with_ignore_eos(manager: ModelManager) -> None:
     for changes in ({"answer_format": JSON}, {"tools": NAMED}):
         with pytest.raises(InvalidRequestError) as refused:
             await manager.submit(request(ignore_eos=True, **changes))
         assert refused.value.param == "ignore_eos"
 
 
-async def test_a_form_with_too_few_tokens_ends_with_length(manager: ModelManager) -> None:
+async def test_a_format_with_too_few_tokens_ends_with_length(manager: ModelManager) -> None:
     digits = AnswerFormat(kind="regex", text="[0-9]{9}")
     cut = await run(manager, answer_format=digits, max_tokens=5)
     assert (len(cut.text), cut.reason) == (5, "length")
@@ -166,7 +166,7 @@ async def test_a_form_with_too_few_tokens_ends_with_length(manager: ModelManager
 # Tools
 
 
-async def test_a_forced_call_is_a_call_and_nothing_else(manager: ModelManager) -> None:
+async def test_a_forced_call_is_the_whole_answer(manager: ModelManager) -> None:
     found = await run(manager, tools=FORCED)
     ((name, arguments),) = found.calls
     assert name in ("look", "wait")
@@ -189,7 +189,7 @@ async def test_forced_parallel_calls_are_all_calls_with_ids_of_their_own(manager
     assert [piece.name for piece in pieces if piece.id is not None].count(None) == 0
 
 
-async def test_tools_that_may_be_called_need_not_be(manager: ModelManager) -> None:
+async def test_optional_tools_need_not_be_called(manager: ModelManager) -> None:
     found = await run(manager, tools=TOOLS, content=LONG, max_tokens=10)
     assert (found.calls, found.report.output_tokens, found.reason) == ([], 10, "length")
     assert found.text
@@ -205,7 +205,7 @@ async def biased_toward(marker: list[int], manager: ModelManager, asked: Generat
     return replace(asked, sampling=Sampling(temperature=0, logit_bias=bias, frequency_penalty=1000))
 
 
-async def test_a_call_that_the_model_begins_is_held_to_its_schema(
+async def test_a_call_that_the_model_starts_follows_its_schema(
     manager: ModelManager, marker: list[int], made_for: Format
 ) -> None:
     asked = request(tools=replace(TOOLS, parallel=False))
@@ -222,14 +222,14 @@ async def test_a_call_that_the_model_begins_is_held_to_its_schema(
     assert (found.text, found.reason) == ("", "tool_calls")
 
 
-async def test_a_call_that_is_cut_off_ends_with_length(manager: ModelManager) -> None:
+async def test_an_incomplete_call_ends_with_length(manager: ModelManager) -> None:
     whole = await run(manager, tools=NAMED)
     cut = await run(manager, tools=NAMED, max_tokens=whole.report.output_tokens - 8)
     assert cut.reason == "length"
     assert whole.calls[0][1].startswith(cut.calls[0][1])
 
 
-async def test_a_tool_whose_parameters_are_wrong_is_named(manager: ModelManager) -> None:
+async def test_the_error_of_invalid_parameters_names_the_tool(manager: ModelManager) -> None:
     wrong = Tool(name="odd", parameters={"type": "object", "properties": {"a": {"type": "string", "pattern": "(["}}})
     with pytest.raises(InvalidRequestError, match="the parameters of the tool 'odd'") as refused:
         await manager.submit(request(tools=ToolUse(tools=(*TOOLS.tools, wrong), forced=True)))
@@ -238,7 +238,7 @@ async def test_a_tool_whose_parameters_are_wrong_is_named(manager: ModelManager)
     assert (await run(manager, tools=ToolUse(tools=(*TOOLS.tools, wrong)), max_tokens=5)).report.output_tokens == 5
 
 
-async def test_a_call_is_held_to_its_schema_or_refused_and_never_forgotten(manager: ModelManager) -> None:
+async def test_the_schema_of_a_call_is_either_enforced_or_refused(manager: ModelManager) -> None:
     address = {"type": "object", "properties": {"url": {"type": "string", "format": "uri"}}, "required": ["url"]}
     tools = ToolUse(tools=(*TOOLS.tools, Tool(name="fetch", parameters=address)))
     # It need not be called, or is not the one that is.
@@ -274,7 +274,7 @@ async def test_results_of_tools_are_part_of_the_prompt(manager: ModelManager) ->
     assert is_place((await run(manager, prompt=ChatPrompt(messages=CONVERSATION, tools=NAMED))).calls[0][1])
 
 
-async def test_forms_tools_and_free_answers_do_not_mind_each_other(manager: ModelManager) -> None:
+async def test_formats_tools_and_free_answers_do_not_affect_each_other(manager: ModelManager) -> None:
     found = await asyncio.gather(
         run(manager, answer_format=JSON),
         run(manager, tools=NAMED),
@@ -290,7 +290,7 @@ async def test_forms_tools_and_free_answers_do_not_mind_each_other(manager: Mode
 # Where the model has markers of its own
 
 
-async def test_thoughts_come_as_such_and_are_counted(thinker: ModelManager) -> None:
+async def test_reasoning_is_separate_from_the_text_and_counted(thinker: ModelManager) -> None:
     open_ = await run(thinker, open_thoughts=True, max_tokens=12, ignore_eos=True)
     assert (open_.text, open_.report.reasoning_tokens) == ("", 12)
     assert open_.reasoning
@@ -299,7 +299,7 @@ async def test_thoughts_come_as_such_and_are_counted(thinker: ModelManager) -> N
     assert closed.text
 
 
-async def test_thoughts_that_end_are_followed_by_the_answer(thinker: ModelManager) -> None:
+async def test_the_answer_follows_the_reasoning(thinker: ModelManager) -> None:
     # Words and the end of thoughts, the likeliest first; each holds once. Their numbers are in no prompt here.
     bias = {2000: 1040.0, 2001: 1030.0, 4: 1020.0, 2002: 1010.0, 2003: 1000.0}
     found = await run(thinker, open_thoughts=True, bias=bias, max_tokens=5)
@@ -309,13 +309,13 @@ async def test_thoughts_that_end_are_followed_by_the_answer(thinker: ModelManage
     assert "think>" not in found.text + found.reasoning
 
 
-async def test_a_form_holds_after_open_thoughts(thinker: ModelManager) -> None:
+async def test_a_format_is_enforced_after_open_reasoning(thinker: ModelManager) -> None:
     found = await run(thinker, open_thoughts=True, answer_format=JSON, bias={2000: 1040.0, 4: 1030.0})
     assert found.reasoning.strip()
     assert is_place(found.text)
 
 
-async def test_a_forced_call_comes_after_open_thoughts(thinker: ModelManager) -> None:
+async def test_a_forced_call_follows_open_reasoning(thinker: ModelManager) -> None:
     found = await run(thinker, open_thoughts=True, tools=NAMED, bias={2000: 1040.0, 4: 1030.0})
     assert [name for name, _ in found.calls] == ["wait"]
     assert found.reasoning.strip()
@@ -324,7 +324,7 @@ async def test_a_forced_call_comes_after_open_thoughts(thinker: ModelManager) ->
 # What not every engine does
 
 
-async def test_a_budget_of_thoughts_is_kept_or_refused_as_capabilities_say(
+async def test_a_reasoning_budget_is_enforced_or_refused_as_the_capabilities_state(
     thinker: ModelManager, made_for: Format
 ) -> None:
     asked: dict[str, Any] = {"open_thoughts": True, "thinking_budget": 3, "max_tokens": 9}
@@ -336,7 +336,7 @@ async def test_a_budget_of_thoughts_is_kept_or_refused_as_capabilities_say(
     assert (await run(thinker, **asked)).report.reasoning_tokens == 4
 
 
-async def test_logprobs_beside_the_models_own_calls_come_or_are_refused_as_capabilities_say(
+async def test_logprobs_with_calls_in_the_models_own_format_are_supported_or_refused_as_the_capabilities_state(
     thinker: ModelManager, made_for: Format
 ) -> None:
     asked: dict[str, Any] = {"tools": TOOLS, "enable_thinking": False, "top_logprobs": 1, "max_tokens": 4}

@@ -43,13 +43,13 @@ async def test_the_last_message_is_repeated(manager: ModelManager, text: str) ->
     assert (found.text, found.reasoning, found.reason) == (text, "", "stop")
 
 
-async def test_the_message_that_is_last_counts_whatever_its_role(manager: ModelManager) -> None:
+async def test_the_last_message_is_repeated_whatever_its_role(manager: ModelManager) -> None:
     messages = ({"role": "user", "content": "one"}, {"role": "tool", "tool_call_id": "1", "content": "two"})
     assert (await run(manager, prompt=ChatPrompt(messages=messages))).text == "two"
     assert (await run(manager, prompt=TextPrompt(text="plain <think>text"))).text == "plain <think>text"
 
 
-async def test_a_message_may_think(manager: ModelManager) -> None:
+async def test_a_message_may_contain_reasoning(manager: ModelManager) -> None:
     found = await run(manager, content="<think>Is it?</think>It is.")
     assert (found.reasoning, found.text) == ("Is it?", "It is.")
     assert found.report.reasoning_tokens == 10
@@ -60,7 +60,7 @@ async def test_a_message_may_think(manager: ModelManager) -> None:
     assert len(short.reasoning) < 12
 
 
-async def test_a_message_may_call_the_tools_that_are_offered(manager: ModelManager) -> None:
+async def test_a_message_may_contain_calls_of_offered_tools(manager: ModelManager) -> None:
     found = await run(manager, content=f"Look.\n{CALL}", tools=TOOLS)
     assert (found.text, found.calls, found.reason) == ("Look.", [("look", ARGUMENTS)], "tool_calls")
     assert (await run(manager, content=CALL)).text == CALL
@@ -69,7 +69,7 @@ async def test_a_message_may_call_the_tools_that_are_offered(manager: ModelManag
     assert is_place(forced.calls[0][1])
 
 
-async def test_an_answer_in_a_form_is_short_and_the_same_again(manager: ModelManager) -> None:
+async def test_an_answer_in_a_format_is_short_and_reproducible(manager: ModelManager) -> None:
     schema = {
         "type": "object",
         "properties": {"name": {"type": "string"}, "age": {"type": "integer"}, "tags": {"type": "array"}},
@@ -82,7 +82,7 @@ async def test_an_answer_in_a_form_is_short_and_the_same_again(manager: ModelMan
     assert (value["name"], value["age"] in range(-9, 10)) == ("", True)
 
 
-async def test_a_message_in_the_form_is_repeated(manager: ModelManager) -> None:
+async def test_a_message_that_matches_the_format_is_repeated(manager: ModelManager) -> None:
     said = '{"kind": "mountain", "wet": false}'
     assert (await run(manager, content=said, answer_format=JSON)).text == said
 
@@ -115,7 +115,7 @@ async def scripted(tmp_path: Path) -> AsyncIterator[Scripted]:
         await asyncio.to_thread(manager.stop)
 
 
-async def test_a_script_is_followed_and_then_messages_are_repeated(scripted: Scripted) -> None:
+async def test_messages_are_repeated_after_the_end_of_a_script(scripted: Scripted) -> None:
     call = {"name": "look", "arguments": json.loads(ARGUMENTS)}
     manager = await scripted("One.", {"reasoning": "Hm.", "text": "Two.", "tool_calls": [call]})
     assert (await run(manager)).text == "One."
@@ -128,7 +128,7 @@ async def test_a_script_is_followed_and_then_messages_are_repeated(scripted: Scr
     assert (await run(manager)).text == "One."
 
 
-async def test_a_refused_request_uses_up_no_answer(scripted: Scripted) -> None:
+async def test_a_refused_request_does_not_use_an_answer_of_the_script(scripted: Scripted) -> None:
     manager = await scripted({"tool_calls": [{"name": "look", "arguments": json.loads(ARGUMENTS)}]}, "Last.")
     with pytest.raises(
         InvalidRequestError, match=r"answer 1 of the echo script calls the tool 'look'; this request offers no"
@@ -139,7 +139,7 @@ async def test_a_refused_request_uses_up_no_answer(scripted: Scripted) -> None:
     assert [(await finish(stream)).text for stream in streams] == ["Last."] * 3
 
 
-async def test_a_scripted_error_comes_at_once_or_after_its_text(scripted: Scripted) -> None:
+async def test_a_scripted_error_occurs_at_once_or_after_its_text(scripted: Scripted) -> None:
     manager = await scripted({"error": "later", "code": "queue-full"}, {"text": "Half", "error": "broken"})
     with pytest.raises(QueueFullError, match="later"):
         await manager.submit(request())
@@ -155,7 +155,7 @@ async def test_a_scripted_error_comes_at_once_or_after_its_text(scripted: Script
     assert "".join(pieces) == "Half"
 
 
-async def test_an_answer_is_not_faster_than_its_pace(scripted: Scripted) -> None:
+async def test_an_answer_is_not_faster_than_its_rate(scripted: Scripted) -> None:
     manager = await scripted({"text": "one two three", "delay_s": 0.05, "tokens_per_s": 200}, echo_tokens_per_s=1000)
     slow, usual = (await run(manager)).report, (await run(manager, content="one two three")).report
     assert slow.ttft_s >= 0.05
@@ -164,7 +164,9 @@ async def test_an_answer_is_not_faster_than_its_pace(scripted: Scripted) -> None
     assert usual.output_tokens == slow.output_tokens
 
 
-async def test_a_wrong_script_is_refused_before_anything_is_unloaded(scripted: Scripted, tmp_path: Path) -> None:
+async def test_an_invalid_script_is_refused_before_the_current_model_is_unloaded(
+    scripted: Scripted, tmp_path: Path
+) -> None:
     manager = await scripted("One.")
     (tmp_path / "script.json").write_text('"fine"\n{"text": 1}')
     with pytest.raises(UnusableModelError, match="line 2: text is 1"):
@@ -172,7 +174,7 @@ async def test_a_wrong_script_is_refused_before_anything_is_unloaded(scripted: S
     assert (await run(manager)).text == "One."
 
 
-def test_a_process_with_echo_alone_imports_no_mlx() -> None:
+def test_a_process_that_uses_only_echo_does_not_import_mlx() -> None:
     program = """
 import sys
 from lmx_lab import launch
@@ -184,7 +186,7 @@ with launch("echo", port=0, loop="thread") as lab:
     assert done.stdout.strip() == ""
 
 
-async def test_a_text_that_is_far_too_long_is_not_read_to_its_end(
+async def test_only_the_beginning_of_a_text_that_is_far_too_long_is_tokenized(
     manager: ModelManager, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     read: list[int] = []

@@ -118,13 +118,13 @@ def letters(*texts: str) -> str:
     return "".join("".join(texts).split())
 
 
-async def test_a_budget_of_nothing_leaves_the_end_marker_only(manager: ModelManager) -> None:
+async def test_a_budget_of_0_leaves_only_the_end_marker(manager: ModelManager) -> None:
     found = await run(manager, open_thoughts=True, thinking_budget=0, bias=WORDS, max_tokens=8)
     assert (found.reasoning, found.report.reasoning_tokens, found.report.output_tokens) == ("", 1, 8)
     assert found.text
 
 
-async def test_thoughts_are_ended_after_exactly_their_budget(manager: ModelManager) -> None:
+async def test_reasoning_ends_exactly_at_its_budget(manager: ModelManager) -> None:
     free = await run(manager, open_thoughts=True, bias=WORDS, max_tokens=8)
     cut = await run(manager, open_thoughts=True, thinking_budget=5, bias=WORDS, max_tokens=9)
     assert (free.text, free.report.reasoning_tokens) == ("", 8)
@@ -133,7 +133,7 @@ async def test_thoughts_are_ended_after_exactly_their_budget(manager: ModelManag
     assert letters(cut.reasoning, cut.text) == letters(free.reasoning)
 
 
-async def test_a_budget_counts_from_where_the_model_begins_to_think(manager: ModelManager) -> None:
+async def test_a_budget_counts_from_the_start_of_the_reasoning(manager: ModelManager) -> None:
     found = await run(manager, thinking_budget=2, bias={THINK: 1040, **WORDS}, max_tokens=7)
     plain = await run(manager, thinking_budget=2, bias=WORDS, max_tokens=5)
     assert (plain.reasoning, plain.report.reasoning_tokens) == ("", 0)
@@ -143,12 +143,12 @@ async def test_a_budget_counts_from_where_the_model_begins_to_think(manager: Mod
     assert letters(found.reasoning, found.text) == letters(plain.text)
 
 
-async def test_thoughts_that_the_prompt_has_closed_have_no_budget(manager: ModelManager) -> None:
+async def test_a_budget_has_no_effect_if_the_prompt_has_closed_the_reasoning(manager: ModelManager) -> None:
     found = await run(manager, enable_thinking=False, thinking_budget=0, bias=WORDS, max_tokens=8)
     assert (found.reasoning, found.report.reasoning_tokens, found.report.output_tokens) == ("", 0, 8)
 
 
-async def test_a_format_holds_after_the_thoughts(manager: ModelManager) -> None:
+async def test_a_format_is_enforced_after_the_reasoning(manager: ModelManager) -> None:
     found = await run(manager, open_thoughts=True, thinking_budget=3, answer_format=JSON, bias=WORDS)
     assert found.report.reasoning_tokens == 4
     assert found.reasoning
@@ -160,7 +160,7 @@ async def test_a_format_holds_after_the_thoughts(manager: ModelManager) -> None:
 
 
 @pytest.mark.parametrize("open_thoughts", [False, True])
-async def test_a_forced_call_is_a_call_and_nothing_else(manager: ModelManager, open_thoughts: bool) -> None:
+async def test_a_forced_call_is_the_whole_answer(manager: ModelManager, open_thoughts: bool) -> None:
     found = await run(manager, tools=FORCED, open_thoughts=open_thoughts, thinking_budget=2)
     ((name, arguments),) = found.calls
     assert name in ("look", "wait")
@@ -183,7 +183,7 @@ async def test_forced_parallel_calls_are_all_calls(manager: ModelManager) -> Non
     assert all(is_place(arguments) for _, arguments in found.calls)
 
 
-async def test_a_call_that_the_model_begins_is_held_to_its_schema(manager: ModelManager) -> None:
+async def test_a_call_that_the_model_starts_follows_its_schema(manager: ModelManager) -> None:
     free = await run(manager, tools=TOOLS, enable_thinking=False, max_tokens=10)
     assert (free.calls, free.report.output_tokens) == ([], 10)
     called = await run(manager, tools=replace(TOOLS, parallel=False), enable_thinking=False, bias={CALL: 1000.0})
@@ -192,7 +192,7 @@ async def test_a_call_that_the_model_begins_is_held_to_its_schema(manager: Model
     assert (called.text, called.reason) == ("", "tool_calls")
 
 
-async def test_a_call_that_is_cut_off_ends_with_length(manager: ModelManager) -> None:
+async def test_an_incomplete_call_ends_with_length(manager: ModelManager) -> None:
     whole = await run(manager, tools=NAMED)
     cut = await run(manager, tools=NAMED, max_tokens=whole.report.output_tokens - 8)
     assert cut.reason == "length"
@@ -202,7 +202,7 @@ async def test_a_call_that_is_cut_off_ends_with_length(manager: ModelManager) ->
 # In one batch
 
 
-async def test_constrained_and_free_answers_do_not_mind_each_other(manager: ModelManager) -> None:
+async def test_constrained_and_free_answers_do_not_affect_each_other(manager: ModelManager) -> None:
     asked: list[dict[str, Any]] = [
         {"answer_format": JSON, "enable_thinking": False},
         {"tools": NAMED, "content": "Who?"},
@@ -220,7 +220,7 @@ async def test_constrained_and_free_answers_do_not_mind_each_other(manager: Mode
         assert (one.text, one.reasoning, one.calls) == (other.text, other.reasoning, other.calls)
 
 
-async def test_a_seed_draws_the_same_whatever_else_is_in_the_batch(manager: ModelManager) -> None:
+async def test_a_seeded_answer_does_not_depend_on_the_rest_of_the_batch(manager: ModelManager) -> None:
     drawn = Sampling(temperature=1, top_p=0.95, seed=7)
     asked: dict[str, Any] = {
         "sampling": drawn,
@@ -243,7 +243,7 @@ async def test_a_seed_draws_the_same_whatever_else_is_in_the_batch(manager: Mode
 # Log-probabilities, ends, errors
 
 
-async def test_every_token_of_a_constrained_answer_has_its_logprob(manager: ModelManager) -> None:
+async def test_each_token_of_a_constrained_answer_has_a_logprob(manager: ModelManager) -> None:
     found = await run(manager, answer_format=JSON, enable_thinking=False, top_logprobs=2)
     assert is_place(found.text)
     assert len(found.logprobs) == found.report.output_tokens
@@ -256,13 +256,13 @@ async def test_every_token_of_a_constrained_answer_has_its_logprob(manager: Mode
             assert one.logprob <= 0
 
 
-async def test_a_call_has_its_logprobs_too(manager: ModelManager) -> None:
+async def test_a_call_has_logprobs_too(manager: ModelManager) -> None:
     found = await run(manager, tools=NAMED, open_thoughts=True, thinking_budget=3, top_logprobs=0)
     assert len(found.logprobs) == found.report.output_tokens
     assert all(entry.logprob is not None and math.isfinite(entry.logprob) for entry in found.logprobs)
 
 
-async def test_as_many_tokens_as_the_form_needs_are_enough(manager: ModelManager) -> None:
+async def test_an_answer_needs_no_more_tokens_than_its_format(manager: ModelManager) -> None:
     pattern = AnswerFormat(kind="regex", text="[0-9]{7}")
     plenty = await run(manager, answer_format=pattern, enable_thinking=False)
     # SmolLM2's tokenizer has a token for each digit; the one that ends the text is not needed.
@@ -272,7 +272,7 @@ async def test_as_many_tokens_as_the_form_needs_are_enough(manager: ModelManager
     assert plenty.text == enough.text == short.text + plenty.text[-1]
 
 
-async def test_an_endless_answer_has_no_form(manager: ModelManager) -> None:
+async def test_a_format_cannot_be_combined_with_ignore_eos(manager: ModelManager) -> None:
     for changes in ({"answer_format": JSON}, {"tools": TOOLS}, {"tools": NAMED}):
         with pytest.raises(InvalidRequestError) as refused:
             await run(manager, ignore_eos=True, **changes)
@@ -280,7 +280,7 @@ async def test_an_endless_answer_has_no_form(manager: ModelManager) -> None:
     assert (await run(manager, ignore_eos=True, max_tokens=5)).report.output_tokens == 5
 
 
-async def test_a_form_with_a_dead_end_ends_its_own_answer_only(manager: ModelManager) -> None:
+async def test_a_format_that_cannot_be_continued_ends_only_its_answer(manager: ModelManager) -> None:
     # Compiles, and can be followed further than it was tried; then nothing can come.
     dead_end = AnswerFormat(kind="lark", text="start: WAY END\nWAY: /[qz]{100}/\nEND: /a+/ & /b+/")
     accepted = await manager.submit(request(answer_format=dead_end, enable_thinking=False, max_tokens=200))
@@ -296,7 +296,7 @@ async def test_a_form_with_a_dead_end_ends_its_own_answer_only(manager: ModelMan
     assert is_place((await run(manager, answer_format=JSON, enable_thinking=False)).text)
 
 
-async def test_a_constrained_answer_can_be_given_up(manager: ModelManager) -> None:
+async def test_a_constrained_answer_can_be_cancelled(manager: ModelManager) -> None:
     long = AnswerFormat(kind="regex", text="[ab]{400}")
     stream = await manager.submit(request(answer_format=long, enable_thinking=False, max_tokens=400))
     await anext(stream)
@@ -306,7 +306,7 @@ async def test_a_constrained_answer_can_be_given_up(manager: ModelManager) -> No
     assert is_place((await run(manager, answer_format=JSON, enable_thinking=False)).text)
 
 
-async def test_unloading_frees_the_model_after_constrained_answers(own_manager: ModelManager) -> None:
+async def test_grammars_do_not_keep_the_model_in_memory(own_manager: ModelManager) -> None:
     loaded = own_manager.snapshot.model_memory_bytes
     kept = await own_manager.submit(request(answer_format=JSON, open_thoughts=True, thinking_budget=2))
     await finish(kept)
@@ -316,7 +316,7 @@ async def test_unloading_frees_the_model_after_constrained_answers(own_manager: 
     assert own_manager.snapshot.memory_used_bytes < loaded * 0.05
 
 
-async def test_the_first_two_grammars_may_come_at_once(own_manager: ModelManager) -> None:
+async def test_the_first_two_grammars_may_be_compiled_at_the_same_time(own_manager: ModelManager) -> None:
     found = await asyncio.gather(
         run(own_manager, answer_format=JSON, enable_thinking=False),
         run(own_manager, tools=NAMED),

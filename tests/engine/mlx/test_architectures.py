@@ -74,7 +74,7 @@ async def other(request: pytest.FixtureRequest, tmp_path: Path, tiny: ModelEntry
         yield manager
 
 
-async def test_prompts_of_different_lengths_at_once_say_what_they_say_alone(other: ModelManager) -> None:
+async def test_prompts_of_different_lengths_have_the_same_answers_together_as_alone(other: ModelManager) -> None:
     await mlx_thread(other).call(lambda core: core.generating.batch.prefixes.__init__(0))
     prompts = [numbers(length, start=300 * length) for length in (120, 7, 55, 100)]
     alone = [(await run(other, prompt=prompt, max_tokens=12))[0] for prompt in prompts]
@@ -82,7 +82,7 @@ async def test_prompts_of_different_lengths_at_once_say_what_they_say_alone(othe
     assert [text for text, _ in await asyncio.gather(*map(finish, streams))] == alone
 
 
-async def test_a_kept_beginning_changes_no_word(other: ModelManager) -> None:
+async def test_a_cached_prefix_does_not_change_the_answer(other: ModelManager) -> None:
     first = numbers(90)
     text, _ = await run(other, prompt=first, max_tokens=12)
     again, report = await run(other, prompt=first, max_tokens=12)

@@ -58,7 +58,7 @@ async def tokens(manager: ModelManager, sampling: Sampling, count: int = 12) -> 
 
 
 @pytest.mark.parametrize("neighbours", [0, 1, 7])
-async def test_a_seed_draws_the_same_whatever_else_is_in_the_batch(wide: ModelManager, neighbours: int) -> None:
+async def test_a_seeded_answer_does_not_depend_on_the_rest_of_the_batch(wide: ModelManager, neighbours: int) -> None:
     seeded = replace(WILD, seed=7)
     alone = await tokens(wide, seeded)
     others = [
@@ -69,7 +69,7 @@ async def test_a_seed_draws_the_same_whatever_else_is_in_the_batch(wide: ModelMa
     await asyncio.gather(*map(finish, others))
 
 
-async def test_two_seeds_in_one_batch_are_two_streams(wide: ModelManager) -> None:
+async def test_seeds_in_one_batch_are_independent(wide: ModelManager) -> None:
     seeds = [0, 1, -1, 2**64, 2**64 + 1, 10**400, -(10**400)]
     alone = [await tokens(wide, replace(WILD, seed=seed)) for seed in seeds]
     together = await asyncio.gather(*(tokens(wide, replace(WILD, seed=seed)) for seed in seeds))
@@ -81,7 +81,7 @@ async def test_without_a_seed_every_answer_differs(manager: ModelManager) -> Non
     assert await tokens(manager, WILD) != await tokens(manager, WILD)
 
 
-async def test_the_choices_of_a_seed_differ_and_can_be_had_again(wide: ModelManager) -> None:
+async def test_the_choices_of_a_seeded_request_differ_and_are_reproducible(wide: ModelManager) -> None:
     async def choices() -> list[str]:
         streams = await wide.submit_all(request(sampling=replace(WILD, seed=3)), choices=3)
         return [text for text, _ in await asyncio.gather(*map(finish, streams))]
@@ -91,14 +91,14 @@ async def test_the_choices_of_a_seed_differ_and_can_be_had_again(wide: ModelMana
     assert len(set(first)) == 3
 
 
-async def test_choices_are_taken_all_or_none(manager: ModelManager) -> None:
+async def test_choices_are_accepted_all_or_none(manager: ModelManager) -> None:
     async with await manager.submit(request(max_tokens=300, ignore_eos=True)):
         with pytest.raises(QueueFullError):
             await manager.submit_all(request(max_tokens=300), choices=4)
         assert manager.snapshot.queued_requests + manager.snapshot.active_requests == 1
 
 
-async def test_more_choices_than_there_are_places_are_no_matter_of_waiting(manager: ModelManager) -> None:
+async def test_more_choices_than_the_queue_can_ever_hold_are_an_invalid_request(manager: ModelManager) -> None:
     with pytest.raises(InvalidRequestError, match="n is 5; this server takes 4") as refused:
         await manager.submit_all(request(), choices=5)
     assert refused.value.param == "n"
@@ -109,7 +109,7 @@ async def test_a_tiny_temperature_is_greedy(manager: ModelManager, temperature: 
     assert await tokens(manager, replace(WILD, temperature=temperature)) == await tokens(manager, GREEDY)
 
 
-async def test_a_penalized_neighbour_changes_no_type_and_so_no_draw(own_wide: ModelManager) -> None:
+async def test_penalties_of_one_request_do_not_change_the_precision_of_others(own_wide: ModelManager) -> None:
     def narrow(core: MlxCore) -> None:
         assert core.main is not None
         core.main.model.set_dtype(mx.bfloat16)
@@ -135,11 +135,11 @@ async def test_greedy_is_the_same_in_a_batch_of_any_size(wide: ModelManager, siz
 @pytest.mark.parametrize(
     "cut", [{"top_k": 1}, {"top_p": 1e-6}, {"min_p": 1.0}, {"top_k": 1, "top_p": 0.5, "min_p": 0.5}]
 )
-async def test_a_cut_to_the_likeliest_is_greedy(manager: ModelManager, cut: dict[str, float]) -> None:
+async def test_a_filter_that_leaves_one_token_is_greedy(manager: ModelManager, cut: dict[str, float]) -> None:
     assert await tokens(manager, replace(WILD, **cut)) == await tokens(manager, GREEDY)
 
 
-async def test_top_k_draws_only_from_the_likeliest(manager: ModelManager) -> None:
+async def test_top_k_samples_only_the_most_likely_tokens(manager: ModelManager) -> None:
     stream = await manager.submit(
         request(sampling=replace(WILD, top_k=3), max_tokens=60, top_logprobs=3, ignore_eos=True)
     )
@@ -149,12 +149,12 @@ async def test_top_k_draws_only_from_the_likeliest(manager: ModelManager) -> Non
 
 
 @pytest.mark.parametrize("top_k", [VOCABULARY, VOCABULARY + 1, 10**9])
-async def test_top_k_of_the_whole_vocabulary_cuts_nothing(manager: ModelManager, top_k: int) -> None:
+async def test_top_k_of_the_whole_vocabulary_removes_nothing(manager: ModelManager, top_k: int) -> None:
     seeded = replace(WILD, seed=5)
     assert await tokens(manager, replace(seeded, top_k=top_k)) == await tokens(manager, seeded)
 
 
-async def test_a_bias_forces_and_forbids(manager: ModelManager) -> None:
+async def test_a_bias_can_force_and_forbid_tokens(manager: ModelManager) -> None:
     assert await tokens(manager, replace(GREEDY, logit_bias=((777, 100.0),)), 5) == [777] * 5
     usual = await tokens(manager, GREEDY, 1)
     assert await tokens(manager, replace(GREEDY, logit_bias=((usual[0], -100.0),)), 1) != usual
@@ -181,14 +181,14 @@ async def test_a_presence_penalty_counts_the_whole_output(manager: ModelManager)
     assert sorted(await tokens(manager, replace(few, presence_penalty=50.0), 30)) == list(range(700, 730))
 
 
-async def test_a_frequency_penalty_grows_with_each_time(manager: ModelManager) -> None:
+async def test_a_frequency_penalty_grows_with_each_occurrence(manager: ModelManager) -> None:
     bias = ((700, 60.0), (701, 59.0))
     drawn = await tokens(manager, replace(GREEDY, logit_bias=bias, frequency_penalty=0.25), 40)
     assert set(drawn) == {700, 701}
     assert max(Counter(drawn).values()) <= 30
 
 
-async def test_a_repetition_penalty_is_no_matter_of_the_prompt(manager: ModelManager) -> None:
+async def test_a_repetition_penalty_does_not_count_the_prompt(manager: ModelManager) -> None:
     plain = await tokens(manager, GREEDY, 1)
     prompt = TokenPrompt(tokens=(*PROMPT.tokens, *plain))
     first = await manager.submit(request(prompt=prompt, max_tokens=1, top_logprobs=0))
@@ -202,7 +202,7 @@ async def test_a_repetition_penalty_is_no_matter_of_the_prompt(manager: ModelMan
     assert len(set(spread)) > 15
 
 
-async def test_ignore_eos_goes_on_and_shows_nothing_of_it(manager: ModelManager) -> None:
+async def test_ignore_eos_continues_after_the_end_of_the_text(manager: ModelManager) -> None:
     ends = replace(GREEDY, logit_bias=((2, 100.0),))
     _, report = await run(manager, sampling=ends)
     assert (report.finish_reason, report.output_tokens) == ("stop", 1)
@@ -211,9 +211,7 @@ async def test_ignore_eos_goes_on_and_shows_nothing_of_it(manager: ModelManager)
 
 
 @pytest.mark.parametrize("limit", [1, 2, 5])
-async def test_the_last_token_that_a_limit_allows_is_the_one_that_comes_without_it(
-    manager: ModelManager, limit: int
-) -> None:
+async def test_a_limit_does_not_change_the_tokens_before_it(manager: ModelManager, limit: int) -> None:
     # Handed out before mlx-lm's batch does: it must be the same token, with the same numbers, and the same reason.
     _, usual = await finish_with_logprobs(await manager.submit(request(top_logprobs=2, max_tokens=8)))
     text, entries = await finish_with_logprobs(await manager.submit(request(top_logprobs=2, max_tokens=limit)))
@@ -242,7 +240,7 @@ async def test_an_answer_of_one_token_takes_one_forward_pass(own_manager: ModelM
     assert passes == 1
 
 
-async def test_logprobs_are_probabilities_of_the_drawn_tokens(manager: ModelManager) -> None:
+async def test_logprobs_are_those_of_the_sampled_tokens(manager: ModelManager) -> None:
     stream = await manager.submit(request(top_logprobs=20))
     text, entries = await finish_with_logprobs(stream)
     assert len(entries) == 8
@@ -255,7 +253,7 @@ async def test_logprobs_are_probabilities_of_the_drawn_tokens(manager: ModelMana
         assert entry.top[0].logprob == entry.logprob
 
 
-async def test_tokens_cut_by_a_stop_string_have_no_logprobs(manager: ModelManager) -> None:
+async def test_tokens_of_a_stop_string_have_no_logprobs(manager: ModelManager) -> None:
     text, entries = await finish_with_logprobs(await manager.submit(request(top_logprobs=0)))
     stop = entries[4].text
     assert stop not in text[: text.index(stop)]
@@ -264,7 +262,7 @@ async def test_tokens_cut_by_a_stop_string_have_no_logprobs(manager: ModelManage
     assert kept == entries[:4]
 
 
-async def test_the_token_that_ends_the_text_is_told_apart_and_shows_nothing(manager: ModelManager) -> None:
+async def test_the_token_that_ends_the_text_is_marked_and_has_no_text(manager: ModelManager) -> None:
     ends = replace(GREEDY, logit_bias=((2, 100.0),))
     _, (entry,) = await finish_with_logprobs(await manager.submit(request(top_logprobs=1, sampling=ends)))
     assert (entry.token, entry.text, entry.bytes, entry.ends) == (2, "<|im_end|>", b"", True)
@@ -275,7 +273,7 @@ async def test_the_token_that_ends_the_text_is_told_apart_and_shows_nothing(mana
     assert [(one.bytes, one.ends) for one in entries] == [(b"", False)] * 8
 
 
-async def test_a_prompt_is_scored_as_it_would_have_been_generated(manager: ModelManager) -> None:
+async def test_scores_of_a_prompt_equal_the_logprobs_of_generating_it(manager: ModelManager) -> None:
     _, entries = await finish_with_logprobs(await manager.submit(request(top_logprobs=2, max_tokens=20)))
     said = TokenPrompt(tokens=(*PROMPT.tokens, *(entry.token for entry in entries)))
     stream = await manager.submit(request(prompt=said, top_logprobs=2, score_prompt=True, max_tokens=0))
@@ -290,7 +288,7 @@ async def test_a_prompt_is_scored_as_it_would_have_been_generated(manager: Model
         assert score.top[0].token == score.token
 
 
-async def test_scoring_goes_on_to_generate(manager: ModelManager) -> None:
+async def test_generation_follows_scoring(manager: ModelManager) -> None:
     plain, _ = await run(manager, prompt=numbers(150))
     stream = await manager.submit(request(prompt=numbers(150), score_prompt=True))
     text, report = await finish(stream)
@@ -307,14 +305,14 @@ async def test_a_prompt_that_fills_the_context_can_be_scored(manager: ModelManag
     assert len(stream.prompt_scores.tokens) == 512
 
 
-async def test_leaving_while_a_prompt_is_scored_frees_the_slot(manager: ModelManager) -> None:
+async def test_cancelling_while_a_prompt_is_scored_frees_the_slot(manager: ModelManager) -> None:
     streams = [await manager.submit(request(prompt=numbers(500, start=9 * at), score_prompt=True)) for at in range(3)]
     for stream in streams:
         await stream.aclose()
     assert (await run(manager))[1].output_tokens == 8
 
 
-async def test_a_request_for_no_token_only_checks_its_prompt(manager: ModelManager) -> None:
+async def test_max_tokens_0_only_checks_the_prompt(manager: ModelManager) -> None:
     before = manager.snapshot.prompt_tokens
     text, report = await run(manager, max_tokens=0)
     assert (text, report.output_tokens, report.finish_reason, report.prompt_tokens) == ("", 0, "length", 3)
@@ -323,7 +321,7 @@ async def test_a_request_for_no_token_only_checks_its_prompt(manager: ModelManag
         await run(manager, max_tokens=0, prompt=TokenPrompt(tokens=(10**6,)))
 
 
-def test_a_rounding_somewhere_does_not_move_a_seeded_draw() -> None:
+def test_rounding_errors_do_not_change_seeded_sampling() -> None:
     random = np.random.default_rng(0)
     cut = RandomSampler(temperature=1.5, top_p=1.0, top_k=0, min_p=0.0)
     logprobs = random.normal(0, 1.7, (1, 49_152)).astype(np.float32)
