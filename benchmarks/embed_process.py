@@ -8,7 +8,7 @@ from pathlib import Path
 
 from benchmarks.paths import BUILD
 from benchmarks.processes import Reply, child_settings, serve_lines, take_channel
-from lmx_lab.engine import EmbeddingRequest, Engine
+from lmx_lab.engine import EmbeddingRequest, ModelManager
 from lmx_lab.settings import Settings
 from lmx_lab.weights import Catalog
 
@@ -18,26 +18,26 @@ def main() -> None:
     options = child_settings()
     settings = Settings(home=BUILD / "home", blas=options["blas"])
     with asyncio.Runner() as runner:
-        engine = runner.run(_start(settings, Path(options["model"])))
+        manager = runner.run(_start(settings, Path(options["model"])))
 
         def run(question: Reply) -> Reply:
-            return runner.run(_embed(engine, question["texts"]))
+            return runner.run(_embed(manager, question["texts"]))
 
         run({"texts": ["a warm-up"]})
         serve_lines(channel, {}, run)
-        engine.stop()
+        manager.stop()
 
 
-async def _start(settings: Settings, model: Path) -> Engine:
-    engine = Engine(settings)
-    await asyncio.to_thread(engine.start)
-    await engine.load(Catalog(settings).resolve(str(model)))
-    return engine
+async def _start(settings: Settings, model: Path) -> ModelManager:
+    manager = ModelManager(settings)
+    await asyncio.to_thread(manager.start)
+    await manager.load_entry(Catalog(settings).resolve(str(model)))
+    return manager
 
 
-async def _embed(engine: Engine, texts: list[str]) -> Reply:
+async def _embed(manager: ModelManager, texts: list[str]) -> Reply:
     started = time.perf_counter()
-    embeddings = await engine.embed(EmbeddingRequest(inputs=tuple(texts)))
+    embeddings = await manager.embed(EmbeddingRequest(inputs=tuple(texts)))
     return {"seconds": time.perf_counter() - started, "tokens": embeddings.report.tokens}
 
 

@@ -17,7 +17,7 @@ import psutil
 from benchmarks import client, prompts
 from benchmarks.bench import BenchError
 from benchmarks.processes import START_S, Reply, Worker, end, folder_argument, free_port, log_tail, spawn
-from lmx_lab.engine.llama_cpp.memory_plan import plan
+from lmx_lab.engine.llama_cpp.memory_plan import plan_context
 from lmx_lab.engine.mlx.memory import limit_bytes
 from lmx_lab.errors import InvalidRequestError
 from lmx_lab.settings import Settings
@@ -120,7 +120,7 @@ def llama_server(entry: ModelEntry) -> Iterator[str]:
     if find_spec("xllamacpp") is None:
         raise BenchError("llama.cpp is not installed: pip install 'lmx-lab[gguf]'")
     limit = limit_bytes(None)
-    planned = plan(entry, read_gguf(entry.path), slots=Settings().slots, limit_bytes=limit)
+    planned = plan_context(entry, read_gguf(entry.path), slots=Settings().slots, limit_bytes=limit)
     size: dict[str, Any] = {"slots": planned.slots, "total_tokens": planned.total_tokens, "unified": planned.unified}
     with Worker("benchmarks.llama_process", model=str(entry.path), port=free_port(), **size) as worker:
         url: str = worker.ready["url"]

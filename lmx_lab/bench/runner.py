@@ -24,9 +24,9 @@ from lmx_lab.progress import counter
 if TYPE_CHECKING:
     import pandas as pd
 
-    from lmx_lab.engine import Engine
+    from lmx_lab.engine import ModelManager
 
-Measured: TypeAlias = "Target | str | Engine"
+Measured: TypeAlias = "Target | str | ModelManager"
 Plan: TypeAlias = Sweep | Case | Sequence[Case]
 POLL_S = 0.25
 """Maximum duration of one wait. A signal that arrives just before a wait starts does not interrupt it."""

@@ -32,7 +32,7 @@ from lmx_lab.errors import (
 
 # Measuring another server does not need MLX.
 if TYPE_CHECKING:
-    from lmx_lab.engine import Engine
+    from lmx_lab.engine import ModelManager
     from lmx_lab.values.generation import GenerationReport
 
 LAB_FIELDS = {"temperature": 0, "ignore_eos": True}
@@ -200,7 +200,7 @@ class ChatTarget:
 class EngineTarget:
     """An engine of this process with its loaded model, measured without HTTP."""
 
-    def __init__(self, engine: Engine, *, name: str = "engine") -> None:
+    def __init__(self, engine: ModelManager, *, name: str = "engine") -> None:
         self.name = name
         self._engine = engine
 
@@ -237,7 +237,7 @@ class EngineTarget:
                 yield _report_chunk(stream.report)
 
 
-def as_target(target: Target | str | Engine) -> Target:
+def as_target(target: Target | str | ModelManager) -> Target:
     """Convert an address to a ``ChatTarget``, and an engine to an ``EngineTarget``.
 
     Raises:
@@ -256,9 +256,9 @@ def as_target(target: Target | str | Engine) -> Target:
     return target
 
 
-def _is_engine(target: object) -> TypeIs[Engine]:
+def _is_engine(target: object) -> TypeIs[ModelManager]:
     known = sys.modules.get("lmx_lab.engine")
-    return known is not None and isinstance(target, known.Engine)
+    return known is not None and isinstance(target, known.ModelManager)
 
 
 def _engine_facts(lab: str, *, llama: str | None, blas: str | None, threads: int | None) -> TargetFacts:

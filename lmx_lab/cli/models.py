@@ -87,7 +87,7 @@ def models() -> None:
     else:
         print_note(f"no models in {settings.models_folder} or the hub's cache; try: lmx-lab pull smollm2-135m")
     has_gguf = any(entry.format == "gguf" for entry in entries)
-    if has_gguf and (problem := load("lmx_lab.engine.registry:ENGINES")["gguf"].problem()) is not None:
+    if has_gguf and (problem := load("lmx_lab.engine.registry:ENGINES")["llama.cpp"].problem()) is not None:
         print_note(problem)
     missing = sorted(set(load("lmx_lab.weights.starters:STARTERS")) - {entry.id for entry in entries})
     if entries and missing:

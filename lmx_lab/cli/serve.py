@@ -17,6 +17,7 @@ from lmx_lab.cli.process import freeze_objects, return_freed_memory, start_loggi
 from lmx_lab.cli.terminal import print_line
 from lmx_lab.errors import InvalidRequestError
 from lmx_lab.settings import Settings
+from lmx_lab.values.models import EngineChoice, LoadSpec
 
 app = typer.Typer()
 MAX_GB = 1_000_000
@@ -33,6 +34,10 @@ Model = Annotated[
         help="Model to load at the start: an id, which is downloaded if needed, or a path.",
         autocompletion=complete_model,
     ),
+]
+EngineOption = Annotated[
+    EngineChoice | None,
+    typer.Option("--engine", help="Engine that must run --model. By default the one for its format."),
 ]
 ApiKey = Annotated[
     str | None, typer.Option(envvar="LMX_LAB_API_KEY", show_envvar=True, help="Key that clients must send.")
@@ -84,6 +89,7 @@ def serve(
     host: Host = None,
     port: Port = None,
     model: Model = None,
+    engine: EngineOption = None,
     api_key: ApiKey = None,
     cors_origin: CorsOrigins = None,
     allow_host: AllowedHosts = None,
@@ -105,6 +111,7 @@ def serve(
 ) -> None:
     """Run the inference server until Ctrl-C or SIGTERM."""
     check_host(host)
+    spec = _load_spec(model, engine)
     settings = settings_with_folders(
         host=host,
         port=port,
@@ -129,7 +136,20 @@ def serve(
     )
     start_logging(settings.log_level)
     return_freed_memory()
-    asyncio.run(_serve(settings, model, explicit_port=port is not None or "LMX_LAB_PORT" in os.environ))
+    asyncio.run(_serve(settings, spec, explicit_port=port is not None or "LMX_LAB_PORT" in os.environ))
+
+
+def _load_spec(model: str | None, engine: EngineChoice | None) -> LoadSpec | None:
+    """Return the model to load at the start; None loads none.
+
+    Raises:
+        InvalidRequestError: a load option is given without a model.
+    """
+    if model is None:
+        if engine is not None:
+            raise InvalidRequestError("--engine is given without --model; name the model to load", param="--engine")
+        return None
+    return LoadSpec(model=model, engine=engine or "auto")
 
 
 def _bytes(option: str, size_gb: float | None) -> int | None:
@@ -143,7 +163,7 @@ def _bytes(option: str, size_gb: float | None) -> int | None:
     return None if size_gb is None else round(size_gb * 1e9)
 
 
-async def _serve(settings: Settings, model: str | None, *, explicit_port: bool) -> None:
+async def _serve(settings: Settings, spec: LoadSpec | None, *, explicit_port: bool) -> None:
     stop = _stop_event()
     lab = lmx_lab.Lab(settings, loop="kernel", explicit_port=explicit_port)
     await lab.astart()
@@ -152,7 +172,7 @@ async def _serve(settings: Settings, model: str | None, *, explicit_port: bool) 
         stack.push_async_callback(lab.astop)
         tasks = [
             asyncio.create_task(coro, name=f"lmx-lab {name}")
-            for name, coro in (("start", _start(lab, model)), ("stop", stop.wait()), ("server", lab.wait()))
+            for name, coro in (("start", _start(lab, spec)), ("stop", stop.wait()), ("server", lab.wait()))
         ]
         try:
             await asyncio.wait(tasks, return_when=asyncio.FIRST_COMPLETED)
@@ -178,7 +198,7 @@ def _stop_event() -> asyncio.Event:
     return stop
 
 
-async def _start(lab: lmx_lab.Lab, model: str | None) -> None:
+async def _start(lab: lmx_lab.Lab, spec: LoadSpec | None) -> None:
     """Load the models, and print the server's addresses."""
     if lab.port != lab.settings.port != 0:
         print_line(f"port {lab.settings.port} is in use; choose one with --port")
@@ -186,12 +206,12 @@ async def _start(lab: lmx_lab.Lab, model: str | None) -> None:
         if name is not None:
             print_line(f"loading {name}, which stays in memory")
     await lab.apin_encoders()
-    if model is not None:
-        print_line(f"loading {model}")
-        report = await lab.aload(model)
+    if spec is not None:
+        print_line(f"loading {spec.model}")
+        report = await lab.aload(spec.model, engine=spec.engine)
         print_line(f"{report.model} loaded in {report.load_s:.1f} s, {report.memory_bytes / 1e9:.2f} GB")
     print_line(f"LMX Lab is ready at {lab.url}  (chat format: {lab.url}/v1, docs: {lab.url}/docs)", style="bold")
     for url in lab.lan_urls:
         print_line(f"on the LAN at {url}", style="bold")
-    if model is None and not lab.engine.snapshot.pinned:
+    if spec is None and not lab.engine.snapshot.pinned:
         print_line("no model is loaded yet: POST /admin/models/load, or start with --model")

@@ -21,6 +21,7 @@ from lmx_lab.client.errors import CHECK, parse_error, wrong_server_error
 from lmx_lab.client.request_bodies import build_body, encode_body
 from lmx_lab.client.sse import Remark
 from lmx_lab.errors import ConnectionLostError, LabError, UnreachableError, WrongServerError
+from lmx_lab.values.models import EngineChoice
 from lmx_lab.wire.admin import (
     Heartbeat,
     LoadAnswer,
@@ -293,16 +294,25 @@ class AsyncLabClient(AsyncClientBase):
         response, body = await self._connection.get("/admin/models", limit=LONG_BYTES)
         return self._connection.parse_success(response, body, ModelRecords)
 
-    async def load(self, model: str, *, progress: Callable[[ModelEvent], None] | None = None) -> LoadAnswer:
+    async def load(
+        self,
+        model: str,
+        *,
+        engine: EngineChoice = "auto",
+        progress: Callable[[ModelEvent], None] | None = None,
+    ) -> LoadAnswer:
         """Load a model in place of the loaded one. Returns when the model is ready.
 
         Cancelling this stops the waiting, but not the load.
 
         Args:
             model: The model's id; callers on the server's machine may also give a path.
+            engine: Engine that must run the model; ``auto`` selects it by the model's format.
             progress: Called on this loop with each step of the load; most steps have byte counts.
         """
-        content = encode_body(build_body(LoadRequest, model=model))
+        # Without options that have their default value: an older server may not know them.
+        options = {name: value for name, value in {"engine": engine}.items() if value != "auto"}
+        content = encode_body(build_body(LoadRequest, model=model, **options))
 
         async def load() -> LoadAnswer:
             return await self._connection.post("/admin/models/load", content, LoadAnswer)

@@ -13,7 +13,7 @@ from lmx_lab.doctor.finding import Finding
 from lmx_lab.engine.llama_cpp.process import PACKAGE
 from lmx_lab.engine.measure import measure_speeds
 from lmx_lab.engine.registry import ENGINES
-from lmx_lab.engine.speeds import MODELS, keep_speeds, kept_speeds, since, versions
+from lmx_lab.engine.speeds import STARTERS, keep_speeds, kept_speeds, since, versions
 from lmx_lab.errors import LabError
 from lmx_lab.settings import Settings
 from lmx_lab.weights import Catalog
@@ -30,7 +30,7 @@ def check_engines(settings: Settings, *, measure: bool = False) -> Iterator[Find
     Args:
         measure: Measure the speeds now instead of reading the last measurement.
     """
-    if (missing := ENGINES["gguf"].problem()) is not None:
+    if (missing := ENGINES["llama.cpp"].problem()) is not None:
         yield Finding(topic="llama.cpp", verdict="note", found=missing)
         return
     failure = _import_bindings()
@@ -83,13 +83,13 @@ def _compare_speeds(settings: Settings, *, measure: bool) -> Finding:
     speeds = None if measure else kept_speeds(settings)
     if speeds is None:
         entries = {entry.id: entry for entry in Catalog(settings).scan()}
-        if missing := [name for name in MODELS.values() if name not in entries]:
+        if missing := [name for name in STARTERS.values() if name not in entries]:
             pull = "".join(f"lmx-lab pull {name} && " for name in missing)
             return _unmeasured(f"it needs {' and '.join(missing)}", remedy=f"{pull}{MEASURE}")
         if not measure:
             return _unmeasured("it has not been measured", remedy=f"{MEASURE} (about ten seconds)")
         try:
-            speeds = measure_speeds(settings, {format: entries[name] for format, name in MODELS.items()})
+            speeds = measure_speeds(settings, {engine: entries[name] for engine, name in STARTERS.items()})
         except LabError as exc:
             return _unmeasured(str(exc))
         with contextlib.suppress(OSError):  # The check of the disk reports a folder that is not writable.

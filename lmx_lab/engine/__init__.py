@@ -1,7 +1,6 @@
-"""Tokens in, tokens out, on MLX and llama.cpp: knows no HTTP and no sessions."""
+"""Tokens in, tokens out, on MLX and llama.cpp. Knows neither HTTP nor sessions."""
 
-from lmx_lab.engine.engine import Engine
-from lmx_lab.engine.pending import Pending
+from lmx_lab.engine.manager import ModelManager
 from lmx_lab.engine.requests import (
     AnswerFormat,
     ChatPrompt,
@@ -16,15 +15,15 @@ from lmx_lab.engine.requests import (
     Tool,
     ToolUse,
 )
-from lmx_lab.engine.stream import TokenStream
+from lmx_lab.engine.stream import Pending, TokenStream
 
 __all__ = [
     "AnswerFormat",
     "ChatPrompt",
     "EmbeddingRequest",
     "Embeddings",
-    "Engine",
     "GenerationRequest",
+    "ModelManager",
     "Pending",
     "Ranking",
     "RerankRequest",

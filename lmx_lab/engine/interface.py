@@ -1,43 +1,61 @@
-"""What every engine does, whatever computes: the seam between the server and MLX, llama.cpp, or what comes next.
+"""The interface between the model manager and each engine.
 
-An engine holds one *main* model of any kind and *pinned* encoders beside it. ``tests/engine/contract`` holds every
-implementation to what is written here; where they differ, ``Capabilities`` and the table in ``docs/server.md`` say so.
+An engine has at most one *main* model of any kind, and *pinned* encoders beside it. It loads, computes and unloads;
+``engine.manager`` decides which model is loaded when, and what happens if that fails. The tests in
+``tests/engine/contract`` check every engine against this interface; ``Capabilities`` and the table in
+``docs/server.md`` describe where engines differ.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
-from lmx_lab.engine.pending import Pending
+from lmx_lab.engine.admission import AdmissionControl, Permit
 from lmx_lab.engine.requests import EmbeddingRequest, Embeddings, GenerationRequest, Ranking, RerankRequest
-from lmx_lab.engine.stream import TokenStream
+from lmx_lab.engine.stream import Pending, TokenStream
+from lmx_lab.errors import LabError
 from lmx_lab.values.engine import EngineSnapshot
-from lmx_lab.values.models import Kind, LoadReport, ModelEntry
-
-NOTHING_LOADED = "; no model is loaded"
-"""How the message of a failed load ends where there was no model before."""
+from lmx_lab.values.models import Kind, LoadReport, LoadSpec, ModelEntry
 
 
 @dataclass(frozen=True, kw_only=True)
 class Capabilities:
-    """What an engine does beyond what all do; a request for the rest is refused with ``InvalidRequestError``."""
+    """Optional features of an engine. Requests that need others are refused with ``InvalidRequestError``."""
 
     prompt_scores: bool
-    """``GenerationRequest.score_prompt``."""
+    """Supports ``GenerationRequest.score_prompt``."""
     thinking_budget: bool
+    """Supports ``GenerationRequest.thinking_budget``."""
     logprobs_with_own_tools: bool
-    """Log-probabilities of an answer that may call tools in the model's own format."""
+    """Reports log-probabilities of an answer that may call tools in the model's own format."""
     input_types: bool
-    """Prompts before texts to embed, ``EmbeddingRequest.input_type``, where the model's files have them."""
+    """Supports ``EmbeddingRequest.input_type`` for models whose files have prompts for it."""
+    cancellable_loads: bool
+    """Cancelling ``load`` or ``pin`` ends it; otherwise the work continues in the background."""
+
+
+def _nothing() -> None:
+    pass
+
+
+@dataclass(frozen=True, kw_only=True)
+class EngineHost:
+    """Functions of the manager for its engines. They may be called from any thread."""
+
+    used_by_others: Callable[[], int] = lambda: 0
+    """Returns the bytes of the memory limit that other engines use."""
+    lost_model: Callable[[], None] = _nothing
+    """Called after a model left memory without ``unload`` or ``unpin``: it ran out of memory, or its process or thread
+    ended. The snapshot and ``failure`` are up to date by then."""
 
 
 class InferenceEngine(Protocol):
-    """All methods may be called on any thread and any event loop; several loops may use one engine at the same time.
+    """All methods may be called from any thread and any event loop, and several loops may use one engine.
 
-    Errors are ``LabError`` values. Whatever was accepted ends exactly once, in a report or in an error, also when the
-    engine stops, unloads, or dies.
+    Errors are ``LabError`` values. Whatever was accepted ends exactly once, with a report or an error, also when the
+    engine stops, unloads or dies; at its end the engine releases the permit of the request.
     """
 
     @property
@@ -45,78 +63,97 @@ class InferenceEngine(Protocol):
 
     @property
     def fingerprint(self) -> str:
-        """What computes, and its version, such as ``mlx-0.32.4``."""
+        """Name and version of the library that computes, such as ``mlx-0.32.4``."""
 
     @property
     def snapshot(self) -> EngineSnapshot:
-        """Models, requests, tokens since the start, memory: the state as of the last step. Never blocks."""
-
-    @property
-    def used(self) -> bool:
-        """Whether it has ever had a model."""
+        """The state as of the last step. Never blocks."""
 
     @property
     def alive(self) -> bool:
-        """Whether what computes is running."""
+        """Whether the thread or process that computes is running."""
+
+    @property
+    def failure(self) -> LabError | None:
+        """Why the engine lost its main model without ``unload``; None if it did not."""
 
     def start(self) -> None:
-        """Begin, or begin again after the engine died. Idempotent."""
+        """Start, or start again after the engine died. Idempotent; blocks."""
 
     def stop(self) -> None:
-        """End every request, give all memory back. Blocks until that is done; idempotent."""
+        """End every request and release all memory. Idempotent; blocks until that is done."""
 
-    def check_fits(self, entry: ModelEntry) -> None:
-        """Refuse what cannot be loaded, before anything is unloaded for it.
+    # Models
 
-        Raises:
-            UnusableModelError: this engine cannot run such a model.
-            OutOfMemoryError: it is larger than what may be used.
-        """
-
-    async def load(self, entry: ModelEntry, *, finish_queued: bool = False) -> LoadReport:
-        """Put ``entry`` in the place of the main model, after running requests have ended (``drain_s`` at most).
-
-        Requests in the queue end with an error; with ``finish_queued`` they are served first, within the same time.
-        Once begun it goes on, whether or not the caller still waits. If it fails, the model before is loaded again.
+    def check(self, entry: ModelEntry, spec: LoadSpec) -> None:
+        """Check a model before the current one is unloaded for it. Blocks, since it may read files.
 
         Raises:
-            UnusableModelError, OutOfMemoryError: see the message for what is loaded now.
+            UnusableModelError: the engine cannot run this model, or not with these options.
+            OutOfMemoryError: the model is larger than the memory limit.
         """
 
-    async def pin(self, entry: ModelEntry) -> LoadReport:
-        """Keep an embedding model or a reranker in memory beside the main model, until the engine stops.
+    async def load(self, entry: ModelEntry, spec: LoadSpec) -> LoadReport:
+        """Load the main model. The engine has none when this is called.
+
+        Raises:
+            UnusableModelError, OutOfMemoryError: the engine has no main model, and the memory is released.
+        """
+
+    async def unload(self) -> int:
+        """Drop the main model and return the bytes that this released; 0 if there is none."""
+
+    async def pin(self, entry: ModelEntry, spec: LoadSpec) -> LoadReport:
+        """Keep an encoder in memory beside the main model, in place of the pinned one of the same kind.
 
         Raises:
             UnusableModelError, OutOfMemoryError: nothing has changed.
         """
 
     async def unpin(self, kind: Kind) -> None:
-        """Keep the model of this kind beside the main one no more, if there is one."""
+        """Drop the pinned encoder of this kind, if there is one. Its requests end with an error."""
 
-    async def unload(self, *, why: str = "the model is unloaded", finish_queued: bool = False) -> int:
-        """Unload the main model after running requests have ended; returns the bytes freed, 0 when there was none.
+    # Requests
 
-        ``why`` is what requests are told that do not end in time.
-        """
+    async def end_requests(self, admission: AdmissionControl, error: LabError, *, queued_only: bool = False) -> None:
+        """End the requests that hold permits of this admission control; with ``queued_only`` those that do not run."""
 
-    async def quiesce(self, timeout_s: float) -> None:
-        """Let running requests end, for at most ``timeout_s``; the rest, and those that wait, end with an error."""
+    async def submit_all(
+        self, entry: ModelEntry, request: GenerationRequest, permits: Sequence[Permit]
+    ) -> list[TokenStream]:
+        """Queue a request for as many answers as there are permits: all of them or none. Seeds differ by answer.
 
-    async def submit_all(self, request: GenerationRequest, choices: int) -> list[TokenStream]:
-        """Accept a request for several answers, all or none; seeds differ by choice. See ``Engine.submit``.
+        Closing a stream cancels its generation in any phase: queued, in its prompt, or decoding.
 
-        Closing a stream cancels its generation in any phase: waiting, in its prompt, or decoding.
-        """
-
-    async def submit_embedding(self, request: EmbeddingRequest) -> Pending[Embeddings]:
-        """Accept inputs to be embedded. See ``Engine.submit_embedding``."""
-
-    async def submit_rerank(self, request: RerankRequest) -> Pending[Ranking]:
-        """Accept documents to be ranked. See ``Engine.submit_rerank``."""
-
-    async def decode(self, tokens: Sequence[int]) -> str:
-        """The text of token ids as the loaded model's tokenizer shows it.
+        Args:
+            entry: The main model, which answers.
 
         Raises:
-            NotLoadedError: no model is loaded.
+            NotLoadedError: the model has been replaced, or is being unloaded.
+            ContextLengthError: the prompt leaves no room in the model's context.
+            InvalidRequestError: the prompt cannot be made into tokens, a token id is not in the vocabulary, or the
+                engine cannot do this (``capabilities``).
+            OutOfMemoryError, EngineDeadError: the engine lost the model.
+        """
+
+    async def submit_embedding(
+        self, entry: ModelEntry, request: EmbeddingRequest, permit: Permit
+    ) -> Pending[Embeddings]:
+        """Queue inputs to be embedded by the main or a pinned model.
+
+        Raises:
+            NotLoadedError: the model has been replaced, or is being unloaded.
+            InvalidRequestError: an input is not valid text or has no tokens; ``dimensions`` exceeds those of the model.
+            ContextLengthError: an input is longer than the model's context.
+            QueueFullError: the texts of all requests together are too long.
+        """
+
+    async def submit_rerank(self, entry: ModelEntry, request: RerankRequest, permit: Permit) -> Pending[Ranking]:
+        """Queue documents to be ranked by the main or a pinned model. Raises the same as ``submit_embedding``."""
+
+    async def decode(self, tokens: Sequence[int]) -> str:
+        """Return the text of token ids as the main model's tokenizer shows it.
+
+        Raises:
+            NotLoadedError: the engine has no main model.
         """

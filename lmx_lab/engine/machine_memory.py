@@ -1,4 +1,4 @@
-"""The memory of this machine, or of the container around this process, without MLX."""
+"""Read the memory of this machine, or of the container in which this process runs, without MLX."""
 
 from __future__ import annotations
 
@@ -11,16 +11,16 @@ from lmx_lab.engine import container_limits
 
 
 def total_bytes() -> int:
-    """Memory of the machine, or what a container leaves of it."""
+    """Return the memory of the machine, or the limit of the container."""
     return min(psutil.virtual_memory().total, container_limits.memory_limit_bytes(os.environ) or sys.maxsize)
 
 
 def free_bytes() -> int:
-    """Memory that this machine, or the container, can still provide without ending a process."""
+    """Return the memory that the machine or the container can still provide without ending a process."""
     free, inside = psutil.virtual_memory().available, container_limits.free_bytes()
     return free if inside is None else min(free, inside)
 
 
 def limit_bytes(chosen: int | None) -> int:
-    """What models and caches may take together: the setting, else 80 % of the machine."""
+    """Return how much models and caches may use together: the setting, or 80 % of the machine's memory."""
     return chosen if chosen is not None else total_bytes() * 8 // 10

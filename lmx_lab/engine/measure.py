@@ -1,6 +1,7 @@
-"""A measured second of each engine, in a process of its own: no model stays in memory, and no notebook stands still.
+"""Measure the decoding speed of each engine, in a process of its own.
 
-``measure_speeds`` is for everyone; run as a module this is that process.
+No model stays in memory afterwards, and a notebook that measures continues to run. Other modules call
+``measure_speeds``; run as a module, this is that process.
 """
 
 from __future__ import annotations
@@ -18,61 +19,60 @@ from typing import Any
 import psutil
 
 from lmx_lab.engine import machine_memory
-from lmx_lab.engine.engine import Engine
-from lmx_lab.engine.registry import ENGINES
+from lmx_lab.engine.manager import ModelManager
 from lmx_lab.engine.requests import GenerationRequest, Sampling, TextPrompt
 from lmx_lab.engine.speeds import Speeds, conditions
 from lmx_lab.errors import EngineError, LabError, OutOfMemoryError
 from lmx_lab.settings import Settings
 from lmx_lab.values.generation import GenerationReport
-from lmx_lab.values.models import Format, ModelEntry
-from lmx_lab.weights import Catalog
+from lmx_lab.values.models import EngineName, LoadSpec, ModelEntry
 
 NEEDED_BYTES = 1_500_000_000
-"""Free memory: twice what MLX takes for SmolLM2 in float32, which is the larger of the two (measured, 0.8 GB)."""
+"""Free memory that measuring needs: twice what MLX uses for SmolLM2 in float32, the largest case (measured, 0.8 GB)."""
 LIMIT_S = 300.0
-SECOND_S = 1.0
-ENOUGH_S = 0.7
-"""Of a run that was meant to last a second."""
-WARM_TOKENS = 8
+RUN_S = 1.0
+"""Intended length of the run that counts."""
+MIN_RUN_S = 0.7
+"""Length that is enough."""
+WARM_UP_TOKENS = 8
 RUNS = 4
-LOOK_S = 0.5
-TAKEN = ("threads", "blas", "dtype", "memory_limit_bytes")
-"""Of the settings, what the speed or the load depends on."""
+CPU_INTERVAL_S = 0.5
+USED_SETTINGS = ("threads", "blas", "dtype", "memory_limit_bytes")
+"""Settings that the speed or the load depends on."""
 TEXT = "The lighthouse keeper wrote down everything that happened on the coast that year, beginning with"
 
 
-def measure_speeds(settings: Settings, models: Mapping[Format, ModelEntry]) -> Speeds:
-    """Decode with each engine for about a second, one after the other. Takes some ten seconds, and all cores.
+def measure_speeds(settings: Settings, models: Mapping[EngineName, ModelEntry]) -> Speeds:
+    """Decode with each engine for about a second, one after the other. Takes about ten seconds and all cores.
 
     Args:
-        models: The same model for either engine.
+        models: The same model for each engine.
 
     Raises:
-        OutOfMemoryError: too little memory is free to try.
-        EngineError: a model could not be loaded, or its engine died of it; the message says of what.
+        OutOfMemoryError: too little memory is free.
+        EngineError: a model could not be loaded, or its engine died; the message has the reason.
     """
     free = machine_memory.free_bytes()
     if free < NEEDED_BYTES:
         needed = f"{NEEDED_BYTES / 1e9:.1f} GB"
-        raise OutOfMemoryError(f"{free / 1e9:.1f} GB of memory are free and measuring takes {needed}; unload a model")
+        raise OutOfMemoryError(f"{free / 1e9:.1f} GB of memory are free, and measuring needs {needed}; unload a model")
     order = {
-        "settings": {name: getattr(settings, name) for name in TAKEN},
+        "settings": {name: getattr(settings, name) for name in USED_SETTINGS},
         "home": str(settings.home),
-        "models": {format: str(entry.path) for format, entry in models.items()},
+        "models": {engine: str(entry.path) for engine, entry in models.items()},
     }
     made_with = conditions(settings)
-    found = _asked(order)
+    found = _run_process(order)
     return Speeds(
-        model=models["mlx"].id,
+        model=next(iter(models.values())).id,
         measured_at=time.time(),
-        tokens_per_second={ENGINES[format].name: rate for format, rate in found["rates"].items()},
+        tokens_per_second=found["rates"],
         busy_percent=found["busy_percent"],
         made_with=made_with,
     )
 
 
-def _asked(order: Mapping[str, Any]) -> dict[str, Any]:
+def _run_process(order: Mapping[str, Any]) -> dict[str, Any]:
     try:
         done = subprocess.run(
             [sys.executable, "-P", "-m", "lmx_lab.engine.measure"],
@@ -80,57 +80,57 @@ def _asked(order: Mapping[str, Any]) -> dict[str, Any]:
         )  # fmt: skip
     except subprocess.TimeoutExpired as exc:
         raise EngineError(
-            f"the engines were not measured within {LIMIT_S:g} s; try again on a quieter machine"
+            f"the engines were not measured within {LIMIT_S:g} s; try again when other programs use the machine less"
         ) from exc
     lines = done.stdout.splitlines()
     if done.returncode == 0 and lines:
         found: dict[str, Any] = json.loads(lines[-1])
         return found
-    said = done.stderr.strip().splitlines()
-    raise EngineError(said[-1] if said else f"the process that measures ended with {done.returncode}")
+    errors = done.stderr.strip().splitlines()
+    raise EngineError(errors[-1] if errors else f"the process that measures ended with status {done.returncode}")
 
 
 def main() -> None:
+    """Measure what standard input names, and print the result as a line of JSON."""
     order = json.load(sys.stdin)
     settings = Settings(home=Path(order["home"]), slots=1, **order["settings"])
-    before = psutil.cpu_percent(LOOK_S)
+    before = psutil.cpu_percent(CPU_INTERVAL_S)
     try:
-        rates = asyncio.run(_rates(settings, order["models"]))
+        rates = asyncio.run(_measure(settings, order["models"]))
     except LabError as exc:
         sys.exit(exc.message)
-    busy_percent = max(before, psutil.cpu_percent(LOOK_S))
+    busy_percent = max(before, psutil.cpu_percent(CPU_INTERVAL_S))
     print(json.dumps({"rates": rates, "busy_percent": busy_percent}), flush=True)
 
 
-async def _rates(settings: Settings, models: Mapping[Format, str]) -> dict[Format, float]:
-    catalog = Catalog(settings)
-    rates: dict[Format, float] = {}
-    async with Engine(settings) as engine:
-        for format in models:
-            await engine.load(catalog.resolve(models[format]))
-            rates[format] = await _rate(engine)
+async def _measure(settings: Settings, models: Mapping[EngineName, str]) -> dict[EngineName, float]:
+    rates: dict[EngineName, float] = {}
+    async with ModelManager(settings) as manager:
+        for engine, path in models.items():
+            await manager.load(LoadSpec(model=path))
+            rates[engine] = await _rate(manager)
     return rates
 
 
-async def _rate(engine: Engine) -> float:
-    """Tokens per second of a run that lasts about a second; the runs before it warm up and say how long that is."""
-    await _run(engine, WARM_TOKENS)
-    tokens, rate = WARM_TOKENS, 0.0
+async def _rate(manager: ModelManager) -> float:
+    """Return the tokens per second of a run of about ``RUN_S``; earlier runs warm up and estimate its length."""
+    await _decode(manager, WARM_UP_TOKENS)
+    tokens, rate = WARM_UP_TOKENS, 0.0
     for _ in range(RUNS):
-        report = await _run(engine, tokens)
+        report = await _decode(manager, tokens)
         rate = report.tokens_per_second
-        # Shorter where the context is full before the second is over.
-        if report.decode_s >= ENOUGH_S or report.output_tokens < tokens:
+        # A run is shorter if the context is full before.
+        if report.decode_s >= MIN_RUN_S or report.output_tokens < tokens:
             break
-        tokens = max(tokens, math.ceil(rate * SECOND_S))
+        tokens = max(tokens, math.ceil(rate * RUN_S))
     return rate
 
 
-async def _run(engine: Engine, tokens: int) -> GenerationReport:
-    asked = GenerationRequest(
+async def _decode(manager: ModelManager, tokens: int) -> GenerationReport:
+    request = GenerationRequest(
         prompt=TextPrompt(text=TEXT), sampling=Sampling(temperature=0), max_tokens=tokens, ignore_eos=True
     )
-    async with await engine.submit(asked) as stream:
+    async with await manager.submit(request) as stream:
         async for _ in stream:
             pass
     assert stream.report is not None

@@ -1,13 +1,19 @@
-"""Which model in memory a request means, and what to say if there is none."""
+"""Find the model in memory that a request names, and explain what to do if there is none. Pure.
+
+Requests name models by id. A loaded model also answers to its hub repository, to its path for callers on this machine,
+and for other callers to the last part of an id that is a path.
+"""
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, cast
+from collections.abc import Iterable, Sequence
+from pathlib import Path
 
+from lmx_lab.engine.admission import LOAD_FIRST
 from lmx_lab.errors import (
-    EngineDeadError,
     InvalidRequestError,
     LabError,
+    ModelNotFoundError,
     NotLoadedError,
     OtherModelLoadedError,
     OutOfMemoryError,
@@ -15,16 +21,12 @@ from lmx_lab.errors import (
 from lmx_lab.values.engine import EngineSnapshot
 from lmx_lab.values.models import KINDS_IN_WORDS, Kind, ModelEntry
 
-if TYPE_CHECKING:
-    # They import MLX.
-    from lmx_lab.engine.encoders import LoadedEncoder
-    from lmx_lab.engine.mlx.model import LoadedModel
-    from lmx_lab.engine.mlx.thread import EngineThread
-
-EMBEDDERS: tuple[Kind, ...] = ("embedding",)
-RERANKERS: tuple[Kind, ...] = ("rerank", "embedding")
-"""Kinds that can rank, the first ones preferred."""
-LOAD_FIRST = "load one first: POST /admin/models/load, lab.load(...) or lmx-lab serve --model"
+Kinds = tuple[Kind, ...]
+CHAT: Kinds = ("chat",)
+EMBEDDING: Kinds = ("embedding",)
+RERANK: Kinds = ("rerank", "embedding")
+"""Kinds of models that rank documents, the preferred ones first."""
+ANY_KIND: Kinds = ("chat", "embedding", "rerank")
 REMEDIES: dict[Kind, str] = {
     "chat": LOAD_FIRST,
     "embedding": "load one (POST /admin/models/load, lab.load), or keep one beside it: lmx-lab serve --embedder ID, "
@@ -32,98 +34,182 @@ REMEDIES: dict[Kind, str] = {
     "rerank": "load one (POST /admin/models/load, lab.load), or keep one beside it: lmx-lab serve --reranker ID or "
     "--embedder ID, launch(reranker=ID)",
 }
+STARTERS = {"chat": "smollm2-135m", "embedding": "minilm-l6"}
+MAX_LISTED = 5
+"""Models on disk that an error message lists."""
 
 
-def chat_model(thread: EngineThread, name: str | None) -> LoadedModel:
-    """The chat model that is loaded.
+# What a name means
 
-    Raises:
-        NotLoadedError, OutOfMemoryError, EngineDeadError: there is none, and why.
-        InvalidRequestError: the name is that of a model of another kind.
+
+def entries_in_memory(now: EngineSnapshot) -> list[ModelEntry]:
+    """Return the models in memory: the pinned ones, then the main model."""
+    return [*(pinned.entry for pinned in now.pinned), *([now.entry] if now.entry is not None else [])]
+
+
+def find_model(entries: Iterable[ModelEntry], name: str | None, kinds: Kinds) -> ModelEntry | None:
+    """Return the model that answers a request: of the preferred kind, and of one kind the first model.
+
+    Args:
+        name: The id that the request names; None takes any model.
+        kinds: Kinds of models that can answer, the preferred ones first.
     """
-    main = _main(thread)
-    if main is not None and main.entry.kind == "chat" and name in (None, main.entry.id):
-        return cast("LoadedModel", main)
-    raise refusal(thread.snapshot, name, ("chat",))
-
-
-def encoder(thread: EngineThread, name: str | None, kinds: tuple[Kind, ...]) -> LoadedEncoder:
-    """A model of one of these kinds, the first ones preferred, and of the same kind the pinned one.
-
-    Raises: as ``chat_model``.
-    """
-    _main(thread)
-    there = thread.core.encoders() if thread.core else []
+    found = list(entries)
     for kind in kinds:
-        for found in there:
-            if found.entry.kind == kind and name in (None, found.entry.id):
-                return found
-    raise refusal(thread.snapshot, name, kinds)
-
-
-def fitting(now: EngineSnapshot, name: str | None, kinds: tuple[Kind, ...]) -> ModelEntry | None:
-    """The model in memory that such a request means, found as above."""
-    there = [*(pinned.entry for pinned in now.pinned), *([now.entry] if now.entry is not None else [])]
-    for kind in kinds:
-        for entry in there:
+        for entry in found:
             if kind in entry.kinds and name in (None, entry.id):
                 return entry
     return None
 
 
-def refusal(now: EngineSnapshot, name: str | None, kinds: tuple[Kind, ...]) -> LabError:
-    """Why nothing in memory fits, and what to do."""
+def loaded_id(name: str | None, entries: Sequence[ModelEntry], *, local: bool) -> str | None:
+    """Return the id of the model in memory that has this name; the name itself if none has.
+
+    Args:
+        local: Whether the caller is on this machine, and may name models by path.
+    """
+    if name is None or any(entry.id == name for entry in entries):
+        return name
+    matches = (entry.id for entry in entries if _is_repository(name, entry) or _is_path(name, entry, local=local))
+    return next(matches, name)
+
+
+def _is_path(name: str, entry: ModelEntry, *, local: bool) -> bool:
+    return Path(name) == entry.path if local else name == public_id(entry.id, local=False)
+
+
+def _is_repository(name: str, entry: ModelEntry) -> bool:
+    """Return whether the name is ``org/name`` of a model ``org/name:Q4_K_M``."""
+    return entry.source == "hub" and entry.id.partition(":")[0] == name
+
+
+def public_id(model: str, *, local: bool) -> str:
+    """Return the id of a model as a caller sees it. The id of a model that was loaded by its path is the path; callers
+    on other machines see only the last part of it.
+    """
+    return model if local or not model.startswith(("/", "~", ".")) else Path(model).name
+
+
+def is_idle_path(name: str, now: EngineSnapshot) -> bool:
+    """Return whether the name is the path of the model that was unloaded because it was idle. A request may name this
+    path, also from another machine.
+    """
+    return name == now.idle_model and Path(name).is_absolute()
+
+
+def check_unload(name: str, now: EngineSnapshot, *, local: bool) -> None:
+    """Check that unloading the main model unloads the model of this name.
+
+    Raises:
+        InvalidRequestError: the model is pinned, or not in memory.
+    """
+    model = loaded_id(name, entries_in_memory(now), local=local)
+    if model == now.model:
+        return
+    if any(pinned.entry.id == model for pinned in now.pinned):
+        raise InvalidRequestError(f"{model} is pinned: it stays in memory until the server stops", param="model")
+    raise InvalidRequestError(f"{name[:200]} is not loaded, {now.model or 'no model'} is", param="model")
+
+
+# Why no model fits
+
+
+def refusal(now: EngineSnapshot, name: str | None, kinds: Kinds) -> LabError:
+    """Return the error of a request that no model in memory can answer.
+
+    Args:
+        name: The id that the request names.
+        kinds: Kinds of models that could answer.
+    """
     main = now.entry
     if main is not None and main.answers(kinds) and name in (None, main.id):
-        # It was there a moment ago, and the snapshot has not been told yet.
+        # It was there a moment ago; the snapshot is older than the refusal.
         return NotLoadedError(f"{main.id} is being unloaded; {LOAD_FIRST}")
-    there = [*(pinned.entry for pinned in now.pinned), *([main] if main is not None else [])]
-    if (other := _other_kind(there, name, kinds)) is not None:
-        return other
+    there = entries_in_memory(now)
+    if (other := next((it for it in there if it.id == name and not it.answers(kinds)), None)) is not None:
+        others = [entry.id for entry in there if entry.answers(kinds)]
+        return wrong_kind(other, kinds, f"{', '.join(others)} is in memory" if others else None)
     encoders = [entry for entry in there if entry.kind != "chat"]
-    if main is None and (kinds == ("chat",) or (not encoders and name is None and now.state == "loading")):
+    if main is None and (kinds == CHAT or (not encoders and name is None and now.state == "loading")):
         return _none_loaded(now)
     if name is not None:
-        named = encoders if encoders and kinds != ("chat",) else [main] if main is not None else []
-        return _other(name, ", ".join(entry.id for entry in named) or "none", kinds[0])
-    if kinds == ("chat",):
+        loaded = encoders if encoders and kinds != CHAT else [main] if main is not None else []
+        return _other_loaded(name, ", ".join(entry.id for entry in loaded) or "none", kinds[0])
+    if kinds == CHAT:
         assert main is not None
         return NotLoadedError(f"{main.id} is {KINDS_IN_WORDS[main.kind]} and does not chat; {LOAD_FIRST}")
-    loaded = f"{main.id} is {KINDS_IN_WORDS[main.kind]}, and no" if main is not None else "no"
+    what = f"{main.id} is {KINDS_IN_WORDS[main.kind]}, and no" if main is not None else "no"
     needed = " or ".join(KINDS_IN_WORDS[kind].partition(" ")[2] for kind in kinds)
-    return NotLoadedError(f"{loaded} {needed} is in memory; {REMEDIES[kinds[0]]}")
+    return NotLoadedError(f"{what} {needed} is in memory; {REMEDIES[kinds[0]]}")
 
 
-def _main(thread: EngineThread) -> LoadedModel | LoadedEncoder | None:
-    if thread.dead is not None:
-        raise EngineDeadError(f"the engine has died ({thread.dead!r}); load a model to start it again")
-    return thread.core.main if thread.core else None
-
-
-def _other_kind(there: list[ModelEntry], name: str | None, kinds: tuple[Kind, ...]) -> LabError | None:
-    for entry in there:
-        if entry.id == name and not entry.answers(kinds):
-            needed = " or ".join(KINDS_IN_WORDS[kind] for kind in kinds)
-            others = [other.id for other in there if other.answers(kinds)]
-            rest = f"{', '.join(others)} is in memory" if others else "GET /admin/models lists what is here by kind"
-            return InvalidRequestError(
-                f"{name} is {KINDS_IN_WORDS[entry.kind]}; this needs {needed}: {rest}", param="model"
-            )
-    return None
-
-
-def _other(name: str, loaded: str, kind: Kind) -> LabError:
+def _other_loaded(name: str, loaded: str, kind: Kind) -> LabError:
     return OtherModelLoadedError(f"{name[:200]} is not loaded, {loaded} is; {REMEDIES[kind]}", param="model")
 
 
 def _none_loaded(now: EngineSnapshot) -> LabError:
-    """Why no model is loaded."""
     if now.state == "loading":
-        return NotLoadedError("a model is being loaded; ask again when GET /readyz says 200", retry_after_s=1)
+        return NotLoadedError("a model is being loaded; try again when GET /readyz returns 200", retry_after_s=1)
     if now.unload_cause == "memory":
         return OutOfMemoryError(
-            f"{now.unloaded_model} was unloaded for lack of memory; load it again, or a smaller one"
+            f"{now.unloaded_model} was unloaded because memory ran out; load it again, or a smaller one"
         )
     if now.unload_cause == "idle":
-        return NotLoadedError(f"{now.unloaded_model} was unloaded after a time without use; {LOAD_FIRST}")
+        return NotLoadedError(f"{now.unloaded_model} was unloaded because it was idle; {LOAD_FIRST}")
     return NotLoadedError(f"no model is loaded; {LOAD_FIRST}")
+
+
+def unknown_model(name: str, now: EngineSnapshot, kinds: Kinds) -> ModelNotFoundError:
+    """Return the error of a name that no model on disk has. It is the same for any path, whether or not it exists."""
+    # Each model once: a pinned one may be the main model, too.
+    fitting = list({entry.id: None for kind in kinds for entry in entries_in_memory(now) if kind in entry.kinds})
+    verb = "is" if len(fitting) < 2 else "are"
+    loaded = f"{' and '.join(fitting) or 'no model that could answer'} {verb} loaded"
+    return ModelNotFoundError(
+        f"no model here has the id {name[:200]!r}; requests name models by id, not by path: {loaded}, "
+        "GET /admin/models lists all",
+        param="model",
+    )
+
+
+def wrong_kind(entry: ModelEntry, kinds: Kinds, hint: str | None = None) -> InvalidRequestError:
+    """Return the error of a request that names a model of a kind that cannot answer it."""
+    needed = " or ".join(KINDS_IN_WORDS[kind] for kind in kinds)
+    hint = hint or "GET /admin/models lists the models here with their kinds"
+    return InvalidRequestError(
+        f"{entry.id} is {KINDS_IN_WORDS[entry.kind]}; this needs {needed}: {hint}", param="model"
+    )
+
+
+def with_models_on_disk(
+    error: NotLoadedError, name: str | None, on_disk: Sequence[ModelEntry], now: EngineSnapshot, kinds: Kinds
+) -> LabError:
+    """Return a refusal that also considers the models on disk.
+
+    Args:
+        error: The refusal by the models in memory alone.
+        name: The model that the request names.
+    """
+    if not isinstance(error, OtherModelLoadedError) and now.state == "loading":
+        return error
+    if name is None:
+        return _extended(error, _remedy(on_disk, kinds)) if kinds != CHAT else error
+    found = next((entry for entry in on_disk if entry.id == name), None)
+    if found is None:
+        return unknown_model(name, now, kinds) if entries_in_memory(now) else error
+    if not found.answers(kinds):
+        return wrong_kind(found, kinds)
+    return _extended(error, "a server started with --swap loads the model that a request names")
+
+
+def _remedy(on_disk: Sequence[ModelEntry], kinds: Kinds) -> str:
+    """List the models that could answer."""
+    fitting = [entry.id for kind in kinds for entry in on_disk if kind in entry.kinds]
+    if fitting:
+        return f"on this disk: {', '.join(fitting[:MAX_LISTED])}{', …' if len(fitting) > MAX_LISTED else ''}"
+    starter = next(STARTERS[kind] for kind in kinds if kind in STARTERS)
+    return f"none of this kind is on this disk: lmx-lab pull {starter} fetches one"
+
+
+def _extended(error: NotLoadedError, more: str) -> NotLoadedError:
+    return type(error)(f"{error.message}; {more}", param=error.param, retry_after_s=error.retry_after_s)

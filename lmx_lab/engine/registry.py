@@ -1,63 +1,125 @@
-"""The available engines: one row for each format of models.
+"""The available engines, one row each.
 
-An engine is imported when its first model comes: MLX with mlx-lm takes two seconds, and many processes use one engine
-or none.
+An engine is imported when its first model is loaded: MLX with mlx-lm takes two seconds to import, and many processes
+use one engine or none. Another engine needs a package with its class, and a row here.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Literal
+from importlib.metadata import PackageNotFoundError, version
+from typing import TYPE_CHECKING
 
-from lmx_lab.engine.llama_cpp.process import INSTALL, installed
+from lmx_lab.engine.llama_cpp.process import INSTALL, PACKAGE, is_installed
+from lmx_lab.errors import UnusableModelError
 from lmx_lab.settings import Settings
-from lmx_lab.values.models import Format
+from lmx_lab.values.models import EngineName, Format, LoadSpec, ModelEntry
 
 if TYPE_CHECKING:
-    from lmx_lab.engine.echo.engine import EchoEngine
-    from lmx_lab.engine.interface import InferenceEngine
-    from lmx_lab.engine.llama_cpp.engine import GgufEngine
-    from lmx_lab.engine.mlx.engine import MlxEngine
+    from lmx_lab.engine.interface import EngineHost, InferenceEngine
 
-EngineName = Literal["mlx", "llama.cpp", "echo"]
-BesideBytes = Callable[[], int]
-"""What other engines take of the memory limit."""
+Factory = Callable[[Settings, "EngineHost"], "InferenceEngine"]
 
 
 @dataclass(frozen=True, kw_only=True)
 class EngineRow:
     name: EngineName
-    make: Callable[[Settings, BesideBytes], InferenceEngine]
+    title: str
+    """Name in sentences."""
+    formats: tuple[Format, ...]
+    """Formats of the models that it runs."""
+    make: Factory
+    package: str | None = None
+    """Installed package whose version is the engine's; None for the built-in engine."""
+    files: str = ""
+    """Its models in sentences, such as ``GGUF files``."""
+    starter: str | None = None
+    """Starter model by which its speed is measured; the same weights for each engine."""
+    alternative: str = "or load another model"
+    """How to run one of its models on another engine; may contain ``{model}``."""
     problem: Callable[[], str | None] = lambda: None
-    """Why models of this format cannot be loaded in this environment, and what to do; None if they can."""
+    """Returns why the engine cannot run in this environment, and what to do; None if it can."""
+
+    @property
+    def version(self) -> str | None:
+        """Version of the package; None if it is not installed."""
+        try:
+            return version(self.package) if self.package is not None and self.problem() is None else None
+        except PackageNotFoundError:
+            return None
 
 
-def _mlx(settings: Settings, beside_bytes: BesideBytes) -> MlxEngine:
+# The imports are inside of functions because each engine is slow to import and may not be used.
+
+
+def _make_mlx(settings: Settings, host: EngineHost) -> InferenceEngine:
     from lmx_lab.engine.mlx.engine import MlxEngine
 
-    return MlxEngine(settings, beside_bytes=beside_bytes)
+    return MlxEngine(settings, host)
 
 
-def _gguf(settings: Settings, beside_bytes: BesideBytes) -> GgufEngine:
-    from lmx_lab.engine.llama_cpp.engine import GgufEngine
+def _make_llama_cpp(settings: Settings, host: EngineHost) -> InferenceEngine:
+    from lmx_lab.engine.llama_cpp.engine import LlamaCppEngine
 
-    return GgufEngine(settings, beside_bytes=beside_bytes)
-
-
-def _gguf_problem() -> str | None:
-    return None if installed() else f"llama.cpp, which runs GGUF files, is not installed: {INSTALL}"
+    return LlamaCppEngine(settings, host)
 
 
-def _echo(settings: Settings, _: BesideBytes) -> EchoEngine:
+def _llama_cpp_problem() -> str | None:
+    return None if is_installed() else f"llama.cpp, which runs GGUF files, is not installed: {INSTALL}"
+
+
+def _make_echo(settings: Settings, host: EngineHost) -> InferenceEngine:
     from lmx_lab.engine.echo.engine import EchoEngine
 
-    return EchoEngine(settings)
+    return EchoEngine(settings, host)
 
 
-ENGINES: Mapping[Format, EngineRow] = {
-    "mlx": EngineRow(name="mlx", make=_mlx),
-    "gguf": EngineRow(name="llama.cpp", make=_gguf, problem=_gguf_problem),
-    "echo": EngineRow(name="echo", make=_echo),
+ENGINES: Mapping[EngineName, EngineRow] = {
+    row.name: row
+    for row in (
+        EngineRow(
+            name="mlx",
+            title="MLX",
+            formats=("mlx",),
+            make=_make_mlx,
+            package="mlx",
+            files="MLX folders",
+            starter="smollm2-135m",
+            alternative="or load a GGUF file of the model, such as org/name:Q4_K_M",
+        ),
+        EngineRow(
+            name="llama.cpp",
+            title="llama.cpp",
+            formats=("gguf",),
+            make=_make_llama_cpp,
+            package=PACKAGE,
+            files="GGUF files",
+            starter="smollm2-135m-gguf",
+            alternative="or convert the file for MLX: lmx-lab pull {model} --mlx",
+            problem=_llama_cpp_problem,
+        ),
+        EngineRow(name="echo", title="echo", formats=("echo",), make=_make_echo),
+    )
 }
-"""What runs the models of each format."""
+
+
+def engine_for(format: Format) -> EngineRow:
+    """Return the engine that runs models of this format."""
+    return next(row for row in ENGINES.values() if format in row.formats)
+
+
+def choose_engine(entry: ModelEntry, spec: LoadSpec) -> EngineRow:
+    """Return the engine that runs a model.
+
+    Raises:
+        UnusableModelError: the caller chose an engine that does not run models of this format.
+    """
+    row = engine_for(entry.format)
+    if spec.engine not in ("auto", row.name):
+        raise UnusableModelError(
+            f"{entry.id} has the format {entry.format}, which runs on {row.name} and not on {spec.engine}; leave out "
+            f"engine, {row.alternative.format(model=spec.model)}",
+            param="engine",
+        )
+    return row

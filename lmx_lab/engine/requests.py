@@ -1,6 +1,6 @@
-"""Requests to an engine, and the vectors and scores it returns: frozen values without MLX, HTTP or a loop.
+"""Define requests to an engine, and the vectors and scores that it returns, as frozen values.
 
-All times are seconds of ``time.perf_counter``, the engine's one clock.
+All times are seconds; points in time are those of ``time.perf_counter``.
 """
 
 from __future__ import annotations
@@ -16,32 +16,32 @@ from lmx_lab.values.encoding import EncodeReport, InputType, RerankMethod, Vecto
 
 @dataclass(frozen=True, kw_only=True)
 class Tool:
-    """A function that the model may ask for."""
+    """A function that the model may call."""
 
     name: str
     description: str | None = None
     parameters: Mapping[str, Any]
-    """JSON schema of the object of its arguments."""
+    """JSON schema of its arguments, which are an object."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class ToolUse:
-    """What the model may call, and whether it must."""
+    """The tools that the model may call, and whether it must call one."""
 
     tools: tuple[Tool, ...]
     forced: bool = False
-    """The answer is calls and nothing else."""
+    """Whether the answer must consist of tool calls only."""
     only: str | None = None
-    """The one tool that may be called, and is called once; the model is told of all."""
+    """Name of the only tool that may be called, and is called once. The prompt still describes all tools."""
     parallel: bool = True
-    """Several calls in one answer."""
+    """Whether an answer may contain several calls."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class ChatPrompt:
     """Messages of the chat format, for the model's own chat template.
 
-    The ``arguments`` of the tool calls in them are objects, not texts.
+    The ``arguments`` of tool calls in the messages are objects, and not JSON strings as in the chat format.
     """
 
     messages: tuple[Mapping[str, Any], ...]
@@ -52,7 +52,7 @@ class ChatPrompt:
 
 @dataclass(frozen=True, kw_only=True)
 class TokenPrompt:
-    """Token ids, taken as they are."""
+    """Token ids, which are not changed."""
 
     tokens: tuple[int, ...]
 
@@ -69,34 +69,34 @@ Prompt = ChatPrompt | TextPrompt | TokenPrompt
 
 @dataclass(frozen=True, kw_only=True)
 class Sampling:
-    """How the next token is drawn.
+    """How the next token is sampled.
 
-    First the penalties and the bias change the logits, then ``top_p``, ``min_p`` and ``top_k`` cut, then the
-    temperature spreads what is left.
+    First the penalties and the bias change the logits, then ``top_p``, ``min_p`` and ``top_k`` remove tokens, then the
+    temperature is applied to the rest.
     """
 
     temperature: float = 0.7
-    """0 is greedy."""
+    """0 always takes the most likely token."""
     top_p: float = 1.0
     top_k: int = 0
-    """0 cuts nothing, like anything from the vocabulary's size up."""
+    """0 removes no tokens; neither do values from the size of the vocabulary upward."""
     min_p: float = 0.0
-    """Tokens less likely than this share of the likeliest one's probability are cut."""
+    """Tokens are removed if their probability is less than this fraction of that of the most likely token."""
     repetition_penalty: float = 1.0
-    """Divides the positive logits of tokens in the output so far, multiplies the negative ones (arXiv 1909.05858)."""
+    """Divides positive logits of tokens in the output so far, and multiplies negative ones (arXiv 1909.05858)."""
     presence_penalty: float = 0.0
-    """Subtracted from the logit of every token in the output so far."""
+    """Subtracted from the logits of tokens in the output so far."""
     frequency_penalty: float = 0.0
-    """Subtracted once for each time the token is in the output so far."""
+    """Subtracted from the logit of a token once for each occurrence in the output so far."""
     logit_bias: tuple[tuple[int, float], ...] = ()
-    """Token id and what is added to its logit."""
+    """Pairs of a token id and the number that is added to its logit."""
     seed: int | None = None
-    """Any integer. The same seed, prompt and parameters draw the same tokens, whatever else is in the batch."""
+    """Any integer. With the same seed, prompt and parameters, the tokens are the same, whatever else is computed."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class AnswerFormat:
-    """What the whole answer has to be, thoughts aside. It is enforced token by token."""
+    """The format of the whole answer, except reasoning. It is enforced at each token."""
 
     kind: Literal["json_schema", "regex", "lark"]
     text: str
@@ -106,45 +106,53 @@ class AnswerFormat:
 
 @dataclass(frozen=True, kw_only=True)
 class GenerationRequest:
+    """A prompt, and how it is continued."""
+
     prompt: Prompt
     model: str | None = None
-    """The id that must be loaded; None takes whatever is."""
+    """Id of the model; None takes any loaded model."""
     sampling: Sampling = Sampling()
     max_tokens: int = 4096
-    """Upper bound; the room left in the model's context may be smaller. 0 checks the prompt, or scores it."""
+    """Maximum number of tokens; the context of the model may allow fewer. With 0 the prompt is only checked or
+    scored."""
     stop: tuple[str, ...] = ()
-    """Strings that end the text before them."""
+    """The text ends before the first of these strings."""
     answer_format: AnswerFormat | None = None
     thinking_budget: int | None = None
-    """After so many tokens of thoughts the model is made to answer; None lets it think."""
+    """Maximum number of tokens of reasoning, after which the model is made to answer; None sets no limit."""
     ignore_eos: bool = False
-    """Go on to ``max_tokens`` even if the model ends its text."""
+    """Whether to generate ``max_tokens`` even if the model ends its text before."""
     top_logprobs: int | None = None
-    """How many alternatives to report for each token, beside the token itself; None reports nothing."""
+    """Number of alternatives to report for each token, besides its own log-probability; None reports neither."""
     score_prompt: bool = False
-    """Report the log-probability of every token of the prompt, with ``top_logprobs`` alternatives."""
+    """Whether to report the log-probability of each prompt token, with ``top_logprobs`` alternatives."""
     timeout_s: float | None = None
-    """From arrival to the last token; None takes the engine's setting."""
+    """Time limit from arrival to the last token; None takes ``Settings.request_timeout_s``."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class EmbeddingRequest:
+    """Texts to embed."""
+
     inputs: tuple[str | tuple[int, ...], ...]
-    """Texts, or the token ids of texts, which are taken as they are."""
+    """Texts, or token ids of texts, which are not changed."""
     model: str | None = None
-    """The id of an embedding model that must be in memory; None takes the pinned one, else the loaded one."""
+    """Id of an embedding model; None takes the pinned one or, without one, the main model."""
     dimensions: int | None = None
-    """Keep so many leading components and normalize again; None keeps all."""
+    """Number of leading components to keep, normalized to length 1; None keeps all."""
     input_type: InputType | None = None
-    """Which of the prompts in the model's files goes before each text; None takes the model's default, often none."""
+    """Selects the prompt from the model's files that is put before each text; None takes the model's default, if
+    any."""
     truncate: bool = False
-    """Cut what is too long for the model, instead of refusing it."""
+    """Whether to truncate texts that are too long for the model, instead of refusing them."""
     timeout_s: float | None = None
-    """From arrival to the last vector; None takes the engine's setting."""
+    """Time limit from arrival to the last vector; None takes ``Settings.request_timeout_s``."""
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class Embeddings:
+    """The result of an ``EmbeddingRequest``."""
+
     vectors: Vectors
     """One row for each input, in the order of the inputs."""
     report: EncodeReport
@@ -152,25 +160,29 @@ class Embeddings:
 
 @dataclass(frozen=True, kw_only=True)
 class RerankRequest:
+    """Documents to rank by their relevance to a query."""
+
     query: str
     documents: tuple[str, ...]
     model: str | None = None
-    """The id of a model in memory; None takes a reranker, or else an embedding model, the pinned ones first."""
+    """Id of a model; None takes a reranker or, without one, an embedding model, and pinned models first."""
     truncate: bool = False
-    """Cut documents that are too long for the model, instead of refusing them."""
+    """Whether to truncate documents that are too long for the model, instead of refusing them."""
     raw_scores: bool = False
-    """Scores as the model's head has them, without the activation that its files name."""
+    """Whether to return the scores of the model's head without the activation that its files name."""
     timeout_s: float | None = None
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class Ranking:
+    """The result of a ``RerankRequest``."""
+
     scores: Vectors
-    """How relevant each document is, in the order of the documents; larger is better."""
+    """The relevance of each document, in the order of the documents; larger is more relevant."""
     method: RerankMethod
     report: EncodeReport
 
     def order(self, top_n: int | None = None) -> list[int]:
-        """The documents' indices, the most relevant first; of equals, the one that came first."""
+        """Return the indices of the documents in descending order of relevance; equal scores keep their order."""
         best_first = np.argsort(-self.scores, kind="stable")
         return [int(index) for index in best_first[:top_n]]

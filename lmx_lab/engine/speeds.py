@@ -1,7 +1,7 @@
-"""Which engine decodes faster on this machine: what was measured, and for how long that counts.
+"""Store how fast each engine decodes on this machine, and decide which one is faster.
 
-The figures lie in the lab's home with the versions and the shape of the machine that they were measured with. When one
-of those changes, they are not shown any more.
+The figures are stored in the lab's home, with the versions and the machine that they were measured with. They are not
+used any more when one of these changes.
 """
 
 from __future__ import annotations
@@ -19,62 +19,61 @@ from pathlib import Path
 from typing import Any
 
 from lmx_lab.engine.container_limits import default_threads
-from lmx_lab.engine.llama_cpp.process import PACKAGE, installed
-from lmx_lab.engine.registry import EngineName
+from lmx_lab.engine.registry import ENGINES
 from lmx_lab.errors import UnusableModelError
 from lmx_lab.settings import Settings
-from lmx_lab.values.models import Format
+from lmx_lab.values.models import EngineName
 from lmx_lab.weights.files import open_regular
 
-TITLES: Mapping[EngineName, str] = {"mlx": "MLX", "llama.cpp": "llama.cpp"}
-FILES: Mapping[EngineName, str] = {"mlx": "MLX folders", "llama.cpp": "GGUF files"}
-MODELS: Mapping[Format, str] = {"mlx": "smollm2-135m", "gguf": "smollm2-135m-gguf"}
-"""The starters that are measured: the same weights for either engine."""
+STARTERS: Mapping[EngineName, str] = {row.name: row.starter for row in ENGINES.values() if row.starter is not None}
+"""The engines that are measured, and the starter model for each: the same weights."""
 FILE = "engine-speeds.json"
 FILE_BYTES = 2**16
-CLEARLY = 1.2
-"""So many times the other's speed is a preference. Two seconds on one machine differ by nearly as much."""
+CLEARLY_FASTER = 1.2
+"""Ratio of speeds from which the faster engine is preferred. Two runs on one machine differ by nearly as much."""
 BUSY_PERCENT = 30
-"""Of the processors. With more of them in other hands nothing is preferred: llama.cpp's threads wait for each other
-and lose far more than their share. On two cores with two busy programs MLX had 8.2 tok/s and llama.cpp 3.5; without
-them MLX had 19 and llama.cpp 126."""
+"""Load of the processors by other programs from which no engine is preferred. llama.cpp's threads wait for each other
+and then lose far more than their share: on two cores with two busy programs MLX had 8.2 tok/s and llama.cpp 3.5;
+without them MLX had 19 and llama.cpp 126."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Speeds:
-    """Decoding one stream of the same model, for about a second on each engine."""
+    """Speeds of decoding one stream of the same model, for about a second on each engine."""
 
     model: str
     measured_at: float
     """Seconds since 1970."""
     tokens_per_second: Mapping[EngineName, float]
     busy_percent: float
-    """Of the processors, what other programs used just before or just after."""
+    """Load of the processors by other programs just before or after."""
     made_with: Mapping[str, Any]
-    """What must be the same for the figures to count; see ``conditions``."""
+    """What must be unchanged for the figures to be valid; see ``conditions``."""
 
     @property
     def disturbed(self) -> bool:
-        """Whether other programs had too much of the processors for the figures to say anything."""
+        """Whether other programs used too much of the processors for the figures to be meaningful."""
         return self.busy_percent >= BUSY_PERCENT
 
     @property
     def preferred(self) -> EngineName | None:
-        """None if neither is clearly faster, or nobody can say."""
+        """The faster engine; None if neither is clearly faster, or the measurement was disturbed."""
         slower, faster = sorted(self.tokens_per_second, key=lambda name: self.tokens_per_second[name])
-        clear = self.tokens_per_second[faster] >= CLEARLY * self.tokens_per_second[slower]
-        return faster if clear and not self.disturbed else None
+        is_clear = self.tokens_per_second[faster] >= CLEARLY_FASTER * self.tokens_per_second[slower]
+        return faster if is_clear and not self.disturbed else None
 
     def __str__(self) -> str:
-        figures = ", ".join(f"{TITLES[name]} {_rounded(rate)} tok/s" for name, rate in self.tokens_per_second.items())
+        figures = ", ".join(
+            f"{ENGINES[name].title} {_rounded(rate)} tok/s" for name, rate in self.tokens_per_second.items()
+        )
         return f"for {self.model}: {figures}; {self._advice}"
 
     @property
     def _advice(self) -> str:
         if self.disturbed:
             busy = f"other programs kept {self.busy_percent:.0f} % of the processors busy"
-            return f"{busy}, so measure again when they rest: lmx-lab doctor --measure"
-        return f"prefer {FILES[self.preferred]}" if self.preferred else "neither is clearly faster"
+            return f"{busy}, so measure again when they use less: lmx-lab doctor --measure"
+        return f"prefer {ENGINES[self.preferred].files}" if self.preferred else "neither is clearly faster"
 
 
 def _rounded(rate: float) -> str:
@@ -82,13 +81,13 @@ def _rounded(rate: float) -> str:
 
 
 def versions() -> dict[EngineName, str | None]:
-    """Of what each engine computes with; None where it is not installed."""
-    return {"mlx": _version("mlx"), "llama.cpp": _version(PACKAGE) if installed() else None}
+    """Return the versions of the engines that are measured; None for one that is not installed."""
+    return {name: ENGINES[name].version for name in STARTERS}
 
 
 def conditions(settings: Settings) -> dict[str, Any]:
-    """What the speed of the engines depends on, as far as it can be known without measuring."""
-    # Elsewhere than on Linux each engine has its own idea of threads.
+    """Return what the speed of the engines depends on, as far as it is known without measuring."""
+    # On other systems than Linux, each engine chooses its own number of threads.
     threads = default_threads(os.environ) if sys.platform == "linux" else None
     return {
         "engines": versions(),
@@ -102,28 +101,28 @@ def conditions(settings: Settings) -> dict[str, Any]:
 
 
 def kept_speeds(settings: Settings) -> Speeds | None:
-    """What was measured last, if it still holds. Reads a small file."""
+    """Read the last measurement; None if there is none or it is no longer valid. Reads a small file."""
     try:
         with open_regular(settings.home / FILE) as file:
             found = json.loads(file.read(FILE_BYTES))
         speeds = Speeds(
             model=str(found["model"]),
             measured_at=float(found["measured_at"]),
-            tokens_per_second={name: float(found["tokens_per_second"][name]) for name in TITLES},
+            tokens_per_second={name: float(found["tokens_per_second"][name]) for name in STARTERS},
             busy_percent=float(found["busy_percent"]),
             made_with=dict(found["made_with"]),
         )
     except (OSError, ValueError, TypeError, KeyError, UnusableModelError):
-        # There is none, or somebody has been at it: then it is measured anew.
+        # The file is missing or was edited: it has to be measured again.
         return None
     return speeds if speeds.made_with == conditions(settings) else None
 
 
 def keep_speeds(settings: Settings, speeds: Speeds) -> Path:
-    """Write the figures down; a reader sees the old file or the new one, whole.
+    """Store a measurement. A reader sees either the old file or the complete new one.
 
     Raises:
-        OSError: the home cannot be written.
+        OSError: the home is not writable.
     """
     settings.home.mkdir(parents=True, exist_ok=True)
     target = settings.home / FILE
@@ -140,7 +139,7 @@ def keep_speeds(settings: Settings, speeds: Speeds) -> Path:
 
 
 def since(at: float) -> str:
-    """How long ago that was, in words."""
+    """Return how long ago a time was, in words."""
     seconds = max(0.0, time.time() - at)
     for unit, length in (("day", 86_400), ("hour", 3600), ("minute", 60)):
         if seconds >= length:

@@ -1,6 +1,6 @@
-"""From the engine thread to a reader on an event loop: the mailbox that is filled, the stream that is read.
+"""Results on their way from an engine to a reader on an event loop: token streams, and vectors or scores to come.
 
-The engine never waits for a reader. What a slow reader has not taken is merged into one delta, so a mailbox holds at
+The engine never waits for a reader. Deltas that a slow reader has not taken are merged into one, so a mailbox holds at
 most the text of one generation.
 """
 
@@ -9,19 +9,21 @@ from __future__ import annotations
 import asyncio
 from collections import defaultdict
 from collections.abc import Callable
+from concurrent.futures import Future
 from types import TracebackType
-from typing import Self
+from typing import Any, Generic, Self, TypeVar
 
 from lmx_lab.errors import LabError
 from lmx_lab.values.generation import Delta, GenerationReport, PromptProgress, PromptScores, merge_deltas
 
-MOST_DELTAS = 64
-"""That are held apart for a slow reader."""
+Result = TypeVar("Result")
+SEPARATE_DELTAS = 64
+"""Deltas kept apart for a slow reader; more are merged."""
 Item = Delta | PromptProgress | PromptScores | GenerationReport | LabError
 
 
 class Mailbox:
-    """What the engine has said about one generation and the reader has not taken yet. Lives on ``loop``."""
+    """What one generation has produced and its reader has not taken yet. Belongs to the event loop ``loop``."""
 
     def __init__(self, loop: asyncio.AbstractEventLoop) -> None:
         self.loop = loop
@@ -32,11 +34,11 @@ class Mailbox:
         self._deltas: list[Delta] = []
 
     def deliver(self, item: Item) -> None:
-        """Called on ``loop``, in order, at most once with an end."""
+        """Add an item. Called on ``loop``, in order; a report or an error is the last one."""
         match item:
             case Delta():
                 self._deltas.append(item)
-                if len(self._deltas) > MOST_DELTAS:
+                if len(self._deltas) > SEPARATE_DELTAS:
                     self._deltas = [merge_deltas(self._deltas)]
             case PromptProgress():
                 self.progress = item
@@ -49,17 +51,17 @@ class Mailbox:
         self.changed.set()
 
     def take(self) -> Delta | None:
-        """Everything since the last call as one delta."""
+        """Return everything since the last call as one delta."""
         if not self._deltas:
             return None
         deltas, self._deltas = self._deltas, []
-        # Nearly always there is one.
+        # Nearly always there is only one.
         delta = deltas[0] if len(deltas) == 1 else merge_deltas(deltas)
         return delta if delta.tokens or delta.has_content else None
 
 
 class Outbox:
-    """What the engine's step has to say to the mailboxes, handed to each reader's loop in one call."""
+    """Items that an engine step has produced. They are handed to each reader's loop in one call."""
 
     def __init__(self) -> None:
         self._items: dict[asyncio.AbstractEventLoop, list[tuple[Mailbox, Item]]] = defaultdict(list)
@@ -68,7 +70,7 @@ class Outbox:
         self._items[mailbox.loop].append((mailbox, item))
 
     def send(self) -> list[asyncio.AbstractEventLoop]:
-        """Deliver all; returns the loops that are closed, where nobody is left to read."""
+        """Deliver all items; return the loops that are closed, whose readers no longer exist."""
         posted, self._items = self._items, defaultdict(list)
         closed = []
         for loop, items in posted.items():
@@ -85,24 +87,29 @@ def _deliver(items: list[tuple[Mailbox, Item]]) -> None:
 
 
 class TokenStream:
-    """Iterate for ``Delta`` values; after the last, ``report`` is set. A failed generation raises its ``LabError``.
+    """The answer of one generation: iterate it for ``Delta`` values; then ``report`` is set.
 
-    ``asyncio.wait_for(anext(stream), s)`` waits for a limited time and loses nothing.
+    A generation that fails raises its ``LabError``. ``asyncio.wait_for(anext(stream), s)`` waits for a limited time and
+    loses nothing.
 
-    Leaving early needs ``aclose()`` (or ``async with``): it frees the slot within one engine step. A stream that is
-    dropped without it is cancelled when it is collected.
+    Call ``aclose()`` (or use ``async with``) to leave early: it frees the slot within one engine step. A stream that is
+    garbage-collected without it is cancelled then.
     """
 
-    def __init__(self, mailbox: Mailbox, cancel: Callable[[], object], prompt: tuple[int, ...] = ()) -> None:
+    def __init__(
+        self, mailbox: Mailbox, cancel: Callable[[], object], *, model: str = "", prompt: tuple[int, ...] = ()
+    ) -> None:
+        self.model = model
+        """Id of the model that answers."""
         self.prompt = prompt
-        """The tokens of the prompt."""
+        """Token ids of the prompt."""
         self._mailbox = mailbox
         self._cancel = cancel
-        self._left = False
+        self._closed = False
 
     @property
     def report(self) -> GenerationReport | None:
-        """What the generation cost; None until it has ended well."""
+        """What the generation cost; None until it has ended without an error."""
         end = self._mailbox.end
         return end if isinstance(end, GenerationReport) else None
 
@@ -113,14 +120,14 @@ class TokenStream:
 
     @property
     def prompt_scores(self) -> PromptScores | None:
-        """For a request with ``score_prompt``: set before the first delta, or the end."""
+        """The scores of a request with ``score_prompt``; set before the first delta, or before the end."""
         return self._mailbox.scores
 
     def __aiter__(self) -> Self:
         return self
 
     async def __anext__(self) -> Delta:
-        while not self._left:
+        while not self._closed:
             if (delta := self._mailbox.take()) is not None:
                 return delta
             if isinstance(self._mailbox.end, Exception):
@@ -132,13 +139,16 @@ class TokenStream:
         raise StopAsyncIteration
 
     async def aclose(self) -> None:
-        """Stop the generation if it still runs. Idempotent."""
+        """Cancel the generation if it has not ended. Idempotent."""
         self.close()
         self._mailbox.changed.set()
 
     def close(self) -> None:
-        """As ``aclose``, from any thread; no reader may be waiting."""
-        self._leave()
+        """Do the same as ``aclose``, from any thread; no reader may be waiting."""
+        if not self._closed:
+            self._closed = True
+            if self._mailbox.end is None:
+                self._cancel()
 
     async def __aenter__(self) -> Self:
         return self
@@ -149,10 +159,37 @@ class TokenStream:
         await self.aclose()
 
     def __del__(self) -> None:
+        self.close()
+
+
+class Pending(Generic[Result]):
+    """An accepted request for vectors or scores. Cancelling ``result``, or dropping this object, cancels the work.
+
+    Args:
+        done: The future that the engine completes.
+        finish: Converts its value to the result, on the reader's side.
+        cancel: Tells the engine that the result is no longer needed.
+    """
+
+    def __init__(self, done: Future[Any], finish: Callable[[Any], Result], cancel: Callable[[], object]) -> None:
+        self._done = done
+        self._finish = finish
+        self._cancel = cancel
+
+    async def result(self) -> Result:
+        """Wait for the result.
+
+        Raises:
+            LabError: the work failed.
+        """
+        try:
+            return self._finish(await asyncio.wrap_future(self._done))
+        finally:
+            self._leave()
+
+    def __del__(self) -> None:
         self._leave()
 
     def _leave(self) -> None:
-        if not self._left:
-            self._left = True
-            if self._mailbox.end is None:
-                self._cancel()
+        if not self._done.done():
+            self._cancel()

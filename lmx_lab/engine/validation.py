@@ -1,4 +1,4 @@
-"""What is wrong with a prompt, whichever engine reads it. Pure."""
+"""Checks of prompts and texts that all engines share. Pure."""
 
 from __future__ import annotations
 
@@ -9,67 +9,121 @@ from lmx_lab.engine.requests import ChatPrompt, GenerationRequest, TokenPrompt
 from lmx_lab.errors import ContextLengthError, InvalidRequestError
 from lmx_lab.values.models import ModelEntry
 
-AMPLE_CHARACTERS = 10
-"""More than a token shows of ordinary text."""
+CHARACTERS_PER_TOKEN = 10
+"""Upper bound for ordinary text. A text with more characters than this for each token of the context is not tokenized
+whole."""
 
 
 def check_messages(messages: Sequence[Mapping[str, Any]]) -> None:
-    """Refuse half characters, by the message they are in."""
+    """Refuse lone surrogates; the error names the message that has one."""
     for at, message in enumerate(messages):
         check_characters(str(message.get("content", "")), f"messages.{at}.content")
 
 
 def check_characters(text: str, param: str) -> None:
-    """Refuse half characters."""
+    """Refuse lone surrogates, which cannot be encoded.
+
+    Raises:
+        InvalidRequestError: the text has one.
+    """
     try:
         text.encode()
     except UnicodeEncodeError as exc:
-        what = f"the lone surrogate {exc.object[exc.start]!r}, which is no character"
+        what = f"the lone surrogate {exc.object[exc.start]!r}, which cannot be encoded"
         raise InvalidRequestError(f"{param} has {what}", param=param) from exc
 
 
 def param_of(request: GenerationRequest) -> str:
-    """What the request calls its prompt."""
+    """Return the name of the request's prompt in error messages."""
     return "messages" if isinstance(request.prompt, ChatPrompt) else "prompt"
 
 
 def check_length(request: GenerationRequest, prompt: Sequence[int], entry: ModelEntry, limit: int | None) -> None:
-    """
+    """Check that a prompt leaves room for an answer.
+
     Args:
-        limit: Tokens of prompt and answer that the model holds here.
+        limit: Tokens of prompt and answer that fit in the model's context here.
 
     Raises:
         InvalidRequestError: the prompt is empty.
-        ContextLengthError: it leaves no room for an answer.
+        ContextLengthError: the prompt leaves no room.
     """
     if not prompt:
-        raise InvalidRequestError("the prompt is empty: no token came out of it", param=param_of(request))
+        raise InvalidRequestError("the prompt is empty: it has no tokens", param=param_of(request))
     if limit is not None and len(prompt) + min(1, request.max_tokens) > limit:
         raise too_long(request, str(len(prompt)), entry, limit)
 
 
 def too_long(request: GenerationRequest, tokens: str, entry: ModelEntry, limit: int) -> ContextLengthError:
-    """The error of a prompt with so many ``tokens``."""
+    """Return the error of a prompt that does not fit.
+
+    Args:
+        tokens: Number of its tokens, or a lower bound such as ``more than 512``.
+    """
     own = entry.context_length
-    why = f" (of its {own}: memory holds no more)" if own is not None and limit < own else ""
+    reason = f" (of the model's {own}, because memory is too small for more)" if own is not None and limit < own else ""
     return ContextLengthError(
-        f"the prompt has {tokens} tokens and {entry.id} holds {limit} in all{why}, the answer included; "
+        f"the prompt has {tokens} tokens, and {entry.id} takes {limit}{reason}, including the answer; "
         "shorten the prompt",
         param=param_of(request),
     )
 
 
 def check_tokens(request: GenerationRequest, entry: ModelEntry, vocabulary_size: int) -> None:
-    """Token ids that the caller wrote must be tokens of this model.
+    """Check the token ids that a generation request contains.
 
     Raises:
-        InvalidRequestError: one is not.
+        InvalidRequestError: one is not in the vocabulary.
     """
-    bias = [token for token, _ in request.sampling.logit_bias]
-    given = request.prompt.tokens if isinstance(request.prompt, TokenPrompt) else ()
-    for param, tokens in (("logit_bias", bias), ("prompt", given)):
-        unknown = next((token for token in tokens if not 0 <= token < vocabulary_size), None)
-        if unknown is not None:
-            raise InvalidRequestError(
-                f"{param} has the token id {unknown}; {entry.id} knows 0 to {vocabulary_size - 1}", param=param
-            )
+    check_token_ids([token for token, _ in request.sampling.logit_bias], "logit_bias", entry, vocabulary_size)
+    if isinstance(request.prompt, TokenPrompt):
+        check_token_ids(request.prompt.tokens, "prompt", entry, vocabulary_size)
+
+
+def check_token_ids(tokens: Sequence[int], param: str, entry: ModelEntry, vocabulary_size: int) -> None:
+    """Check token ids that a caller sent.
+
+    Raises:
+        InvalidRequestError: one is not in the vocabulary.
+    """
+    unknown = next((token for token in tokens if not 0 <= token < vocabulary_size), None)
+    if unknown is not None:
+        raise InvalidRequestError(
+            f"{param} has the token id {unknown}; {entry.id} knows 0 to {vocabulary_size - 1}", param=param
+        )
+
+
+def check_text(
+    tokens: Sequence[int], param: str, entry: ModelEntry, limit: int, *, truncate: bool, count: str | None = None
+) -> None:
+    """Check the length of a text to embed or to rank.
+
+    Args:
+        limit: Tokens of a text that the model takes.
+        truncate: Whether a longer text is cut instead of refused.
+        count: The number of tokens for the error message, where ``tokens`` are only the beginning of the text.
+
+    Raises:
+        InvalidRequestError: the text is empty.
+        ContextLengthError: the text is longer than the limit.
+    """
+    if not tokens:
+        raise InvalidRequestError(f"{param} is empty: it has no tokens", param=param)
+    if len(tokens) > limit and not truncate:
+        raise ContextLengthError(
+            f"{param} has {count or len(tokens)} tokens and {entry.id} takes {limit}; shorten it"
+            f"{'' if param == 'query' else ' or send truncate: true'}",
+            param=param,
+        )
+
+
+def check_dimensions(dimensions: int | None, available: int | None, entry: ModelEntry) -> None:
+    """Check the number of components that a caller wants of a vector.
+
+    Raises:
+        InvalidRequestError: vectors of the model have fewer.
+    """
+    if dimensions is not None and available is not None and dimensions > available:
+        raise InvalidRequestError(
+            f"dimensions is {dimensions}; vectors of {entry.id} have {available}", param="dimensions"
+        )

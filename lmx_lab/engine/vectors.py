@@ -1,4 +1,4 @@
-"""Vectors cut, and compared. Pure: numpy arrays of one row for each text."""
+"""Shorten and compare vectors, which are the rows of numpy arrays. Pure."""
 
 from __future__ import annotations
 
@@ -7,17 +7,17 @@ import numpy as np
 from lmx_lab.values.encoding import Vectors
 
 
-def cut(vectors: Vectors, dimensions: int | None) -> Vectors:
-    """The first components, of length 1 again, as models are trained to be cut (arXiv 2205.13147)."""
+def shorten(vectors: Vectors, dimensions: int | None) -> Vectors:
+    """Return the first components of each vector, normalized to length 1 (arXiv 2205.13147)."""
     if dimensions is None or dimensions == vectors.shape[1]:
         return vectors
     return _normalized(vectors[:, :dimensions])
 
 
 def cosines(rows: Vectors) -> Vectors:
-    """Of the first row with each of the others."""
+    """Return the cosines of the first row with each of the others."""
     rows = _normalized(rows)
-    # Row by row: a BLAS rounds by where in the matrix a row stands, and equal documents shall be equal.
+    # Row by row: the rounding of a BLAS depends on the position of a row, and equal documents need equal scores.
     scores: Vectors = (rows[1:] * rows[0]).sum(axis=1)
     return scores
 

@@ -1,4 +1,4 @@
-"""What the tokenizers library keeps of a model after the model is gone."""
+"""Disable the cache of words of the tokenizers library, which outlives the model."""
 
 from __future__ import annotations
 
@@ -10,11 +10,11 @@ Tokenizer = TypeVar("Tokenizer")
 
 
 def without_word_cache(tokenizer: Tokenizer) -> Tokenizer:
-    """The same tokenizer of transformers, which now splits each word anew.
+    """Disable the word cache of a tokenizer of transformers, and return the tokenizer.
 
-    tokenizers 0.23 remembers up to 10,000 words of each BPE model in every thread that has encoded with it, its own
-    threads included, and forgets them when the thread ends, not when the model goes: up to 3 MB for each load and
-    thread.
+    tokenizers 0.23 caches up to 10,000 words of each BPE model in every thread that has encoded with it, including
+    threads of its own. The cache is released when the thread ends, and not with the model: up to 3 MB for each load
+    and thread.
     """
     model = getattr(getattr(tokenizer, "backend_tokenizer", None), "model", None)
     if isinstance(model, BPE):

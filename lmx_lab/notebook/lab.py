@@ -38,14 +38,14 @@ from lmx_lab.panels.workbench import Workbench
 from lmx_lab.progress import bar
 from lmx_lab.settings import Settings
 from lmx_lab.values.encoding import InputType, Vectors
-from lmx_lab.values.models import LoadReport, LoadSpec
+from lmx_lab.values.models import EngineChoice, LoadReport, LoadSpec
 
 if TYPE_CHECKING:
     import ipywidgets
     import pandas as pd
 
     from lmx_lab.daemon.tools.python_tools import PythonTools
-    from lmx_lab.engine import Engine
+    from lmx_lab.engine import ModelManager
     from lmx_lab.notebook.daemon import LabDaemon
     from lmx_lab.notebook.display import LabDisplay
     from lmx_lab.notebook.local_server import LocalServer
@@ -163,17 +163,20 @@ class Lab:
 
     # Models
 
-    async def _load(self, model: str | os.PathLike[str]) -> LoadReport:
+    async def _load(self, model: str | os.PathLike[str], *, engine: EngineChoice = "auto") -> LoadReport:
         """Load a model by id or path, which replaces the loaded one; shows progress.
 
         A server of this process downloads a model that is not on disk. A path is one on the server's machine.
         Interrupting this stops waiting, not the load.
 
+        Args:
+            engine: Engine that must run the model; ``auto`` selects it by the model's format.
+
         Raises:
             AdminForbiddenError: the server allows this only to callers on its machine.
             LabError: the load has failed; the message says why, and what is loaded now.
         """
-        return await self._show_load(LoadSpec(model=model_name(model)))
+        return await self._show_load(LoadSpec(model=model_name(model), engine=engine))
 
     load = blocking(_load)
     aload = awaited(_load)
@@ -523,7 +526,7 @@ class Lab:
         return self.server.mode
 
     @property
-    def engine(self) -> Engine:
+    def engine(self) -> ModelManager:
         return self.server.engine
 
     @property

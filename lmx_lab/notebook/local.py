@@ -7,29 +7,24 @@ server's loop.
 from __future__ import annotations
 
 import asyncio
-import contextlib
-import functools
 import time
-from collections.abc import AsyncGenerator, AsyncIterator, Coroutine
-from typing import Any, Self
+from collections.abc import AsyncGenerator, AsyncIterator
+from typing import Self
 
 from lmx_lab.backend import AnswerCost, DocumentRanking, Progress, ServerState
-from lmx_lab.errors import HostingError, ModelBusyError, ModelNotFoundError
+from lmx_lab.errors import HostingError
 from lmx_lab.notebook.local_server import LocalServer
 from lmx_lab.server import InferenceServer
-from lmx_lab.server.admin import alisting, sample
+from lmx_lab.server.admin import alisting
 from lmx_lab.server.embeddings import embedding_request
-from lmx_lab.server.encoding import EncodingService
+from lmx_lab.server.events import ServerEvent, sample
 from lmx_lab.server.generation import Generation
-from lmx_lab.server.naming import CHAT, EMBEDDING, RERANK, Kinds, rests_by_path
 from lmx_lab.server.rerank import rerank_request
-from lmx_lab.server.service import ChatService
 from lmx_lab.server.translate import timings, usage
 from lmx_lab.values.encoding import Vectors
 from lmx_lab.values.engine import EngineSnapshot
 from lmx_lab.values.generation import Delta
 from lmx_lab.values.models import LoadReport, LoadSpec
-from lmx_lab.weights.files import in_thread
 from lmx_lab.wire.admin import ModelEvent, ModelRecords, RequestEvent, Sample
 from lmx_lab.wire.chat import ChatRequest
 from lmx_lab.wire.embeddings import EmbeddingsBody
@@ -37,8 +32,6 @@ from lmx_lab.wire.rerank import RerankBody
 
 LAGGING_S = 1.0
 """Time for which the server's loop is blocked before its state is ``lagging``."""
-RESTORE_ATTEMPTS = 3
-"""Attempts to reload an idle-unloaded model while other clients load and unload."""
 REMEDY = 'Put long cells under %%offload, or launch(loop="thread").'
 
 
@@ -131,12 +124,7 @@ class LocalBackend:
         return await alisting(self._server.catalog, self._server.engine)
 
     async def load(self, spec: LoadSpec, *, progress: Progress | None = None) -> LoadReport:
-        loader = self._services.loader
-        if spec.pin is not None:
-            return await self._with_progress(loader.pin(spec.model, kind=spec.pin), progress)
-        return await self._with_progress(loader.load(spec.model, local=True), progress)
-
-    async def _with_progress(self, load: Coroutine[Any, Any, LoadReport], progress: Progress | None) -> LoadReport:
+        load = self._services.manager.load(spec)
         if progress is None:
             return await load
         with self._services.feed.subscribe() as events:
@@ -147,23 +135,23 @@ class LocalBackend:
                 reporting.cancel()
 
     async def cancel_load(self, model: str) -> None:
-        self._services.loader.cancel(model)
+        await self._services.manager.cancel_load(model)
 
     async def unload(self) -> float:
-        return await self._services.loader.unload() / 1e9
+        return await self._services.manager.unload() / 1e9
 
     # Requests
 
     async def generate(self, request: ChatRequest) -> LocalAnswer:
-        _, (generation,) = await (await self._chat()).start(request, local=True)
+        _, (generation,) = await self._services.inference.start(request, local=True)
         return LocalAnswer(generation)
 
     async def embed(self, body: EmbeddingsBody) -> Vectors:
-        vectors = (await (await self._encoding(EMBEDDING)).embed(embedding_request(body), local=True)).vectors
+        vectors = (await self._services.inference.embed(embedding_request(body), local=True)).vectors
         return vectors[0] if body.is_single else vectors
 
     async def rerank(self, body: RerankBody) -> DocumentRanking:
-        ranking = await (await self._encoding(RERANK)).rerank(rerank_request(body), local=True)
+        ranking = await self._services.inference.rerank(rerank_request(body), local=True)
         return DocumentRanking(
             order=tuple((index, float(ranking.scores[index])) for index in ranking.order(body.top_n)),
             model=ranking.report.model,
@@ -172,49 +160,6 @@ class LocalBackend:
             report=ranking.report,
         )
 
-    # The service that loads the model of a request is bound to the server's loop. On other loops the request is
-    # answered by the loaded model, and only a model that was unloaded because it was idle is loaded again.
-
-    async def _chat(self) -> ChatService:
-        if self._is_on_server_loop:
-            return self._services.chat
-        await self._restore(CHAT)
-        return self._services.chat_as_is
-
-    async def _encoding(self, kinds: Kinds) -> EncodingService:
-        if self._is_on_server_loop:
-            return self._services.encoding
-        await self._restore(kinds)
-        return self._services.encoding_as_is
-
-    @property
-    def _is_on_server_loop(self) -> bool:
-        return self._server.loop is asyncio.get_running_loop()
-
-    async def _restore(self, kinds: Kinds) -> None:
-        """In swap mode, load the model that was unloaded because it was idle, and wait for other loads.
-
-        Does nothing if a pinned model answers requests of these kinds, or if the idle model does not. Cancelling this
-        stops waiting, not the load.
-        """
-        server, loader = self._server, self._services.loader
-        for _ in range(RESTORE_ATTEMPTS):
-            if not server.settings.swap or any(it.entry.answers(kinds) for it in server.engine.snapshot.pinned):
-                return
-            await loader.settled()
-            now = server.engine.snapshot
-            if (name := now.resting_model) is None:
-                return
-            local = rests_by_path(name, now)
-            try:
-                entry = await in_thread(functools.partial(server.catalog.resolve, name, local=local))
-            except ModelNotFoundError:
-                return  # Its files were deleted; the engine's error says what is missing.
-            if not entry.answers(kinds):
-                return
-            with contextlib.suppress(ModelBusyError):
-                await loader.load(entry.id, local=local, finish_queued=True)
-
     @property
     def _services(self) -> InferenceServer:
         if not self._server.running:
@@ -222,7 +167,7 @@ class LocalBackend:
         return self._server.services
 
 
-async def _report(events: AsyncIterator[ModelEvent | RequestEvent], progress: Progress) -> None:
+async def _report(events: AsyncIterator[ServerEvent], progress: Progress) -> None:
     async for event in events:
         if isinstance(event, ModelEvent):
             progress(event)

@@ -12,7 +12,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from lmx_lab.engine import Engine
+from lmx_lab.engine import ModelManager
 from lmx_lab.errors import EngineError, HostingError
 from lmx_lab.http.guard import GuardPolicy
 from lmx_lab.http.uvicorn_server import GRACE_S, RunningServer, bind, serve
@@ -48,14 +48,14 @@ class LocalServer(LabServer):
         self.mode = choose_loop(loop, settings)
         self.explicit_port = explicit_port
         self.catalog = Catalog(settings)
-        self.engine = Engine(settings)
+        self.engine = ModelManager(settings, self.catalog)
         self.addresses = Addresses(settings=settings, port=settings.port)
         # Computed now, for any host and port, so that a setting that can never match is refused before anything starts.
         self._policy = Addresses(settings=replace(settings, host="localhost"), port=1).live_policy()
         self.lag = LoopLag()
         """Measures how long the server's loop is blocked."""
         self.services: InferenceServer = create_server(
-            engine=self.engine, catalog=self.catalog, settings=settings, policy=self._current_policy
+            manager=self.engine, catalog=self.catalog, settings=settings, policy=self._current_policy
         )
         """The services behind the routes."""
         self.daemon: LabDaemon | None = None
@@ -139,7 +139,7 @@ class LocalServer(LabServer):
         self.services.feed.close()
         # Loads and generations next, so that each request gets its answer before its connection is closed.
         began = time.monotonic()
-        await asyncio.gather(self.services.loader.close(), self._quiesce())
+        await asyncio.gather(self.engine.cancel_loads(), self._quiesce())
         assert self._host is not None
         await self._host.stop(max(LAST_ANSWERS_S, GRACE_S - (time.monotonic() - began)))
 

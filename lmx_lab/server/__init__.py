@@ -1,4 +1,4 @@
-"""The HTTP and WebSocket face of the engine."""
+"""The HTTP and WebSocket interface of the engine."""
 
 from lmx_lab.server.app import InferenceServer, create_server
 

@@ -1,70 +1,48 @@
-"""What is on disk, what is loaded, load, unload, live metrics. Also GET /v1/models, the chat format's view of it."""
+"""List, load and unload models. Also GET /v1/models, the list in the chat format."""
 
 from __future__ import annotations
 
-import asyncio
 import time
-from collections.abc import AsyncIterator, Callable, Sequence
-from typing import Annotated
+from collections.abc import Callable, Sequence
 
-from fastapi import APIRouter, Query, Request, Response
-from pydantic import BaseModel
-from starlette.requests import HTTPConnection
+from fastapi import APIRouter, Request
 
-from lmx_lab.broadcast import Feed
-from lmx_lab.engine import Engine
-from lmx_lab.engine.registry import ENGINES
+from lmx_lab.engine import ModelManager
+from lmx_lab.engine.model_lookup import ANY_KIND, check_unload, entries_in_memory, public_id, unknown_model
+from lmx_lab.engine.registry import ENGINES, engine_for
 from lmx_lab.engine.speeds import Speeds, kept_speeds, versions
-from lmx_lab.errors import InvalidRequestError, ModelNotFoundError
-from lmx_lab.http import guard
+from lmx_lab.errors import AdminForbiddenError, ModelNotFoundError
 from lmx_lab.http.bodies import StrictRoute
-from lmx_lab.http.event_stream import EventStream
-from lmx_lab.http.openapi import event_stream, failures, link
-from lmx_lab.server.loading import Event, ModelLoader, check_admin
-from lmx_lab.server.naming import ANY, check_unloads, shown_id, unknown_model
-from lmx_lab.server.openapi import EVENTS, SWAPPED
+from lmx_lab.http.guard import is_local
+from lmx_lab.http.openapi import failures, link
+from lmx_lab.server.openapi import SWAPPED
 from lmx_lab.values.engine import EngineSnapshot
-from lmx_lab.values.models import ModelEntry
+from lmx_lab.values.models import LoadSpec, ModelEntry
 from lmx_lab.weights import Catalog, Listing
 from lmx_lab.weights.files import in_thread
 from lmx_lab.wire.admin import (
     Compute,
     EngineRecord,
-    Heartbeat,
     LoadAnswer,
     LoadRequest,
-    Memory,
     ModelCard,
     ModelCards,
-    ModelEvent,
     ModelRecord,
     ModelRecords,
     Preference,
-    Sample,
-    Throughput,
     UnloadAnswer,
     UnloadRequest,
 )
 
-SAMPLE_S = 1.0
-HEARTBEAT_S = 15.0
-EXTRAS = {"models": "model", "requests": "request", "samples": "sample"}
 FIRST_CARD = link("inference_get_model", "One of the models that are listed.", model="$response.body#/data/0/id")
 FIRST_RECORD = link("admin_load", "Load one that is listed.", body={"model": "$response.body#/models/0/id"})
 LOADED = {
     "model": link("inference_get_model", "The model that was loaded.", model="$response.body#/model"),
     "unload": link("admin_unload", "Unload it again.", body={"model": "$response.body#/model"}),
 }
-INCLUDE = (
-    "What to add, separated by commas: `models` for the progress of loads (ModelEvent), "
-    "`requests` for the end of every generation, embedding and rerank (RequestEvent), "
-    "`samples` for all live figures every second (Sample)"
-)
 
 
-def admin_routes(
-    *, engine: Engine, catalog: Catalog, loader: ModelLoader, feed: Feed[Event], lan_admin: bool
-) -> APIRouter:
+def admin_routes(*, manager: ModelManager, catalog: Catalog, lan_admin: bool) -> APIRouter:
     router = APIRouter(prefix="/admin", tags=["admin"], route_class=StrictRoute)
 
     @router.get("/models", responses={200: {"links": {"load": FIRST_RECORD}}})
@@ -72,8 +50,8 @@ def admin_routes(
         """Every model on this disk that can be loaded, and which one is, and which engines run them. Only local callers
         see paths; for others the `path` of a model is its id.
         """
-        found = await alisting(catalog, engine)
-        if is_local(request):
+        found = await alisting(catalog, manager)
+        if is_local(request.scope):
             return found
         hide: Callable[[str], str] = request.app.state.without_paths
         return found.model_copy(
@@ -86,86 +64,78 @@ def admin_routes(
 
     @router.post("/models/load", responses={200: {"links": LOADED}, **SWAPPED})
     async def load(body: LoadRequest, request: Request) -> LoadAnswer:
-        """Load a model in the place of what is loaded; answers when it is done. Local callers may name a path."""
-        local = is_local(request)
+        """Load a model in place of the loaded one; answers when it is loaded. Local callers may give a path."""
+        local = is_local(request.scope)
         check_admin(local=local, lan_admin=lan_admin)
-        report = await loader.load(body.model, local=local)
+        report = await manager.load(LoadSpec(**body.model_dump()), local=local)
         return LoadAnswer(model=report.model, load_time_ms=report.load_s * 1e3, vram_gb=report.memory_bytes / 1e9)
 
     @router.post("/models/unload", responses=SWAPPED)
     async def unload(request: Request, body: UnloadRequest | None = None) -> UnloadAnswer:
-        """Unload the model; with none loaded nothing happens, and 0 GB are freed. Pinned models stay."""
-        local = is_local(request)
+        """Unload the model; if none is loaded nothing happens, and 0 GB are freed. Pinned models stay."""
+        local = is_local(request.scope)
         check_admin(local=local, lan_admin=lan_admin)
         if body is not None and body.model is not None:
-            check_unloads(body.model, engine.snapshot, local=local)
-        return UnloadAnswer(freed_vram_gb=await loader.unload() / 1e9)
-
-    @router.get(
-        "/events",
-        response_class=Response,
-        responses={
-            200: event_stream(*EVENTS, description="Samples, heartbeats, and what `include` asked for; it never ends"),
-            **failures(InvalidRequestError),
-        },
-    )
-    async def events(
-        request: Request, include: Annotated[str, Query(description=INCLUDE, examples=list(EXTRAS))] = ""
-    ) -> EventStream:
-        """Throughput and memory every second, a heartbeat every 15 s, as server-sent events without an end."""
-        wanted = {_extra(name) for name in include.split(",") if name}
-        hide = None if is_local(request) else request.app.state.without_paths
-        return EventStream(_lines(engine, feed, wanted, hide))
+            check_unload(body.model, manager.snapshot, local=local)
+        return UnloadAnswer(freed_vram_gb=await manager.unload() / 1e9)
 
     return router
 
 
-def listing_routes(*, engine: Engine, catalog: Catalog) -> APIRouter:
+def check_admin(*, local: bool, lan_admin: bool) -> None:
+    """Check that a caller may load and unload models.
+
+    Raises:
+        AdminForbiddenError: the caller is on another machine, and the operator does not allow that.
+    """
+    if not local and not lan_admin:
+        raise AdminForbiddenError(
+            "only local callers may load and unload: those on this machine that call http://127.0.0.1 or "
+            "http://localhost directly, or send the API key to it; start the server with --lan-admin to allow others"
+        )
+
+
+def listing_routes(*, manager: ModelManager, catalog: Catalog) -> APIRouter:
     router = APIRouter(prefix="/v1/models", tags=["inference"])
 
-    async def shown(request: Request) -> tuple[list[ModelCard], str | None]:
-        local = is_local(request)
+    async def list_cards(request: Request) -> tuple[list[ModelCard], str | None]:
+        local = is_local(request.scope)
         found = await catalog.alisting()
-        cards = [_card(entry, local=local) for entry in _with_loaded(found.entries, engine.snapshot)]
+        cards = [_card(entry, local=local) for entry in _with_loaded(found.entries, manager.snapshot)]
         return cards, found.problem if local or not found.problem else request.app.state.without_paths(found.problem)
 
     @router.get("", responses={200: {"links": {"model": FIRST_CARD}}})
     async def list_models(request: Request) -> ModelCards:
         """The models on this disk, as the chat format lists them."""
-        cards, problem = await shown(request)
+        cards, problem = await list_cards(request)
         return ModelCards(data=cards, problem=problem)
 
     @router.get("/{model:path}", responses=failures(ModelNotFoundError))
     async def get_model(model: str, request: Request) -> ModelCard:
         """One model on this disk, by its id."""
-        for card in (await shown(request))[0]:
+        for card in (await list_cards(request))[0]:
             if card.id == model:
                 return card
-        raise unknown_model(model, engine.snapshot, ANY)
+        raise unknown_model(model, manager.snapshot, ANY_KIND)
 
     return router
 
 
-def is_local(request: HTTPConnection) -> bool:
-    """Whether the caller has this machine's rights; see ``guard.is_local``."""
-    return guard.is_local(request.scope)
+def listing(catalog: Catalog, manager: ModelManager) -> ModelRecords:
+    """Return what the admin routes and a notebook show of models and engines. Reads files; bounded in time."""
+    return _records(catalog.listing(), manager)
 
 
-def listing(catalog: Catalog, engine: Engine) -> ModelRecords:
-    """What the admin routes and a notebook show of models and engines. Reads files; bounded in time."""
-    return _records(catalog.listing(), engine)
-
-
-async def alisting(catalog: Catalog, engine: Engine) -> ModelRecords:
-    """As ``listing``, on an event loop."""
+async def alisting(catalog: Catalog, manager: ModelManager) -> ModelRecords:
+    """Do the same as ``listing``, on an event loop."""
     found = await catalog.alisting()
-    return await in_thread(lambda: _records(found, engine))
+    return await in_thread(lambda: _records(found, manager))
 
 
-def _records(found: Listing, engine: Engine) -> ModelRecords:
-    now = engine.snapshot
-    # The figures lie on the same disk, in general.
-    speeds = kept_speeds(engine.settings) if found.problem is None else None
+def _records(found: Listing, manager: ModelManager) -> ModelRecords:
+    now = manager.snapshot
+    # The stored speeds usually are on the same disk as the models.
+    speeds = kept_speeds(manager.settings) if found.problem is None else None
     rates = speeds.tokens_per_second if speeds is not None else {}
     return ModelRecords(
         models=records(found.entries, now),
@@ -189,12 +159,12 @@ def _preference(speeds: Speeds | None) -> Preference | None:
 
 
 def records(entries: Sequence[ModelEntry], now: EngineSnapshot) -> list[ModelRecord]:
-    """The catalog as the admin routes and the notebook show it; what is in memory is in it, wherever it lies."""
+    """Return the records of the models on disk, and of models in memory that were loaded from elsewhere."""
     in_memory = {pinned.entry.path: pinned.memory_bytes for pinned in now.pinned}
-    pins = set(in_memory)
+    pinned_paths = set(in_memory)
     if now.entry is not None:
         in_memory[now.entry.path] = now.model_memory_bytes
-    problems = {format: row.problem() for format, row in ENGINES.items()}
+    problems = {format_: row.problem() for row in ENGINES.values() for format_ in row.formats}
     return [
         ModelRecord(
             id=entry.id,
@@ -202,27 +172,27 @@ def records(entries: Sequence[ModelEntry], now: EngineSnapshot) -> list[ModelRec
             loaded=entry.path in in_memory,
             vram_gb=in_memory[entry.path] / 1e9 if entry.path in in_memory else None,
             format=entry.format,
-            engine=ENGINES[entry.format].name,
+            engine=engine_for(entry.format).name,
             problem=problems[entry.format],
             kind=entry.kind,
             size_gb=entry.size_bytes / 1e9,
             quantization=entry.quantization,
             context_length=entry.context_length,
-            pinned=entry.path in pins,
+            pinned=entry.path in pinned_paths,
         )
         for entry in _with_loaded(entries, now)
     ]
 
 
 def _with_loaded(entries: Sequence[ModelEntry], now: EngineSnapshot) -> list[ModelEntry]:
-    """What is on the disk, and what is in memory from elsewhere."""
+    """Return the models on disk, and those in memory that were loaded from elsewhere."""
     known = {entry.path for entry in entries}
-    held = [*(pinned.entry for pinned in now.pinned), *([now.entry] if now.entry else [])]
-    return [*entries, *{entry.path: entry for entry in held if entry.path not in known}.values()]
+    elsewhere = {entry.path: entry for entry in entries_in_memory(now) if entry.path not in known}
+    return [*entries, *elsewhere.values()]
 
 
 def compute(now: EngineSnapshot) -> Compute | None:
-    """What multiplies matrices, as the admin routes and the notebook show it."""
+    """Return what the admin routes and a notebook show of the BLAS."""
     if now.blas is None:
         return None
     blas = now.blas
@@ -230,112 +200,10 @@ def compute(now: EngineSnapshot) -> Compute | None:
 
 
 def _without_path(record: ModelRecord) -> ModelRecord:
-    """The record for callers that are not local."""
-    model = shown_id(record.id, local=False)
+    """Return the record for callers on other machines."""
+    model = public_id(record.id, local=False)
     return record.model_copy(update={"id": model, "path": model})
 
 
 def _card(entry: ModelEntry, *, local: bool) -> ModelCard:
-    return ModelCard(id=shown_id(entry.id, local=local), created=entry.modified_at)
-
-
-def _extra(name: str) -> str:
-    if name not in EXTRAS:
-        raise InvalidRequestError(f"include names {name!r}; there are {', '.join(EXTRAS)}", param="include")
-    return EXTRAS[name]
-
-
-async def _lines(
-    engine: Engine, feed: Feed[Event], wanted: set[str], hide: Callable[[str], str] | None = None
-) -> AsyncIterator[str]:
-    """A sample a second, a heartbeat every 15 s, and in between what the watcher asked for.
-
-    Args:
-        hide: Takes paths out of messages; None for watchers that may see them.
-    """
-    started = time.monotonic()
-    last, due, beat = engine.snapshot, started, started
-    with feed.subscribe() as extras:
-        while True:
-            now = time.monotonic()
-            if now >= due:
-                snapshot = engine.snapshot
-                for event in events_between(last, snapshot, SAMPLE_S + now - due):
-                    yield event.model_dump_json()
-                if "sample" in wanted:
-                    yield sample(last, snapshot, SAMPLE_S + now - due).model_dump_json()
-                gone = vanished(last, snapshot, idle_unload_s=engine.settings.idle_unload_s)
-                if gone is not None and "model" in wanted:
-                    yield _shown(gone, hide).model_dump_json()
-                last, due = snapshot, now + SAMPLE_S
-            if now >= beat:
-                yield Heartbeat(uptime=engine.uptime_s).model_dump_json()
-                beat = now + HEARTBEAT_S
-            try:
-                extra = await asyncio.wait_for(anext(extras), max(0.0, due - time.monotonic()))
-            except TimeoutError:
-                continue
-            except StopAsyncIteration:
-                return
-            if extra.type in wanted:
-                yield _shown(extra, hide).model_dump_json()
-
-
-def _shown(event: Event, hide: Callable[[str], str] | None) -> Event:
-    if hide is None:
-        return event
-    changes = {"model": shown_id(event.model, local=False)}
-    if isinstance(event, ModelEvent) and event.message is not None:
-        changes["message"] = hide(event.message)
-    return event.model_copy(update=changes)
-
-
-def sample(before: EngineSnapshot, now: EngineSnapshot, elapsed_s: float) -> Sample:
-    """All figures of the time between two snapshots."""
-
-    def rate(of: Callable[[EngineSnapshot], int]) -> float:
-        # An engine that was started anew counts from 0.
-        return max(0, of(now) - of(before)) / elapsed_s
-
-    return Sample(
-        at=time.time(),
-        decode_tokens_per_second=rate(lambda it: it.output_tokens),
-        prompt_tokens_per_second=rate(lambda it: it.prompt_tokens - it.cached_tokens),
-        encoded_tokens_per_second=rate(lambda it: it.encoded_tokens),
-        active_requests=now.active_requests,
-        queued_requests=now.queued_requests,
-        memory_active_gb=now.memory_used_bytes / 1e9,
-        memory_cache_gb=now.prefix_cache_bytes / 1e9,
-        memory_peak_gb=now.memory_peak_bytes / 1e9,
-        memory_total_gb=now.memory_total_bytes / 1e9,
-    )
-
-
-def events_between(before: EngineSnapshot, now: EngineSnapshot, elapsed_s: float) -> list[BaseModel]:
-    """The figures that every watcher is told of the time between two snapshots."""
-    # An engine that was started anew counts from 0.
-    rate = max(0, now.output_tokens - before.output_tokens) / elapsed_s
-    total = now.memory_total_bytes
-    return [
-        Throughput(
-            tokens_per_second=rate,
-            active_requests=now.active_requests + now.queued_requests,
-            queued_requests=now.queued_requests,
-        ),
-        Memory(
-            vram_used_gb=now.memory_used_bytes / 1e9,
-            vram_total_gb=total / 1e9,
-            pct=100 * now.memory_used_bytes / total if total else 0.0,
-        ),
-    ]
-
-
-def vanished(before: EngineSnapshot, now: EngineSnapshot, *, idle_unload_s: float | None) -> ModelEvent | None:
-    """The model that went away by itself between two snapshots; those that were asked to go, the loader tells."""
-    if now.model is not None or now.unloaded_model is None or now.unload_cause not in ("idle", "memory"):
-        return None
-    known = (before.unloaded_model, before.unload_cause) == (now.unloaded_model, now.unload_cause)
-    if known and before.model is None:
-        return None
-    message = "out of memory" if now.unload_cause == "memory" else f"idle for {idle_unload_s:g} s"
-    return ModelEvent(model=now.unloaded_model, stage="unloaded", message=message)
+    return ModelCard(id=public_id(entry.id, local=local), created=entry.modified_at)

@@ -1,14 +1,17 @@
-"""The ASGI application of the inference server, put together."""
+"""Assemble the ASGI application of the inference server."""
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import re
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
+from pathlib import Path
 
 from fastapi import FastAPI
 
 from lmx_lab.broadcast import Feed
-from lmx_lab.engine import Engine
+from lmx_lab.engine import ModelManager
+from lmx_lab.engine.model_lookup import entries_in_memory
 from lmx_lab.http.guard import OPEN_PATHS, ASGIApp, GuardPolicy
 from lmx_lab.http.middleware import VERSION, wrap_app
 from lmx_lab.http.openapi import DescribedAPI
@@ -16,47 +19,41 @@ from lmx_lab.server.admin import admin_routes, listing_routes
 from lmx_lab.server.chat import chat_routes
 from lmx_lab.server.completions import completion_routes
 from lmx_lab.server.embeddings import embedding_routes
-from lmx_lab.server.encoding import EncodingService
+from lmx_lab.server.events import ServerEvent, event_routes, model_event
 from lmx_lab.server.health import health_routes
-from lmx_lab.server.loading import Event, ModelLoader
+from lmx_lab.server.inference import InferenceService
 from lmx_lab.server.metrics import Metrics, metrics_routes
-from lmx_lab.server.naming import in_memory, without_paths
 from lmx_lab.server.openapi import SHAPES, SOCKETS
 from lmx_lab.server.pages import page_routes
 from lmx_lab.server.rerank import rerank_routes
-from lmx_lab.server.service import ChatService
-from lmx_lab.server.swap import ModelSwap
 from lmx_lab.server.websocket import socket_routes
 from lmx_lab.settings import Settings
 from lmx_lab.weights import Catalog
 from lmx_lab.weights.hub.cache import cache_folder
 
+# An absolute path of at least two parts that is neither a route of this server nor a part of a URL.
+_PATH = re.compile(r"(?<![\w:/.])/(?!(?:v\d|admin)/)(?:[^\s/'\":;,()]+/)+(?P<last>[^\s/'\":;,()]*)")
+
 
 @dataclass(frozen=True, kw_only=True)
 class InferenceServer:
-    """The application and the services behind it that the notebook uses directly."""
+    """The application, and the objects behind it that the notebook uses directly, on any event loop."""
 
     asgi: ASGIApp
     api: FastAPI
-    chat: ChatService
-    encoding: EncodingService
-    chat_as_is: ChatService
-    """The same for callers on other loops than the server's: what is loaded answers, since a swap has one loop."""
-    encoding_as_is: EncodingService
-    loader: ModelLoader
-    feed: Feed[Event]
+    inference: InferenceService
+    manager: ModelManager
+    feed: Feed[ServerEvent]
 
 
 def create_server(
-    *, engine: Engine, catalog: Catalog, settings: Settings, policy: Callable[[], GuardPolicy]
+    *, manager: ModelManager, catalog: Catalog, settings: Settings, policy: Callable[[], GuardPolicy]
 ) -> InferenceServer:
-    """Routes, errors, guard, CORS and request ids around an engine. Starts nothing."""
-    feed: Feed[Event] = Feed()
-    loader = ModelLoader(engine=engine, catalog=catalog, feed=feed, downloads=settings.downloads)
-    swap = ModelSwap(engine=engine, catalog=catalog, loader=loader, settings=settings) if settings.swap else None
-    metrics = Metrics(engine)
-    chat = ChatService(engine=engine, catalog=catalog, feed=feed, swap=swap, observe=metrics.observe)
-    encoding = EncodingService(engine=engine, catalog=catalog, feed=feed, swap=swap, observe=metrics.observe_encoding)
+    """Put routes, errors, guard, CORS and request ids around a model manager. Starts nothing."""
+    feed: Feed[ServerEvent] = Feed()
+    manager.add_observer(lambda progress: feed.publish(model_event(progress)))
+    metrics = Metrics(manager)
+    inference = InferenceService(manager=manager, feed=feed, observe=metrics.observe)
     api = DescribedAPI(
         title="LMX Lab inference server",
         version=VERSION,
@@ -71,27 +68,28 @@ def create_server(
     api.state.max_body_bytes = settings.max_body_bytes
     folders = [settings.models_folder, cache_folder(), *settings.model_folders]
     api.state.without_paths = lambda text: without_paths(
-        text, [*folders, *(entry.path.parent for entry in in_memory(engine.snapshot))]
+        text, [*folders, *(entry.path.parent for entry in entries_in_memory(manager.snapshot))]
     )
     api.include_router(page_routes())
-    api.include_router(health_routes(engine))
-    api.include_router(chat_routes(chat))
-    api.include_router(completion_routes(chat, slots=settings.slots))
-    api.include_router(embedding_routes(encoding))
-    api.include_router(rerank_routes(encoding))
-    api.include_router(socket_routes(chat, max_body_bytes=settings.max_body_bytes))
-    api.include_router(listing_routes(engine=engine, catalog=catalog))
-    api.include_router(
-        admin_routes(engine=engine, catalog=catalog, loader=loader, feed=feed, lan_admin=settings.lan_admin)
-    )
+    api.include_router(health_routes(manager))
+    api.include_router(chat_routes(inference))
+    api.include_router(completion_routes(inference, slots=settings.slots))
+    api.include_router(embedding_routes(inference))
+    api.include_router(rerank_routes(inference))
+    api.include_router(socket_routes(inference, max_body_bytes=settings.max_body_bytes))
+    api.include_router(listing_routes(manager=manager, catalog=catalog))
+    api.include_router(admin_routes(manager=manager, catalog=catalog, lan_admin=settings.lan_admin))
+    api.include_router(event_routes(manager=manager, feed=feed))
     api.include_router(metrics_routes(metrics))
-    return InferenceServer(
-        asgi=wrap_app(api, policy),
-        api=api,
-        chat=chat,
-        encoding=encoding,
-        chat_as_is=ChatService(engine=engine, catalog=catalog, feed=feed, observe=metrics.observe),
-        encoding_as_is=EncodingService(engine=engine, catalog=catalog, feed=feed, observe=metrics.observe_encoding),
-        loader=loader,
-        feed=feed,
-    )
+    return InferenceServer(asgi=wrap_app(api, policy), api=api, inference=inference, manager=manager, feed=feed)
+
+
+def without_paths(text: str, folders: Iterable[Path] = ()) -> str:
+    """Return the text with each path of the file system reduced to its last part.
+
+    Args:
+        folders: Folders whose paths may contain blanks; files in them keep their path within the folder.
+    """
+    for folder in sorted(map(str, folders), key=len, reverse=True):
+        text = text.replace(f"{folder}/", "")
+    return _PATH.sub(lambda match: match["last"] or "(a folder)", text)

@@ -9,18 +9,18 @@ from contextlib import AbstractAsyncContextManager, aclosing, asynccontextmanage
 from fastapi import APIRouter, Request, Response
 
 from lmx_lab.engine import TextPrompt, TokenPrompt
+from lmx_lab.engine.model_lookup import public_id
 from lmx_lab.http.bodies import StrictRoute
 from lmx_lab.http.error_bodies import request_id_of
 from lmx_lab.http.event_stream import DONE, EventStream, while_connected
+from lmx_lab.http.guard import is_local
 from lmx_lab.http.openapi import event_stream
-from lmx_lab.server.admin import is_local
 from lmx_lab.server.chat import WHOLE_OR_CHUNKS, until_done
-from lmx_lab.server.generation import Generation, attended, gathered
+from lmx_lab.server.generation import Generation, closing_all, gathered
+from lmx_lab.server.inference import InferenceService
 from lmx_lab.server.merge_streams import merged, together
-from lmx_lab.server.naming import shown_id
 from lmx_lab.server.openapi import INFERENCE
-from lmx_lab.server.serialize import TextAnswer, TextLogprobs
-from lmx_lab.server.service import ChatService
+from lmx_lab.server.serialize import CompletionAnswer, LogprobsWriter
 from lmx_lab.server.translate import completion_requests, total_timings, total_usage, usage
 from lmx_lab.values.generation import Delta, GenerationReport
 from lmx_lab.wire.completions import Completion, CompletionChoice, CompletionRequest
@@ -28,7 +28,7 @@ from lmx_lab.wire.errors import ErrorBody
 from lmx_lab.wire.generation import Usage
 
 
-def completion_routes(service: ChatService, *, slots: int) -> APIRouter:
+def completion_routes(service: InferenceService, *, slots: int) -> APIRouter:
     router = APIRouter(tags=["inference"], route_class=StrictRoute)
 
     @router.post(
@@ -39,7 +39,7 @@ def completion_routes(service: ChatService, *, slots: int) -> APIRouter:
     async def completions(body: CompletionRequest, request: Request) -> Response:
         """Continue plain prompts, whole or with `stream: true` as server-sent events that end with `[DONE]`."""
         request_id = request_id_of(request)
-        prompts = Prompts(service, body, slots=slots, request_id=request_id, local=is_local(request))
+        prompts = CompletionPrompts(service, body, slots=slots, request_id=request_id, local=is_local(request.scope))
         await while_connected(request, prompts.begin())
         if body.stream:
             return EventStream(until_done(prompts.lines(), request), comment=lambda: prompts.remark)
@@ -48,14 +48,14 @@ def completion_routes(service: ChatService, *, slots: int) -> APIRouter:
     return router
 
 
-class Prompts:
-    """The prompts of one request on their way: in order, as many at once as fill the slots, all or none.
+class CompletionPrompts:
+    """The prompts of one request: submitted in order, as many at once as fill the slots, all or none.
 
-    A request so never fills the queue by itself.
+    So a request never fills the queue by itself.
     """
 
     def __init__(
-        self, service: ChatService, body: CompletionRequest, *, slots: int, request_id: str | None, local: bool
+        self, service: InferenceService, body: CompletionRequest, *, slots: int, request_id: str | None, local: bool
     ) -> None:
         self._service = service
         self._body = body
@@ -63,39 +63,39 @@ class Prompts:
         self._local = local
         self._requests = completion_requests(body)
         self._at_once = max(1, slots // body.choices)
-        self._places = asyncio.Semaphore(self._at_once)
+        self._turns = asyncio.Semaphore(self._at_once)
         self._begun: dict[int, list[Generation]] = {}
         self._latest: Generation | None = None
-        self._answer = TextAnswer(model=body.model, fingerprint=service.fingerprint)
+        self._answer = CompletionAnswer(model=body.model, fingerprint=service.fingerprint)
 
     @property
     def remark(self) -> str:
         return self._latest.remark if self._latest is not None else "queued"
 
     async def begin(self) -> None:
-        """Submit the first prompts, so that what is wrong with them is known before the first byte.
+        """Submit the first prompts, so that their errors are known before the first byte.
 
         Raises:
-            LabError: as ``ChatService.submit``.
+            LabError: see ``InferenceService.submit``.
         """
         for at in range(len(self._requests))[: self._at_once]:
             self._begun[at] = await self._submit(at)
-        model = shown_id(self._begun[0][0].model, local=self._local)
-        self._answer = TextAnswer(model=model, fingerprint=self._service.fingerprint)
+        model = public_id(self._begun[0][0].model, local=self._local)
+        self._answer = CompletionAnswer(model=model, fingerprint=self._service.fingerprint)
 
     async def whole(self) -> str:
-        """The body; the first prompt that fails ends all."""
-        async with self._attended():
+        """Return the body; the first prompt that fails ends all."""
+        async with self._closing():
             done = await together(self._choices(at) for at in range(len(self._requests)))
         reports = [[report for _, report in choices] for choices in done]
         choices = [choice for prompt in done for choice, _ in prompt]
         return self._answer.full(choices, total_usage(usage(prompt) for prompt in reports), total_timings(reports))
 
     async def lines(self) -> AsyncGenerator[str, None]:
-        """The chunks of all prompts and choices as they come."""
+        """Yield the chunks of all prompts and choices as they are generated."""
         spent: list[Usage] = []
         sources = [self._lines(at, spent) for at in range(len(self._requests))]
-        async with self._attended(), aclosing(merged(sources)) as lines:
+        async with self._closing(), aclosing(merged(sources)) as lines:
             async for line in lines:
                 yield line
         if self._body.include_usage:
@@ -113,16 +113,16 @@ class Prompts:
         self._latest = generations[0]
         return generations
 
-    def _attended(self) -> AbstractAsyncContextManager[None]:
-        """Also those that were begun and whose turn never comes."""
-        return attended([generation for generations in self._begun.values() for generation in generations])
+    def _closing(self) -> AbstractAsyncContextManager[None]:
+        """Close, after the block, the generations that were submitted and not read."""
+        return closing_all([generation for generations in self._begun.values() for generation in generations])
 
     @asynccontextmanager
     async def _running(self, at: int) -> AsyncIterator[tuple[list[Generation], str | None]]:
-        """The generations of a prompt, once it has a place, and the text to put before theirs."""
-        async with self._places:
+        """Yield the generations of a prompt when its turn has come, and the text to put before their answers."""
+        async with self._turns:
             generations = self._begun.pop(at, None) or await self._submit(at, patient=True)
-            async with attended(generations):
+            async with closing_all(generations):
                 yield generations, await self._echo(at)
 
     async def _echo(self, at: int) -> str | None:
@@ -145,7 +145,7 @@ class Prompts:
         ]
 
     def _choice(self, index: int, delta: Delta, report: GenerationReport) -> CompletionChoice:
-        logprobs = TextLogprobs().take(delta.logprobs) if self._body.logprobs is not None else None
+        logprobs = LogprobsWriter().write(delta.logprobs) if self._body.logprobs is not None else None
         return CompletionChoice(text=delta.text, index=index, logprobs=logprobs, finish_reason=report.finish_reason)
 
     async def _lines(self, at: int, spent: list[Usage]) -> AsyncGenerator[str, None]:
@@ -160,15 +160,17 @@ class Prompts:
     async def _choice_lines(
         self, index: int, deltas: AsyncGenerator[Delta, None], generation: Generation
     ) -> AsyncGenerator[str, None]:
-        logprobs = TextLogprobs() if self._body.logprobs is not None else None
+        logprobs = LogprobsWriter() if self._body.logprobs is not None else None
         async for delta in deltas:
             if delta.text or delta.logprobs:
-                yield self._answer.piece(delta.text, logprobs.take(delta.logprobs) if logprobs else None, index)
+                yield self._answer.piece(delta.text, logprobs.write(delta.logprobs) if logprobs else None, index)
         yield self._answer.last(generation.finished(), index)
 
 
 async def _deltas(generation: Generation, echo: str | None) -> AsyncGenerator[Delta, None]:
-    """With an echo the prompt is the first piece; its scores are there when the first token is, or the end."""
+    """Yield the deltas of a generation, with an echo after the prompt, whose scores are known at the first token or the
+    end.
+    """
     async for delta in generation:
         if echo is not None:
             yield _prompt(generation, echo)

@@ -1,4 +1,4 @@
-"""POST /v1/embeddings."""
+"""POST /v1/embeddings: vectors of texts."""
 
 from __future__ import annotations
 
@@ -13,22 +13,23 @@ import pydantic_core
 from fastapi import APIRouter, Request, Response
 
 from lmx_lab.engine import EmbeddingRequest, Embeddings
+from lmx_lab.engine.model_lookup import public_id
 from lmx_lab.http.bodies import StrictRoute
 from lmx_lab.http.error_bodies import request_id_of
 from lmx_lab.http.event_stream import while_connected
-from lmx_lab.server.admin import is_local
-from lmx_lab.server.encoding import EncodingService
-from lmx_lab.server.naming import shown_id
+from lmx_lab.http.guard import is_local
+from lmx_lab.server.inference import InferenceService
 from lmx_lab.server.openapi import INFERENCE
 from lmx_lab.values.encoding import InputType, Vectors
 from lmx_lab.wire.embeddings import EmbeddingList, EmbeddingsBody, EncodingUsage
 from lmx_lab.wire.generation import ANY_MODEL
 
 SMALL = 16_384
-"""Numbers that become text on the loop, in about a millisecond; more do so in a thread, and so many at a time."""
+"""Numbers that are written as text on the loop, in about a millisecond. More are written in a thread, this many at a
+time."""
 DIGITS = 9
-"""Of a decimal fraction: enough to tell any two float32 apart (IEEE 754), and half as long as a float64's."""
-PURPOSES: dict[str | None, InputType | None] = {
+"""Digits of a decimal fraction: enough to distinguish any two float32 (IEEE 754), and half as long as a float64."""
+INPUT_TYPES: dict[str | None, InputType | None] = {
     None: None,
     "query": "query",
     "document": "document",
@@ -37,21 +38,21 @@ PURPOSES: dict[str | None, InputType | None] = {
 }
 
 
-def embedding_routes(service: EncodingService) -> APIRouter:
+def embedding_routes(service: InferenceService) -> APIRouter:
     router = APIRouter(tags=["inference"], route_class=StrictRoute)
 
     @router.post("/v1/embeddings", response_model=EmbeddingList, responses=INFERENCE)
     async def embeddings(body: EmbeddingsBody, request: Request) -> Response:
         """A vector for each text, as numbers or with `encoding_format: base64` as little-endian float32."""
-        work = _answer(service, body, request_id_of(request), local=is_local(request))
+        work = _answer(service, body, request_id_of(request), local=is_local(request.scope))
         return Response(await while_connected(request, work), media_type="application/json")
 
     return router
 
 
-async def _answer(service: EncodingService, body: EmbeddingsBody, request_id: str | None, *, local: bool) -> bytes:
+async def _answer(service: InferenceService, body: EmbeddingsBody, request_id: str | None, *, local: bool) -> bytes:
     embeddings = await service.embed(embedding_request(body), request_id, local=local)
-    model = shown_id(embeddings.report.model, local=local)
+    model = public_id(embeddings.report.model, local=local)
     embeddings = replace(embeddings, report=replace(embeddings.report, model=model))
     as_text = body.encoding_format == "base64"
     if embeddings.vectors.size > SMALL:
@@ -64,7 +65,7 @@ def embedding_request(body: EmbeddingsBody) -> EmbeddingRequest:
         inputs=_inputs(body),
         model=None if body.model == ANY_MODEL else body.model,
         dimensions=body.dimensions,
-        input_type=PURPOSES[body.input_type],
+        input_type=INPUT_TYPES[body.input_type],
         truncate=bool(body.truncate),
     )
 
@@ -75,10 +76,10 @@ def _inputs(body: EmbeddingsBody) -> tuple[str | tuple[int, ...], ...]:
 
 
 def embedding_list(embeddings: Embeddings, *, as_text: bool = False) -> bytes:
-    """The body of the answer, an ``EmbeddingList``.
+    """Return the body of the answer, an ``EmbeddingList``.
 
     Args:
-        as_text: In base64.
+        as_text: Write the vectors in base64.
     """
     report = embeddings.report
     usage = EncodingUsage(prompt_tokens=report.tokens, total_tokens=report.tokens)
@@ -88,7 +89,7 @@ def embedding_list(embeddings: Embeddings, *, as_text: bool = False) -> bytes:
         comma = b"," if index else b""
         pieces.append(b'%b{"object":"embedding","index":%d,"embedding":%b}' % (comma, index, value))
     pieces.append(b'],"model":%b,"usage":%b}' % (model, usage.model_dump_json().encode()))
-    # Put together once: each copy of 50 MB holds everybody up.
+    # Joined once: each copy of 50 MB delays all other requests.
     return b"".join(pieces)
 
 
@@ -97,7 +98,7 @@ def _base64(vectors: Vectors) -> Iterator[bytes]:
 
 
 def _numbers(vectors: Vectors) -> Iterator[bytes]:
-    """A JSON array for each row. Between two steps others have the interpreter."""
+    """Yield a JSON array for each row. Other threads can run between two steps."""
     rows = max(1, SMALL // max(1, vectors.shape[1]))
     for start in range(0, len(vectors), rows):
         for row in _rounded(vectors[start : start + rows]):
@@ -105,7 +106,7 @@ def _numbers(vectors: Vectors) -> Iterator[bytes]:
 
 
 def _rounded(vectors: Vectors) -> Iterable[list[float]]:
-    """The same numbers as float64 whose shortest decimal fraction has 9 digits at most."""
+    """Return the numbers as float64 whose shortest decimal fraction has at most 9 digits."""
     wide = vectors.astype(np.float64)
     with np.errstate(divide="ignore"):
         exponents = np.floor(np.log10(np.abs(wide)))

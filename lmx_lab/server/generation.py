@@ -1,4 +1,4 @@
-"""A generation under way, and the one word that is said about its end, whatever that end is."""
+"""A generation that is read by a client, and the report on how each request ended."""
 
 from __future__ import annotations
 
@@ -11,7 +11,9 @@ from typing import Literal, Self
 
 from lmx_lab.engine import TokenStream
 from lmx_lab.errors import EngineError, LabError
+from lmx_lab.values.encoding import EncodeReport
 from lmx_lab.values.generation import Delta, GenerationReport, PromptProgress, PromptScores, merge_deltas
+from lmx_lab.values.models import Kind
 from lmx_lab.wire.admin import RequestEvent
 
 Outcome = Literal["stop", "length", "tool_calls", "cancelled", "error"]
@@ -19,35 +21,44 @@ Outcome = Literal["stop", "length", "tool_calls", "cancelled", "error"]
 
 @dataclass(frozen=True, kw_only=True)
 class RequestEnd:
-    """How one generation ended, for metrics. A request that is refused ends too, as an error without a report."""
+    """How a generation, an embedding or a rerank ended. A refused request ends with an error and without a report."""
 
+    kind: Kind = "chat"
     request_id: str
-    """Empty for the notebook's own."""
+    """Empty for requests of the notebook."""
     index: int = 0
-    """Which choice of the answer."""
+    """Number of the choice in the answer."""
     model: str
     outcome: Outcome
     code: str | None = None
-    """The error's."""
-    report: GenerationReport | None = None
-    """What it cost; None unless it ended well."""
+    """Code of the error."""
+    report: GenerationReport | EncodeReport | None = None
+    """What the request cost; None unless it ended without an error."""
     prompt_tokens: int = 0
     output_tokens: int = 0
-    """Those that were handed on, if it did not end well."""
+    """Tokens that were delivered, if there is no report."""
 
     def event(self) -> RequestEvent:
-        """The same, for those who watch."""
-        report = self.report
+        """Return the event for clients that watch requests."""
+        report, rate, ttft_s = self.report, 0.0, 0.0
+        prompt_tokens, output_tokens = self.prompt_tokens, self.output_tokens
+        if isinstance(report, GenerationReport):
+            prompt_tokens, output_tokens = report.prompt_tokens, report.output_tokens
+            rate, ttft_s = report.tokens_per_second, report.ttft_s
+        elif report is not None:
+            prompt_tokens, ttft_s = report.tokens, report.total_s
+            rate = report.tokens / report.compute_s if report.compute_s > 0 else 0.0
         return RequestEvent(
+            kind=self.kind,
             request_id=self.request_id,
             index=self.index,
             model=self.model,
             finish_reason=self.outcome,
             code=self.code,
-            prompt_tokens=report.prompt_tokens if report else self.prompt_tokens,
-            completion_tokens=report.output_tokens if report else self.output_tokens,
-            tokens_per_second=report.tokens_per_second if report else 0.0,
-            ttft_ms=report.ttft_s * 1e3 if report else 0.0,
+            prompt_tokens=prompt_tokens,
+            completion_tokens=output_tokens,
+            tokens_per_second=rate,
+            ttft_ms=ttft_s * 1e3,
         )
 
 
@@ -55,13 +66,13 @@ Observer = Callable[[RequestEnd], None]
 
 
 class Generation:
-    """A ``TokenStream`` whose end is observed exactly once: read to the end, failed, left, or dropped.
+    """A ``TokenStream`` whose end is observed exactly once, whether it is read to its end, fails, is closed or dropped.
 
-    Made and read on one event loop.
+    Created and read on one event loop.
     """
 
-    def __init__(self, stream: TokenStream, *, request_id: str, model: str, observe: Observer, index: int = 0) -> None:
-        self.model = model
+    def __init__(self, stream: TokenStream, *, request_id: str, observe: Observer, index: int = 0) -> None:
+        self.model = stream.model
         self.index = index
         self.request_id = request_id
         self._stream = stream
@@ -71,7 +82,7 @@ class Generation:
 
     @property
     def report(self) -> GenerationReport | None:
-        """What it cost; None until it has ended well."""
+        """What the generation cost; None until it has ended without an error."""
         return self._stream.report
 
     @property
@@ -81,6 +92,7 @@ class Generation:
 
     @property
     def prompt(self) -> tuple[int, ...]:
+        """Token ids of the prompt."""
         return self._stream.prompt
 
     @property
@@ -88,10 +100,10 @@ class Generation:
         return self._stream.prompt_scores
 
     def finished(self) -> GenerationReport:
-        """The report of a generation that was read to its end.
+        """Return the report of a generation that was read to its end.
 
         Raises:
-            EngineError: it has none: it was left before.
+            EngineError: there is none, because the generation was closed before.
         """
         if self.report is None:
             raise EngineError("the generation ended without a report")
@@ -99,12 +111,12 @@ class Generation:
 
     @property
     def remark(self) -> str:
-        """Where it stands, for somebody who waits for its first token."""
+        """The state of the request, for a client that waits for the first token."""
         progress = self.progress
         return "queued" if progress is None else f"prompt {progress.done}/{progress.total} tokens"
 
     async def whole(self) -> Delta:
-        """Everything as one delta; frees the slot however it ends."""
+        """Return the complete answer as one delta; frees the slot in any case."""
         async with self:
             return await gathered(self)
 
@@ -124,15 +136,15 @@ class Generation:
         return delta
 
     async def aclose(self) -> None:
-        """Stop the generation if it still runs. Idempotent."""
+        """Cancel the generation if it has not ended. Idempotent."""
         await self._stream.aclose()
         self._end(self._outcome)
 
     def close(self) -> None:
-        """As ``aclose``, from any thread; no reader may be waiting."""
+        """Do the same as ``aclose``, from any thread; no reader may be waiting."""
         self._stream.close()
         if self._observe is not None:
-            with suppress(RuntimeError):  # the loop is closed, and no observer is left
+            with suppress(RuntimeError):  # the loop is closed, and with it the observer
                 self._loop.call_soon_threadsafe(lambda: self._end(self._outcome))
 
     async def __aenter__(self) -> Self:
@@ -145,14 +157,14 @@ class Generation:
 
     def __del__(self) -> None:
         if self._observe is not None:
-            # A finalizer runs anywhere, perhaps inside the very lock that an observer would take; a closed loop has
-            # nobody left to tell.
+            # A finalizer may run anywhere, even while this thread holds a lock that the observer would acquire. If the
+            # loop is closed, there is no observer.
             with suppress(RuntimeError):
                 self._loop.call_soon_threadsafe(self._observe, self._ended(self._outcome))
 
     @property
     def _outcome(self) -> Outcome:
-        """Of one that nobody reads any more: it may have ended by itself before."""
+        """The outcome of a generation that is no longer read: it may have ended before."""
         return self.report.finish_reason if self.report else "cancelled"
 
     def _end(self, outcome: Outcome, code: str | None = None) -> None:
@@ -174,13 +186,13 @@ class Generation:
 
 
 async def gathered(deltas: AsyncIterator[Delta]) -> Delta:
-    """Everything that comes as one delta."""
+    """Return all deltas as one."""
     return merge_deltas([delta async for delta in deltas])
 
 
 @asynccontextmanager
-async def attended(generations: Iterable[Generation]) -> AsyncIterator[None]:
-    """However the block is left, all of them are over afterwards."""
+async def closing_all(generations: Iterable[Generation]) -> AsyncIterator[None]:
+    """Close all generations after the block."""
     try:
         yield
     finally:

@@ -7,20 +7,20 @@ import time
 from fastapi import APIRouter, Request
 from fastapi.responses import JSONResponse
 
-from lmx_lab.engine import Engine
+from lmx_lab.engine import ModelManager
+from lmx_lab.engine.model_lookup import public_id
 from lmx_lab.errors import EngineDeadError, LabError, NotLoadedError, OutOfMemoryError
 from lmx_lab.http.error_bodies import detail_for
 from lmx_lab.http.guard import is_local
-from lmx_lab.server.naming import shown_id
 from lmx_lab.settings import Settings
 from lmx_lab.values.engine import EngineSnapshot
 from lmx_lab.wire.admin import Alive, NotReady, Ready
 
 
-def health_routes(engine: Engine) -> APIRouter:
+def health_routes(manager: ModelManager) -> APIRouter:
     router = APIRouter(tags=["health"])
 
-    # HEAD is for load balancers. The HTTP server leaves the body out.
+    # HEAD is for load balancers. The HTTP server omits the body.
     @router.head("/healthz", include_in_schema=False)
     @router.get("/healthz")
     async def healthz() -> Alive:
@@ -33,10 +33,10 @@ def health_routes(engine: Engine) -> APIRouter:
     )
     async def readyz(request: Request) -> Ready | JSONResponse:
         """A model answers; if none does, 503 with the reason and what to do."""
-        now = engine.snapshot
-        error = problem(now, settings=engine.settings, alive=engine.alive)
+        now = manager.snapshot
+        error = problem(now, settings=manager.settings, alive=manager.alive)
         if error is None:
-            model = shown_id(now.model or "", local=is_local(request.scope))
+            model = public_id(now.model or "", local=is_local(request.scope))
             return Ready(ready=True, model=model, vram_gb=now.model_memory_bytes / 1e9)
         body = NotReady(ready=False, model="", vram_gb=0.0, error=detail_for(request, error))
         return JSONResponse(body.model_dump(), status_code=503)
@@ -45,25 +45,25 @@ def health_routes(engine: Engine) -> APIRouter:
 
 
 def problem(now: EngineSnapshot, *, settings: Settings, alive: bool = True) -> LabError | None:
-    """Why no request would be answered now, and what to do about it."""
+    """Return why no request would be answered now, and what to do; None if requests are answered."""
     if now.state == "dead" or not alive:
-        return EngineDeadError("the engine is gone; load a model to start it again: POST /admin/models/load")
+        return EngineDeadError("the engine has died; load a model to start it again: POST /admin/models/load")
     if now.stalled(time.perf_counter(), settings.stall_limit_s):
         return EngineDeadError(
             f"no engine step for {settings.stall_limit_s:g} s while {now.active_requests} requests run"
         )
-    return None if now.state == "ready" else _nothing_ready(now, settings)
+    return None if now.state == "ready" else _no_model(now, settings)
 
 
-def _nothing_ready(now: EngineSnapshot, settings: Settings) -> LabError:
+def _no_model(now: EngineSnapshot, settings: Settings) -> LabError:
     if now.state == "empty" and now.unload_cause == "memory":
-        why = f"{now.unloaded_model} was unloaded for lack of memory"
+        why = f"{now.unloaded_model} was unloaded because memory ran out"
         return OutOfMemoryError(f"{why}; load it again, or a smaller or more quantized one: POST /admin/models/load")
     if now.state == "empty" and now.unload_cause == "idle":
         why = f"{now.unloaded_model} was unloaded because no request came for {settings.idle_unload_s:g} s"
         return NotLoadedError(f"{why}; load it again: POST /admin/models/load")
     pinned = ", ".join(pinned.entry.id for pinned in now.pinned)
-    kept = f" ({pinned} answers, but is only kept beside one)" if pinned else ""
+    beside = f" ({pinned} is pinned and answers)" if pinned else ""
     if now.state == "loading":
-        return NotLoadedError(f"the engine is loading a model{kept}; ask again", retry_after_s=1)
-    return NotLoadedError(f"the engine is {now.state}{kept}; load a model first: POST /admin/models/load")
+        return NotLoadedError(f"the engine is loading a model{beside}; try again", retry_after_s=1)
+    return NotLoadedError(f"the engine is {now.state}{beside}; load a model first: POST /admin/models/load")

@@ -1,4 +1,7 @@
-"""Several works as one: all results or the first failure, all streams as one stream. Nothing outlives its caller."""
+"""Run several coroutines or streams as one: all results or the first error, all items in one stream.
+
+No task outlives its caller.
+"""
 
 from __future__ import annotations
 
@@ -12,7 +15,7 @@ End = tuple[BaseException | None]
 
 
 async def together(works: Iterable[Coroutine[Any, Any, T]]) -> list[T]:
-    """The results, in order. The first failure cancels the others and is raised when they have ended."""
+    """Return the results, in order. The first error cancels the other coroutines and is raised when they have ended."""
     tasks = [asyncio.ensure_future(work) for work in works]
     try:
         return list(await asyncio.gather(*tasks))
@@ -21,10 +24,10 @@ async def together(works: Iterable[Coroutine[Any, Any, T]]) -> list[T]:
 
 
 def merged(sources: Sequence[AsyncGenerator[T, None]]) -> AsyncGenerator[T, None]:
-    """The items of all sources as they come; each source's own in order.
+    """Yield the items of all sources as they arrive; those of each source in order.
 
-    A slow reader holds the sources up: one item of each is kept. The first failure is raised, and closes the others, as
-    does closing this.
+    The sources wait for a slow reader: one item of each is kept. The first error is raised and closes the others, as
+    does closing this generator.
     """
     return sources[0] if len(sources) == 1 else _merged(sources)
 
@@ -47,7 +50,7 @@ async def _merged(sources: Sequence[AsyncGenerator[T, None]]) -> AsyncGenerator[
 
 
 async def _pump(source: AsyncGenerator[T, None], queue: asyncio.Queue[list[T] | End]) -> None:
-    """Items go as lists of one, so that an end, a tuple, can be told from any item."""
+    """Put the items of a source into the queue, as lists of one: so the end, a tuple, differs from any item."""
     failure: BaseException | None = None
     try:
         async with aclosing(source) as items:

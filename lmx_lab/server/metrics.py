@@ -1,4 +1,4 @@
-"""GET /metrics: the engine's figures and the ends of requests, as Prometheus reads them."""
+"""GET /metrics: figures of the engine and of requests, in the formats of Prometheus."""
 
 from __future__ import annotations
 
@@ -11,34 +11,33 @@ from prometheus_client.exposition import choose_encoder
 from prometheus_client.metrics_core import CounterMetricFamily, GaugeMetricFamily, Metric
 from prometheus_client.registry import Collector
 
-from lmx_lab.engine import Engine
-from lmx_lab.server.encoding import EncodeEnd
+from lmx_lab.engine import ModelManager
+from lmx_lab.engine.model_lookup import public_id
 from lmx_lab.server.generation import RequestEnd
-from lmx_lab.server.naming import shown_id
 from lmx_lab.values.engine import EngineSnapshot
 from lmx_lab.values.generation import GenerationReport
 
 FORMATS = {kind: {"schema": {"type": "string"}} for kind in ("text/plain", "application/openmetrics-text")}
-"""By the ``Accept`` header; the second is for those who ask for it."""
-# 1 ms, a token of a small model, to 100 s, the first token of a long prompt on a CPU.
+"""Formats of the answer, chosen by the ``Accept`` header."""
+# From 1 ms, a token of a small model, to 100 s, the first token of a long prompt on a CPU.
 BUCKETS_S = (0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 25.0, 50.0, 100.0)
 
 
 class Metrics:
-    """The figures of one server. Nothing is kept for the process, so two servers in it do not mix.
+    """The figures of one server. Nothing is global, so the figures of two servers in one process are separate.
 
-    No label takes what a caller can choose: there are as many time series as there are outcomes and error codes, and
-    one for the loaded model.
+    No label has a value that a caller can choose: there are as many time series as outcomes and error codes, and one
+    for the loaded model.
     """
 
-    def __init__(self, engine: Engine) -> None:
+    def __init__(self, manager: ModelManager) -> None:
         self._registry = CollectorRegistry()
-        self._registry.register(_EngineFigures(engine))
+        self._registry.register(_EngineFigures(manager))
         self._requests = Counter(
             "lmx_lab_requests",
-            "Requests that have ended: stop, length, tool_calls, cancelled, or error with its code. The kind is chat, "
-            "plain completions too, embedding or rerank. Of chat there is one for each choice of each prompt. One that "
-            "is refused counts once, but not if the shape of its body was wrong.",
+            "Requests that have ended: stop, length, tool_calls, cancelled, or error with its code. The kind is chat "
+            "(including plain completions), embedding or rerank. For chat each choice of each prompt counts. A refused "
+            "request counts once, unless its body was malformed.",
             ("kind", "outcome", "code"),
             registry=self._registry,
         )
@@ -48,26 +47,22 @@ class Metrics:
         self._request_s = self._histogram("request", "From a request's arrival to its last token.")
         self._encode_s = Histogram(
             "lmx_lab_encode_seconds",
-            "From the arrival of a request for embeddings or scores to the last of them. Of those that ended well.",
+            "From the arrival of a request for embeddings or scores to the last of them. Without those that failed.",
             ("kind",),
             buckets=BUCKETS_S,
             registry=self._registry,
         )
 
     def _histogram(self, name: str, what: str) -> Histogram:
-        text = f"{what} Of generations that ended with stop, length or tool_calls."
+        text = f"{what} For generations that ended with stop, length or tool_calls."
         return Histogram(f"lmx_lab_{name}_seconds", text, buckets=BUCKETS_S, registry=self._registry)
 
     def observe(self, end: RequestEnd) -> None:
-        """Count the end of a generation. From any thread."""
-        self._requests.labels(kind="chat", outcome=end.outcome, code=end.code or "").inc()
-        if end.report is not None:
-            self._measure(end.report)
-
-    def observe_encoding(self, end: EncodeEnd) -> None:
-        """Count the end of an embedding or a rerank. From any thread."""
+        """Count the end of a request. May be called from any thread."""
         self._requests.labels(kind=end.kind, outcome=end.outcome, code=end.code or "").inc()
-        if end.report is not None:
+        if isinstance(end.report, GenerationReport):
+            self._measure(end.report)
+        elif end.report is not None:
             self._encode_s.labels(kind=end.kind).observe(end.report.total_s)
 
     def _measure(self, report: GenerationReport) -> None:
@@ -78,54 +73,54 @@ class Metrics:
             self._token_s.observe(report.decode_s / report.output_tokens)
 
     def render(self, accept: str = "") -> tuple[bytes, str]:
-        """All figures as of now, in the format that an Accept header asks for, and that format's content type."""
+        """Return the current figures in the format that an Accept header names, and the content type of that format."""
         try:
             encode, content_type = choose_encoder(accept)
         except (TypeError, ValueError):
-            # A version that is none (prometheus_client 0.26 compares it as a string).
+            # The header has an invalid version (prometheus_client 0.26 compares it as a string).
             encode, content_type = choose_encoder("")
         return encode(self._registry), content_type
 
 
 class _EngineFigures(Collector):
-    """Read from the engine's snapshot when asked, so nothing is counted twice and an idle server does nothing."""
+    """Reads the snapshot at each scrape, so nothing is counted twice and an idle server does nothing."""
 
-    def __init__(self, engine: Engine) -> None:
-        self._engine = engine
+    def __init__(self, manager: ModelManager) -> None:
+        self._manager = manager
 
     def collect(self) -> Iterator[Metric]:
-        now = self._engine.snapshot
-        up = self._engine.alive and now.state != "dead"
-        stalled = now.stalled(time.perf_counter(), self._engine.settings.stall_limit_s)
+        now = self._manager.snapshot
+        up = self._manager.alive and now.state != "dead"
+        stalled = now.stalled(time.perf_counter(), self._manager.settings.stall_limit_s)
         yield _gauge("engine_up", "Whether the engine of the loaded model runs.", up)
-        yield _gauge("engine_stalled", "Whether work waits and no engine step has come for too long.", stalled)
-        yield _gauge("uptime_seconds", "Since the server was made.", self._engine.uptime_s)
+        yield _gauge("engine_stalled", "Whether requests wait and the engine has made no step for too long.", stalled)
+        yield _gauge("uptime_seconds", "Seconds since the server was created.", self._manager.uptime_s)
         yield from _work(now)
         yield from _memory(now)
         loaded = GaugeMetricFamily("lmx_lab_model_loaded", "1 for the loaded model.", labels=("model",))
         if now.model is not None:
-            loaded.add_metric((shown_id(now.model, local=False),), 1)
+            loaded.add_metric((public_id(now.model, local=False),), 1)
         yield loaded
 
 
 def _work(now: EngineSnapshot) -> Iterator[Metric]:
-    yield _gauge("requests_active", "Requests that are computed.", now.active_requests)
+    yield _gauge("requests_active", "Requests that are being computed.", now.active_requests)
     yield _gauge("requests_queued", "Requests that wait for a slot.", now.queued_requests)
     for name, what, value in (
         ("output_tokens", "Tokens generated.", now.output_tokens),
         ("prompt_tokens", "Tokens of prompts, cached ones included.", now.prompt_tokens),
-        ("cached_tokens", "Tokens of prompts that the prefix cache had.", now.cached_tokens),
+        ("cached_tokens", "Tokens of prompts that were taken from the prefix cache.", now.cached_tokens),
         ("encoded_tokens", "Tokens of texts that were embedded or scored.", now.encoded_tokens),
     ):
         yield CounterMetricFamily(f"lmx_lab_{name}", what, value=value)
 
 
 def _memory(now: EngineSnapshot) -> Iterator[Metric]:
-    yield _gauge("memory_used_bytes", "What the engines use.", now.memory_used_bytes)
-    yield _gauge("memory_peak_bytes", "The most that each engine has used, added up.", now.memory_peak_bytes)
+    yield _gauge("memory_used_bytes", "Memory that the engines use.", now.memory_used_bytes)
+    yield _gauge("memory_peak_bytes", "Sum of the peak memory of each engine.", now.memory_peak_bytes)
     yield _gauge("memory_total_bytes", "Memory of the device.", now.memory_total_bytes)
-    yield _gauge("model_memory_bytes", "What the loaded model takes.", now.model_memory_bytes)
-    yield _gauge("prefix_cache_bytes", "What the KV caches of ended requests take.", now.prefix_cache_bytes)
+    yield _gauge("model_memory_bytes", "Memory of the loaded model.", now.model_memory_bytes)
+    yield _gauge("prefix_cache_bytes", "Memory of the KV caches of ended requests.", now.prefix_cache_bytes)
 
 
 def _gauge(name: str, what: str, value: float) -> Metric:
@@ -137,7 +132,7 @@ def metrics_routes(metrics: Metrics) -> APIRouter:
 
     @router.get("/metrics", response_class=Response, responses={200: {"content": FORMATS}})
     async def figures(request: Request) -> Response:
-        """The server's figures, as Prometheus reads them."""
+        """The server's figures in the formats of Prometheus."""
         body, content_type = metrics.render(",".join(request.headers.getlist("accept")))
         return Response(body, headers={"content-type": content_type})
 

@@ -1,4 +1,4 @@
-"""What /openapi.json says of this server beyond its routes: events, the WebSocket, how an answer may fail."""
+"""Describe in /openapi.json what the routes do not: events, the WebSocket, and errors."""
 
 from __future__ import annotations
 
@@ -27,15 +27,15 @@ EVENTS: tuple[type[BaseModel], ...] = (Throughput, Memory, Heartbeat, ModelEvent
 SHAPES: tuple[type[BaseModel], ...] = (ChatChunk, Completion, *EVENTS, SocketToken, SocketDone, SocketError)
 ENGINE = (NotLoadedError, OutOfMemoryError, EngineDeadError)
 INFERENCE = failures(*BODY, ContextLengthError, ModelNotFoundError, QueueFullError, *ENGINE, GenerationTimeoutError)
-"""Of a request that the engine answers."""
+"""Errors of a request that the engine answers."""
 SWAPPED = failures(*BODY, AdminForbiddenError, ModelNotFoundError, ModelBusyError, *ENGINE, StorageFullError)
-"""Of a request that exchanges the model."""
-SOCKET = f"""One answer over a WebSocket. OpenAPI has no words for those, so here are some.
+"""Errors of a request that loads or unloads a model."""
+SOCKET = f"""One answer over a WebSocket, which OpenAPI cannot describe.
 
 The client sends one text message, a `{ChatRequest.__name__}` (`n` is 1 or absent). The server sends text messages: a
 `{SocketToken.__name__}` for each piece of the answer, then one `{SocketDone.__name__}`, and waits for the client to
 close; or, at any time, a `{SocketError.__name__}`, after which it closes with 1011. A client that closes early ends
-the generation. Without an upgrade there is nothing here: 404."""
+the generation. Without an upgrade the answer is 404."""
 MESSAGES = {"oneOf": [reference(shape) for shape in (SocketToken, SocketDone, SocketError)]}
 SOCKETS: dict[str, dict[str, Any]] = {
     "/v1/chat/stream": {

@@ -1,6 +1,6 @@
-"""Two pages for people with a browser: what this server is, and its routes to try.
+"""Serve two pages for browsers: an overview, and the routes to try.
 
-Every address on them is relative: behind a Hub or Binder the server lies under a path that only the browser knows.
+All their links are relative: behind a Hub or Binder the server has a path that only the browser knows.
 """
 
 from __future__ import annotations
@@ -15,8 +15,8 @@ from lmx_lab.http.guard import CONTENT_POLICY
 from lmx_lab.http.middleware import VERSION
 
 SWAGGER = "https://cdn.jsdelivr.net/npm/swagger-ui-dist@5.35.0/swagger-ui"
-"""The one thing here that is taken from elsewhere, by the browser: 1.9 MB of scripts and styles. They run as this
-server's own, so they are those that are named here, or none."""
+"""Scripts and styles (1.9 MB) that the browser loads from another server. They run with the rights of this server's
+pages, so their hashes are fixed here."""
 STYLE_HASH = "WlYgdmXYOOBWL5apwjDEZwN+U3HmXSSu5R6V5aGxEcf7z+KuRNwBhoxKVN1i3D5I"
 SCRIPT_HASH = "gjRm0bEPMeTmMh5jT2cHccIwCUZSTd8YC+j0d0sXw0MdGEfScduGpSyF3ZSSLkX9"
 HEAD = '<!doctype html><html lang="en"><meta charset="utf-8"><title>LMX Lab</title>'
@@ -31,7 +31,7 @@ this page with <code>v1</code> at its end.
 <li><a href="metrics">metrics</a>: figures for Prometheus
 </ul>
 """
-# Given as a value and not as an address: requests that are tried go to where this page is, and not to the Hub's root.
+# The description is passed as a value and not as a URL: so requests go to the path of this page, not to the Hub's root.
 START = """
 window.SwaggerUIBundle && fetch(document.getElementById("document").href).then((it) => it.json()).then((spec) => {
   spec.servers = [{ url: new URL(".", location).href }];
@@ -52,13 +52,13 @@ DOCS_POLICY = (
     f"{FRONT_POLICY}; script-src {SWAGGER}-bundle.js 'sha256-{START_HASH}'; style-src {SWAGGER}.css; "
     "img-src data:; connect-src 'self'"
 )
-"""What the page may run and reach: its two scripts, its style sheet and this server."""
+"""What the page may run and access: its two scripts, its style sheet and this server."""
 
 
 def page_routes() -> APIRouter:
     router = APIRouter(include_in_schema=False, default_response_class=HTMLResponse)
 
-    # HEAD is for those who only look whether something is there. The HTTP server leaves the body out.
+    # HEAD is for clients that only check whether the page exists. The HTTP server omits the body.
     @router.api_route("/", methods=["GET", "HEAD"])
     async def front() -> HTMLResponse:
         return _page(FRONT, FRONT_POLICY)

@@ -1,4 +1,4 @@
-"""POST /v1/rerank, under the three addresses that its clients know."""
+"""POST /v1/rerank: documents by relevance, at the three paths that clients use."""
 
 from __future__ import annotations
 
@@ -11,29 +11,29 @@ import pydantic_core
 from fastapi import APIRouter, Request, Response
 
 from lmx_lab.engine import Ranking, RerankRequest
+from lmx_lab.engine.model_lookup import public_id
 from lmx_lab.http.bodies import StrictRoute
 from lmx_lab.http.error_bodies import request_id_of
 from lmx_lab.http.event_stream import while_connected
-from lmx_lab.server.admin import is_local
-from lmx_lab.server.encoding import EncodingService
-from lmx_lab.server.naming import shown_id
+from lmx_lab.http.guard import is_local
+from lmx_lab.server.inference import InferenceService
 from lmx_lab.server.openapi import INFERENCE
 from lmx_lab.wire.embeddings import EncodingUsage
 from lmx_lab.wire.generation import ANY_MODEL
 from lmx_lab.wire.rerank import AnyRerankBody, RerankBody, RerankItem, RerankResults, TextRank, TextsRerankBody
 
 PATHS = ("/v1/rerank", "/v2/rerank", "/rerank")
-"""Jina's and Cohere's first, Cohere's second, and the one of Text Embeddings Inference."""
+"""Jina's and Cohere's version 1, Cohere's version 2, and Text Embeddings Inference."""
 SMALL = 256
-"""Results that become text on the loop, in about a millisecond; more do so in a thread."""
+"""Results that are written as text on the loop, in about a millisecond. More are written in a thread."""
 
 
-def rerank_routes(service: EncodingService) -> APIRouter:
+def rerank_routes(service: InferenceService) -> APIRouter:
     router = APIRouter(tags=["inference"], route_class=StrictRoute)
 
     async def rerank(body: AnyRerankBody, request: Request) -> Response:
-        """Documents ordered by relevance to a query; with `texts` in their place, a bare array of scores."""
-        work = _answer(service, body, request_id_of(request), local=is_local(request))
+        """Documents ordered by relevance to a query; for a body with `texts`, a bare array of scores."""
+        work = _answer(service, body, request_id_of(request), local=is_local(request.scope))
         return Response(await while_connected(request, work), media_type="application/json")
 
     for path in PATHS:
@@ -49,10 +49,10 @@ def rerank_routes(service: EncodingService) -> APIRouter:
 
 
 async def _answer(
-    service: EncodingService, body: RerankBody | TextsRerankBody, request_id: str | None, *, local: bool
+    service: InferenceService, body: RerankBody | TextsRerankBody, request_id: str | None, *, local: bool
 ) -> bytes:
     ranking = await service.rerank(rerank_request(body), request_id, local=local)
-    ranking = replace(ranking, report=replace(ranking.report, model=shown_id(ranking.report.model, local=local)))
+    ranking = replace(ranking, report=replace(ranking.report, model=public_id(ranking.report.model, local=local)))
     if len(ranking.scores) > SMALL:
         return await asyncio.to_thread(_whole, body, ranking)
     return _whole(body, ranking)
@@ -76,10 +76,10 @@ def _whole(body: RerankBody | TextsRerankBody, ranking: Ranking) -> bytes:
 
 
 def rerank_results(ranking: Ranking, documents: Sequence[str] | None, *, top_n: int | None = None) -> bytes:
-    """The body of the answer.
+    """Return the body of the answer.
 
     Args:
-        documents: To be in it.
+        documents: Documents to include; None includes none.
     """
     tokens = ranking.report.tokens
     results = [
@@ -97,7 +97,7 @@ def rerank_results(ranking: Ranking, documents: Sequence[str] | None, *, top_n: 
 
 
 def text_ranks(ranking: Ranking, texts: Sequence[str] | None) -> bytes:
-    """The bare array of Text Embeddings Inference."""
+    """Return the bare array of Text Embeddings Inference."""
     ranks = [
         TextRank(index=index, score=score, text=texts[index] if texts is not None else None)
         for index, score in _scored(ranking)
@@ -106,6 +106,6 @@ def text_ranks(ranking: Ranking, texts: Sequence[str] | None) -> bytes:
 
 
 def _scored(ranking: Ranking, top_n: int | None = None) -> list[tuple[int, float]]:
-    """Index and score, the most relevant first."""
-    # As text and back: the shortest decimal fraction of a float32.
+    """Return index and score of the documents, the most relevant first."""
+    # Converted to text and back: the shortest decimal fraction of a float32.
     return [(index, float(str(ranking.scores[index]))) for index in ranking.order(top_n)]

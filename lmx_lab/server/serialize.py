@@ -1,7 +1,7 @@
-"""The bodies and the chunks of one answer, in the chat format and in the completions format. Pure.
+"""Write the bodies and chunks of an answer, in the chat format and in the completions format. Pure.
 
-Chunks are written as text around what changes: building and dumping a pydantic model for every token costs more than
-everything else between the engine and the socket. Tests hold them against the models' own dumps.
+Chunks are written as text around the parts that change: building and dumping a pydantic model for every token would
+cost more than everything else between the engine and the socket. Tests compare them with the dumps of the models.
 """
 
 from __future__ import annotations
@@ -29,18 +29,18 @@ def _json(value: Any) -> str:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Answer:
+class ChatAnswer:
     """What all parts of one chat answer share: its id, its time, its model."""
 
     model: str
     fingerprint: str
     logprobs: bool = False
-    """Whether they were asked for."""
+    """Whether the request wants log-probabilities."""
     id: str = field(default_factory=lambda: f"chatcmpl-{secrets.token_hex(12)}")
     created: int = field(default_factory=lambda: int(time.time()))
 
     def full(self, parts: Sequence[tuple[Delta, GenerationReport]], usage: Usage) -> str:
-        """The whole body."""
+        """Return the complete body."""
         body = ChatCompletion(
             id=self.id,
             created=self.created,
@@ -62,12 +62,13 @@ class Answer:
         )
 
     def first(self, index: int = 0) -> str:
+        """Return the first chunk of a choice."""
         return self._chunk(index, '{"role":"assistant","content":""}')
 
     def pieces(self, delta: Delta, index: int = 0) -> Iterator[str]:
-        """The chunks of thoughts, of text and of calls, in this order; none where there is nothing to show.
+        """Yield the chunks of reasoning, of text and of tool calls, in this order; none for an empty delta.
 
-        The log-probabilities of all go with the first.
+        The first chunk has the log-probabilities of all.
         """
         logprobs = _json({"content": chat_logprobs(delta.logprobs), "refusal": None}) if self.logprobs else "null"
         for shown in _shown(delta):
@@ -75,11 +76,12 @@ class Answer:
             logprobs = "null"
 
     def last(self, report: GenerationReport, index: int = 0) -> str:
+        """Return the last chunk of a choice."""
         end = f',"timings":{timings(report).model_dump_json()}'
         return self._chunk(index, "{}", reason=f'"{report.finish_reason}"', end=end)
 
     def usage(self, usage: Usage) -> str:
-        """The chunk after the last one, for those who asked with ``stream_options.include_usage``."""
+        """Return the chunk after the last one, for requests with ``stream_options.include_usage``."""
         return f'{self._head}],"usage":{usage.model_dump_json()}}}'
 
     def _chunk(self, index: int, delta: str, logprobs: str = "null", reason: str = "null", end: str = "") -> str:
@@ -104,17 +106,17 @@ def _message(delta: Delta) -> AnswerMessage:
 
 
 def _shown(delta: Delta) -> list[str]:
-    """The ``delta`` of each chunk."""
+    """Return the ``delta`` of each chunk."""
     found = [f'{{"reasoning_content":{_json(delta.reasoning)}}}'] if delta.reasoning else []
     if delta.text:
         found.append(f'{{"content":{_json(delta.text)}}}')
     found += [f'{{"tool_calls":[{_json(call)}]}}' for call in _call_chunks(delta.tool_calls)]
-    # Tokens without text have their log-probabilities all the same.
+    # Tokens without text have log-probabilities, too.
     return found or (['{"content":""}'] if delta.logprobs else [])
 
 
 def _call_chunks(pieces: Iterable[ToolCallDelta]) -> Iterator[dict[str, Any]]:
-    """As ``ToolCallChunk``: a call's name first, then its arguments."""
+    """Yield tool calls as ``ToolCallChunk``: the name of a call first, then its arguments."""
     for call in merge_tool_calls(pieces):
         if call.name is not None:
             named = {"name": call.name, "arguments": ""}
@@ -124,7 +126,7 @@ def _call_chunks(pieces: Iterable[ToolCallDelta]) -> Iterator[dict[str, Any]]:
 
 
 @dataclass(frozen=True, kw_only=True)
-class TextAnswer:
+class CompletionAnswer:
     """What all parts of one answer in the completions format share."""
 
     model: str
@@ -133,7 +135,7 @@ class TextAnswer:
     created: int = field(default_factory=lambda: int(time.time()))
 
     def full(self, choices: list[CompletionChoice], usage: Usage, timings: Timings) -> str:
-        """The whole body."""
+        """Return the complete body."""
         body = Completion(
             id=self.id,
             object="text_completion",
@@ -154,7 +156,7 @@ class TextAnswer:
         return self._chunk(index, "", reason=f'"{report.finish_reason}"', end=end)
 
     def usage(self, usage: Usage) -> str:
-        """The chunk after the last one, for those who asked with ``stream_options.include_usage``."""
+        """Return the chunk after the last one, for requests with ``stream_options.include_usage``."""
         return f'{self._head}],"usage":{usage.model_dump_json()}}}'
 
     def _chunk(self, index: int, text: str, logprobs: str = "null", reason: str = "null", end: str = "") -> str:
@@ -166,8 +168,8 @@ class TextAnswer:
         return _head(self, "text_completion")
 
 
-def _head(answer: Answer | TextAnswer, kind: str) -> str:
-    """A chunk up to its choices."""
+def _head(answer: ChatAnswer | CompletionAnswer, kind: str) -> str:
+    """Return the part of a chunk before its choices."""
     shared = {
         "id": answer.id,
         "object": kind,
@@ -178,15 +180,15 @@ def _head(answer: Answer | TextAnswer, kind: str) -> str:
     return f'{_json(shared)[:-1]},"choices":['
 
 
-class TextLogprobs:
-    """The log-probabilities of one choice in the completions format, over its pieces: offsets go on."""
+class LogprobsWriter:
+    """Writes the log-probabilities of one choice in the completions format, piece by piece: text offsets continue."""
 
     def __init__(self) -> None:
         self._at = 0
-        # Tokens may split characters: such a character begins where its first token does.
+        # Tokens may split a character, which begins at the offset of its first token.
         self._decoder = codecs.getincrementaldecoder("utf-8")("replace")
 
-    def take(self, tokens: Sequence[TokenLogprob]) -> CompletionLogprobs:
+    def write(self, tokens: Sequence[TokenLogprob]) -> CompletionLogprobs:
         return CompletionLogprobs(
             tokens=[token.text for token in tokens],
             token_logprobs=[None if token.logprob is None else wire_logprob(token.logprob) for token in tokens],
@@ -201,7 +203,7 @@ class TextLogprobs:
 
 
 def _alternatives(token: TokenLogprob) -> dict[str, float] | None:
-    """By text, the token itself included; of several tokens that show the same text the likeliest one counts."""
+    """Return log-probabilities by text, the token itself included; of tokens with the same text, the likeliest one."""
     if token.logprob is None:
         return None
     found: dict[str, float] = {}
@@ -211,11 +213,11 @@ def _alternatives(token: TokenLogprob) -> dict[str, float] | None:
 
 
 def socket_token(delta: Delta, *, logprobs: bool) -> str | None:
-    """A ``SocketToken``, as text for the same reason as the chunks; None if there is nothing to show."""
+    """Return a ``SocketToken``, written as text like the chunks; None for an empty delta."""
     calls = list(_call_chunks(delta.tool_calls))
     if not (delta.text or delta.reasoning or calls or delta.logprobs):
         return None
-    thoughts = f',"reasoning_content":{_json(delta.reasoning)}' if delta.reasoning else ""
-    asked = f',"tool_calls":{_json(calls)}' if calls else ""
-    shown = f',"logprobs":{_json(chat_logprobs(delta.logprobs))}' if logprobs else ""
-    return f'{{"token":{_json(delta.text)}{thoughts}{asked}{shown}}}'
+    reasoning = f',"reasoning_content":{_json(delta.reasoning)}' if delta.reasoning else ""
+    tool_calls = f',"tool_calls":{_json(calls)}' if calls else ""
+    entries = f',"logprobs":{_json(chat_logprobs(delta.logprobs))}' if logprobs else ""
+    return f'{{"token":{_json(delta.text)}{reasoning}{tool_calls}{entries}}}'

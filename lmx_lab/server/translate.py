@@ -1,4 +1,4 @@
-"""Between the wire's formats and the engine's values. Pure."""
+"""Translate between the wire formats and the values of the engine. Pure."""
 
 from __future__ import annotations
 
@@ -22,16 +22,19 @@ from lmx_lab.wire.generation import (
 )
 from lmx_lab.wire.tools import NamedToolChoice, format_names
 
-COLDEST = 1e-6
-"""Temperatures below are greedy: nothing but the likeliest token has a chance."""
+GREEDY_BELOW = 1e-6
+"""Lower temperatures are greedy: only the likeliest token has a chance."""
+
+
 NO_ARGUMENTS: Mapping[str, Any] = {"type": "object", "properties": {}}
 ANY_OBJECT: Mapping[str, Any] = {"type": "object"}
 
 
 def generation_request(request: ChatRequest) -> GenerationRequest:
-    """
+    """Return a chat request as the engine's.
+
     Raises:
-        InvalidRequestError: a ``tool`` message answers no call.
+        InvalidRequestError: a ``tool`` message does not answer a tool call.
     """
     _check_history(request.messages)
     tools = _tool_use(request)
@@ -41,7 +44,7 @@ def generation_request(request: ChatRequest) -> GenerationRequest:
             tools=tools,
             template_options=_template_options(request),
         ),
-        # Where a call is forced there is no text that could have a format.
+        # If a tool call is forced, there is no text that could have a format.
         answer_format=None if tools is not None and tools.forced else _answer_format(request.response_format),
         thinking_budget=request.thinking_token_budget,
         model=_model(request),
@@ -54,7 +57,7 @@ def generation_request(request: ChatRequest) -> GenerationRequest:
 
 
 def completion_requests(request: CompletionRequest) -> list[GenerationRequest]:
-    """One for each prompt, in order."""
+    """Return one request of the engine for each prompt, in order."""
     return [
         GenerationRequest(
             prompt=prompt,
@@ -64,7 +67,7 @@ def completion_requests(request: CompletionRequest) -> list[GenerationRequest]:
             stop=_stop(request),
             ignore_eos=bool(request.ignore_eos),
             top_logprobs=request.logprobs,
-            # The engine has to do something: without new tokens it scores, even if nobody reads that.
+            # Without new tokens the prompt is scored, even if the scores are not returned.
             score_prompt=bool(request.echo) and request.logprobs is not None,
         )
         for prompt in _prompts(request)
@@ -87,14 +90,15 @@ def _stop(request: GenerationFields) -> tuple[str, ...]:
 
 
 def _sampling(request: GenerationFields, *, temperature: float) -> Sampling:
-    """
+    """Return the sampling parameters.
+
     Args:
-        temperature: What null means.
+        temperature: Value for null.
     """
     temperature = temperature if request.temperature is None else request.temperature
     top_p = 1.0 if request.top_p is None else request.top_p
-    # A nucleus of nothing still holds the likeliest token; float32 cannot divide by less than about 1e-38.
-    greedy = temperature < COLDEST or top_p == 0
+    # With top_p 0 only the likeliest token remains. float32 cannot divide by less than about 1e-38.
+    greedy = temperature < GREEDY_BELOW or top_p == 0
     return Sampling(
         temperature=0 if greedy else temperature,
         top_p=1.0 if greedy else top_p,
@@ -103,7 +107,7 @@ def _sampling(request: GenerationFields, *, temperature: float) -> Sampling:
         repetition_penalty=request.repetition_penalty or 1.0,
         presence_penalty=request.presence_penalty or 0.0,
         frequency_penalty=request.frequency_penalty or 0.0,
-        # As a dict first: "7" and "07" are one token, and the last word about it counts.
+        # A dict first: "7" and "07" are the same token, whose last bias counts.
         logit_bias=tuple({int(token): bias for token, bias in (request.logit_bias or {}).items()}.items()),
         seed=request.seed,
     )
@@ -112,7 +116,7 @@ def _sampling(request: GenerationFields, *, temperature: float) -> Sampling:
 def _message(message: ChatMessage) -> Mapping[str, Any]:
     content = message.content
     text = "".join(part.text for part in content) if isinstance(content, list) else content or ""
-    # Chat templates know "system"; "developer" is its newer name.
+    # Chat templates know the role "system"; "developer" is its newer name.
     shown: dict[str, Any] = {"role": "system" if message.role == "developer" else message.role, "content": text}
     if message.tool_calls:
         shown["tool_calls"] = [
@@ -129,7 +133,11 @@ def _message(message: ChatMessage) -> Mapping[str, Any]:
 
 
 def _check_history(messages: Sequence[ChatMessage]) -> None:
-    """Each tool message answers a call of the assistant message that it follows, and no other one answers that call."""
+    """Check that each tool message answers a call of the assistant message before it, and that no two answer the same.
+
+    Raises:
+        InvalidRequestError: one does not; the message names it.
+    """
     calls: dict[str, bool] = {}
     for number, message in enumerate(messages):
         if message.role != "tool":
@@ -142,18 +150,20 @@ def _check_history(messages: Sequence[ChatMessage]) -> None:
 
 
 def _unanswerable(given: str | None, calls: Mapping[str, bool]) -> str:
-    """
+    """Return why a tool message answers no call.
+
     Args:
-        calls: The ids of the message before, and whether each is answered.
+        given: The id in the message.
+        calls: The ids of the assistant message before it, and whether each is answered.
     """
     if not calls:
-        said = "is missing" if given is None else f"{given[:80]!r:.80} answers no call"
-        return f"{said}; a tool message follows an assistant message with tool_calls, and none is before this one"
+        what = "is missing" if given is None else f"{given[:80]!r:.80} answers no call"
+        return f"{what}; a tool message follows an assistant message with tool_calls, and there is none before this one"
     if given is None:
         return f"is missing; the calls before this message are {format_names(list(calls))}"
     if given in calls:
-        return f"{given[:80]!r:.80} was answered by a message before; a call has one answer"
-    return f"{given[:80]!r:.80} is not among the calls before this message; they are {format_names(list(calls))}"
+        return f"{given[:80]!r:.80} was answered by an earlier message; a call has one answer"
+    return f"{given[:80]!r:.80} is not one of the calls before this message, which are {format_names(list(calls))}"
 
 
 def _tool_use(request: ChatRequest) -> ToolUse | None:
@@ -182,24 +192,24 @@ def _template_options(request: ChatRequest) -> Mapping[str, Any]:
     return {**effort, **off, **(request.chat_template_kwargs or {})}
 
 
-def _answer_format(asked: ResponseFormat | None) -> AnswerFormat | None:
-    match asked:
+def _answer_format(format_: ResponseFormat | None) -> AnswerFormat | None:
+    match format_:
         case None | TextFormat():
             return None
         case JsonObjectFormat():
-            return AnswerFormat(kind="json_schema", text=json_text(asked.schema_ or ANY_OBJECT))
+            return AnswerFormat(kind="json_schema", text=json_text(format_.schema_ or ANY_OBJECT))
         case JsonSchemaFormat():
-            return AnswerFormat(kind="json_schema", text=json_text(asked.json_schema.schema_))
+            return AnswerFormat(kind="json_schema", text=json_text(format_.json_schema.schema_))
         case RegexFormat():
-            return AnswerFormat(kind="regex", text=asked.regex)
+            return AnswerFormat(kind="regex", text=format_.regex)
         case _:
-            return AnswerFormat(kind="lark", text=asked.grammar)
+            return AnswerFormat(kind="lark", text=format_.grammar)
 
 
 def usage(choices: Iterable[GenerationReport]) -> Usage:
-    """What the choices of one prompt cost together; the prompt counts once, it is computed once."""
+    """Return what the choices of one prompt cost together. The prompt counts once, since it is computed once."""
     reports = list(choices)
-    # Beside the first one, a choice finds its whole prompt computed.
+    # All choices but the first find their whole prompt computed.
     cached = min(report.cached_tokens for report in reports)
     return _usage(
         reports[0].prompt_tokens,
@@ -210,7 +220,7 @@ def usage(choices: Iterable[GenerationReport]) -> Usage:
 
 
 def total_usage(prompts: Iterable[Usage]) -> Usage:
-    """What the prompts of one request cost together."""
+    """Return what the prompts of one request cost together."""
     parts = list(prompts)
     return _usage(
         sum(part.prompt_tokens for part in parts),
@@ -235,11 +245,11 @@ def timings(report: GenerationReport) -> Timings:
 
 
 def total_timings(prompts: Iterable[Sequence[GenerationReport]]) -> Timings:
-    """Of all choices of all prompts of one answer, for clients that read one figure.
+    """Return the timings of all choices of all prompts of one answer.
 
-    Tokens are counted as in ``usage``: a prompt once, the output of every choice. Times are those of the choice that
-    took longest, since choices run side by side, and speeds come from these: they are the batch's. Prompts beyond the
-    slots run one after the other, and then these speeds are too high.
+    Tokens are counted as in ``usage``: a prompt once, and the output of every choice. Times are those of the choice
+    that took longest, since choices run at the same time; speeds are computed from them, so they are those of the
+    batch. If there are more prompts than slots, they run one after the other, and these speeds are too high.
     """
     parts = [list(choices) for choices in prompts]
     reports = [report for choices in parts for report in choices]
@@ -278,12 +288,12 @@ def socket_stats(report: GenerationReport) -> SocketStats:
 
 
 def wire_logprob(logprob: float | None) -> float:
-    """As JSON can have it: what is impossible, or no number, is the format's lowest."""
+    """Return a log-probability as JSON can represent it: minus infinity and NaN become the format's lowest number."""
     return logprob if logprob is not None and logprob > LOWEST_LOGPROB else LOWEST_LOGPROB
 
 
 def chat_logprobs(logprobs: Iterable[TokenLogprob]) -> list[dict[str, Any]]:
-    """The ``content`` of ``ChoiceLogprobs``, as plain values: this is done for every token."""
+    """Return the ``content`` of ``ChoiceLogprobs``, as plain values because this is done for every token."""
     return [
         {**_plain(token), "top_logprobs": [_plain(other) for other in token.top]}
         for token in logprobs

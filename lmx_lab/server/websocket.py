@@ -1,4 +1,4 @@
-"""WS /v1/chat/stream: one text message in, tokens out, statistics at the end; then the client closes."""
+"""WS /v1/chat/stream: the client sends one request, the server sends tokens and statistics, then the client closes."""
 
 from __future__ import annotations
 
@@ -14,9 +14,9 @@ from starlette.websockets import WebSocketDisconnect
 from lmx_lab.errors import InvalidRequestError, LabError
 from lmx_lab.http.bodies import LargeBodyQueue, read_json
 from lmx_lab.http.error_bodies import detail_for, request_id_of, validation_error
-from lmx_lab.server.admin import is_local
+from lmx_lab.http.guard import is_local
+from lmx_lab.server.inference import InferenceService
 from lmx_lab.server.serialize import socket_token
-from lmx_lab.server.service import ChatService
 from lmx_lab.server.translate import socket_stats
 from lmx_lab.wire.chat import ChatRequest, SocketDone, SocketError
 
@@ -27,10 +27,10 @@ NORMAL, FAILED = 1000, 1011
 
 
 class _ServerStops(WebSocketDisconnect):
-    """What is still to be sent may be."""
+    """The server stops; messages may still be sent."""
 
 
-def socket_routes(service: ChatService, *, max_body_bytes: int) -> APIRouter:
+def socket_routes(service: InferenceService, *, max_body_bytes: int) -> APIRouter:
     router = APIRouter(tags=["inference"])
 
     @router.websocket("/v1/chat/stream")
@@ -38,7 +38,7 @@ def socket_routes(service: ChatService, *, max_body_bytes: int) -> APIRouter:
         await socket.accept()
         with suppress(WebSocketDisconnect):
             try:
-                # The message is in no variable here: its memory is free as soon as it is parsed.
+                # The message is not kept in a variable, so that its memory is released once it is parsed.
                 request = await _parse(
                     await _receive(socket, FIRST_MESSAGE_WAIT_S), max_body_bytes, socket.app.state.large_body_queue
                 )
@@ -51,15 +51,15 @@ def socket_routes(service: ChatService, *, max_body_bytes: int) -> APIRouter:
     return router
 
 
-async def _answer(socket: WebSocket, service: ChatService, request: ChatRequest) -> None:
-    """Tokens until the end, while a second task watches what the client does."""
+async def _answer(socket: WebSocket, service: InferenceService, request: ChatRequest) -> None:
+    """Send tokens until the end, while a second task watches the client."""
     tokens = asyncio.ensure_future(_send_tokens(socket, service, request))
     watch = asyncio.ensure_future(_refuse_messages(socket))
     try:
         await asyncio.wait({tokens, watch}, return_when=asyncio.FIRST_COMPLETED)
         if not tokens.done() and not watch.result():
             return
-        # A server that stops has ended the answer: what is left of it, and why it ended, is on its way.
+        # A server that stops has ended the answer; the rest of it and the error are still to be sent.
         await tokens
         await asyncio.wait({watch}, timeout=CLOSE_WAIT_S)
         if not watch.done():
@@ -68,12 +68,13 @@ async def _answer(socket: WebSocket, service: ChatService, request: ChatRequest)
         tokens.cancel()
         watch.cancel()
         await asyncio.gather(tokens, watch, return_exceptions=True)
-        # An error of theirs has this frame in its traceback: without the cycle, the request's memory is freed at once.
+        # The traceback of their error refers to this frame. Without the cycle, the request's memory is released at
+        # once.
         del tokens, watch
 
 
-async def _send_tokens(socket: WebSocket, service: ChatService, request: ChatRequest) -> None:
-    _, (generation,) = await service.start(request, request_id_of(socket), local=is_local(socket))
+async def _send_tokens(socket: WebSocket, service: InferenceService, request: ChatRequest) -> None:
+    _, (generation,) = await service.start(request, request_id_of(socket), local=is_local(socket.scope))
     async with generation:
         async for delta in generation:
             if (message := socket_token(delta, logprobs=bool(request.logprobs))) is not None:
@@ -82,15 +83,15 @@ async def _send_tokens(socket: WebSocket, service: ChatService, request: ChatReq
 
 
 async def _refuse_messages(socket: WebSocket) -> bool:
-    """Ends when the client leaves, or the server stops, and says whether it does. A second message is refused; the
-    first one's answer goes on.
+    """Refuse further messages, while the answer to the first one continues. Returns when the client has left or the
+    server stops: True if the server stops.
     """
     try:
         while True:
             await _receive(socket, None)
-            second = InvalidRequestError("a connection takes one request: open another for more")
+            second = InvalidRequestError("a connection takes one request; open another connection for each")
             await _send(socket, _error(socket, second))
-            # Neither of these waits while many messages are there already.
+            # Neither of these calls yields to other tasks while messages are already there.
             await asyncio.sleep(0)
     except _ServerStops:
         return True
@@ -104,7 +105,7 @@ async def _receive(socket: WebSocket, timeout_s: float | None) -> str | bytes:
     except TimeoutError:
         raise InvalidRequestError(f"no request came within {timeout_s:g} s") from None
     if message["type"] == "websocket.disconnect":
-        # Told apart by our own server (``http.protocol``): any client may close with the code of a restart.
+        # Marked by our own server (``http.protocol``): any client may close with the code of a restart.
         ends = _ServerStops if message.get("lmx_lab") == "stopping" else WebSocketDisconnect
         raise ends(message.get("code", NORMAL))
     text: str | None = message.get("text")
@@ -138,5 +139,5 @@ async def _send_text(socket: WebSocket, text: str) -> None:
     try:
         await socket.send_text(text)
     except RuntimeError as exc:
-        # Starlette's word for a send after the close handshake has begun.
+        # Starlette raises this for a send after the close handshake has begun.
         raise WebSocketDisconnect(NORMAL) from exc

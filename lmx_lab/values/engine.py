@@ -1,9 +1,11 @@
-"""The state of an engine at one moment."""
+"""The state of an engine at one moment, and the rule that merges the states of several engines into one."""
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-from typing import Literal
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field, fields, replace
+from itertools import chain
+from typing import Any, Literal
 
 from lmx_lab.values.models import ModelEntry
 
@@ -27,64 +29,123 @@ class BlasReport:
     """Whether the number of threads was set explicitly. If not, ``ThreadChoice`` adapts it to the load."""
 
 
+@dataclass(kw_only=True)
+class TokenTotals:
+    """Counts of tokens since an engine started."""
+
+    prompt_tokens: int = 0
+    cached_tokens: int = 0
+    """Prompt tokens that were taken from the prefix cache; included in ``prompt_tokens``."""
+    output_tokens: int = 0
+
+
 @dataclass(frozen=True, kw_only=True)
 class PinnedModel:
-    """An encoder that is kept in memory beside the loaded model."""
+    """An encoder that is kept in memory beside the main model."""
 
     entry: ModelEntry
     memory_bytes: int
 
 
+@dataclass(frozen=True, kw_only=True)
+class ModelChange:
+    """A load or an unload of the main model that is under way. Times are seconds of ``time.perf_counter``."""
+
+    kind: Literal["load", "unload"]
+    model: str
+    """Id of the model that is loaded or unloaded."""
+    stage: Literal["checking", "draining", "unloading", "loading"]
+    """``draining`` waits for the requests of the model in memory to end."""
+    since: float
+    drain_until: float | None = None
+    """When the requests that are left end with an error; None outside the stage ``draining``."""
+    requests_left: int = 0
+    """Requests of the model in memory that have not ended."""
+
+
 EngineState = Literal["empty", "loading", "ready", "dead"]
 
 UnloadCause = Literal["asked", "idle", "memory"]
+"""``asked``: a caller unloaded the model. ``idle``: no request came for ``idle_unload_s``. ``memory``: it ran out of
+memory."""
+
+
+Merge = Mapping[str, Callable[[list[Any]], Any]]
+# How the values of a field are merged for several engines. Fields without such metadata take the first value.
+SUM: Merge = {"merge": sum}
+MAXIMUM: Merge = {"merge": max}
+CONCATENATION: Merge = {"merge": lambda values: tuple(chain.from_iterable(values))}
+FIRST_SET: Merge = {"merge": lambda values: next((value for value in values if value is not None), None)}
 
 
 @dataclass(frozen=True, kw_only=True)
 class EngineSnapshot:
-    """The engine as of its last step; replaced whole, so any thread may read it."""
+    """The state of an engine as of its last step. It is replaced whole, so any thread may read it."""
 
     state: EngineState = "empty"
     entry: ModelEntry | None = None
-    """The loaded model."""
+    """The main model; None if none is loaded."""
     model_memory_bytes: int = 0
     context_length: int | None = None
-    pinned: tuple[PinnedModel, ...] = ()
-    active_requests: int = 0
-    queued_requests: int = 0
-    encode_requests: int = 0
-    """Of both, those for embeddings and reranking."""
-    output_tokens: int = 0
-    """Since the engine started, like the next two."""
-    prompt_tokens: int = 0
-    cached_tokens: int = 0
-    """Prompt tokens that the prefix cache had; part of ``prompt_tokens``."""
-    encoded_tokens: int = 0
-    """Of texts that were embedded or scored."""
-    prefix_cache_bytes: int = 0
-    place_free_s: float = 1.0
-    """In how long a running request is likely to end, and a place in the queue to be free."""
+    pinned: tuple[PinnedModel, ...] = field(default=(), metadata=CONCATENATION)
+    change: ModelChange | None = None
+    """The load or unload that is under way."""
+    active_requests: int = field(default=0, metadata=SUM)
+    queued_requests: int = field(default=0, metadata=SUM)
+    encode_requests: int = field(default=0, metadata=SUM)
+    """Embedding and rerank requests among the active and queued ones."""
+    output_tokens: int = field(default=0, metadata=SUM)
+    """Counted since the engine started, like the next three."""
+    prompt_tokens: int = field(default=0, metadata=SUM)
+    cached_tokens: int = field(default=0, metadata=SUM)
+    """Prompt tokens that were taken from the prefix cache; included in ``prompt_tokens``."""
+    encoded_tokens: int = field(default=0, metadata=SUM)
+    """Tokens of texts that were embedded or scored."""
+    prefix_cache_bytes: int = field(default=0, metadata=SUM)
+    slot_free_s: float = 1.0
+    """Estimated seconds until a running request of the main model ends and frees its slot."""
     unloaded_model: str | None = None
-    """The model that was loaded before, while none is."""
+    """Id of the model that was loaded last, while none is."""
     unload_cause: UnloadCause | None = None
-    memory_used_bytes: int = 0
-    memory_peak_bytes: int = 0
-    memory_total_bytes: int = 0
+    memory_used_bytes: int = field(default=0, metadata=SUM)
+    memory_peak_bytes: int = field(default=0, metadata=SUM)
+    memory_total_bytes: int = field(default=0, metadata=MAXIMUM)
     progress_at: float = 0.0
-    """When the engine last came round, or a request got something."""
-    blas: BlasReport | None = None
-    """What multiplies matrices on a CPU; None until the engine has started."""
+    """Last time that the engine took a step or a request received something (``time.perf_counter``)."""
+    blas: BlasReport | None = field(default=None, metadata=FIRST_SET)
+    """The BLAS behind MLX; None until that engine has started."""
 
     @property
     def model(self) -> str | None:
-        """The loaded model's id."""
+        """Id of the main model."""
         return self.entry.id if self.entry else None
 
     @property
-    def resting_model(self) -> str | None:
-        """That was unloaded for want of requests, and neither by somebody nor for lack of memory: it may come back."""
+    def idle_model(self) -> str | None:
+        """Id of the model that was unloaded because it was idle: in swap mode the next request loads it again."""
         return self.unloaded_model if self.model is None and self.unload_cause == "idle" else None
 
+    @property
+    def requests(self) -> int:
+        """Requests that were accepted and have not ended."""
+        return self.active_requests + self.queued_requests
+
     def stalled(self, now: float, limit_s: float) -> bool:
-        """Whether work waits and nothing has moved for longer than ``limit_s``."""
-        return self.active_requests + self.queued_requests > 0 and now - self.progress_at > limit_s
+        """Return whether requests wait and the engine made no progress for longer than ``limit_s``."""
+        return self.requests > 0 and now - self.progress_at > limit_s
+
+
+def merged(snapshots: Sequence[EngineSnapshot]) -> EngineSnapshot:
+    """Merge the states of several engines into one.
+
+    Args:
+        snapshots: At least one; the main model of the first is the main model of all.
+    """
+    values = {
+        each.name: each.metadata["merge"]([getattr(snapshot, each.name) for snapshot in snapshots])
+        for each in fields(EngineSnapshot)
+        if "merge" in each.metadata
+    }
+    working = [snapshot.progress_at for snapshot in snapshots if snapshot.requests]
+    progress_at = min(working, default=max(snapshot.progress_at for snapshot in snapshots))
+    return replace(snapshots[0], progress_at=progress_at, **values)

@@ -1,4 +1,4 @@
-"""Models on this disk, and the report on loading one."""
+"""Models on this disk, how to load one, and what a load reports."""
 
 from __future__ import annotations
 
@@ -7,74 +7,93 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Literal
 
-
-@dataclass(frozen=True, kw_only=True)
-class LoadReport:
-    model: str
-    load_s: float
-    memory_bytes: int
-    """What the model takes in memory, measured."""
-
-
 Kind = Literal["chat", "embedding", "rerank"]
 
 KINDS_IN_WORDS: Mapping[Kind, str] = {"chat": "a chat model", "embedding": "an embedding model", "rerank": "a reranker"}
 
 Format = Literal["mlx", "gguf", "echo"]
 
+EngineName = Literal["mlx", "llama.cpp", "echo"]
+
+EngineChoice = Literal["auto", "mlx", "llama.cpp"]
+"""Engines that a caller may choose; ``auto`` selects the engine by the format of the model."""
+
 Source = Literal["store", "hub", "folder", "path", "built-in"]
+
+LoadStage = Literal["download", "verify", "convert", "store", "load", "loaded", "unloaded", "failed"]
 
 
 @dataclass(frozen=True, kw_only=True)
 class LoadSpec:
-    """Which model to load, and how. It travels unchanged from a button, an option, a call or a route to the engine."""
+    """A model to load and how to load it. The value travels unchanged from the caller to the engine."""
 
     model: str
-    """An id, a path or a name on the hub."""
-    engine: Literal["auto", "mlx", "llama.cpp"] = "auto"
-    """The engine that runs it; ``auto`` chooses by the format of the files."""
+    """Id, path or hub id. The id ``echo`` is reserved for the built-in model of the echo engine."""
+    engine: EngineChoice = "auto"
+    """Engine that must run the model; ``auto`` selects it by the model's format."""
     pin: Kind | None = None
-    """Keep it in memory beside the loaded model, for requests of this kind; None replaces the loaded model."""
+    """Keep the model in memory beside the main one as the pinned model of this kind; None loads the main model."""
     dtype: str | None = None
-    """Type of the weights in memory; None for the type in the settings."""
+    """Data type of the weights in memory, as in ``Settings.dtype``; None uses that setting."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class LoadProgress:
+    """One step of a load, or the end of a model's time in memory."""
+
+    model: str
+    stage: LoadStage
+    done_bytes: int | None = None
+    total_bytes: int | None = None
+    message: str | None = None
+    """Why a load failed, or why a model was unloaded without a request to do so."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class LoadReport:
+    model: str
+    load_s: float
+    memory_bytes: int
+    """Measured memory of the model."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Facts:
-    """What the files of a model say about it, wherever they lie."""
+    """What the files of a model say about it, independent of where they are."""
 
     kind: Kind
     format: Format
-    """Which engine runs it: ``mlx`` that on MLX, ``gguf`` llama.cpp, ``echo`` the one without a model.
-    ``Catalog.convert`` makes ``mlx`` of ``gguf``."""
+    """Format of the files. It selects the engine: MLX for ``mlx``, llama.cpp for ``gguf``, the built-in engine for
+    ``echo``. ``Catalog.convert`` converts ``gguf`` to ``mlx``."""
     architecture: str
     """``model_type`` of ``config.json``, or ``general.architecture`` of a GGUF file."""
     size_bytes: int
-    """The weight files alone, as they are on disk; of a split model all parts."""
+    """Size of the weight files on disk; for a split model, of all parts."""
     quantization: str | None
-    """``4-bit, group 32``; of a GGUF file ``Q4_1``; of plain weights their type, ``float16``; ``None`` if unknown."""
+    """``4-bit, group 32``; for a GGUF file ``Q4_1``; for unquantized weights their type, ``float16``; ``None`` if
+    unknown."""
     context_length: int | None
-    """Tokens the model was made for; ``None`` if its files do not say."""
+    """Tokens that the model was trained for; ``None`` if its files do not say."""
     more_kinds: tuple[Kind, ...] = ()
-    """Kinds of requests that it answers beside those of ``kind``."""
+    """Kinds of requests that the model answers in addition to ``kind``."""
 
     @property
     def kinds(self) -> tuple[Kind, ...]:
-        """All kinds of requests that it answers."""
+        """All kinds of requests that the model answers."""
         return (self.kind, *self.more_kinds)
 
     def answers(self, kinds: Container[Kind]) -> bool:
-        """Whether it answers requests of one of these kinds."""
+        """Return whether the model answers requests of one of these kinds."""
         return any(kind in kinds for kind in self.kinds)
 
 
 @dataclass(frozen=True, kw_only=True)
 class FileMark:
-    """What changes when a file does."""
+    """Properties of a file that change when the file does."""
 
     name: str
     inode: tuple[int, int]
-    """With its device: another file under the same name has another one."""
+    """Device and inode: another file of the same name has another inode."""
     size_bytes: int
     changed_ns: int
 
@@ -84,15 +103,15 @@ class ModelEntry(Facts):
     """One usable model on this disk."""
 
     id: str
-    """``smollm2-135m`` or ``org/name``, of a GGUF of the hub ``org/name:Q4_K_M``; in extra folders the name of the
-    folder or file; for others their path."""
+    """``smollm2-135m`` or ``org/name``; for a GGUF file of the hub ``org/name:Q4_K_M``; in extra folders the name of
+    the folder or file; for other models their path."""
     path: Path
-    """A folder with ``config.json`` and safetensors, or a ``.gguf`` file: of a split model the first part."""
+    """A folder with ``config.json`` and safetensors, or a ``.gguf`` file; for a split model, its first part."""
     source: Source
     modified_at: int = field(default=0, compare=False)
     """Seconds since 1970."""
     marks: tuple[FileMark, ...] = field(default=(), compare=False, repr=False)
-    """Of a loaded model: its files as they were when it was read."""
+    """For a loaded model, its files as they were when it was read."""
 
 
 ECHO = ModelEntry(
@@ -107,4 +126,4 @@ ECHO = ModelEntry(
     quantization=None,
     context_length=32_768,
 )
-"""Answers without a model: see ``docs/echo.md``. The id is reserved."""
+"""The model of the echo engine, which has no files: see ``docs/echo.md``. Its id is reserved."""

@@ -6,11 +6,9 @@ from typing import Annotated, Literal
 
 from pydantic import BaseModel, ConfigDict, StringConstraints
 
-from lmx_lab.values.models import Format, Kind
+from lmx_lab.values.models import EngineChoice, EngineName, Format, Kind
 from lmx_lab.wire.errors import ErrorDetail
 from lmx_lab.wire.generation import RequestShape
-
-EngineName = Literal["mlx", "llama.cpp", "echo"]
 
 
 class ModelRecord(BaseModel):
@@ -79,9 +77,12 @@ class ModelRecords(BaseModel):
 
 
 class LoadRequest(RequestShape):
-    """The body of POST /admin/models/load."""
+    """The body of ``POST /admin/models/load``: the fields of ``values.models.LoadSpec`` that a request may set."""
 
     model: Annotated[str, StringConstraints(min_length=1, max_length=4096)]
+    """Id, hub id, or for callers on the server's machine a path."""
+    engine: EngineChoice = "auto"
+    """Engine that must run the model; ``auto`` selects it by the model's format."""
 
 
 class LoadAnswer(BaseModel):

@@ -17,7 +17,7 @@ from lmx_lab.bench.load_generator import drive
 from lmx_lab.bench.metrics import Chunk
 from lmx_lab.bench.sample import RequestSample
 from lmx_lab.bench.targets import ChatTarget, EngineTarget, Target, TargetFacts, as_target
-from lmx_lab.engine import Engine
+from lmx_lab.engine import ModelManager
 from lmx_lab.errors import (
     ConnectionLostError,
     InvalidRequestError,
@@ -157,10 +157,10 @@ async def test_closing_an_answer_cancels_it(target: Target, lab: Lab) -> None:
 
 
 async def test_without_a_model_a_target_raises(tiny_home: Path) -> None:
-    async with Engine(Settings(home=tiny_home)) as engine:
+    async with ModelManager(Settings(home=tiny_home)) as manager:
         with pytest.raises(NotLoadedError):
-            await EngineTarget(engine).describe()
-        samples = await collect(drive(EngineTarget(engine), Case(prompt_tokens=8, output_tokens=4, requests=1)))
+            await EngineTarget(manager).describe()
+        samples = await collect(drive(EngineTarget(manager), Case(prompt_tokens=8, output_tokens=4, requests=1)))
     assert {(sample.error or "").partition(":")[0] for sample in samples} == {"no-model-loaded"}
     with serving(tiny_home, None) as empty, pytest.raises(NotLoadedError):
         await ChatTarget(empty.url).describe()

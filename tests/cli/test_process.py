@@ -40,14 +40,14 @@ import lmx_lab.engine.mlx.state
 lmx_lab.engine.mlx.state.load_chat = hang("load")
 """
 STEP_HANGS = """
-import lmx_lab.engine.mlx.loop as generating
-step = generating.Generating.step
+from lmx_lab.engine.mlx.loop import GenerationLoop
+step = GenerationLoop.step
 def stepping(self):
     if self.idle:
         step(self)
     else:
         hang("prefill")()
-generating.Generating.step = stepping
+GenerationLoop.step = stepping
 """
 GGUF_HANGS = """
 import pathlib
@@ -135,7 +135,7 @@ def test_a_disk_and_a_download_that_hang_delay_neither_requests_nor_the_end(tmp_
         ask(port, "POST", "/v1/chat/completions", CHAT).until(b"no-model-loaded")
         status, stderr = stop(server, signal.SIGTERM)
         assert (status, "Traceback" in stderr) == (0, False)
-        assert b"was given up" in load.rest()
+        assert b"was cancelled" in load.rest()
 
 
 @pytest.mark.slow
@@ -145,7 +145,7 @@ def test_a_load_on_mlx_that_hangs_does_not_delay_the_end(tiny_home: Path, ask: t
         server.wait_for("hangs: load")
         status, stderr = stop(server, signal.SIGTERM)
         assert (status, LATE in stderr, "Traceback" in stderr) == (0, True, False)
-        assert b"was given up" in load.rest()
+        assert b"was cancelled" in load.rest()
 
 
 @pytest.mark.slow
@@ -163,7 +163,7 @@ def test_a_load_on_llama_cpp_that_hangs_does_not_delay_the_end(
         children = psutil.Process(server.process.pid).children(recursive=True)
         status, stderr = stop(server, signal.SIGINT)
         assert (status, "Traceback" in stderr) == (0, False)
-        assert b"given up" in load.rest()
+        assert b"cancelled" in load.rest()
         assert psutil.wait_procs(children, timeout=END_S)[1] == []
 
 

@@ -105,6 +105,14 @@ def test_a_key_and_an_origin_are_checked(tmp_path: Path) -> None:
     assert (ended.status, ended.stderr) == (0, "")
 
 
+def test_a_model_that_the_chosen_engine_does_not_run_ends_the_start(tmp_path: Path) -> None:
+    ended = run_command(tmp_path, "serve", "--port", "0", "--model", "echo", "--engine", "llama.cpp")
+    assert ended.status == 1
+    assert "runs on echo and not on llama.cpp" in ended.stderr
+    ended = run_command(tmp_path, "serve", "--engine", "mlx")
+    assert (ended.status, "--engine is given without --model" in ended.stderr) == (2, True)
+
+
 def test_with_swap_the_server_loads_the_model_that_a_request_names(tiny_home: Path) -> None:
     def ask(server: Running) -> None:
         with request(server.port, "POST", CHAT, chat("tiny", "hi", max_tokens=2)) as response:

@@ -30,7 +30,7 @@ from lmx_lab.client.lab import (
 )
 from lmx_lab.notebook import Lab
 from lmx_lab.notebook.arguments import chat_request
-from lmx_lab.server.admin import EXTRAS
+from lmx_lab.server.events import EXTRAS
 from lmx_lab.server.openapi import EVENTS
 from lmx_lab.values.models import ModelEntry
 from lmx_lab.wire.admin import Heartbeat, ModelEvent, NotReady, RequestEvent, Sample, Throughput
@@ -304,6 +304,9 @@ async def test_errors_of_models_and_arguments_are_raised(client: AsyncLabClient)
     with pytest.raises(errors.InvalidRequestError) as caught:
         await client.load("")
     assert caught.value.param == "model"
+    with pytest.raises(errors.InvalidRequestError, match="runs on echo and not on mlx") as caught:
+        await client.load("echo", engine="mlx")
+    assert caught.value.param == "engine"
     with pytest.raises(errors.InvalidRequestError) as caught:
         await anext(client.events(["nope"]))  # type: ignore[list-item]
     assert caught.value.param == "include"

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import replace
 
 from lmx_lab.engine import GenerationRequest
-from lmx_lab.server import service
+from lmx_lab.server import inference
 from lmx_lab.server.translate import generation_request
 from lmx_lab.wire.chat import ChatRequest
 
@@ -14,7 +14,7 @@ MAX_TOKENS = 48
 
 def limit_answers() -> None:
     """Limit all later chat answers of this process to ``MAX_TOKENS`` tokens."""
-    vars(service)["generation_request"] = short_generation_request
+    vars(inference)["generation_request"] = short_generation_request
 
 
 def short_generation_request(request: ChatRequest) -> GenerationRequest:

@@ -13,7 +13,7 @@ import typer
 from typer.core import TyperGroup
 
 from lmx_lab.cli.app import app
-from lmx_lab.engine import Engine
+from lmx_lab.engine import ModelManager
 from lmx_lab.http.guard import GuardPolicy
 from lmx_lab.notebook import Lab
 from lmx_lab.server import create_server
@@ -110,8 +110,8 @@ def routes() -> set[str]:
     """The paths of the inference server."""
     settings = Settings()
     policy = GuardPolicy(hosts=frozenset())
-    engine, catalog = Engine(settings), Catalog(settings)
-    api = create_server(engine=engine, catalog=catalog, settings=settings, policy=lambda: policy).api
+    manager, catalog = ModelManager(settings), Catalog(settings)
+    api = create_server(manager=manager, catalog=catalog, settings=settings, policy=lambda: policy).api
     return set(api.openapi()["paths"])
 
 

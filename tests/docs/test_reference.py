@@ -23,7 +23,7 @@ CONFIGURATION = DOCS / "configuration.md"
 TROUBLESHOOTING = DOCS / "troubleshooting.md"
 SETTINGS = {row["setting"].strip("`"): row for row in table_rows(CONFIGURATION, "setting")}
 FIELDS = {field.name: field for field in dataclasses.fields(Settings)}
-OTHER_OPTIONS = {"serve": {"model"}, "daemon": {"mcp_config", "yes"}}
+OTHER_OPTIONS = {"serve": {"model", "engine"}, "daemon": {"mcp_config", "yes"}}
 """Options that are not settings, by command."""
 SUPERSCRIPTS = str.maketrans("⁰¹²³⁴⁵⁶⁷⁸⁹", "0123456789")
 

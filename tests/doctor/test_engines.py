@@ -114,8 +114,7 @@ def test_a_missing_system_library_is_bad_and_the_remedy_installs_it(home: Path, 
 
 
 def test_an_engine_that_is_not_installed_is_a_note(home: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(speeds_module, "installed", lambda: False)
-    monkeypatch.setattr(registry, "installed", lambda: False)
+    monkeypatch.setattr(registry, "is_installed", lambda: False)
     (found,) = check_engines(Settings(home=home), measure=True)
     assert (found.topic, found.verdict) == ("llama.cpp", "note")
     assert "pip install 'lmx-lab[gguf]'" in found.text

@@ -1,4 +1,4 @@
-"""An engine of two slots with the tiny model, and how to ask it."""
+"""A manager with two slots and the tiny model, and helpers for its requests."""
 
 from __future__ import annotations
 
@@ -13,18 +13,23 @@ from typing import Any, TypeVar
 
 import pytest
 
-from lmx_lab.engine import Engine, GenerationRequest, Sampling, TokenPrompt, TokenStream
-from lmx_lab.engine.mlx.encoding import Encoding
-from lmx_lab.engine.mlx.state import EngineCore
+from lmx_lab.engine import GenerationRequest, ModelManager, Sampling, TokenPrompt, TokenStream
+from lmx_lab.engine.interface import InferenceEngine
+from lmx_lab.engine.mlx.encoding import EncodingLoop
+from lmx_lab.engine.mlx.engine import MlxEngine
+from lmx_lab.engine.mlx.state import MlxCore
+from lmx_lab.engine.mlx.thread import EngineThread
+from lmx_lab.engine.model_control import ModelControl
+from lmx_lab.engine.registry import engine_for
 from lmx_lab.engine.stream import Item, Mailbox
 from lmx_lab.errors import LabError
 from lmx_lab.settings import Settings
 from lmx_lab.values.generation import GenerationReport, TokenLogprob
-from lmx_lab.values.models import ModelEntry
+from lmx_lab.values.models import Format, LoadReport, LoadSpec, ModelEntry
 
 T = TypeVar("T")
 GREEDY = Sampling(temperature=0)
-# Token 2 ends a text; the tiny model's greedy walk from these does not meet it.
+# Token 2 ends a text; the tiny model's greedy answer to this prompt does not contain it.
 PROMPT = TokenPrompt(tokens=(300, 301, 302))
 
 
@@ -32,31 +37,31 @@ TWO_SLOTS = Settings(slots=2, queue_limit=2)
 
 
 class Shared:
-    """An engine that tests of a module use one after the other.
+    """A manager that the tests of a module use one after the other.
 
     There is one at a time, since the memory that an engine reports is that of the process.
     """
 
     def __init__(self) -> None:
-        self._engine: Engine | None = None
+        self._engine: ModelManager | None = None
         self._made_of: tuple[object, ...] = ()
 
     @contextlib.contextmanager
-    def lend(self, settings: Settings, main: ModelEntry, *pinned: ModelEntry) -> Iterator[Engine]:
-        """An engine with these models, which nothing is kept in; the test must leave it with them, and idle soon."""
+    def lend(self, settings: Settings, main: ModelEntry, *pinned: ModelEntry) -> Iterator[ModelManager]:
+        """A manager with these models and an empty prefix cache. The test must leave these models loaded."""
         made_of = (settings, main, *pinned)
         if self._engine is None or self._made_of != made_of:
             self.end()
-            self._engine, self._made_of = Engine(settings), made_of
+            self._engine, self._made_of = ModelManager(settings), made_of
             self._engine.start()
             asyncio.run(load_all(self._engine, main, *pinned))
-        engine = self._engine
-        asyncio.run(rest(engine))
-        models = asyncio.run(loaded_models(engine))
-        yield engine
-        if not (engine.alive and asyncio.run(are_loaded(engine, models))):
+        manager = self._engine
+        asyncio.run(rest(manager))
+        models = asyncio.run(loaded_models(manager))
+        yield manager
+        if not (manager.alive and asyncio.run(are_loaded(manager, models))):
             self.end()
-            pytest.fail("this test changes the engine that others use; let it have one of its own")
+            pytest.fail("this test changes the loaded models, so it needs a manager of its own")
 
     def end(self) -> None:
         if self._engine is not None:
@@ -64,29 +69,49 @@ class Shared:
         self._engine = None
 
 
-async def load_all(engine: Engine, main: ModelEntry, *pinned: ModelEntry) -> None:
+def engine_of(manager: ModelManager, format: Format) -> InferenceEngine:
+    """The engine that runs models of this format."""
+    return manager.engine(engine_for(format).name)
+
+
+def mlx_engine(manager: ModelManager) -> MlxEngine:
+    engine = manager.engine("mlx")
+    assert isinstance(engine, MlxEngine)
+    return engine
+
+
+def mlx_thread(manager: ModelManager) -> EngineThread:
+    return mlx_engine(manager)._thread
+
+
+async def pin(manager: ModelManager, entry: ModelEntry) -> LoadReport:
+    """Keep a model beside the main one."""
+    return await manager.load_entry(entry, LoadSpec(model=entry.id, pin=entry.kind))
+
+
+async def load_all(manager: ModelManager, main: ModelEntry, *pinned: ModelEntry) -> None:
     for entry in pinned:
-        await engine.pin(entry)
-    await engine.load(main)
+        await pin(manager, entry)
+    await manager.load_entry(main)
 
 
-async def rest(engine: Engine) -> None:
-    """Wait until nothing runs, and drop what is kept of prompts."""
+async def rest(manager: ModelManager) -> None:
+    """Wait until no request is left, and drop the prefix cache."""
     async with asyncio.timeout(60):
-        await until_idle(engine)
-    await engine._mlx._thread.call(lambda core: core.generating.shrink_prefixes(2**60))
+        await until_idle(manager)
+    await mlx_thread(manager).call(lambda core: core.generating.shrink_prefixes(2**60))
 
 
-async def loaded_models(engine: Engine) -> list[weakref.ref[Any]]:
-    return await engine._mlx._thread.call(lambda core: list(map(weakref.ref, (core.main, *core._pinned.values()))))
+async def loaded_models(manager: ModelManager) -> list[weakref.ref[Any]]:
+    return await mlx_thread(manager).call(lambda core: [weakref.ref(model) for _, model in core._in_memory()])
 
 
-async def are_loaded(engine: Engine, models: list[weakref.ref[Any]]) -> bool:
-    def same(core: EngineCore) -> bool:
-        now = (core.main, *core._pinned.values())
+async def are_loaded(manager: ModelManager, models: list[weakref.ref[Any]]) -> bool:
+    def same(core: MlxCore) -> bool:
+        now = [model for _, model in core._in_memory()]
         return len(now) == len(models) and all(model() is other for model, other in zip(models, now, strict=True))
 
-    return await engine._mlx._thread.call(same)
+    return await mlx_thread(manager).call(same)
 
 
 @pytest.fixture(scope="module")
@@ -98,23 +123,23 @@ def shared() -> Iterator[Shared]:
 
 @pytest.fixture
 def alone(shared: Shared) -> None:
-    """No other engine takes memory: for tests that measure it, or that limit it."""
+    """No other model is in memory; for tests that measure or limit memory."""
     shared.end()
 
 
 @pytest.fixture
-def engine(shared: Shared, tiny: ModelEntry) -> Iterator[Engine]:
-    """For tests that leave the model as it is."""
-    with shared.lend(TWO_SLOTS, tiny) as engine:
-        yield engine
+def manager(shared: Shared, tiny: ModelEntry) -> Iterator[ModelManager]:
+    """For tests that do not load or unload models."""
+    with shared.lend(TWO_SLOTS, tiny) as manager:
+        yield manager
 
 
 @pytest.fixture
-async def own_engine(alone: None, tiny: ModelEntry) -> AsyncIterator[Engine]:
-    """For a test that unloads its model, breaks it or ends its thread."""
-    async with Engine(TWO_SLOTS) as engine:
-        await engine.load(tiny)
-        yield engine
+async def own_manager(alone: None, tiny: ModelEntry) -> AsyncIterator[ModelManager]:
+    """For a test that unloads or breaks its model, or ends its thread."""
+    async with ModelManager(TWO_SLOTS) as manager:
+        await manager.load_entry(tiny)
+        yield manager
 
 
 def request(**changes: Any) -> GenerationRequest:
@@ -122,12 +147,12 @@ def request(**changes: Any) -> GenerationRequest:
 
 
 def numbers(count: int, *, start: int = 1000) -> TokenPrompt:
-    """A prompt of ``count`` tokens that no other start shares."""
+    """A prompt of ``count`` tokens, beginning with ``start``."""
     return TokenPrompt(tokens=tuple(range(start, start + count)))
 
 
-async def run(engine: Engine, **changes: Any) -> tuple[str, GenerationReport]:
-    stream = await engine.submit(request(**changes))
+async def run(manager: ModelManager, **changes: Any) -> tuple[str, GenerationReport]:
+    stream = await manager.submit(request(**changes))
     return await finish(stream)
 
 
@@ -142,59 +167,59 @@ async def finish_with_logprobs(stream: TokenStream) -> tuple[str, list[TokenLogp
     return "".join(delta.text for delta in deltas), [entry for delta in deltas for entry in delta.logprobs]
 
 
-async def until_idle(engine: Engine) -> None:
-    # Polled: the snapshot has no event, on purpose.
-    while engine.snapshot.active_requests + engine.snapshot.queued_requests:  # noqa: ASYNC110
+async def until_idle(manager: ModelManager) -> None:
+    # Polled, because the snapshot has no event.
+    while manager.snapshot.active_requests + manager.snapshot.queued_requests:  # noqa: ASYNC110
         await asyncio.sleep(0.001)
 
 
-async def until_busy(engine: Engine, *, requests: int = 1) -> None:
-    while engine.snapshot.active_requests + engine.snapshot.queued_requests < requests:  # noqa: ASYNC110
+async def until_busy(manager: ModelManager, *, requests: int = 1) -> None:
+    while manager.snapshot.active_requests + manager.snapshot.queued_requests < requests:  # noqa: ASYNC110
         await asyncio.sleep(0.001)
 
 
 @contextlib.asynccontextmanager
-async def held(engine: Engine) -> AsyncIterator[None]:
-    """Within the block the engine's thread stands still; then it obeys all that was posted, before its next step."""
-    entered, go_on = threading.Event(), threading.Event()
+async def held(manager: ModelManager) -> AsyncIterator[None]:
+    """Stop the engine thread within the block; afterwards it runs all posted commands before its next step."""
+    stopped, go_on = threading.Event(), threading.Event()
 
-    def hold(core: EngineCore) -> None:
-        entered.set()
+    def stop(core: MlxCore) -> None:
+        stopped.set()
         go_on.wait()
 
-    engine._mlx._thread.post(hold)
-    await asyncio.to_thread(entered.wait)
+    mlx_thread(manager).post(stop)
+    await asyncio.to_thread(stopped.wait)
     try:
         yield
     finally:
         go_on.set()
 
 
-async def posted(engine: Engine, asked: Coroutine[Any, Any, T]) -> asyncio.Task[T]:
-    """Ask an engine that is held; returns when the question lies before its thread, behind those that were there."""
-    before = engine._mlx._thread._commands.qsize()
-    task = asyncio.create_task(asked)
-    while engine._mlx._thread._commands.qsize() == before and not task.done():  # noqa: ASYNC110
+async def posted(manager: ModelManager, work: Coroutine[Any, Any, T]) -> asyncio.Task[T]:
+    """Start a call to a stopped engine; return when its command is in the thread's queue, behind earlier ones."""
+    before = mlx_thread(manager)._commands.qsize()
+    task = asyncio.create_task(work)
+    while mlx_thread(manager)._commands.qsize() == before and not task.done():  # noqa: ASYNC110
         await asyncio.sleep(0.001)
     return task
 
 
 @pytest.fixture
 def delivered(monkeypatch: pytest.MonkeyPatch) -> list[tuple[Mailbox, Item]]:
-    """What the engine has said, in its order, whenever it is read."""
-    said: list[tuple[Mailbox, Item]] = []
+    """All items of streams in the order in which the engine delivers them."""
+    items: list[tuple[Mailbox, Item]] = []
     deliver = Mailbox.deliver
 
     def note(self: Mailbox, item: Item) -> None:
-        said.append((self, item))
+        items.append((self, item))
         deliver(self, item)
 
     monkeypatch.setattr(Mailbox, "deliver", note)
-    return said
+    return items
 
 
 class Gate:
-    """Where the engine's thread stops before it computes a layer of texts, once it is shut: they have begun then."""
+    """Stops the engine thread before it computes a layer of texts, while it is shut."""
 
     def __init__(self) -> None:
         self._reached, self._passes = threading.Semaphore(0), threading.Semaphore(0)
@@ -209,11 +234,13 @@ class Gate:
         self._shut = True
 
     async def reached(self) -> None:
-        """Until the thread stands before it; for each time that it does, once."""
+        """Wait until the thread has reached the gate; once for each time."""
         assert await asyncio.to_thread(self._reached.acquire, timeout=60)
 
     def let_pass(self, layers: int) -> None:
-        """What was asked meanwhile is heard after the first one, and dealt with after the second."""
+        """Let the thread compute so many layers. Commands posted meanwhile run after the first one, and take effect
+        with the second.
+        """
         self._passes.release(layers)
 
     def open(self) -> None:
@@ -223,29 +250,34 @@ class Gate:
 
 @pytest.fixture
 def gate(monkeypatch: pytest.MonkeyPatch) -> Iterator[Gate]:
-    """Open at first. A step of the engine is one layer of texts."""
-    gate, advance = Gate(), Encoding._advance
+    """A gate, which is open at first. A step of the engine is one layer of texts."""
+    gate, advance = Gate(), EncodingLoop._advance
 
-    def wait_and_advance(encoding: Encoding, batch: Any) -> None:
+    def wait_and_advance(encoding: EncodingLoop, batch: Any) -> None:
         gate.wait()
         advance(encoding, batch)
 
-    monkeypatch.setattr(Encoding, "_advance", wait_and_advance)
+    monkeypatch.setattr(EncodingLoop, "_advance", wait_and_advance)
     monkeypatch.setattr("lmx_lab.engine.mlx.state.ENCODE_S", 0)
     yield gate
     gate.open()
 
 
-async def unload_when_idle_for(engine: Engine, idle_s: float | None) -> None:
-    """From now on: until a test is where it wants to be, the model stays, however slow the machine is."""
-    thread = engine._mlx._thread
-    await thread.call(lambda core: setattr(core, "_settings", replace(core._settings, idle_unload_s=idle_s)))
+async def unload_when_idle_for(manager: ModelManager, idle_s: float | None) -> None:
+    """Change the setting of a manager that is running."""
+    manager.settings = replace(manager.settings, idle_unload_s=idle_s)
+
+    async def change(control: ModelControl) -> None:
+        control.settings = manager.settings
+        control._set_idle_timer()
+
+    await manager._run(change)
 
 
-async def poison(engine: Engine, exc: BaseException) -> None:
-    """Make the next forward pass raise: no real model fails on demand."""
+async def poison(manager: ModelManager, exc: BaseException) -> None:
+    """Make the next forward pass raise an error."""
 
-    def break_model(core: EngineCore) -> None:
+    def break_model(core: MlxCore) -> None:
         batch = core.generating.batch
         assert batch is not None
 
@@ -256,12 +288,12 @@ async def poison(engine: Engine, exc: BaseException) -> None:
 
         batch._generator.next = fail
 
-    await engine._mlx._thread.call(break_model)
+    await mlx_thread(manager).call(break_model)
 
 
 @pytest.fixture
 def ends(monkeypatch: pytest.MonkeyPatch) -> Counter[int]:
-    """How many ends each mailbox was given."""
+    """Number of ends that each mailbox has received."""
     counted: Counter[int] = Counter()
     deliver = Mailbox.deliver
 

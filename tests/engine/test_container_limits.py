@@ -32,8 +32,9 @@ OWN_V2 = "0::/user.slice/notebook.service\n"
 OWN_V1 = "5:cpu,cpuacct:/pods/mine\n4:memory:/pods/mine\n1:name=systemd:/pods/mine\n"
 ASK = """
 import json, os
-from lmx_lab.engine import machine, memory
-print(json.dumps([memory.total_bytes(), memory.limit_bytes(None), machine.free_bytes()]))
+from lmx_lab.engine import machine_memory
+from lmx_lab.engine.mlx import memory
+print(json.dumps([memory.total_bytes(), memory.limit_bytes(None), machine_memory.free_bytes()]))
 """
 
 

@@ -10,7 +10,7 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from lmx_lab.engine import Engine, Sampling, TokenStream
+from lmx_lab.engine import ModelManager, Sampling, TokenStream
 from lmx_lab.errors import LabError
 from lmx_lab.settings import Settings
 from lmx_lab.values.models import ModelEntry
@@ -22,7 +22,7 @@ pytestmark = pytest.mark.long
 ACTS = st.sampled_from(["submit", "submit", "submit", "many", "score", "step", "cancel", "drop", "fail", "load"])
 
 
-async def live(engine: Engine, models: list[ModelEntry], acts: list[str], random: object) -> list[TokenStream]:
+async def live(manager: ModelManager, models: list[ModelEntry], acts: list[str], random: object) -> list[TokenStream]:
     """Do all this to the engine; returns the streams that were not left."""
     streams: list[TokenStream] = []
     for at, act in enumerate(acts):
@@ -34,17 +34,17 @@ async def live(engine: Engine, models: list[ModelEntry], acts: list[str], random
         )
         try:
             if act in ("submit", "score"):
-                streams.append(await engine.submit(wanted))
+                streams.append(await manager.submit(wanted))
             elif act == "many":
-                streams += await engine.submit_all(wanted, choices=3)
+                streams += await manager.submit_all(wanted, choices=3)
             elif act == "load":
-                await engine.load(random.choice(models), finish_queued=random.choice([True, False]))
+                await manager.load_entry(random.choice(models), finish_queued=random.choice([True, False]))
         except LabError:
             continue
         if act == "step":
             await asyncio.sleep(random.choice([0, 0.005, 0.02]))
         elif act == "fail":
-            await poison(engine, ValueError("injected"))
+            await poison(manager, ValueError("injected"))
         elif act in ("cancel", "drop") and streams:
             left = streams.pop(random.randrange(len(streams)))
             if act == "cancel":
@@ -61,20 +61,20 @@ def test_every_request_ends_exactly_once(
     async def story() -> None:
         ends.clear()
         models = [tiny, Catalog(Settings(home=tiny_home)).resolve("tiny-two")]
-        async with Engine(Settings(slots=2, queue_limit=3, drain_s=0.2)) as engine:
-            await engine.load(tiny)
-            streams = await live(engine, models, acts, random)
+        async with ModelManager(Settings(slots=2, queue_limit=3, drain_s=0.2)) as manager:
+            await manager.load_entry(tiny)
+            streams = await live(manager, models, acts, random)
             for stream in streams:
                 try:
                     await finish(stream)
                 except LabError:
                     assert stream.report is None
                 assert ends[id(stream._mailbox)] == 1
-            await until_idle(engine)
+            await until_idle(manager)
             try:
-                await run(engine)
+                await run(manager)
             except LabError:
                 # A failure that was injected last had nobody to meet.
-                await run(engine)
+                await run(manager)
 
     asyncio.run(story())

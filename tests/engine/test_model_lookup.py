@@ -1,23 +1,206 @@
-"""What is said where no model in memory fits a request."""
+"""Requests name models by id; programs on this machine may also name a loaded one by its path."""
 
 from __future__ import annotations
 
 from dataclasses import replace
+from pathlib import Path
 
 import pytest
 
-from lmx_lab.engine.model_lookup import EMBEDDERS, RERANKERS, refusal
-from lmx_lab.errors import NotLoadedError
-from lmx_lab.values.engine import EngineSnapshot
+from lmx_lab.engine.model_lookup import (
+    ANY_KIND,
+    CHAT,
+    EMBEDDING,
+    RERANK,
+    Kinds,
+    check_unload,
+    entries_in_memory,
+    find_model,
+    loaded_id,
+    public_id,
+    refusal,
+    unknown_model,
+    with_models_on_disk,
+)
+from lmx_lab.errors import (
+    InvalidRequestError,
+    LabError,
+    ModelNotFoundError,
+    NotLoadedError,
+    OtherModelLoadedError,
+)
+from lmx_lab.values.engine import EngineSnapshot, PinnedModel
 from lmx_lab.values.models import Kind, ModelEntry
+
+TINY = ModelEntry(
+    id="tiny",
+    path=Path("/models/tiny"),
+    kind="chat",
+    architecture="llama",
+    format="mlx",
+    size_bytes=7,
+    quantization=None,
+    context_length=512,
+    source="store",
+)
+MINILM = replace(TINY, id="minilm", path=Path("/models/minilm"), kind="embedding")
+READY = EngineSnapshot(state="ready", entry=TINY)
+EMPTY = EngineSnapshot()
+LOADING = EngineSnapshot(state="loading")
+PINNED = replace(READY, pinned=(PinnedModel(entry=MINILM, memory_bytes=1),))
+DISK = [TINY, MINILM]
+
+
+# What a name means
+
+
+@pytest.mark.parametrize(
+    ("name", "local", "id_"),
+    [
+        ("/models/tiny", True, "tiny"),
+        ("/models/tiny/", True, "tiny"),
+        ("/models//./tiny", True, "tiny"),
+        ("/models/tiny", False, "/models/tiny"),
+        ("/models/other", True, "/models/other"),
+        ("other", True, "other"),
+        ("", True, ""),
+        ("\0", True, "\0"),
+        (None, True, None),
+    ],
+)
+def test_a_path_names_a_loaded_model_for_callers_on_this_machine(
+    name: str | None, local: bool, id_: str | None
+) -> None:
+    assert loaded_id(name, [TINY], local=local) == id_
+
+
+@pytest.mark.parametrize("local", [True, False])
+def test_a_loaded_quantization_answers_to_its_repository_too(local: bool) -> None:
+    quantized = replace(TINY, id="org/name:Q4_K_M", source="hub", format="gguf")
+    for name, id_ in (("org/name", "org/name:Q4_K_M"), ("org/name:Q8_0", "org/name:Q8_0"), ("org/na", "org/na")):
+        assert loaded_id(name, [quantized], local=local) == id_
+    folder = replace(MINILM, id="org/name")
+    assert loaded_id("org/name", [folder, quantized], local=local) == "org/name"
+
+
+def test_the_path_of_a_pinned_model_is_a_name_too() -> None:
+    entries = entries_in_memory(PINNED)
+    assert loaded_id("/models/minilm", entries, local=True) == "minilm"
+    assert loaded_id("/models/tiny", entries, local=True) == "tiny"
+    assert loaded_id("/models/minilm", entries, local=False) == "/models/minilm"
+
+
+def test_a_path_is_no_name_while_nothing_is_loaded() -> None:
+    assert loaded_id("/models/tiny", [], local=True) == "/models/tiny"
+
+
+@pytest.mark.parametrize("name", ["/home/me/my models/tiny", "~/tiny", "./tiny", "../tiny"])
+def test_callers_elsewhere_see_the_last_part_of_an_id_that_is_a_path(name: str) -> None:
+    assert public_id(name, local=False) == "tiny"
+    assert public_id(name, local=True) == name
+
+
+@pytest.mark.parametrize("name", ["tiny", "org/name", "org/name:Q4_K_M", "tiny.gguf", ""])
+def test_other_ids_are_the_same_for_all_callers(name: str) -> None:
+    assert public_id(name, local=False) == name
+
+
+def test_callers_elsewhere_may_use_the_name_that_they_see() -> None:
+    entry = replace(TINY, id=str(TINY.path), source="path")
+    assert loaded_id(TINY.path.name, [entry], local=False) == entry.id
+    assert loaded_id("other", [entry], local=False) == "other"
+
+
+def test_the_preferred_kind_answers() -> None:
+    reranker = replace(TINY, id="judge", kind="rerank")
+    assert find_model([MINILM, reranker, TINY], None, RERANK) is reranker
+    assert find_model([MINILM, TINY], None, RERANK) is MINILM
+    assert find_model([MINILM, reranker], "minilm", RERANK) is MINILM
+    assert find_model([MINILM], None, CHAT) is None
+    assert find_model([MINILM, TINY], "other", ANY_KIND) is None
+
+
+def test_an_unload_that_names_another_model_is_refused() -> None:
+    check_unload("tiny", PINNED, local=False)
+    check_unload("/models/tiny", PINNED, local=True)
+    with pytest.raises(InvalidRequestError, match="minilm is pinned"):
+        check_unload("minilm", PINNED, local=False)
+    with pytest.raises(InvalidRequestError, match="gpt is not loaded, tiny is"):
+        check_unload("gpt", PINNED, local=False)
+    with pytest.raises(InvalidRequestError, match="no model is"):
+        check_unload("gpt", EMPTY, local=False)
+
+
+# Why no model answers
 
 
 @pytest.mark.parametrize("named", [True, False])
-@pytest.mark.parametrize(("kind", "kinds"), [("chat", ("chat",)), ("embedding", EMBEDDERS), ("embedding", RERANKERS)])
-def test_a_model_that_goes_while_it_is_asked_is_not_said_to_be_of_another_kind(
-    tiny: ModelEntry, kind: Kind, kinds: tuple[Kind, ...], named: bool
+@pytest.mark.parametrize(("kind", "kinds"), [("chat", CHAT), ("embedding", EMBEDDING), ("embedding", RERANK)])
+def test_the_refusal_by_a_model_that_is_being_unloaded_does_not_mention_its_kind(
+    kind: Kind, kinds: Kinds, named: bool
 ) -> None:
-    now = EngineSnapshot(state="ready", entry=replace(tiny, kind=kind))
-    error = refusal(now, tiny.id if named else None, kinds)
+    now = EngineSnapshot(state="ready", entry=replace(TINY, kind=kind))
+    error = refusal(now, TINY.id if named else None, kinds)
     assert isinstance(error, NotLoadedError)
-    assert error.message.startswith(f"{tiny.id} is being unloaded; load one first")
+    assert error.message.startswith("tiny is being unloaded; load one first")
+
+
+def test_the_refusal_of_an_unknown_name_lists_the_models_that_could_answer() -> None:
+    assert ": minilm is loaded" in unknown_model("text-embedding-3-small", PINNED, EMBEDDING).message
+    assert ": tiny is loaded" in unknown_model("gpt", PINNED, CHAT).message
+    assert "tiny and minilm are loaded" in unknown_model("gpt", PINNED, ANY_KIND).message
+    assert "no model that could answer is loaded" in unknown_model("gpt", EMPTY, CHAT).message
+
+
+def test_the_refusal_of_an_unknown_name_is_true_of_a_path_that_exists() -> None:
+    message = unknown_model("/models/tiny", READY, CHAT).message
+    assert "by id, not by path" in message
+    assert "tiny is loaded" in message
+
+
+def test_a_long_name_is_cut_in_messages() -> None:
+    assert len(unknown_model("x" * 1000, EMPTY, CHAT).message) < 400
+    assert len(refusal(READY, "x" * 1000, CHAT).message) < 400
+
+
+OTHER, NONE = OtherModelLoadedError("other", param="model"), NotLoadedError("none", retry_after_s=1)
+
+
+@pytest.mark.parametrize(
+    ("refused", "request_for", "now", "error", "part"),
+    [
+        (OTHER, ("tiny", CHAT), READY, OtherModelLoadedError, "--swap"),
+        (NONE, ("tiny", CHAT), EMPTY, NotLoadedError, "--swap"),
+        (NONE, ("tiny", CHAT), LOADING, NotLoadedError, "none"),
+        (OTHER, ("nowhere", CHAT), READY, ModelNotFoundError, "nowhere"),
+        (NONE, ("nowhere", CHAT), EMPTY, NotLoadedError, "none"),
+        (NONE, ("nowhere", CHAT), replace(PINNED, entry=None), ModelNotFoundError, "nowhere"),
+        (OTHER, ("minilm", CHAT), READY, InvalidRequestError, "an embedding model"),
+        (OTHER, ("tiny", EMBEDDING), READY, InvalidRequestError, "a chat model"),
+        (OTHER, ("minilm", RERANK), READY, OtherModelLoadedError, "--swap"),
+        (NONE, (None, EMBEDDING), READY, NotLoadedError, "on this disk: minilm"),
+        (NONE, (None, RERANK), EMPTY, NotLoadedError, "on this disk: minilm"),
+        (NONE, (None, CHAT), READY, NotLoadedError, "none"),
+    ],
+)
+def test_a_refusal_names_the_next_step_that_the_models_on_disk_allow(
+    refused: NotLoadedError,
+    request_for: tuple[str | None, Kinds],
+    now: EngineSnapshot,
+    error: type[LabError],
+    part: str,
+) -> None:
+    name, kinds = request_for
+    found = with_models_on_disk(refused, name, DISK, now, kinds)
+    assert type(found) is error
+    assert part in found.message
+    if isinstance(found, NotLoadedError):
+        assert (found.param, found.retry_after_s) == (refused.param, refused.retry_after_s)
+
+
+def test_a_refusal_lists_five_models_on_disk_and_those_of_the_preferred_kind_first() -> None:
+    disk = [*(replace(MINILM, id=f"e{at}") for at in range(9)), replace(TINY, id="judge", kind="rerank")]
+    message = with_models_on_disk(NONE, None, disk, READY, RERANK).message
+    assert message.endswith("on this disk: judge, e0, e1, e2, e3, …")
+    message = with_models_on_disk(NONE, None, [], READY, RERANK).message
+    assert message.endswith("lmx-lab pull minilm-l6 fetches one")

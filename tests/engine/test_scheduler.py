@@ -1,15 +1,13 @@
-"""Who runs next: pure decisions, told the time."""
+"""The order of requests is decided without a clock of its own."""
 
 from __future__ import annotations
 
 from collections import Counter
 
-import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from lmx_lab.engine.scheduler import SHORT_PROMPT_TOKENS, Scheduler, Verdict
-from lmx_lab.errors import QueueFullError
+from lmx_lab.engine.scheduler import SHORT_PROMPT_TOKENS, Scheduler, SlotTimes, Verdict
 
 LATER = 1e9
 SHORT, LONG = SHORT_PROMPT_TOKENS, SHORT_PROMPT_TOKENS + 1
@@ -20,8 +18,7 @@ def take(_: object) -> Verdict:
 
 
 def add(scheduler: Scheduler[str], *keys: str, tokens: int = LONG, deadline: float = LATER) -> None:
-    for key in keys:
-        scheduler.add([key], tokens=tokens, deadline=deadline)
+    scheduler.add(keys, tokens=tokens, deadline=deadline)
 
 
 def admitted(scheduler: Scheduler[str]) -> list[str]:
@@ -31,42 +28,16 @@ def admitted(scheduler: Scheduler[str]) -> list[str]:
     return keys
 
 
-def test_requests_take_slots_in_arrival_order() -> None:
-    scheduler: Scheduler[str] = Scheduler(slots=2, queue_limit=10, prefills=2, lanes=3)
+def test_requests_get_slots_in_the_order_of_arrival() -> None:
+    scheduler: Scheduler[str] = Scheduler(slots=2, prefills=2, lanes=3)
     add(scheduler, *"abc")
     assert admitted(scheduler) == ["a", "b"]
     scheduler.remove("a")
     assert admitted(scheduler) == ["c"]
 
 
-def test_the_queue_limit_counts_only_those_who_must_wait() -> None:
-    scheduler: Scheduler[str] = Scheduler(slots=1, queue_limit=1, prefills=1, lanes=2)
-    add(scheduler, "runs at once", "waits")
-    with pytest.raises(QueueFullError) as refused:
-        add(scheduler, "too many")
-    assert refused.value.retry_after_s is not None
-    assert scheduler.queued == ["runs at once", "waits"]
-
-
-def test_the_refused_are_told_when_to_come_back() -> None:
-    scheduler: Scheduler[str] = Scheduler(slots=2, queue_limit=0, prefills=2, lanes=3)
-    add(scheduler, *"ab")
-    with pytest.raises(QueueFullError, match="30 s") as refused:
-        scheduler.add("c", tokens=LONG, deadline=LATER, retry_after_s=30.0)
-    assert refused.value.retry_after_s == 30
-
-
-def test_the_answers_to_one_request_are_taken_all_or_none() -> None:
-    scheduler: Scheduler[str] = Scheduler(slots=1, queue_limit=2, prefills=1, lanes=2)
-    with pytest.raises(QueueFullError):
-        scheduler.add("abcd", tokens=LONG, deadline=LATER)
-    assert scheduler.queued == []
-    scheduler.add("abc", tokens=LONG, deadline=LATER)
-    assert scheduler.queued == ["a", "b", "c"]
-
-
-def test_waiting_and_running_requests_expire() -> None:
-    scheduler: Scheduler[str] = Scheduler(slots=1, queue_limit=5, prefills=1, lanes=2)
+def test_queued_and_running_requests_expire() -> None:
+    scheduler: Scheduler[str] = Scheduler(slots=1, prefills=1, lanes=2)
     add(scheduler, "runs", deadline=1.0)
     scheduler.admit(take)
     add(scheduler, "waits", deadline=2.0)
@@ -75,8 +46,8 @@ def test_waiting_and_running_requests_expire() -> None:
     assert sorted(scheduler.expired(3.0)) == ["runs", "waits"]
 
 
-def test_prompts_are_computed_a_few_at_a_time() -> None:
-    scheduler: Scheduler[str] = Scheduler(slots=4, queue_limit=10, prefills=1, lanes=2)
+def test_the_number_of_prompts_that_are_computed_at_once_is_limited() -> None:
+    scheduler: Scheduler[str] = Scheduler(slots=4, prefills=1, lanes=2)
     add(scheduler, *"abc")
     assert admitted(scheduler) == ["a"]
     scheduler.prefilled("a")
@@ -88,7 +59,7 @@ def test_prompts_are_computed_a_few_at_a_time() -> None:
 
 
 def test_a_short_prompt_does_not_wait_behind_long_ones() -> None:
-    scheduler: Scheduler[str] = Scheduler(slots=8, queue_limit=10, prefills=2, lanes=3)
+    scheduler: Scheduler[str] = Scheduler(slots=8, prefills=2, lanes=3)
     add(scheduler, *"ABC")
     add(scheduler, *"de", tokens=SHORT)
     assert admitted(scheduler) == ["A", "B", "d"]
@@ -99,7 +70,7 @@ def test_a_short_prompt_does_not_wait_behind_long_ones() -> None:
 
 
 def test_short_prompts_do_not_keep_long_ones_waiting() -> None:
-    scheduler: Scheduler[str] = Scheduler(slots=8, queue_limit=10, prefills=2, lanes=3)
+    scheduler: Scheduler[str] = Scheduler(slots=8, prefills=2, lanes=3)
     add(scheduler, *"abc", tokens=SHORT)
     add(scheduler, "D")
     add(scheduler, "e", tokens=SHORT)
@@ -108,38 +79,46 @@ def test_short_prompts_do_not_keep_long_ones_waiting() -> None:
     assert admitted(scheduler) == ["D"]
 
 
-def test_one_that_must_wait_for_itself_is_passed_and_keeps_its_turn() -> None:
-    scheduler: Scheduler[str] = Scheduler(slots=8, queue_limit=10, prefills=8, lanes=9)
+def test_later_requests_pass_one_that_waits_for_a_reason_of_its_own_which_keeps_its_place() -> None:
+    scheduler: Scheduler[str] = Scheduler(slots=8, prefills=8, lanes=9)
     add(scheduler, *"ab")
     assert scheduler.admit(lambda key: Verdict.LATER if key == "a" else Verdict.TAKE) == "b"
     assert scheduler.admit(take) == "a"
 
 
-def test_nobody_passes_one_that_waits_for_memory() -> None:
-    scheduler: Scheduler[str] = Scheduler(slots=8, queue_limit=10, prefills=8, lanes=9)
+def test_no_request_passes_one_that_waits_for_memory() -> None:
+    scheduler: Scheduler[str] = Scheduler(slots=8, prefills=8, lanes=9)
     add(scheduler, *"ab")
     assert scheduler.admit(lambda key: Verdict.BLOCKED if key == "a" else Verdict.TAKE) is None
     assert scheduler.queued == ["a", "b"]
 
 
+def test_a_queued_request_starts_as_soon_as_there_is_a_slot() -> None:
+    scheduler: Scheduler[str] = Scheduler(slots=1, prefills=1, lanes=2)
+    add(scheduler, *"abc")
+    served = []
+    while not scheduler.idle:
+        (key,) = admitted(scheduler)
+        served.append(key)
+        scheduler.remove(key)
+    assert served == ["a", "b", "c"]
+
+
 ACTS = st.sampled_from(["add", "add two", "admit", "prefilled", "expire", "cancel"])
 
 
-@given(st.integers(1, 4), st.integers(0, 4), st.integers(1, 3), st.lists(ACTS, max_size=80), st.randoms())
-def test_whatever_happens_every_request_ends_once_and_the_bounds_hold(
-    slots: int, limit: int, prefills: int, acts: list[str], random: object
+@given(st.integers(1, 4), st.integers(1, 3), st.lists(ACTS, max_size=80), st.randoms())
+def test_every_request_ends_once_and_the_limits_hold_whatever_happens(
+    slots: int, prefills: int, acts: list[str], random: object
 ) -> None:
-    scheduler: Scheduler[int] = Scheduler(slots=slots, queue_limit=limit, prefills=prefills, lanes=prefills + 1)
+    scheduler: Scheduler[int] = Scheduler(slots=slots, prefills=prefills, lanes=prefills + 1)
     alive: list[int] = []
     ends: Counter[int] = Counter()
     added = 0
     for now, act in enumerate(acts):
         if act.startswith("add"):
             keys = list(range(added, added + (2 if act == "add two" else 1)))
-            try:
-                scheduler.add(keys, tokens=random.choice([SHORT, LONG]), deadline=now + random.choice([3, 1000]))
-            except QueueFullError:
-                continue
+            scheduler.add(keys, tokens=random.choice([SHORT, LONG]), deadline=now + random.choice([3, 1000]))
             alive += keys
             added += len(keys)
         elif act == "admit":
@@ -157,19 +136,33 @@ def test_whatever_happens_every_request_ends_once_and_the_bounds_hold(
             scheduler.remove(key)
             ends[key] += 1
         assert len(scheduler.running) <= slots
-        assert len(scheduler.queued) <= limit + slots
         assert len(scheduler.prefilling) <= prefills + 1
         assert sorted(scheduler.running + scheduler.queued) == sorted(alive)
     assert set(ends.values()) <= {1}
     assert len(ends) + len(alive) == added
 
 
-def test_a_request_is_admitted_as_soon_as_nothing_stands_in_its_way() -> None:
-    scheduler: Scheduler[str] = Scheduler(slots=1, queue_limit=10, prefills=1, lanes=2)
-    add(scheduler, *"abc")
-    served = []
-    while not scheduler.idle:
-        (key,) = admitted(scheduler)
-        served.append(key)
-        scheduler.remove(key)
-    assert served == ["a", "b", "c"]
+# When a slot becomes free
+
+
+def test_a_slot_is_expected_after_the_mean_time_that_requests_hold_theirs() -> None:
+    times = SlotTimes()
+    assert times.free_in_s(running=2, oldest_s=5.0) == 1.0
+    times.add(10.0)
+    assert times.free_in_s(running=2, oldest_s=3.0) == 5.0
+    times.add(20.0)
+    assert times.free_in_s(running=1, oldest_s=3.0) == 12.0
+
+
+def test_a_request_that_runs_longer_than_the_mean_counts_with_its_own_time() -> None:
+    times = SlotTimes()
+    times.add(10.0)
+    assert times.free_in_s(running=1, oldest_s=30.0) == 30.0
+
+
+def test_a_slot_is_free_at_the_latest_when_a_request_reaches_its_limit() -> None:
+    times = SlotTimes()
+    assert times.free_in_s(running=1, oldest_s=0.0, at_most_s=7.0) == 7.0
+    times.add(10.0)
+    assert times.free_in_s(running=1, oldest_s=0.0, at_most_s=7.0) == 7.0
+    assert times.free_in_s(running=1, oldest_s=0.0, at_most_s=0.1) == 1.0

@@ -1,4 +1,4 @@
-"""Which engine is preferred, and for how long a measurement counts."""
+"""Which engine is preferred, and for how long a measurement is valid."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from lmx_lab.engine.measure import measure_speeds
 from lmx_lab.engine.speeds import FILE, Speeds, conditions, keep_speeds, kept_speeds, since
 from lmx_lab.errors import EngineError, OutOfMemoryError
 from lmx_lab.settings import Settings
-from lmx_lab.values.models import Format, ModelEntry
+from lmx_lab.values.models import EngineName, ModelEntry
 
 SPEEDS = Speeds(
     model="smollm2-135m",
@@ -26,23 +26,29 @@ SPEEDS = Speeds(
 
 
 @pytest.mark.parametrize(
-    ("mlx", "llama", "busy", "preferred", "said"),
+    ("mlx", "llama", "busy", "preferred", "part"),
     [
         (24.2, 110.4, 3, "llama.cpp", "for smollm2-135m: MLX 24 tok/s, llama.cpp 110 tok/s; prefer GGUF files"),
         (90.0, 9.04, 3, "mlx", "for smollm2-135m: MLX 90 tok/s, llama.cpp 9.0 tok/s; prefer MLX folders"),
         (100.0, 119.0, 3, None, "neither is clearly faster"),
-        (8.2, 110.0, 97, None, "other programs kept 97 % of the processors busy, so measure again when they rest"),
+        (
+            8.2,
+            110.0,
+            97,
+            None,
+            "other programs kept 97 % of the processors busy, so measure again when they use less: lmx-lab doctor",
+        ),
     ],
 )
-def test_what_is_clearly_faster_on_a_quiet_machine_is_preferred(
-    mlx: float, llama: float, busy: float, preferred: str | None, said: str
+def test_an_engine_is_preferred_if_it_is_clearly_faster_and_the_machine_was_quiet(
+    mlx: float, llama: float, busy: float, preferred: str | None, part: str
 ) -> None:
     speeds = replace(SPEEDS, tokens_per_second={"mlx": mlx, "llama.cpp": llama}, busy_percent=busy)
     assert speeds.preferred == preferred
-    assert said in str(speeds)
+    assert part in str(speeds)
 
 
-def test_figures_are_kept_until_something_changes_that_they_depend_on(
+def test_figures_are_valid_until_something_changes_that_they_depend_on(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     settings = Settings(home=tmp_path / "new", threads=1)
@@ -55,11 +61,11 @@ def test_figures_are_kept_until_something_changes_that_they_depend_on(
     assert kept_speeds(replace(settings, port=1)) == speeds
     assert kept_speeds(replace(settings, threads=2)) is None
     assert kept_speeds(replace(settings, dtype="keep")) is None
-    monkeypatch.setattr(speeds_module, "installed", lambda: False)
+    monkeypatch.setattr(speeds_module, "versions", lambda: {"mlx": "1.0", "llama.cpp": None})
     assert kept_speeds(settings) is None
 
 
-def test_a_file_that_somebody_has_damaged_counts_as_none(tmp_path: Path) -> None:
+def test_a_damaged_file_is_ignored(tmp_path: Path) -> None:
     settings = Settings(home=tmp_path)
     path = keep_speeds(settings, replace(SPEEDS, made_with=conditions(settings)))
     whole = json.loads(path.read_text())
@@ -71,20 +77,20 @@ def test_a_file_that_somebody_has_damaged_counts_as_none(tmp_path: Path) -> None
 
 
 @pytest.mark.parametrize(
-    ("seconds", "said"), [(-5, "just now"), (59, "just now"), (61, "1 minute ago"), (7300, "2 hours ago")]
+    ("seconds", "words"), [(-5, "just now"), (59, "just now"), (61, "1 minute ago"), (7300, "2 hours ago")]
 )
-def test_an_age_is_said_in_its_largest_unit(monkeypatch: pytest.MonkeyPatch, seconds: float, said: str) -> None:
+def test_an_age_is_written_in_its_largest_unit(monkeypatch: pytest.MonkeyPatch, seconds: float, words: str) -> None:
     monkeypatch.setattr(speeds_module.time, "time", lambda: 1000.0 + seconds)
-    assert since(1000.0) == said
+    assert since(1000.0) == words
 
 
-def test_a_model_that_cannot_be_loaded_is_an_error_that_says_why(tiny: ModelEntry, tmp_path: Path) -> None:
-    models: dict[Format, ModelEntry] = {"mlx": replace(tiny, path=tmp_path / "gone"), "gguf": tiny}
+def test_the_error_of_a_model_that_cannot_be_loaded_has_the_reason(tiny: ModelEntry, tmp_path: Path) -> None:
+    models: dict[EngineName, ModelEntry] = {"mlx": replace(tiny, path=tmp_path / "gone"), "llama.cpp": tiny}
     with pytest.raises(EngineError, match="gone"):
         measure_speeds(Settings(home=tmp_path, threads=1), models)
 
 
-def test_nothing_is_measured_where_memory_is_short(tiny: ModelEntry, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_nothing_is_measured_if_memory_is_short(tiny: ModelEntry, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(measure, "NEEDED_BYTES", 2**60)
     with pytest.raises(OutOfMemoryError, match="unload a model"):
-        measure_speeds(Settings(), {"mlx": tiny, "gguf": tiny})
+        measure_speeds(Settings(), {"mlx": tiny, "llama.cpp": tiny})

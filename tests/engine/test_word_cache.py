@@ -1,4 +1,4 @@
-"""Words that texts were split into take no memory once their model has gone."""
+"""TokenTable that texts were split into take no memory once their model has gone."""
 
 from __future__ import annotations
 
@@ -55,7 +55,7 @@ def left_behind(use: Callable[[], None]) -> int:
     return in_use() - before
 
 
-def test_a_chat_model_leaves_no_words(tmp_path: Path, smollm2: ModelEntry) -> None:
+def test_an_unloaded_chat_model_leaves_no_cached_words(tmp_path: Path, smollm2: ModelEntry) -> None:
     write_tiny_llama(tmp_path / "tiny", smollm2.path, seed=0, context=CONTEXT)
     tiny, prompt = Catalog(Settings()).resolve(str(tmp_path / "tiny")), TextPrompt(text=WORDS)
 
@@ -66,7 +66,7 @@ def test_a_chat_model_leaves_no_words(tmp_path: Path, smollm2: ModelEntry) -> No
     assert left_behind(use) < MOST_BYTES
 
 
-def test_an_embedding_model_leaves_no_words(tmp_path: Path, smollm2: ModelEntry) -> None:
+def test_an_unloaded_embedding_model_leaves_no_cached_words(tmp_path: Path, smollm2: ModelEntry) -> None:
     bpe = Tokenizer.from_file(str(smollm2.path / "tokenizer.json"))
     entry = write_tiny_qwen3(
         tmp_path / "tiny-qwen3",

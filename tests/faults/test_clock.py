@@ -17,7 +17,7 @@ from lmx_lab.daemon.storage import retention
 from lmx_lab.daemon.storage.event_log import EventLog
 from lmx_lab.daemon.storage.retention import STEP_TRUSTED_AFTER_S, CautiousClock
 from lmx_lab.daemon.storage.store import Store
-from lmx_lab.engine import Engine
+from lmx_lab.engine import ModelManager
 from lmx_lab.errors import GenerationTimeoutError
 from lmx_lab.settings import Settings
 from lmx_lab.values.models import Format, ModelEntry
@@ -51,19 +51,19 @@ def longs(tmp_path: Path, tiny: ModelEntry, long_gguf: Path) -> Mapping[Format, 
 async def test_deadlines_and_idle_timeouts_do_not_depend_on_the_wall_clock(
     longs: Mapping[Format, ModelEntry], made_for: Format
 ) -> None:
-    async with Engine(replace(SETTINGS, idle_unload_s=0.4)) as engine:
-        await engine.load(longs[made_for])
-        assert (await run(engine))[1].output_tokens == 8
+    async with ModelManager(replace(SETTINGS, idle_unload_s=0.4)) as manager:
+        await manager.load_entry(longs[made_for])
+        assert (await run(manager))[1].output_tokens == 8
         begun = time.perf_counter()
-        stream = await engine.submit(request(max_tokens=480, ignore_eos=True, timeout_s=0.05))
+        stream = await manager.submit(request(max_tokens=480, ignore_eos=True, timeout_s=0.05))
         with pytest.raises(GenerationTimeoutError, match=r"not finished after 0\.05 s"):
             await finish(stream)
         assert time.perf_counter() - begun > 0.05
         used = time.perf_counter()
-        while engine.snapshot.state == "ready":  # noqa: ASYNC110
+        while manager.snapshot.state == "ready":  # noqa: ASYNC110
             await asyncio.sleep(0.01)
         assert time.perf_counter() - used > 0.3
-        assert engine.snapshot.unload_cause == "idle"
+        assert manager.snapshot.unload_cause == "idle"
 
 
 @pytest.mark.usefixtures("_wild_clock")

@@ -1,4 +1,4 @@
-"""Tests of errors inside an engine: every request ends once, and the next one is answered."""
+"""After a fault anywhere in an engine, every request ends once, and the next one is answered."""
 
 from __future__ import annotations
 
@@ -16,20 +16,20 @@ import psutil
 import pytest
 from mlx_lm.models import llama
 
-from lmx_lab.engine import AnswerFormat, Engine
+from lmx_lab.engine import AnswerFormat, ModelManager
 from lmx_lab.engine.grammar.mask import Constraint
-from lmx_lab.engine.llama_cpp.answer import Answer
+from lmx_lab.engine.llama_cpp.answer import AnswerReader
 from lmx_lab.engine.llama_cpp.connection import RefusedError
-from lmx_lab.engine.llama_cpp.model import Hosted
-from lmx_lab.engine.llama_cpp.queue import Jobs
+from lmx_lab.engine.llama_cpp.model import HostedModel
+from lmx_lab.engine.llama_cpp.queue import LlamaQueue
 from lmx_lab.engine.mlx import batch, memory
 from lmx_lab.engine.mlx.model import AnswerText, PromptTokenizer
-from lmx_lab.engine.mlx.sampling import Cut
+from lmx_lab.engine.mlx.sampling import RandomSampler
 from lmx_lab.errors import EngineError
 from lmx_lab.notebook import Lab
 from lmx_lab.settings import Settings
 from lmx_lab.values.models import ModelEntry
-from tests.engine.conftest import finish, numbers, poison, request, run, until_idle
+from tests.engine.conftest import finish, mlx_thread, numbers, poison, request, run, until_idle
 from tests.engine.llama_cpp.conftest import process_of
 from tests.faults.chat_requests import WAIT_S, WAYS, End, Way, send_all
 from tests.faults.fault_injection import inject
@@ -39,31 +39,31 @@ DIGITS = {"type": "json_schema", "json_schema": {"name": "n", "schema": {"type":
 
 
 @dataclass(frozen=True, kw_only=True)
-class ModelLocation:
-    """A function in which a fault is injected, the number of the call, and a request that reaches it."""
+class FaultPoint:
+    """Where a fault is injected, at which call, and parameters of requests that get there."""
 
     at: tuple[Any, str]
     call: int
     asked: dict[str, Any] = field(default_factory=dict)
     alone: bool = False
-    """Whether only one request fails, and none of those that run at the same time."""
+    """Whether only one request fails, and none of those that run beside it."""
     exc: Exception = field(default_factory=lambda: RuntimeError("injected"))
 
 
 PLACES = {
-    "tokenizing": ModelLocation(at=(PromptTokenizer, "encode"), call=1, alone=True),
-    "prefill": ModelLocation(at=(llama.Model, "__call__"), call=1),
-    "decoding": ModelLocation(at=(llama.Model, "__call__"), call=9),
-    "sampling": ModelLocation(at=(Cut, "sample"), call=5, asked={"temperature": 0.7, "seed": 3}),
-    "grammar mask": ModelLocation(at=(Constraint, "mask"), call=5, asked={"response_format": DIGITS}),
-    "detokenizing": ModelLocation(at=(AnswerText, "decode"), call=31, alone=True),
-    "log-probabilities": ModelLocation(at=(batch, "answer_token"), call=15, alone=True, asked={"logprobs": True}),
+    "tokenizing": FaultPoint(at=(PromptTokenizer, "encode"), call=1, alone=True),
+    "prefill": FaultPoint(at=(llama.Model, "__call__"), call=1),
+    "decoding": FaultPoint(at=(llama.Model, "__call__"), call=9),
+    "sampling": FaultPoint(at=(RandomSampler, "sample"), call=5, asked={"temperature": 0.7, "seed": 3}),
+    "grammar mask": FaultPoint(at=(Constraint, "mask"), call=5, asked={"response_format": DIGITS}),
+    "detokenizing": FaultPoint(at=(AnswerText, "decode"), call=31, alone=True),
+    "log-probabilities": FaultPoint(at=(batch, "answer_token"), call=15, alone=True, asked={"logprobs": True}),
 }
 GGUF_PLACES = {
-    "tokenizing": ModelLocation(at=(Hosted, "tokenized"), call=1, alone=True),
-    "reading": ModelLocation(at=(Answer, "take"), call=5, alone=True),
-    "llama.cpp": ModelLocation(
-        at=(Jobs, "_follow"), call=1, alone=True, exc=RefusedError(500, "server_error", "injected")
+    "tokenizing": FaultPoint(at=(HostedModel, "tokenize"), call=1, alone=True),
+    "reading": FaultPoint(at=(AnswerReader, "read"), call=5, alone=True),
+    "llama.cpp": FaultPoint(
+        at=(LlamaQueue, "_generate"), call=1, alone=True, exc=RefusedError(500, "server_error", "injected")
     ),
 }
 
@@ -82,7 +82,7 @@ def gguf_lab(tiny_home: Path, tiny_gguf: Path) -> Iterator[Lab]:
 
 @pytest.mark.parametrize("way", WAYS)
 @pytest.mark.parametrize("place", PLACES)
-def test_a_fault_in_mlx_ends_requests_with_an_error_and_the_next_one_is_answered(
+def test_a_fault_ends_requests_with_an_error_and_queued_ones_are_answered(
     mlx_lab: Lab, monkeypatch: pytest.MonkeyPatch, place: str, way: str
 ) -> None:
     check_fault(mlx_lab, monkeypatch, PLACES[place], WAYS[way])
@@ -90,19 +90,19 @@ def test_a_fault_in_mlx_ends_requests_with_an_error_and_the_next_one_is_answered
 
 @pytest.mark.parametrize("way", WAYS)
 @pytest.mark.parametrize("place", GGUF_PLACES)
-def test_a_fault_in_llama_cpp_ends_requests_with_an_error_and_the_next_one_is_answered(
+def test_a_fault_of_the_llama_cpp_engine_does_too(
     gguf_lab: Lab, monkeypatch: pytest.MonkeyPatch, place: str, way: str
 ) -> None:
     check_fault(gguf_lab, monkeypatch, GGUF_PLACES[place], WAYS[way])
 
 
-def check_fault(lab: Lab, monkeypatch: pytest.MonkeyPatch, place: ModelLocation, way: Way) -> None:
+def check_fault(lab: Lab, monkeypatch: pytest.MonkeyPatch, place: FaultPoint, way: Way) -> None:
     asked = {"model": "default", "max_tokens": 24, **place.asked}
     good = way(lab, chat_body(**asked))
     assert good.text
     with monkeypatch.context() as patched:
         fault = inject(patched, place.at, place.exc, at_call=place.call)
-        # Two running requests and one in the queue.
+        # Two requests run, and one waits.
         ends = [asked.result(WAIT_S) for asked in send_all(lab, [way] * 3, **asked)]
     assert fault.happened
     failed = [end for end in ends if end.error is not None]
@@ -122,7 +122,7 @@ def check_envelope(end: End) -> None:
     assert end.status in (None, 500)
 
 
-# Leftovers
+# After faults
 
 
 FORM = AnswerFormat(kind="regex", text="[0-9]{200}")
@@ -139,43 +139,43 @@ async def test_failed_requests_leave_no_objects_and_memory(tiny: ModelEntry, mon
 
     monkeypatch.setattr(Constraint, "__init__", noted)
 
-    async def fail_once(engine: Engine, call: int) -> None:
+    async def fail_once(manager: ModelManager, call: int) -> None:
         asked = [request(prompt=numbers(100, start=at), max_tokens=200, answer_format=FORM) for at in (500, 900)]
         with monkeypatch.context() as patched:
             fault = inject(patched, (llama.Model, "__call__"), RuntimeError("injected"), at_call=call)
-            for stream in [await engine.submit(each) for each in asked]:
+            for stream in [await manager.submit(each) for each in asked]:
                 with pytest.raises(EngineError, match="injected"):
                     await finish(stream)
         assert fault.happened
-        await until_idle(engine)
+        await until_idle(manager)
 
-    # Without the prefix cache, which keeps parts of ended requests on purpose.
-    async with Engine(Settings(slots=2, queue_limit=2, prefix_cache_bytes=0)) as engine:
-        await engine.load(tiny)
+    # Without a prefix cache, which keeps memory of ended requests.
+    async with ModelManager(Settings(slots=2, queue_limit=2, prefix_cache_bytes=0)) as manager:
+        await manager.load_entry(tiny)
         seen = []
         for at in range(6):
-            await fail_once(engine, call=20 + at)
+            await fail_once(manager, call=20 + at)
             gc.collect()
-            seen.append((await used_bytes(engine), threading.active_count(), len(made)))
+            seen.append((await used_bytes(manager), threading.active_count(), len(made)))
         assert seen[-1] == seen[2], seen
         assert seen[-1][2] == 0
-        assert (await run(engine))[1].output_tokens == 8
+        assert (await run(manager))[1].output_tokens == 8
 
 
-async def used_bytes(engine: Engine) -> int:
-    """Return the memory that MLX uses, without its cache for new arrays."""
-    await engine._mlx._thread.call(lambda core: memory.release())
-    return await engine._mlx._thread.call(lambda core: memory.used_bytes())
+async def used_bytes(manager: ModelManager) -> int:
+    """Memory that MLX uses, without its cache of free buffers."""
+    await mlx_thread(manager).call(lambda core: memory.release())
+    return await mlx_thread(manager).call(lambda core: memory.used_bytes())
 
 
-# Death of an engine
+# The engine dies
 
 
 @pytest.mark.parametrize("made_for", ["mlx", "gguf"])
-def test_requests_of_an_engine_that_dies_end_and_a_load_starts_a_new_one(
+def test_requests_end_when_their_engine_dies_and_a_load_starts_it_again(
     tiny_home: Path, long_gguf: Path, made_for: str
 ) -> None:
-    # Longer answers on llama.cpp, which would otherwise finish before all three requests run.
+    # Longer on llama.cpp, where requests might end before all three run at once.
     name, tokens = ("tiny", 450) if made_for == "mlx" else (str(long_gguf), 7000)
     with serving(tiny_home, name, slots=3, threads=1) as lab, httpx2.Client(base_url=lab.url, timeout=WAIT_S) as http:
         before = lab.engine.snapshot.output_tokens

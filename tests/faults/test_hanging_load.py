@@ -1,4 +1,4 @@
-"""Tests of a load on llama.cpp that hangs, as on a file system that does not respond: the next request ends it."""
+"""A load on llama.cpp that hangs, as on a file system that does not respond, can be cancelled and replaced."""
 
 from __future__ import annotations
 
@@ -12,12 +12,12 @@ import httpx2
 import psutil
 import pytest
 
-from lmx_lab.engine import Engine
+from lmx_lab.engine import ModelManager
 from lmx_lab.engine.llama_cpp import process as process_module
-from lmx_lab.errors import LabError, NotLoadedError, UnusableModelError
+from lmx_lab.errors import LabError, ModelBusyError, NotLoadedError, UnusableModelError
 from lmx_lab.settings import Settings
 from lmx_lab.values.models import ModelEntry
-from tests.engine.conftest import run
+from tests.engine.conftest import pin, run
 from tests.engine.llama_cpp.conftest import entry_of
 from tests.faults.chat_requests import CHAT, WAIT_S
 from tests.flows.conftest import chat_body, serving, wait_until
@@ -35,7 +35,7 @@ while True:
 
 
 class Hanging:
-    """Makes processes that are started from now on stop responding when they receive the load request."""
+    """Switches whether new processes read their order and then hang."""
 
     def __init__(self, folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
         self._script, self._works = folder / "still.py", process_module.SCRIPT
@@ -47,12 +47,12 @@ class Hanging:
 
     @property
     def begun(self) -> bool:
-        """Whether a process has begun to hang."""
+        """Whether a process hangs."""
         return Path(f"{self._script}.begun").exists()
 
     @property
     def processes(self) -> int:
-        """Number of hanging processes, including ended ones that the system still lists."""
+        """Number of processes that hang, or have not been reaped by the system."""
         found = 0
         for child in psutil.Process().children():
             with contextlib.suppress(psutil.NoSuchProcess):
@@ -66,17 +66,17 @@ def hangs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Hanging:
 
 
 @pytest.fixture
-async def engine() -> AsyncIterator[Engine]:
-    async with Engine(SETTINGS) as engine:
-        yield engine
+async def manager() -> AsyncIterator[ModelManager]:
+    async with ModelManager(SETTINGS) as manager:
+        yield manager
 
 
-async def hanging(engine: Engine, hangs: Hanging, entry: ModelEntry) -> asyncio.Task[object]:
-    """Start a load and wait until it hangs."""
+async def hanging(manager: ModelManager, hangs: Hanging, entry: ModelEntry) -> asyncio.Task[object]:
+    """A load that hangs."""
     hangs(True)
-    load = asyncio.create_task(engine.load(entry), name="hangs")
+    load = asyncio.create_task(manager.load_entry(entry), name="hangs")
     await begun(load, hangs)
-    assert engine.snapshot.state == "loading"
+    assert manager.snapshot.state == "loading"
     return load
 
 
@@ -86,119 +86,124 @@ async def begun(work: asyncio.Task[object], hangs: Hanging) -> None:
         await asyncio.sleep(0.01)
 
 
-async def told(load: asyncio.Task[object]) -> str:
-    with pytest.raises(NotLoadedError) as given_up:
+async def cancelled(load: asyncio.Task[object]) -> str:
+    with pytest.raises(NotLoadedError) as error:
         await asyncio.wait_for(load, WAIT_S)
-    return given_up.value.message
+    return error.value.message
 
 
 @pytest.fixture(params=["nothing", "mlx", "gguf"])
-async def before(request: pytest.FixtureRequest, engine: Engine, tiny: ModelEntry, tiny_gguf: Path) -> None:
-    """Load the model that is in memory before the other load begins to hang."""
+async def before(request: pytest.FixtureRequest, manager: ModelManager, tiny: ModelEntry, tiny_gguf: Path) -> None:
+    """The model that is loaded when the other load begins to hang."""
     if request.param != "nothing":
-        await engine.load(tiny if request.param == "mlx" else entry_of(tiny_gguf))
+        await manager.load_entry(tiny if request.param == "mlx" else entry_of(tiny_gguf))
 
 
 @pytest.mark.anyio
 @pytest.mark.usefixtures("before")
-async def test_an_unload_ends_a_hanging_load_and_no_model_is_restored(
-    engine: Engine, long_gguf: Path, tiny_gguf: Path, hangs: Hanging
+async def test_an_unload_cancels_it_and_no_model_is_loaded_afterwards(
+    manager: ModelManager, long_gguf: Path, tiny_gguf: Path, hangs: Hanging
 ) -> None:
-    load = await hanging(engine, hangs, entry_of(long_gguf, "long"))
-    await asyncio.wait_for(engine.unload(), WAIT_S)
-    assert await told(load) == "the load of long was given up: the model is unloaded"
+    load = await hanging(manager, hangs, entry_of(long_gguf, "long"))
+    await asyncio.wait_for(manager.unload(), WAIT_S)
+    assert await cancelled(load) == "the load of long was cancelled: the model is unloaded"
     assert hangs.processes == 0
-    assert (engine.snapshot.state, engine.snapshot.entry) == ("empty", None)
+    assert (manager.snapshot.state, manager.snapshot.entry) == ("empty", None)
     with pytest.raises(NotLoadedError, match="no model is loaded"):
-        await run(engine)
+        await run(manager)
     hangs(False)
-    await engine.load(entry_of(tiny_gguf))
-    assert (await run(engine))[1].output_tokens == 8
+    await manager.load_entry(entry_of(tiny_gguf))
+    assert (await run(manager))[1].output_tokens == 8
 
 
 @pytest.mark.anyio
 @pytest.mark.usefixtures("before")
 @pytest.mark.parametrize("made_for", ["mlx", "gguf"])
-async def test_another_load_replaces_a_hanging_load(
-    engine: Engine, tiny: ModelEntry, *, long_gguf: Path, tiny_gguf: Path, hangs: Hanging, made_for: str
+async def test_another_load_may_replace_it(
+    manager: ModelManager, tiny: ModelEntry, *, long_gguf: Path, tiny_gguf: Path, hangs: Hanging, made_for: str
 ) -> None:
-    load = await hanging(engine, hangs, entry_of(long_gguf, "long"))
+    load = await hanging(manager, hangs, entry_of(long_gguf, "long"))
     hangs(False)
-    await asyncio.wait_for(engine.load(tiny if made_for == "mlx" else entry_of(tiny_gguf)), WAIT_S)
-    assert await told(load) == "the load of long was given up: tiny is loaded in its place"
+    other = tiny if made_for == "mlx" else entry_of(tiny_gguf)
+    with pytest.raises(ModelBusyError, match="long is being loaded"):
+        await manager.load_entry(other)
+    await asyncio.wait_for(manager.load_entry(other, if_busy="replace"), WAIT_S)
+    assert await cancelled(load) == "the load of long was cancelled: tiny is loaded instead"
     assert hangs.processes == 0
-    assert (await run(engine))[1].model == "tiny"
+    assert (await run(manager))[1].model == "tiny"
 
 
 @pytest.mark.anyio
-async def test_the_last_of_several_hanging_loads_is_completed(
-    engine: Engine, tiny: ModelEntry, long_gguf: Path, tiny_gguf: Path, hangs: Hanging
+async def test_each_of_several_hanging_loads_is_replaced_by_the_next_one(
+    manager: ModelManager, tiny: ModelEntry, long_gguf: Path, tiny_gguf: Path, hangs: Hanging
 ) -> None:
-    first = await hanging(engine, hangs, entry_of(long_gguf, "long"))
-    second: asyncio.Task[object] = asyncio.create_task(engine.load(entry_of(tiny_gguf, "second")))
-    assert "second is loaded in its place" in await told(first)
-    await asyncio.wait_for(engine.unload(), WAIT_S)
-    assert "the model is unloaded" in await told(second)
+    first = await hanging(manager, hangs, entry_of(long_gguf, "long"))
+    second: asyncio.Task[object] = asyncio.create_task(
+        manager.load_entry(entry_of(tiny_gguf, "second"), if_busy="replace")
+    )
+    assert "second is loaded instead" in await cancelled(first)
+    await asyncio.wait_for(manager.unload(), WAIT_S)
+    assert "the model is unloaded" in await cancelled(second)
     assert hangs.processes == 0
-    await engine.load(tiny)
-    assert (await run(engine))[1].model == "tiny"
+    await manager.load_entry(tiny)
+    assert (await run(manager))[1].model == "tiny"
 
 
 @pytest.mark.anyio
-async def test_a_second_request_for_the_same_model_waits_for_the_same_load(
-    engine: Engine, long_gguf: Path, hangs: Hanging
+async def test_a_second_request_for_the_same_model_joins_the_load(
+    manager: ModelManager, long_gguf: Path, hangs: Hanging
 ) -> None:
-    first = await hanging(engine, hangs, entry_of(long_gguf, "long"))
-    again: asyncio.Task[object] = asyncio.create_task(engine.load(entry_of(long_gguf, "long")))
+    first = await hanging(manager, hangs, entry_of(long_gguf, "long"))
+    again: asyncio.Task[object] = asyncio.create_task(manager.load_entry(entry_of(long_gguf, "long")))
     done, _ = await asyncio.wait([first, again], timeout=0.3)
     assert not done
     assert hangs.processes == 1
-    await engine.unload()
+    await manager.unload()
     for load in (first, again):
-        await told(load)
+        await cancelled(load)
     assert hangs.processes == 0
 
 
 @pytest.mark.anyio
-async def test_restoring_a_model_that_hangs_blocks_no_other_request(
-    engine: Engine, tiny: ModelEntry, *, tiny_gguf: Path, tmp_path: Path, hangs: Hanging
+async def test_loading_the_previous_model_again_can_be_replaced_too(
+    manager: ModelManager, tiny: ModelEntry, *, tiny_gguf: Path, tmp_path: Path, hangs: Hanging
 ) -> None:
-    await engine.load(entry_of(tiny_gguf))
-    load = await hanging(engine, hangs, entry_of(unknown_architecture(tiny_gguf, tmp_path), "bad"))
-    await asyncio.wait_for(engine.load(tiny), WAIT_S)
-    with pytest.raises(UnusableModelError, match=r"bad magic.*could not be loaded again either: .* was given up"):
+    await manager.load_entry(entry_of(tiny_gguf))
+    load = await hanging(manager, hangs, entry_of(unknown_architecture(tiny_gguf, tmp_path), "bad"))
+    await asyncio.wait_for(manager.load_entry(tiny, if_busy="replace"), WAIT_S)
+    with pytest.raises(UnusableModelError, match=r"bad magic.*could not be loaded again either: .* was cancelled"):
         await asyncio.wait_for(load, WAIT_S)
     assert hangs.processes == 0
-    assert (await run(engine))[1].model == "tiny"
+    assert (await run(manager))[1].model == "tiny"
 
 
 @pytest.mark.anyio
 @pytest.mark.usefixtures("before")
-async def test_a_hanging_load_of_an_encoder_does_not_block_an_unload(
-    engine: Engine, tiny_gguf: Path, minilm_gguf: Path, hangs: Hanging
+async def test_a_hanging_load_of_a_pinned_model_does_not_delay_an_unload(
+    manager: ModelManager, tiny_gguf: Path, minilm_gguf: Path, hangs: Hanging
 ) -> None:
     hangs(True)
-    pin: asyncio.Task[object] = asyncio.create_task(engine.pin(entry_of(minilm_gguf, "minilm")))
-    await begun(pin, hangs)
-    await asyncio.wait_for(engine.unload(), WAIT_S)
-    assert (engine.snapshot.state, engine.snapshot.entry) == ("empty", None)
-    # A load has to wait, because it needs the memory size of the encoder.
-    load: asyncio.Task[object] = asyncio.create_task(engine.load(entry_of(tiny_gguf)))
+    pinning: asyncio.Task[object] = asyncio.create_task(pin(manager, entry_of(minilm_gguf, "minilm")))
+    await begun(pinning, hangs)
+    await asyncio.wait_for(manager.unload(), WAIT_S)
+    assert (manager.snapshot.state, manager.snapshot.entry) == ("empty", None)
+    # A load waits until the memory of the pinned model is known.
+    load: asyncio.Task[object] = asyncio.create_task(manager.load_entry(entry_of(tiny_gguf)))
     await asyncio.sleep(0.3)
     assert not load.done()
-    await asyncio.wait_for(engine.unload(), WAIT_S)
-    assert await told(load) == "the load of tiny was given up: the model is unloaded"
-    assert not pin.done()
-    await asyncio.to_thread(engine.stop)
+    await asyncio.wait_for(manager.unload(), WAIT_S)
+    assert await cancelled(load) == "the load of tiny was cancelled: the model is unloaded"
+    assert not pinning.done()
+    await asyncio.to_thread(manager.stop)
     with pytest.raises(LabError):
-        await asyncio.wait_for(pin, WAIT_S)
+        await asyncio.wait_for(pinning, WAIT_S)
     assert hangs.processes == 0
 
 
 @pytest.mark.anyio
-async def test_stopping_the_engine_ends_a_hanging_load(long_gguf: Path, hangs: Hanging) -> None:
-    async with Engine(SETTINGS) as engine:
-        load = await hanging(engine, hangs, entry_of(long_gguf, "long"))
+async def test_stopping_cancels_it(long_gguf: Path, hangs: Hanging) -> None:
+    async with ModelManager(SETTINGS) as manager:
+        load = await hanging(manager, hangs, entry_of(long_gguf, "long"))
     with pytest.raises(LabError, match="the engine was stopped"):
         await asyncio.wait_for(load, WAIT_S)
     assert hangs.processes == 0
@@ -212,19 +217,19 @@ def test_a_server_accepts_an_unload_while_a_load_hangs(tiny_home: Path, long_ggu
         load = threading.Thread(target=lambda: answers.append(http.post("/admin/models/load", json=body)))
         load.start()
         wait_until(lambda: hangs.begun)
-        # The response tells the client to retry in a second.
+        # The client is told to try again in a second.
         refused = http.post(CHAT, json=chat_body(model="default"))
         assert (refused.status_code, refused.json()["error"]["code"]) == (503, "no-model-loaded")
         assert refused.json()["error"]["retryable"]
         assert (refused.headers["retry-after"], refused.headers.get("x-should-retry")) == ("1", None)
         assert http.get("/readyz").json()["error"]["retryable"]
-        # Another load would replace the one for which a client waits.
+        # Another load would replace one that a client waits for.
         assert http.post("/admin/models/load", json={"model": "tiny"}).status_code == 409
         assert http.post("/admin/models/unload").status_code == 200
         load.join(WAIT_S)
         (answer,) = answers
         assert (answer.status_code, answer.json()["error"]["code"]) == (503, "no-model-loaded")
-        assert "given up: the model is unloaded" in answer.json()["error"]["message"]
+        assert "cancelled: the model is unloaded" in answer.json()["error"]["message"]
         assert hangs.processes == 0
         assert http.post("/admin/models/load", json={"model": "tiny"}).status_code == 200
         gone = http.post(CHAT, json=chat_body())

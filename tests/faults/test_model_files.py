@@ -1,4 +1,4 @@
-"""Tests of model files that are truncated, replaced, overwritten or removed while they are read or loaded."""
+"""Tests of model files that are truncated, replace_text, overwritten or removed while they are read or loaded."""
 
 from __future__ import annotations
 
@@ -13,15 +13,15 @@ import httpx2
 import mlx.core as mx
 import pytest
 
-from lmx_lab.engine import Engine
+from lmx_lab.engine import ModelManager
 from lmx_lab.engine.llama_cpp.process import LlamaProcess
 from lmx_lab.errors import EngineDeadError, UnusableModelError
 from lmx_lab.settings import Settings
 from lmx_lab.values.models import Format, ModelEntry
 from lmx_lab.weights import Catalog
 from tests.engine.conftest import run
-from tests.engine.llama_cpp.conftest import process_of
-from tests.faults.chat_requests import CHAT, WAIT_S
+from tests.engine.llama_cpp.conftest import llama_core, process_of
+from tests.faults.asking import CHAT, WAIT_S
 from tests.flows.conftest import chat_body, serving, wait_until
 from tests.gguf_files import with_context
 from tests.tiny import write_tiny_llama
@@ -64,9 +64,9 @@ def other(tmp_path: Path, smollm2: ModelEntry, tiny_gguf: Path) -> Callable[[For
 
 
 @pytest.fixture
-async def engine() -> AsyncIterator[Engine]:
-    async with Engine(SETTINGS) as engine:
-        yield engine
+async def manager() -> AsyncIterator[ModelManager]:
+    async with ModelManager(SETTINGS) as manager:
+        yield manager
 
 
 # After the load
@@ -74,12 +74,12 @@ async def engine() -> AsyncIterator[Engine]:
 
 @pytest.mark.anyio
 @pytest.mark.parametrize("spoil", ["cut", "overwritten", "removed"])
-async def test_a_loaded_mlx_model_does_not_depend_on_its_files(
-    engine: Engine, copy: Callable[[Format], Path], spoil: str
+async def test_what_mlx_has_read_does_not_depend_on_its_files_any_more(
+    manager: ModelManager, copy: Callable[[Format], Path], spoil: str
 ) -> None:
     path = copy("mlx")
-    await engine.load(entry_of(path))
-    good = (await run(engine))[0]
+    await manager.load_entry(entry_of(path))
+    good = (await run(manager))[0]
     weights = weights_of(path)
     if spoil == "cut":
         os.truncate(weights, 4096)
@@ -87,43 +87,42 @@ async def test_a_loaded_mlx_model_does_not_depend_on_its_files(
         weights.write_bytes(bytes(weights.stat().st_size))
     else:
         shutil.rmtree(path)
-    assert (await run(engine))[0] == good
+    assert (await run(manager))[0] == good
 
 
 @pytest.mark.anyio
-async def test_overwriting_a_loaded_gguf_file_stops_its_process(
-    engine: Engine, copy: Callable[[Format], Path], tiny_gguf: Path
+async def test_a_gguf_file_that_is_overwritten_ends_its_process_which_would_compute_with_what_is_there_now(
+    manager: ModelManager, copy: Callable[[Format], Path], tiny_gguf: Path
 ) -> None:
     path = copy("gguf")
-    await engine.load(entry_of(path))
-    assert (await run(engine))[1].output_tokens == 8
+    await manager.load_entry(entry_of(path))
+    assert (await run(manager))[1].output_tokens == 8
     with path.open("r+b") as file:
         file.seek(-4096, os.SEEK_END)
         file.write(b"\1" * 4096)
-    while engine.snapshot.state != "dead":  # noqa: ASYNC110
+    while manager.snapshot.state != "dead":  # noqa: ASYNC110
         await asyncio.sleep(0.001)
     with pytest.raises(EngineDeadError, match="its file was changed or cut short while it was loaded"):
-        await run(engine)
-    await engine.load(entry_of(tiny_gguf))
-    assert (await run(engine))[1].output_tokens == 8
+        await run(manager)
+    await manager.load_entry(entry_of(tiny_gguf))
+    assert (await run(manager))[1].output_tokens == 8
 
 
 @pytest.mark.anyio
-async def test_a_loaded_gguf_model_is_unaffected_if_its_file_is_replaced_or_removed(
-    engine: Engine, copy: Callable[[Format], Path], other: Callable[[Format], Path]
+async def test_a_gguf_file_that_is_replaced_or_removed_stays_what_it_was_for_those_who_have_it(
+    manager: ModelManager, copy: Callable[[Format], Path], other: Callable[[Format], Path]
 ) -> None:
     path = copy("gguf")
-    await engine.load(entry_of(path))
-    good = (await run(engine))[0]
+    await manager.load_entry(entry_of(path))
+    good = (await run(manager))[0]
     other("gguf").replace(path)
-    core = engine._gguf._core
-    assert core is not None
+    core = llama_core(manager)
     assert core._main is not None
-    core._main.hosted.look()
+    core._main.hosted.measure()
     path.unlink()
-    core._main.hosted.look()
-    assert (await run(engine))[0] == good
-    assert not process_of(engine).died.is_set()
+    core._main.hosted.measure()
+    assert (await run(manager))[0] == good
+    assert not process_of(manager).died.is_set()
 
 
 # The next load
@@ -131,22 +130,22 @@ async def test_a_loaded_gguf_model_is_unaffected_if_its_file_is_replaced_or_remo
 
 @pytest.mark.anyio
 @pytest.mark.parametrize("made_for", MAKES)
-async def test_a_load_after_the_files_were_replaced_reads_the_new_files(
-    engine: Engine, copy: Callable[[Format], Path], other: Callable[[Format], Path], made_for: Format
+async def test_a_load_after_the_files_were_replaced_reads_the_new_ones(
+    manager: ModelManager, copy: Callable[[Format], Path], other: Callable[[Format], Path], made_for: Format
 ) -> None:
     path = copy(made_for)
-    await engine.load(entry_of(path))
-    assert (await engine.load(entry_of(path))).load_s == 0
-    assert engine.snapshot.context_length == 512
+    await manager.load_entry(entry_of(path))
+    assert (await manager.load_entry(entry_of(path))).load_s == 0
+    assert manager.snapshot.context_length == 512
     new = other(made_for)
     if new.is_dir():
         for file in new.iterdir():
             file.replace(path / file.name)
     else:
         new.replace(path)
-    assert (await engine.load(entry_of(path))).load_s > 0
-    assert engine.snapshot.context_length == 256
-    assert (await engine.load(entry_of(path))).load_s == 0
+    assert (await manager.load_entry(entry_of(path))).load_s > 0
+    assert manager.snapshot.context_length == 256
+    assert (await manager.load_entry(entry_of(path))).load_s == 0
 
 
 @pytest.mark.parametrize("spoil", ["cut", "removed"])
@@ -202,23 +201,23 @@ def _after_the_header(monkeypatch: pytest.MonkeyPatch, spoil: Callable[[], objec
 
 
 @pytest.mark.anyio
-async def test_an_mlx_file_that_is_truncated_during_a_load_is_an_error_and_the_previous_model_is_restored(
-    engine: Engine, tiny: ModelEntry, copy: Callable[[Format], Path], monkeypatch: pytest.MonkeyPatch
+async def test_an_mlx_file_that_is_cut_while_it_is_read_is_refused_and_what_was_there_comes_back(
+    manager: ModelManager, tiny: ModelEntry, copy: Callable[[Format], Path], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     path = copy("mlx")
-    await engine.load(tiny)
-    good = (await run(engine))[0]
+    await manager.load_entry(tiny)
+    good = (await run(manager))[0]
     size = weights_of(path).stat().st_size
     _after_the_header(monkeypatch, lambda: os.truncate(weights_of(path), size // 2))
     with pytest.raises(UnusableModelError, match=r"Unable to read.*; the previous model tiny is loaded again$"):
-        await engine.load(entry_of(path))
-    assert (await run(engine))[0] == good
+        await manager.load_entry(entry_of(path))
+    assert (await run(manager))[0] == good
 
 
 @pytest.mark.anyio
 @pytest.mark.parametrize("made_for", MAKES)
-async def test_a_model_whose_files_change_during_a_load_is_not_used(
-    engine: Engine,
+async def test_a_model_whose_files_change_while_they_are_read_is_not_used(
+    manager: ModelManager,
     tiny: ModelEntry,
     *,
     copy: Callable[[Format], Path],
@@ -227,12 +226,12 @@ async def test_a_model_whose_files_change_during_a_load_is_not_used(
     made_for: Format,
 ) -> None:
     path, new = copy(made_for), weights_of(other(made_for))
-    await engine.load(tiny)
+    await manager.load_entry(tiny)
 
     _after_the_header(monkeypatch, lambda: new.replace(weights_of(path)))
     with pytest.raises(UnusableModelError, match=r"was changed while it was loaded; load it again; the previous model"):
-        await engine.load(entry_of(path))
-    assert engine.snapshot.model == "tiny"
-    await engine.load(entry_of(path))
-    assert engine.snapshot.entry is not None
-    assert engine.snapshot.entry.path == path
+        await manager.load_entry(entry_of(path))
+    assert manager.snapshot.model == "tiny"
+    await manager.load_entry(entry_of(path))
+    assert manager.snapshot.entry is not None
+    assert manager.snapshot.entry.path == path

@@ -204,7 +204,7 @@ class Described(BaseModel):
     size: Annotated[Small, Field(alias="größe", title="Größe")]
 
 
-class Words(RootModel[Annotated[list[Word], Field(min_length=1, max_length=3)]]):
+class TokenTable(RootModel[Annotated[list[Word], Field(min_length=1, max_length=3)]]):
     """No object, but a list."""
 
 
@@ -213,7 +213,7 @@ MODELS: dict[str, type[BaseModel]] = {
     for model in (
         *(Person, Customer, Order, Car, Mixed, Either, EitherModel, Pet, Zoo, Perhaps, Palette, Team, Grid, Triple),
         *(Points, Leaf, Link, Folder, Sum, Counts, Bounds, Plate, Times, Moment, Fixed, Defaults, NoneOrList),
-        *(People, Employee, Described, Words),
+        *(People, Employee, Described, TokenTable),
     )
 }
 

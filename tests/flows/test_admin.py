@@ -30,7 +30,7 @@ def code(response: httpx2.Response) -> str:
     return str(response.json()["error"]["code"])
 
 
-def test_health_says_the_process_runs(http: httpx2.Client) -> None:
+def test_healthz_reports_that_the_process_runs(http: httpx2.Client) -> None:
     assert http.get("/healthz").json() == {"status": "ok"}
 
 
@@ -54,12 +54,12 @@ def test_readiness_follows_the_model(fresh_http: httpx2.Client) -> None:
     assert fresh_http.get("/readyz").status_code == 200
 
 
-def test_unloading_nothing_succeeds(fresh_http: httpx2.Client) -> None:
+def test_an_unload_without_a_model_succeeds(fresh_http: httpx2.Client) -> None:
     fresh_http.post("/admin/models/unload")
     assert fresh_http.post("/admin/models/unload").json() == {"success": True, "freed_vram_gb": 0.0}
 
 
-def test_the_list_has_everything_on_disk_and_what_is_loaded(http: httpx2.Client, echo_home: Path) -> None:
+def test_the_list_has_all_models_on_disk_and_marks_the_loaded_one(http: httpx2.Client, echo_home: Path) -> None:
     records = {record["id"]: record for record in http.get("/admin/models").json()["models"]}
     assert {"echo", "other"} <= set(records)
     loaded, other = records["echo"], records["other"]
@@ -70,7 +70,7 @@ def test_the_list_has_everything_on_disk_and_what_is_loaded(http: httpx2.Client,
     assert Path(other["path"]) == echo_home / "models" / "other"
 
 
-def test_the_list_has_the_engines_and_which_of_them_runs_what(http: httpx2.Client) -> None:
+def test_the_list_has_the_engines_and_the_engine_of_each_model(http: httpx2.Client) -> None:
     body = http.get("/admin/models").json()
     assert [(engine["name"], engine["tokens_per_second"]) for engine in body["engines"]] == [
         ("mlx", None),
@@ -81,14 +81,14 @@ def test_the_list_has_the_engines_and_which_of_them_runs_what(http: httpx2.Clien
     assert {(record["engine"], record["problem"]) for record in body["models"]} == {("echo", None), ("mlx", None)}
 
 
-def test_the_chat_formats_list(http: httpx2.Client) -> None:
+def test_v1_models_lists_the_models_in_the_chat_format(http: httpx2.Client) -> None:
     body = http.get("/v1/models").json()
     assert body["object"] == "list"
     assert {"echo", "other"} <= {card["id"] for card in body["data"]}
     assert http.get("/v1/models/echo").json()["object"] == "model"
 
 
-def test_a_load_takes_the_place_of_what_is_loaded(fresh_tiny_http: httpx2.Client) -> None:
+def test_a_load_replaces_the_loaded_model(fresh_tiny_http: httpx2.Client) -> None:
     body = load(fresh_tiny_http, "tiny-two").json()
     assert set(body) == {"success", "model", "load_time_ms", "vram_gb"}
     assert (body["success"], body["model"]) == (True, "tiny-two")
@@ -99,7 +99,7 @@ def test_a_load_takes_the_place_of_what_is_loaded(fresh_tiny_http: httpx2.Client
     assert fresh_tiny_http.post(CHAT, json=chat_body(model="tiny")).status_code == 503
 
 
-def test_loading_what_is_loaded_is_done_at_once(fresh_http: httpx2.Client) -> None:
+def test_loading_the_loaded_model_returns_at_once(fresh_http: httpx2.Client) -> None:
     assert load(fresh_http, "echo").json()["load_time_ms"] == 0
 
 
@@ -107,7 +107,21 @@ def test_a_path_can_be_loaded_from_this_machine(fresh_tiny_http: httpx2.Client, 
     assert load(fresh_tiny_http, str(tiny_home / "models" / "tiny-two")).json()["success"] is True
 
 
-@pytest.mark.parametrize("body", [{}, {"model": ""}, {"model": 3}, {"model": "tiny", "quickly": True}])
+def test_a_load_may_choose_the_engine_which_must_run_the_models_format(http: httpx2.Client, echo_home: Path) -> None:
+    assert http.post("/admin/models/load", json={"model": "echo", "engine": "auto"}).status_code == 200
+    for model, engine in (("echo", "mlx"), ("other", "llama.cpp")):
+        refused = http.post("/admin/models/load", json={"model": model, "engine": engine})
+        assert (refused.status_code, code(refused), refused.json()["error"]["param"]) == (
+            400,
+            "invalid-request",
+            "engine",
+        )
+    assert http.get("/readyz").json()["model"] == "echo"
+
+
+@pytest.mark.parametrize(
+    "body", [{}, {"model": ""}, {"model": 3}, {"model": "tiny", "quickly": True}, {"model": "tiny", "engine": "vllm"}]
+)
 def test_a_malformed_load_is_400(http: httpx2.Client, body: dict[str, Any]) -> None:
     response = http.post("/admin/models/load", json=body)
     assert (response.status_code, code(response)) == (400, "invalid-request")
@@ -126,17 +140,21 @@ class TestWhatCannotBeLoaded:
         response = load(http, name)
         assert (response.status_code, code(response)) == (404, "model-not-found")
 
-    def test_a_hub_id_that_nobody_can_fetch_is_404(self, http: httpx2.Client, monkeypatch: pytest.MonkeyPatch) -> None:
+    def test_a_hub_id_that_cannot_be_downloaded_is_404(
+        self, http: httpx2.Client, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
         monkeypatch.setenv("HF_HUB_OFFLINE", "1")
         response = load(http, "nobody/nothing")
         assert (response.status_code, code(response)) == (404, "model-not-found")
 
-    def test_a_folder_that_is_no_model(self, http: httpx2.Client, tmp_path: Path) -> None:
+    def test_a_folder_without_a_model_is_refused(self, http: httpx2.Client, tmp_path: Path) -> None:
         response = load(http, str(tmp_path))
         assert (response.status_code, code(response)) == (400, "invalid-request")
         assert "config.json" in response.json()["error"]["message"]
 
-    def test_a_truncated_safetensors_file(self, http: httpx2.Client, echo_home: Path, tmp_path: Path) -> None:
+    def test_a_truncated_safetensors_file_is_refused(
+        self, http: httpx2.Client, echo_home: Path, tmp_path: Path
+    ) -> None:
         shutil.copytree(echo_home / "models" / "other", tmp_path / "cut")
         weights = tmp_path / "cut" / "model.safetensors"
         weights.write_bytes(weights.read_bytes()[:-1])
@@ -148,7 +166,7 @@ class TestWhatCannotBeLoaded:
         ("content", "reason"),
         [(b"GGUF", "is not a GGUF file"), (gguf_bytes({"general.type": "adapter"}, {}), "an adapter")],
     )
-    def test_a_gguf_file_that_is_torn_or_no_model_of_its_own(
+    def test_a_truncated_gguf_file_and_a_part_of_a_model_are_refused(
         self, http: httpx2.Client, tmp_path: Path, content: bytes, reason: str
     ) -> None:
         file = tmp_path / "qwen2.gguf"
@@ -168,7 +186,7 @@ class TestWhatMlxCannotLoad:
         yield
         assert tiny_http.post(CHAT, json=chat_body()).status_code == 200
 
-    def test_weights_that_do_not_fit_the_architecture(
+    def test_weights_that_do_not_fit_the_architecture_are_refused(
         self, tiny_http: httpx2.Client, tiny_home: Path, tmp_path: Path
     ) -> None:
         shutil.copytree(tiny_home / "models" / "tiny", tmp_path / "odd")
@@ -178,7 +196,7 @@ class TestWhatMlxCannotLoad:
         assert (response.status_code, code(response)) == (400, "invalid-request")
         assert "tiny is loaded again" in response.json()["error"]["message"]
 
-    def test_an_architecture_that_mlx_lm_does_not_know(
+    def test_an_architecture_that_mlx_lm_does_not_support_is_refused(
         self, tiny_http: httpx2.Client, tiny_home: Path, tmp_path: Path
     ) -> None:
         shutil.copytree(tiny_home / "models" / "tiny", tmp_path / "new")
@@ -199,7 +217,7 @@ def test_a_full_disk_is_507_before_the_first_byte(tmp_path: Path) -> None:
     assert [path for path in home.rglob("*") if path.stat().st_size > 4096] == []
 
 
-def test_unload_and_load_at_once_are_both_answered(fresh_tiny_http: httpx2.Client) -> None:
+def test_a_simultaneous_load_and_unload_are_both_answered(fresh_tiny_http: httpx2.Client) -> None:
     with fresh_tiny_http.stream("POST", CHAT, json=chat_body(stream=True, max_tokens=300)) as response:
         pieces = response.iter_text()
         next(pieces)
@@ -218,7 +236,7 @@ def test_unload_and_load_at_once_are_both_answered(fresh_tiny_http: httpx2.Clien
     assert {code(answer) for answer in answers if answer.status_code == 409} <= {"model-busy"}
 
 
-def test_default_is_told_503_not_404_while_the_model_goes(echo_home: Path) -> None:
+def test_default_is_503_and_not_404_while_the_model_is_unloaded(echo_home: Path) -> None:
     with serving(echo_home, "echo", echo_tokens_per_s=PACE) as lab, httpx2.Client(base_url=lab.url, timeout=60) as http:
         with http.stream("POST", CHAT, json=echo_body(stream=True, max_tokens=200, ignore_eos=True)) as response:
             pieces = response.iter_text()
@@ -232,7 +250,7 @@ def test_default_is_told_503_not_404_while_the_model_goes(echo_home: Path) -> No
     assert (answer.status_code, code(answer)) == (503, "no-model-loaded")
 
 
-def test_a_path_is_another_model_than_the_one_of_that_name(
+def test_a_path_and_an_id_can_be_different_models_of_one_name(
     fresh_tiny_http: httpx2.Client, tiny_home: Path, tmp_path: Path
 ) -> None:
     path = tmp_path / "tiny"
@@ -248,7 +266,7 @@ def test_a_path_is_another_model_than_the_one_of_that_name(
     assert before != after
 
 
-def test_odd_folders_do_not_hide_the_others(fresh_http: httpx2.Client, echo_home: Path) -> None:
+def test_unusual_folders_do_not_hide_other_models(fresh_http: httpx2.Client, echo_home: Path) -> None:
     odd = echo_home / "models" / os.fsdecode(b"caf\xe9")
     odd.mkdir()
     (odd / "config.json").write_text("{}")
@@ -266,7 +284,7 @@ def test_downloads_can_be_forbidden(tmp_path: Path) -> None:
         assert load(http, "smollm2-135m").status_code == 404
 
 
-def test_running_requests_end_well_before_a_swap(fresh_tiny_http: httpx2.Client) -> None:
+def test_running_requests_are_answered_before_a_load(fresh_tiny_http: httpx2.Client) -> None:
     with fresh_tiny_http.stream("POST", CHAT, json=chat_body(stream=True, max_tokens=200)) as response:
         pieces = response.iter_text()
         first = next(pieces)
@@ -279,7 +297,7 @@ def test_running_requests_end_well_before_a_swap(fresh_tiny_http: httpx2.Client)
     assert fresh_tiny_http.get("/readyz").json()["model"] == "tiny-two"
 
 
-def test_an_embedding_model_says_that_it_does_not_chat(starter_home: Path, minilm: ModelEntry) -> None:
+def test_a_chat_with_an_embedding_model_is_refused(starter_home: Path, minilm: ModelEntry) -> None:
     body = {"messages": [{"role": "user", "content": "Hi"}]}
     with serving(starter_home, None) as lab, httpx2.Client(base_url=lab.url) as http:
         assert load(http, minilm.id).status_code == 200
@@ -323,7 +341,9 @@ def test_throughput_shows_running_work(lab: Lab, http: httpx2.Client) -> None:
             pass
 
 
-def test_watchers_who_ask_see_loads_and_requests(fresh_lab: Lab, fresh_http: httpx2.Client) -> None:
+def test_loads_and_requests_are_reported_to_clients_that_include_them(
+    fresh_lab: Lab, fresh_http: httpx2.Client
+) -> None:
     stream = events(fresh_lab, "?include=models,requests")
     next(stream)
     fresh_http.post(CHAT, json=echo_body())
@@ -340,7 +360,7 @@ def test_an_unknown_include_is_400(http: httpx2.Client) -> None:
     assert http.get("/admin/events?include=secrets").status_code == 400
 
 
-def test_a_key_is_needed_where_one_is_set_but_not_for_health(echo_home: Path) -> None:
+def test_a_configured_key_is_required_except_for_health(echo_home: Path) -> None:
     with serving(echo_home, "echo", api_key="s3cret") as lab, httpx2.Client(base_url=lab.url) as http:
         assert http.get("/healthz").status_code == http.get("/readyz").status_code == 200
         refused = http.post(CHAT, json=echo_body())
@@ -351,11 +371,11 @@ def test_a_key_is_needed_where_one_is_set_but_not_for_health(echo_home: Path) ->
         assert "s3cret" not in repr(lab)
 
 
-def test_any_key_is_accepted_where_none_is_set(http: httpx2.Client) -> None:
+def test_any_key_is_accepted_if_none_is_configured(http: httpx2.Client) -> None:
     assert http.post(CHAT, json=echo_body(), headers={"authorization": "Bearer anything"}).status_code == 200
 
 
-def test_a_page_that_was_allowed_can_call_and_read_refusals(echo_home: Path) -> None:
+def test_an_allowed_page_can_call_and_read_errors(echo_home: Path) -> None:
     page = "http://localhost:3000"
     with serving(echo_home, "echo", cors_origins=(page,)) as lab, httpx2.Client(base_url=lab.url) as http:
         preflight = http.options(

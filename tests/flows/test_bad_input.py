@@ -53,7 +53,7 @@ def error_of(response: httpx2.Response, status: int, code: str) -> dict[str, Any
         b'{"seed": ' + b"9" * 5000 + b"}",
     ],
 )
-def test_a_body_that_is_no_json_object_is_refused(http: httpx2.Client, body: bytes) -> None:
+def test_a_body_that_is_not_a_json_object_is_refused(http: httpx2.Client, body: bytes) -> None:
     error_of(http.post(PATH, content=body, headers=JSON), 400, "invalid-request")
 
 
@@ -119,7 +119,7 @@ def test_a_body_that_is_no_json_object_is_refused(http: httpx2.Client, body: byt
         ({"colour[red]": "blue"}, "colour[red]"),
     ],
 )
-def test_a_wrong_field_is_400_and_named(http: httpx2.Client, changes: dict[str, Any], param: str) -> None:
+def test_an_invalid_field_is_400_and_named(http: httpx2.Client, changes: dict[str, Any], param: str) -> None:
     error = error_of(http.post(PATH, json=echo_body(**changes)), 400, "invalid-request")
     assert error["param"] == param
     assert param.partition(".")[0] in error["message"]
@@ -139,7 +139,7 @@ def test_the_message_names_value_and_limit(http: httpx2.Client) -> None:
 
 
 @pytest.mark.parametrize("content_type", [None, "text/plain", "application/x-www-form-urlencoded"])
-def test_json_must_be_called_json(http: httpx2.Client, content_type: str | None) -> None:
+def test_the_content_type_must_be_json(http: httpx2.Client, content_type: str | None) -> None:
     headers = {"content-type": content_type} if content_type else {}
     request = http.build_request("POST", PATH, content=b'{"model": "echo"}', headers=headers)
     error = error_of(http.send(request), 400, "invalid-request")
@@ -162,7 +162,7 @@ def test_json_must_be_called_json(http: httpx2.Client, content_type: str | None)
         ({"tools": [TOOL] * 200}, ["200", "128"]),
     ],
 )
-def test_a_message_says_what_was_given_what_may_be_and_what_to_do(
+def test_an_error_message_has_the_value_the_limit_and_the_next_step(
     http: httpx2.Client, changes: dict[str, Any], said: list[str]
 ) -> None:
     message = error_of(http.post(PATH, json=echo_body(**changes)), 400, "invalid-request")["message"]
@@ -178,22 +178,22 @@ def test_a_message_says_what_was_given_what_may_be_and_what_to_do(
         (b"\xef\xbb\xbf{}", "byte order mark"),
     ],
 )
-def test_bad_json_is_said_in_words_that_name_the_mistake(http: httpx2.Client, body: bytes, said: str) -> None:
+def test_the_error_of_invalid_json_names_the_mistake(http: httpx2.Client, body: bytes, said: str) -> None:
     assert said in error_of(http.post(PATH, content=body, headers=JSON), 400, "invalid-request")["message"]
 
 
-def test_a_compressed_body_is_named_as_such(http: httpx2.Client) -> None:
+def test_the_error_of_a_compressed_body_names_the_encoding(http: httpx2.Client) -> None:
     headers = {**JSON, "content-encoding": "gzip"}
     error = error_of(http.post(PATH, content=b"\x1f\x8b", headers=headers), 400, "invalid-request")
     assert "gzip" in error["message"]
 
 
-def test_a_long_name_is_not_echoed_whole(http: httpx2.Client) -> None:
+def test_a_long_name_is_shortened_in_the_error(http: httpx2.Client) -> None:
     error = error_of(http.post(PATH, json=echo_body(model="x" * 200_000)), 404, "model-not-found")
     assert len(error["message"]) < 1000
 
 
-def test_a_long_field_name_is_not_echoed_whole(http: httpx2.Client) -> None:
+def test_a_long_field_name_is_shortened_in_the_error(http: httpx2.Client) -> None:
     error = error_of(http.post(PATH, json=echo_body(**{"x" * 200_000: 1})), 400, "invalid-request")
     assert len(error["message"]) < 1000
 
@@ -203,7 +203,7 @@ def test_a_body_of_20_mb_is_413_and_the_answer_arrives(http: httpx2.Client) -> N
     error_of(http.post(PATH, json=body), 413, "body-too-large")
 
 
-def test_a_body_without_a_length_is_bounded_too(http: httpx2.Client) -> None:
+def test_a_body_without_a_length_is_limited_too(http: httpx2.Client) -> None:
     pieces = (b"a" * 100_000 for _ in range(100))
     error_of(http.post(PATH, content=pieces, headers=JSON), 413, "body-too-large")
 
@@ -217,7 +217,7 @@ def test_a_body_without_a_length_is_bounded_too(http: httpx2.Client) -> None:
         (b'"' * 2_000_000, "600,000 texts"),
     ],
 )
-def test_a_body_that_holds_too_much_is_413_and_the_limit_is_named(
+def test_a_body_with_too_many_values_is_413_and_the_limit_is_named(
     http: httpx2.Client, content: bytes, limit: str
 ) -> None:
     for path in (PATH, "/v1/embeddings", "/v1/rerank", "/v1/completions", "/admin/models/load"):
@@ -271,9 +271,7 @@ def test_a_foreign_page_is_403(http: httpx2.Client, origin: str) -> None:
 
 
 @pytest.mark.parametrize("path", ["/nothing", PATH])
-def test_a_body_that_breaks_off_in_its_chunks_is_answered_once(
-    lab: Lab, caplog: pytest.LogCaptureFixture, path: str
-) -> None:
+def test_a_chunked_body_that_breaks_off_is_answered_once(lab: Lab, caplog: pytest.LogCaptureFixture, path: str) -> None:
     """Also where the application answers without reading it."""
     head = f"POST {path} HTTP/1.1\r\nHost: {urlsplit(lab.url).netloc}\r\nContent-Type: application/json\r\n"
     with socket.create_connection(("127.0.0.1", lab.port), timeout=30) as connection:

@@ -53,7 +53,7 @@ def echoing(echo_home: Path) -> Iterator[Lab]:
 
 @pytest.mark.parametrize("phase", ["queued", "decode"])
 @pytest.mark.parametrize("way", ["sse", "whole", "socket"])
-def test_the_slot_is_free_and_the_next_request_is_served(echoing: Lab, way: Way, phase: str) -> None:
+def test_the_slot_is_free_for_the_next_request(echoing: Lab, way: Way, phase: str) -> None:
     before = echoing.engine.snapshot
     with ExitStack() as others:
         if phase == "queued":

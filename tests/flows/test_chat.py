@@ -125,20 +125,20 @@ def test_streamed_choices_have_a_role_and_an_end_each(http: httpx2.Client) -> No
         assert "".join(piece["delta"]["content"] for piece in pieces) == choice["message"]["content"]
 
 
-def test_choices_that_are_left_free_all_their_slots(lab: Lab, http: httpx2.Client) -> None:
+def test_choices_of_a_cancelled_request_free_all_their_slots(lab: Lab, http: httpx2.Client) -> None:
     with http.stream("POST", PATH, json=echo_body(stream=True, n=2, **ENDLESS)) as response:
         next(response.iter_text())
         assert lab.engine.snapshot.active_requests + lab.engine.snapshot.queued_requests > 0
     wait_until_idle(lab)
 
 
-def test_more_choices_than_the_server_ever_takes_are_no_matter_of_waiting(lab: Lab, http: httpx2.Client) -> None:
+def test_more_choices_than_the_queue_can_ever_hold_are_an_invalid_request(lab: Lab, http: httpx2.Client) -> None:
     refused = http.post(PATH, json=echo_body(n=5))
     assert (refused.status_code, refused.json()["error"]["param"]) == (400, "n")
     wait_until_idle(lab)
 
 
-def test_logprobs_name_each_token_its_bytes_and_its_rivals(http: httpx2.Client) -> None:
+def test_logprobs_have_each_token_its_bytes_and_alternatives(http: httpx2.Client) -> None:
     (choice,) = choices(http, logprobs=True, top_logprobs=3)
     content = choice["logprobs"]["content"]
     assert choice["logprobs"]["refusal"] is None
@@ -153,7 +153,7 @@ def test_logprobs_name_each_token_its_bytes_and_its_rivals(http: httpx2.Client) 
         assert token["logprob"] == rivals[0] <= 0
 
 
-def test_without_top_logprobs_there_are_no_rivals(http: httpx2.Client) -> None:
+def test_without_top_logprobs_there_are_no_alternatives(http: httpx2.Client) -> None:
     (choice,) = choices(http, logprobs=True)
     assert [token["top_logprobs"] for token in choice["logprobs"]["content"]] == [[]] * 8
     assert choices(http)[0]["logprobs"] is None
@@ -194,7 +194,7 @@ def test_a_program_on_this_machine_may_name_the_loaded_model_by_its_path(
     assert "by id" in refused.json()["error"]["message"]
 
 
-def test_others_name_models_by_id_only(
+def test_programs_on_other_machines_name_models_by_id_only(
     tiny_http: httpx2.Client, tiny_home: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(chat, "is_local", lambda request: False)
@@ -204,7 +204,7 @@ def test_others_name_models_by_id_only(
     assert "tiny is loaded" in refused.json()["error"]["message"]
 
 
-def test_default_stands_for_whatever_is_loaded(http: httpx2.Client) -> None:
+def test_default_means_the_loaded_model(http: httpx2.Client) -> None:
     assert http.post(PATH, json=echo_body(model="default")).json()["model"] == "echo"
 
 
@@ -250,19 +250,19 @@ def test_default_stands_for_whatever_is_loaded(http: httpx2.Client) -> None:
         },
     ],
 )
-def test_what_the_format_knows_and_changes_nothing_is_accepted(http: httpx2.Client, extra: dict[str, Any]) -> None:
+def test_fields_of_the_format_that_have_no_effect_here_are_accepted(http: httpx2.Client, extra: dict[str, Any]) -> None:
     response = http.post(PATH, json=echo_body(**extra))
     assert response.status_code == 200, response.text
 
 
-def test_a_client_that_leaves_a_stream_frees_its_slot(lab: Lab, http: httpx2.Client) -> None:
+def test_a_client_that_closes_a_stream_frees_its_slot(lab: Lab, http: httpx2.Client) -> None:
     with http.stream("POST", PATH, json=echo_body(stream=True, **ENDLESS)) as response:
         next(response.iter_text())
     wait_until_idle(lab)
     assert http.post(PATH, json=echo_body()).status_code == 200
 
 
-def test_a_client_that_leaves_a_whole_answer_frees_its_slot(lab: Lab, http: httpx2.Client) -> None:
+def test_a_client_that_closes_a_whole_answer_frees_its_slot(lab: Lab, http: httpx2.Client) -> None:
     tokens = lab.engine.snapshot.output_tokens
     with pytest.raises(httpx2.ReadTimeout):
         http.post(PATH, json=echo_body(**ENDLESS), timeout=0.05)

@@ -58,7 +58,7 @@ def ids(tokenizer: Tokenizer) -> list[int]:
     return found
 
 
-def test_a_completion_has_the_formats_shape(http: httpx2.Client) -> None:
+def test_a_completion_has_the_shape_of_the_format(http: httpx2.Client) -> None:
     answer = complete(http)
     assert answer["object"] == "text_completion"
     assert answer["id"].startswith("cmpl-")
@@ -71,7 +71,7 @@ def test_a_completion_has_the_formats_shape(http: httpx2.Client) -> None:
     assert answer["timings"]["predicted_n"] == 8
 
 
-def test_the_formats_defaults_are_16_tokens_at_temperature_1(http: httpx2.Client) -> None:
+def test_the_defaults_of_the_format_are_16_tokens_at_temperature_1(http: httpx2.Client) -> None:
     response = http.post(PATH, json={"model": "default", "prompt": SEA, "ignore_eos": True})
     assert response.json()["usage"]["completion_tokens"] == 16
 
@@ -133,7 +133,7 @@ def test_echo_puts_the_prompt_before_the_text(tiny_http: httpx2.Client, ids: lis
     assert choice(tiny_http, model="tiny", prompt=ids, echo=True)["text"] == SEA + text
 
 
-def test_no_tokens_only_echo(http: httpx2.Client) -> None:
+def test_an_echo_without_tokens_returns_the_prompt(http: httpx2.Client) -> None:
     answer = complete(http, echo=True, max_tokens=0)
     assert answer["choices"][0]["text"] == SEA
     assert answer["usage"]["completion_tokens"] == 0
@@ -157,7 +157,7 @@ def continued(tokenizer: Tokenizer, ids: list[int], made: dict[str, Any]) -> lis
     return ids + [token for text in made["tokens"] for token in tokenizer.encode(text).ids]
 
 
-def test_a_harness_sees_what_is_greedy_and_what_is_not(
+def test_scores_distinguish_greedy_tokens_from_others(
     tiny_http: httpx2.Client, tokenizer: Tokenizer, ids: list[int]
 ) -> None:
     """lm-evaluation-harness compares each token's logprob with the highest in its place."""
@@ -172,7 +172,7 @@ def test_a_harness_sees_what_is_greedy_and_what_is_not(
         assert all(logprob == max(top.values()) for logprob, top in pairs) is expected
 
 
-def test_the_score_of_a_continuation_is_what_generating_it_said(
+def test_scores_of_a_continuation_equal_the_logprobs_of_generating_it(
     tiny_http: httpx2.Client, tokenizer: Tokenizer, ids: list[int]
 ) -> None:
     made = choice(tiny_http, model="tiny", prompt=ids, logprobs=0, max_tokens=4)["logprobs"]
@@ -199,20 +199,20 @@ def test_the_score_of_a_continuation_is_what_generating_it_said(
         ({"logit_bias": {"99999": 1}}, "logit_bias"),
     ],
 )
-def test_a_wrong_field_is_400_and_named(http: httpx2.Client, changes: dict[str, Any], param: str) -> None:
+def test_an_invalid_field_is_400_and_named(http: httpx2.Client, changes: dict[str, Any], param: str) -> None:
     error = error_of(http.post(PATH, json=body(**changes)), 400, "invalid-request")
     assert error["param"] == param
 
 
 @pytest.mark.parametrize("stream", [False, True])
-def test_one_bad_prompt_among_the_first_refuses_all(lab: Lab, http: httpx2.Client, stream: bool) -> None:
+def test_an_invalid_prompt_among_the_first_refuses_all(lab: Lab, http: httpx2.Client, stream: bool) -> None:
     response = http.post(PATH, json=body(prompt=["a", "word " * 40_000], stream=stream))
     error = error_of(response, 400, "context-length-exceeded")
     assert error["param"] == "prompt"
     wait_until_idle(lab)
 
 
-def test_a_bad_prompt_later_on_ends_all(lab: Lab, http: httpx2.Client) -> None:
+def test_a_later_invalid_prompt_ends_all(lab: Lab, http: httpx2.Client) -> None:
     prompts = ["a"] * 5 + ["word " * 40_000]
     error_of(http.post(PATH, json=body(prompt=prompts)), 400, "context-length-exceeded")
     with http.stream("POST", PATH, json=body(prompt=prompts, stream=True)) as response:
@@ -221,7 +221,7 @@ def test_a_bad_prompt_later_on_ends_all(lab: Lab, http: httpx2.Client) -> None:
     wait_until_idle(lab)
 
 
-def test_a_client_that_leaves_frees_the_slots_of_all_prompts(lab: Lab, http: httpx2.Client) -> None:
+def test_a_client_that_disconnects_frees_the_slots_of_all_prompts(lab: Lab, http: httpx2.Client) -> None:
     with http.stream("POST", PATH, json=body(prompt=["a", "b"] * 50, stream=True, **ENDLESS)) as response:
         next(response.iter_text())
     wait_until_idle(lab)
@@ -230,12 +230,12 @@ def test_a_client_that_leaves_frees_the_slots_of_all_prompts(lab: Lab, http: htt
     wait_until_idle(lab)
 
 
-def test_another_model_is_said_as_in_chat(http: httpx2.Client) -> None:
+def test_the_error_of_another_model_is_the_same_as_in_chat(http: httpx2.Client) -> None:
     error_of(http.post(PATH, json=body(model="unheard-of")), 404, "model-not-found")
     error_of(http.post(PATH, json=body(model="other")), 503, "no-model-loaded")
 
 
-def test_nothing_loaded_is_said_as_in_chat(echo_home: Path) -> None:
+def test_the_error_without_a_model_is_the_same_as_in_chat(echo_home: Path) -> None:
     with serving(echo_home, None) as lab, httpx2.Client(base_url=lab.url) as http:
         on_disk = error_of(http.post(PATH, json=body(model="other")), 503, "no-model-loaded")
         nowhere = error_of(http.post(PATH, json=body(model="unheard-of")), 503, "no-model-loaded")
@@ -243,7 +243,7 @@ def test_nothing_loaded_is_said_as_in_chat(echo_home: Path) -> None:
     assert "--swap" not in nowhere["message"]
 
 
-def test_a_queue_that_others_fill_only_delays_the_rest(lab: Lab, http: httpx2.Client) -> None:
+def test_a_queue_filled_by_others_only_delays_later_prompts(lab: Lab, http: httpx2.Client) -> None:
     over = threading.Event()
     refused = 0
 

@@ -72,7 +72,7 @@ def vectors(http: httpx2.Client, **changes: Any) -> Any:
     return np.array([item["embedding"] for item in embed(http, **changes)["data"]], dtype=np.float32)
 
 
-def test_the_answer_has_the_formats_shape(http: httpx2.Client) -> None:
+def test_the_answer_has_the_shape_of_the_format(http: httpx2.Client) -> None:
     answer = embed(http, input=[SEA, BREAD])
     assert set(answer) == {"object", "data", "model", "usage"}
     assert (answer["object"], answer["model"]) == ("list", MODEL)
@@ -83,14 +83,14 @@ def test_the_answer_has_the_formats_shape(http: httpx2.Client) -> None:
     assert answer["usage"]["prompt_tokens"] == answer["usage"]["total_tokens"] > 0
 
 
-def test_what_means_alike_lies_close(real_http: httpx2.Client) -> None:
+def test_texts_with_similar_meanings_have_similar_vectors(real_http: httpx2.Client) -> None:
     sea, ocean, bread = vectors(real_http, model=MINILM, input=[SEA, OCEAN, BREAD])
     assert sea @ ocean > 0.5
     assert sea @ bread < 0.2
     assert np.linalg.norm(sea) == pytest.approx(1, abs=1e-5)
 
 
-def test_openai_python_reads_the_base64_that_it_asks_for(client: OpenAI, http: httpx2.Client) -> None:
+def test_openai_python_reads_base64(client: OpenAI, http: httpx2.Client) -> None:
     answer = client.embeddings.create(model=MODEL, input=[SEA, BREAD])
     as_floats = client.embeddings.create(model="default", input=[SEA, BREAD], encoding_format="float")
     for first, second in zip(answer.data, as_floats.data, strict=True):
@@ -100,7 +100,7 @@ def test_openai_python_reads_the_base64_that_it_asks_for(client: OpenAI, http: h
     assert answer.usage.total_tokens == as_floats.usage.total_tokens
 
 
-def test_token_ids_are_the_same_text(real_http: httpx2.Client, tokenizer: Tokenizer) -> None:
+def test_token_ids_have_the_vector_of_their_text(real_http: httpx2.Client, tokenizer: Tokenizer) -> None:
     ids = tokenizer.encode(SEA).ids
     plain = vectors(real_http, model=MINILM)
     assert np.allclose(vectors(real_http, model=MINILM, input=ids), plain, atol=1e-5)
@@ -122,7 +122,7 @@ def test_every_text_has_a_vector(real_http: httpx2.Client, text: str) -> None:
     assert np.linalg.norm(vector) == pytest.approx(1, abs=1e-4)
 
 
-def test_a_text_has_the_same_vector_whatever_is_beside_it(real_http: httpx2.Client) -> None:
+def test_a_vector_does_not_depend_on_the_other_texts(real_http: httpx2.Client) -> None:
     alone = vectors(real_http, model=MINILM)[0]
     crowd = vectors(real_http, model=MINILM, input=["a", BREAD * 20, SEA, "", OCEAN * 5])
     assert np.allclose(crowd[2], alone, atol=1e-5)
@@ -139,7 +139,7 @@ def test_ten_thousand_texts_are_one_request(encoding_lab: Lab) -> None:
         assert np.allclose(np.array(data[at].embedding, np.float32), encoding_lab.embed(texts[at]), atol=1e-5)
 
 
-def test_a_megabyte_is_refused_with_numbers_and_cut_if_asked(real_http: httpx2.Client) -> None:
+def test_a_text_of_a_megabyte_is_refused_or_truncated(real_http: httpx2.Client) -> None:
     error = error_of(real_http.post(PATH, json=body(model=MINILM, input=[SEA, LONG])), 400, "context-length-exceeded")
     assert "256" in error["message"] or "512" in error["message"]
     cut, short = vectors(real_http, model=MINILM, input=[LONG, "word " * 2000], truncate=True)
@@ -158,15 +158,15 @@ def test_a_megabyte_is_refused_with_numbers_and_cut_if_asked(real_http: httpx2.C
         ({"normalize": False}, "normalize"),
     ],
 )
-def test_a_wrong_field_is_400_and_named(http: httpx2.Client, changes: dict[str, Any], param: str) -> None:
+def test_an_invalid_field_is_400_and_named(http: httpx2.Client, changes: dict[str, Any], param: str) -> None:
     assert error_of(http.post(PATH, json=body(**changes)), 400, "invalid-request")["param"] == param
 
 
-def test_a_token_that_the_model_does_not_know_is_400(real_http: httpx2.Client) -> None:
+def test_a_token_outside_the_vocabulary_is_400(real_http: httpx2.Client) -> None:
     error_of(real_http.post(PATH, json=body(model=MINILM, input=[10**6])), 400, "invalid-request")
 
 
-def test_other_models_are_refused_each_in_its_way(real_http: httpx2.Client) -> None:
+def test_each_reason_to_refuse_a_model_has_its_error(real_http: httpx2.Client) -> None:
     error_of(real_http.post(PATH, json=body(model="unheard-of")), 404, "model-not-found")
     assert (
         "chat model"
@@ -176,21 +176,21 @@ def test_other_models_are_refused_each_in_its_way(real_http: httpx2.Client) -> N
     error_of(real_http.post("/v1/chat/completions", json=chat_body(model="default")), 503, "no-model-loaded")
 
 
-def test_a_chat_model_embeds_nothing(tiny_lab: Lab) -> None:
+def test_a_chat_model_does_not_embed(tiny_lab: Lab) -> None:
     with httpx2.Client(base_url=tiny_lab.url, timeout=60) as http:
         named = error_of(http.post(PATH, json=body(model="tiny")), 400, "invalid-request")
         error_of(http.post(PATH, json=body(model="default")), 503, "no-model-loaded")
     assert "chat model" in named["message"]
 
 
-def test_openai_python_has_its_own_errors(client: OpenAI) -> None:
+def test_openai_python_raises_its_own_exceptions(client: OpenAI) -> None:
     with pytest.raises(openai.BadRequestError):
         client.embeddings.create(model=MODEL, input=[])
     with pytest.raises(openai.NotFoundError):
         client.embeddings.create(model="unheard-of", input=SEA)
 
 
-def test_a_client_that_leaves_ends_the_work(minilm: ModelEntry, starter_home: Path) -> None:
+def test_a_client_that_disconnects_cancels_the_computation(minilm: ModelEntry, starter_home: Path) -> None:
     with serving(starter_home, minilm.id) as lab, watching(lab) as seen:
         content = json.dumps(body(model=MINILM, input=[f"{SEA} {number}" for number in range(10_000)])).encode()
         head = f"POST {PATH} HTTP/1.1\r\nhost: localhost:{lab.port}\r\ncontent-type: application/json\r\n"
@@ -209,7 +209,7 @@ def test_a_client_that_leaves_ends_the_work(minilm: ModelEntry, starter_home: Pa
     assert seen[1]["prompt_tokens"] > 0
 
 
-def test_requests_show_in_the_figures(http: httpx2.Client) -> None:
+def test_requests_are_counted_in_the_metrics(http: httpx2.Client) -> None:
     embed(http)
     before = scrape(http)
     tokens = embed(http)["usage"]["total_tokens"]
@@ -222,7 +222,7 @@ def test_requests_show_in_the_figures(http: httpx2.Client) -> None:
         assert after[name] - before[name] == grows
 
 
-def test_the_verb_gives_an_array(quick_lab: Lab) -> None:
+def test_the_method_of_the_lab_returns_an_array(quick_lab: Lab) -> None:
     both = quick_lab.embed([SEA, BREAD])
     assert (both.shape, both.dtype) == ((2, 384), np.float32)
     assert np.allclose(quick_lab.embed(SEA), both[0], atol=1e-5)
@@ -232,18 +232,18 @@ def test_the_verb_gives_an_array(quick_lab: Lab) -> None:
 
 
 @pytest.mark.parametrize("wrong", [[], None, [None], 5, b"text", [SEA, 1]])
-def test_the_verb_refuses_what_the_route_refuses(quick_lab: Lab, wrong: Any) -> None:
+def test_the_method_of_the_lab_has_the_errors_of_the_route(quick_lab: Lab, wrong: Any) -> None:
     with pytest.raises(InvalidRequestError):
         quick_lab.embed(wrong)
 
 
 @pytest.mark.anyio
-async def test_the_verb_can_be_awaited(quick_lab: Lab) -> None:
+async def test_the_method_of_the_lab_can_be_awaited(quick_lab: Lab) -> None:
     assert (await quick_lab.aembed([SEA])).shape == (1, 384)
     assert (await quick_lab.aembed(SEA, model=MODEL, dimensions=3)).shape == (3,)
 
 
-def test_with_swap_a_request_brings_its_model(three_home: Path) -> None:
+def test_with_swap_a_request_loads_its_model(three_home: Path) -> None:
     chat, embedder = "tiny", "tiny-embedder"
     with serving(three_home, chat, swap=True) as lab, httpx2.Client(base_url=lab.url, timeout=120) as http:
         refused = error_of(http.post(PATH, json=body(model=chat)), 400, "invalid-request")

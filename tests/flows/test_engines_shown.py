@@ -11,7 +11,6 @@ import pytest
 
 import lmx_lab
 from lmx_lab.engine import registry
-from lmx_lab.engine import speeds as speeds_module
 from lmx_lab.engine.speeds import Speeds, conditions, keep_speeds
 from lmx_lab.settings import Settings
 from lmx_lab.values.models import ModelEntry
@@ -78,9 +77,8 @@ def test_the_panels_of_a_lab_here_and_elsewhere_and_its_snapshot_say_the_same(la
 def test_where_llama_cpp_is_missing_its_models_say_so_and_nothing_is_preferred(
     lab: lmx_lab.Lab, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(speeds_module, "installed", lambda: False)
-    monkeypatch.setattr(registry, "installed", lambda: False)
-    found = lab.workbench.submit(lab.workbench.backend.models()).result(60)
+    monkeypatch.setattr(registry, "is_installed", lambda: False)
+    found = lab.workbench.submit(lab.workbench.source.models()).result(60)
     assert {engine.name: engine.version for engine in found.engines}["llama.cpp"] is None
     assert found.preference is None
     mlx, gguf = found.models

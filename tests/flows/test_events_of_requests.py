@@ -40,7 +40,7 @@ def watching(lab: Lab) -> Iterator[list[dict[str, Any]]]:
         reader.join()
 
 
-def test_every_end_is_told_once(echo_home: Path) -> None:
+def test_each_end_is_reported_once(echo_home: Path) -> None:
     with (
         serving(echo_home, "echo", slots=2, queue_limit=0, echo_tokens_per_s=PACE) as lab,
         httpx2.Client(base_url=lab.url, timeout=60) as http,
@@ -69,7 +69,7 @@ def test_every_end_is_told_once(echo_home: Path) -> None:
     assert [{event["index"] for event in seen[at : at + 2]} for at in (2, 5)] == [{0, 1}, {0, 1}]
 
 
-def test_a_dropped_reply_stream_is_told_too(echo_home: Path) -> None:
+def test_a_dropped_stream_of_a_lab_is_reported_too(echo_home: Path) -> None:
     with serving(echo_home, "echo", echo_tokens_per_s=PACE) as lab, watching(lab) as seen:
         for _ in lab.chat("hello again and again", stream=True, ignore_eos=True, max_tokens=30_000):
             break
@@ -86,7 +86,7 @@ def slot_taken(lab: Lab) -> Iterator[None]:
         yield
 
 
-def test_who_waits_is_told_so_in_comments(long_home: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_client_that_waits_receives_comments(long_home: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(event_stream, "KEEP_ALIVE_S", 0.005)
     long = [{"role": "user", "content": "word " * 3500}]
     with serving(long_home, "tiny-long", slots=1) as lab, httpx2.Client(base_url=lab.url, timeout=60) as http:

@@ -146,7 +146,7 @@ def kernel_port(in_kernel: dict[str, Any]) -> int:
     return int(in_kernel["port"])
 
 
-def test_pages_and_whole_answers_pass(http: httpx2.Client, jupyter: Jupyter) -> None:
+def test_pages_and_whole_answers_are_proxied(http: httpx2.Client, jupyter: Jupyter) -> None:
     assert http.get("healthz").json() == {"status": "ok"}
     page = {"origin": f"http://127.0.0.1:{jupyter.port}"}
     answer = http.post(CHAT, json=echo_body(model="default"), headers=page)
@@ -154,7 +154,7 @@ def test_pages_and_whole_answers_pass(http: httpx2.Client, jupyter: Jupyter) -> 
 
 
 @pytest.mark.parametrize("path", ["", "docs"])
-def test_pages_for_people_lead_on_under_the_prefix(http: httpx2.Client, path: str) -> None:
+def test_links_of_pages_work_below_the_prefix(http: httpx2.Client, path: str) -> None:
     shown = http.get(path)
     # The server's own, and nothing of Jupyter's beside it.
     assert shown.headers["content-security-policy"].count("frame-ancestors 'self'") == 1
@@ -166,7 +166,7 @@ def test_pages_for_people_lead_on_under_the_prefix(http: httpx2.Client, path: st
     assert all(answer.headers["x-lmx-lab"] for answer in answers)
 
 
-def test_a_lab_that_is_not_of_this_jupyter_server_lets_its_callers_look_only(http: httpx2.Client, lab: Lab) -> None:
+def test_a_lab_of_another_jupyter_server_can_only_be_read(http: httpx2.Client, lab: Lab) -> None:
     """Its process did not start the lab's, so nothing shows that its callers have logged in."""
     refused = http.post("admin/models/unload")
     assert (refused.status_code, refused.json()["error"]["code"]) == (403, "admin-forbidden")
@@ -175,14 +175,14 @@ def test_a_lab_that_is_not_of_this_jupyter_server_lets_its_callers_look_only(htt
     }
 
 
-def test_who_is_not_logged_in_to_jupyter_gets_nothing(page: str, lab: Lab) -> None:
+def test_clients_that_are_not_logged_in_to_jupyter_are_refused(page: str, lab: Lab) -> None:
     assert httpx2.post(f"{page}admin/models/unload").status_code == 403
     with pytest.raises(InvalidStatus, match="403"):
         connect(f"{page.replace('http', 'ws')}v1/chat/stream", proxy=None)
     assert lab.engine.snapshot.model is not None
 
 
-def test_an_answer_streams_while_it_is_made(http: httpx2.Client, lab: Lab) -> None:
+def test_an_answer_is_streamed_while_it_is_generated(http: httpx2.Client, lab: Lab) -> None:
     body = {**echo_body(model="default"), "stream": True}
     with connect(f"{lab.url.replace('http', 'ws')}/v1/chat/stream", proxy=None) as other:
         other.send(json.dumps(echo_body(**ENDLESS)))
@@ -198,13 +198,13 @@ def test_an_answer_streams_while_it_is_made(http: httpx2.Client, lab: Lab) -> No
     assert rest[-1] == "data: [DONE]"
 
 
-def test_events_without_an_end_pass(http: httpx2.Client) -> None:
+def test_endless_events_are_proxied(http: httpx2.Client) -> None:
     with http.stream("GET", "admin/events", headers=SSE) as answer:
         first = next(answer.iter_lines())
     assert json.loads(first.removeprefix("data: "))["type"] == "throughput"
 
 
-def test_the_socket_passes_and_closing_it_ends_the_generation(page: str, jupyter: Jupyter, lab: Lab) -> None:
+def test_the_websocket_is_proxied_and_closing_it_cancels_the_generation(page: str, jupyter: Jupyter, lab: Lab) -> None:
     before = lab.engine.snapshot.output_tokens
     origin: Any = f"http://127.0.0.1:{jupyter.port}"
     address = f"{page.replace('http', 'ws')}v1/chat/stream"
@@ -215,7 +215,7 @@ def test_the_socket_passes_and_closing_it_ends_the_generation(page: str, jupyter
     assert 0 < lab.engine.snapshot.output_tokens - before < ENDLESS["max_tokens"]
 
 
-def test_in_a_kernel_any_name_passes_that_jupyter_was_asked_for(jupyter: Jupyter, kernel_port: int) -> None:
+def test_a_lab_in_a_kernel_accepts_the_host_name_of_jupyter(jupyter: Jupyter, kernel_port: int) -> None:
     page = urls.proxied_url(jupyter.url, kernel_port)
     asked = {**AUTH, "host": FOREIGN}
     assert httpx2.get(f"{page}healthz", headers=asked).status_code == 200
@@ -237,7 +237,7 @@ def test_a_kernel_knows_the_path_at_which_jupyter_shows_its_server(in_kernel: di
     assert in_kernel["path"] == f"{BASE}proxy/{in_kernel['port']}/"
 
 
-def test_a_name_that_somebody_points_at_this_machine_stays_refused(kernel_port: int) -> None:
+def test_other_host_names_of_this_machine_are_refused(kernel_port: int) -> None:
     """The same Host, and everything that a page could forge, but not from the Jupyter server's process."""
     forged = {"x-proxycontextpath": f"{BASE}proxy/{kernel_port}", "x-forwarded-host": FOREIGN, "host": FOREIGN}
     direct = httpx2.post(f"http://127.0.0.1:{kernel_port}/admin/models/unload", headers=forged)
@@ -245,9 +245,7 @@ def test_a_name_that_somebody_points_at_this_machine_stays_refused(kernel_port: 
 
 
 @pytest.mark.parametrize("name", ["127.0.0.1", "localhost"])
-def test_the_notebook_page_may_also_ask_a_lab_in_its_kernel_directly(
-    jupyter: Jupyter, kernel_port: int, name: str
-) -> None:
+def test_the_notebook_page_may_call_a_lab_in_its_kernel_directly(jupyter: Jupyter, kernel_port: int, name: str) -> None:
     address = f"http://127.0.0.1:{kernel_port}/admin/models/unload"
     page = {"origin": f"http://{name}:{jupyter.port}"}
     wanted = {"access-control-request-method": "POST", "access-control-request-headers": "content-type"}
@@ -259,7 +257,7 @@ def test_the_notebook_page_may_also_ask_a_lab_in_its_kernel_directly(
 
 
 @pytest.mark.parametrize("origin", ["http://127.0.0.1:1", "https://evil.example", "null", "vscode-webview://abc"])
-def test_pages_of_others_stay_refused_and_cannot_read_the_refusal(kernel_port: int, origin: str) -> None:
+def test_other_pages_are_refused_and_cannot_read_the_error(kernel_port: int, origin: str) -> None:
     address = f"http://127.0.0.1:{kernel_port}/admin/models/unload"
     wanted = {"access-control-request-method": "POST"}
     for answer in (
@@ -270,7 +268,7 @@ def test_pages_of_others_stay_refused_and_cannot_read_the_refusal(kernel_port: i
         assert "access-control-allow-origin" not in answer.headers
 
 
-def test_a_lab_behind_jupyter_is_attached_with_its_token(jupyter: Jupyter, lab: Lab) -> None:
+def test_a_lab_behind_jupyter_can_be_attached_with_its_token(jupyter: Jupyter, lab: Lab) -> None:
     url = f"{jupyter.url}proxy/{lab.port}/"
     with attach(url, api_key=TOKEN) as far:
         assert far.chat("hi", max_tokens=5, temperature=0).text == lab.chat("hi", max_tokens=5, temperature=0).text

@@ -43,7 +43,7 @@ def post_all(lab: Lab, bodies: list[dict[str, object]], *, timeout_s: float = 12
     return asyncio.run(story())
 
 
-def test_64_clients_at_once_are_served_by_8_slots(busy: Lab) -> None:
+def test_64_simultaneous_clients_are_served_by_8_slots(busy: Lab) -> None:
     bodies = [chat_body(model="default", max_tokens=20, seed=at, temperature=1, ignore_eos=True) for at in range(64)]
     responses = post_all(busy, bodies)
     assert Counter(response and response.status_code for response in responses) == {200: 64}
@@ -55,7 +55,7 @@ def test_64_clients_at_once_are_served_by_8_slots(busy: Lab) -> None:
     assert alone.json()["choices"] == responses[0].json()["choices"]
 
 
-def test_200_long_requests_that_nobody_waits_for_leave_the_next_one_unharmed(busy: Lab) -> None:
+def test_200_cancelled_long_requests_do_not_affect_the_next_one(busy: Lab) -> None:
     bodies = [
         chat_body(model="default", messages=[{"role": "user", "content": f"{at} {LONG}"}], max_tokens=4000)
         for at in range(200)
@@ -68,7 +68,7 @@ def test_200_long_requests_that_nobody_waits_for_leave_the_next_one_unharmed(bus
     assert answered.json()["usage"]["completion_tokens"] == 8
 
 
-def test_a_reader_that_stops_reading_gets_everything_and_holds_nobody_up(busy: Lab) -> None:
+def test_a_client_that_stops_reading_gets_everything_and_does_not_delay_others(busy: Lab) -> None:
     assert busy.port is not None
     body = json.dumps(chat_body(model="default", stream=True, max_tokens=3000, ignore_eos=True)).encode()
     head = (

@@ -30,7 +30,7 @@ def in_vscode(echo_home: Path) -> Iterator[Lab]:
             yield lab
 
 
-def test_a_webview_of_vs_code_may_ask_and_read_the_answer(in_vscode: Lab) -> None:
+def test_a_webview_of_vs_code_may_call_the_server(in_vscode: Lab) -> None:
     address, page = f"{in_vscode.url}{UNLOAD}", {"origin": WEBVIEW}
     answers = [
         httpx2.options(address, headers={**page, **PREFLIGHT}),
@@ -42,26 +42,26 @@ def test_a_webview_of_vs_code_may_ask_and_read_the_answer(in_vscode: Lab) -> Non
 
 
 @pytest.mark.parametrize("origin", ["https://evil.example", "http://127.0.0.1:8888", "null"])
-def test_other_pages_may_not(in_vscode: Lab, origin: str) -> None:
+def test_other_pages_may_not_call_the_server(in_vscode: Lab, origin: str) -> None:
     address, page = f"{in_vscode.url}{UNLOAD}", {"origin": origin, "authorization": "Bearer s3cret"}
     for answer in (httpx2.options(address, headers={**page, **PREFLIGHT}), httpx2.post(address, json={}, headers=page)):
         assert answer.status_code == 403
         assert "access-control-allow-origin" not in answer.headers
 
 
-def test_the_servers_own_pages_need_no_permission(in_vscode: Lab) -> None:
+def test_pages_of_the_server_itself_may_call_it(in_vscode: Lab) -> None:
     page = {"origin": in_vscode.url, "authorization": "Bearer s3cret"}
     assert httpx2.post(f"{in_vscode.url}{UNLOAD}", json={}, headers=page).status_code == 200
 
 
-def test_the_name_of_a_proxy_is_a_name_of_this_server(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_host_name_of_a_proxy_is_accepted(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("LMX_LAB_PROXY_URL", "https://lab.example/{port}/")
     policy = Addresses(settings=Settings(), port=8400).policy()
     assert "lab.example:80" in policy.hosts
     assert "https://lab.example" in policy.origins
 
 
-def test_a_proxy_address_that_is_none_starts_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_invalid_proxy_address_is_refused_at_the_start(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("LMX_LAB_PROXY_URL", "lab.example")
     with pytest.raises(InvalidRequestError, match=r"LMX_LAB_PROXY_URL is 'lab\.example'"):
         Lab(Settings(port=0))
@@ -87,9 +87,7 @@ def test_the_jupyter_server_above_is_the_ancestor_that_wrote_its_address(
     assert (found.url if found else None) == url
 
 
-def test_without_such_a_file_or_with_half_of_one_there_is_no_jupyter_server(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_missing_or_incomplete_file_means_no_jupyter_server(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("JUPYTER_RUNTIME_DIR", str(tmp_path))
     assert find_notebook_server() is None
     (tmp_path / f"jpserver-{os.getppid()}.json").write_text('{"pid": ')

@@ -54,7 +54,7 @@ def test_the_real_model_knows_paris_and_counts_its_tokens(client: OpenAI) -> Non
     assert answer.usage.prompt_tokens == 37
 
 
-def test_a_stream_says_the_same_and_ends_with_usage(client: OpenAI) -> None:
+def test_a_stream_has_the_same_text_and_ends_with_usage(client: OpenAI) -> None:
     text, usage, reasons = "", None, []
     stream = client.chat.completions.create(
         model=MODEL, messages=FRANCE, temperature=0, max_tokens=30, stream=True, stream_options={"include_usage": True}
@@ -70,7 +70,7 @@ def test_a_stream_says_the_same_and_ends_with_usage(client: OpenAI) -> None:
     assert usage.completion_tokens > 0
 
 
-def test_stop_ends_before_the_word(client: OpenAI) -> None:
+def test_a_stop_string_is_not_part_of_the_text(client: OpenAI) -> None:
     answer = client.chat.completions.create(model=MODEL, messages=FRANCE, temperature=0, max_tokens=30, stop=["Paris"])
     assert answer.choices[0].message.content == "The capital of France is "
     assert answer.choices[0].finish_reason == "stop"
@@ -99,26 +99,26 @@ def test_max_completion_tokens_is_the_newer_name(echo: OpenAI) -> None:
     assert usage.completion_tokens == 3
 
 
-def test_16_stops_are_one_too_few_to_refuse(client: OpenAI) -> None:
+def test_16_stop_strings_are_accepted(client: OpenAI) -> None:
     stops = [f"zz{number}" for number in range(15)] + ["Paris"]
     assert text(client, stop=stops, max_tokens=30) == "The capital of France is "
     with pytest.raises(openai.BadRequestError):
         ask(client, stop=["a"] * 17)
 
 
-def test_a_seed_says_the_same_again_and_another_something_else(echo: OpenAI) -> None:
+def test_a_seeded_answer_is_reproducible(echo: OpenAI) -> None:
     warm: dict[str, Any] = {"temperature": 1.5, "max_tokens": 24, "extra_body": {"ignore_eos": True}}
     assert text(echo, seed=1, **warm) == text(echo, seed=1, **warm)
     assert len({text(echo, seed=seed, **warm) for seed in (1, 2, 3)}) > 1
 
 
-def test_n_choices_are_as_many_texts(echo: OpenAI) -> None:
+def test_n_choices_are_returned(echo: OpenAI) -> None:
     answer = ask(echo, n=3, seed=1, temperature=1.5, extra_body={"ignore_eos": True}, max_tokens=24)
     assert [choice.index for choice in answer.choices] == [0, 1, 2]
     assert len({choice.message.content for choice in answer.choices}) == 3
 
 
-def test_streamed_choices_come_with_their_index(echo: OpenAI) -> None:
+def test_streamed_choices_have_their_index(echo: OpenAI) -> None:
     whole = ask(echo, n=2, seed=1, temperature=1.5, max_tokens=24, extra_body={"ignore_eos": True})
     texts = ["", ""]
     for chunk in echo.chat.completions.create(
@@ -136,7 +136,7 @@ def test_streamed_choices_come_with_their_index(echo: OpenAI) -> None:
     assert texts == [choice.message.content for choice in whole.choices]
 
 
-def test_logprobs_are_the_clients_own_objects(client: OpenAI) -> None:
+def test_logprobs_are_objects_of_the_client(client: OpenAI) -> None:
     logprobs = ask(client, logprobs=True, top_logprobs=2, max_tokens=6).choices[0].logprobs
     assert logprobs is not None
     assert logprobs.content is not None
@@ -147,7 +147,7 @@ def test_logprobs_are_the_clients_own_objects(client: OpenAI) -> None:
         assert len(token.top_logprobs) == 2
 
 
-def test_a_bias_forces_or_forbids_a_token(client: OpenAI) -> None:
+def test_a_bias_can_force_and_forbid_tokens(client: OpenAI) -> None:
     assert text(client, logit_bias={"7042": 100}, max_tokens=4) == " Paris" * 4
     assert "Paris" not in text(client, logit_bias={"7042": -100})
 
@@ -166,7 +166,7 @@ def test_a_bias_forces_or_forbids_a_token(client: OpenAI) -> None:
         {"user": "me", "metadata": {"a": "b"}, "store": False},
     ],
 )
-def test_each_parameter_is_taken(echo: OpenAI, parameters: dict[str, Any]) -> None:
+def test_each_parameter_is_accepted(echo: OpenAI, parameters: dict[str, Any]) -> None:
     assert text(echo, temperature=0.7, seed=1, **parameters)
 
 
@@ -175,7 +175,7 @@ def test_top_k_1_and_min_p_1_are_greedy(tiny: OpenAI) -> None:
         assert text(tiny, temperature=1.9, extra_body=extra) == text(tiny)
 
 
-def test_penalties_make_the_tokens_more_various(tiny: OpenAI) -> None:
+def test_penalties_increase_the_variety_of_tokens(tiny: OpenAI) -> None:
     twelve = {str(token): 100 for token in range(1000, 1012)}
 
     def various(**penalty: Any) -> int:
@@ -189,7 +189,7 @@ def test_penalties_make_the_tokens_more_various(tiny: OpenAI) -> None:
         assert various(**penalty) > without
 
 
-def test_ignore_eos_goes_on_to_max_tokens(echo: OpenAI) -> None:
+def test_ignore_eos_continues_to_max_tokens(echo: OpenAI) -> None:
     answer = ask(echo, max_tokens=40, extra_body={"ignore_eos": True})
     assert answer.choices[0].finish_reason == "length"
     assert answer.usage is not None
@@ -210,7 +210,7 @@ def test_completions_continue_the_prompt(client: OpenAI) -> None:
     assert streamed == complete(client, "One, two,", max_tokens=4).choices[0].text
 
 
-def test_an_echo_scores_what_is_likely_above_what_is_not(client: OpenAI) -> None:
+def test_an_echo_scores_likely_texts_higher(client: OpenAI) -> None:
     scores = []
     for end in (" Paris", " banana"):
         prompt = "The capital of France is" + end
@@ -229,7 +229,7 @@ def test_models_are_listed(echo: OpenAI) -> None:
     assert echo.models.retrieve("echo").owned_by == "lmx-lab"
 
 
-def test_errors_are_the_clients_own_exceptions(echo: OpenAI) -> None:
+def test_errors_are_exceptions_of_the_client(echo: OpenAI) -> None:
     with pytest.raises(openai.BadRequestError) as wrong:
         echo.chat.completions.create(model="echo", messages=FRANCE, temperature=2.1)
     assert (wrong.value.code, wrong.value.param) == ("invalid-request", "temperature")
@@ -239,7 +239,7 @@ def test_errors_are_the_clients_own_exceptions(echo: OpenAI) -> None:
     assert unknown.value.code == "model-not-found"
 
 
-def test_no_model_is_an_error_that_is_not_sent_again(echo_home: Path) -> None:
+def test_the_error_without_a_model_is_not_retried(echo_home: Path) -> None:
     with (
         serving(echo_home, None) as lab,
         OpenAI(**lab.openai, max_retries=2) as client,

@@ -29,11 +29,11 @@ def http(lab: Lab) -> Iterator[httpx2.Client]:
         yield client
 
 
-def listed(http: httpx2.Client) -> dict[str, dict[str, Any]]:
+def format_names(http: httpx2.Client) -> dict[str, dict[str, Any]]:
     return {model["id"]: model for model in http.get("/admin/models").json()["models"]}
 
 
-def test_they_answer_beside_the_chat_model(http: httpx2.Client) -> None:
+def test_pinned_models_answer_beside_the_chat_model(http: httpx2.Client) -> None:
     assert http.post("/v1/chat/completions", json=chat_body(max_tokens=2)).status_code == 200
     embedded = http.post("/v1/embeddings", json={"model": "default", "input": "a cat"})
     ranked = http.post("/v1/rerank", json={"model": "default", "query": "a cat", "documents": ["a dog", "a cat"]})
@@ -41,8 +41,8 @@ def test_they_answer_beside_the_chat_model(http: httpx2.Client) -> None:
     assert (ranked.json()["model"], ranked.json()["method"]) == ("tiny-reranker", "cross-encoder")
 
 
-def test_the_listing_tells_them_apart(http: httpx2.Client) -> None:
-    models = listed(http)
+def test_the_list_marks_pinned_models(http: httpx2.Client) -> None:
+    models = format_names(http)
     assert [
         (name, models[name]["kind"], models[name]["pinned"], models[name]["loaded"]) for name in sorted(models)
     ] == [
@@ -53,7 +53,7 @@ def test_the_listing_tells_them_apart(http: httpx2.Client) -> None:
     assert models["tiny-embedder"]["vram_gb"] > 0
 
 
-def test_a_failed_request_is_told_by_the_model_that_was_to_answer(lab: Lab, http: httpx2.Client) -> None:
+def test_a_failed_request_is_reported_with_the_model_that_should_answer(lab: Lab, http: httpx2.Client) -> None:
     seen = []
     with httpx2.stream("GET", f"{lab.url}/admin/events?include=requests", timeout=30) as events:
         lines = events.iter_lines()
@@ -69,41 +69,41 @@ def test_a_failed_request_is_told_by_the_model_that_was_to_answer(lab: Lab, http
     ]
 
 
-def test_the_lab_shows_what_it_keeps(lab: Lab) -> None:
-    assert "pinned: tiny-embedder (0.00 GB), tiny-reranker (0.00 GB)" in repr(lab)
+def test_the_lab_shows_pinned_models(lab: Lab) -> None:
+    assert "kept beside: tiny-embedder (0.00 GB), tiny-reranker (0.00 GB)" in repr(lab)
 
 
-def test_readiness_speaks_of_the_loaded_model(http: httpx2.Client) -> None:
+def test_readiness_is_that_of_the_main_model(http: httpx2.Client) -> None:
     assert http.get("/readyz").json()["model"] == "tiny"
 
 
-def test_what_multiplies_matrices_is_told(http: httpx2.Client) -> None:
+def test_the_blas_library_is_reported(http: httpx2.Client) -> None:
     compute = http.get("/admin/models").json()["compute"]
     assert set(compute) == {"blas", "detail", "threads", "gflops"}
     assert compute["blas"] in {"openblas", "reference", "system", "unused"}
     assert compute["gflops"] is None or compute["gflops"] > 0
 
 
-def test_unloading_leaves_them(three_home: Path) -> None:
+def test_an_unload_leaves_pinned_models(three_home: Path) -> None:
     with serving(three_home, "tiny", embedder="tiny-embedder") as lab, httpx2.Client(base_url=lab.url) as http:
         refused = http.post("/admin/models/unload", json={"model": "tiny-embedder"})
         assert (refused.status_code, "is pinned" in refused.json()["error"]["message"]) == (400, True)
         assert http.post("/admin/models/unload", json={"model": "tiny"}).json()["freed_vram_gb"] > 0
         assert http.get("/readyz").status_code == 503
-        assert listed(http)["tiny-embedder"]["loaded"]
+        assert format_names(http)["tiny-embedder"]["loaded"]
         assert http.post("/v1/embeddings", json={"model": "tiny-embedder", "input": "a cat"}).status_code == 200
 
 
-def test_a_pinned_model_can_be_loaded_too_and_then_unloaded(three_home: Path) -> None:
+def test_a_pinned_model_can_also_be_the_main_model(three_home: Path) -> None:
     with serving(three_home, None, embedder="tiny-embedder") as lab, httpx2.Client(base_url=lab.url) as http:
         assert http.post("/admin/models/load", json={"model": "tiny-embedder"}).status_code == 200
         assert http.get("/readyz").json()["model"] == "tiny-embedder"
         assert http.post("/admin/models/unload").status_code == 200
-        assert listed(http)["tiny-embedder"]["pinned"]
+        assert format_names(http)["tiny-embedder"]["pinned"]
         assert http.post("/v1/embeddings", json={"model": "default", "input": "a cat"}).status_code == 200
 
 
-def test_launch_keeps_them_and_running_the_cell_again_changes_nothing(three_home: Path) -> None:
+def test_launch_pins_models_and_running_the_cell_again_changes_nothing(three_home: Path) -> None:
     with lmx_lab.launch(home=three_home, port=0, embedder="tiny-embedder") as lab:
         assert lab.embed("a cat").shape == (32,)
         assert lmx_lab.launch(home=three_home, port=0, embedder="tiny-embedder") is lab
@@ -111,30 +111,38 @@ def test_launch_keeps_them_and_running_the_cell_again_changes_nothing(three_home
 
 
 @pytest.mark.anyio
-async def test_a_lab_on_a_loop_of_its_own_keeps_them(three_home: Path) -> None:
+async def test_a_lab_on_the_kernels_loop_pins_models(three_home: Path) -> None:
     async with Lab(Settings(home=three_home, port=0, embedder="tiny-embedder")) as lab:
         assert (await lab.aembed("a cat")).shape == (32,)
 
 
 @pytest.mark.parametrize(
-    ("settings", "error", "said"),
+    ("settings", "error", "part"),
     [
-        ({"embedder": "tiny"}, UnusableModelError, "tiny is a chat model; this place is for an embedding model"),
+        (
+            {"embedder": "tiny"},
+            UnusableModelError,
+            "tiny is a chat model; only embedding models and rerankers stay beside the main",
+        ),
         ({"embedder": "tiny-reranker"}, UnusableModelError, "is a reranker"),
-        ({"reranker": "tiny-embedder"}, UnusableModelError, "is an embedding model; this place is for a reranker"),
+        (
+            {"reranker": "tiny-embedder"},
+            UnusableModelError,
+            "is an embedding model; a reranker is needed here: load it as the main model",
+        ),
         ({"reranker": "nothing"}, ModelNotFoundError, "there is no model 'nothing'"),
     ],
 )
-def test_the_wrong_model_for_the_place_is_an_error_at_the_start(
-    three_home: Path, settings: dict[str, str], error: type[Exception], said: str
+def test_pinning_a_model_of_the_wrong_kind_is_an_error_at_the_start(
+    three_home: Path, settings: dict[str, str], error: type[Exception], part: str
 ) -> None:
     lab = Lab(Settings(home=three_home, port=0, **settings), loop="thread")
-    with pytest.raises(error, match=said), lab:
+    with pytest.raises(error, match=part), lab:
         pass
     assert not lab.running
 
 
-def test_a_launch_that_could_not_keep_one_says_so_each_time(three_home: Path) -> None:
+def test_a_launch_that_cannot_pin_a_model_fails_each_time(three_home: Path) -> None:
     for _ in range(2):
         with pytest.raises(UnusableModelError):
             lmx_lab.launch(home=three_home, port=0, embedder="tiny")

@@ -59,7 +59,7 @@ def thought_tokens(usage: dict[str, Any]) -> int:
     return found
 
 
-def test_thoughts_end_where_their_budget_does(http: httpx2.Client) -> None:
+def test_reasoning_ends_at_its_budget(http: httpx2.Client) -> None:
     choice, usage = ask(http, **THINKING)
     assert choice["message"]["reasoning_content"]
     assert choice["message"]["content"]
@@ -68,7 +68,7 @@ def test_thoughts_end_where_their_budget_does(http: httpx2.Client) -> None:
     assert usage["completion_tokens"] == 40
 
 
-def test_a_smaller_budget_is_the_beginning_of_the_same_thoughts(http: httpx2.Client) -> None:
+def test_reasoning_with_a_smaller_budget_is_a_prefix(http: httpx2.Client) -> None:
     thoughts = {}
     for budget in (0, 1, 8, 20):
         choice, usage = ask(http, **{**THINKING, "thinking_token_budget": budget})
@@ -80,7 +80,7 @@ def test_a_smaller_budget_is_the_beginning_of_the_same_thoughts(http: httpx2.Cli
     assert len(thoughts[20]) > len(thoughts[8]) > len(thoughts[1])
 
 
-def test_without_a_budget_thoughts_may_be_all_there_is(http: httpx2.Client) -> None:
+def test_without_a_budget_reasoning_may_be_the_whole_answer(http: httpx2.Client) -> None:
     choice, usage = ask(http, chat_template_kwargs={"open_thoughts": True}, max_tokens=12)
     assert choice["finish_reason"] == "length"
     assert choice["message"]["reasoning_content"]
@@ -89,7 +89,7 @@ def test_without_a_budget_thoughts_may_be_all_there_is(http: httpx2.Client) -> N
 
 
 @pytest.mark.parametrize("more", [{}, FORMAT, CALL], ids=["free", "format", "call"])
-def test_a_stream_says_the_same_thoughts_first(http: httpx2.Client, more: dict[str, Any]) -> None:
+def test_a_stream_starts_with_the_same_reasoning(http: httpx2.Client, more: dict[str, Any]) -> None:
     asked = {**THINKING, **more, "max_tokens": 120}
     whole, whole_usage = ask(http, **asked)
     response = http.post(PATH, json=body(**asked, stream=True, stream_options={"include_usage": True}))
@@ -110,7 +110,7 @@ def test_a_stream_says_the_same_thoughts_first(http: httpx2.Client, more: dict[s
     }
 
 
-def test_a_socket_says_the_same_thoughts_and_counts_them(thinking_lab: Lab, http: httpx2.Client) -> None:
+def test_the_websocket_has_the_same_reasoning_and_counts_it(thinking_lab: Lab, http: httpx2.Client) -> None:
     whole, usage = ask(http, **THINKING, **CALL, max_tokens=120)
     with connect(thinking_lab.url.replace("http", "ws") + "/v1/chat/stream") as socket:
         socket.send(json.dumps(body(**THINKING, **CALL, max_tokens=120)))
@@ -138,14 +138,14 @@ def test_a_socket_says_the_same_thoughts_and_counts_them(thinking_lab: Lab, http
     ],
 )
 @pytest.mark.parametrize("more", [{}, FORMAT, CALL], ids=["free", "format", "call"])
-def test_thinking_can_be_turned_off(http: httpx2.Client, off: dict[str, Any], more: dict[str, Any]) -> None:
+def test_reasoning_can_be_disabled(http: httpx2.Client, off: dict[str, Any], more: dict[str, Any]) -> None:
     choice, usage = ask(http, **off, **more, max_tokens=80)
     assert "reasoning_content" not in choice["message"]
     assert thought_tokens(usage) == 0
     assert choice["message"]["content"] or choice["message"]["tool_calls"]
 
 
-def test_the_template_is_told_the_effort(http: httpx2.Client) -> None:
+def test_the_reasoning_effort_is_passed_to_the_template(http: httpx2.Client) -> None:
     prompts = {effort: ask(http, reasoning_effort=effort)[1]["prompt_tokens"] for effort in (None, "low", "high")}
     assert prompts["low"] > prompts[None]
     texts = {effort: ask(http, reasoning_effort=effort)[0]["message"] for effort in ("low", "high")}
@@ -155,7 +155,7 @@ def test_the_template_is_told_the_effort(http: httpx2.Client) -> None:
 
 
 @pytest.mark.parametrize("seed", range(4))
-def test_the_format_is_that_of_the_content_after_the_thoughts(http: httpx2.Client, seed: int) -> None:
+def test_the_format_is_enforced_after_the_reasoning(http: httpx2.Client, seed: int) -> None:
     choice, usage = ask(http, **THINKING, **FORMAT, temperature=1, seed=seed, max_tokens=120)
     assert choice["finish_reason"] == "stop"
     Draft202012Validator(FORM).validate(json.loads(choice["message"]["content"]))
@@ -164,7 +164,7 @@ def test_the_format_is_that_of_the_content_after_the_thoughts(http: httpx2.Clien
 
 
 @pytest.mark.parametrize("choice", ["required", {"type": "function", "function": {"name": "look"}}])
-def test_a_forced_call_comes_after_the_thoughts(http: httpx2.Client, choice: Any) -> None:
+def test_a_forced_call_follows_the_reasoning(http: httpx2.Client, choice: Any) -> None:
     found, usage = ask(http, **THINKING, **{**CALL, "tool_choice": choice}, temperature=1, seed=3, max_tokens=120)
     assert found["finish_reason"] == "tool_calls"
     (call,) = found["message"]["tool_calls"]
@@ -175,7 +175,7 @@ def test_a_forced_call_comes_after_the_thoughts(http: httpx2.Client, choice: Any
     assert thought_tokens(usage) == BUDGET + 1
 
 
-def test_a_history_with_thoughts_goes_through_the_template_as_the_client_dumps_it(thinking_lab: Lab) -> None:
+def test_reasoning_in_the_history_is_passed_to_the_template(thinking_lab: Lab) -> None:
     fields: dict[str, Any] = {"model": "thinker", "temperature": 0, "max_tokens": 60, "extra_body": THINKING}
     with OpenAI(base_url=f"{thinking_lab.url}/v1", api_key="anything", max_retries=0) as client:
         hello: list[Any] = [*HELLO]
@@ -196,7 +196,7 @@ def test_a_history_with_thoughts_goes_through_the_template_as_the_client_dumps_i
     assert second.usage.prompt_tokens > third.usage.prompt_tokens
 
 
-def test_log_probabilities_are_of_thoughts_and_content_alike(http: httpx2.Client) -> None:
+def test_reasoning_and_content_have_logprobs(http: httpx2.Client) -> None:
     choice, usage = ask(http, **THINKING, logprobs=True)
     assert len(choice["logprobs"]["content"]) == usage["completion_tokens"]
 
@@ -204,7 +204,7 @@ def test_log_probabilities_are_of_thoughts_and_content_alike(http: httpx2.Client
 # --- any engine
 
 
-def test_every_way_brings_the_same_thoughts_apart_from_the_content(lab: Lab) -> None:
+def test_all_routes_separate_reasoning_from_the_content(lab: Lab) -> None:
     said = [{"role": "user", "content": "<think>Is it wide?</think>It is."}]
     asked = echo_body(messages=said, max_tokens=40)
     whole = httpx2.post(f"{lab.url}{PATH}", json=asked).json()

@@ -50,7 +50,7 @@ def order(http: httpx2.Client, **changes: Any) -> list[int]:
 
 
 @pytest.mark.parametrize("path", PATHS)
-def test_the_relevant_document_comes_first(real_http: httpx2.Client, path: str) -> None:
+def test_the_most_relevant_document_is_first(real_http: httpx2.Client, path: str) -> None:
     answer = real_http.post(path, json=body(model=MINILM)).json()
     assert (answer["model"], answer["method"]) == (MINILM, "cosine")
     assert answer["results"][0]["document"] == DOCUMENTS[1]
@@ -66,11 +66,11 @@ def test_scores_are_the_cosines_of_the_vectors(encoding_lab: Lab, real_http: htt
 
 
 @pytest.mark.parametrize(("top_n", "count"), [(1, 1), (2, 2), (3, 3), (1000, 3), (None, 3)])
-def test_top_n_cuts(http: httpx2.Client, top_n: int | None, count: int) -> None:
+def test_top_n_limits_the_results(http: httpx2.Client, top_n: int | None, count: int) -> None:
     assert order(http, top_n=top_n) == order(http)[:count]
 
 
-def test_of_equals_the_first_comes_first(http: httpx2.Client) -> None:
+def test_equal_scores_keep_the_order_of_documents(http: httpx2.Client) -> None:
     assert order(http, documents=["a", DOCUMENTS[1], "a", DOCUMENTS[1], "a"]) == [1, 3, 0, 2, 4]
 
 
@@ -81,7 +81,7 @@ def test_documents_may_be_objects_empty_and_of_any_script(real_http: httpx2.Clie
     assert sorted(result["index"] for result in results) == [0, 1, 2, 3, 4]
 
 
-def test_the_other_bodies(http: httpx2.Client) -> None:
+def test_the_bodies_of_other_servers_are_accepted(http: httpx2.Client) -> None:
     bare = http.post("/rerank", json={"query": QUERY, "texts": DOCUMENTS, "return_text": True}).json()
     assert (bare[0]["index"], bare[0]["text"]) == (1, DOCUMENTS[1])
     cohere = http.post("/v2/rerank", json=body(model="default", top_n=1, return_documents=False)).json()
@@ -96,7 +96,7 @@ def test_ten_thousand_documents_are_one_request(http: httpx2.Client) -> None:
     assert (len(results), results[0]["index"]) == (2, 7654)
 
 
-def test_a_megabyte_is_refused_with_numbers_and_cut_if_asked(real_http: httpx2.Client) -> None:
+def test_a_document_of_a_megabyte_is_refused_or_truncated(real_http: httpx2.Client) -> None:
     documents = [LONG, DOCUMENTS[1]]
     error = error_of(real_http.post(PATH, json=body(model=MINILM, documents=documents)), 400, "context-length-exceeded")
     assert any(number in error["message"] for number in ("256", "512"))
@@ -115,16 +115,16 @@ def test_a_megabyte_is_refused_with_numbers_and_cut_if_asked(real_http: httpx2.C
         ({"documents": ["a"] * 16_385}, "documents"),
     ],
 )
-def test_a_wrong_field_is_400_and_named(http: httpx2.Client, changes: dict[str, Any], param: str) -> None:
+def test_an_invalid_field_is_400_and_named(http: httpx2.Client, changes: dict[str, Any], param: str) -> None:
     assert error_of(http.post(PATH, json=body(**changes)), 400, "invalid-request")["param"] == param
 
 
-def test_other_models_are_refused_each_in_its_way(real_http: httpx2.Client) -> None:
+def test_each_reason_to_refuse_a_model_has_its_error(real_http: httpx2.Client) -> None:
     error_of(real_http.post(PATH, json=body(model="unheard-of")), 404, "model-not-found")
     error_of(real_http.post(PATH, json=body(model="smollm2-135m")), 400, "invalid-request")
 
 
-def test_a_chat_model_ranks_nothing(tiny_lab: Lab) -> None:
+def test_a_chat_model_does_not_rank(tiny_lab: Lab) -> None:
     with httpx2.Client(base_url=tiny_lab.url, timeout=60) as http:
         error_of(http.post(PATH, json=body(model="tiny")), 400, "invalid-request")
         error_of(http.post("/rerank", json={"query": QUERY, "texts": DOCUMENTS}), 503, "no-model-loaded")
@@ -132,7 +132,7 @@ def test_a_chat_model_ranks_nothing(tiny_lab: Lab) -> None:
         tiny_lab.rerank(QUERY, DOCUMENTS)
 
 
-def test_the_verb_gives_rows_and_a_data_frame(quick_lab: Lab) -> None:
+def test_the_method_of_the_lab_returns_rows_and_a_data_frame(quick_lab: Lab) -> None:
     ranked = quick_lab.rerank(QUERY, DOCUMENTS, top_n=2)
     assert (len(ranked), ranked[0].rank, ranked[0].index) == (2, 1, 1)
     assert (ranked.method, ranked.model) == ("cosine", MODEL)
@@ -144,7 +144,7 @@ def test_the_verb_gives_rows_and_a_data_frame(quick_lab: Lab) -> None:
 
 
 @pytest.mark.anyio
-async def test_the_verb_can_be_awaited(quick_lab: Lab) -> None:
+async def test_the_method_of_the_lab_can_be_awaited(quick_lab: Lab) -> None:
     assert (await quick_lab.arerank(QUERY, [{"text": DOCUMENTS[1]}]))[0].document == DOCUMENTS[1]
 
 
@@ -152,6 +152,8 @@ async def test_the_verb_can_be_awaited(quick_lab: Lab) -> None:
     ("query", "documents", "top_n"),
     [("", DOCUMENTS, None), (QUERY, [], None), (QUERY, "one", None), (QUERY, None, None), (QUERY, DOCUMENTS, 0)],
 )
-def test_the_verb_refuses_what_the_route_refuses(quick_lab: Lab, query: str, documents: Any, top_n: Any) -> None:
+def test_the_method_of_the_lab_has_the_errors_of_the_route(
+    quick_lab: Lab, query: str, documents: Any, top_n: Any
+) -> None:
     with pytest.raises(InvalidRequestError):
         quick_lab.rerank(query, documents, top_n=top_n)

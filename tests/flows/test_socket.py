@@ -49,7 +49,7 @@ def until_done(socket: ClientConnection) -> list[dict[str, Any]]:
     return messages
 
 
-def test_tokens_come_then_statistics_then_the_client_closes(socket: ClientConnection, http: httpx2.Client) -> None:
+def test_tokens_are_followed_by_statistics(socket: ClientConnection, http: httpx2.Client) -> None:
     ask(socket)
     *tokens, last = until_done(socket)
     whole = http.post("/v1/chat/completions", json=echo_body()).json()
@@ -65,7 +65,7 @@ def test_tokens_come_then_statistics_then_the_client_closes(socket: ClientConnec
     assert socket.close_code == 1000
 
 
-def test_a_message_that_holds_too_much_is_refused_and_the_limit_named(socket: ClientConnection) -> None:
+def test_a_message_with_too_many_values_is_refused_with_the_limit(socket: ClientConnection) -> None:
     socket.send('{"messages": [' + "{}," * 300_000 + "{}]}")
     error = receive(socket)["error"]
     assert error["code"] == "body-too-large"
@@ -76,7 +76,9 @@ def test_a_message_that_holds_too_much_is_refused_and_the_limit_named(socket: Cl
 
 
 @pytest.mark.parametrize("message", ["{", "[]", '{"model": NaN}', json.dumps({"model": "echo"}), b"\x00\x01"])
-def test_a_bad_message_is_answered_and_the_socket_closed(socket: ClientConnection, message: str | bytes) -> None:
+def test_an_invalid_message_is_answered_and_the_connection_closed(
+    socket: ClientConnection, message: str | bytes
+) -> None:
     socket.send(message)
     assert receive(socket)["error"]["code"] == "invalid-request"
     with pytest.raises(ConnectionClosed):
@@ -84,12 +86,12 @@ def test_a_bad_message_is_answered_and_the_socket_closed(socket: ClientConnectio
     assert socket.close_code == 1011
 
 
-def test_a_model_that_is_not_loaded_is_said(socket: ClientConnection) -> None:
+def test_the_error_of_a_model_that_is_not_loaded_is_sent(socket: ClientConnection) -> None:
     ask(socket, model="other")
     assert receive(socket)["error"]["code"] == "no-model-loaded"
 
 
-def test_logprobs_come_with_their_tokens_for_those_who_ask(socket: ClientConnection) -> None:
+def test_logprobs_are_sent_with_their_tokens_on_request(socket: ClientConnection) -> None:
     ask(socket, logprobs=True, top_logprobs=1)
     *tokens, _ = until_done(socket)
     content = [logprob for message in tokens for logprob in message["logprobs"]]
@@ -97,7 +99,7 @@ def test_logprobs_come_with_their_tokens_for_those_who_ask(socket: ClientConnect
     assert all(len(logprob["top_logprobs"]) == 1 for logprob in content)
 
 
-def test_sampling_is_as_in_the_other_routes(socket: ClientConnection, http: httpx2.Client) -> None:
+def test_sampling_is_the_same_as_on_other_routes(socket: ClientConnection, http: httpx2.Client) -> None:
     warm: dict[str, Any] = {
         "messages": HELLO,
         "temperature": 1.5,
@@ -112,13 +114,13 @@ def test_sampling_is_as_in_the_other_routes(socket: ClientConnection, http: http
     assert "".join(message["token"] for message in tokens) == whole["choices"][0]["message"]["content"]
 
 
-def test_a_socket_carries_one_answer(socket: ClientConnection) -> None:
+def test_a_connection_has_one_answer(socket: ClientConnection) -> None:
     ask(socket, n=2)
     error = receive(socket)["error"]
     assert (error["code"], error["param"]) == ("invalid-request", "n")
 
 
-def test_a_second_message_is_refused_and_the_first_answer_goes_on(socket: ClientConnection) -> None:
+def test_a_second_message_is_refused_and_the_first_answer_continues(socket: ClientConnection) -> None:
     ask(socket, max_tokens=60, ignore_eos=True)
     first = receive(socket)
     ask(socket)
@@ -139,7 +141,7 @@ def test_closing_early_frees_the_slot(lab: Lab) -> None:
     assert lab.engine.snapshot.output_tokens - tokens < ENDLESS["max_tokens"]
 
 
-def test_a_client_that_closes_as_a_server_would_leaves_the_queue(lab: Lab) -> None:
+def test_a_client_that_closes_with_a_servers_code_leaves_the_queue(lab: Lab) -> None:
     with connect(address(lab)) as first, connect(address(lab)) as second, connect(address(lab)) as third:
         for running in (first, second):
             ask(running, **ENDLESS)
@@ -157,7 +159,7 @@ def read_tokens(lab: Lab) -> int:
     return lab.engine.snapshot.prompt_tokens + lab.engine.snapshot.cached_tokens
 
 
-def test_a_client_that_vanishes_without_a_word_frees_the_slot(lab: Lab) -> None:
+def test_a_client_that_disconnects_without_closing_frees_the_slot(lab: Lab) -> None:
     with connect(address(lab)) as socket:
         ask(socket, **ENDLESS)
         receive(socket)
@@ -165,7 +167,7 @@ def test_a_client_that_vanishes_without_a_word_frees_the_slot(lab: Lab) -> None:
         wait_until_idle(lab)
 
 
-def test_why_a_server_that_stops_ends_an_answer_reaches_a_client_that_is_slow(echo_home: Path) -> None:
+def test_a_slow_client_receives_the_error_of_a_server_that_stops(echo_home: Path) -> None:
     listening, client = bind("127.0.0.1", 0, explicit=True), stream.socket()
     listening.setsockopt(stream.SOL_SOCKET, stream.SO_SNDBUF, 2**12)
     client.setsockopt(stream.SOL_SOCKET, stream.SO_RCVBUF, 2**12)
@@ -194,14 +196,16 @@ def test_why_a_server_that_stops_ends_an_answer_reaches_a_client_that_is_slow(ec
 @pytest.mark.parametrize(
     ("headers", "status"), [({"Origin": "http://evil.example"}, 403), ({"Host": "evil.example"}, 421)]
 )
-def test_strangers_are_refused_before_the_handshake(lab: Lab, headers: dict[str, str], status: int) -> None:
+def test_clients_without_permission_are_refused_before_the_handshake(
+    lab: Lab, headers: dict[str, str], status: int
+) -> None:
     with pytest.raises(InvalidStatus) as refused, connect(address(lab), additional_headers=headers):
         pass
     assert refused.value.response.status_code in {status, 400}
 
 
 @pytest.mark.parametrize("more", [b"", b"\x88\x80\0\0\0\0"], ids=["alone", "with the client's close behind it"])
-def test_a_text_that_is_no_utf8_ends_the_connection_and_is_no_error_of_ours(
+def test_a_message_that_is_not_utf_8_closes_the_connection(
     socket: ClientConnection, caplog: pytest.LogCaptureFixture, more: bytes
 ) -> None:
     with caplog.at_level(logging.ERROR):

@@ -101,7 +101,7 @@ def test_the_real_model_follows_each_schema(real_answers: dict[str, Any], name: 
     check_answer(real_answers, name)
 
 
-def test_there_are_fifty() -> None:
+def test_there_are_fifty_schemas() -> None:
     assert len(MODELS) + len(PLAIN) >= 50
 
 
@@ -136,7 +136,7 @@ PETS = closed(
 WARM: dict[str, Any] = {"temperature": 1, "seed": 11}
 
 
-def test_a_stream_brings_the_same_json(client: OpenAI) -> None:
+def test_a_stream_has_the_same_json(client: OpenAI) -> None:
     asked_for = {"response_format": schema_format(PETS), **WARM}
     whole = text_of(ask(client, **asked_for))
     pieces = []
@@ -147,7 +147,7 @@ def test_a_stream_brings_the_same_json(client: OpenAI) -> None:
     check(PETS, whole)
 
 
-def test_the_clients_own_stream_parses_the_same(client: OpenAI) -> None:
+def test_the_streaming_helper_of_the_client_parses_the_same(client: OpenAI) -> None:
     fields: dict[str, Any] = {
         "model": "tiny",
         "messages": HELLO,
@@ -173,7 +173,7 @@ FORMS: dict[str, Any] = {
 FREE: list[Any] = [[{"role": "user", "content": word}] for word in ("hello", "goodbye", "perhaps")]
 
 
-def test_constrained_and_free_answers_in_one_batch_are_as_they_are_alone(client: OpenAI, eight: Lab) -> None:
+def test_constrained_and_free_answers_in_one_batch_do_not_affect_each_other(client: OpenAI, eight: Lab) -> None:
     requests: list[dict[str, Any]] = [
         *({"response_format": form} for form in FORMS.values()),
         *({"messages": messages, "max_tokens": 60} for messages in FREE),
@@ -204,7 +204,7 @@ def test_several_choices_each_follow_the_schema_and_differ(client: OpenAI) -> No
     assert len({choice.message.content for choice in answer.choices}) > 1
 
 
-def test_an_answer_that_is_cut_off_says_so_and_is_the_beginning_of_the_whole(client: OpenAI) -> None:
+def test_an_incomplete_answer_ends_with_length_and_is_a_prefix(client: OpenAI) -> None:
     whole = text_of(ask(client, response_format=schema_format(PETS)))
     cut = client.chat.completions.create(**chat_body(max_tokens=9, response_format=schema_format(PETS)))
     begun = text_of(cut, "length")
@@ -217,20 +217,20 @@ def test_an_answer_that_is_cut_off_says_so_and_is_the_beginning_of_the_whole(cli
     from_json(begun, allow_partial="trailing-strings")
 
 
-def test_the_clients_parse_raises_where_the_answer_is_cut_off(client: OpenAI) -> None:
+def test_the_parse_helper_of_the_client_raises_for_an_incomplete_answer(client: OpenAI) -> None:
     with pytest.raises(openai.LengthFinishReasonError) as cut:
         client.chat.completions.parse(model="tiny", messages=FREE[0], max_tokens=5, response_format=Person)
     assert cut.value.completion.choices[0].finish_reason == "length"
 
 
-def test_room_for_exactly_the_whole_answer_is_enough(client: OpenAI) -> None:
+def test_max_tokens_may_be_exactly_the_length_of_the_answer(client: OpenAI) -> None:
     whole = ask(client, response_format=schema_format(PETS))
     assert whole.usage is not None
     exact = chat_body(max_tokens=whole.usage.completion_tokens, response_format=schema_format(PETS))
     assert text_of(client.chat.completions.create(**exact)) == text_of(whole)
 
 
-def test_log_probabilities_are_those_of_the_tokens_that_came(client: OpenAI) -> None:
+def test_logprobs_are_those_of_the_generated_tokens(client: OpenAI) -> None:
     choice = ask(client, response_format=schema_format(PETS), logprobs=True, top_logprobs=2).choices[0]
     assert choice.logprobs is not None
     assert "".join(token.token for token in choice.logprobs.content or []) == choice.message.content
@@ -246,7 +246,7 @@ def one_slot(long_home: Path) -> Iterator[Lab]:
 
 
 @pytest.mark.parametrize("way", ["sse", "whole", "socket"])
-def test_leaving_inside_a_grammar_frees_the_slot(one_slot: Lab, way: Way) -> None:
+def test_cancelling_a_constrained_answer_frees_the_slot(one_slot: Lab, way: Way) -> None:
     before = one_slot.engine.snapshot.output_tokens
     body = {**chat_body(model="default", response_format=schema_format(LARGE)), "max_tokens": 7500}
     with asked(one_slot, way, body):
@@ -316,7 +316,7 @@ def test_a_schema_that_cannot_be_enforced_is_refused_with_the_reason(
 
 @pytest.mark.usefixtures("next_request_works")
 @pytest.mark.parametrize("kind", ["regex", "grammar"])
-def test_a_pattern_that_is_none_is_refused_with_the_reason(http: httpx2.Client, kind: str) -> None:
+def test_an_invalid_pattern_is_refused_with_the_reason(http: httpx2.Client, kind: str) -> None:
     error = refusal(http, response_format={"type": kind, kind: "start: ("})
     assert error["param"] == "response_format"
     assert "cannot be enforced" in error["message"]
@@ -343,7 +343,7 @@ def test_nothing_is_fetched_for_a_remote_reference(http: httpx2.Client, where: s
 
 
 @pytest.mark.usefixtures("next_request_works")
-def test_a_schema_as_deep_as_a_body_may_be_is_enforced(http: httpx2.Client) -> None:
+def test_a_schema_of_the_largest_depth_is_enforced(http: httpx2.Client) -> None:
     body = echo_body(max_tokens=100, response_format=schema_format(in_arrays(60, {"const": 5, "type": "integer"})))
     (choice,) = http.post(PATH, json=body).json()["choices"]
     from_json(choice["message"]["content"], allow_partial=True)
@@ -352,7 +352,7 @@ def test_a_schema_as_deep_as_a_body_may_be_is_enforced(http: httpx2.Client) -> N
 
 @pytest.mark.usefixtures("next_request_works")
 @pytest.mark.parametrize("levels", [62, 500])
-def test_a_schema_that_is_deeper_is_refused(http: httpx2.Client, levels: int) -> None:
+def test_a_deeper_schema_is_refused(http: httpx2.Client, levels: int) -> None:
     message = refusal(http, response_format=schema_format(in_arrays(levels, {"type": "null"})))["message"]
     assert "64 levels" in message or "recursion limit" in message
 
@@ -365,7 +365,7 @@ def test_a_schema_of_1_mb_is_refused_with_both_numbers(http: httpx2.Client) -> N
 
 
 @pytest.mark.usefixtures("next_request_works")
-def test_references_500_deep_do_no_harm(http: httpx2.Client) -> None:
+def test_500_nested_references_are_accepted(http: httpx2.Client) -> None:
     response = http.post(PATH, json=echo_body(response_format=schema_format(references(500))))
     assert response.status_code in {200, 400}, response.text
 
@@ -376,7 +376,7 @@ class Alone(BaseModel):
     values: set[int]
 
 
-def test_a_model_that_cannot_be_enforced_raises_the_clients_own_error(lab: Lab) -> None:
+def test_a_class_that_cannot_be_enforced_raises_the_clients_error(lab: Lab) -> None:
     with (
         OpenAI(**lab.openai, max_retries=0) as client,
         pytest.raises(openai.BadRequestError) as refused,

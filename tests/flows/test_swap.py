@@ -1,4 +1,4 @@
-"""``--swap``: naming a model that is on disk is enough."""
+"""``--swap``: a request loads the model that it names if the model is on disk."""
 
 from __future__ import annotations
 
@@ -14,7 +14,6 @@ import httpx2
 import pytest
 
 from lmx_lab.notebook import Lab
-from lmx_lab.values.models import LoadReport
 from tests.engine.conftest import unload_when_idle_for
 from tests.flows.conftest import chat_body, serving, wait_until, wait_until_idle
 
@@ -38,18 +37,18 @@ def ask(client: httpx2.Client, model: str, **changes: Any) -> httpx2.Response:
     return client.post(PATH, json=chat_body(model=model, **changes))
 
 
-def test_a_request_brings_its_model(swapping: Lab, client: httpx2.Client) -> None:
+def test_a_request_loads_its_model(swapping: Lab, client: httpx2.Client) -> None:
     assert ask(client, "tiny-two").json()["model"] == "tiny-two"
     assert swapping.engine.snapshot.model == "tiny-two"
     completed = client.post("/v1/completions", json={"model": "tiny", "prompt": "a", "max_tokens": 1})
     assert completed.json()["model"] == "tiny"
 
 
-def test_default_stays_with_what_is_loaded(client: httpx2.Client) -> None:
+def test_default_means_the_loaded_model(client: httpx2.Client) -> None:
     assert ask(client, "default").json()["model"] == "tiny"
 
 
-def test_default_brings_back_what_was_unloaded_for_want_of_requests(tiny_home: Path) -> None:
+def test_default_loads_the_model_that_was_unloaded_because_it_was_idle(tiny_home: Path) -> None:
     with (
         serving(tiny_home, "tiny", swap=True) as lab,
         httpx2.Client(base_url=lab.url, timeout=60) as client,
@@ -61,38 +60,32 @@ def test_default_brings_back_what_was_unloaded_for_want_of_requests(tiny_home: P
         assert ask(client, "default").json()["model"] == "tiny-two"
 
 
-def test_default_does_not_bring_back_what_an_operator_unloaded(swapping: Lab, client: httpx2.Client) -> None:
+def test_default_does_not_load_a_model_that_an_administrator_unloaded(swapping: Lab, client: httpx2.Client) -> None:
     swapping.unload()
     refused = ask(client, "default")
     assert (refused.status_code, refused.json()["error"]["code"]) == (503, "no-model-loaded")
     assert ask(client, "tiny").status_code == 200
 
 
-def test_requests_for_two_models_that_come_together_need_two_loads(tiny_home: Path) -> None:
+def test_simultaneous_requests_for_two_models_need_two_loads(tiny_home: Path) -> None:
     with serving(tiny_home, "tiny", swap=True, slots=8) as lab:
         loads: list[str] = []
-        load = lab.server.services.loader.load
-
-        async def counted(name: str, **how: Any) -> LoadReport:
-            loads.append(name)
-            return await load(name, **how)
-
-        lab.server.services.loader.load = counted  # type: ignore[method-assign]
+        lab.engine.add_observer(lambda progress: loads.append(progress.model) if progress.stage == "load" else None)
         names = [TWO[at % 2] for at in range(12)]
         answers = at_once(lab, names, max_tokens=60)
     assert [answer.json().get("model") for answer in answers] == names
-    # One by one they would need eleven; the first may be on its way before the others have come.
+    # In the order of arrival eleven loads would be needed. The first one may start before all requests have arrived.
     assert len(loads) <= 3
 
 
-def test_default_has_nothing_to_bring_where_nothing_was(echo_home: Path) -> None:
+def test_default_loads_nothing_if_no_model_was_loaded_before(echo_home: Path) -> None:
     with serving(echo_home, None, swap=True) as lab, httpx2.Client(base_url=lab.url, timeout=60) as client:
         refused = ask(client, "default")
         assert (refused.status_code, refused.json()["error"]["code"]) == (503, "no-model-loaded")
         assert ask(client, "echo").status_code == 200
 
 
-def test_only_ids_of_what_is_on_disk_are_loaded(
+def test_only_ids_of_models_on_disk_are_loaded(
     swapping: Lab, client: httpx2.Client, tiny_home: Path, tmp_path: Path
 ) -> None:
     shutil.copytree(tiny_home / "models" / "tiny", tmp_path / "elsewhere")
@@ -102,14 +95,14 @@ def test_only_ids_of_what_is_on_disk_are_loaded(
     assert swapping.engine.snapshot.model == "tiny"
 
 
-def test_running_and_waiting_requests_are_answered_before_the_swap(tiny_home: Path) -> None:
+def test_running_and_queued_requests_are_answered_before_the_swap(tiny_home: Path) -> None:
     with serving(tiny_home, "tiny", swap=True, slots=1) as lab:
         answers = at_once(lab, ["tiny", "tiny", "tiny", "tiny-two"], max_tokens=100)
     assert [answer.status_code for answer in answers] == [200] * 4
     assert {answer.json()["usage"]["completion_tokens"] for answer in answers} == {100}
 
 
-def test_many_who_want_two_models_are_all_served(swapping: Lab) -> None:
+def test_all_of_many_requests_for_two_models_are_answered(swapping: Lab) -> None:
     names = [TWO[at % 2] for at in range(6)]
     answers = at_once(swapping, names)
     assert [answer.json().get("model") for answer in answers] == names
@@ -120,7 +113,7 @@ def at_once(lab: Lab, names: list[str], **changes: Any) -> list[httpx2.Response]
         return list(threads.map(lambda name: ask(client, name, **changes), names))
 
 
-def test_an_administrators_load_is_waited_for(swapping: Lab, client: httpx2.Client) -> None:
+def test_a_request_waits_for_the_load_of_an_administrator(swapping: Lab, client: httpx2.Client) -> None:
     with client.stream("POST", PATH, json=chat_body(stream=True, max_tokens=450)) as running:
         pieces = running.iter_text()
         next(pieces)
@@ -128,7 +121,7 @@ def test_an_administrators_load_is_waited_for(swapping: Lab, client: httpx2.Clie
             target=client.post, args=("/admin/models/load",), kwargs={"json": {"model": "tiny-two"}}
         )
         load.start()
-        wait_until(lambda: swapping.server.services.loader._doing is not None)
+        wait_until(lambda: swapping.engine.snapshot.change is not None)
         answers: list[httpx2.Response] = []
         asks = threading.Thread(target=lambda: answers.append(ask(client, "tiny")))
         asks.start()
@@ -138,7 +131,9 @@ def test_an_administrators_load_is_waited_for(swapping: Lab, client: httpx2.Clie
     assert (answers[0].status_code, answers[0].json()["model"]) == (200, "tiny")
 
 
-def test_who_leaves_while_waiting_for_a_model_holds_nobody_up(swapping: Lab, client: httpx2.Client) -> None:
+def test_a_client_that_disconnects_while_it_waits_for_a_model_does_not_delay_others(
+    swapping: Lab, client: httpx2.Client
+) -> None:
     with client.stream("POST", PATH, json=chat_body(stream=True, max_tokens=450)) as running:
         pieces = running.iter_text()
         next(pieces)
@@ -148,7 +143,7 @@ def test_who_leaves_while_waiting_for_a_model_holds_nobody_up(swapping: Lab, cli
     assert ask(client, "tiny").json()["model"] == "tiny"
 
 
-def test_a_model_that_cannot_be_loaded_leaves_the_other_in_place(tiny_home: Path, tmp_path: Path) -> None:
+def test_after_a_failed_load_the_previous_model_answers(tiny_home: Path, tmp_path: Path) -> None:
     home = tmp_path / "home"
     shutil.copytree(tiny_home, home)
     (home / "models" / "tiny-two" / "config.json").write_text('{"model_type": "from_the_future"}')
@@ -158,7 +153,7 @@ def test_a_model_that_cannot_be_loaded_leaves_the_other_in_place(tiny_home: Path
         assert ask(client, "tiny").status_code == 200
 
 
-def test_the_line_for_a_model_has_an_end(tiny_home: Path) -> None:
+def test_the_number_of_requests_that_wait_for_models_is_limited(tiny_home: Path) -> None:
     with (
         serving(tiny_home, "tiny", swap=True, slots=1, queue_limit=1) as lab,
         httpx2.Client(base_url=lab.url, timeout=60) as client,
@@ -169,10 +164,10 @@ def test_the_line_for_a_model_has_an_end(tiny_home: Path) -> None:
             waiting = [threading.Thread(target=ask, args=(client, "tiny-two")) for _ in range(2)]
             for thread in waiting:
                 thread.start()
-            swap = lab.server.services.chat._swap
-            assert swap is not None
-            wait_until(lambda: len(swap._called) == 2)
-            swap._load_s = 7.0
+            control = lab.engine._control
+            assert control is not None
+            wait_until(lambda: len(control.swaps) == 2)
+            control.swaps.swap_s = 7.0
             refused = ask(client, "tiny")
         for thread in waiting:
             thread.join()
@@ -182,7 +177,7 @@ def test_the_line_for_a_model_has_an_end(tiny_home: Path) -> None:
     assert refused.headers["retry-after"] == "7"
 
 
-def test_the_deadline_also_holds_for_the_wait(tiny_home: Path) -> None:
+def test_the_time_limit_includes_the_load(tiny_home: Path) -> None:
     with serving(tiny_home, "tiny", swap=True, request_timeout_s=0.01) as lab:
         (late,) = at_once(lab, ["tiny-two"])
     assert (late.status_code, late.json()["error"]["code"]) == (504, "lmx-timeout")

@@ -98,7 +98,7 @@ def test_a_forced_call_of_the_real_model_fits_its_tool(real: OpenAI, choice: Any
         assert call.function.name == choice["function"]["name"]
 
 
-def test_the_real_model_asks_for_what_it_was_asked(real: OpenAI) -> None:
+def test_the_real_model_calls_the_tool_with_the_value_of_the_question(real: OpenAI) -> None:
     answer = ask(real, tools=TOOLS[:1], tool_choice=function("get_weather"))
     call = only_call(answer)
     assert check_call(call) == {"city": "Paris", "unit": "celsius"}
@@ -129,7 +129,7 @@ class GetWeather(BaseModel):
     unit: Literal["celsius", "fahrenheit"]
 
 
-def test_the_clients_own_helper_parses_the_arguments(echo: OpenAI) -> None:
+def test_the_helper_of_the_client_parses_the_arguments(echo: OpenAI) -> None:
     tools = [openai.pydantic_function_tool(GetWeather)]
     parsed = echo.chat.completions.parse(
         model="default", messages=TEMPERATURE, tools=tools, tool_choice="required", parallel_tool_calls=False
@@ -193,7 +193,7 @@ def test_a_loop_with_a_free_choice_calls_and_then_answers(real: OpenAI) -> None:
 
 
 @pytest.mark.long
-def test_several_calls_come_unless_they_must_not(tiny: OpenAI) -> None:
+def test_parallel_calls_can_be_disabled(tiny: OpenAI) -> None:
     asked: dict[str, Any] = {"tools": [function("add", closed(a=DIGIT))], "tool_choice": "required", "max_tokens": 300}
     counts = []
     for seed in range(4):
@@ -208,7 +208,7 @@ def test_several_calls_come_unless_they_must_not(tiny: OpenAI) -> None:
     assert max(counts) > 1
 
 
-def test_128_tools_are_taken_and_any_of_them_is_called(echo: OpenAI) -> None:
+def test_any_of_128_tools_can_be_called(echo: OpenAI) -> None:
     tools = [function(f"tool_{at}", closed(**{f"a{at}": DIGIT})) for at in range(128)]
     for choice, name in ((function("tool_127"), "tool_127"), ("required", None)):
         answer = ask(echo, messages=HELLO, tools=tools, tool_choice=choice, parallel_tool_calls=False)
@@ -218,14 +218,14 @@ def test_128_tools_are_taken_and_any_of_them_is_called(echo: OpenAI) -> None:
         Draft202012Validator(closed(**{f"a{found.name[5:]}": DIGIT})).validate(json.loads(found.arguments))
 
 
-def test_a_call_that_is_cut_off_says_so(echo: OpenAI) -> None:
+def test_an_incomplete_call_ends_with_length(echo: OpenAI) -> None:
     asked: dict[str, Any] = {"messages": HELLO, "tools": [function("add", ADD)], "tool_choice": "required"}
     (choice,) = ask(echo, **asked, max_tokens=18).choices
     assert choice.finish_reason == "length"
     assert not choice.message.content
 
 
-def test_a_free_answer_with_tools_is_content_that_hides_nothing(echo: OpenAI) -> None:
+def test_a_free_answer_with_tools_is_complete_content(echo: OpenAI) -> None:
     (choice,) = ask(echo, tools=TOOLS[1:2], max_tokens=5).choices
     assert choice.finish_reason == "length"
     assert choice.message.content
@@ -266,7 +266,9 @@ RESULT = {"role": "tool", "content": "seen", "tool_call_id": "c1"}
         ({"messages": [*CALLED, {"role": "tool", "content": "seen"}]}, "messages.2.tool_call_id", "missing"),
     ],
 )
-def test_a_wrong_tool_or_history_is_named(http: httpx2.Client, changes: dict[str, Any], param: str, said: str) -> None:
+def test_the_error_of_an_invalid_tool_or_history_names_the_field(
+    http: httpx2.Client, changes: dict[str, Any], param: str, said: str
+) -> None:
     response = http.post(PATH, json=echo_body(**changes))
     assert response.status_code == 400, response.text
     error = response.json()["error"]
@@ -277,9 +279,7 @@ def test_a_wrong_tool_or_history_is_named(http: httpx2.Client, changes: dict[str
 
 @pytest.mark.usefixtures("next_request_works")
 @pytest.mark.parametrize("choice", ["required", function("second")], ids=["required", "named"])
-def test_parameters_that_cannot_be_enforced_are_named_where_they_would_have_to_be(
-    http: httpx2.Client, choice: Any
-) -> None:
+def test_parameters_that_cannot_be_enforced_are_refused_with_their_tool(http: httpx2.Client, choice: Any) -> None:
     tools = [function("first", ADD), function("second", closed(a={"type": "array", "uniqueItems": True}))]
     error = http.post(PATH, json=echo_body(tools=tools, tool_choice=choice)).json()["error"]
     assert (error["code"], error["param"]) == ("invalid-request", "tools.1.function.parameters")

@@ -11,7 +11,14 @@ from pathlib import Path
 import pytest
 
 import lmx_lab
-from lmx_lab.errors import HostingError, InvalidRequestError, ModelNotFoundError, NotLoadedError, PortTakenError
+from lmx_lab.errors import (
+    HostingError,
+    InvalidRequestError,
+    ModelNotFoundError,
+    NotLoadedError,
+    PortTakenError,
+    UnusableModelError,
+)
 from lmx_lab.http.uvicorn_server import bind
 from lmx_lab.settings import Settings
 
@@ -104,6 +111,9 @@ async def test_verbs_can_be_awaited_on_another_loop(lab: lmx_lab.Lab) -> None:
 async def test_a_failed_load_gives_the_reason_and_keeps_the_loaded_model(lab: lmx_lab.Lab) -> None:
     with pytest.raises(ModelNotFoundError):
         await lab.aload("no-such")
+    with pytest.raises(UnusableModelError, match="runs on echo and not on mlx"):
+        await lab.aload("echo", engine="mlx")
+    assert (await lab.aload("echo", engine="auto")).model == "echo"
     assert [record.id for record in await lab.amodels() if record.loaded] == ["echo"]
 
 
@@ -131,7 +141,7 @@ async def test_a_failing_start_releases_everything(tmp_path: Path, monkeypatch: 
         taken = Settings(home=tmp_path, port=other.getsockname()[1])
         with pytest.raises(PortTakenError):
             await lmx_lab.Lab(taken, loop="thread").astart()
-    monkeypatch.setattr("lmx_lab.engine.Engine.start", lambda self: 1 / 0)
+    monkeypatch.setattr("lmx_lab.engine.ModelManager.start", lambda self: 1 / 0)
     with pytest.raises(ZeroDivisionError):
         await lmx_lab.Lab(Settings(home=tmp_path, port=0), loop="thread").astart()
     gc.collect()  # A socket that is still open causes a warning here, and warnings are errors.

@@ -24,7 +24,7 @@ from lmx_lab.client import AsyncLabClient
 from lmx_lab.notebook import remote_server
 from lmx_lab.notebook.remote_server import attach
 from lmx_lab.settings import Settings
-from lmx_lab.values.models import LoadReport, ModelEntry
+from lmx_lab.values.models import LoadReport, LoadSpec, ModelEntry
 from lmx_lab.wire.admin import ModelEvent
 from tests.client.raw import answering, streamed, whole
 from tests.flows.conftest import serving, wait_until
@@ -156,15 +156,15 @@ def test_a_load_shows_its_steps(tiny_home: Path, monkeypatch: pytest.MonkeyPatch
     monkeypatch.setattr("lmx_lab.progress.ProgressBar.update", lambda self, step: steps.append(step))
     with serving(tiny_home, None) as lab, attach(lab.url) as far:
         step = ModelEvent(model="tiny", stage="download", done_bytes=1, total_bytes=2)
-        load = lab.server.services.loader.load
+        load = lab.engine.load
 
-        async def slowly(model: str, *, local: bool) -> LoadReport:
+        async def slowly(spec: LoadSpec, *, local: bool) -> LoadReport:
             lab.server.services.feed.publish(step)
             while not steps:  # noqa: ASYNC110
                 await asyncio.sleep(0.001)
-            return await load(model, local=local)
+            return await load(spec, local=local)
 
-        monkeypatch.setattr(lab.server.services.loader, "load", slowly)
+        monkeypatch.setattr(lab.engine, "load", slowly)
         report = asyncio.run(far.aload("tiny")) if awaited else far.load("tiny")
     assert report.model == "tiny"
     assert steps == [step]

@@ -295,8 +295,8 @@ def test_a_llama_cpp_process_that_uses_too_much_memory_during_a_load_is_stopped(
     gguf_lab: tuple[Lab, Path], tiny_gguf: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     limit = memory.limit_bytes(None)
-    monkeypatch.setattr(model, "BESIDE_MODELS_BYTES", 2**20 - limit - limit // model.PREFIX_SHARE)
-    with pytest.raises(UnusableModelError, match=r"took more than .* GB of memory"):
+    monkeypatch.setattr(model, "EXTRA_BYTES", 2**20 - limit - limit // model.PREFIX_CACHE_DIVISOR)
+    with pytest.raises(UnusableModelError, match=r"used more than .* GB of memory"):
         gguf_lab[0].load(str(tiny_gguf))
 
 

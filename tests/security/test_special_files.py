@@ -13,7 +13,7 @@ import httpx2
 import psutil
 import pytest
 
-from lmx_lab.engine import Engine
+from lmx_lab.engine import ModelManager
 from lmx_lab.errors import UnusableModelError
 from lmx_lab.notebook import Lab
 from lmx_lab.settings import Settings
@@ -183,13 +183,13 @@ async def test_the_engine_rejects_a_special_file_before_it_unloads_a_model(
     """Also if the file was replaced after the catalog checked it."""
     good, bad = catalog.resolve("good" if loaded == "mlx" else str(tiny_gguf)), catalog.resolve("bad")
     put(models / "bad", "tokenizer.json", os.mkfifo)
-    async with Engine(Settings(slots=2, threads=1)) as engine:
-        await engine.load(good)
+    async with ModelManager(Settings(slots=2, threads=1)) as manager:
+        await manager.load_entry(good)
         with pytest.raises(UnusableModelError, match=r"tokenizer\.json is a FIFO"):
-            await asyncio.wait_for(engine.load(bad), WAIT_S)
-        assert engine.snapshot.entry == good
-        assert engine.snapshot.state == "ready"
-        assert (await run(engine))[1].output_tokens == 8
+            await asyncio.wait_for(manager.load_entry(bad), WAIT_S)
+        assert manager.snapshot.entry == good
+        assert manager.snapshot.state == "ready"
+        assert (await run(manager))[1].output_tokens == 8
 
 
 def test_a_server_with_special_files_lists_rejects_and_serves_without_delay(lab: Lab, models: Path) -> None:

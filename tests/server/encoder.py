@@ -1,44 +1,35 @@
-"""A server around an engine that makes up vectors and scores."""
+"""A server around a manager whose vectors and scores the tests choose."""
 
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, field, replace
+from types import SimpleNamespace
 from typing import Any, cast
 
 import httpx2
 import numpy as np
 
-from lmx_lab.engine import EmbeddingRequest, Embeddings, Engine, Ranking, RerankRequest
+from lmx_lab.engine import EmbeddingRequest, Embeddings, ModelManager, Ranking, RerankRequest
 from lmx_lab.errors import LabError
 from lmx_lab.http.guard import GuardPolicy
 from lmx_lab.server import InferenceServer, create_server
 from lmx_lab.settings import Settings
 from lmx_lab.values.encoding import EncodeReport
 from lmx_lab.values.engine import EngineSnapshot
-from lmx_lab.values.models import ModelEntry
-from lmx_lab.weights import Catalog, Listing
+from lmx_lab.values.models import LoadProgress
+from lmx_lab.weights import Catalog
 from tests.server.conftest import ENTRY
 
 EMBEDDER = replace(ENTRY, id="minilm", kind="embedding")
 REPORT = EncodeReport(model="minilm", texts=2, tokens=7, queue_s=0.25, compute_s=0.5, peak_memory_bytes=1)
 
 
-@dataclass(frozen=True)
-class Shelf:
-    """What is on the disk."""
-
-    entries: tuple[ModelEntry, ...] = (EMBEDDER, ENTRY)
-
-    async def alisting(self) -> Listing:
-        return Listing(entries=self.entries)
-
-
 @dataclass
 class FakeEncoder:
-    """An engine whose embeddings are the lengths of texts, or what the test says; so are its scores."""
+    """A manager whose embeddings and scores are the lengths of texts, or the values that a test sets."""
 
     failure: LabError | Exception | None = None
     vectors: Any = None
@@ -48,71 +39,78 @@ class FakeEncoder:
     settings: Settings = field(default_factory=Settings)
     alive: bool = True
     uptime_s: float = 1.0
-    asked: list[Any] = field(default_factory=list)
-    begun: asyncio.Event = field(default_factory=asyncio.Event)
-    given_up: asyncio.Event = field(default_factory=asyncio.Event)
+    requests: list[Any] = field(default_factory=list)
+    local: list[bool] = field(default_factory=list)
+    """For each request, whether its caller is on this machine."""
+    started: asyncio.Event = field(default_factory=asyncio.Event)
+    ended: asyncio.Event = field(default_factory=asyncio.Event)
 
-    async def submit_embedding(self, request: EmbeddingRequest) -> Answer:
-        self._accept(request)
-        made = [[len(item), 0.5] for item in request.inputs] if self.vectors is None else self.vectors
-        return Answer(self, Embeddings(vectors=np.array(made, dtype=np.float32), report=REPORT))
+    def add_observer(self, observer: Callable[[LoadProgress], None]) -> None:
+        """Ignored, because this manager loads nothing."""
 
-    async def submit_rerank(self, request: RerankRequest) -> Answer:
-        self._accept(request)
-        made = [len(document) for document in request.documents] if self.scores is None else self.scores
-        return Answer(self, Ranking(scores=np.array(made, dtype=np.float32), method="cosine", report=REPORT))
+    def model_for(self, name: str | None, kinds: Any, *, local: bool) -> Any:
+        return SimpleNamespace(entry=self.snapshot.entry)
 
-    def _accept(self, request: EmbeddingRequest | RerankRequest) -> None:
-        self.asked.append(request)
+    async def submit_embedding(self, request: EmbeddingRequest, *, local: bool) -> PendingResult:
+        self._accept(request, local)
+        values = [[len(item), 0.5] for item in request.inputs] if self.vectors is None else self.vectors
+        return PendingResult(self, Embeddings(vectors=np.array(values, dtype=np.float32), report=REPORT))
+
+    async def submit_rerank(self, request: RerankRequest, *, local: bool) -> PendingResult:
+        self._accept(request, local)
+        values = [len(document) for document in request.documents] if self.scores is None else self.scores
+        return PendingResult(self, Ranking(scores=np.array(values, dtype=np.float32), method="cosine", report=REPORT))
+
+    def _accept(self, request: EmbeddingRequest | RerankRequest, local: bool) -> None:
+        self.requests.append(request)
+        self.local.append(local)
         if self.failure is not None:
             raise self.failure
 
 
 @dataclass(frozen=True)
-class Answer:
-    """What comes of a request, at once or never."""
+class PendingResult:
+    """The result of a request, which comes at once or never."""
 
-    engine: FakeEncoder
-    made: Any
+    manager: FakeEncoder
+    value: Any
 
     async def result(self) -> Any:
-        self.engine.begun.set()
+        self.manager.started.set()
         try:
-            while self.engine.endless:
+            while self.manager.endless:
                 await asyncio.Event().wait()
         finally:
-            self.engine.given_up.set()
-        return self.made
+            self.manager.ended.set()
+        return self.value
 
 
-def server_of(engine: FakeEncoder, shelf: Shelf | None = None) -> InferenceServer:
+def server_of(manager: FakeEncoder) -> InferenceServer:
     names = frozenset({"lab:80", "lab"})
     policy = GuardPolicy(hosts=names, local_hosts=names)
     return create_server(
-        engine=cast(Engine, engine),
-        catalog=cast(Catalog, shelf or Shelf()),
-        settings=engine.settings,
+        manager=cast(ModelManager, manager),
+        catalog=Catalog(manager.settings),
+        settings=manager.settings,
         policy=lambda: policy,
     )
 
 
 @asynccontextmanager
-async def client_of(engine: FakeEncoder, shelf: Shelf | None = None) -> AsyncIterator[httpx2.AsyncClient]:
-    transport = httpx2.ASGITransport(server_of(engine, shelf).asgi, raise_app_exceptions=False)
+async def client_of(manager: FakeEncoder) -> AsyncIterator[httpx2.AsyncClient]:
+    transport = httpx2.ASGITransport(server_of(manager).asgi, raise_app_exceptions=False)
     async with httpx2.AsyncClient(transport=transport, base_url="http://lab") as client:
         yield client
 
 
-async def post(engine: FakeEncoder, path: str, body: dict[str, Any], shelf: Shelf | None = None) -> httpx2.Response:
-    async with client_of(engine, shelf) as client:
+async def post(manager: FakeEncoder, path: str, body: dict[str, Any]) -> httpx2.Response:
+    async with client_of(manager) as client:
         return await client.post(path, json=body)
 
 
-async def refused(
-    engine: FakeEncoder, path: str, body: dict[str, Any], status: int = 400, shelf: Shelf | None = None
-) -> dict[str, Any]:
-    """The error; nothing of such a request has reached the engine unless the engine refused it."""
-    response = await post(engine, path, body, shelf)
+async def refused(manager: FakeEncoder, path: str, body: dict[str, Any], status: int = 400) -> dict[str, Any]:
+    """Send a request that is refused; return the error."""
+    response = await post(manager, path, body)
     assert response.status_code == status, response.text
     error: dict[str, Any] = response.json()["error"]
     return error

@@ -1,4 +1,4 @@
-"""The lines of a streamed answer with thoughts and calls, and the way back: an answer is a valid history."""
+"""The lines of a streamed answer with reasoning and calls. An answer can be sent back in the next request."""
 
 from __future__ import annotations
 
@@ -13,23 +13,23 @@ from lmx_lab.engine import TokenStream
 from lmx_lab.engine.stream import Mailbox
 from lmx_lab.server.chat import _lines, _whole
 from lmx_lab.server.generation import Generation
-from lmx_lab.server.serialize import Answer
+from lmx_lab.server.serialize import ChatAnswer
 from lmx_lab.server.translate import generation_request
 from lmx_lab.values.generation import Delta, ToolCallDelta
 from tests.server.test_translate import chat, report
 
 pytestmark = pytest.mark.anyio
-ANSWER = Answer(model="tiny", fingerprint="mlx")
+ANSWER = ChatAnswer(model="tiny", fingerprint="mlx")
 CALLS = (ToolCallDelta(index=0, id="c1", name="look", arguments='{"at":"sea"}'),)
 
 
-class Told(TokenStream):
-    """A stream that says these, one after the other; a mailbox merges what nobody has taken."""
+class FakeStream(TokenStream):
+    """A stream of these deltas, which are not merged."""
 
     def __init__(self, *deltas: Delta) -> None:
         mailbox = Mailbox(asyncio.get_running_loop())
         mailbox.deliver(report(reasoning=2, finish="tool_calls"))
-        super().__init__(mailbox, lambda: None)
+        super().__init__(mailbox, lambda: None, model="tiny")
         self._deltas = list(deltas)
 
     async def __anext__(self) -> Delta:
@@ -45,10 +45,10 @@ def generation() -> Generation:
         Delta(text="Let me see.", tokens=1),
         Delta(text="", tokens=1, tool_calls=CALLS),
     )
-    return Generation(Told(*deltas), request_id="req_1", model="tiny", observe=lambda end: None)
+    return Generation(FakeStream(*deltas), request_id="req_1", observe=lambda end: None)
 
 
-async def test_a_stream_shows_each_kind_in_chunks_of_its_own_and_nothing_for_nothing() -> None:
+async def test_reasoning_text_and_calls_are_streamed_in_separate_chunks() -> None:
     lines = [json.loads(line) async for line in _lines(ANSWER, [generation()], include_usage=True)]
     named = {"index": 0, "id": "c1", "type": "function", "function": {"name": "look", "arguments": ""}}
     assert [choice["delta"] for line in lines for choice in line["choices"]] == [
@@ -67,7 +67,7 @@ async def test_a_stream_shows_each_kind_in_chunks_of_its_own_and_nothing_for_not
     assert "".join(call.function.arguments or "" for call in calls if call.function) == '{"at":"sea"}'
 
 
-async def test_an_answer_may_be_sent_back_as_it_came() -> None:
+async def test_an_answer_may_be_sent_back_in_the_next_request() -> None:
     body = json.loads(await _whole(ANSWER, [generation()]))
     assert ChatCompletion.model_validate(body).choices[0].finish_reason == "tool_calls"
     answer: dict[str, Any] = body["choices"][0]["message"]

@@ -30,7 +30,7 @@ def deep(levels: int) -> Any:
 
 
 @pytest.mark.parametrize("given", [None, {"type": "text"}])
-def test_text_is_no_format(given: Any) -> None:
+def test_text_sets_no_format(given: Any) -> None:
     assert answer_format(response_format=given) is None
 
 
@@ -49,7 +49,7 @@ def test_text_is_no_format(given: Any) -> None:
         ({"type": "grammar", "grammar": 'start: "a"', "syntax": "lark"}, "lark", 'start: "a"'),
     ],
 )
-def test_each_format_arrives_in_the_engines_terms(given: Any, kind: Any, text: str) -> None:
+def test_each_format_is_translated_for_the_engine(given: Any, kind: Any, text: str) -> None:
     assert answer_format(response_format=given) == AnswerFormat(kind=kind, text=text)
 
 
@@ -82,7 +82,7 @@ def test_each_format_arrives_in_the_engines_terms(given: Any, kind: Any, text: s
         ({"type": "grammar", "grammar": "a", "syntax": "gbnf"}, "response_format.syntax", ["'lark'", "'gbnf'"]),
     ],
 )
-def test_a_wrong_format_is_named_with_what_is_wrong(given: Any, param: str, said: list[str]) -> None:
+def test_the_error_of_an_invalid_format_names_the_field(given: Any, param: str, said: list[str]) -> None:
     with pytest.raises(ValidationError) as wrong:
         chat(response_format=given)
     error = validation_error(wrong.value)
@@ -92,13 +92,13 @@ def test_a_wrong_format_is_named_with_what_is_wrong(given: Any, param: str, said
     assert len(error.message) < 500
 
 
-def test_a_schema_that_is_nested_too_deep_to_be_written_is_refused() -> None:
+def test_a_schema_that_is_nested_too_deeply_is_refused() -> None:
     with pytest.raises(ValidationError) as wrong:
         chat(response_format=schema(deep(100_000)))
     assert "recursion" in validation_error(wrong.value).message
 
 
-def test_the_limits_are_the_last_that_is_taken() -> None:
+def test_the_largest_allowed_values_are_accepted() -> None:
     largest = {"x": "y" * 262_136}
     found = answer_format(response_format=schema(largest))
     assert found is not None
@@ -107,7 +107,7 @@ def test_the_limits_are_the_last_that_is_taken() -> None:
     assert answer_format(response_format={"type": "regex", "regex": "a" * 65_536}) is not None
 
 
-def test_a_format_without_an_end_is_refused() -> None:
+def test_a_format_with_ignore_eos_is_refused() -> None:
     with pytest.raises(ValidationError) as wrong:
         chat(response_format={"type": "json_object"}, ignore_eos=True)
     error = validation_error(wrong.value)

@@ -1,4 +1,4 @@
-"""Whatever happens to a generation, its end is told once."""
+"""The end of a generation is reported once, whatever happens."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ import pytest
 from lmx_lab.engine import TokenStream
 from lmx_lab.engine.stream import Mailbox
 from lmx_lab.errors import EngineError
-from lmx_lab.server.generation import Generation, RequestEnd, attended, gathered
+from lmx_lab.server.generation import Generation, RequestEnd, closing_all, gathered
 from lmx_lab.values.generation import Delta, PromptProgress, ToolCallDelta
 from tests.server.test_translate import report
 
@@ -25,8 +25,8 @@ class Watched:
         self.ends: list[RequestEnd] = []
         self.cancelled = 0
         self.mailbox = Mailbox(asyncio.get_running_loop())
-        stream = TokenStream(self.mailbox, self._cancel, (1, 2, 3))
-        self.generation = Generation(stream, request_id="req_1", model="tiny", observe=self.ends.append)
+        stream = TokenStream(self.mailbox, self._cancel, model="tiny", prompt=(1, 2, 3))
+        self.generation = Generation(stream, request_id="req_1", observe=self.ends.append)
 
     def _cancel(self) -> None:
         self.cancelled += 1
@@ -36,7 +36,7 @@ class Watched:
         return [(end.outcome, end.code) for end in self.ends]
 
 
-async def test_a_good_end_is_told_once_with_its_report() -> None:
+async def test_a_complete_answer_is_reported_with_its_cost() -> None:
     watched = Watched()
     watched.mailbox.deliver(Delta(text="a", tokens=1))
     watched.mailbox.deliver(report())
@@ -55,7 +55,7 @@ async def test_a_good_end_is_told_once_with_its_report() -> None:
     assert watched.ends[0].event().completion_tokens == 5
 
 
-async def test_an_answer_of_calls_is_an_outcome_of_its_own() -> None:
+async def test_tool_calls_are_an_outcome_of_their_own() -> None:
     watched = Watched()
     watched.mailbox.deliver(report(finish="tool_calls"))
     await watched.generation.whole()
@@ -63,7 +63,7 @@ async def test_an_answer_of_calls_is_an_outcome_of_its_own() -> None:
     assert watched.ends[0].event().finish_reason == "tool_calls"
 
 
-async def test_everything_that_comes_is_joined() -> None:
+async def test_all_deltas_are_joined() -> None:
     async def pieces() -> AsyncIterator[Delta]:
         yield Delta(text="", tokens=1, reasoning="h")
         yield Delta(text="a", tokens=2, reasoning="m")
@@ -74,7 +74,7 @@ async def test_everything_that_comes_is_joined() -> None:
     assert await gathered(pieces()) == Delta(text="ab", tokens=5, reasoning="hm", tool_calls=calls)
 
 
-async def test_a_failure_is_told_with_its_code() -> None:
+async def test_an_error_is_reported_with_its_code() -> None:
     watched = Watched()
     watched.mailbox.deliver(EngineError("broken"))
     with pytest.raises(EngineError):
@@ -82,10 +82,10 @@ async def test_a_failure_is_told_with_its_code() -> None:
     assert watched.outcomes == [("error", "internal-error")]
 
 
-async def test_leaving_is_told_with_what_was_handed_on() -> None:
+async def test_a_closed_generation_is_reported_with_the_tokens_that_were_delivered() -> None:
     watched = Watched()
     watched.mailbox.deliver(Delta(text="a", tokens=2))
-    async with attended([watched.generation]):
+    async with closing_all([watched.generation]):
         await anext(watched.generation)
     assert watched.outcomes == [("cancelled", None)]
     assert (watched.ends[0].prompt_tokens, watched.ends[0].output_tokens) == (3, 2)
@@ -93,7 +93,7 @@ async def test_leaving_is_told_with_what_was_handed_on() -> None:
     assert watched.cancelled == 1
 
 
-async def test_what_is_dropped_is_told_too() -> None:
+async def test_a_dropped_generation_is_reported_as_cancelled() -> None:
     watched = Watched()
     del watched.generation
     gc.collect()
@@ -101,14 +101,14 @@ async def test_what_is_dropped_is_told_too() -> None:
     assert watched.outcomes == [("cancelled", None)]
 
 
-async def test_what_had_ended_before_it_was_left_has_ended_well() -> None:
+async def test_a_generation_that_was_complete_when_it_was_closed_is_reported_as_complete() -> None:
     watched = Watched()
     watched.mailbox.deliver(report())
     await watched.generation.aclose()
     assert watched.outcomes == [("stop", None)]
 
 
-async def test_a_wait_that_was_cut_short_is_no_end() -> None:
+async def test_a_cancelled_wait_for_a_delta_does_not_end_the_generation() -> None:
     watched = Watched()
     with pytest.raises(TimeoutError):
         await asyncio.wait_for(anext(watched.generation), 0)
@@ -118,7 +118,7 @@ async def test_a_wait_that_was_cut_short_is_no_end() -> None:
     assert watched.outcomes == [("stop", None)]
 
 
-async def test_a_remark_says_where_it_stands() -> None:
+async def test_the_remark_describes_the_state_before_the_first_token() -> None:
     watched = Watched()
     assert watched.generation.remark == "queued"
     watched.mailbox.deliver(PromptProgress(done=512, total=1400))

@@ -1,4 +1,4 @@
-"""What readiness says about snapshots that are hard to bring about."""
+"""The readiness of states that are hard to produce with a real engine."""
 
 from __future__ import annotations
 
@@ -16,31 +16,31 @@ SETTINGS = Settings(idle_unload_s=300, stall_limit_s=60)
 
 
 @pytest.mark.parametrize(
-    ("now", "code", "said"),
+    ("now", "code", "part"),
     [
         (EngineSnapshot(), "no-model-loaded", "POST /admin/models/load"),
         (EngineSnapshot(state="loading"), "no-model-loaded", "the engine is loading"),
         (EngineSnapshot(unloaded_model="tiny", unload_cause="asked"), "no-model-loaded", "the engine is empty"),
         (EngineSnapshot(unloaded_model="tiny", unload_cause="idle"), "no-model-loaded", "no request came for 300 s"),
         (EngineSnapshot(unloaded_model="tiny", unload_cause="memory"), "oom-unloaded", "load it again, or a smaller"),
-        # A load is under way: what was before does not count any more.
+        # While a model is loading, the earlier state is not mentioned.
         (
             EngineSnapshot(state="loading", unloaded_model="tiny", unload_cause="memory"),
             "no-model-loaded",
             "the engine is loading",
         ),
-        (EngineSnapshot(state="dead"), "internal-error", "the engine is gone"),
+        (EngineSnapshot(state="dead"), "internal-error", "the engine has died"),
         (EngineSnapshot(state="ready", active_requests=1, progress_at=-math.inf), "internal-error", "no engine step"),
     ],
 )
-def test_each_reason_has_its_code_and_its_next_step(now: EngineSnapshot, code: str, said: str) -> None:
+def test_each_reason_has_its_code_and_names_the_next_step(now: EngineSnapshot, code: str, part: str) -> None:
     error = problem(now, settings=SETTINGS)
     assert error is not None
     assert (status_of(error), error.code) == (503, code)
-    assert said in error.message
+    assert part in error.message
 
 
-def test_a_model_that_waits_for_work_is_ready_only_while_the_engine_runs() -> None:
+def test_a_loaded_model_is_ready_only_while_its_engine_runs() -> None:
     now = EngineSnapshot(state="ready", entry=ENTRY)
     assert problem(now, settings=SETTINGS) is None
     assert problem(now, settings=SETTINGS, alive=False) is not None

@@ -36,7 +36,7 @@ async def endless(left: list[str]) -> None:
 
 
 @pytest.mark.parametrize("counts", [[3], [3, 3], [0, 5, 1], [0, 0]])
-async def test_each_source_keeps_its_order_and_loses_nothing(counts: list[int]) -> None:
+async def test_all_items_of_each_source_are_yielded_in_order(counts: list[int]) -> None:
     left: list[str] = []
     names = "abc"[: len(counts)]
     sources = [counting(name, count, left) for name, count in zip(names, counts, strict=True)]
@@ -51,7 +51,7 @@ async def test_two_sources_take_turns() -> None:
     assert {item[0] for item in items[:10]} == {"a", "b"}
 
 
-async def test_a_failure_closes_the_other_sources_and_is_raised() -> None:
+async def test_an_error_closes_the_other_sources_and_is_raised() -> None:
     left: list[str] = []
     with pytest.raises(EngineError, match="broken"):
         async for _ in merged([counting("a", 1000, left), failing()]):
@@ -59,7 +59,7 @@ async def test_a_failure_closes_the_other_sources_and_is_raised() -> None:
     assert left == ["a"]
 
 
-async def test_leaving_closes_all_sources() -> None:
+async def test_closing_the_merged_stream_closes_all_sources() -> None:
     left: list[str] = []
     async with aclosing(merged([counting("a", 1000, left), counting("b", 1000, left)])) as items:
         async for _ in items:
@@ -91,7 +91,7 @@ async def test_results_come_in_order() -> None:
     assert await together(work(number) for number in range(5)) == [0, 1, 2, 3, 4]
 
 
-async def test_the_first_failure_ends_the_other_works() -> None:
+async def test_the_first_error_cancels_the_other_coroutines() -> None:
     left: list[str] = []
 
     async def fail() -> None:
@@ -102,7 +102,7 @@ async def test_the_first_failure_ends_the_other_works() -> None:
     assert left == ["endless"]
 
 
-async def test_cancelling_ends_all_works() -> None:
+async def test_cancelling_cancels_all_coroutines() -> None:
     left: list[str] = []
     with pytest.raises(TimeoutError):
         await asyncio.wait_for(together([endless(left), endless(left)]), 0.01)

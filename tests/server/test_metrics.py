@@ -1,4 +1,4 @@
-"""What a scrape shows, read back with the library's own parsers."""
+"""Metrics, read back with the parsers of the client library."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from prometheus_client import REGISTRY, openmetrics
 from prometheus_client.openmetrics.parser import text_string_to_metric_families as parse_openmetrics
 from prometheus_client.parser import text_string_to_metric_families as parse_text
 
-from lmx_lab.engine import Engine
+from lmx_lab.engine import ModelManager
 from lmx_lab.server.generation import RequestEnd
 from lmx_lab.server.metrics import BUCKETS_S, Metrics
 from lmx_lab.settings import Settings
@@ -34,8 +34,8 @@ REPORT = GenerationReport(
 
 
 @dataclass
-class StillEngine:
-    """An engine that is only looked at."""
+class FakeManager:
+    """A manager whose state the tests set."""
 
     snapshot: EngineSnapshot = field(default_factory=EngineSnapshot)
     alive: bool = True
@@ -43,8 +43,8 @@ class StillEngine:
     settings: Settings = field(default_factory=Settings)
 
 
-def metrics_of(engine: StillEngine) -> Metrics:
-    return Metrics(cast(Engine, engine))
+def metrics_of(manager: FakeManager) -> Metrics:
+    return Metrics(cast(ModelManager, manager))
 
 
 def samples(metrics: Metrics) -> dict[tuple[str, tuple[tuple[str, str], ...]], float]:
@@ -64,11 +64,11 @@ def end(outcome: Any = "stop", code: str | None = None, report: GenerationReport
     return RequestEnd(request_id="req_1", model="tiny", outcome=outcome, code=code, report=report)
 
 
-def test_the_engines_figures_are_those_of_the_snapshot_at_the_time() -> None:
-    engine = StillEngine()
-    metrics = metrics_of(engine)
+def test_figures_of_the_engine_come_from_the_current_snapshot() -> None:
+    manager = FakeManager()
+    metrics = metrics_of(manager)
     assert value(metrics, "output_tokens_total") == 0
-    engine.snapshot = EngineSnapshot(
+    manager.snapshot = EngineSnapshot(
         state="ready",
         entry=ODD,
         model_memory_bytes=8,
@@ -102,29 +102,29 @@ def test_the_engines_figures_are_those_of_the_snapshot_at_the_time() -> None:
 
 
 def test_only_the_loaded_model_is_a_label() -> None:
-    engine = StillEngine(EngineSnapshot(state="ready", entry=ODD))
-    metrics = metrics_of(engine)
+    manager = FakeManager(EngineSnapshot(state="ready", entry=ODD))
+    metrics = metrics_of(manager)
     assert value(metrics, "model_loaded", model=ODD.id) == 1
-    engine.snapshot = EngineSnapshot(state="empty", unloaded_model=ODD.id, unload_cause="idle")
+    manager.snapshot = EngineSnapshot(state="empty", unloaded_model=ODD.id, unload_cause="idle")
     assert not [name for name, _ in samples(metrics) if name == "model_loaded"]
 
 
 @pytest.mark.parametrize(
-    ("engine", "up", "stalled"),
+    ("manager", "up", "stalled"),
     [
-        (StillEngine(), 1, 0),
-        (StillEngine(EngineSnapshot(state="dead")), 0, 0),
-        (StillEngine(alive=False), 0, 0),
-        (StillEngine(EngineSnapshot(active_requests=1, progress_at=float("-inf"))), 1, 1),
+        (FakeManager(), 1, 0),
+        (FakeManager(EngineSnapshot(state="dead")), 0, 0),
+        (FakeManager(alive=False), 0, 0),
+        (FakeManager(EngineSnapshot(active_requests=1, progress_at=float("-inf"))), 1, 1),
     ],
 )
-def test_a_dead_and_a_stalled_engine_show(engine: StillEngine, up: int, stalled: int) -> None:
-    metrics = metrics_of(engine)
+def test_dead_and_stalled_engines_are_distinguished(manager: FakeManager, up: int, stalled: int) -> None:
+    metrics = metrics_of(manager)
     assert (value(metrics, "engine_up"), value(metrics, "engine_stalled")) == (up, stalled)
 
 
 def test_ends_are_counted_by_outcome_and_code() -> None:
-    metrics = metrics_of(StillEngine())
+    metrics = metrics_of(FakeManager())
     for outcome, code in (("stop", None), ("stop", None), ("error", "queue-full"), ("error", "lmx-timeout")):
         metrics.observe(end(outcome, code, None))
     metrics.observe(end("cancelled", report=None))
@@ -139,8 +139,8 @@ def test_ends_are_counted_by_outcome_and_code() -> None:
     }
 
 
-def test_the_times_of_what_ended_well_are_in_the_histograms() -> None:
-    metrics = metrics_of(StillEngine())
+def test_histograms_contain_the_times_of_complete_answers() -> None:
+    metrics = metrics_of(FakeManager())
     metrics.observe(end())
     metrics.observe(end("error", "internal-error", None))
     sums = {
@@ -158,24 +158,24 @@ def test_the_times_of_what_ended_well_are_in_the_histograms() -> None:
     assert value(metrics, "queue_seconds_bucket", le="0.001") == 0
 
 
-def test_what_has_no_output_has_no_time_per_token() -> None:
-    metrics = metrics_of(StillEngine())
+def test_an_answer_without_tokens_has_no_time_per_token() -> None:
+    metrics = metrics_of(FakeManager())
     scored = GenerationReport(**{**vars(REPORT), "output_tokens": 0, "finish_reason": "length"})
     metrics.observe(end("length", report=scored))
     assert value(metrics, "time_per_output_token_seconds_count") == 0
     assert value(metrics, "request_seconds_count") == 1
 
 
-def test_two_servers_in_one_process_do_not_mix() -> None:
-    one, two = metrics_of(StillEngine()), metrics_of(StillEngine())
+def test_two_servers_in_one_process_have_separate_metrics() -> None:
+    one, two = metrics_of(FakeManager()), metrics_of(FakeManager())
     one.observe(end())
     assert value(one, "request_seconds_count") == 1
     assert value(two, "request_seconds_count") == 0
     assert not [family.name for family in REGISTRY.collect() if family.name.startswith("lmx_lab")]
 
 
-def test_the_format_is_the_one_asked_for() -> None:
-    metrics = metrics_of(StillEngine(EngineSnapshot(state="ready", entry=ODD)))
+def test_the_format_is_negotiated() -> None:
+    metrics = metrics_of(FakeManager(EngineSnapshot(state="ready", entry=ODD)))
     metrics.observe(end())
     body, content_type = metrics.render("application/openmetrics-text;version=1.0.0,text/plain;version=0.0.4;q=0.5")
     assert content_type.startswith("application/openmetrics-text; version=1.0.0")
@@ -186,14 +186,14 @@ def test_the_format_is_the_one_asked_for() -> None:
 @pytest.mark.parametrize(
     "accept", ["", "*/*", "text/html", ";;,", "application/openmetrics-text;version=abc", "text/plain;version=é"]
 )
-def test_whatever_is_asked_for_otherwise_gets_plain_text(accept: str) -> None:
-    body, content_type = metrics_of(StillEngine()).render(accept)
+def test_other_formats_get_plain_text(accept: str) -> None:
+    body, content_type = metrics_of(FakeManager()).render(accept)
     assert content_type == "text/plain; version=0.0.4; charset=utf-8"
     assert list(parse_text(body.decode()))
 
 
-def test_each_family_says_what_it_is() -> None:
-    body, _ = metrics_of(StillEngine()).render(openmetrics.exposition.CONTENT_TYPE_LATEST)
+def test_each_metric_has_a_description() -> None:
+    body, _ = metrics_of(FakeManager()).render(openmetrics.exposition.CONTENT_TYPE_LATEST)
     families = list(parse_openmetrics(body.decode()))
     assert families
     assert all(family.documentation and family.name.startswith("lmx_lab_") for family in families)

@@ -9,10 +9,10 @@ from typing import Any
 import pytest
 from fastapi import FastAPI
 
-from lmx_lab.engine import Engine
+from lmx_lab.engine import ModelManager
 from lmx_lab.http.guard import GuardPolicy
 from lmx_lab.server import create_server
-from lmx_lab.server.admin import EXTRAS
+from lmx_lab.server.events import EXTRAS
 from lmx_lab.server.rerank import PATHS
 from lmx_lab.settings import Settings
 from lmx_lab.weights import Catalog
@@ -26,8 +26,8 @@ from lmx_lab.wire.rerank import RerankBody, TextsRerankBody
 def api() -> FastAPI:
     settings = Settings()
     policy = GuardPolicy(hosts=frozenset())
-    engine, catalog = Engine(settings), Catalog(settings)
-    return create_server(engine=engine, catalog=catalog, settings=settings, policy=lambda: policy).api
+    manager, catalog = ModelManager(settings), Catalog(settings)
+    return create_server(manager=manager, catalog=catalog, settings=settings, policy=lambda: policy).api
 
 
 @pytest.fixture(scope="module")
@@ -36,7 +36,7 @@ def document(api: FastAPI) -> dict[str, Any]:
 
 
 def values(node: Any, name: str) -> Iterator[Any]:
-    """What stands under that name, anywhere."""
+    """All values with this name, anywhere."""
     for key, value in node.items() if isinstance(node, dict) else enumerate(node):
         if key == name:
             yield value
@@ -49,12 +49,12 @@ def operations(document: dict[str, Any]) -> list[dict[str, Any]]:
 
 
 def fields(document: dict[str, Any], model: str) -> dict[str, Any]:
-    """Each field's schema; of an alternative to null, the other one."""
+    """The schema of each field; for a field that may be null, the other alternative."""
     found: dict[str, Any] = document["components"]["schemas"][model]["properties"]
     return {name: field.get("anyOf", [field])[0] for name, field in found.items()}
 
 
-def test_every_reference_leads_somewhere(document: dict[str, Any]) -> None:
+def test_all_references_can_be_resolved(document: dict[str, Any]) -> None:
     references = set(values(document, "$ref"))
     assert len(references) > 20
     for reference in references:
@@ -81,18 +81,21 @@ def test_the_streams_are_described_by_their_lines(document: dict[str, Any]) -> N
     assert len(shapes(stream("/admin/events", "get")["properties"]["data"])) == 6
 
 
-def test_every_operation_says_what_it_does(document: dict[str, Any]) -> None:
+def test_all_operations_have_descriptions(document: dict[str, Any]) -> None:
     assert [operation for operation in operations(document) if not operation.get("summary")] == []
     assert [operation["summary"] for operation in operations(document) if not operation.get("description")] == []
 
 
 def test_failures_mention_their_headers(document: dict[str, Any]) -> None:
-    told = {"Retry-After", "x-lmx-lab", "x-request-id", "x-should-retry"}
+    expected = {"Retry-After", "x-lmx-lab", "x-request-id", "x-should-retry"}
     for operation in operations(document):
         failures = {status: answer for status, answer in operation["responses"].items() if status >= "400"}
         assert "500" in failures
-        # Whether the server is ready is said in one shape, good or bad.
-        assert [status for status, answer in failures.items() if not told <= set(answer["headers"])] in ([], ["503"])
+        # The body of /readyz has one shape, whether the server is ready or not.
+        assert [status for status, answer in failures.items() if not expected <= set(answer["headers"])] in (
+            [],
+            ["503"],
+        )
 
 
 def test_failures_have_one_body_and_name_their_codes(document: dict[str, Any]) -> None:
@@ -117,7 +120,7 @@ def test_the_websocket_is_described_by_its_messages(document: dict[str, Any]) ->
     assert all(shape in socket["description"] for shape in ("ChatRequest", "SocketToken", "SocketDone", "SocketError"))
 
 
-def test_numbers_show_their_bounds(document: dict[str, Any]) -> None:
+def test_numbers_have_their_limits(document: dict[str, Any]) -> None:
     chat, plain = fields(document, "ChatRequest"), fields(document, "CompletionRequest")
     assert (chat["n"]["minimum"], chat["n"]["maximum"]) == (1, 8)
     assert (chat["top_logprobs"]["minimum"], chat["top_logprobs"]["maximum"]) == (0, 20)
@@ -127,7 +130,7 @@ def test_numbers_show_their_bounds(document: dict[str, Any]) -> None:
     assert list(values(document, "ge")) == list(values(document, "le")) == []
 
 
-def test_what_is_not_offered_shows_what_may_be_sent(document: dict[str, Any]) -> None:
+def test_fields_that_are_not_supported_list_the_allowed_values(document: dict[str, Any]) -> None:
     assert document["components"]["schemas"]["ChatRequest"]["properties"]["functions"]["enum"] == [None, []]
 
 
@@ -144,7 +147,7 @@ def test_formats_tools_and_choices_are_described(document: dict[str, Any]) -> No
     assert "tool_calls" in fields(document, "ChoiceDelta")
 
 
-def test_reranking_shows_both_bodies_under_all_addresses(document: dict[str, Any]) -> None:
+def test_all_rerank_routes_have_both_bodies(document: dict[str, Any]) -> None:
     for path in PATHS:
         post = document["paths"][path]["post"]
         alternatives = post["requestBody"]["content"]["application/json"]["schema"]["oneOf"]
@@ -165,6 +168,6 @@ def test_include_is_described_with_its_values(document: dict[str, Any]) -> None:
     assert all(f"`{name}`" in include["description"] for name in EXTRAS)
 
 
-def test_it_is_the_same_when_asked_again(api: FastAPI, document: dict[str, Any]) -> None:
+def test_the_document_does_not_change_between_calls(api: FastAPI, document: dict[str, Any]) -> None:
     before = json.dumps(document)
     assert json.dumps(api.openapi()) == before

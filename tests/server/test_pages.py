@@ -52,7 +52,7 @@ def links(page: httpx2.Response) -> list[str]:
 
 
 @pytest.mark.parametrize("path", ["/", "/docs"])
-def test_every_link_is_relative_and_leads_somewhere(lab: Lab, path: str) -> None:
+def test_all_links_are_relative_and_valid(lab: Lab, path: str) -> None:
     shown = httpx2.get(f"{lab.url}{path}")
     assert (shown.status_code, shown.headers["content-type"]) == (200, "text/html; charset=utf-8")
     found = links(shown)
@@ -64,7 +64,7 @@ def test_every_link_is_relative_and_leads_somewhere(lab: Lab, path: str) -> None
 
 
 @pytest.mark.parametrize("path", ["/", "/docs"])
-def test_whoever_may_not_use_the_server_does_not_see_them(tmp_path: Path, path: str) -> None:
+def test_pages_need_the_same_permission_as_the_server(tmp_path: Path, path: str) -> None:
     with serving(tmp_path, None, api_key="s3cret") as keyed:
         refused = httpx2.get(f"{keyed.url}{path}")
         shown = httpx2.get(f"{keyed.url}{path}", headers={"authorization": "Bearer s3cret"})
@@ -73,12 +73,12 @@ def test_whoever_may_not_use_the_server_does_not_see_them(tmp_path: Path, path: 
     assert "s3cret" not in shown.text
 
 
-def test_the_document_is_of_programs_and_has_no_pages(lab: Lab) -> None:
+def test_the_openapi_document_has_no_pages(lab: Lab) -> None:
     paths = httpx2.get(f"{lab.url}/openapi.json").json()["paths"]
     assert not {"/", "/docs"} & set(paths)
 
 
-def test_requests_that_are_tried_go_to_where_the_page_is(lab: Lab, tab: Page) -> None:
+def test_requests_from_the_page_use_its_own_address(lab: Lab, tab: Page) -> None:
     """Under a path such as ``/user/me/proxy/8400/``, of which the document knows nothing."""
     prefix = "http://hub.example/user/me/proxy/8400/"
 
@@ -98,7 +98,7 @@ def test_requests_that_are_tried_go_to_where_the_page_is(lab: Lab, tab: Page) ->
     assert tab.evaluate("document.querySelector(window.given.dom_id) !== null")
 
 
-def test_no_other_script_runs_than_the_one_that_is_named(lab: Lab, tab: Page) -> None:
+def test_only_the_named_script_may_run(lab: Lab, tab: Page) -> None:
     headers = {"access-control-allow-origin": "*"}
     altered = "window.altered = true"
     tab.route(ELSEWHERE, lambda it: it.fulfill(body=altered, content_type="text/javascript", headers=headers))
@@ -107,7 +107,7 @@ def test_no_other_script_runs_than_the_one_that_is_named(lab: Lab, tab: Page) ->
     assert tab.evaluate("window.altered === undefined")
 
 
-def test_without_the_internet_the_page_says_what_it_lacks(lab: Lab, tab: Page) -> None:
+def test_without_internet_access_the_page_names_what_is_missing(lab: Lab, tab: Page) -> None:
     tab.route(ELSEWHERE, lambda route: route.abort())
     problems: list[str] = []
     tab.on("pageerror", lambda error: problems.append(error.message))
@@ -137,7 +137,7 @@ def test_pages_of_the_same_origin_may_frame_them(lab: Lab, tab: Page, path: str)
     assert tab.evaluate(FRAMING, f"{lab.url}/{path}") == "LMX Lab"
 
 
-def test_what_is_written_into_the_page_does_not_run(lab: Lab, tab: Page) -> None:
+def test_text_in_the_page_is_escaped(lab: Lab, tab: Page) -> None:
     def written(route: Route) -> None:
         answer = httpx2.get(f"{lab.url}/docs")
         injected = "<img src=x onerror='window.ran = 1'><script>window.ran = 1</script>"

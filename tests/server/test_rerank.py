@@ -1,4 +1,4 @@
-"""The shapes of reranking: Jina's, Cohere's, and those of Text Embeddings Inference."""
+"""The shapes of rerank requests of Jina, Cohere and Text Embeddings Inference."""
 
 from __future__ import annotations
 
@@ -8,13 +8,10 @@ from typing import Any
 import pytest
 
 from lmx_lab.engine import RerankRequest
-from lmx_lab.errors import NotLoadedError
 from lmx_lab.server.rerank import PATHS, SMALL
-from lmx_lab.values.engine import EngineSnapshot
 from lmx_lab.wire.embeddings import INPUT_LIMIT
 from lmx_lab.wire.rerank import RerankResults
-from tests.server.conftest import ENTRY
-from tests.server.encoder import FakeEncoder, Shelf, post, refused
+from tests.server.encoder import FakeEncoder, post, refused
 
 pytestmark = pytest.mark.anyio
 PATH = "/v1/rerank"
@@ -29,14 +26,14 @@ def texts_body(**changes: Any) -> dict[str, Any]:
     return {"query": "q", "texts": DOCUMENTS, **changes}
 
 
-async def order(engine: FakeEncoder, **changes: Any) -> list[int]:
-    response = await post(engine, PATH, body(**changes))
+async def order(manager: FakeEncoder, **changes: Any) -> list[int]:
+    response = await post(manager, PATH, body(**changes))
     assert response.status_code == 200, response.text
     return [result["index"] for result in response.json()["results"]]
 
 
 @pytest.mark.parametrize("path", PATHS)
-async def test_results_come_in_order_with_their_documents(path: str) -> None:
+async def test_results_are_ordered_and_contain_their_documents(path: str) -> None:
     answer = (await post(FakeEncoder(), path, body())).json()
     assert answer.pop("id").startswith("rerank-")
     assert answer == {
@@ -53,14 +50,14 @@ async def test_results_come_in_order_with_their_documents(path: str) -> None:
     RerankResults.model_validate({"id": "", **answer})
 
 
-async def test_of_equals_the_first_comes_first() -> None:
+async def test_equal_scores_keep_the_order_of_documents() -> None:
     assert await order(FakeEncoder(scores=[0.5, 0.7, 0.5])) == [1, 0, 2]
 
 
 @pytest.mark.parametrize(
     ("top_n", "expected"), [(1, [2]), (2.0, [2, 0]), (3, [2, 0, 1]), (99, [2, 0, 1]), (None, [2, 0, 1])]
 )
-async def test_top_n_cuts(top_n: Any, expected: list[int]) -> None:
+async def test_top_n_limits_the_results(top_n: Any, expected: list[int]) -> None:
     assert await order(FakeEncoder(), top_n=top_n) == expected
 
 
@@ -70,32 +67,32 @@ async def test_documents_can_be_left_out() -> None:
 
 
 @pytest.mark.parametrize("foreign", [{"priority": False}, {"return_embeddings": 0}])
-async def test_what_only_python_takes_for_no_is_refused(foreign: dict[str, Any]) -> None:
+async def test_zero_and_false_are_distinguished(foreign: dict[str, Any]) -> None:
     refused = await post(FakeEncoder(), PATH, body(**foreign))
     assert (refused.status_code, refused.json()["error"]["param"]) == (400, next(iter(foreign)))
     for neutral in ({"priority": 0}, {"return_embeddings": False}):
         assert (await post(FakeEncoder(), PATH, body(**neutral))).status_code == 200
 
 
-async def test_an_empty_document_is_one_and_is_returned() -> None:
+async def test_a_document_may_be_empty() -> None:
     results = (await post(FakeEncoder(), PATH, body(documents=["", "ü🙂"]))).json()["results"]
     assert [result["document"] for result in results] == ["ü🙂", ""]
 
 
-async def test_of_an_object_its_text_counts_and_is_returned() -> None:
-    engine = FakeEncoder()
+async def test_the_text_of_a_document_object_is_ranked_and_returned() -> None:
+    manager = FakeEncoder()
     documents = ["a", {"text": "bb", "title": "ignored", "image": None}]
-    results = (await post(engine, PATH, body(documents=documents))).json()["results"]
-    assert engine.asked == [RerankRequest(query="q", documents=("a", "bb"), model="minilm")]
+    results = (await post(manager, PATH, body(documents=documents))).json()["results"]
+    assert manager.requests == [RerankRequest(query="q", documents=("a", "bb"), model="minilm")]
     assert results[0]["document"] == "bb"
 
 
-async def test_what_is_asked_for_reaches_the_engine() -> None:
-    engine = FakeEncoder()
-    await post(engine, PATH, body(model="default", truncate=True, raw_scores=True, user="me", rank_fields=["text"]))
-    await post(engine, PATH, texts_body(truncate=True, raw_scores=True, truncation_direction="Right"))
-    asked = RerankRequest(query="q", documents=tuple(DOCUMENTS), truncate=True, raw_scores=True)
-    assert engine.asked == [asked, asked]
+async def test_all_fields_reach_the_manager() -> None:
+    manager = FakeEncoder()
+    await post(manager, PATH, body(model="default", truncate=True, raw_scores=True, user="me", rank_fields=["text"]))
+    await post(manager, PATH, texts_body(truncate=True, raw_scores=True, truncation_direction="Right"))
+    expected = RerankRequest(query="q", documents=tuple(DOCUMENTS), truncate=True, raw_scores=True)
+    assert manager.requests == [expected, expected]
 
 
 async def test_null_means_the_default() -> None:
@@ -128,14 +125,14 @@ async def test_null_means_the_default() -> None:
         ({"top_k": 3}, "top_k"),
     ],
 )
-async def test_a_wrong_field_is_named_before_the_engine_is_asked(changes: dict[str, Any], param: str) -> None:
-    engine = FakeEncoder()
-    error = await refused(engine, PATH, body(**changes))
+async def test_an_invalid_field_is_named_before_the_request_is_submitted(changes: dict[str, Any], param: str) -> None:
+    manager = FakeEncoder()
+    error = await refused(manager, PATH, body(**changes))
     assert (error["code"], error["param"]) == ("invalid-request", param)
-    assert engine.asked == []
+    assert manager.requests == []
 
 
-async def test_a_body_without_anything_is_told_what_it_lacks() -> None:
+async def test_the_first_missing_field_is_named() -> None:
     assert (await refused(FakeEncoder(), PATH, {}))["param"] == "model"
     assert (await refused(FakeEncoder(), PATH, {"model": "x", "query": "q"}))["param"] == "documents"
 
@@ -154,7 +151,7 @@ async def test_texts_are_answered_with_a_bare_array(path: str) -> None:
     assert answer == [{"index": 2, "score": 4.0}, {"index": 0, "score": 2.0}, {"index": 1, "score": 1.0}]
 
 
-async def test_texts_come_back_if_asked_for() -> None:
+async def test_texts_are_returned_on_request() -> None:
     answer = (await post(FakeEncoder(), "/rerank", texts_body(return_text=True))).json()
     assert [row["text"] for row in answer] == ["dddd", "bb", "a"]
 
@@ -171,36 +168,28 @@ async def test_texts_come_back_if_asked_for() -> None:
         ({"top_n": 1}, "top_n"),
     ],
 )
-async def test_a_wrong_field_beside_texts_is_named(changes: dict[str, Any], param: str) -> None:
-    engine = FakeEncoder()
-    assert (await refused(engine, "/rerank", texts_body(**changes)))["param"] == param
-    assert engine.asked == []
+async def test_an_invalid_field_of_a_request_with_texts_is_named(changes: dict[str, Any], param: str) -> None:
+    manager = FakeEncoder()
+    assert (await refused(manager, "/rerank", texts_body(**changes)))["param"] == param
+    assert manager.requests == []
 
 
-# What the engine says
+# Scores
 
 
-async def test_scores_are_as_short_as_a_float32_needs() -> None:
+async def test_scores_are_written_with_as_few_digits_as_a_float32_needs() -> None:
     response = await post(FakeEncoder(scores=[0.1]), PATH, body(documents=["a"]))
     assert '"relevance_score":0.1,' in response.text
 
 
 @pytest.mark.parametrize("make", [body, texts_body])
 @pytest.mark.parametrize("wrong", [float("nan"), float("-inf")])
-async def test_what_is_no_number_is_an_error_and_not_json(make: Any, wrong: float) -> None:
+async def test_values_that_are_not_finite_are_an_error(make: Any, wrong: float) -> None:
     error = await refused(FakeEncoder(scores=[1, wrong, 2]), PATH, make(), 500)
     assert "minilm" in error["message"]
 
 
-@pytest.mark.parametrize(("shelf", "remedy"), [(Shelf(), "on this disk: minilm"), (Shelf((ENTRY,)), "lmx-lab pull")])
-async def test_with_no_such_model_in_memory_it_is_said_what_to_load(shelf: Shelf, remedy: str) -> None:
-    engine = FakeEncoder(failure=NotLoadedError("none"), snapshot=EngineSnapshot(state="ready", entry=ENTRY))
-    error = await refused(engine, "/rerank", texts_body(), 503, shelf)
-    assert error["code"] == "no-model-loaded"
-    assert remedy in error["message"]
-
-
-async def test_many_results_become_text_in_another_thread(monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_many_results_are_written_in_another_thread(monkeypatch: pytest.MonkeyPatch) -> None:
     moved: list[Any] = []
     to_thread = asyncio.to_thread
 

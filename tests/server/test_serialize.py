@@ -1,4 +1,4 @@
-"""Chunks are written as text: each equals what its pydantic model would dump."""
+"""Chunks are written as text, and equal the dumps of their pydantic models."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from lmx_lab.server.serialize import Answer, TextAnswer, TextLogprobs, socket_token
+from lmx_lab.server.serialize import ChatAnswer, CompletionAnswer, LogprobsWriter, socket_token
 from lmx_lab.server.translate import chat_logprobs, timings, usage
 from lmx_lab.values.generation import Delta, FinishReason, TokenLogprob, ToolCallDelta
 from lmx_lab.wire.chat import ChatChunk, SocketToken
@@ -27,7 +27,7 @@ OTHER = ToolCallDelta(index=1, id="call_2", name="see")
 
 @st.composite
 def calls(draw: st.DrawFn) -> tuple[ToolCallDelta, ...]:
-    """Of a delta: pieces of calls, with their names or without."""
+    """Pieces of tool calls, with or without their names."""
     pieces = []
     for index in draw(st.lists(st.integers(0, 2), max_size=3, unique=True)):
         identity = {"id": draw(TEXTS), "name": draw(TEXTS)} if draw(st.booleans()) else {}
@@ -36,21 +36,21 @@ def calls(draw: st.DrawFn) -> tuple[ToolCallDelta, ...]:
 
 
 @pytest.mark.parametrize("logprobs", [False, True])
-@given(text=TEXTS, name=TEXTS, thoughts=TEXTS, asked=calls())
-def test_every_chat_chunk_equals_the_models_own_dump(
-    logprobs: bool, text: str, name: str, thoughts: str, asked: tuple[ToolCallDelta, ...]
+@given(text=TEXTS, name=TEXTS, thoughts=TEXTS, tool_calls=calls())
+def test_a_chat_chunk_equals_the_dump_of_its_model(
+    logprobs: bool, text: str, name: str, thoughts: str, tool_calls: tuple[ToolCallDelta, ...]
 ) -> None:
-    answer = Answer(model=name, fingerprint="mlx", logprobs=logprobs)
+    answer = ChatAnswer(model=name, fingerprint="mlx", logprobs=logprobs)
     shown = (LOGPROB,) if logprobs else ()
-    delta = Delta(text=text, tokens=1, logprobs=shown, reasoning=thoughts, tool_calls=asked)
+    delta = Delta(text=text, tokens=1, logprobs=shown, reasoning=thoughts, tool_calls=tool_calls)
     spent = usage([report()])
     last = answer.last(report(finish="tool_calls"), 1)
     for chunk in (answer.first(), *answer.pieces(delta, 3), last, answer.usage(spent)):
         assert ChatChunk.model_validate_json(chunk).model_dump_json(exclude_unset=True) == chunk
 
 
-def test_a_chat_chunk_says_what_it_was_given() -> None:
-    answer = Answer(model="tiny", fingerprint="mlx", logprobs=True)
+def test_a_chat_chunk_contains_the_delta() -> None:
+    answer = ChatAnswer(model="tiny", fingerprint="mlx", logprobs=True)
     (piece,) = answer.pieces(Delta(text="hé", tokens=1, logprobs=(LOGPROB,)), 2)
     (choice,) = ChatChunk.model_validate_json(piece).choices
     assert (choice.index, choice.delta.content, choice.finish_reason) == (2, "hé", None)
@@ -61,16 +61,16 @@ def test_a_chat_chunk_says_what_it_was_given() -> None:
     assert last.choices[0].logprobs is None
 
 
-def deltas(answer: Answer, delta: Delta) -> list[dict[str, Any]]:
-    """The one choice of each chunk."""
+def deltas(answer: ChatAnswer, delta: Delta) -> list[dict[str, Any]]:
+    """The choice of each chunk."""
     return [json.loads(chunk)["choices"][0] for chunk in answer.pieces(delta)]
 
 
-def test_thoughts_then_text_then_calls_have_a_chunk_each() -> None:
+def test_reasoning_text_and_calls_have_separate_chunks() -> None:
     delta = Delta(text="hi", tokens=5, reasoning="hm", tool_calls=(BEGIN, END, OTHER))
     named = {"id": "call_1", "type": "function", "function": {"name": "look", "arguments": ""}}
     other = {"id": "call_2", "type": "function", "function": {"name": "see", "arguments": ""}}
-    assert [choice["delta"] for choice in deltas(Answer(model="tiny", fingerprint="mlx"), delta)] == [
+    assert [choice["delta"] for choice in deltas(ChatAnswer(model="tiny", fingerprint="mlx"), delta)] == [
         {"reasoning_content": "hm"},
         {"content": "hi"},
         {"tool_calls": [{"index": 0, **named}]},
@@ -80,7 +80,7 @@ def test_thoughts_then_text_then_calls_have_a_chunk_each() -> None:
 
 
 def test_a_later_piece_of_a_call_has_neither_id_nor_name() -> None:
-    (choice,) = deltas(Answer(model="tiny", fingerprint="mlx"), Delta(text="", tokens=1, tool_calls=(END,)))
+    (choice,) = deltas(ChatAnswer(model="tiny", fingerprint="mlx"), Delta(text="", tokens=1, tool_calls=(END,)))
     assert choice["delta"] == {"tool_calls": [{"index": 0, "function": {"arguments": ' "sea"}'}}]}
 
 
@@ -94,31 +94,31 @@ def test_a_later_piece_of_a_call_has_neither_id_nor_name() -> None:
     ],
 )
 def test_the_logprobs_of_a_delta_are_sent_once_and_first(delta: Delta, chunks: int) -> None:
-    found = [choice["logprobs"] for choice in deltas(Answer(model="tiny", fingerprint="mlx", logprobs=True), delta)]
+    found = [choice["logprobs"] for choice in deltas(ChatAnswer(model="tiny", fingerprint="mlx", logprobs=True), delta)]
     assert [logprobs is not None for logprobs in found] == [number == 0 for number in range(chunks)]
 
 
 def message(delta: Delta, reason: FinishReason = "stop") -> dict[str, Any]:
-    body = Answer(model="tiny", fingerprint="mlx").full([(delta, report(finish=reason))], usage([report()]))
+    body = ChatAnswer(model="tiny", fingerprint="mlx").full([(delta, report(finish=reason))], usage([report()]))
     (choice,) = json.loads(body)["choices"]
     assert choice["finish_reason"] == reason
     found: dict[str, Any] = choice["message"]
     return found
 
 
-def test_a_plain_answer_has_nothing_beside_its_content() -> None:
+def test_a_plain_answer_has_only_content() -> None:
     assert message(Delta(text="hi", tokens=1)) == {"role": "assistant", "content": "hi"}
     assert message(Delta(text="", tokens=1)) == {"role": "assistant", "content": ""}
 
 
-def test_thoughts_are_beside_the_content_and_not_in_it() -> None:
+def test_reasoning_is_separate_from_the_content() -> None:
     thinking = message(Delta(text="", tokens=1, reasoning="hm"))
     assert thinking == {"role": "assistant", "content": "", "reasoning_content": "hm"}
 
 
-def test_an_answer_of_calls_alone_has_no_content() -> None:
-    asked = message(Delta(text="", tokens=1, tool_calls=(BEGIN, OTHER, END)), "tool_calls")
-    assert asked == {
+def test_an_answer_of_calls_only_has_no_content() -> None:
+    tool_calls = message(Delta(text="", tokens=1, tool_calls=(BEGIN, OTHER, END)), "tool_calls")
+    assert tool_calls == {
         "role": "assistant",
         "content": None,
         "tool_calls": [
@@ -130,9 +130,9 @@ def test_an_answer_of_calls_alone_has_no_content() -> None:
 
 
 @given(text=TEXTS, name=TEXTS)
-def test_every_text_chunk_equals_the_models_own_dump(text: str, name: str) -> None:
-    answer = TextAnswer(model=name, fingerprint="mlx")
-    logprobs = TextLogprobs().take([PROMPT, LOGPROB])
+def test_a_completion_chunk_equals_the_dump_of_its_model(text: str, name: str) -> None:
+    answer = CompletionAnswer(model=name, fingerprint="mlx")
+    logprobs = LogprobsWriter().write([PROMPT, LOGPROB])
     spent = usage([report()])
     chunks = (
         answer.piece(text, logprobs, 0),
@@ -144,16 +144,18 @@ def test_every_text_chunk_equals_the_models_own_dump(text: str, name: str) -> No
         assert Completion.model_validate_json(chunk).model_dump_json(exclude_unset=True) == chunk
 
 
-@given(text=TEXTS, thoughts=TEXTS, asked=calls())
-def test_a_socket_token_equals_the_models_own_dump(text: str, thoughts: str, asked: tuple[ToolCallDelta, ...]) -> None:
-    delta = Delta(text=text, tokens=1, logprobs=(LOGPROB,), reasoning=thoughts, tool_calls=asked)
+@given(text=TEXTS, thoughts=TEXTS, tool_calls=calls())
+def test_a_socket_token_equals_the_dump_of_its_model(
+    text: str, thoughts: str, tool_calls: tuple[ToolCallDelta, ...]
+) -> None:
+    delta = Delta(text=text, tokens=1, logprobs=(LOGPROB,), reasoning=thoughts, tool_calls=tool_calls)
     for logprobs in (False, True):
         sent = socket_token(delta, logprobs=logprobs)
         assert sent is not None
         assert SocketToken.model_validate_json(sent).model_dump_json(exclude_unset=True) == sent
 
 
-def test_a_socket_token_has_what_there_is() -> None:
+def test_a_socket_token_has_only_fields_with_values() -> None:
     assert socket_token(Delta(text="", tokens=1), logprobs=False) is None
     assert socket_token(Delta(text="a", tokens=1), logprobs=False) == '{"token":"a"}'
     everything = Delta(text="", tokens=1, logprobs=(LOGPROB,), reasoning="hm", tool_calls=(BEGIN, END))
@@ -166,17 +168,17 @@ def test_a_socket_token_has_what_there_is() -> None:
     ]
 
 
-def test_several_choices_have_their_timings_together() -> None:
-    answer, part = Answer(model="tiny", fingerprint="mlx"), (Delta(text="a", tokens=1), report())
+def test_timings_of_several_choices_are_combined() -> None:
+    answer, part = ChatAnswer(model="tiny", fingerprint="mlx"), (Delta(text="a", tokens=1), report())
     assert json.loads(answer.full([part], usage([report()])))["timings"]["predicted_n"] == 5
     both = json.loads(answer.full([part, part], usage([report(), report()])))
     assert both["timings"]["predicted_n"] == 10
     assert [choice["index"] for choice in both["choices"]] == [0, 1]
 
 
-def test_legacy_logprobs_name_the_token_itself_among_the_likeliest() -> None:
-    taken = TextLogprobs().take([PROMPT, LOGPROB])
-    assert taken == CompletionLogprobs(
+def test_legacy_logprobs_list_the_token_itself_among_the_most_likely() -> None:
+    written = LogprobsWriter().write([PROMPT, LOGPROB])
+    assert written == CompletionLogprobs(
         tokens=["p", 'x"\n'],
         token_logprobs=[None, -1.25],
         top_logprobs=[None, {"y": -0.5, 'x"\n': -1.25}],
@@ -184,14 +186,14 @@ def test_legacy_logprobs_name_the_token_itself_among_the_likeliest() -> None:
     )
 
 
-def test_of_tokens_that_look_alike_the_likeliest_counts() -> None:
+def test_of_tokens_with_the_same_text_the_most_likely_one_is_listed() -> None:
     alike = TokenLogprob(token=7, text="y", bytes=b"y", logprob=-3.0, top=(TOP,))
-    assert TextLogprobs().take([alike]).top_logprobs == [{"y": -0.5}]
+    assert LogprobsWriter().write([alike]).top_logprobs == [{"y": -0.5}]
 
 
-def test_offsets_count_characters_over_all_pieces() -> None:
+def test_offsets_count_the_characters_of_all_pieces() -> None:
     tokens = [TokenLogprob(token=0, text="", bytes=part, logprob=-1.0) for part in (b"a", b"\xe2", b"\x82\xac", b"b")]
-    whole = TextLogprobs().take(tokens).text_offset
-    piecewise = TextLogprobs()
+    whole = LogprobsWriter().write(tokens).text_offset
+    piecewise = LogprobsWriter()
     assert whole == [0, 1, 1, 2]
-    assert [offset for token in tokens for offset in piecewise.take([token]).text_offset] == whole
+    assert [offset for token in tokens for offset in piecewise.write([token]).text_offset] == whole

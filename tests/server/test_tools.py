@@ -56,7 +56,7 @@ def function(name: str = "look", **fields: Any) -> dict[str, Any]:
 # --- tools and the choice
 
 
-def test_a_tool_arrives_whole() -> None:
+def test_all_fields_of_a_tool_are_translated() -> None:
     parameters = {"type": "object", "properties": {"at": {"type": "string"}}}
     found = use(tools=[function(description="Looks.", parameters=parameters, strict=True)])
     assert found == ToolUse(tools=(Tool(name="look", description="Looks.", parameters=parameters),))
@@ -73,7 +73,7 @@ def test_a_tool_without_parameters_takes_no_arguments(fields: dict[str, Any]) ->
     ("choice", "forced", "only"),
     [(None, False, None), ("auto", False, None), ("required", True, None), (function("see"), True, "see")],
 )
-def test_the_choice_says_what_may_and_what_must_be_called(choice: Any, forced: bool, only: str | None) -> None:
+def test_tool_choice_selects_optional_forced_and_single_tools(choice: Any, forced: bool, only: str | None) -> None:
     found = use(tools=[function(), function("see")], tool_choice=choice)
     assert found is not None
     assert [tool.name for tool in found.tools] == ["look", "see"]
@@ -83,23 +83,23 @@ def test_the_choice_says_what_may_and_what_must_be_called(choice: Any, forced: b
 @pytest.mark.parametrize(
     "changes", [{}, {"tools": None}, {"tools": []}, {"tools": [function()], "tool_choice": "none"}]
 )
-def test_no_tools_are_none(changes: dict[str, Any]) -> None:
+def test_an_empty_list_of_tools_means_no_tools(changes: dict[str, Any]) -> None:
     assert use(**changes) is None
 
 
 @pytest.mark.parametrize("choice", [None, "auto", "none"])
-def test_without_tools_there_is_nothing_to_choose(choice: Any) -> None:
+def test_tool_choice_needs_tools(choice: Any) -> None:
     assert use(tool_choice=choice) is None
 
 
 @pytest.mark.parametrize(("given", "expected"), [(None, True), (True, True), (False, False)])
-def test_calls_come_in_parallel_unless_they_must_not(given: Any, expected: bool) -> None:
+def test_parallel_tool_calls_can_be_disabled(given: Any, expected: bool) -> None:
     found = use(tools=[function()], parallel_tool_calls=given)
     assert found is not None
     assert found.parallel is expected
 
 
-def test_a_forced_call_has_no_room_for_a_format() -> None:
+def test_a_forced_call_ignores_the_format() -> None:
     asked = {"tools": [function()], "response_format": {"type": "json_object"}}
     assert generation_request(chat(**asked)).answer_format is not None
     assert generation_request(chat(tool_choice="required", **asked)).answer_format is None
@@ -153,11 +153,13 @@ LARGE = {"description": "x" * 140_000}
         ({"function_call": {"name": "f"}}, "function_call", ["tool_choice"]),
     ],
 )
-def test_a_wrong_tool_or_choice_is_named(changes: dict[str, Any], param: str, said: list[str]) -> None:
+def test_the_error_of_an_invalid_tool_or_choice_names_the_field(
+    changes: dict[str, Any], param: str, said: list[str]
+) -> None:
     check(refusal(**changes), param, said)
 
 
-def test_a_choice_is_not_judged_by_tools_that_are_wrong() -> None:
+def test_tool_choice_is_not_checked_if_a_tool_is_invalid() -> None:
     assert refusal(tools=[function("a b")], tool_choice=function("see")).param == "tools.0.function.name"
 
 
@@ -191,7 +193,7 @@ def test_the_template_gets_arguments_as_an_object(arguments: Any, expected: Any)
     assert answered == {"role": "tool", "content": "seen", "tool_call_id": "c1", "name": "look"}
 
 
-def test_a_history_may_come_as_answers_were() -> None:
+def test_answers_are_valid_as_history() -> None:
     sent = asks(
         {**call(index=0), "function": {"name": "look", "arguments": '{"a":1}', "parsed_arguments": {"a": 1}}},
         {"id": "c2", "type": None, "function": {"name": "look", "arguments": ""}},
@@ -216,7 +218,7 @@ def test_a_history_may_come_as_answers_were() -> None:
         ({"reasoning": "hm", "reasoning_content": None}, "hm"),
     ],
 )
-def test_thoughts_go_to_the_template_under_one_name(sent: dict[str, Any], expected: str) -> None:
+def test_reasoning_has_one_name_in_the_template(sent: dict[str, Any], expected: str) -> None:
     (message,) = prompt(messages=[{"role": "assistant", "content": "a", **sent}]).messages
     assert message == {"role": "assistant", "content": "a", "reasoning_content": expected}
 
@@ -231,7 +233,7 @@ def test_thoughts_go_to_the_template_under_one_name(sent: dict[str, Any], expect
         [asks(call()), answers(), asks(call()), answers()],
     ],
 )
-def test_what_was_asked_may_be_answered_once_in_any_order_or_never(messages: list[Any]) -> None:
+def test_each_call_has_at_most_one_result_in_any_order(messages: list[Any]) -> None:
     assert len(prompt(messages=messages).messages) == len(messages)
 
 
@@ -275,7 +277,7 @@ ARGUMENTS = "messages.1.tool_calls.0.function.arguments"
         ),
     ],
 )
-def test_a_wrong_history_is_named_by_its_message(messages: list[Any], param: str, said: list[str]) -> None:
+def test_the_error_of_an_invalid_history_names_the_message(messages: list[Any], param: str, said: list[str]) -> None:
     check(refusal(messages=messages), param, said)
 
 
@@ -296,12 +298,12 @@ def test_a_wrong_history_is_named_by_its_message(messages: list[Any], param: str
         ({"chat_template_kwargs": {"reasoning_effort": "5"}, "reasoning_effort": "low"}, {"reasoning_effort": "5"}),
     ],
 )
-def test_the_template_is_told_how_hard_to_think(changes: dict[str, Any], expected: dict[str, Any]) -> None:
+def test_the_reasoning_effort_is_passed_to_the_template(changes: dict[str, Any], expected: dict[str, Any]) -> None:
     assert prompt(**changes).template_options == expected
 
 
 @pytest.mark.parametrize(("given", "expected"), [(None, None), (0, 0), (64, 64), (5.0, 5)])
-def test_a_budget_for_thoughts_arrives(given: Any, expected: int | None) -> None:
+def test_the_reasoning_budget_is_translated(given: Any, expected: int | None) -> None:
     assert generation_request(chat(thinking_token_budget=given)).thinking_budget == expected
 
 
@@ -320,7 +322,7 @@ def test_a_budget_for_thoughts_arrives(given: Any, expected: int | None) -> None
         ({"thinking_token_budget": 1.5}, "thinking_token_budget", ["integer"]),
     ],
 )
-def test_a_wrong_word_about_thinking_is_named(changes: dict[str, Any], param: str, said: list[str]) -> None:
+def test_the_error_of_an_invalid_reasoning_field_names_it(changes: dict[str, Any], param: str, said: list[str]) -> None:
     check(refusal(**changes), param, said)
 
 
@@ -331,7 +333,7 @@ PIECES = st.lists(st.tuples(st.integers(0, 3), st.text(max_size=3)), max_size=20
 
 
 @given(PIECES, st.integers(0, 20))
-def test_pieces_may_be_merged_in_any_two_parts(pieces: list[tuple[int, str]], cut: int) -> None:
+def test_merging_pieces_of_calls_is_associative(pieces: list[tuple[int, str]], cut: int) -> None:
     deltas = [
         ToolCallDelta(index=index, arguments=text, id=f"c{index}" if first else None, name="f" if first else None)
         for at, (index, text) in enumerate(pieces)

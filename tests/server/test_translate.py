@@ -82,7 +82,7 @@ def refusal(make: Any, **changes: Any) -> str | None:
     ],
 )
 @pytest.mark.parametrize("make", [chat, completion])
-def test_each_parameter_arrives_in_the_engines_terms(make: Any, field: str, value: Any, expected: Any) -> None:
+def test_each_parameter_is_translated_for_the_engine(make: Any, field: str, value: Any, expected: Any) -> None:
     request = make(**{field: value})
     asked = generation_request(request) if make is chat else completion_requests(request)[0]
     assert getattr(asked.sampling, field) == expected
@@ -134,16 +134,16 @@ def test_null_is_the_default(make: Any) -> None:
     ],
 )
 @pytest.mark.parametrize("make", [chat, completion])
-def test_what_is_out_of_range_is_named(make: Any, field: str, value: Any, param: str) -> None:
+def test_the_error_of_a_value_out_of_range_names_the_field(make: Any, field: str, value: Any, param: str) -> None:
     assert refusal(make, **{field: value}) == param
 
 
-def test_greedy_keeps_penalties_and_bias_and_drops_the_cuts() -> None:
+def test_greedy_sampling_keeps_penalties_and_bias_and_ignores_filters() -> None:
     sampling = generation_request(chat(temperature=1e-9, top_k=3, min_p=0.1, top_p=0.5, presence_penalty=1)).sampling
     assert sampling == Sampling(temperature=0, presence_penalty=1.0)
 
 
-def test_a_nucleus_of_nothing_is_greedy() -> None:
+def test_top_p_0_is_greedy() -> None:
     assert generation_request(chat(top_p=0)).sampling == Sampling(temperature=0)
 
 
@@ -185,11 +185,11 @@ def test_a_prompt_is_text_or_tokens_one_or_several(prompt: Any, expected: Any) -
         ([1.5] * 1_000_000, "prompt.0"),
     ],
 )
-def test_a_prompt_of_another_shape_is_named(prompt: Any, param: str) -> None:
+def test_the_error_of_an_invalid_prompt_names_it(prompt: Any, param: str) -> None:
     assert refusal(completion, prompt=prompt) == param
 
 
-def test_no_tokens_are_for_echo_only() -> None:
+def test_max_tokens_0_needs_echo() -> None:
     (scored,) = completion_requests(completion(max_tokens=0, echo=True, logprobs=1))
     assert (scored.max_tokens, scored.score_prompt, scored.top_logprobs) == (0, True, 1)
     assert refusal(completion, max_tokens=0) == "max_tokens"
@@ -200,7 +200,7 @@ def test_only_an_echo_with_logprobs_is_scored() -> None:
     assert not completion_requests(completion(echo=True))[0].score_prompt
 
 
-def test_best_of_is_n_or_nothing() -> None:
+def test_best_of_must_equal_n() -> None:
     assert completion(best_of=3, n=3).choices == 3
     assert refusal(completion, best_of=2) == "best_of"
     assert refusal(completion, suffix="end") == "suffix"
@@ -214,14 +214,14 @@ def test_choices_share_the_prompt_in_usage() -> None:
     assert total_usage([spent, spent]).total_tokens == 44
 
 
-def test_thoughts_of_all_choices_are_counted() -> None:
+def test_reasoning_tokens_of_all_choices_are_counted() -> None:
     spent = usage([report(reasoning=3), report(output=7, reasoning=4)])
     assert (spent.completion_tokens, spent.completion_tokens_details.reasoning_tokens) == (12, 7)
     assert total_usage([spent, spent]).completion_tokens_details.reasoning_tokens == 14
     assert usage([report()]).model_dump()["completion_tokens_details"] == {"reasoning_tokens": 0}
 
 
-def test_the_sockets_statistics_name_thoughts_and_the_end() -> None:
+def test_statistics_of_the_websocket_have_reasoning_tokens_and_the_finish_reason() -> None:
     stats = socket_stats(report(reasoning=3, finish="tool_calls"))
     assert (stats.completion_tokens, stats.reasoning_tokens, stats.finish_reason) == (5, 3, "tool_calls")
 
@@ -235,14 +235,14 @@ def test_timings_of_several_choices_sum_tokens_and_take_the_longest_time() -> No
     assert total_timings([[both[0]]]) == timings(both[0])
 
 
-def test_timings_tell_the_longest_wait_the_latest_first_token_and_the_highest_memory() -> None:
+def test_timings_have_the_longest_wait_the_latest_first_token_and_the_highest_memory() -> None:
     early = replace(report(), queue_s=0.25, ttft_s=0.5, peak_memory_bytes=3_000_000_000)
     late = replace(report(), queue_s=0.125, ttft_s=2.0, peak_memory_bytes=1_000_000_000)
     total = total_timings([[early], [late]])
     assert (total.queue_ms, total.ttft_ms, total.peak_memory_gb) == (250, 2000, 3)
 
 
-def test_the_timings_of_no_tokens_divide_by_nothing() -> None:
+def test_timings_without_tokens_do_not_divide_by_zero() -> None:
     nothing = timings(report(prompt=4, cached=4, output=0, decode_s=0.0))
     assert (nothing.prompt_per_token_ms, nothing.predicted_per_token_ms, nothing.predicted_per_second) == (0, 0, 0)
 

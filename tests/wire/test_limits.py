@@ -17,7 +17,7 @@ from typing_extensions import TypedDict
 from lmx_lab import wire
 from lmx_lab.daemon.app import create_daemon_app
 from lmx_lab.daemon.limits import Limits
-from lmx_lab.engine import Engine
+from lmx_lab.engine import ModelManager
 from lmx_lab.http.guard import GuardPolicy
 from lmx_lab.server import create_server
 from lmx_lab.settings import Settings
@@ -31,8 +31,8 @@ NO_PARTS = {"fields", "metadata", "serialization", "config", "function"}
 
 def server_api() -> FastAPI:
     settings, policy = Settings(), GuardPolicy(hosts=frozenset())
-    engine, catalog = Engine(settings), Catalog(settings)
-    return create_server(engine=engine, catalog=catalog, settings=settings, policy=lambda: policy).api
+    manager, catalog = ModelManager(settings), Catalog(settings)
+    return create_server(manager=manager, catalog=catalog, settings=settings, policy=lambda: policy).api
 
 
 def daemon_api() -> FastAPI:

@@ -13,6 +13,7 @@ from lmx_lab.client.blocking.base import BlockingClient
 from lmx_lab.client.blocking.stream import BlockingStream, run_with_callbacks
 from lmx_lab.client.lab import AsyncLabClient, Include, LabEvent, Over
 from lmx_lab.client.sse import Remark
+from lmx_lab.values.models import EngineChoice
 from lmx_lab.wire.admin import LoadAnswer, ModelEvent, ModelRecords, Ready, UnloadAnswer
 from lmx_lab.wire.chat import ChatChunk, ChatCompletion, ChatRequest
 from lmx_lab.wire.embeddings import EmbeddingList, EmbeddingsBody
@@ -80,17 +81,21 @@ class LabClient(BlockingClient[AsyncLabClient]):
         """List the models on the server's disk, and which of them are loaded."""
         return self._portal.run(self._client.models())
 
-    def load(self, model: str, *, progress: Callable[[ModelEvent], None] | None = None) -> LoadAnswer:
+    def load(
+        self, model: str, *, engine: EngineChoice = "auto", progress: Callable[[ModelEvent], None] | None = None
+    ) -> LoadAnswer:
         """Load a model in place of the loaded one. Returns when the model is ready.
 
         An interrupt (Ctrl-C) stops the waiting, but not the load.
 
         Args:
             model: The model's id; callers on the server's machine may also give a path.
+            engine: Engine that must run the model; ``auto`` selects it by the model's format.
             progress: Called in this thread with each step of the load; most steps have byte counts.
         """
         return run_with_callbacks(
-            self._portal, lambda callbacks: self._client.load(model, progress=callbacks.notifier(progress))
+            self._portal,
+            lambda callbacks: self._client.load(model, engine=engine, progress=callbacks.notifier(progress)),
         )
 
     def unload(self) -> UnloadAnswer:

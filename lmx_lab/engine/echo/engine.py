@@ -1,149 +1,280 @@
-"""``InferenceEngine`` without a model, as other threads and loops see it."""
+"""The echo engine: its state on its loop (``EchoCore``), and what other threads and loops use (``EchoEngine``)."""
 
 from __future__ import annotations
 
 import asyncio
 import contextlib
 import functools
-import threading
+import time
 from collections.abc import Callable, Coroutine, Sequence
-from concurrent.futures import Future
+from dataclasses import asdict, dataclass, replace
 from importlib.metadata import version
 from typing import Any, TypeVar
 
-from lmx_lab.engine.echo.core import EchoCore, check
+from lmx_lab.engine.admission import LOAD_FIRST, AdmissionControl, Permit
+from lmx_lab.engine.echo.model import EchoModel
+from lmx_lab.engine.echo.prepare import EchoPreparer
+from lmx_lab.engine.echo.queue import EchoGeneration, EchoQueue
+from lmx_lab.engine.echo.script import Script, read_script
+from lmx_lab.engine.echo.texts import DIMENSIONS, EchoTexts
 from lmx_lab.engine.interface import Capabilities
-from lmx_lab.engine.model_lookup import LOAD_FIRST
-from lmx_lab.engine.pending import Pending
+from lmx_lab.engine.loop_engine import LoopEngine, TextTasks
+from lmx_lab.engine.machine_memory import total_bytes
 from lmx_lab.engine.requests import EmbeddingRequest, Embeddings, GenerationRequest, Ranking, RerankRequest
-from lmx_lab.engine.stream import TokenStream
-from lmx_lab.errors import EngineDeadError, NotLoadedError, UnusableModelError
-from lmx_lab.portal import LoopThread, receive
+from lmx_lab.engine.stream import Mailbox, Pending, TokenStream
+from lmx_lab.engine.validation import check_dimensions
+from lmx_lab.engine.vectors import cosines, shorten
+from lmx_lab.errors import LabError, NotLoadedError, UnusableModelError
 from lmx_lab.settings import Settings
-from lmx_lab.values.engine import EngineSnapshot
-from lmx_lab.values.models import Kind, LoadReport, ModelEntry
+from lmx_lab.values.engine import EngineSnapshot, TokenTotals
+from lmx_lab.values.models import Kind, LoadReport, LoadSpec, ModelEntry
+from lmx_lab.weights.files import in_thread
 
 T = TypeVar("T")
-STOP_S = 15.0
 
 
-class EchoEngine:
-    """``InferenceEngine`` for the built-in entry ``echo``. Its thread starts with the first load."""
+def read_model(entry: ModelEntry, settings: Settings) -> tuple[EchoModel, Script]:
+    """Make the model and read the script to load with it.
 
-    capabilities = Capabilities(
-        prompt_scores=True, thinking_budget=True, logprobs_with_own_tools=True, input_types=True
-    )
+    Raises:
+        UnusableModelError: the script is invalid, or the entry has another format.
+    """
+    if entry.format != "echo":
+        raise UnusableModelError(f"{entry.id} is a model with files; the echo engine runs none", param="model")
+    return EchoModel(), read_script(settings.echo_script) if settings.echo_script is not None else Script()
+
+
+@dataclass(kw_only=True, eq=False)
+class EchoMain:
+    """The loaded model and its requests."""
+
+    entry: ModelEntry
+    model: EchoModel
+    preparer: EchoPreparer
+    queue: EchoQueue
+    script: Script
+
+
+class EchoCore:
+    """The state of the engine; see ``EngineCore``."""
 
     def __init__(self, settings: Settings) -> None:
         self._settings = settings
-        self._starting = threading.Lock()
-        self._thread: LoopThread | None = None
-        self._core: EchoCore | None = None
-
-    @functools.cached_property
-    def fingerprint(self) -> str:
-        """See ``InferenceEngine.fingerprint``."""
-        return f"echo-{version('lmx-lab')}"
-
-    @property
-    def snapshot(self) -> EngineSnapshot:
-        """The state as of the last event. Never blocks."""
-        core = self._core
-        return core.snapshot if core is not None else EngineSnapshot()
-
-    @property
-    def used(self) -> bool:
-        """Whether it has ever had a model."""
-        return self._core is not None
-
-    @property
-    def alive(self) -> bool:
-        return self._thread is not None
-
-    def start(self) -> None:
-        """Start the thread; ``load`` does it too."""
-        with self._starting:
-            if self._thread is None:
-                thread = LoopThread("lmx-lab-echo")
-                thread.start()
-                self._core = thread.submit(self._made()).result()
-                self._thread = thread
-
-    async def _made(self) -> EchoCore:
-        return EchoCore(self._settings)
-
-    def stop(self) -> None:
-        """End every request, join the thread. Idempotent."""
-        with self._starting:
-            thread, core, self._thread = self._thread, self._core, None
-        if thread is not None and core is not None:
-            with contextlib.suppress(TimeoutError):
-                thread.submit(core.close(EngineDeadError("the engine was stopped"))).result(STOP_S)
-            thread.stop()
+        self._main: EchoMain | None = None
+        self._totals = TokenTotals()
+        self._texts = TextTasks()
+        self._encoded_tokens = 0
+        self.failure: LabError | None = None
+        self.snapshot = EngineSnapshot(memory_total_bytes=total_bytes())
+        self._publish()
 
     # Models
 
-    def check_fits(self, entry: ModelEntry) -> None:
-        """See ``InferenceEngine.check_fits``."""
-        check(entry, self._settings)
+    async def load(self, entry: ModelEntry, spec: LoadSpec) -> LoadReport:
+        """See ``InferenceEngine``."""
+        started = time.perf_counter()
+        model, script = await in_thread(functools.partial(read_model, entry, self._settings))
+        self._main = EchoMain(
+            entry=entry,
+            model=model,
+            preparer=EchoPreparer(model, entry, tokens_per_s=self._settings.echo_tokens_per_s),
+            queue=EchoQueue(
+                self._totals,
+                slots=self._settings.slots,
+                memory_bytes=model.memory_bytes,
+                on_change=self._publish,
+            ),
+            script=script,
+        )
+        self._publish()
+        return LoadReport(model=entry.id, load_s=time.perf_counter() - started, memory_bytes=model.memory_bytes)
 
-    async def load(self, entry: ModelEntry, *, finish_queued: bool = False) -> LoadReport:
-        """See ``InferenceEngine.load``."""
-        self.check_fits(entry)
-        await asyncio.to_thread(self.start)
-        return await asyncio.shield(self._on_loop(lambda core: core.load(entry, finish_queued=finish_queued)))
+    async def unload(self) -> int:
+        """See ``InferenceEngine``."""
+        main, self._main = self._main, None
+        if main is None:
+            return 0
+        main.preparer.stop()
+        self._publish()
+        return main.model.memory_bytes
 
-    async def pin(self, entry: ModelEntry) -> LoadReport:
-        """See ``InferenceEngine.pin``."""
-        raise UnusableModelError(f"{entry.id} is a chat model; only embedding models and rerankers stay beside one")
+    async def pin(self, entry: ModelEntry, spec: LoadSpec) -> LoadReport:
+        """Refuse: the engine has no models to keep beside the main one."""
+        raise UnusableModelError(f"{entry.id} runs on the echo engine, which has no pinned models", param="model")
 
     async def unpin(self, kind: Kind) -> None:
-        """See ``InferenceEngine.unpin``; nothing is pinned here."""
-
-    async def unload(self, *, why: str = "the model is unloaded", finish_queued: bool = False) -> int:
-        """See ``InferenceEngine.unload``."""
-        if self._thread is None:
-            return 0
-        return await asyncio.shield(self._on_loop(lambda core: core.unload(why=why, finish_queued=finish_queued)))
-
-    async def quiesce(self, timeout_s: float) -> None:
-        """See ``InferenceEngine.quiesce``."""
-        if self._thread is not None:
-            await self._on_loop(lambda core: core.quiesce(timeout_s))
+        """See ``InferenceEngine``; nothing is ever pinned here."""
 
     # Requests
 
-    async def submit_all(self, request: GenerationRequest, choices: int) -> list[TokenStream]:
-        """See ``InferenceEngine.submit_all``."""
-        reader = asyncio.get_running_loop()
-        return await receive(self._submit(lambda core: core.accept(request, choices, reader)))
+    async def end_requests(self, admission: AdmissionControl, error: LabError, *, queued_only: bool) -> None:
+        """See ``InferenceEngine``."""
+        if self._main is not None:
+            self._main.queue.end(admission, error, queued_only=queued_only)
+        if not queued_only:
+            await self._texts.end(admission, error)
 
-    async def submit_embedding(self, request: EmbeddingRequest) -> Pending[Embeddings]:
-        """See ``InferenceEngine.submit_embedding``."""
-        return await self._on_loop(lambda core: core.accept_embedding(request))
+    async def close(self, error: LabError) -> None:
+        """See ``EngineCore``."""
+        if (main := self._main) is not None:
+            main.queue.end_all(error)
+        await self._texts.end_all(error)
+        await self.unload()
 
-    async def submit_rerank(self, request: RerankRequest) -> Pending[Ranking]:
-        """See ``InferenceEngine.submit_rerank``."""
-        return await self._on_loop(lambda core: core.accept_rerank(request))
+    async def accept(
+        self,
+        entry: ModelEntry,
+        request: GenerationRequest,
+        permits: Sequence[Permit],
+        reader: asyncio.AbstractEventLoop,
+    ) -> list[TokenStream]:
+        """See ``EngineCore``."""
+        arrived_at, main = time.perf_counter(), self._main_of(entry)
+        answer = main.script.take()
+        if answer is not None and answer.fails_at_once:
+            await asyncio.sleep(answer.delay_s)
+            raise answer.failure()
+        try:
+            prepared, constraints = await main.preparer.prepare(
+                request, len(permits), answer, timeout_s=request.timeout_s or self._settings.request_timeout_s
+            )
+            permits[0].check()
+            self._main_of(entry)
+        except BaseException:
+            main.script.give_back(answer)
+            raise
+        generations = [
+            EchoGeneration(
+                prepared=prepared,
+                model=main.model,
+                model_id=entry.id,
+                constraint=constraint,
+                mailbox=Mailbox(reader),
+                permit=permit,
+                arrived_at=arrived_at,
+                choice=choice,
+            )
+            for choice, (constraint, permit) in enumerate(zip(constraints, permits, strict=True))
+        ]
+        main.queue.add(generations)
+        self._publish()
+        loop, prompt = asyncio.get_running_loop(), tuple(prepared.prompt)
+        return [
+            TokenStream(it.mailbox, _canceller(loop, main.queue, it), model=entry.id, prompt=prompt)
+            for it in generations
+        ]
+
+    async def accept_embedding(
+        self, entry: ModelEntry, request: EmbeddingRequest, permit: Permit
+    ) -> Pending[Embeddings]:
+        """See ``EngineCore``."""
+        check_dimensions(request.dimensions, DIMENSIONS, entry)
+        texts = self._texts_of(entry)
+        for at, text in enumerate(request.inputs):
+            texts.read(text, f"input.{at}", truncate=request.truncate)
+
+        async def compute() -> Embeddings:
+            rows, report = await texts.compute(request.timeout_s or self._settings.request_timeout_s)
+            return Embeddings(vectors=shorten(rows, request.dimensions), report=report)
+
+        return self._start(texts, compute(), permit)
+
+    async def accept_rerank(self, entry: ModelEntry, request: RerankRequest, permit: Permit) -> Pending[Ranking]:
+        """See ``EngineCore``."""
+        texts = self._texts_of(entry)
+        texts.read(request.query, "query", truncate=False)
+        for at, text in enumerate(request.documents):
+            texts.read(text, f"documents.{at}", truncate=request.truncate)
+
+        async def compute() -> Ranking:
+            rows, report = await texts.compute(request.timeout_s or self._settings.request_timeout_s)
+            return Ranking(scores=cosines(rows), method="cosine", report=report)
+
+        return self._start(texts, compute(), permit)
 
     async def decode(self, tokens: Sequence[int]) -> str:
-        """See ``InferenceEngine.decode``."""
-        return await self._on_loop(lambda core: core.decode(tokens))
+        """See ``InferenceEngine``."""
+        if self._main is None:
+            raise NotLoadedError(f"no model is loaded; {LOAD_FIRST}")
+        return self._main.model.vocabulary.show(tokens)
 
-    def _on_loop(self, work: Callable[[EchoCore], Coroutine[Any, Any, T]]) -> asyncio.Future[T]:
-        """As ``_submit``, for this loop. Cancelling the future cancels the work."""
-        future = asyncio.wrap_future(self._submit(work))
-        # The result of work that continues without its caller is not read.
-        future.add_done_callback(lambda done: done.cancelled() or done.exception())
-        return future
-
-    def _submit(self, work: Callable[[EchoCore], Coroutine[Any, Any, T]]) -> Future[T]:
-        """Start the work on the engine's loop.
+    def _main_of(self, entry: ModelEntry) -> EchoMain:
+        """Return the loaded model.
 
         Raises:
-            NotLoadedError: there is no loop, so there is no model.
+            NotLoadedError: it is no longer this one.
         """
-        thread, core = self._thread, self._core
-        if thread is None or core is None:
-            raise NotLoadedError(f"no model is loaded; {LOAD_FIRST}")
-        return thread.submit(work(core))
+        main = self._main
+        if main is None or main.entry is not entry:
+            raise NotLoadedError(f"{entry.id} has been unloaded; {LOAD_FIRST}")
+        return main
+
+    def _texts_of(self, entry: ModelEntry) -> EchoTexts:
+        main = self._main_of(entry)
+        return EchoTexts(main.model, main.entry, tokens_per_s=self._settings.echo_tokens_per_s)
+
+    def _start(self, texts: EchoTexts, work: Coroutine[Any, Any, T], permit: Permit) -> Pending[T]:
+        def count() -> None:
+            self._encoded_tokens += texts.computed_tokens
+            self._publish()
+
+        pending = self._texts.start(work, permit, count)
+        self._publish()
+        return pending
+
+    def _publish(self) -> None:
+        """Replace the snapshot."""
+        main, texts = self._main, len(self._texts)
+        memory_bytes = main.model.memory_bytes if main is not None else 0
+        self.snapshot = replace(
+            self.snapshot,
+            state="ready" if main is not None else "empty",
+            entry=main.entry if main is not None else None,
+            model_memory_bytes=memory_bytes,
+            context_length=main.entry.context_length if main is not None else None,
+            active_requests=(main.queue.running if main is not None else 0) + texts,
+            queued_requests=main.queue.queued if main is not None else 0,
+            encode_requests=texts,
+            encoded_tokens=self._encoded_tokens,
+            slot_free_s=main.queue.slot_free_s if main is not None else 1.0,
+            memory_used_bytes=memory_bytes,
+            memory_peak_bytes=max(memory_bytes, self.snapshot.memory_peak_bytes),
+            progress_at=time.perf_counter() if main is not None else self.snapshot.progress_at,
+            **asdict(self._totals),
+        )
+
+
+class EchoEngine(LoopEngine[EchoCore]):
+    """``InferenceEngine`` for the built-in entry ``echo``."""
+
+    capabilities = Capabilities(
+        prompt_scores=True,
+        thinking_budget=True,
+        logprobs_with_own_tools=True,
+        input_types=True,
+        cancellable_loads=True,
+    )
+    thread_name = "lmx-lab-echo"
+
+    async def _make_core(self) -> EchoCore:
+        return EchoCore(self._settings)
+
+    @functools.cached_property
+    def fingerprint(self) -> str:
+        """See ``InferenceEngine``."""
+        return f"echo-{version('lmx-lab')}"
+
+    def check(self, entry: ModelEntry, spec: LoadSpec) -> None:
+        """See ``InferenceEngine``."""
+        read_model(entry, self._settings)
+
+
+def _canceller(loop: asyncio.AbstractEventLoop, queue: EchoQueue, generation: EchoGeneration) -> Callable[[], None]:
+    """Return a function that cancels the generation from any thread."""
+
+    def cancel() -> None:
+        # If the loop is closed, all generations have ended.
+        with contextlib.suppress(RuntimeError):
+            loop.call_soon_threadsafe(queue.cancel, generation)
+
+    return cancel

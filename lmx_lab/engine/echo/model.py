@@ -1,8 +1,8 @@
-"""What the echo engine says next, one token at a time: the scores of a model that knows its text by heart.
+"""Choose the next token of an echo answer, by scores like those of a model that has memorized its text.
 
-A text is given: the message, or an answer of a script. Its next token has by far the highest score, so it comes at any
-usual temperature, unless a bias, a penalty or an enforced form says otherwise. Where the form forbids the text, tokens
-that end a JSON value are preferred, so that answers are short and complete. Pure numpy.
+The text is the last message, or an answer of a script. Its next token has by far the highest score, so it is chosen at
+any usual temperature, unless a bias, a penalty or an enforced format prevents it. Where the format forbids the text,
+tokens that end a JSON value are preferred, so that answers are short and complete. Pure numpy.
 """
 
 from __future__ import annotations
@@ -21,17 +21,19 @@ from lmx_lab.values.generation import TokenLogprob
 
 Scores = NDArray[np.float64]
 TEXT_SCORE = 50.0
-"""Of the next token of the text. At temperature 2 another token comes once in 100 million."""
+"""Score of the next token of the text. At temperature 2 another token is chosen once in 100 million."""
 AFTER_SCORE = 1.5
-"""The same after the end of the text, where ``ignore_eos`` begins it again: samples differ there."""
+"""The same after the end of the text, where ``ignore_eos`` repeats it: there samples differ."""
 END_SCORE = 45.0
-"""Of the end of the answer, once the text cannot be continued."""
-IN_FORM = {'"': 40.0, "}": 38.0, "]": 36.0, ":": 30.0, ",": 9.0, "[": 5.0, "{": 4.0}
-"""What is preferred where a form forbids the text. Letters come next, at 10, then digits."""
-LETTERS_IN_FORM = 10.0
-COLDEST = 1e-4
-HOTTEST_CERTAIN = 2.0
-"""Up to this temperature the next token of the text is taken without drawing."""
+"""Score of the end of the answer, once the text cannot be continued."""
+CONSTRAINED_SCORES = {'"': 40.0, "}": 38.0, "]": 36.0, ":": 30.0, ",": 9.0, "[": 5.0, "{": 4.0}
+"""Scores of JSON's characters where a format forbids the text."""
+CONSTRAINED_LETTERS = 10.0
+"""What a format adds to the scores of letters, which makes them likelier than digits."""
+GREEDY_BELOW = 1e-4
+"""Lower temperatures are greedy."""
+CERTAIN_UP_TO = 2.0
+"""Up to this temperature the next token of the text is chosen without drawing."""
 
 
 class EchoModel:
@@ -43,16 +45,16 @@ class EchoModel:
         free[[FIRST_BYTE + byte for byte in range(256) if not bytes([byte]).isalnum()]] = -8.0
         free[:FIRST_BYTE] = -20.0
         self.free = free
-        """Scores of an answer of any form."""
-        self.in_form = _in_form(free)
-        """Scores of an answer that a form is enforced on."""
+        """Scores of an answer without an enforced format."""
+        self.constrained = _constrained(free)
+        """Scores of an answer with an enforced format."""
 
     @functools.cached_property
     def memory_bytes(self) -> int:
-        return self.vocabulary.memory_bytes + self.free.nbytes + self.in_form.nbytes
+        return self.vocabulary.memory_bytes + self.free.nbytes + self.constrained.nbytes
 
     def prompt_scores(self, tokens: Sequence[int], top: int) -> tuple[TokenLogprob, ...]:
-        """Each token of a prompt with its log-probability, which does not depend on those before it."""
+        """Return each token of a prompt with its log-probability, which does not depend on the tokens before it."""
         logprobs = _log_softmax(self.free)
         likeliest = [self.entry(logprobs, other) for other in _likeliest(logprobs, top)]
         first = TokenLogprob(
@@ -65,6 +67,7 @@ class EchoModel:
         return (first, *rest)
 
     def entry(self, logprobs: Scores, token: int, top: tuple[TokenLogprob, ...] = ()) -> TokenLogprob:
+        """Return a token with its log-probability and its alternatives."""
         return TokenLogprob(
             token=token,
             text=self.vocabulary.text_of(token),
@@ -74,27 +77,27 @@ class EchoModel:
         )
 
 
-def _in_form(free: Scores) -> Scores:
-    """Scores by which a JSON value ends soon: empty strings, numbers of one digit, few members."""
+def _constrained(free: Scores) -> Scores:
+    """Return scores by which a JSON value ends soon: empty strings, numbers of one digit, few members."""
     scores = free.copy()
-    scores[FIRST_PIECE:] += LETTERS_IN_FORM
-    # A number may continue with these.
+    scores[FIRST_PIECE:] += CONSTRAINED_LETTERS
+    # These may continue a number.
     for byte in b"eE":
         scores[FIRST_BYTE + byte] = -8.0
     for byte in (*range(ord("a"), ord("z") + 1), *range(ord("A"), ord("Z") + 1)):
         if byte not in b"eE":
-            scores[FIRST_BYTE + byte] += LETTERS_IN_FORM
-    for character, score in IN_FORM.items():
+            scores[FIRST_BYTE + byte] += CONSTRAINED_LETTERS
+    for character, score in CONSTRAINED_SCORES.items():
         scores[FIRST_BYTE + ord(character)] = score
     return scores
 
 
-class Speaker:
-    """One answer, token by token.
+class AnswerSampler:
+    """Chooses the tokens of one answer.
 
     Args:
-        text: The tokens to say.
-        choice: Which of the answers to one request; a seed draws differently for each.
+        text: Token ids of the text that the answer repeats.
+        choice: Number of the answer among those to one request; a seed draws differently for each.
     """
 
     def __init__(
@@ -105,22 +108,22 @@ class Speaker:
         self._sampling = sampling
         self._ignore_eos = ignore_eos
         self._at = 0
-        """Tokens said."""
+        """Number of tokens chosen so far."""
         self._on_text = True
-        """All of them are those of the text."""
+        """Whether all of them are those of the text."""
         self._counts: dict[int, int] = {}
         self._random = np.random.default_rng(_seed(sampling.seed, choice))
         self._changed = bool(sampling.logit_bias) or _penalizes(sampling)
-        self._certain = not self._changed and sampling.temperature <= HOTTEST_CERTAIN
-        self._greedy = sampling.temperature < COLDEST
+        self._certain = not self._changed and sampling.temperature <= CERTAIN_UP_TO
+        self._greedy = sampling.temperature < GREEDY_BELOW
 
     def next(self, mask: NDArray[np.bool_] | None = None, *, forced: int | None = None) -> int:
-        """The next token: one that the mask allows, or the one that is forced."""
-        token, score = self._wanted()
+        """Return the next token: one that the mask allows, or the one that is forced."""
+        token, score = self._preferred()
         if forced is not None:
             token = forced
-        elif not self._certain or (mask is not None and not mask[token]) or not self._sure(score):
-            token = self._drawn(self.scores(in_form=mask is not None), mask)
+        elif not self._certain or (mask is not None and not mask[token]) or not self._is_certain(score):
+            token = self._draw(self.scores(constrained=mask is not None), mask)
         self._on_text = self._on_text and token == (self._text[self._at] if self._at < len(self._text) else END)
         self._at += 1
         if self._changed:
@@ -128,19 +131,19 @@ class Speaker:
         return token
 
     def logprob(self, scores: Scores, token: int, top: int) -> TokenLogprob:
-        """How likely a token was by these scores; one that ends an answer shows nothing."""
+        """Return the log-probability of a token by these scores, with ``top`` alternatives."""
         logprobs = _log_softmax(scores)
         others = tuple(self._model.entry(logprobs, other) for other in _likeliest(logprobs, top))
         return self._model.entry(logprobs, token, others)
 
-    def scores(self, *, in_form: bool) -> Scores:
-        """Of every token, after penalties and bias."""
-        scores = (self._model.in_form if in_form else self._model.free).copy()
+    def scores(self, *, constrained: bool) -> Scores:
+        """Return the score of every token, after penalties and bias."""
+        scores = (self._model.constrained if constrained else self._model.free).copy()
         if self._ignore_eos:
             scores[END] = scores[0]
         elif self._at >= len(self._text) or not self._on_text:
             scores[END] = END_SCORE
-        token, score = self._wanted()
+        token, score = self._preferred()
         scores[token] = max(scores[token], score)
         if not self._changed:
             return scores
@@ -155,7 +158,8 @@ class Speaker:
             scores[token] += bias
         return scores
 
-    def _wanted(self) -> tuple[int, float]:
+    def _preferred(self) -> tuple[int, float]:
+        """Return the token that continues the answer, and its score."""
         if self._ignore_eos:
             score = TEXT_SCORE if self._at < len(self._text) else AFTER_SCORE
             return self._text[self._at % len(self._text)] if self._text else FIRST_PIECE, score
@@ -163,10 +167,10 @@ class Speaker:
             return self._text[self._at], TEXT_SCORE
         return END, TEXT_SCORE if self._on_text else END_SCORE
 
-    def _sure(self, score: float) -> bool:
+    def _is_certain(self, score: float) -> bool:
         return self._greedy or score >= END_SCORE
 
-    def _drawn(self, scores: Scores, mask: NDArray[np.bool_] | None) -> int:
+    def _draw(self, scores: Scores, mask: NDArray[np.bool_] | None) -> int:
         if mask is not None:
             scores = np.where(mask, scores, -np.inf)
         if self._greedy:
@@ -181,7 +185,7 @@ def _penalizes(sampling: Sampling) -> bool:
 
 
 def _seed(seed: int | None, choice: int) -> int:
-    """Any integer is a seed. Without one, too, the same is drawn each time."""
+    """Return a seed for numpy. Any integer can be given; without one the same is drawn each time, too."""
     return int.from_bytes(hashlib.blake2b(f"{seed}:{choice}".encode(), digest_size=16).digest(), "little")
 
 
@@ -192,7 +196,7 @@ def _log_softmax(scores: Scores) -> Scores:
 
 
 def _cut(logprobs: Scores, sampling: Sampling) -> Scores:
-    """Minus infinity for the tokens that top_p, min_p and top_k leave out."""
+    """Return the log-probabilities, with minus infinity for the tokens that top_p, min_p and top_k leave out."""
     if sampling.top_p < 1:
         ordered = np.sort(logprobs)[::-1]
         likelier = np.cumsum(np.exp(ordered)) - np.exp(ordered)

@@ -1,7 +1,7 @@
-"""Scripts for the echo engine: the answers to give, in order, from a file of JSON lines or a JSON array.
+"""Read scripts for the echo engine: the answers to give, in order, from a file of JSON lines or a JSON array.
 
-An answer is a text, or an object with any of the keys of ``KEYS``. It is written out as a model would write it, so the
-same code divides it into thoughts, content and tool calls.
+An answer is a text, or an object with any of the keys in ``KEYS``. It is written out as a model would write it, so that
+the same code splits it into reasoning, content and tool calls.
 """
 
 from __future__ import annotations
@@ -42,31 +42,31 @@ FAILURES: Mapping[str, type[LabError]] = {
         GenerationTimeoutError,
     )
 }
-"""Errors that an answer can be, by their code."""
+"""Errors that an answer can end with, by their code."""
 RETRY_AFTER_S = 1.0
-LARGEST_BYTES = 64 * 2**20
-LONGEST_DELAY_S = 3600.0
-FASTEST = 1e6
+MAX_BYTES = 64 * 2**20
+MAX_DELAY_S = 3600.0
+MAX_TOKENS_PER_S = 1e6
 
 
 @dataclass(frozen=True, kw_only=True)
 class ScriptAnswer:
     """One answer of a script."""
 
-    place: str
-    """Where it stands, such as ``line 3``."""
+    location: str
+    """Where the answer is in the file, such as ``line 3``."""
     text: str = ""
     reasoning: str | None = None
     calls: tuple[tuple[str, Mapping[str, Any]], ...] = ()
-    """Names and arguments."""
+    """Names and arguments of tool calls."""
     error: str | None = None
-    """The answer fails with this message, after its text, or before the first byte where it has none."""
+    """Message of the error that ends the answer: after its text, or before the first byte if it has no text."""
     code: str = EngineError.code
-    """Of the error."""
+    """Code of that error."""
     delay_s: float = 0.0
-    """Before the first token."""
+    """Seconds before the first token."""
     tokens_per_s: float | None = None
-    """None takes the setting."""
+    """Speed of this answer; None uses the setting."""
 
     @property
     def fails_at_once(self) -> bool:
@@ -74,7 +74,7 @@ class ScriptAnswer:
         return self.error is not None and not self.written
 
     def failure(self) -> LabError:
-        """The error that the answer ends with."""
+        """Return the error that the answer ends with."""
         retry_after_s = RETRY_AFTER_S if self.code == QueueFullError.code else None
         return FAILURES[self.code](self.error or "", retry_after_s=retry_after_s)
 
@@ -87,149 +87,152 @@ class ScriptAnswer:
 
 
 def written_call(name: str, arguments: Mapping[str, Any]) -> str:
-    """A tool call in the generic format."""
+    """Return a tool call in the generic format."""
     call = json.dumps({"name": name, "arguments": arguments}, ensure_ascii=False)
     return f"{START}\n{call}\n{END}"
 
 
 class Script:
-    """The answers that were not given yet. After the last one there are none."""
+    """The answers that have not been given yet."""
 
     def __init__(self, answers: Sequence[ScriptAnswer] = ()) -> None:
         self._answers = deque(answers)
 
     def take(self) -> ScriptAnswer | None:
-        """The next answer; None after the last."""
+        """Remove and return the next answer; None after the last one."""
         return self._answers.popleft() if self._answers else None
 
     def give_back(self, answer: ScriptAnswer | None) -> None:
-        """The request that took it was refused: the next one gets it."""
+        """Put an answer back: the request that took it was refused, so the next request gets it."""
         if answer is not None:
             self._answers.appendleft(answer)
 
 
 def read_script(path: Path) -> Script:
-    """The answers in a file.
+    """Read the answers in a file.
 
     Raises:
-        UnusableModelError: it is no regular file, it cannot be read, or an answer in it is wrong; the message names the
-            line.
+        UnusableModelError: it is not a regular file, it cannot be read, or an answer in it is invalid; the message
+            names the line.
     """
     try:
         if not stat.S_ISREG(path.stat().st_mode):
-            # To open a FIFO without a writer would block the loop of the caller.
-            raise _wrong(path, "it is no regular file")
+            # Opening a FIFO that has no writer blocks.
+            raise _script_error(path, "it is not a regular file")
         with path.open("rb") as file:
-            data = file.read(LARGEST_BYTES + 1)
+            data = file.read(MAX_BYTES + 1)
     except OSError as exc:
-        raise _wrong(path, f"it cannot be read: {exc.strerror or exc}") from exc
-    if len(data) > LARGEST_BYTES:
-        raise _wrong(path, f"it has more than {LARGEST_BYTES} bytes")
+        raise _script_error(path, f"it cannot be read: {exc.strerror or exc}") from exc
+    if len(data) > MAX_BYTES:
+        raise _script_error(path, f"it has more than {MAX_BYTES} bytes")
     try:
         text = data.decode("utf-8-sig")
     except UnicodeDecodeError as exc:
         line = data.count(b"\n", 0, exc.start) + 1
-        raise _wrong(path, f"line {line} is not UTF-8") from exc
+        raise _script_error(path, f"line {line} is not UTF-8") from exc
     try:
         return Script(_answers(text))
     except ValueError as exc:
-        raise _wrong(path, str(exc)) from exc
+        raise _script_error(path, str(exc)) from exc
 
 
-def _wrong(path: Path, what: str) -> UnusableModelError:
+def _script_error(path: Path, what: str) -> UnusableModelError:
     return UnusableModelError(f"echo cannot be loaded with the script {path} (echo_script): {what}", param="model")
 
 
 def _answers(text: str) -> list[ScriptAnswer]:
-    """
+    """Parse a script.
+
     Raises:
-        ValueError: one is wrong; the message names its line.
+        ValueError: an answer is invalid; the message names its line.
     """
     if text.lstrip().startswith("["):
-        return [_answer(given, f"answer {at}") for at, given in enumerate(_parsed(text, 1), start=1)]
+        return [_answer(given, f"answer {at}") for at, given in enumerate(_parse(text, 1), start=1)]
     lines = enumerate(text.split("\n"), start=1)
-    return [_answer(_parsed(line, at), f"line {at}") for at, line in lines if line.strip()]
+    return [_answer(_parse(line, at), f"line {at}") for at, line in lines if line.strip()]
 
 
-def _parsed(text: str, line: int) -> Any:
+def _parse(text: str, line: int) -> Any:
     try:
-        return json.loads(text, parse_constant=_no_number)
+        return json.loads(text, parse_constant=_refuse_constant)
     except json.JSONDecodeError as exc:
-        place = f"line {line + exc.lineno - 1}, column {exc.colno}"
-        raise ValueError(f"{place}: this is not JSON: {exc.msg}") from exc
+        location = f"line {line + exc.lineno - 1}, column {exc.colno}"
+        raise ValueError(f"{location}: this is not JSON: {exc.msg}") from exc
     except (ValueError, RecursionError) as exc:
         raise ValueError(f"line {line}: this is not JSON: {exc}") from exc
 
 
-def _no_number(name: str) -> float:
+def _refuse_constant(name: str) -> float:
     raise ValueError(f"{name} is not a JSON number")
 
 
-def _answer(given: Any, place: str) -> ScriptAnswer:
+def _answer(given: Any, location: str) -> ScriptAnswer:
     if isinstance(given, str):
         given = {"text": given}
     if not isinstance(given, dict):
-        raise ValueError(f"{place}: an answer is a text or an object, not {_shown(given)}")
+        raise ValueError(f"{location}: an answer must be a string or an object, not {_shorten(given)}")
     unknown = [key for key in given if key not in KEYS]
     if unknown:
-        raise ValueError(f"{place}: {_shown(unknown[0])} is no key of an answer; there are {', '.join(KEYS)}")
+        raise ValueError(
+            f"{location}: {_shorten(unknown[0])} is not a key of an answer; the keys are {', '.join(KEYS)}"
+        )
     if not {"text", "reasoning", "tool_calls", "error"} & set(given):
-        raise ValueError(f"{place}: the answer says nothing; give it a text, tool_calls or an error")
-    code = _text(given, "code", place)
+        raise ValueError(f"{location}: the answer is empty; give it a text, tool_calls or an error")
+    code = _text(given, "code", location)
     if code is not None and (code not in FAILURES or "error" not in given):
-        raise ValueError(f"{place}: code is {_shown(code)}; beside an error it can be {', '.join(FAILURES)}")
+        raise ValueError(f"{location}: code is {_shorten(code)}; with an error it can be {', '.join(FAILURES)}")
     return ScriptAnswer(
-        place=place,
-        text=_text(given, "text", place) or "",
-        reasoning=_text(given, "reasoning", place),
-        calls=_calls(given.get("tool_calls"), place),
-        error=_text(given, "error", place),
+        location=location,
+        text=_text(given, "text", location) or "",
+        reasoning=_text(given, "reasoning", location),
+        calls=_calls(given.get("tool_calls"), location),
+        error=_text(given, "error", location),
         code=code or EngineError.code,
-        delay_s=_number(given, "delay_s", place, LONGEST_DELAY_S) or 0.0,
-        tokens_per_s=_number(given, "tokens_per_s", place, FASTEST, least=0.001),
+        delay_s=_number(given, "delay_s", location, MAX_DELAY_S) or 0.0,
+        tokens_per_s=_number(given, "tokens_per_s", location, MAX_TOKENS_PER_S, least=0.001),
     )
 
 
-def _text(given: Mapping[str, Any], key: str, place: str) -> str | None:
+def _text(given: Mapping[str, Any], key: str, location: str) -> str | None:
     value = given.get(key)
     if value is not None and not isinstance(value, str):
-        raise ValueError(f"{place}: {key} is {_shown(value)}; it must be a text")
+        raise ValueError(f"{location}: {key} is {_shorten(value)}; it must be a string")
     try:
         (value or "").encode()
     except UnicodeEncodeError as exc:
-        raise ValueError(f"{place}: {key} has a lone surrogate, which is no character") from exc
+        raise ValueError(f"{location}: {key} has a lone surrogate, which cannot be encoded") from exc
     return value
 
 
-def _number(given: Mapping[str, Any], key: str, place: str, most: float, *, least: float = 0.0) -> float | None:
+def _number(given: Mapping[str, Any], key: str, location: str, most: float, *, least: float = 0.0) -> float | None:
     value = given.get(key)
     if value is None:
         return None
     if isinstance(value, bool) or not isinstance(value, int | float) or not math.isfinite(value):
-        raise ValueError(f"{place}: {key} is {_shown(value)}; it must be a number")
+        raise ValueError(f"{location}: {key} is {_shorten(value)}; it must be a number")
     if not least <= value <= most:
-        raise ValueError(f"{place}: {key} is {_shown(value)}; it must be {least:g} to {most:g}")
+        raise ValueError(f"{location}: {key} is {_shorten(value)}; it must be {least:g} to {most:g}")
     return float(value)
 
 
-def _calls(given: Any, place: str) -> tuple[tuple[str, Mapping[str, Any]], ...]:
+def _calls(given: Any, location: str) -> tuple[tuple[str, Mapping[str, Any]], ...]:
     if given is None:
         return ()
     if not isinstance(given, list):
-        raise ValueError(f"{place}: tool_calls is {_shown(given)}; it must be a list")
-    return tuple(_call(call, f"{place}: tool_calls[{at}]") for at, call in enumerate(given))
+        raise ValueError(f"{location}: tool_calls is {_shorten(given)}; it must be a list")
+    return tuple(_call(call, f"{location}: tool_calls[{at}]") for at, call in enumerate(given))
 
 
-def _call(given: Any, place: str) -> tuple[str, Mapping[str, Any]]:
+def _call(given: Any, location: str) -> tuple[str, Mapping[str, Any]]:
     form = '{"name": "...", "arguments": {...}}'
     if not isinstance(given, dict) or not {"name"} <= set(given) <= {"name", "arguments"}:
-        raise ValueError(f"{place} is {_shown(given)}; it must be {form}")
+        raise ValueError(f"{location} is {_shorten(given)}; it must be {form}")
     name, arguments = given["name"], given.get("arguments", {})
     if not isinstance(name, str) or not name or not isinstance(arguments, dict):
-        raise ValueError(f"{place} is {_shown(given)}; it must be {form}")
+        raise ValueError(f"{location} is {_shorten(given)}; it must be {form}")
     return name, arguments
 
 
-def _shown(value: Any) -> str:
+def _shorten(value: Any) -> str:
     text = json.dumps(value, ensure_ascii=True)
     return text if len(text) <= 80 else f"{text[:80]}…"

@@ -1,7 +1,7 @@
-"""The tokens of the echo engine: words in pieces of up to three letters, everything else byte by byte.
+"""Define the tokens of the echo engine: pieces of words of up to three letters, and single bytes for everything else.
 
-The vocabulary is computed, so token ids never change and no tokenizer file is needed. Any text can be written in it,
-and the tokens of a text, joined, are that text.
+The vocabulary is computed, so token ids never change and no tokenizer file is needed. It covers any text, and the
+joined tokens of a text are that text.
 """
 
 from __future__ import annotations
@@ -17,17 +17,18 @@ from lmx_lab.engine.grammar.worker import TokenTable
 
 SPECIAL = ("<|begin|>", "<|message|>", "<|end|>")
 BEGIN, MESSAGE, END = range(3)
-"""Begin a prompt; begin a message, whose role follows; end a message and every answer."""
+"""Token ids: the beginning of a prompt; the beginning of a message, which its role follows; the end of a message and of
+every answer."""
 FIRST_BYTE = 16
-"""The id of byte 0. The ids between the special tokens and this one are not used."""
+"""Id of byte 0. The ids between the special tokens and this one are unused."""
 FIRST_PIECE = FIRST_BYTE + 256
 LONGEST_PIECE = 4
-"""Bytes, and so characters, that a token has at most."""
+"""Largest number of bytes, and so of characters, in a token."""
 PIECE = re.compile(rb" ?[a-z]{1,3}|[\x00-\xff]")
 
 
 def _pieces() -> Iterable[bytes]:
-    """All that the first alternative of ``PIECE`` matches."""
+    """Yield everything that the first alternative of ``PIECE`` matches."""
     for space in ("", " "):
         for length in (1, 2, 3):
             for letters in itertools.product(string.ascii_lowercase, repeat=length):
@@ -51,7 +52,7 @@ class EchoVocabulary:
 
     @property
     def memory_bytes(self) -> int:
-        """What the tables of tokens take."""
+        """Memory of the tables of tokens."""
         return sum(map(sys.getsizeof, self.bytes)) + sys.getsizeof(self.bytes) + sys.getsizeof(self._ids)
 
     @functools.cached_property
@@ -60,21 +61,21 @@ class EchoVocabulary:
         return TokenTable(self.bytes, list(range(FIRST_BYTE)), [END])
 
     def encode(self, text: str) -> list[int]:
-        """The tokens of the text; names of special tokens in it are text like any other."""
+        """Return the tokens of a text; names of special tokens in it are ordinary text."""
         ids = self._ids
         return [ids[piece] for piece in PIECE.findall(text.encode())]
 
     def decode(self, tokens: Sequence[int]) -> str:
-        """The text of the tokens without special ones. Bytes that are no whole character become U+FFFD."""
+        """Return the text of the tokens without special ones. Incomplete characters become U+FFFD."""
         known = self.bytes
         return b"".join([known[token] for token in tokens if token >= FIRST_BYTE]).decode(errors="replace")
 
     def show(self, tokens: Sequence[int]) -> str:
-        """As ``decode``, with the names of special tokens."""
+        """Do the same as ``decode``, but with the names of special tokens."""
         return b"".join([self.bytes[token] for token in tokens]).decode(errors="replace")
 
     def text_of(self, token: int) -> str:
-        """One token as text, or ``bytes:\\xe2`` for a part of a character."""
+        """Return one token as text, or as ``bytes:\\xe2`` if it is a part of a character."""
         data = self.bytes[token]
         try:
             return data.decode()

@@ -1,4 +1,4 @@
-"""What llama.cpp streams, as the pieces of an answer. Pure: it is told the time."""
+"""Read what llama.cpp streams as the pieces of an answer. Pure: the caller passes the time."""
 
 from __future__ import annotations
 
@@ -17,10 +17,10 @@ FINISHES: Mapping[str, FinishReason] = {
 }  # fmt: skip
 
 
-class Answer:
-    """One answer while it comes; ``report`` says what it has cost.
+class AnswerReader:
+    """Reads one answer; ``report`` returns what it has cost.
 
-    llama.cpp holds back text that is no whole character, and sends it with the log-probability of its last token alone.
+    llama.cpp holds back incomplete characters, and sends their text with the log-probability of their last token only.
     """
 
     def __init__(
@@ -34,33 +34,33 @@ class Answer:
         arrived_at: float,
     ) -> None:
         self._request = request
-        self._read = self._of_completion if route == "/completion" else self._of_chat
+        self._read = self._read_completion if route == "/completion" else self._read_chat
         self._splitter: TextSplitter[TokenLogprob] = TextSplitter("".join, request.stop, shape)
         self._plain = shape is None and not request.stop and request.top_logprobs is None
-        """Nothing is looked for in the text: it goes as it comes."""
+        """Whether the text needs no processing, and is passed on unchanged."""
         self._model = model
         self._prompt_tokens = prompt_tokens
         self._arrived_at = arrived_at
         self._admitted_at: float | None = None
         self._first_token_at: float | None = None
         self._called = False
-        self._silent: TokenLogprob | None = None
-        """Of the last token, which shows nothing: it may be the end."""
-        self._thought_tokens = 0
+        self._hidden: TokenLogprob | None = None
+        """Entry of the last token if it has no text: it may be the end."""
+        self._reasoning_tokens = 0
         self.computed_tokens = 0
-        """Of the prompt, those that were not cached, as far as it is computed."""
+        """Tokens of the prompt that have been computed; cached ones are not included."""
         self.cached_tokens = 0
         self.output_tokens = 0
         self.finish: FinishReason | None = None
-        """Set when it has ended: nothing that comes after counts."""
+        """Set at the end of the answer; what is streamed after that is ignored."""
 
     def begin(self, now: float) -> PromptProgress:
-        """It has a slot."""
+        """Start: the request has a slot."""
         self._admitted_at = now
         return PromptProgress(done=0, total=self._prompt_tokens)
 
-    def take(self, chunk: Mapping[str, Any], now: float) -> Iterator[Delta | PromptProgress]:
-        """What one event says."""
+    def read(self, chunk: Mapping[str, Any], now: float) -> Iterator[Delta | PromptProgress]:
+        """Yield what one event contains."""
         if self.finish is not None:
             return
         if (progress := chunk.get("prompt_progress")) is not None:
@@ -72,7 +72,7 @@ class Answer:
         yield from self._read(chunk, now)
 
     def report(self, now: float, *, peak_memory_bytes: int = 0) -> GenerationReport:
-        """After the end."""
+        """Return what the answer has cost, after its end."""
         assert self.finish is not None
         admitted_at = self._admitted_at if self._admitted_at is not None else now
         first_at = self._first_token_at if self._first_token_at is not None else now
@@ -83,7 +83,7 @@ class Answer:
             prompt_tokens=self._prompt_tokens,
             cached_tokens=self.cached_tokens,
             output_tokens=self.output_tokens,
-            reasoning_tokens=self._thought_tokens + self._splitter.reasoning_tokens,
+            reasoning_tokens=self._reasoning_tokens + self._splitter.reasoning_tokens,
             queue_s=admitted_at - self._arrived_at,
             prefill_s=decoding_at - admitted_at,
             ttft_s=first_at - self._arrived_at,
@@ -92,26 +92,27 @@ class Answer:
         )
 
     def _pass_s(self, now: float, admitted_at: float, first_at: float) -> float:
-        """The time of one pass, by which the first token comes. llama.cpp counts it as part of the prompt's time, for
-        which speeds of short answers would be too high.
+        """Return the estimated time of the forward pass that made the first token.
+
+        llama.cpp counts it as prompt time, by which the speed of short answers would be too high.
         """
         if self.output_tokens > 1:
             return (now - first_at) / (self.output_tokens - 1)
         return (first_at - admitted_at) / (self.computed_tokens + 1)
 
-    def _of_completion(self, chunk: Mapping[str, Any], now: float) -> Iterator[Delta]:
-        tokens = self._counted(int(chunk["tokens_predicted"]), now)
+    def _read_completion(self, chunk: Mapping[str, Any], now: float) -> Iterator[Delta]:
+        tokens = self._count(int(chunk["tokens_predicted"]), now)
         entries = self._entries(chunk.get("completion_probabilities", ()))
         yield from self._text(chunk["content"], tokens, entries)
         if chunk["stop"] and self.finish is None:
             yield from self._end(FINISHES.get(chunk["stop_type"], "stop"))
 
-    def _of_chat(self, chunk: Mapping[str, Any], now: float) -> Iterator[Delta]:
-        tokens = self._counted(int(chunk.get("timings", {}).get("predicted_n", 0)), now)
+    def _read_chat(self, chunk: Mapping[str, Any], now: float) -> Iterator[Delta]:
+        tokens = self._count(int(chunk.get("timings", {}).get("predicted_n", 0)), now)
         for choice in chunk["choices"]:
             delta = choice["delta"]
             if reasoning := delta.get("reasoning_content") or "":
-                self._thought_tokens += tokens
+                self._reasoning_tokens += tokens
             calls = tuple(_call(call) for call in delta.get("tool_calls") or ())
             self._called = self._called or bool(calls)
             if reasoning or calls:
@@ -122,8 +123,8 @@ class Answer:
             if choice["finish_reason"] is not None and self.finish is None:
                 yield from self._end(FINISHES.get(choice["finish_reason"], "stop"))
 
-    def _counted(self, predicted: int, now: float) -> int:
-        """How many tokens are new; the first one ends the prompt's time."""
+    def _count(self, predicted: int, now: float) -> int:
+        """Return the number of new tokens; the first one ends the prompt's time."""
         new = max(0, predicted - self.output_tokens)
         self.output_tokens += new
         if new and self._first_token_at is None:
@@ -136,20 +137,20 @@ class Answer:
         if self._plain:
             yield Delta(text=text, tokens=tokens)
             return
-        known = [*filter(None, [self._silent]), *entries]
-        self._silent = known.pop() if entries and not text and not entries[-1].bytes else None
-        for held in known[:-1]:
-            # Of tokens that make a character together, the text comes with the last.
-            yield _delta(self._splitter.add("", held, count=0), 0)
+        known = [*filter(None, [self._hidden]), *entries]
+        self._hidden = known.pop() if entries and not text and not entries[-1].bytes else None
+        for entry in known[:-1]:
+            # The text of tokens that form one character comes with the last of them.
+            yield _delta(self._splitter.add("", entry, count=0), 0)
         piece = self._splitter.add(text, known[-1] if known else None, count=tokens)
         yield _delta(piece, tokens)
         if piece.stopped:
             self.finish = "stop"
 
     def _end(self, reason: FinishReason) -> Iterator[Delta]:
-        if self._silent is not None:
-            # No stop string is sent there, so whatever stops is the model's own end.
-            ending = replace(self._silent, ends=reason != "length")
+        if self._hidden is not None:
+            # No stop strings are sent to llama.cpp, so a stop is the model's own end.
+            ending = replace(self._hidden, ends=reason != "length")
             yield _delta(self._splitter.add("", ending, count=0), 0)
         piece = self._splitter.finish()
         yield _delta(piece, 0)

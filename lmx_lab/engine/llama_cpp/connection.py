@@ -1,7 +1,7 @@
-"""HTTP to the process that holds a model: as little of HTTP/1.1 as its server speaks.
+"""Speak HTTP with the process that holds a model, as far as its server uses HTTP/1.1.
 
-Not by an HTTP library: for each token that would cost more than twice as much (measured: 200 against 90 us), on the
-cores that compute.
+No HTTP library is used: it would more than double the cost of each token (measured: 200 against 90 us), on the cores
+that compute.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from typing import Any
 from lmx_lab.errors import EngineError
 
 LIMIT_BYTES = 2**24
-"""Of a line of headers."""
+"""Longest line of headers."""
 OK = 200
 END = b"\n\n"
 DATA = b"data: "
@@ -23,22 +23,22 @@ Take = Callable[[dict[str, Any]], bool]
 
 
 class RefusedError(Exception):
-    """It answered with an error."""
+    """llama.cpp's server answered with an error."""
 
     def __init__(self, status: int, kind: str, message: str) -> None:
         super().__init__(message)
         self.status = status
         self.kind = kind
-        """Such as ``exceed_context_size_error``."""
+        """Type of the error, such as ``exceed_context_size_error``."""
         self.message = message
 
 
 class LlamaConnection:
-    """Asks one process; each question on a connection of its own, whose end gives the work up.
+    """Sends requests to one process, each on a connection of its own: closing it cancels the request.
 
     Raises, in all methods:
-        RefusedError: an answer that is an error.
-        EngineError: no answer: the process has gone.
+        RefusedError: the answer is an error.
+        EngineError: there is no answer, because the process has ended.
     """
 
     def __init__(self, socket: str, api_key: str) -> None:
@@ -49,23 +49,23 @@ class LlamaConnection:
         )
 
     async def get(self, path: str) -> Any:
-        """The JSON at that path."""
-        async with self._opened("GET", path, b"") as (status, body):
-            return _checked(status, b"".join([part async for part in body]))
+        """Return the JSON at a path."""
+        async with self._opened("GET", path, b"") as (status, parts):
+            return _checked(status, b"".join([part async for part in parts]))
 
-    async def ask(self, path: str, question: Mapping[str, Any]) -> Any:
-        """The JSON answer to a JSON question."""
-        async with self._opened("POST", path, json.dumps(question).encode()) as (status, body):
-            return _checked(status, b"".join([part async for part in body]))
+    async def ask(self, path: str, body: Mapping[str, Any]) -> Any:
+        """Post a JSON body and return the JSON answer."""
+        async with self._opened("POST", path, json.dumps(body).encode()) as (status, parts):
+            return _checked(status, b"".join([part async for part in parts]))
 
-    async def follow(self, path: str, question: bytes, take: Take) -> None:
-        """Ask for a streamed answer, on any loop; returns at its end, or when ``take`` has enough.
+    async def follow(self, path: str, body: bytes, take: Take) -> None:
+        """Post a body and read a streamed answer, on any loop; returns at its end, or when ``take`` returns True.
 
         Args:
-            question: As JSON.
-            take: Gets each event's JSON as it comes, and says whether it was the last that matters.
+            body: The body as JSON.
+            take: Called with the JSON of each event; returns whether it needs no more.
         """
-        request = f"POST {path}{self._head}{len(question)}\r\n\r\n".encode() + question
+        request = f"POST {path}{self._head}{len(body)}\r\n\r\n".encode() + body
         loop = asyncio.get_running_loop()
         events = _Events(take, loop)
         try:
@@ -77,7 +77,7 @@ class LlamaConnection:
             events.transport.write(request)
             await events.done
         finally:
-            # At once: what llama.cpp still computes for it is given up.
+            # Closed at once: this cancels what llama.cpp still computes for it.
             events.close()
 
     @contextlib.asynccontextmanager
@@ -99,17 +99,17 @@ class LlamaConnection:
 
 
 class _Events(asyncio.Protocol):
-    """A streamed answer, read where it arrives: a task that waits for each piece would cost as much again."""
+    """Reads a streamed answer in the callback of the socket: a task that waits for each piece would double the cost."""
 
     def __init__(self, take: Take, loop: asyncio.AbstractEventLoop) -> None:
         self.done: asyncio.Future[None] = loop.create_future()
-        # Whoever has left does not ask how it went.
+        # Retrieved here, because the reader may have left.
         self.done.add_done_callback(lambda done: done.cancelled() or done.exception())
         self.transport: asyncio.Transport | None = None
         self._take = take
         self._status: int | None = None
         self._data = b""
-        """As it comes, the frames of its chunks included."""
+        """Received bytes, including the frames of HTTP chunks."""
         self._body = b""
 
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
@@ -128,12 +128,12 @@ class _Events(asyncio.Protocol):
             if self._status is None and not self._read_head():
                 return
             self._read_chunks()
-        # Whatever goes wrong in reading this answer is its end, not the loop's.
+        # An error in this answer must not reach the loop.
         except Exception as exc:
             self._end(exc)
 
     def connection_lost(self, exc: Exception | None) -> None:
-        self._end(exc or EngineError("llama.cpp ended the answer in its middle"))
+        self._end(exc or EngineError("llama.cpp closed the connection before the end of the answer"))
 
     def _read_head(self) -> bool:
         head, end, rest = self._data.partition(b"\r\n\r\n")
@@ -141,7 +141,7 @@ class _Events(asyncio.Protocol):
             return False
         self._status, chunked, length = _head(head + end)
         if not chunked:
-            # Only errors come so, in one piece.
+            # Only errors are sent without chunks, in one piece.
             rest = f"{length or len(rest):x}\r\n".encode() + rest + b"\r\n0\r\n\r\n"
         self._data = rest
         return True
@@ -177,7 +177,7 @@ class _Events(asyncio.Protocol):
     def _finish(self) -> None:
         if self._status != OK:
             _checked(self._status or 500, self._body)
-        self._end(EngineError("llama.cpp ended the answer without saying so"))
+        self._end(EngineError("llama.cpp ended the answer without its last event"))
 
     def _end(self, failure: BaseException | None) -> None:
         if self.done.done():
@@ -193,7 +193,7 @@ def _gone(exc: Exception) -> EngineError:
 
 
 def _head(head: bytes) -> tuple[int, bool, int | None]:
-    """Status, whether the body comes in chunks, its length if that is told."""
+    """Return the status, whether the body is chunked, and its length if it is known."""
     first, *lines = head.decode("latin-1").split("\r\n")
     fields = {name.strip().lower(): value.strip() for name, _, value in (line.partition(":") for line in lines)}
     length = fields.get("content-length")

@@ -1,183 +1,393 @@
-"""``InferenceEngine`` on llama.cpp, as other threads and loops see it."""
+"""The engine on llama.cpp: its state on its loop (``LlamaCppCore``), and what others use (``LlamaCppEngine``).
+
+The processes compute. The queue, the slots, the deadlines and the ends of requests are here, since llama.cpp's own
+server lacks them: there a waiting request cannot be cancelled, and a full cache ends all requests (both measured).
+"""
 
 from __future__ import annotations
 
 import asyncio
-import contextlib
 import functools
-import threading
-from collections.abc import Callable, Coroutine, Sequence
-from concurrent.futures import Future
+import logging
+import time
+from collections.abc import Coroutine, Sequence
+from dataclasses import asdict, dataclass, field, replace
 from importlib.metadata import version
-from pathlib import Path
 from typing import Any, TypeVar
 
-from lmx_lab.engine.interface import Capabilities
-from lmx_lab.engine.llama_cpp.core import GgufCore
-from lmx_lab.engine.llama_cpp.memory_plan import plan
-from lmx_lab.engine.llama_cpp.process import PACKAGE, installed, require_installed
-from lmx_lab.engine.loads import Load
+from lmx_lab.engine.admission import LOAD_FIRST, AdmissionControl, Permit
+from lmx_lab.engine.interface import Capabilities, EngineHost
+from lmx_lab.engine.llama_cpp.connection import RefusedError
+from lmx_lab.engine.llama_cpp.memory_plan import plan_context
+from lmx_lab.engine.llama_cpp.model import HostedModel, host_model
+from lmx_lab.engine.llama_cpp.prepare import LlamaPreparer
+from lmx_lab.engine.llama_cpp.process import PACKAGE, is_installed, require_installed
+from lmx_lab.engine.llama_cpp.queue import LlamaGeneration, LlamaQueue
+from lmx_lab.engine.llama_cpp.texts import LlamaTexts
+from lmx_lab.engine.loop_engine import LoopEngine, TextTasks, deadline
 from lmx_lab.engine.machine_memory import limit_bytes, total_bytes
-from lmx_lab.engine.pending import Pending
 from lmx_lab.engine.requests import EmbeddingRequest, Embeddings, GenerationRequest, Ranking, RerankRequest
-from lmx_lab.engine.stream import TokenStream
-from lmx_lab.errors import EngineDeadError, NotLoadedError, UnusableModelError
-from lmx_lab.portal import LoopThread, receive
+from lmx_lab.engine.stream import Item, Mailbox, Outbox, Pending, TokenStream
+from lmx_lab.errors import EngineError, LabError, NotLoadedError
 from lmx_lab.settings import Settings
-from lmx_lab.values.engine import EngineSnapshot
-from lmx_lab.values.models import Kind, LoadReport, ModelEntry
-from lmx_lab.weights.files import in_thread
+from lmx_lab.values.engine import EngineSnapshot, EngineState, PinnedModel, TokenTotals
+from lmx_lab.values.models import Kind, LoadReport, LoadSpec, ModelEntry
 from lmx_lab.weights.gguf.model import read_gguf
 
+log = logging.getLogger(__name__)
 T = TypeVar("T")
-STOP_S = 15.0
+REFRESH_S = 0.1
+"""Interval at which the snapshot is replaced: tokens reach their readers without passing the engine's loop."""
+MEASURE_S = 0.5
+"""Interval at which the memory of the processes is measured."""
 
 
-class GgufEngine:
-    """``InferenceEngine`` for ``.gguf`` files. Its thread starts with the first of them.
+@dataclass(kw_only=True, eq=False)
+class LlamaResident:
+    """A model in its process and the requests for it."""
 
-    Args:
-        beside_bytes: What other engines take of the memory limit.
-    """
+    hosted: HostedModel
+    queue: LlamaQueue
+    texts: TextTasks = field(default_factory=TextTasks)
+    watch: asyncio.Task[None] | None = None
+    """Waits for an unexpected end of the process."""
 
-    capabilities = Capabilities(
-        prompt_scores=False, thinking_budget=False, logprobs_with_own_tools=False, input_types=False
-    )
+    @property
+    def entry(self) -> ModelEntry:
+        return self.hosted.entry
 
-    def __init__(self, settings: Settings, *, beside_bytes: Callable[[], int] = lambda: 0) -> None:
+
+class LlamaCppCore:
+    """The models in their processes: one *main* model of any kind, and pinned encoders; see ``EngineCore``."""
+
+    def __init__(self, settings: Settings, host: EngineHost) -> None:
         self._settings = settings
-        self._beside_bytes = beside_bytes
-        self._starting = threading.Lock()
-        self._thread: LoopThread | None = None
-        self._core: GgufCore | None = None
-
-    @functools.cached_property
-    def fingerprint(self) -> str:
-        """See ``InferenceEngine.fingerprint``."""
-        return f"llama.cpp-{version(PACKAGE)}" if installed() else "llama.cpp"
-
-    @functools.cached_property
-    def _unused(self) -> EngineSnapshot:
-        return EngineSnapshot(memory_total_bytes=total_bytes())
-
-    @property
-    def used(self) -> bool:
-        """Whether it has ever had a model."""
-        return self._core is not None
-
-    @property
-    def snapshot(self) -> EngineSnapshot:
-        """The state as of the last event. Never blocks."""
-        core = self._core
-        return core.snapshot if core is not None else self._unused
-
-    @property
-    def alive(self) -> bool:
-        return self._thread is not None and self.snapshot.state != "dead"
-
-    def start(self) -> None:
-        """Start the thread; models come by ``load``."""
-        with self._starting:
-            if self._thread is None:
-                thread = LoopThread("lmx-lab-gguf")
-                thread.start()
-                self._core = thread.submit(self._made()).result()
-                self._thread = thread
-
-    async def _made(self) -> GgufCore:
-        return GgufCore(self._settings, beside_bytes=self._beside_bytes)
-
-    def stop(self) -> None:
-        """End every request and every process, join the thread. Idempotent."""
-        with self._starting:
-            thread, core, self._thread = self._thread, self._core, None
-        if thread is not None and core is not None:
-            # What does not end in time ends with the thread, and with it the processes.
-            with contextlib.suppress(TimeoutError):
-                thread.submit(core.close(EngineDeadError("the engine was stopped"))).result(STOP_S)
-            thread.stop()
-
-    def give_up_loads(self, why: str, *, but: Path | None = None) -> None:
-        """Tell the loads that have not ended to end, except those of the file at ``but``. Returns at once."""
-        thread, core = self._thread, self._core
-        if thread is not None and core is not None:
-            with contextlib.suppress(RuntimeError):  # the loop has ended, and they with it
-                thread.loop.call_soon_threadsafe(functools.partial(core.loads.give_up, why, but=but))
+        self._host = host
+        self._main: LlamaResident | None = None
+        self._pinned: dict[Kind, LlamaResident] = {}
+        self._preparer = LlamaPreparer()
+        self._outbox = Outbox()
+        self._sending = False
+        self._totals = TokenTotals()
+        self._encoded_tokens = 0
+        self._starting: set[asyncio.Task[HostedModel]] = set()
+        self._closed: LabError | None = None
+        self.failure: LabError | None = None
+        self.snapshot = EngineSnapshot(memory_total_bytes=total_bytes())
+        self._refreshing = asyncio.create_task(self._refresh(), name="lmx-lab llama.cpp engine")
 
     # Models
 
-    def check_fits(self, entry: ModelEntry) -> None:
-        """See ``InferenceEngine.check_fits``."""
-        require_installed(entry.path)
-        limit = limit_bytes(self._settings.memory_limit_bytes)
-        plan(entry, read_gguf(entry.path), slots=self._settings.slots, limit_bytes=limit)
+    async def load(self, entry: ModelEntry, spec: LoadSpec) -> LoadReport:
+        """See ``InferenceEngine``."""
+        started = time.perf_counter()
+        self._main = await self._start(entry)
+        self.failure = None
+        self._publish()
+        memory_bytes = self._main.hosted.memory_bytes
+        return LoadReport(model=entry.id, load_s=time.perf_counter() - started, memory_bytes=memory_bytes)
 
-    async def load(self, entry: ModelEntry, *, finish_queued: bool = False, part_of: Load | None = None) -> LoadReport:
-        """See ``InferenceEngine.load``; ``part_of`` is the exchange that it belongs to."""
-        await in_thread(functools.partial(self.check_fits, entry))
-        await asyncio.to_thread(self.start)
-        # Whoever asked may leave; the load goes on.
-        return await asyncio.shield(
-            self._on_loop(lambda core: core.load(entry, finish_queued=finish_queued, part_of=part_of))
-        )
+    async def unload(self) -> int:
+        """See ``InferenceEngine``."""
+        main, self._main, self.failure = self._main, None, None
+        freed = 0
+        if main is not None:
+            freed = main.hosted.process.memory_bytes
+            await self._drop(main, NotLoadedError(f"{main.entry.id} was unloaded before this request ended"))
+        self._publish()
+        return freed
 
-    async def pin(self, entry: ModelEntry) -> LoadReport:
-        """See ``InferenceEngine.pin``."""
-        if entry.kind == "chat":
-            raise UnusableModelError(f"{entry.id} is a chat model; only embedding models and rerankers stay beside one")
-        await in_thread(functools.partial(self.check_fits, entry))
-        await asyncio.to_thread(self.start)
-        return await asyncio.shield(self._on_loop(lambda core: core.pin(entry)))
+    async def pin(self, entry: ModelEntry, spec: LoadSpec) -> LoadReport:
+        """See ``InferenceEngine``."""
+        started, before = time.perf_counter(), self._pinned.get(entry.kind)
+        pinned = self._pinned[entry.kind] = await self._start(entry, without=before)
+        if before is not None:
+            await self._drop(before, NotLoadedError(f"{entry.id} was pinned in place of {before.entry.id}"))
+        self._publish()
+        memory_bytes = pinned.hosted.memory_bytes
+        return LoadReport(model=entry.id, load_s=time.perf_counter() - started, memory_bytes=memory_bytes)
 
     async def unpin(self, kind: Kind) -> None:
-        """See ``InferenceEngine.unpin``."""
-        if self._thread is not None:
-            await asyncio.shield(self._on_loop(lambda core: core.unpin(kind)))
+        """See ``InferenceEngine``."""
+        if (pinned := self._pinned.pop(kind, None)) is not None:
+            await self._drop(pinned, NotLoadedError(f"{pinned.entry.id} was unloaded before this request ended"))
 
-    async def unload(self, *, why: str = "the model is unloaded", finish_queued: bool = False) -> int:
-        """See ``InferenceEngine.unload``."""
-        if self._thread is None:
-            return 0
-        return await asyncio.shield(self._on_loop(lambda core: core.unload(why=why, finish_queued=finish_queued)))
+    async def close(self, error: LabError) -> None:
+        """See ``EngineCore``."""
+        self._closed = error
+        self._refreshing.cancel()
+        self._preparer.stop()
+        starting = list(self._starting)
+        for task in starting:
+            task.cancel()
+        if starting:
+            await asyncio.wait(starting)
+        residents, self._main, self._pinned = self._residents(), None, {}
+        for resident in residents:
+            await self._drop(resident, error)
+        self._publish()
+        self._send()
 
-    async def quiesce(self, timeout_s: float) -> None:
-        """See ``InferenceEngine.quiesce``."""
-        if self._thread is not None:
-            await self._on_loop(lambda core: core.quiesce(timeout_s))
+    async def _start(self, entry: ModelEntry, *, without: LlamaResident | None = None) -> LlamaResident:
+        """Start a process with this model.
+
+        Args:
+            without: A model that is dropped afterwards.
+        """
+        others = [resident for resident in self._residents() if resident is not without]
+        used = self._host.used_by_others() + sum(resident.hosted.memory_bytes for resident in others)
+        limit = limit_bytes(self._settings.memory_limit_bytes) - used
+        task = asyncio.create_task(host_model(entry, self._settings, limit_bytes=limit))
+        self._starting.add(task)
+        try:
+            hosted = await task
+        except asyncio.CancelledError:
+            if (error := self._closed) is not None:
+                raise type(error)(error.message) from None
+            raise
+        finally:
+            self._starting.discard(task)
+        resident = LlamaResident(hosted=hosted, queue=LlamaQueue(hosted, self._totals, self._post))
+        resident.watch = asyncio.create_task(self._watch(resident), name=f"lmx-lab watches {entry.id}")
+        return resident
+
+    async def _drop(self, resident: LlamaResident, error: LabError) -> None:
+        """End the requests that still run, and the process."""
+        if resident.watch is not None:
+            resident.watch.cancel()
+        await resident.queue.end_all(error)
+        await resident.texts.end_all(error)
+        await resident.hosted.process.stop()
+        self._publish()
+
+    async def _watch(self, resident: LlamaResident) -> None:
+        """Handle an unexpected end of the process."""
+        await resident.hosted.process.died.wait()
+        error = resident.hosted.death()
+        log.error("%s", error.message)
+        resident.watch, resident.hosted.memory_bytes = None, 0
+        if resident is self._main:
+            self._main, self.failure = None, error
+        self._pinned = {kind: pinned for kind, pinned in self._pinned.items() if pinned is not resident}
+        self._publish()
+        await self._drop(resident, error)
+        self._host.lost_model()
 
     # Requests
 
-    async def submit_all(self, request: GenerationRequest, choices: int) -> list[TokenStream]:
-        """See ``InferenceEngine.submit_all``. The prompt is computed once for each choice."""
-        reader = asyncio.get_running_loop()
-        return await receive(self._submit(lambda core: core.accept(request, choices, reader)))
+    async def end_requests(self, admission: AdmissionControl, error: LabError, *, queued_only: bool) -> None:
+        """See ``InferenceEngine``."""
+        for resident in self._residents():
+            await resident.queue.end(admission, error, queued_only=queued_only)
+            if not queued_only:
+                await resident.texts.end(admission, error)
 
-    async def submit_embedding(self, request: EmbeddingRequest) -> Pending[Embeddings]:
-        """See ``InferenceEngine.submit_embedding``."""
-        return await self._on_loop(lambda core: core.accept_embedding(request))
+    async def accept(
+        self,
+        entry: ModelEntry,
+        request: GenerationRequest,
+        permits: Sequence[Permit],
+        reader: asyncio.AbstractEventLoop,
+    ) -> list[TokenStream]:
+        """See ``EngineCore``. The prompt is computed once for each answer.
 
-    async def submit_rerank(self, request: RerankRequest) -> Pending[Ranking]:
-        """See ``InferenceEngine.submit_rerank``."""
-        return await self._on_loop(lambda core: core.accept_rerank(request))
+        If the caller has left meanwhile, the streams are dropped, which cancels them.
+        """
+        arrived_at, resident = time.perf_counter(), self._resident_of(entry)
+        timeout_s = request.timeout_s or self._settings.request_timeout_s
+        preparing = self._preparer.prepare(request, resident.hosted)
+        prepared = await self._prepare(preparing, resident, permits[0], arrived_at, timeout_s)
+        generations = [
+            LlamaGeneration(
+                prepared=prepared,
+                choice=choice,
+                reader=prepared.answer_reader(resident.hosted, arrived_at),
+                mailbox=Mailbox(reader),
+                permit=permit,
+                arrived_at=arrived_at,
+                timeout_s=timeout_s,
+            )
+            for choice, permit in enumerate(permits)
+        ]
+        resident.queue.add(generations)
+        self._publish()
+        prompt = tuple(prepared.tokens)
+        return [TokenStream(it.mailbox, it.cancel, model=entry.id, prompt=prompt) for it in generations]
+
+    async def accept_embedding(
+        self, entry: ModelEntry, request: EmbeddingRequest, permit: Permit
+    ) -> Pending[Embeddings]:
+        """See ``EngineCore``."""
+        resident, texts = self._texts_of(entry, request)
+        reading = texts.read_inputs(request)
+        await self._prepare(reading, resident, permit, texts.arrived_at, texts.timeout_s)
+        return self._compute(resident, texts, texts.embeddings(request.dimensions), permit)
+
+    async def accept_rerank(self, entry: ModelEntry, request: RerankRequest, permit: Permit) -> Pending[Ranking]:
+        """See ``EngineCore``."""
+        resident, texts = self._texts_of(entry, request)
+        if entry.kind == "rerank":
+            pairs = texts.read_pairs(request)
+            documents = await self._prepare(pairs, resident, permit, texts.arrived_at, texts.timeout_s)
+            work = texts.head_ranking(request.query, documents, raw=request.raw_scores)
+            return self._compute(resident, texts, work, permit)
+        reading = texts.read_documents(request)
+        await self._prepare(reading, resident, permit, texts.arrived_at, texts.timeout_s)
+        return self._compute(resident, texts, texts.cosine_ranking(), permit)
 
     async def decode(self, tokens: Sequence[int]) -> str:
-        """See ``InferenceEngine.decode``."""
-        return await self._on_loop(lambda core: core.decode(list(tokens)))
+        """See ``InferenceEngine``."""
+        if self._main is None:
+            raise NotLoadedError(f"no model is loaded; {LOAD_FIRST}")
+        return str((await self._main.hosted.connection.ask("/detokenize", {"tokens": list(tokens)}))["content"])
 
-    def _on_loop(self, work: Callable[[GgufCore], Coroutine[Any, Any, T]]) -> asyncio.Future[T]:
-        """As ``_submit``, for this loop. Cancelling the future cancels the work."""
-        future = asyncio.wrap_future(self._submit(work))
-        # The result of work that continues without its caller is not read.
-        future.add_done_callback(lambda done: done.cancelled() or done.exception())
-        return future
-
-    def _submit(self, work: Callable[[GgufCore], Coroutine[Any, Any, T]]) -> Future[T]:
-        """Start the work on the engine's loop.
+    def _resident_of(self, entry: ModelEntry) -> LlamaResident:
+        """Return the model in memory that was loaded or pinned with this very entry.
 
         Raises:
-            NotLoadedError: there is no loop, so there is no model.
+            NotLoadedError, EngineDeadError: it is no longer in memory.
         """
-        thread, core = self._thread, self._core
-        if thread is None or core is None:
-            raise NotLoadedError("no model is loaded; load one first: POST /admin/models/load")
-        return thread.submit(work(core))
+        for resident in self._residents():
+            if resident.entry is entry:
+                return resident
+        if (failure := self.failure) is not None:
+            raise type(failure)(failure.message)
+        raise NotLoadedError(f"{entry.id} has been unloaded; {LOAD_FIRST}")
+
+    def _texts_of(
+        self, entry: ModelEntry, request: EmbeddingRequest | RerankRequest
+    ) -> tuple[LlamaResident, LlamaTexts]:
+        resident = self._resident_of(entry)
+        timeout_s = request.timeout_s or self._settings.request_timeout_s
+        return resident, LlamaTexts(resident.hosted, timeout_s, time.perf_counter())
+
+    async def _prepare(
+        self, work: Coroutine[Any, Any, T], resident: LlamaResident, permit: Permit, arrived_at: float, timeout_s: float
+    ) -> T:
+        """Prepare a request; the model may be unloaded meanwhile.
+
+        Raises:
+            NotLoadedError: the model was unloaded, or is about to be.
+            GenerationTimeoutError: it takes longer than the request may.
+        """
+        hosted = resident.hosted
+        hosted.progress_at = time.perf_counter()
+        try:
+            async with deadline(arrived_at, timeout_s):
+                result = await work
+        except RefusedError as exc:
+            raise EngineError(f"llama.cpp did not read this request: {exc.message}") from exc
+        except EngineError:
+            # The model may have been unloaded, or its process may have died, which is the reason then.
+            permit.check()
+            self._resident_of(resident.entry)
+            raise
+        except LabError:
+            raise
+        except Exception as exc:
+            log.exception("a request for %s could not be started", resident.entry.id)
+            raise EngineError(f"the request could not be started: {type(exc).__name__}: {exc}") from exc
+        permit.check()
+        self._resident_of(resident.entry)
+        return result
+
+    def _compute(
+        self, resident: LlamaResident, texts: LlamaTexts, work: Coroutine[Any, Any, T], permit: Permit
+    ) -> Pending[T]:
+        def count() -> None:
+            resident.hosted.progress_at = time.perf_counter()
+            self._encoded_tokens += texts.computed_tokens
+            self._publish()
+
+        pending = resident.texts.start(work, permit, count)
+        self._publish()
+        return pending
+
+    # Results and the snapshot
+
+    def _residents(self) -> list[LlamaResident]:
+        return [*self._pinned.values(), *([self._main] if self._main is not None else [])]
+
+    def _post(self, mailbox: Mailbox, item: Item) -> None:
+        """Post an item for a reader. All items of one round of the loop are sent at once."""
+        self._outbox.post(mailbox, item)
+        if not self._sending:
+            self._sending = True
+            asyncio.get_running_loop().call_soon(self._send)
+
+    def _send(self) -> None:
+        self._sending = False
+        self._publish()
+        for closed in self._outbox.send():
+            for resident in self._residents():
+                resident.queue.end_readers_on(closed)
+
+    def _publish(self) -> None:
+        """Replace the snapshot."""
+        main, residents = self._main, self._residents()
+        state: EngineState = "ready" if main is not None else "dead" if self.failure is not None else "empty"
+        totals = replace(self._totals)
+        for resident in residents:
+            resident.queue.add_running(totals)
+        texts = sum(len(resident.texts) for resident in residents)
+        used_bytes = sum(resident.hosted.memory_bytes for resident in residents)
+        self.snapshot = replace(
+            self.snapshot,
+            state=state,
+            entry=main.entry if main is not None else None,
+            model_memory_bytes=main.hosted.memory_bytes if main is not None else 0,
+            context_length=main.hosted.context_length if main is not None else None,
+            pinned=tuple(
+                PinnedModel(entry=pinned.entry, memory_bytes=pinned.hosted.memory_bytes)
+                for pinned in self._pinned.values()
+            ),
+            active_requests=sum(len(resident.queue.running) for resident in residents) + texts,
+            queued_requests=sum(len(resident.queue.queued) for resident in residents),
+            encode_requests=texts,
+            slot_free_s=main.queue.slot_free_s if main is not None else 1.0,
+            encoded_tokens=self._encoded_tokens,
+            memory_used_bytes=used_bytes,
+            memory_peak_bytes=max(self.snapshot.memory_peak_bytes, used_bytes),
+            progress_at=max((it.hosted.progress_at for it in residents), default=self.snapshot.progress_at),
+            **asdict(totals),
+        )
+
+    async def _refresh(self) -> None:
+        """Replace the snapshot and measure memory at regular intervals."""
+        measured_at = 0.0
+        while True:
+            await asyncio.sleep(REFRESH_S)
+            now = time.perf_counter()
+            if now - measured_at >= MEASURE_S:
+                measured_at = now
+                for resident in self._residents():
+                    resident.hosted.measure()
+            if self._residents():
+                self._publish()
+
+
+class LlamaCppEngine(LoopEngine[LlamaCppCore]):
+    """``InferenceEngine`` for ``.gguf`` files."""
+
+    capabilities = Capabilities(
+        prompt_scores=False,
+        thinking_budget=False,
+        logprobs_with_own_tools=False,
+        input_types=False,
+        cancellable_loads=True,
+    )
+    thread_name = "lmx-lab-gguf"
+
+    async def _make_core(self) -> LlamaCppCore:
+        return LlamaCppCore(self._settings, self._host)
+
+    @functools.cached_property
+    def fingerprint(self) -> str:
+        """See ``InferenceEngine``."""
+        return f"llama.cpp-{version(PACKAGE)}" if is_installed() else "llama.cpp"
+
+    def check(self, entry: ModelEntry, spec: LoadSpec) -> None:
+        """See ``InferenceEngine``."""
+        require_installed(entry.path)
+        limit = limit_bytes(self._settings.memory_limit_bytes)
+        plan_context(entry, read_gguf(entry.path), slots=self._settings.slots, limit_bytes=limit)

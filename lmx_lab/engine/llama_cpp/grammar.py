@@ -1,7 +1,8 @@
-"""Which forms of answers llama.cpp enforces, found out before it is asked for an answer.
+"""Write grammars in llama.cpp's syntax, and find out which of them llama.cpp enforces.
 
-It has a compiler of grammars of its own, older than ours, and ignores without a word what that does not know (measured:
-a schema with ``"format": "uri"``). So each part of a grammar that somebody wrote is tried there once: one token, with a
+llama.cpp contains an older version of llguidance, and silently ignores a grammar, or the part of a schema, that this
+version does not know (measured: a schema with ``"format": "uri"``). So each grammar is first compiled by our
+llguidance; then each part of it that came with the request is tried once on llama.cpp: it generates one token, with a
 bias toward one that the part forbids.
 """
 
@@ -13,28 +14,40 @@ import re
 from collections import OrderedDict
 from collections.abc import Mapping, Sequence
 from concurrent.futures import Executor
+from functools import partial
 from typing import Any
+
+from llguidance import LLMatcher
 
 from lmx_lab.engine.grammar.build import NO_FORCING
 from lmx_lab.engine.grammar.compile import ANY_OBJECT, GrammarCompiler
 from lmx_lab.engine.grammar.sandbox import GrammarSandbox
 from lmx_lab.engine.grammar.worker import TokenTable
 from lmx_lab.engine.llama_cpp.connection import LlamaConnection, RefusedError
-from lmx_lab.engine.llama_cpp.words import as_lark, check
 from lmx_lab.engine.requests import ToolUse
+from lmx_lab.engine.text.vocabulary import decode_byte_level, replace_text
 from lmx_lab.errors import InvalidRequestError, QueueFullError
+from lmx_lab.weights.gguf.header import GgufHeader
+from lmx_lab.weights.gguf.tokenizer import CONTROL, eos_ids, read_vocabulary
 
-KEPT = 32
+SPACE = "\u2581"
+ON_ONE_LINE = {"whitespace_flexible": False, "item_separator": ", ", "key_separator": ": "}
+"""Replaces our rule for white space: llama.cpp's older llguidance repeats a pattern of white space any number of
+times."""
+REFERENCE = re.compile(r"(?<=[ (])@(answer|call_\d+_arguments)\b")
+"""Reference to another grammar, as ``engine.grammar`` writes it."""
+MAX_CHECKED = 32
+"""Number of checked grammars that are cached."""
 OUTWEIGHS = 1e4
-"""More than any model's logits, so that only a grammar can keep a token away."""
+"""Bias larger than any model's logits, so that only a grammar can prevent the token."""
 TRIAL_S = 30.0
-"""One token takes less, and has a slot of its own; but a step of others' long prompts may come first."""
+"""Time limit of a trial. One token takes less and has a slot of its own, but long prompts may be computed before it."""
 TOOL = re.compile(r"call_(\d+)_arguments")
 Part = Mapping[str, Any]
 
 
-class Forms:
-    """Of one model. Belongs to the engine's loop; grammars are compiled on ``compiling``, one at a time."""
+class GrammarChecker:
+    """Checks the grammars of one model. Belongs to the engine's loop; ``compiling`` compiles one grammar at a time."""
 
     def __init__(
         self, words: TokenTable, trials: GrammarSandbox, compiling: Executor, connection: LlamaConnection
@@ -44,52 +57,52 @@ class Forms:
         self._compiling = compiling
         self._connection = connection
         self._grammars: GrammarCompiler | None = None
-        self._kept: OrderedDict[str, str] = OrderedDict()
+        self._checked: OrderedDict[str, str] = OrderedDict()
 
-    async def enforced(self, grammar: str, tools: ToolUse | None) -> str:
-        """The grammar in llama.cpp's spelling.
+    async def check(self, grammar: str, tools: ToolUse | None) -> str:
+        """Return the grammar in llama.cpp's syntax.
 
         Raises:
-            InvalidRequestError: it cannot be compiled, here or there.
-            QueueFullError: it takes long, and others wait.
+            InvalidRequestError: it cannot be compiled here, or llama.cpp does not enforce it.
+            QueueFullError: compiling takes long, and other grammars wait.
         """
         key = json.dumps([grammar, tools is None or tools.forced])
-        lark = self._kept.pop(key, None) or await self._tried(grammar, tools)
-        self._kept[key] = lark
-        if len(self._kept) > KEPT:
-            self._kept.popitem(last=False)
+        lark = self._checked.pop(key, None) or await self._check(grammar, tools)
+        self._checked[key] = lark
+        if len(self._checked) > MAX_CHECKED:
+            self._checked.popitem(last=False)
         return lark
 
-    async def _tried(self, grammar: str, tools: ToolUse | None) -> str:
+    async def _check(self, grammar: str, tools: ToolUse | None) -> str:
         loop = asyncio.get_running_loop()
-        whole = json.loads(await loop.run_in_executor(self._compiling, self._compiled, grammar, tools))
+        whole = json.loads(await loop.run_in_executor(self._compiling, self._compile, grammar, tools))
         parts = whole["grammars"][1:]
-        if not await self._is_kept(parts, tools):
+        if not await self._is_enforced(parts, tools):
             for part in parts:
-                if await self._is_kept([part], tools):
+                if await self._is_enforced([part], tools):
                     continue
                 tool = TOOL.fullmatch(part["name"])
                 if tool is None or tools is None or tools.forced:
                     raise _refusal(int(tool[1]) if tool is not None else None, tools)
-                # As for what cannot be enforced at all: who need not call it is not bothered.
+                # The model need not call this tool, so the request is not refused: its arguments are not enforced.
                 part["json_schema"] = ANY_OBJECT
         lark = as_lark(json.dumps(whole, ensure_ascii=False))
-        check(lark)
+        validate(lark)
         return lark
 
-    async def _is_kept(self, parts: Sequence[Part], tools: ToolUse | None) -> bool:
-        """Whether llama.cpp enforces an answer that is any one of these parts; true where that forbids nothing.
+    async def _is_enforced(self, parts: Sequence[Part], tools: ToolUse | None) -> bool:
+        """Return whether llama.cpp enforces an answer that is one of these parts; true if they forbid nothing.
 
         Raises:
-            QueueFullError: it has not said so in time. What was not tried is not trusted.
+            QueueFullError: the trial took too long. A grammar that was not tried is not used.
         """
         main = {"name": "main", "lark_grammar": f"{NO_FORCING}\nstart: " + " | ".join(f"@{it['name']}" for it in parts)}
         any_one = json.dumps({"grammars": [main, *parts]}, ensure_ascii=False)
         loop = asyncio.get_running_loop()
-        forbidden = await loop.run_in_executor(self._compiling, self._forbidden, any_one, tools)
+        forbidden = await loop.run_in_executor(self._compiling, self._forbidden_token, any_one, tools)
         if forbidden is None:
             return True
-        question = {
+        body = {
             "prompt": [forbidden],
             "n_predict": 1,
             "temperature": 0,
@@ -100,22 +113,22 @@ class Forms:
         }
         try:
             async with asyncio.timeout(TRIAL_S):
-                answer = await self._connection.ask("/completion", question)
+                answer = await self._connection.ask("/completion", body)
         except TimeoutError:
             raise QueueFullError(
-                f"llama.cpp had no time to try this form within {TRIAL_S:g} s; try again in 5 s", retry_after_s=5
+                f"llama.cpp could not try this format within {TRIAL_S:g} s; try again in 5 s", retry_after_s=5
             ) from None
         except RefusedError:
             return False
         return forbidden not in answer["tokens"]
 
-    def _compiled(self, grammar: str, tools: ToolUse | None) -> str:
+    def _compile(self, grammar: str, tools: ToolUse | None) -> str:
         if self._grammars is None:
             self._grammars = GrammarCompiler(self._words, self._trials)
         return self._grammars.check(grammar, tools)
 
-    def _forbidden(self, grammar: str, tools: ToolUse | None) -> int | None:
-        """An ordinary token with which no such answer begins; None if any may."""
+    def _forbidden_token(self, grammar: str, tools: ToolUse | None) -> int | None:
+        """Return an ordinary token with which no such answer can begin; None if every token can."""
         assert self._grammars is not None
         (matcher,) = self._grammars.matchers(grammar, 1, tools)
         allowed = int.from_bytes(matcher.compute_bitmask(), "little")
@@ -127,10 +140,59 @@ class Forms:
 def _refusal(tool: int | None, tools: ToolUse | None) -> InvalidRequestError:
     what, param = "this format", "response_format"
     if tool is not None and tools is not None:
-        what = f"what the parameters of the tool {tools.tools[tool].name!r} ask for"
+        what = f"the format of the parameters of the tool {tools.tools[tool].name!r}"
         param = f"tools.{tool}.function.parameters"
     return InvalidRequestError(
-        f"{what} cannot be enforced by llama.cpp, whose compiler of grammars does not know all of it; simplify it, or "
+        f"{what} cannot be enforced by llama.cpp, whose grammar compiler does not support all of it; simplify it, or "
         "load the model in MLX format",
         param=param,
     )
+
+
+def read_token_table(header: GgufHeader) -> TokenTable:
+    """Return the vocabulary of a file for grammars.
+
+    Args:
+        header: The header with its arrays.
+
+    Raises:
+        InvalidRequestError: no token ends an answer.
+        UnusableModelError: the file has no usable vocabulary.
+    """
+    vocabulary = read_vocabulary(header)
+    ends = sorted(eos_ids(vocabulary))
+    if not ends:
+        raise InvalidRequestError("this model has no token that ends an answer, so no format can be enforced")
+    is_byte_level = header.text("tokenizer.ggml.model") == "gpt2"
+    decode = decode_byte_level if is_byte_level else partial(replace_text, [(SPACE, " ")], True)
+    control = {at for at, kind in enumerate(vocabulary.types) if kind == CONTROL} | set(ends)
+    tokens = [name.encode() if at in control else decode(name) for at, name in enumerate(vocabulary.tokens)]
+    return TokenTable(tokens, sorted(control), ends)
+
+
+def as_lark(grammar: str) -> str:
+    """Write a list of grammars that refer to each other as the single text that llama.cpp takes."""
+    main, *parts = json.loads(grammar)["grammars"]
+    rules = [REFERENCE.sub(r"\1", main["lark_grammar"])]
+    for part in parts:
+        rules.append(f"{part['name']}: {_write_part(part)}")
+    return "\n".join(rules)
+
+
+def _write_part(part: Mapping[str, Any]) -> str:
+    if "lark_grammar" in part:
+        return f"%lark {{\n{part['lark_grammar']}\n}}"
+    schema = part["json_schema"]
+    if isinstance(schema, dict):
+        schema = {**schema, "x-guidance": ON_ONE_LINE}
+    return f"%json {json.dumps(schema)}"
+
+
+def validate(lark: str) -> None:
+    """Check that the parts of a grammar, which were compiled one by one, fit together.
+
+    Raises:
+        InvalidRequestError: they do not.
+    """
+    if reason := LLMatcher.validate_grammar(lark):
+        raise InvalidRequestError(f"this format cannot be enforced: {reason[:500]}", param="response_format")

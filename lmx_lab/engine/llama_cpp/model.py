@@ -1,4 +1,4 @@
-"""One model in its process: how it is started, and what is known of it."""
+"""Start one model in its process, and describe it."""
 
 from __future__ import annotations
 
@@ -14,31 +14,32 @@ from typing import Any
 from lmx_lab.engine.container_limits import default_threads
 from lmx_lab.engine.grammar.build import Marker
 from lmx_lab.engine.grammar.worker import TokenTable
-from lmx_lab.engine.llama_cpp.chat_format import ALL_MARKERS, detect_chat_format
 from lmx_lab.engine.llama_cpp.connection import LlamaConnection, RefusedError
-from lmx_lab.engine.llama_cpp.memory_plan import Plan, plan
+from lmx_lab.engine.llama_cpp.grammar import read_token_table
+from lmx_lab.engine.llama_cpp.memory_plan import ContextPlan, plan_context
 from lmx_lab.engine.llama_cpp.process import LlamaProcess
-from lmx_lab.engine.llama_cpp.words import read_token_table
 from lmx_lab.engine.templates.renderer import TemplateLimitError, TemplateRefusalError, default_sandbox
-from lmx_lab.engine.text.chat_format_detection import ChatFormat
-from lmx_lab.engine.validation import AMPLE_CHARACTERS
+from lmx_lab.engine.templates.tool_prompt import END, START
+from lmx_lab.engine.text.chat_format_detection import HARMONY, HARMONY_TOKENS, MORE_REASONING_MARKERS, ChatFormat
+from lmx_lab.engine.validation import CHARACTERS_PER_TOKEN
 from lmx_lab.errors import EngineDeadError, LabError, UnusableModelError
 from lmx_lab.settings import Settings
 from lmx_lab.values.models import ModelEntry
 from lmx_lab.weights.files import in_thread
-from lmx_lab.weights.fingerprint import is_overwritten, require_unchanged, with_marks
+from lmx_lab.weights.fingerprint import is_overwritten, require_unchanged
 from lmx_lab.weights.gguf.header import GgufHeader, read_header
 from lmx_lab.weights.gguf.model import read_gguf
 
-SPINS = "3000"
+SPIN_COUNT = "3000"
 """See ``_environ``."""
-PREFIX_SHARE = 10
-"""Of the memory limit, what ended requests' caches may take where no setting says it, as on MLX."""
-BESIDE_MODELS_BYTES = 2**30
-"""What a process may take beyond all that models and the caches of ended requests may."""
+PREFIX_CACHE_DIVISOR = 10
+"""By default the caches of ended requests may use a tenth of the memory limit, as on MLX."""
+EXTRA_BYTES = 2**30
+"""Memory that a process may use beyond the limits of models and of the caches of ended requests."""
+ALL_MARKERS = (*(marker for pair in MORE_REASONING_MARKERS for marker in pair), START, END)
 CALL: Mapping[str, Any] = {"id": "c1", "type": "function", "function": {"name": "look", "arguments": {"place": "sea"}}}
 TOOL: Mapping[str, Any] = {"name": "look", "description": "?", "parameters": {"type": "object", "properties": {}}}
-TRIALS: tuple[Mapping[str, Any], ...] = (
+TEMPLATE_TRIALS: tuple[Mapping[str, Any], ...] = (
     {"messages": [{"role": "user", "content": "?"}], "bos_token": "", "eos_token": ""},
     {
         "messages": [
@@ -52,88 +53,88 @@ TRIALS: tuple[Mapping[str, Any], ...] = (
         "eos_token": "</s>",
     },
 )
-"""The least that a chat is, and what llama.cpp asks of a template while it loads."""
+"""The smallest chat, and the one that llama.cpp renders while it loads."""
 
 
 @dataclass(kw_only=True, eq=False)
-class Hosted:
-    """A model that answers. Belongs to the engine's loop."""
+class HostedModel:
+    """A model in its process, which answers. Belongs to the engine's loop."""
 
     entry: ModelEntry
     header: GgufHeader
-    plan: Plan
+    plan: ContextPlan
     process: LlamaProcess
     connection: LlamaConnection
     vocabulary_size: int
     chat_format: ChatFormat = field(default_factory=ChatFormat)
     templated: bool = False
-    """It has a chat template."""
+    """Whether the file has a chat template."""
     dimensions: int | None = None
     around_pair: int = 1
-    """Tokens that llama.cpp puts around a query and a document, beside their own."""
+    """Tokens that llama.cpp adds around a query and a document, beside their own."""
     memory_bytes: int = 0
     progress_at: float = field(default_factory=time.perf_counter)
-    """When a request last came, got something, or ended."""
-    leaving: str | None = None
-    """Why it takes no more requests."""
-    turn: asyncio.Lock = field(default_factory=asyncio.Lock)
-    """Of an encoder: one slice of texts at a time."""
+    """When a request last arrived, received something, or ended (``time.perf_counter``)."""
+    encoding: asyncio.Lock = field(default_factory=asyncio.Lock)
+    """Held while one slice of texts is computed."""
     words: TokenTable | None = None
-    """Of grammars; read when the first is asked for."""
+    """Vocabulary for grammars; read when the first grammar is compiled."""
 
     @property
     def context_length(self) -> int:
         return self.plan.context_length
 
     async def read_words(self) -> TokenTable:
-        """Its vocabulary, for grammars."""
+        """Return the vocabulary for grammars."""
         if self.words is None:
             read = functools.partial(read_header, self.entry.path, arrays=True)
             self.words = await asyncio.to_thread(lambda: read_token_table(read()))
         return self.words
 
-    async def tokenized(self, text: str, *, most: int, parse_special: bool) -> list[int]:
-        """Token ids, special ones at the ends included; of a text with more than ``most``, those of a beginning that
-        has more, too: megabytes would take seconds.
+    async def tokenize(self, text: str, *, at_most: int, parse_special: bool) -> list[int]:
+        """Return the token ids of a text, special ones at its ends included.
+
+        Args:
+            at_most: Number of tokens that the caller has use for. A longer text is tokenized only far enough to show
+                that it has more: megabytes would take seconds.
         """
-        characters = most * AMPLE_CHARACTERS
+        characters = at_most * CHARACTERS_PER_TOKEN
         while True:
-            question = {"content": text[:characters], "add_special": True, "parse_special": parse_special}
-            tokens = [int(token) for token in (await self.connection.ask("/tokenize", question))["tokens"]]
-            if len(tokens) > most or characters >= len(text):
+            body = {"content": text[:characters], "add_special": True, "parse_special": parse_special}
+            tokens = [int(token) for token in (await self.connection.ask("/tokenize", body))["tokens"]]
+            if len(tokens) > at_most or characters >= len(text):
                 return tokens
             characters *= 2
 
-    def look(self) -> None:
-        """Measure its memory. End it if somebody has written to its file: it would compute with what that is now."""
+    def measure(self) -> None:
+        """Measure the memory of the process. End it if its file was overwritten: it would compute with the new data."""
         self.memory_bytes = self.process.memory_bytes or self.memory_bytes
         if is_overwritten(self.entry):
-            self.process.condemn()
+            self.process.kill_for_overwritten_file()
 
     def death(self) -> EngineDeadError:
-        """What to say after its process has died."""
+        """Return the error of requests after the process has died."""
         return EngineDeadError(
             f"the process of llama.cpp with {self.entry.id} has died: {self.process.reason()}; load a model again"
         )
 
 
-async def host(entry: ModelEntry, settings: Settings, *, limit_bytes: int) -> Hosted:
-    """Start a process with this model.
+async def host_model(entry: ModelEntry, settings: Settings, *, limit_bytes: int) -> HostedModel:
+    """Start a process with this model; returns when the model answers.
 
     Raises:
-        UnusableModelError, OutOfMemoryError: with llama.cpp's reason.
+        UnusableModelError, OutOfMemoryError: llama.cpp cannot load it; the message has its reason.
     """
-    entry = await in_thread(functools.partial(with_marks, entry))
     header = await in_thread(functools.partial(read_gguf, entry.path))
     if (template := header.text("tokenizer.chat_template")) is not None and entry.kind == "chat":
-        await asyncio.to_thread(_try_out, template, entry)
-    planned = plan(entry, header, slots=settings.slots, limit_bytes=limit_bytes)
-    fields = _fields(entry, header, planned, settings, limit_bytes)
-    most = limit_bytes + _kept_bytes(settings, limit_bytes) + BESIDE_MODELS_BYTES
-    process = await LlamaProcess.start(entry.path, fields, environ=_environ(os.environ), most_bytes=most)
+        await asyncio.to_thread(_try_template, template, entry)
+    plan = plan_context(entry, header, slots=settings.slots, limit_bytes=limit_bytes)
+    fields = _fields(entry, header, plan, settings, limit_bytes)
+    max_bytes = limit_bytes + _prefix_cache_bytes(settings, limit_bytes) + EXTRA_BYTES
+    process = await LlamaProcess.start(entry.path, fields, environ=_environ(os.environ), max_bytes=max_bytes)
     try:
         connection = LlamaConnection(process.socket, process.api_key)
-        hosted = await _described(entry, header, planned, process, connection)
+        hosted = await _describe(entry, header, plan, process, connection)
         require_unchanged(entry)
     except BaseException as exc:
         await process.stop()
@@ -143,13 +144,14 @@ async def host(entry: ModelEntry, settings: Settings, *, limit_bytes: int) -> Ho
     return hosted
 
 
-def _try_out(template: str, entry: ModelEntry) -> None:
-    """In a process that can be ended: llama.cpp renders it while it loads, where nobody could tell why that takes long.
+def _try_template(template: str, entry: ModelEntry) -> None:
+    """Render a chat template in a process that can be ended. llama.cpp renders it while it loads, where the reason of a
+    long load would remain unknown.
 
     Raises:
-        UnusableModelError: it goes over its limits. What else is wrong with it llama.cpp says, or does not mind.
+        UnusableModelError: it exceeds its limits. Other errors are reported by llama.cpp, or do not matter to it.
     """
-    for given in TRIALS:
+    for given in TEMPLATE_TRIALS:
         with contextlib.suppress(TemplateRefusalError):
             try:
                 default_sandbox().render(template, {"add_generation_prompt": True, **given})
@@ -160,71 +162,71 @@ def _try_out(template: str, entry: ModelEntry) -> None:
 
 
 def _fields(
-    entry: ModelEntry, header: GgufHeader, planned: Plan, settings: Settings, limit_bytes: int
+    entry: ModelEntry, header: GgufHeader, plan: ContextPlan, settings: Settings, limit_bytes: int
 ) -> Mapping[str, Any]:
-    """Of llama.cpp's ``CommonParams``."""
+    """Return the fields of llama.cpp's ``CommonParams``."""
     threads = settings.threads or default_threads(os.environ)
     shared: dict[str, Any] = {
         "cpuparams.n_threads": threads,
         "cpuparams_batch.n_threads": threads,
-        # It would choose another context than planned, and read a broken file twice.
+        # Otherwise llama.cpp would choose another context length, and read a broken file twice.
         "fit_params": False,
         "endpoint_metrics": True,
         "ui": False,
         "verbosity": 1,
-        "n_ctx": planned.cache_tokens,
-        "n_batch": planned.batch_tokens,
-        "n_ubatch": planned.batch_tokens,
-        "kv_unified": planned.unified,
+        "n_ctx": plan.cache_tokens,
+        "n_batch": plan.batch_tokens,
+        "n_ubatch": plan.batch_tokens,
+        "kv_unified": plan.unified,
     }
     if entry.kind != "chat":
-        # Most models were trained with the mean of their tokens, where a file does not say.
+        # Where a file does not say how tokens are pooled: most models were trained with the mean.
         pooled = header.integer(f"{entry.architecture}.pooling_type")
         return shared | {
             "embedding": True,
             "pooling_type": "RANK" if entry.kind == "rerank" else None if pooled else "MEAN",
-            "n_parallel": planned.slots,
+            "n_parallel": plan.slots,
         }
     return shared | {
-        # One more than requests take: forms are tried on it.
-        "n_parallel": planned.slots + 1,
-        "cache_ram_mib": _kept_bytes(settings, limit_bytes) // 2**20,
+        # One more than requests use: grammars are tried in it.
+        "n_parallel": plan.slots + 1,
+        "cache_ram_mib": _prefix_cache_bytes(settings, limit_bytes) // 2**20,
         "use_jinja": True,
-        # The chat format has no place for "go on with the assistant's last message".
+        # In the chat format, the assistant's last message is complete and not to be continued.
         "prefill_assistant": False,
-        "n_threads_http": planned.slots + settings.queue_limit + 4,
+        "n_threads_http": plan.slots + settings.queue_limit + 4,
     }
 
 
-def _kept_bytes(settings: Settings, limit_bytes: int) -> int:
-    """Of the caches of ended requests."""
-    return limit_bytes // PREFIX_SHARE if settings.prefix_cache_bytes is None else settings.prefix_cache_bytes
+def _prefix_cache_bytes(settings: Settings, limit_bytes: int) -> int:
+    """Return the memory that the caches of ended requests may use."""
+    return limit_bytes // PREFIX_CACHE_DIVISOR if settings.prefix_cache_bytes is None else settings.prefix_cache_bytes
 
 
 def _environ(environ: Mapping[str, str]) -> dict[str, str]:
-    """How long llama.cpp's threads wait for each other before they sleep, unless somebody has chosen.
+    """Return variables that set how long llama.cpp's threads spin before they sleep, unless the user has set them.
 
-    By default they spin for so long that beside one other busy program two threads on two cores fell from 130 to as
-    little as 1 token/s; this way to 20, and nothing is lost on a quiet machine (measured).
+    By default they spin for so long that, beside one other busy program, two threads on two cores slowed down from 130
+    to as little as 1 token/s. With this value they reach 20, and nothing is lost on an idle machine (measured).
     """
-    return {} if {"GOMP_SPINCOUNT", "OMP_WAIT_POLICY"} & set(environ) else {"GOMP_SPINCOUNT": SPINS}
+    return {} if {"GOMP_SPINCOUNT", "OMP_WAIT_POLICY"} & set(environ) else {"GOMP_SPINCOUNT": SPIN_COUNT}
 
 
-async def _described(
-    entry: ModelEntry, header: GgufHeader, planned: Plan, process: LlamaProcess, connection: LlamaConnection
-) -> Hosted:
+async def _describe(
+    entry: ModelEntry, header: GgufHeader, plan: ContextPlan, process: LlamaProcess, connection: LlamaConnection
+) -> HostedModel:
     (model,) = (await connection.get("/v1/models"))["data"]
-    hosted = Hosted(
+    hosted = HostedModel(
         entry=entry,
         header=header,
-        plan=planned,
+        plan=plan,
         process=process,
         connection=connection,
         vocabulary_size=int(model["meta"]["n_vocab"]),
         memory_bytes=process.memory_bytes,
     )
     if entry.kind == "chat":
-        # llama.cpp has a template of its own where the file has none; ours is an error.
+        # Where the file has no template, llama.cpp uses one of its own; here that is an error.
         hosted.templated = header.text("tokenizer.chat_template") is not None
         props = await connection.get("/props")
         markers = {name: marker for name in ALL_MARKERS if (marker := await _marker(connection, name)) is not None}
@@ -233,12 +235,31 @@ async def _described(
         hosted.dimensions = int(model["meta"]["n_embd"])
         if entry.kind == "rerank" and (form := header.text("tokenizer.chat_template.rerank")) is not None:
             empty = form.replace("{query}", "").replace("{document}", "")
-            hosted.around_pair += len(await hosted.tokenized(empty, most=len(form), parse_special=True))
+            hosted.around_pair += len(await hosted.tokenize(empty, at_most=len(form), parse_special=True))
     return hosted
 
 
 async def _marker(connection: LlamaConnection, text: str) -> Marker | None:
-    """The marker as the one token that it is, if it is."""
+    """Return the token id of a marker; None if it is not a single token."""
     found = await connection.ask("/tokenize", {"content": text, "add_special": False, "parse_special": True})
     tokens = found["tokens"]
     return (int(tokens[0]),) if len(tokens) == 1 else None
+
+
+def detect_chat_format(template: str, caps: Mapping[str, Any], markers: Mapping[str, Marker]) -> ChatFormat:
+    """Detect how a GGUF model writes reasoning and tool calls.
+
+    Args:
+        caps: ``chat_template_caps`` of llama.cpp's ``/props``.
+        markers: The strings of ``ALL_MARKERS`` that are one token of this model.
+    """
+    # The prompt opens the reasoning, so the closing marker need not be in the template.
+    markers_of_template = next((pair for pair in MORE_REASONING_MARKERS if pair[0] in template), None)
+    harmony = all(token in template for token in HARMONY_TOKENS[1:])
+    return ChatFormat(
+        reasoning_markers=None if harmony else markers_of_template,
+        supports_tools=bool(caps.get("supports_tools")),
+        supports_system=bool(caps.get("supports_system_role", True)),
+        transitions=HARMONY if harmony else {},
+        markers={name: markers.get(name, (name,)) for name in (*(markers_of_template or ()), START, END)},
+    )

@@ -1,4 +1,4 @@
-"""A generation from what was asked to what llama.cpp can begin with: tokens, a route, a grammar."""
+"""Prepare a generation request for llama.cpp: tokens, a route, a grammar."""
 
 from __future__ import annotations
 
@@ -10,15 +10,15 @@ from dataclasses import dataclass
 from typing import Any, TypeVar
 
 from lmx_lab.engine.grammar.sandbox import GrammarSandbox
-from lmx_lab.engine.llama_cpp.answer import Answer
+from lmx_lab.engine.llama_cpp.answer import AnswerReader
 from lmx_lab.engine.llama_cpp.connection import RefusedError
-from lmx_lab.engine.llama_cpp.grammar import Forms
-from lmx_lab.engine.llama_cpp.model import Hosted
+from lmx_lab.engine.llama_cpp.grammar import GrammarChecker
+from lmx_lab.engine.llama_cpp.model import HostedModel
 from lmx_lab.engine.llama_cpp.request import Route, chat_body, chat_input, completion_body, route_of
 from lmx_lab.engine.requests import ChatPrompt, GenerationRequest, TextPrompt, TokenPrompt
 from lmx_lab.engine.text.chat_format_detection import ReasoningState
 from lmx_lab.engine.validation import (
-    AMPLE_CHARACTERS,
+    CHARACTERS_PER_TOKEN,
     check_characters,
     check_length,
     check_messages,
@@ -28,38 +28,40 @@ from lmx_lab.engine.validation import (
 from lmx_lab.errors import InvalidRequestError
 
 TEMPLATE_S = 10.0
-"""For a chat template in llama.cpp's process, where other work may delay it; a usual one takes a millisecond."""
+"""Time limit of a chat template in llama.cpp's process, where other work may delay it; usual ones take a
+millisecond."""
 TEMPLATE_BYTES = 2**30
-"""By which the process may grow meanwhile."""
-LOOK_S = 0.1
+"""Bytes by which the process may grow meanwhile."""
+CHECK_S = 0.1
+"""Interval at which these limits are checked."""
 T = TypeVar("T")
 
 
 @dataclass(frozen=True, kw_only=True)
-class Prepared:
+class PreparedRequest:
     """What all answers to one request have in common."""
 
     request: GenerationRequest
     route: Route
     tokens: list[int]
     thinking: ReasoningState
-    given: Mapping[str, Any]
-    """Of the chat route."""
+    chat: Mapping[str, Any]
+    """Messages, tools and template variables of a chat; empty for other prompts."""
     grammar: str | None
     context_length: int
 
     @property
     def max_tokens(self) -> int:
-        """What was asked for, or what the context has room for."""
+        """Length of the answer: the requested one, or what the context has room for."""
         return min(self.request.max_tokens, self.context_length - len(self.tokens))
 
     @property
     def length(self) -> int:
-        """Tokens of prompt and answer when it has run to its end."""
+        """Tokens of the prompt and the complete answer."""
         return len(self.tokens) + self.max_tokens
 
-    def body(self, choice: int, hosted: Hosted) -> dict[str, Any]:
-        """The question for one of the answers."""
+    def body(self, choice: int, hosted: HostedModel) -> dict[str, Any]:
+        """Return the request body for one of the answers."""
         if self.route == "/completion":
             return completion_body(
                 self.request,
@@ -72,15 +74,15 @@ class Prepared:
             )
         return chat_body(
             self.request,
-            self.given,
+            self.chat,
             choice=choice,
             max_tokens=self.max_tokens,
             context_length=self.context_length,
         )
 
-    def answer(self, hosted: Hosted, arrived_at: float) -> Answer:
+    def answer_reader(self, hosted: HostedModel, arrived_at: float) -> AnswerReader:
         shape = hosted.chat_format.channel_format(self.request, self.thinking) if self.route == "/completion" else None
-        return Answer(
+        return AnswerReader(
             self.request,
             self.route,
             shape,
@@ -90,13 +92,13 @@ class Prepared:
         )
 
 
-class Intake:
-    """Belongs to the engine's loop; grammars are tried on a thread."""
+class LlamaPreparer:
+    """Prepares requests on the engine's loop; grammars are compiled on a thread."""
 
     def __init__(self) -> None:
         self._trials = GrammarSandbox()
         self._compiling = ThreadPoolExecutor(max_workers=1, thread_name_prefix="lmx-lab-gguf-grammars")
-        self._forms: tuple[Hosted, Forms] | None = None
+        self._checker: tuple[HostedModel, GrammarChecker] | None = None
         self._rendering: set[asyncio.Task[dict[str, Any]]] = set()
 
     def stop(self) -> None:
@@ -105,99 +107,101 @@ class Intake:
         for task in self._rendering:
             task.cancel()
 
-    async def prepared(self, request: GenerationRequest, hosted: Hosted) -> Prepared:
-        """
+    async def prepare(self, request: GenerationRequest, hosted: HostedModel) -> PreparedRequest:
+        """Return the prepared request.
+
         Raises:
-            InvalidRequestError, ContextLengthError, QueueFullError: as ``Engine.submit``.
+            InvalidRequestError, ContextLengthError, QueueFullError: see ``InferenceEngine.submit_all``.
         """
         route = route_of(request, hosted.chat_format)
-        given: dict[str, Any] = {}
+        chat: dict[str, Any] = {}
         thinking: ReasoningState = "closed"
         match prompt := request.prompt:
             case ChatPrompt():
                 check_messages(prompt.messages)
-                given = _given(request, prompt, hosted, route)
-                text = await self._templated(given, hosted)
+                chat = _chat_input(request, prompt, hosted, route)
+                text = await self._render(chat, hosted)
                 thinking = hosted.chat_format.reasoning_state(text)
-                tokens = await _tokenized(text, request, hosted)
+                tokens = await _tokenize(text, request, hosted)
             case TextPrompt():
                 check_characters(prompt.text, "prompt")
-                tokens = await _tokenized(prompt.text, request, hosted)
+                tokens = await _tokenize(prompt.text, request, hosted)
             case TokenPrompt():
                 tokens = list(prompt.tokens)
         check_length(request, tokens, hosted.entry, hosted.context_length)
         check_tokens(request, hosted.entry, hosted.vocabulary_size)
         grammar = await self._grammar(request, hosted, thinking)
-        return Prepared(
+        return PreparedRequest(
             request=request,
             route=route,
             tokens=tokens,
             thinking=thinking,
-            given=given,
+            chat=chat,
             grammar=grammar,
             context_length=hosted.context_length,
         )
 
-    async def _templated(self, given: Mapping[str, Any], hosted: Hosted) -> str:
+    async def _render(self, chat: Mapping[str, Any], hosted: HostedModel) -> str:
+        """Return a chat as text, by the model's chat template."""
         if not hosted.templated:
             raise InvalidRequestError(
-                f"{hosted.entry.id} has no chat template: it takes plain prompts only", param="model"
+                f"{hosted.entry.id} has no chat template; send a prompt to /v1/completions instead", param="model"
             )
-        # It goes on when its caller has left, and has to be watched then, too.
-        task = asyncio.create_task(_within_limits(hosted.connection.ask("/apply-template", given), hosted))
+        # A task, since it continues after its caller has left and must be limited then, too.
+        task = asyncio.create_task(_within_limits(hosted.connection.ask("/apply-template", chat), hosted))
         self._rendering.add(task)
-        task.add_done_callback(self._rendered)
+        task.add_done_callback(self._forget)
         try:
             answer = await asyncio.shield(task)
         except RefusedError as exc:
-            raise _unreadable(hosted, exc.message) from exc
+            raise _template_refusal(hosted, exc.message) from exc
         return str(answer["prompt"])
 
-    def _rendered(self, task: asyncio.Task[dict[str, Any]]) -> None:
+    def _forget(self, task: asyncio.Task[dict[str, Any]]) -> None:
         self._rendering.discard(task)
         if not task.cancelled():
-            # Whoever waited has it; without this the loop would complain where nobody did.
-            task.exception()
+            task.exception()  # retrieved, because the caller may have left
 
-    async def _grammar(self, request: GenerationRequest, hosted: Hosted, thinking: ReasoningState) -> str | None:
-        """The grammar in llama.cpp's spelling, which enforces it."""
+    async def _grammar(self, request: GenerationRequest, hosted: HostedModel, thinking: ReasoningState) -> str | None:
+        """Return the grammar in llama.cpp's syntax, if llama.cpp has to enforce one."""
         if route_of(request, hosted.chat_format) != "/completion":
             return None
         grammar = hosted.chat_format.grammar(request, thinking)
         if grammar is None:
             return None
-        if self._forms is None or self._forms[0] is not hosted:
+        if self._checker is None or self._checker[0] is not hosted:
             words = await hosted.read_words()
-            self._forms = hosted, Forms(words, self._trials, self._compiling, hosted.connection)
+            self._checker = hosted, GrammarChecker(words, self._trials, self._compiling, hosted.connection)
         tools = request.prompt.tools if isinstance(request.prompt, ChatPrompt) else None
-        return await self._forms[1].enforced(grammar, tools)
+        return await self._checker[1].check(grammar, tools)
 
 
-def _given(request: GenerationRequest, prompt: ChatPrompt, hosted: Hosted, route: Route) -> dict[str, Any]:
+def _chat_input(request: GenerationRequest, prompt: ChatPrompt, hosted: HostedModel, route: Route) -> dict[str, Any]:
     if not prompt.messages:
         raise InvalidRequestError("messages is empty; send at least one", param="messages")
     try:
         return chat_input(request, prompt, hosted.chat_format, route)
     except (AttributeError, KeyError, TypeError, ValueError) as exc:
-        raise _unreadable(hosted, exc) from exc
+        raise _template_refusal(hosted, exc) from exc
 
 
-def _unreadable(hosted: Hosted, why: object) -> InvalidRequestError:
+def _template_refusal(hosted: HostedModel, why: object) -> InvalidRequestError:
     return InvalidRequestError(
         f"the chat template of {hosted.entry.id} refuses these messages: {why}", param="messages"
     )
 
 
-async def _within_limits(rendering: Coroutine[Any, Any, T], hosted: Hosted) -> T:
-    """What comes of a chat template; where it takes too much, the whole process is ended: its thread cannot be.
+async def _within_limits(rendering: Coroutine[Any, Any, T], hosted: HostedModel) -> T:
+    """Wait for the rendering of a chat template. If it exceeds a limit, end the whole process: its thread cannot be
+    ended.
 
     Raises:
-        InvalidRequestError: it was ended.
+        InvalidRequestError: the process was ended.
     """
     task = asyncio.ensure_future(rendering)
     began, before, why = time.monotonic(), 0, None
     try:
-        while not (await asyncio.wait([task], timeout=LOOK_S))[0] and why is None:
+        while not (await asyncio.wait([task], timeout=CHECK_S))[0] and why is None:
             before = before or hosted.process.own_bytes
             if time.monotonic() - began > TEMPLATE_S:
                 why = f"its chat template ran for more than {TEMPLATE_S:g} s, its limit"
@@ -213,12 +217,13 @@ async def _within_limits(rendering: Coroutine[Any, Any, T], hosted: Hosted) -> T
     )
 
 
-async def _tokenized(text: str, request: GenerationRequest, hosted: Hosted) -> list[int]:
-    """
+async def _tokenize(text: str, request: GenerationRequest, hosted: HostedModel) -> list[int]:
+    """Return the tokens of a prompt.
+
     Raises:
-        ContextLengthError: it does not fit, and how long it is nobody knows.
+        ContextLengthError: the text is so long that it was not tokenized to its end.
     """
-    tokens = await hosted.tokenized(text, most=hosted.context_length, parse_special=True)
-    if len(tokens) > hosted.context_length and len(text) > hosted.context_length * AMPLE_CHARACTERS:
+    tokens = await hosted.tokenize(text, at_most=hosted.context_length, parse_special=True)
+    if len(tokens) > hosted.context_length and len(text) > hosted.context_length * CHARACTERS_PER_TOKEN:
         raise too_long(request, f"more than {len(tokens) - 1}", hosted.entry, hosted.context_length)
     return tokens

@@ -12,183 +12,197 @@ from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
 
-from lmx_lab.engine.llama_cpp.answer import Answer
+from lmx_lab.engine.admission import AdmissionControl, Permit
+from lmx_lab.engine.llama_cpp.answer import AnswerReader
 from lmx_lab.engine.llama_cpp.connection import RefusedError
-from lmx_lab.engine.llama_cpp.model import Hosted
-from lmx_lab.engine.llama_cpp.prepare import Prepared
-from lmx_lab.engine.scheduler import Scheduler, Verdict
+from lmx_lab.engine.llama_cpp.model import HostedModel
+from lmx_lab.engine.llama_cpp.prepare import PreparedRequest
+from lmx_lab.engine.loop_engine import deadline
+from lmx_lab.engine.scheduler import Scheduler, SlotTimes, Verdict
 from lmx_lab.engine.stream import Item, Mailbox
-from lmx_lab.errors import ContextLengthError, EngineError, GenerationTimeoutError, InvalidRequestError, LabError
+from lmx_lab.errors import ContextLengthError, EngineError, InvalidRequestError, LabError
+from lmx_lab.values.engine import TokenTotals
 from lmx_lab.values.generation import GenerationReport
 
 log = logging.getLogger(__name__)
 Post = Callable[[Mailbox, Item], None]
-DIED_S = 1.0
-"""From the end of a connection to that of its process, if that is why."""
-WEIGHT = 0.2
-"""Of the newest request in the mean time that a slot is held."""
-
-
-@dataclass(kw_only=True)
-class Totals:
-    """Tokens since the engine started, as the snapshot shows them."""
-
-    prompt_tokens: int = 0
-    cached_tokens: int = 0
-    output_tokens: int = 0
-
-    def add(self, answer: Answer) -> None:
-        self.prompt_tokens += answer.computed_tokens + answer.cached_tokens
-        self.cached_tokens += answer.cached_tokens
-        self.output_tokens += answer.output_tokens
+DEATH_S = 1.0
+"""Time to wait for the end of the process after its connection has ended: the process may be the reason."""
 
 
 @dataclass(kw_only=True, eq=False)
-class Job:
-    """One answer on its way."""
+class LlamaGeneration:
+    """One answer from its acceptance to its end. Times are seconds of ``time.perf_counter``."""
 
-    prepared: Prepared
+    prepared: PreparedRequest
     choice: int
-    answer: Answer
+    """Number of the answer among those to the same request."""
+    reader: AnswerReader
     mailbox: Mailbox
+    permit: Permit
     arrived_at: float
     timeout_s: float
     admitted: asyncio.Event = field(default_factory=asyncio.Event)
     admitted_at: float = 0.0
     task: asyncio.Task[GenerationReport] | None = None
     error: LabError | None = None
-    """What its end is, if it is cancelled from here; None where its reader has left."""
+    """Error that the generation ends with when the engine cancels it; None if its reader has left."""
 
-    def leave(self) -> None:
-        """From any thread: nobody reads any more."""
+    def cancel(self) -> None:
+        """Cancel the generation, from any thread: its reader has left."""
         if self.task is not None and not (loop := self.task.get_loop()).is_closed():
             loop.call_soon_threadsafe(self.task.cancel)
 
 
-class Jobs:
-    def __init__(self, hosted: Hosted, totals: Totals, post: Post, *, queue_limit: int) -> None:
+class LlamaQueue:
+    """Runs the accepted generations.
+
+    Args:
+        totals: Counts the tokens of all generations that have ended.
+        post: Posts an item to a reader.
+    """
+
+    def __init__(self, hosted: HostedModel, totals: TokenTotals, post: Post) -> None:
         self._hosted = hosted
         self._ended_totals = totals
         self._post = post
         slots = hosted.plan.slots
-        self._scheduler: Scheduler[Job] = Scheduler(slots=slots, queue_limit=queue_limit, prefills=slots, lanes=slots)
-        self._held_s: float | None = None
-        """How long requests that have ended held their slot."""
+        self._scheduler: Scheduler[LlamaGeneration] = Scheduler(slots=slots, prefills=slots, lanes=slots)
+        self._slot_times = SlotTimes()
 
     @property
-    def running(self) -> list[Job]:
+    def running(self) -> list[LlamaGeneration]:
         return self._scheduler.running
 
     @property
-    def queued(self) -> list[Job]:
+    def queued(self) -> list[LlamaGeneration]:
         return self._scheduler.queued
 
     @property
-    def place_free_s(self) -> float:
-        """In how long one of the running requests will likely end: as those before it did."""
+    def slot_free_s(self) -> float:
+        """Estimated time until one of the running requests ends, by how long those before it took."""
         running = self._scheduler.running
-        if len(running) < self._scheduler.slots or self._held_s is None:
+        if len(running) < self._scheduler.slots:
             return 1.0
-        oldest_s = time.perf_counter() - min(job.admitted_at for job in running)
-        return max(1.0, max(self._held_s, oldest_s) / len(running))
+        oldest_s = time.perf_counter() - min(generation.admitted_at for generation in running)
+        return self._slot_times.free_in_s(running=len(running), oldest_s=oldest_s)
 
-    def add(self, jobs: Sequence[Job]) -> None:
-        """Take the answers to one request into the queue, all or none.
+    def add_running(self, totals: TokenTotals) -> None:
+        """Add the tokens of the running generations so far."""
+        for generation in self.running:
+            _add_tokens(totals, generation.reader)
 
-        Raises:
-            QueueFullError: too many wait.
-        """
-        self._scheduler.add(jobs, tokens=len(jobs[0].prepared.tokens), deadline=0.0, retry_after_s=self.place_free_s)
-        for job in jobs:
-            job.task = asyncio.create_task(self._run(job), name=f"lmx-lab generation on {self._hosted.entry.id}")
-            job.task.add_done_callback(partial(self._ended, job))
+    def add(self, generations: Sequence[LlamaGeneration]) -> None:
+        """Queue the answers to one request."""
+        # Each task has a deadline of its own; the scheduler needs none.
+        self._scheduler.add(generations, tokens=len(generations[0].prepared.tokens), deadline=0.0)
+        for generation in generations:
+            name = f"lmx-lab generation on {self._hosted.entry.id}"
+            generation.task = asyncio.create_task(self._run(generation), name=name)
+            generation.task.add_done_callback(partial(self._finish, generation))
         self._admit()
 
-    def end_all(self, jobs: Sequence[Job], error: LabError) -> None:
-        for job in jobs:
-            job.error = job.error or error
-            if job.task is not None:
-                job.task.cancel()
+    async def end(self, admission: AdmissionControl, error: LabError, *, queued_only: bool) -> None:
+        """End the generations that hold permits of this admission control; returns when they have ended."""
+        generations = self.queued if queued_only else self.queued + self.running
+        await self._end([it for it in generations if it.permit.admission is admission], error)
 
-    async def wait(self, *, until: float) -> None:
-        """Until all have ended, or it is ``until`` (of ``perf_counter``)."""
-        tasks = [job.task for job in self.running + self.queued if job.task is not None]
-        if tasks:
-            await asyncio.wait(tasks, timeout=max(0.0, until - time.perf_counter()))
+    async def end_all(self, error: LabError) -> None:
+        """End all generations; returns when they have ended."""
+        await self._end(self.queued + self.running, error)
+
+    async def _end(self, generations: Sequence[LlamaGeneration], error: LabError) -> None:
+        self._cancel(generations, error)
+        if tasks := [generation.task for generation in generations if generation.task is not None]:
+            await asyncio.wait(tasks)
+
+    def end_readers_on(self, loop: asyncio.AbstractEventLoop) -> None:
+        """End the generations whose readers' event loop is closed."""
+        closed = [it for it in self.queued + self.running if it.mailbox.loop is loop]
+        self._cancel(closed, EngineError("the event loop of the reader is closed"))
+
+    def _cancel(self, generations: Sequence[LlamaGeneration], error: LabError) -> None:
+        for generation in generations:
+            generation.error = generation.error or error
+            if generation.task is not None:
+                generation.task.cancel()
 
     def _admit(self) -> None:
-        while (job := self._scheduler.admit(self._judge)) is not None:
-            job.admitted.set()
+        while (generation := self._scheduler.admit(self._judge)) is not None:
+            generation.admitted.set()
 
-    def _judge(self, job: Job) -> Verdict:
-        """Whether there is room in the cache that they share."""
+    def _judge(self, generation: LlamaGeneration) -> Verdict:
+        """Decide whether there is room in the KV cache, which requests may share."""
         taken = sum(running.prepared.length for running in self._scheduler.running)
-        fits = taken + job.prepared.length <= self._hosted.plan.total_tokens
+        fits = taken + generation.prepared.length <= self._hosted.plan.total_tokens
         return Verdict.TAKE if fits or not self._hosted.plan.unified else Verdict.BLOCKED
 
-    async def _run(self, job: Job) -> GenerationReport:
-        limit = asyncio.get_running_loop().time() + job.arrived_at + job.timeout_s - time.perf_counter()
-        try:
-            async with asyncio.timeout_at(limit):
-                await job.admitted.wait()
-                job.admitted_at = time.perf_counter()
-                self._post(job.mailbox, job.answer.begin(job.admitted_at))
-                if not job.prepared.max_tokens:
-                    job.answer.finish = "length"
-                else:
-                    await self._follow(job)
-        except TimeoutError:
-            raise GenerationTimeoutError(f"not finished after {job.timeout_s:g} s, the request's limit") from None
-        return job.answer.report(time.perf_counter(), peak_memory_bytes=self._hosted.memory_bytes)
+    async def _run(self, generation: LlamaGeneration) -> GenerationReport:
+        async with deadline(generation.arrived_at, generation.timeout_s):
+            await generation.admitted.wait()
+            generation.admitted_at = time.perf_counter()
+            self._post(generation.mailbox, generation.reader.begin(generation.admitted_at))
+            if not generation.prepared.max_tokens:
+                generation.reader.finish = "length"
+            else:
+                await self._generate(generation)
+        return generation.reader.report(time.perf_counter(), peak_memory_bytes=self._hosted.memory_bytes)
 
-    async def _follow(self, job: Job) -> None:
-        """Have it computed. What comes is read on the reader's own loop: a hop between threads for each token would
-        cost as much as all else that is done for it.
+    async def _generate(self, generation: LlamaGeneration) -> None:
+        """Let llama.cpp compute the answer, which is read on the reader's own loop: a hop between threads for each
+        token would cost as much as everything else that is done for it.
         """
-        body = json.dumps(job.prepared.body(job.choice, self._hosted)).encode()
-        following = self._hosted.connection.follow(job.prepared.route, body, partial(self._take, job))
+        prepared, connection = generation.prepared, self._hosted.connection
+        body = json.dumps(prepared.body(generation.choice, self._hosted)).encode()
+        following = connection.follow(prepared.route, body, partial(self._deliver, generation))
         try:
-            future = asyncio.run_coroutine_threadsafe(following, job.mailbox.loop)
+            future = asyncio.run_coroutine_threadsafe(following, generation.mailbox.loop)
         except RuntimeError:
             following.close()
-            raise EngineError("nobody is left to read this answer: its event loop is closed") from None
+            raise EngineError("the event loop of the reader is closed") from None
         try:
             await asyncio.wrap_future(future)
         except EngineError:
-            # The end of a connection is noticed before that of its process, which is the reason.
+            # The end of a connection is noticed before that of the process, which is the reason.
             with contextlib.suppress(TimeoutError):
-                await asyncio.wait_for(self._hosted.process.died.wait(), DIED_S)
+                await asyncio.wait_for(self._hosted.process.died.wait(), DEATH_S)
                 raise self._hosted.death() from None
             raise
 
-    def _take(self, job: Job, event: dict[str, Any]) -> bool:
-        """On the reader's loop; whether that was the last."""
+    def _deliver(self, generation: LlamaGeneration, event: dict[str, Any]) -> bool:
+        """Deliver what one event contains; runs on the reader's loop. Returns whether it was the last event."""
         now = time.perf_counter()
         self._hosted.progress_at = now
-        for item in job.answer.take(event, now):
-            job.mailbox.deliver(item)
-        return job.answer.finish is not None
+        for item in generation.reader.read(event, now):
+            generation.mailbox.deliver(item)
+        return generation.reader.finish is not None
 
-    def _ended(self, job: Job, task: asyncio.Task[GenerationReport]) -> None:
-        """The one place where a generation gets its end, however it came."""
-        self._scheduler.remove(job)
-        self._ended_totals.add(job.answer)
+    def _finish(self, generation: LlamaGeneration, task: asyncio.Task[GenerationReport]) -> None:
+        """Post the end of a generation, whatever it is. No other method does so."""
+        self._scheduler.remove(generation)
+        generation.permit.release()
+        _add_tokens(self._ended_totals, generation.reader)
         now = self._hosted.progress_at = time.perf_counter()
         end: Item | None
         if task.cancelled():
-            end = job.error
+            end = generation.error
         elif (failure := task.exception()) is not None:
-            end = job.error or _as_lab_error(failure, self._hosted)
+            end = generation.error or _as_lab_error(failure, self._hosted)
         else:
             end = task.result()
-            held_s = now - job.admitted_at
-            self._held_s = held_s if self._held_s is None else (1 - WEIGHT) * self._held_s + WEIGHT * held_s
+            self._slot_times.add(now - generation.admitted_at)
         if end is not None:
-            self._post(job.mailbox, end)
+            self._post(generation.mailbox, end)
         self._admit()
 
 
-def _as_lab_error(failure: BaseException, hosted: Hosted) -> LabError:
+def _add_tokens(totals: TokenTotals, reader: AnswerReader) -> None:
+    totals.prompt_tokens += reader.computed_tokens + reader.cached_tokens
+    totals.cached_tokens += reader.cached_tokens
+    totals.output_tokens += reader.output_tokens
+
+
+def _as_lab_error(failure: BaseException, hosted: HostedModel) -> LabError:
     match failure:
         case LabError():
             return failure

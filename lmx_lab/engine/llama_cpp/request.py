@@ -1,9 +1,10 @@
-"""A generation as llama.cpp's server is asked for it. Pure.
+"""Write generation requests for llama.cpp's server. Pure.
 
-Two of its routes serve. ``/completion`` continues tokens, and its text is divided here, as on MLX: thoughts, generic
-calls, enforced forms, stop strings. ``/v1/chat/completions`` is for answers that may have calls in the model's own
-format, or headers: llama.cpp knows dozens of these, and parses them. There it enforces nothing (measured: a
-``tool_choice`` is ignored, a grammar beside tools is refused), so what must be enforced goes the first way.
+Two of its routes are used. ``/completion`` continues tokens, and the text is split here, as on MLX: reasoning, tool
+calls in the generic format, enforced formats, stop strings. ``/v1/chat/completions`` is for answers that may contain
+tool calls in the model's own format, or headers: llama.cpp knows dozens of these formats and parses them. That route
+enforces nothing (measured: it ignores a ``tool_choice`` and refuses a grammar beside tools), so a format that must be
+enforced uses the first one.
 """
 
 from __future__ import annotations
@@ -20,16 +21,16 @@ from lmx_lab.errors import InvalidRequestError
 
 Route = Literal["/completion", "/v1/chat/completions"]
 SAMPLERS = ("penalties", "top_p", "min_p", "top_k", "temperature")
-"""In our order. Its own has more, and cuts by top_k first."""
+"""In the order of ``Sampling``. llama.cpp's own list has more samplers, and starts with top_k."""
 SEEDS = 2**32 - 1
-"""The largest means "any"."""
+"""Number of seeds; the largest 32-bit number stands for a random seed."""
 
 
 def route_of(request: GenerationRequest, chat_format: ChatFormat) -> Route:
-    """Which way this request goes.
+    """Return the route for this request.
 
     Raises:
-        InvalidRequestError: neither does what is asked for.
+        InvalidRequestError: neither route can do what is requested.
     """
     _refuse(request)
     prompt = request.prompt
@@ -40,7 +41,7 @@ def route_of(request: GenerationRequest, chat_format: ChatFormat) -> Route:
         return "/completion"
     if request.top_logprobs is not None and prompt.tools is not None:
         raise InvalidRequestError(
-            "llama.cpp gives no log-probabilities of answers that may call tools; leave out logprobs, or tools",
+            "llama.cpp reports no log-probabilities of answers that may call tools; leave out logprobs or tools",
             param="logprobs",
         )
     return "/v1/chat/completions"
@@ -54,12 +55,13 @@ def _refuse(request: GenerationRequest) -> None:
         )
     if request.thinking_budget is not None:
         raise InvalidRequestError(
-            "llama.cpp keeps no thinking_budget; leave it out, or load the model in MLX format", param="thinking_budget"
+            "llama.cpp does not support thinking_budget; leave it out, or load the model in MLX format",
+            param="thinking_budget",
         )
 
 
 def chat_input(request: GenerationRequest, prompt: ChatPrompt, chat_format: ChatFormat, route: Route) -> dict[str, Any]:
-    """Messages, tools and template variables, for ``/apply-template`` and for the chat route."""
+    """Return messages, tools and template variables, for ``/apply-template`` and for the chat route."""
     own = route != "/completion"
     given = chat_format.template_input(request, prompt)
     body: dict[str, Any] = {"messages": [_message(message) for message in given.pop("messages")]}
@@ -75,7 +77,7 @@ def chat_input(request: GenerationRequest, prompt: ChatPrompt, chat_format: Chat
 
 
 def _message(message: Mapping[str, Any]) -> dict[str, Any]:
-    """With the arguments of calls as JSON texts, as the chat format has them."""
+    """Return a message whose tool calls have their arguments as JSON strings, as in the chat format."""
     shown = dict(message)
     if calls := shown.get("tool_calls"):
         shown["tool_calls"] = [
@@ -86,20 +88,20 @@ def _message(message: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def sampling(request: GenerationRequest, *, choice: int, context_length: int) -> dict[str, Any]:
-    """Every parameter by name: llama.cpp's defaults are others than ours."""
-    asked = request.sampling
+    """Return all sampling parameters: llama.cpp's defaults differ from ours."""
+    chosen = request.sampling
     return {
-        "temperature": asked.temperature,
-        "top_p": asked.top_p,
-        "top_k": asked.top_k,
-        "min_p": asked.min_p,
-        "repeat_penalty": asked.repetition_penalty,
-        "presence_penalty": asked.presence_penalty,
-        "frequency_penalty": asked.frequency_penalty,
+        "temperature": chosen.temperature,
+        "top_p": chosen.top_p,
+        "top_k": chosen.top_k,
+        "min_p": chosen.min_p,
+        "repeat_penalty": chosen.repetition_penalty,
+        "presence_penalty": chosen.presence_penalty,
+        "frequency_penalty": chosen.frequency_penalty,
         "repeat_last_n": context_length,
         "samplers": list(SAMPLERS),
-        "seed": _seed(asked.seed, choice),
-        "logit_bias": [[token, bias] for token, bias in asked.logit_bias],
+        "seed": _seed(chosen.seed, choice),
+        "logit_bias": [[token, bias] for token, bias in chosen.logit_bias],
         "ignore_eos": request.ignore_eos,
     }
 
@@ -123,17 +125,17 @@ def completion_body(
     grammar: str | None,
     markers: Sequence[str],
 ) -> dict[str, Any]:
-    """For ``/completion``.
+    """Return the body for ``/completion``.
 
     Args:
-        markers: Texts of special tokens that have to be in the answer's text.
+        markers: Texts of special tokens that must be included in the text of the answer.
     """
     body = {
         **sampling(request, choice=choice, context_length=context_length),
         "prompt": list(prompt),
         "n_predict": max_tokens,
         "stream": True,
-        # Without it a prompt that is being computed is not given up before its end (measured).
+        # Without it, a cancelled request continues until the end of its prompt (measured).
         "return_progress": True,
         "preserved_tokens": list(markers),
     }
@@ -147,7 +149,11 @@ def completion_body(
 def chat_body(
     request: GenerationRequest, given: Mapping[str, Any], *, choice: int, max_tokens: int, context_length: int
 ) -> dict[str, Any]:
-    """For ``/v1/chat/completions``, with what ``chat_input`` has made."""
+    """Return the body for ``/v1/chat/completions``.
+
+    Args:
+        given: The result of ``chat_input``.
+    """
     body = {
         **sampling(request, choice=choice, context_length=context_length),
         **given,

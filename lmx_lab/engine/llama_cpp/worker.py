@@ -1,8 +1,8 @@
-"""The process that holds one model for llama.cpp. Run by its path and never imported: it needs nothing of the package.
+"""Load one model with llama.cpp and serve it on a socket. Run as a script; imports no other module of the package.
 
-It is given the folder of its socket, which it removes when it ends, and the process that it ends with. The first line
-of its input is what to load, as JSON: ``fields`` of ``CommonParams`` by name, ``api_key`` and ``socket``. It prints a
-line when the model answers, and ends with its input: nobody is left to ask it then.
+Arguments: the folder of its socket, which it removes at its end, and the id of the parent process, with which it ends.
+The first line of standard input is a JSON object: ``fields`` of ``CommonParams`` by name, ``api_key`` and ``socket``.
+The process prints a line when the model answers, and ends when standard input is closed.
 """
 
 from __future__ import annotations
@@ -24,16 +24,16 @@ def main() -> None:
     try:
         code = _serve()
     except Exception:
-        # Such as that nobody is left to give an order, or to be told that the model answers.
+        # For example when the parent process has ended before it sent the order.
         traceback.print_exc()
     finally:
         _end(folder, code)
 
 
 def _serve() -> int:
-    """Load what is ordered and answer until the input ends; the exit status."""
+    """Load the model and answer until the input ends; return the exit status."""
     order = json.loads(sys.stdin.readline())
-    # After reading: it takes a while, and the order is on its way meanwhile.
+    # Imported after reading, because it takes a while.
     import xllamacpp
 
     params = xllamacpp.CommonParams()
@@ -43,7 +43,7 @@ def _serve() -> int:
     params.hostnames, params.api_keys = [order["socket"]], [order["api_key"]]
     try:
         server = xllamacpp.Server(params)
-        # Returns once the loop of its tasks runs; ending before that has been seen to hang.
+        # Returns when the server's task loop runs. Ending the process before that can hang.
         server.handle_metrics()
     except RuntimeError as exc:
         print(exc, file=sys.stderr, flush=True)
@@ -54,14 +54,14 @@ def _serve() -> int:
 
 
 def _end(folder: str, code: int = 0) -> None:
-    # If the other side was killed, nobody else does.
+    # If the parent process was killed, it cannot do this.
     shutil.rmtree(folder, ignore_errors=True)
-    # Without tearing it down, which takes longer and frees no more.
+    # Without a regular shutdown, which takes longer and releases nothing more.
     os._exit(code)
 
 
 def _end_with(parent: int, folder: str) -> None:
-    """Our input stays open where the parent has forked, and its child lives on."""
+    """End with the parent process. Standard input does not show its end if a fork of the parent is still running."""
     while os.getppid() == parent:
         time.sleep(1)
     _end(folder)

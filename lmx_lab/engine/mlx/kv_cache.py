@@ -1,4 +1,4 @@
-"""Key-value caches of mlx-lm's models: measured, taken out of a batch, cut. Engine thread only."""
+"""Measure the key-value caches of a model, take them out of a batch, and trim them. Runs on the engine thread."""
 
 from __future__ import annotations
 
@@ -16,23 +16,25 @@ from lmx_lab.engine.mlx.memory_plan import Footprint, LayerCache
 from lmx_lab.errors import UnusableModelError
 
 TRIAL_PROMPTS = [[1, 2, 3, 4, 5, 6, 7, 8, 9], [5, 4, 3]]
-"""Of different lengths, the longer one more than two chunks of four."""
+"""Two prompts of different lengths; the longer one has more than two chunks of four tokens."""
 TOLERANCE = 0.05
-"""Rounding makes less of a difference to a log-probability, padding more."""
+"""Largest difference of a log-probability that rounding can cause; padding that is taken for tokens causes more."""
 
 
 @dataclass(frozen=True, eq=False)
 class KvState:
-    """The caches of all layers after a number of tokens, apart from any batch; a ``prefix.Kept``.
+    """The caches of all layers after a number of tokens, outside of a batch. Implements ``CachedState``.
 
-    A batch that takes it over copies it, so it may be taken any number of times.
+    A batch copies it, so it can be used any number of times.
     """
 
     layers: Sequence[Any]
 
     @classmethod
-    def taken(cls, layers: Sequence[Any]) -> Self:
-        """Caches as ``BatchGenerator`` hands them out: computed now, or they would keep the whole batch in memory."""
+    def evaluated(cls, layers: Sequence[Any]) -> Self:
+        """Return the state of caches from ``BatchGenerator``. They are evaluated, since they would otherwise keep the
+        whole batch in memory.
+        """
         mx.eval([layer.state for layer in layers])
         return cls(layers)
 
@@ -41,55 +43,55 @@ class KvState:
         return sum(int(layer.nbytes) for layer in self.layers)
 
     @property
-    def can_be_cut(self) -> bool:
+    def can_be_trimmed(self) -> bool:
         return bool(can_trim_prompt_cache(list(self.layers)))
 
-    def cut(self, tokens: int) -> Self:
-        """Without the last ``tokens`` tokens, if it can be cut. Shares the arrays: only an end mark moves."""
-        layers = [_fork(layer) for layer in self.layers]
+    def trimmed(self, tokens: int) -> Self:
+        """Return the state without the last ``tokens`` tokens; it must be possible to trim it. Arrays are shared."""
+        layers = [_shallow_copy(layer) for layer in self.layers]
         trim_prompt_cache(layers, tokens)
         return type(self)(layers)
 
 
-def _fork(layer: Any) -> Any:
-    forked = copy.copy(layer)
-    if hasattr(forked, "caches"):
-        forked.caches = tuple(_fork(inner) for inner in forked.caches)
-    return forked
+def _shallow_copy(layer: Any) -> Any:
+    copied = copy.copy(layer)
+    if hasattr(copied, "caches"):
+        copied.caches = tuple(_shallow_copy(inner) for inner in copied.caches)
+    return copied
 
 
 @dataclass(frozen=True, kw_only=True)
 class Traits:
-    """What a model can and cannot do in mlx-lm's batches."""
+    """Sizes of a model, and what is possible with it in the batches of mlx-lm."""
 
     footprint: Footprint
     vocabulary_size: int
-    """The width of the logits."""
+    """Number of logits for each token."""
     plain: bool
-    """Every layer keeps keys and values of all tokens: caches can always be cut, and any chunk is right."""
+    """Whether every layer caches keys and values of all tokens: caches can be trimmed, and chunks may have any size."""
     prompts_together: bool
     """Whether prompts of different lengths may be computed in one batch."""
 
 
 def measure(model: Any, weights_bytes: int) -> Traits:
-    """Find out by computing a token, and for models with other caches than keys and values a few more.
+    """Measure a model by computing one token; a few more if it has other caches than plain key-value caches.
 
     Raises:
-        UnusableModelError: mlx-lm cannot batch it.
+        UnusableModelError: mlx-lm cannot compute it in batches.
     """
     cache = make_prompt_cache(model)
     layers = list(_flat(cache))
     kinds = ", ".join(sorted({type(layer).__name__ for layer in layers}))
     if not all(hasattr(layer, "merge") for layer in layers):
-        raise UnusableModelError(f"its cache ({kinds}) cannot be batched by this version of mlx-lm", param="model")
+        raise UnusableModelError(f"this version of mlx-lm cannot batch its cache ({kinds})", param="model")
     logits = model(mx.array([[0]]), cache=cache)
     mx.eval(logits, [layer.state for layer in cache])
     plain = all(type(layer) is KVCache for layer in layers)
     together = plain or _agrees(model, prompts=2)
     if not together and not _agrees(model, prompts=1):
-        raise UnusableModelError(f"it answers differently in a batch of mlx-lm's ({kinds})", param="model")
+        raise UnusableModelError(f"this version of mlx-lm computes it wrongly in batches ({kinds})", param="model")
     return Traits(
-        footprint=_footprint(model, weights_bytes, [_growth(layer) for layer in layers], int(logits.shape[-1])),
+        footprint=_footprint(model, weights_bytes, [_layer_cache(layer) for layer in layers], int(logits.shape[-1])),
         vocabulary_size=int(logits.shape[-1]),
         plain=plain,
         prompts_together=together,
@@ -97,9 +99,12 @@ def measure(model: Any, weights_bytes: int) -> Traits:
 
 
 def _agrees(model: Any, *, prompts: int) -> bool:
-    """Whether two prompts say the same in one batch as alone, if so many are computed at the same time.
+    """Return whether two prompts have the same answers in one batch as alone.
 
-    mlx-lm pads prompts to one length; some recurrent layers take the padding for tokens.
+    mlx-lm pads prompts to one length, and some recurrent layers take the padding for tokens.
+
+    Args:
+        prompts: Number of prompts that are computed at the same time.
     """
     alone = [_first_logprobs(model, [prompt], prompts=1)[0] for prompt in TRIAL_PROMPTS]
     together = _first_logprobs(model, TRIAL_PROMPTS, prompts=prompts)
@@ -107,7 +112,7 @@ def _agrees(model: Any, *, prompts: int) -> bool:
 
 
 def _first_logprobs(model: Any, tried: Sequence[list[int]], *, prompts: int) -> list[mx.array]:
-    """Of the second token of each answer, which has seen the whole prompt, padding and all."""
+    """Return the log-probabilities of the second token of each answer, which depend on the whole padded prompt."""
     generator = BatchGenerator(model, completion_batch_size=2, prefill_batch_size=prompts, prefill_step_size=4)
     generator.close()
     uids = generator.insert([list(prompt) for prompt in tried], max_tokens=[2] * len(tried))
@@ -127,17 +132,17 @@ def _footprint(model: Any, weights_bytes: int, layers: list[LayerCache], vocabul
     return Footprint(
         weights_bytes=weights_bytes,
         layers=tuple(layers),
-        # Logits, log-probabilities of this step and the last one, and what sampling makes of them.
+        # Logits, log-probabilities of this step and the previous one, and arrays of sampling.
         logits_bytes=6 * 4 * vocabulary_size,
-        # Residual, norms, queries, keys, values; gate, up and their product: in float32 at most.
+        # Residual, norms, queries, keys and values; gate, up and their product; at most float32.
         chunk_bytes_per_token=4 * (8 * hidden + 3 * intermediate),
-        # On a GPU attention is one kernel; on a CPU scores and their softmax are arrays.
+        # On a GPU attention is one kernel; on a CPU scores and their softmax are stored in arrays.
         score_bytes_per_pair=2 * 4 * heads if mx.default_device() == mx.cpu else 0,
     )
 
 
 def _number(args: Any, name: str) -> int:
-    """A size of the model, which models of several parts have one level deeper."""
+    """Return a size from the model's configuration; models with several parts have it one level deeper."""
     inner = getattr(args, "text_config", None)
     found = getattr(args, name, None) or (inner.get(name) if isinstance(inner, dict) else getattr(inner, name, None))
     return found if isinstance(found, int) else 0
@@ -151,13 +156,14 @@ def _flat(layers: Sequence[Any]) -> Iterator[Any]:
             yield layer
 
 
-def _growth(layer: Any) -> LayerCache:
+def _layer_cache(layer: Any) -> LayerCache:
     keys = getattr(layer, "keys", None)
     if not isinstance(keys, mx.array):
         return LayerCache(fixed_bytes=int(layer.nbytes))
-    # Allocated in steps: by the tokens there is room for, not by those that are in it. A window holds a chunk more.
+    # Caches are allocated in steps, so the size is divided by the tokens that there is room for. A cache with a window
+    # stores one chunk more.
     window = getattr(layer, "max_size", None)
     return LayerCache(
         bytes_per_token=layer.nbytes / keys.shape[2],
-        window_tokens=None if window is None else window + memory.LARGEST_CHUNK_TOKENS,
+        window_tokens=None if window is None else window + memory.MAX_CHUNK_TOKENS,
     )

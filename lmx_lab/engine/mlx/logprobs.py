@@ -1,34 +1,40 @@
-"""Log-probabilities as numbers, out of MLX arrays. Engine thread only."""
+"""Compute log-probabilities of answers and prompts as numbers. Runs on the engine thread."""
 
 from __future__ import annotations
 
 from dataclasses import replace
+from typing import Any
 
 import mlx.core as mx
 import numpy as np
+from mlx_lm.models.cache import make_prompt_cache
 from numpy.typing import NDArray
 
+from lmx_lab.engine.mlx.model import LoadedModel
+from lmx_lab.engine.mlx.request import MlxGeneration
 from lmx_lab.engine.text.vocabulary import Vocabulary
-from lmx_lab.values.generation import TokenLogprob
+from lmx_lab.values.generation import PromptScores, TokenLogprob
 
+SCORED_CHUNK_TOKENS = 64
+"""Maximum number of tokens scored in one step. The logits of each are a whole row of the vocabulary."""
 Row = NDArray[np.float32]
 
 
 def as_rows(scores: mx.array) -> Row:
-    """(rows, vocabulary) in float32, whatever the model computes in; one row may come without its axis."""
+    """Return scores as an array (rows, vocabulary) in float32. A single row may come without its axis."""
     return np.atleast_2d(np.array(scores.astype(mx.float32), copy=False))
 
 
 def prompt_token(vocabulary: Vocabulary, logits: Row, token: int, top: int) -> TokenLogprob:
-    """A token of a prompt, by the logits of the place before it."""
-    # Of one row at a time: numpy's exponential is ten times as fast as MLX's on a CPU.
-    most = logits.max()
-    total = float(most + np.log(np.exp(logits - most).sum()))
+    """Return the log-probability of a prompt token, from the logits of the position before it."""
+    # In numpy, whose exponential is ten times as fast as MLX's on a CPU.
+    largest = logits.max()
+    total = float(largest + np.log(np.exp(logits - largest).sum()))
     return _entry(vocabulary, logits, token, top, total)
 
 
 def answer_token(vocabulary: Vocabulary, logprobs: Row, token: int, top: int, *, ends: bool) -> TokenLogprob:
-    """A token of an answer, which does not show special ones."""
+    """Return the log-probability of an answer token. Special tokens have no bytes, since answers do not show them."""
     entry = _entry(vocabulary, logprobs, token, top, 0.0)
     if ends or vocabulary.is_special(token):
         return replace(entry, bytes=b"", ends=ends)
@@ -36,18 +42,20 @@ def answer_token(vocabulary: Vocabulary, logprobs: Row, token: int, top: int, *,
 
 
 def _entry(vocabulary: Vocabulary, scores: Row, token: int, top: int, total: float) -> TokenLogprob:
-    """The token with its ``top`` likeliest alternatives, itself among them if it is one, likeliest first."""
+    """Return the log-probability of a token, with those of the ``top`` most likely tokens in descending order."""
     return TokenLogprob(
         token=token,
         text=vocabulary.text_of(token),
         bytes=vocabulary.bytes_of(token),
         logprob=float(scores[token]) - total,
-        top=tuple(_entry(vocabulary, scores, other, 0, total) for other in _likeliest(scores, top)),
+        top=tuple(_entry(vocabulary, scores, other, 0, total) for other in _most_likely(scores, top)),
     )
 
 
-def _likeliest(scores: Row, count: int) -> list[int]:
-    """For the few that can be asked for, many times faster than a partition of the vocabulary."""
+def _most_likely(scores: Row, count: int) -> list[int]:
+    """Return the most likely tokens. For the few that a request may ask for, this is many times faster than a partition
+    of the vocabulary.
+    """
     rest, found = scores.copy() if count > 1 else scores, []
     for _ in range(min(count, len(scores))):
         at = int(rest.argmax())
@@ -57,3 +65,40 @@ def _likeliest(scores: Row, count: int) -> list[int]:
             if not np.isfinite(rest.max()):
                 break
     return found
+
+
+class PromptScoring:
+    """Scores the prompt of one request in chunks. Its cache is then used for generation."""
+
+    def __init__(self, generation: MlxGeneration, model: LoadedModel) -> None:
+        self.generation = generation
+        self._model = model
+        self.layers: list[Any] = make_prompt_cache(model.model)
+        """The caches of all tokens that were scored, except the last one."""
+        self._scores = [self._first_token()]
+
+    @property
+    def is_done(self) -> bool:
+        return len(self._scores) == len(self.generation.prompt)
+
+    @property
+    def scores(self) -> PromptScores:
+        return PromptScores(tokens=tuple(self._scores))
+
+    def advance(self, chunk: int) -> int:
+        """Score at most ``chunk`` more tokens, and return how many."""
+        prompt, at = self.generation.prompt, len(self._scores) - 1
+        inputs = prompt[at : min(at + min(chunk, SCORED_CHUNK_TOKENS), len(prompt) - 1)]
+        if not inputs:
+            return 0
+        logits = self._model.model(mx.array([inputs]), cache=self.layers)[0]
+        mx.eval(logits, [layer.state for layer in self.layers])
+        top = self.generation.request.top_logprobs or 0
+        targets = prompt[at + 1 : at + 1 + len(inputs)]
+        for row, token in zip(as_rows(logits), targets, strict=True):
+            self._scores.append(prompt_token(self._model.vocabulary, row, token, top))
+        return len(inputs)
+
+    def _first_token(self) -> TokenLogprob:
+        token, vocabulary = self.generation.prompt[0], self._model.vocabulary
+        return TokenLogprob(token=token, text=vocabulary.text_of(token), bytes=vocabulary.bytes_of(token), logprob=None)

@@ -1,4 +1,4 @@
-"""The chat model's requests on the engine thread: queue, admission, batch steps, ends."""
+"""Run the requests of a chat model on the engine thread: start by memory and slots, batch steps, ends."""
 
 from __future__ import annotations
 
@@ -7,64 +7,55 @@ import time
 import traceback
 from asyncio import AbstractEventLoop
 from collections.abc import Sequence
-from dataclasses import dataclass
+from functools import partial
 from typing import Literal
 
 import mlx.core as mx
 
+from lmx_lab.engine.admission import AdmissionControl
 from lmx_lab.engine.cpu_blas import ThreadChoice
 from lmx_lab.engine.mlx import memory
-from lmx_lab.engine.mlx.admission import Admission
-from lmx_lab.engine.mlx.batch import Batch, Computed, Event, Scored, Token
+from lmx_lab.engine.mlx.batch import Batch, ChunkComputed, Event, PromptScored, TokenGenerated
 from lmx_lab.engine.mlx.model import LoadedModel
-from lmx_lab.engine.mlx.request import Generation
+from lmx_lab.engine.mlx.request import MlxGeneration
 from lmx_lab.engine.mlx.sampling import Samplers
-from lmx_lab.engine.scheduler import Scheduler
+from lmx_lab.engine.scheduler import Scheduler, SlotTimes, Verdict
 from lmx_lab.engine.stream import Outbox
 from lmx_lab.engine.text.splitter import SplitText
 from lmx_lab.errors import EngineError, GenerationTimeoutError, LabError, OutOfMemoryError
 from lmx_lab.settings import Settings
+from lmx_lab.values.engine import TokenTotals
 from lmx_lab.values.generation import Delta, GenerationReport, PromptProgress, TokenLogprob
 
 log = logging.getLogger(__name__)
 UNLOAD_ABOVE = 1.1
-"""Memory in use, as a multiple of the limit, that forces the model out: a little too much is better than no answer."""
+"""Memory in use, as a multiple of the limit, above which the model is unloaded. Exceeding the limit a little is better
+than not answering."""
 
 
-@dataclass(kw_only=True)
-class Totals:
-    """Tokens since the engine started, as the snapshot shows them."""
-
-    prompt_tokens: int = 0
-    cached_tokens: int = 0
-    output_tokens: int = 0
-
-
-class Generating:
+class GenerationLoop:
     """Runs the requests of one chat model, which ``use`` sets, in a batch. Belongs to the engine thread."""
 
     def __init__(self, settings: Settings, threads: ThreadChoice, *, limit_bytes: int) -> None:
         self._settings = settings
         self._threads = threads
         self._limit_bytes = limit_bytes
-        self._scheduler: Scheduler[Generation] = Scheduler(
-            slots=settings.slots, queue_limit=settings.queue_limit, prefills=1, lanes=1
-        )
-        self._admission = Admission(self._scheduler, limit_bytes=limit_bytes)
+        self._scheduler: Scheduler[MlxGeneration] = Scheduler(slots=settings.slots, prefills=1, lanes=1)
+        self._slot_times = SlotTimes()
         self._samplers = Samplers()
         self._outbox = Outbox()
         self._model: LoadedModel | None = None
         self.batch: Batch | None = None
-        self.totals = Totals()
-        self.ended_at = time.perf_counter()
-        """When the last request ended, or a model came."""
+        self.totals = TokenTotals()
+        self.other_bytes = 0
+        """Bytes of the memory limit that other models use."""
 
     @property
-    def running(self) -> list[Generation]:
+    def running(self) -> list[MlxGeneration]:
         return self._scheduler.running
 
     @property
-    def queued(self) -> list[Generation]:
+    def queued(self) -> list[MlxGeneration]:
         return self._scheduler.queued
 
     @property
@@ -76,145 +67,166 @@ class Generating:
         return self.batch.prefixes.nbytes if self.batch else 0
 
     @property
-    def place_free_s(self) -> float:
-        """In how long one of the running requests will likely end."""
-        return self._admission.place_free_s(self.batch)
-
-    def share(self, beside_bytes: int) -> None:
-        """So much of the memory limit is taken by other models."""
-        self._admission.beside_bytes = beside_bytes
+    def slot_free_s(self) -> float:
+        """Estimated time until one of the running requests ends: like those before it, or at its last token."""
+        running = self.running
+        if self.batch is None or len(running) < self._scheduler.slots:
+            return 1.0
+        return self._slot_times.free_in_s(
+            running=len(running),
+            oldest_s=time.perf_counter() - min(generation.admitted_at for generation in running),
+            at_most_s=min(self.batch.remaining_s(generation) for generation in running),
+        )
 
     def use(self, model: LoadedModel | None) -> None:
-        """Generate with this model from now on; requests of the one before must have ended."""
+        """Generate with this model from now on; the requests of the previous one must have ended."""
         self._model = self.batch = None
         if model is not None:
             self._model, self.batch = model, self._new_batch(model)
-            self.ended_at = time.perf_counter()
 
     def _new_batch(self, model: LoadedModel) -> Batch:
         settings = self._settings
-        # On a CPU several long prompts at once would only all end later. Short ones are better computed together than
-        # in small pieces between the tokens of those that were first.
+        # On a CPU, several long prompts computed at once would all end later. Short ones are better computed together
+        # than in small pieces between the tokens of earlier ones.
         prefills, lanes = (1, settings.slots) if mx.default_device() == mx.cpu else (settings.slots, settings.slots)
         if not model.traits.prompts_together:
             prefills = lanes = 1
         self._scheduler.prefills, self._scheduler.lanes = prefills, lanes
-        kept = self._limit_bytes // 10 if settings.prefix_cache_bytes is None else settings.prefix_cache_bytes
+        prefix_bytes = self._limit_bytes // 10 if settings.prefix_cache_bytes is None else settings.prefix_cache_bytes
         return Batch(
             model,
             self._samplers,
             self._threads,
             slots=settings.slots,
             prompts=min(lanes, settings.slots),
-            prefix_bytes=kept,
+            prefix_bytes=prefix_bytes,
             wired=settings.wired_memory,
         )
 
-    def add(self, generations: Sequence[Generation]) -> None:
-        """Take the answers to one request into the queue, all or none.
-
-        Raises:
-            QueueFullError: too many wait.
-        """
+    def add(self, generations: Sequence[MlxGeneration]) -> None:
+        """Queue the answers to one request."""
         first = generations[0]
-        deadline = first.arrived_at + first.timeout_s
-        self._scheduler.add(generations, tokens=len(first.prompt), deadline=deadline, retry_after_s=self.place_free_s)
+        self._scheduler.add(generations, tokens=len(first.prompt), deadline=first.arrived_at + first.timeout_s)
 
-    def cancel(self, generation: Generation) -> None:
-        """The reader has left: free the slot, tell nobody."""
+    def cancel(self, generation: MlxGeneration) -> None:
+        """Cancel a generation that is no longer read, and free its slot."""
         self._forget(generation)
 
     def step(self) -> None:
-        """One round: deadlines, admissions, one batch step.
+        """Do one round: check deadlines, start requests, take one batch step.
 
         Raises:
-            OutOfMemoryError: there is too little for this model, which has to go; its requests have been told.
+            OutOfMemoryError: there is too little memory for this model, which must be unloaded; its requests have
+                ended with this error.
         """
         try:
-            self._expire()
-            self._admit()
-            if self.batch is not None and not self.batch.empty:
+            self._end_expired()
+            self._start_queued()
+            if self.batch is not None and not self.batch.is_empty:
                 self._advance(self.batch)
         except Exception as exc:
             failure = self._fail_step(exc)
         else:
             return
-        # Outside the handler: there the failed step's frames would hang on to it.
+        # Raised outside the handler, where it would refer to the frames of the failed step.
         if isinstance(failure, OutOfMemoryError):
             raise failure
 
-    def _expire(self) -> None:
+    def _end_expired(self) -> None:
         for generation in self._scheduler.expired(time.perf_counter()):
             limit = f"not finished after {generation.timeout_s:g} s, the request's limit"
             self._end(generation, GenerationTimeoutError(limit))
 
-    def _admit(self) -> None:
-        while self.batch is not None and (generation := self._admission.next(self.batch)) is not None:
+    def _start_queued(self) -> None:
+        while (batch := self.batch) is not None:
+            generation = self._scheduler.admit(partial(self._judge, batch))
+            if generation is None:
+                return
             generation.admitted_at = time.perf_counter()
             if not generation.max_tokens and not generation.request.score_prompt:
                 self._end(generation, generation.report("length", generation.admitted_at))
                 continue
-            self.batch.insert(generation)
+            batch.insert(generation)
             self._outbox.post(generation.mailbox, _progress(generation))
+
+    def _judge(self, batch: Batch, generation: MlxGeneration) -> Verdict:
+        if batch.must_wait(generation):
+            return Verdict.LATER
+        return Verdict.TAKE if self._make_room(batch, generation) else Verdict.BLOCKED
+
+    def _make_room(self, batch: Batch, generation: MlxGeneration) -> bool:
+        """Return whether there is memory for the request beside the running ones. Drops cached prefixes for it."""
+        running = self.running
+        lengths = [it.length for it in (*running, generation)]
+        needed = self.other_bytes + batch.footprint.running_bytes(lengths, chunk=memory.MAX_CHUNK_TOKENS)
+        # Alone it fits, because the context length that it was checked against is limited by memory.
+        if needed > self._limit_bytes and running:
+            return False
+        batch.prefixes.shrink(max(0, self._limit_bytes - needed))
+        return True
 
     def _advance(self, batch: Batch) -> None:
         for event in batch.step():
             try:
-                self._take(batch, event)
+                self._handle(batch, event)
             except LabError as exc:
                 self._end(event.generation, exc)
             except Exception as exc:
-                # Of its own: its text, or its log-probabilities. The others go on.
+                # It concerns this answer only: its text, or its log-probabilities. The others continue.
                 log.exception("a generation failed")
                 self._end(event.generation, EngineError(f"the generation failed: {type(exc).__name__}: {exc}"))
         if memory.used_bytes() > self._limit_bytes:
-            self._relieve(batch)
+            self._reduce_memory(batch)
 
-    def _take(self, batch: Batch, event: Event) -> None:
+    def _handle(self, batch: Batch, event: Event) -> None:
         generation = event.generation
         match event:
-            case Computed():
+            case ChunkComputed():
                 self.totals.prompt_tokens += event.tokens
                 self._outbox.post(generation.mailbox, _progress(generation))
                 if event.done:
                     self.totals.prompt_tokens += generation.cached_tokens
                     self.totals.cached_tokens += generation.cached_tokens
                     self._scheduler.prefilled(generation)
-            case Scored():
+            case PromptScored():
                 self._outbox.post(generation.mailbox, event.scores)
                 if not generation.max_tokens:
                     self._end(generation, generation.report("length", time.perf_counter()))
-            case Token():
-                self._take_token(batch, generation, event)
+            case TokenGenerated():
+                self._handle_token(batch, generation, event)
 
-    def _take_token(self, batch: Batch, generation: Generation, event: Token) -> None:
+    def _handle_token(self, batch: Batch, generation: MlxGeneration, event: TokenGenerated) -> None:
         now = time.perf_counter()
         generation.first_token_at = generation.first_token_at or now
         generation.output_tokens += 1
         self.totals.output_tokens += 1
         logprob = batch.logprob(event)
         finish = _finish(generation, event)
-        # The token that ends the text shows nothing; the one that completes a grammar does.
-        silent = event.finish == "stop"
-        piece = generation.splitter.add(event.token, None if silent else logprob)
+        # The token that ends the text has no text itself; the one that completes a grammar does.
+        hidden = event.finish == "stop"
+        piece = generation.splitter.add(event.token, None if hidden else logprob)
         self._outbox.post(generation.mailbox, _delta(piece, tokens=1))
         if finish is not None and not piece.stopped:
             piece = generation.splitter.finish()
-            ends = (logprob,) if silent and logprob is not None and not piece.stopped else ()
+            ends = (logprob,) if hidden and logprob is not None and not piece.stopped else ()
             self._outbox.post(generation.mailbox, _delta(piece, tokens=0, ends=ends))
         reason = "stop" if piece.stopped else finish
         if reason is not None:
             called = reason == "stop" and generation.splitter.has_called
             self._end(generation, generation.report("tool_calls" if called else reason, now))
 
-    def _relieve(self, batch: Batch) -> None:
-        """More is in use than may be: estimates were wrong. Give up what is only kept; if that is not enough, all."""
+    def _reduce_memory(self, batch: Batch) -> None:
+        """Drop cached prefixes if memory exceeds the limit because estimates were wrong.
+
+        Raises:
+            MemoryError: that is not enough.
+        """
         self.shrink_prefixes(memory.used_bytes() - self._limit_bytes)
         if (used := memory.used_bytes()) > UNLOAD_ABOVE * self._limit_bytes:
             raise MemoryError(f"{used / 1e9:.2f} GB are in use, {self._limit_bytes / 1e9:.2f} GB are allowed")
 
     def shrink_prefixes(self, excess_bytes: int) -> None:
-        """Give up so many bytes of the caches of ended requests, as far as there are any."""
+        """Drop caches of ended requests until this many bytes are released, or none is left."""
         if self.batch is not None and self.batch.prefixes.nbytes:
             self.batch.prefixes.shrink(max(0, self.batch.prefixes.nbytes - excess_bytes))
             memory.release()
@@ -224,8 +236,8 @@ class Generating:
             self.batch.note_peak(peak)
 
     def _fail_step(self, exc: Exception) -> LabError:
-        """The requests of this step fail, the others go on in a new batch, or fail too if memory is short."""
-        # As text: an exception's frames hold the batch, and with it the weights that may have to go.
+        """End the running requests; queued ones continue in a new batch, or end too if memory is short."""
+        # Logged as text: the frames of an exception refer to the batch, and so to weights that may have to be released.
         log.error("engine step failed:\n%s", "".join(traceback.format_exception(exc)))
         exc.__traceback__ = None
         self.batch = None
@@ -242,52 +254,57 @@ class Generating:
 
     # Ends
 
-    def end_all(self, generations: Sequence[Generation], error: LabError) -> None:
-        # A method of its own: a loop's variable would hold the last one's model in the caller, which may unload it.
+    def end_requests(self, admission: AdmissionControl, error: LabError, *, queued_only: bool) -> None:
+        """End the generations that hold permits of this admission control."""
+        generations = self.queued if queued_only else self.queued + self.running
+        self.end_all([it for it in generations if it.permit.admission is admission], error)
+
+    def end_all(self, generations: Sequence[MlxGeneration], error: LabError) -> None:
+        # A method of its own: a loop variable in the caller would refer to the last one's model, which it may unload.
         for generation in generations:
             self._end(generation, error)
 
-    def _end(self, generation: Generation, item: GenerationReport | LabError) -> None:
+    def _end(self, generation: MlxGeneration, item: GenerationReport | LabError) -> None:
         self._forget(generation)
         if isinstance(item, GenerationReport):
-            self._admission.ended(item)
+            self._slot_times.add(item.prefill_s + item.decode_s)
         self._outbox.post(generation.mailbox, item)
 
-    def _forget(self, generation: Generation) -> None:
+    def _forget(self, generation: MlxGeneration) -> None:
         self._scheduler.remove(generation)
-        self.ended_at = time.perf_counter()
         if self.batch is not None:
             self.batch.remove(generation)
+        generation.permit.release()
 
     def deliver(self) -> bool:
-        """Hand each reader's loop its items in one call; whether requests went because their loops are closed."""
+        """Hand each reader's loop its items in one call; return whether requests were dropped with closed loops."""
         closed = self._outbox.send()
         for loop in closed:
-            self._forget_readers_on(loop)
+            self._drop_readers_on(loop)
         return bool(closed)
 
-    def _forget_readers_on(self, loop: AbstractEventLoop) -> None:
-        """That loop is closed: nobody is left to read, and the slots are needed."""
+    def _drop_readers_on(self, loop: AbstractEventLoop) -> None:
+        """Drop the requests that were read on this closed loop; their slots are needed."""
         for generation in self.queued + self.running:
             if generation.mailbox.loop is loop:
                 self._forget(generation)
 
 
-def _progress(generation: Generation) -> PromptProgress:
+def _progress(generation: MlxGeneration) -> PromptProgress:
     return PromptProgress(done=generation.cached_tokens + generation.computed_tokens, total=len(generation.prompt))
 
 
-def _finish(generation: Generation, event: Token) -> Literal["stop", "length"] | None:
-    """Whether and why the answer ends with this token, its stop strings aside.
+def _finish(generation: MlxGeneration, event: TokenGenerated) -> Literal["stop", "length"] | None:
+    """Return why the answer ends with this token, apart from stop strings; None if it continues.
 
     Raises:
-        LabError: its grammar is not enforced any more.
+        LabError: the grammar can no longer be enforced.
     """
     constraint = generation.constraint
     if constraint is None:
         return event.finish
     if constraint.tokens < generation.output_tokens:
-        # The last one that the request has room for: nothing was drawn after it.
+        # The last token that the request has room for: none was drawn after it.
         constraint.advance(event.token)
     if constraint.failure is not None:
         raise constraint.failure

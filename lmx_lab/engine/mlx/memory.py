@@ -1,4 +1,4 @@
-"""What MLX uses and what there is, in bytes. The readings belong on the engine thread."""
+"""Memory of MLX in bytes: how much there is, and how much is in use. Use is read on the engine thread."""
 
 from __future__ import annotations
 
@@ -8,41 +8,42 @@ import mlx.core as mx
 
 from lmx_lab.engine import machine_memory
 
-LARGEST_CHUNK_TOKENS = 512 if mx.default_device() == mx.cpu else 2048
-"""Prompt tokens computed in one step at most, all prompts together; longer ones gain nothing."""
+MAX_CHUNK_TOKENS = 512 if mx.default_device() == mx.cpu else 2048
+"""Maximum number of prompt tokens computed in one step, of all prompts together. Longer chunks are not faster."""
 
 
 def total_bytes() -> int:
-    """Memory of the device. MLX reports none on a CPU, where it is the machine's."""
+    """Return the memory of the device; on a CPU, for which MLX reports none, that of the machine."""
     return int(mx.device_info().get("memory_size") or machine_memory.total_bytes())
 
 
 def limit_bytes(chosen: int | None) -> int:
-    """What models and caches may take together: the setting, else 80 % of the device."""
+    """Return how much models and caches may use together: the setting, or 80 % of the memory of the device."""
     return chosen if chosen is not None else total_bytes() * 8 // 10
 
 
 def used_bytes() -> int:
+    """Return the memory in use."""
     return int(mx.get_active_memory())
 
 
 def take_peak_bytes() -> int:
-    """The highest use since the last call."""
+    """Return the peak of the memory in use since the last call."""
     peak = int(mx.get_peak_memory())
     mx.reset_peak_memory()
     return max(peak, used_bytes())
 
 
 def release() -> None:
-    """Give back what nothing refers to any more."""
+    """Release memory that is not referenced any more."""
     gc.collect()
-    # Weights are drawn by chance and then replaced by those of the files, all without being computed: for each the
-    # state of MLX's generator keeps 2 kB, until it is computed itself.
+    # Loading a model first creates random weights, lazily, and then replaces them by those of the files. The state of
+    # MLX's random generator keeps 2 kB for each of them until it is evaluated.
     mx.eval(mx.random.state)
     mx.clear_cache()
 
 
 def is_out_of_memory(exc: BaseException) -> bool:
-    """Whether MLX failed to allocate; it has no exception class of its own for this."""
+    """Return whether MLX failed to allocate memory; MLX has no exception class for this."""
     text = str(exc).lower()
     return isinstance(exc, MemoryError) or (isinstance(exc, RuntimeError) and ("allocate" in text or "memory" in text))

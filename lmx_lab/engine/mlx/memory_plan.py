@@ -1,6 +1,6 @@
-"""What a model and its requests take in memory, before they take it. Pure arithmetic on measured sizes, in bytes.
+"""Estimate the memory of a model and its requests, in bytes, from measured sizes. Pure.
 
-On Metal, running out of memory usually ends the process: requests wait, or are refused, by these estimates.
+On Metal, running out of memory usually ends the process, so requests wait or are refused according to these estimates.
 """
 
 from __future__ import annotations
@@ -10,50 +10,61 @@ from dataclasses import dataclass
 
 UNBOUNDED_TOKENS = 2**31 - 1
 STEP_TOKENS = 256
-"""mlx-lm's caches grow by so many tokens at a time."""
+"""Number of tokens by which the caches of mlx-lm grow."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class LayerCache:
-    """The key-value cache of one layer: grows with the tokens up to a window, or not at all."""
+    """The key-value cache of one layer, which grows with the tokens, up to a window if there is one, or not at all."""
 
     bytes_per_token: float = 0.0
     window_tokens: int | None = None
     fixed_bytes: int = 0
 
     def bytes(self, tokens: int) -> float:
-        held = -(-tokens // STEP_TOKENS) * STEP_TOKENS
-        kept = held if self.window_tokens is None else min(held, self.window_tokens)
-        return self.fixed_bytes + self.bytes_per_token * kept
+        """Return the size after this number of tokens."""
+        allocated = -(-tokens // STEP_TOKENS) * STEP_TOKENS
+        if self.window_tokens is not None:
+            allocated = min(allocated, self.window_tokens)
+        return self.fixed_bytes + self.bytes_per_token * allocated
 
 
 @dataclass(frozen=True, kw_only=True)
 class Footprint:
+    """Sizes from which the memory of a model and its requests is estimated."""
+
     weights_bytes: int
     layers: tuple[LayerCache, ...]
     logits_bytes: int
-    """Of each request in the batch while it decodes: logits, and their log-probabilities of two steps."""
+    """Memory of each request that decodes: logits, and log-probabilities of two steps."""
     chunk_bytes_per_token: int
-    """Transient, for each token of a prompt that is computed in one step: activations."""
+    """Temporary memory for the activations of each prompt token that is computed in one step."""
     score_bytes_per_pair: int
-    """Transient, for each pair of a computed and a kept token, where attention scores are written out (on a CPU)."""
+    """Temporary memory for the attention score of each pair of a computed and a cached token; 0 on a GPU, where scores
+    are not stored."""
 
     def kv_bytes(self, lengths: Sequence[int]) -> int:
-        """The key-value caches of requests of these lengths (tokens) in one batch, which pads all to the longest."""
+        """Return the size of the key-value caches of requests in one batch, which pads all of them to the longest.
+
+        Args:
+            lengths: Number of tokens of each request.
+        """
         return len(lengths) * round(sum(layer.bytes(max(lengths)) for layer in self.layers)) if lengths else 0
 
     def transient_bytes(self, *, chunk: int, longest: int) -> int:
-        """What computing ``chunk`` prompt tokens takes beside the caches, which grow by copying one layer at a time."""
+        """Return the temporary memory while ``chunk`` prompt tokens are computed. It includes the copy of one layer's
+        cache, made when the cache grows.
+        """
         grown = max((layer.bytes(longest) for layer in self.layers), default=0.0)
         return round(chunk * (self.chunk_bytes_per_token + self.score_bytes_per_pair * longest) + grown)
 
     def running_bytes(self, lengths: Sequence[int], *, chunk: int) -> int:
-        """Everything: weights, and requests that will have grown to these lengths."""
+        """Return the memory of the weights and of requests that have grown to these lengths."""
         transient = self.transient_bytes(chunk=chunk, longest=max(lengths, default=0))
         return self.weights_bytes + self.kv_bytes(lengths) + len(lengths) * self.logits_bytes + transient
 
     def longest_request(self, limit_bytes: int, *, chunk: int) -> int:
-        """The tokens, prompt and answer, of the longest single request that fits within the limit; 0 when none does."""
+        """Return the number of tokens, prompt and answer, of the longest single request that fits; 0 if none does."""
         low, high = 0, UNBOUNDED_TOKENS
         while low < high:
             middle = (low + high + 1) // 2

@@ -1,4 +1,4 @@
-"""The model in memory: loading its files on the engine thread, and its tokenizer for everyone else."""
+"""Load a chat model into memory, and make prompts into tokens with its tokenizer."""
 
 from __future__ import annotations
 
@@ -19,13 +19,13 @@ from lmx_lab.engine.requests import ChatPrompt, GenerationRequest, TextPrompt, T
 from lmx_lab.engine.templates.renderer import TemplateLimitError, render_chat
 from lmx_lab.engine.text.chat_format_detection import TAIL_TOKENS, ChatFormat, ReasoningState, detect_chat_format
 from lmx_lab.engine.text.vocabulary import Vocabulary
-from lmx_lab.engine.validation import AMPLE_CHARACTERS, check_characters, check_messages
+from lmx_lab.engine.validation import CHARACTERS_PER_TOKEN, check_characters, check_messages
 from lmx_lab.engine.word_cache import without_word_cache
 from lmx_lab.errors import ContextLengthError, InvalidRequestError, OutOfMemoryError, UnusableModelError
 from lmx_lab.values.models import ModelEntry
 
-LEAST_CONTEXT_TOKENS = 256
-"""A model that cannot answer even this much is not worth loading."""
+MIN_CONTEXT_TOKENS = 256
+"""A model is not loaded if memory allows fewer tokens than this."""
 
 
 @dataclass(frozen=True)
@@ -35,8 +35,10 @@ class EncodedPrompt:
 
 
 class PromptTokenizer:
-    """Prompts to token ids. Used by one thread at a time, beside the engine's (Rust tokenizers refuse to be shared);
-    ``rendered`` by any."""
+    """Makes prompts into token ids, with a tokenizer of its own, because Rust tokenizers cannot be shared by threads.
+
+    Used by one thread at a time; ``render`` may be called from any thread.
+    """
 
     def __init__(self, tokenizer: Any, model: str, context_length: int | None, chat_format: ChatFormat) -> None:
         self._tokenizer = tokenizer
@@ -44,21 +46,20 @@ class PromptTokenizer:
         self._context_length = context_length
         self.chat_format = chat_format
         self.grammars: GrammarCompiler | None = None
-        """Of the thread that compiles; made when the first is asked for."""
+        """Compiles grammars; created with the first grammar, on the thread that compiles."""
 
-    def rendered(self, request: GenerationRequest, prompt: ChatPrompt) -> str:
-        """A chat as its text, by the model's chat template. Touches no tokens.
-
-        Args:
-            prompt: The request's.
+    def render(self, request: GenerationRequest, prompt: ChatPrompt) -> str:
+        """Return the text of a chat prompt by the model's chat template. Does not use the tokenizer.
 
         Raises:
-            InvalidRequestError: no chat template, or the template refuses these messages or goes over its limits; or
-                they have half characters.
+            InvalidRequestError: the model has no chat template; the template raises an error or exceeds its limits; a
+                message contains an unpaired surrogate.
         """
         check_messages(prompt.messages)
         if not self._tokenizer.has_chat_template:
-            raise InvalidRequestError(f"{self._model} has no chat template: it takes plain prompts only", param="model")
+            raise InvalidRequestError(
+                f"{self._model} has no chat template; send a prompt to /v1/completions instead", param="model"
+            )
         try:
             given = self.chat_format.template_input(request, prompt)
             messages = given.pop("messages")
@@ -67,24 +68,24 @@ class PromptTokenizer:
             )
         except TemplateLimitError as exc:
             raise InvalidRequestError(
-                f"the chat template of {self._model} {exc}, its limit; send less, or take another model",
+                f"the chat template of {self._model} {exc}, its limit; send less, or use another model",
                 param="messages",
             ) from exc
-        # A template is a program that comes with the model: it may raise anything, about these messages.
+        # A template is a program that comes with the model; it may raise any error.
         except Exception as exc:
             raise InvalidRequestError(
                 f"the chat template of {self._model} refuses these messages: {exc}", param="messages"
             ) from exc
 
     def encode(self, request: GenerationRequest, text: str | None) -> EncodedPrompt:
-        """Token ids of the prompt.
+        """Return the token ids of the prompt.
 
         Args:
-            text: Of a chat, what ``rendered`` gave.
+            text: The text of a chat prompt from ``render``.
 
         Raises:
-            InvalidRequestError: the prompt is empty, or has half characters.
-            ContextLengthError: the text is so long that its beginning alone does not fit.
+            InvalidRequestError: the prompt is empty, or contains an unpaired surrogate.
+            ContextLengthError: the beginning of the text alone exceeds the context.
         """
         thinking: ReasoningState = "closed"
         match prompt := request.prompt:
@@ -103,54 +104,58 @@ class PromptTokenizer:
                 tokens = list(prompt.tokens)
         if not tokens:
             param = "messages" if isinstance(prompt, ChatPrompt) else "prompt"
-            raise InvalidRequestError("the prompt is empty: no token came out of it", param=param)
+            raise InvalidRequestError("the prompt is empty: it has no tokens", param=param)
         return EncodedPrompt(tokens, thinking)
 
     def words(self, width: int) -> TokenTable:
-        """The vocabulary, for grammars."""
+        """Return the vocabulary for grammars.
+
+        Args:
+            width: Size of the vocabulary in the model's output.
+        """
         return read_token_table(self._tokenizer, width=width, markers=self.chat_format.marker_tokens)
 
     def _check_beginning(self, text: str, param: str) -> None:
-        # Others wait while a prompt becomes tokens: eight megabytes of text would take 13 s (measured).
+        # Other requests wait while a prompt is tokenized: eight megabytes of text would take 13 s (measured).
         context = self._context_length
-        if context is None or len(text) <= context * AMPLE_CHARACTERS:
+        if context is None or len(text) <= context * CHARACTERS_PER_TOKEN:
             return
-        tokens = len(self._tokenizer.encode(text[: context * AMPLE_CHARACTERS]))
+        tokens = len(self._tokenizer.encode(text[: context * CHARACTERS_PER_TOKEN]))
         if tokens > context:
             raise ContextLengthError(
-                f"the prompt has more than {tokens} tokens and {self._model} holds {context} in all, "
-                "the answer included; shorten the prompt",
+                f"the prompt has more than {tokens} tokens, and {self._model} takes {context}, including the answer; "
+                "shorten the prompt",
                 param=param,
             )
 
     def decode(self, tokens: Sequence[int]) -> str:
-        """The text of token ids, special tokens shown."""
+        """Return the text of token ids, including special tokens."""
         text: str = self._tokenizer.decode(tokens, clean_up_tokenization_spaces=False)
         return text
 
 
 @dataclass(frozen=True, eq=False)
 class AnswerText:
-    """Output tokens to text: without special tokens, nothing cleaned up."""
+    """Decodes output tokens, without special tokens."""
 
     tokenizer: Any
 
     def decode(self, tokens: Sequence[int]) -> str:
-        # Cleaning up spaces would rewrite text that has already been streamed.
+        # Cleaning up spaces would change text that has already been streamed.
         text: str = self.tokenizer.decode(tokens, skip_special_tokens=True, clean_up_tokenization_spaces=False)
         return text
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class LoadedModel:
-    """A chat model in memory. ``prompts`` belongs to the prompt thread, the rest to the engine thread."""
+    """A chat model in memory. ``prompts`` is used on the prompt thread, everything else on the engine thread."""
 
     entry: ModelEntry
     model: Any
     tokenizer: Any
     prompts: PromptTokenizer
     context_length: int | None
-    """Tokens of one request, prompt and answer: the model's limit, or less where memory does not hold as much."""
+    """Maximum number of tokens of a request, prompt and answer: the model's limit, or less if memory is too small."""
     memory_bytes: int
     traits: Traits
     vocabulary: Vocabulary
@@ -158,18 +163,20 @@ class LoadedModel:
 
     @property
     def eos_tokens(self) -> list[list[int]]:
+        """The tokens that end an answer, as sequences of one token."""
         return [[int(token)] for token in sorted(self.tokenizer.eos_token_ids)]
 
 
 def load_chat(entry: ModelEntry, *, limit_bytes: int, dtype: str = "auto") -> LoadedModel:
-    """Read a chat model's files into memory. Engine thread only; takes seconds.
+    """Load a chat model. Runs on the engine thread; takes seconds.
 
     Args:
-        dtype: As in ``Settings``.
+        limit_bytes: Memory that the model and its requests may use.
+        dtype: See ``Settings.dtype``.
 
     Raises:
-        UnusableModelError: mlx-lm cannot build it from these files, or it is no chat model.
-        OutOfMemoryError: it did not fit.
+        UnusableModelError: mlx-lm cannot load these files, or they are not a chat model.
+        OutOfMemoryError: the model does not fit in memory.
     """
     before = memory.used_bytes()
     try:
@@ -178,10 +185,10 @@ def load_chat(entry: ModelEntry, *, limit_bytes: int, dtype: str = "auto") -> Lo
     except Exception as exc:
         if memory.is_out_of_memory(exc):
             raise OutOfMemoryError(
-                f"{entry.id} does not fit in memory ({limit_bytes / 1e9:.1f} GB allowed): {exc}"
+                f"{entry.id} does not fit in memory ({limit_bytes / 1e9:.1f} GB are allowed): {exc}"
             ) from exc
-        what = f"{type(exc).__name__}: {exc}"
-        raise UnusableModelError(f"{entry.id} at {entry.path} cannot be loaded: {what}", param="model") from exc
+        reason = f"{type(exc).__name__}: {exc}"
+        raise UnusableModelError(f"{entry.id} at {entry.path} cannot be loaded: {reason}", param="model") from exc
     context_length = _context_length(entry, traits.footprint, limit_bytes)
     try:
         chat_format = detect_chat_format(tokenizer)
@@ -189,7 +196,7 @@ def load_chat(entry: ModelEntry, *, limit_bytes: int, dtype: str = "auto") -> Lo
         raise UnusableModelError(
             f"{entry.id} at {entry.path} cannot be loaded: its chat template {exc}, its limit", param="model"
         ) from exc
-    # A copy remembers words again.
+    # The copy has a word cache again.
     own = without_word_cache(copy.deepcopy(tokenizer))
     return LoadedModel(
         entry=entry,
@@ -205,7 +212,7 @@ def load_chat(entry: ModelEntry, *, limit_bytes: int, dtype: str = "auto") -> Lo
 
 
 def _read(entry: ModelEntry, *, limit_bytes: int, dtype: str) -> tuple[Any, Any]:
-    """Model and tokenizer; the tokenizer first, since most that goes wrong goes wrong there, and it is small."""
+    """Return model and tokenizer. The tokenizer is read first: it is small, and most errors occur there."""
     config = load_config(entry.path)
     tokenizer = without_word_cache(load_tokenizer(entry.path, eos_token_ids=config.get("eos_token_id")))
     model, _ = load_model(entry.path)
@@ -214,30 +221,31 @@ def _read(entry: ModelEntry, *, limit_bytes: int, dtype: str) -> tuple[Any, Any]
 
 
 def _context_length(entry: ModelEntry, footprint: Footprint, limit_bytes: int) -> int | None:
-    """The model's own limit, or what memory holds.
+    """Return the number of tokens that the model and the memory allow; None if neither has a limit.
 
     Raises:
-        OutOfMemoryError: memory holds the weights and next to nothing besides.
+        OutOfMemoryError: memory is enough for the weights, and not for ``MIN_CONTEXT_TOKENS``.
     """
-    held = footprint.longest_request(limit_bytes, chunk=memory.LARGEST_CHUNK_TOKENS)
-    if held < min(LEAST_CONTEXT_TOKENS, entry.context_length or LEAST_CONTEXT_TOKENS):
+    fitting = footprint.longest_request(limit_bytes, chunk=memory.MAX_CHUNK_TOKENS)
+    if fitting < min(MIN_CONTEXT_TOKENS, entry.context_length or MIN_CONTEXT_TOKENS):
         raise OutOfMemoryError(
-            f"{entry.id} takes {footprint.weights_bytes / 1e9:.2f} GB, {limit_bytes / 1e9:.2f} GB are allowed: what is "
-            f"left holds {held} tokens; choose a smaller or more quantized model, or raise memory_limit_bytes"
+            f"{entry.id} uses {footprint.weights_bytes / 1e9:.2f} GB, and {limit_bytes / 1e9:.2f} GB are allowed, "
+            f"which is enough for {fitting} tokens; choose a smaller or more quantized model, or raise "
+            "memory_limit_bytes"
         )
     if entry.context_length is None:
-        return held if held < UNBOUNDED_TOKENS else None
-    return min(held, entry.context_length)
+        return fitting if fitting < UNBOUNDED_TOKENS else None
+    return min(fitting, entry.context_length)
 
 
 def check_fits(entry: ModelEntry, *, limit_bytes: int) -> None:
-    """Refuse before allocating: on Metal, running out of memory usually ends the process.
+    """Check the size of the weights before loading; on Metal, running out of memory usually ends the process.
 
     Raises:
-        OutOfMemoryError: the weights alone exceed what may be used.
+        OutOfMemoryError: the weights alone exceed the limit.
     """
     if entry.size_bytes > limit_bytes:
         raise OutOfMemoryError(
-            f"{entry.id} needs {entry.size_bytes / 1e9:.2f} GB for weights, {limit_bytes / 1e9:.2f} GB are allowed: "
-            "choose a smaller or more quantized model, or raise memory_limit_bytes"
+            f"{entry.id} needs {entry.size_bytes / 1e9:.2f} GB for weights, and {limit_bytes / 1e9:.2f} GB are "
+            "allowed; choose a smaller or more quantized model, or raise memory_limit_bytes"
         )

@@ -1,71 +1,82 @@
-"""How many prompt tokens one engine step may compute. Pure: it is told what the steps took.
+"""Decide how many prompt tokens one engine step computes. Pure: the caller passes the durations of steps.
 
-Prompts are computed in chunks between the decode steps of running streams. A chunk half as long again as a decode step
-keeps the gaps between tokens below three times what they are alone, and lets those who wait begin soon; with nobody
-decoding, a step is only as long as a cancel may have to wait.
+Prompts are computed in chunks between the decode steps of running answers. If a chunk takes 1.5 times as long as a
+decode step, the time between two tokens is less than three times that without prompts, and queued requests start soon.
+While no answer is decoded, the length of a step is limited only by how long a cancellation may wait.
 """
 
 from __future__ import annotations
 
-ALONE_S = 0.4
-"""Length of a step while nobody decodes: every cancel, deadline and arrival waits for its end."""
-SHARE = 1.5
-"""Time for prompts in a step, as a multiple of the decoding in it."""
-MOST_SHARE = 1.7
-"""The same where less would be spent mostly on what a chunk costs for itself."""
+PREFILL_STEP_S = 0.4
+"""Duration of a step while no answer is decoded. Every cancellation, deadline and new request waits for its end."""
+PREFILL_SHARE = 1.5
+"""Time for prompts in a step, as a multiple of the time for decoding."""
+MAX_PREFILL_SHARE = 1.7
+"""The same if a shorter chunk would be mostly overhead."""
 FIRST_CHUNK = 8
 GROWTH = 2
-"""A chunk is at most so many times the one before: speed is only known where it was measured."""
+"""Maximum size of a chunk as a multiple of the largest chunk so far, since longer ones have not been measured."""
 WEIGHT = 0.3
-"""Of the newest measurement in the running means."""
+"""Weight of the newest measurement in the running means."""
 OUTLIER = 4
-"""A measurement counts as so many times what was expected at most."""
+"""Maximum of a measurement as a multiple of the expected duration; longer ones are reduced to it."""
 
 
 class PrefillPace:
-    """Learns what decoding and prompts cost on this machine with this model, and sizes chunks by it.
+    """Measures the cost of decoding and of prompts on this machine with this model, and chooses the size of chunks.
 
-    Either costs something for itself (the weights are read) and something for each request or token. While others
-    decode a chunk is at least so long that its tokens cost as much as it does itself, if there is time for that:
-    shorter ones would waste time.
+    Each has a fixed cost (the weights are read) and a cost per request or token. While answers are decoded, a chunk is
+    so long that its tokens cost at least as much as its fixed cost, if there is time for that.
     """
 
     def __init__(self, *, minimum: int, maximum: int) -> None:
         self._minimum = minimum
         self._maximum = maximum
         self._largest = max(FIRST_CHUNK, minimum)
-        self._decode = Line()
-        self._most_decoding = 0
-        """In one step that did nothing else."""
-        self._prompt = Line()
+        self._decode = LinearCost()
+        self._max_decoding = 0
+        """Highest number of answers in a step that computed no prompt."""
+        self._prompt = LinearCost()
 
     def chunk(self, *, prompts: int, decoding: int) -> int:
-        """Tokens of each of ``prompts`` prompts for the next step, at least 1, beside ``decoding`` requests."""
+        """Return how many tokens of each prompt the next step computes, at least 1.
+
+        Args:
+            prompts: Number of prompts.
+            decoding: Number of answers that are decoded in the same step.
+        """
         tokens = float(self._largest)
         if self._prompt.known:
-            fitting = self._prompt.within(ALONE_S)
+            fitting = self._prompt.within(PREFILL_STEP_S)
             if decoding and self._decode.known:
-                # Where more wait for their first token than read on, waiting weighs more than a gap.
+                # If more requests wait for their first token than are decoded, chunks may be longer.
                 decode_s = self._decode.at(decoding) * max(1.0, prompts / decoding)
-                worth = min(self._prompt.fixed / self._prompt.slope, self._prompt.within(MOST_SHARE * decode_s))
-                fitting = min(fitting, max(worth, self._prompt.within(SHARE * decode_s)))
+                efficient = min(
+                    self._prompt.fixed / self._prompt.slope, self._prompt.within(MAX_PREFILL_SHARE * decode_s)
+                )
+                fitting = min(fitting, max(efficient, self._prompt.within(PREFILL_SHARE * decode_s)))
             tokens = min(tokens, fitting)
         return max(self._minimum, 1, min(int(tokens) // max(1, prompts), self._maximum))
 
-    def takes(self, *, prompt_tokens: int, output_tokens: int, decoding: int) -> float:
-        """Seconds that so much work of one request takes, as far as is known."""
+    def estimate_s(self, *, prompt_tokens: int, output_tokens: int, decoding: int) -> float:
+        """Return the estimated time of this work of one request, in seconds."""
         return prompt_tokens * self._prompt.slope + output_tokens * self._decode.at(decoding)
 
-    def took(self, seconds: float, *, prompt_tokens: int, decoding: int) -> None:
-        """Learn from a step in which ``decoding`` requests decoded, and so many prompt tokens were computed in all."""
+    def record(self, seconds: float, *, prompt_tokens: int, decoding: int) -> None:
+        """Record the duration of a step.
+
+        Args:
+            prompt_tokens: Number of prompt tokens that it computed in all.
+            decoding: Number of answers that it decoded.
+        """
         if not prompt_tokens:
-            self._most_decoding = max(self._most_decoding, decoding)
+            self._max_decoding = max(self._max_decoding, decoding)
             self._decode.add(decoding, seconds)
             return
         if not decoding:
             self._prompt.add(prompt_tokens, seconds)
-        elif decoding <= self._most_decoding or not self._prompt.known:
-            # What of the step went into decoding is known from steps that did nothing else.
+        elif decoding <= self._max_decoding or not self._prompt.known:
+            # The time for decoding is known from steps that computed no prompt.
             decode_s = self._decode.at(decoding) if self._decode.known else seconds / 2
             self._prompt.add(prompt_tokens, max(seconds - decode_s, seconds / 10))
         else:
@@ -73,8 +84,8 @@ class PrefillPace:
         self._largest = min(self._maximum, max(self._largest, prompt_tokens * GROWTH))
 
 
-class Line:
-    """Cost as ``fixed + slope * amount``, fitted to what was measured, the newest counting most."""
+class LinearCost:
+    """Duration as ``fixed + slope * amount``, fitted to measurements, of which newer ones have more weight."""
 
     def __init__(self) -> None:
         self._amount = self._seconds = self._squares = self._products = 0.0
@@ -84,7 +95,7 @@ class Line:
 
     def add(self, amount: int, seconds: float) -> None:
         if self.known:
-            # Another program's moment on the machine shall not count as this one's pace.
+            # Another program may have used the processors for a moment.
             seconds = min(seconds, OUTLIER * self.at(amount))
         weight = WEIGHT if self.known else 1.0
         self._amount += weight * (amount - self._amount)
@@ -97,7 +108,7 @@ class Line:
         return self.fixed + self.slope * amount
 
     def within(self, seconds: float) -> float:
-        """How much can be had for so many seconds."""
+        """Return the amount that takes this long."""
         return max(0.0, (seconds - self.fixed) / self.slope)
 
     def _fit(self) -> None:
@@ -107,7 +118,7 @@ class Line:
             slope = (self._products - self._amount * self._seconds) / variance
             self.slope = min(mean, max(mean / 20, slope))
         elif self.known:
-            # The same amount again tells only what both cost together: the share of each stays.
+            # Measurements of one amount give only the sum of both costs; their ratio is left unchanged.
             self.slope *= mean / (self.slope + self.fixed / self._amount)
         else:
             self.slope = mean

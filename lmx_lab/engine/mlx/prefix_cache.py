@@ -1,8 +1,8 @@
-"""The prefix cache: key-value caches of ended requests, for later prompts that begin alike.
+"""Store key-value caches of ended requests, and reuse them for later prompts with the same prefix.
 
-The next turn of a session repeats the turns before it, and many requests share a system prompt: what was computed for
-one is taken for the other. Pure but for the ``Kept`` values, which know how to be cut. mlx-lm has such a cache too;
-this one is bounded in bytes, counts a hit as a use, and always leaves a token to compute.
+Each turn of a session repeats the turns before it, and many requests share a system prompt. mlx-lm has a prefix cache
+too; this one is limited in bytes, counts a hit as a use, and always leaves one token to compute. Pure, except for the
+stored ``CachedState`` values.
 """
 
 from __future__ import annotations
@@ -15,98 +15,98 @@ import numpy as np
 from numpy.typing import NDArray
 
 MIN_TOKENS = 8
-"""Shorter beginnings are not worth a copy."""
+"""Shorter prefixes are not stored, since the copy would cost more than it saves."""
 MAX_ENTRIES = 256
 Tokens = NDArray[np.int32]
 
 
-class Kept(Protocol):
+class CachedState(Protocol):
     """The key-value cache of a number of tokens."""
 
     @property
     def nbytes(self) -> int: ...
 
     @property
-    def can_be_cut(self) -> bool: ...
+    def can_be_trimmed(self) -> bool: ...
 
-    def cut(self, tokens: int) -> Self:
-        """Without the last ``tokens`` tokens, if it can be cut; the value itself stays as it is."""
+    def trimmed(self, tokens: int) -> Self:
+        """Return a copy without the last ``tokens`` tokens. Called only if it can be trimmed."""
 
 
-K = TypeVar("K", bound=Kept)
+State = TypeVar("State", bound=CachedState)
 
 
 @dataclass(frozen=True)
-class Hit(Generic[K]):
+class CacheHit(Generic[State]):
     tokens: int
-    """How many tokens of the prompt need not be computed; always fewer than it has."""
-    kept: K
+    """Number of prompt tokens that need not be computed; always less than the length of the prompt."""
+    state: State
 
 
-class PrefixCache(Generic[K]):
-    """At most ``limit_bytes`` of ``Kept`` values; the one used longest ago goes first."""
+class PrefixCache(Generic[State]):
+    """Stores states of at most ``limit_bytes``. The least recently used one is dropped first."""
 
     def __init__(self, limit_bytes: int) -> None:
         self.limit_bytes = limit_bytes
         self.nbytes = 0
-        self._entries: list[tuple[Tokens, K]] = []
-        """Used longest ago first."""
+        self._entries: list[tuple[Tokens, State]] = []
+        """In the order of their last use."""
 
     def __len__(self) -> int:
         return len(self._entries)
 
     def longest(self, prompt: Tokens) -> int:
-        """How many tokens of ``prompt`` ``take`` would spare."""
+        """Return how many tokens of the prompt ``find`` would save."""
         return self._best(prompt)[1]
 
-    def take(self, prompt: Tokens) -> Hit[K] | None:
-        """The longest usable beginning of ``prompt`` that is kept; it counts as used."""
+    def find(self, prompt: Tokens) -> CacheHit[State] | None:
+        """Return the state of the longest stored prefix of a prompt, and count this as a use; None if there is none."""
         at, length = self._best(prompt)
         if at is None:
             return None
-        tokens, kept = entry = self._entries.pop(at)
+        tokens, state = entry = self._entries.pop(at)
         self._entries.append(entry)
-        return Hit(length, kept.cut(len(tokens) - length) if length < len(tokens) else kept)
+        return CacheHit(length, state.trimmed(len(tokens) - length) if length < len(tokens) else state)
 
     def _best(self, prompt: Tokens) -> tuple[int | None, int]:
         best, length = None, 0
-        for at, (tokens, kept) in enumerate(self._entries):
-            # An exact hit would leave nothing to compute, and no logits to sample from.
+        for at, (tokens, state) in enumerate(self._entries):
+            # At least one token must be computed, to have logits to sample from.
             shared = min(common_prefix(tokens, prompt), len(prompt) - 1)
-            if shared > max(length, MIN_TOKENS - 1) and (shared == len(tokens) or kept.can_be_cut):
+            if shared > max(length, MIN_TOKENS - 1) and (shared == len(tokens) or state.can_be_trimmed):
                 best, length = at, shared
         return best, length
 
-    def keep(self, tokens: Sequence[int] | Tokens, kept: K) -> None:
-        """Keep the cache of these tokens, unless a longer one serves as well; drop what it makes superfluous."""
+    def store(self, tokens: Sequence[int] | Tokens, state: State) -> None:
+        """Store the state after these tokens, unless a stored one covers it. One that it covers is dropped."""
         key = np.asarray(tokens, dtype=np.int32)
-        if len(key) < MIN_TOKENS or kept.nbytes > self.limit_bytes:
+        if len(key) < MIN_TOKENS or state.nbytes > self.limit_bytes:
             return
         for at, (other, value) in enumerate(self._entries):
             shared = common_prefix(other, key)
-            if shared == len(key) and (value.can_be_cut or len(other) == len(key)):
+            if shared == len(key) and (value.can_be_trimmed or len(other) == len(key)):
                 self._entries.append(self._entries.pop(at))
                 return
-            if shared == len(other) and kept.can_be_cut:
-                # A session's cache grows with each turn; what else is a beginning of it goes with the next one.
+            if shared == len(other) and state.can_be_trimmed:
+                # The state of a session grows with each turn. Another prefix of it is dropped by a later turn.
                 self._drop(at)
                 break
-        self._entries.append((key, kept))
-        self.nbytes += kept.nbytes
+        self._entries.append((key, state))
+        self.nbytes += state.nbytes
         self.shrink(self.limit_bytes)
 
     def shrink(self, limit_bytes: int) -> None:
-        """Drop entries, those used longest ago first, until at most ``limit_bytes`` are kept."""
+        """Drop the least recently used states until at most ``limit_bytes`` are stored."""
         while self._entries and (self.nbytes > limit_bytes or len(self._entries) > MAX_ENTRIES):
             self._drop(0)
 
     def _drop(self, at: int) -> None:
-        _, kept = self._entries.pop(at)
-        self.nbytes -= kept.nbytes
+        _, state = self._entries.pop(at)
+        self.nbytes -= state.nbytes
 
 
 def common_prefix(a: Tokens, b: Tokens) -> int:
-    """How many tokens both begin with."""
+    """Return the number of tokens that both have in common at the beginning."""
     size = min(len(a), len(b))
     differ = a[:size] != b[:size]
     return int(differ.argmax()) if differ.any() else size

@@ -1,4 +1,4 @@
-"""One request on its way through the engine."""
+"""One answer that the MLX engine generates, from its acceptance to its report."""
 
 from __future__ import annotations
 
@@ -7,6 +7,7 @@ from dataclasses import dataclass, field
 
 import numpy as np
 
+from lmx_lab.engine.admission import Permit
 from lmx_lab.engine.grammar.mask import Constraint
 from lmx_lab.engine.mlx.model import LoadedModel
 from lmx_lab.engine.mlx.prefix_cache import Tokens
@@ -18,18 +19,22 @@ from lmx_lab.values.generation import FinishReason, GenerationReport, TokenLogpr
 
 
 @dataclass(kw_only=True, eq=False)
-class Generation:
-    """What was asked, where it stands, when it got there. Belongs to the engine thread once it is submitted."""
+class MlxGeneration:
+    """The request, its state, and when it reached each phase. Belongs to the engine thread once it is submitted.
+
+    Times are seconds of ``time.perf_counter``.
+    """
 
     request: GenerationRequest
     prompt: list[int]
     mailbox: Mailbox
+    permit: Permit
     model: weakref.ref[LoadedModel]
-    """Weakly: whoever still holds an ended request must not hold the weights, which may have to go."""
+    """A weak reference: an ended request that something still refers to must not keep the weights in memory."""
     arrived_at: float
     timeout_s: float
     choice: int = 0
-    """Which of the answers to one request."""
+    """Number of the answer among those to the same request."""
     shape: ChannelFormat | None = None
     constraint: Constraint | None = None
     admitted_at: float = 0.0
@@ -37,19 +42,20 @@ class Generation:
     first_token_at: float = 0.0
     cached_tokens: int = 0
     computed_tokens: int = 0
-    """Of the prompt, the cached ones not counted."""
+    """Computed tokens of the prompt, without the cached ones."""
     output_tokens: int = 0
     peak_memory_bytes: int = 0
     uid: int | None = None
-    awaits: Generation | None = None
-    """A request whose prompt begins with the same tokens, and is being computed."""
-    awaited: bool = False
-    """Another request awaits this one."""
+    """Number of the request in mlx-lm's batch."""
+    waits_for: MlxGeneration | None = None
+    """A request whose prompt begins with the same tokens and is being computed."""
+    is_waited_for: bool = False
+    """Whether another request waits for this one's prompt."""
     key: Tokens = field(init=False)
     """The prompt as the prefix cache compares it."""
     model_id: str = field(init=False)
     max_tokens: int = field(init=False)
-    """What was asked for, or what the context has room for."""
+    """Length of the answer: the requested one, or what the context has room for."""
     splitter: TextSplitter[TokenLogprob] = field(init=False)
 
     def __post_init__(self) -> None:
@@ -62,7 +68,7 @@ class Generation:
 
     @property
     def length(self) -> int:
-        """Tokens of prompt and answer when it has run to its end."""
+        """Tokens of the prompt and the complete answer."""
         return len(self.prompt) + self.max_tokens
 
     def report(self, reason: FinishReason, now: float) -> GenerationReport:

@@ -1,7 +1,7 @@
-"""From logits to tokens, for the engine thread only: what cuts, what draws, what penalizes.
+"""Sample tokens from logits, with penalties and grammars. Runs on the engine thread.
 
-mlx-lm's own samplers are compiled anew for every value of every parameter, and never forgotten: two thousand
-temperatures take minutes and 90 MB (measured). These are plain operations.
+The samplers of mlx-lm are compiled for every value of every parameter and never released: two thousand temperatures
+take minutes and 90 MB (measured). These are plain operations.
 """
 
 from __future__ import annotations
@@ -21,41 +21,47 @@ from lmx_lab.engine.grammar.mask import Constraint
 from lmx_lab.engine.requests import Sampling
 
 Sampler = Callable[[mx.array], mx.array]
-"""Log-probabilities (rows, vocabulary) to one token for each row."""
+"""Maps log-probabilities (rows, vocabulary) to one token for each row."""
 Processor = Callable[[mx.array, mx.array], mx.array]
-"""All tokens so far and logits (1, vocabulary) to changed logits."""
-KEPT_SAMPLERS = 256
-FEW = 1024
-"""So many tokens or fewer are drawn from by themselves, which is faster than from the whole vocabulary."""
-COLDEST = 1e-4
-"""Lower temperatures are greedy: a token that is a thousandth likelier is drawn twenty thousand times as often here."""
+"""Maps all tokens so far and logits (1, vocabulary) to changed logits."""
+MAX_SAMPLERS = 256
+FEW_TOKENS = 1024
+"""If a grammar allows at most this many tokens, these alone are sampled from, which is faster than the vocabulary."""
+MIN_TEMPERATURE = 1e-4
+"""Lower temperatures are greedy. At this one, a token that is 0.1 % more likely is drawn 20,000 times as often."""
 
 
 class Samplers:
-    """Interned: ``BatchGenerator`` samples all rows in one call only when they share the sampler object."""
+    """Returns one sampler object for equal parameters, because ``BatchGenerator`` samples rows in one call only if they
+    share the object.
+    """
 
     def __init__(self) -> None:
-        # MLX's random state is per thread and starts equal in every new one.
+        # MLX has a random state for each thread, which is the same in every new thread.
         mx.random.seed(int.from_bytes(os.urandom(8), "little"))
-        self._made: OrderedDict[Cut, Sampler] = OrderedDict()
+        self._samplers: OrderedDict[RandomSampler, Sampler] = OrderedDict()
 
     def get(self, sampling: Sampling, *, choice: int) -> Sampler:
-        """The sampler of the ``choice``-th answer to a request. A seeded one is new and draws from its own key."""
-        if sampling.temperature < COLDEST:
-            return _likeliest
-        cut = Cut(sampling.temperature, sampling.top_p, sampling.top_k, sampling.min_p)
+        """Return the sampler of an answer. With a seed it is a new one, which has a random state of its own.
+
+        Args:
+            choice: Index of the answer among those of its request.
+        """
+        if sampling.temperature < MIN_TEMPERATURE:
+            return _most_likely
+        random = RandomSampler(sampling.temperature, sampling.top_p, sampling.top_k, sampling.min_p)
         if sampling.seed is not None:
-            return SeededSampler(cut, sampling.seed, choice)
-        sampler = self._made.pop(cut, None) or cut.sample
-        self._made[cut] = sampler
-        if len(self._made) > KEPT_SAMPLERS:
-            self._made.popitem(last=False)
+            return SeededSampler(random, sampling.seed, choice)
+        sampler = self._samplers.pop(random, None) or random.sample
+        self._samplers[random] = sampler
+        if len(self._samplers) > MAX_SAMPLERS:
+            self._samplers.popitem(last=False)
         return sampler
 
 
 @dataclass(frozen=True)
-class Cut:
-    """Which tokens may be drawn at all, and how flat their probabilities are made."""
+class RandomSampler:
+    """Samples with a temperature from the tokens that top-p, top-k and min-p leave."""
 
     temperature: float
     top_p: float
@@ -63,17 +69,25 @@ class Cut:
     min_p: float
 
     def sample(self, logprobs: mx.array, key: mx.array | None = None) -> mx.array:
-        # Measured from the likeliest and in float32, dividing by a small temperature overflows only where no chance is.
-        likeliest = logprobs.max(axis=-1, keepdims=True)
-        chances = self.apply(logprobs.astype(mx.float32)) - likeliest
-        chances = chances * (1 / self.temperature)
-        if key is None:
-            return mx.random.categorical(chances)
-        # Gumbel's way (arXiv 1411.0030), since MLX's own draws by cumulated chances: there a rounding anywhere in the
-        # vocabulary, by what else is in the batch, moves the draw to a neighbour (a few in a hundred, with OpenBLAS).
-        return mx.argmax(chances + mx.random.gumbel(chances.shape, key=key), axis=-1)
+        """Return one token for each row.
 
-    def apply(self, logprobs: mx.array) -> mx.array:
+        Args:
+            key: Random key; without one, MLX's random state is used.
+        """
+        # Relative to the most likely token and in float32, so that dividing by a small temperature overflows only for
+        # tokens whose probability is zero anyway.
+        largest = logprobs.max(axis=-1, keepdims=True)
+        scores = self.filtered(logprobs.astype(mx.float32)) - largest
+        scores = scores * (1 / self.temperature)
+        if key is None:
+            return mx.random.categorical(scores)
+        # The Gumbel-max trick (arXiv 1411.0030). MLX samples by cumulative sums, where a rounding error anywhere in the
+        # vocabulary, which depends on the rest of the batch, selects a neighbouring token (a few in a hundred, with
+        # OpenBLAS).
+        return mx.argmax(scores + mx.random.gumbel(scores.shape, key=key), axis=-1)
+
+    def filtered(self, logprobs: mx.array) -> mx.array:
+        """Return the log-probabilities, with minus infinity for tokens that must not be sampled."""
         if self.top_p < 1:
             logprobs = _top_p(logprobs, self.top_p)
         if self.min_p > 0:
@@ -86,35 +100,37 @@ class Cut:
 
 
 class SeededSampler:
-    """Draws with a key that only this request splits, so its neighbours in the batch change nothing."""
+    """Samples with a random key of its own, so that the result does not depend on other requests of the batch."""
 
-    def __init__(self, cut: Cut, seed: int, choice: int) -> None:
-        self._cut = cut
-        # Any integer has a key, and different ones very likely different keys.
+    def __init__(self, random: RandomSampler, seed: int, choice: int) -> None:
+        self._random = random
+        # Any integer is a valid seed, and different seeds very likely have different keys.
         digest = hashlib.blake2b(f"{seed:x}:{choice}".encode(), digest_size=8).digest()
         self._key = mx.random.key(int.from_bytes(digest, "little"))
 
     def __call__(self, logprobs: mx.array) -> mx.array:
         self._key, key = mx.random.split(self._key)
-        return self._cut.sample(logprobs, key)
+        return self._random.sample(logprobs, key)
 
 
-def _likeliest(logprobs: mx.array) -> mx.array:
+def _most_likely(logprobs: mx.array) -> mx.array:
     return mx.argmax(logprobs, axis=-1)
 
 
 def _top_p(logprobs: mx.array, top_p: float) -> mx.array:
-    """The likeliest tokens that together have at least ``top_p`` (arXiv 1904.09751); ties stay."""
+    """Keep the most likely tokens whose probabilities sum to at least ``top_p`` (arXiv 1904.09751), and ties."""
     ordered = mx.sort(logprobs, axis=-1)
-    likelier = mx.cumsum(mx.exp(ordered.astype(mx.float32)), axis=-1, reverse=True, inclusive=False)
-    cut = (likelier >= top_p).sum(axis=-1, keepdims=True)
-    # The likeliest one stays, however small top_p is.
-    least = mx.take_along_axis(ordered, mx.minimum(cut, logprobs.shape[-1] - 1), axis=-1)
+    higher = mx.cumsum(mx.exp(ordered.astype(mx.float32)), axis=-1, reverse=True, inclusive=False)
+    removed = (higher >= top_p).sum(axis=-1, keepdims=True)
+    # The most likely token is always kept.
+    least = mx.take_along_axis(ordered, mx.minimum(removed, logprobs.shape[-1] - 1), axis=-1)
     return mx.where(logprobs < least, -mx.inf, logprobs)
 
 
 def processors(sampling: Sampling) -> list[Processor]:
-    """What changes this request's logits; new objects, since they count its output. Empty for most requests."""
+    """Return the functions that change the logits of a request, in new objects that count its output. Most requests
+    have none.
+    """
     made: list[Processor] = []
     if sampling.repetition_penalty != 1 or sampling.presence_penalty != 0 or sampling.frequency_penalty != 0:
         made.append(OutputPenalties(sampling))
@@ -124,7 +140,7 @@ def processors(sampling: Sampling) -> list[Processor]:
 
 
 class OutputPenalties:
-    """The three penalties over the whole output so far; the prompt is not counted."""
+    """Applies the three penalties to tokens of the output so far; tokens of the prompt are not counted."""
 
     def __init__(self, sampling: Sampling) -> None:
         self._sampling = sampling
@@ -132,16 +148,16 @@ class OutputPenalties:
 
     def __call__(self, tokens: mx.array, logits: mx.array) -> mx.array:
         if self._counts is None:
-            # Called first with the prompt, whose last token is no output.
+            # The first call is for the prompt.
             self._counts = mx.zeros((1, logits.shape[-1]), dtype=mx.float32)
             return logits
         self._counts = self._counts.at[:, tokens[-1:]].add(1.0)
-        met = self._counts > 0
+        occurred = self._counts > 0
         penalty = self._sampling.repetition_penalty
-        logits = mx.where(met, mx.where(logits > 0, logits / penalty, logits * penalty), logits)
-        taken = self._sampling.presence_penalty * met + self._sampling.frequency_penalty * self._counts
-        # In the model's own type: a wider row would widen, and so change, its neighbours in the batch.
-        return logits - taken.astype(logits.dtype)
+        logits = mx.where(occurred, mx.where(logits > 0, logits / penalty, logits * penalty), logits)
+        reduction = self._sampling.presence_penalty * occurred + self._sampling.frequency_penalty * self._counts
+        # In the type of the model: a row of a wider type would change the type, and so the values, of the whole batch.
+        return logits - reduction.astype(logits.dtype)
 
 
 def _bias(biases: dict[int, float]) -> Processor:
@@ -154,34 +170,34 @@ def _bias(biases: dict[int, float]) -> Processor:
 
 
 class ConstrainedSampler:
-    """Draws among the tokens that a constraint allows. It is one row's, and remembers what it drew.
+    """Samples for one request among the tokens that a constraint allows.
 
     Args:
-        sampler: Draws from log-probabilities, of which those of forbidden tokens are minus infinity.
-        normalize: It needs probabilities that sum to one.
+        sampler: Samples from log-probabilities, which are minus infinity for forbidden tokens.
+        normalize: Whether the sampler needs probabilities that sum to one.
     """
 
     def __init__(self, constraint: Constraint, sampler: Sampler, *, normalize: bool) -> None:
         self._constraint = constraint
         self._sampler = sampler
         self._normalize = normalize
-        self._drawn: mx.array | None = None
+        self._sampled: mx.array | None = None
 
     def __call__(self, logprobs: mx.array) -> mx.array:
-        # The forward pass begins here, and runs on while the last token is read and the mask is computed.
+        # Starts the forward pass, which runs while the last token is read and the mask is computed.
         mx.async_eval(logprobs)  # type: ignore[no-untyped-call]
-        if self._drawn is not None:
-            self._constraint.advance(cast("int", self._drawn.item()))
-        self._drawn = self._draw(logprobs)
-        return self._drawn
+        if self._sampled is not None:
+            self._constraint.advance(cast("int", self._sampled.item()))
+        self._sampled = self._sample(logprobs)
+        return self._sampled
 
-    def _draw(self, logprobs: mx.array) -> mx.array:
+    def _sample(self, logprobs: mx.array) -> mx.array:
         if (forced := self._constraint.forced) is not None:
             return mx.array([forced], dtype=mx.uint32)
         mask = self._constraint.mask(logprobs.shape[-1])
         if mask is None:
             return self._sampler(logprobs)
-        if np.count_nonzero(mask) > FEW:
+        if np.count_nonzero(mask) > FEW_TOKENS:
             return self._sampler(self._normalized(mx.where(mx.array(mask), logprobs, -mx.inf)))
         tokens = mx.array(np.flatnonzero(mask).astype(np.uint32))
         return tokens if tokens.size == 1 else tokens[self._sampler(self._normalized(logprobs[:, tokens]))]

@@ -1,9 +1,8 @@
-"""The engine thread and the way to it: commands go in on a queue, each is answered through a future."""
+"""The thread of the MLX engine. Commands reach it on a queue, and each is answered by a future."""
 
 from __future__ import annotations
 
 import asyncio
-import atexit
 import logging
 import queue
 import threading
@@ -13,51 +12,43 @@ from typing import Any, TypeVar
 
 import mlx.core as mx
 
-from lmx_lab.engine.mlx.state import EngineCore
+from lmx_lab.engine.interface import EngineHost
+from lmx_lab.engine.mlx.state import MlxCore
 from lmx_lab.errors import EngineDeadError, LabError
 from lmx_lab.settings import Settings
 from lmx_lab.values.engine import EngineSnapshot
 
 log = logging.getLogger(__name__)
 T = TypeVar("T")
-Command = tuple[Callable[[EngineCore], Any], "Future[Any]"]
+Command = tuple[Callable[[MlxCore], Any], "Future[Any]"]
 
 
 class EngineThread:
-    """Runs an ``EngineCore``: obeys commands, steps while there is work, sleeps while there is none.
+    """Runs an ``MlxCore``: performs commands, steps while there is work, and sleeps while there is none."""
 
-    Args:
-        awaited: Whether requests are on their way: a model is not idle then.
-        beside_bytes: What other engines take of the memory limit.
-    """
-
-    def __init__(
-        self, settings: Settings, *, awaited: Callable[[], bool], beside_bytes: Callable[[], int] = lambda: 0
-    ) -> None:
+    def __init__(self, settings: Settings, host: EngineHost) -> None:
         self._settings = settings
-        self._awaited = awaited
-        self._beside_bytes = beside_bytes
+        self._host = host
         self._commands: queue.SimpleQueue[Command | None] = queue.SimpleQueue()
-        # Reentrant: a stream that is collected while this thread holds it cancels itself through it.
+        # Reentrant: a stream that is garbage-collected while this thread holds the lock posts its cancellation.
         self._lock = threading.RLock()
         self._thread: threading.Thread | None = None
-        self._core: EngineCore | None = None
+        self._core: MlxCore | None = None
         self._dead: BaseException | None = None
 
     def start(self) -> None:
         """Start the engine thread, or a new one after the old one died."""
         if self._dead is not None and self._thread is not None:
-            self._thread.join()  # on its way out
+            self._thread.join()  # it is about to end
         with self._lock:
             if self.alive:
                 return
             self._dead, self._commands = None, queue.SimpleQueue()
-            born: Future[EngineCore] = Future()
-            # A daemon, since a thread that Python waits for would be waited for before atexit can stop it.
-            self._thread = threading.Thread(target=self._run, args=(born,), name="lmx-lab-engine", daemon=True)
+            started: Future[MlxCore] = Future()
+            # A daemon thread, because Python joins other threads before the manager is stopped at the exit.
+            self._thread = threading.Thread(target=self._run, args=(started,), name="lmx-lab-engine", daemon=True)
             self._thread.start()
-            atexit.register(self.stop)
-            self._core = born.result()
+            self._core = started.result()
 
     def stop(self) -> None:
         """End every request, free the memory, join the thread. Blocks until the current step is over."""
@@ -66,7 +57,6 @@ class EngineThread:
         if thread is not None and thread.is_alive():
             self._commands.put(None)
             thread.join()
-        atexit.unregister(self.stop)
 
     @property
     def alive(self) -> bool:
@@ -74,12 +64,12 @@ class EngineThread:
 
     @property
     def dead(self) -> BaseException | None:
-        """What the thread died of."""
+        """The exception that ended the thread."""
         return self._dead
 
     @property
-    def core(self) -> EngineCore | None:
-        """Of which other threads may read ``snapshot``, and which models are in memory."""
+    def core(self) -> MlxCore | None:
+        """The state; other threads may read ``snapshot``, ``failure`` and ``model_of``."""
         return self._core
 
     @property
@@ -87,16 +77,16 @@ class EngineThread:
         """The state as of the last step. Never blocks."""
         return self._core.snapshot if self._core else EngineSnapshot()
 
-    async def call(self, command: Callable[[EngineCore], T]) -> T:
+    async def call(self, command: Callable[[MlxCore], T]) -> T:
         """Perform a command on the thread and return its result.
 
         Raises:
-            EngineDeadError: the thread is gone.
+            EngineDeadError: the thread does not run.
         """
         return await asyncio.wrap_future(self.post(command))
 
-    def post(self, command: Callable[[EngineCore], T]) -> Future[T]:
-        """As ``call``, without waiting."""
+    def post(self, command: Callable[[MlxCore], T]) -> Future[T]:
+        """Do the same as ``call``, without waiting."""
         future: Future[T] = Future()
         with self._lock:
             if self._dead is not None or not self.alive:
@@ -105,20 +95,20 @@ class EngineThread:
                 self._commands.put((command, future))
         return future
 
-    def _run(self, born: Future[EngineCore]) -> None:
+    def _run(self, started: Future[MlxCore]) -> None:
         try:
-            core = EngineCore(self._settings, beside_bytes=self._beside_bytes)
+            core = MlxCore(self._settings, self._host)
         except BaseException as exc:
-            born.set_exception(exc)
+            started.set_exception(exc)
             return
-        born.set_result(core)
+        started.set_result(core)
         error: LabError = EngineDeadError("the engine was stopped")
         try:
-            while self._obey(core):
+            while self._perform_commands(core):
                 core.step()
         except BaseException as exc:
             log.exception("the engine thread died")
-            # Its frames hold the batch, and with it the weights.
+            # Its frames refer to the batch, and so to the weights.
             self._dead = exc.with_traceback(None)
             error = EngineDeadError(f"the engine thread died: {exc!r}; load a model to start it again")
         finally:
@@ -126,19 +116,19 @@ class EngineThread:
                 core.close(error)
             finally:
                 self._refuse_rest(error)
-                # Without these two the process aborts at exit (rc 134).
+                # Without these two calls the process aborts at exit (status 134).
                 mx.synchronize()
                 mx.clear_streams()
+            if self._dead is not None:
+                self._host.lost_model()
 
-    def _obey(self, core: EngineCore) -> bool:
-        """Perform the commands that wait; sleeps only while there is nothing to do. False to stop."""
+    def _perform_commands(self, core: MlxCore) -> bool:
+        """Perform the commands that wait; sleep only while there is nothing to compute. Returns False to stop."""
         block = core.idle
         while True:
             try:
-                command = self._commands.get(block=block, timeout=core.idle_left_s if block else None)
+                command = self._commands.get(block=block)
             except queue.Empty:
-                if not self._awaited():
-                    core.unload_if_idle()
                 return True
             if command is None:
                 return False
@@ -149,12 +139,12 @@ class EngineThread:
         with self._lock:
             while not self._commands.empty():
                 command = self._commands.get_nowait()
-                # Whoever has left meanwhile has cancelled theirs.
+                # A caller that no longer waits has cancelled its future.
                 if command is not None and command[1].set_running_or_notify_cancel():
                     command[1].set_exception(error)
 
 
-def _perform(core: EngineCore, command: Callable[[EngineCore], Any], future: Future[Any]) -> None:
+def _perform(core: MlxCore, command: Callable[[MlxCore], Any], future: Future[Any]) -> None:
     if not future.set_running_or_notify_cancel():
         return
     try:

@@ -1,6 +1,7 @@
-"""In which type weights are kept in memory: the policy, and the expansion of quantized ones. Engine thread only.
+"""Choose the type of weights in memory, and expand quantized weights. Runs on the engine thread.
 
-On a CPU, MLX multiplies quantized weights on one naive thread and emulates float16; float32 goes to the BLAS.
+On a CPU, MLX multiplies quantized weights with simple code on one thread and emulates float16; float32 uses the BLAS
+library.
 """
 
 from __future__ import annotations
@@ -16,23 +17,27 @@ from lmx_lab.engine import machine_memory
 
 log = logging.getLogger(__name__)
 EXPANDED_SHARE = 0.6
-"""Of the memory limit, and of what others leave free: so much may expanded weights take; the rest is for caches and
-what is computed."""
+"""Share of the memory limit, and of the free memory, that expanded weights may use. The rest is for caches and
+activations."""
 DTYPES = {"float32": mx.float32, "float16": mx.float16, "bfloat16": mx.bfloat16}
 
 
 def fit_weights(model: Any, dtype: str, *, limit_bytes: int) -> None:
-    """Bring a model, its weights not yet read from disk, to the type that ``Settings.dtype`` asks for, and read them.
+    """Convert the weights of a model, which are not read from disk yet, and read them.
 
-    What ``auto`` would expand but does not fit stays quantized, with float32 scales on a CPU, hence activations.
+    Weights that ``auto`` would expand stay quantized if they do not fit; on a CPU their scales, and so the activations,
+    are float32 then.
+
+    Args:
+        dtype: See ``Settings.dtype``.
     """
     wanted = DTYPES.get(dtype, mx.float32 if mx.default_device() == mx.cpu else None)
     if wanted is not None:
-        # Scales first, so that expanding loses nothing of what the wider type holds.
+        # Scales are converted first, so that the expanded weights have the precision of the wider type.
         model.set_dtype(wanted)
         if dtype in DTYPES or (dtype == "auto" and _fits(model, wanted, limit_bytes)):
             dequantize_model(model)
-    # One by one, so that beside the expanded weights only one is there in its old form too.
+    # One by one, so that only one weight at a time is in memory in both forms.
     parameters: Any = tree_flatten(model.parameters())
     for _, value in parameters:
         mx.eval(value)
@@ -41,19 +46,23 @@ def fit_weights(model: Any, dtype: str, *, limit_bytes: int) -> None:
 def _fits(model: Any, dtype: mx.Dtype, limit_bytes: int) -> bool:
     needed, room = expanded_bytes(model, dtype), round(min(limit_bytes, machine_memory.free_bytes()) * EXPANDED_SHARE)
     if needed > room:
-        log.info("weights stay quantized: expanded they take %.2f GB, there is room for %.2f", needed / 1e9, room / 1e9)
+        log.info(
+            "weights stay quantized: expanded they would use %.2f GB, and %.2f GB are free for them",
+            needed / 1e9,
+            room / 1e9,
+        )
     return needed <= room
 
 
 def expanded_bytes(model: Any, dtype: mx.Dtype) -> int:
-    """What the weights take when none of them is quantized."""
-    return sum(_weights(module) for _, module in model.named_modules()) * dtype.size
+    """Return the size of the weights if none of them is quantized."""
+    return sum(_weight_count(module) for _, module in model.named_modules()) * dtype.size
 
 
-def _weights(module: Any) -> int:
+def _weight_count(module: Any) -> int:
     arrays = {name: value for name, value in module.items() if isinstance(value, mx.array)}
     if "scales" not in arrays:
         return sum(value.size for value in arrays.values())
-    # Packed into words of 32 bits.
+    # Quantized weights are packed into words of 32 bits.
     bias = arrays["bias"].size if "bias" in arrays else 0
     return int(arrays["weight"].size * 32 // module.bits + bias)

@@ -20,7 +20,7 @@ from lmx_lab.client.blocking.lab import LabClient
 from lmx_lab.client.lab import Over
 from lmx_lab.notebook import Lab
 from lmx_lab.notebook.arguments import chat_request
-from lmx_lab.values.models import LoadReport, ModelEntry
+from lmx_lab.values.models import LoadReport, LoadSpec, ModelEntry
 from lmx_lab.wire.admin import ModelEvent, NotReady, Sample
 from lmx_lab.wire.chat import ChatChunk, ChatRequest
 from lmx_lab.wire.embeddings import EmbeddingsBody
@@ -169,15 +169,15 @@ def loading(tiny_home: Path) -> Iterator[tuple[Lab, list[ModelEvent]]]:
     """A server that loads a model only after its first step was reported."""
     seen: list[ModelEvent] = []
     with serving(tiny_home, None) as lab, pytest.MonkeyPatch.context() as patched:
-        load = lab.server.services.loader.load
+        load = lab.engine.load
 
-        async def slowly(model: str, *, local: bool) -> LoadReport:
-            lab.server.services.feed.publish(ModelEvent(model=model, stage="verify", done_bytes=1, total_bytes=2))
+        async def slowly(spec: LoadSpec, *, local: bool) -> LoadReport:
+            lab.server.services.feed.publish(ModelEvent(model=spec.model, stage="verify", done_bytes=1, total_bytes=2))
             while not seen:  # noqa: ASYNC110
                 await asyncio.sleep(0.001)
-            return await load(model, local=local)
+            return await load(spec, local=local)
 
-        patched.setattr(lab.server.services.loader, "load", slowly)
+        patched.setattr(lab.engine, "load", slowly)
         yield lab, seen
 
 

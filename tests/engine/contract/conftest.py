@@ -1,6 +1,6 @@
 """The same models in both formats, and the echo engine's entries of the same names and sizes.
 
-What a test here says holds for every engine.
+Each test here describes all engines.
 """
 
 from __future__ import annotations
@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 
-from lmx_lab.engine import Engine
+from lmx_lab.engine import ModelManager
 from lmx_lab.settings import Settings
 from lmx_lab.values.models import ECHO, Format, Kind, ModelEntry
 from lmx_lab.weights import Catalog
@@ -26,12 +26,12 @@ Entries = Mapping[Format, ModelEntry]
 
 
 def entry_of(path: Path, id_: str) -> ModelEntry:
-    """The model at this path, by a name that both formats have in common."""
+    """The model at this path, with an id that both formats share."""
     return replace(Catalog(Settings()).resolve(str(path)), id=id_)
 
 
 def echo_entry(id_: str, *, context: int = 512, kind: Kind = "chat") -> ModelEntry:
-    """An entry of the echo engine by the name of a model."""
+    """An entry of the echo engine with the id of a model."""
     return replace(ECHO, id=id_, path=Path("echo") / id_, context_length=context, kind=kind, more_kinds=())
 
 
@@ -43,7 +43,7 @@ def chats(tiny: ModelEntry, tiny_gguf: Path) -> Entries:
 
 @pytest.fixture(scope="session")
 def longs(tmp_path_factory: pytest.TempPathFactory, smollm2: ModelEntry, tiny_gguf: Path) -> Entries:
-    """The same with a context of 8,192: it is busy for as long as a test needs."""
+    """The same with a context of 8,192, so that a request runs for as long as a test needs."""
     folder = tmp_path_factory.mktemp("long")
     write_tiny_llama(folder / "mlx", smollm2.path, seed=0, context=CONTEXT)
     files: dict[Format, Path] = {"mlx": folder / "mlx", "gguf": with_context(tiny_gguf, CONTEXT, folder)}
@@ -78,36 +78,36 @@ def made_for(request: pytest.FixtureRequest) -> Format:
 
 
 @pytest.fixture(scope="module")
-async def _with_tiny(chats: Entries, made_for: Format) -> AsyncIterator[Engine]:
-    async with Engine(SETTINGS) as engine:
-        await engine.load(chats[made_for])
-        yield engine
+async def _with_tiny(chats: Entries, made_for: Format) -> AsyncIterator[ModelManager]:
+    async with ModelManager(SETTINGS) as manager:
+        await manager.load_entry(chats[made_for])
+        yield manager
 
 
 @pytest.fixture
-async def engine(_with_tiny: Engine) -> AsyncIterator[Engine]:
-    """With ``tiny``, shared by the tests of a module: none may change what is loaded."""
+async def manager(_with_tiny: ModelManager) -> AsyncIterator[ModelManager]:
+    """With ``tiny``; shared by the tests of a module, which must not load or unload models."""
     yield _with_tiny
     await until_idle(_with_tiny)
 
 
 @pytest.fixture(scope="module")
-async def _with_long(longs: Entries, made_for: Format) -> AsyncIterator[Engine]:
-    async with Engine(FEW) as engine:
-        await engine.load(longs[made_for])
-        yield engine
+async def _with_long(longs: Entries, made_for: Format) -> AsyncIterator[ModelManager]:
+    async with ModelManager(FEW) as manager:
+        await manager.load_entry(longs[made_for])
+        yield manager
 
 
 @pytest.fixture
-async def busy(_with_long: Engine) -> AsyncIterator[Engine]:
-    """Of two slots, with a model whose answers can be long; shared as ``engine`` is."""
+async def busy(_with_long: ModelManager) -> AsyncIterator[ModelManager]:
+    """Two slots, and a model whose answers can be long; shared like ``manager``."""
     yield _with_long
     await until_idle(_with_long)
 
 
 @pytest.fixture
-async def own(longs: Entries, made_for: Format) -> AsyncIterator[Engine]:
-    """The same for one test, which may do with it what it likes."""
-    async with Engine(FEW) as engine:
-        await engine.load(longs[made_for])
-        yield engine
+async def own(longs: Entries, made_for: Format) -> AsyncIterator[ModelManager]:
+    """The same for one test, which may load and unload models."""
+    async with ModelManager(FEW) as manager:
+        await manager.load_entry(longs[made_for])
+        yield manager

@@ -1,4 +1,4 @@
-"""The same weights in both formats are the same model: prompts, greedy texts and log-probabilities agree."""
+"""For the same weights in both formats, prompts, greedy texts and log-probabilities agree."""
 
 from __future__ import annotations
 
@@ -7,20 +7,20 @@ from typing import Any
 
 import pytest
 
-from lmx_lab.engine import ChatPrompt, Engine, TextPrompt
+from lmx_lab.engine import ChatPrompt, ModelManager, TextPrompt
 from tests.engine.conftest import PROMPT, finish_with_logprobs, request
 from tests.engine.contract.conftest import SETTINGS, Entries
 from tests.engine.contract.test_forms import CONVERSATION, TOOLS
 
 pytestmark = pytest.mark.anyio
-Both = tuple[Engine, Engine]
+Both = tuple[ModelManager, ModelManager]
 
 
 @pytest.fixture(scope="module")
 async def both(chats: Entries) -> AsyncIterator[Both]:
-    async with Engine(SETTINGS) as mlx, Engine(SETTINGS) as gguf:
-        await mlx.load(chats["mlx"])
-        await gguf.load(chats["gguf"])
+    async with ModelManager(SETTINGS) as mlx, ModelManager(SETTINGS) as gguf:
+        await mlx.load_entry(chats["mlx"])
+        await gguf.load_entry(chats["gguf"])
         yield mlx, gguf
 
 
@@ -36,17 +36,17 @@ async def both(chats: Entries) -> AsyncIterator[Both]:
         ChatPrompt(messages=CONVERSATION),
     ],
 )
-async def test_both_read_a_prompt_as_the_same_tokens(both: Both, prompt: Any) -> None:
+async def test_both_formats_make_the_same_tokens_of_a_prompt(both: Both, prompt: Any) -> None:
     found = []
-    for engine in both:
-        async with await engine.submit(request(prompt=prompt, max_tokens=0)) as stream:
+    for manager in both:
+        async with await manager.submit(request(prompt=prompt, max_tokens=0)) as stream:
             found.append(stream.prompt)
     assert found[0] == found[1]
 
 
-async def test_both_say_the_same_and_hold_it_equally_likely(both: Both) -> None:
+async def test_both_formats_generate_the_same_text_with_the_same_probabilities(both: Both) -> None:
     wanted = request(max_tokens=20, top_logprobs=5, ignore_eos=True)
-    (text, ours), (other, theirs) = [await finish_with_logprobs(await engine.submit(wanted)) for engine in both]
+    (text, ours), (other, theirs) = [await finish_with_logprobs(await manager.submit(wanted)) for manager in both]
     assert text == other
     for one, two in zip(ours, theirs, strict=True):
         assert (one.token, one.text, one.bytes) == (two.token, two.text, two.bytes)
@@ -54,6 +54,6 @@ async def test_both_say_the_same_and_hold_it_equally_likely(both: Both) -> None:
         assert [it.logprob for it in one.top] == pytest.approx([it.logprob for it in two.top], abs=0.02)
 
 
-async def test_both_show_tokens_as_the_same_text(both: Both) -> None:
+async def test_both_formats_decode_tokens_to_the_same_text(both: Both) -> None:
     tokens = [300, 301, 2, 0, 218, 198, 10813, 242, 218]
-    assert len({await engine.decode(tokens) for engine in both}) == 1
+    assert len({await manager.decode(tokens) for manager in both}) == 1

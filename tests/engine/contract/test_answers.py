@@ -9,12 +9,12 @@ from typing import Any
 
 import pytest
 
-from lmx_lab.engine import AnswerFormat, ChatPrompt, Engine, Sampling, TextPrompt, TokenPrompt
+from lmx_lab.engine import AnswerFormat, ChatPrompt, ModelManager, Sampling, TextPrompt, TokenPrompt
 from lmx_lab.engine.echo.vocabulary import EchoVocabulary
-from lmx_lab.errors import ContextLengthError, InvalidRequestError, OtherModelLoadedError
+from lmx_lab.errors import ContextLengthError, InvalidRequestError, ModelNotFoundError
 from lmx_lab.values.generation import TokenLogprob
 from lmx_lab.values.models import Format
-from tests.engine.conftest import PROMPT, finish, finish_with_logprobs, numbers, request, run
+from tests.engine.conftest import PROMPT, engine_of, finish, finish_with_logprobs, numbers, request, run
 
 pytestmark = pytest.mark.anyio
 WORDS = AnswerFormat(kind="regex", text="über 😀東京é!")
@@ -29,43 +29,43 @@ def chat(*contents: str) -> ChatPrompt:
 # Texts
 
 
-async def test_what_is_streamed_is_the_whole_and_every_token_is_counted(engine: Engine) -> None:
-    stream = await engine.submit(request(max_tokens=40, ignore_eos=True))
+async def test_all_tokens_are_streamed_and_counted(manager: ModelManager) -> None:
+    stream = await manager.submit(request(max_tokens=40, ignore_eos=True))
     deltas = [delta async for delta in stream]
     assert stream.report is not None
     assert sum(delta.tokens for delta in deltas) == stream.report.output_tokens == 40
-    again, _ = await run(engine, max_tokens=40, ignore_eos=True)
+    again, _ = await run(manager, max_tokens=40, ignore_eos=True)
     assert "".join(delta.text for delta in deltas) == again
     assert stream.report.finish_reason == "length"
     assert (stream.report.model, stream.report.prompt_tokens) == ("tiny", 3)
 
 
 @pytest.mark.parametrize("prompt", [TextPrompt(text="Once upon a time"), chat("Who is there?"), PROMPT])
-async def test_temperature_0_says_the_same_again(engine: Engine, prompt: Any) -> None:
-    texts = {(await run(engine, prompt=prompt, max_tokens=20))[0] for _ in range(3)}
+async def test_temperature_0_is_deterministic(manager: ModelManager, prompt: Any) -> None:
+    texts = {(await run(manager, prompt=prompt, max_tokens=20))[0] for _ in range(3)}
     assert len(texts) == 1
     assert texts != {""}
 
 
 @pytest.mark.parametrize("max_tokens", [0, 1])
-async def test_as_few_tokens_as_are_asked_for(engine: Engine, max_tokens: int) -> None:
-    text, report = await run(engine, max_tokens=max_tokens)
+async def test_max_tokens_may_be_small(manager: ModelManager, max_tokens: int) -> None:
+    text, report = await run(manager, max_tokens=max_tokens)
     assert (bool(text), report.output_tokens, report.finish_reason) == (bool(max_tokens), max_tokens, "length")
 
 
-async def test_the_end_of_a_text_is_its_end(engine: Engine) -> None:
+async def test_an_answer_ends_where_the_model_ends_its_text(manager: ModelManager) -> None:
     ends = Sampling(temperature=0, logit_bias=((2, 1000.0),))
-    text, report = await run(engine, sampling=ends, max_tokens=50)
+    text, report = await run(manager, sampling=ends, max_tokens=50)
     assert (text, report.output_tokens, report.finish_reason) == ("", 1, "stop")
-    _, report = await run(engine, sampling=ends, max_tokens=50, ignore_eos=True)
+    _, report = await run(manager, sampling=ends, max_tokens=50, ignore_eos=True)
     assert (report.output_tokens, report.finish_reason) == (50, "length")
 
 
-async def test_a_stop_string_ends_the_text_before_it_also_across_tokens(engine: Engine) -> None:
-    whole, _ = await run(engine, max_tokens=20)
+async def test_a_stop_string_may_span_tokens(manager: ModelManager) -> None:
+    whole, _ = await run(manager, max_tokens=20)
     for start in range(2, len(whole) - 8, 5):
         stop = whole[start : start + 8]
-        text, report = await run(engine, max_tokens=20, stop=("never", stop))
+        text, report = await run(manager, max_tokens=20, stop=("never", stop))
         assert text == whole[: whole.index(stop)]
         assert report.finish_reason == "stop"
         assert report.output_tokens < 20
@@ -74,28 +74,28 @@ async def test_a_stop_string_ends_the_text_before_it_also_across_tokens(engine: 
 @pytest.mark.parametrize(
     ("stop", "left"), [("😀", "über "), ("東京", "über 😀"), ("東", "über 😀"), ("京é!", "über 😀東")]
 )
-async def test_a_stop_string_may_be_of_characters_of_several_tokens(engine: Engine, stop: str, left: str) -> None:
-    text, report = await run(engine, answer_format=WORDS, stop=(stop,), max_tokens=40)
+async def test_a_stop_string_may_have_characters_of_several_tokens(manager: ModelManager, stop: str, left: str) -> None:
+    text, report = await run(manager, answer_format=WORDS, stop=(stop,), max_tokens=40)
     assert (text, report.finish_reason) == (left, "stop")
 
 
-async def test_characters_of_several_tokens_come_whole(engine: Engine) -> None:
-    stream = await engine.submit(request(answer_format=WORDS, max_tokens=40))
+async def test_characters_of_several_tokens_are_delivered_whole(manager: ModelManager) -> None:
+    stream = await manager.submit(request(answer_format=WORDS, max_tokens=40))
     deltas = [delta async for delta in stream]
     assert "".join(delta.text for delta in deltas) == "über 😀東京é!"
     assert not any("\ufffd" in delta.text for delta in deltas)
 
 
-async def test_an_answer_may_fill_the_context_and_no_more(engine: Engine) -> None:
-    _, report = await run(engine, prompt=numbers(500), max_tokens=10**9, ignore_eos=True)
+async def test_an_answer_ends_when_the_context_is_full(manager: ModelManager) -> None:
+    _, report = await run(manager, prompt=numbers(500), max_tokens=10**9, ignore_eos=True)
     assert (report.prompt_tokens, report.output_tokens, report.finish_reason) == (500, 12, "length")
 
 
-async def test_many_requests_at_once_get_their_own_answers(engine: Engine) -> None:
+async def test_simultaneous_requests_get_their_own_answers(manager: ModelManager) -> None:
     prompts = [numbers(5, start=1000 * at) for at in range(1, 9)]
-    streams = await asyncio.gather(*(engine.submit(request(prompt=prompt, max_tokens=5)) for prompt in prompts))
+    streams = await asyncio.gather(*(manager.submit(request(prompt=prompt, max_tokens=5)) for prompt in prompts))
     together = [(await finish(stream))[0] for stream in streams]
-    assert together == [(await run(engine, prompt=prompt, max_tokens=5))[0] for prompt in prompts]
+    assert together == [(await run(manager, prompt=prompt, max_tokens=5))[0] for prompt in prompts]
     assert len(set(together)) == 8
 
 
@@ -103,58 +103,62 @@ async def test_many_requests_at_once_get_their_own_answers(engine: Engine) -> No
 
 
 @pytest.mark.parametrize("prompt", [TextPrompt(text=""), TokenPrompt(tokens=()), ChatPrompt(messages=())])
-async def test_an_empty_prompt_is_refused(engine: Engine, prompt: Any) -> None:
+async def test_an_empty_prompt_is_refused(manager: ModelManager, prompt: Any) -> None:
     with pytest.raises(InvalidRequestError) as refused:
-        await engine.submit(request(prompt=prompt))
+        await manager.submit(request(prompt=prompt))
     assert refused.value.param == ("messages" if isinstance(prompt, ChatPrompt) else "prompt")
 
 
 @pytest.mark.parametrize(
     ("prompt", "place"), [(TextPrompt(text="a\ud800"), "prompt"), (chat("\udc00"), "messages.0.content")]
 )
-async def test_half_a_character_is_refused(engine: Engine, prompt: Any, place: str) -> None:
+async def test_an_unpaired_surrogate_is_refused(manager: ModelManager, prompt: Any, place: str) -> None:
     with pytest.raises(InvalidRequestError, match="lone surrogate") as refused:
-        await engine.submit(request(prompt=prompt))
+        await manager.submit(request(prompt=prompt))
     assert refused.value.param == place
 
 
 @pytest.mark.parametrize("token", [-1, 49152, 2**40])
-async def test_tokens_that_the_model_does_not_have_are_refused(engine: Engine, token: int, made_for: Format) -> None:
+async def test_tokens_outside_the_vocabulary_are_refused(manager: ModelManager, token: int, made_for: Format) -> None:
     last = EchoVocabulary().size - 1 if made_for == "echo" else 49151
     with pytest.raises(InvalidRequestError, match=rf"prompt has the token id {token}; tiny knows 0 to {last}"):
-        await engine.submit(request(prompt=TokenPrompt(tokens=(5, token))))
+        await manager.submit(request(prompt=TokenPrompt(tokens=(5, token))))
     with pytest.raises(InvalidRequestError, match=rf"logit_bias has the token id {token}; tiny knows 0 to {last}"):
-        await engine.submit(request(sampling=Sampling(logit_bias=((token, 1.0),))))
+        await manager.submit(request(sampling=Sampling(logit_bias=((token, 1.0),))))
 
 
-async def test_a_prompt_that_fills_the_context_is_refused_with_both_numbers(engine: Engine) -> None:
-    with pytest.raises(ContextLengthError, match=r"the prompt has 512 tokens and tiny holds 512 in all") as refused:
-        await engine.submit(request(prompt=numbers(512)))
+async def test_a_prompt_that_fills_the_context_is_refused_with_both_numbers(manager: ModelManager) -> None:
+    with pytest.raises(
+        ContextLengthError, match=r"the prompt has 512 tokens, and tiny takes 512, including the answer"
+    ) as refused:
+        await manager.submit(request(prompt=numbers(512)))
     assert refused.value.param == "prompt"
     # It has room for no token, and none is asked for.
-    assert (await run(engine, prompt=numbers(512), max_tokens=0))[1].prompt_tokens == 512
+    assert (await run(manager, prompt=numbers(512), max_tokens=0))[1].prompt_tokens == 512
 
 
-async def test_a_prompt_far_too_long_is_refused_without_reading_all_of_it(engine: Engine, made_for: Format) -> None:
+async def test_only_the_beginning_of_a_prompt_that_is_far_too_long_is_tokenized(
+    manager: ModelManager, made_for: Format
+) -> None:
     huge = "word " * 1_000_000
     for prompt in (TextPrompt(text=huge), chat(huge)):
-        with pytest.raises(ContextLengthError, match=r"more than \d{3,4} tokens and tiny holds 512"):
-            await engine.submit(request(prompt=prompt))
+        with pytest.raises(ContextLengthError, match=r"more than \d{3,4} tokens, and tiny takes 512"):
+            await manager.submit(request(prompt=prompt))
     # Long, but few tokens: spaces are many to a token, but for the echo engine's.
-    assert made_for == "echo" or (await run(engine, prompt=TextPrompt(text=" " * 8000)))[1].prompt_tokens < 512
+    assert made_for == "echo" or (await run(manager, prompt=TextPrompt(text=" " * 8000)))[1].prompt_tokens < 512
 
 
 @pytest.mark.parametrize("message", [{"content": "no role"}, {"role": "user"}])
-async def test_messages_that_cannot_be_written_are_the_callers_mistake(engine: Engine, message: Any) -> None:
+async def test_messages_that_the_template_refuses_are_an_invalid_request(manager: ModelManager, message: Any) -> None:
     with pytest.raises(InvalidRequestError) as refused:
-        await engine.submit(request(prompt=ChatPrompt(messages=(message,))))
+        await manager.submit(request(prompt=ChatPrompt(messages=(message,))))
     assert refused.value.param == "messages"
 
 
-async def test_a_request_for_another_model_names_both(engine: Engine) -> None:
-    with pytest.raises(OtherModelLoadedError, match=r"other is not loaded, tiny is; load one first"):
-        await engine.submit(request(model="other"))
-    assert (await run(engine, model="tiny"))[1].model == "tiny"
+async def test_the_refusal_of_an_unknown_model_names_it_and_the_loaded_one(manager: ModelManager) -> None:
+    with pytest.raises(ModelNotFoundError, match=r"no model here has the id 'other'.*: tiny is loaded"):
+        await manager.submit(request(model="other"))
+    assert (await run(manager, model="tiny"))[1].model == "tiny"
 
 
 # Sampling
@@ -163,83 +167,83 @@ DRAWN: dict[str, Any] = {"temperature": 5.0, "seed": 11}
 """So hot that no cut leaves the text as it is."""
 
 
-async def drawn(engine: Engine, max_tokens: int = 12, **changes: Any) -> str:
-    text, report = await run(engine, sampling=Sampling(**changes), max_tokens=max_tokens, ignore_eos=True)
+async def drawn(manager: ModelManager, max_tokens: int = 12, **changes: Any) -> str:
+    text, report = await run(manager, sampling=Sampling(**changes), max_tokens=max_tokens, ignore_eos=True)
     assert report.output_tokens == max_tokens
     return text
 
 
 @pytest.mark.parametrize("cut", [{"top_k": 1}, {"top_p": 1e-6}, {"min_p": 1.0}])
-async def test_a_cut_to_one_token_is_greedy_however_hot_it_is(engine: Engine, cut: dict[str, Any]) -> None:
-    greedy = await drawn(engine, temperature=0)
-    assert await drawn(engine, **DRAWN) != greedy
-    assert await drawn(engine, **DRAWN, **cut) == greedy
+async def test_a_filter_that_leaves_one_token_is_greedy_at_any_temperature(
+    manager: ModelManager, cut: dict[str, Any]
+) -> None:
+    greedy = await drawn(manager, temperature=0)
+    assert await drawn(manager, **DRAWN) != greedy
+    assert await drawn(manager, **DRAWN, **cut) == greedy
 
 
 @pytest.mark.parametrize("cut", [{"top_k": 40}, {"top_p": 0.5}, {"min_p": 0.2}])
-async def test_a_cut_changes_what_is_drawn(engine: Engine, cut: dict[str, Any]) -> None:
-    assert await drawn(engine, **DRAWN, **cut) != await drawn(engine, **DRAWN)
+async def test_a_filter_changes_the_answer(manager: ModelManager, cut: dict[str, Any]) -> None:
+    assert await drawn(manager, **DRAWN, **cut) != await drawn(manager, **DRAWN)
 
 
 @pytest.mark.parametrize(
     "penalty", [{"repetition_penalty": 3.0}, {"presence_penalty": 2.0}, {"frequency_penalty": 2.0}]
 )
-async def test_a_penalty_makes_a_text_that_repeats_itself_go_on(
-    engine: Engine, penalty: dict[str, Any], made_for: Format
-) -> None:
-    plain = await drawn(engine, 24, temperature=0)
-    repeated = await engine.decode(PROMPT.tokens) if made_for == "echo" else "ancial"
+async def test_a_penalty_prevents_repetition(manager: ModelManager, penalty: dict[str, Any], made_for: Format) -> None:
+    plain = await drawn(manager, 24, temperature=0)
+    repeated = await manager.decode(PROMPT.tokens) if made_for == "echo" else "ancial"
     assert repeated * 3 in plain
-    assert repeated * 2 not in await drawn(engine, 24, temperature=0, **penalty)
+    assert repeated * 2 not in await drawn(manager, 24, temperature=0, **penalty)
 
 
-async def test_frequency_counts_what_presence_does_not(engine: Engine) -> None:
+async def test_frequency_counts_what_presence_does_not(manager: ModelManager) -> None:
     # Of two tokens that outweigh all others, presence punishes each once, frequency each time.
     pair = ((500, 100.0), (700, 101.0))
-    once = await drawn(engine, 9, temperature=0, logit_bias=pair, presence_penalty=10.0)
-    each = await drawn(engine, 9, temperature=0, logit_bias=pair, frequency_penalty=10.0)
-    first, second = await engine.decode([500]), await engine.decode([700])
+    once = await drawn(manager, 9, temperature=0, logit_bias=pair, presence_penalty=10.0)
+    each = await drawn(manager, 9, temperature=0, logit_bias=pair, frequency_penalty=10.0)
+    first, second = await manager.decode([500]), await manager.decode([700])
     assert each.count(second) >= 3
     assert each.count(first) >= 3
     assert once != each
 
 
-async def test_a_bias_outweighs_the_model_and_bans_what_it_likes_best(engine: Engine) -> None:
-    greedy = await drawn(engine, 3, temperature=0)
-    (first,) = [entry.token for entry in await logprobs(engine, max_tokens=1)]
-    assert await drawn(engine, 3, temperature=0, logit_bias=((500, 1000.0),)) == await engine.decode([500] * 3)
-    banned = await drawn(engine, 3, temperature=0, logit_bias=((first, -1000.0),))
-    assert await engine.decode([first]) not in banned
-    assert greedy.startswith(await engine.decode([first]))
+async def test_a_bias_can_force_and_forbid_tokens(manager: ModelManager) -> None:
+    greedy = await drawn(manager, 3, temperature=0)
+    (first,) = [entry.token for entry in await logprobs(manager, max_tokens=1)]
+    assert await drawn(manager, 3, temperature=0, logit_bias=((500, 1000.0),)) == await manager.decode([500] * 3)
+    banned = await drawn(manager, 3, temperature=0, logit_bias=((first, -1000.0),))
+    assert await manager.decode([first]) not in banned
+    assert greedy.startswith(await manager.decode([first]))
 
 
-async def test_a_seed_draws_the_same_again_and_another_draws_something_else(engine: Engine) -> None:
-    texts = [await drawn(engine, temperature=1.0, seed=seed) for seed in (7, 7, 8, -5, 2**70, 2**70)]
+async def test_a_seeded_answer_is_reproducible(manager: ModelManager) -> None:
+    texts = [await drawn(manager, temperature=1.0, seed=seed) for seed in (7, 7, 8, -5, 2**70, 2**70)]
     assert texts[0] == texts[1]
     assert texts[4] == texts[5]
     assert len(set(texts)) == 4
 
 
-async def test_without_a_seed_texts_differ_except_those_of_echo(engine: Engine, made_for: Format) -> None:
-    assert len({await drawn(engine, temperature=1.0) for _ in range(3)}) == (1 if made_for == "echo" else 3)
+async def test_without_a_seed_texts_differ_except_those_of_echo(manager: ModelManager, made_for: Format) -> None:
+    assert len({await drawn(manager, temperature=1.0) for _ in range(3)}) == (1 if made_for == "echo" else 3)
 
 
-async def test_several_answers_differ_and_a_seed_draws_all_of_them_again(engine: Engine) -> None:
+async def test_several_answers_of_a_seeded_request_differ_and_are_reproducible(manager: ModelManager) -> None:
     async def answers(seed: int | None) -> list[str]:
         wanted = request(sampling=Sampling(temperature=1, seed=seed), max_tokens=8, ignore_eos=True)
-        return [(await finish(stream))[0] for stream in await engine.submit_all(wanted, 3)]
+        return [(await finish(stream))[0] for stream in await manager.submit_all(wanted, 3)]
 
     first = await answers(5)
     assert len(set(first)) == 3
     assert await answers(5) == first
     assert len(set(await answers(None))) == 3
-    assert first[0] == await drawn(engine, 8, temperature=1, seed=5)
+    assert first[0] == await drawn(manager, 8, temperature=1, seed=5)
 
 
-async def test_a_seed_draws_the_same_beside_others(engine: Engine, made_for: Format) -> None:
+async def test_a_seeded_answer_does_not_depend_on_other_requests(manager: ModelManager, made_for: Format) -> None:
     wanted = [Sampling(temperature=1, seed=seed) for seed in range(8)]
-    alone = [(await run(engine, sampling=each, max_tokens=8, ignore_eos=True))[0] for each in wanted]
-    found = await asyncio.gather(*(run(engine, sampling=each, max_tokens=8, ignore_eos=True) for each in wanted))
+    alone = [(await run(manager, sampling=each, max_tokens=8, ignore_eos=True))[0] for each in wanted]
+    found = await asyncio.gather(*(run(manager, sampling=each, max_tokens=8, ignore_eos=True) for each in wanted))
     same = [text == one for (text, _), one in zip(found, alone, strict=True)]
     # llama.cpp computes with other roundings beside others, which may tip a draw: see the table in docs/server.md.
     assert sum(same) >= 4 if made_for == "gguf" else all(same)
@@ -249,13 +253,15 @@ async def test_a_seed_draws_the_same_beside_others(engine: Engine, made_for: For
 # Log-probabilities
 
 
-async def logprobs(engine: Engine, **changes: Any) -> list[TokenLogprob]:
-    return (await finish_with_logprobs(await engine.submit(request(**{"top_logprobs": 0} | changes))))[1]
+async def logprobs(manager: ModelManager, **changes: Any) -> list[TokenLogprob]:
+    return (await finish_with_logprobs(await manager.submit(request(**{"top_logprobs": 0} | changes))))[1]
 
 
 @pytest.mark.parametrize("top", [0, 1, 5, 20])
-async def test_each_token_has_its_logprob_and_as_many_others_as_are_asked_for(engine: Engine, top: int) -> None:
-    stream = await engine.submit(request(max_tokens=10, top_logprobs=top, ignore_eos=True))
+async def test_each_token_has_its_logprob_and_the_requested_number_of_alternatives(
+    manager: ModelManager, top: int
+) -> None:
+    stream = await manager.submit(request(max_tokens=10, top_logprobs=top, ignore_eos=True))
     text, found = await finish_with_logprobs(stream)
     assert len(found) == 10
     assert b"".join(entry.bytes for entry in found).decode() == text
@@ -271,58 +277,58 @@ async def test_each_token_has_its_logprob_and_as_many_others_as_are_asked_for(en
         assert not top or entry.top[0].token == entry.token
 
 
-async def test_bytes_join_to_the_text_where_tokens_are_parts_of_characters(engine: Engine) -> None:
-    text, found = await finish_with_logprobs(await engine.submit(request(answer_format=WORDS, top_logprobs=0)))
+async def test_the_bytes_of_tokens_join_to_the_text(manager: ModelManager) -> None:
+    text, found = await finish_with_logprobs(await manager.submit(request(answer_format=WORDS, top_logprobs=0)))
     assert text
     assert b"".join(entry.bytes for entry in found).decode(errors="replace").startswith(text)
 
 
-async def test_a_stop_string_cuts_logprobs_too(engine: Engine) -> None:
+async def test_tokens_of_a_stop_string_have_no_logprobs(manager: ModelManager) -> None:
     asked: dict[str, Any] = {"prompt": numbers(6), "max_tokens": 6, "top_logprobs": 0}
-    whole = await logprobs(engine, **asked)
+    whole = await logprobs(manager, **asked)
     stop = whole[3].text
-    text, found = await finish_with_logprobs(await engine.submit(request(**asked, stop=(stop,))))
+    text, found = await finish_with_logprobs(await manager.submit(request(**asked, stop=(stop,))))
     assert text == "".join(entry.text for entry in whole[:3])
     assert [entry.token for entry in found] == [entry.token for entry in whole[:3]]
 
 
-async def test_the_token_that_ends_a_text_is_marked_and_shows_nothing(engine: Engine) -> None:
-    (entry,) = await logprobs(engine, sampling=Sampling(temperature=0, logit_bias=((2, 1000.0),)))
+async def test_the_token_that_ends_the_text_is_marked_and_has_no_text(manager: ModelManager) -> None:
+    (entry,) = await logprobs(manager, sampling=Sampling(temperature=0, logit_bias=((2, 1000.0),)))
     assert (entry.token, entry.bytes, entry.ends) == (2, b"", True)
 
 
-async def test_nothing_is_said_of_logprobs_that_nobody_asked_for(engine: Engine) -> None:
-    assert await logprobs(engine, top_logprobs=None) == []
+async def test_logprobs_are_delivered_only_on_request(manager: ModelManager) -> None:
+    assert await logprobs(manager, top_logprobs=None) == []
 
 
 # Costs
 
 
-async def test_the_second_turn_finds_the_first_in_the_cache(engine: Engine) -> None:
-    before = engine.snapshot
+async def test_the_second_turn_finds_the_first_in_the_cache(manager: ModelManager) -> None:
+    before = manager.snapshot
     question = "Where is the river? Tell me all of its story, from the source to the sea, and leave nothing out."
-    answer, first = await run(engine, prompt=chat(question), max_tokens=12)
-    _, second = await run(engine, prompt=chat(question, answer, "And then?"), max_tokens=3)
+    answer, first = await run(manager, prompt=chat(question), max_tokens=12)
+    _, second = await run(manager, prompt=chat(question, answer, "And then?"), max_tokens=3)
     assert first.cached_tokens < first.prompt_tokens
     assert first.prompt_tokens - 8 <= second.cached_tokens < second.prompt_tokens
-    now = engine.snapshot
+    now = manager.snapshot
     assert now.prompt_tokens - before.prompt_tokens == first.prompt_tokens + second.prompt_tokens
     assert now.cached_tokens - before.cached_tokens == first.cached_tokens + second.cached_tokens
     assert now.output_tokens - before.output_tokens == first.output_tokens + second.output_tokens
 
 
-async def test_progress_of_a_prompt_is_told_to_its_end(engine: Engine) -> None:
-    stream = await engine.submit(request(prompt=numbers(450), max_tokens=2))
+async def test_the_progress_of_a_prompt_is_reported_to_its_end(manager: ModelManager) -> None:
+    stream = await manager.submit(request(prompt=numbers(450), max_tokens=2))
     await finish(stream)
     assert stream.progress is not None
     assert (stream.progress.done, stream.progress.total) == (450, 450)
     assert stream.prompt == numbers(450).tokens
 
 
-async def test_times_are_positive_and_add_up(engine: Engine) -> None:
+async def test_times_are_positive_and_add_up(manager: ModelManager) -> None:
     loop = asyncio.get_running_loop()
     started = loop.time()
-    _, report = await run(engine, prompt=numbers(300, start=4000), max_tokens=30, ignore_eos=True)
+    _, report = await run(manager, prompt=numbers(300, start=4000), max_tokens=30, ignore_eos=True)
     elapsed = loop.time() - started
     assert min(report.queue_s, report.prefill_s, report.decode_s) > 0
     assert report.queue_s < report.ttft_s <= report.total_s <= elapsed
@@ -334,14 +340,16 @@ async def test_times_are_positive_and_add_up(engine: Engine) -> None:
 # What not every engine does
 
 
-async def test_scores_of_a_prompt_come_or_are_refused_as_capabilities_say(engine: Engine, made_for: Format) -> None:
+async def test_scores_of_a_prompt_are_supported_or_refused_as_the_capabilities_state(
+    manager: ModelManager, made_for: Format
+) -> None:
     asked = request(score_prompt=True, top_logprobs=1, max_tokens=0)
-    if not engine.on(made_for).capabilities.prompt_scores:
+    if not engine_of(manager, made_for).capabilities.prompt_scores:
         with pytest.raises(InvalidRequestError, match="MLX format") as refused:
-            await engine.submit(asked)
+            await manager.submit(asked)
         assert refused.value.param == "logprobs"
         return
-    stream = await engine.submit(asked)
+    stream = await manager.submit(asked)
     await finish(stream)
     assert stream.prompt_scores is not None
     assert [entry.token for entry in stream.prompt_scores.tokens] == list(PROMPT.tokens)

@@ -1,4 +1,4 @@
-"""However a request ends, it ends once, its place is free again, and the engine continues: on every engine."""
+"""However a request ends, it ends once, its slot is free again, and the engine continues: on every engine."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from typing import Any
 
 import pytest
 
-from lmx_lab.engine import AnswerFormat, Engine, TokenStream
+from lmx_lab.engine import AnswerFormat, ModelManager, TokenStream
 from lmx_lab.errors import (
     EngineDeadError,
     GenerationTimeoutError,
@@ -26,32 +26,32 @@ from tests.engine.contract.conftest import CONTEXT, FEW, Entries
 
 pytestmark = pytest.mark.anyio
 LONG: dict[str, Any] = {"max_tokens": CONTEXT, "ignore_eos": True}
-"""Seconds of work, which no test waits for."""
+"""Seconds of work, to whose end no test waits."""
 
 
-async def occupied(engine: Engine) -> list[TokenStream]:
-    """Both slots decode; leave the streams to free them."""
-    streams = [await engine.submit(request(prompt=numbers(5, start=at), **LONG)) for at in (100, 200)]
+async def occupied(manager: ModelManager) -> list[TokenStream]:
+    """Two requests that decode in both slots; close the streams to free them."""
+    streams = [await manager.submit(request(prompt=numbers(5, start=at), **LONG)) for at in (100, 200)]
     for stream in streams:
         await anext(stream)
-    assert engine.snapshot.active_requests == 2
+    assert manager.snapshot.active_requests == 2
     return streams
 
 
-async def leave(*streams: TokenStream) -> None:
+async def cancel(*streams: TokenStream) -> None:
     for stream in streams:
         await stream.aclose()
 
 
-async def answers_again(engine: Engine) -> None:
-    await until_idle(engine)
-    assert (await run(engine, ignore_eos=True))[1].output_tokens == 8
+async def answers_again(manager: ModelManager) -> None:
+    await until_idle(manager)
+    assert (await run(manager, ignore_eos=True))[1].output_tokens == 8
 
 
 # Cancelled
 
 
-async def test_a_request_may_be_left_while_it_waits(busy: Engine) -> None:
+async def test_a_request_may_be_cancelled_while_it_waits(busy: ModelManager) -> None:
     streams = await occupied(busy)
     waits = await busy.submit(request())
     assert waits.progress is None
@@ -59,12 +59,12 @@ async def test_a_request_may_be_left_while_it_waits(busy: Engine) -> None:
     while busy.snapshot.queued_requests:  # noqa: ASYNC110
         await asyncio.sleep(0.001)
     assert busy.snapshot.active_requests == 2
-    await leave(*streams)
+    await cancel(*streams)
     await answers_again(busy)
     assert waits.report is None
 
 
-async def test_a_request_may_be_left_while_its_prompt_is_computed(busy: Engine) -> None:
+async def test_a_request_may_be_cancelled_while_its_prompt_is_computed(busy: ModelManager) -> None:
     stream = await busy.submit(request(prompt=numbers(8000), max_tokens=100))
     while stream.progress is None:  # noqa: ASYNC110
         await asyncio.sleep(0.001)
@@ -73,15 +73,15 @@ async def test_a_request_may_be_left_while_its_prompt_is_computed(busy: Engine) 
     assert stream.report is None
 
 
-async def test_a_request_may_be_left_while_it_decodes(busy: Engine) -> None:
+async def test_a_request_may_be_cancelled_while_it_decodes(busy: ModelManager) -> None:
     before = busy.snapshot.output_tokens
-    await leave(*await occupied(busy))
+    await cancel(*await occupied(busy))
     await answers_again(busy)
-    # llama.cpp has computed some more by the time it hears of it.
+    # llama.cpp has computed some more tokens when the cancellation reaches it.
     assert 10 <= busy.snapshot.output_tokens - before < CONTEXT
 
 
-async def test_a_stream_that_is_dropped_is_cancelled(busy: Engine) -> None:
+async def test_a_stream_that_is_dropped_is_cancelled(busy: ModelManager) -> None:
     streams = await occupied(busy)
     waits = await busy.submit(request(**LONG))
     del streams, waits
@@ -89,19 +89,19 @@ async def test_a_stream_that_is_dropped_is_cancelled(busy: Engine) -> None:
     await answers_again(busy)
 
 
-async def test_cancelling_the_submit_leaves_nothing_behind(busy: Engine) -> None:
+async def test_cancelling_the_submit_leaves_nothing_behind(busy: ModelManager) -> None:
     for turns in range(12):
         task = asyncio.create_task(busy.submit(request(**LONG)))
         for _ in range(turns):
             await asyncio.sleep(0)
         task.cancel()
         with contextlib.suppress(asyncio.CancelledError):
-            await leave(await task)
+            await cancel(await task)
     gc.collect()
     await answers_again(busy)
 
 
-async def test_one_who_leaves_lets_the_next_one_in(busy: Engine) -> None:
+async def test_a_cancelled_request_frees_its_slot_for_the_next_one(busy: ModelManager) -> None:
     first, second = await occupied(busy)
     waits = await busy.submit(request(ignore_eos=True))
     await first.aclose()
@@ -109,12 +109,12 @@ async def test_one_who_leaves_lets_the_next_one_in(busy: Engine) -> None:
     await second.aclose()
 
 
-async def test_a_form_may_be_asked_for_while_all_places_are_taken(busy: Engine) -> None:
+async def test_a_request_with_a_grammar_may_wait_for_a_slot(busy: ModelManager) -> None:
     streams = await occupied(busy)
     form = AnswerFormat(kind="regex", text="[ab]{9}")
     asking = asyncio.create_task(busy.submit(request(answer_format=form, max_tokens=20)))
     await asyncio.sleep(0)
-    await leave(*streams)
+    await cancel(*streams)
     assert len((await finish(await asking))[0]) == 9
 
 
@@ -122,37 +122,37 @@ async def test_a_form_may_be_asked_for_while_all_places_are_taken(busy: Engine) 
 
 
 @pytest.mark.parametrize("prompt", [5, 8000])
-async def test_a_deadline_ends_what_runs(busy: Engine, prompt: int) -> None:
+async def test_a_running_request_ends_at_its_deadline(busy: ModelManager, prompt: int) -> None:
     with pytest.raises(GenerationTimeoutError, match=r"not finished after 0\.02 s"):
         await run(busy, prompt=numbers(prompt), timeout_s=0.02, **LONG)
     await answers_again(busy)
 
 
-async def test_a_deadline_ends_what_waits(busy: Engine) -> None:
+async def test_a_queued_request_ends_at_its_deadline(busy: ModelManager) -> None:
     streams = await occupied(busy)
     with pytest.raises(GenerationTimeoutError):
         await run(busy, timeout_s=0.02)
     assert busy.snapshot.active_requests == 2
-    await leave(*streams)
+    await cancel(*streams)
     await answers_again(busy)
 
 
 # In the queue
 
 
-async def test_a_full_queue_refuses_and_loses_nothing(busy: Engine) -> None:
+async def test_a_full_queue_refuses_requests_and_loses_none(busy: ModelManager) -> None:
     streams = await occupied(busy)
     waiting = [await busy.submit(request(max_tokens=20, ignore_eos=True)) for _ in range(2)]
     with pytest.raises(QueueFullError) as refused:
         await busy.submit(request())
     assert refused.value.retry_after_s is not None
     assert refused.value.retry_after_s >= 1
-    await leave(*streams)
+    await cancel(*streams)
     assert [(await finish(stream))[1].output_tokens for stream in waiting] == [20, 20]
     await answers_again(busy)
 
 
-async def test_several_answers_are_taken_all_or_none(busy: Engine) -> None:
+async def test_the_answers_of_one_request_are_accepted_all_or_none(busy: ModelManager) -> None:
     streams = await occupied(busy)
     one = await busy.submit(request())
     with pytest.raises(QueueFullError):
@@ -161,10 +161,10 @@ async def test_several_answers_are_taken_all_or_none(busy: Engine) -> None:
     with pytest.raises(InvalidRequestError, match=r"n is 5; this server takes 4") as refused:
         await busy.submit_all(request(), 5)
     assert refused.value.param == "n"
-    await leave(one, *streams)
+    await cancel(one, *streams)
 
 
-async def test_those_who_wait_are_served_in_their_order(busy: Engine) -> None:
+async def test_queued_requests_run_in_the_order_of_arrival(busy: ModelManager) -> None:
     streams = await occupied(busy)
     order: list[int] = []
 
@@ -177,10 +177,10 @@ async def test_those_who_wait_are_served_in_their_order(busy: Engine) -> None:
     await streams[0].aclose()
     await asyncio.gather(*tasks)
     assert order == [0, 1]
-    await leave(*streams)
+    await cancel(*streams)
 
 
-async def test_two_event_loops_use_one_engine_at_once(busy: Engine) -> None:
+async def test_two_event_loops_use_one_engine_at_once(busy: ModelManager) -> None:
     alone = (await run(busy, max_tokens=60))[0]
     found: list[str] = []
 
@@ -194,7 +194,7 @@ async def test_two_event_loops_use_one_engine_at_once(busy: Engine) -> None:
     assert [*here, *found] == [alone] * 10
 
 
-async def test_an_event_loop_that_closes_takes_its_requests_with_it(busy: Engine) -> None:
+async def test_requests_end_when_the_event_loop_of_their_caller_closes(busy: ModelManager) -> None:
     kept: list[TokenStream] = []
 
     async def elsewhere() -> None:
@@ -202,16 +202,18 @@ async def test_an_event_loop_that_closes_takes_its_requests_with_it(busy: Engine
         await anext(kept[0])
 
     await asyncio.to_thread(lambda: asyncio.run(elsewhere()))
-    # Both places are needed, and the others would take seconds.
+    # Both slots are needed, and the other requests would take seconds.
     found = await asyncio.wait_for(asyncio.gather(run(busy, ignore_eos=True), run(busy, ignore_eos=True)), 60)
     assert [report.output_tokens for _, report in found] == [8, 8]
     assert kept[0].report is None
 
 
-# When the model goes
+# When the model is unloaded
 
 
-async def test_unloading_waits_for_what_runs_and_tells_those_who_wait(own: Engine, ends: Counter[int]) -> None:
+async def test_an_unload_waits_for_running_requests_and_refuses_queued_ones(
+    own: ModelManager, ends: Counter[int]
+) -> None:
     running = [await own.submit(request(max_tokens=300, ignore_eos=True)) for _ in range(2)]
     for stream in running:
         await anext(stream)
@@ -222,7 +224,7 @@ async def test_unloading_waits_for_what_runs_and_tells_those_who_wait(own: Engin
     for stream in running:
         assert (await finish(stream))[1].output_tokens == 300
     for stream in waits:
-        with pytest.raises(NotLoadedError, match="the model is unloaded before this request began"):
+        with pytest.raises(NotLoadedError, match="the model was unloaded before this request started"):
             await finish(stream)
     now = own.snapshot
     assert (now.state, now.entry, now.active_requests, now.queued_requests) == ("empty", None, 0, 0)
@@ -235,35 +237,35 @@ async def test_unloading_waits_for_what_runs_and_tells_those_who_wait(own: Engin
         await run(own)
 
 
-async def test_unloading_waits_no_longer_than_the_drain_allows(longs: Entries, made_for: Format) -> None:
-    async with Engine(replace(FEW, drain_s=0.05)) as engine:
-        await engine.load(longs[made_for])
-        streams = await occupied(engine)
-        assert await engine.unload() > 0
+async def test_an_unload_waits_for_running_requests_no_longer_than_drain_s(longs: Entries, made_for: Format) -> None:
+    async with ModelManager(replace(FEW, drain_s=0.05)) as manager:
+        await manager.load_entry(longs[made_for])
+        streams = await occupied(manager)
+        assert await manager.unload() > 0
         for stream in streams:
-            with pytest.raises(NotLoadedError, match="the model is unloaded before this request ended"):
+            with pytest.raises(NotLoadedError, match="the model was unloaded before this request ended"):
                 await finish(stream)
-        await engine.load(longs[made_for])
-        await answers_again(engine)
+        await manager.load_entry(longs[made_for])
+        await answers_again(manager)
 
 
-async def test_a_load_lets_running_requests_end_first(own: Engine, chats: Entries, made_for: Format) -> None:
+async def test_a_load_waits_for_running_requests(own: ModelManager, chats: Entries, made_for: Format) -> None:
     stream = await own.submit(request(max_tokens=300, ignore_eos=True))
     await anext(stream)
-    report = await own.load(chats[made_for])
+    report = await own.load_entry(chats[made_for])
     assert (report.model, own.snapshot.model) == ("tiny", "tiny")
     assert (await finish(stream))[1].output_tokens == 300
     assert (await run(own))[1].model == "tiny"
 
 
-async def test_a_patient_load_serves_those_who_wait_first(own: Engine, chats: Entries, made_for: Format) -> None:
+async def test_a_load_may_wait_for_queued_requests_too(own: ModelManager, chats: Entries, made_for: Format) -> None:
     streams = [await own.submit(request(max_tokens=50, ignore_eos=True)) for _ in range(4)]
-    await own.load(chats[made_for], finish_queued=True)
+    await own.load_entry(chats[made_for], finish_queued=True)
     assert [(await finish(stream))[1].output_tokens for stream in streams] == [50] * 4
 
 
-async def test_whoever_leaves_a_load_does_not_stop_it(own: Engine, chats: Entries, made_for: Format) -> None:
-    loading = asyncio.create_task(own.load(chats[made_for]))
+async def test_a_cancelled_caller_does_not_cancel_its_load(own: ModelManager, chats: Entries, made_for: Format) -> None:
+    loading = asyncio.create_task(own.load_entry(chats[made_for]))
     while own.snapshot.model == "long":  # noqa: ASYNC110
         await asyncio.sleep(0.001)
     loading.cancel()
@@ -274,59 +276,59 @@ async def test_whoever_leaves_a_load_does_not_stop_it(own: Engine, chats: Entrie
     await answers_again(own)
 
 
-async def test_loading_what_is_loaded_changes_nothing(busy: Engine, longs: Entries, made_for: Format) -> None:
+async def test_loading_the_loaded_model_changes_nothing(busy: ModelManager, longs: Entries, made_for: Format) -> None:
     stream = await busy.submit(request(max_tokens=50, ignore_eos=True))
-    assert (await busy.load(longs[made_for])).load_s == 0
+    assert (await busy.load_entry(longs[made_for])).load_s == 0
     assert (await finish(stream))[1].output_tokens == 50
 
 
-async def test_quiescing_ends_what_does_not_end_in_time_and_keeps_the_model(own: Engine) -> None:
+async def test_quiescing_ends_requests_that_take_too_long_and_keeps_the_model(own: ModelManager) -> None:
     streams = await occupied(own)
     await own.quiesce(0.01)
     for stream in streams:
-        with pytest.raises(NotLoadedError, match="the server is stopped"):
+        with pytest.raises(NotLoadedError, match="the server was stopped before this request ended"):
             await finish(stream)
     assert own.snapshot.model == "long"
     await answers_again(own)
 
 
-async def test_stopping_ends_what_runs_and_what_waits(longs: Entries, made_for: Format, ends: Counter[int]) -> None:
-    engine = Engine(FEW)
-    await asyncio.to_thread(engine.start)
-    await engine.load(longs[made_for])
-    streams = [*await occupied(engine), await engine.submit(request())]
-    await asyncio.to_thread(engine.stop)
+async def test_stopping_ends_running_and_queued_requests(longs: Entries, made_for: Format, ends: Counter[int]) -> None:
+    manager = ModelManager(FEW)
+    await asyncio.to_thread(manager.start)
+    await manager.load_entry(longs[made_for])
+    streams = [*await occupied(manager), await manager.submit(request())]
+    await asyncio.to_thread(manager.stop)
     for stream in streams:
         with pytest.raises(EngineDeadError):
             await finish(stream)
     assert set(ends.values()) == {1}
-    await asyncio.to_thread(engine.stop)
+    await asyncio.to_thread(manager.stop)
 
 
 async def test_an_engine_can_start_again(longs: Entries, made_for: Format) -> None:
-    engine = Engine(FEW)
+    manager = ModelManager(FEW)
     for _ in range(2):
-        async with engine:
-            await engine.load(longs[made_for])
-            assert (await run(engine, ignore_eos=True))[1].output_tokens == 8
-        assert engine.snapshot.entry is None or not engine.alive
+        async with manager:
+            await manager.load_entry(longs[made_for])
+            assert (await run(manager, ignore_eos=True))[1].output_tokens == 8
+        assert manager.snapshot.entry is None or not manager.alive
 
 
-async def test_a_model_that_nobody_uses_is_unloaded(longs: Entries, made_for: Format) -> None:
-    async with Engine(replace(FEW, idle_unload_s=0.2)) as engine:
-        await engine.load(longs[made_for])
-        while engine.snapshot.state == "ready":  # noqa: ASYNC110
+async def test_a_model_without_requests_is_unloaded_after_idle_unload_s(longs: Entries, made_for: Format) -> None:
+    async with ModelManager(replace(FEW, idle_unload_s=0.2)) as manager:
+        await manager.load_entry(longs[made_for])
+        while manager.snapshot.state == "ready":  # noqa: ASYNC110
             await asyncio.sleep(0.01)
-        assert (engine.snapshot.unloaded_model, engine.snapshot.unload_cause) == ("long", "idle")
-        with pytest.raises(NotLoadedError, match="long was unloaded after a time without use"):
-            await run(engine)
+        assert (manager.snapshot.unloaded_model, manager.snapshot.unload_cause) == ("long", "idle")
+        with pytest.raises(NotLoadedError, match="long was unloaded because it was idle; load one first"):
+            await run(manager)
 
 
-async def test_busy_engines_say_so(busy: Engine) -> None:
+async def test_the_snapshot_counts_running_and_queued_requests(busy: ModelManager) -> None:
     streams = await occupied(busy)
     waits = await busy.submit(request())
     await until_busy(busy, requests=3)
     now = busy.snapshot
     assert (now.active_requests, now.queued_requests, now.state, now.context_length) == (2, 1, "ready", CONTEXT)
     assert now.model_memory_bytes > 1_000_000
-    await leave(waits, *streams)
+    await cancel(waits, *streams)

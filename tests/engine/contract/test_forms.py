@@ -13,10 +13,19 @@ from typing import Any
 import pytest
 from tokenizers import Tokenizer
 
-from lmx_lab.engine import AnswerFormat, ChatPrompt, Engine, GenerationRequest, Sampling, TextPrompt, Tool, ToolUse
+from lmx_lab.engine import (
+    AnswerFormat,
+    ChatPrompt,
+    GenerationRequest,
+    ModelManager,
+    Sampling,
+    TextPrompt,
+    Tool,
+    ToolUse,
+)
 from lmx_lab.errors import InvalidRequestError
 from lmx_lab.values.models import Format, ModelEntry
-from tests.engine.conftest import until_idle
+from tests.engine.conftest import engine_of, until_idle
 from tests.engine.contract.conftest import SETTINGS, Entries, echo_entry
 from tests.engine.mlx.test_answers_in_engine import SCHEMA, Answer, finish, is_place, request
 
@@ -35,28 +44,28 @@ LONG = "Where is the river, and where is the sea, and how far is it from here?"
 
 
 @pytest.fixture(scope="module")
-async def _roomy(chats: Entries, made_for: Format) -> AsyncIterator[Engine]:
-    async with Engine(SETTINGS) as engine:
+async def _roomy(chats: Entries, made_for: Format) -> AsyncIterator[ModelManager]:
+    async with ModelManager(SETTINGS) as manager:
         # Tools take more of its tokens.
-        await engine.load(echo_entry("tiny", context=4096) if made_for == "echo" else chats[made_for])
-        yield engine
+        await manager.load_entry(echo_entry("tiny", context=4096) if made_for == "echo" else chats[made_for])
+        yield manager
 
 
 @pytest.fixture
-async def engine(_roomy: Engine) -> AsyncIterator[Engine]:
+async def manager(_roomy: ModelManager) -> AsyncIterator[ModelManager]:
     """With ``tiny``, shared by the tests of this module."""
     yield _roomy
     await until_idle(_roomy)
 
 
-async def run(engine: Engine, **changes: Any) -> Answer:
-    return await finish(await engine.submit(request(**changes)))
+async def run(manager: ModelManager, **changes: Any) -> Answer:
+    return await finish(await manager.submit(request(**changes)))
 
 
-async def answered(engine: Engine, **changes: Any) -> Answer | InvalidRequestError:
+async def answered(manager: ModelManager, **changes: Any) -> Answer | InvalidRequestError:
     """The answer, or why there is none."""
     try:
-        return await run(engine, **changes)
+        return await run(manager, **changes)
     except InvalidRequestError as exc:
         return exc
 
@@ -70,38 +79,38 @@ def marker(tiny: ModelEntry) -> list[int]:
 
 
 @pytest.fixture(scope="module")
-async def thinker(thinkers: Entries, made_for: Format) -> AsyncIterator[Engine]:
+async def thinker(thinkers: Entries, made_for: Format) -> AsyncIterator[ModelManager]:
     """With markers of thoughts and calls, and tools in the template."""
     if made_for == "echo":
         pytest.skip("echo has no template that opens thoughts; its own are in tests/engine/echo")
-    async with Engine(SETTINGS) as engine:
-        await engine.load(thinkers[made_for])
-        yield engine
+    async with ModelManager(SETTINGS) as manager:
+        await manager.load_entry(thinkers[made_for])
+        yield manager
 
 
 # Forms
 
 
-async def test_a_schema_is_enforced_whatever_the_temperature(engine: Engine) -> None:
+async def test_a_schema_is_enforced_whatever_the_temperature(manager: ModelManager) -> None:
     for seed in range(4):
-        found = await run(engine, answer_format=JSON, sampling=Sampling(temperature=2, seed=seed))
+        found = await run(manager, answer_format=JSON, sampling=Sampling(temperature=2, seed=seed))
         assert is_place(found.text)
         assert found.reason == "stop"
-    assert is_place((await run(engine, answer_format=JSON, prompt=TextPrompt(text="river"))).text)
+    assert is_place((await run(manager, answer_format=JSON, prompt=TextPrompt(text="river"))).text)
 
 
 @pytest.mark.parametrize(("form", "pattern"), [(REGEX, "[a-c]{5}-(left|right)"), (LARK, "x[0-9]{3}")])
-async def test_patterns_and_grammars_are_enforced(engine: Engine, form: AnswerFormat, pattern: str) -> None:
-    texts = {(await run(engine, answer_format=form, sampling=Sampling(seed=seed))).text for seed in range(4)}
+async def test_patterns_and_grammars_are_enforced(manager: ModelManager, form: AnswerFormat, pattern: str) -> None:
+    texts = {(await run(manager, answer_format=form, sampling=Sampling(seed=seed))).text for seed in range(4)}
     assert all(re.fullmatch(pattern, text) for text in texts)
     assert len(texts) > 1
 
 
-async def test_white_space_in_json_has_an_end(engine: Engine) -> None:
+async def test_white_space_in_json_is_limited(manager: ModelManager) -> None:
     # The tiny model likes nothing better.
     spaces = Sampling(temperature=0, logit_bias=tuple((token, 100.0) for token in (198, 216, 221, 256, 284)))
     whole = AnswerFormat(kind="json_schema", text=json.dumps({"type": "array", "items": {"const": 1}, "maxItems": 2}))
-    found = await run(engine, answer_format=whole, sampling=spaces)
+    found = await run(manager, answer_format=whole, sampling=spaces)
     assert json.loads(found.text) in ([], [1], [1, 1])
 
 
@@ -113,9 +122,9 @@ BROKEN = {
 
 
 @pytest.mark.parametrize(("kind", "text"), [(kind, text) for kind, texts in BROKEN.items() for text in texts])
-async def test_a_broken_form_is_refused_before_the_first_token(engine: Engine, kind: Any, text: str) -> None:
+async def test_an_invalid_format_is_refused_before_the_first_token(manager: ModelManager, kind: Any, text: str) -> None:
     with pytest.raises(InvalidRequestError, match="cannot be enforced") as refused:
-        await engine.submit(request(answer_format=AnswerFormat(kind=kind, text=text)))
+        await manager.submit(request(answer_format=AnswerFormat(kind=kind, text=text)))
     assert refused.value.param == "response_format"
 
 
@@ -126,8 +135,8 @@ async def test_a_broken_form_is_refused_before_the_first_token(engine: Engine, k
         AnswerFormat(kind="lark", text="start: <[^300]>"),
     ],
 )
-async def test_a_form_is_enforced_or_refused_and_never_forgotten(engine: Engine, form: AnswerFormat) -> None:
-    found = await answered(engine, answer_format=form, max_tokens=200)
+async def test_a_format_is_either_enforced_or_refused(manager: ModelManager, form: AnswerFormat) -> None:
+    found = await answered(manager, answer_format=form, max_tokens=200)
     if isinstance(found, InvalidRequestError):
         assert found.param == "response_format"
         assert "load the model in MLX format" in found.message
@@ -135,69 +144,69 @@ async def test_a_form_is_enforced_or_refused_and_never_forgotten(engine: Engine,
     assert form.kind == "lark" or found.text.startswith('"')
 
 
-async def test_a_form_may_be_any_text(engine: Engine) -> None:
+async def test_a_format_may_allow_any_text(manager: ModelManager) -> None:
     for kind, text in (("regex", "(?s:.*)"), ("lark", "start: /(?s:.*)/")):
-        found = await run(engine, answer_format=AnswerFormat(kind=kind, text=text), content=LONG, max_tokens=10)  # type: ignore[arg-type]
+        found = await run(manager, answer_format=AnswerFormat(kind=kind, text=text), content=LONG, max_tokens=10)  # type: ignore[arg-type]
         assert found.report.output_tokens == 10
 
 
-async def test_an_endless_answer_has_no_form(engine: Engine) -> None:
+async def test_a_format_cannot_be_combined_with_ignore_eos(manager: ModelManager) -> None:
     for changes in ({"answer_format": JSON}, {"tools": NAMED}):
         with pytest.raises(InvalidRequestError) as refused:
-            await engine.submit(request(ignore_eos=True, **changes))
+            await manager.submit(request(ignore_eos=True, **changes))
         assert refused.value.param == "ignore_eos"
 
 
-async def test_a_form_with_too_few_tokens_ends_with_length(engine: Engine) -> None:
+async def test_a_format_with_too_few_tokens_ends_with_length(manager: ModelManager) -> None:
     digits = AnswerFormat(kind="regex", text="[0-9]{9}")
-    cut = await run(engine, answer_format=digits, max_tokens=5)
+    cut = await run(manager, answer_format=digits, max_tokens=5)
     assert (len(cut.text), cut.reason) == (5, "length")
 
 
 # Tools
 
 
-async def test_a_forced_call_is_a_call_and_nothing_else(engine: Engine) -> None:
-    found = await run(engine, tools=FORCED)
+async def test_a_forced_call_is_the_whole_answer(manager: ModelManager) -> None:
+    found = await run(manager, tools=FORCED)
     ((name, arguments),) = found.calls
     assert name in ("look", "wait")
     assert is_place(arguments)
     assert (found.text, found.reason) == ("", "tool_calls")
 
 
-async def test_a_named_tool_is_called_once(engine: Engine) -> None:
-    found = await run(engine, tools=NAMED)
+async def test_a_named_tool_is_called_once(manager: ModelManager) -> None:
+    found = await run(manager, tools=NAMED)
     assert [name for name, _ in found.calls] == ["wait"]
     assert is_place(found.calls[0][1])
     assert (found.text, found.reason) == ("", "tool_calls")
 
 
-async def test_forced_parallel_calls_are_all_calls_with_ids_of_their_own(engine: Engine) -> None:
-    stream = await engine.submit(request(tools=replace(TOOLS, forced=True), max_tokens=400))
+async def test_forced_parallel_calls_are_all_calls_with_ids_of_their_own(manager: ModelManager) -> None:
+    stream = await manager.submit(request(tools=replace(TOOLS, forced=True), max_tokens=400))
     pieces = [call async for delta in stream for call in delta.tool_calls]
     ids = [piece.id for piece in pieces if piece.id is not None]
     assert len(set(ids)) == len(ids) == len({piece.index for piece in pieces})
     assert [piece.name for piece in pieces if piece.id is not None].count(None) == 0
 
 
-async def test_tools_that_may_be_called_need_not_be(engine: Engine) -> None:
-    found = await run(engine, tools=TOOLS, content=LONG, max_tokens=10)
+async def test_optional_tools_need_not_be_called(manager: ModelManager) -> None:
+    found = await run(manager, tools=TOOLS, content=LONG, max_tokens=10)
     assert (found.calls, found.report.output_tokens, found.reason) == ([], 10, "length")
     assert found.text
 
 
-async def biased_toward(marker: list[int], engine: Engine, asked: GenerationRequest) -> GenerationRequest:
+async def biased_toward(marker: list[int], manager: ModelManager, asked: GenerationRequest) -> GenerationRequest:
     """The request, with a bias by which the answer begins with these tokens."""
-    async with await engine.submit(replace(asked, max_tokens=0)) as stream:
+    async with await manager.submit(replace(asked, max_tokens=0)) as stream:
         said = Counter(stream.prompt)
     # llama.cpp's penalties count the prompt too, so there more is needed for the same.
-    counted = said if engine.snapshot.entry is not None and engine.snapshot.entry.format == "gguf" else {}
+    counted = said if manager.snapshot.entry is not None and manager.snapshot.entry.format == "gguf" else {}
     bias = tuple((token, 1000.0 * (1 + counted.get(token, 0)) - 20 * at) for at, token in enumerate(marker))
     return replace(asked, sampling=Sampling(temperature=0, logit_bias=bias, frequency_penalty=1000))
 
 
-async def test_a_call_that_the_model_begins_is_held_to_its_schema(
-    engine: Engine, marker: list[int], made_for: Format
+async def test_a_call_that_the_model_starts_follows_its_schema(
+    manager: ModelManager, marker: list[int], made_for: Format
 ) -> None:
     asked = request(tools=replace(TOOLS, parallel=False))
     if made_for == "echo":
@@ -205,37 +214,37 @@ async def test_a_call_that_the_model_begins_is_held_to_its_schema(
         said = '<tool_call>\n{"name": "look", "arguments": {"kind": "lake"}}\n</tool_call>'
         begun = request(tools=replace(TOOLS, parallel=False), content=said)
     else:
-        begun = await biased_toward(marker, engine, asked)
-    found = await finish(await engine.submit(begun))
+        begun = await biased_toward(marker, manager, asked)
+    found = await finish(await manager.submit(begun))
     ((name, arguments),) = found.calls
     assert name in ("look", "wait")
     assert is_place(arguments)
     assert (found.text, found.reason) == ("", "tool_calls")
 
 
-async def test_a_call_that_is_cut_off_ends_with_length(engine: Engine) -> None:
-    whole = await run(engine, tools=NAMED)
-    cut = await run(engine, tools=NAMED, max_tokens=whole.report.output_tokens - 8)
+async def test_an_incomplete_call_ends_with_length(manager: ModelManager) -> None:
+    whole = await run(manager, tools=NAMED)
+    cut = await run(manager, tools=NAMED, max_tokens=whole.report.output_tokens - 8)
     assert cut.reason == "length"
     assert whole.calls[0][1].startswith(cut.calls[0][1])
 
 
-async def test_a_tool_whose_parameters_are_wrong_is_named(engine: Engine) -> None:
+async def test_the_error_of_invalid_parameters_names_the_tool(manager: ModelManager) -> None:
     wrong = Tool(name="odd", parameters={"type": "object", "properties": {"a": {"type": "string", "pattern": "(["}}})
     with pytest.raises(InvalidRequestError, match="the parameters of the tool 'odd'") as refused:
-        await engine.submit(request(tools=ToolUse(tools=(*TOOLS.tools, wrong), forced=True)))
+        await manager.submit(request(tools=ToolUse(tools=(*TOOLS.tools, wrong), forced=True)))
     assert refused.value.param == "tools.2.function.parameters"
     # Who need not call it is not bothered.
-    assert (await run(engine, tools=ToolUse(tools=(*TOOLS.tools, wrong)), max_tokens=5)).report.output_tokens == 5
+    assert (await run(manager, tools=ToolUse(tools=(*TOOLS.tools, wrong)), max_tokens=5)).report.output_tokens == 5
 
 
-async def test_a_call_is_held_to_its_schema_or_refused_and_never_forgotten(engine: Engine) -> None:
+async def test_the_schema_of_a_call_is_either_enforced_or_refused(manager: ModelManager) -> None:
     address = {"type": "object", "properties": {"url": {"type": "string", "format": "uri"}}, "required": ["url"]}
     tools = ToolUse(tools=(*TOOLS.tools, Tool(name="fetch", parameters=address)))
     # It need not be called, or is not the one that is.
-    assert (await run(engine, tools=tools, max_tokens=5)).report.output_tokens == 5
-    assert is_place((await run(engine, tools=replace(tools, forced=True, only="wait"))).calls[0][1])
-    found = await answered(engine, tools=replace(tools, forced=True, only="fetch"), max_tokens=400)
+    assert (await run(manager, tools=tools, max_tokens=5)).report.output_tokens == 5
+    assert is_place((await run(manager, tools=replace(tools, forced=True, only="wait"))).calls[0][1])
+    found = await answered(manager, tools=replace(tools, forced=True, only="fetch"), max_tokens=400)
     if isinstance(found, InvalidRequestError):
         assert found.param == "tools.2.function.parameters"
         assert "the tool 'fetch'" in found.message
@@ -257,20 +266,20 @@ CONVERSATION: tuple[dict[str, Any], ...] = (
 )
 
 
-async def test_results_of_tools_are_part_of_the_prompt(engine: Engine) -> None:
-    async with await engine.submit(request(prompt=ChatPrompt(messages=CONVERSATION, tools=TOOLS))) as stream:
-        shown = await engine.decode(stream.prompt)
+async def test_results_of_tools_are_part_of_the_prompt(manager: ModelManager) -> None:
+    async with await manager.submit(request(prompt=ChatPrompt(messages=CONVERSATION, tools=TOOLS))) as stream:
+        shown = await manager.decode(stream.prompt)
     for part in ("Be brief.", "Is the river wet?", '"kind": "river"', "It is.", "Looks."):
         assert part in shown
-    assert is_place((await run(engine, prompt=ChatPrompt(messages=CONVERSATION, tools=NAMED))).calls[0][1])
+    assert is_place((await run(manager, prompt=ChatPrompt(messages=CONVERSATION, tools=NAMED))).calls[0][1])
 
 
-async def test_forms_tools_and_free_answers_do_not_mind_each_other(engine: Engine) -> None:
+async def test_formats_tools_and_free_answers_do_not_affect_each_other(manager: ModelManager) -> None:
     found = await asyncio.gather(
-        run(engine, answer_format=JSON),
-        run(engine, tools=NAMED),
-        run(engine, max_tokens=30, ignore_eos=True),
-        run(engine, answer_format=REGEX),
+        run(manager, answer_format=JSON),
+        run(manager, tools=NAMED),
+        run(manager, max_tokens=30, ignore_eos=True),
+        run(manager, answer_format=REGEX),
     )
     assert is_place(found[0].text)
     assert is_place(found[1].calls[0][1])
@@ -281,7 +290,7 @@ async def test_forms_tools_and_free_answers_do_not_mind_each_other(engine: Engin
 # Where the model has markers of its own
 
 
-async def test_thoughts_come_as_such_and_are_counted(thinker: Engine) -> None:
+async def test_reasoning_is_separate_from_the_text_and_counted(thinker: ModelManager) -> None:
     open_ = await run(thinker, open_thoughts=True, max_tokens=12, ignore_eos=True)
     assert (open_.text, open_.report.reasoning_tokens) == ("", 12)
     assert open_.reasoning
@@ -290,8 +299,8 @@ async def test_thoughts_come_as_such_and_are_counted(thinker: Engine) -> None:
     assert closed.text
 
 
-async def test_thoughts_that_end_are_followed_by_the_answer(thinker: Engine) -> None:
-    # Words and the end of thoughts, the likeliest first; each holds once. Their numbers are in no prompt here.
+async def test_the_answer_follows_the_reasoning(thinker: ModelManager) -> None:
+    # TokenTable and the end of thoughts, the likeliest first; each holds once. Their numbers are in no prompt here.
     bias = {2000: 1040.0, 2001: 1030.0, 4: 1020.0, 2002: 1010.0, 2003: 1000.0}
     found = await run(thinker, open_thoughts=True, bias=bias, max_tokens=5)
     assert found.report.reasoning_tokens == 3
@@ -300,13 +309,13 @@ async def test_thoughts_that_end_are_followed_by_the_answer(thinker: Engine) -> 
     assert "think>" not in found.text + found.reasoning
 
 
-async def test_a_form_holds_after_open_thoughts(thinker: Engine) -> None:
+async def test_a_format_is_enforced_after_open_reasoning(thinker: ModelManager) -> None:
     found = await run(thinker, open_thoughts=True, answer_format=JSON, bias={2000: 1040.0, 4: 1030.0})
     assert found.reasoning.strip()
     assert is_place(found.text)
 
 
-async def test_a_forced_call_comes_after_open_thoughts(thinker: Engine) -> None:
+async def test_a_forced_call_follows_open_reasoning(thinker: ModelManager) -> None:
     found = await run(thinker, open_thoughts=True, tools=NAMED, bias={2000: 1040.0, 4: 1030.0})
     assert [name for name, _ in found.calls] == ["wait"]
     assert found.reasoning.strip()
@@ -315,9 +324,11 @@ async def test_a_forced_call_comes_after_open_thoughts(thinker: Engine) -> None:
 # What not every engine does
 
 
-async def test_a_budget_of_thoughts_is_kept_or_refused_as_capabilities_say(thinker: Engine, made_for: Format) -> None:
+async def test_a_reasoning_budget_is_enforced_or_refused_as_the_capabilities_state(
+    thinker: ModelManager, made_for: Format
+) -> None:
     asked: dict[str, Any] = {"open_thoughts": True, "thinking_budget": 3, "max_tokens": 9}
-    if not thinker.on(made_for).capabilities.thinking_budget:
+    if not engine_of(thinker, made_for).capabilities.thinking_budget:
         with pytest.raises(InvalidRequestError, match="MLX format") as refused:
             await run(thinker, **asked)
         assert refused.value.param == "thinking_budget"
@@ -325,12 +336,12 @@ async def test_a_budget_of_thoughts_is_kept_or_refused_as_capabilities_say(think
     assert (await run(thinker, **asked)).report.reasoning_tokens == 4
 
 
-async def test_logprobs_beside_the_models_own_calls_come_or_are_refused_as_capabilities_say(
-    thinker: Engine, made_for: Format
+async def test_logprobs_with_calls_in_the_models_own_format_are_supported_or_refused_as_the_capabilities_state(
+    thinker: ModelManager, made_for: Format
 ) -> None:
     asked: dict[str, Any] = {"tools": TOOLS, "enable_thinking": False, "top_logprobs": 1, "max_tokens": 4}
-    if not thinker.on(made_for).capabilities.logprobs_with_own_tools:
-        with pytest.raises(InvalidRequestError, match="leave out logprobs, or tools") as refused:
+    if not engine_of(thinker, made_for).capabilities.logprobs_with_own_tools:
+        with pytest.raises(InvalidRequestError, match="leave out logprobs or tools") as refused:
             await run(thinker, **asked)
         assert refused.value.param == "logprobs"
         asked["tools"] = NAMED

@@ -1,4 +1,4 @@
-"""Loading, failing to load, and embedding models beside any chat model: whatever format comes after which."""
+"""Loads that succeed and fail, and embedding models beside a chat model, for all combinations of engines."""
 
 from __future__ import annotations
 
@@ -12,19 +12,19 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from lmx_lab.engine import EmbeddingRequest, Engine, RerankRequest
+from lmx_lab.engine import EmbeddingRequest, ModelManager, RerankRequest
 from lmx_lab.errors import (
     ContextLengthError,
     GenerationTimeoutError,
     InvalidRequestError,
+    ModelNotFoundError,
     NotLoadedError,
-    OtherModelLoadedError,
     OutOfMemoryError,
     UnusableModelError,
 )
 from lmx_lab.values.encoding import Vectors
 from lmx_lab.values.models import Format, ModelEntry
-from tests.engine.conftest import run, until_busy, until_idle
+from tests.engine.conftest import engine_of, pin, run, until_busy, until_idle
 from tests.engine.contract.conftest import FEW, SETTINGS, Entries, entry_of
 from tests.engine.encoders.models import write_tiny_bert
 from tests.gguf_files import unknown_architecture
@@ -32,7 +32,7 @@ from tests.gguf_files import unknown_architecture
 pytestmark = pytest.mark.anyio
 SENTENCES = ("the sea is salty", "bread is baked from flour", "a cat sleeps on the warm stone", "Ünïcode, CAFÉ 東京!")
 FORMATS: tuple[Format, ...] = ("mlx", "gguf")
-"""Those of model files."""
+"""The formats of model files."""
 EVERY: tuple[Format, ...] = (*FORMATS, "echo")
 EACH_TO_EACH = [(one, other) for one in EVERY for other in EVERY]
 EACH_TO_FILES = [(one, other) for one in EVERY for other in FORMATS]
@@ -41,7 +41,7 @@ FINGERPRINTS: dict[Format, str] = {"mlx": "mlx-", "gguf": "llama.cpp-", "echo": 
 
 @pytest.fixture(scope="session")
 def broken(tmp_path_factory: pytest.TempPathFactory, chats: Entries) -> Entries:
-    """Models that look right until their weights are read."""
+    """Models that fail only when their weights are read."""
     folder = tmp_path_factory.mktemp("broken")
     shutil.copytree(chats["mlx"].path, folder / "mlx")
     config = json.loads((chats["mlx"].path / "config.json").read_text())
@@ -63,77 +63,75 @@ def rerankers(tmp_path_factory: pytest.TempPathFactory, reranker_gguf: Path) -> 
 
 
 @pytest.mark.parametrize(("before", "after"), EACH_TO_EACH)
-async def test_a_load_puts_one_model_in_the_place_of_the_other(
-    chats: Entries, longs: Entries, before: Format, after: Format
-) -> None:
-    async with Engine(FEW) as engine:
-        await engine.load(chats[before])
-        report = await engine.load(longs[after])
-        assert (report.model, engine.snapshot.model, engine.snapshot.state) == ("long", "long", "ready")
+async def test_a_load_replaces_the_model(chats: Entries, longs: Entries, before: Format, after: Format) -> None:
+    async with ModelManager(FEW) as manager:
+        await manager.load_entry(chats[before])
+        report = await manager.load_entry(longs[after])
+        assert (report.model, manager.snapshot.model, manager.snapshot.state) == ("long", "long", "ready")
         assert report.load_s > 0
-        assert report.memory_bytes == engine.snapshot.model_memory_bytes > 0
-        assert engine.fingerprint.startswith(FINGERPRINTS[after])
-        assert (await run(engine))[1].model == "long"
-        assert await engine.unload() > 0
-        assert engine.snapshot.entry is None
+        assert report.memory_bytes == manager.snapshot.model_memory_bytes > 0
+        assert manager.fingerprint.startswith(FINGERPRINTS[after])
+        assert (await run(manager))[1].model == "long"
+        assert await manager.unload() > 0
+        assert manager.snapshot.entry is None
 
 
 @pytest.mark.parametrize(("before", "after"), EACH_TO_FILES)
-async def test_a_failed_load_brings_the_model_before_back_and_says_so(
-    chats: Entries, broken: Entries, before: Format, after: Format
+async def test_after_a_failed_load_the_previous_model_is_loaded_again(
+    chats: Entries, longs: Entries, broken: Entries, before: Format, after: Format
 ) -> None:
-    async with Engine(FEW) as engine:
-        await engine.load(chats[before])
+    async with ModelManager(FEW) as manager:
+        await manager.load_entry(chats[before])
         with pytest.raises(UnusableModelError, match=r"; the previous model tiny is loaded again$"):
-            await engine.load(broken[after])
-        assert (engine.snapshot.model, engine.snapshot.state) == ("tiny", "ready")
-        # What is too large is seen before.
-        with pytest.raises(OutOfMemoryError, match=r"huge needs 6\d\.\d\d GB.*, 1\.07 GB are allowed"):
-            await engine.load(replace(chats[after], id="huge", size_bytes=60 * 10**9))
-        assert (await run(engine))[1].model == "tiny"
+            await manager.load_entry(broken[after])
+        assert (manager.snapshot.model, manager.snapshot.state) == ("tiny", "ready")
+        # A model that is too large is refused before the other one is unloaded.
+        with pytest.raises(OutOfMemoryError, match=r"huge needs 6\d\.\d\d GB.*, and 1\.07 GB are allowed"):
+            await manager.load_entry(replace(longs[after], id="huge", size_bytes=60 * 10**9))
+        assert (await run(manager))[1].model == "tiny"
 
 
 @pytest.mark.parametrize("format_", FORMATS)
-async def test_a_failed_load_where_there_was_nothing_says_so(broken: Entries, chats: Entries, format_: Format) -> None:
-    async with Engine(FEW) as engine:
+async def test_after_a_failed_first_load_no_model_is_loaded(broken: Entries, chats: Entries, format_: Format) -> None:
+    async with ModelManager(FEW) as manager:
         with pytest.raises(UnusableModelError, match=r"; no model is loaded$") as failed:
-            await engine.load(broken[format_])
+            await manager.load_entry(broken[format_])
         assert str(broken[format_].path) in failed.value.message
-        assert engine.snapshot.state == "empty"
+        assert manager.snapshot.state == "empty"
         with pytest.raises(NotLoadedError, match="no model is loaded; load one first"):
-            await run(engine)
-        await engine.load(chats[format_])
-        assert (await run(engine))[1].model == "tiny"
+            await run(manager)
+        await manager.load_entry(chats[format_])
+        assert (await run(manager))[1].model == "tiny"
 
 
 # Texts
 
 
 @pytest.fixture(scope="module")
-async def embedder(embedders: Entries, made_for: Format) -> AsyncIterator[Engine]:
-    async with Engine(SETTINGS) as engine:
-        await engine.load(embedders[made_for])
-        yield engine
+async def embedder(embedders: Entries, made_for: Format) -> AsyncIterator[ModelManager]:
+    async with ModelManager(SETTINGS) as manager:
+        await manager.load_entry(embedders[made_for])
+        yield manager
 
 
-async def vectors(engine: Engine, *texts: str | tuple[int, ...], model: str | None = None) -> Vectors:
-    return (await engine.embed(EmbeddingRequest(inputs=texts, model=model))).vectors
+async def vectors(manager: ModelManager, *texts: str | tuple[int, ...], model: str | None = None) -> Vectors:
+    return (await manager.embed(EmbeddingRequest(inputs=texts, model=model))).vectors
 
 
 async def test_both_formats_give_the_same_vectors(embedders: Entries) -> None:
-    async with Engine(SETTINGS) as mlx, Engine(SETTINGS) as gguf:
-        for engine, format_ in ((mlx, FORMATS[0]), (gguf, FORMATS[1])):
-            await engine.load(embedders[format_])
+    async with ModelManager(SETTINGS) as mlx, ModelManager(SETTINGS) as gguf:
+        for manager, format_ in ((mlx, FORMATS[0]), (gguf, FORMATS[1])):
+            await manager.load_entry(embedders[format_])
         ours, theirs = await vectors(mlx, *SENTENCES), await vectors(gguf, *SENTENCES)
         assert (np.einsum("ij,ij->i", ours, theirs) > 0.9998).all()
         wanted = RerankRequest(query="ocean water", documents=SENTENCES)
-        both = [await engine.rerank(wanted) for engine in (mlx, gguf)]
+        both = [await manager.rerank(wanted) for manager in (mlx, gguf)]
         assert [ranking.method for ranking in both] == ["cosine", "cosine"]
         np.testing.assert_allclose(both[0].scores, both[1].scores, atol=0.005)
         assert both[0].report.tokens == both[1].report.tokens
 
 
-async def test_vectors_are_of_length_one_and_the_same_whatever_is_beside(embedder: Engine) -> None:
+async def test_vectors_have_length_one_and_do_not_depend_on_the_other_inputs(embedder: ModelManager) -> None:
     (alone,) = await vectors(embedder, SENTENCES[0])
     crowd = await vectors(embedder, *SENTENCES, *(f"{at} " * (at % 60 + 1) for at in range(40)))
     assert np.allclose(np.linalg.norm(crowd, axis=1), 1, atol=1e-5)
@@ -141,7 +139,7 @@ async def test_vectors_are_of_length_one_and_the_same_whatever_is_beside(embedde
     assert crowd.shape == (44, 384)
 
 
-async def test_dimensions_cut_and_make_length_one_again(embedder: Engine) -> None:
+async def test_shortened_vectors_have_length_one(embedder: ModelManager) -> None:
     cut = await embedder.embed(EmbeddingRequest(inputs=SENTENCES, dimensions=64))
     head = (await vectors(embedder, *SENTENCES))[:, :64]
     assert np.allclose(cut.vectors, head / np.linalg.norm(head, axis=1, keepdims=True), atol=1e-5)
@@ -149,7 +147,7 @@ async def test_dimensions_cut_and_make_length_one_again(embedder: Engine) -> Non
         await embedder.embed(EmbeddingRequest(inputs=SENTENCES, dimensions=385))
 
 
-async def test_a_report_counts_texts_tokens_and_times(embedder: Engine, made_for: Format) -> None:
+async def test_a_report_counts_texts_tokens_and_times(embedder: ModelManager, made_for: Format) -> None:
     # echo has no special tokens around a text.
     tokens = 3 + (2 if made_for == "echo" else 4)
     before = embedder.snapshot.encoded_tokens
@@ -160,7 +158,7 @@ async def test_a_report_counts_texts_tokens_and_times(embedder: Engine, made_for
     assert embedder.snapshot.encoded_tokens - before == tokens
 
 
-async def test_what_is_too_long_is_refused_or_cut(embedder: Engine) -> None:
+async def test_a_text_that_is_too_long_is_refused_or_truncated(embedder: ModelManager) -> None:
     long = "word " * 700
     with pytest.raises(ContextLengthError, match=r"input\.1 has .*\d+ tokens.* minilm-l6 .*\d+;") as refused:
         await vectors(embedder, "short", long)
@@ -172,31 +170,33 @@ async def test_what_is_too_long_is_refused_or_cut(embedder: Engine) -> None:
 @pytest.mark.parametrize(
     ("text", "place"), [((), "input.0"), ((5, 10**9), "input.0"), ((-1,), "input.0"), ("\ud800", "input.0")]
 )
-async def test_inputs_that_are_none_are_refused(embedder: Engine, text: str | tuple[int, ...], place: str) -> None:
+async def test_invalid_inputs_are_refused(embedder: ModelManager, text: str | tuple[int, ...], place: str) -> None:
     with pytest.raises(InvalidRequestError) as refused:
         await vectors(embedder, text)
     assert refused.value.param == place
 
 
-async def test_no_texts_are_refused(embedder: Engine) -> None:
+async def test_a_request_without_texts_is_refused(embedder: ModelManager) -> None:
     with pytest.raises(InvalidRequestError, match="there are no texts"):
         await vectors(embedder)
 
 
-async def test_kinds_of_texts_come_or_are_refused_as_capabilities_say(embedder: Engine, made_for: Format) -> None:
+async def test_input_types_are_supported_or_refused_as_the_capabilities_state(
+    embedder: ModelManager, made_for: Format
+) -> None:
     asked = EmbeddingRequest(inputs=SENTENCES, input_type="query")
-    if not embedder.on(made_for).capabilities.input_types:
+    if not engine_of(embedder, made_for).capabilities.input_types:
         with pytest.raises(InvalidRequestError, match="leave out input_type") as refused:
             await embedder.embed(asked)
         assert refused.value.param == "input_type"
         return
-    # MiniLM's files have no such prompts.
+    # The files of MiniLM define no prompts for input types.
     assert np.allclose((await embedder.embed(asked)).vectors, await vectors(embedder, *SENTENCES), atol=1e-5)
 
 
-async def test_texts_end_in_time_or_with_an_error(embedder: Engine) -> None:
+async def test_texts_end_in_time_or_with_an_error(embedder: ModelManager) -> None:
     many = EmbeddingRequest(inputs=tuple(f"{at} " + "of the sea " * 5 for at in range(200)), timeout_s=0.05)
-    with pytest.raises(GenerationTimeoutError, match=r"not (begun|finished) after 0\.05 s"):
+    with pytest.raises(GenerationTimeoutError, match=r"not finished after 0\.05 s"):
         await embedder.embed(many)
     pending = await embedder.submit_embedding(replace(many, timeout_s=None))
     await until_busy(embedder)
@@ -209,22 +209,22 @@ async def test_texts_end_in_time_or_with_an_error(embedder: Engine) -> None:
 
 @pytest.mark.parametrize("format_", FORMATS)
 async def test_a_reranker_scores_pairs(rerankers: Entries, format_: Format) -> None:
-    async with Engine(SETTINGS) as engine:
-        await engine.load(rerankers[format_])
+    async with ModelManager(SETTINGS) as manager:
+        await manager.load_entry(rerankers[format_])
         wanted = RerankRequest(query="sea", documents=SENTENCES[:3])
-        ranking, raw = await engine.rerank(wanted), await engine.rerank(replace(wanted, raw_scores=True))
+        ranking, raw = await manager.rerank(wanted), await manager.rerank(replace(wanted, raw_scores=True))
         assert (ranking.method, ranking.report.model, ranking.report.texts) == ("cross-encoder", "reranker", 3)
         assert ((ranking.scores > 0) & (ranking.scores < 1)).all()
         np.testing.assert_allclose(1 / (1 + np.exp(-raw.scores)), ranking.scores, atol=1e-4)
-        alone = [(await engine.rerank(replace(wanted, documents=(text,)))).scores[0] for text in wanted.documents]
+        alone = [(await manager.rerank(replace(wanted, documents=(text,)))).scores[0] for text in wanted.documents]
         np.testing.assert_allclose(alone, ranking.scores, atol=1e-3)
         too_long = replace(wanted, documents=("sea", "word " * 700))
         with pytest.raises(ContextLengthError) as refused:
-            await engine.rerank(too_long)
+            await manager.rerank(too_long)
         assert refused.value.param == "documents.1"
-        assert (await engine.rerank(replace(too_long, truncate=True))).scores.shape == (2,)
+        assert (await manager.rerank(replace(too_long, truncate=True))).scores.shape == (2,)
         with pytest.raises(ContextLengthError) as refused:
-            await engine.rerank(replace(wanted, query="word " * 700))
+            await manager.rerank(replace(wanted, query="word " * 700))
         assert refused.value.param == "query"
 
 
@@ -236,54 +236,54 @@ async def test_an_embedding_model_stays_beside_a_chat_model(
     chats: Entries, longs: Entries, embedders: Entries, made_for: Format, pinned: Format
 ) -> None:
     other: Format = "mlx" if made_for == "gguf" else "gguf"
-    async with Engine(SETTINGS) as engine:
-        report = await engine.pin(embedders[pinned])
+    async with ModelManager(SETTINGS) as manager:
+        report = await pin(manager, embedders[pinned])
         assert report.memory_bytes > 10_000_000
-        await engine.load(chats[made_for])
-        (found,) = engine.snapshot.pinned
-        assert (found.entry.id, engine.snapshot.model) == ("minilm-l6", "tiny")
-        one = await vectors(engine, SENTENCES[0])
-        assert (await run(engine))[1].model == "tiny"
-        # It outlives the chat model, whatever comes after that.
-        await engine.load(longs[other])
-        await engine.unload()
-        assert np.allclose(await vectors(engine, SENTENCES[0]), one, atol=1e-5)
+        await manager.load_entry(chats[made_for])
+        (found,) = manager.snapshot.pinned
+        assert (found.entry.id, manager.snapshot.model) == ("minilm-l6", "tiny")
+        one = await vectors(manager, SENTENCES[0])
+        assert (await run(manager))[1].model == "tiny"
+        # It stays while chat models are loaded and unloaded.
+        await manager.load_entry(longs[other])
+        await manager.unload()
+        assert np.allclose(await vectors(manager, SENTENCES[0]), one, atol=1e-5)
 
 
 @pytest.mark.parametrize("format_", FORMATS)
-async def test_the_wrong_kind_of_model_is_named_in_the_same_words(
+async def test_all_engines_refuse_a_model_of_the_wrong_kind_with_the_same_messages(
     chats: Entries, embedders: Entries, format_: Format
 ) -> None:
-    async with Engine(SETTINGS) as engine:
-        await engine.load(chats[format_])
+    async with ModelManager(SETTINGS) as manager:
+        await manager.load_entry(chats[format_])
         with pytest.raises(NotLoadedError, match="tiny is a chat model, and no embedding model is in memory"):
-            await vectors(engine, "sea")
+            await vectors(manager, "sea")
         with pytest.raises(NotLoadedError, match="no reranker or embedding model is in memory"):
-            await engine.rerank(RerankRequest(query="sea", documents=SENTENCES))
+            await manager.rerank(RerankRequest(query="sea", documents=SENTENCES))
         with pytest.raises(UnusableModelError, match="tiny is a chat model; only embedding models and rerankers stay"):
-            await engine.pin(chats[format_])
-        await engine.pin(embedders[format_])
+            await pin(manager, chats[format_])
+        await pin(manager, embedders[format_])
         with pytest.raises(InvalidRequestError, match="minilm-l6 is an embedding model; this needs a chat model"):
-            await run(engine, model="minilm-l6")
+            await run(manager, model="minilm-l6")
         with pytest.raises(InvalidRequestError, match="tiny is a chat model; this needs an embedding model"):
-            await vectors(engine, "sea", model="tiny")
-        with pytest.raises(OtherModelLoadedError, match="other is not loaded, minilm-l6 is"):
-            await vectors(engine, "sea", model="other")
-        with pytest.raises(OtherModelLoadedError, match="other is not loaded, tiny is"):
-            await run(engine, model="other")
+            await vectors(manager, "sea", model="tiny")
+        with pytest.raises(ModelNotFoundError, match=r"no model here has the id 'other'.*: minilm-l6 is loaded"):
+            await vectors(manager, "sea", model="other")
+        with pytest.raises(ModelNotFoundError, match=r"no model here has the id 'other'.*: tiny is loaded"):
+            await run(manager, model="other")
 
 
-async def test_an_embedding_model_in_the_main_place_does_not_chat(embedder: Engine) -> None:
+async def test_an_embedding_model_that_is_the_main_model_does_not_chat(embedder: ModelManager) -> None:
     with pytest.raises(NotLoadedError, match="minilm-l6 is an embedding model and does not chat"):
         await run(embedder)
 
 
 @pytest.mark.parametrize("format_", FORMATS)
 async def test_a_pin_that_fails_changes_nothing(embedders: Entries, format_: Format, tmp_path: Path) -> None:
-    async with Engine(SETTINGS) as engine:
-        await engine.pin(embedders[format_])
+    async with ModelManager(SETTINGS) as manager:
+        await pin(manager, embedders[format_])
         missing: ModelEntry = replace(embedders[format_], id="gone", path=tmp_path / "gone.gguf")
         with pytest.raises(UnusableModelError):
-            await engine.pin(missing)
-        assert [pinned.entry.id for pinned in engine.snapshot.pinned] == ["minilm-l6"]
-        assert (await vectors(engine, "sea")).shape == (1, 384)
+            await pin(manager, missing)
+        assert [pinned.entry.id for pinned in manager.snapshot.pinned] == ["minilm-l6"]
+        assert (await vectors(manager, "sea")).shape == (1, 384)

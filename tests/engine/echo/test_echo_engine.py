@@ -13,7 +13,7 @@ from typing import Any
 
 import pytest
 
-from lmx_lab.engine import AnswerFormat, ChatPrompt, EmbeddingRequest, Engine, RerankRequest, TextPrompt
+from lmx_lab.engine import AnswerFormat, ChatPrompt, EmbeddingRequest, ModelManager, RerankRequest, TextPrompt
 from lmx_lab.engine.echo.vocabulary import EchoVocabulary
 from lmx_lab.errors import ContextLengthError, EngineError, InvalidRequestError, QueueFullError, UnusableModelError
 from lmx_lab.settings import Settings
@@ -27,71 +27,71 @@ Scripted = Callable[..., Any]
 
 
 @pytest.fixture(scope="module")
-async def engine() -> AsyncIterator[Engine]:
-    async with Engine(Settings()) as engine:
-        await engine.load(ECHO)
-        yield engine
+async def manager() -> AsyncIterator[ModelManager]:
+    async with ModelManager(Settings()) as manager:
+        await manager.load_entry(ECHO)
+        yield manager
 
 
-async def run(engine: Engine, **changes: Any) -> Answer:
-    return await finish(await engine.submit(request(**changes)))
+async def run(manager: ModelManager, **changes: Any) -> Answer:
+    return await finish(await manager.submit(request(**changes)))
 
 
 @pytest.mark.parametrize("text", ["Hello!", "  spaces \n\n stay ", "東京 é 😀", "<tool_call>", "a <think> b", ""])
-async def test_the_last_message_is_repeated(engine: Engine, text: str) -> None:
-    found = await run(engine, content=text)
+async def test_the_last_message_is_repeated(manager: ModelManager, text: str) -> None:
+    found = await run(manager, content=text)
     assert (found.text, found.reasoning, found.reason) == (text, "", "stop")
 
 
-async def test_the_message_that_is_last_counts_whatever_its_role(engine: Engine) -> None:
+async def test_the_last_message_is_repeated_whatever_its_role(manager: ModelManager) -> None:
     messages = ({"role": "user", "content": "one"}, {"role": "tool", "tool_call_id": "1", "content": "two"})
-    assert (await run(engine, prompt=ChatPrompt(messages=messages))).text == "two"
-    assert (await run(engine, prompt=TextPrompt(text="plain <think>text"))).text == "plain <think>text"
+    assert (await run(manager, prompt=ChatPrompt(messages=messages))).text == "two"
+    assert (await run(manager, prompt=TextPrompt(text="plain <think>text"))).text == "plain <think>text"
 
 
-async def test_a_message_may_think(engine: Engine) -> None:
-    found = await run(engine, content="<think>Is it?</think>It is.")
+async def test_a_message_may_contain_reasoning(manager: ModelManager) -> None:
+    found = await run(manager, content="<think>Is it?</think>It is.")
     assert (found.reasoning, found.text) == ("Is it?", "It is.")
     assert found.report.reasoning_tokens == 10
-    plain = await run(engine, content="<think>Is it?</think>It is.", enable_thinking=False)
+    plain = await run(manager, content="<think>Is it?</think>It is.", enable_thinking=False)
     assert (plain.reasoning, plain.text) == ("", "<think>Is it?</think>It is.")
-    short = await run(engine, content="<think>Is it, or is it not?</think>It is.", thinking_budget=3)
+    short = await run(manager, content="<think>Is it, or is it not?</think>It is.", thinking_budget=3)
     assert "Is it, or is it not?".startswith(short.reasoning.strip())
     assert len(short.reasoning) < 12
 
 
-async def test_a_message_may_call_the_tools_that_are_offered(engine: Engine) -> None:
-    found = await run(engine, content=f"Look.\n{CALL}", tools=TOOLS)
+async def test_a_message_may_contain_calls_of_offered_tools(manager: ModelManager) -> None:
+    found = await run(manager, content=f"Look.\n{CALL}", tools=TOOLS)
     assert (found.text, found.calls, found.reason) == ("Look.", [("look", ARGUMENTS)], "tool_calls")
-    assert (await run(engine, content=CALL)).text == CALL
-    forced = await run(engine, content="Anything", tools=NAMED)
+    assert (await run(manager, content=CALL)).text == CALL
+    forced = await run(manager, content="Anything", tools=NAMED)
     assert [name for name, _ in forced.calls] == ["wait"]
     assert is_place(forced.calls[0][1])
 
 
-async def test_an_answer_in_a_form_is_short_and_the_same_again(engine: Engine) -> None:
+async def test_an_answer_in_a_format_is_short_and_reproducible(manager: ModelManager) -> None:
     schema = {
         "type": "object",
         "properties": {"name": {"type": "string"}, "age": {"type": "integer"}, "tags": {"type": "array"}},
         "required": ["name", "age", "tags"],
     }
     form = AnswerFormat(kind="json_schema", text=json.dumps(schema))
-    found = {(await run(engine, content="Hi", answer_format=form, top_logprobs=top)).text for top in (None, 2)}
+    found = {(await run(manager, content="Hi", answer_format=form, top_logprobs=top)).text for top in (None, 2)}
     assert len(found) == 1
     value = json.loads(found.pop())
     assert (value["name"], value["age"] in range(-9, 10)) == ("", True)
 
 
-async def test_a_message_in_the_form_is_repeated(engine: Engine) -> None:
+async def test_a_message_that_matches_the_format_is_repeated(manager: ModelManager) -> None:
     said = '{"kind": "mountain", "wet": false}'
-    assert (await run(engine, content=said, answer_format=JSON)).text == said
+    assert (await run(manager, content=said, answer_format=JSON)).text == said
 
 
-async def test_similar_texts_have_similar_vectors(engine: Engine) -> None:
+async def test_similar_texts_have_similar_vectors(manager: ModelManager) -> None:
     texts = ("the sea is salty", "salty sea water", "bread and butter")
-    sea, water, bread = (await engine.embed(EmbeddingRequest(inputs=texts, model="echo"))).vectors
+    sea, water, bread = (await manager.embed(EmbeddingRequest(inputs=texts, model="echo"))).vectors
     assert sea @ water > 0.3 > sea @ bread
-    ranking = await engine.rerank(RerankRequest(query="Salty water", documents=texts))
+    ranking = await manager.rerank(RerankRequest(query="Salty water", documents=texts))
     assert ranking.order()[0] == 1
 
 
@@ -101,49 +101,49 @@ async def test_similar_texts_have_similar_vectors(engine: Engine) -> None:
 @pytest.fixture
 async def scripted(tmp_path: Path) -> AsyncIterator[Scripted]:
     """An engine whose script has these answers."""
-    engines: list[Engine] = []
+    engines: list[ModelManager] = []
 
-    async def made(*answers: Any, **settings: Any) -> Engine:
+    async def made(*answers: Any, **settings: Any) -> ModelManager:
         (tmp_path / "script.json").write_text(json.dumps(answers))
-        engine = Engine(replace(Settings(echo_script=tmp_path / "script.json"), **settings))
-        engines.append(engine)
-        await engine.load(ECHO)
-        return engine
+        manager = ModelManager(replace(Settings(echo_script=tmp_path / "script.json"), **settings))
+        engines.append(manager)
+        await manager.load_entry(ECHO)
+        return manager
 
     yield made
-    for engine in engines:
-        await asyncio.to_thread(engine.stop)
+    for manager in engines:
+        await asyncio.to_thread(manager.stop)
 
 
-async def test_a_script_is_followed_and_then_messages_are_repeated(scripted: Scripted) -> None:
+async def test_messages_are_repeated_after_the_end_of_a_script(scripted: Scripted) -> None:
     call = {"name": "look", "arguments": json.loads(ARGUMENTS)}
-    engine = await scripted("One.", {"reasoning": "Hm.", "text": "Two.", "tool_calls": [call]})
-    assert (await run(engine)).text == "One."
-    found = await run(engine, tools=TOOLS)
+    manager = await scripted("One.", {"reasoning": "Hm.", "text": "Two.", "tool_calls": [call]})
+    assert (await run(manager)).text == "One."
+    found = await run(manager, tools=TOOLS)
     assert (found.reasoning, found.text, found.calls) == ("Hm.", "Two.", [("look", ARGUMENTS)])
     assert found.reason == "tool_calls"
-    assert (await run(engine, content="Three.")).text == "Three."
-    await engine.unload()
-    await engine.load(ECHO)
-    assert (await run(engine)).text == "One."
+    assert (await run(manager, content="Three.")).text == "Three."
+    await manager.unload()
+    await manager.load_entry(ECHO)
+    assert (await run(manager)).text == "One."
 
 
-async def test_a_refused_request_uses_up_no_answer(scripted: Scripted) -> None:
-    engine = await scripted({"tool_calls": [{"name": "look", "arguments": json.loads(ARGUMENTS)}]}, "Last.")
+async def test_a_refused_request_does_not_use_an_answer_of_the_script(scripted: Scripted) -> None:
+    manager = await scripted({"tool_calls": [{"name": "look", "arguments": json.loads(ARGUMENTS)}]}, "Last.")
     with pytest.raises(
-        InvalidRequestError, match=r"answer 1 of the script of echo calls the tool 'look'; this request offers no"
+        InvalidRequestError, match=r"answer 1 of the echo script calls the tool 'look'; this request offers no"
     ):
-        await run(engine)
-    assert (await run(engine, tools=TOOLS)).calls == [("look", ARGUMENTS)]
-    streams = await engine.submit_all(request(), 3)
+        await run(manager)
+    assert (await run(manager, tools=TOOLS)).calls == [("look", ARGUMENTS)]
+    streams = await manager.submit_all(request(), 3)
     assert [(await finish(stream)).text for stream in streams] == ["Last."] * 3
 
 
-async def test_a_scripted_error_comes_at_once_or_after_its_text(scripted: Scripted) -> None:
-    engine = await scripted({"error": "later", "code": "queue-full"}, {"text": "Half", "error": "broken"})
+async def test_a_scripted_error_occurs_at_once_or_after_its_text(scripted: Scripted) -> None:
+    manager = await scripted({"error": "later", "code": "queue-full"}, {"text": "Half", "error": "broken"})
     with pytest.raises(QueueFullError, match="later"):
-        await engine.submit(request())
-    stream = await engine.submit(request())
+        await manager.submit(request())
+    stream = await manager.submit(request())
     pieces: list[str] = []
 
     async def read() -> None:
@@ -155,24 +155,26 @@ async def test_a_scripted_error_comes_at_once_or_after_its_text(scripted: Script
     assert "".join(pieces) == "Half"
 
 
-async def test_an_answer_is_not_faster_than_its_pace(scripted: Scripted) -> None:
-    engine = await scripted({"text": "one two three", "delay_s": 0.05, "tokens_per_s": 200}, echo_tokens_per_s=1000)
-    slow, usual = (await run(engine)).report, (await run(engine, content="one two three")).report
+async def test_an_answer_is_not_faster_than_its_rate(scripted: Scripted) -> None:
+    manager = await scripted({"text": "one two three", "delay_s": 0.05, "tokens_per_s": 200}, echo_tokens_per_s=1000)
+    slow, usual = (await run(manager)).report, (await run(manager, content="one two three")).report
     assert slow.ttft_s >= 0.05
     assert slow.decode_s >= 0.05 + (slow.output_tokens - 1) / 200
     assert usual.decode_s >= (usual.output_tokens - 1) / 1000
     assert usual.output_tokens == slow.output_tokens
 
 
-async def test_a_wrong_script_is_refused_before_anything_is_unloaded(scripted: Scripted, tmp_path: Path) -> None:
-    engine = await scripted("One.")
+async def test_an_invalid_script_is_refused_before_the_current_model_is_unloaded(
+    scripted: Scripted, tmp_path: Path
+) -> None:
+    manager = await scripted("One.")
     (tmp_path / "script.json").write_text('"fine"\n{"text": 1}')
     with pytest.raises(UnusableModelError, match="line 2: text is 1"):
-        await engine.load(replace(ECHO, path=Path("other")))
-    assert (await run(engine)).text == "One."
+        await manager.load_entry(replace(ECHO, path=Path("other")))
+    assert (await run(manager)).text == "One."
 
 
-def test_a_process_with_echo_alone_imports_no_mlx() -> None:
+def test_a_process_that_uses_only_echo_does_not_import_mlx() -> None:
     program = """
 import sys
 from lmx_lab import launch
@@ -184,8 +186,8 @@ with launch("echo", port=0, loop="thread") as lab:
     assert done.stdout.strip() == ""
 
 
-async def test_a_text_that_is_far_too_long_is_not_read_to_its_end(
-    engine: Engine, monkeypatch: pytest.MonkeyPatch
+async def test_only_the_beginning_of_a_text_that_is_far_too_long_is_tokenized(
+    manager: ModelManager, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     read: list[int] = []
     encode = EchoVocabulary.encode
@@ -197,7 +199,7 @@ async def test_a_text_that_is_far_too_long_is_not_read_to_its_end(
     monkeypatch.setattr(EchoVocabulary, "encode", noting)
     text = "word " * 1_000_000
     with pytest.raises(ContextLengthError, match="more than 32768 tokens"):
-        await engine.embed(EmbeddingRequest(inputs=(text,), model="echo"))
-    cut = await engine.embed(EmbeddingRequest(inputs=(text,), model="echo", truncate=True))
+        await manager.embed(EmbeddingRequest(inputs=(text,), model="echo"))
+    cut = await manager.embed(EmbeddingRequest(inputs=(text,), model="echo", truncate=True))
     assert cut.report.tokens == 32768
     assert max(read) < 200_000

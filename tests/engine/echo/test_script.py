@@ -56,7 +56,7 @@ def test_an_answer_is_written_as_a_model_writes_it(tmp_path: Path) -> None:
 
 
 def test_an_error_has_the_class_of_its_code() -> None:
-    failure = ScriptAnswer(place="line 1", error="later", code="queue-full").failure()
+    failure = ScriptAnswer(location="line 1", error="later", code="queue-full").failure()
     assert isinstance(failure, QueueFullError)
     assert (failure.message, failure.retry_after_s) == ("later", 1)
     assert all(failure.code == code for code, failure in FAILURES.items())
@@ -68,10 +68,10 @@ def test_an_error_has_the_class_of_its_code() -> None:
         ("{nothing", r"line 2, column 2: this is not JSON: Expecting property name"),
         ('["one"', r"line 2, column 7: this is not JSON"),
         ("[" * 100_000, r"line 2: this is not JSON"),
-        ("17", r"line 2: an answer is a text or an object, not 17"),
-        ('{"txt": "a"}', r'line 2: "txt" is no key of an answer; there are text, reasoning, tool_calls'),
-        ('{"delay_s": 1}', r"line 2: the answer says nothing; give it a text, tool_calls or an error"),
-        ('{"text": 5}', r"line 2: text is 5; it must be a text"),
+        ("17", r"line 2: an answer must be a string or an object, not 17"),
+        ('{"txt": "a"}', r'line 2: "txt" is not a key of an answer; the keys are text, reasoning, tool_calls'),
+        ('{"delay_s": 1}', r"line 2: the answer is empty; give it a text, tool_calls or an error"),
+        ('{"text": 5}', r"line 2: text is 5; it must be a string"),
         ('"\\ud800"', r"line 2: text has a lone surrogate"),
         ('{"text": "a", "delay_s": -1}', r"line 2: delay_s is -1; it must be 0 to 3600"),
         ('{"text": "a", "delay_s": true}', r"line 2: delay_s is true; it must be a number"),
@@ -79,11 +79,11 @@ def test_an_error_has_the_class_of_its_code() -> None:
         ('{"tool_calls": {"name": "x"}}', r'line 2: tool_calls is {"name": "x"}; it must be a list'),
         ('{"tool_calls": [{"name": "x"}, {"nam": "y"}]}', r'line 2: tool_calls\[1\] is {"nam": "y"}; it must be'),
         ('{"tool_calls": [{"name": "", "arguments": {}}]}', r"line 2: tool_calls\[0\] is"),
-        ('{"error": "a", "code": "nope"}', r'line 2: code is "nope"; beside an error it can be internal-error'),
-        ('{"text": "a", "code": "queue-full"}', r'line 2: code is "queue-full"; beside an error'),
+        ('{"error": "a", "code": "nope"}', r'line 2: code is "nope"; with an error it can be internal-error'),
+        ('{"text": "a", "code": "queue-full"}', r'line 2: code is "queue-full"; with an error'),
     ],
 )
-def test_a_wrong_line_is_named_with_its_problem(tmp_path: Path, line: str, problem: str) -> None:
+def test_an_invalid_line_is_named_with_its_problem(tmp_path: Path, line: str, problem: str) -> None:
     path = written(tmp_path, f'"fine"\n{line}\n')
     with pytest.raises(UnusableModelError, match=problem) as refused:
         read_script(path)
@@ -99,7 +99,7 @@ def test_a_file_that_cannot_be_read_is_named(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("make", [os.mkfifo, Path.mkdir, lambda path: path.symlink_to("/dev/zero")])
-def test_a_script_that_is_no_regular_file_is_refused_at_once(make: Callable[[Path], None], tmp_path: Path) -> None:
+def test_a_script_that_is_not_a_regular_file_is_refused_at_once(make: Callable[[Path], None], tmp_path: Path) -> None:
     make(tmp_path / "script.json")
-    with pytest.raises(UnusableModelError, match="no regular file"):
+    with pytest.raises(UnusableModelError, match="not a regular file"):
         read_script(tmp_path / "script.json")

@@ -11,13 +11,13 @@ VOCABULARY = EchoVocabulary()
 
 
 @given(st.text())
-def test_the_tokens_of_a_text_are_that_text(text: str) -> None:
+def test_tokens_decode_to_the_text_that_was_encoded(text: str) -> None:
     tokens = VOCABULARY.encode(text)
     assert VOCABULARY.decode(tokens) == text
     assert len(text.encode()) <= LONGEST_PIECE * len(tokens)
 
 
-def test_words_are_divided_into_pieces_of_three_letters_with_their_space() -> None:
+def test_words_are_split_into_pieces_of_three_letters_with_their_space() -> None:
     tokens = VOCABULARY.encode("Once upon a time, 東")
     shown = [VOCABULARY.text_of(token) for token in tokens]
     assert shown[:9] == ["O", "nce", " upo", "n", " a", " tim", "e", ",", " "]

@@ -1,4 +1,4 @@
-"""Grammars allow the requested answers and no others; objects are closed if the schema stays satisfiable."""
+"""GrammarCompiler allow the requested answers and no others; objects are closed if the schema stays satisfiable."""
 
 from __future__ import annotations
 

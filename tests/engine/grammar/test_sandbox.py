@@ -1,4 +1,4 @@
-"""Grammars that crash the compiler or run forever do so in the sandbox and are refused."""
+"""GrammarCompiler that crash the compiler or run forever do so in the sandbox and are refused."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The engine on llama.cpp with small models, and a look at its process."""
+"""The llama.cpp engine with small models, and access to its process."""
 
 from __future__ import annotations
 
@@ -9,7 +9,8 @@ from pathlib import Path
 import psutil
 import pytest
 
-from lmx_lab.engine import Engine
+from lmx_lab.engine import ModelManager
+from lmx_lab.engine.llama_cpp.engine import LlamaCppCore, LlamaCppEngine
 from lmx_lab.engine.llama_cpp.process import LlamaProcess
 from lmx_lab.settings import Settings
 from lmx_lab.values.models import ModelEntry
@@ -23,26 +24,32 @@ def entry_of(path: Path, id_: str = "tiny") -> ModelEntry:
     return replace(Catalog(Settings()).resolve(str(path)), id=id_)
 
 
-def process_of(engine: Engine) -> LlamaProcess:
-    """Of the main model."""
-    core = engine._gguf._core
-    assert core is not None
+def llama_core(manager: ModelManager) -> LlamaCppCore:
+    engine = manager.engine("llama.cpp")
+    assert isinstance(engine, LlamaCppEngine)
+    assert engine._core is not None
+    return engine._core
+
+
+def process_of(manager: ModelManager) -> LlamaProcess:
+    """The process of the main model."""
+    core = llama_core(manager)
     assert core._main is not None
     return core._main.hosted.process
 
 
-def system_process_of(engine: Engine) -> psutil.Process:
-    return psutil.Process(process_of(engine)._process.pid)
+def system_process_of(manager: ModelManager) -> psutil.Process:
+    return psutil.Process(process_of(manager)._process.pid)
 
 
 @pytest.fixture(scope="session")
 def long_gguf(tmp_path_factory: pytest.TempPathFactory, tiny_gguf: Path) -> Path:
-    """``tiny`` for 8,192 tokens: it is busy for as long as a test needs."""
+    """``tiny`` with a context of 8,192 tokens, so that a request runs for as long as a test needs."""
     return with_context(tiny_gguf, 8192, tmp_path_factory.mktemp("long-gguf"))
 
 
 @pytest.fixture
-async def engine(long_gguf: Path) -> AsyncIterator[Engine]:
-    async with Engine(SETTINGS) as engine:
-        await engine.load(entry_of(long_gguf))
-        yield engine
+async def manager(long_gguf: Path) -> AsyncIterator[ModelManager]:
+    async with ModelManager(SETTINGS) as manager:
+        await manager.load_entry(entry_of(long_gguf))
+        yield manager

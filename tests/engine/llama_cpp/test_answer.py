@@ -1,4 +1,4 @@
-"""What llama.cpp streams becomes pieces of an answer: recorded events, and all ways to cut them."""
+"""The events that llama.cpp streams become the pieces of an answer."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from lmx_lab.engine import GenerationRequest, TextPrompt
-from lmx_lab.engine.llama_cpp.answer import Answer
+from lmx_lab.engine.llama_cpp.answer import AnswerReader
 from lmx_lab.engine.llama_cpp.request import Route
 from lmx_lab.engine.text.channels import CONTENT, REASONING, ChannelFormat
 from lmx_lab.values.generation import Delta, PromptProgress, TokenLogprob, merge_tool_calls
@@ -22,12 +22,12 @@ THOUGHTS = ChannelFormat(
 )
 
 
-def answer(
+def reader(
     *, request: GenerationRequest = REQUEST, route: Route = "/completion", shape: ChannelFormat | None = None
-) -> Answer:
-    made = Answer(request, route, shape, model="m", prompt_tokens=10, arrived_at=100.0)
-    made.begin(101.0)
-    return made
+) -> AnswerReader:
+    answer = AnswerReader(request, route, shape, model="m", prompt_tokens=10, arrived_at=100.0)
+    answer.begin(101.0)
+    return answer
 
 
 def probability(token: int, data: bytes, logprob: float = -1.0, top: Iterable[int] = ()) -> dict[str, Any]:
@@ -45,13 +45,13 @@ def end(predicted: int, why: str = "eos", text: str = "") -> dict[str, Any]:
 
 
 def progress(processed: int, cache: int = 0) -> dict[str, Any]:
-    told = {"total": 10, "cache": cache, "processed": processed, "time_ms": 1}
-    # What it says of tokens beside is nothing.
-    return {"prompt_progress": told, "content": "", "tokens": [0], "stop": False, "tokens_predicted": 0}
+    state = {"total": 10, "cache": cache, "processed": processed, "time_ms": 1}
+    # The other fields have no meaning here.
+    return {"prompt_progress": state, "content": "", "tokens": [0], "stop": False, "tokens_predicted": 0}
 
 
-def deltas(made: Answer, *events: Mapping[str, Any], start: float = 102.0) -> list[Delta]:
-    items = [item for at, event in enumerate(events) for item in made.take(event, start + at)]
+def deltas(answer: AnswerReader, *events: Mapping[str, Any], start: float = 102.0) -> list[Delta]:
+    items = [item for at, event in enumerate(events) for item in answer.read(event, start + at)]
     return [item for item in items if isinstance(item, Delta)]
 
 
@@ -62,44 +62,44 @@ def whole(found: Sequence[Delta]) -> tuple[str, str, int]:
 # Texts
 
 
-def test_pieces_make_the_text_and_their_tokens_are_counted() -> None:
-    made = answer()
-    found = deltas(made, progress(10), piece("Hel", 1), piece("lo", 2), piece(" 😀", 5), end(6))
+def test_pieces_form_the_text_and_their_tokens_are_counted() -> None:
+    answer = reader()
+    found = deltas(answer, progress(10), piece("Hel", 1), piece("lo", 2), piece(" 😀", 5), end(6))
     assert whole(found) == ("Hello 😀", "", 5 + 1)
-    assert (made.finish, made.output_tokens) == ("stop", 6)
+    assert (answer.finish, answer.output_tokens) == ("stop", 6)
 
 
 @pytest.mark.parametrize(("why", "finish"), [("eos", "stop"), ("limit", "length"), ("word", "stop")])
-def test_an_end_has_its_reason(why: str, finish: str) -> None:
-    made = answer()
-    deltas(made, piece("a", 1), end(1, why))
-    assert made.finish == finish
+def test_the_reason_of_the_end_is_read(why: str, finish: str) -> None:
+    answer = reader()
+    deltas(answer, piece("a", 1), end(1, why))
+    assert answer.finish == finish
 
 
-def test_nothing_counts_after_the_end() -> None:
-    made = answer(request=replace(REQUEST, stop=("lo",)))
-    found = deltas(made, piece("Hel", 1), piece("lo", 2), piece(" there", 3), end(3, "limit"))
+def test_events_after_the_end_are_ignored() -> None:
+    answer = reader(request=replace(REQUEST, stop=("lo",)))
+    found = deltas(answer, piece("Hel", 1), piece("lo", 2), piece(" there", 3), end(3, "limit"))
     assert whole(found) == ("Hel", "", 2)
-    assert (made.finish, made.output_tokens) == ("stop", 2)
+    assert (answer.finish, answer.output_tokens) == ("stop", 2)
 
 
-def test_a_stop_string_may_complete_with_the_last_text() -> None:
-    made = answer(request=replace(REQUEST, stop=("END",)))
-    found = deltas(made, piece("a E", 1), piece("N", 2), end(3, "limit", "D"))
-    assert (whole(found)[0], made.finish) == ("a ", "stop")
+def test_a_stop_string_may_end_with_the_last_text() -> None:
+    answer = reader(request=replace(REQUEST, stop=("END",)))
+    found = deltas(answer, piece("a E", 1), piece("N", 2), end(3, "limit", "D"))
+    assert (whole(found)[0], answer.finish) == ("a ", "stop")
 
 
-def test_the_beginning_of_a_stop_string_that_does_not_come_is_text() -> None:
-    made = answer(request=replace(REQUEST, stop=("END",)))
-    assert whole(deltas(made, piece("a E", 1), piece("N", 2), end(3, "limit")))[0] == "a EN"
-    assert made.finish == "length"
+def test_an_incomplete_stop_string_is_text() -> None:
+    answer = reader(request=replace(REQUEST, stop=("END",)))
+    assert whole(deltas(answer, piece("a E", 1), piece("N", 2), end(3, "limit")))[0] == "a EN"
+    assert answer.finish == "length"
 
 
-def test_thoughts_are_divided_from_the_answer_and_counted() -> None:
-    made = answer(shape=THOUGHTS)
-    found = deltas(made, piece("hm", 1), piece("</thi", 2), piece("nk>", 3), piece("\n\nyes", 4), end(5))
+def test_reasoning_is_separated_from_the_answer_and_counted() -> None:
+    answer = reader(shape=THOUGHTS)
+    found = deltas(answer, piece("hm", 1), piece("</thi", 2), piece("nk>", 3), piece("\n\nyes", 4), end(5))
     assert whole(found)[:2] == ("yes", "hm")
-    assert made.report(110.0).reasoning_tokens == 3
+    assert answer.report(110.0).reasoning_tokens == 3
 
 
 # Log-probabilities
@@ -109,50 +109,50 @@ def logprobs(found: Sequence[Delta]) -> list[TokenLogprob]:
     return [entry for it in found for entry in it.logprobs]
 
 
-def test_each_token_has_its_own_and_others_as_many_as_were_asked_for() -> None:
-    made = answer(request=replace(REQUEST, top_logprobs=2))
-    found = logprobs(deltas(made, piece("a", 1, probability(7, b"a", -0.5, top=range(5))), end(1, "limit")))
+def test_each_token_has_its_logprob_and_the_requested_number_of_alternatives() -> None:
+    answer = reader(request=replace(REQUEST, top_logprobs=2))
+    found = logprobs(deltas(answer, piece("a", 1, probability(7, b"a", -0.5, top=range(5))), end(1, "limit")))
     assert [(it.token, it.text, it.bytes, it.logprob) for it in found] == [(7, "a", b"a", -0.5)]
     assert [(it.token, it.logprob, it.top) for it in found[0].top] == [(0, -2.0, ()), (1, -3.0, ())]
     assert not found[0].ends
 
 
-def test_asked_for_none_the_token_comes_alone_and_not_asked_nothing_comes() -> None:
+def test_zero_alternatives_are_different_from_no_logprobs() -> None:
     event = piece("a", 1, probability(7, b"a", top=[1]))
-    assert [it.top for it in logprobs(deltas(answer(request=replace(REQUEST, top_logprobs=0)), event))] == [()]
-    assert logprobs(deltas(answer(), event)) == []
+    assert [it.top for it in logprobs(deltas(reader(request=replace(REQUEST, top_logprobs=0)), event))] == [()]
+    assert logprobs(deltas(reader(), event)) == []
 
 
 def test_a_part_of_a_character_is_shown_as_bytes() -> None:
-    made = answer(request=replace(REQUEST, top_logprobs=0))
-    (found,) = logprobs(deltas(made, piece("�", 1, probability(7, b"\xe2\x82")), end(1)))
+    answer = reader(request=replace(REQUEST, top_logprobs=0))
+    (found,) = logprobs(deltas(answer, piece("�", 1, probability(7, b"\xe2\x82")), end(1)))
     assert (found.text, found.bytes) == ("bytes:\\xe2\\x82", b"\xe2\x82")
 
 
-def test_the_token_that_ends_a_text_is_marked() -> None:
+def test_the_token_that_ends_the_text_is_marked() -> None:
     for why, ends in (("eos", True), ("limit", False)):
-        made = answer(request=replace(REQUEST, top_logprobs=0))
+        answer = reader(request=replace(REQUEST, top_logprobs=0))
         events = [piece("a", 1, probability(7, b"a")), piece("", 2, probability(2, b"")), end(2, why)]
-        assert [(it.token, it.ends) for it in logprobs(deltas(made, *events))] == [(7, False), (2, ends)]
+        assert [(it.token, it.ends) for it in logprobs(deltas(answer, *events))] == [(7, False), (2, ends)]
 
 
-def test_a_token_that_shows_nothing_in_the_middle_is_no_end() -> None:
-    made = answer(request=replace(REQUEST, top_logprobs=0))
+def test_a_token_without_text_in_the_middle_is_not_an_end() -> None:
+    answer = reader(request=replace(REQUEST, top_logprobs=0))
     events = [piece("", 1, probability(1, b"")), piece("a", 2, probability(7, b"a")), piece("", 3, probability(2, b""))]
-    found = logprobs(deltas(made, *events, end(3)))
+    found = logprobs(deltas(answer, *events, end(3)))
     assert [(it.token, it.ends) for it in found] == [(1, False), (7, False), (2, True)]
 
 
-def test_tokens_of_one_piece_all_come() -> None:
-    made = answer(request=replace(REQUEST, top_logprobs=0))
+def test_all_tokens_of_a_piece_have_logprobs() -> None:
+    answer = reader(request=replace(REQUEST, top_logprobs=0))
     event = piece("東", 2, probability(7, b"\xe6\x9d"), probability(8, b"\xb1"))
-    assert [it.token for it in logprobs(deltas(made, event, end(2)))] == [7, 8]
+    assert [it.token for it in logprobs(deltas(answer, event, end(2)))] == [7, 8]
 
 
-def test_a_stop_string_drops_the_logprobs_behind_it() -> None:
-    made = answer(request=replace(REQUEST, top_logprobs=0, stop=("c",)))
+def test_tokens_of_a_stop_string_have_no_logprobs() -> None:
+    answer = reader(request=replace(REQUEST, top_logprobs=0, stop=("c",)))
     events = [piece(text, at, probability(at, text.encode())) for at, text in enumerate("abcd", start=1)]
-    assert [it.token for it in logprobs(deltas(made, *events))] == [1, 2]
+    assert [it.token for it in logprobs(deltas(answer, *events))] == [1, 2]
 
 
 # The chat route
@@ -171,10 +171,10 @@ def call(index: int, arguments: str = "", **first: Any) -> dict[str, Any]:
     return {"index": index, "function": function} | ({"id": id_, "type": "function"} if id_ else {})
 
 
-def test_a_chat_has_thoughts_text_and_calls() -> None:
-    made = answer(route="/v1/chat/completions")
+def test_a_chat_has_reasoning_text_and_calls() -> None:
+    answer = reader(route="/v1/chat/completions")
     found = deltas(
-        made,
+        answer,
         chunk(0, role="assistant", content=None),
         chunk(1, reasoning_content="hm"),
         chunk(2, content="I look. "),
@@ -186,75 +186,75 @@ def test_a_chat_has_thoughts_text_and_calls() -> None:
     assert whole(found) == ("I look. ", "hm", 7)
     calls = merge_tool_calls(piece for it in found for piece in it.tool_calls)
     assert [(it.id, it.name, it.arguments) for it in calls] == [("a", "look", '{"x": 1}'), ("b", "wait", "{}")]
-    assert made.finish == "tool_calls"
-    assert made.report(110.0).reasoning_tokens == 1
+    assert answer.finish == "tool_calls"
+    assert answer.report(110.0).reasoning_tokens == 1
 
 
-@pytest.mark.parametrize(("said", "called", "finish"), [
+@pytest.mark.parametrize(("reason", "called", "finish"), [
     ("stop", False, "stop"), ("stop", True, "tool_calls"), ("length", True, "length"), ("length", False, "length"),
     ("odd", False, "stop"),
 ])  # fmt: skip
-def test_a_chat_ends_as_its_calls_say(said: str, called: bool, finish: str) -> None:
-    made = answer(route="/v1/chat/completions")
+def test_a_chat_with_calls_ends_with_tool_calls(reason: str, called: bool, finish: str) -> None:
+    answer = reader(route="/v1/chat/completions")
     calls = [chunk(1, tool_calls=[call(0, "{}", id="a", name="look")])] if called else []
-    deltas(made, *calls, chunk(2, said))
-    assert made.finish == finish
+    deltas(answer, *calls, chunk(2, reason))
+    assert answer.finish == finish
 
 
 def test_a_chat_stops_before_a_stop_string_too() -> None:
-    made = answer(route="/v1/chat/completions", request=replace(REQUEST, stop=("STOP",)))
-    found = deltas(made, chunk(1, content="a ST"), chunk(2, content="OP b"), chunk(3, "stop"))
-    assert (whole(found), made.finish) == (("a ", "", 2), "stop")
+    answer = reader(route="/v1/chat/completions", request=replace(REQUEST, stop=("STOP",)))
+    found = deltas(answer, chunk(1, content="a ST"), chunk(2, content="OP b"), chunk(3, "stop"))
+    assert (whole(found), answer.finish) == (("a ", "", 2), "stop")
 
 
-def test_a_chat_has_logprobs_and_its_end_is_marked() -> None:
-    made = answer(route="/v1/chat/completions", request=replace(REQUEST, top_logprobs=0))
+def test_a_chat_has_logprobs_whose_end_is_marked() -> None:
+    answer = reader(route="/v1/chat/completions", request=replace(REQUEST, top_logprobs=0))
     events = [
         chunk(1, entries=[probability(7, b"a")], content="a"),
         chunk(2, entries=[probability(2, b"")], content=""),
     ]
-    found = logprobs(deltas(made, *events, chunk(2, "stop")))
+    found = logprobs(deltas(answer, *events, chunk(2, "stop")))
     assert [(it.token, it.ends) for it in found] == [(7, False), (2, True)]
 
 
 # Costs
 
 
-def test_progress_counts_what_was_cached_as_done() -> None:
-    made = answer()
-    told = [item for at, it in enumerate((4, 7, 10)) for item in made.take(progress(it, cache=4), 102.0 + at)]
-    assert told == [PromptProgress(done=done, total=10) for done in (4, 7, 10)]
-    assert (made.cached_tokens, made.computed_tokens) == (4, 6)
+def test_progress_includes_cached_tokens() -> None:
+    answer = reader()
+    items = [item for at, it in enumerate((4, 7, 10)) for item in answer.read(progress(it, cache=4), 102.0 + at)]
+    assert items == [PromptProgress(done=done, total=10) for done in (4, 7, 10)]
+    assert (answer.cached_tokens, answer.computed_tokens) == (4, 6)
 
 
 def test_one_token_of_a_cached_prompt_is_computed() -> None:
-    made = answer()
-    list(made.take(progress(10, cache=10), 102.0))
-    assert made.cached_tokens == 9
+    answer = reader()
+    list(answer.read(progress(10, cache=10), 102.0))
+    assert answer.cached_tokens == 9
 
 
-def test_decoding_is_a_pass_for_each_token_the_first_included() -> None:
-    made = answer()
-    deltas(made, progress(5), progress(10), piece("a", 1), piece("b", 2), piece("c", 3), end(3, "limit"))
-    report = made.report(105.0, peak_memory_bytes=5)
+def test_decode_time_includes_the_first_token() -> None:
+    answer = reader()
+    deltas(answer, progress(5), progress(10), piece("a", 1), piece("b", 2), piece("c", 3), end(3, "limit"))
+    report = answer.report(105.0, peak_memory_bytes=5)
     assert (report.queue_s, report.prefill_s, report.decode_s) == (1.0, 2.5, 1.5)
     assert (report.ttft_s, report.total_s, report.tokens_per_second) == (4.0, 5.0, 2.0)
     assert (report.prompt_tokens, report.output_tokens, report.model, report.peak_memory_bytes) == (10, 3, "m", 5)
 
 
-def test_the_pass_of_a_single_token_is_one_of_those_of_the_prompt() -> None:
-    made = answer()
-    deltas(made, progress(4), piece("a", 1), end(1))
-    report = made.report(103.0)
+def test_the_decode_time_of_a_single_token_is_estimated_from_the_prompt() -> None:
+    answer = reader()
+    deltas(answer, progress(4), piece("a", 1), end(1))
+    report = answer.report(103.0)
     assert (report.prefill_s, report.decode_s) == (pytest.approx(1.6), pytest.approx(0.4))
 
 
 @pytest.mark.parametrize("events", [[], [piece("a", 1), end(1)], [progress(10, 10), piece("a", 1), end(1)]])
-def test_times_add_up_whatever_was_told(events: list[dict[str, Any]]) -> None:
-    made = answer()
-    deltas(made, *events)
-    made.finish = made.finish or "length"
-    report = made.report(110.0)
+def test_times_add_up_whatever_was_streamed(events: list[dict[str, Any]]) -> None:
+    answer = reader()
+    deltas(answer, *events)
+    answer.finish = answer.finish or "length"
+    report = answer.report(110.0)
     assert report.total_s == 10.0
     assert min(report.queue_s, report.prefill_s, report.decode_s) >= 0
     assert report.queue_s <= report.ttft_s <= report.total_s

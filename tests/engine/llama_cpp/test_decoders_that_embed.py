@@ -1,4 +1,4 @@
-"""Embedding models that are made from decoders, such as Qwen3-Embedding: they have a KV cache."""
+"""Embedding models made from decoders, such as Qwen3-Embedding, which have a key-value cache."""
 
 from __future__ import annotations
 
@@ -8,10 +8,11 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from lmx_lab.engine import EmbeddingRequest, Engine, RerankRequest
+from lmx_lab.engine import EmbeddingRequest, ModelManager, RerankRequest
 from lmx_lab.engine.llama_cpp.memory_plan import BATCH_TOKENS
 from lmx_lab.errors import ContextLengthError
 from lmx_lab.values.models import ModelEntry
+from tests.engine.conftest import pin
 from tests.engine.llama_cpp.conftest import SETTINGS, entry_of
 from tests.gguf_files import Value, with_values
 
@@ -21,52 +22,52 @@ CONTEXT = 4 * BATCH_TOKENS
 
 
 def made(source: Path, folder: Path, values: Mapping[str, Value]) -> ModelEntry:
-    """The same decoder for vectors or scores."""
+    """The tiny decoder as an embedding model or a reranker."""
     return entry_of(with_values(source, folder / "decoder.gguf", {"llama.context_length": CONTEXT, **values}))
 
 
 @pytest.mark.parametrize("pooling", [MEAN, LAST])
-async def test_texts_of_every_length_have_the_same_vectors_alone_and_together(
+async def test_texts_of_all_lengths_have_the_same_vectors_alone_and_together(
     tiny_gguf: Path, tmp_path: Path, pooling: int
 ) -> None:
     entry = made(tiny_gguf, tmp_path, {"llama.pooling_type": pooling})
     assert entry.kind == "embedding"
     texts = ("the sea", "the sea " * BATCH_TOKENS, *(f"{at} " + "of the land " * 20 * at for at in range(12)))
-    async with Engine(SETTINGS) as engine:
-        await engine.pin(entry)
-        found = await engine.embed(EmbeddingRequest(inputs=texts))
+    async with ModelManager(SETTINGS) as manager:
+        await pin(manager, entry)
+        found = await manager.embed(EmbeddingRequest(inputs=texts))
         assert found.report.tokens > 8 * BATCH_TOKENS
         for at in (0, 1, 2, 7, 13):
-            alone = (await engine.embed(EmbeddingRequest(inputs=(texts[at],)))).vectors[0]
+            alone = (await manager.embed(EmbeddingRequest(inputs=(texts[at],)))).vectors[0]
             assert float(np.dot(alone, found.vectors[at])) == pytest.approx(1.0, abs=1e-3)
         with pytest.raises(ContextLengthError, match=f"takes {CONTEXT - (pooling == LAST)};"):
-            await engine.embed(EmbeddingRequest(inputs=("the sea " * CONTEXT,)))
+            await manager.embed(EmbeddingRequest(inputs=("the sea " * CONTEXT,)))
 
 
 @pytest.mark.parametrize("pooling", [MEAN, LAST])
-async def test_a_text_may_be_as_long_as_the_context_and_a_longer_one_is_cut_to_it(
+async def test_a_text_may_be_as_long_as_the_context_and_a_longer_one_is_truncated(
     tiny_gguf: Path, tmp_path: Path, pooling: int
 ) -> None:
     entry = made(tiny_gguf, tmp_path, {"llama.pooling_type": pooling})
     longest = (tuple(range(100, 100 + CONTEXT - (pooling == LAST))),)
-    async with Engine(SETTINGS) as engine:
-        await engine.pin(entry)
-        whole = (await engine.embed(EmbeddingRequest(inputs=longest))).vectors
-        cut = (await engine.embed(EmbeddingRequest(inputs=((*longest[0], 7),), truncate=True))).vectors
+    async with ModelManager(SETTINGS) as manager:
+        await pin(manager, entry)
+        whole = (await manager.embed(EmbeddingRequest(inputs=longest))).vectors
+        cut = (await manager.embed(EmbeddingRequest(inputs=((*longest[0], 7),), truncate=True))).vectors
         assert np.allclose(whole, cut, atol=1e-3)
 
 
-async def test_what_a_reranker_writes_around_a_pair_counts(tiny_gguf: Path, tmp_path: Path) -> None:
+async def test_the_template_around_a_pair_counts_toward_its_length(tiny_gguf: Path, tmp_path: Path) -> None:
     around = "Judge whether the document answers the query. " * 8
     values = {
         "llama.pooling_type": RANK,
         "tokenizer.chat_template.rerank": f"{around}<query>{{query}}</query><document>{{document}}</document>",
     }
     entry = made(tiny_gguf, tmp_path, values)
-    async with Engine(SETTINGS) as engine:
-        await engine.pin(entry)
+    async with ModelManager(SETTINGS) as manager:
+        await pin(manager, entry)
         for words in range(CONTEXT // 2 - 80, CONTEXT // 2, 20):
-            asked = RerankRequest(query="the sea", documents=("the sea " * words,), truncate=True)
-            assert np.isfinite((await engine.rerank(asked)).scores).all()
+            wanted = RerankRequest(query="the sea", documents=("the sea " * words,), truncate=True)
+            assert np.isfinite((await manager.rerank(wanted)).scores).all()
         with pytest.raises(ContextLengthError):
-            await engine.rerank(RerankRequest(query="the sea", documents=("the sea " * (CONTEXT // 2 - 10),)))
+            await manager.rerank(RerankRequest(query="the sea", documents=("the sea " * (CONTEXT // 2 - 10),)))

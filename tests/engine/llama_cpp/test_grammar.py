@@ -1,4 +1,4 @@
-"""A form that llama.cpp has no time to try is taken on trust, and tried again by the next who asks for it."""
+"""Grammars are written in the syntax of llama.cpp, and llama.cpp is tried once with each of them."""
 
 from __future__ import annotations
 
@@ -9,33 +9,38 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
+import httpx2
 import pytest
+from llguidance import LLMatcher
+from tokenizers import Tokenizer
 
-from lmx_lab.engine import AnswerFormat
-from lmx_lab.engine.grammar.build import build_grammar
+from lmx_lab.engine import AnswerFormat, Tool, ToolUse
+from lmx_lab.engine.grammar.build import ReasoningSection, build_grammar
 from lmx_lab.engine.grammar.sandbox import GrammarSandbox
-from lmx_lab.engine.llama_cpp import grammar as forms_module
+from lmx_lab.engine.llama_cpp import grammar as grammar_module
 from lmx_lab.engine.llama_cpp.connection import LlamaConnection
-from lmx_lab.engine.llama_cpp.grammar import Forms
-from lmx_lab.engine.llama_cpp.words import read_token_table
+from lmx_lab.engine.llama_cpp.grammar import GrammarChecker, as_lark, read_token_table, validate
 from lmx_lab.errors import InvalidRequestError, QueueFullError
+from lmx_lab.values.models import ModelEntry
 from lmx_lab.weights.gguf.header import read_header
+from tests.gguf_files import with_values
+from tests.gguf_server import raw_server
 
 pytestmark = pytest.mark.anyio
 
 
 class Server(LlamaConnection):
-    """Answers a trial as told: with the token that is forbidden, with another, or not at all."""
+    """Answers a trial with the forbidden token, with another one, or not at all."""
 
     def __init__(self) -> None:
         self.enforces: bool | None = True
-        self.asked: list[Any] = []
+        self.bodies: list[Any] = []
 
-    async def ask(self, path: str, question: Any) -> Any:
-        self.asked.append(question)
+    async def ask(self, path: str, body: Any) -> Any:
+        self.bodies.append(body)
         if self.enforces is None:
             await asyncio.Event().wait()
-        ((forbidden, _),) = question["logit_bias"]
+        ((forbidden, _),) = body["logit_bias"]
         return {"tokens": [forbidden + 1 if self.enforces else forbidden]}
 
 
@@ -45,11 +50,11 @@ def server() -> Server:
 
 
 @pytest.fixture
-async def forms(tiny_gguf: Path, server: Server) -> AsyncIterator[Forms]:
+async def checker(tiny_gguf: Path, server: Server) -> AsyncIterator[GrammarChecker]:
     trials = GrammarSandbox()
     with ThreadPoolExecutor(1) as compiling:
-        yield Forms(read_token_table(read_header(tiny_gguf, arrays=True)), trials, compiling, server)
-    trials.close()
+        yield GrammarChecker(read_token_table(read_header(tiny_gguf, arrays=True)), trials, compiling, server)
+    trials.end()
 
 
 def of(kind: Any, text: str) -> str:
@@ -58,31 +63,127 @@ def of(kind: Any, text: str) -> str:
     return made
 
 
-async def test_what_was_tried_is_not_tried_again(forms: Forms, server: Server) -> None:
+async def test_a_grammar_is_tried_once(checker: GrammarChecker, server: Server) -> None:
     digits = of("regex", "[0-9]+")
-    assert await forms.enforced(digits, None) == await forms.enforced(digits, None)
-    (question,) = server.asked
-    assert question["n_predict"] == 1
-    assert "/[0-9]+/" in question["grammar"]
+    assert await checker.check(digits, None) == await checker.check(digits, None)
+    (body,) = server.bodies
+    assert body["n_predict"] == 1
+    assert "/[0-9]+/" in body["grammar"]
 
 
-async def test_what_is_ignored_there_is_refused_each_time(forms: Forms, server: Server) -> None:
+async def test_a_grammar_that_llama_cpp_ignores_is_refused_each_time(checker: GrammarChecker, server: Server) -> None:
     server.enforces = False
     for _ in range(2):
         with pytest.raises(InvalidRequestError, match=r"cannot be enforced by llama\.cpp") as refused:
-            await forms.enforced(of("json_schema", json.dumps({"type": "integer"})), None)
+            await checker.check(of("json_schema", json.dumps({"type": "integer"})), None)
         assert refused.value.param == "response_format"
-    assert len(server.asked) == 4
+    assert len(server.bodies) == 4
 
 
-async def test_what_could_not_be_tried_is_not_trusted(
-    forms: Forms, server: Server, monkeypatch: pytest.MonkeyPatch
+async def test_a_grammar_that_could_not_be_tried_is_refused(
+    checker: GrammarChecker, server: Server, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(forms_module, "TRIAL_S", 0.01)
+    monkeypatch.setattr(grammar_module, "TRIAL_S", 0.01)
     server.enforces = None
     digits = of("regex", "[0-9]+")
     with pytest.raises(QueueFullError, match="try again in 5 s"):
-        await forms.enforced(digits, None)
+        await checker.check(digits, None)
     server.enforces = False
     with pytest.raises(InvalidRequestError):
-        await forms.enforced(digits, None)
+        await checker.check(digits, None)
+
+
+# Syntax
+
+SCHEMA = {"type": "object", "properties": {"a": {"type": "integer"}}, "required": ["a"], "additionalProperties": False}
+TOOLS = ToolUse(tools=(Tool(name="add", parameters=SCHEMA), Tool(name="wait", parameters={"type": "object"})))
+THOUGHTS = ReasoningSection(start=("<think>",), end=("</think>",), open=True)
+
+
+def lark_of(form: AnswerFormat | None, tools: ToolUse | None = None, thoughts: ReasoningSection | None = None) -> str:
+    made = build_grammar(form, tools, thoughts, markers={})
+    assert made is not None
+    return as_lark(made)
+
+
+@pytest.mark.parametrize(
+    ("form", "tools", "thoughts"),
+    [
+        (AnswerFormat(kind="json_schema", text=json.dumps(SCHEMA)), None, None),
+        (AnswerFormat(kind="json_schema", text="{}"), None, THOUGHTS),
+        (AnswerFormat(kind="regex", text="a/b\\n@answer"), None, None),
+        (AnswerFormat(kind="lark", text='start: a\na: "@answer" /[0-9]+/'), None, THOUGHTS),
+        (None, TOOLS, None),
+        (None, TOOLS, THOUGHTS),
+        (AnswerFormat(kind="regex", text="x+"), TOOLS, None),
+    ],
+)
+def test_every_generated_grammar_can_be_written_in_llama_cpps_syntax(form: Any, tools: Any, thoughts: Any) -> None:
+    lark = lark_of(form, tools, thoughts)
+    assert lark.startswith("%llguidance")
+    assert LLMatcher.validate_grammar(lark) == ""
+    validate(lark)
+
+
+def test_references_in_the_callers_text_are_not_replaced() -> None:
+    lark = lark_of(AnswerFormat(kind="lark", text='start: "see @answer and (@answer"'))
+    assert '"see @answer and (@answer"' in lark
+    assert lark.splitlines()[1] == "start: answer"
+
+
+def test_json_is_written_on_one_line() -> None:
+    lark = lark_of(AnswerFormat(kind="json_schema", text=json.dumps(SCHEMA)))
+    schema = json.loads(lark.partition("%json ")[2])
+    assert schema["x-guidance"] == {"whitespace_flexible": False, "item_separator": ", ", "key_separator": ": "}
+    assert schema["properties"] == SCHEMA["properties"]
+
+
+def test_parts_that_do_not_fit_together_are_refused() -> None:
+    with pytest.raises(InvalidRequestError, match="this format cannot be enforced") as refused:
+        validate("start: nothing_of_that_name")
+    assert refused.value.param == "response_format"
+
+
+# Vocabularies
+
+
+def test_words_are_the_bytes_of_tokens(tiny: ModelEntry, tiny_gguf: Path) -> None:
+    words = read_token_table(read_header(tiny_gguf, arrays=True))
+    tokenizer = Tokenizer.from_file(str(tiny.path / "tokenizer.json"))
+    for text in ("Hello, wörld! 東京 😀\n\t x", '{"a": [1, 2]}'):
+        assert b"".join(words.tokens[token] for token in tokenizer.encode(text).ids) == text.encode()
+    assert set(words.eos_tokens) <= set(words.special_token_ids)
+    assert 2 in words.eos_tokens
+    assert len(words.tokens) == 49152
+
+
+def test_grammars_need_a_token_that_ends_answers(tiny_gguf: Path, tmp_path: Path) -> None:
+    tokens = ["a", "b", "c"]
+    path = with_values(
+        tiny_gguf,
+        tmp_path / "endless.gguf",
+        {
+            "tokenizer.ggml.tokens": tokens,
+            "tokenizer.ggml.token_type": [1, 1, 1],
+            "tokenizer.ggml.eos_token_id": None,
+        },
+    )
+    with pytest.raises(InvalidRequestError, match="no token that ends an answer"):
+        read_token_table(read_header(path, arrays=True))
+
+
+# Why grammars are tried on llama.cpp
+
+
+def answer(client: httpx2.Client, lark: str) -> str:
+    body = {"prompt": [300], "n_predict": 12, "temperature": 0, "grammar": lark}
+    return str(client.post("/completion", json=body).json()["content"])
+
+
+def test_llama_cpp_ignores_a_grammar_that_it_cannot_compile(tiny_gguf: Path) -> None:
+    uri = '%llguidance {}\nstart: %json {"type": "string", "format": "uri"}'
+    assert LLMatcher.validate_grammar(uri) == ""
+    with raw_server(tiny_gguf) as client:
+        assert answer(client, "%llguidance {}\nstart: /[ab]{4}/").strip("ab") == ""
+        # If this fails, llama.cpp supports it, and ``engine.llama_cpp.grammar`` can be simplified.
+        assert not answer(client, uri).startswith('"')

@@ -1,4 +1,4 @@
-"""How much context fits, for headers of any shape."""
+"""The context length that fits in memory, for headers of any shape."""
 
 from __future__ import annotations
 
@@ -12,14 +12,14 @@ from hypothesis import strategies as st
 from lmx_lab.engine.llama_cpp.memory_plan import (
     BASE_BYTES,
     BATCH_TOKENS,
-    LEAST_CACHE_BYTES,
-    LEAST_TOKENS,
+    MIN_CACHE_BYTES,
+    MIN_TOKENS,
     STEP_BYTES,
     STEP_TOKENS,
     TEXTS_AT_ONCE,
     TRIAL_TOKENS,
     kv_bytes_per_token,
-    plan,
+    plan_context,
 )
 from lmx_lab.errors import OutOfMemoryError
 from lmx_lab.values.models import Kind, ModelEntry
@@ -56,46 +56,46 @@ PER_TOKEN = 4 * 4 * (16 + 16) * 2
         ({}, PER_TOKEN),
         ({"attention.head_count_kv": 2}, PER_TOKEN // 2),
         ({"attention.key_length": 32, "attention.value_length": 8}, 4 * 4 * (32 + 8) * 2),
-        # As of models with another number in each layer, which is an array: an upper bound.
+        # Models with a different number in each layer have an array here: an upper bound.
         ({"attention.head_count": 0}, 4 * 1 * (64 + 64) * 2),
         ({"block_count": 0}, 0),
     ],
 )
-def test_a_token_takes_its_keys_and_values_in_all_layers(values: dict[str, int], expected: int) -> None:
+def test_the_cache_of_a_token_has_keys_and_values_of_all_layers(values: dict[str, int], expected: int) -> None:
     assert kv_bytes_per_token(header(**values)) == expected
 
 
-def test_where_memory_is_ample_each_slot_has_the_whole_context() -> None:
-    found = plan(entry(), header(), slots=4, limit_bytes=GB)
+def test_with_enough_memory_each_slot_has_the_whole_context() -> None:
+    found = plan_context(entry(), header(), slots=4, limit_bytes=GB)
     assert (found.context_length, found.total_tokens, found.slots, found.unified) == (4096, 4 * 4096, 4, False)
     assert found.bytes == FIXED + PER_TOKEN * 5 * 4096
 
 
-def test_where_it_is_not_slots_share_what_there_is() -> None:
-    found = plan(entry(), header(), slots=4, limit_bytes=FIXED + PER_TOKEN * 5000)
+def test_with_less_memory_slots_share_one_cache() -> None:
+    found = plan_context(entry(), header(), slots=4, limit_bytes=FIXED + PER_TOKEN * 5000)
     assert found.unified
     assert (found.context_length, found.total_tokens, found.cache_tokens) == (4096, 4608, 4864)
 
 
-def test_where_there_is_hardly_any_one_request_has_less_than_the_model_can() -> None:
-    found = plan(entry(), header(), slots=4, limit_bytes=FIXED + PER_TOKEN * 1000)
+def test_with_little_memory_the_context_is_shorter_than_the_models() -> None:
+    found = plan_context(entry(), header(), slots=4, limit_bytes=FIXED + PER_TOKEN * 1000)
     assert (found.context_length, found.total_tokens, found.unified) == (512, 512, True)
 
 
-def test_a_file_that_does_not_say_its_context_gets_a_usual_one() -> None:
-    assert plan(entry(context=None), header(), slots=1, limit_bytes=GB).context_length == 8192
+def test_a_file_without_a_context_length_gets_the_usual_one() -> None:
+    assert plan_context(entry(context=None), header(), slots=1, limit_bytes=GB).context_length == 8192
 
 
-def test_a_cache_takes_no_more_than_its_share_beyond_what_one_request_needs() -> None:
-    found = plan(entry(context=1_000_000), header(), slots=8, limit_bytes=4 * GB)
-    assert 0.9 * LEAST_CACHE_BYTES < found.total_tokens * PER_TOKEN <= LEAST_CACHE_BYTES
+def test_the_size_of_the_cache_is_limited() -> None:
+    found = plan_context(entry(context=1_000_000), header(), slots=8, limit_bytes=4 * GB)
+    assert 0.9 * MIN_CACHE_BYTES < found.total_tokens * PER_TOKEN <= MIN_CACHE_BYTES
     assert found.context_length == found.total_tokens
 
 
 @pytest.mark.parametrize("limit", [0, -5, FIXED, FIXED + PER_TOKEN * (255 + TRIAL_TOKENS)])
-def test_a_model_without_room_for_the_least_context_is_refused_with_both_numbers(limit: int) -> None:
-    with pytest.raises(OutOfMemoryError, match=r"m needs 0\.\d\d GB, \d\.\d\d GB are allowed: choose a smaller"):
-        plan(entry(), header(), slots=4, limit_bytes=limit)
+def test_a_model_without_memory_for_the_shortest_context_is_refused(limit: int) -> None:
+    with pytest.raises(OutOfMemoryError, match=r"m needs 0\.\d\d GB, and \d\.\d\d GB are allowed; choose a smaller"):
+        plan_context(entry(), header(), slots=4, limit_bytes=limit)
 
 
 # Vectors and scores
@@ -107,17 +107,17 @@ EMBEDDER = replace(entry(context=32768), kind="embedding")
 @pytest.mark.parametrize("kind", ["embedding", "rerank"])
 def test_an_encoder_has_no_cache(kind: Kind) -> None:
     encoder, of_bert = replace(ENCODER, kind=kind), replace(header(), metadata={"general.architecture": "bert"})
-    found = plan(encoder, of_bert, slots=2, limit_bytes=FIXED)
+    found = plan_context(encoder, of_bert, slots=2, limit_bytes=FIXED)
     assert (found.slots, found.context_length, found.cache_tokens, found.bytes) == (TEXTS_AT_ONCE, 512, 4096, FIXED)
     assert found.batch_tokens == 512
     with pytest.raises(OutOfMemoryError):
-        plan(encoder, of_bert, slots=2, limit_bytes=FIXED - 1)
+        plan_context(encoder, of_bert, slots=2, limit_bytes=FIXED - 1)
 
 
 QWEN3 = {"block_count": 28, "attention.head_count": 16, "attention.head_count_kv": 8, "attention.key_length": 128,
          "attention.value_length": 128}  # fmt: skip
 SCORES = VOCABULARY * STEP_BYTES
-"""Of a token, beside its cache."""
+"""Memory of a token beside its cache."""
 
 
 @pytest.mark.parametrize(
@@ -125,20 +125,22 @@ SCORES = VOCABULARY * STEP_BYTES
     # As Qwen3-Embedding-0.6B: eight texts of 32,768 tokens would take 30 GB.
     [(POOLING_LAST, 8192, BATCH_TOKENS, 1.65), (POOLING_RANK, 5120, 5120, 1.33)],
 )
-def test_a_decoder_that_makes_vectors_takes_its_share(pooling: int, context: int, batch: int, gigabytes: float) -> None:
+def test_the_memory_of_a_decoder_that_embeds_is_limited(
+    pooling: int, context: int, batch: int, gigabytes: float
+) -> None:
     shape = header(**QWEN3, pooling_type=pooling)
-    found = plan(replace(EMBEDDER, size_bytes=640_000_000), shape, slots=4, limit_bytes=16 * GB)
+    found = plan_context(replace(EMBEDDER, size_bytes=640_000_000), shape, slots=4, limit_bytes=16 * GB)
     assert (found.slots, found.context_length) == (1, context - (pooling == POOLING_LAST))
     assert found.cache_tokens == context
     assert found.batch_tokens == batch
     assert found.bytes / GB == pytest.approx(gigabytes, abs=0.01)
 
 
-def test_a_text_that_is_computed_whole_is_as_short_as_a_large_vocabulary_makes_it() -> None:
+def test_a_large_vocabulary_shortens_texts_that_are_computed_in_one_step() -> None:
     """As Qwen3-Reranker-0.6B: for 8,192 tokens, the scores of 151,669 words for each would take 10 GB."""
     table = replace(header().tensors[0], shape=(64, 151_669))
     shape = replace(header(**QWEN3, pooling_type=POOLING_RANK), tensors=(table,))
-    found = plan(replace(EMBEDDER, size_bytes=640_000_000), shape, slots=4, limit_bytes=16 * GB)
+    found = plan_context(replace(EMBEDDER, size_bytes=640_000_000), shape, slots=4, limit_bytes=16 * GB)
     assert (found.slots, found.context_length, found.unified) == (1, 1024, True)
     assert 2 * GB < found.bytes < 2.2 * GB
 
@@ -148,18 +150,18 @@ def test_a_text_that_is_computed_whole_is_as_short_as_a_large_vocabulary_makes_i
     [(GB, (8, 32768)), (50_000 * (PER_TOKEN + SCORES), (5, 32768)), (5000 * (PER_TOKEN + SCORES), (1, 4864)),
      (256 * (PER_TOKEN + SCORES), (1, 256))],
 )  # fmt: skip
-def test_it_takes_fewer_texts_at_once_and_then_shorter_ones_where_memory_is_short(
+def test_with_less_memory_there_are_fewer_texts_at_once_and_then_shorter_ones(
     room: int, expected: tuple[int, int]
 ) -> None:
-    found = plan(EMBEDDER, header(), slots=4, limit_bytes=10_000_000 + BASE_BYTES + room)
+    found = plan_context(EMBEDDER, header(), slots=4, limit_bytes=10_000_000 + BASE_BYTES + room)
     assert (found.slots, found.context_length) == expected
     assert found.batch_tokens == found.context_length
     assert found.bytes <= 10_000_000 + BASE_BYTES + room
 
 
-def test_without_room_for_the_least_it_is_refused() -> None:
+def test_a_decoder_without_memory_for_the_shortest_text_is_refused() -> None:
     with pytest.raises(OutOfMemoryError, match="choose a smaller"):
-        plan(EMBEDDER, header(), slots=4, limit_bytes=10_000_000 + BASE_BYTES + 255 * (PER_TOKEN + SCORES))
+        plan_context(EMBEDDER, header(), slots=4, limit_bytes=10_000_000 + BASE_BYTES + 255 * (PER_TOKEN + SCORES))
 
 
 @given(
@@ -168,14 +170,14 @@ def test_without_room_for_the_least_it_is_refused() -> None:
     limit=st.integers(0, 8 * GB),
     layers=st.integers(1, 80),
 )
-def test_a_plan_never_exceeds_its_limit_and_holds_one_request(
+def test_a_plan_never_exceeds_its_limit_and_fits_one_request(
     context: int | None, slots: int, limit: int, layers: int
 ) -> None:
     try:
-        found = plan(entry(context=context), header(block_count=layers), slots=slots, limit_bytes=limit)
+        found = plan_context(entry(context=context), header(block_count=layers), slots=slots, limit_bytes=limit)
     except OutOfMemoryError:
         return
-    least = (context or LEAST_TOKENS) < LEAST_TOKENS
+    least = (context or MIN_TOKENS) < MIN_TOKENS
     assert found.bytes <= limit or least
     assert 0 < found.context_length <= found.total_tokens
     assert found.context_length <= (context or found.context_length)

@@ -1,4 +1,4 @@
-"""What only llama.cpp does: calls and thoughts in a model's own format by its parser, one cache for all requests."""
+"""Features of llama.cpp only: calls and reasoning in a model's own format, and one cache for all requests."""
 
 from __future__ import annotations
 
@@ -13,12 +13,12 @@ import numpy as np
 import pytest
 from tokenizers import Tokenizer
 
-from lmx_lab.engine import ChatPrompt, EmbeddingRequest, Engine, GenerationRequest, Sampling, Tool, ToolUse
+from lmx_lab.engine import ChatPrompt, EmbeddingRequest, GenerationRequest, ModelManager, Sampling, Tool, ToolUse
 from lmx_lab.errors import InvalidRequestError
 from lmx_lab.values.models import ModelEntry
 from tests.engine.conftest import finish as finish_text
-from tests.engine.conftest import numbers, request, until_idle
-from tests.engine.llama_cpp.conftest import SETTINGS, entry_of
+from tests.engine.conftest import numbers, pin, request, until_idle
+from tests.engine.llama_cpp.conftest import SETTINGS, entry_of, llama_core
 from tests.engine.mlx.test_answers_in_engine import Answer, finish
 from tests.gguf_files import with_context, with_template, with_tokens
 from tests.gguf_templates import NO_SYSTEM, THINKS_FIRST, TOOLS
@@ -36,15 +36,15 @@ def chat(**changes: Any) -> GenerationRequest:
     return GenerationRequest(prompt=prompt, sampling=Sampling(temperature=0), max_tokens=60)
 
 
-async def dictated(engine: Engine, asked: GenerationRequest, tokens: list[int]) -> Answer:
-    """The answer of a model that is made to say these tokens, each of which is but once among them."""
+async def dictated(manager: ModelManager, wanted: GenerationRequest, tokens: list[int]) -> Answer:
+    """The answer of a model that is made to generate these tokens, each of which must be there once."""
     assert len(set(tokens)) == len(tokens)
-    async with await engine.submit(replace(asked, max_tokens=0)) as stream:
-        # llama.cpp's penalties count the prompt too.
-        said = Counter(stream.prompt)
-    bias = tuple((token, FORCE * (1 + said[token]) - 20 * at) for at, token in enumerate(tokens))
+    async with await manager.submit(replace(wanted, max_tokens=0)) as stream:
+        # llama.cpp's penalties count the prompt, too.
+        occurrences = Counter(stream.prompt)
+    bias = tuple((token, FORCE * (1 + occurrences[token]) - 20 * at) for at, token in enumerate(tokens))
     sampling = Sampling(temperature=0, logit_bias=bias, frequency_penalty=FORCE)
-    return await finish(await engine.submit(replace(asked, sampling=sampling, max_tokens=len(tokens))))
+    return await finish(await manager.submit(replace(wanted, sampling=sampling, max_tokens=len(tokens))))
 
 
 @pytest.fixture(scope="module")
@@ -61,70 +61,68 @@ def caller_gguf(tiny_gguf: Path, tmp_path_factory: pytest.TempPathFactory) -> Pa
 # Calls
 
 
-async def test_a_call_in_the_models_own_format_is_read_by_llama_cpp(
-    caller_gguf: Path, pieces: Mapping[str, int]
-) -> None:
-    # Each token once: the same signs come as others.
+async def test_llama_cpp_parses_calls_in_the_models_own_format(caller_gguf: Path, pieces: Mapping[str, int]) -> None:
+    # Each token once, so equal characters are written with different tokens.
     written = ["Ċ", '{"', "name", '":"', "look", '","', "arguments", '":', "Ġ{}", "}", "ĊĊ"]
     tokens = [START, *(pieces[piece] for piece in written), END, 2]
-    async with Engine(SETTINGS) as engine:
-        await engine.load(entry_of(caller_gguf))
-        found = await dictated(engine, chat(tools=ALL), tokens)
+    async with ModelManager(SETTINGS) as manager:
+        await manager.load_entry(entry_of(caller_gguf))
+        found = await dictated(manager, chat(tools=ALL), tokens)
         assert found.calls == [("look", "{}")]
         assert (found.text.strip(), found.reason) == ("", "tool_calls")
         assert found.report.output_tokens == len(tokens)
-        free = await finish(await engine.submit(replace(chat(tools=ALL), max_tokens=10)))
+        free = await finish(await manager.submit(replace(chat(tools=ALL), max_tokens=10)))
         assert (free.calls, free.reason, free.report.output_tokens) == ([], "length", 10)
         assert free.text
 
 
-async def test_stop_strings_and_seeds_hold_beside_the_models_own_calls(caller_gguf: Path) -> None:
-    async with Engine(SETTINGS) as engine:
-        await engine.load(entry_of(caller_gguf))
-        asked = replace(chat(tools=ALL), sampling=Sampling(temperature=1, seed=4), max_tokens=20)
-        # A prompt that comes from the cache has other roundings than one that was computed.
-        await finish(await engine.submit(asked))
-        whole = await finish(await engine.submit(asked))
-        assert (await finish(await engine.submit(asked))).text == whole.text
+async def test_stop_strings_and_seeds_work_with_calls_in_the_models_own_format(caller_gguf: Path) -> None:
+    async with ModelManager(SETTINGS) as manager:
+        await manager.load_entry(entry_of(caller_gguf))
+        wanted = replace(chat(tools=ALL), sampling=Sampling(temperature=1, seed=4), max_tokens=20)
+        # The values of a cached prompt are rounded differently from those of a computed one.
+        await finish(await manager.submit(wanted))
+        whole = await finish(await manager.submit(wanted))
+        assert (await finish(await manager.submit(wanted))).text == whole.text
         stop = whole.text[12:16]
-        cut = await finish(await engine.submit(replace(asked, stop=(stop,))))
+        cut = await finish(await manager.submit(replace(wanted, stop=(stop,))))
         assert (cut.text, cut.reason) == (whole.text[: whole.text.index(stop)], "stop")
 
 
-async def test_logprobs_beside_possible_calls_are_refused(caller_gguf: Path) -> None:
-    async with Engine(SETTINGS) as engine:
-        await engine.load(entry_of(caller_gguf))
-        with pytest.raises(InvalidRequestError, match="leave out logprobs, or tools"):
-            await engine.submit(replace(chat(tools=ALL), top_logprobs=1))
-        assert (await finish(await engine.submit(replace(chat(), top_logprobs=1, max_tokens=4)))).logprobs
+async def test_logprobs_are_refused_if_calls_in_the_models_own_format_are_possible(caller_gguf: Path) -> None:
+    async with ModelManager(SETTINGS) as manager:
+        await manager.load_entry(entry_of(caller_gguf))
+        with pytest.raises(InvalidRequestError, match="leave out logprobs or tools"):
+            await manager.submit(replace(chat(tools=ALL), top_logprobs=1))
+        assert (await finish(await manager.submit(replace(chat(), top_logprobs=1, max_tokens=4)))).logprobs
 
 
 # Thoughts
 
 
-async def test_thoughts_that_the_prompt_has_begun_come_as_such(tiny_gguf: Path, tmp_path: Path) -> None:
+async def test_reasoning_that_begins_in_the_prompt_is_recognized(tiny_gguf: Path, tmp_path: Path) -> None:
     path = with_tokens(tiny_gguf, MARKERS, tmp_path / "tiny.gguf", THINKS_FIRST)
-    async with Engine(SETTINGS) as engine:
-        await engine.load(entry_of(path))
-        found = await dictated(engine, chat(), [2000, 2001, 4, 2002, 2003])
+    async with ModelManager(SETTINGS) as manager:
+        await manager.load_entry(entry_of(path))
+        found = await dictated(manager, chat(), [2000, 2001, 4, 2002, 2003])
         assert found.report.reasoning_tokens == 3
         assert found.reasoning.strip()
         assert found.text.strip()
         assert "think>" not in found.reasoning + found.text
-        endless = await finish(await engine.submit(replace(chat(), max_tokens=9, ignore_eos=True)))
+        endless = await finish(await manager.submit(replace(chat(), max_tokens=9, ignore_eos=True)))
         assert (endless.text, endless.report.reasoning_tokens) == ("", 9)
 
 
-async def test_a_template_without_a_place_for_the_system_gets_it_in_the_users_message(
+async def test_for_a_template_without_system_messages_the_user_message_contains_them(
     tiny_gguf: Path, tmp_path: Path
 ) -> None:
     messages = ({"role": "system", "content": "Be brief."}, {"role": "user", "content": "Where?"})
-    async with Engine(SETTINGS) as engine:
-        await engine.load(entry_of(with_template(tiny_gguf, NO_SYSTEM, tmp_path)))
+    async with ModelManager(SETTINGS) as manager:
+        await manager.load_entry(entry_of(with_template(tiny_gguf, NO_SYSTEM, tmp_path)))
         for tools in (None, ALL):
-            asked = replace(chat(), prompt=ChatPrompt(messages=messages, tools=tools), max_tokens=1)
-            async with await engine.submit(asked) as stream:
-                shown = await engine.decode(stream.prompt)
+            wanted = replace(chat(), prompt=ChatPrompt(messages=messages, tools=tools), max_tokens=1)
+            async with await manager.submit(wanted) as stream:
+                shown = await manager.decode(stream.prompt)
             assert "Be brief." in shown
             assert ("look" in shown) is (tools is not None)
 
@@ -132,40 +130,41 @@ async def test_a_template_without_a_place_for_the_system_gets_it_in_the_users_me
 # One cache for all
 
 
-async def test_requests_that_share_a_cache_never_exceed_it_and_all_end_well(tiny_gguf: Path, tmp_path: Path) -> None:
+async def test_requests_that_share_a_cache_never_exceed_it(tiny_gguf: Path, tmp_path: Path) -> None:
     settings = replace(SETTINGS, slots=4, queue_limit=20, memory_limit_bytes=190_000_000)
     path = with_context(tiny_gguf, 400_000, tmp_path)
-    async with Engine(settings) as engine:
-        await engine.load(entry_of(path))
-        core = engine._gguf._core
-        assert core is not None
+    async with ModelManager(settings) as manager:
+        await manager.load_entry(entry_of(path))
+        core = llama_core(manager)
         assert core._main is not None
-        place = core._main
-        assert place.hosted.plan.unified
-        total = place.hosted.plan.total_tokens
+        resident = core._main
+        assert resident.hosted.plan.unified
+        total = resident.hosted.plan.total_tokens
         share = total // 5
-        asked = [
+        wanted = [
             request(prompt=numbers(20, start=100 * at), max_tokens=share * (1 + at % 4), ignore_eos=True)
             for at in range(12)
         ]
-        streams = [await engine.submit(each) for each in asked]
+        streams = [await manager.submit(each) for each in wanted]
         for at, stream in enumerate(streams):
-            held = sum(job.prepared.length for job in place.jobs.running)
-            assert held <= total
+            used = sum(generation.prepared.length for generation in resident.queue.running)
+            assert used <= total
             if at % 2:
                 await stream.aclose()
                 continue
             await anext(stream)
             await stream.aclose()
-        await until_idle(engine)
-        short = [replace(each, max_tokens=share // 300) for each in asked]
-        ended = await asyncio.gather(*[finish_text(await engine.submit(each)) for each in short])
+        await until_idle(manager)
+        short = [replace(each, max_tokens=share // 300) for each in wanted]
+        ended = await asyncio.gather(*[finish_text(await manager.submit(each)) for each in short])
         assert [report.output_tokens for _, report in ended] == [share // 300] * 12
 
 
-async def test_a_text_is_not_cut_behind_ten_characters_a_token(engine: Engine, minilm_gguf: Path) -> None:
+async def test_a_text_of_many_characters_and_few_tokens_is_not_truncated(
+    manager: ModelManager, minilm_gguf: Path
+) -> None:
     long = "sea" + " " * 20_000 + "mountain"
-    await engine.pin(entry_of(minilm_gguf, "minilm"))
-    found = await engine.embed(EmbeddingRequest(inputs=(long, "sea mountain", "sea")))
+    await pin(manager, entry_of(minilm_gguf, "minilm"))
+    found = await manager.embed(EmbeddingRequest(inputs=(long, "sea mountain", "sea")))
     np.testing.assert_allclose(found.vectors[0], found.vectors[1], atol=1e-4)
     assert found.report.tokens == 4 + 4 + 3

@@ -1,4 +1,4 @@
-"""A model's process: its end in every way, what it leaves behind, who may ask it, and what bad files do."""
+"""The process of a model: how it ends, that nothing is left of it, who may send it requests, and bad files."""
 
 from __future__ import annotations
 
@@ -16,20 +16,20 @@ import httpx2
 import psutil
 import pytest
 
-from lmx_lab.engine import ChatPrompt, EmbeddingRequest, Engine, TextPrompt, TokenStream
+from lmx_lab.engine import ChatPrompt, EmbeddingRequest, ModelManager, TextPrompt, TokenStream
 from lmx_lab.engine.llama_cpp import process as process_module
 from lmx_lab.errors import EngineDeadError, GenerationTimeoutError, LabError, NotLoadedError, UnusableModelError
-from tests.engine.conftest import finish, numbers, request, run, until_idle
-from tests.engine.llama_cpp.conftest import SETTINGS, entry_of, process_of, system_process_of
+from tests.engine.conftest import finish, numbers, pin, request, run, until_idle
+from tests.engine.llama_cpp.conftest import SETTINGS, entry_of, llama_core, process_of, system_process_of
 from tests.gguf_files import foreign, split_gguf, truncated, unknown_architecture, with_template
 
 pytestmark = pytest.mark.anyio
 LONG: dict[str, Any] = {"max_tokens": 8192, "ignore_eos": True}
 
 
-async def busy_streams(engine: Engine) -> list[TokenStream]:
-    """Two that decode, and one that waits."""
-    streams = [await engine.submit(request(prompt=numbers(5, start=at), **LONG)) for at in (100, 200, 300)]
+async def busy_streams(manager: ModelManager) -> list[TokenStream]:
+    """Two requests that decode, and one in the queue."""
+    streams = [await manager.submit(request(prompt=numbers(5, start=at), **LONG)) for at in (100, 200, 300)]
     for stream in streams[:2]:
         await anext(stream)
     return streams
@@ -41,92 +41,91 @@ async def ended_by_death(stream: TokenStream) -> str:
     return died.value.message
 
 
-# Its end
+# The end of the process
 
 
-async def test_a_process_that_is_killed_ends_every_request_and_a_load_starts_another(
-    engine: Engine, long_gguf: Path
+async def test_the_death_of_the_process_ends_all_requests_and_a_load_starts_another(
+    manager: ModelManager, long_gguf: Path
 ) -> None:
-    streams = await busy_streams(engine)
-    system_process_of(engine).kill()
+    streams = await busy_streams(manager)
+    system_process_of(manager).kill()
     for stream in streams:
         message = await ended_by_death(stream)
         assert "tiny has died: its process was ended by SIGKILL" in message
         assert "load a model again" in message
-    assert (engine.snapshot.state, engine.snapshot.entry) == ("dead", None)
-    assert engine.snapshot.active_requests + engine.snapshot.queued_requests == 0
-    assert not engine.alive
+    assert (manager.snapshot.state, manager.snapshot.entry) == ("dead", None)
+    assert manager.snapshot.active_requests + manager.snapshot.queued_requests == 0
+    assert not manager.alive
     with pytest.raises(EngineDeadError):
-        await engine.submit(request())
-    await engine.load(entry_of(long_gguf))
-    assert engine.alive
-    assert (await run(engine))[1].output_tokens == 8
+        await manager.submit(request())
+    await manager.load_entry(entry_of(long_gguf))
+    assert manager.alive
+    assert (await run(manager))[1].output_tokens == 8
 
 
-async def test_one_that_takes_more_memory_than_it_may_is_ended_with_that_reason(engine: Engine) -> None:
-    streams = await busy_streams(engine)
-    process_of(engine)._most_bytes = 2**20
+async def test_a_process_that_exceeds_its_memory_limit_is_ended(manager: ModelManager) -> None:
+    streams = await busy_streams(manager)
+    process_of(manager)._max_bytes = 2**20
     for stream in streams:
-        assert "took more than 0.0 GB of memory" in await ended_by_death(stream)
+        assert "used more than 0.0 GB of memory" in await ended_by_death(stream)
 
 
-async def test_a_pinned_model_is_no_worse_for_the_death_of_the_main_one(engine: Engine, minilm_gguf: Path) -> None:
-    await engine.pin(entry_of(minilm_gguf, "minilm"))
-    system_process_of(engine).kill()
-    while engine.snapshot.state != "dead":  # noqa: ASYNC110
+async def test_a_pinned_model_survives_the_death_of_the_main_one(manager: ModelManager, minilm_gguf: Path) -> None:
+    await pin(manager, entry_of(minilm_gguf, "minilm"))
+    system_process_of(manager).kill()
+    while manager.snapshot.state != "dead":  # noqa: ASYNC110
         await asyncio.sleep(0.001)
-    assert (await engine.embed(EmbeddingRequest(inputs=("sea",)))).vectors.shape == (1, 384)
+    assert (await manager.embed(EmbeddingRequest(inputs=("sea",)))).vectors.shape == (1, 384)
 
 
-async def test_a_killed_embedder_ends_its_requests_alone(engine: Engine, minilm_gguf: Path, long_gguf: Path) -> None:
+async def test_the_death_of_a_pinned_model_ends_only_its_requests(
+    manager: ModelManager, minilm_gguf: Path, long_gguf: Path
+) -> None:
     entry = entry_of(minilm_gguf, "minilm")
-    await engine.pin(entry)
-    core = engine._gguf._core
-    assert core is not None
+    await pin(manager, entry)
+    core = llama_core(manager)
     process = core._pinned["embedding"].hosted.process._process
     texts = tuple(f"{at} " + "of the sea " * 60 for at in range(64))
-    pending = [await engine.submit_embedding(EmbeddingRequest(inputs=texts)) for _ in range(2)]
+    pending = [await manager.submit_embedding(EmbeddingRequest(inputs=texts)) for _ in range(2)]
     process.kill()
     for each in pending:
         with pytest.raises(LabError):
             await asyncio.wait_for(each.result(), 60)
     async with asyncio.timeout(30):
-        while engine.snapshot.pinned:  # noqa: ASYNC110
+        while manager.snapshot.pinned:  # noqa: ASYNC110
             await asyncio.sleep(0.001)
-    await until_idle(engine)
-    assert engine.snapshot.state == "ready"
-    assert (await run(engine))[1].output_tokens == 8
-    await engine.pin(entry)
-    assert (await engine.embed(EmbeddingRequest(inputs=("sea",)))).vectors.shape == (1, 384)
+    await until_idle(manager)
+    assert manager.snapshot.state == "ready"
+    assert (await run(manager))[1].output_tokens == 8
+    await pin(manager, entry)
+    assert (await manager.embed(EmbeddingRequest(inputs=("sea",)))).vectors.shape == (1, 384)
 
 
-async def test_a_file_that_is_cut_while_it_is_used_is_the_end_of_the_process_alone(
-    tiny_gguf: Path, tmp_path: Path
-) -> None:
+async def test_a_file_that_is_truncated_while_it_is_used_ends_only_the_process(tiny_gguf: Path, tmp_path: Path) -> None:
     path = tmp_path / "cut.gguf"
     shutil.copy(tiny_gguf, path)
-    async with Engine(SETTINGS) as engine:
-        await engine.load(entry_of(path))
-        assert (await run(engine))[1].output_tokens == 8
+    async with ModelManager(SETTINGS) as manager:
+        await manager.load_entry(entry_of(path))
+        assert (await run(manager))[1].output_tokens == 8
         os.truncate(path, 4096)
-        # It may be noticed before the request comes to it.
+        # The truncation may be detected before the request is sent.
         with pytest.raises(EngineDeadError, match="SIGBUS: its file was changed or cut short"):
-            await asyncio.wait_for(run(engine, prompt=numbers(300), max_tokens=100), 60)
-        assert engine.snapshot.state == "dead"
-        await engine.load(entry_of(tiny_gguf))
-        assert (await run(engine))[1].output_tokens == 8
+            await asyncio.wait_for(run(manager, prompt=numbers(300), max_tokens=100), 60)
+        assert manager.snapshot.state == "dead"
+        await manager.load_entry(entry_of(tiny_gguf))
+        assert (await run(manager))[1].output_tokens == 8
 
 
-def test_a_parent_that_is_killed_takes_the_process_along(tiny_gguf: Path) -> None:
+def test_the_process_ends_when_its_parent_is_killed(tiny_gguf: Path) -> None:
     script = f"""
 import asyncio, sys
 from pathlib import Path
-from lmx_lab.engine import Engine
+from lmx_lab.engine import ModelManager
 from tests.engine.llama_cpp.conftest import SETTINGS, entry_of, process_of
 async def main():
-    async with Engine(SETTINGS) as engine:
-        await engine.load(entry_of(Path({str(tiny_gguf)!r})))
-        print(process_of(engine)._process.pid, process_of(engine).socket, flush=True)
+    async with ModelManager(SETTINGS) as manager:
+        await manager.load_entry(entry_of(Path({str(tiny_gguf)!r})))
+        print(process_of(manager)._process.pid, process_of(manager).socket, flush=True)
         await asyncio.sleep(600)
 asyncio.run(main())
 """
@@ -140,43 +139,41 @@ asyncio.run(main())
     shutil.rmtree(Path(socket).parent, ignore_errors=True)
 
 
-# What it leaves behind
+# Nothing is left of it
 
 
-async def test_nothing_is_left_of_a_process_after_its_model_has_gone(long_gguf: Path) -> None:
-    async with Engine(SETTINGS) as engine:
+async def test_nothing_is_left_of_a_process_after_its_model_was_unloaded(long_gguf: Path) -> None:
+    async with ModelManager(SETTINGS) as manager:
         seen = []
         for _ in range(2):
-            await engine.load(entry_of(long_gguf))
-            seen.append((system_process_of(engine), Path(process_of(engine).socket).parent))
-            await run(engine)
-            assert await engine.unload() > 10_000_000
-        await engine.load(entry_of(long_gguf))
-        seen.append((system_process_of(engine), Path(process_of(engine).socket).parent))
-        await busy_streams(engine)
+            await manager.load_entry(entry_of(long_gguf))
+            seen.append((system_process_of(manager), Path(process_of(manager).socket).parent))
+            await run(manager)
+            assert await manager.unload() > 10_000_000
+        await manager.load_entry(entry_of(long_gguf))
+        seen.append((system_process_of(manager), Path(process_of(manager).socket).parent))
+        await busy_streams(manager)
     for process, folder in seen:
         assert not process.is_running()
         assert not folder.exists()
 
 
-async def test_a_failed_load_leaves_no_process(engine: Engine, tiny_gguf: Path, tmp_path: Path) -> None:
+async def test_a_failed_load_leaves_no_process(manager: ModelManager, tiny_gguf: Path, tmp_path: Path) -> None:
     with pytest.raises(UnusableModelError):
-        await engine.load(entry_of(unknown_architecture(tiny_gguf, tmp_path)))
-    children = [
-        child.pid for child in psutil.Process().children() if "llama_cpp/worker.py" in " ".join(child.cmdline())
-    ]
-    assert children == [process_of(engine)._process.pid]
+        await manager.load_entry(entry_of(unknown_architecture(tiny_gguf, tmp_path)))
+    children = [child.pid for child in psutil.Process().children() if "worker.py" in " ".join(child.cmdline())]
+    assert children == [process_of(manager)._process.pid]
 
 
-# Who may ask it
+# Access
 
 
-async def test_it_listens_to_nobody_without_the_key_and_on_no_port(engine: Engine) -> None:
-    assert [it for it in system_process_of(engine).net_connections("inet") if it.status == psutil.CONN_LISTEN] == []
-    hosted = process_of(engine)
+async def test_it_requires_its_key_and_listens_on_no_port(manager: ModelManager) -> None:
+    assert [it for it in system_process_of(manager).net_connections("inet") if it.status == psutil.CONN_LISTEN] == []
+    hosted = process_of(manager)
     folder = Path(hosted.socket).parent
     assert stat.S_IMODE(folder.stat().st_mode) == 0o700
-    assert hosted.api_key not in " ".join(system_process_of(engine).cmdline())
+    assert hosted.api_key not in " ".join(system_process_of(manager).cmdline())
     async with httpx2.AsyncClient(transport=httpx2.AsyncHTTPTransport(uds=hosted.socket)) as client:
         body = {"prompt": [300], "n_predict": 1}
         for headers in ({}, {"Authorization": "Bearer wrong"}):
@@ -185,10 +182,10 @@ async def test_it_listens_to_nobody_without_the_key_and_on_no_port(engine: Engin
         assert (await client.post("http://llama/completion", json=body, headers=right)).status_code == 200
 
 
-# The loop
+# The event loop
 
 
-async def test_an_event_loop_goes_on_while_models_come_and_go(smollm2_gguf: Path, tiny_gguf: Path) -> None:
+async def test_loads_and_unloads_do_not_block_the_event_loop(smollm2_gguf: Path, tiny_gguf: Path) -> None:
     loop = asyncio.get_running_loop()
     longest, ending = 0.0, False
 
@@ -199,48 +196,50 @@ async def test_an_event_loop_goes_on_while_models_come_and_go(smollm2_gguf: Path
             await asyncio.sleep(0.002)
             longest = max(longest, loop.time() - before)
 
-    async with Engine(SETTINGS) as engine:
-        # What is imported and started once is not what a load does.
-        await engine.load(entry_of(tiny_gguf))
-        await run(engine)
+    async with ModelManager(SETTINGS) as manager:
+        # The first load also imports modules.
+        await manager.load_entry(entry_of(tiny_gguf))
+        await run(manager)
         ticking = asyncio.create_task(tick())
         await asyncio.sleep(0)
-        report = await engine.load(entry_of(smollm2_gguf, "smollm2"))
-        await engine.unload()
+        report = await manager.load_entry(entry_of(smollm2_gguf, "smollm2"))
+        await manager.unload()
         ending = True
         await ticking
-    # Far less than the load; a machine that is busy otherwise takes some of it.
+    # Far less than the duration of the load, also on a busy machine.
     assert longest < max(0.1, report.load_s / 2)
 
 
 # Bad files
 
 
-async def refused(engine: Engine, path: Path) -> str:
-    """The message for a file whose header may be unreadable, and that ``tiny`` is still there."""
-    good = engine.snapshot.entry
+async def refused(manager: ModelManager, path: Path) -> str:
+    """Load a bad file, and check that ``tiny`` is loaded afterwards; return the error message."""
+    good = manager.snapshot.entry
     assert good is not None
     with pytest.raises(UnusableModelError) as failed:
-        await engine.load(entry_of(path, "bad") if path.name == "unknown-architecture.gguf" else _as_if(good, path))
-    assert (engine.snapshot.model, engine.snapshot.state) == ("tiny", "ready")
-    assert (await run(engine))[1].output_tokens == 8
+        await manager.load_entry(
+            entry_of(path, "bad") if path.name == "unknown-architecture.gguf" else _as_if(good, path)
+        )
+    assert (manager.snapshot.model, manager.snapshot.state) == ("tiny", "ready")
+    assert (await run(manager))[1].output_tokens == 8
     assert path.name in failed.value.message
     return failed.value.message
 
 
 def _as_if(good: Any, path: Path) -> Any:
-    """An entry of before the file was damaged."""
+    """An entry from before the file was damaged."""
     return type(good)(**{**vars(good), "id": "bad", "path": path})
 
 
-async def test_bad_files_are_refused_with_reason_and_file_and_what_was_loaded_stays(
-    engine: Engine, tiny_gguf: Path, tmp_path: Path
+async def test_the_error_of_a_bad_file_names_it_and_the_previous_model_stays(
+    manager: ModelManager, tiny_gguf: Path, tmp_path: Path
 ) -> None:
-    message = await refused(engine, unknown_architecture(tiny_gguf, tmp_path / "unknown"))
+    message = await refused(manager, unknown_architecture(tiny_gguf, tmp_path / "unknown"))
     assert "unknown model architecture: 'zzzzz'" in message
     assert message.endswith("; the previous model tiny is loaded again")
-    # These are seen before anything is unloaded.
-    process = process_of(engine)
+    # These files are refused before the previous model is unloaded.
+    process = process_of(manager)
     for bad in (
         truncated(tiny_gguf, tmp_path / "half"),
         truncated(tiny_gguf, tmp_path / "header", keep=0.001),
@@ -248,48 +247,48 @@ async def test_bad_files_are_refused_with_reason_and_file_and_what_was_loaded_st
         tmp_path / "missing.gguf",
         tmp_path,
     ):
-        assert len(await refused(engine, bad)) < 500
+        assert len(await refused(manager, bad)) < 500
     (tmp_path / "empty.gguf").write_bytes(b"")
-    await refused(engine, tmp_path / "empty.gguf")
-    assert process_of(engine) is process
+    await refused(manager, tmp_path / "empty.gguf")
+    assert process_of(manager) is process
 
 
-async def test_a_set_with_a_missing_part_is_refused_and_names_it(
-    engine: Engine, tiny_gguf: Path, tmp_path: Path
+async def test_the_error_of_an_incomplete_set_of_files_names_the_missing_one(
+    manager: ModelManager, tiny_gguf: Path, tmp_path: Path
 ) -> None:
     first, second, third = split_gguf(tiny_gguf, 3, tmp_path)
     whole = entry_of(first, "parts")
-    await engine.load(whole)
-    assert (await run(engine))[1].model == "parts"
-    await engine.unload()
+    await manager.load_entry(whole)
+    assert (await run(manager))[1].model == "parts"
+    await manager.unload()
     second.unlink()
     with pytest.raises(UnusableModelError, match=f"{second.name}.*fetch the model again"):
-        await engine.load(whole)
+        await manager.load_entry(whole)
     assert third.exists()
 
 
-async def test_a_template_that_is_none_is_refused_with_the_model(
-    engine: Engine, tiny_gguf: Path, tmp_path: Path
+async def test_a_model_with_an_invalid_template_is_refused(
+    manager: ModelManager, tiny_gguf: Path, tmp_path: Path
 ) -> None:
     path = with_template(tiny_gguf, "{% for message in messages %}{{ message.content", tmp_path)
     with pytest.raises(UnusableModelError, match=r"chat template; the previous model tiny is loaded again") as failed:
-        await engine.load(entry_of(path, "bad"))
+        await manager.load_entry(entry_of(path, "bad"))
     assert str(path) in failed.value.message
-    assert (await run(engine))[1].output_tokens == 8
+    assert (await run(manager))[1].output_tokens == 8
 
 
-async def test_a_file_without_a_template_takes_plain_prompts_only(tiny_gguf: Path, tmp_path: Path) -> None:
-    async with Engine(SETTINGS) as engine:
-        await engine.load(entry_of(with_template(tiny_gguf, None, tmp_path)))
-        with pytest.raises(LabError, match="tiny has no chat template: it takes plain prompts only"):
-            await run(engine, prompt=ChatPrompt(messages=({"role": "user", "content": "hi"},)))
-        assert (await run(engine))[1].output_tokens == 8
+async def test_a_model_without_a_template_takes_no_messages(tiny_gguf: Path, tmp_path: Path) -> None:
+    async with ModelManager(SETTINGS) as manager:
+        await manager.load_entry(entry_of(with_template(tiny_gguf, None, tmp_path)))
+        with pytest.raises(LabError, match="tiny has no chat template; send a prompt to /v1/completions instead"):
+            await run(manager, prompt=ChatPrompt(messages=({"role": "user", "content": "hi"},)))
+        assert (await run(manager))[1].output_tokens == 8
 
 
 # Without llama.cpp
 
 
-async def test_without_the_package_the_message_says_how_to_get_it(
+async def test_without_the_package_the_error_names_the_command_that_installs_it(
     tiny_gguf: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     find = importlib.util.find_spec
@@ -298,21 +297,21 @@ async def test_without_the_package_the_message_says_how_to_get_it(
         "find_spec",
         lambda name, *more: None if name == "xllamacpp" else find(name, *more),
     )
-    async with Engine(SETTINGS) as engine:
+    async with ModelManager(SETTINGS) as manager:
         with pytest.raises(UnusableModelError) as failed:
-            await engine.load(entry_of(tiny_gguf))
+            await manager.load_entry(entry_of(tiny_gguf))
         assert "pip install 'lmx-lab[gguf]'" in failed.value.message
         assert f"lmx-lab pull {tiny_gguf} --mlx" in failed.value.message
-        assert engine._gguf.fingerprint == "llama.cpp"
+        assert manager.engine("llama.cpp").fingerprint == "llama.cpp"
         with pytest.raises(NotLoadedError, match="no model is loaded; load one first"):
-            await run(engine)
+            await run(manager)
 
 
-# What stands in its way
+# Obstacles
 
 
-async def test_a_full_disk_is_an_error_and_the_model_before_stays(
-    engine: Engine, tiny_gguf: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+async def test_after_an_error_of_a_full_disk_the_previous_model_is_loaded_again(
+    manager: ModelManager, tiny_gguf: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     full, real = [True], process_module.tempfile.mkdtemp
 
@@ -324,42 +323,44 @@ async def test_a_full_disk_is_an_error_and_the_model_before_stays(
     monkeypatch.setattr(process_module.tempfile, "mkdtemp", mkdtemp)
     other = shutil.copy(tiny_gguf, tmp_path / "other.gguf")
     with pytest.raises(UnusableModelError, match=r"No space left on device; free space there.*tiny is loaded again"):
-        await engine.load(entry_of(Path(other), "other"))
-    assert engine.snapshot.state == "ready"
-    assert (await run(engine))[1].output_tokens == 8
+        await manager.load_entry(entry_of(Path(other), "other"))
+    assert manager.snapshot.state == "ready"
+    assert (await run(manager))[1].output_tokens == 8
 
 
-async def test_a_process_that_stands_still_holds_up_neither_a_request_beyond_its_limit_nor_the_end(
+async def test_a_suspended_process_delays_neither_deadlines_nor_the_stop(
     long_gguf: Path,
 ) -> None:
-    async with Engine(SETTINGS) as engine:
-        await engine.load(entry_of(long_gguf))
-        process = system_process_of(engine)
+    async with ModelManager(SETTINGS) as manager:
+        await manager.load_entry(entry_of(long_gguf))
+        process = system_process_of(manager)
         process.suspend()
         while process.status() != psutil.STATUS_STOPPED:  # noqa: ASYNC110 (a signal takes its time)
             await asyncio.sleep(0.001)
-        with pytest.raises(GenerationTimeoutError, match=r"not begun after 0\.2 s"):
-            await engine.submit(request(prompt=TextPrompt(text="a"), timeout_s=0.2))
+        with pytest.raises(GenerationTimeoutError, match=r"not finished after 0\.2 s"):
+            await manager.submit(request(prompt=TextPrompt(text="a"), timeout_s=0.2))
     assert not process.is_running()
 
 
-async def test_a_process_ends_with_its_parent_even_if_a_fork_of_that_lives_on(engine: Engine, long_gguf: Path) -> None:
+async def test_the_process_ends_with_its_parent_even_if_a_fork_of_the_parent_lives_on(
+    manager: ModelManager, long_gguf: Path
+) -> None:
     program = f"""
 import asyncio, os, sys, time
 sys.path.insert(0, {str(Path(__file__).parents[3])!r})
 from pathlib import Path
-from lmx_lab.engine import Engine
+from lmx_lab.engine import ModelManager
 from tests.engine.llama_cpp.conftest import SETTINGS, entry_of, process_of
 
 async def main():
-    engine = Engine(SETTINGS)
-    engine.start()
-    await engine.load(entry_of(Path({str(long_gguf)!r})))
+    manager = ModelManager(SETTINGS)
+    manager.start()
+    await manager.load_entry(entry_of(Path({str(long_gguf)!r})))
     if not os.fork():
         os.close(1)
         time.sleep(30)
         os._exit(0)
-    print(process_of(engine)._process.pid, flush=True)
+    print(process_of(manager)._process.pid, flush=True)
     os.kill(os.getpid(), 9)
 
 asyncio.run(main())
@@ -372,7 +373,7 @@ asyncio.run(main())
     assert gone
 
 
-def test_a_worker_that_nobody_has_an_order_for_removes_its_folder(tmp_path: Path) -> None:
+def test_a_worker_without_an_order_removes_its_folder(tmp_path: Path) -> None:
     folder = tmp_path / "lmx-folder"
     folder.mkdir()
     command = [sys.executable, "-P", str(process_module.SCRIPT), str(folder), str(os.getpid())]

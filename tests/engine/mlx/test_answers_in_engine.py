@@ -11,7 +11,16 @@ from typing import Any
 
 import pytest
 
-from lmx_lab.engine import AnswerFormat, ChatPrompt, Engine, GenerationRequest, Sampling, TokenStream, Tool, ToolUse
+from lmx_lab.engine import (
+    AnswerFormat,
+    ChatPrompt,
+    GenerationRequest,
+    ModelManager,
+    Sampling,
+    TokenStream,
+    Tool,
+    ToolUse,
+)
 from lmx_lab.errors import InvalidRequestError
 from lmx_lab.settings import Settings
 from lmx_lab.values.generation import GenerationReport, TokenLogprob
@@ -40,16 +49,16 @@ FOUR_SLOTS = Settings(slots=4, queue_limit=8)
 
 
 @pytest.fixture
-def engine(shared: Shared, thinker: ModelEntry) -> Iterator[Engine]:
-    with shared.lend(FOUR_SLOTS, thinker) as engine:
-        yield engine
+def manager(shared: Shared, thinker: ModelEntry) -> Iterator[ModelManager]:
+    with shared.lend(FOUR_SLOTS, thinker) as manager:
+        yield manager
 
 
 @pytest.fixture
-async def own_engine(alone: None, thinker: ModelEntry) -> AsyncIterator[Engine]:
-    async with Engine(FOUR_SLOTS) as engine:
-        await engine.load(thinker)
-        yield engine
+async def own_manager(alone: None, thinker: ModelEntry) -> AsyncIterator[ModelManager]:
+    async with ModelManager(FOUR_SLOTS) as manager:
+        await manager.load_entry(thinker)
+        yield manager
 
 
 @dataclass
@@ -89,8 +98,8 @@ async def finish(stream: TokenStream) -> Answer:
     )
 
 
-async def run(engine: Engine, **changes: Any) -> Answer:
-    return await finish(await engine.submit(request(**changes)))
+async def run(manager: ModelManager, **changes: Any) -> Answer:
+    return await finish(await manager.submit(request(**changes)))
 
 
 def is_place(text: str) -> bool:
@@ -109,24 +118,24 @@ def letters(*texts: str) -> str:
     return "".join("".join(texts).split())
 
 
-async def test_a_budget_of_nothing_leaves_the_end_marker_only(engine: Engine) -> None:
-    found = await run(engine, open_thoughts=True, thinking_budget=0, bias=WORDS, max_tokens=8)
+async def test_a_budget_of_0_leaves_only_the_end_marker(manager: ModelManager) -> None:
+    found = await run(manager, open_thoughts=True, thinking_budget=0, bias=WORDS, max_tokens=8)
     assert (found.reasoning, found.report.reasoning_tokens, found.report.output_tokens) == ("", 1, 8)
     assert found.text
 
 
-async def test_thoughts_are_ended_after_exactly_their_budget(engine: Engine) -> None:
-    free = await run(engine, open_thoughts=True, bias=WORDS, max_tokens=8)
-    cut = await run(engine, open_thoughts=True, thinking_budget=5, bias=WORDS, max_tokens=9)
+async def test_reasoning_ends_exactly_at_its_budget(manager: ModelManager) -> None:
+    free = await run(manager, open_thoughts=True, bias=WORDS, max_tokens=8)
+    cut = await run(manager, open_thoughts=True, thinking_budget=5, bias=WORDS, max_tokens=9)
     assert (free.text, free.report.reasoning_tokens) == ("", 8)
     assert cut.report.reasoning_tokens == 5 + 1
     assert free.reasoning.startswith(cut.reasoning)
     assert letters(cut.reasoning, cut.text) == letters(free.reasoning)
 
 
-async def test_a_budget_counts_from_where_the_model_begins_to_think(engine: Engine) -> None:
-    found = await run(engine, thinking_budget=2, bias={THINK: 1040, **WORDS}, max_tokens=7)
-    plain = await run(engine, thinking_budget=2, bias=WORDS, max_tokens=5)
+async def test_a_budget_counts_from_the_start_of_the_reasoning(manager: ModelManager) -> None:
+    found = await run(manager, thinking_budget=2, bias={THINK: 1040, **WORDS}, max_tokens=7)
+    plain = await run(manager, thinking_budget=2, bias=WORDS, max_tokens=5)
     assert (plain.reasoning, plain.report.reasoning_tokens) == ("", 0)
     # The marker that begins, two tokens, the marker that ends.
     assert found.report.reasoning_tokens == 4
@@ -134,13 +143,13 @@ async def test_a_budget_counts_from_where_the_model_begins_to_think(engine: Engi
     assert letters(found.reasoning, found.text) == letters(plain.text)
 
 
-async def test_thoughts_that_the_prompt_has_closed_have_no_budget(engine: Engine) -> None:
-    found = await run(engine, enable_thinking=False, thinking_budget=0, bias=WORDS, max_tokens=8)
+async def test_a_budget_has_no_effect_if_the_prompt_has_closed_the_reasoning(manager: ModelManager) -> None:
+    found = await run(manager, enable_thinking=False, thinking_budget=0, bias=WORDS, max_tokens=8)
     assert (found.reasoning, found.report.reasoning_tokens, found.report.output_tokens) == ("", 0, 8)
 
 
-async def test_a_format_holds_after_the_thoughts(engine: Engine) -> None:
-    found = await run(engine, open_thoughts=True, thinking_budget=3, answer_format=JSON, bias=WORDS)
+async def test_a_format_is_enforced_after_the_reasoning(manager: ModelManager) -> None:
+    found = await run(manager, open_thoughts=True, thinking_budget=3, answer_format=JSON, bias=WORDS)
     assert found.report.reasoning_tokens == 4
     assert found.reasoning
     assert is_place(found.text)
@@ -151,8 +160,8 @@ async def test_a_format_holds_after_the_thoughts(engine: Engine) -> None:
 
 
 @pytest.mark.parametrize("open_thoughts", [False, True])
-async def test_a_forced_call_is_a_call_and_nothing_else(engine: Engine, open_thoughts: bool) -> None:
-    found = await run(engine, tools=FORCED, open_thoughts=open_thoughts, thinking_budget=2)
+async def test_a_forced_call_is_the_whole_answer(manager: ModelManager, open_thoughts: bool) -> None:
+    found = await run(manager, tools=FORCED, open_thoughts=open_thoughts, thinking_budget=2)
     ((name, arguments),) = found.calls
     assert name in ("look", "wait")
     assert is_place(arguments)
@@ -160,32 +169,32 @@ async def test_a_forced_call_is_a_call_and_nothing_else(engine: Engine, open_tho
     assert (found.report.reasoning_tokens > 0) is open_thoughts
 
 
-async def test_a_named_tool_is_called_once(engine: Engine) -> None:
-    found = await run(engine, tools=NAMED)
+async def test_a_named_tool_is_called_once(manager: ModelManager) -> None:
+    found = await run(manager, tools=NAMED)
     ((name, arguments),) = found.calls
     assert (name, found.text, found.reason) == ("wait", "", "tool_calls")
     assert is_place(arguments)
 
 
-async def test_forced_parallel_calls_are_all_calls(engine: Engine) -> None:
-    found = await run(engine, tools=replace(TOOLS, forced=True), max_tokens=400)
+async def test_forced_parallel_calls_are_all_calls(manager: ModelManager) -> None:
+    found = await run(manager, tools=replace(TOOLS, forced=True), max_tokens=400)
     assert 1 <= len(found.calls) <= 16
     assert found.text == ""
     assert all(is_place(arguments) for _, arguments in found.calls)
 
 
-async def test_a_call_that_the_model_begins_is_held_to_its_schema(engine: Engine) -> None:
-    free = await run(engine, tools=TOOLS, enable_thinking=False, max_tokens=10)
+async def test_a_call_that_the_model_starts_follows_its_schema(manager: ModelManager) -> None:
+    free = await run(manager, tools=TOOLS, enable_thinking=False, max_tokens=10)
     assert (free.calls, free.report.output_tokens) == ([], 10)
-    called = await run(engine, tools=replace(TOOLS, parallel=False), enable_thinking=False, bias={CALL: 1000.0})
+    called = await run(manager, tools=replace(TOOLS, parallel=False), enable_thinking=False, bias={CALL: 1000.0})
     ((_, arguments),) = called.calls
     assert is_place(arguments)
     assert (called.text, called.reason) == ("", "tool_calls")
 
 
-async def test_a_call_that_is_cut_off_ends_with_length(engine: Engine) -> None:
-    whole = await run(engine, tools=NAMED)
-    cut = await run(engine, tools=NAMED, max_tokens=whole.report.output_tokens - 8)
+async def test_an_incomplete_call_ends_with_length(manager: ModelManager) -> None:
+    whole = await run(manager, tools=NAMED)
+    cut = await run(manager, tools=NAMED, max_tokens=whole.report.output_tokens - 8)
     assert cut.reason == "length"
     assert whole.calls[0][1].startswith(cut.calls[0][1])
 
@@ -193,7 +202,7 @@ async def test_a_call_that_is_cut_off_ends_with_length(engine: Engine) -> None:
 # In one batch
 
 
-async def test_constrained_and_free_answers_do_not_mind_each_other(engine: Engine) -> None:
+async def test_constrained_and_free_answers_do_not_affect_each_other(manager: ModelManager) -> None:
     asked: list[dict[str, Any]] = [
         {"answer_format": JSON, "enable_thinking": False},
         {"tools": NAMED, "content": "Who?"},
@@ -201,8 +210,8 @@ async def test_constrained_and_free_answers_do_not_mind_each_other(engine: Engin
         {"open_thoughts": True, "thinking_budget": 4, "answer_format": JSON, "bias": WORDS},
         {"answer_format": AnswerFormat(kind="regex", text="[ab]{20}"), "enable_thinking": False},
     ]
-    alone = [await run(engine, **changes) for changes in asked]
-    together = await asyncio.gather(*(run(engine, **changes) for changes in asked))
+    alone = [await run(manager, **changes) for changes in asked]
+    together = await asyncio.gather(*(run(manager, **changes) for changes in asked))
     assert is_place(together[0].text)
     assert [name for name, _ in together[1].calls] == ["wait"]
     assert together[2].report.output_tokens == 40
@@ -211,20 +220,20 @@ async def test_constrained_and_free_answers_do_not_mind_each_other(engine: Engin
         assert (one.text, one.reasoning, one.calls) == (other.text, other.reasoning, other.calls)
 
 
-async def test_a_seed_draws_the_same_whatever_else_is_in_the_batch(engine: Engine) -> None:
+async def test_a_seeded_answer_does_not_depend_on_the_rest_of_the_batch(manager: ModelManager) -> None:
     drawn = Sampling(temperature=1, top_p=0.95, seed=7)
     asked: dict[str, Any] = {
         "sampling": drawn,
         "answer_format": AnswerFormat(kind="regex", text="[a-z]{30}"),
         "enable_thinking": False,
     }
-    alone = await run(engine, **asked)
+    alone = await run(manager, **asked)
     others = [replace(drawn, seed=seed) for seed in (8, 9)]
     found = await asyncio.gather(
-        run(engine, **{**asked, "sampling": others[0]}),
-        run(engine, content="Why?", max_tokens=20),
-        run(engine, **asked),
-        run(engine, **{**asked, "sampling": others[1]}),
+        run(manager, **{**asked, "sampling": others[0]}),
+        run(manager, content="Why?", max_tokens=20),
+        run(manager, **asked),
+        run(manager, **{**asked, "sampling": others[1]}),
     )
     assert len(alone.text) == 30
     assert found[2].text == alone.text
@@ -234,8 +243,8 @@ async def test_a_seed_draws_the_same_whatever_else_is_in_the_batch(engine: Engin
 # Log-probabilities, ends, errors
 
 
-async def test_every_token_of_a_constrained_answer_has_its_logprob(engine: Engine) -> None:
-    found = await run(engine, answer_format=JSON, enable_thinking=False, top_logprobs=2)
+async def test_each_token_of_a_constrained_answer_has_a_logprob(manager: ModelManager) -> None:
+    found = await run(manager, answer_format=JSON, enable_thinking=False, top_logprobs=2)
     assert is_place(found.text)
     assert len(found.logprobs) == found.report.output_tokens
     assert b"".join(entry.bytes for entry in found.logprobs if not entry.ends).decode() == found.text
@@ -247,71 +256,71 @@ async def test_every_token_of_a_constrained_answer_has_its_logprob(engine: Engin
             assert one.logprob <= 0
 
 
-async def test_a_call_has_its_logprobs_too(engine: Engine) -> None:
-    found = await run(engine, tools=NAMED, open_thoughts=True, thinking_budget=3, top_logprobs=0)
+async def test_a_call_has_logprobs_too(manager: ModelManager) -> None:
+    found = await run(manager, tools=NAMED, open_thoughts=True, thinking_budget=3, top_logprobs=0)
     assert len(found.logprobs) == found.report.output_tokens
     assert all(entry.logprob is not None and math.isfinite(entry.logprob) for entry in found.logprobs)
 
 
-async def test_as_many_tokens_as_the_form_needs_are_enough(engine: Engine) -> None:
+async def test_an_answer_needs_no_more_tokens_than_its_format(manager: ModelManager) -> None:
     pattern = AnswerFormat(kind="regex", text="[0-9]{7}")
-    plenty = await run(engine, answer_format=pattern, enable_thinking=False)
+    plenty = await run(manager, answer_format=pattern, enable_thinking=False)
     # SmolLM2's tokenizer has a token for each digit; the one that ends the text is not needed.
-    enough = await run(engine, answer_format=pattern, enable_thinking=False, max_tokens=7)
-    short = await run(engine, answer_format=pattern, enable_thinking=False, max_tokens=6)
+    enough = await run(manager, answer_format=pattern, enable_thinking=False, max_tokens=7)
+    short = await run(manager, answer_format=pattern, enable_thinking=False, max_tokens=6)
     assert (plenty.reason, enough.reason, short.reason) == ("stop", "stop", "length")
     assert plenty.text == enough.text == short.text + plenty.text[-1]
 
 
-async def test_an_endless_answer_has_no_form(engine: Engine) -> None:
+async def test_a_format_cannot_be_combined_with_ignore_eos(manager: ModelManager) -> None:
     for changes in ({"answer_format": JSON}, {"tools": TOOLS}, {"tools": NAMED}):
         with pytest.raises(InvalidRequestError) as refused:
-            await run(engine, ignore_eos=True, **changes)
+            await run(manager, ignore_eos=True, **changes)
         assert refused.value.param == "ignore_eos"
-    assert (await run(engine, ignore_eos=True, max_tokens=5)).report.output_tokens == 5
+    assert (await run(manager, ignore_eos=True, max_tokens=5)).report.output_tokens == 5
 
 
-async def test_a_form_with_a_dead_end_ends_its_own_answer_only(engine: Engine) -> None:
+async def test_a_format_that_cannot_be_continued_ends_only_its_answer(manager: ModelManager) -> None:
     # Compiles, and can be followed further than it was tried; then nothing can come.
     dead_end = AnswerFormat(kind="lark", text="start: WAY END\nWAY: /[qz]{100}/\nEND: /a+/ & /b+/")
-    accepted = await engine.submit(request(answer_format=dead_end, enable_thinking=False, max_tokens=200))
+    accepted = await manager.submit(request(answer_format=dead_end, enable_thinking=False, max_tokens=200))
     failing, neighbour = await asyncio.gather(
         finish(accepted),
-        run(engine, answer_format=AnswerFormat(kind="regex", text="[ab]{60}"), enable_thinking=False),
+        run(manager, answer_format=AnswerFormat(kind="regex", text="[ab]{60}"), enable_thinking=False),
         return_exceptions=True,
     )
     assert isinstance(failing, InvalidRequestError)
     assert "no text can be a whole answer" in failing.message
     assert isinstance(neighbour, Answer)
     assert (len(neighbour.text), neighbour.reason) == (60, "stop")
-    assert is_place((await run(engine, answer_format=JSON, enable_thinking=False)).text)
+    assert is_place((await run(manager, answer_format=JSON, enable_thinking=False)).text)
 
 
-async def test_a_constrained_answer_can_be_given_up(engine: Engine) -> None:
+async def test_a_constrained_answer_can_be_cancelled(manager: ModelManager) -> None:
     long = AnswerFormat(kind="regex", text="[ab]{400}")
-    stream = await engine.submit(request(answer_format=long, enable_thinking=False, max_tokens=400))
+    stream = await manager.submit(request(answer_format=long, enable_thinking=False, max_tokens=400))
     await anext(stream)
     await stream.aclose()
-    await until_idle(engine)
+    await until_idle(manager)
     assert stream.report is None
-    assert is_place((await run(engine, answer_format=JSON, enable_thinking=False)).text)
+    assert is_place((await run(manager, answer_format=JSON, enable_thinking=False)).text)
 
 
-async def test_unloading_frees_the_model_after_constrained_answers(own_engine: Engine) -> None:
-    loaded = own_engine.snapshot.model_memory_bytes
-    kept = await own_engine.submit(request(answer_format=JSON, open_thoughts=True, thinking_budget=2))
+async def test_grammars_do_not_keep_the_model_in_memory(own_manager: ModelManager) -> None:
+    loaded = own_manager.snapshot.model_memory_bytes
+    kept = await own_manager.submit(request(answer_format=JSON, open_thoughts=True, thinking_budget=2))
     await finish(kept)
-    await run(own_engine, tools=NAMED)
-    freed = await own_engine.unload()
+    await run(own_manager, tools=NAMED)
+    freed = await own_manager.unload()
     assert freed >= loaded * 0.95
-    assert own_engine.snapshot.memory_used_bytes < loaded * 0.05
+    assert own_manager.snapshot.memory_used_bytes < loaded * 0.05
 
 
-async def test_the_first_two_grammars_may_come_at_once(own_engine: Engine) -> None:
+async def test_the_first_two_grammars_may_be_compiled_at_the_same_time(own_manager: ModelManager) -> None:
     found = await asyncio.gather(
-        run(own_engine, answer_format=JSON, enable_thinking=False),
-        run(own_engine, tools=NAMED),
-        run(own_engine, answer_format=AnswerFormat(kind="regex", text="(yes|no)"), enable_thinking=False),
+        run(own_manager, answer_format=JSON, enable_thinking=False),
+        run(own_manager, tools=NAMED),
+        run(own_manager, answer_format=AnswerFormat(kind="regex", text="(yes|no)"), enable_thinking=False),
     )
     assert is_place(found[0].text)
     assert is_place(found[1].calls[0][1])

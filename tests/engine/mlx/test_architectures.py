@@ -15,11 +15,11 @@ import pytest
 from mlx.utils import tree_flatten
 from mlx_lm.utils import _get_classes
 
-from lmx_lab.engine import Engine
+from lmx_lab.engine import ModelManager
 from lmx_lab.settings import Settings
 from lmx_lab.values.models import ModelEntry
 from lmx_lab.weights import Catalog
-from tests.engine.conftest import finish, numbers, request, run
+from tests.engine.conftest import finish, mlx_thread, numbers, request, run
 
 pytestmark = pytest.mark.anyio
 VOCABULARY = 49152
@@ -65,24 +65,24 @@ def write_model(folder: Path, config: dict[str, Any], tokenizer_from: Path) -> N
 
 
 @pytest.fixture(params=list(CONFIGS))
-async def other(request: pytest.FixtureRequest, tmp_path: Path, tiny: ModelEntry) -> AsyncIterator[Engine]:
+async def other(request: pytest.FixtureRequest, tmp_path: Path, tiny: ModelEntry) -> AsyncIterator[ModelManager]:
     config = {**SHARED, **CONFIGS[request.param]}
     # On a thread of its own, whose MLX stream ends with it.
     await asyncio.to_thread(write_model, tmp_path / "models" / request.param, config, tiny.path)
-    async with Engine(Settings(slots=4)) as engine:
-        await engine.load(Catalog(Settings(home=tmp_path)).resolve(request.param))
-        yield engine
+    async with ModelManager(Settings(slots=4)) as manager:
+        await manager.load_entry(Catalog(Settings(home=tmp_path)).resolve(request.param))
+        yield manager
 
 
-async def test_prompts_of_different_lengths_at_once_say_what_they_say_alone(other: Engine) -> None:
-    await other._mlx._thread.call(lambda core: core.generating.batch.prefixes.__init__(0))
+async def test_prompts_of_different_lengths_have_the_same_answers_together_as_alone(other: ModelManager) -> None:
+    await mlx_thread(other).call(lambda core: core.generating.batch.prefixes.__init__(0))
     prompts = [numbers(length, start=300 * length) for length in (120, 7, 55, 100)]
     alone = [(await run(other, prompt=prompt, max_tokens=12))[0] for prompt in prompts]
     streams = [await other.submit(request(prompt=prompt, max_tokens=12)) for prompt in prompts]
     assert [text for text, _ in await asyncio.gather(*map(finish, streams))] == alone
 
 
-async def test_a_kept_beginning_changes_no_word(other: Engine) -> None:
+async def test_a_cached_prefix_does_not_change_the_answer(other: ModelManager) -> None:
     first = numbers(90)
     text, _ = await run(other, prompt=first, max_tokens=12)
     again, report = await run(other, prompt=first, max_tokens=12)
@@ -90,11 +90,11 @@ async def test_a_kept_beginning_changes_no_word(other: Engine) -> None:
     turn = replace(first, tokens=(*first.tokens, *range(5000, 5010)))
     kept, report = await run(other, prompt=turn, max_tokens=12)
     assert report.cached_tokens > 0
-    await other._mlx._thread.call(lambda core: core.generating.batch.prefixes.shrink(0))
+    await mlx_thread(other).call(lambda core: core.generating.batch.prefixes.shrink(0))
     assert (await run(other, prompt=turn, max_tokens=12))[0] == kept
 
 
-async def test_the_choices_of_a_request_share_its_prompt(other: Engine) -> None:
+async def test_the_choices_of_a_request_share_its_prompt(other: ModelManager) -> None:
     streams = await other.submit_all(request(prompt=numbers(90)), choices=3)
     reports = [report for _, report in await asyncio.gather(*map(finish, streams))]
     assert [report.cached_tokens for report in reports] == [0, 89, 89]

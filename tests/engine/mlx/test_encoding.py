@@ -1,4 +1,4 @@
-"""Which texts are computed when, and how their requests end: with a made-up encoder, whose batches can be watched."""
+"""The order in which texts are computed, and how their requests end, with a fake encoder that records its batches."""
 
 from __future__ import annotations
 
@@ -11,23 +11,24 @@ import mlx.core as mx
 import numpy as np
 import pytest
 
+from lmx_lab.engine.admission import AdmissionControl, Permit
 from lmx_lab.engine.cpu_blas import ThreadChoice
 from lmx_lab.engine.encoders import TextTokens
 from lmx_lab.engine.mlx import memory
-from lmx_lab.engine.mlx.encoding import BUCKET, BUSY_LANE_TOKENS, LANE_TOKENS, EncodeJob, Encoding
+from lmx_lab.engine.mlx.encoding import BUSY_PART_TOKENS, MIN_LENGTH_RATIO, PART_TOKENS, EncodeJob, EncodingLoop
 from lmx_lab.errors import ContextLengthError, EngineError, GenerationTimeoutError, LabError, QueueFullError
 from lmx_lab.values.encoding import Vectors
 from lmx_lab.values.engine import BlasReport
 
 
 class Watched:
-    """Gives each text its first token as a vector; ``layers`` steps a batch."""
+    """An encoder whose vector of a text is its first token; each batch has ``layers`` steps."""
 
     def __init__(self, *, layers: int = 2, bytes_per_token: int = 0) -> None:
         self.layers = layers
         self.bytes_per_token = bytes_per_token
         self.batches: list[list[int]] = []
-        """Of each batch, the first tokens."""
+        """The first tokens of the texts of each batch."""
         self.closed = 0
         self.fails: Exception | None = None
         self.fails_to_activate = False
@@ -54,8 +55,8 @@ class Watched:
         return rows * length * self.bytes_per_token
 
 
-class Telling(Encoding):
-    """Hands out what has ended after each call, as the engine does."""
+class DeliveringLoop(EncodingLoop):
+    """Delivers results after each call, as the engine does."""
 
     def step(self, limit_s: float, *, busy: bool) -> None:
         super().step(limit_s, busy=busy)
@@ -70,21 +71,26 @@ class Telling(Encoding):
         self.deliver()
 
 
-def encoding(*, threads: int = 1, **changes: Any) -> Encoding:
-    limits = {"queue_limit": 8, "limit_bytes": 2**40, "make_room": lambda _: None, "note_peak": lambda _: None}
+def encoding(*, threads: int = 1, **changes: Any) -> EncodingLoop:
+    limits = {"limit_bytes": 2**40, "make_room": lambda _: None, "note_peak": lambda _: None}
     report = BlasReport(name="openblas", detail="", threads=threads, threads_fixed=False)
-    return Telling(ThreadChoice(report), **(limits | changes))
+    return DeliveringLoop(ThreadChoice(report), **(limits | changes))
+
+
+def permit() -> Permit:
+    (found,) = AdmissionControl("watched", limit=1).admit(1, retry_after_s=1.0)
+    return found
 
 
 def job(encoder: Watched, lengths: Sequence[int], *, first: int = 0, **changes: Any) -> EncodeJob:
-    """Texts of these lengths, the first token of each its number."""
+    """A job of texts with these lengths; the first token of each text is its number."""
     texts = [TextTokens((first + at,) + (0,) * (length - 1)) for at, length in enumerate(lengths)]
     fields: dict[str, Any] = {"model_id": "watched", "arrived_at": time.perf_counter(), "timeout_s": 60.0}
     reference: Any = weakref.ref(encoder)
-    return EncodeJob(texts=texts, encoder=reference, **(fields | changes))
+    return EncodeJob(texts=texts, encoder=reference, permit=permit(), **(fields | changes))
 
 
-def run(work: Encoding, *, busy: bool = False) -> None:
+def run(work: EncodingLoop, *, busy: bool = False) -> None:
     while not work.idle:
         work.step(0.0, busy=busy)
 
@@ -95,7 +101,7 @@ def failure(of: EncodeJob) -> LabError:
     return error
 
 
-def test_rows_come_back_in_the_order_of_the_texts() -> None:
+def test_rows_are_in_the_order_of_the_texts() -> None:
     work, encoder = encoding(), Watched()
     asked = job(encoder, [3, 9, 1, 2, 9])
     work.add(asked)
@@ -109,6 +115,7 @@ def test_equal_texts_are_computed_once() -> None:
         texts=[TextTokens((1, 2)), TextTokens((5,)), TextTokens((1, 2)), TextTokens((1, 2), second_start=1)],
         encoder=cast(Any, weakref.ref(encoder)),
         model_id="watched",
+        permit=permit(),
         arrived_at=time.perf_counter(),
         timeout_s=60.0,
     )
@@ -120,7 +127,7 @@ def test_equal_texts_are_computed_once() -> None:
     assert encoded.report.tokens == 7
 
 
-def test_raw_scores_are_left_as_they_are() -> None:
+def test_raw_scores_are_returned_without_activation() -> None:
     work, encoder = encoding(), Watched()
     asked = job(encoder, [3], raw=True)
     work.add(asked)
@@ -140,7 +147,7 @@ def test_the_report_counts_texts_and_tokens() -> None:
     assert work.tokens == 12
 
 
-def test_batches_hold_like_lengths_only() -> None:
+def test_the_texts_of_a_batch_have_similar_lengths() -> None:
     work, encoder = encoding(), Watched()
     work.add(job(encoder, [10, 100, 11, 90, 50, 12]))
     shortest_shares = []
@@ -148,28 +155,28 @@ def test_batches_hold_like_lengths_only() -> None:
         work.step(0.0, busy=False)
         shortest_shares.append(min(encoder.lengths) / max(encoder.lengths))
     assert encoder.batches == [[1, 3], [4], [5, 2, 0]]
-    assert min(shortest_shares) >= BUCKET
+    assert min(shortest_shares) >= MIN_LENGTH_RATIO
 
 
-@pytest.mark.parametrize(("busy", "tokens"), [(False, LANE_TOKENS), (True, BUSY_LANE_TOKENS)])
-def test_a_batch_has_so_many_tokens(busy: bool, tokens: int) -> None:
+@pytest.mark.parametrize(("busy", "tokens"), [(False, PART_TOKENS), (True, BUSY_PART_TOKENS)])
+def test_the_number_of_tokens_of_a_batch_is_limited(busy: bool, tokens: int) -> None:
     work, encoder = encoding(), Watched()
     work.add(job(encoder, [64] * 500))
     work.step(0.0, busy=busy)
     assert len(encoder.batches[0]) == tokens // 64
 
 
-def test_a_batch_has_a_lane_for_each_core() -> None:
+def test_a_batch_has_a_part_for_each_core() -> None:
     work, encoder = encoding(threads=2), Watched()
     asked = job(encoder, [64] * 7)
     work.add(asked)
     work.step(0.0, busy=False)
-    assert [len(lane) for lane in encoder.batches] == [4, 3]
+    assert [len(part) for part in encoder.batches] == [4, 3]
     run(work)
     assert asked.done.result(timeout=0).rows.ravel().tolist() == [at + 0.5 for at in range(7)]
 
 
-def test_giving_up_ends_all_lanes() -> None:
+def test_cancelling_ends_all_parts_of_a_batch() -> None:
     work, encoder = encoding(threads=2), Watched(layers=5)
     asked = job(encoder, [64] * 7)
     work.add(asked)
@@ -180,7 +187,7 @@ def test_giving_up_ends_all_lanes() -> None:
 
 def test_a_text_longer_than_a_batch_is_computed_alone() -> None:
     work, encoder = encoding(), Watched()
-    asked = job(encoder, [LANE_TOKENS * 2, LANE_TOKENS * 2])
+    asked = job(encoder, [PART_TOKENS * 2, PART_TOKENS * 2])
     work.add(asked)
     run(work)
     assert encoder.batches == [[1], [0]]
@@ -199,7 +206,7 @@ def test_one_text_does_not_wait_for_ten_thousand() -> None:
     assert len(flood.done.result(timeout=0).rows) == 10_000
 
 
-def run_until(work: Encoding, awaited: EncodeJob) -> None:
+def run_until(work: EncodingLoop, awaited: EncodeJob) -> None:
     for _ in range(1000):
         if awaited.done.done():
             return
@@ -217,7 +224,7 @@ def test_texts_of_several_requests_share_a_batch() -> None:
     assert two.done.result(timeout=0).rows.tolist() == [[100.5]]
 
 
-def test_texts_for_another_model_do_not() -> None:
+def test_texts_for_different_models_do_not_share_a_batch() -> None:
     work, encoder, other = encoding(), Watched(), Watched()
     work.add(job(encoder, [30]))
     work.add(job(other, [30], first=7))
@@ -225,7 +232,7 @@ def test_texts_for_another_model_do_not() -> None:
     assert (encoder.batches, other.batches) == ([[0]], [[7]])
 
 
-def test_giving_up_in_the_middle_of_a_batch_ends_it_there() -> None:
+def test_cancelling_ends_a_batch_between_two_layers() -> None:
     work, encoder = encoding(), Watched(layers=5)
     asked = job(encoder, [300])
     work.add(asked)
@@ -236,7 +243,7 @@ def test_giving_up_in_the_middle_of_a_batch_ends_it_there() -> None:
     assert isinstance(failure(asked), EngineError)
 
 
-def test_giving_up_does_not_end_what_shares_the_batch() -> None:
+def test_cancelling_one_request_does_not_end_others_of_the_batch() -> None:
     work, encoder = encoding(), Watched(layers=5)
     leaves, stays = job(encoder, [100]), job(encoder, [100], first=9)
     work.add(leaves)
@@ -248,7 +255,7 @@ def test_giving_up_does_not_end_what_shares_the_batch() -> None:
     assert stays.done.result(timeout=0).rows.tolist() == [[9.5]]
 
 
-def test_giving_up_twice_or_too_late_is_nothing() -> None:
+def test_cancelling_twice_or_too_late_does_nothing() -> None:
     work, encoder = encoding(), Watched()
     asked = job(encoder, [3])
     work.add(asked)
@@ -258,7 +265,7 @@ def test_giving_up_twice_or_too_late_is_nothing() -> None:
     assert asked.done.result(timeout=0).rows.tolist() == [[0.5]]
 
 
-def test_a_deadline_ends_what_waits_and_what_runs() -> None:
+def test_a_request_ends_at_its_deadline() -> None:
     work, encoder = encoding(), Watched(layers=5)
     late = job(encoder, [300], arrived_at=time.perf_counter() - 10, timeout_s=5.0)
     fine = job(encoder, [300])
@@ -269,7 +276,7 @@ def test_a_deadline_ends_what_waits_and_what_runs() -> None:
     assert fine.done.result(timeout=0).rows.tolist() == [[0.5]]
 
 
-def test_a_failed_batch_fails_its_requests_and_no_other() -> None:
+def test_only_the_requests_of_a_failed_batch_fail() -> None:
     work, encoder, other = encoding(), Watched(), Watched()
     broken, fine = job(encoder, [300]), job(other, [10])
     encoder.fails = ValueError("no such shape")
@@ -280,7 +287,7 @@ def test_a_failed_batch_fails_its_requests_and_no_other() -> None:
     assert fine.done.result(timeout=0).rows.tolist() == [[0.5]]
 
 
-def test_out_of_memory_in_a_batch_says_what_to_do() -> None:
+def test_the_error_of_a_batch_that_ran_out_of_memory_names_the_next_step() -> None:
     work, encoder = encoding(), Watched()
     encoder.fails = MemoryError("no more")
     asked = job(encoder, [300])
@@ -289,18 +296,18 @@ def test_out_of_memory_in_a_batch_says_what_to_do() -> None:
     assert "send fewer or shorter texts" in failure(asked).message
 
 
-def test_a_failure_at_the_end_of_a_request_is_its_own() -> None:
+def test_a_result_that_cannot_be_made_fails_its_request_only() -> None:
     work, encoder = encoding(), Watched()
     broken, fine = job(encoder, [30]), job(encoder, [30], first=9, raw=True)
     work.add(broken)
     work.add(fine)
     encoder.fails_to_activate = True
     run(work)
-    assert "could not be put together" in failure(broken).message
+    assert "could not be made from the computed rows" in failure(broken).message
     assert fine.done.result(timeout=0).rows.tolist() == [[9.0]]
 
 
-def test_the_activation_is_not_lost_with_the_model() -> None:
+def test_a_running_batch_keeps_the_activation_of_its_model() -> None:
     work, encoder = encoding(), Watched()
     asked = job(encoder, [30])
     work.add(asked)
@@ -310,7 +317,7 @@ def test_the_activation_is_not_lost_with_the_model() -> None:
     assert asked.done.result(timeout=0).rows.tolist() == [[0.5]]
 
 
-def test_beside_answers_a_batch_waits_for_memory() -> None:
+def test_while_answers_are_generated_a_batch_waits_for_memory() -> None:
     encoder = Watched(bytes_per_token=1_000_000)
     work = encoding(limit_bytes=memory.used_bytes() + 10_000_000)
     asked = job(encoder, [64])
@@ -323,14 +330,14 @@ def test_beside_answers_a_batch_waits_for_memory() -> None:
 
 
 def test_too_many_tokens_at_once_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("lmx_lab.engine.mlx.encoding.MOST_TOKENS", 100)
+    monkeypatch.setattr("lmx_lab.engine.mlx.encoding.MAX_TOKENS", 100)
     work, encoder = encoding(), Watched()
     work.add(job(encoder, [150]))
-    with pytest.raises(QueueFullError, match="150 tokens are under way, and these have 3; 100"):
+    with pytest.raises(QueueFullError, match="other texts have 150 tokens and these have 3; 100 are allowed"):
         work.add(job(encoder, [3]))
 
 
-def test_an_encoder_that_is_gone_ends_its_requests() -> None:
+def test_requests_for_an_unloaded_encoder_end() -> None:
     work, encoder = encoding(), Watched()
     asked = job(encoder, [3])
     del encoder
@@ -351,25 +358,17 @@ def test_a_batch_is_as_large_as_memory_allows() -> None:
     assert asked.done.done()
 
 
-def test_a_text_that_memory_cannot_take_is_refused_with_the_numbers() -> None:
+def test_the_refusal_of_a_text_too_large_for_memory_has_the_numbers() -> None:
     encoder = Watched(bytes_per_token=1_000_000)
     work = encoding(limit_bytes=memory.used_bytes() + 10_000_000)
     asked = job(encoder, [64])
     work.add(asked)
     run(work)
     assert isinstance(failure(asked), ContextLengthError)
-    assert "64 tokens takes 0.06 GB" in failure(asked).message
+    assert "64 tokens needs 0.06 GB" in failure(asked).message
 
 
-def test_too_many_requests_are_refused() -> None:
-    work, encoder = encoding(queue_limit=2), Watched()
-    work.add(job(encoder, [3]))
-    work.add(job(encoder, [3]))
-    with pytest.raises(QueueFullError, match="2 requests"):
-        work.add(job(encoder, [3]))
-
-
-def test_ending_all_ends_each_once() -> None:
+def test_all_jobs_can_be_ended_each_once() -> None:
     work, encoder = encoding(), Watched(layers=5)
     jobs = [job(encoder, [300]), job(encoder, [10])]
     for asked in jobs:

@@ -1,4 +1,4 @@
-"""The real engine on a tiny model: every accepted request ends once, whatever happens."""
+"""The MLX engine with a tiny model: every accepted request ends once, whatever happens."""
 
 from __future__ import annotations
 
@@ -13,8 +13,8 @@ from pathlib import Path
 
 import pytest
 
-from lmx_lab.engine import ChatPrompt, Engine, Sampling, TextPrompt, TokenPrompt
-from lmx_lab.engine.mlx.state import EngineCore
+from lmx_lab.engine import ChatPrompt, ModelManager, Sampling, TextPrompt, TokenPrompt
+from lmx_lab.engine.mlx.state import MlxCore
 from lmx_lab.engine.stream import Item, Mailbox
 from lmx_lab.errors import (
     ContextLengthError,
@@ -22,6 +22,7 @@ from lmx_lab.errors import (
     EngineError,
     GenerationTimeoutError,
     InvalidRequestError,
+    ModelNotFoundError,
     NotLoadedError,
     OutOfMemoryError,
     QueueFullError,
@@ -36,6 +37,7 @@ from lmx_lab.wire.chat import ChatRequest
 from tests.engine.conftest import (
     finish,
     held,
+    mlx_thread,
     numbers,
     poison,
     posted,
@@ -49,8 +51,8 @@ from tests.flows.conftest import chat_body
 pytestmark = pytest.mark.anyio
 
 
-async def test_a_report_counts_tokens_and_times(engine: Engine) -> None:
-    text, report = await run(engine)
+async def test_a_report_counts_tokens_and_times(manager: ModelManager) -> None:
+    text, report = await run(manager)
     assert text
     assert (report.prompt_tokens, report.output_tokens, report.finish_reason) == (3, 8, "length")
     assert report.model == "tiny"
@@ -59,219 +61,229 @@ async def test_a_report_counts_tokens_and_times(engine: Engine) -> None:
     assert report.peak_memory_bytes > 0
 
 
-async def test_requests_in_one_batch_answer_as_they_do_alone(engine: Engine) -> None:
+async def test_requests_in_one_batch_answer_as_they_do_alone(manager: ModelManager) -> None:
     other = TokenPrompt(tokens=(500, 501, 502, 503, 504))
-    alone = [(await run(engine))[0], (await run(engine, prompt=other))[0]]
-    together = await asyncio.gather(run(engine), run(engine, prompt=other))
+    alone = [(await run(manager))[0], (await run(manager, prompt=other))[0]]
+    together = await asyncio.gather(run(manager), run(manager, prompt=other))
     assert [text for text, _ in together] == alone
 
 
-async def test_different_samplings_share_a_batch(engine: Engine) -> None:
+async def test_different_samplings_share_a_batch(manager: ModelManager) -> None:
     hot = Sampling(temperature=1.5, top_p=0.9)
-    (greedy, _), (_, report) = await asyncio.gather(run(engine), run(engine, sampling=hot))
-    assert greedy == (await run(engine))[0]
+    (greedy, _), (_, report) = await asyncio.gather(run(manager), run(manager, sampling=hot))
+    assert greedy == (await run(manager))[0]
     assert report.output_tokens == 8
 
 
 async def test_sampling_differs_between_engines(tiny: ModelEntry) -> None:
     texts = set()
     for _ in range(3):
-        async with Engine(Settings()) as engine:
-            await engine.load(tiny)
-            texts.add((await run(engine, sampling=Sampling(temperature=1.0)))[0])
+        async with ModelManager(Settings()) as manager:
+            await manager.load_entry(tiny)
+            texts.add((await run(manager, sampling=Sampling(temperature=1.0)))[0])
     assert len(texts) > 1, "every new engine thread starts with the same random state"
 
 
-async def test_a_stop_string_ends_the_text_before_it(engine: Engine) -> None:
-    whole, _ = await run(engine)
+async def test_a_stop_string_ends_the_text_before_it(manager: ModelManager) -> None:
+    whole, _ = await run(manager)
     stop = whole[len(whole) // 2 :][:2]
-    text, report = await run(engine, stop=(stop,))
+    text, report = await run(manager, stop=(stop,))
     assert text == whole[: whole.index(stop)]
     assert report.finish_reason == "stop"
 
 
-async def test_the_context_bounds_the_answer(engine: Engine) -> None:
-    _, report = await run(engine, prompt=TokenPrompt(tokens=(7,) * 508), max_tokens=100)
+async def test_the_context_limits_the_answer(manager: ModelManager) -> None:
+    _, report = await run(manager, prompt=TokenPrompt(tokens=(7,) * 508), max_tokens=100)
     assert report.prompt_tokens + report.output_tokens <= 512
     assert report.finish_reason == "length"
 
 
-async def test_a_prompt_that_fills_the_context_is_refused_with_both_numbers(engine: Engine) -> None:
+async def test_a_prompt_that_fills_the_context_is_refused_with_both_numbers(manager: ModelManager) -> None:
     with pytest.raises(ContextLengthError, match=r"512.*512"):
-        await run(engine, prompt=TokenPrompt(tokens=(7,) * 512))
+        await run(manager, prompt=TokenPrompt(tokens=(7,) * 512))
 
 
-async def test_a_prompt_far_too_long_is_refused_without_reading_all_of_it(engine: Engine) -> None:
+async def test_only_the_beginning_of_a_prompt_that_is_far_too_long_is_tokenized(manager: ModelManager) -> None:
     huge = "word " * 2_000_000
     for prompt in (TextPrompt(text=huge), ChatPrompt(messages=({"role": "user", "content": huge},))):
-        with pytest.raises(ContextLengthError, match=r"more than 1\d{3} tokens and tiny holds 512"):
-            await run(engine, prompt=prompt)
-    # Long, but few tokens: spaces are many to a token.
-    _, report = await run(engine, prompt=TextPrompt(text=" " * 8000))
+        with pytest.raises(ContextLengthError, match=r"more than 1\d{3} tokens, and tiny takes 512"):
+            await run(manager, prompt=prompt)
+    # A long text of few tokens: a token contains many spaces.
+    _, report = await run(manager, prompt=TextPrompt(text=" " * 8000))
     assert report.prompt_tokens < 512
 
 
-async def test_an_empty_prompt_is_refused(engine: Engine) -> None:
+async def test_an_empty_prompt_is_refused(manager: ModelManager) -> None:
     with pytest.raises(InvalidRequestError):
-        await run(engine, prompt=TokenPrompt(tokens=()))
+        await run(manager, prompt=TokenPrompt(tokens=()))
 
 
-async def test_messages_that_the_template_refuses_are_the_callers_mistake(engine: Engine) -> None:
+async def test_messages_that_the_template_refuses_are_an_invalid_request(manager: ModelManager) -> None:
     with pytest.raises(InvalidRequestError):
-        await run(engine, prompt=ChatPrompt(messages=({"content": "no role"},)))
+        await run(manager, prompt=ChatPrompt(messages=({"content": "no role"},)))
 
 
-async def test_leaving_a_stream_frees_its_slot(engine: Engine) -> None:
-    streams = [await engine.submit(request(max_tokens=400)) for _ in range(3)]
+async def test_closing_a_stream_frees_its_slot(manager: ModelManager) -> None:
+    streams = [await manager.submit(request(max_tokens=400)) for _ in range(3)]
     await anext(streams[0])
     await streams[0].aclose()
     await streams[1].aclose()
     await anext(streams[2])
-    assert engine.snapshot.active_requests <= 1
+    assert manager.snapshot.active_requests <= 1
     await streams[2].aclose()
-    await until_idle(engine)
-    assert (await run(engine))[1].output_tokens == 8
+    await until_idle(manager)
+    assert (await run(manager))[1].output_tokens == 8
 
 
-async def test_a_stream_that_is_dropped_is_cancelled(engine: Engine) -> None:
-    stream = await engine.submit(request(max_tokens=400))
+async def test_a_stream_that_is_dropped_is_cancelled(manager: ModelManager) -> None:
+    stream = await manager.submit(request(max_tokens=400))
     await anext(stream)
     del stream
     gc.collect()
-    await until_idle(engine)
+    await until_idle(manager)
 
 
-async def test_cancelling_the_submit_leaves_nothing_behind(engine: Engine) -> None:
-    task = asyncio.create_task(engine.submit(request(max_tokens=400)))
+async def test_cancelling_the_submit_leaves_nothing_behind(manager: ModelManager) -> None:
+    task = asyncio.create_task(manager.submit(request(max_tokens=400)))
     await asyncio.sleep(0)
     task.cancel()
     with pytest.raises(asyncio.CancelledError):
         await task
     gc.collect()
-    assert (await run(engine))[1].output_tokens == 8
-    await until_idle(engine)
+    assert (await run(manager))[1].output_tokens == 8
+    await until_idle(manager)
 
 
-async def test_a_full_queue_refuses_and_loses_nothing(engine: Engine) -> None:
-    async with held(engine):
-        submits = [await posted(engine, engine.submit(request(max_tokens=60))) for _ in range(2)]
-        engine._mlx._thread.post(EngineCore.step)
-        submits += [await posted(engine, engine.submit(request(max_tokens=60))) for _ in range(2)]
-        refused = await posted(engine, engine.submit(request()))
+async def test_a_full_queue_refuses_and_loses_nothing(manager: ModelManager) -> None:
+    async with held(manager):
+        submits = [await posted(manager, manager.submit(request(max_tokens=60))) for _ in range(2)]
+        mlx_thread(manager).post(MlxCore.step)
+        submits += [await posted(manager, manager.submit(request(max_tokens=60))) for _ in range(2)]
+        refused = await posted(manager, manager.submit(request()))
     with pytest.raises(QueueFullError):
         await refused
     reports = [(await finish(await submit))[1] for submit in submits]
     assert [report.output_tokens for report in reports] == [60] * 4
 
 
-async def test_a_deadline_ends_a_request_that_waits_or_runs(engine: Engine) -> None:
+async def test_a_request_ends_at_its_deadline(manager: ModelManager) -> None:
     with pytest.raises(GenerationTimeoutError):
-        await run(engine, max_tokens=400, timeout_s=0.001)
-    assert (await run(engine))[1].output_tokens == 8
+        await run(manager, max_tokens=400, timeout_s=0.001)
+    assert (await run(manager))[1].output_tokens == 8
 
 
-async def test_a_slow_reader_gets_everything_merged(engine: Engine) -> None:
-    whole, _ = await run(engine, max_tokens=50)
-    stream = await engine.submit(request(max_tokens=50))
-    await until_idle(engine)
+async def test_a_slow_reader_gets_everything_merged(manager: ModelManager) -> None:
+    whole, _ = await run(manager, max_tokens=50)
+    stream = await manager.submit(request(max_tokens=50))
+    await until_idle(manager)
     deltas = [delta async for delta in stream]
     assert "".join(delta.text for delta in deltas) == whole
     assert sum(delta.tokens for delta in deltas) == 50
     assert len(deltas) == 1
 
 
-async def test_a_request_for_another_model_names_both(engine: Engine) -> None:
-    with pytest.raises(NotLoadedError, match=r"other.*tiny"):
-        await run(engine, model="other")
+async def test_the_refusal_of_an_unknown_model_names_it_and_the_loaded_one(manager: ModelManager) -> None:
+    with pytest.raises(ModelNotFoundError, match=r"other.*tiny"):
+        await run(manager, model="other")
 
 
 async def test_without_a_model_the_error_says_what_to_do(tiny: ModelEntry) -> None:
-    async with Engine(Settings()) as engine:
+    async with ModelManager(Settings()) as manager:
         with pytest.raises(NotLoadedError, match="/admin/models/load"):
-            await run(engine)
+            await run(manager)
 
 
-async def test_unloading_frees_the_memory_even_while_somebody_keeps_a_stream(own_engine: Engine) -> None:
-    loaded = own_engine.snapshot.model_memory_bytes
-    kept = await own_engine.submit(request())
+async def test_an_ended_stream_does_not_keep_the_weights_in_memory(own_manager: ModelManager) -> None:
+    loaded = own_manager.snapshot.model_memory_bytes
+    kept = await own_manager.submit(request())
     await finish(kept)
-    freed = await own_engine.unload()
+    freed = await own_manager.unload()
     assert freed >= loaded * 0.95
-    assert own_engine.snapshot.memory_used_bytes < loaded * 0.05
-    assert await own_engine.unload() == 0
+    assert own_manager.snapshot.memory_used_bytes < loaded * 0.05
+    assert await own_manager.unload() == 0
 
 
-async def test_running_requests_finish_before_a_swap(own_engine: Engine, tiny_home: Path) -> None:
+async def test_a_load_waits_for_running_requests(own_manager: ModelManager, tiny_home: Path) -> None:
     other = Catalog(Settings(home=tiny_home)).resolve("tiny-two")
-    stream = await own_engine.submit(request(max_tokens=100))
+    stream = await own_manager.submit(request(max_tokens=100))
     await anext(stream)
-    report = await own_engine.load(other)
+    report = await own_manager.load_entry(other)
     assert (await finish(stream))[1].output_tokens == 100
-    assert report.model == own_engine.snapshot.model == "tiny-two"
+    assert report.model == own_manager.snapshot.model == "tiny-two"
 
 
-async def test_requests_that_wait_are_told_when_the_model_goes(own_engine: Engine, tiny_home: Path) -> None:
+async def test_queued_requests_are_refused_when_another_model_is_loaded(
+    own_manager: ModelManager, tiny_home: Path
+) -> None:
     other = Catalog(Settings(home=tiny_home)).resolve("tiny-two")
-    async with held(own_engine):
-        submits = [await posted(own_engine, own_engine.submit(request(max_tokens=100))) for _ in range(3)]
-        own_engine._mlx._thread.post(EngineCore.step)
-        loading = await posted(own_engine, own_engine.load(other))
-    first, second, waits = [await submit for submit in submits]
-    with pytest.raises(NotLoadedError):
-        await finish(waits)
-    assert [(await finish(stream))[1].output_tokens for stream in (first, second)] == [100] * 2
+    first, second, queued = [await own_manager.submit(request(max_tokens=400, ignore_eos=True)) for _ in range(3)]
+    await anext(first)
+    async with held(own_manager):
+        loading = await posted(own_manager, own_manager.load_entry(other))
+    with pytest.raises(NotLoadedError, match="the model was replaced by tiny-two before this request started"):
+        await finish(queued)
+    assert [(await finish(stream))[1].output_tokens for stream in (first, second)] == [400] * 2
     assert (await loading).model == "tiny-two"
 
 
 @pytest.mark.usefixtures("alone")
 async def test_a_swap_waits_no_longer_than_the_drain_allows(tiny: ModelEntry, tiny_home: Path) -> None:
     other = Catalog(Settings(home=tiny_home)).resolve("tiny-two")
-    async with Engine(Settings(drain_s=0.0)) as engine:
-        await engine.load(tiny)
-        stream = await engine.submit(request(max_tokens=450))
+    async with ModelManager(Settings(drain_s=0.0)) as manager:
+        await manager.load_entry(tiny)
+        stream = await manager.submit(request(max_tokens=450))
         await anext(stream)
-        freed = await engine.unload()
+        freed = await manager.unload()
         assert freed > 6_000_000, "the request that was cut short still held the weights"
-        await engine.load(other)
+        await manager.load_entry(other)
         with pytest.raises(NotLoadedError):
             await finish(stream)
 
 
-async def test_swaps_happen_in_order_even_if_nobody_waits_for_them(own_engine: Engine, tiny_home: Path) -> None:
+async def test_loads_and_unloads_happen_in_order_even_if_their_callers_leave(
+    own_manager: ModelManager, tiny_home: Path
+) -> None:
     other = Catalog(Settings(home=tiny_home)).resolve("tiny-two")
-    stream = await own_engine.submit(request(max_tokens=100))
+    stream = await own_manager.submit(request(max_tokens=100))
     await anext(stream)
-    unloading = asyncio.create_task(own_engine.unload())
-    loading = asyncio.create_task(own_engine.load(other))
-    again = asyncio.create_task(own_engine.unload())
-    await asyncio.sleep(0)
+    unloading = asyncio.create_task(own_manager.unload())
+    while own_manager.snapshot.change is None:  # noqa: ASYNC110
+        await asyncio.sleep(0.001)
     unloading.cancel()
+    loading = asyncio.create_task(own_manager.load_entry(other, if_busy="wait"))
+    control = own_manager._control
+    assert control is not None
+    while not control._changing._waiters:  # noqa: ASYNC110
+        await asyncio.sleep(0.001)
+    again = asyncio.create_task(own_manager.unload(if_busy="wait"))
     assert (await loading).model == "tiny-two"
     assert await again > 0
     assert (await finish(stream))[1].output_tokens == 100
-    assert own_engine.snapshot.state == "empty"
+    assert own_manager.snapshot.state == "empty"
 
 
-async def test_loading_what_is_loaded_changes_nothing(engine: Engine, tiny: ModelEntry) -> None:
-    assert (await engine.load(tiny)).load_s == 0
+async def test_loading_the_loaded_model_changes_nothing(manager: ModelManager, tiny: ModelEntry) -> None:
+    assert (await manager.load_entry(tiny)).load_s == 0
 
 
-async def test_a_tiny_temperature_is_no_noise(engine: Engine) -> None:
+async def test_a_tiny_temperature_is_greedy(manager: ModelManager) -> None:
     cold = generation_request(ChatRequest.model_validate(chat_body(temperature=1e-38))).sampling
-    assert (await run(engine, sampling=cold))[0] == (await run(engine))[0]
+    assert (await run(manager, sampling=cold))[0] == (await run(manager))[0]
 
 
-async def test_a_flood_of_long_prompts_meets_the_queue_limit(engine: Engine) -> None:
+async def test_the_queue_limit_counts_prompts_that_are_still_tokenized(manager: ModelManager) -> None:
     long = ChatPrompt(messages=({"role": "user", "content": "word " * 100_000},))
-    tasks = [asyncio.create_task(run(engine, prompt=long)) for _ in range(8)]
+    tasks = [asyncio.create_task(run(manager, prompt=long)) for _ in range(8)]
     refused = [type(result) for result in await asyncio.gather(*tasks, return_exceptions=True)]
     assert refused.count(QueueFullError) == 4
     assert refused.count(ContextLengthError) == 4
-    assert (await run(engine))[1].output_tokens == 8
+    assert (await run(manager))[1].output_tokens == 8
 
 
-async def test_a_failed_load_leaves_nothing_in_memory(own_engine: Engine, tiny: ModelEntry, tmp_path: Path) -> None:
-    before = own_engine.snapshot.memory_used_bytes
+async def test_a_failed_load_leaves_nothing_in_memory(
+    own_manager: ModelManager, tiny: ModelEntry, tmp_path: Path
+) -> None:
+    before = own_manager.snapshot.memory_used_bytes
     shutil.copytree(tiny.path, tmp_path / "broken")
     (tmp_path / "broken" / "config.json").write_text(
         json.dumps({**json.loads((tiny.path / "config.json").read_text()), "num_hidden_layers": 3})
@@ -279,12 +291,14 @@ async def test_a_failed_load_leaves_nothing_in_memory(own_engine: Engine, tiny: 
     failures = []
     for _ in range(2):
         with pytest.raises(UnusableModelError) as failed:
-            await own_engine.load(replace(tiny, id="broken", path=tmp_path / "broken"))
+            await own_manager.load_entry(replace(tiny, id="broken", path=tmp_path / "broken"))
         failures.append(failed)
-    assert own_engine.snapshot.memory_used_bytes < before * 1.5
+    assert own_manager.snapshot.memory_used_bytes < before * 1.5
 
 
-async def test_a_failed_load_brings_the_previous_model_back_and_says_so(own_engine: Engine, tmp_path: Path) -> None:
+async def test_after_a_failed_load_the_previous_model_is_loaded_again(
+    own_manager: ModelManager, tmp_path: Path
+) -> None:
     (tmp_path / "config.json").write_text('{"model_type": "llama"}')
     broken = ModelEntry(
         id="broken",
@@ -298,88 +312,93 @@ async def test_a_failed_load_brings_the_previous_model_back_and_says_so(own_engi
         source="path",
     )
     with pytest.raises(UnusableModelError, match="tiny is loaded again"):
-        await own_engine.load(broken)
-    assert (await run(own_engine))[1].model == "tiny"
+        await own_manager.load_entry(broken)
+    assert (await run(own_manager))[1].model == "tiny"
 
 
 @pytest.mark.usefixtures("alone")
-async def test_a_model_larger_than_the_limit_is_refused_and_the_loaded_one_stays(tiny: ModelEntry) -> None:
-    async with Engine(Settings(memory_limit_bytes=50_000_000)) as engine:
-        await engine.load(tiny)
+async def test_a_model_larger_than_the_limit_is_refused_before_the_loaded_one_is_unloaded(tiny: ModelEntry) -> None:
+    async with ModelManager(Settings(memory_limit_bytes=50_000_000)) as manager:
+        await manager.load_entry(tiny)
         with pytest.raises(OutOfMemoryError, match=r"60\.00 GB"):
-            await engine.load(replace(tiny, id="huge", size_bytes=60 * 10**9))
-        assert (await run(engine))[1].model == "tiny"
+            await manager.load_entry(
+                replace(tiny, id="huge", path=tiny.path.parent / "tiny-two", size_bytes=60 * 10**9)
+            )
+        assert (await run(manager))[1].model == "tiny"
 
 
-async def test_a_failing_step_ends_its_requests_and_keeps_the_engine(own_engine: Engine) -> None:
-    await poison(own_engine, ValueError("a kernel went wrong"))
+async def test_a_failing_step_ends_its_requests_and_keeps_the_engine(own_manager: ModelManager) -> None:
+    await poison(own_manager, ValueError("a kernel went wrong"))
     with pytest.raises(EngineError, match="a kernel went wrong"):
-        await run(own_engine)
-    assert (await run(own_engine))[1].output_tokens == 8
+        await run(own_manager)
+    assert (await run(own_manager))[1].output_tokens == 8
 
 
-async def test_running_out_of_memory_unloads_the_model_and_says_so(own_engine: Engine, tiny: ModelEntry) -> None:
-    await poison(own_engine, RuntimeError("[malloc] Unable to allocate 1 bytes."))
+async def test_running_out_of_memory_unloads_the_model(own_manager: ModelManager, tiny: ModelEntry) -> None:
+    await poison(own_manager, RuntimeError("[malloc] Unable to allocate 1 bytes."))
     with pytest.raises(OutOfMemoryError, match="unloaded"):
-        await run(own_engine)
-    assert own_engine.snapshot.state == "empty"
-    assert (own_engine.snapshot.unloaded_model, own_engine.snapshot.unload_cause) == ("tiny", "memory")
-    assert own_engine.snapshot.memory_used_bytes < 1_000_000, "the weights are still held"
+        await run(own_manager)
+    assert own_manager.snapshot.state == "empty"
+    assert (own_manager.snapshot.unloaded_model, own_manager.snapshot.unload_cause) == ("tiny", "memory")
+    assert own_manager.snapshot.memory_used_bytes < 1_000_000, "the weights are still held"
     with pytest.raises(OutOfMemoryError, match="tiny was unloaded"):
-        await run(own_engine)
-    await own_engine.load(tiny)
-    assert (await run(own_engine))[1].output_tokens == 8
-    assert own_engine.snapshot.unload_cause is None
+        await run(own_manager)
+    await own_manager.load_entry(tiny)
+    assert (await run(own_manager))[1].output_tokens == 8
+    assert own_manager.snapshot.unload_cause is None
 
 
-async def test_those_who_wait_are_told_of_the_memory_too(own_engine: Engine) -> None:
-    async with held(own_engine):
-        submits = [await posted(own_engine, own_engine.submit(request(max_tokens=300))) for _ in range(4)]
-        await posted(own_engine, poison(own_engine, MemoryError("none left")))
+async def test_queued_requests_end_when_memory_runs_out(own_manager: ModelManager) -> None:
+    async with held(own_manager):
+        submits = [await posted(own_manager, own_manager.submit(request(max_tokens=300))) for _ in range(4)]
+        await posted(own_manager, poison(own_manager, MemoryError("none left")))
     for submit in submits:
         with pytest.raises(OutOfMemoryError):
             await finish(await submit)
 
 
-async def test_a_model_that_nobody_uses_is_unloaded(own_engine: Engine, tiny: ModelEntry) -> None:
-    stream = await own_engine.submit(request(max_tokens=300, ignore_eos=True))
+async def test_a_running_request_keeps_its_model_in_memory_longer_than_idle_unload_s(
+    own_manager: ModelManager, tiny: ModelEntry
+) -> None:
+    stream = await own_manager.submit(request(max_tokens=300, ignore_eos=True))
     await anext(stream)
-    # A request that takes longer than that is use.
-    await unload_when_idle_for(own_engine, 0.001)
+    await unload_when_idle_for(own_manager, 0.001)
     assert (await finish(stream))[1].output_tokens == 300
-    while own_engine.snapshot.state == "ready":  # noqa: ASYNC110
+    while own_manager.snapshot.state == "ready":  # noqa: ASYNC110
         await asyncio.sleep(0.01)
-    assert (own_engine.snapshot.unloaded_model, own_engine.snapshot.unload_cause) == ("tiny", "idle")
+    assert (own_manager.snapshot.unloaded_model, own_manager.snapshot.unload_cause) == ("tiny", "idle")
     with pytest.raises(NotLoadedError):
-        await run(own_engine)
-    await unload_when_idle_for(own_engine, None)
-    await own_engine.load(tiny)
-    assert (await run(own_engine))[1].output_tokens == 8
+        await run(own_manager)
+    await unload_when_idle_for(own_manager, None)
+    await own_manager.load_entry(tiny)
+    assert (await run(own_manager))[1].output_tokens == 8
 
 
-async def test_a_patient_load_serves_those_who_wait_first(own_engine: Engine, tiny_home: Path) -> None:
-    streams = [await own_engine.submit(request(max_tokens=30)) for _ in range(4)]
+async def test_a_load_may_wait_for_queued_requests_too(own_manager: ModelManager, tiny_home: Path) -> None:
+    streams = [await own_manager.submit(request(max_tokens=30)) for _ in range(4)]
     other = Catalog(Settings(home=tiny_home)).resolve("tiny-two")
-    report = await own_engine.load(other, finish_queued=True)
+    report = await own_manager.load_entry(other, finish_queued=True)
     assert report.model == "tiny-two"
     assert [(await finish(stream))[1].output_tokens for stream in streams] == [30] * 4
 
 
-async def test_a_patient_load_waits_no_longer_than_the_drain_either(tiny: ModelEntry, tiny_home: Path) -> None:
-    async with Engine(Settings(slots=1, drain_s=0.05)) as engine:
-        await engine.load(tiny)
-        streams = [await engine.submit(request(max_tokens=400, ignore_eos=True)) for _ in range(3)]
-        await engine.load(Catalog(Settings(home=tiny_home)).resolve("tiny-two"), finish_queued=True)
+async def test_a_load_that_waits_for_queued_requests_waits_no_longer_than_drain_s(
+    tiny: ModelEntry, tiny_home: Path
+) -> None:
+    async with ModelManager(Settings(slots=1, drain_s=0.05)) as manager:
+        await manager.load_entry(tiny)
+        streams = [await manager.submit(request(max_tokens=400, ignore_eos=True)) for _ in range(3)]
+        await manager.load_entry(Catalog(Settings(home=tiny_home)).resolve("tiny-two"), finish_queued=True)
         with pytest.raises(NotLoadedError):
             await finish(streams[2])
 
 
 async def test_a_short_prompt_overtakes_long_ones(tiny: ModelEntry, delivered: list[tuple[Mailbox, Item]]) -> None:
-    async with Engine(Settings(slots=8)) as engine:
-        await engine.load(tiny)
+    async with ModelManager(Settings(slots=8)) as manager:
+        await manager.load_entry(tiny)
         long = [request(prompt=numbers(500, start=500 * at), max_tokens=10) for at in range(4)]
-        async with held(engine):
-            submits = [await posted(engine, engine.submit(each)) for each in (*long, request(max_tokens=1))]
+        async with held(manager):
+            submits = [await posted(manager, manager.submit(each)) for each in (*long, request(max_tokens=1))]
         streams = [await submit for submit in submits]
         for stream in streams:
             await finish(stream)
@@ -387,41 +406,45 @@ async def test_a_short_prompt_overtakes_long_ones(tiny: ModelEntry, delivered: l
         assert ended.index(streams[-1]._mailbox) <= 2
 
 
-async def test_progress_of_a_prompt_is_told(tiny: ModelEntry, delivered: list[tuple[Mailbox, Item]]) -> None:
-    async with Engine(Settings(slots=1)) as engine:
-        await engine.load(tiny)
-        async with held(engine):
+async def test_a_queued_request_reports_the_progress_of_its_prompt_after_it_has_started(
+    tiny: ModelEntry, delivered: list[tuple[Mailbox, Item]]
+) -> None:
+    async with ModelManager(Settings(slots=1)) as manager:
+        await manager.load_entry(tiny)
+        async with held(manager):
             submits = [
-                await posted(engine, engine.submit(request(prompt=numbers(400), max_tokens=10))),
-                await posted(engine, engine.submit(request(prompt=numbers(300, start=5000)))),
+                await posted(manager, manager.submit(request(prompt=numbers(400), max_tokens=10))),
+                await posted(manager, manager.submit(request(prompt=numbers(300, start=5000)))),
             ]
         first, waits = [await submit for submit in submits]
         _, report = await finish(first)
         await finish(waits)
         assert waits.progress is not None
         assert (waits.progress.done, waits.progress.total) == (300, 300)
-        to_whom = [mailbox for mailbox, _ in delivered]
-        assert to_whom.index(waits._mailbox) > delivered.index((first._mailbox, report))
+        receivers = [mailbox for mailbox, _ in delivered]
+        assert receivers.index(waits._mailbox) > delivered.index((first._mailbox, report))
 
 
-async def test_a_dead_thread_ends_every_request_and_a_load_restarts_it(own_engine: Engine, tiny: ModelEntry) -> None:
-    await poison(own_engine, SystemExit("killed"))
+async def test_a_dead_thread_ends_every_request_and_a_load_restarts_it(
+    own_manager: ModelManager, tiny: ModelEntry
+) -> None:
+    await poison(own_manager, SystemExit("killed"))
     with pytest.raises(EngineDeadError):
-        await run(own_engine)
+        await run(own_manager)
     with pytest.raises(EngineDeadError):
-        await run(own_engine)
-    assert own_engine.snapshot.state == "dead"
-    await own_engine.load(tiny)
-    assert (await run(own_engine))[1].output_tokens == 8
+        await run(own_manager)
+    assert own_manager.snapshot.state == "dead"
+    await own_manager.load_entry(tiny)
+    assert (await run(own_manager))[1].output_tokens == 8
 
 
-async def test_stopping_ends_what_runs(tiny: ModelEntry) -> None:
-    engine = Engine(Settings())
-    await asyncio.to_thread(engine.start)
-    await engine.load(tiny)
-    stream = await engine.submit(request(max_tokens=450))
+async def test_stopping_ends_running_requests(tiny: ModelEntry) -> None:
+    manager = ModelManager(Settings())
+    await asyncio.to_thread(manager.start)
+    await manager.load_entry(tiny)
+    stream = await manager.submit(request(max_tokens=450))
     await anext(stream)
-    await asyncio.to_thread(engine.stop)
+    await asyncio.to_thread(manager.stop)
     with pytest.raises(EngineDeadError):
         await finish(stream)
 
@@ -429,15 +452,15 @@ async def test_stopping_ends_what_runs(tiny: ModelEntry) -> None:
 def test_a_script_that_generated_exits_with_0(tiny_home: Path) -> None:
     script = f"""
 import asyncio
-from lmx_lab.engine import Engine, GenerationRequest, TokenPrompt
+from lmx_lab.engine import GenerationRequest, ModelManager, TokenPrompt
 from lmx_lab.server.translate import generation_request
 from lmx_lab.settings import Settings
 from lmx_lab.weights import Catalog
-engine = Engine(Settings())
-engine.start()
+manager = ModelManager(Settings())
+manager.start()
 async def main():
-    await engine.load(Catalog(Settings.read(home={str(tiny_home)!r})).resolve("tiny"))
-    stream = await engine.submit(GenerationRequest(prompt=TokenPrompt(tokens=(5, 6)), max_tokens=5))
+    await manager.load_entry(Catalog(Settings.read(home={str(tiny_home)!r})).resolve("tiny"))
+    stream = await manager.submit(GenerationRequest(prompt=TokenPrompt(tokens=(5, 6)), max_tokens=5))
     print(len([delta async for delta in stream]))
 asyncio.run(main())
 raise SystemExit(0)
@@ -446,53 +469,55 @@ raise SystemExit(0)
     assert (done.returncode, int(done.stdout) > 0) == (0, True), done.stderr
 
 
-async def test_the_refused_are_told_when_a_request_that_runs_can_end(tiny: ModelEntry) -> None:
-    async with Engine(Settings(slots=1, queue_limit=0)) as engine:
-        await engine.load(tiny)
-        async with await engine.submit(request(max_tokens=400, ignore_eos=True)) as stream:
+async def test_a_full_queue_is_refused_with_the_time_until_a_running_request_may_end(tiny: ModelEntry) -> None:
+    async with ModelManager(Settings(slots=1, queue_limit=0)) as manager:
+        await manager.load_entry(tiny)
+        async with await manager.submit(request(max_tokens=400, ignore_eos=True)) as stream:
             for _ in range(20):
                 await anext(stream)
-            thread = engine._mlx._thread
-            await thread.call(lambda core: setattr(core.generating.batch._pace, "takes", lambda **_: 500.0))
+            thread = mlx_thread(manager)
+            await thread.call(lambda core: setattr(core.generating.batch._pace, "estimate_s", lambda **_: 500.0))
             await anext(stream)
             await anext(stream)
             with pytest.raises(QueueFullError) as refused:
-                await run(engine)
+                await run(manager)
     assert refused.value.retry_after_s is not None
     assert refused.value.retry_after_s > 100
 
 
-async def test_loading_what_is_loaded_ends_nobody(engine: Engine, tiny: ModelEntry) -> None:
-    streams = [await engine.submit(request(max_tokens=60, ignore_eos=True)) for _ in range(4)]
-    assert (await engine.load(tiny)).load_s == 0
+async def test_loading_the_loaded_model_ends_no_requests(manager: ModelManager, tiny: ModelEntry) -> None:
+    streams = [await manager.submit(request(max_tokens=60, ignore_eos=True)) for _ in range(4)]
+    assert (await manager.load_entry(tiny)).load_s == 0
     assert [(await finish(stream))[1].output_tokens for stream in streams] == [60] * 4
 
 
-async def test_one_requests_broken_text_is_no_matter_of_the_others(engine: Engine) -> None:
-    def break_text(core: EngineCore) -> None:
+async def test_an_error_in_the_text_of_one_answer_does_not_end_others(manager: ModelManager) -> None:
+    def break_text(core: MlxCore) -> None:
         (generation,) = (each for each in core.generating.running if len(each.prompt) == 5)
         generation.splitter.add = None
 
-    async with held(engine):
-        good = await posted(engine, engine.submit(request(max_tokens=60, ignore_eos=True)))
-        bad = await posted(engine, engine.submit(request(prompt=numbers(5), max_tokens=60, ignore_eos=True)))
-        engine._mlx._thread.post(EngineCore.step)
-        broken = engine._mlx._thread.post(break_text)
+    async with held(manager):
+        good = await posted(manager, manager.submit(request(max_tokens=60, ignore_eos=True)))
+        bad = await posted(manager, manager.submit(request(prompt=numbers(5), max_tokens=60, ignore_eos=True)))
+        mlx_thread(manager).post(MlxCore.step)
+        broken = mlx_thread(manager).post(break_text)
     with pytest.raises(EngineError, match="the generation failed"):
         await finish(await bad)
     broken.result()
     assert (await finish(await good))[1].output_tokens == 60
 
 
-async def test_a_thread_that_dies_answers_those_behind_one_who_has_left(own_engine: Engine, tiny: ModelEntry) -> None:
-    def die(core: EngineCore) -> None:
+async def test_commands_behind_a_cancelled_one_end_when_the_thread_dies(
+    own_manager: ModelManager, tiny: ModelEntry
+) -> None:
+    def die(core: MlxCore) -> None:
         raise SystemExit("killed")
 
-    async with held(own_engine):
-        own_engine._mlx._thread.post(die)
-        left, waits = own_engine._mlx._thread.post(lambda core: None), own_engine._mlx._thread.post(lambda core: None)
+    async with held(own_manager):
+        mlx_thread(own_manager).post(die)
+        left, waits = mlx_thread(own_manager).post(lambda core: None), mlx_thread(own_manager).post(lambda core: None)
         left.cancel()
     with pytest.raises(EngineDeadError):
         await asyncio.wait_for(asyncio.wrap_future(waits), 60)
-    await own_engine.load(tiny)
-    assert (await run(own_engine))[1].output_tokens == 8
+    await own_manager.load_entry(tiny)
+    assert (await run(own_manager))[1].output_tokens == 8

@@ -1,4 +1,4 @@
-"""Memory estimates: they grow with what is asked, and never promise more than the limit."""
+"""Memory estimates grow with requests, and never promise more than the limit."""
 
 from __future__ import annotations
 
@@ -27,19 +27,19 @@ def test_a_batch_pads_every_request_to_the_longest() -> None:
     assert MODEL.kv_bytes([]) == 0
 
 
-def test_sliding_and_constant_layers_stop_growing() -> None:
+def test_caches_with_a_window_or_a_fixed_size_stop_growing() -> None:
     model = replace(MODEL, layers=(SLIDING, STATE))
     assert model.kv_bytes([100_000]) == 512 * 1024 + MIB
 
 
 @given(st.integers(0, 2**33), st.integers(1, 2048))
 def test_the_longest_request_fits_and_one_token_more_does_not(limit_bytes: int, chunk: int) -> None:
-    held = MODEL.longest_request(limit_bytes, chunk=chunk)
-    if held:
-        assert MODEL.running_bytes([held], chunk=min(chunk, held)) <= limit_bytes
-    assert MODEL.running_bytes([held + 1], chunk=min(chunk, held + 1)) > limit_bytes
+    longest = MODEL.longest_request(limit_bytes, chunk=chunk)
+    if longest:
+        assert MODEL.running_bytes([longest], chunk=min(chunk, longest)) <= limit_bytes
+    assert MODEL.running_bytes([longest + 1], chunk=min(chunk, longest + 1)) > limit_bytes
 
 
-def test_a_model_whose_state_does_not_grow_has_no_bound_of_memory() -> None:
+def test_memory_does_not_limit_the_context_of_a_model_whose_state_does_not_grow() -> None:
     model = replace(MODEL, layers=(STATE,), score_bytes_per_pair=0)
     assert model.longest_request(2**33, chunk=512) == UNBOUNDED_TOKENS

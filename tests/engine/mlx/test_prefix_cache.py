@@ -1,4 +1,4 @@
-"""The prefix cache: the longest usable beginning, never a whole prompt, never more bytes than allowed."""
+"""The prefix cache finds the longest usable prefix, never a whole prompt, and stores no more bytes than allowed."""
 
 from __future__ import annotations
 
@@ -13,114 +13,114 @@ from lmx_lab.engine.mlx.prefix_cache import MIN_TOKENS, PrefixCache, common_pref
 
 
 @dataclass(frozen=True)
-class Fake:
-    """A cache of tokens that knows which they are."""
+class FakeState:
+    """A cached state that stores its tokens."""
 
     tokens: tuple[int, ...]
-    can_be_cut: bool = True
+    can_be_trimmed: bool = True
     bytes_per_token: int = 10
 
     @property
     def nbytes(self) -> int:
         return len(self.tokens) * self.bytes_per_token
 
-    def cut(self, tokens: int) -> Fake:
-        assert self.can_be_cut
-        return Fake(self.tokens[: len(self.tokens) - tokens])
+    def trimmed(self, tokens: int) -> FakeState:
+        assert self.can_be_trimmed
+        return FakeState(self.tokens[: len(self.tokens) - tokens])
 
 
 def array(tokens: tuple[int, ...]) -> np.ndarray:
     return np.asarray(tokens, dtype=np.int32)
 
 
-def keep(cache: PrefixCache[Fake], tokens: tuple[int, ...], *, can_be_cut: bool = True) -> None:
-    cache.keep(tokens, Fake(tokens, can_be_cut))
+def store(cache: PrefixCache[FakeState], tokens: tuple[int, ...], *, can_be_trimmed: bool = True) -> None:
+    cache.store(tokens, FakeState(tokens, can_be_trimmed))
 
 
-def found(cache: PrefixCache[Fake], tokens: tuple[int, ...]) -> tuple[int, ...] | None:
+def found(cache: PrefixCache[FakeState], tokens: tuple[int, ...]) -> tuple[int, ...] | None:
     longest = cache.longest(array(tokens))
-    hit = cache.take(array(tokens))
+    hit = cache.find(array(tokens))
     if hit is None:
         assert longest == 0
         return None
-    assert len(hit.kept.tokens) == hit.tokens == longest
-    return hit.kept.tokens
+    assert len(hit.state.tokens) == hit.tokens == longest
+    return hit.state.tokens
 
 
 FIRST = tuple(range(100))
 
 
 @pytest.fixture
-def cache() -> PrefixCache[Fake]:
+def cache() -> PrefixCache[FakeState]:
     return PrefixCache(limit_bytes=10_000)
 
 
-def test_the_next_turn_finds_the_turns_before(cache: PrefixCache[Fake]) -> None:
-    keep(cache, FIRST)
+def test_a_later_turn_of_a_session_finds_the_earlier_ones(cache: PrefixCache[FakeState]) -> None:
+    store(cache, FIRST)
     assert found(cache, (*FIRST, 7, 8, 9)) == FIRST
 
 
-def test_a_prompt_that_is_kept_whole_leaves_one_token_to_compute(cache: PrefixCache[Fake]) -> None:
-    keep(cache, FIRST)
+def test_one_token_of_a_fully_cached_prompt_is_computed(cache: PrefixCache[FakeState]) -> None:
+    store(cache, FIRST)
     assert found(cache, FIRST) == FIRST[:-1]
 
 
-def test_a_prompt_that_departs_in_the_middle_finds_what_is_common(cache: PrefixCache[Fake]) -> None:
-    keep(cache, FIRST)
+def test_a_prompt_that_differs_in_the_middle_finds_the_common_prefix(cache: PrefixCache[FakeState]) -> None:
+    store(cache, FIRST)
     assert found(cache, (*FIRST[:50], 7, 7, 7)) == FIRST[:50]
 
 
-def test_caches_that_cannot_be_cut_serve_only_whole(cache: PrefixCache[Fake]) -> None:
-    keep(cache, FIRST, can_be_cut=False)
+def test_a_state_that_cannot_be_trimmed_is_used_only_as_a_whole(cache: PrefixCache[FakeState]) -> None:
+    store(cache, FIRST, can_be_trimmed=False)
     assert found(cache, (*FIRST[:50], 7, 7, 7)) is None
     assert found(cache, FIRST) is None
     assert found(cache, (*FIRST, 7)) == FIRST
 
 
-def test_a_beginning_too_short_to_matter_is_no_hit(cache: PrefixCache[Fake]) -> None:
-    keep(cache, FIRST)
+def test_a_very_short_common_prefix_is_ignored(cache: PrefixCache[FakeState]) -> None:
+    store(cache, FIRST)
     assert found(cache, (*FIRST[: MIN_TOKENS - 1], 999, 999)) is None
 
 
-def test_a_longer_turn_takes_the_place_of_the_shorter_one(cache: PrefixCache[Fake]) -> None:
-    keep(cache, FIRST[:50])
-    keep(cache, FIRST)
-    keep(cache, FIRST[:70])
+def test_a_longer_turn_replaces_the_shorter_one(cache: PrefixCache[FakeState]) -> None:
+    store(cache, FIRST[:50])
+    store(cache, FIRST)
+    store(cache, FIRST[:70])
     assert len(cache) == 1
     assert cache.nbytes == 1000
 
 
-def test_shorter_ones_stay_where_longer_ones_cannot_be_cut(cache: PrefixCache[Fake]) -> None:
-    keep(cache, FIRST[:50], can_be_cut=False)
-    keep(cache, FIRST, can_be_cut=False)
+def test_shorter_states_are_kept_if_longer_ones_cannot_be_trimmed(cache: PrefixCache[FakeState]) -> None:
+    store(cache, FIRST[:50], can_be_trimmed=False)
+    store(cache, FIRST, can_be_trimmed=False)
     assert found(cache, (*FIRST[:50], 7)) == FIRST[:50]
 
 
-def test_what_was_used_longest_ago_goes_first(cache: PrefixCache[Fake]) -> None:
+def test_the_least_recently_used_state_is_dropped_first(cache: PrefixCache[FakeState]) -> None:
     sessions = [tuple(range(start, start + 400)) for start in (0, 1000, 2000)]
-    keep(cache, sessions[0])
-    keep(cache, sessions[1])
+    store(cache, sessions[0])
+    store(cache, sessions[1])
     assert found(cache, (*sessions[0], 7)) is not None
-    keep(cache, sessions[2])
+    store(cache, sessions[2])
     assert found(cache, (*sessions[1], 7)) is None
     assert found(cache, (*sessions[0], 7)) is not None
 
 
-def test_what_is_larger_than_the_limit_is_not_kept_and_drops_nothing(cache: PrefixCache[Fake]) -> None:
-    keep(cache, FIRST)
-    keep(cache, tuple(range(5000, 7000)))
+def test_a_state_larger_than_the_limit_is_not_stored(cache: PrefixCache[FakeState]) -> None:
+    store(cache, FIRST)
+    store(cache, tuple(range(5000, 7000)))
     assert len(cache) == 1
 
 
-def test_a_limit_of_nothing_keeps_nothing() -> None:
-    cache: PrefixCache[Fake] = PrefixCache(limit_bytes=0)
-    keep(cache, FIRST)
+def test_with_a_limit_of_zero_nothing_is_stored() -> None:
+    cache: PrefixCache[FakeState] = PrefixCache(limit_bytes=0)
+    store(cache, FIRST)
     assert len(cache) == 0
 
 
-def test_shrinking_frees_and_keeps_the_limit(cache: PrefixCache[Fake]) -> None:
-    keep(cache, FIRST)
-    keep(cache, tuple(range(1000, 1100)))
+def test_shrinking_does_not_change_the_limit(cache: PrefixCache[FakeState]) -> None:
+    store(cache, FIRST)
+    store(cache, tuple(range(1000, 1100)))
     cache.shrink(1500)
     assert (len(cache), cache.nbytes, cache.limit_bytes) == (1, 1000, 10_000)
 
@@ -129,15 +129,15 @@ PROMPTS = st.lists(st.sampled_from([0, 1]), min_size=1, max_size=60).map(tuple)
 
 
 @given(st.lists(st.tuples(PROMPTS, st.booleans()), max_size=20), PROMPTS)
-def test_a_hit_is_a_true_beginning_and_as_long_as_any(kept: list[tuple[tuple[int, ...], bool]], prompt: tuple) -> None:
-    cache: PrefixCache[Fake] = PrefixCache(limit_bytes=2000)
-    for tokens, can_be_cut in kept:
-        keep(cache, tokens, can_be_cut=can_be_cut)
+def test_a_hit_is_the_longest_usable_prefix(kept: list[tuple[tuple[int, ...], bool]], prompt: tuple) -> None:
+    cache: PrefixCache[FakeState] = PrefixCache(limit_bytes=2000)
+    for tokens, can_be_trimmed in kept:
+        store(cache, tokens, can_be_trimmed=can_be_trimmed)
         assert cache.nbytes == sum(value.nbytes for _, value in cache._entries) <= 2000
     usable = [
         shared
         for tokens, value in cache._entries
-        if (shared := min(common_prefix(tokens, array(prompt)), len(prompt) - 1)) == len(tokens) or value.can_be_cut
+        if (shared := min(common_prefix(tokens, array(prompt)), len(prompt) - 1)) == len(tokens) or value.can_be_trimmed
     ]
     hit = found(cache, prompt)
     if hit is None:

@@ -1,4 +1,4 @@
-"""Embedding and reranking in the engine: beside answers, through loads and unloads, and how each request ends."""
+"""Embedding and reranking on the MLX engine, while answers are generated and models are loaded and unloaded."""
 
 from __future__ import annotations
 
@@ -14,16 +14,17 @@ from typing import Any
 import numpy as np
 import pytest
 
-from lmx_lab.engine import EmbeddingRequest, Engine, Ranking, RerankRequest, TokenPrompt
-from lmx_lab.engine.mlx.state import EngineCore
+from lmx_lab.engine import EmbeddingRequest, ModelManager, Ranking, RerankRequest, TokenPrompt
+from lmx_lab.engine.mlx.state import MlxCore
+from lmx_lab.engine.model_control import ModelControl
 from lmx_lab.errors import (
     EngineDeadError,
     EngineError,
     GenerationTimeoutError,
     InvalidRequestError,
     LabError,
+    ModelNotFoundError,
     NotLoadedError,
-    OtherModelLoadedError,
     OutOfMemoryError,
     QueueFullError,
     UnusableModelError,
@@ -31,7 +32,19 @@ from lmx_lab.errors import (
 from lmx_lab.settings import Settings
 from lmx_lab.values.encoding import Vectors
 from lmx_lab.values.models import ModelEntry
-from tests.engine.conftest import Gate, Shared, finish, request, run, unload_when_idle_for, until_busy, until_idle
+from tests.engine.conftest import (
+    Gate,
+    Shared,
+    finish,
+    mlx_engine,
+    mlx_thread,
+    pin,
+    request,
+    run,
+    unload_when_idle_for,
+    until_busy,
+    until_idle,
+)
 from tests.engine.encoders.models import write_tiny_bert
 
 pytestmark = pytest.mark.anyio
@@ -42,33 +55,33 @@ ONE, TWO = Settings(), Settings(slots=2)
 
 
 @pytest.fixture
-def embedder(shared: Shared, minilm: ModelEntry) -> Iterator[Engine]:
-    with shared.lend(ONE, minilm) as engine:
-        yield engine
+def embedder(shared: Shared, minilm: ModelEntry) -> Iterator[ModelManager]:
+    with shared.lend(ONE, minilm) as manager:
+        yield manager
 
 
 @pytest.fixture
-def both(shared: Shared, tiny: ModelEntry, minilm: ModelEntry) -> Iterator[Engine]:
+def both(shared: Shared, tiny: ModelEntry, minilm: ModelEntry) -> Iterator[ModelManager]:
     """A chat model, and an embedding model pinned beside it."""
-    with shared.lend(TWO, tiny, minilm) as engine:
-        yield engine
+    with shared.lend(TWO, tiny, minilm) as manager:
+        yield manager
 
 
 @pytest.fixture
-async def own_embedder(alone: None, minilm: ModelEntry) -> AsyncIterator[Engine]:
+async def own_embedder(alone: None, minilm: ModelEntry) -> AsyncIterator[ModelManager]:
     """For a test that unloads or pins models, or changes the thread."""
-    async with Engine(ONE) as engine:
-        await engine.load(minilm)
-        yield engine
+    async with ModelManager(ONE) as manager:
+        await manager.load_entry(minilm)
+        yield manager
 
 
 @pytest.fixture
-async def own_both(alone: None, tiny: ModelEntry, minilm: ModelEntry) -> AsyncIterator[Engine]:
-    """For such a test likewise."""
-    async with Engine(TWO) as engine:
-        await engine.pin(minilm)
-        await engine.load(tiny)
-        yield engine
+async def own_both(alone: None, tiny: ModelEntry, minilm: ModelEntry) -> AsyncIterator[ModelManager]:
+    """Both models, for such a test."""
+    async with ModelManager(TWO) as manager:
+        await pin(manager, minilm)
+        await manager.load_entry(tiny)
+        yield manager
 
 
 @pytest.fixture(scope="module")
@@ -77,19 +90,19 @@ def reranker(tmp_path_factory: pytest.TempPathFactory) -> ModelEntry:
     return write_tiny_bert(folder, labels=1)
 
 
-async def die(engine: Engine) -> None:
-    """As the engine's thread would of something that nobody thought of."""
+async def die(manager: ModelManager) -> None:
+    """End the engine thread as an unexpected error would."""
 
-    def command(core: EngineCore) -> None:
+    def command(core: MlxCore) -> None:
         raise SystemExit("as an example")
 
     with contextlib.suppress(EngineDeadError):
-        await engine._mlx._thread.call(command)
-    await asyncio.to_thread(engine._mlx._thread._thread.join)  # type: ignore[union-attr]
+        await mlx_thread(manager).call(command)
+    await asyncio.to_thread(mlx_thread(manager)._thread.join)  # type: ignore[union-attr]
 
 
-async def vectors(engine: Engine, *texts: str, model: str | None = None) -> Vectors:
-    return (await engine.embed(EmbeddingRequest(inputs=texts, model=model))).vectors
+async def vectors(manager: ModelManager, *texts: str, model: str | None = None) -> Vectors:
+    return (await manager.embed(EmbeddingRequest(inputs=texts, model=model))).vectors
 
 
 def long(count: int) -> EmbeddingRequest:
@@ -97,7 +110,7 @@ def long(count: int) -> EmbeddingRequest:
     return EmbeddingRequest(inputs=tuple(f"text number {at} " + "of the sea " * 40 for at in range(count)))
 
 
-async def test_a_text_has_the_same_vector_whatever_is_computed_beside_it(embedder: Engine) -> None:
+async def test_a_text_has_the_same_vector_whatever_is_computed_beside_it(embedder: ModelManager) -> None:
     (alone,) = await vectors(embedder, SENTENCES[0])
     crowd = [*SENTENCES, *(f"{at} " * (at + 1) for at in range(60))]
     beside = (await vectors(embedder, *crowd))[0]
@@ -105,14 +118,14 @@ async def test_a_text_has_the_same_vector_whatever_is_computed_beside_it(embedde
     assert alone @ beside > 0.999999
 
 
-async def test_requests_at_the_same_time_get_their_own(embedder: Engine) -> None:
+async def test_requests_at_the_same_time_get_their_own(embedder: ModelManager) -> None:
     alone = [await vectors(embedder, text) for text in SENTENCES]
     together = await asyncio.gather(*(vectors(embedder, text) for text in SENTENCES))
     for one, other in zip(alone, together, strict=True):
         assert np.allclose(one, other, atol=1e-5)
 
 
-async def test_dimensions_cut_and_make_length_one_again(embedder: Engine) -> None:
+async def test_shortened_vectors_have_length_one(embedder: ModelManager) -> None:
     whole = await embedder.embed(EmbeddingRequest(inputs=SENTENCES))
     cut = await embedder.embed(EmbeddingRequest(inputs=SENTENCES, dimensions=64))
     assert cut.vectors.shape == (3, 64)
@@ -121,17 +134,17 @@ async def test_dimensions_cut_and_make_length_one_again(embedder: Engine) -> Non
     assert np.allclose(cut.vectors, head / np.linalg.norm(head, axis=1, keepdims=True), atol=1e-6)
 
 
-async def test_all_dimensions_are_the_vector_itself(embedder: Engine) -> None:
+async def test_all_dimensions_are_the_whole_vector(embedder: ModelManager) -> None:
     request_ = EmbeddingRequest(inputs=SENTENCES, dimensions=384)
     assert np.array_equal((await embedder.embed(request_)).vectors, await vectors(embedder, *SENTENCES))
 
 
-async def test_more_dimensions_than_there_are_are_refused(embedder: Engine) -> None:
+async def test_more_dimensions_than_vectors_have_are_refused(embedder: ModelManager) -> None:
     with pytest.raises(InvalidRequestError, match="dimensions is 385; vectors of minilm-l6 have 384"):
         await embedder.embed(EmbeddingRequest(inputs=SENTENCES, dimensions=385))
 
 
-async def test_an_embedding_model_ranks_by_cosine(embedder: Engine) -> None:
+async def test_an_embedding_model_ranks_by_cosine(embedder: ModelManager) -> None:
     ranking = await embedder.rerank(RerankRequest(query="ocean water", documents=SENTENCES))
     rows = await vectors(embedder, "ocean water", *SENTENCES)
     assert ranking.method == "cosine"
@@ -140,8 +153,8 @@ async def test_an_embedding_model_ranks_by_cosine(embedder: Engine) -> None:
     assert ranking.report.texts == 4
 
 
-async def test_a_reranker_goes_before_an_embedding_model(own_both: Engine, reranker: ModelEntry) -> None:
-    await own_both.pin(reranker)
+async def test_a_reranker_is_preferred_to_an_embedding_model(own_both: ModelManager, reranker: ModelEntry) -> None:
+    await pin(own_both, reranker)
     ranking = await own_both.rerank(RerankRequest(query="sea", documents=SENTENCES))
     assert (ranking.method, ranking.report.model) == ("cross-encoder", "tiny-reranker")
     assert ((ranking.scores > 0) & (ranking.scores < 1)).all()
@@ -162,7 +175,7 @@ def test_the_order_is_stable() -> None:
 # Beside answers
 
 
-async def test_answers_and_texts_are_computed_in_turns(both: Engine) -> None:
+async def test_answers_and_texts_are_computed_in_turns(both: ModelManager) -> None:
     stream = await both.submit(request(max_tokens=400, ignore_eos=True))
     await anext(stream)
     embedding = asyncio.create_task(both.embed(long(20)))
@@ -177,7 +190,7 @@ async def test_answers_and_texts_are_computed_in_turns(both: Engine) -> None:
     await stream.aclose()
 
 
-async def test_texts_change_nothing_in_an_answer(both: Engine) -> None:
+async def test_texts_do_not_change_an_answer(both: ModelManager) -> None:
     text, _ = await run(both, max_tokens=60)
     stream = await both.submit(request(max_tokens=60))
     embedding = asyncio.create_task(both.embed(long(10)))
@@ -186,7 +199,7 @@ async def test_texts_change_nothing_in_an_answer(both: Engine) -> None:
     assert again == text
 
 
-async def test_one_text_passes_by_many(embedder: Engine, gate: Gate) -> None:
+async def test_a_request_of_one_text_does_not_wait_for_one_of_many(embedder: ModelManager, gate: Gate) -> None:
     gate.shut()
     flood = asyncio.create_task(embedder.embed(long(300)))
     await gate.reached()
@@ -199,16 +212,16 @@ async def test_one_text_passes_by_many(embedder: Engine, gate: Gate) -> None:
 # Loads and unloads
 
 
-async def test_pinned_models_stay_through_loads_and_unloads(own_both: Engine, tiny: ModelEntry) -> None:
+async def test_pinned_models_stay_through_loads_and_unloads(own_both: ModelManager, tiny: ModelEntry) -> None:
     before = await vectors(own_both, SENTENCES[0])
-    await own_both.load(replace(tiny, id="tiny-again", path=tiny.path.parent / "tiny-two"))
+    await own_both.load_entry(replace(tiny, id="tiny-again", path=tiny.path.parent / "tiny-two"))
     await own_both.unload()
     assert own_both.snapshot.model is None
     assert [pinned.entry.id for pinned in own_both.snapshot.pinned] == ["minilm-l6"]
     assert np.array_equal(await vectors(own_both, SENTENCES[0]), before)
 
 
-async def test_what_is_pinned_is_not_drained_for_a_load(own_both: Engine, gate: Gate) -> None:
+async def test_requests_of_pinned_models_continue_during_an_unload(own_both: ModelManager, gate: Gate) -> None:
     gate.shut()
     embedding = asyncio.create_task(own_both.embed(long(4)))
     await gate.reached()
@@ -221,12 +234,14 @@ async def test_what_is_pinned_is_not_drained_for_a_load(own_both: Engine, gate: 
     assert (await embedding).vectors.shape == (4, 384)
 
 
-async def test_an_unload_waits_for_texts_that_run_and_refuses_those_that_wait(own_embedder: Engine, gate: Gate) -> None:
+async def test_an_unload_waits_for_running_texts_and_refuses_queued_ones(
+    own_embedder: ModelManager, gate: Gate
+) -> None:
     gate.shut()
     running = asyncio.create_task(own_embedder.embed(long(4)))
     await gate.reached()
     waiting = asyncio.create_task(vectors(own_embedder, SENTENCES[0]))
-    while own_embedder._mlx._thread._commands.empty():  # noqa: ASYNC110
+    while mlx_thread(own_embedder)._commands.empty():  # noqa: ASYNC110
         await asyncio.sleep(0.001)
     gate.let_pass(1)
     await gate.reached()
@@ -235,7 +250,7 @@ async def test_an_unload_waits_for_texts_that_run_and_refuses_those_that_wait(ow
     await asyncio.sleep(0)
     late = asyncio.create_task(vectors(own_embedder, SENTENCES[0]))
     gate.open()
-    with pytest.raises(NotLoadedError, match="unloaded before this request began"):
+    with pytest.raises(NotLoadedError, match="unloaded before this request started"):
         await waiting
     with pytest.raises(NotLoadedError):
         await late
@@ -244,13 +259,13 @@ async def test_an_unload_waits_for_texts_that_run_and_refuses_those_that_wait(ow
 
 
 @pytest.mark.usefixtures("alone")
-async def test_an_unload_does_not_wait_for_ever(minilm: ModelEntry, gate: Gate) -> None:
-    async with Engine(Settings(drain_s=0)) as engine:
-        await engine.load(minilm)
+async def test_an_unload_waits_for_texts_no_longer_than_drain_s(minilm: ModelEntry, gate: Gate) -> None:
+    async with ModelManager(Settings(drain_s=0)) as manager:
+        await manager.load_entry(minilm)
         gate.shut()
-        running = asyncio.create_task(engine.embed(long(4)))
+        running = asyncio.create_task(manager.embed(long(4)))
         await gate.reached()
-        unloading = asyncio.create_task(engine.unload())
+        unloading = asyncio.create_task(manager.unload())
         await asyncio.sleep(0)
         gate.let_pass(2)
         assert await unloading > 80_000_000
@@ -259,115 +274,116 @@ async def test_an_unload_does_not_wait_for_ever(minilm: ModelEntry, gate: Gate) 
 
 
 @pytest.mark.usefixtures("alone")
-async def test_an_idle_model_goes_and_a_pinned_one_does_not_keep_it(tiny: ModelEntry, minilm: ModelEntry) -> None:
-    async with Engine(Settings(idle_unload_s=0.4)) as engine:
-        await engine.pin(minilm)
-        await engine.load(tiny)
+async def test_requests_of_a_pinned_model_do_not_keep_the_main_one_in_memory(
+    tiny: ModelEntry, minilm: ModelEntry
+) -> None:
+    async with ModelManager(Settings(idle_unload_s=0.4)) as manager:
+        await pin(manager, minilm)
+        await manager.load_entry(tiny)
         deadline = time.monotonic() + 20
-        while engine.snapshot.model is not None and time.monotonic() < deadline:
-            await vectors(engine, SENTENCES[0])
+        while manager.snapshot.model is not None and time.monotonic() < deadline:
+            await vectors(manager, SENTENCES[0])
             await asyncio.sleep(0.02)
-        assert engine.snapshot.unload_cause == "idle"
-        assert engine.snapshot.pinned
+        assert manager.snapshot.unload_cause == "idle"
+        assert manager.snapshot.pinned
 
 
 async def test_texts_count_as_use_of_the_loaded_embedding_model(minilm: ModelEntry) -> None:
-    def use_long_ago(core: EngineCore) -> None:
-        core._used_at -= 900
-        core.generating.ended_at -= 900
-
-    async with Engine(Settings(idle_unload_s=1000)) as engine:
-        await engine.load(minilm)
-        await engine._mlx._thread.call(use_long_ago)
-        assert await engine._mlx._thread.call(lambda core: core.idle_left_s) < 101
-        await vectors(engine, SENTENCES[0])
-        assert await engine._mlx._thread.call(lambda core: core.idle_left_s) > 101
+    async with ModelManager(Settings(idle_unload_s=1000)) as manager:
+        await manager.load_entry(minilm)
+        main = manager.residents.main
+        assert main is not None
+        main.admission.used_at -= 900
+        before = main.admission.used_at
+        await vectors(manager, SENTENCES[0])
+        assert main.admission.used_at > before + 900
 
 
-async def test_a_chat_model_is_not_pinned(both: Engine, tiny: ModelEntry) -> None:
+async def test_a_chat_model_is_not_pinned(both: ModelManager, tiny: ModelEntry) -> None:
     with pytest.raises(UnusableModelError, match="tiny is a chat model"):
-        await both.pin(tiny)
+        await pin(both, tiny)
 
 
-async def test_pinning_what_cannot_be_loaded_changes_nothing(own_both: Engine, tmp_path: Path) -> None:
+async def test_a_pin_that_fails_changes_nothing(own_both: ModelManager, tmp_path: Path) -> None:
     broken = write_tiny_bert(tmp_path / "broken")
     (tmp_path / "broken" / "model.safetensors").write_bytes(b"nothing")
     with pytest.raises(UnusableModelError):
-        await own_both.pin(broken)
+        await pin(own_both, broken)
     assert [pinned.entry.id for pinned in own_both.snapshot.pinned] == ["minilm-l6"]
     assert (await vectors(own_both, "still here")).shape == (1, 384)
 
 
 @pytest.mark.usefixtures("alone")
-async def test_too_large_to_be_pinned_is_said_before(minilm: ModelEntry) -> None:
-    async with Engine(Settings(memory_limit_bytes=50_000_000)) as engine:
+async def test_a_model_too_large_to_be_pinned_is_refused_before_it_is_loaded(minilm: ModelEntry) -> None:
+    async with ModelManager(Settings(memory_limit_bytes=50_000_000)) as manager:
         with pytest.raises(OutOfMemoryError, match=r"needs 0\.09 GB"):
-            await engine.pin(minilm)
+            await pin(manager, minilm)
 
 
 @pytest.mark.usefixtures("alone")
-async def test_a_chat_model_has_the_room_that_pinned_models_leave(tiny: ModelEntry, minilm: ModelEntry) -> None:
-    async with Engine(Settings(memory_limit_bytes=95_000_000)) as engine:
-        await engine.load(tiny)
-        await engine.unload()
-        await engine.pin(minilm)
+async def test_a_chat_model_may_use_the_memory_that_pinned_models_leave(tiny: ModelEntry, minilm: ModelEntry) -> None:
+    async with ModelManager(Settings(memory_limit_bytes=95_000_000)) as manager:
+        await manager.load_entry(tiny)
+        await manager.unload()
+        await pin(manager, minilm)
         with pytest.raises(OutOfMemoryError, match=r"0\.00 GB are allowed"):
-            await engine.load(tiny)
+            await manager.load_entry(tiny)
 
 
-async def test_after_the_thread_died_a_load_brings_back_what_was_pinned(own_both: Engine, tiny: ModelEntry) -> None:
+async def test_after_the_thread_has_died_a_load_also_restores_pinned_models(
+    own_both: ModelManager, tiny: ModelEntry
+) -> None:
     await die(own_both)
     with pytest.raises(EngineDeadError):
         await vectors(own_both, SENTENCES[0])
-    await own_both.load(tiny)
+    await own_both.load_entry(tiny)
     assert (await vectors(own_both, SENTENCES[0])).shape == (1, 384)
 
 
-async def test_a_pin_that_is_gone_does_not_keep_a_load_from_reviving_the_engine(
+async def test_a_pinned_model_that_cannot_be_restored_does_not_prevent_a_load(
     tiny: ModelEntry, tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     pinned = write_tiny_bert(tmp_path / "pinned")
-    async with Engine(Settings()) as engine:
-        await engine.pin(pinned)
+    async with ModelManager(Settings()) as manager:
+        await pin(manager, pinned)
         (tmp_path / "pinned" / "model.safetensors").unlink()
-        await die(engine)
-        await engine.load(tiny)
-        assert engine.snapshot.model == "tiny"
-        assert engine.snapshot.pinned == ()
+        await die(manager)
+        await manager.load_entry(tiny)
+        assert manager.snapshot.model == "tiny"
+        assert manager.snapshot.pinned == ()
     assert "pinned, which was pinned, could not be loaded again" in caplog.text
 
 
-async def test_what_is_pinned_can_be_loaded_too_and_is_in_memory_once(own_embedder: Engine, minilm: ModelEntry) -> None:
+async def test_a_model_that_is_loaded_and_pinned_is_in_memory_once(
+    own_embedder: ModelManager, minilm: ModelEntry
+) -> None:
     used = own_embedder.snapshot.memory_used_bytes
-    await own_embedder.pin(minilm)
+    await pin(own_embedder, minilm)
     assert own_embedder.snapshot.memory_used_bytes == used
     assert await own_embedder.unload() == 0
     assert (await vectors(own_embedder, SENTENCES[0])).shape == (1, 384)
 
 
-async def test_tokenizing_is_no_idleness(own_embedder: Engine) -> None:
-    spared, awaited, go_on = asyncio.Event(), own_embedder._mlx._thread._awaited, threading.Event()
-    loop = asyncio.get_running_loop()
-
-    def asked() -> bool:
-        """By the thread, when the model has been idle for too long."""
-        loop.call_soon_threadsafe(spared.set)
-        return awaited()
-
-    own_embedder._mlx._thread._awaited = asked
+async def test_a_model_whose_texts_are_being_tokenized_is_not_idle(own_embedder: ModelManager) -> None:
+    go_on = threading.Event()
     await vectors(own_embedder, SENTENCES[0])
-    assert own_embedder._mlx._texts._executor is not None
-    own_embedder._mlx._texts._executor.submit(go_on.wait)
+    executor = mlx_engine(own_embedder)._texts._executor
+    assert executor is not None
+    executor.submit(go_on.wait)
     embedding = asyncio.create_task(vectors(own_embedder, *SENTENCES))
     await asyncio.sleep(0)
     await unload_when_idle_for(own_embedder, 0.001)
-    await spared.wait()
+    assert await own_embedder._run(idle_timer) is None
     await unload_when_idle_for(own_embedder, None)
     go_on.set()
     assert (await embedding).shape == (3, 384)
 
 
-async def test_errors_that_a_caller_keeps_do_not_keep_the_model(own_embedder: Engine) -> None:
+async def idle_timer(control: ModelControl) -> asyncio.TimerHandle | None:
+    return control._idle_timer
+
+
+async def test_errors_of_embedding_requests_do_not_keep_the_model_in_memory(own_embedder: ModelManager) -> None:
     kept = []
     for refused in (
         EmbeddingRequest(inputs=("text",), dimensions=385),
@@ -384,35 +400,39 @@ async def test_errors_that_a_caller_keeps_do_not_keep_the_model(own_embedder: En
 
 @pytest.mark.parametrize("changes", [{"model": "other"}, {"prompt": TokenPrompt(tokens=(1,) * 10_000)}])
 @pytest.mark.usefixtures("alone")
-async def test_nor_does_a_chat_requests(tiny: ModelEntry, changes: dict[str, Any]) -> None:
-    async with Engine(Settings()) as engine:
-        await engine.load(tiny)
+async def test_errors_of_chat_requests_do_not_keep_the_model_in_memory(
+    tiny: ModelEntry, changes: dict[str, Any]
+) -> None:
+    async with ModelManager(Settings()) as manager:
+        await manager.load_entry(tiny)
         with pytest.raises(LabError) as kept:
-            await engine.submit(request(**changes))
-        assert await engine.unload() > 6_000_000
+            await manager.submit(request(**changes))
+        assert await manager.unload() > 6_000_000
         assert kept.value is not None
 
 
 # Ends
 
 
-async def test_nothing_to_compute_is_refused(embedder: Engine) -> None:
+async def test_a_request_without_texts_is_refused(embedder: ModelManager) -> None:
     with pytest.raises(InvalidRequestError, match="no texts"):
         await embedder.embed(EmbeddingRequest(inputs=()))
     with pytest.raises(InvalidRequestError, match="no texts"):
         await embedder.rerank(RerankRequest(query="q", documents=()))
 
 
-async def test_too_much_text_at_once_is_refused(embedder: Engine, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("lmx_lab.engine.mlx.prepare_texts.MOST_CHARACTERS", 10_000)
+async def test_the_number_of_characters_in_all_requests_is_limited(
+    embedder: ModelManager, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("lmx_lab.engine.mlx.prepare_texts.MAX_CHARACTERS", 10_000)
     running = asyncio.create_task(embedder.embed(long(1000)))
     await asyncio.sleep(0)
-    with pytest.raises(QueueFullError, match="10000 characters"):
+    with pytest.raises(QueueFullError, match="characters are being tokenized, and these have 16; 10000 may be"):
         await vectors(embedder, SENTENCES[0])
     running.cancel()
 
 
-async def test_before_a_stop_requests_to_pinned_models_end_too(own_both: Engine, gate: Gate) -> None:
+async def test_quiescing_ends_requests_of_pinned_models_too(own_both: ModelManager, gate: Gate) -> None:
     gate.shut()
     embedding = asyncio.create_task(own_both.embed(long(4)))
     await gate.reached()
@@ -420,7 +440,7 @@ async def test_before_a_stop_requests_to_pinned_models_end_too(own_both: Engine,
     await asyncio.sleep(0)
     gate.let_pass(2)
     await stopping
-    with pytest.raises(NotLoadedError, match="the server is stopped before this request ended"):
+    with pytest.raises(NotLoadedError, match="the server was stopped before this request ended"):
         await embedding
 
 
@@ -428,7 +448,7 @@ TOKENS = 2000 * 100
 """Fewer than ``long(2000)`` has."""
 
 
-async def test_a_caller_who_leaves_takes_the_work_back(embedder: Engine, gate: Gate) -> None:
+async def test_cancelling_a_request_cancels_its_computation(embedder: ModelManager, gate: Gate) -> None:
     before = embedder.snapshot.encoded_tokens
     gate.shut()
     embedding = asyncio.create_task(embedder.embed(long(2000)))
@@ -441,7 +461,7 @@ async def test_a_caller_who_leaves_takes_the_work_back(embedder: Engine, gate: G
     assert embedder.snapshot.encoded_tokens - before < TOKENS / 2
 
 
-async def test_an_accepted_request_that_is_dropped_is_given_up(embedder: Engine) -> None:
+async def test_an_accepted_request_that_is_dropped_is_cancelled(embedder: ModelManager) -> None:
     before = embedder.snapshot.encoded_tokens
     pending = await embedder.submit_embedding(long(2000))
     del pending
@@ -449,7 +469,7 @@ async def test_an_accepted_request_that_is_dropped_is_given_up(embedder: Engine)
     assert embedder.snapshot.encoded_tokens - before < TOKENS / 2
 
 
-async def test_a_deadline_is_kept(embedder: Engine) -> None:
+async def test_a_request_ends_at_its_deadline(embedder: ModelManager) -> None:
     before = embedder.snapshot.encoded_tokens
     with pytest.raises(GenerationTimeoutError, match=r"0\.3 s"):
         await embedder.embed(replace(long(2000), timeout_s=0.3))
@@ -457,31 +477,33 @@ async def test_a_deadline_is_kept(embedder: Engine) -> None:
     assert embedder.snapshot.encoded_tokens - before < TOKENS / 2
 
 
-async def test_too_many_requests_are_told_so(minilm: ModelEntry) -> None:
-    async with Engine(Settings(slots=1, queue_limit=1)) as engine:
-        await engine.load(minilm)
-        running = [asyncio.create_task(engine.embed(long(100))) for _ in range(2)]
-        await until_busy(engine, requests=2)
+async def test_too_many_requests_are_refused(minilm: ModelEntry) -> None:
+    async with ModelManager(Settings(slots=1, queue_limit=1)) as manager:
+        await manager.load_entry(minilm)
+        running = [asyncio.create_task(manager.embed(long(100))) for _ in range(2)]
+        await until_busy(manager, requests=2)
         with pytest.raises(QueueFullError):
-            await vectors(engine, SENTENCES[0])
+            await vectors(manager, SENTENCES[0])
         for task in running:
             task.cancel()
 
 
-async def test_stopping_the_engine_ends_what_runs(minilm: ModelEntry, gate: Gate) -> None:
-    engine = Engine(Settings())
-    await asyncio.to_thread(engine.start)
-    await engine.load(minilm)
+async def test_stopping_ends_running_requests(minilm: ModelEntry, gate: Gate) -> None:
+    manager = ModelManager(Settings())
+    await asyncio.to_thread(manager.start)
+    await manager.load_entry(minilm)
     gate.shut()
-    embedding = asyncio.create_task(engine.embed(long(200)))
+    embedding = asyncio.create_task(manager.embed(long(200)))
     await gate.reached()
     gate.open()
-    await asyncio.to_thread(engine.stop)
+    await asyncio.to_thread(manager.stop)
     with pytest.raises(EngineDeadError):
         await embedding
 
 
-async def test_a_failure_in_a_layer_fails_that_request_only(embedder: Engine, monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_an_error_in_a_layer_fails_only_its_request(
+    embedder: ModelManager, monkeypatch: pytest.MonkeyPatch
+) -> None:
     good = await vectors(embedder, SENTENCES[0])
 
     def fail(*_: object) -> None:
@@ -497,33 +519,33 @@ async def test_a_failure_in_a_layer_fails_that_request_only(embedder: Engine, mo
 # The wrong model
 
 
-async def test_nothing_loaded_says_what_to_do() -> None:
-    async with Engine(Settings()) as engine:
+async def test_the_refusal_without_a_model_names_the_next_step() -> None:
+    async with ModelManager(Settings()) as manager:
         with pytest.raises(NotLoadedError, match="--embedder"):
-            await vectors(engine, "text")
+            await vectors(manager, "text")
         with pytest.raises(NotLoadedError, match="--reranker"):
-            await engine.rerank(RerankRequest(query="q", documents=("d",)))
+            await manager.rerank(RerankRequest(query="q", documents=("d",)))
 
 
-async def test_a_chat_model_embeds_nothing(both: Engine) -> None:
+async def test_a_chat_model_does_not_embed(both: ModelManager) -> None:
     with pytest.raises(InvalidRequestError, match="tiny is a chat model; this needs an embedding model"):
         await vectors(both, "text", model="tiny")
 
 
-async def test_a_reranker_embeds_nothing(reranker: ModelEntry) -> None:
-    async with Engine(Settings()) as engine:
-        await engine.load(reranker)
+async def test_a_reranker_does_not_embed(reranker: ModelEntry) -> None:
+    async with ModelManager(Settings()) as manager:
+        await manager.load_entry(reranker)
         with pytest.raises(NotLoadedError, match="tiny-reranker is a reranker"):
-            await vectors(engine, "text")
+            await vectors(manager, "text")
         with pytest.raises(InvalidRequestError, match="is a reranker"):
-            await vectors(engine, "text", model="tiny-reranker")
+            await vectors(manager, "text", model="tiny-reranker")
 
 
-async def test_an_embedding_model_does_not_chat(both: Engine) -> None:
+async def test_an_embedding_model_does_not_chat(both: ModelManager) -> None:
     with pytest.raises(InvalidRequestError, match="minilm-l6 is an embedding model"):
         await both.submit(request(model="minilm-l6"))
 
 
-async def test_another_model_is_not_taken_for_it(both: Engine) -> None:
-    with pytest.raises(OtherModelLoadedError, match="bge is not loaded"):
+async def test_an_unknown_embedding_model_is_refused(both: ModelManager) -> None:
+    with pytest.raises(ModelNotFoundError, match="no model here has the id 'bge'"):
         await vectors(both, "text", model="bge")

@@ -1,4 +1,4 @@
-"""Every way to draw a token, in the batch: what it must change, and what it must leave alone."""
+"""Sampling parameters change the answer of their request, and no other answer of the batch."""
 
 from __future__ import annotations
 
@@ -12,13 +12,23 @@ import mlx.core as mx
 import numpy as np
 import pytest
 
-from lmx_lab.engine import Engine, Sampling, TokenPrompt
-from lmx_lab.engine.mlx.sampling import Cut
-from lmx_lab.engine.mlx.state import EngineCore
+from lmx_lab.engine import ModelManager, Sampling, TokenPrompt
+from lmx_lab.engine.mlx.sampling import RandomSampler
+from lmx_lab.engine.mlx.state import MlxCore
 from lmx_lab.errors import InvalidRequestError, QueueFullError
 from lmx_lab.settings import Settings
 from lmx_lab.values.models import ModelEntry
-from tests.engine.conftest import GREEDY, PROMPT, Shared, finish, finish_with_logprobs, numbers, request, run
+from tests.engine.conftest import (
+    GREEDY,
+    PROMPT,
+    Shared,
+    finish,
+    finish_with_logprobs,
+    mlx_thread,
+    numbers,
+    request,
+    run,
+)
 
 pytestmark = pytest.mark.anyio
 # The tiny model's probabilities are nearly flat: without a cut hardly two draws agree.
@@ -30,25 +40,25 @@ EIGHT_SLOTS = Settings(slots=8)
 
 
 @pytest.fixture
-def wide(shared: Shared, tiny: ModelEntry) -> Iterator[Engine]:
-    with shared.lend(EIGHT_SLOTS, tiny) as engine:
-        yield engine
+def wide(shared: Shared, tiny: ModelEntry) -> Iterator[ModelManager]:
+    with shared.lend(EIGHT_SLOTS, tiny) as manager:
+        yield manager
 
 
 @pytest.fixture
-async def own_wide(alone: None, tiny: ModelEntry) -> AsyncIterator[Engine]:
-    async with Engine(EIGHT_SLOTS) as engine:
-        await engine.load(tiny)
-        yield engine
+async def own_wide(alone: None, tiny: ModelEntry) -> AsyncIterator[ModelManager]:
+    async with ModelManager(EIGHT_SLOTS) as manager:
+        await manager.load_entry(tiny)
+        yield manager
 
 
-async def tokens(engine: Engine, sampling: Sampling, count: int = 12) -> list[int]:
-    stream = await engine.submit(request(sampling=sampling, max_tokens=count, top_logprobs=0, ignore_eos=True))
+async def tokens(manager: ModelManager, sampling: Sampling, count: int = 12) -> list[int]:
+    stream = await manager.submit(request(sampling=sampling, max_tokens=count, top_logprobs=0, ignore_eos=True))
     return [entry.token for entry in (await finish_with_logprobs(stream))[1]]
 
 
 @pytest.mark.parametrize("neighbours", [0, 1, 7])
-async def test_a_seed_draws_the_same_whatever_else_is_in_the_batch(wide: Engine, neighbours: int) -> None:
+async def test_a_seeded_answer_does_not_depend_on_the_rest_of_the_batch(wide: ModelManager, neighbours: int) -> None:
     seeded = replace(WILD, seed=7)
     alone = await tokens(wide, seeded)
     others = [
@@ -59,7 +69,7 @@ async def test_a_seed_draws_the_same_whatever_else_is_in_the_batch(wide: Engine,
     await asyncio.gather(*map(finish, others))
 
 
-async def test_two_seeds_in_one_batch_are_two_streams(wide: Engine) -> None:
+async def test_seeds_in_one_batch_are_independent(wide: ModelManager) -> None:
     seeds = [0, 1, -1, 2**64, 2**64 + 1, 10**400, -(10**400)]
     alone = [await tokens(wide, replace(WILD, seed=seed)) for seed in seeds]
     together = await asyncio.gather(*(tokens(wide, replace(WILD, seed=seed)) for seed in seeds))
@@ -67,11 +77,11 @@ async def test_two_seeds_in_one_batch_are_two_streams(wide: Engine) -> None:
     assert len({tuple(drawn) for drawn in alone}) == len(seeds)
 
 
-async def test_without_a_seed_every_answer_differs(engine: Engine) -> None:
-    assert await tokens(engine, WILD) != await tokens(engine, WILD)
+async def test_without_a_seed_every_answer_differs(manager: ModelManager) -> None:
+    assert await tokens(manager, WILD) != await tokens(manager, WILD)
 
 
-async def test_the_choices_of_a_seed_differ_and_can_be_had_again(wide: Engine) -> None:
+async def test_the_choices_of_a_seeded_request_differ_and_are_reproducible(wide: ModelManager) -> None:
     async def choices() -> list[str]:
         streams = await wide.submit_all(request(sampling=replace(WILD, seed=3)), choices=3)
         return [text for text, _ in await asyncio.gather(*map(finish, streams))]
@@ -81,30 +91,30 @@ async def test_the_choices_of_a_seed_differ_and_can_be_had_again(wide: Engine) -
     assert len(set(first)) == 3
 
 
-async def test_choices_are_taken_all_or_none(engine: Engine) -> None:
-    async with await engine.submit(request(max_tokens=300, ignore_eos=True)):
+async def test_choices_are_accepted_all_or_none(manager: ModelManager) -> None:
+    async with await manager.submit(request(max_tokens=300, ignore_eos=True)):
         with pytest.raises(QueueFullError):
-            await engine.submit_all(request(max_tokens=300), choices=4)
-        assert engine.snapshot.queued_requests + engine.snapshot.active_requests == 1
+            await manager.submit_all(request(max_tokens=300), choices=4)
+        assert manager.snapshot.queued_requests + manager.snapshot.active_requests == 1
 
 
-async def test_more_choices_than_there_are_places_are_no_matter_of_waiting(engine: Engine) -> None:
+async def test_more_choices_than_the_queue_can_ever_hold_are_an_invalid_request(manager: ModelManager) -> None:
     with pytest.raises(InvalidRequestError, match="n is 5; this server takes 4") as refused:
-        await engine.submit_all(request(), choices=5)
+        await manager.submit_all(request(), choices=5)
     assert refused.value.param == "n"
 
 
 @pytest.mark.parametrize("temperature", [1e-40, 1e-20, 1e-6, 1e-3])
-async def test_a_tiny_temperature_is_greedy(engine: Engine, temperature: float) -> None:
-    assert await tokens(engine, replace(WILD, temperature=temperature)) == await tokens(engine, GREEDY)
+async def test_a_tiny_temperature_is_greedy(manager: ModelManager, temperature: float) -> None:
+    assert await tokens(manager, replace(WILD, temperature=temperature)) == await tokens(manager, GREEDY)
 
 
-async def test_a_penalized_neighbour_changes_no_type_and_so_no_draw(own_wide: Engine) -> None:
-    def narrow(core: EngineCore) -> None:
+async def test_penalties_of_one_request_do_not_change_the_precision_of_others(own_wide: ModelManager) -> None:
+    def narrow(core: MlxCore) -> None:
         assert core.main is not None
         core.main.model.set_dtype(mx.bfloat16)
 
-    await own_wide._mlx._thread.call(narrow)
+    await mlx_thread(own_wide).call(narrow)
     seeded = replace(WILD, seed=11)
     alone = await tokens(own_wide, seeded, 30)
     beside = await own_wide.submit(
@@ -115,7 +125,7 @@ async def test_a_penalized_neighbour_changes_no_type_and_so_no_draw(own_wide: En
 
 
 @pytest.mark.parametrize("size", [1, 2, 8])
-async def test_greedy_is_the_same_in_a_batch_of_any_size(wide: Engine, size: int) -> None:
+async def test_greedy_is_the_same_in_a_batch_of_any_size(wide: ModelManager, size: int) -> None:
     prompts = [numbers(3 + at, start=300 * at + 5) for at in range(size)]
     alone = [(await run(wide, prompt=prompt, max_tokens=30))[0] for prompt in prompts]
     streams = await asyncio.gather(*(wide.submit(request(prompt=prompt, max_tokens=30)) for prompt in prompts))
@@ -125,12 +135,12 @@ async def test_greedy_is_the_same_in_a_batch_of_any_size(wide: Engine, size: int
 @pytest.mark.parametrize(
     "cut", [{"top_k": 1}, {"top_p": 1e-6}, {"min_p": 1.0}, {"top_k": 1, "top_p": 0.5, "min_p": 0.5}]
 )
-async def test_a_cut_to_the_likeliest_is_greedy(engine: Engine, cut: dict[str, float]) -> None:
-    assert await tokens(engine, replace(WILD, **cut)) == await tokens(engine, GREEDY)
+async def test_a_filter_that_leaves_one_token_is_greedy(manager: ModelManager, cut: dict[str, float]) -> None:
+    assert await tokens(manager, replace(WILD, **cut)) == await tokens(manager, GREEDY)
 
 
-async def test_top_k_draws_only_from_the_likeliest(engine: Engine) -> None:
-    stream = await engine.submit(
+async def test_top_k_samples_only_the_most_likely_tokens(manager: ModelManager) -> None:
+    stream = await manager.submit(
         request(sampling=replace(WILD, top_k=3), max_tokens=60, top_logprobs=3, ignore_eos=True)
     )
     _, entries = await finish_with_logprobs(stream)
@@ -139,83 +149,83 @@ async def test_top_k_draws_only_from_the_likeliest(engine: Engine) -> None:
 
 
 @pytest.mark.parametrize("top_k", [VOCABULARY, VOCABULARY + 1, 10**9])
-async def test_top_k_of_the_whole_vocabulary_cuts_nothing(engine: Engine, top_k: int) -> None:
+async def test_top_k_of_the_whole_vocabulary_removes_nothing(manager: ModelManager, top_k: int) -> None:
     seeded = replace(WILD, seed=5)
-    assert await tokens(engine, replace(seeded, top_k=top_k)) == await tokens(engine, seeded)
+    assert await tokens(manager, replace(seeded, top_k=top_k)) == await tokens(manager, seeded)
 
 
-async def test_a_bias_forces_and_forbids(engine: Engine) -> None:
-    assert await tokens(engine, replace(GREEDY, logit_bias=((777, 100.0),)), 5) == [777] * 5
-    usual = await tokens(engine, GREEDY, 1)
-    assert await tokens(engine, replace(GREEDY, logit_bias=((usual[0], -100.0),)), 1) != usual
+async def test_a_bias_can_force_and_forbid_tokens(manager: ModelManager) -> None:
+    assert await tokens(manager, replace(GREEDY, logit_bias=((777, 100.0),)), 5) == [777] * 5
+    usual = await tokens(manager, GREEDY, 1)
+    assert await tokens(manager, replace(GREEDY, logit_bias=((usual[0], -100.0),)), 1) != usual
 
 
 @pytest.mark.parametrize("token", [-1, VOCABULARY, 10**12])
-async def test_a_bias_on_an_unknown_token_is_refused_with_the_range(engine: Engine, token: int) -> None:
+async def test_a_bias_on_an_unknown_token_is_refused_with_the_range(manager: ModelManager, token: int) -> None:
     with pytest.raises(InvalidRequestError, match=f"{token}.*0 to {VOCABULARY - 1}") as refused:
-        await run(engine, sampling=replace(GREEDY, logit_bias=((token, 1.0),)))
+        await run(manager, sampling=replace(GREEDY, logit_bias=((token, 1.0),)))
     assert refused.value.param == "logit_bias"
 
 
 @pytest.mark.parametrize("token", [-1, VOCABULARY])
-async def test_a_prompt_with_an_unknown_token_is_refused(engine: Engine, token: int) -> None:
+async def test_a_prompt_with_an_unknown_token_is_refused(manager: ModelManager, token: int) -> None:
     with pytest.raises(InvalidRequestError) as refused:
-        await run(engine, prompt=TokenPrompt(tokens=(1, token)))
+        await run(manager, prompt=TokenPrompt(tokens=(1, token)))
     assert refused.value.param == "prompt"
 
 
-async def test_a_presence_penalty_counts_the_whole_output(engine: Engine) -> None:
+async def test_a_presence_penalty_counts_the_whole_output(manager: ModelManager) -> None:
     # The bias leaves thirty tokens; a penalty larger than their differences lets each come once.
     few = replace(GREEDY, logit_bias=tuple((token, 100.0) for token in range(700, 730)))
-    assert len(set(await tokens(engine, few, 30))) < 30
-    assert sorted(await tokens(engine, replace(few, presence_penalty=50.0), 30)) == list(range(700, 730))
+    assert len(set(await tokens(manager, few, 30))) < 30
+    assert sorted(await tokens(manager, replace(few, presence_penalty=50.0), 30)) == list(range(700, 730))
 
 
-async def test_a_frequency_penalty_grows_with_each_time(engine: Engine) -> None:
+async def test_a_frequency_penalty_grows_with_each_occurrence(manager: ModelManager) -> None:
     bias = ((700, 60.0), (701, 59.0))
-    drawn = await tokens(engine, replace(GREEDY, logit_bias=bias, frequency_penalty=0.25), 40)
+    drawn = await tokens(manager, replace(GREEDY, logit_bias=bias, frequency_penalty=0.25), 40)
     assert set(drawn) == {700, 701}
     assert max(Counter(drawn).values()) <= 30
 
 
-async def test_a_repetition_penalty_is_no_matter_of_the_prompt(engine: Engine) -> None:
-    plain = await tokens(engine, GREEDY, 1)
+async def test_a_repetition_penalty_does_not_count_the_prompt(manager: ModelManager) -> None:
+    plain = await tokens(manager, GREEDY, 1)
     prompt = TokenPrompt(tokens=(*PROMPT.tokens, *plain))
-    first = await engine.submit(request(prompt=prompt, max_tokens=1, top_logprobs=0))
-    penalized = await engine.submit(
+    first = await manager.submit(request(prompt=prompt, max_tokens=1, top_logprobs=0))
+    penalized = await manager.submit(
         request(prompt=prompt, max_tokens=1, top_logprobs=0, sampling=replace(GREEDY, repetition_penalty=1.9))
     )
     assert (await finish_with_logprobs(first))[1] == (await finish_with_logprobs(penalized))[1]
-    repeated = await tokens(engine, replace(GREEDY, logit_bias=((700, 100.0),)), 6)
-    spread = await tokens(engine, replace(GREEDY, logit_bias=((700, 3.0),), repetition_penalty=1.9), 30)
+    repeated = await tokens(manager, replace(GREEDY, logit_bias=((700, 100.0),)), 6)
+    spread = await tokens(manager, replace(GREEDY, logit_bias=((700, 3.0),), repetition_penalty=1.9), 30)
     assert repeated == [700] * 6
     assert len(set(spread)) > 15
 
 
-async def test_ignore_eos_goes_on_and_shows_nothing_of_it(engine: Engine) -> None:
+async def test_ignore_eos_continues_after_the_end_of_the_text(manager: ModelManager) -> None:
     ends = replace(GREEDY, logit_bias=((2, 100.0),))
-    _, report = await run(engine, sampling=ends)
+    _, report = await run(manager, sampling=ends)
     assert (report.finish_reason, report.output_tokens) == ("stop", 1)
-    text, report = await run(engine, sampling=ends, ignore_eos=True)
+    text, report = await run(manager, sampling=ends, ignore_eos=True)
     assert (text, report.finish_reason, report.output_tokens) == ("", "length", 8)
 
 
 @pytest.mark.parametrize("limit", [1, 2, 5])
-async def test_the_last_token_that_a_limit_allows_is_the_one_that_comes_without_it(engine: Engine, limit: int) -> None:
+async def test_a_limit_does_not_change_the_tokens_before_it(manager: ModelManager, limit: int) -> None:
     # Handed out before mlx-lm's batch does: it must be the same token, with the same numbers, and the same reason.
-    _, usual = await finish_with_logprobs(await engine.submit(request(top_logprobs=2, max_tokens=8)))
-    text, entries = await finish_with_logprobs(await engine.submit(request(top_logprobs=2, max_tokens=limit)))
+    _, usual = await finish_with_logprobs(await manager.submit(request(top_logprobs=2, max_tokens=8)))
+    text, entries = await finish_with_logprobs(await manager.submit(request(top_logprobs=2, max_tokens=limit)))
     assert entries == usual[:limit]
     assert text.encode() == b"".join(entry.bytes for entry in entries)
     ends = replace(GREEDY, logit_bias=((2, 100.0),))
-    assert (await run(engine, sampling=ends, max_tokens=1))[1].finish_reason == "stop"
-    assert (await run(engine, sampling=ends, max_tokens=1, ignore_eos=True))[1].finish_reason == "length"
+    assert (await run(manager, sampling=ends, max_tokens=1))[1].finish_reason == "stop"
+    assert (await run(manager, sampling=ends, max_tokens=1, ignore_eos=True))[1].finish_reason == "length"
 
 
-async def test_an_answer_of_one_token_takes_one_forward_pass(own_engine: Engine) -> None:
+async def test_an_answer_of_one_token_takes_one_forward_pass(own_manager: ModelManager) -> None:
     passes = 0
 
-    def count(core: EngineCore) -> None:
+    def count(core: MlxCore) -> None:
         model = core.generating.batch._generator.model
 
         def counted(*args: object, **kwargs: object) -> object:
@@ -225,13 +235,13 @@ async def test_an_answer_of_one_token_takes_one_forward_pass(own_engine: Engine)
 
         core.generating.batch._generator._prompt_batch.model = counted
 
-    await own_engine._mlx._thread.call(count)
-    await run(own_engine, prompt=TokenPrompt(tokens=(300,)), max_tokens=1)
+    await mlx_thread(own_manager).call(count)
+    await run(own_manager, prompt=TokenPrompt(tokens=(300,)), max_tokens=1)
     assert passes == 1
 
 
-async def test_logprobs_are_probabilities_of_the_drawn_tokens(engine: Engine) -> None:
-    stream = await engine.submit(request(top_logprobs=20))
+async def test_logprobs_are_those_of_the_sampled_tokens(manager: ModelManager) -> None:
+    stream = await manager.submit(request(top_logprobs=20))
     text, entries = await finish_with_logprobs(stream)
     assert len(entries) == 8
     assert b"".join(entry.bytes for entry in entries) == text.encode()
@@ -243,30 +253,30 @@ async def test_logprobs_are_probabilities_of_the_drawn_tokens(engine: Engine) ->
         assert entry.top[0].logprob == entry.logprob
 
 
-async def test_tokens_cut_by_a_stop_string_have_no_logprobs(engine: Engine) -> None:
-    text, entries = await finish_with_logprobs(await engine.submit(request(top_logprobs=0)))
+async def test_tokens_of_a_stop_string_have_no_logprobs(manager: ModelManager) -> None:
+    text, entries = await finish_with_logprobs(await manager.submit(request(top_logprobs=0)))
     stop = entries[4].text
     assert stop not in text[: text.index(stop)]
-    short, kept = await finish_with_logprobs(await engine.submit(request(top_logprobs=0, stop=(stop,))))
+    short, kept = await finish_with_logprobs(await manager.submit(request(top_logprobs=0, stop=(stop,))))
     assert text.startswith(short)
     assert kept == entries[:4]
 
 
-async def test_the_token_that_ends_the_text_is_told_apart_and_shows_nothing(engine: Engine) -> None:
+async def test_the_token_that_ends_the_text_is_marked_and_has_no_text(manager: ModelManager) -> None:
     ends = replace(GREEDY, logit_bias=((2, 100.0),))
-    _, (entry,) = await finish_with_logprobs(await engine.submit(request(top_logprobs=1, sampling=ends)))
+    _, (entry,) = await finish_with_logprobs(await manager.submit(request(top_logprobs=1, sampling=ends)))
     assert (entry.token, entry.text, entry.bytes, entry.ends) == (2, "<|im_end|>", b"", True)
     assert entry.logprob == pytest.approx(0, abs=1e-3)
-    stream = await engine.submit(request(top_logprobs=0, sampling=ends, ignore_eos=True))
+    stream = await manager.submit(request(top_logprobs=0, sampling=ends, ignore_eos=True))
     text, entries = await finish_with_logprobs(stream)
     assert text == ""
     assert [(one.bytes, one.ends) for one in entries] == [(b"", False)] * 8
 
 
-async def test_a_prompt_is_scored_as_it_would_have_been_generated(engine: Engine) -> None:
-    _, entries = await finish_with_logprobs(await engine.submit(request(top_logprobs=2, max_tokens=20)))
+async def test_scores_of_a_prompt_equal_the_logprobs_of_generating_it(manager: ModelManager) -> None:
+    _, entries = await finish_with_logprobs(await manager.submit(request(top_logprobs=2, max_tokens=20)))
     said = TokenPrompt(tokens=(*PROMPT.tokens, *(entry.token for entry in entries)))
-    stream = await engine.submit(request(prompt=said, top_logprobs=2, score_prompt=True, max_tokens=0))
+    stream = await manager.submit(request(prompt=said, top_logprobs=2, score_prompt=True, max_tokens=0))
     _, report = await finish(stream)
     assert stream.prompt_scores is not None
     scores = stream.prompt_scores.tokens
@@ -278,9 +288,9 @@ async def test_a_prompt_is_scored_as_it_would_have_been_generated(engine: Engine
         assert score.top[0].token == score.token
 
 
-async def test_scoring_goes_on_to_generate(engine: Engine) -> None:
-    plain, _ = await run(engine, prompt=numbers(150))
-    stream = await engine.submit(request(prompt=numbers(150), score_prompt=True))
+async def test_generation_follows_scoring(manager: ModelManager) -> None:
+    plain, _ = await run(manager, prompt=numbers(150))
+    stream = await manager.submit(request(prompt=numbers(150), score_prompt=True))
     text, report = await finish(stream)
     assert text == plain
     assert report.cached_tokens == 0
@@ -288,32 +298,32 @@ async def test_scoring_goes_on_to_generate(engine: Engine) -> None:
     assert len(stream.prompt_scores.tokens) == 150
 
 
-async def test_a_prompt_that_fills_the_context_can_be_scored(engine: Engine) -> None:
-    stream = await engine.submit(request(prompt=numbers(512), score_prompt=True, max_tokens=0))
+async def test_a_prompt_that_fills_the_context_can_be_scored(manager: ModelManager) -> None:
+    stream = await manager.submit(request(prompt=numbers(512), score_prompt=True, max_tokens=0))
     await finish(stream)
     assert stream.prompt_scores is not None
     assert len(stream.prompt_scores.tokens) == 512
 
 
-async def test_leaving_while_a_prompt_is_scored_frees_the_slot(engine: Engine) -> None:
-    streams = [await engine.submit(request(prompt=numbers(500, start=9 * at), score_prompt=True)) for at in range(3)]
+async def test_cancelling_while_a_prompt_is_scored_frees_the_slot(manager: ModelManager) -> None:
+    streams = [await manager.submit(request(prompt=numbers(500, start=9 * at), score_prompt=True)) for at in range(3)]
     for stream in streams:
         await stream.aclose()
-    assert (await run(engine))[1].output_tokens == 8
+    assert (await run(manager))[1].output_tokens == 8
 
 
-async def test_a_request_for_no_token_only_checks_its_prompt(engine: Engine) -> None:
-    before = engine.snapshot.prompt_tokens
-    text, report = await run(engine, max_tokens=0)
+async def test_max_tokens_0_only_checks_the_prompt(manager: ModelManager) -> None:
+    before = manager.snapshot.prompt_tokens
+    text, report = await run(manager, max_tokens=0)
     assert (text, report.output_tokens, report.finish_reason, report.prompt_tokens) == ("", 0, "length", 3)
-    assert engine.snapshot.prompt_tokens == before
+    assert manager.snapshot.prompt_tokens == before
     with pytest.raises(InvalidRequestError):
-        await run(engine, max_tokens=0, prompt=TokenPrompt(tokens=(10**6,)))
+        await run(manager, max_tokens=0, prompt=TokenPrompt(tokens=(10**6,)))
 
 
-def test_a_rounding_somewhere_does_not_move_a_seeded_draw() -> None:
+def test_rounding_errors_do_not_change_seeded_sampling() -> None:
     random = np.random.default_rng(0)
-    cut = Cut(temperature=1.5, top_p=1.0, top_k=0, min_p=0.0)
+    cut = RandomSampler(temperature=1.5, top_p=1.0, top_k=0, min_p=0.0)
     logprobs = random.normal(0, 1.7, (1, 49_152)).astype(np.float32)
     rounded = logprobs + random.normal(0, 1e-6, logprobs.shape).astype(np.float32)
     keys = [mx.random.key(number) for number in range(100)]

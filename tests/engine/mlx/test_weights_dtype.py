@@ -13,7 +13,7 @@ import pytest
 from mlx.utils import tree_flatten
 from mlx_lm.utils import load_model, quantize_model
 
-from lmx_lab.engine import Engine, machine_memory
+from lmx_lab.engine import ModelManager, machine_memory
 from lmx_lab.engine.mlx.weights_dtype import EXPANDED_SHARE, expanded_bytes, fit_weights
 from lmx_lab.settings import Settings
 from lmx_lab.values.models import ModelEntry
@@ -58,29 +58,29 @@ def weights_bytes(model: Any) -> int:
     return sum(value.nbytes for _, value in tree_flatten(model.parameters()))
 
 
-def test_quantized_weights_are_expanded_where_they_fit(fitted: Callable[..., Any]) -> None:
+def test_quantized_weights_are_expanded_if_they_fit(fitted: Callable[..., Any]) -> None:
     assert dtypes(fitted("auto")) == {mx.float32}
 
 
-def test_what_expanding_takes_is_known_before(quantized: ModelEntry, fitted: Callable[..., Any]) -> None:
+def test_the_size_of_expanded_weights_is_known_before(quantized: ModelEntry, fitted: Callable[..., Any]) -> None:
     lazy, _ = load_model(quantized.path, lazy=True)
     assert expanded_bytes(lazy, mx.float32) == weights_bytes(fitted("auto"))
 
 
-def test_expanding_rounds_nothing(fitted: Callable[..., Any]) -> None:
+def test_expanding_is_exact(fitted: Callable[..., Any]) -> None:
     prompt = mx.array([[300, 301, 302, 303]])
     difference = mx.abs(fitted("auto")(prompt) - fitted("keep")(prompt)).max()
     assert difference.item() < 1e-3
 
 
-def test_without_room_they_stay_quantized_with_float32_activations(fitted: Callable[..., Any]) -> None:
+def test_weights_that_do_not_fit_stay_quantized_with_float32_activations(fitted: Callable[..., Any]) -> None:
     needed = weights_bytes(fitted("auto"))
     model = fitted("auto", limit_bytes=round(needed / EXPANDED_SHARE) - 1000)
     assert dtypes(model) == {mx.uint32, mx.float32}
     assert dtypes(fitted("auto", limit_bytes=round(needed / EXPANDED_SHARE) + 1000)) == {mx.float32}
 
 
-def test_what_others_have_is_no_room(
+def test_memory_of_other_programs_is_not_available(
     quantized: ModelEntry, fitted: Callable[..., Any], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     needed = expanded_bytes(fitted("keep"), mx.float32)
@@ -89,32 +89,32 @@ def test_what_others_have_is_no_room(
         assert (weights_bytes(fitted("auto")) >= needed) is expanded
 
 
-def test_keep_leaves_them_quantized(fitted: Callable[..., Any]) -> None:
+def test_keep_leaves_weights_quantized(fitted: Callable[..., Any]) -> None:
     assert dtypes(fitted("keep")) == {mx.uint32, mx.float32}
 
 
 @pytest.mark.parametrize("name", ["float32", "float16", "bfloat16"])
-def test_a_named_type_expands_whatever_the_room(fitted: Callable[..., Any], name: str) -> None:
+def test_a_named_type_expands_weights_even_if_they_do_not_fit(fitted: Callable[..., Any], name: str) -> None:
     assert dtypes(fitted(name, limit_bytes=1)) == {getattr(mx, name)}
 
 
 @pytest.mark.anyio
 @pytest.mark.parametrize(("dtype", "times"), [("auto", (3.0, 9.0)), ("keep", (0.5, 2.0))])
 async def test_the_setting_reaches_the_engine(quantized: ModelEntry, dtype: str, times: tuple[float, float]) -> None:
-    async with Engine(Settings(dtype=dtype)) as engine:
-        report = await engine.load(quantized)
+    async with ModelManager(Settings(dtype=dtype)) as manager:
+        report = await manager.load_entry(quantized)
         low, high = times
         assert low < report.memory_bytes / quantized.size_bytes < high
-        text, _ = await run(engine)
+        text, _ = await run(manager)
         assert text
 
 
-def test_an_unknown_type_is_refused_with_the_choices() -> None:
+def test_an_unknown_type_is_refused_with_the_valid_ones() -> None:
     with pytest.raises(Exception, match="dtype is 'float8'; it must be one of auto, keep, float32, float16, bfloat16"):
         Settings(dtype="float8")
 
 
-def test_the_folder_is_left_as_it_was(quantized: ModelEntry) -> None:
+def test_the_folder_of_the_model_is_not_changed(quantized: ModelEntry) -> None:
     assert sorted(path.name for path in Path(quantized.path).iterdir()) == [
         "config.json",
         "model.safetensors",

@@ -1,8 +1,9 @@
-"""Whose turn it is where requests name several models and one is loaded at a time. Pure: it is told the time.
+"""Decide which request is next if requests name several models and one is loaded at a time. Pure: the caller passes the
+time.
 
-All that wait for a model go in when it has its turn, so that they are computed together. Those that come for it later
-may pass the requests for other models only within a share. Then the model of the longest waiting request has its turn:
-nobody starves, and within a model the order is that of arrival.
+All requests that wait for a model are served when it has its turn, so that they are computed together. Those that
+arrive for it later may pass requests for other models only within a share. Then the model of the longest waiting
+request has its turn: no request waits for ever, and within a model the order is that of arrival.
 """
 
 from __future__ import annotations
@@ -11,26 +12,26 @@ import itertools
 from dataclasses import dataclass, field
 
 SHARE_S = 2.0
-"""How long one model may keep its turn, by requests that came late, while another is waited for."""
+"""Time for which later requests may keep the turn of a model while a request for another model waits."""
 
 
 @dataclass(eq=False, kw_only=True)
 class Ticket:
-    """A place in the line. Dates are on the event loop's clock."""
+    """A place in the order. Times are those of one clock, in seconds."""
 
     model: str | None
-    """None takes whatever is loaded."""
+    """Model that the request needs; None takes the loaded one."""
     number: int
     arrived_s: float
     passed: int = field(default=0)
-    """How many that came later went before it, for the model that was loaded."""
+    """Number of later requests that went first, for the model that was loaded."""
 
 
-class Line:
+class SwapOrder:
     """Tickets in order of arrival.
 
     Args:
-        share: How many that came late may pass one ticket.
+        share: How many later requests may pass one ticket.
     """
 
     def __init__(self, *, share: int) -> None:
@@ -39,13 +40,13 @@ class Line:
         self._numbers = itertools.count()
         self._loaded: str | None = None
         self._turn_began = 0
-        """The first number that was not in line when the loaded model got its turn."""
+        """Number of the first ticket that did not exist when the loaded model got its turn."""
 
     def __len__(self) -> int:
         return len(self._waiting)
 
     def ticket(self, model: str | None, now: float) -> Ticket:
-        """The next place; it counts from now on, but is called only once it was added."""
+        """Return the next place. It counts from now on, but has its turn only after ``add``."""
         return Ticket(model=model, number=next(self._numbers), arrived_s=now)
 
     def add(self, ticket: Ticket) -> None:
@@ -53,15 +54,15 @@ class Line:
         self._waiting.sort(key=lambda other: other.number)
 
     def discard(self, ticket: Ticket) -> None:
-        """It leaves; one that has been taken, or was never added, is not here."""
+        """Remove a ticket; ignored if it was taken or never added."""
         self._waiting = [other for other in self._waiting if other is not ticket]
 
     def take(self, loaded: str | None, *, now: float, busy: bool) -> Ticket | None:
-        """Who goes in next; None if nobody does yet, since others that want the loaded model may still come.
+        """Remove and return the ticket whose turn it is; None if later requests for the loaded model may still pass.
 
         Args:
-            loaded: The model that a ticket without one means too.
-            busy: Another model would have to wait anyway, for running requests.
+            loaded: The loaded model.
+            busy: Whether the loaded model has requests, which another model would have to wait for.
         """
         if loaded != self._loaded:
             self._loaded, self._turn_began = loaded, next(self._numbers)
@@ -70,9 +71,17 @@ class Line:
             self._waiting.remove(chosen)
         return chosen
 
+    def share_ends_s(self) -> float | None:
+        """Return when the oldest ticket for another model than the loaded one has its turn at the latest."""
+        other = self._first_for_another(self._loaded)
+        return other.arrived_s + SHARE_S if other is not None else None
+
+    def _first_for_another(self, loaded: str | None) -> Ticket | None:
+        return next((ticket for ticket in self._waiting if ticket.model not in (None, loaded)), None)
+
     def _choose(self, loaded: str | None, now: float, busy: bool) -> Ticket | None:
         here = next((ticket for ticket in self._waiting if ticket.model in (None, loaded)), None)
-        other = next((ticket for ticket in self._waiting if ticket.model not in (None, loaded)), None)
+        other = self._first_for_another(loaded)
         if other is None:
             return here
         shared = now - other.arrived_s < SHARE_S and other.passed < self._share

@@ -1,5 +1,7 @@
-"""What callers without this machine's rights may do and see. Tests send no traffic off loopback, so the scope is made;
-``tests/security/test_lan.py`` has two machines."""
+"""The rights of callers on other machines.
+
+Tests send no traffic outside of loopback, so they make the scope; ``tests/strangers/test_lan.py`` has two machines.
+"""
 
 from __future__ import annotations
 
@@ -9,14 +11,13 @@ import pytest
 from fastapi import FastAPI
 from starlette.types import Message, Scope
 
-from lmx_lab.broadcast import Feed
-from lmx_lab.engine import Engine
+from lmx_lab.engine import ModelManager
 from lmx_lab.errors import AdminForbiddenError, ModelNotFoundError
 from lmx_lab.http.guard import local_policy
 from lmx_lab.server import create_server
-from lmx_lab.server.loading import Event, ModelLoader, check_admin
+from lmx_lab.server.admin import check_admin
 from lmx_lab.settings import Settings
-from lmx_lab.values.models import ModelEntry
+from lmx_lab.values.models import LoadSpec, ModelEntry
 from lmx_lab.weights import Catalog
 
 pytestmark = pytest.mark.anyio
@@ -38,7 +39,7 @@ def scope(client: str | None, server: str, path: str = "/", method: str = "POST"
     }
 
 
-def test_other_hosts_change_something_only_where_the_operator_said_so() -> None:
+def test_other_hosts_load_models_only_with_lan_admin() -> None:
     check_admin(local=True, lan_admin=False)
     check_admin(local=False, lan_admin=True)
     with pytest.raises(AdminForbiddenError, match="--lan-admin"):
@@ -54,10 +55,12 @@ def test_other_hosts_change_something_only_where_the_operator_said_so() -> None:
         ("GET", "/healthz", 200),
     ],
 )
-async def test_the_routes_ask_who_calls(tmp_path: Path, method: str, path: str, status: int) -> None:
+async def test_routes_check_where_the_caller_is(tmp_path: Path, method: str, path: str, status: int) -> None:
     settings = Settings.read({}, home=tmp_path)
     policy = local_policy(8400)
-    server = create_server(engine=Engine(settings), catalog=Catalog(settings), settings=settings, policy=lambda: policy)
+    server = create_server(
+        manager=ModelManager(settings), catalog=Catalog(settings), settings=settings, policy=lambda: policy
+    )
     assert isinstance(server.api, FastAPI)
     assert await answer(server.asgi, scope("192.168.1.6", "192.168.1.5", path, method)) == status
 
@@ -75,10 +78,8 @@ async def answer(app: object, request: Scope) -> int:
     return int(sent[0]["status"])
 
 
-async def test_another_host_neither_downloads_nor_names_paths(tiny: ModelEntry, tmp_path: str) -> None:
-    settings = Settings.read({}, home=tmp_path)
-    feed: Feed[Event] = Feed()
-    loader = ModelLoader(engine=Engine(settings), catalog=Catalog(settings), feed=feed, downloads=True)
-    for name in ("smollm2-135m", "org/name", str(tiny.path)):
-        with pytest.raises(ModelNotFoundError):
-            await loader.load(name, local=False)
+async def test_other_hosts_neither_download_models_nor_name_paths(tiny: ModelEntry, tmp_path: Path) -> None:
+    async with ModelManager(Settings.read({}, home=tmp_path)) as manager:
+        for name in ("smollm2-135m", "org/name", str(tiny.path)):
+            with pytest.raises(ModelNotFoundError):
+                await manager.load(LoadSpec(model=name), local=False)

@@ -1,4 +1,4 @@
-"""A request for the echo engine, from what was asked to what a job can begin with: tokens, a text to say, a grammar."""
+"""Prepare a request for the echo engine: the tokens of its prompt, the text of the answer, and a grammar."""
 
 from __future__ import annotations
 
@@ -10,8 +10,8 @@ from typing import Any
 
 from llguidance import LLMatcher
 
-from lmx_lab.engine.echo.jobs import Prepared
 from lmx_lab.engine.echo.model import EchoModel
+from lmx_lab.engine.echo.queue import PreparedEcho
 from lmx_lab.engine.echo.script import END_OF_THOUGHTS, THINK, ScriptAnswer
 from lmx_lab.engine.echo.vocabulary import BEGIN, END, LONGEST_PIECE, MESSAGE
 from lmx_lab.engine.grammar.compile import GrammarCompiler
@@ -33,8 +33,8 @@ from lmx_lab.values.models import ModelEntry
 THOUGHTS = (THINK, END_OF_THOUGHTS)
 
 
-class Intake:
-    """Belongs to the engine's loop; grammars are compiled on a thread."""
+class EchoPreparer:
+    """Prepares requests on the engine's loop; grammars are compiled on a thread."""
 
     def __init__(self, model: EchoModel, entry: ModelEntry, *, tokens_per_s: float | None) -> None:
         self._model = model
@@ -52,16 +52,16 @@ class Intake:
         self._compiling.shutdown(wait=False, cancel_futures=True)
         self._trials.close()
 
-    async def prepared(
+    async def prepare(
         self, request: GenerationRequest, choices: int, script: ScriptAnswer | None, *, timeout_s: float
-    ) -> tuple[Prepared, list[Constraint | None]]:
-        """The request, and what its answers are held to.
+    ) -> tuple[PreparedEcho, list[Constraint | None]]:
+        """Return the prepared request, and the constraint of each of its answers.
 
         Args:
             script: The answer to give; None repeats the last message.
 
         Raises:
-            InvalidRequestError, ContextLengthError, QueueFullError: as ``Engine.submit``.
+            InvalidRequestError, ContextLengthError, QueueFullError: see ``InferenceEngine.submit_all``.
         """
         entry, vocabulary = self._entry, self._model.vocabulary
         limit = entry.context_length
@@ -81,7 +81,7 @@ class Intake:
                 self._compiling, self._matchers, grammar, choices, _tools(request)
             )
         pace = script.tokens_per_s if script is not None and script.tokens_per_s is not None else self._tokens_per_s
-        prepared = Prepared(
+        prepared = PreparedEcho(
             request=request,
             prompt=prompt,
             text=text,
@@ -115,7 +115,11 @@ class Intake:
                 return [*prompt, MESSAGE, *encode("assistant\n")]
 
     def _encoded(self, request: GenerationRequest, text: str, limit: int) -> list[int]:
-        """The tokens of the text; of one that is far too long, no more than it takes to know that."""
+        """Return the tokens of the text. A text that is far too long is not tokenized to its end.
+
+        Raises:
+            ContextLengthError: it is far too long.
+        """
         enough = (limit + 1) * LONGEST_PIECE
         tokens = self._model.vocabulary.encode(text[:enough])
         if len(text) > enough:
@@ -123,7 +127,7 @@ class Intake:
         return tokens
 
     def _text(self, request: GenerationRequest, script: ScriptAnswer | None) -> list[int]:
-        """What to say: the script's next answer, or what was said last."""
+        """Return the tokens of the answer: those of the script's answer, or of the last message."""
         encode = self._model.vocabulary.encode
         if script is not None:
             return encode(script.written)
@@ -136,7 +140,7 @@ class Intake:
                 content = str(chat.messages[-1]["content"] or "")
                 if chat.tools is not None and chat.tools.forced and START not in content:
                     name = chat.tools.only or chat.tools.tools[0].name
-                    # The form decides on the arguments.
+                    # The grammar chooses the arguments.
                     return encode(f'{START}\n{{"name": {json.dumps(name)}, "arguments": {{')
                 return encode(content)
 
@@ -172,16 +176,20 @@ def _may_think(request: GenerationRequest) -> bool:
 
 def _check_message(message: Mapping[str, Any]) -> None:
     if not isinstance(message.get("role"), str) or "content" not in message:
-        raise InvalidRequestError("a message has a role and a content", param="messages")
+        raise InvalidRequestError("a message needs a role and a content", param="messages")
 
 
 def _check_calls(script: ScriptAnswer, tools: ToolUse | None) -> None:
-    """Refuse a request that does not offer what the script calls."""
+    """Check that the request offers the tools that the script calls.
+
+    Raises:
+        InvalidRequestError: a tool is missing.
+    """
     offered = [tool.name for tool in tools.tools if tools.only in (None, tool.name)] if tools is not None else []
     for name, _ in script.calls:
         if name not in offered:
             raise InvalidRequestError(
-                f"{script.place} of the script of echo calls the tool {name!r}; this request offers "
+                f"{script.location} of the echo script calls the tool {name!r}; this request offers "
                 f"{', '.join(offered) or 'no tools'}",
                 param="tools",
             )

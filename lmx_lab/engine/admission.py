@@ -1,0 +1,139 @@
+"""Count the requests of one loaded model from acceptance to their end, and refuse those beyond its limit.
+
+A request holds a permit. The engine checks it when it queues the request, and releases it when the request has ended.
+So there is one count of queued and running requests for all engines, and an unload can wait for their end without the
+engine.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import threading
+import time
+from collections.abc import Callable
+from concurrent.futures import Future
+
+from lmx_lab.errors import LabError, NotLoadedError, QueueFullError
+
+LOAD_FIRST = "load one first: POST /admin/models/load, lab.load(...) or lmx-lab serve --model"
+
+
+class Permit:
+    """The right of one request to be queued and computed."""
+
+    def __init__(self, admission: AdmissionControl) -> None:
+        self.admission = admission
+        self._released = False
+
+    def check(self) -> None:
+        """Check, when the request is queued, that its model still takes it.
+
+        Raises:
+            NotLoadedError: the model is being unloaded, and requests that wait are not served first.
+        """
+        if (error := self.admission.queueing_error) is not None:
+            raise error
+
+    def release(self) -> None:
+        """The request has ended. Idempotent; may be called from any thread."""
+        if not self._released:
+            self._released = True
+            self.admission._release()
+
+
+class AdmissionControl:
+    """Thread-safe; one instance for each model in memory.
+
+    Args:
+        model: Id of the model, for messages.
+        limit: Number of requests that may wait or run at the same time.
+        on_idle: Called after the last request has ended, on the thread that releases its permit.
+    """
+
+    def __init__(self, model: str, *, limit: int, on_idle: Callable[[], None] = lambda: None) -> None:
+        self.model = model
+        self.limit = limit
+        self.active = 0
+        """Requests that were accepted and have not ended."""
+        self.used_at = time.perf_counter()
+        """When a request was last accepted or ended."""
+        self.queueing_error: LabError | None = None
+        """Error of requests that were accepted and not yet queued; None while they may be queued."""
+        self._on_idle = on_idle
+        # Reentrant: a request that is garbage-collected while this thread holds the lock releases its permit.
+        self._lock = threading.RLock()
+        self._closed = False
+        self._watchers: list[Future[None]] = []
+
+    @property
+    def closed(self) -> bool:
+        """Whether the model takes no requests any more."""
+        return self._closed
+
+    def admit(self, count: int, *, retry_after_s: float) -> list[Permit]:
+        """Accept a request for ``count`` answers: all of them or none.
+
+        Args:
+            retry_after_s: Estimated time until there is room, for the error.
+
+        Raises:
+            NotLoadedError: the model is being unloaded.
+            QueueFullError: the limit would be exceeded.
+        """
+        with self._lock:
+            if self._closed:
+                raise NotLoadedError(f"{self.model} is being unloaded; {LOAD_FIRST}")
+            if self.active + count > self.limit:
+                raise QueueFullError(
+                    f"{self.active} requests for {self.model} run or wait; {self.limit} may (slots and queue_limit); "
+                    f"try again in {retry_after_s:.0f} s",
+                    retry_after_s=retry_after_s,
+                )
+            self.active += count
+            self.used_at = time.perf_counter()
+        return [Permit(self) for _ in range(count)]
+
+    def close(self, error: LabError | None) -> None:
+        """Take no more requests, until ``reopen``.
+
+        Args:
+            error: What requests get that were accepted and are not yet queued; None lets them be queued.
+        """
+        self.queueing_error = error
+        self._closed = True
+
+    def reopen(self) -> None:
+        """Take requests again."""
+        self._closed = False
+        self.queueing_error = None
+
+    async def until_idle(self) -> None:
+        """Wait until no request is left."""
+        while (change := self._next_change(at_most=0)) is not None:
+            await asyncio.wrap_future(change)
+
+    async def until_room(self, count: int) -> None:
+        """Wait until ``count`` more requests would not exceed the limit."""
+        while (change := self._next_change(at_most=self.limit - count)) is not None:
+            await asyncio.wrap_future(change)
+
+    def _next_change(self, *, at_most: int) -> Future[None] | None:
+        """Return a future of the next end of a request; None if there are no more requests than ``at_most``."""
+        with self._lock:
+            if self.active <= max(0, at_most):
+                return None
+            watcher: Future[None] = Future()
+            self._watchers.append(watcher)
+            return watcher
+
+    def _release(self) -> None:
+        with self._lock:
+            self.active -= 1
+            self.used_at = time.perf_counter()
+            idle = self.active == 0
+            watchers, self._watchers = self._watchers, []
+        for watcher in watchers:
+            if watcher.set_running_or_notify_cancel():
+                watcher.set_result(None)
+        if idle:
+            self._on_idle()

@@ -1,0 +1,586 @@
+"""Decide which models are in memory: loads, unloads, pins, idle unload, and the turns of requests in swap mode.
+
+Everything here runs on the control loop of ``ModelManager``, except ``residents``, which any thread may read. Changes
+of the main model happen one at a time. Nothing polls: an engine reports when it loses a model, ``AdmissionControl``
+reports when a model has no requests left, and timers are set to known times.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import functools
+import logging
+import time
+from collections.abc import AsyncIterator, Callable, Coroutine
+from contextlib import asynccontextmanager, suppress
+from dataclasses import replace
+from typing import Any, Literal, TypeVar
+
+from lmx_lab.engine.admission import AdmissionControl
+from lmx_lab.engine.interface import InferenceEngine
+from lmx_lab.engine.load_operation import IfBusy, LoadOperation
+from lmx_lab.engine.model_finder import ModelFinder, from_disk
+from lmx_lab.engine.model_lookup import Kinds, is_idle_path, unknown_model, wrong_kind
+from lmx_lab.engine.registry import choose_engine
+from lmx_lab.engine.residents import MAIN, Resident, Residents
+from lmx_lab.engine.swap_order import Ticket
+from lmx_lab.engine.swap_queue import SwapQueue
+from lmx_lab.errors import (
+    InvalidRequestError,
+    LabError,
+    ModelBusyError,
+    ModelNotFoundError,
+    NotLoadedError,
+    UnusableModelError,
+)
+from lmx_lab.settings import Settings
+from lmx_lab.values.engine import EngineSnapshot, ModelChange, UnloadCause
+from lmx_lab.values.models import KINDS_IN_WORDS, EngineName, Kind, LoadProgress, LoadReport, LoadSpec, ModelEntry
+from lmx_lab.weights.files import in_thread
+from lmx_lab.weights.fingerprint import is_loaded, with_marks
+
+log = logging.getLogger(__name__)
+T = TypeVar("T")
+
+
+class ModelControl:
+    """
+    Args:
+        engine_of: Returns an engine by name, importing it first if necessary; blocks.
+        report: Called with each step of a load, and when a model leaves memory.
+    """
+
+    def __init__(
+        self,
+        settings: Settings,
+        finder: ModelFinder,
+        *,
+        engine_of: Callable[[EngineName], InferenceEngine],
+        report: Callable[[LoadProgress], None],
+        snapshot: Callable[[], EngineSnapshot],
+    ) -> None:
+        self.settings = settings
+        self.residents = Residents()
+        self._finder = finder
+        self._engine_of = engine_of
+        self._report = report
+        self._snapshot = snapshot
+        self._loop = asyncio.get_running_loop()
+        self._slots: dict[str, Resident] = {}
+        self._pins: dict[Kind, Resident] = {}
+        """Models to keep beside the main one. They are loaded again after their engine died."""
+        self._engine: InferenceEngine | None = None
+        self._unloaded: tuple[str, UnloadCause] | None = None
+        self._change: ModelChange | None = None
+        self._changing = asyncio.Lock()
+        # One model enters memory at a time, so that the memory of the others is known.
+        self._entering = asyncio.Lock()
+        self._end_drain = asyncio.Event()
+        self._loads: dict[tuple[LoadSpec, ModelEntry | None], LoadOperation] = {}
+        self._tasks: set[asyncio.Task[Any]] = set()
+        self._idle_timer: asyncio.TimerHandle | None = None
+        self.swaps = SwapQueue(
+            settings,
+            loaded=lambda: self._snapshot().model or self._snapshot().idle_model,
+            is_busy=lambda: self._main is not None and self._main.admission.active > 0,
+            is_changing=self._changing.locked,
+            on_change=self._publish,
+        )
+
+    @property
+    def _main(self) -> Resident | None:
+        return self._slots.get(MAIN)
+
+    def _publish(self) -> None:
+        self.residents = Residents(
+            main=self._main,
+            pinned=tuple(resident for slot, resident in self._slots.items() if slot != MAIN),
+            stable=not self._changing.locked() and not self.swaps,
+            engine=self._engine,
+            change=self._change,
+            unloaded=self._unloaded,
+        )
+
+    def _start_task(self, work: Coroutine[Any, Any, T], name: str) -> asyncio.Task[T]:
+        """Start a task that continues when its caller leaves."""
+        task = asyncio.create_task(work, name=name)
+        self._tasks.add(task)
+        task.add_done_callback(self._forget_task)
+        return task
+
+    def _forget_task(self, task: asyncio.Task[Any]) -> None:
+        self._tasks.discard(task)
+        if not task.cancelled():
+            task.exception()  # retrieved, because all callers may have left
+
+    # Loads
+
+    async def load(
+        self, spec: LoadSpec, entry: ModelEntry | None, *, local: bool, finish_queued: bool, if_busy: IfBusy
+    ) -> LoadReport:
+        """See ``ModelManager.load``.
+
+        Args:
+            entry: The model, if its files were found already.
+        """
+        key = (spec, entry)
+        operation = self._loads.get(key)
+        if operation is None:
+            operation = LoadOperation(spec=spec, entry=entry, done=self._loop.create_future())
+            self._loads[key] = operation
+            work = self._load(operation, local=local, finish_queued=finish_queued, if_busy=if_busy)
+            self._start_task(work, f"lmx-lab load {spec.model:.80}")
+        # A caller that leaves does not cancel the load.
+        return await asyncio.shield(operation.done)
+
+    async def _load(self, operation: LoadOperation, *, local: bool, finish_queued: bool, if_busy: IfBusy) -> None:
+        key = (operation.spec, operation.entry)
+        try:
+            report = await self._find_and_load(operation, local=local, finish_queued=finish_queued, if_busy=if_busy)
+        except LabError as exc:
+            self._fail(operation, exc)
+        except asyncio.CancelledError:
+            self._fail(operation, NotLoadedError(f"the load of {operation.spec.model} was cancelled"))
+            raise
+        except Exception as exc:
+            log.exception("%s could not be loaded", operation.spec.model)
+            self._fail(operation, UnusableModelError(f"{operation.spec.model} could not be loaded: {exc!r}"))
+        else:
+            self._report(LoadProgress(model=report.model, stage="loaded"))
+            operation.finish(report)
+        finally:
+            del self._loads[key]
+
+    def _fail(self, operation: LoadOperation, error: LabError) -> None:
+        if not operation.done.done():
+            self._report(LoadProgress(model=operation.spec.model, stage="failed", message=error.message))
+        operation.finish(error)
+
+    async def _find_and_load(
+        self, operation: LoadOperation, *, local: bool, finish_queued: bool, if_busy: IfBusy
+    ) -> LoadReport:
+        spec, found = operation.spec, operation.entry
+        entry = found if found is not None else await operation.run(self._finder.find(spec.model, local=local))
+        row = choose_engine(entry, spec)
+        engine = await in_thread(functools.partial(self._engine_of, row.name))
+        operation.check()
+        operation.entering, operation.cancellable = True, engine.capabilities.cancellable_loads
+        operation.entry = entry
+        if spec.pin is not None:
+            if found is None:
+                await self._finder.check(entry)
+            return await self._pin(operation, entry, engine, spec.pin)
+        if not self._changing.locked() and (report := await self._loaded_already(entry, spec)) is not None:
+            return report
+        if (other := self._same_load(operation, entry)) is not None:
+            return await asyncio.shield(other.done)
+        change = ModelChange(kind="load", model=entry.id, stage="checking", since=time.perf_counter())
+        self._check_busy(if_busy, f"{entry.id} is loaded instead", but=entry)
+        async with self._exclusive(change):
+            if found is None:
+                await self._finder.check(entry)
+            self._report(LoadProgress(model=entry.id, stage="load", total_bytes=entry.size_bytes))
+            return await self._replace_main(operation, entry, engine, finish_queued=finish_queued)
+
+    async def _loaded_already(self, entry: ModelEntry, spec: LoadSpec) -> LoadReport | None:
+        """Return the report of a model that is loaded with these options, and whose files have not changed."""
+        main = self._main
+        if main is None or not main.in_memory or self._options(main.spec) != self._options(spec):
+            return None
+        unchanged = await in_thread(functools.partial(is_loaded, main.entry, entry))
+        if not unchanged or self._main is not main:
+            return None
+        return LoadReport(model=entry.id, load_s=0.0, memory_bytes=main.engine.snapshot.model_memory_bytes)
+
+    def _options(self, spec: LoadSpec) -> LoadSpec:
+        """Return the spec without the parts that do not change how a model is loaded."""
+        return replace(spec, model="", engine="auto", dtype=spec.dtype or self.settings.dtype)
+
+    def _same_load(self, operation: LoadOperation, entry: ModelEntry) -> LoadOperation | None:
+        """Return a load of the same files with the same options that is under way."""
+        for other in self._loads.values():
+            if other is operation or not other.entering or other.entry is None or other.spec.pin is not None:
+                continue
+            if other.entry.path == entry.path and self._options(other.spec) == self._options(operation.spec):
+                return other
+        return None
+
+    def _check_busy(self, if_busy: IfBusy, why: str, *, but: ModelEntry | None = None) -> None:
+        """Make sure that a load or unload may start, or wait until it may.
+
+        Args:
+            why: Why loads are cancelled for it.
+            but: A model whose loads are not cancelled.
+
+        Raises:
+            ModelBusyError: another one is under way, and the caller does not wait.
+        """
+        if if_busy == "replace":
+            self._cancel_entering(why, but=but)
+        elif if_busy == "refuse" and self._changing.locked():
+            change = self._change
+            doing = (
+                f"{change.model} is being loaded" if change and change.kind == "load" else "the model is being unloaded"
+            )
+            raise ModelBusyError(f"{doing}; try again when that is done", retry_after_s=2)
+
+    def _cancel_entering(self, why: str, *, but: ModelEntry | None = None) -> bool:
+        """Cancel the loads that have reached an engine which can cancel them; return whether there were any."""
+        found = False
+        for operation in self._loads.values():
+            entry = operation.entry
+            if not (operation.entering and operation.cancellable and operation.spec.pin is None) or entry is None:
+                continue
+            if but is None or entry.path != but.path:
+                operation.cancel(NotLoadedError(f"the load of {entry.id} was cancelled: {why}"))
+                found = True
+        return found
+
+    @asynccontextmanager
+    async def _exclusive(self, change: ModelChange) -> AsyncIterator[None]:
+        """Change the main model in the block, after the changes before it."""
+        await self._changing.acquire()
+        try:
+            self._set_change(change)
+            yield
+        finally:
+            self._change = None
+            self._changing.release()
+            self._publish()
+            self._settle()
+
+    def _set_change(self, change: ModelChange) -> None:
+        self._change = change
+        self._publish()
+
+    def _enter_stage(self, stage: Literal["draining", "unloading", "loading"], *, drain_s: float | None = None) -> None:
+        if self._change is not None:
+            until = time.perf_counter() + drain_s if drain_s is not None else None
+            self._set_change(replace(self._change, stage=stage, drain_until=until))
+
+    def _settle(self) -> None:
+        """Do what may have become possible or due: the next turn in swap mode, the idle unload."""
+        self.swaps.update()
+        self._set_idle_timer()
+
+    async def _replace_main(
+        self, operation: LoadOperation, entry: ModelEntry, engine: InferenceEngine, *, finish_queued: bool
+    ) -> LoadReport:
+        """Load a model in place of the main one; if that fails, load the previous model again."""
+        operation.check()
+        spec, previous = operation.spec, self._main
+        if (report := await self._loaded_already(entry, spec)) is not None:
+            return report
+        # What cannot be loaded is refused while the current model still answers.
+        await operation.run(from_disk(functools.partial(engine.check, entry, spec), entry.id))
+        await operation.run(self._restore_pins())
+        operation.check()
+        await self._empty_main(f"the model was replaced by {entry.id}", finish_queued=finish_queued)
+        self._enter_stage("loading")
+        try:
+            return await operation.run(self._load_main(entry, spec, engine))
+        except LabError as exc:
+            # If the load was cancelled, its callers want another model or none, and not the previous one.
+            operation.check()
+            failure = exc
+        outcome = await self._reload(operation, previous)
+        raise type(failure)(f"{failure.message}{outcome}", param=failure.param)
+
+    async def _reload(self, operation: LoadOperation, previous: Resident | None) -> str:
+        """Load the previous model again; return how that went, as the end of an error message."""
+        if previous is None:
+            return "; no model is loaded"
+        name = previous.entry.id
+        try:
+            await operation.run(self._load_main(previous.entry, previous.spec, previous.engine))
+        except LabError as exc:
+            return f"; the previous model {name} could not be loaded again either: {exc.message}"
+        return f"; the previous model {name} is loaded again"
+
+    async def _load_main(self, entry: ModelEntry, spec: LoadSpec, engine: InferenceEngine) -> LoadReport:
+        async with self._entering:
+            entry = await in_thread(functools.partial(with_marks, entry))
+            report = await engine.load(entry, spec)
+        self._slots[MAIN] = self._resident(entry, spec, engine)
+        self._engine, self._unloaded = engine, None
+        self._publish()
+        return report
+
+    def _resident(self, entry: ModelEntry, spec: LoadSpec, engine: InferenceEngine) -> Resident:
+        limit = self.settings.slots + self.settings.queue_limit
+        return Resident(
+            entry=entry,
+            spec=spec,
+            engine=engine,
+            admission=AdmissionControl(entry.id, limit=limit, on_idle=self._post_idle),
+        )
+
+    async def cancel(self, model: str) -> None:
+        """See ``ModelManager.cancel_load``."""
+        operations = [operation for operation in self._loads.values() if operation.spec.model == model]
+        if not operations:
+            raise InvalidRequestError(f"{model} is not being loaded; there is nothing to cancel", param="model")
+        if any(operation.entering for operation in operations):
+            raise ModelBusyError(
+                f"{model} is already being loaded into memory, which is not interrupted; unload it when it is loaded",
+                retry_after_s=2,
+            )
+        for operation in operations:
+            operation.cancel(NotLoadedError(f"the load of {model} was cancelled"))
+
+    def cancel_all(self, error: LabError | None = None) -> None:
+        """Cancel all loads. Their callers get the error at once, also where an engine continues to load."""
+        for operation in list(self._loads.values()):
+            failure = error or NotLoadedError(f"the load of {operation.spec.model} was cancelled: the server stops")
+            if error is not None or not operation.entering:
+                operation.cancel(failure)
+            self._fail(operation, failure)
+
+    async def settled(self) -> None:
+        """Wait until all loads and unloads have ended."""
+        while self._tasks:
+            await asyncio.wait(list(self._tasks))
+
+    # Pinned models
+
+    async def _pin(
+        self, operation: LoadOperation, entry: ModelEntry, engine: InferenceEngine, kind: Kind
+    ) -> LoadReport:
+        name = operation.spec.model
+        if entry.kind == "chat":
+            raise UnusableModelError(
+                f"{name} is a chat model; only embedding models and rerankers stay beside the main model"
+            )
+        if entry.kind != kind:
+            raise UnusableModelError(
+                f"{name} is {KINDS_IN_WORDS[entry.kind]}; {KINDS_IN_WORDS[kind]} is needed here: load it as the main "
+                "model, or name another one"
+            )
+        self._report(LoadProgress(model=entry.id, stage="load", total_bytes=entry.size_bytes))
+        return await operation.run(self._load_pinned(entry, operation.spec, engine, kind))
+
+    async def _load_pinned(self, entry: ModelEntry, spec: LoadSpec, engine: InferenceEngine, kind: Kind) -> LoadReport:
+        async with self._entering:
+            before = self._slots.get(kind)
+            is_same = before is not None and before.in_memory and before.spec == spec
+            if before is not None and is_same and await in_thread(functools.partial(is_loaded, before.entry, entry)):
+                return LoadReport(model=entry.id, load_s=0.0, memory_bytes=_pinned_bytes(before))
+            await from_disk(functools.partial(engine.check, entry, spec), entry.id)
+            entry = await in_thread(functools.partial(with_marks, entry))
+            report = await engine.pin(entry, spec)
+            self._slots[kind] = self._pins[kind] = self._resident(entry, spec, engine)
+            self._publish()
+        if before is not None and before.engine is not engine:
+            await before.engine.unpin(kind)
+        return report
+
+    async def _restore_pins(self) -> None:
+        """Load pinned models again that were lost because their engine died."""
+        for kind, pinned in list(self._pins.items()):
+            if pinned.in_memory:
+                continue
+            try:
+                await self._load_pinned(pinned.entry, pinned.spec, pinned.engine, kind)
+            except LabError as exc:
+                log.warning("%s, which was pinned, could not be loaded again: %s", pinned.entry.id, exc.message)
+
+    # Unloads
+
+    async def unload(self, *, if_busy: IfBusy) -> int:
+        """See ``ModelManager.unload``."""
+        why = "the model is unloaded"
+        if not self._cancel_entering(why):
+            self._check_busy(if_busy, why)
+        return await asyncio.shield(self._start_task(self._unload(), "lmx-lab unload"))
+
+    async def _unload(self) -> int:
+        main = self._main
+        change = ModelChange(
+            kind="unload", model=main.entry.id if main else "", stage="checking", since=time.perf_counter()
+        )
+        async with self._exclusive(change):
+            main = self._main
+            if main is not None:
+                self._set_change(replace(change, model=main.entry.id))
+            freed = await self._empty_main("the model was unloaded", cause="asked")
+            if main is None:
+                if self._unloaded is not None:
+                    self._unloaded = (self._unloaded[0], "asked")
+                if self._engine is not None:
+                    await self._engine.unload()
+        if main is not None:
+            self._report(LoadProgress(model=main.entry.id, stage="unloaded"))
+        return freed
+
+    async def _empty_main(self, why: str, *, finish_queued: bool = False, cause: UnloadCause | None = None) -> int:
+        """Unload the main model after its requests have ended; return the bytes that this released."""
+        main = self._main
+        if main is None:
+            return 0
+        await self._drain(main, why, self.settings.drain_s, finish_queued=finish_queued)
+        self._enter_stage("unloading")
+        if cause is not None:
+            self._unloaded = (main.entry.id, cause)
+        if self._main is main:
+            del self._slots[MAIN]
+        # Published before the model disappears from the engine's snapshot, so that the state always has its reason.
+        self._publish()
+        return await main.engine.unload()
+
+    async def _drain(self, resident: Resident, reason: str, timeout_s: float, *, finish_queued: bool = False) -> None:
+        self._end_drain.clear()
+        self._enter_stage("draining", drain_s=timeout_s)
+        await resident.drain(reason, timeout_s=timeout_s, finish_queued=finish_queued, end=self._end_drain)
+
+    def end_drain(self) -> None:
+        """End the requests that a load or unload waits for, instead of waiting."""
+        self._end_drain.set()
+
+    async def quiesce(self, timeout_s: float) -> None:
+        """See ``ModelManager.quiesce``."""
+        residents = list(self.residents)
+        were_open = [resident for resident in residents if not resident.admission.closed]
+        await asyncio.gather(*(self._drain(it, "the server was stopped", timeout_s) for it in residents))
+        for resident in were_open:
+            resident.admission.reopen()
+
+    # What engines and admission controls report
+
+    def post_lost(self, engine: InferenceEngine) -> None:
+        """An engine has lost a model. May be called from any thread."""
+        _post(self._loop, self._forget_lost, engine)
+
+    def _forget_lost(self, engine: InferenceEngine) -> None:
+        for slot, resident in list(self._slots.items()):
+            if resident.engine is not engine or resident.in_memory:
+                continue
+            del self._slots[slot]
+            if slot == MAIN and engine.snapshot.unload_cause == "memory":
+                self._unloaded = (resident.entry.id, "memory")
+                self._report(LoadProgress(model=resident.entry.id, stage="unloaded", message="out of memory"))
+        self._publish()
+        self._settle()
+
+    def _post_idle(self) -> None:
+        """A model has no requests left. Called from any thread."""
+        # Skipped where nothing depends on it: this is done after each request of a client that sends one at a time.
+        if self.settings.idle_unload_s is not None or not self.residents.stable:
+            _post(self._loop, self._settle)
+
+    def _set_idle_timer(self) -> None:
+        """Set the timer to the time at which the main model has been idle for ``idle_unload_s``."""
+        if self._idle_timer is not None:
+            self._idle_timer.cancel()
+            self._idle_timer = None
+        idle_s, main = self.settings.idle_unload_s, self._main
+        # The end of the last request, or of the change, sets it again.
+        if idle_s is None or main is None or main.admission.active or self._changing.locked():
+            return
+        left_s = main.admission.used_at + idle_s - time.perf_counter()
+        if left_s > 0:
+            self._idle_timer = self._loop.call_later(left_s, self._set_idle_timer)
+        else:
+            self._start_task(self._unload_idle(main, idle_s), "lmx-lab idle unload")
+
+    async def _unload_idle(self, main: Resident, idle_s: float) -> None:
+        change = ModelChange(kind="unload", model=main.entry.id, stage="checking", since=time.perf_counter())
+        async with self._exclusive(change):
+            if self._main is not main:
+                return
+            main.admission.close(NotLoadedError(f"{main.entry.id} was unloaded because it was idle; load it again"))
+            if main.admission.active or main.admission.used_at + idle_s > time.perf_counter():
+                # A request has arrived in the meantime.
+                main.admission.reopen()
+                return
+            log.info("%s was idle for %g s", main.entry.id, idle_s)
+            await self._empty_main("the model was unloaded", cause="idle")
+        self._report(LoadProgress(model=main.entry.id, stage="unloaded", message=f"idle for {idle_s:g} s"))
+
+    # LargeBodyQueue in swap mode
+
+    async def take_turn(self, name: str | None, kinds: Kinds, *, limited: bool) -> SwapTurn:
+        """See ``SwapQueue``; returns when the model of the request is loaded.
+
+        Raises:
+            LabError: see ``ModelManager.submit_all``.
+        """
+        ticket = self.swaps.ticket(name, limited=limited)
+        try:
+            # Checked before it waits: a request for a model that does not exist must not delay others.
+            if name is not None and name != self._snapshot().model:
+                await self._resolve(name, kinds, local=is_idle_path(name, self._snapshot()))
+            await self.swaps.wait(ticket)
+            model = await self.bring(name, kinds)
+        except BaseException:
+            self.swaps.leave(ticket)
+            raise
+        return SwapTurn(self, ticket, model)
+
+    def post_leave(self, ticket: Ticket) -> None:
+        """End a turn. May be called from any thread."""
+        _post(self._loop, self.swaps.leave, ticket)
+
+    async def bring(self, name: str | None, kinds: Kinds) -> str | None:
+        """Load the model that a request names, or the one that was unloaded because it was idle; return its id.
+
+        A model that cannot answer the request is not loaded.
+        """
+        async with self._changing:
+            pass  # after the changes that are under way
+        now = self._snapshot()
+        model = name or now.idle_model
+        if model is None or model == now.model:
+            return model
+        # Decided now: after another load, nothing shows that the path was that of an idle model.
+        local = is_idle_path(model, now)
+        try:
+            entry = await self._resolve(model, kinds, local=local)
+        except (ModelNotFoundError, InvalidRequestError):
+            if name is None:
+                return None
+            raise
+        while True:
+            started = time.perf_counter()
+            try:
+                spec = LoadSpec(model=entry.id)
+                report = await self.load(spec, None, local=local, finish_queued=True, if_busy="wait")
+            except ModelBusyError:
+                # This request has joined a load that does not wait for others.
+                async with self._changing:
+                    continue
+            self.swaps.swap_s = time.perf_counter() - started
+            return report.model
+
+    async def _resolve(self, name: str, kinds: Kinds, *, local: bool) -> ModelEntry:
+        try:
+            entry = await self._finder.resolve(name, local=local)
+        except ModelNotFoundError as exc:
+            raise unknown_model(name, self._snapshot(), kinds) from exc
+        if not entry.answers(kinds):
+            raise wrong_kind(entry, kinds)
+        return entry
+
+
+class SwapTurn:
+    """The turn of a request in swap mode: its model is loaded, and stays until the turn ends."""
+
+    def __init__(self, control: ModelControl, ticket: Ticket, model: str | None) -> None:
+        self.model = model
+        """Id of the loaded model."""
+        self._control = control
+        self._ticket = ticket
+
+    def close(self) -> None:
+        """End the turn. Idempotent; may be called from any thread."""
+        self._control.post_leave(self._ticket)
+
+
+def _post(loop: asyncio.AbstractEventLoop, callback: Callable[..., object], *args: object) -> None:
+    # If the loop is closed, the manager was stopped.
+    with suppress(RuntimeError):
+        loop.call_soon_threadsafe(callback, *args)
+
+
+def _pinned_bytes(resident: Resident) -> int:
+    pinned = resident.engine.snapshot.pinned
+    return next((it.memory_bytes for it in pinned if it.entry is resident.entry), 0)

@@ -1,0 +1,99 @@
+"""Let requests that name different models take turns, in the order of ``SwapOrder``. Belongs to the control loop."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable
+
+from lmx_lab.engine.swap_order import SwapOrder, Ticket
+from lmx_lab.errors import QueueFullError
+from lmx_lab.settings import Settings
+
+
+class SwapQueue:
+    """The requests that wait for their model. One at a time has its turn: it loads its model and is submitted, so that
+    no other request can replace the model in between.
+
+    Args:
+        loaded: Returns the model that is loaded, or was unloaded because it was idle.
+        is_busy: Returns whether the loaded model has requests.
+        is_changing: Returns whether a model is being loaded or unloaded.
+        on_change: Called when requests begin or cease to wait.
+    """
+
+    def __init__(
+        self,
+        settings: Settings,
+        *,
+        loaded: Callable[[], str | None],
+        is_busy: Callable[[], bool],
+        is_changing: Callable[[], bool],
+        on_change: Callable[[], None],
+    ) -> None:
+        self._settings = settings
+        self._loaded = loaded
+        self._is_busy = is_busy
+        self._is_changing = is_changing
+        self._on_change = on_change
+        self._order = SwapOrder(share=settings.slots)
+        self._tickets: dict[Ticket, asyncio.Event] = {}
+        """Tickets that wait or have their turn, with the events that start the turns."""
+        self._current: Ticket | None = None
+        self._timer: asyncio.TimerHandle | None = None
+        self.swap_s: float | None = None
+        """How long the last replacement of the model took, the end of running requests included."""
+
+    def __len__(self) -> int:
+        return len(self._tickets)
+
+    def ticket(self, model: str | None, *, limited: bool) -> Ticket:
+        """Return a ticket, which counts from now on; ``wait`` waits for its turn, and ``leave`` ends it.
+
+        Raises:
+            QueueFullError: too many requests wait, and the number of them is ``limited``.
+        """
+        slots, queue_limit = self._settings.slots, self._settings.queue_limit
+        if limited and len(self._tickets) >= slots + queue_limit:
+            message = (
+                f"{len(self._tickets)} requests wait for their model, and {slots + queue_limit} may (slots {slots} + "
+            )
+            message += f"queue_limit {queue_limit}); try again when some have been answered"
+            if self.swap_s is not None:
+                message += f"; the last replacement of the model took {self.swap_s:.1f} s"
+            raise QueueFullError(message, retry_after_s=self.swap_s or 1.0)
+        ticket = self._order.ticket(model, asyncio.get_running_loop().time())
+        self._tickets[ticket] = asyncio.Event()
+        self._on_change()
+        return ticket
+
+    async def wait(self, ticket: Ticket) -> None:
+        """Wait for the turn of a ticket."""
+        self._order.add(ticket)
+        self.update()
+        await self._tickets[ticket].wait()
+
+    def leave(self, ticket: Ticket) -> None:
+        """End the turn of a ticket, or its wait. Idempotent."""
+        if self._tickets.pop(ticket, None) is None:
+            return
+        if self._current is ticket:
+            self._current = None
+        self._order.discard(ticket)
+        self.update()
+        self._on_change()
+
+    def update(self) -> None:
+        """Start the next turn if there can be one. Called when one of the conditions has changed."""
+        if self._timer is not None:
+            self._timer.cancel()
+            self._timer = None
+        # The end of a turn, or of a load, updates this again.
+        if self._current is not None or not self._order or self._is_changing():
+            return
+        loop = asyncio.get_running_loop()
+        ticket = self._order.take(self._loaded(), now=loop.time(), busy=self._is_busy())
+        if ticket is not None:
+            self._current = ticket
+            self._tickets[ticket].set()
+        elif (ends_s := self._order.share_ends_s()) is not None:
+            self._timer = loop.call_at(ends_s, self.update)

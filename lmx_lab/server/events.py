@@ -1,0 +1,151 @@
+"""GET /admin/events: live metrics, and for clients that ask the progress of loads and the ends of requests."""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections.abc import AsyncIterator, Callable
+from typing import Annotated
+
+from fastapi import APIRouter, Query, Request, Response
+from pydantic import BaseModel
+
+from lmx_lab.broadcast import Feed
+from lmx_lab.engine import ModelManager
+from lmx_lab.engine.model_lookup import public_id
+from lmx_lab.errors import InvalidRequestError
+from lmx_lab.http.event_stream import EventStream
+from lmx_lab.http.guard import is_local
+from lmx_lab.http.openapi import event_stream, failures
+from lmx_lab.server.openapi import EVENTS
+from lmx_lab.values.engine import EngineSnapshot
+from lmx_lab.values.models import LoadProgress
+from lmx_lab.wire.admin import Heartbeat, Memory, ModelEvent, RequestEvent, Sample, Throughput
+
+ServerEvent = ModelEvent | RequestEvent
+SAMPLE_S = 1.0
+HEARTBEAT_S = 15.0
+EXTRAS = {"models": "model", "requests": "request", "samples": "sample"}
+"""Names in ``include``, and the types of events that they add."""
+INCLUDE = (
+    "What to add, separated by commas: `models` for the progress of loads (ModelEvent), "
+    "`requests` for the end of every generation, embedding and rerank (RequestEvent), "
+    "`samples` for all live figures every second (Sample)"
+)
+
+
+def event_routes(*, manager: ModelManager, feed: Feed[ServerEvent]) -> APIRouter:
+    router = APIRouter(prefix="/admin", tags=["admin"])
+
+    @router.get(
+        "/events",
+        response_class=Response,
+        responses={
+            200: event_stream(*EVENTS, description="Samples, heartbeats, and what `include` adds; it never ends"),
+            **failures(InvalidRequestError),
+        },
+    )
+    async def events(
+        request: Request, include: Annotated[str, Query(description=INCLUDE, examples=list(EXTRAS))] = ""
+    ) -> EventStream:
+        """Throughput and memory every second, a heartbeat every 15 s, as server-sent events without an end."""
+        included = {_event_type(name) for name in include.split(",") if name}
+        hide = None if is_local(request.scope) else request.app.state.without_paths
+        return EventStream(_lines(manager, feed, included, hide))
+
+    return router
+
+
+def model_event(progress: LoadProgress) -> ModelEvent:
+    return ModelEvent(
+        model=progress.model,
+        stage=progress.stage,
+        done_bytes=progress.done_bytes,
+        total_bytes=progress.total_bytes,
+        message=progress.message,
+    )
+
+
+def _event_type(name: str) -> str:
+    if name not in EXTRAS:
+        raise InvalidRequestError(f"include names {name!r}; it can name {', '.join(EXTRAS)}", param="include")
+    return EXTRAS[name]
+
+
+async def _lines(
+    manager: ModelManager, feed: Feed[ServerEvent], included: set[str], hide: Callable[[str], str] | None = None
+) -> AsyncIterator[str]:
+    """Yield samples every second, a heartbeat every 15 s, and the included events in between, as JSON.
+
+    Args:
+        included: Types of events to add.
+        hide: Removes paths from messages; None for clients that may see them.
+    """
+    started = time.monotonic()
+    last, due, beat = manager.snapshot, started, started
+    with feed.subscribe() as extras:
+        while True:
+            now = time.monotonic()
+            if now >= due:
+                snapshot = manager.snapshot
+                for event in events_between(last, snapshot, SAMPLE_S + now - due):
+                    yield event.model_dump_json()
+                if "sample" in included:
+                    yield sample(last, snapshot, SAMPLE_S + now - due).model_dump_json()
+                last, due = snapshot, now + SAMPLE_S
+            if now >= beat:
+                yield Heartbeat(uptime=manager.uptime_s).model_dump_json()
+                beat = now + HEARTBEAT_S
+            try:
+                extra = await asyncio.wait_for(anext(extras), max(0.0, due - time.monotonic()))
+            except TimeoutError:
+                continue
+            except StopAsyncIteration:
+                return
+            if extra.type in included:
+                yield _without_paths(extra, hide).model_dump_json()
+
+
+def _without_paths(event: ServerEvent, hide: Callable[[str], str] | None) -> ServerEvent:
+    if hide is None:
+        return event
+    changes = {"model": public_id(event.model, local=False)}
+    if isinstance(event, ModelEvent) and event.message is not None:
+        changes["message"] = hide(event.message)
+    return event.model_copy(update=changes)
+
+
+def sample(before: EngineSnapshot, now: EngineSnapshot, elapsed_s: float) -> Sample:
+    """Return all figures of the time between two snapshots."""
+
+    def rate(count: Callable[[EngineSnapshot], int]) -> float:
+        # The counts of an engine that was started again begin at 0.
+        return max(0, count(now) - count(before)) / elapsed_s
+
+    return Sample(
+        at=time.time(),
+        decode_tokens_per_second=rate(lambda it: it.output_tokens),
+        prompt_tokens_per_second=rate(lambda it: it.prompt_tokens - it.cached_tokens),
+        encoded_tokens_per_second=rate(lambda it: it.encoded_tokens),
+        active_requests=now.active_requests,
+        queued_requests=now.queued_requests,
+        memory_active_gb=now.memory_used_bytes / 1e9,
+        memory_cache_gb=now.prefix_cache_bytes / 1e9,
+        memory_peak_gb=now.memory_peak_bytes / 1e9,
+        memory_total_gb=now.memory_total_bytes / 1e9,
+    )
+
+
+def events_between(before: EngineSnapshot, now: EngineSnapshot, elapsed_s: float) -> list[BaseModel]:
+    """Return the figures of the time between two snapshots that every client gets."""
+    # The counts of an engine that was started again begin at 0.
+    rate = max(0, now.output_tokens - before.output_tokens) / elapsed_s
+    total = now.memory_total_bytes
+    return [
+        Throughput(tokens_per_second=rate, active_requests=now.requests, queued_requests=now.queued_requests),
+        Memory(
+            vram_used_gb=now.memory_used_bytes / 1e9,
+            vram_total_gb=total / 1e9,
+            pct=100 * now.memory_used_bytes / total if total else 0.0,
+        ),
+    ]

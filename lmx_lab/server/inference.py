@@ -1,0 +1,187 @@
+"""Submit requests for routes and notebooks, and report the end of each exactly once."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable, Coroutine
+from typing import Any, Protocol, TypeVar
+
+import numpy as np
+
+from lmx_lab.broadcast import Feed
+from lmx_lab.engine import (
+    EmbeddingRequest,
+    Embeddings,
+    GenerationRequest,
+    ModelManager,
+    Pending,
+    Ranking,
+    RerankRequest,
+)
+from lmx_lab.engine.model_lookup import EMBEDDING, RERANK, Kinds, public_id
+from lmx_lab.errors import EngineError, LabError
+from lmx_lab.server.events import ServerEvent
+from lmx_lab.server.generation import Generation, Observer, Outcome, RequestEnd
+from lmx_lab.server.serialize import ChatAnswer
+from lmx_lab.server.translate import generation_request
+from lmx_lab.values.encoding import EncodeReport, Vectors
+from lmx_lab.values.models import Kind
+from lmx_lab.wire.chat import ChatRequest
+
+
+class TextResult(Protocol):
+    """Embeddings or a ranking."""
+
+    @property
+    def report(self) -> EncodeReport: ...
+
+
+Result = TypeVar("Result", bound=TextResult)
+
+
+class InferenceService:
+    """May be used on any event loop.
+
+    Args:
+        feed: Gets a ``RequestEvent`` at the end of each request.
+        observe: Called with the end of each request, on the loop that reads the answer.
+    """
+
+    def __init__(self, *, manager: ModelManager, feed: Feed[ServerEvent], observe: Observer | None = None) -> None:
+        self._manager = manager
+        self._feed = feed
+        self._observe = observe
+
+    @property
+    def fingerprint(self) -> str:
+        """Name and version of the library that computes."""
+        return self._manager.fingerprint
+
+    # Generations
+
+    async def start(
+        self, request: ChatRequest, request_id: str | None = None, *, local: bool = False
+    ) -> tuple[ChatAnswer, list[Generation]]:
+        """Accept a chat request; return the answer's shape and a generation for each of its choices.
+
+        Raises:
+            LabError: see ``ModelManager.submit_all``.
+        """
+        generations = await self.submit(
+            generation_request(request), choices=request.choices, request_id=request_id, local=local
+        )
+        model = public_id(generations[0].model, local=local)
+        answer = ChatAnswer(model=model, fingerprint=self.fingerprint, logprobs=bool(request.logprobs))
+        return answer, generations
+
+    async def submit(
+        self,
+        request: GenerationRequest,
+        *,
+        choices: int = 1,
+        first: int = 0,
+        request_id: str | None = None,
+        local: bool = False,
+        patient: bool = False,
+    ) -> list[Generation]:
+        """Accept all choices of a request, or none.
+
+        Args:
+            first: Number of the first choice in the answer.
+            local: Whether the caller is on this machine, and may name the loaded model by its path.
+            patient: Wait if the queue is full: the request is a part of one that was accepted.
+
+        Raises:
+            LabError: see ``ModelManager.submit_all``.
+        """
+        try:
+            streams = await self._manager.submit_all(request, choices, local=local, patient=patient)
+        except (LabError, asyncio.CancelledError) as exc:
+            # Not the name in the request, which may be anything: a label of a metric must not be.
+            self._end_without_report("chat", request_id, self._manager.snapshot.model or "", exc, index=first)
+            raise
+        return [
+            Generation(stream, request_id=request_id or "", index=first + at, observe=self._end)
+            for at, stream in enumerate(streams)
+        ]
+
+    async def decode(self, tokens: tuple[int, ...]) -> str:
+        """Return the text of token ids by the main model."""
+        return await self._manager.decode(tokens)
+
+    # Vectors and scores
+
+    async def embed(
+        self, request: EmbeddingRequest, request_id: str | None = None, *, local: bool = False
+    ) -> Embeddings:
+        """Return a vector for each input. Cancelling the wait cancels the work.
+
+        Raises:
+            LabError: see ``ModelManager.submit_embedding``.
+            EngineError: the model computed values that are not finite.
+        """
+        model = self._id_of(request.model, EMBEDDING, local=local)
+        submitting = self._manager.submit_embedding(request, local=local)
+        return await self._encode("embedding", request_id, model, submitting, lambda it: it.vectors)
+
+    async def rerank(self, request: RerankRequest, request_id: str | None = None, *, local: bool = False) -> Ranking:
+        """Return a score for each document. Cancelling the wait cancels the work.
+
+        Raises:
+            LabError: see ``embed``.
+        """
+        model = self._id_of(request.model, RERANK, local=local)
+        submitting = self._manager.submit_rerank(request, local=local)
+        return await self._encode("rerank", request_id, model, submitting, lambda it: it.scores)
+
+    def _id_of(self, name: str | None, kinds: Kinds, *, local: bool) -> str:
+        """Return the id of the model in memory that answers a request; empty if there is none."""
+        resident = self._manager.model_for(name, kinds, local=local)
+        return resident.entry.id if resident is not None else ""
+
+    async def _encode(
+        self,
+        kind: Kind,
+        request_id: str | None,
+        model: str,
+        submitting: Coroutine[Any, Any, Pending[Result]],
+        values: Callable[[Result], Vectors],
+    ) -> Result:
+        try:
+            result = await (await submitting).result()
+            _check_finite(values(result), result.report)
+        except (Exception, asyncio.CancelledError) as exc:
+            self._end_without_report(kind, request_id, model, exc)
+            raise
+        report = result.report
+        self._end(RequestEnd(kind=kind, request_id=request_id or "", model=report.model, outcome="stop", report=report))
+        return result
+
+    # Ends
+
+    def _end_without_report(
+        self, kind: Kind, request_id: str | None, model: str, exc: BaseException, *, index: int = 0
+    ) -> None:
+        """Report the end of a request that was refused, failed or was cancelled."""
+        code = None if isinstance(exc, asyncio.CancelledError) else getattr(exc, "code", LabError.code)
+        outcome: Outcome = "cancelled" if code is None else "error"
+        request_id = request_id or ""
+        self._end(RequestEnd(kind=kind, request_id=request_id, index=index, model=model, outcome=outcome, code=code))
+
+    def _end(self, end: RequestEnd) -> None:
+        self._feed.publish(end.event())
+        if self._observe is not None:
+            self._observe(end)
+
+
+def _check_finite(values: Vectors, report: EncodeReport) -> None:
+    """Check that the values can be written as JSON.
+
+    Raises:
+        EngineError: a value is NaN or infinite.
+    """
+    if not np.isfinite(values).all():
+        raise EngineError(
+            f"{report.model} computed values that are not numbers (NaN or infinity): its weights are damaged, or too "
+            "large for their type; fetch it again, or start with dtype float32"
+        )

@@ -1,0 +1,109 @@
+"""One count of requests for each loaded model, from acceptance to the end."""
+
+from __future__ import annotations
+
+import asyncio
+import threading
+
+import pytest
+
+from lmx_lab.engine.admission import AdmissionControl
+from lmx_lab.errors import NotLoadedError, QueueFullError
+
+pytestmark = pytest.mark.anyio
+
+
+def test_requests_are_accepted_up_to_the_limit() -> None:
+    admission = AdmissionControl("tiny", limit=2)
+    first, _ = admission.admit(1, retry_after_s=1.0) + admission.admit(1, retry_after_s=1.0)
+    with pytest.raises(QueueFullError, match=r"2 requests for tiny run or wait; 2 may .* in 30 s") as refused:
+        admission.admit(1, retry_after_s=30.0)
+    assert refused.value.retry_after_s == 30
+    first.release()
+    admission.admit(1, retry_after_s=1.0)
+    assert admission.active == 2
+
+
+def test_the_answers_to_one_request_are_accepted_all_or_none() -> None:
+    admission = AdmissionControl("tiny", limit=3)
+    with pytest.raises(QueueFullError):
+        admission.admit(4, retry_after_s=1.0)
+    assert admission.active == 0
+    assert len(admission.admit(3, retry_after_s=1.0)) == 3
+
+
+def test_a_permit_is_released_once_however_often_its_request_ends() -> None:
+    admission = AdmissionControl("tiny", limit=2)
+    first, second = admission.admit(2, retry_after_s=1.0)
+    first.release()
+    first.release()
+    assert admission.active == 1
+    second.release()
+    assert admission.active == 0
+
+
+def test_the_last_end_is_reported() -> None:
+    reports: list[int] = []
+    admission = AdmissionControl("tiny", limit=2, on_idle=lambda: reports.append(admission.active))
+    first, second = admission.admit(2, retry_after_s=1.0)
+    first.release()
+    assert reports == []
+    second.release()
+    assert reports == [0]
+
+
+def test_a_closed_model_takes_no_requests_until_it_is_opened_again() -> None:
+    admission = AdmissionControl("tiny", limit=2)
+    admission.close(None)
+    with pytest.raises(NotLoadedError, match="tiny is being unloaded"):
+        admission.admit(1, retry_after_s=1.0)
+    admission.reopen()
+    admission.admit(1, retry_after_s=1.0)
+
+
+def test_accepted_requests_may_still_be_queued_unless_the_model_was_closed_with_an_error() -> None:
+    admission = AdmissionControl("tiny", limit=2)
+    (permit,) = admission.admit(1, retry_after_s=1.0)
+    permit.check()
+    admission.close(None)
+    permit.check()
+    admission.close(NotLoadedError("the model was unloaded"))
+    with pytest.raises(NotLoadedError, match="the model was unloaded"):
+        permit.check()
+
+
+async def test_waiting_for_the_end_of_all_requests() -> None:
+    admission = AdmissionControl("tiny", limit=2)
+    await admission.until_idle()
+    permits = admission.admit(2, retry_after_s=1.0)
+    idle = asyncio.create_task(admission.until_idle())
+    for permit in permits:
+        assert not idle.done()
+        # An engine releases permits on a thread of its own.
+        thread = threading.Thread(target=permit.release)
+        thread.start()
+        await asyncio.to_thread(thread.join)
+    await asyncio.wait_for(idle, 10)
+
+
+async def test_waiting_for_room_in_the_queue() -> None:
+    admission = AdmissionControl("tiny", limit=2)
+    permits = admission.admit(2, retry_after_s=1.0)
+    room = asyncio.create_task(admission.until_room(2))
+    await asyncio.sleep(0)
+    permits[0].release()
+    await asyncio.sleep(0.01)
+    assert not room.done()
+    permits[1].release()
+    await asyncio.wait_for(room, 10)
+
+
+async def test_a_cancelled_wait_does_not_disturb_others() -> None:
+    admission = AdmissionControl("tiny", limit=1)
+    (permit,) = admission.admit(1, retry_after_s=1.0)
+    waits = [asyncio.create_task(admission.until_idle()) for _ in range(2)]
+    await asyncio.sleep(0)
+    waits[0].cancel()
+    await asyncio.sleep(0)
+    permit.release()
+    await asyncio.wait_for(waits[1], 10)

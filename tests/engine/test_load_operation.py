@@ -1,0 +1,60 @@
+"""A load can be cancelled at any point, and all its callers get one result."""
+
+from __future__ import annotations
+
+import asyncio
+
+import pytest
+
+from lmx_lab.engine.load_operation import LoadOperation
+from lmx_lab.errors import NotLoadedError
+from lmx_lab.values.models import LoadReport, LoadSpec
+
+pytestmark = pytest.mark.anyio
+REPORT = LoadReport(model="tiny", load_s=1.0, memory_bytes=1)
+CANCELLED = NotLoadedError("the load was cancelled")
+
+
+def operation() -> LoadOperation:
+    done: asyncio.Future[LoadReport] = asyncio.get_running_loop().create_future()
+    return LoadOperation(spec=LoadSpec(model="tiny"), entry=None, done=done)
+
+
+async def test_a_part_of_a_load_returns_its_result() -> None:
+    assert await operation().run(asyncio.sleep(0, "found")) == "found"
+
+
+async def test_cancelling_ends_the_current_part_and_waits_for_its_end() -> None:
+    load, ended = operation(), asyncio.Event()
+
+    async def part() -> None:
+        try:
+            await asyncio.sleep(60)
+        finally:
+            await asyncio.sleep(0.01)
+            ended.set()
+
+    running = asyncio.create_task(load.run(part()))
+    await asyncio.sleep(0)
+    await asyncio.sleep(0)
+    load.cancel(CANCELLED)
+    with pytest.raises(NotLoadedError, match="the load was cancelled"):
+        await running
+    assert ended.is_set()
+
+
+async def test_a_cancelled_load_starts_no_further_part() -> None:
+    load = operation()
+    load.cancel(CANCELLED)
+    load.cancel(NotLoadedError("later"))
+    with pytest.raises(NotLoadedError, match="the load was cancelled"):
+        load.check()
+    with pytest.raises(NotLoadedError, match="the load was cancelled"):
+        await load.run(asyncio.sleep(60))
+
+
+async def test_only_the_first_result_counts() -> None:
+    load = operation()
+    load.finish(REPORT)
+    load.finish(CANCELLED)
+    assert await load.done is REPORT

@@ -1,0 +1,487 @@
+"""The manager loads and unloads models for callers on all threads, and submits requests to the model that answers."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import threading
+from collections.abc import AsyncIterator, Coroutine
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from lmx_lab.engine import ChatPrompt, EmbeddingRequest, GenerationRequest, ModelManager, RerankRequest
+from lmx_lab.engine.echo.engine import EchoEngine
+from lmx_lab.engine.interface import EngineHost
+from lmx_lab.engine.model_control import ModelControl
+from lmx_lab.errors import (
+    EngineDeadError,
+    GenerationTimeoutError,
+    InvalidRequestError,
+    LabError,
+    ModelBusyError,
+    ModelNotFoundError,
+    NotLoadedError,
+    OtherModelLoadedError,
+    QueueFullError,
+    UnusableModelError,
+)
+from lmx_lab.settings import Settings
+from lmx_lab.values.models import ECHO, Kind, LoadProgress, LoadReport, LoadSpec, ModelEntry
+from lmx_lab.weights import Catalog, Listing
+
+pytestmark = pytest.mark.anyio
+SETTINGS = Settings(slots=2, queue_limit=2, echo_tokens_per_s=1000, downloads=False)
+WAIT_S = 20.0
+
+
+def echo_entry(id_: str, kind: Kind = "chat") -> ModelEntry:
+    """A model of the echo engine with another id."""
+    return replace(ECHO, id=id_, path=Path("echo") / id_, context_length=8192, kind=kind, more_kinds=())
+
+
+ONE, TWO, EMBEDDER = echo_entry("one"), echo_entry("two"), echo_entry("embedder", "embedding")
+
+
+class FakeCatalog(Catalog):
+    """A catalog of these models, which are not on disk."""
+
+    def __init__(self, *entries: ModelEntry) -> None:
+        super().__init__(SETTINGS)
+        self.known = {entry.id: entry for entry in entries}
+
+    def resolve(self, name: str, *, local: bool = True) -> ModelEntry:
+        if name not in self.known:
+            raise ModelNotFoundError(f"there is no model {name!r}", param="model")
+        return self.known[name]
+
+    def check(self, entry: ModelEntry) -> None:
+        """All models are complete."""
+
+    async def alisting(self) -> Listing:
+        return Listing(entries=tuple(self.known.values()))
+
+
+class SlowEngine(EchoEngine):
+    """An echo engine whose loads wait while ``go_on`` is not set, and that records what it loads."""
+
+    def __init__(self, settings: Settings) -> None:
+        super().__init__(settings, EngineHost())
+        self.go_on = threading.Event()
+        self.go_on.set()
+        self.specs: list[LoadSpec] = []
+        self.failures: dict[str, LabError] = {}
+
+    async def load(self, entry: ModelEntry, spec: LoadSpec) -> LoadReport:
+        self.specs.append(spec)
+        while not self.go_on.is_set():  # noqa: ASYNC110
+            await asyncio.sleep(0.001)
+        if entry.id in self.failures:
+            raise self.failures[entry.id]
+        return await super().load(entry, spec)
+
+
+class Lab:
+    """A manager, its engine and the progress that it reports."""
+
+    def __init__(self, settings: Settings) -> None:
+        self.manager = ModelManager(settings, FakeCatalog(ONE, TWO, EMBEDDER))
+        self.engine = SlowEngine(settings)
+        self.manager._engines["echo"] = self.engine
+        self.progress: list[LoadProgress] = []
+        self.manager.add_observer(self.progress.append)
+
+    @property
+    def stages(self) -> list[tuple[str, str]]:
+        return [(it.model, it.stage) for it in self.progress]
+
+    @property
+    def control(self) -> ModelControl:
+        assert self.manager._control is not None
+        return self.manager._control
+
+
+@contextlib.asynccontextmanager
+async def running(settings: Settings = SETTINGS) -> AsyncIterator[Lab]:
+    lab = Lab(settings)
+    async with lab.manager:
+        yield lab
+
+
+@pytest.fixture
+async def lab() -> AsyncIterator[Lab]:
+    async with running() as lab:
+        yield lab
+
+
+def request(model: str | None = None, *, tokens: int = 5, text: str = "hello") -> GenerationRequest:
+    prompt = ChatPrompt(messages=({"role": "user", "content": text},))
+    return GenerationRequest(prompt=prompt, model=model, max_tokens=tokens, ignore_eos=True)
+
+
+async def answer(lab: Lab, model: str | None = None, **options: Any) -> str:
+    """Submit a request; return the model that answered it."""
+    async with await lab.manager.submit(request(model, **options)) as stream:
+        async for _ in stream:
+            pass
+    assert stream.report is not None
+    return stream.report.model
+
+
+async def until(condition: Any) -> None:
+    async with asyncio.timeout(WAIT_S):
+        while not condition():  # noqa: ASYNC110
+            await asyncio.sleep(0.001)
+
+
+def on_another_loop(work: Coroutine[Any, Any, Any]) -> asyncio.Future[Any]:
+    return asyncio.ensure_future(asyncio.to_thread(asyncio.run, work))
+
+
+# Loads
+
+
+async def test_a_load_reports_its_stages(lab: Lab) -> None:
+    report = await lab.manager.load(LoadSpec(model="one"))
+    assert report.model == "one"
+    await lab.manager.unload()
+    assert lab.stages == [("one", "load"), ("one", "loaded"), ("one", "unloaded")]
+
+
+async def test_callers_on_several_event_loops_join_one_load(lab: Lab) -> None:
+    lab.engine.go_on.clear()
+    spec = LoadSpec(model="one")
+    loads = [asyncio.create_task(lab.manager.load(spec)), on_another_loop(lab.manager.load(spec))]
+    await until(lambda: lab.engine.specs)
+    joined = asyncio.create_task(lab.manager.load(spec))
+    await asyncio.sleep(0.05)
+    lab.engine.go_on.set()
+    assert [(await load).model for load in (*loads, joined)] == ["one"] * 3
+    assert lab.engine.specs == [spec]
+
+
+async def test_a_cancelled_caller_does_not_cancel_the_load_of_another(lab: Lab) -> None:
+    lab.engine.go_on.clear()
+    first, second = [asyncio.create_task(lab.manager.load(LoadSpec(model="one"))) for _ in range(2)]
+    await until(lambda: lab.engine.specs)
+    first.cancel()
+    with pytest.raises(asyncio.CancelledError):
+        await first
+    lab.engine.go_on.set()
+    assert (await second).model == "one"
+
+
+async def test_a_load_continues_after_all_its_callers_were_cancelled(lab: Lab) -> None:
+    lab.engine.go_on.clear()
+    load = asyncio.create_task(lab.manager.load(LoadSpec(model="one")))
+    await until(lambda: lab.engine.specs)
+    load.cancel()
+    lab.engine.go_on.set()
+    await until(lambda: lab.manager.snapshot.model == "one")
+
+
+async def test_the_spec_reaches_the_engine_unchanged(lab: Lab) -> None:
+    spec = LoadSpec(model="one", dtype="float16")
+    await lab.manager.load(spec)
+    assert lab.engine.specs == [spec]
+
+
+async def test_a_loaded_model_is_loaded_again_only_with_other_options(lab: Lab) -> None:
+    await lab.manager.load(LoadSpec(model="one"))
+    assert (await lab.manager.load(LoadSpec(model="one", dtype=SETTINGS.dtype))).load_s == 0
+    await lab.manager.load(LoadSpec(model="one", dtype="float16"))
+    assert len(lab.engine.specs) == 2
+
+
+async def test_an_engine_that_does_not_run_the_format_is_refused_before_anything_is_unloaded(
+    lab: Lab, tiny: ModelEntry
+) -> None:
+    await lab.manager.load(LoadSpec(model="one"))
+    with pytest.raises(UnusableModelError, match=r"tiny has the format mlx, which runs on mlx and not on llama\.cpp"):
+        await lab.manager.load_entry(tiny, LoadSpec(model="tiny", engine="llama.cpp"))
+    assert await answer(lab) == "one"
+
+
+async def test_while_a_model_is_loaded_another_load_is_refused_waits_or_replaces_it(lab: Lab) -> None:
+    lab.engine.go_on.clear()
+    first = asyncio.create_task(lab.manager.load(LoadSpec(model="one")))
+    await until(lambda: lab.engine.specs)
+    with pytest.raises(ModelBusyError, match="one is being loaded; try again when that is done"):
+        await lab.manager.load(LoadSpec(model="two"))
+    waits = asyncio.create_task(lab.manager.load(LoadSpec(model="two"), if_busy="wait"))
+    await asyncio.sleep(0.05)
+    assert lab.manager.snapshot.change is not None
+    assert lab.manager.snapshot.change.model == "one"
+    replaces = asyncio.create_task(lab.manager.load(LoadSpec(model="embedder"), if_busy="replace"))
+    with pytest.raises(NotLoadedError, match="the load of one was cancelled: embedder is loaded instead"):
+        await first
+    lab.engine.go_on.set()
+    # The load that waited was cancelled, too, since another model replaces it.
+    with pytest.raises(NotLoadedError, match="the load of two was cancelled"):
+        await waits
+    assert (await replaces).model == "embedder"
+
+
+async def test_an_unload_cancels_a_load(lab: Lab) -> None:
+    await lab.manager.load(LoadSpec(model="one"))
+    lab.engine.go_on.clear()
+    load = asyncio.create_task(lab.manager.load(LoadSpec(model="two")))
+    await until(lambda: len(lab.engine.specs) == 2)
+    await lab.manager.unload()
+    with pytest.raises(NotLoadedError, match="the load of two was cancelled: the model is unloaded"):
+        await load
+    assert lab.manager.snapshot.state == "empty"
+    assert lab.stages[-1][1] == "failed"
+
+
+async def test_after_a_failed_load_the_previous_model_is_loaded_again(lab: Lab) -> None:
+    await lab.manager.load(LoadSpec(model="one"))
+    lab.engine.failures["two"] = UnusableModelError("two is broken", param="model")
+    with pytest.raises(UnusableModelError, match="two is broken; the previous model one is loaded again") as failed:
+        await lab.manager.load(LoadSpec(model="two"))
+    assert failed.value.param == "model"
+    lab.engine.failures["one"] = UnusableModelError("one is broken, too")
+    with pytest.raises(UnusableModelError, match="one could not be loaded again either: one is broken, too"):
+        await lab.manager.load(LoadSpec(model="two"))
+    assert lab.manager.snapshot.state == "empty"
+
+
+async def test_a_load_that_an_engine_performs_cannot_be_cancelled_by_name(lab: Lab) -> None:
+    lab.engine.go_on.clear()
+    load = asyncio.create_task(lab.manager.load(LoadSpec(model="one")))
+    await until(lambda: lab.engine.specs)
+    with pytest.raises(ModelBusyError, match="one is already being loaded into memory"):
+        await lab.manager.cancel_load("one")
+    with pytest.raises(InvalidRequestError, match="two is not being loaded; there is nothing to cancel"):
+        await lab.manager.cancel_load("two")
+    lab.engine.go_on.set()
+    await load
+
+
+async def test_a_load_can_be_cancelled_while_its_files_are_searched(lab: Lab, monkeypatch: pytest.MonkeyPatch) -> None:
+    searching, go_on = threading.Event(), threading.Event()
+
+    def resolve(name: str, **_: Any) -> ModelEntry:
+        searching.set()
+        go_on.wait(WAIT_S)
+        return ONE
+
+    monkeypatch.setattr(lab.manager._finder._catalog, "resolve", resolve)
+    load = asyncio.create_task(lab.manager.load(LoadSpec(model="one")))
+    await asyncio.to_thread(searching.wait, WAIT_S)
+    await lab.manager.cancel_load("one")
+    with pytest.raises(NotLoadedError, match="the load of one was cancelled"):
+        await load
+    go_on.set()
+    assert lab.engine.specs == []
+    assert lab.stages == [("one", "failed")]
+
+
+async def test_stopping_ends_loads_and_a_started_manager_loads_again(lab: Lab) -> None:
+    lab.engine.go_on.clear()
+    load = asyncio.create_task(lab.manager.load(LoadSpec(model="one")))
+    await until(lambda: lab.engine.specs)
+    await asyncio.to_thread(lab.manager.stop)
+    with pytest.raises(EngineDeadError, match="the engine was stopped"):
+        await load
+    with pytest.raises(EngineDeadError, match="the engine was stopped"):
+        await lab.manager.load(LoadSpec(model="one"))
+    lab.engine.go_on.set()
+    lab.manager.start()
+    await lab.manager.load(LoadSpec(model="one"))
+    assert await answer(lab) == "one"
+
+
+async def test_all_loads_are_cancelled_when_the_server_stops(lab: Lab) -> None:
+    lab.engine.go_on.clear()
+    load = asyncio.create_task(lab.manager.load(LoadSpec(model="one")))
+    await until(lambda: lab.engine.specs)
+    await lab.manager.cancel_loads()
+    with pytest.raises(NotLoadedError, match="the load of one was cancelled: the server stops"):
+        await load
+    lab.engine.go_on.set()
+
+
+# The state of a load or unload
+
+
+async def test_the_state_of_an_unload_can_be_read_and_its_wait_can_be_ended() -> None:
+    async with running(replace(SETTINGS, drain_s=600)) as lab:
+        await lab.manager.load(LoadSpec(model="one"))
+        assert lab.manager.snapshot.change is None
+        stream = await lab.manager.submit(request(tokens=8000))
+        await anext(stream)
+        unload = asyncio.create_task(lab.manager.unload())
+        await until(lambda: lab.manager.snapshot.change is not None and lab.manager.snapshot.change.stage == "draining")
+        change = lab.manager.snapshot.change
+        assert change is not None
+        assert (change.kind, change.model, change.requests_left) == ("unload", "one", 1)
+        assert change.drain_until is not None
+        assert 590 < change.drain_until - change.since < 610
+        await lab.manager.end_drain()
+        with pytest.raises(NotLoadedError, match="the model was unloaded before this request ended"):
+            async for _ in stream:
+                pass
+        assert await unload > 0
+        assert lab.manager.snapshot.change is None
+
+
+async def test_the_state_of_a_load_can_be_read(lab: Lab) -> None:
+    lab.engine.go_on.clear()
+    load = asyncio.create_task(lab.manager.load(LoadSpec(model="one")))
+    await until(lambda: lab.engine.specs)
+    snapshot = lab.manager.snapshot
+    assert snapshot.state == "loading"
+    assert snapshot.change is not None
+    assert (snapshot.change.kind, snapshot.change.model, snapshot.change.stage) == ("load", "one", "loading")
+    lab.engine.go_on.set()
+    await load
+    assert (lab.manager.snapshot.state, lab.manager.snapshot.change) == ("ready", None)
+
+
+# Idle models
+
+
+async def test_an_idle_model_is_unloaded_and_this_is_reported() -> None:
+    async with running(replace(SETTINGS, idle_unload_s=0.05)) as lab:
+        await lab.manager.load(LoadSpec(model="one"))
+        await until(lambda: ("one", "unloaded") in lab.stages)
+        assert lab.progress[-1].message == "idle for 0.05 s"
+        assert lab.manager.snapshot.idle_model == "one"
+        with pytest.raises(NotLoadedError, match="one was unloaded because it was idle; load one first"):
+            await answer(lab)
+
+
+async def test_each_request_starts_the_idle_time_again() -> None:
+    async with running(replace(SETTINGS, idle_unload_s=600)) as lab:
+        await lab.manager.load(LoadSpec(model="one"))
+        before = lab.control._idle_timer
+        assert before is not None
+        await asyncio.sleep(0.01)
+        await answer(lab)
+        await until(lambda: lab.control._idle_timer is not None and lab.control._idle_timer.when() > before.when())
+
+
+async def test_in_swap_mode_a_request_loads_an_idle_model_again() -> None:
+    async with running(replace(SETTINGS, idle_unload_s=0.05, swap=True)) as lab:
+        await lab.manager.load(LoadSpec(model="one"))
+        await until(lambda: ("one", "unloaded") in lab.stages)
+        assert await answer(lab) == "one"
+
+
+# The model that answers
+
+
+async def test_a_request_for_a_loaded_model_does_not_use_the_control_loop(monkeypatch: pytest.MonkeyPatch) -> None:
+    async with running(replace(SETTINGS, swap=True)) as lab:
+        await lab.manager.load(LoadSpec(model="one"))
+        with monkeypatch.context() as patched:
+            patched.setattr(lab.manager, "_run", None)
+            assert await answer(lab) == "one"
+            assert await answer(lab, "one") == "one"
+
+
+async def test_the_path_of_a_loaded_model_is_a_name_on_this_machine_only(lab: Lab) -> None:
+    await lab.manager.load_entry(replace(ONE, path=Path("/models/one")))
+    assert await answer(lab, "/models/one") == "one"
+    with pytest.raises(ModelNotFoundError, match="by id, not by path"):
+        await lab.manager.submit_all(request("/models/one"), local=False)
+
+
+async def test_a_model_on_disk_that_is_not_loaded_is_refused_with_the_next_step(lab: Lab) -> None:
+    await lab.manager.load(LoadSpec(model="one"))
+    with pytest.raises(OtherModelLoadedError, match=r"two is not loaded, one is; load one first.*--swap"):
+        await lab.manager.submit(request("two"))
+    with pytest.raises(ModelNotFoundError, match=r"no model here has the id 'three'.*: one is loaded"):
+        await lab.manager.submit(request("three"))
+    with pytest.raises(InvalidRequestError, match="embedder is an embedding model; this needs a chat model"):
+        await lab.manager.submit(request("embedder"))
+
+
+async def test_texts_without_an_embedding_model_are_refused_with_the_models_on_disk(lab: Lab) -> None:
+    await lab.manager.load(LoadSpec(model="one"))
+    with pytest.raises(NotLoadedError, match=r"one is a chat model, and no embedding model is in memory.*: embedder"):
+        await lab.manager.embed(EmbeddingRequest(inputs=("text",)))
+    with pytest.raises(InvalidRequestError, match="one is a chat model; this needs an embedding model"):
+        await lab.manager.embed(EmbeddingRequest(inputs=("text",), model="one"))
+    with pytest.raises(NotLoadedError, match=r"no reranker or embedding model is in memory.*: embedder"):
+        await lab.manager.rerank(RerankRequest(query="a", documents=("b",)))
+
+
+async def test_in_swap_mode_requests_load_their_models() -> None:
+    async with running(replace(SETTINGS, swap=True)) as lab:
+        assert [await answer(lab, name) for name in ("one", "two", "one")] == ["one", "two", "one"]
+        vectors = (await lab.manager.embed(EmbeddingRequest(inputs=("text",), model="embedder"))).vectors
+        assert len(vectors) == 1
+        assert [model for model, stage in lab.stages if stage == "load"] == ["one", "two", "one", "embedder"]
+        with pytest.raises(ModelNotFoundError, match="'three'"):
+            await answer(lab, "three")
+        assert lab.manager.snapshot.model == "embedder"
+
+
+async def test_in_swap_mode_requests_for_the_same_model_load_it_once() -> None:
+    async with running(replace(SETTINGS, swap=True)) as lab:
+        await lab.manager.load(LoadSpec(model="one"))
+        found = await asyncio.gather(*(answer(lab, name) for name in ("two", "two", "one", "two")))
+        assert found == ["two", "two", "one", "two"]
+        assert len(lab.engine.specs) <= 3
+
+
+async def test_in_swap_mode_the_time_limit_of_a_request_includes_the_load() -> None:
+    async with running(replace(SETTINGS, swap=True)) as lab:
+        lab.engine.go_on.clear()
+        with pytest.raises(GenerationTimeoutError, match=r"the model was not loaded within 0\.05 s"):
+            await lab.manager.submit(replace(request("one"), timeout_s=0.05))
+        lab.engine.go_on.set()
+        # The load continues, as that of any other caller.
+        await until(lambda: lab.manager.snapshot.model == "one")
+        assert await answer(lab, "two") == "two"
+
+
+async def test_a_cancelled_request_in_swap_mode_leaves_its_turn_to_the_next_one() -> None:
+    async with running(replace(SETTINGS, swap=True)) as lab:
+        await lab.manager.load(LoadSpec(model="one"))
+        lab.engine.go_on.clear()
+        cancelled = asyncio.create_task(answer(lab, "two"))
+        await until(lambda: len(lab.engine.specs) == 2)
+        cancelled.cancel()
+        waits = asyncio.create_task(answer(lab, "one"))
+        lab.engine.go_on.set()
+        assert await waits == "one"
+        await until(lambda: not lab.control.swaps)
+
+
+# The queue
+
+
+async def test_the_queue_limit_holds_for_all_event_loops_together(lab: Lab) -> None:
+    await lab.manager.load(LoadSpec(model="one"))
+    streams = [await lab.manager.submit(request(tokens=8000)) for _ in range(2)]
+
+    async def submit_two() -> str:
+        others = [await lab.manager.submit(request(tokens=8000)) for _ in range(2)]
+        with pytest.raises(QueueFullError, match="4 requests for one run or wait; 4 may") as refused:
+            await lab.manager.submit(request())
+        for stream in others:
+            await stream.aclose()
+        return refused.value.code
+
+    assert await on_another_loop(submit_two()) == "queue-full"
+    for stream in streams:
+        await stream.aclose()
+    await until(lambda: lab.manager.residents.main.admission.active == 0)  # type: ignore[union-attr]
+    assert await answer(lab) == "one"
+
+
+async def test_a_patient_request_waits_for_room_in_the_queue(lab: Lab) -> None:
+    await lab.manager.load(LoadSpec(model="one"))
+    streams = [await lab.manager.submit(request(tokens=8000)) for _ in range(4)]
+    patient = asyncio.create_task(lab.manager.submit_all(request(), patient=True))
+    await asyncio.sleep(0.02)
+    assert not patient.done()
+    for stream in streams:
+        await stream.aclose()
+    (stream,) = await asyncio.wait_for(patient, WAIT_S)
+    await stream.aclose()

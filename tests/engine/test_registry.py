@@ -1,0 +1,42 @@
+"""Which engine runs a model, and what a caller that chooses another one is told."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from lmx_lab.engine.registry import choose_engine
+from lmx_lab.errors import UnusableModelError
+from lmx_lab.values.models import ECHO, LoadSpec, ModelEntry
+from tests.server.conftest import ENTRY
+
+GGUF = replace(ENTRY, id="org/name:Q4_K_M", path=Path("/models/name-q4_k_m.gguf"), format="gguf")
+
+
+@pytest.mark.parametrize(
+    ("entry", "engine"),
+    [(ENTRY, "auto"), (ENTRY, "mlx"), (GGUF, "auto"), (GGUF, "llama.cpp"), (ECHO, "auto")],
+)
+def test_the_engine_of_the_format_is_accepted_by_name(entry: ModelEntry, engine: Any) -> None:
+    choose_engine(entry, LoadSpec(model=entry.id, engine=engine))
+
+
+@pytest.mark.parametrize(
+    ("entry", "engine", "message"),
+    [
+        (GGUF, "mlx", "has the format gguf, which runs on llama.cpp and not on mlx; leave out engine, or convert"),
+        (ENTRY, "llama.cpp", "has the format mlx, which runs on mlx and not on llama.cpp; leave out engine, or load"),
+        (ECHO, "mlx", "has the format echo, which runs on echo and not on mlx; leave out engine, or load another"),
+    ],
+)
+def test_the_engine_of_another_format_is_refused_with_both_names_and_the_next_step(
+    entry: ModelEntry, engine: Any, message: str
+) -> None:
+    with pytest.raises(UnusableModelError, match=f"{entry.id} {message}") as refused:
+        choose_engine(entry, LoadSpec(model=entry.id, engine=engine))
+    assert (refused.value.code, refused.value.param) == ("invalid-request", "engine")
+    if entry is GGUF:
+        assert refused.value.message.endswith("lmx-lab pull org/name:Q4_K_M --mlx")

@@ -1,0 +1,111 @@
+"""The order of turns in swap mode: all requests for a model are served together, and no request waits for ever."""
+
+from __future__ import annotations
+
+from hypothesis import given
+from hypothesis import strategies as st
+
+from lmx_lab.engine.swap_order import SHARE_S, SwapOrder, Ticket
+
+SHARE = 4
+
+
+def waiting_for(*models: str | None, now: float = 0.0) -> SwapOrder:
+    order = SwapOrder(share=SHARE)
+    add(order, *models, now=now)
+    return order
+
+
+def add(order: SwapOrder, *models: str | None, now: float = 0.0) -> list[Ticket]:
+    tickets = [order.ticket(model, now) for model in models]
+    for ticket in tickets:
+        order.add(ticket)
+    return tickets
+
+
+def take_all(order: SwapOrder, loaded: str | None, *, now: float = 0.0) -> list[str | None]:
+    """The models of the tickets in the order of their turns, if no other ticket is added."""
+    taken = []
+    while (ticket := order.take(loaded, now=now, busy=False)) is not None:
+        loaded = ticket.model or loaded
+        taken.append(ticket.model)
+    return taken
+
+
+def test_all_requests_that_wait_for_a_model_are_served_together() -> None:
+    assert take_all(waiting_for("a", "b", "a", "b", "a"), "a") == ["a", "a", "a", "b", "b"]
+
+
+def test_a_request_for_any_model_takes_the_loaded_one() -> None:
+    assert take_all(waiting_for("b", None, "a"), "a") == [None, "a", "b"]
+
+
+def test_the_longest_waiting_request_decides_which_model_is_next() -> None:
+    assert take_all(waiting_for("c", "b", "c", "b"), "a") == ["c", "c", "b", "b"]
+
+
+def test_within_a_model_the_order_is_that_of_arrival() -> None:
+    order = SwapOrder(share=SHARE)
+    first, second = order.ticket("a", 0.0), order.ticket("a", 0.0)
+    order.add(second)
+    order.add(first)
+    assert order.take("a", now=0.0, busy=False) is first
+    assert order.take("a", now=0.0, busy=False) is second
+
+
+def test_a_later_request_for_the_loaded_model_goes_first_for_a_while() -> None:
+    order = waiting_for("b")
+    add(order, "a", now=SHARE_S / 2)
+    assert take_all(order, "a", now=SHARE_S / 2) == ["a", "b"]
+
+
+def test_a_later_request_does_not_pass_one_that_has_waited_long() -> None:
+    order = waiting_for("b")
+    assert order.take("a", now=0.0, busy=True) is None
+    add(order, "a", now=SHARE_S)
+    assert take_all(order, "a", now=SHARE_S) == ["b", "a"]
+
+
+def test_only_a_limited_number_of_later_requests_goes_first() -> None:
+    order = waiting_for("b")
+    assert order.take("a", now=0.0, busy=True) is None
+    add(order, *["a"] * (SHARE + 1))
+    assert take_all(order, "a") == ["a"] * SHARE + ["b", "a"]
+
+
+def test_requests_that_waited_when_the_turn_began_are_served_in_it_however_long_others_wait() -> None:
+    order = waiting_for("c", *["b"] * (SHARE + 3))
+    assert order.take("b", now=SHARE_S * 5, busy=False) is not None
+    assert take_all(order, "b", now=SHARE_S * 5) == ["b"] * (SHARE + 2) + ["c"]
+
+
+def test_a_busy_model_keeps_its_turn_until_the_share_has_ended() -> None:
+    order = waiting_for("b")
+    assert order.take("a", now=SHARE_S - 0.1, busy=True) is None
+    assert order.share_ends_s() == SHARE_S
+    ticket = order.take("a", now=SHARE_S, busy=True)
+    assert ticket is not None
+    assert (ticket.model, len(order)) == ("b", 0)
+    assert order.share_ends_s() is None
+
+
+def test_a_discarded_ticket_has_no_turn() -> None:
+    order = SwapOrder(share=SHARE)
+    first, _ = add(order, "a", "a")
+    order.discard(first)
+    order.discard(first)
+    assert take_all(order, "a") == ["a"]
+
+
+@given(st.lists(st.lists(st.sampled_from(["a", "b", "c"]), max_size=6), max_size=12))
+def test_no_ticket_starves_and_none_is_lost(arrivals: list[list[str]]) -> None:
+    """While tickets are added and taken, at most the share passes each ticket in a turn, and all have their turn."""
+    order, loaded, taken = SwapOrder(share=SHARE), "a", 0
+    for models in arrivals:
+        add(order, *models)
+        ticket = order.take(loaded, now=0.0, busy=False)
+        if ticket is not None:
+            assert ticket.model is not None
+            loaded, taken = ticket.model, taken + 1
+            assert ticket.passed <= SHARE
+    assert taken + len(take_all(order, loaded)) == sum(map(len, arrivals))
