@@ -261,13 +261,14 @@ def slow(swapping: lmx_lab.Lab, monkeypatch: pytest.MonkeyPatch) -> threading.Ev
 
 
 def delay_loads(lab: lmx_lab.Lab, monkeypatch: pytest.MonkeyPatch) -> threading.Event:
-    load, resume = lab.engine.load, threading.Event()
+    engine, resume = lab.engine.engine("mlx"), threading.Event()
+    load = engine.load
 
-    async def slow_load(entry: ModelEntry, **options: Any) -> LoadReport:
+    async def slow_load(entry: ModelEntry, spec: LoadSpec) -> LoadReport:
         await asyncio.to_thread(resume.wait, WAIT_S)
-        return await load(entry, **options)
+        return await load(entry, spec)
 
-    monkeypatch.setattr(lab.engine, "load", slow_load)
+    monkeypatch.setattr(engine, "load", slow_load)
     return resume
 
 
@@ -405,5 +406,5 @@ async def test_a_stopped_lab_loads_nothing(swapping: lmx_lab.Lab) -> None:
 async def test_without_swap_the_error_says_what_to_load(swap_home: Path) -> None:
     async with lmx_lab.Lab(Settings(home=swap_home, port=0), loop="kernel") as lab:
         await make_idle(lab, "tiny")
-        with pytest.raises(NotLoadedError, match="tiny was unloaded after a time without use"):
+        with pytest.raises(NotLoadedError, match="tiny was unloaded because it was idle"):
             while_blocked(lab, short_answer(lab))

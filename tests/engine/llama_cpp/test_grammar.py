@@ -54,7 +54,7 @@ async def checker(tiny_gguf: Path, server: Server) -> AsyncIterator[GrammarCheck
     trials = GrammarSandbox()
     with ThreadPoolExecutor(1) as compiling:
         yield GrammarChecker(read_token_table(read_header(tiny_gguf, arrays=True)), trials, compiling, server)
-    trials.end()
+    trials.close()
 
 
 def of(kind: Any, text: str) -> str:

@@ -10,30 +10,30 @@ from tests.gguf_templates import NO_SYSTEM, THINKS_FIRST, TOOLS
 
 def test_the_markers_of_reasoning_are_read_from_the_template() -> None:
     found = detect_chat_format(THINKS_FIRST, {"supports_tools": False}, {"<think>": (3,), "</think>": (4,)})
-    assert (found.thoughts, found.takes_tools, found.headed) == (("<think>", "</think>"), False, False)
+    assert (found.reasoning_markers, found.supports_tools, found.has_headers) == (("<think>", "</think>"), False, False)
     assert (found.markers["<think>"], found.markers["</think>"]) == ((3,), (4,))
-    assert found.thinking("assistant\n<think>\n") == "open"
+    assert found.reasoning_state("assistant\n<think>\n") == "open"
     # A marker that is not one token is found as text.
     assert found.markers["<tool_call>"] == ("<tool_call>",)
 
 
-@pytest.mark.parametrize(("template", "thoughts"), [("", None), (TOOLS, ("<think>", "</think>")), (NO_SYSTEM, None)])
-def test_not_every_template_has_reasoning(template: str, thoughts: tuple[str, str] | None) -> None:
-    assert detect_chat_format(template, {}, {}).thoughts == thoughts
+@pytest.mark.parametrize(("template", "markers"), [("", None), (TOOLS, ("<think>", "</think>")), (NO_SYSTEM, None)])
+def test_not_every_template_has_reasoning(template: str, markers: tuple[str, str] | None) -> None:
+    assert detect_chat_format(template, {}, {}).reasoning_markers == markers
 
 
 def test_the_capabilities_of_a_template_come_from_llama_cpp() -> None:
-    assert detect_chat_format(TOOLS, {"supports_tools": True}, {}).takes_tools
-    assert not detect_chat_format(TOOLS, {}, {}).takes_tools
-    assert not detect_chat_format(NO_SYSTEM, {"supports_system_role": False}, {}).takes_system
-    assert detect_chat_format(NO_SYSTEM, {}, {}).takes_system
+    assert detect_chat_format(TOOLS, {"supports_tools": True}, {}).supports_tools
+    assert not detect_chat_format(TOOLS, {}, {}).supports_tools
+    assert not detect_chat_format(NO_SYSTEM, {"supports_system_role": False}, {}).supports_system
+    assert detect_chat_format(NO_SYSTEM, {}, {}).supports_system
 
 
 def test_templates_with_headers_are_recognized_by_their_markers() -> None:
     harmony = detect_chat_format("<|channel|> <|message|> <|call|>", {"supports_tools": True}, {})
-    assert harmony.headed
-    assert harmony.thoughts is None
-    assert not detect_chat_format("<|message|> alone", {}, {}).headed
+    assert harmony.has_headers
+    assert harmony.reasoning_markers is None
+    assert not detect_chat_format("<|message|> alone", {}, {}).has_headers
 
 
 def test_each_marker_is_looked_up_once() -> None:

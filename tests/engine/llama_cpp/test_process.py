@@ -161,7 +161,9 @@ async def test_nothing_is_left_of_a_process_after_its_model_was_unloaded(long_gg
 async def test_a_failed_load_leaves_no_process(manager: ModelManager, tiny_gguf: Path, tmp_path: Path) -> None:
     with pytest.raises(UnusableModelError):
         await manager.load_entry(entry_of(unknown_architecture(tiny_gguf, tmp_path)))
-    children = [child.pid for child in psutil.Process().children() if "worker.py" in " ".join(child.cmdline())]
+    children = [
+        child.pid for child in psutil.Process().children() if "llama_cpp/worker.py" in " ".join(child.cmdline())
+    ]
     assert children == [process_of(manager)._process.pid]
 
 
