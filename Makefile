@@ -77,7 +77,7 @@ check: setup
 	$(BIN)/mypy
 	$(BIN)/mypy install.py
 	$(BIN)/codespell $(TEXTS)
-	$(BIN)/python -m pytest -q tests/test_architecture.py
+	$(BIN)/python -m pytest -q tests/test_architecture.py tests/test_language.py
 
 parity: $(PARITY_STAMP)
 	$(PARITY)/bin/python -m pytest tests/parity
