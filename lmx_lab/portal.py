@@ -307,7 +307,7 @@ def _wait_for(future: concurrent.futures.Future[Any], timeout_s: float | None) -
             return bool(done)
 
 
-class RunningServer(Protocol):
+class StartedServer(Protocol):
     """A server in this process that was started."""
 
     @property
@@ -318,11 +318,11 @@ class RunningServer(Protocol):
     def running(self) -> bool: ...
 
 
-_SERVERS: weakref.WeakSet[RunningServer] = weakref.WeakSet()
+_SERVERS: weakref.WeakSet[StartedServer] = weakref.WeakSet()
 _SERVERS_LOCK = threading.Lock()
 
 
-def note_serving(server: RunningServer) -> None:
+def note_serving(server: StartedServer) -> None:
     """Register a server as long as it is referenced elsewhere. Can be called from any thread."""
     with _SERVERS_LOCK:
         _SERVERS.add(server)

@@ -7,8 +7,8 @@ script and calls it for each request. A worker script defines:
 - ``CPU_S``: the CPU seconds that one request may take;
 - ``handle(request: bytes) -> bytes``.
 
-This file imports only the standard library, and worker scripts import nothing of the package. The process therefore
-starts quickly, and code that breaks out of a sandbox finds nothing of the package in its process.
+This file imports only the standard library, and worker scripts import no module of this package. The process therefore
+starts quickly, and code that breaks out of a sandbox finds no part of the package in its process.
 """
 
 from __future__ import annotations

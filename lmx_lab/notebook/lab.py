@@ -111,7 +111,7 @@ class Lab:
             sock: A listening socket for a server of this process, instead of a new one.
 
         Raises:
-            HostingError, PortTakenError: the server could not start; nothing of it is left.
+            HostingError, PortTakenError: the server could not start; all that had been started was stopped.
             LabError: the server does not answer, or does not accept the key.
         """
         if sock is None:

@@ -62,7 +62,7 @@ def launch(
     Raises:
         PortTakenError: the given port is in use; a running lab keeps running.
         DaemonRunningError: another process runs a daemon in this home; the server is running, see ``current()``.
-        HostingError: the server could not start; nothing of it is left.
+        HostingError: the server could not start; all that had been started was stopped.
         InvalidRequestError: an argument is not a setting, or has a wrong type.
         LabError: the model, or the ``embedder`` or ``reranker`` of the settings, could not be loaded; the server is
             running, see ``current()``.

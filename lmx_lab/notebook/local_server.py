@@ -82,7 +82,7 @@ class LocalServer(LabServer):
             sock: A listening socket, instead of a new one.
 
         Raises:
-            HostingError, PortTakenError: the server could not start; nothing of it is left.
+            HostingError, PortTakenError: the server could not start; all that had been started was stopped.
         """
         if self._host is not None:
             return

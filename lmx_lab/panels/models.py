@@ -175,7 +175,7 @@ class ModelsPanel(Panel):
         await asyncio.shield(self._refresh_soon())
 
     async def do_load(self, fields: Mapping[str, Any]) -> dict[str, str]:
-        """Start a load; ``jobs``, ``rows`` and ``error`` show what becomes of it."""
+        """Start a load; ``jobs``, ``rows`` and ``error`` show its progress and result."""
         name = text_field(fields, "model").strip()
         self._check_free()
         self._start(ModelJob(model=name), self._load(self.workbench.backend, LoadSpec(model=name)))

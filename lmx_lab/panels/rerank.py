@@ -124,7 +124,7 @@ class RerankPanel(Panel):
     # Ranking
 
     async def do_rank(self, fields: Mapping[str, Any]) -> None:
-        """Start to rank; ``busy``, ``table`` and ``error`` show what becomes of it."""
+        """Start to rank; ``busy``, ``table`` and ``error`` show its progress and result."""
         query = text_field(fields, "query", limit=MAX_QUERY_CHARACTERS)
         text = fields.get("documents")
         documents = documents_in(text if isinstance(text, str) else "")

@@ -224,7 +224,7 @@ def _refuse_ambiguous(folder: Path) -> None:
 
 
 def read_folder(path: Path) -> Facts:
-    """Check a model folder as far as headers and file sizes allow, and read what it says about the model.
+    """Check a model folder as far as headers and file sizes allow, and read the facts about the model.
 
     Raises:
         UnusableModelError: ``config.json`` is missing or invalid; weights are missing or damaged; there is no

@@ -138,7 +138,7 @@ def _tool_number(part: str) -> int | None:
 
 
 def shorten_reason(reason: str) -> str:
-    """Shorten an error message of llguidance, and remove what it says about its own state."""
+    """Shorten an error message of llguidance, and remove the part about its internal state."""
     reason = reason.partition("<state>")[0].strip()
     reason = STOP_REASONS.get(reason, reason)
     if len(reason) <= MAX_REASON_CHARACTERS:

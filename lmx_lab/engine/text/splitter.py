@@ -270,7 +270,7 @@ class _Literals:
         self._in_calls = channels is not None and channels.calls is not None and channels.calls.parse is not None
 
     def get(self, token: Token, state: str) -> str:
-        """Return the text of a special token, or ``""`` if it is dropped in this state or is no special token."""
+        """Return the text of a special token, or ``""`` if it is dropped in this state or is not a special token."""
         literal = self._literals.get(token, "") if isinstance(token, int) else ""
         if not literal or (self._in_calls and state == TOOL):
             return literal
