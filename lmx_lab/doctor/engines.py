@@ -13,7 +13,7 @@ from lmx_lab.doctor.finding import Finding
 from lmx_lab.engine.llama_cpp.process import PACKAGE
 from lmx_lab.engine.measure import measure_speeds
 from lmx_lab.engine.registry import ENGINES
-from lmx_lab.engine.speeds import STARTERS, keep_speeds, kept_speeds, since, versions
+from lmx_lab.engine.speeds import STARTERS, age_in_words, read_speeds, store_speeds, versions
 from lmx_lab.errors import LabError
 from lmx_lab.settings import Settings
 from lmx_lab.weights import Catalog
@@ -80,7 +80,7 @@ def describe_import_failure(status: int, stderr: str) -> str | None:
 
 def _compare_speeds(settings: Settings, *, measure: bool) -> Finding:
     """Report which engine decodes faster, from the last measurement or from a new one."""
-    speeds = None if measure else kept_speeds(settings)
+    speeds = None if measure else read_speeds(settings)
     if speeds is None:
         entries = {entry.id: entry for entry in Catalog(settings).scan()}
         if missing := [name for name in STARTERS.values() if name not in entries]:
@@ -93,8 +93,8 @@ def _compare_speeds(settings: Settings, *, measure: bool) -> Finding:
         except LabError as exc:
             return _unmeasured(str(exc))
         with contextlib.suppress(OSError):  # The check of the disk reports a folder that is not writable.
-            keep_speeds(settings, speeds)
-    found = f"on this machine, {speeds} (measured {since(speeds.measured_at)}"
+            store_speeds(settings, speeds)
+    found = f"on this machine, {speeds} (measured {age_in_words(speeds.measured_at)}"
     if speeds.disturbed:
         return Finding(topic="engines", verdict="note", found=f"{found})")
     return Finding(topic="engines", verdict="fine", found=f"{found}; to measure again: {MEASURE})")

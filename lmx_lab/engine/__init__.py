@@ -1,4 +1,4 @@
-"""Tokens in, tokens out, on MLX and llama.cpp. Knows neither HTTP nor sessions."""
+"""Run language models on MLX and llama.cpp: load them, and compute requests. Contains neither HTTP nor sessions."""
 
 from lmx_lab.engine.manager import ModelManager
 from lmx_lab.engine.requests import (

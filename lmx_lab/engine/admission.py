@@ -1,8 +1,8 @@
 """Count the requests of one loaded model from acceptance to their end, and refuse those beyond its limit.
 
-A request holds a permit. The engine checks it when it queues the request, and releases it when the request has ended.
-So there is one count of queued and running requests for all engines, and an unload can wait for their end without the
-engine.
+Each request holds a permit. The engine checks the permit when it queues the request, and releases it when the request
+has ended. All engines therefore count queued and running requests in the same way, and an unload can wait for the end
+of the requests without asking the engine.
 """
 
 from __future__ import annotations
@@ -19,14 +19,14 @@ LOAD_FIRST = "load one first: POST /admin/models/load, lab.load(...) or lmx-lab 
 
 
 class Permit:
-    """The right of one request to be queued and computed."""
+    """Permission for one request to be queued and computed."""
 
     def __init__(self, admission: AdmissionControl) -> None:
         self.admission = admission
         self._released = False
 
     def check(self) -> None:
-        """Check, when the request is queued, that its model still takes it.
+        """Check that the model still accepts this request. Called when the request is queued.
 
         Raises:
             NotLoadedError: the model is being unloaded, and requests that wait are not served first.
@@ -35,14 +35,14 @@ class Permit:
             raise error
 
     def release(self) -> None:
-        """The request has ended. Idempotent; may be called from any thread."""
+        """Record that the request has ended. Idempotent; may be called from any thread."""
         if not self._released:
             self._released = True
             self.admission._release()
 
 
 class AdmissionControl:
-    """Thread-safe; one instance for each model in memory.
+    """Counts the requests of one model in memory, and refuses those beyond the limit. Thread-safe.
 
     Args:
         model: Id of the model, for messages.
@@ -54,11 +54,11 @@ class AdmissionControl:
         self.model = model
         self.limit = limit
         self.active = 0
-        """Requests that were accepted and have not ended."""
+        """Number of requests that were accepted and have not ended."""
         self.used_at = time.perf_counter()
-        """When a request was last accepted or ended."""
+        """Time at which a request was last accepted or ended (``time.perf_counter``)."""
         self.queueing_error: LabError | None = None
-        """Error of requests that were accepted and not yet queued; None while they may be queued."""
+        """Error for requests that were accepted but not queued yet; None while they may be queued."""
         self._on_idle = on_idle
         # Reentrant: a request that is garbage-collected while this thread holds the lock releases its permit.
         self._lock = threading.RLock()
@@ -67,14 +67,14 @@ class AdmissionControl:
 
     @property
     def closed(self) -> bool:
-        """Whether the model takes no requests any more."""
+        """Whether new requests are refused."""
         return self._closed
 
     def admit(self, count: int, *, retry_after_s: float) -> list[Permit]:
-        """Accept a request for ``count`` answers: all of them or none.
+        """Accept a request for ``count`` answers, all or none; return one permit for each answer.
 
         Args:
-            retry_after_s: Estimated time until there is room, for the error.
+            retry_after_s: Estimated time until the queue has room, for the error.
 
         Raises:
             NotLoadedError: the model is being unloaded.
@@ -85,8 +85,8 @@ class AdmissionControl:
                 raise NotLoadedError(f"{self.model} is being unloaded; {LOAD_FIRST}")
             if self.active + count > self.limit:
                 raise QueueFullError(
-                    f"{self.active} requests for {self.model} run or wait; {self.limit} may (slots and queue_limit); "
-                    f"try again in {retry_after_s:.0f} s",
+                    f"{self.active} requests for {self.model} are running or queued, and the limit is {self.limit} "
+                    f"(slots and queue_limit); try again in {retry_after_s:.0f} s",
                     retry_after_s=retry_after_s,
                 )
             self.active += count
@@ -94,16 +94,16 @@ class AdmissionControl:
         return [Permit(self) for _ in range(count)]
 
     def close(self, error: LabError | None) -> None:
-        """Take no more requests, until ``reopen``.
+        """Refuse new requests until ``reopen`` is called.
 
         Args:
-            error: What requests get that were accepted and are not yet queued; None lets them be queued.
+            error: Error for requests that were accepted but not queued yet; None lets them be queued.
         """
         self.queueing_error = error
         self._closed = True
 
     def reopen(self) -> None:
-        """Take requests again."""
+        """Accept requests again."""
         self._closed = False
         self.queueing_error = None
 
@@ -118,7 +118,7 @@ class AdmissionControl:
             await asyncio.wrap_future(change)
 
     def _next_change(self, *, at_most: int) -> Future[None] | None:
-        """Return a future of the next end of a request; None if there are no more requests than ``at_most``."""
+        """Return a future that completes when the next request ends; None if only ``at_most`` requests are active."""
         with self._lock:
             if self.active <= max(0, at_most):
                 return None

@@ -1,4 +1,4 @@
-"""Memory and CPUs that this process may use, as limited by control groups, JupyterHub and environment variables.
+"""Read how much memory and how many CPUs this process may use, by control groups, JupyterHub and the environment.
 
 psutil and MLX report the whole machine. In a container of 2 GB, a process that relies on that is killed by the kernel
 without a message. Control groups are nested and each of them may set a limit, so all visible ones are read.
@@ -41,7 +41,7 @@ MEMORY_FILES = (
 def memory_limit_bytes(
     environ: Mapping[str, str], cgroups: Path = CGROUPS, membership: Path = MEMBERSHIP
 ) -> int | None:
-    """The memory limit for all processes of the container together; ``None`` if there is no limit."""
+    """Return the memory limit for all processes of the container together; ``None`` if there is no limit."""
     limits = [limit for _, _, limit in _memory_limits(cgroups, membership)]
     if (hub_limit := _hub_limit(environ, HUB_MEMORY)) is not None:
         limits.append(int(hub_limit))
@@ -49,7 +49,7 @@ def memory_limit_bytes(
 
 
 def free_bytes(cgroups: Path = CGROUPS, membership: Path = MEMBERSHIP) -> int | None:
-    """The memory that is still available within the control groups; ``None`` if none of them has a limit."""
+    """Return the memory that is available within the control groups; ``None`` if none of them has a limit."""
     free = []
     for folder, files, limit in _memory_limits(cgroups, membership):
         used, stat = _integers(folder / files.used), _text(folder / "memory.stat").split()
@@ -61,7 +61,7 @@ def free_bytes(cgroups: Path = CGROUPS, membership: Path = MEMBERSHIP) -> int | 
 
 
 def cpu_limit(environ: Mapping[str, str], cgroups: Path = CGROUPS, membership: Path = MEMBERSHIP) -> int | None:
-    """The number of CPUs that the container may use, rounded up; ``None`` if there is no limit."""
+    """Return the number of CPUs that the container may use, rounded up; ``None`` if there is no limit."""
     limits = []
     for folder in _groups("cpu", cgroups, membership):
         for files in (("cpu.max",), ("cpu.cfs_quota_us", "cpu.cfs_period_us")):
@@ -74,7 +74,9 @@ def cpu_limit(environ: Mapping[str, str], cgroups: Path = CGROUPS, membership: P
 
 
 def default_threads(environ: Mapping[str, str], cgroups: Path = CGROUPS, membership: Path = MEMBERSHIP) -> int:
-    """The number of threads to compute with: from the environment, else the physical cores this process may use."""
+    """Return the number of threads to compute with: from the environment, else the physical cores that this process may
+    use.
+    """
     if (chosen := threads_from_environment(environ)) is not None:
         return chosen
     cores = psutil.cpu_count(logical=False) or os.cpu_count() or 1
@@ -84,7 +86,7 @@ def default_threads(environ: Mapping[str, str], cgroups: Path = CGROUPS, members
 
 
 def threads_from_environment(environ: Mapping[str, str]) -> int | None:
-    """The number of threads in ``OPENBLAS_NUM_THREADS`` or ``OMP_NUM_THREADS``; ``None`` if neither is set."""
+    """Return the number of threads in ``OPENBLAS_NUM_THREADS`` or ``OMP_NUM_THREADS``; ``None`` if neither is set."""
     for name in THREAD_VARIABLES:
         # OMP_NUM_THREADS may be a list with a number for each nesting level.
         first = environ.get(name, "").split(",")[0].strip()
@@ -102,7 +104,7 @@ def _memory_limits(cgroups: Path, membership: Path) -> Iterator[tuple[Path, Memo
 
 
 def _groups(controller: str, cgroups: Path, membership: Path) -> Iterator[Path]:
-    """The folders that may describe this process's control groups, in either version.
+    """Yield the folders that may describe the control groups of this process, in either version.
 
     A container often sees its own group as the root, but reads a path that only exists on the host. Folders that do not
     exist are therefore no error.
@@ -120,7 +122,7 @@ def _groups(controller: str, cgroups: Path, membership: Path) -> Iterator[Path]:
 
 
 def _own_groups(membership: Path) -> Iterator[tuple[str, str]]:
-    """Controller name and path of each group of this process; the name is empty for version 2."""
+    """Yield controller name and path of each group of this process; the name is empty for version 2."""
     for line in _text(membership).splitlines():
         controllers, _, path = line.partition(":")[2].partition(":")
         for controller in controllers.split(","):

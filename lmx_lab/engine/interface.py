@@ -42,20 +42,20 @@ def _nothing() -> None:
 
 @dataclass(frozen=True, kw_only=True)
 class EngineHost:
-    """Functions of the manager for its engines. They may be called from any thread."""
+    """Functions of the manager that engines call. They may be called from any thread."""
 
     used_by_others: Callable[[], int] = lambda: 0
-    """Returns the bytes of the memory limit that other engines use."""
+    """Returns how many bytes of the memory limit other engines use."""
     lost_model: Callable[[], None] = _nothing
     """Called after a model left memory without ``unload`` or ``unpin``: it ran out of memory, or its process or thread
     ended. The snapshot and ``failure`` are up to date by then."""
 
 
 class InferenceEngine(Protocol):
-    """All methods may be called from any thread and any event loop, and several loops may use one engine.
+    """An engine. All methods may be called from any thread and any event loop, and several loops may use one engine.
 
-    Errors are ``LabError`` values. Whatever was accepted ends exactly once, with a report or an error, also when the
-    engine stops, unloads or dies; at its end the engine releases the permit of the request.
+    Errors are ``LabError`` values. Every accepted request ends exactly once, with a report or an error, even if the
+    engine stops, unloads or dies. When a request ends, the engine releases its permit.
     """
 
     @property
@@ -63,7 +63,7 @@ class InferenceEngine(Protocol):
 
     @property
     def fingerprint(self) -> str:
-        """Name and version of the library that computes, such as ``mlx-0.32.4``."""
+        """Name and version of the library that computes the model, such as ``mlx-0.32.4``."""
 
     @property
     def snapshot(self) -> EngineSnapshot:
@@ -75,7 +75,7 @@ class InferenceEngine(Protocol):
 
     @property
     def failure(self) -> LabError | None:
-        """Why the engine lost its main model without ``unload``; None if it did not."""
+        """The error because of which the engine lost its main model without ``unload``; None if it did not."""
 
     def start(self) -> None:
         """Start, or start again after the engine died. Idempotent; blocks."""
@@ -86,7 +86,7 @@ class InferenceEngine(Protocol):
     # Models
 
     def check(self, entry: ModelEntry, spec: LoadSpec) -> None:
-        """Check a model before the current one is unloaded for it. Blocks, since it may read files.
+        """Check that a model can be loaded, before the current one is unloaded. Blocks, since it may read files.
 
         Raises:
             UnusableModelError: the engine cannot run this model, or not with these options.
@@ -94,7 +94,7 @@ class InferenceEngine(Protocol):
         """
 
     async def load(self, entry: ModelEntry, spec: LoadSpec) -> LoadReport:
-        """Load the main model. The engine has none when this is called.
+        """Load the main model. Called only while the engine has no main model.
 
         Raises:
             UnusableModelError, OutOfMemoryError: the engine has no main model, and the memory is released.
@@ -104,7 +104,7 @@ class InferenceEngine(Protocol):
         """Drop the main model and return the bytes that this released; 0 if there is none."""
 
     async def pin(self, entry: ModelEntry, spec: LoadSpec) -> LoadReport:
-        """Keep an encoder in memory beside the main model, in place of the pinned one of the same kind.
+        """Load an encoder beside the main model, in place of the pinned encoder of the same kind.
 
         Raises:
             UnusableModelError, OutOfMemoryError: nothing has changed.
@@ -116,14 +116,14 @@ class InferenceEngine(Protocol):
     # Requests
 
     async def end_requests(self, admission: AdmissionControl, error: LabError, *, queued_only: bool = False) -> None:
-        """End the requests that hold permits of this admission control; with ``queued_only`` those that do not run."""
+        """End the requests that hold permits of this admission control; with ``queued_only``, only the queued ones."""
 
     async def submit_all(
         self, entry: ModelEntry, request: GenerationRequest, permits: Sequence[Permit]
     ) -> list[TokenStream]:
-        """Queue a request for as many answers as there are permits: all of them or none. Seeds differ by answer.
+        """Queue a request for one answer for each permit, all or none. Each answer has its own seed.
 
-        Closing a stream cancels its generation in any phase: queued, in its prompt, or decoding.
+        Closing a stream cancels its generation in any phase: while it is queued, computes its prompt, or decodes.
 
         Args:
             entry: The main model, which answers.
@@ -132,7 +132,7 @@ class InferenceEngine(Protocol):
             NotLoadedError: the model has been replaced, or is being unloaded.
             ContextLengthError: the prompt leaves no room in the model's context.
             InvalidRequestError: the prompt cannot be made into tokens, a token id is not in the vocabulary, or the
-                engine cannot do this (``capabilities``).
+                engine does not support the request (``capabilities``).
             OutOfMemoryError, EngineDeadError: the engine lost the model.
         """
 

@@ -1,4 +1,4 @@
-"""A load of a model, from its request to its end. Used on the control loop of ``ModelManager``."""
+"""Track a load of a model from its request to its end. Used on the control loop of ``ModelManager``."""
 
 from __future__ import annotations
 
@@ -12,26 +12,27 @@ from lmx_lab.values.models import LoadReport, LoadSpec, ModelEntry
 
 T = TypeVar("T")
 IfBusy = Literal["refuse", "wait", "replace"]
-"""What a load or unload does while another one is under way: fail, wait for it, or cancel it if that is possible."""
+"""What a load or unload does while another one is in progress: fail, wait for it, or cancel it if that is possible."""
 
 
 @dataclass(eq=False, kw_only=True)
 class LoadOperation:
-    """A load from its request to its end. Any number of callers wait for ``done``."""
+    """One load of a model. Any number of callers wait for ``done``."""
 
     spec: LoadSpec
     entry: ModelEntry | None
     done: asyncio.Future[LoadReport]
-    entering: bool = False
-    """Whether the files were found and the engine is loading them, or about to."""
+    reached_engine: bool = False
+    """Whether the files were found, and the engine is loading them or is about to."""
     cancellable: bool = False
     """Whether the engine can cancel the load."""
     _error: LabError | None = field(default=None, init=False)
     _task: asyncio.Task[Any] | None = field(default=None, init=False)
-    """The part of the load that may take long."""
+    """The current part of the load, which may take long."""
 
     def check(self) -> None:
-        """
+        """Check that the load was not cancelled.
+
         Raises:
             LabError: the load was cancelled.
         """
@@ -39,7 +40,8 @@ class LoadOperation:
             raise self._error
 
     async def run(self, work: Coroutine[Any, Any, T]) -> T:
-        """Do a part of the load that may take long; cancelling the load cancels it and waits for its end.
+        """Run a part of the load that may take long, and return its result. Cancelling the load cancels this part and
+        waits for its end.
 
         Raises:
             LabError: the load was cancelled.
@@ -63,12 +65,12 @@ class LoadOperation:
         if self._task is not None:
             self._task.cancel()
 
-    def finish(self, end: LoadReport | BaseException) -> None:
-        """Give the callers the result. Only the first end counts."""
+    def finish(self, outcome: LoadReport | BaseException) -> None:
+        """Pass the report or the error to the callers. Only the first call has an effect."""
         if self.done.done():
             return
-        if isinstance(end, LoadReport):
-            self.done.set_result(end)
+        if isinstance(outcome, LoadReport):
+            self.done.set_result(outcome)
         else:
-            self.done.set_exception(end)
+            self.done.set_exception(outcome)
             self.done.exception()  # retrieved, because all callers may have left

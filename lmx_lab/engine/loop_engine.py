@@ -1,6 +1,6 @@
-"""Base of the engines that run on an event loop in a thread of their own: llama.cpp and the echo engine.
+"""Provide the base class of the engines that run on an event loop in their own thread: llama.cpp and echo.
 
-``LoopEngine`` is what other threads and loops use; it runs the methods of an ``EngineCore`` on the engine's loop.
+``LoopEngine`` is used by other threads and loops; it runs the methods of an ``EngineCore`` on the engine's loop.
 """
 
 from __future__ import annotations
@@ -32,9 +32,9 @@ STOP_S = 15.0
 
 
 class EngineCore(Protocol):
-    """The state of such an engine. Made and used on its loop; ``snapshot`` and ``failure`` are read by any thread.
+    """The state of a ``LoopEngine``. Created and used on its loop; any thread may read ``snapshot`` and ``failure``.
 
-    The methods do what those of ``InferenceEngine`` promise.
+    The methods have the contract of those of ``InferenceEngine``.
     """
 
     snapshot: EngineSnapshot
@@ -83,20 +83,20 @@ class LoopEngine(ABC, Generic[Core]):
     def __init__(self, settings: Settings, host: EngineHost | None = None) -> None:
         self._settings = settings
         self._host = host or EngineHost()
-        self._starting = threading.Lock()
+        self._start_lock = threading.Lock()
         self._thread: LoopThread | None = None
         self._core: Core | None = None
-        self._unused = EngineSnapshot(memory_total_bytes=total_bytes())
+        self._empty_snapshot = EngineSnapshot(memory_total_bytes=total_bytes())
 
     @abstractmethod
     async def _make_core(self) -> Core:
-        """Make the state of the engine; called on its loop."""
+        """Create the state of the engine. Called on its loop."""
 
     @property
     def snapshot(self) -> EngineSnapshot:
         """See ``InferenceEngine``."""
         core = self._core
-        return core.snapshot if core is not None else self._unused
+        return core.snapshot if core is not None else self._empty_snapshot
 
     @property
     def failure(self) -> LabError | None:
@@ -111,7 +111,7 @@ class LoopEngine(ABC, Generic[Core]):
 
     def start(self) -> None:
         """See ``InferenceEngine``."""
-        with self._starting:
+        with self._start_lock:
             if self._thread is None:
                 thread = LoopThread(self.thread_name)
                 thread.start()
@@ -120,10 +120,10 @@ class LoopEngine(ABC, Generic[Core]):
 
     def stop(self) -> None:
         """See ``InferenceEngine``."""
-        with self._starting:
+        with self._start_lock:
             thread, core, self._thread = self._thread, self._core, None
         if thread is not None and core is not None:
-            # What does not end in time ends with the thread, and processes end with it.
+            # Work that does not end in time is abandoned with the thread, and its processes end with it.
             with contextlib.suppress(TimeoutError):
                 thread.submit(core.close(EngineDeadError("the engine was stopped"))).result(STOP_S)
             thread.stop()
@@ -177,10 +177,10 @@ class LoopEngine(ABC, Generic[Core]):
         """See ``InferenceEngine``."""
         return await self._run(lambda core: core.decode(tokens))
 
-    # The way to the engine's loop
+    # Running work on the engine's loop
 
     def _submit(self, work: Callable[[Core], Coroutine[Any, Any, T]]) -> Future[T]:
-        """Start work on the engine's loop.
+        """Start work on the engine's loop, and return its future.
 
         Raises:
             NotLoadedError: the engine has not started, so it has no model.
@@ -191,11 +191,11 @@ class LoopEngine(ABC, Generic[Core]):
         return thread.submit(work(core))
 
     async def _run(self, work: Callable[[Core], Coroutine[Any, Any, T]]) -> T:
-        """Run work on the engine's loop. Cancelling cancels the work and does not wait for its end."""
+        """Run work on the engine's loop. Cancelling the caller cancels the work, without waiting for its end."""
         return await asyncio.wrap_future(self._submit(work))
 
     async def _cancellable(self, work: Callable[[Core], Coroutine[Any, Any, T]]) -> T:
-        """Run work on the engine's loop. Cancelling cancels the work and waits until it has ended."""
+        """Run work on the engine's loop. Cancelling the caller cancels the work and waits until it has ended."""
         task: asyncio.Task[T] | None = None
         cancelled = False
 
@@ -234,7 +234,7 @@ class TextTasks:
         return len(self._tasks)
 
     def start(self, work: Coroutine[Any, Any, T], permit: Permit, on_end: Callable[[], None]) -> Pending[T]:
-        """Start a task that computes an accepted request.
+        """Start a task that computes an accepted request, and return its pending result.
 
         Args:
             on_end: Called when the task has ended, before its caller gets the result.

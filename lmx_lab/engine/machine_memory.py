@@ -22,5 +22,5 @@ def free_bytes() -> int:
 
 
 def limit_bytes(chosen: int | None) -> int:
-    """Return how much models and caches may use together: the setting, or 80 % of the machine's memory."""
+    """Return how many bytes models and caches may use together: the setting, or 80 % of the machine's memory."""
     return chosen if chosen is not None else total_bytes() * 8 // 10

@@ -1,8 +1,8 @@
-"""The owner of the models in memory, for all threads and event loops.
+"""Manage the models in memory for all threads and event loops.
 
-``ModelManager`` has one control loop in a thread of its own, on which ``ModelControl`` decides what is loaded. A
-request whose model is loaded does not pass that loop: it reads the published ``Residents`` and goes straight to its
-engine.
+``ModelManager`` has one control loop in a separate thread, on which ``ModelControl`` decides which models are loaded. A
+request whose model is loaded does not use that loop: it reads the published ``Residents`` and is submitted directly to
+the engine.
 """
 
 from __future__ import annotations
@@ -53,9 +53,10 @@ from lmx_lab.values.models import EngineName, LoadProgress, LoadReport, LoadSpec
 from lmx_lab.weights import Catalog
 
 T = TypeVar("T")
-Enter = Callable[[Resident, Sequence[Permit]], Awaitable[T]]
+SubmitToModel = Callable[[Resident, Sequence[Permit]], Awaitable[T]]
 TRIES = 3
-"""How often a request in swap mode loads its model, if other loads replace it before the request is submitted."""
+"""How often a request in swap mode tries to load its model, if other loads replace it before the request is
+submitted."""
 STOP_S = 5.0
 """Time that ``stop`` waits for loads to end after the engines have stopped."""
 
@@ -63,8 +64,8 @@ STOP_S = 5.0
 class ModelManager:
     """Loads and unloads models, and submits requests to them.
 
-    ``async with ModelManager(settings) as manager``; or ``start()`` and ``stop()`` from any thread, both idempotent. It
-    also starts with its first load. All methods may be called from any thread and any event loop.
+    Use ``async with ModelManager(settings) as manager``, or call ``start()`` and ``stop()`` from any thread; both are
+    idempotent. The first load also starts the manager. All methods may be called from any thread and any event loop.
 
     Args:
         catalog: The models on this disk; by default those that the settings name.
@@ -77,31 +78,31 @@ class ModelManager:
             catalog if catalog is not None else Catalog(settings), downloads=settings.downloads, report=self._report
         )
         self._engines: dict[EngineName, InferenceEngine] = {}
-        """Engines that a model was loaded on."""
-        self._making = threading.Lock()
-        self._lifetime = threading.Lock()
+        """The engines that have been created."""
+        self._engines_lock = threading.Lock()
+        self._lifetime_lock = threading.Lock()
         self._thread: LoopThread | None = None
         self._control: ModelControl | None = None
         self._stopped = False
         self._machine_bytes = total_bytes()
-        self._made_at = time.monotonic()
+        self._created_at = time.monotonic()
 
     # Lifetime
 
     def start(self) -> None:
         """Start, or start again after ``stop``. Each engine starts with its first model."""
-        with self._lifetime:
+        with self._lifetime_lock:
             self._stopped = False
             self._register_exit()
 
     def _register_exit(self) -> None:
-        """Have ``stop`` called at the exit of the interpreter."""
+        """Register ``stop`` to be called when the interpreter exits."""
         atexit.unregister(self.stop)
         atexit.register(self.stop)
 
     def stop(self) -> None:
         """End all loads and requests and release all memory. Blocks until the current step of each engine is over."""
-        with self._lifetime:
+        with self._lifetime_lock:
             self._stopped = True
             atexit.unregister(self.stop)
             thread, control = self._thread, self._control
@@ -126,12 +127,12 @@ class ModelManager:
         await asyncio.to_thread(self.stop)
 
     async def cancel_loads(self) -> None:
-        """Cancel all loads, because the server stops. Their callers get an error at once."""
+        """Cancel all loads because the server stops. Their callers get an error at once."""
         if self._control is not None:
             await self._run(lambda control: _call(control.cancel_all))
 
     async def quiesce(self, timeout_s: float) -> None:
-        """Let running requests end for at most ``timeout_s``; the rest, and queued requests, end with an error."""
+        """Wait up to ``timeout_s`` for running requests to end. Remaining and queued requests end with an error."""
         if self._control is not None:
             await self._run(lambda control: control.quiesce(timeout_s))
 
@@ -180,10 +181,12 @@ class ModelManager:
     @property
     def uptime_s(self) -> float:
         """Seconds since this object was created."""
-        return time.monotonic() - self._made_at
+        return time.monotonic() - self._created_at
 
     def add_observer(self, observer: Callable[[LoadProgress], None]) -> None:
-        """Call a function with each step of a load, and when a model leaves memory. It may be called on any thread."""
+        """Register a function that is called with each step of a load, and when a model leaves memory. It may be called
+        on any thread.
+        """
         self._observers.append(observer)
 
     def _report(self, progress: LoadProgress) -> None:
@@ -191,19 +194,21 @@ class ModelManager:
             observer(progress)
 
     def engine(self, name: EngineName) -> InferenceEngine:
-        """Return an engine, importing and creating it first if necessary. Blocks."""
-        with self._making:
+        """Return an engine, which is imported and created first if necessary. Blocks."""
+        with self._engines_lock:
             if name not in self._engines:
                 host = EngineHost(
-                    used_by_others=functools.partial(self._used_bytes, but=name),
+                    used_by_others=functools.partial(self._used_bytes, excluding=name),
                     lost_model=functools.partial(self._post_lost, name),
                 )
                 self._engines[name] = ENGINES[name].make(self.settings, host)
             return self._engines[name]
 
-    def _used_bytes(self, *, but: EngineName) -> int:
+    def _used_bytes(self, *, excluding: EngineName) -> int:
         """Return the memory that the other engines use."""
-        return sum(engine.snapshot.memory_used_bytes for name, engine in list(self._engines.items()) if name != but)
+        return sum(
+            engine.snapshot.memory_used_bytes for name, engine in list(self._engines.items()) if name != excluding
+        )
 
     def _post_lost(self, name: EngineName) -> None:
         if (control := self._control) is not None:
@@ -219,20 +224,20 @@ class ModelManager:
         finish_queued: bool = False,
         if_busy: IfBusy = "refuse",
     ) -> LoadReport:
-        """Load a model in place of the main one, or with ``spec.pin`` beside it.
+        """Load a model in place of the main one, or beside it if ``spec.pin`` is set.
 
-        Running requests of the main model may end first (``drain_s``); if the load fails, it is loaded again. A caller
-        that is cancelled does not cancel the load. A load of the same spec that is under way is joined.
+        Running requests of the main model may end first (``drain_s``). If the load fails, the previous model is loaded
+        again. Cancelling the caller does not cancel the load. Loads of the same spec that are in progress are joined.
 
         Args:
             local: Whether the caller is on this machine, and may name paths and models to download.
-            finish_queued: Answer the queued requests of the main model, too, within the same time.
-            if_busy: What to do while another load or unload is under way.
+            finish_queued: Whether the queued requests of the main model are also answered, within the same time.
+            if_busy: What to do while another load or unload is in progress.
 
         Raises:
             ModelNotFoundError: the model is not on disk, and cannot be downloaded.
             UnusableModelError, StorageFullError, OutOfMemoryError: the message says what is loaded now.
-            ModelBusyError: another load or unload is under way.
+            ModelBusyError: another load or unload is in progress.
             NotLoadedError: the load was cancelled.
         """
         return await self._run(
@@ -247,18 +252,17 @@ class ModelManager:
         finish_queued: bool = False,
         if_busy: IfBusy = "refuse",
     ) -> LoadReport:
-        """Load a model whose files were found already. Otherwise the same as ``load``."""
+        """Load a model whose files are already known. Otherwise the same as ``load``."""
         spec = spec or LoadSpec(model=entry.id)
         return await self._run(
             lambda control: control.load(spec, entry, local=True, finish_queued=finish_queued, if_busy=if_busy)
         )
 
     async def cancel_load(self, model: str) -> None:
-        """Cancel the loads of a model that have not reached an engine; their callers get an error. A download
-        continues.
+        """Cancel the loads of a model that have not reached an engine; their callers get an error. Downloads continue.
 
         Raises:
-            ModelBusyError: the engine loads the model already.
+            ModelBusyError: the engine is already loading the model.
             InvalidRequestError: the model is not being loaded.
         """
         await self._run(lambda control: control.cancel(model))
@@ -266,10 +270,10 @@ class ModelManager:
     async def unload(self, *, if_busy: IfBusy = "refuse") -> int:
         """Unload the main model after its running requests have ended; return the bytes that this released.
 
-        A load that is under way is cancelled if its engine can do that, even if it hangs. Pinned models stay.
+        A load in progress is cancelled if its engine can do that, even if it hangs. Pinned models stay.
 
         Raises:
-            ModelBusyError: another load or unload is under way.
+            ModelBusyError: another load or unload is in progress.
         """
         return await self._run(lambda control: control.unload(if_busy=if_busy))
 
@@ -280,20 +284,20 @@ class ModelManager:
     # Requests
 
     async def submit(self, request: GenerationRequest) -> TokenStream:
-        """Accept a generation request. See ``submit_all``."""
+        """Accept a generation request, and return its token stream. See ``submit_all``."""
         (stream,) = await self.submit_all(request)
         return stream
 
     async def submit_all(
         self, request: GenerationRequest, choices: int = 1, *, local: bool = True, patient: bool = False
     ) -> list[TokenStream]:
-        """Accept a generation request for several answers, all or none; seeds differ by answer.
+        """Accept a generation request for several answers, all or none, and return a token stream for each answer.
 
-        In swap mode the model that the request names is loaded first if it is on disk.
+        Each answer has its own seed. In swap mode, the model that the request names is loaded first if it is on disk.
 
         Args:
             local: Whether the caller is on this machine, and may name the loaded model by its path.
-            patient: Wait if the queue is full.
+            patient: Whether to wait while the queue is full, instead of raising an error.
 
         Raises:
             NotLoadedError, ModelNotFoundError: the model that the request names is not loaded, or does not exist.
@@ -309,14 +313,17 @@ class ModelManager:
         if choices > limit:
             raise InvalidRequestError(f"n is {choices}; this server takes {limit} (slots and queue_limit)", param="n")
 
-        async def enter(resident: Resident, permits: Sequence[Permit]) -> list[TokenStream]:
+        async def submit(resident: Resident, permits: Sequence[Permit]) -> list[TokenStream]:
             return await resident.engine.submit_all(resident.entry, request, permits)
 
-        return await self._submit(request, CHAT, enter, count=choices, local=local, patient=patient)
+        return await self._submit(request, CHAT, submit, count=choices, local=local, patient=patient)
 
     async def embed(self, request: EmbeddingRequest, *, local: bool = True) -> Embeddings:
-        """Return the vector of each input. Cancelling the wait cancels the work. Raises the same as
-        ``submit_embedding``, and GenerationTimeoutError or EngineError if the vectors could not be computed.
+        """Return the vector of each input. Cancelling the caller cancels the work.
+
+        Raises:
+            GenerationTimeoutError, EngineError: the vectors could not be computed.
+            LabError: see ``submit_embedding``.
         """
         return await (await self.submit_embedding(request, local=local)).result()
 
@@ -325,16 +332,16 @@ class ModelManager:
 
         Raises:
             NotLoadedError, ModelNotFoundError: no embedding model is in memory, or not the one that the request names.
-            InvalidRequestError: the named model does not embed; an input is not valid text; too many dimensions.
+            InvalidRequestError: the model does not embed; an input is not valid text; ``dimensions`` is too large.
             ContextLengthError: an input is longer than the model's context.
             QueueFullError: too many requests wait.
         """
         _check_texts(request.inputs)
 
-        async def enter(resident: Resident, permits: Sequence[Permit]) -> Pending[Embeddings]:
+        async def submit(resident: Resident, permits: Sequence[Permit]) -> Pending[Embeddings]:
             return await resident.engine.submit_embedding(resident.entry, request, permits[0])
 
-        return await self._submit(request, EMBEDDING, enter, local=local)
+        return await self._submit(request, EMBEDDING, submit, local=local)
 
     async def rerank(self, request: RerankRequest, *, local: bool = True) -> Ranking:
         """Return the relevance of each document to the query. Raises the same as ``embed``."""
@@ -346,10 +353,10 @@ class ModelManager:
         """
         _check_texts(request.documents)
 
-        async def enter(resident: Resident, permits: Sequence[Permit]) -> Pending[Ranking]:
+        async def submit(resident: Resident, permits: Sequence[Permit]) -> Pending[Ranking]:
             return await resident.engine.submit_rerank(resident.entry, request, permits[0])
 
-        return await self._submit(request, RERANK, enter, local=local)
+        return await self._submit(request, RERANK, submit, local=local)
 
     async def decode(self, tokens: Sequence[int]) -> str:
         """Return the text of token ids as the main model's tokenizer shows it.
@@ -375,45 +382,47 @@ class ModelManager:
         self,
         request: GenerationRequest | EmbeddingRequest | RerankRequest,
         kinds: Kinds,
-        enter: Enter[T],
+        submit: SubmitToModel[T],
         *,
         count: int = 1,
         local: bool,
         patient: bool = False,
     ) -> T:
-        """Find the model of a request, accept the request, and submit it to the engine of the model."""
+        """Find the model that answers a request, and submit the request to its engine. In swap mode, the model may be
+        loaded first.
+        """
         now, swap = self.residents, self.settings.swap
         resident = _resident_for(now, request.model, kinds, local=local)
         if resident is not None and (now.stable or not swap or resident in now.pinned):
             try:
-                return await _enter(resident, enter, count, patient=patient)
+                return await _admit_and_submit(resident, submit, count, patient=patient)
             except NotLoadedError as exc:
-                # In swap mode a load may have begun since.
+                # In swap mode, a load may have begun in the meantime.
                 if not swap or resident in now.pinned:
-                    raise await self._explained(exc, request.model, kinds, local=local) from exc
+                    raise await self._extend_refusal(exc, request.model, kinds, local=local) from exc
         elif not swap:
-            error = self._refusal(request.model, kinds, local=local)
-            raise await self._explained(error, request.model, kinds, local=local)
-        return await self._submit_in_turn(request, kinds, enter, count=count, local=local, patient=patient)
+            error = self._refusal_error(request.model, kinds, local=local)
+            raise await self._extend_refusal(error, request.model, kinds, local=local)
+        return await self._submit_in_turn(request, kinds, submit, count=count, local=local, patient=patient)
 
     async def _submit_in_turn(
         self,
         request: GenerationRequest | EmbeddingRequest | RerankRequest,
         kinds: Kinds,
-        enter: Enter[T],
+        submit: SubmitToModel[T],
         *,
         count: int,
         local: bool,
         patient: bool,
     ) -> T:
-        """Submit a request in swap mode: wait for its turn, and load its model."""
+        """Submit a request in swap mode: wait for its turn, load its model, and submit it."""
         limit_s = request.timeout_s or self.settings.request_timeout_s
-        name = loaded_id(request.model, [it.entry for it in self.residents], local=local)
+        name = loaded_id(request.model, [resident.entry for resident in self.residents], local=local)
         try:
             async with asyncio.timeout(limit_s):
                 turn = await self._run(lambda control: control.take_turn(name, kinds, limited=not patient))
                 try:
-                    return await self._enter_turn(turn.model, name, kinds, enter, count=count, patient=patient)
+                    return await self._load_and_submit(turn.model, name, kinds, submit, count=count, patient=patient)
                 finally:
                     turn.close()
         except TimeoutError:
@@ -422,59 +431,63 @@ class ModelManager:
         except NotLoadedError as exc:
             if name is not None:
                 raise
-            raise await self._explained(exc, name, kinds, local=local) from exc
+            raise await self._extend_refusal(exc, name, kinds, local=local) from exc
 
-    async def _enter_turn(
-        self, model: str | None, name: str | None, kinds: Kinds, enter: Enter[T], *, count: int, patient: bool
+    async def _load_and_submit(
+        self, model: str | None, name: str | None, kinds: Kinds, submit: SubmitToModel[T], *, count: int, patient: bool
     ) -> T:
         for attempt in range(TRIES):
             resident = _resident_for(self.residents, model, kinds, local=False)
-            error = self._refusal(model, kinds, local=False) if resident is None else None
+            error = self._refusal_error(model, kinds, local=False) if resident is None else None
             if resident is not None:
                 try:
-                    return await _enter(resident, enter, count, patient=patient)
+                    return await _admit_and_submit(resident, submit, count, patient=patient)
                 except NotLoadedError as exc:
                     error = exc
             assert error is not None
             if attempt == TRIES - 1 or not isinstance(error, NotLoadedError):
                 raise error
             # An administrator has unloaded or replaced the model.
-            model = await self._run(lambda control: control.bring(name, kinds))
+            model = await self._run(lambda control: control.load_for_request(name, kinds))
         raise AssertionError("unreachable")
 
-    def _refusal(self, name: str | None, kinds: Kinds, *, local: bool) -> LabError:
+    def _refusal_error(self, name: str | None, kinds: Kinds, *, local: bool) -> LabError:
         """Return the error of a request that no model in memory can answer."""
         now = self.residents
         failure = now.engine.failure if now.engine is not None else None
         snapshot = self.snapshot
         if failure is not None and snapshot.entry is None and snapshot.state != "loading":
             return type(failure)(failure.message)
-        return refusal(snapshot, loaded_id(name, [it.entry for it in now], local=local), kinds)
+        return refusal(snapshot, loaded_id(name, [resident.entry for resident in now], local=local), kinds)
 
-    async def _explained(self, error: LabError, name: str | None, kinds: Kinds, *, local: bool) -> LabError:
-        """Return the error with what the models on disk add to it."""
+    async def _extend_refusal(self, error: LabError, name: str | None, kinds: Kinds, *, local: bool) -> LabError:
+        """Return the error, extended by the next step that the models on disk allow."""
         if not isinstance(error, NotLoadedError) or (name is None and kinds == CHAT):
             return error
-        name = loaded_id(name, [it.entry for it in self.residents], local=local)
+        name = loaded_id(name, [resident.entry for resident in self.residents], local=local)
         return with_models_on_disk(error, name, await self._finder.on_disk(), self.snapshot, kinds)
 
-    # The way to the control loop
+    # Running work on the control loop
 
     async def _run(self, work: Callable[[ModelControl], Coroutine[Any, Any, T]]) -> T:
-        """Run work on the control loop. Cancelling the caller cancels the work, which does not cancel loads.
+        """Run work on the control loop and return its result. Cancelling the caller cancels the work, but no loads.
 
         Raises:
             EngineDeadError: this object was stopped.
         """
         try:
-            thread, control = self._running()
+            thread, control = self._ensure_running()
             return await receive(thread.submit(work(control)))
         except HostingError as exc:
             raise EngineDeadError("the engine was stopped") from exc
 
-    def _running(self) -> tuple[LoopThread, ModelControl]:
-        """Return the thread of the control loop, which is started first if necessary."""
-        with self._lifetime:
+    def _ensure_running(self) -> tuple[LoopThread, ModelControl]:
+        """Return the thread of the control loop and its state. Starts them first if necessary.
+
+        Raises:
+            EngineDeadError: this object was stopped.
+        """
+        with self._lifetime_lock:
             if self._stopped:
                 raise EngineDeadError("the engine was stopped")
             if self._thread is None or self._control is None:
@@ -502,7 +515,7 @@ def _resident_for(now: Residents, name: str | None, kinds: Kinds, *, local: bool
     return next((resident for resident in residents if resident.entry is entry), None)
 
 
-async def _enter(resident: Resident, enter: Enter[T], count: int, *, patient: bool) -> T:
+async def _admit_and_submit(resident: Resident, submit: SubmitToModel[T], count: int, *, patient: bool) -> T:
     """Accept a request and submit it; if that fails, its permits are released.
 
     Raises:
@@ -514,7 +527,7 @@ async def _enter(resident: Resident, enter: Enter[T], count: int, *, patient: bo
         await admission.until_room(count)
     permits = admission.admit(count, retry_after_s=resident.engine.snapshot.slot_free_s)
     try:
-        return await enter(resident, permits)
+        return await submit(resident, permits)
     except BaseException:
         for permit in permits:
             permit.release()

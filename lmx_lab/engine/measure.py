@@ -1,7 +1,7 @@
-"""Measure the decoding speed of each engine, in a process of its own.
+"""Measure the decoding speed of each engine in a separate process.
 
-No model stays in memory afterwards, and a notebook that measures continues to run. Other modules call
-``measure_speeds``; run as a module, this is that process.
+No model stays in memory afterwards, and a notebook that measures remains responsive. Other modules call
+``measure_speeds``, which starts this module as that process.
 """
 
 from __future__ import annotations
@@ -31,19 +31,20 @@ NEEDED_BYTES = 1_500_000_000
 """Free memory that measuring needs: twice what MLX uses for SmolLM2 in float32, the largest case (measured, 0.8 GB)."""
 LIMIT_S = 300.0
 RUN_S = 1.0
-"""Intended length of the run that counts."""
+"""Intended duration of the measured run."""
 MIN_RUN_S = 0.7
-"""Length that is enough."""
+"""Shortest duration of a run that is accepted as the measurement."""
 WARM_UP_TOKENS = 8
 RUNS = 4
 CPU_INTERVAL_S = 0.5
 USED_SETTINGS = ("threads", "blas", "dtype", "memory_limit_bytes")
-"""Settings that the speed or the load depends on."""
+"""Settings that affect the speed or the load."""
 TEXT = "The lighthouse keeper wrote down everything that happened on the coast that year, beginning with"
 
 
 def measure_speeds(settings: Settings, models: Mapping[EngineName, ModelEntry]) -> Speeds:
-    """Decode with each engine for about a second, one after the other. Takes about ten seconds and all cores.
+    """Decode with each engine for about a second, one after the other, and return the speeds. Takes about ten seconds
+    and uses all cores.
 
     Args:
         models: The same model for each engine.
@@ -56,27 +57,27 @@ def measure_speeds(settings: Settings, models: Mapping[EngineName, ModelEntry]) 
     if free < NEEDED_BYTES:
         needed = f"{NEEDED_BYTES / 1e9:.1f} GB"
         raise OutOfMemoryError(f"{free / 1e9:.1f} GB of memory are free, and measuring needs {needed}; unload a model")
-    order = {
+    parameters = {
         "settings": {name: getattr(settings, name) for name in USED_SETTINGS},
         "home": str(settings.home),
         "models": {engine: str(entry.path) for engine, entry in models.items()},
     }
     made_with = conditions(settings)
-    found = _run_process(order)
+    result = _run_process(parameters)
     return Speeds(
         model=next(iter(models.values())).id,
         measured_at=time.time(),
-        tokens_per_second=found["rates"],
-        busy_percent=found["busy_percent"],
+        tokens_per_second=result["rates"],
+        busy_percent=result["busy_percent"],
         made_with=made_with,
     )
 
 
-def _run_process(order: Mapping[str, Any]) -> dict[str, Any]:
+def _run_process(parameters: Mapping[str, Any]) -> dict[str, Any]:
     try:
         done = subprocess.run(
             [sys.executable, "-P", "-m", "lmx_lab.engine.measure"],
-            input=json.dumps(order), capture_output=True, text=True, timeout=LIMIT_S, check=False,
+            input=json.dumps(parameters), capture_output=True, text=True, timeout=LIMIT_S, check=False,
         )  # fmt: skip
     except subprocess.TimeoutExpired as exc:
         raise EngineError(
@@ -84,19 +85,19 @@ def _run_process(order: Mapping[str, Any]) -> dict[str, Any]:
         ) from exc
     lines = done.stdout.splitlines()
     if done.returncode == 0 and lines:
-        found: dict[str, Any] = json.loads(lines[-1])
-        return found
+        result: dict[str, Any] = json.loads(lines[-1])
+        return result
     errors = done.stderr.strip().splitlines()
     raise EngineError(errors[-1] if errors else f"the process that measures ended with status {done.returncode}")
 
 
 def main() -> None:
-    """Measure what standard input names, and print the result as a line of JSON."""
-    order = json.load(sys.stdin)
-    settings = Settings(home=Path(order["home"]), slots=1, **order["settings"])
+    """Measure the models that standard input names, and print the result as a line of JSON."""
+    parameters = json.load(sys.stdin)
+    settings = Settings(home=Path(parameters["home"]), slots=1, **parameters["settings"])
     before = psutil.cpu_percent(CPU_INTERVAL_S)
     try:
-        rates = asyncio.run(_measure(settings, order["models"]))
+        rates = asyncio.run(_measure(settings, parameters["models"]))
     except LabError as exc:
         sys.exit(exc.message)
     busy_percent = max(before, psutil.cpu_percent(CPU_INTERVAL_S))
@@ -113,13 +114,13 @@ async def _measure(settings: Settings, models: Mapping[EngineName, str]) -> dict
 
 
 async def _rate(manager: ModelManager) -> float:
-    """Return the tokens per second of a run of about ``RUN_S``; earlier runs warm up and estimate its length."""
+    """Return the tokens per second of a run of about ``RUN_S``. Earlier runs warm up and estimate its length."""
     await _decode(manager, WARM_UP_TOKENS)
     tokens, rate = WARM_UP_TOKENS, 0.0
     for _ in range(RUNS):
         report = await _decode(manager, tokens)
         rate = report.tokens_per_second
-        # A run is shorter if the context is full before.
+        # A run is shorter if it fills the context first.
         if report.decode_s >= MIN_RUN_S or report.output_tokens < tokens:
             break
         tokens = max(tokens, math.ceil(rate * RUN_S))

@@ -1,8 +1,8 @@
-"""Decide which models are in memory: loads, unloads, pins, idle unload, and the turns of requests in swap mode.
+"""Decide which models are in memory: loads, unloads, pins, unloading of idle models, and swap mode.
 
 Everything here runs on the control loop of ``ModelManager``, except ``residents``, which any thread may read. Changes
 of the main model happen one at a time. Nothing polls: an engine reports when it loses a model, ``AdmissionControl``
-reports when a model has no requests left, and timers are set to known times.
+reports when a model has no requests left, and timers are set to known points in time.
 """
 
 from __future__ import annotations
@@ -44,10 +44,12 @@ T = TypeVar("T")
 
 
 class ModelControl:
-    """
+    """Performs loads and unloads for ``ModelManager``.
+
     Args:
         engine_of: Returns an engine by name, importing it first if necessary; blocks.
         report: Called with each step of a load, and when a model leaves memory.
+        snapshot: Returns the state of all engines.
     """
 
     def __init__(
@@ -68,12 +70,12 @@ class ModelControl:
         self._loop = asyncio.get_running_loop()
         self._slots: dict[str, Resident] = {}
         self._pins: dict[Kind, Resident] = {}
-        """Models to keep beside the main one. They are loaded again after their engine died."""
+        """Models to keep beside the main one. They are loaded again after their engine has died."""
         self._engine: InferenceEngine | None = None
         self._unloaded: tuple[str, UnloadCause] | None = None
         self._change: ModelChange | None = None
         self._changing = asyncio.Lock()
-        # One model enters memory at a time, so that the memory of the others is known.
+        # Models are read into memory one at a time, so that the memory of the others is known.
         self._entering = asyncio.Lock()
         self._end_drain = asyncio.Event()
         self._loads: dict[tuple[LoadSpec, ModelEntry | None], LoadOperation] = {}
@@ -102,7 +104,7 @@ class ModelControl:
         )
 
     def _start_task(self, work: Coroutine[Any, Any, T], name: str) -> asyncio.Task[T]:
-        """Start a task that continues when its caller leaves."""
+        """Start a task that continues when its caller is cancelled."""
         task = asyncio.create_task(work, name=name)
         self._tasks.add(task)
         task.add_done_callback(self._forget_task)
@@ -121,7 +123,7 @@ class ModelControl:
         """See ``ModelManager.load``.
 
         Args:
-            entry: The model, if its files were found already.
+            entry: The model, if its files are already known.
         """
         key = (spec, entry)
         operation = self._loads.get(key)
@@ -130,7 +132,7 @@ class ModelControl:
             self._loads[key] = operation
             work = self._load(operation, local=local, finish_queued=finish_queued, if_busy=if_busy)
             self._start_task(work, f"lmx-lab load {spec.model:.80}")
-        # A caller that leaves does not cancel the load.
+        # Cancelling a caller does not cancel the load.
         return await asyncio.shield(operation.done)
 
     async def _load(self, operation: LoadOperation, *, local: bool, finish_queued: bool, if_busy: IfBusy) -> None:
@@ -164,26 +166,26 @@ class ModelControl:
         row = choose_engine(entry, spec)
         engine = await in_thread(functools.partial(self._engine_of, row.name))
         operation.check()
-        operation.entering, operation.cancellable = True, engine.capabilities.cancellable_loads
+        operation.reached_engine, operation.cancellable = True, engine.capabilities.cancellable_loads
         operation.entry = entry
         if spec.pin is not None:
             if found is None:
                 await self._finder.check(entry)
             return await self._pin(operation, entry, engine, spec.pin)
-        if not self._changing.locked() and (report := await self._loaded_already(entry, spec)) is not None:
+        if not self._changing.locked() and (report := await self._report_if_loaded(entry, spec)) is not None:
             return report
         if (other := self._same_load(operation, entry)) is not None:
             return await asyncio.shield(other.done)
         change = ModelChange(kind="load", model=entry.id, stage="checking", since=time.perf_counter())
-        self._check_busy(if_busy, f"{entry.id} is loaded instead", but=entry)
+        self._check_busy(if_busy, f"{entry.id} is loaded instead", kept=entry)
         async with self._exclusive(change):
             if found is None:
                 await self._finder.check(entry)
             self._report(LoadProgress(model=entry.id, stage="load", total_bytes=entry.size_bytes))
             return await self._replace_main(operation, entry, engine, finish_queued=finish_queued)
 
-    async def _loaded_already(self, entry: ModelEntry, spec: LoadSpec) -> LoadReport | None:
-        """Return the report of a model that is loaded with these options, and whose files have not changed."""
+    async def _report_if_loaded(self, entry: ModelEntry, spec: LoadSpec) -> LoadReport | None:
+        """Return a report if the model is loaded with these options and its files have not changed; None otherwise."""
         main = self._main
         if main is None or not main.in_memory or self._options(main.spec) != self._options(spec):
             return None
@@ -197,26 +199,26 @@ class ModelControl:
         return replace(spec, model="", engine="auto", dtype=spec.dtype or self.settings.dtype)
 
     def _same_load(self, operation: LoadOperation, entry: ModelEntry) -> LoadOperation | None:
-        """Return a load of the same files with the same options that is under way."""
+        """Return another load of the same files with the same options that is in progress; None if there is none."""
         for other in self._loads.values():
-            if other is operation or not other.entering or other.entry is None or other.spec.pin is not None:
+            if other is operation or not other.reached_engine or other.entry is None or other.spec.pin is not None:
                 continue
             if other.entry.path == entry.path and self._options(other.spec) == self._options(operation.spec):
                 return other
         return None
 
-    def _check_busy(self, if_busy: IfBusy, why: str, *, but: ModelEntry | None = None) -> None:
-        """Make sure that a load or unload may start, or wait until it may.
+    def _check_busy(self, if_busy: IfBusy, why: str, *, kept: ModelEntry | None = None) -> None:
+        """Check that a load or unload may start; cancel other loads if ``if_busy`` is ``replace``.
 
         Args:
-            why: Why loads are cancelled for it.
-            but: A model whose loads are not cancelled.
+            why: Reason for the cancellation of loads, for their errors.
+            kept: A model whose loads are not cancelled.
 
         Raises:
-            ModelBusyError: another one is under way, and the caller does not wait.
+            ModelBusyError: another load or unload is in progress, and ``if_busy`` is ``refuse``.
         """
         if if_busy == "replace":
-            self._cancel_entering(why, but=but)
+            self._cancel_engine_loads(why, kept=kept)
         elif if_busy == "refuse" and self._changing.locked():
             change = self._change
             doing = (
@@ -224,21 +226,21 @@ class ModelControl:
             )
             raise ModelBusyError(f"{doing}; try again when that is done", retry_after_s=2)
 
-    def _cancel_entering(self, why: str, *, but: ModelEntry | None = None) -> bool:
-        """Cancel the loads that have reached an engine which can cancel them; return whether there were any."""
+    def _cancel_engine_loads(self, why: str, *, kept: ModelEntry | None = None) -> bool:
+        """Cancel the loads in engines that support it; return whether there were any."""
         found = False
         for operation in self._loads.values():
             entry = operation.entry
-            if not (operation.entering and operation.cancellable and operation.spec.pin is None) or entry is None:
+            if not (operation.reached_engine and operation.cancellable and operation.spec.pin is None) or entry is None:
                 continue
-            if but is None or entry.path != but.path:
+            if kept is None or entry.path != kept.path:
                 operation.cancel(NotLoadedError(f"the load of {entry.id} was cancelled: {why}"))
                 found = True
         return found
 
     @asynccontextmanager
     async def _exclusive(self, change: ModelChange) -> AsyncIterator[None]:
-        """Change the main model in the block, after the changes before it."""
+        """Wait for other changes of the main model to end, and hold the right to change it within the block."""
         await self._changing.acquire()
         try:
             self._set_change(change)
@@ -247,7 +249,7 @@ class ModelControl:
             self._change = None
             self._changing.release()
             self._publish()
-            self._settle()
+            self._schedule_next()
 
     def _set_change(self, change: ModelChange) -> None:
         self._change = change
@@ -258,8 +260,8 @@ class ModelControl:
             until = time.perf_counter() + drain_s if drain_s is not None else None
             self._set_change(replace(self._change, stage=stage, drain_until=until))
 
-    def _settle(self) -> None:
-        """Do what may have become possible or due: the next turn in swap mode, the idle unload."""
+    def _schedule_next(self) -> None:
+        """Start the next turn in swap mode, and set the idle timer. Called when their conditions may have changed."""
         self.swaps.update()
         self._set_idle_timer()
 
@@ -269,25 +271,25 @@ class ModelControl:
         """Load a model in place of the main one; if that fails, load the previous model again."""
         operation.check()
         spec, previous = operation.spec, self._main
-        if (report := await self._loaded_already(entry, spec)) is not None:
+        if (report := await self._report_if_loaded(entry, spec)) is not None:
             return report
-        # What cannot be loaded is refused while the current model still answers.
+        # A model that cannot be loaded is refused while the current model still answers.
         await operation.run(from_disk(functools.partial(engine.check, entry, spec), entry.id))
         await operation.run(self._restore_pins())
         operation.check()
-        await self._empty_main(f"the model was replaced by {entry.id}", finish_queued=finish_queued)
+        await self._drain_and_unload(f"the model was replaced by {entry.id}", finish_queued=finish_queued)
         self._enter_stage("loading")
         try:
             return await operation.run(self._load_main(entry, spec, engine))
         except LabError as exc:
-            # If the load was cancelled, its callers want another model or none, and not the previous one.
+            # If the load was cancelled, another model is loaded or none, and the previous one is not needed.
             operation.check()
             failure = exc
         outcome = await self._reload(operation, previous)
         raise type(failure)(f"{failure.message}{outcome}", param=failure.param)
 
     async def _reload(self, operation: LoadOperation, previous: Resident | None) -> str:
-        """Load the previous model again; return how that went, as the end of an error message."""
+        """Load the previous model again; return the outcome as the end of an error message."""
         if previous is None:
             return "; no model is loaded"
         name = previous.entry.id
@@ -320,7 +322,7 @@ class ModelControl:
         operations = [operation for operation in self._loads.values() if operation.spec.model == model]
         if not operations:
             raise InvalidRequestError(f"{model} is not being loaded; there is nothing to cancel", param="model")
-        if any(operation.entering for operation in operations):
+        if any(operation.reached_engine for operation in operations):
             raise ModelBusyError(
                 f"{model} is already being loaded into memory, which is not interrupted; unload it when it is loaded",
                 retry_after_s=2,
@@ -329,10 +331,10 @@ class ModelControl:
             operation.cancel(NotLoadedError(f"the load of {model} was cancelled"))
 
     def cancel_all(self, error: LabError | None = None) -> None:
-        """Cancel all loads. Their callers get the error at once, also where an engine continues to load."""
+        """Cancel all loads. Their callers get the error at once, even if an engine continues to load."""
         for operation in list(self._loads.values()):
             failure = error or NotLoadedError(f"the load of {operation.spec.model} was cancelled: the server stops")
-            if error is not None or not operation.entering:
+            if error is not None or not operation.reached_engine:
                 operation.cancel(failure)
             self._fail(operation, failure)
 
@@ -389,7 +391,7 @@ class ModelControl:
     async def unload(self, *, if_busy: IfBusy) -> int:
         """See ``ModelManager.unload``."""
         why = "the model is unloaded"
-        if not self._cancel_entering(why):
+        if not self._cancel_engine_loads(why):
             self._check_busy(if_busy, why)
         return await asyncio.shield(self._start_task(self._unload(), "lmx-lab unload"))
 
@@ -402,7 +404,7 @@ class ModelControl:
             main = self._main
             if main is not None:
                 self._set_change(replace(change, model=main.entry.id))
-            freed = await self._empty_main("the model was unloaded", cause="asked")
+            freed = await self._drain_and_unload("the model was unloaded", cause="asked")
             if main is None:
                 if self._unloaded is not None:
                     self._unloaded = (self._unloaded[0], "asked")
@@ -412,7 +414,9 @@ class ModelControl:
             self._report(LoadProgress(model=main.entry.id, stage="unloaded"))
         return freed
 
-    async def _empty_main(self, why: str, *, finish_queued: bool = False, cause: UnloadCause | None = None) -> int:
+    async def _drain_and_unload(
+        self, why: str, *, finish_queued: bool = False, cause: UnloadCause | None = None
+    ) -> int:
         """Unload the main model after its requests have ended; return the bytes that this released."""
         main = self._main
         if main is None:
@@ -423,7 +427,7 @@ class ModelControl:
             self._unloaded = (main.entry.id, cause)
         if self._main is main:
             del self._slots[MAIN]
-        # Published before the model disappears from the engine's snapshot, so that the state always has its reason.
+        # Published before the model disappears from the engine's snapshot, so that the cause is known by then.
         self._publish()
         return await main.engine.unload()
 
@@ -440,17 +444,17 @@ class ModelControl:
         """See ``ModelManager.quiesce``."""
         residents = list(self.residents)
         were_open = [resident for resident in residents if not resident.admission.closed]
-        await asyncio.gather(*(self._drain(it, "the server was stopped", timeout_s) for it in residents))
+        await asyncio.gather(*(self._drain(resident, "the server was stopped", timeout_s) for resident in residents))
         for resident in were_open:
             resident.admission.reopen()
 
-    # What engines and admission controls report
+    # Reports of engines and admission controls
 
     def post_lost(self, engine: InferenceEngine) -> None:
-        """An engine has lost a model. May be called from any thread."""
-        _post(self._loop, self._forget_lost, engine)
+        """Handle that an engine has lost a model. May be called from any thread."""
+        _post(self._loop, self._remove_lost, engine)
 
-    def _forget_lost(self, engine: InferenceEngine) -> None:
+    def _remove_lost(self, engine: InferenceEngine) -> None:
         for slot, resident in list(self._slots.items()):
             if resident.engine is not engine or resident.in_memory:
                 continue
@@ -459,13 +463,13 @@ class ModelControl:
                 self._unloaded = (resident.entry.id, "memory")
                 self._report(LoadProgress(model=resident.entry.id, stage="unloaded", message="out of memory"))
         self._publish()
-        self._settle()
+        self._schedule_next()
 
     def _post_idle(self) -> None:
-        """A model has no requests left. Called from any thread."""
-        # Skipped where nothing depends on it: this is done after each request of a client that sends one at a time.
+        """Handle that a model has no requests left. May be called from any thread."""
+        # Skipped if nothing depends on it, since a client that sends one request at a time causes this call each time.
         if self.settings.idle_unload_s is not None or not self.residents.stable:
-            _post(self._loop, self._settle)
+            _post(self._loop, self._schedule_next)
 
     def _set_idle_timer(self) -> None:
         """Set the timer to the time at which the main model has been idle for ``idle_unload_s``."""
@@ -473,7 +477,7 @@ class ModelControl:
             self._idle_timer.cancel()
             self._idle_timer = None
         idle_s, main = self.settings.idle_unload_s, self._main
-        # The end of the last request, or of the change, sets it again.
+        # The end of the last request, or of the change, calls this method again.
         if idle_s is None or main is None or main.admission.active or self._changing.locked():
             return
         left_s = main.admission.used_at + idle_s - time.perf_counter()
@@ -493,24 +497,24 @@ class ModelControl:
                 main.admission.reopen()
                 return
             log.info("%s was idle for %g s", main.entry.id, idle_s)
-            await self._empty_main("the model was unloaded", cause="idle")
+            await self._drain_and_unload("the model was unloaded", cause="idle")
         self._report(LoadProgress(model=main.entry.id, stage="unloaded", message=f"idle for {idle_s:g} s"))
 
-    # LargeBodyQueue in swap mode
+    # Requests in swap mode
 
     async def take_turn(self, name: str | None, kinds: Kinds, *, limited: bool) -> SwapTurn:
-        """See ``SwapQueue``; returns when the model of the request is loaded.
+        """Wait for the turn of a request (see ``SwapQueue``), load its model, and return the turn.
 
         Raises:
             LabError: see ``ModelManager.submit_all``.
         """
         ticket = self.swaps.ticket(name, limited=limited)
         try:
-            # Checked before it waits: a request for a model that does not exist must not delay others.
+            # Checked before the wait, so that a request for a model that does not exist does not delay others.
             if name is not None and name != self._snapshot().model:
                 await self._resolve(name, kinds, local=is_idle_path(name, self._snapshot()))
             await self.swaps.wait(ticket)
-            model = await self.bring(name, kinds)
+            model = await self.load_for_request(name, kinds)
         except BaseException:
             self.swaps.leave(ticket)
             raise
@@ -520,18 +524,18 @@ class ModelControl:
         """End a turn. May be called from any thread."""
         _post(self._loop, self.swaps.leave, ticket)
 
-    async def bring(self, name: str | None, kinds: Kinds) -> str | None:
+    async def load_for_request(self, name: str | None, kinds: Kinds) -> str | None:
         """Load the model that a request names, or the one that was unloaded because it was idle; return its id.
 
         A model that cannot answer the request is not loaded.
         """
         async with self._changing:
-            pass  # after the changes that are under way
+            pass  # only waits for the changes in progress
         now = self._snapshot()
         model = name or now.idle_model
         if model is None or model == now.model:
             return model
-        # Decided now: after another load, nothing shows that the path was that of an idle model.
+        # Decided before the load, after which the snapshot no longer shows that the path was that of an idle model.
         local = is_idle_path(model, now)
         try:
             entry = await self._resolve(model, kinds, local=local)
@@ -545,7 +549,7 @@ class ModelControl:
                 spec = LoadSpec(model=entry.id)
                 report = await self.load(spec, None, local=local, finish_queued=True, if_busy="wait")
             except ModelBusyError:
-                # This request has joined a load that does not wait for others.
+                # This request joined a load that does not wait for others.
                 async with self._changing:
                     continue
             self.swaps.swap_s = time.perf_counter() - started
@@ -562,7 +566,7 @@ class ModelControl:
 
 
 class SwapTurn:
-    """The turn of a request in swap mode: its model is loaded, and stays until the turn ends."""
+    """The turn of a request in swap mode: its model is loaded, and stays loaded until the turn ends."""
 
     def __init__(self, control: ModelControl, ticket: Ticket, model: str | None) -> None:
         self.model = model
@@ -583,4 +587,4 @@ def _post(loop: asyncio.AbstractEventLoop, callback: Callable[..., object], *arg
 
 def _pinned_bytes(resident: Resident) -> int:
     pinned = resident.engine.snapshot.pinned
-    return next((it.memory_bytes for it in pinned if it.entry is resident.entry), 0)
+    return next((model.memory_bytes for model in pinned if model.entry is resident.entry), 0)

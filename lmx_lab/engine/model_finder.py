@@ -1,5 +1,7 @@
-"""Find the files of a model by name on this disk, and fetch them where that is allowed. Blocking work runs in
-threads."""
+"""Find the files of a model by name on this disk, and download them if that is allowed.
+
+Blocking work runs in threads.
+"""
 
 from __future__ import annotations
 
@@ -19,7 +21,8 @@ DISK_S = 30.0
 
 
 class ModelFinder:
-    """
+    """Finds models on this disk, and downloads missing ones.
+
     Args:
         downloads: Whether models that are not on this disk may be downloaded.
         report: Called with each step of a download, on any thread.
@@ -44,7 +47,7 @@ class ModelFinder:
         try:
             return await from_disk(functools.partial(self._catalog.resolve, name, local=local), name)
         except (ModelNotFoundError, UnusableModelError) as exc:
-            # A download that was interrupted, by a full disk or the end of its process, leaves a part of the files.
+            # An interrupted download (full disk, end of the process) leaves some of the files.
             if isinstance(exc, UnusableModelError) and not self._catalog.can_fetch(name):
                 raise
             if not self._downloads or not local:
@@ -60,10 +63,10 @@ class ModelFinder:
         return await in_thread(functools.partial(self._catalog.resolve, name, local=local))
 
     async def check(self, entry: ModelEntry) -> None:
-        """Check that the files are complete.
+        """Check that the files of a model are complete.
 
         Raises:
-            UnusableModelError: they are not.
+            UnusableModelError: files are missing or incomplete.
             NotLoadedError: the disk does not answer.
         """
         await from_disk(functools.partial(self._catalog.check, entry), entry.id)
@@ -78,7 +81,7 @@ class ModelFinder:
                 lambda: self._catalog.fetch(name, functools.partial(self._report_download, name)), name="lmx-lab-fetch"
             )
         except DownloadError as exc:
-            # For the caller of a load, the model is missing or incomplete. The message says why.
+            # The class of the error says that the model is missing or incomplete; the message says why.
             if isinstance(missing, UnusableModelError):
                 raise UnusableModelError(f"{missing.message}; {exc.message}", param="model") from exc
             raise ModelNotFoundError(f"{name} is not on this disk: {exc.message}", param="model") from exc

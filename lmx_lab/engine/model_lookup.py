@@ -1,7 +1,7 @@
-"""Find the model in memory that a request names, and explain what to do if there is none. Pure.
+"""Find the model in memory that a request names, and create the error if there is none. Pure.
 
-Requests name models by id. A loaded model also answers to its hub repository, to its path for callers on this machine,
-and for other callers to the last part of an id that is a path.
+Requests name models by id. A loaded model can also be named by its hub repository; by its path, for callers on this
+machine; and by the last part of an id that is a path, for other callers.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ MAX_LISTED = 5
 """Models on disk that an error message lists."""
 
 
-# What a name means
+# Names
 
 
 def entries_in_memory(now: EngineSnapshot) -> list[ModelEntry]:
@@ -111,7 +111,7 @@ def check_unload(name: str, now: EngineSnapshot, *, local: bool) -> None:
     raise InvalidRequestError(f"{name[:200]} is not loaded, {now.model or 'no model'} is", param="model")
 
 
-# Why no model fits
+# Refusals
 
 
 def refusal(now: EngineSnapshot, name: str | None, kinds: Kinds) -> LabError:
@@ -123,13 +123,15 @@ def refusal(now: EngineSnapshot, name: str | None, kinds: Kinds) -> LabError:
     """
     main = now.entry
     if main is not None and main.answers(kinds) and name in (None, main.id):
-        # It was there a moment ago; the snapshot is older than the refusal.
+        # The snapshot is older than the refusal: since then, an unload of this model has begun.
         return NotLoadedError(f"{main.id} is being unloaded; {LOAD_FIRST}")
-    there = entries_in_memory(now)
-    if (other := next((it for it in there if it.id == name and not it.answers(kinds)), None)) is not None:
-        others = [entry.id for entry in there if entry.answers(kinds)]
+    in_memory = entries_in_memory(now)
+    if (
+        other := next((entry for entry in in_memory if entry.id == name and not entry.answers(kinds)), None)
+    ) is not None:
+        others = [entry.id for entry in in_memory if entry.answers(kinds)]
         return wrong_kind(other, kinds, f"{', '.join(others)} is in memory" if others else None)
-    encoders = [entry for entry in there if entry.kind != "chat"]
+    encoders = [entry for entry in in_memory if entry.kind != "chat"]
     if main is None and (kinds == CHAT or (not encoders and name is None and now.state == "loading")):
         return _none_loaded(now)
     if name is not None:
@@ -161,7 +163,7 @@ def _none_loaded(now: EngineSnapshot) -> LabError:
 
 def unknown_model(name: str, now: EngineSnapshot, kinds: Kinds) -> ModelNotFoundError:
     """Return the error of a name that no model on disk has. It is the same for any path, whether or not it exists."""
-    # Each model once: a pinned one may be the main model, too.
+    # A pinned model may also be the main model, and is listed once.
     fitting = list({entry.id: None for kind in kinds for entry in entries_in_memory(now) if kind in entry.kinds})
     verb = "is" if len(fitting) < 2 else "are"
     loaded = f"{' and '.join(fitting) or 'no model that could answer'} {verb} loaded"
@@ -184,10 +186,10 @@ def wrong_kind(entry: ModelEntry, kinds: Kinds, hint: str | None = None) -> Inva
 def with_models_on_disk(
     error: NotLoadedError, name: str | None, on_disk: Sequence[ModelEntry], now: EngineSnapshot, kinds: Kinds
 ) -> LabError:
-    """Return a refusal that also considers the models on disk.
+    """Return a refusal that also takes the models on disk into account.
 
     Args:
-        error: The refusal by the models in memory alone.
+        error: The refusal that is based on the models in memory alone.
         name: The model that the request names.
     """
     if not isinstance(error, OtherModelLoadedError) and now.state == "loading":
@@ -203,7 +205,7 @@ def with_models_on_disk(
 
 
 def _remedy(on_disk: Sequence[ModelEntry], kinds: Kinds) -> str:
-    """List the models that could answer."""
+    """Return the next step: the models on disk that could answer, or the command that downloads one."""
     fitting = [entry.id for kind in kinds for entry in on_disk if kind in entry.kinds]
     if fitting:
         return f"on this disk: {', '.join(fitting[:MAX_LISTED])}{', …' if len(fitting) > MAX_LISTED else ''}"

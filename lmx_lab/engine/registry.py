@@ -1,7 +1,7 @@
-"""The available engines, one row each.
+"""List the available engines, one row each.
 
 An engine is imported when its first model is loaded: MLX with mlx-lm takes two seconds to import, and many processes
-use one engine or none. Another engine needs a package with its class, and a row here.
+use one engine or none. A new engine needs a package with its class, and a row here.
 """
 
 from __future__ import annotations
@@ -24,22 +24,24 @@ Factory = Callable[[Settings, "EngineHost"], "InferenceEngine"]
 
 @dataclass(frozen=True, kw_only=True)
 class EngineRow:
+    """Properties of one engine that are known without importing it."""
+
     name: EngineName
     title: str
-    """Name in sentences."""
+    """Name of the engine in messages."""
     formats: tuple[Format, ...]
-    """Formats of the models that it runs."""
+    """Formats of the models that the engine runs."""
     make: Factory
     package: str | None = None
     """Installed package whose version is the engine's; None for the built-in engine."""
     files: str = ""
-    """Its models in sentences, such as ``GGUF files``."""
+    """What its models are called in messages, such as ``GGUF files``."""
     starter: str | None = None
-    """Starter model by which its speed is measured; the same weights for each engine."""
+    """Starter model with which the speed of the engine is measured; the same weights for each engine."""
     alternative: str = "or load another model"
-    """How to run one of its models on another engine; may contain ``{model}``."""
+    """How to run one of its models on another engine, for messages; may contain ``{model}``."""
     problem: Callable[[], str | None] = lambda: None
-    """Returns why the engine cannot run in this environment, and what to do; None if it can."""
+    """Returns why the engine cannot run in this environment, and the next step; None if it can run."""
 
     @property
     def version(self) -> str | None:
@@ -50,7 +52,7 @@ class EngineRow:
             return None
 
 
-# The imports are inside of functions because each engine is slow to import and may not be used.
+# The imports are inside functions because each engine is slow to import and may not be used.
 
 
 def _make_mlx(settings: Settings, host: EngineHost) -> InferenceEngine:

@@ -1,4 +1,4 @@
-"""Define requests to an engine, and the vectors and scores that it returns, as frozen values.
+"""Define the requests to an engine, and the vectors and scores that it returns, as frozen values.
 
 All times are seconds; points in time are those of ``time.perf_counter``.
 """
@@ -32,7 +32,7 @@ class ToolUse:
     forced: bool = False
     """Whether the answer must consist of tool calls only."""
     only: str | None = None
-    """Name of the only tool that may be called, and is called once. The prompt still describes all tools."""
+    """Name of the only tool that may be called; it is called exactly once. The prompt still describes all tools."""
     parallel: bool = True
     """Whether an answer may contain several calls."""
 
@@ -52,14 +52,14 @@ class ChatPrompt:
 
 @dataclass(frozen=True, kw_only=True)
 class TokenPrompt:
-    """Token ids, which are not changed."""
+    """A prompt of token ids, which are not changed."""
 
     tokens: tuple[int, ...]
 
 
 @dataclass(frozen=True, kw_only=True)
 class TextPrompt:
-    """Plain text, without a chat template."""
+    """A prompt of plain text, to which no chat template is applied."""
 
     text: str
 
@@ -106,7 +106,7 @@ class AnswerFormat:
 
 @dataclass(frozen=True, kw_only=True)
 class GenerationRequest:
-    """A prompt, and how it is continued."""
+    """A request for the continuation of a prompt."""
 
     prompt: Prompt
     model: str | None = None
@@ -119,7 +119,7 @@ class GenerationRequest:
     """The text ends before the first of these strings."""
     answer_format: AnswerFormat | None = None
     thinking_budget: int | None = None
-    """Maximum number of tokens of reasoning, after which the model is made to answer; None sets no limit."""
+    """Maximum number of tokens of reasoning, after which the end of the reasoning is forced; None sets no limit."""
     ignore_eos: bool = False
     """Whether to generate ``max_tokens`` even if the model ends its text before."""
     top_logprobs: int | None = None
@@ -132,7 +132,7 @@ class GenerationRequest:
 
 @dataclass(frozen=True, kw_only=True)
 class EmbeddingRequest:
-    """Texts to embed."""
+    """A request for the embedding vectors of texts."""
 
     inputs: tuple[str | tuple[int, ...], ...]
     """Texts, or token ids of texts, which are not changed."""
@@ -160,7 +160,7 @@ class Embeddings:
 
 @dataclass(frozen=True, kw_only=True)
 class RerankRequest:
-    """Documents to rank by their relevance to a query."""
+    """A request to rank documents by their relevance to a query."""
 
     query: str
     documents: tuple[str, ...]

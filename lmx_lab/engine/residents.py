@@ -1,4 +1,4 @@
-"""The models in memory, and how the requests of one are ended before it is unloaded."""
+"""Describe the models in memory, and end the requests of a model before it is unloaded."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ class Resident:
 
     @property
     def in_memory(self) -> bool:
-        """Whether its engine still has it: it may have run out of memory, or died."""
+        """Whether the engine still has the model: the engine may have run out of memory, or died."""
         return any(entry is self.entry for entry in entries_in_memory(self.engine.snapshot))
 
     async def drain(self, reason: str, *, timeout_s: float, finish_queued: bool, end: asyncio.Event) -> None:
@@ -37,7 +37,7 @@ class Resident:
 
         Args:
             reason: Beginning of the error messages of requests that end with an error.
-            finish_queued: Whether queued requests are answered, too, instead of ending at once.
+            finish_queued: Whether queued requests are also answered, instead of ending at once.
             end: Ends the wait when it is set.
         """
         queued_error = NotLoadedError(f"{reason} before this request started; try again when a model is loaded")
@@ -52,7 +52,7 @@ class Resident:
 
 @dataclass(frozen=True, kw_only=True)
 class Residents:
-    """The models in memory at one moment; replaced whole after each change."""
+    """The models in memory at one moment. A new object replaces it after each change."""
 
     main: Resident | None = None
     pinned: tuple[Resident, ...] = ()
@@ -72,7 +72,7 @@ class Residents:
 
 
 async def _first_of(*works: Coroutine[Any, Any, object], timeout_s: float) -> None:
-    """Wait until one of these has ended, or for ``timeout_s``; the others are cancelled."""
+    """Wait until one of the coroutines has ended, or for ``timeout_s``; then cancel the others."""
     tasks = [asyncio.create_task(work) for work in works]
     try:
         await asyncio.wait(tasks, timeout=timeout_s, return_when=asyncio.FIRST_COMPLETED)

@@ -1,4 +1,4 @@
-"""Run a worker script in a process of its own, with limits: for work that may crash, run forever or take all memory.
+"""Run a worker script in a separate process with limits, for work that may crash, run forever or exhaust the memory.
 
 ``SandboxProcess`` starts the process and sends it requests. The process runs this same file, which loads the worker
 script and calls it for each request. A worker script defines:
@@ -48,7 +48,7 @@ class SandboxSendError(SandboxDiedError):
 
 
 class SandboxProcess:
-    """A process that is started at the first request, and again at the first request after it was stopped.
+    """A process that starts at the first request, and again at the first request after it was stopped.
 
     Every failed request stops it. Only one thread at a time may call ``request``; any thread may call ``stop`` and
     ``close``.
@@ -113,7 +113,9 @@ class SandboxProcess:
                 request.
 
         Raises:
-            SandboxStartError, SandboxTimeoutError, SandboxDiedError: see there.
+            SandboxStartError: the process could not be started.
+            SandboxTimeoutError: there was no reply within ``limit_s``.
+            SandboxDiedError: the process ended before it replied.
         """
         connection = self.start()
         try:
@@ -149,7 +151,7 @@ class SandboxProcess:
             connection.close()
 
     def close(self) -> None:
-        """End the process for good; a request that is running fails with ``SandboxDiedError``."""
+        """End the process permanently. A running request fails with ``SandboxDiedError``, and so do later ones."""
         with self._lock:
             self._closed = True
         self.stop()
@@ -158,7 +160,7 @@ class SandboxProcess:
 def _spawn(script: Path, environ: Mapping[str, str]) -> tuple[subprocess.Popen[bytes], Connection]:
     ours, theirs = Pipe()
     with theirs:
-        # -P keeps the folder of this file off the path: its modules have names like those of other packages.
+        # -P keeps the folder of this file out of sys.path: its modules have names like those of other packages.
         process = subprocess.Popen(
             [sys.executable, "-P", __file__, str(script), str(theirs.fileno()), str(os.getpid())],
             pass_fds=[theirs.fileno()],
@@ -201,7 +203,7 @@ def _load(script: str) -> ModuleType:
 
 
 def _limit(kind: int, soft: int, hard: int) -> None:
-    # Not every system has every limit, and a container may have set lower ones.
+    # Not every system supports every limit, and a container may have set lower ones.
     with contextlib.suppress(ValueError, OSError):
         resource.setrlimit(kind, (soft, hard))
 

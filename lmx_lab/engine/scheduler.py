@@ -1,7 +1,7 @@
-"""Decide which request runs next: arrival order, a number of slots, a deadline each. Pure: the caller passes the time.
+"""Decide which request runs next, by order of arrival, slots and deadlines. Pure: the caller passes the time.
 
-A request is *queued*, then *running* (first its prompt is computed, then it decodes), then removed. The engine performs
-these decisions. How many requests may be queued is decided before, in ``engine.admission``.
+A request is *queued*, then *running* (first its prompt is computed, then it decodes), then removed. The engine carries
+out these decisions. The number of queued requests is limited earlier, in ``engine.admission``.
 """
 
 from __future__ import annotations
@@ -14,17 +14,18 @@ from typing import Generic, TypeVar
 Key = TypeVar("Key", bound=Hashable)
 SHORT_PROMPT_TOKENS = 256
 NEWEST_WEIGHT = 0.2
-"""Weight of the newest request in the mean time that a slot is held."""
+"""Weight of the newest request in the mean time for which a slot is occupied."""
 
 
 class Verdict(Enum):
-    """The engine's answer whether the next request may start."""
+    """The engine's decision whether the next request may start."""
 
     TAKE = auto()
+    """The request starts now."""
     LATER = auto()
-    """Not yet, for a reason of its own: later requests may start before it."""
+    """The request cannot start yet, for a reason that concerns only this request. Later requests may pass it."""
     BLOCKED = auto()
-    """Not yet, because memory is short: no later request may start before it, or it might wait for ever."""
+    """The request cannot start yet because memory is short. No later request may pass it, or it might wait forever."""
 
 
 @dataclass(frozen=True)
@@ -34,16 +35,19 @@ class _Entry:
 
 
 class Scheduler(Generic[Key]):
-    """Orders requests. It knows each by a key, the length of its prompt and its deadline (engine's clock, seconds)."""
+    """Orders requests, of which it stores a key, the length of the prompt and the deadline.
+
+    Deadlines are seconds of the clock that the engine uses.
+    """
 
     def __init__(self, *, slots: int, prefills: int, lanes: int) -> None:
         self.slots = slots
         self.prefills = prefills
-        """Long prompts computed at the same time. More would delay the first token of each without making the last one
-        earlier."""
+        """Number of long prompts that are computed at the same time. More would delay the first token of each prompt
+        without finishing the last one earlier."""
         self.lanes = lanes
-        """Prompts computed at the same time. The lanes beside those of long prompts are for short ones, which would
-        otherwise wait minutes behind them."""
+        """Number of prompts that are computed at the same time. The lanes beyond ``prefills`` are for short prompts,
+        which would otherwise wait minutes behind long ones."""
         self._queued: dict[Key, _Entry] = {}
         self._running: dict[Key, _Entry] = {}
         self._prefilling: set[Key] = set()
@@ -65,7 +69,7 @@ class Scheduler(Generic[Key]):
         return not self._queued and not self._running
 
     def add(self, keys: Sequence[Key], *, tokens: int, deadline: float) -> None:
-        """Queue requests of one prompt behind those already queued.
+        """Queue requests with the same prompt behind those that are already queued.
 
         Args:
             tokens: Length of the prompt.
@@ -74,8 +78,12 @@ class Scheduler(Generic[Key]):
             self._queued[key] = _Entry(deadline, short=tokens <= SHORT_PROMPT_TOKENS)
 
     def admit(self, judge: Callable[[Key], Verdict]) -> Key | None:
-        """Give a slot to the next request, which starts its prefill; None if none starts. Call it until it returns
-        None.
+        """Give a slot to the next request, whose prefill starts, and return its key; None if no request can start.
+
+        The caller repeats the call until it returns None.
+
+        Args:
+            judge: Decides whether a request may start.
         """
         if len(self._running) >= self.slots:
             return None
@@ -96,12 +104,12 @@ class Scheduler(Generic[Key]):
         return len(self._prefilling) < self.lanes and (entry.short or long < self.prefills)
 
     def prefilled(self, key: Key) -> None:
-        """The prompt of this request has been computed; the next prefill may start."""
+        """Record that the prompt of this request has been computed, so that the next prefill may start."""
         self._prefilling.discard(key)
 
     def expired(self, now: float) -> list[Key]:
-        """Return the requests past their deadline, queued or running; they stay until ``remove``."""
-        return [key for group in (self._queued, self._running) for key, it in group.items() if now > it.deadline]
+        """Return the queued and running requests that are past their deadline. They stay until ``remove`` is called."""
+        return [key for group in (self._queued, self._running) for key, entry in group.items() if now > entry.deadline]
 
     def remove(self, key: Key) -> None:
         """Remove a request that has ended. Unknown keys are ignored, since an end can be reported twice."""
@@ -111,13 +119,13 @@ class Scheduler(Generic[Key]):
 
 
 class SlotTimes:
-    """Estimates when a slot becomes free, from how long ended requests held theirs. Times are seconds."""
+    """Estimates when a slot becomes free, from how long earlier requests occupied one. Times are seconds."""
 
     def __init__(self) -> None:
         self._mean_s: float | None = None
 
     def add(self, held_s: float) -> None:
-        """A request has ended normally, after holding its slot for this time."""
+        """Record that a request has ended normally, after occupying its slot for this time."""
         mean_s = self._mean_s
         self._mean_s = held_s if mean_s is None else (1 - NEWEST_WEIGHT) * mean_s + NEWEST_WEIGHT * held_s
 

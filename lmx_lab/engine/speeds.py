@@ -1,7 +1,7 @@
-"""Store how fast each engine decodes on this machine, and decide which one is faster.
+"""Store how fast each engine decodes on this machine, and decide which engine is faster.
 
-The figures are stored in the lab's home, with the versions and the machine that they were measured with. They are not
-used any more when one of these changes.
+The figures are stored in the lab's home, together with the versions and the machine with which they were measured. They
+become invalid when one of these changes.
 """
 
 from __future__ import annotations
@@ -32,23 +32,23 @@ FILE_BYTES = 2**16
 CLEARLY_FASTER = 1.2
 """Ratio of speeds from which the faster engine is preferred. Two runs on one machine differ by nearly as much."""
 BUSY_PERCENT = 30
-"""Load of the processors by other programs from which no engine is preferred. llama.cpp's threads wait for each other
+"""If other programs use this much of the processors, no engine is preferred. llama.cpp's threads wait for each other
 and then lose far more than their share: on two cores with two busy programs MLX had 8.2 tok/s and llama.cpp 3.5;
 without them MLX had 19 and llama.cpp 126."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Speeds:
-    """Speeds of decoding one stream of the same model, for about a second on each engine."""
+    """Decoding speeds for one stream of the same model, measured for about a second on each engine."""
 
     model: str
     measured_at: float
     """Seconds since 1970."""
     tokens_per_second: Mapping[EngineName, float]
     busy_percent: float
-    """Load of the processors by other programs just before or after."""
+    """Use of the processors by other programs just before or after the measurement, in percent."""
     made_with: Mapping[str, Any]
-    """What must be unchanged for the figures to be valid; see ``conditions``."""
+    """The result of ``conditions`` at the time of the measurement. The figures are valid while it is unchanged."""
 
     @property
     def disturbed(self) -> bool:
@@ -86,7 +86,7 @@ def versions() -> dict[EngineName, str | None]:
 
 
 def conditions(settings: Settings) -> dict[str, Any]:
-    """Return what the speed of the engines depends on, as far as it is known without measuring."""
+    """Return the versions, settings and properties of the machine that affect the speed of the engines."""
     # On other systems than Linux, each engine chooses its own number of threads.
     threads = default_threads(os.environ) if sys.platform == "linux" else None
     return {
@@ -100,26 +100,26 @@ def conditions(settings: Settings) -> dict[str, Any]:
     }
 
 
-def kept_speeds(settings: Settings) -> Speeds | None:
-    """Read the last measurement; None if there is none or it is no longer valid. Reads a small file."""
+def read_speeds(settings: Settings) -> Speeds | None:
+    """Return the last measurement; None if there is none, or if it is no longer valid. Reads a small file."""
     try:
         with open_regular(settings.home / FILE) as file:
-            found = json.loads(file.read(FILE_BYTES))
+            stored = json.loads(file.read(FILE_BYTES))
         speeds = Speeds(
-            model=str(found["model"]),
-            measured_at=float(found["measured_at"]),
-            tokens_per_second={name: float(found["tokens_per_second"][name]) for name in STARTERS},
-            busy_percent=float(found["busy_percent"]),
-            made_with=dict(found["made_with"]),
+            model=str(stored["model"]),
+            measured_at=float(stored["measured_at"]),
+            tokens_per_second={name: float(stored["tokens_per_second"][name]) for name in STARTERS},
+            busy_percent=float(stored["busy_percent"]),
+            made_with=dict(stored["made_with"]),
         )
     except (OSError, ValueError, TypeError, KeyError, UnusableModelError):
-        # The file is missing or was edited: it has to be measured again.
+        # The file is missing or was edited, so a new measurement is needed.
         return None
     return speeds if speeds.made_with == conditions(settings) else None
 
 
-def keep_speeds(settings: Settings, speeds: Speeds) -> Path:
-    """Store a measurement. A reader sees either the old file or the complete new one.
+def store_speeds(settings: Settings, speeds: Speeds) -> Path:
+    """Store a measurement, and return the path of the file. A reader sees either the old file or the complete new one.
 
     Raises:
         OSError: the home is not writable.
@@ -138,8 +138,8 @@ def keep_speeds(settings: Settings, speeds: Speeds) -> Path:
     return target
 
 
-def since(at: float) -> str:
-    """Return how long ago a time was, in words."""
+def age_in_words(at: float) -> str:
+    """Return how long ago a time was (seconds since 1970), in words."""
     seconds = max(0.0, time.time() - at)
     for unit, length in (("day", 86_400), ("hour", 3600), ("minute", 60)):
         if seconds >= length:

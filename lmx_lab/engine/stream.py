@@ -1,6 +1,6 @@
-"""Results on their way from an engine to a reader on an event loop: token streams, and vectors or scores to come.
+"""Deliver results from an engine to a reader on an event loop: token streams, and pending vectors or scores.
 
-The engine never waits for a reader. Deltas that a slow reader has not taken are merged into one, so a mailbox holds at
+The engine never waits for a reader. Deltas that a slow reader has not read are merged into one, so a mailbox holds at
 most the text of one generation.
 """
 
@@ -18,12 +18,12 @@ from lmx_lab.values.generation import Delta, GenerationReport, PromptProgress, P
 
 Result = TypeVar("Result")
 SEPARATE_DELTAS = 64
-"""Deltas kept apart for a slow reader; more are merged."""
+"""Number of deltas that are kept separate for a slow reader; more are merged."""
 Item = Delta | PromptProgress | PromptScores | GenerationReport | LabError
 
 
 class Mailbox:
-    """What one generation has produced and its reader has not taken yet. Belongs to the event loop ``loop``."""
+    """The items of one generation that its reader has not read yet. Belongs to the event loop ``loop``."""
 
     def __init__(self, loop: asyncio.AbstractEventLoop) -> None:
         self.loop = loop
@@ -51,7 +51,7 @@ class Mailbox:
         self.changed.set()
 
     def take(self) -> Delta | None:
-        """Return everything since the last call as one delta."""
+        """Return everything since the last call as one delta; None if there is nothing to show."""
         if not self._deltas:
             return None
         deltas, self._deltas = self._deltas, []
@@ -61,7 +61,7 @@ class Mailbox:
 
 
 class Outbox:
-    """Items that an engine step has produced. They are handed to each reader's loop in one call."""
+    """The items that an engine step has produced. They are passed to each reader's loop in one call."""
 
     def __init__(self) -> None:
         self._items: dict[asyncio.AbstractEventLoop, list[tuple[Mailbox, Item]]] = defaultdict(list)
@@ -70,7 +70,7 @@ class Outbox:
         self._items[mailbox.loop].append((mailbox, item))
 
     def send(self) -> list[asyncio.AbstractEventLoop]:
-        """Deliver all items; return the loops that are closed, whose readers no longer exist."""
+        """Deliver all items; return the closed loops, whose readers no longer exist."""
         posted, self._items = self._items, defaultdict(list)
         closed = []
         for loop, items in posted.items():
@@ -87,13 +87,13 @@ def _deliver(items: list[tuple[Mailbox, Item]]) -> None:
 
 
 class TokenStream:
-    """The answer of one generation: iterate it for ``Delta`` values; then ``report`` is set.
+    """The answer of one generation. Iterating it yields ``Delta`` values; after that, ``report`` is set.
 
-    A generation that fails raises its ``LabError``. ``asyncio.wait_for(anext(stream), s)`` waits for a limited time and
-    loses nothing.
+    If the generation fails, the iteration raises its ``LabError``. ``asyncio.wait_for(anext(stream), s)`` waits for a
+    limited time, and no delta is lost.
 
-    Call ``aclose()`` (or use ``async with``) to leave early: it frees the slot within one engine step. A stream that is
-    garbage-collected without it is cancelled then.
+    To stop early, call ``aclose()`` or use ``async with``: the slot is free within one engine step. A stream that is
+    garbage-collected before its end is cancelled.
     """
 
     def __init__(
@@ -109,13 +109,13 @@ class TokenStream:
 
     @property
     def report(self) -> GenerationReport | None:
-        """What the generation cost; None until it has ended without an error."""
+        """Tokens and times of the generation; None until it has ended without an error."""
         end = self._mailbox.end
         return end if isinstance(end, GenerationReport) else None
 
     @property
     def progress(self) -> PromptProgress | None:
-        """How far the prompt is computed; None while the request waits for a slot."""
+        """How much of the prompt has been computed; None while the request waits for a slot."""
         return self._mailbox.progress
 
     @property
@@ -144,7 +144,7 @@ class TokenStream:
         self._mailbox.changed.set()
 
     def close(self) -> None:
-        """Do the same as ``aclose``, from any thread; no reader may be waiting."""
+        """Do the same as ``aclose``, from any thread. No reader may be waiting for a delta."""
         if not self._closed:
             self._closed = True
             if self._mailbox.end is None:

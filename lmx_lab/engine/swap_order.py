@@ -1,9 +1,9 @@
-"""Decide which request is next if requests name several models and one is loaded at a time. Pure: the caller passes the
-time.
+"""Decide which request is next if requests name several models, of which one is loaded at a time.
 
-All requests that wait for a model are served when it has its turn, so that they are computed together. Those that
-arrive for it later may pass requests for other models only within a share. Then the model of the longest waiting
-request has its turn: no request waits for ever, and within a model the order is that of arrival.
+Pure: the caller passes the time. All requests that wait for a model are served in its turn, so that they are computed
+together. Requests for the same model that arrive later may pass requests for other models only within a share. Then the
+turn goes to the model of the request that has waited longest. So no request waits forever, and the requests for one
+model are served in the order of arrival.
 """
 
 from __future__ import annotations
@@ -12,23 +12,23 @@ import itertools
 from dataclasses import dataclass, field
 
 SHARE_S = 2.0
-"""Time for which later requests may keep the turn of a model while a request for another model waits."""
+"""Time in seconds for which later requests may extend the turn of a model while a request for another model waits."""
 
 
 @dataclass(eq=False, kw_only=True)
 class Ticket:
-    """A place in the order. Times are those of one clock, in seconds."""
+    """The place of a request in the order. Times are seconds of one clock."""
 
     model: str | None
     """Model that the request needs; None takes the loaded one."""
     number: int
     arrived_s: float
     passed: int = field(default=0)
-    """Number of later requests that went first, for the model that was loaded."""
+    """Number of later requests for the loaded model that were served first."""
 
 
 class SwapOrder:
-    """Tickets in order of arrival.
+    """Orders tickets by arrival and by model.
 
     Args:
         share: How many later requests may pass one ticket.
@@ -46,7 +46,7 @@ class SwapOrder:
         return len(self._waiting)
 
     def ticket(self, model: str | None, now: float) -> Ticket:
-        """Return the next place. It counts from now on, but has its turn only after ``add``."""
+        """Return a ticket for the next place in the order. It gets a turn only after it was added with ``add``."""
         return Ticket(model=model, number=next(self._numbers), arrived_s=now)
 
     def add(self, ticket: Ticket) -> None:
@@ -72,7 +72,9 @@ class SwapOrder:
         return chosen
 
     def share_ends_s(self) -> float | None:
-        """Return when the oldest ticket for another model than the loaded one has its turn at the latest."""
+        """Return the latest time at which the oldest ticket for a model that is not loaded gets its turn; None without
+        such a ticket.
+        """
         other = self._first_for_another(self._loaded)
         return other.arrived_s + SHARE_S if other is not None else None
 

@@ -1,4 +1,4 @@
-"""Let requests that name different models take turns, in the order of ``SwapOrder``. Belongs to the control loop."""
+"""Give turns to requests that name different models, in the order of ``SwapOrder``. Belongs to the control loop."""
 
 from __future__ import annotations
 
@@ -11,8 +11,8 @@ from lmx_lab.settings import Settings
 
 
 class SwapQueue:
-    """The requests that wait for their model. One at a time has its turn: it loads its model and is submitted, so that
-    no other request can replace the model in between.
+    """The requests that wait for their model. One request at a time has its turn: its model is loaded and the request
+    is submitted, and no other request can replace the model in between.
 
     Args:
         loaded: Returns the model that is loaded, or was unloaded because it was idle.
@@ -37,27 +37,30 @@ class SwapQueue:
         self._on_change = on_change
         self._order = SwapOrder(share=settings.slots)
         self._tickets: dict[Ticket, asyncio.Event] = {}
-        """Tickets that wait or have their turn, with the events that start the turns."""
+        """The tickets that wait or have their turn, each with the event that starts its turn."""
         self._current: Ticket | None = None
         self._timer: asyncio.TimerHandle | None = None
         self.swap_s: float | None = None
-        """How long the last replacement of the model took, the end of running requests included."""
+        """How long the last replacement of the model took, including the wait for running requests."""
 
     def __len__(self) -> int:
         return len(self._tickets)
 
     def ticket(self, model: str | None, *, limited: bool) -> Ticket:
-        """Return a ticket, which counts from now on; ``wait`` waits for its turn, and ``leave`` ends it.
+        """Return a ticket at the end of the queue. Then ``wait`` waits for its turn, and ``leave`` ends the turn.
+
+        Args:
+            limited: Whether the ticket is refused if too many requests wait.
 
         Raises:
-            QueueFullError: too many requests wait, and the number of them is ``limited``.
+            QueueFullError: too many requests wait.
         """
         slots, queue_limit = self._settings.slots, self._settings.queue_limit
         if limited and len(self._tickets) >= slots + queue_limit:
             message = (
-                f"{len(self._tickets)} requests wait for their model, and {slots + queue_limit} may (slots {slots} + "
+                f"{len(self._tickets)} requests wait for their model, and the limit is {slots + queue_limit} "
+                f"(slots {slots} + queue_limit {queue_limit}); try again when some have been answered"
             )
-            message += f"queue_limit {queue_limit}); try again when some have been answered"
             if self.swap_s is not None:
                 message += f"; the last replacement of the model took {self.swap_s:.1f} s"
             raise QueueFullError(message, retry_after_s=self.swap_s or 1.0)
@@ -73,7 +76,7 @@ class SwapQueue:
         await self._tickets[ticket].wait()
 
     def leave(self, ticket: Ticket) -> None:
-        """End the turn of a ticket, or its wait. Idempotent."""
+        """End the turn of a ticket, or its place in the queue. Idempotent."""
         if self._tickets.pop(ticket, None) is None:
             return
         if self._current is ticket:
@@ -83,11 +86,11 @@ class SwapQueue:
         self._on_change()
 
     def update(self) -> None:
-        """Start the next turn if there can be one. Called when one of the conditions has changed."""
+        """Start the next turn if possible. Called when one of the conditions has changed."""
         if self._timer is not None:
             self._timer.cancel()
             self._timer = None
-        # The end of a turn, or of a load, updates this again.
+        # The end of a turn, or of a load, calls this method again.
         if self._current is not None or not self._order or self._is_changing():
             return
         loop = asyncio.get_running_loop()

@@ -1,4 +1,4 @@
-"""Checks of prompts and texts that all engines share. Pure."""
+"""Check prompts and texts, for all engines. Pure."""
 
 from __future__ import annotations
 
@@ -10,12 +10,16 @@ from lmx_lab.errors import ContextLengthError, InvalidRequestError
 from lmx_lab.values.models import ModelEntry
 
 CHARACTERS_PER_TOKEN = 10
-"""Upper bound for ordinary text. A text with more characters than this for each token of the context is not tokenized
-whole."""
+"""Upper bound for ordinary text. If a text has more characters than this for each token of the context, only its
+beginning is tokenized."""
 
 
 def check_messages(messages: Sequence[Mapping[str, Any]]) -> None:
-    """Refuse lone surrogates; the error names the message that has one."""
+    """Refuse messages with lone surrogates.
+
+    Raises:
+        InvalidRequestError: a message has one; ``param`` names the message.
+    """
     for at, message in enumerate(messages):
         check_characters(str(message.get("content", "")), f"messages.{at}.content")
 
@@ -24,7 +28,7 @@ def check_characters(text: str, param: str) -> None:
     """Refuse lone surrogates, which cannot be encoded.
 
     Raises:
-        InvalidRequestError: the text has one.
+        InvalidRequestError: the text has a lone surrogate.
     """
     try:
         text.encode()
@@ -42,7 +46,7 @@ def check_length(request: GenerationRequest, prompt: Sequence[int], entry: Model
     """Check that a prompt leaves room for an answer.
 
     Args:
-        limit: Tokens of prompt and answer that fit in the model's context here.
+        limit: Number of tokens, prompt and answer, that fit in the model's context; None without a limit.
 
     Raises:
         InvalidRequestError: the prompt is empty.
@@ -99,9 +103,9 @@ def check_text(
     """Check the length of a text to embed or to rank.
 
     Args:
-        limit: Tokens of a text that the model takes.
-        truncate: Whether a longer text is cut instead of refused.
-        count: The number of tokens for the error message, where ``tokens`` are only the beginning of the text.
+        limit: Maximum number of tokens of a text.
+        truncate: Whether a longer text is truncated instead of refused.
+        count: The number of tokens for the error message, if ``tokens`` are only the beginning of the text.
 
     Raises:
         InvalidRequestError: the text is empty.
@@ -118,10 +122,10 @@ def check_text(
 
 
 def check_dimensions(dimensions: int | None, available: int | None, entry: ModelEntry) -> None:
-    """Check the number of components that a caller wants of a vector.
+    """Check the requested number of components of a vector.
 
     Raises:
-        InvalidRequestError: vectors of the model have fewer.
+        InvalidRequestError: vectors of the model have fewer components.
     """
     if dimensions is not None and available is not None and dimensions > available:
         raise InvalidRequestError(

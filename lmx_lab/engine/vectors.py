@@ -15,9 +15,10 @@ def shorten(vectors: Vectors, dimensions: int | None) -> Vectors:
 
 
 def cosines(rows: Vectors) -> Vectors:
-    """Return the cosines of the first row with each of the others."""
+    """Return the cosine similarity of the first row and each of the other rows."""
     rows = _normalized(rows)
-    # Row by row: the rounding of a BLAS depends on the position of a row, and equal documents need equal scores.
+    # Computed row by row, because the rounding of a BLAS depends on the position of a row, and equal documents must
+    # get equal scores.
     scores: Vectors = (rows[1:] * rows[0]).sum(axis=1)
     return scores
 

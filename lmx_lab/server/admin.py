@@ -10,7 +10,7 @@ from fastapi import APIRouter, Request
 from lmx_lab.engine import ModelManager
 from lmx_lab.engine.model_lookup import ANY_KIND, check_unload, entries_in_memory, public_id, unknown_model
 from lmx_lab.engine.registry import ENGINES, engine_for
-from lmx_lab.engine.speeds import Speeds, kept_speeds, versions
+from lmx_lab.engine.speeds import Speeds, read_speeds, versions
 from lmx_lab.errors import AdminForbiddenError, ModelNotFoundError
 from lmx_lab.http.bodies import StrictRoute
 from lmx_lab.http.guard import is_local
@@ -135,7 +135,7 @@ async def alisting(catalog: Catalog, manager: ModelManager) -> ModelRecords:
 def _records(found: Listing, manager: ModelManager) -> ModelRecords:
     now = manager.snapshot
     # The stored speeds usually are on the same disk as the models.
-    speeds = kept_speeds(manager.settings) if found.problem is None else None
+    speeds = read_speeds(manager.settings) if found.problem is None else None
     rates = speeds.tokens_per_second if speeds is not None else {}
     return ModelRecords(
         models=records(found.entries, now),

@@ -31,8 +31,8 @@ SCRIPT = """async (code) => {
     });
     module.default.render({model, el: document.body});
 }"""
-MEASURED = """from lmx_lab.engine.speeds import FILE, Speeds, conditions, keep_speeds
-keep_speeds(lab.settings, Speeds(model="smollm2-135m", measured_at=0, busy_percent=0,
+MEASURED = """from lmx_lab.engine.speeds import FILE, Speeds, conditions, store_speeds
+store_speeds(lab.settings, Speeds(model="smollm2-135m", measured_at=0, busy_percent=0,
     tokens_per_second={"mlx": 24, "llama.cpp": 110}, made_with=conditions(lab.settings)))"""
 UNMEASURED = "(lab.settings.home / FILE).unlink()"
 

@@ -16,7 +16,9 @@ pytestmark = pytest.mark.anyio
 def test_requests_are_accepted_up_to_the_limit() -> None:
     admission = AdmissionControl("tiny", limit=2)
     first, _ = admission.admit(1, retry_after_s=1.0) + admission.admit(1, retry_after_s=1.0)
-    with pytest.raises(QueueFullError, match=r"2 requests for tiny run or wait; 2 may .* in 30 s") as refused:
+    with pytest.raises(
+        QueueFullError, match=r"2 requests for tiny are running or queued, and the limit is 2 .* in 30 s"
+    ) as refused:
         admission.admit(1, retry_after_s=30.0)
     assert refused.value.retry_after_s == 30
     first.release()

@@ -11,7 +11,7 @@ import pytest
 from lmx_lab.engine import measure
 from lmx_lab.engine import speeds as speeds_module
 from lmx_lab.engine.measure import measure_speeds
-from lmx_lab.engine.speeds import FILE, Speeds, conditions, keep_speeds, kept_speeds, since
+from lmx_lab.engine.speeds import FILE, Speeds, age_in_words, conditions, read_speeds, store_speeds
 from lmx_lab.errors import EngineError, OutOfMemoryError
 from lmx_lab.settings import Settings
 from lmx_lab.values.models import EngineName, ModelEntry
@@ -52,28 +52,28 @@ def test_figures_are_valid_until_something_changes_that_they_depend_on(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     settings = Settings(home=tmp_path / "new", threads=1)
-    assert kept_speeds(settings) is None
+    assert read_speeds(settings) is None
     speeds = replace(SPEEDS, made_with=conditions(settings))
-    keep_speeds(settings, replace(speeds, busy_percent=50))
-    keep_speeds(settings, speeds)
+    store_speeds(settings, replace(speeds, busy_percent=50))
+    store_speeds(settings, speeds)
     assert [path.name for path in settings.home.iterdir()] == [FILE]
-    assert kept_speeds(settings) == speeds
-    assert kept_speeds(replace(settings, port=1)) == speeds
-    assert kept_speeds(replace(settings, threads=2)) is None
-    assert kept_speeds(replace(settings, dtype="keep")) is None
+    assert read_speeds(settings) == speeds
+    assert read_speeds(replace(settings, port=1)) == speeds
+    assert read_speeds(replace(settings, threads=2)) is None
+    assert read_speeds(replace(settings, dtype="keep")) is None
     monkeypatch.setattr(speeds_module, "versions", lambda: {"mlx": "1.0", "llama.cpp": None})
-    assert kept_speeds(settings) is None
+    assert read_speeds(settings) is None
 
 
 def test_a_damaged_file_is_ignored(tmp_path: Path) -> None:
     settings = Settings(home=tmp_path)
-    path = keep_speeds(settings, replace(SPEEDS, made_with=conditions(settings)))
+    path = store_speeds(settings, replace(SPEEDS, made_with=conditions(settings)))
     whole = json.loads(path.read_text())
     for damaged in ("", "[]", "null", "\x00", json.dumps({**whole, "tokens_per_second": {"mlx": 1}}), "1" * 100_000):
         path.write_text(damaged)
-        assert kept_speeds(settings) is None
+        assert read_speeds(settings) is None
     path.write_text(json.dumps(whole))
-    assert kept_speeds(settings) is not None
+    assert read_speeds(settings) is not None
 
 
 @pytest.mark.parametrize(
@@ -81,7 +81,7 @@ def test_a_damaged_file_is_ignored(tmp_path: Path) -> None:
 )
 def test_an_age_is_written_in_its_largest_unit(monkeypatch: pytest.MonkeyPatch, seconds: float, words: str) -> None:
     monkeypatch.setattr(speeds_module.time, "time", lambda: 1000.0 + seconds)
-    assert since(1000.0) == words
+    assert age_in_words(1000.0) == words
 
 
 def test_the_error_of_a_model_that_cannot_be_loaded_has_the_reason(tiny: ModelEntry, tmp_path: Path) -> None:

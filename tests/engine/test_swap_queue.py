@@ -101,7 +101,7 @@ async def test_the_number_of_waiting_requests_is_limited() -> None:
     for _ in range(3):
         model.queue.ticket("b", limited=True)
     with pytest.raises(
-        QueueFullError, match=r"3 requests wait for their model, and 3 may \(slots 1 \+ queue_limit 2\)"
+        QueueFullError, match=r"3 requests wait for their model, and the limit is 3 \(slots 1 \+ queue_limit 2\)"
     ):
         model.queue.ticket("b", limited=True)
     model.queue.swap_s = 7.0

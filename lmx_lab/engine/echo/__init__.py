@@ -1,5 +1,5 @@
-"""A deterministic engine without model files: it repeats the last message, or gives the answers of a script.
+"""A deterministic engine without model files, which repeats the last message or returns the answers of a script.
 
-Tokens, slots, deadlines, stop strings, tool calls, enforced schemas, log-probabilities and reports are those of a real
-engine. Nothing is read from disk, and no tensor is computed.
+It has the tokens, slots, deadlines, stop strings, tool calls, enforced schemas, log-probabilities and reports of a real
+engine. No model file is read, and no tensor is computed.
 """

@@ -1,4 +1,4 @@
-"""The echo engine: its state on its loop (``EchoCore``), and what other threads and loops use (``EchoEngine``)."""
+"""Provide the echo engine: ``EchoEngine`` for other threads and loops, and its state ``EchoCore`` on its own loop."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ T = TypeVar("T")
 
 
 def read_model(entry: ModelEntry, settings: Settings) -> tuple[EchoModel, Script]:
-    """Make the model and read the script to load with it.
+    """Create the model, and read the script that is loaded with it.
 
     Raises:
         UnusableModelError: the script is invalid, or the entry has another format.
@@ -99,11 +99,15 @@ class EchoCore:
         return main.model.memory_bytes
 
     async def pin(self, entry: ModelEntry, spec: LoadSpec) -> LoadReport:
-        """Refuse: the engine has no models to keep beside the main one."""
+        """Refuse to pin a model.
+
+        Raises:
+            UnusableModelError: always, since this engine has no models to keep beside the main one.
+        """
         raise UnusableModelError(f"{entry.id} runs on the echo engine, which has no pinned models", param="model")
 
     async def unpin(self, kind: Kind) -> None:
-        """See ``InferenceEngine``; nothing is ever pinned here."""
+        """See ``InferenceEngine``. This engine has no pinned models."""
 
     # Requests
 
@@ -160,8 +164,8 @@ class EchoCore:
         self._publish()
         loop, prompt = asyncio.get_running_loop(), tuple(prepared.prompt)
         return [
-            TokenStream(it.mailbox, _canceller(loop, main.queue, it), model=entry.id, prompt=prompt)
-            for it in generations
+            TokenStream(generation.mailbox, _canceller(loop, main.queue, generation), model=entry.id, prompt=prompt)
+            for generation in generations
         ]
 
     async def accept_embedding(
@@ -202,7 +206,7 @@ class EchoCore:
         """Return the loaded model.
 
         Raises:
-            NotLoadedError: it is no longer this one.
+            NotLoadedError: the model with this entry is no longer loaded.
         """
         main = self._main
         if main is None or main.entry is not entry:

@@ -1,8 +1,8 @@
-"""Choose the next token of an echo answer, by scores like those of a model that has memorized its text.
+"""Choose the next token of an echo answer, with scores like those of a model that has memorized a text.
 
-The text is the last message, or an answer of a script. Its next token has by far the highest score, so it is chosen at
-any usual temperature, unless a bias, a penalty or an enforced format prevents it. Where the format forbids the text,
-tokens that end a JSON value are preferred, so that answers are short and complete. Pure numpy.
+The text is the last message, or an answer of a script. The next token of the text has by far the highest score, so it
+is chosen at any usual temperature, unless a bias, a penalty or an enforced format prevents it. If the format forbids
+the text, tokens that end a JSON value are preferred, so that answers are short and complete. Pure numpy.
 """
 
 from __future__ import annotations
@@ -23,30 +23,30 @@ Scores = NDArray[np.float64]
 TEXT_SCORE = 50.0
 """Score of the next token of the text. At temperature 2 another token is chosen once in 100 million."""
 AFTER_SCORE = 1.5
-"""The same after the end of the text, where ``ignore_eos`` repeats it: there samples differ."""
+"""The same while ``ignore_eos`` repeats the text after its end. It is low enough for samples to differ."""
 END_SCORE = 45.0
 """Score of the end of the answer, once the text cannot be continued."""
 CONSTRAINED_SCORES = {'"': 40.0, "}": 38.0, "]": 36.0, ":": 30.0, ",": 9.0, "[": 5.0, "{": 4.0}
-"""Scores of JSON's characters where a format forbids the text."""
+"""Scores of the characters of JSON, used if a format forbids the text."""
 CONSTRAINED_LETTERS = 10.0
-"""What a format adds to the scores of letters, which makes them likelier than digits."""
+"""Added to the scores of letters if a format is enforced, so that letters are likelier than digits."""
 GREEDY_BELOW = 1e-4
-"""Lower temperatures are greedy."""
+"""At lower temperatures, the token with the highest score is chosen."""
 CERTAIN_UP_TO = 2.0
-"""Up to this temperature the next token of the text is chosen without drawing."""
+"""Up to this temperature, the next token of the text is chosen without sampling."""
 
 
 class EchoModel:
-    """The vocabulary and the scores that do not depend on a text."""
+    """The vocabulary, and the scores that do not depend on a text."""
 
     def __init__(self) -> None:
         self.vocabulary = EchoVocabulary()
-        free = np.random.default_rng(0).random(self.vocabulary.size)
-        free[[FIRST_BYTE + byte for byte in range(256) if not bytes([byte]).isalnum()]] = -8.0
-        free[:FIRST_BYTE] = -20.0
-        self.free = free
+        unconstrained = np.random.default_rng(0).random(self.vocabulary.size)
+        unconstrained[[FIRST_BYTE + byte for byte in range(256) if not bytes([byte]).isalnum()]] = -8.0
+        unconstrained[:FIRST_BYTE] = -20.0
+        self.free = unconstrained
         """Scores of an answer without an enforced format."""
-        self.constrained = _constrained(free)
+        self.constrained = _constrained(unconstrained)
         """Scores of an answer with an enforced format."""
 
     @functools.cached_property
@@ -77,9 +77,9 @@ class EchoModel:
         )
 
 
-def _constrained(free: Scores) -> Scores:
-    """Return scores by which a JSON value ends soon: empty strings, numbers of one digit, few members."""
-    scores = free.copy()
+def _constrained(unconstrained: Scores) -> Scores:
+    """Return scores with which a JSON value ends soon: empty strings, numbers of one digit, few members."""
+    scores = unconstrained.copy()
     scores[FIRST_PIECE:] += CONSTRAINED_LETTERS
     # These may continue a number.
     for byte in b"eE":
@@ -97,7 +97,7 @@ class AnswerSampler:
 
     Args:
         text: Token ids of the text that the answer repeats.
-        choice: Number of the answer among those to one request; a seed draws differently for each.
+        choice: Index of the answer among those to one request. With the same seed, each of them is sampled differently.
     """
 
     def __init__(
@@ -110,7 +110,7 @@ class AnswerSampler:
         self._at = 0
         """Number of tokens chosen so far."""
         self._on_text = True
-        """Whether all of them are those of the text."""
+        """Whether all chosen tokens are those of the text."""
         self._counts: dict[int, int] = {}
         self._random = np.random.default_rng(_seed(sampling.seed, choice))
         self._changed = bool(sampling.logit_bias) or _penalizes(sampling)
@@ -149,11 +149,11 @@ class AnswerSampler:
             return scores
         sampling = self._sampling
         if self._counts:
-            met = np.fromiter(self._counts, dtype=np.int64)
+            seen = np.fromiter(self._counts, dtype=np.int64)
             counts = np.fromiter(self._counts.values(), dtype=np.float64)
-            before, penalty = scores[met], sampling.repetition_penalty
-            scores[met] = np.where(before > 0, before / penalty, before * penalty)
-            scores[met] -= sampling.presence_penalty + sampling.frequency_penalty * counts
+            before, penalty = scores[seen], sampling.repetition_penalty
+            scores[seen] = np.where(before > 0, before / penalty, before * penalty)
+            scores[seen] -= sampling.presence_penalty + sampling.frequency_penalty * counts
         for token, bias in sampling.logit_bias:
             scores[token] += bias
         return scores
@@ -175,7 +175,7 @@ class AnswerSampler:
             scores = np.where(mask, scores, -np.inf)
         if self._greedy:
             return int(scores.argmax())
-        kept = _cut(_log_softmax(scores), self._sampling)
+        kept = _filter(_log_softmax(scores), self._sampling)
         kept = (kept - kept.max()) / self._sampling.temperature
         return int((kept + self._random.gumbel(size=kept.shape)).argmax())
 
@@ -185,7 +185,7 @@ def _penalizes(sampling: Sampling) -> bool:
 
 
 def _seed(seed: int | None, choice: int) -> int:
-    """Return a seed for numpy. Any integer can be given; without one the same is drawn each time, too."""
+    """Return a seed for numpy. Any integer is valid; None always gives the same seed, so answers are reproducible."""
     return int.from_bytes(hashlib.blake2b(f"{seed}:{choice}".encode(), digest_size=16).digest(), "little")
 
 
@@ -195,8 +195,8 @@ def _log_softmax(scores: Scores) -> Scores:
     return total
 
 
-def _cut(logprobs: Scores, sampling: Sampling) -> Scores:
-    """Return the log-probabilities, with minus infinity for the tokens that top_p, min_p and top_k leave out."""
+def _filter(logprobs: Scores, sampling: Sampling) -> Scores:
+    """Return the log-probabilities, with minus infinity for the tokens that top_p, min_p and top_k remove."""
     if sampling.top_p < 1:
         ordered = np.sort(logprobs)[::-1]
         likelier = np.cumsum(np.exp(ordered)) - np.exp(ordered)
@@ -214,5 +214,5 @@ def _likeliest(scores: Scores, count: int) -> list[int]:
     if not count:
         return []
     count = min(count, len(scores))
-    found = np.argpartition(scores, -count)[-count:]
-    return [int(token) for token in found[np.argsort(-scores[found], kind="stable")]]
+    indices = np.argpartition(scores, -count)[-count:]
+    return [int(token) for token in indices[np.argsort(-scores[indices], kind="stable")]]

@@ -1,4 +1,4 @@
-"""Prepare a request for the echo engine: the tokens of its prompt, the text of the answer, and a grammar."""
+"""Prepare requests for the echo engine: the tokens of the prompt, the text of the answer, and the grammar."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ class EchoPreparer:
         self._model = model
         self._entry = entry
         self._tokens_per_s = tokens_per_s
-        self._trials = GrammarSandbox()
+        self._sandbox = GrammarSandbox()
         self._compiling = ThreadPoolExecutor(max_workers=1, thread_name_prefix="lmx-lab-echo-grammars")
         self._grammars: GrammarCompiler | None = None
         vocabulary = model.vocabulary
@@ -49,8 +49,9 @@ class EchoPreparer:
         )
 
     def stop(self) -> None:
+        """Stop compiling grammars, without waiting for its end."""
         self._compiling.shutdown(wait=False, cancel_futures=True)
-        self._trials.close()
+        self._sandbox.close()
 
     async def prepare(
         self, request: GenerationRequest, choices: int, script: ScriptAnswer | None, *, timeout_s: float
@@ -58,7 +59,7 @@ class EchoPreparer:
         """Return the prepared request, and the constraint of each of its answers.
 
         Args:
-            script: The answer to give; None repeats the last message.
+            script: The answer from the script; None repeats the last message.
 
         Raises:
             InvalidRequestError, ContextLengthError, QueueFullError: see ``InferenceEngine.submit_all``.
@@ -85,7 +86,7 @@ class EchoPreparer:
             request=request,
             prompt=prompt,
             text=text,
-            shape=self._chat_format.channel_format(request, thinking),
+            channel_format=self._chat_format.channel_format(request, thinking),
             max_tokens=min(request.max_tokens, limit - len(prompt)),
             interval_s=1 / pace if pace is not None else 0.0,
             timeout_s=timeout_s,
@@ -107,18 +108,18 @@ class EchoPreparer:
                     _check_message(message)
                 if not chat.messages:
                     return []
-                written = write_tools_as_text(chat.messages, chat.tools)
+                messages = write_tools_as_text(chat.messages, chat.tools)
                 prompt = [BEGIN]
-                for message in written:
+                for message in messages:
                     text = f"{message['role']}\n{message['content'] or ''}"
                     prompt += [MESSAGE, *self._encoded(request, text, limit), END]
                 return [*prompt, MESSAGE, *encode("assistant\n")]
 
     def _encoded(self, request: GenerationRequest, text: str, limit: int) -> list[int]:
-        """Return the tokens of the text. A text that is far too long is not tokenized to its end.
+        """Return the tokens of a text. Of a text that is far too long, only the beginning is tokenized.
 
         Raises:
-            ContextLengthError: it is far too long.
+            ContextLengthError: the text is far too long.
         """
         enough = (limit + 1) * LONGEST_PIECE
         tokens = self._model.vocabulary.encode(text[:enough])
@@ -127,10 +128,10 @@ class EchoPreparer:
         return tokens
 
     def _text(self, request: GenerationRequest, script: ScriptAnswer | None) -> list[int]:
-        """Return the tokens of the answer: those of the script's answer, or of the last message."""
+        """Return the tokens of the answer, which are those of the script's answer or of the last message."""
         encode = self._model.vocabulary.encode
         if script is not None:
-            return encode(script.written)
+            return encode(script.as_model_text)
         match request.prompt:
             case TokenPrompt(tokens=tokens):
                 return list(tokens)
@@ -146,7 +147,7 @@ class EchoPreparer:
 
     def _matchers(self, grammar: str, count: int, tools: ToolUse | None) -> list[LLMatcher]:
         if self._grammars is None:
-            self._grammars = GrammarCompiler(self._model.vocabulary.words, self._trials)
+            self._grammars = GrammarCompiler(self._model.vocabulary.token_table, self._sandbox)
         return self._grammars.matchers(grammar, count, tools)
 
     def _constraint(

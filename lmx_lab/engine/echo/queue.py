@@ -1,7 +1,7 @@
-"""The accepted generations of the echo engine: queue, slots, pace, deadlines, ends. Belongs to the engine's loop.
+"""Run the accepted generations of the echo engine, from the queue to their end. Belongs to the engine's loop.
 
-All running answers advance in rounds. A round is one callback of the loop; where a pace is set, answers of the same
-pace share their rounds. While nothing runs or waits, nothing is scheduled.
+All running answers advance in rounds. A round is one callback of the loop. If a speed is set, answers with the same
+speed share their rounds. While no request is running or queued, no callback is scheduled.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ from lmx_lab.values.generation import Delta, FinishReason, GenerationReport, Pro
 
 log = logging.getLogger(__name__)
 KEPT_SEQUENCES = 16
-"""Ended requests whose tokens count as cached for requests that begin with the same tokens."""
+"""Number of ended requests whose tokens count as cached for requests that begin with the same tokens."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -40,7 +40,7 @@ class PreparedEcho:
     prompt: list[int]
     text: list[int]
     """Token ids of the answer, unless sampling or an enforced format changes it."""
-    shape: ChannelFormat | None
+    channel_format: ChannelFormat | None
     max_tokens: int
     interval_s: float
     """Time between two tokens."""
@@ -60,7 +60,7 @@ class EchoGeneration:
     permit: Permit
     arrived_at: float
     choice: int
-    """Number of the answer among those to the same request."""
+    """Index of the answer among those to the same request."""
     cached_tokens: int = 0
     output_tokens: int = 0
     admitted_at: float = 0.0
@@ -78,10 +78,10 @@ class EchoGeneration:
         self.sampler = AnswerSampler(
             self.model, self.prepared.text, request.sampling, choice=self.choice, ignore_eos=request.ignore_eos
         )
-        self.splitter = TextSplitter(self.model.vocabulary.decode, request.stop, self.prepared.shape)
+        self.splitter = TextSplitter(self.model.vocabulary.decode, request.stop, self.prepared.channel_format)
 
     def begin(self, now: float) -> list[Item]:
-        """Start in a slot; the prompt is computed at once. Returns what the reader gets."""
+        """Start the generation in a slot, and return the items for its reader. The prompt is computed at once."""
         prepared = self.prepared
         self.admitted_at = now
         total = len(prepared.prompt)
@@ -97,7 +97,7 @@ class EchoGeneration:
         return items
 
     def step(self) -> list[Item]:
-        """Generate the next token and return what the reader gets; ``finish`` is set if it was the last token."""
+        """Generate the next token, and return the items for the reader. Sets ``finish`` if it was the last token."""
         request, constraint = self.prepared.request, self.constraint
         mask = None
         if constraint is not None and (mask := constraint.mask(self.model.vocabulary.size)) is None:
@@ -131,6 +131,7 @@ class EchoGeneration:
         return items
 
     def report(self, now: float, peak_memory_bytes: int) -> GenerationReport:
+        """Return the report of the generation, which has ended."""
         assert self.finish is not None
         return GenerationReport(
             model=self.model_id,
@@ -154,7 +155,7 @@ class EchoGeneration:
         return [_delta(piece, 0)]
 
     def _on_grid(self, due_at: float) -> float:
-        """Return the time of the first round of this pace at or after a time."""
+        """Return the time of the first round of this speed at or after a time."""
         interval = self.prepared.interval_s
         return math.ceil(due_at / interval - 1e-6) * interval if interval else due_at
 
@@ -194,11 +195,17 @@ class EchoQueue:
 
     @property
     def slot_free_s(self) -> float:
-        """Time until one of the running answers has ended at the latest."""
+        """Upper bound of the time until one of the running answers has ended, at least 1 s."""
         running = self._scheduler.running
         if len(running) < self._scheduler.slots:
             return 1.0
-        return max(1.0, min((it.prepared.max_tokens - it.output_tokens) * it.prepared.interval_s for it in running))
+        return max(
+            1.0,
+            min(
+                (generation.prepared.max_tokens - generation.output_tokens) * generation.prepared.interval_s
+                for generation in running
+            ),
+        )
 
     def add(self, generations: Sequence[EchoGeneration]) -> None:
         """Queue the answers to one request."""
@@ -253,7 +260,7 @@ class EchoQueue:
             return 0.0
         due = [generation.due_at for generation in self._scheduler.running]
         both = self._scheduler.running + self._scheduler.queued
-        return min([*due, *(it.arrived_at + it.prepared.timeout_s for it in both)])
+        return min([*due, *(generation.arrived_at + generation.prepared.timeout_s for generation in both)])
 
     def _begin(self, generation: EchoGeneration, now: float) -> None:
         self._scheduler.prefilled(generation)
@@ -289,7 +296,7 @@ class EchoQueue:
         self._end(generation, generation.report(time.perf_counter(), self._memory_bytes))
 
     def _end(self, generation: EchoGeneration, end: GenerationReport | LabError) -> None:
-        """End a generation. No other method posts its end."""
+        """End a generation, and post its end. No other method does so."""
         self._remove(generation)
         self._outbox.post(generation.mailbox, end)
 
@@ -309,12 +316,12 @@ class EchoQueue:
             self._on_change()
 
     def _cached(self, prompt: list[int]) -> int:
-        """Return the number of tokens at the beginning that an ended request had too, without the last token."""
+        """Return how many tokens the prompt shares with the beginning of an ended request; never the last token."""
         return min(max((_shared(prompt, other) for other in self._sequences), default=0), len(prompt) - 1)
 
 
 def _shared(one: list[int], other: list[int]) -> int:
-    """Return the length of the common beginning, by bisection."""
+    """Return the length of the common prefix, found by bisection."""
     low, high = 0, min(len(one), len(other))
     while low < high:
         middle = (low + high + 1) // 2

@@ -1,7 +1,7 @@
-"""Read scripts for the echo engine: the answers to give, in order, from a file of JSON lines or a JSON array.
+"""Read scripts for the echo engine, which are files with answers in order, as JSON lines or as a JSON array.
 
-An answer is a text, or an object with any of the keys in ``KEYS``. It is written out as a model would write it, so that
-the same code splits it into reasoning, content and tool calls.
+An answer is a text, or an object with some of the keys in ``KEYS``. It is converted to the text that a model would
+generate, so that the same code splits it into reasoning, content and tool calls.
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ FAILURES: Mapping[str, type[LabError]] = {
         GenerationTimeoutError,
     )
 }
-"""Errors that an answer can end with, by their code."""
+"""The errors that an answer can end with, by their code."""
 RETRY_AFTER_S = 1.0
 MAX_BYTES = 64 * 2**20
 MAX_DELAY_S = 3600.0
@@ -60,7 +60,7 @@ class ScriptAnswer:
     calls: tuple[tuple[str, Mapping[str, Any]], ...] = ()
     """Names and arguments of tool calls."""
     error: str | None = None
-    """Message of the error that ends the answer: after its text, or before the first byte if it has no text."""
+    """Message of the error that ends the answer: after its text, or before the first byte if there is no text."""
     code: str = EngineError.code
     """Code of that error."""
     delay_s: float = 0.0
@@ -70,8 +70,8 @@ class ScriptAnswer:
 
     @property
     def fails_at_once(self) -> bool:
-        """Whether the answer is an error and nothing else."""
-        return self.error is not None and not self.written
+        """Whether the answer consists of an error only."""
+        return self.error is not None and not self.as_model_text
 
     def failure(self) -> LabError:
         """Return the error that the answer ends with."""
@@ -79,21 +79,21 @@ class ScriptAnswer:
         return FAILURES[self.code](self.error or "", retry_after_s=retry_after_s)
 
     @property
-    def written(self) -> str:
-        """The answer as a model would write it."""
-        calls = [written_call(name, arguments) for name, arguments in self.calls]
+    def as_model_text(self) -> str:
+        """The text that a model would generate for this answer."""
+        calls = [format_tool_call(name, arguments) for name, arguments in self.calls]
         thoughts = [] if self.reasoning is None else [f"{THINK}{self.reasoning}{END_OF_THOUGHTS}"]
         return "".join(thoughts) + "\n".join([*filter(None, [self.text]), *calls])
 
 
-def written_call(name: str, arguments: Mapping[str, Any]) -> str:
+def format_tool_call(name: str, arguments: Mapping[str, Any]) -> str:
     """Return a tool call in the generic format."""
     call = json.dumps({"name": name, "arguments": arguments}, ensure_ascii=False)
     return f"{START}\n{call}\n{END}"
 
 
 class Script:
-    """The answers that have not been given yet."""
+    """The answers that have not been used yet."""
 
     def __init__(self, answers: Sequence[ScriptAnswer] = ()) -> None:
         self._answers = deque(answers)
@@ -103,7 +103,7 @@ class Script:
         return self._answers.popleft() if self._answers else None
 
     def give_back(self, answer: ScriptAnswer | None) -> None:
-        """Put an answer back: the request that took it was refused, so the next request gets it."""
+        """Put an answer back because the request that took it was refused. The next request gets it."""
         if answer is not None:
             self._answers.appendleft(answer)
 
@@ -112,8 +112,8 @@ def read_script(path: Path) -> Script:
     """Read the answers in a file.
 
     Raises:
-        UnusableModelError: it is not a regular file, it cannot be read, or an answer in it is invalid; the message
-            names the line.
+        UnusableModelError: the path is not a regular file, the file cannot be read, or an answer in it is invalid; the
+            message names the line.
     """
     try:
         if not stat.S_ISREG(path.stat().st_mode):
@@ -141,13 +141,13 @@ def _script_error(path: Path, what: str) -> UnusableModelError:
 
 
 def _answers(text: str) -> list[ScriptAnswer]:
-    """Parse a script.
+    """Return the answers of a script.
 
     Raises:
         ValueError: an answer is invalid; the message names its line.
     """
     if text.lstrip().startswith("["):
-        return [_answer(given, f"answer {at}") for at, given in enumerate(_parse(text, 1), start=1)]
+        return [_answer(value, f"answer {at}") for at, value in enumerate(_parse(text, 1), start=1)]
     lines = enumerate(text.split("\n"), start=1)
     return [_answer(_parse(line, at), f"line {at}") for at, line in lines if line.strip()]
 
@@ -166,35 +166,35 @@ def _refuse_constant(name: str) -> float:
     raise ValueError(f"{name} is not a JSON number")
 
 
-def _answer(given: Any, location: str) -> ScriptAnswer:
-    if isinstance(given, str):
-        given = {"text": given}
-    if not isinstance(given, dict):
-        raise ValueError(f"{location}: an answer must be a string or an object, not {_shorten(given)}")
-    unknown = [key for key in given if key not in KEYS]
+def _answer(value: Any, location: str) -> ScriptAnswer:
+    if isinstance(value, str):
+        value = {"text": value}
+    if not isinstance(value, dict):
+        raise ValueError(f"{location}: an answer must be a string or an object, not {_shorten(value)}")
+    unknown = [key for key in value if key not in KEYS]
     if unknown:
         raise ValueError(
             f"{location}: {_shorten(unknown[0])} is not a key of an answer; the keys are {', '.join(KEYS)}"
         )
-    if not {"text", "reasoning", "tool_calls", "error"} & set(given):
+    if not {"text", "reasoning", "tool_calls", "error"} & set(value):
         raise ValueError(f"{location}: the answer is empty; give it a text, tool_calls or an error")
-    code = _text(given, "code", location)
-    if code is not None and (code not in FAILURES or "error" not in given):
+    code = _text(value, "code", location)
+    if code is not None and (code not in FAILURES or "error" not in value):
         raise ValueError(f"{location}: code is {_shorten(code)}; with an error it can be {', '.join(FAILURES)}")
     return ScriptAnswer(
         location=location,
-        text=_text(given, "text", location) or "",
-        reasoning=_text(given, "reasoning", location),
-        calls=_calls(given.get("tool_calls"), location),
-        error=_text(given, "error", location),
+        text=_text(value, "text", location) or "",
+        reasoning=_text(value, "reasoning", location),
+        calls=_calls(value.get("tool_calls"), location),
+        error=_text(value, "error", location),
         code=code or EngineError.code,
-        delay_s=_number(given, "delay_s", location, MAX_DELAY_S) or 0.0,
-        tokens_per_s=_number(given, "tokens_per_s", location, MAX_TOKENS_PER_S, least=0.001),
+        delay_s=_number(value, "delay_s", location, MAX_DELAY_S) or 0.0,
+        tokens_per_s=_number(value, "tokens_per_s", location, MAX_TOKENS_PER_S, least=0.001),
     )
 
 
-def _text(given: Mapping[str, Any], key: str, location: str) -> str | None:
-    value = given.get(key)
+def _text(answer: Mapping[str, Any], key: str, location: str) -> str | None:
+    value = answer.get(key)
     if value is not None and not isinstance(value, str):
         raise ValueError(f"{location}: {key} is {_shorten(value)}; it must be a string")
     try:
@@ -204,8 +204,8 @@ def _text(given: Mapping[str, Any], key: str, location: str) -> str | None:
     return value
 
 
-def _number(given: Mapping[str, Any], key: str, location: str, most: float, *, least: float = 0.0) -> float | None:
-    value = given.get(key)
+def _number(answer: Mapping[str, Any], key: str, location: str, most: float, *, least: float = 0.0) -> float | None:
+    value = answer.get(key)
     if value is None:
         return None
     if isinstance(value, bool) or not isinstance(value, int | float) or not math.isfinite(value):
@@ -215,21 +215,21 @@ def _number(given: Mapping[str, Any], key: str, location: str, most: float, *, l
     return float(value)
 
 
-def _calls(given: Any, location: str) -> tuple[tuple[str, Mapping[str, Any]], ...]:
-    if given is None:
+def _calls(value: Any, location: str) -> tuple[tuple[str, Mapping[str, Any]], ...]:
+    if value is None:
         return ()
-    if not isinstance(given, list):
-        raise ValueError(f"{location}: tool_calls is {_shorten(given)}; it must be a list")
-    return tuple(_call(call, f"{location}: tool_calls[{at}]") for at, call in enumerate(given))
+    if not isinstance(value, list):
+        raise ValueError(f"{location}: tool_calls is {_shorten(value)}; it must be a list")
+    return tuple(_call(call, f"{location}: tool_calls[{at}]") for at, call in enumerate(value))
 
 
-def _call(given: Any, location: str) -> tuple[str, Mapping[str, Any]]:
+def _call(value: Any, location: str) -> tuple[str, Mapping[str, Any]]:
     form = '{"name": "...", "arguments": {...}}'
-    if not isinstance(given, dict) or not {"name"} <= set(given) <= {"name", "arguments"}:
-        raise ValueError(f"{location} is {_shorten(given)}; it must be {form}")
-    name, arguments = given["name"], given.get("arguments", {})
+    if not isinstance(value, dict) or not {"name"} <= set(value) <= {"name", "arguments"}:
+        raise ValueError(f"{location} is {_shorten(value)}; it must be {form}")
+    name, arguments = value["name"], value.get("arguments", {})
     if not isinstance(name, str) or not name or not isinstance(arguments, dict):
-        raise ValueError(f"{location} is {_shorten(given)}; it must be {form}")
+        raise ValueError(f"{location} is {_shorten(value)}; it must be {form}")
     return name, arguments
 
 

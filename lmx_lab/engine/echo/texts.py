@@ -24,7 +24,7 @@ from lmx_lab.values.models import ModelEntry
 DIMENSIONS = 384
 WORD = re.compile(r"\w+")
 PART_WEIGHT = 0.5
-"""Weight of three letters; a whole word has the weight 1."""
+"""Weight of a sequence of three letters; a whole word has the weight 1."""
 
 
 def vector(text: str) -> Vectors:
@@ -49,7 +49,7 @@ def _features(text: str) -> Iterator[tuple[str, float]]:
 
 
 class EchoTexts:
-    """The texts of one request: first ``read``, then computed one after the other. Belongs to the engine's loop."""
+    """The texts of one request, which are first added with ``read`` and then computed. Belongs to the engine's loop."""
 
     def __init__(self, model: EchoModel, entry: ModelEntry, *, tokens_per_s: float | None) -> None:
         self._model = model
@@ -58,10 +58,10 @@ class EchoTexts:
         self._arrived_at = time.perf_counter()
         self._texts: list[list[int]] = []
         self.computed_tokens = 0
-        """Tokens of the texts that are done."""
+        """Number of tokens of the texts that have been computed."""
 
     def read(self, text: str | tuple[int, ...], param: str, *, truncate: bool) -> None:
-        """Add a text, or the token ids of one.
+        """Add a text, or the token ids of a text.
 
         Raises:
             InvalidRequestError, ContextLengthError: see ``InferenceEngine.submit_embedding``.
@@ -69,7 +69,7 @@ class EchoTexts:
         vocabulary, limit, count = self._model.vocabulary, self._entry.context_length or 0, None
         if isinstance(text, str):
             check_characters(text, param)
-            # No more than is needed to know that a text is too long: encoding holds Python's lock.
+            # Only as much as is needed to detect that a text is too long, because encoding holds the GIL.
             enough = (limit + 1) * LONGEST_PIECE
             tokens = vocabulary.encode(text[:enough])
             if len(text) > enough:
@@ -81,10 +81,10 @@ class EchoTexts:
         self._texts.append(tokens[:limit])
 
     async def compute(self, timeout_s: float) -> tuple[Vectors, EncodeReport]:
-        """Return a row for each text, and what they cost.
+        """Return a vector for each text, and the report.
 
         Raises:
-            GenerationTimeoutError: they are not finished ``timeout_s`` after their arrival.
+            GenerationTimeoutError: the texts are not finished ``timeout_s`` after their arrival.
         """
         started_at, pace = time.perf_counter(), self._tokens_per_s
         rows: list[Vectors] = []

@@ -1,7 +1,7 @@
 """Define the tokens of the echo engine: pieces of words of up to three letters, and single bytes for everything else.
 
-The vocabulary is computed, so token ids never change and no tokenizer file is needed. It covers any text, and the
-joined tokens of a text are that text.
+The vocabulary is computed, so token ids never change and no tokenizer file is needed. Any text can be encoded, and
+decoding its tokens gives the same text.
 """
 
 from __future__ import annotations
@@ -56,7 +56,7 @@ class EchoVocabulary:
         return sum(map(sys.getsizeof, self.bytes)) + sys.getsizeof(self.bytes) + sys.getsizeof(self._ids)
 
     @functools.cached_property
-    def words(self) -> TokenTable:
+    def token_table(self) -> TokenTable:
         """The vocabulary for llguidance."""
         return TokenTable(self.bytes, list(range(FIRST_BYTE)), [END])
 

@@ -1,4 +1,4 @@
-"""Read what llama.cpp streams as the pieces of an answer. Pure: the caller passes the time."""
+"""Convert the events that llama.cpp streams to the deltas of an answer. Pure: the caller passes the time."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ FINISHES: Mapping[str, FinishReason] = {
 
 
 class AnswerReader:
-    """Reads one answer; ``report`` returns what it has cost.
+    """Reads the events of one answer; ``report`` returns its tokens and times.
 
     llama.cpp holds back incomplete characters, and sends their text with the log-probability of their last token only.
     """
@@ -27,7 +27,7 @@ class AnswerReader:
         self,
         request: GenerationRequest,
         route: Route,
-        shape: ChannelFormat | None,
+        channel_format: ChannelFormat | None,
         *,
         model: str,
         prompt_tokens: int,
@@ -35,32 +35,32 @@ class AnswerReader:
     ) -> None:
         self._request = request
         self._read = self._read_completion if route == "/completion" else self._read_chat
-        self._splitter: TextSplitter[TokenLogprob] = TextSplitter("".join, request.stop, shape)
-        self._plain = shape is None and not request.stop and request.top_logprobs is None
+        self._splitter: TextSplitter[TokenLogprob] = TextSplitter("".join, request.stop, channel_format)
+        self._plain = channel_format is None and not request.stop and request.top_logprobs is None
         """Whether the text needs no processing, and is passed on unchanged."""
         self._model = model
         self._prompt_tokens = prompt_tokens
         self._arrived_at = arrived_at
         self._admitted_at: float | None = None
         self._first_token_at: float | None = None
-        self._called = False
+        self._has_called = False
         self._hidden: TokenLogprob | None = None
-        """Entry of the last token if it has no text: it may be the end."""
+        """Log-probability of the last token if the token has no text: it may be the token that ends the answer."""
         self._reasoning_tokens = 0
         self.computed_tokens = 0
-        """Tokens of the prompt that have been computed; cached ones are not included."""
+        """Number of prompt tokens that have been computed, without cached ones."""
         self.cached_tokens = 0
         self.output_tokens = 0
         self.finish: FinishReason | None = None
-        """Set at the end of the answer; what is streamed after that is ignored."""
+        """Set at the end of the answer. Events after that are ignored."""
 
     def begin(self, now: float) -> PromptProgress:
-        """Start: the request has a slot."""
+        """Record that the request has a slot, and return the first progress."""
         self._admitted_at = now
         return PromptProgress(done=0, total=self._prompt_tokens)
 
     def read(self, chunk: Mapping[str, Any], now: float) -> Iterator[Delta | PromptProgress]:
-        """Yield what one event contains."""
+        """Yield the items for the reader that one event contains."""
         if self.finish is not None:
             return
         if (progress := chunk.get("prompt_progress")) is not None:
@@ -72,11 +72,11 @@ class AnswerReader:
         yield from self._read(chunk, now)
 
     def report(self, now: float, *, peak_memory_bytes: int = 0) -> GenerationReport:
-        """Return what the answer has cost, after its end."""
+        """Return the report of the answer, which has ended."""
         assert self.finish is not None
         admitted_at = self._admitted_at if self._admitted_at is not None else now
         first_at = self._first_token_at if self._first_token_at is not None else now
-        decoding_at = max(admitted_at, first_at - self._pass_s(now, admitted_at, first_at))
+        decoding_at = max(admitted_at, first_at - self._forward_pass_s(now, admitted_at, first_at))
         return GenerationReport(
             model=self._model,
             finish_reason=self.finish,
@@ -91,10 +91,10 @@ class AnswerReader:
             peak_memory_bytes=peak_memory_bytes,
         )
 
-    def _pass_s(self, now: float, admitted_at: float, first_at: float) -> float:
-        """Return the estimated time of the forward pass that made the first token.
+    def _forward_pass_s(self, now: float, admitted_at: float, first_at: float) -> float:
+        """Return the estimated time of the forward pass that computed the first token.
 
-        llama.cpp counts it as prompt time, by which the speed of short answers would be too high.
+        llama.cpp counts it as prompt time, which would make the speed of short answers too high.
         """
         if self.output_tokens > 1:
             return (now - first_at) / (self.output_tokens - 1)
@@ -114,7 +114,7 @@ class AnswerReader:
             if reasoning := delta.get("reasoning_content") or "":
                 self._reasoning_tokens += tokens
             calls = tuple(_call(call) for call in delta.get("tool_calls") or ())
-            self._called = self._called or bool(calls)
+            self._has_called = self._has_called or bool(calls)
             if reasoning or calls:
                 yield Delta(text="", tokens=tokens, reasoning=reasoning, tool_calls=calls)
                 tokens = 0
@@ -124,7 +124,7 @@ class AnswerReader:
                 yield from self._end(FINISHES.get(choice["finish_reason"], "stop"))
 
     def _count(self, predicted: int, now: float) -> int:
-        """Return the number of new tokens; the first one ends the prompt's time."""
+        """Return the number of new tokens, and record when the first one arrived."""
         new = max(0, predicted - self.output_tokens)
         self.output_tokens += new
         if new and self._first_token_at is None:
@@ -149,20 +149,20 @@ class AnswerReader:
 
     def _end(self, reason: FinishReason) -> Iterator[Delta]:
         if self._hidden is not None:
-            # No stop strings are sent to llama.cpp, so a stop is the model's own end.
+            # No stop strings are sent to llama.cpp, so the reason "stop" means that the model ended its text.
             ending = replace(self._hidden, ends=reason != "length")
             yield _delta(self._splitter.add("", ending, count=0), 0)
         piece = self._splitter.finish()
         yield _delta(piece, 0)
         if piece.stopped:
             reason = "stop"
-        called = self._called or self._splitter.has_called
+        called = self._has_called or self._splitter.has_called
         self.finish = "tool_calls" if called and reason == "stop" else reason
 
-    def _entries(self, given: Sequence[Mapping[str, Any]]) -> list[TokenLogprob]:
+    def _entries(self, entries: Sequence[Mapping[str, Any]]) -> list[TokenLogprob]:
         if self._request.top_logprobs is None:
             return []
-        return [_logprob(entry, self._request.top_logprobs) for entry in given]
+        return [_logprob(entry, self._request.top_logprobs) for entry in entries]
 
 
 def _logprob(entry: Mapping[str, Any], top: int = 0) -> TokenLogprob:

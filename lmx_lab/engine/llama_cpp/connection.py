@@ -1,7 +1,7 @@
-"""Speak HTTP with the process that holds a model, as far as its server uses HTTP/1.1.
+"""Send HTTP requests to the process of a model. Implements the part of HTTP/1.1 that its server uses.
 
-No HTTP library is used: it would more than double the cost of each token (measured: 200 against 90 us), on the cores
-that compute.
+No HTTP library is used: it would more than double the cost of each token (measured: 200 us instead of 90 us), on the
+cores that compute the model.
 """
 
 from __future__ import annotations
@@ -15,11 +15,11 @@ from typing import Any
 from lmx_lab.errors import EngineError
 
 LIMIT_BYTES = 2**24
-"""Longest line of headers."""
+"""Maximum size of the headers of a response."""
 OK = 200
 END = b"\n\n"
 DATA = b"data: "
-Take = Callable[[dict[str, Any]], bool]
+OnEvent = Callable[[dict[str, Any]], bool]
 
 
 class RefusedError(Exception):
@@ -34,79 +34,81 @@ class RefusedError(Exception):
 
 
 class LlamaConnection:
-    """Sends requests to one process, each on a connection of its own: closing it cancels the request.
+    """Sends requests to one process. Each request has its own connection, and closing the connection cancels it.
 
     Raises, in all methods:
-        RefusedError: the answer is an error.
-        EngineError: there is no answer, because the process has ended.
+        RefusedError: the response is an error.
+        EngineError: there is no response, because the process has ended.
     """
 
     def __init__(self, socket: str, api_key: str) -> None:
         self._socket = socket
-        self._head = (
+        self._request_head = (
             f" HTTP/1.1\r\nHost: lmx-lab\r\nAuthorization: Bearer {api_key}\r\nConnection: close\r\n"
             "Content-Type: application/json\r\nContent-Length: "
         )
 
     async def get(self, path: str) -> Any:
         """Return the JSON at a path."""
-        async with self._opened("GET", path, b"") as (status, parts):
-            return _checked(status, b"".join([part async for part in parts]))
+        async with self._open("GET", path, b"") as (status, parts):
+            return _parse_response(status, b"".join([part async for part in parts]))
 
-    async def ask(self, path: str, body: Mapping[str, Any]) -> Any:
-        """Post a JSON body and return the JSON answer."""
-        async with self._opened("POST", path, json.dumps(body).encode()) as (status, parts):
-            return _checked(status, b"".join([part async for part in parts]))
+    async def post(self, path: str, body: Mapping[str, Any]) -> Any:
+        """Post a JSON body, and return the JSON response."""
+        async with self._open("POST", path, json.dumps(body).encode()) as (status, parts):
+            return _parse_response(status, b"".join([part async for part in parts]))
 
-    async def follow(self, path: str, body: bytes, take: Take) -> None:
-        """Post a body and read a streamed answer, on any loop; returns at its end, or when ``take`` returns True.
+    async def stream(self, path: str, body: bytes, on_event: OnEvent) -> None:
+        """Post a body, and read the streamed response. Returns at its end, or when ``on_event`` returns True.
+
+        May be called on any event loop.
 
         Args:
             body: The body as JSON.
-            take: Called with the JSON of each event; returns whether it needs no more.
+            on_event: Called with the JSON of each event; returns True if it needs no more events.
         """
-        request = f"POST {path}{self._head}{len(body)}\r\n\r\n".encode() + body
+        request = f"POST {path}{self._request_head}{len(body)}\r\n\r\n".encode() + body
         loop = asyncio.get_running_loop()
-        events = _Events(take, loop)
+        events = _Events(on_event, loop)
         try:
             try:
                 await loop.create_unix_connection(lambda: events, self._socket)
             except OSError as exc:
-                raise _gone(exc) from exc
+                raise _unavailable_error(exc) from exc
             assert events.transport is not None
             events.transport.write(request)
             await events.done
         finally:
-            # Closed at once: this cancels what llama.cpp still computes for it.
+            # Closing the connection cancels what llama.cpp still computes for this request.
             events.close()
 
     @contextlib.asynccontextmanager
-    async def _opened(self, method: str, path: str, body: bytes) -> AsyncIterator[tuple[int, AsyncIterator[bytes]]]:
+    async def _open(self, method: str, path: str, body: bytes) -> AsyncIterator[tuple[int, AsyncIterator[bytes]]]:
         try:
             reader, writer = await asyncio.open_unix_connection(self._socket, limit=LIMIT_BYTES)
         except OSError as exc:
-            raise _gone(exc) from exc
+            raise _unavailable_error(exc) from exc
         try:
-            writer.write(f"{method} {path}{self._head}{len(body)}\r\n\r\n".encode() + body)
+            writer.write(f"{method} {path}{self._request_head}{len(body)}\r\n\r\n".encode() + body)
             try:
                 await writer.drain()
-                status, chunked, length = _head(await reader.readuntil(b"\r\n\r\n"))
+                status, chunked, length = _parse_head(await reader.readuntil(b"\r\n\r\n"))
             except (OSError, asyncio.IncompleteReadError) as exc:
-                raise _gone(exc) from exc
-            yield status, _chunks(reader) if chunked else _whole(reader, length)
+                raise _unavailable_error(exc) from exc
+            yield status, _read_chunked_body(reader) if chunked else _read_body(reader, length)
         finally:
             writer.close()
 
 
 class _Events(asyncio.Protocol):
-    """Reads a streamed answer in the callback of the socket: a task that waits for each piece would double the cost."""
+    """Reads a streamed response in the socket's callback. A task that waits for each chunk would double the cost."""
 
-    def __init__(self, take: Take, loop: asyncio.AbstractEventLoop) -> None:
+    def __init__(self, on_event: OnEvent, loop: asyncio.AbstractEventLoop) -> None:
         self.done: asyncio.Future[None] = loop.create_future()
-        # Retrieved here, because the reader may have left.
+        # The exception is retrieved here, because the reader may have been cancelled.
         self.done.add_done_callback(lambda done: done.cancelled() or done.exception())
         self.transport: asyncio.Transport | None = None
-        self._take = take
+        self._on_event = on_event
         self._status: int | None = None
         self._data = b""
         """Received bytes, including the frames of HTTP chunks."""
@@ -128,7 +130,7 @@ class _Events(asyncio.Protocol):
             if self._status is None and not self._read_head():
                 return
             self._read_chunks()
-        # An error in this answer must not reach the loop.
+        # An error in this response must not reach the event loop.
         except Exception as exc:
             self._end(exc)
 
@@ -139,9 +141,9 @@ class _Events(asyncio.Protocol):
         head, end, rest = self._data.partition(b"\r\n\r\n")
         if not end:
             return False
-        self._status, chunked, length = _head(head + end)
+        self._status, chunked, length = _parse_head(head + end)
         if not chunked:
-            # Only errors are sent without chunks, in one piece.
+            # Only errors are sent without chunks; their body is handled as a single chunk.
             rest = f"{length or len(rest):x}\r\n".encode() + rest + b"\r\n0\r\n\r\n"
         self._data = rest
         return True
@@ -169,14 +171,14 @@ class _Events(asyncio.Protocol):
                 continue
             value = json.loads(event[len(DATA) :])
             if (error := value.get("error")) is not None:
-                raise _refused(int(error.get("code") or 500), error)
-            if self._take(value):
+                raise _refused_error(int(error.get("code") or 500), error)
+            if self._on_event(value):
                 self._end(None)
                 return
 
     def _finish(self) -> None:
         if self._status != OK:
-            _checked(self._status or 500, self._body)
+            _parse_response(self._status or 500, self._body)
         self._end(EngineError("llama.cpp ended the answer without its last event"))
 
     def _end(self, failure: BaseException | None) -> None:
@@ -185,45 +187,45 @@ class _Events(asyncio.Protocol):
         if failure is None:
             self.done.set_result(None)
         else:
-            self.done.set_exception(_gone(failure) if isinstance(failure, OSError) else failure)
+            self.done.set_exception(_unavailable_error(failure) if isinstance(failure, OSError) else failure)
 
 
-def _gone(exc: Exception) -> EngineError:
+def _unavailable_error(exc: Exception) -> EngineError:
     return EngineError(f"the process of llama.cpp does not answer: {exc or type(exc).__name__}; load the model again")
 
 
-def _head(head: bytes) -> tuple[int, bool, int | None]:
-    """Return the status, whether the body is chunked, and its length if it is known."""
+def _parse_head(head: bytes) -> tuple[int, bool, int | None]:
+    """Return the status of a response, whether its body is chunked, and the length of the body if it is known."""
     first, *lines = head.decode("latin-1").split("\r\n")
     fields = {name.strip().lower(): value.strip() for name, _, value in (line.partition(":") for line in lines)}
     length = fields.get("content-length")
     return int(first.split()[1]), fields.get("transfer-encoding") == "chunked", int(length) if length else None
 
 
-async def _chunks(reader: asyncio.StreamReader) -> AsyncIterator[bytes]:
+async def _read_chunked_body(reader: asyncio.StreamReader) -> AsyncIterator[bytes]:
     try:
         while size := int(await reader.readline() or b"x", 16):
             yield (await reader.readexactly(size + 2))[:-2]
     except (OSError, asyncio.IncompleteReadError, ValueError) as exc:
-        raise _gone(exc) from exc
+        raise _unavailable_error(exc) from exc
 
 
-async def _whole(reader: asyncio.StreamReader, length: int | None) -> AsyncIterator[bytes]:
+async def _read_body(reader: asyncio.StreamReader, length: int | None) -> AsyncIterator[bytes]:
     try:
         yield await reader.readexactly(length) if length is not None else await reader.read(-1)
     except (OSError, asyncio.IncompleteReadError) as exc:
-        raise _gone(exc) from exc
+        raise _unavailable_error(exc) from exc
 
 
-def _checked(status: int, body: bytes) -> Any:
+def _parse_response(status: int, body: bytes) -> Any:
     try:
         value = json.loads(body)
     except ValueError as exc:
         raise RefusedError(status, "", body[:300].decode(errors="replace") or f"status {status}") from exc
     if status != 200:
-        raise _refused(status, value.get("error", {}) if isinstance(value, dict) else {})
+        raise _refused_error(status, value.get("error", {}) if isinstance(value, dict) else {})
     return value
 
 
-def _refused(status: int, error: Mapping[str, Any]) -> RefusedError:
+def _refused_error(status: int, error: Mapping[str, Any]) -> RefusedError:
     return RefusedError(status, str(error.get("type", "")), str(error.get("message") or f"status {status}"))

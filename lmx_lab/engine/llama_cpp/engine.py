@@ -1,7 +1,8 @@
-"""The engine on llama.cpp: its state on its loop (``LlamaCppCore``), and what others use (``LlamaCppEngine``).
+"""Provide the llama.cpp engine: ``LlamaCppEngine`` for other threads and loops, and its state ``LlamaCppCore``.
 
-The processes compute. The queue, the slots, the deadlines and the ends of requests are here, since llama.cpp's own
-server lacks them: there a waiting request cannot be cancelled, and a full cache ends all requests (both measured).
+The models are computed in other processes. Queue, slots, deadlines and ends of requests are implemented here, because
+llama.cpp's own server lacks them: it cannot cancel a waiting request, and a full cache ends all requests (both
+measured).
 """
 
 from __future__ import annotations
@@ -37,14 +38,14 @@ from lmx_lab.weights.gguf.model import read_gguf
 log = logging.getLogger(__name__)
 T = TypeVar("T")
 REFRESH_S = 0.1
-"""Interval at which the snapshot is replaced: tokens reach their readers without passing the engine's loop."""
+"""Interval at which the snapshot is replaced, since tokens reach their readers without using the engine's loop."""
 MEASURE_S = 0.5
 """Interval at which the memory of the processes is measured."""
 
 
 @dataclass(kw_only=True, eq=False)
 class LlamaResident:
-    """A model in its process and the requests for it."""
+    """A model in its process, and the requests for it."""
 
     hosted: HostedModel
     queue: LlamaQueue
@@ -58,7 +59,7 @@ class LlamaResident:
 
 
 class LlamaCppCore:
-    """The models in their processes: one *main* model of any kind, and pinned encoders; see ``EngineCore``."""
+    """The state of the engine: one *main* model of any kind, and pinned encoders. See ``EngineCore``."""
 
     def __init__(self, settings: Settings, host: EngineHost) -> None:
         self._settings = settings
@@ -100,7 +101,7 @@ class LlamaCppCore:
     async def pin(self, entry: ModelEntry, spec: LoadSpec) -> LoadReport:
         """See ``InferenceEngine``."""
         started, before = time.perf_counter(), self._pinned.get(entry.kind)
-        pinned = self._pinned[entry.kind] = await self._start(entry, without=before)
+        pinned = self._pinned[entry.kind] = await self._start(entry, replaced=before)
         if before is not None:
             await self._drop(before, NotLoadedError(f"{entry.id} was pinned in place of {before.entry.id}"))
         self._publish()
@@ -128,13 +129,13 @@ class LlamaCppCore:
         self._publish()
         self._send()
 
-    async def _start(self, entry: ModelEntry, *, without: LlamaResident | None = None) -> LlamaResident:
-        """Start a process with this model.
+    async def _start(self, entry: ModelEntry, *, replaced: LlamaResident | None = None) -> LlamaResident:
+        """Start a process with this model, and return the model.
 
         Args:
-            without: A model that is dropped afterwards.
+            replaced: A model that is dropped afterwards, whose memory is therefore available.
         """
-        others = [resident for resident in self._residents() if resident is not without]
+        others = [resident for resident in self._residents() if resident is not replaced]
         used = self._host.used_by_others() + sum(resident.hosted.memory_bytes for resident in others)
         limit = limit_bytes(self._settings.memory_limit_bytes) - used
         task = asyncio.create_task(host_model(entry, self._settings, limit_bytes=limit))
@@ -152,7 +153,7 @@ class LlamaCppCore:
         return resident
 
     async def _drop(self, resident: LlamaResident, error: LabError) -> None:
-        """End the requests that still run, and the process."""
+        """End the remaining requests of a model, and its process."""
         if resident.watch is not None:
             resident.watch.cancel()
         await resident.queue.end_all(error)
@@ -163,7 +164,7 @@ class LlamaCppCore:
     async def _watch(self, resident: LlamaResident) -> None:
         """Handle an unexpected end of the process."""
         await resident.hosted.process.died.wait()
-        error = resident.hosted.death()
+        error = resident.hosted.death_error()
         log.error("%s", error.message)
         resident.watch, resident.hosted.memory_bytes = None, 0
         if resident is self._main:
@@ -189,9 +190,9 @@ class LlamaCppCore:
         permits: Sequence[Permit],
         reader: asyncio.AbstractEventLoop,
     ) -> list[TokenStream]:
-        """See ``EngineCore``. The prompt is computed once for each answer.
+        """See ``EngineCore``. The prompt is computed separately for each answer.
 
-        If the caller has left meanwhile, the streams are dropped, which cancels them.
+        If the caller was cancelled in the meantime, the streams are dropped, which cancels the generations.
         """
         arrived_at, resident = time.perf_counter(), self._resident_of(entry)
         timeout_s = request.timeout_s or self._settings.request_timeout_s
@@ -212,7 +213,10 @@ class LlamaCppCore:
         resident.queue.add(generations)
         self._publish()
         prompt = tuple(prepared.tokens)
-        return [TokenStream(it.mailbox, it.cancel, model=entry.id, prompt=prompt) for it in generations]
+        return [
+            TokenStream(generation.mailbox, generation.cancel, model=entry.id, prompt=prompt)
+            for generation in generations
+        ]
 
     async def accept_embedding(
         self, entry: ModelEntry, request: EmbeddingRequest, permit: Permit
@@ -239,13 +243,13 @@ class LlamaCppCore:
         """See ``InferenceEngine``."""
         if self._main is None:
             raise NotLoadedError(f"no model is loaded; {LOAD_FIRST}")
-        return str((await self._main.hosted.connection.ask("/detokenize", {"tokens": list(tokens)}))["content"])
+        return str((await self._main.hosted.connection.post("/detokenize", {"tokens": list(tokens)}))["content"])
 
     def _resident_of(self, entry: ModelEntry) -> LlamaResident:
-        """Return the model in memory that was loaded or pinned with this very entry.
+        """Return the model in memory that was loaded or pinned with this entry object.
 
         Raises:
-            NotLoadedError, EngineDeadError: it is no longer in memory.
+            NotLoadedError, EngineDeadError: the model is no longer in memory.
         """
         for resident in self._residents():
             if resident.entry is entry:
@@ -264,11 +268,11 @@ class LlamaCppCore:
     async def _prepare(
         self, work: Coroutine[Any, Any, T], resident: LlamaResident, permit: Permit, arrived_at: float, timeout_s: float
     ) -> T:
-        """Prepare a request; the model may be unloaded meanwhile.
+        """Wait for the preparation of a request, and return its result. The model may be unloaded in the meantime.
 
         Raises:
             NotLoadedError: the model was unloaded, or is about to be.
-            GenerationTimeoutError: it takes longer than the request may.
+            GenerationTimeoutError: the preparation exceeds the time limit of the request.
         """
         hosted = resident.hosted
         hosted.progress_at = time.perf_counter()
@@ -276,9 +280,9 @@ class LlamaCppCore:
             async with deadline(arrived_at, timeout_s):
                 result = await work
         except RefusedError as exc:
-            raise EngineError(f"llama.cpp did not read this request: {exc.message}") from exc
+            raise EngineError(f"llama.cpp could not prepare this request: {exc.message}") from exc
         except EngineError:
-            # The model may have been unloaded, or its process may have died, which is the reason then.
+            # If the model was unloaded, or its process died, that is the reason, and these calls raise its error.
             permit.check()
             self._resident_of(resident.entry)
             raise
@@ -309,7 +313,7 @@ class LlamaCppCore:
         return [*self._pinned.values(), *([self._main] if self._main is not None else [])]
 
     def _post(self, mailbox: Mailbox, item: Item) -> None:
-        """Post an item for a reader. All items of one round of the loop are sent at once."""
+        """Post an item for a reader. All items of one iteration of the loop are sent together."""
         self._outbox.post(mailbox, item)
         if not self._sending:
             self._sending = True
@@ -348,7 +352,7 @@ class LlamaCppCore:
             encoded_tokens=self._encoded_tokens,
             memory_used_bytes=used_bytes,
             memory_peak_bytes=max(self.snapshot.memory_peak_bytes, used_bytes),
-            progress_at=max((it.hosted.progress_at for it in residents), default=self.snapshot.progress_at),
+            progress_at=max((resident.hosted.progress_at for resident in residents), default=self.snapshot.progress_at),
             **asdict(totals),
         )
 

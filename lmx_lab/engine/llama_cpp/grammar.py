@@ -1,9 +1,9 @@
 """Write grammars in llama.cpp's syntax, and find out which of them llama.cpp enforces.
 
 llama.cpp contains an older version of llguidance, and silently ignores a grammar, or the part of a schema, that this
-version does not know (measured: a schema with ``"format": "uri"``). So each grammar is first compiled by our
-llguidance; then each part of it that came with the request is tried once on llama.cpp: it generates one token, with a
-bias toward one that the part forbids.
+version does not support (measured: a schema with ``"format": "uri"``). Therefore each grammar is first compiled by the
+installed llguidance. Then each part that came with the request is tried once on llama.cpp, which generates one token
+with a bias toward a token that the part forbids.
 """
 
 from __future__ import annotations
@@ -32,16 +32,16 @@ from lmx_lab.weights.gguf.tokenizer import CONTROL, eos_ids, read_vocabulary
 
 SPACE = "\u2581"
 ON_ONE_LINE = {"whitespace_flexible": False, "item_separator": ", ", "key_separator": ": "}
-"""Replaces our rule for white space: llama.cpp's older llguidance repeats a pattern of white space any number of
+"""Replaces the usual rule for white space: llama.cpp's older llguidance repeats a pattern of white space any number of
 times."""
 REFERENCE = re.compile(r"(?<=[ (])@(answer|call_\d+_arguments)\b")
-"""Reference to another grammar, as ``engine.grammar`` writes it."""
+"""A reference to another grammar, as ``engine.grammar`` writes it."""
 MAX_CHECKED = 32
 """Number of checked grammars that are cached."""
 OUTWEIGHS = 1e4
-"""Bias larger than any model's logits, so that only a grammar can prevent the token."""
+"""A bias larger than any model's logits, so that only a grammar can prevent the token."""
 TRIAL_S = 30.0
-"""Time limit of a trial. One token takes less and has a slot of its own, but long prompts may be computed before it."""
+"""Time limit of a trial. One token takes less time and has its own slot, but long prompts may be computed first."""
 TOOL = re.compile(r"call_(\d+)_arguments")
 Part = Mapping[str, Any]
 
@@ -50,10 +50,10 @@ class GrammarChecker:
     """Checks the grammars of one model. Belongs to the engine's loop; ``compiling`` compiles one grammar at a time."""
 
     def __init__(
-        self, words: TokenTable, trials: GrammarSandbox, compiling: Executor, connection: LlamaConnection
+        self, token_table: TokenTable, sandbox: GrammarSandbox, compiling: Executor, connection: LlamaConnection
     ) -> None:
-        self._words = words
-        self._trials = trials
+        self._token_table = token_table
+        self._sandbox = sandbox
         self._compiling = compiling
         self._connection = connection
         self._grammars: GrammarCompiler | None = None
@@ -63,8 +63,8 @@ class GrammarChecker:
         """Return the grammar in llama.cpp's syntax.
 
         Raises:
-            InvalidRequestError: it cannot be compiled here, or llama.cpp does not enforce it.
-            QueueFullError: compiling takes long, and other grammars wait.
+            InvalidRequestError: the grammar cannot be compiled, or llama.cpp does not enforce it.
+            QueueFullError: compiling the grammar takes long, and other grammars wait.
         """
         key = json.dumps([grammar, tools is None or tools.forced])
         lark = self._checked.pop(key, None) or await self._check(grammar, tools)
@@ -84,19 +84,22 @@ class GrammarChecker:
                 tool = TOOL.fullmatch(part["name"])
                 if tool is None or tools is None or tools.forced:
                     raise _refusal(int(tool[1]) if tool is not None else None, tools)
-                # The model need not call this tool, so the request is not refused: its arguments are not enforced.
+                # The model need not call this tool, so the request is not refused, and the arguments are not enforced.
                 part["json_schema"] = ANY_OBJECT
-        lark = as_lark(json.dumps(whole, ensure_ascii=False))
-        validate(lark)
+        lark = to_lark(json.dumps(whole, ensure_ascii=False))
+        check_whole(lark)
         return lark
 
     async def _is_enforced(self, parts: Sequence[Part], tools: ToolUse | None) -> bool:
-        """Return whether llama.cpp enforces an answer that is one of these parts; true if they forbid nothing.
+        """Return whether llama.cpp enforces an answer that matches one of these parts; True if they forbid no token.
 
         Raises:
             QueueFullError: the trial took too long. A grammar that was not tried is not used.
         """
-        main = {"name": "main", "lark_grammar": f"{NO_FORCING}\nstart: " + " | ".join(f"@{it['name']}" for it in parts)}
+        main = {
+            "name": "main",
+            "lark_grammar": f"{NO_FORCING}\nstart: " + " | ".join(f"@{part['name']}" for part in parts),
+        }
         any_one = json.dumps({"grammars": [main, *parts]}, ensure_ascii=False)
         loop = asyncio.get_running_loop()
         forbidden = await loop.run_in_executor(self._compiling, self._forbidden_token, any_one, tools)
@@ -107,13 +110,13 @@ class GrammarChecker:
             "n_predict": 1,
             "temperature": 0,
             "logit_bias": [[forbidden, OUTWEIGHS]],
-            "grammar": as_lark(any_one),
+            "grammar": to_lark(any_one),
             "return_tokens": True,
             "cache_prompt": False,
         }
         try:
             async with asyncio.timeout(TRIAL_S):
-                answer = await self._connection.ask("/completion", body)
+                answer = await self._connection.post("/completion", body)
         except TimeoutError:
             raise QueueFullError(
                 f"llama.cpp could not try this format within {TRIAL_S:g} s; try again in 5 s", retry_after_s=5
@@ -124,16 +127,16 @@ class GrammarChecker:
 
     def _compile(self, grammar: str, tools: ToolUse | None) -> str:
         if self._grammars is None:
-            self._grammars = GrammarCompiler(self._words, self._trials)
+            self._grammars = GrammarCompiler(self._token_table, self._sandbox)
         return self._grammars.check(grammar, tools)
 
     def _forbidden_token(self, grammar: str, tools: ToolUse | None) -> int | None:
-        """Return an ordinary token with which no such answer can begin; None if every token can."""
+        """Return an ordinary token with which no answer in this grammar can begin; None if there is no such token."""
         assert self._grammars is not None
         (matcher,) = self._grammars.matchers(grammar, 1, tools)
         allowed = int.from_bytes(matcher.compute_bitmask(), "little")
-        special = sum(1 << token for token in self._words.special_token_ids)
-        forbidden = ((1 << len(self._words.tokens)) - 1) & ~(allowed | special)
+        special = sum(1 << token for token in self._token_table.special_token_ids)
+        forbidden = ((1 << len(self._token_table.tokens)) - 1) & ~(allowed | special)
         return (forbidden & -forbidden).bit_length() - 1 if forbidden else None
 
 
@@ -150,10 +153,10 @@ def _refusal(tool: int | None, tools: ToolUse | None) -> InvalidRequestError:
 
 
 def read_token_table(header: GgufHeader) -> TokenTable:
-    """Return the vocabulary of a file for grammars.
+    """Return the vocabulary of a file, for grammars.
 
     Args:
-        header: The header with its arrays.
+        header: The header of the file, including its arrays.
 
     Raises:
         InvalidRequestError: no token ends an answer.
@@ -170,8 +173,8 @@ def read_token_table(header: GgufHeader) -> TokenTable:
     return TokenTable(tokens, sorted(control), ends)
 
 
-def as_lark(grammar: str) -> str:
-    """Write a list of grammars that refer to each other as the single text that llama.cpp takes."""
+def to_lark(grammar: str) -> str:
+    """Convert a list of grammars that refer to each other to the single text that llama.cpp accepts."""
     main, *parts = json.loads(grammar)["grammars"]
     rules = [REFERENCE.sub(r"\1", main["lark_grammar"])]
     for part in parts:
@@ -188,11 +191,11 @@ def _write_part(part: Mapping[str, Any]) -> str:
     return f"%json {json.dumps(schema)}"
 
 
-def validate(lark: str) -> None:
-    """Check that the parts of a grammar, which were compiled one by one, fit together.
+def check_whole(lark: str) -> None:
+    """Check that the parts of a grammar, which were compiled separately, are valid together.
 
     Raises:
-        InvalidRequestError: they do not.
+        InvalidRequestError: they are not.
     """
     if reason := LLMatcher.validate_grammar(lark):
         raise InvalidRequestError(f"this format cannot be enforced: {reason[:500]}", param="response_format")

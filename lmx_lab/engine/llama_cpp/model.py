@@ -1,4 +1,4 @@
-"""Start one model in its process, and describe it."""
+"""Start the process of a model, and read the properties of the model."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ from lmx_lab.weights.gguf.model import read_gguf
 SPIN_COUNT = "3000"
 """See ``_environ``."""
 PREFIX_CACHE_DIVISOR = 10
-"""By default the caches of ended requests may use a tenth of the memory limit, as on MLX."""
+"""By default, the caches of ended requests may use a tenth of the memory limit, as on MLX."""
 EXTRA_BYTES = 2**30
 """Memory that a process may use beyond the limits of models and of the caches of ended requests."""
 ALL_MARKERS = (*(marker for pair in MORE_REASONING_MARKERS for marker in pair), START, END)
@@ -58,7 +58,7 @@ TEMPLATE_TRIALS: tuple[Mapping[str, Any], ...] = (
 
 @dataclass(kw_only=True, eq=False)
 class HostedModel:
-    """A model in its process, which answers. Belongs to the engine's loop."""
+    """A model in its process, which is ready for requests. Belongs to the engine's loop."""
 
     entry: ModelEntry
     header: GgufHeader
@@ -67,69 +67,70 @@ class HostedModel:
     connection: LlamaConnection
     vocabulary_size: int
     chat_format: ChatFormat = field(default_factory=ChatFormat)
-    templated: bool = False
+    has_chat_template: bool = False
     """Whether the file has a chat template."""
     dimensions: int | None = None
-    around_pair: int = 1
-    """Tokens that llama.cpp adds around a query and a document, beside their own."""
+    pair_overhead_tokens: int = 1
+    """Number of tokens that llama.cpp adds to those of a query and a document."""
     memory_bytes: int = 0
     progress_at: float = field(default_factory=time.perf_counter)
     """When a request last arrived, received something, or ended (``time.perf_counter``)."""
     encoding: asyncio.Lock = field(default_factory=asyncio.Lock)
-    """Held while one slice of texts is computed."""
-    words: TokenTable | None = None
+    """Locked while one slice of texts is computed."""
+    token_table: TokenTable | None = None
     """Vocabulary for grammars; read when the first grammar is compiled."""
 
     @property
     def context_length(self) -> int:
         return self.plan.context_length
 
-    async def read_words(self) -> TokenTable:
+    async def load_token_table(self) -> TokenTable:
         """Return the vocabulary for grammars."""
-        if self.words is None:
+        if self.token_table is None:
             read = functools.partial(read_header, self.entry.path, arrays=True)
-            self.words = await asyncio.to_thread(lambda: read_token_table(read()))
-        return self.words
+            self.token_table = await asyncio.to_thread(lambda: read_token_table(read()))
+        return self.token_table
 
     async def tokenize(self, text: str, *, at_most: int, parse_special: bool) -> list[int]:
-        """Return the token ids of a text, special ones at its ends included.
+        """Return the token ids of a text, including special tokens at its ends.
 
         Args:
-            at_most: Number of tokens that the caller has use for. A longer text is tokenized only far enough to show
-                that it has more: megabytes would take seconds.
+            at_most: Number of tokens that the caller needs. A longer text is tokenized only far enough to show that
+                it has more tokens, because megabytes would take seconds.
+            parse_special: Whether the text of a special token becomes that token.
         """
         characters = at_most * CHARACTERS_PER_TOKEN
         while True:
             body = {"content": text[:characters], "add_special": True, "parse_special": parse_special}
-            tokens = [int(token) for token in (await self.connection.ask("/tokenize", body))["tokens"]]
+            tokens = [int(token) for token in (await self.connection.post("/tokenize", body))["tokens"]]
             if len(tokens) > at_most or characters >= len(text):
                 return tokens
             characters *= 2
 
     def measure(self) -> None:
-        """Measure the memory of the process. End it if its file was overwritten: it would compute with the new data."""
+        """Measure the memory of the process. End the process if its file was overwritten: it would use the new data."""
         self.memory_bytes = self.process.memory_bytes or self.memory_bytes
         if is_overwritten(self.entry):
             self.process.kill_for_overwritten_file()
 
-    def death(self) -> EngineDeadError:
-        """Return the error of requests after the process has died."""
+    def death_error(self) -> EngineDeadError:
+        """Return the error for requests after the process has died."""
         return EngineDeadError(
             f"the process of llama.cpp with {self.entry.id} has died: {self.process.reason()}; load a model again"
         )
 
 
 async def host_model(entry: ModelEntry, settings: Settings, *, limit_bytes: int) -> HostedModel:
-    """Start a process with this model; returns when the model answers.
+    """Start a process with this model, and return the model when it is ready.
 
     Raises:
-        UnusableModelError, OutOfMemoryError: llama.cpp cannot load it; the message has its reason.
+        UnusableModelError, OutOfMemoryError: llama.cpp cannot load the model; the message has the reason.
     """
     header = await in_thread(functools.partial(read_gguf, entry.path))
     if (template := header.text("tokenizer.chat_template")) is not None and entry.kind == "chat":
         await asyncio.to_thread(_try_template, template, entry)
     plan = plan_context(entry, header, slots=settings.slots, limit_bytes=limit_bytes)
-    fields = _fields(entry, header, plan, settings, limit_bytes)
+    fields = _common_params(entry, header, plan, settings, limit_bytes)
     max_bytes = limit_bytes + _prefix_cache_bytes(settings, limit_bytes) + EXTRA_BYTES
     process = await LlamaProcess.start(entry.path, fields, environ=_environ(os.environ), max_bytes=max_bytes)
     try:
@@ -145,23 +146,23 @@ async def host_model(entry: ModelEntry, settings: Settings, *, limit_bytes: int)
 
 
 def _try_template(template: str, entry: ModelEntry) -> None:
-    """Render a chat template in a process that can be ended. llama.cpp renders it while it loads, where the reason of a
-    long load would remain unknown.
+    """Render a chat template in a sandbox process. llama.cpp also renders it while it loads, where the cause of a long
+    load would remain unknown.
 
     Raises:
-        UnusableModelError: it exceeds its limits. Other errors are reported by llama.cpp, or do not matter to it.
+        UnusableModelError: the template exceeds its limits. Other errors are reported by llama.cpp, or ignored by it.
     """
-    for given in TEMPLATE_TRIALS:
+    for variables in TEMPLATE_TRIALS:
         with contextlib.suppress(TemplateRefusalError):
             try:
-                default_sandbox().render(template, {"add_generation_prompt": True, **given})
+                default_sandbox().render(template, {"add_generation_prompt": True, **variables})
             except TemplateLimitError as exc:
                 raise UnusableModelError(
                     f"{entry.path} cannot be loaded: its chat template {exc}, its limit", param="model"
                 ) from exc
 
 
-def _fields(
+def _common_params(
     entry: ModelEntry, header: GgufHeader, plan: ContextPlan, settings: Settings, limit_bytes: int
 ) -> Mapping[str, Any]:
     """Return the fields of llama.cpp's ``CommonParams``."""
@@ -169,7 +170,7 @@ def _fields(
     shared: dict[str, Any] = {
         "cpuparams.n_threads": threads,
         "cpuparams_batch.n_threads": threads,
-        # Otherwise llama.cpp would choose another context length, and read a broken file twice.
+        # Otherwise, llama.cpp would choose another context length, and read a broken file twice.
         "fit_params": False,
         "endpoint_metrics": True,
         "ui": False,
@@ -180,7 +181,7 @@ def _fields(
         "kv_unified": plan.unified,
     }
     if entry.kind != "chat":
-        # Where a file does not say how tokens are pooled: most models were trained with the mean.
+        # If the file does not specify the pooling, the mean is used, with which most models were trained.
         pooled = header.integer(f"{entry.architecture}.pooling_type")
         return shared | {
             "embedding": True,
@@ -188,11 +189,11 @@ def _fields(
             "n_parallel": plan.slots,
         }
     return shared | {
-        # One more than requests use: grammars are tried in it.
+        # One slot more than requests use, for trials of grammars.
         "n_parallel": plan.slots + 1,
         "cache_ram_mib": _prefix_cache_bytes(settings, limit_bytes) // 2**20,
         "use_jinja": True,
-        # In the chat format, the assistant's last message is complete and not to be continued.
+        # In the chat format, a last message of the assistant is complete and is not continued.
         "prefill_assistant": False,
         "n_threads_http": plan.slots + settings.queue_limit + 4,
     }
@@ -206,8 +207,9 @@ def _prefix_cache_bytes(settings: Settings, limit_bytes: int) -> int:
 def _environ(environ: Mapping[str, str]) -> dict[str, str]:
     """Return variables that set how long llama.cpp's threads spin before they sleep, unless the user has set them.
 
-    By default they spin for so long that, beside one other busy program, two threads on two cores slowed down from 130
-    to as little as 1 token/s. With this value they reach 20, and nothing is lost on an idle machine (measured).
+    By default they spin so long that, beside one other busy program, two threads on two cores slowed down from 130 to
+    as little as 1 token/s. With this value they reach 20 tokens/s, and the speed on an idle machine is the same
+    (measured).
     """
     return {} if {"GOMP_SPINCOUNT", "OMP_WAIT_POLICY"} & set(environ) else {"GOMP_SPINCOUNT": SPIN_COUNT}
 
@@ -226,23 +228,25 @@ async def _describe(
         memory_bytes=process.memory_bytes,
     )
     if entry.kind == "chat":
-        # Where the file has no template, llama.cpp uses one of its own; here that is an error.
-        hosted.templated = header.text("tokenizer.chat_template") is not None
+        # If the file has no template, llama.cpp uses a default one, which is not used here.
+        hosted.has_chat_template = header.text("tokenizer.chat_template") is not None
         props = await connection.get("/props")
         markers = {name: marker for name in ALL_MARKERS if (marker := await _marker(connection, name)) is not None}
         hosted.chat_format = detect_chat_format(props["chat_template"], props["chat_template_caps"], markers)
     else:
         hosted.dimensions = int(model["meta"]["n_embd"])
-        if entry.kind == "rerank" and (form := header.text("tokenizer.chat_template.rerank")) is not None:
-            empty = form.replace("{query}", "").replace("{document}", "")
-            hosted.around_pair += len(await hosted.tokenize(empty, at_most=len(form), parse_special=True))
+        if entry.kind == "rerank" and (pair_template := header.text("tokenizer.chat_template.rerank")) is not None:
+            empty = pair_template.replace("{query}", "").replace("{document}", "")
+            hosted.pair_overhead_tokens += len(
+                await hosted.tokenize(empty, at_most=len(pair_template), parse_special=True)
+            )
     return hosted
 
 
 async def _marker(connection: LlamaConnection, text: str) -> Marker | None:
     """Return the token id of a marker; None if it is not a single token."""
-    found = await connection.ask("/tokenize", {"content": text, "add_special": False, "parse_special": True})
-    tokens = found["tokens"]
+    response = await connection.post("/tokenize", {"content": text, "add_special": False, "parse_special": True})
+    tokens = response["tokens"]
     return (int(tokens[0]),) if len(tokens) == 1 else None
 
 
@@ -253,7 +257,7 @@ def detect_chat_format(template: str, caps: Mapping[str, Any], markers: Mapping[
         caps: ``chat_template_caps`` of llama.cpp's ``/props``.
         markers: The strings of ``ALL_MARKERS`` that are one token of this model.
     """
-    # The prompt opens the reasoning, so the closing marker need not be in the template.
+    # The prompt may open the reasoning, so the closing marker need not be in the template.
     markers_of_template = next((pair for pair in MORE_REASONING_MARKERS if pair[0] in template), None)
     harmony = all(token in template for token in HARMONY_TOKENS[1:])
     return ChatFormat(

@@ -1,4 +1,4 @@
-"""Prepare a generation request for llama.cpp: tokens, a route, a grammar."""
+"""Prepare generation requests for llama.cpp: the tokens of the prompt, the route, and the grammar."""
 
 from __future__ import annotations
 
@@ -28,10 +28,10 @@ from lmx_lab.engine.validation import (
 from lmx_lab.errors import InvalidRequestError
 
 TEMPLATE_S = 10.0
-"""Time limit of a chat template in llama.cpp's process, where other work may delay it; usual ones take a
+"""Time limit of a chat template in llama.cpp's process, where other work may delay it. Usual templates take a
 millisecond."""
 TEMPLATE_BYTES = 2**30
-"""Bytes by which the process may grow meanwhile."""
+"""Bytes by which the process may grow while it renders a template."""
 CHECK_S = 0.1
 """Interval at which these limits are checked."""
 T = TypeVar("T")
@@ -52,12 +52,12 @@ class PreparedRequest:
 
     @property
     def max_tokens(self) -> int:
-        """Length of the answer: the requested one, or what the context has room for."""
+        """Maximum length of the answer: the requested one, or less if the context is too short."""
         return min(self.request.max_tokens, self.context_length - len(self.tokens))
 
     @property
     def length(self) -> int:
-        """Tokens of the prompt and the complete answer."""
+        """Number of tokens of the prompt and of an answer of maximum length."""
         return len(self.tokens) + self.max_tokens
 
     def body(self, choice: int, hosted: HostedModel) -> dict[str, Any]:
@@ -81,11 +81,14 @@ class PreparedRequest:
         )
 
     def answer_reader(self, hosted: HostedModel, arrived_at: float) -> AnswerReader:
-        shape = hosted.chat_format.channel_format(self.request, self.thinking) if self.route == "/completion" else None
+        """Return a reader for one of the answers."""
+        channel_format = (
+            hosted.chat_format.channel_format(self.request, self.thinking) if self.route == "/completion" else None
+        )
         return AnswerReader(
             self.request,
             self.route,
-            shape,
+            channel_format,
             model=hosted.entry.id,
             prompt_tokens=len(self.tokens),
             arrived_at=arrived_at,
@@ -96,14 +99,15 @@ class LlamaPreparer:
     """Prepares requests on the engine's loop; grammars are compiled on a thread."""
 
     def __init__(self) -> None:
-        self._trials = GrammarSandbox()
+        self._sandbox = GrammarSandbox()
         self._compiling = ThreadPoolExecutor(max_workers=1, thread_name_prefix="lmx-lab-gguf-grammars")
         self._checker: tuple[HostedModel, GrammarChecker] | None = None
         self._rendering: set[asyncio.Task[dict[str, Any]]] = set()
 
     def stop(self) -> None:
+        """Stop compiling grammars and rendering templates, without waiting for their end."""
         self._compiling.shutdown(wait=False, cancel_futures=True)
-        self._trials.close()
+        self._sandbox.close()
         for task in self._rendering:
             task.cancel()
 
@@ -142,13 +146,13 @@ class LlamaPreparer:
         )
 
     async def _render(self, chat: Mapping[str, Any], hosted: HostedModel) -> str:
-        """Return a chat as text, by the model's chat template."""
-        if not hosted.templated:
+        """Return the text of a chat, rendered with the model's chat template."""
+        if not hosted.has_chat_template:
             raise InvalidRequestError(
                 f"{hosted.entry.id} has no chat template; send a prompt to /v1/completions instead", param="model"
             )
-        # A task, since it continues after its caller has left and must be limited then, too.
-        task = asyncio.create_task(_within_limits(hosted.connection.ask("/apply-template", chat), hosted))
+        # A task, because the rendering continues after its caller is cancelled, and its limits must still be checked.
+        task = asyncio.create_task(_within_limits(hosted.connection.post("/apply-template", chat), hosted))
         self._rendering.add(task)
         task.add_done_callback(self._forget)
         try:
@@ -160,18 +164,18 @@ class LlamaPreparer:
     def _forget(self, task: asyncio.Task[dict[str, Any]]) -> None:
         self._rendering.discard(task)
         if not task.cancelled():
-            task.exception()  # retrieved, because the caller may have left
+            task.exception()  # retrieved, because the caller may have been cancelled
 
     async def _grammar(self, request: GenerationRequest, hosted: HostedModel, thinking: ReasoningState) -> str | None:
-        """Return the grammar in llama.cpp's syntax, if llama.cpp has to enforce one."""
+        """Return the grammar in llama.cpp's syntax; None if llama.cpp has no grammar to enforce."""
         if route_of(request, hosted.chat_format) != "/completion":
             return None
         grammar = hosted.chat_format.grammar(request, thinking)
         if grammar is None:
             return None
         if self._checker is None or self._checker[0] is not hosted:
-            words = await hosted.read_words()
-            self._checker = hosted, GrammarChecker(words, self._trials, self._compiling, hosted.connection)
+            token_table = await hosted.load_token_table()
+            self._checker = hosted, GrammarChecker(token_table, self._sandbox, self._compiling, hosted.connection)
         tools = request.prompt.tools if isinstance(request.prompt, ChatPrompt) else None
         return await self._checker[1].check(grammar, tools)
 
@@ -185,35 +189,36 @@ def _chat_input(request: GenerationRequest, prompt: ChatPrompt, hosted: HostedMo
         raise _template_refusal(hosted, exc) from exc
 
 
-def _template_refusal(hosted: HostedModel, why: object) -> InvalidRequestError:
+def _template_refusal(hosted: HostedModel, reason: object) -> InvalidRequestError:
     return InvalidRequestError(
-        f"the chat template of {hosted.entry.id} refuses these messages: {why}", param="messages"
+        f"the chat template of {hosted.entry.id} refuses these messages: {reason}", param="messages"
     )
 
 
 async def _within_limits(rendering: Coroutine[Any, Any, T], hosted: HostedModel) -> T:
-    """Wait for the rendering of a chat template. If it exceeds a limit, end the whole process: its thread cannot be
-    ended.
+    """Wait for the rendering of a chat template, and return its result. If it exceeds a limit, the whole process is
+    ended, because a single thread of it cannot be ended.
 
     Raises:
         InvalidRequestError: the process was ended.
     """
     task = asyncio.ensure_future(rendering)
-    began, before, why = time.monotonic(), 0, None
+    began, before, reason = time.monotonic(), 0, None
     try:
-        while not (await asyncio.wait([task], timeout=CHECK_S))[0] and why is None:
+        while not (await asyncio.wait([task], timeout=CHECK_S))[0] and reason is None:
             before = before or hosted.process.own_bytes
             if time.monotonic() - began > TEMPLATE_S:
-                why = f"its chat template ran for more than {TEMPLATE_S:g} s, its limit"
+                reason = f"its chat template ran for more than {TEMPLATE_S:g} s, its limit"
             elif hosted.process.own_bytes - before > TEMPLATE_BYTES:
-                why = f"its chat template took more than {TEMPLATE_BYTES >> 30} GB, its limit"
-        if why is None:
+                reason = f"its chat template took more than {TEMPLATE_BYTES >> 30} GB, its limit"
+        if reason is None:
             return task.result()
     finally:
         task.cancel()
-    await hosted.process.end_for(why)
+    await hosted.process.kill_with_reason(reason)
     raise InvalidRequestError(
-        f"{hosted.entry.id} was ended: {why}; load a model again, and send less, or take another one", param="messages"
+        f"the process of {hosted.entry.id} was ended: {reason}; load a model again, and send less or use another model",
+        param="messages",
     )
 
 
@@ -221,7 +226,7 @@ async def _tokenize(text: str, request: GenerationRequest, hosted: HostedModel) 
     """Return the tokens of a prompt.
 
     Raises:
-        ContextLengthError: the text is so long that it was not tokenized to its end.
+        ContextLengthError: the text is so long that only its beginning was tokenized.
     """
     tokens = await hosted.tokenize(text, at_most=hosted.context_length, parse_special=True)
     if len(tokens) > hosted.context_length and len(text) > hosted.context_length * CHARACTERS_PER_TOKEN:

@@ -1,4 +1,4 @@
-"""Start, watch and end the process that holds a model for llama.cpp."""
+"""Start, monitor and end the process in which llama.cpp runs a model."""
 
 from __future__ import annotations
 
@@ -29,16 +29,16 @@ INSTALL = "pip install 'lmx-lab[gguf]'"
 MEASURE_S = 0.2
 """Interval at which the memory of the process is compared with its limit."""
 LOAD_S = 1800.0
-"""Time limit of a load: a model of 100 GB on a slow disk takes that long."""
+"""Time limit of a load. A model of 100 GB on a slow disk takes that long."""
 END_S = 5.0
 """Time to wait for the end of a killed process."""
 MAX_FOLDER_LENGTH = 70
-"""Longest path of a folder for sockets, in characters."""
+"""Maximum length of the path of a folder for sockets, in characters."""
 READY = b'{"ready"'
 MAX_LINES, MAX_LINE_BYTES = 200, 2000
-"""Lines of standard error that are kept, and their length."""
+"""Number of lines of standard error that are kept, and their maximum length."""
 REASONS = (
-    # The last line often only names the file; an earlier line has the reason.
+    # The last line often only names the file, and an earlier line has the reason.
     re.compile(r"error loading model:\s*(?!failed to load model from)(.+)"),
     re.compile(r"(?:^|\s)E\s+(.*(?:invalid|fail|illegal|unknown).*)"),
     re.compile(r"(.*\berror\b.*)", re.IGNORECASE),
@@ -47,7 +47,7 @@ SIGNAL_CAUSES: Mapping[int, str] = {
     signal.SIGKILL: ", probably because memory ran out",
     signal.SIGBUS: ": its file was changed or cut short while it was loaded, or can no longer be read",
 }
-"""What most likely made the system send a signal."""
+"""The most likely cause of a signal from the system, as part of an error message."""
 OUT_OF_MEMORY = re.compile(r"failed to allocate|out of memory|cannot allocate", re.IGNORECASE)
 
 
@@ -63,7 +63,7 @@ def require_installed(path: Path) -> None:
         path: The file to load, for the message.
 
     Raises:
-        UnusableModelError: it is not; the message says how to install it.
+        UnusableModelError: llama.cpp is not installed; the message has the command that installs it.
     """
     if not is_installed():
         raise UnusableModelError(
@@ -74,7 +74,7 @@ def require_installed(path: Path) -> None:
 
 
 class LlamaProcess:
-    """One model in a process of its own; created by ``start``."""
+    """A process with one model; created by ``start``."""
 
     def __init__(self, process: asyncio.subprocess.Process, folder: Path, api_key: str, *, max_bytes: int) -> None:
         self._process = process
@@ -85,27 +85,27 @@ class LlamaProcess:
         self.api_key = api_key
         self.died = asyncio.Event()
         """Set when the process has ended without ``stop``."""
-        self._why: str | None = None
-        """Why this process was ended from here."""
+        self._kill_reason: str | None = None
+        """Why this object ended the process; None if it did not."""
         self._watching = asyncio.create_task(self._watch(), name="lmx-lab llama.cpp process")
         self._max_bytes = max_bytes
         self._limiting = asyncio.create_task(self._limit_memory(), name="lmx-lab llama.cpp memory")
 
     @property
     def socket(self) -> str:
-        """Path of its UNIX socket; llama.cpp recognizes it by the suffix."""
+        """Path of the UNIX socket of the process. llama.cpp recognizes it by its suffix."""
         return str(self._folder / "llama.sock")
 
     @classmethod
     async def start(
         cls, path: Path, fields: Mapping[str, Any], *, environ: Mapping[str, str], max_bytes: int
     ) -> LlamaProcess:
-        """Load a model; returns when it answers.
+        """Start a process and load a model in it; return the process when it answers requests.
 
         Args:
             fields: Fields of ``CommonParams``, by name.
             environ: Variables to add to the environment.
-            max_bytes: Limit of the memory that the process does not map from files; beyond it the process is ended.
+            max_bytes: Limit of the memory that is not mapped from files. If the process exceeds it, it is ended.
 
         Raises:
             UnusableModelError: llama.cpp cannot load the model, crashed, or exceeded ``max_bytes``.
@@ -118,7 +118,7 @@ class LlamaProcess:
                 sys.executable, "-P", str(SCRIPT), str(folder), str(os.getpid()),
                 stdin=asyncio.subprocess.PIPE, stdout=asyncio.subprocess.PIPE, stderr=asyncio.subprocess.PIPE,
                 env=without_secrets(os.environ) | dict(environ),
-                # Ctrl-C in a terminal is for this process only; the new one ends when its input is closed.
+                # Ctrl-C in a terminal must not reach the new process, which ends when its input is closed.
                 start_new_session=True,
             )  # fmt: skip
         except BaseException as exc:
@@ -137,13 +137,13 @@ class LlamaProcess:
     async def _load(self, path: Path, fields: Mapping[str, Any]) -> None:
         assert self._process.stdin is not None
         assert self._process.stdout is not None
-        order = {
+        parameters = {
             "fields": {"model.path": str(path), **fields},
             "api_key": self.api_key,
             "socket": self.socket,
         }
-        with contextlib.suppress(ConnectionError):  # the process has ended already; the reason is read below
-            self._process.stdin.write(json.dumps(order).encode() + b"\n")
+        with contextlib.suppress(ConnectionError):  # the process has already ended; the reason is read below
+            self._process.stdin.write(json.dumps(parameters).encode() + b"\n")
             await self._process.stdin.drain()
         try:
             ready = await asyncio.wait_for(_is_ready(self._process.stdout), LOAD_S)
@@ -168,7 +168,7 @@ class LlamaProcess:
         await self._end_for_memory()
 
     async def _end_for_memory(self) -> None:
-        await self.end_for(f"it used more than {self._max_bytes / 1e9:.1f} GB of memory")
+        await self.kill_with_reason(f"it used more than {self._max_bytes / 1e9:.1f} GB of memory")
 
     def _failure(self, path: Path) -> LabError:
         reason = self.reason()
@@ -179,9 +179,9 @@ class LlamaProcess:
         return UnusableModelError(f"{path} cannot be loaded by llama.cpp: {reason}", param="model")
 
     def reason(self) -> str:
-        """Return why the process has ended: its own message, or its exit status."""
-        if self._why is not None:
-            return self._why
+        """Return why the process has ended, by its messages or its exit status."""
+        if self._kill_reason is not None:
+            return self._kill_reason
         code = self._process.returncode
         if code is not None and code < 0:
             name = signal.Signals(-code).name if -code in signal.valid_signals() else f"signal {-code}"
@@ -189,16 +189,16 @@ class LlamaProcess:
             detail = next((f": {line.strip()}" for line in reversed(self._lines) if "GGML_ASSERT" in line), "")
             return f"its process was ended by {name}{cause}{detail}"
         for pattern in REASONS:
-            # Newest first. Messages of the grammar compiler quote the request, and are not a reason to end.
+            # The newest line first. Messages of the grammar compiler quote the request, and are not the reason.
             for line in [line for line in reversed(self._lines) if "llg" not in line]:
-                if found := pattern.search(line):
-                    return found[1].strip()
+                if match := pattern.search(line):
+                    return match[1].strip()
         last = self._lines[-1].strip() if self._lines else "it printed no reason"
-        return f"its process ended with {code}: {last}"
+        return f"its process ended with status {code}: {last}"
 
     @property
     def memory_bytes(self) -> int:
-        """Resident memory, including mapped weights that were used; 0 after the end of the process."""
+        """Resident memory, including the mapped weights that have been read; 0 after the end of the process."""
         try:
             return int(psutil.Process(self._process.pid).memory_info().rss)
         except psutil.Error:
@@ -213,23 +213,23 @@ class LlamaProcess:
             return 0
         return int(known.rss - getattr(known, "shared", 0))
 
-    async def end_for(self, why: str) -> None:
-        """End the process, because something in it does not end by itself; its requests get this as the reason."""
-        self._why = self._why or why
+    async def kill_with_reason(self, reason: str) -> None:
+        """End the process because it exceeds a limit. The errors of its requests contain the reason."""
+        self._kill_reason = self._kill_reason or reason
         with contextlib.suppress(ProcessLookupError):
             self._process.kill()
         with contextlib.suppress(TimeoutError):
             await asyncio.wait_for(self.died.wait(), END_S)
 
     def kill_for_overwritten_file(self) -> None:
-        """End the process as the system does when a page of a mapped file is gone."""
+        """End the process with the signal that the system sends when a page of a mapped file is missing."""
         with contextlib.suppress(ProcessLookupError):
             self._process.send_signal(signal.SIGBUS)
 
     async def stop(self) -> None:
         """End the process and remove its folder. Idempotent."""
         self._stopping = True
-        # Killed at once: it has nothing to save.
+        # Killed at once, because it has nothing to save.
         with contextlib.suppress(ProcessLookupError):
             self._process.kill()
         try:
@@ -250,7 +250,7 @@ class LlamaProcess:
             self.died.set()
 
     async def _read_errors(self) -> None:
-        """Read standard error, so that the process never blocks on it, and keep its last lines."""
+        """Read standard error, so that the process never blocks on it, and keep the last lines."""
         assert self._process.stderr is not None
         rest = b""
         while data := await self._process.stderr.read(2**16):
@@ -262,7 +262,7 @@ class LlamaProcess:
 
 
 async def _is_ready(output: asyncio.StreamReader) -> bool:
-    """Read until the line that reports success; return False if the output ends without it."""
+    """Read until the line that reports success, and return True; return False if the output ends without it."""
     while line := await output.readline():
         if line.startswith(READY):
             return True
@@ -270,10 +270,10 @@ async def _is_ready(output: asyncio.StreamReader) -> bool:
 
 
 def _private_folder() -> Path:
-    """Make a folder for the socket that only this user can enter.
+    """Create a folder for the socket that only this user can access, and return its path.
 
     Raises:
-        UnusableModelError: no folder can be made.
+        UnusableModelError: the folder cannot be created.
     """
     # The path of a socket has at most 104 bytes on macOS, 108 on Linux; TMPDIR may be long.
     parent = tempfile.gettempdir()
@@ -281,6 +281,6 @@ def _private_folder() -> Path:
         return Path(tempfile.mkdtemp(prefix="lmx-", dir=parent if len(parent) <= MAX_FOLDER_LENGTH else "/tmp"))
     except OSError as exc:
         raise UnusableModelError(
-            f"llama.cpp needs a temporary folder, and {exc.filename or parent} cannot be made: {exc.strerror}; free "
+            f"llama.cpp needs a temporary folder, and {exc.filename or parent} cannot be created: {exc.strerror}; free "
             "space there, or set TMPDIR to another folder"
         ) from exc

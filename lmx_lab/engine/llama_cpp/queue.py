@@ -1,4 +1,4 @@
-"""The accepted generations of one hosted model: queue, slots, deadlines, ends. Belongs to the engine's loop."""
+"""Run the accepted generations of one hosted model, from the queue to their end. Belongs to the engine's loop."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ from lmx_lab.values.generation import GenerationReport
 log = logging.getLogger(__name__)
 Post = Callable[[Mailbox, Item], None]
 DEATH_S = 1.0
-"""Time to wait for the end of the process after its connection has ended: the process may be the reason."""
+"""Time to wait for the end of the process after its connection has ended, since that may be the cause."""
 
 
 @dataclass(kw_only=True, eq=False)
@@ -36,7 +36,7 @@ class LlamaGeneration:
 
     prepared: PreparedRequest
     choice: int
-    """Number of the answer among those to the same request."""
+    """Index of the answer among those to the same request."""
     reader: AnswerReader
     mailbox: Mailbox
     permit: Permit
@@ -46,10 +46,10 @@ class LlamaGeneration:
     admitted_at: float = 0.0
     task: asyncio.Task[GenerationReport] | None = None
     error: LabError | None = None
-    """Error that the generation ends with when the engine cancels it; None if its reader has left."""
+    """The error with which the engine cancels the generation; None if its reader cancels it."""
 
     def cancel(self) -> None:
-        """Cancel the generation, from any thread: its reader has left."""
+        """Cancel the generation because its reader no longer needs it. May be called from any thread."""
         if self.task is not None and not (loop := self.task.get_loop()).is_closed():
             loop.call_soon_threadsafe(self.task.cancel)
 
@@ -80,7 +80,7 @@ class LlamaQueue:
 
     @property
     def slot_free_s(self) -> float:
-        """Estimated time until one of the running requests ends, by how long those before it took."""
+        """Estimated time until one of the running requests ends, based on the durations of earlier requests."""
         running = self._scheduler.running
         if len(running) < self._scheduler.slots:
             return 1.0
@@ -88,13 +88,13 @@ class LlamaQueue:
         return self._slot_times.free_in_s(running=len(running), oldest_s=oldest_s)
 
     def add_running(self, totals: TokenTotals) -> None:
-        """Add the tokens of the running generations so far."""
+        """Add the tokens of the running generations so far to ``totals``."""
         for generation in self.running:
             _add_tokens(totals, generation.reader)
 
     def add(self, generations: Sequence[LlamaGeneration]) -> None:
         """Queue the answers to one request."""
-        # Each task has a deadline of its own; the scheduler needs none.
+        # Each task checks its own deadline, so the scheduler needs none.
         self._scheduler.add(generations, tokens=len(generations[0].prepared.tokens), deadline=0.0)
         for generation in generations:
             name = f"lmx-lab generation on {self._hosted.entry.id}"
@@ -105,7 +105,7 @@ class LlamaQueue:
     async def end(self, admission: AdmissionControl, error: LabError, *, queued_only: bool) -> None:
         """End the generations that hold permits of this admission control; returns when they have ended."""
         generations = self.queued if queued_only else self.queued + self.running
-        await self._end([it for it in generations if it.permit.admission is admission], error)
+        await self._end([generation for generation in generations if generation.permit.admission is admission], error)
 
     async def end_all(self, error: LabError) -> None:
         """End all generations; returns when they have ended."""
@@ -118,7 +118,7 @@ class LlamaQueue:
 
     def end_readers_on(self, loop: asyncio.AbstractEventLoop) -> None:
         """End the generations whose readers' event loop is closed."""
-        closed = [it for it in self.queued + self.running if it.mailbox.loop is loop]
+        closed = [generation for generation in self.queued + self.running if generation.mailbox.loop is loop]
         self._cancel(closed, EngineError("the event loop of the reader is closed"))
 
     def _cancel(self, generations: Sequence[LlamaGeneration], error: LabError) -> None:
@@ -149,28 +149,28 @@ class LlamaQueue:
         return generation.reader.report(time.perf_counter(), peak_memory_bytes=self._hosted.memory_bytes)
 
     async def _generate(self, generation: LlamaGeneration) -> None:
-        """Let llama.cpp compute the answer, which is read on the reader's own loop: a hop between threads for each
-        token would cost as much as everything else that is done for it.
+        """Let llama.cpp compute the answer. It is read on its reader's event loop, because a switch between threads for
+        each token would cost as much as all other work for the token.
         """
         prepared, connection = generation.prepared, self._hosted.connection
         body = json.dumps(prepared.body(generation.choice, self._hosted)).encode()
-        following = connection.follow(prepared.route, body, partial(self._deliver, generation))
+        streaming = connection.stream(prepared.route, body, partial(self._deliver, generation))
         try:
-            future = asyncio.run_coroutine_threadsafe(following, generation.mailbox.loop)
+            future = asyncio.run_coroutine_threadsafe(streaming, generation.mailbox.loop)
         except RuntimeError:
-            following.close()
+            streaming.close()
             raise EngineError("the event loop of the reader is closed") from None
         try:
             await asyncio.wrap_future(future)
         except EngineError:
-            # The end of a connection is noticed before that of the process, which is the reason.
+            # The end of a connection is detected before the end of the process, which may be the cause.
             with contextlib.suppress(TimeoutError):
                 await asyncio.wait_for(self._hosted.process.died.wait(), DEATH_S)
-                raise self._hosted.death() from None
+                raise self._hosted.death_error() from None
             raise
 
     def _deliver(self, generation: LlamaGeneration, event: dict[str, Any]) -> bool:
-        """Deliver what one event contains; runs on the reader's loop. Returns whether it was the last event."""
+        """Deliver the items of one event, and return whether it was the last event. Runs on the reader's loop."""
         now = time.perf_counter()
         self._hosted.progress_at = now
         for item in generation.reader.read(event, now):
@@ -178,7 +178,7 @@ class LlamaQueue:
         return generation.reader.finish is not None
 
     def _finish(self, generation: LlamaGeneration, task: asyncio.Task[GenerationReport]) -> None:
-        """Post the end of a generation, whatever it is. No other method does so."""
+        """Post the end of a generation: its report or its error. No other method does so."""
         self._scheduler.remove(generation)
         generation.permit.release()
         _add_tokens(self._ended_totals, generation.reader)

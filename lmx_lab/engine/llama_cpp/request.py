@@ -1,4 +1,4 @@
-"""Write generation requests for llama.cpp's server. Pure.
+"""Convert generation requests to requests of llama.cpp's server. Pure.
 
 Two of its routes are used. ``/completion`` continues tokens, and the text is split here, as on MLX: reasoning, tool
 calls in the generic format, enforced formats, stop strings. ``/v1/chat/completions`` is for answers that may contain
@@ -21,7 +21,7 @@ from lmx_lab.errors import InvalidRequestError
 
 Route = Literal["/completion", "/v1/chat/completions"]
 SAMPLERS = ("penalties", "top_p", "min_p", "top_k", "temperature")
-"""In the order of ``Sampling``. llama.cpp's own list has more samplers, and starts with top_k."""
+"""The samplers in the order of ``Sampling``. llama.cpp's default list has more samplers, and begins with top_k."""
 SEEDS = 2**32 - 1
 """Number of seeds; the largest 32-bit number stands for a random seed."""
 
@@ -30,7 +30,7 @@ def route_of(request: GenerationRequest, chat_format: ChatFormat) -> Route:
     """Return the route for this request.
 
     Raises:
-        InvalidRequestError: neither route can do what is requested.
+        InvalidRequestError: neither route supports the request.
     """
     _refuse(request)
     prompt = request.prompt
@@ -62,16 +62,16 @@ def _refuse(request: GenerationRequest) -> None:
 
 def chat_input(request: GenerationRequest, prompt: ChatPrompt, chat_format: ChatFormat, route: Route) -> dict[str, Any]:
     """Return messages, tools and template variables, for ``/apply-template`` and for the chat route."""
-    own = route != "/completion"
-    given = chat_format.template_input(request, prompt)
-    body: dict[str, Any] = {"messages": [_message(message) for message in given.pop("messages")]}
-    if (tools := given.pop("tools", None)) is not None:
+    native = route != "/completion"
+    variables = chat_format.template_input(request, prompt)
+    body: dict[str, Any] = {"messages": [_message(message) for message in variables.pop("messages")]}
+    if (tools := variables.pop("tools", None)) is not None:
         body["tools"] = tools
-    elif own and prompt.tools is not None:
+    elif native and prompt.tools is not None:
         body["tools"] = template_tools(prompt.tools)
-    if own and prompt.tools is not None:
+    if native and prompt.tools is not None:
         body["parallel_tool_calls"] = prompt.tools.parallel
-    if options := {**given, **prompt.template_options}:
+    if options := {**variables, **prompt.template_options}:
         body["chat_template_kwargs"] = options
     return body
 
@@ -88,7 +88,7 @@ def _message(message: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def sampling(request: GenerationRequest, *, choice: int, context_length: int) -> dict[str, Any]:
-    """Return all sampling parameters: llama.cpp's defaults differ from ours."""
+    """Return all sampling parameters, because llama.cpp's defaults differ from those of ``Sampling``."""
     chosen = request.sampling
     return {
         "temperature": chosen.temperature,
@@ -128,7 +128,7 @@ def completion_body(
     """Return the body for ``/completion``.
 
     Args:
-        markers: Texts of special tokens that must be included in the text of the answer.
+        markers: Special tokens that the text of the answer must contain, as text.
     """
     body = {
         **sampling(request, choice=choice, context_length=context_length),
@@ -147,16 +147,16 @@ def completion_body(
 
 
 def chat_body(
-    request: GenerationRequest, given: Mapping[str, Any], *, choice: int, max_tokens: int, context_length: int
+    request: GenerationRequest, variables: Mapping[str, Any], *, choice: int, max_tokens: int, context_length: int
 ) -> dict[str, Any]:
     """Return the body for ``/v1/chat/completions``.
 
     Args:
-        given: The result of ``chat_input``.
+        variables: The result of ``chat_input``.
     """
     body = {
         **sampling(request, choice=choice, context_length=context_length),
-        **given,
+        **variables,
         "max_tokens": max_tokens,
         "stream": True,
         "return_progress": True,

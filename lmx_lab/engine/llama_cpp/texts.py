@@ -18,12 +18,12 @@ from lmx_lab.errors import ContextLengthError, EngineError, InvalidRequestError
 from lmx_lab.values.encoding import EncodeReport, Vectors
 
 SLICE = 16
-"""Texts sent at once. Between two slices other requests are computed, and a cancellation is noticed."""
+"""Number of texts sent together. Between two slices, other requests are computed and cancellations take effect."""
 Tokens = tuple[int, ...]
 
 
 class LlamaTexts:
-    """The texts of one request, which are first checked and tokenized, then computed."""
+    """The texts of one request, which are first checked and tokenized, and then computed."""
 
     def __init__(self, hosted: HostedModel, timeout_s: float, arrived_at: float) -> None:
         self._hosted = hosted
@@ -32,12 +32,12 @@ class LlamaTexts:
         self._started_at = 0.0
         self._tokens: list[Tokens] = []
         self.computed_tokens = 0
-        """Tokens of the texts that are done."""
+        """Number of tokens of the texts that have been computed."""
 
     # Before the request is accepted
 
     async def read_inputs(self, request: EmbeddingRequest) -> None:
-        """Read the inputs of an embedding request.
+        """Check and tokenize the inputs of an embedding request.
 
         Raises:
             InvalidRequestError, ContextLengthError: see ``InferenceEngine.submit_embedding``.
@@ -54,15 +54,17 @@ class LlamaTexts:
             self._tokens.append(await self._read(text, f"input.{at}", truncate=request.truncate))
 
     async def read_documents(self, request: RerankRequest) -> None:
-        """Read query and documents for scores by cosine. Raises the same as ``read_inputs``."""
+        """Check and tokenize query and documents for a ranking by cosine. Raises the same as ``read_inputs``."""
         self._tokens.append(await self._read(request.query, "query", truncate=False))
         for at, text in enumerate(request.documents):
             self._tokens.append(await self._read(text, f"documents.{at}", truncate=request.truncate))
 
     async def read_pairs(self, request: RerankRequest) -> list[str]:
-        """Return the documents, truncated to the room that the query leaves. Raises the same as ``read_inputs``."""
+        """Check and tokenize query and documents for a reranker, and return the documents, truncated to the length that
+        the query leaves. Raises the same as ``read_inputs``.
+        """
         query = await self._read(request.query, "query", truncate=False)
-        room = self._hosted.context_length - len(query) - self._hosted.around_pair
+        room = self._hosted.context_length - len(query) - self._hosted.pair_overhead_tokens
         if room <= 0:
             raise ContextLengthError(
                 f"query has {len(query)} tokens and {self._hosted.entry.id} takes {self._hosted.context_length} in "
@@ -96,28 +98,32 @@ class LlamaTexts:
         return tuple(await self._hosted.tokenize(text, at_most=context_length, parse_special=False))
 
     async def _detokenize(self, tokens: Sequence[int]) -> str:
-        """Return the text of tokens without the special ones at both ends."""
-        found = await self._hosted.connection.ask("/detokenize", {"tokens": list(tokens[1:-1])})
-        return str(found["content"])
+        """Return the text of tokens, without the special tokens at both ends."""
+        response = await self._hosted.connection.post("/detokenize", {"tokens": list(tokens[1:-1])})
+        return str(response["content"])
 
     # After the request is accepted
 
     async def embeddings(self, dimensions: int | None) -> Embeddings:
-        """Compute the vectors.
+        """Compute and return the vectors.
 
         Raises:
-            GenerationTimeoutError, EngineError: they could not be computed.
+            GenerationTimeoutError, EngineError: the vectors could not be computed.
         """
         rows = await self._in_time(self._vectors())
         return Embeddings(vectors=shorten(rows, dimensions), report=self._report())
 
     async def cosine_ranking(self) -> Ranking:
-        """Compute scores as the cosine of vectors. Raises the same as ``embeddings``."""
+        """Compute and return scores as the cosine of vectors. Raises the same as ``embeddings``."""
         rows = await self._in_time(self._vectors())
         return Ranking(scores=cosines(rows), method="cosine", report=self._report())
 
     async def head_ranking(self, query: str, documents: Sequence[str], *, raw: bool) -> Ranking:
-        """Compute scores by a reranker's head. Raises the same as ``embeddings``."""
+        """Compute and return the scores of a reranker's head. Raises the same as ``embeddings``.
+
+        Args:
+            raw: Whether the scores are returned without the activation.
+        """
         scores = await self._in_time(self._scores(query, documents))
         # The activation that sentence-transformers uses for a head with one score, unless a file names another.
         activated = scores if raw else (1 / (1 + np.exp(-scores))).astype(np.float32)
@@ -150,7 +156,7 @@ class LlamaTexts:
 
     async def _request(self, path: str, body: dict[str, object]) -> Any:
         try:
-            return await self._hosted.connection.ask(path, body)
+            return await self._hosted.connection.post(path, body)
         except RefusedError as exc:
             raise EngineError(f"llama.cpp did not compute these texts: {exc.message}") from exc
 

@@ -1,8 +1,8 @@
-"""Load one model with llama.cpp and serve it on a socket. Run as a script; imports no other module of the package.
+"""Load one model with llama.cpp and serve it on a socket. Runs as a script, and imports no other module of the package.
 
-Arguments: the folder of its socket, which it removes at its end, and the id of the parent process, with which it ends.
-The first line of standard input is a JSON object: ``fields`` of ``CommonParams`` by name, ``api_key`` and ``socket``.
-The process prints a line when the model answers, and ends when standard input is closed.
+Arguments: the folder of the socket, which is removed at the end, and the id of the parent process, with which this
+process ends. The first line of standard input is a JSON object: ``fields`` of ``CommonParams`` by name, ``api_key`` and
+``socket``. The process prints a line when the model answers, and ends when standard input is closed.
 """
 
 from __future__ import annotations
@@ -18,32 +18,33 @@ from typing import Any
 
 
 def main() -> None:
+    """Run the server until its input or its parent process ends."""
     folder, parent = sys.argv[1], int(sys.argv[2])
-    threading.Thread(target=_end_with, args=(parent, folder), daemon=True).start()
+    threading.Thread(target=_exit_with_parent, args=(parent, folder), daemon=True).start()
     code = 1
     try:
         code = _serve()
     except Exception:
-        # For example when the parent process has ended before it sent the order.
+        # For example if the parent process has ended before it sent the parameters.
         traceback.print_exc()
     finally:
-        _end(folder, code)
+        _exit(folder, code)
 
 
 def _serve() -> int:
     """Load the model and answer until the input ends; return the exit status."""
-    order = json.loads(sys.stdin.readline())
+    parameters = json.loads(sys.stdin.readline())
     # Imported after reading, because it takes a while.
     import xllamacpp
 
     params = xllamacpp.CommonParams()
-    if (pooling := order["fields"].pop("pooling_type", None)) is not None:
+    if (pooling := parameters["fields"].pop("pooling_type", None)) is not None:
         params.pooling_type = getattr(xllamacpp.llama_pooling_type, f"LLAMA_POOLING_TYPE_{pooling}")
-    _set(params, order["fields"])
-    params.hostnames, params.api_keys = [order["socket"]], [order["api_key"]]
+    _set_fields(params, parameters["fields"])
+    params.hostnames, params.api_keys = [parameters["socket"]], [parameters["api_key"]]
     try:
         server = xllamacpp.Server(params)
-        # Returns when the server's task loop runs. Ending the process before that can hang.
+        # Returns when the server's task loop is running. Ending the process before that can hang.
         server.handle_metrics()
     except RuntimeError as exc:
         print(exc, file=sys.stderr, flush=True)
@@ -53,21 +54,21 @@ def _serve() -> int:
     return 0
 
 
-def _end(folder: str, code: int = 0) -> None:
-    # If the parent process was killed, it cannot do this.
+def _exit(folder: str, code: int = 0) -> None:
+    # Removed here, because a parent process that was killed cannot do it.
     shutil.rmtree(folder, ignore_errors=True)
-    # Without a regular shutdown, which takes longer and releases nothing more.
+    # A regular shutdown takes longer and releases nothing more.
     os._exit(code)
 
 
-def _end_with(parent: int, folder: str) -> None:
-    """End with the parent process. Standard input does not show its end if a fork of the parent is still running."""
+def _exit_with_parent(parent: int, folder: str) -> None:
+    """End this process when its parent has ended. Standard input stays open while a fork of the parent is running."""
     while os.getppid() == parent:
         time.sleep(1)
-    _end(folder)
+    _exit(folder)
 
 
-def _set(params: Any, fields: dict[str, Any]) -> None:
+def _set_fields(params: Any, fields: dict[str, Any]) -> None:
     for name, value in fields.items():
         *path, last = name.split(".")
         target = params

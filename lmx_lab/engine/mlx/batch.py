@@ -1,4 +1,4 @@
-"""Run the requests of one loaded model in mlx-lm's ``BatchGenerator``, with chunked prefill and a prefix cache."""
+"""Compute the requests of one loaded model in mlx-lm's ``BatchGenerator``, with chunked prefill and a prefix cache."""
 
 from __future__ import annotations
 
@@ -97,6 +97,7 @@ class Batch:
 
     @property
     def footprint(self) -> Footprint:
+        """Sizes from which the memory of requests is estimated."""
         return self._model.traits.footprint
 
     @property
@@ -194,7 +195,7 @@ class Batch:
         progress, tokens = self._generator.next() if self._generations else ([], [])
         now = time.perf_counter()
         self.note_peak(memory.take_peak_bytes())
-        computed = [self._chunk_computed(it, now) for it in progress]
+        computed = [self._chunk_computed(response, now) for response in progress]
         prompt_tokens = scored_tokens + sum(event.tokens for event in computed)
         self._pace.record(now - started, prompt_tokens=prompt_tokens, decoding=decoding)
         # Tokens first: a request that starts to decode with this step has none yet.
@@ -206,7 +207,11 @@ class Batch:
         These tokens are sampled already. Left in the batch, their requests would cost one more forward pass, whose
         token is not needed: half the time of a one-token answer.
         """
-        ending = [it for it in self._generations.values() if it.decoding_at and it.output_tokens + 1 == it.max_tokens]
+        ending = [
+            generation
+            for generation in self._generations.values()
+            if generation.decoding_at and generation.output_tokens + 1 == generation.max_tokens
+        ]
         # mlx-lm has no public way to read the sampled tokens. Its version is bounded, and tests check this attribute.
         batch = self._generator._generation_batch
         events: list[Event] = []
@@ -232,7 +237,11 @@ class Batch:
     def _uncomputed_tokens(self) -> int:
         """Number of prompt tokens that are still to be computed."""
         waiting = [*self._generations.values(), *(scoring.generation for scoring in self._scorings)]
-        return sum(len(it.prompt) - it.cached_tokens - it.computed_tokens for it in waiting if not it.decoding_at)
+        return sum(
+            len(generation.prompt) - generation.cached_tokens - generation.computed_tokens
+            for generation in waiting
+            if not generation.decoding_at
+        )
 
     def _score(self, chunk: int) -> list[Event]:
         """Score one chunk of the prompt that arrived first."""

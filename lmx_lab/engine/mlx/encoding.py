@@ -91,8 +91,8 @@ class EncodeJob:
         """Remove up to ``at_most`` texts of these lengths from those that are left, and return their indices, the
         longest text first.
         """
-        end = bisect.bisect_right(self.left, longest, key=lambda it: it[0])
-        start = max(bisect.bisect_left(self.left, shortest, key=lambda it: it[0]), end - at_most)
+        end = bisect.bisect_right(self.left, longest, key=lambda item: item[0])
+        start = max(bisect.bisect_left(self.left, shortest, key=lambda item: item[0]), end - at_most)
         taken = self.left[start:end]
         del self.left[start:end]
         return [index for _, index in reversed(taken)]
@@ -220,7 +220,7 @@ class EncodingLoop:
         self._jobs.append(job)
 
     def cancel(self, job: EncodeJob) -> None:
-        """End a job whose result is no longer needed. Its batch is still computed if it has texts of others."""
+        """End a job whose result is no longer needed. Its batch is still computed if it has texts of other jobs."""
         self._fail(job, EngineError("the request was cancelled"))
 
     def end_requests(self, admission: AdmissionControl, error: LabError, *, queued_only: bool) -> None:
@@ -229,12 +229,13 @@ class EncodingLoop:
         self.end_all([job for job in jobs if job.permit.admission is admission], error)
 
     def end_all(self, jobs: Sequence[EncodeJob], error: LabError) -> None:
+        """End these jobs with an error."""
         for job in jobs:
             self._fail(job, error)
 
     def deliver(self) -> None:
-        """Give callers the results of ended jobs. Done after the snapshot was updated, so that it includes the work
-        of every result that a caller has.
+        """Pass the results of ended jobs to their callers. Called after the snapshot was updated, so that the snapshot
+        includes the work of every result that a caller has.
         """
         for job, end in self._ended:
             if isinstance(end, LabError):

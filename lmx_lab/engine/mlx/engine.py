@@ -1,4 +1,4 @@
-"""The engine on MLX as other threads and loops use it.
+"""Provide the MLX engine for other threads and event loops.
 
 Requests go to the engine thread as commands on a queue; tokens come back through ``TokenStream``, vectors and scores as
 numpy arrays. Any number of event loops may use one engine at the same time.
@@ -37,10 +37,10 @@ T = TypeVar("T")
 
 
 def _without_frames(method: Callable[P, Coroutine[Any, Any, T]]) -> Callable[P, Coroutine[Any, Any, T]]:
-    """Raise errors without the frames that raised them, and any other exception as an ``EngineError``.
+    """Decorate a method so that its errors have no traceback, and other exceptions become an ``EngineError``.
 
-    Some frames refer to the model. Code that keeps the error would keep the weights in memory, such as a notebook,
-    which keeps the last error.
+    Some frames refer to the model. Code that keeps the error, such as a notebook with its last error, would therefore
+    keep the weights in memory.
     """
 
     @functools.wraps(method)
@@ -117,7 +117,7 @@ class MlxEngine:
 
     async def unload(self) -> int:
         """See ``InferenceEngine``."""
-        # A thread that has died has released all memory.
+        # A thread that has died has already released all memory.
         with contextlib.suppress(EngineDeadError):
             return await self._thread.call(MlxCore.unload)
         return 0
@@ -136,7 +136,7 @@ class MlxEngine:
 
     async def end_requests(self, admission: AdmissionControl, error: LabError, *, queued_only: bool = False) -> None:
         """See ``InferenceEngine``."""
-        # A thread that has died has ended them all.
+        # A thread that has died has already ended all requests.
         with contextlib.suppress(EngineDeadError):
             await self._thread.call(lambda core: core.end_requests(admission, error, queued_only=queued_only))
 
@@ -153,7 +153,7 @@ class MlxEngine:
             for generation in generations:
                 generation.mailbox.deliver(exc)
             raise
-        # If this is left in any other way, by cancellation too, the streams are dropped, which cancels the generations.
+        # On any other exception, such as a cancellation, the streams are dropped, which cancels the generations.
         return streams
 
     @_without_frames
@@ -187,7 +187,7 @@ class MlxEngine:
         return core.model_of(entry)
 
     def _stream(self, generation: MlxGeneration) -> TokenStream:
-        # A weak reference: a stream that is kept must not keep the model in memory.
+        # A weak reference, because a stream that is kept must not keep the model in memory.
         cancel = functools.partial(_cancel, weakref.ref(generation))
         prompt = tuple(generation.prompt)
         return TokenStream(

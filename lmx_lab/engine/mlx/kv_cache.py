@@ -1,4 +1,4 @@
-"""Measure the key-value caches of a model, take them out of a batch, and trim them. Runs on the engine thread."""
+"""Measure the key-value caches of a model, copy them from a batch, and trim them. Runs on the engine thread."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from lmx_lab.errors import UnusableModelError
 TRIAL_PROMPTS = [[1, 2, 3, 4, 5, 6, 7, 8, 9], [5, 4, 3]]
 """Two prompts of different lengths; the longer one has more than two chunks of four tokens."""
 TOLERANCE = 0.05
-"""Largest difference of a log-probability that rounding can cause; padding that is taken for tokens causes more."""
+"""Largest difference of log-probabilities that rounding can cause. Padding that is treated as tokens causes more."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -101,7 +101,7 @@ def measure(model: Any, weights_bytes: int) -> Traits:
 def _agrees(model: Any, *, prompts: int) -> bool:
     """Return whether two prompts have the same answers in one batch as alone.
 
-    mlx-lm pads prompts to one length, and some recurrent layers take the padding for tokens.
+    mlx-lm pads prompts to one length, and some recurrent layers treat the padding as tokens.
 
     Args:
         prompts: Number of prompts that are computed at the same time.
@@ -116,12 +116,12 @@ def _first_logprobs(model: Any, tried: Sequence[list[int]], *, prompts: int) -> 
     generator = BatchGenerator(model, completion_batch_size=2, prefill_batch_size=prompts, prefill_step_size=4)
     generator.close()
     uids = generator.insert([list(prompt) for prompt in tried], max_tokens=[2] * len(tried))
-    found: dict[int, mx.array] = {}
-    while len(found) < len(uids):
+    logprobs: dict[int, mx.array] = {}
+    while len(logprobs) < len(uids):
         for response in generator.next()[1]:
             if response.finish_reason is not None:
-                found[response.uid] = response.logprobs.astype(mx.float32)
-    return [found[uid] for uid in uids]
+                logprobs[response.uid] = response.logprobs.astype(mx.float32)
+    return [logprobs[uid] for uid in uids]
 
 
 def _footprint(model: Any, weights_bytes: int, layers: list[LayerCache], vocabulary_size: int) -> Footprint:
@@ -144,8 +144,8 @@ def _footprint(model: Any, weights_bytes: int, layers: list[LayerCache], vocabul
 def _number(args: Any, name: str) -> int:
     """Return a size from the model's configuration; models with several parts have it one level deeper."""
     inner = getattr(args, "text_config", None)
-    found = getattr(args, name, None) or (inner.get(name) if isinstance(inner, dict) else getattr(inner, name, None))
-    return found if isinstance(found, int) else 0
+    logprobs = getattr(args, name, None) or (inner.get(name) if isinstance(inner, dict) else getattr(inner, name, None))
+    return logprobs if isinstance(logprobs, int) else 0
 
 
 def _flat(layers: Sequence[Any]) -> Iterator[Any]:

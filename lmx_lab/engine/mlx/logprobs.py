@@ -56,15 +56,15 @@ def _most_likely(scores: Row, count: int) -> list[int]:
     """Return the most likely tokens. For the few that a request may ask for, this is many times faster than a partition
     of the vocabulary.
     """
-    rest, found = scores.copy() if count > 1 else scores, []
+    rest, tokens = scores.copy() if count > 1 else scores, []
     for _ in range(min(count, len(scores))):
         at = int(rest.argmax())
-        found.append(at)
+        tokens.append(at)
         if count > 1:
             rest[at] = -np.inf
             if not np.isfinite(rest.max()):
                 break
-    return found
+    return tokens
 
 
 class PromptScoring:

@@ -1,4 +1,4 @@
-"""Run the requests of a chat model on the engine thread: start by memory and slots, batch steps, ends."""
+"""Run the requests of a chat model on the engine thread, from the queue to their end."""
 
 from __future__ import annotations
 
@@ -68,7 +68,7 @@ class GenerationLoop:
 
     @property
     def slot_free_s(self) -> float:
-        """Estimated time until one of the running requests ends: like those before it, or at its last token."""
+        """Estimated time until one of the running requests ends, based on earlier requests and on its last token."""
         running = self.running
         if self.batch is None or len(running) < self._scheduler.slots:
             return 1.0
@@ -86,8 +86,8 @@ class GenerationLoop:
 
     def _new_batch(self, model: LoadedModel) -> Batch:
         settings = self._settings
-        # On a CPU, several long prompts computed at once would all end later. Short ones are better computed together
-        # than in small pieces between the tokens of earlier ones.
+        # On a CPU, several long prompts that are computed together would all end later. Short prompts are faster
+        # together than in small chunks between the tokens of running answers.
         prefills, lanes = (1, settings.slots) if mx.default_device() == mx.cpu else (settings.slots, settings.slots)
         if not model.traits.prompts_together:
             prefills = lanes = 1
@@ -113,10 +113,10 @@ class GenerationLoop:
         self._forget(generation)
 
     def step(self) -> None:
-        """Do one round: check deadlines, start requests, take one batch step.
+        """Perform one step: check deadlines, start queued requests, compute one step of the batch.
 
         Raises:
-            OutOfMemoryError: there is too little memory for this model, which must be unloaded; its requests have
+            OutOfMemoryError: there is too little memory for this model, which must be unloaded. Its requests have
                 ended with this error.
         """
         try:
@@ -128,7 +128,7 @@ class GenerationLoop:
             failure = self._fail_step(exc)
         else:
             return
-        # Raised outside the handler, where it would refer to the frames of the failed step.
+        # Raised outside the handler, in which it would refer to the frames of the failed step.
         if isinstance(failure, OutOfMemoryError):
             raise failure
 
@@ -155,11 +155,11 @@ class GenerationLoop:
         return Verdict.TAKE if self._make_room(batch, generation) else Verdict.BLOCKED
 
     def _make_room(self, batch: Batch, generation: MlxGeneration) -> bool:
-        """Return whether there is memory for the request beside the running ones. Drops cached prefixes for it."""
+        """Return whether there is memory for the request beside the running ones. May drop cached prefixes."""
         running = self.running
-        lengths = [it.length for it in (*running, generation)]
+        lengths = [generation.length for generation in (*running, generation)]
         needed = self.other_bytes + batch.footprint.running_bytes(lengths, chunk=memory.MAX_CHUNK_TOKENS)
-        # Alone it fits, because the context length that it was checked against is limited by memory.
+        # A request always fits alone, because the context length is limited by memory.
         if needed > self._limit_bytes and running:
             return False
         batch.prefixes.shrink(max(0, self._limit_bytes - needed))
@@ -172,7 +172,7 @@ class GenerationLoop:
             except LabError as exc:
                 self._end(event.generation, exc)
             except Exception as exc:
-                # It concerns this answer only: its text, or its log-probabilities. The others continue.
+                # The error concerns only the text or the log-probabilities of this answer. Other answers continue.
                 log.exception("a generation failed")
                 self._end(event.generation, EngineError(f"the generation failed: {type(exc).__name__}: {exc}"))
         if memory.used_bytes() > self._limit_bytes:
@@ -202,7 +202,7 @@ class GenerationLoop:
         self.totals.output_tokens += 1
         logprob = batch.logprob(event)
         finish = _finish(generation, event)
-        # The token that ends the text has no text itself; the one that completes a grammar does.
+        # The token that ends the text has no text; a token that completes a grammar has.
         hidden = event.finish == "stop"
         piece = generation.splitter.add(event.token, None if hidden else logprob)
         self._outbox.post(generation.mailbox, _delta(piece, tokens=1))
@@ -216,28 +216,31 @@ class GenerationLoop:
             self._end(generation, generation.report("tool_calls" if called else reason, now))
 
     def _reduce_memory(self, batch: Batch) -> None:
-        """Drop cached prefixes if memory exceeds the limit because estimates were wrong.
+        """Drop cached prefixes, because memory exceeds the limit although the estimates did not.
 
         Raises:
-            MemoryError: that is not enough.
+            MemoryError: the memory in use is still far above the limit.
         """
         self.shrink_prefixes(memory.used_bytes() - self._limit_bytes)
         if (used := memory.used_bytes()) > UNLOAD_ABOVE * self._limit_bytes:
             raise MemoryError(f"{used / 1e9:.2f} GB are in use, {self._limit_bytes / 1e9:.2f} GB are allowed")
 
     def shrink_prefixes(self, excess_bytes: int) -> None:
-        """Drop caches of ended requests until this many bytes are released, or none is left."""
+        """Drop caches of ended requests until ``excess_bytes`` are released, or no cache is left."""
         if self.batch is not None and self.batch.prefixes.nbytes:
             self.batch.prefixes.shrink(max(0, self.batch.prefixes.nbytes - excess_bytes))
             memory.release()
 
     def note_peak(self, peak: int) -> None:
+        """Record the peak memory of other work for the running requests."""
         if self.batch is not None:
             self.batch.note_peak(peak)
 
     def _fail_step(self, exc: Exception) -> LabError:
-        """End the running requests; queued ones continue in a new batch, or end too if memory is short."""
-        # Logged as text: the frames of an exception refer to the batch, and so to weights that may have to be released.
+        """End the running requests, and return their error. Queued requests also end if memory is short, and run in a
+        new batch otherwise.
+        """
+        # Logged as text, because the frames of an exception refer to the batch, and so to weights that may be released.
         log.error("engine step failed:\n%s", "".join(traceback.format_exception(exc)))
         exc.__traceback__ = None
         self.batch = None
@@ -257,10 +260,11 @@ class GenerationLoop:
     def end_requests(self, admission: AdmissionControl, error: LabError, *, queued_only: bool) -> None:
         """End the generations that hold permits of this admission control."""
         generations = self.queued if queued_only else self.queued + self.running
-        self.end_all([it for it in generations if it.permit.admission is admission], error)
+        self.end_all([generation for generation in generations if generation.permit.admission is admission], error)
 
     def end_all(self, generations: Sequence[MlxGeneration], error: LabError) -> None:
-        # A method of its own: a loop variable in the caller would refer to the last one's model, which it may unload.
+        """End these generations with an error."""
+        # A separate method, because a loop variable in the caller would keep a reference to a model that it may unload.
         for generation in generations:
             self._end(generation, error)
 
@@ -277,14 +281,14 @@ class GenerationLoop:
         generation.permit.release()
 
     def deliver(self) -> bool:
-        """Hand each reader's loop its items in one call; return whether requests were dropped with closed loops."""
+        """Pass the items to each reader's loop in one call; return whether requests of closed loops were dropped."""
         closed = self._outbox.send()
         for loop in closed:
             self._drop_readers_on(loop)
         return bool(closed)
 
     def _drop_readers_on(self, loop: AbstractEventLoop) -> None:
-        """Drop the requests that were read on this closed loop; their slots are needed."""
+        """Drop the requests whose readers were on this closed loop, to free their slots."""
         for generation in self.queued + self.running:
             if generation.mailbox.loop is loop:
                 self._forget(generation)
@@ -304,7 +308,7 @@ def _finish(generation: MlxGeneration, event: TokenGenerated) -> Literal["stop",
     if constraint is None:
         return event.finish
     if constraint.tokens < generation.output_tokens:
-        # The last token that the request has room for: none was drawn after it.
+        # The last of ``max_tokens`` tokens: no token was sampled after it, so the sampler has not advanced the constraint.
         constraint.advance(event.token)
     if constraint.failure is not None:
         raise constraint.failure

@@ -1,4 +1,4 @@
-"""Memory of MLX in bytes: how much there is, and how much is in use. Use is read on the engine thread."""
+"""Read how much memory MLX has and how much of it is in use, in bytes. Use is read on the engine thread."""
 
 from __future__ import annotations
 
@@ -13,12 +13,12 @@ MAX_CHUNK_TOKENS = 512 if mx.default_device() == mx.cpu else 2048
 
 
 def total_bytes() -> int:
-    """Return the memory of the device; on a CPU, for which MLX reports none, that of the machine."""
+    """Return the memory of the device. For a CPU, MLX reports none, and the memory of the machine is returned."""
     return int(mx.device_info().get("memory_size") or machine_memory.total_bytes())
 
 
 def limit_bytes(chosen: int | None) -> int:
-    """Return how much models and caches may use together: the setting, or 80 % of the memory of the device."""
+    """Return how many bytes models and caches may use together: the setting, or 80 % of the memory of the device."""
     return chosen if chosen is not None else total_bytes() * 8 // 10
 
 
@@ -28,7 +28,7 @@ def used_bytes() -> int:
 
 
 def take_peak_bytes() -> int:
-    """Return the peak of the memory in use since the last call."""
+    """Return the peak of the memory in use since the last call, and reset it."""
     peak = int(mx.get_peak_memory())
     mx.reset_peak_memory()
     return max(peak, used_bytes())
@@ -37,8 +37,8 @@ def take_peak_bytes() -> int:
 def release() -> None:
     """Release memory that is not referenced any more."""
     gc.collect()
-    # Loading a model first creates random weights, lazily, and then replaces them by those of the files. The state of
-    # MLX's random generator keeps 2 kB for each of them until it is evaluated.
+    # Loading a model first creates random weights lazily, and then replaces them with those of the files. The state of
+    # MLX's random generator keeps 2 kB for each weight until the state is evaluated.
     mx.eval(mx.random.state)
     mx.clear_cache()
 

@@ -1,4 +1,4 @@
-"""Load a chat model into memory, and make prompts into tokens with its tokenizer."""
+"""Load a chat model into memory, and tokenize prompts for it."""
 
 from __future__ import annotations
 
@@ -30,14 +30,16 @@ MIN_CONTEXT_TOKENS = 256
 
 @dataclass(frozen=True)
 class EncodedPrompt:
+    """The token ids of a prompt, and whether the prompt opens the reasoning of the answer."""
+
     tokens: list[int]
     thinking: ReasoningState
 
 
 class PromptTokenizer:
-    """Makes prompts into token ids, with a tokenizer of its own, because Rust tokenizers cannot be shared by threads.
+    """Converts prompts to token ids. Has a separate tokenizer, because Rust tokenizers cannot be shared by threads.
 
-    Used by one thread at a time; ``render`` may be called from any thread.
+    May be used by one thread at a time, except ``render``, which may be called from any thread.
     """
 
     def __init__(self, tokenizer: Any, model: str, context_length: int | None, chat_format: ChatFormat) -> None:
@@ -49,7 +51,7 @@ class PromptTokenizer:
         """Compiles grammars; created with the first grammar, on the thread that compiles."""
 
     def render(self, request: GenerationRequest, prompt: ChatPrompt) -> str:
-        """Return the text of a chat prompt by the model's chat template. Does not use the tokenizer.
+        """Return the text of a chat prompt, rendered with the model's chat template. Does not use the tokenizer.
 
         Raises:
             InvalidRequestError: the model has no chat template; the template raises an error or exceeds its limits; a
@@ -61,17 +63,17 @@ class PromptTokenizer:
                 f"{self._model} has no chat template; send a prompt to /v1/completions instead", param="model"
             )
         try:
-            given = self.chat_format.template_input(request, prompt)
-            messages = given.pop("messages")
+            template_input = self.chat_format.template_input(request, prompt)
+            messages = template_input.pop("messages")
             return render_chat(
-                self._tokenizer, messages, add_generation_prompt=True, **given, **prompt.template_options
+                self._tokenizer, messages, add_generation_prompt=True, **template_input, **prompt.template_options
             )
         except TemplateLimitError as exc:
             raise InvalidRequestError(
                 f"the chat template of {self._model} {exc}, its limit; send less, or use another model",
                 param="messages",
             ) from exc
-        # A template is a program that comes with the model; it may raise any error.
+        # A template is a program that belongs to the model, and may raise any error.
         except Exception as exc:
             raise InvalidRequestError(
                 f"the chat template of {self._model} refuses these messages: {exc}", param="messages"
@@ -107,7 +109,7 @@ class PromptTokenizer:
             raise InvalidRequestError("the prompt is empty: it has no tokens", param=param)
         return EncodedPrompt(tokens, thinking)
 
-    def words(self, width: int) -> TokenTable:
+    def token_table(self, width: int) -> TokenTable:
         """Return the vocabulary for grammars.
 
         Args:
@@ -116,7 +118,7 @@ class PromptTokenizer:
         return read_token_table(self._tokenizer, width=width, markers=self.chat_format.marker_tokens)
 
     def _check_beginning(self, text: str, param: str) -> None:
-        # Other requests wait while a prompt is tokenized: eight megabytes of text would take 13 s (measured).
+        # Other requests wait while a prompt is tokenized, and eight megabytes of text would take 13 s (measured).
         context = self._context_length
         if context is None or len(text) <= context * CHARACTERS_PER_TOKEN:
             return
@@ -136,7 +138,7 @@ class PromptTokenizer:
 
 @dataclass(frozen=True, eq=False)
 class AnswerText:
-    """Decodes output tokens, without special tokens."""
+    """Decodes output tokens to text without special tokens."""
 
     tokenizer: Any
 
@@ -196,7 +198,7 @@ def load_chat(entry: ModelEntry, *, limit_bytes: int, dtype: str = "auto") -> Lo
         raise UnusableModelError(
             f"{entry.id} at {entry.path} cannot be loaded: its chat template {exc}, its limit", param="model"
         ) from exc
-    # The copy has a word cache again.
+    # The copy has its own word cache.
     own = without_word_cache(copy.deepcopy(tokenizer))
     return LoadedModel(
         entry=entry,
@@ -212,7 +214,7 @@ def load_chat(entry: ModelEntry, *, limit_bytes: int, dtype: str = "auto") -> Lo
 
 
 def _read(entry: ModelEntry, *, limit_bytes: int, dtype: str) -> tuple[Any, Any]:
-    """Return model and tokenizer. The tokenizer is read first: it is small, and most errors occur there."""
+    """Return model and tokenizer. The tokenizer is read first, because it is small and causes most errors."""
     config = load_config(entry.path)
     tokenizer = without_word_cache(load_tokenizer(entry.path, eos_token_ids=config.get("eos_token_id")))
     model, _ = load_model(entry.path)
@@ -224,7 +226,7 @@ def _context_length(entry: ModelEntry, footprint: Footprint, limit_bytes: int) -
     """Return the number of tokens that the model and the memory allow; None if neither has a limit.
 
     Raises:
-        OutOfMemoryError: memory is enough for the weights, and not for ``MIN_CONTEXT_TOKENS``.
+        OutOfMemoryError: memory is enough for the weights, but not for ``MIN_CONTEXT_TOKENS``.
     """
     fitting = footprint.longest_request(limit_bytes, chunk=memory.MAX_CHUNK_TOKENS)
     if fitting < min(MIN_CONTEXT_TOKENS, entry.context_length or MIN_CONTEXT_TOKENS):
@@ -239,7 +241,7 @@ def _context_length(entry: ModelEntry, footprint: Footprint, limit_bytes: int) -
 
 
 def check_fits(entry: ModelEntry, *, limit_bytes: int) -> None:
-    """Check the size of the weights before loading; on Metal, running out of memory usually ends the process.
+    """Check the size of the weights before loading, because on Metal running out of memory usually ends the process.
 
     Raises:
         OutOfMemoryError: the weights alone exceed the limit.

@@ -25,8 +25,8 @@ OUTLIER = 4
 class PrefillPace:
     """Measures the cost of decoding and of prompts on this machine with this model, and chooses the size of chunks.
 
-    Each has a fixed cost (the weights are read) and a cost per request or token. While answers are decoded, a chunk is
-    so long that its tokens cost at least as much as its fixed cost, if there is time for that.
+    Both have a fixed cost (the weights are read) and a cost per request or token. While answers are decoded, a chunk is
+    long enough for its tokens to cost at least as much as its fixed cost, if there is time for that.
     """
 
     def __init__(self, *, minimum: int, maximum: int) -> None:

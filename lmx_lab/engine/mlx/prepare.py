@@ -1,7 +1,7 @@
 """Prepare chat requests and plain prompts for the engine thread.
 
-Chats are rendered to text on one thread, text is tokenized on another, and grammars are compiled on a third, so that
-none waits for a long task of another kind.
+Chats are rendered to text on one thread, text is tokenized on another, and grammars are compiled on a third, so that no
+task waits for a long task of another kind.
 """
 
 from __future__ import annotations
@@ -31,7 +31,8 @@ from lmx_lab.values.models import ModelEntry
 
 
 class PromptPreparer:
-    """
+    """Renders and tokenizes prompts, and compiles grammars, each on its own thread.
+
     Args:
         model_of: Returns the model in memory for an entry, or raises an error if it is no longer there.
     """
@@ -42,7 +43,7 @@ class PromptPreparer:
         self._templates: ThreadPoolExecutor | None = None
         self._prompts: ThreadPoolExecutor | None = None
         self._compiling: ThreadPoolExecutor | None = None
-        self._trials = GrammarSandbox()
+        self._sandbox = GrammarSandbox()
         self._to_compile = 0
         self._counting = threading.Lock()
 
@@ -52,7 +53,7 @@ class PromptPreparer:
         self._prompts = self._prompts or ThreadPoolExecutor(max_workers=1, thread_name_prefix="lmx-lab-prompts")
         if self._compiling is None:
             self._compiling = ThreadPoolExecutor(max_workers=1, thread_name_prefix="lmx-lab-grammars")
-            self._trials = GrammarSandbox(lambda: self._to_compile > 1)
+            self._sandbox = GrammarSandbox(lambda: self._to_compile > 1)
 
     def stop(self) -> None:
         """Stop the threads without waiting for them. Idempotent."""
@@ -62,7 +63,7 @@ class PromptPreparer:
             if executor is not None:
                 executor.shutdown(wait=False, cancel_futures=True)
         # This ends the compilation that is under way.
-        self._trials.close()
+        self._sandbox.close()
 
     async def prepare(
         self, entry: ModelEntry, request: GenerationRequest, permits: Sequence[Permit]
@@ -73,10 +74,10 @@ class PromptPreparer:
             LabError: see ``InferenceEngine.submit_all``.
         """
         arrived_at = time.perf_counter()
-        found = self._model_of(entry)
-        prompts, width = found.prompts, found.traits.vocabulary_size
-        # No reference to the model may exist while this waits, or the model could not be unloaded.
-        del found
+        model = self._model_of(entry)
+        prompts, width = model.prompts, model.traits.vocabulary_size
+        # While this waits, it must not refer to the model, or the model could not be unloaded.
+        del model
         prompt = await self._encode(request, prompts)
         matchers = await self._matchers(request, prompts, prompt, width=width, count=len(permits))
         model = self._model_of(entry)
@@ -92,7 +93,7 @@ class PromptPreparer:
                 arrived_at=arrived_at,
                 timeout_s=request.timeout_s or self._settings.request_timeout_s,
                 choice=choice,
-                shape=prompts.chat_format.channel_format(request, prompt.thinking),
+                channel_format=prompts.chat_format.channel_format(request, prompt.thinking),
                 constraint=_constraint(request, prompt, matcher, model),
             )
             for choice, (matcher, permit) in enumerate(zip(matchers, permits, strict=True))
@@ -129,13 +130,15 @@ class PromptPreparer:
         if grammar is None:
             return [None] * count
         loop = asyncio.get_running_loop()
-        words = None if prompts.grammars else await loop.run_in_executor(self._prompts, prompts.words, width)
+        token_table = (
+            None if prompts.grammars else await loop.run_in_executor(self._prompts, prompts.token_table, width)
+        )
         tools = request.prompt.tools if isinstance(request.prompt, ChatPrompt) else None
 
         def compile_grammar() -> list[LLMatcher]:
             if prompts.grammars is None:
-                assert words is not None
-                prompts.grammars = GrammarCompiler(words, self._trials)
+                assert token_table is not None
+                prompts.grammars = GrammarCompiler(token_table, self._sandbox)
             return prompts.grammars.matchers(grammar, count, tools)
 
         with self._counting:

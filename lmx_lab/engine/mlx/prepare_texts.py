@@ -32,13 +32,14 @@ from lmx_lab.values.models import ModelEntry
 Item = TypeVar("Item")
 Result = TypeVar("Result")
 SLICE = 256
-"""Texts tokenized at once: a request of one text need not wait for the ten thousand texts of another."""
+"""Number of texts that are tokenized together, so that a request of one text need not wait for ten thousand others."""
 MAX_CHARACTERS = 64 * 2**20
-"""Characters of all texts that are being tokenized. A request that is alone may have more."""
+"""Maximum number of characters of all texts that are being tokenized. A single request may have more."""
 
 
 class TextPreparer:
-    """
+    """Tokenizes the texts of requests on its own thread, and submits them to the engine thread.
+
     Args:
         model_of: Returns the model in memory for an entry, or raises an error if it is no longer there.
     """
@@ -54,7 +55,7 @@ class TextPreparer:
         self._model_of = model_of
         self._executor: ThreadPoolExecutor | None = None
         self._characters = 0
-        """Characters of the requests that are being tokenized."""
+        """Number of characters of the requests that are being tokenized."""
 
     def stop(self) -> None:
         """Stop the thread without waiting for it. Idempotent."""
@@ -65,11 +66,11 @@ class TextPreparer:
     async def embed(self, entry: ModelEntry, request: EmbeddingRequest, permit: Permit) -> Pending[Embeddings]:
         """See ``InferenceEngine.submit_embedding``."""
         arrived_at = time.perf_counter()
-        found = self._encoder_of(entry)
-        check_dimensions(request.dimensions, found.dimensions, entry)
-        tokenizer = found.texts
-        # No reference to the model may exist while this waits, or the model could not be unloaded.
-        del found
+        encoder = self._encoder_of(entry)
+        check_dimensions(request.dimensions, encoder.dimensions, entry)
+        tokenizer = encoder.texts
+        # While this waits, it must not refer to the model, or the model could not be unloaded.
+        del encoder
 
         def tokenize(first: int, part: Sequence[str | tuple[int, ...]]) -> list[TextTokens]:
             return tokenizer.texts(part, input_type=request.input_type, truncate=request.truncate, first=first)
@@ -82,9 +83,9 @@ class TextPreparer:
     async def rerank(self, entry: ModelEntry, request: RerankRequest, permit: Permit) -> Pending[Ranking]:
         """See ``InferenceEngine.submit_rerank``."""
         arrived_at = time.perf_counter()
-        found = self._encoder_of(entry)
-        tokenizer, method = found.texts, found.method
-        del found
+        encoder = self._encoder_of(entry)
+        tokenizer, method = encoder.texts, encoder.method
+        del encoder
         texts: list[TextTokens] = []
 
         def pairs(first: int, part: Sequence[str]) -> list[TextTokens]:
@@ -101,7 +102,7 @@ class TextPreparer:
             return await self._submit(job, functools.partial(_ranking, method))
 
     async def _submit(self, job: EncodeJob, finish: Callable[[EncodedRows], Result]) -> Pending[Result]:
-        # Made first: if the caller leaves meanwhile, it is dropped, which cancels the job.
+        # Created first: if the caller is cancelled in the meantime, it is dropped, which cancels the job.
         cancel = functools.partial(_cancel, job)
         pending = Pending(job.done, finish, lambda: self._thread.post(cancel))
         await self._thread.call(lambda core: core.encode(job))
@@ -109,16 +110,20 @@ class TextPreparer:
 
     @contextlib.contextmanager
     def _tokenizing(self, texts: Sequence[str | tuple[int, ...]]) -> Iterator[None]:
-        """Count the characters of texts that are being tokenized, and refuse too many."""
+        """Count the characters of texts that are being tokenized within the block.
+
+        Raises:
+            QueueFullError: all requests together would have too many characters.
+        """
         characters = sum(map(len, texts))
         if self._characters and self._characters + characters > MAX_CHARACTERS:
             raise QueueFullError(
                 f"texts of {self._characters} characters are being tokenized, and these have {characters}; "
-                f"{MAX_CHARACTERS} may be in all; try again in 1 s",
+                f"the limit is {MAX_CHARACTERS} in all; try again in 1 s",
                 retry_after_s=1,
             )
-        # Written on the threads of several event loops: a count that is wrong for a moment refuses one request more or
-        # less.
+        # Several event loops change this without a lock. A count that is briefly wrong refuses one request too many or
+        # too few.
         self._characters += characters
         try:
             yield
@@ -128,7 +133,11 @@ class TextPreparer:
     async def _in_slices(
         self, tokenize: Callable[[int, Sequence[Item]], list[TextTokens]], items: Sequence[Item]
     ) -> list[TextTokens]:
-        """Tokenize ``SLICE`` items at a time; ``tokenize`` gets the number of the first one and the items."""
+        """Tokenize ``SLICE`` items at a time, and return all texts.
+
+        Args:
+            tokenize: Called with the index of the first item, and the items.
+        """
         loop = asyncio.get_running_loop()
         self._executor = self._executor or ThreadPoolExecutor(max_workers=1, thread_name_prefix="lmx-lab-texts")
         texts: list[TextTokens] = []

@@ -1,4 +1,4 @@
-"""One answer that the MLX engine generates, from its acceptance to its report."""
+"""Track one answer of the MLX engine from its acceptance to its report."""
 
 from __future__ import annotations
 
@@ -30,23 +30,23 @@ class MlxGeneration:
     mailbox: Mailbox
     permit: Permit
     model: weakref.ref[LoadedModel]
-    """A weak reference: an ended request that something still refers to must not keep the weights in memory."""
+    """A weak reference, so that an object that refers to an ended request does not keep the weights in memory."""
     arrived_at: float
     timeout_s: float
     choice: int = 0
-    """Number of the answer among those to the same request."""
-    shape: ChannelFormat | None = None
+    """Index of the answer among those to the same request."""
+    channel_format: ChannelFormat | None = None
     constraint: Constraint | None = None
     admitted_at: float = 0.0
     decoding_at: float = 0.0
     first_token_at: float = 0.0
     cached_tokens: int = 0
     computed_tokens: int = 0
-    """Computed tokens of the prompt, without the cached ones."""
+    """Number of prompt tokens that have been computed, without cached ones."""
     output_tokens: int = 0
     peak_memory_bytes: int = 0
     uid: int | None = None
-    """Number of the request in mlx-lm's batch."""
+    """Id of the request in mlx-lm's batch."""
     waits_for: MlxGeneration | None = None
     """A request whose prompt begins with the same tokens and is being computed."""
     is_waited_for: bool = False
@@ -55,7 +55,7 @@ class MlxGeneration:
     """The prompt as the prefix cache compares it."""
     model_id: str = field(init=False)
     max_tokens: int = field(init=False)
-    """Length of the answer: the requested one, or what the context has room for."""
+    """Maximum length of the answer: the requested one, or less if the context is too short."""
     splitter: TextSplitter[TokenLogprob] = field(init=False)
 
     def __post_init__(self) -> None:
@@ -64,14 +64,15 @@ class MlxGeneration:
         self.key = np.asarray(self.prompt, dtype=np.int32)
         self.model_id = model.entry.id
         self.max_tokens = min(self.request.max_tokens, (model.context_length or 2**31) - len(self.prompt))
-        self.splitter = TextSplitter(model.text.decode, self.request.stop, self.shape)
+        self.splitter = TextSplitter(model.text.decode, self.request.stop, self.channel_format)
 
     @property
     def length(self) -> int:
-        """Tokens of the prompt and the complete answer."""
+        """Number of tokens of the prompt and of an answer of maximum length."""
         return len(self.prompt) + self.max_tokens
 
     def report(self, reason: FinishReason, now: float) -> GenerationReport:
+        """Return the report of the generation, which ends now."""
         decoding_at = self.decoding_at or now
         return GenerationReport(
             model=self.model_id,

@@ -26,7 +26,7 @@ Processor = Callable[[mx.array, mx.array], mx.array]
 """Maps all tokens so far and logits (1, vocabulary) to changed logits."""
 MAX_SAMPLERS = 256
 FEW_TOKENS = 1024
-"""If a grammar allows at most this many tokens, these alone are sampled from, which is faster than the vocabulary."""
+"""If a grammar allows at most this many tokens, only these are used for sampling, which is faster."""
 MIN_TEMPERATURE = 1e-4
 """Lower temperatures are greedy. At this one, a token that is 0.1 % more likely is drawn 20,000 times as often."""
 
@@ -128,15 +128,15 @@ def _top_p(logprobs: mx.array, top_p: float) -> mx.array:
 
 
 def processors(sampling: Sampling) -> list[Processor]:
-    """Return the functions that change the logits of a request, in new objects that count its output. Most requests
-    have none.
+    """Return the functions that change the logits of a request; most requests have none. They are new objects, which
+    count the output of this request.
     """
-    made: list[Processor] = []
+    functions: list[Processor] = []
     if sampling.repetition_penalty != 1 or sampling.presence_penalty != 0 or sampling.frequency_penalty != 0:
-        made.append(OutputPenalties(sampling))
+        functions.append(OutputPenalties(sampling))
     if sampling.logit_bias:
-        made.append(_bias(dict(sampling.logit_bias)))
-    return made
+        functions.append(_bias(dict(sampling.logit_bias)))
+    return functions
 
 
 class OutputPenalties:

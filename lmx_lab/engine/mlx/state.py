@@ -1,7 +1,7 @@
-"""The models of the MLX engine and its steps. Everything here happens on the engine thread.
+"""Hold the models of the MLX engine, and perform its steps. Everything here runs on the engine thread.
 
-Other threads read only ``snapshot``, ``failure`` and which models are in memory. MLX streams are thread-local: arrays
-made here stay here. What leaves is ints, floats, strings and numpy arrays.
+Other threads read only ``snapshot``, ``failure`` and the models in memory. MLX streams are thread-local, so MLX arrays
+are used on this thread only. Results are ints, floats, strings and numpy arrays.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ from lmx_lab.weights.fingerprint import is_loaded, require_unchanged
 log = logging.getLogger(__name__)
 Loaded = LoadedModel | LoadedEncoder
 ENCODE_S = 0.1
-"""How long a step computes texts while no answer is generated. Every command waits for the end of the step."""
+"""Time for which a step computes texts while no answer is generated. Every command waits for the end of the step."""
 MIN_ENCODE_S = 0.01
 
 
@@ -41,7 +41,7 @@ class MlxCore:
         self._settings = settings
         self._host = host
         self._limit_bytes = memory.limit_bytes(settings.memory_limit_bytes)
-        # With the entries that they were loaded with: one encoder may be the main model and pinned as well.
+        # Models with the entries of their loads, because one encoder may be both the main model and pinned.
         self._main: tuple[ModelEntry, Loaded] | None = None
         self._pinned: dict[Kind, tuple[ModelEntry, LoadedEncoder]] = {}
         report = configure_blas(settings.blas, settings.threads)
@@ -69,13 +69,13 @@ class MlxCore:
         return [*list(self._pinned.values()), *([self._main] if self._main is not None else [])]
 
     def model_of(self, entry: ModelEntry) -> Loaded:
-        """Return the model in memory that was loaded or pinned with this very entry. May be called from any thread.
+        """Return the model in memory that was loaded or pinned with this entry object. May be called from any thread.
 
         Raises:
-            NotLoadedError, OutOfMemoryError: it is no longer in memory.
+            NotLoadedError, OutOfMemoryError: the model is no longer in memory.
         """
-        for found, model in self._in_memory():
-            if found is entry:
+        for loaded_entry, model in self._in_memory():
+            if loaded_entry is entry:
                 return model
         if (failure := self.failure) is not None:
             raise type(failure)(failure.message)
@@ -107,10 +107,10 @@ class MlxCore:
         self.generating.cancel(generation)
 
     def encode(self, job: EncodeJob) -> None:
-        """Queue texts.
+        """Queue the texts of a request.
 
         Raises:
-            NotLoadedError: their model has been unloaded, or is about to be.
+            NotLoadedError: the model has been unloaded, or is about to be.
             QueueFullError: the texts of all requests together are too long.
         """
         job.permit.check()
@@ -121,7 +121,7 @@ class MlxCore:
         self._publish()
 
     def cancel_encoding(self, job: EncodeJob) -> None:
-        """Drop texts whose result is no longer needed."""
+        """Cancel texts whose result is no longer needed."""
         self.encoding.cancel(job)
         self._publish()
 
@@ -132,55 +132,55 @@ class MlxCore:
         self._publish()
 
     def load(self, entry: ModelEntry, spec: LoadSpec) -> LoadReport:
-        """Load the main model. None is loaded when this is called.
+        """Load the main model. Called only while there is no main model.
 
         Raises:
-            LabError: it could not be loaded; the memory is released.
+            LabError: the model could not be loaded; the memory is released.
         """
         started = time.perf_counter()
-        model = self._encoder_in_memory(entry) or self._read(entry, spec, self._limit_bytes - self._bytes_beside())
+        model = self._encoder_in_memory(entry) or self._read(entry, spec, self._limit_bytes - self._other_bytes())
         if isinstance(model, LabError):
             self._publish()
             raise model
         self._main, self.failure = (entry, model), None
         self.snapshot = replace(self.snapshot, unloaded_model=None, unload_cause=None)
         self.generating.use(model if isinstance(model, LoadedModel) else None)
-        self._count_others()
+        self._update_other_bytes()
         self._publish()
         return LoadReport(model=entry.id, load_s=time.perf_counter() - started, memory_bytes=model.memory_bytes)
 
     def pin(self, entry: ModelEntry, spec: LoadSpec) -> LoadReport:
-        """Keep an encoder in memory, in place of the pinned one of its kind; the main model stays.
+        """Load an encoder beside the main model, in place of the pinned encoder of the same kind.
 
         Raises:
-            LabError: it could not be loaded; nothing has changed.
+            LabError: the encoder could not be loaded; nothing has changed.
         """
         started = time.perf_counter()
-        beside = self._bytes_beside(but=entry.kind) + (self.main.memory_bytes if self.main is not None else 0)
-        model = self._encoder_in_memory(entry) or self._read(entry, spec, self._limit_bytes - beside)
+        other_bytes = self._other_bytes(excluding=entry.kind) + (self.main.memory_bytes if self.main is not None else 0)
+        model = self._encoder_in_memory(entry) or self._read(entry, spec, self._limit_bytes - other_bytes)
         if isinstance(model, LabError):
             raise model
         assert isinstance(model, LoadedEncoder)
         self._pinned[entry.kind] = (entry, model)
-        self._count_others()
+        self._update_other_bytes()
         memory.release()
         self._publish()
         return LoadReport(model=entry.id, load_s=time.perf_counter() - started, memory_bytes=model.memory_bytes)
 
     def unpin(self, kind: Kind) -> None:
-        """Drop the pinned encoder of this kind. Its requests end with an error, unless it is the main model, too."""
+        """Drop the pinned encoder of this kind. Its requests end with an error, unless it is also the main model."""
         entry, pinned = self._pinned.pop(kind, (None, None))
         if entry is not None and pinned is not self.main:
             jobs = [job for job in self.encoding.queued + self.encoding.running if job.encoder() is pinned]
             self.encoding.end_all(jobs, NotLoadedError(f"{entry.id} was unloaded before this request ended"))
             del jobs
         del pinned
-        self._count_others()
+        self._update_other_bytes()
         memory.release()
         self._publish()
 
     def unload(self) -> int:
-        """Drop the main model and return the bytes that this released, measured. Requests that are left end."""
+        """Drop the main model, and return the measured number of bytes that this released. Remaining requests end."""
         self._end_main(NotLoadedError("the model was unloaded before this request ended"))
         before = memory.used_bytes()
         self._drop_main()
@@ -190,7 +190,7 @@ class MlxCore:
         return max(0, before - memory.used_bytes())
 
     def close(self, error: LabError) -> None:
-        """End every request with this error, and release all memory: the thread ends."""
+        """End every request with this error, and release all memory. Called at the end of the thread."""
         self.generating.end_all(self.generating.queued + self.generating.running, error)
         self.encoding.end_all(self.encoding.queued + self.encoding.running, error)
         self.failure = error
@@ -199,7 +199,9 @@ class MlxCore:
         self._publish(state="dead" if isinstance(error, EngineDeadError) else "empty")
 
     def _read(self, entry: ModelEntry, spec: LoadSpec, limit_bytes: int) -> Loaded | LabError:
-        """Load a model, or return why not: an exception would refer to frames, and so keep the weights in memory."""
+        """Load a model and return it, or return the error. A raised exception would refer to frames, and so keep the
+        weights in memory.
+        """
         try:
             check_files(entry.path)
             load = load_chat if entry.kind == "chat" else load_encoder
@@ -217,32 +219,33 @@ class MlxCore:
         return failure
 
     def _encoder_in_memory(self, entry: ModelEntry) -> LoadedEncoder | None:
-        """Return an encoder that is loaded or pinned already: it can be both."""
-        for found, model in self._in_memory():
-            if isinstance(model, LoadedEncoder) and is_loaded(found, entry):
+        """Return the encoder in memory that was loaded from the same files; None if there is none."""
+        for loaded_entry, model in self._in_memory():
+            if isinstance(model, LoadedEncoder) and is_loaded(loaded_entry, entry):
                 return model
         return None
 
-    def _bytes_beside(self, *, but: Kind | None = None) -> int:
-        """Return the memory of other engines and of the pinned models, except the one of the kind ``but``."""
-        pinned = sum(model.memory_bytes for kind, (_, model) in self._pinned.items() if kind != but)
+    def _other_bytes(self, *, excluding: Kind | None = None) -> int:
+        """Return the memory of other engines and of the pinned models, except the one of the kind ``excluding``."""
+        pinned = sum(model.memory_bytes for kind, (_, model) in self._pinned.items() if kind != excluding)
         return self._host.used_by_others() + pinned
 
-    def _count_others(self) -> None:
-        """Tell the generation loop how much of the memory limit other models use."""
-        self.generating.other_bytes = self._bytes_beside()
+    def _update_other_bytes(self) -> None:
+        """Update how much of the memory limit is used by other models than the one of the generation loop."""
+        self.generating.other_bytes = self._other_bytes()
 
     # Steps
 
     def step(self) -> None:
-        """Do one round: a step of the answers, about as long for texts, one delivery per reader's loop."""
+        """Perform one step: a step of the answers, about the same time for texts, and a delivery to each reader's loop."""
         started = time.perf_counter()
         busy = not self.generating.idle
         lost = False
         try:
             self.generating.step()
         except OutOfMemoryError as exc:
-            lost = self._unload_for_memory(exc)
+            self._unload_for_memory(exc)
+            lost = True
         if not self.encoding.idle:
             generating_s = time.perf_counter() - started
             self.encoding.step(max(generating_s, MIN_ENCODE_S) if busy else ENCODE_S, busy=busy)
@@ -250,14 +253,14 @@ class MlxCore:
         if lost:
             self._host.lost_model()
 
-    def _unload_for_memory(self, error: OutOfMemoryError) -> bool:
+    def _unload_for_memory(self, error: OutOfMemoryError) -> None:
+        """Unload the main model because memory ran out."""
         model = self.snapshot.model
         self._end_main(error)
         self._drop_main()
         why = f"{model} was unloaded because memory ran out; load it again, or a smaller one"
         self.failure = OutOfMemoryError(why)
         self.snapshot = replace(self.snapshot, unloaded_model=model, unload_cause="memory")
-        return True
 
     def _drop_main(self) -> None:
         self._main = None
@@ -272,7 +275,7 @@ class MlxCore:
         self.encoding.end_all(jobs, error)
 
     def _publish(self, state: EngineState | None = None) -> None:
-        """Replace the snapshot, then hand each reader's loop its items in one call, and texts their rows."""
+        """Replace the snapshot, then deliver the rows of texts, and the items of answers in one call for each loop."""
         entry, main = self._main or (None, None)
         generating, encoding = self.generating, self.encoding
         self.snapshot = replace(

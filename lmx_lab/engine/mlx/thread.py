@@ -1,4 +1,4 @@
-"""The thread of the MLX engine. Commands reach it on a queue, and each is answered by a future."""
+"""Run the thread of the MLX engine. Commands reach it through a queue, and each sets the result of a future."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ Command = tuple[Callable[[MlxCore], Any], "Future[Any]"]
 
 
 class EngineThread:
-    """Runs an ``MlxCore``: performs commands, steps while there is work, and sleeps while there is none."""
+    """Runs an ``MlxCore`` on its own thread, which performs commands and steps, and sleeps while there is no work."""
 
     def __init__(self, settings: Settings, host: EngineHost) -> None:
         self._settings = settings
@@ -45,13 +45,13 @@ class EngineThread:
                 return
             self._dead, self._commands = None, queue.SimpleQueue()
             started: Future[MlxCore] = Future()
-            # A daemon thread, because Python joins other threads before the manager is stopped at the exit.
+            # A daemon thread, because Python joins other threads at the exit before it stops the manager.
             self._thread = threading.Thread(target=self._run, args=(started,), name="lmx-lab-engine", daemon=True)
             self._thread.start()
             self._core = started.result()
 
     def stop(self) -> None:
-        """End every request, free the memory, join the thread. Blocks until the current step is over."""
+        """End every request, release the memory, and join the thread. Blocks until the current step is over."""
         with self._lock:
             thread, self._thread = self._thread, None
         if thread is not None and thread.is_alive():
@@ -64,7 +64,7 @@ class EngineThread:
 
     @property
     def dead(self) -> BaseException | None:
-        """The exception that ended the thread."""
+        """The exception that ended the thread; None if the thread is running or was stopped."""
         return self._dead
 
     @property
@@ -81,12 +81,12 @@ class EngineThread:
         """Perform a command on the thread and return its result.
 
         Raises:
-            EngineDeadError: the thread does not run.
+            EngineDeadError: the thread is not running.
         """
         return await asyncio.wrap_future(self.post(command))
 
     def post(self, command: Callable[[MlxCore], T]) -> Future[T]:
-        """Do the same as ``call``, without waiting."""
+        """Submit a command to the thread, and return the future of its result without waiting."""
         future: Future[T] = Future()
         with self._lock:
             if self._dead is not None or not self.alive:
@@ -123,7 +123,7 @@ class EngineThread:
                 self._host.lost_model()
 
     def _perform_commands(self, core: MlxCore) -> bool:
-        """Perform the commands that wait; sleep only while there is nothing to compute. Returns False to stop."""
+        """Perform the commands in the queue, and wait for one if there is nothing to compute. Return False to stop."""
         block = core.idle
         while True:
             try:

@@ -23,7 +23,7 @@ DTYPES = {"float32": mx.float32, "float16": mx.float16, "bfloat16": mx.bfloat16}
 
 
 def fit_weights(model: Any, dtype: str, *, limit_bytes: int) -> None:
-    """Convert the weights of a model, which are not read from disk yet, and read them.
+    """Convert the weights of a model, which have not been read from disk yet, and read them.
 
     Weights that ``auto`` would expand stay quantized if they do not fit; on a CPU their scales, and so the activations,
     are float32 then.
@@ -31,13 +31,13 @@ def fit_weights(model: Any, dtype: str, *, limit_bytes: int) -> None:
     Args:
         dtype: See ``Settings.dtype``.
     """
-    wanted = DTYPES.get(dtype, mx.float32 if mx.default_device() == mx.cpu else None)
-    if wanted is not None:
+    target = DTYPES.get(dtype, mx.float32 if mx.default_device() == mx.cpu else None)
+    if target is not None:
         # Scales are converted first, so that the expanded weights have the precision of the wider type.
-        model.set_dtype(wanted)
-        if dtype in DTYPES or (dtype == "auto" and _fits(model, wanted, limit_bytes)):
+        model.set_dtype(target)
+        if dtype in DTYPES or (dtype == "auto" and _fits(model, target, limit_bytes)):
             dequantize_model(model)
-    # One by one, so that only one weight at a time is in memory in both forms.
+    # Evaluated one by one, so that only one weight at a time is in memory in both forms.
     parameters: Any = tree_flatten(model.parameters())
     for _, value in parameters:
         mx.eval(value)

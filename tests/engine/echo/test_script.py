@@ -48,7 +48,7 @@ def test_an_answer_is_written_as_a_model_writes_it(tmp_path: Path) -> None:
     answer = read_script(written(tmp_path, json.dumps(FULL))).take()
     assert answer is not None
     assert (answer.delay_s, answer.tokens_per_s) == (0.5, 20)
-    assert answer.written == (
+    assert answer.as_model_text == (
         "<think>Look.</think>It is noon.\n"
         '<tool_call>\n{"name": "clock", "arguments": {"zone": "UTC"}}\n</tool_call>\n'
         '<tool_call>\n{"name": "wait", "arguments": {}}\n</tool_call>'

@@ -23,9 +23,9 @@ THOUGHTS = ChannelFormat(
 
 
 def reader(
-    *, request: GenerationRequest = REQUEST, route: Route = "/completion", shape: ChannelFormat | None = None
+    *, request: GenerationRequest = REQUEST, route: Route = "/completion", channel_format: ChannelFormat | None = None
 ) -> AnswerReader:
-    answer = AnswerReader(request, route, shape, model="m", prompt_tokens=10, arrived_at=100.0)
+    answer = AnswerReader(request, route, channel_format, model="m", prompt_tokens=10, arrived_at=100.0)
     answer.begin(101.0)
     return answer
 
@@ -96,7 +96,7 @@ def test_an_incomplete_stop_string_is_text() -> None:
 
 
 def test_reasoning_is_separated_from_the_answer_and_counted() -> None:
-    answer = reader(shape=THOUGHTS)
+    answer = reader(channel_format=THOUGHTS)
     found = deltas(answer, piece("hm", 1), piece("</thi", 2), piece("nk>", 3), piece("\n\nyes", 4), end(5))
     assert whole(found)[:2] == ("yes", "hm")
     assert answer.report(110.0).reasoning_tokens == 3

@@ -19,7 +19,7 @@ from lmx_lab.engine.grammar.build import ReasoningSection, build_grammar
 from lmx_lab.engine.grammar.sandbox import GrammarSandbox
 from lmx_lab.engine.llama_cpp import grammar as grammar_module
 from lmx_lab.engine.llama_cpp.connection import LlamaConnection
-from lmx_lab.engine.llama_cpp.grammar import GrammarChecker, as_lark, read_token_table, validate
+from lmx_lab.engine.llama_cpp.grammar import GrammarChecker, check_whole, read_token_table, to_lark
 from lmx_lab.errors import InvalidRequestError, QueueFullError
 from lmx_lab.values.models import ModelEntry
 from lmx_lab.weights.gguf.header import read_header
@@ -36,7 +36,7 @@ class Server(LlamaConnection):
         self.enforces: bool | None = True
         self.bodies: list[Any] = []
 
-    async def ask(self, path: str, body: Any) -> Any:
+    async def post(self, path: str, body: Any) -> Any:
         self.bodies.append(body)
         if self.enforces is None:
             await asyncio.Event().wait()
@@ -103,7 +103,7 @@ THOUGHTS = ReasoningSection(start=("<think>",), end=("</think>",), open=True)
 def lark_of(form: AnswerFormat | None, tools: ToolUse | None = None, thoughts: ReasoningSection | None = None) -> str:
     made = build_grammar(form, tools, thoughts, markers={})
     assert made is not None
-    return as_lark(made)
+    return to_lark(made)
 
 
 @pytest.mark.parametrize(
@@ -122,7 +122,7 @@ def test_every_generated_grammar_can_be_written_in_llama_cpps_syntax(form: Any, 
     lark = lark_of(form, tools, thoughts)
     assert lark.startswith("%llguidance")
     assert LLMatcher.validate_grammar(lark) == ""
-    validate(lark)
+    check_whole(lark)
 
 
 def test_references_in_the_callers_text_are_not_replaced() -> None:
@@ -140,7 +140,7 @@ def test_json_is_written_on_one_line() -> None:
 
 def test_parts_that_do_not_fit_together_are_refused() -> None:
     with pytest.raises(InvalidRequestError, match="this format cannot be enforced") as refused:
-        validate("start: nothing_of_that_name")
+        check_whole("start: nothing_of_that_name")
     assert refused.value.param == "response_format"
 
 

@@ -427,7 +427,7 @@ async def test_the_number_of_characters_in_all_requests_is_limited(
     monkeypatch.setattr("lmx_lab.engine.mlx.prepare_texts.MAX_CHARACTERS", 10_000)
     running = asyncio.create_task(embedder.embed(long(1000)))
     await asyncio.sleep(0)
-    with pytest.raises(QueueFullError, match="characters are being tokenized, and these have 16; 10000 may be"):
+    with pytest.raises(QueueFullError, match="characters are being tokenized, and these have 16; the limit is 10000"):
         await vectors(embedder, SENTENCES[0])
     running.cancel()
 
