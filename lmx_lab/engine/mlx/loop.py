@@ -308,7 +308,7 @@ def _finish(generation: MlxGeneration, event: TokenGenerated) -> Literal["stop",
     if constraint is None:
         return event.finish
     if constraint.tokens < generation.output_tokens:
-        # The last of ``max_tokens`` tokens: no token was sampled after it, so the sampler has not advanced the constraint.
+        # The last of ``max_tokens`` tokens: no token was sampled after it, so the constraint was not advanced.
         constraint.advance(event.token)
     if constraint.failure is not None:
         raise constraint.failure

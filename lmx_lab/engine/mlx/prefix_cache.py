@@ -78,7 +78,7 @@ class PrefixCache(Generic[State]):
         return best, length
 
     def store(self, tokens: Sequence[int] | Tokens, state: State) -> None:
-        """Store the state after these tokens, unless a stored state covers it. Drops a state that the new one covers."""
+        """Store the state after these tokens, unless a stored one covers it. Drops a state that the new one covers."""
         key = np.asarray(tokens, dtype=np.int32)
         if len(key) < MIN_TOKENS or state.nbytes > self.limit_bytes:
             return

@@ -237,7 +237,7 @@ class MlxCore:
     # Steps
 
     def step(self) -> None:
-        """Perform one step: a step of the answers, about the same time for texts, and a delivery to each reader's loop."""
+        """Perform one step: a step of the answers, about as much time for texts, one delivery to each reader's loop."""
         started = time.perf_counter()
         busy = not self.generating.idle
         lost = False
