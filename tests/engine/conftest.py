@@ -1,4 +1,4 @@
-"""A manager with two slots and the tiny model, and helpers for its requests."""
+"""Provide a manager with two slots and the tiny model, and helpers for its requests."""
 
 from __future__ import annotations
 
@@ -39,38 +39,38 @@ TWO_SLOTS = Settings(slots=2, queue_limit=2)
 class Shared:
     """A manager that the tests of a module use one after the other.
 
-    There is one at a time, since the memory that an engine reports is that of the process.
+    Only one exists at a time, because the memory that an engine reports is that of the process.
     """
 
     def __init__(self) -> None:
         self._engine: ModelManager | None = None
-        self._made_of: tuple[object, ...] = ()
+        self._configuration: tuple[object, ...] = ()
 
     @contextlib.contextmanager
-    def lend(self, settings: Settings, main: ModelEntry, *pinned: ModelEntry) -> Iterator[ModelManager]:
-        """A manager with these models and an empty prefix cache. The test must leave these models loaded."""
-        made_of = (settings, main, *pinned)
-        if self._engine is None or self._made_of != made_of:
-            self.end()
-            self._engine, self._made_of = ModelManager(settings), made_of
+    def use(self, settings: Settings, main: ModelEntry, *pinned: ModelEntry) -> Iterator[ModelManager]:
+        """Yield a manager with these models and an empty prefix cache. The test must not load or unload models."""
+        configuration = (settings, main, *pinned)
+        if self._engine is None or self._configuration != configuration:
+            self.stop()
+            self._engine, self._configuration = ModelManager(settings), configuration
             self._engine.start()
             asyncio.run(load_all(self._engine, main, *pinned))
         manager = self._engine
-        asyncio.run(rest(manager))
+        asyncio.run(reset(manager))
         models = asyncio.run(loaded_models(manager))
         yield manager
         if not (manager.alive and asyncio.run(are_loaded(manager, models))):
-            self.end()
+            self.stop()
             pytest.fail("this test changes the loaded models, so it needs a manager of its own")
 
-    def end(self) -> None:
+    def stop(self) -> None:
         if self._engine is not None:
             self._engine.stop()
         self._engine = None
 
 
 def engine_of(manager: ModelManager, format: Format) -> InferenceEngine:
-    """The engine that runs models of this format."""
+    """Return the engine that runs models of this format."""
     return manager.engine(engine_for(format).name)
 
 
@@ -85,7 +85,7 @@ def mlx_thread(manager: ModelManager) -> EngineThread:
 
 
 async def pin(manager: ModelManager, entry: ModelEntry) -> LoadReport:
-    """Keep a model beside the main one."""
+    """Load a model beside the main one."""
     return await manager.load_entry(entry, LoadSpec(model=entry.id, pin=entry.kind))
 
 
@@ -95,7 +95,7 @@ async def load_all(manager: ModelManager, main: ModelEntry, *pinned: ModelEntry)
     await manager.load_entry(main)
 
 
-async def rest(manager: ModelManager) -> None:
+async def reset(manager: ModelManager) -> None:
     """Wait until no request is left, and drop the prefix cache."""
     async with asyncio.timeout(60):
         await until_idle(manager)
@@ -107,36 +107,38 @@ async def loaded_models(manager: ModelManager) -> list[weakref.ref[Any]]:
 
 
 async def are_loaded(manager: ModelManager, models: list[weakref.ref[Any]]) -> bool:
-    def same(core: MlxCore) -> bool:
-        now = [model for _, model in core._in_memory()]
-        return len(now) == len(models) and all(model() is other for model, other in zip(models, now, strict=True))
+    def are_same(core: MlxCore) -> bool:
+        current = [model for _, model in core._in_memory()]
+        return len(current) == len(models) and all(
+            model() is other for model, other in zip(models, current, strict=True)
+        )
 
-    return await mlx_thread(manager).call(same)
+    return await mlx_thread(manager).call(are_same)
 
 
 @pytest.fixture(scope="module")
 def shared() -> Iterator[Shared]:
     shared = Shared()
     yield shared
-    shared.end()
+    shared.stop()
 
 
 @pytest.fixture
-def alone(shared: Shared) -> None:
-    """No other model is in memory; for tests that measure or limit memory."""
-    shared.end()
+def no_shared_model(shared: Shared) -> None:
+    """Unload the shared models, for tests that measure or limit memory."""
+    shared.stop()
 
 
 @pytest.fixture
 def manager(shared: Shared, tiny: ModelEntry) -> Iterator[ModelManager]:
-    """For tests that do not load or unload models."""
-    with shared.lend(TWO_SLOTS, tiny) as manager:
+    """A shared manager, for tests that do not load or unload models."""
+    with shared.use(TWO_SLOTS, tiny) as manager:
         yield manager
 
 
 @pytest.fixture
-async def own_manager(alone: None, tiny: ModelEntry) -> AsyncIterator[ModelManager]:
-    """For a test that unloads or breaks its model, or ends its thread."""
+async def own_manager(no_shared_model: None, tiny: ModelEntry) -> AsyncIterator[ModelManager]:
+    """A manager for one test, which may unload or break its model, or end its thread."""
     async with ModelManager(TWO_SLOTS) as manager:
         await manager.load_entry(tiny)
         yield manager
@@ -147,7 +149,7 @@ def request(**changes: Any) -> GenerationRequest:
 
 
 def numbers(count: int, *, start: int = 1000) -> TokenPrompt:
-    """A prompt of ``count`` tokens, beginning with ``start``."""
+    """Return a prompt of ``count`` tokens, beginning with ``start``."""
     return TokenPrompt(tokens=tuple(range(start, start + count)))
 
 
@@ -179,24 +181,24 @@ async def until_busy(manager: ModelManager, *, requests: int = 1) -> None:
 
 
 @contextlib.asynccontextmanager
-async def held(manager: ModelManager) -> AsyncIterator[None]:
-    """Stop the engine thread within the block; afterwards it runs all posted commands before its next step."""
-    stopped, go_on = threading.Event(), threading.Event()
+async def engine_paused(manager: ModelManager) -> AsyncIterator[None]:
+    """Pause the engine thread within the block. Afterwards it performs all queued commands before its next step."""
+    stopped, resume = threading.Event(), threading.Event()
 
     def stop(core: MlxCore) -> None:
         stopped.set()
-        go_on.wait()
+        resume.wait()
 
     mlx_thread(manager).post(stop)
     await asyncio.to_thread(stopped.wait)
     try:
         yield
     finally:
-        go_on.set()
+        resume.set()
 
 
-async def posted(manager: ModelManager, work: Coroutine[Any, Any, T]) -> asyncio.Task[T]:
-    """Start a call to a stopped engine; return when its command is in the thread's queue, behind earlier ones."""
+async def submit_while_paused(manager: ModelManager, work: Coroutine[Any, Any, T]) -> asyncio.Task[T]:
+    """Start a call to a paused engine; return its task when the command is in the queue of the thread."""
     before = mlx_thread(manager)._commands.qsize()
     task = asyncio.create_task(work)
     while mlx_thread(manager)._commands.qsize() == before and not task.done():  # noqa: ASYNC110
@@ -205,7 +207,7 @@ async def posted(manager: ModelManager, work: Coroutine[Any, Any, T]) -> asyncio
 
 
 @pytest.fixture
-def delivered(monkeypatch: pytest.MonkeyPatch) -> list[tuple[Mailbox, Item]]:
+def delivered_items(monkeypatch: pytest.MonkeyPatch) -> list[tuple[Mailbox, Item]]:
     """All items of streams in the order in which the engine delivers them."""
     items: list[tuple[Mailbox, Item]] = []
     deliver = Mailbox.deliver
@@ -219,7 +221,7 @@ def delivered(monkeypatch: pytest.MonkeyPatch) -> list[tuple[Mailbox, Item]]:
 
 
 class Gate:
-    """Stops the engine thread before it computes a layer of texts, while it is shut."""
+    """While closed, stops the engine thread before it computes a layer of texts."""
 
     def __init__(self) -> None:
         self._reached, self._passes = threading.Semaphore(0), threading.Semaphore(0)
@@ -234,12 +236,12 @@ class Gate:
         self._shut = True
 
     async def reached(self) -> None:
-        """Wait until the thread has reached the gate; once for each time."""
+        """Wait until the thread has reached the gate. Each call waits for one arrival."""
         assert await asyncio.to_thread(self._reached.acquire, timeout=60)
 
     def let_pass(self, layers: int) -> None:
-        """Let the thread compute so many layers. Commands posted meanwhile run after the first one, and take effect
-        with the second.
+        """Let the thread compute this number of layers. Commands that were posted in the meantime run after the first
+        layer, and take effect with the second.
         """
         self._passes.release(layers)
 
@@ -250,7 +252,7 @@ class Gate:
 
 @pytest.fixture
 def gate(monkeypatch: pytest.MonkeyPatch) -> Iterator[Gate]:
-    """A gate, which is open at first. A step of the engine is one layer of texts."""
+    """An open gate. Each step of the engine computes one layer of texts."""
     gate, advance = Gate(), EncodingLoop._advance
 
     def wait_and_advance(encoding: EncodingLoop, batch: Any) -> None:
@@ -274,7 +276,7 @@ async def unload_when_idle_for(manager: ModelManager, idle_s: float | None) -> N
     await manager._run(change)
 
 
-async def poison(manager: ModelManager, exc: BaseException) -> None:
+async def fail_next_step(manager: ModelManager, exc: BaseException) -> None:
     """Make the next forward pass raise an error."""
 
     def break_model(core: MlxCore) -> None:

@@ -1,4 +1,4 @@
-"""One count of requests for each loaded model, from acceptance to the end."""
+"""The requests of each loaded model are counted from acceptance to their end, and limited."""
 
 from __future__ import annotations
 
@@ -44,7 +44,7 @@ def test_a_permit_is_released_once_however_often_its_request_ends() -> None:
     assert admission.active == 0
 
 
-def test_the_last_end_is_reported() -> None:
+def test_the_end_of_the_last_request_is_reported() -> None:
     reports: list[int] = []
     admission = AdmissionControl("tiny", limit=2, on_idle=lambda: reports.append(admission.active))
     first, second = admission.admit(2, retry_after_s=1.0)
@@ -54,7 +54,7 @@ def test_the_last_end_is_reported() -> None:
     assert reports == [0]
 
 
-def test_a_closed_model_takes_no_requests_until_it_is_opened_again() -> None:
+def test_a_closed_model_accepts_no_requests_until_it_is_reopened() -> None:
     admission = AdmissionControl("tiny", limit=2)
     admission.close(None)
     with pytest.raises(NotLoadedError, match="tiny is being unloaded"):
@@ -74,7 +74,7 @@ def test_accepted_requests_may_still_be_queued_unless_the_model_was_closed_with_
         permit.check()
 
 
-async def test_waiting_for_the_end_of_all_requests() -> None:
+async def test_until_idle_waits_for_the_end_of_all_requests() -> None:
     admission = AdmissionControl("tiny", limit=2)
     await admission.until_idle()
     permits = admission.admit(2, retry_after_s=1.0)
@@ -88,7 +88,7 @@ async def test_waiting_for_the_end_of_all_requests() -> None:
     await asyncio.wait_for(idle, 10)
 
 
-async def test_waiting_for_room_in_the_queue() -> None:
+async def test_until_room_waits_for_room_in_the_queue() -> None:
     admission = AdmissionControl("tiny", limit=2)
     permits = admission.admit(2, retry_after_s=1.0)
     room = asyncio.create_task(admission.until_room(2))

@@ -1,4 +1,4 @@
-"""Memory and CPU limits: control groups of both versions as files, and one real group."""
+"""Memory and CPU limits are read from control groups of both versions, in files and in one real group."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ V1_NONE = "9223372036854771712"
 HUB = {"JUPYTERHUB_SERVICE_PREFIX": "/user/ada/"}
 OWN_V2 = "0::/user.slice/notebook.service\n"
 OWN_V1 = "5:cpu,cpuacct:/pods/mine\n4:memory:/pods/mine\n1:name=systemd:/pods/mine\n"
-ASK = """
+PROGRAM = """
 import json, os
 from lmx_lab.engine import machine_memory
 from lmx_lab.engine.mlx import memory
@@ -39,7 +39,7 @@ print(json.dumps([memory.total_bytes(), memory.limit_bytes(None), machine_memory
 
 
 def tree(root: Path, files: dict[str, str], own: str) -> tuple[Path, Path]:
-    """The mount folder and the membership file of a machine with these groups."""
+    """Write the files of these groups; return the mount folder and the membership file."""
     root.mkdir(exist_ok=True)
     for name, text in files.items():
         (root / "cgroup" / name).parent.mkdir(parents=True, exist_ok=True)
@@ -202,7 +202,7 @@ def test_a_process_in_a_real_group_reads_the_limit_of_the_group(small_group: tup
     group, limit = small_group
     join = f'echo $$ > {group}/cgroup.procs && exec "$@"'
     asked = subprocess.run(
-        ["sh", "-c", join, "sh", sys.executable, "-c", ASK], capture_output=True, text=True, check=False
+        ["sh", "-c", join, "sh", sys.executable, "-c", PROGRAM], capture_output=True, text=True, check=False
     )
     assert asked.returncode == 0, asked.stderr
     total, allowed, free = json.loads(asked.stdout)

@@ -1,4 +1,4 @@
-"""Whatever is done in whatever order, every accepted request ends exactly once, and the engine goes on."""
+"""For any sequence of actions, every accepted request ends exactly once, and the engine continues."""
 
 from __future__ import annotations
 
@@ -15,55 +15,57 @@ from lmx_lab.errors import LabError
 from lmx_lab.settings import Settings
 from lmx_lab.values.models import ModelEntry
 from lmx_lab.weights import Catalog
-from tests.engine.conftest import finish, numbers, poison, request, run, until_idle
+from tests.engine.conftest import fail_next_step, finish, numbers, request, run, until_idle
 
 pytestmark = pytest.mark.long
 
-ACTS = st.sampled_from(["submit", "submit", "submit", "many", "score", "step", "cancel", "drop", "fail", "load"])
+ACTIONS = st.sampled_from(["submit", "submit", "submit", "many", "score", "step", "cancel", "drop", "fail", "load"])
 
 
-async def live(manager: ModelManager, models: list[ModelEntry], acts: list[str], random: object) -> list[TokenStream]:
-    """Do all this to the engine; returns the streams that were not left."""
+async def perform_actions(
+    manager: ModelManager, models: list[ModelEntry], actions: list[str], random: object
+) -> list[TokenStream]:
+    """Perform the actions on the engine; return the streams that were not cancelled or dropped."""
     streams: list[TokenStream] = []
-    for at, act in enumerate(acts):
-        wanted = replace(
+    for at, action in enumerate(actions):
+        submitted = replace(
             request(prompt=numbers(random.choice([3, 40, 400]), start=random.choice([100, 9000]))),
             max_tokens=random.choice([1, 5, 200]),
             sampling=Sampling(temperature=random.choice([0, 1]), seed=random.choice([None, at])),
-            score_prompt=act == "score",
+            score_prompt=action == "score",
         )
         try:
-            if act in ("submit", "score"):
-                streams.append(await manager.submit(wanted))
-            elif act == "many":
-                streams += await manager.submit_all(wanted, choices=3)
-            elif act == "load":
+            if action in ("submit", "score"):
+                streams.append(await manager.submit(submitted))
+            elif action == "many":
+                streams += await manager.submit_all(submitted, choices=3)
+            elif action == "load":
                 await manager.load_entry(random.choice(models), finish_queued=random.choice([True, False]))
         except LabError:
             continue
-        if act == "step":
+        if action == "step":
             await asyncio.sleep(random.choice([0, 0.005, 0.02]))
-        elif act == "fail":
-            await poison(manager, ValueError("injected"))
-        elif act in ("cancel", "drop") and streams:
-            left = streams.pop(random.randrange(len(streams)))
-            if act == "cancel":
-                await left.aclose()
-            del left
+        elif action == "fail":
+            await fail_next_step(manager, ValueError("injected"))
+        elif action in ("cancel", "drop") and streams:
+            abandoned = streams.pop(random.randrange(len(streams)))
+            if action == "cancel":
+                await abandoned.aclose()
+            del abandoned
     return streams
 
 
 @settings(deadline=None, max_examples=10, suppress_health_check=[HealthCheck.function_scoped_fixture])
-@given(acts=st.lists(ACTS, max_size=20), random=st.randoms(use_true_random=False))
+@given(actions=st.lists(ACTIONS, max_size=20), random=st.randoms(use_true_random=False))
 def test_every_request_ends_exactly_once(
-    tiny: ModelEntry, tiny_home: object, ends: Counter[int], acts: list[str], random: object
+    tiny: ModelEntry, tiny_home: object, ends: Counter[int], actions: list[str], random: object
 ) -> None:
-    async def story() -> None:
+    async def scenario() -> None:
         ends.clear()
         models = [tiny, Catalog(Settings(home=tiny_home)).resolve("tiny-two")]
         async with ModelManager(Settings(slots=2, queue_limit=3, drain_s=0.2)) as manager:
             await manager.load_entry(tiny)
-            streams = await live(manager, models, acts, random)
+            streams = await perform_actions(manager, models, actions, random)
             for stream in streams:
                 try:
                     await finish(stream)
@@ -74,7 +76,7 @@ def test_every_request_ends_exactly_once(
             try:
                 await run(manager)
             except LabError:
-                # A failure that was injected last had nobody to meet.
+                # A failure that was injected last affects this request.
                 await run(manager)
 
-    asyncio.run(story())
+    asyncio.run(scenario())

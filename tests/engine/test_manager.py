@@ -69,14 +69,14 @@ class SlowEngine(EchoEngine):
 
     def __init__(self, settings: Settings) -> None:
         super().__init__(settings, EngineHost())
-        self.go_on = threading.Event()
-        self.go_on.set()
+        self.resume = threading.Event()
+        self.resume.set()
         self.specs: list[LoadSpec] = []
         self.failures: dict[str, LabError] = {}
 
     async def load(self, entry: ModelEntry, spec: LoadSpec) -> LoadReport:
         self.specs.append(spec)
-        while not self.go_on.is_set():  # noqa: ASYNC110
+        while not self.resume.is_set():  # noqa: ASYNC110
             await asyncio.sleep(0.001)
         if entry.id in self.failures:
             raise self.failures[entry.id]
@@ -95,7 +95,7 @@ class Lab:
 
     @property
     def stages(self) -> list[tuple[str, str]]:
-        return [(it.model, it.stage) for it in self.progress]
+        return [(step.model, step.stage) for step in self.progress]
 
     @property
     def control(self) -> ModelControl:
@@ -151,34 +151,34 @@ async def test_a_load_reports_its_stages(lab: Lab) -> None:
 
 
 async def test_callers_on_several_event_loops_join_one_load(lab: Lab) -> None:
-    lab.engine.go_on.clear()
+    lab.engine.resume.clear()
     spec = LoadSpec(model="one")
     loads = [asyncio.create_task(lab.manager.load(spec)), on_another_loop(lab.manager.load(spec))]
     await until(lambda: lab.engine.specs)
     joined = asyncio.create_task(lab.manager.load(spec))
     await asyncio.sleep(0.05)
-    lab.engine.go_on.set()
+    lab.engine.resume.set()
     assert [(await load).model for load in (*loads, joined)] == ["one"] * 3
     assert lab.engine.specs == [spec]
 
 
 async def test_a_cancelled_caller_does_not_cancel_the_load_of_another(lab: Lab) -> None:
-    lab.engine.go_on.clear()
+    lab.engine.resume.clear()
     first, second = [asyncio.create_task(lab.manager.load(LoadSpec(model="one"))) for _ in range(2)]
     await until(lambda: lab.engine.specs)
     first.cancel()
     with pytest.raises(asyncio.CancelledError):
         await first
-    lab.engine.go_on.set()
+    lab.engine.resume.set()
     assert (await second).model == "one"
 
 
 async def test_a_load_continues_after_all_its_callers_were_cancelled(lab: Lab) -> None:
-    lab.engine.go_on.clear()
+    lab.engine.resume.clear()
     load = asyncio.create_task(lab.manager.load(LoadSpec(model="one")))
     await until(lambda: lab.engine.specs)
     load.cancel()
-    lab.engine.go_on.set()
+    lab.engine.resume.set()
     await until(lambda: lab.manager.snapshot.model == "one")
 
 
@@ -205,28 +205,28 @@ async def test_an_engine_that_does_not_run_the_format_is_refused_before_anything
 
 
 async def test_while_a_model_is_loaded_another_load_is_refused_waits_or_replaces_it(lab: Lab) -> None:
-    lab.engine.go_on.clear()
+    lab.engine.resume.clear()
     first = asyncio.create_task(lab.manager.load(LoadSpec(model="one")))
     await until(lambda: lab.engine.specs)
     with pytest.raises(ModelBusyError, match="one is being loaded; try again when that is done"):
         await lab.manager.load(LoadSpec(model="two"))
-    waits = asyncio.create_task(lab.manager.load(LoadSpec(model="two"), if_busy="wait"))
+    waiting = asyncio.create_task(lab.manager.load(LoadSpec(model="two"), if_busy="wait"))
     await asyncio.sleep(0.05)
     assert lab.manager.snapshot.change is not None
     assert lab.manager.snapshot.change.model == "one"
-    replaces = asyncio.create_task(lab.manager.load(LoadSpec(model="embedder"), if_busy="replace"))
+    replacing = asyncio.create_task(lab.manager.load(LoadSpec(model="embedder"), if_busy="replace"))
     with pytest.raises(NotLoadedError, match="the load of one was cancelled: embedder is loaded instead"):
         await first
-    lab.engine.go_on.set()
+    lab.engine.resume.set()
     # The load that waited was cancelled, too, since another model replaces it.
     with pytest.raises(NotLoadedError, match="the load of two was cancelled"):
-        await waits
-    assert (await replaces).model == "embedder"
+        await waiting
+    assert (await replacing).model == "embedder"
 
 
 async def test_an_unload_cancels_a_load(lab: Lab) -> None:
     await lab.manager.load(LoadSpec(model="one"))
-    lab.engine.go_on.clear()
+    lab.engine.resume.clear()
     load = asyncio.create_task(lab.manager.load(LoadSpec(model="two")))
     await until(lambda: len(lab.engine.specs) == 2)
     await lab.manager.unload()
@@ -249,23 +249,23 @@ async def test_after_a_failed_load_the_previous_model_is_loaded_again(lab: Lab) 
 
 
 async def test_a_load_that_an_engine_performs_cannot_be_cancelled_by_name(lab: Lab) -> None:
-    lab.engine.go_on.clear()
+    lab.engine.resume.clear()
     load = asyncio.create_task(lab.manager.load(LoadSpec(model="one")))
     await until(lambda: lab.engine.specs)
     with pytest.raises(ModelBusyError, match="one is already being loaded into memory"):
         await lab.manager.cancel_load("one")
     with pytest.raises(InvalidRequestError, match="two is not being loaded; there is nothing to cancel"):
         await lab.manager.cancel_load("two")
-    lab.engine.go_on.set()
+    lab.engine.resume.set()
     await load
 
 
 async def test_a_load_can_be_cancelled_while_its_files_are_searched(lab: Lab, monkeypatch: pytest.MonkeyPatch) -> None:
-    searching, go_on = threading.Event(), threading.Event()
+    searching, resume = threading.Event(), threading.Event()
 
     def resolve(name: str, **_: Any) -> ModelEntry:
         searching.set()
-        go_on.wait(WAIT_S)
+        resume.wait(WAIT_S)
         return ONE
 
     monkeypatch.setattr(lab.manager._finder._catalog, "resolve", resolve)
@@ -274,13 +274,13 @@ async def test_a_load_can_be_cancelled_while_its_files_are_searched(lab: Lab, mo
     await lab.manager.cancel_load("one")
     with pytest.raises(NotLoadedError, match="the load of one was cancelled"):
         await load
-    go_on.set()
+    resume.set()
     assert lab.engine.specs == []
     assert lab.stages == [("one", "failed")]
 
 
 async def test_stopping_ends_loads_and_a_started_manager_loads_again(lab: Lab) -> None:
-    lab.engine.go_on.clear()
+    lab.engine.resume.clear()
     load = asyncio.create_task(lab.manager.load(LoadSpec(model="one")))
     await until(lambda: lab.engine.specs)
     await asyncio.to_thread(lab.manager.stop)
@@ -288,20 +288,20 @@ async def test_stopping_ends_loads_and_a_started_manager_loads_again(lab: Lab) -
         await load
     with pytest.raises(EngineDeadError, match="the engine was stopped"):
         await lab.manager.load(LoadSpec(model="one"))
-    lab.engine.go_on.set()
+    lab.engine.resume.set()
     lab.manager.start()
     await lab.manager.load(LoadSpec(model="one"))
     assert await answer(lab) == "one"
 
 
 async def test_all_loads_are_cancelled_when_the_server_stops(lab: Lab) -> None:
-    lab.engine.go_on.clear()
+    lab.engine.resume.clear()
     load = asyncio.create_task(lab.manager.load(LoadSpec(model="one")))
     await until(lambda: lab.engine.specs)
     await lab.manager.cancel_loads()
     with pytest.raises(NotLoadedError, match="the load of one was cancelled: the server stops"):
         await load
-    lab.engine.go_on.set()
+    lab.engine.resume.set()
 
 
 # The state of a load or unload
@@ -329,14 +329,14 @@ async def test_the_state_of_an_unload_can_be_read_and_its_wait_can_be_ended() ->
 
 
 async def test_the_state_of_a_load_can_be_read(lab: Lab) -> None:
-    lab.engine.go_on.clear()
+    lab.engine.resume.clear()
     load = asyncio.create_task(lab.manager.load(LoadSpec(model="one")))
     await until(lambda: lab.engine.specs)
     snapshot = lab.manager.snapshot
     assert snapshot.state == "loading"
     assert snapshot.change is not None
     assert (snapshot.change.kind, snapshot.change.model, snapshot.change.stage) == ("load", "one", "loading")
-    lab.engine.go_on.set()
+    lab.engine.resume.set()
     await load
     assert (lab.manager.snapshot.state, lab.manager.snapshot.change) == ("ready", None)
 
@@ -424,17 +424,17 @@ async def test_in_swap_mode_requests_load_their_models() -> None:
 async def test_in_swap_mode_requests_for_the_same_model_load_it_once() -> None:
     async with running(replace(SETTINGS, swap=True)) as lab:
         await lab.manager.load(LoadSpec(model="one"))
-        found = await asyncio.gather(*(answer(lab, name) for name in ("two", "two", "one", "two")))
-        assert found == ["two", "two", "one", "two"]
+        models = await asyncio.gather(*(answer(lab, name) for name in ("two", "two", "one", "two")))
+        assert models == ["two", "two", "one", "two"]
         assert len(lab.engine.specs) <= 3
 
 
 async def test_in_swap_mode_the_time_limit_of_a_request_includes_the_load() -> None:
     async with running(replace(SETTINGS, swap=True)) as lab:
-        lab.engine.go_on.clear()
+        lab.engine.resume.clear()
         with pytest.raises(GenerationTimeoutError, match=r"the model was not loaded within 0\.05 s"):
             await lab.manager.submit(replace(request("one"), timeout_s=0.05))
-        lab.engine.go_on.set()
+        lab.engine.resume.set()
         # The load continues, as that of any other caller.
         await until(lambda: lab.manager.snapshot.model == "one")
         assert await answer(lab, "two") == "two"
@@ -443,13 +443,13 @@ async def test_in_swap_mode_the_time_limit_of_a_request_includes_the_load() -> N
 async def test_a_cancelled_request_in_swap_mode_leaves_its_turn_to_the_next_one() -> None:
     async with running(replace(SETTINGS, swap=True)) as lab:
         await lab.manager.load(LoadSpec(model="one"))
-        lab.engine.go_on.clear()
+        lab.engine.resume.clear()
         cancelled = asyncio.create_task(answer(lab, "two"))
         await until(lambda: len(lab.engine.specs) == 2)
         cancelled.cancel()
-        waits = asyncio.create_task(answer(lab, "one"))
-        lab.engine.go_on.set()
-        assert await waits == "one"
+        waiting = asyncio.create_task(answer(lab, "one"))
+        lab.engine.resume.set()
+        assert await waiting == "one"
         await until(lambda: not lab.control.swaps)
 
 

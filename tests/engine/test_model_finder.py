@@ -28,18 +28,18 @@ class FakeCatalog(Catalog):
         self.fetches: list[str] = []
 
     def resolve(self, name: str, *, local: bool = True) -> ModelEntry:
-        return _result(self.found)
+        return _return_or_raise(self.found)
 
     def can_fetch(self, name: str) -> bool:
         return name == "org/name"
 
-    def fetch(self, name: str, tell: Any = None) -> ModelEntry:
+    def fetch(self, name: str, report: Any = None) -> ModelEntry:
         self.fetches.append(name)
-        tell(Progress(stage="download", done_bytes=1, total_bytes=2))
-        return _result(self.fetched)
+        report(Progress(stage="download", done_bytes=1, total_bytes=2))
+        return _return_or_raise(self.fetched)
 
 
-def _result(value: ModelEntry | Exception) -> ModelEntry:
+def _return_or_raise(value: ModelEntry | Exception) -> ModelEntry:
     if isinstance(value, Exception):
         raise value
     return value

@@ -51,7 +51,7 @@ PINNED = replace(READY, pinned=(PinnedModel(entry=MINILM, memory_bytes=1),))
 DISK = [TINY, MINILM]
 
 
-# What a name means
+# Names
 
 
 @pytest.mark.parametrize(
@@ -131,7 +131,7 @@ def test_an_unload_that_names_another_model_is_refused() -> None:
         check_unload("gpt", EMPTY, local=False)
 
 
-# Why no model answers
+# Refusals
 
 
 @pytest.mark.parametrize("named", [True, False])
@@ -191,11 +191,11 @@ def test_a_refusal_names_the_next_step_that_the_models_on_disk_allow(
     part: str,
 ) -> None:
     name, kinds = request_for
-    found = with_models_on_disk(refused, name, DISK, now, kinds)
-    assert type(found) is error
-    assert part in found.message
-    if isinstance(found, NotLoadedError):
-        assert (found.param, found.retry_after_s) == (refused.param, refused.retry_after_s)
+    error = with_models_on_disk(refused, name, DISK, now, kinds)
+    assert type(error) is error
+    assert part in error.message
+    if isinstance(error, NotLoadedError):
+        assert (error.param, error.retry_after_s) == (refused.param, refused.retry_after_s)
 
 
 def test_a_refusal_lists_five_models_on_disk_and_those_of_the_preferred_kind_first() -> None:

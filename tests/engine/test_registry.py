@@ -1,4 +1,4 @@
-"""Which engine runs a model, and what a caller that chooses another one is told."""
+"""The format of a model determines its engine; the choice of another engine is refused."""
 
 from __future__ import annotations
 

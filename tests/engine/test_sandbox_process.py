@@ -104,7 +104,7 @@ def test_closing_ends_a_running_request(process: SandboxProcess) -> None:
         process.request(b"b", 5)
 
 
-def test_a_worker_that_cannot_be_loaded_is_a_failed_start(tmp_path: Path) -> None:
+def test_a_worker_that_cannot_be_loaded_is_a_start_error(tmp_path: Path) -> None:
     (tmp_path / "worker.py").write_text("import there_is_no_such_module")
     process = SandboxProcess(tmp_path / "worker.py", lambda: {})
     with pytest.raises(SandboxStartError, match="ended at once"):

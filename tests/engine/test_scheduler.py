@@ -1,4 +1,4 @@
-"""The order of requests is decided without a clock of its own."""
+"""Requests start in the order of arrival, within the limits of slots, prompts and memory."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ def add(scheduler: Scheduler[str], *keys: str, tokens: int = LONG, deadline: flo
     scheduler.add(keys, tokens=tokens, deadline=deadline)
 
 
-def admitted(scheduler: Scheduler[str]) -> list[str]:
+def admit_all(scheduler: Scheduler[str]) -> list[str]:
     keys = []
     while (key := scheduler.admit(take)) is not None:
         keys.append(key)
@@ -31,9 +31,9 @@ def admitted(scheduler: Scheduler[str]) -> list[str]:
 def test_requests_get_slots_in_the_order_of_arrival() -> None:
     scheduler: Scheduler[str] = Scheduler(slots=2, prefills=2, lanes=3)
     add(scheduler, *"abc")
-    assert admitted(scheduler) == ["a", "b"]
+    assert admit_all(scheduler) == ["a", "b"]
     scheduler.remove("a")
-    assert admitted(scheduler) == ["c"]
+    assert admit_all(scheduler) == ["c"]
 
 
 def test_queued_and_running_requests_expire() -> None:
@@ -49,11 +49,11 @@ def test_queued_and_running_requests_expire() -> None:
 def test_the_number_of_prompts_that_are_computed_at_once_is_limited() -> None:
     scheduler: Scheduler[str] = Scheduler(slots=4, prefills=1, lanes=2)
     add(scheduler, *"abc")
-    assert admitted(scheduler) == ["a"]
+    assert admit_all(scheduler) == ["a"]
     scheduler.prefilled("a")
-    assert admitted(scheduler) == ["b"]
+    assert admit_all(scheduler) == ["b"]
     scheduler.remove("b")
-    assert admitted(scheduler) == ["c"]
+    assert admit_all(scheduler) == ["c"]
     assert scheduler.running == ["a", "c"]
     assert scheduler.prefilling == ["c"]
 
@@ -62,11 +62,11 @@ def test_a_short_prompt_does_not_wait_behind_long_ones() -> None:
     scheduler: Scheduler[str] = Scheduler(slots=8, prefills=2, lanes=3)
     add(scheduler, *"ABC")
     add(scheduler, *"de", tokens=SHORT)
-    assert admitted(scheduler) == ["A", "B", "d"]
+    assert admit_all(scheduler) == ["A", "B", "d"]
     scheduler.prefilled("A")
-    assert admitted(scheduler) == ["C"]
+    assert admit_all(scheduler) == ["C"]
     scheduler.prefilled("d")
-    assert admitted(scheduler) == ["e"]
+    assert admit_all(scheduler) == ["e"]
 
 
 def test_short_prompts_do_not_keep_long_ones_waiting() -> None:
@@ -74,9 +74,9 @@ def test_short_prompts_do_not_keep_long_ones_waiting() -> None:
     add(scheduler, *"abc", tokens=SHORT)
     add(scheduler, "D")
     add(scheduler, "e", tokens=SHORT)
-    assert admitted(scheduler) == ["a", "b", "c"]
+    assert admit_all(scheduler) == ["a", "b", "c"]
     scheduler.prefilled("a")
-    assert admitted(scheduler) == ["D"]
+    assert admit_all(scheduler) == ["D"]
 
 
 def test_later_requests_pass_one_that_waits_for_a_reason_of_its_own_which_keeps_its_place() -> None:
@@ -98,39 +98,39 @@ def test_a_queued_request_starts_as_soon_as_there_is_a_slot() -> None:
     add(scheduler, *"abc")
     served = []
     while not scheduler.idle:
-        (key,) = admitted(scheduler)
+        (key,) = admit_all(scheduler)
         served.append(key)
         scheduler.remove(key)
     assert served == ["a", "b", "c"]
 
 
-ACTS = st.sampled_from(["add", "add two", "admit", "prefilled", "expire", "cancel"])
+ACTIONS = st.sampled_from(["add", "add two", "admit", "prefilled", "expire", "cancel"])
 
 
-@given(st.integers(1, 4), st.integers(1, 3), st.lists(ACTS, max_size=80), st.randoms())
+@given(st.integers(1, 4), st.integers(1, 3), st.lists(ACTIONS, max_size=80), st.randoms())
 def test_every_request_ends_once_and_the_limits_hold_whatever_happens(
-    slots: int, prefills: int, acts: list[str], random: object
+    slots: int, prefills: int, actions: list[str], random: object
 ) -> None:
     scheduler: Scheduler[int] = Scheduler(slots=slots, prefills=prefills, lanes=prefills + 1)
     alive: list[int] = []
     ends: Counter[int] = Counter()
     added = 0
-    for now, act in enumerate(acts):
-        if act.startswith("add"):
-            keys = list(range(added, added + (2 if act == "add two" else 1)))
+    for now, action in enumerate(actions):
+        if action.startswith("add"):
+            keys = list(range(added, added + (2 if action == "add two" else 1)))
             scheduler.add(keys, tokens=random.choice([SHORT, LONG]), deadline=now + random.choice([3, 1000]))
             alive += keys
             added += len(keys)
-        elif act == "admit":
+        elif action == "admit":
             scheduler.admit(lambda key: random.choice(list(Verdict)))
-        elif act == "prefilled" and scheduler.prefilling:
+        elif action == "prefilled" and scheduler.prefilling:
             scheduler.prefilled(random.choice(scheduler.prefilling))
-        elif act == "expire":
+        elif action == "expire":
             for key in scheduler.expired(now):
                 scheduler.remove(key)
                 alive.remove(key)
                 ends[key] += 1
-        elif act == "cancel" and alive:
+        elif action == "cancel" and alive:
             key = alive.pop(random.randrange(len(alive)))
             scheduler.remove(key)
             scheduler.remove(key)

@@ -1,4 +1,4 @@
-"""Which engine is preferred, and for how long a measurement is valid."""
+"""An engine is preferred if it is clearly faster, and measurements are valid while their conditions are unchanged."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The order of turns in swap mode: all requests for a model are served together, and no request waits for ever."""
+"""In swap mode, all requests for a model are served together, and no request waits forever."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ def add(order: SwapOrder, *models: str | None, now: float = 0.0) -> list[Ticket]
 
 
 def take_all(order: SwapOrder, loaded: str | None, *, now: float = 0.0) -> list[str | None]:
-    """The models of the tickets in the order of their turns, if no other ticket is added."""
+    """Take all tickets; return their models in the order of their turns."""
     taken = []
     while (ticket := order.take(loaded, now=now, busy=False)) is not None:
         loaded = ticket.model or loaded

@@ -50,22 +50,22 @@ class Model:
 async def test_one_request_at_a_time_has_its_turn() -> None:
     model = Model()
     first = await model.take("b")
-    waits = asyncio.create_task(model.take("a"))
+    waiting = asyncio.create_task(model.take("a"))
     await asyncio.sleep(0)
-    assert (len(model.queue), waits.done()) == (2, False)
+    assert (len(model.queue), waiting.done()) == (2, False)
     model.queue.leave(first)
-    model.queue.leave(await waits)
+    model.queue.leave(await waiting)
     assert len(model.queue) == 0
 
 
 async def test_a_turn_starts_only_after_a_load_or_unload_has_ended() -> None:
     model = Model(changing=True)
-    waits = asyncio.create_task(model.take("a"))
+    waiting = asyncio.create_task(model.take("a"))
     await asyncio.sleep(0.01)
-    assert not waits.done()
+    assert not waiting.done()
     model.changing = False
     model.queue.update()
-    await asyncio.wait_for(waits, 10)
+    await asyncio.wait_for(waiting, 10)
 
 
 async def test_another_model_waits_for_the_end_of_requests_or_of_the_share(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -75,25 +75,25 @@ async def test_another_model_waits_for_the_end_of_requests_or_of_the_share(monke
     await asyncio.wait_for(model.take("b"), 10)
     assert asyncio.get_running_loop().time() - started >= 0.05
     model = Model(busy=True)
-    waits = asyncio.create_task(model.take("b"))
+    waiting = asyncio.create_task(model.take("b"))
     await asyncio.sleep(0)
     model.busy = False
     model.queue.update()
     await asyncio.sleep(0)
     await asyncio.sleep(0)
-    assert waits.done()
+    assert waiting.done()
 
 
 async def test_a_request_that_leaves_while_it_waits_does_not_delay_others() -> None:
     model = Model()
     current = await model.take("a")
     left = model.queue.ticket("b", limited=True)
-    waits = asyncio.create_task(model.take("c"))
+    waiting = asyncio.create_task(model.take("c"))
     await asyncio.sleep(0)
     model.queue.leave(left)
     model.queue.leave(left)
     model.queue.leave(current)
-    assert (await asyncio.wait_for(waits, 10)).model == "c"
+    assert (await asyncio.wait_for(waiting, 10)).model == "c"
 
 
 async def test_the_number_of_waiting_requests_is_limited() -> None:

@@ -1,4 +1,4 @@
-"""TokenTable that texts were split into take no memory once their model has gone."""
+"""The tokenizers' word caches use no memory after their model was unloaded."""
 
 from __future__ import annotations
 
@@ -20,12 +20,14 @@ from tests.engine.conftest import request
 from tests.engine.encoders.models import load, write_tiny_qwen3
 from tests.tiny import write_tiny_llama
 
-pytestmark = pytest.mark.skipif(platform.libc_ver()[0] != "glibc", reason="glibc alone tells what malloc has given")
-# 10,000 different ones: as many as the tokenizers library remembers of a model.
+pytestmark = pytest.mark.skipif(
+    platform.libc_ver()[0] != "glibc", reason="only glibc reports the memory that malloc has allocated"
+)
+# 10,000 different words, which is the capacity of the word cache of a model.
 WORDS = " ".join("".join(chr(97 + number // 26**place % 26) for place in range(4)) for number in range(10_000))
 CONTEXT = 32_768
 LOADS = 2
-# Remembered, they take 3.3 MB for each load.
+# The cached words would use 3.3 MB for each load.
 MOST_BYTES = 1_000_000
 
 
@@ -40,14 +42,15 @@ class MallocReport(ctypes.Structure):
 
 
 def in_use() -> int:
-    """Bytes that malloc has given."""
+    """Return the number of bytes that malloc has allocated."""
     gc.collect()
     mallinfo = ctypes.CDLL(None).mallinfo2
     mallinfo.restype = MallocReport
     return int(mallinfo().in_use)
 
 
-def left_behind(use: Callable[[], None]) -> int:
+def leaked_bytes(use: Callable[[], None]) -> int:
+    """Return by how many bytes the allocated memory grows when ``use`` is called ``LOADS`` times."""
     use()
     before = in_use()
     for _ in range(LOADS):
@@ -63,7 +66,7 @@ def test_an_unloaded_chat_model_leaves_no_cached_words(tmp_path: Path, smollm2: 
         model = load_chat(tiny, limit_bytes=2**40)
         assert len(model.prompts.encode(request(prompt=prompt), None).tokens) > 10_000
 
-    assert left_behind(use) < MOST_BYTES
+    assert leaked_bytes(use) < MOST_BYTES
 
 
 def test_an_unloaded_embedding_model_leaves_no_cached_words(tmp_path: Path, smollm2: ModelEntry) -> None:
@@ -77,4 +80,4 @@ def test_an_unloaded_embedding_model_leaves_no_cached_words(tmp_path: Path, smol
     def use() -> None:
         assert load(entry).texts.texts([WORDS], input_type=None, truncate=False)
 
-    assert left_behind(use) < MOST_BYTES
+    assert leaked_bytes(use) < MOST_BYTES

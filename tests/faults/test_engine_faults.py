@@ -29,7 +29,7 @@ from lmx_lab.errors import EngineError
 from lmx_lab.notebook import Lab
 from lmx_lab.settings import Settings
 from lmx_lab.values.models import ModelEntry
-from tests.engine.conftest import finish, mlx_thread, numbers, poison, request, run, until_idle
+from tests.engine.conftest import fail_next_step, finish, mlx_thread, numbers, request, run, until_idle
 from tests.engine.llama_cpp.conftest import process_of
 from tests.faults.chat_requests import WAIT_S, WAYS, End, Way, send_all
 from tests.faults.fault_injection import inject
@@ -182,7 +182,7 @@ def test_requests_end_when_their_engine_dies_and_a_load_starts_it_again(
         asked = send_all(lab, list(WAYS.values()), model="default", max_tokens=tokens, ignore_eos=True)
         wait_until(lambda: lab.engine.snapshot.active_requests == 3 and lab.engine.snapshot.output_tokens > before)
         if made_for == "mlx":
-            asyncio.run(poison(lab.engine, SystemExit("injected")))
+            asyncio.run(fail_next_step(lab.engine, SystemExit("injected")))
         else:
             psutil.Process(process_of(lab.engine)._process.pid).kill()
         for way, future in zip(WAYS, asked, strict=True):

@@ -183,7 +183,6 @@ class EchoQueue:
         self._outbox = Outbox()
         self._timer: asyncio.Handle | None = None
         self._sequences: list[list[int]] = []
-        self.progress_at = time.perf_counter()
 
     @property
     def running(self) -> int:
@@ -307,7 +306,6 @@ class EchoQueue:
         self._sequences = [ended, *self._sequences[: KEPT_SEQUENCES - 1]]
 
     def _deliver(self) -> None:
-        self.progress_at = time.perf_counter()
         self._on_change()
         for closed in self._outbox.send():
             for generation in self._scheduler.queued + self._scheduler.running:

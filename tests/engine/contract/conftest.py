@@ -1,6 +1,6 @@
-"""The same models in both formats, and the echo engine's entries of the same names and sizes.
+"""Provide the same models in both formats, and entries of the echo engine with the same names and sizes.
 
-Each test here describes all engines.
+Each test in this folder runs on all engines.
 """
 
 from __future__ import annotations
@@ -26,24 +26,24 @@ Entries = Mapping[Format, ModelEntry]
 
 
 def entry_of(path: Path, id_: str) -> ModelEntry:
-    """The model at this path, with an id that both formats share."""
+    """Return the model at this path, with an id that both formats share."""
     return replace(Catalog(Settings()).resolve(str(path)), id=id_)
 
 
 def echo_entry(id_: str, *, context: int = 512, kind: Kind = "chat") -> ModelEntry:
-    """An entry of the echo engine with the id of a model."""
+    """Return an entry of the echo engine with the id of a model."""
     return replace(ECHO, id=id_, path=Path("echo") / id_, context_length=context, kind=kind, more_kinds=())
 
 
 @pytest.fixture(scope="session")
-def chats(tiny: ModelEntry, tiny_gguf: Path) -> Entries:
-    """``tiny``: the same weights, a context of 512."""
+def chat_models(tiny: ModelEntry, tiny_gguf: Path) -> Entries:
+    """``tiny`` with the same weights in both formats, and a context of 512 tokens."""
     return {"mlx": tiny, "gguf": entry_of(tiny_gguf, "tiny"), "echo": echo_entry("tiny")}
 
 
 @pytest.fixture(scope="session")
-def longs(tmp_path_factory: pytest.TempPathFactory, smollm2: ModelEntry, tiny_gguf: Path) -> Entries:
-    """The same with a context of 8,192, so that a request runs for as long as a test needs."""
+def long_models(tmp_path_factory: pytest.TempPathFactory, smollm2: ModelEntry, tiny_gguf: Path) -> Entries:
+    """The same with a context of 8,192 tokens, so that a request runs as long as a test needs."""
     folder = tmp_path_factory.mktemp("long")
     write_tiny_llama(folder / "mlx", smollm2.path, seed=0, context=CONTEXT)
     files: dict[Format, Path] = {"mlx": folder / "mlx", "gguf": with_context(tiny_gguf, CONTEXT, folder)}
@@ -53,7 +53,7 @@ def longs(tmp_path_factory: pytest.TempPathFactory, smollm2: ModelEntry, tiny_gg
 
 @pytest.fixture(scope="session")
 def thinkers(tmp_path_factory: pytest.TempPathFactory, smollm2: ModelEntry, tiny_gguf: Path) -> Entries:
-    """The same with markers of thoughts and calls as tokens, and a template that writes tools and thoughts."""
+    """The same with tokens for markers of reasoning and tool calls, and a template that contains both."""
     folder = tmp_path_factory.mktemp("thinkers")
     write_tiny_llama(folder / "mlx", smollm2.path, seed=0)
     teach_thinking(folder / "mlx")
@@ -71,43 +71,43 @@ def embedders(minilm: ModelEntry, minilm_gguf: Path) -> Entries:
 
 
 @pytest.fixture(scope="module", params=["mlx", "gguf", "echo"])
-def made_for(request: pytest.FixtureRequest) -> Format:
+def model_format(request: pytest.FixtureRequest) -> Format:
     """The engine under test, by the format of its models."""
     format_: Format = request.param
     return format_
 
 
 @pytest.fixture(scope="module")
-async def _with_tiny(chats: Entries, made_for: Format) -> AsyncIterator[ModelManager]:
+async def _tiny_manager(chat_models: Entries, model_format: Format) -> AsyncIterator[ModelManager]:
     async with ModelManager(SETTINGS) as manager:
-        await manager.load_entry(chats[made_for])
+        await manager.load_entry(chat_models[model_format])
         yield manager
 
 
 @pytest.fixture
-async def manager(_with_tiny: ModelManager) -> AsyncIterator[ModelManager]:
-    """With ``tiny``; shared by the tests of a module, which must not load or unload models."""
-    yield _with_tiny
-    await until_idle(_with_tiny)
+async def manager(_tiny_manager: ModelManager) -> AsyncIterator[ModelManager]:
+    """A manager with ``tiny``, shared by the tests of a module, which must not load or unload models."""
+    yield _tiny_manager
+    await until_idle(_tiny_manager)
 
 
 @pytest.fixture(scope="module")
-async def _with_long(longs: Entries, made_for: Format) -> AsyncIterator[ModelManager]:
+async def _long_manager(long_models: Entries, model_format: Format) -> AsyncIterator[ModelManager]:
     async with ModelManager(FEW) as manager:
-        await manager.load_entry(longs[made_for])
+        await manager.load_entry(long_models[model_format])
         yield manager
 
 
 @pytest.fixture
-async def busy(_with_long: ModelManager) -> AsyncIterator[ModelManager]:
-    """Two slots, and a model whose answers can be long; shared like ``manager``."""
-    yield _with_long
-    await until_idle(_with_long)
+async def busy(_long_manager: ModelManager) -> AsyncIterator[ModelManager]:
+    """A manager with two slots and a model with a long context, shared like ``manager``."""
+    yield _long_manager
+    await until_idle(_long_manager)
 
 
 @pytest.fixture
-async def own(longs: Entries, made_for: Format) -> AsyncIterator[ModelManager]:
-    """The same for one test, which may load and unload models."""
+async def own(long_models: Entries, model_format: Format) -> AsyncIterator[ModelManager]:
+    """The same manager for one test, which may load and unload models."""
     async with ModelManager(FEW) as manager:
-        await manager.load_entry(longs[made_for])
+        await manager.load_entry(long_models[model_format])
         yield manager

@@ -17,10 +17,10 @@ Both = tuple[ModelManager, ModelManager]
 
 
 @pytest.fixture(scope="module")
-async def both(chats: Entries) -> AsyncIterator[Both]:
+async def both(chat_models: Entries) -> AsyncIterator[Both]:
     async with ModelManager(SETTINGS) as mlx, ModelManager(SETTINGS) as gguf:
-        await mlx.load_entry(chats["mlx"])
-        await gguf.load_entry(chats["gguf"])
+        await mlx.load_entry(chat_models["mlx"])
+        await gguf.load_entry(chat_models["gguf"])
         yield mlx, gguf
 
 
@@ -37,21 +37,23 @@ async def both(chats: Entries) -> AsyncIterator[Both]:
     ],
 )
 async def test_both_formats_make_the_same_tokens_of_a_prompt(both: Both, prompt: Any) -> None:
-    found = []
+    prompts = []
     for manager in both:
         async with await manager.submit(request(prompt=prompt, max_tokens=0)) as stream:
-            found.append(stream.prompt)
-    assert found[0] == found[1]
+            prompts.append(stream.prompt)
+    assert prompts[0] == prompts[1]
 
 
 async def test_both_formats_generate_the_same_text_with_the_same_probabilities(both: Both) -> None:
-    wanted = request(max_tokens=20, top_logprobs=5, ignore_eos=True)
-    (text, ours), (other, theirs) = [await finish_with_logprobs(await manager.submit(wanted)) for manager in both]
+    scored_request = request(max_tokens=20, top_logprobs=5, ignore_eos=True)
+    (text, ours), (other, theirs) = [
+        await finish_with_logprobs(await manager.submit(scored_request)) for manager in both
+    ]
     assert text == other
     for one, two in zip(ours, theirs, strict=True):
         assert (one.token, one.text, one.bytes) == (two.token, two.text, two.bytes)
         assert one.logprob == pytest.approx(two.logprob, abs=0.02)
-        assert [it.logprob for it in one.top] == pytest.approx([it.logprob for it in two.top], abs=0.02)
+        assert [entry.logprob for entry in one.top] == pytest.approx([entry.logprob for entry in two.top], abs=0.02)
 
 
 async def test_both_formats_decode_tokens_to_the_same_text(both: Both) -> None:

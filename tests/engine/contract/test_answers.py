@@ -1,4 +1,4 @@
-"""Texts, their ends, sampling, log-probabilities and costs are the same promise on every engine."""
+"""Texts, their ends, sampling, log-probabilities and reports have the same contract on every engine."""
 
 from __future__ import annotations
 
@@ -99,7 +99,7 @@ async def test_simultaneous_requests_get_their_own_answers(manager: ModelManager
     assert len(set(together)) == 8
 
 
-# What is refused before the first token
+# Refusals before the first token
 
 
 @pytest.mark.parametrize("prompt", [TextPrompt(text=""), TokenPrompt(tokens=()), ChatPrompt(messages=())])
@@ -112,15 +112,17 @@ async def test_an_empty_prompt_is_refused(manager: ModelManager, prompt: Any) ->
 @pytest.mark.parametrize(
     ("prompt", "place"), [(TextPrompt(text="a\ud800"), "prompt"), (chat("\udc00"), "messages.0.content")]
 )
-async def test_an_unpaired_surrogate_is_refused(manager: ModelManager, prompt: Any, place: str) -> None:
+async def test_an_unpaired_surrogate_is_refused(manager: ModelManager, prompt: Any, param: str) -> None:
     with pytest.raises(InvalidRequestError, match="lone surrogate") as refused:
         await manager.submit(request(prompt=prompt))
-    assert refused.value.param == place
+    assert refused.value.param == param
 
 
 @pytest.mark.parametrize("token", [-1, 49152, 2**40])
-async def test_tokens_outside_the_vocabulary_are_refused(manager: ModelManager, token: int, made_for: Format) -> None:
-    last = EchoVocabulary().size - 1 if made_for == "echo" else 49151
+async def test_tokens_outside_the_vocabulary_are_refused(
+    manager: ModelManager, token: int, model_format: Format
+) -> None:
+    last = EchoVocabulary().size - 1 if model_format == "echo" else 49151
     with pytest.raises(InvalidRequestError, match=rf"prompt has the token id {token}; tiny knows 0 to {last}"):
         await manager.submit(request(prompt=TokenPrompt(tokens=(5, token))))
     with pytest.raises(InvalidRequestError, match=rf"logit_bias has the token id {token}; tiny knows 0 to {last}"):
@@ -133,19 +135,19 @@ async def test_a_prompt_that_fills_the_context_is_refused_with_both_numbers(mana
     ) as refused:
         await manager.submit(request(prompt=numbers(512)))
     assert refused.value.param == "prompt"
-    # It has room for no token, and none is asked for.
+    # The context has no room for another token, and the request needs none.
     assert (await run(manager, prompt=numbers(512), max_tokens=0))[1].prompt_tokens == 512
 
 
 async def test_only_the_beginning_of_a_prompt_that_is_far_too_long_is_tokenized(
-    manager: ModelManager, made_for: Format
+    manager: ModelManager, model_format: Format
 ) -> None:
     huge = "word " * 1_000_000
     for prompt in (TextPrompt(text=huge), chat(huge)):
         with pytest.raises(ContextLengthError, match=r"more than \d{3,4} tokens, and tiny takes 512"):
             await manager.submit(request(prompt=prompt))
-    # Long, but few tokens: spaces are many to a token, but for the echo engine's.
-    assert made_for == "echo" or (await run(manager, prompt=TextPrompt(text=" " * 8000)))[1].prompt_tokens < 512
+    # A long text of few tokens: a token contains many spaces, except on the echo engine.
+    assert model_format == "echo" or (await run(manager, prompt=TextPrompt(text=" " * 8000)))[1].prompt_tokens < 512
 
 
 @pytest.mark.parametrize("message", [{"content": "no role"}, {"role": "user"}])
@@ -163,11 +165,11 @@ async def test_the_refusal_of_an_unknown_model_names_it_and_the_loaded_one(manag
 
 # Sampling
 
-DRAWN: dict[str, Any] = {"temperature": 5.0, "seed": 11}
-"""So hot that no cut leaves the text as it is."""
+HOT: dict[str, Any] = {"temperature": 5.0, "seed": 11}
+"""A temperature at which every filter changes the text."""
 
 
-async def drawn(manager: ModelManager, max_tokens: int = 12, **changes: Any) -> str:
+async def sample_text(manager: ModelManager, max_tokens: int = 12, **changes: Any) -> str:
     text, report = await run(manager, sampling=Sampling(**changes), max_tokens=max_tokens, ignore_eos=True)
     assert report.output_tokens == max_tokens
     return text
@@ -175,33 +177,35 @@ async def drawn(manager: ModelManager, max_tokens: int = 12, **changes: Any) -> 
 
 @pytest.mark.parametrize("cut", [{"top_k": 1}, {"top_p": 1e-6}, {"min_p": 1.0}])
 async def test_a_filter_that_leaves_one_token_is_greedy_at_any_temperature(
-    manager: ModelManager, cut: dict[str, Any]
+    manager: ModelManager, filter_options: dict[str, Any]
 ) -> None:
-    greedy = await drawn(manager, temperature=0)
-    assert await drawn(manager, **DRAWN) != greedy
-    assert await drawn(manager, **DRAWN, **cut) == greedy
+    greedy = await sample_text(manager, temperature=0)
+    assert await sample_text(manager, **HOT) != greedy
+    assert await sample_text(manager, **HOT, **filter_options) == greedy
 
 
 @pytest.mark.parametrize("cut", [{"top_k": 40}, {"top_p": 0.5}, {"min_p": 0.2}])
-async def test_a_filter_changes_the_answer(manager: ModelManager, cut: dict[str, Any]) -> None:
-    assert await drawn(manager, **DRAWN, **cut) != await drawn(manager, **DRAWN)
+async def test_a_filter_changes_the_answer(manager: ModelManager, filter_options: dict[str, Any]) -> None:
+    assert await sample_text(manager, **HOT, **filter_options) != await sample_text(manager, **HOT)
 
 
 @pytest.mark.parametrize(
     "penalty", [{"repetition_penalty": 3.0}, {"presence_penalty": 2.0}, {"frequency_penalty": 2.0}]
 )
-async def test_a_penalty_prevents_repetition(manager: ModelManager, penalty: dict[str, Any], made_for: Format) -> None:
-    plain = await drawn(manager, 24, temperature=0)
-    repeated = await manager.decode(PROMPT.tokens) if made_for == "echo" else "ancial"
+async def test_a_penalty_prevents_repetition(
+    manager: ModelManager, penalty: dict[str, Any], model_format: Format
+) -> None:
+    plain = await sample_text(manager, 24, temperature=0)
+    repeated = await manager.decode(PROMPT.tokens) if model_format == "echo" else "ancial"
     assert repeated * 3 in plain
-    assert repeated * 2 not in await drawn(manager, 24, temperature=0, **penalty)
+    assert repeated * 2 not in await sample_text(manager, 24, temperature=0, **penalty)
 
 
-async def test_frequency_counts_what_presence_does_not(manager: ModelManager) -> None:
-    # Of two tokens that outweigh all others, presence punishes each once, frequency each time.
+async def test_a_frequency_penalty_counts_occurrences_and_a_presence_penalty_does_not(manager: ModelManager) -> None:
+    # The bias leaves two tokens. The presence penalty applies to each once, the frequency penalty at each occurrence.
     pair = ((500, 100.0), (700, 101.0))
-    once = await drawn(manager, 9, temperature=0, logit_bias=pair, presence_penalty=10.0)
-    each = await drawn(manager, 9, temperature=0, logit_bias=pair, frequency_penalty=10.0)
+    once = await sample_text(manager, 9, temperature=0, logit_bias=pair, presence_penalty=10.0)
+    each = await sample_text(manager, 9, temperature=0, logit_bias=pair, frequency_penalty=10.0)
     first, second = await manager.decode([500]), await manager.decode([700])
     assert each.count(second) >= 3
     assert each.count(first) >= 3
@@ -209,44 +213,48 @@ async def test_frequency_counts_what_presence_does_not(manager: ModelManager) ->
 
 
 async def test_a_bias_can_force_and_forbid_tokens(manager: ModelManager) -> None:
-    greedy = await drawn(manager, 3, temperature=0)
+    greedy = await sample_text(manager, 3, temperature=0)
     (first,) = [entry.token for entry in await logprobs(manager, max_tokens=1)]
-    assert await drawn(manager, 3, temperature=0, logit_bias=((500, 1000.0),)) == await manager.decode([500] * 3)
-    banned = await drawn(manager, 3, temperature=0, logit_bias=((first, -1000.0),))
+    assert await sample_text(manager, 3, temperature=0, logit_bias=((500, 1000.0),)) == await manager.decode([500] * 3)
+    banned = await sample_text(manager, 3, temperature=0, logit_bias=((first, -1000.0),))
     assert await manager.decode([first]) not in banned
     assert greedy.startswith(await manager.decode([first]))
 
 
 async def test_a_seeded_answer_is_reproducible(manager: ModelManager) -> None:
-    texts = [await drawn(manager, temperature=1.0, seed=seed) for seed in (7, 7, 8, -5, 2**70, 2**70)]
+    texts = [await sample_text(manager, temperature=1.0, seed=seed) for seed in (7, 7, 8, -5, 2**70, 2**70)]
     assert texts[0] == texts[1]
     assert texts[4] == texts[5]
     assert len(set(texts)) == 4
 
 
-async def test_without_a_seed_texts_differ_except_those_of_echo(manager: ModelManager, made_for: Format) -> None:
-    assert len({await drawn(manager, temperature=1.0) for _ in range(3)}) == (1 if made_for == "echo" else 3)
+async def test_without_a_seed_texts_differ_except_on_the_echo_engine(
+    manager: ModelManager, model_format: Format
+) -> None:
+    assert len({await sample_text(manager, temperature=1.0) for _ in range(3)}) == (1 if model_format == "echo" else 3)
 
 
 async def test_several_answers_of_a_seeded_request_differ_and_are_reproducible(manager: ModelManager) -> None:
     async def answers(seed: int | None) -> list[str]:
-        wanted = request(sampling=Sampling(temperature=1, seed=seed), max_tokens=8, ignore_eos=True)
-        return [(await finish(stream))[0] for stream in await manager.submit_all(wanted, 3)]
+        seeded_request = request(sampling=Sampling(temperature=1, seed=seed), max_tokens=8, ignore_eos=True)
+        return [(await finish(stream))[0] for stream in await manager.submit_all(seeded_request, 3)]
 
     first = await answers(5)
     assert len(set(first)) == 3
     assert await answers(5) == first
     assert len(set(await answers(None))) == 3
-    assert first[0] == await drawn(manager, 8, temperature=1, seed=5)
+    assert first[0] == await sample_text(manager, 8, temperature=1, seed=5)
 
 
-async def test_a_seeded_answer_does_not_depend_on_other_requests(manager: ModelManager, made_for: Format) -> None:
-    wanted = [Sampling(temperature=1, seed=seed) for seed in range(8)]
-    alone = [(await run(manager, sampling=each, max_tokens=8, ignore_eos=True))[0] for each in wanted]
-    found = await asyncio.gather(*(run(manager, sampling=each, max_tokens=8, ignore_eos=True) for each in wanted))
-    same = [text == one for (text, _), one in zip(found, alone, strict=True)]
-    # llama.cpp computes with other roundings beside others, which may tip a draw: see the table in docs/server.md.
-    assert sum(same) >= 4 if made_for == "gguf" else all(same)
+async def test_a_seeded_answer_does_not_depend_on_other_requests(manager: ModelManager, model_format: Format) -> None:
+    seeded_request = [Sampling(temperature=1, seed=seed) for seed in range(8)]
+    alone = [(await run(manager, sampling=each, max_tokens=8, ignore_eos=True))[0] for each in seeded_request]
+    results = await asyncio.gather(
+        *(run(manager, sampling=each, max_tokens=8, ignore_eos=True) for each in seeded_request)
+    )
+    same = [text == one for (text, _), one in zip(results, alone, strict=True)]
+    # llama.cpp rounds differently if other requests run, which may change a sampled token: see docs/server.md.
+    assert sum(same) >= 4 if model_format == "gguf" else all(same)
     assert len(set(alone)) == 8
 
 
@@ -262,10 +270,10 @@ async def test_each_token_has_its_logprob_and_the_requested_number_of_alternativ
     manager: ModelManager, top: int
 ) -> None:
     stream = await manager.submit(request(max_tokens=10, top_logprobs=top, ignore_eos=True))
-    text, found = await finish_with_logprobs(stream)
-    assert len(found) == 10
-    assert b"".join(entry.bytes for entry in found).decode() == text
-    for entry in found:
+    text, results = await finish_with_logprobs(stream)
+    assert len(results) == 10
+    assert b"".join(entry.bytes for entry in results).decode() == text
+    for entry in results:
         assert len(entry.top) == top
         assert entry.text == entry.bytes.decode()
         values = [one.logprob for one in (entry, *entry.top) if one.logprob is not None]
@@ -273,23 +281,23 @@ async def test_each_token_has_its_logprob_and_the_requested_number_of_alternativ
         assert all(math.isfinite(value) and value <= 0 for value in values)
         assert all(high >= low for high, low in pairwise(values[1:]))
         assert math.fsum(math.exp(value) for value in values[1:]) <= 1 + 1e-6
-        # Greedy: what came is the likeliest.
+        # The temperature is 0, so the chosen token is the likeliest.
         assert not top or entry.top[0].token == entry.token
 
 
 async def test_the_bytes_of_tokens_join_to_the_text(manager: ModelManager) -> None:
-    text, found = await finish_with_logprobs(await manager.submit(request(answer_format=WORDS, top_logprobs=0)))
+    text, results = await finish_with_logprobs(await manager.submit(request(answer_format=WORDS, top_logprobs=0)))
     assert text
-    assert b"".join(entry.bytes for entry in found).decode(errors="replace").startswith(text)
+    assert b"".join(entry.bytes for entry in results).decode(errors="replace").startswith(text)
 
 
 async def test_tokens_of_a_stop_string_have_no_logprobs(manager: ModelManager) -> None:
-    asked: dict[str, Any] = {"prompt": numbers(6), "max_tokens": 6, "top_logprobs": 0}
-    whole = await logprobs(manager, **asked)
+    options: dict[str, Any] = {"prompt": numbers(6), "max_tokens": 6, "top_logprobs": 0}
+    whole = await logprobs(manager, **options)
     stop = whole[3].text
-    text, found = await finish_with_logprobs(await manager.submit(request(**asked, stop=(stop,))))
+    text, results = await finish_with_logprobs(await manager.submit(request(**options, stop=(stop,))))
     assert text == "".join(entry.text for entry in whole[:3])
-    assert [entry.token for entry in found] == [entry.token for entry in whole[:3]]
+    assert [entry.token for entry in results] == [entry.token for entry in whole[:3]]
 
 
 async def test_the_token_that_ends_the_text_is_marked_and_has_no_text(manager: ModelManager) -> None:
@@ -337,19 +345,19 @@ async def test_times_are_positive_and_add_up(manager: ModelManager) -> None:
     assert report.peak_memory_bytes > 1_000_000
 
 
-# What not every engine does
+# Optional features
 
 
 async def test_scores_of_a_prompt_are_supported_or_refused_as_the_capabilities_state(
-    manager: ModelManager, made_for: Format
+    manager: ModelManager, model_format: Format
 ) -> None:
-    asked = request(score_prompt=True, top_logprobs=1, max_tokens=0)
-    if not engine_of(manager, made_for).capabilities.prompt_scores:
+    options = request(score_prompt=True, top_logprobs=1, max_tokens=0)
+    if not engine_of(manager, model_format).capabilities.prompt_scores:
         with pytest.raises(InvalidRequestError, match="MLX format") as refused:
-            await manager.submit(asked)
+            await manager.submit(options)
         assert refused.value.param == "logprobs"
         return
-    stream = await manager.submit(asked)
+    stream = await manager.submit(options)
     await finish(stream)
     assert stream.prompt_scores is not None
     assert [entry.token for entry in stream.prompt_scores.tokens] == list(PROMPT.tokens)

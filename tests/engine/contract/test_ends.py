@@ -1,4 +1,4 @@
-"""However a request ends, it ends once, its slot is free again, and the engine continues: on every engine."""
+"""On every engine, a request ends exactly once in any case, its slot becomes free, and the engine continues."""
 
 from __future__ import annotations
 
@@ -26,11 +26,11 @@ from tests.engine.contract.conftest import CONTEXT, FEW, Entries
 
 pytestmark = pytest.mark.anyio
 LONG: dict[str, Any] = {"max_tokens": CONTEXT, "ignore_eos": True}
-"""Seconds of work, to whose end no test waits."""
+"""A request that takes seconds. No test waits for its end."""
 
 
-async def occupied(manager: ModelManager) -> list[TokenStream]:
-    """Two requests that decode in both slots; close the streams to free them."""
+async def occupy_slots(manager: ModelManager) -> list[TokenStream]:
+    """Occupy both slots with requests that decode; return their streams, which must be closed to free the slots."""
     streams = [await manager.submit(request(prompt=numbers(5, start=at), **LONG)) for at in (100, 200)]
     for stream in streams:
         await anext(stream)
@@ -43,16 +43,16 @@ async def cancel(*streams: TokenStream) -> None:
         await stream.aclose()
 
 
-async def answers_again(manager: ModelManager) -> None:
+async def check_engine_answers(manager: ModelManager) -> None:
     await until_idle(manager)
     assert (await run(manager, ignore_eos=True))[1].output_tokens == 8
 
 
-# Cancelled
+# Cancellation
 
 
 async def test_a_request_may_be_cancelled_while_it_waits(busy: ModelManager) -> None:
-    streams = await occupied(busy)
+    streams = await occupy_slots(busy)
     waits = await busy.submit(request())
     assert waits.progress is None
     await waits.aclose()
@@ -60,7 +60,7 @@ async def test_a_request_may_be_cancelled_while_it_waits(busy: ModelManager) -> 
         await asyncio.sleep(0.001)
     assert busy.snapshot.active_requests == 2
     await cancel(*streams)
-    await answers_again(busy)
+    await check_engine_answers(busy)
     assert waits.report is None
 
 
@@ -69,24 +69,24 @@ async def test_a_request_may_be_cancelled_while_its_prompt_is_computed(busy: Mod
     while stream.progress is None:  # noqa: ASYNC110
         await asyncio.sleep(0.001)
     await stream.aclose()
-    await answers_again(busy)
+    await check_engine_answers(busy)
     assert stream.report is None
 
 
 async def test_a_request_may_be_cancelled_while_it_decodes(busy: ModelManager) -> None:
     before = busy.snapshot.output_tokens
-    await cancel(*await occupied(busy))
-    await answers_again(busy)
+    await cancel(*await occupy_slots(busy))
+    await check_engine_answers(busy)
     # llama.cpp has computed some more tokens when the cancellation reaches it.
     assert 10 <= busy.snapshot.output_tokens - before < CONTEXT
 
 
 async def test_a_stream_that_is_dropped_is_cancelled(busy: ModelManager) -> None:
-    streams = await occupied(busy)
+    streams = await occupy_slots(busy)
     waits = await busy.submit(request(**LONG))
     del streams, waits
     gc.collect()
-    await answers_again(busy)
+    await check_engine_answers(busy)
 
 
 async def test_cancelling_the_submit_leaves_nothing_behind(busy: ModelManager) -> None:
@@ -98,11 +98,11 @@ async def test_cancelling_the_submit_leaves_nothing_behind(busy: ModelManager) -
         with contextlib.suppress(asyncio.CancelledError):
             await cancel(await task)
     gc.collect()
-    await answers_again(busy)
+    await check_engine_answers(busy)
 
 
 async def test_a_cancelled_request_frees_its_slot_for_the_next_one(busy: ModelManager) -> None:
-    first, second = await occupied(busy)
+    first, second = await occupy_slots(busy)
     waits = await busy.submit(request(ignore_eos=True))
     await first.aclose()
     assert (await finish(waits))[1].output_tokens == 8
@@ -110,7 +110,7 @@ async def test_a_cancelled_request_frees_its_slot_for_the_next_one(busy: ModelMa
 
 
 async def test_a_request_with_a_grammar_may_wait_for_a_slot(busy: ModelManager) -> None:
-    streams = await occupied(busy)
+    streams = await occupy_slots(busy)
     form = AnswerFormat(kind="regex", text="[ab]{9}")
     asking = asyncio.create_task(busy.submit(request(answer_format=form, max_tokens=20)))
     await asyncio.sleep(0)
@@ -118,30 +118,30 @@ async def test_a_request_with_a_grammar_may_wait_for_a_slot(busy: ModelManager) 
     assert len((await finish(await asking))[0]) == 9
 
 
-# In time
+# Deadlines
 
 
 @pytest.mark.parametrize("prompt", [5, 8000])
 async def test_a_running_request_ends_at_its_deadline(busy: ModelManager, prompt: int) -> None:
     with pytest.raises(GenerationTimeoutError, match=r"not finished after 0\.02 s"):
         await run(busy, prompt=numbers(prompt), timeout_s=0.02, **LONG)
-    await answers_again(busy)
+    await check_engine_answers(busy)
 
 
 async def test_a_queued_request_ends_at_its_deadline(busy: ModelManager) -> None:
-    streams = await occupied(busy)
+    streams = await occupy_slots(busy)
     with pytest.raises(GenerationTimeoutError):
         await run(busy, timeout_s=0.02)
     assert busy.snapshot.active_requests == 2
     await cancel(*streams)
-    await answers_again(busy)
+    await check_engine_answers(busy)
 
 
-# In the queue
+# The queue
 
 
 async def test_a_full_queue_refuses_requests_and_loses_none(busy: ModelManager) -> None:
-    streams = await occupied(busy)
+    streams = await occupy_slots(busy)
     waiting = [await busy.submit(request(max_tokens=20, ignore_eos=True)) for _ in range(2)]
     with pytest.raises(QueueFullError) as refused:
         await busy.submit(request())
@@ -149,11 +149,11 @@ async def test_a_full_queue_refuses_requests_and_loses_none(busy: ModelManager) 
     assert refused.value.retry_after_s >= 1
     await cancel(*streams)
     assert [(await finish(stream))[1].output_tokens for stream in waiting] == [20, 20]
-    await answers_again(busy)
+    await check_engine_answers(busy)
 
 
 async def test_the_answers_of_one_request_are_accepted_all_or_none(busy: ModelManager) -> None:
-    streams = await occupied(busy)
+    streams = await occupy_slots(busy)
     one = await busy.submit(request())
     with pytest.raises(QueueFullError):
         await busy.submit_all(request(), 2)
@@ -165,7 +165,7 @@ async def test_the_answers_of_one_request_are_accepted_all_or_none(busy: ModelMa
 
 
 async def test_queued_requests_run_in_the_order_of_arrival(busy: ModelManager) -> None:
-    streams = await occupied(busy)
+    streams = await occupy_slots(busy)
     order: list[int] = []
 
     async def waits(at: int, stream: TokenStream) -> None:
@@ -182,16 +182,16 @@ async def test_queued_requests_run_in_the_order_of_arrival(busy: ModelManager) -
 
 async def test_two_event_loops_use_one_engine_at_once(busy: ModelManager) -> None:
     alone = (await run(busy, max_tokens=60))[0]
-    found: list[str] = []
+    results: list[str] = []
 
     async def elsewhere() -> None:
-        found.extend([(await run(busy, max_tokens=60))[0] for _ in range(5)])
+        results.extend([(await run(busy, max_tokens=60))[0] for _ in range(5)])
 
     thread = threading.Thread(target=lambda: asyncio.run(elsewhere()))
     thread.start()
     here = [(await run(busy, max_tokens=60))[0] for _ in range(5)]
     await asyncio.to_thread(thread.join)
-    assert [*here, *found] == [alone] * 10
+    assert [*here, *results] == [alone] * 10
 
 
 async def test_requests_end_when_the_event_loop_of_their_caller_closes(busy: ModelManager) -> None:
@@ -202,13 +202,13 @@ async def test_requests_end_when_the_event_loop_of_their_caller_closes(busy: Mod
         await anext(kept[0])
 
     await asyncio.to_thread(lambda: asyncio.run(elsewhere()))
-    # Both slots are needed, and the other requests would take seconds.
-    found = await asyncio.wait_for(asyncio.gather(run(busy, ignore_eos=True), run(busy, ignore_eos=True)), 60)
-    assert [report.output_tokens for _, report in found] == [8, 8]
+    # These requests need both slots, and the requests of the closed loop would take seconds.
+    results = await asyncio.wait_for(asyncio.gather(run(busy, ignore_eos=True), run(busy, ignore_eos=True)), 60)
+    assert [report.output_tokens for _, report in results] == [8, 8]
     assert kept[0].report is None
 
 
-# When the model is unloaded
+# Loads and unloads
 
 
 async def test_an_unload_waits_for_running_requests_and_refuses_queued_ones(
@@ -237,35 +237,41 @@ async def test_an_unload_waits_for_running_requests_and_refuses_queued_ones(
         await run(own)
 
 
-async def test_an_unload_waits_for_running_requests_no_longer_than_drain_s(longs: Entries, made_for: Format) -> None:
+async def test_an_unload_waits_for_running_requests_no_longer_than_drain_s(
+    long_models: Entries, model_format: Format
+) -> None:
     async with ModelManager(replace(FEW, drain_s=0.05)) as manager:
-        await manager.load_entry(longs[made_for])
-        streams = await occupied(manager)
+        await manager.load_entry(long_models[model_format])
+        streams = await occupy_slots(manager)
         assert await manager.unload() > 0
         for stream in streams:
             with pytest.raises(NotLoadedError, match="the model was unloaded before this request ended"):
                 await finish(stream)
-        await manager.load_entry(longs[made_for])
-        await answers_again(manager)
+        await manager.load_entry(long_models[model_format])
+        await check_engine_answers(manager)
 
 
-async def test_a_load_waits_for_running_requests(own: ModelManager, chats: Entries, made_for: Format) -> None:
+async def test_a_load_waits_for_running_requests(own: ModelManager, chat_models: Entries, model_format: Format) -> None:
     stream = await own.submit(request(max_tokens=300, ignore_eos=True))
     await anext(stream)
-    report = await own.load_entry(chats[made_for])
+    report = await own.load_entry(chat_models[model_format])
     assert (report.model, own.snapshot.model) == ("tiny", "tiny")
     assert (await finish(stream))[1].output_tokens == 300
     assert (await run(own))[1].model == "tiny"
 
 
-async def test_a_load_may_wait_for_queued_requests_too(own: ModelManager, chats: Entries, made_for: Format) -> None:
+async def test_a_load_may_wait_for_queued_requests_too(
+    own: ModelManager, chat_models: Entries, model_format: Format
+) -> None:
     streams = [await own.submit(request(max_tokens=50, ignore_eos=True)) for _ in range(4)]
-    await own.load_entry(chats[made_for], finish_queued=True)
+    await own.load_entry(chat_models[model_format], finish_queued=True)
     assert [(await finish(stream))[1].output_tokens for stream in streams] == [50] * 4
 
 
-async def test_a_cancelled_caller_does_not_cancel_its_load(own: ModelManager, chats: Entries, made_for: Format) -> None:
-    loading = asyncio.create_task(own.load_entry(chats[made_for]))
+async def test_a_cancelled_caller_does_not_cancel_its_load(
+    own: ModelManager, chat_models: Entries, model_format: Format
+) -> None:
+    loading = asyncio.create_task(own.load_entry(chat_models[model_format]))
     while own.snapshot.model == "long":  # noqa: ASYNC110
         await asyncio.sleep(0.001)
     loading.cancel()
@@ -273,30 +279,34 @@ async def test_a_cancelled_caller_does_not_cancel_its_load(own: ModelManager, ch
         await loading
     while own.snapshot.model != "tiny":  # noqa: ASYNC110
         await asyncio.sleep(0.001)
-    await answers_again(own)
+    await check_engine_answers(own)
 
 
-async def test_loading_the_loaded_model_changes_nothing(busy: ModelManager, longs: Entries, made_for: Format) -> None:
+async def test_loading_the_loaded_model_changes_nothing(
+    busy: ModelManager, long_models: Entries, model_format: Format
+) -> None:
     stream = await busy.submit(request(max_tokens=50, ignore_eos=True))
-    assert (await busy.load_entry(longs[made_for])).load_s == 0
+    assert (await busy.load_entry(long_models[model_format])).load_s == 0
     assert (await finish(stream))[1].output_tokens == 50
 
 
 async def test_quiescing_ends_requests_that_take_too_long_and_keeps_the_model(own: ModelManager) -> None:
-    streams = await occupied(own)
+    streams = await occupy_slots(own)
     await own.quiesce(0.01)
     for stream in streams:
         with pytest.raises(NotLoadedError, match="the server was stopped before this request ended"):
             await finish(stream)
     assert own.snapshot.model == "long"
-    await answers_again(own)
+    await check_engine_answers(own)
 
 
-async def test_stopping_ends_running_and_queued_requests(longs: Entries, made_for: Format, ends: Counter[int]) -> None:
+async def test_stopping_ends_running_and_queued_requests(
+    long_models: Entries, model_format: Format, ends: Counter[int]
+) -> None:
     manager = ModelManager(FEW)
     await asyncio.to_thread(manager.start)
-    await manager.load_entry(longs[made_for])
-    streams = [*await occupied(manager), await manager.submit(request())]
+    await manager.load_entry(long_models[model_format])
+    streams = [*await occupy_slots(manager), await manager.submit(request())]
     await asyncio.to_thread(manager.stop)
     for stream in streams:
         with pytest.raises(EngineDeadError):
@@ -305,18 +315,20 @@ async def test_stopping_ends_running_and_queued_requests(longs: Entries, made_fo
     await asyncio.to_thread(manager.stop)
 
 
-async def test_an_engine_can_start_again(longs: Entries, made_for: Format) -> None:
+async def test_an_engine_can_start_again(long_models: Entries, model_format: Format) -> None:
     manager = ModelManager(FEW)
     for _ in range(2):
         async with manager:
-            await manager.load_entry(longs[made_for])
+            await manager.load_entry(long_models[model_format])
             assert (await run(manager, ignore_eos=True))[1].output_tokens == 8
         assert manager.snapshot.entry is None or not manager.alive
 
 
-async def test_a_model_without_requests_is_unloaded_after_idle_unload_s(longs: Entries, made_for: Format) -> None:
+async def test_a_model_without_requests_is_unloaded_after_idle_unload_s(
+    long_models: Entries, model_format: Format
+) -> None:
     async with ModelManager(replace(FEW, idle_unload_s=0.2)) as manager:
-        await manager.load_entry(longs[made_for])
+        await manager.load_entry(long_models[model_format])
         while manager.snapshot.state == "ready":  # noqa: ASYNC110
             await asyncio.sleep(0.01)
         assert (manager.snapshot.unloaded_model, manager.snapshot.unload_cause) == ("long", "idle")
@@ -325,7 +337,7 @@ async def test_a_model_without_requests_is_unloaded_after_idle_unload_s(longs: E
 
 
 async def test_the_snapshot_counts_running_and_queued_requests(busy: ModelManager) -> None:
-    streams = await occupied(busy)
+    streams = await occupy_slots(busy)
     waits = await busy.submit(request())
     await until_busy(busy, requests=3)
     now = busy.snapshot

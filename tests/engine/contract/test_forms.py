@@ -1,4 +1,4 @@
-"""Enforced forms, tools and thoughts are the same promise on every engine."""
+"""Enforced formats, tools and reasoning have the same contract on every engine."""
 
 from __future__ import annotations
 
@@ -44,26 +44,28 @@ LONG = "Where is the river, and where is the sea, and how far is it from here?"
 
 
 @pytest.fixture(scope="module")
-async def _roomy(chats: Entries, made_for: Format) -> AsyncIterator[ModelManager]:
+async def _roomy_manager(chat_models: Entries, model_format: Format) -> AsyncIterator[ModelManager]:
     async with ModelManager(SETTINGS) as manager:
-        # Tools take more of its tokens.
-        await manager.load_entry(echo_entry("tiny", context=4096) if made_for == "echo" else chats[made_for])
+        # A prompt with tools has more tokens on the echo engine.
+        await manager.load_entry(
+            echo_entry("tiny", context=4096) if model_format == "echo" else chat_models[model_format]
+        )
         yield manager
 
 
 @pytest.fixture
-async def manager(_roomy: ModelManager) -> AsyncIterator[ModelManager]:
-    """With ``tiny``, shared by the tests of this module."""
-    yield _roomy
-    await until_idle(_roomy)
+async def manager(_roomy_manager: ModelManager) -> AsyncIterator[ModelManager]:
+    """A manager with ``tiny``, shared by the tests of this module."""
+    yield _roomy_manager
+    await until_idle(_roomy_manager)
 
 
 async def run(manager: ModelManager, **changes: Any) -> Answer:
     return await finish(await manager.submit(request(**changes)))
 
 
-async def answered(manager: ModelManager, **changes: Any) -> Answer | InvalidRequestError:
-    """The answer, or why there is none."""
+async def answer_or_refusal(manager: ModelManager, **changes: Any) -> Answer | InvalidRequestError:
+    """Return the answer, or the error of a refused request."""
     try:
         return await run(manager, **changes)
     except InvalidRequestError as exc:
@@ -72,30 +74,30 @@ async def answered(manager: ModelManager, **changes: Any) -> Answer | InvalidReq
 
 @pytest.fixture
 def marker(tiny: ModelEntry) -> list[int]:
-    """The tokens of the marker that begins a call; none is twice in it."""
+    """The tokens of the marker that begins a tool call; all of them are different."""
     tokens: list[int] = Tokenizer.from_file(str(tiny.path / "tokenizer.json")).encode("<tool_call>").ids
     assert len(set(tokens)) == len(tokens)
     return tokens
 
 
 @pytest.fixture(scope="module")
-async def thinker(thinkers: Entries, made_for: Format) -> AsyncIterator[ModelManager]:
-    """With markers of thoughts and calls, and tools in the template."""
-    if made_for == "echo":
-        pytest.skip("echo has no template that opens thoughts; its own are in tests/engine/echo")
+async def thinker(thinkers: Entries, model_format: Format) -> AsyncIterator[ModelManager]:
+    """A manager with a model that has markers of reasoning and tool calls, and a template with tools."""
+    if model_format == "echo":
+        pytest.skip("echo has no template that opens the reasoning; its reasoning is tested in tests/engine/echo")
     async with ModelManager(SETTINGS) as manager:
-        await manager.load_entry(thinkers[made_for])
+        await manager.load_entry(thinkers[model_format])
         yield manager
 
 
-# Forms
+# Formats
 
 
 async def test_a_schema_is_enforced_whatever_the_temperature(manager: ModelManager) -> None:
     for seed in range(4):
-        found = await run(manager, answer_format=JSON, sampling=Sampling(temperature=2, seed=seed))
-        assert is_place(found.text)
-        assert found.reason == "stop"
+        result = await run(manager, answer_format=JSON, sampling=Sampling(temperature=2, seed=seed))
+        assert is_place(result.text)
+        assert result.reason == "stop"
     assert is_place((await run(manager, answer_format=JSON, prompt=TextPrompt(text="river"))).text)
 
 
@@ -107,11 +109,13 @@ async def test_patterns_and_grammars_are_enforced(manager: ModelManager, form: A
 
 
 async def test_white_space_in_json_is_limited(manager: ModelManager) -> None:
-    # The tiny model likes nothing better.
+    # The bias makes white space the likeliest tokens.
     spaces = Sampling(temperature=0, logit_bias=tuple((token, 100.0) for token in (198, 216, 221, 256, 284)))
-    whole = AnswerFormat(kind="json_schema", text=json.dumps({"type": "array", "items": {"const": 1}, "maxItems": 2}))
-    found = await run(manager, answer_format=whole, sampling=spaces)
-    assert json.loads(found.text) in ([], [1], [1, 1])
+    schema_format = AnswerFormat(
+        kind="json_schema", text=json.dumps({"type": "array", "items": {"const": 1}, "maxItems": 2})
+    )
+    result = await run(manager, answer_format=schema_format, sampling=spaces)
+    assert json.loads(result.text) in ([], [1], [1, 1])
 
 
 BROKEN = {
@@ -136,18 +140,18 @@ async def test_an_invalid_format_is_refused_before_the_first_token(manager: Mode
     ],
 )
 async def test_a_format_is_either_enforced_or_refused(manager: ModelManager, form: AnswerFormat) -> None:
-    found = await answered(manager, answer_format=form, max_tokens=200)
-    if isinstance(found, InvalidRequestError):
-        assert found.param == "response_format"
-        assert "load the model in MLX format" in found.message
+    result = await answer_or_refusal(manager, answer_format=form, max_tokens=200)
+    if isinstance(result, InvalidRequestError):
+        assert result.param == "response_format"
+        assert "load the model in MLX format" in result.message
         return
-    assert form.kind == "lark" or found.text.startswith('"')
+    assert form.kind == "lark" or result.text.startswith('"')
 
 
 async def test_a_format_may_allow_any_text(manager: ModelManager) -> None:
     for kind, text in (("regex", "(?s:.*)"), ("lark", "start: /(?s:.*)/")):
-        found = await run(manager, answer_format=AnswerFormat(kind=kind, text=text), content=LONG, max_tokens=10)  # type: ignore[arg-type]
-        assert found.report.output_tokens == 10
+        result = await run(manager, answer_format=AnswerFormat(kind=kind, text=text), content=LONG, max_tokens=10)  # type: ignore[arg-type]
+        assert result.report.output_tokens == 10
 
 
 async def test_a_format_cannot_be_combined_with_ignore_eos(manager: ModelManager) -> None:
@@ -167,18 +171,18 @@ async def test_a_format_with_too_few_tokens_ends_with_length(manager: ModelManag
 
 
 async def test_a_forced_call_is_the_whole_answer(manager: ModelManager) -> None:
-    found = await run(manager, tools=FORCED)
-    ((name, arguments),) = found.calls
+    result = await run(manager, tools=FORCED)
+    ((name, arguments),) = result.calls
     assert name in ("look", "wait")
     assert is_place(arguments)
-    assert (found.text, found.reason) == ("", "tool_calls")
+    assert (result.text, result.reason) == ("", "tool_calls")
 
 
 async def test_a_named_tool_is_called_once(manager: ModelManager) -> None:
-    found = await run(manager, tools=NAMED)
-    assert [name for name, _ in found.calls] == ["wait"]
-    assert is_place(found.calls[0][1])
-    assert (found.text, found.reason) == ("", "tool_calls")
+    result = await run(manager, tools=NAMED)
+    assert [name for name, _ in result.calls] == ["wait"]
+    assert is_place(result.calls[0][1])
+    assert (result.text, result.reason) == ("", "tool_calls")
 
 
 async def test_forced_parallel_calls_are_all_calls_with_ids_of_their_own(manager: ModelManager) -> None:
@@ -190,43 +194,43 @@ async def test_forced_parallel_calls_are_all_calls_with_ids_of_their_own(manager
 
 
 async def test_optional_tools_need_not_be_called(manager: ModelManager) -> None:
-    found = await run(manager, tools=TOOLS, content=LONG, max_tokens=10)
-    assert (found.calls, found.report.output_tokens, found.reason) == ([], 10, "length")
-    assert found.text
+    result = await run(manager, tools=TOOLS, content=LONG, max_tokens=10)
+    assert (result.calls, result.report.output_tokens, result.reason) == ([], 10, "length")
+    assert result.text
 
 
-async def biased_toward(marker: list[int], manager: ModelManager, asked: GenerationRequest) -> GenerationRequest:
+async def with_bias_toward(marker: list[int], manager: ModelManager, options: GenerationRequest) -> GenerationRequest:
     """The request, with a bias by which the answer begins with these tokens."""
-    async with await manager.submit(replace(asked, max_tokens=0)) as stream:
+    async with await manager.submit(replace(options, max_tokens=0)) as stream:
         said = Counter(stream.prompt)
     # llama.cpp's penalties count the prompt too, so there more is needed for the same.
     counted = said if manager.snapshot.entry is not None and manager.snapshot.entry.format == "gguf" else {}
     bias = tuple((token, 1000.0 * (1 + counted.get(token, 0)) - 20 * at) for at, token in enumerate(marker))
-    return replace(asked, sampling=Sampling(temperature=0, logit_bias=bias, frequency_penalty=1000))
+    return replace(options, sampling=Sampling(temperature=0, logit_bias=bias, frequency_penalty=1000))
 
 
 async def test_a_call_that_the_model_starts_follows_its_schema(
-    manager: ModelManager, marker: list[int], made_for: Format
+    manager: ModelManager, marker: list[int], model_format: Format
 ) -> None:
-    asked = request(tools=replace(TOOLS, parallel=False))
-    if made_for == "echo":
+    options = request(tools=replace(TOOLS, parallel=False))
+    if model_format == "echo":
         # It says what the message says; there is no such place.
         said = '<tool_call>\n{"name": "look", "arguments": {"kind": "lake"}}\n</tool_call>'
         begun = request(tools=replace(TOOLS, parallel=False), content=said)
     else:
-        begun = await biased_toward(marker, manager, asked)
-    found = await finish(await manager.submit(begun))
-    ((name, arguments),) = found.calls
+        begun = await with_bias_toward(marker, manager, options)
+    result = await finish(await manager.submit(begun))
+    ((name, arguments),) = result.calls
     assert name in ("look", "wait")
     assert is_place(arguments)
-    assert (found.text, found.reason) == ("", "tool_calls")
+    assert (result.text, result.reason) == ("", "tool_calls")
 
 
 async def test_an_incomplete_call_ends_with_length(manager: ModelManager) -> None:
-    whole = await run(manager, tools=NAMED)
-    cut = await run(manager, tools=NAMED, max_tokens=whole.report.output_tokens - 8)
+    schema_format = await run(manager, tools=NAMED)
+    cut = await run(manager, tools=NAMED, max_tokens=schema_format.report.output_tokens - 8)
     assert cut.reason == "length"
-    assert whole.calls[0][1].startswith(cut.calls[0][1])
+    assert schema_format.calls[0][1].startswith(cut.calls[0][1])
 
 
 async def test_the_error_of_invalid_parameters_names_the_tool(manager: ModelManager) -> None:
@@ -234,22 +238,22 @@ async def test_the_error_of_invalid_parameters_names_the_tool(manager: ModelMana
     with pytest.raises(InvalidRequestError, match="the parameters of the tool 'odd'") as refused:
         await manager.submit(request(tools=ToolUse(tools=(*TOOLS.tools, wrong), forced=True)))
     assert refused.value.param == "tools.2.function.parameters"
-    # Who need not call it is not bothered.
+    # A request that need not call the tool is not refused.
     assert (await run(manager, tools=ToolUse(tools=(*TOOLS.tools, wrong)), max_tokens=5)).report.output_tokens == 5
 
 
 async def test_the_schema_of_a_call_is_either_enforced_or_refused(manager: ModelManager) -> None:
     address = {"type": "object", "properties": {"url": {"type": "string", "format": "uri"}}, "required": ["url"]}
     tools = ToolUse(tools=(*TOOLS.tools, Tool(name="fetch", parameters=address)))
-    # It need not be called, or is not the one that is.
+    # The tool need not be called, or another tool is called.
     assert (await run(manager, tools=tools, max_tokens=5)).report.output_tokens == 5
     assert is_place((await run(manager, tools=replace(tools, forced=True, only="wait"))).calls[0][1])
-    found = await answered(manager, tools=replace(tools, forced=True, only="fetch"), max_tokens=400)
-    if isinstance(found, InvalidRequestError):
-        assert found.param == "tools.2.function.parameters"
-        assert "the tool 'fetch'" in found.message
+    result = await answer_or_refusal(manager, tools=replace(tools, forced=True, only="fetch"), max_tokens=400)
+    if isinstance(result, InvalidRequestError):
+        assert result.param == "tools.2.function.parameters"
+        assert "the tool 'fetch'" in result.message
         return
-    assert [name for name, _ in found.calls] == ["fetch"]
+    assert [name for name, _ in result.calls] == ["fetch"]
 
 
 CONVERSATION: tuple[dict[str, Any], ...] = (
@@ -275,19 +279,19 @@ async def test_results_of_tools_are_part_of_the_prompt(manager: ModelManager) ->
 
 
 async def test_formats_tools_and_free_answers_do_not_affect_each_other(manager: ModelManager) -> None:
-    found = await asyncio.gather(
+    result = await asyncio.gather(
         run(manager, answer_format=JSON),
         run(manager, tools=NAMED),
         run(manager, max_tokens=30, ignore_eos=True),
         run(manager, answer_format=REGEX),
     )
-    assert is_place(found[0].text)
-    assert is_place(found[1].calls[0][1])
-    assert found[2].report.output_tokens == 30
-    assert re.fullmatch(REGEX.text, found[3].text)
+    assert is_place(result[0].text)
+    assert is_place(result[1].calls[0][1])
+    assert result[2].report.output_tokens == 30
+    assert re.fullmatch(REGEX.text, result[3].text)
 
 
-# Where the model has markers of its own
+# Models with markers of reasoning and tool calls
 
 
 async def test_reasoning_is_separate_from_the_text_and_counted(thinker: ModelManager) -> None:
@@ -300,49 +304,50 @@ async def test_reasoning_is_separate_from_the_text_and_counted(thinker: ModelMan
 
 
 async def test_the_answer_follows_the_reasoning(thinker: ModelManager) -> None:
-    # TokenTable and the end of thoughts, the likeliest first; each holds once. Their numbers are in no prompt here.
+    # Words and the marker that ends the reasoning, the likeliest first. Each bias applies once. No prompt here has these
+    # tokens.
     bias = {2000: 1040.0, 2001: 1030.0, 4: 1020.0, 2002: 1010.0, 2003: 1000.0}
-    found = await run(thinker, open_thoughts=True, bias=bias, max_tokens=5)
-    assert found.report.reasoning_tokens == 3
-    assert found.reasoning.strip()
-    assert found.text.strip()
-    assert "think>" not in found.text + found.reasoning
+    result = await run(thinker, open_thoughts=True, bias=bias, max_tokens=5)
+    assert result.report.reasoning_tokens == 3
+    assert result.reasoning.strip()
+    assert result.text.strip()
+    assert "think>" not in result.text + result.reasoning
 
 
 async def test_a_format_is_enforced_after_open_reasoning(thinker: ModelManager) -> None:
-    found = await run(thinker, open_thoughts=True, answer_format=JSON, bias={2000: 1040.0, 4: 1030.0})
-    assert found.reasoning.strip()
-    assert is_place(found.text)
+    result = await run(thinker, open_thoughts=True, answer_format=JSON, bias={2000: 1040.0, 4: 1030.0})
+    assert result.reasoning.strip()
+    assert is_place(result.text)
 
 
 async def test_a_forced_call_follows_open_reasoning(thinker: ModelManager) -> None:
-    found = await run(thinker, open_thoughts=True, tools=NAMED, bias={2000: 1040.0, 4: 1030.0})
-    assert [name for name, _ in found.calls] == ["wait"]
-    assert found.reasoning.strip()
+    result = await run(thinker, open_thoughts=True, tools=NAMED, bias={2000: 1040.0, 4: 1030.0})
+    assert [name for name, _ in result.calls] == ["wait"]
+    assert result.reasoning.strip()
 
 
-# What not every engine does
+# Optional features
 
 
 async def test_a_reasoning_budget_is_enforced_or_refused_as_the_capabilities_state(
-    thinker: ModelManager, made_for: Format
+    thinker: ModelManager, model_format: Format
 ) -> None:
-    asked: dict[str, Any] = {"open_thoughts": True, "thinking_budget": 3, "max_tokens": 9}
-    if not engine_of(thinker, made_for).capabilities.thinking_budget:
+    options: dict[str, Any] = {"open_thoughts": True, "thinking_budget": 3, "max_tokens": 9}
+    if not engine_of(thinker, model_format).capabilities.thinking_budget:
         with pytest.raises(InvalidRequestError, match="MLX format") as refused:
-            await run(thinker, **asked)
+            await run(thinker, **options)
         assert refused.value.param == "thinking_budget"
         return
-    assert (await run(thinker, **asked)).report.reasoning_tokens == 4
+    assert (await run(thinker, **options)).report.reasoning_tokens == 4
 
 
 async def test_logprobs_with_calls_in_the_models_own_format_are_supported_or_refused_as_the_capabilities_state(
-    thinker: ModelManager, made_for: Format
+    thinker: ModelManager, model_format: Format
 ) -> None:
-    asked: dict[str, Any] = {"tools": TOOLS, "enable_thinking": False, "top_logprobs": 1, "max_tokens": 4}
-    if not engine_of(thinker, made_for).capabilities.logprobs_with_own_tools:
+    options: dict[str, Any] = {"tools": TOOLS, "enable_thinking": False, "top_logprobs": 1, "max_tokens": 4}
+    if not engine_of(thinker, model_format).capabilities.logprobs_with_own_tools:
         with pytest.raises(InvalidRequestError, match="leave out logprobs or tools") as refused:
-            await run(thinker, **asked)
+            await run(thinker, **options)
         assert refused.value.param == "logprobs"
-        asked["tools"] = NAMED
-    assert (await run(thinker, **asked)).logprobs
+        options["tools"] = NAMED
+    assert (await run(thinker, **options)).logprobs

@@ -1,4 +1,4 @@
-"""Loads that succeed and fail, and embedding models beside a chat model, for all combinations of engines."""
+"""Loads succeed or fail in the same way, and embedding models stay beside chat models, for all pairs of engines."""
 
 from __future__ import annotations
 
@@ -40,15 +40,15 @@ FINGERPRINTS: dict[Format, str] = {"mlx": "mlx-", "gguf": "llama.cpp-", "echo": 
 
 
 @pytest.fixture(scope="session")
-def broken(tmp_path_factory: pytest.TempPathFactory, chats: Entries) -> Entries:
+def broken(tmp_path_factory: pytest.TempPathFactory, chat_models: Entries) -> Entries:
     """Models that fail only when their weights are read."""
     folder = tmp_path_factory.mktemp("broken")
-    shutil.copytree(chats["mlx"].path, folder / "mlx")
-    config = json.loads((chats["mlx"].path / "config.json").read_text())
+    shutil.copytree(chat_models["mlx"].path, folder / "mlx")
+    config = json.loads((chat_models["mlx"].path / "config.json").read_text())
     (folder / "mlx" / "config.json").write_text(json.dumps({**config, "num_hidden_layers": 3}))
     return {
-        "mlx": replace(chats["mlx"], id="broken", path=folder / "mlx"),
-        "gguf": entry_of(unknown_architecture(chats["gguf"].path, folder), "broken"),
+        "mlx": replace(chat_models["mlx"], id="broken", path=folder / "mlx"),
+        "gguf": entry_of(unknown_architecture(chat_models["gguf"].path, folder), "broken"),
     }
 
 
@@ -63,10 +63,12 @@ def rerankers(tmp_path_factory: pytest.TempPathFactory, reranker_gguf: Path) -> 
 
 
 @pytest.mark.parametrize(("before", "after"), EACH_TO_EACH)
-async def test_a_load_replaces_the_model(chats: Entries, longs: Entries, before: Format, after: Format) -> None:
+async def test_a_load_replaces_the_model(
+    chat_models: Entries, long_models: Entries, before: Format, after: Format
+) -> None:
     async with ModelManager(FEW) as manager:
-        await manager.load_entry(chats[before])
-        report = await manager.load_entry(longs[after])
+        await manager.load_entry(chat_models[before])
+        report = await manager.load_entry(long_models[after])
         assert (report.model, manager.snapshot.model, manager.snapshot.state) == ("long", "long", "ready")
         assert report.load_s > 0
         assert report.memory_bytes == manager.snapshot.model_memory_bytes > 0
@@ -78,21 +80,23 @@ async def test_a_load_replaces_the_model(chats: Entries, longs: Entries, before:
 
 @pytest.mark.parametrize(("before", "after"), EACH_TO_FILES)
 async def test_after_a_failed_load_the_previous_model_is_loaded_again(
-    chats: Entries, longs: Entries, broken: Entries, before: Format, after: Format
+    chat_models: Entries, long_models: Entries, broken: Entries, before: Format, after: Format
 ) -> None:
     async with ModelManager(FEW) as manager:
-        await manager.load_entry(chats[before])
+        await manager.load_entry(chat_models[before])
         with pytest.raises(UnusableModelError, match=r"; the previous model tiny is loaded again$"):
             await manager.load_entry(broken[after])
         assert (manager.snapshot.model, manager.snapshot.state) == ("tiny", "ready")
         # A model that is too large is refused before the other one is unloaded.
         with pytest.raises(OutOfMemoryError, match=r"huge needs 6\d\.\d\d GB.*, and 1\.07 GB are allowed"):
-            await manager.load_entry(replace(longs[after], id="huge", size_bytes=60 * 10**9))
+            await manager.load_entry(replace(long_models[after], id="huge", size_bytes=60 * 10**9))
         assert (await run(manager))[1].model == "tiny"
 
 
 @pytest.mark.parametrize("format_", FORMATS)
-async def test_after_a_failed_first_load_no_model_is_loaded(broken: Entries, chats: Entries, format_: Format) -> None:
+async def test_after_a_failed_first_load_no_model_is_loaded(
+    broken: Entries, chat_models: Entries, format_: Format
+) -> None:
     async with ModelManager(FEW) as manager:
         with pytest.raises(UnusableModelError, match=r"; no model is loaded$") as failed:
             await manager.load_entry(broken[format_])
@@ -100,7 +104,7 @@ async def test_after_a_failed_first_load_no_model_is_loaded(broken: Entries, cha
         assert manager.snapshot.state == "empty"
         with pytest.raises(NotLoadedError, match="no model is loaded; load one first"):
             await run(manager)
-        await manager.load_entry(chats[format_])
+        await manager.load_entry(chat_models[format_])
         assert (await run(manager))[1].model == "tiny"
 
 
@@ -108,9 +112,9 @@ async def test_after_a_failed_first_load_no_model_is_loaded(broken: Entries, cha
 
 
 @pytest.fixture(scope="module")
-async def embedder(embedders: Entries, made_for: Format) -> AsyncIterator[ModelManager]:
+async def embedder(embedders: Entries, model_format: Format) -> AsyncIterator[ModelManager]:
     async with ModelManager(SETTINGS) as manager:
-        await manager.load_entry(embedders[made_for])
+        await manager.load_entry(embedders[model_format])
         yield manager
 
 
@@ -124,8 +128,8 @@ async def test_both_formats_give_the_same_vectors(embedders: Entries) -> None:
             await manager.load_entry(embedders[format_])
         ours, theirs = await vectors(mlx, *SENTENCES), await vectors(gguf, *SENTENCES)
         assert (np.einsum("ij,ij->i", ours, theirs) > 0.9998).all()
-        wanted = RerankRequest(query="ocean water", documents=SENTENCES)
-        both = [await manager.rerank(wanted) for manager in (mlx, gguf)]
+        rerank_request = RerankRequest(query="ocean water", documents=SENTENCES)
+        both = [await manager.rerank(rerank_request) for manager in (mlx, gguf)]
         assert [ranking.method for ranking in both] == ["cosine", "cosine"]
         np.testing.assert_allclose(both[0].scores, both[1].scores, atol=0.005)
         assert both[0].report.tokens == both[1].report.tokens
@@ -147,9 +151,9 @@ async def test_shortened_vectors_have_length_one(embedder: ModelManager) -> None
         await embedder.embed(EmbeddingRequest(inputs=SENTENCES, dimensions=385))
 
 
-async def test_a_report_counts_texts_tokens_and_times(embedder: ModelManager, made_for: Format) -> None:
+async def test_a_report_counts_texts_tokens_and_times(embedder: ModelManager, model_format: Format) -> None:
     # echo has no special tokens around a text.
-    tokens = 3 + (2 if made_for == "echo" else 4)
+    tokens = 3 + (2 if model_format == "echo" else 4)
     before = embedder.snapshot.encoded_tokens
     report = (await embedder.embed(EmbeddingRequest(inputs=("one two", (101, 2028, 102))))).report
     assert (report.texts, report.tokens, report.model) == (2, tokens, "minilm-l6")
@@ -170,10 +174,10 @@ async def test_a_text_that_is_too_long_is_refused_or_truncated(embedder: ModelMa
 @pytest.mark.parametrize(
     ("text", "place"), [((), "input.0"), ((5, 10**9), "input.0"), ((-1,), "input.0"), ("\ud800", "input.0")]
 )
-async def test_invalid_inputs_are_refused(embedder: ModelManager, text: str | tuple[int, ...], place: str) -> None:
+async def test_invalid_inputs_are_refused(embedder: ModelManager, text: str | tuple[int, ...], param: str) -> None:
     with pytest.raises(InvalidRequestError) as refused:
         await vectors(embedder, text)
-    assert refused.value.param == place
+    assert refused.value.param == param
 
 
 async def test_a_request_without_texts_is_refused(embedder: ModelManager) -> None:
@@ -182,16 +186,16 @@ async def test_a_request_without_texts_is_refused(embedder: ModelManager) -> Non
 
 
 async def test_input_types_are_supported_or_refused_as_the_capabilities_state(
-    embedder: ModelManager, made_for: Format
+    embedder: ModelManager, model_format: Format
 ) -> None:
-    asked = EmbeddingRequest(inputs=SENTENCES, input_type="query")
-    if not engine_of(embedder, made_for).capabilities.input_types:
+    typed_request = EmbeddingRequest(inputs=SENTENCES, input_type="query")
+    if not engine_of(embedder, model_format).capabilities.input_types:
         with pytest.raises(InvalidRequestError, match="leave out input_type") as refused:
-            await embedder.embed(asked)
+            await embedder.embed(typed_request)
         assert refused.value.param == "input_type"
         return
     # The files of MiniLM define no prompts for input types.
-    assert np.allclose((await embedder.embed(asked)).vectors, await vectors(embedder, *SENTENCES), atol=1e-5)
+    assert np.allclose((await embedder.embed(typed_request)).vectors, await vectors(embedder, *SENTENCES), atol=1e-5)
 
 
 async def test_texts_end_in_time_or_with_an_error(embedder: ModelManager) -> None:
@@ -211,20 +215,26 @@ async def test_texts_end_in_time_or_with_an_error(embedder: ModelManager) -> Non
 async def test_a_reranker_scores_pairs(rerankers: Entries, format_: Format) -> None:
     async with ModelManager(SETTINGS) as manager:
         await manager.load_entry(rerankers[format_])
-        wanted = RerankRequest(query="sea", documents=SENTENCES[:3])
-        ranking, raw = await manager.rerank(wanted), await manager.rerank(replace(wanted, raw_scores=True))
+        rerank_request = RerankRequest(query="sea", documents=SENTENCES[:3])
+        ranking, raw = (
+            await manager.rerank(rerank_request),
+            await manager.rerank(replace(rerank_request, raw_scores=True)),
+        )
         assert (ranking.method, ranking.report.model, ranking.report.texts) == ("cross-encoder", "reranker", 3)
         assert ((ranking.scores > 0) & (ranking.scores < 1)).all()
         np.testing.assert_allclose(1 / (1 + np.exp(-raw.scores)), ranking.scores, atol=1e-4)
-        alone = [(await manager.rerank(replace(wanted, documents=(text,)))).scores[0] for text in wanted.documents]
+        alone = [
+            (await manager.rerank(replace(rerank_request, documents=(text,)))).scores[0]
+            for text in rerank_request.documents
+        ]
         np.testing.assert_allclose(alone, ranking.scores, atol=1e-3)
-        too_long = replace(wanted, documents=("sea", "word " * 700))
+        too_long = replace(rerank_request, documents=("sea", "word " * 700))
         with pytest.raises(ContextLengthError) as refused:
             await manager.rerank(too_long)
         assert refused.value.param == "documents.1"
         assert (await manager.rerank(replace(too_long, truncate=True))).scores.shape == (2,)
         with pytest.raises(ContextLengthError) as refused:
-            await manager.rerank(replace(wanted, query="word " * 700))
+            await manager.rerank(replace(rerank_request, query="word " * 700))
         assert refused.value.param == "query"
 
 
@@ -233,35 +243,35 @@ async def test_a_reranker_scores_pairs(rerankers: Entries, format_: Format) -> N
 
 @pytest.mark.parametrize("pinned", FORMATS)
 async def test_an_embedding_model_stays_beside_a_chat_model(
-    chats: Entries, longs: Entries, embedders: Entries, made_for: Format, pinned: Format
+    chat_models: Entries, long_models: Entries, embedders: Entries, model_format: Format, pinned: Format
 ) -> None:
-    other: Format = "mlx" if made_for == "gguf" else "gguf"
+    other: Format = "mlx" if model_format == "gguf" else "gguf"
     async with ModelManager(SETTINGS) as manager:
         report = await pin(manager, embedders[pinned])
         assert report.memory_bytes > 10_000_000
-        await manager.load_entry(chats[made_for])
-        (found,) = manager.snapshot.pinned
-        assert (found.entry.id, manager.snapshot.model) == ("minilm-l6", "tiny")
+        await manager.load_entry(chat_models[model_format])
+        (pinned_model,) = manager.snapshot.pinned
+        assert (pinned_model.entry.id, manager.snapshot.model) == ("minilm-l6", "tiny")
         one = await vectors(manager, SENTENCES[0])
         assert (await run(manager))[1].model == "tiny"
         # It stays while chat models are loaded and unloaded.
-        await manager.load_entry(longs[other])
+        await manager.load_entry(long_models[other])
         await manager.unload()
         assert np.allclose(await vectors(manager, SENTENCES[0]), one, atol=1e-5)
 
 
 @pytest.mark.parametrize("format_", FORMATS)
 async def test_all_engines_refuse_a_model_of_the_wrong_kind_with_the_same_messages(
-    chats: Entries, embedders: Entries, format_: Format
+    chat_models: Entries, embedders: Entries, format_: Format
 ) -> None:
     async with ModelManager(SETTINGS) as manager:
-        await manager.load_entry(chats[format_])
+        await manager.load_entry(chat_models[format_])
         with pytest.raises(NotLoadedError, match="tiny is a chat model, and no embedding model is in memory"):
             await vectors(manager, "sea")
         with pytest.raises(NotLoadedError, match="no reranker or embedding model is in memory"):
             await manager.rerank(RerankRequest(query="sea", documents=SENTENCES))
         with pytest.raises(UnusableModelError, match="tiny is a chat model; only embedding models and rerankers stay"):
-            await pin(manager, chats[format_])
+            await pin(manager, chat_models[format_])
         await pin(manager, embedders[format_])
         with pytest.raises(InvalidRequestError, match="minilm-l6 is an embedding model; this needs a chat model"):
             await run(manager, model="minilm-l6")

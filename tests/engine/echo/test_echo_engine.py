@@ -39,8 +39,8 @@ async def run(manager: ModelManager, **changes: Any) -> Answer:
 
 @pytest.mark.parametrize("text", ["Hello!", "  spaces \n\n stay ", "東京 é 😀", "<tool_call>", "a <think> b", ""])
 async def test_the_last_message_is_repeated(manager: ModelManager, text: str) -> None:
-    found = await run(manager, content=text)
-    assert (found.text, found.reasoning, found.reason) == (text, "", "stop")
+    result = await run(manager, content=text)
+    assert (result.text, result.reasoning, result.reason) == (text, "", "stop")
 
 
 async def test_the_last_message_is_repeated_whatever_its_role(manager: ModelManager) -> None:
@@ -50,9 +50,9 @@ async def test_the_last_message_is_repeated_whatever_its_role(manager: ModelMana
 
 
 async def test_a_message_may_contain_reasoning(manager: ModelManager) -> None:
-    found = await run(manager, content="<think>Is it?</think>It is.")
-    assert (found.reasoning, found.text) == ("Is it?", "It is.")
-    assert found.report.reasoning_tokens == 10
+    result = await run(manager, content="<think>Is it?</think>It is.")
+    assert (result.reasoning, result.text) == ("Is it?", "It is.")
+    assert result.report.reasoning_tokens == 10
     plain = await run(manager, content="<think>Is it?</think>It is.", enable_thinking=False)
     assert (plain.reasoning, plain.text) == ("", "<think>Is it?</think>It is.")
     short = await run(manager, content="<think>Is it, or is it not?</think>It is.", thinking_budget=3)
@@ -61,8 +61,8 @@ async def test_a_message_may_contain_reasoning(manager: ModelManager) -> None:
 
 
 async def test_a_message_may_contain_calls_of_offered_tools(manager: ModelManager) -> None:
-    found = await run(manager, content=f"Look.\n{CALL}", tools=TOOLS)
-    assert (found.text, found.calls, found.reason) == ("Look.", [("look", ARGUMENTS)], "tool_calls")
+    result = await run(manager, content=f"Look.\n{CALL}", tools=TOOLS)
+    assert (result.text, result.calls, result.reason) == ("Look.", [("look", ARGUMENTS)], "tool_calls")
     assert (await run(manager, content=CALL)).text == CALL
     forced = await run(manager, content="Anything", tools=NAMED)
     assert [name for name, _ in forced.calls] == ["wait"]
@@ -76,15 +76,15 @@ async def test_an_answer_in_a_format_is_short_and_reproducible(manager: ModelMan
         "required": ["name", "age", "tags"],
     }
     form = AnswerFormat(kind="json_schema", text=json.dumps(schema))
-    found = {(await run(manager, content="Hi", answer_format=form, top_logprobs=top)).text for top in (None, 2)}
-    assert len(found) == 1
-    value = json.loads(found.pop())
+    result = {(await run(manager, content="Hi", answer_format=form, top_logprobs=top)).text for top in (None, 2)}
+    assert len(result) == 1
+    value = json.loads(result.pop())
     assert (value["name"], value["age"] in range(-9, 10)) == ("", True)
 
 
 async def test_a_message_that_matches_the_format_is_repeated(manager: ModelManager) -> None:
-    said = '{"kind": "mountain", "wet": false}'
-    assert (await run(manager, content=said, answer_format=JSON)).text == said
+    message = '{"kind": "mountain", "wet": false}'
+    assert (await run(manager, content=message, answer_format=JSON)).text == message
 
 
 async def test_similar_texts_have_similar_vectors(manager: ModelManager) -> None:
@@ -100,17 +100,17 @@ async def test_similar_texts_have_similar_vectors(manager: ModelManager) -> None
 
 @pytest.fixture
 async def scripted(tmp_path: Path) -> AsyncIterator[Scripted]:
-    """An engine whose script has these answers."""
+    """A function that creates an engine whose script has these answers."""
     engines: list[ModelManager] = []
 
-    async def made(*answers: Any, **settings: Any) -> ModelManager:
+    async def create(*answers: Any, **settings: Any) -> ModelManager:
         (tmp_path / "script.json").write_text(json.dumps(answers))
         manager = ModelManager(replace(Settings(echo_script=tmp_path / "script.json"), **settings))
         engines.append(manager)
         await manager.load_entry(ECHO)
         return manager
 
-    yield made
+    yield create
     for manager in engines:
         await asyncio.to_thread(manager.stop)
 
@@ -119,9 +119,9 @@ async def test_messages_are_repeated_after_the_end_of_a_script(scripted: Scripte
     call = {"name": "look", "arguments": json.loads(ARGUMENTS)}
     manager = await scripted("One.", {"reasoning": "Hm.", "text": "Two.", "tool_calls": [call]})
     assert (await run(manager)).text == "One."
-    found = await run(manager, tools=TOOLS)
-    assert (found.reasoning, found.text, found.calls) == ("Hm.", "Two.", [("look", ARGUMENTS)])
-    assert found.reason == "tool_calls"
+    result = await run(manager, tools=TOOLS)
+    assert (result.reasoning, result.text, result.calls) == ("Hm.", "Two.", [("look", ARGUMENTS)])
+    assert result.reason == "tool_calls"
     assert (await run(manager, content="Three.")).text == "Three."
     await manager.unload()
     await manager.load_entry(ECHO)
@@ -146,12 +146,12 @@ async def test_a_scripted_error_occurs_at_once_or_after_its_text(scripted: Scrip
     stream = await manager.submit(request())
     pieces: list[str] = []
 
-    async def read() -> None:
+    async def lengths() -> None:
         async for delta in stream:
             pieces.append(delta.text)
 
     with pytest.raises(EngineError, match="broken"):
-        await read()
+        await lengths()
     assert "".join(pieces) == "Half"
 
 
@@ -189,17 +189,17 @@ with launch("echo", port=0, loop="thread") as lab:
 async def test_only_the_beginning_of_a_text_that_is_far_too_long_is_tokenized(
     manager: ModelManager, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    read: list[int] = []
+    lengths: list[int] = []
     encode = EchoVocabulary.encode
 
-    def noting(vocabulary: EchoVocabulary, text: str) -> list[int]:
-        read.append(len(text))
+    def record_length(vocabulary: EchoVocabulary, text: str) -> list[int]:
+        lengths.append(len(text))
         return encode(vocabulary, text)
 
-    monkeypatch.setattr(EchoVocabulary, "encode", noting)
+    monkeypatch.setattr(EchoVocabulary, "encode", record_length)
     text = "word " * 1_000_000
     with pytest.raises(ContextLengthError, match="more than 32768 tokens"):
         await manager.embed(EmbeddingRequest(inputs=(text,), model="echo"))
     cut = await manager.embed(EmbeddingRequest(inputs=(text,), model="echo", truncate=True))
     assert cut.report.tokens == 32768
-    assert max(read) < 200_000
+    assert max(lengths) < 200_000

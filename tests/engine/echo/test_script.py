@@ -1,4 +1,4 @@
-"""Scripts: answers in their order, and errors that name the line and the problem."""
+"""Scripts contain answers in order; errors name the line and the problem."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ FULL = {
 }
 
 
-def written(tmp_path: Path, text: str) -> Path:
+def write_script(tmp_path: Path, text: str) -> Path:
     path = tmp_path / "answers.jsonl"
     path.write_text(text, encoding="utf-8")
     return path
@@ -29,23 +29,23 @@ def written(tmp_path: Path, text: str) -> Path:
 
 @pytest.mark.parametrize("text", ['"one"\n\n{"text": "two"}\n', '\ufeff["one",\n {"text": "two"}]'])
 def test_a_script_is_lines_or_an_array(tmp_path: Path, text: str) -> None:
-    script = read_script(written(tmp_path, text))
+    script = read_script(write_script(tmp_path, text))
     first, second = script.take(), script.take()
     assert first is not None
     assert second is not None
     assert (first.text, second.text, script.take()) == ("one", "two", None)
 
 
-def test_an_answer_that_was_given_back_is_the_next_one(tmp_path: Path) -> None:
-    script = read_script(written(tmp_path, '"one"\n"two"'))
+def test_an_answer_that_is_put_back_is_the_next_one(tmp_path: Path) -> None:
+    script = read_script(write_script(tmp_path, '"one"\n"two"'))
     first = script.take()
     script.give_back(first)
     script.give_back(None)
     assert script.take() is first
 
 
-def test_an_answer_is_written_as_a_model_writes_it(tmp_path: Path) -> None:
-    answer = read_script(written(tmp_path, json.dumps(FULL))).take()
+def test_an_answer_is_converted_to_the_text_that_a_model_generates(tmp_path: Path) -> None:
+    answer = read_script(write_script(tmp_path, json.dumps(FULL))).take()
     assert answer is not None
     assert (answer.delay_s, answer.tokens_per_s) == (0.5, 20)
     assert answer.as_model_text == (
@@ -84,7 +84,7 @@ def test_an_error_has_the_class_of_its_code() -> None:
     ],
 )
 def test_an_invalid_line_is_named_with_its_problem(tmp_path: Path, line: str, problem: str) -> None:
-    path = written(tmp_path, f'"fine"\n{line}\n')
+    path = write_script(tmp_path, f'"fine"\n{line}\n')
     with pytest.raises(UnusableModelError, match=problem) as refused:
         read_script(path)
     assert f"the script {path} (echo_script)" in refused.value.message

@@ -1,4 +1,4 @@
-"""Tokens without a tokenizer file: nothing of a text is lost, and ids never change."""
+"""The vocabulary needs no tokenizer file, encodes any text without loss, and has constant ids."""
 
 from __future__ import annotations
 

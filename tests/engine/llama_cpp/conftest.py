@@ -1,4 +1,4 @@
-"""The llama.cpp engine with small models, and access to its process."""
+"""Provide the llama.cpp engine with small models, and access to its process."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ def llama_core(manager: ModelManager) -> LlamaCppCore:
 
 
 def process_of(manager: ModelManager) -> LlamaProcess:
-    """The process of the main model."""
+    """Return the process of the main model."""
     core = llama_core(manager)
     assert core._main is not None
     return core._main.hosted.process
@@ -44,7 +44,7 @@ def system_process_of(manager: ModelManager) -> psutil.Process:
 
 @pytest.fixture(scope="session")
 def long_gguf(tmp_path_factory: pytest.TempPathFactory, tiny_gguf: Path) -> Path:
-    """``tiny`` with a context of 8,192 tokens, so that a request runs for as long as a test needs."""
+    """``tiny`` with a context of 8,192 tokens, so that a request runs as long as a test needs."""
     return with_context(tiny_gguf, 8192, tmp_path_factory.mktemp("long-gguf"))
 
 

@@ -36,8 +36,8 @@ def probability(token: int, data: bytes, logprob: float = -1.0, top: Iterable[in
 
 
 def piece(text: str, predicted: int, *entries: Mapping[str, Any]) -> dict[str, Any]:
-    found: dict[str, Any] = {"content": text, "tokens": [0], "stop": False, "tokens_predicted": predicted}
-    return {**found, "completion_probabilities": list(entries)} if entries else found
+    items: dict[str, Any] = {"content": text, "tokens": [0], "stop": False, "tokens_predicted": predicted}
+    return {**items, "completion_probabilities": list(entries)} if entries else items
 
 
 def end(predicted: int, why: str = "eos", text: str = "") -> dict[str, Any]:
@@ -55,8 +55,12 @@ def deltas(answer: AnswerReader, *events: Mapping[str, Any], start: float = 102.
     return [item for item in items if isinstance(item, Delta)]
 
 
-def whole(found: Sequence[Delta]) -> tuple[str, str, int]:
-    return "".join(it.text for it in found), "".join(it.reasoning for it in found), sum(it.tokens for it in found)
+def summarize(items: Sequence[Delta]) -> tuple[str, str, int]:
+    return (
+        "".join(item.text for item in items),
+        "".join(item.reasoning for item in items),
+        sum(item.tokens for item in items),
+    )
 
 
 # Texts
@@ -64,8 +68,8 @@ def whole(found: Sequence[Delta]) -> tuple[str, str, int]:
 
 def test_pieces_form_the_text_and_their_tokens_are_counted() -> None:
     answer = reader()
-    found = deltas(answer, progress(10), piece("Hel", 1), piece("lo", 2), piece(" 😀", 5), end(6))
-    assert whole(found) == ("Hello 😀", "", 5 + 1)
+    items = deltas(answer, progress(10), piece("Hel", 1), piece("lo", 2), piece(" 😀", 5), end(6))
+    assert summarize(items) == ("Hello 😀", "", 5 + 1)
     assert (answer.finish, answer.output_tokens) == ("stop", 6)
 
 
@@ -78,81 +82,81 @@ def test_the_reason_of_the_end_is_read(why: str, finish: str) -> None:
 
 def test_events_after_the_end_are_ignored() -> None:
     answer = reader(request=replace(REQUEST, stop=("lo",)))
-    found = deltas(answer, piece("Hel", 1), piece("lo", 2), piece(" there", 3), end(3, "limit"))
-    assert whole(found) == ("Hel", "", 2)
+    items = deltas(answer, piece("Hel", 1), piece("lo", 2), piece(" there", 3), end(3, "limit"))
+    assert summarize(items) == ("Hel", "", 2)
     assert (answer.finish, answer.output_tokens) == ("stop", 2)
 
 
 def test_a_stop_string_may_end_with_the_last_text() -> None:
     answer = reader(request=replace(REQUEST, stop=("END",)))
-    found = deltas(answer, piece("a E", 1), piece("N", 2), end(3, "limit", "D"))
-    assert (whole(found)[0], answer.finish) == ("a ", "stop")
+    items = deltas(answer, piece("a E", 1), piece("N", 2), end(3, "limit", "D"))
+    assert (summarize(items)[0], answer.finish) == ("a ", "stop")
 
 
 def test_an_incomplete_stop_string_is_text() -> None:
     answer = reader(request=replace(REQUEST, stop=("END",)))
-    assert whole(deltas(answer, piece("a E", 1), piece("N", 2), end(3, "limit")))[0] == "a EN"
+    assert summarize(deltas(answer, piece("a E", 1), piece("N", 2), end(3, "limit")))[0] == "a EN"
     assert answer.finish == "length"
 
 
 def test_reasoning_is_separated_from_the_answer_and_counted() -> None:
     answer = reader(channel_format=THOUGHTS)
-    found = deltas(answer, piece("hm", 1), piece("</thi", 2), piece("nk>", 3), piece("\n\nyes", 4), end(5))
-    assert whole(found)[:2] == ("yes", "hm")
+    items = deltas(answer, piece("hm", 1), piece("</thi", 2), piece("nk>", 3), piece("\n\nyes", 4), end(5))
+    assert summarize(items)[:2] == ("yes", "hm")
     assert answer.report(110.0).reasoning_tokens == 3
 
 
 # Log-probabilities
 
 
-def logprobs(found: Sequence[Delta]) -> list[TokenLogprob]:
-    return [entry for it in found for entry in it.logprobs]
+def logprobs(items: Sequence[Delta]) -> list[TokenLogprob]:
+    return [entry for item in items for entry in item.logprobs]
 
 
 def test_each_token_has_its_logprob_and_the_requested_number_of_alternatives() -> None:
     answer = reader(request=replace(REQUEST, top_logprobs=2))
-    found = logprobs(deltas(answer, piece("a", 1, probability(7, b"a", -0.5, top=range(5))), end(1, "limit")))
-    assert [(it.token, it.text, it.bytes, it.logprob) for it in found] == [(7, "a", b"a", -0.5)]
-    assert [(it.token, it.logprob, it.top) for it in found[0].top] == [(0, -2.0, ()), (1, -3.0, ())]
-    assert not found[0].ends
+    items = logprobs(deltas(answer, piece("a", 1, probability(7, b"a", -0.5, top=range(5))), end(1, "limit")))
+    assert [(item.token, item.text, item.bytes, item.logprob) for item in items] == [(7, "a", b"a", -0.5)]
+    assert [(item.token, item.logprob, item.top) for item in items[0].top] == [(0, -2.0, ()), (1, -3.0, ())]
+    assert not items[0].ends
 
 
 def test_zero_alternatives_are_different_from_no_logprobs() -> None:
     event = piece("a", 1, probability(7, b"a", top=[1]))
-    assert [it.top for it in logprobs(deltas(reader(request=replace(REQUEST, top_logprobs=0)), event))] == [()]
+    assert [item.top for item in logprobs(deltas(reader(request=replace(REQUEST, top_logprobs=0)), event))] == [()]
     assert logprobs(deltas(reader(), event)) == []
 
 
 def test_a_part_of_a_character_is_shown_as_bytes() -> None:
     answer = reader(request=replace(REQUEST, top_logprobs=0))
-    (found,) = logprobs(deltas(answer, piece("�", 1, probability(7, b"\xe2\x82")), end(1)))
-    assert (found.text, found.bytes) == ("bytes:\\xe2\\x82", b"\xe2\x82")
+    (items,) = logprobs(deltas(answer, piece("�", 1, probability(7, b"\xe2\x82")), end(1)))
+    assert (items.text, items.bytes) == ("bytes:\\xe2\\x82", b"\xe2\x82")
 
 
 def test_the_token_that_ends_the_text_is_marked() -> None:
     for why, ends in (("eos", True), ("limit", False)):
         answer = reader(request=replace(REQUEST, top_logprobs=0))
         events = [piece("a", 1, probability(7, b"a")), piece("", 2, probability(2, b"")), end(2, why)]
-        assert [(it.token, it.ends) for it in logprobs(deltas(answer, *events))] == [(7, False), (2, ends)]
+        assert [(item.token, item.ends) for item in logprobs(deltas(answer, *events))] == [(7, False), (2, ends)]
 
 
 def test_a_token_without_text_in_the_middle_is_not_an_end() -> None:
     answer = reader(request=replace(REQUEST, top_logprobs=0))
     events = [piece("", 1, probability(1, b"")), piece("a", 2, probability(7, b"a")), piece("", 3, probability(2, b""))]
-    found = logprobs(deltas(answer, *events, end(3)))
-    assert [(it.token, it.ends) for it in found] == [(1, False), (7, False), (2, True)]
+    items = logprobs(deltas(answer, *events, end(3)))
+    assert [(item.token, item.ends) for item in items] == [(1, False), (7, False), (2, True)]
 
 
 def test_all_tokens_of_a_piece_have_logprobs() -> None:
     answer = reader(request=replace(REQUEST, top_logprobs=0))
     event = piece("東", 2, probability(7, b"\xe6\x9d"), probability(8, b"\xb1"))
-    assert [it.token for it in logprobs(deltas(answer, event, end(2)))] == [7, 8]
+    assert [item.token for item in logprobs(deltas(answer, event, end(2)))] == [7, 8]
 
 
 def test_tokens_of_a_stop_string_have_no_logprobs() -> None:
     answer = reader(request=replace(REQUEST, top_logprobs=0, stop=("c",)))
     events = [piece(text, at, probability(at, text.encode())) for at, text in enumerate("abcd", start=1)]
-    assert [it.token for it in logprobs(deltas(answer, *events))] == [1, 2]
+    assert [item.token for item in logprobs(deltas(answer, *events))] == [1, 2]
 
 
 # The chat route
@@ -173,7 +177,7 @@ def call(index: int, arguments: str = "", **first: Any) -> dict[str, Any]:
 
 def test_a_chat_has_reasoning_text_and_calls() -> None:
     answer = reader(route="/v1/chat/completions")
-    found = deltas(
+    items = deltas(
         answer,
         chunk(0, role="assistant", content=None),
         chunk(1, reasoning_content="hm"),
@@ -183,9 +187,9 @@ def test_a_chat_has_reasoning_text_and_calls() -> None:
         chunk(6, tool_calls=[call(0, ": 1}"), call(1, "{}", id="b", name="wait")]),
         chunk(7, "tool_calls"),
     )
-    assert whole(found) == ("I look. ", "hm", 7)
-    calls = merge_tool_calls(piece for it in found for piece in it.tool_calls)
-    assert [(it.id, it.name, it.arguments) for it in calls] == [("a", "look", '{"x": 1}'), ("b", "wait", "{}")]
+    assert summarize(items) == ("I look. ", "hm", 7)
+    calls = merge_tool_calls(piece for item in items for piece in item.tool_calls)
+    assert [(item.id, item.name, item.arguments) for item in calls] == [("a", "look", '{"x": 1}'), ("b", "wait", "{}")]
     assert answer.finish == "tool_calls"
     assert answer.report(110.0).reasoning_tokens == 1
 
@@ -203,8 +207,8 @@ def test_a_chat_with_calls_ends_with_tool_calls(reason: str, called: bool, finis
 
 def test_a_chat_stops_before_a_stop_string_too() -> None:
     answer = reader(route="/v1/chat/completions", request=replace(REQUEST, stop=("STOP",)))
-    found = deltas(answer, chunk(1, content="a ST"), chunk(2, content="OP b"), chunk(3, "stop"))
-    assert (whole(found), answer.finish) == (("a ", "", 2), "stop")
+    items = deltas(answer, chunk(1, content="a ST"), chunk(2, content="OP b"), chunk(3, "stop"))
+    assert (summarize(items), answer.finish) == (("a ", "", 2), "stop")
 
 
 def test_a_chat_has_logprobs_whose_end_is_marked() -> None:
@@ -213,8 +217,8 @@ def test_a_chat_has_logprobs_whose_end_is_marked() -> None:
         chunk(1, entries=[probability(7, b"a")], content="a"),
         chunk(2, entries=[probability(2, b"")], content=""),
     ]
-    found = logprobs(deltas(answer, *events, chunk(2, "stop")))
-    assert [(it.token, it.ends) for it in found] == [(7, False), (2, True)]
+    items = logprobs(deltas(answer, *events, chunk(2, "stop")))
+    assert [(item.token, item.ends) for item in items] == [(7, False), (2, True)]
 
 
 # Costs
@@ -222,7 +226,11 @@ def test_a_chat_has_logprobs_whose_end_is_marked() -> None:
 
 def test_progress_includes_cached_tokens() -> None:
     answer = reader()
-    items = [item for at, it in enumerate((4, 7, 10)) for item in answer.read(progress(it, cache=4), 102.0 + at)]
+    items = [
+        item
+        for at, processed in enumerate((4, 7, 10))
+        for item in answer.read(progress(processed, cache=4), 102.0 + at)
+    ]
     assert items == [PromptProgress(done=done, total=10) for done in (4, 7, 10)]
     assert (answer.cached_tokens, answer.computed_tokens) == (4, 6)
 

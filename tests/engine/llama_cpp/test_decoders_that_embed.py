@@ -1,4 +1,4 @@
-"""Embedding models made from decoders, such as Qwen3-Embedding, which have a key-value cache."""
+"""Embedding models that are decoders, such as Qwen3-Embedding, and have a key-value cache."""
 
 from __future__ import annotations
 
@@ -21,8 +21,8 @@ MEAN, LAST, RANK = 1, 3, 4
 CONTEXT = 4 * BATCH_TOKENS
 
 
-def made(source: Path, folder: Path, values: Mapping[str, Value]) -> ModelEntry:
-    """The tiny decoder as an embedding model or a reranker."""
+def decoder_entry(source: Path, folder: Path, values: Mapping[str, Value]) -> ModelEntry:
+    """Write the tiny decoder as an embedding model or a reranker, and return its entry."""
     return entry_of(with_values(source, folder / "decoder.gguf", {"llama.context_length": CONTEXT, **values}))
 
 
@@ -30,16 +30,16 @@ def made(source: Path, folder: Path, values: Mapping[str, Value]) -> ModelEntry:
 async def test_texts_of_all_lengths_have_the_same_vectors_alone_and_together(
     tiny_gguf: Path, tmp_path: Path, pooling: int
 ) -> None:
-    entry = made(tiny_gguf, tmp_path, {"llama.pooling_type": pooling})
+    entry = decoder_entry(tiny_gguf, tmp_path, {"llama.pooling_type": pooling})
     assert entry.kind == "embedding"
     texts = ("the sea", "the sea " * BATCH_TOKENS, *(f"{at} " + "of the land " * 20 * at for at in range(12)))
     async with ModelManager(SETTINGS) as manager:
         await pin(manager, entry)
-        found = await manager.embed(EmbeddingRequest(inputs=texts))
-        assert found.report.tokens > 8 * BATCH_TOKENS
+        result = await manager.embed(EmbeddingRequest(inputs=texts))
+        assert result.report.tokens > 8 * BATCH_TOKENS
         for at in (0, 1, 2, 7, 13):
             alone = (await manager.embed(EmbeddingRequest(inputs=(texts[at],)))).vectors[0]
-            assert float(np.dot(alone, found.vectors[at])) == pytest.approx(1.0, abs=1e-3)
+            assert float(np.dot(alone, result.vectors[at])) == pytest.approx(1.0, abs=1e-3)
         with pytest.raises(ContextLengthError, match=f"takes {CONTEXT - (pooling == LAST)};"):
             await manager.embed(EmbeddingRequest(inputs=("the sea " * CONTEXT,)))
 
@@ -48,7 +48,7 @@ async def test_texts_of_all_lengths_have_the_same_vectors_alone_and_together(
 async def test_a_text_may_be_as_long_as_the_context_and_a_longer_one_is_truncated(
     tiny_gguf: Path, tmp_path: Path, pooling: int
 ) -> None:
-    entry = made(tiny_gguf, tmp_path, {"llama.pooling_type": pooling})
+    entry = decoder_entry(tiny_gguf, tmp_path, {"llama.pooling_type": pooling})
     longest = (tuple(range(100, 100 + CONTEXT - (pooling == LAST))),)
     async with ModelManager(SETTINGS) as manager:
         await pin(manager, entry)
@@ -63,11 +63,11 @@ async def test_the_template_around_a_pair_counts_toward_its_length(tiny_gguf: Pa
         "llama.pooling_type": RANK,
         "tokenizer.chat_template.rerank": f"{around}<query>{{query}}</query><document>{{document}}</document>",
     }
-    entry = made(tiny_gguf, tmp_path, values)
+    entry = decoder_entry(tiny_gguf, tmp_path, values)
     async with ModelManager(SETTINGS) as manager:
         await pin(manager, entry)
         for words in range(CONTEXT // 2 - 80, CONTEXT // 2, 20):
-            wanted = RerankRequest(query="the sea", documents=("the sea " * words,), truncate=True)
-            assert np.isfinite((await manager.rerank(wanted)).scores).all()
+            rerank_request = RerankRequest(query="the sea", documents=("the sea " * words,), truncate=True)
+            assert np.isfinite((await manager.rerank(rerank_request)).scores).all()
         with pytest.raises(ContextLengthError):
             await manager.rerank(RerankRequest(query="the sea", documents=("the sea " * (CONTEXT // 2 - 10),)))

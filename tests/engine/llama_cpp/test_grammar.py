@@ -51,20 +51,20 @@ def server() -> Server:
 
 @pytest.fixture
 async def checker(tiny_gguf: Path, server: Server) -> AsyncIterator[GrammarChecker]:
-    trials = GrammarSandbox()
+    sandbox = GrammarSandbox()
     with ThreadPoolExecutor(1) as compiling:
-        yield GrammarChecker(read_token_table(read_header(tiny_gguf, arrays=True)), trials, compiling, server)
-    trials.close()
+        yield GrammarChecker(read_token_table(read_header(tiny_gguf, arrays=True)), sandbox, compiling, server)
+    sandbox.close()
 
 
-def of(kind: Any, text: str) -> str:
-    made = build_grammar(AnswerFormat(kind=kind, text=text), None, None, markers={})
-    assert made is not None
-    return made
+def grammar_of(kind: Any, text: str) -> str:
+    grammar = build_grammar(AnswerFormat(kind=kind, text=text), None, None, markers={})
+    assert grammar is not None
+    return grammar
 
 
 async def test_a_grammar_is_tried_once(checker: GrammarChecker, server: Server) -> None:
-    digits = of("regex", "[0-9]+")
+    digits = grammar_of("regex", "[0-9]+")
     assert await checker.check(digits, None) == await checker.check(digits, None)
     (body,) = server.bodies
     assert body["n_predict"] == 1
@@ -75,7 +75,7 @@ async def test_a_grammar_that_llama_cpp_ignores_is_refused_each_time(checker: Gr
     server.enforces = False
     for _ in range(2):
         with pytest.raises(InvalidRequestError, match=r"cannot be enforced by llama\.cpp") as refused:
-            await checker.check(of("json_schema", json.dumps({"type": "integer"})), None)
+            await checker.check(grammar_of("json_schema", json.dumps({"type": "integer"})), None)
         assert refused.value.param == "response_format"
     assert len(server.bodies) == 4
 
@@ -85,7 +85,7 @@ async def test_a_grammar_that_could_not_be_tried_is_refused(
 ) -> None:
     monkeypatch.setattr(grammar_module, "TRIAL_S", 0.01)
     server.enforces = None
-    digits = of("regex", "[0-9]+")
+    digits = grammar_of("regex", "[0-9]+")
     with pytest.raises(QueueFullError, match="try again in 5 s"):
         await checker.check(digits, None)
     server.enforces = False
@@ -101,9 +101,9 @@ THOUGHTS = ReasoningSection(start=("<think>",), end=("</think>",), open=True)
 
 
 def lark_of(form: AnswerFormat | None, tools: ToolUse | None = None, thoughts: ReasoningSection | None = None) -> str:
-    made = build_grammar(form, tools, thoughts, markers={})
-    assert made is not None
-    return to_lark(made)
+    grammar = build_grammar(form, tools, thoughts, markers={})
+    assert grammar is not None
+    return to_lark(grammar)
 
 
 @pytest.mark.parametrize(
@@ -147,7 +147,7 @@ def test_parts_that_do_not_fit_together_are_refused() -> None:
 # Vocabularies
 
 
-def test_words_are_the_bytes_of_tokens(tiny: ModelEntry, tiny_gguf: Path) -> None:
+def test_the_token_table_has_the_bytes_of_tokens(tiny: ModelEntry, tiny_gguf: Path) -> None:
     words = read_token_table(read_header(tiny_gguf, arrays=True))
     tokenizer = Tokenizer.from_file(str(tiny.path / "tokenizer.json"))
     for text in ("Hello, wörld! 東京 😀\n\t x", '{"a": [1, 2]}'):
@@ -172,7 +172,7 @@ def test_grammars_need_a_token_that_ends_answers(tiny_gguf: Path, tmp_path: Path
         read_token_table(read_header(path, arrays=True))
 
 
-# Why grammars are tried on llama.cpp
+# The reason for the trials
 
 
 def answer(client: httpx2.Client, lark: str) -> str:

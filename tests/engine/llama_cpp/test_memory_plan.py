@@ -1,4 +1,4 @@
-"""The context length that fits in memory, for headers of any shape."""
+"""The planned context length fits in memory, for any header."""
 
 from __future__ import annotations
 
@@ -66,20 +66,20 @@ def test_the_cache_of_a_token_has_keys_and_values_of_all_layers(values: dict[str
 
 
 def test_with_enough_memory_each_slot_has_the_whole_context() -> None:
-    found = plan_context(entry(), header(), slots=4, limit_bytes=GB)
-    assert (found.context_length, found.total_tokens, found.slots, found.unified) == (4096, 4 * 4096, 4, False)
-    assert found.bytes == FIXED + PER_TOKEN * 5 * 4096
+    plan = plan_context(entry(), header(), slots=4, limit_bytes=GB)
+    assert (plan.context_length, plan.total_tokens, plan.slots, plan.unified) == (4096, 4 * 4096, 4, False)
+    assert plan.bytes == FIXED + PER_TOKEN * 5 * 4096
 
 
 def test_with_less_memory_slots_share_one_cache() -> None:
-    found = plan_context(entry(), header(), slots=4, limit_bytes=FIXED + PER_TOKEN * 5000)
-    assert found.unified
-    assert (found.context_length, found.total_tokens, found.cache_tokens) == (4096, 4608, 4864)
+    plan = plan_context(entry(), header(), slots=4, limit_bytes=FIXED + PER_TOKEN * 5000)
+    assert plan.unified
+    assert (plan.context_length, plan.total_tokens, plan.cache_tokens) == (4096, 4608, 4864)
 
 
 def test_with_little_memory_the_context_is_shorter_than_the_models() -> None:
-    found = plan_context(entry(), header(), slots=4, limit_bytes=FIXED + PER_TOKEN * 1000)
-    assert (found.context_length, found.total_tokens, found.unified) == (512, 512, True)
+    plan = plan_context(entry(), header(), slots=4, limit_bytes=FIXED + PER_TOKEN * 1000)
+    assert (plan.context_length, plan.total_tokens, plan.unified) == (512, 512, True)
 
 
 def test_a_file_without_a_context_length_gets_the_usual_one() -> None:
@@ -87,9 +87,9 @@ def test_a_file_without_a_context_length_gets_the_usual_one() -> None:
 
 
 def test_the_size_of_the_cache_is_limited() -> None:
-    found = plan_context(entry(context=1_000_000), header(), slots=8, limit_bytes=4 * GB)
-    assert 0.9 * MIN_CACHE_BYTES < found.total_tokens * PER_TOKEN <= MIN_CACHE_BYTES
-    assert found.context_length == found.total_tokens
+    plan = plan_context(entry(context=1_000_000), header(), slots=8, limit_bytes=4 * GB)
+    assert 0.9 * MIN_CACHE_BYTES < plan.total_tokens * PER_TOKEN <= MIN_CACHE_BYTES
+    assert plan.context_length == plan.total_tokens
 
 
 @pytest.mark.parametrize("limit", [0, -5, FIXED, FIXED + PER_TOKEN * (255 + TRIAL_TOKENS)])
@@ -107,9 +107,9 @@ EMBEDDER = replace(entry(context=32768), kind="embedding")
 @pytest.mark.parametrize("kind", ["embedding", "rerank"])
 def test_an_encoder_has_no_cache(kind: Kind) -> None:
     encoder, of_bert = replace(ENCODER, kind=kind), replace(header(), metadata={"general.architecture": "bert"})
-    found = plan_context(encoder, of_bert, slots=2, limit_bytes=FIXED)
-    assert (found.slots, found.context_length, found.cache_tokens, found.bytes) == (TEXTS_AT_ONCE, 512, 4096, FIXED)
-    assert found.batch_tokens == 512
+    plan = plan_context(encoder, of_bert, slots=2, limit_bytes=FIXED)
+    assert (plan.slots, plan.context_length, plan.cache_tokens, plan.bytes) == (TEXTS_AT_ONCE, 512, 4096, FIXED)
+    assert plan.batch_tokens == 512
     with pytest.raises(OutOfMemoryError):
         plan_context(encoder, of_bert, slots=2, limit_bytes=FIXED - 1)
 
@@ -117,32 +117,32 @@ def test_an_encoder_has_no_cache(kind: Kind) -> None:
 QWEN3 = {"block_count": 28, "attention.head_count": 16, "attention.head_count_kv": 8, "attention.key_length": 128,
          "attention.value_length": 128}  # fmt: skip
 SCORES = VOCABULARY * STEP_BYTES
-"""Memory of a token beside its cache."""
+"""Memory of a token in addition to its cache."""
 
 
 @pytest.mark.parametrize(
     ("pooling", "context", "batch", "gigabytes"),
-    # As Qwen3-Embedding-0.6B: eight texts of 32,768 tokens would take 30 GB.
+    # Like Qwen3-Embedding-0.6B, for which eight texts of 32,768 tokens would use 30 GB.
     [(POOLING_LAST, 8192, BATCH_TOKENS, 1.65), (POOLING_RANK, 5120, 5120, 1.33)],
 )
 def test_the_memory_of_a_decoder_that_embeds_is_limited(
     pooling: int, context: int, batch: int, gigabytes: float
 ) -> None:
     shape = header(**QWEN3, pooling_type=pooling)
-    found = plan_context(replace(EMBEDDER, size_bytes=640_000_000), shape, slots=4, limit_bytes=16 * GB)
-    assert (found.slots, found.context_length) == (1, context - (pooling == POOLING_LAST))
-    assert found.cache_tokens == context
-    assert found.batch_tokens == batch
-    assert found.bytes / GB == pytest.approx(gigabytes, abs=0.01)
+    plan = plan_context(replace(EMBEDDER, size_bytes=640_000_000), shape, slots=4, limit_bytes=16 * GB)
+    assert (plan.slots, plan.context_length) == (1, context - (pooling == POOLING_LAST))
+    assert plan.cache_tokens == context
+    assert plan.batch_tokens == batch
+    assert plan.bytes / GB == pytest.approx(gigabytes, abs=0.01)
 
 
 def test_a_large_vocabulary_shortens_texts_that_are_computed_in_one_step() -> None:
-    """As Qwen3-Reranker-0.6B: for 8,192 tokens, the scores of 151,669 words for each would take 10 GB."""
+    """Like Qwen3-Reranker-0.6B: for 8,192 tokens, the scores of 151,669 tokens of the vocabulary would use 10 GB."""
     table = replace(header().tensors[0], shape=(64, 151_669))
     shape = replace(header(**QWEN3, pooling_type=POOLING_RANK), tensors=(table,))
-    found = plan_context(replace(EMBEDDER, size_bytes=640_000_000), shape, slots=4, limit_bytes=16 * GB)
-    assert (found.slots, found.context_length, found.unified) == (1, 1024, True)
-    assert 2 * GB < found.bytes < 2.2 * GB
+    plan = plan_context(replace(EMBEDDER, size_bytes=640_000_000), shape, slots=4, limit_bytes=16 * GB)
+    assert (plan.slots, plan.context_length, plan.unified) == (1, 1024, True)
+    assert 2 * GB < plan.bytes < 2.2 * GB
 
 
 @pytest.mark.parametrize(
@@ -153,10 +153,10 @@ def test_a_large_vocabulary_shortens_texts_that_are_computed_in_one_step() -> No
 def test_with_less_memory_there_are_fewer_texts_at_once_and_then_shorter_ones(
     room: int, expected: tuple[int, int]
 ) -> None:
-    found = plan_context(EMBEDDER, header(), slots=4, limit_bytes=10_000_000 + BASE_BYTES + room)
-    assert (found.slots, found.context_length) == expected
-    assert found.batch_tokens == found.context_length
-    assert found.bytes <= 10_000_000 + BASE_BYTES + room
+    plan = plan_context(EMBEDDER, header(), slots=4, limit_bytes=10_000_000 + BASE_BYTES + room)
+    assert (plan.slots, plan.context_length) == expected
+    assert plan.batch_tokens == plan.context_length
+    assert plan.bytes <= 10_000_000 + BASE_BYTES + room
 
 
 def test_a_decoder_without_memory_for_the_shortest_text_is_refused() -> None:
@@ -174,12 +174,12 @@ def test_a_plan_never_exceeds_its_limit_and_fits_one_request(
     context: int | None, slots: int, limit: int, layers: int
 ) -> None:
     try:
-        found = plan_context(entry(context=context), header(block_count=layers), slots=slots, limit_bytes=limit)
+        plan = plan_context(entry(context=context), header(block_count=layers), slots=slots, limit_bytes=limit)
     except OutOfMemoryError:
         return
     least = (context or MIN_TOKENS) < MIN_TOKENS
-    assert found.bytes <= limit or least
-    assert 0 < found.context_length <= found.total_tokens
-    assert found.context_length <= (context or found.context_length)
-    assert found.total_tokens % STEP_TOKENS == 0
-    assert found.unified or found.total_tokens >= slots * found.context_length
+    assert plan.bytes <= limit or least
+    assert 0 < plan.context_length <= plan.total_tokens
+    assert plan.context_length <= (context or plan.context_length)
+    assert plan.total_tokens % STEP_TOKENS == 0
+    assert plan.unified or plan.total_tokens >= slots * plan.context_length

@@ -1,4 +1,4 @@
-"""The chat format of a model on llama.cpp."""
+"""The chat format of a model on llama.cpp is detected from its template and its capabilities."""
 
 from __future__ import annotations
 
@@ -9,12 +9,16 @@ from tests.gguf_templates import NO_SYSTEM, THINKS_FIRST, TOOLS
 
 
 def test_the_markers_of_reasoning_are_read_from_the_template() -> None:
-    found = detect_chat_format(THINKS_FIRST, {"supports_tools": False}, {"<think>": (3,), "</think>": (4,)})
-    assert (found.reasoning_markers, found.supports_tools, found.has_headers) == (("<think>", "</think>"), False, False)
-    assert (found.markers["<think>"], found.markers["</think>"]) == ((3,), (4,))
-    assert found.reasoning_state("assistant\n<think>\n") == "open"
+    chat_format = detect_chat_format(THINKS_FIRST, {"supports_tools": False}, {"<think>": (3,), "</think>": (4,)})
+    assert (chat_format.reasoning_markers, chat_format.supports_tools, chat_format.has_headers) == (
+        ("<think>", "</think>"),
+        False,
+        False,
+    )
+    assert (chat_format.markers["<think>"], chat_format.markers["</think>"]) == ((3,), (4,))
+    assert chat_format.reasoning_state("assistant\n<think>\n") == "open"
     # A marker that is not one token is found as text.
-    assert found.markers["<tool_call>"] == ("<tool_call>",)
+    assert chat_format.markers["<tool_call>"] == ("<tool_call>",)
 
 
 @pytest.mark.parametrize(("template", "markers"), [("", None), (TOOLS, ("<think>", "</think>")), (NO_SYSTEM, None)])

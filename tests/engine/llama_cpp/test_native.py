@@ -36,15 +36,15 @@ def chat(**changes: Any) -> GenerationRequest:
     return GenerationRequest(prompt=prompt, sampling=Sampling(temperature=0), max_tokens=60)
 
 
-async def dictated(manager: ModelManager, wanted: GenerationRequest, tokens: list[int]) -> Answer:
-    """The answer of a model that is made to generate these tokens, each of which must be there once."""
+async def force_tokens(manager: ModelManager, tool_request: GenerationRequest, tokens: list[int]) -> Answer:
+    """Force the model to generate these tokens, which must all be different, and return its answer."""
     assert len(set(tokens)) == len(tokens)
-    async with await manager.submit(replace(wanted, max_tokens=0)) as stream:
+    async with await manager.submit(replace(tool_request, max_tokens=0)) as stream:
         # llama.cpp's penalties count the prompt, too.
         occurrences = Counter(stream.prompt)
     bias = tuple((token, FORCE * (1 + occurrences[token]) - 20 * at) for at, token in enumerate(tokens))
     sampling = Sampling(temperature=0, logit_bias=bias, frequency_penalty=FORCE)
-    return await finish(await manager.submit(replace(wanted, sampling=sampling, max_tokens=len(tokens))))
+    return await finish(await manager.submit(replace(tool_request, sampling=sampling, max_tokens=len(tokens))))
 
 
 @pytest.fixture(scope="module")
@@ -58,19 +58,19 @@ def caller_gguf(tiny_gguf: Path, tmp_path_factory: pytest.TempPathFactory) -> Pa
     return with_tokens(tiny_gguf, MARKERS, tmp_path_factory.mktemp("caller") / "caller.gguf", TOOLS)
 
 
-# Calls
+# Tool calls
 
 
 async def test_llama_cpp_parses_calls_in_the_models_own_format(caller_gguf: Path, pieces: Mapping[str, int]) -> None:
     # Each token once, so equal characters are written with different tokens.
-    written = ["Ċ", '{"', "name", '":"', "look", '","', "arguments", '":', "Ġ{}", "}", "ĊĊ"]
-    tokens = [START, *(pieces[piece] for piece in written), END, 2]
+    call_pieces = ["Ċ", '{"', "name", '":"', "look", '","', "arguments", '":', "Ġ{}", "}", "ĊĊ"]
+    tokens = [START, *(pieces[piece] for piece in call_pieces), END, 2]
     async with ModelManager(SETTINGS) as manager:
         await manager.load_entry(entry_of(caller_gguf))
-        found = await dictated(manager, chat(tools=ALL), tokens)
-        assert found.calls == [("look", "{}")]
-        assert (found.text.strip(), found.reason) == ("", "tool_calls")
-        assert found.report.output_tokens == len(tokens)
+        result = await force_tokens(manager, chat(tools=ALL), tokens)
+        assert result.calls == [("look", "{}")]
+        assert (result.text.strip(), result.reason) == ("", "tool_calls")
+        assert result.report.output_tokens == len(tokens)
         free = await finish(await manager.submit(replace(chat(tools=ALL), max_tokens=10)))
         assert (free.calls, free.reason, free.report.output_tokens) == ([], "length", 10)
         assert free.text
@@ -79,13 +79,13 @@ async def test_llama_cpp_parses_calls_in_the_models_own_format(caller_gguf: Path
 async def test_stop_strings_and_seeds_work_with_calls_in_the_models_own_format(caller_gguf: Path) -> None:
     async with ModelManager(SETTINGS) as manager:
         await manager.load_entry(entry_of(caller_gguf))
-        wanted = replace(chat(tools=ALL), sampling=Sampling(temperature=1, seed=4), max_tokens=20)
+        tool_request = replace(chat(tools=ALL), sampling=Sampling(temperature=1, seed=4), max_tokens=20)
         # The values of a cached prompt are rounded differently from those of a computed one.
-        await finish(await manager.submit(wanted))
-        whole = await finish(await manager.submit(wanted))
-        assert (await finish(await manager.submit(wanted))).text == whole.text
+        await finish(await manager.submit(tool_request))
+        whole = await finish(await manager.submit(tool_request))
+        assert (await finish(await manager.submit(tool_request))).text == whole.text
         stop = whole.text[12:16]
-        cut = await finish(await manager.submit(replace(wanted, stop=(stop,))))
+        cut = await finish(await manager.submit(replace(tool_request, stop=(stop,))))
         assert (cut.text, cut.reason) == (whole.text[: whole.text.index(stop)], "stop")
 
 
@@ -97,18 +97,18 @@ async def test_logprobs_are_refused_if_calls_in_the_models_own_format_are_possib
         assert (await finish(await manager.submit(replace(chat(), top_logprobs=1, max_tokens=4)))).logprobs
 
 
-# Thoughts
+# Reasoning
 
 
 async def test_reasoning_that_begins_in_the_prompt_is_recognized(tiny_gguf: Path, tmp_path: Path) -> None:
     path = with_tokens(tiny_gguf, MARKERS, tmp_path / "tiny.gguf", THINKS_FIRST)
     async with ModelManager(SETTINGS) as manager:
         await manager.load_entry(entry_of(path))
-        found = await dictated(manager, chat(), [2000, 2001, 4, 2002, 2003])
-        assert found.report.reasoning_tokens == 3
-        assert found.reasoning.strip()
-        assert found.text.strip()
-        assert "think>" not in found.reasoning + found.text
+        result = await force_tokens(manager, chat(), [2000, 2001, 4, 2002, 2003])
+        assert result.report.reasoning_tokens == 3
+        assert result.reasoning.strip()
+        assert result.text.strip()
+        assert "think>" not in result.reasoning + result.text
         endless = await finish(await manager.submit(replace(chat(), max_tokens=9, ignore_eos=True)))
         assert (endless.text, endless.report.reasoning_tokens) == ("", 9)
 
@@ -120,14 +120,14 @@ async def test_for_a_template_without_system_messages_the_user_message_contains_
     async with ModelManager(SETTINGS) as manager:
         await manager.load_entry(entry_of(with_template(tiny_gguf, NO_SYSTEM, tmp_path)))
         for tools in (None, ALL):
-            wanted = replace(chat(), prompt=ChatPrompt(messages=messages, tools=tools), max_tokens=1)
-            async with await manager.submit(wanted) as stream:
+            tool_request = replace(chat(), prompt=ChatPrompt(messages=messages, tools=tools), max_tokens=1)
+            async with await manager.submit(tool_request) as stream:
                 shown = await manager.decode(stream.prompt)
             assert "Be brief." in shown
             assert ("look" in shown) is (tools is not None)
 
 
-# One cache for all
+# A cache that requests share
 
 
 async def test_requests_that_share_a_cache_never_exceed_it(tiny_gguf: Path, tmp_path: Path) -> None:
@@ -141,11 +141,11 @@ async def test_requests_that_share_a_cache_never_exceed_it(tiny_gguf: Path, tmp_
         assert resident.hosted.plan.unified
         total = resident.hosted.plan.total_tokens
         share = total // 5
-        wanted = [
+        tool_request = [
             request(prompt=numbers(20, start=100 * at), max_tokens=share * (1 + at % 4), ignore_eos=True)
             for at in range(12)
         ]
-        streams = [await manager.submit(each) for each in wanted]
+        streams = [await manager.submit(each) for each in tool_request]
         for at, stream in enumerate(streams):
             used = sum(generation.prepared.length for generation in resident.queue.running)
             assert used <= total
@@ -155,7 +155,7 @@ async def test_requests_that_share_a_cache_never_exceed_it(tiny_gguf: Path, tmp_
             await anext(stream)
             await stream.aclose()
         await until_idle(manager)
-        short = [replace(each, max_tokens=share // 300) for each in wanted]
+        short = [replace(each, max_tokens=share // 300) for each in tool_request]
         ended = await asyncio.gather(*[finish_text(await manager.submit(each)) for each in short])
         assert [report.output_tokens for _, report in ended] == [share // 300] * 12
 
@@ -165,6 +165,6 @@ async def test_a_text_of_many_characters_and_few_tokens_is_not_truncated(
 ) -> None:
     long = "sea" + " " * 20_000 + "mountain"
     await pin(manager, entry_of(minilm_gguf, "minilm"))
-    found = await manager.embed(EmbeddingRequest(inputs=(long, "sea mountain", "sea")))
-    np.testing.assert_allclose(found.vectors[0], found.vectors[1], atol=1e-4)
-    assert found.report.tokens == 4 + 4 + 3
+    result = await manager.embed(EmbeddingRequest(inputs=(long, "sea mountain", "sea")))
+    np.testing.assert_allclose(result.vectors[0], result.vectors[1], atol=1e-4)
+    assert result.report.tokens == 4 + 4 + 3

@@ -1,4 +1,4 @@
-"""The process of a model: how it ends, that nothing is left of it, who may send it requests, and bad files."""
+"""The process of a model ends cleanly, is protected from other programs, and reports bad files."""
 
 from __future__ import annotations
 
@@ -28,14 +28,15 @@ LONG: dict[str, Any] = {"max_tokens": 8192, "ignore_eos": True}
 
 
 async def busy_streams(manager: ModelManager) -> list[TokenStream]:
-    """Two requests that decode, and one in the queue."""
+    """Submit two requests that decode, and one that stays in the queue; return their streams."""
     streams = [await manager.submit(request(prompt=numbers(5, start=at), **LONG)) for at in (100, 200, 300)]
     for stream in streams[:2]:
         await anext(stream)
     return streams
 
 
-async def ended_by_death(stream: TokenStream) -> str:
+async def death_message(stream: TokenStream) -> str:
+    """Check that the stream ends with ``EngineDeadError``, and return the message."""
     with pytest.raises(EngineDeadError) as died:
         await asyncio.wait_for(finish(stream), 60)
     return died.value.message
@@ -50,7 +51,7 @@ async def test_the_death_of_the_process_ends_all_requests_and_a_load_starts_anot
     streams = await busy_streams(manager)
     system_process_of(manager).kill()
     for stream in streams:
-        message = await ended_by_death(stream)
+        message = await death_message(stream)
         assert "tiny has died: its process was ended by SIGKILL" in message
         assert "load a model again" in message
     assert (manager.snapshot.state, manager.snapshot.entry) == ("dead", None)
@@ -67,7 +68,7 @@ async def test_a_process_that_exceeds_its_memory_limit_is_ended(manager: ModelMa
     streams = await busy_streams(manager)
     process_of(manager)._max_bytes = 2**20
     for stream in streams:
-        assert "used more than 0.0 GB of memory" in await ended_by_death(stream)
+        assert "used more than 0.0 GB of memory" in await death_message(stream)
 
 
 async def test_a_pinned_model_survives_the_death_of_the_main_one(manager: ModelManager, minilm_gguf: Path) -> None:
@@ -139,10 +140,10 @@ asyncio.run(main())
     shutil.rmtree(Path(socket).parent, ignore_errors=True)
 
 
-# Nothing is left of it
+# Cleanup
 
 
-async def test_nothing_is_left_of_a_process_after_its_model_was_unloaded(long_gguf: Path) -> None:
+async def test_an_unload_ends_the_process_and_removes_its_folder(long_gguf: Path) -> None:
     async with ModelManager(SETTINGS) as manager:
         seen = []
         for _ in range(2):
@@ -170,8 +171,12 @@ async def test_a_failed_load_leaves_no_process(manager: ModelManager, tiny_gguf:
 # Access
 
 
-async def test_it_requires_its_key_and_listens_on_no_port(manager: ModelManager) -> None:
-    assert [it for it in system_process_of(manager).net_connections("inet") if it.status == psutil.CONN_LISTEN] == []
+async def test_the_process_requires_its_key_and_listens_on_no_port(manager: ModelManager) -> None:
+    assert [
+        connection
+        for connection in system_process_of(manager).net_connections("inet")
+        if connection.status == psutil.CONN_LISTEN
+    ] == []
     hosted = process_of(manager)
     folder = Path(hosted.socket).parent
     assert stat.S_IMODE(folder.stat().st_mode) == 0o700
@@ -208,20 +213,20 @@ async def test_loads_and_unloads_do_not_block_the_event_loop(smollm2_gguf: Path,
         await manager.unload()
         ending = True
         await ticking
-    # Far less than the duration of the load, also on a busy machine.
+    # Much less than the duration of the load, even on a busy machine.
     assert longest < max(0.1, report.load_s / 2)
 
 
 # Bad files
 
 
-async def refused(manager: ModelManager, path: Path) -> str:
+async def load_bad_file(manager: ModelManager, path: Path) -> str:
     """Load a bad file, and check that ``tiny`` is loaded afterwards; return the error message."""
     good = manager.snapshot.entry
     assert good is not None
     with pytest.raises(UnusableModelError) as failed:
         await manager.load_entry(
-            entry_of(path, "bad") if path.name == "unknown-architecture.gguf" else _as_if(good, path)
+            entry_of(path, "bad") if path.name == "unknown-architecture.gguf" else _entry_before_damage(good, path)
         )
     assert (manager.snapshot.model, manager.snapshot.state) == ("tiny", "ready")
     assert (await run(manager))[1].output_tokens == 8
@@ -229,15 +234,15 @@ async def refused(manager: ModelManager, path: Path) -> str:
     return failed.value.message
 
 
-def _as_if(good: Any, path: Path) -> Any:
-    """An entry from before the file was damaged."""
+def _entry_before_damage(good: Any, path: Path) -> Any:
+    """Return an entry like that of the file before it was damaged."""
     return type(good)(**{**vars(good), "id": "bad", "path": path})
 
 
 async def test_the_error_of_a_bad_file_names_it_and_the_previous_model_stays(
     manager: ModelManager, tiny_gguf: Path, tmp_path: Path
 ) -> None:
-    message = await refused(manager, unknown_architecture(tiny_gguf, tmp_path / "unknown"))
+    message = await load_bad_file(manager, unknown_architecture(tiny_gguf, tmp_path / "unknown"))
     assert "unknown model architecture: 'zzzzz'" in message
     assert message.endswith("; the previous model tiny is loaded again")
     # These files are refused before the previous model is unloaded.
@@ -249,9 +254,9 @@ async def test_the_error_of_a_bad_file_names_it_and_the_previous_model_stays(
         tmp_path / "missing.gguf",
         tmp_path,
     ):
-        assert len(await refused(manager, bad)) < 500
+        assert len(await load_bad_file(manager, bad)) < 500
     (tmp_path / "empty.gguf").write_bytes(b"")
-    await refused(manager, tmp_path / "empty.gguf")
+    await load_bad_file(manager, tmp_path / "empty.gguf")
     assert process_of(manager) is process
 
 
@@ -279,7 +284,7 @@ async def test_a_model_with_an_invalid_template_is_refused(
     assert (await run(manager))[1].output_tokens == 8
 
 
-async def test_a_model_without_a_template_takes_no_messages(tiny_gguf: Path, tmp_path: Path) -> None:
+async def test_a_model_without_a_template_refuses_messages(tiny_gguf: Path, tmp_path: Path) -> None:
     async with ModelManager(SETTINGS) as manager:
         await manager.load_entry(entry_of(with_template(tiny_gguf, None, tmp_path)))
         with pytest.raises(LabError, match="tiny has no chat template; send a prompt to /v1/completions instead"):
@@ -309,7 +314,7 @@ async def test_without_the_package_the_error_names_the_command_that_installs_it(
             await run(manager)
 
 
-# Obstacles
+# Errors of the system
 
 
 async def test_after_an_error_of_a_full_disk_the_previous_model_is_loaded_again(
@@ -337,14 +342,14 @@ async def test_a_suspended_process_delays_neither_deadlines_nor_the_stop(
         await manager.load_entry(entry_of(long_gguf))
         process = system_process_of(manager)
         process.suspend()
-        while process.status() != psutil.STATUS_STOPPED:  # noqa: ASYNC110 (a signal takes its time)
+        while process.status() != psutil.STATUS_STOPPED:  # noqa: ASYNC110 (the signal takes effect later)
             await asyncio.sleep(0.001)
         with pytest.raises(GenerationTimeoutError, match=r"not finished after 0\.2 s"):
             await manager.submit(request(prompt=TextPrompt(text="a"), timeout_s=0.2))
     assert not process.is_running()
 
 
-async def test_the_process_ends_with_its_parent_even_if_a_fork_of_the_parent_lives_on(
+async def test_the_process_ends_with_its_parent_even_if_a_fork_of_the_parent_is_running(
     manager: ModelManager, long_gguf: Path
 ) -> None:
     program = f"""
@@ -375,7 +380,7 @@ asyncio.run(main())
     assert gone
 
 
-def test_a_worker_without_an_order_removes_its_folder(tmp_path: Path) -> None:
+def test_a_worker_that_gets_no_parameters_removes_its_folder(tmp_path: Path) -> None:
     folder = tmp_path / "lmx-folder"
     folder.mkdir()
     command = [sys.executable, "-P", str(process_module.SCRIPT), str(folder), str(os.getpid())]

@@ -1,4 +1,4 @@
-"""The route of a request on llama.cpp, and its body."""
+"""Each request is converted to the right route of llama.cpp and the right body."""
 
 from __future__ import annotations
 
@@ -72,8 +72,8 @@ def test_unsupported_requests_are_refused(request_: GenerationRequest, chat_form
 
 
 def test_all_sampling_parameters_are_sent() -> None:
-    found = sampling(GenerationRequest(prompt=TextPrompt(text="a")), choice=0, context_length=512)
-    assert found == {
+    body_ = sampling(GenerationRequest(prompt=TextPrompt(text="a")), choice=0, context_length=512)
+    assert body_ == {
         "temperature": 0.7, "top_p": 1.0, "top_k": 0, "min_p": 0.0, "repeat_penalty": 1.0, "presence_penalty": 0.0,
         "frequency_penalty": 0.0, "repeat_last_n": 512, "seed": -1, "logit_bias": [], "ignore_eos": False,
         "samplers": ["penalties", "top_p", "min_p", "top_k", "temperature"],
@@ -107,22 +107,22 @@ def test_answers_to_one_request_have_seeds_of_their_own() -> None:
 
 
 def body(request_: GenerationRequest, **changes: Any) -> dict[str, Any]:
-    given: dict[str, Any] = {"choice": 0, "max_tokens": 9, "context_length": 512, "grammar": None, "markers": []}
-    return completion_body(request_, [1, 2], **{**given, **changes})
+    options: dict[str, Any] = {"choice": 0, "max_tokens": 9, "context_length": 512, "grammar": None, "markers": []}
+    return completion_body(request_, [1, 2], **{**options, **changes})
 
 
 def test_a_completion_has_tokens_and_reports_progress() -> None:
-    found = body(chat_request(), markers=["<think>"])
-    assert (found["prompt"], found["n_predict"], found["stream"], found["return_progress"]) == ([1, 2], 9, True, True)
-    assert found["preserved_tokens"] == ["<think>"]
-    assert {"n_probs", "grammar", "stop"} & set(found) == set()
+    body_ = body(chat_request(), markers=["<think>"])
+    assert (body_["prompt"], body_["n_predict"], body_["stream"], body_["return_progress"]) == ([1, 2], 9, True, True)
+    assert body_["preserved_tokens"] == ["<think>"]
+    assert {"n_probs", "grammar", "stop"} & set(body_) == set()
 
 
 @pytest.mark.parametrize(("top", "sent"), [(0, 1), (1, 1), (20, 20)])
 def test_at_least_one_alternative_is_requested_with_logprobs(top: int, sent: int) -> None:
     assert body(chat_request(top_logprobs=top))["n_probs"] == sent
-    given = chat_body(chat_request(top_logprobs=top), {"messages": []}, choice=0, max_tokens=9, context_length=512)
-    assert (given["logprobs"], given["top_logprobs"]) == (True, sent)
+    options = chat_body(chat_request(top_logprobs=top), {"messages": []}, choice=0, max_tokens=9, context_length=512)
+    assert (options["logprobs"], options["top_logprobs"]) == (True, sent)
 
 
 def test_a_grammar_is_sent() -> None:
@@ -130,10 +130,10 @@ def test_a_grammar_is_sent() -> None:
 
 
 def test_the_chat_route_counts_tokens_and_separates_reasoning() -> None:
-    found = chat_body(chat_request(OPTIONAL), {"messages": [], "tools": []}, choice=0, max_tokens=9, context_length=512)
-    assert (found["max_tokens"], found["timings_per_token"], found["reasoning_format"]) == (9, True, "deepseek")
-    assert (found["messages"], found["tools"]) == ([], [])
-    assert found["repeat_last_n"] == 512
+    body_ = chat_body(chat_request(OPTIONAL), {"messages": [], "tools": []}, choice=0, max_tokens=9, context_length=512)
+    assert (body_["max_tokens"], body_["timings_per_token"], body_["reasoning_format"]) == (9, True, "deepseek")
+    assert (body_["messages"], body_["tools"]) == ([], [])
+    assert body_["repeat_last_n"] == 512
 
 
 # Messages
@@ -144,27 +144,27 @@ ANSWERED = ({"role": "user", "content": "1+1?"}, {"role": "assistant", "content"
 
 def test_arguments_of_calls_are_sent_as_json_strings() -> None:
     prompt = ChatPrompt(messages=ANSWERED, tools=OPTIONAL)
-    found = chat_input(GenerationRequest(prompt=prompt), prompt, NATIVE, CHAT)
-    assert found["messages"][1]["tool_calls"][0]["function"] == {"name": "add", "arguments": '{"a": 1}'}
+    body_ = chat_input(GenerationRequest(prompt=prompt), prompt, NATIVE, CHAT)
+    assert body_["messages"][1]["tool_calls"][0]["function"] == {"name": "add", "arguments": '{"a": 1}'}
     assert CALL["function"] == {"name": "add", "arguments": {"a": 1}}
-    assert [tool["function"]["name"] for tool in found["tools"]] == ["add"]
-    assert found["parallel_tool_calls"] is True
+    assert [tool["function"]["name"] for tool in body_["tools"]] == ["add"]
+    assert body_["parallel_tool_calls"] is True
 
 
 def test_tools_are_written_into_messages_for_a_template_without_tools() -> None:
     prompt = ChatPrompt(messages=ANSWERED, tools=OPTIONAL)
-    found = chat_input(GenerationRequest(prompt=prompt), prompt, PLAIN, COMPLETION)
-    assert found.keys() == {"messages"}
-    assert "Adds." in json.dumps(found)
-    assert "tool_calls" not in json.dumps(found)
+    body_ = chat_input(GenerationRequest(prompt=prompt), prompt, PLAIN, COMPLETION)
+    assert body_.keys() == {"messages"}
+    assert "Adds." in json.dumps(body_)
+    assert "tool_calls" not in json.dumps(body_)
 
 
 def test_template_options_of_the_request_take_precedence() -> None:
     thinks = detect_chat_format(THINKS_FIRST, {}, {})
     prompt = ChatPrompt(messages=ANSWERED[:1], template_options={"enable_thinking": False, "x": 1})
-    found = chat_input(GenerationRequest(prompt=prompt), prompt, thinks, COMPLETION)
-    assert found["chat_template_kwargs"] == {"enable_thinking": False, "x": 1}
+    body_ = chat_input(GenerationRequest(prompt=prompt), prompt, thinks, COMPLETION)
+    assert body_["chat_template_kwargs"] == {"enable_thinking": False, "x": 1}
     prompt = replace(prompt, template_options={})
-    found = chat_input(GenerationRequest(prompt=prompt), prompt, thinks, COMPLETION)
-    assert found["chat_template_kwargs"] == {"enable_thinking": True}
+    body_ = chat_input(GenerationRequest(prompt=prompt), prompt, thinks, COMPLETION)
+    assert body_["chat_template_kwargs"] == {"enable_thinking": True}
     assert "chat_template_kwargs" not in chat_input(GenerationRequest(prompt=prompt), prompt, PLAIN, COMPLETION)

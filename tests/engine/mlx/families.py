@@ -1,4 +1,4 @@
-"""Model families in small: their tokens on top of a real tokenizer, and templates in their style."""
+"""Provide small versions of model families: their tokens in a real tokenizer, and templates in their style."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from tests.engine.answers import merge
 
 USER = {"role": "user", "content": "Hi"}
 
-# Templates in the style of the families, cut down to what says how thoughts and calls are written.
+# Templates in the style of the families, reduced to the parts that write reasoning and tool calls.
 CHATML = """\
 {%- for message in messages %}<|im_start|>{{ message.role }}
 {% if message.reasoning_content %}<think>
@@ -94,7 +94,7 @@ MARKERS = ("<think>", "</think>", "<tool_call>", "</tool_call>")
 class Family:
     template: str
     tokens: Sequence[str] = ()
-    """Added as the real ones are: not special."""
+    """Tokens that are added without being special, as in the real tokenizers."""
     specials: Sequence[str] = ()
     eos: Sequence[str] = ("<|im_end|>",)
 
@@ -121,7 +121,7 @@ class Known:
     chat_format: ChatFormat
 
     def tokens(self, text: str, *, whole: bool = True) -> list[int]:
-        """Its tokens; else each character for itself, but for the added tokens, which are whole in any answer."""
+        """Return the tokens of a text. Without ``whole``, each character that is not in an added token is encoded alone."""
         encode = cast("Callable[..., list[int]]", self.tokenizer.encode)
         if whole:
             return encode(text, add_special_tokens=False)

@@ -1,4 +1,4 @@
-"""Formats, forced calls and thoughts in the real engine, with a model that has the markers and says nonsense."""
+"""Formats, forced tool calls and reasoning in the MLX engine, with a random model that has the markers."""
 
 from __future__ import annotations
 
@@ -50,12 +50,12 @@ FOUR_SLOTS = Settings(slots=4, queue_limit=8)
 
 @pytest.fixture
 def manager(shared: Shared, thinker: ModelEntry) -> Iterator[ModelManager]:
-    with shared.lend(FOUR_SLOTS, thinker) as manager:
+    with shared.use(FOUR_SLOTS, thinker) as manager:
         yield manager
 
 
 @pytest.fixture
-async def own_manager(alone: None, thinker: ModelEntry) -> AsyncIterator[ModelManager]:
+async def own_manager(no_shared_model: None, thinker: ModelEntry) -> AsyncIterator[ModelManager]:
     async with ModelManager(FOUR_SLOTS) as manager:
         await manager.load_entry(thinker)
         yield manager
@@ -77,13 +77,16 @@ class Answer:
 def request(
     *, tools: ToolUse | None = None, bias: dict[int, float] | None = None, content: str = "Where?", **changes: Any
 ) -> GenerationRequest:
-    """Thoughts are possible; ``open_thoughts=True`` begins them. A bias outweighs the model and holds only once."""
+    """Return a request whose answer may contain reasoning; with ``open_thoughts=True`` the prompt opens it.
+
+    A bias outweighs the model, and applies to the first occurrence of a token only.
+    """
     names = {"open_thoughts", "enable_thinking"} & set(changes)
     options: dict[str, Any] = {name: changes.pop(name) for name in names}
     prompt = ChatPrompt(messages=({"role": "user", "content": content},), tools=tools, template_options=options)
     biased = Sampling(temperature=0, logit_bias=tuple((bias or {}).items()), presence_penalty=1500 if bias else 0)
-    made = GenerationRequest(prompt=prompt, sampling=biased, max_tokens=100)
-    return replace(made, **changes)
+    generation = GenerationRequest(prompt=prompt, sampling=biased, max_tokens=100)
+    return replace(generation, **changes)
 
 
 async def finish(stream: TokenStream) -> Answer:
@@ -107,21 +110,21 @@ def is_place(text: str) -> bool:
     return value.keys() == {"kind", "wet"} and value["kind"] in KINDS and isinstance(value["wet"], bool)
 
 
-# Thoughts
+# Reasoning
 
-# The likeliest first, each once: words, so that no thought ends inside a character.
+# Tokens with whole characters, the likeliest first, so that the reasoning does not end inside a character.
 WORDS: dict[int, float] = {WORD + number: 1000.0 - 40 * number for number in range(10)}
 
 
-def letters(*texts: str) -> str:
-    """Without white space, which goes where thoughts begin and end."""
+def without_white_space(*texts: str) -> str:
+    """Join the texts without white space, which is removed at the ends of reasoning."""
     return "".join("".join(texts).split())
 
 
 async def test_a_budget_of_0_leaves_only_the_end_marker(manager: ModelManager) -> None:
-    found = await run(manager, open_thoughts=True, thinking_budget=0, bias=WORDS, max_tokens=8)
-    assert (found.reasoning, found.report.reasoning_tokens, found.report.output_tokens) == ("", 1, 8)
-    assert found.text
+    answer = await run(manager, open_thoughts=True, thinking_budget=0, bias=WORDS, max_tokens=8)
+    assert (answer.reasoning, answer.report.reasoning_tokens, answer.report.output_tokens) == ("", 1, 8)
+    assert answer.text
 
 
 async def test_reasoning_ends_exactly_at_its_budget(manager: ModelManager) -> None:
@@ -130,57 +133,57 @@ async def test_reasoning_ends_exactly_at_its_budget(manager: ModelManager) -> No
     assert (free.text, free.report.reasoning_tokens) == ("", 8)
     assert cut.report.reasoning_tokens == 5 + 1
     assert free.reasoning.startswith(cut.reasoning)
-    assert letters(cut.reasoning, cut.text) == letters(free.reasoning)
+    assert without_white_space(cut.reasoning, cut.text) == without_white_space(free.reasoning)
 
 
 async def test_a_budget_counts_from_the_start_of_the_reasoning(manager: ModelManager) -> None:
-    found = await run(manager, thinking_budget=2, bias={THINK: 1040, **WORDS}, max_tokens=7)
+    answer = await run(manager, thinking_budget=2, bias={THINK: 1040, **WORDS}, max_tokens=7)
     plain = await run(manager, thinking_budget=2, bias=WORDS, max_tokens=5)
     assert (plain.reasoning, plain.report.reasoning_tokens) == ("", 0)
     # The marker that begins, two tokens, the marker that ends.
-    assert found.report.reasoning_tokens == 4
-    assert found.report.output_tokens == 7
-    assert letters(found.reasoning, found.text) == letters(plain.text)
+    assert answer.report.reasoning_tokens == 4
+    assert answer.report.output_tokens == 7
+    assert without_white_space(answer.reasoning, answer.text) == without_white_space(plain.text)
 
 
 async def test_a_budget_has_no_effect_if_the_prompt_has_closed_the_reasoning(manager: ModelManager) -> None:
-    found = await run(manager, enable_thinking=False, thinking_budget=0, bias=WORDS, max_tokens=8)
-    assert (found.reasoning, found.report.reasoning_tokens, found.report.output_tokens) == ("", 0, 8)
+    answer = await run(manager, enable_thinking=False, thinking_budget=0, bias=WORDS, max_tokens=8)
+    assert (answer.reasoning, answer.report.reasoning_tokens, answer.report.output_tokens) == ("", 0, 8)
 
 
 async def test_a_format_is_enforced_after_the_reasoning(manager: ModelManager) -> None:
-    found = await run(manager, open_thoughts=True, thinking_budget=3, answer_format=JSON, bias=WORDS)
-    assert found.report.reasoning_tokens == 4
-    assert found.reasoning
-    assert is_place(found.text)
-    assert found.reason == "stop"
+    answer = await run(manager, open_thoughts=True, thinking_budget=3, answer_format=JSON, bias=WORDS)
+    assert answer.report.reasoning_tokens == 4
+    assert answer.reasoning
+    assert is_place(answer.text)
+    assert answer.reason == "stop"
 
 
-# Calls
+# Tool calls
 
 
 @pytest.mark.parametrize("open_thoughts", [False, True])
 async def test_a_forced_call_is_the_whole_answer(manager: ModelManager, open_thoughts: bool) -> None:
-    found = await run(manager, tools=FORCED, open_thoughts=open_thoughts, thinking_budget=2)
-    ((name, arguments),) = found.calls
+    answer = await run(manager, tools=FORCED, open_thoughts=open_thoughts, thinking_budget=2)
+    ((name, arguments),) = answer.calls
     assert name in ("look", "wait")
     assert is_place(arguments)
-    assert (found.text, found.reason) == ("", "tool_calls")
-    assert (found.report.reasoning_tokens > 0) is open_thoughts
+    assert (answer.text, answer.reason) == ("", "tool_calls")
+    assert (answer.report.reasoning_tokens > 0) is open_thoughts
 
 
 async def test_a_named_tool_is_called_once(manager: ModelManager) -> None:
-    found = await run(manager, tools=NAMED)
-    ((name, arguments),) = found.calls
-    assert (name, found.text, found.reason) == ("wait", "", "tool_calls")
+    answer = await run(manager, tools=NAMED)
+    ((name, arguments),) = answer.calls
+    assert (name, answer.text, answer.reason) == ("wait", "", "tool_calls")
     assert is_place(arguments)
 
 
 async def test_forced_parallel_calls_are_all_calls(manager: ModelManager) -> None:
-    found = await run(manager, tools=replace(TOOLS, forced=True), max_tokens=400)
-    assert 1 <= len(found.calls) <= 16
-    assert found.text == ""
-    assert all(is_place(arguments) for _, arguments in found.calls)
+    answer = await run(manager, tools=replace(TOOLS, forced=True), max_tokens=400)
+    assert 1 <= len(answer.calls) <= 16
+    assert answer.text == ""
+    assert all(is_place(arguments) for _, arguments in answer.calls)
 
 
 async def test_a_call_that_the_model_starts_follows_its_schema(manager: ModelManager) -> None:
@@ -203,15 +206,15 @@ async def test_an_incomplete_call_ends_with_length(manager: ModelManager) -> Non
 
 
 async def test_constrained_and_free_answers_do_not_affect_each_other(manager: ModelManager) -> None:
-    asked: list[dict[str, Any]] = [
+    options: list[dict[str, Any]] = [
         {"answer_format": JSON, "enable_thinking": False},
         {"tools": NAMED, "content": "Who?"},
         {"max_tokens": 40, "content": "Why?"},
         {"open_thoughts": True, "thinking_budget": 4, "answer_format": JSON, "bias": WORDS},
         {"answer_format": AnswerFormat(kind="regex", text="[ab]{20}"), "enable_thinking": False},
     ]
-    alone = [await run(manager, **changes) for changes in asked]
-    together = await asyncio.gather(*(run(manager, **changes) for changes in asked))
+    alone = [await run(manager, **changes) for changes in options]
+    together = await asyncio.gather(*(run(manager, **changes) for changes in options))
     assert is_place(together[0].text)
     assert [name for name, _ in together[1].calls] == ["wait"]
     assert together[2].report.output_tokens == 40
@@ -222,33 +225,33 @@ async def test_constrained_and_free_answers_do_not_affect_each_other(manager: Mo
 
 async def test_a_seeded_answer_does_not_depend_on_the_rest_of_the_batch(manager: ModelManager) -> None:
     drawn = Sampling(temperature=1, top_p=0.95, seed=7)
-    asked: dict[str, Any] = {
+    options: dict[str, Any] = {
         "sampling": drawn,
         "answer_format": AnswerFormat(kind="regex", text="[a-z]{30}"),
         "enable_thinking": False,
     }
-    alone = await run(manager, **asked)
+    alone = await run(manager, **options)
     others = [replace(drawn, seed=seed) for seed in (8, 9)]
-    found = await asyncio.gather(
-        run(manager, **{**asked, "sampling": others[0]}),
+    answer = await asyncio.gather(
+        run(manager, **{**options, "sampling": others[0]}),
         run(manager, content="Why?", max_tokens=20),
-        run(manager, **asked),
-        run(manager, **{**asked, "sampling": others[1]}),
+        run(manager, **options),
+        run(manager, **{**options, "sampling": others[1]}),
     )
     assert len(alone.text) == 30
-    assert found[2].text == alone.text
-    assert len({answer.text for answer in (found[0], found[2], found[3])}) == 3
+    assert answer[2].text == alone.text
+    assert len({answer.text for answer in (answer[0], answer[2], answer[3])}) == 3
 
 
 # Log-probabilities, ends, errors
 
 
 async def test_each_token_of_a_constrained_answer_has_a_logprob(manager: ModelManager) -> None:
-    found = await run(manager, answer_format=JSON, enable_thinking=False, top_logprobs=2)
-    assert is_place(found.text)
-    assert len(found.logprobs) == found.report.output_tokens
-    assert b"".join(entry.bytes for entry in found.logprobs if not entry.ends).decode() == found.text
-    for entry in found.logprobs:
+    answer = await run(manager, answer_format=JSON, enable_thinking=False, top_logprobs=2)
+    assert is_place(answer.text)
+    assert len(answer.logprobs) == answer.report.output_tokens
+    assert b"".join(entry.bytes for entry in answer.logprobs if not entry.ends).decode() == answer.text
+    for entry in answer.logprobs:
         assert len(entry.top) == 2
         for one in (entry, *entry.top):
             assert one.logprob is not None
@@ -257,9 +260,9 @@ async def test_each_token_of_a_constrained_answer_has_a_logprob(manager: ModelMa
 
 
 async def test_a_call_has_logprobs_too(manager: ModelManager) -> None:
-    found = await run(manager, tools=NAMED, open_thoughts=True, thinking_budget=3, top_logprobs=0)
-    assert len(found.logprobs) == found.report.output_tokens
-    assert all(entry.logprob is not None and math.isfinite(entry.logprob) for entry in found.logprobs)
+    answer = await run(manager, tools=NAMED, open_thoughts=True, thinking_budget=3, top_logprobs=0)
+    assert len(answer.logprobs) == answer.report.output_tokens
+    assert all(entry.logprob is not None and math.isfinite(entry.logprob) for entry in answer.logprobs)
 
 
 async def test_an_answer_needs_no_more_tokens_than_its_format(manager: ModelManager) -> None:
@@ -281,7 +284,7 @@ async def test_a_format_cannot_be_combined_with_ignore_eos(manager: ModelManager
 
 
 async def test_a_format_that_cannot_be_continued_ends_only_its_answer(manager: ModelManager) -> None:
-    # Compiles, and can be followed further than it was tried; then nothing can come.
+    # The grammar compiles and is valid for more tokens than its check tries, but then allows no token.
     dead_end = AnswerFormat(kind="lark", text="start: WAY END\nWAY: /[qz]{100}/\nEND: /a+/ & /b+/")
     accepted = await manager.submit(request(answer_format=dead_end, enable_thinking=False, max_tokens=200))
     failing, neighbour = await asyncio.gather(
@@ -317,11 +320,11 @@ async def test_grammars_do_not_keep_the_model_in_memory(own_manager: ModelManage
 
 
 async def test_the_first_two_grammars_may_be_compiled_at_the_same_time(own_manager: ModelManager) -> None:
-    found = await asyncio.gather(
+    answer = await asyncio.gather(
         run(own_manager, answer_format=JSON, enable_thinking=False),
         run(own_manager, tools=NAMED),
         run(own_manager, answer_format=AnswerFormat(kind="regex", text="(yes|no)"), enable_thinking=False),
     )
-    assert is_place(found[0].text)
-    assert is_place(found[1].calls[0][1])
-    assert found[2].text in ("yes", "no")
+    assert is_place(answer[0].text)
+    assert is_place(answer[1].calls[0][1])
+    assert answer[2].text in ("yes", "no")

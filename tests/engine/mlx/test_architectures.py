@@ -1,4 +1,4 @@
-"""Models with other caches than keys and values: the same words alone, in a batch and after a kept beginning."""
+"""Models with other caches than keys and values have the same answers alone, in a batch and with a cached prefix."""
 
 from __future__ import annotations
 
@@ -52,7 +52,7 @@ CONFIGS: dict[str, dict[str, Any]] = {
 
 
 def write_model(folder: Path, config: dict[str, Any], tokenizer_from: Path) -> None:
-    """Random weights of this architecture; the tokenizer is SmolLM2's."""
+    """Write a model of this architecture with random weights and SmolLM2's tokenizer."""
     mx.random.seed(0)
     model_class, args_class = _get_classes(config)
     model = model_class(args_class.from_dict(config))

@@ -21,7 +21,7 @@ from lmx_lab.values.encoding import Vectors
 from lmx_lab.values.engine import BlasReport
 
 
-class Watched:
+class FakeEncoder:
     """An encoder whose vector of a text is its first token; each batch has ``layers`` steps."""
 
     def __init__(self, *, layers: int = 2, bytes_per_token: int = 0) -> None:
@@ -30,16 +30,16 @@ class Watched:
         self.batches: list[list[int]] = []
         """The first tokens of the texts of each batch."""
         self.closed = 0
-        self.fails: Exception | None = None
-        self.fails_to_activate = False
+        self.failure_to_raise: Exception | None = None
+        self.activation_fails = False
 
     def forward(self, batch: Sequence[TextTokens]) -> Generator[mx.array, None, Vectors]:
         self.batches.append([text.tokens[0] for text in batch])
         self.lengths = [len(text.tokens) for text in batch]
         try:
             for _ in range(self.layers):
-                if self.fails is not None:
-                    raise self.fails
+                if self.failure_to_raise is not None:
+                    raise self.failure_to_raise
                 yield mx.zeros(1)
         except GeneratorExit:
             self.closed += 1
@@ -47,7 +47,7 @@ class Watched:
         return np.array([[text.tokens[0]] for text in batch], dtype=np.float32)
 
     def activate(self, raw: Vectors) -> Vectors:
-        if self.fails_to_activate:
+        if self.activation_fails:
             raise MemoryError("as an example")
         return raw + 0.5
 
@@ -71,18 +71,18 @@ class DeliveringLoop(EncodingLoop):
         self.deliver()
 
 
-def encoding(*, threads: int = 1, **changes: Any) -> EncodingLoop:
+def create_loop(*, threads: int = 1, **changes: Any) -> EncodingLoop:
     limits = {"limit_bytes": 2**40, "make_room": lambda _: None, "note_peak": lambda _: None}
     report = BlasReport(name="openblas", detail="", threads=threads, threads_fixed=False)
     return DeliveringLoop(ThreadChoice(report), **(limits | changes))
 
 
 def permit() -> Permit:
-    (found,) = AdmissionControl("watched", limit=1).admit(1, retry_after_s=1.0)
-    return found
+    (permit_,) = AdmissionControl("watched", limit=1).admit(1, retry_after_s=1.0)
+    return permit_
 
 
-def job(encoder: Watched, lengths: Sequence[int], *, first: int = 0, **changes: Any) -> EncodeJob:
+def job(encoder: FakeEncoder, lengths: Sequence[int], *, first: int = 0, **changes: Any) -> EncodeJob:
     """A job of texts with these lengths; the first token of each text is its number."""
     texts = [TextTokens((first + at,) + (0,) * (length - 1)) for at, length in enumerate(lengths)]
     fields: dict[str, Any] = {"model_id": "watched", "arrived_at": time.perf_counter(), "timeout_s": 60.0}
@@ -90,9 +90,9 @@ def job(encoder: Watched, lengths: Sequence[int], *, first: int = 0, **changes: 
     return EncodeJob(texts=texts, encoder=reference, permit=permit(), **(fields | changes))
 
 
-def run(work: EncodingLoop, *, busy: bool = False) -> None:
-    while not work.idle:
-        work.step(0.0, busy=busy)
+def run(loop: EncodingLoop, *, busy: bool = False) -> None:
+    while not loop.idle:
+        loop.step(0.0, busy=busy)
 
 
 def failure(of: EncodeJob) -> LabError:
@@ -102,16 +102,16 @@ def failure(of: EncodeJob) -> LabError:
 
 
 def test_rows_are_in_the_order_of_the_texts() -> None:
-    work, encoder = encoding(), Watched()
-    asked = job(encoder, [3, 9, 1, 2, 9])
-    work.add(asked)
-    run(work)
-    assert asked.done.result(timeout=0).rows.ravel().tolist() == [0.5, 1.5, 2.5, 3.5, 4.5]
+    loop, encoder = create_loop(), FakeEncoder()
+    submitted = job(encoder, [3, 9, 1, 2, 9])
+    loop.add(submitted)
+    run(loop)
+    assert submitted.done.result(timeout=0).rows.ravel().tolist() == [0.5, 1.5, 2.5, 3.5, 4.5]
 
 
 def test_equal_texts_are_computed_once() -> None:
-    work, encoder = encoding(), Watched()
-    asked = EncodeJob(
+    loop, encoder = create_loop(), FakeEncoder()
+    submitted = EncodeJob(
         texts=[TextTokens((1, 2)), TextTokens((5,)), TextTokens((1, 2)), TextTokens((1, 2), second_start=1)],
         encoder=cast(Any, weakref.ref(encoder)),
         model_id="watched",
@@ -119,40 +119,40 @@ def test_equal_texts_are_computed_once() -> None:
         arrived_at=time.perf_counter(),
         timeout_s=60.0,
     )
-    work.add(asked)
-    run(work)
-    encoded = asked.done.result(timeout=0)
+    loop.add(submitted)
+    run(loop)
+    encoded = submitted.done.result(timeout=0)
     assert encoded.rows.ravel().tolist() == [1.5, 5.5, 1.5, 1.5]
     assert sum(len(batch) for batch in encoder.batches) == 3
     assert encoded.report.tokens == 7
 
 
 def test_raw_scores_are_returned_without_activation() -> None:
-    work, encoder = encoding(), Watched()
-    asked = job(encoder, [3], raw=True)
-    work.add(asked)
-    run(work)
-    assert asked.done.result(timeout=0).rows.tolist() == [[0.0]]
+    loop, encoder = create_loop(), FakeEncoder()
+    submitted = job(encoder, [3], raw=True)
+    loop.add(submitted)
+    run(loop)
+    assert submitted.done.result(timeout=0).rows.tolist() == [[0.0]]
 
 
 def test_the_report_counts_texts_and_tokens() -> None:
-    work, encoder = encoding(), Watched()
-    asked = job(encoder, [3, 9])
-    work.add(asked)
-    run(work)
-    report = asked.done.result(timeout=0).report
+    loop, encoder = create_loop(), FakeEncoder()
+    submitted = job(encoder, [3, 9])
+    loop.add(submitted)
+    run(loop)
+    report = submitted.done.result(timeout=0).report
     assert (report.model, report.texts, report.tokens) == ("watched", 2, 12)
     assert report.queue_s >= 0
     assert report.compute_s > 0
-    assert work.tokens == 12
+    assert loop.tokens == 12
 
 
 def test_the_texts_of_a_batch_have_similar_lengths() -> None:
-    work, encoder = encoding(), Watched()
-    work.add(job(encoder, [10, 100, 11, 90, 50, 12]))
+    loop, encoder = create_loop(), FakeEncoder()
+    loop.add(job(encoder, [10, 100, 11, 90, 50, 12]))
     shortest_shares = []
-    while not work.idle:
-        work.step(0.0, busy=False)
+    while not loop.idle:
+        loop.step(0.0, busy=False)
         shortest_shares.append(min(encoder.lengths) / max(encoder.lengths))
     assert encoder.batches == [[1, 3], [4], [5, 2, 0]]
     assert min(shortest_shares) >= MIN_LENGTH_RATIO
@@ -160,221 +160,221 @@ def test_the_texts_of_a_batch_have_similar_lengths() -> None:
 
 @pytest.mark.parametrize(("busy", "tokens"), [(False, PART_TOKENS), (True, BUSY_PART_TOKENS)])
 def test_the_number_of_tokens_of_a_batch_is_limited(busy: bool, tokens: int) -> None:
-    work, encoder = encoding(), Watched()
-    work.add(job(encoder, [64] * 500))
-    work.step(0.0, busy=busy)
+    loop, encoder = create_loop(), FakeEncoder()
+    loop.add(job(encoder, [64] * 500))
+    loop.step(0.0, busy=busy)
     assert len(encoder.batches[0]) == tokens // 64
 
 
 def test_a_batch_has_a_part_for_each_core() -> None:
-    work, encoder = encoding(threads=2), Watched()
-    asked = job(encoder, [64] * 7)
-    work.add(asked)
-    work.step(0.0, busy=False)
+    loop, encoder = create_loop(threads=2), FakeEncoder()
+    submitted = job(encoder, [64] * 7)
+    loop.add(submitted)
+    loop.step(0.0, busy=False)
     assert [len(part) for part in encoder.batches] == [4, 3]
-    run(work)
-    assert asked.done.result(timeout=0).rows.ravel().tolist() == [at + 0.5 for at in range(7)]
+    run(loop)
+    assert submitted.done.result(timeout=0).rows.ravel().tolist() == [at + 0.5 for at in range(7)]
 
 
 def test_cancelling_ends_all_parts_of_a_batch() -> None:
-    work, encoder = encoding(threads=2), Watched(layers=5)
-    asked = job(encoder, [64] * 7)
-    work.add(asked)
-    work.step(0.0, busy=False)
-    work.cancel(asked)
+    loop, encoder = create_loop(threads=2), FakeEncoder(layers=5)
+    submitted = job(encoder, [64] * 7)
+    loop.add(submitted)
+    loop.step(0.0, busy=False)
+    loop.cancel(submitted)
     assert encoder.closed == 2
 
 
 def test_a_text_longer_than_a_batch_is_computed_alone() -> None:
-    work, encoder = encoding(), Watched()
-    asked = job(encoder, [PART_TOKENS * 2, PART_TOKENS * 2])
-    work.add(asked)
-    run(work)
+    loop, encoder = create_loop(), FakeEncoder()
+    submitted = job(encoder, [PART_TOKENS * 2, PART_TOKENS * 2])
+    loop.add(submitted)
+    run(loop)
     assert encoder.batches == [[1], [0]]
-    assert asked.done.done()
+    assert submitted.done.done()
 
 
 def test_one_text_does_not_wait_for_ten_thousand() -> None:
-    work, encoder = encoding(), Watched(layers=1)
+    loop, encoder = create_loop(), FakeEncoder(layers=1)
     flood, single = job(encoder, [30] * 10_000), job(encoder, [5], first=20_000)
-    work.add(flood)
-    work.step(0.0, busy=False)
-    work.add(single)
-    run_until(work, single)
+    loop.add(flood)
+    loop.step(0.0, busy=False)
+    loop.add(single)
+    run_until(loop, single)
     assert len(encoder.batches) <= 3
-    run(work)
+    run(loop)
     assert len(flood.done.result(timeout=0).rows) == 10_000
 
 
-def run_until(work: EncodingLoop, awaited: EncodeJob) -> None:
+def run_until(loop: EncodingLoop, awaited: EncodeJob) -> None:
     for _ in range(1000):
         if awaited.done.done():
             return
-        work.step(0.0, busy=False)
+        loop.step(0.0, busy=False)
     pytest.fail("never computed")
 
 
 def test_texts_of_several_requests_share_a_batch() -> None:
-    work, encoder = encoding(), Watched()
+    loop, encoder = create_loop(), FakeEncoder()
     one, two = job(encoder, [30] * 3), job(encoder, [29], first=100)
-    work.add(one)
-    work.add(two)
-    run(work)
+    loop.add(one)
+    loop.add(two)
+    run(loop)
     assert encoder.batches == [[2, 1, 0, 100]]
     assert two.done.result(timeout=0).rows.tolist() == [[100.5]]
 
 
 def test_texts_for_different_models_do_not_share_a_batch() -> None:
-    work, encoder, other = encoding(), Watched(), Watched()
-    work.add(job(encoder, [30]))
-    work.add(job(other, [30], first=7))
-    run(work)
+    loop, encoder, other = create_loop(), FakeEncoder(), FakeEncoder()
+    loop.add(job(encoder, [30]))
+    loop.add(job(other, [30], first=7))
+    run(loop)
     assert (encoder.batches, other.batches) == ([[0]], [[7]])
 
 
 def test_cancelling_ends_a_batch_between_two_layers() -> None:
-    work, encoder = encoding(), Watched(layers=5)
-    asked = job(encoder, [300])
-    work.add(asked)
-    work.step(0.0, busy=False)
-    work.cancel(asked)
+    loop, encoder = create_loop(), FakeEncoder(layers=5)
+    submitted = job(encoder, [300])
+    loop.add(submitted)
+    loop.step(0.0, busy=False)
+    loop.cancel(submitted)
     assert encoder.closed == 1
-    assert work.idle
-    assert isinstance(failure(asked), EngineError)
+    assert loop.idle
+    assert isinstance(failure(submitted), EngineError)
 
 
 def test_cancelling_one_request_does_not_end_others_of_the_batch() -> None:
-    work, encoder = encoding(), Watched(layers=5)
+    loop, encoder = create_loop(), FakeEncoder(layers=5)
     leaves, stays = job(encoder, [100]), job(encoder, [100], first=9)
-    work.add(leaves)
-    work.add(stays)
-    work.step(0.0, busy=False)
-    work.cancel(leaves)
-    run(work)
+    loop.add(leaves)
+    loop.add(stays)
+    loop.step(0.0, busy=False)
+    loop.cancel(leaves)
+    run(loop)
     assert encoder.closed == 0
     assert stays.done.result(timeout=0).rows.tolist() == [[9.5]]
 
 
 def test_cancelling_twice_or_too_late_does_nothing() -> None:
-    work, encoder = encoding(), Watched()
-    asked = job(encoder, [3])
-    work.add(asked)
-    run(work)
-    work.cancel(asked)
-    work.cancel(asked)
-    assert asked.done.result(timeout=0).rows.tolist() == [[0.5]]
+    loop, encoder = create_loop(), FakeEncoder()
+    submitted = job(encoder, [3])
+    loop.add(submitted)
+    run(loop)
+    loop.cancel(submitted)
+    loop.cancel(submitted)
+    assert submitted.done.result(timeout=0).rows.tolist() == [[0.5]]
 
 
 def test_a_request_ends_at_its_deadline() -> None:
-    work, encoder = encoding(), Watched(layers=5)
+    loop, encoder = create_loop(), FakeEncoder(layers=5)
     late = job(encoder, [300], arrived_at=time.perf_counter() - 10, timeout_s=5.0)
     fine = job(encoder, [300])
-    work.add(late)
-    work.add(fine)
-    run(work)
+    loop.add(late)
+    loop.add(fine)
+    run(loop)
     assert isinstance(failure(late), GenerationTimeoutError)
     assert fine.done.result(timeout=0).rows.tolist() == [[0.5]]
 
 
 def test_only_the_requests_of_a_failed_batch_fail() -> None:
-    work, encoder, other = encoding(), Watched(), Watched()
+    loop, encoder, other = create_loop(), FakeEncoder(), FakeEncoder()
     broken, fine = job(encoder, [300]), job(other, [10])
-    encoder.fails = ValueError("no such shape")
-    work.add(broken)
-    work.add(fine)
-    run(work)
+    encoder.failure_to_raise = ValueError("no such shape")
+    loop.add(broken)
+    loop.add(fine)
+    run(loop)
     assert "no such shape" in failure(broken).message
     assert fine.done.result(timeout=0).rows.tolist() == [[0.5]]
 
 
 def test_the_error_of_a_batch_that_ran_out_of_memory_names_the_next_step() -> None:
-    work, encoder = encoding(), Watched()
-    encoder.fails = MemoryError("no more")
-    asked = job(encoder, [300])
-    work.add(asked)
-    run(work)
-    assert "send fewer or shorter texts" in failure(asked).message
+    loop, encoder = create_loop(), FakeEncoder()
+    encoder.failure_to_raise = MemoryError("no more")
+    submitted = job(encoder, [300])
+    loop.add(submitted)
+    run(loop)
+    assert "send fewer or shorter texts" in failure(submitted).message
 
 
 def test_a_result_that_cannot_be_made_fails_its_request_only() -> None:
-    work, encoder = encoding(), Watched()
+    loop, encoder = create_loop(), FakeEncoder()
     broken, fine = job(encoder, [30]), job(encoder, [30], first=9, raw=True)
-    work.add(broken)
-    work.add(fine)
-    encoder.fails_to_activate = True
-    run(work)
+    loop.add(broken)
+    loop.add(fine)
+    encoder.activation_fails = True
+    run(loop)
     assert "could not be made from the computed rows" in failure(broken).message
     assert fine.done.result(timeout=0).rows.tolist() == [[9.0]]
 
 
 def test_a_running_batch_keeps_the_activation_of_its_model() -> None:
-    work, encoder = encoding(), Watched()
-    asked = job(encoder, [30])
-    work.add(asked)
-    work.step(0.0, busy=False)
+    loop, encoder = create_loop(), FakeEncoder()
+    submitted = job(encoder, [30])
+    loop.add(submitted)
+    loop.step(0.0, busy=False)
     del encoder
-    run(work)
-    assert asked.done.result(timeout=0).rows.tolist() == [[0.5]]
+    run(loop)
+    assert submitted.done.result(timeout=0).rows.tolist() == [[0.5]]
 
 
 def test_while_answers_are_generated_a_batch_waits_for_memory() -> None:
-    encoder = Watched(bytes_per_token=1_000_000)
-    work = encoding(limit_bytes=memory.used_bytes() + 10_000_000)
-    asked = job(encoder, [64])
-    work.add(asked)
+    encoder = FakeEncoder(bytes_per_token=1_000_000)
+    loop = create_loop(limit_bytes=memory.used_bytes() + 10_000_000)
+    submitted = job(encoder, [64])
+    loop.add(submitted)
     for _ in range(3):
-        work.step(0.0, busy=True)
-    assert not asked.done.done()
-    work.step(0.0, busy=False)
-    assert isinstance(failure(asked), ContextLengthError)
+        loop.step(0.0, busy=True)
+    assert not submitted.done.done()
+    loop.step(0.0, busy=False)
+    assert isinstance(failure(submitted), ContextLengthError)
 
 
 def test_too_many_tokens_at_once_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("lmx_lab.engine.mlx.encoding.MAX_TOKENS", 100)
-    work, encoder = encoding(), Watched()
-    work.add(job(encoder, [150]))
+    loop, encoder = create_loop(), FakeEncoder()
+    loop.add(job(encoder, [150]))
     with pytest.raises(QueueFullError, match="other texts have 150 tokens and these have 3; 100 are allowed"):
-        work.add(job(encoder, [3]))
+        loop.add(job(encoder, [3]))
 
 
 def test_requests_for_an_unloaded_encoder_end() -> None:
-    work, encoder = encoding(), Watched()
-    asked = job(encoder, [3])
+    loop, encoder = create_loop(), FakeEncoder()
+    submitted = job(encoder, [3])
     del encoder
-    work.add(asked)
-    run(work)
-    assert "was unloaded" in failure(asked).message
+    loop.add(submitted)
+    run(loop)
+    assert "was unloaded" in failure(submitted).message
 
 
 def test_a_batch_is_as_large_as_memory_allows() -> None:
     room: list[int] = []
-    encoder = Watched(bytes_per_token=1000)
-    work = encoding(limit_bytes=memory.used_bytes() + 100_000, make_room=room.append)
-    asked = job(encoder, [64] * 3)
-    work.add(asked)
-    run(work)
+    encoder = FakeEncoder(bytes_per_token=1000)
+    loop = create_loop(limit_bytes=memory.used_bytes() + 100_000, make_room=room.append)
+    submitted = job(encoder, [64] * 3)
+    loop.add(submitted)
+    run(loop)
     assert room
     assert encoder.batches == [[2], [1], [0]]
-    assert asked.done.done()
+    assert submitted.done.done()
 
 
 def test_the_refusal_of_a_text_too_large_for_memory_has_the_numbers() -> None:
-    encoder = Watched(bytes_per_token=1_000_000)
-    work = encoding(limit_bytes=memory.used_bytes() + 10_000_000)
-    asked = job(encoder, [64])
-    work.add(asked)
-    run(work)
-    assert isinstance(failure(asked), ContextLengthError)
-    assert "64 tokens needs 0.06 GB" in failure(asked).message
+    encoder = FakeEncoder(bytes_per_token=1_000_000)
+    loop = create_loop(limit_bytes=memory.used_bytes() + 10_000_000)
+    submitted = job(encoder, [64])
+    loop.add(submitted)
+    run(loop)
+    assert isinstance(failure(submitted), ContextLengthError)
+    assert "64 tokens needs 0.06 GB" in failure(submitted).message
 
 
 def test_all_jobs_can_be_ended_each_once() -> None:
-    work, encoder = encoding(), Watched(layers=5)
+    loop, encoder = create_loop(), FakeEncoder(layers=5)
     jobs = [job(encoder, [300]), job(encoder, [10])]
-    for asked in jobs:
-        work.add(asked)
-    work.step(0.0, busy=False)
-    work.end_all(work.queued + work.running, EngineError("stopped"))
-    assert [failure(asked).message for asked in jobs] == ["stopped", "stopped"]
-    assert work.idle
+    for submitted in jobs:
+        loop.add(submitted)
+    loop.step(0.0, busy=False)
+    loop.end_all(loop.queued + loop.running, EngineError("stopped"))
+    assert [failure(submitted).message for submitted in jobs] == ["stopped", "stopped"]
+    assert loop.idle
     assert encoder.closed == 1

@@ -35,14 +35,14 @@ from lmx_lab.values.models import ModelEntry
 from lmx_lab.weights import Catalog
 from lmx_lab.wire.chat import ChatRequest
 from tests.engine.conftest import (
+    engine_paused,
+    fail_next_step,
     finish,
-    held,
     mlx_thread,
     numbers,
-    poison,
-    posted,
     request,
     run,
+    submit_while_paused,
     unload_when_idle_for,
     until_idle,
 )
@@ -155,11 +155,11 @@ async def test_cancelling_the_submit_leaves_nothing_behind(manager: ModelManager
 
 
 async def test_a_full_queue_refuses_and_loses_nothing(manager: ModelManager) -> None:
-    async with held(manager):
-        submits = [await posted(manager, manager.submit(request(max_tokens=60))) for _ in range(2)]
+    async with engine_paused(manager):
+        submits = [await submit_while_paused(manager, manager.submit(request(max_tokens=60))) for _ in range(2)]
         mlx_thread(manager).post(MlxCore.step)
-        submits += [await posted(manager, manager.submit(request(max_tokens=60))) for _ in range(2)]
-        refused = await posted(manager, manager.submit(request()))
+        submits += [await submit_while_paused(manager, manager.submit(request(max_tokens=60))) for _ in range(2)]
+        refused = await submit_while_paused(manager, manager.submit(request()))
     with pytest.raises(QueueFullError):
         await refused
     reports = [(await finish(await submit))[1] for submit in submits]
@@ -218,15 +218,15 @@ async def test_queued_requests_are_refused_when_another_model_is_loaded(
     other = Catalog(Settings(home=tiny_home)).resolve("tiny-two")
     first, second, queued = [await own_manager.submit(request(max_tokens=400, ignore_eos=True)) for _ in range(3)]
     await anext(first)
-    async with held(own_manager):
-        loading = await posted(own_manager, own_manager.load_entry(other))
+    async with engine_paused(own_manager):
+        loading = await submit_while_paused(own_manager, own_manager.load_entry(other))
     with pytest.raises(NotLoadedError, match="the model was replaced by tiny-two before this request started"):
         await finish(queued)
     assert [(await finish(stream))[1].output_tokens for stream in (first, second)] == [400] * 2
     assert (await loading).model == "tiny-two"
 
 
-@pytest.mark.usefixtures("alone")
+@pytest.mark.usefixtures("no_shared_model")
 async def test_a_swap_waits_no_longer_than_the_drain_allows(tiny: ModelEntry, tiny_home: Path) -> None:
     other = Catalog(Settings(home=tiny_home)).resolve("tiny-two")
     async with ModelManager(Settings(drain_s=0.0)) as manager:
@@ -316,7 +316,7 @@ async def test_after_a_failed_load_the_previous_model_is_loaded_again(
     assert (await run(own_manager))[1].model == "tiny"
 
 
-@pytest.mark.usefixtures("alone")
+@pytest.mark.usefixtures("no_shared_model")
 async def test_a_model_larger_than_the_limit_is_refused_before_the_loaded_one_is_unloaded(tiny: ModelEntry) -> None:
     async with ModelManager(Settings(memory_limit_bytes=50_000_000)) as manager:
         await manager.load_entry(tiny)
@@ -328,19 +328,19 @@ async def test_a_model_larger_than_the_limit_is_refused_before_the_loaded_one_is
 
 
 async def test_a_failing_step_ends_its_requests_and_keeps_the_engine(own_manager: ModelManager) -> None:
-    await poison(own_manager, ValueError("a kernel went wrong"))
+    await fail_next_step(own_manager, ValueError("a kernel went wrong"))
     with pytest.raises(EngineError, match="a kernel went wrong"):
         await run(own_manager)
     assert (await run(own_manager))[1].output_tokens == 8
 
 
 async def test_running_out_of_memory_unloads_the_model(own_manager: ModelManager, tiny: ModelEntry) -> None:
-    await poison(own_manager, RuntimeError("[malloc] Unable to allocate 1 bytes."))
+    await fail_next_step(own_manager, RuntimeError("[malloc] Unable to allocate 1 bytes."))
     with pytest.raises(OutOfMemoryError, match="unloaded"):
         await run(own_manager)
     assert own_manager.snapshot.state == "empty"
     assert (own_manager.snapshot.unloaded_model, own_manager.snapshot.unload_cause) == ("tiny", "memory")
-    assert own_manager.snapshot.memory_used_bytes < 1_000_000, "the weights are still held"
+    assert own_manager.snapshot.memory_used_bytes < 1_000_000, "the weights are still in memory"
     with pytest.raises(OutOfMemoryError, match="tiny was unloaded"):
         await run(own_manager)
     await own_manager.load_entry(tiny)
@@ -349,9 +349,11 @@ async def test_running_out_of_memory_unloads_the_model(own_manager: ModelManager
 
 
 async def test_queued_requests_end_when_memory_runs_out(own_manager: ModelManager) -> None:
-    async with held(own_manager):
-        submits = [await posted(own_manager, own_manager.submit(request(max_tokens=300))) for _ in range(4)]
-        await posted(own_manager, poison(own_manager, MemoryError("none left")))
+    async with engine_paused(own_manager):
+        submits = [
+            await submit_while_paused(own_manager, own_manager.submit(request(max_tokens=300))) for _ in range(4)
+        ]
+        await submit_while_paused(own_manager, fail_next_step(own_manager, MemoryError("none left")))
     for submit in submits:
         with pytest.raises(OutOfMemoryError):
             await finish(await submit)
@@ -393,42 +395,46 @@ async def test_a_load_that_waits_for_queued_requests_waits_no_longer_than_drain_
             await finish(streams[2])
 
 
-async def test_a_short_prompt_overtakes_long_ones(tiny: ModelEntry, delivered: list[tuple[Mailbox, Item]]) -> None:
+async def test_a_short_prompt_overtakes_long_ones(
+    tiny: ModelEntry, delivered_items: list[tuple[Mailbox, Item]]
+) -> None:
     async with ModelManager(Settings(slots=8)) as manager:
         await manager.load_entry(tiny)
         long = [request(prompt=numbers(500, start=500 * at), max_tokens=10) for at in range(4)]
-        async with held(manager):
-            submits = [await posted(manager, manager.submit(each)) for each in (*long, request(max_tokens=1))]
+        async with engine_paused(manager):
+            submits = [
+                await submit_while_paused(manager, manager.submit(each)) for each in (*long, request(max_tokens=1))
+            ]
         streams = [await submit for submit in submits]
         for stream in streams:
             await finish(stream)
-        ended = [mailbox for mailbox, item in delivered if isinstance(item, GenerationReport)]
+        ended = [mailbox for mailbox, item in delivered_items if isinstance(item, GenerationReport)]
         assert ended.index(streams[-1]._mailbox) <= 2
 
 
 async def test_a_queued_request_reports_the_progress_of_its_prompt_after_it_has_started(
-    tiny: ModelEntry, delivered: list[tuple[Mailbox, Item]]
+    tiny: ModelEntry, delivered_items: list[tuple[Mailbox, Item]]
 ) -> None:
     async with ModelManager(Settings(slots=1)) as manager:
         await manager.load_entry(tiny)
-        async with held(manager):
+        async with engine_paused(manager):
             submits = [
-                await posted(manager, manager.submit(request(prompt=numbers(400), max_tokens=10))),
-                await posted(manager, manager.submit(request(prompt=numbers(300, start=5000)))),
+                await submit_while_paused(manager, manager.submit(request(prompt=numbers(400), max_tokens=10))),
+                await submit_while_paused(manager, manager.submit(request(prompt=numbers(300, start=5000)))),
             ]
         first, waits = [await submit for submit in submits]
         _, report = await finish(first)
         await finish(waits)
         assert waits.progress is not None
         assert (waits.progress.done, waits.progress.total) == (300, 300)
-        receivers = [mailbox for mailbox, _ in delivered]
-        assert receivers.index(waits._mailbox) > delivered.index((first._mailbox, report))
+        receivers = [mailbox for mailbox, _ in delivered_items]
+        assert receivers.index(waits._mailbox) > delivered_items.index((first._mailbox, report))
 
 
 async def test_a_dead_thread_ends_every_request_and_a_load_restarts_it(
     own_manager: ModelManager, tiny: ModelEntry
 ) -> None:
-    await poison(own_manager, SystemExit("killed"))
+    await fail_next_step(own_manager, SystemExit("killed"))
     with pytest.raises(EngineDeadError):
         await run(own_manager)
     with pytest.raises(EngineDeadError):
@@ -496,9 +502,11 @@ async def test_an_error_in_the_text_of_one_answer_does_not_end_others(manager: M
         (generation,) = (each for each in core.generating.running if len(each.prompt) == 5)
         generation.splitter.add = None
 
-    async with held(manager):
-        good = await posted(manager, manager.submit(request(max_tokens=60, ignore_eos=True)))
-        bad = await posted(manager, manager.submit(request(prompt=numbers(5), max_tokens=60, ignore_eos=True)))
+    async with engine_paused(manager):
+        good = await submit_while_paused(manager, manager.submit(request(max_tokens=60, ignore_eos=True)))
+        bad = await submit_while_paused(
+            manager, manager.submit(request(prompt=numbers(5), max_tokens=60, ignore_eos=True))
+        )
         mlx_thread(manager).post(MlxCore.step)
         broken = mlx_thread(manager).post(break_text)
     with pytest.raises(EngineError, match="the generation failed"):
@@ -513,7 +521,7 @@ async def test_commands_behind_a_cancelled_one_end_when_the_thread_dies(
     def die(core: MlxCore) -> None:
         raise SystemExit("killed")
 
-    async with held(own_manager):
+    async with engine_paused(own_manager):
         mlx_thread(own_manager).post(die)
         left, waits = mlx_thread(own_manager).post(lambda core: None), mlx_thread(own_manager).post(lambda core: None)
         left.cancel()

@@ -37,7 +37,7 @@ def store(cache: PrefixCache[FakeState], tokens: tuple[int, ...], *, can_be_trim
     cache.store(tokens, FakeState(tokens, can_be_trimmed))
 
 
-def found(cache: PrefixCache[FakeState], tokens: tuple[int, ...]) -> tuple[int, ...] | None:
+def cached_prefix(cache: PrefixCache[FakeState], tokens: tuple[int, ...]) -> tuple[int, ...] | None:
     longest = cache.longest(array(tokens))
     hit = cache.find(array(tokens))
     if hit is None:
@@ -57,29 +57,29 @@ def cache() -> PrefixCache[FakeState]:
 
 def test_a_later_turn_of_a_session_finds_the_earlier_ones(cache: PrefixCache[FakeState]) -> None:
     store(cache, FIRST)
-    assert found(cache, (*FIRST, 7, 8, 9)) == FIRST
+    assert cached_prefix(cache, (*FIRST, 7, 8, 9)) == FIRST
 
 
 def test_one_token_of_a_fully_cached_prompt_is_computed(cache: PrefixCache[FakeState]) -> None:
     store(cache, FIRST)
-    assert found(cache, FIRST) == FIRST[:-1]
+    assert cached_prefix(cache, FIRST) == FIRST[:-1]
 
 
 def test_a_prompt_that_differs_in_the_middle_finds_the_common_prefix(cache: PrefixCache[FakeState]) -> None:
     store(cache, FIRST)
-    assert found(cache, (*FIRST[:50], 7, 7, 7)) == FIRST[:50]
+    assert cached_prefix(cache, (*FIRST[:50], 7, 7, 7)) == FIRST[:50]
 
 
 def test_a_state_that_cannot_be_trimmed_is_used_only_as_a_whole(cache: PrefixCache[FakeState]) -> None:
     store(cache, FIRST, can_be_trimmed=False)
-    assert found(cache, (*FIRST[:50], 7, 7, 7)) is None
-    assert found(cache, FIRST) is None
-    assert found(cache, (*FIRST, 7)) == FIRST
+    assert cached_prefix(cache, (*FIRST[:50], 7, 7, 7)) is None
+    assert cached_prefix(cache, FIRST) is None
+    assert cached_prefix(cache, (*FIRST, 7)) == FIRST
 
 
 def test_a_very_short_common_prefix_is_ignored(cache: PrefixCache[FakeState]) -> None:
     store(cache, FIRST)
-    assert found(cache, (*FIRST[: MIN_TOKENS - 1], 999, 999)) is None
+    assert cached_prefix(cache, (*FIRST[: MIN_TOKENS - 1], 999, 999)) is None
 
 
 def test_a_longer_turn_replaces_the_shorter_one(cache: PrefixCache[FakeState]) -> None:
@@ -93,17 +93,17 @@ def test_a_longer_turn_replaces_the_shorter_one(cache: PrefixCache[FakeState]) -
 def test_shorter_states_are_kept_if_longer_ones_cannot_be_trimmed(cache: PrefixCache[FakeState]) -> None:
     store(cache, FIRST[:50], can_be_trimmed=False)
     store(cache, FIRST, can_be_trimmed=False)
-    assert found(cache, (*FIRST[:50], 7)) == FIRST[:50]
+    assert cached_prefix(cache, (*FIRST[:50], 7)) == FIRST[:50]
 
 
 def test_the_least_recently_used_state_is_dropped_first(cache: PrefixCache[FakeState]) -> None:
     sessions = [tuple(range(start, start + 400)) for start in (0, 1000, 2000)]
     store(cache, sessions[0])
     store(cache, sessions[1])
-    assert found(cache, (*sessions[0], 7)) is not None
+    assert cached_prefix(cache, (*sessions[0], 7)) is not None
     store(cache, sessions[2])
-    assert found(cache, (*sessions[1], 7)) is None
-    assert found(cache, (*sessions[0], 7)) is not None
+    assert cached_prefix(cache, (*sessions[1], 7)) is None
+    assert cached_prefix(cache, (*sessions[0], 7)) is not None
 
 
 def test_a_state_larger_than_the_limit_is_not_stored(cache: PrefixCache[FakeState]) -> None:
@@ -139,7 +139,7 @@ def test_a_hit_is_the_longest_usable_prefix(kept: list[tuple[tuple[int, ...], bo
         for tokens, value in cache._entries
         if (shared := min(common_prefix(tokens, array(prompt)), len(prompt) - 1)) == len(tokens) or value.can_be_trimmed
     ]
-    hit = found(cache, prompt)
+    hit = cached_prefix(cache, prompt)
     if hit is None:
         assert max(usable, default=0) < MIN_TOKENS
     else:

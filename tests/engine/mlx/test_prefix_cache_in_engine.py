@@ -1,4 +1,4 @@
-"""Requests use what earlier requests have computed, and their answers do not change by that."""
+"""Requests reuse the caches of earlier requests, which does not change their answers."""
 
 from __future__ import annotations
 
@@ -14,7 +14,16 @@ from lmx_lab.engine.mlx.memory_plan import Footprint
 from lmx_lab.engine.mlx.state import MlxCore
 from lmx_lab.settings import Settings
 from lmx_lab.values.models import ModelEntry
-from tests.engine.conftest import finish, held, mlx_thread, numbers, posted, request, run, until_idle
+from tests.engine.conftest import (
+    engine_paused,
+    finish,
+    mlx_thread,
+    numbers,
+    request,
+    run,
+    submit_while_paused,
+    until_idle,
+)
 
 pytestmark = pytest.mark.anyio
 FIRST = numbers(100)
@@ -64,8 +73,8 @@ async def test_the_cache_of_a_stopped_or_cancelled_answer_is_stored_too(manager:
 
 async def test_simultaneous_requests_compute_their_common_prefix_once(manager: ModelManager) -> None:
     prompts = [TokenPrompt(tokens=(*FIRST.tokens, 2000 + at)) for at in range(4)]
-    async with held(manager):
-        submits = [await posted(manager, manager.submit(request(prompt=prompt))) for prompt in prompts]
+    async with engine_paused(manager):
+        submits = [await submit_while_paused(manager, manager.submit(request(prompt=prompt))) for prompt in prompts]
     reports = [(await finish(await submit))[1] for submit in submits]
     assert [report.cached_tokens for report in reports] == [0, 100, 100, 100]
 
@@ -119,7 +128,7 @@ async def footprint(model: ModelEntry) -> Footprint:
         return await mlx_thread(manager).call(lambda core: core.main.traits.footprint)
 
 
-@pytest.mark.usefixtures("alone")
+@pytest.mark.usefixtures("no_shared_model")
 async def test_the_cache_is_dropped_first_when_memory_is_short(tiny: ModelEntry, tiny_home: Path) -> None:
     # Beside the weights there is memory for one request of 300 tokens and the computation of its prompt.
     needed = (await footprint(tiny)).running_bytes([300], chunk=512)
@@ -132,7 +141,7 @@ async def test_the_cache_is_dropped_first_when_memory_is_short(tiny: ModelEntry,
         assert (await run(manager, prompt=FIRST))[1].cached_tokens == 0
 
 
-@pytest.mark.usefixtures("alone")
+@pytest.mark.usefixtures("no_shared_model")
 async def test_requests_wait_for_memory(tiny: ModelEntry) -> None:
     two = (await footprint(tiny)).running_bytes([200, 200], chunk=512)
     async with ModelManager(Settings(memory_limit_bytes=two + 1000, prefix_cache_bytes=0)) as manager:
@@ -154,7 +163,7 @@ async def test_requests_wait_for_memory(tiny: ModelEntry) -> None:
         assert [report.output_tokens for report in reports] == [100] * 5
 
 
-@pytest.mark.usefixtures("alone")
+@pytest.mark.usefixtures("no_shared_model")
 async def test_the_error_names_the_context_that_memory_allows_and_that_of_the_model(tiny: ModelEntry) -> None:
     limit = (await footprint(tiny)).running_bytes([256], chunk=256)
     async with ModelManager(Settings(memory_limit_bytes=limit)) as manager:
@@ -194,7 +203,7 @@ async def test_a_request_from_another_event_loop_uses_the_cache(manager: ModelMa
     assert isinstance(mlx_thread(manager).core, MlxCore)
 
 
-@pytest.mark.usefixtures("alone")
+@pytest.mark.usefixtures("no_shared_model")
 async def test_a_request_that_waits_for_memory_does_not_drop_the_cache(tiny: ModelEntry) -> None:
     sizes = await footprint(tiny)
     two, one = sizes.running_bytes([500, 500], chunk=512), sizes.running_bytes([500], chunk=512)

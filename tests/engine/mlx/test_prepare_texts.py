@@ -56,28 +56,28 @@ ONE, TWO = Settings(), Settings(slots=2)
 
 @pytest.fixture
 def embedder(shared: Shared, minilm: ModelEntry) -> Iterator[ModelManager]:
-    with shared.lend(ONE, minilm) as manager:
+    with shared.use(ONE, minilm) as manager:
         yield manager
 
 
 @pytest.fixture
 def both(shared: Shared, tiny: ModelEntry, minilm: ModelEntry) -> Iterator[ModelManager]:
     """A chat model, and an embedding model pinned beside it."""
-    with shared.lend(TWO, tiny, minilm) as manager:
+    with shared.use(TWO, tiny, minilm) as manager:
         yield manager
 
 
 @pytest.fixture
-async def own_embedder(alone: None, minilm: ModelEntry) -> AsyncIterator[ModelManager]:
-    """For a test that unloads or pins models, or changes the thread."""
+async def own_embedder(no_shared_model: None, minilm: ModelEntry) -> AsyncIterator[ModelManager]:
+    """A manager for one test, which may unload or pin models, or end the thread."""
     async with ModelManager(ONE) as manager:
         await manager.load_entry(minilm)
         yield manager
 
 
 @pytest.fixture
-async def own_both(alone: None, tiny: ModelEntry, minilm: ModelEntry) -> AsyncIterator[ModelManager]:
-    """Both models, for such a test."""
+async def own_both(no_shared_model: None, tiny: ModelEntry, minilm: ModelEntry) -> AsyncIterator[ModelManager]:
+    """The same with both models."""
     async with ModelManager(TWO) as manager:
         await pin(manager, minilm)
         await manager.load_entry(tiny)
@@ -90,7 +90,7 @@ def reranker(tmp_path_factory: pytest.TempPathFactory) -> ModelEntry:
     return write_tiny_bert(folder, labels=1)
 
 
-async def die(manager: ModelManager) -> None:
+async def end_thread_with_error(manager: ModelManager) -> None:
     """End the engine thread as an unexpected error would."""
 
     def command(core: MlxCore) -> None:
@@ -106,7 +106,7 @@ async def vectors(manager: ModelManager, *texts: str, model: str | None = None) 
 
 
 def long(count: int) -> EmbeddingRequest:
-    """Texts that keep the engine busy for a while."""
+    """Return a request whose texts keep the engine busy for a while."""
     return EmbeddingRequest(inputs=tuple(f"text number {at} " + "of the sea " * 40 for at in range(count)))
 
 
@@ -118,7 +118,7 @@ async def test_a_text_has_the_same_vector_whatever_is_computed_beside_it(embedde
     assert alone @ beside > 0.999999
 
 
-async def test_requests_at_the_same_time_get_their_own(embedder: ModelManager) -> None:
+async def test_simultaneous_requests_get_their_own_vectors(embedder: ModelManager) -> None:
     alone = [await vectors(embedder, text) for text in SENTENCES]
     together = await asyncio.gather(*(vectors(embedder, text) for text in SENTENCES))
     for one, other in zip(alone, together, strict=True):
@@ -172,7 +172,7 @@ def test_the_order_is_stable() -> None:
     assert ranking.order(99) == [1, 3, 0, 2, 4]
 
 
-# Beside answers
+# Texts and answers at the same time
 
 
 async def test_answers_and_texts_are_computed_in_turns(both: ModelManager) -> None:
@@ -185,7 +185,7 @@ async def test_answers_and_texts_are_computed_in_turns(both: ModelManager) -> No
         if embedding.done():
             break
     assert embedding.done(), "the answer ended before the texts, which take less time"
-    assert tokens > 5, "no token came while texts were computed"
+    assert tokens > 5, "no token was generated while texts were computed"
     assert (await embedding).vectors.shape == (20, 384)
     await stream.aclose()
 
@@ -258,7 +258,7 @@ async def test_an_unload_waits_for_running_texts_and_refuses_queued_ones(
     assert await unloading > 80_000_000
 
 
-@pytest.mark.usefixtures("alone")
+@pytest.mark.usefixtures("no_shared_model")
 async def test_an_unload_waits_for_texts_no_longer_than_drain_s(minilm: ModelEntry, gate: Gate) -> None:
     async with ModelManager(Settings(drain_s=0)) as manager:
         await manager.load_entry(minilm)
@@ -273,7 +273,7 @@ async def test_an_unload_waits_for_texts_no_longer_than_drain_s(minilm: ModelEnt
             await running
 
 
-@pytest.mark.usefixtures("alone")
+@pytest.mark.usefixtures("no_shared_model")
 async def test_requests_of_a_pinned_model_do_not_keep_the_main_one_in_memory(
     tiny: ModelEntry, minilm: ModelEntry
 ) -> None:
@@ -313,14 +313,14 @@ async def test_a_pin_that_fails_changes_nothing(own_both: ModelManager, tmp_path
     assert (await vectors(own_both, "still here")).shape == (1, 384)
 
 
-@pytest.mark.usefixtures("alone")
+@pytest.mark.usefixtures("no_shared_model")
 async def test_a_model_too_large_to_be_pinned_is_refused_before_it_is_loaded(minilm: ModelEntry) -> None:
     async with ModelManager(Settings(memory_limit_bytes=50_000_000)) as manager:
         with pytest.raises(OutOfMemoryError, match=r"needs 0\.09 GB"):
             await pin(manager, minilm)
 
 
-@pytest.mark.usefixtures("alone")
+@pytest.mark.usefixtures("no_shared_model")
 async def test_a_chat_model_may_use_the_memory_that_pinned_models_leave(tiny: ModelEntry, minilm: ModelEntry) -> None:
     async with ModelManager(Settings(memory_limit_bytes=95_000_000)) as manager:
         await manager.load_entry(tiny)
@@ -333,7 +333,7 @@ async def test_a_chat_model_may_use_the_memory_that_pinned_models_leave(tiny: Mo
 async def test_after_the_thread_has_died_a_load_also_restores_pinned_models(
     own_both: ModelManager, tiny: ModelEntry
 ) -> None:
-    await die(own_both)
+    await end_thread_with_error(own_both)
     with pytest.raises(EngineDeadError):
         await vectors(own_both, SENTENCES[0])
     await own_both.load_entry(tiny)
@@ -347,7 +347,7 @@ async def test_a_pinned_model_that_cannot_be_restored_does_not_prevent_a_load(
     async with ModelManager(Settings()) as manager:
         await pin(manager, pinned)
         (tmp_path / "pinned" / "model.safetensors").unlink()
-        await die(manager)
+        await end_thread_with_error(manager)
         await manager.load_entry(tiny)
         assert manager.snapshot.model == "tiny"
         assert manager.snapshot.pinned == ()
@@ -365,17 +365,17 @@ async def test_a_model_that_is_loaded_and_pinned_is_in_memory_once(
 
 
 async def test_a_model_whose_texts_are_being_tokenized_is_not_idle(own_embedder: ModelManager) -> None:
-    go_on = threading.Event()
+    resume = threading.Event()
     await vectors(own_embedder, SENTENCES[0])
     executor = mlx_engine(own_embedder)._texts._executor
     assert executor is not None
-    executor.submit(go_on.wait)
+    executor.submit(resume.wait)
     embedding = asyncio.create_task(vectors(own_embedder, *SENTENCES))
     await asyncio.sleep(0)
     await unload_when_idle_for(own_embedder, 0.001)
     assert await own_embedder._run(idle_timer) is None
     await unload_when_idle_for(own_embedder, None)
-    go_on.set()
+    resume.set()
     assert (await embedding).shape == (3, 384)
 
 
@@ -399,7 +399,7 @@ async def test_errors_of_embedding_requests_do_not_keep_the_model_in_memory(own_
 
 
 @pytest.mark.parametrize("changes", [{"model": "other"}, {"prompt": TokenPrompt(tokens=(1,) * 10_000)}])
-@pytest.mark.usefixtures("alone")
+@pytest.mark.usefixtures("no_shared_model")
 async def test_errors_of_chat_requests_do_not_keep_the_model_in_memory(
     tiny: ModelEntry, changes: dict[str, Any]
 ) -> None:
@@ -516,7 +516,7 @@ async def test_an_error_in_a_layer_fails_only_its_request(
     assert np.array_equal(await vectors(embedder, SENTENCES[0]), good)
 
 
-# The wrong model
+# Models of another kind
 
 
 async def test_the_refusal_without_a_model_names_the_next_step() -> None:

@@ -31,7 +31,7 @@ from tests.engine.conftest import (
 )
 
 pytestmark = pytest.mark.anyio
-# The tiny model's probabilities are nearly flat: without a cut hardly two draws agree.
+# The tiny model's probabilities are nearly uniform: without a filter, two samples are rarely equal.
 WILD = Sampling(temperature=1.0)
 VOCABULARY = 49152
 
@@ -41,12 +41,12 @@ EIGHT_SLOTS = Settings(slots=8)
 
 @pytest.fixture
 def wide(shared: Shared, tiny: ModelEntry) -> Iterator[ModelManager]:
-    with shared.lend(EIGHT_SLOTS, tiny) as manager:
+    with shared.use(EIGHT_SLOTS, tiny) as manager:
         yield manager
 
 
 @pytest.fixture
-async def own_wide(alone: None, tiny: ModelEntry) -> AsyncIterator[ModelManager]:
+async def own_wide(no_shared_model: None, tiny: ModelEntry) -> AsyncIterator[ModelManager]:
     async with ModelManager(EIGHT_SLOTS) as manager:
         await manager.load_entry(tiny)
         yield manager
@@ -175,7 +175,7 @@ async def test_a_prompt_with_an_unknown_token_is_refused(manager: ModelManager, 
 
 
 async def test_a_presence_penalty_counts_the_whole_output(manager: ModelManager) -> None:
-    # The bias leaves thirty tokens; a penalty larger than their differences lets each come once.
+    # The bias leaves thirty tokens. With a penalty larger than their differences, each of them is chosen once.
     few = replace(GREEDY, logit_bias=tuple((token, 100.0) for token in range(700, 730)))
     assert len(set(await tokens(manager, few, 30))) < 30
     assert sorted(await tokens(manager, replace(few, presence_penalty=50.0), 30)) == list(range(700, 730))
@@ -212,7 +212,7 @@ async def test_ignore_eos_continues_after_the_end_of_the_text(manager: ModelMana
 
 @pytest.mark.parametrize("limit", [1, 2, 5])
 async def test_a_limit_does_not_change_the_tokens_before_it(manager: ModelManager, limit: int) -> None:
-    # Handed out before mlx-lm's batch does: it must be the same token, with the same numbers, and the same reason.
+    # The last token is returned before mlx-lm returns it, and must have the same id, log-probabilities and reason.
     _, usual = await finish_with_logprobs(await manager.submit(request(top_logprobs=2, max_tokens=8)))
     text, entries = await finish_with_logprobs(await manager.submit(request(top_logprobs=2, max_tokens=limit)))
     assert entries == usual[:limit]
@@ -257,9 +257,9 @@ async def test_tokens_of_a_stop_string_have_no_logprobs(manager: ModelManager) -
     text, entries = await finish_with_logprobs(await manager.submit(request(top_logprobs=0)))
     stop = entries[4].text
     assert stop not in text[: text.index(stop)]
-    short, kept = await finish_with_logprobs(await manager.submit(request(top_logprobs=0, stop=(stop,))))
+    short, remaining = await finish_with_logprobs(await manager.submit(request(top_logprobs=0, stop=(stop,))))
     assert text.startswith(short)
-    assert kept == entries[:4]
+    assert remaining == entries[:4]
 
 
 async def test_the_token_that_ends_the_text_is_marked_and_has_no_text(manager: ModelManager) -> None:
@@ -275,13 +275,13 @@ async def test_the_token_that_ends_the_text_is_marked_and_has_no_text(manager: M
 
 async def test_scores_of_a_prompt_equal_the_logprobs_of_generating_it(manager: ModelManager) -> None:
     _, entries = await finish_with_logprobs(await manager.submit(request(top_logprobs=2, max_tokens=20)))
-    said = TokenPrompt(tokens=(*PROMPT.tokens, *(entry.token for entry in entries)))
-    stream = await manager.submit(request(prompt=said, top_logprobs=2, score_prompt=True, max_tokens=0))
+    whole_text = TokenPrompt(tokens=(*PROMPT.tokens, *(entry.token for entry in entries)))
+    stream = await manager.submit(request(prompt=whole_text, top_logprobs=2, score_prompt=True, max_tokens=0))
     _, report = await finish(stream)
     assert stream.prompt_scores is not None
     scores = stream.prompt_scores.tokens
-    assert (report.finish_reason, report.output_tokens, report.prompt_tokens) == ("length", 0, len(said.tokens))
-    assert [score.token for score in scores] == list(said.tokens)
+    assert (report.finish_reason, report.output_tokens, report.prompt_tokens) == ("length", 0, len(whole_text.tokens))
+    assert [score.token for score in scores] == list(whole_text.tokens)
     assert scores[0].logprob is None
     for score, entry in zip(scores[3:], entries, strict=True):
         assert score.logprob == pytest.approx(entry.logprob, abs=1e-3)

@@ -1,4 +1,4 @@
-"""In which type weights are kept, on a CPU."""
+"""On a CPU, weights are expanded to float32 if they fit in memory."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from lmx_lab.values.models import ModelEntry
 from lmx_lab.weights import Catalog
 from tests.engine.conftest import run
 
-pytestmark = pytest.mark.skipif(mx.default_device() != mx.cpu, reason="the policy of a GPU leaves weights alone")
+pytestmark = pytest.mark.skipif(mx.default_device() != mx.cpu, reason="on a GPU, weights are not converted")
 AMPLE = 2**40
 
 
