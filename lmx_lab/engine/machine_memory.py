@@ -21,6 +21,17 @@ def free_bytes() -> int:
     return free if inside is None else min(free, inside)
 
 
-def limit_bytes(chosen: int | None) -> int:
-    """Return how many bytes models and caches may use together: the setting, or 80 % of the machine's memory."""
-    return chosen if chosen is not None else total_bytes() * 8 // 10
+def limit_bytes(chosen: int | None, available_bytes: int | None = None) -> int:
+    """Return how many bytes models and caches may use together: the setting, or 80 % of the available memory.
+
+    Args:
+        available_bytes: The available memory; by default that of the machine or the container.
+    """
+    if chosen is not None:
+        return chosen
+    return (total_bytes() if available_bytes is None else available_bytes) * 8 // 10
+
+
+def prefix_cache_bytes(chosen: int | None, memory_limit_bytes: int) -> int:
+    """Return how many bytes the caches of ended requests may use: the setting, or a tenth of the memory limit."""
+    return memory_limit_bytes // 10 if chosen is None else chosen

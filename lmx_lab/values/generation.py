@@ -26,6 +26,14 @@ class TokenLogprob:
     """The most likely tokens at this position, most likely first; their own ``top`` is empty."""
 
 
+def token_text(data: bytes) -> str:
+    """Return the bytes of a token as text, or as ``bytes:\\xe2\\x82`` if they are not whole characters."""
+    try:
+        return data.decode()
+    except UnicodeDecodeError:
+        return "bytes:" + "".join(f"\\x{byte:02x}" for byte in data)
+
+
 @dataclass(frozen=True, kw_only=True)
 class ToolCallDelta:
     """A part of a tool call. The first delta of each call contains its id and its name."""

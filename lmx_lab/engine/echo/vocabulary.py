@@ -14,6 +14,7 @@ import sys
 from collections.abc import Iterable, Sequence
 
 from lmx_lab.engine.grammar.worker import TokenTable
+from lmx_lab.values.generation import token_text
 
 SPECIAL = ("<|begin|>", "<|message|>", "<|end|>")
 BEGIN, MESSAGE, END = range(3)
@@ -76,8 +77,4 @@ class EchoVocabulary:
 
     def text_of(self, token: int) -> str:
         """Return one token as text, or as ``bytes:\\xe2`` if it is a part of a character."""
-        data = self.bytes[token]
-        try:
-            return data.decode()
-        except UnicodeDecodeError:
-            return "bytes:" + "".join(f"\\x{byte:02x}" for byte in data)
+        return token_text(self.bytes[token])

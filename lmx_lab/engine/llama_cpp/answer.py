@@ -10,7 +10,15 @@ from lmx_lab.engine.llama_cpp.request import Route
 from lmx_lab.engine.requests import GenerationRequest
 from lmx_lab.engine.text.channels import ChannelFormat
 from lmx_lab.engine.text.splitter import SplitText, TextSplitter
-from lmx_lab.values.generation import Delta, FinishReason, GenerationReport, PromptProgress, TokenLogprob, ToolCallDelta
+from lmx_lab.values.generation import (
+    Delta,
+    FinishReason,
+    GenerationReport,
+    PromptProgress,
+    TokenLogprob,
+    ToolCallDelta,
+    token_text,
+)
 
 FINISHES: Mapping[str, FinishReason] = {
     "eos": "stop", "word": "stop", "stop": "stop", "tool_calls": "tool_calls", "limit": "length", "length": "length",
@@ -167,13 +175,9 @@ class AnswerReader:
 
 def _logprob(entry: Mapping[str, Any], top: int = 0) -> TokenLogprob:
     data = bytes(entry["bytes"])
-    try:
-        text = data.decode()
-    except UnicodeDecodeError:
-        text = "bytes:" + "".join(f"\\x{byte:02x}" for byte in data)
     return TokenLogprob(
         token=int(entry["id"]),
-        text=text,
+        text=token_text(data),
         bytes=data,
         logprob=float(entry["logprob"]),
         top=tuple(_logprob(other) for other in list(entry.get("top_logprobs") or ())[:top]),

@@ -18,6 +18,7 @@ from lmx_lab.engine.llama_cpp.connection import LlamaConnection, RefusedError
 from lmx_lab.engine.llama_cpp.grammar import read_token_table
 from lmx_lab.engine.llama_cpp.memory_plan import ContextPlan, plan_context
 from lmx_lab.engine.llama_cpp.process import LlamaProcess
+from lmx_lab.engine.machine_memory import prefix_cache_bytes
 from lmx_lab.engine.templates.renderer import TemplateLimitError, TemplateRefusalError, default_sandbox
 from lmx_lab.engine.templates.tool_prompt import END, START
 from lmx_lab.engine.text.chat_format_detection import HARMONY, HARMONY_TOKENS, MORE_REASONING_MARKERS, ChatFormat
@@ -32,8 +33,6 @@ from lmx_lab.weights.gguf.model import read_gguf
 
 SPIN_COUNT = "3000"
 """See ``_environ``."""
-PREFIX_CACHE_DIVISOR = 10
-"""By default, the caches of ended requests may use a tenth of the memory limit, as on MLX."""
 EXTRA_BYTES = 2**30
 """Memory that a process may use beyond the limits of models and of the caches of ended requests."""
 ALL_MARKERS = (*(marker for pair in MORE_REASONING_MARKERS for marker in pair), START, END)
@@ -131,7 +130,7 @@ async def host_model(entry: ModelEntry, settings: Settings, *, limit_bytes: int)
         await asyncio.to_thread(_try_template, template, entry)
     plan = plan_context(entry, header, slots=settings.slots, limit_bytes=limit_bytes)
     fields = _common_params(entry, header, plan, settings, limit_bytes)
-    max_bytes = limit_bytes + _prefix_cache_bytes(settings, limit_bytes) + EXTRA_BYTES
+    max_bytes = limit_bytes + prefix_cache_bytes(settings.prefix_cache_bytes, limit_bytes) + EXTRA_BYTES
     process = await LlamaProcess.start(entry.path, fields, environ=_environ(os.environ), max_bytes=max_bytes)
     try:
         connection = LlamaConnection(process.socket, process.api_key)
@@ -191,17 +190,12 @@ def _common_params(
     return shared | {
         # One slot more than requests use, for trials of grammars.
         "n_parallel": plan.slots + 1,
-        "cache_ram_mib": _prefix_cache_bytes(settings, limit_bytes) // 2**20,
+        "cache_ram_mib": prefix_cache_bytes(settings.prefix_cache_bytes, limit_bytes) // 2**20,
         "use_jinja": True,
         # In the chat format, a last message of the assistant is complete and is not continued.
         "prefill_assistant": False,
         "n_threads_http": plan.slots + settings.queue_limit + 4,
     }
-
-
-def _prefix_cache_bytes(settings: Settings, limit_bytes: int) -> int:
-    """Return the memory that the caches of ended requests may use."""
-    return limit_bytes // PREFIX_CACHE_DIVISOR if settings.prefix_cache_bytes is None else settings.prefix_cache_bytes
 
 
 def _environ(environ: Mapping[str, str]) -> dict[str, str]:

@@ -14,6 +14,7 @@ import mlx.core as mx
 
 from lmx_lab.engine.admission import AdmissionControl
 from lmx_lab.engine.cpu_blas import ThreadChoice
+from lmx_lab.engine.machine_memory import prefix_cache_bytes
 from lmx_lab.engine.mlx import memory
 from lmx_lab.engine.mlx.batch import Batch, ChunkComputed, Event, PromptScored, TokenGenerated
 from lmx_lab.engine.mlx.model import LoadedModel
@@ -92,14 +93,13 @@ class GenerationLoop:
         if not model.traits.prompts_together:
             prefills = lanes = 1
         self._scheduler.prefills, self._scheduler.lanes = prefills, lanes
-        prefix_bytes = self._limit_bytes // 10 if settings.prefix_cache_bytes is None else settings.prefix_cache_bytes
         return Batch(
             model,
             self._samplers,
             self._threads,
             slots=settings.slots,
             prompts=min(lanes, settings.slots),
-            prefix_bytes=prefix_bytes,
+            prefix_bytes=prefix_cache_bytes(settings.prefix_cache_bytes, self._limit_bytes),
             wired=settings.wired_memory,
         )
 

@@ -19,7 +19,7 @@ def total_bytes() -> int:
 
 def limit_bytes(chosen: int | None) -> int:
     """Return how many bytes models and caches may use together: the setting, or 80 % of the memory of the device."""
-    return chosen if chosen is not None else total_bytes() * 8 // 10
+    return machine_memory.limit_bytes(chosen, total_bytes())
 
 
 def used_bytes() -> int:

@@ -11,6 +11,8 @@ from collections.abc import Callable, Iterator
 from functools import partial
 from typing import Any
 
+from lmx_lab.values.generation import token_text
+
 Decoder = Callable[[str], bytes]
 BYTE_TOKEN_LENGTH = len("<0x00>")
 
@@ -51,11 +53,7 @@ class Vocabulary:
 
     def text_of(self, token: int) -> str:
         """Return the bytes of a token as text, or as ``bytes:\\xe2\\x82`` if they are not whole characters."""
-        data = self.bytes_of(token)
-        try:
-            return data.decode()
-        except UnicodeDecodeError:
-            return "bytes:" + "".join(f"\\x{byte:02x}" for byte in data)
+        return token_text(self.bytes_of(token))
 
     def _read_bytes(self, token: int) -> bytes:
         if token in self._literal:

@@ -304,7 +304,7 @@ async def test_reasoning_is_separate_from_the_text_and_counted(thinker: ModelMan
 
 
 async def test_the_answer_follows_the_reasoning(thinker: ModelManager) -> None:
-    # Words and the marker that ends the reasoning, the likeliest first. Each bias applies once. No prompt here has these
+    # Words and the marker that ends the reasoning, the likeliest first. Each bias applies once. No prompt has these
     # tokens.
     bias = {2000: 1040.0, 2001: 1030.0, 4: 1020.0, 2002: 1010.0, 2003: 1000.0}
     result = await run(thinker, open_thoughts=True, bias=bias, max_tokens=5)

@@ -121,7 +121,7 @@ class Known:
     chat_format: ChatFormat
 
     def tokens(self, text: str, *, whole: bool = True) -> list[int]:
-        """Return the tokens of a text. Without ``whole``, each character that is not in an added token is encoded alone."""
+        """Return the tokens of a text. Without ``whole``, characters outside added tokens are encoded one by one."""
         encode = cast("Callable[..., list[int]]", self.tokenizer.encode)
         if whole:
             return encode(text, add_special_tokens=False)
