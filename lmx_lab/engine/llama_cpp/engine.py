@@ -72,6 +72,7 @@ class LlamaCppCore:
         self._totals = TokenTotals()
         self._encoded_tokens = 0
         self._starting: set[asyncio.Task[HostedModel]] = set()
+        self._dropping: set[asyncio.Task[None]] = set()
         self._closed: LabError | None = None
         self.failure: LabError | None = None
         self.snapshot = EngineSnapshot(memory_total_bytes=total_bytes())
@@ -126,6 +127,9 @@ class LlamaCppCore:
         residents, self._main, self._pinned = self._residents(), None, {}
         for resident in residents:
             await self._drop(resident, error)
+        # An unload or a pin may be in progress, whose process would otherwise outlive the loop.
+        while self._dropping:
+            await asyncio.wait(list(self._dropping))
         self._publish()
         self._send()
 
@@ -153,13 +157,19 @@ class LlamaCppCore:
         return resident
 
     async def _drop(self, resident: LlamaResident, error: LabError) -> None:
-        """End the remaining requests of a model, and its process."""
+        """End the remaining requests of a model, and its process. This continues if the caller is cancelled."""
         if resident.watch is not None:
             resident.watch.cancel()
+        task = asyncio.create_task(self._end_resident(resident, error), name=f"lmx-lab drop of {resident.entry.id}")
+        self._dropping.add(task)
+        task.add_done_callback(self._dropping.discard)
+        await asyncio.shield(task)
+        self._publish()
+
+    async def _end_resident(self, resident: LlamaResident, error: LabError) -> None:
         await resident.queue.end_all(error)
         await resident.texts.end_all(error)
         await resident.hosted.process.stop()
-        self._publish()
 
     async def _watch(self, resident: LlamaResident) -> None:
         """Handle an unexpected end of the process."""

@@ -387,3 +387,27 @@ def test_a_worker_that_gets_no_parameters_removes_its_folder(tmp_path: Path) -> 
     ended = subprocess.run(command, stdin=subprocess.DEVNULL, capture_output=True, timeout=60, check=False)
     assert ended.returncode == 1
     assert not folder.exists()
+
+
+async def test_a_stop_waits_for_the_end_of_a_process_whose_model_is_being_unloaded(
+    long_gguf: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    ended = False
+    async with ModelManager(SETTINGS) as manager:
+        await manager.load_entry(entry_of(long_gguf))
+        process = process_of(manager)
+        stop_process = process.stop
+
+        async def stop_slowly() -> None:
+            nonlocal ended
+            await asyncio.sleep(0.2)
+            await stop_process()
+            ended = True
+
+        monkeypatch.setattr(process, "stop", stop_slowly)
+        engine = manager.engine("llama.cpp")
+        unloading = asyncio.create_task(engine.unload())
+        await asyncio.sleep(0)
+        await asyncio.to_thread(engine.stop)
+        await asyncio.gather(unloading, return_exceptions=True)
+    assert ended
