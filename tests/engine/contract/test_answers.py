@@ -110,7 +110,7 @@ async def test_an_empty_prompt_is_refused(manager: ModelManager, prompt: Any) ->
 
 
 @pytest.mark.parametrize(
-    ("prompt", "place"), [(TextPrompt(text="a\ud800"), "prompt"), (chat("\udc00"), "messages.0.content")]
+    ("prompt", "param"), [(TextPrompt(text="a\ud800"), "prompt"), (chat("\udc00"), "messages.0.content")]
 )
 async def test_an_unpaired_surrogate_is_refused(manager: ModelManager, prompt: Any, param: str) -> None:
     with pytest.raises(InvalidRequestError, match="lone surrogate") as refused:
@@ -175,7 +175,7 @@ async def sample_text(manager: ModelManager, max_tokens: int = 12, **changes: An
     return text
 
 
-@pytest.mark.parametrize("cut", [{"top_k": 1}, {"top_p": 1e-6}, {"min_p": 1.0}])
+@pytest.mark.parametrize("filter_options", [{"top_k": 1}, {"top_p": 1e-6}, {"min_p": 1.0}])
 async def test_a_filter_that_leaves_one_token_is_greedy_at_any_temperature(
     manager: ModelManager, filter_options: dict[str, Any]
 ) -> None:
@@ -184,7 +184,7 @@ async def test_a_filter_that_leaves_one_token_is_greedy_at_any_temperature(
     assert await sample_text(manager, **HOT, **filter_options) == greedy
 
 
-@pytest.mark.parametrize("cut", [{"top_k": 40}, {"top_p": 0.5}, {"min_p": 0.2}])
+@pytest.mark.parametrize("filter_options", [{"top_k": 40}, {"top_p": 0.5}, {"min_p": 0.2}])
 async def test_a_filter_changes_the_answer(manager: ModelManager, filter_options: dict[str, Any]) -> None:
     assert await sample_text(manager, **HOT, **filter_options) != await sample_text(manager, **HOT)
 

@@ -172,7 +172,7 @@ async def test_a_text_that_is_too_long_is_refused_or_truncated(embedder: ModelMa
 
 
 @pytest.mark.parametrize(
-    ("text", "place"), [((), "input.0"), ((5, 10**9), "input.0"), ((-1,), "input.0"), ("\ud800", "input.0")]
+    ("text", "param"), [((), "input.0"), ((5, 10**9), "input.0"), ((-1,), "input.0"), ("\ud800", "input.0")]
 )
 async def test_invalid_inputs_are_refused(embedder: ModelManager, text: str | tuple[int, ...], param: str) -> None:
     with pytest.raises(InvalidRequestError) as refused:

@@ -372,7 +372,7 @@ async def test_a_running_request_keeps_its_model_in_memory_longer_than_idle_unlo
     with pytest.raises(NotLoadedError):
         await run(own_manager)
     await unload_when_idle_for(own_manager, None)
-    await own_manager.load_entry(tiny)
+    await own_manager.load_entry(tiny, if_busy="wait")
     assert (await run(own_manager))[1].output_tokens == 8
 
 
