@@ -191,11 +191,11 @@ def test_a_refusal_names_the_next_step_that_the_models_on_disk_allow(
     part: str,
 ) -> None:
     name, kinds = request_for
-    error = with_models_on_disk(refused, name, DISK, now, kinds)
-    assert type(error) is error
-    assert part in error.message
-    if isinstance(error, NotLoadedError):
-        assert (error.param, error.retry_after_s) == (refused.param, refused.retry_after_s)
+    result = with_models_on_disk(refused, name, DISK, now, kinds)
+    assert type(result) is error
+    assert part in result.message
+    if isinstance(result, NotLoadedError):
+        assert (result.param, result.retry_after_s) == (refused.param, refused.retry_after_s)
 
 
 def test_a_refusal_lists_five_models_on_disk_and_those_of_the_preferred_kind_first() -> None:
