@@ -12,7 +12,7 @@ import os
 import socket
 from collections.abc import Generator, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Literal, overload
+from typing import TYPE_CHECKING, Any, Literal, Unpack, overload
 
 from lmx_lab.backend import Backend, start_load
 from lmx_lab.bench.case import Arrival, Cache, Closed, Sweep
@@ -38,7 +38,7 @@ from lmx_lab.panels.workbench import Workbench
 from lmx_lab.progress import bar
 from lmx_lab.settings import Settings
 from lmx_lab.values.encoding import InputType, Vectors
-from lmx_lab.values.models import EngineChoice, LoadReport, LoadSpec
+from lmx_lab.values.models import LoadOptions, LoadReport, LoadSpec
 
 if TYPE_CHECKING:
     import ipywidgets
@@ -163,20 +163,20 @@ class Lab:
 
     # Models
 
-    async def _load(self, model: str | os.PathLike[str], *, engine: EngineChoice = "auto") -> LoadReport:
+    async def _load(self, model: str | os.PathLike[str], **options: Unpack[LoadOptions]) -> LoadReport:
         """Load a model by id or path, which replaces the loaded one; shows progress.
 
         A server of this process downloads a model that is not on disk. A path is one on the server's machine.
         Interrupting this stops waiting, not the load.
 
         Args:
-            engine: Engine that must run the model; ``auto`` selects it by the model's format.
+            options: ``LoadOptions``, such as ``engine="mlx"``, the engine that must run the model.
 
         Raises:
             AdminForbiddenError: the server allows this only to callers on its machine.
             LabError: the load has failed; the message says why, and what is loaded now.
         """
-        return await self._show_load(LoadSpec(model=model_name(model), engine=engine))
+        return await self._show_load(LoadSpec.with_options(model_name(model), options))
 
     load = blocking(_load)
     aload = awaited(_load)

@@ -196,7 +196,7 @@ class RemoteBackend:
             raise InvalidRequestError(
                 "models are pinned where the server starts; use its settings embedder and reranker"
             )
-        answer = await self._portal.call(self._client.load(spec.model, engine=spec.engine, progress=progress))
+        answer = await self._portal.call(self._client.load(spec.model, progress=progress, **spec.options))
         return LoadReport(
             model=answer.model, load_s=answer.load_time_ms / 1e3, memory_bytes=round(answer.vram_gb * 1e9)
         )

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import time
 from collections.abc import AsyncIterator, Callable
+from operator import attrgetter
 from typing import Annotated
 
 from fastapi import APIRouter, Query, Request, Response
@@ -18,7 +19,7 @@ from lmx_lab.http.event_stream import EventStream
 from lmx_lab.http.guard import is_local
 from lmx_lab.http.openapi import event_stream, failures
 from lmx_lab.server.openapi import EVENTS
-from lmx_lab.values.engine import EngineSnapshot
+from lmx_lab.values.engine import COUNTERS, EngineSnapshot
 from lmx_lab.values.models import LoadProgress
 from lmx_lab.wire.admin import Heartbeat, Memory, ModelEvent, RequestEvent, Sample, Throughput
 
@@ -116,17 +117,18 @@ def _without_paths(event: ServerEvent, hide: Callable[[str], str] | None) -> Ser
 
 
 def sample(before: EngineSnapshot, now: EngineSnapshot, elapsed_s: float) -> Sample:
-    """Return all figures of the time between two snapshots."""
+    """Return all figures of the time between two snapshots. The rate of a counter is in ``<counter>_per_second``."""
 
     def rate(count: Callable[[EngineSnapshot], int]) -> float:
         # The counts of an engine that was started again begin at 0.
         return max(0, count(now) - count(before)) / elapsed_s
 
+    rates = {f"{name}_per_second": rate(attrgetter(name)) for name in COUNTERS}
+    rates["decode_tokens_per_second"] = rates["output_tokens_per_second"]
+    rates["prompt_tokens_per_second"] = rate(lambda it: it.prompt_tokens - it.cached_tokens)
     return Sample(
         at=time.time(),
-        decode_tokens_per_second=rate(lambda it: it.output_tokens),
-        prompt_tokens_per_second=rate(lambda it: it.prompt_tokens - it.cached_tokens),
-        encoded_tokens_per_second=rate(lambda it: it.encoded_tokens),
+        **{name: value for name, value in rates.items() if name in Sample.model_fields},
         active_requests=now.active_requests,
         queued_requests=now.queued_requests,
         memory_active_gb=now.memory_used_bytes / 1e9,

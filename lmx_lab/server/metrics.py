@@ -14,7 +14,7 @@ from prometheus_client.registry import Collector
 from lmx_lab.engine import ModelManager
 from lmx_lab.engine.model_lookup import public_id
 from lmx_lab.server.generation import RequestEnd
-from lmx_lab.values.engine import EngineSnapshot
+from lmx_lab.values.engine import COUNTERS, EngineSnapshot
 from lmx_lab.values.generation import GenerationReport
 
 FORMATS = {kind: {"schema": {"type": "string"}} for kind in ("text/plain", "application/openmetrics-text")}
@@ -106,13 +106,8 @@ class _EngineFigures(Collector):
 def _work(now: EngineSnapshot) -> Iterator[Metric]:
     yield _gauge("requests_active", "Requests that are being computed.", now.active_requests)
     yield _gauge("requests_queued", "Requests that wait for a slot.", now.queued_requests)
-    for name, what, value in (
-        ("output_tokens", "Tokens generated.", now.output_tokens),
-        ("prompt_tokens", "Tokens of prompts, cached ones included.", now.prompt_tokens),
-        ("cached_tokens", "Tokens of prompts that were taken from the prefix cache.", now.cached_tokens),
-        ("encoded_tokens", "Tokens of texts that were embedded or scored.", now.encoded_tokens),
-    ):
-        yield CounterMetricFamily(f"lmx_lab_{name}", what, value=value)
+    for name, what in COUNTERS.items():
+        yield CounterMetricFamily(f"lmx_lab_{name}", what, value=getattr(now, name))
 
 
 def _memory(now: EngineSnapshot) -> Iterator[Metric]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import fields, replace
 from typing import Any
 
 from lmx_lab.engine import AnswerFormat, ChatPrompt, GenerationRequest, Sampling, TextPrompt, TokenPrompt, Tool, ToolUse
@@ -24,6 +25,8 @@ from lmx_lab.wire.tools import NamedToolChoice, format_names
 
 GREEDY_BELOW = 1e-6
 """Lower temperatures are greedy: only the likeliest token has a chance."""
+GREEDY: Mapping[str, Any] = {"temperature": 0, "top_p": 1.0, "top_k": 0, "min_p": 0.0}
+"""Parameters of a greedy request: no token needs to be removed."""
 
 
 NO_ARGUMENTS: Mapping[str, Any] = {"type": "object", "properties": {}}
@@ -90,26 +93,20 @@ def _stop(request: GenerationFields) -> tuple[str, ...]:
 
 
 def _sampling(request: GenerationFields, *, temperature: float) -> Sampling:
-    """Return the sampling parameters.
+    """Return the sampling parameters. Fields of the request and of ``Sampling`` correspond by name.
 
     Args:
         temperature: Value for null.
     """
-    temperature = temperature if request.temperature is None else request.temperature
-    top_p = 1.0 if request.top_p is None else request.top_p
+    given = {each.name: getattr(request, each.name) for each in fields(Sampling)}
+    sampling = Sampling(**{"temperature": temperature} | {k: v for k, v in given.items() if v is not None})
     # With top_p 0 only the likeliest token remains. float32 cannot divide by less than about 1e-38.
-    greedy = temperature < GREEDY_BELOW or top_p == 0
-    return Sampling(
-        temperature=0 if greedy else temperature,
-        top_p=1.0 if greedy else top_p,
-        top_k=0 if greedy else max(0, request.top_k or 0),
-        min_p=0.0 if greedy else request.min_p or 0.0,
-        repetition_penalty=request.repetition_penalty or 1.0,
-        presence_penalty=request.presence_penalty or 0.0,
-        frequency_penalty=request.frequency_penalty or 0.0,
+    greedy = sampling.temperature < GREEDY_BELOW or sampling.top_p == 0
+    return replace(
+        sampling,
+        **GREEDY if greedy else {"top_k": max(0, sampling.top_k)},
         # A dict first: "7" and "07" are the same token, whose last bias counts.
         logit_bias=tuple({int(token): bias for token, bias in (request.logit_bias or {}).items()}.items()),
-        seed=request.seed,
     )
 
 
