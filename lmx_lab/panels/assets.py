@@ -18,9 +18,12 @@ _CSS_SPACE = re.compile(r"/\*[\s\S]*?\*/|^[ \t]+|\n(?=\n)", re.MULTILINE)
 def script(*names: str) -> str:
     """Return one ES module: vendored files (in a folder of their own) unchanged, then the minified module in ``built/``
     of the last file, which includes the other files.
+
+    A new panel has no file in ``built/`` before ``make panels``, which imports its class; its files are not minified.
     """
     vendored = [source(name) for name in names if "/" in name]
-    return "\n".join([*vendored, source(f"built/{names[-1]}")])
+    built = f"built/{names[-1]}"
+    return "\n".join([*vendored, source(built) if (FOLDER / built).exists() else own(*names)])
 
 
 @cache

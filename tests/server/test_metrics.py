@@ -14,7 +14,7 @@ from lmx_lab.engine import ModelManager
 from lmx_lab.server.generation import RequestEnd
 from lmx_lab.server.metrics import BUCKETS_S, Metrics
 from lmx_lab.settings import Settings
-from lmx_lab.values.engine import EngineSnapshot
+from lmx_lab.values.engine import COUNTERS, EngineSnapshot
 from lmx_lab.values.generation import GenerationReport
 from tests.server.conftest import ENTRY
 
@@ -197,3 +197,9 @@ def test_each_metric_has_a_description() -> None:
     families = list(parse_openmetrics(body.decode()))
     assert families
     assert all(family.documentation and family.name.startswith("lmx_lab_") for family in families)
+
+
+@pytest.mark.parametrize("name", COUNTERS)
+def test_every_counter_of_the_engine_is_shown(name: str) -> None:
+    metrics = metrics_of(FakeManager(snapshot=replace(EngineSnapshot(), **{name: 7})))
+    assert value(metrics, f"{name}_total") == 7
