@@ -100,7 +100,10 @@ def test_a_streamed_chat_on_echo_passes_few_modules(journey: Journey, echo_home:
     with serving(echo_home, "echo", swap=swap) as lab:
         record(journey, lab)
     assert {"portal.LoopThread.submit", "engine.echo.queue.EchoQueue._step"} <= journey.handovers
-    assert {"http.protocol.HttpProtocol.data_received", "http.event_stream._TimedConnection.send_body"} <= journey.handovers
+    assert {
+        "http.protocol.HttpProtocol.data_received",
+        "http.event_stream._TimedConnection.send_body",
+    } <= journey.handovers
     assert len(journey.path) <= LIMIT
     assert "engine.model_control" not in journey.path
 
