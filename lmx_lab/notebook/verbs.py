@@ -1,8 +1,9 @@
-"""Write a method once and get its blocking and its awaited form.
+"""Derive the blocking and the awaitable form of a method from one coroutine function, which is called a verb.
 
-The method is a coroutine that awaits only ``on_loop(...)``, ``in_thread(...)`` and other such coroutines. Its own code
-(checks of arguments, progress bars) runs in the thread of the caller in both forms: ``blocking`` waits in each of these
-calls, ``awaited`` suspends the caller's task. This is the pattern of httpx's ``Auth.auth_flow``.
+A verb awaits only ``on_loop(...)``, ``in_thread(...)`` and other verbs. Its own code (checks of arguments, progress
+bars) runs in the caller's thread in both forms. In the form that ``blocking`` returns, the caller waits in each of
+these steps; in the form that ``awaited`` returns, the caller's task is suspended. This is the pattern of httpx's
+``Auth.auth_flow``.
 """
 
 from __future__ import annotations
@@ -24,8 +25,9 @@ class LoopPortal:
     """Runs coroutines on one event loop, for callers on any thread and any loop.
 
     Args:
-        loop: The loop, or the thread of a loop that has one of its own. A loop of the caller's thread is run nested.
-        check: Called before each call; raises ``HostingError`` if the loop is not in use any more.
+        loop: The loop, or the thread in which the loop runs. If the loop is that of the caller's thread, it is run
+            nested.
+        check: Called before each call; raises ``HostingError`` if the loop is no longer in use.
         check_caller: Called before each blocking call; raises ``HostingError`` if the caller must not wait here.
     """
 
@@ -51,7 +53,7 @@ class LoopPortal:
             loop = self._loop
             return loop.run(work) if isinstance(loop, LoopThread) else run_nested(loop, work)
         except KeyboardInterrupt:
-            # The interrupt may have come before the coroutine was started.
+            # The interrupt may have occurred before the coroutine was started.
             if inspect.getcoroutinestate(work) == inspect.CORO_CREATED:
                 work.close()
             raise
@@ -79,7 +81,7 @@ class LoopPortal:
 
 
 class PortalOwner(Protocol):
-    """An object with verbs."""
+    """An object whose methods are derived from verbs."""
 
     @property
     def _portal(self) -> LoopPortal: ...
@@ -89,7 +91,7 @@ Owner = TypeVar("Owner", bound=PortalOwner)
 
 
 class VerbStep(ABC, Generic[T]):
-    """What a verb awaits."""
+    """An operation that a verb awaits: ``run`` waits for it, ``call`` awaits it."""
 
     def __await__(self) -> Generator[Any, Any, T]:
         result: T = yield self
@@ -103,7 +105,7 @@ class VerbStep(ABC, Generic[T]):
 
     @abstractmethod
     def close(self) -> None:
-        """Called instead of ``run`` and ``call`` when the verb was interrupted."""
+        """Release the operation, which was not started because the verb was interrupted."""
 
 
 class _LoopStep(VerbStep[T]):
@@ -156,7 +158,7 @@ def blocking(verb: Callable[Concatenate[Owner, P], Coroutine[Any, Any, T]]) -> C
 
     @functools.wraps(verb)
     def call(owner: Owner, /, *args: P.args, **kwargs: P.kwargs) -> T:
-        # IPython leaves these frames out of tracebacks.
+        # IPython omits frames with this variable from tracebacks.
         __tracebackhide__ = True
         return run_verb(owner, verb(owner, *args, **kwargs))
 
@@ -166,7 +168,7 @@ def blocking(verb: Callable[Concatenate[Owner, P], Coroutine[Any, Any, T]]) -> C
 def awaited(
     verb: Callable[Concatenate[Owner, P], Coroutine[Any, Any, T]],
 ) -> Callable[Concatenate[Owner, P], Coroutine[Any, Any, T]]:
-    """Return the form of a verb to await, on any event loop. Cancelling it cancels its running step."""
+    """Return the awaitable form of a verb, for any event loop. Cancelling it cancels its running step."""
 
     @functools.wraps(verb)
     async def call(owner: Owner, /, *args: P.args, **kwargs: P.kwargs) -> T:
