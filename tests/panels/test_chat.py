@@ -138,7 +138,7 @@ def test_showing_another_lab_stops_the_answer_and_keeps_the_transcript(
     answer(reader, following, "Still there?", "Yes")
 
 
-def test_a_workbench_that_rests_stops_the_answer(
+def test_suspending_the_workbench_stops_the_answer(
     reader: Reader, backend: ScriptedBackend, workbench: Workbench
 ) -> None:
     reader.ask("send", text="Hi?")

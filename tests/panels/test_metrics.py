@@ -157,11 +157,11 @@ def test_a_thousand_updates_leave_a_small_widget(watched: Watched) -> None:
     assert len(bytes(state.pop("frame"))) <= 4 * MAX_POINTS * (len(FIELDS) + 1)
     del state["_esm"], state["_css"]
     assert len(json.dumps(state, default=str)) < 4000
-    # 1,000 updates at once are few messages.
+    # 1,000 updates at once cause only a few messages.
     assert len([name for name, _ in watched.reader.frames if name == "frame"]) < 10
 
 
-def test_a_paused_view_stands_still_while_samples_are_taken(watched: Watched) -> None:
+def test_a_paused_view_does_not_change_while_samples_are_recorded(watched: Watched) -> None:
     watched.take(seconds(10))
     watched.ends_at(NOON + 4.5)
     watched.reader.ask("change", paused=True)
