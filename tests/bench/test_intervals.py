@@ -127,7 +127,7 @@ def test_pairing_reveals_a_difference_that_drift_hides() -> None:
 
 
 def test_padding_of_shorter_groups_does_not_count() -> None:
-    # A quarter of the draws consists only of values of the small group. If padding counted, it would dominate other draws too.
+    # A quarter of the draws has only values of the small group. If padding counted, it would dominate other draws too.
     interval = median_interval([1.0] * 99 + [50.0], groups=[0] * 99 + [1], level=0.4)
     assert (interval.low, interval.high) == (1.0, 1.0)
 
