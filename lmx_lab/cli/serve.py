@@ -51,7 +51,7 @@ NoDownloads = Annotated[bool, typer.Option("--no-downloads", help="Never downloa
 ModelFolders = Annotated[list[Path] | None, typer.Option(help="Additional folder with models. Repeatable.")]
 Embedder = Annotated[str | None, typer.Option(help="Embedding model that stays in memory beside the loaded model.")]
 Reranker = Annotated[str | None, typer.Option(help="Reranker that stays in memory beside the loaded model.")]
-Swap = Annotated[bool, typer.Option("--swap", help="Load the model that a request names.")]
+Swap = Annotated[bool, typer.Option("--swap", help="Load the model that a request names, if it is not loaded.")]
 IdleUnload = Annotated[
     float | None,
     typer.Option("--idle-unload", "--ttl", help="Seconds without a request after which the model is unloaded."),
@@ -59,11 +59,18 @@ IdleUnload = Annotated[
 Slots = Annotated[
     int | None, typer.Option("--slots", "--parallel", help="Number of requests decoded at once. By default 8.")
 ]
-QueueLimit = Annotated[int | None, typer.Option(help="Number of further requests that may wait. By default 64.")]
+QueueLimit = Annotated[
+    int | None, typer.Option(help="Number of requests that may wait while all slots are in use. By default 64.")
+]
 RequestTimeout = Annotated[float | None, typer.Option(help="Time limit of one request in seconds. By default 600.")]
-MemoryLimit = Annotated[float | None, typer.Option(help="Memory for models and caches, in GB. By default 80 % of all.")]
+MemoryLimit = Annotated[
+    float | None, typer.Option(help="Memory for models and caches, in GB. By default 80 % of the memory.")
+]
 PrefixCache = Annotated[
-    float | None, typer.Option(help="Part of it for the prefix cache, in GB; 0 for no cache. By default 10 %.")
+    float | None,
+    typer.Option(
+        help="Part of the memory limit for the prefix cache, in GB; 0 for no cache. By default 10 % of the limit."
+    ),
 ]
 Dtype = Annotated[
     str | None, typer.Option(help="Type of the weights in memory: auto, keep, float32, float16 or bfloat16.")
@@ -206,7 +213,9 @@ def _stop_event() -> asyncio.Event:
 async def _start(lab: lmx_lab.Lab, spec: LoadSpec | None) -> None:
     """Load the models, and print the server's addresses."""
     if lab.port != lab.settings.port != 0:
-        print_line(f"port {lab.settings.port} is in use; choose one with --port")
+        print_line(
+            f"port {lab.settings.port} is in use, so the server uses port {lab.port}; to choose another, use --port"
+        )
     for name in (lab.settings.embedder, lab.settings.reranker):
         if name is not None:
             print_line(f"loading {name}, which stays in memory")

@@ -1,7 +1,7 @@
 """Implement the ``Backend`` of a lab whose server runs in this process.
 
-Panels call it on their own event loop, because a cell may block the loop that serves. The lab's verbs call it on the
-server's loop.
+Panels call it on their own event loop, because a cell may block the server's loop. The methods of ``Lab`` call it on
+the server's loop.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ from lmx_lab.wire.rerank import RerankBody
 
 LAGGING_S = 1.0
 """Time for which the server's loop is blocked before its state is ``lagging``."""
-REMEDY = 'Put long cells under %%offload, or launch(loop="thread").'
+REMEDY = 'Start long cells with %%offload, or use launch(loop="thread").'
 
 
 class LocalAnswer:
@@ -93,9 +93,10 @@ class LocalBackend:
         )
 
     def _lag_note(self, blocked_s: float) -> str:
-        """Say that a cell blocks, or has blocked, the loop that serves. Changes once a second while it lasts."""
+        """Return a note that a cell blocks, or has blocked, the server's loop; empty if none does. While a cell blocks
+        the loop, the note changes once a second."""
         if self._server.mode == "thread":
-            return ""  # No cell blocks this loop: the machine slept, or native code holds the interpreter lock.
+            return ""  # Cells do not block this loop; the machine slept, or native code holds the interpreter lock.
         if blocked_s > LAGGING_S:
             return f"A cell has blocked the server's loop for {blocked_s:.0f} s, and clients are waiting. {REMEDY}"
         worst = self._server.lag.worst

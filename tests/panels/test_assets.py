@@ -91,6 +91,6 @@ def test_each_panels_module_has_valid_syntax(panel: type[Panel], tmp_path: Path)
 def test_the_minified_code_is_up_to_date(panel: type[Panel]) -> None:
     """If this fails, run ``make panels``."""
     pytest.importorskip("minify", reason="tdewolff-minify is not installed: there are no wheels for macOS")
-    from lmx_lab.panels.build import built
+    from lmx_lab.panels.build import minify_module
 
-    assert assets.source(f"built/{panel.SCRIPTS[-1]}") == built(*panel.SCRIPTS)
+    assert assets.source(f"built/{panel.SCRIPTS[-1]}") == minify_module(*panel.SCRIPTS)
