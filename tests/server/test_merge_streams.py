@@ -9,7 +9,7 @@ from contextlib import aclosing
 import pytest
 
 from lmx_lab.errors import EngineError
-from lmx_lab.server.merge_streams import merged, together
+from lmx_lab.server.merge_streams import gather, merge
 
 pytestmark = pytest.mark.anyio
 
@@ -40,28 +40,28 @@ async def test_all_items_of_each_source_are_yielded_in_order(counts: list[int]) 
     left: list[str] = []
     names = "abc"[: len(counts)]
     sources = [counting(name, count, left) for name, count in zip(names, counts, strict=True)]
-    items = [item async for item in merged(sources)]
+    items = [item async for item in merge(sources)]
     for name, count in zip(names, counts, strict=True):
         assert [item for item in items if item[0] == name] == [f"{name}{number}" for number in range(count)]
     assert sorted(left) == sorted(names)
 
 
 async def test_two_sources_take_turns() -> None:
-    items = [item async for item in merged([counting("a", 50, []), counting("b", 50, [])])]
+    items = [item async for item in merge([counting("a", 50, []), counting("b", 50, [])])]
     assert {item[0] for item in items[:10]} == {"a", "b"}
 
 
 async def test_an_error_closes_the_other_sources_and_is_raised() -> None:
     left: list[str] = []
     with pytest.raises(EngineError, match="broken"):
-        async for _ in merged([counting("a", 1000, left), failing()]):
+        async for _ in merge([counting("a", 1000, left), failing()]):
             pass
     assert left == ["a"]
 
 
 async def test_closing_the_merged_stream_closes_all_sources() -> None:
     left: list[str] = []
-    async with aclosing(merged([counting("a", 1000, left), counting("b", 1000, left)])) as items:
+    async with aclosing(merge([counting("a", 1000, left), counting("b", 1000, left)])) as items:
         async for _ in items:
             break
     assert sorted(left) == ["a", "b"]
@@ -75,7 +75,7 @@ async def test_a_source_is_not_read_ahead_of_a_slow_reader() -> None:
             produced.append(number)
             yield number
 
-    async with aclosing(merged([source(), source()])) as items:
+    async with aclosing(merge([source(), source()])) as items:
         await anext(items)
         for _ in range(50):
             await asyncio.sleep(0)
@@ -88,7 +88,7 @@ async def test_results_come_in_order() -> None:
             await asyncio.sleep(0)
         return number
 
-    assert await together(work(number) for number in range(5)) == [0, 1, 2, 3, 4]
+    assert await gather(work(number) for number in range(5)) == [0, 1, 2, 3, 4]
 
 
 async def test_the_first_error_cancels_the_other_coroutines() -> None:
@@ -98,12 +98,12 @@ async def test_the_first_error_cancels_the_other_coroutines() -> None:
         raise EngineError("broken")
 
     with pytest.raises(EngineError, match="broken"):
-        await together([endless(left), fail()])
+        await gather([endless(left), fail()])
     assert left == ["endless"]
 
 
 async def test_cancelling_cancels_all_coroutines() -> None:
     left: list[str] = []
     with pytest.raises(TimeoutError):
-        await asyncio.wait_for(together([endless(left), endless(left)]), 0.01)
+        await asyncio.wait_for(gather([endless(left), endless(left)]), 0.01)
     assert left == ["endless", "endless"]
