@@ -66,7 +66,7 @@ class ModelChange:
 EngineState = Literal["empty", "loading", "ready", "dead"]
 
 UnloadCause = Literal["requested", "idle", "memory"]
-"""``requested``: a caller unloaded the model. ``idle``: no request came for ``idle_unload_s``. ``memory``: it ran out of
+"""``requested``: by a caller. ``idle``: no request came for ``idle_unload_s``. ``memory``: memory ran out."""
 memory."""
 
 
