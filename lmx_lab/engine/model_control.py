@@ -496,7 +496,7 @@ class ModelControl:
             await self._empty_main("the model was unloaded", cause="idle")
         self._report(LoadProgress(model=main.entry.id, stage="unloaded", message=f"idle for {idle_s:g} s"))
 
-    # LargeBodyQueue in swap mode
+    # Turns in swap mode
 
     async def take_turn(self, name: str | None, kinds: Kinds, *, limited: bool) -> SwapTurn:
         """See ``SwapQueue``; returns when the model of the request is loaded.

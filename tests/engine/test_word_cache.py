@@ -1,4 +1,4 @@
-"""TokenTable that texts were split into take no memory once their model has gone."""
+"""Words that texts were split into take no memory after their model was unloaded."""
 
 from __future__ import annotations
 

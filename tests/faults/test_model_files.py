@@ -21,7 +21,7 @@ from lmx_lab.values.models import Format, ModelEntry
 from lmx_lab.weights import Catalog
 from tests.engine.conftest import run
 from tests.engine.llama_cpp.conftest import llama_core, process_of
-from tests.faults.asking import CHAT, WAIT_S
+from tests.faults.chat_requests import CHAT, WAIT_S
 from tests.flows.conftest import chat_body, serving, wait_until
 from tests.gguf_files import with_context
 from tests.tiny import write_tiny_llama

@@ -1,4 +1,4 @@
-"""LargeBodyQueue with SmolLM2, a reference MCP server and a Python function, through the API of the daemon."""
+"""Turns with SmolLM2, a reference MCP server and a Python function, through the API of the daemon."""
 
 from __future__ import annotations
 

@@ -78,7 +78,7 @@ def test_where_llama_cpp_is_missing_its_models_say_so_and_nothing_is_preferred(
     lab: lmx_lab.Lab, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(registry, "is_installed", lambda: False)
-    found = lab.workbench.submit(lab.workbench.source.models()).result(60)
+    found = lab.workbench.submit(lab.workbench.backend.models()).result(60)
     assert {engine.name: engine.version for engine in found.engines}["llama.cpp"] is None
     assert found.preference is None
     mlx, gguf = found.models

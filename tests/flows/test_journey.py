@@ -25,7 +25,7 @@ PACKAGE = Path(lmx_lab.__file__).parent
 LIMIT = 20
 HANDOVERS = {
     "http.protocol": {"HttpProtocol.data_received"},
-    "http.event_stream": {"while_connected", "EventStream.stream_response", "_Wire.send_body"},
+    "http.event_stream": {"while_connected", "EventStream.stream_response", "_TimedConnection.send_body"},
     "http.middleware": {"AnswerHeaders.__call__.<locals>.send_with_headers"},
     "http.paced_transport": {"PacedTransport.__getattr__"},
     "portal": {"LoopThread.submit"},
@@ -100,7 +100,7 @@ def test_a_streamed_chat_on_echo_passes_few_modules(journey: Journey, echo_home:
     with serving(echo_home, "echo", swap=swap) as lab:
         record(journey, lab)
     assert {"portal.LoopThread.submit", "engine.echo.queue.EchoQueue._step"} <= journey.handovers
-    assert {"http.protocol.HttpProtocol.data_received", "http.event_stream._Wire.send_body"} <= journey.handovers
+    assert {"http.protocol.HttpProtocol.data_received", "http.event_stream._TimedConnection.send_body"} <= journey.handovers
     assert len(journey.path) <= LIMIT
     assert "engine.model_control" not in journey.path
 

@@ -308,7 +308,8 @@ def test_a_real_prompt_that_is_too_long_is_refused_with_both_numbers(real_reader
 def test_unloading_ends_a_running_answer(
     lab: lmx_lab.Lab, real_reader: Reader, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(lab.engine, "settings", replace(lab.engine.settings, drain_s=0.0))
+    control = lab.engine._control
+    monkeypatch.setattr(control, "settings", replace(lab.settings, drain_s=0.0))
     real_reader.ask("send", text="Hello", max_tokens=7500)
     real_reader.until(lambda panel: panel.live.get("text"))
     lab.unload()

@@ -300,7 +300,7 @@ async def test_reasoning_is_separate_from_the_text_and_counted(thinker: ModelMan
 
 
 async def test_the_answer_follows_the_reasoning(thinker: ModelManager) -> None:
-    # TokenTable and the end of thoughts, the likeliest first; each holds once. Their numbers are in no prompt here.
+    # Words and the end of thoughts, the likeliest first; each holds once. Their numbers are in no prompt here.
     bias = {2000: 1040.0, 2001: 1030.0, 4: 1020.0, 2002: 1010.0, 2003: 1000.0}
     found = await run(thinker, open_thoughts=True, bias=bias, max_tokens=5)
     assert found.report.reasoning_tokens == 3

@@ -1,4 +1,4 @@
-"""GrammarCompiler are compiled once; one that cannot be compiled is refused with the reason."""
+"""Grammars are compiled once; one that cannot be compiled is refused with the reason."""
 
 from __future__ import annotations
 
