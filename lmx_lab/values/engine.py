@@ -67,7 +67,6 @@ EngineState = Literal["empty", "loading", "ready", "dead"]
 
 UnloadCause = Literal["requested", "idle", "memory"]
 """``requested``: by a caller. ``idle``: no request came for ``idle_unload_s``. ``memory``: memory ran out."""
-memory."""
 
 
 Merge = Mapping[str, Callable[[list[Any]], Any]]

@@ -1,4 +1,4 @@
-"""The end of a generation is reported once, whatever happens."""
+"""Tests that the end of a generation is reported exactly once."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ pytestmark = pytest.mark.anyio
 
 
 class Watched:
-    """A generation over a mailbox that the test fills."""
+    """A generation that reads a mailbox, into which the test puts deltas."""
 
     def __init__(self) -> None:
         self.ends: list[RequestEnd] = []
@@ -55,7 +55,7 @@ async def test_a_complete_answer_is_reported_with_its_cost() -> None:
     assert watched.ends[0].event().completion_tokens == 5
 
 
-async def test_tool_calls_are_an_outcome_of_their_own() -> None:
+async def test_tool_calls_are_a_separate_outcome() -> None:
     watched = Watched()
     watched.mailbox.deliver(report(finish="tool_calls"))
     await watched.generation.read_all()
@@ -63,7 +63,7 @@ async def test_tool_calls_are_an_outcome_of_their_own() -> None:
     assert watched.ends[0].event().finish_reason == "tool_calls"
 
 
-async def test_all_deltas_are_joined() -> None:
+async def test_all_deltas_are_merged() -> None:
     async def pieces() -> AsyncIterator[Delta]:
         yield Delta(text="", tokens=1, reasoning="h")
         yield Delta(text="a", tokens=2, reasoning="m")
@@ -93,7 +93,7 @@ async def test_a_closed_generation_is_reported_with_the_tokens_that_were_deliver
     assert watched.cancelled == 1
 
 
-async def test_a_dropped_generation_is_reported_as_cancelled() -> None:
+async def test_a_deleted_generation_is_reported_as_cancelled() -> None:
     watched = Watched()
     del watched.generation
     gc.collect()
@@ -118,7 +118,7 @@ async def test_a_cancelled_wait_for_a_delta_does_not_end_the_generation() -> Non
     assert watched.outcomes == [("stop", None)]
 
 
-async def test_the_remark_describes_the_state_before_the_first_token() -> None:
+async def test_the_status_describes_the_request_before_the_first_token() -> None:
     watched = Watched()
     assert watched.generation.status == "queued"
     watched.mailbox.deliver(PromptProgress(done=512, total=1400))

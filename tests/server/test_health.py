@@ -1,4 +1,4 @@
-"""The readiness of states that are hard to produce with a real engine."""
+"""Tests of readiness in states that are hard to produce with a real engine."""
 
 from __future__ import annotations
 

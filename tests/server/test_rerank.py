@@ -1,4 +1,4 @@
-"""The shapes of rerank requests of Jina, Cohere and Text Embeddings Inference."""
+"""Tests of the request and response bodies of Jina, Cohere and Text Embeddings Inference."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Chunks are written as text, and equal the dumps of their pydantic models."""
+"""Tests that chunks, which are written as text, equal the dumps of their pydantic models."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ OTHER = ToolCallDelta(index=1, id="call_2", name="see")
 
 @st.composite
 def calls(draw: st.DrawFn) -> tuple[ToolCallDelta, ...]:
-    """Pieces of tool calls, with or without their names."""
+    """Draw pieces of tool calls, with or without their names."""
     pieces = []
     for index in draw(st.lists(st.integers(0, 2), max_size=3, unique=True)):
         identity = {"id": draw(TEXTS), "name": draw(TEXTS)} if draw(st.booleans()) else {}
@@ -62,7 +62,7 @@ def test_a_chat_chunk_contains_the_delta() -> None:
 
 
 def deltas(answer: ChatAnswer, delta: Delta) -> list[dict[str, Any]]:
-    """The choice of each chunk."""
+    """Return the choice of each chunk."""
     return [json.loads(chunk)["choices"][0] for chunk in answer.delta_chunks(delta)]
 
 

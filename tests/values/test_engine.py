@@ -1,4 +1,4 @@
-"""The states of several engines are merged into one."""
+"""Tests that the states of several engines are merged into one."""
 
 from __future__ import annotations
 
