@@ -23,7 +23,7 @@ from lmx_lab.server.events import ServerEvent, event_routes, model_event
 from lmx_lab.server.health import health_routes
 from lmx_lab.server.inference import InferenceService
 from lmx_lab.server.metrics import Metrics, metrics_routes
-from lmx_lab.server.openapi import SHAPES, SOCKETS
+from lmx_lab.server.openapi import EXTRA_MODELS, SOCKETS
 from lmx_lab.server.pages import page_routes
 from lmx_lab.server.rerank import rerank_routes
 from lmx_lab.server.websocket import socket_routes
@@ -64,7 +64,7 @@ def create_server(
         redirect_slashes=False,
         docs_url=None,
         redoc_url=None,
-        shapes=SHAPES,
+        extra_models=EXTRA_MODELS,
         sockets=SOCKETS,
         key=("key", GuardPolicy.key_hint) if settings.api_key is not None else None,
         open_paths=OPEN_PATHS,

@@ -24,7 +24,7 @@ from lmx_lab.wire.chat import ChatChunk, ChatCompletion, ChatRequest
 from lmx_lab.wire.errors import ErrorBody
 
 log = logging.getLogger(__name__)
-RESPONSE = (
+RESPONSE_DESCRIPTION = (
     "A completion or, with `stream: true`, its chunks as events, followed by `[DONE]`. An error after the first chunk "
     "is sent as the last event, instead of `[DONE]`"
 )
@@ -38,10 +38,13 @@ def chat_routes(service: InferenceService) -> APIRouter:
     @router.post(
         "/v1/chat/completions",
         response_model=ChatCompletion,
-        responses={200: event_stream(ChatChunk, ErrorBody, description=RESPONSE, end=DONE), **INFERENCE_ERRORS},
+        responses={
+            200: event_stream(ChatChunk, ErrorBody, description=RESPONSE_DESCRIPTION, end=DONE),
+            **INFERENCE_ERRORS,
+        },
     )
     async def chat_completions(body: ChatRequest, request: Request) -> Response:
-        """Answer a conversation: at once, or with `stream: true` as server-sent events that end with `[DONE]`."""
+        """Answer a conversation, completely or with `stream: true` as server-sent events that end with `[DONE]`."""
         request_id = request_id_of(request)
         answer, generations = await while_connected(
             request, service.start(body, request_id, local=is_local(request.scope))

@@ -15,7 +15,7 @@ from lmx_lab.http.error_bodies import request_id_of
 from lmx_lab.http.event_stream import DONE, EventStream, while_connected
 from lmx_lab.http.guard import is_local
 from lmx_lab.http.openapi import event_stream
-from lmx_lab.server.chat import RESPONSE, with_terminator
+from lmx_lab.server.chat import RESPONSE_DESCRIPTION, with_terminator
 from lmx_lab.server.generation import Generation, closing_all, collect
 from lmx_lab.server.inference import InferenceService
 from lmx_lab.server.merge_streams import gather, merge
@@ -39,10 +39,13 @@ def completion_routes(service: InferenceService, *, slots: int) -> APIRouter:
     @router.post(
         "/v1/completions",
         response_model=Completion,
-        responses={200: event_stream(Completion, ErrorBody, description=RESPONSE, end=DONE), **INFERENCE_ERRORS},
+        responses={
+            200: event_stream(Completion, ErrorBody, description=RESPONSE_DESCRIPTION, end=DONE),
+            **INFERENCE_ERRORS,
+        },
     )
     async def completions(body: CompletionRequest, request: Request) -> Response:
-        """Continue plain prompts: at once, or with `stream: true` as server-sent events that end with `[DONE]`."""
+        """Continue plain prompts, completely or with `stream: true` as server-sent events that end with `[DONE]`."""
         request_id = request_id_of(request)
         prompts = CompletionPrompts(service, body, slots=slots, request_id=request_id, local=is_local(request.scope))
         await while_connected(request, prompts.submit_first())

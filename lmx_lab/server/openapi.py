@@ -25,7 +25,7 @@ from lmx_lab.wire.completions import Completion
 
 EVENTS: tuple[type[BaseModel], ...] = (Throughput, Memory, Heartbeat, ModelEvent, RequestEvent, Sample)
 """The events of ``/admin/events``."""
-SHAPES: tuple[type[BaseModel], ...] = (ChatChunk, Completion, *EVENTS, SocketToken, SocketDone, SocketError)
+EXTRA_MODELS: tuple[type[BaseModel], ...] = (ChatChunk, Completion, *EVENTS, SocketToken, SocketDone, SocketError)
 """Models of the document that are not the response of a route."""
 _ENGINE = (NotLoadedError, OutOfMemoryError, EngineDeadError)
 INFERENCE_ERRORS = failures(
@@ -40,7 +40,7 @@ The client sends one text message, a `{ChatRequest.__name__}` (`n` is 1 or absen
 `{SocketToken.__name__}` for each piece of the answer, then one `{SocketDone.__name__}`, and waits for the client to
 close the connection. If the request fails, the server sends a `{SocketError.__name__}` and closes with code 1011. A
 client that closes early ends the generation. Without an upgrade, the response is 404."""
-MESSAGES = {"oneOf": [reference(shape) for shape in (SocketToken, SocketDone, SocketError)]}
+MESSAGES = {"oneOf": [reference(model) for model in (SocketToken, SocketDone, SocketError)]}
 SOCKETS: dict[str, dict[str, Any]] = {
     "/v1/chat/stream": {
         "tags": ["inference"],
