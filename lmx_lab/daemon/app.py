@@ -43,7 +43,7 @@ def create_daemon_app(
         openapi_url="/v3/openapi.json",
         docs_url=None,
         redoc_url=None,
-        shapes=(Envelope, *EVENT_DATA),
+        extra_models=(Envelope, *EVENT_DATA),
         key=("token", KEY_HINT),
         open_paths=frozenset({HEALTH}),
         maximums={

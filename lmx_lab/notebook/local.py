@@ -15,7 +15,7 @@ from lmx_lab.backend import AnswerCost, DocumentRanking, Progress, ServerState
 from lmx_lab.errors import HostingError
 from lmx_lab.notebook.local_server import LocalServer
 from lmx_lab.server import InferenceServer
-from lmx_lab.server.admin import alisting
+from lmx_lab.server.admin import model_records
 from lmx_lab.server.embeddings import embedding_request
 from lmx_lab.server.events import ServerEvent, sample
 from lmx_lab.server.generation import Generation
@@ -43,7 +43,7 @@ class LocalAnswer:
 
     @property
     def status(self) -> str:
-        return self._generation.remark
+        return self._generation.status
 
     def __aiter__(self) -> Self:
         return self
@@ -52,7 +52,7 @@ class LocalAnswer:
         return await anext(self._generation)
 
     def cost(self) -> AnswerCost:
-        report = self._generation.finished()
+        report = self._generation.final_report()
         return AnswerCost(
             model=report.model,
             finish_reason=report.finish_reason,
@@ -122,7 +122,7 @@ class LocalBackend:
     # Models
 
     async def models(self) -> ModelRecords:
-        return await alisting(self._server.catalog, self._server.engine)
+        return await model_records(self._server.catalog, self._server.engine)
 
     async def load(self, spec: LoadSpec, *, progress: Progress | None = None) -> LoadReport:
         load = self._services.manager.load(spec)

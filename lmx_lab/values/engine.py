@@ -65,9 +65,8 @@ class ModelChange:
 
 EngineState = Literal["empty", "loading", "ready", "dead"]
 
-UnloadCause = Literal["asked", "idle", "memory"]
-"""``asked``: a caller unloaded the model. ``idle``: no request came for ``idle_unload_s``. ``memory``: it ran out of
-memory."""
+UnloadCause = Literal["requested", "idle", "memory"]
+"""``requested``: by a caller. ``idle``: no request came for ``idle_unload_s``. ``memory``: memory ran out."""
 
 
 Merge = Mapping[str, Callable[[list[Any]], Any]]

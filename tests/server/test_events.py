@@ -1,4 +1,4 @@
-"""The events of /admin/events."""
+"""Tests of the events of /admin/events."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ def test_throughput_is_measured_since_the_previous_snapshot() -> None:
     ]
 
 
-def test_a_sample_has_all_figures_since_the_previous_snapshot() -> None:
+def test_a_sample_has_all_metrics_since_the_previous_snapshot() -> None:
     before = EngineSnapshot(output_tokens=100, prompt_tokens=10, cached_tokens=5, encoded_tokens=50)
     now = EngineSnapshot(
         output_tokens=130,

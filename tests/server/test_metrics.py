@@ -1,4 +1,4 @@
-"""Metrics, read back with the parsers of the client library."""
+"""Tests of the metrics, which are read with the parsers of Prometheus' client library."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ REPORT = GenerationReport(
 
 @dataclass
 class FakeManager:
-    """A manager whose state the tests set."""
+    """A manager whose state is set by the tests."""
 
     snapshot: EngineSnapshot = field(default_factory=EngineSnapshot)
     alive: bool = True
@@ -64,7 +64,7 @@ def end(outcome: Any = "stop", code: str | None = None, report: GenerationReport
     return RequestEnd(request_id="req_1", model="tiny", outcome=outcome, code=code, report=report)
 
 
-def test_figures_of_the_engine_come_from_the_current_snapshot() -> None:
+def test_metrics_of_the_engine_come_from_the_current_snapshot() -> None:
     manager = FakeManager()
     metrics = metrics_of(manager)
     assert value(metrics, "output_tokens_total") == 0
