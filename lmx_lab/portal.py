@@ -30,7 +30,7 @@ POLL_S = 0.25
 
 
 class _Call(Generic[T]):
-    """A coroutine on the loop of another thread. ``cancel`` requests its end, and ``future`` has its end."""
+    """A coroutine on the loop of another thread. ``cancel`` cancels it, and ``future`` receives its result."""
 
     def __init__(self, loop: asyncio.AbstractEventLoop, coro: Coroutine[Any, Any, T]) -> None:
         self._loop = loop
@@ -322,7 +322,7 @@ _SERVERS: weakref.WeakSet[StartedServer] = weakref.WeakSet()
 _SERVERS_LOCK = threading.Lock()
 
 
-def note_serving(server: StartedServer) -> None:
+def register_server(server: StartedServer) -> None:
     """Register a server as long as it is referenced elsewhere. Can be called from any thread."""
     with _SERVERS_LOCK:
         _SERVERS.add(server)

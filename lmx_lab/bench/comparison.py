@@ -54,7 +54,7 @@ def compare(
 
     ``better`` is the side that has more tokens per second or takes less time, if the complete interval says so. ``-``
     means that the difference is not significant. If both sides are equally fast, ``better`` is ``-`` in 95 % of the
-    comparisons.
+    comparisons at the default level.
 
     ``e2e_ms`` and ``total_tok_s`` have no ratio if the lengths of the answers (medians, ``output_tokens_a`` and
     ``output_tokens_b``) differ by more than 5 %. Metrics of single tokens have no ratio if a side reports no usage,

@@ -26,7 +26,7 @@ NUMBERS_PER_CHUNK = 2_000_000
 MIN_REPEATS = 3
 """Minimum number of repeats for an interval. With two, it would be tens of times as wide as the value."""
 BISECTIONS = 60
-"""Enough for the precision of a float."""
+"""Number of bisection steps, which is enough for the precision of a float."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -131,7 +131,8 @@ def ratio_interval(
 
 
 def half_width(sides: Sequence[Floats], level: float) -> float:
-    """Return half the width of the interval of a mean or a difference of means (Welch's); NaN of too few values."""
+    """Return half the width of the interval of a mean, or of a difference of means (Welch's). NaN if there are too few
+    values."""
     if min(map(len, sides)) < MIN_REPEATS:
         return math.nan
     parts = [float(np.var(side, ddof=1)) / len(side) for side in sides]

@@ -1,4 +1,4 @@
-"""Compute the metrics of one request from the chunks of its answer. Pure."""
+"""Compute the metrics of one request from the chunks of its answer. Does no I/O."""
 
 from __future__ import annotations
 
@@ -145,7 +145,7 @@ class Trace:
         """Divide the number of tokens after the first chunk by the time from that chunk to the last token."""
         if not self.times_s or tokens <= self.counts[0]:
             return None
-        # The last tokens may have no text, as the end-of-text token.
+        # The last tokens may have no text, such as the end-of-text token.
         elapsed_s = max(self.times_s[-1], self.finished_at_s or 0.0) - self.times_s[0]
         return (tokens - self.counts[0]) / elapsed_s if elapsed_s > 0 else None
 

@@ -1,4 +1,4 @@
-"""Plot medians with intervals. pyplot is not used, so figures need not be closed."""
+"""Plot medians with intervals. The figures need not be closed, because pyplot is not used."""
 
 from __future__ import annotations
 

@@ -23,7 +23,7 @@ UNIQUE_WORDS = 8
 MIN_WORDS = 4
 """Minimum length of a prompt: 48⁴ combinations, five million."""
 TASK = "Write a very long story, in many chapters, about all of these words."
-"""A task at the end of the prompt, with which models write long answers on servers without ``ignore_eos``."""
+"""A task at the end of the prompt, so that models write long answers on servers without ``ignore_eos``."""
 _TASK_WORDS = len(TASK.split())
 MIN_WORDS_WITH_TASK = 2 * _TASK_WORDS
 

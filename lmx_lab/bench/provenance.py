@@ -27,7 +27,8 @@ FOLDER = Path(__file__).parent.parent
 def provenance(*, seeds: Iterable[int] = (), **facts: Any) -> dict[str, Any]:
     """Return versions, commit, machine and time as JSON values. Values that are not known are ``None``.
 
-    There are no host names, user names or folders in it. Runs ``git`` (and ``sysctl`` on macOS) for some milliseconds.
+    The result contains no host names, user names or folders. Runs ``git`` (and ``sysctl`` on macOS), which takes some
+    milliseconds.
 
     Args:
         seeds: The seeds of the cases.

@@ -30,7 +30,7 @@ from lmx_lab.errors import (
     UnclearModelError,
 )
 
-# Measuring another server does not need MLX.
+# The engine is imported only for types and in EngineTarget, because measuring another server does not need MLX.
 if TYPE_CHECKING:
     from lmx_lab.engine import ModelManager
     from lmx_lab.values.generation import GenerationReport
@@ -132,14 +132,19 @@ class ChatTarget:
                 if self._model is None or isinstance(exc, UnauthorizedError) or not was_sent(exc):
                     raise
         if not self._is_lab and not self._model:
-            self._model = self._only(names)
+            self._model = self._only_model(names)
         found = await self._lab_facts() if self._is_lab else TargetFacts(model=self._model)
         given = {name: value for name, value in vars(self._known).items() if value is not None}
         return replace(found, **given)
 
-    def _only(self, names: list[str]) -> str:
-        """Return the only listed model. Some servers list all models that they could load, so the first of several
-        models is not used by default."""
+    def _only_model(self, names: list[str]) -> str:
+        """Return the only listed model.
+
+        Some servers list all models that they could load, so the first of several models is not used by default.
+
+        Raises:
+            LabError: the server lists no model, or several.
+        """
         if not names:
             raise ModelNotFoundError(f"{self.url} lists no models; give the name of a model with model=")
         if len(names) > 1:
@@ -220,6 +225,7 @@ class EngineTarget:
         return replace(facts, model=now.entry.id, quantization=now.entry.quantization)
 
     async def ask(self, body: Mapping[str, Any]) -> AsyncGenerator[Chunk, None]:
+        # Imported here, because measuring a server does not need the engine.
         from lmx_lab.engine import ChatPrompt, GenerationRequest, Sampling
 
         request = GenerationRequest(

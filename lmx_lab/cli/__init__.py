@@ -12,17 +12,17 @@ import threading
 from importlib import import_module
 
 OLDEST_PYTHON = (3, 11)
-FINE = 0
+SUCCESS = 0
 FAILED = 1
 USAGE = 2
 """Exit status if an argument, a setting or an environment variable is not valid. It is also typer's own status."""
 INTERRUPTED = 130
-"""Exit status after Ctrl-C, as of programs that a shell runs."""
+"""Exit status after Ctrl-C. Shells report the same status for programs that SIGINT has ended."""
 
 
 def main() -> None:
     """Run the command that the process's arguments name, and end the process."""
-    if sys.version_info < OLDEST_PYTHON:  # A checkout of the repository can be run by any Python.
+    if sys.version_info < OLDEST_PYTHON:  # Any Python can run a checkout of the repository.
         sys.exit(f"lmx-lab needs Python 3.11 or newer; {sys.executable} is {sys.version.partition(' ')[0]}")
     try:
         # Imported here, where Ctrl-C is handled, because typer and rich take 0.2 s to import.

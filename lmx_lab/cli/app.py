@@ -13,7 +13,7 @@ from typing import Annotated, TextIO
 
 import typer
 
-from lmx_lab.cli import FAILED, FINE, INTERRUPTED, USAGE, bench, chat, daemon, doctor, events, models, serve
+from lmx_lab.cli import FAILED, INTERRUPTED, SUCCESS, USAGE, bench, chat, daemon, doctor, events, models, serve
 from lmx_lab.cli.lazy import load
 from lmx_lab.cli.options import STATUS, CommandGroup, epilog
 from lmx_lab.cli.terminal import print_error, print_line
@@ -61,7 +61,7 @@ def common(
 
 
 def run(arguments: Sequence[str] | None = None) -> int:
-    """Run a command. A deliberate error is printed as one line, an interrupt prints nothing; neither has a traceback.
+    """Run a command. A ``LabError`` is printed as one line, an interrupt prints nothing; neither prints a traceback.
 
     Args:
         arguments: By default those of the process.
@@ -73,9 +73,9 @@ def run(arguments: Sequence[str] | None = None) -> int:
     try:
         _open_closed_streams()
         app(arguments)
-        status = FINE
+        status = SUCCESS
     except SystemExit as exc:
-        status = exc.code if isinstance(exc.code, int) else FINE if exc.code is None else FAILED
+        status = exc.code if isinstance(exc.code, int) else SUCCESS if exc.code is None else FAILED
     except KeyboardInterrupt:
         status = INTERRUPTED
     except LabError as exc:
@@ -88,8 +88,8 @@ def run(arguments: Sequence[str] | None = None) -> int:
 
 
 def _open_closed_streams() -> None:
-    """Open streams that were closed (``>&-``) to nowhere. Otherwise the next file to be opened would get the number of
-    the closed stream, and then the output."""
+    """Open ``/dev/null`` for streams that were closed (``>&-``). Otherwise the next file that is opened would get the
+    number of the closed stream, and the output would be written to it."""
     for number in range(3):
         try:
             os.fstat(number)
@@ -105,7 +105,7 @@ def _open_closed_streams() -> None:
 
 
 def _flush(status: int, failure: OSError | None) -> int:
-    """Flush the output and report a failure, unless the reader of the output has gone, as ``head`` does.
+    """Flush the output and report a failure, unless the reader of the output has closed it, as ``head`` does.
 
     Returns:
         The exit status.
@@ -131,7 +131,7 @@ def _print_failure(failure: OSError) -> None:
         traceback.print_exception(failure)
     if failure.errno == errno.EPIPE:
         return
-    # Failures to write models and logs are LabErrors. Failures to open a file have its name.
+    # Failures to write models and logs are LabErrors, and failures to open a file contain its name.
     is_output = failure.filename is None and failure.errno in (errno.ENOSPC, errno.EDQUOT, errno.EIO)
     prefix = "the output cannot be written: " if is_output else ""
     suffix = f": {failure.filename}" if failure.filename else ""
@@ -139,6 +139,7 @@ def _print_failure(failure: OSError) -> None:
 
 
 def _discard(stream: TextIO) -> None:
-    """Discard what could not be written. Python would try to write it again at its end, and report an error."""
+    """Discard output that could not be written. Otherwise Python would try to write it again at exit, and report an
+    error."""
     with contextlib.suppress(OSError, ValueError):
         os.dup2(os.open(os.devnull, os.O_WRONLY), stream.fileno())

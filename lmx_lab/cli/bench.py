@@ -13,7 +13,7 @@ import typer
 
 import lmx_lab
 
-# Imports its modules on first use.
+# This package imports its modules on first use.
 from lmx_lab import bench as benchmark
 from lmx_lab.cli import FAILED, INTERRUPTED
 from lmx_lab.cli.completion import complete_model
@@ -95,7 +95,7 @@ def bench(
     ] = 1,
     rate: Rate = None,
     warm: Annotated[
-        bool, typer.Option(help="Let prompts share their start, which the warm-up puts into the prefix cache.")
+        bool, typer.Option(help="Use prompts with a common start, which the warm-up puts into the prefix cache.")
     ] = False,
     seed: Annotated[int, typer.Option(help="Seed of the prompts and of the times for --rate.")] = 0,
     compare: Annotated[
@@ -162,7 +162,7 @@ def _check_output(plot: Path | None) -> None:
 
 
 def _check_reachable(targets: Iterable[ChatTarget]) -> None:
-    """Check before the measurement that the targets can be used. Other errors will occur with the requests.
+    """Check before the measurement that the targets can be used. Other errors are reported when the requests fail.
 
     Raises:
         LabError: a server does not answer, refuses the key, or does not have the model.
@@ -174,7 +174,7 @@ def _check_reachable(targets: Iterable[ChatTarget]) -> None:
         except UnauthorizedError:
             raise
         except NotLoadedError:
-            # The lab may load the model for a request, or know it by another name.
+            # The lab may load the model when a request names it, or have it under another name.
             asyncio.run(_send_request(target))
         except LabError as exc:
             if not was_sent(exc):

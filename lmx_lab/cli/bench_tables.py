@@ -22,10 +22,10 @@ if TYPE_CHECKING:
 METRICS_SHOWN = ("ttft_ms", "itl_ms_p50", "decode_tok_s", TOTAL)
 SIZES = ("concurrency", "prompt_tokens_wanted", "output_tokens_wanted")
 TOKENS = {"prompt_tokens_wanted": "prompt_tokens", "output_tokens_wanted": "output_tokens"}
-"""Columns of the requested number of tokens, and of the actual one."""
+"""Columns with the actual number of tokens, by the columns with the requested number."""
 COUNTS = ("requests", "errors")
 HEADINGS = {
-    "concurrency": "at\nonce",
+    "concurrency": "concur-\nrent",
     "prompt_tokens_wanted": "prompt\ntokens",
     "output_tokens_wanted": "output\ntokens",
     "requests": "re-\nquests",
@@ -199,7 +199,7 @@ def _print_errors(rows: pd.DataFrame) -> None:
     """Print how often each error has occurred, the most frequent errors first."""
     failed = rows.groupby(["target", "error"])["warm_up"].agg(["size", "sum"]).sort_values("size", ascending=False)
     for (target, error), (count, warm_up) in failed.head(MAX_ERRORS).iterrows():
-        uncounted = f" ({warm_up} of them in warm-up, which the table does not include)" if warm_up else ""
+        uncounted = f" ({warm_up} of them in the warm-up, which the table does not include)" if warm_up else ""
         _print_error(f"{single_line(str(target))}: {count} times {single_line(str(error), 300)}{uncounted}")
     if len(rest := failed.iloc[MAX_ERRORS:]):
         _print_error(f"and {len(rest)} other errors, {rest['size'].sum()} requests in total; --json prints all of them")

@@ -1,8 +1,8 @@
 """Complete models and sessions for the Tab key; typer completes commands and options.
 
-The user waits for the completion. Therefore only the names of model folders are read, and not the models, and a request
-to the daemon has a short time limit. A failure completes nothing, because a message would appear in the line that is
-being typed.
+The user waits for the completion. Therefore only the names of model folders are read, not the models, and a request to
+the daemon has a short time limit. After a failure there are no completions and no message, because a message would
+appear in the line that is being typed.
 """
 
 from __future__ import annotations

@@ -29,7 +29,7 @@ from lmx_lab.wire.events import (
 )
 from lmx_lab.wire.sessions import Decision, PermissionRecord
 
-with contextlib.suppress(ImportError):  # Some builds of Python lack it.
+with contextlib.suppress(ImportError):  # Some builds of Python do not have readline.
     import readline  # noqa: F401  (importing it gives input() a history and editing)
 
 
@@ -102,7 +102,7 @@ class AnswerPrinter:
         """Whether the last line that was printed has not ended."""
 
     def print(self, event: DaemonEvent) -> None:
-        """Print text to standard output, and what else happens in the turn to standard error."""
+        """Print the answer's text to standard output, and notes on other events of the turn to standard error."""
         match event:
             case TurnQueuedEvent() if event.data.ahead:
                 turns = "1 earlier turn" if event.data.ahead == 1 else f"{event.data.ahead} earlier turns"

@@ -27,9 +27,9 @@ if TYPE_CHECKING:
 
 app = typer.Typer()
 DRAIN_S = 1.0
-"""Time for which turns may continue after a signal. The complete shutdown has to end within ``STOP_S``."""
+"""Time for which turns may continue after a signal. The complete shutdown has to end within ``process.STOP_S``."""
 SIGNAL_CHECK_S = 1.0
-"""Interval between waits for the end. A signal just before a wait does not interrupt it, and is handled after it."""
+"""Maximum duration of one wait for the end. A signal that arrives just before a wait starts does not interrupt it."""
 
 
 @app.command(
@@ -127,7 +127,8 @@ def _confirm() -> bool:
 
 
 def _describe(server: McpServerConfig, folder: Path) -> str:
-    """Return what would be started, complete. Control characters, which could hide a part of it, are escaped."""
+    """Return the complete command or address of a server. Control characters, which could hide a part of it, are
+    escaped."""
     target = server.url or shlex.join([server.command or "", *server.args])
     where = f"  (in {server.cwd})" if server.cwd and Path(server.cwd) != folder else ""
     # Values may be secrets, except those of variables that choose other programs and libraries.
@@ -148,7 +149,7 @@ def _run_daemon(settings: Settings, servers: list[McpServerConfig], *, explicit_
         running = daemon_class(settings=settings, explicit_port=explicit_port, own_names=lan_addresses)
     else:
         running = daemon_class(settings=settings, explicit_port=explicit_port)
-    # Before the start, so that a signal during the start also ends the daemon properly.
+    # Registered before the start, so that a signal during the start also ends the daemon properly.
     stopping = _stop_on_signals(running)
     running.start()
     freeze_objects()

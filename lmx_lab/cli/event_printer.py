@@ -13,7 +13,7 @@ from lmx_lab.wire.event_stream import Envelope, EventPage, ResetFrame, SnapshotF
 from lmx_lab.wire.events import daemon_event
 
 FIRST_SEARCH = 1000
-"""Number of the newest events that are searched first. If they are not enough, the complete log is searched."""
+"""Number of the newest events that are searched first. If too few of them match, the complete log is searched."""
 
 
 class EventPrinter:

@@ -1,7 +1,8 @@
 """Import what a command needs when it runs.
 
-``--help`` and the Tab key import the modules of all commands. The client, the lab, the daemon and the model files take
-0.3 to 2 s to import, so these modules name objects of them instead of importing them.
+``--help`` and the Tab key import the modules of all commands. The packages of the client, the lab, the daemon and the
+model files take 0.3 to 2 s to import, so the modules of commands name objects of these packages instead of importing
+them.
 """
 
 from __future__ import annotations

@@ -89,7 +89,8 @@ def _with_typed_names(params: list[Any], ctx: Any) -> list[Any]:
 
 
 def _error_message(exc: typer.TyperException) -> str:
-    """Return typer's message, except for numbers, where that does not contain the given value."""
+    """Return typer's message. For invalid numbers, typer's message does not contain the given value, so another message
+    is built."""
     message = exc.format_message().rstrip(".")
     mistakes = getattr(exc.__cause__, "errors", None)
     if isinstance(exc, typer.BadParameter) and exc.param is not None and mistakes is not None:
@@ -103,8 +104,8 @@ def _error_message(exc: typer.TyperException) -> str:
 
 
 def check_host(host: str | None) -> None:
-    """Check the value of ``--host``. For a URL or an address with a port, the system would only say that there is no
-    machine of this name.
+    """Check the value of ``--host``. For a URL or an address with a port, the system's own error would only state that
+    the name is unknown.
 
     Raises:
         InvalidRequestError: the value is not an address without a port.
@@ -165,7 +166,10 @@ def daemon_client(url: str | None, token: str | None) -> DaemonClient:
                 "user's own daemon is read from its state file",
                 param="token",
             )
-        print_note(f"{TOKEN} is not used: without --url, this is the user's own daemon, whose token is in a file")
+        print_note(
+            f"{TOKEN} is not used: without --url, the command connects to this user's own daemon, whose token is read "
+            "from its state file"
+        )
     if url is not None and token is None:
         raise InvalidRequestError(f"--url needs the daemon's token: set {TOKEN}", param="token")
     client: type[DaemonClient] = load("lmx_lab.client:DaemonClient")

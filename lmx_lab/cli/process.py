@@ -17,7 +17,7 @@ from lmx_lab.sanitize import LogFormatter
 
 STOP_S = 4.7
 """Maximum time from the first signal to the end of the process. Service managers and users wait 5 to 10 s."""
-LATE = b"a load, a step or a disk that hangs did not end in time; the process ends without it\n"
+LATE = b"a load, a generation step or a disk access did not end in time; the process exits without waiting for it\n"
 M_MMAP_THRESHOLD = -3
 """From glibc's ``malloc.h``."""
 LARGE_BLOCK_BYTES = 2**20
@@ -29,7 +29,9 @@ def stop_on_signals(
     numbers: Sequence[signal.Signals] = (signal.SIGINT, signal.SIGTERM),
     most: int = 1,
 ) -> None:
-    """Call ``stop`` on the first signal. The process ends ``STOP_S`` later, whatever it is doing. Main thread only.
+    """Call ``stop`` on the first signal. The process ends at most ``STOP_S`` later, even if it is blocked.
+
+    This function has to be called in the main thread.
 
     Args:
         stop: Called in the signal handler with the number of signals so far. It starts the shutdown and returns at
@@ -66,10 +68,10 @@ def _end_late() -> None:
 def return_freed_memory() -> None:
     """Return freed blocks of 1 MiB and more to the operating system, for the rest of the process's life.
 
-    After glibc has freed a large block, it takes blocks up to that size from its heaps, where small blocks that stay in
-    use soon lie between them. After 12,000 mixed requests, 98 MB of freed memory were held, and more later; with this
-    setting 44 MB, without growth. With a threshold of 128 KiB, MLX reads prompts a third slower. Does nothing on other
-    systems, and if the environment sets a threshold.
+    After glibc has freed a large block, it takes blocks of up to that size from its heaps, where small blocks that stay
+    in use soon lie between them, so that the heaps cannot shrink. After 12,000 mixed requests, 98 MB of freed memory
+    were held, and more later; with this setting 44 MB, without growth. With a threshold of 128 KiB, MLX reads prompts a
+    third slower. Does nothing on systems other than Linux with glibc, and if the environment sets a threshold.
     """
     mallopt = getattr(ctypes.CDLL(None), "mallopt", None) if sys.platform == "linux" else None
     # If one threshold is set, glibc no longer adapts the other.
@@ -80,14 +82,14 @@ def return_freed_memory() -> None:
 
 
 def freeze_objects() -> None:
-    """Exclude all existing objects from garbage collection: a collection over all modules stops everything for 50
-    ms."""
+    """Exclude all existing objects from garbage collection, because a collection over all modules stops the process for
+    50 ms."""
     gc.collect()
     gc.freeze()
 
 
 def start_logging(level: str) -> None:
-    """Log to standard error from this level on. Libraries that log each request do so only for warnings."""
+    """Log records of this level and above to standard error. Libraries that log each request log only warnings."""
     logging.basicConfig(level=level.upper())
     for handler in logging.getLogger().handlers:
         handler.setFormatter(LogFormatter("%(asctime)s %(levelname)s %(name)s: %(message)s"))

@@ -6,7 +6,7 @@ import asyncio
 import contextlib
 import os
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Any, cast
 
 import typer
 
@@ -17,7 +17,7 @@ from lmx_lab.cli.process import freeze_objects, return_freed_memory, start_loggi
 from lmx_lab.cli.terminal import print_line
 from lmx_lab.errors import InvalidRequestError
 from lmx_lab.settings import Settings
-from lmx_lab.values.models import EngineChoice, LoadSpec
+from lmx_lab.values.models import EngineChoice, LoadOptions, LoadSpec
 
 app = typer.Typer()
 MAX_GB = 1_000_000
@@ -51,7 +51,7 @@ NoDownloads = Annotated[bool, typer.Option("--no-downloads", help="Never downloa
 ModelFolders = Annotated[list[Path] | None, typer.Option(help="Additional folder with models. Repeatable.")]
 Embedder = Annotated[str | None, typer.Option(help="Embedding model that stays in memory beside the loaded model.")]
 Reranker = Annotated[str | None, typer.Option(help="Reranker that stays in memory beside the loaded model.")]
-Swap = Annotated[bool, typer.Option("--swap", help="Load the model that a request names.")]
+Swap = Annotated[bool, typer.Option("--swap", help="Load the model that a request names, if it is not loaded.")]
 IdleUnload = Annotated[
     float | None,
     typer.Option("--idle-unload", "--ttl", help="Seconds without a request after which the model is unloaded."),
@@ -59,11 +59,18 @@ IdleUnload = Annotated[
 Slots = Annotated[
     int | None, typer.Option("--slots", "--parallel", help="Number of requests decoded at once. By default 8.")
 ]
-QueueLimit = Annotated[int | None, typer.Option(help="Number of further requests that may wait. By default 64.")]
+QueueLimit = Annotated[
+    int | None, typer.Option(help="Number of requests that may wait while all slots are in use. By default 64.")
+]
 RequestTimeout = Annotated[float | None, typer.Option(help="Time limit of one request in seconds. By default 600.")]
-MemoryLimit = Annotated[float | None, typer.Option(help="Memory for models and caches, in GB. By default 80 % of all.")]
+MemoryLimit = Annotated[
+    float | None, typer.Option(help="Memory for models and caches, in GB. By default 80 % of the memory.")
+]
 PrefixCache = Annotated[
-    float | None, typer.Option(help="Part of it for the prefix cache, in GB; 0 for no cache. By default 10 %.")
+    float | None,
+    typer.Option(
+        help="Part of the memory limit for the prefix cache, in GB; 0 for no cache. By default 10 % of the limit."
+    ),
 ]
 Dtype = Annotated[
     str | None, typer.Option(help="Type of the weights in memory: auto, keep, float32, float16 or bfloat16.")
@@ -111,7 +118,7 @@ def serve(
 ) -> None:
     """Run the inference server until Ctrl-C or SIGTERM."""
     check_host(host)
-    spec = _load_spec(model, engine)
+    spec = _load_spec(model, engine=engine)
     settings = settings_with_folders(
         host=host,
         port=port,
@@ -139,17 +146,22 @@ def serve(
     asyncio.run(_serve(settings, spec, explicit_port=port is not None or "LMX_LAB_PORT" in os.environ))
 
 
-def _load_spec(model: str | None, engine: EngineChoice | None) -> LoadSpec | None:
+def _load_spec(model: str | None, **options: Any) -> LoadSpec | None:
     """Return the model to load at the start; None loads none.
+
+    Args:
+        options: ``LoadOptions``; None for those that are not given.
 
     Raises:
         InvalidRequestError: a load option is given without a model.
     """
-    if model is None:
-        if engine is not None:
-            raise InvalidRequestError("--engine is given without --model; name the model to load", param="--engine")
-        return None
-    return LoadSpec(model=model, engine=engine or "auto")
+    given = {name: value for name, value in options.items() if value is not None}
+    if model is not None:
+        return LoadSpec.with_options(model, cast(LoadOptions, given))
+    if given:
+        option = f"--{next(iter(given))}".replace("_", "-")
+        raise InvalidRequestError(f"{option} is given without --model; name the model to load", param=option)
+    return None
 
 
 def _bytes(option: str, size_gb: float | None) -> int | None:
@@ -201,14 +213,16 @@ def _stop_event() -> asyncio.Event:
 async def _start(lab: lmx_lab.Lab, spec: LoadSpec | None) -> None:
     """Load the models, and print the server's addresses."""
     if lab.port != lab.settings.port != 0:
-        print_line(f"port {lab.settings.port} is in use; choose one with --port")
+        print_line(
+            f"port {lab.settings.port} is in use, so the server uses port {lab.port}; to choose another, use --port"
+        )
     for name in (lab.settings.embedder, lab.settings.reranker):
         if name is not None:
             print_line(f"loading {name}, which stays in memory")
     await lab.apin_encoders()
     if spec is not None:
         print_line(f"loading {spec.model}")
-        report = await lab.aload(spec.model, engine=spec.engine)
+        report = await lab.aload(spec.model, **spec.options)
         print_line(f"{report.model} loaded in {report.load_s:.1f} s, {report.memory_bytes / 1e9:.2f} GB")
     print_line(f"LMX Lab is ready at {lab.url}  (chat format: {lab.url}/v1, docs: {lab.url}/docs)", style="bold")
     for url in lab.lan_urls:

@@ -1,4 +1,4 @@
-"""Read the chunks of streamed chat answers of any chat-format server. Pure.
+"""Read the chunks of streamed chat answers of any chat-format server. Does no I/O.
 
 The chat client, the daemon's model client and the benchmark share this reader, which accepts what servers of other
 projects send. Answers of LMX Lab's own server have the stricter shapes of ``lmx_lab.wire.chat``.

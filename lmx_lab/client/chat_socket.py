@@ -62,7 +62,7 @@ async def _read(
     silence_s: float | None,
     received: asyncio.Queue[str | Exception],
 ) -> None:
-    """Put all messages into the queue, and at last the error that has ended the connection."""
+    """Put all messages into the queue, followed by the error that has ended the connection."""
     end: Exception | None = None
     try:
         async with connection.websocket(path) as socket:
@@ -102,7 +102,7 @@ SOCKET_MESSAGE: TypeAdapter[SocketMessage] = TypeAdapter(Annotated[SocketMessage
 
 
 class SocketChunks:
-    """Converts the messages of one WebSocket to chunks. Pure.
+    """Converts the messages of one WebSocket to chunks. Does no I/O.
 
     Fields that are not sent over a WebSocket are filled in: ``id`` is generated here, ``model`` is the requested name,
     ``system_fingerprint`` is empty. The prompt time in ``timings`` includes the time in the queue.

@@ -1,7 +1,7 @@
 """Connect to one server: requests, responses, server-sent events and WebSockets, with limits and translated errors.
 
 ``HttpConnection`` sends all requests of the clients. ``bench.http_stream`` has an HTTP client of its own, because
-this one would use too much of the machine that is measured.
+this one would use too much CPU time of the machine that is measured.
 """
 
 from __future__ import annotations
@@ -54,7 +54,8 @@ JSON = {"content-type": "application/json"}
 
 
 class _Key(httpx2.Auth):
-    """Adds the key to requests. No other object has it, so that tracebacks with local variables do not show it."""
+    """Adds the key to requests. No other object stores the key, so that tracebacks with local variables do not show
+    it."""
 
     def __init__(self, key: str | None) -> None:
         self._headers = authorization_header(key)
@@ -286,7 +287,7 @@ class HttpConnection:
         return self._read_error(self.describe_response(response, body))
 
     def describe_response(self, response: httpx2.Response, body: bytes) -> UnexpectedResponse:
-        """Return what an error message says about a response."""
+        """Return the facts about a response that error messages contain."""
         headers: Mapping[str, str] = response.headers
         return UnexpectedResponse(
             url=self.url,

@@ -61,7 +61,8 @@ def _parse_state(text: bytes) -> StateFile | None:
 
 
 def _read_private_file(path: Path) -> bytes:
-    """
+    """Return the content of a file that only this user can read and write.
+
     Raises:
         OSError: the file cannot be read, or other users have access to it.
     """

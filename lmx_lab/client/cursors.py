@@ -53,7 +53,7 @@ class MemoryCursor:
 class FileCursor:
     """A cursor store in a file, for one subscription at a time.
 
-    A file with other content is an error: the path may be wrong, and saving would destroy the file.
+    If the file has other content, loading raises an error: the path may be wrong, and saving would overwrite the file.
     """
 
     def __init__(self, path: str | os.PathLike[str]) -> None:

@@ -83,7 +83,7 @@ class AsyncDaemonClient(DaemonRoutes):
             "title": title,
             "model": model,
             "system_prompt": system_prompt,
-            # A string is passed on as it is, and refused below; list() would make a list of letters of it.
+            # A string is passed on unchanged and refused below; list() would convert it to a list of letters.
             "tools": tools if tools is None or isinstance(tools, str) else list(tools),
             "messages": tuple(messages) or None,
             "metadata": dict(metadata) if isinstance(metadata, Mapping) else metadata,

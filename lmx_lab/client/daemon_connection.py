@@ -133,7 +133,7 @@ class DaemonConnection:
         return self._has_moved(endpoint) or (repeatable and isinstance(error, ConnectionLostError))
 
     def _has_moved(self, endpoint: DaemonEndpoint) -> bool:
-        """Whether the daemon's endpoint is another one now; may read the state file."""
+        """Whether the daemon has another endpoint now. May read the state file."""
         return self.credentials.endpoint != endpoint or self.credentials.refresh()
 
     async def _connect(self) -> tuple[HttpConnection, DaemonEndpoint]:
@@ -203,9 +203,10 @@ async def _health(connection: HttpConnection) -> Health:
 
 
 async def _check_identity(connection: HttpConnection, daemon_id: str) -> None:
-    """
+    """Check that the server at this address is the daemon with this id.
+
     Raises:
-        UnreachableError: the server at this address is not the daemon with this id.
+        UnreachableError: it is another server, or does not answer.
     """
     try:
         found = (await _health(connection)).daemon_id

@@ -245,7 +245,7 @@ class DaemonRoutes(AsyncClientBase):
         )
 
     async def restart_mcp_server(self, name: str) -> McpServerRecord:
-        """Restart an MCP server, even if the daemon does not restart it by itself any more."""
+        """Restart an MCP server, even if it has failed so often that the daemon no longer restarts it."""
         return await self._connection.request(
             _post(f"{_server_path(name)}/restart", None, MCP_SERVER_S), McpServerRecord
         )

@@ -101,7 +101,7 @@ def parse_error(
 
 
 def _seconds(text: str | None) -> float | None:
-    """The seconds in a Retry-After header. A date, which a proxy may send, is ignored."""
+    """Return the seconds in a Retry-After header. A date, which a proxy may send, is ignored."""
     return float(text) if text is not None and text.isascii() and text.isdigit() else None
 
 
@@ -215,7 +215,7 @@ def _error_detail(document: Mapping[str, Any]) -> dict[str, Any] | None:
 
 
 def _error_class(detail: Mapping[str, Any], status: int) -> type[LabError] | None:
-    """The class of the error; None if its code is one of LMX Lab's."""
+    """Return the class of the error; None if its code is one of LMX Lab's."""
     code = detail.get("code")
     if isinstance(code, str) and code in ERROR_CLASSES:
         return None

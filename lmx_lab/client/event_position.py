@@ -1,4 +1,4 @@
-"""Track the position of a subscription in the event log, which decides what each frame delivers. Pure."""
+"""Track the position of a subscription in the event log, which decides what each frame delivers. Does no I/O."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Receive the daemon's events over one connection after the other."""
+"""Receive the daemon's events over a sequence of connections."""
 
 from __future__ import annotations
 
@@ -141,7 +141,8 @@ class EventReceiver:
         try:
             return await self._read(socket)
         except Exception as exc:
-            # Outside of the block, an exception of a bug would look like a broken connection.
+            # Returned, because outside of the block an exception that is a bug could not be distinguished from a broken
+            # connection.
             return exc
 
     async def _read(self, socket: AsyncWebSocketSession) -> LabError:

@@ -181,5 +181,5 @@ class Subscription:
 
 
 def _as_list(names: Sequence[str]) -> list[str]:
-    """Accept a single string as well."""
+    """Return the names as a list. A single string is accepted as one name."""
     return [names] if isinstance(names, str) else list(names)

@@ -7,7 +7,7 @@ import base64
 from collections.abc import AsyncGenerator, Callable, Coroutine, Sequence
 from contextlib import aclosing, suppress
 from dataclasses import dataclass
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any, Literal, Unpack
 
 import httpx2
 import numpy as np
@@ -21,7 +21,7 @@ from lmx_lab.client.errors import CHECK, parse_error, wrong_server_error
 from lmx_lab.client.request_bodies import build_body, encode_body
 from lmx_lab.client.sse import Remark
 from lmx_lab.errors import ConnectionLostError, LabError, UnreachableError, WrongServerError
-from lmx_lab.values.models import EngineChoice
+from lmx_lab.values.models import LoadOptions, LoadSpec
 from lmx_lab.wire.admin import (
     Heartbeat,
     LoadAnswer,
@@ -298,8 +298,8 @@ class AsyncLabClient(AsyncClientBase):
         self,
         model: str,
         *,
-        engine: EngineChoice = "auto",
         progress: Callable[[ModelEvent], None] | None = None,
+        **options: Unpack[LoadOptions],
     ) -> LoadAnswer:
         """Load a model in place of the loaded one. Returns when the model is ready.
 
@@ -307,12 +307,11 @@ class AsyncLabClient(AsyncClientBase):
 
         Args:
             model: The model's id; callers on the server's machine may also give a path.
-            engine: Engine that must run the model; ``auto`` selects it by the model's format.
             progress: Called on this loop with each step of the load; most steps have byte counts.
+            options: ``LoadOptions``, such as ``engine="mlx"``, the engine that must run the model.
         """
-        # Without options that have their default value: an older server may not know them.
-        options = {name: value for name, value in {"engine": engine}.items() if value != "auto"}
-        content = encode_body(build_body(LoadRequest, model=model, **options))
+        spec = LoadSpec.with_options(model, options)
+        content = encode_body(build_body(LoadRequest, model=model, **spec.options))
 
         async def load() -> LoadAnswer:
             return await self._connection.post("/admin/models/load", content, LoadAnswer)

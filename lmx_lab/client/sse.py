@@ -1,4 +1,4 @@
-"""Decode server-sent events. Pure: the bytes may arrive in pieces of any size.
+"""Decode server-sent events from bytes that arrive in pieces of any size. Does no I/O.
 
 This is the only decoder of the package. The benchmark runs it for each token, so it has to be fast.
 """

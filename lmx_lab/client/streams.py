@@ -87,7 +87,7 @@ class ObservableValue(Generic[T]):
             reader.add(value)
 
     def end(self) -> None:
-        """Mark the end: the value does not change any more."""
+        """Mark the end, after which the value no longer changes."""
         self._ended = True
         for reader in self._readers:
             reader.changed.set()

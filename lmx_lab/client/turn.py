@@ -27,9 +27,11 @@ from lmx_lab.wire.sessions import CancelTurns, SubmitTurn, TurnAccepted, TurnRec
 CHECK_S = 15.0
 """Time without an event of the turn after which the turn's record is read."""
 CHECK_ENDED_S = 1.0
-"""The same if the record shows that the turn has ended: the last event will arrive soon, or is no longer in the log."""
+"""The same time if the record shows that the turn has ended: its last event will arrive soon, or is no longer in the
+log."""
 MISSED_EVENTS_S = 20.0
-"""Without a connection, time to wait for missed events after the end; an attempt to connect takes up to 15 s."""
+"""Time to wait for missed events after the end of the turn if there is no connection. An attempt to connect takes up
+to 15 s."""
 MIN_EVENT_WAIT_S = 0.05
 """Minimum wait for an event, so that events that have arrived are processed before the record is read."""
 SUBMIT_S = 30.0
@@ -37,8 +39,8 @@ SUBMIT_S = 30.0
 CANCEL_S = 2.0
 """Maximum time to wait until the daemon has confirmed a cancellation."""
 RECORD_WAIT_S, RECORD_WAIT_DECIDING_S = 20.0, 1.0
-"""How long a request waits for the turn's end if there are no events; and if permissions may need a decision, which
-only another request shows."""
+"""Time for which a request waits for the turn's end if events are not available. It is shorter if permissions may need
+a decision here, because only another request shows them."""
 _CANCELLATIONS: set[asyncio.Task[None]] = set()
 """Cancellations in progress. The set keeps them alive after their callers have been cancelled."""
 
@@ -188,7 +190,7 @@ class TurnFollower:
                 # After the yield, so that the time in which the reader processes the event does not count as silence.
                 self._note_activity()
             elif isinstance(event, SessionDeletedEvent):
-                await self._read_and_learn()
+                await self._read_and_note_end()
 
     async def _process(self, event: DaemonEvent) -> None:
         self._accumulator.add(event)
@@ -200,7 +202,7 @@ class TurnFollower:
             case SnapshotFrame():
                 self._permissions.decide_on(*event.data.session.permissions)
             case ResetFrame():
-                self._learn(await self._read_record())
+                self._note_end(await self._read_record())
             case TurnDoneEvent() | TurnErrorEvent():
                 self._end = event
 
@@ -214,24 +216,25 @@ class TurnFollower:
     def _schedule_check(self) -> None:
         self._check_at_s = asyncio.get_running_loop().time() + (CHECK_ENDED_S if self._has_ended else CHECK_S)
 
-    def _learn(self, record: TurnRecord) -> None:
+    def _note_end(self, record: TurnRecord) -> None:
         """Note the end of the turn if its record has one."""
         if record.ended_at is not None:
             self._ended_record, self._has_ended = record, True
             self._note_activity()
 
     async def _check_record(self, *, has_all_events: bool) -> None:
-        """Called after silence. Accepts the end in the turn's record when no further event of the turn can arrive."""
+        """Read the turn's record after a time without events. The end in the record is accepted when no further event
+        of the turn can arrive."""
         if self._ended_record is None:
-            await self._read_and_learn()
+            await self._read_and_note_end()
         elif has_all_events or asyncio.get_running_loop().time() - self._silent_since_s > MISSED_EVENTS_S:
             # The record is not read again: events could arrive in the meantime.
             self._end = self._ended_record
         self._schedule_check()
 
-    async def _read_and_learn(self) -> None:
+    async def _read_and_note_end(self) -> None:
         record = await self._read_record()
-        self._learn(record)
+        self._note_end(record)
         await self._decide_missed(record)
 
     async def _poll_record(self) -> None:

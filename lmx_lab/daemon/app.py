@@ -1,4 +1,4 @@
-"""Create the daemon's ASGI application: its routes, and who may call them."""
+"""Create the daemon's ASGI application: its routes, and the rules for its callers."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ def create_daemon_app(
         openapi_url="/v3/openapi.json",
         docs_url=None,
         redoc_url=None,
-        shapes=(Envelope, *EVENT_DATA),
+        extra_models=(Envelope, *EVENT_DATA),
         key=("token", KEY_HINT),
         open_paths=frozenset({HEALTH}),
         maximums={
@@ -67,7 +67,8 @@ def create_daemon_app(
 
 
 def daemon_policy(settings: Settings, port: int, token: str, own_names: Sequence[str] = ()) -> GuardPolicy:
-    """Return who may call the daemon: loopback and what the settings add, with the token on all routes but health.
+    """Return the rules for callers of the daemon: loopback and the hosts and origins of the settings are accepted, and
+    all routes except health need the token.
 
     Args:
         own_names: Names and addresses of this computer that are accepted with this port.

@@ -1,4 +1,4 @@
-"""The daemon as an object: it has a thread and a port of its own, and blocking methods to start and stop it."""
+"""Provide ``Daemon``, which runs the daemon's server in a thread of this process, with blocking methods."""
 
 from __future__ import annotations
 
@@ -273,7 +273,10 @@ class Daemon:
         return ended
 
     def _close(self) -> None:
-        """Release what does not belong to the event loop. If called on the loop's thread, the loop ends afterwards."""
+        """Stop the event loop's thread, close the log file and release the lock.
+
+        If this is called on that thread, the loop ends after the call.
+        """
         _RUNNING.discard(self)
         try:
             self._thread.stop()
@@ -293,7 +296,7 @@ def _stop_all() -> None:
 
 
 # At exit, Python ends the threads of executors, which the database needs for its last writes, before it calls the
-# functions of atexit. Functions registered here are called at that earlier time, the last registered first. There is no
-# public name for this.
+# functions of atexit. Functions that are registered in threading are called before these threads end, the last
+# registered first. There is no public name for this registration.
 _register: Callable[[Callable[[], None]], object] = getattr(threading, "_register_atexit", atexit.register)
 _register(_stop_all)

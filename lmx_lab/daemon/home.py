@@ -1,4 +1,4 @@
-"""The daemon's folder: the lock that allows one daemon only, the state file that clients read, and the log file."""
+"""Manage the daemon's folder: the lock that allows only one daemon, the state file for clients, and the log file."""
 
 from __future__ import annotations
 

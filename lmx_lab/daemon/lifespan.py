@@ -46,7 +46,7 @@ MESSAGE_BYTES = 65_536
 
 @dataclass(frozen=True, kw_only=True)
 class DaemonConfig:
-    """The identity of a daemon and what its components are created from."""
+    """The identity of a daemon, and the values from which its components are created."""
 
     daemon_id: str
     token: str = field(repr=False)

@@ -1,4 +1,4 @@
-"""The daemon's limits, which ``GET /v3/daemon`` reports."""
+"""Define the daemon's limits, which ``GET /v3/daemon`` reports."""
 
 from __future__ import annotations
 

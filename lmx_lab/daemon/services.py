@@ -1,4 +1,4 @@
-"""The services that the daemon's routes use."""
+"""Define the services that the daemon's routes use, and count the connections that receive events."""
 
 from __future__ import annotations
 

@@ -49,7 +49,8 @@ def run_checks(settings: Settings, *, measure: bool = False) -> list[Finding]:
     Args:
         measure: Also decode with both engines to find the faster one, which takes about ten seconds.
     """
-    # All are imported here, in one thread: packages whose modules import each other fail when two threads import them.
+    # All checks are imported here, in one thread, because packages whose modules import each other can fail when two
+    # threads import them.
     checks = {topic: _load_check(topic) for topic in CHECKS}
     checks["engines"] = functools.partial(checks["engines"], measure=measure)
     with ThreadPoolExecutor(len(WAITING), thread_name_prefix="lmx-lab-doctor") as pool:

@@ -13,6 +13,7 @@ from lmx_lab.settings import Settings
 
 
 def check_device(_: Settings) -> Iterator[Finding]:
+    """Check whether MLX uses a GPU."""
     name = f"{mx.default_device()}, {mx.device_info().get('device_name', 'unknown')}"
     if mx.default_device() == mx.cpu:
         means = "MLX has no GPU that it can use, so only small models are practical"
@@ -22,11 +23,13 @@ def check_device(_: Settings) -> Iterator[Finding]:
 
 
 def check_memory(settings: Settings) -> Iterator[Finding]:
+    """Report the memory, and the part of it that models may use."""
     total, limit = memory.total_bytes(), memory.limit_bytes(settings.memory_limit_bytes)
     yield Finding(topic="memory", verdict="fine", found=f"{total / 1e9:.1f} GB, {limit / 1e9:.1f} GB for models")
 
 
 def check_blas(settings: Settings) -> Iterator[Finding]:
+    """Check that MLX uses a fast BLAS library on the CPU."""
     report = configure_blas(settings.blas, settings.threads)
     parts = [report.detail]
     if report.threads is not None:

@@ -16,6 +16,7 @@ LEAKED_TOKEN = "anyone who reads the token in it can run programs through the da
 
 
 def check_daemon_files(settings: Settings) -> Iterator[Finding]:
+    """Check the permissions of the daemon's folder, and the state file in it."""
     folder, file = settings.daemon_folder, settings.daemon_folder / STATE
     if not folder.exists():
         yield Finding(topic="daemon", verdict="fine", found="no daemon has run with this home folder")

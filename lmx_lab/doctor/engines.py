@@ -20,7 +20,7 @@ from lmx_lab.weights import Catalog
 
 IMPORT_TIMEOUT_S = 60.0
 MISSING_LIBRARY = re.compile(r"([\w.+-]+\.so[.\d]*): cannot open shared object file")
-"""The loader's message about a library that llama.cpp's bindings are linked with and this system does not have."""
+"""The dynamic linker's message about a library that llama.cpp's bindings need and this system does not have."""
 MEASURE = "lmx-lab doctor --measure"
 
 

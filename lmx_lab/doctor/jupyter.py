@@ -190,6 +190,7 @@ class JupyterServer:
 
 
 def check_proxy(_: Settings) -> Iterator[Finding]:
+    """Check that each running Jupyter server has jupyter-server-proxy."""
     is_installed = importlib.util.find_spec(PROXY) is not None
     servers = _list_servers()
     for server in servers:

@@ -22,6 +22,7 @@ PYTHON_CLASSIFIER = "Programming Language :: Python :: 3."
 
 
 def check_packages(_: Settings) -> Iterator[Finding]:
+    """Check the version of Python, and report the versions of the packages."""
     yield check_python(sys.version_info[:3])
     for name in PACKAGES:
         yield Finding(topic=name, verdict="fine", found=metadata.version(name))
@@ -33,7 +34,7 @@ def check_packages(_: Settings) -> Iterator[Finding]:
 
 
 def check_python(version: tuple[int, int, int]) -> Finding:
-    """Check that the classifiers of this package name the given version of Python."""
+    """Check that this version of Python is one of those in the classifiers of this package."""
     tested = _tested_minor_versions()
     found = f"{'.'.join(map(str, version))}, {platform.platform()}, {sys.executable}"
     if not tested or (3, tested[0]) <= version[:2] <= (3, tested[-1]):
@@ -54,6 +55,7 @@ def _tested_minor_versions() -> list[int]:
 
 
 def check_disk(settings: Settings) -> Iterator[Finding]:
+    """Check that the home folder is writable, and that its disk has enough free space."""
     folder = _nearest_existing(settings.home)
     free = shutil.disk_usage(folder).free
     if not (folder.is_dir() and os.access(folder, os.W_OK | os.X_OK)):

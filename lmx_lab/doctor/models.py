@@ -22,6 +22,7 @@ WITHOUT_HUB = "models named org/name cannot be downloaded; starter models and mo
 
 
 def check_models(settings: Settings) -> Iterator[Finding]:
+    """Check the folders with models, and list the models in them."""
     for folder in settings.model_folders:
         if not os.path.isdir(folder):
             yield Finding(
@@ -45,6 +46,7 @@ def check_models(settings: Settings) -> Iterator[Finding]:
 
 
 def check_hub(settings: Settings) -> Iterator[Finding]:
+    """Check that the hub can be reached, unless downloads are turned off."""
     url = endpoint()
     if os.environ.get("HF_HUB_OFFLINE", "").lower() in TRUE_VALUES:
         yield _not_contacted("HF_HUB_OFFLINE", "is set", WITHOUT_HUB)

@@ -1,4 +1,4 @@
-"""Check who listens on the ports of labs: another program, or other labs."""
+"""Check which programs listen on the ports of labs: other programs, or other labs."""
 
 from __future__ import annotations
 
@@ -63,6 +63,7 @@ def list_listeners() -> list[Listener]:
 
 
 def check_port(settings: Settings) -> Iterator[Finding]:
+    """Check that the configured port is free, or used by a lab."""
     name = f"{settings.host}:{settings.port}"
     try:
         bind(settings.host, settings.port, explicit=True).close()

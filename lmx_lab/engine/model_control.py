@@ -404,10 +404,10 @@ class ModelControl:
             main = self._main
             if main is not None:
                 self._set_change(replace(change, model=main.entry.id))
-            freed = await self._drain_and_unload("the model was unloaded", cause="asked")
+            freed = await self._drain_and_unload("the model was unloaded", cause="requested")
             if main is None:
                 if self._unloaded is not None:
-                    self._unloaded = (self._unloaded[0], "asked")
+                    self._unloaded = (self._unloaded[0], "requested")
                 if self._engine is not None:
                     await self._engine.unload()
         if main is not None:

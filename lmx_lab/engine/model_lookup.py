@@ -198,7 +198,10 @@ def with_models_on_disk(
         return _extended(error, _remedy(on_disk, kinds)) if kinds != CHAT else error
     found = next((entry for entry in on_disk if entry.id == name), None)
     if found is None:
-        return unknown_model(name, now, kinds) if entries_in_memory(now) else error
+        in_memory = entries_in_memory(now)
+        # The echo model has no files. If it is named, it is being unloaded.
+        is_known = not in_memory or any(entry.id == name for entry in in_memory)
+        return error if is_known else unknown_model(name, now, kinds)
     if not found.answers(kinds):
         return wrong_kind(found, kinds)
     return _extended(error, "a server started with --swap loads the model that a request names")

@@ -1,4 +1,4 @@
-"""Guard an ASGI application: check Host, Origin and key of HTTP and WebSocket requests, and tell local callers apart.
+"""Guard an ASGI application: check Host, Origin and key of HTTP and WebSocket requests, and identify local callers.
 
 Web pages can reach a server on loopback in two ways: from another origin, which the Origin header shows, and through a
 DNS name that points to 127.0.0.1, which the Host header shows. Programs on the network are distinguished by the key.
@@ -271,7 +271,7 @@ def _is_from_trusted_proxy(scope: Scope, policy: GuardPolicy) -> bool:
     peer, here = scope.get("client"), scope.get("server")
     if policy.is_trusted_proxy is None or not peer or not here:
         return False
-    if TRUSTED_PROXY not in scope:  # the check takes milliseconds
+    if TRUSTED_PROXY not in scope:  # The result is kept, because the check takes milliseconds.
         scope[TRUSTED_PROXY] = policy.is_trusted_proxy(_as_ipv4(*peer), _as_ipv4(*here))
     return bool(scope[TRUSTED_PROXY])
 

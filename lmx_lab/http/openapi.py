@@ -133,7 +133,7 @@ class DescribedAPI(FastAPI):
     """An application whose OpenAPI document contains all of the above.
 
     Args:
-        shapes: Models that are not the response of a route, such as events and messages of WebSockets.
+        extra_models: Pydantic models that are not the response of a route, such as events and messages of WebSockets.
         sockets: OpenAPI operations by the path of a WebSocket; FastAPI leaves them out.
         key: Name of the key, and how a caller sends it; None if no key is needed.
         open_paths: Paths that need no key.
@@ -143,7 +143,7 @@ class DescribedAPI(FastAPI):
     def __init__(
         self,
         *,
-        shapes: Sequence[type[BaseModel]] = (),
+        extra_models: Sequence[type[BaseModel]] = (),
         sockets: Mapping[str, dict[str, Any]] | None = None,
         key: tuple[str, str] | None = None,
         open_paths: frozenset[str] = frozenset(),
@@ -152,7 +152,7 @@ class DescribedAPI(FastAPI):
     ) -> None:
         responses: Responses = {**failures(), NO_422: {}}
         super().__init__(responses=responses, generate_unique_id_function=operation_id, **settings)
-        self._shapes: tuple[type[BaseModel], ...] = tuple(dict.fromkeys([ErrorBody, *shapes]))
+        self._extra_models: tuple[type[BaseModel], ...] = tuple(dict.fromkeys([ErrorBody, *extra_models]))
         self._sockets = dict(sockets or {})
         self._key = key
         self._open_paths = open_paths
@@ -166,11 +166,13 @@ class DescribedAPI(FastAPI):
         return described
 
     def _complete(self, described: dict[str, Any]) -> None:
-        sent: list[tuple[type[BaseModel], Literal["serialization"]]] = [(it, "serialization") for it in self._shapes]
-        _, shapes = models_json_schema(sent, ref_template=SCHEMA_REF)
+        sent: list[tuple[type[BaseModel], Literal["serialization"]]] = [
+            (it, "serialization") for it in self._extra_models
+        ]
+        _, schemas = models_json_schema(sent, ref_template=SCHEMA_REF)
         parts = described["components"]
         parts["headers"] = HEADERS
-        parts["schemas"] = {**shapes["$defs"], **parts["schemas"]}
+        parts["schemas"] = {**schemas["$defs"], **parts["schemas"]}
         for path, operation in self._sockets.items():
             described["paths"].setdefault(path, {})["get"] = operation
         if self._key is not None:

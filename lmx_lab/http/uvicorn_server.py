@@ -23,7 +23,7 @@ import uvicorn
 from lmx_lab.errors import HostingError, PortTakenError
 from lmx_lab.http.guard import ASGIApp, Message, Receive, Scope, Send
 from lmx_lab.http.protocol import HttpProtocol, WebSocketProtocol
-from lmx_lab.portal import loops_serving, note_serving
+from lmx_lab.portal import loops_serving, register_server
 from lmx_lab.sanitize import RecentLinesHandler
 
 BACKLOG = 2048
@@ -302,7 +302,7 @@ async def serve(app: ASGIApp, sock: socket.socket, *, ws_max_bytes: int = 8 * 2*
     url = f"http://[{name}]:{port}" if ":" in name else f"http://{name}:{port}"
     task = asyncio.create_task(_run(server, lifespan, sock, port), name=f"lmx-lab server on port {port}")
     running = RunningServer(server, lifespan, task, url, port)
-    note_serving(running)
+    register_server(running)
     await running._wait_until_accepting()
     return running
 

@@ -1,8 +1,8 @@
 """Labs for notebooks and programs: launch one, attach to one, and use it through ``Lab``.
 
-``Lab`` has the verbs, over a ``lmx_lab.backend.Backend``: ``local`` is the one of this process, ``remote`` the one over
-HTTP. ``local_server`` and ``remote_server`` start and stop what a lab needs; ``launcher`` decides what ``launch()``
-starts.
+``Lab`` sends its requests through a ``lmx_lab.backend.Backend``: the one in ``local`` calls the server of this process,
+the one in ``remote`` uses HTTP. ``local_server`` and ``remote_server`` start and stop the server or the connection, and
+``launcher`` decides which lab ``launch()`` starts, returns or replaces.
 """
 
 from __future__ import annotations

@@ -18,7 +18,8 @@ from lmx_lab.settings import Settings
 
 ALL_INTERFACES = ("0.0.0.0", "::")
 VIRTUAL = ("docker", "br-", "veth", "virbr", "cni", "podman")
-"""Prefixes of interfaces of containers and virtual machines, through which other hosts do not reach this machine."""
+"""Prefixes of the names of network interfaces for containers and virtual machines. Other hosts cannot reach this
+machine through them."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -40,18 +41,18 @@ class Addresses:
 
     @property
     def proxy_url(self) -> str | None:
-        """The address through the notebook's web front (Hub, Binder, Colab, VS Code); None if there is none."""
+        """The address through the proxy of JupyterHub, Binder, Colab or VS Code; None if there is no such proxy."""
         return urls.proxy_url(self.port, os.environ)
 
     @cached_property
     def proxy_path(self) -> str | None:
-        """The path for pages of this process's Jupyter server, if jupyter-server-proxy is installed in it."""
+        """The path of this server on pages of this process's Jupyter server; None without jupyter-server-proxy."""
         jupyter = find_notebook_server()
         return urls.proxy_path(self.port, os.environ, recorded_url=jupyter.url if jupyter else None)
 
     @property
     def browser_step(self) -> str | None:
-        """What the user has to do where only the browser knows an address; None elsewhere."""
+        """What the user has to do where only the browser can tell the address; None elsewhere."""
         return urls.browser_step(self.port, os.environ)
 
     def policy(self) -> GuardPolicy:
@@ -124,13 +125,15 @@ def is_lan(host: str) -> bool:
 
 
 def lan_addresses() -> list[str]:
-    """Return the IPv4 addresses of this machine without loopback and link-local ones; virtual ones are last."""
+    """Return the IPv4 addresses of this machine without loopback and link-local ones. Addresses of virtual interfaces
+    are last."""
     addresses = _addresses(socket.AF_INET)
     return [address for address in addresses if not address.startswith(("127.", "169.254."))]
 
 
 def ipv6_addresses() -> list[str]:
-    """Return the IPv6 addresses of this machine without zones and without loopback; virtual ones are last."""
+    """Return the IPv6 addresses of this machine, without zone identifiers and without loopback. Addresses of virtual
+    interfaces are last."""
     addresses = [address.partition("%")[0] for address in _addresses(socket.AF_INET6)]
     return [address for address in addresses if address != "::1"]
 

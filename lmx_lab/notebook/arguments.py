@@ -1,4 +1,4 @@
-"""Convert the arguments of verbs to the bodies of the server's routes, and validate them."""
+"""Convert the arguments of ``Lab``'s methods to request bodies of the server's routes, and validate them."""
 
 from __future__ import annotations
 
@@ -52,7 +52,8 @@ CONVERSIONS = {
     "logit_bias": _bias_with_text_keys,
     "response_format": _schema_format,
 }
-"""Functions that convert Python values of a parameter, which JSON does not have, to values of the chat format."""
+"""For each parameter that accepts Python values without a JSON form, the function that converts them to values of the
+chat format."""
 
 
 def chat_request(prompt: Prompt, parameters: Mapping[str, Any]) -> ChatRequest:
@@ -67,7 +68,9 @@ def chat_request(prompt: Prompt, parameters: Mapping[str, Any]) -> ChatRequest:
     """
     fields = {name: CONVERSIONS[name](value) if name in CONVERSIONS else value for name, value in parameters.items()}
     if "stream" in fields:
-        raise InvalidRequestError("stream is a parameter of chat(); use astream(...) here", param="stream")
+        raise InvalidRequestError(
+            "stream is a parameter of chat() only; to await a stream, call astream(...)", param="stream"
+        )
     system = fields.pop("system", None)
     messages = [{"role": "user", "content": prompt}] if isinstance(prompt, str) else prompt
     if isinstance(messages, Sequence):
@@ -121,7 +124,7 @@ def _as_list(items: object, name: str) -> list[Any]:
         raise InvalidRequestError(f"{name} is {items!r:.80}; pass a list of texts", param=name)
     result = list(items)
     if result and isinstance(result[0], bytes | bytearray):
-        raise InvalidRequestError(f"{name} contains {result[0]!r:.80}; decode it to a text", param=name)
+        raise InvalidRequestError(f"{name} contains the bytes {result[0]!r:.80}; decode them to text", param=name)
     return result
 
 

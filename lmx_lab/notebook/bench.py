@@ -1,4 +1,4 @@
-"""Run ``lab.bench``: requests over HTTP, from a thread of their own, whose results become a table."""
+"""Run the measurement of ``lab.bench``: send the requests over HTTP from a separate thread, and collect the results."""
 
 from __future__ import annotations
 
@@ -25,10 +25,10 @@ if TYPE_CHECKING:
 
 
 class Measurement:
-    """One run, as a context. ``step`` waits for the next result, ``table`` returns the results so far.
+    """One run, as a context manager. ``step`` waits for the next result; ``table`` returns the results so far.
 
-    The requests go over HTTP, like those of other programs, and from a thread of their own: a client on the loop that
-    serves would notice its answers late, and the results would depend on the lab's loop.
+    The requests are sent over HTTP, like those of other programs, and from a separate thread: a client on the event
+    loop of the server would receive its answers late, and the results would depend on the lab's loop.
 
     Raises:
         ImportError: pandas is not installed.
@@ -59,7 +59,8 @@ class Measurement:
         self._thread.stop()
 
     async def step(self) -> RunProgress | None:
-        """Wait for the next request to end; None after the last. Can be awaited on any loop.
+        """Wait until the next request has ended, and return the progress; None after the last request. Can be awaited
+        on any loop.
 
         Raises:
             NotLoadedError: the first target has no model in memory.
@@ -99,7 +100,7 @@ class Measurement:
         self._steps.put_nowait(RunProgress(done=len(self._taken), total=self._total, sample=sample))
 
 
-def measurement(
+def prepare_measurement(
     lab: ChatTarget,
     plan: Sweep,
     *,
@@ -107,13 +108,13 @@ def measurement(
     record: bool | Path | str,
     folder: Path | None,
 ) -> Measurement:
-    """Prepare a run.
+    """Prepare a run, which starts when the returned context manager is entered.
 
     Args:
         lab: The first target.
-        compare: Further targets, which take turns with it.
+        compare: Further targets, which are measured in turns with the first one.
         record: Whether to store the run, or the folder for it.
-        folder: The folder if ``record`` names none; None is the user's.
+        folder: The folder to use if ``record`` is True; None selects ``bench`` in the home of the current settings.
 
     Raises:
         InvalidRequestError: a target is invalid.
@@ -125,7 +126,7 @@ def measurement(
 
 
 @contextmanager
-def shown_progress(workbench: Workbench) -> Iterator[Callable[[RunProgress], None]]:
+def show_progress(workbench: Workbench) -> Iterator[Callable[[RunProgress], None]]:
     """Yield a function that shows a step in a progress bar and in the metrics panel."""
     with counter("bench") as bar:
 

@@ -1,4 +1,4 @@
-"""The daemon of a lab: the daemon's client as methods, so that a notebook needs neither an address nor a token."""
+"""Run the daemon of a lab, with methods of its client, so that a notebook needs neither an address nor a token."""
 
 from __future__ import annotations
 
@@ -26,16 +26,16 @@ if TYPE_CHECKING:
 
 T = TypeVar("T")
 SHOWN_EVENTS = 5000
-"""Events of the log that the viewer reads when it is opened."""
+"""Number of stored events that the viewer reads when it is opened."""
 BUFFERED_EVENTS = 1000
 """Maximum number of events between the connection and the viewer."""
 
 
 class LabDaemon(Daemon):
-    """A ``Daemon`` in this process. Its methods block, and can be called in cells: it has a thread of its own.
+    """A ``Daemon`` in this process. Its methods block and can be called in cells, because it runs in its own thread.
 
-    ``client`` has all methods of the daemon's client. Code on an event loop uses
-    ``lmx_lab.client.AsyncDaemonClient.discover()``.
+    The methods here are the most used ones of the daemon's client; ``client`` has all of them. Code on an event loop
+    uses ``lmx_lab.client.AsyncDaemonClient.discover()``.
     """
 
     def __init__(self, workbench: Workbench, show: Callable[[], EventsPanel], **options: Any) -> None:
@@ -157,7 +157,8 @@ class LabDaemon(Daemon):
 
 
 class _NestingPortal(Portal):
-    """Waits like the lab's verbs: if the kernel's loop serves the model, it keeps running, nested."""
+    """A portal that waits as the methods of ``Lab`` do: if the kernel's loop serves the model, the loop is run nested
+    while the caller waits."""
 
     def __init__(self, client: AsyncDaemonClient, upstream_url: str) -> None:
         super().__init__(lambda: client.url, client.aclose)
@@ -183,7 +184,7 @@ class _NestingPortal(Portal):
             raise
 
     def _served_here(self) -> asyncio.AbstractEventLoop | None:
-        """The running loop, if it serves the model."""
+        """Return the running loop if it serves the model, else None."""
         here = asyncio._get_running_loop()
         return here if here is not None and serves(here, self._upstream_url) else None
 
@@ -213,7 +214,7 @@ class LabEvents(EventSource):
         async with self._client() as client:
             state = await client.state()
             subscription = client.events(after=max(state.oldest_seq - 1, state.latest_seq - SHOWN_EVENTS))
-            async with subscription, aclosing(merged(subscription.states(), subscription)) as items:
+            async with subscription, aclosing(merge_events(subscription.states(), subscription)) as items:
                 async for item in items:
                     yield item
 
@@ -228,8 +229,8 @@ class LabEvents(EventSource):
             await client.cancel_turns(session_id, CancelTurns())
 
 
-async def merged(*sources: AsyncIterable[T]) -> AsyncGenerator[T, None]:
-    """Return the items of all sources, as they arrive, until one source ends or raises."""
+async def merge_events(*sources: AsyncIterable[T]) -> AsyncGenerator[T, None]:
+    """Yield the items of all sources as they arrive, until one source ends or raises."""
     items: asyncio.Queue[T | None] = asyncio.Queue(BUFFERED_EVENTS)
     is_closed = False
 
@@ -238,7 +239,7 @@ async def merged(*sources: AsyncIterable[T]) -> AsyncGenerator[T, None]:
             async for item in source:
                 await items.put(item)
         finally:
-            # After the end nothing is read, and the queue may be full.
+            # After the end no item is read, so putting one into a full queue would wait forever.
             if not is_closed:
                 await items.put(None)
 

@@ -1,6 +1,6 @@
 """Display a lab and its results with widgets.
 
-Importing this needs ipywidgets and anywidget, which are optional, and takes a moment.
+Importing this module needs ipywidgets and anywidget, which are optional, and takes a moment.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ import ipywidgets
 from lmx_lab.notebook.rerank_result import RerankResult
 from lmx_lab.panels import static_fallback
 from lmx_lab.panels.events import EventsPanel
-from lmx_lab.panels.layout import card, composed, report_sections
+from lmx_lab.panels.layout import card, compose_panels, report_sections
 from lmx_lab.panels.metrics import MetricsPanel
 from lmx_lab.panels.rerank import RankingTable, RerankPanel
 from lmx_lab.panels.workbench import Workbench
@@ -26,12 +26,12 @@ class LabDisplay:
         self._workbench = workbench
 
     def panel(self, names: Sequence[str]) -> ipywidgets.DOMWidget:
-        """Return the named panels, or the usual ones, as one widget.
+        """Return the named panels, by default all, as one widget.
 
         Raises:
             InvalidRequestError: there is no panel of this name.
         """
-        return composed(self._workbench, names)
+        return compose_panels(self._workbench, names)
 
     def metrics(self) -> MetricsPanel:
         panel = self.panel(["metrics"])
@@ -44,11 +44,11 @@ class LabDisplay:
         return panel
 
     def sections(self) -> list[tuple[str, str]]:
-        """Return title and static HTML of the panels that belong into a report."""
+        """Return the title and the static HTML of each panel that a report includes."""
         return report_sections(self._workbench)
 
     def card(self, facts: Mapping[str, str], **options: Any) -> Any:
-        """Return the MIME bundle of the models panel in short.
+        """Return the MIME bundle of the compact models panel.
 
         Args:
             facts: Text and HTML for frontends without widgets.

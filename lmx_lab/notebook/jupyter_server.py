@@ -1,9 +1,10 @@
 """Find the Jupyter server that has started this kernel, and recognize its connections.
 
-A kernel does not know the address of its server. But the server is one of its ancestors, and writes its address into
-the runtime folder under its process id. jupyter-server-proxy runs inside the server, authenticates every caller, and
-forwards the Host header unchanged; therefore connections of the server are accepted with any Host. The admin rules
-treat these callers as callers on this machine, because everyone whom the server accepts can run code in its kernels.
+A kernel does not know the address of its Jupyter server. But the Jupyter server is an ancestor of the kernel's process,
+and writes its address to a file in Jupyter's runtime folder, which is named after its process id. jupyter-server-proxy
+runs inside the Jupyter server, authenticates every caller, and forwards the Host header unchanged. Therefore
+connections from the Jupyter server are accepted with any Host header. The rules for admin routes treat these callers as
+callers on this machine, because every user whom the Jupyter server accepts can run code in its kernels.
 """
 
 from __future__ import annotations
@@ -25,7 +26,7 @@ class NotebookServer:
     listens on all interfaces."""
 
     def owns(self, peer: tuple[str, int], here: tuple[str, int]) -> bool:
-        """Return whether the connection from ``peer`` to ``here`` is one of this server's.
+        """Return whether this Jupyter server has opened the connection from ``peer`` to ``here``.
 
         Takes a few milliseconds, and is therefore called only for connections that would be refused. Both ends are
         compared, because another process may use the same local port for a connection to another address.
@@ -55,7 +56,7 @@ def find_notebook_server() -> NotebookServer | None:
 
 def _runtime_folder() -> Path | None:
     try:
-        # Here, because it is installed with a kernel, not with the lab.
+        # Imported here, because it is optional: it is installed with a kernel, not with the lab.
         from jupyter_core.paths import jupyter_runtime_dir
     except ImportError:
         return None

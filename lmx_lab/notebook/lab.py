@@ -1,7 +1,7 @@
-"""Define ``Lab``: the verbs on an inference server, in this process or elsewhere, and how a notebook displays it.
+"""Define ``Lab``: the methods that use an inference server, in this process or elsewhere, and its display in notebooks.
 
-Every verb is written once, as a coroutine; ``notebook.verbs`` makes its blocking and its awaited form. Importing this
-imports neither the engine nor the server.
+Methods that use the server are called verbs. Every verb is written once, as a coroutine, from which ``notebook.verbs``
+derives a blocking and an awaitable method. Importing this module imports neither the engine nor the server.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ import os
 import socket
 from collections.abc import Generator, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Literal, overload
+from typing import TYPE_CHECKING, Any, Literal, Unpack, overload
 
 from lmx_lab.backend import Backend, start_load
 from lmx_lab.bench.case import Arrival, Cache, Closed, Sweep
@@ -27,7 +27,7 @@ from lmx_lab.notebook.arguments import (
     model_name,
     rerank_body,
 )
-from lmx_lab.notebook.bench import measurement, shown_progress
+from lmx_lab.notebook.bench import prepare_measurement, show_progress
 from lmx_lab.notebook.lab_server import LabServer
 from lmx_lab.notebook.reply import ModelList, Reply, ReplyStream, read_reply
 from lmx_lab.notebook.report import report_html, write_report
@@ -38,7 +38,7 @@ from lmx_lab.panels.workbench import Workbench
 from lmx_lab.progress import bar
 from lmx_lab.settings import Settings
 from lmx_lab.values.encoding import InputType, Vectors
-from lmx_lab.values.models import EngineChoice, LoadReport, LoadSpec
+from lmx_lab.values.models import LoadOptions, LoadReport, LoadSpec
 
 if TYPE_CHECKING:
     import ipywidgets
@@ -54,21 +54,20 @@ if TYPE_CHECKING:
     from lmx_lab.panels.metrics import MetricsPanel
     from lmx_lab.weights import Catalog
 
-LIST_S = 30.0
+MODELS_TIMEOUT_S = 30.0
 """Maximum time to list the models for a snapshot."""
 PROMPT_TOKENS, OUTPUT_TOKENS = 512, 128
-"""The defaults of llama-bench."""
+"""Default token counts of ``bench``; llama-bench has the same defaults."""
 CLOSED = Closed()
 
 
 class Lab:
-    """An inference server, and the verbs on it. Made by ``launch()`` or ``attach()``; ``stop()`` ends it.
+    """An inference server, in this process or elsewhere, with methods to load models and to send requests.
 
-    Every blocking verb has a form to await, whose name begins with ``a``: ``chat`` and ``achat``. Programs with an
-    event loop of their own use the class directly: ``async with Lab(settings) as lab``.
-
-    What a server in this process has besides (``settings``, ``engine``, ``lan_url``, ``daemon`` and so on) is not
-    available if the server runs elsewhere.
+    ``launch()`` and ``attach()`` return a lab, and ``stop()`` ends it. Every blocking method that uses the server has
+    an awaitable form, whose name begins with ``a``: ``chat`` and ``achat``. Programs with an event loop of their own
+    use the class directly: ``async with Lab(settings) as lab``. Some properties (``settings``, ``engine``, ``lan_url``,
+    ``daemon`` and so on) exist only if the server runs in this process.
     """
 
     def __init__(self, settings: Settings, *, loop: LoopChoice = "auto", explicit_port: bool = True) -> None:
@@ -77,7 +76,7 @@ class Lab:
             loop: ``kernel`` serves on the running event loop, ``thread`` on one in a thread; see ``launch()``.
             explicit_port: Whether the port of the settings is required; otherwise the next free one is used.
         """
-        # Here, because attaching must not import the engine and the server.
+        # Imported here, because attaching must not import the engine and the server.
         from lmx_lab.notebook.local import LocalBackend
         from lmx_lab.notebook.local_server import LocalServer
 
@@ -87,7 +86,7 @@ class Lab:
 
     @classmethod
     def over(cls, server: LabServer, backend: Backend) -> Lab:
-        """Make a lab over a server elsewhere."""
+        """Return a lab for a server that runs elsewhere."""
         lab = cls.__new__(cls)
         lab._local = None
         lab._set(server, backend)
@@ -105,7 +104,7 @@ class Lab:
     # Lifetime
 
     async def _start(self, sock: socket.socket | None = None) -> None:
-        """Start the server, or connect to it; returns when requests are accepted. Does nothing if that has happened.
+        """Start the server, or connect to it, and return when it accepts requests. Does nothing if it was started.
 
         Args:
             sock: A listening socket for a server of this process, instead of a new one.
@@ -123,9 +122,10 @@ class Lab:
     astart = awaited(_start)
 
     async def _stop(self) -> None:
-        """Stop a server of this process: it unloads and frees its port, and running requests have 2.5 s to end.
+        """Stop a server of this process: unload its models and free its port. Running requests have 2.5 s to end.
 
-        A connection to a server elsewhere is closed, which ends its requests; the server keeps running. Idempotent.
+        If the server runs elsewhere, only the connection to it is closed, which ends the requests of this lab; the
+        server keeps running. Idempotent.
         """
         await self._server.stop()
 
@@ -154,29 +154,29 @@ class Lab:
 
     @property
     def running(self) -> bool:
-        """Whether the server accepts requests; of a server elsewhere, whether the connection is open."""
+        """Whether the server accepts requests. If it runs elsewhere, whether the connection to it is open."""
         return self._server.running
 
     async def wait(self) -> None:
-        """Return when the server has ended, for whatever reason; on the server's loop."""
+        """Wait until the server has ended, for whatever reason. To be awaited on the server's event loop."""
         await self.server.wait()
 
     # Models
 
-    async def _load(self, model: str | os.PathLike[str], *, engine: EngineChoice = "auto") -> LoadReport:
-        """Load a model by id or path, which replaces the loaded one; shows progress.
+    async def _load(self, model: str | os.PathLike[str], **options: Unpack[LoadOptions]) -> LoadReport:
+        """Load a model by its id or path in place of the loaded one, and show the progress.
 
-        A server of this process downloads a model that is not on disk. A path is one on the server's machine.
-        Interrupting this stops waiting, not the load.
+        A model that is not on disk is downloaded if the server runs in this process. A path is a path on the server's
+        machine. Interrupting this call stops the waiting, not the load.
 
         Args:
-            engine: Engine that must run the model; ``auto`` selects it by the model's format.
+            options: ``LoadOptions``, such as ``engine="mlx"``, the engine that must run the model.
 
         Raises:
             AdminForbiddenError: the server allows this only to callers on its machine.
-            LabError: the load has failed; the message says why, and what is loaded now.
+            LabError: the load has failed; the message says why, and which model is loaded now.
         """
-        return await self._show_load(LoadSpec(model=model_name(model), engine=engine))
+        return await self._show_load(LoadSpec.with_options(model_name(model), options))
 
     load = blocking(_load)
     aload = awaited(_load)
@@ -192,7 +192,7 @@ class Lab:
     async def _pin_encoders(self) -> None:
         """Load the models that the settings ``embedder`` and ``reranker`` name, and keep them in memory.
 
-        ``launch()``, ``with`` and ``async with`` do this. Models that are in memory stay.
+        ``launch()``, ``with`` and ``async with`` do this. Models that are in memory already are not loaded again.
 
         Raises:
             LabError: one of them could not be loaded; the server runs nevertheless.
@@ -220,11 +220,11 @@ class Lab:
     # Chat
 
     async def _chat(self, /, prompt: Prompt, **parameters: Any) -> Reply:
-        """Ask the loaded model, and return the complete reply. Parameters are those of ``chat``."""
+        """Ask the loaded model, and return the complete reply. The parameters are those of ``chat``."""
         return await on_loop(read_reply(self._backend, chat_request(prompt, parameters)))
 
     async def _stream(self, /, prompt: Prompt, **parameters: Any) -> ReplyStream:
-        """Ask the loaded model: ``async for piece in await lab.astream("…")``. Parameters are those of ``chat``."""
+        """Stream a reply: ``async for piece in await lab.astream("…")``. The parameters are those of ``chat``."""
         stream = await on_loop(self._backend.generate(chat_request(prompt, parameters)))
         return ReplyStream(stream, self._portal)
 
@@ -241,10 +241,10 @@ class Lab:
         With ``stream=True``, iterate the result for text as it is generated. Interrupting stops the generation.
 
         Args:
-            parameters: Those of the chat format: ``temperature``, ``top_p``, ``top_k``, ``min_p``, ``max_tokens``,
-                ``stop``, ``seed``, penalties, ``logit_bias``, ``ignore_eos``, ``tools``, ``tool_choice``,
-                ``reasoning_effort``, ``response_format``, which may be a pydantic model's class; also ``system``. A
-                reply has one text, so there is no ``n`` and no ``logprobs``.
+            parameters: ``system``, the system prompt, and the parameters of the chat format: ``temperature``,
+                ``top_p``, ``top_k``, ``min_p``, ``max_tokens``, ``stop``, ``seed``, penalties, ``logit_bias``,
+                ``ignore_eos``, ``tools``, ``tool_choice``, ``reasoning_effort``, and ``response_format``, which may be
+                the class of a pydantic model. ``n`` and ``logprobs`` are not supported, because a reply has one text.
 
         Raises:
             NotLoadedError: no model is loaded.
@@ -265,12 +265,12 @@ class Lab:
         input_type: InputType | None = None,
         truncate: bool = False,
     ) -> Vectors:
-        """Return the vectors of texts in float32: one row for each, or for a single text just its row.
+        """Return the vectors of texts in float32: a matrix with one row for each text, or one vector for a single text.
 
         Args:
             model: An embedding model in memory; by default the pinned one, else the loaded one.
             dimensions: Keep this number of leading components, and normalize again.
-            input_type: The prompt in the model's files that precedes each text; many models have none.
+            input_type: Selects the prompt in the model's files that precedes each text; many models have no prompts.
             truncate: Cut texts that are too long for the model, instead of refusing them.
 
         Raises:
@@ -297,7 +297,7 @@ class Lab:
         Args:
             documents: Texts, or objects with a ``text``.
             top_n: Return only this number of rows.
-            model: A reranker or an embedding model in memory; by default a reranker first.
+            model: A reranker or an embedding model in memory; by default a reranker, else an embedding model.
             truncate: Cut documents that are too long for the model, instead of refusing them.
 
         Raises:
@@ -328,10 +328,10 @@ class Lab:
         compare: Measured | Sequence[Measured] = (),
         record: bool | Path | str = True,
     ) -> pd.DataFrame:
-        """Measure the loaded model over HTTP, and return a table with one row for each request, also for failed ones.
+        """Measure the loaded model over HTTP, and return a table with one row for each request, failed ones included.
 
-        ``lmx_lab.bench.summary`` computes medians with intervals from it, ``lmx_lab.bench.by_concurrency`` a plot. The
-        table also has the server's own measurements: ``queue_ms``, ``server_ttft_ms`` and so on.
+        ``lmx_lab.bench.summary`` computes medians with intervals from the table, ``lmx_lab.bench.by_concurrency`` plots
+        it. The table also has the server's own measurements: ``queue_ms``, ``server_ttft_ms`` and so on.
 
         Interrupting ``bench`` stops running requests and returns the rows so far, with ``.attrs["interrupted"]`` true.
         Cancelling ``abench`` stops running requests; the rows of a recorded run can be loaded.
@@ -339,8 +339,8 @@ class Lab:
         Args:
             prompt_tokens, output_tokens, concurrency, requests, warm_up, arrival, cache, seed, repeats: The fields of
                 ``lmx_lab.bench.Sweep``.
-            compare: Addresses of other chat-format servers, or targets of ``lmx_lab.bench``, which take turns with
-                this lab.
+            compare: Addresses of other chat-format servers, or targets of ``lmx_lab.bench``, which are measured in
+                turns with this lab.
             record: Whether to store the run, in ``bench`` in the lab's home, or a folder for it; ``.attrs["path"]`` is
                 its file.
 
@@ -361,8 +361,8 @@ class Lab:
             repeats=repeats,
         )
         target = ChatTarget(self.url, api_key=self._server.api_key, name="lab")
-        run = measurement(target, plan, compare=compare, record=record, folder=self._server.bench_folder)
-        with run, shown_progress(self.workbench) as show:
+        run = prepare_measurement(target, plan, compare=compare, record=record, folder=self._server.bench_folder)
+        with run, show_progress(self.workbench) as show:
             try:
                 while (step := await on_loop(run.step())) is not None:
                     show(step)
@@ -377,7 +377,7 @@ class Lab:
 
     @property
     def url(self) -> str:
-        """The server's address, for programs on this machine if the server runs in this process."""
+        """The server's address. If the server runs in this process, it is the address for programs on this machine."""
         return self._server.url
 
     @property
@@ -395,7 +395,7 @@ class Lab:
     def workbench(self) -> Workbench:
         """The state that the lab's panels share."""
         if self._workbench is None or self._workbench.backend is not self._backend:
-            # The panels of the previous one show another lab now.
+            # The panels of the previous workbench show another lab now.
             return self._use(Workbench(self._backend))
         return self._workbench
 
@@ -408,14 +408,15 @@ class Lab:
     def _use(self, workbench: Workbench) -> Workbench:
         self._workbench = workbench
         # Without a reference to the lab: a server elsewhere is also closed when its lab is deleted.
-        self._server.when_closed(functools.partial(workbench.leave, self._backend))
+        self._server.when_closed(functools.partial(workbench.suspend_if_shown, self._backend))
         return workbench
 
     def panel(self, *names: str) -> ipywidgets.DOMWidget:
-        """Return panels as one widget: ``models``, ``metrics``, ``chat``, ``rerank``, ``events`` if there is a daemon;
-        or the named ones.
+        """Return the named panels as one widget.
 
-        There is one instance of each panel; displayed again, it is the same one in another place.
+        The panels are ``models``, ``metrics``, ``chat``, ``rerank`` and ``events``; by default all of them, but
+        ``events`` only if there is a daemon. Each panel exists once: displaying it again shows the same panel in
+        another place.
 
         Raises:
             InvalidRequestError: there is no panel of this name.
@@ -442,7 +443,7 @@ class Lab:
         """
         self._server.check_caller()
         samples = self.workbench.history.samples
-        models = self.workbench.submit(self._backend.models()).result(LIST_S)
+        models = self.workbench.submit(self._backend.models()).result(MODELS_TIMEOUT_S)
         return take_snapshot(self._backend.state(), models, samples[-1] if samples else None)
 
     def report(self, path: str | os.PathLike[str]) -> Path:
@@ -469,7 +470,7 @@ class Lab:
         return f"<table>{rows}</table>"
 
     def _repr_mimebundle_(self, **options: Any) -> Any:
-        """In a notebook the models panel in short; in other frontends, and in a saved notebook, the facts."""
+        """Return the compact models panel, and the facts for other frontends and for saved notebooks."""
         facts = {"text/plain": repr(self), "text/html": self._repr_html_()}
         try:
             display = self._display()
@@ -485,19 +486,17 @@ class Lab:
         display.show(self._repr_mimebundle_())
 
     def _show_ranking(self, result: RerankResult) -> None:
-        """
-        Raises:
-            ImportError: anywidget or ipywidgets is not installed.
-        """
+        """Display a ranking as a widget; raises as ``_display``."""
         self._display().show_ranking(result)
 
     def _display(self) -> LabDisplay:
-        """
+        """Return the widgets of this lab.
+
         Raises:
             ImportError: anywidget or ipywidgets is not installed.
         """
         try:
-            # Here, because widgets are optional, and a server without a notebook does not need them.
+            # Imported here, because widgets are optional, and a server without a notebook does not need them.
             from lmx_lab.notebook.display import LabDisplay
         except ImportError as exc:
             raise ImportError(f"panels need {exc.name}, which is not installed: pip install 'lmx-lab[lab]'") from exc
@@ -550,22 +549,21 @@ class Lab:
 
     @property
     def proxy_url(self) -> str | None:
-        """The address through the notebook's web front (Hub, Binder, Colab, VS Code); None if there is none."""
+        """The address through the proxy of JupyterHub, Binder, Colab or VS Code; None if there is no such proxy."""
         return self.server.addresses.proxy_url
 
     @property
     def proxy_path(self) -> str | None:
-        """The path of that address for pages of the notebook's Jupyter server; None without jupyter-server-proxy."""
+        """The path of this server on pages of the notebook's Jupyter server; None without jupyter-server-proxy."""
         return self.server.addresses.proxy_path
 
     @property
     def daemon(self) -> LabDaemon | None:
-        """The daemon in front of this lab; None without ``launch(daemon=True)``, after it was stopped, and if the
-        server runs elsewhere."""
+        """The running daemon of this lab. None if it was not started, was stopped, or if the server runs elsewhere."""
         return None if self._local is None else self._local.running_daemon
 
     def start_daemon(self, *, explicit_port: bool = False, tools: PythonTools | None = None) -> LabDaemon:
-        """Start the daemon in front of this lab, or return the running one. ``launch(daemon=True)`` does this.
+        """Start a daemon for this lab, or return the running one. ``launch(daemon=True)`` does this, too.
 
         Args:
             explicit_port: Whether ``settings.daemon_port`` is required; otherwise the next free port is used.
@@ -579,7 +577,7 @@ class Lab:
         server.check_running()
         # Stored also if the start fails: the next attempt finds them.
         server.daemon_tools = tools = tools or server.daemon_tools
-        # Here, because MCP takes half a second to import.
+        # Imported here, because MCP takes half a second to import.
         from lmx_lab.notebook.daemon import LabDaemon
 
         if (running := self.daemon) is not None:

@@ -1,4 +1,4 @@
-"""Define what a lab needs of its server besides requests: lifetime, address, description."""
+"""Define the interface of a lab to its server, except requests: its start and stop, its address, its description."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ class LabServer(Protocol):
     def running(self) -> bool: ...
     @property
     def bench_folder(self) -> Path | None:
-        """The folder in which runs of ``bench`` are stored; None is the user's."""
+        """The folder in which runs of ``bench`` are stored; None selects the user's own."""
 
     @property
     def portal(self) -> LoopPortal:
@@ -37,16 +37,17 @@ class LabServer(Protocol):
         """Call a function when the server or the connection is stopped."""
 
     def check_caller(self) -> None:
-        """
+        """Check that the caller may wait for the server.
+
         Raises:
-            HostingError: a caller that waits here would wait for itself.
+            HostingError: the server runs on the caller's own event loop, so that the caller would wait for itself.
         """
 
     def facts(self) -> dict[str, str]:
-        """Name and value of each line that describes the lab."""
+        """Return the name and the value of each line that describes the lab."""
 
     def unpinned(self) -> Sequence[LoadSpec]:
-        """The encoders that the settings name and that are not in memory."""
+        """Return the encoders that the settings name and that are not in memory."""
 
     def panels_shown(self) -> None:
         """Called when panels of the lab are displayed."""

@@ -46,8 +46,9 @@ def launch(
 ) -> Lab:
     """Start an inference server in this process, or return the running one if the arguments are the same.
 
-    Changed arguments restart the server on the same port, unless ``port`` is another one, and without its model, unless
-    ``model`` is given. Also ``await launch()``, ``with launch()`` and ``async with launch()``.
+    Changed arguments restart the server on the same port, unless ``port`` is another one. The restarted server has no
+    model, unless ``model`` is given. The result can also be used as ``await launch()``, ``with launch()`` and
+    ``async with launch()``.
 
     Args:
         model: Id or path of a model to load before this returns. It is downloaded if necessary.
@@ -55,7 +56,7 @@ def launch(
             does not delay other clients. ``auto`` is ``kernel`` in a notebook on loopback, else ``thread``.
         lan: Whether to listen on all interfaces, so that other hosts can reach the server.
         port: The exact port, or 0 for any free port; by default 8400 or the next free port.
-        daemon: Whether to start also the daemon, ``lab.daemon``, in front of this server. A running daemon is kept. If
+        daemon: Whether to also start a daemon, ``lab.daemon``, which uses this server. A running daemon is kept. If
             changed arguments restart the server, the daemon restarts with its sessions and its Python functions.
         settings: Any field of ``Settings``.
 
@@ -77,7 +78,7 @@ def launch(
         )
     explicit = is_explicit(port)
     name = None if model is None else model_name(model)
-    with _one_launch():
+    with _exclusive_launch():
         lab = before = current()
         if lab is None or not _fits(lab, chosen, loop, explicit=explicit):
             _REGISTRY.starting = True
@@ -95,7 +96,7 @@ def launch(
 
 
 def _start_daemon(lab: Lab, before: Lab | None, *, explicit: bool) -> None:
-    with _one_launch():
+    with _exclusive_launch():
         try:
             lab.start_daemon(explicit_port=explicit, tools=before.server.daemon_tools if before is not None else None)
         except DaemonRunningError as exc:
@@ -103,13 +104,14 @@ def _start_daemon(lab: Lab, before: Lab | None, *, explicit: bool) -> None:
 
 
 @contextlib.contextmanager
-def _one_launch() -> Iterator[None]:
-    """Allow one launch at a time. Waiting is limited: the running one may need the loop on which the next one waits."""
+def _exclusive_launch() -> Iterator[None]:
+    """Allow one launch at a time. The waiting time is limited, because the running launch may need the event loop on
+    which the next launch waits."""
     if not _REGISTRY.lock.acquire(timeout=LOCK_S):
         raise HostingError("another launch() is running; wait for its end, then call launch() again")
     try:
         if _REGISTRY.starting:
-            # The lock can be acquired again in its thread, where a nested loop can run the code of other cells.
+            # The lock is reentrant, and a nested loop can run the code of other cells in the thread that holds it.
             raise HostingError("another launch() is running on this loop; wait for its end, then call launch() again")
         yield
     finally:
@@ -143,7 +145,7 @@ def _replace(settings: Settings, loop: LoopChoice, *, explicit: bool) -> Lab:
     lab = Lab(settings, loop=loop, explicit_port=explicit)
     old: Lab | None = _REGISTRY.lab
     if current() is None and old is not None:
-        # It was stopped, or its loop has ended without it, and then its engine still has to be stopped.
+        # The old lab was stopped, or its event loop has ended; in that case its engine still has to be stopped.
         _stop(old)
         old = None
     if old is None:

@@ -1,7 +1,7 @@
 """Implement the ``Backend`` of a lab whose server runs in this process.
 
-Panels call it on their own event loop, because a cell may block the loop that serves. The lab's verbs call it on the
-server's loop.
+Panels call it on their own event loop, because a cell may block the server's loop. The methods of ``Lab`` call it on
+the server's loop.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from lmx_lab.backend import AnswerCost, DocumentRanking, Progress, ServerState
 from lmx_lab.errors import HostingError
 from lmx_lab.notebook.local_server import LocalServer
 from lmx_lab.server import InferenceServer
-from lmx_lab.server.admin import alisting
+from lmx_lab.server.admin import model_records
 from lmx_lab.server.embeddings import embedding_request
 from lmx_lab.server.events import ServerEvent, sample
 from lmx_lab.server.generation import Generation
@@ -32,7 +32,7 @@ from lmx_lab.wire.rerank import RerankBody
 
 LAGGING_S = 1.0
 """Time for which the server's loop is blocked before its state is ``lagging``."""
-REMEDY = 'Put long cells under %%offload, or launch(loop="thread").'
+REMEDY = 'Start long cells with %%offload, or use launch(loop="thread").'
 
 
 class LocalAnswer:
@@ -43,7 +43,7 @@ class LocalAnswer:
 
     @property
     def status(self) -> str:
-        return self._generation.remark
+        return self._generation.status
 
     def __aiter__(self) -> Self:
         return self
@@ -52,7 +52,7 @@ class LocalAnswer:
         return await anext(self._generation)
 
     def cost(self) -> AnswerCost:
-        report = self._generation.finished()
+        report = self._generation.final_report()
         return AnswerCost(
             model=report.model,
             finish_reason=report.finish_reason,
@@ -93,9 +93,10 @@ class LocalBackend:
         )
 
     def _lag_note(self, blocked_s: float) -> str:
-        """Say that a cell blocks, or has blocked, the loop that serves. Changes once a second while it lasts."""
+        """Return a note that a cell blocks, or has blocked, the server's loop; empty if none does. While a cell blocks
+        the loop, the note changes once a second."""
         if self._server.mode == "thread":
-            return ""  # No cell blocks this loop: the machine slept, or native code holds the interpreter lock.
+            return ""  # Cells do not block this loop; the machine slept, or native code holds the interpreter lock.
         if blocked_s > LAGGING_S:
             return f"A cell has blocked the server's loop for {blocked_s:.0f} s, and clients are waiting. {REMEDY}"
         worst = self._server.lag.worst
@@ -121,7 +122,7 @@ class LocalBackend:
     # Models
 
     async def models(self) -> ModelRecords:
-        return await alisting(self._server.catalog, self._server.engine)
+        return await model_records(self._server.catalog, self._server.engine)
 
     async def load(self, spec: LoadSpec, *, progress: Progress | None = None) -> LoadReport:
         load = self._services.manager.load(spec)

@@ -32,11 +32,11 @@ if TYPE_CHECKING:
     from lmx_lab.notebook.daemon import LabDaemon
 
 LAST_ANSWERS_S = 1.0
-"""Minimum time for clients to receive the end of their answers."""
+"""Minimum time for clients to receive the end of their answers before their connections are closed."""
 REQUESTS_S = 2.5
 """Time for running requests to end before they are ended with an error."""
 STEP_S = 0.7
-"""Additional time for the engine to end them: a step may be running."""
+"""Additional time for the engine to end these requests, because a step may be running."""
 
 
 class LocalServer(LabServer):
@@ -76,7 +76,8 @@ class LocalServer(LabServer):
     # Lifetime
 
     async def start(self, sock: socket.socket | None = None) -> None:
-        """Bind, start the engine and serve; returns when requests are accepted. Does nothing if it was started.
+        """Bind the socket, start the engine and serve; return when requests are accepted. Does nothing if the server
+        was started.
 
         Args:
             sock: A listening socket, instead of a new one.
@@ -110,7 +111,7 @@ class LocalServer(LabServer):
         return host
 
     async def stop(self) -> None:
-        """Stop serving, unload and free the port. Running requests have 2.5 s to end. Idempotent."""
+        """Stop serving, unload the models and free the port. Running requests have 2.5 s to end. Idempotent."""
         try:
             if self.running:
                 await on_loop(self._end())
@@ -123,28 +124,28 @@ class LocalServer(LabServer):
         return not self._stopped and self._host is not None and self._host.running
 
     async def wait(self) -> None:
-        """Return when the server has ended, for whatever reason; on the server's loop."""
+        """Wait until the server has ended, for whatever reason. To be awaited on the server's event loop."""
         if self._host is not None:
             await self._host.wait()
 
     def when_closed(self, callback: Callable[[], None]) -> None:
-        """Call a function when the server is stopped, in a thread that may wait."""
+        """Register a function to call when the server has stopped. It is called in a thread that may wait."""
         self._callbacks.append(callback)
 
     async def _end(self) -> None:
         # The daemon first: its turns send requests to this server.
         if self.daemon is not None:
             await asyncio.to_thread(self.daemon.stop)
-        # Streams of events have no end of their own.
+        # Streams of events do not end by themselves.
         self.services.feed.close()
-        # Loads and generations next, so that each request gets its answer before its connection is closed.
+        # Loads and generations end next, so that each request gets its answer before its connection is closed.
         began = time.monotonic()
         await asyncio.gather(self.engine.cancel_loads(), self._quiesce())
         assert self._host is not None
         await self._host.stop(max(LAST_ANSWERS_S, GRACE_S - (time.monotonic() - began)))
 
     async def _quiesce(self) -> None:
-        """Let running requests end. A load or a step that hangs does not extend the time limit."""
+        """Wait until running requests have ended. A load or a step that hangs does not extend the time limit."""
         with contextlib.suppress(EngineError, TimeoutError):
             await asyncio.wait_for(self.engine.quiesce(REQUESTS_S), REQUESTS_S + STEP_S)
 
@@ -169,25 +170,27 @@ class LocalServer(LabServer):
 
     @property
     def portal(self) -> LoopPortal:
-        """
+        """The event loop of the server.
+
         Raises:
-            HostingError: the server was not started.
+            HostingError: the server was stopped, or not started.
         """
         self.check_running()
         assert self._portal is not None
         return self._portal
 
     def check_running(self) -> None:
-        """
+        """Check that the server can be used.
+
         Raises:
             HostingError: the server was stopped, or not started.
         """
         if self._stopped or self.loop is None or self.loop.is_closed():
             state = "was stopped" if self._stopped else "is not running"
-            raise HostingError(f"this lab {state}; launch() starts one")
+            raise HostingError(f"this lab {state}; launch() starts a new one")
 
     def check_caller(self) -> None:
-        """The caller may wait for this server: blocking calls keep its loop running."""
+        """Does nothing: any caller may wait for this server, because blocking calls keep its loop running."""
 
     # Description
 
@@ -215,7 +218,7 @@ class LocalServer(LabServer):
         return self.daemon if self.daemon is not None and self.daemon.running else None
 
     def facts(self) -> dict[str, str]:
-        """Name and value of each line that describes the lab."""
+        """Return the name and the value of each line that describes the lab."""
         now, daemon = self.engine.snapshot, self.running_daemon
         facts = {
             "LMX Lab": f"running on {self.place}" if self.running else "stopped",
@@ -229,7 +232,7 @@ class LocalServer(LabServer):
         return {name: value for name, value in facts.items() if value}
 
     def unpinned(self) -> Sequence[LoadSpec]:
-        """The encoders that the settings name and that are not in memory."""
+        """Return the encoders that the settings name and that are not in memory."""
         present = {pinned.entry.kind for pinned in self.engine.snapshot.pinned}
         named: list[tuple[str | None, Kind]] = [
             (self.settings.embedder, "embedding"),
@@ -238,4 +241,4 @@ class LocalServer(LabServer):
         return [LoadSpec(model=name, pin=kind) for name, kind in named if name is not None and kind not in present]
 
     def panels_shown(self) -> None:
-        """Nothing to do: the registry of launched labs keeps the server."""
+        """Does nothing: the registry of launched labs keeps the server."""

@@ -14,7 +14,7 @@ LoopMode = Literal["kernel", "thread"]
 
 
 def choose_loop(loop: LoopChoice, settings: Settings) -> LoopMode:
-    """Return the loop to use; ``auto`` is the running loop, unless the server is for other hosts.
+    """Return the loop to use. ``auto`` selects the running loop, unless other hosts can reach the server.
 
     Raises:
         InvalidRequestError: ``kernel`` was given and no loop runs, or the value is not one of the three.

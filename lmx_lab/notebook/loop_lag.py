@@ -10,9 +10,9 @@ from dataclasses import dataclass
 INTERVAL_S = 0.1
 """Time between two calls of the heartbeat."""
 BLOCKED_S = 1.0
-"""Minimum time that a loop has to be blocked to be reported: users notice it from then on."""
+"""Minimum time that a loop has to be blocked to be reported; users notice a block of this length."""
 MEMORY_S = 60.0
-"""Time for which a blocked loop is reported."""
+"""Time after the end of a block during which it is still reported."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -25,7 +25,7 @@ class Block:
 
 
 class LoopLag:
-    """A heartbeat on a loop, ten short calls per second. Its values can be read from any thread."""
+    """Measures the lag of one loop with a heartbeat of ten short calls per second. Can be read from any thread."""
 
     def __init__(self) -> None:
         self._loop: asyncio.AbstractEventLoop | None = None
@@ -44,7 +44,7 @@ class LoopLag:
 
     @property
     def now_s(self) -> float:
-        """The time for which the loop has been blocked until now."""
+        """The time in seconds for which the loop has been blocked so far; 0 if it is not blocked."""
         beat_at = self._beat_at
         return 0.0 if beat_at is None or self._stopped else max(0.0, time.monotonic() - beat_at - INTERVAL_S)
 

@@ -1,4 +1,4 @@
-"""Define the magics of ``%load_ext lmx_lab``: ``%%offload`` runs a cell in a thread, ``%lmx`` and ``%%lmx`` a lab."""
+"""Define the magics of ``%load_ext lmx_lab``: ``%%offload`` runs a cell in a thread; the others use a lab."""
 
 from __future__ import annotations
 
@@ -50,7 +50,7 @@ def register(shell: InteractiveShell) -> None:
     """Add the magics to a shell. Idempotent."""
     unregister(shell)
     shell.register_magics(LabMagics)
-    # Not with the cleanup transformers: they run before IPython transforms magics to calls.
+    # Not a cleanup transformer: those run before IPython transforms magics to calls.
     shell.input_transformers_post.append(OffloadTransformer(shell))
     shell.input_transformers_cleanup.append(QuestionTransformer())
 
@@ -133,7 +133,7 @@ async def run_offloaded(shell: InteractiveShell, cell: Cell) -> Any:
     Raises:
         KeyboardInterrupt: the wait was interrupted; the thread keeps running.
     """
-    # Hide this function in IPython's tracebacks, between the frames of the cell.
+    # Hides this function, which is between the frames of the cell, in IPython's tracebacks.
     __tracebackhide__ = True
     outcome = start_thread(lambda: cell.run(shell))
     done = asyncio.wrap_future(outcome)
@@ -239,8 +239,8 @@ class LabMagics(Magics):
     def offload(self, line: str, cell: str) -> Any:
         """Run the cell in a thread, so that it does not block a server on the kernel's loop.
 
-        Variables are those of the notebook, the value of the last expression is displayed, and output and errors
-        appear in this cell. ``await`` is not possible. The stop button stops the waiting, not the thread.
+        The cell uses the notebook's variables, the value of its last expression is displayed, and output and errors
+        appear below it. ``await`` is not possible. The stop button stops the waiting, not the thread.
         """
         first, *rest = line.split() or [""]
         if first != AWAITED:

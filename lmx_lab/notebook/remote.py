@@ -1,6 +1,6 @@
-"""Implement the ``Backend`` of a lab whose server runs in another process or on another machine, over its client.
+"""Implement the ``Backend`` of a lab whose server runs in another process or on another machine, with an HTTP client.
 
-All methods may be called on any event loop; the client's coroutines run on the loop of its connection.
+All methods may be called on any event loop; the client's coroutines run on the loop of the connection.
 """
 
 from __future__ import annotations
@@ -24,14 +24,14 @@ from lmx_lab.wire.generation import StreamOptions, Timings
 from lmx_lab.wire.rerank import RerankBody
 
 LATE_S = 3.0
-"""Time without an event after which the server's state is ``lagging``; there is a sample every second."""
+"""Time without an event after which the server's state is ``lagging``. The server sends a sample every second."""
 
 
 class RemoteAnswer:
-    """An ``AnswerStream`` over a streamed answer. Measures the time to its first token.
+    """An ``AnswerStream`` over a streamed answer, which also measures the time to the first token.
 
-    Closing or deleting it closes its connection, and the server stops the generation: asyncio closes a generator
-    without references on its own loop, whichever thread has deleted it.
+    Closing or deleting it closes its connection, so that the server stops the generation. It can be deleted on any
+    thread, because asyncio closes a generator without references on the generator's own loop.
     """
 
     def __init__(self, client: AsyncLabClient, request: ChatRequest, portal: LoopPortal) -> None:
@@ -107,7 +107,7 @@ class RemoteAnswer:
 
 
 def _delta(delta: ChoiceDelta) -> Delta:
-    """Convert a piece; the wire has no number of tokens."""
+    """Convert a piece of an answer. Its number of tokens is 0, because servers do not send it."""
     calls = tuple(_calls(delta))
     return Delta(text=delta.content or "", tokens=0, reasoning=delta.reasoning_content or "", tool_calls=calls)
 
@@ -121,8 +121,7 @@ def _calls(delta: ChoiceDelta) -> Iterator[ToolCallDelta]:
 class RemoteBackend:
     """A ``Backend`` over a client.
 
-    ``state`` and ``sample`` return what ``events`` has received; the workbench reads events as long as there are
-    panels.
+    ``state`` and ``sample`` return what ``events`` has received. The workbench reads events while there are panels.
 
     Args:
         portal: Runs coroutines on the client's loop.
@@ -139,7 +138,7 @@ class RemoteBackend:
         self._sample: Sample | None = None
         self._received_at: float | None = None
         self._problem = ""
-        """Why the last connection for events has ended."""
+        """Why the last stream of events has ended; empty while events are received."""
 
     def state(self) -> ServerState:
         silent_s = 0.0 if self._received_at is None else time.monotonic() - self._received_at
@@ -147,7 +146,7 @@ class RemoteBackend:
         if not self._is_open():
             now = {"state": "stopped", "note": "This connection was stopped; run the cell with attach() again."}
         elif self._problem:
-            now = {"state": "unreachable", "note": f"{self._problem} New attempts follow."}
+            now = {"state": "unreachable", "note": f"{self._problem} The connection is being retried."}
         elif silent_s > LATE_S:
             note = f"The server has sent nothing for {silent_s:.0f} s: a cell there may block its event loop."
             now = {"state": "lagging", "note": note}
@@ -164,8 +163,8 @@ class RemoteBackend:
         return self._sample if self.state().state == "running" else None
 
     async def events(self) -> AsyncGenerator[ModelEvent | RequestEvent, None]:
-        # The inner generator is not closed here: cancelled it ends by itself, and without references its loop closes
-        # it.
+        # The inner generator need not be closed here: it ends if it is cancelled, and asyncio closes it on its own loop
+        # when nothing refers to it.
         events = self._client.events(["models", "requests", "samples"])
         try:
             await self.models()
@@ -173,7 +172,7 @@ class RemoteBackend:
                 await self._receive(event)
                 if isinstance(event, ModelEvent | RequestEvent):
                     yield event
-            self._problem = f"{self._client.url}: the server has closed the connection; it may be stopping."
+            self._problem = f"{self._client.url} has closed the connection; the server may be stopping."
         except LabError as exc:
             self._problem = f"{exc.message.rstrip('.')}."
             raise
@@ -194,9 +193,9 @@ class RemoteBackend:
     async def load(self, spec: LoadSpec, *, progress: Progress | None = None) -> LoadReport:
         if spec.pin is not None:
             raise InvalidRequestError(
-                "models are pinned where the server starts; use its settings embedder and reranker"
+                "a model of a server elsewhere cannot be pinned from here; set embedder or reranker where it is started"
             )
-        answer = await self._portal.call(self._client.load(spec.model, engine=spec.engine, progress=progress))
+        answer = await self._portal.call(self._client.load(spec.model, progress=progress, **spec.options))
         return LoadReport(
             model=answer.model, load_s=answer.load_time_ms / 1e3, memory_bytes=round(answer.vram_gb * 1e9)
         )
@@ -210,7 +209,7 @@ class RemoteBackend:
     # Requests
 
     async def generate(self, request: ChatRequest) -> RemoteAnswer:
-        # Always streamed, to measure the time to the first token.
+        # Always streamed, because the time to the first token is measured.
         answer = RemoteAnswer(self._client, request, self._portal)
         await answer.start()
         return answer

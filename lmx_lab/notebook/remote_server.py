@@ -21,21 +21,23 @@ from lmx_lab.portal import LoopThread
 from lmx_lab.values.models import LoadSpec
 from lmx_lab.wire.admin import NotReady, Ready
 
-LOOK_S = 2.0
-"""Maximum time that the lab's repr waits for its server."""
+REPR_TIMEOUT_S = 2.0
+"""Maximum time that the lab's ``repr`` waits for the server."""
 CLOSE_S = 2.0
-KEPT = 8
+"""Maximum time to close a connection."""
+MAX_PANEL_CONNECTIONS = 8
 """Maximum number of connections that are kept for panels."""
-_KEPT: dict[str, RemoteServer] = {}
-"""By address, the last connection with panels: without this, nothing would refer to that of ``attach(url).panel()``."""
+_PANEL_CONNECTIONS: dict[str, RemoteServer] = {}
+"""The last connection with panels, by address. Without it, nothing would refer to the connection of
+``attach(url).panel()``."""
 
 
 def attach(url: str, *, api_key: str | None = None) -> Lab:
-    """Return a lab over the server at this address, with the verbs of a launched one; also ``with attach(url) as lab``.
+    """Return a lab for the server at this address, with the methods of a launched lab: ``with attach(url) as lab``.
 
-    Blocking verbs work in scripts, in cells and beside running event loops: the connection has a loop of its own.
-    ``stop()`` ends the connection, not the server, and so does deleting the lab; ``panel()`` keeps the connection until
-    panels of another connection to the same address are shown.
+    Blocking methods work in scripts, in cells and beside running event loops, because the connection has its own loop.
+    ``stop()``, or deleting the lab, closes the connection; the server keeps running. ``panel()`` keeps the connection
+    open until panels of another connection to the same address are shown.
 
     Args:
         url: The address that the server prints, or one through a proxy; with or without ``/v1`` or a slash at its end.
@@ -59,7 +61,8 @@ def attach(url: str, *, api_key: str | None = None) -> Lab:
 class RemoteServer(LabServer):
     """The connection to a server.
 
-    Deleting it ends the connection, so its backend and the panels must not refer to it."""
+    Deleting it closes the connection, so the backend and the panels must not refer to it.
+    """
 
     def __init__(self, url: str, *, api_key: str | None = None) -> None:
         self._client = AsyncLabClient(url, api_key=api_key)
@@ -69,7 +72,8 @@ class RemoteServer(LabServer):
         self._callbacks: list[Callable[[], None]] = []
         # Called by ``close``, when this object is deleted, and at exit.
         self._end = weakref.finalize(self, _end, self._thread, self._client)
-        # Called before it when this object is deleted. Not at exit: the kernel may not send messages any more.
+        # Called before ``_end`` when this object is deleted, but not at exit, when the kernel may no longer send
+        # messages.
         self._on_delete = weakref.finalize(self, _close_later, self._end, self._callbacks)
         self._on_delete.atexit = False
         self._portal = LoopPortal(
@@ -90,7 +94,7 @@ class RemoteServer(LabServer):
     # Lifetime
 
     async def start(self) -> None:
-        """Connect, and check that a lab's server answers and accepts the key. Does nothing if that has happened.
+        """Connect, and check that a lab's server answers and accepts the key. Does nothing if this was done before.
 
         Raises:
             HostingError: the connection was stopped.
@@ -107,20 +111,20 @@ class RemoteServer(LabServer):
         return version
 
     async def stop(self) -> None:
-        """End the connection, and with it this lab's requests. Idempotent."""
+        """Close the connection, which ends this lab's requests. Idempotent."""
         await in_thread(self.close)
 
     def close(self) -> None:
-        """End the connection. Takes up to ``CLOSE_S``."""
+        """Close the connection. This takes up to ``CLOSE_S``."""
         self._on_delete.detach()
         self._end()
-        if _KEPT.get(self.url) is self:
-            del _KEPT[self.url]
+        if _PANEL_CONNECTIONS.get(self.url) is self:
+            del _PANEL_CONNECTIONS[self.url]
         for callback in self._callbacks:
             callback()
 
     def when_closed(self, callback: Callable[[], None]) -> None:
-        """Call a function when the connection is ended; it must not refer to this object."""
+        """Register a function to call when the connection is closed. It must not refer to this object."""
         self._callbacks.append(callback)
 
     @property
@@ -129,7 +133,8 @@ class RemoteServer(LabServer):
         return self._end.alive
 
     def check_caller(self) -> None:
-        """
+        """Check that the caller may wait for the server.
+
         Raises:
             HostingError: the server runs on the caller's own event loop.
         """
@@ -138,10 +143,10 @@ class RemoteServer(LabServer):
     def panels_shown(self) -> None:
         """Keep this connection until panels of another one to the same address are shown."""
         if self.running:
-            _KEPT.pop(self.url, None)
-            _KEPT[self.url] = self
-            while len(_KEPT) > KEPT:
-                del _KEPT[next(iter(_KEPT))]
+            _PANEL_CONNECTIONS.pop(self.url, None)
+            _PANEL_CONNECTIONS[self.url] = self
+            while len(_PANEL_CONNECTIONS) > MAX_PANEL_CONNECTIONS:
+                del _PANEL_CONNECTIONS[next(iter(_PANEL_CONNECTIONS))]
 
     # Description
 
@@ -156,13 +161,13 @@ class RemoteServer(LabServer):
 
     @property
     def bench_folder(self) -> None:
-        """The user's own folder, because the server's home may be on another machine."""
+        """None, which selects the user's own folder, because the server's home may be on another machine."""
 
     def unpinned(self) -> Sequence[LoadSpec]:
         return ()
 
     def facts(self) -> dict[str, str]:
-        """Name and value of each line that describes the lab."""
+        """Return the name and the value of each line that describes the lab."""
         return {"LMX Lab": self._state(), "address": self.url}
 
     def _state(self) -> str:
@@ -171,17 +176,17 @@ class RemoteServer(LabServer):
         try:
             now = self._portal.run(self._ready())
         except (LabError, TimeoutError) as exc:
-            return f"elsewhere, does not answer now: {exc}"
+            return f"running elsewhere, but it does not answer now: {exc}"
         model = "no model ready" if isinstance(now, NotReady) else f"{now.model} ({now.vram_gb:.2f} GB)"
-        return f"elsewhere, version {self._version}, {model}"
+        return f"running elsewhere, version {self._version}, {model}"
 
     async def _ready(self) -> Ready:
-        return await asyncio.wait_for(self._client.ready(), LOOK_S)
+        return await asyncio.wait_for(self._client.ready(), REPR_TIMEOUT_S)
 
 
 def _check_open(end: weakref.finalize[Any, Any]) -> None:
     if not end.alive:
-        raise HostingError("this connection was stopped; attach() makes a new one")
+        raise HostingError("this connection was stopped; attach() opens a new one")
 
 
 def _check_caller(url: str) -> None:
@@ -203,7 +208,7 @@ def _end(thread: LoopThread, client: AsyncLabClient) -> None:
 
 
 def _close_later(end: Callable[[], object], callbacks: list[Callable[[], None]]) -> None:
-    """Close the connection of a deleted object. Its panels show once more that it is stopped."""
+    """Close the connection of a deleted object, and update its panels once more, to show that it is stopped."""
 
     def close() -> None:
         end()
@@ -211,5 +216,5 @@ def _close_later(end: Callable[[], object], callbacks: list[Callable[[], None]])
             callback()
 
     if callbacks:
-        # The last reference may have been on the panels' own loop, which must not wait for its end.
-        threading.Thread(target=close, name="lmx-lab-rest", daemon=True).start()
+        # In a thread: the last reference may have been on the panels' own loop, which must not wait for its own end.
+        threading.Thread(target=close, name="lmx-lab-close", daemon=True).start()

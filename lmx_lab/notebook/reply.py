@@ -1,4 +1,4 @@
-"""Answers and lists as the lab's verbs return them, with their display in a notebook."""
+"""Define the replies and model lists that the methods of ``Lab`` return, and their display in a notebook."""
 
 from __future__ import annotations
 
@@ -24,10 +24,10 @@ _CODE = re.compile(
 
 
 def safe_markdown(text: str) -> str:
-    """Return Markdown that displays this text and never becomes HTML, a link or an image, whichever parser reads it.
+    """Return Markdown that displays this text, and that no parser converts to HTML, a link or an image.
 
     A model's text is untrusted, notebooks run scripts in trusted outputs, and an image would be fetched from another
-    host. Parsers differ in what they treat as code, so code consists of character references, too.
+    host. Parsers differ in what they treat as code, so the characters of code are escaped, too.
     """
     pieces, end = [], 0
     for match in _CODE.finditer(text):
@@ -38,7 +38,7 @@ def safe_markdown(text: str) -> str:
 
 def _safe_prose(text: str) -> str:
     text = text.replace("&", "&amp;").replace("<", "&lt;")
-    # "](" and "]:" make a link, an image or a link definition; "][" is a reference to one.
+    # "](" and "]:" belong to links, images and link definitions, "][" to references.
     return re.sub(r"\](?=[(:\[])", "&#93;", text)
 
 
@@ -50,12 +50,13 @@ def _safe_code(match: re.Match[str]) -> str:
 
 
 def _folded(title: str, text: str) -> str:
-    """Return text that is folded behind a title. On one line, for the same reason as code."""
+    """Return HTML of text that is folded behind a title, on one line for the same reason as code."""
     lines = "<br>".join(map(_references, text.strip().splitlines()))
     return f"<details><summary>{_references(title)}</summary><small>{lines}</small></details>"
 
 
 def _references(text: str) -> str:
+    """Replace all characters except letters, digits and spaces by character references."""
     return "".join(char if char.isalnum() or char == " " else f"&#{ord(char)};" for char in text)
 
 
@@ -95,7 +96,7 @@ class Reply:
 
     text: str
     reasoning: str = ""
-    """The model's thoughts, if its chat format separates them."""
+    """The model's thoughts, if its chat template separates them from the answer."""
     tool_calls: tuple[ReplyToolCall, ...] = ()
     """The calls that the model requests; answer each with a message of the role ``tool``."""
     model: str
@@ -110,7 +111,7 @@ class Reply:
 
     @classmethod
     def of(cls, answer: Delta, cost: AnswerCost) -> Self:
-        """Make a reply of the whole answer as one delta."""
+        """Return the reply for a complete answer, given as one delta."""
         return cls(
             text=answer.text,
             reasoning=answer.reasoning,
@@ -134,7 +135,7 @@ class Reply:
 
     @property
     def tokens_per_second(self) -> float:
-        """Decode speed."""
+        """The decode speed."""
         return self.timings.predicted_per_second
 
     @property
@@ -162,11 +163,11 @@ class Reply:
 
     def _cost(self) -> str:
         speed = f"{self.usage.completion_tokens} tokens, {self.tokens_per_second:.1f} tokens/s"
-        return f"{speed} · first after {self.ttft_s:.2f} s"
+        return f"{speed} · first token after {self.ttft_s:.2f} s"
 
 
 async def read_reply(backend: Backend, request: ChatRequest) -> Reply:
-    """Generate a complete answer. Cancelling this stops the generation."""
+    """Generate a complete answer and return it. Cancelling this stops the generation."""
     stream = await backend.generate(request)
     try:
         deltas = [delta async for delta in stream]
@@ -176,9 +177,10 @@ async def read_reply(backend: Backend, request: ChatRequest) -> Reply:
 
 
 class ReplyStream:
-    """Text as it is generated: ``for piece in stream`` or ``async for``. Afterwards ``reply`` is the complete reply.
+    """A stream of text as it is generated: ``for piece in stream`` or ``async for``.
 
-    Leaving the loop early stops the generation, as does ``close()``.
+    After the last piece, ``reply`` is the complete reply. Leaving the loop early stops the generation, as does
+    ``close()``.
     """
 
     def __init__(self, stream: AnswerStream, portal: LoopPortal) -> None:
@@ -219,7 +221,7 @@ class ReplyStream:
         """Stop the generation. Returns at once; can be called from any thread and in a finalizer. Idempotent."""
         stream, self._stream = self._stream, None
         if stream is not None:
-            # Deleting it would not be enough: the traceback of an interrupted cell refers to it.
+            # Deleting the stream is not enough, because the traceback of an interrupted cell refers to it.
             stream.close()
 
     async def aclose(self) -> None:
@@ -240,9 +242,9 @@ class ReplyStream:
 
 
 class _AsyncPieces:
-    """One ``async for`` over a stream; deleting it stops the generation.
+    """The iterator of one ``async for`` over a stream; deleting it stops the generation.
 
-    Not an async generator: deleting one starts a task that nothing awaits.
+    It is not an async generator, because deleting one starts a task that nothing awaits.
     """
 
     def __init__(self, stream: ReplyStream) -> None:
@@ -269,31 +271,31 @@ async def _next(stream: AnswerStream) -> Delta | None:
     return await anext(stream, None)
 
 
-SHOWN = ("id", "loaded", "pinned", "kind", "format", "engine", "quantization", "size_gb", "context_length")
+SHOWN_FIELDS = ("id", "loaded", "pinned", "kind", "format", "engine", "quantization", "size_gb", "context_length")
 
 
 class ModelList(list[ModelRecord]):
     """Model records, displayed as a table."""
 
     notes: tuple[str, ...] = ()
-    """Lines below the table: which engine is faster, and why some models cannot be loaded."""
+    """Lines below the table, which state the faster engine and why some models cannot be loaded."""
 
     @classmethod
     def of(cls, found: ModelRecords) -> Self:
-        """Make a list of the records, with notes."""
+        """Return a list of the records, with its notes."""
         made = cls(found.models)
         problems = dict.fromkeys(record.problem for record in found.models if record.problem)
         made.notes = (*([found.preference.detail] if found.preference else []), *problems)
         return made
 
     def __repr__(self) -> str:
-        rows = [SHOWN, *(_cells(record) for record in self)]
+        rows = [SHOWN_FIELDS, *(_cells(record) for record in self)]
         widths = [max(len(cell) for cell in column) for column in zip(*rows, strict=True)]
         lines = ["  ".join(map(str.ljust, row, widths)).rstrip() for row in rows]
         return "\n".join([*lines, *self.notes])
 
     def _repr_html_(self) -> str:
-        head = "".join(f"<th>{name}</th>" for name in SHOWN)
+        head = "".join(f"<th>{name}</th>" for name in SHOWN_FIELDS)
         rows = "".join(f"<tr>{_table_cells(record)}</tr>" for record in self)
         notes = "".join(f"<div>{html.escape(note)}</div>" for note in self.notes)
         return f"<table><thead><tr>{head}</tr></thead><tbody>{rows}</tbody></table>{notes}"
@@ -304,7 +306,7 @@ def _table_cells(record: ModelRecord) -> str:
 
 
 def _cells(record: ModelRecord) -> tuple[str, ...]:
-    return tuple(_cell(getattr(record, name)) for name in SHOWN)
+    return tuple(_cell(getattr(record, name)) for name in SHOWN_FIELDS)
 
 
 def _cell(value: object) -> str:

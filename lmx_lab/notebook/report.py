@@ -1,6 +1,6 @@
 """Render a report of a lab as one HTML file without scripts and external files, and write it.
 
-These functions do not access a lab: they render a ``Snapshot`` and the workbench's history.
+The functions here do not access a lab: they render a ``Snapshot`` and the workbench's history.
 """
 
 from __future__ import annotations
@@ -26,9 +26,9 @@ MAX_REQUEST_ROWS = 200
 GENERATOR = '<meta name="generator" content="LMX Lab report">'
 """The line by which a report is recognized."""
 HEAD_BYTES = 2048
-"""Length of the part of an existing file in which ``GENERATOR`` is searched before the file is overwritten."""
+"""An existing file is overwritten only if ``GENERATOR`` is within this number of bytes from its start."""
 SUCCESSFUL = ("stop", "length", "tool_calls")
-"""Finish reasons of requests whose speed counts."""
+"""Finish reasons of the requests whose speed is shown and included in medians."""
 
 CSS = (
     """\
@@ -72,8 +72,8 @@ def report_html(
 
     Args:
         samples: Measurements for the charts, in any order.
-        requests: Requests that have ended, in any order. The 200 newest have a row each; the summary counts all.
-        sections: Title and HTML of additional sections. The title is escaped, the HTML is not.
+        requests: Requests that have ended, in any order. The 200 newest have one row each; the summary counts all.
+        sections: The title and HTML of each additional section. The title is escaped, the HTML is not.
     """
     parts = [
         ("Server", _table(_fact_rows(snapshot), head=())),
@@ -223,10 +223,10 @@ def _request_row(request: EndedRequest) -> str:
 
 
 def _table(rows: Iterable[str], *, head: Sequence[str], caption: str = "") -> str:
-    """Return a table.
+    """Return a table as HTML.
 
     Args:
-        head: Names of the columns. Those of columns with numbers begin with ``#``.
+        head: Names of the columns. The names of columns with numbers begin with ``#``.
     """
     names = "".join(
         f'<th scope="col" class="number">{safe_html(name[1:])}</th>'
@@ -263,7 +263,7 @@ def write_report(path: str | os.PathLike[str], text: str) -> Path:
     temporary = target.with_name(f".lmx-report-{secrets.token_hex(6)}")
     try:
         try:
-            # A file of ``tempfile`` would be readable only for this user.
+            # Not created with ``tempfile``, whose files only this user can read.
             with open(os.open(temporary, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o666), "wb") as file:
                 file.write(text.encode("utf-8", errors="replace"))
             temporary.replace(target)

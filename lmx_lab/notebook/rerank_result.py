@@ -23,6 +23,8 @@ LINE_CHARACTERS = 90
 
 @dataclass(frozen=True, kw_only=True)
 class RankedDocument:
+    """A row of the result."""
+
     rank: int
     """Place in the order of relevance, starting at 1."""
     score: float
@@ -32,7 +34,7 @@ class RankedDocument:
 
 
 class RerankResult(Sequence[RankedDocument]):
-    """The documents, the most relevant first; of equal scores, the one that was given first.
+    """The ranked documents, the most relevant first. Documents with equal scores keep their given order.
 
     Args:
         documents: All given documents.
@@ -50,13 +52,13 @@ class RerankResult(Sequence[RankedDocument]):
         self.query = query
         self.model = ranking.model
         self.method: RerankMethod = ranking.method
-        """``cosine``: scores are cosines of vectors of an embedding model."""
+        """How the scores were computed. With ``cosine``, they are cosine similarities from an embedding model."""
         self.tokens = ranking.tokens
         """Number of tokens that the model has read."""
         self.report: EncodeReport | None = ranking.report
         """The engine's report; None if the engine runs in another process."""
         self.widget: Any = None
-        """The widget that displays the result, once it was displayed."""
+        """The widget that displays the result; None before it is displayed for the first time."""
         self._show = show
         self._rows = [
             RankedDocument(rank=rank, score=score, index=index, document=documents[index])
@@ -84,7 +86,7 @@ class RerankResult(Sequence[RankedDocument]):
         return pandas.DataFrame([vars(row) for row in self._rows], columns=list(COLUMNS))
 
     def _ipython_display_(self) -> None:
-        # IPython uses the other forms after a NotImplementedError.
+        # After a NotImplementedError, IPython uses the other representations.
         if self._show is None:
             raise NotImplementedError
         try:
@@ -121,7 +123,8 @@ def _cells(row: RankedDocument, characters: int) -> tuple[str, ...]:
 
 
 def _line(text: str, characters: int) -> str:
-    """Shorten a text to one line. Characters that do not print could move a terminal's cursor or reverse the text."""
+    """Shorten a text to one line. Characters that are not printable are replaced, because they could move a terminal's
+    cursor or reverse the text."""
     start = "".join(char if char.isprintable() else " " for char in text[: 4 * characters])
     words = " ".join(start.split())
     cut = len(words) > characters or len(text) > 4 * characters

@@ -19,7 +19,7 @@ from lmx_lab.wire.admin import ModelRecords, Sample
 
 PACKAGES = ("lmx-lab", "mlx", "mlx-lm", "xllamacpp")
 DIRECTION_MARKS = frozenset("\u202a\u202b\u202c\u202d\u202e\u2066\u2067\u2068\u2069")
-"""Characters that change the direction of text; a name with them could be displayed reversed."""
+"""Characters that change the direction of text; a name that contains them could be displayed reversed."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -51,7 +51,7 @@ class Snapshot:
     machine: Machine
 
     def facts(self) -> dict[str, str]:
-        """Return short descriptions by name, without empty ones."""
+        """Return short descriptions by their names, without empty ones."""
         server, compute, preference = self.server, self.models.compute, self.models.preference
         facts = {
             "time": format_time(self.at),
@@ -81,7 +81,7 @@ class Snapshot:
             "tokens/s": f"{generated} generated, {prompts} of prompts, {encoded} embedded or scored",
             "requests": f"{now.active_requests} running, {now.queued_requests} waiting",
             "memory": f"{now.memory_active_gb:.2f} GB in use ({now.memory_cache_gb:.2f} GB for cached prompts), "
-            f"{now.memory_peak_gb:.2f} GB at most, {now.memory_total_gb:.1f} GB in total",
+            f"{now.memory_peak_gb:.2f} GB at the peak, {now.memory_total_gb:.1f} GB in total",
         }
 
     def __repr__(self) -> str:
@@ -124,7 +124,8 @@ def format_time(at: float) -> str:
 
 
 def safe_html(text: str) -> str:
-    """Escape text for HTML. Characters that a page must not contain, or that change the direction, are replaced."""
+    """Escape text for HTML. Characters that a page must not contain, or that change the text's direction, are
+    replaced."""
     return html.escape("".join("\N{REPLACEMENT CHARACTER}" if _is_unsafe(char) else char for char in text))
 
 

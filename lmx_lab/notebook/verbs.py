@@ -1,8 +1,9 @@
-"""Write a method once and get its blocking and its awaited form.
+"""Derive the blocking and the awaitable form of a method from one coroutine function, which is called a verb.
 
-The method is a coroutine that awaits only ``on_loop(...)``, ``in_thread(...)`` and other such coroutines. Its own code
-(checks of arguments, progress bars) runs in the thread of the caller in both forms: ``blocking`` waits in each of these
-calls, ``awaited`` suspends the caller's task. This is the pattern of httpx's ``Auth.auth_flow``.
+A verb awaits only ``on_loop(...)``, ``in_thread(...)`` and other verbs. Its own code (checks of arguments, progress
+bars) runs in the caller's thread in both forms. In the form that ``blocking`` returns, the caller waits in each of
+these steps; in the form that ``awaited`` returns, the caller's task is suspended. This is the pattern of httpx's
+``Auth.auth_flow``.
 """
 
 from __future__ import annotations
@@ -10,6 +11,7 @@ from __future__ import annotations
 import asyncio
 import functools
 import inspect
+import re
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Coroutine, Generator
 from typing import Any, Concatenate, Generic, ParamSpec, Protocol, TypeVar
@@ -18,14 +20,16 @@ from lmx_lab.portal import Interrupts, LoopThread, close_result, receive, run_ne
 
 P = ParamSpec("P")
 T = TypeVar("T")
+UNPACKED = re.compile(r"Unpack\[(\w+)\]")
 
 
 class LoopPortal:
     """Runs coroutines on one event loop, for callers on any thread and any loop.
 
     Args:
-        loop: The loop, or the thread of a loop that has one of its own. A loop of the caller's thread is run nested.
-        check: Called before each call; raises ``HostingError`` if the loop is not in use any more.
+        loop: The loop, or the thread in which the loop runs. If the loop is that of the caller's thread, it is run
+            nested.
+        check: Called before each call; raises ``HostingError`` if the loop is no longer in use.
         check_caller: Called before each blocking call; raises ``HostingError`` if the caller must not wait here.
     """
 
@@ -51,7 +55,7 @@ class LoopPortal:
             loop = self._loop
             return loop.run(work) if isinstance(loop, LoopThread) else run_nested(loop, work)
         except KeyboardInterrupt:
-            # The interrupt may have come before the coroutine was started.
+            # The interrupt may have occurred before the coroutine was started.
             if inspect.getcoroutinestate(work) == inspect.CORO_CREATED:
                 work.close()
             raise
@@ -79,7 +83,7 @@ class LoopPortal:
 
 
 class PortalOwner(Protocol):
-    """An object with verbs."""
+    """An object whose methods are derived from verbs."""
 
     @property
     def _portal(self) -> LoopPortal: ...
@@ -89,7 +93,7 @@ Owner = TypeVar("Owner", bound=PortalOwner)
 
 
 class VerbStep(ABC, Generic[T]):
-    """What a verb awaits."""
+    """An operation that a verb awaits: ``run`` waits for it, ``call`` awaits it."""
 
     def __await__(self) -> Generator[Any, Any, T]:
         result: T = yield self
@@ -103,7 +107,7 @@ class VerbStep(ABC, Generic[T]):
 
     @abstractmethod
     def close(self) -> None:
-        """Called instead of ``run`` and ``call`` when the verb was interrupted."""
+        """Release the operation, which was not started because the verb was interrupted."""
 
 
 class _LoopStep(VerbStep[T]):
@@ -156,17 +160,17 @@ def blocking(verb: Callable[Concatenate[Owner, P], Coroutine[Any, Any, T]]) -> C
 
     @functools.wraps(verb)
     def call(owner: Owner, /, *args: P.args, **kwargs: P.kwargs) -> T:
-        # IPython leaves these frames out of tracebacks.
+        # IPython omits frames with this variable from tracebacks.
         __tracebackhide__ = True
         return run_verb(owner, verb(owner, *args, **kwargs))
 
-    return _named(call, verb.__name__.lstrip("_"))
+    return _described(call, verb, verb.__name__.lstrip("_"))
 
 
 def awaited(
     verb: Callable[Concatenate[Owner, P], Coroutine[Any, Any, T]],
 ) -> Callable[Concatenate[Owner, P], Coroutine[Any, Any, T]]:
-    """Return the form of a verb to await, on any event loop. Cancelling it cancels its running step."""
+    """Return the awaitable form of a verb, for any event loop. Cancelling it cancels its running step."""
 
     @functools.wraps(verb)
     async def call(owner: Owner, /, *args: P.args, **kwargs: P.kwargs) -> T:
@@ -188,7 +192,7 @@ def awaited(
             # An exception refers to this frame, which must not refer to it.
             del resume, value
 
-    return _named(call, f"a{verb.__name__.lstrip('_')}")
+    return _described(call, verb, f"a{verb.__name__.lstrip('_')}")
 
 
 def run_verb(owner: PortalOwner, steps: Coroutine[Any, Any, T]) -> T:
@@ -238,7 +242,28 @@ def _run_step(step: VerbStep[T], owner: PortalOwner, interrupts: Interrupts) -> 
 Function = TypeVar("Function", bound=Callable[..., Any])
 
 
-def _named(function: Function, name: str) -> Function:
+def _described(function: Function, verb: Callable[..., Any], name: str) -> Function:
+    """Give a form of a verb its name, and the verb's signature with the keywords of ``**options`` written out.
+
+    Editors and IPython complete only keywords that a signature names.
+    """
     function.__name__ = name
     function.__qualname__ = f"{function.__qualname__.rpartition('.')[0]}.{name}"
+    signature = inspect.signature(verb)
+    parameters = [written_out for it in signature.parameters.values() for written_out in _written_out(it, verb)]
+    function.__signature__ = signature.replace(parameters=parameters)  # type: ignore[attr-defined]
     return function
+
+
+def _written_out(parameter: inspect.Parameter, verb: Callable[..., Any]) -> list[inspect.Parameter]:
+    """Return the keywords that ``**options: Unpack[SomeTypedDict]`` stands for; other parameters as they are."""
+    options = UNPACKED.fullmatch(str(parameter.annotation))
+    if options is None:
+        return [parameter]
+    keywords: dict[str, Any] = verb.__globals__[options[1]].__annotations__
+    return [
+        inspect.Parameter(
+            name, inspect.Parameter.KEYWORD_ONLY, default=..., annotation=getattr(it, "__forward_arg__", it)
+        )
+        for name, it in keywords.items()
+    ]

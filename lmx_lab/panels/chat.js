@@ -35,7 +35,7 @@ export default panel("Chat", ({ model, root, watch }) => {
   };
   const removed = h("p", { class: "dim" });
   const list = h("div");
-  // Focusable, so that arrow keys scroll instead of selecting another cell.
+  // The log can have the focus, so that arrow keys scroll it instead of selecting another cell.
   const log = h("div", { class: "scroll log", role: "log", "aria-label": "transcript", tabIndex: 0 }, removed, list);
   const show = keyed(list, message);
 
@@ -43,7 +43,7 @@ export default panel("Chat", ({ model, root, watch }) => {
     rows: 2, "aria-label": "message", placeholder: "Enter sends, Shift+Enter inserts a new line",
     onkeydown: (event) => {
       if (event.key === "Escape") stop();
-      // 229 is the Enter that ends a composition in Safari.
+      // In Safari, the Enter key that ends a composition has the code 229.
       if (event.key !== "Enter" || event.shiftKey || event.isComposing || event.keyCode === 229) return;
       event.preventDefault();
       event.repeat || send();

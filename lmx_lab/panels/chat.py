@@ -25,17 +25,17 @@ from lmx_lab.wire.generation import ANY_MODEL
 
 log = logging.getLogger(__name__)
 MAX_MESSAGES = 200
-"""Messages in the transcript."""
+"""Maximum number of messages in the transcript."""
 MAX_CHARACTERS = 200_000
-"""Characters in the transcript, including thoughts, and in one answer."""
+"""Maximum number of characters in the transcript, including thoughts, and in one answer."""
 MAX_MESSAGE_CHARACTERS = 100_000
-"""Characters in one message of the user, and in the system prompt."""
+"""Maximum number of characters in one message of the user, and in the system prompt."""
 SAMPLING: Mapping[str, Any] = {"temperature": 0.7, "top_p": 1, "max_tokens": 512, "seed": None, "system": ""}
 MAX_TOKENS = 1_000_000
 MAX_SEED = 2**53 - 1
 """The largest integer that JavaScript represents exactly."""
 REMARK_S = 0.5
-"""Time between two remarks about an answer without text."""
+"""Interval at which the status of an answer is updated before its first text."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -91,7 +91,7 @@ class LiveAnswer:
         return self._size > MAX_CHARACTERS
 
     def live(self) -> dict[str, Any]:
-        """The answer so far, as a view shows it."""
+        """Return the answer so far, as a view shows it."""
         return asdict(self.message()) | {"status": self.status}
 
     def message(self) -> TranscriptMessage:
@@ -109,12 +109,16 @@ class LiveAnswer:
         if cost is None:
             return self.ending
         speed = f"{cost.usage.completion_tokens} tokens · {cost.timings.predicted_per_second:.1f} tokens/s"
-        parts = (cost.model, f"{speed} · first after {cost.ttft_s:.2f} s", ending(cost, self._max_tokens))
+        parts = (
+            cost.model,
+            f"{speed} · first token after {cost.ttft_s:.2f} s",
+            describe_ending(cost, self._max_tokens),
+        )
         return " · ".join(filter(None, parts))
 
 
 class ChatPanel(Panel):
-    """Talk to the loaded model. ``history`` has the conversation as messages."""
+    """A chat with the loaded model. ``history`` is the conversation as messages."""
 
     SCRIPTS = ("panel.js", "keyed.js", "chat.js")
     STYLES = ("panel.css", "chat.css")
@@ -122,11 +126,11 @@ class ChatPanel(Panel):
     IN_REPORT = True
 
     messages: traitlets.List[Any] = traitlets.List().tag(sync=True)
-    """``TranscriptMessage`` as dicts, the oldest first."""
+    """The messages (``TranscriptMessage``) as dicts, the oldest first."""
     live = traitlets.Dict().tag(sync=True)
-    """The answer so far, with a status about its state; empty if there is none."""
+    """The answer that is being generated, with its ``status``; empty if there is none."""
     removed = traitlets.Unicode().tag(sync=True)
-    """How many messages were removed, and why."""
+    """A sentence that states how many messages were removed, and why; empty if none were."""
     sampling = traitlets.Dict(dict(SAMPLING)).tag(sync=True)
 
     def __init__(self, workbench: Workbench, **traits: Any) -> None:
@@ -139,11 +143,11 @@ class ChatPanel(Panel):
 
     @property
     def history(self) -> list[dict[str, str]]:
-        """The conversation as messages for ``lab.chat``, starting with the system prompt, if there is one.
+        """The conversation as messages for ``lab.chat``, starting with the system prompt if there is one.
 
-        Questions without an answer are left out.
+        Questions without an answer are omitted.
         """
-        return messages(self._messages, self.shown("sampling")["system"])
+        return to_chat_messages(self._messages, self.shown("sampling")["system"])
 
     # Requests
 
@@ -152,14 +156,14 @@ class ChatPanel(Panel):
         text = text_field(fields, "text", limit=MAX_MESSAGE_CHARACTERS)
         sampling = sampling_fields(fields)
         if self._answer_now is not None:
-            raise QueueFullError("this panel is generating an answer; stop it, or send this when it has ended")
+            raise QueueFullError("this panel is generating an answer; stop it, or send the message when it has ended")
         if not self.serves:
             raise HostingError(f"the server is {self.shown('server')['state']}; run the launch cell again")
         question = TranscriptMessage(id=self._next_id(), role="user", text=text)
         request = build_body(
             ChatRequest,
             model=ANY_MODEL,
-            messages=messages((*self._messages, question), sampling["system"], unanswered=question),
+            messages=to_chat_messages((*self._messages, question), sampling["system"], unanswered=question),
             **{name: value for name, value in sampling.items() if name != "system" and value is not None},
         )
         self._answer_now = LiveAnswer(self._next_id(), sampling["max_tokens"])
@@ -170,7 +174,7 @@ class ChatPanel(Panel):
         self._task.add_done_callback(self._ended)
 
     async def do_stop(self, fields: Mapping[str, Any]) -> None:
-        """Stop the answer that is being generated; its text so far stays."""
+        """Stop the answer that is being generated, and keep its text so far."""
         self._stop("stopped")
 
     async def do_clear(self, fields: Mapping[str, Any]) -> None:
@@ -211,18 +215,18 @@ class ChatPanel(Panel):
                 while (delta := await self._next(stream, answer)) is not None:
                     answer.add(delta)
                     if answer.is_too_long:
-                        answer.ending = f"cut at {MAX_CHARACTERS:,} characters, the most that this panel keeps"
+                        answer.ending = f"cut off after {MAX_CHARACTERS:,} characters, the limit of this panel"
                         return
                     self._show_live(answer)
             finally:
-                # Deleting it is not enough: futures refer to results of other loops.
+                # Deleting the stream is not enough, because futures of other loops refer to it.
                 stream.close()
             answer.cost = stream.cost()
         except LabError as exc:
             answer.error = exc.message
 
     async def _next(self, stream: AnswerStream, answer: LiveAnswer) -> Delta | None:
-        """Wait for the next piece; until the answer has begun, show the remarks of the stream."""
+        """Wait for the next piece. Until the answer has begun, show the status that the server reports."""
         step = asyncio.ensure_future(_next_delta(stream))
         try:
             while not (await asyncio.wait({step}, timeout=None if answer.has_begun else REMARK_S))[0]:
@@ -254,7 +258,7 @@ class ChatPanel(Panel):
         return self._count
 
     def _keep(self, message: TranscriptMessage, **values: Any) -> None:
-        kept = within_bounds((*self._messages, message))
+        kept = trim_transcript((*self._messages, message))
         self._removed += len(self._messages) + 1 - len(kept)
         self._messages = kept
         if self._removed:
@@ -280,7 +284,7 @@ async def _next_delta(stream: AnswerStream) -> Delta | None:
 
 
 def sampling_fields(fields: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the sampling settings of a request; missing ones have their defaults.
+    """Return the sampling settings of a request, with defaults for missing ones.
 
     Raises:
         InvalidRequestError: a setting is out of range.
@@ -295,13 +299,13 @@ def sampling_fields(fields: Mapping[str, Any]) -> dict[str, Any]:
     }
 
 
-def messages(
+def to_chat_messages(
     transcript: Sequence[TranscriptMessage], system: str, *, unanswered: TranscriptMessage | None = None
 ) -> list[dict[str, str]]:
     """Convert a transcript to messages of the chat format, without questions that have no answer.
 
     Args:
-        unanswered: A question to include nevertheless.
+        unanswered: A question to include although it has no answer.
     """
     converted = [{"role": "system", "content": system}] if system.strip() else []
     for message, following in zip(transcript, [*transcript[1:], None], strict=True):
@@ -312,8 +316,9 @@ def messages(
     return converted
 
 
-def within_bounds(transcript: tuple[TranscriptMessage, ...]) -> tuple[TranscriptMessage, ...]:
-    """Return the latest messages, starting with a question; the last two are kept, whatever their size."""
+def trim_transcript(transcript: tuple[TranscriptMessage, ...]) -> tuple[TranscriptMessage, ...]:
+    """Return the latest messages within the limits of a transcript, starting with a question. The last two are kept
+    whatever their size."""
     first = 0
     size = sum(message.size for message in transcript)
     while len(transcript) - first > 2 and (
@@ -324,8 +329,8 @@ def within_bounds(transcript: tuple[TranscriptMessage, ...]) -> tuple[Transcript
     return transcript[first:]
 
 
-def ending(cost: AnswerCost, max_tokens: int) -> str:
-    """Describe how an answer has ended; empty if the model has ended it."""
+def describe_ending(cost: AnswerCost, max_tokens: int) -> str:
+    """Describe why an answer has ended. Empty if the model has ended it."""
     if cost.finish_reason == "stop":
         return ""
     if cost.finish_reason == "length":

@@ -18,30 +18,30 @@ from lmx_lab.wire.events import DaemonEvent, Topic, TurnThinkingEvent, TurnToken
 GROUPS = tuple(topic for topic in get_args(Topic) if topic != "stream")
 """Topics that a filter may name."""
 MARKS = ("stream", "connection")
-"""The names of marks begin with these: rows about the connection, which no filter hides."""
+"""Prefixes of the names of marks, which are rows about the connection. No filter hides marks."""
 CHARACTERS = 2000
-"""Characters of a row's text that are kept and can be searched."""
+"""Number of characters of a row's text that are kept and searched."""
 MAX_ROWS = 5000
 MAX_BYTES = 16_000_000
 """Maximum size of all rows together, as JSON."""
 MAX_EVENT_CHARACTERS = 1_000_000
-"""Maximum size of one event as JSON; of longer events the beginning is kept."""
+"""Maximum length of one event as JSON. Only the beginning of a longer event is kept."""
 MAX_GROWN_CHARACTERS = 100_000
-"""Maximum length of the text in a growing row; the end is kept."""
+"""Maximum length of the text in a growing row. Only the end of a longer text is kept."""
 MAX_PIECES = 256
-"""Batches of a row that are kept as a list before they are joined."""
+"""Maximum number of a row's pieces of text; if there are more, they are joined into one."""
 ROW_BYTES = 500
 """Approximate size of a row without its texts."""
 VIEW_CHARACTERS = 240
 """Maximum length of a row's text in a view."""
-# Direction marks and terminal controls, which could make a reader see another event than there is.
+# Direction marks and terminal controls, with which an event could be displayed as a different one.
 _UNSAFE = re.compile("[\x7f-\x9f\u202a-\u202e\u2066-\u2069]")
 ENVELOPE = ("event", "seq", "at", "session_id", "turn_id")
 COLUMNS = ("time", "seq", "event", "session_id", "turn_id", "batches", "text", "json")
 
 
 class EventRow:
-    """An event, or a mark. All ``turn.token`` events of a message are one row, which grows."""
+    """The row of an event or of a mark. All ``turn.token`` events of a message share one row, which grows."""
 
     __slots__ = (
         *("number", "kind", "topic", "is_mark", "tone", "at", "seq", "session_id", "turn_id", "message_id"),
@@ -58,7 +58,7 @@ class EventRow:
         self.session_id: str | None = None
         self.turn_id: str | None = None
         self.message_id: str | None = None
-        """Set in growing rows."""
+        """Id of the message; set only in growing rows."""
         self.batches = 1
         self._content, self._json = content, text
         self._pieces: list[str] | None = None
@@ -66,6 +66,7 @@ class EventRow:
 
     @classmethod
     def of(cls, number: int, event: DaemonEvent) -> EventRow:
+        """Return the row of an event."""
         row = cls(number, event.event, event.at, tone=event.display_tone)
         row.seq, row.session_id, row.turn_id = event.seq, event.session_id, event.turn_id
         if isinstance(event, TurnTokenEvent | TurnThinkingEvent):
@@ -90,7 +91,7 @@ class EventRow:
 
     @property
     def content(self) -> str:
-        """At most ``CHARACTERS`` characters of text: the end of a growing text, the beginning of others."""
+        """At most ``CHARACTERS`` characters of the text: the end of a growing text, the beginning of other texts."""
         return self._content if self._pieces is None else self._text()[-CHARACTERS:]
 
     def grow(self, event: TurnTokenEvent | TurnThinkingEvent) -> None:
@@ -125,7 +126,8 @@ class EventRow:
         }
 
     def record(self) -> dict[str, Any]:
-        """Return the event as it was received; of a growing row the first one, with all text and the last ``seq``."""
+        """Return the event as it was received. For a growing row, this is its first event with the text of all events
+        and the last ``seq``."""
         event: dict[str, Any] = json.loads(self._json)
         if self._pieces is not None:
             event["data"]["text"] = self._text()
@@ -146,13 +148,13 @@ class EventRow:
 
 @dataclass(frozen=True, kw_only=True)
 class RowFilter:
-    """Which rows are shown; marks always are."""
+    """The filter that selects which rows are shown. Marks are always shown."""
 
     groups: frozenset[str] = frozenset(GROUPS)
     session_id: str = ""
-    """Rows of this session only; empty for all rows."""
+    """Show only rows of this session; empty for all rows."""
     text: str = ""
-    """Searched in the row's kind, session and text, ignoring case."""
+    """Show only rows whose kind, session or text contains this text, ignoring case."""
 
     @property
     def is_empty(self) -> bool:
@@ -171,28 +173,29 @@ _EVERYTHING = RowFilter()
 
 
 class EventRows:
-    """The rows, and those that pass a filter. Passing rows are numbered from the first one that ever passed."""
+    """All rows, and those that pass a filter. Passing rows are numbered from the first row that has passed the filter
+    since it was set."""
 
     def __init__(self) -> None:
         self._rows: deque[EventRow] = deque()
         self._growing: dict[tuple[str, str], EventRow] = {}
-        """The growing rows by kind and message, without removed ones."""
+        """The growing rows by kind and message id, without removed rows."""
         self._filter = RowFilter()
         self._passing: list[EventRow] | None = None
         self._bytes = 0
         self.count = 0
-        """Number of rows that were ever added."""
+        """Number of rows that were added so far."""
         self.removed = 0
-        """Rows that were removed to make room, since the last ``clear``."""
+        """Number of rows that were removed to make room since the last ``clear``."""
         self.base = 0
-        """Passing rows that were removed since the filter was set."""
+        """Number of passing rows that were removed since the filter was set."""
         self._numbering = 0
         """Changes whenever the numbers of passing rows start at 0 again."""
 
     # Add
 
     def add(self, event: DaemonEvent) -> None:
-        """Add an event: as a row, or as a batch of the row of its message."""
+        """Add an event, as a new row or to the growing row of its message."""
         if not isinstance(event, TurnTokenEvent | TurnThinkingEvent):
             if isinstance(event, ResetFrame):
                 # Text after the gap does not continue the text before it.

@@ -1,4 +1,4 @@
-"""Track a daemon's sessions by their events: state, streamed text, calls that wait for a decision."""
+"""Track a daemon's sessions from its events: their state, streamed text, and calls that wait for a decision."""
 
 from __future__ import annotations
 
@@ -31,21 +31,21 @@ from lmx_lab.wire.sessions import PermissionRecord, SessionRecord
 
 MAX_SESSIONS = 200
 MAX_MESSAGES = 64
-"""Maximum number of messages kept of the running turn."""
+"""Maximum number of messages of the running turn that are kept."""
 MAX_CHARACTERS = 20_000
-"""Maximum length of a message's text, and of a turn in a view; the end is kept."""
+"""Maximum length of a message's text, and of a turn's text in a view. Only the end of a longer text is kept."""
 MAX_PERMISSIONS = 100
 VIEW_PERMISSIONS = 20
-"""Permissions in a view, the oldest first; others follow when these are decided."""
+"""Maximum number of permissions in a view, the oldest first. The others are shown when these are decided."""
 ARGUMENT_CHARACTERS = 20_000
 """Maximum length of a call's arguments in a view."""
 NAME_CHARACTERS = 60
 ID_CHARACTERS = 8
-"""Length of the end of a session's id that is shown without a title."""
+"""Length of the end of a session's id, which is shown if the session has no title."""
 
 
 class SessionView:
-    """One session, as far as events describe it."""
+    """The state of one session, as far as events describe it."""
 
     def __init__(self, session_id: str, number: int) -> None:
         self.session_id = session_id
@@ -59,7 +59,7 @@ class SessionView:
         self.cursor = 0
         """Events up to this cursor were included in the snapshot."""
         self._texts: dict[str, str] = {}
-        """Texts of the running or last turn by message; the empty id is the partial text of a snapshot."""
+        """The texts of the running or last turn by message id. The empty id has the partial text of a snapshot."""
         self._thoughts = ""
 
     @property
@@ -89,7 +89,7 @@ class SessionView:
         self._texts.clear()
 
     def begin_if_idle(self, turn_id: str | None) -> None:
-        """Begin a turn, unless its start was received."""
+        """Begin a turn, unless its start was received already."""
         if self.turn_id != turn_id or self.status == "idle":
             self.begin(turn_id)
 
@@ -120,11 +120,11 @@ class SessionView:
 
 
 class SessionTracker:
-    """The sessions with events, at most the latest ``MAX_SESSIONS``."""
+    """The sessions that had events, at most the latest ``MAX_SESSIONS``."""
 
     def __init__(self) -> None:
         self._sessions: dict[str, SessionView] = {}
-        """In the order of their latest events."""
+        """The sessions by id, in the order of their latest events."""
         self._permissions: dict[str, PermissionRecord] = {}
         self._count = 0
 

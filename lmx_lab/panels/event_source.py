@@ -6,22 +6,23 @@ from collections.abc import AsyncGenerator
 from typing import TYPE_CHECKING, Literal, Protocol
 
 if TYPE_CHECKING:
-    # For types only: most labs have no daemon, and the client takes time to import.
+    # Imported for types only, because most labs have no daemon, and the client takes time to import.
     from lmx_lab.client.event_receiver import ConnectionState
     from lmx_lab.wire.events import DaemonEvent
 
 
 class EventSource(Protocol):
-    """A daemon as the events panel needs it. All methods run on the panels' loop and raise only ``LabError``."""
+    """The part of a daemon that the events panel uses. All methods run on the panels' loop and raise only
+    ``LabError``."""
 
     @property
     def place(self) -> str:
         """The daemon's address, for display."""
 
     def events(self) -> AsyncGenerator[DaemonEvent | ConnectionState, None]:
-        """Return events and states of the connection, in order.
+        """Yield events and states of the connection, in order.
 
-        It ends, or raises, when no further attempt to connect can succeed.
+        The stream ends or raises when no further attempt to connect can succeed.
         """
 
     async def decide(

@@ -1,7 +1,7 @@
 // The events panel: a window over the rows in Python, the text of one session, and calls that wait for a decision.
 
-// Height of a row in pixels, as in events.css; rows that are drawn beyond each edge; minimum time between two requests for
-// rows that were not caused by scrolling.
+// Height of a row in pixels, as in events.css; number of rows that are drawn beyond each edge; minimum time between two
+// requests for rows that were not caused by scrolling.
 const ROW = 26, MARGIN = 12, INTERVAL_MS = 2000;
 const MAX_CHARACTERS = 1e5;
 const GROUPS = ["turns", "text", "tools", "permissions", "sessions", "daemon", "other"];
@@ -221,7 +221,7 @@ export default panel("Events", ({ model, root, watch }) => {
     showWaiting(permissions);
     const calls = permissions.map(({ tool, session: where }) => `${tool} in ${where}`).join(", ");
     set(announcement, calls && "decision needed: " + calls);
-    // Not to the button of the next call: a second Enter would decide it unread.
+    // The focus does not move to a button of the next call, on which a second Enter would decide before it is read.
     if (hadFocus && !waiting.contains(document.activeElement)) scroller.focus({ preventScroll: true });
   });
   watch(["sessions", "filter"], () => {

@@ -29,20 +29,20 @@ from lmx_lab.wire.events import DaemonEvent
 
 log = logging.getLogger(__name__)
 WINDOW_ROWS = 100
-"""Rows in a frame, and maximum number of rows in the reply to a request."""
+"""Number of rows in a frame, and maximum number of rows in the reply to a request."""
 SNAPSHOT_ROWS = 40
 SEARCH_CHARACTERS = 200
 EVENTS_AT_ONCE = 200
-"""Events after which other tasks of the loop run, however fast events arrive."""
+"""Number of events after which other tasks of the loop may run, even if events arrive faster than they are read."""
 NO_DAEMON = "This lab has no daemon; lmx_lab.launch(daemon=True) starts one."
 
 
 class EventsPanel(Panel):
-    """The daemon's events as rows, with filters; the text of a session; calls of tools that wait for a decision.
+    """Shows the daemon's events as rows with filters, the text of a session, and tool calls that wait for a decision.
 
-    The last 5,000 rows are kept in Python: a view has a window of at most 100 rows, and requests others. The streamed
-    text of a message is a single row that grows. Events are read as long as the panel is open, also without a view.
-    ``df`` has the rows.
+    The last 5,000 rows are kept in Python. A view has a window of at most 100 rows, and requests other rows when they
+    are needed. The streamed text of a message is a single row that grows. Events are read as long as the panel is open,
+    even if no view displays it. ``df`` has the rows.
     """
 
     SCRIPTS = ("panel.js", "keyed.js", "events.js")
@@ -57,9 +57,9 @@ class EventsPanel(Panel):
     frame = traitlets.Dict().tag(sync=True)
     """The newest rows that pass the filter: ``{numbering, base, total, first, rows, summary}``. Passing rows are
     numbered from 0, and keep their numbers when the oldest are removed: existing rows have the numbers from ``base`` to
-    ``base + total``. The numbers start at 0 again when ``numbering`` changes."""
+    ``base + total - 1``. The numbers start at 0 again when ``numbering`` changes."""
     filter = traitlets.Dict().tag(sync=True)
-    """``{groups, session, text}``; the same for all views."""
+    """``{groups, session, text}``; all views share it."""
     sessions: traitlets.List[Any] = traitlets.List().tag(sync=True)
     """``{id, name, status}`` of each session."""
     live = traitlets.Dict().tag(sync=True)
@@ -75,7 +75,7 @@ class EventsPanel(Panel):
         self._stream: tuple[str, int] | None = None
         """Id of the daemon's log, and the cursor of the last event that was read."""
         self._outage: tuple[EventRow, float] | None = None
-        """The mark of a lost connection, and when it was lost."""
+        """The mark of a lost connection, and the time at which it was lost."""
         self._connection = ConnectionState(state="connecting")
         self._is_stale = False
         self._is_closed = False
@@ -89,7 +89,7 @@ class EventsPanel(Panel):
             return
         if self.workbench.events is not self._source:
             self._follow(self.workbench.events)
-        # The reader was cancelled when the workbench rested.
+        # The reader was cancelled when the workbench was suspended.
         elif self._source is not None and (self._reader is None or self._reader.cancelled()):
             self._read()
 
@@ -135,7 +135,7 @@ class EventsPanel(Panel):
             log.exception("a daemon's events cannot be read")
             error = HostingError(BUG)
         except asyncio.CancelledError:
-            # The workbench rests, or another daemon is shown; neither needs a mark.
+            # The workbench was suspended, or another daemon is shown; neither needs a mark.
             if source is self._source:
                 self._connection = ConnectionState(state="closed")
                 self._redraw()
@@ -152,7 +152,7 @@ class EventsPanel(Panel):
             self._stream = (event.stream_id, event.data.cursor)
         elif event.seq is not None:
             if self._stream is not None and self._stream[0] == event.stream_id and event.seq <= self._stream[1]:
-                return  # A new reader receives the last events once more.
+                return  # A new reader receives the last events again.
             self._stream = (event.stream_id, event.seq)
         self._rows.add(event)
         self._sessions.add(event)
@@ -176,7 +176,7 @@ class EventsPanel(Panel):
     # State
 
     def _redraw(self) -> None:
-        """Update all traits with the next frame; they are computed once, however many events arrive until then."""
+        """Update all traits with the next frame. They are computed only once for all events until then."""
         if not self._is_stale:
             self._is_stale = True
             self.show()
@@ -232,7 +232,7 @@ class EventsPanel(Panel):
         return row.as_json()
 
     async def do_filter(self, fields: Mapping[str, Any]) -> None:
-        """Set ``groups``, ``session`` and ``text``; missing ones stay as they are."""
+        """Set ``groups``, ``session`` and ``text`` of the filter; missing ones stay unchanged."""
         now = self._rows.filter
         groups, session, text = (
             fields.get("groups", list(now.groups)),
@@ -270,7 +270,7 @@ class EventsPanel(Panel):
         await self._daemon().cancel(text_field(fields, "session", limit=SEARCH_CHARACTERS))
 
     async def do_clear(self, fields: Mapping[str, Any]) -> None:
-        """Remove all rows; sessions, and calls that wait for a decision, stay."""
+        """Remove all rows, but neither sessions nor calls that wait for a decision."""
         self._rows.clear()
         self._outage = None
         self._redraw()
@@ -292,9 +292,11 @@ class EventsPanel(Panel):
 
     @property
     def df(self) -> Any:
-        """All rows as a pandas data frame, whatever the filter is, the oldest first: ``time`` (UTC), ``seq``,
-        ``event``, ``session_id``, ``turn_id``, ``batches``, ``text`` and the event as ``json``. The streamed text of a
-        message is one row; ``batches`` is its number of events. Marks of the connection have no ``seq``.
+        """All rows as a pandas data frame, the oldest first, without regard to the filter.
+
+        The columns are ``time`` (UTC), ``seq``, ``event``, ``session_id``, ``turn_id``, ``batches``, ``text`` and the
+        event as ``json``. The streamed text of a message is one row; ``batches`` is its number of events. Marks of the
+        connection have no ``seq``.
 
         Raises:
             ImportError: pandas is not installed.

@@ -15,13 +15,15 @@ MAX_REQUESTS = 1000
 
 @dataclass(frozen=True, kw_only=True)
 class EndedRequest:
+    """A request that has ended, and the time of its end."""
+
     at: float
     """Seconds since 1970."""
     event: RequestEvent
 
 
 class History:
-    """Samples and ended requests. The workbench adds to it; it can be read from any thread."""
+    """The samples and the ended requests. The workbench adds to it; it can be read from any thread."""
 
     def __init__(self) -> None:
         self._samples: deque[Sample] = deque(maxlen=MAX_SAMPLES)
@@ -39,7 +41,7 @@ class History:
 
     def add_sample(self, sample: Sample) -> None:
         if self._samples and self._samples[-1].at == sample.at:
-            return  # A server elsewhere sends one sample a second, and two are read.
+            return  # A server elsewhere sends one sample per second, but samples are read twice per second.
         self._samples.append(sample)
         while self._samples[0].at < sample.at - KEPT_S:
             self._samples.popleft()

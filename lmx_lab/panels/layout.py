@@ -1,4 +1,4 @@
-"""List the panels, and put them together: one instance of each for a workbench, alone or side by side."""
+"""List the panels, and create and arrange the widgets of a workbench, which has one instance of each panel."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ CARD = "card"
 
 
 class PanelGrid(ipywidgets.GridBox):  # type: ignore[misc]
-    """Several panels, side by side if there is room."""
+    """A grid of several panels, which are side by side if there is room."""
 
     def __init__(self, panels: Sequence[Panel]) -> None:
         columns = "repeat(auto-fit, minmax(min(26rem, 100%), 1fr))"
@@ -45,8 +45,8 @@ class PanelGrid(ipywidgets.GridBox):  # type: ignore[misc]
         static_fallback.show(self._repr_mimebundle_())
 
 
-def composed(workbench: Workbench, names: Sequence[str]) -> ipywidgets.DOMWidget:
-    """Return the named panels as one widget. Without names all, but those of a daemon only if there is one.
+def compose_panels(workbench: Workbench, names: Sequence[str]) -> ipywidgets.DOMWidget:
+    """Return the named panels as one widget; by default all panels, but those of a daemon only if there is one.
 
     Raises:
         InvalidRequestError: there is no panel of this name.
@@ -56,7 +56,7 @@ def composed(workbench: Workbench, names: Sequence[str]) -> ipywidgets.DOMWidget
             raise InvalidRequestError(
                 f"there is no panel {name!r:.40}; the panels are {', '.join(PANELS)}", param="names"
             )
-    panels = [panel(workbench, name, PANELS[name]) for name in names or _usual(workbench)]
+    panels = [panel(workbench, name, PANELS[name]) for name in names or _default_panels(workbench)]
     if len(panels) == 1:
         return panels[0]
     box = workbench.boxes.get(tuple(names))
@@ -65,17 +65,17 @@ def composed(workbench: Workbench, names: Sequence[str]) -> ipywidgets.DOMWidget
     return box
 
 
-def _usual(workbench: Workbench) -> Sequence[str]:
+def _default_panels(workbench: Workbench) -> Sequence[str]:
     return [name for name, panel in PANELS.items() if not panel.NEEDS_DAEMON or workbench.events is not None]
 
 
 def card(workbench: Workbench) -> Panel:
-    """Return the lab in short: its addresses and its loaded model, with the list of models folded."""
+    """Return the compact models panel: the lab's addresses and its loaded model, with the list of models folded."""
     return panel(workbench, CARD, lambda bench: ModelsPanel(bench, compact=True))
 
 
 def panel(workbench: Workbench, name: str, make: Callable[[Workbench], Panel]) -> Panel:
-    """Return the workbench's one instance, or a new one if that was closed."""
+    """Return the workbench's panel of this name, which is created if it does not exist or was closed."""
     found: Panel | None = workbench.panels.get(name)
     if found is None or found.comm is None:
         found = workbench.panels[name] = make(workbench)
@@ -83,7 +83,7 @@ def panel(workbench: Workbench, name: str, make: Callable[[Workbench], Panel]) -
 
 
 def report_sections(workbench: Workbench) -> list[tuple[str, str]]:
-    """Return title and static HTML of the existing panels that belong into a report."""
+    """Return the title and the static HTML of each existing panel that a report includes."""
     return [
         (name.title(), workbench.panels[name].snapshot_html())
         for name, panel in PANELS.items()

@@ -57,7 +57,7 @@ export default panel("Metrics", ({ model, root, watch }) => {
       draw() {
         const own = columns.slice(first + 1, first + 1 + names.length);
         plot.setData([columns[0], ...own.slice(0, lines)]);
-        // Rarely, so that a screen reader reaches the end of the table before it changes.
+        // Updated rarely, so that a screen reader reaches the end of the table before it changes.
         if (drawn % 20 === 0) body.replaceChildren(...columns[0].map((at, n) =>
           row("td", [new Date(1e3 * at).toLocaleTimeString(), ...own.map((column) => write(column[n]))])).slice(-10));
       },

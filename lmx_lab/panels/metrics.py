@@ -23,9 +23,9 @@ from lmx_lab.wire.admin import Sample
 
 WINDOWS_MIN = (1, 5, 15)
 MAX_POINTS = 400
-"""Points in a window; a chart of the usual width has fewer pixels."""
+"""Maximum number of points in a window. A chart of the usual width has fewer pixels."""
 GAP_S = 3.0
-"""Samples that are further apart are not connected by a line."""
+"""Samples that are further apart than this are not connected by a line."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -37,15 +37,15 @@ class MetricChart:
     digits: int
     """Decimal places of the values."""
     least: float
-    """Minimum of the highest value on the axis."""
+    """Minimum value at the upper end of the axis."""
     names: tuple[str, ...]
     lines: int
-    """The number of names, from the first, that have a line; the others have only a value."""
+    """Number of names that have a line, counted from the first; the others are shown only as a value."""
     fields: tuple[str, ...]
     """The field of ``Sample`` for each name."""
 
     def shown(self) -> dict[str, Any]:
-        """The chart as a view shows it."""
+        """Return the chart as a view shows it."""
         title = f"{self.title}, {self.unit}" if self.unit else self.title
         return {**asdict(self), "title": title}
 
@@ -84,7 +84,7 @@ CHARTS = (
         unit="GB",
         digits=2,
         least=0.01,
-        names=("active", "cache", "peak", "of"),
+        names=("active", "cache", "peak", "total"),
         lines=3,
         fields=("memory_active_gb", "memory_cache_gb", "memory_peak_gb", "memory_total_gb"),
     ),
@@ -95,9 +95,9 @@ NO_VALUES = (math.nan,) * len(FIELDS)
 
 
 class MetricsPanel(Panel):
-    """Speed, requests and memory over the last minutes; ``df`` has the samples.
+    """Shows speed, requests and memory over the last minutes; ``df`` has the samples.
 
-    The workbench takes samples also while the view is paused.
+    Samples are also recorded while the view is paused.
     """
 
     SCRIPTS = ("uplot/uPlot.iife.min.js", "panel.js", "metrics.js")
@@ -125,7 +125,7 @@ class MetricsPanel(Panel):
 
     @property
     def samples(self) -> list[Sample]:
-        """The samples of the last 15 minutes, two a second, the oldest first."""
+        """The samples of the last 15 minutes, two per second, the oldest first."""
         return self.workbench.history.samples
 
     @property
@@ -152,7 +152,7 @@ class MetricsPanel(Panel):
             self.show(now=[])
 
     async def do_change(self, fields: Mapping[str, Any]) -> None:
-        """Set ``minutes`` of the window, and ``paused``; missing ones stay as they are."""
+        """Set ``minutes``, the length of the window, and ``paused``; a missing one stays unchanged."""
         minutes = fields.get("minutes", self.shown("minutes"))
         paused = fields.get("paused", self.shown("paused"))
         if isinstance(minutes, bool) or minutes not in WINDOWS_MIN:
@@ -180,8 +180,7 @@ class MetricsPanel(Panel):
 def _snapshot_row(chart: MetricChart, at: int, samples: Sequence[Sample]) -> str:
     field = attrgetter(chart.fields[at])
     latest, highest = (field(samples[-1]), max(map(field, samples))) if samples else (None, None)
-    name = "total" if at >= chart.lines else chart.names[at]
-    return table_row([f"{chart.title}: {name}", _formatted(chart, latest), _formatted(chart, highest)])
+    return table_row([f"{chart.title}: {chart.names[at]}", _formatted(chart, latest), _formatted(chart, highest)])
 
 
 def _formatted(chart: MetricChart, value: float | None) -> str:
@@ -189,15 +188,19 @@ def _formatted(chart: MetricChart, value: float | None) -> str:
 
 
 def _drawn(samples: Sequence[Sample], *, window_s: float) -> dict[str, Any]:
-    """The traits of one frame."""
+    """Return the traits of one frame."""
     end = samples[-1].at
-    return {"end": end, "now": list(values_of(samples[-1])), "frame": packed(window(samples, window_s=window_s), end)}
+    return {
+        "end": end,
+        "now": list(values_of(samples[-1])),
+        "frame": pack_columns(window(samples, window_s=window_s), end),
+    }
 
 
 def window(samples: Sequence[Sample], *, window_s: float) -> list[tuple[float, ...]]:
-    """Return the last seconds as rows of time and values, at most ``MAX_POINTS``.
+    """Return the samples of the last ``window_s`` seconds as at most ``MAX_POINTS`` rows of a time and the values.
 
-    If several samples share a point, the highest of each value is kept, so that no peak is lost in a long window.
+    If a point represents several samples, it has the highest of each value, so that no peak is lost in a long window.
     Points lie on a grid of absolute time, so that the curve moves without flickering. A gap is a row of NaN.
     """
     width_s = window_s / MAX_POINTS
@@ -215,7 +218,8 @@ def window(samples: Sequence[Sample], *, window_s: float) -> list[tuple[float, .
 
 
 def _recent(samples: Sequence[Sample], window_s: float) -> list[Sample]:
-    """The samples in the window, in ascending time. Samples from before the clock was set back are left out."""
+    """Return the samples in the window in ascending order of time, without those from before the clock was set
+    back."""
     recent: list[Sample] = []
     for sample in reversed(samples):
         if recent and (sample.at > recent[-1].at or sample.at < recent[0].at - window_s):
@@ -225,7 +229,7 @@ def _recent(samples: Sequence[Sample], window_s: float) -> list[Sample]:
     return recent[::-1]
 
 
-def packed(rows: Iterable[Sequence[float]], end: float) -> bytes:
+def pack_columns(rows: Iterable[Sequence[float]], end: float) -> bytes:
     """Convert rows to columns of little-endian float32, with times relative to ``end``."""
     flat = array("f")
     for number, column in enumerate(zip(*rows, strict=True)):

@@ -25,8 +25,8 @@ log = logging.getLogger(__name__)
 MAX_ROWS = 500
 MAX_JOBS = 8
 SILENT_S = 30.0
-"""Time without an event after which another client's download is not shown any more: it has ended, or its model has got
-another name."""
+"""Time without an event after which another client's download is no longer shown: it has ended, or its model has
+received another name."""
 SNAPSHOT_S = 1.0
 """Maximum time that a snapshot waits for the first list."""
 COLUMNS = ("model", "kind", "format", "engine", "size", "quantization", "context", "state")
@@ -55,10 +55,10 @@ class ModelJob:
     updated_at: float = field(default_factory=time.monotonic)
 
     def row(self, *, answers: int, can_cancel: bool) -> dict[str, Any]:
-        """The job as a view shows it.
+        """Return the job as a view shows it.
 
         Args:
-            answers: Number of running generations; the engine lets them end before it changes its model.
+            answers: Number of running generations, for which the engine waits before it changes its model.
         """
         text = STAGES[self.stage]
         if self.stage in IN_ENGINE and answers:
@@ -80,7 +80,7 @@ class ModelJob:
 
 
 class ModelsPanel(Panel):
-    """Models on disk and in memory, and buttons that load and unload them. ``compact`` folds the list."""
+    """Shows the models on disk and in memory, with buttons that load and unload them. ``compact`` folds the list."""
 
     SCRIPTS = ("panel.js", "keyed.js", "direct.js", "models.js")
     STYLES = ("panel.css", "models.css")
@@ -88,14 +88,15 @@ class ModelsPanel(Panel):
 
     compact = traitlets.Bool(False).tag(sync=True)
     rows: traitlets.List[Any] = traitlets.List().tag(sync=True)
-    """``{id, cells, action}``: the cells after the first column, and the label of the button, empty without one."""
+    """``{id, cells, action}`` of each model: the cells after the first column, and the label of the button, which is
+    empty if there is no button."""
     caption = traitlets.Unicode().tag(sync=True)
     engines = traitlets.Unicode().tag(sync=True)
     """The faster engine on this machine, or why models of an engine cannot be loaded; empty if it is not known."""
     jobs: traitlets.List[Any] = traitlets.List().tag(sync=True)
     """Running loads and unloads: ``{id, text, detail, fraction, can_cancel}``. ``fraction`` is 0 to 1, or None."""
     error = traitlets.Unicode().tag(sync=True)
-    """The last failure, until it is dismissed or another job is started."""
+    """The message of the last failure, until it is dismissed or another job is started."""
 
     def __init__(self, workbench: Workbench, **traits: Any) -> None:
         self._records: tuple[ModelRecord, ...] = ()
@@ -134,7 +135,7 @@ class ModelsPanel(Panel):
         before, self._shown_server = self._shown_server, server
         if any(before.get(name) != server[name] for name in ("state", "model", "pinned")):
             self._show_rows()
-            # Some unloads have no event: of idle models, and for lack of memory.
+            # If a model is unloaded because it is idle, or for lack of memory, there may be no event.
             if before and before["model"] != server["model"]:
                 self._refresh_soon()
 
@@ -182,7 +183,7 @@ class ModelsPanel(Panel):
         return {"model": name}
 
     async def do_unload(self, fields: Mapping[str, Any]) -> dict[str, str]:
-        """Start to unload; does nothing if the model is not loaded any more."""
+        """Start to unload the model. Does nothing if it is no longer loaded."""
         name = text_field(fields, "model")
         backend = self.workbench.backend
         if self._own is None or (self._own.model, self._own.stage) != (name, "unload"):
@@ -243,7 +244,8 @@ class ModelsPanel(Panel):
     # The list
 
     def _refresh_soon(self) -> asyncio.Task[None]:
-        """List the models; if a scan is running, scan once more after it, because it may have started too early."""
+        """Start to list the models. If a scan is running, another one follows it, because the first may have started
+        too early to see the latest change."""
         self._is_stale = True
         if self._scan is None or self._scan.done():
             self._scan = asyncio.create_task(self._scan_while_stale(), name="list the models")
@@ -336,7 +338,7 @@ def _updated(job: ModelJob, event: ModelEvent) -> ModelJob:
         job,
         stage=event.stage,
         done_bytes=event.done_bytes,
-        # While a model is read into memory, only its size is known, not the progress.
+        # While a model is read into memory, its size is known, but not the progress.
         total_bytes=event.total_bytes,
         updated_at=time.monotonic(),
     )

@@ -1,4 +1,7 @@
-"""The base class of all panels: state is sent down in traits, requests come up as messages with one reply each."""
+"""Define the base class of all panels.
+
+Python sends state to the views in traits. A view sends requests as messages, each of which has exactly one reply.
+"""
 
 from __future__ import annotations
 
@@ -20,35 +23,36 @@ from lmx_lab.wire.admin import ModelEvent, Sample
 
 log = logging.getLogger(__name__)
 FRAME_S = 0.3
-"""Time between two messages of state: fewer than four a second, and changes still appear at once."""
+"""Minimum time between two messages of state: fewer than four are sent per second, and changes still appear at once.
+"""
 MAX_REQUESTS = 16
-"""Running requests of one panel; further ones are refused."""
+"""Maximum number of running requests of one panel. Further requests are refused."""
 MAX_ID_CHARACTERS = 64
-BUG = "a bug in the panel; the kernel's log has the details"
+BUG = "this failed because of a bug in the panel; the kernel's log has the details"
 
 
 class Panel(anywidget.AnyWidget):
     """A widget that shows the workbench's lab.
 
-    Traits are only sent to the views, never back. They are set on the workbench's loop, through ``show``, so a view
-    that opens late, again or in a second tab shows the same as all others. A view sends ``{id, do, ...}`` and receives
-    ``{id, ok, result}`` or ``{id, ok, error: {code, message}}``. Messages may arrive on any thread.
+    Traits are sent only to the views, never back. They are set on the workbench's loop, with ``show``. Therefore a view
+    that is opened later, again or in a second tab shows the same as all others. A view sends ``{id, do, ...}`` and
+    receives ``{id, ok, result}`` or ``{id, ok, error: {code, message}}``. Messages may arrive on any thread.
     """
 
     SCRIPTS: ClassVar[tuple[str, ...]] = ()
     """Files of this folder that make up the panel's module; the last one is the panel's own."""
     STYLES: ClassVar[tuple[str, ...]] = ("panel.css",)
     REQUESTS: ClassVar[frozenset[str]] = frozenset()
-    """Requests of views: ``load`` calls the coroutine ``do_load(fields)``."""
+    """Names of the requests that views may send. ``load`` calls the coroutine ``do_load(fields)``."""
     IN_REPORT: ClassVar[bool] = False
     """Whether ``lab.report`` includes the panel's snapshot."""
     NEEDS_DAEMON: ClassVar[bool] = False
     """Whether ``lab.panel()`` shows the panel only if there is a daemon."""
 
     server = traitlets.Dict().tag(sync=True)
-    """``ServerState`` as a dict."""
+    """The server's state (``ServerState``) as a dict."""
     revision = traitlets.Int().tag(sync=True)
-    """Number of state messages; a view that has missed one finds out by the gap, or with ``compare``."""
+    """Number of state messages so far. A view detects a missed message by a gap in it, or with ``compare``."""
 
     def __init_subclass__(cls, **kwargs: Any) -> None:
         # traitlets derives a class for each instance, in which these are traits already.
@@ -60,13 +64,13 @@ class Panel(anywidget.AnyWidget):
     def __init__(self, workbench: Workbench, **traits: Any) -> None:
         self.workbench = workbench
         self._pending: dict[str, Any] = {}
-        """Values of traits for the next frame."""
+        """The values of traits that the next frame sets."""
         self._frame: asyncio.TimerHandle | None = None
         self._shown_at = -FRAME_S
         self._requests: set[asyncio.Task[None]] = set()
         super().__init__(**{"server": asdict(workbench.backend.state()), **traits})
-        # ipykernel sends a view's messages to the shell that the panel has last used, which is the cell's: a click
-        # would wait for a cell that blocks. The shell that JupyterLab has opened for widgets does not.
+        # ipykernel sends a view's messages to the shell that the panel has used last. This is the shell of cells, in
+        # which a click would wait for a cell that blocks. The shell that JupyterLab has opened for widgets does not.
         if hasattr(self.comm, "_reply_subshell_for"):
             self.comm._reply_subshell_for = lambda _data, chosen: chosen
         self.on_msg(self._receive)
@@ -85,6 +89,7 @@ class Panel(anywidget.AnyWidget):
                 self._frame = asyncio.get_running_loop().call_later(wait_s, self.flush)
 
     def flush(self) -> None:
+        """Set the traits of the next frame now."""
         self._frame = None
         values, self._pending = self._pending, {}
         self._shown_at = time.monotonic()
@@ -94,7 +99,7 @@ class Panel(anywidget.AnyWidget):
                 setattr(self, name, value)
 
     def shown(self, name: str) -> Any:
-        """Return a trait's value, or the value for the next frame."""
+        """Return the value that a trait has after the next frame."""
         return self._pending.get(name, getattr(self, name))
 
     @property
@@ -105,22 +110,27 @@ class Panel(anywidget.AnyWidget):
     # Called by the workbench
 
     def tick(self, backend: Backend, sample: Sample | None) -> None:
+        """Update the server's state. Called regularly; see ``Watcher``."""
         state = asdict(backend.state())
         if state != self.shown("server"):
             self.show(server=state)
 
     def model_event(self, event: ModelEvent) -> None:
-        """Does nothing; for panels that show models."""
+        """Handle an event of a model. Does nothing by default; panels that show models override it."""
 
     def backend_changed(self) -> None:
-        """Does nothing; for panels whose state belongs to one lab."""
+        """Called when another lab is shown. Does nothing by default; panels whose state belongs to one lab override
+        it."""
 
     # Requests
 
     async def do_compare(self, fields: Mapping[str, Any]) -> int:
-        """Compare the revision of a view with the panel's. Returns the panel's, and sends all state if they differ.
+        """Compare the revision of a view with the panel's, and send the complete state if they differ.
 
-        Messages of the kernel are lost while its connection breaks, and the protocol of widgets does not detect it.
+        Messages of the kernel are lost when its connection breaks, and the protocol of widgets does not detect this.
+
+        Returns:
+            The panel's revision.
         """
         if fields.get("revision") != self.revision:
             self.send_state([name for name in self.keys if not name.startswith("_")])

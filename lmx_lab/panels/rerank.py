@@ -1,4 +1,4 @@
-"""The rerank panel: documents by relevance, as a table that can be sorted, expanded and copied."""
+"""The rerank panel: documents ranked by relevance, as a table that can be sorted, expanded and copied."""
 
 from __future__ import annotations
 
@@ -29,19 +29,19 @@ from lmx_lab.wire.rerank import RerankBody
 log = logging.getLogger(__name__)
 PAGE_ROWS = 100
 CELL_CHARACTERS = 300
-"""Characters of a document in the table."""
+"""Maximum number of characters of a document in the table."""
 MAX_DOCUMENT_CHARACTERS = 100_000
-"""Characters of one document that was expanded."""
+"""Maximum number of characters of a document that is expanded."""
 MAX_QUERY_CHARACTERS = 10_000
 MAX_CHARACTERS = 2_000_000
-"""Characters of all documents in the form; a kernel's WebSocket accepts 10 MB."""
+"""Maximum number of characters of all documents in the form. A kernel's WebSocket accepts 10 MB."""
 MAX_TSV_CHARACTERS = 8_000_000
 KEPT_CHARACTERS = 10_000
-"""Documents in the form up to this size are sent to views that open later."""
+"""Documents in the form are sent to views that are opened later only if they have at most this number of characters."""
 SNAPSHOT_ROWS = 20
 RANKING = "Ranking…"
 
-# The second four are full-width variants, which some spreadsheets treat alike.
+# The last four are full-width variants, which some spreadsheets treat in the same way.
 _FORMULA = ("=", "+", "-", "@", "\uff1d", "\uff0b", "\uff0d", "\uff20")
 
 
@@ -53,13 +53,13 @@ class RankingTable:
     order: Sequence[tuple[int, float]]
     """Index among the given documents, starting at 0, and score."""
     documents: Sequence[str]
-    """The documents in the same order."""
+    """The documents in the order of ``order``."""
     model: str
     method: str
     took_ms: float | None = None
 
     def change(self, at: int) -> int:
-        """The number of places by which the document rose against the given order."""
+        """Return how many places higher the document is than in the given order."""
         return self.order[at][0] - at
 
 
@@ -75,9 +75,9 @@ COLUMNS: dict[str, tuple[_Key, bool]] = {
 
 
 class RerankPanel(Panel):
-    """Ranks documents that are typed or pasted; or displays only the table of a given ``result``.
+    """Ranks documents that are typed or pasted into a form, or displays only the table of a given ``result``.
 
-    The rows stay in Python. A view receives one page, with the beginnings of long documents.
+    The rows are kept in Python. A view receives one page of them, with the beginnings of long documents.
     """
 
     SCRIPTS = ("panel.js", "rerank.js")
@@ -90,7 +90,7 @@ class RerankPanel(Panel):
     """Query and documents of the last request, for the form of a view that opens later."""
     busy = traitlets.Bool(False).tag(sync=True)
     activity = traitlets.Unicode().tag(sync=True)
-    """The current activity while it is busy."""
+    """What the panel is doing while ``busy`` is true."""
     error = traitlets.Unicode().tag(sync=True)
     """Why the last ranking has no result."""
     table = traitlets.Dict().tag(sync=True)
@@ -173,7 +173,7 @@ class RerankPanel(Panel):
     # The table
 
     async def do_sort(self, fields: Mapping[str, Any]) -> None:
-        """Sort by a column; the same column again reverses the order."""
+        """Sort by a column. Sorting by the same column again reverses the order."""
         column = text_field(fields, "column")
         if column not in COLUMNS:
             raise InvalidRequestError(f"there is no column {column!r:.40}; the columns are {', '.join(COLUMNS)}")
@@ -185,20 +185,20 @@ class RerankPanel(Panel):
         self.show(table=self._page_shown())
 
     async def do_page(self, fields: Mapping[str, Any]) -> None:
-        """Show a page, counted from 0; beyond the last page, the last one."""
+        """Show a page. Pages are counted from 0; a number beyond the last page shows the last one."""
         pages = math.ceil(len(self._existing_result().order) / PAGE_ROWS)
         self._page = int(number_field(fields, "page", low=-1, high=INPUT_LIMIT, default=0))
         self._page = max(0, min(self._page, pages - 1))
         self.show(table=self._page_shown())
 
     async def do_document(self, fields: Mapping[str, Any]) -> str:
-        """Return the whole document of a ``rank``."""
+        """Return the complete document at a ``rank``."""
         table = self._existing_result()
         rank = number_field(fields, "rank", low=1, high=len(table.order), default=1)
         return clip(table.documents[int(rank) - 1], MAX_DOCUMENT_CHARACTERS)
 
     async def do_tsv(self, fields: Mapping[str, Any]) -> str:
-        """Return all rows as they are sorted, with a header."""
+        """Return all rows in their current order as tab-separated values, with a header."""
         table = self._existing_result()
         size = sum(map(len, table.documents))
         if size > MAX_TSV_CHARACTERS:
@@ -245,7 +245,7 @@ class RerankPanel(Panel):
 
 
 def _error_text(task: asyncio.Task[None]) -> str:
-    """Say why a ranking has no result. It may have been cancelled before its first step."""
+    """Return why a ranking has no result; empty if it has one."""
     if task.cancelled():
         return "Cancelled; the table has not changed."
     error = task.exception()
@@ -260,7 +260,7 @@ def _arrow(change: int) -> str:
 
 
 def _row(table: RankingTable, at: int, bar: Callable[[float], float]) -> dict[str, Any]:
-    """A row as a view shows it."""
+    """Return a row as a view shows it."""
     index, score = table.order[at]
     document, change = table.documents[at], table.change(at)
     return {
@@ -272,10 +272,11 @@ def _row(table: RankingTable, at: int, bar: Callable[[float], float]) -> dict[st
 
 
 def bar_lengths(scores: Sequence[float]) -> Callable[[float], float]:
-    """Return a function that gives the length of a score's bar, 0 to 1; a longer bar is always a better score.
+    """Return a function that computes the length of a score's bar, from 0 to 1. A better score never has a shorter bar.
 
-    Scores between -1 and 1 (cosines, probabilities) keep their distance from 1, so that low scores have short bars
-    even if they are the best. Others (logits) are spread between the lowest, or 0, and the highest.
+    If all scores are between -1 and 1 (cosines, probabilities), the full length stands for 1, so that low scores have
+    short bars even if they are the best. Otherwise (logits) it stands for the highest score. Length 0 stands for the
+    lowest score, or for 0 if all scores are positive.
     """
     finite = [score for score in scores if math.isfinite(score)]
     low, high = min(finite, default=0.0), max(finite, default=0.0)
@@ -292,13 +293,14 @@ def bar_lengths(scores: Sequence[float]) -> Callable[[float], float]:
 
 
 def tsv(table: RankingTable, order: Sequence[int]) -> str:
-    r"""Return a header and one line per row. In documents, tab, line feed, carriage return and backslash are escaped.
+    r"""Return a header and one line for each row, as tab-separated values.
 
-    Spreadsheets compute cells that begin with ``=``, ``+``, ``-`` or ``@``, and such a formula can send the sheet's
-    content to another host. Documents that begin with these get an apostrophe, the spreadsheets' mark of text.
+    In documents, tab, line feed, carriage return and backslash are escaped. Spreadsheets evaluate cells that begin with
+    ``=``, ``+``, ``-`` or ``@`` as formulas, and a formula can send the sheet's content to another host. Therefore an
+    apostrophe, by which spreadsheets recognize text, is put before documents that begin with one of these characters.
 
     Args:
-        order: Indices of the rows.
+        order: The indices of the rows, in the order of the lines.
     """
     lines = ["\t".join(COLUMNS)]
     for at in order:
@@ -314,7 +316,7 @@ def _tsv_cell(document: str) -> str:
 
 
 def documents_in(text: str) -> list[str]:
-    """Return the documents in the form: a JSON list of texts (or of objects with a ``text``), else one per line.
+    """Parse the documents in the form: a JSON list of texts (or of objects with a ``text``), otherwise one per line.
 
     Raises:
         InvalidRequestError: there are none or too many, or the JSON is not such a list.

@@ -21,35 +21,35 @@ from lmx_lab.wire.admin import ModelEvent, RequestEvent, Sample
 log = logging.getLogger(__name__)
 T = TypeVar("T")
 OWN_TASKS = 4
-"""Tasks of an idle loop: its main task, and the workbench's own, its timer and its reader of events."""
+"""Number of tasks of an idle loop: the loop's main task, the workbench's main task, its timer and its event reader."""
 LAST_UPDATE_S = 1.0
-"""Maximum time for the last update when the workbench rests."""
+"""Maximum time for the last update when the workbench is suspended."""
 IDLE_TICKS = 4
-"""Updates after which the loop ends, if its lab has stopped and no work is left."""
+"""Number of updates after which the loop ends if its lab has stopped and no work is left."""
 TICK_S = 0.5
 """Time between two updates of the panels."""
 
 
 class Watcher(Protocol):
-    """A panel as the workbench sees it. Its methods are called on the workbench's loop."""
+    """The methods of a panel that the workbench calls, on its own loop."""
 
     def tick(self, backend: Backend, sample: Sample | None) -> None:
         """Called every ``TICK_S``."""
 
     def model_event(self, event: ModelEvent) -> None:
-        """Called for each event of a model, of all clients of the server."""
+        """Called for each event of a model, whichever client of the server has caused it."""
 
     def backend_changed(self) -> None:
         """Called when another lab is shown."""
 
     def flush(self) -> None:
-        """Show pending changes at once. Called when the workbench rests, then on any thread."""
+        """Show pending changes at once. Called on any thread when the workbench is suspended."""
 
 
 class Workbench:
-    """Runs the work of panels in a thread of its own, which a busy cell does not delay.
+    """Runs the code of panels in a thread of its own, which a busy cell does not delay.
 
-    Panels exist longer than the lab that they show: ``follow`` makes them show another one.
+    Panels can outlive the lab that they show: ``follow`` makes them show another one.
     """
 
     def __init__(self, backend: Backend) -> None:
@@ -62,7 +62,7 @@ class Workbench:
         self.panels: dict[str, Any] = {}
         """The one instance of each panel, by name."""
         self.boxes: dict[tuple[str, ...], Any] = {}
-        """Widgets that show several panels, by the names of these."""
+        """Widgets that show several panels, by the names of the panels."""
         self._thread: LoopThread | None = None
         self._lock = threading.Lock()
         self._watchers: weakref.WeakSet[Any] = weakref.WeakSet()
@@ -85,7 +85,7 @@ class Workbench:
             self.submit(asyncio.sleep(0))
 
     def watch(self, watcher: Watcher) -> None:
-        """Notify a panel from now on, as long as it exists."""
+        """Register a panel, which is notified from now on while it exists."""
         self.submit(self._add(watcher))
 
     def submit(self, work: Coroutine[Any, Any, T]) -> Future[T]:
@@ -97,12 +97,12 @@ class Workbench:
                 self._thread.submit(self._run())
             return self._thread.submit(work)
 
-    def leave(self, backend: Backend) -> None:
-        """Rest, because this lab has stopped, unless another one is shown."""
+    def suspend_if_shown(self, backend: Backend) -> None:
+        """Suspend the workbench because this lab has stopped, unless another lab is shown."""
         if self._backend is backend:
-            self.rest()
+            self.suspend()
 
-    def rest(self) -> None:
+    def suspend(self) -> None:
         """Update the panels once more, to show that their lab has stopped, and end the loop with all its tasks.
 
         Idempotent. The next ``follow``, or the next request of a panel, starts the loop again.
@@ -115,13 +115,13 @@ class Workbench:
             with contextlib.suppress(Exception):
                 last.result(LAST_UPDATE_S)
             thread.stop()
-            # No frame follows any more.
+            # The loop has ended, so there is no next frame that would set pending values.
             for watcher in list(self._watchers):
                 self._guard(watcher.flush)
 
     async def _add(self, watcher: Watcher) -> None:
         self._watchers.add(watcher)
-        # Without a sample: taking one here would shorten the time that the next regular sample covers.
+        # Without a sample, because taking one here would shorten the interval of the next regular sample.
         self._guard(functools.partial(watcher.tick, self._backend, None))
 
     async def _notify_changed(self) -> None:

@@ -1,4 +1,4 @@
-"""The HTTP and WebSocket interface of the engine."""
+"""Serve the models of an engine over HTTP and WebSockets."""
 
 from lmx_lab.server.app import InferenceServer, create_server
 

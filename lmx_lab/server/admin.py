@@ -1,4 +1,4 @@
-"""List, load and unload models. Also GET /v1/models, the list in the chat format."""
+"""Routes that list, load and unload models: ``/admin/models`` and, for clients of the chat format, ``/v1/models``."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from lmx_lab.errors import AdminForbiddenError, ModelNotFoundError
 from lmx_lab.http.bodies import StrictRoute
 from lmx_lab.http.guard import is_local
 from lmx_lab.http.openapi import failures, link
-from lmx_lab.server.openapi import SWAPPED
+from lmx_lab.server.openapi import LOAD_ERRORS
 from lmx_lab.values.engine import EngineSnapshot
 from lmx_lab.values.models import LoadSpec, ModelEntry
 from lmx_lab.weights import Catalog, Listing
@@ -34,45 +34,51 @@ from lmx_lab.wire.admin import (
     UnloadRequest,
 )
 
-FIRST_CARD = link("inference_get_model", "One of the models that are listed.", model="$response.body#/data/0/id")
-FIRST_RECORD = link("admin_load", "Load one that is listed.", body={"model": "$response.body#/models/0/id"})
+FIRST_CARD = link("inference_get_model", "Get one of the listed models.", model="$response.body#/data/0/id")
+FIRST_RECORD = link("admin_load", "Load one of the listed models.", body={"model": "$response.body#/models/0/id"})
 LOADED = {
-    "model": link("inference_get_model", "The model that was loaded.", model="$response.body#/model"),
-    "unload": link("admin_unload", "Unload it again.", body={"model": "$response.body#/model"}),
+    "model": link("inference_get_model", "Get the loaded model.", model="$response.body#/model"),
+    "unload": link("admin_unload", "Unload the model again.", body={"model": "$response.body#/model"}),
 }
 
 
 def admin_routes(*, manager: ModelManager, catalog: Catalog, lan_admin: bool) -> APIRouter:
+    """Return the router of ``/admin/models`` and the routes below it.
+
+    Args:
+        lan_admin: Whether callers on other machines may load and unload models.
+    """
     router = APIRouter(prefix="/admin", tags=["admin"], route_class=StrictRoute)
 
     @router.get("/models", responses={200: {"links": {"load": FIRST_RECORD}}})
     async def models(request: Request) -> ModelRecords:
-        """Every model on this disk that can be loaded, and which one is, and which engines run them. Only local callers
-        see paths; for others the `path` of a model is its id.
+        """List the models on this disk, whether each is loaded, and the engines that run them. Only local callers see
+        paths; for other callers, the `path` of a model is its id.
         """
-        found = await alisting(catalog, manager)
+        records = await model_records(catalog, manager)
         if is_local(request.scope):
-            return found
+            return records
         hide: Callable[[str], str] = request.app.state.without_paths
-        return found.model_copy(
+        compute, problem = records.compute, records.problem
+        return records.model_copy(
             update={
-                "models": [_without_path(it) for it in found.models],
-                "compute": found.compute and found.compute.model_copy(update={"detail": hide(found.compute.detail)}),
-                "problem": found.problem and hide(found.problem),
+                "models": [_without_path(record) for record in records.models],
+                "compute": compute and compute.model_copy(update={"detail": hide(compute.detail)}),
+                "problem": problem and hide(problem),
             }
         )
 
-    @router.post("/models/load", responses={200: {"links": LOADED}, **SWAPPED})
+    @router.post("/models/load", responses={200: {"links": LOADED}, **LOAD_ERRORS})
     async def load(body: LoadRequest, request: Request) -> LoadAnswer:
-        """Load a model in place of the loaded one; answers when it is loaded. Local callers may give a path."""
+        """Load a model, which replaces the loaded one, and answer when it is ready. Local callers may send a path."""
         local = is_local(request.scope)
         check_admin(local=local, lan_admin=lan_admin)
         report = await manager.load(LoadSpec(**body.model_dump()), local=local)
         return LoadAnswer(model=report.model, load_time_ms=report.load_s * 1e3, vram_gb=report.memory_bytes / 1e9)
 
-    @router.post("/models/unload", responses=SWAPPED)
+    @router.post("/models/unload", responses=LOAD_ERRORS)
     async def unload(request: Request, body: UnloadRequest | None = None) -> UnloadAnswer:
-        """Unload the model; if none is loaded nothing happens, and 0 GB are freed. Pinned models stay."""
+        """Unload the model. If none is loaded, nothing happens and 0 GB are freed. Pinned models stay in memory."""
         local = is_local(request.scope)
         check_admin(local=local, lan_admin=lan_admin)
         if body is not None and body.model is not None:
@@ -86,33 +92,35 @@ def check_admin(*, local: bool, lan_admin: bool) -> None:
     """Check that a caller may load and unload models.
 
     Raises:
-        AdminForbiddenError: the caller is on another machine, and the operator does not allow that.
+        AdminForbiddenError: the caller is on another machine, and the server was started without ``--lan-admin``.
     """
     if not local and not lan_admin:
         raise AdminForbiddenError(
-            "only local callers may load and unload: those on this machine that call http://127.0.0.1 or "
-            "http://localhost directly, or send the API key to it; start the server with --lan-admin to allow others"
+            "only local callers may load and unload models: programs on this machine that call http://127.0.0.1 or "
+            "http://localhost directly or send the API key; start the server with --lan-admin to allow other callers"
         )
 
 
 def listing_routes(*, manager: ModelManager, catalog: Catalog) -> APIRouter:
+    """Return the router of ``/v1/models``."""
     router = APIRouter(prefix="/v1/models", tags=["inference"])
 
     async def list_cards(request: Request) -> tuple[list[ModelCard], str | None]:
         local = is_local(request.scope)
-        found = await catalog.alisting()
-        cards = [_card(entry, local=local) for entry in _with_loaded(found.entries, manager.snapshot)]
-        return cards, found.problem if local or not found.problem else request.app.state.without_paths(found.problem)
+        listing = await catalog.alisting()
+        cards = [_card(entry, local=local) for entry in _with_loaded(listing.entries, manager.snapshot)]
+        problem = listing.problem
+        return cards, problem if local or not problem else request.app.state.without_paths(problem)
 
     @router.get("", responses={200: {"links": {"model": FIRST_CARD}}})
     async def list_models(request: Request) -> ModelCards:
-        """The models on this disk, as the chat format lists them."""
+        """List the models on this disk in the chat format."""
         cards, problem = await list_cards(request)
         return ModelCards(data=cards, problem=problem)
 
     @router.get("/{model:path}", responses=failures(ModelNotFoundError))
     async def get_model(model: str, request: Request) -> ModelCard:
-        """One model on this disk, by its id."""
+        """Get one model on this disk by its id."""
         for card in (await list_cards(request))[0]:
             if card.id == model:
                 return card
@@ -121,31 +129,29 @@ def listing_routes(*, manager: ModelManager, catalog: Catalog) -> APIRouter:
     return router
 
 
-def listing(catalog: Catalog, manager: ModelManager) -> ModelRecords:
-    """Return what the admin routes and a notebook show of models and engines. Reads files; bounded in time."""
-    return _records(catalog.listing(), manager)
+async def model_records(catalog: Catalog, manager: ModelManager) -> ModelRecords:
+    """Return the models and engines of this server, for ``/admin/models`` and for the notebook.
+
+    The scan of the disk takes a bounded time; see ``Catalog.listing``.
+    """
+    listing = await catalog.alisting()
+    return await in_thread(lambda: _describe(listing, manager))
 
 
-async def alisting(catalog: Catalog, manager: ModelManager) -> ModelRecords:
-    """Do the same as ``listing``, on an event loop."""
-    found = await catalog.alisting()
-    return await in_thread(lambda: _records(found, manager))
-
-
-def _records(found: Listing, manager: ModelManager) -> ModelRecords:
+def _describe(listing: Listing, manager: ModelManager) -> ModelRecords:
     now = manager.snapshot
-    # The stored speeds usually are on the same disk as the models.
-    speeds = read_speeds(manager.settings) if found.problem is None else None
+    # The stored speeds are usually on the same disk as the models, which may not respond.
+    speeds = read_speeds(manager.settings) if listing.problem is None else None
     rates = speeds.tokens_per_second if speeds is not None else {}
     return ModelRecords(
-        models=records(found.entries, now),
-        compute=compute(now),
+        models=_records(listing.entries, now),
+        compute=_compute(now),
         engines=[
             EngineRecord(name=name, version=version, tokens_per_second=rates.get(name))
             for name, version in versions().items()
         ],
         preference=_preference(speeds),
-        problem=found.problem,
+        problem=listing.problem,
     )
 
 
@@ -158,8 +164,8 @@ def _preference(speeds: Speeds | None) -> Preference | None:
     )
 
 
-def records(entries: Sequence[ModelEntry], now: EngineSnapshot) -> list[ModelRecord]:
-    """Return the records of the models on disk, and of models in memory that were loaded from elsewhere."""
+def _records(entries: Sequence[ModelEntry], now: EngineSnapshot) -> list[ModelRecord]:
+    """Return the records of the listed models, and of models in memory that are not in the list."""
     in_memory = {pinned.entry.path: pinned.memory_bytes for pinned in now.pinned}
     pinned_paths = set(in_memory)
     if now.entry is not None:
@@ -185,14 +191,14 @@ def records(entries: Sequence[ModelEntry], now: EngineSnapshot) -> list[ModelRec
 
 
 def _with_loaded(entries: Sequence[ModelEntry], now: EngineSnapshot) -> list[ModelEntry]:
-    """Return the models on disk, and those in memory that were loaded from elsewhere."""
+    """Return the listed models, and those in memory that are not in the list, because they were loaded by path."""
     known = {entry.path for entry in entries}
     elsewhere = {entry.path: entry for entry in entries_in_memory(now) if entry.path not in known}
     return [*entries, *elsewhere.values()]
 
 
-def compute(now: EngineSnapshot) -> Compute | None:
-    """Return what the admin routes and a notebook show of the BLAS."""
+def _compute(now: EngineSnapshot) -> Compute | None:
+    """Return the description of the BLAS; None before MLX's engine has started."""
     if now.blas is None:
         return None
     blas = now.blas
@@ -200,7 +206,7 @@ def compute(now: EngineSnapshot) -> Compute | None:
 
 
 def _without_path(record: ModelRecord) -> ModelRecord:
-    """Return the record for callers on other machines."""
+    """Return the record as callers on other machines may see it."""
     model = public_id(record.id, local=False)
     return record.model_copy(update={"id": model, "path": model})
 

@@ -1,4 +1,4 @@
-"""Assemble the ASGI application of the inference server."""
+"""Create the ASGI application of the inference server."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ from lmx_lab.server.events import ServerEvent, event_routes, model_event
 from lmx_lab.server.health import health_routes
 from lmx_lab.server.inference import InferenceService
 from lmx_lab.server.metrics import Metrics, metrics_routes
-from lmx_lab.server.openapi import SHAPES, SOCKETS
+from lmx_lab.server.openapi import EXTRA_MODELS, SOCKETS
 from lmx_lab.server.pages import page_routes
 from lmx_lab.server.rerank import rerank_routes
 from lmx_lab.server.websocket import socket_routes
@@ -31,13 +31,13 @@ from lmx_lab.settings import Settings
 from lmx_lab.weights import Catalog
 from lmx_lab.weights.hub.cache import cache_folder
 
-# An absolute path of at least two parts that is neither a route of this server nor a part of a URL.
+# Matches an absolute path of at least two parts that is neither a route of this server nor a part of a URL.
 _PATH = re.compile(r"(?<![\w:/.])/(?!(?:v\d|admin)/)(?:[^\s/'\":;,()]+/)+(?P<last>[^\s/'\":;,()]*)")
 
 
 @dataclass(frozen=True, kw_only=True)
 class InferenceServer:
-    """The application, and the objects behind it that the notebook uses directly, on any event loop."""
+    """The application, and the objects behind it, which the notebook uses directly from any event loop."""
 
     asgi: ASGIApp
     api: FastAPI
@@ -49,7 +49,11 @@ class InferenceServer:
 def create_server(
     *, manager: ModelManager, catalog: Catalog, settings: Settings, policy: Callable[[], GuardPolicy]
 ) -> InferenceServer:
-    """Put routes, errors, guard, CORS and request ids around a model manager. Starts nothing."""
+    """Create the application for a model manager, with its routes and its middleware. Does not start anything.
+
+    Args:
+        policy: Returns the guard's policy; called for each request, because the port is not known yet.
+    """
     feed: Feed[ServerEvent] = Feed()
     manager.add_observer(lambda progress: feed.publish(model_event(progress)))
     metrics = Metrics(manager)
@@ -60,7 +64,7 @@ def create_server(
         redirect_slashes=False,
         docs_url=None,
         redoc_url=None,
-        shapes=SHAPES,
+        extra_models=EXTRA_MODELS,
         sockets=SOCKETS,
         key=("key", GuardPolicy.key_hint) if settings.api_key is not None else None,
         open_paths=OPEN_PATHS,
@@ -85,10 +89,10 @@ def create_server(
 
 
 def without_paths(text: str, folders: Iterable[Path] = ()) -> str:
-    """Return the text with each path of the file system reduced to its last part.
+    """Return the text with each absolute path reduced to its last part.
 
     Args:
-        folders: Folders whose paths may contain blanks; files in them keep their path within the folder.
+        folders: Folders whose paths may contain spaces. Files in them keep their path relative to the folder.
     """
     for folder in sorted(map(str, folders), key=len, reverse=True):
         text = text.replace(f"{folder}/", "")

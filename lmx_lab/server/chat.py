@@ -1,4 +1,4 @@
-"""POST /v1/chat/completions: a complete answer, or chunks as server-sent events."""
+"""The route ``POST /v1/chat/completions``: a complete answer, or chunks as server-sent events."""
 
 from __future__ import annotations
 
@@ -16,79 +16,88 @@ from lmx_lab.http.guard import is_local
 from lmx_lab.http.openapi import event_stream
 from lmx_lab.server.generation import Generation, closing_all
 from lmx_lab.server.inference import InferenceService
-from lmx_lab.server.merge_streams import merged, together
-from lmx_lab.server.openapi import INFERENCE
+from lmx_lab.server.merge_streams import gather, merge
+from lmx_lab.server.openapi import INFERENCE_ERRORS
 from lmx_lab.server.serialize import ChatAnswer
 from lmx_lab.server.translate import usage
 from lmx_lab.wire.chat import ChatChunk, ChatCompletion, ChatRequest
 from lmx_lab.wire.errors import ErrorBody
 
 log = logging.getLogger(__name__)
-WHOLE_OR_CHUNKS = (
-    "A completion, or with `stream: true` its chunks as events and `[DONE]` as the last; an error after the first "
-    "chunk is an event, too, and the last"
+RESPONSE_DESCRIPTION = (
+    "A completion or, with `stream: true`, its chunks as events, followed by `[DONE]`. An error after the first chunk "
+    "is sent as the last event, instead of `[DONE]`"
 )
+"""Description of the response in the OpenAPI document, also for plain completions."""
 
 
 def chat_routes(service: InferenceService) -> APIRouter:
+    """Return the router of ``/v1/chat/completions``."""
     router = APIRouter(tags=["inference"], route_class=StrictRoute)
 
     @router.post(
         "/v1/chat/completions",
         response_model=ChatCompletion,
-        responses={200: event_stream(ChatChunk, ErrorBody, description=WHOLE_OR_CHUNKS, end=DONE), **INFERENCE},
+        responses={
+            200: event_stream(ChatChunk, ErrorBody, description=RESPONSE_DESCRIPTION, end=DONE),
+            **INFERENCE_ERRORS,
+        },
     )
     async def chat_completions(body: ChatRequest, request: Request) -> Response:
-        """Answer a conversation, whole or with `stream: true` as server-sent events that end with `[DONE]`."""
+        """Answer a conversation, completely or with `stream: true` as server-sent events that end with `[DONE]`."""
         request_id = request_id_of(request)
         answer, generations = await while_connected(
             request, service.start(body, request_id, local=is_local(request.scope))
         )
         if body.stream:
-            lines = _lines(answer, generations, include_usage=body.include_usage)
-            return EventStream(until_done(lines, request), comment=lambda: generations[0].remark)
-        text = await while_connected(request, _whole(answer, generations))
+            chunks = _chunks(answer, generations, include_usage=body.include_usage)
+            return EventStream(with_terminator(chunks, request), comment=lambda: generations[0].status)
+        text = await while_connected(request, _complete(answer, generations))
         return Response(text, media_type="application/json")
 
     return router
 
 
-async def until_done(lines: AsyncGenerator[str, None], request: Request) -> AsyncGenerator[str, None]:
-    """Yield the lines of a streamed answer, then its terminator; an error ends it without ``[DONE]``."""
-    async with aclosing(lines):
+async def with_terminator(chunks: AsyncGenerator[str, None], request: Request) -> AsyncGenerator[str, None]:
+    """Yield the chunks of a streamed answer, then ``[DONE]`` or, if the answer failed, the error."""
+    async with aclosing(chunks):
         try:
-            async for line in lines:
-                yield line
+            async for chunk in chunks:
+                yield chunk
         except LabError as exc:
-            log.warning("%s: stream ended by %s", request_id_of(request), exc)
+            log.warning("%s: the stream failed: %s", request_id_of(request), exc)
             yield ErrorBody(error=detail_for(request, exc)).model_dump_json()
             return
     yield DONE
 
 
-async def _whole(answer: ChatAnswer, generations: list[Generation]) -> str:
-    """Return the body; the first choice that fails ends all."""
+async def _complete(answer: ChatAnswer, generations: list[Generation]) -> str:
+    """Return the body of a complete answer. If a choice fails, the others are cancelled.
+
+    Raises:
+        LabError: a generation failed.
+    """
     async with closing_all(generations):
-        deltas = await together(generation.whole() for generation in generations)
-    reports = [generation.finished() for generation in generations]
-    return answer.full(list(zip(deltas, reports, strict=True)), usage(reports))
+        deltas = await gather(generation.read_all() for generation in generations)
+    reports = [generation.final_report() for generation in generations]
+    return answer.body(list(zip(deltas, reports, strict=True)), usage(reports))
 
 
-async def _lines(
+async def _chunks(
     answer: ChatAnswer, generations: list[Generation], *, include_usage: bool
 ) -> AsyncGenerator[str, None]:
     """Yield the chunks of all choices as they are generated."""
-    choices = [_choice(answer, index, generation) for index, generation in enumerate(generations)]
-    async with closing_all(generations), aclosing(merged(choices)) as lines:
-        async for line in lines:
-            yield line
-    if include_usage:
-        yield answer.usage(usage([generation.finished() for generation in generations]))
-
-
-async def _choice(answer: ChatAnswer, index: int, generation: Generation) -> AsyncGenerator[str, None]:
-    yield answer.first(index)
-    async for delta in generation:
-        for chunk in answer.pieces(delta, index):
+    choices = [_choice_chunks(answer, index, generation) for index, generation in enumerate(generations)]
+    async with closing_all(generations), aclosing(merge(choices)) as chunks:
+        async for chunk in chunks:
             yield chunk
-    yield answer.last(generation.finished(), index)
+    if include_usage:
+        yield answer.usage_chunk(usage([generation.final_report() for generation in generations]))
+
+
+async def _choice_chunks(answer: ChatAnswer, index: int, generation: Generation) -> AsyncGenerator[str, None]:
+    yield answer.first_chunk(index)
+    async for delta in generation:
+        for chunk in answer.delta_chunks(delta, index):
+            yield chunk
+    yield answer.last_chunk(generation.final_report(), index)

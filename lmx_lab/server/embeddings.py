@@ -1,4 +1,4 @@
-"""POST /v1/embeddings: vectors of texts."""
+"""The route ``POST /v1/embeddings``: vectors of texts."""
 
 from __future__ import annotations
 
@@ -19,16 +19,17 @@ from lmx_lab.http.error_bodies import request_id_of
 from lmx_lab.http.event_stream import while_connected
 from lmx_lab.http.guard import is_local
 from lmx_lab.server.inference import InferenceService
-from lmx_lab.server.openapi import INFERENCE
+from lmx_lab.server.openapi import INFERENCE_ERRORS
 from lmx_lab.values.encoding import InputType, Vectors
 from lmx_lab.wire.embeddings import EmbeddingList, EmbeddingsBody, EncodingUsage
 from lmx_lab.wire.generation import ANY_MODEL
 
-SMALL = 16_384
-"""Numbers that are written as text on the loop, in about a millisecond. More are written in a thread, this many at a
-time."""
+NUMBERS_PER_STEP = 16_384
+"""Up to this many numbers are written as text on the event loop, in about a millisecond. More are written in a thread,
+this many at a time."""
 DIGITS = 9
-"""Digits of a decimal fraction: enough to distinguish any two float32 (IEEE 754), and half as long as a float64."""
+"""Significant digits of each number: enough to distinguish any two float32 (IEEE 754), and half as many as for
+float64."""
 INPUT_TYPES: dict[str | None, InputType | None] = {
     None: None,
     "query": "query",
@@ -39,11 +40,12 @@ INPUT_TYPES: dict[str | None, InputType | None] = {
 
 
 def embedding_routes(service: InferenceService) -> APIRouter:
+    """Return the router of ``/v1/embeddings``."""
     router = APIRouter(tags=["inference"], route_class=StrictRoute)
 
-    @router.post("/v1/embeddings", response_model=EmbeddingList, responses=INFERENCE)
+    @router.post("/v1/embeddings", response_model=EmbeddingList, responses=INFERENCE_ERRORS)
     async def embeddings(body: EmbeddingsBody, request: Request) -> Response:
-        """A vector for each text, as numbers or with `encoding_format: base64` as little-endian float32."""
+        """Return a vector for each text: numbers or, with `encoding_format: base64`, little-endian float32."""
         work = _answer(service, body, request_id_of(request), local=is_local(request.scope))
         return Response(await while_connected(request, work), media_type="application/json")
 
@@ -54,13 +56,14 @@ async def _answer(service: InferenceService, body: EmbeddingsBody, request_id: s
     embeddings = await service.embed(embedding_request(body), request_id, local=local)
     model = public_id(embeddings.report.model, local=local)
     embeddings = replace(embeddings, report=replace(embeddings.report, model=model))
-    as_text = body.encoding_format == "base64"
-    if embeddings.vectors.size > SMALL:
-        return await asyncio.to_thread(embedding_list, embeddings, as_text=as_text)
-    return embedding_list(embeddings, as_text=as_text)
+    as_base64 = body.encoding_format == "base64"
+    if embeddings.vectors.size > NUMBERS_PER_STEP:
+        return await asyncio.to_thread(embedding_list, embeddings, as_base64=as_base64)
+    return embedding_list(embeddings, as_base64=as_base64)
 
 
 def embedding_request(body: EmbeddingsBody) -> EmbeddingRequest:
+    """Convert a request body to the engine's request."""
     return EmbeddingRequest(
         inputs=_inputs(body),
         model=None if body.model == ANY_MODEL else body.model,
@@ -75,21 +78,21 @@ def _inputs(body: EmbeddingsBody) -> tuple[str | tuple[int, ...], ...]:
     return tuple(item if isinstance(item, str) else tuple(item) for item in given)
 
 
-def embedding_list(embeddings: Embeddings, *, as_text: bool = False) -> bytes:
-    """Return the body of the answer, an ``EmbeddingList``.
+def embedding_list(embeddings: Embeddings, *, as_base64: bool = False) -> bytes:
+    """Return the body of the answer, the JSON of an ``EmbeddingList``.
 
     Args:
-        as_text: Write the vectors in base64.
+        as_base64: Whether to write the vectors in base64 instead of as lists of numbers.
     """
     report = embeddings.report
     usage = EncodingUsage(prompt_tokens=report.tokens, total_tokens=report.tokens)
     model = pydantic_core.to_json(report.model)
     pieces = [b'{"object":"list","data":[']
-    for index, value in enumerate(_base64(embeddings.vectors) if as_text else _numbers(embeddings.vectors)):
+    for index, value in enumerate(_base64(embeddings.vectors) if as_base64 else _numbers(embeddings.vectors)):
         comma = b"," if index else b""
         pieces.append(b'%b{"object":"embedding","index":%d,"embedding":%b}' % (comma, index, value))
     pieces.append(b'],"model":%b,"usage":%b}' % (model, usage.model_dump_json().encode()))
-    # Joined once: each copy of 50 MB delays all other requests.
+    # Joined only once, because each copy of a body of 50 MB delays all other requests.
     return b"".join(pieces)
 
 
@@ -99,14 +102,14 @@ def _base64(vectors: Vectors) -> Iterator[bytes]:
 
 def _numbers(vectors: Vectors) -> Iterator[bytes]:
     """Yield a JSON array for each row. Other threads can run between two steps."""
-    rows = max(1, SMALL // max(1, vectors.shape[1]))
+    rows = max(1, NUMBERS_PER_STEP // max(1, vectors.shape[1]))
     for start in range(0, len(vectors), rows):
         for row in _rounded(vectors[start : start + rows]):
             yield pydantic_core.to_json(row)
 
 
 def _rounded(vectors: Vectors) -> Iterable[list[float]]:
-    """Return the numbers as float64 whose shortest decimal fraction has at most 9 digits."""
+    """Round the numbers to float64 values whose shortest decimal form has at most ``DIGITS`` significant digits."""
     wide = vectors.astype(np.float64)
     with np.errstate(divide="ignore"):
         exponents = np.floor(np.log10(np.abs(wide)))

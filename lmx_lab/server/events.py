@@ -1,10 +1,11 @@
-"""GET /admin/events: live metrics, and for clients that ask the progress of loads and the ends of requests."""
+"""The route ``GET /admin/events``: live metrics, and optionally the progress of loads and the ends of requests."""
 
 from __future__ import annotations
 
 import asyncio
 import time
 from collections.abc import AsyncIterator, Callable
+from operator import attrgetter
 from typing import Annotated
 
 from fastapi import APIRouter, Query, Request, Response
@@ -18,37 +19,42 @@ from lmx_lab.http.event_stream import EventStream
 from lmx_lab.http.guard import is_local
 from lmx_lab.http.openapi import event_stream, failures
 from lmx_lab.server.openapi import EVENTS
-from lmx_lab.values.engine import EngineSnapshot
+from lmx_lab.values.engine import COUNTERS, EngineSnapshot
 from lmx_lab.values.models import LoadProgress
 from lmx_lab.wire.admin import Heartbeat, Memory, ModelEvent, RequestEvent, Sample, Throughput
 
 ServerEvent = ModelEvent | RequestEvent
 SAMPLE_S = 1.0
+"""Time between two samples."""
 HEARTBEAT_S = 15.0
+"""Time between two heartbeats."""
 EXTRAS = {"models": "model", "requests": "request", "samples": "sample"}
-"""Names in ``include``, and the types of events that they add."""
+"""The type of event that each name in ``include`` adds."""
 INCLUDE = (
     "What to add, separated by commas: `models` for the progress of loads (ModelEvent), "
     "`requests` for the end of every generation, embedding and rerank (RequestEvent), "
-    "`samples` for all live figures every second (Sample)"
+    "`samples` for all metrics every second (Sample)"
 )
 
 
 def event_routes(*, manager: ModelManager, feed: Feed[ServerEvent]) -> APIRouter:
+    """Return the router of ``/admin/events``."""
     router = APIRouter(prefix="/admin", tags=["admin"])
 
     @router.get(
         "/events",
         response_class=Response,
         responses={
-            200: event_stream(*EVENTS, description="Samples, heartbeats, and what `include` adds; it never ends"),
+            200: event_stream(
+                *EVENTS, description="Metrics, heartbeats and the events that `include` adds, without an end"
+            ),
             **failures(InvalidRequestError),
         },
     )
     async def events(
         request: Request, include: Annotated[str, Query(description=INCLUDE, examples=list(EXTRAS))] = ""
     ) -> EventStream:
-        """Throughput and memory every second, a heartbeat every 15 s, as server-sent events without an end."""
+        """Stream throughput and memory every second and a heartbeat every 15 s as server-sent events."""
         included = {_event_type(name) for name in include.split(",") if name}
         hide = None if is_local(request.scope) else request.app.state.without_paths
         return EventStream(_lines(manager, feed, included, hide))
@@ -57,6 +63,7 @@ def event_routes(*, manager: ModelManager, feed: Feed[ServerEvent]) -> APIRouter
 
 
 def model_event(progress: LoadProgress) -> ModelEvent:
+    """Convert a step of a load to the event that clients receive."""
     return ModelEvent(
         model=progress.model,
         stage=progress.stage,
@@ -68,18 +75,18 @@ def model_event(progress: LoadProgress) -> ModelEvent:
 
 def _event_type(name: str) -> str:
     if name not in EXTRAS:
-        raise InvalidRequestError(f"include names {name!r}; it can name {', '.join(EXTRAS)}", param="include")
+        raise InvalidRequestError(f"include contains {name!r}; the names are {', '.join(EXTRAS)}", param="include")
     return EXTRAS[name]
 
 
 async def _lines(
     manager: ModelManager, feed: Feed[ServerEvent], included: set[str], hide: Callable[[str], str] | None = None
 ) -> AsyncIterator[str]:
-    """Yield samples every second, a heartbeat every 15 s, and the included events in between, as JSON.
+    """Yield metrics every second, a heartbeat every 15 s, and the included events when they occur, as JSON.
 
     Args:
-        included: Types of events to add.
-        hide: Removes paths from messages; None for clients that may see them.
+        included: Types of the events to add.
+        hide: Removes paths from messages; None for clients that may see paths.
     """
     started = time.monotonic()
     last, due, beat = manager.snapshot, started, started
@@ -116,17 +123,18 @@ def _without_paths(event: ServerEvent, hide: Callable[[str], str] | None) -> Ser
 
 
 def sample(before: EngineSnapshot, now: EngineSnapshot, elapsed_s: float) -> Sample:
-    """Return all figures of the time between two snapshots."""
+    """Return all metrics of the time between two snapshots. The rate of a counter is in ``<counter>_per_second``."""
 
     def rate(count: Callable[[EngineSnapshot], int]) -> float:
-        # The counts of an engine that was started again begin at 0.
+        # Not less than 0: when the engine is started again, its counts begin at 0.
         return max(0, count(now) - count(before)) / elapsed_s
 
+    rates = {f"{name}_per_second": rate(attrgetter(name)) for name in COUNTERS}
+    rates["decode_tokens_per_second"] = rates["output_tokens_per_second"]
+    rates["prompt_tokens_per_second"] = rate(lambda it: it.prompt_tokens - it.cached_tokens)
     return Sample(
         at=time.time(),
-        decode_tokens_per_second=rate(lambda it: it.output_tokens),
-        prompt_tokens_per_second=rate(lambda it: it.prompt_tokens - it.cached_tokens),
-        encoded_tokens_per_second=rate(lambda it: it.encoded_tokens),
+        **{name: value for name, value in rates.items() if name in Sample.model_fields},
         active_requests=now.active_requests,
         queued_requests=now.queued_requests,
         memory_active_gb=now.memory_used_bytes / 1e9,
@@ -137,8 +145,8 @@ def sample(before: EngineSnapshot, now: EngineSnapshot, elapsed_s: float) -> Sam
 
 
 def events_between(before: EngineSnapshot, now: EngineSnapshot, elapsed_s: float) -> list[BaseModel]:
-    """Return the figures of the time between two snapshots that every client gets."""
-    # The counts of an engine that was started again begin at 0.
+    """Return the events about the time between two snapshots that every client receives."""
+    # Not less than 0: when the engine is started again, its counts begin at 0.
     rate = max(0, now.output_tokens - before.output_tokens) / elapsed_s
     total = now.memory_total_bytes
     return [

@@ -1,4 +1,4 @@
-"""A generation that is read by a client, and the report on how each request ended."""
+"""Generations whose end is reported, and the report on the end of each request."""
 
 from __future__ import annotations
 
@@ -21,25 +21,25 @@ Outcome = Literal["stop", "length", "tool_calls", "cancelled", "error"]
 
 @dataclass(frozen=True, kw_only=True)
 class RequestEnd:
-    """How a generation, an embedding or a rerank ended. A refused request ends with an error and without a report."""
+    """The end of a generation, an embedding or a rerank. A refused request ends with an error and without a report."""
 
     kind: Kind = "chat"
     request_id: str
-    """Empty for requests of the notebook."""
+    """Id of the request; empty for requests of the notebook."""
     index: int = 0
-    """Number of the choice in the answer."""
+    """Index of the choice in the answer."""
     model: str
     outcome: Outcome
     code: str | None = None
-    """Code of the error."""
+    """Code of the error; None if there was none."""
     report: GenerationReport | EncodeReport | None = None
-    """What the request cost; None unless it ended without an error."""
+    """The engine's report; None if the request failed or was cancelled before its end."""
     prompt_tokens: int = 0
     output_tokens: int = 0
-    """Tokens that were delivered, if there is no report."""
+    """Number of tokens that were delivered. Used if there is no report."""
 
     def event(self) -> RequestEvent:
-        """Return the event for clients that watch requests."""
+        """Return the event for clients of ``/admin/events``."""
         report, rate, ttft_s = self.report, 0.0, 0.0
         prompt_tokens, output_tokens = self.prompt_tokens, self.output_tokens
         if isinstance(report, GenerationReport):
@@ -63,12 +63,14 @@ class RequestEnd:
 
 
 Observer = Callable[[RequestEnd], None]
+"""Called once at the end of a request."""
 
 
 class Generation:
-    """A ``TokenStream`` whose end is observed exactly once, whether it is read to its end, fails, is closed or dropped.
+    """A ``TokenStream`` that calls an observer exactly once at its end.
 
-    Created and read on one event loop.
+    It ends when it was read completely, fails, is closed or is deleted. It has to be created and read on the same event
+    loop.
     """
 
     def __init__(self, stream: TokenStream, *, request_id: str, observe: Observer, index: int = 0) -> None:
@@ -82,12 +84,12 @@ class Generation:
 
     @property
     def report(self) -> GenerationReport | None:
-        """What the generation cost; None until it has ended without an error."""
+        """The engine's report; None until the generation has ended without an error."""
         return self._stream.report
 
     @property
     def progress(self) -> PromptProgress | None:
-        """How far the prompt is computed; None while the request waits for a slot."""
+        """Progress of computing the prompt; None while the request waits for a slot."""
         return self._stream.progress
 
     @property
@@ -97,28 +99,33 @@ class Generation:
 
     @property
     def prompt_scores(self) -> PromptScores | None:
+        """Log-probabilities of the prompt; None if they were not requested or are not known yet."""
         return self._stream.prompt_scores
 
-    def finished(self) -> GenerationReport:
+    def final_report(self) -> GenerationReport:
         """Return the report of a generation that was read to its end.
 
         Raises:
-            EngineError: there is none, because the generation was closed before.
+            EngineError: there is no report, because the generation was closed before its end.
         """
         if self.report is None:
             raise EngineError("the generation ended without a report")
         return self.report
 
     @property
-    def remark(self) -> str:
-        """The state of the request, for a client that waits for the first token."""
+    def status(self) -> str:
+        """The state of the request, such as ``queued``, for a client that waits for the first token."""
         progress = self.progress
         return "queued" if progress is None else f"prompt {progress.done}/{progress.total} tokens"
 
-    async def whole(self) -> Delta:
-        """Return the complete answer as one delta; frees the slot in any case."""
+    async def read_all(self) -> Delta:
+        """Return the complete answer as one delta. Closes the generation, also if it fails.
+
+        Raises:
+            LabError: the generation failed.
+        """
         async with self:
-            return await gathered(self)
+            return await collect(self)
 
     def __aiter__(self) -> Self:
         return self
@@ -141,10 +148,10 @@ class Generation:
         self._end(self._outcome)
 
     def close(self) -> None:
-        """Do the same as ``aclose``, from any thread; no reader may be waiting."""
+        """Do the same as ``aclose``, from any thread. No task may be waiting for the next delta."""
         self._stream.close()
         if self._observe is not None:
-            with suppress(RuntimeError):  # the loop is closed, and with it the observer
+            with suppress(RuntimeError):  # The loop is closed, so the observer is not needed anymore.
                 self._loop.call_soon_threadsafe(lambda: self._end(self._outcome))
 
     async def __aenter__(self) -> Self:
@@ -157,22 +164,22 @@ class Generation:
 
     def __del__(self) -> None:
         if self._observe is not None:
-            # A finalizer may run anywhere, even while this thread holds a lock that the observer would acquire. If the
-            # loop is closed, there is no observer.
+            # Not called directly: a finalizer may run while this thread holds a lock that the observer acquires. If the
+            # loop is closed, the observer is not needed anymore.
             with suppress(RuntimeError):
-                self._loop.call_soon_threadsafe(self._observe, self._ended(self._outcome))
+                self._loop.call_soon_threadsafe(self._observe, self._request_end(self._outcome))
 
     @property
     def _outcome(self) -> Outcome:
-        """The outcome of a generation that is no longer read: it may have ended before."""
+        """The outcome of a generation that is not read any further, and may have ended before."""
         return self.report.finish_reason if self.report else "cancelled"
 
     def _end(self, outcome: Outcome, code: str | None = None) -> None:
         observe, self._observe = self._observe, None
         if observe is not None:
-            observe(self._ended(outcome, code))
+            observe(self._request_end(outcome, code))
 
-    def _ended(self, outcome: Outcome, code: str | None = None) -> RequestEnd:
+    def _request_end(self, outcome: Outcome, code: str | None = None) -> RequestEnd:
         return RequestEnd(
             request_id=self.request_id,
             index=self.index,
@@ -185,8 +192,8 @@ class Generation:
         )
 
 
-async def gathered(deltas: AsyncIterator[Delta]) -> Delta:
-    """Return all deltas as one."""
+async def collect(deltas: AsyncIterator[Delta]) -> Delta:
+    """Read all deltas and merge them into one."""
     return merge_deltas([delta async for delta in deltas])
 
 

@@ -1,4 +1,4 @@
-"""GET /healthz: the process runs. GET /readyz: a model answers."""
+"""The routes ``GET /healthz`` (the process is running) and ``GET /readyz`` (a model can answer requests)."""
 
 from __future__ import annotations
 
@@ -18,21 +18,22 @@ from lmx_lab.wire.admin import Alive, NotReady, Ready
 
 
 def health_routes(manager: ModelManager) -> APIRouter:
+    """Return the router of the health checks."""
     router = APIRouter(tags=["health"])
 
     # HEAD is for load balancers. The HTTP server omits the body.
     @router.head("/healthz", include_in_schema=False)
     @router.get("/healthz")
     async def healthz() -> Alive:
-        """The process runs."""
+        """Show that the process is running."""
         return Alive()
 
     @router.head("/readyz", response_model=Ready, include_in_schema=False)
     @router.get(
-        "/readyz", response_model=Ready, responses={503: {"model": NotReady, "description": "No model, or no progress"}}
+        "/readyz", response_model=Ready, responses={503: {"model": NotReady, "description": "No model is ready"}}
     )
     async def readyz(request: Request) -> Ready | JSONResponse:
-        """A model answers; if none does, 503 with the reason and what to do."""
+        """Show whether a model can answer requests. If not, the response is 503 with the reason and the next step."""
         now = manager.snapshot
         error = problem(now, settings=manager.settings, alive=manager.alive)
         if error is None:
@@ -45,25 +46,25 @@ def health_routes(manager: ModelManager) -> APIRouter:
 
 
 def problem(now: EngineSnapshot, *, settings: Settings, alive: bool = True) -> LabError | None:
-    """Return why no request would be answered now, and what to do; None if requests are answered."""
+    """Return the error that explains why requests cannot be answered now; None if they can."""
     if now.state == "dead" or not alive:
         return EngineDeadError("the engine has died; load a model to start it again: POST /admin/models/load")
     if now.stalled(time.perf_counter(), settings.stall_limit_s):
         return EngineDeadError(
-            f"no engine step for {settings.stall_limit_s:g} s while {now.active_requests} requests run"
+            f"the engine has made no step for {settings.stall_limit_s:g} s; requests running: {now.active_requests}"
         )
     return None if now.state == "ready" else _no_model(now, settings)
 
 
 def _no_model(now: EngineSnapshot, settings: Settings) -> LabError:
     if now.state == "empty" and now.unload_cause == "memory":
-        why = f"{now.unloaded_model} was unloaded because memory ran out"
-        return OutOfMemoryError(f"{why}; load it again, or a smaller or more quantized one: POST /admin/models/load")
+        reason = f"{now.unloaded_model} was unloaded because memory ran out"
+        return OutOfMemoryError(f"{reason}; load it again, or a smaller or more quantized one: POST /admin/models/load")
     if now.state == "empty" and now.unload_cause == "idle":
-        why = f"{now.unloaded_model} was unloaded because no request came for {settings.idle_unload_s:g} s"
-        return NotLoadedError(f"{why}; load it again: POST /admin/models/load")
+        reason = f"{now.unloaded_model} was unloaded because no request came for {settings.idle_unload_s:g} s"
+        return NotLoadedError(f"{reason}; load it again: POST /admin/models/load")
     pinned = ", ".join(pinned.entry.id for pinned in now.pinned)
-    beside = f" ({pinned} is pinned and answers)" if pinned else ""
+    note = f" (the pinned {pinned} can answer requests)" if pinned else ""
     if now.state == "loading":
-        return NotLoadedError(f"the engine is loading a model{beside}; try again", retry_after_s=1)
-    return NotLoadedError(f"the engine is {now.state}{beside}; load a model first: POST /admin/models/load")
+        return NotLoadedError(f"the engine is loading a model{note}; try again", retry_after_s=1)
+    return NotLoadedError(f"the engine is {now.state}{note}; load a model first: POST /admin/models/load")

@@ -1,4 +1,4 @@
-"""Submit requests for routes and notebooks, and report the end of each exactly once."""
+"""Submit the requests of routes and notebooks, and report the end of each request exactly once."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ from lmx_lab.wire.chat import ChatRequest
 
 
 class TextResult(Protocol):
-    """Embeddings or a ranking."""
+    """The result of embedding or reranking: ``Embeddings`` or ``Ranking``."""
 
     @property
     def report(self) -> EncodeReport: ...
@@ -40,10 +40,10 @@ Result = TypeVar("Result", bound=TextResult)
 
 
 class InferenceService:
-    """May be used on any event loop.
+    """Submits requests to the models in memory. It can be used on any event loop.
 
     Args:
-        feed: Gets a ``RequestEvent`` at the end of each request.
+        feed: Receives a ``RequestEvent`` at the end of each request.
         observe: Called with the end of each request, on the loop that reads the answer.
     """
 
@@ -54,7 +54,7 @@ class InferenceService:
 
     @property
     def fingerprint(self) -> str:
-        """Name and version of the library that computes."""
+        """Name and version of the library that runs the model."""
         return self._manager.fingerprint
 
     # Generations
@@ -62,7 +62,7 @@ class InferenceService:
     async def start(
         self, request: ChatRequest, request_id: str | None = None, *, local: bool = False
     ) -> tuple[ChatAnswer, list[Generation]]:
-        """Accept a chat request; return the answer's shape and a generation for each of its choices.
+        """Submit a chat request. Return the common fields of its answer, and a generation for each of its choices.
 
         Raises:
             LabError: see ``ModelManager.submit_all``.
@@ -84,12 +84,12 @@ class InferenceService:
         local: bool = False,
         patient: bool = False,
     ) -> list[Generation]:
-        """Accept all choices of a request, or none.
+        """Submit all choices of a request, or none, and return their generations.
 
         Args:
-            first: Number of the first choice in the answer.
-            local: Whether the caller is on this machine, and may name the loaded model by its path.
-            patient: Wait if the queue is full: the request is a part of one that was accepted.
+            first: Index of the first choice in the answer.
+            local: Whether the caller is on this machine, so that it may name the loaded model by its path.
+            patient: Whether to wait if the queue is full, because the request is part of one that was accepted.
 
         Raises:
             LabError: see ``ModelManager.submit_all``.
@@ -97,7 +97,7 @@ class InferenceService:
         try:
             streams = await self._manager.submit_all(request, choices, local=local, patient=patient)
         except (LabError, asyncio.CancelledError) as exc:
-            # Not the name in the request, which may be anything: a label of a metric must not be.
+            # Not the name in the request: a caller can choose it freely, and it is a label of a metric.
             self._end_without_report("chat", request_id, self._manager.snapshot.model or "", exc, index=first)
             raise
         return [
@@ -106,7 +106,7 @@ class InferenceService:
         ]
 
     async def decode(self, tokens: tuple[int, ...]) -> str:
-        """Return the text of token ids by the main model."""
+        """Convert token ids to text with the tokenizer of the main model."""
         return await self._manager.decode(tokens)
 
     # Vectors and scores
@@ -135,7 +135,7 @@ class InferenceService:
         return await self._encode("rerank", request_id, model, submitting, lambda it: it.scores)
 
     def _id_of(self, name: str | None, kinds: Kinds, *, local: bool) -> str:
-        """Return the id of the model in memory that answers a request; empty if there is none."""
+        """Return the id of the model in memory that will answer a request; empty if there is none."""
         resident = self._manager.model_for(name, kinds, local=local)
         return resident.entry.id if resident is not None else ""
 
@@ -162,7 +162,7 @@ class InferenceService:
     def _end_without_report(
         self, kind: Kind, request_id: str | None, model: str, exc: BaseException, *, index: int = 0
     ) -> None:
-        """Report the end of a request that was refused, failed or was cancelled."""
+        """Report the end of a request that was refused or cancelled, or that failed."""
         code = None if isinstance(exc, asyncio.CancelledError) else getattr(exc, "code", LabError.code)
         outcome: Outcome = "cancelled" if code is None else "error"
         request_id = request_id or ""
@@ -175,13 +175,13 @@ class InferenceService:
 
 
 def _check_finite(values: Vectors, report: EncodeReport) -> None:
-    """Check that the values can be written as JSON.
+    """Check that all values are finite, because JSON cannot represent others.
 
     Raises:
         EngineError: a value is NaN or infinite.
     """
     if not np.isfinite(values).all():
         raise EngineError(
-            f"{report.model} computed values that are not numbers (NaN or infinity): its weights are damaged, or too "
-            "large for their type; fetch it again, or start with dtype float32"
+            f"{report.model} computed values that are not finite (NaN or infinity): its weights are damaged, or too "
+            "large for their data type; fetch it again, or start the server with dtype float32"
         )

@@ -1,6 +1,6 @@
-"""Run several coroutines or streams as one: all results or the first error, all items in one stream.
+"""Run several coroutines or streams concurrently, and cancel all of them at the first error.
 
-No task outlives its caller.
+Unlike ``asyncio.gather``, these functions end only after all of their tasks have ended.
 """
 
 from __future__ import annotations
@@ -12,45 +12,49 @@ from typing import Any, TypeVar
 
 T = TypeVar("T")
 End = tuple[BaseException | None]
+"""The end of a source in the queue: its error, or None."""
 
 
-async def together(works: Iterable[Coroutine[Any, Any, T]]) -> list[T]:
-    """Return the results, in order. The first error cancels the other coroutines and is raised when they have ended."""
-    tasks = [asyncio.ensure_future(work) for work in works]
+async def gather(coroutines: Iterable[Coroutine[Any, Any, T]]) -> list[T]:
+    """Run coroutines concurrently and return their results, in order.
+
+    The first error cancels the other coroutines. It is raised when they have ended.
+    """
+    tasks = [asyncio.ensure_future(coroutine) for coroutine in coroutines]
     try:
         return list(await asyncio.gather(*tasks))
     finally:
-        await _end(tasks)
+        await _cancel(tasks)
 
 
-def merged(sources: Sequence[AsyncGenerator[T, None]]) -> AsyncGenerator[T, None]:
-    """Yield the items of all sources as they arrive; those of each source in order.
+def merge(sources: Sequence[AsyncGenerator[T, None]]) -> AsyncGenerator[T, None]:
+    """Yield the items of all sources as they arrive. The items of each source stay in order.
 
-    The sources wait for a slow reader: one item of each is kept. The first error is raised and closes the others, as
-    does closing this generator.
+    If the reader is slow, the sources wait: at most one item of each is buffered. The first error is raised and closes
+    the other sources. Closing this generator closes all of them.
     """
-    return sources[0] if len(sources) == 1 else _merged(sources)
+    return sources[0] if len(sources) == 1 else _merge(sources)
 
 
-async def _merged(sources: Sequence[AsyncGenerator[T, None]]) -> AsyncGenerator[T, None]:
+async def _merge(sources: Sequence[AsyncGenerator[T, None]]) -> AsyncGenerator[T, None]:
     queue: asyncio.Queue[list[T] | End] = asyncio.Queue(len(sources))
     pumps = [asyncio.create_task(_pump(source, queue)) for source in sources]
     try:
         running = len(pumps)
         while running:
-            got = await queue.get()
-            if isinstance(got, list):
-                yield got[0]
-            elif got[0] is not None:
-                raise got[0]
+            entry = await queue.get()
+            if isinstance(entry, list):
+                yield entry[0]
+            elif entry[0] is not None:
+                raise entry[0]
             else:
                 running -= 1
     finally:
-        await _end(pumps)
+        await _cancel(pumps)
 
 
 async def _pump(source: AsyncGenerator[T, None], queue: asyncio.Queue[list[T] | End]) -> None:
-    """Put the items of a source into the queue, as lists of one: so the end, a tuple, differs from any item."""
+    """Put each item of a source into the queue as a list of one item, and the end as a tuple, which differs from it."""
     failure: BaseException | None = None
     try:
         async with aclosing(source) as items:
@@ -61,7 +65,8 @@ async def _pump(source: AsyncGenerator[T, None], queue: asyncio.Queue[list[T] | 
     await queue.put((failure,))
 
 
-async def _end(tasks: Sequence[asyncio.Future[Any]]) -> None:
+async def _cancel(tasks: Sequence[asyncio.Future[Any]]) -> None:
+    """Cancel tasks and wait for their end."""
     for task in tasks:
         task.cancel()
     await asyncio.gather(*tasks, return_exceptions=True)

@@ -1,4 +1,4 @@
-"""GET /metrics: figures of the engine and of requests, in the formats of Prometheus."""
+"""The route ``GET /metrics``: metrics of the engine and of requests, in the formats of Prometheus."""
 
 from __future__ import annotations
 
@@ -14,30 +14,30 @@ from prometheus_client.registry import Collector
 from lmx_lab.engine import ModelManager
 from lmx_lab.engine.model_lookup import public_id
 from lmx_lab.server.generation import RequestEnd
-from lmx_lab.values.engine import EngineSnapshot
+from lmx_lab.values.engine import COUNTERS, EngineSnapshot
 from lmx_lab.values.generation import GenerationReport
 
 FORMATS = {kind: {"schema": {"type": "string"}} for kind in ("text/plain", "application/openmetrics-text")}
-"""Formats of the answer, chosen by the ``Accept`` header."""
+"""Content types of the response; the ``Accept`` header selects one."""
 # From 1 ms, a token of a small model, to 100 s, the first token of a long prompt on a CPU.
 BUCKETS_S = (0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 25.0, 50.0, 100.0)
 
 
 class Metrics:
-    """The figures of one server. Nothing is global, so the figures of two servers in one process are separate.
+    """The metrics of one server. They are not global, so that two servers in one process have separate metrics.
 
-    No label has a value that a caller can choose: there are as many time series as outcomes and error codes, and one
-    for the loaded model.
+    No label has a value that a caller can choose, so the number of time series is limited: one per outcome and error
+    code, and one for the loaded model.
     """
 
     def __init__(self, manager: ModelManager) -> None:
         self._registry = CollectorRegistry()
-        self._registry.register(_EngineFigures(manager))
+        self._registry.register(_EngineCollector(manager))
         self._requests = Counter(
             "lmx_lab_requests",
-            "Requests that have ended: stop, length, tool_calls, cancelled, or error with its code. The kind is chat "
-            "(including plain completions), embedding or rerank. For chat each choice of each prompt counts. A refused "
-            "request counts once, unless its body was malformed.",
+            "Requests that have ended with stop, length, tool_calls, cancelled, or error and its code. The kind is "
+            "embedding, rerank or chat, which includes plain completions. For chat, each choice of each prompt counts. "
+            "A refused request counts once, unless its body was malformed.",
             ("kind", "outcome", "code"),
             registry=self._registry,
         )
@@ -47,14 +47,14 @@ class Metrics:
         self._request_s = self._histogram("request", "From a request's arrival to its last token.")
         self._encode_s = Histogram(
             "lmx_lab_encode_seconds",
-            "From the arrival of a request for embeddings or scores to the last of them. Without those that failed.",
+            "From the arrival of a request for embeddings or scores to its whole result. Without failed requests.",
             ("kind",),
             buckets=BUCKETS_S,
             registry=self._registry,
         )
 
     def _histogram(self, name: str, what: str) -> Histogram:
-        text = f"{what} For generations that ended with stop, length or tool_calls."
+        text = f"{what} Only generations that ended with stop, length or tool_calls are included."
         return Histogram(f"lmx_lab_{name}_seconds", text, buckets=BUCKETS_S, registry=self._registry)
 
     def observe(self, end: RequestEnd) -> None:
@@ -73,17 +73,17 @@ class Metrics:
             self._token_s.observe(report.decode_s / report.output_tokens)
 
     def render(self, accept: str = "") -> tuple[bytes, str]:
-        """Return the current figures in the format that an Accept header names, and the content type of that format."""
+        """Return the current metrics in the format that an Accept header requests, and its content type."""
         try:
             encode, content_type = choose_encoder(accept)
         except (TypeError, ValueError):
-            # The header has an invalid version (prometheus_client 0.26 compares it as a string).
+            # The header contains an invalid version, which prometheus_client 0.26 compares as a string.
             encode, content_type = choose_encoder("")
         return encode(self._registry), content_type
 
 
-class _EngineFigures(Collector):
-    """Reads the snapshot at each scrape, so nothing is counted twice and an idle server does nothing."""
+class _EngineCollector(Collector):
+    """Reads the engine's snapshot at each scrape, so that no count is kept twice and an idle server does no work."""
 
     def __init__(self, manager: ModelManager) -> None:
         self._manager = manager
@@ -92,8 +92,10 @@ class _EngineFigures(Collector):
         now = self._manager.snapshot
         up = self._manager.alive and now.state != "dead"
         stalled = now.stalled(time.perf_counter(), self._manager.settings.stall_limit_s)
-        yield _gauge("engine_up", "Whether the engine of the loaded model runs.", up)
-        yield _gauge("engine_stalled", "Whether requests wait and the engine has made no step for too long.", stalled)
+        yield _gauge("engine_up", "Whether the engine of the loaded model is running.", up)
+        yield _gauge(
+            "engine_stalled", "Whether requests are waiting and the engine has made no step for too long.", stalled
+        )
         yield _gauge("uptime_seconds", "Seconds since the server was created.", self._manager.uptime_s)
         yield from _work(now)
         yield from _memory(now)
@@ -106,13 +108,8 @@ class _EngineFigures(Collector):
 def _work(now: EngineSnapshot) -> Iterator[Metric]:
     yield _gauge("requests_active", "Requests that are being computed.", now.active_requests)
     yield _gauge("requests_queued", "Requests that wait for a slot.", now.queued_requests)
-    for name, what, value in (
-        ("output_tokens", "Tokens generated.", now.output_tokens),
-        ("prompt_tokens", "Tokens of prompts, cached ones included.", now.prompt_tokens),
-        ("cached_tokens", "Tokens of prompts that were taken from the prefix cache.", now.cached_tokens),
-        ("encoded_tokens", "Tokens of texts that were embedded or scored.", now.encoded_tokens),
-    ):
-        yield CounterMetricFamily(f"lmx_lab_{name}", what, value=value)
+    for name, what in COUNTERS.items():
+        yield CounterMetricFamily(f"lmx_lab_{name}", what, value=getattr(now, name))
 
 
 def _memory(now: EngineSnapshot) -> Iterator[Metric]:
@@ -128,11 +125,12 @@ def _gauge(name: str, what: str, value: float) -> Metric:
 
 
 def metrics_routes(metrics: Metrics) -> APIRouter:
+    """Return the router of ``/metrics``."""
     router = APIRouter(tags=["admin"])
 
     @router.get("/metrics", response_class=Response, responses={200: {"content": FORMATS}})
     async def figures(request: Request) -> Response:
-        """The server's figures in the formats of Prometheus."""
+        """Return the server's metrics in a format of Prometheus."""
         body, content_type = metrics.render(",".join(request.headers.getlist("accept")))
         return Response(body, headers={"content-type": content_type})
 

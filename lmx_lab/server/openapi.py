@@ -1,4 +1,4 @@
-"""Describe in /openapi.json what the routes do not: events, the WebSocket, and errors."""
+"""Parts of ``/openapi.json`` that FastAPI does not generate from the routes: events, the WebSocket, and errors."""
 
 from __future__ import annotations
 
@@ -24,19 +24,23 @@ from lmx_lab.wire.chat import ChatChunk, ChatRequest, SocketDone, SocketError, S
 from lmx_lab.wire.completions import Completion
 
 EVENTS: tuple[type[BaseModel], ...] = (Throughput, Memory, Heartbeat, ModelEvent, RequestEvent, Sample)
-SHAPES: tuple[type[BaseModel], ...] = (ChatChunk, Completion, *EVENTS, SocketToken, SocketDone, SocketError)
-ENGINE = (NotLoadedError, OutOfMemoryError, EngineDeadError)
-INFERENCE = failures(*BODY, ContextLengthError, ModelNotFoundError, QueueFullError, *ENGINE, GenerationTimeoutError)
-"""Errors of a request that the engine answers."""
-SWAPPED = failures(*BODY, AdminForbiddenError, ModelNotFoundError, ModelBusyError, *ENGINE, StorageFullError)
-"""Errors of a request that loads or unloads a model."""
-SOCKET = f"""One answer over a WebSocket, which OpenAPI cannot describe.
+"""The events of ``/admin/events``."""
+EXTRA_MODELS: tuple[type[BaseModel], ...] = (ChatChunk, Completion, *EVENTS, SocketToken, SocketDone, SocketError)
+"""Models of the document that are not the response of a route."""
+_ENGINE = (NotLoadedError, OutOfMemoryError, EngineDeadError)
+INFERENCE_ERRORS = failures(
+    *BODY, ContextLengthError, ModelNotFoundError, QueueFullError, *_ENGINE, GenerationTimeoutError
+)
+"""Error responses of a request that a model answers."""
+LOAD_ERRORS = failures(*BODY, AdminForbiddenError, ModelNotFoundError, ModelBusyError, *_ENGINE, StorageFullError)
+"""Error responses of a request that loads or unloads a model."""
+SOCKET = f"""Answer one chat request over a WebSocket, which OpenAPI cannot describe.
 
 The client sends one text message, a `{ChatRequest.__name__}` (`n` is 1 or absent). The server sends text messages: a
 `{SocketToken.__name__}` for each piece of the answer, then one `{SocketDone.__name__}`, and waits for the client to
-close; or, at any time, a `{SocketError.__name__}`, after which it closes with 1011. A client that closes early ends
-the generation. Without an upgrade the answer is 404."""
-MESSAGES = {"oneOf": [reference(shape) for shape in (SocketToken, SocketDone, SocketError)]}
+close the connection. If the request fails, the server sends a `{SocketError.__name__}` and closes with code 1011. A
+client that closes early ends the generation. Without an upgrade, the response is 404."""
+MESSAGES = {"oneOf": [reference(model) for model in (SocketToken, SocketDone, SocketError)]}
 SOCKETS: dict[str, dict[str, Any]] = {
     "/v1/chat/stream": {
         "tags": ["inference"],

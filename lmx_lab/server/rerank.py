@@ -1,4 +1,4 @@
-"""POST /v1/rerank: documents by relevance, at the three paths that clients use."""
+"""The route ``POST /v1/rerank``, which sorts documents by relevance, at the three paths that clients use."""
 
 from __future__ import annotations
 
@@ -17,22 +17,23 @@ from lmx_lab.http.error_bodies import request_id_of
 from lmx_lab.http.event_stream import while_connected
 from lmx_lab.http.guard import is_local
 from lmx_lab.server.inference import InferenceService
-from lmx_lab.server.openapi import INFERENCE
+from lmx_lab.server.openapi import INFERENCE_ERRORS
 from lmx_lab.wire.embeddings import EncodingUsage
 from lmx_lab.wire.generation import ANY_MODEL
 from lmx_lab.wire.rerank import AnyRerankBody, RerankBody, RerankItem, RerankResults, TextRank, TextsRerankBody
 
 PATHS = ("/v1/rerank", "/v2/rerank", "/rerank")
-"""Jina's and Cohere's version 1, Cohere's version 2, and Text Embeddings Inference."""
-SMALL = 256
-"""Results that are written as text on the loop, in about a millisecond. More are written in a thread."""
+"""The paths of Jina and of version 1 of Cohere, of version 2 of Cohere, and of Text Embeddings Inference."""
+RESULTS_ON_LOOP = 256
+"""Up to this many results are written as text on the event loop, in about a millisecond; more in a thread."""
 
 
 def rerank_routes(service: InferenceService) -> APIRouter:
+    """Return the router of the three paths."""
     router = APIRouter(tags=["inference"], route_class=StrictRoute)
 
     async def rerank(body: AnyRerankBody, request: Request) -> Response:
-        """Documents ordered by relevance to a query; for a body with `texts`, a bare array of scores."""
+        """Sort documents by relevance to a query. For a body with `texts`, the response is a bare array of scores."""
         work = _answer(service, body, request_id_of(request), local=is_local(request.scope))
         return Response(await while_connected(request, work), media_type="application/json")
 
@@ -43,7 +44,7 @@ def rerank_routes(service: InferenceService) -> APIRouter:
             name=path.strip("/").replace("/", "_"),
             methods=["POST"],
             response_model=RerankResults | list[TextRank],
-            responses=INFERENCE,
+            responses=INFERENCE_ERRORS,
         )
     return router
 
@@ -53,12 +54,13 @@ async def _answer(
 ) -> bytes:
     ranking = await service.rerank(rerank_request(body), request_id, local=local)
     ranking = replace(ranking, report=replace(ranking.report, model=public_id(ranking.report.model, local=local)))
-    if len(ranking.scores) > SMALL:
-        return await asyncio.to_thread(_whole, body, ranking)
-    return _whole(body, ranking)
+    if len(ranking.scores) > RESULTS_ON_LOOP:
+        return await asyncio.to_thread(_encode, body, ranking)
+    return _encode(body, ranking)
 
 
 def rerank_request(body: RerankBody | TextsRerankBody) -> RerankRequest:
+    """Convert a request body to the engine's request."""
     name = body.model if isinstance(body, RerankBody) else ANY_MODEL
     return RerankRequest(
         query=body.query,
@@ -69,17 +71,18 @@ def rerank_request(body: RerankBody | TextsRerankBody) -> RerankRequest:
     )
 
 
-def _whole(body: RerankBody | TextsRerankBody, ranking: Ranking) -> bytes:
+def _encode(body: RerankBody | TextsRerankBody, ranking: Ranking) -> bytes:
     if isinstance(body, TextsRerankBody):
         return text_ranks(ranking, body.texts if body.return_text else None)
     return rerank_results(ranking, body.texts if body.return_documents is not False else None, top_n=body.top_n)
 
 
 def rerank_results(ranking: Ranking, documents: Sequence[str] | None, *, top_n: int | None = None) -> bytes:
-    """Return the body of the answer.
+    """Return the body of the answer to a ``RerankBody``, the JSON of ``RerankResults``.
 
     Args:
-        documents: Documents to include; None includes none.
+        documents: The documents, to include them in the results; None leaves them out.
+        top_n: Number of results to return; None returns all.
     """
     tokens = ranking.report.tokens
     results = [
@@ -97,7 +100,11 @@ def rerank_results(ranking: Ranking, documents: Sequence[str] | None, *, top_n: 
 
 
 def text_ranks(ranking: Ranking, texts: Sequence[str] | None) -> bytes:
-    """Return the bare array of Text Embeddings Inference."""
+    """Return the body of the answer to a ``TextsRerankBody``, a JSON array of ``TextRank``.
+
+    Args:
+        texts: The texts, to include them in the results; None leaves them out.
+    """
     ranks = [
         TextRank(index=index, score=score, text=texts[index] if texts is not None else None)
         for index, score in _scored(ranking)
@@ -106,6 +113,6 @@ def text_ranks(ranking: Ranking, texts: Sequence[str] | None) -> bytes:
 
 
 def _scored(ranking: Ranking, top_n: int | None = None) -> list[tuple[int, float]]:
-    """Return index and score of the documents, the most relevant first."""
-    # Converted to text and back: the shortest decimal fraction of a float32.
+    """Return the index and the score of each document, the most relevant first."""
+    # Converted to text and back, so that the JSON contains the shortest decimal form of a float32.
     return [(index, float(str(ranking.scores[index]))) for index in ranking.order(top_n)]

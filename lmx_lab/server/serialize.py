@@ -1,7 +1,7 @@
-"""Write the bodies and chunks of an answer, in the chat format and in the completions format. Pure.
+"""Write the bodies and chunks of answers in the chat format and in the completions format. Pure code.
 
-Chunks are written as text around the parts that change: building and dumping a pydantic model for every token would
-cost more than everything else between the engine and the socket. Tests compare them with the dumps of the models.
+Chunks are written as text around the parts that change, because building and dumping a pydantic model for every token
+would cost more than everything else between the engine and the socket. Tests compare them with the dumps of the models.
 """
 
 from __future__ import annotations
@@ -30,17 +30,21 @@ def _json(value: Any) -> str:
 
 @dataclass(frozen=True, kw_only=True)
 class ChatAnswer:
-    """What all parts of one chat answer share: its id, its time, its model."""
+    """The fields that all parts of one chat answer share, and the functions that write these parts."""
 
     model: str
     fingerprint: str
     logprobs: bool = False
-    """Whether the request wants log-probabilities."""
+    """Whether the request asks for log-probabilities."""
     id: str = field(default_factory=lambda: f"chatcmpl-{secrets.token_hex(12)}")
     created: int = field(default_factory=lambda: int(time.time()))
 
-    def full(self, parts: Sequence[tuple[Delta, GenerationReport]], usage: Usage) -> str:
-        """Return the complete body."""
+    def body(self, parts: Sequence[tuple[Delta, GenerationReport]], usage: Usage) -> str:
+        """Return the body of the complete answer.
+
+        Args:
+            parts: The content and the report of each choice.
+        """
         body = ChatCompletion(
             id=self.id,
             created=self.created,
@@ -61,32 +65,32 @@ class ChatAnswer:
             finish_reason=report.finish_reason,
         )
 
-    def first(self, index: int = 0) -> str:
+    def first_chunk(self, index: int = 0) -> str:
         """Return the first chunk of a choice."""
         return self._chunk(index, '{"role":"assistant","content":""}')
 
-    def pieces(self, delta: Delta, index: int = 0) -> Iterator[str]:
-        """Yield the chunks of reasoning, of text and of tool calls, in this order; none for an empty delta.
+    def delta_chunks(self, delta: Delta, index: int = 0) -> Iterator[str]:
+        """Yield the chunks of a delta: first its reasoning, then its text and its tool calls. An empty delta has none.
 
-        The first chunk has the log-probabilities of all.
+        The first chunk contains the log-probabilities of the whole delta.
         """
         logprobs = _json({"content": chat_logprobs(delta.logprobs), "refusal": None}) if self.logprobs else "null"
-        for shown in _shown(delta):
-            yield self._chunk(index, shown, logprobs)
+        for part in _delta_parts(delta):
+            yield self._chunk(index, part, logprobs)
             logprobs = "null"
 
-    def last(self, report: GenerationReport, index: int = 0) -> str:
+    def last_chunk(self, report: GenerationReport, index: int = 0) -> str:
         """Return the last chunk of a choice."""
         end = f',"timings":{timings(report).model_dump_json()}'
         return self._chunk(index, "{}", reason=f'"{report.finish_reason}"', end=end)
 
-    def usage(self, usage: Usage) -> str:
-        """Return the chunk after the last one, for requests with ``stream_options.include_usage``."""
+    def usage_chunk(self, usage: Usage) -> str:
+        """Return the final chunk of a stream, for requests with ``stream_options.include_usage``."""
         return f'{self._head}],"usage":{usage.model_dump_json()}}}'
 
     def _chunk(self, index: int, delta: str, logprobs: str = "null", reason: str = "null", end: str = "") -> str:
-        shown = f',"logprobs":{logprobs}' if self.logprobs else ""
-        return f'{self._head}{{"index":{index},"delta":{delta}{shown},"finish_reason":{reason}}}]{end}}}'
+        field = f',"logprobs":{logprobs}' if self.logprobs else ""
+        return f'{self._head}{{"index":{index},"delta":{delta}{field},"finish_reason":{reason}}}]{end}}}'
 
     @cached_property
     def _head(self) -> str:
@@ -105,18 +109,18 @@ def _message(delta: Delta) -> AnswerMessage:
     )
 
 
-def _shown(delta: Delta) -> list[str]:
-    """Return the ``delta`` of each chunk."""
-    found = [f'{{"reasoning_content":{_json(delta.reasoning)}}}'] if delta.reasoning else []
+def _delta_parts(delta: Delta) -> list[str]:
+    """Return the JSON of the field ``delta`` in each chunk."""
+    parts = [f'{{"reasoning_content":{_json(delta.reasoning)}}}'] if delta.reasoning else []
     if delta.text:
-        found.append(f'{{"content":{_json(delta.text)}}}')
-    found += [f'{{"tool_calls":[{_json(call)}]}}' for call in _call_chunks(delta.tool_calls)]
+        parts.append(f'{{"content":{_json(delta.text)}}}')
+    parts += [f'{{"tool_calls":[{_json(call)}]}}' for call in _call_chunks(delta.tool_calls)]
     # Tokens without text have log-probabilities, too.
-    return found or (['{"content":""}'] if delta.logprobs else [])
+    return parts or (['{"content":""}'] if delta.logprobs else [])
 
 
 def _call_chunks(pieces: Iterable[ToolCallDelta]) -> Iterator[dict[str, Any]]:
-    """Yield tool calls as ``ToolCallChunk``: the name of a call first, then its arguments."""
+    """Yield the parts of tool calls in the form of ``ToolCallChunk``: the name of a call, then its arguments."""
     for call in merge_tool_calls(pieces):
         if call.name is not None:
             named = {"name": call.name, "arguments": ""}
@@ -127,15 +131,15 @@ def _call_chunks(pieces: Iterable[ToolCallDelta]) -> Iterator[dict[str, Any]]:
 
 @dataclass(frozen=True, kw_only=True)
 class CompletionAnswer:
-    """What all parts of one answer in the completions format share."""
+    """The fields that all parts of one answer in the completions format share, and the functions that write them."""
 
     model: str
     fingerprint: str
     id: str = field(default_factory=lambda: f"cmpl-{secrets.token_hex(12)}")
     created: int = field(default_factory=lambda: int(time.time()))
 
-    def full(self, choices: list[CompletionChoice], usage: Usage, timings: Timings) -> str:
-        """Return the complete body."""
+    def body(self, choices: list[CompletionChoice], usage: Usage, timings: Timings) -> str:
+        """Return the body of the complete answer."""
         body = Completion(
             id=self.id,
             object="text_completion",
@@ -148,15 +152,17 @@ class CompletionAnswer:
         )
         return body.model_dump_json(exclude_unset=True)
 
-    def piece(self, text: str, logprobs: CompletionLogprobs | None, index: int) -> str:
+    def text_chunk(self, text: str, logprobs: CompletionLogprobs | None, index: int) -> str:
+        """Return a chunk with a piece of the text of a choice."""
         return self._chunk(index, text, logprobs.model_dump_json() if logprobs else "null")
 
-    def last(self, report: GenerationReport, index: int) -> str:
+    def last_chunk(self, report: GenerationReport, index: int) -> str:
+        """Return the last chunk of a choice."""
         end = f',"timings":{timings(report).model_dump_json()}'
         return self._chunk(index, "", reason=f'"{report.finish_reason}"', end=end)
 
-    def usage(self, usage: Usage) -> str:
-        """Return the chunk after the last one, for requests with ``stream_options.include_usage``."""
+    def usage_chunk(self, usage: Usage) -> str:
+        """Return the final chunk of a stream, for requests with ``stream_options.include_usage``."""
         return f'{self._head}],"usage":{usage.model_dump_json()}}}'
 
     def _chunk(self, index: int, text: str, logprobs: str = "null", reason: str = "null", end: str = "") -> str:
@@ -169,7 +175,7 @@ class CompletionAnswer:
 
 
 def _head(answer: ChatAnswer | CompletionAnswer, kind: str) -> str:
-    """Return the part of a chunk before its choices."""
+    """Return the part of a chunk before its choices, which is the same in all chunks of an answer."""
     shared = {
         "id": answer.id,
         "object": kind,
@@ -181,14 +187,18 @@ def _head(answer: ChatAnswer | CompletionAnswer, kind: str) -> str:
 
 
 class LogprobsWriter:
-    """Writes the log-probabilities of one choice in the completions format, piece by piece: text offsets continue."""
+    """Writes the log-probabilities of one choice in the completions format, one piece at a time.
+
+    The text offsets of a piece continue those of the piece before.
+    """
 
     def __init__(self) -> None:
         self._at = 0
-        # Tokens may split a character, which begins at the offset of its first token.
+        # A character may consist of several tokens; its offset is that of its first token.
         self._decoder = codecs.getincrementaldecoder("utf-8")("replace")
 
     def write(self, tokens: Sequence[TokenLogprob]) -> CompletionLogprobs:
+        """Return the log-probabilities of the next tokens."""
         return CompletionLogprobs(
             tokens=[token.text for token in tokens],
             token_logprobs=[None if token.logprob is None else wire_logprob(token.logprob) for token in tokens],
@@ -203,7 +213,10 @@ class LogprobsWriter:
 
 
 def _alternatives(token: TokenLogprob) -> dict[str, float] | None:
-    """Return log-probabilities by text, the token itself included; of tokens with the same text, the likeliest one."""
+    """Return the log-probabilities of the alternatives and of the token itself, by text.
+
+    If several tokens have the same text, that of the most likely one is returned.
+    """
     if token.logprob is None:
         return None
     found: dict[str, float] = {}

@@ -1,8 +1,9 @@
-"""Translate between the wire formats and the values of the engine. Pure."""
+"""Convert requests from the wire formats to the engine's values, and reports back to the wire formats. Pure code."""
 
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import fields, replace
 from typing import Any
 
 from lmx_lab.engine import AnswerFormat, ChatPrompt, GenerationRequest, Sampling, TextPrompt, TokenPrompt, Tool, ToolUse
@@ -23,7 +24,9 @@ from lmx_lab.wire.generation import (
 from lmx_lab.wire.tools import NamedToolChoice, format_names
 
 GREEDY_BELOW = 1e-6
-"""Lower temperatures are greedy: only the likeliest token has a chance."""
+"""Below this temperature, sampling is greedy, because only the most likely token has a chance."""
+GREEDY: Mapping[str, Any] = {"temperature": 0, "top_p": 1.0, "top_k": 0, "min_p": 0.0}
+"""Parameters of a greedy request: no token needs to be removed."""
 
 
 NO_ARGUMENTS: Mapping[str, Any] = {"type": "object", "properties": {}}
@@ -31,7 +34,7 @@ ANY_OBJECT: Mapping[str, Any] = {"type": "object"}
 
 
 def generation_request(request: ChatRequest) -> GenerationRequest:
-    """Return a chat request as the engine's.
+    """Convert a chat request to the engine's request.
 
     Raises:
         InvalidRequestError: a ``tool`` message does not answer a tool call.
@@ -44,7 +47,7 @@ def generation_request(request: ChatRequest) -> GenerationRequest:
             tools=tools,
             template_options=_template_options(request),
         ),
-        # If a tool call is forced, there is no text that could have a format.
+        # If a tool call is forced, the answer contains no text that could have a format.
         answer_format=None if tools is not None and tools.forced else _answer_format(request.response_format),
         thinking_budget=request.thinking_token_budget,
         model=_model(request),
@@ -57,7 +60,7 @@ def generation_request(request: ChatRequest) -> GenerationRequest:
 
 
 def completion_requests(request: CompletionRequest) -> list[GenerationRequest]:
-    """Return one request of the engine for each prompt, in order."""
+    """Convert a completion request to one request of the engine for each prompt, in order."""
     return [
         GenerationRequest(
             prompt=prompt,
@@ -67,7 +70,7 @@ def completion_requests(request: CompletionRequest) -> list[GenerationRequest]:
             stop=_stop(request),
             ignore_eos=bool(request.ignore_eos),
             top_logprobs=request.logprobs,
-            # Without new tokens the prompt is scored, even if the scores are not returned.
+            # The answer contains the scores only as a part of the echo, and only if log-probabilities are requested.
             score_prompt=bool(request.echo) and request.logprobs is not None,
         )
         for prompt in _prompts(request)
@@ -90,53 +93,50 @@ def _stop(request: GenerationFields) -> tuple[str, ...]:
 
 
 def _sampling(request: GenerationFields, *, temperature: float) -> Sampling:
-    """Return the sampling parameters.
+    """Return the sampling parameters. Fields of the request and of ``Sampling`` correspond by name.
 
     Args:
-        temperature: Value for null.
+        temperature: The default of the format, used for null.
     """
-    temperature = temperature if request.temperature is None else request.temperature
-    top_p = 1.0 if request.top_p is None else request.top_p
-    # With top_p 0 only the likeliest token remains. float32 cannot divide by less than about 1e-38.
-    greedy = temperature < GREEDY_BELOW or top_p == 0
-    return Sampling(
-        temperature=0 if greedy else temperature,
-        top_p=1.0 if greedy else top_p,
-        top_k=0 if greedy else max(0, request.top_k or 0),
-        min_p=0.0 if greedy else request.min_p or 0.0,
-        repetition_penalty=request.repetition_penalty or 1.0,
-        presence_penalty=request.presence_penalty or 0.0,
-        frequency_penalty=request.frequency_penalty or 0.0,
-        # A dict first: "7" and "07" are the same token, whose last bias counts.
+    given = {each.name: getattr(request, each.name) for each in fields(Sampling)}
+    sampling = Sampling(**{"temperature": temperature} | {k: v for k, v in given.items() if v is not None})
+    # With top_p 0 only the most likely token remains. float32 cannot divide by less than about 1e-38.
+    greedy = sampling.temperature < GREEDY_BELOW or sampling.top_p == 0
+    return replace(
+        sampling,
+        **GREEDY if greedy else {"top_k": max(0, sampling.top_k)},
+        # Converted to a dict first: "7" and "07" are the same token, of which the last bias is used.
         logit_bias=tuple({int(token): bias for token, bias in (request.logit_bias or {}).items()}.items()),
-        seed=request.seed,
     )
 
 
 def _message(message: ChatMessage) -> Mapping[str, Any]:
     content = message.content
     text = "".join(part.text for part in content) if isinstance(content, list) else content or ""
-    # Chat templates know the role "system"; "developer" is its newer name.
-    shown: dict[str, Any] = {"role": "system" if message.role == "developer" else message.role, "content": text}
+    # Chat templates use the role "system"; "developer" is its newer name in the chat format.
+    converted: dict[str, Any] = {"role": "system" if message.role == "developer" else message.role, "content": text}
     if message.tool_calls:
-        shown["tool_calls"] = [
-            {"type": "function", "id": call.id, "function": {"name": one.name, "arguments": one.arguments}}
+        converted["tool_calls"] = [
+            {
+                "type": "function",
+                "id": call.id,
+                "function": {"name": call.function.name, "arguments": call.function.arguments},
+            }
             for call in message.tool_calls
-            for one in (call.function,)
         ]
     others = {
         "name": message.name,
         "tool_call_id": message.tool_call_id,
         "reasoning_content": message.effective_reasoning,
     }
-    return shown | {name: value for name, value in others.items() if value is not None}
+    return converted | {name: value for name, value in others.items() if value is not None}
 
 
 def _check_history(messages: Sequence[ChatMessage]) -> None:
-    """Check that each tool message answers a call of the assistant message before it, and that no two answer the same.
+    """Check that each tool message answers a call of the preceding assistant message, and that no two answer the same.
 
     Raises:
-        InvalidRequestError: one does not; the message names it.
+        InvalidRequestError: a tool message does not; the error names it.
     """
     calls: dict[str, bool] = {}
     for number, message in enumerate(messages):
@@ -144,25 +144,25 @@ def _check_history(messages: Sequence[ChatMessage]) -> None:
             calls = {call.id: False for call in message.tool_calls or ()}
         elif message.tool_call_id is None or calls.get(message.tool_call_id, True):
             place = f"messages.{number}.tool_call_id"
-            raise InvalidRequestError(f"{place}: {_unanswerable(message.tool_call_id, calls)}", param=place)
+            raise InvalidRequestError(f"{place}: {_history_problem(message.tool_call_id, calls)}", param=place)
         else:
             calls[message.tool_call_id] = True
 
 
-def _unanswerable(given: str | None, calls: Mapping[str, bool]) -> str:
-    """Return why a tool message answers no call.
+def _history_problem(given: str | None, calls: Mapping[str, bool]) -> str:
+    """Return the reason why a tool message does not answer a call.
 
     Args:
-        given: The id in the message.
-        calls: The ids of the assistant message before it, and whether each is answered.
+        given: The call id in the message.
+        calls: The ids of the calls in the preceding assistant message, and whether each is answered.
     """
     if not calls:
-        what = "is missing" if given is None else f"{given[:80]!r:.80} answers no call"
-        return f"{what}; a tool message follows an assistant message with tool_calls, and there is none before this one"
+        what = "is missing" if given is None else f"{given[:80]!r:.80} does not answer a call"
+        return f"{what}; a tool message must follow an assistant message with tool_calls, and none precedes this one"
     if given is None:
         return f"is missing; the calls before this message are {format_names(list(calls))}"
     if given in calls:
-        return f"{given[:80]!r:.80} was answered by an earlier message; a call has one answer"
+        return f"{given[:80]!r:.80} was answered by an earlier message; send one tool message for each call"
     return f"{given[:80]!r:.80} is not one of the calls before this message, which are {format_names(list(calls))}"
 
 
@@ -207,9 +207,9 @@ def _answer_format(format_: ResponseFormat | None) -> AnswerFormat | None:
 
 
 def usage(choices: Iterable[GenerationReport]) -> Usage:
-    """Return what the choices of one prompt cost together. The prompt counts once, since it is computed once."""
+    """Return the usage of all choices of one prompt. The prompt counts once, since it is computed once."""
     reports = list(choices)
-    # All choices but the first find their whole prompt computed.
+    # All choices except the first take the whole prompt from the cache.
     cached = min(report.cached_tokens for report in reports)
     return _usage(
         reports[0].prompt_tokens,
@@ -220,7 +220,7 @@ def usage(choices: Iterable[GenerationReport]) -> Usage:
 
 
 def total_usage(prompts: Iterable[Usage]) -> Usage:
-    """Return what the prompts of one request cost together."""
+    """Return the sum of the usages of all prompts of one request."""
     parts = list(prompts)
     return _usage(
         sum(part.prompt_tokens for part in parts),
@@ -241,6 +241,7 @@ def _usage(prompt: int, completion: int, cached: int, reasoning: int) -> Usage:
 
 
 def timings(report: GenerationReport) -> Timings:
+    """Convert the report of one choice to its timings on the wire."""
     return total_timings([[report]])
 
 
@@ -253,9 +254,9 @@ def total_timings(prompts: Iterable[Sequence[GenerationReport]]) -> Timings:
     """
     parts = [list(choices) for choices in prompts]
     reports = [report for choices in parts for report in choices]
-    spent = total_usage(usage(choices) for choices in parts)
-    cached = spent.prompt_tokens_details.cached_tokens
-    computed, predicted = spent.prompt_tokens - cached, spent.completion_tokens
+    total = total_usage(usage(choices) for choices in parts)
+    cached = total.prompt_tokens_details.cached_tokens
+    computed, predicted = total.prompt_tokens - cached, total.completion_tokens
     prompt_s = max(report.prefill_s for report in reports)
     predicted_s = max(report.decode_s for report in reports)
     return Timings(
@@ -275,6 +276,7 @@ def total_timings(prompts: Iterable[Sequence[GenerationReport]]) -> Timings:
 
 
 def socket_stats(report: GenerationReport) -> SocketStats:
+    """Convert a report to the statistics that a WebSocket sends at the end of an answer."""
     return SocketStats(
         tokens_per_second=report.tokens_per_second,
         prompt_tokens=report.prompt_tokens,
@@ -288,12 +290,12 @@ def socket_stats(report: GenerationReport) -> SocketStats:
 
 
 def wire_logprob(logprob: float | None) -> float:
-    """Return a log-probability as JSON can represent it: minus infinity and NaN become the format's lowest number."""
+    """Return a log-probability that JSON can represent: minus infinity and NaN become ``LOWEST_LOGPROB``."""
     return logprob if logprob is not None and logprob > LOWEST_LOGPROB else LOWEST_LOGPROB
 
 
 def chat_logprobs(logprobs: Iterable[TokenLogprob]) -> list[dict[str, Any]]:
-    """Return the ``content`` of ``ChoiceLogprobs``, as plain values because this is done for every token."""
+    """Return the ``content`` of ``ChoiceLogprobs``. It consists of plain values, because this runs for every token."""
     return [
         {**_plain(token), "top_logprobs": [_plain(other) for other in token.top]}
         for token in logprobs

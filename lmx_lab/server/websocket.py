@@ -1,4 +1,7 @@
-"""WS /v1/chat/stream: the client sends one request, the server sends tokens and statistics, then the client closes."""
+"""The WebSocket ``/v1/chat/stream``, which answers one chat request.
+
+The client sends the request, the server sends tokens and statistics, and the client closes the connection.
+"""
 
 from __future__ import annotations
 
@@ -22,15 +25,19 @@ from lmx_lab.wire.chat import ChatRequest, SocketDone, SocketError
 
 log = logging.getLogger(__name__)
 CLOSE_WAIT_S = 5.0
+"""Time that the client has to close the connection after the answer."""
 FIRST_MESSAGE_WAIT_S = 60.0
+"""Time that the client has to send its request."""
 NORMAL, FAILED = 1000, 1011
+"""Close codes (RFC 6455, 7.4.1)."""
 
 
-class _ServerStops(WebSocketDisconnect):
-    """The server stops; messages may still be sent."""
+class _ServerStopping(WebSocketDisconnect):
+    """The server is stopping. Unlike after a disconnect of the client, messages can still be sent."""
 
 
 def socket_routes(service: InferenceService, *, max_body_bytes: int) -> APIRouter:
+    """Return the router of ``/v1/chat/stream``."""
     router = APIRouter(tags=["inference"])
 
     @router.websocket("/v1/chat/stream")
@@ -44,7 +51,7 @@ def socket_routes(service: InferenceService, *, max_body_bytes: int) -> APIRoute
                 )
                 await _answer(socket, service, request)
             except LabError as exc:
-                log.warning("%s: socket ended by %s", request_id_of(socket), exc)
+                log.warning("%s: the WebSocket request failed: %s", request_id_of(socket), exc)
                 await _send(socket, _error(socket, exc))
                 await socket.close(FAILED)
 
@@ -52,25 +59,25 @@ def socket_routes(service: InferenceService, *, max_body_bytes: int) -> APIRoute
 
 
 async def _answer(socket: WebSocket, service: InferenceService, request: ChatRequest) -> None:
-    """Send tokens until the end, while a second task watches the client."""
+    """Send the answer, while a second task receives the messages of the client."""
     tokens = asyncio.ensure_future(_send_tokens(socket, service, request))
-    watch = asyncio.ensure_future(_refuse_messages(socket))
+    watcher = asyncio.ensure_future(_refuse_messages(socket))
     try:
-        await asyncio.wait({tokens, watch}, return_when=asyncio.FIRST_COMPLETED)
-        if not tokens.done() and not watch.result():
+        await asyncio.wait({tokens, watcher}, return_when=asyncio.FIRST_COMPLETED)
+        if not tokens.done() and not watcher.result():
             return
-        # A server that stops has ended the answer; the rest of it and the error are still to be sent.
+        # If the server is stopping, it has ended the answer, but the rest of the answer or the error is not sent yet.
         await tokens
-        await asyncio.wait({watch}, timeout=CLOSE_WAIT_S)
-        if not watch.done():
+        await asyncio.wait({watcher}, timeout=CLOSE_WAIT_S)
+        if not watcher.done():
             await socket.close(NORMAL)
     finally:
         tokens.cancel()
-        watch.cancel()
-        await asyncio.gather(tokens, watch, return_exceptions=True)
-        # The traceback of their error refers to this frame. Without the cycle, the request's memory is released at
-        # once.
-        del tokens, watch
+        watcher.cancel()
+        await asyncio.gather(tokens, watcher, return_exceptions=True)
+        # The traceback of an error of a task refers to this frame. Without this reference cycle, the memory of the
+        # request is released at once.
+        del tokens, watcher
 
 
 async def _send_tokens(socket: WebSocket, service: InferenceService, request: ChatRequest) -> None:
@@ -79,21 +86,22 @@ async def _send_tokens(socket: WebSocket, service: InferenceService, request: Ch
         async for delta in generation:
             if (message := socket_token(delta, logprobs=bool(request.logprobs))) is not None:
                 await _send_text(socket, message)
-    await _send(socket, SocketDone(stats=socket_stats(generation.finished())))
+    await _send(socket, SocketDone(stats=socket_stats(generation.final_report())))
 
 
 async def _refuse_messages(socket: WebSocket) -> bool:
-    """Refuse further messages, while the answer to the first one continues. Returns when the client has left or the
-    server stops: True if the server stops.
+    """Refuse further messages while the answer to the first one continues.
+
+    Returns when the client has disconnected or the server is stopping, and whether it is the latter.
     """
     try:
         while True:
             await _receive(socket, None)
-            second = InvalidRequestError("a connection takes one request; open another connection for each")
-            await _send(socket, _error(socket, second))
-            # Neither of these calls yields to other tasks while messages are already there.
+            error = InvalidRequestError("a connection accepts only one request; open a new connection for each request")
+            await _send(socket, _error(socket, error))
+            # Neither of these calls yields to other tasks if the next message has already arrived.
             await asyncio.sleep(0)
-    except _ServerStops:
+    except _ServerStopping:
         return True
     except WebSocketDisconnect:
         return False
@@ -103,27 +111,31 @@ async def _receive(socket: WebSocket, timeout_s: float | None) -> str | bytes:
     try:
         message: dict[str, Any] = await asyncio.wait_for(socket.receive(), timeout_s)  # type: ignore[arg-type]
     except TimeoutError:
-        raise InvalidRequestError(f"no request came within {timeout_s:g} s") from None
+        raise InvalidRequestError(
+            f"the connection received no request within {timeout_s:g} s; send one after connecting"
+        ) from None
     if message["type"] == "websocket.disconnect":
-        # Marked by our own server (``http.protocol``): any client may close with the code of a restart.
-        ends = _ServerStops if message.get("lmx_lab") == "stopping" else WebSocketDisconnect
-        raise ends(message.get("code", NORMAL))
+        # ``http.protocol`` adds this mark. The close code is not enough, because any client can close with it.
+        error = _ServerStopping if message.get("lmx_lab") == "stopping" else WebSocketDisconnect
+        raise error(message.get("code", NORMAL))
     text: str | None = message.get("text")
     return text if text is not None else message["bytes"]
 
 
 async def _parse(text: str | bytes, limit_bytes: int, queue: LargeBodyQueue) -> ChatRequest:
     if isinstance(text, bytes):
-        raise InvalidRequestError("the request came as a binary message; send it as text")
+        raise InvalidRequestError("the request is a binary message; send a text message")
     if len(text) > limit_bytes:
-        raise InvalidRequestError(f"the message has more than {limit_bytes} characters, the limit of this server")
+        raise InvalidRequestError(f"the message has {len(text)} characters, the limit is {limit_bytes}; send less")
     try:
         request = ChatRequest.model_validate(await read_json(text, queue))
     except ValidationError as exc:
         raise validation_error(exc) from exc
     if request.choices > 1:
-        several = f"n is {request.n}; a socket carries one answer: open one for each, or POST /v1/chat/completions"
-        raise InvalidRequestError(several, param="n")
+        raise InvalidRequestError(
+            f"n is {request.n}, but a WebSocket carries one answer; leave n out, or use POST /v1/chat/completions",
+            param="n",
+        )
     return request
 
 
@@ -139,5 +151,5 @@ async def _send_text(socket: WebSocket, text: str) -> None:
     try:
         await socket.send_text(text)
     except RuntimeError as exc:
-        # Starlette raises this for a send after the close handshake has begun.
+        # Starlette raises this error if a message is sent after the close handshake has begun.
         raise WebSocketDisconnect(NORMAL) from exc

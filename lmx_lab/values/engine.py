@@ -65,9 +65,8 @@ class ModelChange:
 
 EngineState = Literal["empty", "loading", "ready", "dead"]
 
-UnloadCause = Literal["asked", "idle", "memory"]
-"""``asked``: a caller unloaded the model. ``idle``: no request came for ``idle_unload_s``. ``memory``: it ran out of
-memory."""
+UnloadCause = Literal["requested", "idle", "memory"]
+"""``requested``: by a caller. ``idle``: no request came for ``idle_unload_s``. ``memory``: memory ran out."""
 
 
 Merge = Mapping[str, Callable[[list[Any]], Any]]
@@ -76,6 +75,11 @@ SUM: Merge = {"merge": sum}
 MAXIMUM: Merge = {"merge": max}
 CONCATENATION: Merge = {"merge": lambda values: tuple(chain.from_iterable(values))}
 FIRST_SET: Merge = {"merge": lambda values: next((value for value in values if value is not None), None)}
+
+
+def _counter(text: str) -> Any:
+    """Return the field of a count since the engine started. ``/metrics`` shows it with this text."""
+    return field(default=0, metadata={**SUM, "counter": text})
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -94,13 +98,10 @@ class EngineSnapshot:
     queued_requests: int = field(default=0, metadata=SUM)
     encode_requests: int = field(default=0, metadata=SUM)
     """Embedding and rerank requests among the active and queued ones."""
-    output_tokens: int = field(default=0, metadata=SUM)
-    """Counted since the engine started, like the next three."""
-    prompt_tokens: int = field(default=0, metadata=SUM)
-    cached_tokens: int = field(default=0, metadata=SUM)
-    """Prompt tokens that were taken from the prefix cache; included in ``prompt_tokens``."""
-    encoded_tokens: int = field(default=0, metadata=SUM)
-    """Tokens of texts that were embedded or scored."""
+    output_tokens: int = _counter("Tokens generated.")
+    prompt_tokens: int = _counter("Tokens of prompts, cached ones included.")
+    cached_tokens: int = _counter("Tokens of prompts that were taken from the prefix cache.")
+    encoded_tokens: int = _counter("Tokens of texts that were embedded or scored.")
     prefix_cache_bytes: int = field(default=0, metadata=SUM)
     slot_free_s: float = 1.0
     """Estimated seconds until a running request of the main model ends and frees its slot."""
@@ -133,6 +134,12 @@ class EngineSnapshot:
     def stalled(self, now: float, limit_s: float) -> bool:
         """Return whether requests wait and the engine made no progress for longer than ``limit_s``."""
         return self.requests > 0 and now - self.progress_at > limit_s
+
+
+COUNTERS: Mapping[str, str] = {
+    each.name: each.metadata["counter"] for each in fields(EngineSnapshot) if "counter" in each.metadata
+}
+"""Fields of ``EngineSnapshot`` that count since the engine started, with what they count."""
 
 
 def merged(snapshots: Sequence[EngineSnapshot]) -> EngineSnapshot:

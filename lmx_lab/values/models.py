@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 from collections.abc import Container, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, fields
 from pathlib import Path
-from typing import Literal
+from typing import Literal, Self, TypedDict, cast
 
 Kind = Literal["chat", "embedding", "rerank"]
 
@@ -23,6 +23,12 @@ Source = Literal["store", "hub", "folder", "path", "built-in"]
 LoadStage = Literal["download", "verify", "convert", "store", "load", "loaded", "unloaded", "failed"]
 
 
+class LoadOptions(TypedDict, total=False):
+    """The fields of ``LoadSpec`` that a caller may set, as keyword arguments of ``load`` of labs and clients."""
+
+    engine: EngineChoice
+
+
 @dataclass(frozen=True, kw_only=True)
 class LoadSpec:
     """A model to load and how to load it. The value travels unchanged from the caller to the engine."""
@@ -35,6 +41,30 @@ class LoadSpec:
     """Keep the model in memory beside the main one as the pinned model of this kind; None loads the main model."""
     dtype: str | None = None
     """Data type of the weights in memory, as in ``Settings.dtype``; None uses that setting."""
+
+    @classmethod
+    def with_options(cls, model: str, options: LoadOptions) -> Self:
+        """Return the load of a model with the options of a caller.
+
+        Raises:
+            TypeError: there is no such option.
+        """
+        if unknown := options.keys() - LoadOptions.__annotations__.keys():
+            raise TypeError(
+                f"load() got the unexpected argument {min(unknown)!r}; the options of a load are "
+                f"{', '.join(LoadOptions.__annotations__)}"
+            )
+        return cls(model=model, **options)
+
+    @property
+    def options(self) -> LoadOptions:
+        """The options that do not have their default value. A server of an older version may not know the others."""
+        changed = {
+            each.name: getattr(self, each.name)
+            for each in fields(self)
+            if each.name in LoadOptions.__annotations__ and getattr(self, each.name) != each.default
+        }
+        return cast(LoadOptions, changed)
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -107,11 +107,13 @@ def read_json(path: Path) -> dict[str, Any]:
     try:
         value = json.loads(read_regular(path))
     except (FileNotFoundError, NotADirectoryError) as exc:
-        raise UnusableModelError(f"{path.parent} contains no model: there is no {path.name}") from exc
+        raise UnusableModelError(
+            f"{path.parent} contains no model: there is no {path.name}; fetch the model, or name another folder"
+        ) from exc
     except (OSError, ValueError, RecursionError) as exc:
-        raise UnusableModelError(f"{path} cannot be read as JSON: {exc}") from exc
+        raise UnusableModelError(f"{path} cannot be read as JSON: {exc}; fetch the model again") from exc
     if not isinstance(value, dict):
-        raise UnusableModelError(f"{path} does not contain a JSON object")
+        raise UnusableModelError(f"{path} does not contain a JSON object; fetch the model again")
     return value
 
 

@@ -48,7 +48,9 @@ def read_summary(path: Path) -> SafetensorsSummary:
         stat = path.stat()
         return _read_summary(path, stat.st_size, stat.st_mtime_ns)
     except OSError as exc:
-        raise UnusableModelError(f"{path} cannot be read: {exc.strerror or exc}") from exc
+        raise UnusableModelError(
+            f"{path} cannot be read: {exc.strerror or exc}; check its permissions, or fetch it again"
+        ) from exc
 
 
 # The size and the time are part of the cache key, so that a listing does not parse unchanged headers again.
@@ -63,7 +65,9 @@ def _read_summary(path: Path, size: int, mtime_ns: int) -> SafetensorsSummary:
             bytes_of[str(dtype)] += int(stop) - int(start)
         _check_spans(path, header)
     except (AttributeError, KeyError, TypeError, ValueError, OverflowError) as exc:
-        raise UnusableModelError(f"{path} is not a safetensors file: its header is invalid ({exc!r})") from exc
+        raise UnusableModelError(
+            f"{path} is not a safetensors file: its header is invalid ({exc!r}); fetch it again"
+        ) from exc
     if size != data_start + end:
         state = "truncated" if size < data_start + end else "too long"
         raise UnusableModelError(
@@ -95,12 +99,15 @@ def _read_header(path: Path, size: int) -> tuple[dict[str, Any], int]:
         length = int.from_bytes(file.read(8), "little")
         if size < 8 or length > min(size - 8, MAX_HEADER_BYTES):
             raise UnusableModelError(
-                f"{path} is truncated or not a safetensors file: it has {size} bytes, and a header of {length}"
+                f"{path} is truncated or not a safetensors file: it has {size} bytes, and a header of {length}; "
+                "fetch it again"
             )
         try:
             header = json.loads(file.read(length))
         except (ValueError, RecursionError) as exc:
-            raise UnusableModelError(f"{path} is not a safetensors file: its header is not JSON") from exc
+            raise UnusableModelError(
+                f"{path} is not a safetensors file: its header is not JSON; fetch it again"
+            ) from exc
     if not isinstance(header, dict):
-        raise UnusableModelError(f"{path} is not a safetensors file: its header is not a JSON object")
+        raise UnusableModelError(f"{path} is not a safetensors file: its header is not a JSON object; fetch it again")
     return header, 8 + length

@@ -189,7 +189,7 @@ def read_entry(location: ModelLocation) -> ModelEntry:
         facts = read_facts(location.path)
         modified_at = int(os.stat(location.path).st_mtime)
     except OSError as exc:
-        raise UnusableModelError(f"{location.path} cannot be read: {exc.strerror}") from exc
+        raise UnusableModelError(f"{location.path} cannot be read: {exc.strerror}; check its permissions") from exc
     return ModelEntry(
         id=location.id, path=location.path, source=location.source, modified_at=modified_at, **asdict(facts)
     )
@@ -206,7 +206,7 @@ def read_facts(path: Path) -> Facts:
         _refuse_ambiguous(path)
         return read_folder(path)
     if not is_gguf(path.name):
-        raise UnusableModelError(f"{path} is not a model: it is neither a folder with config.json nor a .gguf file")
+        raise UnusableModelError(f"{path} is neither a folder with config.json nor a .gguf file; name one of these")
     return read_gguf_facts(path)
 
 
@@ -236,7 +236,7 @@ def read_folder(path: Path) -> Facts:
     architecture = config.get("model_type")
     _refuse_remote_code(path, config)
     if not isinstance(architecture, str) or not architecture:
-        raise UnusableModelError(f"{path / 'config.json'} has no model_type")
+        raise UnusableModelError(f"{path / 'config.json'} has no model_type; fetch the model again, or use another")
     _refuse_large_counts(path, config)
     shards = _read_shards(path)
     _require_tokenizer(path)
@@ -252,9 +252,13 @@ def read_folder(path: Path) -> Facts:
 
 def _refuse_remote_code(path: Path, config: dict[str, Any]) -> None:
     if config.get("model_file") is not None:
-        raise UnusableModelError(f"{path} requires custom code ({config['model_file']!r}), which is never run")
+        raise UnusableModelError(
+            f"{path} requires custom code ({config['model_file']!r}), which is never run; use another model"
+        )
     if "auto_map" in config and "model_type" not in config:
-        raise UnusableModelError(f"{path} requires custom code (auto_map without model_type), which is never run")
+        raise UnusableModelError(
+            f"{path} requires custom code (auto_map without model_type), which is never run; use another"
+        )
 
 
 def _refuse_large_counts(path: Path, config: dict[str, Any]) -> None:
@@ -265,7 +269,9 @@ def _refuse_large_counts(path: Path, config: dict[str, Any]) -> None:
         for key, limit in MAX_COUNTS.items():
             value = part.get(key)
             if isinstance(value, int | float) and value > limit:
-                raise UnusableModelError(f"{path / 'config.json'}: {key} is {value!r:.40}; the limit is {limit}")
+                raise UnusableModelError(
+                    f"{path / 'config.json'}: {key} is {value!r:.40}; the limit is {limit}: use another model"
+                )
 
 
 def _read_shards(path: Path) -> list[SafetensorsSummary]:
@@ -275,10 +281,14 @@ def _read_shards(path: Path) -> list[SafetensorsSummary]:
         f"model-{n:05}-of-{count:05}.safetensors" for count in counts if count < 1000 for n in range(1, count + 1)
     }
     if not names:
-        raise UnusableModelError(f"{path} contains no model*.safetensors; PyTorch's own format is not supported")
+        raise UnusableModelError(
+            f"{path} contains no model*.safetensors, and PyTorch's own format is not supported; use another model"
+        )
     missing = sorted(name for name in names if not (path / name).exists())
     if missing:
-        raise UnusableModelError(f"{path} lacks {len(missing)} of {len(names)} weight files, first {missing[0]}")
+        raise UnusableModelError(
+            f"{path} lacks {len(missing)} of {len(names)} weight files, first {missing[0]}; fetch it again"
+        )
     return [read_summary(path / name) for name in sorted(names)]
 
 
@@ -288,7 +298,9 @@ def _names_in_index(path: Path) -> set[str]:
     weight_map = read_json(path / INDEX_NAME).get("weight_map")
     names = set(weight_map.values()) if isinstance(weight_map, dict) and _all_text(weight_map) else {""}
     if any(Path(name).name != name or not name for name in names):
-        raise UnusableModelError(f"{path / INDEX_NAME} is invalid: its weight_map must name files beside it")
+        raise UnusableModelError(
+            f"{path / INDEX_NAME} is invalid: its weight_map must name files beside it; fetch it again"
+        )
     return names
 
 
@@ -298,7 +310,9 @@ def _all_text(mapping: dict[str, Any]) -> bool:
 
 def _require_tokenizer(path: Path) -> None:
     if not any((path / name).exists() for name in TOKENIZER_FILES):
-        raise UnusableModelError(f"{path} contains no tokenizer (tokenizer.json, tokenizer.model or a vocabulary)")
+        raise UnusableModelError(
+            f"{path} contains no tokenizer (tokenizer.json, tokenizer.model or a vocabulary); fetch it again"
+        )
 
 
 def read_card(path: Path) -> str:

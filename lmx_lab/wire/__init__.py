@@ -1,1 +1,1 @@
-"""Pydantic shapes of everything that crosses a process boundary; no behaviour."""
+"""Pydantic models of everything that crosses a process boundary: bodies of requests and responses, events and files."""

@@ -1,4 +1,7 @@
-"""Shapes of model management, health and metrics: specification sections 2.7-2.9 and 4.2-4.3. 1 GB is 10^9 bytes."""
+"""Pydantic models of model management, health and metrics: specification sections 2.7-2.9 and 4.2-4.3.
+
+1 GB is 10^9 bytes.
+"""
 
 from __future__ import annotations
 
@@ -8,7 +11,7 @@ from pydantic import BaseModel, ConfigDict, StringConstraints
 
 from lmx_lab.values.models import EngineChoice, EngineName, Format, Kind
 from lmx_lab.wire.errors import ErrorDetail
-from lmx_lab.wire.generation import RequestShape
+from lmx_lab.wire.generation import RequestModel
 
 
 class ModelRecord(BaseModel):
@@ -76,7 +79,7 @@ class ModelRecords(BaseModel):
     """Why ``models`` may be incomplete or out of date, such as a disk that does not respond."""
 
 
-class LoadRequest(RequestShape):
+class LoadRequest(RequestModel):
     """The body of ``POST /admin/models/load``: the fields of ``values.models.LoadSpec`` that a request may set."""
 
     model: Annotated[str, StringConstraints(min_length=1, max_length=4096)]
@@ -94,7 +97,7 @@ class LoadAnswer(BaseModel):
     vram_gb: float
 
 
-class UnloadRequest(RequestShape):
+class UnloadRequest(RequestModel):
     """The body of POST /admin/models/unload. It may be missing or empty."""
 
     model: Annotated[str, StringConstraints(min_length=1, max_length=4096)] | None = None

@@ -1,4 +1,4 @@
-"""Shapes of the chat-completions format: request, answer, stream chunk and WebSocket messages.
+"""Pydantic models of the chat-completions format: request, answer, stream chunk and WebSocket messages.
 
 They are defined in specification sections 2.1-2.4 and 4.1.
 """
@@ -26,7 +26,7 @@ from lmx_lab.values.generation import FinishReason
 from lmx_lab.wire import unsupported
 from lmx_lab.wire.errors import ErrorDetail
 from lmx_lab.wire.formats import ResponseFormat
-from lmx_lab.wire.generation import WHOLE, Alternatives, GenerationFields, RequestShape, Temperature, Timings, Usage
+from lmx_lab.wire.generation import WHOLE, Alternatives, GenerationFields, RequestModel, Temperature, Timings, Usage
 from lmx_lab.wire.limits import FEW_VALUES, MEMBER_LIMIT
 from lmx_lab.wire.tools import (
     PART_LIMIT,
@@ -60,7 +60,7 @@ def _is_none(value: object) -> bool:
     return value is None
 
 
-class TextPart(RequestShape):
+class TextPart(RequestModel):
     """A part of a message's content."""
 
     type: Literal["text"]
@@ -78,7 +78,7 @@ CONTENT_OR_CALLS: JsonDict = {
 }
 
 
-class ChatMessage(RequestShape):
+class ChatMessage(RequestModel):
     """A message of the conversation."""
 
     model_config = ConfigDict(json_schema_extra=CONTENT_OR_CALLS)

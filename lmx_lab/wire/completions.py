@@ -1,4 +1,4 @@
-"""Shapes of the legacy completions format, which evaluation harnesses use for text and log-probabilities."""
+"""Pydantic models of the legacy completions format, which evaluation harnesses use for text and log-probabilities."""
 
 from __future__ import annotations
 

@@ -6,7 +6,7 @@ from typing import Annotated, Literal
 
 from pydantic import BaseModel, Field
 
-from lmx_lab.wire.generation import RequestShape
+from lmx_lab.wire.generation import RequestModel
 
 API_VERSION = 3
 
@@ -69,7 +69,7 @@ class DaemonRecord(BaseModel):
     features: list[str]
 
 
-class Shutdown(RequestShape):
+class Shutdown(RequestModel):
     mode: Literal["drain", "now"] = "drain"
     """``drain`` gives running turns ``grace_s`` seconds to end; ``now`` ends them immediately."""
     grace_s: Annotated[float, Field(ge=0, le=3600, allow_inf_nan=False)] = 30.0

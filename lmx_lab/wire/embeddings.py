@@ -1,4 +1,4 @@
-"""Shapes of POST /v1/embeddings: the format of specification section 2.5, with two extensions."""
+"""Pydantic models of POST /v1/embeddings: the format of specification section 2.5, with two extensions."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from pydantic import BaseModel, ConfigDict, Discriminator, FailFast, Field, Tag
 from typing_extensions import TypeAliasType
 
 from lmx_lab.wire.completions import TokenIds, shape_of
-from lmx_lab.wire.generation import WHOLE, NonEmpty, RequestShape
+from lmx_lab.wire.generation import WHOLE, NonEmpty, RequestModel
 
 INPUT_LIMIT = 16_384
 """Largest number of texts in one request, also for reranking."""
@@ -27,7 +27,7 @@ Input = Annotated[
 Purpose = Literal["query", "document", "search_query", "search_document"]
 
 
-class EmbeddingsBody(RequestShape):
+class EmbeddingsBody(RequestModel):
     """The body of POST /v1/embeddings."""
 
     model_config = ConfigDict(

@@ -1,4 +1,7 @@
-"""Shapes of ``response_format``: the required form of the answer. Regular expressions and grammars are extensions."""
+"""Pydantic models of ``response_format``, the required form of the answer.
+
+Regular expressions and grammars are extensions.
+"""
 
 from __future__ import annotations
 
@@ -9,7 +12,7 @@ from typing import Annotated, Any, Literal
 
 from pydantic import AfterValidator, BeforeValidator, Discriminator, Field, StringConstraints, Tag, WithJsonSchema
 
-from lmx_lab.wire.generation import NonEmpty, RequestShape
+from lmx_lab.wire.generation import NonEmpty, RequestModel
 
 SCHEMA_CHARACTERS = 262_144
 """Largest size of a schema, as JSON without spaces."""
@@ -107,13 +110,13 @@ def _check_type(kind: Any) -> Any:
     return kind
 
 
-class TextFormat(RequestShape):
+class TextFormat(RequestModel):
     """Any text; the default. Unknown and missing types are also validated as this one, for a helpful error."""
 
     type: Annotated[Literal["text"], BeforeValidator(_check_type)]
 
 
-class JsonObjectFormat(RequestShape):
+class JsonObjectFormat(RequestModel):
     """A JSON object. With a schema, as in llama.cpp, it has to satisfy the schema."""
 
     type: Literal["json_object"]
@@ -122,7 +125,7 @@ class JsonObjectFormat(RequestShape):
     ] = Field(None, alias="schema")
 
 
-class NamedSchema(RequestShape):
+class NamedSchema(RequestModel):
     """A JSON schema with a name."""
 
     name: Label
@@ -137,14 +140,14 @@ class NamedSchema(RequestShape):
     strict: bool | None = None
 
 
-class JsonSchemaFormat(RequestShape):
+class JsonSchemaFormat(RequestModel):
     """JSON that satisfies a schema."""
 
     type: Literal["json_schema"]
     json_schema: NamedSchema
 
 
-class RegexFormat(RequestShape):
+class RegexFormat(RequestModel):
     """An extension: a text that a regular expression matches as a whole."""
 
     type: Literal["regex"]
@@ -152,7 +155,7 @@ class RegexFormat(RequestShape):
     """The expression, in Rust's syntax."""
 
 
-class GrammarFormat(RequestShape):
+class GrammarFormat(RequestModel):
     """An extension: a text that a grammar generates."""
 
     type: Literal["grammar"]

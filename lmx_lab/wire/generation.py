@@ -1,4 +1,4 @@
-"""Shapes that chat and plain completions share: parameters of the generation, usage and timings.
+"""Pydantic models that chat and plain completions share: parameters of the generation, usage and timings.
 
 Requests are strict: a number in quotes and an unknown field are errors. ``null`` always means the default. A field of
 the format that this server does not support is refused unless its value has no effect.
@@ -29,7 +29,7 @@ CHOICE_LIMIT = 8
 LOGPROB_LIMIT = 20
 BIAS_LIMIT = 1024
 LOWEST_LOGPROB = -9999.0
-"""Stands for "impossible" in the chat-completions format, because JSON has no infinity."""
+"""The log-probability of an impossible token in the chat-completions format, because JSON has no infinity."""
 ANY_MODEL = "default"
 """The model name that stands for the loaded model."""
 NonEmpty = Annotated[str, StringConstraints(min_length=1)]
@@ -40,7 +40,7 @@ Stops = TypeAliasType("Stops", Annotated[list[Stop], FailFast(), Field(max_lengt
 WHOLE = BeforeValidator(lambda value: int(value) if isinstance(value, float) and value.is_integer() else value)
 """Accepts 5.0 for 5. It comes after the bounds of a field, so that these are in its JSON schema too."""
 LISTED = BeforeValidator(lambda value: tuple(value) if isinstance(value, list) else value)
-"""Accepts a list for a tuple, which strict shapes do not when they are validated from Python objects."""
+"""Accepts a list for a tuple, which strict models do not accept when they are validated from Python objects."""
 
 
 def _check_token_id(key: str) -> str:
@@ -62,8 +62,8 @@ Choices = Annotated[int, Field(ge=1, le=CHOICE_LIMIT), WHOLE]
 Alternatives = Annotated[int, Field(ge=0, le=LOGPROB_LIMIT), WHOLE]
 
 
-class RequestShape(BaseModel):
-    """Base class of request bodies: strict, immutable, without unknown fields."""
+class RequestModel(BaseModel):
+    """Base class of request bodies and their parts: strict, immutable, without unknown fields."""
 
     model_config = ConfigDict(strict=True, extra="forbid", frozen=True, use_attribute_docstrings=True)
 
@@ -73,14 +73,14 @@ class RequestShape(BaseModel):
         return check_members(value)
 
 
-class StreamOptions(RequestShape):
+class StreamOptions(RequestModel):
     """Options of a streamed answer."""
 
     include_usage: bool = False
     include_obfuscation: bool = False
 
 
-class GenerationFields(RequestShape):
+class GenerationFields(RequestModel):
     """Parameters of the generation that all routes share."""
 
     model: NonEmpty

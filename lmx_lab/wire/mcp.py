@@ -8,14 +8,14 @@ from pydantic import BaseModel, ConfigDict, FailFast, Field, StringConstraints, 
 from pydantic.config import JsonDict
 from typing_extensions import TypeAliasType
 
-from lmx_lab.wire.generation import LISTED, NonEmpty, RequestShape
+from lmx_lab.wire.generation import LISTED, NonEmpty, RequestModel
 from lmx_lab.wire.limits import MEMBER_LIMIT
 
 REDACTED = "***"
 """Replaces every value of ``env`` and ``headers`` in answers. In a request, it keeps the existing value."""
 # Without a double underscore, which separates server and tool in ``server__tool``.
 ServerName = Annotated[str, StringConstraints(pattern=r"^[A-Za-z0-9]+(?:[-_][A-Za-z0-9]+)*$", max_length=32)]
-# As named types, since a union needs members with a hash, and FailFast has none.
+# Named types, because members of a union must be hashable, and FailFast is not.
 Arguments = TypeAliasType("Arguments", Annotated[tuple[str, ...], FailFast(), Field(max_length=256), LISTED])
 Variables = TypeAliasType("Variables", Annotated[dict[str, str], FailFast(), Field(max_length=MEMBER_LIMIT)])
 Seconds = Annotated[float, Field(gt=0, le=3600, allow_inf_nan=False)]
@@ -43,7 +43,7 @@ BY_TRANSPORT: JsonDict = {
 }
 
 
-class McpServerConfig(RequestShape):
+class McpServerConfig(RequestModel):
     """The configuration of a server. The transport ``stdio`` uses ``command``, ``args``, ``env`` and ``cwd``; ``http``
     uses ``url`` and ``headers``."""
 
@@ -74,8 +74,8 @@ class McpServerConfig(RequestShape):
         return self
 
 
-class ChangeMcpServer(RequestShape):
-    """Omitted fields stay unchanged."""
+class ChangeMcpServer(RequestModel):
+    """Changes of a configuration; omitted fields stay unchanged."""
 
     command: NonEmpty | None = None
     args: Arguments | None = None

@@ -1,4 +1,4 @@
-"""Shapes of POST /v1/rerank: the body of Jina and Cohere, or that of Text Embeddings Inference, and their answers.
+"""Pydantic models of POST /v1/rerank: the bodies of Jina and Cohere, and of Text Embeddings Inference, and answers.
 
 The results are those of specification section 2.6: documents are strings, even if they were sent as objects.
 """
@@ -23,7 +23,7 @@ from typing_extensions import TypeAliasType
 from lmx_lab.values.encoding import RerankMethod
 from lmx_lab.wire import unsupported
 from lmx_lab.wire.embeddings import INPUT_LIMIT, EncodingUsage, InputTexts
-from lmx_lab.wire.generation import WHOLE, NonEmpty, RequestShape
+from lmx_lab.wire.generation import WHOLE, NonEmpty, RequestModel
 
 SEA = "How salty is the sea?"
 PAIR: JsonValue = ["Bread needs a little salt.", "Sea water is about 3.5 percent salt."]
@@ -60,7 +60,7 @@ Documents = TypeAliasType(
 )
 
 
-class RerankBody(RequestShape):
+class RerankBody(RequestModel):
     """The body of POST /v1/rerank as Jina and Cohere define it."""
 
     model_config = ConfigDict(json_schema_extra={"examples": [{"model": "default", "query": SEA, "documents": PAIR}]})
@@ -96,7 +96,7 @@ class RerankBody(RequestShape):
         return tuple(item if isinstance(item, str) else item.text for item in self.documents)
 
 
-class TextsRerankBody(RequestShape):
+class TextsRerankBody(RequestModel):
     """The body of POST /v1/rerank as Text Embeddings Inference defines it."""
 
     model_config = ConfigDict(json_schema_extra={"examples": [{"query": SEA, "texts": PAIR}]})

@@ -12,7 +12,7 @@ from pydantic.config import JsonDict
 from typing_extensions import TypeAliasType
 
 from lmx_lab.wire.errors import ErrorDetail
-from lmx_lab.wire.generation import LISTED, WHOLE, NonEmpty, Penalty, Probability, RequestShape, Temperature
+from lmx_lab.wire.generation import LISTED, WHOLE, NonEmpty, Penalty, Probability, RequestModel, Temperature
 from lmx_lab.wire.identifiers import Identifier
 from lmx_lab.wire.limits import FEW_VALUES, MEMBER_LIMIT
 from lmx_lab.wire.tools import check_counts
@@ -24,7 +24,7 @@ METADATA_CHARACTERS = 65_536
 Title = Annotated[str, StringConstraints(max_length=500)]
 Content = Annotated[str, StringConstraints(min_length=1, max_length=CONTENT_CHARACTERS)]
 Prompt = Annotated[str, StringConstraints(max_length=CONTENT_CHARACTERS)]
-# As named types, since a union needs members with a hash, and FailFast has none.
+# Named types, because members of a union must be hashable, and FailFast is not.
 ToolNames = TypeAliasType(
     "ToolNames",
     Annotated[
@@ -47,7 +47,7 @@ ToolStatus = Literal["ok", "error", "denied", "timeout", "cancelled", "interrupt
 # Messages
 
 
-class ToolCall(RequestShape):
+class ToolCall(RequestModel):
     """A tool call that a model requested."""
 
     call_id: NonEmpty
@@ -56,7 +56,7 @@ class ToolCall(RequestShape):
     """Text that the model wrote, normally a JSON object."""
 
 
-class SessionMessage(RequestShape):
+class SessionMessage(RequestModel):
     """One message of a session's history."""
 
     message_id: Identifier | None = None
@@ -76,7 +76,7 @@ class SessionMessage(RequestShape):
 # Sessions
 
 
-class CreateSession(RequestShape):
+class CreateSession(RequestModel):
     session_id: Identifier | None = None
     title: Title | None = None
     model: NonEmpty | None = None
@@ -92,8 +92,8 @@ class CreateSession(RequestShape):
     metadata: Values | None = None
 
 
-class ChangeSession(RequestShape):
-    """Omitted fields stay unchanged; null sets a field to null."""
+class ChangeSession(RequestModel):
+    """Changes of a session; omitted fields stay unchanged, and null sets a field to null."""
 
     title: Title | None = None
     model: NonEmpty | None = None
@@ -105,7 +105,7 @@ class ChangeSession(RequestShape):
     """The revision that was read; if the session has another one now, the answer is ``revision-conflict``."""
 
 
-class ForkSession(RequestShape):
+class ForkSession(RequestModel):
     through_turn_id: Identifier | None = None
     """The last turn to include; by default all that have ended."""
     title: Title | None = None
@@ -154,7 +154,7 @@ class SessionList(BaseModel):
 # Turns
 
 
-class TurnOverrides(RequestShape):
+class TurnOverrides(RequestModel):
     """Settings for this turn only, instead of those of the session or the server."""
 
     model: NonEmpty | None = None
@@ -176,7 +176,7 @@ class TurnOverrides(RequestShape):
     """Further fields of the chat request, sent to the upstream server unchanged."""
 
 
-class SubmitTurn(RequestShape):
+class SubmitTurn(RequestModel):
     model_config = ConfigDict(json_schema_extra={"examples": [{"content": "Say hello."}]})
 
     turn_id: Identifier | None = None
@@ -226,7 +226,7 @@ class TurnRecord(BaseModel):
     ended_at: str | None
 
 
-class CancelTurns(RequestShape):
+class CancelTurns(RequestModel):
     turn_id: Identifier | None = None
     """The turn to cancel; null for the active turn."""
     queued: bool = False
@@ -251,7 +251,7 @@ NO_LASTING_DENIAL: JsonDict = {
 }
 
 
-class Decision(RequestShape):
+class Decision(RequestModel):
     model_config = ConfigDict(json_schema_extra=NO_LASTING_DENIAL)
 
     decision: Literal["allow", "deny"]

@@ -1,4 +1,4 @@
-"""Shapes of tools, of the choice among them, and of their calls in histories, answers and chunks."""
+"""Pydantic models of tools, of the choice among them, and of their calls in histories, answers and chunks."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from pydantic import (
 from typing_extensions import TypeAliasType
 
 from lmx_lab.wire.formats import Name, check_length, json_text, kind_of
-from lmx_lab.wire.generation import NonEmpty, RequestShape
+from lmx_lab.wire.generation import NonEmpty, RequestModel
 from lmx_lab.wire.limits import VALUE_LIMIT, Structure
 
 TOOL_LIMIT = 128
@@ -54,7 +54,7 @@ def _check_parameters(parameters: Any) -> Any:
     return parameters
 
 
-class FunctionDefinition(RequestShape):
+class FunctionDefinition(RequestModel):
     """A function that the model can call."""
 
     name: Name
@@ -68,7 +68,7 @@ class FunctionDefinition(RequestShape):
     strict: bool | None = None
 
 
-class FunctionTool(RequestShape):
+class FunctionTool(RequestModel):
     """A tool."""
 
     type: Literal["function"]
@@ -102,7 +102,7 @@ Tools = TypeAliasType(
 # The choice
 
 
-class FunctionName(RequestShape):
+class FunctionName(RequestModel):
     """The name of a function."""
 
     name: NonEmpty
@@ -114,7 +114,7 @@ def _check_choice_type(kind: Any) -> Any:
     return kind
 
 
-class NamedToolChoice(RequestShape):
+class NamedToolChoice(RequestModel):
     """A tool choice that names the function to call."""
 
     type: Annotated[Literal["function"], BeforeValidator(_check_choice_type)]
@@ -180,7 +180,7 @@ def _parsed(text: str) -> Any:
         raise ValueError(f"is not JSON, {reason}; it must be the text of a JSON object") from exc
 
 
-class CalledFunction(RequestShape):
+class CalledFunction(RequestModel):
     """The function of a call in a history."""
 
     name: NonEmpty
@@ -197,7 +197,7 @@ class CalledFunction(RequestShape):
     parsed_arguments: Any = None
 
 
-class MessageToolCall(RequestShape):
+class MessageToolCall(RequestModel):
     """A call in a history."""
 
     id: NonEmpty

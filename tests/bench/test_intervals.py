@@ -76,7 +76,7 @@ def test_intervals_of_equal_sides_contain_1_as_often_as_their_level(repeats: int
     generator = np.random.default_rng(repeats)
     sides = np.exp(generator.normal(0, drift, (2000, 2, repeats)))
     held = sum(1 in ratio_interval(a, b, paired) for a, b in sides)
-    # Whole degrees of freedom make Welch's wider, most with few repeats.
+    # Degrees of freedom are rounded down to whole numbers, which makes Welch's interval wider, most with few repeats.
     assert 1880 <= held <= (1920 if paired else 1990)
 
 
@@ -95,7 +95,7 @@ def test_two_repeats_give_a_ratio_without_interval() -> None:
         *[(0.95, 2, 4.303), (0.95, 3, 3.182), (0.95, 4, 2.776), (0.95, 5, 2.571), (0.95, 9, 2.262), (0.95, 10, 2.228)],
         *[(0.95, 30, 2.042), (0.95, 99, 1.984), (0.95, 100, 1.984), (0.90, 2, 2.920), (0.90, 7, 1.895)],
         *[(0.99, 2, 9.925), (0.99, 5, 4.032), (0.99, 20, 2.845), (0.998, 3, 10.215), (0.998, 8, 4.501)],
-        # A normal one, nearly.
+        # With so many degrees of freedom, it is nearly the normal distribution.
         *[(0.95, 100_000, 1.960), (0.99, 99_999, 2.576)],
     ],
 )
@@ -127,7 +127,7 @@ def test_pairing_reveals_a_difference_that_drift_hides() -> None:
 
 
 def test_padding_of_shorter_groups_does_not_count() -> None:
-    # A quarter of the draws has the small group only. If padding counted, it would dominate other draws too.
+    # A quarter of the draws has only values of the small group. If padding counted, it would dominate other draws too.
     interval = median_interval([1.0] * 99 + [50.0], groups=[0] * 99 + [1], level=0.4)
     assert (interval.low, interval.high) == (1.0, 1.0)
 

@@ -38,7 +38,7 @@ def test_a_summary_excludes_warm_up_and_counts_errors() -> None:
     line = summary(rows).iloc[0]
     assert (line["requests"], line["errors"], line["ttft_ms"], line["ttft_ms_n"]) == (7, 1, 35.0, 6)
     assert 10 <= line["ttft_ms_low"] < 35 < line["ttft_ms_high"] <= 60
-    # 48 tokens of those that ended, in the 8 seconds that all took.
+    # The successful requests have 48 tokens; all requests together took 8 seconds.
     assert line["total_tok_s"] == pytest.approx(6)
     assert line["total_tok_s_n"] == 1
     assert math.isnan(line["total_tok_s_low"])
@@ -61,7 +61,7 @@ def test_time_between_requests_does_not_count() -> None:
 
 
 def test_the_total_is_not_the_mean_of_the_rates_of_the_repeats() -> None:
-    # 8 tokens in 1 s and 8 in 3 s are 16 in 4, whose mean of rates would be 5.33.
+    # 8 tokens in 1 s and 8 in 3 s are 16 tokens in 4 s, a rate of 4. The mean of the two rates would be 5.33.
     rows = [
         sample(e2e_ms=1000.0, output_tokens=8),
         sample(at_s=10, repeat=1, e2e_ms=3000.0, output_tokens=8),
@@ -75,7 +75,7 @@ def test_a_total_has_an_interval_with_three_or_more_repeats() -> None:
     two, three = summary(rows[:2]).iloc[0], summary(rows).iloc[0]
     assert two["total_tok_s_n"] == 2
     assert math.isnan(two["total_tok_s_low"])
-    # Of the logarithms: their standard deviation over the root of 3, 4.303 times.
+    # Half the width for the logarithms: 4.303 (Student's t) times their standard deviation over the root of 3.
     factor = math.exp(4.3027 * float(np.std(np.log(took_ms), ddof=1)) / math.sqrt(3))
     assert three[["total_tok_s_low", "total_tok_s", "total_tok_s_high"]].tolist() == pytest.approx(
         [8 / factor, 8, 8 * factor], rel=1e-4
@@ -83,7 +83,8 @@ def test_a_total_has_an_interval_with_three_or_more_repeats() -> None:
 
 
 def test_the_clients_delay_is_reported_and_does_not_count_as_the_servers_time() -> None:
-    # Due each second, and answered within half of one; the client sent them late, and times count from when due.
+    # A request is due each second and answered within half a second. The client sent them late, and the times count
+    # from the due time.
     late_ms = [0.0, 100.0, 400.0]
     rows = [
         sample(

@@ -1,4 +1,4 @@
-"""An engine and a lab's server with the same tiny model, and servers of other makes."""
+"""An engine and a lab's server with the same tiny model, and servers of other projects."""
 
 from __future__ import annotations
 
@@ -130,7 +130,7 @@ async def test_a_warm_prompt_is_cached_and_a_cold_one_is_not(target: Target) -> 
     sizes: dict[str, Any] = {"prompt_tokens": 128, "output_tokens": 4, "requests": 3}
     cold = [s async for s in drive(target, Case(**sizes, cache="cold")) if not s.warm_up]
     warm = [s async for s in drive(target, Case(**sizes, cache="warm")) if not s.warm_up]
-    # Both have the beginning of the chat template in common.
+    # In both cases, all prompts have the beginning of the chat template in common.
     assert max(sample.cached_tokens or 0 for sample in cold) < 40
     assert min(sample.cached_tokens or 0 for sample in warm) > 80
 
@@ -166,7 +166,7 @@ async def test_without_a_model_a_target_raises(tiny_home: Path) -> None:
         await ChatTarget(empty.url).describe()
 
 
-# --- servers of other makes
+# --- servers of other projects
 
 
 @pytest.mark.parametrize(

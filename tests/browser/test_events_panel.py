@@ -17,7 +17,7 @@ from tests.browser.test_traffic import MAX_UPDATES_PER_S
 
 BEGIN = """
 import os, time
-from lmx_lab.panels.layout import composed
+from lmx_lab.panels.layout import compose_panels
 from lmx_lab.panels.workbench import Workbench
 from lmx_lab.panels.event_rows import GROUPS
 from tests.panels.scripted_daemon import Flood, LIVE, ScriptedDaemon, ScriptedLog
@@ -62,7 +62,7 @@ VISIBLE = """(box) => {
 
 @pytest.fixture(scope="module")
 def notebook(tab: Tab, jupyterlab: JupyterLab) -> Iterator[Tab]:
-    jupyterlab.write("events.ipynb", [BEGIN, "composed(bench, ['events'])", SLEEP])
+    jupyterlab.write("events.ipynb", [BEGIN, "compose_panels(bench, ['events'])", SLEEP])
     tab.open("events.ipynb")
     tab.run(0)
     tab.run(1)

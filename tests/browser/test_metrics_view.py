@@ -9,7 +9,7 @@ import pytest
 from playwright.sync_api import Browser, Locator, Page
 
 from lmx_lab.panels import assets
-from lmx_lab.panels.metrics import CHARTS, FIELDS, MetricsPanel, packed, window
+from lmx_lab.panels.metrics import CHARTS, FIELDS, MetricsPanel, pack_columns, window
 from lmx_lab.wire.admin import Sample
 
 NOON = 1_800_000_000.0
@@ -53,7 +53,7 @@ def page(browser: Browser) -> Iterator[Page]:
         for number in range(121)
         if not 40 < number < 80
     ]
-    frame = packed(window(samples, window_s=60), samples[-1].at)
+    frame = pack_columns(window(samples, window_s=60), samples[-1].at)
     state = {
         "charts": [chart.shown() for chart in CHARTS],
         **{"minutes": 1, "paused": False, "now": [1] * len(FIELDS), "end": samples[-1].at},

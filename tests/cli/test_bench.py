@@ -144,7 +144,7 @@ def test_a_failed_warm_up_is_reported_separately_from_the_table(home: Path, caps
         assert bench("--url", server.url, *SMALL, "--no-record") == 1
     captured = capsys.readouterr()
     assert [row[:5] for row in figures(captured.out)] == [["1", "48", "8", "3", "0"]]
-    assert "1 times queue-full: no place (1 of them in warm-up" in captured.err
+    assert "1 times queue-full: no place (1 of them in the warm-up" in captured.err
 
 
 @pytest.mark.parametrize("more", [[], ["--model", "m"], ["--json"]], ids=" ".join)

@@ -18,6 +18,8 @@ from tests.tiny import write_tiny_llama
 
 pytestmark = pytest.mark.long
 
+NO_CODE = {"text", "mermaid"}
+"""Languages of blocks that are not run: output of a program or a model, and diagrams."""
 TESTED_ELSEWHERE = {
     "clients.md": "other projects' clients, some in an environment of their own: tests/other_clients",
 }
@@ -25,10 +27,10 @@ TESTED_ELSEWHERE = {
 RUN_PAGES = [
     page
     for page in PAGES
-    if page.name not in TESTED_ELSEWHERE and any(not block.not_run for block in code_blocks(page))
+    if page.name not in TESTED_ELSEWHERE
+    and any(not block.not_run for block in code_blocks(page) if block.language not in NO_CODE)
 ]
-LANGUAGES = {"bash", "python", "text"}
-"""``text`` is output of a program or a model."""
+LANGUAGES = {"bash", "python"} | NO_CODE
 MAX_NOT_RUN = 5
 """Blocks that are not run: what installs the package, and ``make bench``."""
 
@@ -57,7 +59,7 @@ def test_the_code_of_a_page_runs_from_top_to_bottom(page: Path, models: Mapping[
 
 
 def blocks_to_run(page: Path) -> list[Block]:
-    return [block for block in code_blocks(page) if block.not_run is None and block.language != "text"]
+    return [block for block in code_blocks(page) if block.not_run is None and block.language not in NO_CODE]
 
 
 def test_few_blocks_are_not_run_and_each_gives_a_reason() -> None:

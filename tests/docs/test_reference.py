@@ -17,13 +17,14 @@ from lmx_lab.cli.app import app
 from lmx_lab.errors import LabError
 from lmx_lab.http.error_bodies import status_of
 from lmx_lab.settings import CHOICES, PREFIX, RANGES, Settings
+from lmx_lab.values.models import LoadOptions
 from tests.docs.pages import DOCS, ROOT, inline_code, table_rows
 
 CONFIGURATION = DOCS / "configuration.md"
 TROUBLESHOOTING = DOCS / "troubleshooting.md"
 SETTINGS = {row["setting"].strip("`"): row for row in table_rows(CONFIGURATION, "setting")}
 FIELDS = {field.name: field for field in dataclasses.fields(Settings)}
-OTHER_OPTIONS = {"serve": {"model", "engine"}, "daemon": {"mcp_config", "yes"}}
+OTHER_OPTIONS = {"serve": {"model", *LoadOptions.__annotations__}, "daemon": {"mcp_config", "yes"}}
 """Options that are not settings, by command."""
 SUPERSCRIPTS = str.maketrans("⁰¹²³⁴⁵⁶⁷⁸⁹", "0123456789")
 

@@ -30,7 +30,7 @@ from lmx_lab.errors import (
     OtherModelLoadedError,
 )
 from lmx_lab.values.engine import EngineSnapshot, PinnedModel
-from lmx_lab.values.models import Kind, ModelEntry
+from lmx_lab.values.models import ECHO, Kind, ModelEntry
 
 TINY = ModelEntry(
     id="tiny",
@@ -181,6 +181,7 @@ OTHER, NONE = OtherModelLoadedError("other", param="model"), NotLoadedError("non
         (NONE, (None, EMBEDDING), READY, NotLoadedError, "on this disk: minilm"),
         (NONE, (None, RERANK), EMPTY, NotLoadedError, "on this disk: minilm"),
         (NONE, (None, CHAT), READY, NotLoadedError, "none"),
+        (NONE, ("echo", CHAT), replace(READY, entry=ECHO), NotLoadedError, "none"),
     ],
 )
 def test_a_refusal_names_the_next_step_that_the_models_on_disk_allow(

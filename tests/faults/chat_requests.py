@@ -74,6 +74,6 @@ WAYS: dict[str, Way] = {"whole": whole, "streamed": streamed, "by_socket": by_so
 def send_all(lab: Lab, ways: list[Way], **changes: Any) -> list[Future[End]]:
     """Send one request for each way at the same time, without waiting for the responses."""
     pool = ThreadPoolExecutor(len(ways))
-    asked = [pool.submit(way, lab, chat_body(**changes)) for way in ways]
+    futures = [pool.submit(way, lab, chat_body(**changes)) for way in ways]
     pool.shutdown(wait=False)
-    return asked
+    return futures

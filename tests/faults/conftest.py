@@ -1,4 +1,4 @@
-"""The model that other tests keep busy, for the faults that need time to happen."""
+"""Fixtures with a model of long context, for faults that need a long generation."""
 
 from tests.engine.llama_cpp.conftest import long_gguf
 

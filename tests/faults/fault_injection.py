@@ -9,7 +9,7 @@ import pytest
 
 
 class Fault:
-    """Raises an exception at one call, and passes all others on."""
+    """Raises an exception at one call, and forwards all other calls."""
 
     def __init__(self, exc: BaseException, *, at_call: int) -> None:
         self._exc = exc

@@ -118,7 +118,7 @@ class Clocks:
     def __init__(self) -> None:
         self.wall, self.steady = 1_000_000.0, 50.0
 
-    def go_on(self, seconds: float) -> None:
+    def advance(self, seconds: float) -> None:
         self.wall += seconds
         self.steady += seconds
 
@@ -126,15 +126,15 @@ class Clocks:
 def test_a_step_forward_is_accepted_after_some_time() -> None:
     clocks = Clocks()
     clock = CautiousClock(lambda: clocks.wall, lambda: clocks.steady)
-    clocks.go_on(60)
+    clocks.advance(60)
     assert clock.now_s() == 1_000_060
     clocks.wall += 40 * DAY_S
     assert clock.now_s() == 1_000_060
-    clocks.go_on(STEP_TRUSTED_AFTER_S - 1)
+    clocks.advance(STEP_TRUSTED_AFTER_S - 1)
     assert clock.now_s() == 1_000_060 + STEP_TRUSTED_AFTER_S - 1
-    clocks.go_on(1)
+    clocks.advance(1)
     assert clock.now_s() == clocks.wall
-    clocks.go_on(60)
+    clocks.advance(60)
     assert clock.now_s() == clocks.wall
 
 
@@ -143,7 +143,7 @@ def test_a_step_forward_that_is_reversed_is_ignored() -> None:
     clock = CautiousClock(lambda: clocks.wall, lambda: clocks.steady)
     for _ in range(3):
         clocks.wall += 40 * DAY_S
-        clocks.go_on(STEP_TRUSTED_AFTER_S / 2)
+        clocks.advance(STEP_TRUSTED_AFTER_S / 2)
         assert clock.now_s() == clocks.wall - 40 * DAY_S
         clocks.wall -= 40 * DAY_S
         assert clock.now_s() == clocks.wall
@@ -155,7 +155,7 @@ def test_steps_back_and_drift_are_followed() -> None:
     clocks.wall -= DAY_S
     assert clock.now_s() == clocks.wall
     for _ in range(100):
-        clocks.go_on(60)
+        clocks.advance(60)
         clocks.wall += 1
         assert clock.now_s() == clocks.wall
 

@@ -113,9 +113,9 @@ WRONG: dict[str, tuple[str, Callable[[Hub, str], Sends], str]] = {
 def test_a_file_that_differs_from_the_announced_one_is_an_error_and_is_not_kept(
     catalog: Catalog, cache: Path, server: Hub, wrong: str
 ) -> None:
-    name, sends, said = WRONG[wrong]
+    name, sends, expected = WRONG[wrong]
     server.faults[name] = sends(server, name)
-    with pytest.raises(DownloadError, match=said) as failed:
+    with pytest.raises(DownloadError, match=expected) as failed:
         catalog.fetch(REPO)
     assert REPO in failed.value.message or name in failed.value.message
     assert catalog.scan() == []

@@ -1,4 +1,4 @@
-"""After a fault anywhere in an engine, every request ends once, and the next one is answered."""
+"""Tests that after a fault anywhere in an engine, every request ends once, and the next request is answered."""
 
 from __future__ import annotations
 
@@ -40,13 +40,13 @@ DIGITS = {"type": "json_schema", "json_schema": {"name": "n", "schema": {"type":
 
 @dataclass(frozen=True, kw_only=True)
 class FaultPoint:
-    """Where a fault is injected, at which call, and parameters of requests that get there."""
+    """The function and the call at which a fault is injected, and the parameters of requests that reach it."""
 
     at: tuple[Any, str]
     call: int
-    asked: dict[str, Any] = field(default_factory=dict)
+    fields: dict[str, Any] = field(default_factory=dict)
     alone: bool = False
-    """Whether only one request fails, and none of those that run beside it."""
+    """Whether only one request fails, and not the others that run at the same time."""
     exc: Exception = field(default_factory=lambda: RuntimeError("injected"))
 
 
@@ -54,10 +54,10 @@ PLACES = {
     "tokenizing": FaultPoint(at=(PromptTokenizer, "encode"), call=1, alone=True),
     "prefill": FaultPoint(at=(llama.Model, "__call__"), call=1),
     "decoding": FaultPoint(at=(llama.Model, "__call__"), call=9),
-    "sampling": FaultPoint(at=(RandomSampler, "sample"), call=5, asked={"temperature": 0.7, "seed": 3}),
-    "grammar mask": FaultPoint(at=(Constraint, "mask"), call=5, asked={"response_format": DIGITS}),
+    "sampling": FaultPoint(at=(RandomSampler, "sample"), call=5, fields={"temperature": 0.7, "seed": 3}),
+    "grammar mask": FaultPoint(at=(Constraint, "mask"), call=5, fields={"response_format": DIGITS}),
     "detokenizing": FaultPoint(at=(AnswerText, "decode"), call=31, alone=True),
-    "log-probabilities": FaultPoint(at=(batch, "answer_token"), call=15, alone=True, asked={"logprobs": True}),
+    "log-probabilities": FaultPoint(at=(batch, "answer_token"), call=15, alone=True, fields={"logprobs": True}),
 }
 GGUF_PLACES = {
     "tokenizing": FaultPoint(at=(HostedModel, "tokenize"), call=1, alone=True),
@@ -90,20 +90,20 @@ def test_a_fault_ends_requests_with_an_error_and_queued_ones_are_answered(
 
 @pytest.mark.parametrize("way", WAYS)
 @pytest.mark.parametrize("place", GGUF_PLACES)
-def test_a_fault_of_the_llama_cpp_engine_does_too(
+def test_a_fault_of_the_llama_cpp_engine_ends_requests_with_an_error(
     gguf_lab: Lab, monkeypatch: pytest.MonkeyPatch, place: str, way: str
 ) -> None:
     check_fault(gguf_lab, monkeypatch, GGUF_PLACES[place], WAYS[way])
 
 
 def check_fault(lab: Lab, monkeypatch: pytest.MonkeyPatch, place: FaultPoint, way: Way) -> None:
-    asked = {"model": "default", "max_tokens": 24, **place.asked}
-    good = way(lab, chat_body(**asked))
+    fields = {"model": "default", "max_tokens": 24, **place.fields}
+    good = way(lab, chat_body(**fields))
     assert good.text
     with monkeypatch.context() as patched:
         fault = inject(patched, place.at, place.exc, at_call=place.call)
         # Two requests run, and one waits.
-        ends = [asked.result(WAIT_S) for asked in send_all(lab, [way] * 3, **asked)]
+        ends = [future.result(WAIT_S) for future in send_all(lab, [way] * 3, **fields)]
     assert fault.happened
     failed = [end for end in ends if end.error is not None]
     assert 1 <= len(failed) <= (1 if place.alone else 2)
@@ -111,7 +111,7 @@ def check_fault(lab: Lab, monkeypatch: pytest.MonkeyPatch, place: FaultPoint, wa
     for end in failed:
         check_envelope(end)
     wait_until_idle(lab)
-    assert way(lab, chat_body(**asked)) == good
+    assert way(lab, chat_body(**fields)) == good
     assert httpx2.get(f"{lab.url}/readyz").status_code == 200
 
 
@@ -140,10 +140,10 @@ async def test_failed_requests_leave_no_objects_and_memory(tiny: ModelEntry, mon
     monkeypatch.setattr(Constraint, "__init__", noted)
 
     async def fail_once(manager: ModelManager, call: int) -> None:
-        asked = [request(prompt=numbers(100, start=at), max_tokens=200, answer_format=FORM) for at in (500, 900)]
+        requests = [request(prompt=numbers(100, start=at), max_tokens=200, answer_format=FORM) for at in (500, 900)]
         with monkeypatch.context() as patched:
             fault = inject(patched, (llama.Model, "__call__"), RuntimeError("injected"), at_call=call)
-            for stream in [await manager.submit(each) for each in asked]:
+            for stream in [await manager.submit(each) for each in requests]:
                 with pytest.raises(EngineError, match="injected"):
                     await finish(stream)
         assert fault.happened
@@ -163,7 +163,7 @@ async def test_failed_requests_leave_no_objects_and_memory(tiny: ModelEntry, mon
 
 
 async def used_bytes(manager: ModelManager) -> int:
-    """Memory that MLX uses, without its cache of free buffers."""
+    """Return the memory that MLX uses, without its cache of free buffers."""
     await mlx_thread(manager).call(lambda core: memory.release())
     return await mlx_thread(manager).call(lambda core: memory.used_bytes())
 
@@ -179,13 +179,13 @@ def test_requests_end_when_their_engine_dies_and_a_load_starts_it_again(
     name, tokens = ("tiny", 450) if made_for == "mlx" else (str(long_gguf), 7000)
     with serving(tiny_home, name, slots=3, threads=1) as lab, httpx2.Client(base_url=lab.url, timeout=WAIT_S) as http:
         before = lab.engine.snapshot.output_tokens
-        asked = send_all(lab, list(WAYS.values()), model="default", max_tokens=tokens, ignore_eos=True)
+        futures = send_all(lab, list(WAYS.values()), model="default", max_tokens=tokens, ignore_eos=True)
         wait_until(lambda: lab.engine.snapshot.active_requests == 3 and lab.engine.snapshot.output_tokens > before)
         if made_for == "mlx":
             asyncio.run(fail_next_step(lab.engine, SystemExit("injected")))
         else:
             psutil.Process(process_of(lab.engine)._process.pid).kill()
-        for way, future in zip(WAYS, asked, strict=True):
+        for way, future in zip(WAYS, futures, strict=True):
             end = future.result(WAIT_S)
             assert end.error is not None
             assert end.error["code"] == "internal-error"

@@ -1,4 +1,4 @@
-"""A load on llama.cpp that hangs, as on a file system that does not respond, can be cancelled and replaced."""
+"""Tests that a hanging load of llama.cpp, as from a file system that does not respond, can be cancelled or replaced."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ from tests.flows.conftest import chat_body, serving, wait_until
 from tests.gguf_files import unknown_architecture
 
 SETTINGS = Settings(slots=2, threads=1, memory_limit_bytes=2**30)
-STANDS_STILL = """\
+HANGING_SCRIPT = """\
 import sys, time
 if "unknown-architecture" in sys.stdin.readline():
     sys.exit("error loading model: bad magic")
@@ -34,25 +34,25 @@ while True:
 """
 
 
-class Hanging:
-    """Switches whether new processes read their order and then hang."""
+class HangingProcesses:
+    """A switch with which new processes of llama.cpp hang after they have read their order."""
 
     def __init__(self, folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-        self._script, self._works = folder / "still.py", process_module.SCRIPT
-        self._script.write_text(STANDS_STILL)
+        self._script, self._real_script = folder / "hanging.py", process_module.SCRIPT
+        self._script.write_text(HANGING_SCRIPT)
         self._monkeypatch = monkeypatch
 
     def __call__(self, on: bool) -> None:
-        self._monkeypatch.setattr(process_module, "SCRIPT", self._script if on else self._works)
+        self._monkeypatch.setattr(process_module, "SCRIPT", self._script if on else self._real_script)
 
     @property
-    def begun(self) -> bool:
+    def has_begun(self) -> bool:
         """Whether a process hangs."""
         return Path(f"{self._script}.begun").exists()
 
     @property
     def processes(self) -> int:
-        """Number of processes that hang, or have not been reaped by the system."""
+        """Number of hanging processes, including ended ones that have not been reaped."""
         found = 0
         for child in psutil.Process().children():
             with contextlib.suppress(psutil.NoSuchProcess):
@@ -61,8 +61,8 @@ class Hanging:
 
 
 @pytest.fixture
-def hangs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Hanging:
-    return Hanging(tmp_path, monkeypatch)
+def hangs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> HangingProcesses:
+    return HangingProcesses(tmp_path, monkeypatch)
 
 
 @pytest.fixture
@@ -71,22 +71,23 @@ async def manager() -> AsyncIterator[ModelManager]:
         yield manager
 
 
-async def hanging(manager: ModelManager, hangs: Hanging, entry: ModelEntry) -> asyncio.Task[object]:
-    """A load that hangs."""
+async def start_hanging_load(manager: ModelManager, hangs: HangingProcesses, entry: ModelEntry) -> asyncio.Task[object]:
+    """Start a load, and return its task when it hangs."""
     hangs(True)
     load = asyncio.create_task(manager.load_entry(entry), name="hangs")
-    await begun(load, hangs)
+    await wait_until_hanging(load, hangs)
     assert manager.snapshot.state == "loading"
     return load
 
 
-async def begun(work: asyncio.Task[object], hangs: Hanging) -> None:
-    while not hangs.begun:
+async def wait_until_hanging(work: asyncio.Task[object], hangs: HangingProcesses) -> None:
+    while not hangs.has_begun:
         assert not work.done(), work
         await asyncio.sleep(0.01)
 
 
 async def cancelled(load: asyncio.Task[object]) -> str:
+    """Return the error message of a cancelled load."""
     with pytest.raises(NotLoadedError) as error:
         await asyncio.wait_for(load, WAIT_S)
     return error.value.message
@@ -94,17 +95,17 @@ async def cancelled(load: asyncio.Task[object]) -> str:
 
 @pytest.fixture(params=["nothing", "mlx", "gguf"])
 async def before(request: pytest.FixtureRequest, manager: ModelManager, tiny: ModelEntry, tiny_gguf: Path) -> None:
-    """The model that is loaded when the other load begins to hang."""
+    """Load a model, or none, before the load that hangs."""
     if request.param != "nothing":
         await manager.load_entry(tiny if request.param == "mlx" else entry_of(tiny_gguf))
 
 
 @pytest.mark.anyio
 @pytest.mark.usefixtures("before")
-async def test_an_unload_cancels_it_and_no_model_is_loaded_afterwards(
-    manager: ModelManager, long_gguf: Path, tiny_gguf: Path, hangs: Hanging
+async def test_an_unload_cancels_a_hanging_load_and_no_model_is_loaded_afterwards(
+    manager: ModelManager, long_gguf: Path, tiny_gguf: Path, hangs: HangingProcesses
 ) -> None:
-    load = await hanging(manager, hangs, entry_of(long_gguf, "long"))
+    load = await start_hanging_load(manager, hangs, entry_of(long_gguf, "long"))
     await asyncio.wait_for(manager.unload(), WAIT_S)
     assert await cancelled(load) == "the load of long was cancelled: the model is unloaded"
     assert hangs.processes == 0
@@ -118,13 +119,13 @@ async def test_an_unload_cancels_it_and_no_model_is_loaded_afterwards(
 
 @pytest.mark.anyio
 @pytest.mark.usefixtures("before")
-@pytest.mark.parametrize("made_for", ["mlx", "gguf"])
-async def test_another_load_may_replace_it(
-    manager: ModelManager, tiny: ModelEntry, *, long_gguf: Path, tiny_gguf: Path, hangs: Hanging, made_for: str
+@pytest.mark.parametrize("format_", ["mlx", "gguf"])
+async def test_another_load_can_replace_a_hanging_load(
+    manager: ModelManager, tiny: ModelEntry, *, long_gguf: Path, tiny_gguf: Path, hangs: HangingProcesses, format_: str
 ) -> None:
-    load = await hanging(manager, hangs, entry_of(long_gguf, "long"))
+    load = await start_hanging_load(manager, hangs, entry_of(long_gguf, "long"))
     hangs(False)
-    other = tiny if made_for == "mlx" else entry_of(tiny_gguf)
+    other = tiny if format_ == "mlx" else entry_of(tiny_gguf)
     with pytest.raises(ModelBusyError, match="long is being loaded"):
         await manager.load_entry(other)
     await asyncio.wait_for(manager.load_entry(other, if_busy="replace"), WAIT_S)
@@ -135,9 +136,9 @@ async def test_another_load_may_replace_it(
 
 @pytest.mark.anyio
 async def test_each_of_several_hanging_loads_is_replaced_by_the_next_one(
-    manager: ModelManager, tiny: ModelEntry, long_gguf: Path, tiny_gguf: Path, hangs: Hanging
+    manager: ModelManager, tiny: ModelEntry, long_gguf: Path, tiny_gguf: Path, hangs: HangingProcesses
 ) -> None:
-    first = await hanging(manager, hangs, entry_of(long_gguf, "long"))
+    first = await start_hanging_load(manager, hangs, entry_of(long_gguf, "long"))
     second: asyncio.Task[object] = asyncio.create_task(
         manager.load_entry(entry_of(tiny_gguf, "second"), if_busy="replace")
     )
@@ -151,9 +152,9 @@ async def test_each_of_several_hanging_loads_is_replaced_by_the_next_one(
 
 @pytest.mark.anyio
 async def test_a_second_request_for_the_same_model_joins_the_load(
-    manager: ModelManager, long_gguf: Path, hangs: Hanging
+    manager: ModelManager, long_gguf: Path, hangs: HangingProcesses
 ) -> None:
-    first = await hanging(manager, hangs, entry_of(long_gguf, "long"))
+    first = await start_hanging_load(manager, hangs, entry_of(long_gguf, "long"))
     again: asyncio.Task[object] = asyncio.create_task(manager.load_entry(entry_of(long_gguf, "long")))
     done, _ = await asyncio.wait([first, again], timeout=0.3)
     assert not done
@@ -166,10 +167,10 @@ async def test_a_second_request_for_the_same_model_joins_the_load(
 
 @pytest.mark.anyio
 async def test_loading_the_previous_model_again_can_be_replaced_too(
-    manager: ModelManager, tiny: ModelEntry, *, tiny_gguf: Path, tmp_path: Path, hangs: Hanging
+    manager: ModelManager, tiny: ModelEntry, *, tiny_gguf: Path, tmp_path: Path, hangs: HangingProcesses
 ) -> None:
     await manager.load_entry(entry_of(tiny_gguf))
-    load = await hanging(manager, hangs, entry_of(unknown_architecture(tiny_gguf, tmp_path), "bad"))
+    load = await start_hanging_load(manager, hangs, entry_of(unknown_architecture(tiny_gguf, tmp_path), "bad"))
     await asyncio.wait_for(manager.load_entry(tiny, if_busy="replace"), WAIT_S)
     with pytest.raises(UnusableModelError, match=r"bad magic.*could not be loaded again either: .* was cancelled"):
         await asyncio.wait_for(load, WAIT_S)
@@ -180,11 +181,11 @@ async def test_loading_the_previous_model_again_can_be_replaced_too(
 @pytest.mark.anyio
 @pytest.mark.usefixtures("before")
 async def test_a_hanging_load_of_a_pinned_model_does_not_delay_an_unload(
-    manager: ModelManager, tiny_gguf: Path, minilm_gguf: Path, hangs: Hanging
+    manager: ModelManager, tiny_gguf: Path, minilm_gguf: Path, hangs: HangingProcesses
 ) -> None:
     hangs(True)
     pinning: asyncio.Task[object] = asyncio.create_task(pin(manager, entry_of(minilm_gguf, "minilm")))
-    await begun(pinning, hangs)
+    await wait_until_hanging(pinning, hangs)
     await asyncio.wait_for(manager.unload(), WAIT_S)
     assert (manager.snapshot.state, manager.snapshot.entry) == ("empty", None)
     # A load waits until the memory of the pinned model is known.
@@ -201,29 +202,31 @@ async def test_a_hanging_load_of_a_pinned_model_does_not_delay_an_unload(
 
 
 @pytest.mark.anyio
-async def test_stopping_cancels_it(long_gguf: Path, hangs: Hanging) -> None:
+async def test_stopping_the_manager_cancels_a_hanging_load(long_gguf: Path, hangs: HangingProcesses) -> None:
     async with ModelManager(SETTINGS) as manager:
-        load = await hanging(manager, hangs, entry_of(long_gguf, "long"))
+        load = await start_hanging_load(manager, hangs, entry_of(long_gguf, "long"))
     with pytest.raises(LabError, match="the engine was stopped"):
         await asyncio.wait_for(load, WAIT_S)
     assert hangs.processes == 0
 
 
-def test_a_server_accepts_an_unload_while_a_load_hangs(tiny_home: Path, long_gguf: Path, hangs: Hanging) -> None:
+def test_a_server_accepts_an_unload_while_a_load_hangs(
+    tiny_home: Path, long_gguf: Path, hangs: HangingProcesses
+) -> None:
     with serving(tiny_home, None, threads=1) as lab, httpx2.Client(base_url=lab.url, timeout=WAIT_S) as http:
         hangs(True)
         answers: list[httpx2.Response] = []
         body = {"model": str(long_gguf)}
         load = threading.Thread(target=lambda: answers.append(http.post("/admin/models/load", json=body)))
         load.start()
-        wait_until(lambda: hangs.begun)
-        # The client is told to try again in a second.
+        wait_until(lambda: hangs.has_begun)
+        # The error tells the client to retry after a second.
         refused = http.post(CHAT, json=chat_body(model="default"))
         assert (refused.status_code, refused.json()["error"]["code"]) == (503, "no-model-loaded")
         assert refused.json()["error"]["retryable"]
         assert (refused.headers["retry-after"], refused.headers.get("x-should-retry")) == ("1", None)
         assert http.get("/readyz").json()["error"]["retryable"]
-        # Another load would replace one that a client waits for.
+        # The hanging load is not replaced, because a client waits for it.
         assert http.post("/admin/models/load", json={"model": "tiny"}).status_code == 409
         assert http.post("/admin/models/unload").status_code == 200
         load.join(WAIT_S)

@@ -1,4 +1,4 @@
-"""Tests of model files that are truncated, replace_text, overwritten or removed while they are read or loaded."""
+"""Tests of model files that are truncated, replaced, overwritten or removed while they are read or loaded."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ from tests.gguf_files import with_context
 from tests.tiny import write_tiny_llama
 
 SETTINGS = Settings(slots=2, threads=1, memory_limit_bytes=2**30)
-MAKES: tuple[Format, ...] = ("mlx", "gguf")
+FORMATS: tuple[Format, ...] = ("mlx", "gguf")
 
 
 def entry_of(path: Path) -> ModelEntry:
@@ -42,25 +42,25 @@ def weights_of(path: Path) -> Path:
 def copy(tmp_path: Path, tiny: ModelEntry, tiny_gguf: Path) -> Callable[[Format], Path]:
     """Return a function that copies ``tiny`` to a folder that the test can change."""
 
-    def made(made_for: Format) -> Path:
-        if made_for == "mlx":
+    def create(format_: Format) -> Path:
+        if format_ == "mlx":
             return Path(shutil.copytree(tiny.path, tmp_path / "copy"))
         return Path(shutil.copy(tiny_gguf, tmp_path / "copy.gguf"))
 
-    return made
+    return create
 
 
 @pytest.fixture
 def other(tmp_path: Path, smollm2: ModelEntry, tiny_gguf: Path) -> Callable[[Format], Path]:
     """Return a function that writes a model with other weights or another context length than ``tiny``."""
 
-    def made(made_for: Format) -> Path:
-        if made_for == "gguf":
+    def create(format_: Format) -> Path:
+        if format_ == "gguf":
             return with_context(tiny_gguf, 256, tmp_path / "other")
         write_tiny_llama(tmp_path / "other", smollm2.path, seed=9, context=256)
         return tmp_path / "other"
 
-    return made
+    return create
 
 
 @pytest.fixture
@@ -73,17 +73,17 @@ async def manager() -> AsyncIterator[ModelManager]:
 
 
 @pytest.mark.anyio
-@pytest.mark.parametrize("spoil", ["cut", "overwritten", "removed"])
-async def test_what_mlx_has_read_does_not_depend_on_its_files_any_more(
-    manager: ModelManager, copy: Callable[[Format], Path], spoil: str
+@pytest.mark.parametrize("damage", ["cut", "overwritten", "removed"])
+async def test_a_model_loaded_by_mlx_does_not_depend_on_its_files(
+    manager: ModelManager, copy: Callable[[Format], Path], damage: str
 ) -> None:
     path = copy("mlx")
     await manager.load_entry(entry_of(path))
     good = (await run(manager))[0]
     weights = weights_of(path)
-    if spoil == "cut":
+    if damage == "cut":
         os.truncate(weights, 4096)
-    elif spoil == "overwritten":
+    elif damage == "overwritten":
         weights.write_bytes(bytes(weights.stat().st_size))
     else:
         shutil.rmtree(path)
@@ -91,7 +91,7 @@ async def test_what_mlx_has_read_does_not_depend_on_its_files_any_more(
 
 
 @pytest.mark.anyio
-async def test_a_gguf_file_that_is_overwritten_ends_its_process_which_would_compute_with_what_is_there_now(
+async def test_the_process_of_an_overwritten_gguf_file_is_stopped_because_it_would_compute_with_the_new_content(
     manager: ModelManager, copy: Callable[[Format], Path], tiny_gguf: Path
 ) -> None:
     path = copy("gguf")
@@ -109,7 +109,7 @@ async def test_a_gguf_file_that_is_overwritten_ends_its_process_which_would_comp
 
 
 @pytest.mark.anyio
-async def test_a_gguf_file_that_is_replaced_or_removed_stays_what_it_was_for_those_who_have_it(
+async def test_a_replaced_or_removed_gguf_file_does_not_change_the_loaded_model(
     manager: ModelManager, copy: Callable[[Format], Path], other: Callable[[Format], Path]
 ) -> None:
     path = copy("gguf")
@@ -129,15 +129,15 @@ async def test_a_gguf_file_that_is_replaced_or_removed_stays_what_it_was_for_tho
 
 
 @pytest.mark.anyio
-@pytest.mark.parametrize("made_for", MAKES)
+@pytest.mark.parametrize("format_", FORMATS)
 async def test_a_load_after_the_files_were_replaced_reads_the_new_ones(
-    manager: ModelManager, copy: Callable[[Format], Path], other: Callable[[Format], Path], made_for: Format
+    manager: ModelManager, copy: Callable[[Format], Path], other: Callable[[Format], Path], format_: Format
 ) -> None:
-    path = copy(made_for)
+    path = copy(format_)
     await manager.load_entry(entry_of(path))
     assert (await manager.load_entry(entry_of(path))).load_s == 0
     assert manager.snapshot.context_length == 512
-    new = other(made_for)
+    new = other(format_)
     if new.is_dir():
         for file in new.iterdir():
             file.replace(path / file.name)
@@ -148,24 +148,24 @@ async def test_a_load_after_the_files_were_replaced_reads_the_new_ones(
     assert (await manager.load_entry(entry_of(path))).load_s == 0
 
 
-@pytest.mark.parametrize("spoil", ["cut", "removed"])
-@pytest.mark.parametrize("made_for", MAKES)
+@pytest.mark.parametrize("damage", ["cut", "removed"])
+@pytest.mark.parametrize("format_", FORMATS)
 def test_a_server_reports_damaged_files_of_a_loaded_model(
-    tiny_home: Path, copy: Callable[[Format], Path], made_for: Format, spoil: str
+    tiny_home: Path, copy: Callable[[Format], Path], format_: Format, damage: str
 ) -> None:
-    path = copy(made_for)
+    path = copy(format_)
     with serving(tiny_home, str(path), threads=1) as lab, httpx2.Client(base_url=lab.url, timeout=WAIT_S) as http:
-        if spoil == "removed":
+        if damage == "removed":
             shutil.rmtree(path) if path.is_dir() else path.unlink()
         else:
             os.truncate(weights_of(path), weights_of(path).stat().st_size - 1)
         again = http.post("/admin/models/load", json={"model": str(path)})
-        if spoil == "removed":
+        if damage == "removed":
             assert (again.status_code, again.json()["error"]["code"]) == (404, "model-not-found")
         else:
             assert (again.status_code, again.json()["error"]["code"]) == (400, "invalid-request")
             assert "truncated" in again.json()["error"]["message"]
-        if (made_for, spoil) == ("gguf", "cut"):
+        if (format_, damage) == ("gguf", "cut"):
             # The file is memory-mapped, so its process is stopped soon.
             wait_until(lambda: http.get("/readyz").status_code == 503)
         else:
@@ -181,19 +181,19 @@ def test_a_server_reports_damaged_files_of_a_loaded_model(
 # During a load
 
 
-def _after_the_header(monkeypatch: pytest.MonkeyPatch, spoil: Callable[[], object]) -> None:
+def _after_the_header(monkeypatch: pytest.MonkeyPatch, damage: Callable[[], object]) -> None:
     """Call a function once, when the next load has read the header of its file but not the rest."""
     read, start = mx.load, LlamaProcess.start
 
     def damage_and_continue(*args: Any, **options: Any) -> Any:
         found = read(*args, **options)
         monkeypatch.undo()
-        spoil()
+        damage()
         return found
 
     async def damage_and_start(*args: Any, **options: Any) -> LlamaProcess:
         monkeypatch.undo()
-        spoil()
+        damage()
         return await start(*args, **options)
 
     monkeypatch.setattr(mx, "load", damage_and_continue)
@@ -201,7 +201,7 @@ def _after_the_header(monkeypatch: pytest.MonkeyPatch, spoil: Callable[[], objec
 
 
 @pytest.mark.anyio
-async def test_an_mlx_file_that_is_cut_while_it_is_read_is_refused_and_what_was_there_comes_back(
+async def test_an_mlx_file_that_is_truncated_while_it_is_read_is_refused_and_the_previous_model_is_loaded_again(
     manager: ModelManager, tiny: ModelEntry, copy: Callable[[Format], Path], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     path = copy("mlx")
@@ -215,7 +215,7 @@ async def test_an_mlx_file_that_is_cut_while_it_is_read_is_refused_and_what_was_
 
 
 @pytest.mark.anyio
-@pytest.mark.parametrize("made_for", MAKES)
+@pytest.mark.parametrize("format_", FORMATS)
 async def test_a_model_whose_files_change_while_they_are_read_is_not_used(
     manager: ModelManager,
     tiny: ModelEntry,
@@ -223,9 +223,9 @@ async def test_a_model_whose_files_change_while_they_are_read_is_not_used(
     copy: Callable[[Format], Path],
     other: Callable[[Format], Path],
     monkeypatch: pytest.MonkeyPatch,
-    made_for: Format,
+    format_: Format,
 ) -> None:
-    path, new = copy(made_for), weights_of(other(made_for))
+    path, new = copy(format_), weights_of(other(format_))
     await manager.load_entry(tiny)
 
     _after_the_header(monkeypatch, lambda: new.replace(weights_of(path)))

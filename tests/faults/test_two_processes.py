@@ -86,15 +86,15 @@ def test_a_file_that_two_processes_convert_at_the_same_time_is_converted_once(tm
     for process in processes:
         assert process.stdout is not None
         assert process.stdout.readline() == "ready\n"
-    said = []
+    outputs = []
     for process in processes:
         assert process.stdin is not None
         process.stdin.write("\n")
         process.stdin.flush()
     for process in processes:
         output, _ = process.communicate(timeout=WAIT_S)
-        said.append(output.split())
+        outputs.append(output.split())
         assert process.returncode == 0
     (model,) = [path for path in (tmp_path / "models").iterdir() if not path.name.startswith(".")]
-    assert sorted(said) == [[str(model), "0"], [str(model), "1"]]
+    assert sorted(outputs) == [[str(model), "0"], [str(model), "1"]]
     assert list((tmp_path / "models/.tmp").iterdir()) == []

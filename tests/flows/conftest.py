@@ -1,6 +1,7 @@
-"""Running servers on loopback sockets: with the echo engine, where any engine will do, or with a tiny model.
+"""Fixtures that run servers on loopback sockets.
 
-``lab`` and ``http`` are on the echo engine. Tests that do not change what is loaded share one server for the session.
+``lab`` and ``http`` use the echo engine, other fixtures a tiny model. Tests that do not load or unload models share one
+server for the session.
 """
 
 from __future__ import annotations
@@ -24,11 +25,11 @@ from tests.weights.conftest import LLAMA, safetensors_bytes
 
 HELLO = [{"role": "user", "content": "hello"}]
 SEA = [{"role": "user", "content": "The sea is wide and deep, and what it says it says again and again."}]
-"""What the echo engine repeats: more tokens than ``echo_body`` asks for."""
+"""A message with more tokens than ``echo_body`` requests, so that the echo engine always has enough to repeat."""
 ENDLESS: dict[str, Any] = {"max_tokens": 30_000, "ignore_eos": True}
-"""Half a minute at ``PACE``: no test waits for its end."""
+"""An answer of half a minute at ``PACE``, which the tests cancel."""
 PACE = 1000.0
-"""Tokens a second, so that an answer can be cancelled while it is made."""
+"""Tokens per second of the echo engine, so that an answer can be cancelled while it is generated."""
 
 
 @contextlib.contextmanager
@@ -42,7 +43,7 @@ def serving(home: Path, model: str | None, **settings: Any) -> Iterator[Lab]:
 
 @pytest.fixture(scope="session")
 def echo_home(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A lab's home with ``other``, a model that is listed and cannot be loaded: its weights are one tensor."""
+    """Create a home with the model ``other``, which is listed but cannot be loaded: its weights are one tensor."""
     home = tmp_path_factory.mktemp("echo-home")
     other = home / "models" / "other"
     other.mkdir(parents=True)
@@ -54,14 +55,14 @@ def echo_home(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="session")
 def lab(echo_home: Path) -> Iterator[Lab]:
-    """One server with ``echo`` loaded; tests that unload use ``fresh_lab``."""
+    """Run a server with ``echo`` loaded. Tests that unload it use ``fresh_lab``."""
     with serving(echo_home, "echo", slots=2, queue_limit=2, echo_tokens_per_s=PACE) as lab:
         yield lab
 
 
 @pytest.fixture(scope="session")
 def quick_lab(echo_home: Path) -> Iterator[Lab]:
-    """The same without a pace, which embeddings have, too."""
+    """Run a server with ``echo`` at full speed. ``PACE`` would apply to embeddings too."""
     with serving(echo_home, "echo") as lab:
         yield lab
 
@@ -72,10 +73,10 @@ def fresh_lab(echo_home: Path) -> Iterator[Lab]:
         yield lab
 
 
-# Not of the session: its model would be in what later tests measure as the memory of this process.
+# For one module only: in a session, later tests would measure the memory of its model as that of this process.
 @pytest.fixture(scope="module")
 def tiny_lab(tiny_home: Path) -> Iterator[Lab]:
-    """One server with ``tiny`` loaded; tests that unload use ``fresh_tiny_lab``."""
+    """Run a server with ``tiny`` loaded. Tests that unload it use ``fresh_tiny_lab``."""
     with serving(tiny_home, "tiny", slots=2, queue_limit=2) as lab:
         yield lab
 
@@ -88,7 +89,7 @@ def fresh_tiny_lab(tiny_home: Path) -> Iterator[Lab]:
 
 @pytest.fixture(scope="session")
 def long_home(tmp_path_factory: pytest.TempPathFactory, smollm2: ModelEntry) -> Path:
-    """A lab's home with ``tiny-long``: 8192 tokens of context, for prompts that take a while."""
+    """Create a home with ``tiny-long``, which has a context of 8192 tokens, for long prompts."""
     home = tmp_path_factory.mktemp("long-home")
     write_tiny_llama(home / "models" / "tiny-long", smollm2.path, seed=0, context=8192)
     return home
@@ -96,7 +97,7 @@ def long_home(tmp_path_factory: pytest.TempPathFactory, smollm2: ModelEntry) -> 
 
 @pytest.fixture(scope="session")
 def three_home(tmp_path_factory: pytest.TempPathFactory, smollm2: ModelEntry) -> Path:
-    """A lab's home with a chat model, an embedder and a reranker, all tiny."""
+    """Create a home with a tiny chat model, a tiny embedding model and a tiny reranker."""
     home = tmp_path_factory.mktemp("three-home")
     write_tiny_llama(home / "models" / "tiny", smollm2.path, seed=0)
     write_tiny_bert(home / "models" / "tiny-embedder")
@@ -106,7 +107,7 @@ def three_home(tmp_path_factory: pytest.TempPathFactory, smollm2: ModelEntry) ->
 
 @pytest.fixture(scope="module")
 def encoding_lab(starter_home: Path, minilm: ModelEntry) -> Iterator[Lab]:
-    """One server with the real MiniLM loaded."""
+    """Run a server with the real MiniLM loaded."""
     with serving(starter_home, minilm.id) as lab:
         yield lab
 
@@ -144,7 +145,7 @@ def chat_body(**changes: Any) -> dict[str, Any]:
 
 
 def events(text: str) -> list[str]:
-    """The data of server-sent events, in order; comments are left out."""
+    """Return the data of server-sent events, in order and without comments."""
     blocks = text.split("\n\n")
     assert blocks.pop() == ""
     assert all(block.startswith(("data: ", ": ")) and "\n" not in block for block in blocks)
@@ -155,8 +156,8 @@ def wait_until_idle(lab: Lab) -> None:
     wait_until(lambda: lab.engine.snapshot.active_requests + lab.engine.snapshot.queued_requests == 0)
 
 
-def wait_until(true: Callable[[], bool]) -> None:
-    """The test's own time limit is the limit."""
+def wait_until(condition: Callable[[], bool]) -> None:
+    """Wait until a condition is true. The time limit is that of the test."""
     pause = threading.Event()
-    while not true():
+    while not condition():
         pause.wait(0.005)

@@ -1,6 +1,6 @@
-"""Fifty forms of an answer: pydantic models, as openai-python's ``parse`` takes them, and plain JSON schemas.
+"""Fifty schemas of an answer: pydantic models for ``parse`` of openai-python, and plain JSON schemas.
 
-Strings, lists and numbers are bounded, so that a model of 135M parameters comes to an end.
+Strings, lists and numbers are bounded, so that the answers of a model with 135M parameters end.
 """
 
 from __future__ import annotations
@@ -186,17 +186,17 @@ class Page(BaseModel, Generic[T]):
 
 
 class People(Page[Person]):
-    """Under a name of its own: ``Page[Person]`` is none that the format takes."""
+    """A class with its own name, because ``Page[Person]`` is not a valid name in the format."""
 
 
 class Employee(Person):
-    """Inherits two fields."""
+    """A class that inherits two fields."""
 
     boss: Person | None = None
 
 
 class Described(BaseModel):
-    """With words for people, as most models in the field have them."""
+    """A class with titles, descriptions and aliases, as in most applications."""
 
     model_config = ConfigDict(title="Something described", populate_by_name=True)
 
@@ -205,7 +205,7 @@ class Described(BaseModel):
 
 
 class TokenTable(RootModel[Annotated[list[Word], Field(min_length=1, max_length=3)]]):
-    """No object, but a list."""
+    """A class whose value is a list instead of an object."""
 
 
 MODELS: dict[str, type[BaseModel]] = {
@@ -219,7 +219,7 @@ MODELS: dict[str, type[BaseModel]] = {
 
 
 def closed(**properties: Any) -> dict[str, Any]:
-    """An object with these properties, all of them, and no others."""
+    """Return the schema of an object that requires these properties and forbids others."""
     return {"type": "object", "properties": properties, "required": [*properties], "additionalProperties": False}
 
 
@@ -266,4 +266,4 @@ RECURSIVE = {
     "Sum": '{"left": 1, "right": {"factor": 2, "of": {"left": 3, "right": 4}}}',
     "recursive root": '{"colour": "red", "of": {"colour": "blue", "of": null}}',
 }
-"""What a model is to repeat: left to itself, a small one goes on and on where it may."""
+"""Values of recursive schemas that a prompt asks to repeat, because a small model would otherwise not end them."""

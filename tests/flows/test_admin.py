@@ -1,4 +1,4 @@
-"""Model management, health, metrics: specification sections 2.7-2.9, 3, 4.2, 4.3."""
+"""Tests of model management, health and metrics: specification sections 2.7-2.9, 3, 4.2 and 4.3."""
 
 from __future__ import annotations
 
@@ -127,8 +127,8 @@ def test_a_malformed_load_is_400(http: httpx2.Client, body: dict[str, Any]) -> N
     assert (response.status_code, code(response)) == (400, "invalid-request")
 
 
-class TestWhatCannotBeLoaded:
-    """The loaded model stays and answers."""
+class TestModelsThatCannotBeLoaded:
+    """After the error, the loaded model still answers."""
 
     @pytest.fixture(autouse=True)
     def _echo_still_answers(self, http: httpx2.Client) -> Iterator[None]:
@@ -178,8 +178,8 @@ class TestWhatCannotBeLoaded:
         assert reason in message
 
 
-class TestWhatMlxCannotLoad:
-    """The loaded model stays and answers."""
+class TestModelsThatMlxCannotLoad:
+    """After the error, the loaded model still answers."""
 
     @pytest.fixture(autouse=True)
     def _tiny_still_answers(self, tiny_http: httpx2.Client) -> Iterator[None]:
@@ -335,7 +335,7 @@ def test_throughput_shows_running_work(lab: Lab, http: httpx2.Client) -> None:
     next(stream)
     with http.stream("POST", CHAT, json=echo_body(stream=True, **ENDLESS)) as response:
         assert response.status_code == 200
-        pieces = response.iter_text()  # dropped, it would close the connection
+        pieces = response.iter_text()  # kept, because deleting it closes the connection
         next(pieces)
         while (event := next(stream))["type"] != "throughput" or event["tokens_per_second"] == 0:
             pass

@@ -1,4 +1,4 @@
-"""Whatever strangers send: a clear error, nothing lost, and the next good request works."""
+"""Tests that invalid requests get a clear error, and that the next valid request is answered."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ def error_of(response: httpx2.Response, status: int, code: str) -> dict[str, Any
     assert error["code"] == code
     assert error["message"]
     assert set(error) == {"code", "message", "type", "param", "retryable", "request_id"}
-    assert not error["retryable"], "the same request will never do"
+    assert not error["retryable"], "the same request can never succeed"
     return error
 
 
@@ -147,7 +147,7 @@ def test_the_content_type_must_be_json(http: httpx2.Client, content_type: str | 
 
 
 @pytest.mark.parametrize(
-    ("changes", "said"),
+    ("changes", "expected"),
     [
         ({"stop": ["a"] * 17}, ["17", "16"]),
         ({"messages": HELLO * 5000}, ["5000", "4096"]),
@@ -163,14 +163,14 @@ def test_the_content_type_must_be_json(http: httpx2.Client, content_type: str | 
     ],
 )
 def test_an_error_message_has_the_value_the_limit_and_the_next_step(
-    http: httpx2.Client, changes: dict[str, Any], said: list[str]
+    http: httpx2.Client, changes: dict[str, Any], expected: list[str]
 ) -> None:
     message = error_of(http.post(PATH, json=echo_body(**changes)), 400, "invalid-request")["message"]
-    assert [part for part in said if part not in message] == []
+    assert [part for part in expected if part not in message] == []
 
 
 @pytest.mark.parametrize(
-    ("body", "said"),
+    ("body", "expected"),
     [
         (b'{"model": "\\ud800"}', "lone surrogate"),
         (b'{"model": "\\udc00 "}', "lone surrogate"),
@@ -178,8 +178,8 @@ def test_an_error_message_has_the_value_the_limit_and_the_next_step(
         (b"\xef\xbb\xbf{}", "byte order mark"),
     ],
 )
-def test_the_error_of_invalid_json_names_the_mistake(http: httpx2.Client, body: bytes, said: str) -> None:
-    assert said in error_of(http.post(PATH, content=body, headers=JSON), 400, "invalid-request")["message"]
+def test_the_error_of_invalid_json_names_the_mistake(http: httpx2.Client, body: bytes, expected: str) -> None:
+    assert expected in error_of(http.post(PATH, content=body, headers=JSON), 400, "invalid-request")["message"]
 
 
 def test_the_error_of_a_compressed_body_names_the_encoding(http: httpx2.Client) -> None:
@@ -261,18 +261,18 @@ def test_a_wrong_address_has_the_same_error_body(http: httpx2.Client, method: st
 
 
 @pytest.mark.parametrize("headers", [{"host": "evil.example"}, {"host": "localhost:1"}])
-def test_a_foreign_host_is_421(http: httpx2.Client, headers: dict[str, str]) -> None:
+def test_another_host_name_is_421(http: httpx2.Client, headers: dict[str, str]) -> None:
     error_of(http.get("/healthz", headers=headers), 421, "host-forbidden")
 
 
 @pytest.mark.parametrize("origin", ["http://evil.example", "null"])
-def test_a_foreign_page_is_403(http: httpx2.Client, origin: str) -> None:
+def test_a_page_of_another_origin_is_403(http: httpx2.Client, origin: str) -> None:
     error_of(http.post(PATH, json={"messages": HELLO}, headers={"origin": origin}), 403, "origin-forbidden")
 
 
 @pytest.mark.parametrize("path", ["/nothing", PATH])
-def test_a_chunked_body_that_breaks_off_is_answered_once(lab: Lab, caplog: pytest.LogCaptureFixture, path: str) -> None:
-    """Also where the application answers without reading it."""
+def test_an_invalid_chunked_body_is_answered_once(lab: Lab, caplog: pytest.LogCaptureFixture, path: str) -> None:
+    """Also on a path that the application answers without reading the body."""
     head = f"POST {path} HTTP/1.1\r\nHost: {urlsplit(lab.url).netloc}\r\nContent-Type: application/json\r\n"
     with socket.create_connection(("127.0.0.1", lab.port), timeout=30) as connection:
         connection.sendall(f"{head}Transfer-Encoding: chunked\r\n\r\nzz\r\n{{}}".encode())

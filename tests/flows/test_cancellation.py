@@ -1,4 +1,4 @@
-"""A client that leaves frees its slot, whatever it asked for and wherever its request stood."""
+"""Tests that a client that disconnects frees its slot, on each route and in each phase of its request."""
 
 from __future__ import annotations
 
@@ -24,14 +24,14 @@ BUSY: dict[str, Any] = {"model": "default", "max_tokens": 7500, "ignore_eos": Tr
 
 @pytest.fixture(scope="module")
 def one_slot(long_home: Path) -> Iterator[Lab]:
-    # Without a cache: the second long prompt must take as long as the first.
+    # Without a prefix cache, so that the second long prompt takes as long as the first.
     with serving(long_home, "tiny-long", slots=1, prefix_cache_bytes=0) as lab:
         yield lab
 
 
 @contextmanager
-def asked(lab: Lab, way: Way, body: dict[str, Any]) -> Iterator[None]:
-    """The request is sent; leaving the block closes the connection."""
+def open_request(lab: Lab, way: Way, body: dict[str, Any]) -> Iterator[None]:
+    """Send a request, and close the connection at the end of the block."""
     if way == "socket":
         with connect(lab.url.replace("http", "ws") + "/v1/chat/stream") as client:
             client.send(json.dumps(body))
@@ -57,9 +57,9 @@ def test_the_slot_is_free_for_the_next_request(echoing: Lab, way: Way, phase: st
     before = echoing.engine.snapshot
     with ExitStack() as others:
         if phase == "queued":
-            others.enter_context(asked(echoing, "sse", echo_body(**ENDLESS)))
+            others.enter_context(open_request(echoing, "sse", echo_body(**ENDLESS)))
             wait_until(lambda: echoing.engine.snapshot.output_tokens > before.output_tokens)
-        with asked(echoing, way, echo_body(**ENDLESS)):
+        with open_request(echoing, way, echo_body(**ENDLESS)):
             if phase == "queued":
                 wait_until(lambda: echoing.engine.snapshot.queued_requests == 1)
             else:
@@ -72,16 +72,16 @@ def test_the_slot_is_free_for_the_next_request(echoing: Lab, way: Way, phase: st
 
 @pytest.mark.parametrize("phase", ["prefill", "decode"])
 @pytest.mark.parametrize("way", ["sse", "whole", "socket"])
-def test_a_model_stops_computing(one_slot: Lab, way: Way, phase: str) -> None:
+def test_the_model_stops_computing(one_slot: Lab, way: Way, phase: str) -> None:
     before = one_slot.engine.snapshot
     messages = {"messages": LONG} if phase == "prefill" else {}
-    with asked(one_slot, way, chat_body(**BUSY, **messages)):
+    with open_request(one_slot, way, chat_body(**BUSY, **messages)):
         if phase == "prefill":
             wait_until(lambda: one_slot.engine.snapshot.active_requests == 1)
         else:
             wait_until(lambda: one_slot.engine.snapshot.output_tokens > before.output_tokens)
     wait_until_idle(one_slot)
-    made = one_slot.engine.snapshot.output_tokens - before.output_tokens
-    assert made == 0 if phase == "prefill" else 0 < made < BUSY["max_tokens"]
+    generated = one_slot.engine.snapshot.output_tokens - before.output_tokens
+    assert generated == 0 if phase == "prefill" else 0 < generated < BUSY["max_tokens"]
     fresh = httpx2.post(f"{one_slot.url}{PATH}", json=chat_body(model="tiny-long"), timeout=30)
     assert fresh.status_code == 200

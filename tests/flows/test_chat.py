@@ -1,4 +1,4 @@
-"""POST /v1/chat/completions as the specification has it: sections 2.2, 2.3, 4.1."""
+"""Tests of POST /v1/chat/completions: specification sections 2.2, 2.3 and 4.1."""
 
 from __future__ import annotations
 
@@ -87,7 +87,7 @@ def choices(http: httpx2.Client, **changes: Any) -> list[dict[str, Any]]:
 
 
 def by_index(http: httpx2.Client, **changes: Any) -> dict[int, list[dict[str, Any]]]:
-    """The streamed chunks of each choice."""
+    """Return the streamed chunks of each choice."""
     found: dict[int, list[dict[str, Any]]] = {}
     for line in lines(http, **changes)[:-1]:
         for choice in json.loads(line)["choices"]:
@@ -96,7 +96,7 @@ def by_index(http: httpx2.Client, **changes: Any) -> dict[int, list[dict[str, An
 
 
 WARM: dict[str, Any] = {"messages": HELLO, "temperature": 1.5, "seed": 7, "max_tokens": 12, "ignore_eos": True}
-"""After its two tokens the echo engine draws."""
+"""After the two tokens of the message, the echo engine samples random tokens."""
 
 
 def test_n_choices_differ_share_a_seed_and_count_the_prompt_once(http: httpx2.Client) -> None:
@@ -149,7 +149,7 @@ def test_logprobs_have_each_token_its_bytes_and_alternatives(http: httpx2.Client
         rivals = [rival["logprob"] for rival in token["top_logprobs"]]
         assert len(rivals) == 3
         assert rivals == sorted(rivals, reverse=True)
-        # Greedy: the token is the likeliest.
+        # With greedy sampling, the token is the most likely one.
         assert token["logprob"] == rivals[0] <= 0
 
 
@@ -161,9 +161,9 @@ def test_without_top_logprobs_there_are_no_alternatives(http: httpx2.Client) -> 
 
 @pytest.mark.parametrize("stop", [None, "e"])
 def test_streamed_logprobs_equal_the_whole(http: httpx2.Client, stop: str | None) -> None:
-    asked: dict[str, Any] = {"logprobs": True, "top_logprobs": 2, "max_tokens": 16, "stop": stop}
-    whole = choices(http, **asked)[0]["logprobs"]["content"]
-    first, *pieces, last = by_index(http, **asked)[0]
+    fields: dict[str, Any] = {"logprobs": True, "top_logprobs": 2, "max_tokens": 16, "stop": stop}
+    whole = choices(http, **fields)[0]["logprobs"]["content"]
+    first, *pieces, last = by_index(http, **fields)[0]
     assert first["logprobs"] is last["logprobs"] is None
     streamed = [token for piece in pieces for token in piece["logprobs"]["content"]]
     # Alone or in a batch, float32 sums are rounded differently.

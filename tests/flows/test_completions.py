@@ -1,4 +1,4 @@
-"""POST /v1/completions: prompts of every shape, echo and scores as evaluation harnesses read them."""
+"""Tests of POST /v1/completions: all forms of prompts, and the echo and scores that evaluation harnesses use."""
 
 from __future__ import annotations
 
@@ -53,7 +53,7 @@ def tokenizer(tiny: ModelEntry) -> Tokenizer:
 
 @pytest.fixture(scope="module")
 def ids(tokenizer: Tokenizer) -> list[int]:
-    """The prompt as the model's own tokenizer has it."""
+    """Return the token ids of the prompt."""
     found: list[int] = tokenizer.encode(SEA).ids
     return found
 
@@ -94,7 +94,7 @@ def test_several_prompts_are_answered_in_order_and_counted_together(http: httpx2
 
 
 def test_many_prompts_do_not_fill_the_queue_by_themselves(http: httpx2.Client) -> None:
-    # The server of these tests holds four requests in all.
+    # This server accepts only four requests at a time: two slots and a queue of two.
     assert len(complete(http, prompt=["a", "b", "c"] * 10, max_tokens=2)["choices"]) == 30
 
 
@@ -105,11 +105,13 @@ def test_choices_are_numbered_by_prompt_first(http: httpx2.Client) -> None:
     assert [one["text"] for one in answer["choices"][2:]] == [one["text"] for one in alone["choices"]]
 
 
-@pytest.mark.parametrize("asked", [{}, {"echo": True}, {"logprobs": 2}, {"echo": True, "logprobs": 0}, {"stop": ["e"]}])
-def test_streamed_text_and_logprobs_equal_the_whole(http: httpx2.Client, asked: dict[str, Any]) -> None:
-    whole = complete(http, prompt=[SEA, "Dear"], max_tokens=30, **asked)
+@pytest.mark.parametrize(
+    "fields", [{}, {"echo": True}, {"logprobs": 2}, {"echo": True, "logprobs": 0}, {"stop": ["e"]}]
+)
+def test_streamed_text_and_logprobs_equal_the_whole(http: httpx2.Client, fields: dict[str, Any]) -> None:
+    whole = complete(http, prompt=[SEA, "Dear"], max_tokens=30, **fields)
     *chunks, usage = streamed(
-        http, prompt=[SEA, "Dear"], max_tokens=30, stream_options={"include_usage": True}, **asked
+        http, prompt=[SEA, "Dear"], max_tokens=30, stream_options={"include_usage": True}, **fields
     )
     assert (usage["choices"], usage["usage"]["total_tokens"]) == ([], whole["usage"]["total_tokens"])
     assert len({chunk["id"] for chunk in chunks}) == 1
@@ -152,19 +154,19 @@ def test_an_echo_with_logprobs_scores_the_prompt(tiny_http: httpx2.Client, ids: 
         assert top[token] == logprob <= max(top.values()) <= 0
 
 
-def continued(tokenizer: Tokenizer, ids: list[int], made: dict[str, Any]) -> list[int]:
-    """The prompt and these tokens; as one text they might be cut into others."""
+def with_tokens(tokenizer: Tokenizer, ids: list[int], made: dict[str, Any]) -> list[int]:
+    """Return the ids of the prompt and of generated tokens. Tokenizing their text together might give other tokens."""
     return ids + [token for text in made["tokens"] for token in tokenizer.encode(text).ids]
 
 
 def test_scores_distinguish_greedy_tokens_from_others(
     tiny_http: httpx2.Client, tokenizer: Tokenizer, ids: list[int]
 ) -> None:
-    """lm-evaluation-harness compares each token's logprob with the highest in its place."""
+    """lm-evaluation-harness compares the logprob of each token with the highest one at its position."""
     greedy = choice(tiny_http, model="tiny", prompt=ids, logprobs=1, max_tokens=4)["logprobs"]
     wrong = choice(tiny_http, model="tiny", prompt=ids, logprobs=1, max_tokens=4, temperature=2, seed=1)["logprobs"]
     for made, expected in ((greedy, True), (wrong, False)):
-        prompt = continued(tokenizer, ids, made)
+        prompt = with_tokens(tokenizer, ids, made)
         scored = choice(tiny_http, model="tiny", prompt=prompt, echo=True, logprobs=1, max_tokens=1)["logprobs"]
         rest = slice(len(ids), -1)
         pairs = list(zip(scored["token_logprobs"][rest], scored["top_logprobs"][rest], strict=True))
@@ -176,7 +178,7 @@ def test_scores_of_a_continuation_equal_the_logprobs_of_generating_it(
     tiny_http: httpx2.Client, tokenizer: Tokenizer, ids: list[int]
 ) -> None:
     made = choice(tiny_http, model="tiny", prompt=ids, logprobs=0, max_tokens=4)["logprobs"]
-    prompt = continued(tokenizer, ids, made)
+    prompt = with_tokens(tokenizer, ids, made)
     scored = choice(tiny_http, model="tiny", prompt=prompt, echo=True, logprobs=0, max_tokens=1)["logprobs"]
     assert scored["tokens"][len(ids) : -1] == made["tokens"]
     assert scored["token_logprobs"][len(ids) : -1] == pytest.approx(made["token_logprobs"], abs=1e-3)
@@ -205,14 +207,14 @@ def test_an_invalid_field_is_400_and_named(http: httpx2.Client, changes: dict[st
 
 
 @pytest.mark.parametrize("stream", [False, True])
-def test_an_invalid_prompt_among_the_first_refuses_all(lab: Lab, http: httpx2.Client, stream: bool) -> None:
+def test_an_invalid_prompt_among_the_first_refuses_the_request(lab: Lab, http: httpx2.Client, stream: bool) -> None:
     response = http.post(PATH, json=body(prompt=["a", "word " * 40_000], stream=stream))
     error = error_of(response, 400, "context-length-exceeded")
     assert error["param"] == "prompt"
     wait_until_idle(lab)
 
 
-def test_a_later_invalid_prompt_ends_all(lab: Lab, http: httpx2.Client) -> None:
+def test_a_later_invalid_prompt_ends_the_request(lab: Lab, http: httpx2.Client) -> None:
     prompts = ["a"] * 5 + ["word " * 40_000]
     error_of(http.post(PATH, json=body(prompt=prompts)), 400, "context-length-exceeded")
     with http.stream("POST", PATH, json=body(prompt=prompts, stream=True)) as response:
@@ -247,18 +249,18 @@ def test_a_queue_filled_by_others_only_delays_later_prompts(lab: Lab, http: http
     over = threading.Event()
     refused = 0
 
-    def crowd() -> None:
+    def fill_queue() -> None:
         nonlocal refused
         with httpx2.Client(base_url=lab.url, timeout=60) as client:
-            # Enough of a crowd; it would delay the rest for minutes on a busy machine.
+            # Limited, because more requests would delay the others for minutes on a busy machine.
             while not over.is_set() and refused < 20:
                 response = client.post("/v1/chat/completions", json=echo_body(max_tokens=40, ignore_eos=True))
                 refused += response.status_code == 429
 
-    others = [threading.Thread(target=crowd) for _ in range(6)]
+    others = [threading.Thread(target=fill_queue) for _ in range(6)]
     answer = None
     try:
-        # Accepted while there is room; the others come when it is under way.
+        # This request is accepted while the queue has room, and the others are sent while it runs.
         with http.stream(
             "POST", PATH, json=body(prompt=[SEA] * 8, max_tokens=150, ignore_eos=True, stream=True)
         ) as response:
@@ -275,7 +277,7 @@ def test_a_queue_filled_by_others_only_delays_later_prompts(lab: Lab, http: http
     assert len(ends) == 8
 
 
-@pytest.mark.parametrize("bias", [{}, {"2": 100}], ids=["the model goes on", "the model ends its text"])
+@pytest.mark.parametrize("bias", [{}, {"2": 100}], ids=["the text continues", "the text ends"])
 def test_a_harness_that_leaves_out_the_last_entry_sums_the_whole_prompt(
     tiny_http: httpx2.Client, bias: dict[str, int]
 ) -> None:
@@ -291,7 +293,7 @@ def test_a_harness_that_leaves_out_the_last_entry_sums_the_whole_prompt(
 
 
 def test_chat_logprobs_leave_out_the_token_that_ends_the_text(tiny_http: httpx2.Client) -> None:
-    asked = chat_body(logprobs=True, logit_bias={"2": 100})
-    answer = tiny_http.post("/v1/chat/completions", json=asked).json()
+    fields = chat_body(logprobs=True, logit_bias={"2": 100})
+    answer = tiny_http.post("/v1/chat/completions", json=fields).json()
     assert answer["choices"][0]["logprobs"]["content"] == []
     assert answer["usage"]["completion_tokens"] == 1

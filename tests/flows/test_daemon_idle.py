@@ -1,4 +1,4 @@
-"""A client that has received the terminal event of a turn finds the session free of it, however the turn ended."""
+"""Tests that a session is not busy with a turn anymore when a client receives the terminal event of that turn."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ pytestmark = pytest.mark.anyio
 TURNS = 60
 
 
-async def test_a_session_is_free_of_a_turn_once_its_terminal_event_is_visible(tmp_path: Path) -> None:
+async def test_a_session_is_idle_once_the_terminal_event_of_its_turn_is_visible(tmp_path: Path) -> None:
     chance = random.Random(11)
     answers = [says("a"), says(*("b" * 30)), refuses(503, "no-model-loaded"), [*says("c")[:2], 0.05, *says("c")[2:]]]
     with Scripted(lambda body: chance.choice(answers)) as upstream:

@@ -1,4 +1,4 @@
-"""A daemon that is killed at random moments loses no event, repeats none, and runs no tool twice."""
+"""Tests that a daemon that is killed at random moments loses and repeats no events, and runs no tool twice."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ SERVER = Path(__file__).parents[1] / "daemon" / "counting_mcp.py"
 
 
 def script(body: dict[str, Any]) -> list[Any]:
-    """Return a call with the turn's own note, then forty tokens."""
+    """Return a tool call with the note of the turn, followed by forty tokens."""
     last = body["messages"][-1]
     if last["role"] == "user":
         return calls(("counting__count", {"note": last["content"].split()[-1]}), text=("Let ", "me ", "count. "))

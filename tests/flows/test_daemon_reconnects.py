@@ -1,4 +1,4 @@
-"""Clients that disconnect often, or never read, while a long turn is written."""
+"""Tests with clients that disconnect often, or never read, during a long turn."""
 
 from __future__ import annotations
 

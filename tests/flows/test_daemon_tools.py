@@ -1,4 +1,4 @@
-"""Turns with SmolLM2, a reference MCP server and a Python function, through the API of the daemon."""
+"""Tests of turns with SmolLM2, a reference MCP server and a Python function, through the API of the daemon."""
 
 from __future__ import annotations
 
@@ -98,11 +98,11 @@ def test_a_real_model_calls_a_python_function_after_it_was_allowed(daemon: Daemo
         }
         assert http.post("/v3/sessions/words/turns", json=body).status_code == 202
         cursor = 0
-        asked: list[dict[str, Any]] = []
-        while not asked:
+        requests: list[dict[str, Any]] = []
+        while not requests:
             page = http.get("/v3/events", params={"after": cursor, "wait": 5, "types": "permission.request"}).json()
-            asked, cursor = page["events"], page["cursor"]
-        permission = asked[0]["data"]["permission"]
+            requests, cursor = page["events"], page["cursor"]
+        permission = requests[0]["data"]["permission"]
         assert seen == []
         assert http.get("/v3/sessions/words").json()["status"] == "waiting"
         decided = http.post(f"/v3/permissions/{permission['permission_id']}", json={"decision": "allow"})

@@ -1,5 +1,7 @@
-"""/v1/embeddings: openai-python, every shape of input, what is too long and what is no embedder; on the real MiniLM
-where meaning or tokens matter."""
+"""Tests of /v1/embeddings with openai-python, all forms of input, texts that are too long, and other models.
+
+Tests that depend on the meaning of texts or on tokens use the real MiniLM.
+"""
 
 from __future__ import annotations
 
@@ -130,7 +132,7 @@ def test_a_vector_does_not_depend_on_the_other_texts(real_http: httpx2.Client) -
 
 @pytest.mark.long
 def test_ten_thousand_texts_are_one_request(encoding_lab: Lab) -> None:
-    # Equal ones are computed once.
+    # Equal texts are computed only once.
     texts = [f"Document {number % 1000}." for number in range(9_999)] + [SEA]
     with OpenAI(**encoding_lab.openai, max_retries=0, timeout=300) as client:
         data = client.embeddings.create(model=MINILM, input=texts).data

@@ -1,4 +1,4 @@
-"""Which engine runs a model, and which is the faster one: the same in a lab, over HTTP and in a lab elsewhere."""
+"""Tests that a lab, an attached lab and the command line show the engine of each model and the faster engine."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ import pytest
 
 import lmx_lab
 from lmx_lab.engine import registry
-from lmx_lab.engine.speeds import Speeds, conditions, keep_speeds
+from lmx_lab.engine.speeds import Speeds, conditions, store_speeds
 from lmx_lab.settings import Settings
 from lmx_lab.values.models import ModelEntry
 from tests.command_line import run_command
@@ -21,7 +21,7 @@ DETAIL = "for smollm2-135m: MLX 24 tok/s, llama.cpp 110 tok/s; prefer GGUF files
 
 @pytest.fixture(scope="module")
 def lab(tmp_path_factory: pytest.TempPathFactory, tiny: ModelEntry, tiny_gguf: Path) -> Iterator[lmx_lab.Lab]:
-    """A server with a model for either engine, where both were measured."""
+    """Run a server with a model for each engine, and stored speeds of both engines."""
     home = tmp_path_factory.mktemp("both")
     (home / "models" / "small-gguf").mkdir(parents=True)
     (home / "models" / "small").symlink_to(tiny.path)
@@ -34,14 +34,14 @@ def lab(tmp_path_factory: pytest.TempPathFactory, tiny: ModelEntry, tiny_gguf: P
         busy_percent=0.0,
         made_with=conditions(settings),
     )
-    keep_speeds(settings, speeds)
+    store_speeds(settings, speeds)
     with lmx_lab.Lab(settings, loop="thread") as lab:
         yield lab
 
 
-def test_the_list_of_models_says_what_runs_each_and_what_is_faster(lab: lmx_lab.Lab) -> None:
-    with lmx_lab.attach(lab.url) as far:
-        for listed in (lab.models(), far.models()):
+def test_the_list_of_models_shows_the_engine_of_each_model_and_the_faster_engine(lab: lmx_lab.Lab) -> None:
+    with lmx_lab.attach(lab.url) as attached:
+        for listed in (lab.models(), attached.models()):
             assert {record.id: record.engine for record in listed} == {"small": "mlx", "small-gguf": "llama.cpp"}
             head, first, second, note = repr(listed).splitlines()
             at = head.index("engine")
@@ -50,12 +50,12 @@ def test_the_list_of_models_says_what_runs_each_and_what_is_faster(lab: lmx_lab.
             assert f"<div>{DETAIL}" in listed._repr_html_()
 
 
-def test_the_command_lists_the_engines_and_says_what_is_missing(
+def test_the_command_lists_the_engines_and_names_a_missing_package(
     lab: lmx_lab.Lab, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     for missing in (False, True):
         if missing:
-            # As where it is not installed: Python finds no such package.
+            # Python then does not find the package, as if it were not installed.
             monkeypatch.setitem(sys.modules, "xllamacpp", None)
         done = run_command(lab.settings.home, "models")
         assert done.status == 0
@@ -64,9 +64,9 @@ def test_the_command_lists_the_engines_and_says_what_is_missing(
         assert ("is not installed: pip install 'lmx-lab[gguf]'" in done.stderr) is missing
 
 
-def test_the_panels_of_a_lab_here_and_elsewhere_and_its_snapshot_say_the_same(lab: lmx_lab.Lab) -> None:
-    with lmx_lab.attach(lab.url) as far:
-        for each in (lab, far):
+def test_panels_and_snapshots_of_local_and_attached_labs_show_the_faster_engine(lab: lmx_lab.Lab) -> None:
+    with lmx_lab.attach(lab.url) as attached:
+        for each in (lab, attached):
             shown = each.panel("models").snapshot_html()
             assert DETAIL in shown
             assert re.search("<td[^>]*>gguf</td><td[^>]*>llama.cpp</td>", shown)
@@ -74,7 +74,7 @@ def test_the_panels_of_a_lab_here_and_elsewhere_and_its_snapshot_say_the_same(la
             assert "xllamacpp 20" in each.snapshot().facts()["versions"]
 
 
-def test_where_llama_cpp_is_missing_its_models_say_so_and_nothing_is_preferred(
+def test_without_llama_cpp_its_models_have_a_problem_and_no_engine_is_preferred(
     lab: lmx_lab.Lab, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(registry, "is_installed", lambda: False)

@@ -1,4 +1,4 @@
-"""Watchers hear of every end, once; those who wait for a first token hear that they are waited for."""
+"""Tests that the end of each request is reported once, and that a waiting client receives comments."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ PATH = "/v1/chat/completions"
 
 @contextmanager
 def watching(lab: Lab) -> Iterator[list[dict[str, Any]]]:
-    """The request events since now, as they come."""
+    """Yield a list to which the request events from now on are appended."""
     seen: list[dict[str, Any]] = []
     with httpx2.stream("GET", f"{lab.url}/admin/events?include=requests", timeout=60) as response:
         lines = response.iter_lines()
@@ -57,19 +57,19 @@ def test_each_end_is_reported_once(echo_home: Path) -> None:
         wait_until(lambda: len(seen) == 8)
         lab.chat("hello", max_tokens=1)
         wait_until(lambda: len(seen) == 9)
-    told = [(event["finish_reason"], event["code"]) for event in seen]
+    ends = [(event["finish_reason"], event["code"]) for event in seen]
     length = ("length", None)
     refused = ("error", "context-length-exceeded")
-    assert told == [length, length, length, length, refused, length, length, ("cancelled", None), length]
+    assert ends == [length, length, length, length, refused, length, length, ("cancelled", None), length]
     assert seen[0]["request_id"] == good.headers["x-request-id"]
     assert (seen[0]["model"], seen[0]["completion_tokens"]) == ("echo", 8)
     assert 0 < seen[7]["completion_tokens"] < ENDLESS["max_tokens"]
     assert seen[8]["request_id"] == ""
-    # One answer's two choices, and another's two prompts, are numbered.
+    # The two choices of one request, and the two prompts of another, have an index.
     assert [{event["index"] for event in seen[at : at + 2]} for at in (2, 5)] == [{0, 1}, {0, 1}]
 
 
-def test_a_dropped_stream_of_a_lab_is_reported_too(echo_home: Path) -> None:
+def test_a_deleted_stream_of_a_lab_is_reported_too(echo_home: Path) -> None:
     with serving(echo_home, "echo", echo_tokens_per_s=PACE) as lab, watching(lab) as seen:
         for _ in lab.chat("hello again and again", stream=True, ignore_eos=True, max_tokens=30_000):
             break
@@ -81,7 +81,7 @@ def test_a_dropped_stream_of_a_lab_is_reported_too(echo_home: Path) -> None:
 def slot_taken(lab: Lab) -> Iterator[None]:
     body = echo_body(stream=True, **ENDLESS)
     with httpx2.stream("POST", f"{lab.url}{PATH}", json=body, timeout=60) as response:
-        pieces = response.iter_text()  # dropped, it would close the connection
+        pieces = response.iter_text()  # kept, because deleting it closes the connection
         next(pieces)
         yield
 
@@ -92,7 +92,7 @@ def test_a_client_that_waits_receives_comments(long_home: Path, monkeypatch: pyt
     with serving(long_home, "tiny-long", slots=1) as lab, httpx2.Client(base_url=lab.url, timeout=60) as http:
         body = chat_body(model="tiny-long", messages=long, stream=True, max_tokens=1)
         with http.stream("POST", PATH, json=chat_body(model="tiny-long", stream=True, max_tokens=4000)) as running:
-            others = running.iter_text()  # dropped, it would close the connection
+            others = running.iter_text()  # kept, because deleting it closes the connection
             next(others)
             with http.stream("POST", PATH, json=body) as waiting:
                 pieces = waiting.iter_lines()

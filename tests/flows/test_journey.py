@@ -1,6 +1,6 @@
-"""A streamed chat passes few modules on its way from the socket to the engine step and back.
+"""Tests that a streamed chat passes few modules on its way from the socket to the engine step and back.
 
-A module is on the way if one of its functions is on the call stack where the request or a token is handed on: from the
+A module is on the way if one of its functions is on the call stack where the request or a token is passed on: from the
 socket to the HTTP server, to the engine's thread, to the engine step, back to the reader's event loop, and to the
 socket. Functions that only compute something for these modules are not.
 """
@@ -34,7 +34,7 @@ HANDOVERS = {
     "engine.mlx.thread": {"EngineThread.post"},
     "engine.mlx.batch": {"Batch.insert", "Batch.step"},
 }
-"""Functions by module that hand a request or a token on."""
+"""Functions by module that pass on a request or a token."""
 
 
 class Journey:
@@ -64,7 +64,7 @@ class Journey:
             frame = frame.f_back
 
     def _module(self, frame: FrameType) -> str | None:
-        """The name of the module below the package; None for other code."""
+        """Return the name of the module below the package; None for other code."""
         file = frame.f_code.co_filename
         if file not in self._modules:
             path = Path(file)
@@ -82,7 +82,7 @@ def journey() -> Iterator[Journey]:
 
 
 def record(journey: Journey, lab: Lab) -> None:
-    """Record one streamed chat, after another one that fills caches."""
+    """Record one streamed chat, after another one that has filled the caches."""
     body = chat_body(model="default", stream=True, max_tokens=5)
     with httpx2.Client(base_url=lab.url, timeout=60) as client:
         for recording in (False, True):

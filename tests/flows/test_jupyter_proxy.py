@@ -1,4 +1,4 @@
-"""Through a real jupyter-server-proxy: a real Jupyter server with a base path, a lab beside it, one in its kernel."""
+"""Tests with a real Jupyter server and jupyter-server-proxy, for a lab on the same machine and one in a kernel."""
 
 from __future__ import annotations
 
@@ -28,9 +28,7 @@ from tests.flows.conftest import ENDLESS, PACE, echo_body, serving, wait_until, 
 
 pytestmark = pytest.mark.slow
 
-pytestmark = pytest.mark.slow
-
-BASE = "/user/somebody/"
+BASE = "/user/name/"
 TOKEN = "not-a-secret"
 AUTH = {"authorization": f"token {TOKEN}"}
 CHAT = "v1/chat/completions"
@@ -47,7 +45,7 @@ class Jupyter:
         return f"http://127.0.0.1:{self.port}{BASE}"
 
     def run(self, code: str) -> str:
-        """What a new kernel of this server prints; the kernel stays."""
+        """Run code in a new kernel of this server, which is kept, and return its output."""
         made = httpx2.post(f"{self.url}api/kernels", json={"name": "python3"}, headers=AUTH, timeout=30)
         address = f"{self.url.replace('http', 'ws')}api/kernels/{made.json()['id']}/channels"
         header = {"msg_id": "1", "msg_type": "execute_request", "session": "1", "username": "", "version": "5.3"}
@@ -68,7 +66,7 @@ class Jupyter:
 
 @pytest.fixture(scope="module")
 def jupyter(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Jupyter]:
-    """As on a Hub whose public name the server cannot know: with a base path, and asked under any name."""
+    """Run a Jupyter server as on a Hub, with a base path and with a public host name that it does not know."""
     home = tmp_path_factory.mktemp("jupyter")
     with bind("127.0.0.1", 0, explicit=True) as taken:
         jupyter = Jupyter(port=taken.getsockname()[1])
@@ -80,7 +78,7 @@ def jupyter(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Jupyter]:
         "ServerApp.allow_remote_access": True,
         "IdentityProvider.token": TOKEN,
     }
-    # Only the extension that this is about: the others take seconds to start.
+    # Only the tested extension is enabled, because the others take seconds to start.
     config = {"ServerApp": {"jpserver_extensions": {"jupyterlab": False, "notebook_shim": False, "jupyter_lsp": False}}}
     (home / "jupyter_server_config.json").write_text(json.dumps(config))
     folders = {f"JUPYTER_{name}_DIR": str(home) for name in ("CONFIG", "DATA", "RUNTIME")}
@@ -109,7 +107,7 @@ def _answers(jupyter: Jupyter) -> bool:
 
 @pytest.fixture(scope="module")
 def lab(jupyter: Jupyter, echo_home: Path) -> Iterator[Lab]:
-    """Started as from a terminal of the Jupyter server, which tells its address."""
+    """Run a lab as if it was started in a terminal of the Jupyter server, which sets its address in the environment."""
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("JUPYTER_SERVER_URL", jupyter.url)
         with serving(echo_home, "echo", slots=1, echo_tokens_per_s=PACE) as lab:
@@ -123,14 +121,14 @@ def page(jupyter: Jupyter, lab: Lab) -> str:
 
 @pytest.fixture
 def http(page: str) -> Iterator[httpx2.Client]:
-    """A browser that is logged in to Jupyter."""
+    """Return a client that is logged in to Jupyter."""
     with httpx2.Client(base_url=page, headers=AUTH, timeout=60) as client:
         yield client
 
 
 @pytest.fixture(scope="module")
 def in_kernel(jupyter: Jupyter, tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
-    """Port and path of a lab in a kernel of the Jupyter server, which ends with it."""
+    """Run a lab in a kernel of the Jupyter server, with which it ends, and return its port and its path."""
     home = str(tmp_path_factory.mktemp("home"))
     code = f"""
 import json, lmx_lab
@@ -156,7 +154,7 @@ def test_pages_and_whole_answers_are_proxied(http: httpx2.Client, jupyter: Jupyt
 @pytest.mark.parametrize("path", ["", "docs"])
 def test_links_of_pages_work_below_the_prefix(http: httpx2.Client, path: str) -> None:
     shown = http.get(path)
-    # The server's own, and nothing of Jupyter's beside it.
+    # The policy is that of our server, and Jupyter has not added its own.
     assert shown.headers["content-security-policy"].count("frame-ancestors 'self'") == 1
     assert shown.headers["content-security-policy"].startswith("default-src 'none'")
     found = [link for link in re.findall(r'href="([^"]*)"', shown.text) if not link.startswith("https://")]
@@ -167,7 +165,7 @@ def test_links_of_pages_work_below_the_prefix(http: httpx2.Client, path: str) ->
 
 
 def test_a_lab_of_another_jupyter_server_can_only_be_read(http: httpx2.Client, lab: Lab) -> None:
-    """Its process did not start the lab's, so nothing shows that its callers have logged in."""
+    """This Jupyter server did not start the process of the lab, so its callers are not known to be logged in."""
     refused = http.post("admin/models/unload")
     assert (refused.status_code, refused.json()["error"]["code"]) == (403, "admin-forbidden")
     assert {record["path"] for record in http.get("admin/models").json()["models"]} == {
@@ -190,7 +188,7 @@ def test_an_answer_is_streamed_while_it_is_generated(http: httpx2.Client, lab: L
         with http.stream("POST", CHAT, json=body, headers=SSE) as answer:
             lines = answer.iter_lines()
             first = next(lines)
-            # The only slot is another's: nothing of this answer but its beginning can have been made.
+            # Another request has the only slot, so only the first chunk of this answer can have been sent.
             assert lab.engine.snapshot.queued_requests == 1
             other.close()
             rest = [line for line in lines if line]
@@ -217,18 +215,18 @@ def test_the_websocket_is_proxied_and_closing_it_cancels_the_generation(page: st
 
 def test_a_lab_in_a_kernel_accepts_the_host_name_of_jupyter(jupyter: Jupyter, kernel_port: int) -> None:
     page = urls.proxied_url(jupyter.url, kernel_port)
-    asked = {**AUTH, "host": FOREIGN}
-    assert httpx2.get(f"{page}healthz", headers=asked).status_code == 200
-    # A Hub's proxy adds its own headers.
+    client_headers = {**AUTH, "host": FOREIGN}
+    assert httpx2.get(f"{page}healthz", headers=client_headers).status_code == 200
+    # The proxy of a Hub adds these headers.
     forwarded = {"origin": f"https://{FOREIGN}", "x-forwarded-for": "192.0.2.1", "x-forwarded-host": FOREIGN}
-    own = httpx2.post(f"{page}admin/models/unload", headers={**asked, **forwarded})
-    other = httpx2.post(f"{page}admin/models/unload", headers={**asked, "origin": "https://evil.example"})
+    own = httpx2.post(f"{page}admin/models/unload", headers={**client_headers, **forwarded})
+    other = httpx2.post(f"{page}admin/models/unload", headers={**client_headers, "origin": "https://evil.example"})
     assert (own.status_code, other.status_code) == (200, 403)
     assert other.json()["error"]["code"] == "origin-forbidden"
     address = f"ws://{FOREIGN}{BASE}proxy/{kernel_port}/v1/chat/stream"
     origin: Any = f"https://{FOREIGN}"
-    way = socket.create_connection(("127.0.0.1", jupyter.port))
-    with connect(address, sock=way, additional_headers=AUTH, origin=origin, proxy=None) as client:
+    connection = socket.create_connection(("127.0.0.1", jupyter.port))
+    with connect(address, sock=connection, additional_headers=AUTH, origin=origin, proxy=None) as client:
         client.send(json.dumps(echo_body()))
         assert json.loads(client.recv())["error"]["code"] == "no-model-loaded"
 
@@ -238,7 +236,7 @@ def test_a_kernel_knows_the_path_at_which_jupyter_shows_its_server(in_kernel: di
 
 
 def test_other_host_names_of_this_machine_are_refused(kernel_port: int) -> None:
-    """The same Host, and everything that a page could forge, but not from the Jupyter server's process."""
+    """The request has the same Host and all headers that a page could forge, but is not from the Jupyter server."""
     forged = {"x-proxycontextpath": f"{BASE}proxy/{kernel_port}", "x-forwarded-host": FOREIGN, "host": FOREIGN}
     direct = httpx2.post(f"http://127.0.0.1:{kernel_port}/admin/models/unload", headers=forged)
     assert (direct.status_code, direct.json()["error"]["code"]) == (421, "host-forbidden")
@@ -270,11 +268,11 @@ def test_other_pages_are_refused_and_cannot_read_the_error(kernel_port: int, ori
 
 def test_a_lab_behind_jupyter_can_be_attached_with_its_token(jupyter: Jupyter, lab: Lab) -> None:
     url = f"{jupyter.url}proxy/{lab.port}/"
-    with attach(url, api_key=TOKEN) as far:
-        assert far.chat("hi", max_tokens=5, temperature=0).text == lab.chat("hi", max_tokens=5, temperature=0).text
-        assert [record.id for record in far.models() if record.loaded] == ["echo"]
+    with attach(url, api_key=TOKEN) as attached:
+        assert attached.chat("hi", max_tokens=5, temperature=0).text == lab.chat("hi", max_tokens=5, temperature=0).text
+        assert [record.id for record in attached.models() if record.loaded] == ["echo"]
     with pytest.raises(UnreachableError, match="login"):
         attach(url)
-    for nothing in (f"{jupyter.url}proxy/1/", jupyter.url):
+    for other in (f"{jupyter.url}proxy/1/", jupyter.url):
         with pytest.raises(UnreachableError):
-            attach(nothing, api_key=TOKEN)
+            attach(other, api_key=TOKEN)

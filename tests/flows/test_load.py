@@ -1,4 +1,4 @@
-"""Many at once, and some of them badly behaved: nobody else notices."""
+"""Tests with many simultaneous clients, some of which disconnect or do not read: the others are not affected."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ def busy(long_home: Path) -> Iterator[Lab]:
 
 
 def post_all(lab: Lab, bodies: list[dict[str, object]], *, timeout_s: float = 120) -> list[httpx2.Response | None]:
-    """All at the same time; None for those that the client gave up on."""
+    """Send all requests at the same time. The response is None if the client's timeout was exceeded."""
 
     async def one(client: httpx2.AsyncClient, body: dict[str, object]) -> httpx2.Response | None:
         try:
@@ -35,12 +35,12 @@ def post_all(lab: Lab, bodies: list[dict[str, object]], *, timeout_s: float = 12
         except httpx2.TimeoutException:
             return None
 
-    async def story() -> list[httpx2.Response | None]:
+    async def post_concurrently() -> list[httpx2.Response | None]:
         limits = httpx2.Limits(max_connections=len(bodies))
         async with httpx2.AsyncClient(base_url=lab.url, timeout=timeout_s, limits=limits) as client:
             return list(await asyncio.gather(*(one(client, body) for body in bodies)))
 
-    return asyncio.run(story())
+    return asyncio.run(post_concurrently())
 
 
 def test_64_simultaneous_clients_are_served_by_8_slots(busy: Lab) -> None:
@@ -68,7 +68,7 @@ def test_200_cancelled_long_requests_do_not_affect_the_next_one(busy: Lab) -> No
     assert answered.json()["usage"]["completion_tokens"] == 8
 
 
-def test_a_client_that_stops_reading_gets_everything_and_does_not_delay_others(busy: Lab) -> None:
+def test_a_client_that_pauses_reading_receives_everything_and_does_not_delay_others(busy: Lab) -> None:
     assert busy.port is not None
     body = json.dumps(chat_body(model="default", stream=True, max_tokens=3000, ignore_eos=True)).encode()
     head = (
@@ -76,14 +76,14 @@ def test_a_client_that_stops_reading_gets_everything_and_does_not_delay_others(b
         f"Content-Type: application/json\r\nContent-Length: {len(body)}\r\n\r\n"
     )
     with socket.socket() as reader:
-        # So small that the server's side fills up after a few chunks.
+        # The buffer is so small that the server's buffer is full after a few chunks.
         reader.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 4096)
         reader.connect(("127.0.0.1", busy.port))
         reader.sendall(head.encode() + body)
         wait_until(lambda: busy.engine.snapshot.active_requests == 1)
         served = post_all(busy, [chat_body(model="default") for _ in range(3)])
         assert [response and response.status_code for response in served] == [200] * 3
-        # The engine does not wait for the reader: it ends, the slot is free, and not one byte has been read.
+        # The engine does not wait for the client: the generation ends and frees its slot before the client reads.
         wait_until_idle(busy)
         received = b"".join(iter(lambda: reader.recv(65536), b""))
     chunks = [json.loads(event) for event in _unchunked(received) if event != "[DONE]"]
@@ -96,7 +96,7 @@ def test_a_client_that_stops_reading_gets_everything_and_does_not_delay_others(b
 
 
 def _unchunked(response: bytes) -> list[str]:
-    """The events of a chunked HTTP/1.1 answer."""
+    """Return the events of a chunked HTTP/1.1 response."""
     rest, data = response.partition(b"\r\n\r\n")[2], b""
     while rest:
         size, _, rest = rest.partition(b"\r\n")

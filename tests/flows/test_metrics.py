@@ -1,4 +1,4 @@
-"""GET /metrics and /admin/events on a running server."""
+"""Tests of GET /metrics and /admin/events on a running server."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ CHAT = "/v1/chat/completions"
 
 
 def scrape(http: httpx2.Client) -> dict[str, float]:
-    """Samples by name; those with labels as ``name{a=b}``."""
+    """Return the samples by name; the name of a sample with labels is ``name{a=b}``."""
     response = http.get("/metrics")
     assert response.status_code == 200
     assert response.headers["content-type"] == "text/plain; version=0.0.4; charset=utf-8"

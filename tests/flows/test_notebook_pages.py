@@ -1,4 +1,4 @@
-"""The pages that show the notebook may ask the server directly, which panels do when the kernel does not answer."""
+"""Tests that the pages of the notebook may call the server, as panels do when the kernel does not respond."""
 
 from __future__ import annotations
 
@@ -71,14 +71,14 @@ def test_an_invalid_proxy_address_is_refused_at_the_start(monkeypatch: pytest.Mo
     ("written", "url"),
     [
         ({"pid": os.getppid(), "url": "http://localhost:8888/b/"}, "http://localhost:8888/b/"),
-        # Left by a process that had this number before.
+        # Left by an earlier process with the same id.
         ({"pid": 1 << 30, "url": "http://localhost:8888/b/"}, None),
         ({"pid": os.getppid()}, None),
         ({"pid": os.getppid(), "url": 7}, None),
         (["http://localhost:8888/b/"], None),
     ],
 )
-def test_the_jupyter_server_above_is_the_ancestor_that_wrote_its_address(
+def test_the_jupyter_server_is_the_ancestor_process_that_wrote_its_address(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, written: object, url: str | None
 ) -> None:
     monkeypatch.setenv("JUPYTER_RUNTIME_DIR", str(tmp_path))

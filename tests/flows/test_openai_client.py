@@ -1,4 +1,7 @@
-"""openai-python, each parameter and errors as its own exceptions: against the real SmolLM2 where the text matters."""
+"""Tests with openai-python: all parameters, and errors as exceptions of the client.
+
+Tests that depend on the text use the real SmolLM2.
+"""
 
 from __future__ import annotations
 
@@ -27,14 +30,14 @@ def smol_lab(starter_home: Path) -> Iterator[Lab]:
 
 @pytest.fixture(scope="module")
 def echo(lab: Lab) -> Iterator[OpenAI]:
-    """For what any engine shows."""
+    """Return a client of the echo engine, for tests that work with any engine."""
     with OpenAI(**lab.openai, max_retries=0) as client:
         yield client
 
 
 @pytest.fixture(scope="module")
 def tiny(tiny_lab: Lab) -> Iterator[OpenAI]:
-    """For what any model shows: the real one takes its time."""
+    """Return a client of the tiny model, for tests that work with any model: the real one is slow."""
     with OpenAI(**tiny_lab.openai, max_retries=0) as client:
         yield client
 

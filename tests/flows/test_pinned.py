@@ -1,4 +1,4 @@
-"""Encoders that the operator keeps in memory beside the loaded model."""
+"""Tests of encoders that are kept in memory beside the loaded model."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ def http(lab: Lab) -> Iterator[httpx2.Client]:
         yield client
 
 
-def format_names(http: httpx2.Client) -> dict[str, dict[str, Any]]:
+def models_by_id(http: httpx2.Client) -> dict[str, dict[str, Any]]:
     return {model["id"]: model for model in http.get("/admin/models").json()["models"]}
 
 
@@ -42,7 +42,7 @@ def test_pinned_models_answer_beside_the_chat_model(http: httpx2.Client) -> None
 
 
 def test_the_list_marks_pinned_models(http: httpx2.Client) -> None:
-    models = format_names(http)
+    models = models_by_id(http)
     assert [
         (name, models[name]["kind"], models[name]["pinned"], models[name]["loaded"]) for name in sorted(models)
     ] == [
@@ -90,7 +90,7 @@ def test_an_unload_leaves_pinned_models(three_home: Path) -> None:
         assert (refused.status_code, "is pinned" in refused.json()["error"]["message"]) == (400, True)
         assert http.post("/admin/models/unload", json={"model": "tiny"}).json()["freed_vram_gb"] > 0
         assert http.get("/readyz").status_code == 503
-        assert format_names(http)["tiny-embedder"]["loaded"]
+        assert models_by_id(http)["tiny-embedder"]["loaded"]
         assert http.post("/v1/embeddings", json={"model": "tiny-embedder", "input": "a cat"}).status_code == 200
 
 
@@ -99,7 +99,7 @@ def test_a_pinned_model_can_also_be_the_main_model(three_home: Path) -> None:
         assert http.post("/admin/models/load", json={"model": "tiny-embedder"}).status_code == 200
         assert http.get("/readyz").json()["model"] == "tiny-embedder"
         assert http.post("/admin/models/unload").status_code == 200
-        assert format_names(http)["tiny-embedder"]["pinned"]
+        assert models_by_id(http)["tiny-embedder"]["pinned"]
         assert http.post("/v1/embeddings", json={"model": "default", "input": "a cat"}).status_code == 200
 
 

@@ -1,4 +1,4 @@
-"""Schemas that nobody has thought of, and a model that says anything: what comes is valid, or says why it cannot be."""
+"""Tests with random schemas and a model with random weights: answers are valid, or the schema is refused."""
 
 from __future__ import annotations
 
@@ -31,13 +31,13 @@ def http(tiny_home: Path) -> Iterator[httpx2.Client]:
 
 
 def bounded(kind: str, low: str, high: str, most: int) -> st.SearchStrategy[dict[str, Any]]:
-    """A type between two bounds, in either order: some of them cannot be satisfied."""
+    """Draw a schema with two bounds, which cannot be satisfied if they are in the wrong order."""
     bounds = st.tuples(st.integers(0, most), st.integers(0, most))
     likely = bounds.map(sorted) | bounds
     return likely.map(lambda both: {"type": kind, low: both[0], high: both[1]})
 
 
-# Not every tokenizer has tokens for every byte: SmolLM2's cannot write U+40000.
+# Some tokenizers do not have a token for each byte: SmolLM2's cannot encode U+40000.
 WORDS = st.text(st.characters(max_codepoint=0xFFFF, exclude_categories=["Cs"]), max_size=3)
 VALUES = st.none() | st.booleans() | st.integers(-9, 9) | WORDS | st.lists(st.booleans(), max_size=2)
 LEAVES = st.one_of(
@@ -97,7 +97,7 @@ def check_answer(schema: Any, choice: dict[str, Any]) -> str:
         Draft202012Validator(schema, format_checker=Draft202012Validator.FORMAT_CHECKER).validate(json.loads(text))
         return "stop"
     assert reason == "length"
-    # In a list, since only the inside of one may be unfinished; a wrong character raises.
+    # In a list, because only the content of a list may be incomplete. An invalid character raises an error.
     from_json(f"[{text}", allow_partial="trailing-strings")
     return "length"
 
@@ -111,8 +111,8 @@ def test_answers_to_random_schemas_are_valid_json(http: httpx2.Client) -> None:
     @example(schema={"type": "array", "items": {"type": "boolean"}, "minItems": 1, "maxItems": 3}, seed=1)
     @example(schema={"type": "string", "minLength": 5, "maxLength": 2}, seed=2)
     def check(schema: Any, seed: int) -> None:
-        asked = {"type": "json_schema", "json_schema": {"name": "random", "schema": schema}}
-        body = chat_body(response_format=asked, temperature=1, seed=seed, max_tokens=200)
+        format_ = {"type": "json_schema", "json_schema": {"name": "random", "schema": schema}}
+        body = chat_body(response_format=format_, temperature=1, seed=seed, max_tokens=200)
         response = http.post(PATH, json=body)
         if response.status_code == 400:
             error = response.json()["error"]
@@ -126,7 +126,8 @@ def test_answers_to_random_schemas_are_valid_json(http: httpx2.Client) -> None:
         seen[check_answer(schema, choice)] += 1
 
     check()
-    # How many of the drawn ones can be enforced is chance (a run had 31 of 40 refused); the examples are not.
+    # How many random schemas can be enforced varies (in one run, 31 of 40 were refused). The examples ensure these
+    # counts.
     assert seen["stop"] >= 2, seen
     assert seen["refused"] >= 1, seen
     assert http.post(PATH, json=chat_body()).status_code == 200

@@ -1,4 +1,4 @@
-"""Thoughts over the wire: apart from the answer, counted, bounded, and in the way of no format and no call."""
+"""Tests of reasoning: it is separate from the answer, counted and limited, also with formats and tool calls."""
 
 from __future__ import annotations
 
@@ -45,7 +45,7 @@ def body(**changes: Any) -> dict[str, Any]:
 
 
 def ask(http: httpx2.Client, **changes: Any) -> tuple[dict[str, Any], dict[str, Any]]:
-    """The choice, and the usage."""
+    """Return the choice and the usage."""
     response = http.post(PATH, json=body(**changes))
     assert response.status_code == 200, response.text
     (choice,) = response.json()["choices"]
@@ -54,7 +54,7 @@ def ask(http: httpx2.Client, **changes: Any) -> tuple[dict[str, Any], dict[str, 
     return choice, response.json()["usage"]
 
 
-def thought_tokens(usage: dict[str, Any]) -> int:
+def reasoning_tokens(usage: dict[str, Any]) -> int:
     found: int = usage["completion_tokens_details"]["reasoning_tokens"]
     return found
 
@@ -63,21 +63,21 @@ def test_reasoning_ends_at_its_budget(http: httpx2.Client) -> None:
     choice, usage = ask(http, **THINKING)
     assert choice["message"]["reasoning_content"]
     assert choice["message"]["content"]
-    # The marker of their end, which the budget does not count, is a token of the thoughts.
-    assert thought_tokens(usage) == BUDGET + 1
+    # The marker at the end of the reasoning counts as a reasoning token, but not in the budget.
+    assert reasoning_tokens(usage) == BUDGET + 1
     assert usage["completion_tokens"] == 40
 
 
 def test_reasoning_with_a_smaller_budget_is_a_prefix(http: httpx2.Client) -> None:
-    thoughts = {}
+    reasoning_by_budget = {}
     for budget in (0, 1, 8, 20):
         choice, usage = ask(http, **{**THINKING, "thinking_token_budget": budget})
-        assert thought_tokens(usage) == budget + 1
-        thoughts[budget] = choice["message"].get("reasoning_content") or ""
-    assert thoughts[0] == ""
-    assert thoughts[20].startswith(thoughts[8].rstrip("\ufffd"))
-    assert thoughts[8].startswith(thoughts[1])
-    assert len(thoughts[20]) > len(thoughts[8]) > len(thoughts[1])
+        assert reasoning_tokens(usage) == budget + 1
+        reasoning_by_budget[budget] = choice["message"].get("reasoning_content") or ""
+    assert reasoning_by_budget[0] == ""
+    assert reasoning_by_budget[20].startswith(reasoning_by_budget[8].rstrip("\ufffd"))
+    assert reasoning_by_budget[8].startswith(reasoning_by_budget[1])
+    assert len(reasoning_by_budget[20]) > len(reasoning_by_budget[8]) > len(reasoning_by_budget[1])
 
 
 def test_without_a_budget_reasoning_may_be_the_whole_answer(http: httpx2.Client) -> None:
@@ -85,14 +85,14 @@ def test_without_a_budget_reasoning_may_be_the_whole_answer(http: httpx2.Client)
     assert choice["finish_reason"] == "length"
     assert choice["message"]["reasoning_content"]
     assert not choice["message"]["content"]
-    assert thought_tokens(usage) == usage["completion_tokens"] == 12
+    assert reasoning_tokens(usage) == usage["completion_tokens"] == 12
 
 
 @pytest.mark.parametrize("more", [{}, FORMAT, CALL], ids=["free", "format", "call"])
 def test_a_stream_starts_with_the_same_reasoning(http: httpx2.Client, more: dict[str, Any]) -> None:
-    asked = {**THINKING, **more, "max_tokens": 120}
-    whole, whole_usage = ask(http, **asked)
-    response = http.post(PATH, json=body(**asked, stream=True, stream_options={"include_usage": True}))
+    fields = {**THINKING, **more, "max_tokens": 120}
+    whole, whole_usage = ask(http, **fields)
+    response = http.post(PATH, json=body(**fields, stream=True, stream_options={"include_usage": True}))
     *chunks, usage, done = events(response.text)
     assert done == "[DONE]"
     deltas = [json.loads(chunk)["choices"][0]["delta"] for chunk in chunks]
@@ -103,7 +103,7 @@ def test_a_stream_starts_with_the_same_reasoning(http: httpx2.Client, more: dict
     calls = [call["function"] for delta in deltas for call in delta.get("tool_calls", [])]
     (called,) = whole["message"].get("tool_calls") or [{"function": {"arguments": ""}}]
     assert "".join(call["arguments"] for call in calls) == called["function"]["arguments"]
-    # Only the second of two like requests finds its prompt computed.
+    # Only the second of two equal requests takes its prompt from the cache.
     assert json.loads(usage)["usage"] == {
         **whole_usage,
         "prompt_tokens_details": json.loads(usage)["usage"]["prompt_tokens_details"],
@@ -124,7 +124,7 @@ def test_the_websocket_has_the_same_reasoning_and_counts_it(thinking_lab: Lab, h
     (called,) = whole["message"]["tool_calls"]
     assert first["function"] == {"name": "look", "arguments": ""}
     assert "".join(call["function"]["arguments"] for call in rest) == called["function"]["arguments"]
-    assert last["stats"]["reasoning_tokens"] == thought_tokens(usage)
+    assert last["stats"]["reasoning_tokens"] == reasoning_tokens(usage)
     assert last["stats"]["finish_reason"] == "tool_calls"
 
 
@@ -141,7 +141,7 @@ def test_the_websocket_has_the_same_reasoning_and_counts_it(thinking_lab: Lab, h
 def test_reasoning_can_be_disabled(http: httpx2.Client, off: dict[str, Any], more: dict[str, Any]) -> None:
     choice, usage = ask(http, **off, **more, max_tokens=80)
     assert "reasoning_content" not in choice["message"]
-    assert thought_tokens(usage) == 0
+    assert reasoning_tokens(usage) == 0
     assert choice["message"]["content"] or choice["message"]["tool_calls"]
 
 
@@ -160,7 +160,7 @@ def test_the_format_is_enforced_after_the_reasoning(http: httpx2.Client, seed: i
     assert choice["finish_reason"] == "stop"
     Draft202012Validator(FORM).validate(json.loads(choice["message"]["content"]))
     assert choice["message"]["reasoning_content"]
-    assert 0 < thought_tokens(usage) <= BUDGET + 1
+    assert 0 < reasoning_tokens(usage) <= BUDGET + 1
 
 
 @pytest.mark.parametrize("choice", ["required", {"type": "function", "function": {"name": "look"}}])
@@ -172,7 +172,7 @@ def test_a_forced_call_follows_the_reasoning(http: httpx2.Client, choice: Any) -
     Draft202012Validator(FORM).validate(json.loads(call["function"]["arguments"]))
     assert found["message"]["content"] is None
     assert found["message"]["reasoning_content"]
-    assert thought_tokens(usage) == BUDGET + 1
+    assert reasoning_tokens(usage) == BUDGET + 1
 
 
 def test_reasoning_in_the_history_is_passed_to_the_template(thinking_lab: Lab) -> None:
@@ -186,13 +186,13 @@ def test_reasoning_in_the_history_is_passed_to_the_template(thinking_lab: Lab) -
         history: list[Any] = [*hello, message.model_dump(), result]
         second: ChatCompletion = client.chat.completions.create(messages=history, **fields)
         without: list[Any] = [
-            {**said, "reasoning_content": None} if said["role"] == "assistant" else said for said in history
+            {**entry, "reasoning_content": None} if entry["role"] == "assistant" else entry for entry in history
         ]
         third: ChatCompletion = client.chat.completions.create(messages=without, **fields)
     assert second.choices[0].message.content
     assert second.usage is not None
     assert third.usage is not None
-    # The template shows the thoughts to the model again.
+    # The template contains the reasoning of the history.
     assert second.usage.prompt_tokens > third.usage.prompt_tokens
 
 
@@ -205,13 +205,13 @@ def test_reasoning_and_content_have_logprobs(http: httpx2.Client) -> None:
 
 
 def test_all_routes_separate_reasoning_from_the_content(lab: Lab) -> None:
-    said = [{"role": "user", "content": "<think>Is it wide?</think>It is."}]
-    asked = echo_body(messages=said, max_tokens=40)
-    whole = httpx2.post(f"{lab.url}{PATH}", json=asked).json()
-    *chunks, done = events(httpx2.post(f"{lab.url}{PATH}", json={**asked, "stream": True}).text)
+    sent = [{"role": "user", "content": "<think>Is it wide?</think>It is."}]
+    fields = echo_body(messages=sent, max_tokens=40)
+    whole = httpx2.post(f"{lab.url}{PATH}", json=fields).json()
+    *chunks, done = events(httpx2.post(f"{lab.url}{PATH}", json={**fields, "stream": True}).text)
     deltas = [json.loads(chunk)["choices"][0]["delta"] for chunk in chunks]
     with connect(lab.url.replace("http", "ws") + "/v1/chat/stream") as socket:
-        socket.send(json.dumps(asked))
+        socket.send(json.dumps(fields))
         messages = [json.loads(socket.recv(timeout=30))]
         while "done" not in messages[-1]:
             messages.append(json.loads(socket.recv(timeout=30)))
@@ -223,4 +223,4 @@ def test_all_routes_separate_reasoning_from_the_content(lab: Lab) -> None:
     assert done == "[DONE]"
     assert "".join(token.get("reasoning_content", "") for token in tokens) == "Is it wide?"
     assert "".join(token["token"] for token in tokens) == "It is."
-    assert last["stats"]["reasoning_tokens"] == thought_tokens(whole["usage"]) > 0
+    assert last["stats"]["reasoning_tokens"] == reasoning_tokens(whole["usage"]) > 0

@@ -1,4 +1,4 @@
-"""Reranking by cosine, on the real MiniLM where meaning matters: bodies, addresses, cuts, ties, the notebook's verb."""
+"""Tests of reranking by cosine similarity. Tests that depend on the meaning of texts use the real MiniLM."""
 
 from __future__ import annotations
 
@@ -89,7 +89,7 @@ def test_the_bodies_of_other_servers_are_accepted(http: httpx2.Client) -> None:
 
 
 def test_ten_thousand_documents_are_one_request(http: httpx2.Client) -> None:
-    # Equal ones are computed once.
+    # Equal documents are computed only once.
     documents = [f"Document {number % 1000}." for number in range(10_000)]
     documents[7654] = DOCUMENTS[1]
     results = rerank(http, documents=documents, top_n=2)["results"]

@@ -1,4 +1,4 @@
-"""WS /v1/chat/stream with the ``websockets`` client: specification section 4.1 and 2.4."""
+"""Tests of the WebSocket /v1/chat/stream with the ``websockets`` client: specification sections 4.1 and 2.4."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ def receive(socket: ClientConnection) -> dict[str, Any]:
     return message
 
 
-def until_done(socket: ClientConnection) -> list[dict[str, Any]]:
+def receive_all(socket: ClientConnection) -> list[dict[str, Any]]:
     messages = [receive(socket)]
     while "done" not in messages[-1] and "error" not in messages[-1]:
         messages.append(receive(socket))
@@ -51,7 +51,7 @@ def until_done(socket: ClientConnection) -> list[dict[str, Any]]:
 
 def test_tokens_are_followed_by_statistics(socket: ClientConnection, http: httpx2.Client) -> None:
     ask(socket)
-    *tokens, last = until_done(socket)
+    *tokens, last = receive_all(socket)
     whole = http.post("/v1/chat/completions", json=echo_body()).json()
     assert all(set(message) == {"token"} for message in tokens)
     assert "".join(message["token"] for message in tokens) == whole["choices"][0]["message"]["content"]
@@ -93,7 +93,7 @@ def test_the_error_of_a_model_that_is_not_loaded_is_sent(socket: ClientConnectio
 
 def test_logprobs_are_sent_with_their_tokens_on_request(socket: ClientConnection) -> None:
     ask(socket, logprobs=True, top_logprobs=1)
-    *tokens, _ = until_done(socket)
+    *tokens, _ = receive_all(socket)
     content = [logprob for message in tokens for logprob in message["logprobs"]]
     assert len(content) == 8
     assert all(len(logprob["top_logprobs"]) == 1 for logprob in content)
@@ -109,7 +109,7 @@ def test_sampling_is_the_same_as_on_other_routes(socket: ClientConnection, http:
         "ignore_eos": True,
     }
     ask(socket, **warm)
-    *tokens, _ = until_done(socket)
+    *tokens, _ = receive_all(socket)
     whole = http.post("/v1/chat/completions", json=echo_body(**warm)).json()
     assert "".join(message["token"] for message in tokens) == whole["choices"][0]["message"]["content"]
 
@@ -182,10 +182,10 @@ def test_a_slow_client_receives_the_error_of_a_server_that_stops(echo_home: Path
             wait_until(lambda: lab.engine.snapshot.output_tokens > 600)
             stopping = aside.submit(lab.stop)
             wait_until_idle(lab)
-            # The server closes next; of more than a megabyte not a tenth is on its way.
+            # The server closes next. Less than a tenth of the answer of more than a megabyte is in transit.
             time.sleep(0.5)
-            *tokens, last = until_done(socket)
-            # Where 1500 tokens take less than the 3 s that a stop leaves them, there is nothing to complain of.
+            *tokens, last = receive_all(socket)
+            # If the 1500 tokens take less than the 3 s that a stop allows, the answer has no error.
             assert last.get("done") or last["error"]["code"] == "no-model-loaded"
             assert len(json.dumps(tokens)) > 2**20
             with pytest.raises(ConnectionClosed):

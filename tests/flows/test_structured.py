@@ -1,4 +1,4 @@
-"""``response_format`` over the wire: what a client asks for is what it gets, whatever the model wanted to say."""
+"""Tests of ``response_format`` on a running server: answers have the requested format, and others are refused."""
 
 from __future__ import annotations
 
@@ -21,11 +21,11 @@ from pydantic_core import from_json
 from lmx_lab.notebook import Lab
 from tests.flows.conftest import HELLO, chat_body, echo_body, serving, wait_until, wait_until_idle
 from tests.flows.schemas import DIGIT, MODELS, PLAIN, RECURSIVE, SHORT, Customer, Person, closed
-from tests.flows.test_cancellation import Way, asked
+from tests.flows.test_cancellation import Way, open_request
 
 PATH = "/v1/chat/completions"
 LARGE = closed(text={"type": "string", "minLength": 6000})
-"""Nothing ends before it."""
+"""A schema whose answers are so long that no answer in these tests is complete."""
 
 
 def schema_format(schema: Any) -> dict[str, Any]:
@@ -33,7 +33,7 @@ def schema_format(schema: Any) -> dict[str, Any]:
 
 
 def check(schema: Any, text: str | None) -> Any:
-    """The value, which follows the schema."""
+    """Parse a text, check that it satisfies the schema, and return its value."""
     value = json.loads(text or "")
     Draft202012Validator(schema, format_checker=Draft202012Validator.FORMAT_CHECKER).validate(value)
     return value
@@ -43,23 +43,23 @@ def check(schema: Any, text: str | None) -> Any:
 
 
 async def ask_all(base_url: str) -> dict[str, Any]:
-    """The answers by the name of what was asked for; all asked at once."""
+    """Request answers for all schemas at the same time, and return them by the name of the schema."""
     async with AsyncOpenAI(base_url=base_url, api_key="anything", max_retries=0) as client:
 
-        def ask(number: int, name: str, form: Any) -> Any:
-            said = f"Repeat this: {RECURSIVE[name]}" if name in RECURSIVE else "Give a short example."
-            messages = [{"role": "user", "content": said}]
+        def ask(number: int, name: str, schema: Any) -> Any:
+            prompt = f"Repeat this: {RECURSIVE[name]}" if name in RECURSIVE else "Give a short example."
+            messages = [{"role": "user", "content": prompt}]
             fields = {"model": "default", "messages": messages, "temperature": 0.7, "max_tokens": 300}
             completions: Any = client.chat.completions
-            if isinstance(form, type):
-                return completions.parse(**fields, seed=number, response_format=form)
-            return completions.create(**fields, seed=number, response_format=schema_format(form))
+            if isinstance(schema, type):
+                return completions.parse(**fields, seed=number, response_format=schema)
+            return completions.create(**fields, seed=number, response_format=schema_format(schema))
 
-        forms = {**MODELS, **PLAIN}
+        schemas = {**MODELS, **PLAIN}
         answers = await asyncio.gather(
-            *(ask(number, *named) for number, named in enumerate(forms.items())), return_exceptions=True
+            *(ask(number, *named) for number, named in enumerate(schemas.items())), return_exceptions=True
         )
-    return dict(zip(forms, answers, strict=True))
+    return dict(zip(schemas, answers, strict=True))
 
 
 @pytest.fixture(scope="module")
@@ -70,7 +70,7 @@ def echo_answers(echo_home: Path) -> dict[str, Any]:
 
 @pytest.fixture(scope="module")
 def real_answers(starter_home: Path) -> dict[str, Any]:
-    """Of the real model."""
+    """Return the answers of the real SmolLM2."""
     with serving(starter_home, "smollm2-135m", slots=16) as lab:
         return asyncio.run(ask_all(f"{lab.url}/v1"))
 
@@ -137,10 +137,10 @@ WARM: dict[str, Any] = {"temperature": 1, "seed": 11}
 
 
 def test_a_stream_has_the_same_json(client: OpenAI) -> None:
-    asked_for = {"response_format": schema_format(PETS), **WARM}
-    whole = text_of(ask(client, **asked_for))
+    fields = {"response_format": schema_format(PETS), **WARM}
+    whole = text_of(ask(client, **fields))
     pieces = []
-    for chunk in client.chat.completions.create(**chat_body(max_tokens=200, stream=True, **asked_for)):
+    for chunk in client.chat.completions.create(**chat_body(max_tokens=200, stream=True, **fields)):
         pieces += [choice.delta.content or "" for choice in chunk.choices]
     assert "".join(pieces) == whole
     assert len([piece for piece in pieces if piece]) > 1
@@ -236,7 +236,7 @@ def test_logprobs_are_those_of_the_generated_tokens(client: OpenAI) -> None:
     assert "".join(token.token for token in choice.logprobs.content or []) == choice.message.content
 
 
-# --- leaving in the middle
+# --- cancellation
 
 
 @pytest.fixture(scope="module")
@@ -249,18 +249,18 @@ def one_slot(long_home: Path) -> Iterator[Lab]:
 def test_cancelling_a_constrained_answer_frees_the_slot(one_slot: Lab, way: Way) -> None:
     before = one_slot.engine.snapshot.output_tokens
     body = {**chat_body(model="default", response_format=schema_format(LARGE)), "max_tokens": 7500}
-    with asked(one_slot, way, body):
+    with open_request(one_slot, way, body):
         wait_until(lambda: one_slot.engine.snapshot.output_tokens > before + 5)
     wait_until_idle(one_slot)
     assert one_slot.engine.snapshot.output_tokens - before < 6000
     with OpenAI(base_url=f"{one_slot.url}/v1", api_key="anything", max_retries=0) as client:
-        # Of the same grammar's cached copy, and from its beginning.
+        # The grammar is taken from the cache, and begins at its start.
         cut = ask(client, **{"model": "default", "response_format": schema_format(LARGE)})
         assert text_of(cut, "length").lstrip().startswith("{")
         check(PETS, text_of(ask(client, **{"model": "default", "response_format": schema_format(PETS)})))
 
 
-# --- what is refused
+# --- refused schemas
 
 
 @pytest.fixture
@@ -285,14 +285,14 @@ def in_arrays(levels: int, schema: Any) -> Any:
 
 
 def references(count: int) -> dict[str, Any]:
-    """Each to the next: deep, though nothing is nested."""
+    """Return a schema in which each definition refers to the next one: the value is deep, but the schema is flat."""
     steps = {f"d{at}": {"type": "array", "items": {"$ref": f"#/$defs/d{at + 1}"}} for at in range(count)}
     return {"$defs": {**steps, f"d{count}": DIGIT}, "$ref": "#/$defs/d0"}
 
 
 @pytest.mark.usefixtures("next_request_works")
 @pytest.mark.parametrize(
-    ("schema", "said"),
+    ("schema", "expected"),
     [
         ({"$ref": "file:///etc/passwd"}, "file:///etc/passwd"),
         ({"$ref": "#/$defs/nowhere"}, "nowhere"),
@@ -307,11 +307,11 @@ def references(count: int) -> dict[str, Any]:
     ],
 )
 def test_a_schema_that_cannot_be_enforced_is_refused_with_the_reason(
-    http: httpx2.Client, schema: Any, said: str
+    http: httpx2.Client, schema: Any, expected: str
 ) -> None:
     error = refusal(http, response_format=schema_format(schema))
     assert error["param"] == "response_format"
-    assert said in error["message"]
+    assert expected in error["message"]
 
 
 @pytest.mark.usefixtures("next_request_works")
@@ -371,7 +371,7 @@ def test_500_nested_references_are_accepted(http: httpx2.Client) -> None:
 
 
 class Alone(BaseModel):
-    """Not in the list of fifty: for what is refused."""
+    """A class with a keyword that cannot be enforced."""
 
     values: set[int]
 

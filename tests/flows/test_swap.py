@@ -1,4 +1,4 @@
-"""``--swap``: a request loads the model that it names if the model is on disk."""
+"""Tests of ``--swap``: a request loads the model that it names if the model is on disk."""
 
 from __future__ import annotations
 
@@ -123,11 +123,11 @@ def test_a_request_waits_for_the_load_of_an_administrator(swapping: Lab, client:
         load.start()
         wait_until(lambda: swapping.engine.snapshot.change is not None)
         answers: list[httpx2.Response] = []
-        asks = threading.Thread(target=lambda: answers.append(ask(client, "tiny")))
-        asks.start()
+        request = threading.Thread(target=lambda: answers.append(ask(client, "tiny")))
+        request.start()
         "".join(pieces)
     load.join()
-    asks.join()
+    request.join()
     assert (answers[0].status_code, answers[0].json()["model"]) == (200, "tiny")
 
 

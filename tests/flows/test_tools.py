@@ -1,4 +1,4 @@
-"""Tools over the wire, with openai-python: forced calls, loops, streams, and what is refused."""
+"""Tests of tools with openai-python: forced calls, loops, streams and refused requests."""
 
 from __future__ import annotations
 
@@ -37,13 +37,13 @@ FORCED = ["required", *(function(name) for name in SCHEMAS)]
 
 
 def weather(city: str, unit: str) -> str:
-    """The tool itself."""
+    """Return the result of the tool ``get_weather``."""
     return json.dumps({"city": city, "temperature": 21, "unit": unit})
 
 
 @pytest.fixture(scope="module")
 def real(starter_home: Path) -> Iterator[OpenAI]:
-    """A client of the real SmolLM2."""
+    """Return a client of the real SmolLM2."""
     with (
         serving(starter_home, "smollm2-135m") as lab,
         OpenAI(base_url=f"{lab.url}/v1", api_key="anything", max_retries=0) as client,
@@ -75,7 +75,7 @@ def only_call(answer: ChatCompletion) -> Any:
 
 
 def check_call(call: Any) -> dict[str, Any]:
-    """The arguments, which follow the tool's schema."""
+    """Check that the arguments of a call satisfy the schema of its tool, and return them."""
     assert call.type == "function"
     assert call.id
     arguments: dict[str, Any] = json.loads(call.function.arguments)
@@ -106,9 +106,9 @@ def test_the_real_model_calls_the_tool_with_the_value_of_the_question(real: Open
 
 @pytest.mark.parametrize("choice", ["required", function("add")], ids=["required", "named"])
 def test_a_stream_has_the_name_first_and_then_the_arguments(echo: OpenAI, choice: Any) -> None:
-    asked: dict[str, Any] = {"tools": TOOLS, "tool_choice": choice, "parallel_tool_calls": False}
-    whole = only_call(ask(echo, **asked))
-    body = {"model": "default", "messages": TEMPERATURE, "temperature": 0, "max_tokens": 150, **asked}
+    fields: dict[str, Any] = {"tools": TOOLS, "tool_choice": choice, "parallel_tool_calls": False}
+    whole = only_call(ask(echo, **fields))
+    body = {"model": "default", "messages": TEMPERATURE, "temperature": 0, "max_tokens": 150, **fields}
     chunks = [chunk.choices[0] for chunk in echo.chat.completions.create(**body, stream=True)]
     assert [chunk.delta.content for chunk in chunks if chunk.delta.content] == []
     assert [chunk.finish_reason for chunk in chunks if chunk.finish_reason] == ["tool_calls"]
@@ -143,7 +143,7 @@ def test_the_helper_of_the_client_parses_the_arguments(echo: OpenAI) -> None:
 
 
 def answered(messages: list[Any], answer: ChatCompletion) -> list[Any]:
-    """The history with the answer, exactly as openai-python dumps it, and what its calls gave."""
+    """Return the history with the answer, as openai-python dumps it, and with the results of its calls."""
     message = answer.choices[0].message
     results = [
         {"role": "tool", "tool_call_id": call.id, "content": weather(**check_call(call))}
@@ -167,14 +167,14 @@ def test_a_loop_with_a_forced_call_ends_in_an_answer_from_the_result(real: OpenA
 
 @pytest.mark.long
 def test_a_loop_with_a_free_choice_calls_and_then_answers(real: OpenAI) -> None:
-    """A small model seldom calls by itself: of eight answers at once, and eight more, one does."""
+    """A small model seldom calls a tool by itself, so eight answers are requested until one has a call."""
     arguments = {"city": "Rome", "unit": "celsius"}
     call = json.dumps({"name": "get_weather", "arguments": arguments})
     messages = [{"role": "user", "content": f"Answer with <tool_call>\n{call}\n</tool_call>"}]
-    asked: dict[str, Any] = {"tools": TOOLS[:1], "parallel_tool_calls": False, "max_tokens": 45}
+    fields: dict[str, Any] = {"tools": TOOLS[:1], "parallel_tool_calls": False, "max_tokens": 45}
     called = None
     for seed in range(2, 8):
-        answer = ask(real, messages=messages, **asked, temperature=0.7, n=8, seed=seed)
+        answer = ask(real, messages=messages, **fields, temperature=0.7, n=8, seed=seed)
         for choice in answer.choices:
             assert choice.finish_reason != "tool_calls" or choice.message.tool_calls
             assert choice.finish_reason != "stop" or not choice.message.tool_calls
@@ -194,14 +194,14 @@ def test_a_loop_with_a_free_choice_calls_and_then_answers(real: OpenAI) -> None:
 
 @pytest.mark.long
 def test_parallel_calls_can_be_disabled(tiny: OpenAI) -> None:
-    asked: dict[str, Any] = {"tools": [function("add", closed(a=DIGIT))], "tool_choice": "required", "max_tokens": 300}
+    fields: dict[str, Any] = {"tools": [function("add", closed(a=DIGIT))], "tool_choice": "required", "max_tokens": 300}
     counts = []
     for seed in range(4):
         warm = {"temperature": 1, "seed": seed, "messages": HELLO}
-        (one,) = ask(tiny, **asked, **warm, parallel_tool_calls=False).choices
+        (one,) = ask(tiny, **fields, **warm, parallel_tool_calls=False).choices
         assert one.finish_reason == "tool_calls"
         assert len(one.message.tool_calls or []) == 1
-        (several,) = ask(tiny, **asked, **warm).choices
+        (several,) = ask(tiny, **fields, **warm).choices
         calls = several.message.tool_calls or []
         assert len({call.id for call in calls}) == len(calls)
         counts.append(len(calls))
@@ -219,8 +219,8 @@ def test_any_of_128_tools_can_be_called(echo: OpenAI) -> None:
 
 
 def test_an_incomplete_call_ends_with_length(echo: OpenAI) -> None:
-    asked: dict[str, Any] = {"messages": HELLO, "tools": [function("add", ADD)], "tool_choice": "required"}
-    (choice,) = ask(echo, **asked, max_tokens=18).choices
+    fields: dict[str, Any] = {"messages": HELLO, "tools": [function("add", ADD)], "tool_choice": "required"}
+    (choice,) = ask(echo, **fields, max_tokens=18).choices
     assert choice.finish_reason == "length"
     assert not choice.message.content
 
@@ -232,14 +232,14 @@ def test_a_free_answer_with_tools_is_complete_content(echo: OpenAI) -> None:
     assert choice.message.tool_calls is None
 
 
-# --- what is refused
+# --- refused requests
 
 
 @pytest.fixture
 def next_request_works(http: httpx2.Client) -> Iterator[None]:
     yield
-    asked = {"tools": [function("look")], "tool_choice": "required", "max_tokens": 60}
-    assert http.post(PATH, json=echo_body(**asked)).status_code == 200
+    fields = {"tools": [function("look")], "tool_choice": "required", "max_tokens": 60}
+    assert http.post(PATH, json=echo_body(**fields)).status_code == 200
 
 
 def calling(arguments: Any) -> list[Any]:
@@ -253,7 +253,7 @@ RESULT = {"role": "tool", "content": "seen", "tool_call_id": "c1"}
 
 @pytest.mark.usefixtures("next_request_works")
 @pytest.mark.parametrize(
-    ("changes", "param", "said"),
+    ("changes", "param", "expected"),
     [
         ({"tools": [function("look up")]}, "tools.0.function.name", "look up"),
         ({"tools": [function("a"), function("b"), function("a")]}, "tools", "'a'"),
@@ -267,13 +267,13 @@ RESULT = {"role": "tool", "content": "seen", "tool_call_id": "c1"}
     ],
 )
 def test_the_error_of_an_invalid_tool_or_history_names_the_field(
-    http: httpx2.Client, changes: dict[str, Any], param: str, said: str
+    http: httpx2.Client, changes: dict[str, Any], param: str, expected: str
 ) -> None:
     response = http.post(PATH, json=echo_body(**changes))
     assert response.status_code == 400, response.text
     error = response.json()["error"]
     assert (error["code"], error["param"]) == ("invalid-request", param)
-    assert said in error["message"]
+    assert expected in error["message"]
     assert param.partition(".")[0] in error["message"]
 
 

@@ -65,7 +65,7 @@ def test_texts_can_be_in_any_container(value: Any) -> None:
         (np.array("ab"), "pass a list of texts"),
         (None, "pass a list of texts"),
         (5, "pass a list of texts"),
-        ([b"ab"], "decode it to a text"),
+        ([b"ab"], "decode them to text"),
     ],
 )
 def test_a_value_that_is_not_a_list_of_texts_is_refused(value: Any, message: str) -> None:

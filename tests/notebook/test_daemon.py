@@ -15,7 +15,7 @@ import pytest
 import lmx_lab
 from lmx_lab.daemon.home import read_state
 from lmx_lab.errors import DaemonRunningError, HostingError, InvalidRequestError, PortTakenError
-from lmx_lab.notebook.daemon import merged
+from lmx_lab.notebook.daemon import merge_events
 from lmx_lab.settings import Settings
 from tests.daemon.running_daemon import client, serving
 
@@ -127,7 +127,7 @@ async def test_merged_events_can_be_closed_while_the_buffer_is_full(monkeypatch:
         while True:
             yield name
 
-    async with asyncio.timeout(20), aclosing(merged(many("a"), many("b"))) as items:
+    async with asyncio.timeout(20), aclosing(merge_events(many("a"), many("b"))) as items:
         assert await anext(items) == "a"
         await asyncio.sleep(0)
     assert not [task for task in asyncio.all_tasks() if task.get_name() == "lmx-lab merging"]

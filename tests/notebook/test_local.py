@@ -165,7 +165,7 @@ async def test_a_stopped_lab_says_so(tmp_path: Path) -> None:
     assert "launch" in backend.state().note
     with pytest.raises(HostingError, match="launch"):
         while_blocked(lab, backend.unload())
-    lab.workbench.rest()
+    lab.workbench.suspend()
     assert not [thread for thread in threading.enumerate() if thread.name == "lmx-lab-panels"]
 
 

@@ -80,7 +80,7 @@ def test_a_remote_reply_has_no_report_and_the_callers_time_to_first_token(far: l
     assert reply.report is None
     assert reply.ttft_s > reply.timings.prompt_ms / 1e3
     assert reply.tokens_per_second == reply.timings.predicted_per_second > 0
-    assert f"first after {reply.ttft_s:.2f} s" in repr(reply)
+    assert f"first token after {reply.ttft_s:.2f} s" in repr(reply)
 
 
 def test_an_answer_without_text_has_a_time_to_first_token(far: lmx_lab.Lab) -> None:
@@ -283,18 +283,18 @@ def test_panels_keep_their_connection_until_those_of_another_one_are_shown(lab: 
     gc.collect()
     wait_until(lambda: first.server["state"] == "stopped")
     wait_until(lambda: second.server["model"] == "tiny")
-    remote_server._KEPT[lab.url].close()
+    remote_server._PANEL_CONNECTIONS[lab.url].close()
     wait_until(lambda: second.server["state"] == "stopped")
-    assert lab.url not in remote_server._KEPT
+    assert lab.url not in remote_server._PANEL_CONNECTIONS
 
 
 def test_connections_are_not_kept_without_a_limit(lab: lmx_lab.Lab, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(remote_server, "KEPT", 1)
+    monkeypatch.setattr(remote_server, "MAX_PANEL_CONNECTIONS", 1)
     elsewhere = lab.url.replace("127.0.0.1", "localhost")
     far, other = attach(lab.url, api_key=KEY), attach(elsewhere, api_key=KEY)
     far.panel("metrics")
     other.panel("metrics")
-    assert {elsewhere: other._server} == remote_server._KEPT
+    assert {elsewhere: other._server} == remote_server._PANEL_CONNECTIONS
     far.stop()
     other.stop()
 
@@ -318,7 +318,7 @@ print(next(iter(stream)) is not None, far.chat("hi", max_tokens=2).usage.complet
 
 @pytest.mark.parametrize("end", ["", "/", "/v1"])
 def test_the_repr_describes_the_connection(lab: lmx_lab.Lab, end: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(remote_server, "LOOK_S", WAIT_S)
+    monkeypatch.setattr(remote_server, "REPR_TIMEOUT_S", WAIT_S)
     with attach(lab.url + end, api_key=KEY) as far:
         assert far.url == lab.url
         assert far.openai == {"base_url": f"{lab.url}/v1", "api_key": KEY}
@@ -328,7 +328,7 @@ def test_the_repr_describes_the_connection(lab: lmx_lab.Lab, end: str, monkeypat
 
 
 def test_the_repr_says_that_the_server_does_not_answer(tiny_home: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(remote_server, "LOOK_S", WAIT_S)
+    monkeypatch.setattr(remote_server, "REPR_TIMEOUT_S", WAIT_S)
     with serving(tiny_home, None) as lab:
         far = attach(lab.url)
         assert "no model ready" in repr(far)

@@ -18,6 +18,7 @@ import lmx_lab
 from lmx_lab.errors import HostingError
 from lmx_lab.notebook.verbs import LoopPortal, awaited, blocking, in_thread, on_loop
 from lmx_lab.portal import LoopThread
+from lmx_lab.values.models import LoadOptions
 
 WAIT_S = 60.0
 
@@ -157,6 +158,10 @@ def test_both_forms_have_the_name_the_signature_and_the_docstring_of_the_verb() 
         assert list(inspect.signature(function).parameters) == ["self", "first", "second", "fail"]
     assert inspect.iscoroutinefunction(Counter.acompute)
     assert not inspect.iscoroutinefunction(Counter.compute)
+
+
+def test_the_signature_of_load_names_each_option_for_completion() -> None:
+    assert list(inspect.signature(lmx_lab.Lab.load).parameters) == ["self", "model", *LoadOptions.__annotations__]
 
 
 PAIRS = ["aload", "aunload", "amodels", "aembed", "arerank", "abench", "apin_encoders", "astart", "astop"]

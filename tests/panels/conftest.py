@@ -35,7 +35,7 @@ def backend() -> ScriptedBackend:
 def workbench(backend: ScriptedBackend) -> Iterator[Workbench]:
     workbench = Workbench(backend)
     yield workbench
-    workbench.rest()
+    workbench.suspend()
 
 
 @pytest.fixture(scope="session")
@@ -57,4 +57,4 @@ def lab(endless_home: Path) -> Iterator[lmx_lab.Lab]:
 def real_workbench(lab: lmx_lab.Lab) -> Iterator[Workbench]:
     workbench = Workbench(LocalBackend(lab.server))
     yield workbench
-    workbench.rest()
+    workbench.suspend()

@@ -50,6 +50,13 @@ def test_a_widget_has_its_module_and_its_styles(panel: type[Panel]) -> None:
     assert str(panel._css) == assets.styles(*panel.STYLES)
 
 
+def test_a_new_panel_can_be_imported_before_its_code_is_built(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(assets, "FOLDER", tmp_path)
+    for name in ("panel.js", "new.js"):
+        (tmp_path / name).write_text(f"// {name}", encoding="utf-8")
+    assert assets.script.__wrapped__("panel.js", "new.js") == "// panel.js\n// new.js"
+
+
 def test_vendored_files_are_unchanged() -> None:
     readme = assets.source("uplot/README.md")
     for name in ("uPlot.iife.min.js", "uPlot.min.css"):
@@ -84,6 +91,6 @@ def test_each_panels_module_has_valid_syntax(panel: type[Panel], tmp_path: Path)
 def test_the_minified_code_is_up_to_date(panel: type[Panel]) -> None:
     """If this fails, run ``make panels``."""
     pytest.importorskip("minify", reason="tdewolff-minify is not installed: there are no wheels for macOS")
-    from lmx_lab.panels.build import built
+    from lmx_lab.panels.build import minify_module
 
-    assert assets.source(f"built/{panel.SCRIPTS[-1]}") == built(*panel.SCRIPTS)
+    assert assets.source(f"built/{panel.SCRIPTS[-1]}") == minify_module(*panel.SCRIPTS)

@@ -14,9 +14,9 @@ from lmx_lab.panels.chat import (
     MAX_MESSAGES,
     ChatPanel,
     TranscriptMessage,
-    ending,
-    messages,
-    within_bounds,
+    describe_ending,
+    to_chat_messages,
+    trim_transcript,
 )
 from lmx_lab.panels.workbench import Workbench
 from tests.panels.conftest import CONTEXT
@@ -50,7 +50,7 @@ def test_an_answer_streams_and_ends_in_the_transcript_with_its_cost(reader: Read
     reader.until(lambda panel: not panel.live)
     turn = reader.panel.messages[-1]
     assert (turn["role"], turn["text"], turn["reasoning"]) == ("assistant", "Hello", "hm")
-    assert turn["stats"] == "tiny · 3 tokens · 31.5 tokens/s · first after 0.12 s"
+    assert turn["stats"] == "tiny · 3 tokens · 31.5 tokens/s · first token after 0.12 s"
 
 
 def test_pieces_are_coalesced_into_frames(workbench: Workbench, backend: ScriptedBackend) -> None:
@@ -138,14 +138,14 @@ def test_showing_another_lab_stops_the_answer_and_keeps_the_transcript(
     answer(reader, following, "Still there?", "Yes")
 
 
-def test_a_workbench_that_rests_stops_the_answer(
+def test_suspending_the_workbench_stops_the_answer(
     reader: Reader, backend: ScriptedBackend, workbench: Workbench
 ) -> None:
     reader.ask("send", text="Hi?")
     reader.give(backend.steps, delta("Once"))
     reader.until(lambda panel: panel.live.get("text"))
     backend.set_state(state="stopped")
-    workbench.rest()
+    workbench.suspend()
     assert reader.panel.server["state"] == "stopped"
     assert transcript(reader.panel) == [("user", "Hi?"), ("assistant", "Once")]
     assert not reader.panel.live
@@ -210,14 +210,14 @@ def test_invalid_fields_of_a_question_are_refused_by_name(reader: Reader, name: 
 
 def test_the_transcript_is_bounded_and_begins_with_a_question() -> None:
     turns = tuple(TranscriptMessage(id=i, role=("user", "assistant")[i % 2], text="x") for i in range(MAX_MESSAGES + 3))
-    kept = within_bounds(turns)
+    kept = trim_transcript(turns)
     assert len(kept) == MAX_MESSAGES - 1
     assert kept[0].role == "user"
     assert kept[-1] is turns[-1]
     large = tuple(
         TranscriptMessage(id=i, role=("user", "assistant")[i % 2], text="x" * (MAX_CHARACTERS // 3)) for i in range(6)
     )
-    assert within_bounds(large) == large[4:]
+    assert trim_transcript(large) == large[4:]
 
 
 def test_the_number_of_removed_messages_is_shown(reader: Reader, backend: ScriptedBackend) -> None:
@@ -231,7 +231,7 @@ def test_an_answer_that_is_too_long_is_cut(reader: Reader, backend: ScriptedBack
     reader.ask("send", text="Hi?")
     reader.give(backend.steps, delta("x" * (MAX_CHARACTERS + 1)))
     reader.until(lambda panel: not panel.live)
-    assert reader.panel.messages[-1]["stats"].startswith("cut at 200,000 characters")
+    assert reader.panel.messages[-1]["stats"].startswith("cut off after 200,000 characters")
     assert backend.stopped == 1
 
 
@@ -246,7 +246,7 @@ def test_an_answer_that_is_too_long_is_cut(reader: Reader, backend: ScriptedBack
     ],
 )
 def test_the_ending_is_described(reason: str, tokens: int, words: str) -> None:
-    assert ending(cost(reason, tokens), max_tokens=8) == words
+    assert describe_ending(cost(reason, tokens), max_tokens=8) == words
 
 
 def test_questions_without_an_answer_are_not_in_the_prompt() -> None:
@@ -257,7 +257,7 @@ def test_questions_without_an_answer_are_not_in_the_prompt() -> None:
         TranscriptMessage(id=4, role="assistant", text="c"),
         TranscriptMessage(id=5, role="user", text="d"),
     )
-    assert [it["content"] for it in messages(turns, " ", unanswered=turns[-1])] == ["b", "c", "d"]
+    assert [it["content"] for it in to_chat_messages(turns, " ", unanswered=turns[-1])] == ["b", "c", "d"]
 
 
 def test_the_snapshot_has_the_transcript_as_text(reader: Reader, backend: ScriptedBackend) -> None:

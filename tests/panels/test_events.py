@@ -15,7 +15,7 @@ from lmx_lab.errors import PermissionNotFoundError, UnauthorizedError, Unreachab
 from lmx_lab.panels import event_rows, event_sessions
 from lmx_lab.panels.event_rows import COLUMNS, MAX_ROWS, EventRows, RowFilter
 from lmx_lab.panels.events import WINDOW_ROWS, EventsPanel
-from lmx_lab.panels.layout import composed
+from lmx_lab.panels.layout import compose_panels
 from lmx_lab.panels.workbench import Workbench
 from tests.panels.scripted_backend import WAIT_S, Reader, Refused, ScriptedBackend
 from tests.panels.scripted_daemon import LIVE, Flood, ScriptedDaemon, ScriptedLog, permission_record
@@ -369,7 +369,7 @@ def test_a_resumed_workbench_shows_no_event_twice(
     first, second = log.created(), log.done("")
     reader.give(daemon.given, first)
     reader.until(lambda panel: kinds(panel) == ["session.created"])
-    workbench.rest()
+    workbench.suspend()
     assert reader.panel.connection["state"] == "closed"
     daemon.given = type(daemon.given)()
     workbench.follow(backend)
@@ -443,9 +443,9 @@ def test_the_snapshot_has_the_newest_rows_as_text(reader: Reader, daemon: Script
 
 
 def test_without_names_the_panel_is_shown_only_with_a_daemon(workbench: Workbench) -> None:
-    alone = composed(workbench, ())
+    alone = compose_panels(workbench, ())
     assert not any(isinstance(panel, EventsPanel) for panel in alone.children)
     workbench.follow_events(ScriptedDaemon())
-    both = composed(workbench, ())
+    both = compose_panels(workbench, ())
     assert isinstance(both.children[-1], EventsPanel)
-    assert composed(workbench, ("events",)) is both.children[-1]
+    assert compose_panels(workbench, ("events",)) is both.children[-1]

@@ -17,7 +17,7 @@ import pytest
 
 import lmx_lab
 from lmx_lab.panels import assets
-from lmx_lab.panels.metrics import CHARTS, FIELDS, MAX_POINTS, MetricsPanel, packed, window
+from lmx_lab.panels.metrics import CHARTS, FIELDS, MAX_POINTS, MetricsPanel, pack_columns, window
 from lmx_lab.panels.workbench import Workbench
 from lmx_lab.wire.admin import Sample
 from tests.panels.scripted_backend import WAIT_S, Reader, Refused, ScriptedBackend
@@ -118,12 +118,12 @@ def test_after_the_clock_was_set_back_only_the_new_time_is_drawn() -> None:
 
 def test_a_window_without_samples_is_empty() -> None:
     assert window([], window_s=60) == []
-    assert packed([], NOON) == b""
+    assert pack_columns([], NOON) == b""
 
 
 def test_times_keep_their_precision() -> None:
     samples = [sample(NOON + 0.001 * number, memory_total_gb=25.28) for number in range(0, 3000, 600)]
-    columns = unpacked(packed(window(samples, window_s=60), samples[-1].at))
+    columns = unpacked(pack_columns(window(samples, window_s=60), samples[-1].at))
     assert columns[0] == pytest.approx([-2.4, -1.8, -1.2, -0.6, 0], abs=1e-5)
     assert columns[-1] == pytest.approx([25.28] * 5, abs=1e-5)
 
@@ -157,11 +157,11 @@ def test_a_thousand_updates_leave_a_small_widget(watched: Watched) -> None:
     assert len(bytes(state.pop("frame"))) <= 4 * MAX_POINTS * (len(FIELDS) + 1)
     del state["_esm"], state["_css"]
     assert len(json.dumps(state, default=str)) < 4000
-    # 1,000 updates at once are few messages.
+    # 1,000 updates at once cause only a few messages.
     assert len([name for name, _ in watched.reader.frames if name == "frame"]) < 10
 
 
-def test_a_paused_view_stands_still_while_samples_are_taken(watched: Watched) -> None:
+def test_a_paused_view_does_not_change_while_samples_are_recorded(watched: Watched) -> None:
     watched.take(seconds(10))
     watched.ends_at(NOON + 4.5)
     watched.reader.ask("change", paused=True)

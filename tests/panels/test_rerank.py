@@ -400,4 +400,4 @@ def test_a_real_lab_ranks_as_its_own_verb_does(bert: lmx_lab.Lab) -> None:
         reader.ask("rank", query="q", documents=PAIR)
         reader.until(lambda panel: "load" in panel.error.lower())
     finally:
-        workbench.rest()
+        workbench.suspend()

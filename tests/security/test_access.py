@@ -47,8 +47,8 @@ def expected(host: str, origin: str, key: bool) -> int:
 
 def headers(origin: str, port: int, key: str | None) -> list[tuple[str, str]]:
     value = ORIGINS[origin][0]
-    told = [("Origin", value.format(port=port))] if value is not None else []
-    return told + ([("Authorization", f"Bearer {key}")] if key is not None else [])
+    sent = [("Origin", value.format(port=port))] if value is not None else []
+    return sent + ([("Authorization", f"Bearer {key}")] if key is not None else [])
 
 
 @pytest.mark.parametrize("key", KEYS)

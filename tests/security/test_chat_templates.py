@@ -295,7 +295,7 @@ def test_a_llama_cpp_process_that_uses_too_much_memory_during_a_load_is_stopped(
     gguf_lab: tuple[Lab, Path], tiny_gguf: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     limit = memory.limit_bytes(None)
-    monkeypatch.setattr(model, "EXTRA_BYTES", 2**20 - limit - limit // model.PREFIX_CACHE_DIVISOR)
+    monkeypatch.setattr(model, "EXTRA_BYTES", 2**20 - limit - limit // 10)
     with pytest.raises(UnusableModelError, match=r"used more than .* GB of memory"):
         gguf_lab[0].load(str(tiny_gguf))
 

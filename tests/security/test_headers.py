@@ -100,5 +100,5 @@ def test_headers_of_a_stream(open_lab: Lab) -> None:
     ],
 )
 def test_headers_of_the_daemon(daemon: Daemon, request_line: str, headers: list[tuple[str, str]], status: int) -> None:
-    told = [(name, value.format(token=daemon.token)) for name, value in headers]
-    check(send(daemon.port, request_line.format(token=daemon.token), told), status)
+    sent = [(name, value.format(token=daemon.token)) for name, value in headers]
+    check(send(daemon.port, request_line.format(token=daemon.token), sent), status)

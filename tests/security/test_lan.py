@@ -112,15 +112,15 @@ class Running:
             on.command(sys.executable, "-m", "lmx_lab", *arguments),
             stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, env=environment,
         )  # fmt: skip
-        self.said = ""
+        self.output = ""
 
     def port(self) -> str:
         assert self.process.stdout is not None
         for line in self.process.stdout:
-            self.said += line
+            self.output += line
             if found := re.search(r"ready at http://(?:[\d.]+|\[::1\]):(\d+)", line):
                 return found[1]
-        raise AssertionError(self.said)
+        raise AssertionError(self.output)
 
     def end(self) -> None:
         self.process.kill()

@@ -102,23 +102,23 @@ def test_the_key_is_in_no_repr_panel_or_report(keyed_lab: Lab, tmp_path: Path) -
 
 
 def test_the_key_is_in_no_repr_or_error_of_a_client(keyed_lab: Lab, daemon: Daemon) -> None:
-    told: list[str] = []
+    texts: list[str] = []
     wrong = KEY[::-1]
     with LabClient(keyed_lab.url, api_key=KEY) as client, LabClient(keyed_lab.url, api_key=wrong) as refused:
-        told += [repr(client), repr(vars(client)), repr(refused)]
+        texts += [repr(client), repr(vars(client)), repr(refused)]
         for ask in (lambda: client.load("no-such-model"), refused.models):
             try:
                 ask()
             except LabError as exc:
-                told += [repr(exc), "".join(traceback.format_exception(exc, chain=True))]
-    assert len(told) > 5
+                texts += [repr(exc), "".join(traceback.format_exception(exc, chain=True))]
+    assert len(texts) > 5
     with DaemonClient(daemon.url, token=daemon.token) as client_of_daemon:
-        told += [repr(client_of_daemon)]
+        texts += [repr(client_of_daemon)]
         try:
             client_of_daemon.read_session("no-such-session")
         except LabError as exc:
-            told += [repr(exc), "".join(traceback.format_exception(exc, chain=True))]
-    assert found(KEY, *told) == found(wrong, *told) == found(daemon.token, *told) == []
+            texts += [repr(exc), "".join(traceback.format_exception(exc, chain=True))]
+    assert found(KEY, *texts) == found(wrong, *texts) == found(daemon.token, *texts) == []
 
 
 SECRETS = {
@@ -164,8 +164,8 @@ def test_child_processes_have_no_keys_in_arguments_or_environment(on_llama_cpp: 
     children = own.children(recursive=True)
     names = {"/".join(Path(part).parts[-2:]) for child in children for part in child.cmdline() if part.endswith(".py")}
     assert names >= {"llama_cpp/worker.py", "templates/worker.py", "grammar/worker.py"}
-    told = [f"{child.cmdline()} {child.environ()}" for child in children] + [str(own.cmdline())]
-    assert [secret for secret in SECRETS.values() if found(secret, *told)] == []
+    texts = [f"{child.cmdline()} {child.environ()}" for child in children] + [str(own.cmdline())]
+    assert [secret for secret in SECRETS.values() if found(secret, *texts)] == []
 
 
 @pytest.mark.slow
@@ -190,15 +190,15 @@ def test_requested_paths_do_not_control_the_terminal_of_the_server(on_echo: Serv
 LAUNCHED = """
 import logging, lmx_lab
 lab = lmx_lab.launch(port=0, home={home!r})
-logging.getLogger("lmx_lab.server.websocket").warning("refused: %s", {said!r})
+logging.getLogger("lmx_lab.server.websocket").warning("refused: %s", {text!r})
 lab.stop()
 """
 
 
 @pytest.mark.slow
 def test_requested_paths_do_not_control_the_terminal_of_a_script(tmp_path: Path) -> None:
-    said = f"{ESCAPES}\n2026-01-01 INFO forged"
-    script = LAUNCHED.format(home=str(tmp_path), said=said)
+    text = f"{ESCAPES}\n2026-01-01 INFO forged"
+    script = LAUNCHED.format(home=str(tmp_path), text=text)
     done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, timeout=120, check=True)
     (line,) = [line for line in done.stderr.splitlines() if "refused" in line]
     assert "forged" in line

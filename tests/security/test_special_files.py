@@ -109,29 +109,31 @@ def test_a_fifo_in_place_of_any_file_is_rejected_by_name(catalog: Catalog, model
     assert [entry.id for entry in catalog.scan()] == ["good"]
 
 
-@pytest.mark.parametrize("said", SPECIAL)
+@pytest.mark.parametrize("description", SPECIAL)
 @pytest.mark.parametrize("name", ["config.json", "tokenizer.json", "generation_config.json"])
 def test_special_and_oversized_files_are_rejected_without_reading_them(
-    catalog: Catalog, models: Path, *, name: str, said: str
+    catalog: Catalog, models: Path, *, name: str, description: str
 ) -> None:
-    put(models / "bad", name, SPECIAL[said])
+    put(models / "bad", name, SPECIAL[description])
     before = psutil.Process().memory_info().rss
-    with pytest.raises(UnusableModelError, match=f"{name} .*{said}"):
+    with pytest.raises(UnusableModelError, match=f"{name} .*{description}"):
         catalog.resolve("bad")
     assert psutil.Process().memory_info().rss - before < MUCH
     assert [entry.id for entry in catalog.scan()] == ["good"]
 
 
-@pytest.mark.parametrize("said", [said for said in SPECIAL if said != "the limit for files"])
+@pytest.mark.parametrize(
+    "description", [description for description in SPECIAL if description != "the limit for files"]
+)
 def test_special_files_as_gguf_files_and_hub_references_are_rejected(
-    catalog: Catalog, models: Path, *, tmp_path: Path, said: str
+    catalog: Catalog, models: Path, *, tmp_path: Path, description: str
 ) -> None:
-    path = put(models, "bad.gguf", SPECIAL[said])
+    path = put(models, "bad.gguf", SPECIAL[description])
     with pytest.raises(UnusableModelError):
         catalog.resolve(str(path))
     repo = tmp_path / "hub" / "models--org--name"
     shutil.copytree(models / "good", repo / "snapshots" / "0123456789")
-    put(repo, "refs/main", SPECIAL[said])
+    put(repo, "refs/main", SPECIAL[description])
     assert [entry.id for entry in catalog.scan()] == ["bad", "good", "org/name"]
 
 

@@ -1,4 +1,4 @@
-"""A model that is only talked about."""
+"""An entry of a model that does not exist, for tests that do not load it."""
 
 from __future__ import annotations
 

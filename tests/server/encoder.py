@@ -1,4 +1,4 @@
-"""A server around a manager whose vectors and scores the tests choose."""
+"""A server whose manager is a fake that returns the vectors and scores that a test sets."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ REPORT = EncodeReport(model="minilm", texts=2, tokens=7, queue_s=0.25, compute_s
 
 @dataclass
 class FakeEncoder:
-    """A manager whose embeddings and scores are the lengths of texts, or the values that a test sets."""
+    """A manager that returns the vectors and scores that a test sets, or the lengths of the texts."""
 
     failure: LabError | Exception | None = None
     vectors: Any = None
@@ -41,12 +41,12 @@ class FakeEncoder:
     uptime_s: float = 1.0
     requests: list[Any] = field(default_factory=list)
     local: list[bool] = field(default_factory=list)
-    """For each request, whether its caller is on this machine."""
+    """Whether the caller is on this machine, for each request."""
     started: asyncio.Event = field(default_factory=asyncio.Event)
     ended: asyncio.Event = field(default_factory=asyncio.Event)
 
     def add_observer(self, observer: Callable[[LoadProgress], None]) -> None:
-        """Ignored, because this manager loads nothing."""
+        """Do nothing, because this manager does not load models."""
 
     def model_for(self, name: str | None, kinds: Any, *, local: bool) -> Any:
         return SimpleNamespace(entry=self.snapshot.entry)
@@ -70,7 +70,7 @@ class FakeEncoder:
 
 @dataclass(frozen=True)
 class PendingResult:
-    """The result of a request, which comes at once or never."""
+    """The result of a request, which is available at once or never."""
 
     manager: FakeEncoder
     value: Any
@@ -109,7 +109,7 @@ async def post(manager: FakeEncoder, path: str, body: dict[str, Any]) -> httpx2.
 
 
 async def refused(manager: FakeEncoder, path: str, body: dict[str, Any], status: int = 400) -> dict[str, Any]:
-    """Send a request that is refused; return the error."""
+    """Send a request that must be refused, and return the error."""
     response = await post(manager, path, body)
     assert response.status_code == status, response.text
     error: dict[str, Any] = response.json()["error"]

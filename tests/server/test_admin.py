@@ -1,6 +1,7 @@
-"""The rights of callers on other machines.
+"""Tests of the rights of callers on other machines.
 
-Tests send no traffic outside of loopback, so they make the scope; ``tests/strangers/test_lan.py`` has two machines.
+These tests create ASGI scopes, because they send no traffic outside of loopback. ``tests/security/test_lan.py`` tests
+with two machines.
 """
 
 from __future__ import annotations

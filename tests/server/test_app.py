@@ -1,4 +1,4 @@
-"""Error messages for callers on other machines do not contain paths of this one."""
+"""Tests that error messages for callers on other machines contain no paths of this machine."""
 
 from __future__ import annotations
 

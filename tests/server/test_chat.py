@@ -1,4 +1,4 @@
-"""The lines of a streamed answer with reasoning and calls. An answer can be sent back in the next request."""
+"""Test the chunks of a streamed answer with reasoning and tool calls, and that an answer can be sent back unchanged."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from openai.types.chat import ChatCompletion, ChatCompletionChunk
 
 from lmx_lab.engine import TokenStream
 from lmx_lab.engine.stream import Mailbox
-from lmx_lab.server.chat import _lines, _whole
+from lmx_lab.server.chat import _chunks, _complete
 from lmx_lab.server.generation import Generation
 from lmx_lab.server.serialize import ChatAnswer
 from lmx_lab.server.translate import generation_request
@@ -24,7 +24,7 @@ CALLS = (ToolCallDelta(index=0, id="c1", name="look", arguments='{"at":"sea"}'),
 
 
 class FakeStream(TokenStream):
-    """A stream of these deltas, which are not merged."""
+    """A stream that returns the given deltas without merging them."""
 
     def __init__(self, *deltas: Delta) -> None:
         mailbox = Mailbox(asyncio.get_running_loop())
@@ -49,7 +49,7 @@ def generation() -> Generation:
 
 
 async def test_reasoning_text_and_calls_are_streamed_in_separate_chunks() -> None:
-    lines = [json.loads(line) async for line in _lines(ANSWER, [generation()], include_usage=True)]
+    lines = [json.loads(line) async for line in _chunks(ANSWER, [generation()], include_usage=True)]
     named = {"index": 0, "id": "c1", "type": "function", "function": {"name": "look", "arguments": ""}}
     assert [choice["delta"] for line in lines for choice in line["choices"]] == [
         {"role": "assistant", "content": ""},
@@ -68,7 +68,7 @@ async def test_reasoning_text_and_calls_are_streamed_in_separate_chunks() -> Non
 
 
 async def test_an_answer_may_be_sent_back_in_the_next_request() -> None:
-    body = json.loads(await _whole(ANSWER, [generation()]))
+    body = json.loads(await _complete(ANSWER, [generation()]))
     assert ChatCompletion.model_validate(body).choices[0].finish_reason == "tool_calls"
     answer: dict[str, Any] = body["choices"][0]["message"]
     history = [answer, {"role": "tool", "tool_call_id": "c1", "content": "blue"}]

@@ -1,4 +1,4 @@
-"""The shapes of /v1/embeddings, and how its numbers are written."""
+"""Tests of the bodies of /v1/embeddings, and of the format of its numbers."""
 
 from __future__ import annotations
 
@@ -231,7 +231,7 @@ def parsed(vectors: Any) -> Any:
         elements=st.floats(width=32, allow_nan=False, allow_infinity=False),
     )
 )
-def test_every_float32_survives_its_text(vectors: Any) -> None:
+def test_every_float32_is_unchanged_by_its_decimal_form(vectors: Any) -> None:
     assert np.array_equal(parsed(vectors), vectors)
 
 

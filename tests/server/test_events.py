@@ -1,11 +1,15 @@
-"""The events of /admin/events."""
+"""Tests of the events of /admin/events."""
 
 from __future__ import annotations
 
+from dataclasses import replace
+
+import pytest
+
 from lmx_lab.server.events import events_between, model_event, sample
-from lmx_lab.values.engine import EngineSnapshot
+from lmx_lab.values.engine import COUNTERS, EngineSnapshot
 from lmx_lab.values.models import LoadProgress
-from lmx_lab.wire.admin import Memory, ModelEvent, Throughput
+from lmx_lab.wire.admin import Memory, ModelEvent, Sample, Throughput
 
 
 def test_throughput_is_measured_since_the_previous_snapshot() -> None:
@@ -19,7 +23,7 @@ def test_throughput_is_measured_since_the_previous_snapshot() -> None:
     ]
 
 
-def test_a_sample_has_all_figures_since_the_previous_snapshot() -> None:
+def test_a_sample_has_all_metrics_since_the_previous_snapshot() -> None:
     before = EngineSnapshot(output_tokens=100, prompt_tokens=10, cached_tokens=5, encoded_tokens=50)
     now = EngineSnapshot(
         output_tokens=130,
@@ -33,9 +37,20 @@ def test_a_sample_has_all_figures_since_the_previous_snapshot() -> None:
         memory_total_bytes=4 * 10**9,
         prefix_cache_bytes=5 * 10**8,
     )
-    figures = sample(before, now, 2).model_dump(exclude={"at", "type"})
-    assert list(figures.values()) == [15, 10, 0, 2, 3, 1, 0.5, 2, 4]
+    taken = sample(before, now, 2)
+    assert taken.decode_tokens_per_second == 15
+    assert taken.prompt_tokens_per_second == 10
+    assert taken.encoded_tokens_per_second == 0
+    assert (taken.active_requests, taken.queued_requests) == (2, 3)
+    assert (taken.memory_active_gb, taken.memory_cache_gb) == (1, 0.5)
+    assert (taken.memory_peak_gb, taken.memory_total_gb) == (2, 4)
     assert sample(now, before, 2).decode_tokens_per_second == 0
+
+
+@pytest.mark.parametrize("name", [name for name in COUNTERS if f"{name}_per_second" in Sample.model_fields])
+def test_a_sample_has_the_rate_of_a_counter(name: str) -> None:
+    before, now = (replace(EngineSnapshot(), **{name: value}) for value in (100, 130))
+    assert getattr(sample(before, now, 2), f"{name}_per_second") == 15
 
 
 def test_rates_are_never_negative_after_the_engine_was_started_again() -> None:

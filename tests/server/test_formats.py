@@ -1,4 +1,4 @@
-"""``response_format``: what may be asked for, what the engine gets, and what is said about the rest."""
+"""Tests of ``response_format``: valid formats are converted for the engine, and invalid ones are refused."""
 
 from __future__ import annotations
 
@@ -54,7 +54,7 @@ def test_each_format_is_translated_for_the_engine(given: Any, kind: Any, text: s
 
 
 @pytest.mark.parametrize(
-    ("given", "param", "said"),
+    ("given", "param", "expected"),
     [
         ("json", "response_format", ["must be an object", "json_schema", "'json'"]),
         ({}, "response_format.type", ["required"]),
@@ -82,13 +82,13 @@ def test_each_format_is_translated_for_the_engine(given: Any, kind: Any, text: s
         ({"type": "grammar", "grammar": "a", "syntax": "gbnf"}, "response_format.syntax", ["'lark'", "'gbnf'"]),
     ],
 )
-def test_the_error_of_an_invalid_format_names_the_field(given: Any, param: str, said: list[str]) -> None:
+def test_the_error_of_an_invalid_format_names_the_field(given: Any, param: str, expected: list[str]) -> None:
     with pytest.raises(ValidationError) as wrong:
         chat(response_format=given)
     error = validation_error(wrong.value)
     assert error.param == param
     assert error.message.startswith(f"{param}: ")
-    assert [part for part in said if part not in error.message] == []
+    assert [part for part in expected if part not in error.message] == []
     assert len(error.message) < 500
 
 

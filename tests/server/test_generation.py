@@ -1,4 +1,4 @@
-"""The end of a generation is reported once, whatever happens."""
+"""Tests that the end of a generation is reported exactly once."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ import pytest
 from lmx_lab.engine import TokenStream
 from lmx_lab.engine.stream import Mailbox
 from lmx_lab.errors import EngineError
-from lmx_lab.server.generation import Generation, RequestEnd, closing_all, gathered
+from lmx_lab.server.generation import Generation, RequestEnd, closing_all, collect
 from lmx_lab.values.generation import Delta, PromptProgress, ToolCallDelta
 from tests.server.test_translate import report
 
@@ -19,7 +19,7 @@ pytestmark = pytest.mark.anyio
 
 
 class Watched:
-    """A generation over a mailbox that the test fills."""
+    """A generation that reads a mailbox, into which the test puts deltas."""
 
     def __init__(self) -> None:
         self.ends: list[RequestEnd] = []
@@ -40,7 +40,7 @@ async def test_a_complete_answer_is_reported_with_its_cost() -> None:
     watched = Watched()
     watched.mailbox.deliver(Delta(text="a", tokens=1))
     watched.mailbox.deliver(report())
-    assert (await watched.generation.whole()).text == "a"
+    assert (await watched.generation.read_all()).text == "a"
     await watched.generation.aclose()
     assert watched.ends == [
         RequestEnd(
@@ -55,15 +55,15 @@ async def test_a_complete_answer_is_reported_with_its_cost() -> None:
     assert watched.ends[0].event().completion_tokens == 5
 
 
-async def test_tool_calls_are_an_outcome_of_their_own() -> None:
+async def test_tool_calls_are_a_separate_outcome() -> None:
     watched = Watched()
     watched.mailbox.deliver(report(finish="tool_calls"))
-    await watched.generation.whole()
+    await watched.generation.read_all()
     assert watched.outcomes == [("tool_calls", None)]
     assert watched.ends[0].event().finish_reason == "tool_calls"
 
 
-async def test_all_deltas_are_joined() -> None:
+async def test_all_deltas_are_merged() -> None:
     async def pieces() -> AsyncIterator[Delta]:
         yield Delta(text="", tokens=1, reasoning="h")
         yield Delta(text="a", tokens=2, reasoning="m")
@@ -71,14 +71,14 @@ async def test_all_deltas_are_joined() -> None:
         yield Delta(text="", tokens=1, tool_calls=(ToolCallDelta(index=0, arguments="}"),))
 
     calls = (ToolCallDelta(index=0, id="c", name="f", arguments="{}"),)
-    assert await gathered(pieces()) == Delta(text="ab", tokens=5, reasoning="hm", tool_calls=calls)
+    assert await collect(pieces()) == Delta(text="ab", tokens=5, reasoning="hm", tool_calls=calls)
 
 
 async def test_an_error_is_reported_with_its_code() -> None:
     watched = Watched()
     watched.mailbox.deliver(EngineError("broken"))
     with pytest.raises(EngineError):
-        await watched.generation.whole()
+        await watched.generation.read_all()
     assert watched.outcomes == [("error", "internal-error")]
 
 
@@ -93,7 +93,7 @@ async def test_a_closed_generation_is_reported_with_the_tokens_that_were_deliver
     assert watched.cancelled == 1
 
 
-async def test_a_dropped_generation_is_reported_as_cancelled() -> None:
+async def test_a_deleted_generation_is_reported_as_cancelled() -> None:
     watched = Watched()
     del watched.generation
     gc.collect()
@@ -114,13 +114,13 @@ async def test_a_cancelled_wait_for_a_delta_does_not_end_the_generation() -> Non
         await asyncio.wait_for(anext(watched.generation), 0)
     assert watched.ends == []
     watched.mailbox.deliver(report())
-    await watched.generation.whole()
+    await watched.generation.read_all()
     assert watched.outcomes == [("stop", None)]
 
 
-async def test_the_remark_describes_the_state_before_the_first_token() -> None:
+async def test_the_status_describes_the_request_before_the_first_token() -> None:
     watched = Watched()
-    assert watched.generation.remark == "queued"
+    assert watched.generation.status == "queued"
     watched.mailbox.deliver(PromptProgress(done=512, total=1400))
-    assert watched.generation.remark == "prompt 512/1400 tokens"
+    assert watched.generation.status == "prompt 512/1400 tokens"
     await watched.generation.aclose()

@@ -1,4 +1,4 @@
-"""The readiness of states that are hard to produce with a real engine."""
+"""Tests of readiness in states that are hard to produce with a real engine."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ SETTINGS = Settings(idle_unload_s=300, stall_limit_s=60)
     [
         (EngineSnapshot(), "no-model-loaded", "POST /admin/models/load"),
         (EngineSnapshot(state="loading"), "no-model-loaded", "the engine is loading"),
-        (EngineSnapshot(unloaded_model="tiny", unload_cause="asked"), "no-model-loaded", "the engine is empty"),
+        (EngineSnapshot(unloaded_model="tiny", unload_cause="requested"), "no-model-loaded", "the engine is empty"),
         (EngineSnapshot(unloaded_model="tiny", unload_cause="idle"), "no-model-loaded", "no request came for 300 s"),
         (EngineSnapshot(unloaded_model="tiny", unload_cause="memory"), "oom-unloaded", "load it again, or a smaller"),
         # While a model is loading, the earlier state is not mentioned.
@@ -30,7 +30,7 @@ SETTINGS = Settings(idle_unload_s=300, stall_limit_s=60)
             "the engine is loading",
         ),
         (EngineSnapshot(state="dead"), "internal-error", "the engine has died"),
-        (EngineSnapshot(state="ready", active_requests=1, progress_at=-math.inf), "internal-error", "no engine step"),
+        (EngineSnapshot(state="ready", active_requests=1, progress_at=-math.inf), "internal-error", "has made no step"),
     ],
 )
 def test_each_reason_has_its_code_and_names_the_next_step(now: EngineSnapshot, code: str, part: str) -> None:

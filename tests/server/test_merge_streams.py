@@ -1,4 +1,4 @@
-"""Several streams as one, several works as one: what one failure or one leaving does to the rest."""
+"""Tests of concurrent streams and coroutines: results, errors and cancellation."""
 
 from __future__ import annotations
 
@@ -9,18 +9,18 @@ from contextlib import aclosing
 import pytest
 
 from lmx_lab.errors import EngineError
-from lmx_lab.server.merge_streams import merged, together
+from lmx_lab.server.merge_streams import gather, merge
 
 pytestmark = pytest.mark.anyio
 
 
-async def counting(name: str, count: int, left: list[str]) -> AsyncGenerator[str, None]:
+async def counting(name: str, count: int, closed: list[str]) -> AsyncGenerator[str, None]:
     try:
         for number in range(count):
             yield f"{name}{number}"
             await asyncio.sleep(0)
     finally:
-        left.append(name)
+        closed.append(name)
 
 
 async def failing() -> AsyncGenerator[str, None]:
@@ -28,43 +28,43 @@ async def failing() -> AsyncGenerator[str, None]:
     raise EngineError("broken")
 
 
-async def endless(left: list[str]) -> None:
+async def endless(closed: list[str]) -> None:
     try:
         await asyncio.Event().wait()
     finally:
-        left.append("endless")
+        closed.append("endless")
 
 
 @pytest.mark.parametrize("counts", [[3], [3, 3], [0, 5, 1], [0, 0]])
 async def test_all_items_of_each_source_are_yielded_in_order(counts: list[int]) -> None:
-    left: list[str] = []
+    closed: list[str] = []
     names = "abc"[: len(counts)]
-    sources = [counting(name, count, left) for name, count in zip(names, counts, strict=True)]
-    items = [item async for item in merged(sources)]
+    sources = [counting(name, count, closed) for name, count in zip(names, counts, strict=True)]
+    items = [item async for item in merge(sources)]
     for name, count in zip(names, counts, strict=True):
         assert [item for item in items if item[0] == name] == [f"{name}{number}" for number in range(count)]
-    assert sorted(left) == sorted(names)
+    assert sorted(closed) == sorted(names)
 
 
 async def test_two_sources_take_turns() -> None:
-    items = [item async for item in merged([counting("a", 50, []), counting("b", 50, [])])]
+    items = [item async for item in merge([counting("a", 50, []), counting("b", 50, [])])]
     assert {item[0] for item in items[:10]} == {"a", "b"}
 
 
 async def test_an_error_closes_the_other_sources_and_is_raised() -> None:
-    left: list[str] = []
+    closed: list[str] = []
     with pytest.raises(EngineError, match="broken"):
-        async for _ in merged([counting("a", 1000, left), failing()]):
+        async for _ in merge([counting("a", 1000, closed), failing()]):
             pass
-    assert left == ["a"]
+    assert closed == ["a"]
 
 
 async def test_closing_the_merged_stream_closes_all_sources() -> None:
-    left: list[str] = []
-    async with aclosing(merged([counting("a", 1000, left), counting("b", 1000, left)])) as items:
+    closed: list[str] = []
+    async with aclosing(merge([counting("a", 1000, closed), counting("b", 1000, closed)])) as items:
         async for _ in items:
             break
-    assert sorted(left) == ["a", "b"]
+    assert sorted(closed) == ["a", "b"]
 
 
 async def test_a_source_is_not_read_ahead_of_a_slow_reader() -> None:
@@ -75,7 +75,7 @@ async def test_a_source_is_not_read_ahead_of_a_slow_reader() -> None:
             produced.append(number)
             yield number
 
-    async with aclosing(merged([source(), source()])) as items:
+    async with aclosing(merge([source(), source()])) as items:
         await anext(items)
         for _ in range(50):
             await asyncio.sleep(0)
@@ -88,22 +88,22 @@ async def test_results_come_in_order() -> None:
             await asyncio.sleep(0)
         return number
 
-    assert await together(work(number) for number in range(5)) == [0, 1, 2, 3, 4]
+    assert await gather(work(number) for number in range(5)) == [0, 1, 2, 3, 4]
 
 
 async def test_the_first_error_cancels_the_other_coroutines() -> None:
-    left: list[str] = []
+    closed: list[str] = []
 
     async def fail() -> None:
         raise EngineError("broken")
 
     with pytest.raises(EngineError, match="broken"):
-        await together([endless(left), fail()])
-    assert left == ["endless"]
+        await gather([endless(closed), fail()])
+    assert closed == ["endless"]
 
 
 async def test_cancelling_cancels_all_coroutines() -> None:
-    left: list[str] = []
+    closed: list[str] = []
     with pytest.raises(TimeoutError):
-        await asyncio.wait_for(together([endless(left), endless(left)]), 0.01)
-    assert left == ["endless", "endless"]
+        await asyncio.wait_for(gather([endless(closed), endless(closed)]), 0.01)
+    assert closed == ["endless", "endless"]

@@ -1,4 +1,4 @@
-"""Metrics, read back with the parsers of the client library."""
+"""Tests of the metrics, which are read with the parsers of Prometheus' client library."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from lmx_lab.engine import ModelManager
 from lmx_lab.server.generation import RequestEnd
 from lmx_lab.server.metrics import BUCKETS_S, Metrics
 from lmx_lab.settings import Settings
-from lmx_lab.values.engine import EngineSnapshot
+from lmx_lab.values.engine import COUNTERS, EngineSnapshot
 from lmx_lab.values.generation import GenerationReport
 from tests.server.conftest import ENTRY
 
@@ -35,7 +35,7 @@ REPORT = GenerationReport(
 
 @dataclass
 class FakeManager:
-    """A manager whose state the tests set."""
+    """A manager whose state is set by the tests."""
 
     snapshot: EngineSnapshot = field(default_factory=EngineSnapshot)
     alive: bool = True
@@ -64,7 +64,7 @@ def end(outcome: Any = "stop", code: str | None = None, report: GenerationReport
     return RequestEnd(request_id="req_1", model="tiny", outcome=outcome, code=code, report=report)
 
 
-def test_figures_of_the_engine_come_from_the_current_snapshot() -> None:
+def test_metrics_of_the_engine_come_from_the_current_snapshot() -> None:
     manager = FakeManager()
     metrics = metrics_of(manager)
     assert value(metrics, "output_tokens_total") == 0
@@ -197,3 +197,9 @@ def test_each_metric_has_a_description() -> None:
     families = list(parse_openmetrics(body.decode()))
     assert families
     assert all(family.documentation and family.name.startswith("lmx_lab_") for family in families)
+
+
+@pytest.mark.parametrize("name", COUNTERS)
+def test_every_counter_of_the_engine_is_shown(name: str) -> None:
+    metrics = metrics_of(FakeManager(snapshot=replace(EngineSnapshot(), **{name: 7})))
+    assert value(metrics, f"{name}_total") == 7

@@ -1,4 +1,4 @@
-"""The description of the server holds together, and says what a client has to know."""
+"""Tests that the OpenAPI document of the server is consistent and complete."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ def document(api: FastAPI) -> dict[str, Any]:
 
 
 def values(node: Any, name: str) -> Iterator[Any]:
-    """All values with this name, anywhere."""
+    """Return all values with this name, at any depth."""
     for key, value in node.items() if isinstance(node, dict) else enumerate(node):
         if key == name:
             yield value
@@ -49,7 +49,7 @@ def operations(document: dict[str, Any]) -> list[dict[str, Any]]:
 
 
 def fields(document: dict[str, Any], model: str) -> dict[str, Any]:
-    """The schema of each field; for a field that may be null, the other alternative."""
+    """Return the schema of each field; for a nullable field, the alternative that is not null."""
     found: dict[str, Any] = document["components"]["schemas"][model]["properties"]
     return {name: field.get("anyOf", [field])[0] for name, field in found.items()}
 
@@ -66,7 +66,7 @@ def test_all_references_can_be_resolved(document: dict[str, Any]) -> None:
     assert list(values(document, "$defs")) == []
 
 
-def test_the_streams_are_described_by_their_lines(document: dict[str, Any]) -> None:
+def test_streams_are_described_by_their_events(document: dict[str, Any]) -> None:
     def stream(path: str, method: str) -> Any:
         return document["paths"][path][method]["responses"]["200"]["content"]["text/event-stream"]["schema"]
 
@@ -91,7 +91,7 @@ def test_failures_mention_their_headers(document: dict[str, Any]) -> None:
     for operation in operations(document):
         failures = {status: answer for status, answer in operation["responses"].items() if status >= "400"}
         assert "500" in failures
-        # The body of /readyz has one shape, whether the server is ready or not.
+        # The body of /readyz has the same fields, whether the server is ready or not.
         assert [status for status, answer in failures.items() if not expected <= set(answer["headers"])] in (
             [],
             ["503"],

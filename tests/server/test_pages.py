@@ -1,4 +1,4 @@
-"""The two pages for people, wherever the server lies: behind a proxy it does not know its own address."""
+"""Tests of the two pages for browsers, also behind a proxy, where the server does not know its own address."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ def browser() -> Iterator[Browser]:
 
 @pytest.fixture
 def tab(browser: Browser) -> Iterator[Page]:
-    # In a context of its own: with its own cache.
+    # A separate context has a separate cache.
     page = browser.new_page()
     page.set_default_timeout(WAIT_MS)
     yield page
@@ -47,7 +47,7 @@ def tab(browser: Browser) -> Iterator[Page]:
 
 
 def links(page: httpx2.Response) -> list[str]:
-    """Those to this server, as they are written."""
+    """Return the links of a page to this server, as they are in the page."""
     return [link for link in re.findall(r'(?:href|src)="([^"]*)"', page.text) if not link.startswith("https://")]
 
 
@@ -79,30 +79,30 @@ def test_the_openapi_document_has_no_pages(lab: Lab) -> None:
 
 
 def test_requests_from_the_page_use_its_own_address(lab: Lab, tab: Page) -> None:
-    """Under a path such as ``/user/me/proxy/8400/``, of which the document knows nothing."""
+    """The page is below a path such as ``/user/me/proxy/8400/``, which the document does not contain."""
     prefix = "http://hub.example/user/me/proxy/8400/"
 
     def proxied(route: Route) -> None:
         answer = httpx2.get(f"{lab.url}/{route.request.url.removeprefix(prefix)}")
         route.fulfill(status=answer.status_code, body=answer.text, headers=dict(answer.headers))
 
-    # Its own script would be another one than the page has named, and would not run.
+    # A replacement of the script would have another hash than the page expects, so the browser would not run it.
     tab.route(ELSEWHERE, lambda route: route.abort())
     tab.add_init_script(SWAGGER_STUB)
     tab.route(f"{prefix}**", proxied)
     tab.goto(f"{prefix}docs")
-    # Not wait_for_function: it evaluates strings within the page, which the page's policy refuses.
+    # Not wait_for_function, because it evaluates strings in the page, which the page's policy forbids.
     assert tab.evaluate("window.started")
     assert tab.evaluate("window.given.spec.servers") == [{"url": prefix}]
     assert tab.evaluate("Object.keys(window.given.spec.paths).includes('/v1/models')")
     assert tab.evaluate("document.querySelector(window.given.dom_id) !== null")
 
 
-def test_only_the_named_script_may_run(lab: Lab, tab: Page) -> None:
+def test_only_the_pinned_script_may_run(lab: Lab, tab: Page) -> None:
     headers = {"access-control-allow-origin": "*"}
     altered = "window.altered = true"
     tab.route(ELSEWHERE, lambda it: it.fulfill(body=altered, content_type="text/javascript", headers=headers))
-    with tab.expect_console_message(lambda said: "integrity" in said.text):
+    with tab.expect_console_message(lambda message: "integrity" in message.text):
         tab.goto(f"{lab.url}/docs")
     assert tab.evaluate("window.altered === undefined")
 
@@ -129,7 +129,7 @@ FRAMING = """async (address) => {
 
 @pytest.mark.parametrize("path", ["", "docs"])
 def test_pages_of_the_same_origin_may_frame_them(lab: Lab, tab: Page, path: str) -> None:
-    """Behind jupyter-server-proxy JupyterLab has the same origin."""
+    """Behind jupyter-server-proxy, JupyterLab has the same origin as the server."""
     tab.route(ELSEWHERE, lambda route: route.abort())
     outside = "<!doctype html><title>outside</title><body>"
     tab.route(f"{lab.url}/lab", lambda route: route.fulfill(body=outside, content_type="text/html"))
@@ -147,7 +147,9 @@ def test_text_in_the_page_is_escaped(lab: Lab, tab: Page) -> None:
     tab.route(ELSEWHERE, lambda route: route.abort())
     tab.route(f"{lab.url}/docs", written)
     refused: list[str] = []
-    tab.on("console", lambda said: refused.append(said.text) if "Content Security Policy" in said.text else None)
+    tab.on(
+        "console", lambda message: refused.append(message.text) if "Content Security Policy" in message.text else None
+    )
     tab.goto(f"{lab.url}/docs")
     assert tab.evaluate("window.ran === undefined")
     assert len([text for text in refused if "script" in text]) >= 3

@@ -1,4 +1,4 @@
-"""The shapes of rerank requests of Jina, Cohere and Text Embeddings Inference."""
+"""Tests of the request and response bodies of Jina, Cohere and Text Embeddings Inference."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from lmx_lab.engine import RerankRequest
-from lmx_lab.server.rerank import PATHS, SMALL
+from lmx_lab.server.rerank import PATHS, RESULTS_ON_LOOP
 from lmx_lab.wire.embeddings import INPUT_LIMIT
 from lmx_lab.wire.rerank import RerankResults
 from tests.server.encoder import FakeEncoder, post, refused
@@ -198,6 +198,6 @@ async def test_many_results_are_written_in_another_thread(monkeypatch: pytest.Mo
         return await to_thread(work, *args, **kwargs)
 
     monkeypatch.setattr(asyncio, "to_thread", noted)
-    for count in (SMALL, SMALL + 1):
+    for count in (RESULTS_ON_LOOP, RESULTS_ON_LOOP + 1):
         assert (await post(FakeEncoder(), PATH, body(documents=["a"] * count))).status_code == 200
     assert len(moved) == 1

@@ -1,4 +1,4 @@
-"""Chunks are written as text, and equal the dumps of their pydantic models."""
+"""Tests that chunks, which are written as text, equal the dumps of their pydantic models."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ OTHER = ToolCallDelta(index=1, id="call_2", name="see")
 
 @st.composite
 def calls(draw: st.DrawFn) -> tuple[ToolCallDelta, ...]:
-    """Pieces of tool calls, with or without their names."""
+    """Draw pieces of tool calls, with or without their names."""
     pieces = []
     for index in draw(st.lists(st.integers(0, 2), max_size=3, unique=True)):
         identity = {"id": draw(TEXTS), "name": draw(TEXTS)} if draw(st.booleans()) else {}
@@ -44,26 +44,26 @@ def test_a_chat_chunk_equals_the_dump_of_its_model(
     shown = (LOGPROB,) if logprobs else ()
     delta = Delta(text=text, tokens=1, logprobs=shown, reasoning=thoughts, tool_calls=tool_calls)
     spent = usage([report()])
-    last = answer.last(report(finish="tool_calls"), 1)
-    for chunk in (answer.first(), *answer.pieces(delta, 3), last, answer.usage(spent)):
+    last = answer.last_chunk(report(finish="tool_calls"), 1)
+    for chunk in (answer.first_chunk(), *answer.delta_chunks(delta, 3), last, answer.usage_chunk(spent)):
         assert ChatChunk.model_validate_json(chunk).model_dump_json(exclude_unset=True) == chunk
 
 
 def test_a_chat_chunk_contains_the_delta() -> None:
     answer = ChatAnswer(model="tiny", fingerprint="mlx", logprobs=True)
-    (piece,) = answer.pieces(Delta(text="hé", tokens=1, logprobs=(LOGPROB,)), 2)
+    (piece,) = answer.delta_chunks(Delta(text="hé", tokens=1, logprobs=(LOGPROB,)), 2)
     (choice,) = ChatChunk.model_validate_json(piece).choices
     assert (choice.index, choice.delta.content, choice.finish_reason) == (2, "hé", None)
     assert choice.logprobs is not None
     assert [token.model_dump() for token in choice.logprobs.content] == chat_logprobs([LOGPROB])
-    last = ChatChunk.model_validate_json(answer.last(report()))
+    last = ChatChunk.model_validate_json(answer.last_chunk(report()))
     assert last.timings == timings(report())
     assert last.choices[0].logprobs is None
 
 
 def deltas(answer: ChatAnswer, delta: Delta) -> list[dict[str, Any]]:
-    """The choice of each chunk."""
-    return [json.loads(chunk)["choices"][0] for chunk in answer.pieces(delta)]
+    """Return the choice of each chunk."""
+    return [json.loads(chunk)["choices"][0] for chunk in answer.delta_chunks(delta)]
 
 
 def test_reasoning_text_and_calls_have_separate_chunks() -> None:
@@ -99,7 +99,7 @@ def test_the_logprobs_of_a_delta_are_sent_once_and_first(delta: Delta, chunks: i
 
 
 def message(delta: Delta, reason: FinishReason = "stop") -> dict[str, Any]:
-    body = ChatAnswer(model="tiny", fingerprint="mlx").full([(delta, report(finish=reason))], usage([report()]))
+    body = ChatAnswer(model="tiny", fingerprint="mlx").body([(delta, report(finish=reason))], usage([report()]))
     (choice,) = json.loads(body)["choices"]
     assert choice["finish_reason"] == reason
     found: dict[str, Any] = choice["message"]
@@ -135,10 +135,10 @@ def test_a_completion_chunk_equals_the_dump_of_its_model(text: str, name: str) -
     logprobs = LogprobsWriter().write([PROMPT, LOGPROB])
     spent = usage([report()])
     chunks = (
-        answer.piece(text, logprobs, 0),
-        answer.piece(text, None, 4),
-        answer.last(report(), 1),
-        answer.usage(spent),
+        answer.text_chunk(text, logprobs, 0),
+        answer.text_chunk(text, None, 4),
+        answer.last_chunk(report(), 1),
+        answer.usage_chunk(spent),
     )
     for chunk in chunks:
         assert Completion.model_validate_json(chunk).model_dump_json(exclude_unset=True) == chunk
@@ -170,8 +170,8 @@ def test_a_socket_token_has_only_fields_with_values() -> None:
 
 def test_timings_of_several_choices_are_combined() -> None:
     answer, part = ChatAnswer(model="tiny", fingerprint="mlx"), (Delta(text="a", tokens=1), report())
-    assert json.loads(answer.full([part], usage([report()])))["timings"]["predicted_n"] == 5
-    both = json.loads(answer.full([part, part], usage([report(), report()])))
+    assert json.loads(answer.body([part], usage([report()])))["timings"]["predicted_n"] == 5
+    both = json.loads(answer.body([part, part], usage([report(), report()])))
     assert both["timings"]["predicted_n"] == 10
     assert [choice["index"] for choice in both["choices"]] == [0, 1]
 

@@ -1,4 +1,4 @@
-"""Tools, the choice among them, and their calls in a history: from the wire to the engine's values."""
+"""Tests that tools, tool choices and tool calls in a history are converted for the engine or refused."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ def use(**changes: Any) -> ToolUse | None:
 
 
 def refusal(**changes: Any) -> InvalidRequestError:
-    """What the caller is told, whichever side finds it."""
+    """Return the error of a request, from the validation of its body or from its conversion for the engine."""
     try:
         generation_request(chat(**changes))
     except ValidationError as exc:
@@ -42,10 +42,10 @@ def refusal(**changes: Any) -> InvalidRequestError:
     pytest.fail("nothing was refused")
 
 
-def check(error: InvalidRequestError, param: str, said: list[str]) -> None:
+def check(error: InvalidRequestError, param: str, expected: list[str]) -> None:
     assert error.param == param
     assert error.message.startswith(f"{param}: ")
-    assert [part for part in said if part not in error.message] == []
+    assert [part for part in expected if part not in error.message] == []
     assert len(error.message) < 1000
 
 
@@ -100,16 +100,16 @@ def test_parallel_tool_calls_can_be_disabled(given: Any, expected: bool) -> None
 
 
 def test_a_forced_call_ignores_the_format() -> None:
-    asked = {"tools": [function()], "response_format": {"type": "json_object"}}
-    assert generation_request(chat(**asked)).answer_format is not None
-    assert generation_request(chat(tool_choice="required", **asked)).answer_format is None
+    fields = {"tools": [function()], "response_format": {"type": "json_object"}}
+    assert generation_request(chat(**fields)).answer_format is not None
+    assert generation_request(chat(tool_choice="required", **fields)).answer_format is None
 
 
 LARGE = {"description": "x" * 140_000}
 
 
 @pytest.mark.parametrize(
-    ("changes", "param", "said"),
+    ("changes", "param", "expected"),
     [
         ({"tools": "look"}, "tools", ["list"]),
         ({"tools": [function()] * 200}, "tools", ["200", "128"]),
@@ -154,9 +154,9 @@ LARGE = {"description": "x" * 140_000}
     ],
 )
 def test_the_error_of_an_invalid_tool_or_choice_names_the_field(
-    changes: dict[str, Any], param: str, said: list[str]
+    changes: dict[str, Any], param: str, expected: list[str]
 ) -> None:
-    check(refusal(**changes), param, said)
+    check(refusal(**changes), param, expected)
 
 
 def test_tool_choice_is_not_checked_if_a_tool_is_invalid() -> None:
@@ -170,11 +170,11 @@ def call(arguments: Any = "{}", id: str = "c1", **fields: Any) -> dict[str, Any]
     return {"id": id, "type": "function", "function": {"name": "look", "arguments": arguments}, **fields}
 
 
-def asks(*calls: Any, **fields: Any) -> dict[str, Any]:
+def with_calls(*calls: Any, **fields: Any) -> dict[str, Any]:
     return {"role": "assistant", "content": None, "tool_calls": list(calls), **fields}
 
 
-def answers(id: str | None = "c1", **fields: Any) -> dict[str, Any]:
+def result_of(id: str | None = "c1", **fields: Any) -> dict[str, Any]:
     return {"role": "tool", "content": "seen", "tool_call_id": id, **fields}
 
 
@@ -183,18 +183,18 @@ def answers(id: str | None = "c1", **fields: Any) -> dict[str, Any]:
     [("", {}), (" ", {}), ("{}", {}), ('{"a": [1, null]}', {"a": [1, None]}), ({"a": 1}, {"a": 1}), ({}, {})],
 )
 def test_the_template_gets_arguments_as_an_object(arguments: Any, expected: Any) -> None:
-    asked, answered = prompt(messages=[asks(call(arguments)), answers(name="look")]).messages
+    call_message, result_message = prompt(messages=[with_calls(call(arguments)), result_of(name="look")]).messages
     function = {"name": "look", "arguments": expected}
-    assert asked == {
+    assert call_message == {
         "role": "assistant",
         "content": "",
         "tool_calls": [{"type": "function", "id": "c1", "function": function}],
     }
-    assert answered == {"role": "tool", "content": "seen", "tool_call_id": "c1", "name": "look"}
+    assert result_message == {"role": "tool", "content": "seen", "tool_call_id": "c1", "name": "look"}
 
 
 def test_answers_are_valid_as_history() -> None:
-    sent = asks(
+    sent = with_calls(
         {**call(index=0), "function": {"name": "look", "arguments": '{"a":1}', "parsed_arguments": {"a": 1}}},
         {"id": "c2", "type": None, "function": {"name": "look", "arguments": ""}},
         refusal=None,
@@ -226,11 +226,11 @@ def test_reasoning_has_one_name_in_the_template(sent: dict[str, Any], expected: 
 @pytest.mark.parametrize(
     "messages",
     [
-        [asks(call(id="a"), call(id="b")), answers("b"), answers("a"), USER],
-        [asks(call()), answers(content=[{"type": "text", "text": "x"}])],
-        [asks(call()), USER],
-        [asks(call(id="a"), call(id="b")), answers("b")],
-        [asks(call()), answers(), asks(call()), answers()],
+        [with_calls(call(id="a"), call(id="b")), result_of("b"), result_of("a"), USER],
+        [with_calls(call()), result_of(content=[{"type": "text", "text": "x"}])],
+        [with_calls(call()), USER],
+        [with_calls(call(id="a"), call(id="b")), result_of("b")],
+        [with_calls(call()), result_of(), with_calls(call()), result_of()],
     ],
 )
 def test_each_call_has_at_most_one_result_in_any_order(messages: list[Any]) -> None:
@@ -241,32 +241,32 @@ ARGUMENTS = "messages.1.tool_calls.0.function.arguments"
 
 
 @pytest.mark.parametrize(
-    ("messages", "param", "said"),
+    ("messages", "param", "expected"),
     [
-        ([USER, asks(call("[1]"))], ARGUMENTS, ["a JSON object", "a list", "'[1]'"]),
-        ([USER, asks(call([1]))], ARGUMENTS, ["a JSON object", "a list"]),
-        ([USER, asks(call('"x"'))], ARGUMENTS, ["a JSON object", "a string"]),
-        ([USER, asks(call("5"))], ARGUMENTS, ["a JSON object", "a number"]),
-        ([USER, asks(call("true"))], ARGUMENTS, ["a JSON object", "true"]),
-        ([USER, asks(call("null"))], ARGUMENTS, ["a JSON object", "null"]),
-        ([USER, asks(call(None))], ARGUMENTS, ["a JSON object", "null"]),
-        ([USER, asks(call('{"a": 1'))], ARGUMENTS, ["is not JSON", "a JSON object"]),
-        ([USER, asks(call('{"a": "\\ud800"}'))], ARGUMENTS, ["is not JSON"]),
-        ([USER, asks(call("[" * 40_000))], ARGUMENTS, ["is not JSON", "recursion"]),
-        ([USER, asks(call("[" * 60_000))], "messages", ["50,000 lists", "arguments"]),
-        ([USER, asks(call({"a": {1}}))], ARGUMENTS, ["cannot be written as JSON"]),
-        ([USER, asks({"id": "c1", "function": {"name": "look"}})], ARGUMENTS, ["required"]),
-        ([asks(call(id=""))], "messages.0.tool_calls.0.id", ["at least 1"]),
-        ([asks(call(colour="blue"))], "messages.0.tool_calls.0.colour", ["leave it out"]),
-        ([asks(call(), call())], "messages.0.tool_calls", ["'c1'", "unique"]),
-        ([asks(*[call(id=str(n)) for n in range(2049)])] * 2, "messages", ["4,098", "4,096"]),
-        ([USER, answers()], "messages.1.tool_call_id", ["'c1'", "tool_calls"]),
-        ([asks(call()), USER, answers()], "messages.2.tool_call_id", ["'c1'", "tool_calls"]),
-        ([asks(call()), answers("zz")], "messages.1.tool_call_id", ["'zz'", "'c1'"]),
-        ([asks(call()), answers(), answers()], "messages.2.tool_call_id", ["'c1'", "answered"]),
-        ([asks(call()), answers(None)], "messages.1.tool_call_id", ["missing", "'c1'"]),
+        ([USER, with_calls(call("[1]"))], ARGUMENTS, ["a JSON object", "a list", "'[1]'"]),
+        ([USER, with_calls(call([1]))], ARGUMENTS, ["a JSON object", "a list"]),
+        ([USER, with_calls(call('"x"'))], ARGUMENTS, ["a JSON object", "a string"]),
+        ([USER, with_calls(call("5"))], ARGUMENTS, ["a JSON object", "a number"]),
+        ([USER, with_calls(call("true"))], ARGUMENTS, ["a JSON object", "true"]),
+        ([USER, with_calls(call("null"))], ARGUMENTS, ["a JSON object", "null"]),
+        ([USER, with_calls(call(None))], ARGUMENTS, ["a JSON object", "null"]),
+        ([USER, with_calls(call('{"a": 1'))], ARGUMENTS, ["is not JSON", "a JSON object"]),
+        ([USER, with_calls(call('{"a": "\\ud800"}'))], ARGUMENTS, ["is not JSON"]),
+        ([USER, with_calls(call("[" * 40_000))], ARGUMENTS, ["is not JSON", "recursion"]),
+        ([USER, with_calls(call("[" * 60_000))], "messages", ["50,000 lists", "arguments"]),
+        ([USER, with_calls(call({"a": {1}}))], ARGUMENTS, ["cannot be written as JSON"]),
+        ([USER, with_calls({"id": "c1", "function": {"name": "look"}})], ARGUMENTS, ["required"]),
+        ([with_calls(call(id=""))], "messages.0.tool_calls.0.id", ["at least 1"]),
+        ([with_calls(call(colour="blue"))], "messages.0.tool_calls.0.colour", ["leave it out"]),
+        ([with_calls(call(), call())], "messages.0.tool_calls", ["'c1'", "unique"]),
+        ([with_calls(*[call(id=str(n)) for n in range(2049)])] * 2, "messages", ["4,098", "4,096"]),
+        ([USER, result_of()], "messages.1.tool_call_id", ["'c1'", "tool_calls"]),
+        ([with_calls(call()), USER, result_of()], "messages.2.tool_call_id", ["'c1'", "tool_calls"]),
+        ([with_calls(call()), result_of("zz")], "messages.1.tool_call_id", ["'zz'", "'c1'"]),
+        ([with_calls(call()), result_of(), result_of()], "messages.2.tool_call_id", ["'c1'", "answered"]),
+        ([with_calls(call()), result_of(None)], "messages.1.tool_call_id", ["missing", "'c1'"]),
         ([{"role": "tool", "content": "x"}], "messages.0.tool_call_id", ["missing", "tool_calls"]),
-        ([asks(call(id="x" * 500)), answers("y" * 500)], "messages.1.tool_call_id", ["yyy", "xxx"]),
+        ([with_calls(call(id="x" * 500)), result_of("y" * 500)], "messages.1.tool_call_id", ["yyy", "xxx"]),
         ([{**USER, "tool_calls": [call()]}], "messages.0", ["tool_calls", "'assistant'", "'user'"]),
         ([{**USER, "tool_call_id": "c1"}], "messages.0", ["tool_call_id", "'tool'"]),
         ([{**USER, "reasoning": "hm"}], "messages.0", ["reasoning_content", "'assistant'"]),
@@ -277,8 +277,10 @@ ARGUMENTS = "messages.1.tool_calls.0.function.arguments"
         ),
     ],
 )
-def test_the_error_of_an_invalid_history_names_the_message(messages: list[Any], param: str, said: list[str]) -> None:
-    check(refusal(messages=messages), param, said)
+def test_the_error_of_an_invalid_history_names_the_message(
+    messages: list[Any], param: str, expected: list[str]
+) -> None:
+    check(refusal(messages=messages), param, expected)
 
 
 # --- reasoning
@@ -308,7 +310,7 @@ def test_the_reasoning_budget_is_translated(given: Any, expected: int | None) ->
 
 
 @pytest.mark.parametrize(
-    ("changes", "param", "said"),
+    ("changes", "param", "expected"),
     [
         ({"reasoning_effort": "max"}, "reasoning_effort", ["'max'", "'xhigh'"]),
         ({"chat_template_kwargs": [1]}, "chat_template_kwargs", ["dictionary"]),
@@ -322,8 +324,10 @@ def test_the_reasoning_budget_is_translated(given: Any, expected: int | None) ->
         ({"thinking_token_budget": 1.5}, "thinking_token_budget", ["integer"]),
     ],
 )
-def test_the_error_of_an_invalid_reasoning_field_names_it(changes: dict[str, Any], param: str, said: list[str]) -> None:
-    check(refusal(**changes), param, said)
+def test_the_error_of_an_invalid_reasoning_field_names_it(
+    changes: dict[str, Any], param: str, expected: list[str]
+) -> None:
+    check(refusal(**changes), param, expected)
 
 
 # --- pieces of calls
@@ -355,6 +359,6 @@ def test_the_arguments_of_a_long_history_are_read_once(monkeypatch: pytest.Monke
         return read(text)
 
     monkeypatch.setattr(tools, "_parsed", noted)
-    messages = [asks(call(json.dumps({"n": n}), id=str(n))) for n in range(1000)]
+    messages = [with_calls(call(json.dumps({"n": n}), id=str(n))) for n in range(1000)]
     prompt(messages=messages)
     assert len(parsed) == 1000

@@ -1,4 +1,4 @@
-"""From the wire to the engine's values and back: pure, so every parameter is tried here once."""
+"""Tests of the conversion of every request parameter for the engine, and of reports for the wire."""
 
 from __future__ import annotations
 
@@ -84,8 +84,8 @@ def refusal(make: Any, **changes: Any) -> str | None:
 @pytest.mark.parametrize("make", [chat, completion])
 def test_each_parameter_is_translated_for_the_engine(make: Any, field: str, value: Any, expected: Any) -> None:
     request = make(**{field: value})
-    asked = generation_request(request) if make is chat else completion_requests(request)[0]
-    assert getattr(asked.sampling, field) == expected
+    converted = generation_request(request) if make is chat else completion_requests(request)[0]
+    assert getattr(converted.sampling, field) == expected
 
 
 @pytest.mark.parametrize("make", [chat, completion])
@@ -96,14 +96,14 @@ def test_null_is_the_default(make: Any) -> None:
         names += " response_format tools tool_choice parallel_tool_calls functions function_call reasoning_effort"
         names += " chat_template_kwargs thinking_token_budget"
     request = make(**dict.fromkeys(names.split()))
-    asked = generation_request(request) if make is chat else completion_requests(request)[0]
-    assert asked.sampling == Sampling(temperature=0.7 if make is chat else 1.0)
-    assert asked.max_tokens == (4096 if make is chat else 16)
+    converted = generation_request(request) if make is chat else completion_requests(request)[0]
+    assert converted.sampling == Sampling(temperature=0.7 if make is chat else 1.0)
+    assert converted.max_tokens == (4096 if make is chat else 16)
     assert request.choices == 1
-    assert (asked.stop, asked.ignore_eos, asked.top_logprobs) == ((), False, None)
-    assert (asked.answer_format, asked.thinking_budget) == (None, None)
-    if isinstance(asked.prompt, ChatPrompt):
-        assert (asked.prompt.tools, asked.prompt.template_options) == (None, {})
+    assert (converted.stop, converted.ignore_eos, converted.top_logprobs) == ((), False, None)
+    assert (converted.answer_format, converted.thinking_budget) == (None, None)
+    if isinstance(converted.prompt, ChatPrompt):
+        assert (converted.prompt.tools, converted.prompt.template_options) == (None, {})
 
 
 @pytest.mark.parametrize(

@@ -1,4 +1,4 @@
-"""The states of several engines are merged into one."""
+"""Tests that the states of several engines are merged into one."""
 
 from __future__ import annotations
 
@@ -57,5 +57,5 @@ def test_a_merged_state_of_one_engine_is_unchanged() -> None:
 def test_a_model_is_idle_only_if_it_was_unloaded_because_of_that() -> None:
     idle = EngineSnapshot(unloaded_model="tiny", unload_cause="idle")
     assert idle.idle_model == "tiny"
-    assert replace(idle, unload_cause="asked").idle_model is None
+    assert replace(idle, unload_cause="requested").idle_model is None
     assert replace(idle, entry=ECHO).idle_model is None

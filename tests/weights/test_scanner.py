@@ -26,7 +26,7 @@ class Disk:
         self.folder = folder
         self.answers = threading.Event()
         self.answers.set()
-        self.asked = threading.Semaphore(0)
+        self.requested = threading.Semaphore(0)
         self.scans = 0
         self.failure: Exception | None = None
 
@@ -39,7 +39,7 @@ class Disk:
             raise self.failure
         for place in folder_locations(self.folder, "folder"):
             yield place
-            self.asked.release()
+            self.requested.release()
             self.answers.wait(WAIT_S)
 
 
@@ -61,7 +61,7 @@ def test_concurrent_callers_share_scans_that_begin_after_their_calls(disk: Disk,
     disk.answers.clear()
     with ThreadPoolExecutor(AT_ONCE) as pool:
         first = pool.submit(scanner.listing)
-        assert disk.asked.acquire(timeout=WAIT_S)
+        assert disk.requested.acquire(timeout=WAIT_S)
         write_tiny_llama(disk.folder / "late", smollm2.path, seed=0)
         others = [pool.submit(scanner.listing) for _ in range(AT_ONCE - 1)]
         assert not any(other.done() for other in [first, *others])
@@ -109,7 +109,7 @@ async def test_a_cancelled_caller_does_not_cancel_the_scan_of_the_others(disk: D
     scanner = Scanner(disk.roots, limit_s=WAIT_S)
     disk.answers.clear()
     asking = [asyncio.create_task(scanner.alisting()) for _ in range(4)]
-    assert await asyncio.to_thread(disk.asked.acquire, timeout=WAIT_S)
+    assert await asyncio.to_thread(disk.requested.acquire, timeout=WAIT_S)
     for task in asking[::2]:
         task.cancel()
     disk.answers.set()

@@ -22,7 +22,7 @@ from lmx_lab.http.guard import GuardPolicy
 from lmx_lab.server import create_server
 from lmx_lab.settings import Settings
 from lmx_lab.weights import Catalog
-from lmx_lab.wire.generation import RequestShape
+from lmx_lab.wire.generation import RequestModel
 from lmx_lab.wire.limits import FEW_VALUES, VALUE_LIMIT, check_values
 
 LISTS = {"list", "set", "frozenset", "tuple", "dict", "generator"}
@@ -58,7 +58,7 @@ def request_models() -> dict[str, Any]:
     """Return all models that parse requests, including the one of WebSocket messages."""
     for module in pkgutil.iter_modules(wire.__path__, f"{wire.__name__}."):
         importlib.import_module(module.name)
-    waiting, found = [RequestShape], {}
+    waiting, found = [RequestModel], {}
     while waiting:
         model = waiting.pop()
         waiting += model.__subclasses__()

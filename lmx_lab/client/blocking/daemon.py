@@ -247,7 +247,7 @@ class DaemonClient(BlockingClient[AsyncDaemonClient]):
         self._portal.run(self._client.remove_mcp_server(name))
 
     def restart_mcp_server(self, name: str) -> McpServerRecord:
-        """Restart an MCP server, even if the daemon does not restart it by itself any more."""
+        """Restart an MCP server, even if it has failed so often that the daemon no longer restarts it."""
         return self._portal.run(self._client.restart_mcp_server(name))
 
     def test_mcp_server(self, server: str | McpServerConfig) -> McpTestPassed | McpTestFailed:

@@ -3,7 +3,7 @@
 A coroutine becomes a method that waits in the portal, and an async generator becomes a ``BlockingStream``. Callbacks
 are called in the waiting thread. Signatures and docstrings are copied, so that completion, help and type checking work.
 The result is formatted by ruff, which has to be installed. A test fails while a generated file is not up to date. This
-file does not import the package, so that it also runs while the generated modules do not fit to the others.
+file does not import the package, so that it also runs while the generated modules do not match the other modules.
 """
 
 from __future__ import annotations

@@ -6,6 +6,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from contextlib import aclosing
+from typing import Unpack
 
 import httpx2
 
@@ -13,7 +14,7 @@ from lmx_lab.client.blocking.base import BlockingClient
 from lmx_lab.client.blocking.stream import BlockingStream, run_with_callbacks
 from lmx_lab.client.lab import AsyncLabClient, Include, LabEvent, Over
 from lmx_lab.client.sse import Remark
-from lmx_lab.values.models import EngineChoice
+from lmx_lab.values.models import LoadOptions
 from lmx_lab.wire.admin import LoadAnswer, ModelEvent, ModelRecords, Ready, UnloadAnswer
 from lmx_lab.wire.chat import ChatChunk, ChatCompletion, ChatRequest
 from lmx_lab.wire.embeddings import EmbeddingList, EmbeddingsBody
@@ -82,7 +83,7 @@ class LabClient(BlockingClient[AsyncLabClient]):
         return self._portal.run(self._client.models())
 
     def load(
-        self, model: str, *, engine: EngineChoice = "auto", progress: Callable[[ModelEvent], None] | None = None
+        self, model: str, *, progress: Callable[[ModelEvent], None] | None = None, **options: Unpack[LoadOptions]
     ) -> LoadAnswer:
         """Load a model in place of the loaded one. Returns when the model is ready.
 
@@ -90,12 +91,11 @@ class LabClient(BlockingClient[AsyncLabClient]):
 
         Args:
             model: The model's id; callers on the server's machine may also give a path.
-            engine: Engine that must run the model; ``auto`` selects it by the model's format.
             progress: Called in this thread with each step of the load; most steps have byte counts.
+            options: ``LoadOptions``, such as ``engine="mlx"``, the engine that must run the model.
         """
         return run_with_callbacks(
-            self._portal,
-            lambda callbacks: self._client.load(model, engine=engine, progress=callbacks.notifier(progress)),
+            self._portal, lambda callbacks: self._client.load(model, progress=callbacks.notifier(progress), **options)
         )
 
     def unload(self) -> UnloadAnswer:

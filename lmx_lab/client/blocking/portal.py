@@ -21,7 +21,7 @@ CLOSE_S = 5.0
 """Maximum time for closing a client, including the cancellation of its turns."""
 DEFAULT_PORTS = {"http": 80, "https": 443}
 REMEDIES = (
-    "await the async client, put the cell under %%offload, call this in asyncio.to_thread, or serve from a thread: "
+    "await the async client, start the cell with %%offload, call this in asyncio.to_thread, or serve from a thread: "
     "launch(loop='thread')"
 )
 

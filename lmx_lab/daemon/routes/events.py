@@ -27,7 +27,7 @@ from lmx_lab.errors import CursorExpiredError, QueueFullError, SessionNotFoundEr
 from lmx_lab.http.openapi import websocket_response
 from lmx_lab.wire.event_stream import EventPage
 
-SOCKET = """With `Upgrade: websocket` this address is a stream of events without an end.
+SOCKET = """With `Upgrade: websocket` this address is an endless stream of events.
 
 The stream accepts `after`, `stream_id`, `session_id` and `types`, and the token also as `?token=`, because browsers
 cannot set headers of WebSockets. Each text message of the server is an `Envelope`. The first is `stream.hello`. If the

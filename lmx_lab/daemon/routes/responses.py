@@ -1,4 +1,4 @@
-"""What the OpenAPI document says about the daemon's answers: possible errors, and links to further requests."""
+"""Describe the daemon's answers for the OpenAPI document: possible errors, and links to further requests."""
 
 from __future__ import annotations
 

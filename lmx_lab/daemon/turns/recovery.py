@@ -71,8 +71,8 @@ def _open_calls(tx: Transaction, key: TurnKey, history: Sequence[SessionMessage]
 
 
 def _end_call(tx: Transaction, key: TurnKey, call_id: str, name: str, status: ToolStatus, *, has_started: bool) -> None:
-    text = "the call did not start before the daemon ended"
+    text = "the turn was interrupted before this call started"
     if has_started:
-        text = "the daemon ended while this tool was running; it is unknown whether the call had an effect"
+        text = "the turn was interrupted while this tool was running; it is unknown whether the call had an effect"
     end = ToolEnd(call_id=call_id, name=name, status=status, text=text, truncated=False, elapsed_s=0.0)
     records.end_tool(tx, key, end, records.tool_message(key, call_id=call_id, text=text))

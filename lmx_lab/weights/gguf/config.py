@@ -63,7 +63,9 @@ def _refuse_missing(header: GgufHeader) -> None:
     names = {tensor.name for tensor in header.tensors}
     layers = _required(header, "block_count")
     if layers > 10_000:
-        raise UnusableModelError(f"{header.path} is damaged: {layers} layers")
+        raise UnusableModelError(
+            f"{header.path} is damaged: it has {layers} layers, the limit is 10,000; fetch it again"
+        )
     wanted = {f"blk.{n}.{name}.weight" for n in range(layers) for name in LAYER_NAMES} | set(TOP_NAMES)
     if missing := sorted(wanted - names - {"output.weight"}):
         raise UnusableModelError(f"{header.path} lacks {len(missing)} tensors, first {missing[0]}; fetch it again")
@@ -78,7 +80,8 @@ def _refuse_shape(header: GgufHeader, tensor: GgufTensor) -> None:
     expected = _shape(header, match[2] if match else tensor.name.removesuffix(".weight"), tensor.shape[-1])
     if tensor.shape != expected:
         raise UnusableModelError(
-            f"{header.path} is damaged: {tensor.name} has the shape {tensor.shape} instead of {expected}"
+            f"{header.path} is damaged: {tensor.name} has the shape {tensor.shape} instead of {expected}; "
+            "fetch it again"
         )
 
 
@@ -248,5 +251,5 @@ def _quantization(header: GgufHeader) -> dict[str, Any]:
 def _required(header: GgufHeader, name: str) -> int:
     value = header.integer(f"llama.{name}")
     if value is None or value < 1:
-        raise UnusableModelError(f"{header.path} does not define {name}")
+        raise UnusableModelError(f"{header.path} does not define {name}; fetch it again, or use another file")
     return value

@@ -228,7 +228,7 @@ async def test_an_unload_waits_for_running_requests_and_refuses_queued_ones(
             await finish(stream)
     now = own.snapshot
     assert (now.state, now.entry, now.active_requests, now.queued_requests) == ("empty", None, 0, 0)
-    assert (now.unloaded_model, now.unload_cause, now.model_memory_bytes) == ("long", "asked", 0)
+    assert (now.unloaded_model, now.unload_cause, now.model_memory_bytes) == ("long", "requested", 0)
     # MLX counts all engines of this process.
     assert used - now.memory_used_bytes > 1_000_000
     assert set(ends.values()) == {1}

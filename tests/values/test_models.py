@@ -1,0 +1,28 @@
+"""How to load a model."""
+
+from __future__ import annotations
+
+from dataclasses import fields
+
+import pytest
+
+from lmx_lab.values.models import LoadOptions, LoadSpec
+from lmx_lab.wire.admin import LoadRequest
+
+
+def test_only_options_that_were_changed_are_sent() -> None:
+    assert LoadSpec.with_options("tiny", {"engine": "mlx"}).options == {"engine": "mlx"}
+    assert LoadSpec.with_options("tiny", {"engine": "auto"}) == LoadSpec(model="tiny")
+    assert LoadSpec(model="tiny", pin="chat", dtype="float16").options == {}
+
+
+@pytest.mark.parametrize("name", ["pin", "draft"])
+def test_an_unknown_option_of_a_load_is_refused_with_the_known_ones(name: str) -> None:
+    with pytest.raises(TypeError, match=rf"'{name}'.* are engine"):
+        LoadSpec.with_options("tiny", {name: "chat"})  # type: ignore[misc]
+
+
+def test_requests_have_the_options_of_a_load() -> None:
+    options = set(LoadOptions.__annotations__)
+    assert options <= {field.name for field in fields(LoadSpec)}
+    assert set(LoadRequest.model_fields) == {"model", *options}
