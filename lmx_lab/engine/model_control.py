@@ -302,7 +302,14 @@ class ModelControl:
     async def _load_main(self, entry: ModelEntry, spec: LoadSpec, engine: InferenceEngine) -> LoadReport:
         async with self._entering:
             entry = await in_thread(functools.partial(with_marks, entry))
-            report = await engine.load(entry, spec)
+            try:
+                report = await engine.load(entry, spec)
+            except asyncio.CancelledError:
+                # The load may have been completed at the moment of the cancellation.
+                if engine.capabilities.cancellable_loads:
+                    with suppress(LabError):
+                        await engine.unload()
+                raise
         self._slots[MAIN] = self._resident(entry, spec, engine)
         self._engine, self._unloaded = engine, None
         self._publish()

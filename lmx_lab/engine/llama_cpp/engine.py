@@ -142,11 +142,16 @@ class LlamaCppCore:
         others = [resident for resident in self._residents() if resident is not replaced]
         used = self._host.used_by_others() + sum(resident.hosted.memory_bytes for resident in others)
         limit = limit_bytes(self._settings.memory_limit_bytes) - used
+        if (error := self._closed) is not None:
+            raise type(error)(error.message)
         task = asyncio.create_task(host_model(entry, self._settings, limit_bytes=limit))
         self._starting.add(task)
         try:
             hosted = await task
         except asyncio.CancelledError:
+            if not task.cancelled() and task.exception() is None:
+                # The model became ready at the moment of the cancellation.
+                await task.result().process.stop()
             if (error := self._closed) is not None:
                 raise type(error)(error.message) from None
             raise

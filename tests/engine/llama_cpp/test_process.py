@@ -17,8 +17,14 @@ import psutil
 import pytest
 
 from lmx_lab.engine import ChatPrompt, EmbeddingRequest, ModelManager, TextPrompt, TokenStream
+from lmx_lab.engine.interface import EngineHost
+from lmx_lab.engine.llama_cpp import engine as engine_module
 from lmx_lab.engine.llama_cpp import process as process_module
+from lmx_lab.engine.llama_cpp.engine import LlamaCppCore
+from lmx_lab.engine.llama_cpp.model import HostedModel, host_model
 from lmx_lab.errors import EngineDeadError, GenerationTimeoutError, LabError, NotLoadedError, UnusableModelError
+from lmx_lab.values.models import LoadReport, LoadSpec, ModelEntry
+from lmx_lab.weights.fingerprint import with_marks
 from tests.engine.conftest import finish, numbers, pin, request, run, until_idle
 from tests.engine.llama_cpp.conftest import SETTINGS, entry_of, llama_core, process_of, system_process_of
 from tests.gguf_files import foreign, split_gguf, truncated, unknown_architecture, with_template
@@ -411,3 +417,44 @@ async def test_a_stop_waits_for_the_end_of_a_process_whose_model_is_being_unload
         await asyncio.to_thread(engine.stop)
         await asyncio.gather(unloading, return_exceptions=True)
     assert ended
+
+
+async def test_a_load_that_is_cancelled_when_its_model_becomes_ready_leaves_no_process(
+    long_gguf: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    started: list[HostedModel] = []
+
+    async def host_and_cancel(*arguments: Any, **options: Any) -> HostedModel:
+        started.append(await host_model(*arguments, **options))
+        asyncio.get_running_loop().call_soon(load.cancel)
+        return started[0]
+
+    monkeypatch.setattr(engine_module, "host_model", host_and_cancel)
+    core = LlamaCppCore(SETTINGS, EngineHost())
+    load = asyncio.create_task(core.load(with_marks(entry_of(long_gguf)), LoadSpec(model="tiny")))
+    await asyncio.wait([load])
+    assert load.cancelled()
+    assert not psutil.pid_exists(started[0].process._process.pid)
+    await core.close(EngineDeadError("the engine was stopped"))
+
+
+async def test_a_load_that_is_cancelled_when_the_engine_has_completed_it_leaves_no_model(
+    manager: ModelManager, tiny_gguf: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    engine = manager.engine("llama.cpp")
+    load_model, loop, completed = engine.load, asyncio.get_running_loop(), asyncio.Event()
+
+    async def load_and_wait(entry: ModelEntry, spec: LoadSpec) -> LoadReport:
+        report = await load_model(entry, spec)
+        loop.call_soon_threadsafe(completed.set)
+        await asyncio.Event().wait()
+        return report
+
+    monkeypatch.setattr(engine, "load", load_and_wait)
+    load = asyncio.create_task(manager.load_entry(entry_of(tiny_gguf)))
+    await completed.wait()
+    await manager.unload()
+    with pytest.raises(NotLoadedError, match="cancelled"):
+        await load
+    assert engine.snapshot.entry is None
+    assert (manager.snapshot.state, manager.snapshot.entry) == ("empty", None)
