@@ -10,6 +10,7 @@ import contextlib
 import ipaddress
 import json
 import logging
+import re
 import resource
 import socket
 from collections.abc import Sequence
@@ -39,6 +40,7 @@ HEAD_S = 20.0
 ``timeout_keep_alive``."""
 HEAD_LINES = 256
 """Largest number of header lines of a request. h11 would parse 20,000 in one step of 100 ms."""
+END_OF_HEAD = re.compile(rb"\n\r?\n")
 BODY_S = 30.0
 BODY_BYTES = 128 * 1024
 """Number of bytes of a body that have to arrive in every ``BODY_S``, unless it ends: 4.3 KB/s, so that 8 MiB may take
@@ -167,15 +169,21 @@ class HttpProtocol(H11Protocol):
 
     def feed(self, data: bytes) -> None:
         """Parse a piece of the received data."""
-        if not self._ending and self._check_head_lines() and self._check_chunk_sizes(data):
+        if not self._ending and self._check_head_lines(data) and self._check_chunk_sizes(data):
             super().data_received(data)
             if self.flow.read_paused:
                 self.loop.call_later(LATE_S, self._record_pause)
             self._update_deadline()
 
-    def _check_head_lines(self) -> bool:
+    def _check_head_lines(self, data: bytes) -> bool:
         """Refuse a request whose head has too many lines. Return whether the connection continues."""
-        if self.conn.their_state is h11.IDLE and self.conn.trailing_data[0].count(b"\n") > HEAD_LINES:
+        if self.conn.their_state is not h11.IDLE:
+            return True
+        received = self.conn.trailing_data[0]
+        # The end of the head may be split between the pieces.
+        overlap = received[-3:]
+        head = END_OF_HEAD.split(overlap + data, maxsplit=1)[0]
+        if received.count(b"\n") + head.count(b"\n") - overlap.count(b"\n") > HEAD_LINES:
             message = f"the head of the request has more than {HEAD_LINES} lines, the limit of this server"
             self._refuse(HTTPStatus.REQUEST_HEADER_FIELDS_TOO_LARGE, message)
         return not self._ending
@@ -394,12 +402,22 @@ class WebSocketProtocol(WebSocketsSansIOProtocol):
             self.transport.write(response or _with_headers(self.conn.reject(status, message)).serialize())
             self.transport.close()
 
+    def handle_text(self, event: Any) -> None:
+        # The parser keeps the last frame until the next one, also after a disconnect until garbage is collected.
+        super().handle_text(event)
+        event.data = b""
+
+    def handle_bytes(self, event: Any) -> None:
+        super().handle_bytes(event)
+        event.data = b""
+
     def handle_cont(self, event: Any) -> None:
+        data, event.data = event.data, b""
         if self.close_sent:
             return
         # A single buffer: separate objects for fragments of one byte would take many times their size.
         message = self.frames[0] if isinstance(self.frames[0], bytearray) else bytearray(self.frames[0])
-        message += event.data
+        message += data
         self.frames = [message]  # type: ignore[list-item]
         self._fragments += 1
         if self._fragments > FRAMES_PER_S + len(message) // 64:
@@ -515,6 +533,12 @@ class WebSocketProtocol(WebSocketsSansIOProtocol):
         if not self.read_paused:
             self.read_paused = True
             self.transport.pause_reading()
+
+    def connection_lost(self, exc: Exception | None) -> None:
+        super().connection_lost(exc)
+        # This object is part of a reference cycle, so an incomplete message would remain until garbage is collected.
+        self.frames = []
+        self.conn.reader.buffer.clear()
 
     def handle_ping(self) -> None:
         # A client that accepts no data is still read, so that its cancel, close and disconnect are noticed. Answers to

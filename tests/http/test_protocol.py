@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import gc
 import resource
 import socket
 import subprocess
 import sys
 import time
+import tracemalloc
 from collections.abc import AsyncIterator, Iterator
 from typing import Any
 
@@ -112,6 +114,24 @@ async def test_an_invalid_handshake_is_answered_and_closed(header: str, status: 
 
 
 @pytest.mark.parametrize(
+    ("lines", "body", "split", "status"),
+    [
+        (300, "", None, 431),
+        (300, "", 900, 431),
+        (20, "\n" * 1000, None, 204),
+        (20, "\n" * 1000, -1002, 204),
+    ],
+)
+async def test_the_lines_of_a_head_are_limited_and_those_of_a_body_are_not_counted(
+    lines: int, body: str, split: int | None, status: int
+) -> None:
+    head = ["POST / HTTP/1.1", "host: localhost", f"content-length: {len(body)}", *[f"x{it}: y" for it in range(lines)]]
+    whole = "\r\n".join([*head, "", body])
+    answer = await _answered(whole) if split is None else await _answered(whole[:split], whole[split:])
+    assert answer.startswith(f"HTTP/1.1 {status} ".encode())
+
+
+@pytest.mark.parametrize(
     ("request_line", "headers"),
     [
         ("POST /", ("upgrade: websocket", "connection: upgrade", "sec-websocket-key: x", "content-length: 0")),
@@ -131,11 +151,13 @@ async def test_the_error_for_a_head_request_with_an_invalid_body_has_no_body(cap
     assert not [record for record in caplog.records if record.name == "asyncio"]
 
 
-async def _answered(request: str) -> bytes:
-    """Read until the server closes the connection, or until the end of the response's head."""
+async def _answered(*pieces: str) -> bytes:
+    """Send a request in pieces, and read until the connection is closed, or until the end of the response head."""
     host = await serve(_app, bind("127.0.0.1", 0, explicit=True))
     reader, writer = await asyncio.open_connection("127.0.0.1", host.port)
-    writer.write(request.encode())
+    for piece in pieces:
+        writer.write(piece.encode())
+        await asyncio.sleep(SHORT_S if len(pieces) > 1 else 0)
     async with asyncio.timeout(20):
         answer = await reader.readuntil(b"\r\n\r\n")
         if b"connection: close" in answer:
@@ -244,6 +266,49 @@ async def test_long_chunks_and_fragments_are_received_completely(monkeypatch: py
         writer.write(frame + b"\x01" + fragment + (b"\x00" + fragment) * 9 + b"\x80" + fragment)
         for size in (b"3000000", b"2200000"):
             assert size in await reader.readuntil(b" characters")
+
+
+LONG_TEXT = b"a" * 1_000_000
+
+
+@pytest.mark.parametrize(
+    "frames",
+    [
+        pytest.param([Frame(Opcode.TEXT, LONG_TEXT)], id="whole"),
+        pytest.param([Frame(Opcode.BINARY, LONG_TEXT, fin=False)], id="incomplete"),
+        pytest.param([Frame(Opcode.TEXT, b"a", fin=False), Frame(Opcode.CONT, LONG_TEXT)], id="fragments"),
+        pytest.param(None, id="incomplete frame"),
+    ],
+)
+async def test_a_message_does_not_stay_in_memory_after_a_disconnect(
+    frames: list[Frame] | None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    lost = asyncio.Event()
+    connection_lost = WebSocketProtocol.connection_lost
+
+    def record(connection: WebSocketProtocol, exc: Exception | None) -> None:
+        connection_lost(connection, exc)
+        lost.set()
+
+    monkeypatch.setattr(WebSocketProtocol, "connection_lost", record)
+    whole = b"".join(frame.serialize(mask=True) for frame in frames or [Frame(Opcode.TEXT, LONG_TEXT)])
+    gc.disable()
+    tracemalloc.start()
+    try:
+        async with running(app) as host, connect_raw(host) as client:
+            client.send(SOCKET)
+            await client.read_response()
+            client.send(whole if frames else whole[:-1])
+            await client.writer.drain()
+            # Without a close frame, which would replace the last frame.
+            client.writer.transport.abort()
+            await asyncio.wait_for(lost.wait(), WAIT_S)
+            await asyncio.sleep(SHORT_S)
+            held = [stat for stat in tracemalloc.take_snapshot().statistics("lineno") if stat.size >= len(LONG_TEXT)]
+    finally:
+        tracemalloc.stop()
+        gc.enable()
+    assert held == []
 
 
 async def test_the_event_loop_runs_while_many_short_frames_are_parsed(monkeypatch: pytest.MonkeyPatch) -> None:
