@@ -214,7 +214,7 @@ async def test_requests_end_when_the_event_loop_of_their_caller_closes(busy: Mod
 async def test_an_unload_waits_for_running_requests_and_refuses_queued_ones(
     own: ModelManager, ends: Counter[int]
 ) -> None:
-    running = [await own.submit(request(max_tokens=300, ignore_eos=True)) for _ in range(2)]
+    running = [await own.submit(request(max_tokens=1000, ignore_eos=True)) for _ in range(2)]
     for stream in running:
         await anext(stream)
     waits = [await own.submit(request()) for _ in range(2)]
@@ -222,7 +222,7 @@ async def test_an_unload_waits_for_running_requests_and_refuses_queued_ones(
     freed = await own.unload()
     assert freed > 1_000_000
     for stream in running:
-        assert (await finish(stream))[1].output_tokens == 300
+        assert (await finish(stream))[1].output_tokens == 1000
     for stream in waits:
         with pytest.raises(NotLoadedError, match="the model was unloaded before this request started"):
             await finish(stream)

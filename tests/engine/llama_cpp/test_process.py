@@ -219,8 +219,8 @@ async def test_loads_and_unloads_do_not_block_the_event_loop(smollm2_gguf: Path,
         await manager.unload()
         ending = True
         await ticking
-    # Much less than the duration of the load, even on a busy machine.
-    assert longest < max(0.1, report.load_s / 2)
+    # Less than the duration of the load, even on a busy machine.
+    assert longest < max(0.1, report.load_s * 0.8)
 
 
 # Bad files
