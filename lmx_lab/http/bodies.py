@@ -9,6 +9,7 @@ number of items, members, lists and objects in a body, so these are counted firs
 from __future__ import annotations
 
 import asyncio
+import ctypes
 import gc
 import math
 import threading
@@ -35,6 +36,8 @@ SMALL_BODY_BYTES = 64 * 1024
 out. Larger bodies are counted before they are parsed, in pieces of this size; smaller ones cannot contain too much."""
 PAUSE_S = 0.005
 """Pause between two steps of large bodies, which take up to about 50 ms each. The loop does other work meanwhile."""
+TRIM_S = 5.0
+"""Time after the last large body until freed memory is returned to the operating system."""
 WALK_ITEMS = 10_000
 """Number of items that are checked at a time, in about 3 ms."""
 RETRY_S = 2
@@ -52,15 +55,36 @@ PARSER_MESSAGES = {
 
 
 class LargeBodyQueue:
-    """Processes large bodies one step of one body at a time, with a pause after each step."""
+    """Processes large bodies one step of one body at a time, with a pause after each step.
+
+    Some time after the last large body, freed memory is returned to the operating system.
+    """
 
     def __init__(self) -> None:
         self._lock = asyncio.Lock()
+        self._trimming: asyncio.TimerHandle | None = None
 
     async def wait(self) -> None:
         """Wait until the caller may take a step. It has to take the step before it awaits anything else."""
         async with self._lock:
             await asyncio.sleep(PAUSE_S)
+
+    def trim_later(self) -> None:
+        """Return freed memory to the operating system ``TRIM_S`` after the last call."""
+        if self._trimming is not None:
+            self._trimming.cancel()
+        loop = asyncio.get_running_loop()
+        self._trimming = loop.call_later(TRIM_S, loop.run_in_executor, None, _trim_heaps)
+
+
+def _trim_heaps() -> None:
+    """Return the free memory of all heaps of glibc, also that between blocks in use. Takes about 10 ms.
+
+    Six bodies of 8 MB at once left 70 MB of freed memory in the heaps. Other C libraries have no such function.
+    """
+    trim = getattr(ctypes.CDLL(None), "malloc_trim", None)
+    if trim is not None:
+        trim(0)
 
 
 def parse_json(text: Text) -> Any:
@@ -86,6 +110,7 @@ async def read_json(text: Text, queue: LargeBodyQueue) -> Any:
     """
     if len(text) <= SMALL_BODY_BYTES:
         return parse_json(text)
+    queue.trim_later()
     structure, start = Structure(), 0
     while start < len(text):
         start = structure.add(text, start, SMALL_BODY_BYTES)

@@ -6,6 +6,7 @@ import asyncio
 import contextlib
 import gc
 import json
+import threading
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from typing import Any
@@ -136,6 +137,28 @@ async def test_the_steps_of_large_bodies_run_one_at_a_time(monkeypatch: pytest.M
     await asyncio.gather(*(step() for _ in range(5)))
     other.cancel()
     assert len(set(steps)) == len(steps) == 15
+
+
+async def test_freed_memory_is_returned_once_after_large_bodies(monkeypatch: pytest.MonkeyPatch) -> None:
+    trimmed: list[str] = []
+    trim = bodies._trim_heaps
+
+    def record() -> None:
+        trim()
+        trimmed.append(threading.current_thread().name)
+
+    monkeypatch.setattr(bodies, "TRIM_S", 0.1)
+    monkeypatch.setattr(bodies, "_trim_heaps", record)
+    queue = LargeBodyQueue()
+    await read_json("[1]", queue)
+    await asyncio.sleep(0.2)
+    assert not trimmed
+    for _ in range(3):
+        await read_json(json.dumps([12345] * SMALL_BODY_BYTES), queue)
+    await wait_until(lambda: trimmed)
+    await asyncio.sleep(0.2)
+    (thread,) = trimmed
+    assert thread != threading.current_thread().name
 
 
 @pytest.mark.parametrize(("before", "after"), [(b"[", b"]"), (b'{"a":', b"}")])
