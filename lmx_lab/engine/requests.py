@@ -5,7 +5,7 @@ All times are seconds; points in time are those of ``time.perf_counter``.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
@@ -134,7 +134,7 @@ class GenerationRequest:
 class EmbeddingRequest:
     """A request for the embedding vectors of texts."""
 
-    inputs: tuple[str | tuple[int, ...], ...]
+    inputs: tuple[str | Sequence[int], ...]
     """Texts, or token ids of texts, which are not changed."""
     model: str | None = None
     """Id of an embedding model; None takes the pinned one or, without one, the main model."""

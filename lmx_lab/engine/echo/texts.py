@@ -10,7 +10,7 @@ import asyncio
 import re
 import time
 import zlib
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 
 import numpy as np
 
@@ -60,7 +60,7 @@ class EchoTexts:
         self.computed_tokens = 0
         """Number of tokens of the texts that have been computed."""
 
-    def read(self, text: str | tuple[int, ...], param: str, *, truncate: bool) -> None:
+    def read(self, text: str | Sequence[int], param: str, *, truncate: bool) -> None:
         """Add a text, or the token ids of a text.
 
         Raises:

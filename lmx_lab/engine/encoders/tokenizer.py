@@ -162,7 +162,7 @@ class TextTokenizer:
 
     def texts(
         self,
-        inputs: Sequence[str | tuple[int, ...]],
+        inputs: Sequence[str | Sequence[int]],
         *,
         input_type: InputType | None,
         truncate: bool,

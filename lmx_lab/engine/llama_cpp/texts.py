@@ -79,7 +79,7 @@ class LlamaTexts:
             documents.append(await self._detokenize(tokens) if is_cut else text)
         return documents
 
-    async def _read(self, text: str | Tokens, param: str, *, truncate: bool, limit: int | None = None) -> Tokens:
+    async def _read(self, text: str | Sequence[int], param: str, *, truncate: bool, limit: int | None = None) -> Tokens:
         hosted, limit = self._hosted, limit or self._hosted.context_length
         if isinstance(text, str):
             check_characters(text, param)

@@ -72,7 +72,7 @@ class TextPreparer:
         # While this waits, it must not refer to the model, or the model could not be unloaded.
         del encoder
 
-        def tokenize(first: int, part: Sequence[str | tuple[int, ...]]) -> list[TextTokens]:
+        def tokenize(first: int, part: Sequence[str | Sequence[int]]) -> list[TextTokens]:
             return tokenizer.texts(part, input_type=request.input_type, truncate=request.truncate, first=first)
 
         with self._tokenizing(request.inputs):
@@ -109,7 +109,7 @@ class TextPreparer:
         return pending
 
     @contextlib.contextmanager
-    def _tokenizing(self, texts: Sequence[str | tuple[int, ...]]) -> Iterator[None]:
+    def _tokenizing(self, texts: Sequence[str | Sequence[int]]) -> Iterator[None]:
         """Count the characters of texts that are being tokenized within the block.
 
         Raises:
