@@ -34,8 +34,9 @@ MEMORY_BYTES = 256 * 2**20
 SMALL_BODY_BYTES = 64 * 1024
 """This much of each body is not counted against the memory, so that large bodies, however slow, do not keep small ones
 out. Larger bodies are counted before they are parsed, in pieces of this size; smaller ones cannot contain too much."""
-PAUSE_S = 0.005
-"""Pause between two steps of large bodies, which take up to about 50 ms each. The loop does other work meanwhile."""
+PAUSE_S = 0.015
+"""Pause between two steps of large bodies, which take up to about 50 ms each. Another request takes several iterations
+of the loop, which are complete in this time."""
 TRIM_S = 5.0
 """Time after the last large body until freed memory is returned to the operating system."""
 WALK_ITEMS = 10_000
@@ -68,6 +69,7 @@ class LargeBodyQueue:
         """Wait until the caller may take a step. It has to take the step before it awaits anything else."""
         async with self._lock:
             await asyncio.sleep(PAUSE_S)
+        _collect_later()
 
     def trim_later(self) -> None:
         """Return freed memory to the operating system ``TRIM_S`` after the last call."""
@@ -75,6 +77,13 @@ class LargeBodyQueue:
             self._trimming.cancel()
         loop = asyncio.get_running_loop()
         self._trimming = loop.call_later(TRIM_S, loop.run_in_executor, None, _trim_heaps)
+
+
+def _collect_later() -> None:
+    """Delay garbage collection until the current step of the loop has ended: it would make the step twice as long."""
+    if gc.isenabled():
+        gc.disable()
+        asyncio.get_running_loop().call_soon(gc.enable)
 
 
 def _trim_heaps() -> None:

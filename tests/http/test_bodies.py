@@ -139,6 +139,15 @@ async def test_the_steps_of_large_bodies_run_one_at_a_time(monkeypatch: pytest.M
     assert len(set(steps)) == len(steps) == 15
 
 
+async def test_garbage_is_not_collected_in_a_step_of_a_large_body() -> None:
+    queue = LargeBodyQueue()
+    await asyncio.gather(queue.wait(), queue.wait())
+    await queue.wait()
+    assert not gc.isenabled()
+    await asyncio.sleep(0)
+    assert gc.isenabled()
+
+
 async def test_freed_memory_is_returned_once_after_large_bodies(monkeypatch: pytest.MonkeyPatch) -> None:
     trimmed: list[str] = []
     trim = bodies._trim_heaps
