@@ -66,7 +66,10 @@ class LargeBodyQueue:
         self._trimming: asyncio.TimerHandle | None = None
 
     async def wait(self) -> None:
-        """Wait until the caller may take a step. It has to take the step before it awaits anything else."""
+        """Wait until the caller may take a step. It has to take the step before it awaits anything else.
+
+        Garbage is not collected during the step.
+        """
         async with self._lock:
             await asyncio.sleep(PAUSE_S)
         _collect_later()

@@ -208,7 +208,7 @@ def _end(thread: LoopThread, client: AsyncLabClient) -> None:
 
 
 def _close_later(end: Callable[[], object], callbacks: list[Callable[[], None]]) -> None:
-    """Close the connection of a deleted object, and update its panels once more, to show that it is stopped."""
+    """Close the connection of a deleted object, and update its panels a last time, to show that it is stopped."""
 
     def close() -> None:
         end()

@@ -164,7 +164,7 @@ def blocking(verb: Callable[Concatenate[Owner, P], Coroutine[Any, Any, T]]) -> C
         __tracebackhide__ = True
         return run_verb(owner, verb(owner, *args, **kwargs))
 
-    return _described(call, verb, verb.__name__.lstrip("_"))
+    return _describe_form(call, verb, verb.__name__.lstrip("_"))
 
 
 def awaited(
@@ -192,7 +192,7 @@ def awaited(
             # An exception refers to this frame, which must not refer to it.
             del resume, value
 
-    return _described(call, verb, f"a{verb.__name__.lstrip('_')}")
+    return _describe_form(call, verb, f"a{verb.__name__.lstrip('_')}")
 
 
 def run_verb(owner: PortalOwner, steps: Coroutine[Any, Any, T]) -> T:
@@ -242,7 +242,7 @@ def _run_step(step: VerbStep[T], owner: PortalOwner, interrupts: Interrupts) -> 
 Function = TypeVar("Function", bound=Callable[..., Any])
 
 
-def _described(function: Function, verb: Callable[..., Any], name: str) -> Function:
+def _describe_form(function: Function, verb: Callable[..., Any], name: str) -> Function:
     """Give a form of a verb its name, and the verb's signature with the keywords of ``**options`` written out.
 
     Editors and IPython complete only keywords that a signature names.
@@ -250,13 +250,13 @@ def _described(function: Function, verb: Callable[..., Any], name: str) -> Funct
     function.__name__ = name
     function.__qualname__ = f"{function.__qualname__.rpartition('.')[0]}.{name}"
     signature = inspect.signature(verb)
-    parameters = [written_out for it in signature.parameters.values() for written_out in _written_out(it, verb)]
+    parameters = [each for it in signature.parameters.values() for each in _expand_keywords(it, verb)]
     function.__signature__ = signature.replace(parameters=parameters)  # type: ignore[attr-defined]
     return function
 
 
-def _written_out(parameter: inspect.Parameter, verb: Callable[..., Any]) -> list[inspect.Parameter]:
-    """Return the keywords that ``**options: Unpack[SomeTypedDict]`` stands for; other parameters as they are."""
+def _expand_keywords(parameter: inspect.Parameter, verb: Callable[..., Any]) -> list[inspect.Parameter]:
+    """Return the keywords that ``**options: Unpack[SomeTypedDict]`` stands for; of another parameter, itself."""
     options = UNPACKED.fullmatch(str(parameter.annotation))
     if options is None:
         return [parameter]

@@ -103,7 +103,7 @@ class Workbench:
             self.suspend()
 
     def suspend(self) -> None:
-        """Update the panels once more, to show that their lab has stopped, and end the loop with all its tasks.
+        """Update the panels a last time, to show that their lab has stopped, and end the loop with all its tasks.
 
         Idempotent. The next ``follow``, or the next request of a panel, starts the loop again.
         """

@@ -37,7 +37,7 @@ def session_routes(services: Services) -> APIRouter:
         return record
 
     # Long answers are converted to JSON on the reader's thread. FastAPI would do it on the event loop and validate them
-    # once more.
+    # a second time.
     @router.get("", response_model=SessionList, responses=read_failures())
     async def listed(
         limit: PageLimit = None, cursor: ListCursor = None, archived: Archived = False, q: Words = None
