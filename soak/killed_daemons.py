@@ -1,4 +1,7 @@
-"""Kill the daemon during turns: no reported event is lost, and nothing is done or reported twice."""
+"""Kill the daemon during turns: no reported event is lost, nothing is done or reported twice, and no process is left.
+
+Its MCP servers ignore SIGTERM and the end of their input, and have children that leave their session.
+"""
 
 from __future__ import annotations
 

@@ -297,12 +297,12 @@ class McpProcess:
         closed, and up to 3 s for one that exits after SIGTERM.
         """
         try:
-            self._known = await asyncio.to_thread(find_processes, self.root)
+            self._known = await asyncio.to_thread(find_processes, [self.root])
             self._pipes.discard()
             if (stdin := self._transport.get_pipe_transport(0)) is not None:
                 stdin.close()
             await asyncio.wait({self.exited}, timeout=STDIN_GRACE_S)
-            await asyncio.to_thread(end_processes, self.root, self._known, term_s=TERM_GRACE_S)
+            await asyncio.to_thread(end_processes, [self.root], self._known, term_s=TERM_GRACE_S)
             await asyncio.wait({self.exited}, timeout=TERM_GRACE_S)
         finally:
             # If the task that stops the process is cancelled itself, this kills the process immediately.

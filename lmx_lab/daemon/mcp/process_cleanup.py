@@ -1,32 +1,34 @@
-"""Find and end all processes that an MCP server has started, also after the daemon itself was killed.
+"""Find and end all processes that MCP servers have started, also after the daemon itself was killed.
 
 The processes of a server are found by their session, by their parent and by a mark in their environment. A process that
 has left its process group, or whose parents have ended, still carries the mark. All functions block: call them in
 threads.
+
+The watchdog runs this file as a program: it imports nothing but psutil and the standard library.
 """
 
 from __future__ import annotations
 
-import asyncio
 import contextlib
 import json
 import os
+import sys
 import time
-from collections.abc import Iterable
+from collections.abc import Collection, Iterable
 from dataclasses import dataclass
-from pathlib import Path
 
 import psutil
-from pydantic import BaseModel, TypeAdapter, ValidationError
 
 MARK = "LMX_LAB_MCP_MARK"
 """Environment variable that a server and all processes that it starts inherit."""
 START_TOLERANCE_S = 2.0
 """Tolerance when start times are compared. They are relative to the boot time, which moves when the clock is set."""
-REGISTRY_FILE = "mcp-processes.json"
-REGISTRY_ENTRIES = 1024
-REGISTRY_BYTES = 2**20
+ORPHAN_TERM_S = 1.0
+"""Time in which a process whose daemon has died may exit after SIGTERM, before it receives SIGKILL."""
+ORPHAN_SETTLE_S = 1.0
+"""Time for which more processes of a daemon that has died are searched: one that was being started has no mark yet."""
 _POLL_S = 0.02
+_SETTLE_POLL_S = 0.1
 _KILL_S = 2.0
 _KILL_ROUNDS = 5
 
@@ -54,40 +56,58 @@ def root_of_child(pid: int, mark: str) -> RootProcess:
     return RootProcess(pid=pid, started=started, mark=mark, is_child=True)
 
 
-def find_processes(root: RootProcess, known: Iterable[psutil.Process] = ()) -> list[psutil.Process]:
-    """Return the living processes of a server.
+def find_processes(roots: Collection[RootProcess], known: Iterable[psutil.Process] = ()) -> list[psutil.Process]:
+    """Return the living processes of servers.
 
     Args:
         known: Processes that were found before; those that are alive are included.
     """
     processes = list(psutil.process_iter())
     found = {process.pid: process for process in known if is_alive(process)}
-    session = root.pid if _owns_session(root) else None
+    marks = {root.mark for root in roots}
+    sessions = {root.pid for root in roots if _owns_session(root)}
     for process in processes:
-        if _has_mark(process, root.mark) or (session is not None and _session_id(process.pid) == session):
+        if _mark(process) in marks or _session_id(process.pid) in sessions:
             found[process.pid] = process
     return [process for process in _with_descendants(found, processes) if is_alive(process)]
 
 
 def end_processes(
-    root: RootProcess, known: Iterable[psutil.Process] = (), *, term_s: float = 2.0
+    roots: Collection[RootProcess],
+    known: Iterable[psutil.Process] = (),
+    *,
+    term_s: float = 2.0,
+    settle_s: float = 0.0,
 ) -> list[psutil.Process]:
-    """Send SIGTERM to the processes of a server, and SIGKILL to those that are alive after ``term_s`` seconds.
+    """Send SIGTERM to the processes of servers, and SIGKILL to those that are alive after ``term_s`` seconds.
+
+    Args:
+        settle_s: Time after that for which new processes of these servers are searched and killed.
 
     Returns:
         Processes that are still alive: those of another user, or blocked in the kernel.
     """
-    processes = find_processes(root, known)
+    processes = find_processes(roots, known)
     _signal(processes, kill=False)
     wait_ended(processes, term_s)
-    for _ in range(_KILL_ROUNDS):
+    settled, rounds = time.monotonic() + settle_s, 0
+    while rounds < _KILL_ROUNDS:
         # Searched again, because new processes may have been started since.
-        processes = find_processes(root, processes)
-        if not processes:
+        processes = find_processes(roots, processes)
+        if processes:
+            _signal(processes, kill=True)
+            wait_ended(processes, _KILL_S)
+            rounds += 1
+        elif time.monotonic() >= settled:
             break
-        _signal(processes, kill=True)
-        wait_ended(processes, _KILL_S)
+        else:
+            time.sleep(_SETTLE_POLL_S)
     return [process for process in processes if is_alive(process)]
+
+
+def encode_roots(roots: Iterable[RootProcess]) -> str:
+    """Return the roots as JSON without line feeds, for a process that is not their parent."""
+    return json.dumps([{"pid": root.pid, "started": root.started, "mark": root.mark} for root in roots])
 
 
 def is_alive(process: psutil.Process) -> bool:
@@ -120,11 +140,11 @@ def _owns_session(root: RootProcess) -> bool:
         return False
 
 
-def _has_mark(process: psutil.Process, mark: str) -> bool:
+def _mark(process: psutil.Process) -> str | None:
     try:
-        return process.pid != os.getpid() and process.environ().get(MARK) == mark
+        return process.environ().get(MARK) if process.pid != os.getpid() else None
     except (psutil.Error, OSError):
-        return False
+        return None
 
 
 def _session_id(pid: int) -> int | None:
@@ -154,81 +174,7 @@ def _signal(processes: Iterable[psutil.Process], *, kill: bool) -> None:
             process.kill() if kill else process.terminate()
 
 
-# Processes that survive the daemon
-
-
-class _Entry(BaseModel):
-    pid: int
-    started: float
-    mark: str
-
-
-_ENTRIES = TypeAdapter(list[_Entry])
-
-
-class ProcessRegistry:
-    """A file that lists the running servers, so that the next daemon can end those that a killed daemon has left.
-
-    Most servers exit when their stdin is closed; this is for the others. Used on one event loop; files are read and
-    written in threads.
-    """
-
-    def __init__(self, folder: Path | None) -> None:
-        """
-        Args:
-            folder: Folder of the file. If None, nothing is read or written.
-        """
-        self._path = folder / REGISTRY_FILE if folder is not None else None
-        self._roots: dict[str, RootProcess] = {}
-        self._lock = asyncio.Lock()
-        self.cleaned = asyncio.Event()
-        """Set when the processes of an earlier daemon have ended. No server may be started before."""
-
-    async def end_leftovers(self) -> None:
-        """End the processes that an earlier daemon has left. Sets ``cleaned`` afterwards, even after an error."""
-        try:
-            if self._path is not None:
-                roots = await asyncio.to_thread(_read_registry, self._path)
-                await asyncio.gather(*(asyncio.to_thread(end_processes, root) for root in roots))
-                await self._save()
-        finally:
-            self.cleaned.set()
-
-    async def add(self, root: RootProcess) -> None:
-        """Add a server, or replace the entry with the same mark."""
-        self._roots[root.mark] = root
-        await self._save()
-
-    async def remove(self, root: RootProcess) -> None:
-        """Remove a server whose processes have ended."""
-        self._roots.pop(root.mark, None)
-        await self._save()
-
-    async def _save(self) -> None:
-        if self._path is None:
-            return
-        async with self._lock:
-            await asyncio.to_thread(_write_registry, self._path, list(self._roots.values()))
-
-
-def _read_registry(path: Path) -> list[RootProcess]:
-    try:
-        with path.open("rb") as file:
-            entries = _ENTRIES.validate_json(file.read(REGISTRY_BYTES))
-    except (OSError, ValidationError):
-        return []
-    return [
-        RootProcess(pid=entry.pid, started=entry.started, mark=entry.mark)
-        for entry in entries[:REGISTRY_ENTRIES]
-        if entry.mark
-    ]
-
-
-def _write_registry(path: Path, roots: list[RootProcess]) -> None:
-    text = json.dumps([{"pid": root.pid, "started": root.started, "mark": root.mark} for root in roots])
-    new = path.with_suffix(".new")
-    # Errors are ignored, since a full disk must not keep a server from being started or stopped.
-    with contextlib.suppress(OSError):
-        with os.fdopen(os.open(new, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o600), "w") as file:
-            file.write(text)
-        new.replace(path)
+if __name__ == "__main__":
+    end_processes(
+        [RootProcess(**fields) for fields in json.loads(sys.argv[1])], term_s=ORPHAN_TERM_S, settle_s=ORPHAN_SETTLE_S
+    )

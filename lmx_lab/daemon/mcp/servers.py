@@ -14,7 +14,7 @@ from pydantic import ValidationError
 from lmx_lab.daemon.mcp.config import NO_RESTART, apply_change, check, redact_values, restore_secrets
 from lmx_lab.daemon.mcp.failure import McpFailure, StopSignal
 from lmx_lab.daemon.mcp.process import McpProcess
-from lmx_lab.daemon.mcp.process_cleanup import ProcessRegistry
+from lmx_lab.daemon.mcp.process_registry import ProcessRegistry
 from lmx_lab.daemon.mcp.supervisor import McpSupervisor, RestartPolicy, ServerCondition, connected
 from lmx_lab.daemon.storage.store import Store, Transaction
 from lmx_lab.daemon.tools.tool import SEPARATOR, DaemonTool, ToolResult, mcp_tool_names
@@ -108,8 +108,11 @@ class McpServers:
         supervisors = [server.supervisor for server in self._servers.values() if server.supervisor is not None]
         cleanup = [self._cleanup] if self._cleanup is not None else []
         tasks = [*cleanup, *self._tests, *(asyncio.create_task(supervisor.stop()) for supervisor in supervisors)]
-        if tasks:
-            await asyncio.wait(tasks)
+        try:
+            if tasks:
+                await asyncio.wait(tasks)
+        finally:
+            await self._registry.watchdog.stop()
 
     # Reading
 

@@ -13,7 +13,8 @@ from typing import TYPE_CHECKING, Any
 
 from lmx_lab.daemon.mcp.failure import FINAL_KINDS, McpFailure, StopSignal
 from lmx_lab.daemon.mcp.process import McpProcess
-from lmx_lab.daemon.mcp.process_cleanup import ProcessRegistry, RootProcess
+from lmx_lab.daemon.mcp.process_cleanup import RootProcess
+from lmx_lab.daemon.mcp.process_registry import ProcessRegistry
 from lmx_lab.daemon.mcp.redaction import SecretRedactor, one_line
 from lmx_lab.daemon.tools.tool import ToolResult
 from lmx_lab.wire.mcp import ErrorKind, McpServerConfig, ServerState
@@ -261,7 +262,7 @@ async def connected(
 @contextlib.asynccontextmanager
 async def _running_process(config: McpServerConfig, registry: ProcessRegistry) -> AsyncIterator[McpProcess]:
     root = RootProcess(pid=0, started=0.0, mark=secrets.token_hex(16))
-    # Added before the process starts: if this daemon is killed meanwhile, the next one finds the process by its mark.
+    # Added before the process starts: if this daemon is killed meanwhile, the process is found by its mark.
     await registry.add(root)
     try:
         process = await McpProcess.start(config, root.mark)

@@ -23,7 +23,7 @@ def parent() -> Iterator[subprocess.Popen[str]]:
     process = subprocess.Popen([sys.executable, "-I", "-c", PARENT], **LINES)  # type: ignore[call-overload]
     root = root_of_child(process.pid, "none")
     yield process
-    end_processes(root, term_s=0)
+    end_processes([root], term_s=0)
     for pipe in (process.stdin, process.stdout):
         assert pipe is not None
         pipe.close()
@@ -40,19 +40,19 @@ def child_of(parent: subprocess.Popen[str]) -> psutil.Process:
 def test_child_processes_that_ignore_sigterm_are_ended(parent: subprocess.Popen[str]) -> None:
     child = child_of(parent)
     root = root_of_child(parent.pid, "none")
-    assert {process.pid for process in find_processes(root)} == {parent.pid, child.pid}
-    assert end_processes(root, term_s=0.1) == []
+    assert {process.pid for process in find_processes([root])} == {parent.pid, child.pid}
+    assert end_processes([root], term_s=0.1) == []
     assert not is_alive(child)
-    assert find_processes(root) == []
+    assert find_processes([root]) == []
 
 
 def test_a_process_that_reuses_the_pid_is_not_affected(parent: subprocess.Popen[str]) -> None:
     child_of(parent)
-    assert find_processes(RootProcess(pid=parent.pid, started=1.0, mark="none")) == []
+    assert find_processes([RootProcess(pid=parent.pid, started=1.0, mark="none")]) == []
 
 
 def test_a_server_that_was_not_started_has_no_processes() -> None:
-    assert find_processes(RootProcess(pid=0, started=0.0, mark="none", is_child=True)) == []
+    assert find_processes([RootProcess(pid=0, started=0.0, mark="none", is_child=True)]) == []
 
 
 def test_a_session_without_its_leader_counts_only_if_the_leader_was_a_child(parent: subprocess.Popen[str]) -> None:
@@ -63,13 +63,13 @@ def test_a_session_without_its_leader_counts_only_if_the_leader_was_a_child(pare
     parent.stdin.close()
     parent.wait()
     assert is_alive(child)
-    assert find_processes(RootProcess(pid=root.pid, started=root.started, mark="none")) == []
-    assert find_processes(root) == [child]
+    assert find_processes([RootProcess(pid=root.pid, started=root.started, mark="none")]) == []
+    assert find_processes([root]) == [child]
 
 
 def test_processes_are_found_by_their_mark(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv(MARK, "the-mark")
     process = subprocess.Popen([sys.executable, "-I", "-c", "input()"], **LINES)  # type: ignore[call-overload]
-    assert [found.pid for found in find_processes(RootProcess(pid=1, started=0.0, mark="the-mark"))] == [process.pid]
+    assert [found.pid for found in find_processes([RootProcess(pid=1, started=0.0, mark="the-mark")])] == [process.pid]
     process.communicate("")
-    assert find_processes(RootProcess(pid=1, started=0.0, mark="the-mark")) == []
+    assert find_processes([RootProcess(pid=1, started=0.0, mark="the-mark")]) == []

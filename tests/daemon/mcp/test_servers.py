@@ -470,10 +470,10 @@ def killed_daemon(folder: Path, script: str = KILLED_DAEMON) -> list[psutil.Proc
 KILLED_AT_START = """
 import asyncio, os, signal, sys
 from pathlib import Path
-from lmx_lab.daemon.mcp import process_cleanup
+from lmx_lab.daemon.mcp import process_registry
 from tests.daemon.mcp_fixtures import McpHarness, Store, hostile
 
-write = process_cleanup._write_registry
+write = process_registry._write_registry
 
 def write_until_it_runs(path, roots):
     for root in roots:
@@ -483,7 +483,7 @@ def write_until_it_runs(path, roots):
     write(path, roots)
 
 async def main():
-    process_cleanup._write_registry = write_until_it_runs
+    process_registry._write_registry = write_until_it_runs
     folder = Path(sys.argv[1])
     harness = McpHarness(await Store.open(folder / "daemon.db"), folder)
     await harness.again()

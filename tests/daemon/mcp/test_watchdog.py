@@ -1,0 +1,236 @@
+"""The watchdog: it ends the servers of a daemon that was killed, and nothing else."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import json
+import logging
+import os
+import signal
+import subprocess
+import sys
+from collections.abc import AsyncIterator, Callable
+from pathlib import Path
+
+import psutil
+import pytest
+
+from lmx_lab.daemon.mcp import watchdog as watchdog_module
+from lmx_lab.daemon.mcp.process_cleanup import MARK, RootProcess, end_processes, is_alive, root_of_child
+from lmx_lab.daemon.mcp.watchdog import PROGRAM, Watchdog
+
+pytestmark = [pytest.mark.anyio, pytest.mark.slow]
+ROOT = Path(__file__).parents[3]
+MOMENT_S = 0.05
+LIMIT_S = 30.0
+STUBBORN = "import signal, time; signal.signal(signal.SIGTERM, signal.SIG_IGN); print(flush=True); time.sleep(600)"
+DAEMON = """
+import asyncio, json, os, signal, sys
+from pathlib import Path
+from lmx_lab.daemon.mcp import watchdog
+from tests.daemon.mcp_fixtures import McpHarness, Store, hostile
+
+async def main():
+    folder, at_start = Path(sys.argv[1]), sys.argv[2] == "at start"
+    harness = McpHarness(await Store.open(folder / "daemon.db"), folder)
+    await harness.again()
+    for name in ("one", "two"):
+        await harness.ready(hostile("ignore_term", name=name))
+    pids = [server.pid for server in (await harness.servers.list_servers()).servers]
+    for name in ("one", "two"):
+        pids += json.loads((await harness.call(f"{name}__family")).text)
+    if at_start:
+        # The mark of this server is not known to anything but its environment.
+        await harness.servers.add(hostile("mute", name="three", start_timeout_s=600.0))
+        pids.append((await harness.until("three", lambda record: record.pid is not None)).pid)
+    print(json.dumps({"servers": pids, "watchdog": harness.servers._registry.watchdog.pid}), flush=True)
+    if sys.argv[2] == "fork" and os.fork() == 0:
+        # Like a worker of multiprocessing: it has copies of all of the daemon's descriptors.
+        signal.pause()
+    os.kill(os.getpid(), signal.SIGKILL)
+
+asyncio.run(main())
+"""
+
+
+async def until(holds: Callable[[], bool]) -> None:
+    async with asyncio.timeout(LIMIT_S):
+        while not holds():  # noqa: ASYNC110 (processes have no event)
+            await asyncio.sleep(MOMENT_S)
+
+
+def killed_daemon(folder: Path, moment: str) -> tuple[list[psutil.Process], psutil.Process]:
+    """Run a daemon that kills itself. Return the processes of its servers, and its watchdog."""
+    process = subprocess.Popen(
+        [sys.executable, "-c", DAEMON, str(folder), moment],
+        cwd=ROOT,
+        env={"PYTHONPATH": str(ROOT), "LMX_TEST": str(folder)},
+        stdout=subprocess.PIPE,
+    )
+    assert process.stdout is not None
+    with process.stdout:
+        line = json.loads(process.stdout.readline())
+    process.wait()
+    return [psutil.Process(pid) for pid in line["servers"]], psutil.Process(line["watchdog"])
+
+
+@pytest.mark.parametrize("moment", ["ready", "at start"])
+async def test_all_servers_of_a_killed_daemon_and_their_processes_are_ended(tmp_path: Path, moment: str) -> None:
+    stranger = await asyncio.create_subprocess_exec(
+        sys.executable, "-I", "-c", "input()", stdin=subprocess.PIPE, env={MARK: "another daemon's"}
+    )
+    processes, watchdog = await asyncio.to_thread(killed_daemon, tmp_path, moment)
+    assert len(processes) == (7 if moment == "at start" else 6)
+    await until(lambda: not any(map(is_alive, [*processes, watchdog])))
+    assert stranger.returncode is None
+    await stranger.communicate(b"\n")
+
+
+async def test_servers_are_ended_although_a_fork_of_the_daemon_holds_the_pipe_open(tmp_path: Path) -> None:
+    processes, watchdog = await asyncio.to_thread(killed_daemon, tmp_path, "fork")
+    try:
+        await until(lambda: not any(map(is_alive, [*processes, watchdog])))
+    finally:
+        for process in psutil.process_iter():
+            with contextlib.suppress(psutil.Error):
+                if process.environ().get("LMX_TEST") == str(tmp_path):
+                    process.kill()
+
+
+@pytest.fixture
+async def watchdog(monkeypatch: pytest.MonkeyPatch) -> AsyncIterator[Watchdog]:
+    monkeypatch.setattr(watchdog_module, "RESTART_S", 0.01)
+    watchdog = Watchdog()
+    yield watchdog
+    await watchdog.stop()
+
+
+@pytest.fixture
+async def server() -> AsyncIterator[RootProcess]:
+    """A process that ignores SIGTERM and has a session of its own."""
+    process = await asyncio.create_subprocess_exec(
+        *(sys.executable, "-I", "-c", STUBBORN),
+        stdout=subprocess.PIPE,
+        env={MARK: "of-the-server"},
+        start_new_session=True,
+    )
+    assert process.stdout is not None
+    await process.stdout.readline()
+    root = root_of_child(process.pid, "of-the-server")
+    yield root
+    await asyncio.to_thread(end_processes, [root], term_s=0)
+    await process.wait()
+
+
+def running(watchdog: Watchdog) -> psutil.Process:
+    assert watchdog.pid is not None
+    return psutil.Process(watchdog.pid)
+
+
+async def test_the_process_runs_only_if_there_is_a_server(watchdog: Watchdog, server: RootProcess) -> None:
+    watchdog.watch([])
+    assert watchdog.pid is None
+    watchdog.watch([server])
+    process = running(watchdog)
+    assert os.getsid(process.pid) != os.getsid(0)
+    watchdog.watch([])
+    await watchdog.stop()
+    assert not is_alive(process)
+    assert is_alive(psutil.Process(server.pid))
+
+
+async def test_servers_that_are_still_listed_end_when_it_is_stopped(watchdog: Watchdog, server: RootProcess) -> None:
+    watchdog.watch([server])
+    await watchdog.stop()
+    await until(lambda: not psutil.pid_exists(server.pid))
+
+
+async def test_a_pid_that_was_reused_is_not_affected(watchdog: Watchdog, server: RootProcess) -> None:
+    watchdog.watch([RootProcess(pid=server.pid, started=server.started - 60, mark="of-another")])
+    process = running(watchdog)
+    await watchdog.stop()
+    assert not is_alive(process)
+    assert is_alive(psutil.Process(server.pid))
+
+
+@pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGSTOP])
+async def test_a_watchdog_that_was_ended_or_does_not_read_is_started_again(
+    watchdog: Watchdog, server: RootProcess, number: int, caplog: pytest.LogCaptureFixture
+) -> None:
+    watchdog.watch([server])
+    first = running(watchdog)
+    first.send_signal(number)
+    many = [RootProcess(pid=0, started=0.0, mark=f"{at:02000}") for at in range(20)]
+
+    def is_replaced() -> bool:
+        if number == signal.SIGSTOP:
+            watchdog.watch([*many, server])
+            watchdog.watch([server])
+        return watchdog.pid not in (None, first.pid)
+
+    with caplog.at_level(logging.WARNING):
+        await until(is_replaced)
+    assert "started again" in caplog.text
+    assert not is_alive(first)
+    await watchdog.stop()
+    await until(lambda: not psutil.pid_exists(server.pid))
+
+
+async def test_a_watchdog_that_cannot_be_started_is_tried_again(
+    watchdog: Watchdog, server: RootProcess, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with monkeypatch.context() as patch:
+        patch.setattr(sys, "executable", "/nonexistent/python")
+        watchdog.watch([server])
+        assert watchdog.pid is None
+    await until(lambda: watchdog.pid is not None)
+
+
+# The program
+
+
+def program(*arguments: str) -> subprocess.Popen[bytes]:
+    return subprocess.Popen([sys.executable, "-P", "-S", str(PROGRAM), *arguments], stdin=subprocess.PIPE)
+
+
+@pytest.fixture
+def show(tmp_path: Path) -> str:
+    """A program that writes its argument to the file ``shown``."""
+    script = tmp_path / "show.py"
+    script.write_text(f"import sys; open({str(tmp_path / 'shown')!r}, 'w').write(sys.argv[1])")
+    return str(script)
+
+
+@pytest.mark.parametrize("kill", [signal.SIGINT, signal.SIGTERM, signal.SIGHUP])
+def test_the_program_passes_the_last_complete_line_on_and_ignores_signals(
+    tmp_path: Path, show: str, kill: signal.Signals
+) -> None:
+    process = program(str(os.getpid()), show)
+    assert process.stdin is not None
+    # The program has read this much only if it ignores signals by then.
+    process.stdin.write(b"[1]\n" * 100_000)
+    process.stdin.flush()
+    process.send_signal(kill)
+    process.stdin.write(b"[2]\n[3")
+    process.stdin.close()
+    assert process.wait(LIMIT_S) == 0
+    assert (tmp_path / "shown").read_text() == "[2]"
+
+
+@pytest.mark.parametrize("lines", [b"", b"[1]\n[]\n", b"[1"])
+def test_the_program_does_nothing_without_servers(tmp_path: Path, show: str, lines: bytes) -> None:
+    process = program(str(os.getpid()), show)
+    process.communicate(lines)
+    assert process.returncode == 0
+    assert not (tmp_path / "shown").exists()
+
+
+def test_the_program_notices_that_its_parent_is_another_process(tmp_path: Path, show: str) -> None:
+    process = program(str(os.getpid() + 1), show)
+    assert process.stdin is not None
+    process.stdin.write(b"[1]\n")
+    process.stdin.flush()
+    assert process.wait(LIMIT_S) == 0
+    assert (tmp_path / "shown").read_text() == "[1]"
+    process.stdin.close()
