@@ -6,6 +6,7 @@ its columns from ``lost`` to ``processes`` are zero. The exit status is 0 if all
     python -m soak                                   everything
     python -m soak --quick                           a small version, in a few minutes
     python -m soak --only fuzz --seed 7              one part, with another seed
+    python -m soak --only kills --kills 250 --seed 1 only kills of the daemon; runs with other seeds can be added up
 
 | part        | what it does                                                                                      |
 |-------------|---------------------------------------------------------------------------------------------------|
@@ -60,8 +61,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
     chosen = _parser().parse_args(arguments)
     # Raise SystemExit, so that the context managers end the programs.
     signal.signal(signal.SIGTERM, lambda number, frame: sys.exit(128 + number))
-    soak = Soak(folder=folder_of("tiny"), quick=chosen.quick, seed=chosen.seed)
-    settings = {"quick": soak.quick, "only": chosen.only, "seed": soak.seed}
+    soak = Soak(folder=folder_of("tiny"), quick=chosen.quick, seed=chosen.seed, kills=chosen.kills)
+    settings = {"quick": soak.quick, "only": chosen.only, "seed": soak.seed, "kills": soak.kills}
     facts = provenance(mlx_device=str(mx.default_device()), settings=settings)
     return carry_out({name: _run_of(name) for name in chosen.only or PARTS}, soak, facts)
 
@@ -85,7 +86,16 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument("--only", action="append", choices=PARTS, help="run this part; repeatable; default: all parts")
     parser.add_argument("--quick", action="store_true", help="run a small version of each part")
     parser.add_argument("--seed", type=int, default=0, help="seed of all random choices; default: 0")
+    parser.add_argument(
+        "--kills", type=_positive, help="number of kills of the daemon; the part kills then kills nothing else"
+    )
     return parser
+
+
+def _positive(text: str) -> int:
+    if not text.isdecimal() or int(text) < 1:
+        raise argparse.ArgumentTypeError(f"{text!r} is not a positive number of kills")
+    return int(text)
 
 
 def _run_of(name: str) -> Run:

@@ -10,21 +10,26 @@ import random
 import sqlite3
 import sys
 import tempfile
+import time
 from collections import Counter
 from contextlib import closing
 from pathlib import Path
 from typing import Any, Self
 
 import httpx2
+import psutil
 
 from benchmarks.paths import ROOT
-from soak.programs import END_S, Command, Daemon, Home, record_leftovers
+from soak.programs import END_S, Command, Daemon, Home, record_leftovers, wait_until
+from soak.report import print_line
 from soak.row import Row
 from soak.soak import Soak
 from tests.daemon.daemon_process import TERMINAL, Follower, Program, check_log, whole_log
 from tests.daemon.scripted import Scripted, calls, says
 
-KILLS, QUICK_KILLS = 30, 3
+KILLS, QUICK_KILLS = 100, 3
+ROUND = 100
+"""Maximum number of kills in one home. The log must be compared before it drops text pieces, after ten minutes."""
 TURNS = 3
 """Turns submitted for each kill."""
 PAUSE_S = 0.004
@@ -32,16 +37,31 @@ TOOL_S = 0.03
 MOMENT_S = 0.5
 """Longest time between the start of the submissions and a kill."""
 WORKED_S = 60.0
+SERVERS_S = 5.0
+"""Time after a kill in which all processes of the daemon's MCP servers must have ended."""
+WATCHDOG_SHARE = 0.1
+"""Share of the kills after which the daemon is started only when its MCP servers have ended. After the others, the next
+daemon may also have ended them."""
 TOOL = ROOT / "tests" / "daemon" / "counting_mcp.py"
 """An MCP server whose tool records each of its calls."""
 
 
 def run(soak: Soak) -> list[Row]:
+    kills = soak.kills if soak.kills is not None else QUICK_KILLS if soak.quick else KILLS
     row = Row(part="kills: SIGKILL of the daemon in turns")
-    with tempfile.TemporaryDirectory(prefix="lmx-soak-") as name, Scripted(_script) as upstream:
-        home = Home(Path(name))
-        asyncio.run(_kill_repeatedly(soak, _RestartedDaemon(home, upstream.url), row))
-        record_leftovers(home, row)
+    totals, started = Counter[str](), time.monotonic()
+    for first in range(0, kills, ROUND):
+        chance = random.Random(f"{soak.seed} {first}")
+        with tempfile.TemporaryDirectory(prefix="lmx-soak-") as name, Scripted(_script) as upstream:
+            home = Home(Path(name))
+            program = _RestartedDaemon(home, upstream.url)
+            totals += asyncio.run(_kill_repeatedly(program, min(ROUND, kills - first), chance, row))
+            record_leftovers(home, row, limit_s=SERVERS_S)
+        print_line(f"{totals['kills']} of {kills} kills with seed {soak.seed}: {len(row.wrong)} problems")
+    per_kill_s = (time.monotonic() - started) / max(kills, 1)
+    row.notes = (
+        f"seed {soak.seed}: {', '.join(f'{count} {name}' for name, count in totals.items())}; {per_kill_s:.2f} s a kill"
+    )
     return [row]
 
 
@@ -59,11 +79,17 @@ class _RestartedDaemon(Program):
     def __init__(self, home: Home, upstream: str) -> None:
         super().__init__(home.folder, upstream)
         self._home = home
+        self.checks: list[asyncio.Task[None]] = []
+        """One for each kill: waits, and records the processes of MCP servers that have not ended."""
 
     def start(self) -> Self:
         daemon = Daemon(self._home, self.upstream)
         self.process, self.state = daemon.process, daemon.state
         return self
+
+    def processes_before(self, started: float) -> list[psutil.Process]:
+        """Return the processes of this home that were started before a time, as psutil reports it."""
+        return [process for process in self._home.processes() if _start_time(process) < started]
 
     def second(self) -> tuple[int | None, str]:
         """Start a second daemon for the same home; return its exit status and output."""
@@ -71,14 +97,15 @@ class _RestartedDaemon(Program):
             return command.wait(END_S), command.output
 
 
-async def _kill_repeatedly(soak: Soak, program: _RestartedDaemon, row: Row) -> None:
-    chance, submitted = random.Random(soak.seed), list[str]()
+async def _kill_repeatedly(program: _RestartedDaemon, kills: int, chance: random.Random, row: Row) -> Counter[str]:
+    """Kill the daemon of one home ``kills`` times. Returns counts for the notes."""
+    submitted = list[str]()
     follower = Follower(program.start())
     notes = program.home / "notes.txt"
     try:
         await _set_up(program, notes)
         async with follower.following():
-            for kill in range(QUICK_KILLS if soak.quick else KILLS):
+            for kill in range(kills):
                 turn_ids = [f"turn-{kill}-{number}" for number in range(TURNS)]
                 submitted += turn_ids
                 await _kill(program, follower, turn_ids, chance, row)
@@ -88,16 +115,18 @@ async def _kill_repeatedly(soak: Soak, program: _RestartedDaemon, row: Row) -> N
                 row.hung += 1
                 row.wrong.append("accepted turns have not ended")
             await _check_second_is_refused(program, row)
-        await _check(program, follower, submitted, notes, row)
+        await asyncio.gather(*program.checks)
+        counts = await _check(program, follower, submitted, notes, row)
     finally:
         program.stop()
     with closing(sqlite3.connect(program.folder / "daemon.db")) as connection:
         if connection.execute("PRAGMA integrity_check").fetchone() != ("ok",):
             row.wrong.append("the database is damaged")
+    return Counter({"kills": kills, **counts})
 
 
 async def _set_up(program: _RestartedDaemon, notes: Path) -> None:
-    arguments = [str(TOOL), str(notes), str(TOOL_S)]
+    arguments = [str(TOOL), str(notes), str(TOOL_S), "stubborn"]
     server = {"name": "counting", "command": sys.executable, "args": arguments, "permission": "allow"}
     async with program.client() as http:
         (await http.post("/mcp/servers", json=server)).raise_for_status()
@@ -113,13 +142,39 @@ async def _kill(
         await _wait_for_finished_turn(follower, len(follower.events))
     await asyncio.sleep(chance.uniform(0.0, MOMENT_S))
     program.kill()
+    killed = time.monotonic()
     row.faults += 1
     (failed,) = await asyncio.gather(submitting, return_exceptions=True)
     if failed is not None and not isinstance(failed, httpx2.TransportError):
         row.wrong.append(f"a submission failed: {failed!r:.200}")
+    if chance.random() < WATCHDOG_SHARE:
+        await _check_servers_end(program, float("inf"), killed, row)
     await asyncio.to_thread(program.start)
+    started = _start_time(psutil.Process(program.process.pid))
+    program.checks.append(asyncio.create_task(_check_servers_end(program, started, killed, row)))
     # Like a careful client, submit all of them again, also those that were answered. Nothing may run twice.
     await _submit(program, turn_ids, row)
+
+
+async def _check_servers_end(program: _RestartedDaemon, before: float, killed: float, row: Row) -> None:
+    """Record the processes started before a time that still run ``SERVERS_S`` after the kill."""
+
+    def has_ended() -> bool:
+        return not program.processes_before(before)
+
+    # Not more often, because each search reads the environment of all processes.
+    limit_s = killed + SERVERS_S - time.monotonic()
+    if not await asyncio.to_thread(wait_until, has_ended, limit_s, every_s=0.25):
+        left = await asyncio.to_thread(program.processes_before, before)
+        row.leaked_processes += len(left)
+        row.wrong += [f"left {SERVERS_S:g} s after a kill: {process}" for process in left]
+
+
+def _start_time(process: psutil.Process) -> float:
+    try:
+        return float(process.create_time())
+    except psutil.Error:
+        return float("inf")
 
 
 async def _submit(program: _RestartedDaemon, turn_ids: list[str], row: Row) -> None:
@@ -148,8 +203,14 @@ async def _check_second_is_refused(program: _RestartedDaemon, row: Row) -> None:
             row.lost += 1
 
 
-async def _check(program: _RestartedDaemon, follower: Follower, submitted: list[str], notes: Path, row: Row) -> None:
-    """Compare the log, the events that a resumed client received, and the calls that the tool recorded."""
+async def _check(
+    program: _RestartedDaemon, follower: Follower, submitted: list[str], notes: Path, row: Row
+) -> dict[str, int]:
+    """Compare the log, the events that a resumed client received, and the calls that the tool recorded.
+
+    Returns:
+        Counts for the notes.
+    """
     async with program.client() as http:
         whole = await whole_log(http)
     received, logged = Counter(e["seq"] for e in follower.events), Counter(e["seq"] for e in whole)
@@ -172,4 +233,4 @@ async def _check(program: _RestartedDaemon, follower: Follower, submitted: list[
         check_log(whole)
     except AssertionError as exc:
         row.wrong.append(f"the log violates an invariant: {exc!s:.300}")
-    row.notes = f"{len(submitted)} turns, {len(done)} succeeded, {codes.total()} interrupted; {len(whole)} events"
+    return {"turns": len(submitted), "succeeded": len(done), "interrupted": codes.total(), "events": len(whole)}

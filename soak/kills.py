@@ -8,4 +8,6 @@ from soak.soak import Soak
 
 
 def run(soak: Soak) -> list[Row]:
+    if soak.kills is not None:
+        return killed_daemons.run(soak)
     return [*killed_servers.run(soak), *killed_pulls.run(soak), *killed_daemons.run(soak)]

@@ -16,6 +16,8 @@ class Soak:
     """Whether to run a small version, which takes a minute or two."""
     seed: int = 0
     """Seed of all random choices, to repeat a failure."""
+    kills: int | None = None
+    """Number of kills of the daemon. If given, the part ``kills`` kills nothing else."""
 
 
 class SoakError(Exception):

@@ -4,9 +4,13 @@ from __future__ import annotations
 
 import asyncio
 import json
+import subprocess
+import sys
+import time
 from collections.abc import Iterator
 from pathlib import Path
 
+import psutil
 import pytest
 
 from lmx_lab.values.models import ModelEntry
@@ -122,6 +126,24 @@ def test_a_process_left_running_is_detected_and_killed(tmp_path: Path) -> None:
         assert command.wait() == 0
     record_leftovers(home, row, limit_s=0.1)
     assert (row.leaked_processes, home.processes()) == (1, [])
+
+
+@pytest.mark.anyio
+async def test_a_process_that_outlives_a_killed_daemon_is_recorded(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(killed_daemons, "SERVERS_S", 0.1)
+    home, row = Home(tmp_path), Row(part="left")
+    program = killed_daemons._RestartedDaemon(home, "http://127.0.0.1:1")
+    command = [sys.executable, "-c", "input()"]
+    with subprocess.Popen(command, stdin=subprocess.PIPE, env=home.environment()) as process:
+        before = psutil.Process(process.pid).create_time()
+        await killed_daemons._check_servers_end(program, before, time.monotonic(), row)
+        assert row.leaked_processes == 0, "a process of the next daemon is not counted"
+        await killed_daemons._check_servers_end(program, before + 1, time.monotonic(), row)
+        process.kill()
+    assert row.leaked_processes == 1
+    assert str(process.pid) in row.wrong[0]
 
 
 def test_a_wrong_exit_status_is_recorded(tmp_path: Path) -> None:

@@ -13,7 +13,7 @@ import psutil
 import pytest
 
 from lmx_lab.values.models import ModelEntry
-from soak.__main__ import PARTS, Run, carry_out
+from soak.__main__ import PARTS, Run, carry_out, main
 from soak.fuzz import fuzz
 from soak.fuzzing.families import FAMILIES
 from soak.resources import FREE_MEMORY_ON_SIGNAL, NO_EXCESS, Allowance, ResourceMonitor
@@ -173,6 +173,14 @@ def test_ctrl_c_leaves_no_process_and_prints_the_results_so_far(
     assert status == 130
     assert [row["part"] for row in rows] == ["good"]
     assert not psutil.pid_exists(left[0].pid)
+
+
+@pytest.mark.parametrize("kills", ["0", "-1", "many"])
+def test_an_invalid_number_of_kills_is_refused(kills: str, capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit) as refused:
+        main(["--only", "kills", f"--kills={kills}"])
+    assert refused.value.code == 2
+    assert f"{kills!r} is not a positive number of kills" in capsys.readouterr().err
 
 
 def test_every_part_has_a_module_with_run() -> None:

@@ -452,6 +452,7 @@ async def main():
     await harness.again()
     record = await harness.ready(hostile("ignore_term"))
     print(json.dumps([record.pid, *json.loads((await harness.call("bad__family")).text)]), flush=True)
+    os.kill(harness.servers._registry.watchdog.pid, signal.SIGKILL)
     os.kill(os.getpid(), signal.SIGKILL)
 
 asyncio.run(main())
@@ -459,7 +460,7 @@ asyncio.run(main())
 
 
 def killed_daemon(folder: Path, script: str = KILLED_DAEMON) -> list[psutil.Process]:
-    """Run a daemon that kills itself, and return the processes that it has left."""
+    """Run a daemon that kills its watchdog and itself, and return the processes that it has left."""
     folder.mkdir()
     root = Path(__file__).parents[3]
     command = [sys.executable, "-c", script, str(folder)]
@@ -479,10 +480,12 @@ def write_until_it_runs(path, roots):
     for root in roots:
         if root.pid:
             print(f"[{root.pid}]", flush=True)
+            os.kill(harness.servers._registry.watchdog.pid, signal.SIGKILL)
             os.kill(os.getpid(), signal.SIGKILL)
     write(path, roots)
 
 async def main():
+    global harness
     process_registry._write_registry = write_until_it_runs
     folder = Path(sys.argv[1])
     harness = McpHarness(await Store.open(folder / "daemon.db"), folder)
