@@ -32,6 +32,8 @@ ROUND = 100
 """Maximum number of kills in one home. The log must be compared before it drops text pieces, after ten minutes."""
 TURNS = 3
 """Turns submitted for each kill."""
+UNFINISHED = 30
+"""Number of unfinished turns above which no more are submitted. A session has at most 64 queued turns."""
 PAUSE_S = 0.004
 TOOL_S = 0.03
 MOMENT_S = 0.5
@@ -106,6 +108,8 @@ async def _kill_repeatedly(program: _RestartedDaemon, kills: int, chance: random
         await _set_up(program, notes)
         async with follower.following():
             for kill in range(kills):
+                if len(submitted) - follower.ended_turns > UNFINISHED:
+                    await follower.until_ended(submitted)
                 turn_ids = [f"turn-{kill}-{number}" for number in range(TURNS)]
                 submitted += turn_ids
                 await _kill(program, follower, turn_ids, chance, row)

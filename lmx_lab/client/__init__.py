@@ -4,22 +4,53 @@
 daemon; the second one of each pair blocks. ``ChatFormatClient`` streams chats from any chat-format server.
 """
 
-from lmx_lab.client.blocking.daemon import DaemonClient
-from lmx_lab.client.blocking.lab import LabClient
-from lmx_lab.client.blocking.session import Session
-from lmx_lab.client.blocking.subscription import BlockingSubscription
-from lmx_lab.client.chat_chunks import Piece
-from lmx_lab.client.chat_format import ChatFormatClient
-from lmx_lab.client.cursors import Cursor, CursorStore, FileCursor, MemoryCursor
-from lmx_lab.client.daemon import AsyncDaemonClient
-from lmx_lab.client.event_receiver import ConnectionState
-from lmx_lab.client.event_subscription import Subscription
-from lmx_lab.client.lab import AsyncLabClient, Include, LabEvent, UnknownLabEvent, as_array
-from lmx_lab.client.session import AsyncSession
-from lmx_lab.client.sse import Remark
-from lmx_lab.client.turn_result import TurnResult
-from lmx_lab.wire.events import DaemonEvent, UnknownEvent
+from __future__ import annotations
 
+from importlib import import_module
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from lmx_lab.client.blocking.daemon import DaemonClient
+    from lmx_lab.client.blocking.lab import LabClient
+    from lmx_lab.client.blocking.session import Session
+    from lmx_lab.client.blocking.subscription import BlockingSubscription
+    from lmx_lab.client.chat_chunks import Piece
+    from lmx_lab.client.chat_format import ChatFormatClient
+    from lmx_lab.client.cursors import Cursor, CursorStore, FileCursor, MemoryCursor
+    from lmx_lab.client.daemon import AsyncDaemonClient
+    from lmx_lab.client.event_receiver import ConnectionState
+    from lmx_lab.client.event_subscription import Subscription
+    from lmx_lab.client.lab import AsyncLabClient, Include, LabEvent, UnknownLabEvent, as_array
+    from lmx_lab.client.session import AsyncSession
+    from lmx_lab.client.sse import Remark
+    from lmx_lab.client.turn_result import TurnResult
+    from lmx_lab.wire.events import DaemonEvent, UnknownEvent
+
+_MODULES = {
+    "AsyncDaemonClient": "lmx_lab.client.daemon",
+    "AsyncLabClient": "lmx_lab.client.lab",
+    "AsyncSession": "lmx_lab.client.session",
+    "BlockingSubscription": "lmx_lab.client.blocking.subscription",
+    "ChatFormatClient": "lmx_lab.client.chat_format",
+    "ConnectionState": "lmx_lab.client.event_receiver",
+    "Cursor": "lmx_lab.client.cursors",
+    "CursorStore": "lmx_lab.client.cursors",
+    "DaemonClient": "lmx_lab.client.blocking.daemon",
+    "DaemonEvent": "lmx_lab.wire.events",
+    "FileCursor": "lmx_lab.client.cursors",
+    "Include": "lmx_lab.client.lab",
+    "LabClient": "lmx_lab.client.blocking.lab",
+    "LabEvent": "lmx_lab.client.lab",
+    "MemoryCursor": "lmx_lab.client.cursors",
+    "Piece": "lmx_lab.client.chat_chunks",
+    "Remark": "lmx_lab.client.sse",
+    "Session": "lmx_lab.client.blocking.session",
+    "Subscription": "lmx_lab.client.event_subscription",
+    "TurnResult": "lmx_lab.client.turn_result",
+    "UnknownEvent": "lmx_lab.wire.events",
+    "UnknownLabEvent": "lmx_lab.client.lab",
+    "as_array": "lmx_lab.client.lab",
+}
 __all__ = [
     "AsyncDaemonClient",
     "AsyncLabClient",
@@ -45,3 +76,14 @@ __all__ = [
     "UnknownLabEvent",
     "as_array",
 ]
+
+
+def __getattr__(name: str) -> Any:
+    if name not in _MODULES:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    # Lazily: the daemon needs only two of these modules, and would take 0.2 s longer to start with all of them.
+    return getattr(import_module(_MODULES[name]), name)
+
+
+def __dir__() -> list[str]:
+    return sorted(__all__)

@@ -125,6 +125,11 @@ class Follower:
                 if most is not None and (most := most - 1) == 0:
                     return
 
+    @property
+    def ended_turns(self) -> int:
+        """Number of turns whose end was received."""
+        return sum(event["event"] in TERMINAL for event in self.events)
+
     async def until_ended(self, turn_ids: list[str]) -> None:
         def ended() -> bool:
             return set(turn_ids) <= {event["turn_id"] for event in self.events if event["event"] in TERMINAL}

@@ -136,12 +136,12 @@ async def test_a_process_that_outlives_a_killed_daemon_is_recorded(
     home, row = Home(tmp_path), Row(part="left")
     program = killed_daemons._RestartedDaemon(home, "http://127.0.0.1:1")
     command = [sys.executable, "-c", "input()"]
-    with subprocess.Popen(command, stdin=subprocess.PIPE, env=home.environment()) as process:
-        before = psutil.Process(process.pid).create_time()
-        await killed_daemons._check_servers_end(program, before, time.monotonic(), row)
-        assert row.leaked_processes == 0, "a process of the next daemon is not counted"
-        await killed_daemons._check_servers_end(program, before + 1, time.monotonic(), row)
-        process.kill()
+    process = await asyncio.create_subprocess_exec(*command, stdin=subprocess.PIPE, env=home.environment())
+    before = psutil.Process(process.pid).create_time()
+    await killed_daemons._check_servers_end(program, before, time.monotonic(), row)
+    assert row.leaked_processes == 0, "a process of the next daemon is not counted"
+    await killed_daemons._check_servers_end(program, before + 1, time.monotonic(), row)
+    await process.communicate(b"\n")
     assert row.leaked_processes == 1
     assert str(process.pid) in row.wrong[0]
 
