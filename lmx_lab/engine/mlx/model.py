@@ -248,8 +248,8 @@ def load_chat(entry: ModelEntry, *, limit_bytes: int, dtype: str = "auto") -> Lo
     context_length = _context_length(entry, traits.footprint, limit_bytes)
     # The copy has its own word cache.
     own = without_word_cache(copy.deepcopy(tokenizer))
-    encoder = build_encoder(own, entry.id)
     try:
+        encoder = build_encoder(own, entry.id)
         chat_format = detect_chat_format(SandboxedTokenizer.wrap(tokenizer, encoder))
     except TemplateLimitError as exc:
         raise UnusableModelError(

@@ -80,10 +80,8 @@ def find_unbounded_step(steps: Iterable[Step]) -> str | None:
             regex, literal = pattern.get("Regex"), pattern.get("String")
             if regex is not None and (kind == "Replace" or regex not in KNOWN_PATTERNS):
                 return f"a {kind} step has the regular expression {str(regex)[:100]!r}"
-            if regex is None and not literal:
-                return f"a {kind} step has no pattern"
             if regex is None:
-                growth *= max(1.0, len(str(step.get("content", ""))) / len(literal))
+                growth *= max(1.0, len(str(step.get("content", ""))) / max(1, len(str(literal or ""))))
         elif kind == "Prepend":
             growth *= 1 + len(str(step.get("prepend", "")))
         elif kind not in LINEAR_STEPS:

@@ -149,7 +149,7 @@ class TextEncoder:
         if not texts:
             return []
         pairs = not isinstance(texts[0], str)
-        flat = [part for pair in texts for part in pair] if pairs else list(texts)
+        flat = [part for text in texts for part in ((text,) if isinstance(text, str) else text)]
         length = sum(map(len, flat))
         if self.is_quick(length):
             return self._encode_here(texts, param, special=special, keep=keep, truncation=truncation, starts=starts)
