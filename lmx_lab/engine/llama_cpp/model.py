@@ -22,8 +22,10 @@ from lmx_lab.engine.machine_memory import prefix_cache_bytes
 from lmx_lab.engine.templates.renderer import TemplateLimitError, TemplateRefusalError, default_sandbox
 from lmx_lab.engine.templates.tool_prompt import END, START
 from lmx_lab.engine.text.chat_format_detection import HARMONY, HARMONY_TOKENS, MORE_REASONING_MARKERS, ChatFormat
+from lmx_lab.engine.tokenizing.bounds import TokenBound
+from lmx_lab.engine.tokenizing.encoder import LIMIT_S, SHORT_CHARACTERS
 from lmx_lab.engine.validation import CHARACTERS_PER_TOKEN
-from lmx_lab.errors import EngineDeadError, LabError, UnusableModelError
+from lmx_lab.errors import EngineDeadError, InvalidRequestError, LabError, QueueFullError, UnusableModelError
 from lmx_lab.settings import Settings
 from lmx_lab.values.models import ModelEntry
 from lmx_lab.weights.files import in_thread
@@ -76,6 +78,8 @@ class HostedModel:
     """When a request last arrived, received something, or ended (``time.perf_counter``)."""
     encoding: asyncio.Lock = field(default_factory=asyncio.Lock)
     """Locked while one slice of texts is computed."""
+    long_texts: asyncio.Lock = field(default_factory=asyncio.Lock)
+    """Locked while a long text is tokenized, so that this keeps one core busy at most."""
     token_table: TokenTable | None = None
     """Vocabulary for grammars; read when the first grammar is compiled."""
 
@@ -97,14 +101,54 @@ class HostedModel:
             at_most: Number of tokens that the caller needs. A longer text is tokenized only far enough to show that
                 it has more tokens, because megabytes would take seconds.
             parse_special: Whether the text of a special token becomes that token.
+
+        Raises:
+            QueueFullError: other long texts were tokenized for ``LIMIT_S``.
         """
         characters = at_most * CHARACTERS_PER_TOKEN
         while True:
             body = {"content": text[:characters], "add_special": True, "parse_special": parse_special}
-            tokens = [int(token) for token in (await self.connection.post("/tokenize", body))["tokens"]]
+            if min(len(text), characters) <= SHORT_CHARACTERS:
+                answer = await self.connection.post("/tokenize", body)
+            else:
+                answer = await self._tokenize_long(body)
+            tokens = [int(token) for token in answer["tokens"]]
             if len(tokens) > at_most or characters >= len(text):
                 return tokens
             characters *= 2
+
+    async def _tokenize_long(self, body: Mapping[str, Any]) -> Any:
+        try:
+            await asyncio.wait_for(self.long_texts.acquire(), LIMIT_S)
+        except TimeoutError:
+            raise QueueFullError(
+                f"the text was not tokenized within {LIMIT_S:g} s, because other texts were; try again in 2 s, or send "
+                "less",
+                retry_after_s=2,
+            ) from None
+        # A task, because llama.cpp tokenizes the text to its end even if the caller is cancelled.
+        task = asyncio.create_task(self.connection.post("/tokenize", body))
+        task.add_done_callback(self._end_long_text)
+        return await asyncio.shield(task)
+
+    def _end_long_text(self, task: asyncio.Task[Any]) -> None:
+        self.long_texts.release()
+        if not task.cancelled():
+            task.exception()  # retrieved, because the caller may have been cancelled
+
+    async def token_bound(self) -> TokenBound | None:
+        """Return how much text a token can stand for; None if that is unknown."""
+        kind, name = self.header.text("tokenizer.ggml.model"), self.header.text("general.name") or ""
+        pre = self.header.text("tokenizer.ggml.pre") or ""
+        # Some special tokens of these models take any number of spaces beside them.
+        strips = "phi" in name.lower() or "jina" in pre or "modern-bert" in pre
+        if kind not in {"gpt2", "llama"} or strips:
+            return None
+        with contextlib.suppress(InvalidRequestError):
+            known = set((await self.load_token_table()).tokens)
+            dropped = bytes(byte for byte in range(256) if bytes([byte]) not in known)
+            return TokenBound(max(map(len, known)), dropped)
+        return None
 
     def measure(self) -> None:
         """Measure the memory of the process. End the process if its file was overwritten: it would use the new data."""
