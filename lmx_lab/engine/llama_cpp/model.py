@@ -35,6 +35,10 @@ from lmx_lab.weights.gguf.model import read_gguf
 
 SPIN_COUNT = "3000"
 """See ``_environ``."""
+GROWTH = 4
+"""Factor by which more of a text is tokenized if its beginning does not show that it is too long."""
+MALLOC = {"MALLOC_ARENA_MAX": "2", "MALLOC_MMAP_THRESHOLD_": str(2**20), "MALLOC_TRIM_THRESHOLD_": str(2**24)}
+"""Settings of glibc with which the process returns the memory of long texts."""
 EXTRA_BYTES = 2**30
 """Memory that a process may use beyond the limits of models and of the caches of ended requests."""
 ALL_MARKERS = (*(marker for pair in MORE_REASONING_MARKERS for marker in pair), START, END)
@@ -106,20 +110,21 @@ class HostedModel:
             QueueFullError: other long texts were tokenized for ``LIMIT_S``.
         """
         characters = at_most * CHARACTERS_PER_TOKEN
+        deadline = time.monotonic() + LIMIT_S
         while True:
             body = {"content": text[:characters], "add_special": True, "parse_special": parse_special}
             if min(len(text), characters) <= SHORT_CHARACTERS:
                 answer = await self.connection.post("/tokenize", body)
             else:
-                answer = await self._tokenize_long(body)
+                answer = await self._tokenize_long(body, deadline)
             tokens = [int(token) for token in answer["tokens"]]
             if len(tokens) > at_most or characters >= len(text):
                 return tokens
-            characters *= 2
+            characters *= GROWTH
 
-    async def _tokenize_long(self, body: Mapping[str, Any]) -> Any:
+    async def _tokenize_long(self, body: Mapping[str, Any], deadline: float) -> Any:
         try:
-            await asyncio.wait_for(self.long_texts.acquire(), LIMIT_S)
+            await asyncio.wait_for(self.long_texts.acquire(), max(0.0, deadline - time.monotonic()))
         except TimeoutError:
             raise QueueFullError(
                 f"the text was not tokenized within {LIMIT_S:g} s, because other texts were; try again in 2 s, or send "
@@ -243,13 +248,14 @@ def _common_params(
 
 
 def _environ(environ: Mapping[str, str]) -> dict[str, str]:
-    """Return variables that set how long llama.cpp's threads spin before they sleep, unless the user has set them.
+    """Return ``MALLOC``, and how long llama.cpp's threads spin before they sleep, unless the user has set them.
 
     By default they spin so long that, beside one other busy program, two threads on two cores slowed down from 130 to
     as little as 1 token/s. With this value they reach 20 tokens/s, and the speed on an idle machine is the same
     (measured).
     """
-    return {} if {"GOMP_SPINCOUNT", "OMP_WAIT_POLICY"} & set(environ) else {"GOMP_SPINCOUNT": SPIN_COUNT}
+    malloc = {name: value for name, value in MALLOC.items() if name not in environ}
+    return malloc if {"GOMP_SPINCOUNT", "OMP_WAIT_POLICY"} & set(environ) else malloc | {"GOMP_SPINCOUNT": SPIN_COUNT}
 
 
 async def _describe(

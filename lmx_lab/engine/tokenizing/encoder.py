@@ -355,7 +355,7 @@ def _read(answer: dict[str, Any], data: memoryview, *, keep: int | None, starts:
     for length, second_start in zip(answer["lengths"], answer["seconds"], strict=True):
         kept = length if keep is None else min(length, keep)
         ids, at = numbers[at : at + kept].tolist(), at + kept
-        places: list[int] = []
+        places: Sequence[int] = ()
         if starts:
             places, at = numbers[at : at + kept].tolist(), at + kept
         found.append(EncodedText(ids, length, second_start, places))
