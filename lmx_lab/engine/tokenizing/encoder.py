@@ -164,9 +164,15 @@ class TextEncoder:
         }
         message = pack(header, b"".join(parts))
         del flat, parts
+        answer, data = unpack(self._request(message, length, work, param))
+        if "error" in answer:
+            raise self._failure(answer["error"], param)
+        return _read(answer, data, keep=keep, starts=starts)
+
+    def _request(self, message: bytes, length: int, work: TextWork, param: str | None) -> bytes:
         what = param or "the text"
         try:
-            reply = self._sandbox.request(message, length, work, self._build_message)
+            return self._sandbox.request(message, length, work, self._build_message)
         except SandboxStartError as exc:
             raise EngineError(f"no process could be started for the tokenizer of {self._model}: {exc}") from exc
         except SandboxTimeoutError as exc:
@@ -187,10 +193,6 @@ class TextEncoder:
                 "another model",
                 param=param,
             ) from exc
-        answer, data = unpack(reply)
-        if "error" in answer:
-            raise self._failure(answer["error"], param)
-        return _read(answer, data, keep=keep, starts=starts)
 
     def _encode_here(
         self,

@@ -21,7 +21,10 @@ SLOW = "(a|a|aa|b)*c"
 
 
 def tokenizer_of(entry: ModelEntry) -> Tokenizer:
-    return Tokenizer.from_file(str(entry.path / "tokenizer.json"))
+    tokenizer = Tokenizer.from_file(str(entry.path / "tokenizer.json"))
+    tokenizer.no_truncation()
+    tokenizer.no_padding()
+    return tokenizer
 
 
 def sandboxed(tokenizer: Tokenizer) -> TextEncoder:
@@ -71,6 +74,7 @@ def test_a_long_text_of_a_bounded_tokenizer_is_encoded_in_the_process(smollm2: M
     assert (encoded.ids, encoded.length) == (ids[:100], len(ids))
 
 
+@pytest.mark.slow
 def test_a_text_over_the_time_limit_is_refused(slow: TextEncoder, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(module, "LIMIT_S", 1.0)
     with pytest.raises(InvalidRequestError, match="takes longer than 1 s for messages") as caught:
@@ -117,7 +121,9 @@ def test_a_cancelled_text_ends_while_it_is_encoded(slow: TextEncoder) -> None:
     assert slow._sandbox._running is None
 
 
-def test_a_text_gives_way_to_a_short_one(slow: TextEncoder) -> None:
+@pytest.mark.slow
+def test_a_text_gives_way_to_a_short_one(slow: TextEncoder, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(module, "LIMIT_S", 5.0)
     work = TextWork()
     thread, errors = start(lambda: slow.encode([SLOW_TEXT], work))
     until(lambda: slow._sandbox._running is work)
