@@ -39,6 +39,8 @@ from lmx_lab.engine.encoders.tokenizer import (
 )
 from lmx_lab.engine.mlx import memory
 from lmx_lab.engine.mlx.weights_dtype import DTYPES
+from lmx_lab.engine.tokenizing.encoder import is_panic
+from lmx_lab.engine.tokenizing.loading import check_tokenizer_files
 from lmx_lab.engine.word_cache import without_word_cache
 from lmx_lab.errors import EngineError, LabError, OutOfMemoryError, UnusableModelError
 from lmx_lab.values.encoding import RerankMethod, Vectors
@@ -142,7 +144,9 @@ def load_encoder(entry: ModelEntry, *, limit_bytes: int, dtype: str = "auto") ->
         failure = OutOfMemoryError(f"{entry.id} does not fit in memory: {exc.message}")
     except LabError as exc:
         failure = UnusableModelError(f"{entry.id} at {entry.path} cannot be loaded: {exc.message}", param="model")
-    except Exception as exc:
+    except BaseException as exc:
+        if not isinstance(exc, Exception) and not is_panic(exc):
+            raise
         what = f"{type(exc).__name__}: {exc}"
         if memory.is_out_of_memory(exc):
             failure = OutOfMemoryError(f"{entry.id} does not fit in memory ({limit_bytes / 1e9:.1f} GB allowed): {exc}")
@@ -155,6 +159,7 @@ def load_encoder(entry: ModelEntry, *, limit_bytes: int, dtype: str = "auto") ->
 
 def _load(entry: ModelEntry, *, limit_bytes: int, dtype: str) -> LoadedEncoder:
     before = memory.used_bytes()
+    check_tokenizer_files(entry.path)
     require_memory(entry.size_bytes, limit_bytes)
     # The tokenizer is loaded before the weights: it is small, and most errors occur there.
     files = EncoderFiles(

@@ -12,6 +12,7 @@ from tokenizers.normalizers import Sequence as Normalizers
 
 from lmx_lab.engine.encoders.sentence_transformers import ChatTemplateInput, EncodingPrompts
 from lmx_lab.engine.templates.renderer import TemplateLimitError, render_chat
+from lmx_lab.engine.tokenizing.encoder import EncodedText, TextEncoder, TextWork
 from lmx_lab.errors import ContextLengthError, InvalidRequestError, UnusableModelError
 from lmx_lab.values.encoding import InputType
 
@@ -135,7 +136,7 @@ class TextRules:
 
 
 class TextTokenizer:
-    """A model's tokenizer, with the model's rules. Use it on one thread at a time.
+    """A model's tokenizer, with the model's rules. Use it on one thread at a time for texts that are quick.
 
     Args:
         tokenizer: A tokenizer of transformers. It is modified, so no other code may use it.
@@ -155,14 +156,19 @@ class TextTokenizer:
         if rules.lower_case:
             old = [] if backend.normalizer is None else [backend.normalizer]
             backend.normalizer = Normalizers([Lowercase(), *old])
-        self._backend = backend
+        self._encoder = TextEncoder(backend, model)
         self._special = frozenset(int(token) for token in tokenizer.all_special_ids)
         self._model = model
         self._rules = rules
 
+    def is_quick(self, characters: int) -> bool:
+        """Return whether texts with this many characters in all are tokenized without the sandbox process."""
+        return self._encoder.is_quick(characters)
+
     def texts(
         self,
         inputs: Sequence[str | Sequence[int]],
+        work: TextWork | None = None,
         *,
         input_type: InputType | None,
         truncate: bool,
@@ -172,6 +178,7 @@ class TextTokenizer:
         """Convert texts to embed, each after the model's prompt. Inputs that are token ids are used unchanged.
 
         Args:
+            work: The work of which this is a part, so that it can be cancelled.
             param: Name of the inputs in the request.
             first: Index of the first input in the request; None if there is only one and it has no index.
 
@@ -180,12 +187,13 @@ class TextTokenizer:
             ContextLengthError: a text is too long, and ``truncate`` is False.
         """
         places = [param if first is None else f"{param}.{first + at}" for at in range(len(inputs))]
+        work = work or TextWork()
         prompt = self._rules.prompts.prompt_for(input_type)
-        skipped_tokens = 0 if self._rules.include_prompt else self._count_prompt_tokens(prompt)
+        skipped_tokens = 0 if self._rules.include_prompt else self._count_prompt_tokens(prompt, work)
         texts = {at: prompt + text for at, text in enumerate(inputs) if isinstance(text, str)}
         for at, text in texts.items():
             _check_characters(text, places[at])
-        encoded = self._encode(list(texts.values()), [places[at] for at in texts], truncate=truncate)
+        encoded = self._encode(list(texts.values()), [places[at] for at in texts], work, truncate=truncate)
         found = {
             at: TextTokens(ids, skipped_tokens=min(skipped_tokens, len(ids) - 1))
             for at, ids in zip(texts, encoded, strict=True)
@@ -195,59 +203,78 @@ class TextTokenizer:
                 found[at] = TextTokens(self._check_ids(tuple(tokens), places[at], truncate=truncate))
         return [found[at] for at in range(len(inputs))]
 
-    def pairs(self, query: str, documents: Sequence[str], *, truncate: bool, first: int | None = 0) -> list[TextTokens]:
+    def pairs(
+        self,
+        query: str,
+        documents: Sequence[str],
+        work: TextWork | None = None,
+        *,
+        truncate: bool,
+        first: int | None = 0,
+    ) -> list[TextTokens]:
         """Convert a query with each of the documents, for rerankers. Only documents are truncated.
 
         Raises:
             InvalidRequestError: a text contains a lone surrogate, or the model's chat template rejects the query.
             ContextLengthError: the query leaves no room, or a document is too long and ``truncate`` is False.
         """
+        work = work or TextWork()
         places = ["documents" if first is None else f"documents.{first + at}" for at in range(len(documents))]
         _check_characters(query, "query")
         for place, document in zip(places, documents, strict=True):
             _check_characters(document, place)
-        self._check_query_length(query)
+        self._check_query_length(query, work)
         if self._rules.pairs is not None:
-            return self._template_pairs(self._rules.pairs, query, documents, places, truncate=truncate)
+            return self._template_pairs(self._rules.pairs, query, documents, places, work, truncate=truncate)
         query = self._rules.prompts.prompt_for(None) + query
-        self._check_room(len(self._backend.encode(query, "").ids))
+        self._check_room(self._encoder.encode([(query, "")], work, param="query")[0].length)
         whole = [(query, document) for document in documents]
         parts = [(query, self._beginning(document)) for document in documents]
-        encodings = self._encodings(parts, whole)
-        long = [at for at, encoding in enumerate(encodings) if self._exceeds(len(encoding.ids))]
+        encodings = self._encodings(parts, whole, work, param="documents")
+        long = [at for at, encoding in enumerate(encodings) if self._exceeds(encoding.length)]
         if long and not truncate:
             at = long[0]
-            raise self._too_long(places[at], len(encodings[at].ids), cut=parts[at] != whole[at])
+            raise self._too_long(places[at], encodings[at].length, cut=parts[at] != whole[at])
         if long:
-            for at, encoding in zip(long, self._truncate([parts[at] for at in long], "only_second"), strict=True):
+            for at, encoding in zip(
+                long, self._truncate([parts[at] for at in long], "only_second", work, param="documents"), strict=True
+            ):
                 encodings[at] = encoding
         return [self._pair_tokens(encoding) for encoding in encodings]
 
-    def _pair_tokens(self, encoding: Any) -> TextTokens:
-        kinds = encoding.type_ids
-        second_start = kinds.index(1) if self._rules.segments and 1 in kinds else None
+    def _pair_tokens(self, encoding: EncodedText) -> TextTokens:
+        second_start = encoding.second_start if self._rules.segments else None
         return TextTokens(tuple(encoding.ids), second_start=second_start)
 
     def _template_pairs(
-        self, format: PairFormat, query: str, documents: Sequence[str], places: list[str], *, truncate: bool
+        self,
+        format: PairFormat,
+        query: str,
+        documents: Sequence[str],
+        places: list[str],
+        work: TextWork,
+        *,
+        truncate: bool,
     ) -> list[TextTokens]:
         template = format.template(query)
-        self._check_room(len(self._backend.encode(template.before + template.after, add_special_tokens=False).ids))
+        around = self._encoder.encode([template.before + template.after], work, param="query", special=False)
+        self._check_room(around[0].length)
         if template.strip:
             documents = [document.strip() for document in documents]
         whole = [template.before + document + template.after for document in documents]
         beginnings = [self._beginning(document) for document in documents]
         parts = [template.before + beginning + template.after for beginning in beginnings]
-        found = [encoding.ids for encoding in self._encodings(parts, whole, special=False)]
-        for at, ids in enumerate(found):
-            if self._exceeds(len(ids)):
+        encodings = self._encodings(parts, whole, work, param="documents", special=False)
+        found = [encoding.ids for encoding in encodings]
+        for at, encoding in enumerate(encodings):
+            if self._exceeds(encoding.length):
                 if not truncate:
-                    raise self._too_long(places[at], len(ids), cut=parts[at] != whole[at])
+                    raise self._too_long(places[at], encoding.length, cut=parts[at] != whole[at])
                 document = parts[at][len(template.before) : len(parts[at]) - len(template.after)]
-                found[at] = self._fit_document(template, document)
+                found[at] = self._fit_document(template, document, work)
         return [TextTokens(tuple(ids)) for ids in found]
 
-    def _fit_document(self, template: PairTemplate, document: str) -> list[int]:
+    def _fit_document(self, template: PairTemplate, document: str, work: TextWork) -> list[int]:
         """Return the tokens with as much of the document as fits.
 
         The text is tokenized again after each cut, because tokens can span the ends of the document.
@@ -255,22 +282,24 @@ class TextTokenizer:
         context = self._rules.context_length
         while True:
             text = template.before + document + template.after
-            encoding = self._backend.encode(text, add_special_tokens=False)
-            excess = len(encoding.ids) - (context or 0)
+            encoding = self._encoder.encode([text], work, param="documents", special=False, starts=True)[0]
+            excess = encoding.length - (context or 0)
             if context is None or excess <= 0 or not document:
-                return list(encoding.ids)
-            starts = [start - len(template.before) for start, _ in encoding.offsets]
+                return encoding.ids
+            starts = [start - len(template.before) for start in encoding.starts]
             inside = [start for start in starts if 0 <= start < len(document)]
             document = document[: min(inside[-excess:], default=0)]
 
-    def _encode(self, texts: list[str], places: list[str], *, truncate: bool) -> list[tuple[int, ...]]:
+    def _encode(self, texts: list[str], places: list[str], work: TextWork, *, truncate: bool) -> list[tuple[int, ...]]:
         beginnings = [self._beginning(text) for text in texts]
-        found = [encoding.ids for encoding in self._encodings(beginnings, texts)]
-        long = [at for at, ids in enumerate(found) if self._exceeds(len(ids))]
+        encodings = self._encodings(beginnings, texts, work, param=places[0] if len(places) == 1 else "input")
+        found = [encoding.ids for encoding in encodings]
+        long = [at for at, encoding in enumerate(encodings) if self._exceeds(encoding.length)]
         if long and not truncate:
-            raise self._too_long(places[long[0]], len(found[long[0]]), cut=beginnings[long[0]] != texts[long[0]])
+            first = long[0]
+            raise self._too_long(places[first], encodings[first].length, cut=beginnings[first] != texts[first])
         if long:
-            cut = self._truncate([beginnings[at] for at in long], "longest_first")
+            cut = self._truncate([beginnings[at] for at in long], "longest_first", work, param=places[long[0]])
             for at, encoding in zip(long, cut, strict=True):
                 found[at] = encoding.ids
         for ids, place in zip(found, places, strict=True):
@@ -278,30 +307,31 @@ class TextTokenizer:
                 raise InvalidRequestError(f"{place} is empty: the tokenizer returned no tokens for it", param=place)
         return [tuple(ids) for ids in found]
 
-    def _encodings(self, beginnings: list[Text], whole: Sequence[Text], *, special: bool = True) -> list[Any]:
+    def _encodings(
+        self, beginnings: list[Text], whole: Sequence[Text], work: TextWork, *, param: str, special: bool = True
+    ) -> list[EncodedText]:
         """Encode the beginnings, and the whole text where the beginning fits into the context.
 
         ``beginnings`` is updated with the texts that were encoded.
         """
-        found = list(self._backend.encode_batch_fast(beginnings, add_special_tokens=special))
+        context = self._rules.context_length
+        found = self._encoder.encode(beginnings, work, param=param, special=special, keep=context)
         for at, text in enumerate(whole):
-            if beginnings[at] != text and not self._exceeds(len(found[at].ids)):
+            if beginnings[at] != text and not self._exceeds(found[at].length):
                 beginnings[at] = text
-                found[at] = self._backend.encode_batch_fast([text], add_special_tokens=special)[0]
+                (found[at],) = self._encoder.encode([text], work, param=param, special=special, keep=context)
         return found
 
-    def _truncate(self, texts: Sequence[str | tuple[str, str]], strategy: str) -> list[Any]:
-        self._backend.enable_truncation(self._rules.context_length, strategy=strategy)
-        try:
-            return list(self._backend.encode_batch_fast(texts))
-        finally:
-            self._backend.no_truncation()
+    def _truncate(self, texts: Sequence[Text], strategy: str, work: TextWork, *, param: str) -> list[EncodedText]:
+        context = self._rules.context_length
+        assert context is not None
+        return self._encoder.encode(texts, work, param=param, truncation=(context, strategy))
 
-    def _count_prompt_tokens(self, prompt: str) -> int:
+    def _count_prompt_tokens(self, prompt: str, work: TextWork) -> int:
         """Return the number of leading tokens that belong to a prompt, including a special token at the beginning."""
         if not prompt:
             return 0
-        ids = self._backend.encode(prompt).ids
+        ids = self._encoder.encode([prompt], work, param="input")[0].ids
         return len(ids) - 1 if ids and ids[-1] in self._special else len(ids)
 
     def _check_ids(self, tokens: tuple[int, ...], place: str, *, truncate: bool) -> tuple[int, ...]:
@@ -317,10 +347,10 @@ class TextTokenizer:
             raise self._too_long(place, len(tokens), cut=False)
         return tokens[: self._rules.context_length]
 
-    def _check_query_length(self, query: str) -> None:
+    def _check_query_length(self, query: str, work: TextWork) -> None:
         beginning = self._beginning(query)
         if beginning != query:
-            tokens = len(self._backend.encode(beginning).ids)
+            tokens = self._encoder.encode([beginning], work, param="query")[0].length
             if self._exceeds(tokens):
                 self._check_room(tokens, cut=True)
 

@@ -22,8 +22,10 @@ from lmx_lab.engine.machine_memory import prefix_cache_bytes
 from lmx_lab.engine.templates.renderer import TemplateLimitError, TemplateRefusalError, default_sandbox
 from lmx_lab.engine.templates.tool_prompt import END, START
 from lmx_lab.engine.text.chat_format_detection import HARMONY, HARMONY_TOKENS, MORE_REASONING_MARKERS, ChatFormat
+from lmx_lab.engine.tokenizing.bounds import TokenBound
+from lmx_lab.engine.tokenizing.encoder import LIMIT_S, SHORT_CHARACTERS
 from lmx_lab.engine.validation import CHARACTERS_PER_TOKEN
-from lmx_lab.errors import EngineDeadError, LabError, UnusableModelError
+from lmx_lab.errors import EngineDeadError, InvalidRequestError, LabError, QueueFullError, UnusableModelError
 from lmx_lab.settings import Settings
 from lmx_lab.values.models import ModelEntry
 from lmx_lab.weights.files import in_thread
@@ -33,6 +35,10 @@ from lmx_lab.weights.gguf.model import read_gguf
 
 SPIN_COUNT = "3000"
 """See ``_environ``."""
+GROWTH = 4
+"""Factor by which more of a text is tokenized if its beginning does not show that it is too long."""
+MALLOC = {"MALLOC_ARENA_MAX": "2", "MALLOC_MMAP_THRESHOLD_": str(2**20), "MALLOC_TRIM_THRESHOLD_": str(2**24)}
+"""Settings of glibc with which the process returns the memory of long texts."""
 EXTRA_BYTES = 2**30
 """Memory that a process may use beyond the limits of models and of the caches of ended requests."""
 ALL_MARKERS = (*(marker for pair in MORE_REASONING_MARKERS for marker in pair), START, END)
@@ -76,6 +82,8 @@ class HostedModel:
     """When a request last arrived, received something, or ended (``time.perf_counter``)."""
     encoding: asyncio.Lock = field(default_factory=asyncio.Lock)
     """Locked while one slice of texts is computed."""
+    long_texts: asyncio.Lock = field(default_factory=asyncio.Lock)
+    """Locked while a long text is tokenized, so that this keeps one core busy at most."""
     token_table: TokenTable | None = None
     """Vocabulary for grammars; read when the first grammar is compiled."""
 
@@ -97,14 +105,55 @@ class HostedModel:
             at_most: Number of tokens that the caller needs. A longer text is tokenized only far enough to show that
                 it has more tokens, because megabytes would take seconds.
             parse_special: Whether the text of a special token becomes that token.
+
+        Raises:
+            QueueFullError: other long texts were tokenized for ``LIMIT_S``.
         """
         characters = at_most * CHARACTERS_PER_TOKEN
+        deadline = time.monotonic() + LIMIT_S
         while True:
             body = {"content": text[:characters], "add_special": True, "parse_special": parse_special}
-            tokens = [int(token) for token in (await self.connection.post("/tokenize", body))["tokens"]]
+            if min(len(text), characters) <= SHORT_CHARACTERS:
+                answer = await self.connection.post("/tokenize", body)
+            else:
+                answer = await self._tokenize_long(body, deadline)
+            tokens = [int(token) for token in answer["tokens"]]
             if len(tokens) > at_most or characters >= len(text):
                 return tokens
-            characters *= 2
+            characters *= GROWTH
+
+    async def _tokenize_long(self, body: Mapping[str, Any], deadline: float) -> Any:
+        try:
+            await asyncio.wait_for(self.long_texts.acquire(), max(0.0, deadline - time.monotonic()))
+        except TimeoutError:
+            raise QueueFullError(
+                f"the text was not tokenized within {LIMIT_S:g} s, because other texts were; try again in 2 s, or send "
+                "less",
+                retry_after_s=2,
+            ) from None
+        # A task, because llama.cpp tokenizes the text to its end even if the caller is cancelled.
+        task = asyncio.create_task(self.connection.post("/tokenize", body))
+        task.add_done_callback(self._end_long_text)
+        return await asyncio.shield(task)
+
+    def _end_long_text(self, task: asyncio.Task[Any]) -> None:
+        self.long_texts.release()
+        if not task.cancelled():
+            task.exception()  # retrieved, because the caller may have been cancelled
+
+    async def token_bound(self) -> TokenBound | None:
+        """Return how much text a token can stand for; None if that is unknown."""
+        kind, name = self.header.text("tokenizer.ggml.model"), self.header.text("general.name") or ""
+        pre = self.header.text("tokenizer.ggml.pre") or ""
+        # Some special tokens of these models take any number of spaces beside them.
+        strips = "phi" in name.lower() or "jina" in pre or "modern-bert" in pre
+        if kind not in {"gpt2", "llama"} or strips:
+            return None
+        with contextlib.suppress(InvalidRequestError):
+            known = set((await self.load_token_table()).tokens)
+            dropped = bytes(byte for byte in range(256) if bytes([byte]) not in known)
+            return TokenBound(max(map(len, known)), dropped)
+        return None
 
     def measure(self) -> None:
         """Measure the memory of the process. End the process if its file was overwritten: it would use the new data."""
@@ -199,13 +248,14 @@ def _common_params(
 
 
 def _environ(environ: Mapping[str, str]) -> dict[str, str]:
-    """Return variables that set how long llama.cpp's threads spin before they sleep, unless the user has set them.
+    """Return ``MALLOC``, and how long llama.cpp's threads spin before they sleep, unless the user has set them.
 
     By default they spin so long that, beside one other busy program, two threads on two cores slowed down from 130 to
     as little as 1 token/s. With this value they reach 20 tokens/s, and the speed on an idle machine is the same
     (measured).
     """
-    return {} if {"GOMP_SPINCOUNT", "OMP_WAIT_POLICY"} & set(environ) else {"GOMP_SPINCOUNT": SPIN_COUNT}
+    malloc = {name: value for name, value in MALLOC.items() if name not in environ}
+    return malloc if {"GOMP_SPINCOUNT", "OMP_WAIT_POLICY"} & set(environ) else malloc | {"GOMP_SPINCOUNT": SPIN_COUNT}
 
 
 async def _describe(

@@ -226,8 +226,12 @@ async def _tokenize(text: str, request: GenerationRequest, hosted: HostedModel) 
     """Return the tokens of a prompt.
 
     Raises:
-        ContextLengthError: the text is so long that only its beginning was tokenized.
+        ContextLengthError: the text is so long that at most its beginning was tokenized.
     """
+    if len(text) > hosted.context_length * CHARACTERS_PER_TOKEN:
+        bound = await hosted.token_bound()
+        if bound is not None and (least := bound.min_tokens(text)) > hosted.context_length:
+            raise too_long(request, f"more than {least - 1}", hosted.entry, hosted.context_length)
     tokens = await hosted.tokenize(text, at_most=hosted.context_length, parse_special=True)
     if len(tokens) > hosted.context_length and len(text) > hosted.context_length * CHARACTERS_PER_TOKEN:
         raise too_long(request, f"more than {len(tokens) - 1}", hosted.entry, hosted.context_length)

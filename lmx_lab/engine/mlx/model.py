@@ -19,9 +19,11 @@ from lmx_lab.engine.requests import ChatPrompt, GenerationRequest, TextPrompt, T
 from lmx_lab.engine.templates.renderer import TemplateLimitError, render_chat
 from lmx_lab.engine.text.chat_format_detection import TAIL_TOKENS, ChatFormat, ReasoningState, detect_chat_format
 from lmx_lab.engine.text.vocabulary import Vocabulary
+from lmx_lab.engine.tokenizing.encoder import TextEncoder, TextWork, is_panic
+from lmx_lab.engine.tokenizing.loading import SandboxedTokenizer, build_encoder, check_tokenizer_files
 from lmx_lab.engine.validation import CHARACTERS_PER_TOKEN, check_characters, check_messages
 from lmx_lab.engine.word_cache import without_word_cache
-from lmx_lab.errors import ContextLengthError, InvalidRequestError, OutOfMemoryError, UnusableModelError
+from lmx_lab.errors import ContextLengthError, EngineError, InvalidRequestError, OutOfMemoryError, UnusableModelError
 from lmx_lab.values.models import ModelEntry
 
 MIN_CONTEXT_TOKENS = 256
@@ -39,11 +41,23 @@ class EncodedPrompt:
 class PromptTokenizer:
     """Converts prompts to token ids. Has a separate tokenizer, because Rust tokenizers cannot be shared by threads.
 
-    May be used by one thread at a time, except ``render``, which may be called from any thread.
+    May be used by one thread at a time, except ``render``, and ``encode`` for texts that are not quick, which may be
+    called from any thread.
+
+    Args:
+        encoder: Encodes texts; None if the tokenizer is written in Python.
     """
 
-    def __init__(self, tokenizer: Any, model: str, context_length: int | None, chat_format: ChatFormat) -> None:
+    def __init__(
+        self,
+        tokenizer: Any,
+        model: str,
+        context_length: int | None,
+        chat_format: ChatFormat,
+        encoder: TextEncoder | None = None,
+    ) -> None:
         self._tokenizer = tokenizer
+        self._encoder = encoder
         self._model = model
         self._context_length = context_length
         self.chat_format = chat_format
@@ -79,35 +93,70 @@ class PromptTokenizer:
                 f"the chat template of {self._model} refuses these messages: {exc}", param="messages"
             ) from exc
 
-    def encode(self, request: GenerationRequest, text: str | None) -> EncodedPrompt:
+    def is_quick(self, request: GenerationRequest, text: str | None) -> bool:
+        """Return whether ``encode`` is certain to take a short time, or has to run on the thread of this tokenizer."""
+        prompt = request.prompt
+        characters = len(text or "") if isinstance(prompt, ChatPrompt) else 0
+        if isinstance(prompt, TextPrompt):
+            characters = len(prompt.text)
+        return self._encoder is None or isinstance(prompt, TokenPrompt) or self._encoder.is_quick(characters)
+
+    def encode(self, request: GenerationRequest, text: str | None, work: TextWork | None = None) -> EncodedPrompt:
         """Return the token ids of the prompt.
 
         Args:
             text: The text of a chat prompt from ``render``.
+            work: The work of which this is a part, so that it can be cancelled.
 
         Raises:
-            InvalidRequestError: the prompt is empty, or contains an unpaired surrogate.
+            InvalidRequestError: the prompt is empty, or contains an unpaired surrogate; the tokenizer fails.
             ContextLengthError: the beginning of the text alone exceeds the context.
+            QueueFullError: other long texts are being tokenized.
         """
+        work = work or TextWork()
         thinking: ReasoningState = "closed"
         match prompt := request.prompt:
             case ChatPrompt():
                 assert text is not None
-                check_characters(text, "messages")
-                self._check_beginning(text, "messages")
-                tokens = [int(token) for token in self._tokenizer.encode(text, add_special_tokens=False)]
+                tokens = self._encode_text(text, work, "messages", special=False)
                 if self.chat_format.reasoning_markers is not None:
+                    # Tokens are decoded on any thread here, which needs no exclusive access.
                     thinking = self.chat_format.reasoning_state(self.decode(tokens[-TAIL_TOKENS:]))
             case TextPrompt():
-                check_characters(prompt.text, "prompt")
-                self._check_beginning(prompt.text, "prompt")
-                tokens = [int(token) for token in self._tokenizer.encode(prompt.text)]
+                tokens = self._encode_text(prompt.text, work, "prompt")
             case TokenPrompt():
                 tokens = list(prompt.tokens)
         if not tokens:
             param = "messages" if isinstance(prompt, ChatPrompt) else "prompt"
             raise InvalidRequestError("the prompt is empty: it has no tokens", param=param)
         return EncodedPrompt(tokens, thinking)
+
+    def _encode_text(self, text: str, work: TextWork, param: str, *, special: bool = True) -> list[int]:
+        check_characters(text, param)
+        context, beginning = self._context_length, text
+        if context is not None and len(text) > context * CHARACTERS_PER_TOKEN:
+            if self._encoder is not None and (tokens := self._encoder.min_tokens(text)) > context:
+                raise self._too_long(tokens - 1, context, param)
+            beginning = text[: context * CHARACTERS_PER_TOKEN]
+        ids = self._ids(beginning, work, param, special=special)
+        if beginning is not text:
+            assert context is not None
+            if len(ids) > context:
+                raise self._too_long(len(ids), context, param)
+            ids = self._ids(text, work, param, special=special)
+        return ids
+
+    def _ids(self, text: str, work: TextWork, param: str, *, special: bool) -> list[int]:
+        if self._encoder is None:
+            return [int(token) for token in self._tokenizer.encode(text, add_special_tokens=special)]
+        return self._encoder.encode([text], work, param=param, special=special)[0].ids
+
+    def _too_long(self, tokens: int, context: int, param: str) -> ContextLengthError:
+        return ContextLengthError(
+            f"the prompt has more than {tokens} tokens, and {self._model} takes {context}, including the answer; "
+            "shorten the prompt",
+            param=param,
+        )
 
     def token_table(self, width: int) -> TokenTable:
         """Return the vocabulary for grammars.
@@ -117,23 +166,13 @@ class PromptTokenizer:
         """
         return read_token_table(self._tokenizer, width=width, markers=self.chat_format.marker_tokens)
 
-    def _check_beginning(self, text: str, param: str) -> None:
-        # Other requests wait while a prompt is tokenized, and eight megabytes of text would take 13 s (measured).
-        context = self._context_length
-        if context is None or len(text) <= context * CHARACTERS_PER_TOKEN:
-            return
-        tokens = len(self._tokenizer.encode(text[: context * CHARACTERS_PER_TOKEN]))
-        if tokens > context:
-            raise ContextLengthError(
-                f"the prompt has more than {tokens} tokens, and {self._model} takes {context}, including the answer; "
-                "shorten the prompt",
-                param=param,
-            )
-
     def decode(self, tokens: Sequence[int]) -> str:
-        """Return the text of token ids, including special tokens."""
-        text: str = self._tokenizer.decode(tokens, clean_up_tokenization_spaces=False)
-        return text
+        """Return the text of token ids, including special tokens.
+
+        Raises:
+            EngineError: the tokenizer fails.
+        """
+        return _decode(self._tokenizer, tokens, clean_up_tokenization_spaces=False)
 
 
 @dataclass(frozen=True, eq=False)
@@ -144,8 +183,21 @@ class AnswerText:
 
     def decode(self, tokens: Sequence[int]) -> str:
         # Cleaning up spaces would change text that has already been streamed.
-        text: str = self.tokenizer.decode(tokens, skip_special_tokens=True, clean_up_tokenization_spaces=False)
-        return text
+        return _decode(self.tokenizer, tokens, skip_special_tokens=True, clean_up_tokenization_spaces=False)
+
+
+def _decode(tokenizer: Any, tokens: Sequence[int], **options: bool) -> str:
+    """Return the text of token ids.
+
+    Raises:
+        EngineError: the tokenizer fails.
+    """
+    try:
+        return str(tokenizer.decode(tokens, **options))
+    except BaseException as exc:
+        if is_panic(exc):
+            raise EngineError(f"the tokenizer of the model fails with these tokens: {exc}") from None
+        raise
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
@@ -184,7 +236,9 @@ def load_chat(entry: ModelEntry, *, limit_bytes: int, dtype: str = "auto") -> Lo
     try:
         model, tokenizer = _read(entry, limit_bytes=limit_bytes, dtype=dtype)
         traits = measure(model, memory.used_bytes() - before)
-    except Exception as exc:
+    except BaseException as exc:
+        if not isinstance(exc, Exception) and not is_panic(exc):
+            raise
         if memory.is_out_of_memory(exc):
             raise OutOfMemoryError(
                 f"{entry.id} does not fit in memory ({limit_bytes / 1e9:.1f} GB are allowed): {exc}"
@@ -192,19 +246,22 @@ def load_chat(entry: ModelEntry, *, limit_bytes: int, dtype: str = "auto") -> Lo
         reason = f"{type(exc).__name__}: {exc}"
         raise UnusableModelError(f"{entry.id} at {entry.path} cannot be loaded: {reason}", param="model") from exc
     context_length = _context_length(entry, traits.footprint, limit_bytes)
+    # The copy has its own word cache.
+    own = without_word_cache(copy.deepcopy(tokenizer))
     try:
-        chat_format = detect_chat_format(tokenizer)
+        encoder = build_encoder(own, entry.id)
+        chat_format = detect_chat_format(SandboxedTokenizer.wrap(tokenizer, encoder))
     except TemplateLimitError as exc:
         raise UnusableModelError(
             f"{entry.id} at {entry.path} cannot be loaded: its chat template {exc}, its limit", param="model"
         ) from exc
-    # The copy has its own word cache.
-    own = without_word_cache(copy.deepcopy(tokenizer))
+    except InvalidRequestError as exc:
+        raise UnusableModelError(f"{entry.id} at {entry.path} cannot be loaded: {exc.message}", param="model") from exc
     return LoadedModel(
         entry=entry,
         model=model,
         tokenizer=tokenizer,
-        prompts=PromptTokenizer(own, entry.id, context_length, chat_format),
+        prompts=PromptTokenizer(own, entry.id, context_length, chat_format, encoder),
         context_length=context_length,
         memory_bytes=traits.footprint.weights_bytes,
         traits=traits,
@@ -216,6 +273,7 @@ def load_chat(entry: ModelEntry, *, limit_bytes: int, dtype: str = "auto") -> Lo
 def _read(entry: ModelEntry, *, limit_bytes: int, dtype: str) -> tuple[Any, Any]:
     """Return model and tokenizer. The tokenizer is read first, because it is small and causes most errors."""
     config = load_config(entry.path)
+    check_tokenizer_files(entry.path)
     tokenizer = without_word_cache(load_tokenizer(entry.path, eos_token_ids=config.get("eos_token_id")))
     model, _ = load_model(entry.path)
     fit_weights(model, dtype, limit_bytes=limit_bytes)

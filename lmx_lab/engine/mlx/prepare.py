@@ -24,6 +24,7 @@ from lmx_lab.engine.mlx.model import EncodedPrompt, LoadedModel, PromptTokenizer
 from lmx_lab.engine.mlx.request import MlxGeneration
 from lmx_lab.engine.requests import ChatPrompt, GenerationRequest
 from lmx_lab.engine.stream import Mailbox
+from lmx_lab.engine.tokenizing.encoder import TextWork
 from lmx_lab.engine.validation import check_length, check_tokens
 from lmx_lab.errors import NotLoadedError
 from lmx_lab.settings import Settings
@@ -42,6 +43,7 @@ class PromptPreparer:
         self._find_model = model_of
         self._templates: ThreadPoolExecutor | None = None
         self._prompts: ThreadPoolExecutor | None = None
+        self._long_prompts: ThreadPoolExecutor | None = None
         self._compiling: ThreadPoolExecutor | None = None
         self._sandbox = GrammarSandbox()
         self._to_compile = 0
@@ -51,14 +53,17 @@ class PromptPreparer:
         """Start the threads. Idempotent."""
         self._templates = self._templates or ThreadPoolExecutor(max_workers=1, thread_name_prefix="lmx-lab-templates")
         self._prompts = self._prompts or ThreadPoolExecutor(max_workers=1, thread_name_prefix="lmx-lab-prompts")
+        self._long_prompts = self._long_prompts or ThreadPoolExecutor(
+            max_workers=self._settings.slots + self._settings.queue_limit, thread_name_prefix="lmx-lab-long-prompts"
+        )
         if self._compiling is None:
             self._compiling = ThreadPoolExecutor(max_workers=1, thread_name_prefix="lmx-lab-grammars")
             self._sandbox = GrammarSandbox(lambda: self._to_compile > 1)
 
     def stop(self) -> None:
         """Stop the threads without waiting for them. Idempotent."""
-        executors = (self._templates, self._prompts, self._compiling)
-        self._templates = self._prompts = self._compiling = None
+        executors = (self._templates, self._prompts, self._long_prompts, self._compiling)
+        self._templates = self._prompts = self._long_prompts = self._compiling = None
         for executor in executors:
             if executor is not None:
                 executor.shutdown(wait=False, cancel_futures=True)
@@ -120,7 +125,13 @@ class PromptPreparer:
         loop, text = asyncio.get_running_loop(), None
         if isinstance(request.prompt, ChatPrompt):
             text = await loop.run_in_executor(self._templates, prompts.render, request, request.prompt)
-        return await loop.run_in_executor(self._prompts, prompts.encode, request, text)
+        work = TextWork()
+        # Long texts wait for the tokenizer's process, each on its own thread.
+        executor = self._prompts if prompts.is_quick(request, text) else self._long_prompts
+        try:
+            return await loop.run_in_executor(executor, prompts.encode, request, text, work)
+        finally:
+            work.cancel()
 
     async def _matchers(
         self, request: GenerationRequest, prompts: PromptTokenizer, prompt: EncodedPrompt, *, width: int, count: int

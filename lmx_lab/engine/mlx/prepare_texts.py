@@ -10,7 +10,7 @@ import contextlib
 import functools
 import time
 import weakref
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence, Sized
 from concurrent.futures import ThreadPoolExecutor
 from typing import TypeVar
 
@@ -22,6 +22,7 @@ from lmx_lab.engine.mlx.state import MlxCore
 from lmx_lab.engine.mlx.thread import EngineThread
 from lmx_lab.engine.requests import EmbeddingRequest, Embeddings, Ranking, RerankRequest
 from lmx_lab.engine.stream import Pending
+from lmx_lab.engine.tokenizing.encoder import TextWork
 from lmx_lab.engine.validation import check_dimensions
 from lmx_lab.engine.vectors import cosines, shorten
 from lmx_lab.errors import NotLoadedError, QueueFullError
@@ -29,10 +30,14 @@ from lmx_lab.settings import Settings
 from lmx_lab.values.encoding import RerankMethod
 from lmx_lab.values.models import ModelEntry
 
-Item = TypeVar("Item")
+Item = TypeVar("Item", bound=Sized)
 Result = TypeVar("Result")
+Tokenize = Callable[[int, Sequence[Item], TextWork], list[TextTokens]]
+"""Tokenizes a part of the texts of a request, the first of which has the given index."""
 SLICE = 256
-"""Number of texts that are tokenized together, so that a request of one text need not wait for ten thousand others."""
+SLICE_CHARACTERS = 50_000
+"""Number of texts, and of their characters, that are tokenized together, so that a request of one text need not wait
+for ten thousand others."""
 MAX_CHARACTERS = 64 * 2**20
 """Maximum number of characters of all texts that are being tokenized. A single request may have more."""
 
@@ -54,14 +59,17 @@ class TextPreparer:
         self._thread = thread
         self._model_of = model_of
         self._executor: ThreadPoolExecutor | None = None
+        self._long_texts: ThreadPoolExecutor | None = None
         self._characters = 0
         """Number of characters of the requests that are being tokenized."""
 
     def stop(self) -> None:
-        """Stop the thread without waiting for it. Idempotent."""
-        executor, self._executor = self._executor, None
-        if executor is not None:
-            executor.shutdown(wait=False, cancel_futures=True)
+        """Stop the threads without waiting for them. Idempotent."""
+        executors = self._executor, self._long_texts
+        self._executor = self._long_texts = None
+        for executor in executors:
+            if executor is not None:
+                executor.shutdown(wait=False, cancel_futures=True)
 
     async def embed(self, entry: ModelEntry, request: EmbeddingRequest, permit: Permit) -> Pending[Embeddings]:
         """See ``InferenceEngine.submit_embedding``."""
@@ -72,11 +80,11 @@ class TextPreparer:
         # While this waits, it must not refer to the model, or the model could not be unloaded.
         del encoder
 
-        def tokenize(first: int, part: Sequence[str | Sequence[int]]) -> list[TextTokens]:
-            return tokenizer.texts(part, input_type=request.input_type, truncate=request.truncate, first=first)
+        def tokenize(first: int, part: Sequence[str | Sequence[int]], work: TextWork) -> list[TextTokens]:
+            return tokenizer.texts(part, work, input_type=request.input_type, truncate=request.truncate, first=first)
 
         with self._tokenizing(request.inputs):
-            texts = await self._in_slices(tokenize, request.inputs)
+            texts = await self._in_slices(tokenizer, tokenize, request.inputs)
             job = self._job(request, entry, permit, texts, arrived_at=arrived_at)
             return await self._submit(job, functools.partial(_embeddings, request.dimensions))
 
@@ -88,16 +96,16 @@ class TextPreparer:
         del encoder
         texts: list[TextTokens] = []
 
-        def pairs(first: int, part: Sequence[str]) -> list[TextTokens]:
-            return tokenizer.pairs(request.query, part, truncate=request.truncate, first=first)
+        def pairs(first: int, part: Sequence[str], work: TextWork) -> list[TextTokens]:
+            return tokenizer.pairs(request.query, part, work, truncate=request.truncate, first=first)
 
         with self._tokenizing(request.documents):
             if method == "cosine":
-                texts += await self._in_slices(_query_tokenizer(tokenizer), [request.query])
+                texts += await self._in_slices(tokenizer, _query_tokenizer(tokenizer), [request.query])
                 documents = _document_tokenizer(tokenizer, truncate=request.truncate)
-                texts += await self._in_slices(documents, request.documents)
+                texts += await self._in_slices(tokenizer, documents, request.documents)
             else:
-                texts += await self._in_slices(pairs, request.documents)
+                texts += await self._in_slices(tokenizer, pairs, request.documents, beside=request.query)
             job = self._job(request, entry, permit, texts, arrived_at=arrived_at)
             return await self._submit(job, functools.partial(_ranking, method))
 
@@ -131,18 +139,27 @@ class TextPreparer:
             self._characters -= characters
 
     async def _in_slices(
-        self, tokenize: Callable[[int, Sequence[Item]], list[TextTokens]], items: Sequence[Item]
+        self, tokenizer: TextTokenizer, tokenize: Tokenize[Item], items: Sequence[Item], *, beside: str = ""
     ) -> list[TextTokens]:
-        """Tokenize ``SLICE`` items at a time, and return all texts.
+        """Tokenize some items at a time, and return all texts.
 
         Args:
-            tokenize: Called with the index of the first item, and the items.
+            beside: A text that is tokenized together with each item.
         """
         loop = asyncio.get_running_loop()
         self._executor = self._executor or ThreadPoolExecutor(max_workers=1, thread_name_prefix="lmx-lab-texts")
+        self._long_texts = self._long_texts or ThreadPoolExecutor(
+            max_workers=self._settings.slots + self._settings.queue_limit, thread_name_prefix="lmx-lab-long-texts"
+        )
         texts: list[TextTokens] = []
-        for first in range(0, len(items), SLICE):
-            texts += await loop.run_in_executor(self._executor, tokenize, first, items[first : first + SLICE])
+        for first, part in _slices(items, len(beside)):
+            work, characters = TextWork(), sum(len(item) + len(beside) for item in part)
+            # Long texts wait for the tokenizer's process, each on its own thread.
+            executor = self._executor if tokenizer.is_quick(characters) else self._long_texts
+            try:
+                texts += await loop.run_in_executor(executor, tokenize, first, part, work)
+            finally:
+                work.cancel()
         return texts
 
     def _job(
@@ -171,18 +188,29 @@ class TextPreparer:
         return encoder
 
 
-def _query_tokenizer(tokenizer: TextTokenizer) -> Callable[[int, Sequence[str]], list[TextTokens]]:
-    def tokenize(_: int, part: Sequence[str]) -> list[TextTokens]:
-        return tokenizer.texts(part, input_type="query", truncate=False, param="query", first=None)
+def _slices(items: Sequence[Item], beside: int) -> Iterator[tuple[int, list[Item]]]:
+    """Yield the index of the first item, and items that are tokenized together."""
+    first, part, characters = 0, list[Item](), 0
+    for at, item in enumerate(items):
+        if part and (len(part) == SLICE or characters + len(item) + beside > SLICE_CHARACTERS):
+            yield first, part
+            first, part, characters = at, [], 0
+        part.append(item)
+        characters += len(item) + beside
+    if part:
+        yield first, part
+
+
+def _query_tokenizer(tokenizer: TextTokenizer) -> Tokenize[str]:
+    def tokenize(_: int, part: Sequence[str], work: TextWork) -> list[TextTokens]:
+        return tokenizer.texts(part, work, input_type="query", truncate=False, param="query", first=None)
 
     return tokenize
 
 
-def _document_tokenizer(
-    tokenizer: TextTokenizer, *, truncate: bool
-) -> Callable[[int, Sequence[str]], list[TextTokens]]:
-    def tokenize(first: int, part: Sequence[str]) -> list[TextTokens]:
-        return tokenizer.texts(part, input_type="document", truncate=truncate, param="documents", first=first)
+def _document_tokenizer(tokenizer: TextTokenizer, *, truncate: bool) -> Tokenize[str]:
+    def tokenize(first: int, part: Sequence[str], work: TextWork) -> list[TextTokens]:
+        return tokenizer.texts(part, work, input_type="document", truncate=truncate, param="documents", first=first)
 
     return tokenize
 

@@ -107,7 +107,7 @@ def test_a_text_of_a_megabyte_is_refused_without_tokenizing_all_of_it(bert: Load
         work()
         return time.perf_counter() - started
 
-    assert min(seconds(beginning) for _ in range(3)) < seconds(lambda: model.texts._backend.encode(text)) / 4
+    assert min(seconds(beginning) for _ in range(3)) < seconds(lambda: model.texts._encoder._backend.encode(text)) / 4
 
 
 def test_a_text_of_many_characters_and_few_tokens_is_used_whole(bert: Load) -> None:

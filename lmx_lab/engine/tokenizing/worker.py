@@ -1,0 +1,101 @@
+"""Sandbox worker that encodes texts with the tokenizer of a model (see ``sandbox_process``).
+
+Tokenizers are programs that come with models: a regular expression of theirs can run forever, and others panic. A
+request is a JSON header, framed by its length, followed by data. The header has one of these forms:
+
+- ``{"build": true}``: the data is the JSON of the tokenizer that the following requests use.
+- ``{"load": path}``: load the tokenizer of a model folder as the engine would, to find out whether that ends.
+- ``{"sizes": [...], ...}``: encode texts; ``sizes`` are the lengths of their UTF-8, and the data is that UTF-8.
+
+The answer has the same form. Its header contains ``error`` if the tokenizer failed; its data are token ids.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+from array import array
+from pathlib import Path
+from typing import Any
+
+MEMORY_BYTES = 8 * 2**30
+"""Address space of the process; a text of 8 MB takes up to 2 GB. macOS does not enforce this limit."""
+CPU_S = 30
+MAX_ERROR_CHARACTERS = 500
+_tokenizers: list[Any] = []
+"""The current tokenizer."""
+
+# Long texts are less urgent than the requests that the engine computes.
+with contextlib.suppress(OSError):
+    os.nice(5)
+
+
+def pack(header: dict[str, Any], data: bytes = b"") -> bytes:
+    """Return a message with a header and data."""
+    head = json.dumps(header).encode()
+    return len(head).to_bytes(4, "little") + head + data
+
+
+def unpack(message: bytes) -> tuple[dict[str, Any], memoryview]:
+    """Return the header and the data of a message."""
+    end = 4 + int.from_bytes(message[:4], "little")
+    return json.loads(message[4:end]), memoryview(message)[end:]
+
+
+def handle(request: bytes) -> bytes:
+    """Answer one request; see the module's docstring."""
+    try:
+        return _answer(*unpack(request))
+    # Also panics of Rust, which are no ``Exception``.
+    except BaseException as exc:
+        return pack({"error": f"{type(exc).__name__}: {exc}"[:MAX_ERROR_CHARACTERS]})
+
+
+def _answer(header: dict[str, Any], data: memoryview) -> bytes:
+    if "build" in header:
+        from tokenizers import Tokenizer  # not needed by the parent, which imports ``pack`` and ``unpack``
+
+        tokenizer = Tokenizer.from_buffer(bytes(data))
+        tokenizer.no_truncation()
+        tokenizer.no_padding()
+        _tokenizers[:] = [tokenizer]
+        return pack({})
+    if "load" in header:
+        from mlx_lm import tokenizer_utils  # slow to import, and needed for few models
+
+        tokenizer_utils.load(Path(header["load"]))
+        return pack({})
+    return _encode(_tokenizers[0], _split(data, header["sizes"]), header)
+
+
+def _split(data: memoryview, sizes: list[int]) -> list[str]:
+    texts, start = [], 0
+    for size in sizes:
+        texts.append(str(data[start : start + size], "utf-8"))
+        start += size
+    return texts
+
+
+def _encode(tokenizer: Any, texts: list[Any], header: dict[str, Any]) -> bytes:
+    if header["pairs"]:
+        texts = list(zip(texts[::2], texts[1::2], strict=True))
+    if header["truncation"] is not None:
+        length, strategy = header["truncation"]
+        tokenizer.enable_truncation(length, strategy=strategy)
+    try:
+        encode = tokenizer.encode_batch if header["starts"] else tokenizer.encode_batch_fast
+        encodings = encode(texts, add_special_tokens=header["special"])
+    finally:
+        tokenizer.no_truncation()
+    keep, data = header["keep"], array("I")
+    lengths, seconds = [], []
+    for encoding in encodings:
+        ids = encoding.ids
+        lengths.append(len(ids))
+        data.extend(ids if keep is None else ids[:keep])
+        kinds = encoding.type_ids if header["pairs"] else []
+        seconds.append(kinds.index(1) if 1 in kinds else None)
+        if header["starts"]:
+            data.extend(start for start, _ in encoding.offsets[:keep])
+    return pack({"lengths": lengths, "seconds": seconds}, data.tobytes())

@@ -1,0 +1,61 @@
+"""A tokenizer that may take any time is loaded in a sandbox process first, or refused."""
+
+from __future__ import annotations
+
+import json
+import uuid
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from lmx_lab.engine.mlx.model import LoadedModel, load_chat
+from lmx_lab.engine.requests import TextPrompt
+from lmx_lab.errors import InvalidRequestError, UnusableModelError
+from lmx_lab.settings import Settings
+from lmx_lab.values.models import ModelEntry
+from lmx_lab.weights import Catalog
+from tests.engine.conftest import request
+from tests.tiny import write_tiny_llama
+
+SLOW = {"type": "Replace", "pattern": {"Regex": "(a|a|aa|b)*c"}, "content": ""}
+Load = Callable[[dict[str, Any]], LoadedModel]
+
+
+@pytest.fixture
+def load(tmp_path: Path, smollm2: ModelEntry) -> Load:
+    """Load a tiny model with changes in ``tokenizer.json``."""
+
+    def load_changed(changes: dict[str, Any]) -> LoadedModel:
+        folder = tmp_path / uuid.uuid4().hex / "tiny"
+        write_tiny_llama(folder, smollm2.path, seed=0)
+        file = folder / "tokenizer.json"
+        content = json.loads(file.read_text()) | changes
+        file.unlink()
+        file.write_text(json.dumps(content))
+        return load_chat(Catalog(Settings()).resolve(str(folder)), limit_bytes=2**40)
+
+    return load_changed
+
+
+@pytest.mark.slow
+def test_a_tokenizer_with_an_unknown_pattern_is_used_in_its_process(load: Load) -> None:
+    model, plain = load({"normalizer": SLOW}), load({})
+    prompt = request(prompt=TextPrompt(text="Hello, world"))
+    assert model.prompts.encode(prompt, None) == plain.prompts.encode(prompt, None)
+    assert plain.prompts.is_quick(prompt, None)
+    assert not model.prompts.is_quick(prompt, None)
+    with pytest.raises(InvalidRequestError, match="the tokenizer of"):
+        model.prompts.encode(request(prompt=TextPrompt(text="a" * 400 + "dc")), None)
+
+
+def test_a_decoder_with_a_pattern_is_refused(load: Load) -> None:
+    with pytest.raises(UnusableModelError, match="the decoder may take any time"):
+        load({"decoder": SLOW})
+
+
+@pytest.mark.slow
+def test_a_tokenizer_that_fails_to_load_names_the_reason(load: Load) -> None:
+    with pytest.raises(UnusableModelError, match="its tokenizer cannot be used"):
+        load({"normalizer": {"type": "Replace", "pattern": {"Regex": "("}, "content": ""}})
