@@ -232,17 +232,32 @@ class LlamaProcess:
         # Killed at once, because it has nothing to save.
         with contextlib.suppress(ProcessLookupError):
             self._process.kill()
-        try:
-            # A read that hangs in the system delays even the end of a killed process.
-            with contextlib.suppress(TimeoutError):
-                await asyncio.wait_for(self._process.wait(), END_S)
-        finally:
-            shutil.rmtree(self._folder, ignore_errors=True)
+        cancelled = await self._wait_for_end()
+        shutil.rmtree(self._folder, ignore_errors=True)
         if self._process.returncode is None:
             self._reading.cancel()
             self._watching.cancel()
         self._limiting.cancel()
         await asyncio.gather(self._reading, self._watching, self._limiting, return_exceptions=True)
+        if cancelled is not None:
+            raise cancelled
+
+    async def _wait_for_end(self) -> asyncio.CancelledError | None:
+        """Wait until the killed process has ended, and return the cancellation that was requested in the meantime.
+
+        A cancelled load ends its process, and may be cancelled again when the loop is closed.
+        """
+        cancelled = None
+        loop = asyncio.get_running_loop()
+        # A read that hangs in the system delays even the end of a killed process.
+        until = loop.time() + END_S
+        while self._process.returncode is None and loop.time() < until:
+            try:
+                with contextlib.suppress(TimeoutError):
+                    await asyncio.wait_for(self._process.wait(), until - loop.time())
+            except asyncio.CancelledError as exc:
+                cancelled = exc
+        return cancelled
 
     async def _watch(self) -> None:
         await self._process.wait()

@@ -22,6 +22,7 @@ from lmx_lab.engine.llama_cpp import engine as engine_module
 from lmx_lab.engine.llama_cpp import process as process_module
 from lmx_lab.engine.llama_cpp.engine import LlamaCppCore
 from lmx_lab.engine.llama_cpp.model import HostedModel, host_model
+from lmx_lab.engine.llama_cpp.process import LlamaProcess
 from lmx_lab.errors import EngineDeadError, GenerationTimeoutError, LabError, NotLoadedError, UnusableModelError
 from lmx_lab.values.models import LoadReport, LoadSpec, ModelEntry
 from lmx_lab.weights.fingerprint import with_marks
@@ -458,3 +459,25 @@ async def test_a_load_that_is_cancelled_when_the_engine_has_completed_it_leaves_
         await load
     assert engine.snapshot.entry is None
     assert (manager.snapshot.state, manager.snapshot.entry) == ("empty", None)
+
+
+async def test_a_load_that_is_cancelled_repeatedly_waits_for_the_end_of_its_process(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    loading: list[LlamaProcess] = []
+    hangs = asyncio.Event()
+
+    async def hang(process: LlamaProcess, *_: object) -> None:
+        loading.append(process)
+        hangs.set()
+        await asyncio.Event().wait()
+
+    monkeypatch.setattr(LlamaProcess, "_load", hang)
+    load = asyncio.create_task(LlamaProcess.start(tmp_path / "model.gguf", {}, environ={}, max_bytes=2**40))
+    await hangs.wait()
+    # As when the loop is closed while a cancelled load ends its process.
+    while not load.done():
+        load.cancel()
+        await asyncio.sleep(0)
+    assert load.cancelled()
+    assert loading[0]._process.returncode is not None
