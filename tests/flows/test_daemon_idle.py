@@ -13,7 +13,7 @@ import websockets
 from tests.daemon.daemon_process import TERMINAL, WAIT_S, Program
 from tests.daemon.scripted import Scripted, refuses, says
 
-pytestmark = pytest.mark.anyio
+pytestmark = [pytest.mark.anyio, pytest.mark.slow]
 TURNS = 60
 
 

@@ -23,7 +23,7 @@ from tests.flows.conftest import serving, wait_until
 from tests.kernel.conftest import Notebook
 from tests.tiny import write_tiny_llama
 
-pytestmark = pytest.mark.anyio
+pytestmark = [pytest.mark.anyio, pytest.mark.slow]
 KEY = "open-sesame-42"
 SMALL: dict[str, Any] = {"prompt_tokens": 48, "output_tokens": 8, "requests": 3}
 BY_SERVER = ["queue_ms", "server_ttft_ms", "server_prefill_tok_s", "server_decode_tok_s", "peak_memory_gb"]

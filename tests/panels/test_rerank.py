@@ -387,6 +387,7 @@ def bert(tmp_path_factory: pytest.TempPathFactory) -> Iterator[lmx_lab.Lab]:
         yield lab
 
 
+@pytest.mark.slow
 def test_a_real_lab_ranks_as_its_own_verb_does(bert: lmx_lab.Lab) -> None:
     workbench = Workbench(LocalBackend(bert.server))
     try:

@@ -23,6 +23,7 @@ from lmx_lab.weights import Catalog, Progress
 from lmx_lab.weights.starters import STARTERS, Starter
 from lmx_lab.weights.store import lock_model
 
+pytestmark = pytest.mark.slow
 MakeStarter = Callable[..., Starter]
 
 FETCH = """

@@ -47,7 +47,7 @@ from tests.engine.conftest import (
 )
 from tests.engine.encoders.models import write_tiny_bert
 
-pytestmark = pytest.mark.anyio
+pytestmark = [pytest.mark.anyio, pytest.mark.slow]
 SENTENCES = ("the sea is salty", "bread is baked from flour", "a cat sleeps on the warm stone")
 
 
