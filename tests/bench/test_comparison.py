@@ -47,7 +47,7 @@ def test_neither_of_two_equal_sides_is_better() -> None:
     assert set(table["better"]) == {"-"}
 
 
-@pytest.mark.slow
+@pytest.mark.long
 @pytest.mark.parametrize(("repeats", "other_run"), [(3, False), (5, True)])
 def test_few_comparisons_of_equal_sides_with_drift_are_significant(repeats: int, other_run: bool) -> None:
     a, b = (drifting(repeats, 500, seed).assign(run=seed if other_run else 0) for seed in (1, 2))

@@ -120,7 +120,7 @@ class PromptTokenizer:
                 assert text is not None
                 tokens = self._encode_text(text, work, "messages", special=False)
                 if self.chat_format.reasoning_markers is not None:
-                    # Tokens are decoded on any thread here, which needs no exclusive access.
+                    # May run on several threads at once, because decoding does not change the tokenizer.
                     thinking = self.chat_format.reasoning_state(self.decode(tokens[-TAIL_TOKENS:]))
             case TextPrompt():
                 tokens = self._encode_text(prompt.text, work, "prompt")

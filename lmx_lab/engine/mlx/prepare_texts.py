@@ -22,7 +22,7 @@ from lmx_lab.engine.mlx.state import MlxCore
 from lmx_lab.engine.mlx.thread import EngineThread
 from lmx_lab.engine.requests import EmbeddingRequest, Embeddings, Ranking, RerankRequest
 from lmx_lab.engine.stream import Pending
-from lmx_lab.engine.tokenizing.encoder import TextWork
+from lmx_lab.engine.tokenizing.encoder import SHORT_CHARACTERS, TextWork
 from lmx_lab.engine.validation import check_dimensions
 from lmx_lab.engine.vectors import cosines, shorten
 from lmx_lab.errors import NotLoadedError, QueueFullError
@@ -35,9 +35,8 @@ Result = TypeVar("Result")
 Tokenize = Callable[[int, Sequence[Item], TextWork], list[TextTokens]]
 """Tokenizes a part of the texts of a request, the first of which has the given index."""
 SLICE = 256
-SLICE_CHARACTERS = 50_000
-"""Number of texts, and of their characters, that are tokenized together, so that a request of one text need not wait
-for ten thousand others."""
+"""Number of texts that are tokenized together, so that a request of one text need not wait for ten thousand others.
+They have at most ``SHORT_CHARACTERS`` characters, unless a single text has more."""
 MAX_CHARACTERS = 64 * 2**20
 """Maximum number of characters of all texts that are being tokenized. A single request may have more."""
 
@@ -192,7 +191,7 @@ def _slices(items: Sequence[Item], beside: int) -> Iterator[tuple[int, list[Item
     """Yield the index of the first item, and items that are tokenized together."""
     first, part, characters = 0, list[Item](), 0
     for at, item in enumerate(items):
-        if part and (len(part) == SLICE or characters + len(item) + beside > SLICE_CHARACTERS):
+        if part and (len(part) == SLICE or characters + len(item) + beside > SHORT_CHARACTERS):
             yield first, part
             first, part, characters = at, [], 0
         part.append(item)

@@ -23,12 +23,10 @@ MEMORY_BYTES = 8 * 2**30
 """Address space of the process; a text of 8 MB takes up to 2 GB. macOS does not enforce this limit."""
 CPU_S = 30
 MAX_ERROR_CHARACTERS = 500
+NICENESS = 5
+"""Long texts are less urgent than the requests that the engine computes."""
 _tokenizers: list[Any] = []
 """The current tokenizer."""
-
-# Long texts are less urgent than the requests that the engine computes.
-with contextlib.suppress(OSError):
-    os.nice(5)
 
 
 def pack(header: dict[str, Any], data: bytes = b"") -> bytes:
@@ -54,6 +52,7 @@ def handle(request: bytes) -> bytes:
 
 def _answer(header: dict[str, Any], data: memoryview) -> bytes:
     if "build" in header:
+        _lower_priority()
         from tokenizers import Tokenizer  # not needed by the parent, which imports ``pack`` and ``unpack``
 
         tokenizer = Tokenizer.from_buffer(bytes(data))
@@ -67,6 +66,12 @@ def _answer(header: dict[str, Any], data: memoryview) -> bytes:
         tokenizer_utils.load(Path(header["load"]))
         return pack({})
     return _encode(_tokenizers[0], _split(data, header["sizes"]), header)
+
+
+def _lower_priority() -> None:
+    # Not when this file is imported, because the parent imports it too.
+    with contextlib.suppress(OSError):
+        os.nice(max(0, NICENESS - os.nice(0)))
 
 
 def _split(data: memoryview, sizes: list[int]) -> list[str]:

@@ -139,7 +139,9 @@ async def test_a_prompt_that_fills_the_context_is_refused_with_both_numbers(mana
     assert (await run(manager, prompt=numbers(512), max_tokens=0))[1].prompt_tokens == 512
 
 
-async def test_a_prompt_that_is_far_too_long_is_refused_quickly(manager: ModelManager, model_format: Format) -> None:
+async def test_a_prompt_that_is_far_too_long_is_refused_with_its_least_length(
+    manager: ModelManager, model_format: Format
+) -> None:
     huge = "word " * 1_000_000
     for prompt in (TextPrompt(text=huge), chat(huge)):
         with pytest.raises(ContextLengthError, match=r"more than \d{3,6} tokens, and tiny takes 512"):

@@ -2,17 +2,22 @@
 
 from __future__ import annotations
 
+import os
+import subprocess
+import sys
 import threading
 import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import psutil
 import pytest
 from tokenizers import Regex, Tokenizer, normalizers
 
 from lmx_lab.engine.tokenizing import encoder as module
 from lmx_lab.engine.tokenizing.encoder import CancelledTextError, TextEncoder, TextWork
+from lmx_lab.engine.tokenizing.worker import NICENESS
 from lmx_lab.errors import InvalidRequestError, QueueFullError
 from lmx_lab.values.models import ModelEntry
 
@@ -148,6 +153,18 @@ def test_the_process_ends_with_the_encoder(smollm2: ModelEntry) -> None:
     process = encoder._sandbox._process
     del encoder
     until(lambda: not process.is_running)
+
+
+def test_only_the_process_has_a_low_priority(smollm2: ModelEntry) -> None:
+    own = os.nice(0)
+    encoder = sandboxed(tokenizer_of(smollm2))
+    encoder.encode(["hello"], TextWork())
+    process = encoder._sandbox._process._process
+    assert process is not None
+    assert psutil.Process(process.pid).nice() == max(own, NICENESS)
+    program = "import os; import lmx_lab.engine.tokenizing.encoder; print(os.nice(0))"
+    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=True)
+    assert int(done.stdout) == own
 
 
 def test_files_of_the_worker_need_nothing_of_the_package() -> None:
