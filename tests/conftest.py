@@ -8,6 +8,7 @@ import copyreg
 import functools
 import gc
 import os
+import sys
 import threading
 from collections.abc import Iterator
 from pathlib import Path
@@ -53,10 +54,19 @@ NOT_FAST = frozenset(
     }
 )
 """Folders whose tests start browsers, kernels or other programs, or are slow to import."""
+# jsonschema compiles 38 grammars, which takes a second, for formats that no schema in the tests has.
+sys.modules["rfc3987_syntax"] = None  # type: ignore[assignment]
 # On a busy machine an example may take any time, so there is no deadline. In CI, hypothesis' own profile, to which
 # these settings are added, draws the same examples in every run.
 settings.register_profile("lab", deadline=None, suppress_health_check=[HealthCheck.too_slow])
+settings.register_profile("fast", settings.get_profile("lab"), max_examples=20)
 settings.load_profile("lab")
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    """Draw fewer examples in ``make test-fast``. Tests state their numbers as multiples of the profile's."""
+    if "not slow" in config.option.markexpr:
+        settings.load_profile("fast")
 
 
 def pytest_ignore_collect(collection_path: Path, config: pytest.Config) -> bool | None:

@@ -66,6 +66,7 @@ def test_a_plot_over_prompt_lengths_has_a_line_for_each_concurrency() -> None:
     assert [axes.get_xscale() for axes in chart.axes] == ["log"] * 3
 
 
+@pytest.mark.slow
 def test_a_notebook_displays_the_figure_without_pyplot() -> None:
     code = (
         "import sys; from tests.bench.test_plots import swept; from lmx_lab.bench import by_concurrency;"
