@@ -14,6 +14,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+import httpcore2
 import pytest
 from hypothesis import HealthCheck, settings
 from mlx_lm.tokenizer_utils import BPEStreamingDetokenizer
@@ -104,6 +105,14 @@ def _exclude_old_objects_from_garbage_collection() -> None:
     """
     gc.collect()
     gc.freeze()
+
+
+@pytest.fixture(autouse=True, scope="session")
+def _share_certificates() -> Iterator[None]:
+    """Read the certificates of authorities once, because that takes 20 ms for each HTTP client and nothing uses them."""
+    with pytest.MonkeyPatch.context() as patched:
+        patched.setattr(httpcore2, "default_ssl_context", functools.cache(httpcore2.default_ssl_context))
+        yield
 
 
 @pytest.fixture(autouse=True, scope="session")

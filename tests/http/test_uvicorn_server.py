@@ -135,6 +135,7 @@ asyncio.run(main())
 """
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("name", "holder"), [("lmx-lab", "another LMX Lab server"), ("other", "another program")])
 def test_a_lab_of_another_process_on_the_port_is_named_in_the_error(name, holder, monkeypatch):
     monkeypatch.setattr(uvicorn_server, "PROBE_S", WAIT_S)

@@ -217,6 +217,7 @@ def test_without_pandas_the_error_says_what_to_install(watched: Watched, monkeyp
         _ = watched.panel.df
 
 
+@pytest.mark.slow
 def test_the_panel_does_not_import_pandas() -> None:
     program = "import sys, lmx_lab.panels.metrics; sys.exit('pandas' in sys.modules)"
     assert subprocess.run([sys.executable, "-c", program], check=False, timeout=180).returncode == 0
