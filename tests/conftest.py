@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import Any
 
 import httpcore2
+import httpx2
 import pytest
 from hypothesis import HealthCheck, settings
 from mlx_lm.tokenizer_utils import BPEStreamingDetokenizer
@@ -112,6 +113,18 @@ def _share_certificates() -> Iterator[None]:
     """Read the certificates of authorities once, because that takes 20 ms for each HTTP client and nothing uses them."""
     with pytest.MonkeyPatch.context() as patched:
         patched.setattr(httpcore2, "default_ssl_context", functools.cache(httpcore2.default_ssl_context))
+        yield
+
+
+@pytest.fixture(autouse=True, scope="session")
+def _wait_longer_for_responses() -> Iterator[None]:
+    """Replace the default of 5 s for HTTP clients that state no timeout: on a busy machine, a response may take longer.
+
+    It is the default of many functions, which all have this instance.
+    """
+    with pytest.MonkeyPatch.context() as patched:
+        for name in ("connect", "read", "write", "pool"):
+            patched.setattr(httpx2._config.DEFAULT_TIMEOUT_CONFIG, name, 60.0)
         yield
 
 
