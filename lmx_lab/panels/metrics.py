@@ -16,6 +16,8 @@ import traitlets
 from lmx_lab.backend import Backend
 from lmx_lab.errors import InvalidRequestError
 from lmx_lab.frames import pandas_for
+from lmx_lab.panels.charts import LineChart, Series
+from lmx_lab.panels.history import KEPT_S
 from lmx_lab.panels.panel import Panel
 from lmx_lab.panels.text import table_row
 from lmx_lab.panels.workbench import Workbench
@@ -174,7 +176,23 @@ class MetricsPanel(Panel):
         rows = "".join(_snapshot_row(chart, at, samples) for chart in CHARTS for at in range(len(chart.fields)))
         head = table_row(["measurement", "latest", f"highest of {len(samples)} samples"], "th")
         state = html.escape(self.server["state"])
-        return f"<table><caption>Metrics: server {state}</caption><thead>{head}</thead>{rows}</table>"
+        table = f"<table><caption>Metrics: server {state}</caption><thead>{head}</thead>{rows}</table>"
+        return table + "".join(f"<div>{_line_chart(chart, samples).image_html()}</div>" for chart in CHARTS)
+
+
+def _line_chart(chart: MetricChart, samples: Sequence[Sample]) -> LineChart:
+    recent = _recent(samples, KEPT_S)
+    return LineChart(
+        key=chart.fields[0],
+        title=chart.shown()["title"],
+        unit=chart.unit or chart.title.lower(),
+        at=[sample.at for sample in recent],
+        series=[
+            Series(name=name, values=list(map(attrgetter(field), recent)))
+            for name, field in zip(chart.names[: chart.lines], chart.fields, strict=False)
+        ],
+        whole=not chart.digits,
+    )
 
 
 def _snapshot_row(chart: MetricChart, at: int, samples: Sequence[Sample]) -> str:
