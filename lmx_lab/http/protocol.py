@@ -69,6 +69,9 @@ SMALL_BYTES = 64 * 1024
 """This much of each message does not count, so that large messages do not keep small ones out."""
 RESTART = 1012
 """Close code that a stopping server sends to WebSockets."""
+UNSENT_BYTES = 16 * 1024
+"""Number of bytes that wait for a client, in the system's buffer and again in ours, after which it is detected that the
+client accepts nothing. The system would otherwise accept several megabytes."""
 OWN_HEADERS = {**dict(RESPONSE_HEADERS), "content-security-policy": CONTENT_POLICY}
 """Headers of responses that the application did not send."""
 
@@ -99,6 +102,22 @@ def _set_keepalive(sock: socket.socket) -> None:
         option = next((getattr(socket, name) for name in names if hasattr(socket, name)), None)
         if option is not None:
             sock.setsockopt(socket.IPPROTO_TCP, option, value)
+
+
+def limit_unsent(transport: asyncio.Transport) -> None:
+    """Limit the data that wait for a client, in the buffer of the system and in that of the transport."""
+    transport.set_write_buffer_limits(high=UNSENT_BYTES)
+    with contextlib.suppress(AttributeError, OSError):  # the system has no such option, or the connection has ended
+        sock = transport.get_extra_info("socket")
+        sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NOTSENT_LOWAT, UNSENT_BYTES)
+
+
+def close_now(transport: PacedTransport) -> None:
+    """Close a connection, without waiting for a client that accepts no data."""
+    if transport.get_write_buffer_size():
+        transport.abort()
+    else:
+        transport.close()
 
 
 def is_remote(host: str) -> bool:
@@ -147,6 +166,7 @@ class HttpProtocol(H11Protocol):
         super().connection_made(PacedTransport(transport))  # type: ignore[arg-type]
         sock = transport.get_extra_info("socket")
         enable_keepalive(sock)
+        limit_unsent(transport)
         if len(self.connections) > MAX_CONNECTIONS or is_reserved(sock.fileno()):
             others = len(self.connections) - 1
             self._refuse(
@@ -174,6 +194,12 @@ class HttpProtocol(H11Protocol):
             if self.flow.read_paused:
                 self.loop.call_later(LATE_S, self._record_pause)
             self._update_deadline()
+
+    def handle_events(self) -> None:
+        super().handle_events()
+        if self.cycle is not None:
+            # The task of a new request has not started yet.
+            self.cycle.scope["extensions"] = {"lmx_lab.abort": self.transport.abort}  # type: ignore[typeddict-unknown-key]
 
     def _check_head_lines(self, data: bytes) -> bool:
         """Refuse a request whose head has too many lines. Return whether the connection continues."""
@@ -316,7 +342,7 @@ class HttpProtocol(H11Protocol):
         else:
             with contextlib.suppress(OSError):  # the connection has already ended
                 self.transport.write_eof()
-            self.loop.call_later(LINGER_S, self.transport.close)
+            self.loop.call_later(LINGER_S, close_now, self.transport)
 
     def _abandon_cycle(self) -> None:
         """Tell the application that the client has disconnected, and drop the rest of its response."""
@@ -358,7 +384,7 @@ class WebSocketProtocol(WebSocketsSansIOProtocol):
 
     ``lmx_lab.frames`` encodes any number of texts, once for all connections. ``lmx_lab.send`` sends the result in one
     write, as soon as the client has accepted enough of the data before. ``lmx_lab.abort`` disconnects a client that
-    accepts nothing.
+    accepts nothing. ``lmx_lab.close`` does so after sending a close code, for which the client has ``LINGER_S``.
     """
 
     _pongs = b""
@@ -446,6 +472,12 @@ class WebSocketProtocol(WebSocketsSansIOProtocol):
         self.queue.put_nowait(disconnect)
         self._close_and_linger()
 
+    def keepalive_timeout(self) -> None:
+        if not self.close_sent and not self.transport.is_closing():
+            # uvicorn would wait until the client accepts what was sent before.
+            self.stop_keepalive()
+            self._refuse(1011, "keepalive ping timeout")
+
     def handle_parser_exception(self) -> None:
         if self.conn.close_sent is None:  # no response to the handshake was sent, and a close is not possible before
             self.transport.abort()
@@ -464,6 +496,7 @@ class WebSocketProtocol(WebSocketsSansIOProtocol):
             "lmx_lab.frames": encode_text_frames,
             "lmx_lab.send": self._send,
             "lmx_lab.abort": self.transport.abort,
+            "lmx_lab.close": self._refuse,
         }
         self.scope["extensions"] = {**(self.scope.get("extensions") or {}), **own}
         application = self.app
@@ -510,7 +543,7 @@ class WebSocketProtocol(WebSocketsSansIOProtocol):
             self.transport.resume_reading()
         if self.close_timer is not None:
             self.close_timer.cancel()
-        self.close_timer = self.loop.call_later(LINGER_S, self.transport.close)
+        self.close_timer = self.loop.call_later(LINGER_S, close_now, self.transport)
 
     async def send(self, message: Any) -> None:
         await super().send(message)
