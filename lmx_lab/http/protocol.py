@@ -7,12 +7,10 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import ipaddress
 import json
 import logging
 import re
 import resource
-import socket
 from collections.abc import Sequence
 from http import HTTPStatus
 from typing import Any
@@ -25,16 +23,10 @@ from websockets.frames import Frame, Opcode
 from websockets.http11 import Response
 from websockets.server import ServerProtocol
 
-from lmx_lab.http.guard import CONTENT_POLICY, RESPONSE_HEADERS, is_loopback
+from lmx_lab.http.guard import CONTENT_POLICY, RESPONSE_HEADERS
 from lmx_lab.http.paced_transport import PIECE_BYTES, READ_BYTES, PacedTransport
+from lmx_lab.http.socket_options import enable_keepalive, limit_unsent
 
-KEEPALIVE_IDLE_S = 5
-"""Silence on a connection after which the system probes whether the other machine still exists."""
-KEEPALIVE_INTERVAL_S = 3
-"""Time between two probes."""
-KEEPALIVE_PROBES = 3
-"""Number of unanswered probes after which the system closes the connection. This takes 14 s. Data that are sent
-meanwhile, such as a heartbeat, have another 14 s to be acknowledged, so it can take 28 s."""
 HEAD_S = 20.0
 """Time for the head of a request, from its first byte. Before that, a connection may be idle for uvicorn's
 ``timeout_keep_alive``."""
@@ -62,6 +54,8 @@ UNFINISHED_BYTES = 256 * 2**20
 FREE_LINE_ENDS = 4096
 BYTES_PER_LINE_END = 8
 """A chunked body may have ``FREE_LINE_ENDS`` line ends, and one more per this number of bytes. Each chunk has two."""
+FRAMING_BYTES = 64 * 1024
+"""Number of bytes of a chunked body that are not data, such as chunk extensions, in addition to as many as its data."""
 FRAMES_PER_S = 500
 """Largest number of messages, pings and pongs per second on a WebSocket. Also the number of fragments in a message, in
 addition to one per 64 bytes."""
@@ -69,47 +63,8 @@ SMALL_BYTES = 64 * 1024
 """This much of each message does not count, so that large messages do not keep small ones out."""
 RESTART = 1012
 """Close code that a stopping server sends to WebSockets."""
-UNSENT_BYTES = 16 * 1024
-"""Number of bytes that wait for a client, in the system's buffer and again in ours, after which it is detected that the
-client accepts nothing. The system would otherwise accept several megabytes."""
 OWN_HEADERS = {**dict(RESPONSE_HEADERS), "content-security-policy": CONTENT_POLICY}
 """Headers of responses that the application did not send."""
-
-
-def enable_keepalive(sock: socket.socket) -> None:
-    """Make the system close this connection within 30 s after the other machine has disappeared.
-
-    A machine that loses power or network does not close its connections. With the system's default settings, that is
-    detected after two hours if nothing is sent, and after fifteen minutes otherwise. A client that accepts no data for
-    14 s although there are some is disconnected too; the system cannot distinguish it. Connections within this machine
-    are therefore left unchanged: their peers cannot disappear unnoticed, but may be suspended or busy.
-    """
-    with contextlib.suppress(OSError):  # the connection has already ended
-        if is_remote(sock.getpeername()[0]):
-            _set_keepalive(sock)
-
-
-def _set_keepalive(sock: socket.socket) -> None:
-    sock.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
-    # macOS has another name for the first one. If one is missing, the system's default applies.
-    for names, value in (
-        (("TCP_KEEPIDLE", "TCP_KEEPALIVE"), KEEPALIVE_IDLE_S),
-        (("TCP_KEEPINTVL",), KEEPALIVE_INTERVAL_S),
-        (("TCP_KEEPCNT",), KEEPALIVE_PROBES),
-        # Probes are sent only if no data are in transit. This one is for data that are not acknowledged.
-        (("TCP_USER_TIMEOUT",), 1000 * (KEEPALIVE_IDLE_S + KEEPALIVE_PROBES * KEEPALIVE_INTERVAL_S)),
-    ):
-        option = next((getattr(socket, name) for name in names if hasattr(socket, name)), None)
-        if option is not None:
-            sock.setsockopt(socket.IPPROTO_TCP, option, value)
-
-
-def limit_unsent(transport: asyncio.Transport) -> None:
-    """Limit the data that wait for a client, in the buffer of the system and in that of the transport."""
-    transport.set_write_buffer_limits(high=UNSENT_BYTES)
-    with contextlib.suppress(AttributeError, OSError):  # the system has no such option, or the connection has ended
-        sock = transport.get_extra_info("socket")
-        sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NOTSENT_LOWAT, UNSENT_BYTES)
 
 
 def close_now(transport: PacedTransport) -> None:
@@ -118,14 +73,6 @@ def close_now(transport: PacedTransport) -> None:
         transport.abort()
     else:
         transport.close()
-
-
-def is_remote(host: str) -> bool:
-    """Whether the address of a peer is that of another machine, as far as it is known."""
-    with contextlib.suppress(ValueError):
-        ipaddress.ip_address(host)
-        return not is_loopback(host)
-    return False
 
 
 def encode_text_frames(texts: Sequence[str]) -> bytes:
@@ -160,6 +107,8 @@ class HttpProtocol(H11Protocol):
     _ending = False
     _body_bytes = _line_ends = 0
     """Number of bytes and line ends in a chunked body, as received."""
+    _data_bytes = 0
+    """Number of bytes of its data."""
     transport: PacedTransport  # type: ignore[assignment]
 
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
@@ -190,16 +139,23 @@ class HttpProtocol(H11Protocol):
     def feed(self, data: bytes) -> None:
         """Parse a piece of the received data."""
         if not self._ending and self._check_head_lines(data) and self._check_chunk_sizes(data):
-            super().data_received(data)
+            self._parse(data)
             if self.flow.read_paused:
                 self.loop.call_later(LATE_S, self._record_pause)
             self._update_deadline()
+
+    def _parse(self, data: bytes) -> None:
+        cycle, before = self.cycle, len(self.cycle.body) if self.cycle is not None else 0
+        super().data_received(data)
+        if cycle is not None:
+            # Data after a complete response are dropped. They count as if they had been kept.
+            self._data_bytes += len(data) if cycle.response_complete else len(cycle.body) - before
 
     def handle_events(self) -> None:
         super().handle_events()
         if self.cycle is not None:
             # The task of a new request has not started yet.
-            self.cycle.scope["extensions"] = {"lmx_lab.abort": self.transport.abort}  # type: ignore[typeddict-unknown-key]
+            self.cycle.scope["extensions"] = {"lmx_lab.abort": self.transport.abort}
 
     def _check_head_lines(self, data: bytes) -> bool:
         """Refuse a request whose head has too many lines. Return whether the connection continues."""
@@ -217,12 +173,14 @@ class HttpProtocol(H11Protocol):
     def _check_chunk_sizes(self, data: bytes) -> bool:
         """Refuse a body that consists of very short chunks. Return whether the connection continues."""
         if not (self._in_body and self._is_chunked):
-            self._body_bytes = self._line_ends = 0
+            self._body_bytes = self._line_ends = self._data_bytes = 0
             return True
         self._body_bytes += len(data)
         self._line_ends += data.count(b"\r\n")
         if self._line_ends > FREE_LINE_ENDS + self._body_bytes // BYTES_PER_LINE_END:
             self._refuse(HTTPStatus.BAD_REQUEST, "the chunks of the body have only a few bytes; send larger chunks")
+        elif self._body_bytes - self._data_bytes > len(data) + FRAMING_BYTES + self._data_bytes:
+            self._refuse(HTTPStatus.BAD_REQUEST, "the chunks of the body have long extensions; send them without")
         return not self._ending
 
     @property
