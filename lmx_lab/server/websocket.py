@@ -146,7 +146,7 @@ async def _parse(text: str | bytes, limit_bytes: int, queue: LargeBodyQueue) -> 
     if len(text) > limit_bytes:
         raise InvalidRequestError(f"the message has {len(text)} characters, the limit is {limit_bytes}; send less")
     try:
-        request = ChatRequest.model_validate(await read_json(text, queue))
+        request = await read_json(text, queue, ChatRequest.model_validate)
     except ValidationError as exc:
         raise validation_error(exc) from exc
     if request.choices > 1:
