@@ -83,7 +83,7 @@ class Structure:
         self.members += outside.count(b":")
         self.containers += outside.count(b"[") + outside.count(b"{")
         changes = list(map(DEPTH_CHANGE.__getitem__, outside.translate(None, NOT_BRACKETS)))
-        self.depth = max(self.depth, max(accumulate(changes, initial=self._open)))
+        self.depth = max(self.depth, *accumulate(changes, initial=self._open))
         self._open += sum(changes)
         self._check_numbers(outside)
         return start + len(piece)
