@@ -434,6 +434,9 @@ class WebSocketProtocol(WebSocketsSansIOProtocol):
         if not self.close_sent and not self.transport.is_closing():
             # uvicorn would wait until the client accepts what was sent before.
             self.stop_keepalive()
+            self.logger.warning(
+                "%s: closed, because it has not answered a ping for %g s", self.client, self.ping_timeout
+            )
             self._refuse(1011, "keepalive ping timeout")
 
     def handle_parser_exception(self) -> None:

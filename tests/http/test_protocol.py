@@ -252,6 +252,37 @@ async def test_a_flood_of_short_frames_closes_the_websocket(sent: bytes) -> None
         assert (1008).to_bytes(2) in await reader.read()
 
 
+async def test_a_client_that_reads_nothing_is_disconnected_after_an_unanswered_ping(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    ended = asyncio.Event()
+
+    async def flood(scope: Any, receive: Any, send: Any) -> None:
+        if scope["type"] == "lifespan":
+            await _app(scope, receive, send)
+            return
+        await receive()
+        await send({"type": "websocket.accept"})
+        sending = asyncio.create_task(send_without_end(send))
+        assert (await receive())["code"] == 1011
+        sending.cancel()
+        ended.set()
+
+    async def send_without_end(send: Any) -> None:
+        while True:
+            await send({"type": "websocket.send", "text": "a" * 10_000})
+
+    monkeypatch.setattr(protocol, "LINGER_S", SHORT_S)
+    host = await serve(flood, bind("127.0.0.1", 0, explicit=True), ws_pong_s=SHORT_S)
+    client = socket.create_connection(("127.0.0.1", host.port))
+    client.sendall(SOCKET)
+    async with asyncio.timeout(WAIT_S):
+        await ended.wait()
+        await wait_until(lambda: not host._server.server_state.connections)
+    client.close()
+    await host.stop()
+
+
 async def test_long_chunks_and_fragments_are_received_completely(monkeypatch: pytest.MonkeyPatch) -> None:
     chunk = b"1000\r\n" + b"a" * 4096 + b"\r\n"
     async with _opened() as (reader, writer):
