@@ -34,6 +34,7 @@ RANGES: dict[str, tuple[float, float]] = {
     "queue_limit": (0, 100_000),
     "max_body_bytes": (1024, GIB),
     "request_timeout_s": (0.001, DAY_S),
+    "slow_client_s": (1, DAY_S),
     "drain_s": (0, DAY_S),
     "stall_limit_s": (1, DAY_S),
     "idle_unload_s": (0.001, 30 * DAY_S),
@@ -102,6 +103,8 @@ class Settings:
     """Number of requests that may wait. Further requests are rejected with ``queue-full``."""
     request_timeout_s: float = 600.0
     """Maximum time of a generation, from the arrival of the request to the last token."""
+    slow_client_s: float = 10.0
+    """Time that the client of a stream may accept no data before its generation is cancelled and it is disconnected."""
     drain_s: float = 30.0
     """Time that running requests have to finish before another model is loaded."""
     stall_limit_s: float = 60.0

@@ -290,17 +290,23 @@ class RunningServer:
         await self._lifespan.end()
 
 
-async def serve(app: ASGIApp, sock: socket.socket, *, ws_max_bytes: int = 8 * 2**20) -> RunningServer:
+async def serve(
+    app: ASGIApp, sock: socket.socket, *, ws_max_bytes: int = 8 * 2**20, ws_pong_s: float = 20.0
+) -> RunningServer:
     """Serve an application on a socket of ``bind``, on the running loop. Returns once requests are accepted.
 
     The socket then belongs to the server. It is also closed if the start fails.
+
+    Args:
+        ws_max_bytes: Largest size of a message of a WebSocket.
+        ws_pong_s: Time that the client of a WebSocket has to answer a ping. Pings are sent twice as often.
 
     Raises:
         HostingError: the start of the application (its lifespan) failed; the cause is chained.
     """
     _redirect_logs()
     lifespan = _Lifespan(app)
-    server = _Server(_config(lifespan, ws_max_bytes))
+    server = _Server(_config(lifespan, ws_max_bytes, ws_pong_s))
     name, port = sock.getsockname()[:2]
     name = _loopback_for(name)
     url = f"http://[{name}]:{port}" if ":" in name else f"http://{name}:{port}"
@@ -311,7 +317,7 @@ async def serve(app: ASGIApp, sock: socket.socket, *, ws_max_bytes: int = 8 * 2*
     return running
 
 
-def _config(app: ASGIApp, ws_max_bytes: int) -> uvicorn.Config:
+def _config(app: ASGIApp, ws_max_bytes: int, ws_pong_s: float) -> uvicorn.Config:
     return uvicorn.Config(
         app,
         interface="asgi3",
@@ -321,6 +327,8 @@ def _config(app: ASGIApp, ws_max_bytes: int) -> uvicorn.Config:
         http=HttpProtocol,
         ws=WebSocketProtocol,
         ws_max_size=ws_max_bytes,
+        ws_ping_interval=ws_pong_s / 2,
+        ws_ping_timeout=ws_pong_s,
         # Compression gains nothing on loopback, and each connection would keep two windows in memory.
         ws_per_message_deflate=False,
         log_config=None,

@@ -106,7 +106,10 @@ class LocalServer(LabServer):
             raise
 
     async def _serve(self, sock: socket.socket) -> RunningServer:
-        host = await serve(self.services.asgi, sock, ws_max_bytes=self.settings.max_body_bytes)
+        settings = self.settings
+        host = await serve(
+            self.services.asgi, sock, ws_max_bytes=settings.max_body_bytes, ws_pong_s=settings.slow_client_s
+        )
         self.lag.start()
         return host
 

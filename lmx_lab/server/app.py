@@ -57,7 +57,9 @@ def create_server(
     feed: Feed[ServerEvent] = Feed()
     manager.add_observer(lambda progress: feed.publish(model_event(progress)))
     metrics = Metrics(manager)
-    inference = InferenceService(manager=manager, feed=feed, observe=metrics.observe)
+    inference = InferenceService(
+        manager=manager, feed=feed, slow_client_s=settings.slow_client_s, observe=metrics.observe
+    )
     api = DescribedAPI(
         title="LMX Lab inference server",
         version=VERSION,

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable, Coroutine
+import math
+from collections.abc import Callable, Coroutine, Iterable
 from typing import Any, Protocol, TypeVar
 
 import numpy as np
@@ -28,6 +29,9 @@ from lmx_lab.values.encoding import EncodeReport, Vectors
 from lmx_lab.values.models import Kind
 from lmx_lab.wire.chat import ChatRequest
 
+CONTENDED_CLIENT_S = 1.0
+"""Time that a client may accept no data while it has a slot for which other requests wait."""
+
 
 class TextResult(Protocol):
     """The result of embedding or reranking: ``Embeddings`` or ``Ranking``."""
@@ -44,18 +48,37 @@ class InferenceService:
 
     Args:
         feed: Receives a ``RequestEvent`` at the end of each request.
+        slow_client_s: See ``Settings``.
         observe: Called with the end of each request, on the loop that reads the answer.
     """
 
-    def __init__(self, *, manager: ModelManager, feed: Feed[ServerEvent], observe: Observer | None = None) -> None:
+    def __init__(
+        self,
+        *,
+        manager: ModelManager,
+        feed: Feed[ServerEvent],
+        slow_client_s: float,
+        observe: Observer | None = None,
+    ) -> None:
         self._manager = manager
         self._feed = feed
+        self._slow_client_s = slow_client_s
         self._observe = observe
 
     @property
     def fingerprint(self) -> str:
         """Name and version of the library that runs the model."""
         return self._manager.fingerprint
+
+    def blocked_limit_s(self, generations: Iterable[Generation]) -> float:
+        """Return how long the client of these generations may accept no data before they are cancelled.
+
+        A client whose generations have ended has no slot, so it may take any time.
+        """
+        if all(generation.ended for generation in generations):
+            return math.inf
+        is_contended = self._manager.snapshot.queued_requests > 0
+        return min(self._slow_client_s, CONTENDED_CLIENT_S) if is_contended else self._slow_client_s
 
     # Generations
 
