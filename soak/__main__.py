@@ -50,7 +50,7 @@ from soak import report
 from soak.row import Row
 from soak.soak import Soak
 
-PARTS = ("fuzz", "bodies", "load", "connections", "cycles", "kills", "files")
+PARTS = ("fuzz", "bodies", "hostile", "load", "connections", "cycles", "kills", "files", "mutations")
 """Modules of this package with a ``run``."""
 Run = Callable[[Soak], list[Row]]
 INTERRUPTED = 130
@@ -61,8 +61,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
     chosen = _parser().parse_args(arguments)
     # Raise SystemExit, so that the context managers end the programs.
     signal.signal(signal.SIGTERM, lambda number, frame: sys.exit(128 + number))
-    soak = Soak(folder=folder_of("tiny"), quick=chosen.quick, seed=chosen.seed, kills=chosen.kills)
-    settings = {"quick": soak.quick, "only": chosen.only, "seed": soak.seed, "kills": soak.kills}
+    soak = Soak(folder=folder_of("tiny"), quick=chosen.quick, seed=chosen.seed, kills=chosen.kills, count=chosen.count)
+    settings = {"quick": soak.quick, "only": chosen.only, "seed": soak.seed, "kills": soak.kills, "count": soak.count}
     facts = provenance(mlx_device=str(mx.default_device()), settings=settings)
     return carry_out({name: _run_of(name) for name in chosen.only or PARTS}, soak, facts)
 
@@ -89,12 +89,13 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument(
         "--kills", type=_positive, help="number of kills of the daemon; the part kills then kills nothing else"
     )
+    parser.add_argument("--count", type=_positive, help="number of models that the part mutations loads")
     return parser
 
 
 def _positive(text: str) -> int:
     if not text.isdecimal() or int(text) < 1:
-        raise argparse.ArgumentTypeError(f"{text!r} is not a positive number of kills")
+        raise argparse.ArgumentTypeError(f"{text!r} is not a positive number")
     return int(text)
 
 
