@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Any
 
 import mlx.core as mx
+from safetensors.numpy import load_file, save_file
 
 from soak.fuzzing.drawing import draw_cases
 from soak.fuzzing.values import Raw, changed_bodies, to_json
@@ -42,6 +43,8 @@ FRAGMENTS = (
     *("{% include 'config.json' %}", "{% macro a() %}{{ a() }}{% endmacro %}{{ a() }}", "\0", "\ud7ff", "{#"),
     *("{% set a = messages[5] %}{{ a.content }}", "{{ messages | map('upper') | join }}", "{{ '%s' % messages }}"),
 )
+TOKENS = 1024
+"""Size of the shortened vocabulary of the chat model for MLX."""
 MAX_SCALAR = 1000
 """Metadata values of GGUF files that are longer, in bytes, are lists or the chat template."""
 
@@ -65,6 +68,7 @@ class MutatedModels:
         self._folder, self._seed = folder, soak.seed
         models = folder / "models"
         write_models(models, soak, "MLX")
+        _shorten_vocabulary(models / LLAMA)
         (models / LLAMA / TEMPLATE).write_text(THINKER_TEMPLATE)
         _write_quantized(models / LLAMA, models / QUANTIZED)
         self._originals = {name: models / name for name in (LLAMA, QUANTIZED, EMBEDDER, RERANKER)}
@@ -95,8 +99,24 @@ class MutatedModels:
             if path.is_file() and path != original / part.file:
                 copy.parent.mkdir(exist_ok=True)
                 os.link(path, copy)
+        (target / part.file).parent.mkdir(exist_ok=True)
         part.change(chance, original / part.file, target / part.file)
         return part, target
+
+
+def _shorten_vocabulary(folder: Path) -> None:
+    """Keep the first tokens of a vocabulary, of which the later ones are merged, so that a load takes a tenth."""
+    tokenizer, config = (json.loads((folder / name).read_bytes()) for name in (TOKENIZER, CONFIG))
+    kept = {token: number for token, number in tokenizer["model"]["vocab"].items() if number < TOKENS}
+    merges = tokenizer["model"]["merges"]
+    pairs = [merge.split(" ") if isinstance(merge, str) else merge for merge in merges]
+    known = [merge for merge, pair in zip(merges, pairs, strict=True) if {*pair, "".join(pair)} <= kept.keys()]
+    tokenizer["model"] |= {"vocab": kept, "merges": known}
+    (folder / TOKENIZER).write_text(json.dumps(tokenizer))
+    (folder / CONFIG).write_text(json.dumps(config | {"vocab_size": TOKENS}))
+    weights = load_file(folder / WEIGHTS)
+    embeddings = {name: weight[:TOKENS] for name, weight in weights.items() if "embed_tokens" in name}
+    save_file(weights | embeddings, folder / WEIGHTS, metadata={"format": "mlx"})
 
 
 def _write_quantized(source: Path, target: Path) -> None:
