@@ -89,7 +89,11 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument(
         "--kills", type=_positive, help="number of kills of the daemon; the part kills then kills nothing else"
     )
-    parser.add_argument("--count", type=_positive, help="number of models that the part mutations loads")
+    parser.add_argument(
+        "--count",
+        type=_positive,
+        help="number of models of the part mutations, and of requests to MLX of the part fuzz",
+    )
     return parser
 
 

@@ -10,7 +10,7 @@ from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Self
+from typing import Self
 
 import httpx2
 import psutil
@@ -127,9 +127,8 @@ class _Target:
 
     def _warm_up(self) -> None:
         """Start the processes that the server keeps."""
-        formats: tuple[dict[str, Any], ...] = ({}, {"response_format": {"type": "json_object"}})
-        for fields in formats:
-            self._http.post(CHAT, json=HELLO | fields).raise_for_status()
+        for body in (HELLO, chat_of("hi", response_format={"type": "json_object"})):
+            self._http.post(CHAT, json=body).raise_for_status()
 
     def _memory_bytes(self) -> int:
         """Return the resident memory of the server and its processes."""
