@@ -17,8 +17,8 @@ import psutil
 
 from soak.bodies import GROWTH, HEALTH_S, SETTLED_S, Probe, p99
 from soak.hostile.attacks import ATTACKS, BUSY, LOAD, Attack, loads
-from soak.hostile.models import NORMALIZER, VALID, write_hostile_models
-from soak.hostile.senders import CHAT, Answer, chat_of, together
+from soak.hostile.models import EMBEDDER, NORMALIZER, VALID, write_hostile_models
+from soak.hostile.senders import CHAT, Answer, chat_of, describe, together
 from soak.programs import SMALL_CACHE, Daemon, Home, Server, end_and_check, wait_until
 from soak.report import print_columns, print_line
 from soak.row import Row
@@ -42,11 +42,10 @@ def run(soak: Soak) -> list[Row]:
     with tempfile.TemporaryDirectory(prefix="lmx-soak-") as name:
         models = write_hostile_models(Path(name, "models"), soak)
         attacks = [attack for attack in (*ATTACKS, *loads(models)) if attack.in_quick or not soak.quick]
-        with Server(Home(Path(name, "s")), models[VALID], *SMALL_CACHE) as server:
-            target = _Target(soak, server, models, figures)
+        with AttackedServer(soak, Path(name), models, figures) as target:
             rows = [target.run(attack.name, [attack], attack.model) for attack in attacks]
             rows.append(target.run("all at once", attacks, VALID if soak.quick else NORMALIZER))
-            end_and_check(server, rows[-1])
+            end_and_check(target.server, rows[-1])
         rows.append(empty_database(Home(Path(name, "d"))))
     print_columns(figures)
     return rows
@@ -108,22 +107,43 @@ class _OtherClient:
             began, problem = time.monotonic(), ""
             try:
                 answer = self._http.post(CHAT, json=HELLO)
-                if answer.status_code != 200:
-                    problem = f"{answer.status_code}: {answer.text[:200]}"
+                problem = "" if answer.status_code == 200 else describe(answer.status_code, answer.content)
             except httpx2.HTTPError as exc:
                 problem = repr(exc)
             self._times.append(_ChatTime(began=began, seconds=time.monotonic() - began, problem=problem))
 
 
-class _Target:
-    """The server under attack."""
+class AttackedServer:
+    """The server under attack, as a context manager. A server that can no longer load a model is replaced."""
 
-    def __init__(self, soak: Soak, server: Server, models: dict[str, Path], figures: list[dict[str, str]]) -> None:
-        self._server, self._models, self._figures = server, models, figures
+    def __init__(self, soak: Soak, folder: Path, models: dict[str, Path], figures: list[dict[str, str]]) -> None:
+        self._folder, self._models, self._figures = folder, models, figures
         self._alone_s = QUICK_ALONE_S if soak.quick else ALONE_S
-        self._http = httpx2.Client(base_url=server.url, timeout=GIVE_UP_S, trust_env=False)
+        self._starts = 0
+        self._start()
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *how: object) -> None:
+        self._http.close()
+        self.server.kill()
+
+    def _start(self) -> None:
+        self._starts += 1
+        options = ["--embedder", str(self._models[EMBEDDER]), *SMALL_CACHE]
+        self.server = Server(Home(self._folder / f"s{self._starts}"), self._models[VALID], *options)
+        self._http = httpx2.Client(base_url=self.server.url, timeout=GIVE_UP_S, trust_env=False)
         self._warm_up()
         self._before = self._memory_bytes()
+
+    def _load(self, model: str) -> None:
+        loaded = self._http.post(LOAD, json={"model": str(self._models[model])})
+        if loaded.status_code != 200:
+            print_line(f"the server is replaced: {model} cannot be loaded: {loaded.text[:300]}")
+            self.__exit__()
+            self._start()
+            self._http.post(LOAD, json={"model": str(self._models[model])}).raise_for_status()
 
     def _warm_up(self) -> None:
         """Start the processes that the server keeps."""
@@ -132,7 +152,7 @@ class _Target:
 
     def _memory_bytes(self) -> int:
         """Return the resident memory of the server and its processes."""
-        main = psutil.Process(self._server.pid)
+        main = psutil.Process(self.server.pid)
         total = 0
         for process in (main, *main.children(recursive=True)):
             with contextlib.suppress(psutil.NoSuchProcess):
@@ -142,17 +162,14 @@ class _Target:
     def run(self, name: str, attacks: Sequence[Attack], model: str) -> Row:
         """Run attacks at once. Records the answers, and the effects on health requests, chats and memory."""
         row = Row(part=f"hostile: {name}")
-        loaded = self._http.post(LOAD, json={"model": str(self._models[model])})
-        if loaded.status_code != 200:
-            row.wrong.append(f"the model {model} cannot be loaded: {loaded.text[:300]}")
-            return row
-        with Probe(self._server.url, "/healthz") as probe, _OtherClient(self._server.url) as client:
+        self._load(model)
+        with Probe(self.server.url, "/healthz") as probe, _OtherClient(self.server.url) as client:
             client.since(time.monotonic())
             began = time.monotonic()
             time.sleep(self._alone_s)
             chats_alone, health_alone = client.since(began), probe.seconds(began)
             began = time.monotonic()
-            answers = together([_sender(attack, self._server.url) for attack in attacks])
+            answers = together([_sender(attack, self.server.url) for attack in attacks])
             took_s = time.monotonic() - began
             time.sleep(AFTER_S)
             chats, health = client.since(began), probe.seconds(began)
@@ -200,7 +217,7 @@ class _Effects:
     def check(self, row: Row) -> None:
         failed = [chat.problem for chat in self.chats if chat.problem]
         row.lost += len(failed)
-        row.wrong += sorted({f"a chat of another client fails: {problem}" for problem in failed})
+        row.wrong += [f"{count} chats of another client fail: {text}" for text, count in Counter(failed).items()]
         row.requests += len(self.chats) + len(self.chats_alone)
         row.slowest_s = self.worst_s
         if self.worst_s > CHAT_FACTOR * self.alone_s + CHAT_S:
@@ -232,10 +249,13 @@ def _sender(attack: Attack, url: str) -> Callable[[], list[Answer]]:
 def _check_answers(attack: Attack, answers: Sequence[Answer], row: Row, *, allowed: frozenset[str]) -> None:
     row.requests += len(answers)
     row.faults += len(answers)
+    wrong: Counter[str] = Counter()
     for answer in answers:
         if answer.text not in allowed:
             row.lost += 1
-            row.wrong.append(f"{attack.name}: {answer.text}, not one of {', '.join(sorted(allowed))}")
+            wrong[f"{answer.text}, not one of {', '.join(sorted(allowed))}"] += 1
         if answer.seconds > attack.limit_s:
             row.hung += 1
-            row.wrong.append(f"{attack.name}: {answer.text} after {answer.seconds:.1f} s; at most {attack.limit_s:g} s")
+            wrong[f"{answer.text} later than {attack.limit_s:g} s"] += 1
+    slowest_s = max(answer.seconds for answer in answers)
+    row.wrong += [f"{attack.name}: {count} x {text} (after up to {slowest_s:.1f} s)" for text, count in wrong.items()]

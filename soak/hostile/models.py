@@ -10,6 +10,7 @@ from typing import Any
 from soak.fuzzing.values import Raw, to_json
 from soak.models import is_installed, tiny
 from soak.soak import Soak
+from tests.engine.encoders.models import write_tiny_bert
 from tests.gguf_files import with_template
 from tests.tiny import THINKER_TEMPLATE, teach_thinking, write_tiny_llama
 
@@ -29,7 +30,7 @@ SLOW_PIECES = {
     "behavior": "Isolated",
     "invert": False,
 }
-VALID, NORMALIZER, PIECES = "valid", "slow normalizer", "slow pre-tokenizer"
+VALID, EMBEDDER, NORMALIZER, PIECES = "valid", "embedder", "slow normalizer", "slow pre-tokenizer"
 CONFIGS: Mapping[str, Mapping[str, Any]] = {
     "NaN in config.json": {"rms_norm_eps": Raw("NaN")},
     "infinity in config.json": {"rope_theta": Raw("Infinity")},
@@ -49,6 +50,7 @@ def write_hostile_models(folder: Path, soak: Soak) -> dict[str, Path]:
     """Write all models below a folder; return the folder or file of each, by its name."""
     models = {
         VALID: _llama(folder / "valid", soak),
+        EMBEDDER: write_tiny_bert(folder / "embedder").path,
         NORMALIZER: _llama(folder / "normalizer", soak, template=LOOP_OF_WORD, normalizer=SLOW_NORMALIZER),
         PIECES: _llama(folder / "pieces", soak, pre_tokenizer=SLOW_PIECES),
     }

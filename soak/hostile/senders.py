@@ -77,7 +77,7 @@ def _post(url: str, path: str, content: bytes, *, leaves: bool) -> Answer:
         try:
             connection.request("POST", path, content, {"content-type": "application/json"})
             answer = connection.getresponse()
-            text = _described(answer.status, answer.read())
+            text = describe(answer.status, answer.read())
         except TimeoutError:
             text = LEFT if leaves else f"no answer within {GIVE_UP_S:g} s"
         except (OSError, http.client.HTTPException) as exc:
@@ -85,7 +85,8 @@ def _post(url: str, path: str, content: bytes, *, leaves: bool) -> Answer:
     return Answer(text=text, seconds=time.monotonic() - began)
 
 
-def _described(status: int, body: bytes) -> str:
+def describe(status: int, body: bytes) -> str:
+    """Return the status of an answer, and the code of an error."""
     if status < 400:
         return str(status)
     try:
