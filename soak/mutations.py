@@ -15,6 +15,7 @@ import time
 from collections import Counter
 from collections.abc import Iterator
 from pathlib import Path
+from types import TracebackType
 from typing import Any
 
 import httpx2
@@ -126,6 +127,12 @@ class _CheckedServer(Server):
         self.usable = True
         self.requests = 0
         self.slowest_s = 0.0
+
+    def __exit__(
+        self, kind: type[BaseException] | None, value: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self._http.close()
+        super().__exit__(kind, value, trace)
 
     def load(self, path: Path) -> str:
         """Load a mutated model, use it, and check the valid model afterwards; return the outcome.
