@@ -7,21 +7,27 @@ its columns from ``lost`` to ``processes`` are zero. The exit status is 0 if all
     python -m soak --quick                           a small version, in a few minutes
     python -m soak --only fuzz --seed 7              one part, with another seed
     python -m soak --only kills --kills 250 --seed 1 only kills of the daemon; runs with other seeds can be added up
+    python -m soak --only mutations --count 500      that many changed models; also ``--only fuzz``, with requests
 
 | part        | what it does                                                                                      |
 |-------------|---------------------------------------------------------------------------------------------------|
-| fuzz        | sends 20,000 mutated requests and WebSockets to the inference server and the daemon, and 3,750 of |
-|             | them again with llama.cpp; after each batch of 250, valid requests of every kind must be answered |
-|             | as before                                                                                         |
+| fuzz        | sends 20,000 mutated requests and WebSockets to the inference server and the daemon, and a part   |
+|             | of them again with llama.cpp and the echo engine; after each batch of 250, valid requests of      |
+|             | every kind must be answered as before                                                             |
 | bodies      | sends bodies of up to 8 MB that are slow to process, one and then six at once, to every route     |
 |             | with a body; they must be refused within 2 s, without delaying health requests, and the memory    |
 |             | must be returned                                                                                  |
+| hostile     | attacks a server with long texts, slow tokenizers, templates and grammars, impossible models,     |
+|             | clients that do not read, and floods of frames, one by one and then all at once; health requests  |
+|             | and the short chats of another client must be answered as without the attack                      |
 | load        | sends 200 long requests whose clients disconnect, and then one that must be answered in time;     |
 |             | slow readers; clients that become unreachable                                                     |
 | connections | opens hundreds of idle streams and WebSockets during a chat and during turns                      |
 | cycles      | loads and unloads a model 1,000 times, 200 times with llama.cpp                                   |
 | kills       | ends the programs by SIGTERM under load and by SIGKILL at random moments, and starts them again   |
 | files       | puts FIFOs, devices and folders where a model's files should be, and uses a disk that hangs       |
+| mutations   | loads 200 models of which one file was changed at random; the model loaded before must answer as  |
+|             | before                                                                                            |
 
 The columns: requests sent; faults injected; accepted work that was lost, or done twice; what was not answered or did
 not end in time; by how much memory, descriptors, threads and child processes grew beyond what the part allows (see its
@@ -50,7 +56,7 @@ from soak import report
 from soak.row import Row
 from soak.soak import Soak
 
-PARTS = ("fuzz", "bodies", "load", "connections", "cycles", "kills", "files")
+PARTS = ("fuzz", "bodies", "hostile", "load", "connections", "cycles", "kills", "files", "mutations")
 """Modules of this package with a ``run``."""
 Run = Callable[[Soak], list[Row]]
 INTERRUPTED = 130
@@ -61,8 +67,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
     chosen = _parser().parse_args(arguments)
     # Raise SystemExit, so that the context managers end the programs.
     signal.signal(signal.SIGTERM, lambda number, frame: sys.exit(128 + number))
-    soak = Soak(folder=folder_of("tiny"), quick=chosen.quick, seed=chosen.seed, kills=chosen.kills)
-    settings = {"quick": soak.quick, "only": chosen.only, "seed": soak.seed, "kills": soak.kills}
+    soak = Soak(folder=folder_of("tiny"), quick=chosen.quick, seed=chosen.seed, kills=chosen.kills, count=chosen.count)
+    settings = {"quick": soak.quick, "only": chosen.only, "seed": soak.seed, "kills": soak.kills, "count": soak.count}
     facts = provenance(mlx_device=str(mx.default_device()), settings=settings)
     return carry_out({name: _run_of(name) for name in chosen.only or PARTS}, soak, facts)
 
@@ -89,12 +95,17 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument(
         "--kills", type=_positive, help="number of kills of the daemon; the part kills then kills nothing else"
     )
+    parser.add_argument(
+        "--count",
+        type=_positive,
+        help="number of models of the part mutations, and of requests to MLX of the part fuzz",
+    )
     return parser
 
 
 def _positive(text: str) -> int:
     if not text.isdecimal() or int(text) < 1:
-        raise argparse.ArgumentTypeError(f"{text!r} is not a positive number of kills")
+        raise argparse.ArgumentTypeError(f"{text!r} is not a positive number")
     return int(text)
 
 

@@ -1,4 +1,7 @@
-"""Send 20,000 almost valid requests, and after each batch valid requests whose answers are known."""
+"""Send 20,000 almost valid requests, and after each batch valid requests whose answers are known.
+
+All of them are sent while MLX has a tiny model loaded, and a part of them again with the other engines.
+"""
 
 from __future__ import annotations
 
@@ -10,16 +13,17 @@ import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 from urllib.parse import urlsplit
 
 import httpx2
 
 from benchmarks.paths import ROOT
 from soak.fuzzing.checks import answer_problems, socket_problems
+from soak.fuzzing.corpus import MODEL
 from soak.fuzzing.drawing import draw_cases
 from soak.fuzzing.exchange import Endpoint, HttpClient, Outcome, socket_exchange
-from soak.fuzzing.families import FAMILIES, Family
+from soak.fuzzing.families import Family, families
 from soak.fuzzing.frames import SocketCase
 from soak.fuzzing.known_answers import KnownAnswers
 from soak.fuzzing.requests import Case
@@ -30,15 +34,16 @@ from soak.resources import POOL, Allowance, ResourceMonitor
 from soak.row import Row
 from soak.soak import Soak, SoakError
 
-SHARES: Mapping[Engine, float] = {"MLX": 1.0, "llama.cpp": 0.25}
-ENGINES_OWN = tuple(family for family in FAMILIES if family.of_engine)
-"""Families whose requests an engine processes."""
+FuzzedEngine = Engine | Literal["echo"]
+SHARES: Mapping[FuzzedEngine, float] = {"echo": 0.5, "MLX": 1.0, "llama.cpp": 0.25}
+TOTAL = sum(family.count for family in families())
 BATCH = 250
 QUICK_SHARE = 0.04
 """Share of all requests in a quick run."""
 AT_ONCE = 8
-LIMIT_S = 30.0
-"""Limit for one request, and for a WebSocket from its handshake to its end."""
+LIMIT_S = 120.0
+"""Limit for one request, and for a WebSocket from its handshake to its end. A request without ``max_tokens`` fills the
+context, which takes 30 s on a busy machine."""
 KEPT_FAILURES = 100
 KEPT_BYTES = 20_000
 PREFIX_CACHE_GB = "0.002"
@@ -57,33 +62,45 @@ COMPLAINT_CHARACTERS = 8000
 
 
 def run(soak: Soak) -> list[Row]:
-    rows: list[Row] = []
+    whole = soak.count / TOTAL if soak.count is not None else QUICK_SHARE if soak.quick else 1.0
+    rows = fuzz(soak, families("echo"), share=SHARES["echo"] * whole, engine="echo")
     for engine, _ in on_each_engine(soak, "fuzz", rows):
-        share = SHARES[engine] * (QUICK_SHARE if soak.quick else 1.0)
-        rows += fuzz(soak, share=share, families=FAMILIES if engine == "MLX" else ENGINES_OWN, engine=engine)
+        chosen = [family for family in families() if family.of_engine or engine == "MLX"]
+        rows += fuzz(soak, chosen, share=SHARES[engine] * whole, engine=engine)
+    requests, faults = (sum(getattr(row, name) for row in rows) for name in ("requests", "faults"))
+    print_line(f"seed {soak.seed}: {faults} changed requests and {requests - faults} valid ones")
     return rows
 
 
-def fuzz(soak: Soak, *, share: float, families: Sequence[Family] = FAMILIES, engine: Engine = "MLX") -> list[Row]:
+def fuzz(soak: Soak, chosen: Sequence[Family], *, share: float, engine: FuzzedEngine = "MLX") -> list[Row]:
     """Return a row for each family, and one for the whole run.
 
     Args:
-        share: Share of the 20,000 requests to send.
+        chosen: Families whose requests are sent.
+        share: Share of the requests of each family to send.
     """
     with tempfile.TemporaryDirectory(prefix="lmx-soak-") as name:
         homes = Home(Path(name, "s")), Home(Path(name, "d"))
-        write_models(homes[0].folder / "models", soak, engine)
-        options = ["--no-downloads", "--embedder", "tiny-embedder", "--reranker", "tiny-reranker"]
-        options += ["--prefix-cache", PREFIX_CACHE_GB]
+        options = ["--no-downloads", "--prefix-cache", PREFIX_CACHE_GB]
+        if engine != "echo":
+            write_models(homes[0].folder / "models", soak, engine)
+            options += ["--embedder", "tiny-embedder", "--reranker", "tiny-reranker"]
         with (
-            Server(homes[0], "tiny", *options, code=PRINT_UVICORN_LOG) as server,
+            Server(homes[0], _model_of(engine), *options, code=PRINT_UVICORN_LOG) as server,
             Daemon(homes[1], server.url, code=PRINT_UVICORN_LOG) as daemon,
         ):
             _add_mcp_servers(daemon, Path(name, "calls"))
-            rows = asyncio.run(_FuzzRun(soak, server, daemon, share, engine).run(families))
+            rows = asyncio.run(_FuzzRun(soak, server, daemon, share, engine).run(chosen))
+            if not server.wait_until_idle():
+                rows[-1].hung += 1
+                rows[-1].wrong.append(f"slots are still in use: {server.metrics()}")
             for command in (daemon, server):
                 end_and_check(command, rows[-1])
     return rows
+
+
+def _model_of(engine: FuzzedEngine) -> str:
+    return "echo" if engine == "echo" else MODEL
 
 
 def _add_mcp_servers(daemon: Daemon, calls: Path) -> None:
@@ -138,25 +155,25 @@ class _Program:
 class _FuzzRun:
     """A run against both programs."""
 
-    def __init__(self, soak: Soak, server: Server, daemon: Daemon, share: float, engine: Engine) -> None:
+    def __init__(self, soak: Soak, server: Server, daemon: Daemon, share: float, engine: FuzzedEngine) -> None:
         self._seed = soak.seed
         self._engine = engine
         self._share = share
-        self._known = KnownAnswers(server.url, daemon.state, servers=frozenset(MCP_SERVERS))
+        self._known = KnownAnswers(server.url, daemon.state, model=_model_of(engine), servers=frozenset(MCP_SERVERS))
         self._programs = {
             "server": _Program.of(server, server.url),
             "daemon": _Program.of(daemon, daemon.state.url, daemon.state.token),
         }
 
-    async def run(self, families: Sequence[Family]) -> list[Row]:
+    async def run(self, chosen: Sequence[Family]) -> list[Row]:
         """Send half of each family, then the other halves; memory has settled after the first halves."""
-        rows = {family.name: Row(part=f"fuzz: {family.name}, {self._engine}") for family in families}
+        rows = {family.name: Row(part=f"fuzz: {family.name}, {self._engine}") for family in chosen}
         async with self._known:
             await self._known.delete_created()
             for half in range(2):
                 for program in self._programs.values() if half else ():
                     program.monitor.begin()
-                for family in families:
+                for family in chosen:
                     await self._half(family, half, rows[family.name])
         whole = Row(part=f"fuzz: all of it, {self._engine}", slowest_s=max(row.slowest_s for row in rows.values()))
         for program in self._programs.values():

@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import sys
 import time
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
@@ -49,6 +49,14 @@ def print_table(rows: Sequence[Row]) -> None:
             print_line(f"WRONG {row.part}: and {more} more, in the file")
         if not row.passed and not row.wrong:
             print_line(f"WRONG {row.part}: see the columns that are not zero")
+
+
+def print_columns(rows: Sequence[Mapping[str, str]]) -> None:
+    """Print a table whose columns are the keys of the rows, which are the same in each."""
+    table = Table(*(rows[0] if rows else ()), box=None)
+    for row in rows:
+        table.add_row(*map(escape, row.values()))
+    console.print(table, highlight=False)
 
 
 def _cell(name: str, value: Any) -> str:

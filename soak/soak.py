@@ -18,6 +18,8 @@ class Soak:
     """Seed of all random choices, to repeat a failure."""
     kills: int | None = None
     """Number of kills of the daemon. If given, the part ``kills`` kills nothing else."""
+    count: int | None = None
+    """Number of models of the part ``mutations``, and of requests of the part ``fuzz``; None for the default."""
 
 
 class SoakError(Exception):

@@ -2,10 +2,14 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+from dataclasses import replace
 from typing import Any
 
 from soak.fuzzing.requests import ValidRequest
 
+MODEL = "tiny"
+"""Model that the requests name."""
 HELLO = [{"role": "user", "content": "hello"}]
 LOOK = {
     "type": "function",
@@ -53,7 +57,7 @@ SAMPLING = {
 
 
 def chat(**changes: Any) -> dict[str, Any]:
-    return {"model": "tiny", "messages": HELLO, "max_tokens": 4, **changes}
+    return {"model": MODEL, "messages": HELLO, "max_tokens": 4, **changes}
 
 
 CHAT_BODIES: tuple[dict[str, Any], ...] = (
@@ -72,10 +76,10 @@ CHAT_BODIES: tuple[dict[str, Any], ...] = (
     chat(metadata={"a": "b"}, store=False, service_tier="auto", prompt_cache_key="k", ignore_eos=True),
 )
 COMPLETION_BODIES: tuple[dict[str, Any], ...] = (
-    {"model": "tiny", "prompt": "Once upon", "max_tokens": 4},
-    {"model": "tiny", "prompt": ["a", "b c"], "max_tokens": 2, "n": 2, "best_of": 2, **SAMPLING},
-    {"model": "tiny", "prompt": [100, 200, 300], "max_tokens": 0, "echo": True, "logprobs": 2},
-    {"model": "tiny", "prompt": [[5, 6], [7]], "max_tokens": 3, "stream": True, "stop": "x"},
+    {"model": MODEL, "prompt": "Once upon", "max_tokens": 4},
+    {"model": MODEL, "prompt": ["a", "b c"], "max_tokens": 2, "n": 2, "best_of": 2, **SAMPLING},
+    {"model": MODEL, "prompt": [100, 200, 300], "max_tokens": 0, "echo": True, "logprobs": 2},
+    {"model": MODEL, "prompt": [[5, 6], [7]], "max_tokens": 3, "stream": True, "stop": "x"},
 )
 EMBEDDING_BODIES: tuple[dict[str, Any], ...] = (
     {"model": "default", "input": "a cat"},
@@ -104,12 +108,12 @@ RERANK = tuple(
 )
 LOAD, UNLOAD = "/admin/models/load", "/admin/models/unload"
 ADMIN = (
-    ValidRequest(method="POST", path=LOAD, body={"model": "tiny"}),
+    ValidRequest(method="POST", path=LOAD, body={"model": MODEL}),
     ValidRequest(method="POST", path=LOAD, body={"model": "tiny-two"}),
     ValidRequest(method="POST", path=LOAD, body={"model": "org/no-such-model"}),
     ValidRequest(method="POST", path=LOAD, body={"model": "/no/such/folder"}),
     ValidRequest(method="POST", path=LOAD, body={"model": "tiny-embedder"}),
-    ValidRequest(method="POST", path=UNLOAD, body={"model": "tiny"}),
+    ValidRequest(method="POST", path=UNLOAD, body={"model": MODEL}),
     ValidRequest(method="POST", path=UNLOAD, body={}),
     ValidRequest(method="POST", path=UNLOAD),
     *(
@@ -117,6 +121,12 @@ ADMIN = (
         for path in ("/admin/models", "/v1/models", "/v1/models/tiny", "/metrics", "/readyz")
     ),
 )
+
+PAGES = tuple(ValidRequest(method="GET", path=path) for path in ("/healthz", "/", "/docs", "/openapi.json"))
+SERVER_EVENTS = tuple(
+    ValidRequest(method="GET", path=f"/admin/events{query}") for query in ("", "?include=samples", "?include=requests")
+)
+"""Streams without an end."""
 
 SESSIONS = tuple(f"fuzz-{number}" for number in range(3))
 TURN = {"content": "hello", "overrides": {"max_tokens": 4, "temperature": 0, "seed": 1}}
@@ -184,6 +194,20 @@ def _daemon() -> list[ValidRequest]:
             for path in (in_session[2], "/v3/mcp/servers/nothing", "/v3/mcp/servers/x")
         ),
     ]
+
+
+def naming(model: str, value: Any) -> Any:
+    """Return the body, or the part of it, with another model instead of ``MODEL``."""
+    match value:
+        case dict():
+            return {key: naming(model, each) for key, each in value.items()}
+        case list():
+            return [naming(model, each) for each in value]
+    return model if value == MODEL else value
+
+
+def requests_naming(model: str, requests: Sequence[ValidRequest]) -> tuple[ValidRequest, ...]:
+    return tuple(replace(request, body=naming(model, request.body)) for request in requests)
 
 
 DAEMON = tuple(_daemon())

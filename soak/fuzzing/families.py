@@ -4,13 +4,14 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 from typing import Any, Literal
 
 from hypothesis.strategies import SearchStrategy
 
 from soak.fuzzing import corpus
 from soak.fuzzing.frames import SocketCase, chat_sockets, event_sockets, oversized
-from soak.fuzzing.requests import Case, Headers, ValidRequest, http_cases, raw_cases, too_large
+from soak.fuzzing.requests import Case, Headers, ValidRequest, endless_cases, http_cases, raw_cases, too_large
 
 TOKEN: Headers = [("authorization", "Bearer TOKEN")]
 Refusals = frozenset[tuple[int, str]]
@@ -26,7 +27,7 @@ class Family:
 
     name: str
     count: int
-    """Number of cases of a full run, which has 20,000."""
+    """Number of cases of a full run, which has 20,000 with MLX."""
     cases: SearchStrategy[Any]
     """Strategy for ``Case`` or ``SocketCase``."""
     program: Literal["server", "daemon"] = "server"
@@ -48,34 +49,39 @@ def _http(name: str, count: int, goods: tuple[ValidRequest, ...], refusals: Refu
     )
 
 
-FAMILIES = (
-    _http("chat", 5000, corpus.CHAT),
-    _http("completions", 2500, corpus.COMPLETIONS),
-    _http("embeddings", 2000, corpus.EMBEDDINGS),
-    _http("rerank", 2000, corpus.RERANK),
-    _http("admin", 1500, corpus.ADMIN, BUSY),
-    Family(
-        name="chat socket",
-        count=2000,
-        cases=chat_sockets("/v1/chat/stream", corpus.CHAT_BODIES),
-        refusals=NOT_LOADED,
-        of_engine=True,
-        longest=lambda: oversized("/v1/chat/stream", []),
-    ),
-    Family(
-        name="/v3",
-        count=3500,
-        program="daemon",
-        cases=http_cases(corpus.DAEMON, TOKEN),
-        longest=lambda: too_large(corpus.DAEMON[0], TOKEN),
-    ),
-    Family(
-        name="/v3 events socket",
-        count=1000,
-        program="daemon",
-        cases=event_sockets("/v3/events", TOKEN, corpus.SESSIONS),
-        longest=lambda: oversized("/v3/events", TOKEN),
-    ),
-    Family(name="no HTTP", count=300, cases=raw_cases()),
-    Family(name="/v3 no HTTP", count=200, program="daemon", cases=raw_cases()),
-)
+def families(model: str = corpus.MODEL) -> tuple[Family, ...]:
+    """Return the families whose requests name a model."""
+    named = partial(corpus.requests_naming, model)
+    return (
+        _http("chat", 4600, named(corpus.CHAT)),
+        _http("completions", 2500, named(corpus.COMPLETIONS)),
+        _http("embeddings", 2000, named(corpus.EMBEDDINGS)),
+        _http("rerank", 2000, named(corpus.RERANK)),
+        _http("admin", 1500, named(corpus.ADMIN), BUSY),
+        Family(
+            name="chat socket",
+            count=2000,
+            cases=chat_sockets("/v1/chat/stream", [corpus.naming(model, body) for body in corpus.CHAT_BODIES]),
+            refusals=NOT_LOADED,
+            of_engine=True,
+            longest=lambda: oversized("/v1/chat/stream", []),
+        ),
+        Family(name="pages", count=200, cases=http_cases(corpus.PAGES, [])),
+        Family(name="admin events", count=200, cases=endless_cases(corpus.SERVER_EVENTS)),
+        Family(
+            name="/v3",
+            count=3500,
+            program="daemon",
+            cases=http_cases(corpus.DAEMON, TOKEN),
+            longest=lambda: too_large(corpus.DAEMON[0], TOKEN),
+        ),
+        Family(
+            name="/v3 events socket",
+            count=1000,
+            program="daemon",
+            cases=event_sockets("/v3/events", TOKEN, corpus.SESSIONS),
+            longest=lambda: oversized("/v3/events", TOKEN),
+        ),
+        Family(name="no HTTP", count=300, cases=raw_cases()),
+        Family(name="/v3 no HTTP", count=200, program="daemon", cases=raw_cases()),
+    )

@@ -12,7 +12,7 @@ import httpx2
 from websockets.asyncio.client import connect
 
 from lmx_lab.wire.daemon import StateFile
-from soak.fuzzing.corpus import PAIR, chat
+from soak.fuzzing.corpus import MODEL, PAIR, chat
 
 GOOD_S = 30.0
 TURN_S = 25
@@ -22,13 +22,17 @@ Request = Callable[[], Awaitable[Any]]
 class KnownAnswers:
     """Valid requests with known answers. Entering the context sends them; ``check()`` repeats and compares them."""
 
-    def __init__(self, server_url: str, daemon: StateFile, *, servers: frozenset[str] = frozenset()) -> None:
+    def __init__(
+        self, server_url: str, daemon: StateFile, *, model: str = MODEL, servers: frozenset[str] = frozenset()
+    ) -> None:
         """
         Args:
+            model: The loaded model.
             servers: Names of the MCP servers that ``delete_created`` keeps.
         """
         self._url = server_url
         self._servers = servers
+        self._model = model
         self._server = httpx2.AsyncClient(base_url=server_url, timeout=GOOD_S, trust_env=False)
         authorization = {"authorization": f"Bearer {daemon.token}"}
         self._daemon = httpx2.AsyncClient(base_url=daemon.url, headers=authorization, timeout=GOOD_S, trust_env=False)
@@ -90,23 +94,20 @@ class KnownAnswers:
         servers = (await _body(self._daemon.get("/v3/mcp/servers")))["servers"]
         return [server["name"] for server in servers if server["name"] not in self._servers]
 
-    async def reload(self) -> None:
-        """Load another model, and then the first one again."""
-        for model in ("tiny-two", "tiny"):
-            await _body(self._server.post("/admin/models/load", json={"model": model}))
-
     # Requests
 
     async def _load(self) -> Any:
-        answer = await _body(self._server.post("/admin/models/load", json={"model": "tiny"}))
+        answer = await _body(self._server.post("/admin/models/load", json={"model": self._model}))
         return answer["success"], answer["model"]
 
     async def _chat(self) -> Any:
-        answer = await _body(self._server.post("/v1/chat/completions", json=chat(temperature=0, max_tokens=12)))
+        answer = await _body(
+            self._server.post("/v1/chat/completions", json=chat(model=self._model, temperature=0, max_tokens=12))
+        )
         return answer["choices"], answer["usage"]["prompt_tokens"], answer["usage"]["completion_tokens"]
 
     async def _completion(self) -> Any:
-        body = {"model": "tiny", "prompt": "Once upon a time", "max_tokens": 8, "temperature": 0}
+        body = {"model": self._model, "prompt": "Once upon a time", "max_tokens": 8, "temperature": 0}
         return (await _body(self._server.post("/v1/completions", json=body)))["choices"]
 
     async def _embed(self) -> Any:
@@ -120,7 +121,7 @@ class KnownAnswers:
     async def _socket(self) -> Any:
         address = self._url.replace("http", "ws", 1) + "/v1/chat/stream"
         async with asyncio.timeout(GOOD_S), connect(address, proxy=None) as socket:
-            await socket.send(json.dumps(chat(temperature=0, max_tokens=12)))
+            await socket.send(json.dumps(chat(model=self._model, temperature=0, max_tokens=12)))
             messages: list[Any] = []
             while not messages or "done" not in messages[-1]:
                 messages.append(json.loads(await socket.recv()))

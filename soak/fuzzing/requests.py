@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, Literal
 from urllib.parse import quote
 
@@ -133,6 +133,13 @@ def http_cases(draw: DrawFn, valid_requests: Sequence[ValidRequest], more_header
     if not draw(st.integers(0, 14)):
         head += draw(st.lists(st.sampled_from(MORE_HEADERS), min_size=1, max_size=3))
     return draw(_frame(method, target, head, body))
+
+
+@st.composite
+def endless_cases(draw: DrawFn, valid_requests: Sequence[ValidRequest]) -> Case:
+    """Return a changed request for a stream without an end; the client leaves after sending it."""
+    case = draw(http_cases(valid_requests, []))
+    return replace(case, whole=False, last=True, end=draw(st.sampled_from(LEAVING)))
 
 
 @st.composite

@@ -12,7 +12,7 @@ from soak.fuzzing import corpus
 from soak.fuzzing.checks import answer_problems, socket_problems
 from soak.fuzzing.drawing import draw_cases
 from soak.fuzzing.exchange import Endpoint, HttpClient, Outcome
-from soak.fuzzing.families import FAMILIES, Family
+from soak.fuzzing.families import Family, families
 from soak.fuzzing.frames import BINARY, TEXT, SocketCase, frame
 from soak.fuzzing.requests import Case
 from soak.fuzzing.values import Raw, changed_bodies, json_paths, replace_at, to_json
@@ -136,7 +136,7 @@ def test_a_valid_socket_has_no_problems(messages: list[Any]) -> None:
     assert list(socket_problems(SOCKET, outcome, NOT_LOADED)) == []
 
 
-@pytest.mark.parametrize("family", FAMILIES, ids=lambda family: family.name)
+@pytest.mark.parametrize("family", families(), ids=lambda family: family.name)
 def test_the_same_seed_draws_the_same_requests_and_another_seed_draws_others(family: Family) -> None:
     first = draw_cases(family.cases, "0/0", 30)
     assert len(first) == 30
@@ -145,7 +145,7 @@ def test_the_same_seed_draws_the_same_requests_and_another_seed_draws_others(fam
 
 
 def test_the_families_have_20000_requests() -> None:
-    assert sum(family.count for family in FAMILIES) == 20_000
+    assert sum(family.count for family in families()) == 20_000
 
 
 def test_most_bodies_are_changed_and_some_are_not_json() -> None:

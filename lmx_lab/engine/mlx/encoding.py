@@ -372,14 +372,19 @@ class EncodingLoop:
 
     def _fail_batch(self, exc: Exception) -> None:
         """End the requests of the batch with an error. The model stays loaded."""
+        self._batch = None
+        failed = [job for job in self._jobs if job.is_in_batch] or self._jobs[:1]
+        if isinstance(exc, EngineError):
+            # Raised by the encoder for its caller, such as for values that are not finite.
+            self.end_all(failed, exc)
+            return
         log.error("computing a batch of texts failed:\n%s", "".join(traceback.format_exception(exc)))
         exc.__traceback__ = None
-        self._batch = None
         reason = f"{type(exc).__name__}: {exc}"
         if memory.is_out_of_memory(exc):
             reason = f"out of memory ({exc}); send fewer or shorter texts"
         error = EngineError(f"the texts could not be computed: {reason}")
-        self.end_all([job for job in self._jobs if job.is_in_batch] or self._jobs[:1], error)
+        self.end_all(failed, error)
         memory.release()
 
     def _fail(self, job: EncodeJob, error: LabError) -> None:

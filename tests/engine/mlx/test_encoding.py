@@ -287,6 +287,16 @@ def test_only_the_requests_of_a_failed_batch_fail() -> None:
     assert fine.done.result(timeout=0).rows.tolist() == [[0.5]]
 
 
+def test_an_error_of_the_encoder_is_passed_on_without_a_traceback_in_the_log(caplog: pytest.LogCaptureFixture) -> None:
+    loop, encoder = create_loop(), FakeEncoder()
+    encoder.failure_to_raise = EngineError("watched computed numbers that are not finite")
+    submitted = job(encoder, [3])
+    loop.add(submitted)
+    run(loop)
+    assert failure(submitted).message == "watched computed numbers that are not finite"
+    assert caplog.records == []
+
+
 def test_the_error_of_a_batch_that_ran_out_of_memory_names_the_next_step() -> None:
     loop, encoder = create_loop(), FakeEncoder()
     encoder.failure_to_raise = MemoryError("no more")

@@ -1,0 +1,129 @@
+"""Define the attacks of one client: what is sent, which answers are allowed, and until when."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+
+from soak.hostile.models import CONFIGS, LOOP_WORD, NORMALIZER, PIECES, TEMPLATES, VALID
+from soak.hostile.senders import CHAT, EMPTY_CONTINUATIONS, LEFT, PINGS, Send, chat_of, post, unread_sockets
+
+LOAD = "/admin/models/load"
+REFUSED = frozenset({"400 invalid-request"})
+TOO_LONG = frozenset({"400 context-length-exceeded", "400 invalid-request"})
+BUSY = frozenset({"429 queue-full", "409 model-busy"})
+"""Answers while others wait, and while all attacks run at once."""
+CLOSED = frozenset({"closed 1008", "closed 1013", "closed 1009", "closed 1002"})
+ANSWER_S = 5.0
+TEMPLATE_S = 7.0
+"""Deadline of a template, and a second each for the start of its process and for the answer."""
+TOKENIZER_S = 12.0
+"""Deadline of a text, and a second each for the start of its process and for the answer."""
+GRAMMAR_S = 7.0
+SLOW_CLIENT_S = 10.0
+UNREAD_TOKENS = 8000
+AMBIGUOUS = 'start: s\ns: s s | s s s | /[a-z]+/ | " "'
+
+
+@dataclass(frozen=True, kw_only=True)
+class Attack:
+    """What one client does to a server."""
+
+    name: str
+    send: Send
+    answers: frozenset[str]
+    """Allowed answers, and allowed ends of connections."""
+    limit_s: float = ANSWER_S
+    """Limit for the last answer."""
+    model: str = VALID
+    """Name of the model that is loaded before the attack."""
+    in_quick: bool = False
+    """Whether the attack is a part of a quick run."""
+
+
+ATTACKS = (
+    Attack(
+        name="a prompt of 5 MB of spaces",
+        send=post(CHAT, lambda: chat_of(" " * 5_000_000)),
+        answers=TOO_LONG,
+        in_quick=True,
+    ),
+    Attack(
+        name="8 prompts of 5 MB of spaces",
+        send=post(CHAT, lambda: chat_of(" " * 5_000_000), clients=8),
+        answers=TOO_LONG | BUSY,
+    ),
+    Attack(
+        name="6 prompts of 8 MB whose senders leave",
+        send=post(CHAT, lambda: chat_of("word " * 1_600_000), clients=6, leaves=True),
+        answers=TOO_LONG | BUSY | {LEFT},
+    ),
+    Attack(
+        name="8 texts of 5 MB to embed",
+        send=post("/v1/embeddings", lambda: {"model": "default", "input": "word " * 1_000_000}, clients=8),
+        answers=TOO_LONG | BUSY,
+    ),
+    Attack(
+        name="a slow normalizer",
+        send=post(CHAT, lambda: chat_of(("a" * 17 + "d") * 20_000 + "c")),
+        answers=TOO_LONG | BUSY,
+        limit_s=TOKENIZER_S,
+        model=NORMALIZER,
+    ),
+    Attack(
+        name="a slow pre-tokenizer",
+        send=post(CHAT, lambda: chat_of("a" * 20_000)),
+        answers=TOO_LONG | BUSY,
+        limit_s=TOKENIZER_S,
+        model=PIECES,
+    ),
+    Attack(
+        name="a template that loops for one request",
+        send=post(CHAT, lambda: chat_of(LOOP_WORD)),
+        answers=REFUSED | {"503 internal-error", "503 no-model-loaded", "500 internal-error"},
+        limit_s=TEMPLATE_S,
+        model=NORMALIZER,
+    ),
+    Attack(
+        name="8 WebSockets that are never read",
+        send=unread_sockets(
+            chat_of("hello", max_tokens=UNREAD_TOKENS, ignore_eos=True), clients=8, limit_s=SLOW_CLIENT_S + 5
+        ),
+        answers=frozenset({"disconnected"}),
+        limit_s=SLOW_CLIENT_S + 3,
+    ),
+    Attack(name="empty continuation frames", send=EMPTY_CONTINUATIONS, answers=CLOSED, in_quick=True),
+    Attack(name="empty pings", send=PINGS, answers=CLOSED, in_quick=True),
+    Attack(
+        name="an ambiguous grammar",
+        send=post(CHAT, lambda: chat_of("hello", response_format={"type": "grammar", "grammar": AMBIGUOUS})),
+        answers=REFUSED,
+        limit_s=GRAMMAR_S,
+    ),
+    Attack(
+        name="8 regular expressions of 30,000 options",
+        send=post(CHAT, lambda: chat_of("hello", response_format={"type": "regex", "regex": "a?" * 30_000}), clients=8),
+        answers=REFUSED | BUSY,
+        limit_s=GRAMMAR_S,
+    ),
+)
+
+
+def loads(models: Mapping[str, Path]) -> list[Attack]:
+    """Return an attack for each model that must be refused."""
+    refused = [name for name in models if name.removesuffix(", GGUF") in {*CONFIGS, *TEMPLATES}]
+    return [
+        Attack(
+            name=f"a load: {name}",
+            send=_load(models[name]),
+            answers=REFUSED,
+            limit_s=TEMPLATE_S,
+            in_quick=name == refused[0],
+        )
+        for name in refused
+    ]
+
+
+def _load(path: Path) -> Send:
+    return post(LOAD, lambda: {"model": str(path)})
