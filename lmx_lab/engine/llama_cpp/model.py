@@ -19,7 +19,6 @@ from lmx_lab.engine.llama_cpp.grammar import read_token_table
 from lmx_lab.engine.llama_cpp.memory_plan import ContextPlan, plan_context
 from lmx_lab.engine.llama_cpp.process import LlamaProcess
 from lmx_lab.engine.machine_memory import prefix_cache_bytes
-from lmx_lab.engine.templates.renderer import TemplateLimitError, TemplateRefusalError, default_sandbox
 from lmx_lab.engine.templates.tool_prompt import END, START
 from lmx_lab.engine.text.chat_format_detection import HARMONY, HARMONY_TOKENS, MORE_REASONING_MARKERS, ChatFormat
 from lmx_lab.engine.tokenizing.bounds import TokenBound
@@ -42,23 +41,6 @@ MALLOC = {"MALLOC_ARENA_MAX": "2", "MALLOC_MMAP_THRESHOLD_": str(2**20), "MALLOC
 EXTRA_BYTES = 2**30
 """Memory that a process may use beyond the limits of models and of the caches of ended requests."""
 ALL_MARKERS = (*(marker for pair in MORE_REASONING_MARKERS for marker in pair), START, END)
-CALL: Mapping[str, Any] = {"id": "c1", "type": "function", "function": {"name": "look", "arguments": {"place": "sea"}}}
-TOOL: Mapping[str, Any] = {"name": "look", "description": "?", "parameters": {"type": "object", "properties": {}}}
-TEMPLATE_TRIALS: tuple[Mapping[str, Any], ...] = (
-    {"messages": [{"role": "user", "content": "?"}], "bos_token": "", "eos_token": ""},
-    {
-        "messages": [
-            {"role": "system", "content": "?"},
-            {"role": "user", "content": "?"},
-            {"role": "assistant", "content": None, "tool_calls": [CALL]},
-            {"role": "tool", "tool_call_id": "c1", "content": "?"},
-        ],
-        "tools": [{"type": "function", "function": TOOL}],
-        "bos_token": "<s>",
-        "eos_token": "</s>",
-    },
-)
-"""The smallest chat, and the one that llama.cpp renders while it loads."""
 
 
 @dataclass(kw_only=True, eq=False)
@@ -175,8 +157,6 @@ async def host_model(entry: ModelEntry, settings: Settings, *, limit_bytes: int)
         UnusableModelError, OutOfMemoryError: llama.cpp cannot load the model; the message has the reason.
     """
     header = await in_thread(functools.partial(read_gguf, entry.path))
-    if (template := header.text("tokenizer.chat_template")) is not None and entry.kind == "chat":
-        await asyncio.to_thread(_try_template, template, entry)
     plan = plan_context(entry, header, slots=settings.slots, limit_bytes=limit_bytes)
     fields = _common_params(entry, header, plan, settings, limit_bytes)
     max_bytes = limit_bytes + prefix_cache_bytes(settings.prefix_cache_bytes, limit_bytes) + EXTRA_BYTES
@@ -191,23 +171,6 @@ async def host_model(entry: ModelEntry, settings: Settings, *, limit_bytes: int)
             raise UnusableModelError(f"{entry.path} is loaded by llama.cpp, but does not answer: {exc}") from exc
         raise
     return hosted
-
-
-def _try_template(template: str, entry: ModelEntry) -> None:
-    """Render a chat template in a sandbox process. llama.cpp also renders it while it loads, where the cause of a long
-    load would remain unknown.
-
-    Raises:
-        UnusableModelError: the template exceeds its limits. Other errors are reported by llama.cpp, or ignored by it.
-    """
-    for variables in TEMPLATE_TRIALS:
-        with contextlib.suppress(TemplateRefusalError):
-            try:
-                default_sandbox().render(template, {"add_generation_prompt": True, **variables})
-            except TemplateLimitError as exc:
-                raise UnusableModelError(
-                    f"{entry.path} cannot be loaded: its chat template {exc}, its limit", param="model"
-                ) from exc
 
 
 def _common_params(

@@ -11,7 +11,7 @@ import functools
 import json
 import os
 import threading
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -44,10 +44,15 @@ class TemplateSandbox:
     """Renders templates in a process that is started at the first one, and again after it had to be ended.
 
     Any thread may use it; templates are rendered one at a time.
+
+    Args:
+        limit_s: Time limit of one template.
+        while_waiting: Called about every 50 ms; an exception from it ends the process and the rendering.
     """
 
-    def __init__(self, limit_s: float = LIMIT_S) -> None:
+    def __init__(self, limit_s: float = LIMIT_S, *, while_waiting: Callable[[float], None] | None = None) -> None:
         self._limit_s = limit_s
+        self._while_waiting = while_waiting
         self._lock = threading.Lock()
         self._process = SandboxProcess(WORKER, _environ, start_s=START_S)
 
@@ -81,10 +86,10 @@ class TemplateSandbox:
     def _request(self, request: bytes) -> dict[str, str]:
         try:
             try:
-                reply = self._process.request(request, self._limit_s)
+                reply = self._process.request(request, self._limit_s, while_waiting=self._while_waiting)
             except SandboxSendError:
                 # The process was killed from outside since the last template.
-                reply = self._process.request(request, self._limit_s)
+                reply = self._process.request(request, self._limit_s, while_waiting=self._while_waiting)
         except SandboxStartError as exc:
             raise TemplateRefusalError(f"no process could be started for it: {exc}; try again") from exc
         except SandboxTimeoutError as exc:
