@@ -29,8 +29,8 @@ from lmx_lab.engine.llama_cpp.texts import LlamaTexts
 from lmx_lab.engine.loop_engine import LoopEngine, TextTasks, deadline
 from lmx_lab.engine.machine_memory import limit_bytes, total_bytes
 from lmx_lab.engine.requests import EmbeddingRequest, Embeddings, GenerationRequest, Ranking, RerankRequest
-from lmx_lab.engine.templates.trial import try_template
 from lmx_lab.engine.stream import Item, Mailbox, Outbox, Pending, TokenStream
+from lmx_lab.engine.templates.trial import try_template
 from lmx_lab.errors import EngineError, LabError, NotLoadedError
 from lmx_lab.settings import Settings
 from lmx_lab.values.engine import EngineSnapshot, EngineState, PinnedModel, TokenTotals

@@ -7,6 +7,7 @@ not from running forever or from taking all memory, and one long multiplication 
 from __future__ import annotations
 
 import atexit
+import contextlib
 import functools
 import json
 import os
@@ -27,6 +28,10 @@ WORKER = Path(__file__).with_name("worker.py")
 START_S = 60.0
 """Generous, because the machine may be busy."""
 LIMIT_S = 5.0
+SHARE_S = 0.25
+"""Time for which one rendering may delay others. If it takes longer, it is rendered again in another process."""
+QUEUE_S = 30.0
+"""Time that a slow rendering waits for other slow ones."""
 INHERITED = ("PATH", "LD_LIBRARY_PATH", "LANG", "LC_ALL", "TZ")
 """The only environment variables that the process gets; others may contain keys."""
 REASONING_FIELDS = ("reasoning_content", "thinking", "reasoning")
@@ -43,7 +48,8 @@ class TemplateLimitError(Exception):
 class TemplateSandbox:
     """Renders templates in a process that is started at the first one, and again after it had to be ended.
 
-    Any thread may use it; templates are rendered one at a time.
+    Any thread may use it. Templates are rendered one at a time; those that take longer than ``SHARE_S`` are rendered
+    in a second process, so that they do not delay the others.
 
     Args:
         limit_s: Time limit of one template.
@@ -53,8 +59,8 @@ class TemplateSandbox:
     def __init__(self, limit_s: float = LIMIT_S, *, while_waiting: Callable[[float], None] | None = None) -> None:
         self._limit_s = limit_s
         self._while_waiting = while_waiting
-        self._lock = threading.Lock()
-        self._process = SandboxProcess(WORKER, _environ, start_s=START_S)
+        self._usual = _Lane()
+        self._slow = _Lane()
 
     def render(self, template: str, variables: Mapping[str, Any]) -> str:
         """Render a template.
@@ -70,8 +76,7 @@ class TemplateSandbox:
             request = json.dumps({"template": template, "variables": variables}, default=str).encode()
         except (TypeError, ValueError, RecursionError) as exc:
             raise TemplateRefusalError(f"its variables cannot be written as JSON: {exc}") from exc
-        with self._lock:
-            answer = self._request(request)
+        answer = self._answer(request)
         if "text" in answer:
             return answer["text"]
         if "limit" in answer:
@@ -79,17 +84,22 @@ class TemplateSandbox:
         raise TemplateRefusalError(answer["error"])
 
     def stop(self) -> None:
-        """End the process. The next template starts another one."""
-        with self._lock:
-            self._process.stop()
+        """End the processes. The next template starts another one."""
+        for lane in (self._usual, self._slow):
+            with lane.lock:
+                lane.process.stop()
 
-    def _request(self, request: bytes) -> dict[str, str]:
+    def _answer(self, request: bytes) -> dict[str, str]:
         try:
+            with self._usual.lock, contextlib.suppress(SandboxTimeoutError):
+                return self._request(self._usual.process, request, min(SHARE_S, self._limit_s))
+            if not self._slow.lock.acquire(timeout=QUEUE_S):
+                raise TemplateRefusalError(f"other slow templates were rendered for {QUEUE_S:g} s; try again")
             try:
-                reply = self._process.request(request, self._limit_s, while_waiting=self._while_waiting)
-            except SandboxSendError:
-                # The process was killed from outside since the last template.
-                reply = self._process.request(request, self._limit_s, while_waiting=self._while_waiting)
+                return self._request(self._slow.process, request, self._limit_s)
+            finally:
+                self._slow.process.stop()
+                self._slow.lock.release()
         except SandboxStartError as exc:
             raise TemplateRefusalError(f"no process could be started for it: {exc}; try again") from exc
         except SandboxTimeoutError as exc:
@@ -97,8 +107,23 @@ class TemplateSandbox:
         except SandboxDiedError as exc:
             # The system refused memory in a way that Python could not report.
             raise TemplateLimitError("has ended the process in which it ran") from exc
+
+    def _request(self, process: SandboxProcess, request: bytes, limit_s: float) -> dict[str, str]:
+        try:
+            reply = process.request(request, limit_s, while_waiting=self._while_waiting)
+        except SandboxSendError:
+            # The process was killed from outside since the last template.
+            reply = process.request(request, limit_s, while_waiting=self._while_waiting)
         answer: dict[str, str] = json.loads(reply)
         return answer
+
+
+class _Lane:
+    """A process, and the lock that is held while it renders."""
+
+    def __init__(self) -> None:
+        self.lock = threading.Lock()
+        self.process = SandboxProcess(WORKER, _environ, start_s=START_S)
 
 
 def _environ() -> dict[str, str]:
