@@ -7,14 +7,12 @@ The lab's verbs and the panels use nothing else.
 from __future__ import annotations
 
 import asyncio
-import contextlib
 import functools
 from collections.abc import AsyncGenerator, Callable, Sequence
 from dataclasses import dataclass
 from typing import Literal, Protocol, Self
 
 from lmx_lab.broadcast import Feed
-from lmx_lab.errors import LabError
 from lmx_lab.values.encoding import EncodeReport, RerankMethod, Vectors
 from lmx_lab.values.generation import Delta, GenerationReport
 from lmx_lab.values.models import LoadReport, LoadSpec
@@ -172,8 +170,8 @@ class RunningLoad:
 
     async def cancel(self) -> None:
         """Cancel the load, and wait until it has ended."""
-        with contextlib.suppress(LabError):  # It has just ended, or the server was stopped.
-            await self._backend.cancel_load(self._model)
+        # Fails if the load has just ended, or the server was stopped.
+        await asyncio.gather(self._backend.cancel_load(self._model), return_exceptions=True)
         await asyncio.wait([self._task])
 
     def close(self) -> None:
