@@ -35,7 +35,7 @@ class Capabilities:
     """Supports ``EmbeddingRequest.input_type`` for models whose files have prompts for it."""
 
 
-def _nothing() -> None:
+def _nothing(by_request: bool) -> None:
     pass
 
 
@@ -45,9 +45,10 @@ class EngineHost:
 
     used_by_others: Callable[[], int] = lambda: 0
     """Returns how many bytes of the memory limit other engines use."""
-    lost_model: Callable[[], None] = _nothing
+    lost_model: Callable[[bool], None] = _nothing
     """Called after a model left memory without ``unload`` or ``unpin``: it ran out of memory, or its process or thread
-    ended. The snapshot and ``failure`` are up to date by then."""
+    ended. The snapshot and ``failure`` are up to date by then. The argument is whether a single request was the cause,
+    so that the main model should be loaded again."""
 
 
 class InferenceEngine(Protocol):

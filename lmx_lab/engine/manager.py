@@ -210,9 +210,9 @@ class ModelManager:
             engine.snapshot.memory_used_bytes for name, engine in list(self._engines.items()) if name != excluding
         )
 
-    def _post_lost(self, name: EngineName) -> None:
+    def _post_lost(self, name: EngineName, by_request: bool) -> None:
         if (control := self._control) is not None:
-            control.post_lost(self._engines[name])
+            control.post_lost(self._engines[name], by_request)
 
     # Models
 

@@ -42,6 +42,8 @@ from lmx_lab.weights.fingerprint import is_loaded, with_marks
 
 log = logging.getLogger(__name__)
 T = TypeVar("T")
+RELOAD_S = 30.0
+"""A main model that a request has ended is loaded again, unless this happened within this time before."""
 
 
 class ModelControl:
@@ -82,6 +84,7 @@ class ModelControl:
         self._loads = ActiveLoads()
         self._tasks: set[asyncio.Task[Any]] = set()
         self._idle_timer: asyncio.TimerHandle | None = None
+        self._reloaded_at = -RELOAD_S
         self.swaps = SwapQueue(
             settings,
             loaded=lambda: self._snapshot().model or self._snapshot().idle_model,
@@ -368,7 +371,7 @@ class ModelControl:
             before = self._slots.get(kind)
             is_same = before is not None and before.in_memory and before.spec == spec
             if before is not None and is_same and await in_thread(functools.partial(is_loaded, before.entry, entry)):
-                return LoadReport(model=entry.id, load_s=0.0, memory_bytes=_pinned_bytes(before))
+                return LoadReport(model=entry.id, load_s=0.0, memory_bytes=before.pinned_bytes)
             await self._try(entry, spec, engine)
             entry = await in_thread(functools.partial(with_marks, entry))
             report = await within_limit(engine.pin(entry, spec), entry, self.settings.load_timeout_s)
@@ -471,11 +474,11 @@ class ModelControl:
 
     # Reports of engines and admission controls
 
-    def post_lost(self, engine: InferenceEngine) -> None:
-        """Handle that an engine has lost a model. May be called from any thread."""
-        _post(self._loop, self._remove_lost, engine)
+    def post_lost(self, engine: InferenceEngine, by_request: bool) -> None:
+        """Handle that an engine has lost a model (see ``EngineHost.lost_model``). May be called from any thread."""
+        _post(self._loop, self._remove_lost, engine, by_request)
 
-    def _remove_lost(self, engine: InferenceEngine) -> None:
+    def _remove_lost(self, engine: InferenceEngine, by_request: bool) -> None:
         for slot, resident in list(self._slots.items()):
             if resident.engine is not engine or resident.in_memory:
                 continue
@@ -483,6 +486,10 @@ class ModelControl:
             if slot == MAIN and engine.snapshot.unload_cause == "memory":
                 self._unloaded = (resident.entry.id, "memory")
                 self._report(LoadProgress(model=resident.entry.id, stage="unloaded", message="out of memory"))
+            if slot == MAIN and by_request and time.perf_counter() - self._reloaded_at > RELOAD_S:
+                self._reloaded_at = time.perf_counter()
+                load = self.load(resident.spec, resident.entry, local=True, finish_queued=False, if_busy="refuse")
+                self._start_task(load, "lmx-lab reload")
         self._publish()
         self._schedule_next()
 
@@ -589,8 +596,3 @@ def _post(loop: asyncio.AbstractEventLoop, callback: Callable[..., object], *arg
     # If the loop is closed, the manager was stopped.
     with suppress(RuntimeError):
         loop.call_soon_threadsafe(callback, *args)
-
-
-def _pinned_bytes(resident: Resident) -> int:
-    pinned = resident.engine.snapshot.pinned
-    return next((model.memory_bytes for model in pinned if model.entry is resident.entry), 0)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Callable, Coroutine
+from dataclasses import replace
 from typing import Any, Protocol, TypeVar
 
 import numpy as np
@@ -94,6 +95,7 @@ class InferenceService:
         Raises:
             LabError: see ``ModelManager.submit_all``.
         """
+        request = replace(request, request_id=request_id)
         try:
             streams = await self._manager.submit_all(request, choices, local=local, patient=patient)
         except (LabError, asyncio.CancelledError) as exc:

@@ -68,7 +68,7 @@ class LlamaCppCore:
         self._host = host
         self._main: LlamaResident | None = None
         self._pinned: dict[Kind, LlamaResident] = {}
-        self._preparer = LlamaPreparer()
+        self._preparer = LlamaPreparer(settings)
         self._outbox = Outbox()
         self._sending = False
         self._totals = TokenTotals()
@@ -189,7 +189,7 @@ class LlamaCppCore:
         self._pinned = {kind: pinned for kind, pinned in self._pinned.items() if pinned is not resident}
         self._publish()
         await self._drop(resident, error)
-        self._host.lost_model()
+        self._host.lost_model(resident.hosted.process.ended_by_request)
 
     # Requests
 

@@ -38,6 +38,8 @@ GROWTH = 4
 """Factor by which more of a text is tokenized if its beginning does not show that it is too long."""
 MALLOC = {"MALLOC_ARENA_MAX": "2", "MALLOC_MMAP_THRESHOLD_": str(2**20), "MALLOC_TRIM_THRESHOLD_": str(2**24)}
 """Settings of glibc with which the process returns the memory of long texts."""
+PLAN_FACTOR = 1.5
+"""Factor by which a process may exceed the planned memory of its model and context."""
 EXTRA_BYTES = 2**30
 """Memory that a process may use beyond the limits of models and of the caches of ended requests."""
 ALL_MARKERS = (*(marker for pair in MORE_REASONING_MARKERS for marker in pair), START, END)
@@ -54,8 +56,6 @@ class HostedModel:
     connection: LlamaConnection
     vocabulary_size: int
     chat_format: ChatFormat = field(default_factory=ChatFormat)
-    has_chat_template: bool = False
-    """Whether the file has a chat template."""
     dimensions: int | None = None
     pair_overhead_tokens: int = 1
     """Number of tokens that llama.cpp adds to those of a query and a document."""
@@ -159,7 +159,8 @@ async def host_model(entry: ModelEntry, settings: Settings, *, limit_bytes: int)
     header = await in_thread(functools.partial(read_gguf, entry.path))
     plan = plan_context(entry, header, slots=settings.slots, limit_bytes=limit_bytes)
     fields = _common_params(entry, header, plan, settings, limit_bytes)
-    max_bytes = limit_bytes + prefix_cache_bytes(settings.prefix_cache_bytes, limit_bytes) + EXTRA_BYTES
+    allowed = min(limit_bytes, round(plan.bytes * PLAN_FACTOR))
+    max_bytes = max(0, allowed + prefix_cache_bytes(settings.prefix_cache_bytes, limit_bytes) + EXTRA_BYTES)
     process = await LlamaProcess.start(entry.path, fields, environ=_environ(os.environ), max_bytes=max_bytes)
     try:
         connection = LlamaConnection(process.socket, process.api_key)
@@ -235,8 +236,6 @@ async def _describe(
         memory_bytes=process.memory_bytes,
     )
     if entry.kind == "chat":
-        # If the file has no template, llama.cpp uses a default one, which is not used here.
-        hosted.has_chat_template = header.text("tokenizer.chat_template") is not None
         props = await connection.get("/props")
         markers = {name: marker for name in ALL_MARKERS if (marker := await _marker(connection, name)) is not None}
         hosted.chat_format = detect_chat_format(props["chat_template"], props["chat_template_caps"], markers)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import logging
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -27,6 +28,7 @@ from lmx_lab.engine.word_cache import without_word_cache
 from lmx_lab.errors import ContextLengthError, EngineError, InvalidRequestError, OutOfMemoryError, UnusableModelError
 from lmx_lab.values.models import ModelEntry
 
+log = logging.getLogger(__name__)
 MIN_CONTEXT_TOKENS = 256
 """A model is not loaded if memory allows fewer tokens than this."""
 
@@ -84,6 +86,7 @@ class PromptTokenizer:
                 self._tokenizer, messages, add_generation_prompt=True, **template_input, **prompt.template_options
             )
         except TemplateLimitError as exc:
+            log.warning("request %s: the chat template of %s %s, its limit", request.request_id, self._model, exc)
             raise InvalidRequestError(
                 f"the chat template of {self._model} {exc}, its limit; send less, or use another model",
                 param="messages",

@@ -124,7 +124,7 @@ class EngineThread:
             self._dead = self._dead or EngineDeadError("the engine thread did not respond while it read a model")
         if thread is not None:
             commands.put(None)
-            self._host.lost_model()
+            self._host.lost_model(False)
 
     def post(self, command: Callable[[MlxCore], T]) -> Future[T]:
         """Submit a command to the thread, and return the future of its result without waiting."""
@@ -162,7 +162,7 @@ class EngineThread:
                 mx.synchronize()
                 mx.clear_streams()
             if self._dead is not None:
-                self._host.lost_model()
+                self._host.lost_model(False)
 
     def _refuse_rest(self, commands: queue.SimpleQueue[Command | None], error: LabError) -> None:
         with self._lock:
