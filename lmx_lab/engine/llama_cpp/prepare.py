@@ -36,6 +36,8 @@ TEMPLATE_S = 5.0
 millisecond."""
 TEMPLATE_BYTES = 2**30
 """Bytes by which the process may grow while it renders a template."""
+COMPILE_S = 1.0
+"""CPU time that compiling a grammar may take, because llama.cpp computes no tokens meanwhile."""
 CHECK_S = 0.1
 """Interval at which these limits are checked."""
 T = TypeVar("T")
@@ -103,7 +105,7 @@ class LlamaPreparer:
     """Prepares requests on the engine's loop; grammars are compiled on a thread."""
 
     def __init__(self, settings: Settings) -> None:
-        self._sandbox = GrammarSandbox()
+        self._sandbox = GrammarSandbox(compile_s=COMPILE_S)
         # One thread for each request: a slow template of one must not delay the others.
         self._templates = ThreadPoolExecutor(
             max_workers=settings.slots + settings.queue_limit, thread_name_prefix="lmx-lab-gguf-templates"
