@@ -171,7 +171,7 @@ class ModelControl:
         operation.reached_engine, operation.entry = True, entry
         if spec.pin is not None:
             if found is None:
-                await self._finder.check(entry)
+                await operation.run(self._finder.check(entry))
             return await self._pin(operation, entry, engine, spec.pin)
         if not self._changing.locked() and (report := await self._report_if_loaded(entry, spec)) is not None:
             return report
@@ -183,7 +183,7 @@ class ModelControl:
         self._check_busy(if_busy)
         async with self._exclusive(change):
             if found is None:
-                await self._finder.check(entry)
+                await operation.run(self._finder.check(entry))
             self._report(LoadProgress(model=entry.id, stage="load", total_bytes=entry.size_bytes))
             return await self._replace_main(operation, entry, engine, finish_queued=finish_queued)
 

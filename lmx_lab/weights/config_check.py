@@ -24,7 +24,7 @@ MAX_COUNTS = dict.fromkeys(LAYER_KEYS, 1000) | dict.fromkeys(EXPERT_KEYS, 10_000
 so a value of a billion would never end. The largest known models have a tenth of these values."""
 POSITIVE = (
     dict.fromkeys(("num_hidden_layers", "n_layers", "n_layer", "num_layers"), 1000)
-    | dict.fromkeys(("hidden_size", "n_embd", "d_model", "dim", "intermediate_size", "n_inner"), 2**22)
+    | dict.fromkeys(("hidden_size", "n_embd", "d_model", "dim"), 2**22)
     | dict.fromkeys(("num_attention_heads", "num_key_value_heads", "n_head", "n_heads", "head_dim"), 2**16)
     | {"vocab_size": 2**24, "max_position_embeddings": 2**40}
     | dict.fromkeys(("rms_norm_eps", "layer_norm_eps", "norm_eps", "layer_norm_epsilon", "layernorm_epsilon"), 1)

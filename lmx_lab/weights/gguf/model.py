@@ -62,7 +62,6 @@ def read_gguf(path: Path) -> GgufHeader:
 POSITIVE: Mapping[str, float] = {
     "embedding_length": 2**22,
     "block_count": 10_000,
-    "attention.head_count": 2**16,
     "context_length": 2**40,
     "rope.freq_base": 1e15,
     "attention.layer_norm_rms_epsilon": 1,
