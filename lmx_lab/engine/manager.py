@@ -272,7 +272,7 @@ class ModelManager:
         """Unload the main model after its running requests have ended; return the bytes that this released.
 
         If a main model is being loaded, only that load is cancelled, even if it hangs: the previous model is loaded
-        again. Pinned models stay.
+        again. With ``if_busy="wait"``, the load ends first. Pinned models stay.
 
         Args:
             model: The model to unload, or whose load is cancelled; None for any.

@@ -396,7 +396,7 @@ class ModelControl:
     async def unload(self, model: str | None, *, local: bool, if_busy: IfBusy) -> int:
         """See ``ModelManager.unload``."""
         loads = self._loads.named(model) if model is not None else self._loads.of_main()
-        if loads:
+        if loads and if_busy != "wait":
             self._cancel(loads)
             await asyncio.wait([operation.done for operation in loads])
             return 0

@@ -283,7 +283,7 @@ async def test_a_model_stays_loaded_if_the_load_that_waits_for_its_requests_is_c
 
 
 async def test_a_load_that_takes_too_long_fails_and_the_previous_model_is_loaded_again() -> None:
-    async with running(replace(SETTINGS, load_timeout_s=0.2)) as lab:
+    async with running(replace(SETTINGS, load_timeout_s=5)) as lab:
         await lab.manager.load(LoadSpec(model="one"))
         lab.engine.hangs = "two"
         with pytest.raises(NotLoadedError, match=r"two was not loaded within .*load_timeout_s.*one is loaded again"):
