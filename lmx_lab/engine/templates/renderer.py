@@ -7,7 +7,6 @@ not from running forever or from taking all memory, and one long multiplication 
 from __future__ import annotations
 
 import atexit
-import contextlib
 import functools
 import json
 import os
@@ -48,16 +47,24 @@ class TemplateLimitError(Exception):
 class TemplateSandbox:
     """Renders templates in a process that is started at the first one, and again after it had to be ended.
 
-    Any thread may use it. Templates are rendered one at a time; those that take longer than ``SHARE_S`` are rendered
+    Any thread may use it. Templates are rendered one at a time; those that take longer than ``share_s`` are rendered
     in a second process, so that they do not delay the others.
 
     Args:
         limit_s: Time limit of one template.
+        share_s: Time for which one template may delay others.
         while_waiting: Called about every 50 ms; an exception from it ends the process and the rendering.
     """
 
-    def __init__(self, limit_s: float = LIMIT_S, *, while_waiting: Callable[[float], None] | None = None) -> None:
+    def __init__(
+        self,
+        limit_s: float = LIMIT_S,
+        *,
+        share_s: float = SHARE_S,
+        while_waiting: Callable[[float], None] | None = None,
+    ) -> None:
         self._limit_s = limit_s
+        self._share_s = share_s
         self._while_waiting = while_waiting
         self._usual = _Lane()
         self._slow = _Lane()
@@ -91,8 +98,12 @@ class TemplateSandbox:
 
     def _answer(self, request: bytes) -> dict[str, str]:
         try:
-            with self._usual.lock, contextlib.suppress(SandboxTimeoutError):
-                return self._request(self._usual.process, request, min(SHARE_S, self._limit_s))
+            with self._usual.lock:
+                try:
+                    return self._request(self._usual.process, request, min(self._share_s, self._limit_s))
+                except SandboxTimeoutError:
+                    if self._share_s >= self._limit_s:
+                        raise
             if not self._slow.lock.acquire(timeout=QUEUE_S):
                 raise TemplateRefusalError(f"other slow templates were rendered for {QUEUE_S:g} s; try again")
             try:

@@ -58,7 +58,7 @@ def try_template(template: str, path: Path, cancellation: Cancellation) -> None:
     """
     if template in _tried:
         return
-    sandbox = TemplateSandbox(TRIAL_S, while_waiting=cancellation.check)
+    sandbox = TemplateSandbox(TRIAL_S, share_s=TRIAL_S, while_waiting=cancellation.check)
     try:
         for shape in SHAPES:
             with contextlib.suppress(TemplateRefusalError):
