@@ -22,12 +22,12 @@ TRIAL_S = 2.0
 TOOL: Mapping[str, Any] = {"name": "look", "description": "?", "parameters": {"type": "object", "properties": {}}}
 TOOLS = [{"type": "function", "function": TOOL}]
 CALL: Mapping[str, Any] = {"id": "c1", "type": "function", "function": {"name": "look", "arguments": {"place": "sea"}}}
-USER = {"role": "user", "content": "?"}
-PARTS = {"role": "user", "content": [{"type": "text", "text": "?"}]}
-ANSWER = {"role": "assistant", "content": "!"}
-SYSTEM = {"role": "system", "content": "?"}
+USER = {"role": "user", "content": "What is the weather like?"}
+PARTS = {"role": "user", "content": [{"type": "text", "text": "What is the weather like?"}]}
+ANSWER = {"role": "assistant", "content": "It is sunny."}
+SYSTEM = {"role": "system", "content": "Be kind."}
 CALLING = {"role": "assistant", "content": None, "tool_calls": [CALL]}
-RESULT = {"role": "tool", "tool_call_id": "c1", "content": "?"}
+RESULT = {"role": "tool", "tool_call_id": "c1", "content": "sunny"}
 SHAPES: tuple[Mapping[str, Any], ...] = (
     {"messages": [USER], "bos_token": "", "eos_token": ""},
     {"messages": [USER], "tools": TOOLS},
