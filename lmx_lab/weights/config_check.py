@@ -28,7 +28,7 @@ POSITIVE = (
     | dict.fromkeys(("num_attention_heads", "num_key_value_heads", "n_head", "n_heads", "head_dim"), 2**16)
     | {"vocab_size": 2**24, "max_position_embeddings": 2**40}
     | dict.fromkeys(("rms_norm_eps", "layer_norm_eps", "norm_eps", "layer_norm_epsilon", "layernorm_epsilon"), 1)
-    | {"rope_theta": 1e15, "rotary_emb_base": 1e15}
+    | {"rope_theta": 10**15, "rotary_emb_base": 10**15}
 )
 """Numbers of the language model that must be above zero, with their largest possible values. Missing ones have a
 default."""
@@ -92,7 +92,7 @@ def check_positive(path: Path, name: str, value: object, limit: float) -> None:
         UnusableModelError: it is not.
     """
     if _is_number(value) and not 0 < value <= limit:
-        raise _impossible(path, name, value, f"it must be above 0, and {limit:g} at most")
+        raise _impossible(path, name, value, f"it must be above 0, and {limit:,} at most")
 
 
 def _parts(config: Mapping[str, Any], name: str = "") -> Iterator[tuple[str, Mapping[str, Any]]]:

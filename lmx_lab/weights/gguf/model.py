@@ -63,7 +63,7 @@ POSITIVE: Mapping[str, float] = {
     "embedding_length": 2**22,
     "block_count": 10_000,
     "context_length": 2**40,
-    "rope.freq_base": 1e15,
+    "rope.freq_base": 10**15,
     "attention.layer_norm_rms_epsilon": 1,
     "attention.layer_norm_epsilon": 1,
 }
