@@ -10,7 +10,7 @@ import pytest
 
 from lmx_lab.engine.cancellation import Cancellation
 from lmx_lab.engine.templates import trial
-from lmx_lab.engine.templates.renderer import TemplateLimitError, TemplateSandbox
+from lmx_lab.engine.templates.renderer import TemplateLimitError, TemplateRefusalError, TemplateSandbox
 from lmx_lab.engine.templates.trial import SHAPES, try_template, try_templates_of
 from lmx_lab.errors import NotLoadedError, UnusableModelError
 
@@ -76,7 +76,7 @@ def test_a_slow_template_does_not_delay_others() -> None:
     sandbox, ended = TemplateSandbox(20.0), threading.Event()
 
     def render_slow() -> None:
-        with pytest.raises(TemplateLimitError):
+        with pytest.raises((TemplateLimitError, TemplateRefusalError)):
             sandbox.render(ENDLESS, {})
         ended.set()
 
