@@ -38,6 +38,7 @@ RANGES: dict[str, tuple[float, float]] = {
     "drain_s": (0, DAY_S),
     "stall_limit_s": (1, DAY_S),
     "idle_unload_s": (0.001, 30 * DAY_S),
+    "load_timeout_s": (0.001, DAY_S),
     "memory_limit_bytes": (0, 2**50),
     "prefix_cache_bytes": (0, 2**50),
     "threads": (1, 1024),
@@ -113,6 +114,8 @@ class Settings:
     """Whether a request for another model on disk loads that model. Otherwise the request is rejected."""
     idle_unload_s: float | None = None
     """Time without requests after which the model is unloaded. By default it stays loaded."""
+    load_timeout_s: float | None = None
+    """Maximum time to load a model into memory, without a download. By default 60 s, and 1 s more for each 20 MB."""
     memory_limit_bytes: int | None = None
     """Memory for models and caches together. By default 80 % of the device's memory, or of the container's limit."""
     prefix_cache_bytes: int | None = None

@@ -128,8 +128,6 @@ class RemoteBackend:
         is_open: Whether the connection is still in use.
     """
 
-    can_cancel_loads = False
-
     def __init__(self, client: AsyncLabClient, portal: LoopPortal, *, is_open: Callable[[], bool]) -> None:
         self._client = client
         self._is_open = is_open
@@ -201,7 +199,7 @@ class RemoteBackend:
         )
 
     async def cancel_load(self, model: str) -> None:
-        raise InvalidRequestError("a load on a server elsewhere cannot be cancelled from here; wait for its end")
+        await self._portal.call(self._client.unload(model))
 
     async def unload(self) -> float:
         return (await self._portal.call(self._client.unload())).freed_vram_gb

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import math
 from collections.abc import Callable, Coroutine, Iterable
+from dataclasses import replace
 from typing import Any, Protocol, TypeVar
 
 import numpy as np
@@ -117,6 +118,7 @@ class InferenceService:
         Raises:
             LabError: see ``ModelManager.submit_all``.
         """
+        request = replace(request, request_id=request_id)
         try:
             streams = await self._manager.submit_all(request, choices, local=local, patient=patient)
         except (LabError, asyncio.CancelledError) as exc:

@@ -147,7 +147,7 @@ async def test_loads_and_unloads_are_published(tiny_home: Path) -> None:
         assert [stages[-2], stages[-1]] == ["loaded", "unloaded"]
         with pytest.raises(errors.NotLoadedError):
             await answer(backend)
-        with pytest.raises(errors.InvalidRequestError, match="elsewhere"):
+        with pytest.raises(errors.InvalidRequestError, match="tiny is not loaded"):
             await backend.cancel_load("tiny")
 
 
