@@ -17,9 +17,10 @@ from starlette.requests import HTTPConnection
 from starlette.routing import Match
 
 from lmx_lab import errors
-from lmx_lab.errors import CallerError, InvalidRequestError, LabError
+from lmx_lab.errors import CallerError, InvalidRequestError, LabError, did_you_mean
 from lmx_lab.http.guard import is_local
 from lmx_lab.wire.errors import ErrorBody, ErrorDetail
+from lmx_lab.wire.generation import request_class
 
 log = logging.getLogger(__name__)
 
@@ -145,17 +146,18 @@ def validation_error(exc: ValidationError | RequestValidationError) -> InvalidRe
     last = len(parts) - 1 if problem["type"] == "extra_forbidden" else None
     path = [str(part)[:80] for at, part in enumerate(parts) if at == last or not _is_union_type(part)]
     field = ".".join(path)
-    message = f"{_message(problem)}{_describe_input(problem.get('input'))}"
+    message = f"{_message(problem, exc)}{_describe_input(problem.get('input'))}"
     if problem["type"] == "greater_than_equal" and path[-1:] and path[-1] in UNLIMITED_HINTS:
         message = f"{message}; {UNLIMITED_HINTS[path[-1]]}"
     return InvalidRequestError(f"{field or 'body'}: {message}", param=field or None)
 
 
-def _message(problem: dict[str, Any]) -> str:
+def _message(problem: dict[str, Any], exc: ValidationError | RequestValidationError) -> str:
     """Return pydantic's message, or our own if pydantic's is about its steps or does not contain the number."""
     match problem["type"]:
         case "extra_forbidden":
-            return "is not a field of this request, or not supported by this version; leave it out"
+            similar = _similar_field(problem["loc"], exc)
+            return f"is not a field of this request, or not supported by this version{similar or '; leave it out'}"
         case "too_long":
             limit = problem["ctx"]["max_length"]
             return f"has {len(problem['input'])} items, the limit is {limit}; send at most {limit}"
@@ -163,6 +165,12 @@ def _message(problem: dict[str, Any]) -> str:
             return f"has {len(problem['input'])} items; send at least {problem['ctx']['min_length']}"
         case _:
             return str(problem["msg"]).removeprefix("Value error, ")
+
+
+def _similar_field(path: tuple[str | int, ...], exc: ValidationError | RequestValidationError) -> str:
+    """Return the part of a message that names the field most similar to an unknown one; empty if there is none."""
+    shape = request_class(exc.title) if isinstance(exc, ValidationError) and len(path) == 1 else None
+    return did_you_mean(str(path[0]), shape.model_fields) if shape is not None else ""
 
 
 def _describe_input(value: Any) -> str:

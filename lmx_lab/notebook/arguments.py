@@ -42,7 +42,7 @@ def _schema_format(response_format: Any) -> Any:
     except PydanticUserError as exc:
         raise InvalidRequestError(
             f"response_format: {name} has no JSON schema: {exc.message}", param="response_format"
-        ) from exc
+        ) from None
     return {"type": "json_schema", "json_schema": {"name": name[:256], "schema": schema}}
 
 
@@ -143,7 +143,7 @@ def _validated(model: type[Body], fields: Mapping[str, Any]) -> Body:
     try:
         return model.model_validate(fields)
     except ValidationError as exc:
-        raise validation_error(exc) from exc
+        raise validation_error(exc) from None
 
 
 def model_name(model: object) -> str:

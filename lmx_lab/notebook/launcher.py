@@ -3,15 +3,16 @@
 from __future__ import annotations
 
 import contextlib
+import inspect
 import os
 import sys
 import threading
 import types
 from collections.abc import Iterator
-from dataclasses import replace
+from dataclasses import fields, replace
 from typing import Any
 
-from lmx_lab.errors import DaemonRunningError, HostingError, InvalidRequestError
+from lmx_lab.errors import ArgumentError, DaemonRunningError, HostingError, InvalidRequestError
 from lmx_lab.http.uvicorn_server import bind
 from lmx_lab.notebook.addresses import is_lan
 from lmx_lab.notebook.arguments import model_name
@@ -69,6 +70,9 @@ def launch(
             running, see ``current()``.
     """
     print_warnings()
+    names = [*inspect.signature(launch).parameters][:-1] + [each.name for each in fields(Settings)]
+    if unknown := settings.keys() - set(names):
+        raise ArgumentError.unknown("launch", min(unknown), names)
     if lan is True:
         settings.setdefault("host", "0.0.0.0")
     chosen = Settings.read(port=port, **settings)
@@ -100,7 +104,7 @@ def _start_daemon(lab: Lab, before: Lab | None, *, explicit: bool) -> None:
         try:
             lab.start_daemon(explicit_port=explicit, tools=before.server.daemon_tools if before is not None else None)
         except DaemonRunningError as exc:
-            raise DaemonRunningError(f"{exc.message}. The lab itself is running at {lab.url}") from exc
+            raise DaemonRunningError(f"{exc.message}. The lab itself is running at {lab.url}") from None
 
 
 @contextlib.contextmanager

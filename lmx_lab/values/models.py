@@ -7,6 +7,8 @@ from dataclasses import dataclass, field, fields
 from pathlib import Path
 from typing import Literal, Self, TypedDict, cast
 
+from lmx_lab.errors import ArgumentError
+
 Kind = Literal["chat", "embedding", "rerank"]
 
 KINDS_IN_WORDS: Mapping[Kind, str] = {"chat": "a chat model", "embedding": "an embedding model", "rerank": "a reranker"}
@@ -47,13 +49,10 @@ class LoadSpec:
         """Return the load of a model with the options of a caller.
 
         Raises:
-            TypeError: there is no such option.
+            ArgumentError: there is no such option.
         """
         if unknown := options.keys() - LoadOptions.__annotations__.keys():
-            raise TypeError(
-                f"load() got the unexpected argument {min(unknown)!r}; the options of a load are "
-                f"{', '.join(LoadOptions.__annotations__)}"
-            )
+            raise ArgumentError.unknown("load", min(unknown), ["model", *LoadOptions.__annotations__])
         return cls(model=model, **options)
 
     @property
