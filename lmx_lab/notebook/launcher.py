@@ -8,7 +8,7 @@ import os
 import sys
 import threading
 import types
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import fields, replace
 from typing import Any
 
@@ -70,9 +70,7 @@ def launch(
             running, see ``current()``.
     """
     print_warnings()
-    names = [*inspect.signature(launch).parameters][:-1] + [each.name for each in fields(Settings)]
-    if unknown := settings.keys() - set(names):
-        raise ArgumentError.unknown("launch", min(unknown), names)
+    _check_settings(settings)
     if lan is True:
         settings.setdefault("host", "0.0.0.0")
     chosen = Settings.read(port=port, **settings)
@@ -97,6 +95,12 @@ def launch(
         # Last, because turns that were interrupted by the daemon's last stop start at once, and need the model.
         _start_daemon(lab, before, explicit=_is_set("DAEMON_PORT", settings.get("daemon_port")))
     return lab
+
+
+def _check_settings(settings: Mapping[str, object]) -> None:
+    names = [*inspect.signature(launch).parameters][:-1] + [each.name for each in fields(Settings)]
+    if unknown := settings.keys() - set(names):
+        raise ArgumentError.unknown("launch", min(unknown), names)
 
 
 def _start_daemon(lab: Lab, before: Lab | None, *, explicit: bool) -> None:

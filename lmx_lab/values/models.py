@@ -78,12 +78,15 @@ class LoadProgress:
     """Why a load failed, or why a model was unloaded without a request to do so."""
 
 
-@dataclass(frozen=True, kw_only=True)
+@dataclass(frozen=True, kw_only=True, repr=False)
 class LoadReport:
     model: str
     load_s: float
     memory_bytes: int
     """Measured memory of the model."""
+
+    def __repr__(self) -> str:
+        return f"{self.model} loaded in {self.load_s:.1f} s, {self.memory_bytes / 1e9:.2f} GB of memory"
 
 
 @dataclass(frozen=True, kw_only=True)
