@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable, Coroutine
+from collections.abc import Callable, Coroutine, Sequence
 from typing import Any, Protocol, TypeVar
 
 import numpy as np
@@ -44,13 +44,13 @@ class InferenceService:
 
     Args:
         feed: Receives a ``RequestEvent`` at the end of each request.
-        observe: Called with the end of each request, on the loop that reads the answer.
+        observers: Called with the end of each request, on the loop that reads the answer.
     """
 
-    def __init__(self, *, manager: ModelManager, feed: Feed[ServerEvent], observe: Observer | None = None) -> None:
+    def __init__(self, *, manager: ModelManager, feed: Feed[ServerEvent], observers: Sequence[Observer] = ()) -> None:
         self._manager = manager
         self._feed = feed
-        self._observe = observe
+        self._observers = observers
 
     @property
     def fingerprint(self) -> str:
@@ -170,8 +170,8 @@ class InferenceService:
 
     def _end(self, end: RequestEnd) -> None:
         self._feed.publish(end.event())
-        if self._observe is not None:
-            self._observe(end)
+        for observe in self._observers:
+            observe(end)
 
 
 def _check_finite(values: Vectors, report: EncodeReport) -> None:
