@@ -20,8 +20,7 @@ if TYPE_CHECKING:
 
 app = typer.Typer()
 MAX_CELL_CHARACTERS = 1000
-OUTPUT_WIDTH = 500
-"""Width of a table that does not go to a terminal."""
+MAX_TABLE_WIDTH = 4 * MAX_CELL_CHARACTERS
 
 
 @app.command(
@@ -85,8 +84,9 @@ def models() -> None:
     if entries:
         # Cells are wrapped only on a terminal, so that programs get complete lines. An id is never cut or wrapped.
         table.columns[0].no_wrap = True
-        width = max(out.width, Measurement.get(out, out.options, table).minimum) if out.is_terminal else OUTPUT_WIDTH
-        out.print(table, width=width, crop=False)
+        needed = Measurement.get(out, out.options.update(max_width=MAX_TABLE_WIDTH), table)
+        table.width = max(needed.minimum, min(needed.maximum, out.width)) if out.is_terminal else needed.maximum
+        out.print(table, crop=False)
     else:
         print_note(f"no models in {settings.models_folder} or the hub's cache; try: lmx-lab pull smollm2-135m")
     has_gguf = any(entry.format == "gguf" for entry in entries)

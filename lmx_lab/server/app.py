@@ -76,7 +76,7 @@ def create_server(
     api.state.without_paths = lambda text: without_paths(
         text, [*folders, *(entry.path.parent for entry in entries_in_memory(manager.snapshot))]
     )
-    api.include_router(page_routes())
+    api.include_router(page_routes(manager))
     api.include_router(health_routes(manager))
     api.include_router(chat_routes(inference))
     api.include_router(completion_routes(inference, slots=settings.slots))

@@ -6,8 +6,10 @@ from pathlib import Path
 
 from lmx_lab.notebook.lab import Lab
 from lmx_lab.settings import Settings
-from tests.browser.jupyterlab import free_port
 from tests.command_line import Running, run_command
+
+UNUSED_PORT = 9
+"""The port of the discard service, which no program uses."""
 
 
 def at_port(port: int) -> dict[str, str]:
@@ -15,7 +17,7 @@ def at_port(port: int) -> dict[str, str]:
 
 
 def test_a_named_model_answers_one_question_or_several(tmp_path: Path) -> None:
-    environ = at_port(free_port())
+    environ = at_port(UNUSED_PORT)
     done = run_command(tmp_path, "chat", "-m", "echo", "Say", "hello.", environ=environ)
     assert (done.status, done.stdout) == (0, "Say hello.\n"), done.stderr
     assert "in this process" in done.stderr
@@ -42,7 +44,7 @@ def test_a_running_lab_answers_with_its_model(tmp_path: Path) -> None:
 
 
 def test_without_a_lab_and_without_a_model_the_error_names_both_remedies(tmp_path: Path) -> None:
-    done = run_command(tmp_path, "chat", "hello", environ=at_port(free_port()))
+    done = run_command(tmp_path, "chat", "hello", environ=at_port(UNUSED_PORT))
     assert (done.status, done.stdout) == (2, "")
     assert "lmx-lab chat -m" in done.stderr
     assert "lmx-lab serve" in done.stderr
