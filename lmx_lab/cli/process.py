@@ -19,7 +19,7 @@ from lmx_lab.sanitize import LogFormatter
 
 STOP_S = 4.7
 """Maximum time from the first signal to the end of the process. Service managers and users wait 5 to 10 s."""
-LATE = b"a load, a generation step or a disk access did not end in time; the process exits without waiting for it\n"
+LATE = b"stopping immediately: a load, a generation step or a disk access did not end in time\n"
 M_MMAP_THRESHOLD = -3
 """From glibc's ``malloc.h``."""
 LARGE_BLOCK_BYTES = 2**20

@@ -9,11 +9,11 @@ from typing import Any, TypeVar
 from pydantic import BaseModel, PydanticUserError, ValidationError
 
 from lmx_lab.errors import InvalidRequestError
-from lmx_lab.http.error_bodies import validation_error
 from lmx_lab.wire.chat import ChatRequest
 from lmx_lab.wire.embeddings import EmbeddingsBody
 from lmx_lab.wire.generation import ANY_MODEL
 from lmx_lab.wire.rerank import RerankBody
+from lmx_lab.wire.validation import invalid_request
 
 Prompt = str | Sequence[Mapping[str, Any]]
 Texts = str | Iterable[str] | Iterable[int] | Iterable[Sequence[int]]
@@ -161,7 +161,7 @@ def _validated(model: type[Body], fields: Mapping[str, Any]) -> Body:
     try:
         return model.model_validate(fields)
     except ValidationError as exc:
-        raise validation_error(exc) from None
+        raise invalid_request(exc.errors(), shape=model) from None
 
 
 def model_name(model: object) -> str:

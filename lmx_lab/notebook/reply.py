@@ -230,7 +230,7 @@ class Reply:
 
     def _cost(self) -> str:
         speed = f"{self.usage.completion_tokens} tokens, {self.tokens_per_second:.1f} tokens/s"
-        return f"{speed} · first token after {self.ttft_s:.2f} s"
+        return f"{speed} · first token in {self.ttft_s:.2f} s"
 
 
 async def read_reply(backend: Backend, request: ChatRequest, shape: JsonShape = None) -> Reply:

@@ -91,15 +91,15 @@ def _validation_sentences(error: BaseException) -> list[str]:
     """Return the message of pydantic's error about a request of this package; empty for other errors."""
     if type(error).__module__.split(".")[0] != "pydantic_core" or "lmx_lab.wire.generation" not in sys.modules:
         return []
-    # Imported here, because a program that gets other errors does not need FastAPI and pydantic.
+    # Imported here, because a program that gets other errors does not need pydantic.
     from pydantic import ValidationError
 
-    from lmx_lab.http.error_bodies import validation_error
     from lmx_lab.wire.generation import request_class
+    from lmx_lab.wire.validation import invalid_request
 
-    if not isinstance(error, ValidationError) or request_class(error.title) is None:
+    if not isinstance(error, ValidationError) or (shape := request_class(error.title)) is None:
         return []
-    return [f"ValidationError: {error.title}: {validation_error(error)}"]
+    return [f"ValidationError: {error.title}: {invalid_request(error.errors(), shape=shape)}"]
 
 
 def short_lines(

@@ -113,7 +113,7 @@ class LiveAnswer:
         speed = f"{cost.usage.completion_tokens} tokens · {cost.timings.predicted_per_second:.1f} tokens/s"
         parts = (
             cost.model,
-            f"{speed} · first token after {cost.ttft_s:.2f} s",
+            f"{speed} · first token in {cost.ttft_s:.2f} s",
             describe_ending(cost, self._max_tokens),
         )
         return " · ".join(filter(None, parts))

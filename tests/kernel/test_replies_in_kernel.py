@@ -23,3 +23,15 @@ def test_a_stream_displays_its_text_and_then_the_reply(fresh_notebook: Notebook)
     assert "<table>" in fresh_notebook.read().shown[-1]["text/html"]
     fresh_notebook.start("stream = lab.chat('word ' * 400, stream=True); stream.show(); print(type(stream.reply))")
     assert "Reply" in fresh_notebook.read().text
+
+
+def test_a_slow_launch_shows_where_the_time_went(fresh_notebook: Notebook) -> None:
+    fresh_notebook.start(
+        "import lmx_lab; from lmx_lab.notebook import launcher; launcher.SLOW_S = launcher.SHOWN_S = 0"
+    )
+    fresh_notebook.read()
+    fresh_notebook.start("lab = lmx_lab.launch('echo', port=0)")
+    (shown,) = fresh_notebook.read().shown
+    assert "The launch took" in shown["text/plain"]
+    assert "the server" in shown["text/plain"]
+    assert "echo" in shown["text/plain"]
