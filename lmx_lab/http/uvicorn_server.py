@@ -43,6 +43,8 @@ RESPONSE_S = 2.0
 """Time in which the program on a taken port has to respond after it has accepted the connection. It is long because the
 loop of a lab may be busy."""
 LOG_RECORDS = 500
+REQUEST_LOGGERS = ("lmx_lab.http", "lmx_lab.server")
+"""Loggers of the packages that answer requests; their records are about requests of any client."""
 
 
 def bind(host: str, port: int, *, explicit: bool) -> socket.socket:
@@ -146,7 +148,7 @@ _LOGS = RecentLinesHandler(LOG_RECORDS)
 
 
 def recent_logs() -> list[str]:
-    """Return the last 500 log records of all servers of this process, oldest first."""
+    """Return the last 500 log records of all servers of this process and of their requests, oldest first."""
     return list(_LOGS.lines)
 
 
@@ -154,6 +156,8 @@ def _redirect_logs() -> None:
     logger = logging.getLogger("uvicorn")
     logger.propagate = False
     logger.addHandler(_LOGS)
+    for name in REQUEST_LOGGERS:
+        logging.getLogger(name).addHandler(_LOGS)
     for name in ("uvicorn.error", "uvicorn.access"):
         logging.getLogger(name).addFilter(_remove_keys)
 

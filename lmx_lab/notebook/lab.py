@@ -486,7 +486,7 @@ class Lab:
             display = self._display()
         except ImportError:
             raise NotImplementedError from None  # IPython then uses the MIME bundle.
-        display.show(self._repr_mimebundle_())
+        display.show(self._repr_mimebundle_(), self._repr_html_)
 
     def _show_ranking(self, result: RerankResult) -> None:
         """Display a ranking as a widget; raises as ``_display``."""

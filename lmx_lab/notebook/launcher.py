@@ -14,7 +14,7 @@ from dataclasses import fields, replace
 from typing import Any
 
 from lmx_lab.errors import ArgumentError, DaemonRunningError, HostingError, InvalidRequestError
-from lmx_lab.http.uvicorn_server import bind
+from lmx_lab.http.uvicorn_server import REQUEST_LOGGERS, bind
 from lmx_lab.notebook.addresses import is_lan
 from lmx_lab.notebook.arguments import model_name
 from lmx_lab.notebook.lab import Lab
@@ -74,7 +74,8 @@ def launch(
         LabError: the model, or the ``embedder`` or ``reranker`` of the settings, could not be loaded; the server is
             running, see ``current()``.
     """
-    print_warnings()
+    # In a notebook, failed requests of other programs would appear in a cell's output; the metrics panel shows them.
+    print_warnings(without=REQUEST_LOGGERS if "ipykernel" in sys.modules else ())
     stages = LaunchStages()
     chosen = _read_settings(lan, port, settings)
     explicit = is_explicit(port)

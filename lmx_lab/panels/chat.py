@@ -254,6 +254,7 @@ class ChatPanel(Panel):
         if answer is not None and task is self._task:
             self._answer_now = self._task = None
             self._keep(answer.message(), live={})
+            self.workbench.static_views.mark_changed(ended=True)
 
     def _next_id(self) -> int:
         self._count += 1

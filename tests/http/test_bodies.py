@@ -156,16 +156,17 @@ async def test_freed_memory_is_returned_once_after_large_bodies(monkeypatch: pyt
         trim()
         trimmed.append(threading.current_thread().name)
 
-    monkeypatch.setattr(bodies, "TRIM_S", 0.1)
     monkeypatch.setattr(bodies, "_trim_heaps", record)
-    queue = LargeBodyQueue()
+    queue, large = LargeBodyQueue(), json.dumps([12345] * SMALL_BODY_BYTES)
     await read_json("[1]", queue)
-    await asyncio.sleep(0.2)
-    assert not trimmed
-    for _ in range(3):
-        await read_json(json.dumps([12345] * SMALL_BODY_BYTES), queue)
+    assert queue._trimming is None
+    await read_json(large, queue)
+    first = queue._trimming
+    assert first is not None
+    monkeypatch.setattr(bodies, "TRIM_S", 0)
+    await read_json(large, queue)
+    assert first.cancelled()
     await wait_until(lambda: trimmed)
-    await asyncio.sleep(0.2)
     (thread,) = trimmed
     assert thread != threading.current_thread().name
 
