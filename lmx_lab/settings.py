@@ -9,7 +9,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Self
 
-from lmx_lab.errors import InvalidRequestError
+from lmx_lab.errors import InvalidRequestError, did_you_mean
 
 PREFIX = "LMX_LAB_"
 GIB = 2**30
@@ -183,7 +183,8 @@ class Settings:
         fields = {f.name: f for f in dataclasses.fields(cls)}
         unknown = sorted(set(overrides) - set(fields))
         if unknown:
-            raise InvalidRequestError(f"unknown setting: {', '.join(unknown)}; the settings are {', '.join(fields)}")
+            remedy = did_you_mean(unknown[0], fields) or f"; the settings are {', '.join(fields)}"
+            raise InvalidRequestError(f"unknown setting: {', '.join(unknown)}{remedy}")
         values: dict[str, Any] = {}
         for name, f in fields.items():
             if overrides.get(name) is not None:

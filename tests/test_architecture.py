@@ -28,7 +28,7 @@ TABLE = {
     "__main__": Row("cli"),
     "errors": Row(),
     # numpy: the type of vectors.
-    "values": Row("", "numpy"),
+    "values": Row("errors", "numpy"),
     "settings": Row("errors"),
     "urls": Row(),
     "broadcast": Row(),

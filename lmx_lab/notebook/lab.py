@@ -30,7 +30,7 @@ from lmx_lab.notebook.arguments import (
 from lmx_lab.notebook.bench import prepare_measurement, show_progress
 from lmx_lab.notebook.lab_server import LabServer
 from lmx_lab.notebook.load_progress import show_load
-from lmx_lab.notebook.reply import ModelList, Reply, ReplyStream, read_reply
+from lmx_lab.notebook.reply import ModelList, Reply, ReplyStream, json_shape, read_reply
 from lmx_lab.notebook.report import report_html, write_report
 from lmx_lab.notebook.rerank_result import RerankResult
 from lmx_lab.notebook.snapshot import Snapshot, take_snapshot
@@ -216,12 +216,13 @@ class Lab:
 
     async def _chat(self, /, prompt: Prompt, **parameters: Any) -> Reply:
         """Ask the loaded model, and return the complete reply. The parameters are those of ``chat``."""
-        return await on_loop(read_reply(self._backend, chat_request(prompt, parameters)))
+        shape = json_shape(parameters.get("response_format"))
+        return await on_loop(read_reply(self._backend, chat_request(prompt, parameters), shape))
 
     async def _stream(self, /, prompt: Prompt, **parameters: Any) -> ReplyStream:
         """Stream a reply: ``async for piece in await lab.astream("…")``. The parameters are those of ``chat``."""
         stream = await on_loop(self._backend.generate(chat_request(prompt, parameters)))
-        return ReplyStream(stream, self._portal)
+        return ReplyStream(stream, self._portal, json_shape(parameters.get("response_format")))
 
     achat = awaited(_chat)
     astream = awaited(_stream)
@@ -233,13 +234,15 @@ class Lab:
     def chat(self, prompt: Prompt, *, stream: bool = False, **parameters: Any) -> Reply | ReplyStream:
         """Ask the loaded model; ``prompt`` is a text or a list of messages.
 
-        With ``stream=True``, iterate the result for text as it is generated. Interrupting stops the generation.
+        With ``stream=True``, iterate the result for text as it is generated, or display it with ``show()``.
+        Interrupting stops the generation.
 
         Args:
             parameters: ``system``, the system prompt, and the parameters of the chat format: ``temperature``,
                 ``top_p``, ``top_k``, ``min_p``, ``max_tokens``, ``stop``, ``seed``, penalties, ``logit_bias``,
-                ``ignore_eos``, ``tools``, ``tool_choice``, ``reasoning_effort``, and ``response_format``, which may be
-                the class of a pydantic model. ``n`` and ``logprobs`` are not supported, because a reply has one text.
+                ``ignore_eos``, ``tools``, ``tool_choice``, ``reasoning_effort``, ``logprobs``, which may be the number
+                of alternatives, and ``response_format``, which may be the class of a pydantic model. ``n`` is not
+                supported, because a reply has one text.
 
         Raises:
             NotLoadedError: no model is loaded.

@@ -294,7 +294,7 @@ class ModelsPanel(Panel):
         facts = [f"<b>LMX Lab</b>: {_escaped(server['state'])}, {_escaped(server['place'])}"]
         facts += [f"{label}: <code>{_escaped(server[key])}</code>" for key, label in ADDRESSES.items() if server[key]]
         facts += [f"model: {_escaped(server['model'] or 'none')}"]
-        facts += [f"pinned: {_escaped(', '.join(server['pinned']))}"] if server["pinned"] else []
+        facts += [f"also loaded: {_escaped(', '.join(server['pinned']))}"] if server["pinned"] else []
         facts += [_escaped(server["note"])] if server["note"] else []
         lines = "".join(f"<div>{fact}</div>" for fact in facts)
         table = self._table_html() + (f"<div>{_escaped(self._engines())}</div>" if self._engines() else "")

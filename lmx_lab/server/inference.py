@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import math
-from collections.abc import Callable, Coroutine, Iterable
+from collections.abc import Callable, Coroutine, Iterable, Sequence
 from dataclasses import replace
 from typing import Any, Protocol, TypeVar
 
@@ -50,7 +50,7 @@ class InferenceService:
     Args:
         feed: Receives a ``RequestEvent`` at the end of each request.
         slow_client_s: See ``Settings``.
-        observe: Called with the end of each request, on the loop that reads the answer.
+        observers: Called with the end of each request, on the loop that reads the answer.
     """
 
     def __init__(
@@ -59,12 +59,12 @@ class InferenceService:
         manager: ModelManager,
         feed: Feed[ServerEvent],
         slow_client_s: float,
-        observe: Observer | None = None,
+        observers: Sequence[Observer] = (),
     ) -> None:
         self._manager = manager
         self._feed = feed
         self._slow_client_s = slow_client_s
-        self._observe = observe
+        self._observers = observers
 
     @property
     def fingerprint(self) -> str:
@@ -195,8 +195,8 @@ class InferenceService:
 
     def _end(self, end: RequestEnd) -> None:
         self._feed.publish(end.event())
-        if self._observe is not None:
-            self._observe(end)
+        for observe in self._observers:
+            observe(end)
 
 
 def _check_finite(values: Vectors, report: EncodeReport) -> None:
