@@ -104,7 +104,9 @@ def test_malicious_lengths_are_rejected(tmp_path: Path, data: bytes) -> None:
         read_header(path)
 
 
-@hypothesis_settings(suppress_health_check=[HealthCheck.function_scoped_fixture], max_examples=3 * hypothesis_settings().max_examples)
+@hypothesis_settings(
+    suppress_health_check=[HealthCheck.function_scoped_fixture], max_examples=3 * hypothesis_settings().max_examples
+)
 @given(data=st.data())
 def test_changed_bytes_raise_no_other_error(
     tmp_path: Path, tiny_llama: Callable[..., bytes], data: st.DataObject
