@@ -110,7 +110,7 @@ def _exclude_old_objects_from_garbage_collection() -> None:
 
 @pytest.fixture(autouse=True, scope="session")
 def _share_certificates() -> Iterator[None]:
-    """Read the certificates of authorities once, because that takes 20 ms for each HTTP client and nothing uses them."""
+    """Read the certificates of authorities once, because that takes 20 ms for each HTTP client; none uses them."""
     with pytest.MonkeyPatch.context() as patched:
         patched.setattr(httpcore2, "default_ssl_context", functools.cache(httpcore2.default_ssl_context))
         yield
