@@ -15,6 +15,7 @@ from lmx_lab.engine.mlx import memory
 from lmx_lab.engine.mlx.kv_cache import Traits, measure
 from lmx_lab.engine.mlx.memory_plan import UNBOUNDED_TOKENS, Footprint
 from lmx_lab.engine.mlx.weights_dtype import fit_weights
+from lmx_lab.engine.quantized_layers import checked_classes
 from lmx_lab.engine.requests import ChatPrompt, GenerationRequest, TextPrompt, TokenPrompt
 from lmx_lab.engine.templates.renderer import TemplateLimitError, render_chat
 from lmx_lab.engine.text.chat_format_detection import TAIL_TOKENS, ChatFormat, ReasoningState, detect_chat_format
@@ -236,6 +237,8 @@ def load_chat(entry: ModelEntry, *, limit_bytes: int, dtype: str = "auto") -> Lo
     try:
         model, tokenizer = _read(entry, limit_bytes=limit_bytes, dtype=dtype)
         traits = measure(model, memory.used_bytes() - before)
+        # The copy has its own word cache. A damaged tokenizer that was read may still fail to be copied.
+        own = without_word_cache(copy.deepcopy(tokenizer))
     except BaseException as exc:
         if not isinstance(exc, Exception) and not is_panic(exc):
             raise
@@ -246,8 +249,6 @@ def load_chat(entry: ModelEntry, *, limit_bytes: int, dtype: str = "auto") -> Lo
         reason = f"{type(exc).__name__}: {exc}"
         raise UnusableModelError(f"{entry.id} at {entry.path} cannot be loaded: {reason}", param="model") from exc
     context_length = _context_length(entry, traits.footprint, limit_bytes)
-    # The copy has its own word cache.
-    own = without_word_cache(copy.deepcopy(tokenizer))
     try:
         encoder = build_encoder(own, entry.id)
         chat_format = detect_chat_format(SandboxedTokenizer.wrap(tokenizer, encoder))
@@ -275,7 +276,7 @@ def _read(entry: ModelEntry, *, limit_bytes: int, dtype: str) -> tuple[Any, Any]
     config = load_config(entry.path)
     check_tokenizer_files(entry.path)
     tokenizer = without_word_cache(load_tokenizer(entry.path, eos_token_ids=config.get("eos_token_id")))
-    model, _ = load_model(entry.path)
+    model, _ = load_model(entry.path, get_model_classes=checked_classes)
     fit_weights(model, dtype, limit_bytes=limit_bytes)
     return model, tokenizer
 
