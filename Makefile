@@ -62,8 +62,9 @@ test-fast: setup
 test: setup
 	$(PYTEST) -m "not long"
 
+# Runs up to three failed tests again, alone, and reports those that pass then as unstable.
 test-all: setup
-	$(PYTEST)
+	$(PYTEST) || $(BIN)/python -m tests.run_failed_again $$?
 	$(MAKE) parity
 
 # Slower than make test-all.

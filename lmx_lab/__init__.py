@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
@@ -13,6 +14,7 @@ if TYPE_CHECKING:
     from lmx_lab.notebook.launcher import current, launch
     from lmx_lab.notebook.remote_server import attach
     from lmx_lab.notebook.reply import Reply
+    from lmx_lab.notebook.short_errors import full_tracebacks
     from lmx_lab.settings import Settings
 
     __version__: str
@@ -24,9 +26,10 @@ _MODULES = {
     "Settings": "lmx_lab.settings",
     "attach": "lmx_lab.notebook.remote_server",
     "current": "lmx_lab.notebook.launcher",
+    "full_tracebacks": "lmx_lab.notebook.short_errors",
     "launch": "lmx_lab.notebook.launcher",
 }
-__all__ = ["Lab", "LabError", "Reply", "Settings", "attach", "current", "launch"]
+__all__ = ["Lab", "LabError", "Reply", "Settings", "attach", "current", "full_tracebacks", "launch"]
 
 
 def __getattr__(name: str) -> Any:
@@ -40,6 +43,17 @@ def __getattr__(name: str) -> Any:
 
 def __dir__() -> list[str]:
     return sorted(__all__)
+
+
+def _shorten_errors() -> None:
+    """Show this package's errors short if it is imported in IPython."""
+    ipython: Any = sys.modules.get("IPython")
+    shell = ipython.get_ipython() if ipython is not None else None
+    if shell is not None:
+        import_module("lmx_lab.notebook.short_errors").install(shell)
+
+
+_shorten_errors()
 
 
 def load_ipython_extension(shell: InteractiveShell) -> None:

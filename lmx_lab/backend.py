@@ -110,9 +110,6 @@ class Backend(Protocol):
     All failures are ``LabError``.
     """
 
-    @property
-    def can_cancel_loads(self) -> bool: ...
-
     def state(self) -> ServerState: ...
 
     def sample(self) -> Sample | None:
@@ -129,10 +126,10 @@ class Backend(Protocol):
         """Load a model; returns when it can answer. Cancelling this stops waiting, not the load."""
 
     async def cancel_load(self, model: str) -> None:
-        """Cancel a load that has not reached the engine."""
+        """Cancel the load of a model, by its id or the name that a caller used. The previous model is loaded again."""
 
     async def unload(self) -> float:
-        """Unload the model; returns the freed memory in GB (10^9 bytes)."""
+        """Unload the model, or cancel a load in progress; returns the freed memory in GB (10^9 bytes)."""
 
     # Requests
 
@@ -149,6 +146,8 @@ class RunningLoad:
     """A load and its steps, for a caller who shows the progress. Deleting it does not end the load."""
 
     def __init__(self, backend: Backend, spec: LoadSpec) -> None:
+        self._backend, self._model = backend, spec.model
+        self._loop = asyncio.get_running_loop()
         steps: Feed[ModelEvent] = Feed()
         self._steps = steps.subscribe()
         self._task = asyncio.create_task(backend.load(spec, progress=steps.publish), name=f"load {spec.model:.80}")
@@ -167,7 +166,17 @@ class RunningLoad:
         Raises:
             LabError: the load has failed.
         """
-        return await self._task
+        return await asyncio.shield(self._task)
+
+    async def cancel(self) -> None:
+        """Cancel the load, and wait until it has ended."""
+        # Fails if the load has just ended, or the server was stopped.
+        await asyncio.gather(self._backend.cancel_load(self._model), return_exceptions=True)
+        await asyncio.wait([self._task])
+
+    def close(self) -> None:
+        """Cancel the load of a caller who was interrupted before it received this. May be called from any thread."""
+        asyncio.run_coroutine_threadsafe(self.cancel(), self._loop)
 
 
 async def start_load(backend: Backend, spec: LoadSpec) -> RunningLoad:

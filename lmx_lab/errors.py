@@ -5,6 +5,7 @@
     LabError
       CallerError
         InvalidRequestError
+          ArgumentError
           BodyTooLargeError
           ContextLengthError
           UnclearModelError
@@ -58,7 +59,8 @@ The message is for people: it names the value, the limit and the next step. HTTP
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+import difflib
+from collections.abc import Iterable, Iterator
 from typing import ClassVar, Literal
 
 
@@ -94,6 +96,17 @@ class InvalidRequestError(CallerError):
 
     # The same code as the parent's, stated again: clients raise this class for it.
     code = "invalid-request"
+
+
+class ArgumentError(InvalidRequestError, TypeError):
+    """A function was called with an argument that it does not have, or without one that it needs."""
+
+    @classmethod
+    def unknown(cls, function: str, name: str, known: Iterable[str]) -> ArgumentError:
+        """Return the error for a keyword that a function does not have."""
+        names = list(known)
+        remedy = did_you_mean(name, names) or f"; its arguments are {', '.join(names)}"
+        return cls(f"{function}() has no argument {name!r:.80}{remedy}", param=name)
 
 
 class BodyTooLargeError(InvalidRequestError):
@@ -378,6 +391,13 @@ def _with_subclasses(kind: type[LabError]) -> Iterator[type[LabError]]:
     yield kind
     for child in kind.__subclasses__():
         yield from _with_subclasses(child)
+
+
+def did_you_mean(name: str, known: Iterable[str]) -> str:
+    """Return a part of a message that names the known name most similar to a wrong one; empty if none is similar."""
+    # Cut, because the time grows with the square of the length, and the name may come from a request.
+    similar = difflib.get_close_matches(name[:80], known, n=1)
+    return f"; did you mean {similar[0]!r}?" if similar else ""
 
 
 ERROR_CLASSES: dict[str, type[LabError]] = {

@@ -9,6 +9,7 @@ import logging
 import sys
 import unicodedata
 from collections import deque
+from collections.abc import Sequence
 
 MAX_LINE_CHARACTERS = 4000
 """Longer lines are cut when they are kept in memory."""
@@ -39,22 +40,30 @@ class LastResortHandler(logging.Handler):
     """Print warnings to stderr while logging is not configured.
 
     ``logging.lastResort`` does this too, but it does not escape control characters.
+
+    Args:
+        without: Names of loggers whose records are not printed.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, without: Sequence[str] = ()) -> None:
         super().__init__(logging.WARNING)
         self.setFormatter(LogFormatter("%(message)s"))
+        self.addFilter(lambda record: not record.name.startswith(tuple(without)))
 
     def emit(self, record: logging.LogRecord) -> None:
         if not logging.getLogger().handlers:
             print(self.format(record), file=sys.stderr)
 
 
-def print_warnings() -> None:
-    """Print the package's warnings with control characters escaped, until logging is configured. Idempotent."""
+def print_warnings(without: Sequence[str] = ()) -> None:
+    """Print the package's warnings with control characters escaped, until logging is configured. Idempotent.
+
+    Args:
+        without: As for ``LastResortHandler``. Only the first call has an effect.
+    """
     logger = logging.getLogger(__package__)
     if not any(isinstance(handler, LastResortHandler) for handler in logger.handlers):
-        logger.addHandler(LastResortHandler())
+        logger.addHandler(LastResortHandler(without))
 
 
 class RecentLinesHandler(logging.Handler):

@@ -9,7 +9,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Self
 
-from lmx_lab.errors import InvalidRequestError
+from lmx_lab.errors import InvalidRequestError, did_you_mean
 
 PREFIX = "LMX_LAB_"
 GIB = 2**30
@@ -34,9 +34,11 @@ RANGES: dict[str, tuple[float, float]] = {
     "queue_limit": (0, 100_000),
     "max_body_bytes": (1024, GIB),
     "request_timeout_s": (0.001, DAY_S),
+    "slow_client_s": (1, DAY_S),
     "drain_s": (0, DAY_S),
     "stall_limit_s": (1, DAY_S),
     "idle_unload_s": (0.001, 30 * DAY_S),
+    "load_timeout_s": (0.001, DAY_S),
     "memory_limit_bytes": (0, 2**50),
     "prefix_cache_bytes": (0, 2**50),
     "threads": (1, 1024),
@@ -102,6 +104,8 @@ class Settings:
     """Number of requests that may wait. Further requests are rejected with ``queue-full``."""
     request_timeout_s: float = 600.0
     """Maximum time of a generation, from the arrival of the request to the last token."""
+    slow_client_s: float = 10.0
+    """Time that the client of a stream may accept no data before its generation is cancelled and it is disconnected."""
     drain_s: float = 30.0
     """Time that running requests have to finish before another model is loaded."""
     stall_limit_s: float = 60.0
@@ -110,6 +114,8 @@ class Settings:
     """Whether a request for another model on disk loads that model. Otherwise the request is rejected."""
     idle_unload_s: float | None = None
     """Time without requests after which the model is unloaded. By default it stays loaded."""
+    load_timeout_s: float | None = None
+    """Maximum time to load a model into memory, without a download. By default 60 s, and 1 s more for each 20 MB."""
     memory_limit_bytes: int | None = None
     """Memory for models and caches together. By default 80 % of the device's memory, or of the container's limit."""
     prefix_cache_bytes: int | None = None
@@ -177,7 +183,8 @@ class Settings:
         fields = {f.name: f for f in dataclasses.fields(cls)}
         unknown = sorted(set(overrides) - set(fields))
         if unknown:
-            raise InvalidRequestError(f"unknown setting: {', '.join(unknown)}; the settings are {', '.join(fields)}")
+            remedy = did_you_mean(unknown[0], fields) or f"; the settings are {', '.join(fields)}"
+            raise InvalidRequestError(f"unknown setting: {', '.join(unknown)}{remedy}")
         values: dict[str, Any] = {}
         for name, f in fields.items():
             if overrides.get(name) is not None:

@@ -8,11 +8,14 @@ import copyreg
 import functools
 import gc
 import os
+import sys
 import threading
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+import httpcore2
+import httpx2
 import pytest
 from hypothesis import HealthCheck, settings
 from mlx_lm.tokenizer_utils import BPEStreamingDetokenizer
@@ -53,10 +56,19 @@ NOT_FAST = frozenset(
     }
 )
 """Folders whose tests start browsers, kernels or other programs, or are slow to import."""
+# jsonschema compiles 38 grammars, which takes a second, for formats that no schema in the tests has.
+sys.modules["rfc3987_syntax"] = None  # type: ignore[assignment]
 # On a busy machine an example may take any time, so there is no deadline. In CI, hypothesis' own profile, to which
 # these settings are added, draws the same examples in every run.
 settings.register_profile("lab", deadline=None, suppress_health_check=[HealthCheck.too_slow])
+settings.register_profile("fast", settings.get_profile("lab"), max_examples=20)
 settings.load_profile("lab")
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    """Draw fewer examples in ``make test-fast``. Tests state their numbers as multiples of the profile's."""
+    if "not slow" in config.option.markexpr:
+        settings.load_profile("fast")
 
 
 def pytest_ignore_collect(collection_path: Path, config: pytest.Config) -> bool | None:
@@ -94,6 +106,26 @@ def _exclude_old_objects_from_garbage_collection() -> None:
     """
     gc.collect()
     gc.freeze()
+
+
+@pytest.fixture(autouse=True, scope="session")
+def _share_certificates() -> Iterator[None]:
+    """Read the certificates of authorities once: that takes 20 ms for each HTTP client, and nothing uses them."""
+    with pytest.MonkeyPatch.context() as patched:
+        patched.setattr(httpcore2, "default_ssl_context", functools.cache(httpcore2.default_ssl_context))
+        yield
+
+
+@pytest.fixture(autouse=True, scope="session")
+def _wait_longer_for_responses() -> Iterator[None]:
+    """Replace the default of 5 s for HTTP clients that state no timeout: on a busy machine, a response may take longer.
+
+    It is the default of many functions, which all have this instance.
+    """
+    with pytest.MonkeyPatch.context() as patched:
+        for name in ("connect", "read", "write", "pool"):
+            patched.setattr(httpx2._config.DEFAULT_TIMEOUT_CONFIG, name, 60.0)
+        yield
 
 
 @pytest.fixture(autouse=True, scope="session")

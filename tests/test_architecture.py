@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ast
+import functools
 import sys
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -27,7 +28,7 @@ TABLE = {
     "__main__": Row("cli"),
     "errors": Row(),
     # numpy: the type of vectors.
-    "values": Row("", "numpy"),
+    "values": Row("errors", "numpy"),
     "settings": Row("errors"),
     "urls": Row(),
     "broadcast": Row(),
@@ -108,15 +109,29 @@ class Import:
         return f"lmx_lab/{self.module.replace('.', '/')}.py:{self.line} imports {self.target}"
 
 
-def modules() -> Iterator[tuple[str, Path]]:
+@functools.cache
+def modules() -> dict[str, Path]:
+    found = {}
     for path in sorted(ROOT.rglob("*.py")):
         parts = path.relative_to(ROOT).with_suffix("").parts
-        yield ".".join(parts[:-1] if parts[-1] == "__init__" and len(parts) > 1 else parts), path
+        found[".".join(parts[:-1] if parts[-1] == "__init__" and len(parts) > 1 else parts)] = path
+    return found
 
 
-def imports() -> Iterator[Import]:
-    for module, path in modules():
-        tree = ast.parse(path.read_text(encoding="utf-8"))
+@functools.cache
+def syntax_tree(path: Path) -> ast.Module:
+    return ast.parse(path.read_text(encoding="utf-8"))
+
+
+@functools.cache
+def imports() -> tuple[Import, ...]:
+    """Return all imports. It is called in tests only, because every worker collects this file, but one runs it."""
+    return tuple(_imports())
+
+
+def _imports() -> Iterator[Import]:
+    for module, path in modules().items():
+        tree = syntax_tree(path)
         top = {id(node) for node in tree.body}
         for node in ast.walk(tree):
             if isinstance(node, ast.Import):
@@ -135,6 +150,7 @@ def _from(module: str, node: ast.ImportFrom, *, lazy: bool) -> Iterator[Import]:
         yield Import(module, full if is_module else node.module, node.lineno, lazy)
 
 
+@functools.cache
 def _exists(dotted: str) -> bool:
     path = ROOT.parent / dotted.replace(".", "/")
     return path.with_suffix(".py").exists() or (path / "__init__.py").exists()
@@ -144,19 +160,16 @@ def room(module: str) -> str:
     return module.split(".", maxsplit=1)[0]
 
 
-IMPORTS = list(imports())
-
-
 def test_every_room_has_a_row() -> None:
-    rooms = {room(module) for module, _ in modules()}
+    rooms = {room(module) for module in modules()}
     assert rooms <= set(TABLE), f"without a row: {rooms - set(TABLE)}"
 
 
-@pytest.mark.parametrize("name", sorted({room(module) for module, _ in modules()}))
+@pytest.mark.parametrize("name", sorted({room(module) for module in modules()}))
 def test_a_room_imports_only_what_its_row_allows(name: str) -> None:
     row = TABLE[name]
     wrong = []
-    for item in IMPORTS:
+    for item in imports():
         if room(item.module) != name:
             continue
         head, _, rest = item.target.partition(".")
@@ -170,10 +183,10 @@ def test_a_room_imports_only_what_its_row_allows(name: str) -> None:
 
 
 def test_what_should_have_one_importer_has_one() -> None:
-    wrong = [str(i) for i in IMPORTS if i.module not in ONLY_IN.get(i.target.split(".")[0], {i.module})]
+    wrong = [str(i) for i in imports() if i.module not in ONLY_IN.get(i.target.split(".")[0], {i.module})]
     wrong += [
         str(item)
-        for item in IMPORTS
+        for item in imports()
         if item.target.split(".")[0] == "mlx" and room(item.module) == "weights" and item.module not in MLX_IN_WEIGHTS
     ]
     assert not wrong, "\n".join(wrong)
@@ -182,13 +195,13 @@ def test_what_should_have_one_importer_has_one() -> None:
 @pytest.mark.parametrize("package", PRIVATE)
 def test_modules_of_a_private_package_are_imported_only_within_it(package: str) -> None:
     inner = f"lmx_lab.{package}."
-    wrong = [str(i) for i in IMPORTS if i.target.startswith(inner) and not f"{i.module}.".startswith(f"{package}.")]
+    wrong = [str(i) for i in imports() if i.target.startswith(inner) and not f"{i.module}.".startswith(f"{package}.")]
     assert not wrong, "\n".join(wrong)
 
 
 def test_no_cycles_between_modules() -> None:
-    graph: dict[str, set[str]] = {module: set() for module, _ in modules()}
-    for item in IMPORTS:
+    graph: dict[str, set[str]] = {module: set() for module in modules()}
+    for item in imports():
         target = item.target.removeprefix("lmx_lab.")
         if item.lazy and room(item.module) in LAZY_CYCLES:
             continue
@@ -211,9 +224,9 @@ def test_no_cycles_between_modules() -> None:
 def test_modules_and_functions_stay_readable() -> None:
     """A module has at most 600 lines, a function at most 60."""
     wrong = []
-    for module, path in modules():
+    for module, path in modules().items():
         text = path.read_text(encoding="utf-8")
-        tree = ast.parse(text)
+        tree = syntax_tree(path)
         lines = text.count("\n")
         if lines > 600:
             wrong.append(f"{module}: {lines} lines")

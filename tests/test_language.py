@@ -6,6 +6,8 @@ import re
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 
+import pytest
+
 ROOT = Path(__file__).parents[1]
 PLACES = ("lmx_lab", "docs", "notebooks", "README.md", "SECURITY.md", "CHANGELOG.md")
 SUFFIXES = frozenset({".py", ".md", ".ipynb", ".js", ".css", ".html"})
@@ -78,6 +80,8 @@ def problems(name: str, text: str) -> Iterator[str]:
                 yield f"{name}:{number + 1}: {phrase!r}; write instead: {replacement}"
 
 
+# 2 s of computation, and part of make check.
+@pytest.mark.slow
 def test_no_text_has_a_phrase_to_replace() -> None:
     found = [problem for name, text in texts() for problem in problems(name, text)]
     assert not found, f"{len(found)} phrases to replace:\n" + "\n".join(found)

@@ -183,11 +183,13 @@ print(fetch(host.port))
 """
 
 
+@pytest.mark.slow
 def test_a_script_with_a_running_server_exits_with_zero_after_the_end_of_the_lifespan():
     done = script_result(SCRIPT)
     assert (done.returncode, done.stdout, done.stderr) == (0, "ok\nended True\n", "")
 
 
+@pytest.mark.slow
 def test_a_script_exits_without_atexit_too():
     script = SCRIPT.replace("atexit.register", "(lambda *_: None)")
     done = script_result(script)
@@ -218,6 +220,7 @@ def nested(body):
     return done.stdout.split()
 
 
+@pytest.mark.slow
 def test_the_server_works_during_a_nested_call():
     assert nested("""
         host = run_nested(loop, serve(HealthApp(), bind("127.0.0.1", 0, explicit=True)))
@@ -227,6 +230,7 @@ def test_the_server_works_during_a_nested_call():
     """) == ["ok", "False"]
 
 
+@pytest.mark.slow
 def test_an_interrupted_nested_call_is_cancelled_and_the_event_loop_still_runs():
     assert nested("""
         before, ended = signal.getsignal(signal.SIGINT), []
@@ -238,6 +242,7 @@ def test_an_interrupted_nested_call_is_cancelled_and_the_event_loop_still_runs()
     """) == ["cancelled", "True", "bystander"]
 
 
+@pytest.mark.slow
 def test_an_error_of_a_nested_call_is_raised_in_the_caller():
     assert nested("""
         try:
@@ -294,6 +299,7 @@ def test_uvloop_cannot_be_nested():
     loop.close()
 
 
+@pytest.mark.slow
 def test_importing_does_not_patch_asyncio():
     script = "import asyncio, lmx_lab.http.uvicorn_server, lmx_lab.portal; print(hasattr(asyncio, '_nest_patched'))"
     done = script_result(script)

@@ -58,6 +58,16 @@ def test_warnings_are_printed_escaped_until_logging_is_configured(
     assert capsys.readouterr().err.strip() == printed
 
 
+def test_the_warnings_of_excluded_loggers_are_not_printed(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(logging.getLogger(), "handlers", [])
+    handler = LastResortHandler(without=("lmx_lab.server",))
+    for name in ("lmx_lab.server.chat", "lmx_lab.engine"):
+        handler.handle(logging.LogRecord(name, logging.WARNING, "", 0, f"from {name}", (), None))
+    assert capsys.readouterr().err.strip() == "from lmx_lab.engine"
+
+
 def test_only_the_most_recent_log_lines_are_kept_in_memory() -> None:
     handler = RecentLinesHandler(2)
     for message in ("first", "second", "x" * 10_000):

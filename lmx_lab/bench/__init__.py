@@ -19,6 +19,7 @@ if TYPE_CHECKING:
     from lmx_lab.bench.intervals import Interval, median_interval, ratio_interval
     from lmx_lab.bench.load_generator import drive
     from lmx_lab.bench.plots import by_concurrency, by_prompt_length
+    from lmx_lab.bench.provenance import describe_machine
     from lmx_lab.bench.runner import run, samples
     from lmx_lab.bench.sample import RequestSample, Sample, frame
     from lmx_lab.bench.statistics import summary
@@ -32,6 +33,7 @@ _MODULES = {
     "load_generator": ("drive",),
     "storage": ("Recorder", "load", "save"),
     "plots": ("by_concurrency", "by_prompt_length"),
+    "provenance": ("describe_machine",),
     "runner": ("run", "samples"),
     "sample": ("RequestSample", "Sample", "frame"),
     "statistics": ("summary",),
@@ -55,6 +57,7 @@ __all__ = [
     "by_concurrency",
     "by_prompt_length",
     "compare",
+    "describe_machine",
     "drive",
     "frame",
     "load",

@@ -1,4 +1,7 @@
-"""Plot medians with intervals. The figures need not be closed, because pyplot is not used."""
+"""Plot medians with intervals: lines over a swept value, or bars if there is only one value.
+
+The figures need not be closed, because pyplot is not used.
+"""
 
 from __future__ import annotations
 
@@ -171,6 +174,12 @@ def _describe(column: str, value: Any) -> str:
 
 
 def _draw(panel: Axes, lines: dict[str, pd.DataFrame], over: str, metric: str) -> None:
+    panel.set_ylabel(LABELS[metric])
+    panel.set_ylim(bottom=0)
+    panel.grid(alpha=0.3)
+    if len({int(x) for rows in lines.values() for x in rows[over]}) == 1:
+        _draw_bars(panel, lines, over, metric)
+        return
     for name, rows in lines.items():
         ordered = rows.sort_values(over)
         middle = ordered[metric].to_numpy(dtype=float)
@@ -181,9 +190,20 @@ def _draw(panel: Axes, lines: dict[str, pd.DataFrame], over: str, metric: str) -
         )
     _scale(panel, sorted({int(x) for rows in lines.values() for x in rows[over]}))
     panel.set_xlabel(LABELS[over])
-    panel.set_ylabel(LABELS[metric])
     panel.set_ylim(bottom=0)
-    panel.grid(alpha=0.3)
+
+
+def _draw_bars(panel: Axes, lines: dict[str, pd.DataFrame], over: str, metric: str) -> None:
+    """Draw a bar with its value for each line, because lines of a single point show nothing."""
+    for at, (name, rows) in enumerate(lines.items()):
+        value, low, high = (float(rows[f"{metric}{end}"].iloc[0]) for end in ("", "_low", "_high"))
+        bar = panel.bar(at, value, yerr=[[value - low], [high - value]], capsize=3, width=0.6, label=name)
+        panel.bar_label(bar, ["not known" if math.isnan(value) else f"{value:.4g}"], padding=3)
+    panel.set_xticks([])
+    panel.set_xlim(-1, len(lines))
+    panel.margins(y=0.15)
+    panel.set_xlabel(_describe(over, next(iter(lines.values()))[over].iloc[0]))
+    panel.set_ylim(bottom=0)
 
 
 def _scale(panel: Axes, places: list[int]) -> None:

@@ -5,13 +5,17 @@ from __future__ import annotations
 import os
 import platform
 import subprocess
+import time
 from collections.abc import Iterable
 from datetime import UTC, datetime
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import psutil
+
+if TYPE_CHECKING:
+    import pandas as pd
 
 PACKAGES = (
     *("mlx", "mlx-lm", "scipy-openblas32", "numpy", "llguidance", "xllamacpp"),
@@ -21,14 +25,17 @@ PACKAGES = (
 THREAD_VARIABLES = ("OMP_NUM_THREADS", "OPENBLAS_NUM_THREADS", "LMX_LAB_THREADS", "LMX_LAB_BLAS")
 COMMAND_S = 10.0
 """Time limit of a command."""
+OBSERVE_S = 0.2
+BUSY_SHARE = 0.15
+"""Share of all cores used by other programs from which a machine counts as busy."""
 FOLDER = Path(__file__).parent.parent
 
 
 def provenance(*, seeds: Iterable[int] = (), **facts: Any) -> dict[str, Any]:
     """Return versions, commit, machine and time as JSON values. Values that are not known are ``None``.
 
-    The result contains no host names, user names or folders. Runs ``git`` (and ``sysctl`` on macOS), which takes some
-    milliseconds.
+    The result contains no host names, user names or folders. Runs ``git`` (and ``sysctl`` on macOS), and observes the
+    CPU for 0.2 s.
 
     Args:
         seeds: The seeds of the cases.
@@ -49,6 +56,38 @@ def provenance(*, seeds: Iterable[int] = (), **facts: Any) -> dict[str, Any]:
     }
 
 
+def describe_machine(rows: pd.DataFrame) -> str:
+    """Describe in a sentence or two where rows were measured, and whether other programs used the CPU just before.
+
+    Args:
+        rows: The result of ``lab.bench``, ``run`` or ``load``. Of several runs, the busiest one is described.
+    """
+    known = rows.attrs.get("provenance") or {}
+    runs = [known] if "machine" in known else [one for one in known.values() if isinstance(one, dict)]
+    machines = [one["machine"] for one in runs if isinstance(one.get("machine"), dict)]
+    if not machines:
+        return "The machine of this measurement is not known."
+    found = max(machines, key=lambda one: one.get("busy_share") or 0.0)
+    place = f"Measured on {found.get('cpu') or 'an unknown CPU'} with {found.get('threads')} threads."
+    busy = found.get("busy_share") or 0.0
+    if busy < BUSY_SHARE:
+        return place
+    return (
+        f"{place} Other programs used {busy:.0%} of the CPU when the measurement began, so it is slower than this "
+        "machine can be; measure again when it is idle."
+    )
+
+
+def _busy_share() -> float:
+    """Return the share of all cores that other processes use now."""
+    before, own_before = psutil.cpu_times(), sum(psutil.Process().cpu_times()[:2])
+    time.sleep(OBSERVE_S)
+    after, own_after = psutil.cpu_times(), sum(psutil.Process().cpu_times()[:2])
+    total = sum(after) - sum(before)
+    idle = sum(getattr(after, name, 0.0) - getattr(before, name, 0.0) for name in ("idle", "iowait"))
+    return round(min(1.0, max(0.0, 1 - (idle + own_after - own_before) / total)), 2) if total > 0 else 0.0
+
+
 def machine() -> dict[str, Any]:
     """Return the properties of this machine that affect its speed."""
     return {
@@ -60,6 +99,7 @@ def machine() -> dict[str, Any]:
         "threads": psutil.cpu_count(),
         "memory_bytes": psutil.virtual_memory().total,
         "load_average": list(os.getloadavg()),
+        "busy_share": _busy_share(),
     }
 
 

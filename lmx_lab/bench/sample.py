@@ -25,54 +25,36 @@ class RequestSample:
     ``server_*`` and ``queue_ms`` are reported by the server; the other values are measured in this process.
     """
 
-    run: str = ""
-    """Id of the run, which is also the name of its file."""
-    started_at: str
-    """Time at which the request was sent: ISO 8601, UTC, with microseconds, from ``RunClock``."""
-    target: str
-    engine: str | None = None
-    model: str | None = None
-    quantization: str | None = None
-    device: str | None = None
-    threads: int | None = None
-    blas: str | None = None
+    # The order of the fields is that of the table's columns: what is read first is on the left.
 
     case: str
     """The case's name."""
-    prompt_tokens_wanted: int
-    output_tokens_wanted: int
-    concurrency: int
-    arrival: str
-    """The case's arrival as text."""
-    cache: str
-    seed: int
-    repeat: int
-    """Number of the repeat, starting at 0."""
-    request: int
-    """Number of the request within the repeat, starting at 0. Warm-up requests have numbers of their own."""
-    warm_up: bool = False
-
+    decode_tok_s: float | None = None
+    """Number of tokens after the first one, divided by the time from the first to the last token."""
+    ttft_ms: float | None = None
+    """Time to the first token, from sending; with Poisson arrivals, from the time at which the request was due."""
+    itl_ms_p99: float | None = None
+    """Time between two tokens, 99th percentile. Like ``decode_tok_s``, only known if pieces have at most 2 tokens on
+    average."""
+    prefill_tok_s: float | None = None
+    """Prompt tokens that were not cached, divided by the time from sending to the first token, queueing included."""
+    e2e_ms: float | None = None
+    """Time to the end of the answer or to the failure, from the same moment as ``ttft_ms``."""
     prompt_tokens: int | None = None
     cached_tokens: int | None = None
     """Prompt tokens that the server found in its cache."""
     output_tokens: int | None = None
-    counted_by: CountedBy | None = None
-    """Source of ``output_tokens``: the server's usage, or the number of chunks, which may have several tokens each."""
+    finish_reason: str | None = None
+    error: str | None = None
+    """``code: message`` of a failed request, of which only the failure and its duration count."""
+    warm_up: bool = False
+    repeat: int
+    """Number of the repeat, starting at 0."""
+    request: int
+    """Number of the request within the repeat, starting at 0. Warm-up requests have numbers of their own."""
 
-    pieces: int | None = None
-    """Number of pieces of the answer: chunks with text, or steps of an engine that is measured without HTTP."""
-    ttft_ms: float | None = None
-    """Time to the first token, from sending; with Poisson arrivals, from the time at which the request was due."""
     itl_ms_p50: float | None = None
-    """Time between two tokens, median. Like ``decode_tok_s``, only known if pieces have at most 2 tokens on average."""
     itl_ms_p95: float | None = None
-    itl_ms_p99: float | None = None
-    prefill_tok_s: float | None = None
-    """Prompt tokens that were not cached, divided by the time from sending to the first token, queueing included."""
-    decode_tok_s: float | None = None
-    """Number of tokens after the first one, divided by the time from the first to the last token."""
-    e2e_ms: float | None = None
-    """Time to the end of the answer or to the failure, from the same moment as ``ttft_ms``."""
     queue_ms: float | None = None
     """Time in the server's queue, as reported by the server."""
     late_ms: float | None = None
@@ -81,11 +63,31 @@ class RequestSample:
     server_prefill_tok_s: float | None = None
     server_decode_tok_s: float | None = None
     peak_memory_gb: float | None = None
-    finish_reason: str | None = None
-    error: str | None = None
-    """``code: message`` of a failed request, of which only the failure and its duration count."""
+    pieces: int | None = None
+    """Number of pieces of the answer: chunks with text, or steps of an engine that is measured without HTTP."""
+    counted_by: CountedBy | None = None
+    """Source of ``output_tokens``: the server's usage, or the number of chunks, which may have several tokens each."""
+
+    prompt_tokens_wanted: int
+    output_tokens_wanted: int
+    concurrency: int
+    arrival: str
+    """The case's arrival as text."""
+    cache: str
+    seed: int
+    target: str
+    engine: str | None = None
+    model: str | None = None
+    quantization: str | None = None
+    device: str | None = None
+    threads: int | None = None
+    blas: str | None = None
     prompt_hash: str | None = None
     """Hash of the prompt without its first words, which are unique for each request."""
+    started_at: str
+    """Time at which the request was sent: ISO 8601, UTC, with microseconds, from ``RunClock``."""
+    run: str = ""
+    """Id of the run, which is also the name of its file."""
 
 
 Sample = RequestSample

@@ -25,6 +25,10 @@ CLIENT_METRICS = ("ttft_ms", "itl_ms_p50", "itl_ms_p95", "itl_ms_p99", "prefill_
 SERVER_METRICS = ("queue_ms", "server_ttft_ms", "server_prefill_tok_s", "server_decode_tok_s")
 METRICS = (*CLIENT_METRICS, *SERVER_METRICS, "late_ms")
 TOTAL = "total_tok_s"
+LEFT = ("target", "prompt_tokens_wanted", "concurrency")
+"""The columns that are on the left of a summary even if they are equal in all rows."""
+FIRST = (TOTAL, "decode_tok_s", "ttft_ms", "itl_ms_p99", "prefill_tok_s", "e2e_ms")
+"""The figures that a summary shows first."""
 MAX_LENGTH_DIFFERENCE = 0.05
 """Relative difference of token counts above which two measurements are not comparable."""
 
@@ -47,7 +51,10 @@ def measured_rows(samples: Samples) -> pd.DataFrame:
 
 
 def summary(samples: Samples, by: Sequence[str] | None = None, *, level: float = LEVEL) -> pd.DataFrame:
-    """Summarize each case in a row: requests, errors, tokens, and the median of each metric with its interval.
+    """Summarize each case in a row: the median of each metric with its interval, requests, errors and tokens.
+
+    The columns of ``by`` are on the left, then the medians, then intervals and everything else. Without ``by``, most
+    columns that are equal in all rows are on the right.
 
     For example, ``ttft_ms`` has its interval in ``ttft_ms_low`` and ``ttft_ms_high``, which are missing with fewer than
     6 values, and the number of values in ``ttft_ms_n``. Medians are over successful requests without warm-up; that of
@@ -77,10 +84,13 @@ def summary(samples: Samples, by: Sequence[str] | None = None, *, level: float =
         dict(zip(keys, key, strict=True)) | _summarize(group, level)
         for key, group in table.groupby(keys, sort=False, dropna=False)
     ]
-    figures = _summarize(table.iloc[:0], level)
+    figures = {name: value for name, value in _summarize(table.iloc[:0], level).items() if name not in keys}
     # The types are given explicitly, because pandas cannot infer them without rows.
     kinds = {name: table[name].dtype for name in keys} | {name: type(value) for name, value in figures.items()}
     result: pd.DataFrame = pandas.DataFrame(rows, columns=[*keys, *figures]).astype(kinds)
+    left = keys if by is not None else [name for name in keys if name in LEFT or result[name].nunique(dropna=False) > 1]
+    shown = [*left, "errors", *FIRST]
+    result = result[[*shown, *(name for name in (*figures, *keys) if name not in shown)]]
     result.attrs.update(table.attrs)
     return result
 

@@ -23,7 +23,7 @@ app = typer.Typer(
     name="lmx-lab",
     cls=CommandGroup,
     help="Serve local language models on MLX and llama.cpp, chat with them and measure them.\n\n"
-    "Start with the first two examples below. If something does not work, run lmx-lab doctor.",
+    "Start with the first two examples below. Run lmx-lab doctor to check this machine.",
     epilog=epilog(
         "lmx-lab serve --model smollm2-135m   start a server; downloads the model once",
         "lmx-lab bench --model smollm2-135m   measure its tokens per second",

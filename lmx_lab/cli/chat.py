@@ -1,4 +1,4 @@
-"""Provide ``lmx-lab chat``: a conversation with the model in a session of the daemon."""
+"""Provide ``lmx-lab chat``: a conversation with the model, in a session if a daemon runs."""
 
 from __future__ import annotations
 
@@ -12,13 +12,22 @@ import typer
 
 from lmx_lab.cli.completion import complete_model, complete_session
 from lmx_lab.cli.lazy import load
-from lmx_lab.cli.options import NEEDS_DAEMON, Command, DaemonToken, DaemonUrl, daemon_client, epilog
+from lmx_lab.cli.options import (
+    NEEDS_DAEMON,
+    Command,
+    DaemonToken,
+    DaemonUrl,
+    daemon_client,
+    epilog,
+    settings_with_folders,
+)
 from lmx_lab.cli.terminal import is_interactive, print_note
-from lmx_lab.errors import InvalidRequestError, SessionNotFoundError
+from lmx_lab.errors import InvalidRequestError, SessionNotFoundError, UnreachableError
 from lmx_lab.settings import Settings
 
 if TYPE_CHECKING:
     from lmx_lab.cli.conversation import Conversation
+    from lmx_lab.cli.direct_chat import DirectConversation
     from lmx_lab.client import DaemonClient, Session
 
 app = typer.Typer()
@@ -29,10 +38,11 @@ LAST_SESSION = "chat.json"
 @app.command(
     cls=Command,
     epilog=epilog(
-        'lmx-lab chat "What is the capital of France?"',
+        'lmx-lab chat -m smollm2-135m "What is the capital of France?"',
+        "lmx-lab chat -m smollm2-135m       ask several questions",
         "lmx-lab chat --new --system 'Answer in one word.'",
         "git diff | lmx-lab chat --session review",
-        needs=NEEDS_DAEMON,
+        needs="a model; for --session and --new, " + NEEDS_DAEMON,
         status="0 after an answer, 1 if there is none, 2 if an argument is not valid, 130 if Ctrl-C has cancelled it",
     ),
 )
@@ -49,19 +59,28 @@ def chat(
     new: Annotated[bool, typer.Option("--new", help="Start a new session.")] = False,
     model: Annotated[
         str | None,
-        typer.Option(help="Model of a new session. By default the loaded model.", autocompletion=complete_model),
+        typer.Option(
+            "--model",
+            "-m",
+            help="Model that answers, of a new session if a daemon runs. By default the loaded model.",
+            autocompletion=complete_model,
+        ),
     ] = None,
-    system: Annotated[str | None, typer.Option(help="System prompt of a new session.")] = None,
+    system: Annotated[str | None, typer.Option(help="System prompt, of a new session if a daemon runs.")] = None,
     allow: Annotated[bool, typer.Option("--allow", help="Run tools without asking for a permission.")] = False,
     url: DaemonUrl = None,
     token: DaemonToken = None,
 ) -> None:
-    """Chat with the model in a session of the daemon. Ctrl-C cancels the answer.
+    """Chat with a model. Ctrl-C cancels the answer.
 
-    The answer goes to standard output, everything else to standard error. Without a terminal, tools that need a
-    permission are denied.
+    If a daemon runs, the chat is stored in one of its sessions and may call tools; without a terminal, tools that need
+    a permission are denied. Without a daemon, a running lab answers, or the model is loaded for this chat. The answer
+    goes to standard output, everything else to standard error.
     """
     question = _question(text)
+    if session is None and not new and url is None and token is None and not _daemon_runs():
+        _chat_without_daemon(question, model=model, system=system)
+        return
     conversation_class: type[Conversation] = load("lmx_lab.cli.conversation:Conversation")
     with daemon_client(url, token) as client:
         is_new = new or model is not None or system is not None
@@ -75,6 +94,22 @@ def chat(
         if question is not None:
             sys.exit(conversation.ask(question))
         conversation.run()
+
+
+def _daemon_runs() -> bool:
+    with contextlib.suppress(UnreachableError):
+        return load("lmx_lab.daemon.home:read_state")(Settings.read().daemon_folder) is not None
+    return False
+
+
+def _chat_without_daemon(question: str | None, *, model: str | None, system: str | None) -> None:
+    direct = load("lmx_lab.cli.direct_chat:")
+    with direct.lab_for_chat(settings_with_folders(), model) as lab:
+        conversation: DirectConversation = direct.DirectConversation(lab, system=system)
+        if question is None:
+            conversation.run()
+        elif status := conversation.ask(question):
+            sys.exit(status)
 
 
 def _question(text: list[str] | None) -> str | None:

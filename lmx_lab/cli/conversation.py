@@ -129,7 +129,7 @@ class AnswerPrinter:
             self.end_line()
             self._message_id, self._text = message_id, ""
         self._text += text
-        self._write(text)
+        self.write(text)
 
     def _print_rest(self, message_id: str | None, text: str) -> None:
         """Print the part of a complete message that was not streamed."""
@@ -137,11 +137,12 @@ class AnswerPrinter:
         if not text.startswith(printed):
             self.end_line()
             printed = ""
-        self._write(text[len(printed) :])
+        self.write(text[len(printed) :])
         self.end_line()
         self._message_id, self._text = message_id, text
 
-    def _write(self, text: str) -> None:
+    def write(self, text: str) -> None:
+        """Print a piece of the answer's text."""
         if text:
             sys.stdout.write(escape_text(text))
             sys.stdout.flush()
@@ -150,7 +151,7 @@ class AnswerPrinter:
     def end_line(self) -> None:
         """End the current line, if it is not empty."""
         if self._in_line:
-            self._write("\n")
+            self.write("\n")
 
     def _print_note(self, text: str) -> None:
         self.end_line()

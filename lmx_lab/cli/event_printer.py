@@ -16,6 +16,13 @@ FIRST_SEARCH = 1000
 """Number of the newest events that are searched first. If too few of them match, the complete log is searched."""
 
 
+TIME_CHARACTERS = len("12:34:56")
+SESSION_CHARACTERS = 12
+"""Length of a session's id in a line; ``--session`` takes the whole id, which --json prints."""
+PIECES = ("turn.token", "turn.thinking")
+"""Types of events that are a piece of a message; ``message.done`` has the whole message."""
+
+
 class EventPrinter:
     """Prints events of the daemon to standard output.
 
@@ -31,7 +38,9 @@ class EventPrinter:
         self._client = client
         self._session_ids = session_ids
         self._types = types
-        self._format = as_line_of_json if as_json else as_text
+        self._as_json = as_json
+        self._message: tuple[str, object] | None = None
+        """The message of the last event that was a piece of one."""
 
     def print_after(self, cursor: int) -> int:
         """Print the events in the log after a cursor; return the cursor after them."""
@@ -77,7 +86,12 @@ class EventPrinter:
             cursor = page.cursor
 
     def _print(self, event: Envelope) -> None:
-        sys.stdout.write(f"{self._format(event)}\n")
+        if not self._as_json:
+            # Only the first piece of a message is a line, as a message is one row in the events panel.
+            message, self._message = self._message, _message_of(event)
+            if message is not None and message == self._message:
+                return
+        sys.stdout.write(f"{as_line_of_json(event) if self._as_json else as_text(event)}\n")
         sys.stdout.flush()
 
 
@@ -87,8 +101,13 @@ def as_line_of_json(event: Envelope) -> str:
 
 
 def as_text(event: Envelope) -> str:
-    """Return the event as one line of text."""
-    where = " ".join(part for part in (event.session_id, event.turn_id) if part)
-    time = event.at.partition("T")[2] or event.at
+    """Return the event as one line of text: its cursor, time, type, the start of its session's id, and its content."""
+    time = (event.at.partition("T")[2] or event.at)[:TIME_CHARACTERS]
+    session = (event.session_id or "")[:SESSION_CHARACTERS]
     text = daemon_event(event.model_dump_json()).display_text()
-    return single_line(f"{event.seq} {time} {event.event} {where} {text}".rstrip(), most=200)
+    return single_line(f"{event.seq} {time} {event.event} {session} {text}".rstrip(), most=200)
+
+
+def _message_of(event: Envelope) -> tuple[str, object] | None:
+    """Return the type of a piece of a message and the message's id; None for other events."""
+    return (event.event, event.data.get("message_id")) if event.event in PIECES else None

@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Annotated
 
 import typer
+from rich.measure import Measurement
 from rich.table import Table
 from rich.text import Text
 
@@ -19,8 +20,7 @@ if TYPE_CHECKING:
 
 app = typer.Typer()
 MAX_CELL_CHARACTERS = 1000
-OUTPUT_WIDTH = 500
-"""Width of a table that does not go to a terminal."""
+MAX_TABLE_WIDTH = 4 * MAX_CELL_CHARACTERS
 
 
 @app.command(
@@ -82,8 +82,11 @@ def models() -> None:
         # Some of the values are read from files of the model.
         table.add_row(*(Text(single_line(cell, most=MAX_CELL_CHARACTERS)) for cell in cells))
     if entries:
-        # Lines are wrapped only on a terminal, so that programs get complete lines.
-        out.print(table, width=None if out.is_terminal else OUTPUT_WIDTH)
+        # Cells are wrapped only on a terminal, so that programs get complete lines. An id is never cut or wrapped.
+        table.columns[0].no_wrap = True
+        needed = Measurement.get(out, out.options.update(max_width=MAX_TABLE_WIDTH), table)
+        table.width = max(needed.minimum, min(needed.maximum, out.width)) if out.is_terminal else needed.maximum
+        out.print(table, crop=False)
     else:
         print_note(f"no models in {settings.models_folder} or the hub's cache; try: lmx-lab pull smollm2-135m")
     has_gguf = any(entry.format == "gguf" for entry in entries)

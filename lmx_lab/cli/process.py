@@ -11,13 +11,15 @@ import select
 import signal
 import sys
 import threading
-from collections.abc import Callable, Sequence
+import time
+from collections.abc import Callable, Iterator, Sequence
 
+from lmx_lab.cli.terminal import print_line
 from lmx_lab.sanitize import LogFormatter
 
 STOP_S = 4.7
 """Maximum time from the first signal to the end of the process. Service managers and users wait 5 to 10 s."""
-LATE = b"a load, a generation step or a disk access did not end in time; the process exits without waiting for it\n"
+LATE = b"stopping immediately: a load, a generation step or a disk access did not end in time\n"
 M_MMAP_THRESHOLD = -3
 """From glibc's ``malloc.h``."""
 LARGE_BLOCK_BYTES = 2**20
@@ -88,10 +90,34 @@ def freeze_objects() -> None:
     gc.freeze()
 
 
+class _LineHandler(logging.Handler):
+    def emit(self, record: logging.LogRecord) -> None:
+        # The reader of the output may have closed it, which must not fail the request.
+        with contextlib.suppress(OSError, ValueError):
+            print_line(f"{time.strftime('%H:%M:%S', time.localtime(record.created))}  {record.getMessage()}")
+
+
+@contextlib.contextmanager
+def print_requests() -> Iterator[None]:
+    """Print one line to standard output for each request of the server, at its end."""
+    logger, handler = logging.getLogger("lmx_lab.server.request_log"), _LineHandler()
+    level = logger.level
+    logger.addHandler(handler)
+    logger.setLevel(logging.INFO)
+    logger.propagate = False
+    try:
+        yield
+    finally:
+        logger.removeHandler(handler)
+        logger.setLevel(level)
+        logger.propagate = True
+
+
 def start_logging(level: str) -> None:
     """Log records of this level and above to standard error. Libraries that log each request log only warnings."""
     logging.basicConfig(level=level.upper())
     for handler in logging.getLogger().handlers:
         handler.setFormatter(LogFormatter("%(asctime)s %(levelname)s %(name)s: %(message)s"))
-    for name in ("httpx", "httpx2", "httpcore2", "filelock"):
+    # The server's own lines for requests are printed without --quiet, not logged.
+    for name in ("httpx", "httpx2", "httpcore2", "filelock", "lmx_lab.server.request_log"):
         logging.getLogger(name).setLevel(logging.WARNING)

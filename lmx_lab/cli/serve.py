@@ -13,7 +13,7 @@ import typer
 import lmx_lab
 from lmx_lab.cli.completion import complete_model
 from lmx_lab.cli.options import Command, check_host, epilog, settings_with_folders
-from lmx_lab.cli.process import freeze_objects, return_freed_memory, start_logging, stop_on_signals
+from lmx_lab.cli.process import freeze_objects, print_requests, return_freed_memory, start_logging, stop_on_signals
 from lmx_lab.cli.terminal import print_line
 from lmx_lab.errors import InvalidRequestError
 from lmx_lab.settings import Settings
@@ -77,6 +77,7 @@ Dtype = Annotated[
 ]
 Threads = Annotated[int | None, typer.Option(help="CPU threads for matrix products. By default one for each core.")]
 LogLevel = Annotated[str | None, typer.Option(help="debug, info, warning or error.")]
+Quiet = Annotated[bool, typer.Option("--quiet", "-q", help="Do not print a line for each request.")]
 
 
 @app.command(
@@ -115,6 +116,7 @@ def serve(
     dtype: Dtype = None,
     threads: Threads = None,
     log_level: LogLevel = None,
+    quiet: Quiet = False,
 ) -> None:
     """Run the inference server until Ctrl-C or SIGTERM."""
     check_host(host)
@@ -143,7 +145,8 @@ def serve(
     )
     start_logging(settings.log_level)
     return_freed_memory()
-    asyncio.run(_serve(settings, spec, explicit_port=port is not None or "LMX_LAB_PORT" in os.environ))
+    with contextlib.nullcontext() if quiet else print_requests():
+        asyncio.run(_serve(settings, spec, explicit_port=port is not None or "LMX_LAB_PORT" in os.environ))
 
 
 def _load_spec(model: str | None, **options: Any) -> LoadSpec | None:

@@ -37,7 +37,7 @@ def normalize_address(text: str) -> str:
     except httpx2.InvalidURL as exc:
         raise _invalid(
             f"{given[:MAX_SHOWN_CHARACTERS]!r} is not an address: {exc}; give one such as {EXAMPLE}"
-        ) from exc
+        ) from None
     if url.scheme not in ("http", "https") or not url.host or not (url.port is None or url.port in PORTS):
         raise _invalid(f"{given[:MAX_SHOWN_CHARACTERS]!r} is not the address of a web server, such as {EXAMPLE}")
     return str(url.copy_with(path=url.path.rstrip("/").removesuffix("/v1").rstrip("/") or "/")).rstrip("/")

@@ -111,4 +111,4 @@ def _encode(body: Mapping[str, Any]) -> bytes:
     except (TypeError, ValueError) as exc:
         raise InvalidRequestError(
             f"the request cannot be written as JSON: {exc!s:.200}; give plain Python values"
-        ) from exc
+        ) from None

@@ -142,9 +142,9 @@ class HttpConnection:
             # The HTTP library limits only the time without data, which a server could extend by single bytes.
             async with asyncio.timeout(within_s):
                 return await self._fetch(request, limit, with_key=with_key)
-        except TimeoutError as exc:
+        except TimeoutError:
             message = f"the response of {self.url} was not complete within {within_s:g} s; {self._server.check}"
-            raise UnreachableError(message) from exc
+            raise UnreachableError(message) from None
 
     async def post(self, path: str, content: bytes, shape: type[Shape], *, limit: int = SHORT_BYTES) -> Shape:
         """Send a request that may compute for long, and parse the response, of at most ``limit`` bytes."""

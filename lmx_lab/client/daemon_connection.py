@@ -120,7 +120,7 @@ class DaemonConnection:
         except UnreachableError as exc:
             if isinstance(first, UnreachableError) and was_sent(first) and not was_sent(exc):
                 # The first request may have been executed, which the second error would hide.
-                raise first from first.__cause__
+                raise first from None
             raise
 
     def _should_send_again(self, error: LabError, endpoint: DaemonEndpoint, *, repeatable: bool) -> bool:

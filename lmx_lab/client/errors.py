@@ -132,14 +132,15 @@ def translated_errors(url: str, *, has_begun: bool = False, server: ServerDescri
     """
     try:
         yield
-    except httpx2.ConnectTimeout as exc:
+    # Without causes: a traceback of the HTTP library has a hundred lines, and the message contains its reason.
+    except httpx2.ConnectTimeout:
         message = f"{url} did not accept the connection in time; check the address, and that its machine is reachable"
-        raise UnreachableError(message) from exc
+        raise UnreachableError(message) from None
     except (httpx2.ConnectError, httpx2.ProxyError, httpx2.UnsupportedProtocol) as exc:
         message = f"nothing answers at {url} ({exc!s:.200}); start the server ({server.start}), or {server.check}"
-        raise UnreachableError(message) from exc
-    except httpx2.TimeoutException as exc:
-        raise UnreachableError(f"{url} sent nothing within the time limit; try again, or raise timeout_s") from exc
+        raise UnreachableError(message) from None
+    except httpx2.TimeoutException:
+        raise UnreachableError(f"{url} sent nothing within the time limit; try again, or raise timeout_s") from None
     except httpx2.DecodingError as exc:
         raise UnreachableError(f"the response of {url} cannot be decoded ({exc!s:.200}); {server.check}") from exc
     except httpx2.TransportError as exc:
@@ -147,12 +148,12 @@ def translated_errors(url: str, *, has_begun: bool = False, server: ServerDescri
         reason = f"{exc!s:.200}" or type(exc).__name__
         raise ConnectionLostError(
             f"{url} closed the connection {when} ({reason}); try again when the server is back"
-        ) from exc
+        ) from None
 
 
 def was_sent(error: LabError) -> bool:
     """Whether a request that ended with this error may have reached a server."""
-    return not isinstance(error.__cause__, httpx2.ConnectError | httpx2.ConnectTimeout | httpx2.ProxyError)
+    return not isinstance(error.__context__, httpx2.ConnectError | httpx2.ConnectTimeout | httpx2.ProxyError)
 
 
 # Errors of chat-format servers

@@ -35,6 +35,7 @@ from lmx_lab.wire.admin import (
     Sample,
     Throughput,
     UnloadAnswer,
+    UnloadRequest,
 )
 from lmx_lab.wire.chat import ChatChunk, ChatCompletion, ChatRequest, SocketDone, SocketError, SocketToken
 from lmx_lab.wire.embeddings import EmbeddingList, EmbeddingsBody
@@ -320,9 +321,15 @@ class AsyncLabClient(AsyncClientBase):
             return await load()
         return await load_with_progress(load, events=self.events(["models"]), progress=progress)
 
-    async def unload(self) -> UnloadAnswer:
-        """Unload the model. Does nothing if no model is loaded."""
-        return await self._connection.post("/admin/models/unload", b"", UnloadAnswer)
+    async def unload(self, model: str | None = None) -> UnloadAnswer:
+        """Unload the model. Does nothing if no model is loaded. If a model is being loaded, its load is cancelled
+        instead, and the previous model is loaded again.
+
+        Args:
+            model: The model to unload, or whose load is cancelled; None for any.
+        """
+        body = b"" if model is None else encode_body(UnloadRequest(model=model))
+        return await self._connection.post("/admin/models/unload", body, UnloadAnswer)
 
     # The server
 

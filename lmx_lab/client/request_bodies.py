@@ -7,7 +7,7 @@ from typing import TypeVar
 from pydantic import BaseModel, ValidationError
 from pydantic_core import PydanticSerializationError
 
-from lmx_lab.errors import InvalidRequestError
+from lmx_lab.errors import InvalidRequestError, did_you_mean
 
 Shape = TypeVar("Shape", bound=BaseModel)
 
@@ -24,6 +24,8 @@ def build_body(shape: type[Shape], **fields: object) -> Shape:
         first = exc.errors(include_url=False, include_context=False)[0]
         field = ".".join(str(part)[:80] for part in first["loc"])
         reason = first["msg"].removeprefix("Value error, ")
+        if first["type"] == "extra_forbidden" and len(first["loc"]) == 1:
+            reason = f"there is no such field{did_you_mean(field, shape.model_fields)}"
         given = f" (given: {first['input']!r:.80})" if isinstance(first["input"], str | int | float) else ""
         raise InvalidRequestError(f"{field or 'the request'}: {reason}{given}", param=field or None) from None
 
@@ -40,4 +42,4 @@ def encode_body(body: BaseModel) -> bytes:
     except PydanticSerializationError as exc:
         raise InvalidRequestError(
             f"the request cannot be written as JSON: {exc!s:.200}; give plain Python values"
-        ) from exc
+        ) from None

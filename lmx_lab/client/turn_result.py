@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import html
+import json
 from dataclasses import dataclass
 
 import pydantic_core
@@ -25,7 +27,11 @@ Arguments = dict[str, JsonValue]
 _ARGUMENTS: TypeAdapter[Arguments] = TypeAdapter(Arguments)
 
 
-@dataclass(frozen=True, kw_only=True)
+SHOWN_CHARACTERS = 500
+"""Maximum length of a tool's result where a call is displayed."""
+
+
+@dataclass(frozen=True, kw_only=True, repr=False)
 class TurnToolCall:
     """A tool call of the turn with its result."""
 
@@ -38,8 +44,13 @@ class TurnToolCall:
     """The result that was given to the model."""
     elapsed_s: float
 
+    def __repr__(self) -> str:
+        arguments = "invalid arguments" if self.arguments is None else json.dumps(self.arguments, ensure_ascii=False)
+        text = self.text if len(self.text) <= SHOWN_CHARACTERS else f"{self.text[:SHOWN_CHARACTERS]}…"
+        return f"→ {self.name}({arguments}) {self.status} in {self.elapsed_s:.2f} s: {text}"
 
-@dataclass(frozen=True, kw_only=True)
+
+@dataclass(frozen=True, kw_only=True, repr=False)
 class TurnResult:
     """The result of a turn that has completed or was cancelled.
 
@@ -62,6 +73,14 @@ class TurnResult:
 
     def __str__(self) -> str:
         return self.text
+
+    def __repr__(self) -> str:
+        cost = f" · {self.stats.tokens} tokens, {self.stats.elapsed_s:.1f} s" if self.stats is not None else ""
+        return "\n\n".join([*map(repr, self.tool_calls), self.text, f"turn {self.turn_id} · {self.stop_reason}{cost}"])
+
+    def _repr_html_(self) -> str:
+        # Notebooks break plain text anywhere; this breaks at words.
+        return f'<div style="white-space: pre-wrap; word-break: normal">{html.escape(repr(self))}</div>'
 
 
 class TurnAccumulator:

@@ -81,8 +81,6 @@ def _taken_port(name: str, port: int) -> Finding:
     is_configured = "LMX_LAB_PORT" in os.environ
     means = "a new lab takes the next free port, and clients of this port reach the other program"
     remedy = "unset LMX_LAB_PORT" if is_configured else "lmx-lab serve --port 0 takes any free port"
-    if listeners and listeners[0].pid is not None:
-        remedy = f"kill {listeners[0].pid} ends that program; {remedy}"
     return Finding(
         topic="port",
         verdict="bad" if is_configured else "note",
@@ -93,29 +91,23 @@ def _taken_port(name: str, port: int) -> Finding:
 
 
 def check_labs(settings: Settings) -> Iterator[Finding]:
-    """Check that at most one lab runs on the usual ports, because each lab keeps its own model in memory."""
+    """Check that at most one lab of this home runs on the usual ports, because each keeps its own model in memory."""
     usual = {*range(settings.port, settings.port + PORTS_TRIED + 1)}
     usual |= {*range(Settings.port, Settings.port + PORTS_TRIED + 1)}
-    candidates = [each for each in list_listeners() if each.port in usual]
+    candidates = [each for each in list_listeners() if each.port in usual and _home_of(each) == str(settings.home)]
     with ThreadPoolExecutor(CONCURRENT_PROBES, thread_name_prefix="lmx-lab-doctor") as pool:
         labs = [each for each, is_lab in zip(candidates, pool.map(_is_lab, candidates), strict=True) if is_lab]
     if len(labs) < 2:
-        found = f"one lab is running, {_describe_lab(labs[0])}" if labs else "no lab is running"
+        found = f"one lab is running, {labs[0].url} ({labs[0]})" if labs else "no lab of this home is running"
         yield Finding(topic="labs", verdict="fine", found=found)
         return
-    pids = " ".join(str(lab.pid) for lab in labs[1:] if lab.pid is not None)
     yield Finding(
         topic="labs",
         verdict="note",
-        found=f"{len(labs)} labs are running: {', '.join(map(_describe_lab, labs))}",
+        found=f"{len(labs)} labs are running: {', '.join(f'{lab.url} ({lab})' for lab in labs)}",
         means="each keeps its own model in memory, and a client reaches only the lab whose address it uses",
-        remedy=f"lab.stop() in its notebook, or kill {pids}" if pids else "lab.stop() in its notebook",
+        remedy="lab.stop() in the notebook of one of them, or Ctrl-C in its terminal",
     )
-
-
-def _describe_lab(lab: Listener) -> str:
-    home = _home_of(lab)
-    return f"{lab.url} ({lab}{f', home {home}' if home else ''})"
 
 
 def _is_lab(listener: Listener) -> bool:

@@ -13,6 +13,7 @@ from dataclasses import dataclass
 from typing import Protocol
 
 from lmx_lab.engine.admission import AdmissionControl, Permit
+from lmx_lab.engine.cancellation import Cancellation
 from lmx_lab.engine.requests import EmbeddingRequest, Embeddings, GenerationRequest, Ranking, RerankRequest
 from lmx_lab.engine.stream import Pending, TokenStream
 from lmx_lab.errors import LabError
@@ -32,11 +33,9 @@ class Capabilities:
     """Reports log-probabilities of an answer that may call tools in the model's own format."""
     input_types: bool
     """Supports ``EmbeddingRequest.input_type`` for models whose files have prompts for it."""
-    cancellable_loads: bool
-    """Cancelling ``load`` or ``pin`` ends it; otherwise the work continues in the background."""
 
 
-def _nothing() -> None:
+def _nothing(by_request: bool) -> None:
     pass
 
 
@@ -46,9 +45,10 @@ class EngineHost:
 
     used_by_others: Callable[[], int] = lambda: 0
     """Returns how many bytes of the memory limit other engines use."""
-    lost_model: Callable[[], None] = _nothing
+    lost_model: Callable[[bool], None] = _nothing
     """Called after a model left memory without ``unload`` or ``unpin``: it ran out of memory, or its process or thread
-    ended. The snapshot and ``failure`` are up to date by then."""
+    ended. The snapshot and ``failure`` are up to date by then. The argument is whether a single request was the cause,
+    so that the main model should be loaded again."""
 
 
 class InferenceEngine(Protocol):
@@ -85,16 +85,20 @@ class InferenceEngine(Protocol):
 
     # Models
 
-    def check(self, entry: ModelEntry, spec: LoadSpec) -> None:
-        """Check that a model can be loaded, before the current one is unloaded. Blocks, since it may read files.
+    def check(self, entry: ModelEntry, spec: LoadSpec, cancellation: Cancellation) -> None:
+        """Check that a model can be loaded, before the current one is unloaded. Blocks, since it reads files, and tries
+        the model's tokenizer and chat template in processes with limits.
 
         Raises:
             UnusableModelError: the engine cannot run this model, or not with these options.
             OutOfMemoryError: the model is larger than the memory limit.
+            NotLoadedError: the check was cancelled.
         """
 
     async def load(self, entry: ModelEntry, spec: LoadSpec) -> LoadReport:
-        """Load the main model. Called only while the engine has no main model.
+        """Load the main model. Called only while the engine has no main model, after ``check``.
+
+        Cancelling this, as well as ``pin``, ends the load, and releases its memory and its processes.
 
         Raises:
             UnusableModelError, OutOfMemoryError: the engine has no main model, and the memory is released.

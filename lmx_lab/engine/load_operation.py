@@ -3,16 +3,48 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Coroutine
+from collections.abc import Coroutine, Iterator
 from dataclasses import dataclass, field
 from typing import Any, Literal, TypeVar
 
-from lmx_lab.errors import LabError
+from lmx_lab.errors import LabError, NotLoadedError
 from lmx_lab.values.models import LoadReport, LoadSpec, ModelEntry
 
 T = TypeVar("T")
 IfBusy = Literal["refuse", "wait", "replace"]
-"""What a load or unload does while another one is in progress: fail, wait for it, or cancel it if that is possible."""
+"""What a load or unload does while another one is in progress: fail, wait for it, or cancel it."""
+LOAD_BASE_S = 60.0
+"""Time limit of the load of a small model, on a busy machine."""
+SLOW_DISK_BYTES_PER_S = 20e6
+"""The time limit is enough to read the weights from a disk of this speed."""
+
+
+def load_limit_s(size_bytes: int, load_timeout_s: float | None) -> float:
+    """Return the time limit of a load.
+
+    Args:
+        size_bytes: Size of the weights.
+        load_timeout_s: The setting, which takes precedence.
+    """
+    return load_timeout_s if load_timeout_s is not None else LOAD_BASE_S + size_bytes / SLOW_DISK_BYTES_PER_S
+
+
+async def within_limit(work: Coroutine[Any, Any, T], entry: ModelEntry, load_timeout_s: float | None) -> T:
+    """Return the result of work of a load. At the time limit of the load, the work is cancelled.
+
+    Raises:
+        NotLoadedError: the work did not end in time.
+    """
+    limit_s = load_limit_s(entry.size_bytes, load_timeout_s)
+    try:
+        async with asyncio.timeout(limit_s):
+            return await work
+    except TimeoutError:
+        raise NotLoadedError(
+            f"{entry.id} was not loaded within {limit_s:.0f} s, the time limit of a load of "
+            f"{entry.size_bytes / 1e9:.2f} GB; check its disk and its files, or set load_timeout_s "
+            "(LMX_LAB_LOAD_TIMEOUT_S) to more seconds"
+        ) from None
 
 
 @dataclass(eq=False, kw_only=True)
@@ -21,14 +53,25 @@ class LoadOperation:
 
     spec: LoadSpec
     entry: ModelEntry | None
+    """The model; None until its files are found."""
     done: asyncio.Future[LoadReport]
     reached_engine: bool = False
     """Whether the files were found, and the engine is loading them or is about to."""
-    cancellable: bool = False
-    """Whether the engine can cancel the load."""
+    restores: bool = True
+    """Whether the previous model is loaded again if this load fails or is cancelled."""
+    requested_entry: ModelEntry | None = field(init=False)
+    """The model that the caller has named by its entry."""
     _error: LabError | None = field(default=None, init=False)
     _task: asyncio.Task[Any] | None = field(default=None, init=False)
     """The current part of the load, which may take long."""
+
+    def __post_init__(self) -> None:
+        self.requested_entry = self.entry
+
+    @property
+    def names(self) -> set[str]:
+        """The name that the caller used, and the id of the model when it is known."""
+        return {self.spec.model} if self.entry is None else {self.spec.model, self.entry.id}
 
     def check(self) -> None:
         """Check that the load was not cancelled.
@@ -49,6 +92,10 @@ class LoadOperation:
         if self._error is not None:
             work.close()
             raise self._error
+        return await self.restore(work)
+
+    async def restore(self, work: Coroutine[Any, Any, T]) -> T:
+        """Run work that follows a failed or cancelled load, in the same way. A second cancellation cancels it."""
         task = asyncio.create_task(work, name=f"lmx-lab load of {self.spec.model:.80}")
         self._task = task
         try:
@@ -59,9 +106,14 @@ class LoadOperation:
         finally:
             self._task = None
 
-    def cancel(self, error: LabError) -> None:
-        """Cancel the load; its callers get this error."""
+    def cancel(self, error: LabError, *, restores: bool = True) -> None:
+        """Cancel the load; its callers get this error.
+
+        Args:
+            restores: Whether the previous model is loaded again.
+        """
         self._error = self._error or error
+        self.restores = self.restores and restores
         if self._task is not None:
             self._task.cancel()
 
@@ -74,3 +126,39 @@ class LoadOperation:
         else:
             self.done.set_exception(outcome)
             self.done.exception()  # retrieved, because all callers may have left
+
+
+class ActiveLoads:
+    """The loads that are in progress."""
+
+    def __init__(self) -> None:
+        self._operations: list[LoadOperation] = []
+
+    def __iter__(self) -> Iterator[LoadOperation]:
+        return iter(list(self._operations))
+
+    def find(self, spec: LoadSpec, entry: ModelEntry | None) -> LoadOperation | None:
+        """Return the load of the same request; None if there is none."""
+        return next((it for it in self._operations if it.spec == spec and it.requested_entry == entry), None)
+
+    def add(self, operation: LoadOperation) -> None:
+        self._operations.append(operation)
+
+    def remove(self, operation: LoadOperation) -> None:
+        self._operations.remove(operation)
+
+    def named(self, model: str) -> list[LoadOperation]:
+        """Return the loads of a model, by the name that a caller used or by its id."""
+        return [operation for operation in self._operations if model in operation.names]
+
+    def of_main(self) -> list[LoadOperation]:
+        """Return the loads of main models whose files were found."""
+        return [it for it in self._operations if it.reached_engine and it.spec.pin is None and it.entry is not None]
+
+    def replace_all(self, by: ModelEntry) -> None:
+        """Cancel the loads of other main models, because this model is loaded instead."""
+        for operation in self.of_main():
+            entry = operation.entry
+            if entry is not None and entry.path != by.path:
+                error = NotLoadedError(f"the load of {entry.id} was cancelled: {by.id} is loaded instead")
+                operation.cancel(error, restores=False)

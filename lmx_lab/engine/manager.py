@@ -210,9 +210,9 @@ class ModelManager:
             engine.snapshot.memory_used_bytes for name, engine in list(self._engines.items()) if name != excluding
         )
 
-    def _post_lost(self, name: EngineName) -> None:
+    def _post_lost(self, name: EngineName, by_request: bool) -> None:
         if (control := self._control) is not None:
-            control.post_lost(self._engines[name])
+            control.post_lost(self._engines[name], by_request)
 
     # Models
 
@@ -259,23 +259,30 @@ class ModelManager:
         )
 
     async def cancel_load(self, model: str) -> None:
-        """Cancel the loads of a model that have not reached an engine; their callers get an error. Downloads continue.
+        """Cancel the loads of a model, by its id or the name that a caller used. Downloads continue in the background.
+
+        The callers of the loads get an error when the previous model is loaded again.
 
         Raises:
-            ModelBusyError: the engine is already loading the model.
             InvalidRequestError: the model is not being loaded.
         """
         await self._run(lambda control: control.cancel(model))
 
-    async def unload(self, *, if_busy: IfBusy = "refuse") -> int:
+    async def unload(self, model: str | None = None, *, local: bool = True, if_busy: IfBusy = "refuse") -> int:
         """Unload the main model after its running requests have ended; return the bytes that this released.
 
-        A load in progress is cancelled if its engine can do that, even if it hangs. Pinned models stay.
+        If a main model is being loaded, only that load is cancelled, even if it hangs: the previous model is loaded
+        again. With ``if_busy="wait"``, the load ends first. Pinned models stay.
+
+        Args:
+            model: The model to unload, or whose load is cancelled; None for any.
+            local: Whether the caller is on this machine, and may name the model by its path.
 
         Raises:
+            InvalidRequestError: the model of this name is pinned, or not in memory.
             ModelBusyError: another load or unload is in progress.
         """
-        return await self._run(lambda control: control.unload(if_busy=if_busy))
+        return await self._run(lambda control: control.unload(model, local=local, if_busy=if_busy))
 
     async def end_drain(self) -> None:
         """End the requests that a load or unload waits for, instead of waiting until they have ended."""

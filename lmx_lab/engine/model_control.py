@@ -11,20 +11,21 @@ import asyncio
 import functools
 import logging
 import time
-from collections.abc import AsyncIterator, Callable, Coroutine
+from collections.abc import AsyncIterator, Callable, Coroutine, Iterable
 from contextlib import asynccontextmanager, suppress
 from dataclasses import replace
 from typing import Any, Literal, TypeVar
 
 from lmx_lab.engine.admission import AdmissionControl
+from lmx_lab.engine.cancellation import Cancellation
 from lmx_lab.engine.interface import InferenceEngine
-from lmx_lab.engine.load_operation import IfBusy, LoadOperation
-from lmx_lab.engine.model_finder import ModelFinder, from_disk
-from lmx_lab.engine.model_lookup import Kinds, is_idle_path, unknown_model, wrong_kind
+from lmx_lab.engine.load_operation import ActiveLoads, IfBusy, LoadOperation, within_limit
+from lmx_lab.engine.model_finder import ModelFinder
+from lmx_lab.engine.model_lookup import Kinds, check_unload, is_idle_path, unknown_model, wrong_kind
 from lmx_lab.engine.registry import choose_engine
 from lmx_lab.engine.residents import MAIN, Resident, Residents
 from lmx_lab.engine.swap_order import Ticket
-from lmx_lab.engine.swap_queue import SwapQueue
+from lmx_lab.engine.swap_queue import SwapQueue, SwapTurn
 from lmx_lab.errors import (
     InvalidRequestError,
     LabError,
@@ -41,6 +42,8 @@ from lmx_lab.weights.fingerprint import is_loaded, with_marks
 
 log = logging.getLogger(__name__)
 T = TypeVar("T")
+RELOAD_S = 30.0
+"""A main model that a request has ended is loaded again, unless this happened within this time before."""
 
 
 class ModelControl:
@@ -78,9 +81,10 @@ class ModelControl:
         # Models are read into memory one at a time, so that the memory of the others is known.
         self._entering = asyncio.Lock()
         self._end_drain = asyncio.Event()
-        self._loads: dict[tuple[LoadSpec, ModelEntry | None], LoadOperation] = {}
+        self._loads = ActiveLoads()
         self._tasks: set[asyncio.Task[Any]] = set()
         self._idle_timer: asyncio.TimerHandle | None = None
+        self._reloaded_at = -RELOAD_S
         self.swaps = SwapQueue(
             settings,
             loaded=lambda: self._snapshot().model or self._snapshot().idle_model,
@@ -125,18 +129,16 @@ class ModelControl:
         Args:
             entry: The model, if its files are already known.
         """
-        key = (spec, entry)
-        operation = self._loads.get(key)
+        operation = self._loads.find(spec, entry)
         if operation is None:
             operation = LoadOperation(spec=spec, entry=entry, done=self._loop.create_future())
-            self._loads[key] = operation
+            self._loads.add(operation)
             work = self._load(operation, local=local, finish_queued=finish_queued, if_busy=if_busy)
             self._start_task(work, f"lmx-lab load {spec.model:.80}")
         # Cancelling a caller does not cancel the load.
         return await asyncio.shield(operation.done)
 
     async def _load(self, operation: LoadOperation, *, local: bool, finish_queued: bool, if_busy: IfBusy) -> None:
-        key = (operation.spec, operation.entry)
         try:
             report = await self._find_and_load(operation, local=local, finish_queued=finish_queued, if_busy=if_busy)
         except LabError as exc:
@@ -151,7 +153,7 @@ class ModelControl:
             self._report(LoadProgress(model=report.model, stage="loaded"))
             operation.finish(report)
         finally:
-            del self._loads[key]
+            self._loads.remove(operation)
 
     def _fail(self, operation: LoadOperation, error: LabError) -> None:
         if not operation.done.done():
@@ -166,21 +168,22 @@ class ModelControl:
         row = choose_engine(entry, spec)
         engine = await in_thread(functools.partial(self._engine_of, row.name))
         operation.check()
-        operation.reached_engine, operation.cancellable = True, engine.capabilities.cancellable_loads
-        operation.entry = entry
+        operation.reached_engine, operation.entry = True, entry
         if spec.pin is not None:
             if found is None:
-                await self._finder.check(entry)
+                await operation.run(self._finder.check(entry))
             return await self._pin(operation, entry, engine, spec.pin)
         if not self._changing.locked() and (report := await self._report_if_loaded(entry, spec)) is not None:
             return report
         if (other := self._same_load(operation, entry)) is not None:
             return await asyncio.shield(other.done)
         change = ModelChange(kind="load", model=entry.id, stage="checking", since=time.perf_counter())
-        self._check_busy(if_busy, f"{entry.id} is loaded instead", kept=entry)
+        if if_busy == "replace":
+            self._loads.replace_all(entry)
+        self._check_busy(if_busy)
         async with self._exclusive(change):
             if found is None:
-                await self._finder.check(entry)
+                await operation.run(self._finder.check(entry))
             self._report(LoadProgress(model=entry.id, stage="load", total_bytes=entry.size_bytes))
             return await self._replace_main(operation, entry, engine, finish_queued=finish_queued)
 
@@ -200,43 +203,25 @@ class ModelControl:
 
     def _same_load(self, operation: LoadOperation, entry: ModelEntry) -> LoadOperation | None:
         """Return another load of the same files with the same options that is in progress; None if there is none."""
-        for other in self._loads.values():
+        for other in self._loads:
             if other is operation or not other.reached_engine or other.entry is None or other.spec.pin is not None:
                 continue
             if other.entry.path == entry.path and self._options(other.spec) == self._options(operation.spec):
                 return other
         return None
 
-    def _check_busy(self, if_busy: IfBusy, why: str, *, kept: ModelEntry | None = None) -> None:
-        """Check that a load or unload may start; cancel other loads if ``if_busy`` is ``replace``.
-
-        Args:
-            why: Reason for the cancellation of loads, for their errors.
-            kept: A model whose loads are not cancelled.
+    def _check_busy(self, if_busy: IfBusy) -> None:
+        """Check that a load or unload may start.
 
         Raises:
             ModelBusyError: another load or unload is in progress, and ``if_busy`` is ``refuse``.
         """
-        if if_busy == "replace":
-            self._cancel_engine_loads(why, kept=kept)
-        elif if_busy == "refuse" and self._changing.locked():
+        if if_busy == "refuse" and self._changing.locked():
             change = self._change
             doing = (
                 f"{change.model} is being loaded" if change and change.kind == "load" else "the model is being unloaded"
             )
             raise ModelBusyError(f"{doing}; try again when that is done", retry_after_s=2)
-
-    def _cancel_engine_loads(self, why: str, *, kept: ModelEntry | None = None) -> bool:
-        """Cancel the loads in engines that support it; return whether there were any."""
-        found = False
-        for operation in self._loads.values():
-            entry = operation.entry
-            if not (operation.reached_engine and operation.cancellable and operation.spec.pin is None) or entry is None:
-                continue
-            if kept is None or entry.path != kept.path:
-                operation.cancel(NotLoadedError(f"the load of {entry.id} was cancelled: {why}"))
-                found = True
-        return found
 
     @asynccontextmanager
     async def _exclusive(self, change: ModelChange) -> AsyncIterator[None]:
@@ -274,41 +259,57 @@ class ModelControl:
         if (report := await self._report_if_loaded(entry, spec)) is not None:
             return report
         # A model that cannot be loaded is refused while the current model still answers.
-        await operation.run(from_disk(functools.partial(engine.check, entry, spec), entry.id))
+        await operation.run(self._try(entry, spec, engine))
         await operation.run(self._restore_pins())
-        operation.check()
-        await self._drain_and_unload(f"the model was replaced by {entry.id}", finish_queued=finish_queued)
-        self._enter_stage("loading")
         try:
+            await self._drain_and_unload(
+                f"the model was replaced by {entry.id}", finish_queued=finish_queued, operation=operation
+            )
+            self._enter_stage("loading")
             return await operation.run(self._load_main(entry, spec, engine))
         except LabError as exc:
-            # If the load was cancelled, another model is loaded or none, and the previous one is not needed.
-            operation.check()
             failure = exc
-        outcome = await self._reload(operation, previous)
+        # If another model is loaded instead, or none, the previous one is not needed.
+        if not operation.restores:
+            raise failure
+        outcome = await self._restore(operation, previous)
         raise type(failure)(f"{failure.message}{outcome}", param=failure.param)
 
-    async def _reload(self, operation: LoadOperation, previous: Resident | None) -> str:
-        """Load the previous model again; return the outcome as the end of an error message."""
+    async def _restore(self, operation: LoadOperation, previous: Resident | None) -> str:
+        """Load the previous model again after a load that failed; return the outcome as the end of an error message."""
         if previous is None:
             return "; no model is loaded"
         name = previous.entry.id
+        if self._main is previous:
+            return f"; {name} is still loaded"
         try:
-            await operation.run(self._load_main(previous.entry, previous.spec, previous.engine))
+            await operation.restore(self._reload(previous))
         except LabError as exc:
             return f"; the previous model {name} could not be loaded again either: {exc.message}"
         return f"; the previous model {name} is loaded again"
+
+    async def _reload(self, resident: Resident) -> None:
+        await self._try(resident.entry, resident.spec, resident.engine)
+        await self._load_main(resident.entry, resident.spec, resident.engine)
+
+    async def _try(self, entry: ModelEntry, spec: LoadSpec, engine: InferenceEngine) -> None:
+        """Let an engine check a model on a thread of its own, because its tokenizer and template may take any time."""
+        cancellation = Cancellation()
+        check = in_thread(functools.partial(engine.check, entry, spec, cancellation), name="lmx-lab-check")
+        try:
+            await within_limit(check, entry, self.settings.load_timeout_s)
+        finally:
+            cancellation.cancel()
 
     async def _load_main(self, entry: ModelEntry, spec: LoadSpec, engine: InferenceEngine) -> LoadReport:
         async with self._entering:
             entry = await in_thread(functools.partial(with_marks, entry))
             try:
-                report = await engine.load(entry, spec)
-            except asyncio.CancelledError:
+                report = await within_limit(engine.load(entry, spec), entry, self.settings.load_timeout_s)
+            except (asyncio.CancelledError, NotLoadedError):
                 # The load may have been completed at the moment of the cancellation.
-                if engine.capabilities.cancellable_loads:
-                    with suppress(LabError):
-                        await engine.unload()
+                with suppress(LabError):
+                    await engine.unload()
                 raise
         self._slots[MAIN] = self._resident(entry, spec, engine)
         self._engine, self._unloaded = engine, None
@@ -326,23 +327,20 @@ class ModelControl:
 
     async def cancel(self, model: str) -> None:
         """See ``ModelManager.cancel_load``."""
-        operations = [operation for operation in self._loads.values() if operation.spec.model == model]
+        operations = self._loads.named(model)
         if not operations:
             raise InvalidRequestError(f"{model} is not being loaded; there is nothing to cancel", param="model")
-        if any(operation.reached_engine for operation in operations):
-            raise ModelBusyError(
-                f"{model} is already being loaded into memory, which is not interrupted; unload it when it is loaded",
-                retry_after_s=2,
-            )
+        self._cancel(operations)
+
+    def _cancel(self, operations: Iterable[LoadOperation]) -> None:
         for operation in operations:
-            operation.cancel(NotLoadedError(f"the load of {model} was cancelled"))
+            operation.cancel(NotLoadedError(f"the load of {operation.spec.model} was cancelled"))
 
     def cancel_all(self, error: LabError | None = None) -> None:
-        """Cancel all loads. Their callers get the error at once, even if an engine continues to load."""
-        for operation in list(self._loads.values()):
+        """Cancel all loads. Their callers get the error at once, before the engines have ended the loads."""
+        for operation in self._loads:
             failure = error or NotLoadedError(f"the load of {operation.spec.model} was cancelled: the server stops")
-            if error is not None or not operation.reached_engine:
-                operation.cancel(failure)
+            operation.cancel(failure, restores=False)
             self._fail(operation, failure)
 
     async def settled(self) -> None:
@@ -373,10 +371,10 @@ class ModelControl:
             before = self._slots.get(kind)
             is_same = before is not None and before.in_memory and before.spec == spec
             if before is not None and is_same and await in_thread(functools.partial(is_loaded, before.entry, entry)):
-                return LoadReport(model=entry.id, load_s=0.0, memory_bytes=_pinned_bytes(before))
-            await from_disk(functools.partial(engine.check, entry, spec), entry.id)
+                return LoadReport(model=entry.id, load_s=0.0, memory_bytes=before.pinned_bytes)
+            await self._try(entry, spec, engine)
             entry = await in_thread(functools.partial(with_marks, entry))
-            report = await engine.pin(entry, spec)
+            report = await within_limit(engine.pin(entry, spec), entry, self.settings.load_timeout_s)
             self._slots[kind] = self._pins[kind] = self._resident(entry, spec, engine)
             self._publish()
         if before is not None and before.engine is not engine:
@@ -395,11 +393,16 @@ class ModelControl:
 
     # Unloads
 
-    async def unload(self, *, if_busy: IfBusy) -> int:
+    async def unload(self, model: str | None, *, local: bool, if_busy: IfBusy) -> int:
         """See ``ModelManager.unload``."""
-        why = "the model is unloaded"
-        if not self._cancel_engine_loads(why):
-            self._check_busy(if_busy, why)
+        loads = self._loads.named(model) if model is not None else self._loads.of_main()
+        if loads and if_busy != "wait":
+            self._cancel(loads)
+            await asyncio.wait([operation.done for operation in loads])
+            return 0
+        if model is not None:
+            check_unload(model, self._snapshot(), local=local)
+        self._check_busy(if_busy)
         return await asyncio.shield(self._start_task(self._unload(), "lmx-lab unload"))
 
     async def _unload(self) -> int:
@@ -422,13 +425,27 @@ class ModelControl:
         return freed
 
     async def _drain_and_unload(
-        self, why: str, *, finish_queued: bool = False, cause: UnloadCause | None = None
+        self,
+        why: str,
+        *,
+        finish_queued: bool = False,
+        cause: UnloadCause | None = None,
+        operation: LoadOperation | None = None,
     ) -> int:
-        """Unload the main model after its requests have ended; return the bytes that this released."""
+        """Unload the main model after its requests have ended; return the bytes that this released.
+
+        Args:
+            operation: The load that needs the room. If it is cancelled before the model is unloaded, the model stays.
+        """
         main = self._main
         if main is None:
             return 0
-        await self._drain(main, why, self.settings.drain_s, finish_queued=finish_queued)
+        drain = self._drain(main, why, self.settings.drain_s, finish_queued=finish_queued)
+        try:
+            await (operation.run(drain) if operation is not None else drain)
+        except LabError:
+            main.admission.reopen()
+            raise
         self._enter_stage("unloading")
         if cause is not None:
             self._unloaded = (main.entry.id, cause)
@@ -457,11 +474,11 @@ class ModelControl:
 
     # Reports of engines and admission controls
 
-    def post_lost(self, engine: InferenceEngine) -> None:
-        """Handle that an engine has lost a model. May be called from any thread."""
-        _post(self._loop, self._remove_lost, engine)
+    def post_lost(self, engine: InferenceEngine, by_request: bool) -> None:
+        """Handle that an engine has lost a model (see ``EngineHost.lost_model``). May be called from any thread."""
+        _post(self._loop, self._remove_lost, engine, by_request)
 
-    def _remove_lost(self, engine: InferenceEngine) -> None:
+    def _remove_lost(self, engine: InferenceEngine, by_request: bool) -> None:
         for slot, resident in list(self._slots.items()):
             if resident.engine is not engine or resident.in_memory:
                 continue
@@ -469,6 +486,10 @@ class ModelControl:
             if slot == MAIN and engine.snapshot.unload_cause == "memory":
                 self._unloaded = (resident.entry.id, "memory")
                 self._report(LoadProgress(model=resident.entry.id, stage="unloaded", message="out of memory"))
+            if slot == MAIN and by_request and time.perf_counter() - self._reloaded_at > RELOAD_S:
+                self._reloaded_at = time.perf_counter()
+                load = self.load(resident.spec, resident.entry, local=True, finish_queued=False, if_busy="refuse")
+                self._start_task(load, "lmx-lab reload")
         self._publish()
         self._schedule_next()
 
@@ -525,10 +546,9 @@ class ModelControl:
         except BaseException:
             self.swaps.leave(ticket)
             raise
-        return SwapTurn(self, ticket, model)
+        return SwapTurn(functools.partial(self._post_leave, ticket), model)
 
-    def post_leave(self, ticket: Ticket) -> None:
-        """End a turn. May be called from any thread."""
+    def _post_leave(self, ticket: Ticket) -> None:
         _post(self._loop, self.swaps.leave, ticket)
 
     async def load_for_request(self, name: str | None, kinds: Kinds) -> str | None:
@@ -572,26 +592,7 @@ class ModelControl:
         return entry
 
 
-class SwapTurn:
-    """The turn of a request in swap mode: its model is loaded, and stays loaded until the turn ends."""
-
-    def __init__(self, control: ModelControl, ticket: Ticket, model: str | None) -> None:
-        self.model = model
-        """Id of the loaded model."""
-        self._control = control
-        self._ticket = ticket
-
-    def close(self) -> None:
-        """End the turn. Idempotent; may be called from any thread."""
-        self._control.post_leave(self._ticket)
-
-
 def _post(loop: asyncio.AbstractEventLoop, callback: Callable[..., object], *args: object) -> None:
     # If the loop is closed, the manager was stopped.
     with suppress(RuntimeError):
         loop.call_soon_threadsafe(callback, *args)
-
-
-def _pinned_bytes(resident: Resident) -> int:
-    pinned = resident.engine.snapshot.pinned
-    return next((model.memory_bytes for model in pinned if model.entry is resident.entry), 0)

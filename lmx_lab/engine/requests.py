@@ -128,6 +128,8 @@ class GenerationRequest:
     """Whether to report the log-probability of each prompt token, with ``top_logprobs`` alternatives."""
     timeout_s: float | None = None
     """Time limit from arrival to the last token; None takes ``Settings.request_timeout_s``."""
+    request_id: str | None = None
+    """Id of the request, for the log."""
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -32,6 +32,12 @@ class Resident:
         """Whether the engine still has the model: the engine may have run out of memory, or died."""
         return any(entry is self.entry for entry in entries_in_memory(self.engine.snapshot))
 
+    @property
+    def pinned_bytes(self) -> int:
+        """Memory of a pinned model."""
+        pinned = self.engine.snapshot.pinned
+        return next((model.memory_bytes for model in pinned if model.entry is self.entry), 0)
+
     async def drain(self, reason: str, *, timeout_s: float, finish_queued: bool, end: asyncio.Event) -> None:
         """Accept no more requests, and wait until the accepted ones have ended; end the rest after ``timeout_s``.
 

@@ -72,7 +72,7 @@ class Speeds:
     def _advice(self) -> str:
         if self.disturbed:
             busy = f"other programs kept {self.busy_percent:.0f} % of the processors busy"
-            return f"{busy}, so measure again when they use less: lmx-lab doctor --measure"
+            return f"{busy}; run lmx-lab doctor --measure when they use less"
         return f"prefer {ENGINES[self.preferred].files}" if self.preferred else "neither is clearly faster"
 
 

@@ -114,6 +114,11 @@ class TokenStream:
         return end if isinstance(end, GenerationReport) else None
 
     @property
+    def ended(self) -> bool:
+        """Whether the engine has ended the generation. Its last deltas may not have been read yet."""
+        return self._mailbox.end is not None
+
+    @property
     def progress(self) -> PromptProgress | None:
         """How much of the prompt has been computed; None while the request waits for a slot."""
         return self._mailbox.progress

@@ -100,3 +100,16 @@ class SwapQueue:
             self._tickets[ticket].set()
         elif (ends_s := self._order.share_ends_s()) is not None:
             self._timer = loop.call_at(ends_s, self.update)
+
+
+class SwapTurn:
+    """The turn of a request in swap mode: its model is loaded, and stays loaded until the turn ends.
+
+    Args:
+        leave: Ends the turn. Idempotent; may be called from any thread.
+        model: Id of the loaded model.
+    """
+
+    def __init__(self, leave: Callable[[], None], model: str | None) -> None:
+        self.close = leave
+        self.model = model

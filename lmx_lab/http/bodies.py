@@ -13,16 +13,20 @@ import ctypes
 import gc
 import math
 import threading
+import time
 from collections.abc import AsyncIterator, Callable, Coroutine, Iterator
-from contextlib import asynccontextmanager, contextmanager
-from typing import Any
+from contextlib import asynccontextmanager
+from typing import Any, TypeVar
 
 import pydantic_core
 from fastapi import Request, Response
+from fastapi.exceptions import RequestValidationError
 from fastapi.routing import APIRoute
 
 from lmx_lab.errors import BodyTooLargeError, InvalidRequestError, LabError, QueueFullError
-from lmx_lab.wire.limits import Structure
+from lmx_lab.wire.limits import DIGITS_LIMIT, Structure
+
+T = TypeVar("T")
 
 NESTING_LIMIT = 64
 TOO_DEEP = f"the body is nested deeper than {NESTING_LIMIT} levels; flatten it (a schema can use $defs and $ref)"
@@ -33,46 +37,57 @@ MEMORY_BYTES = 256 * 2**20
 """Memory for the bodies of all current requests."""
 SMALL_BODY_BYTES = 64 * 1024
 """This much of each body is not counted against the memory, so that large bodies, however slow, do not keep small ones
-out. Larger bodies are counted before they are parsed, in pieces of this size; smaller ones cannot contain too much."""
+out. The contents of bodies are counted in pieces of this size."""
+SHORT_BODY_BYTES = 4096
+"""Size up to which a body is read in a single step."""
+FEW_VALUES = 2000
+"""Number of values up to which a body of at most ``SMALL_BODY_BYTES`` is validated in the event loop, in a few
+milliseconds. Others are validated in a thread, which lets the loop run meanwhile, but takes longer."""
 PAUSE_S = 0.015
-"""Pause between two steps of large bodies, which take up to about 50 ms each. Another request takes several iterations
-of the loop, which are complete in this time."""
+"""Pause after a step that took longer than ``STEP_S``; steps of large bodies take up to about 50 ms. Another request
+takes several iterations of the loop, which are complete in this time."""
+STEP_S = 0.003
 TRIM_S = 5.0
 """Time after the last large body until freed memory is returned to the operating system."""
 WALK_ITEMS = 10_000
 """Number of items that are checked at a time, in about 3 ms."""
 RETRY_S = 2
 CONTAINERS = (dict, list)
+END = object()
 Text = bytes | bytearray | str
-_GC_LOCK = threading.Lock()
 METHODS_WITH_BODY = {"POST", "PATCH"}
 LONE_SURROGATE = "a lone surrogate (\\ud800 to \\udfff without its other half) is not a character"
 PARSER_MESSAGES = {
     "unexpected end of hex escape": LONE_SURROGATE,
     "lone leading surrogate in hex escape": LONE_SURROGATE,
-    "number out of range": "a number has more than 4,300 digits, which is the limit",
+    "number out of range": f"a number has more than {DIGITS_LIMIT} digits, which is the limit",
 }
 """Replacements for messages of the parser that name its step and not the error."""
 
 
 class LargeBodyQueue:
-    """Processes large bodies one step of one body at a time, with a pause after each step.
+    """Processes bodies one step of one body at a time, with a pause after each long step.
 
     Some time after the last large body, freed memory is returned to the operating system.
     """
 
     def __init__(self) -> None:
         self._lock = asyncio.Lock()
+        self._next_at = 0.0
+        """Time at which the next step may begin."""
         self._trimming: asyncio.TimerHandle | None = None
 
-    async def wait(self) -> None:
-        """Wait until the caller may take a step. It has to take the step before it awaits anything else.
-
-        Garbage is not collected during the step.
-        """
+    @asynccontextmanager
+    async def step(self) -> AsyncIterator[None]:
+        """Wait until the caller may take a step, which is the block. Garbage is not collected during the step."""
         async with self._lock:
-            await asyncio.sleep(PAUSE_S)
-        _collect_later()
+            # At least one iteration of the loop, in which other requests are processed.
+            await asyncio.sleep(max(0.0, self._next_at - time.monotonic()))
+            began = time.monotonic()
+            with _GC_PAUSE:
+                yield
+            ended = time.monotonic()
+            self._next_at = ended + PAUSE_S if ended - began > STEP_S else 0.0
 
     def trim_later(self) -> None:
         """Return freed memory to the operating system ``TRIM_S`` after the last call."""
@@ -82,11 +97,32 @@ class LargeBodyQueue:
         self._trimming = loop.call_later(TRIM_S, loop.run_in_executor, None, _trim_heaps)
 
 
-def _collect_later() -> None:
-    """Delay garbage collection until the current step of the loop has ended: it would make the step twice as long."""
-    if gc.isenabled():
-        gc.disable()
-        asyncio.get_running_loop().call_soon(gc.enable)
+class _GcPause:
+    """Pauses garbage collection within a block: tracing 50,000 lists repeatedly takes longer than parsing them.
+
+    Several threads may be in such a block at the same time.
+    """
+
+    def __init__(self) -> None:
+        self._lock = threading.Lock()
+        self._blocks = 0
+        self._was_enabled = False
+
+    def __enter__(self) -> None:
+        with self._lock:
+            if not self._blocks:
+                self._was_enabled = gc.isenabled()
+                gc.disable()
+            self._blocks += 1
+
+    def __exit__(self, *exc_info: object) -> None:
+        with self._lock:
+            self._blocks -= 1
+            if not self._blocks and self._was_enabled:
+                gc.enable()
+
+
+_GC_PAUSE = _GcPause()
 
 
 def _trim_heaps() -> None:
@@ -111,56 +147,53 @@ def parse_json(text: Text) -> Any:
     return value
 
 
-async def read_json(text: Text, queue: LargeBodyQueue) -> Any:
-    """Parse JSON as ``parse_json`` does, in steps between which the loop runs. A large body is counted first.
+async def read_json(text: Text, queue: LargeBodyQueue, validate: Callable[[Any], T]) -> T:
+    """Parse JSON as ``parse_json`` does, and return what ``validate`` makes of the value.
 
-    On return, the caller may take the next step, which is the validation of the value.
+    This is done in steps between which the loop runs. A body that is not short is counted first.
 
     Raises:
         InvalidRequestError: as ``parse_json``.
         BodyTooLargeError: it contains more than ``Structure`` allows.
     """
-    if len(text) <= SMALL_BODY_BYTES:
-        return parse_json(text)
-    queue.trim_later()
+    if len(text) <= SHORT_BODY_BYTES:
+        return validate(parse_json(text))
+    if len(text) > SMALL_BODY_BYTES:
+        queue.trim_later()
     structure, start = Structure(), 0
     while start < len(text):
-        start = structure.add(text, start, SMALL_BODY_BYTES)
+        async with queue.step():
+            start = structure.add(text, start, SMALL_BODY_BYTES)
         if structure.excess is not None:
             raise BodyTooLargeError(f"the body has more than {structure.excess}, the limit of this server; send less")
-        await asyncio.sleep(0)
-    await queue.wait()
-    value = _parse(text)
-    for _ in _walk(value):
-        await asyncio.sleep(0)
-    await queue.wait()
-    return value
+        if structure.has_long_number:
+            raise InvalidRequestError(f"a number in the body has more than {DIGITS_LIMIT} digits; send a shorter one")
+        if structure.depth > NESTING_LIMIT:
+            raise InvalidRequestError(TOO_DEEP)
+    async with queue.step():
+        value = _parse(text)
+    if structure.may_have_infinity:
+        walk = _walk(value)
+        has_more = True
+        while has_more:
+            async with queue.step():
+                has_more = next(walk, END) is not END
+    async with queue.step():
+        if len(text) <= SMALL_BODY_BYTES and structure.items + structure.containers <= FEW_VALUES:
+            return validate(value)
+        return await asyncio.to_thread(validate, value)
 
 
 def _parse(text: Text) -> Any:
     if text[:1] == "\ufeff" or text[:3] == b"\xef\xbb\xbf":
         raise InvalidRequestError("the body begins with a byte order mark (U+FEFF); send UTF-8 without one")
     try:
-        with _gc_paused():
+        with _GC_PAUSE:
             return pydantic_core.from_json(text, allow_inf_nan=False)
     except ValueError as exc:
         if "recursion limit" in str(exc):
             raise InvalidRequestError(TOO_DEEP) from exc
         raise InvalidRequestError(f"the body is not valid JSON: {_parser_message(str(exc))}") from exc
-
-
-@contextmanager
-def _gc_paused() -> Iterator[None]:
-    """Pause garbage collection: tracing 50,000 lists repeatedly takes longer than parsing them."""
-    # One thread at a time; otherwise a thread could restore the state that another one has set.
-    with _GC_LOCK:
-        enabled = gc.isenabled()
-        gc.disable()
-        try:
-            yield
-        finally:
-            if enabled:
-                gc.enable()
 
 
 def _parser_message(message: str) -> str:
@@ -269,7 +302,7 @@ def _check_size(size: int, limit_bytes: int) -> None:
 
 
 class ParsedRequest(Request):
-    """A request whose JSON body was already parsed."""
+    """A request whose JSON body was already parsed and validated. FastAPI accepts the valid object as it is."""
 
     def __init__(self, request: Request, body: bytearray, value: Any) -> None:
         super().__init__(request.scope, request.receive)
@@ -292,10 +325,19 @@ class StrictRoute(APIRoute):
                 value = None
                 if body or (self.body_field is not None and self.body_field.field_info.is_required()):
                     _check_content_type(request)
-                    value = await read_json(body, state.large_body_queue)
+                    value = await read_json(body, state.large_body_queue, self._validate)
                 return await handle(ParsedRequest(request, body, value))
 
         return strict if METHODS_WITH_BODY & set(self.methods or ()) else handle
+
+    def _validate(self, value: Any) -> Any:
+        """Return the object that FastAPI would make of the body. FastAPI would do so in the event loop."""
+        if self.body_field is None or value is None:
+            return value
+        valid, errors = self.body_field.validate(value, loc=("body",))
+        if errors:
+            raise RequestValidationError(errors)
+        return valid
 
 
 def _check_content_type(request: Request) -> None:

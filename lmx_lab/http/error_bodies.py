@@ -6,7 +6,6 @@ import logging
 import math
 from collections.abc import Callable
 from http import HTTPStatus
-from typing import Any
 
 from fastapi import Request, Response
 from fastapi.exceptions import RequestValidationError
@@ -20,6 +19,8 @@ from lmx_lab import errors
 from lmx_lab.errors import CallerError, InvalidRequestError, LabError
 from lmx_lab.http.guard import is_local
 from lmx_lab.wire.errors import ErrorBody, ErrorDetail
+from lmx_lab.wire.generation import request_class
+from lmx_lab.wire.validation import invalid_request
 
 log = logging.getLogger(__name__)
 
@@ -58,18 +59,8 @@ NO_RETRY = (
 )
 # nginx's status for a request that the client has closed.
 CLIENT_CLOSED = 499
-# There is no number for "no limit". Other servers use -1 or 0 for it.
-UNLIMITED_HINTS = {
-    **dict.fromkeys(
-        ("max_tokens", "max_completion_tokens"),
-        "for no limit except the model's context, send a large number such as 1000000",
-    ),
-    "top_n": "for all documents, leave the field out",
-    "dimensions": "for all dimensions of the model, leave the field out",
-}
 REQUEST_PARTS = ("body", "query")
 METHODS = ("GET", "HEAD", "POST", "PUT", "PATCH", "DELETE")
-UNION_TYPES = ("str", "constrained-str")
 ERROR_TYPES = {401: "authentication_error", 403: "permission_error", 404: "not_found_error", 429: "rate_limit_error"}
 
 
@@ -137,63 +128,15 @@ def request_id_of(connection: HTTPConnection) -> str | None:
 
 
 def validation_error(exc: ValidationError | RequestValidationError) -> InvalidRequestError:
-    """Return the error for the first invalid field of a body."""
-    problem = _first_problem(list(exc.errors()))
-    # A part of the path may be a name of any length that the caller chose.
-    parts = _field_path(exc, problem["loc"])
-    # A name that is not a field may look like a type of a union.
-    last = len(parts) - 1 if problem["type"] == "extra_forbidden" else None
-    path = [str(part)[:80] for at, part in enumerate(parts) if at == last or not _is_union_type(part)]
-    field = ".".join(path)
-    message = f"{_message(problem)}{_describe_input(problem.get('input'))}"
-    if problem["type"] == "greater_than_equal" and path[-1:] and path[-1] in UNLIMITED_HINTS:
-        message = f"{message}; {UNLIMITED_HINTS[path[-1]]}"
-    return InvalidRequestError(f"{field or 'body'}: {message}", param=field or None)
+    """Return the error for the first invalid field of a request."""
+    if isinstance(exc, ValidationError):
+        return invalid_request(exc.errors(), shape=request_class(exc.title))
+    return invalid_request([{**problem, "loc": _field_path(problem["loc"])} for problem in exc.errors()])
 
 
-def _message(problem: dict[str, Any]) -> str:
-    """Return pydantic's message, or our own if pydantic's is about its steps or does not contain the number."""
-    match problem["type"]:
-        case "extra_forbidden":
-            return "is not a field of this request, or not supported by this version; leave it out"
-        case "too_long":
-            limit = problem["ctx"]["max_length"]
-            return f"has {len(problem['input'])} items, the limit is {limit}; send at most {limit}"
-        case "too_short":
-            return f"has {len(problem['input'])} items; send at least {problem['ctx']['min_length']}"
-        case _:
-            return str(problem["msg"]).removeprefix("Value error, ")
-
-
-def _describe_input(value: Any) -> str:
-    # An integer from a notebook may have more digits than Python prints.
-    if not isinstance(value, str | int | float) or (isinstance(value, int) and value.bit_length() > 1000):
-        return ""
-    # Truncated first: the repr of a text of 8 MB takes tens of milliseconds.
-    shown = value[:80] if isinstance(value, str) else value
-    return f" (given: {shown!r:.80})"
-
-
-def _first_problem(problems: list[Any]) -> dict[str, Any]:
-    """Return the first problem. Of a union, return that of the type that matched furthest: the one the caller meant."""
-    first = problems[0]
-    if not (first["loc"] and _is_union_type(first["loc"][-1])):
-        return dict(first)
-    field = first["loc"][:-1]
-    alternatives = [problem for problem in problems if problem["loc"][: len(field)] == field]
-    # Of two that matched equally far, the one with the right type.
-    return dict(max(alternatives, key=lambda problem: (len(problem["loc"]), not problem["type"].endswith("_type"))))
-
-
-def _field_path(exc: ValidationError | RequestValidationError, path: tuple[str | int, ...]) -> tuple[str | int, ...]:
+def _field_path(path: tuple[str | int, ...]) -> tuple[str | int, ...]:
     """Remove the part of the request that FastAPI puts first, which could also be the name of a field."""
-    in_front = isinstance(exc, RequestValidationError) and path[:1] and path[0] in REQUEST_PARTS
-    return path[1:] if in_front else path
-
-
-def _is_union_type(part: str | int) -> bool:
-    """Whether a part of a path is the type of a union that was tried, and not a field."""
-    return part in UNION_TYPES or "[" in str(part)
+    return path[1:] if path[:1] and path[0] in REQUEST_PARTS else path
 
 
 async def on_lab_error(request: Request, exc: Exception) -> JSONResponse:

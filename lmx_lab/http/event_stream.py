@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import asyncio
+import logging
+import math
 from collections.abc import AsyncGenerator, AsyncIterator, Callable, Coroutine
 from contextlib import suppress
 from typing import Any, TypeVar
@@ -10,8 +12,11 @@ from typing import Any, TypeVar
 from fastapi import Request
 from fastapi.responses import StreamingResponse
 from starlette.requests import ClientDisconnect
-from starlette.types import Message, Send
+from starlette.types import Message, Receive, Scope, Send
 
+from lmx_lab.http.slow_clients import SendWatch
+
+log = logging.getLogger(__name__)
 T = TypeVar("T")
 DONE = "[DONE]"
 KEEP_ALIVE_S = 5.0
@@ -25,9 +30,17 @@ class EventStream(StreamingResponse):
 
     Args:
         comment: Returns a comment to send whenever nothing was sent for ``KEEP_ALIVE_S``; clients ignore comments.
+        blocked_limit_s: Returns how long the client may accept no data before the iterator is closed and the client is
+            disconnected. Called repeatedly; by default there is no limit.
     """
 
-    def __init__(self, lines: AsyncIterator[str], *, comment: Callable[[], str] | None = None) -> None:
+    def __init__(
+        self,
+        lines: AsyncIterator[str],
+        *,
+        comment: Callable[[], str] | None = None,
+        blocked_limit_s: Callable[[], float] = lambda: math.inf,
+    ) -> None:
         super().__init__(
             lines,
             media_type="text/event-stream",
@@ -36,9 +49,32 @@ class EventStream(StreamingResponse):
         )
         self._lines = lines
         self._comment = comment
+        self._blocked_limit_s = blocked_limit_s
+        self._request_id = ""
+        self._abort: Callable[[], None] = lambda: None
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        self._request_id = scope.get("lmx_lab.request_id", "")
+        # An extension of ``http.protocol``, which other servers do not have.
+        self._abort = (scope.get("extensions") or {}).get("lmx_lab.abort", self._abort)
+        await super().__call__(scope, receive, send)
 
     async def stream_response(self, send: Send) -> None:
-        connection = _TimedConnection(send)
+        watch = SendWatch(self._blocked_limit_s)
+        try:
+            async with watch:
+                await self._stream(_TimedConnection(send, watch))
+        except TimeoutError:
+            if not watch.expired:
+                raise
+            log.warning(
+                "%s: cancelled, because the client has accepted no data for %g s", self._request_id, watch.blocked_s
+            )
+            self._abort()
+            # The server is notified of the lost connection before this returns.
+            await asyncio.sleep(0)
+
+    async def _stream(self, connection: _TimedConnection) -> None:
         await connection.send({"type": "http.response.start", "status": self.status_code, "headers": self.raw_headers})
         keep_alive = asyncio.create_task(_keep_alive(connection, self._comment)) if self._comment else None
         try:
@@ -58,8 +94,9 @@ class EventStream(StreamingResponse):
 class _TimedConnection:
     """A connection that records when something was last sent on it."""
 
-    def __init__(self, send: Send) -> None:
+    def __init__(self, send: Send, watch: SendWatch) -> None:
         self._send = send
+        self._watch = watch
         self._now = asyncio.get_running_loop().time
         self._sent_at = self._now()
 
@@ -69,7 +106,7 @@ class _TimedConnection:
 
     async def send(self, message: Message) -> None:
         self._sent_at = self._now()
-        await self._send(message)
+        await self._watch.send(self._send(message))
 
     async def send_body(self, text: str) -> None:
         await self.send({"type": "http.response.body", "body": text.encode(), "more_body": True})

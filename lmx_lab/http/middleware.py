@@ -9,6 +9,7 @@ from __future__ import annotations
 import secrets
 from collections.abc import Callable, Iterable, Sequence
 from importlib.metadata import version
+from typing import Protocol
 
 from fastapi import FastAPI
 from fastapi.exceptions import RequestValidationError
@@ -35,6 +36,7 @@ from lmx_lab.http.guard import (
 )
 
 VERSION = version("lmx-lab")
+SWITCHING_PROTOCOLS = 101
 CONTENT_POLICY_HEADER = b"content-security-policy"
 FIXED_HEADERS = (
     (b"x-lmx-lab", VERSION.encode()),
@@ -42,7 +44,22 @@ FIXED_HEADERS = (
 )
 
 
-def wrap_app(api: FastAPI, policy: Callable[[], GuardPolicy], *, methods: Sequence[str] = ("GET", "POST")) -> ASGIApp:
+class RequestObserver(Protocol):
+    """Is called for each request, also for those that are refused before they reach a route."""
+
+    def begin(self, scope: Scope) -> None: ...
+
+    def end(self, scope: Scope, status: int | None) -> None:
+        """Called when the response was sent; the status is None if there was no response."""
+
+
+def wrap_app(
+    api: FastAPI,
+    policy: Callable[[], GuardPolicy],
+    *,
+    methods: Sequence[str] = ("GET", "POST"),
+    observer: RequestObserver | None = None,
+) -> ASGIApp:
     """Wrap an application so that untrusted clients may reach it and all errors have the same form.
 
     Args:
@@ -57,7 +74,8 @@ def wrap_app(api: FastAPI, policy: Callable[[], GuardPolicy], *, methods: Sequen
     api.add_exception_handler(HTTPException, error_bodies.on_http_error)
     api.add_exception_handler(ClientDisconnect, error_bodies.on_disconnect)
     api.add_exception_handler(Exception, error_bodies.on_bug)
-    return ResponseHeaders(Cors(Guard(api, policy=policy, respond=_refusal), policy=policy, methods=methods))
+    guarded = Cors(Guard(api, policy=policy, respond=_refusal), policy=policy, methods=methods)
+    return ResponseHeaders(guarded, observer)
 
 
 class Cors(CORSMiddleware):
@@ -92,8 +110,9 @@ def _refusal(error: LabError) -> ASGIApp:
 class ResponseHeaders:
     """Adds headers to every response: a request id (also in the scope), the version, and restrictions for browsers."""
 
-    def __init__(self, app: ASGIApp) -> None:
+    def __init__(self, app: ASGIApp, observer: RequestObserver | None = None) -> None:
         self._app = app
+        self._observer = observer
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         if scope["type"] == "lifespan":
@@ -101,14 +120,24 @@ class ResponseHeaders:
             return
         request_id = scope["lmx_lab.request_id"] = f"req_{secrets.token_hex(8)}"
         id_header = (b"x-request-id", request_id.encode())
+        status: int | None = None
 
         async def send_with_headers(message: Message) -> None:
+            nonlocal status
             if message["type"].endswith((".response.start", "websocket.accept")):
+                status = message.get("status", SWITCHING_PROTOCOLS)
                 headers = _with_content_policy(message.get("headers", ()))
                 message = {**message, "headers": [*headers, id_header, *FIXED_HEADERS]}
             await send(message)
 
-        await self._app(scope, receive, send_with_headers)
+        if self._observer is None:
+            await self._app(scope, receive, send_with_headers)
+            return
+        self._observer.begin(scope)
+        try:
+            await self._app(scope, receive, send_with_headers)
+        finally:
+            self._observer.end(scope, status)
 
 
 def _with_content_policy(headers: Iterable[tuple[bytes, bytes]]) -> list[tuple[bytes, bytes]]:

@@ -7,12 +7,10 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import ipaddress
 import json
 import logging
 import re
 import resource
-import socket
 from collections.abc import Sequence
 from http import HTTPStatus
 from typing import Any
@@ -25,16 +23,10 @@ from websockets.frames import Frame, Opcode
 from websockets.http11 import Response
 from websockets.server import ServerProtocol
 
-from lmx_lab.http.guard import CONTENT_POLICY, RESPONSE_HEADERS, is_loopback
+from lmx_lab.http.guard import CONTENT_POLICY, RESPONSE_HEADERS
 from lmx_lab.http.paced_transport import PIECE_BYTES, READ_BYTES, PacedTransport
+from lmx_lab.http.socket_options import enable_keepalive, limit_unsent
 
-KEEPALIVE_IDLE_S = 5
-"""Silence on a connection after which the system probes whether the other machine still exists."""
-KEEPALIVE_INTERVAL_S = 3
-"""Time between two probes."""
-KEEPALIVE_PROBES = 3
-"""Number of unanswered probes after which the system closes the connection. This takes 14 s. Data that are sent
-meanwhile, such as a heartbeat, have another 14 s to be acknowledged, so it can take 28 s."""
 HEAD_S = 20.0
 """Time for the head of a request, from its first byte. Before that, a connection may be idle for uvicorn's
 ``timeout_keep_alive``."""
@@ -62,6 +54,8 @@ UNFINISHED_BYTES = 256 * 2**20
 FREE_LINE_ENDS = 4096
 BYTES_PER_LINE_END = 8
 """A chunked body may have ``FREE_LINE_ENDS`` line ends, and one more per this number of bytes. Each chunk has two."""
+FRAMING_BYTES = 64 * 1024
+"""Number of bytes of a chunked body that are not data, such as chunk extensions, in addition to as many as its data."""
 FRAMES_PER_S = 500
 """Largest number of messages, pings and pongs per second on a WebSocket. Also the number of fragments in a message, in
 addition to one per 64 bytes."""
@@ -73,40 +67,12 @@ OWN_HEADERS = {**dict(RESPONSE_HEADERS), "content-security-policy": CONTENT_POLI
 """Headers of responses that the application did not send."""
 
 
-def enable_keepalive(sock: socket.socket) -> None:
-    """Make the system close this connection within 30 s after the other machine has disappeared.
-
-    A machine that loses power or network does not close its connections. With the system's default settings, that is
-    detected after two hours if nothing is sent, and after fifteen minutes otherwise. A client that accepts no data for
-    14 s although there are some is disconnected too; the system cannot distinguish it. Connections within this machine
-    are therefore left unchanged: their peers cannot disappear unnoticed, but may be suspended or busy.
-    """
-    with contextlib.suppress(OSError):  # the connection has already ended
-        if is_remote(sock.getpeername()[0]):
-            _set_keepalive(sock)
-
-
-def _set_keepalive(sock: socket.socket) -> None:
-    sock.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
-    # macOS has another name for the first one. If one is missing, the system's default applies.
-    for names, value in (
-        (("TCP_KEEPIDLE", "TCP_KEEPALIVE"), KEEPALIVE_IDLE_S),
-        (("TCP_KEEPINTVL",), KEEPALIVE_INTERVAL_S),
-        (("TCP_KEEPCNT",), KEEPALIVE_PROBES),
-        # Probes are sent only if no data are in transit. This one is for data that are not acknowledged.
-        (("TCP_USER_TIMEOUT",), 1000 * (KEEPALIVE_IDLE_S + KEEPALIVE_PROBES * KEEPALIVE_INTERVAL_S)),
-    ):
-        option = next((getattr(socket, name) for name in names if hasattr(socket, name)), None)
-        if option is not None:
-            sock.setsockopt(socket.IPPROTO_TCP, option, value)
-
-
-def is_remote(host: str) -> bool:
-    """Whether the address of a peer is that of another machine, as far as it is known."""
-    with contextlib.suppress(ValueError):
-        ipaddress.ip_address(host)
-        return not is_loopback(host)
-    return False
+def close_now(transport: PacedTransport) -> None:
+    """Close a connection, without waiting for a client that accepts no data."""
+    if transport.get_write_buffer_size():
+        transport.abort()
+    else:
+        transport.close()
 
 
 def encode_text_frames(texts: Sequence[str]) -> bytes:
@@ -141,12 +107,15 @@ class HttpProtocol(H11Protocol):
     _ending = False
     _body_bytes = _line_ends = 0
     """Number of bytes and line ends in a chunked body, as received."""
+    _data_bytes = 0
+    """Number of bytes of its data."""
     transport: PacedTransport  # type: ignore[assignment]
 
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
         super().connection_made(PacedTransport(transport))  # type: ignore[arg-type]
         sock = transport.get_extra_info("socket")
         enable_keepalive(sock)
+        limit_unsent(transport)
         if len(self.connections) > MAX_CONNECTIONS or is_reserved(sock.fileno()):
             others = len(self.connections) - 1
             self._refuse(
@@ -170,10 +139,23 @@ class HttpProtocol(H11Protocol):
     def feed(self, data: bytes) -> None:
         """Parse a piece of the received data."""
         if not self._ending and self._check_head_lines(data) and self._check_chunk_sizes(data):
-            super().data_received(data)
+            self._parse(data)
             if self.flow.read_paused:
                 self.loop.call_later(LATE_S, self._record_pause)
             self._update_deadline()
+
+    def _parse(self, data: bytes) -> None:
+        cycle, before = self.cycle, len(self.cycle.body) if self.cycle is not None else 0
+        super().data_received(data)
+        if cycle is not None:
+            # Data after a complete response are dropped. They count as if they had been kept.
+            self._data_bytes += len(data) if cycle.response_complete else len(cycle.body) - before
+
+    def handle_events(self) -> None:
+        super().handle_events()
+        if self.cycle is not None:
+            # The task of a new request has not started yet.
+            self.cycle.scope["extensions"] = {"lmx_lab.abort": self.transport.abort}
 
     def _check_head_lines(self, data: bytes) -> bool:
         """Refuse a request whose head has too many lines. Return whether the connection continues."""
@@ -191,12 +173,14 @@ class HttpProtocol(H11Protocol):
     def _check_chunk_sizes(self, data: bytes) -> bool:
         """Refuse a body that consists of very short chunks. Return whether the connection continues."""
         if not (self._in_body and self._is_chunked):
-            self._body_bytes = self._line_ends = 0
+            self._body_bytes = self._line_ends = self._data_bytes = 0
             return True
         self._body_bytes += len(data)
         self._line_ends += data.count(b"\r\n")
         if self._line_ends > FREE_LINE_ENDS + self._body_bytes // BYTES_PER_LINE_END:
             self._refuse(HTTPStatus.BAD_REQUEST, "the chunks of the body have only a few bytes; send larger chunks")
+        elif self._body_bytes - self._data_bytes > len(data) + FRAMING_BYTES + self._data_bytes:
+            self._refuse(HTTPStatus.BAD_REQUEST, "the chunks of the body have long extensions; send them without")
         return not self._ending
 
     @property
@@ -316,7 +300,7 @@ class HttpProtocol(H11Protocol):
         else:
             with contextlib.suppress(OSError):  # the connection has already ended
                 self.transport.write_eof()
-            self.loop.call_later(LINGER_S, self.transport.close)
+            self.loop.call_later(LINGER_S, close_now, self.transport)
 
     def _abandon_cycle(self) -> None:
         """Tell the application that the client has disconnected, and drop the rest of its response."""
@@ -358,7 +342,7 @@ class WebSocketProtocol(WebSocketsSansIOProtocol):
 
     ``lmx_lab.frames`` encodes any number of texts, once for all connections. ``lmx_lab.send`` sends the result in one
     write, as soon as the client has accepted enough of the data before. ``lmx_lab.abort`` disconnects a client that
-    accepts nothing.
+    accepts nothing. ``lmx_lab.close`` does so after sending a close code, for which the client has ``LINGER_S``.
     """
 
     _pongs = b""
@@ -446,6 +430,15 @@ class WebSocketProtocol(WebSocketsSansIOProtocol):
         self.queue.put_nowait(disconnect)
         self._close_and_linger()
 
+    def keepalive_timeout(self) -> None:
+        if not self.close_sent and not self.transport.is_closing():
+            # uvicorn would wait until the client accepts what was sent before.
+            self.stop_keepalive()
+            self.logger.warning(
+                "%s: closed, because it has not answered a ping for %g s", self.client, self.ping_timeout
+            )
+            self._refuse(1011, "keepalive ping timeout")
+
     def handle_parser_exception(self) -> None:
         if self.conn.close_sent is None:  # no response to the handshake was sent, and a close is not possible before
             self.transport.abort()
@@ -464,6 +457,7 @@ class WebSocketProtocol(WebSocketsSansIOProtocol):
             "lmx_lab.frames": encode_text_frames,
             "lmx_lab.send": self._send,
             "lmx_lab.abort": self.transport.abort,
+            "lmx_lab.close": self._refuse,
         }
         self.scope["extensions"] = {**(self.scope.get("extensions") or {}), **own}
         application = self.app
@@ -510,7 +504,7 @@ class WebSocketProtocol(WebSocketsSansIOProtocol):
             self.transport.resume_reading()
         if self.close_timer is not None:
             self.close_timer.cancel()
-        self.close_timer = self.loop.call_later(LINGER_S, self.transport.close)
+        self.close_timer = self.loop.call_later(LINGER_S, close_now, self.transport)
 
     async def send(self, message: Any) -> None:
         await super().send(message)

@@ -43,6 +43,8 @@ RESPONSE_S = 2.0
 """Time in which the program on a taken port has to respond after it has accepted the connection. It is long because the
 loop of a lab may be busy."""
 LOG_RECORDS = 500
+REQUEST_LOGGERS = ("lmx_lab.http", "lmx_lab.server")
+"""Loggers of the packages that answer requests; their records are about requests of any client."""
 
 
 def bind(host: str, port: int, *, explicit: bool) -> socket.socket:
@@ -146,7 +148,7 @@ _LOGS = RecentLinesHandler(LOG_RECORDS)
 
 
 def recent_logs() -> list[str]:
-    """Return the last 500 log records of all servers of this process, oldest first."""
+    """Return the last 500 log records of all servers of this process and of their requests, oldest first."""
     return list(_LOGS.lines)
 
 
@@ -154,6 +156,8 @@ def _redirect_logs() -> None:
     logger = logging.getLogger("uvicorn")
     logger.propagate = False
     logger.addHandler(_LOGS)
+    for name in REQUEST_LOGGERS:
+        logging.getLogger(name).addHandler(_LOGS)
     for name in ("uvicorn.error", "uvicorn.access"):
         logging.getLogger(name).addFilter(_remove_keys)
 
@@ -286,17 +290,23 @@ class RunningServer:
         await self._lifespan.end()
 
 
-async def serve(app: ASGIApp, sock: socket.socket, *, ws_max_bytes: int = 8 * 2**20) -> RunningServer:
+async def serve(
+    app: ASGIApp, sock: socket.socket, *, ws_max_bytes: int = 8 * 2**20, ws_pong_s: float = 20.0
+) -> RunningServer:
     """Serve an application on a socket of ``bind``, on the running loop. Returns once requests are accepted.
 
     The socket then belongs to the server. It is also closed if the start fails.
+
+    Args:
+        ws_max_bytes: Largest size of a message of a WebSocket.
+        ws_pong_s: Time that the client of a WebSocket has to answer a ping. Pings are sent twice as often.
 
     Raises:
         HostingError: the start of the application (its lifespan) failed; the cause is chained.
     """
     _redirect_logs()
     lifespan = _Lifespan(app)
-    server = _Server(_config(lifespan, ws_max_bytes))
+    server = _Server(_config(lifespan, ws_max_bytes, ws_pong_s))
     name, port = sock.getsockname()[:2]
     name = _loopback_for(name)
     url = f"http://[{name}]:{port}" if ":" in name else f"http://{name}:{port}"
@@ -307,7 +317,7 @@ async def serve(app: ASGIApp, sock: socket.socket, *, ws_max_bytes: int = 8 * 2*
     return running
 
 
-def _config(app: ASGIApp, ws_max_bytes: int) -> uvicorn.Config:
+def _config(app: ASGIApp, ws_max_bytes: int, ws_pong_s: float) -> uvicorn.Config:
     return uvicorn.Config(
         app,
         interface="asgi3",
@@ -317,6 +327,8 @@ def _config(app: ASGIApp, ws_max_bytes: int) -> uvicorn.Config:
         http=HttpProtocol,
         ws=WebSocketProtocol,
         ws_max_size=ws_max_bytes,
+        ws_ping_interval=ws_pong_s / 2,
+        ws_ping_timeout=ws_pong_s,
         # Compression gains nothing on loopback, and each connection would keep two windows in memory.
         ws_per_message_deflate=False,
         log_config=None,

@@ -3,17 +3,17 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence, Sized
 from typing import Any, TypeVar
 
 from pydantic import BaseModel, PydanticUserError, ValidationError
 
 from lmx_lab.errors import InvalidRequestError
-from lmx_lab.http.error_bodies import validation_error
 from lmx_lab.wire.chat import ChatRequest
 from lmx_lab.wire.embeddings import EmbeddingsBody
 from lmx_lab.wire.generation import ANY_MODEL
 from lmx_lab.wire.rerank import RerankBody
+from lmx_lab.wire.validation import invalid_request
 
 Prompt = str | Sequence[Mapping[str, Any]]
 Texts = str | Iterable[str] | Iterable[int] | Iterable[Sequence[int]]
@@ -42,7 +42,7 @@ def _schema_format(response_format: Any) -> Any:
     except PydanticUserError as exc:
         raise InvalidRequestError(
             f"response_format: {name} has no JSON schema: {exc.message}", param="response_format"
-        ) from exc
+        ) from None
     return {"type": "json_schema", "json_schema": {"name": name[:256], "schema": schema}}
 
 
@@ -67,6 +67,9 @@ def chat_request(prompt: Prompt, parameters: Mapping[str, Any]) -> ChatRequest:
         InvalidRequestError: an argument is invalid; ``param`` is the first invalid one.
     """
     fields = {name: CONVERSIONS[name](value) if name in CONVERSIONS else value for name, value in parameters.items()}
+    if isinstance(count := fields.get("logprobs"), int) and not isinstance(count, bool):
+        fields |= {"logprobs": True, "top_logprobs": fields.get("top_logprobs", count)}
+    _check_conversation(prompt)
     if "stream" in fields:
         raise InvalidRequestError(
             "stream is a parameter of chat() only; to await a stream, call astream(...)", param="stream"
@@ -76,13 +79,28 @@ def chat_request(prompt: Prompt, parameters: Mapping[str, Any]) -> ChatRequest:
     if isinstance(messages, Sequence):
         messages = [*([{"role": "system", "content": system}] if system is not None else []), *messages]
     request = _validated(ChatRequest, {"model": ANY_MODEL, "messages": messages, **fields})
-    # A Reply has one text, without probabilities.
-    for name, is_requested in (("n", request.choices > 1), ("logprobs", request.logprobs)):
-        if is_requested:
-            raise InvalidRequestError(
-                f"{name} is not available here, because a reply has one text; use OpenAI(**lab.openai)", param=name
-            )
+    if request.choices > 1:
+        raise InvalidRequestError(
+            "n is not available here, because a reply has one text; use OpenAI(**lab.openai)", param="n"
+        )
     return request
+
+
+def _check_conversation(prompt: object) -> None:
+    """Refuse several texts, such as a column of a data frame, with the loop that asks about each of them."""
+    if isinstance(prompt, str | bytes) or not isinstance(prompt, Iterable):
+        return
+    if isinstance(prompt, Mapping):
+        raise InvalidRequestError("the prompt is one message; pass a list of messages", param="messages")
+    if isinstance(prompt, Sequence) and not (prompt and all(isinstance(item, str) for item in prompt)):
+        return
+    size = f" with {len(prompt)} items" if isinstance(prompt, Sized) else ""
+    raise InvalidRequestError(
+        f"the prompt is a {type(prompt).__name__}{size}, but chat() takes one conversation: a text, or a list of "
+        "messages. For one reply for each text: [lab.chat(text) for text in texts], or all at the same time: "
+        "await asyncio.gather(*[lab.achat(text) for text in texts])",
+        param="messages",
+    )
 
 
 def embeddings_body(texts: Texts, *, model: str | os.PathLike[str] | None, **fields: Any) -> EmbeddingsBody:
@@ -143,7 +161,7 @@ def _validated(model: type[Body], fields: Mapping[str, Any]) -> Body:
     try:
         return model.model_validate(fields)
     except ValidationError as exc:
-        raise validation_error(exc) from exc
+        raise invalid_request(exc.errors(), shape=model) from None
 
 
 def model_name(model: object) -> str:

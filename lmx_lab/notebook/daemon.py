@@ -130,7 +130,8 @@ class LabDaemon(Daemon):
     def add_mcp_server(self, name: str, command: Sequence[str] = (), **fields: Any) -> McpServerRecord:
         """Add an MCP server and start it: a program with its arguments, or ``url=`` for a running server.
 
-        If there is a server of this name, it is changed, so that a cell can be run again.
+        If there is a server of this name, it is changed, so that a cell can be run again. The daemon keeps the server
+        and starts it in later runs, until ``remove_mcp_server``.
 
         Args:
             fields: Fields of ``McpServerConfig``: ``env``, ``cwd``, ``headers``, ``permission``, ``tool_timeout_s`` and
@@ -154,6 +155,14 @@ class LabDaemon(Daemon):
                 return self.client.change_mcp_server(name, build_body(ChangeMcpServer, **fields))
             self.client.remove_mcp_server(name)
             return self.client.add_mcp_server(config)
+
+    def remove_mcp_server(self, name: str) -> None:
+        """Stop an MCP server and remove it with its tools. Otherwise the daemon starts it again in every later run.
+
+        Raises:
+            McpServerNotFoundError: no server has this name.
+        """
+        self.client.remove_mcp_server(name)
 
 
 class _NestingPortal(Portal):

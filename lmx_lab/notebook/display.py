@@ -5,13 +5,12 @@ Importing this module needs ipywidgets and anywidget, which are optional, and ta
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import ipywidgets
 
 from lmx_lab.notebook.rerank_result import RerankResult
-from lmx_lab.panels import static_fallback
 from lmx_lab.panels.events import EventsPanel
 from lmx_lab.panels.layout import card, compose_panels, report_sections
 from lmx_lab.panels.metrics import MetricsPanel
@@ -57,9 +56,9 @@ class LabDisplay:
         widget, metadata = card(self._workbench)._repr_mimebundle_(**options) or ({}, {})
         return {**widget, **facts}, metadata
 
-    def show(self, bundle: Any) -> None:
-        """Display a MIME bundle in the current cell."""
-        static_fallback.show(bundle)
+    def show(self, bundle: Any, render: Callable[[], str] | None = None) -> None:
+        """Display a MIME bundle in the current cell; see ``StaticViews.show``."""
+        self._workbench.static_views.show(bundle, render)
 
     def show_ranking(self, result: RerankResult) -> None:
         """Display a result as a table that can be sorted; the same widget each time."""

@@ -14,7 +14,7 @@ from collections.abc import Generator, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal, Unpack, overload
 
-from lmx_lab.backend import Backend, start_load
+from lmx_lab.backend import Backend
 from lmx_lab.bench.case import Arrival, Cache, Closed, Sweep
 from lmx_lab.bench.runner import Measured
 from lmx_lab.bench.targets import ChatTarget
@@ -29,13 +29,13 @@ from lmx_lab.notebook.arguments import (
 )
 from lmx_lab.notebook.bench import prepare_measurement, show_progress
 from lmx_lab.notebook.lab_server import LabServer
-from lmx_lab.notebook.reply import ModelList, Reply, ReplyStream, read_reply
+from lmx_lab.notebook.load_progress import show_load
+from lmx_lab.notebook.reply import ModelList, Reply, ReplyStream, json_shape, read_reply
 from lmx_lab.notebook.report import report_html, write_report
 from lmx_lab.notebook.rerank_result import RerankResult
 from lmx_lab.notebook.snapshot import Snapshot, take_snapshot
 from lmx_lab.notebook.verbs import LoopPortal, awaited, blocking, on_loop, run_verb
 from lmx_lab.panels.workbench import Workbench
-from lmx_lab.progress import bar
 from lmx_lab.settings import Settings
 from lmx_lab.values.encoding import InputType, Vectors
 from lmx_lab.values.models import LoadOptions, LoadReport, LoadSpec
@@ -167,7 +167,7 @@ class Lab:
         """Load a model by its id or path in place of the loaded one, and show the progress.
 
         A model that is not on disk is downloaded if the server runs in this process. A path is a path on the server's
-        machine. Interrupting this call stops the waiting, not the load.
+        machine. Interrupting this call cancels the load, and the previous model is loaded again.
 
         Args:
             options: ``LoadOptions``, such as ``engine="mlx"``, the engine that must run the model.
@@ -176,18 +176,10 @@ class Lab:
             AdminForbiddenError: the server allows this only to callers on its machine.
             LabError: the load has failed; the message says why, and which model is loaded now.
         """
-        return await self._show_load(LoadSpec.with_options(model_name(model), options))
+        return await show_load(self._backend, LoadSpec.with_options(model_name(model), options))
 
     load = blocking(_load)
     aload = awaited(_load)
-
-    async def _show_load(self, spec: LoadSpec) -> LoadReport:
-        load = await on_loop(start_load(self._backend, spec))
-        # Drawn here, in the caller's thread: output of another thread would appear in another cell.
-        with bar(spec.model) as shown:
-            while (step := await on_loop(load.step())) is not None:
-                shown.update(step)
-        return await on_loop(load.result())
 
     async def _pin_encoders(self) -> None:
         """Load the models that the settings ``embedder`` and ``reranker`` name, and keep them in memory.
@@ -198,13 +190,16 @@ class Lab:
             LabError: one of them could not be loaded; the server runs nevertheless.
         """
         for spec in self._server.unpinned():
-            await self._show_load(spec)
+            await show_load(self._backend, spec)
 
     pin_encoders = blocking(_pin_encoders)
     apin_encoders = awaited(_pin_encoders)
 
     async def _unload(self) -> float:
-        """Unload the model; returns the freed memory in GB (10^9 bytes)."""
+        """Unload the model; returns the freed memory in GB (10^9 bytes).
+
+        While a model is being loaded, its load is cancelled instead, and the previous model is loaded again.
+        """
         return await on_loop(self._backend.unload())
 
     unload = blocking(_unload)
@@ -221,12 +216,13 @@ class Lab:
 
     async def _chat(self, /, prompt: Prompt, **parameters: Any) -> Reply:
         """Ask the loaded model, and return the complete reply. The parameters are those of ``chat``."""
-        return await on_loop(read_reply(self._backend, chat_request(prompt, parameters)))
+        shape = json_shape(parameters.get("response_format"))
+        return await on_loop(read_reply(self._backend, chat_request(prompt, parameters), shape))
 
     async def _stream(self, /, prompt: Prompt, **parameters: Any) -> ReplyStream:
         """Stream a reply: ``async for piece in await lab.astream("…")``. The parameters are those of ``chat``."""
         stream = await on_loop(self._backend.generate(chat_request(prompt, parameters)))
-        return ReplyStream(stream, self._portal)
+        return ReplyStream(stream, self._portal, json_shape(parameters.get("response_format")))
 
     achat = awaited(_chat)
     astream = awaited(_stream)
@@ -238,13 +234,15 @@ class Lab:
     def chat(self, prompt: Prompt, *, stream: bool = False, **parameters: Any) -> Reply | ReplyStream:
         """Ask the loaded model; ``prompt`` is a text or a list of messages.
 
-        With ``stream=True``, iterate the result for text as it is generated. Interrupting stops the generation.
+        With ``stream=True``, iterate the result for text as it is generated, or display it with ``show()``.
+        Interrupting stops the generation.
 
         Args:
             parameters: ``system``, the system prompt, and the parameters of the chat format: ``temperature``,
                 ``top_p``, ``top_k``, ``min_p``, ``max_tokens``, ``stop``, ``seed``, penalties, ``logit_bias``,
-                ``ignore_eos``, ``tools``, ``tool_choice``, ``reasoning_effort``, and ``response_format``, which may be
-                the class of a pydantic model. ``n`` and ``logprobs`` are not supported, because a reply has one text.
+                ``ignore_eos``, ``tools``, ``tool_choice``, ``reasoning_effort``, ``logprobs``, which may be the number
+                of alternatives, and ``response_format``, which may be the class of a pydantic model. ``n`` is not
+                supported, because a reply has one text.
 
         Raises:
             NotLoadedError: no model is loaded.
@@ -483,7 +481,7 @@ class Lab:
             display = self._display()
         except ImportError:
             raise NotImplementedError from None  # IPython then uses the MIME bundle.
-        display.show(self._repr_mimebundle_())
+        display.show(self._repr_mimebundle_(), self._repr_html_)
 
     def _show_ranking(self, result: RerankResult) -> None:
         """Display a ranking as a widget; raises as ``_display``."""

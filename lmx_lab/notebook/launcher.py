@@ -3,16 +3,18 @@
 from __future__ import annotations
 
 import contextlib
+import inspect
 import os
 import sys
 import threading
+import time
 import types
-from collections.abc import Iterator
-from dataclasses import replace
+from collections.abc import Iterator, Mapping
+from dataclasses import fields, replace
 from typing import Any
 
-from lmx_lab.errors import DaemonRunningError, HostingError, InvalidRequestError
-from lmx_lab.http.uvicorn_server import bind
+from lmx_lab.errors import ArgumentError, DaemonRunningError, HostingError, InvalidRequestError
+from lmx_lab.http.uvicorn_server import REQUEST_LOGGERS, bind
 from lmx_lab.notebook.addresses import is_lan
 from lmx_lab.notebook.arguments import model_name
 from lmx_lab.notebook.lab import Lab
@@ -22,6 +24,10 @@ from lmx_lab.settings import PREFIX, Settings
 
 LOCK_S = 10.0
 """Maximum time to wait for another ``launch()``."""
+SLOW_S = 3.0
+"""Duration of a launch from which it shows where the time went."""
+SHOWN_S = 0.1
+"""Duration of a stage from which it is shown."""
 
 
 def _registry() -> types.ModuleType:
@@ -68,14 +74,10 @@ def launch(
         LabError: the model, or the ``embedder`` or ``reranker`` of the settings, could not be loaded; the server is
             running, see ``current()``.
     """
-    print_warnings()
-    if lan is True:
-        settings.setdefault("host", "0.0.0.0")
-    chosen = Settings.read(port=port, **settings)
-    if lan not in (True, False) or (lan and not is_lan(chosen.host)):
-        raise InvalidRequestError(
-            f"lan is {lan!r} and host is {chosen.host!r}, which contradict each other; omit one of them", param="lan"
-        )
+    # In a notebook, failed requests of other programs would appear in a cell's output; the metrics panel shows them.
+    print_warnings(without=REQUEST_LOGGERS if "ipykernel" in sys.modules else ())
+    stages = LaunchStages()
+    chosen = _read_settings(lan, port, settings)
     explicit = is_explicit(port)
     name = None if model is None else model_name(model)
     with _exclusive_launch():
@@ -86,13 +88,59 @@ def launch(
                 lab = _replace(chosen, loop, explicit=explicit)
             finally:
                 _REGISTRY.starting = False
+    stages.end("the server")
     lab.pin_encoders()
+    stages.end("the embedder and the reranker")
     if name is not None:
         lab.load(name)
+        stages.end(name)
     if daemon:
         # Last, because turns that were interrupted by the daemon's last stop start at once, and need the model.
         _start_daemon(lab, before, explicit=_is_set("DAEMON_PORT", settings.get("daemon_port")))
+        stages.end("the daemon")
+    stages.show_if_slow()
     return lab
+
+
+class LaunchStages:
+    """The duration of each stage of a launch."""
+
+    def __init__(self) -> None:
+        self._ended_at = time.monotonic()
+        self._durations: list[tuple[str, float]] = []
+
+    def end(self, name: str) -> None:
+        """Record the end of a stage, which has begun at the end of the previous one."""
+        began_at, self._ended_at = self._ended_at, time.monotonic()
+        self._durations.append((name, self._ended_at - began_at))
+
+    def show_if_slow(self) -> None:
+        """Show where the time went if the launch took longer than ``SLOW_S``: in a notebook or on a terminal."""
+        if (total := sum(seconds for _, seconds in self._durations)) > SLOW_S:
+            parts = [f"{name} {seconds:.1f} s" for name, seconds in self._durations if seconds >= SHOWN_S]
+            text = f"The launch took {total:.1f} s: {', '.join(parts)}."
+            ipython: Any = sys.modules.get("IPython")
+            if ipython is not None and ipython.get_ipython() is not None:
+                ipython.display.display({"text/plain": text}, raw=True)
+            elif sys.stderr is not None and sys.stderr.isatty():
+                print(text, file=sys.stderr)
+
+
+def _read_settings(lan: bool, port: int | None, settings: Mapping[str, Any]) -> Settings:
+    _check_names(settings)
+    on_lan = {"host": "0.0.0.0"} if lan is True else {}
+    chosen = Settings.read(port=port, **{**on_lan, **settings})
+    if lan not in (True, False) or (lan and not is_lan(chosen.host)):
+        raise InvalidRequestError(
+            f"lan is {lan!r} and host is {chosen.host!r}, which contradict each other; omit one of them", param="lan"
+        )
+    return chosen
+
+
+def _check_names(settings: Mapping[str, object]) -> None:
+    names = [*inspect.signature(launch).parameters][:-1] + [each.name for each in fields(Settings)]
+    if unknown := settings.keys() - set(names):
+        raise ArgumentError.unknown("launch", min(unknown), names)
 
 
 def _start_daemon(lab: Lab, before: Lab | None, *, explicit: bool) -> None:
@@ -100,7 +148,7 @@ def _start_daemon(lab: Lab, before: Lab | None, *, explicit: bool) -> None:
         try:
             lab.start_daemon(explicit_port=explicit, tools=before.server.daemon_tools if before is not None else None)
         except DaemonRunningError as exc:
-            raise DaemonRunningError(f"{exc.message}. The lab itself is running at {lab.url}") from exc
+            raise DaemonRunningError(f"{exc.message}. The lab itself is running at {lab.url}") from None
 
 
 @contextlib.contextmanager

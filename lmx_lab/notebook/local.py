@@ -69,8 +69,6 @@ class LocalAnswer:
 class LocalBackend:
     """A ``Backend`` over a server of this process."""
 
-    can_cancel_loads = True
-
     def __init__(self, server: LocalServer) -> None:
         self._server = server
         self._last: tuple[EngineSnapshot, float] | None = None

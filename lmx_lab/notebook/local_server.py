@@ -106,7 +106,10 @@ class LocalServer(LabServer):
             raise
 
     async def _serve(self, sock: socket.socket) -> RunningServer:
-        host = await serve(self.services.asgi, sock, ws_max_bytes=self.settings.max_body_bytes)
+        settings = self.settings
+        host = await serve(
+            self.services.asgi, sock, ws_max_bytes=settings.max_body_bytes, ws_pong_s=settings.slow_client_s
+        )
         self.lag.start()
         return host
 
@@ -227,7 +230,7 @@ class LocalServer(LabServer):
             "browser address": self.addresses.proxy_url or self.addresses.browser_step or "",
             "model": f"{now.model} ({now.model_memory_bytes / 1e9:.2f} GB)" if now.model else "none loaded",
             "daemon": daemon.url if daemon is not None else "",
-            "pinned": ", ".join(f"{it.entry.id} ({it.memory_bytes / 1e9:.2f} GB)" for it in now.pinned),
+            "also loaded": ", ".join(f"{it.entry.id} ({it.memory_bytes / 1e9:.2f} GB)" for it in now.pinned),
         }
         return {name: value for name, value in facts.items() if value}
 

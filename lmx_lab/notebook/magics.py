@@ -322,9 +322,8 @@ class LabMagics(Magics):
             # A terminal cannot clear streamed text, and would display the answer twice.
             return _running_lab().chat(prompt, **parameters)
         stream = _running_lab().chat(prompt, stream=True, **parameters)
-        for piece in stream:
-            print(piece, end="")
-        # Replace the streamed text by the reply, which is displayed next.
+        stream.show()
+        # The reply is displayed next, as the value of the cell.
         cast(Any, self._shell).display_pub.clear_output(wait=True)
         return stream.reply
 

@@ -15,10 +15,10 @@ from lmx_lab.client import AsyncLabClient, LabEvent, Remark, as_array
 from lmx_lab.errors import InvalidRequestError, LabError, UnreachableError
 from lmx_lab.notebook.verbs import LoopPortal
 from lmx_lab.values.encoding import Vectors
-from lmx_lab.values.generation import Delta, ToolCallDelta
+from lmx_lab.values.generation import Delta, TokenLogprob, ToolCallDelta
 from lmx_lab.values.models import LoadReport, LoadSpec
 from lmx_lab.wire.admin import ModelEvent, ModelRecords, RequestEvent, Sample
-from lmx_lab.wire.chat import ChatChunk, ChatRequest, ChoiceDelta
+from lmx_lab.wire.chat import ChatChunk, ChatRequest, ChoiceDelta, ChunkChoice, TokenLogprobs, TopLogprob
 from lmx_lab.wire.embeddings import EmbeddingsBody
 from lmx_lab.wire.generation import StreamOptions, Timings
 from lmx_lab.wire.rerank import RerankBody
@@ -78,7 +78,7 @@ class RemoteAnswer:
         for choice in chunk.choices:
             self._finish_reason = choice.finish_reason or self._finish_reason
         self._timings = chunk.timings or self._timings
-        delta = _delta(chunk.choices[0].delta if chunk.choices else ChoiceDelta())
+        delta = _delta(chunk.choices[0]) if chunk.choices else Delta(text="", tokens=0)
         if self._first_at is None and delta.has_content:
             self._first_at = perf_counter()
         return delta
@@ -106,10 +106,27 @@ class RemoteAnswer:
         self._parts = None
 
 
-def _delta(delta: ChoiceDelta) -> Delta:
+def _delta(choice: ChunkChoice) -> Delta:
     """Convert a piece of an answer. Its number of tokens is 0, because servers do not send it."""
-    calls = tuple(_calls(delta))
-    return Delta(text=delta.content or "", tokens=0, reasoning=delta.reasoning_content or "", tool_calls=calls)
+    delta = choice.delta
+    return Delta(
+        text=delta.content or "",
+        tokens=0,
+        logprobs=tuple(map(_logprob, choice.logprobs.content)) if choice.logprobs else (),
+        reasoning=delta.reasoning_content or "",
+        tool_calls=tuple(_calls(delta)),
+    )
+
+
+def _logprob(token: TopLogprob) -> TokenLogprob:
+    top = token.top_logprobs if isinstance(token, TokenLogprobs) else ()
+    return TokenLogprob(
+        token=None,
+        text=token.token,
+        bytes=bytes(token.bytes),
+        logprob=token.logprob,
+        top=tuple(map(_logprob, top)),
+    )
 
 
 def _calls(delta: ChoiceDelta) -> Iterator[ToolCallDelta]:
@@ -127,8 +144,6 @@ class RemoteBackend:
         portal: Runs coroutines on the client's loop.
         is_open: Whether the connection is still in use.
     """
-
-    can_cancel_loads = False
 
     def __init__(self, client: AsyncLabClient, portal: LoopPortal, *, is_open: Callable[[], bool]) -> None:
         self._client = client
@@ -201,7 +216,7 @@ class RemoteBackend:
         )
 
     async def cancel_load(self, model: str) -> None:
-        raise InvalidRequestError("a load on a server elsewhere cannot be cancelled from here; wait for its end")
+        await self._portal.call(self._client.unload(model))
 
     async def unload(self) -> float:
         return (await self._portal.call(self._client.unload())).freed_vram_gb

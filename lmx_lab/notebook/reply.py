@@ -5,13 +5,23 @@ from __future__ import annotations
 import html
 import json
 import re
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
-from typing import Any, Self
+from typing import Any, Literal, Self
+
+from pydantic import BaseModel
 
 from lmx_lab.backend import AnswerCost, AnswerStream, Backend
+from lmx_lab.notebook.token_table import TokenTable
 from lmx_lab.notebook.verbs import LoopPortal
-from lmx_lab.values.generation import Delta, GenerationReport, ToolCallDelta, merge_deltas, merge_tool_calls
+from lmx_lab.values.generation import (
+    Delta,
+    GenerationReport,
+    ToolCallDelta,
+    merge_deltas,
+    merge_tool_calls,
+    whole_characters,
+)
 from lmx_lab.wire.admin import ModelRecord, ModelRecords
 from lmx_lab.wire.chat import ChatRequest
 from lmx_lab.wire.generation import Timings, Usage
@@ -60,7 +70,19 @@ def _references(text: str) -> str:
     return "".join(char if char.isalnum() or char == " " else f"&#{ord(char)};" for char in text)
 
 
-@dataclass(frozen=True, kw_only=True)
+JsonShape = type[BaseModel] | Literal["json"] | None
+"""What the text of an answer is: JSON for a class, any JSON, or text that is not JSON."""
+
+
+def json_shape(response_format: Any) -> JsonShape:
+    """Return what an answer in this format is."""
+    if isinstance(response_format, type):
+        return response_format if issubclass(response_format, BaseModel) else None
+    kind = response_format.get("type") if isinstance(response_format, Mapping) else None
+    return "json" if kind in ("json_object", "json_schema") else None
+
+
+@dataclass(frozen=True, kw_only=True, repr=False)
 class ReplyToolCall:
     """A function call that the model requests."""
 
@@ -80,6 +102,9 @@ class ReplyToolCall:
 
     def __str__(self) -> str:
         return f"{self.name}({self.arguments})"
+
+    def __repr__(self) -> str:
+        return f"<call {self}, id {self.id}>"
 
 
 def tool_calls(pieces: Iterable[ToolCallDelta]) -> tuple[ReplyToolCall, ...]:
@@ -108,9 +133,13 @@ class Reply:
     """Seconds from the call to the first token, measured by the caller. Includes the time of the network."""
     report: GenerationReport | None = None
     """The engine's report; None if the engine runs in another process."""
+    logprobs: TokenTable | None = None
+    """The tokens with their log-probabilities, if the request has ``logprobs``."""
+    shape: JsonShape = None
+    """Whether the text is JSON, and of which class."""
 
     @classmethod
-    def of(cls, answer: Delta, cost: AnswerCost) -> Self:
+    def of(cls, answer: Delta, cost: AnswerCost, shape: JsonShape = None) -> Self:
         """Return the reply for a complete answer, given as one delta."""
         return cls(
             text=answer.text,
@@ -122,7 +151,28 @@ class Reply:
             timings=cost.timings,
             ttft_s=cost.ttft_s,
             report=cost.report,
+            logprobs=TokenTable(answer.logprobs) if answer.logprobs else None,
+            shape=shape,
         )
+
+    @property
+    def parsed(self) -> Any:
+        """The value of a JSON answer: an instance of the class that was given as ``response_format``, else Python's own
+        types. None if the request did not ask for JSON, or if the answer was cut off.
+
+        Raises:
+            pydantic.ValidationError: the class has checks that its JSON schema does not contain.
+        """
+        if (value := self._json()) is None:
+            return None
+        return self.shape.model_validate_json(self.text) if isinstance(self.shape, type) else value[0]
+
+    def _json(self) -> tuple[Any] | None:
+        """Return the value of a complete JSON answer in a tuple, because the value may be None."""
+        try:
+            return (json.loads(self.text),) if self.shape is not None else None
+        except (ValueError, RecursionError):
+            return None
 
     @property
     def message(self) -> dict[str, Any]:
@@ -143,18 +193,35 @@ class Reply:
         """Number of the completion's tokens that are thoughts."""
         return self.usage.completion_tokens_details.reasoning_tokens
 
+    @property
+    def _cut(self) -> bool:
+        return self.finish_reason == "length"
+
     def __str__(self) -> str:
-        return self.text
+        return whole_characters(self.text) if self._cut else self.text
 
     def __repr__(self) -> str:
         thoughts = [f"[{self._thoughts()}: see .reasoning]"] if self.reasoning else []
-        text = [self.text] if self.text or not self.tool_calls else []
+        text = [self._indented() or str(self)] if self.text or not self.tool_calls else []
         calls = ["\n".join(f"→ {call}" for call in self.tool_calls)] if self.tool_calls else []
-        return "\n\n".join([*thoughts, *text, *calls, f"{self.model} · {self._cost()}"])
+        return "\n\n".join([*thoughts, *text, *self._notes(), *calls, f"{self.model} · {self._cost()}"])
+
+    def _indented(self) -> str | None:
+        """Return a JSON answer with indentation; None if the text is not JSON."""
+        value = self._json()
+        return None if value is None else json.dumps(value[0], indent=2, ensure_ascii=False)
+
+    def _notes(self) -> list[str]:
+        if self.shape is None or not self.text or self._json() is not None:
+            return []
+        return ["[The JSON is not complete, and .parsed is None; raise max_tokens.]"]
 
     def _repr_markdown_(self) -> str:
         thoughts = [_folded(self._thoughts(), self.reasoning)] if self.reasoning else []
-        text = [safe_markdown(self.text)] if self.text or not self.tool_calls else []
+        indented = self._indented()
+        shown = safe_markdown(str(self)) if indented is None else f"<pre><code>{_references(indented)}</code></pre>"
+        text = [shown] if self.text or not self.tool_calls else []
+        text += self._notes()
         calls = [f"→ <code>{_references(str(call))}</code>" for call in self.tool_calls]
         return "\n\n".join([*thoughts, *text, *calls, f"<small>{_references(self.model)} · {self._cost()}</small>"])
 
@@ -163,28 +230,29 @@ class Reply:
 
     def _cost(self) -> str:
         speed = f"{self.usage.completion_tokens} tokens, {self.tokens_per_second:.1f} tokens/s"
-        return f"{speed} · first token after {self.ttft_s:.2f} s"
+        return f"{speed} · first token in {self.ttft_s:.2f} s"
 
 
-async def read_reply(backend: Backend, request: ChatRequest) -> Reply:
+async def read_reply(backend: Backend, request: ChatRequest, shape: JsonShape = None) -> Reply:
     """Generate a complete answer and return it. Cancelling this stops the generation."""
     stream = await backend.generate(request)
     try:
         deltas = [delta async for delta in stream]
     finally:
         stream.close()
-    return Reply.of(merge_deltas(deltas), stream.cost())
+    return Reply.of(merge_deltas(deltas), stream.cost(), shape)
 
 
 class ReplyStream:
     """A stream of text as it is generated: ``for piece in stream`` or ``async for``.
 
     After the last piece, ``reply`` is the complete reply. Leaving the loop early stops the generation, as does
-    ``close()``.
+    ``close()``. ``show()``, or the stream as the last line of a cell, displays the text while it is generated.
     """
 
-    def __init__(self, stream: AnswerStream, portal: LoopPortal) -> None:
+    def __init__(self, stream: AnswerStream, portal: LoopPortal, shape: JsonShape = None) -> None:
         self._stream: AnswerStream | None = stream
+        self._shape: JsonShape = shape
         self._portal = portal
         self._deltas: list[Delta] = []
         self.reply: Reply | None = None
@@ -205,14 +273,35 @@ class ReplyStream:
         return f"<ReplyStream, {state}>"
 
     def __iter__(self) -> Iterator[str]:
+        for delta in self._read():
+            if delta.text:
+                yield delta.text
+
+    def _read(self) -> Iterator[Delta]:
         try:
             while self._stream is not None and (delta := self._portal.run(_next(self._stream))) is not None:
                 self._deltas.append(delta)
-                if delta.text:
-                    yield delta.text
+                yield delta
             self._end()
         finally:
             self.close()
+
+    def show(self) -> Reply | None:
+        """Display the text while it is generated, with line breaks at words, and then the reply, which is returned.
+
+        In a terminal, the text is printed. Returns None if the stream was stopped before.
+        """
+        # Imported here, because IPython is optional, and displays nothing in a script.
+        from lmx_lab.notebook.live_text import LiveText
+
+        with LiveText() as view:
+            for _ in self._read():
+                view.update(self.reasoning, self.text)
+            view.end(self.reply or self.text)
+        return self.reply
+
+    def _ipython_display_(self) -> None:
+        self.show()
 
     def __aiter__(self) -> _AsyncPieces:
         return _AsyncPieces(self)
@@ -237,7 +326,7 @@ class ReplyStream:
 
     def _end(self) -> None:
         if self._stream is not None:
-            self.reply = Reply.of(merge_deltas(self._deltas), self._stream.cost())
+            self.reply = Reply.of(merge_deltas(self._deltas), self._stream.cost(), self._shape)
         self.close()
 
 

@@ -14,7 +14,7 @@ from importlib import metadata
 import psutil
 
 from lmx_lab.backend import ServerState
-from lmx_lab.notebook.charts import format_number
+from lmx_lab.panels.charts import format_number
 from lmx_lab.wire.admin import ModelRecords, Sample
 
 PACKAGES = ("lmx-lab", "mlx", "mlx-lm", "xllamacpp")

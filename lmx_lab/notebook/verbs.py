@@ -16,6 +16,7 @@ from abc import ABC, abstractmethod
 from collections.abc import Callable, Coroutine, Generator
 from typing import Any, Concatenate, Generic, ParamSpec, Protocol, TypeVar
 
+from lmx_lab.errors import ArgumentError
 from lmx_lab.portal import Interrupts, LoopThread, close_result, receive, run_nested
 
 P = ParamSpec("P")
@@ -162,7 +163,7 @@ def blocking(verb: Callable[Concatenate[Owner, P], Coroutine[Any, Any, T]]) -> C
     def call(owner: Owner, /, *args: P.args, **kwargs: P.kwargs) -> T:
         # IPython omits frames with this variable from tracebacks.
         __tracebackhide__ = True
-        return run_verb(owner, verb(owner, *args, **kwargs))
+        return run_verb(owner, _begin(call, verb, owner, *args, **kwargs))
 
     return _describe_form(call, verb, verb.__name__.lstrip("_"))
 
@@ -175,7 +176,7 @@ def awaited(
     @functools.wraps(verb)
     async def call(owner: Owner, /, *args: P.args, **kwargs: P.kwargs) -> T:
         __tracebackhide__ = True
-        steps = verb(owner, *args, **kwargs)
+        steps = _begin(call, verb, owner, *args, **kwargs)
         resume: Callable[[Any], VerbStep[Any]] = steps.send
         value: Any = None
         try:
@@ -193,6 +194,30 @@ def awaited(
             del resume, value
 
     return _describe_form(call, verb, f"a{verb.__name__.lstrip('_')}")
+
+
+def _begin(
+    form: Callable[..., Any],
+    verb: Callable[Concatenate[Owner, P], Coroutine[Any, Any, T]],
+    owner: Owner,
+    /,
+    *args: P.args,
+    **kwargs: P.kwargs,
+) -> Coroutine[Any, Any, T]:
+    """Return the coroutine of a verb that was called in one of its forms.
+
+    Raises:
+        ArgumentError: the arguments do not fit the signature.
+    """
+    __tracebackhide__ = True
+    try:
+        return verb(owner, *args, **kwargs)
+    except TypeError as exc:  # Calling a coroutine function only binds its arguments.
+        parameters = inspect.signature(form).parameters
+        names = [name for name in parameters if name != "self"]
+        if (unknown := kwargs.keys() - names) and all(it.kind != it.VAR_KEYWORD for it in parameters.values()):
+            raise ArgumentError.unknown(form.__name__, min(unknown), names) from None
+        raise ArgumentError(str(exc).replace(verb.__qualname__, form.__name__)) from None
 
 
 def run_verb(owner: PortalOwner, steps: Coroutine[Any, Any, T]) -> T:

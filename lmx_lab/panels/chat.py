@@ -18,7 +18,7 @@ from lmx_lab.errors import HostingError, LabError, QueueFullError
 from lmx_lab.panels.panel import BUG, Panel, integer_field, number_field, text_field
 from lmx_lab.panels.text import preformatted
 from lmx_lab.panels.workbench import Workbench
-from lmx_lab.values.generation import Delta
+from lmx_lab.values.generation import Delta, whole_characters
 from lmx_lab.wire.admin import ModelEvent
 from lmx_lab.wire.chat import ChatRequest
 from lmx_lab.wire.generation import ANY_MODEL
@@ -95,10 +95,12 @@ class LiveAnswer:
         return asdict(self.message()) | {"status": self.status}
 
     def message(self) -> TranscriptMessage:
+        text = "".join(self._text)
+        is_complete = self.cost is not None and self.cost.finish_reason != "length"
         return TranscriptMessage(
             id=self._number,
             role="assistant",
-            text="".join(self._text),
+            text=text if is_complete else whole_characters(text),
             reasoning="".join(self._reasoning),
             stats=self._stats(),
             error=self.error,
@@ -111,7 +113,7 @@ class LiveAnswer:
         speed = f"{cost.usage.completion_tokens} tokens · {cost.timings.predicted_per_second:.1f} tokens/s"
         parts = (
             cost.model,
-            f"{speed} · first token after {cost.ttft_s:.2f} s",
+            f"{speed} · first token in {cost.ttft_s:.2f} s",
             describe_ending(cost, self._max_tokens),
         )
         return " · ".join(filter(None, parts))
@@ -252,6 +254,7 @@ class ChatPanel(Panel):
         if answer is not None and task is self._task:
             self._answer_now = self._task = None
             self._keep(answer.message(), live={})
+            self.workbench.static_views.mark_changed(ended=True)
 
     def _next_id(self) -> int:
         self._count += 1

@@ -155,6 +155,7 @@ class EventsPanel(Panel):
                 return  # A new reader receives the last events again.
             self._stream = (event.stream_id, event.seq)
         self._rows.add(event)
+        self.workbench.static_views.mark_changed(ended=event.event in ("turn.done", "turn.error"))
         self._sessions.add(event)
 
     def _set_connection(self, now: ConnectionState) -> None:

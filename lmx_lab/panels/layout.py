@@ -8,7 +8,6 @@ from typing import Any
 import ipywidgets
 
 from lmx_lab.errors import InvalidRequestError
-from lmx_lab.panels import static_fallback
 from lmx_lab.panels.chat import ChatPanel
 from lmx_lab.panels.events import EventsPanel
 from lmx_lab.panels.metrics import MetricsPanel
@@ -39,10 +38,14 @@ class PanelGrid(ipywidgets.GridBox):  # type: ignore[misc]
     def _repr_mimebundle_(self, **kwargs: Any) -> Any:
         bundle = super()._repr_mimebundle_(**kwargs)
         data, metadata = bundle if isinstance(bundle, tuple) else (bundle, {})
-        return {**data, "text/html": "".join(panel.snapshot_html() for panel in self.children)}, metadata
+        return {**data, "text/html": self.snapshot_html()}, metadata
+
+    def snapshot_html(self) -> str:
+        """Return the content of all panels as HTML without scripts and ids."""
+        return "".join(panel.snapshot_html() for panel in self.children)
 
     def _ipython_display_(self) -> None:
-        static_fallback.show(self._repr_mimebundle_())
+        self.children[0].workbench.static_views.show(self._repr_mimebundle_(), self.snapshot_html)
 
 
 def compose_panels(workbench: Workbench, names: Sequence[str]) -> ipywidgets.DOMWidget:

@@ -15,9 +15,12 @@ export default panel("Metrics", ({ model, root, watch }) => {
     ...[1, 5, 15].map((value) => h("option", { value }, value + " min")));
   const job = h("p");
   const grid = h("div", { class: "charts" });
+  const failed = h("summary");
+  const list = h("ul");
+  const failures = h("details", {}, failed, list);
   root.append(
     h("div", { class: "row" }, status, minutes, pause, copyButton(() => say("Copied: " + CODE) && CODE, "as DataFrame", "as DataFrame")),
-    job, grid,
+    job, grid, failures,
   );
 
   // Called whenever a chart is drawn, because the colours depend on the theme.
@@ -92,6 +95,12 @@ export default panel("Metrics", ({ model, root, watch }) => {
   watch(["job"], () => {
     job.textContent = get("job");
     job.hidden = !get("job");
+  });
+  watch(["failures"], () => {
+    const texts = get("failures");
+    failures.hidden = !texts.length;
+    failed.textContent = "Failed requests, the last at " + texts[0];
+    list.replaceChildren(...texts.map((text) => h("li", {}, text)));
   });
   watch(["now"], () => cells.forEach((show, at) => show(get("now")[at])));
   watch(["frame"], draw);

@@ -16,14 +16,17 @@ import traitlets
 from lmx_lab.backend import Backend
 from lmx_lab.errors import InvalidRequestError
 from lmx_lab.frames import pandas_for
+from lmx_lab.panels.charts import LineChart, Series, format_clock
+from lmx_lab.panels.history import KEPT_S
 from lmx_lab.panels.panel import Panel
-from lmx_lab.panels.text import table_row
+from lmx_lab.panels.text import clip, table_row
 from lmx_lab.panels.workbench import Workbench
 from lmx_lab.wire.admin import Sample
 
 WINDOWS_MIN = (1, 5, 15)
 MAX_POINTS = 400
 """Maximum number of points in a window. A chart of the usual width has fewer pixels."""
+MAX_FAILURES = 10
 GAP_S = 3.0
 """Samples that are further apart than this are not connected by a line."""
 
@@ -110,6 +113,8 @@ class MetricsPanel(Panel):
     paused = traitlets.Bool(False).tag(sync=True)
     job = traitlets.Unicode().tag(sync=True)
     """Progress of a measurement; empty if there is none."""
+    failures: Any = traitlets.List().tag(sync=True)
+    """The last failed requests of any client, a text for each, the newest first; at most ``MAX_FAILURES``."""
     now: Any = traitlets.List().tag(sync=True)
     """The current values, one for each column; empty if there are none."""
     end = traitlets.Float().tag(sync=True)
@@ -146,10 +151,19 @@ class MetricsPanel(Panel):
         super().tick(backend, sample)
         if (job := self.workbench.job) != self.shown("job"):
             self.show(job=job)
+        if (failures := self._failures()) != self.shown("failures"):
+            self.show(failures=failures)
         if sample is not None and not self.shown("paused"):
             self._draw()
         elif self.shown("server")["state"] in {"stopped", "unreachable"} and self.shown("now"):
             self.show(now=[])
+
+    def _failures(self) -> list[str]:
+        failed = [ended for ended in self.workbench.history.requests if ended.event.finish_reason == "error"]
+        return [
+            f"{format_clock(ended.at)}, {ended.event.kind}, {clip(ended.event.model, 80)}: {ended.event.code}"
+            for ended in failed[: -MAX_FAILURES - 1 : -1]
+        ]
 
     async def do_change(self, fields: Mapping[str, Any]) -> None:
         """Set ``minutes``, the length of the window, and ``paused``; a missing one stays unchanged."""
@@ -174,7 +188,25 @@ class MetricsPanel(Panel):
         rows = "".join(_snapshot_row(chart, at, samples) for chart in CHARTS for at in range(len(chart.fields)))
         head = table_row(["measurement", "latest", f"highest of {len(samples)} samples"], "th")
         state = html.escape(self.server["state"])
-        return f"<table><caption>Metrics: server {state}</caption><thead>{head}</thead>{rows}</table>"
+        table = f"<table><caption>Metrics: server {state}</caption><thead>{head}</thead>{rows}</table>"
+        failures = "".join(f"<li>{html.escape(text)}</li>" for text in self._failures())
+        table += f"<div>Failed requests, the newest first:</div><ul>{failures}</ul>" if failures else ""
+        return table + "".join(f"<div>{_line_chart(chart, samples).image_html()}</div>" for chart in CHARTS)
+
+
+def _line_chart(chart: MetricChart, samples: Sequence[Sample]) -> LineChart:
+    recent = _recent(samples, KEPT_S)
+    return LineChart(
+        key=chart.fields[0],
+        title=chart.shown()["title"],
+        unit=chart.unit or chart.title.lower(),
+        at=[sample.at for sample in recent],
+        series=[
+            Series(name=name, values=list(map(attrgetter(field), recent)))
+            for name, field in zip(chart.names[: chart.lines], chart.fields, strict=False)
+        ],
+        whole=not chart.digits,
+    )
 
 
 def _snapshot_row(chart: MetricChart, at: int, samples: Sequence[Sample]) -> str:

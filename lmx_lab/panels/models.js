@@ -104,7 +104,7 @@ export default panel("Models", ({ model, root, watch }) => {
     pill.className = "pill " + ({ running: "good", lagging: "warn" }[state] ?? "bad");
     set(place, where);
     set(loaded, id ?? (serves() ? "no model is loaded" : ""));
-    set(pinned, pins.length ? "pinned: " + pins.join(", ") : "");
+    set(pinned, pins.length ? "also loaded: " + pins.join(", ") : "");
     for (const [key, code, line] of links) {
       set(code, get("server")[key] ?? "");
       line.hidden = !get("server")[key];

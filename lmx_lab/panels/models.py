@@ -54,7 +54,7 @@ class ModelJob:
     total_bytes: int | None = None
     updated_at: float = field(default_factory=time.monotonic)
 
-    def row(self, *, answers: int, can_cancel: bool) -> dict[str, Any]:
+    def row(self, *, answers: int) -> dict[str, Any]:
         """Return the job as a view shows it.
 
         Args:
@@ -69,7 +69,7 @@ class ModelJob:
             "text": text,
             "detail": self._bytes(),
             "fraction": None if fraction is None else min(fraction, 1.0),
-            "can_cancel": can_cancel and self.stage not in IN_ENGINE,
+            "can_cancel": self.stage != "unload",
         }
 
     def _bytes(self) -> str:
@@ -193,7 +193,7 @@ class ModelsPanel(Panel):
         return {"model": name}
 
     async def do_cancel(self, fields: Mapping[str, Any]) -> None:
-        """Cancel a load that has not reached the engine."""
+        """Cancel a load. The previous model is loaded again."""
         name = text_field(fields, "model")
         own = self._own is not None and self._own.model == name
         self._cancelled = self._cancelled or own
@@ -282,8 +282,7 @@ class ModelsPanel(Panel):
 
     def _show_jobs(self) -> None:
         jobs = [*([self._own] if self._own else []), *self._jobs.values()]
-        can_cancel = self.workbench.backend.can_cancel_loads
-        rows = [job.row(answers=self._answers, can_cancel=can_cancel) for job in jobs]
+        rows = [job.row(answers=self._answers) for job in jobs]
         if rows != self.shown("jobs"):
             self.show(jobs=rows)
 
@@ -295,7 +294,7 @@ class ModelsPanel(Panel):
         facts = [f"<b>LMX Lab</b>: {_escaped(server['state'])}, {_escaped(server['place'])}"]
         facts += [f"{label}: <code>{_escaped(server[key])}</code>" for key, label in ADDRESSES.items() if server[key]]
         facts += [f"model: {_escaped(server['model'] or 'none')}"]
-        facts += [f"pinned: {_escaped(', '.join(server['pinned']))}"] if server["pinned"] else []
+        facts += [f"also loaded: {_escaped(', '.join(server['pinned']))}"] if server["pinned"] else []
         facts += [_escaped(server["note"])] if server["note"] else []
         lines = "".join(f"<div>{fact}</div>" for fact in facts)
         table = self._table_html() + (f"<div>{_escaped(self._engines())}</div>" if self._engines() else "")

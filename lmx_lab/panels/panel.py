@@ -17,7 +17,7 @@ import traitlets
 
 from lmx_lab.backend import Backend
 from lmx_lab.errors import InvalidRequestError, LabError
-from lmx_lab.panels import assets, static_fallback
+from lmx_lab.panels import assets
 from lmx_lab.panels.workbench import Workbench
 from lmx_lab.wire.admin import ModelEvent, Sample
 
@@ -167,6 +167,8 @@ class Panel(anywidget.AnyWidget):
             self._refuse(number, "internal-error", BUG)
         else:
             self.send({"id": number, "ok": True, "result": result})
+            if name != "compare":
+                self.workbench.static_views.mark_changed()
 
     def _refuse(self, number: str, code: str, message: str) -> None:
         self.send({"id": number, "ok": False, "error": {"code": code, "message": message}})
@@ -185,7 +187,7 @@ class Panel(anywidget.AnyWidget):
         return {**data, "text/html": self.snapshot_html()}, metadata
 
     def _ipython_display_(self) -> None:
-        static_fallback.show(self._repr_mimebundle_())
+        self.workbench.static_views.show(self._repr_mimebundle_(), self.snapshot_html)
 
 
 def text_field(fields: Mapping[str, Any], name: str, *, limit: int = 4096) -> str:

@@ -1,15 +1,23 @@
-"""Display a widget so that a notebook without its kernel shows a static snapshot instead."""
+"""Display widgets so that a notebook without its kernel shows static snapshots of what was seen last instead."""
 
 from __future__ import annotations
 
+import itertools
+import logging
 import os
-from collections.abc import Mapping
+import threading
+import time
+from collections.abc import Callable, Mapping
 from typing import Any
-
-from IPython.display import display
 
 from lmx_lab.urls import is_vscode
 
+log = logging.getLogger(__name__)
+
+INTERVAL_S = 10.0
+"""Time between two updates of snapshots while something changes."""
+MAX_VIEWS = 32
+"""Maximum number of displayed widgets whose snapshots are updated; the newest are kept."""
 WIDGET_VIEW = "application/vnd.jupyter.widget-view+json"
 # If an output contains a widget, JupyterLab ignores the other representations in the output, and displays "Loading
 # widget..." or "model not found" if the widget no longer exists. Therefore the snapshot is a separate output. It is
@@ -23,11 +31,83 @@ _STYLE = """\
 """
 
 
-def show(bundle: Any) -> None:
-    """Display the result of a ``_repr_mimebundle_``."""
-    data, metadata = bundle if isinstance(bundle, tuple) else (bundle or {}, {})
-    for output in split_outputs(data, metadata, os.environ):
-        display(output, metadata=metadata, raw=True)  # type: ignore[no-untyped-call]
+class StaticViews:
+    """The snapshots of displayed widgets. They are sent again after a change, so that a saved notebook has the last.
+
+    Snapshots are updated when a cell ends, at the next ``refresh`` after ``mark_changed(ended=True)``, and otherwise
+    ``INTERVAL_S`` after the last update if ``mark_changed`` was called since. Can be used from any thread.
+    """
+
+    def __init__(self) -> None:
+        self._views: dict[str, tuple[Callable[[], str], str]] = {}
+        """By display id: the function that returns the current HTML, and the HTML that was sent last."""
+        self._numbers = itertools.count()
+        self._lock = threading.Lock()
+        self._is_changed = False
+        self._due_at = 0.0
+        self._shell: Any = None
+
+    def show(self, bundle: Any, render: Callable[[], str] | None = None) -> None:
+        """Display the result of a ``_repr_mimebundle_``.
+
+        Args:
+            render: Returns the current HTML of the bundle; None if it does not change.
+        """
+        data, metadata = bundle if isinstance(bundle, tuple) else (bundle or {}, {})
+        outputs = split_outputs(data, metadata, os.environ)
+        name = f"lmx-lab-{os.getpid()}-{next(self._numbers)}" if render and len(outputs) > 1 else None
+        # Imported when a widget is displayed, because a lab without a notebook does not need IPython.
+        from IPython.display import display
+
+        for output in outputs:
+            shown_as = name if output is outputs[-1] else None
+            display(output, metadata=metadata, raw=True, display_id=shown_as)  # type: ignore[no-untyped-call]
+        if render is not None and name is not None:
+            with self._lock:
+                self._views[name] = render, outputs[-1]["text/html"]
+                while len(self._views) > MAX_VIEWS:
+                    del self._views[next(iter(self._views))]
+            self._register()
+
+    def mark_changed(self, *, ended: bool = False) -> None:
+        """Update the snapshots soon, or with the next ``refresh`` if a turn, a load or a measurement has ended."""
+        self._is_changed = True
+        if ended:
+            self._due_at = 0.0
+
+    @property
+    def is_due(self) -> bool:
+        """Whether ``refresh`` should be called."""
+        return self._is_changed and bool(self._views) and time.monotonic() >= self._due_at
+
+    def refresh(self) -> None:
+        """Send the snapshots that have changed. Must not be called on the loop of the panels, which renders may use."""
+        from IPython.display import display  # As in show.
+
+        with self._lock:
+            self._is_changed, self._due_at = False, time.monotonic() + INTERVAL_S
+            for name, (render, sent) in list(self._views.items()):
+                try:
+                    page = _wrapped(render())
+                    if page != sent:
+                        display({"text/html": page}, raw=True, display_id=name, update=True)  # type: ignore[no-untyped-call]
+                except Exception:
+                    # An error in one panel must not stop the others, or make the user's cell fail.
+                    log.exception("the snapshot of a panel could not be updated")
+                else:
+                    self._views[name] = render, page
+
+    def _register(self) -> None:
+        from IPython.core.getipython import get_ipython  # As in show.
+
+        shell = get_ipython()
+        if shell is not None and shell is not self._shell:
+            self._shell = shell
+            shell.events.register("post_run_cell", self._after_cell)
+
+    def _after_cell(self, _result: Any) -> None:
+        if self._is_changed:
+            self.refresh()
 
 
 def split_outputs(
@@ -41,4 +121,8 @@ def split_outputs(
     # Only in Colab does a widget's bundle have metadata.
     if WIDGET_VIEW not in data or "text/html" not in data or metadata or is_vscode(environ):
         return [dict(data)]
-    return [{**data, "text/html": ""}, {"text/html": f'{_STYLE}<div class="lmx-snapshot">{data["text/html"]}</div>'}]
+    return [{**data, "text/html": ""}, {"text/html": _wrapped(data["text/html"])}]
+
+
+def _wrapped(content: str) -> str:
+    return f'{_STYLE}<div class="lmx-snapshot">{content}</div>'

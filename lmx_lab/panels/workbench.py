@@ -15,6 +15,7 @@ from typing import Any, Protocol, TypeVar
 from lmx_lab.backend import Backend
 from lmx_lab.panels.event_source import EventSource
 from lmx_lab.panels.history import History
+from lmx_lab.panels.static_fallback import StaticViews
 from lmx_lab.portal import LoopThread
 from lmx_lab.wire.admin import ModelEvent, RequestEvent, Sample
 
@@ -26,6 +27,7 @@ LAST_UPDATE_S = 1.0
 """Maximum time for the last update when the workbench is suspended."""
 IDLE_TICKS = 4
 """Number of updates after which the loop ends if its lab has stopped and no work is left."""
+ENDS_OF_LOADS = frozenset({"loaded", "unloaded", "failed"})
 TICK_S = 0.5
 """Time between two updates of the panels."""
 
@@ -56,9 +58,9 @@ class Workbench:
         self._backend = backend
         self.events: EventSource | None = None
         """The daemon whose events are shown; None if there is none."""
-        self.job = ""
-        """Progress of a job that uses the lab, such as a measurement, for display. Can be set from any thread."""
+        self._job = ""
         self.history = History()
+        self.static_views = StaticViews()
         self.panels: dict[str, Any] = {}
         """The one instance of each panel, by name."""
         self.boxes: dict[tuple[str, ...], Any] = {}
@@ -71,6 +73,17 @@ class Workbench:
     def backend(self) -> Backend:
         """The lab that is shown."""
         return self._backend
+
+    @property
+    def job(self) -> str:
+        """Progress of a job that uses the lab, such as a measurement, for display; empty if there is none. Can be set
+        from any thread."""
+        return self._job
+
+    @job.setter
+    def job(self, text: str) -> None:
+        self._job = text
+        self.static_views.mark_changed(ended=not text)
 
     def follow(self, backend: Backend) -> None:
         """Show another lab from now on, and record its measurements."""
@@ -125,6 +138,7 @@ class Workbench:
         self._guard(functools.partial(watcher.tick, self._backend, None))
 
     async def _notify_changed(self) -> None:
+        self.static_views.mark_changed(ended=True)
         for watcher in list(self._watchers):
             self._guard(watcher.backend_changed)
         self._tick()
@@ -138,6 +152,8 @@ class Workbench:
         idle = 0
         while idle < IDLE_TICKS:
             self._guard(self._tick)
+            if self.static_views.is_due:
+                await asyncio.to_thread(self.static_views.refresh)
             await asyncio.sleep(TICK_S)
             # A click on a panel of a stopped lab has started this loop; only further work keeps it running.
             busy = self._backend.state().state != "stopped" or len(asyncio.all_tasks()) > OWN_TASKS
@@ -166,6 +182,7 @@ class Workbench:
             await asyncio.sleep(TICK_S)
 
     def _receive(self, event: ModelEvent | RequestEvent) -> None:
+        self.static_views.mark_changed(ended=isinstance(event, ModelEvent) and event.stage in ENDS_OF_LOADS)
         if isinstance(event, RequestEvent):
             self.history.add_request(event)
             return

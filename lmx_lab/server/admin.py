@@ -8,7 +8,7 @@ from collections.abc import Callable, Sequence
 from fastapi import APIRouter, Request
 
 from lmx_lab.engine import ModelManager
-from lmx_lab.engine.model_lookup import ANY_KIND, check_unload, entries_in_memory, public_id, unknown_model
+from lmx_lab.engine.model_lookup import ANY_KIND, entries_in_memory, public_id, unknown_model
 from lmx_lab.engine.registry import ENGINES, engine_for
 from lmx_lab.engine.speeds import Speeds, read_speeds, versions
 from lmx_lab.errors import AdminForbiddenError, ModelNotFoundError
@@ -78,12 +78,13 @@ def admin_routes(*, manager: ModelManager, catalog: Catalog, lan_admin: bool) ->
 
     @router.post("/models/unload", responses=LOAD_ERRORS)
     async def unload(request: Request, body: UnloadRequest | None = None) -> UnloadAnswer:
-        """Unload the model. If none is loaded, nothing happens and 0 GB are freed. Pinned models stay in memory."""
+        """Unload the model. If none is loaded, nothing happens and 0 GB are freed. Pinned models stay in memory. While
+        a model is being loaded, its load is cancelled instead, and the previous model is loaded again.
+        """
         local = is_local(request.scope)
         check_admin(local=local, lan_admin=lan_admin)
-        if body is not None and body.model is not None:
-            check_unload(body.model, manager.snapshot, local=local)
-        return UnloadAnswer(freed_vram_gb=await manager.unload() / 1e9)
+        model = body.model if body is not None else None
+        return UnloadAnswer(freed_vram_gb=await manager.unload(model, local=local) / 1e9)
 
     return router
 

@@ -25,6 +25,7 @@ from lmx_lab.server.inference import InferenceService
 from lmx_lab.server.metrics import Metrics, metrics_routes
 from lmx_lab.server.openapi import EXTRA_MODELS, SOCKETS
 from lmx_lab.server.pages import page_routes
+from lmx_lab.server.request_log import RequestLog
 from lmx_lab.server.rerank import rerank_routes
 from lmx_lab.server.websocket import socket_routes
 from lmx_lab.settings import Settings
@@ -57,7 +58,13 @@ def create_server(
     feed: Feed[ServerEvent] = Feed()
     manager.add_observer(lambda progress: feed.publish(model_event(progress)))
     metrics = Metrics(manager)
-    inference = InferenceService(manager=manager, feed=feed, observe=metrics.observe)
+    request_log = RequestLog()
+    inference = InferenceService(
+        manager=manager,
+        feed=feed,
+        slow_client_s=settings.slow_client_s,
+        observers=[metrics.observe, request_log.observe],
+    )
     api = DescribedAPI(
         title="LMX Lab inference server",
         version=VERSION,
@@ -74,7 +81,7 @@ def create_server(
     api.state.without_paths = lambda text: without_paths(
         text, [*folders, *(entry.path.parent for entry in entries_in_memory(manager.snapshot))]
     )
-    api.include_router(page_routes())
+    api.include_router(page_routes(manager))
     api.include_router(health_routes(manager))
     api.include_router(chat_routes(inference))
     api.include_router(completion_routes(inference, slots=settings.slots))
@@ -85,7 +92,9 @@ def create_server(
     api.include_router(admin_routes(manager=manager, catalog=catalog, lan_admin=settings.lan_admin))
     api.include_router(event_routes(manager=manager, feed=feed))
     api.include_router(metrics_routes(metrics))
-    return InferenceServer(asgi=wrap_app(api, policy), api=api, inference=inference, manager=manager, feed=feed)
+    return InferenceServer(
+        asgi=wrap_app(api, policy, observer=request_log), api=api, inference=inference, manager=manager, feed=feed
+    )
 
 
 def without_paths(text: str, folders: Iterable[Path] = ()) -> str:

@@ -51,7 +51,11 @@ def chat_routes(service: InferenceService) -> APIRouter:
         )
         if body.stream:
             chunks = _chunks(answer, generations, include_usage=body.include_usage)
-            return EventStream(with_terminator(chunks, request), comment=lambda: generations[0].status)
+            return EventStream(
+                with_terminator(chunks, request),
+                comment=lambda: generations[0].status,
+                blocked_limit_s=lambda: service.blocked_limit_s(generations),
+            )
         text = await while_connected(request, _complete(answer, generations))
         return Response(text, media_type="application/json")
 

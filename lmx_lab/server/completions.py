@@ -50,7 +50,11 @@ def completion_routes(service: InferenceService, *, slots: int) -> APIRouter:
         prompts = CompletionPrompts(service, body, slots=slots, request_id=request_id, local=is_local(request.scope))
         await while_connected(request, prompts.submit_first())
         if body.stream:
-            return EventStream(with_terminator(prompts.chunks(), request), comment=lambda: prompts.status)
+            return EventStream(
+                with_terminator(prompts.chunks(), request),
+                comment=lambda: prompts.status,
+                blocked_limit_s=lambda: service.blocked_limit_s(prompts.running),
+            )
         return Response(await while_connected(request, prompts.complete()), media_type="application/json")
 
     return router
@@ -75,6 +79,8 @@ class CompletionPrompts:
         self._running_prompts = asyncio.Semaphore(self._concurrency)
         self._unread: dict[int, list[Generation]] = {}
         """Generations that were submitted in advance, by the number of their prompt."""
+        self._running: dict[int, list[Generation]] = {}
+        """Generations that were submitted and not closed, by the number of their prompt."""
         self._latest: Generation | None = None
         self._answer = CompletionAnswer(model=body.model, fingerprint=service.fingerprint)
 
@@ -82,6 +88,11 @@ class CompletionPrompts:
     def status(self) -> str:
         """The state of the prompt that was submitted last, for a client that waits for the first token."""
         return self._latest.status if self._latest is not None else "queued"
+
+    @property
+    def running(self) -> list[Generation]:
+        """The generations that were submitted and not closed."""
+        return [generation for generations in self._running.values() for generation in generations]
 
     async def submit_first(self) -> None:
         """Submit the first prompts, so that their errors are known before the response begins.
@@ -129,6 +140,7 @@ class CompletionPrompts:
             local=self._local,
             patient=patient,
         )
+        self._running[number] = generations
         self._latest = generations[0]
         return generations
 
@@ -143,6 +155,7 @@ class CompletionPrompts:
             generations = self._unread.pop(number, None) or await self._submit(number, patient=True)
             async with closing_all(generations):
                 yield generations, await self._echo(number)
+            del self._running[number]
 
     async def _echo(self, number: int) -> str | None:
         """Return the text of a prompt if the request wants it before the answer."""

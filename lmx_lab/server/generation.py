@@ -88,6 +88,11 @@ class Generation:
         return self._stream.report
 
     @property
+    def ended(self) -> bool:
+        """Whether the engine has ended the generation, which then has no slot. Its last deltas may be unread."""
+        return self._stream.ended
+
+    @property
     def progress(self) -> PromptProgress | None:
         """Progress of computing the prompt; None while the request waits for a slot."""
         return self._stream.progress

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable, Coroutine
+import math
+from collections.abc import Callable, Coroutine, Iterable, Sequence
+from dataclasses import replace
 from typing import Any, Protocol, TypeVar
 
 import numpy as np
@@ -28,6 +30,9 @@ from lmx_lab.values.encoding import EncodeReport, Vectors
 from lmx_lab.values.models import Kind
 from lmx_lab.wire.chat import ChatRequest
 
+CONTENDED_CLIENT_S = 1.0
+"""Time that a client may accept no data while it has a slot for which other requests wait."""
+
 
 class TextResult(Protocol):
     """The result of embedding or reranking: ``Embeddings`` or ``Ranking``."""
@@ -44,18 +49,37 @@ class InferenceService:
 
     Args:
         feed: Receives a ``RequestEvent`` at the end of each request.
-        observe: Called with the end of each request, on the loop that reads the answer.
+        slow_client_s: See ``Settings``.
+        observers: Called with the end of each request, on the loop that reads the answer.
     """
 
-    def __init__(self, *, manager: ModelManager, feed: Feed[ServerEvent], observe: Observer | None = None) -> None:
+    def __init__(
+        self,
+        *,
+        manager: ModelManager,
+        feed: Feed[ServerEvent],
+        slow_client_s: float,
+        observers: Sequence[Observer] = (),
+    ) -> None:
         self._manager = manager
         self._feed = feed
-        self._observe = observe
+        self._slow_client_s = slow_client_s
+        self._observers = observers
 
     @property
     def fingerprint(self) -> str:
         """Name and version of the library that runs the model."""
         return self._manager.fingerprint
+
+    def blocked_limit_s(self, generations: Iterable[Generation]) -> float:
+        """Return how long the client of these generations may accept no data before they are cancelled.
+
+        A client whose generations have ended has no slot, so it may take any time.
+        """
+        if all(generation.ended for generation in generations):
+            return math.inf
+        is_contended = self._manager.snapshot.queued_requests > 0
+        return min(self._slow_client_s, CONTENDED_CLIENT_S) if is_contended else self._slow_client_s
 
     # Generations
 
@@ -94,6 +118,7 @@ class InferenceService:
         Raises:
             LabError: see ``ModelManager.submit_all``.
         """
+        request = replace(request, request_id=request_id)
         try:
             streams = await self._manager.submit_all(request, choices, local=local, patient=patient)
         except (LabError, asyncio.CancelledError) as exc:
@@ -170,8 +195,8 @@ class InferenceService:
 
     def _end(self, end: RequestEnd) -> None:
         self._feed.publish(end.event())
-        if self._observe is not None:
-            self._observe(end)
+        for observe in self._observers:
+            observe(end)
 
 
 def _check_finite(values: Vectors, report: EncodeReport) -> None:

@@ -1,29 +1,44 @@
 """Two pages for browsers: an overview of the server, and Swagger UI, in which the routes can be tried.
 
-All links are relative, because behind JupyterHub or Binder the server has a path that only the browser knows.
+All links are relative, because behind JupyterHub or Binder the server has a path that only the browser knows. Nothing
+is loaded from another host: the files of Swagger UI are in ``swagger_ui``, compressed.
 """
 
 from __future__ import annotations
 
-import base64
-import hashlib
+import gzip
+import html
+import secrets
+from pathlib import Path
 
-from fastapi import APIRouter
-from fastapi.responses import HTMLResponse
+from fastapi import APIRouter, Request
+from fastapi.responses import HTMLResponse, Response
 
-from lmx_lab.http.guard import CONTENT_POLICY
+from lmx_lab.engine import ModelManager
+from lmx_lab.engine.model_lookup import public_id
+from lmx_lab.http.guard import CONTENT_POLICY, is_local
 from lmx_lab.http.middleware import VERSION
 
-SWAGGER = "https://cdn.jsdelivr.net/npm/swagger-ui-dist@5.35.0/swagger-ui"
-"""Scripts and styles (1.9 MB) that the browser loads from a CDN. They run with the rights of this server's pages, so
-their hashes are pinned here."""
-STYLE_HASH = "WlYgdmXYOOBWL5apwjDEZwN+U3HmXSSu5R6V5aGxEcf7z+KuRNwBhoxKVN1i3D5I"
-SCRIPT_HASH = "gjRm0bEPMeTmMh5jT2cHccIwCUZSTd8YC+j0d0sXw0MdGEfScduGpSyF3ZSSLkX9"
-HEAD = '<!doctype html><html lang="en"><meta charset="utf-8"><title>LMX Lab</title>'
+SWAGGER = Path(__file__).parent / "swagger_ui"
+MEDIA_TYPES = {"swagger-ui-bundle.js": "text/javascript", "swagger-ui.css": "text/css"}
+"""The files of Swagger UI 5.35.0, unchanged."""
+CACHED = "max-age=86400"
+HEAD = (
+    '<!doctype html><html lang="en"><meta charset="utf-8"><title>LMX Lab</title>'
+    '<meta name="viewport" content="width=device-width, initial-scale=1"><link rel="icon" href="favicon.ico">'
+)
+FRONT_STYLE = """
+:root { color-scheme: light dark; }
+body { font: 16px/1.5 system-ui, sans-serif; max-width: 46em; margin: 2em auto; padding: 0 1em; }
+pre { padding: 0.8em; overflow-x: auto; border: 1px solid; border-radius: 4px; }
+"""
 FRONT = f"""{HEAD}
+<style nonce="%(nonce)s">{FRONT_STYLE}</style>
 <h1>LMX Lab {VERSION}</h1>
-<p>This server runs local language models. Programs use it through the chat-completions format; their base URL is the
-address of this page followed by <code>v1</code>.
+<p>%(state)s
+<p>Programs use this server through the chat-completions format; their base URL is the address of this page followed by
+<code>v1</code>. In a terminal:
+<pre>%(curl)s</pre>
 <ul>
 <li><a href="docs">docs</a>: try all routes in the browser; <a href="openapi.json">openapi.json</a>: their description
 for programs
@@ -41,37 +56,75 @@ window.SwaggerUIBundle && fetch(document.getElementById("document").href).then((
 });
 """
 DOCS = f"""{HEAD}
-<link rel="stylesheet" href="{SWAGGER}.css" integrity="sha384-{STYLE_HASH}" crossorigin="anonymous">
-<div id="routes"><p>This page is rendered by Swagger UI, which the browser loads from the internet. Without it, all
-routes are described in <a id="document" href="openapi.json">openapi.json</a>.</div>
-<script src="{SWAGGER}-bundle.js" integrity="sha384-{SCRIPT_HASH}" crossorigin="anonymous"></script>
-<script>{START}</script>
+<link rel="stylesheet" href="docs/swagger-ui.css" nonce="%(nonce)s">
+<div id="routes"><p>This page is rendered by Swagger UI in the browser. All routes are also described in
+<a id="document" href="openapi.json">openapi.json</a>.</div>
+<script src="docs/swagger-ui-bundle.js" nonce="%(nonce)s"></script>
+<script nonce="%(nonce)s">{START}</script>
 """
-FRONT_POLICY = f"default-src 'none'; base-uri 'none'; form-action 'none'; {CONTENT_POLICY}"
-START_HASH = base64.b64encode(hashlib.sha256(START.encode()).digest()).decode()
+ICON = b"""<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 16 16"><rect width="16" height="16" rx="3" fill="#36c"/>
+<path d="M5 3v10h7" fill="none" stroke="#fff" stroke-width="2"/></svg>"""
+POLICY = f"default-src 'none'; base-uri 'none'; form-action 'none'; style-src 'nonce-%(nonce)s'; {CONTENT_POLICY}"
+FRONT_POLICY = f"{POLICY}; img-src 'self'"
 # Swagger UI's style sheet contains images as data URLs.
-DOCS_POLICY = (
-    f"{FRONT_POLICY}; script-src {SWAGGER}-bundle.js 'sha256-{START_HASH}'; style-src {SWAGGER}.css; "
-    "img-src data:; connect-src 'self'"
-)
-"""The content security policy of the page: it may use its two scripts, its style sheet and this server."""
+DOCS_POLICY = f"{POLICY}; img-src 'self' data:; script-src 'nonce-%(nonce)s'; connect-src 'self'"
+"""The content security policy of the page: it may use its scripts, its style sheet and this server. The page does not
+know the addresses of its files behind a proxy, so they are allowed by a nonce."""
 
 
-def page_routes() -> APIRouter:
+def page_routes(manager: ModelManager) -> APIRouter:
     """Return the router of the pages."""
     router = APIRouter(include_in_schema=False, default_response_class=HTMLResponse)
 
     # HEAD is for clients that only check whether the page exists. The HTTP server omits the body.
     @router.api_route("/", methods=["GET", "HEAD"])
-    async def front() -> HTMLResponse:
-        return _page(FRONT, FRONT_POLICY)
+    async def front(request: Request) -> HTMLResponse:
+        state, curl = _describe(manager, local=is_local(request.scope)), _curl(request)
+        return _page(FRONT, FRONT_POLICY, state=html.escape(state), curl=html.escape(curl))
 
     @router.api_route("/docs", methods=["GET", "HEAD"])
     async def docs() -> HTMLResponse:
         return _page(DOCS, DOCS_POLICY)
 
+    @router.api_route("/docs/swagger-ui-bundle.js", methods=["GET", "HEAD"])
+    async def script(request: Request) -> Response:
+        return _swagger_file("swagger-ui-bundle.js", request)
+
+    @router.api_route("/docs/swagger-ui.css", methods=["GET", "HEAD"])
+    async def style(request: Request) -> Response:
+        return _swagger_file("swagger-ui.css", request)
+
+    @router.api_route("/favicon.ico", methods=["GET", "HEAD"])
+    async def icon() -> Response:
+        return Response(ICON, media_type="image/svg+xml", headers={"cache-control": CACHED})
+
     return router
 
 
-def _page(text: str, policy: str) -> HTMLResponse:
-    return HTMLResponse(text, headers={"content-security-policy": policy})
+def _page(text: str, policy: str, **values: str) -> HTMLResponse:
+    values["nonce"] = secrets.token_urlsafe(16)
+    return HTMLResponse(text % values, headers={"content-security-policy": policy % values})
+
+
+def _swagger_file(name: str, request: Request) -> Response:
+    content = (SWAGGER / f"{name}.gz").read_bytes()
+    headers = {"cache-control": CACHED, "vary": "accept-encoding"}
+    if "gzip" in request.headers.get("accept-encoding", ""):
+        headers["content-encoding"] = "gzip"
+    else:
+        content = gzip.decompress(content)
+    return Response(content, media_type=MEDIA_TYPES[name], headers=headers)
+
+
+def _describe(manager: ModelManager, *, local: bool) -> str:
+    now = manager.snapshot
+    pinned = [public_id(each.entry.id, local=local) for each in now.pinned]
+    also = f" Also loaded: {', '.join(pinned)}." if pinned else ""
+    return f"{public_id(now.model, local=local) if now.model else 'No chat model'} is loaded.{also}"
+
+
+def _curl(request: Request) -> str:
+    """Return a request as a line for a shell. Its address is that of this page, without the path of a proxy."""
+    url = f"{str(request.base_url).rstrip('/')}/v1/chat/completions"
+    body = '{"model": "default", "messages": [{"role": "user", "content": "Say hello."}]}'
+    return f"curl {url} -H 'content-type: application/json' -d '{body}'"

@@ -18,6 +18,7 @@ from lmx_lab.errors import InvalidRequestError, LabError
 from lmx_lab.http.bodies import LargeBodyQueue, read_json
 from lmx_lab.http.error_bodies import detail_for, request_id_of, validation_error
 from lmx_lab.http.guard import is_local
+from lmx_lab.http.slow_clients import SendWatch
 from lmx_lab.server.inference import InferenceService
 from lmx_lab.server.serialize import socket_token
 from lmx_lab.server.translate import socket_stats
@@ -28,7 +29,7 @@ CLOSE_WAIT_S = 5.0
 """Time that the client has to close the connection after the answer."""
 FIRST_MESSAGE_WAIT_S = 60.0
 """Time that the client has to send its request."""
-NORMAL, FAILED = 1000, 1011
+NORMAL, POLICY_VIOLATION, FAILED = 1000, 1008, 1011
 """Close codes (RFC 6455, 7.4.1)."""
 
 
@@ -82,11 +83,28 @@ async def _answer(socket: WebSocket, service: InferenceService, request: ChatReq
 
 async def _send_tokens(socket: WebSocket, service: InferenceService, request: ChatRequest) -> None:
     _, (generation,) = await service.start(request, request_id_of(socket), local=is_local(socket.scope))
-    async with generation:
-        async for delta in generation:
-            if (message := socket_token(delta, logprobs=bool(request.logprobs))) is not None:
-                await _send_text(socket, message)
+    watch = SendWatch(lambda: service.blocked_limit_s([generation]))
+    try:
+        async with generation, watch:
+            async for delta in generation:
+                if (message := socket_token(delta, logprobs=bool(request.logprobs))) is not None:
+                    await watch.send(_send_text(socket, message))
+    except TimeoutError:
+        if not watch.expired:
+            raise
+        reason = f"the client has accepted no data for {watch.blocked_s:g} s"
+        log.warning("%s: cancelled, because %s", request_id_of(socket), reason)
+        _close_blocked(socket, reason)
+        raise WebSocketDisconnect(POLICY_VIOLATION, reason) from None
     await _send(socket, SocketDone(stats=socket_stats(generation.final_report())))
+
+
+def _close_blocked(socket: WebSocket, reason: str) -> None:
+    """Close the connection to a client that accepts no data."""
+    # An extension of ``http.protocol``; a close through ASGI would wait for the client.
+    close = (socket.scope.get("extensions") or {}).get("lmx_lab.close")
+    if close is not None:
+        close(POLICY_VIOLATION, reason)
 
 
 async def _refuse_messages(socket: WebSocket) -> bool:
@@ -128,7 +146,7 @@ async def _parse(text: str | bytes, limit_bytes: int, queue: LargeBodyQueue) -> 
     if len(text) > limit_bytes:
         raise InvalidRequestError(f"the message has {len(text)} characters, the limit is {limit_bytes}; send less")
     try:
-        request = ChatRequest.model_validate(await read_json(text, queue))
+        request = await read_json(text, queue, ChatRequest.model_validate)
     except ValidationError as exc:
         raise validation_error(exc) from exc
     if request.choices > 1:

@@ -13,7 +13,8 @@ FinishReason = Literal["stop", "length", "tool_calls"]
 class TokenLogprob:
     """A token and its log-probability: after penalties and logit bias, before temperature, top-p, top-k and min-p."""
 
-    token: int
+    token: int | None
+    """Id of the token; None if the engine runs in another process, because the chat format has no ids."""
     text: str
     """Text of the token; ``bytes:\\xe2\\x82`` if it is only a part of a character."""
     bytes: bytes
@@ -92,6 +93,12 @@ def merge_deltas(deltas: Sequence[Delta]) -> Delta:
         reasoning="".join([delta.reasoning for delta in deltas]),
         tool_calls=merge_tool_calls([call for delta in deltas for call in delta.tool_calls]),
     )
+
+
+def whole_characters(text: str) -> str:
+    """Return a text that was cut between two tokens without the part of a character at its end, for display."""
+    # A joiner announces the next part of an emoji.
+    return text.rstrip("\ufffd\u200d")
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -7,6 +7,8 @@ from dataclasses import dataclass, field, fields
 from pathlib import Path
 from typing import Literal, Self, TypedDict, cast
 
+from lmx_lab.errors import ArgumentError
+
 Kind = Literal["chat", "embedding", "rerank"]
 
 KINDS_IN_WORDS: Mapping[Kind, str] = {"chat": "a chat model", "embedding": "an embedding model", "rerank": "a reranker"}
@@ -47,13 +49,10 @@ class LoadSpec:
         """Return the load of a model with the options of a caller.
 
         Raises:
-            TypeError: there is no such option.
+            ArgumentError: there is no such option.
         """
         if unknown := options.keys() - LoadOptions.__annotations__.keys():
-            raise TypeError(
-                f"load() got the unexpected argument {min(unknown)!r}; the options of a load are "
-                f"{', '.join(LoadOptions.__annotations__)}"
-            )
+            raise ArgumentError.unknown("load", min(unknown), ["model", *LoadOptions.__annotations__])
         return cls(model=model, **options)
 
     @property
@@ -79,12 +78,15 @@ class LoadProgress:
     """Why a load failed, or why a model was unloaded without a request to do so."""
 
 
-@dataclass(frozen=True, kw_only=True)
+@dataclass(frozen=True, kw_only=True, repr=False)
 class LoadReport:
     model: str
     load_s: float
     memory_bytes: int
     """Measured memory of the model."""
+
+    def __repr__(self) -> str:
+        return f"{self.model} loaded in {self.load_s:.1f} s, {self.memory_bytes / 1e9:.2f} GB of memory"
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import Any
 
 from lmx_lab.errors import UnusableModelError
+from lmx_lab.weights.config_check import check_quantized
 from lmx_lab.weights.files import open_regular
 
 # The limit of the format itself; with a larger length, the file is something else.
@@ -64,6 +65,9 @@ def _read_summary(path: Path, size: int, mtime_ns: int) -> SafetensorsSummary:
         for dtype, start, stop in spans:
             bytes_of[str(dtype)] += int(stop) - int(start)
         _check_spans(path, header)
+        check_quantized(
+            path, {name: (str(t["dtype"]), list(t["shape"])) for name, t in header.items() if name != "__metadata__"}
+        )
     except (AttributeError, KeyError, TypeError, ValueError, OverflowError) as exc:
         raise UnusableModelError(
             f"{path} is not a safetensors file: its header is invalid ({exc!r}); fetch it again"

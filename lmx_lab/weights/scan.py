@@ -11,6 +11,7 @@ from typing import Any
 
 from lmx_lab.errors import UnusableModelError
 from lmx_lab.values.models import Facts, Kind, ModelEntry, Source
+from lmx_lab.weights.config_check import check_config
 from lmx_lab.weights.files import check_files, open_regular, read_json, read_regular
 from lmx_lab.weights.gguf.model import read_gguf_facts
 from lmx_lab.weights.gguf.names import GgufFiles, choices_for, group_files, is_gguf, label_models, parts_of
@@ -39,15 +40,6 @@ TASKS: dict[str, Kind] = {
 }
 """Kinds of models by the ``pipeline_tag`` of the model card, for decoders whose other files leave it open."""
 TOKENIZER_FILES = ("tokenizer.json", "tokenizer.model", "vocab.json", "vocab.txt", "spiece.model", "tiktoken.model")
-LAYER_KEYS = (
-    "num_hidden_layers", "n_layers", "n_layer", "num_layers", "num_nextn_predict_layers", "num_encoder_layers",
-    "num_decoder_layers", "encoder_layers", "decoder_layers", "depth", "num_transformer_layers", "num_loops",
-    "num_kv_reuse_layers", "altup_num_inputs", "emb_neighbor_num", "o_groups",
-)  # fmt: skip
-EXPERT_KEYS = ("num_experts", "n_routed_experts", "num_local_experts", "moe_num_experts")
-MAX_COUNTS = dict.fromkeys(LAYER_KEYS, 1000) | dict.fromkeys(EXPERT_KEYS, 10_000)
-"""Largest values in ``config.json``. mlx-lm creates this many layers or experts before it reads a weight, so a value of
-a billion would never end. The largest known models have a tenth of these values."""
 CONTEXT_KEYS = ("max_position_embeddings", "n_positions", "max_sequence_length", "max_seq_len", "seq_length", "n_ctx")
 
 
@@ -228,7 +220,7 @@ def read_folder(path: Path) -> Facts:
 
     Raises:
         UnusableModelError: ``config.json`` is missing or invalid; weights are missing or damaged; there is no
-            tokenizer; the model requires custom code or has too many layers; or a file is not regular or too large.
+            tokenizer; the model requires custom code or has impossible values; or a file is not regular or too large.
             The message names the file.
     """
     check_files(path)
@@ -237,7 +229,7 @@ def read_folder(path: Path) -> Facts:
     _refuse_remote_code(path, config)
     if not isinstance(architecture, str) or not architecture:
         raise UnusableModelError(f"{path / 'config.json'} has no model_type; fetch the model again, or use another")
-    _refuse_large_counts(path, config)
+    check_config(path / "config.json", config)
     shards = _read_shards(path)
     _require_tokenizer(path)
     return Facts(
@@ -259,19 +251,6 @@ def _refuse_remote_code(path: Path, config: dict[str, Any]) -> None:
         raise UnusableModelError(
             f"{path} requires custom code (auto_map without model_type), which is never run; use another"
         )
-
-
-def _refuse_large_counts(path: Path, config: dict[str, Any]) -> None:
-    parts = [config]
-    while parts:
-        part = parts.pop()
-        parts += [value for value in part.values() if isinstance(value, dict)]
-        for key, limit in MAX_COUNTS.items():
-            value = part.get(key)
-            if isinstance(value, int | float) and value > limit:
-                raise UnusableModelError(
-                    f"{path / 'config.json'}: {key} is {value!r:.40}; the limit is {limit}: use another model"
-                )
 
 
 def _read_shards(path: Path) -> list[SafetensorsSummary]:

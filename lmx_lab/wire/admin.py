@@ -101,7 +101,7 @@ class UnloadRequest(RequestModel):
     """The body of POST /admin/models/unload. It may be missing or empty."""
 
     model: Annotated[str, StringConstraints(min_length=1, max_length=4096)] | None = None
-    """The loaded model. If another model is named, the request is refused."""
+    """The loaded model, or the one whose load is cancelled. If another model is named, the request is refused."""
 
 
 class UnloadAnswer(BaseModel):

@@ -73,6 +73,16 @@ class RequestModel(BaseModel):
         return check_members(value)
 
 
+def request_class(name: str) -> type[RequestModel] | None:
+    """Return the imported request body, or part of one, that has this name; None if there is none."""
+    classes = [RequestModel]
+    while classes:
+        if (found := classes.pop()).__name__ == name:
+            return found
+        classes += found.__subclasses__()
+    return None
+
+
 class StreamOptions(RequestModel):
     """Options of a streamed answer."""
 

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Mapping
+from itertools import accumulate
 from typing import Any
 
 from pydantic import BeforeValidator
@@ -17,6 +19,13 @@ TEXT_LIMIT = ITEM_LIMIT + MEMBERS_LIMIT + CONTAINER_LIMIT
 """Texts and names of members in one body. Valid JSON within the limits above cannot contain more."""
 MEMBER_LIMIT = 256
 """Members of one object, unless its field has another limit."""
+DIGITS_LIMIT = 400
+"""Digits of a number in a body. The largest float64 has 309, and the time to read a number grows with their square."""
+LONG_NUMBER = re.compile(rb"(?<![0-9])[0-9]{%d}" % (DIGITS_LIMIT + 1))
+LARGE_NUMBER = re.compile(rb"[eE]\+?[0-9]{3}|[0-9]{309}")
+"""Part of every number that may exceed the largest float64."""
+DEPTH_CHANGE = {ord("["): 1, ord("{"): 1, ord("]"): -1, ord("}"): -1}
+NOT_BRACKETS = bytes(set(range(256)) - set(DEPTH_CHANGE))
 PIECE_CHARACTERS = 65_536
 """Number of characters counted at a time. Counting stops after the piece in which a limit is exceeded."""
 VALUE_LIMIT = 10_000
@@ -33,7 +42,17 @@ class Structure:
         self.containers = 0
         """Number of lists and objects."""
         self.quotes = 0
+        self.depth = 0
+        """Largest number of lists and objects that are nested."""
+        self.has_long_number = False
+        """Whether a number has more than ``DIGITS_LIMIT`` digits."""
+        self.may_have_infinity = False
+        """Whether a number may exceed the largest float64."""
+        self._open = 0
+        """Number of lists and objects that have not ended."""
         self._in_string = False
+        self._number = b""
+        """End of a number at the end of the last piece, which may continue in the next one."""
 
     @property
     def excess(self) -> str | None:
@@ -57,13 +76,24 @@ class Structure:
             piece = text[start : start + size + 1]
             data = piece.encode() if isinstance(piece, str) else piece
         parts = data.replace(b"\\\\", b"").replace(b'\\"', b"").split(b'"')
-        outside = b"".join(parts[self._in_string :: 2])
+        outside = self._number + b"".join(parts[self._in_string :: 2])
         self._in_string ^= len(parts) % 2 == 0
         self.quotes += len(parts) - 1
         self.items += outside.count(b",")
         self.members += outside.count(b":")
         self.containers += outside.count(b"[") + outside.count(b"{")
+        changes = list(map(DEPTH_CHANGE.__getitem__, outside.translate(None, NOT_BRACKETS)))
+        self.depth = max(self.depth, *accumulate(changes, initial=self._open))
+        self._open += sum(changes)
+        self._check_numbers(outside)
         return start + len(piece)
+
+    def _check_numbers(self, outside: bytes) -> None:
+        self.has_long_number = self.has_long_number or LONG_NUMBER.search(outside) is not None
+        self.may_have_infinity = self.may_have_infinity or LARGE_NUMBER.search(outside) is not None
+        # Digits, and the letter and sign of an exponent.
+        tail = outside[-DIGITS_LIMIT:]
+        self._number = tail[len(tail.rstrip(b"0123456789+eE")) :]
 
     def add_whole(self, text: str) -> None:
         """Count another text that does not begin within a string."""

@@ -66,6 +66,7 @@ def test_a_plot_over_prompt_lengths_has_a_line_for_each_concurrency() -> None:
     assert [axes.get_xscale() for axes in chart.axes] == ["log"] * 3
 
 
+@pytest.mark.slow
 def test_a_notebook_displays_the_figure_without_pyplot() -> None:
     code = (
         "import sys; from tests.bench.test_plots import swept; from lmx_lab.bench import by_concurrency;"
@@ -105,3 +106,12 @@ def test_without_matplotlib_the_error_names_the_package_to_install(monkeypatch: 
     monkeypatch.setitem(sys.modules, "matplotlib.figure", None)
     with pytest.raises(ImportError, match="pip install"):
         _ = lmx_lab.bench.by_concurrency
+
+
+def test_a_single_case_is_drawn_as_a_bar_with_its_value() -> None:
+    panel = by_concurrency(run_of([10.0, 20.0, 30.0, 40.0, 50.0, 60.0]), metrics=("ttft_ms",)).axes[0]
+    (bar,) = panel.patches
+    assert bar.get_height() == 35.0
+    assert [text.get_text() for text in panel.texts] == ["35"]
+    assert panel.get_xlabel() == "1 concurrent"
+    assert not len(panel.get_xticks())

@@ -8,8 +8,10 @@ import platform
 import subprocess
 from pathlib import Path
 
+import pandas as pd
 import pytest
 
+from lmx_lab.bench import describe_machine, frame
 from lmx_lab.bench import provenance as module
 from lmx_lab.bench.provenance import provenance
 
@@ -52,3 +54,18 @@ def test_it_contains_no_names_and_no_folders() -> None:
     assert str(ROOT) not in text
     assert f'"{platform.node()}"' not in text
     assert f'"{getpass.getuser()}"' not in text
+
+
+def test_a_sentence_describes_the_machine_and_says_if_it_was_busy() -> None:
+    def rows(*shares: float) -> pd.DataFrame:
+        machines = [{"cpu": "Some CPU", "threads": 2, "busy_share": share} for share in shares]
+        table = frame([])
+        table.attrs["provenance"] = {f"run {at}": {"machine": machine} for at, machine in enumerate(machines)}
+        return table
+
+    assert describe_machine(rows(0.02)) == "Measured on Some CPU with 2 threads."
+    assert "Other programs used 60% of the CPU" in describe_machine(rows(0.02, 0.6))
+    assert "not known" in describe_machine(rows())
+    measured = frame([], provenance())
+    assert 0 <= measured.attrs["provenance"]["machine"]["busy_share"] <= 1
+    assert describe_machine(measured).startswith("Measured on ")

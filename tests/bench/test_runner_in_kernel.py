@@ -19,6 +19,7 @@ def notebook(tmp_path: Path) -> Iterator[Notebook]:
     notebook.close()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("first_line", ["", "import asyncio; await asyncio.sleep(0)"])
 def test_the_stop_button_returns_the_finished_requests(notebook: Notebook, first_line: str) -> None:
     """In a cell with ``await``, the handler of ipykernel raises no exception."""

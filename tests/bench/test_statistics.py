@@ -144,3 +144,16 @@ def test_a_table_can_be_summarized_by_other_columns() -> None:
     assert summed.attrs["provenance"] == {"commit": "abc"}
     with pytest.raises(InvalidRequestError, match="no column colour"):
         summary(table, by=("colour",))
+
+
+def test_a_summary_shows_what_identifies_a_case_and_its_figures_first() -> None:
+    rows = [*run_of([10.0] * 6), *run_of([20.0] * 6, concurrency=4)]
+    first = list(summary(rows).columns[:9])
+    assert first == [
+        *("target", "prompt_tokens_wanted", "concurrency", "errors"),
+        *("total_tok_s", "decode_tok_s", "ttft_ms", "itl_ms_p99", "prefill_tok_s"),
+    ]
+    assert list(summary(rows, by=["output_tokens", "case"]).columns[:4]) == [
+        *("output_tokens", "case", "errors", "total_tok_s")
+    ]
+    assert list(frame(rows).columns[:4]) == ["case", "decode_tok_s", "ttft_ms", "itl_ms_p99"]

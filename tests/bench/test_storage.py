@@ -44,7 +44,9 @@ SAMPLES = st.lists(
     ),
     max_size=5,
 )
-kept_in_one_folder = settings(suppress_health_check=[HealthCheck.function_scoped_fixture], max_examples=50)
+kept_in_one_folder = settings(
+    suppress_health_check=[HealthCheck.function_scoped_fixture], max_examples=settings().max_examples // 2
+)
 
 
 @kept_in_one_folder

@@ -17,6 +17,7 @@ from tests.browser.test_traffic import names
 MAX_BYTES = 300_000
 UPDATES = 1000
 NAME = "saved.ipynb"
+QUESTION = "What was asked after the panel was shown?"
 # A clock that is 100 times as fast, and no pause between two messages.
 FASTER = "import lmx_lab.panels.workbench as w, lmx_lab.panels.panel as p\nw.TICK_S, p.FRAME_S = 0.004, 0"
 SLOWER = "w.TICK_S, p.FRAME_S = 0.5, 0.3"
@@ -35,6 +36,8 @@ def saved(tab: Tab, jupyterlab: JupyterLab) -> str:
         tab.run(cell)
     url = tab.kernel("print(lab.url)")
     expect(tab.panel("Models")).to_have_count(2)
+    tab.kernel(f"lab.workbench.submit(lab.workbench.panels['chat'].do_send({{'text': {QUESTION!r}}})).result()")
+    expect(tab.outputs(2).locator(".lmx-snapshot")).to_contain_text(QUESTION)
     tab.save()
     tab.close_notebook()
     return url
@@ -73,6 +76,10 @@ def test_without_a_kernel_the_snapshot_is_shown(tab: Tab, saved: str, closing: N
     expect(tab.outputs(1)).to_contain_text(saved)
     expect(tab.outputs(2)).to_contain_text("tiny-two")
     expect(tab.outputs(2)).to_contain_text("Metrics")
+    expect(tab.outputs(2)).to_contain_text(QUESTION)
+    charts = tab.outputs(2).locator("img[alt^='Generated']")
+    expect(charts).to_have_count(1)
+    assert charts.evaluate("image => image.complete && image.naturalWidth > 0")
     expect(tab.outputs(3)).to_contain_text("Rerank: no result yet")
     for cell in (1, 2, 3):
         expect(tab.outputs(cell).get_by_text("Loading widget")).to_be_hidden()
@@ -100,4 +107,5 @@ def test_converted_to_html_the_snapshot_is_shown_once(saved: str, jupyterlab: Ju
     assert done.stdout.count(saved) == 2, "in the outputs of two cells"
     assert "tiny-two" in done.stdout
     assert "Rerank: no result yet" in done.stdout
+    assert QUESTION in done.stdout
     assert '<script type="application/vnd.jupyter.widget-view+json">' not in done.stdout

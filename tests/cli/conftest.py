@@ -2,14 +2,24 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
+import typer.main
 
 from lmx_lab.daemon.daemon import Daemon
 from tests.daemon.running_daemon import serving
 from tests.daemon.scripted import Scripted, says
+
+
+@pytest.fixture(autouse=True, scope="package")
+def _cache_parser() -> Iterator[None]:
+    """Make the parser of all commands once, because that takes a third of the time of a short command."""
+    with pytest.MonkeyPatch.context() as patched:
+        patched.setattr(typer.main, "get_command", functools.cache(typer.main.get_command))
+        yield
 
 
 @pytest.fixture

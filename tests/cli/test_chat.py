@@ -110,7 +110,7 @@ def test_a_missing_question_is_an_error(tmp_path: Path, daemon: Daemon, question
 
 
 def test_without_a_daemon_the_error_says_how_to_start_one(tmp_path: Path) -> None:
-    for command in (["chat", "hello"], ["events"]):
+    for command in (["chat", "--new", "hello"], ["events"]):
         done = run_command(tmp_path, *command)
         assert done.status == 1
         assert "lmx-lab daemon" in done.stderr

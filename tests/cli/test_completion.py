@@ -68,6 +68,7 @@ def completed(home: Path, line: str) -> list[str]:
     return ended.stdout.split()
 
 
+@pytest.mark.slow
 def test_commands_options_and_models_are_completed_in_bash(home: Path) -> None:
     assert completed_in_bash(home, "lmx-lab serve --model o") == ["org/below", "own"]
     assert completed(home, "lmx-lab serve --model o") == ["org/below", "own"]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+import shutil
 from pathlib import Path
 
 from tests.command_line import run_command
@@ -30,6 +31,12 @@ def test_a_gguf_file_is_used_as_it_is_or_converted_on_request(tmp_path: Path, sm
     assert converted.status == 0, converted.stderr
     assert converted.stdout.startswith("smollm2-135m-instruct.q4_1-b179c952: ")
     assert " mlx " in run_command(tmp_path, "models").stdout
+
+
+def test_a_long_id_is_not_cut_on_a_narrow_terminal(tiny_home: Path, tmp_path: Path) -> None:
+    name = "a-model-with-a-very-long-name-" * 4 + "instruct"
+    shutil.copytree(tiny_home / "models" / "tiny", tmp_path / "models" / name)
+    assert name in run_command(tmp_path, "models", terminal=True, environ={"COLUMNS": "60"}).stdout
 
 
 def test_models_are_listed_in_complete_lines_for_programs(tiny_home: Path, tmp_path: Path) -> None:

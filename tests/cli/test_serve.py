@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import json
+import re
 import signal
 import socket
 from pathlib import Path
@@ -29,7 +30,32 @@ def test_ctrl_c_during_a_generation_ends_with_zero(tmp_path: Path) -> None:
     ended = run_command(tmp_path, "serve", "--port", "0", "--model", "echo", environ=slowly, meanwhile=interrupt)
     assert (ended.status, ended.stderr) == (0, "")
     assert "echo loaded in" in ended.stdout
-    assert ended.stdout.endswith("stopping\n")
+    assert "stopping\n" in ended.stdout
+
+
+def test_each_request_is_one_line_unless_quiet(tmp_path: Path) -> None:
+    def ask(server: Running) -> None:
+        for body in (chat("echo", "three words here"), chat("nothing", "hi"), {"model": "echo"}):
+            with request(server.port, "POST", CHAT, body) as response:
+                response.read()
+        assert status(server.port, "/healthz") == 200
+        assert status(server.port, "/nowhere") == 404
+        server.send_signal(signal.SIGINT)
+
+    lines = run_command(tmp_path, "serve", "--port", "0", "--model", "echo", meanwhile=ask).stdout.splitlines()
+    answered, unknown, invalid, missing = (line for line in lines if "127.0.0.1  " in line)
+    assert re.fullmatch(
+        r"\d\d:\d\d:\d\d  127\.0\.0\.1  POST /v1/chat/completions  echo  \d+ tokens in, \d+ out  "
+        r"first token in \d+\.\d\d s  [\d.]+ tok/s  stop",
+        answered,
+    )
+    assert "503 Service Unavailable  no-model-loaded" in unknown or "404 Not Found  model-not-found" in unknown
+    assert invalid.endswith("POST /v1/chat/completions  422 Unprocessable Entity") or invalid.endswith(
+        "400 Bad Request"
+    )
+    assert missing.endswith("GET /nowhere  404 Not Found")
+    quiet = run_command(tmp_path, "serve", "--port", "0", "--model", "echo", "--quiet", meanwhile=ask).stdout
+    assert "tok/s" not in quiet
 
 
 def test_sigterm_while_the_real_model_generates_ends_with_zero(starter_home: Path) -> None:

@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import traceback
+
 import pytest
 
-from lmx_lab.client.errors import DAEMON, UnexpectedResponse, lab_server_error, parse_error
+from lmx_lab.client import LabClient
+from lmx_lab.client.errors import DAEMON, UnexpectedResponse, lab_server_error, parse_error, was_sent
 from lmx_lab.errors import ERROR_CLASSES, CursorExpiredError, LabError, UnreachableError
 from lmx_lab.http.error_bodies import respond
 from tests.test_errors import classes
@@ -29,6 +32,13 @@ def test_a_servers_error_is_the_same_error_in_the_client(kind: type[LabError]) -
     assert error.code == kind.code
     assert issubclass(kind, type(error)) or issubclass(type(error), kind)
     assert (error.message[:19], error.param, error.retry_after_s) == ("why, and what to do", "messages.0", 2.0)
+
+
+def test_the_traceback_of_a_failed_connection_has_no_frames_of_the_http_library() -> None:
+    with LabClient("http://127.0.0.1:9") as client, pytest.raises(UnreachableError, match="start the server") as caught:
+        client.models()
+    assert "httpcore" not in "".join(traceback.format_exception(caught.value))
+    assert not was_sent(caught.value)
 
 
 def test_an_unknown_code_is_kept_in_the_message() -> None:

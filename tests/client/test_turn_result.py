@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from lmx_lab.client.turn_result import TurnAccumulator, turn_error
+from lmx_lab.client.turn_result import TurnAccumulator, TurnResult, TurnToolCall, turn_error
 from lmx_lab.errors import ERROR_CLASSES, LabError, TurnError
 from lmx_lab.wire.errors import ErrorDetail
 from lmx_lab.wire.sessions import TurnRecord
@@ -21,6 +21,17 @@ def test_an_unknown_code_is_a_turn_error_that_shows_the_code() -> None:
     error = turn_error("t1", ErrorDetail(code="too-bored", message="no", type="t"))
     assert type(error) is TurnError
     assert str(error) == "turn t1: no (too-bored)"
+
+
+def test_a_result_is_shown_with_its_calls_and_its_cost() -> None:
+    call = TurnToolCall(call_id="c", name="add", arguments={"a": 1}, status="ok", text="<2>" * 500, elapsed_s=0.25)
+    result = TurnResult(
+        turn_id="t1", session_id="s", text="Two.", thinking="", stop_reason="end", stats=None, tool_calls=(call,)
+    )
+    assert repr(call).startswith('→ add({"a": 1}) ok in 0.25 s: <2>')
+    assert len(repr(call)) < 600
+    assert repr(result).splitlines()[2:] == ["Two.", "", "turn t1 · end"]
+    assert "<2>" not in result._repr_html_()
 
 
 def test_the_error_of_a_record_is_raised() -> None:

@@ -71,10 +71,20 @@ class McpHarness:
         return result
 
     async def events(self) -> list[dict[str, Any]]:
-        rows = await self.store.read(
-            lambda reading: reading.fetch_all("SELECT data FROM events WHERE event = 'mcp.status' ORDER BY seq")
-        )
-        return [json.loads(row["data"]) for row in rows]
+        """Return the status events, once the last one of each server has the state that the server has now.
+
+        A change can be read shortly before its event is stored.
+        """
+        async with asyncio.timeout(30):
+            while True:
+                rows = await self.store.read(
+                    lambda reading: reading.fetch_all("SELECT data FROM events WHERE event = 'mcp.status' ORDER BY seq")
+                )
+                events = [json.loads(row["data"]) for row in rows]
+                last = {event["name"]: event["state"] for event in events}
+                if all(last.get(record.name) == record.state for record in (await self.servers.list_servers()).servers):
+                    return events
+                await asyncio.sleep(0.01)
 
 
 @contextlib.asynccontextmanager

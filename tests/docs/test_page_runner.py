@@ -44,6 +44,7 @@ def test_an_address_needs_a_server_that_the_page_has_started(runner: PageRunner)
         runner.run(bash("curl http://127.0.0.1:8400/readyz"))
 
 
+@pytest.mark.slow
 def test_a_server_that_does_not_start_fails_its_block(runner: PageRunner) -> None:
     with pytest.raises(AssertionError, match="slots"):
         runner.run(bash("lmx-lab serve --slots 0"))

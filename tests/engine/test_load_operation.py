@@ -6,7 +6,7 @@ import asyncio
 
 import pytest
 
-from lmx_lab.engine.load_operation import LoadOperation
+from lmx_lab.engine.load_operation import LOAD_BASE_S, LoadOperation, load_limit_s
 from lmx_lab.errors import NotLoadedError
 from lmx_lab.values.models import LoadReport, LoadSpec
 
@@ -51,6 +51,25 @@ async def test_a_cancelled_load_starts_no_further_part() -> None:
         load.check()
     with pytest.raises(NotLoadedError, match="the load was cancelled"):
         await load.run(asyncio.sleep(60))
+
+
+async def test_work_after_a_cancelled_load_can_be_cancelled_too() -> None:
+    load = operation()
+    load.cancel(CANCELLED)
+    assert await load.restore(asyncio.sleep(0, "restored")) == "restored"
+    restoring = asyncio.create_task(load.restore(asyncio.sleep(60)))
+    await asyncio.sleep(0)
+    await asyncio.sleep(0)
+    load.cancel(NotLoadedError("later"), restores=False)
+    with pytest.raises(NotLoadedError, match="the load was cancelled"):
+        await restoring
+    assert not load.restores
+
+
+def test_the_time_limit_of_a_load_is_proportional_to_its_size() -> None:
+    assert load_limit_s(0, None) == LOAD_BASE_S
+    assert load_limit_s(100 * 10**9, None) == LOAD_BASE_S + 5000
+    assert load_limit_s(100 * 10**9, 7.0) == 7.0
 
 
 async def test_only_the_first_result_counts() -> None:

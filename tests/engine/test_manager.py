@@ -73,10 +73,11 @@ class SlowEngine(EchoEngine):
         self.resume.set()
         self.specs: list[LoadSpec] = []
         self.failures: dict[str, LabError] = {}
+        self.hangs = ""
 
     async def load(self, entry: ModelEntry, spec: LoadSpec) -> LoadReport:
         self.specs.append(spec)
-        while not self.resume.is_set():  # noqa: ASYNC110
+        while not self.resume.is_set() or entry.id == self.hangs:  # noqa: ASYNC110
             await asyncio.sleep(0.001)
         if entry.id in self.failures:
             raise self.failures[entry.id]
@@ -224,16 +225,20 @@ async def test_while_a_model_is_loaded_another_load_is_refused_waits_or_replaces
     assert (await replacing).model == "embedder"
 
 
-async def test_an_unload_cancels_a_load(lab: Lab) -> None:
+@pytest.mark.parametrize("name", [(), ("two",)])
+async def test_an_unload_cancels_a_load_and_the_previous_model_is_loaded_again(lab: Lab, name: tuple[str, ...]) -> None:
     await lab.manager.load(LoadSpec(model="one"))
     lab.engine.resume.clear()
     load = asyncio.create_task(lab.manager.load(LoadSpec(model="two")))
     await until(lambda: len(lab.engine.specs) == 2)
-    await lab.manager.unload()
-    with pytest.raises(NotLoadedError, match="the load of two was cancelled: the model is unloaded"):
+    unload = asyncio.create_task(lab.manager.unload(*name))
+    await until(lambda: len(lab.engine.specs) == 3)
+    lab.engine.resume.set()
+    assert await unload == 0
+    with pytest.raises(NotLoadedError, match="load of two was cancelled; the previous model one is loaded again"):
         await load
-    assert lab.manager.snapshot.state == "empty"
-    assert lab.stages[-1][1] == "failed"
+    assert await answer(lab) == "one"
+    assert lab.stages[-1] == ("two", "failed")
 
 
 async def test_after_a_failed_load_the_previous_model_is_loaded_again(lab: Lab) -> None:
@@ -248,16 +253,42 @@ async def test_after_a_failed_load_the_previous_model_is_loaded_again(lab: Lab) 
     assert lab.manager.snapshot.state == "empty"
 
 
-async def test_a_load_that_an_engine_performs_cannot_be_cancelled_by_name(lab: Lab) -> None:
+async def test_a_load_is_cancelled_by_its_name_while_an_engine_performs_it(lab: Lab) -> None:
     lab.engine.resume.clear()
     load = asyncio.create_task(lab.manager.load(LoadSpec(model="one")))
     await until(lambda: lab.engine.specs)
-    with pytest.raises(ModelBusyError, match="one is already being loaded into memory"):
-        await lab.manager.cancel_load("one")
     with pytest.raises(InvalidRequestError, match="two is not being loaded; there is nothing to cancel"):
         await lab.manager.cancel_load("two")
-    lab.engine.resume.set()
-    await load
+    with pytest.raises(InvalidRequestError, match="two is not loaded"):
+        await lab.manager.unload("two")
+    await lab.manager.cancel_load("one")
+    with pytest.raises(NotLoadedError, match="the load of one was cancelled; no model is loaded"):
+        await load
+    assert lab.manager.snapshot.state == "empty"
+
+
+async def test_a_model_stays_loaded_if_the_load_that_waits_for_its_requests_is_cancelled() -> None:
+    async with running(replace(SETTINGS, drain_s=600)) as lab:
+        await lab.manager.load(LoadSpec(model="one"))
+        stream = await lab.manager.submit(request(tokens=8000))
+        await anext(stream)
+        load = asyncio.create_task(lab.manager.load(LoadSpec(model="two")))
+        await until(lambda: lab.manager.snapshot.change is not None and lab.manager.snapshot.change.stage == "draining")
+        await lab.manager.cancel_load("two")
+        with pytest.raises(NotLoadedError, match="the load of two was cancelled; one is still loaded"):
+            await load
+        await anext(stream)
+        assert await answer(lab) == "one"
+        stream.close()
+
+
+async def test_a_load_that_takes_too_long_fails_and_the_previous_model_is_loaded_again() -> None:
+    async with running(replace(SETTINGS, load_timeout_s=5)) as lab:
+        await lab.manager.load(LoadSpec(model="one"))
+        lab.engine.hangs = "two"
+        with pytest.raises(NotLoadedError, match=r"two was not loaded within .*load_timeout_s.*one is loaded again"):
+            await lab.manager.load(LoadSpec(model="two"))
+        assert await answer(lab) == "one"
 
 
 async def test_a_load_can_be_cancelled_while_its_files_are_searched(lab: Lab, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -36,7 +36,7 @@ SPEEDS = Speeds(
             110.0,
             97,
             None,
-            "other programs kept 97 % of the processors busy, so measure again when they use less: lmx-lab doctor",
+            "other programs kept 97 % of the processors busy; run lmx-lab doctor --measure when they use less",
         ),
     ],
 )

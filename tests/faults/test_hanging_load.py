@@ -6,6 +6,7 @@ import asyncio
 import contextlib
 import threading
 from collections.abc import AsyncIterator
+from dataclasses import replace
 from pathlib import Path
 
 import httpx2
@@ -102,19 +103,31 @@ async def before(request: pytest.FixtureRequest, manager: ModelManager, tiny: Mo
 
 @pytest.mark.anyio
 @pytest.mark.usefixtures("before")
-async def test_an_unload_cancels_a_hanging_load_and_no_model_is_loaded_afterwards(
+async def test_an_unload_cancels_a_hanging_load_and_the_previous_model_is_loaded_again(
     manager: ModelManager, long_gguf: Path, tiny_gguf: Path, hangs: HangingProcesses
 ) -> None:
+    previous = manager.snapshot.model
     load = await start_hanging_load(manager, hangs, entry_of(long_gguf, "long"))
-    await asyncio.wait_for(manager.unload(), WAIT_S)
-    assert await cancelled(load) == "the load of long was cancelled: the model is unloaded"
-    assert hangs.processes == 0
-    assert (manager.snapshot.state, manager.snapshot.entry) == ("empty", None)
-    with pytest.raises(NotLoadedError, match="no model is loaded"):
-        await run(manager)
     hangs(False)
-    await manager.load_entry(entry_of(tiny_gguf))
+    await asyncio.wait_for(manager.unload(), WAIT_S)
+    end = "no model is loaded" if previous is None else f"the previous model {previous} is loaded again"
+    assert await cancelled(load) == f"the load of long was cancelled; {end}"
+    assert hangs.processes == 0
+    assert manager.snapshot.model == previous
+    if previous is None:
+        with pytest.raises(NotLoadedError, match="no model is loaded"):
+            await run(manager)
+        await manager.load_entry(entry_of(tiny_gguf))
     assert (await run(manager))[1].output_tokens == 8
+
+
+@pytest.mark.anyio
+async def test_a_hanging_load_ends_at_its_time_limit_with_its_process(long_gguf: Path, hangs: HangingProcesses) -> None:
+    async with ModelManager(replace(SETTINGS, load_timeout_s=3)) as manager:
+        hangs(True)
+        with pytest.raises(NotLoadedError, match=r"long was not loaded within 3 s.*load_timeout_s"):
+            await manager.load_entry(entry_of(long_gguf, "long"))
+        assert hangs.processes == 0
 
 
 @pytest.mark.anyio
@@ -144,7 +157,7 @@ async def test_each_of_several_hanging_loads_is_replaced_by_the_next_one(
     )
     assert "second is loaded instead" in await cancelled(first)
     await asyncio.wait_for(manager.unload(), WAIT_S)
-    assert "the model is unloaded" in await cancelled(second)
+    assert "the load of second was cancelled" in await cancelled(second)
     assert hangs.processes == 0
     await manager.load_entry(tiny)
     assert (await run(manager))[1].model == "tiny"
@@ -193,7 +206,7 @@ async def test_a_hanging_load_of_a_pinned_model_does_not_delay_an_unload(
     await asyncio.sleep(0.3)
     assert not load.done()
     await asyncio.wait_for(manager.unload(), WAIT_S)
-    assert await cancelled(load) == "the load of tiny was cancelled: the model is unloaded"
+    assert await cancelled(load) == "the load of tiny was cancelled; no model is loaded"
     assert not pinning.done()
     await asyncio.to_thread(manager.stop)
     with pytest.raises(LabError):
@@ -232,7 +245,7 @@ def test_a_server_accepts_an_unload_while_a_load_hangs(
         load.join(WAIT_S)
         (answer,) = answers
         assert (answer.status_code, answer.json()["error"]["code"]) == (503, "no-model-loaded")
-        assert "cancelled: the model is unloaded" in answer.json()["error"]["message"]
+        assert "was cancelled; no model is loaded" in answer.json()["error"]["message"]
         assert hangs.processes == 0
         assert http.post("/admin/models/load", json={"model": "tiny"}).status_code == 200
         gone = http.post(CHAT, json=chat_body())

@@ -265,7 +265,7 @@ def test_a_client_that_closes_a_stream_frees_its_slot(lab: Lab, http: httpx2.Cli
 def test_a_client_that_closes_a_whole_answer_frees_its_slot(lab: Lab, http: httpx2.Client) -> None:
     tokens = lab.engine.snapshot.output_tokens
     with pytest.raises(httpx2.ReadTimeout):
-        http.post(PATH, json=echo_body(**ENDLESS), timeout=0.05)
+        http.post(PATH, json=echo_body(**ENDLESS), timeout=httpx2.Timeout(60, read=0.05))
     wait_until_idle(lab)
     assert lab.engine.snapshot.output_tokens - tokens < ENDLESS["max_tokens"]
     assert http.post(PATH, json=echo_body()).status_code == 200

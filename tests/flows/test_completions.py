@@ -228,7 +228,7 @@ def test_a_client_that_disconnects_frees_the_slots_of_all_prompts(lab: Lab, http
         next(response.iter_text())
     wait_until_idle(lab)
     with pytest.raises(httpx2.ReadTimeout):
-        http.post(PATH, json=body(prompt=["a", "b"] * 50, **ENDLESS), timeout=0.1)
+        http.post(PATH, json=body(prompt=["a", "b"] * 50, **ENDLESS), timeout=httpx2.Timeout(60, read=0.1))
     wait_until_idle(lab)
 
 
@@ -246,32 +246,32 @@ def test_the_error_without_a_model_is_the_same_as_in_chat(echo_home: Path) -> No
 
 
 def test_a_queue_filled_by_others_only_delays_later_prompts(lab: Lab, http: httpx2.Client) -> None:
-    over = threading.Event()
-    refused = 0
+    running, over = threading.Event(), threading.Event()
+    statuses: list[int] = []
 
     def fill_queue() -> None:
-        nonlocal refused
         with httpx2.Client(base_url=lab.url, timeout=60) as client:
-            # Limited, because more requests would delay the others for minutes on a busy machine.
-            while not over.is_set() and refused < 20:
+            running.wait()
+            # Six clients fill a server of four places at some time. Limited, because more requests would delay the
+            # others for minutes on a busy machine.
+            while 429 not in statuses or (not over.is_set() and statuses.count(429) < 20):
                 response = client.post("/v1/chat/completions", json=echo_body(max_tokens=40, ignore_eos=True))
-                refused += response.status_code == 429
+                statuses.append(response.status_code)
 
     others = [threading.Thread(target=fill_queue) for _ in range(6)]
-    answer = None
+    for other in others:
+        other.start()
     try:
         # This request is accepted while the queue has room, and the others are sent while it runs.
-        with http.stream(
-            "POST", PATH, json=body(prompt=[SEA] * 8, max_tokens=150, ignore_eos=True, stream=True)
-        ) as response:
-            for other in others:
-                other.start()
+        long = body(prompt=[SEA] * 8, max_tokens=300, ignore_eos=True, stream=True)
+        with http.stream("POST", PATH, json=long) as response:
+            running.set()
             answer = events("".join(response.iter_text()))
     finally:
+        running.set()
         over.set()
         for other in others:
             other.join()
-    assert refused > 0
     assert answer[-1] == "[DONE]"
     ends = [end for chunk in answer[:-1] if (end := json.loads(chunk)["choices"][0]["finish_reason"])]
     assert len(ends) == 8

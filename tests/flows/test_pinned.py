@@ -70,7 +70,7 @@ def test_a_failed_request_is_reported_with_the_model_that_should_answer(lab: Lab
 
 
 def test_the_lab_shows_pinned_models(lab: Lab) -> None:
-    assert "pinned: tiny-embedder (0.00 GB), tiny-reranker (0.00 GB)" in repr(lab)
+    assert "also loaded: tiny-embedder (0.00 GB), tiny-reranker (0.00 GB)" in repr(lab)
 
 
 def test_readiness_is_that_of_the_main_model(http: httpx2.Client) -> None:

@@ -138,7 +138,7 @@ def test_a_client_that_disconnects_while_it_waits_for_a_model_does_not_delay_oth
         pieces = running.iter_text()
         next(pieces)
         with pytest.raises(httpx2.ReadTimeout):
-            client.post(PATH, json=chat_body(model="tiny-two"), timeout=0.05)
+            client.post(PATH, json=chat_body(model="tiny-two"), timeout=httpx2.Timeout(60, read=0.05))
     wait_until_idle(swapping)
     assert ask(client, "tiny").json()["model"] == "tiny"
 

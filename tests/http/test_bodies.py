@@ -34,6 +34,10 @@ VALUES = st.recursive(
 )
 
 
+async def read_value(text: str | bytes) -> Any:
+    return await read_json(text, LargeBodyQueue(), lambda value: value)
+
+
 def counts(value: Any) -> tuple[int, int, int]:
     """Count commas (items and members after the first), members, lists and objects."""
     if not isinstance(value, list | dict):
@@ -72,17 +76,17 @@ async def test_a_body_with_too_many_values_is_rejected_before_it_is_parsed(
     monkeypatch.setattr(pydantic_core, "from_json", None)
     for text in (body, body.decode()):
         with pytest.raises(BodyTooLargeError, match=f"{limit:,}"):
-            await read_json(text, LargeBodyQueue())
+            await read_value(text)
 
 
 async def test_characters_in_strings_are_not_counted() -> None:
-    text = '[{":"' * ITEM_LIMIT
-    assert await read_json(json.dumps({"a": text}), LargeBodyQueue()) == {"a": text}
+    text = '[{":"' * ITEM_LIMIT + "1" * 401
+    assert await read_value(json.dumps({"a": text})) == {"a": text}
 
 
 async def test_a_body_within_the_limits_is_read() -> None:
     ids = [12345] * ITEM_LIMIT
-    assert await read_json(json.dumps(ids).encode(), LargeBodyQueue()) == ids
+    assert await read_value(json.dumps(ids).encode()) == ids
 
 
 @pytest.mark.parametrize(
@@ -93,13 +97,16 @@ async def test_a_body_within_the_limits_is_read() -> None:
         (b"[" * 65 + b"1," * SMALL_BODY_BYTES + b"1" + b"]" * 65, "deeper than 64"),
         (b'{"a":"\\ud800"}' + LARGE, "lone surrogate"),
         (b"\xef\xbb\xbf1" + LARGE, "byte order mark"),
+        (b"[1e2," + b"1" * 401 + b"]" + LARGE, "more than 400 digits"),
+        (b"[" + b"1" * 4300 + b"]" + LARGE, "more than 400 digits"),
+        (b" " * (SMALL_BODY_BYTES - 200) + b"1" * 401, "more than 400 digits"),
         (b'"' + b"\\" * 2 * SMALL_BODY_BYTES, "not valid JSON"),
         (b'"' * 2 * SMALL_BODY_BYTES, "not valid JSON"),
     ],
 )
 async def test_errors_in_large_and_small_bodies_have_the_same_messages(body: bytes, match: str) -> None:
     with pytest.raises(InvalidRequestError, match=match):
-        await read_json(body, LargeBodyQueue())
+        await read_value(body)
 
 
 async def test_the_event_loop_runs_between_the_pieces_of_a_large_body() -> None:
@@ -112,7 +119,7 @@ async def test_the_event_loop_runs_between_the_pieces_of_a_large_body() -> None:
             await asyncio.sleep(0)
 
     other = asyncio.create_task(count())
-    await read_json(json.dumps([12345] * 5 * SMALL_BODY_BYTES), LargeBodyQueue())
+    await read_value(json.dumps([12345] * 5 * SMALL_BODY_BYTES))
     other.cancel()
     # Once for each piece of the text and of the list in it.
     assert steps > 5 * 7 + 5 * SMALL_BODY_BYTES // bodies.WALK_ITEMS
@@ -130,8 +137,8 @@ async def test_the_steps_of_large_bodies_run_one_at_a_time(monkeypatch: pytest.M
 
     async def step() -> None:
         for _ in range(3):
-            await turns.wait()
-            steps.append(now)
+            async with turns.step():
+                steps.append(now)
 
     other = asyncio.create_task(clock())
     await asyncio.gather(*(step() for _ in range(5)))
@@ -140,11 +147,15 @@ async def test_the_steps_of_large_bodies_run_one_at_a_time(monkeypatch: pytest.M
 
 
 async def test_garbage_is_not_collected_in_a_step_of_a_large_body() -> None:
-    queue = LargeBodyQueue()
-    await asyncio.gather(queue.wait(), queue.wait())
-    await queue.wait()
-    assert not gc.isenabled()
-    await asyncio.sleep(0)
+    queue, enabled = LargeBodyQueue(), []
+
+    async def step() -> None:
+        async with queue.step():
+            await asyncio.to_thread(bodies.parse_json, "[1]")
+            enabled.append(gc.isenabled())
+
+    await asyncio.gather(step(), step())
+    assert enabled == [False, False]
     assert gc.isenabled()
 
 
@@ -156,16 +167,17 @@ async def test_freed_memory_is_returned_once_after_large_bodies(monkeypatch: pyt
         trim()
         trimmed.append(threading.current_thread().name)
 
-    monkeypatch.setattr(bodies, "TRIM_S", 0.1)
     monkeypatch.setattr(bodies, "_trim_heaps", record)
-    queue = LargeBodyQueue()
-    await read_json("[1]", queue)
-    await asyncio.sleep(0.2)
-    assert not trimmed
-    for _ in range(3):
-        await read_json(json.dumps([12345] * SMALL_BODY_BYTES), queue)
+    queue, large = LargeBodyQueue(), json.dumps([12345] * SMALL_BODY_BYTES)
+    await read_json("[1]", queue, list)
+    assert queue._trimming is None
+    await read_json(large, queue, list)
+    first = queue._trimming
+    assert first is not None
+    monkeypatch.setattr(bodies, "TRIM_S", 0)
+    await read_json(large, queue, list)
+    assert first.cancelled()
     await wait_until(lambda: trimmed)
-    await asyncio.sleep(0.2)
     (thread,) = trimmed
     assert thread != threading.current_thread().name
 

@@ -22,7 +22,7 @@ from websockets.frames import CloseCode, Frame, Opcode
 
 from lmx_lab.client.errors import parse_error
 from lmx_lab.errors import InvalidRequestError, QueueFullError
-from lmx_lab.http import protocol
+from lmx_lab.http import protocol, socket_options
 from lmx_lab.http.error_bodies import status_for
 from lmx_lab.http.protocol import WebSocketProtocol
 from lmx_lab.http.uvicorn_server import RunningServer, bind, serve
@@ -47,7 +47,7 @@ pytestmark = pytest.mark.anyio
     ],
 )
 def test_only_peers_on_other_machines_are_remote(host: str, elsewhere: bool) -> None:
-    assert protocol.is_remote(host) is elsewhere
+    assert socket_options.is_remote(host) is elsewhere
 
 
 @contextlib.contextmanager
@@ -61,14 +61,14 @@ def socket_pair() -> Iterator[socket.socket]:
 
 def test_a_local_connection_has_no_keepalive() -> None:
     with socket_pair() as sock:
-        protocol.enable_keepalive(sock)
+        socket_options.enable_keepalive(sock)
         assert not sock.getsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE)
 
 
 def test_a_remote_connection_that_is_lost_is_closed_within_30_s(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(protocol, "is_remote", lambda host: True)
+    monkeypatch.setattr(socket_options, "is_remote", lambda host: True)
     with socket_pair() as sock:
-        protocol.enable_keepalive(sock)
+        socket_options.enable_keepalive(sock)
         assert sock.getsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE)
         idle = "TCP_KEEPIDLE" if hasattr(socket, "TCP_KEEPIDLE") else "TCP_KEEPALIVE"
         names = (idle, "TCP_KEEPINTVL", "TCP_KEEPCNT")
@@ -80,7 +80,7 @@ def test_a_remote_connection_that_is_lost_is_closed_within_30_s(monkeypatch: pyt
 
 
 async def test_a_server_enables_keepalive_on_its_connections(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(protocol, "is_remote", lambda host: True)
+    monkeypatch.setattr(socket_options, "is_remote", lambda host: True)
     host = await serve(_app, bind("127.0.0.1", 0, explicit=True))
     reader, writer = await asyncio.open_connection("127.0.0.1", host.port)
     writer.write(b"GET / HTTP/1.1\r\nHost: localhost\r\n\r\n")
@@ -180,7 +180,7 @@ async def _app(scope: Any, receive: Any, send: Any) -> None:
 def test_a_connection_that_has_already_closed_is_not_an_error() -> None:
     with socket_pair() as sock:
         sock.close()
-        protocol.enable_keepalive(sock)
+        socket_options.enable_keepalive(sock)
 
 
 @pytest.mark.parametrize("size", [0, 125, 126, 65_535, 65_536])
@@ -233,10 +233,11 @@ async def _opened() -> AsyncIterator[tuple[asyncio.StreamReader, asyncio.StreamW
     ("sent", "answer"),
     [
         (CHUNKED + b"1\r\na\r\n" * 20_000 + b"0\r\n\r\n", b"only a few bytes"),
+        (CHUNKED + (b"1;" + b"x" * 9000 + b"\r\na\r\n") * 20 + b"0\r\n\r\n", b"long extensions"),
         (b"GET / HTTP/1.1\r\nhost: localhost\r\n" + b"a: b\r\n" * 5000 + b"\r\n", b"more than 256 lines"),
     ],
 )
-async def test_tiny_chunks_and_fragments_are_rejected(sent: bytes, answer: bytes) -> None:
+async def test_tiny_chunks_long_extensions_and_many_lines_are_rejected(sent: bytes, answer: bytes) -> None:
     async with _opened() as (reader, writer):
         writer.write(sent)
         assert answer in await reader.read()
@@ -249,6 +250,37 @@ async def test_a_flood_of_short_frames_closes_the_websocket(sent: bytes) -> None
         await reader.readuntil(b"\r\n\r\n")
         writer.write(sent)
         assert (1008).to_bytes(2) in await reader.read()
+
+
+async def test_a_client_that_reads_nothing_is_disconnected_after_an_unanswered_ping(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    ended = asyncio.Event()
+
+    async def flood(scope: Any, receive: Any, send: Any) -> None:
+        if scope["type"] == "lifespan":
+            await _app(scope, receive, send)
+            return
+        await receive()
+        await send({"type": "websocket.accept"})
+        sending = asyncio.create_task(send_without_end(send))
+        assert (await receive())["code"] == 1011
+        sending.cancel()
+        ended.set()
+
+    async def send_without_end(send: Any) -> None:
+        while True:
+            await send({"type": "websocket.send", "text": "a" * 10_000})
+
+    monkeypatch.setattr(protocol, "LINGER_S", SHORT_S)
+    host = await serve(flood, bind("127.0.0.1", 0, explicit=True), ws_pong_s=SHORT_S)
+    client = socket.create_connection(("127.0.0.1", host.port))
+    client.sendall(SOCKET)
+    async with asyncio.timeout(WAIT_S):
+        await ended.wait()
+        await wait_until(lambda: not host._server.server_state.connections)
+    client.close()
+    await host.stop()
 
 
 async def test_long_chunks_and_fragments_are_received_completely(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -135,6 +135,7 @@ asyncio.run(main())
 """
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("name", "holder"), [("lmx-lab", "another LMX Lab server"), ("other", "another program")])
 def test_a_lab_of_another_process_on_the_port_is_named_in_the_error(name, holder, monkeypatch):
     monkeypatch.setattr(uvicorn_server, "PROBE_S", WAIT_S)
@@ -417,13 +418,13 @@ async def test_a_slow_client_receives_the_last_message_of_a_stopping_server_befo
         writer.write(HANDSHAKE)
         await reader.readuntil(b"\r\n\r\n")
         writer.transport.pause_reading()
-        stopping = asyncio.create_task(host.stop())
+        stopping = asyncio.create_task(host.stop(WAIT_S))
         assert (await app.received.get())["code"] == 1012
         await asyncio.sleep(0.1)
         assert not stopping.done()
         writer.transport.resume_reading()
         (connection,) = host._server.server_state.connections
-        received = b""
+        received = bytearray()
         while not connection.close_sent:
             received += await reader.read(2**16)
         # The client has not received the close frame yet and may still send.

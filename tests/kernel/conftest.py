@@ -24,6 +24,7 @@ class Output:
     stderr: str = ""
     error: str | None = None
     message: str = ""
+    traceback: list[str] = field(default_factory=list)
     shown: list[dict[str, Any]] = field(default_factory=list)
 
 
@@ -59,6 +60,7 @@ class Notebook:
                 self.stderr += content["text"]
             elif kind == "error":
                 output.error, output.message = content["ename"], content["evalue"]
+                output.traceback = "\n".join(content["traceback"]).splitlines()
             elif kind in ("display_data", "execute_result", "update_display_data"):
                 output.shown.append(content["data"])
             elif kind == "status" and content["execution_state"] == "idle" and self._is_of_cell(message):

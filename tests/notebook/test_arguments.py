@@ -94,17 +94,36 @@ def test_documents_may_be_any_mappings() -> None:
         ("hi", {"max_tokens": 0}, "max_tokens"),
         ("hi", {"stream": True}, "stream"),
         ([], {}, "messages"),
-        (["hi"], {}, "messages.0"),
+        ([5], {}, "messages.0"),
+        ({"role": "user", "content": "hi"}, {}, "messages"),
         ([{"role": "poet", "content": "hi"}], {}, "messages.0.role"),
         (7, {}, "messages"),
         ("hello", {"n": 2}, "n"),
-        ("hello", {"logprobs": True}, "logprobs"),
+        ("hello", {"logprobs": 100}, "top_logprobs"),
     ],
 )
 def test_the_error_names_the_invalid_parameter(prompt: object, parameters: dict[str, object], param: str) -> None:
     with pytest.raises(InvalidRequestError) as caught:
         chat_request(prompt, parameters)  # type: ignore[arg-type]
     assert caught.value.param == param
+
+
+@pytest.mark.parametrize("texts", [["a", "b"], ("a", "b"), pd.Series(["a", "b"]), np.array(["a", "b"]), iter("ab")])
+def test_several_texts_are_refused_with_the_loop_that_asks_about_each(texts: Any) -> None:
+    with pytest.raises(InvalidRequestError, match=r"one conversation.*\[lab\.chat\(text\) for text in texts\]"):
+        chat_request(texts, {})
+
+
+def test_a_misspelled_parameter_names_the_right_one() -> None:
+    with pytest.raises(InvalidRequestError, match="did you mean 'temperature'"):
+        chat_request("hi", {"temprature": 1})
+
+
+def test_the_number_of_alternatives_can_be_the_value_of_logprobs() -> None:
+    for parameters in ({"logprobs": 5}, {"logprobs": True, "top_logprobs": 5}):
+        request = chat_request("hi", parameters)
+        assert (request.logprobs, request.top_logprobs) == (True, 5)
+    assert not chat_request("hi", {"logprobs": False}).logprobs
 
 
 def test_python_values_are_converted_to_json_values() -> None:

@@ -15,7 +15,7 @@ import pytest
 
 import lmx_lab
 from lmx_lab.backend import Backend
-from lmx_lab.errors import HostingError, InvalidRequestError, LabError, ModelBusyError, NotLoadedError
+from lmx_lab.errors import HostingError, InvalidRequestError, LabError, NotLoadedError
 from lmx_lab.notebook.arguments import chat_request, rerank_body
 from lmx_lab.notebook.local import LocalBackend
 from lmx_lab.notebook.local_server import LocalServer
@@ -193,16 +193,24 @@ async def test_loads_of_the_same_model_from_two_loops_are_one_load(
     there = lab.workbench.submit(backend.load(LoadSpec(model="tiny-two")))
     await asyncio.to_thread(checking.wait, WAIT_S)
     here = asyncio.create_task(lab.aload("tiny-two"))
-    cancelled = asyncio.create_task(lab.aload("tiny-two"))
     await asyncio.sleep(0.1)
-    cancelled.cancel()
-    with pytest.raises(ModelBusyError, match="already being loaded into memory"):
-        await backend.cancel_load("tiny-two")
     resume.set()
     models = [(await here).model, (await asyncio.wrap_future(there)).model]
     assert (models, checked, lab.engine.snapshot.model) == (["tiny-two"] * 2, ["tiny-two"], "tiny-two")
     with pytest.raises(InvalidRequestError, match="not being loaded"):
         await backend.cancel_load("tiny-two")
+    checking.clear()
+    resume.clear()
+    interrupted = asyncio.create_task(lab.aload("tiny"))
+    joined = lab.workbench.submit(backend.load(LoadSpec(model="tiny")))
+    await asyncio.to_thread(checking.wait, WAIT_S)
+    interrupted.cancel()
+    with pytest.raises(asyncio.CancelledError):
+        await interrupted
+    with pytest.raises(NotLoadedError, match="the load of tiny was cancelled"):
+        await asyncio.wrap_future(joined)
+    resume.set()
+    assert lab.engine.snapshot.model == "tiny-two"
 
 
 async def test_a_load_that_downloads_can_be_cancelled(

@@ -80,6 +80,13 @@ async def answer(backend: Backend, **parameters: Any) -> Reply:
     return await read_reply(backend, chat_request("hello", {"temperature": 0, **parameters}))
 
 
+async def test_log_probabilities_are_received(backend: Backend) -> None:
+    table = (await answer(backend, logprobs=2)).logprobs
+    assert table is not None
+    assert len(table[0].top) == 2
+    assert table[0].top[0].text == table[0].text == table[0].bytes.decode()
+
+
 async def test_samples_state_and_ends_of_requests_are_received(lab: lmx_lab.Lab, backend: Backend) -> None:
     assert (backend.state().state, backend.sample()) == ("running", None)
     async with watched(backend) as received:
@@ -147,7 +154,7 @@ async def test_loads_and_unloads_are_published(tiny_home: Path) -> None:
         assert [stages[-2], stages[-1]] == ["loaded", "unloaded"]
         with pytest.raises(errors.NotLoadedError):
             await answer(backend)
-        with pytest.raises(errors.InvalidRequestError, match="elsewhere"):
+        with pytest.raises(errors.InvalidRequestError, match="tiny is not loaded"):
             await backend.cancel_load("tiny")
 
 

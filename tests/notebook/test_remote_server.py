@@ -80,7 +80,7 @@ def test_a_remote_reply_has_no_report_and_the_callers_time_to_first_token(far: l
     assert reply.report is None
     assert reply.ttft_s > reply.timings.prompt_ms / 1e3
     assert reply.tokens_per_second == reply.timings.predicted_per_second > 0
-    assert f"first token after {reply.ttft_s:.2f} s" in repr(reply)
+    assert f"first token in {reply.ttft_s:.2f} s" in repr(reply)
 
 
 def test_an_answer_without_text_has_a_time_to_first_token(far: lmx_lab.Lab) -> None:

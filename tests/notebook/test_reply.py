@@ -3,20 +3,23 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
+from dataclasses import replace
 from html.parser import HTMLParser
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 from markdown_it import MarkdownIt
+from pydantic import BaseModel
 
 from lmx_lab.backend import AnswerCost
 from lmx_lab.notebook.arguments import chat_request
-from lmx_lab.notebook.reply import Reply, ReplyStream, ReplyToolCall, safe_markdown, tool_calls
+from lmx_lab.notebook.reply import Reply, ReplyStream, ReplyToolCall, json_shape, safe_markdown, tool_calls
+from lmx_lab.notebook.token_table import TokenTable
 from lmx_lab.notebook.verbs import LoopPortal
 from lmx_lab.portal import LoopThread
 from lmx_lab.server.translate import timings, usage
-from lmx_lab.values.generation import Delta, GenerationReport, ToolCallDelta
+from lmx_lab.values.generation import Delta, GenerationReport, TokenLogprob, ToolCallDelta
 from tests.server.test_translate import report
 
 LIVE = [
@@ -134,6 +137,55 @@ def test_a_reply_can_be_a_message_of_the_next_prompt() -> None:
     request = chat_request([{"role": "user", "content": "?"}, called, result], {})
     (call,) = request.messages[1].tool_calls or ()
     assert (call.id, call.function.name, call.function.arguments) == ("a", "add", {"x": 1})
+
+
+class City(BaseModel):
+    name: str
+    people: int
+
+
+CITY = '{"name":"Ulm","people":128}'
+JSON_FORMAT = {"type": "json_schema", "json_schema": {"name": "City", "schema": City.model_json_schema()}}
+
+
+def test_a_json_answer_is_parsed_and_shown_with_indentation() -> None:
+    answer = Delta(text=CITY, tokens=1)
+    for shape, value in ((City, City(name="Ulm", people=128)), (JSON_FORMAT, {"name": "Ulm", "people": 128})):
+        made = Reply.of(answer, cost(report()), json_shape(shape))
+        assert made.parsed == value
+        assert '{\n  "name": "Ulm",\n  "people": 128\n}' in repr(made)
+        assert Page(made._repr_markdown_()).text.startswith('{\n  "name": "Ulm"')
+    assert Reply.of(answer, cost(report())).parsed is None
+
+
+@pytest.mark.parametrize("text", [CITY[:-1], "", "[" * 100_000])
+def test_a_json_answer_that_was_cut_has_no_value_and_says_so(text: str) -> None:
+    made = Reply.of(Delta(text=text, tokens=1), cost(report()), City)
+    assert made.parsed is None
+    assert ("not complete" in repr(made)) == ("not complete" in made._repr_markdown_()) == bool(text)
+
+
+def test_an_answer_that_was_cut_does_not_end_in_a_part_of_a_character() -> None:
+    cut = replace(reply("Grüße \U0001f468\u200d\ufffd"), finish_reason="length")
+    for shown in (str(cut), repr(cut), cut._repr_markdown_()):
+        assert "Grüße \U0001f468" in shown
+        assert "\ufffd" not in shown
+    assert cut.text.endswith("\ufffd")
+    assert str(replace(cut, finish_reason="stop")) == cut.text
+
+
+def test_log_probabilities_are_a_table() -> None:
+    def token(text: str, logprob: float, *top: TokenLogprob) -> TokenLogprob:
+        return TokenLogprob(token=1, text=text, bytes=text.encode(), logprob=logprob, top=top)
+
+    chosen = token("<b>", -0.5, token("<b>", -0.5), token(" c", -1.5))
+    table = Reply.of(Delta(text="<b>", tokens=1, logprobs=(chosen,)), cost(report())).logprobs
+    assert table is not None
+    assert (len(table), table[0], table[:1]) == (1, chosen, (chosen,))
+    assert repr(table).splitlines()[1].split() == ["'<b>'", "-0.500", "60.7%", "'", "c'", "22.3%"]
+    assert "<b>" not in table._repr_html_()
+    assert table.df.to_dict("records")[0]["alternatives"] == {"<b>": -0.5, " c": -1.5}
+    assert "60 more tokens" in repr(TokenTable([chosen] * 100))
 
 
 def test_a_plain_reply_shows_only_text_and_cost() -> None:

@@ -226,6 +226,7 @@ def test_importing_the_package_imports_only_the_package() -> None:
     assert imported(modules_after("import lmx_lab"), "lmx_lab") == {"lmx_lab"}
 
 
+@pytest.mark.slow
 def test_an_attached_lab_imports_neither_the_engine_nor_the_server(tmp_path: Path) -> None:
     with lmx_lab.launch("echo", port=0, home=tmp_path) as lab:
         code = f"""

@@ -51,5 +51,10 @@ def test_basic_modules_load_no_heavy_packages(module: str) -> None:
     assert not {name.split(".")[0] for name in modules_loaded_by(f"import {module}")} & HEAVY
 
 
+def test_attaching_loads_no_server() -> None:
+    loaded = {name.split(".")[0] for name in modules_loaded_by("from lmx_lab import attach")}
+    assert not loaded & {"fastapi", "starlette", "uvicorn", "mlx", "pandas", "ipywidgets"}
+
+
 def test_errors_and_settings_load_no_heavy_packages() -> None:
     assert not {name.split(".")[0] for name in modules_loaded_by("from lmx_lab import LabError, Settings")} & HEAVY

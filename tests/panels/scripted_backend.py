@@ -66,8 +66,6 @@ class ScriptedAnswer:
 class ScriptedBackend:
     """A ``Backend`` whose results come from queues; an exception in a queue is raised."""
 
-    can_cancel_loads = True
-
     def __init__(self) -> None:
         self.now = ServerState(state="running", place="the kernel's loop", url="http://127.0.0.1:8400")
         self.measured: Sample | None = None

@@ -50,7 +50,7 @@ def test_an_answer_streams_and_ends_in_the_transcript_with_its_cost(reader: Read
     reader.until(lambda panel: not panel.live)
     turn = reader.panel.messages[-1]
     assert (turn["role"], turn["text"], turn["reasoning"]) == ("assistant", "Hello", "hm")
-    assert turn["stats"] == "tiny · 3 tokens · 31.5 tokens/s · first token after 0.12 s"
+    assert turn["stats"] == "tiny · 3 tokens · 31.5 tokens/s · first token in 0.12 s"
 
 
 def test_pieces_are_coalesced_into_frames(workbench: Workbench, backend: ScriptedBackend) -> None:

@@ -427,6 +427,7 @@ def test_the_data_frame_has_all_rows_and_their_times(reader: Reader, daemon: Scr
     assert json.loads(frame["json"][0])["data"]["session"]["title"] == "Weather"
 
 
+@pytest.mark.slow
 def test_the_panel_does_not_import_pandas() -> None:
     program = "import sys, lmx_lab.panels.events; sys.exit('pandas' in sys.modules)"
     assert subprocess.run([sys.executable, "-c", program], check=False, timeout=180).returncode == 0

@@ -17,9 +17,9 @@ import pytest
 
 import lmx_lab
 from lmx_lab.panels import assets
-from lmx_lab.panels.metrics import CHARTS, FIELDS, MAX_POINTS, MetricsPanel, pack_columns, window
+from lmx_lab.panels.metrics import CHARTS, FIELDS, MAX_FAILURES, MAX_POINTS, MetricsPanel, pack_columns, window
 from lmx_lab.panels.workbench import Workbench
-from lmx_lab.wire.admin import Sample
+from lmx_lab.wire.admin import RequestEvent, Sample
 from tests.panels.scripted_backend import WAIT_S, Reader, Refused, ScriptedBackend
 
 NOON = 1_800_000_000.0
@@ -217,6 +217,7 @@ def test_without_pandas_the_error_says_what_to_install(watched: Watched, monkeyp
         _ = watched.panel.df
 
 
+@pytest.mark.slow
 def test_the_panel_does_not_import_pandas() -> None:
     program = "import sys, lmx_lab.panels.metrics; sys.exit('pandas' in sys.modules)"
     assert subprocess.run([sys.executable, "-c", program], check=False, timeout=180).returncode == 0
@@ -272,3 +273,27 @@ def test_the_panel_shows_the_work_of_a_real_lab(lab: lmx_lab.Lab, real_workbench
     assert panel.df["decode_tokens_per_second"].max() > 0
     reader.until(lambda panel: max(unpacked(panel.frame)[1 + DECODE]) > 0)
     assert panel.now[FIELDS.index("memory_total_gb")] > 0
+
+
+def test_the_last_failed_requests_of_any_client_are_listed(watched: Watched, workbench: Workbench) -> None:
+    def ended(number: int, *, failed: bool) -> RequestEvent:
+        return RequestEvent(
+            request_id=str(number),
+            model="<b>tiny</b>",
+            finish_reason="error" if failed else "stop",
+            code=f"code-{number}" if failed else None,
+            prompt_tokens=1,
+            completion_tokens=0,
+            tokens_per_second=0,
+            ttft_ms=0,
+        )
+
+    for number in range(2 * MAX_FAILURES + 4):
+        workbench.history.add_request(ended(number, failed=number % 2 == 0))
+    watched.take([None])
+    watched.reader.until(lambda panel: panel.failures)
+    failures = watched.panel.failures
+    assert [text.rpartition(": ")[2] for text in failures] == [
+        f"code-{number}" for number in range(2 * MAX_FAILURES + 2, 2, -2)
+    ]
+    assert "&lt;b&gt;tiny&lt;/b&gt;: code-22" in watched.panel.snapshot_html()

@@ -93,7 +93,7 @@ def test_a_download_shows_its_progress(reader: Reader, backend: ScriptedBackend)
 def test_a_load_under_another_name_stays_one_job(reader: Reader, backend: ScriptedBackend) -> None:
     reader.ask("load", model="./folder")
     reader.give(backend.published, ModelEvent(model="/abs/folder", stage="load", total_bytes=1_000))
-    expected = {"id": "./folder", "text": "loading", "detail": "", "fraction": None, "can_cancel": False}
+    expected = {"id": "./folder", "text": "loading", "detail": "", "fraction": None, "can_cancel": True}
     reader.until(lambda panel: panel.jobs == [expected])
 
 

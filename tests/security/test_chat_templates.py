@@ -17,10 +17,11 @@ import pytest
 from jinja2 import TemplateError
 from mlx_lm import tokenizer_utils
 
+from lmx_lab.engine import model_control
 from lmx_lab.engine.llama_cpp import model, prepare
 from lmx_lab.engine.llama_cpp.process import SCRIPT
 from lmx_lab.engine.mlx import memory
-from lmx_lab.engine.templates import renderer
+from lmx_lab.engine.templates import renderer, trial
 from lmx_lab.engine.templates.renderer import TemplateLimitError, TemplateRefusalError, TemplateSandbox, render_chat
 from lmx_lab.errors import UnusableModelError
 from lmx_lab.notebook import Lab
@@ -210,6 +211,7 @@ def malicious_lab(malicious_home: Path) -> Iterator[Lab]:
     with pytest.MonkeyPatch.context() as patched:
         process = TemplateSandbox(LIMIT_S)
         patched.setattr(renderer, "default_sandbox", lambda: process)
+        patched.setattr(trial, "TRIAL_S", LIMIT_S)
         with serving(malicious_home, "sometimes", slots=4) as lab:
             yield lab
         process.stop()
@@ -267,7 +269,8 @@ def test_rendering_does_not_start_a_process_each_time(process: TemplateSandbox) 
 def gguf_lab(tmp_path_factory: pytest.TempPathFactory, tiny_gguf: Path) -> Iterator[tuple[Lab, Path]]:
     with pytest.MonkeyPatch.context() as patched:
         process = TemplateSandbox(LIMIT_S)
-        patched.setattr(model, "default_sandbox", lambda: process)
+        patched.setattr(prepare, "default_sandbox", lambda: process)
+        patched.setattr(trial, "TRIAL_S", LIMIT_S)
         patched.setattr(prepare, "TEMPLATE_S", 2 * LIMIT_S)
         with serving(tmp_path_factory.mktemp("home"), None) as lab:
             yield lab, with_template(tiny_gguf, SOMETIMES, tmp_path_factory.mktemp("gguf"))
@@ -282,7 +285,7 @@ def test_a_gguf_template_that_never_ends_is_rejected_before_llama_cpp_renders_it
             gguf_lab[0].load(str(with_template(tiny_gguf, template, tmp_path)))
 
 
-@pytest.mark.parametrize("given", ["bos_token", "tools", "messages[1]"])
+@pytest.mark.parametrize("given", ["bos_token", "tools", "messages[1]", "messages | length == 2"])
 def test_a_gguf_template_that_ends_only_for_a_short_chat_is_rejected(
     gguf_lab: tuple[Lab, Path], tiny_gguf: Path, tmp_path: Path, given: str
 ) -> None:
@@ -300,24 +303,51 @@ def test_a_llama_cpp_process_that_uses_too_much_memory_during_a_load_is_stopped(
         gguf_lab[0].load(str(tiny_gguf))
 
 
-@pytest.mark.parametrize("leaves", [False, True])
-def test_a_template_that_loops_in_llama_cpp_stops_only_its_process(gguf_lab: tuple[Lab, Path], leaves: bool) -> None:
+def chat(text: str) -> dict[str, Any]:
+    return {"model": "default", "messages": [{"role": "user", "content": text}], "max_tokens": 1}
+
+
+def llama_processes() -> list[psutil.Process]:
+    return [it for it in psutil.Process().children() if it.cmdline()[2:3] == [str(SCRIPT)]]
+
+
+def test_a_request_whose_template_loops_is_refused_before_llama_cpp_renders_it(
+    gguf_lab: tuple[Lab, Path], caplog: pytest.LogCaptureFixture
+) -> None:
     lab, path = gguf_lab
     lab.load(str(path))
-    (child,) = [it for it in psutil.Process().children() if it.cmdline()[2:3] == [str(SCRIPT)]]
+    before = llama_processes()
     with httpx2.Client(base_url=lab.url, timeout=60) as http:
-        body = {"model": "default", "messages": [{"role": "user", "content": "hello"}], "max_tokens": 1}
-        assert http.post("/v1/chat/completions", json=body).status_code == 200
-        body["messages"] = [{"role": "user", "content": TRIGGER}]
+        answer = http.post("/v1/chat/completions", json=chat(TRIGGER), headers={"x-request-id": "the-cause"})
+        assert (answer.status_code, answer.json()["error"]["param"]) == (400, "messages")
+        assert "runs longer than 0.5 s" in answer.text
+        assert http.post("/v1/chat/completions", json=chat("hello")).status_code == 200
+    assert llama_processes() == before
+    assert answer.headers["x-request-id"] in caplog.text
+
+
+@pytest.mark.parametrize("leaves", [False, True])
+def test_a_template_that_loops_in_llama_cpp_stops_its_process_and_the_model_is_loaded_again(
+    gguf_lab: tuple[Lab, Path], monkeypatch: pytest.MonkeyPatch, *, leaves: bool
+) -> None:
+    class Blind:
+        def render(self, *_: object) -> str:
+            raise TemplateRefusalError("jinja2 does not support this template")
+
+    lab, path = gguf_lab
+    monkeypatch.setattr(prepare, "default_sandbox", Blind)
+    monkeypatch.setattr(model_control, "RELOAD_S", 0.0)
+    lab.load(str(path))
+    (child,) = llama_processes()
+    with httpx2.Client(base_url=lab.url, timeout=60) as http:
+        assert http.post("/v1/chat/completions", json=chat("hello")).status_code == 200
         if leaves:
             with pytest.raises(httpx2.ReadTimeout):
-                http.post("/v1/chat/completions", json=body, timeout=LIMIT_S / 2)
-            wait_until(lambda: not child.is_running())
+                http.post("/v1/chat/completions", json=chat(TRIGGER), timeout=LIMIT_S / 2)
         else:
-            answer = http.post("/v1/chat/completions", json=body)
+            answer = http.post("/v1/chat/completions", json=chat(TRIGGER))
             assert (answer.status_code, answer.json()["error"]["param"]) == (400, "messages")
             assert "chat template ran for more than 1 s" in answer.text
-            assert not child.is_running()
+        wait_until(lambda: not child.is_running())
         assert http.get("/healthz").status_code == 200
-        again = http.post("/v1/chat/completions", json=body)
-        assert (again.status_code, "chat template" in again.text) == (503, True)
+        wait_until(lambda: http.post("/v1/chat/completions", json=chat("hello")).status_code == 200)

@@ -2,7 +2,11 @@
 
 from __future__ import annotations
 
+import base64
+import hashlib
+import json
 import re
+import shlex
 from collections.abc import Iterator
 from pathlib import Path
 from urllib.parse import urljoin
@@ -12,17 +16,13 @@ import pytest
 from playwright.sync_api import Browser, Page, Route
 
 from lmx_lab.notebook import Lab
+from lmx_lab.server.pages import MEDIA_TYPES, SWAGGER
 from tests.browser.chromium import chromium
 from tests.browser.jupyterlab import WAIT_MS
 from tests.flows.conftest import serving
 
-SWAGGER_STUB = """
-window.started = new Promise((done) => {
-    window.SwaggerUIBundle = (options) => { window.given = options; done(true); };
-});
-"""
-"""Replaces Swagger UI, which a browser loads from the internet, and resolves ``started`` when the page calls it."""
 ELSEWHERE = re.compile("^https://")
+HASHES = re.compile(r"\| `(swagger-ui[^`]+)` \| `([^`]+)` \|")
 
 
 @pytest.fixture(scope="module")
@@ -78,43 +78,52 @@ def test_the_openapi_document_has_no_pages(lab: Lab) -> None:
     assert not {"/", "/docs"} & set(paths)
 
 
-def test_requests_from_the_page_use_its_own_address(lab: Lab, tab: Page) -> None:
+def test_routes_can_be_tried_without_internet_access_below_any_path(lab: Lab, tab: Page) -> None:
     """The page is below a path such as ``/user/me/proxy/8400/``, which the document does not contain."""
     prefix = "http://hub.example/user/me/proxy/8400/"
+    asked: list[str] = []
+    problems: list[str] = []
 
     def proxied(route: Route) -> None:
-        answer = httpx2.get(f"{lab.url}/{route.request.url.removeprefix(prefix)}")
-        route.fulfill(status=answer.status_code, body=answer.text, headers=dict(answer.headers))
+        asked.append(path := route.request.url.removeprefix(prefix))
+        answer = httpx2.get(f"{lab.url}/{path}")
+        headers = {name: text for name, text in answer.headers.items() if name != "content-encoding"}
+        route.fulfill(status=answer.status_code, body=answer.content, headers=headers)
 
-    # A replacement of the script would have another hash than the page expects, so the browser would not run it.
     tab.route(ELSEWHERE, lambda route: route.abort())
-    tab.add_init_script(SWAGGER_STUB)
     tab.route(f"{prefix}**", proxied)
-    tab.goto(f"{prefix}docs")
-    # Not wait_for_function, because it evaluates strings in the page, which the page's policy forbids.
-    assert tab.evaluate("window.started")
-    assert tab.evaluate("window.given.spec.servers") == [{"url": prefix}]
-    assert tab.evaluate("Object.keys(window.given.spec.paths).includes('/v1/models')")
-    assert tab.evaluate("document.querySelector(window.given.dom_id) !== null")
-
-
-def test_only_the_pinned_script_may_run(lab: Lab, tab: Page) -> None:
-    headers = {"access-control-allow-origin": "*"}
-    altered = "window.altered = true"
-    tab.route(ELSEWHERE, lambda it: it.fulfill(body=altered, content_type="text/javascript", headers=headers))
-    with tab.expect_console_message(lambda message: "integrity" in message.text):
-        tab.goto(f"{lab.url}/docs")
-    assert tab.evaluate("window.altered === undefined")
-
-
-def test_without_internet_access_the_page_names_what_is_missing(lab: Lab, tab: Page) -> None:
-    tab.route(ELSEWHERE, lambda route: route.abort())
-    problems: list[str] = []
     tab.on("pageerror", lambda error: problems.append(error.message))
-    tab.goto(f"{lab.url}/docs")
-    assert "Swagger UI" in tab.inner_text("body")
-    tab.click("text=openapi.json")
-    assert tab.url == f"{lab.url}/openapi.json"
+    tab.on("requestfailed", lambda request: problems.append(request.url))
+    tab.goto(f"{prefix}docs")
+    tab.click('[data-path="/v1/models"]')
+    tab.click(".try-out__btn")
+    tab.click("button.execute")
+    tab.wait_for_selector(".live-responses-table")
+    assert "v1/models" in asked
+    assert not problems
+
+
+def test_the_files_of_swagger_ui_are_those_of_the_published_package(lab: Lab) -> None:
+    hashes = dict(HASHES.findall((SWAGGER / "README.md").read_text()))
+    assert set(hashes) == set(MEDIA_TYPES)
+    for name, expected in hashes.items():
+        for encoding in ("gzip", "identity"):
+            answer = httpx2.get(f"{lab.url}/docs/{name}", headers={"accept-encoding": encoding})
+            assert base64.b64encode(hashlib.sha384(answer.content).digest()).decode() == expected
+            assert answer.headers.get("content-encoding", "identity") == encoding
+
+
+def test_the_overview_names_the_loaded_model_and_a_request(lab: Lab, tab: Page) -> None:
+    problems: list[str] = []
+    tab.on("console", lambda message: problems.append(message.text) if message.type == "error" else None)
+    tab.emulate_media(color_scheme="dark")
+    tab.goto(f"{lab.url}/")
+    assert "echo is loaded" in tab.inner_text("body")
+    curl = shlex.split(tab.inner_text("pre"))
+    assert curl[:2] == ["curl", f"{lab.url}/v1/chat/completions"]
+    assert httpx2.post(curl[1], json=json.loads(curl[-1])).json()["choices"][0]["message"]["content"] == "Say hello."
+    assert tab.evaluate("getComputedStyle(document.documentElement).colorScheme") == "light dark"
+    assert httpx2.get(f"{lab.url}/favicon.ico").status_code == 200
     assert not problems
 
 

@@ -6,7 +6,8 @@ from dataclasses import fields
 
 import pytest
 
-from lmx_lab.values.models import LoadOptions, LoadSpec
+from lmx_lab.errors import ArgumentError
+from lmx_lab.values.models import LoadOptions, LoadReport, LoadSpec
 from lmx_lab.wire.admin import LoadRequest
 
 
@@ -18,8 +19,18 @@ def test_only_options_that_were_changed_are_sent() -> None:
 
 @pytest.mark.parametrize("name", ["pin", "draft"])
 def test_an_unknown_option_of_a_load_is_refused_with_the_known_ones(name: str) -> None:
-    with pytest.raises(TypeError, match=rf"'{name}'.* are engine"):
+    with pytest.raises(TypeError, match=rf"'{name}'.* are model, engine"):
         LoadSpec.with_options("tiny", {name: "chat"})  # type: ignore[misc]
+
+
+def test_an_option_that_is_misspelled_is_named() -> None:
+    with pytest.raises(ArgumentError, match=r"'engin'; did you mean 'engine'\?"):
+        LoadSpec.with_options("tiny", {"engin": "mlx"})  # type: ignore[misc]
+
+
+def test_the_report_of_a_load_is_a_sentence() -> None:
+    report = LoadReport(model="tiny", load_s=1.25, memory_bytes=270_000_000)
+    assert repr(report) == "tiny loaded in 1.2 s, 0.27 GB of memory"
 
 
 def test_requests_have_the_options_of_a_load() -> None:

@@ -98,9 +98,14 @@ class LabClient(BlockingClient[AsyncLabClient]):
             self._portal, lambda callbacks: self._client.load(model, progress=callbacks.notifier(progress), **options)
         )
 
-    def unload(self) -> UnloadAnswer:
-        """Unload the model. Does nothing if no model is loaded."""
-        return self._portal.run(self._client.unload())
+    def unload(self, model: str | None = None) -> UnloadAnswer:
+        """Unload the model. Does nothing if no model is loaded. If a model is being loaded, its load is cancelled
+        instead, and the previous model is loaded again.
+
+        Args:
+            model: The model to unload, or whose load is cancelled; None for any.
+        """
+        return self._portal.run(self._client.unload(model))
 
     def version(self) -> str:
         """Return the server's LMX Lab version. Needs no key.

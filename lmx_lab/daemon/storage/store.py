@@ -33,6 +33,8 @@ RESERVE_BYTES = 2 * 2**20
 # Errors of SQLite on a full disk, an exhausted quota and a limit of the file size.
 FULL = {sqlite3.SQLITE_FULL, sqlite3.SQLITE_IOERR_WRITE, sqlite3.SQLITE_IOERR_SHMSIZE}
 DAMAGED = {sqlite3.SQLITE_CORRUPT, sqlite3.SQLITE_NOTADB}
+MOVE_AWAY = "move it away to start with an empty database, or put a backup in its place"
+HEADER = b"SQLite format 3\0"
 LATEST_SEQ = "SELECT coalesce((SELECT seq FROM sqlite_sequence WHERE name = 'events'), 0) AS seq"
 
 
@@ -171,7 +173,10 @@ class Store:
         return store
 
     def _open(self) -> None:
-        os.close(os.open(self.path, os.O_CREAT | os.O_RDWR | os.O_NOFOLLOW, 0o600))
+        try:
+            _check_size(self.path)
+        except FileNotFoundError:
+            _create(self.path)
         self._writing = _connect(self.path)
         self._writing.execute("PRAGMA journal_mode = WAL")
         _migrate(self._writing, self.path)
@@ -291,6 +296,36 @@ def _open_private(path: str, flags: int) -> int:
     return os.open(path, flags, 0o600)
 
 
+def _create(path: Path) -> None:
+    """Create a database under another name first: SQLite begins with an empty file, which ``_check_size`` refuses."""
+    new = path.with_suffix(".new")
+    new.unlink(missing_ok=True)
+    os.close(os.open(new, os.O_CREAT | os.O_EXCL | os.O_RDWR | os.O_NOFOLLOW, 0o600))
+    with contextlib.closing(_connect(new)) as connection:
+        _migrate(connection, new)
+    new.rename(path)
+
+
+def _check_size(path: Path) -> None:
+    """Refuse a file that was cut off.
+
+    SQLite would use an empty file as a new database, and would not notice a missing part of the last page.
+    """
+    with open(path, "rb", opener=_open_existing) as file:
+        header, size = file.read(18), os.fstat(file.fileno()).st_size
+    if not header.startswith(HEADER):
+        raise HostingError(f"{path} is damaged (it has {size} bytes and is not a database of SQLite); {MOVE_AWAY}")
+    with contextlib.suppress(FileNotFoundError):
+        if path.with_name(f"{path.name}-wal").stat().st_size:
+            return  # The last page may be in this file.
+    if size % max(512, int.from_bytes(header[16:18])):
+        raise HostingError(f"{path} is damaged (its last page is incomplete); {MOVE_AWAY}")
+
+
+def _open_existing(path: str, flags: int) -> int:
+    return os.open(path, flags | os.O_NOFOLLOW)
+
+
 def _connect(path: Path) -> sqlite3.Connection:
     connection = sqlite3.connect(path, isolation_level=None, check_same_thread=False, timeout=10)
     connection.row_factory = sqlite3.Row
@@ -350,7 +385,7 @@ def translate_errors(path: Path) -> Iterator[None]:
                 f"no space to write {path}{_describe_free_space(path)}; free disk space, then try again"
             ) from exc
         if getattr(exc, "sqlite_errorcode", None) in DAMAGED:
-            raise HostingError(f"{path} is damaged ({exc}); move it away to start with an empty database") from exc
+            raise HostingError(f"{path} is damaged ({exc}); {MOVE_AWAY}") from exc
         raise LabError(f"{path} could not be read or written: {exc}") from exc
     except OSError as exc:
         raise HostingError(f"{path} cannot be opened: {exc.strerror}") from exc

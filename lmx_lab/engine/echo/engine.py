@@ -12,6 +12,7 @@ from importlib.metadata import version
 from typing import Any, TypeVar
 
 from lmx_lab.engine.admission import LOAD_FIRST, AdmissionControl, Permit
+from lmx_lab.engine.cancellation import Cancellation
 from lmx_lab.engine.echo.model import EchoModel
 from lmx_lab.engine.echo.prepare import EchoPreparer
 from lmx_lab.engine.echo.queue import EchoGeneration, EchoQueue
@@ -256,7 +257,6 @@ class EchoEngine(LoopEngine[EchoCore]):
         thinking_budget=True,
         logprobs_with_own_tools=True,
         input_types=True,
-        cancellable_loads=True,
     )
     thread_name = "lmx-lab-echo"
 
@@ -268,7 +268,7 @@ class EchoEngine(LoopEngine[EchoCore]):
         """See ``InferenceEngine``."""
         return f"echo-{version('lmx-lab')}"
 
-    def check(self, entry: ModelEntry, spec: LoadSpec) -> None:
+    def check(self, entry: ModelEntry, spec: LoadSpec, cancellation: Cancellation) -> None:
         """See ``InferenceEngine``."""
         read_model(entry, self._settings)
 

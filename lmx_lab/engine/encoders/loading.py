@@ -40,7 +40,6 @@ from lmx_lab.engine.encoders.tokenizer import (
 from lmx_lab.engine.mlx import memory
 from lmx_lab.engine.mlx.weights_dtype import DTYPES
 from lmx_lab.engine.tokenizing.encoder import is_panic
-from lmx_lab.engine.tokenizing.loading import check_tokenizer_files
 from lmx_lab.engine.word_cache import without_word_cache
 from lmx_lab.errors import EngineError, LabError, OutOfMemoryError, UnusableModelError
 from lmx_lab.values.encoding import RerankMethod, Vectors
@@ -159,7 +158,6 @@ def load_encoder(entry: ModelEntry, *, limit_bytes: int, dtype: str = "auto") ->
 
 def _load(entry: ModelEntry, *, limit_bytes: int, dtype: str) -> LoadedEncoder:
     before = memory.used_bytes()
-    check_tokenizer_files(entry.path)
     require_memory(entry.size_bytes, limit_bytes)
     # The tokenizer is loaded before the weights: it is small, and most errors occur there.
     files = EncoderFiles(

@@ -9,6 +9,7 @@ from typing import Any, Self
 
 import mlx.core as mx
 
+from lmx_lab.engine.cancellation import check_cancelled
 from lmx_lab.engine.encoders.layers import Linear, Norm
 from lmx_lab.errors import OutOfMemoryError, UnusableModelError
 
@@ -65,7 +66,9 @@ class Tensors:
 
         Raises:
             UnusableModelError: it is missing, has another shape or type, or contains NaN or infinite numbers.
+            NotLoadedError: the load was cancelled.
         """
+        check_cancelled()
         tensor = self._get(name)
         if tuple(tensor.shape) != shape:
             raise UnusableModelError(

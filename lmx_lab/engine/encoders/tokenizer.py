@@ -20,6 +20,9 @@ Text = TypeVar("Text", str, tuple[str, str])
 
 CHARACTERS_PER_TOKEN = 10
 """More than a token stands for in ordinary text."""
+MAX_CHARACTERS_PER_TOKEN = 100
+"""A text that has more for each token of the context is refused without tokenizing it: 5 MB of spaces would take the
+tokenizer seconds. The longest word of which WordPiece makes a token has as many."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -318,6 +321,7 @@ class TextTokenizer:
         found = self._encoder.encode(beginnings, work, param=param, special=special, keep=context)
         for at, text in enumerate(whole):
             if beginnings[at] != text and not self._exceeds(found[at].length):
+                self._check_size(text, param)
                 beginnings[at] = text
                 (found[at],) = self._encoder.encode([text], work, param=param, special=special, keep=context)
         return found
@@ -353,6 +357,17 @@ class TextTokenizer:
             tokens = self._encoder.encode([beginning], work, param="query")[0].length
             if self._exceeds(tokens):
                 self._check_room(tokens, cut=True)
+            self._check_size(query, "query")
+
+    def _check_size(self, text: str | tuple[str, str], param: str) -> None:
+        characters = sum(map(len, (text,) if isinstance(text, str) else text))
+        context = self._rules.context_length
+        if context is not None and characters > (limit := context * MAX_CHARACTERS_PER_TOKEN):
+            raise ContextLengthError(
+                f"{param} has {characters} characters, and the limit of {self._model} is {limit}, "
+                f"{MAX_CHARACTERS_PER_TOKEN} for each of the {context} tokens that it takes; shorten it",
+                param=param,
+            )
 
     def _check_room(self, tokens: int, *, cut: bool = False) -> None:
         """Check that a query leaves room for at least one token of a document."""

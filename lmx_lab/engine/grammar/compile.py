@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import re
+import time
 from collections import OrderedDict
 from collections.abc import Set
 from typing import Any, TypeVar
@@ -11,7 +12,7 @@ from typing import Any, TypeVar
 from llguidance import LLMatcher
 
 from lmx_lab.engine.grammar.build import as_grammar, enforceable_json
-from lmx_lab.engine.grammar.sandbox import TOO_LARGE, GrammarSandbox
+from lmx_lab.engine.grammar.sandbox import LIMIT_S, TOO_LARGE, GrammarSandbox
 from lmx_lab.engine.grammar.worker import TokenTable, build_tokenizer, compile_grammar
 from lmx_lab.engine.requests import ToolUse
 from lmx_lab.engine.text.vocabulary import Vocabulary
@@ -99,9 +100,11 @@ class GrammarCompiler:
     def _check_in_sandbox(self, grammar: str, tools: ToolUse | None) -> str:
         whole = json.loads(grammar)
         parts = whole["grammars"][1:]
+        until = time.monotonic() + LIMIT_S
         while True:
             text = json.dumps(whole, ensure_ascii=False)
-            reason, part = self._sandbox.find_problem(self._table, [text, *map(as_grammar, parts)])
+            left_s = max(0.0, until - time.monotonic())
+            reason, part = self._sandbox.find_problem(self._table, [text, *map(as_grammar, parts)], left_s)
             if not reason:
                 return text
             is_call = part is not None and _tool_number(parts[part]["name"]) is not None

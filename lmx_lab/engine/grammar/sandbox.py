@@ -21,7 +21,8 @@ from lmx_lab.settings import without_secrets
 log = logging.getLogger(__name__)
 WORKER = Path(__file__).with_name("worker.py")
 START_S = 30.0
-LIMIT_S = 5.0
+LIMIT_S = 2.0
+"""Time that the check of a grammar with all its parts may take."""
 SHARE_S = 0.5
 """Time that one grammar may take while others wait."""
 TOO_SLOW = f"it takes longer than {LIMIT_S:g} s to compile; simplify it"
@@ -35,19 +36,24 @@ class GrammarSandbox:
 
     Args:
         has_waiting: Whether other grammars wait to be checked.
+        compile_s: CPU time that compiling a grammar may take, for an engine that computes no other request meanwhile.
     """
 
-    def __init__(self, has_waiting: Callable[[], bool] = lambda: False) -> None:
+    def __init__(self, has_waiting: Callable[[], bool] = lambda: False, *, compile_s: float = LIMIT_S) -> None:
         self._has_waiting = has_waiting
+        self._compile_s = compile_s
         self._process = SandboxProcess(WORKER, lambda: without_secrets(os.environ), start_s=START_S)
         self._known: tuple[int, TokenTable] | None = None
         """Number of the process start, and the token table that this process has."""
 
-    def find_problem(self, table: TokenTable, grammars: list[str]) -> tuple[str, int | None]:
+    def find_problem(
+        self, table: TokenTable, grammars: list[str], limit_s: float | None = None
+    ) -> tuple[str, int | None]:
         """Check whether the first grammar can be enforced.
 
         Args:
             grammars: The grammar, followed by each of its parts as a grammar of its own.
+            limit_s: Time that is left for the check; by default ``LIMIT_S``.
 
         Returns:
             The reason why it cannot be enforced, empty if it can, and the index of the part that causes it.
@@ -63,11 +69,14 @@ class GrammarSandbox:
         except (SandboxTimeoutError, SandboxDiedError):
             return TOO_LARGE, None
         try:
-            reply = self._request(grammars, LIMIT_S, while_waiting=self._give_way)
+            reply = self._request(grammars, LIMIT_S if limit_s is None else limit_s, while_waiting=self._give_way)
         except SandboxTimeoutError:
             return TOO_SLOW, None
         except SandboxDiedError:
             return TOO_LARGE, None
+        if not reply["reason"] and reply["compile_s"] > self._compile_s:
+            took_s = reply["compile_s"]
+            return f"it takes {took_s:.1f} s to compile; the limit is {self._compile_s:g} s: simplify it", None
         return reply["reason"], reply["part"]
 
     def close(self) -> None:

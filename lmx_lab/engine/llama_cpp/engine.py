@@ -17,6 +17,7 @@ from importlib.metadata import version
 from typing import Any, TypeVar
 
 from lmx_lab.engine.admission import LOAD_FIRST, AdmissionControl, Permit
+from lmx_lab.engine.cancellation import Cancellation
 from lmx_lab.engine.interface import Capabilities, EngineHost
 from lmx_lab.engine.llama_cpp.connection import RefusedError
 from lmx_lab.engine.llama_cpp.memory_plan import plan_context
@@ -29,6 +30,7 @@ from lmx_lab.engine.loop_engine import LoopEngine, TextTasks, deadline
 from lmx_lab.engine.machine_memory import limit_bytes, total_bytes
 from lmx_lab.engine.requests import EmbeddingRequest, Embeddings, GenerationRequest, Ranking, RerankRequest
 from lmx_lab.engine.stream import Item, Mailbox, Outbox, Pending, TokenStream
+from lmx_lab.engine.templates.trial import try_template
 from lmx_lab.errors import EngineError, LabError, NotLoadedError
 from lmx_lab.settings import Settings
 from lmx_lab.values.engine import EngineSnapshot, EngineState, PinnedModel, TokenTotals
@@ -66,7 +68,7 @@ class LlamaCppCore:
         self._host = host
         self._main: LlamaResident | None = None
         self._pinned: dict[Kind, LlamaResident] = {}
-        self._preparer = LlamaPreparer()
+        self._preparer = LlamaPreparer(settings)
         self._outbox = Outbox()
         self._sending = False
         self._totals = TokenTotals()
@@ -187,7 +189,7 @@ class LlamaCppCore:
         self._pinned = {kind: pinned for kind, pinned in self._pinned.items() if pinned is not resident}
         self._publish()
         await self._drop(resident, error)
-        self._host.lost_model()
+        self._host.lost_model(resident.hosted.process.ended_by_request)
 
     # Requests
 
@@ -393,7 +395,6 @@ class LlamaCppEngine(LoopEngine[LlamaCppCore]):
         thinking_budget=False,
         logprobs_with_own_tools=False,
         input_types=False,
-        cancellable_loads=True,
     )
     thread_name = "lmx-lab-gguf"
 
@@ -405,8 +406,11 @@ class LlamaCppEngine(LoopEngine[LlamaCppCore]):
         """See ``InferenceEngine``."""
         return f"llama.cpp-{version(PACKAGE)}" if is_installed() else "llama.cpp"
 
-    def check(self, entry: ModelEntry, spec: LoadSpec) -> None:
+    def check(self, entry: ModelEntry, spec: LoadSpec, cancellation: Cancellation) -> None:
         """See ``InferenceEngine``."""
         require_installed(entry.path)
         limit = limit_bytes(self._settings.memory_limit_bytes)
-        plan_context(entry, read_gguf(entry.path), slots=self._settings.slots, limit_bytes=limit)
+        header = read_gguf(entry.path)
+        plan_context(entry, header, slots=self._settings.slots, limit_bytes=limit)
+        if (template := header.text("tokenizer.chat_template")) is not None and entry.kind == "chat":
+            try_template(template, entry.path, cancellation)

@@ -19,7 +19,6 @@ from lmx_lab.engine.llama_cpp.grammar import read_token_table
 from lmx_lab.engine.llama_cpp.memory_plan import ContextPlan, plan_context
 from lmx_lab.engine.llama_cpp.process import LlamaProcess
 from lmx_lab.engine.machine_memory import prefix_cache_bytes
-from lmx_lab.engine.templates.renderer import TemplateLimitError, TemplateRefusalError, default_sandbox
 from lmx_lab.engine.templates.tool_prompt import END, START
 from lmx_lab.engine.text.chat_format_detection import HARMONY, HARMONY_TOKENS, MORE_REASONING_MARKERS, ChatFormat
 from lmx_lab.engine.tokenizing.bounds import TokenBound
@@ -39,26 +38,11 @@ GROWTH = 4
 """Factor by which more of a text is tokenized if its beginning does not show that it is too long."""
 MALLOC = {"MALLOC_ARENA_MAX": "2", "MALLOC_MMAP_THRESHOLD_": str(2**20), "MALLOC_TRIM_THRESHOLD_": str(2**24)}
 """Settings of glibc with which the process returns the memory of long texts."""
+PLAN_FACTOR = 1.5
+"""Factor by which a process may exceed the planned memory of its model and context."""
 EXTRA_BYTES = 2**30
 """Memory that a process may use beyond the limits of models and of the caches of ended requests."""
 ALL_MARKERS = (*(marker for pair in MORE_REASONING_MARKERS for marker in pair), START, END)
-CALL: Mapping[str, Any] = {"id": "c1", "type": "function", "function": {"name": "look", "arguments": {"place": "sea"}}}
-TOOL: Mapping[str, Any] = {"name": "look", "description": "?", "parameters": {"type": "object", "properties": {}}}
-TEMPLATE_TRIALS: tuple[Mapping[str, Any], ...] = (
-    {"messages": [{"role": "user", "content": "?"}], "bos_token": "", "eos_token": ""},
-    {
-        "messages": [
-            {"role": "system", "content": "?"},
-            {"role": "user", "content": "?"},
-            {"role": "assistant", "content": None, "tool_calls": [CALL]},
-            {"role": "tool", "tool_call_id": "c1", "content": "?"},
-        ],
-        "tools": [{"type": "function", "function": TOOL}],
-        "bos_token": "<s>",
-        "eos_token": "</s>",
-    },
-)
-"""The smallest chat, and the one that llama.cpp renders while it loads."""
 
 
 @dataclass(kw_only=True, eq=False)
@@ -72,8 +56,6 @@ class HostedModel:
     connection: LlamaConnection
     vocabulary_size: int
     chat_format: ChatFormat = field(default_factory=ChatFormat)
-    has_chat_template: bool = False
-    """Whether the file has a chat template."""
     dimensions: int | None = None
     pair_overhead_tokens: int = 1
     """Number of tokens that llama.cpp adds to those of a query and a document."""
@@ -175,11 +157,10 @@ async def host_model(entry: ModelEntry, settings: Settings, *, limit_bytes: int)
         UnusableModelError, OutOfMemoryError: llama.cpp cannot load the model; the message has the reason.
     """
     header = await in_thread(functools.partial(read_gguf, entry.path))
-    if (template := header.text("tokenizer.chat_template")) is not None and entry.kind == "chat":
-        await asyncio.to_thread(_try_template, template, entry)
     plan = plan_context(entry, header, slots=settings.slots, limit_bytes=limit_bytes)
     fields = _common_params(entry, header, plan, settings, limit_bytes)
-    max_bytes = limit_bytes + prefix_cache_bytes(settings.prefix_cache_bytes, limit_bytes) + EXTRA_BYTES
+    allowed = min(limit_bytes, round(plan.bytes * PLAN_FACTOR))
+    max_bytes = max(0, allowed + prefix_cache_bytes(settings.prefix_cache_bytes, limit_bytes) + EXTRA_BYTES)
     process = await LlamaProcess.start(entry.path, fields, environ=_environ(os.environ), max_bytes=max_bytes)
     try:
         connection = LlamaConnection(process.socket, process.api_key)
@@ -191,23 +172,6 @@ async def host_model(entry: ModelEntry, settings: Settings, *, limit_bytes: int)
             raise UnusableModelError(f"{entry.path} is loaded by llama.cpp, but does not answer: {exc}") from exc
         raise
     return hosted
-
-
-def _try_template(template: str, entry: ModelEntry) -> None:
-    """Render a chat template in a sandbox process. llama.cpp also renders it while it loads, where the cause of a long
-    load would remain unknown.
-
-    Raises:
-        UnusableModelError: the template exceeds its limits. Other errors are reported by llama.cpp, or ignored by it.
-    """
-    for variables in TEMPLATE_TRIALS:
-        with contextlib.suppress(TemplateRefusalError):
-            try:
-                default_sandbox().render(template, {"add_generation_prompt": True, **variables})
-            except TemplateLimitError as exc:
-                raise UnusableModelError(
-                    f"{entry.path} cannot be loaded: its chat template {exc}, its limit", param="model"
-                ) from exc
 
 
 def _common_params(
@@ -272,8 +236,6 @@ async def _describe(
         memory_bytes=process.memory_bytes,
     )
     if entry.kind == "chat":
-        # If the file has no template, llama.cpp uses a default one, which is not used here.
-        hosted.has_chat_template = header.text("tokenizer.chat_template") is not None
         props = await connection.get("/props")
         markers = {name: marker for name in ALL_MARKERS if (marker := await _marker(connection, name)) is not None}
         hosted.chat_format = detect_chat_format(props["chat_template"], props["chat_template_caps"], markers)

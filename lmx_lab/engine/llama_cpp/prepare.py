@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import logging
 import time
 from collections.abc import Coroutine, Mapping
 from concurrent.futures import ThreadPoolExecutor
@@ -16,6 +17,7 @@ from lmx_lab.engine.llama_cpp.grammar import GrammarChecker
 from lmx_lab.engine.llama_cpp.model import HostedModel
 from lmx_lab.engine.llama_cpp.request import Route, chat_body, chat_input, completion_body, route_of
 from lmx_lab.engine.requests import ChatPrompt, GenerationRequest, TextPrompt, TokenPrompt
+from lmx_lab.engine.templates.renderer import TemplateLimitError, TemplateRefusalError, default_sandbox
 from lmx_lab.engine.text.chat_format_detection import ReasoningState
 from lmx_lab.engine.validation import (
     CHARACTERS_PER_TOKEN,
@@ -26,12 +28,16 @@ from lmx_lab.engine.validation import (
     too_long,
 )
 from lmx_lab.errors import InvalidRequestError
+from lmx_lab.settings import Settings
 
-TEMPLATE_S = 10.0
+log = logging.getLogger(__name__)
+TEMPLATE_S = 5.0
 """Time limit of a chat template in llama.cpp's process, where other work may delay it. Usual templates take a
 millisecond."""
 TEMPLATE_BYTES = 2**30
 """Bytes by which the process may grow while it renders a template."""
+COMPILE_S = 1.0
+"""CPU time that compiling a grammar may take, because llama.cpp computes no tokens meanwhile."""
 CHECK_S = 0.1
 """Interval at which these limits are checked."""
 T = TypeVar("T")
@@ -98,8 +104,12 @@ class PreparedRequest:
 class LlamaPreparer:
     """Prepares requests on the engine's loop; grammars are compiled on a thread."""
 
-    def __init__(self) -> None:
-        self._sandbox = GrammarSandbox()
+    def __init__(self, settings: Settings) -> None:
+        self._sandbox = GrammarSandbox(compile_s=COMPILE_S)
+        # One thread for each request: a slow template of one must not delay the others.
+        self._templates = ThreadPoolExecutor(
+            max_workers=settings.slots + settings.queue_limit, thread_name_prefix="lmx-lab-gguf-templates"
+        )
         self._compiling = ThreadPoolExecutor(max_workers=1, thread_name_prefix="lmx-lab-gguf-grammars")
         self._checker: tuple[HostedModel, GrammarChecker] | None = None
         self._rendering: set[asyncio.Task[dict[str, Any]]] = set()
@@ -107,6 +117,7 @@ class LlamaPreparer:
     def stop(self) -> None:
         """Stop compiling grammars and rendering templates, without waiting for their end."""
         self._compiling.shutdown(wait=False, cancel_futures=True)
+        self._templates.shutdown(wait=False, cancel_futures=True)
         self._sandbox.close()
         for task in self._rendering:
             task.cancel()
@@ -124,7 +135,8 @@ class LlamaPreparer:
             case ChatPrompt():
                 check_messages(prompt.messages)
                 chat = _chat_input(request, prompt, hosted, route)
-                text = await self._render(chat, hosted)
+                await self._try_template(chat, request, hosted)
+                text = await self._render(chat, request, hosted)
                 thinking = hosted.chat_format.reasoning_state(text)
                 tokens = await _tokenize(text, request, hosted)
             case TextPrompt():
@@ -145,14 +157,38 @@ class LlamaPreparer:
             context_length=hosted.context_length,
         )
 
-    async def _render(self, chat: Mapping[str, Any], hosted: HostedModel) -> str:
-        """Return the text of a chat, rendered with the model's chat template."""
-        if not hosted.has_chat_template:
+    async def _try_template(self, chat: Mapping[str, Any], request: GenerationRequest, hosted: HostedModel) -> None:
+        """Render a chat in the sandbox process first: a template that never ends could be stopped in llama.cpp only
+        together with the model and all other requests.
+
+        Raises:
+            InvalidRequestError: there is no template, or it exceeds a limit.
+        """
+        # If the file has no template, llama.cpp uses a default one, which is not used here.
+        template = hosted.header.text("tokenizer.chat_template")
+        if template is None:
             raise InvalidRequestError(
                 f"{hosted.entry.id} has no chat template; send a prompt to /v1/completions instead", param="model"
             )
+        variables = {"bos_token": "<s>", "eos_token": "</s>", "add_generation_prompt": True, **chat}
+        variables |= chat.get("chat_template_kwargs", {})
+        loop = asyncio.get_running_loop()
+        try:
+            await loop.run_in_executor(self._templates, default_sandbox().render, template, variables)
+        except TemplateLimitError as exc:
+            log.warning("request %s: the chat template of %s %s", request.request_id, hosted.entry.id, exc)
+            raise InvalidRequestError(
+                f"the chat template of {hosted.entry.id} {exc}, its limit; send less, or use another model",
+                param="messages",
+            ) from exc
+        except TemplateRefusalError:
+            # llama.cpp may support what jinja2 does not, and reports its own errors.
+            pass
+
+    async def _render(self, chat: Mapping[str, Any], request: GenerationRequest, hosted: HostedModel) -> str:
+        """Return the text of a chat, rendered with the model's chat template."""
         # A task, because the rendering continues after its caller is cancelled, and its limits must still be checked.
-        task = asyncio.create_task(_within_limits(hosted.connection.post("/apply-template", chat), hosted))
+        task = asyncio.create_task(_within_limits(hosted.connection.post("/apply-template", chat), request, hosted))
         self._rendering.add(task)
         task.add_done_callback(self._forget)
         try:
@@ -195,7 +231,7 @@ def _template_refusal(hosted: HostedModel, reason: object) -> InvalidRequestErro
     )
 
 
-async def _within_limits(rendering: Coroutine[Any, Any, T], hosted: HostedModel) -> T:
+async def _within_limits(rendering: Coroutine[Any, Any, T], request: GenerationRequest, hosted: HostedModel) -> T:
     """Wait for the rendering of a chat template, and return its result. If it exceeds a limit, the whole process is
     ended, because a single thread of it cannot be ended.
 
@@ -215,9 +251,11 @@ async def _within_limits(rendering: Coroutine[Any, Any, T], hosted: HostedModel)
             return task.result()
     finally:
         task.cancel()
-    await hosted.process.kill_with_reason(reason)
+    log.error("request %s: the process of %s is ended: %s", request.request_id, hosted.entry.id, reason)
+    await hosted.process.kill_with_reason(reason, by_request=True)
     raise InvalidRequestError(
-        f"the process of {hosted.entry.id} was ended: {reason}; load a model again, and send less or use another model",
+        f"the process of {hosted.entry.id} was ended: {reason}; the model is loaded again: send less, or use another "
+        "model",
         param="messages",
     )
 

@@ -28,8 +28,8 @@ PACKAGE = "xllamacpp"
 INSTALL = "pip install 'lmx-lab[gguf]'"
 MEASURE_S = 0.2
 """Interval at which the memory of the process is compared with its limit."""
-LOAD_S = 1800.0
-"""Time limit of a load. A model of 100 GB on a slow disk takes that long."""
+STACK_BYTES = 2**30
+"""Part of the hard limit for the stacks of threads, which are reserved and mostly not used."""
 END_S = 5.0
 """Time to wait for the end of a killed process."""
 MAX_FOLDER_LENGTH = 70
@@ -48,7 +48,7 @@ SIGNAL_CAUSES: Mapping[int, str] = {
     signal.SIGBUS: ": its file was changed or cut short while it was loaded, or can no longer be read",
 }
 """The most likely cause of a signal from the system, as part of an error message."""
-OUT_OF_MEMORY = re.compile(r"failed to allocate|out of memory|cannot allocate", re.IGNORECASE)
+OUT_OF_MEMORY = re.compile(r"failed to allocate|out of memory|cannot allocate|bad_alloc", re.IGNORECASE)
 
 
 def is_installed() -> bool:
@@ -87,6 +87,8 @@ class LlamaProcess:
         """Set when the process has ended without ``stop``."""
         self._kill_reason: str | None = None
         """Why this object ended the process; None if it did not."""
+        self.ended_by_request = False
+        """Whether it did so because of a single request."""
         self._watching = asyncio.create_task(self._watch(), name="lmx-lab llama.cpp process")
         self._max_bytes = max_bytes
         self._limiting = asyncio.create_task(self._limit_memory(), name="lmx-lab llama.cpp memory")
@@ -105,7 +107,8 @@ class LlamaProcess:
         Args:
             fields: Fields of ``CommonParams``, by name.
             environ: Variables to add to the environment.
-            max_bytes: Limit of the memory that is not mapped from files. If the process exceeds it, it is ended.
+            max_bytes: Limit of the memory that is not mapped from files. If the process exceeds it, it is ended; where
+                the system enforces limits of processes, it gets hardly more.
 
         Raises:
             UnusableModelError: llama.cpp cannot load the model, crashed, or exceeded ``max_bytes``.
@@ -141,14 +144,13 @@ class LlamaProcess:
             "fields": {"model.path": str(path), **fields},
             "api_key": self.api_key,
             "socket": self.socket,
+            "data_bytes": self._max_bytes + STACK_BYTES,
         }
         with contextlib.suppress(ConnectionError):  # the process has already ended; the reason is read below
             self._process.stdin.write(json.dumps(parameters).encode() + b"\n")
             await self._process.stdin.drain()
-        try:
-            ready = await asyncio.wait_for(_is_ready(self._process.stdout), LOAD_S)
-        except TimeoutError as exc:
-            raise UnusableModelError(f"{path} was not loaded by llama.cpp within {LOAD_S:g} s", param="model") from exc
+        # The caller cancels a load that takes too long.
+        ready = await _is_ready(self._process.stdout)
         # A short load may end between two measurements of its memory.
         if ready and self.own_bytes > self._max_bytes:
             await self._end_for_memory()
@@ -213,9 +215,14 @@ class LlamaProcess:
             return 0
         return int(known.rss - getattr(known, "shared", 0))
 
-    async def kill_with_reason(self, reason: str) -> None:
-        """End the process because it exceeds a limit. The errors of its requests contain the reason."""
+    async def kill_with_reason(self, reason: str, *, by_request: bool = False) -> None:
+        """End the process because it exceeds a limit. The errors of its requests contain the reason.
+
+        Args:
+            by_request: Whether a single request is the cause, and the model itself can be used.
+        """
         self._kill_reason = self._kill_reason or reason
+        self.ended_by_request = by_request
         with contextlib.suppress(ProcessLookupError):
             self._process.kill()
         with contextlib.suppress(TimeoutError):

@@ -1,14 +1,17 @@
 """Load one model with llama.cpp and serve it on a socket. Runs as a script, and imports no other module of the package.
 
 Arguments: the folder of the socket, which is removed at the end, and the id of the parent process, with which this
-process ends. The first line of standard input is a JSON object: ``fields`` of ``CommonParams`` by name, ``api_key`` and
-``socket``. The process prints a line when the model answers, and ends when standard input is closed.
+process ends. The first line of standard input is a JSON object: ``fields`` of ``CommonParams`` by name, ``api_key``,
+``socket`` and ``data_bytes``, the memory limit. The process prints a line when the model answers, and ends when
+standard input is closed.
 """
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
+import resource
 import shutil
 import sys
 import threading
@@ -34,6 +37,7 @@ def main() -> None:
 def _serve() -> int:
     """Load the model and answer until the input ends; return the exit status."""
     parameters = json.loads(sys.stdin.readline())
+    _limit_memory(parameters["data_bytes"])
     # Imported after reading, because it takes a while.
     import xllamacpp
 
@@ -66,6 +70,13 @@ def _exit_with_parent(parent: int, folder: str) -> None:
     while os.getppid() == parent:
         time.sleep(1)
     _exit(folder)
+
+
+def _limit_memory(data_bytes: int) -> None:
+    """Limit the memory of this process without mapped files. macOS does not enforce this limit."""
+    # A container may have set a lower limit.
+    with contextlib.suppress(ValueError, OSError):
+        resource.setrlimit(resource.RLIMIT_DATA, (data_bytes, data_bytes))
 
 
 def _set_fields(params: Any, fields: dict[str, Any]) -> None:

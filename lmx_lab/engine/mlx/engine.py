@@ -15,6 +15,7 @@ from importlib.metadata import version
 from typing import Any, ParamSpec, TypeVar
 
 from lmx_lab.engine.admission import AdmissionControl, Permit
+from lmx_lab.engine.cancellation import Cancellation
 from lmx_lab.engine.interface import Capabilities, EngineHost
 from lmx_lab.engine.mlx import memory
 from lmx_lab.engine.mlx.model import check_fits
@@ -25,7 +26,9 @@ from lmx_lab.engine.mlx.state import Loaded, MlxCore
 from lmx_lab.engine.mlx.thread import EngineThread
 from lmx_lab.engine.requests import EmbeddingRequest, Embeddings, GenerationRequest, Ranking, RerankRequest
 from lmx_lab.engine.stream import Pending, TokenStream
-from lmx_lab.errors import EngineDeadError, EngineError, LabError
+from lmx_lab.engine.templates.trial import try_templates_of
+from lmx_lab.engine.tokenizing.loading import check_tokenizer_files
+from lmx_lab.errors import EngineDeadError, EngineError, LabError, UnusableModelError
 from lmx_lab.settings import Settings
 from lmx_lab.values.engine import EngineSnapshot
 from lmx_lab.values.models import Kind, LoadReport, LoadSpec, ModelEntry
@@ -66,7 +69,6 @@ class MlxEngine:
         thinking_budget=True,
         logprobs_with_own_tools=True,
         input_types=True,
-        cancellable_loads=False,
     )
     fingerprint = f"mlx-{version('mlx')}"
 
@@ -104,16 +106,24 @@ class MlxEngine:
 
     # Models
 
-    def check(self, entry: ModelEntry, spec: LoadSpec) -> None:
+    def check(self, entry: ModelEntry, spec: LoadSpec, cancellation: Cancellation) -> None:
         """See ``InferenceEngine``."""
         check_fits(entry, limit_bytes=memory.limit_bytes(self._settings.memory_limit_bytes))
         # Files that would block a load, or never end, are refused while the current model still answers.
         check_files(entry.path)
+        try:
+            check_tokenizer_files(entry.path, cancellation)
+        except UnusableModelError as exc:
+            raise UnusableModelError(
+                f"{entry.id} at {entry.path} cannot be loaded: {exc.message}", param="model"
+            ) from exc
+        if entry.kind == "chat":
+            try_templates_of(entry.path, cancellation)
 
     async def load(self, entry: ModelEntry, spec: LoadSpec) -> LoadReport:
         """See ``InferenceEngine``."""
         await in_thread(self.start)
-        return await self._thread.call(lambda core: core.load(entry, spec))
+        return await self._thread.call_cancellable(lambda core: core.load(entry, spec))
 
     async def unload(self) -> int:
         """See ``InferenceEngine``."""
@@ -125,7 +135,7 @@ class MlxEngine:
     async def pin(self, entry: ModelEntry, spec: LoadSpec) -> LoadReport:
         """See ``InferenceEngine``."""
         await in_thread(self.start)
-        return await self._thread.call(lambda core: core.pin(entry, spec))
+        return await self._thread.call_cancellable(lambda core: core.pin(entry, spec))
 
     async def unpin(self, kind: Kind) -> None:
         """See ``InferenceEngine``."""

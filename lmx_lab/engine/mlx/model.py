@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import copy
+import logging
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
 from mlx_lm.utils import load_config, load_model, load_tokenizer
 
+from lmx_lab.engine.cancellation import check_cancelled
 from lmx_lab.engine.grammar.compile import GrammarCompiler, read_token_table
 from lmx_lab.engine.grammar.worker import TokenTable
 from lmx_lab.engine.mlx import memory
@@ -21,12 +23,13 @@ from lmx_lab.engine.templates.renderer import TemplateLimitError, render_chat
 from lmx_lab.engine.text.chat_format_detection import TAIL_TOKENS, ChatFormat, ReasoningState, detect_chat_format
 from lmx_lab.engine.text.vocabulary import Vocabulary
 from lmx_lab.engine.tokenizing.encoder import TextEncoder, TextWork, is_panic
-from lmx_lab.engine.tokenizing.loading import SandboxedTokenizer, build_encoder, check_tokenizer_files
+from lmx_lab.engine.tokenizing.loading import SandboxedTokenizer, build_encoder
 from lmx_lab.engine.validation import CHARACTERS_PER_TOKEN, check_characters, check_messages
 from lmx_lab.engine.word_cache import without_word_cache
 from lmx_lab.errors import ContextLengthError, EngineError, InvalidRequestError, OutOfMemoryError, UnusableModelError
 from lmx_lab.values.models import ModelEntry
 
+log = logging.getLogger(__name__)
 MIN_CONTEXT_TOKENS = 256
 """A model is not loaded if memory allows fewer tokens than this."""
 
@@ -84,6 +87,7 @@ class PromptTokenizer:
                 self._tokenizer, messages, add_generation_prompt=True, **template_input, **prompt.template_options
             )
         except TemplateLimitError as exc:
+            log.warning("request %s: the chat template of %s %s, its limit", request.request_id, self._model, exc)
             raise InvalidRequestError(
                 f"the chat template of {self._model} {exc}, its limit; send less, or use another model",
                 param="messages",
@@ -274,9 +278,10 @@ def load_chat(entry: ModelEntry, *, limit_bytes: int, dtype: str = "auto") -> Lo
 def _read(entry: ModelEntry, *, limit_bytes: int, dtype: str) -> tuple[Any, Any]:
     """Return model and tokenizer. The tokenizer is read first, because it is small and causes most errors."""
     config = load_config(entry.path)
-    check_tokenizer_files(entry.path)
     tokenizer = without_word_cache(load_tokenizer(entry.path, eos_token_ids=config.get("eos_token_id")))
-    model, _ = load_model(entry.path, get_model_classes=checked_classes)
+    check_cancelled()
+    # The weights are read one by one by ``fit_weights``.
+    model, _ = load_model(entry.path, lazy=True, get_model_classes=checked_classes)
     fit_weights(model, dtype, limit_bytes=limit_bytes)
     return model, tokenizer
 

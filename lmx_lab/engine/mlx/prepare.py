@@ -1,7 +1,7 @@
 """Prepare chat requests and plain prompts for the engine thread.
 
-Chats are rendered to text on one thread, text is tokenized on another, and grammars are compiled on a third, so that no
-task waits for a long task of another kind.
+Chats are rendered to text on threads of their own, text is tokenized on another, and grammars are compiled on a third,
+so that no task waits for a long task of another kind.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ from lmx_lab.values.models import ModelEntry
 
 
 class PromptPreparer:
-    """Renders and tokenizes prompts, and compiles grammars, each on its own thread.
+    """Renders and tokenizes prompts, and compiles grammars, each on threads of its own.
 
     Args:
         model_of: Returns the model in memory for an entry, or raises an error if it is no longer there.
@@ -51,10 +51,14 @@ class PromptPreparer:
 
     def start(self) -> None:
         """Start the threads. Idempotent."""
-        self._templates = self._templates or ThreadPoolExecutor(max_workers=1, thread_name_prefix="lmx-lab-templates")
+        # One thread for each request: a slow template of one must not delay the others.
+        requests = self._settings.slots + self._settings.queue_limit
+        self._templates = self._templates or ThreadPoolExecutor(
+            max_workers=requests, thread_name_prefix="lmx-lab-templates"
+        )
         self._prompts = self._prompts or ThreadPoolExecutor(max_workers=1, thread_name_prefix="lmx-lab-prompts")
         self._long_prompts = self._long_prompts or ThreadPoolExecutor(
-            max_workers=self._settings.slots + self._settings.queue_limit, thread_name_prefix="lmx-lab-long-prompts"
+            max_workers=requests, thread_name_prefix="lmx-lab-long-prompts"
         )
         if self._compiling is None:
             self._compiling = ThreadPoolExecutor(max_workers=1, thread_name_prefix="lmx-lab-grammars")

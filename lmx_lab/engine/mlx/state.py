@@ -251,7 +251,7 @@ class MlxCore:
             self.encoding.step(max(generating_s, MIN_ENCODE_S) if busy else ENCODE_S, busy=busy)
         self._publish()
         if lost:
-            self._host.lost_model()
+            self._host.lost_model(False)
 
     def _unload_for_memory(self, error: OutOfMemoryError) -> None:
         """Unload the main model because memory ran out."""

@@ -12,6 +12,7 @@ from typing import Any, TypeVar
 
 import mlx.core as mx
 
+from lmx_lab.engine.cancellation import Cancellation
 from lmx_lab.engine.interface import EngineHost
 from lmx_lab.engine.mlx.state import MlxCore
 from lmx_lab.errors import EngineDeadError, LabError
@@ -21,6 +22,8 @@ from lmx_lab.values.engine import EngineSnapshot
 log = logging.getLogger(__name__)
 T = TypeVar("T")
 Command = tuple[Callable[[MlxCore], Any], "Future[Any]"]
+CANCEL_S = 5.0
+"""Time in which a cancelled load ends, unless its disk does not respond."""
 
 
 class EngineThread:
@@ -39,14 +42,16 @@ class EngineThread:
     def start(self) -> None:
         """Start the engine thread, or a new one after the old one died."""
         if self._dead is not None and self._thread is not None:
-            self._thread.join()  # it is about to end
+            self._thread.join()  # it is about to end, because it was not abandoned
         with self._lock:
             if self.alive:
                 return
             self._dead, self._commands = None, queue.SimpleQueue()
             started: Future[MlxCore] = Future()
             # A daemon thread, because Python joins other threads at the exit before it stops the manager.
-            self._thread = threading.Thread(target=self._run, args=(started,), name="lmx-lab-engine", daemon=True)
+            self._thread = threading.Thread(
+                target=self._run, args=(started, self._commands), name="lmx-lab-engine", daemon=True
+            )
             self._thread.start()
             self._core = started.result()
 
@@ -85,6 +90,42 @@ class EngineThread:
         """
         return await asyncio.wrap_future(self.post(command))
 
+    async def call_cancellable(self, command: Callable[[MlxCore], T]) -> T:
+        """Perform a command that reads a model on the thread, and return its result.
+
+        Cancelling the caller ends the command between two tensors, and waits for that. A thread that does not end it
+        within ``CANCEL_S``, such as one that waits for a disk, is abandoned: the next load starts another one.
+
+        Raises:
+            EngineDeadError: the thread is not running.
+        """
+        cancellation = Cancellation()
+
+        def run(core: MlxCore) -> T:
+            with cancellation.applied():
+                return command(core)
+
+        done = asyncio.wrap_future(self.post(run))
+        # Nothing reads the outcome of a cancelled command.
+        done.add_done_callback(lambda future: future.cancelled() or future.exception())
+        try:
+            return await asyncio.shield(done)
+        except asyncio.CancelledError:
+            cancellation.cancel()
+            if not (await asyncio.wait([done], timeout=CANCEL_S))[0]:
+                self._abandon()
+            raise
+
+    def _abandon(self) -> None:
+        """Leave the thread to itself. Its core ends all requests and releases the memory when its command has ended."""
+        log.error("the engine thread does not respond while it reads a model; the next load starts another thread")
+        with self._lock:
+            thread, self._thread, commands = self._thread, None, self._commands
+            self._dead = self._dead or EngineDeadError("the engine thread did not respond while it read a model")
+        if thread is not None:
+            commands.put(None)
+            self._host.lost_model(False)
+
     def post(self, command: Callable[[MlxCore], T]) -> Future[T]:
         """Submit a command to the thread, and return the future of its result without waiting."""
         future: Future[T] = Future()
@@ -95,7 +136,7 @@ class EngineThread:
                 self._commands.put((command, future))
         return future
 
-    def _run(self, started: Future[MlxCore]) -> None:
+    def _run(self, started: Future[MlxCore], commands: queue.SimpleQueue[Command | None]) -> None:
         try:
             core = MlxCore(self._settings, self._host)
         except BaseException as exc:
@@ -104,44 +145,46 @@ class EngineThread:
         started.set_result(core)
         error: LabError = EngineDeadError("the engine was stopped")
         try:
-            while self._perform_commands(core):
+            while _perform_commands(core, commands):
                 core.step()
         except BaseException as exc:
             log.exception("the engine thread died")
-            # Its frames refer to the batch, and so to the weights.
-            self._dead = exc.with_traceback(None)
+            if threading.current_thread() is self._thread:
+                # Its frames refer to the batch, and so to the weights.
+                self._dead = exc.with_traceback(None)
             error = EngineDeadError(f"the engine thread died: {exc!r}; load a model to start it again")
         finally:
             try:
                 core.close(error)
             finally:
-                self._refuse_rest(error)
+                self._refuse_rest(commands, error)
                 # Without these two calls the process aborts at exit (status 134).
                 mx.synchronize()
                 mx.clear_streams()
             if self._dead is not None:
-                self._host.lost_model()
+                self._host.lost_model(False)
 
-    def _perform_commands(self, core: MlxCore) -> bool:
-        """Perform the commands in the queue, and wait for one if there is nothing to compute. Return False to stop."""
-        block = core.idle
-        while True:
-            try:
-                command = self._commands.get(block=block)
-            except queue.Empty:
-                return True
-            if command is None:
-                return False
-            _perform(core, *command)
-            block = False
-
-    def _refuse_rest(self, error: LabError) -> None:
+    def _refuse_rest(self, commands: queue.SimpleQueue[Command | None], error: LabError) -> None:
         with self._lock:
-            while not self._commands.empty():
-                command = self._commands.get_nowait()
+            while not commands.empty():
+                command = commands.get_nowait()
                 # A caller that no longer waits has cancelled its future.
                 if command is not None and command[1].set_running_or_notify_cancel():
                     command[1].set_exception(error)
+
+
+def _perform_commands(core: MlxCore, commands: queue.SimpleQueue[Command | None]) -> bool:
+    """Perform the commands in the queue, and wait for one if there is nothing to compute. Return False to stop."""
+    block = core.idle
+    while True:
+        try:
+            command = commands.get(block=block)
+        except queue.Empty:
+            return True
+        if command is None:
+            return False
+        _perform(core, *command)
+        block = False
 
 
 def _perform(core: MlxCore, command: Callable[[MlxCore], Any], future: Future[Any]) -> None:

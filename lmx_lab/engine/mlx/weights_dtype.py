@@ -14,6 +14,7 @@ from mlx.utils import tree_flatten
 from mlx_lm.utils import dequantize_model
 
 from lmx_lab.engine import machine_memory
+from lmx_lab.engine.cancellation import check_cancelled
 
 log = logging.getLogger(__name__)
 EXPANDED_SHARE = 0.6
@@ -30,6 +31,9 @@ def fit_weights(model: Any, dtype: str, *, limit_bytes: int) -> None:
 
     Args:
         dtype: See ``Settings.dtype``.
+
+    Raises:
+        NotLoadedError: the load was cancelled.
     """
     target = DTYPES.get(dtype, mx.float32 if mx.default_device() == mx.cpu else None)
     if target is not None:
@@ -40,6 +44,7 @@ def fit_weights(model: Any, dtype: str, *, limit_bytes: int) -> None:
     # Evaluated one by one, so that only one weight at a time is in memory in both forms.
     parameters: Any = tree_flatten(model.parameters())
     for _, value in parameters:
+        check_cancelled()
         mx.eval(value)
 
 

@@ -11,7 +11,7 @@ import functools
 import json
 import os
 import threading
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -27,6 +27,10 @@ WORKER = Path(__file__).with_name("worker.py")
 START_S = 60.0
 """Generous, because the machine may be busy."""
 LIMIT_S = 5.0
+SHARE_S = 0.25
+"""Time for which one rendering may delay others. If it takes longer, it is rendered again in another process."""
+QUEUE_S = 30.0
+"""Time that a slow rendering waits for other slow ones."""
 INHERITED = ("PATH", "LD_LIBRARY_PATH", "LANG", "LC_ALL", "TZ")
 """The only environment variables that the process gets; others may contain keys."""
 REASONING_FIELDS = ("reasoning_content", "thinking", "reasoning")
@@ -43,13 +47,27 @@ class TemplateLimitError(Exception):
 class TemplateSandbox:
     """Renders templates in a process that is started at the first one, and again after it had to be ended.
 
-    Any thread may use it; templates are rendered one at a time.
+    Any thread may use it. Templates are rendered one at a time; those that take longer than ``share_s`` are rendered
+    in a second process, so that they do not delay the others.
+
+    Args:
+        limit_s: Time limit of one template.
+        share_s: Time for which one template may delay others.
+        while_waiting: Called about every 50 ms; an exception from it ends the process and the rendering.
     """
 
-    def __init__(self, limit_s: float = LIMIT_S) -> None:
+    def __init__(
+        self,
+        limit_s: float = LIMIT_S,
+        *,
+        share_s: float = SHARE_S,
+        while_waiting: Callable[[float], None] | None = None,
+    ) -> None:
         self._limit_s = limit_s
-        self._lock = threading.Lock()
-        self._process = SandboxProcess(WORKER, _environ, start_s=START_S)
+        self._share_s = share_s
+        self._while_waiting = while_waiting
+        self._usual = _Lane()
+        self._slow = _Lane()
 
     def render(self, template: str, variables: Mapping[str, Any]) -> str:
         """Render a template.
@@ -65,8 +83,7 @@ class TemplateSandbox:
             request = json.dumps({"template": template, "variables": variables}, default=str).encode()
         except (TypeError, ValueError, RecursionError) as exc:
             raise TemplateRefusalError(f"its variables cannot be written as JSON: {exc}") from exc
-        with self._lock:
-            answer = self._request(request)
+        answer = self._answer(request)
         if "text" in answer:
             return answer["text"]
         if "limit" in answer:
@@ -74,17 +91,26 @@ class TemplateSandbox:
         raise TemplateRefusalError(answer["error"])
 
     def stop(self) -> None:
-        """End the process. The next template starts another one."""
-        with self._lock:
-            self._process.stop()
+        """End the processes. The next template starts another one."""
+        for lane in (self._usual, self._slow):
+            with lane.lock:
+                lane.process.stop()
 
-    def _request(self, request: bytes) -> dict[str, str]:
+    def _answer(self, request: bytes) -> dict[str, str]:
         try:
+            with self._usual.lock:
+                try:
+                    return self._request(self._usual.process, request, min(self._share_s, self._limit_s))
+                except SandboxTimeoutError:
+                    if self._share_s >= self._limit_s:
+                        raise
+            if not self._slow.lock.acquire(timeout=QUEUE_S):
+                raise TemplateRefusalError(f"other slow templates were rendered for {QUEUE_S:g} s; try again")
             try:
-                reply = self._process.request(request, self._limit_s)
-            except SandboxSendError:
-                # The process was killed from outside since the last template.
-                reply = self._process.request(request, self._limit_s)
+                return self._request(self._slow.process, request, self._limit_s)
+            finally:
+                self._slow.process.stop()
+                self._slow.lock.release()
         except SandboxStartError as exc:
             raise TemplateRefusalError(f"no process could be started for it: {exc}; try again") from exc
         except SandboxTimeoutError as exc:
@@ -92,8 +118,23 @@ class TemplateSandbox:
         except SandboxDiedError as exc:
             # The system refused memory in a way that Python could not report.
             raise TemplateLimitError("has ended the process in which it ran") from exc
+
+    def _request(self, process: SandboxProcess, request: bytes, limit_s: float) -> dict[str, str]:
+        try:
+            reply = process.request(request, limit_s, while_waiting=self._while_waiting)
+        except SandboxSendError:
+            # The process was killed from outside since the last template.
+            reply = process.request(request, limit_s, while_waiting=self._while_waiting)
         answer: dict[str, str] = json.loads(reply)
         return answer
+
+
+class _Lane:
+    """A process, and the lock that is held while it renders."""
+
+    def __init__(self) -> None:
+        self.lock = threading.Lock()
+        self.process = SandboxProcess(WORKER, _environ, start_s=START_S)
 
 
 def _environ() -> dict[str, str]:

@@ -30,7 +30,7 @@ from lmx_lab.settings import without_secrets
 
 WORKER = Path(__file__).with_name("worker.py")
 START_S = 30.0
-LIMIT_S = 10.0
+LIMIT_S = 4.0
 """Time from the arrival of a text until its tokens are there."""
 SHARE_S = 0.25
 """Time after which a text gives way to texts that were not encoded for that long."""

@@ -2,56 +2,85 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
+from lmx_lab.engine.cancellation import Cancellation
 from lmx_lab.engine.sandbox_process import SandboxDiedError, SandboxProcess, SandboxStartError, SandboxTimeoutError
 from lmx_lab.engine.tokenizing.bounds import find_unbounded_step, flatten
 from lmx_lab.engine.tokenizing.encoder import START_S, WORKER, TextEncoder, TextWork, sandbox_environ
 from lmx_lab.engine.tokenizing.worker import pack, unpack
 from lmx_lab.errors import UnusableModelError
+from lmx_lab.weights.files import read_json
 
 LOAD_S = 30.0
-"""Time that the tokenizer of a model folder may take to load, imports included."""
+"""Time that the tokenizer of a model folder may take to load in the sandbox process, imports included."""
+READ_S = 10.0
+"""CPU time that loading it may take without imports. A vocabulary of 260,000 tokens takes 1 to 2 s."""
+USUAL_BYTES = 64 * 2**20
+USUAL_ADDED_TOKENS = 10_000
+"""A tokenizer whose file is larger, or that adds more tokens to its vocabulary, is loaded in the sandbox process
+first."""
 PROBE = "Hello  world!\n<tool_call>1234 it's ünïcödé 東京 🦊\t<|im_end|> "
 """A text for which the code of a Python class and its Rust tokenizer must agree."""
 
 
-def check_tokenizer_files(folder: Path) -> None:
+def check_tokenizer_files(folder: Path, cancellation: Cancellation) -> None:
     """Check that the tokenizer of a model folder can be loaded and used in this process.
 
     Tokens are decoded between the tokens of other answers, so a decoder without a bound is refused. A tokenizer that
-    may take any time to encode is loaded in a sandbox process first, because loading encodes its added tokens.
+    may take any time to load or to encode is loaded in a sandbox process first: loading it would hold Python's lock.
 
     Raises:
         UnusableModelError: it cannot be used; the message has the reason.
+        NotLoadedError: the check was cancelled.
     """
+    path = folder / "tokenizer.json"
     try:
-        content = json.loads((folder / "tokenizer.json").read_bytes())
-    # Other tokenizers have no steps of their own. Errors in files are reported by the code that loads them.
-    except (OSError, ValueError):
-        return
+        is_large = path.stat().st_size > USUAL_BYTES
+        content = json.loads(path.read_bytes())
+    # Errors in files are reported by the code that loads them, in the process.
+    except (OSError, ValueError, RecursionError):
+        content = None
     if not isinstance(content, Mapping):
+        _load_in_sandbox(folder, cancellation)
         return
     try:
         decoder = find_unbounded_step(flatten(content.get("decoder")))
         steps = (step for name in ("normalizer", "pre_tokenizer") for step in flatten(content.get(name)))
         unbounded = find_unbounded_step(steps)
+        added = len(content.get("added_tokens") or ()) + _added_in_config(folder)
     except (TypeError, AttributeError, ValueError, RecursionError):
-        decoder, unbounded = None, "it has a part that is not in the usual form"
+        decoder, unbounded, added = None, "it has a part that is not in the usual form", 0
     if decoder is not None:
         raise UnusableModelError(f"its tokenizer cannot be used: the decoder may take any time, because {decoder}")
-    if unbounded is not None:
-        _load_in_sandbox(folder)
+    if unbounded is not None or is_large or added > USUAL_ADDED_TOKENS:
+        _load_in_sandbox(folder, cancellation)
 
 
-def _load_in_sandbox(folder: Path) -> None:
+def _added_in_config(folder: Path) -> int:
+    """Return the number of tokens that the other files of a tokenizer add, with which it is loaded one by one."""
+    added = 0
+    for name in ("tokenizer_config.json", "added_tokens.json", "special_tokens_map.json"):
+        with contextlib.suppress(UnusableModelError):
+            content = read_json(folder / name)
+            parts = [content.get(key) for key in ("added_tokens_decoder", "additional_special_tokens")]
+            added += sum(len(part) for part in parts if isinstance(part, dict | list))
+            added += len(content) if name == "added_tokens.json" else 0
+    return added
+
+
+def _load_in_sandbox(folder: Path, cancellation: Cancellation) -> None:
     process = SandboxProcess(WORKER, sandbox_environ, start_s=START_S)
     try:
-        answer, _ = unpack(process.request(pack({"load": str(folder)}), LOAD_S))
+        message = pack({"load": str(folder)})
+        answer, _ = unpack(process.request(message, LOAD_S, while_waiting=cancellation.check))
         reason = answer.get("error")
+        if reason is None and answer["load_s"] > READ_S:
+            reason = f"it takes {answer['load_s']:.0f} s to load; the limit is {READ_S:g} s"
     except SandboxTimeoutError:
         reason = f"it takes longer than {LOAD_S:g} s to load"
     except SandboxStartError as exc:

@@ -4,7 +4,7 @@ Tokenizers are programs that come with models: a regular expression of theirs ca
 request is a JSON header, framed by its length, followed by data. The header has one of these forms:
 
 - ``{"build": true}``: the data is the JSON of the tokenizer that the following requests use.
-- ``{"load": path}``: load the tokenizer of a model folder as the engine would, to find out whether that ends.
+- ``{"load": path}``: load the tokenizer of a model folder as the engine would; ``load_s`` is the CPU time that it took.
 - ``{"sizes": [...], ...}``: encode texts; ``sizes`` are the lengths of their UTF-8, and the data is that UTF-8.
 
 The answer has the same form. Its header contains ``error`` if the tokenizer failed; its data are token ids.
@@ -15,6 +15,7 @@ from __future__ import annotations
 import contextlib
 import json
 import os
+import time
 from array import array
 from pathlib import Path
 from typing import Any
@@ -63,8 +64,9 @@ def _answer(header: dict[str, Any], data: memoryview) -> bytes:
     if "load" in header:
         from mlx_lm import tokenizer_utils  # slow to import, and needed for few models
 
+        started = time.process_time()
         tokenizer_utils.load(Path(header["load"]))
-        return pack({})
+        return pack({"load_s": time.process_time() - started})
     return _encode(_tokenizers[0], _split(data, header["sizes"]), header)
 
 

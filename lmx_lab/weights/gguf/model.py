@@ -8,6 +8,7 @@ from pathlib import Path
 
 from lmx_lab.errors import UnusableModelError
 from lmx_lab.values.models import Facts, Kind
+from lmx_lab.weights.config_check import check_positive
 from lmx_lab.weights.gguf.header import GgufHeader, read_header
 from lmx_lab.weights.gguf.names import parts_of
 
@@ -58,14 +59,28 @@ def read_gguf(path: Path) -> GgufHeader:
     return _join(parts)
 
 
+POSITIVE: Mapping[str, float] = {
+    "embedding_length": 2**22,
+    "block_count": 10_000,
+    "context_length": 2**40,
+    "rope.freq_base": 10**15,
+    "attention.layer_norm_rms_epsilon": 1,
+    "attention.layer_norm_epsilon": 1,
+}
+"""Numbers of a model that must be above zero, with their largest possible values. Missing ones have a default."""
+
+
 def read_gguf_facts(path: Path) -> Facts:
     """Read what a GGUF file says about its model.
 
     Raises:
-        UnusableModelError: as ``read_gguf``, or it is not a language model.
+        UnusableModelError: as ``read_gguf``, or it is not a language model, or it has impossible values.
     """
     header = read_gguf(path)
     _require_language_model(header)
+    for key, limit in POSITIVE.items():
+        name = f"{header.architecture}.{key}"
+        check_positive(path, name, header.metadata.get(name), limit)
     return Facts(
         kind=kind_of(header),
         format="gguf",

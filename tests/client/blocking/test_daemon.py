@@ -301,6 +301,7 @@ def test_a_closed_subscription_does_not_connect(client: DaemonClient) -> None:
     assert events.state.state == "connecting"
 
 
+@pytest.mark.slow
 @pytest.mark.skipif(not hasattr(os, "fork"), reason="there is no fork here")
 def test_a_forked_child_does_not_affect_its_parents_streams(daemon: Daemon) -> None:
     output = run_script(f"""

@@ -105,6 +105,7 @@ def test_a_blocking_call_on_the_clients_loop_is_refused() -> None:
 # --- the background loop
 
 
+@pytest.mark.slow
 def test_all_clients_share_one_loop_which_importing_does_not_start() -> None:
     script = f"""
 import threading
@@ -123,6 +124,7 @@ assert names() == [{THREAD!r}]
     run_script(script)
 
 
+@pytest.mark.slow
 def test_a_script_can_end_while_a_stream_is_open() -> None:
     with answering(Endless(b"data: {}\n\n", head=EVENT_HEAD, every_s=0.01)) as server:
         run_script(f"""
@@ -139,6 +141,7 @@ def run_script(script: str) -> str:
     return done.stdout
 
 
+@pytest.mark.slow
 @pytest.mark.skipif(not hasattr(__import__("os"), "fork"), reason="there is no fork here")
 def test_a_forked_child_needs_clients_of_its_own() -> None:
     with answering(ALIVE) as server:

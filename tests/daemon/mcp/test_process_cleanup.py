@@ -69,7 +69,10 @@ def test_a_session_without_its_leader_counts_only_if_the_leader_was_a_child(pare
 
 def test_processes_are_found_by_their_mark(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv(MARK, "the-mark")
-    process = subprocess.Popen([sys.executable, "-I", "-c", "input()"], **LINES)  # type: ignore[call-overload]
+    command = [sys.executable, "-I", "-c", "print(flush=True); input()"]
+    process = subprocess.Popen(command, **LINES)  # type: ignore[call-overload]
+    # The environment of a process cannot be read yet when Popen returns.
+    process.stdout.readline()
     assert [found.pid for found in find_processes([RootProcess(pid=1, started=0.0, mark="the-mark")])] == [process.pid]
     process.communicate("")
     assert find_processes([RootProcess(pid=1, started=0.0, mark="the-mark")]) == []

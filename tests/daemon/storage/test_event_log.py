@@ -173,7 +173,10 @@ class LogAndReaders(RuleBasedStateMachine):
 
 TestLogAndReaders = LogAndReaders.TestCase
 TestLogAndReaders.settings = settings(
-    max_examples=40, stateful_step_count=40, deadline=None, suppress_health_check=[HealthCheck.too_slow]
+    max_examples=settings().max_examples * 2 // 5,
+    stateful_step_count=40,
+    deadline=None,
+    suppress_health_check=[HealthCheck.too_slow],
 )
 
 

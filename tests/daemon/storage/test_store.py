@@ -115,12 +115,29 @@ async def test_a_symbolic_link_is_not_followed(tmp_path: Path) -> None:
         await Store.open(tmp_path / "daemon.db")
 
 
-async def test_a_damaged_database_is_reported_and_not_changed(tmp_path: Path) -> None:
+@pytest.mark.parametrize("damage", ["other", "empty", "half", "cut off"])
+async def test_a_damaged_database_is_reported_and_not_changed(tmp_path: Path, damage: str) -> None:
     path = tmp_path / "daemon.db"
-    path.write_bytes(b"no database " * 1000)
-    with pytest.raises(HostingError, match="is damaged"):
+    store = await Store.open(path)
+    await store.close()
+    whole = path.read_bytes()
+    content = {
+        "other": b"no database " * 1000,
+        "empty": b"",
+        "half": whole[: len(whole) // 2],
+        "cut off": whole[:-1],
+    }[damage]
+    path.write_bytes(content)
+    with pytest.raises(HostingError, match=r"is damaged .*move it away"):
         await Store.open(path)
-    assert path.read_bytes() == b"no database " * 1000
+    assert path.read_bytes() == content
+
+
+async def test_a_database_that_was_created_only_in_part_is_created_again(tmp_path: Path) -> None:
+    (tmp_path / "daemon.new").write_bytes(b"")
+    store = await Store.open(tmp_path / "daemon.db")
+    await store.close()
+    assert not (tmp_path / "daemon.new").exists()
 
 
 async def test_a_database_of_a_newer_version_is_refused(tmp_path: Path) -> None:

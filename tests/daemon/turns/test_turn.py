@@ -286,7 +286,7 @@ names = st.sampled_from(["free", "free", "asks", "nope"])
 texts = st.sampled_from(["{}", '{"x": 1}', "", "{", "[]"])
 
 
-@settings(max_examples=400, deadline=None)
+@settings(max_examples=4 * settings().max_examples)
 @given(st.data())
 def test_every_turn_ends_once_after_all_of_its_calls_have_ended(data: st.DataObject) -> None:
     parallel, max_steps = data.draw(st.integers(1, 3)), data.draw(st.integers(1, 4))

@@ -174,6 +174,7 @@ async def test_an_invalid_script_is_refused_before_the_current_model_is_unloaded
     assert (await run(manager)).text == "One."
 
 
+@pytest.mark.slow
 def test_a_process_that_uses_only_echo_does_not_import_mlx() -> None:
     program = """
 import sys

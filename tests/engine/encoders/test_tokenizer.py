@@ -115,6 +115,18 @@ def test_a_text_of_many_characters_and_few_tokens_is_used_whole(bert: Load) -> N
     assert tokens(bert(), text) == [(2, 7, 3)]
 
 
+@pytest.mark.parametrize("truncate", [True, False])
+def test_a_text_of_far_too_many_characters_is_refused_without_tokenizing_it(bert: Load, truncate: bool) -> None:
+    model, spaces = bert(), " " * 6401
+    assert tokens(model, spaces[1:], truncate=truncate) == [(2, 3)]
+    with pytest.raises(ContextLengthError, match="has 6401 characters, and the limit of tiny-bert is 6400"):
+        tokens(model, spaces, truncate=truncate)
+    with pytest.raises(ContextLengthError, match="documents has"):
+        model.texts.pairs("cat", [spaces], truncate=truncate)
+    with pytest.raises(ContextLengthError, match="query has"):
+        model.texts.pairs(spaces, ["cat"], truncate=truncate)
+
+
 @pytest.mark.parametrize(
     ("wrong", "message"),
     [

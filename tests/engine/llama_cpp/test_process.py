@@ -147,6 +147,13 @@ asyncio.run(main())
     shutil.rmtree(Path(socket).parent, ignore_errors=True)
 
 
+@pytest.mark.skipif(sys.platform != "linux", reason="macOS does not limit the memory of a process")
+async def test_the_memory_of_the_process_has_a_hard_limit_in_proportion_to_the_model(manager: ModelManager) -> None:
+    soft, hard = system_process_of(manager).rlimit(psutil.RLIMIT_DATA)
+    assert soft == hard
+    assert 2**30 < hard < 4 * 2**30
+
+
 # Cleanup
 
 

@@ -297,23 +297,18 @@ async def test_a_failed_load_leaves_nothing_in_memory(
 
 
 async def test_after_a_failed_load_the_previous_model_is_loaded_again(
-    own_manager: ModelManager, tmp_path: Path
+    own_manager: ModelManager, tiny: ModelEntry, tmp_path: Path
 ) -> None:
-    (tmp_path / "config.json").write_text('{"model_type": "llama"}')
-    broken = ModelEntry(
-        id="broken",
-        path=tmp_path,
-        kind="chat",
-        format="mlx",
-        architecture="llama",
-        size_bytes=1,
-        quantization=None,
-        context_length=None,
-        source="path",
-    )
+    shutil.copytree(tiny.path, tmp_path / "broken")
+    config = json.loads((tiny.path / "config.json").read_text())
+    (tmp_path / "broken" / "config.json").write_text(json.dumps({**config, "num_hidden_layers": 3}))
     with pytest.raises(UnusableModelError, match="tiny is loaded again"):
-        await own_manager.load_entry(broken)
+        await own_manager.load_entry(replace(tiny, id="broken", path=tmp_path / "broken"))
     assert (await run(own_manager))[1].model == "tiny"
+    (tmp_path / "broken" / "tokenizer.json").unlink()
+    with pytest.raises(UnusableModelError, match="its tokenizer cannot be used") as refused:
+        await own_manager.load_entry(replace(tiny, id="broken", path=tmp_path / "broken"))
+    assert "loaded again" not in refused.value.message
 
 
 @pytest.mark.usefixtures("no_shared_model")

@@ -10,9 +10,12 @@ from typing import Any
 
 import pytest
 
+from lmx_lab.engine.cancellation import Cancellation
 from lmx_lab.engine.mlx.model import LoadedModel, load_chat
 from lmx_lab.engine.requests import TextPrompt
-from lmx_lab.errors import InvalidRequestError, UnusableModelError
+from lmx_lab.engine.tokenizing import loading
+from lmx_lab.engine.tokenizing.loading import check_tokenizer_files
+from lmx_lab.errors import InvalidRequestError, NotLoadedError, UnusableModelError
 from lmx_lab.settings import Settings
 from lmx_lab.values.models import ModelEntry
 from lmx_lab.weights import Catalog
@@ -34,6 +37,7 @@ def load(tmp_path: Path, smollm2: ModelEntry) -> Load:
         content = json.loads(file.read_text()) | changes
         file.unlink()
         file.write_text(json.dumps(content))
+        check_tokenizer_files(folder, Cancellation())
         return load_chat(Catalog(Settings()).resolve(str(folder)), limit_bytes=2**40)
 
     return load_changed
@@ -59,3 +63,19 @@ def test_a_decoder_with_a_pattern_is_refused(load: Load) -> None:
 def test_a_tokenizer_that_fails_to_load_names_the_reason(load: Load) -> None:
     with pytest.raises(UnusableModelError, match="its tokenizer cannot be used"):
         load({"normalizer": {"type": "Replace", "pattern": {"Regex": "("}, "content": ""}})
+
+
+@pytest.mark.slow
+def test_a_tokenizer_that_takes_long_to_load_is_refused_and_its_check_can_be_cancelled(
+    load: Load, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(loading, "READ_S", 0.0)
+    with pytest.raises(
+        UnusableModelError, match=r"its tokenizer cannot be used: it takes .* s to load; the limit is 0"
+    ):
+        load({"normalizer": SLOW})
+    (folder,) = (path / "tiny" for path in tmp_path.iterdir())
+    cancellation = Cancellation()
+    cancellation.cancel()
+    with pytest.raises(NotLoadedError, match="cancelled"):
+        check_tokenizer_files(folder, cancellation)

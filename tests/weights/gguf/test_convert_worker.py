@@ -124,6 +124,7 @@ def dequantize(kind: str, content: bytes) -> np.ndarray[Any, Any]:
     return np.asarray(scale * nibbles + np.ascontiguousarray(blocks[:, 2:4]).view(np.float16).astype(np.float32))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("kind", "dtype"), [("F16", "float16"), ("Q6_K", "float16"), ("F32", "float32")])
 def test_a_separate_output_matrix_that_is_not_quantized_stays_unquantized(
     catalog: Catalog, tmp_path: Path, tiny_llama: Callable[..., bytes], kind: str, dtype: str
@@ -134,6 +135,7 @@ def test_a_separate_output_matrix_that_is_not_quantized_stays_unquantized(
     assert (config["tie_word_embeddings"], config["quantization"]["lm_head"]) == (False, False)
 
 
+@pytest.mark.slow
 def test_the_end_of_turn_token_of_the_template_is_an_end_token_too(
     catalog: Catalog, tmp_path: Path, tiny_llama: Callable[..., bytes]
 ) -> None:
@@ -141,6 +143,7 @@ def test_the_end_of_turn_token_of_the_template_is_an_end_token_too(
     assert json.loads((folder / "config.json").read_text())["eos_token_id"] == [0, 258]
 
 
+@pytest.mark.slow
 def test_a_file_is_converted_once_and_found_by_its_content(
     catalog: Catalog, tmp_path: Path, tiny_llama: Callable[..., bytes]
 ) -> None:
@@ -179,6 +182,7 @@ def test_a_disk_without_enough_space_is_an_error_before_the_conversion(
         import_tiny(catalog, tmp_path, tiny_llama())
 
 
+@pytest.mark.slow
 def test_a_disk_that_becomes_full_during_the_conversion_is_reported_as_such(
     tmp_path: Path, tiny_llama: Callable[..., bytes]
 ) -> None:

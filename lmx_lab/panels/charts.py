@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import base64
 import html
 import math
 import statistics
@@ -31,6 +32,12 @@ CSS = """\
 .chart .line-2 { stroke: var(--line-2); stroke-dasharray: 1 5; stroke-width: 3; }
 """
 """Styles of a chart. The page defines the colours ``--muted``, ``--grid`` and ``--line-0`` to ``--line-2``."""
+
+
+_IMAGE_CSS = f"""\
+svg {{ --muted: #555; --grid: #ccc; --line-0: #0b5cad; --line-1: #b34700; --line-2: #2f7d32; background: #fff; }}
+{CSS}"""
+"""Styles of a chart that is an image of its own. It has a background, because it cannot know that of its page."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -97,6 +104,19 @@ class LineChart:
                 "</svg>",
             ]
         )
+
+    def image_html(self) -> str:
+        """Return the chart as an ``img`` element with its own styles and the description as text.
+
+        Unlike an ``svg`` element, it is shown in notebooks that are not trusted.
+        """
+        if not self.at:
+            return ""
+        tag = f'<svg xmlns="http://www.w3.org/2000/svg" width="{WIDTH}" height="{HEIGHT}"'
+        image = self.svg().replace("<svg", tag, 1).replace("</title>", f"</title><style>{_IMAGE_CSS}</style>", 1)
+        encoded = base64.b64encode(image.encode()).decode()
+        text = html.escape(f"{self.title}. {self.description()}", quote=True)
+        return f'<img width="{WIDTH}" height="{HEIGHT}" alt="{text}" src="data:image/svg+xml;base64,{encoded}">'
 
     def description(self) -> str:
         """Describe the chart in words."""

@@ -10,7 +10,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from lmx_lab.notebook.charts import (
+from lmx_lab.panels.charts import (
     CSS,
     HEIGHT,
     MAX_SERIES,

@@ -1,0 +1,92 @@
+"""Try the chat template of a model before the model is loaded: render it for messages of several shapes, within limits.
+
+A template is a program, which may never end for some messages. llama.cpp renders a template while it loads, in the
+process of the model, where this would take the time of the whole load.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import itertools
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import Any
+
+from lmx_lab.engine.cancellation import Cancellation
+from lmx_lab.engine.templates.renderer import TemplateLimitError, TemplateRefusalError, TemplateSandbox
+from lmx_lab.errors import UnusableModelError
+from lmx_lab.weights.files import read_json, read_regular
+
+TRIAL_S = 2.0
+"""Time limit of one trial. Usual templates take a millisecond, and the first trial compiles the template."""
+TOOL: Mapping[str, Any] = {"name": "look", "description": "?", "parameters": {"type": "object", "properties": {}}}
+TOOLS = [{"type": "function", "function": TOOL}]
+CALL: Mapping[str, Any] = {"id": "c1", "type": "function", "function": {"name": "look", "arguments": {"place": "sea"}}}
+USER = {"role": "user", "content": "What is the weather like?"}
+PARTS = {"role": "user", "content": [{"type": "text", "text": "What is the weather like?"}]}
+ANSWER = {"role": "assistant", "content": "It is sunny."}
+SYSTEM = {"role": "system", "content": "Be kind."}
+CALLING = {"role": "assistant", "content": None, "tool_calls": [CALL]}
+RESULT = {"role": "tool", "tool_call_id": "c1", "content": "sunny"}
+SHAPES: tuple[Mapping[str, Any], ...] = (
+    {"messages": [USER], "bos_token": "", "eos_token": ""},
+    {"messages": [USER], "tools": TOOLS},
+    {"messages": [SYSTEM, USER]},
+    {"messages": [USER, ANSWER], "add_generation_prompt": False},
+    {"messages": [USER, ANSWER, USER]},
+    {"messages": [PARTS]},
+    {"messages": [USER, CALLING, RESULT], "tools": TOOLS},
+    {"messages": [SYSTEM, USER, CALLING, RESULT], "tools": TOOLS},
+    {"messages": [SYSTEM, USER, ANSWER, USER, CALLING, RESULT, ANSWER, USER], "tools": TOOLS},
+)
+"""Variables of a template: short chats, among them those that llama.cpp renders while it loads."""
+USUAL = {"bos_token": "<s>", "eos_token": "</s>", "add_generation_prompt": True}
+MAX_TRIED = 64
+_tried: dict[str, None] = {}
+"""Templates that have passed, so that loading a model again starts no process."""
+
+
+def try_template(template: str, path: Path, cancellation: Cancellation) -> None:
+    """Render a chat template for each of ``SHAPES``, in a process of its own.
+
+    Args:
+        path: The model, for messages.
+
+    Raises:
+        UnusableModelError: the template exceeds a limit. Other errors are those of requests with such messages.
+        NotLoadedError: the trial was cancelled.
+    """
+    if template in _tried:
+        return
+    sandbox = TemplateSandbox(TRIAL_S, share_s=TRIAL_S, while_waiting=cancellation.check)
+    try:
+        for shape in SHAPES:
+            with contextlib.suppress(TemplateRefusalError):
+                sandbox.render(template, {**USUAL, **shape})
+    except TemplateLimitError as exc:
+        raise UnusableModelError(f"{path} cannot be loaded: its chat template {exc}, its limit", param="model") from exc
+    finally:
+        sandbox.stop()
+    _tried[template] = None
+    for old in list(itertools.islice(_tried, max(0, len(_tried) - MAX_TRIED))):
+        _tried.pop(old, None)
+
+
+def try_templates_of(folder: Path, cancellation: Cancellation) -> None:
+    """Try the chat templates of a model folder. Raises the same as ``try_template``."""
+    for template in _templates(folder):
+        try_template(template, folder, cancellation)
+
+
+def _templates(folder: Path) -> Iterator[str]:
+    """Iterate over the templates in the places where transformers looks for them."""
+    for path in (folder / "chat_template.jinja", *sorted((folder / "additional_chat_templates").glob("*.jinja"))):
+        with contextlib.suppress(OSError):
+            yield read_regular(path).decode(errors="replace")
+    for name in ("tokenizer_config.json", "chat_template.json"):
+        # Files that cannot be read are reported by the code that reads the tokenizer.
+        with contextlib.suppress(UnusableModelError):
+            given = read_json(folder / name).get("chat_template")
+            named = given if isinstance(given, list) else [{"template": given}]
+            found = [each.get("template") for each in named if isinstance(each, dict)]
+            yield from (template for template in found if isinstance(template, str))

@@ -1,0 +1,135 @@
+"""Show errors of this package in IPython as the caller's line and one message, instead of a traceback into the package.
+
+``install`` registers the display when the package is imported in IPython. IPython has one handler for chosen classes of
+exceptions; all other exceptions are shown as before.
+"""
+
+from __future__ import annotations
+
+import linecache
+import sys
+import sysconfig
+import traceback
+from collections import Counter
+from collections.abc import Iterator
+from pathlib import Path
+from types import TracebackType
+from typing import TYPE_CHECKING, Any, cast
+
+from lmx_lab.errors import LabError
+
+if TYPE_CHECKING:
+    from IPython.core.interactiveshell import InteractiveShell
+
+MAX_LINES = 8
+"""Maximum number of lines of a short error."""
+RULE = "-" * 75
+REMEDY = "%tb shows the traceback"
+CLASSES = (LabError, ExceptionGroup, ValueError)
+"""``ValueError`` for pydantic's errors, whose own class takes long to import."""
+PACKAGE = str(Path(__file__).parent.parent)
+LIBRARIES = tuple({sysconfig.get_path(name) for name in ("stdlib", "platstdlib", "purelib", "platlib")})
+
+_state = {"full": False}
+
+
+def full_tracebacks(enabled: bool = True) -> None:
+    """Show errors of this package with all frames and causes again; False shows them short, which is the default.
+
+    ``%tb`` shows the traceback of the last error only.
+    """
+    _state["full"] = enabled
+
+
+def install(shell: InteractiveShell) -> None:
+    """Show errors of this package short in this shell. A handler that was set before keeps its classes. Idempotent."""
+    classes, previous = shell.custom_exceptions, shell.CustomTB
+    if LabError in classes:
+        return
+
+    def show(shell: Any, etype: type[BaseException], value: BaseException, trace: Any, tb_offset: Any = None) -> None:
+        if isinstance(value, classes):
+            previous(etype, value, trace, tb_offset=tb_offset)
+        elif _state["full"] or shell.call_pdb or not (sentences := _sentences(value)):
+            shell.showtraceback((etype, value, trace), tb_offset=tb_offset, running_compiled_code=True)
+        else:
+            _remember(etype, value, trace)
+            shell._showtraceback(etype, value, short_lines(shell, value, trace, sentences))
+
+    cast(Any, shell).set_custom_exc((*classes, *CLASSES), show)
+
+
+def _remember(etype: type[BaseException], value: BaseException, trace: TracebackType | None) -> None:
+    """Set the variables of ``sys`` from which ``%tb`` and ``%debug`` take the last error."""
+    sys.last_type, sys.last_value, sys.last_traceback = etype, value, trace
+    if sys.version_info >= (3, 12):
+        sys.last_exc = value
+
+
+def _sentences(error: BaseException) -> list[str]:
+    """Return the messages of an error of this package, or of a group of only such errors; else an empty list."""
+    if isinstance(error, ExceptionGroup):
+        leaves = list(_leaves(error))
+        if not all(isinstance(leaf, LabError) for leaf in leaves):
+            return []
+        counts = Counter(f"{type(leaf).__name__}: {leaf}" for leaf in leaves)
+        return [f"{error}:", *(f"{text} ({n} times)" if n > 1 else text for text, n in counts.items())]
+    if isinstance(error, LabError):
+        return f"{type(error).__name__}: {error}".splitlines()
+    return _validation_sentences(error)
+
+
+def _leaves(group: BaseExceptionGroup[BaseException]) -> Iterator[BaseException]:
+    for error in group.exceptions:
+        if isinstance(error, BaseExceptionGroup):
+            yield from _leaves(error)
+        else:
+            yield error
+
+
+def _validation_sentences(error: BaseException) -> list[str]:
+    """Return the message of pydantic's error about a request of this package; empty for other errors."""
+    if type(error).__module__.split(".")[0] != "pydantic_core" or "lmx_lab.wire.generation" not in sys.modules:
+        return []
+    # Imported here, because a program that gets other errors does not need pydantic.
+    from pydantic import ValidationError
+
+    from lmx_lab.wire.generation import request_class
+    from lmx_lab.wire.validation import invalid_request
+
+    if not isinstance(error, ValidationError) or (shape := request_class(error.title)) is None:
+        return []
+    return [f"ValidationError: {error.title}: {invalid_request(error.errors(), shape=shape)}"]
+
+
+def short_lines(
+    shell: InteractiveShell, error: BaseException, trace: TracebackType | None, sentences: list[str]
+) -> list[str]:
+    """Return the lines of a short error: its class, the lines of the caller, and the sentences."""
+    places = [_place(shell, frame) for frame in _callers(shell, trace)]
+    head = [RULE, f"{type(error).__name__:<{len(RULE) - len(REMEDY)}}{REMEDY}", *places, ""]
+    room = MAX_LINES - len(head)
+    if len(sentences) > room:
+        sentences = [*sentences[: room - 1], f"… and {len(sentences) - room + 1} more lines"]
+    return [*head, *sentences]
+
+
+def _callers(shell: InteractiveShell, trace: TracebackType | None) -> list[traceback.FrameSummary]:
+    """Return the line of the cell, and the line that has called the package if it is another one."""
+    frames = traceback.extract_tb(trace)
+    inside = next((at for at, frame in enumerate(frames) if frame.filename.startswith(PACKAGE)), len(frames))
+    own = [frame for frame in frames[:inside] if _is_cell(shell, frame) or not frame.filename.startswith(LIBRARIES)]
+    first = [frame for frame in own if _is_cell(shell, frame)][:1]
+    return [*first, *(frame for frame in own[-1:] if frame not in first)]
+
+
+def _is_cell(shell: InteractiveShell, frame: traceback.FrameSummary) -> bool:
+    return shell.compile.format_code_name(frame.filename) is not None
+
+
+def _place(shell: InteractiveShell, frame: traceback.FrameSummary) -> str:
+    cell = shell.compile.format_code_name(frame.filename)
+    where = f"{cell[0]} {cell[1]}" if cell is not None else f"File {frame.filename}"
+    function = "" if frame.name == "<module>" else f", in {frame.name}"
+    code = linecache.getline(frame.filename, frame.lineno or 0).strip()
+    return f"{where}, line {frame.lineno}{function}:  {code}"

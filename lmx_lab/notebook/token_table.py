@@ -1,0 +1,85 @@
+"""Show the log-probabilities of an answer's tokens as a table."""
+
+from __future__ import annotations
+
+import html
+import math
+from collections.abc import Sequence
+from itertools import islice
+from typing import TYPE_CHECKING, overload
+
+from lmx_lab.frames import pandas_for
+from lmx_lab.values.generation import TokenLogprob
+
+if TYPE_CHECKING:
+    import pandas as pd
+
+COLUMNS = ("token", "logprob", "probability", "alternatives")
+SHOWN_ROWS = 40
+
+
+class TokenTable(Sequence[TokenLogprob]):
+    """The tokens of an answer with their log-probabilities and alternatives; ``df`` is a data frame."""
+
+    def __init__(self, tokens: Sequence[TokenLogprob]) -> None:
+        self._tokens = tuple(tokens)
+
+    def __len__(self) -> int:
+        return len(self._tokens)
+
+    @overload
+    def __getitem__(self, at: int) -> TokenLogprob: ...
+    @overload
+    def __getitem__(self, at: slice) -> tuple[TokenLogprob, ...]: ...
+    def __getitem__(self, at: int | slice) -> TokenLogprob | tuple[TokenLogprob, ...]:
+        return self._tokens[at]
+
+    @property
+    def df(self) -> pd.DataFrame:
+        """One row for each token: its text, its natural log-probability, its probability from 0 to 1, and a dictionary
+        of the most likely tokens at this position with their log-probabilities.
+
+        Raises:
+            ImportError: pandas is not installed.
+        """
+        rows = [
+            (token.text, token.logprob, _probability(token), {other.text: other.logprob for other in token.top})
+            for token in self._tokens
+        ]
+        frame: pd.DataFrame = pandas_for("df").DataFrame(rows, columns=list(COLUMNS))
+        return frame
+
+    def __repr__(self) -> str:
+        rows = [COLUMNS, *map(_cells, islice(self._tokens, SHOWN_ROWS))]
+        widths = [max(len(cell) for cell in column) for column in zip(*rows, strict=True)]
+        lines = ["  ".join(map(str.ljust, row, widths)).rstrip() for row in rows]
+        return "\n".join([*lines, *self._foot()])
+
+    def _repr_html_(self) -> str:
+        left = "style='text-align:left'"
+        head = "".join(f"<th {left}>{name}</th>" for name in COLUMNS)
+        rows = "".join(
+            "<tr>" + "".join(f"<td {left}>{html.escape(cell)}</td>" for cell in _cells(token)) + "</tr>"
+            for token in islice(self._tokens, SHOWN_ROWS)
+        )
+        foot = "".join(f"<div>{line}</div>" for line in self._foot())
+        return f"<table><thead><tr>{head}</tr></thead><tbody>{rows}</tbody></table>{foot}"
+
+    def _foot(self) -> list[str]:
+        more = len(self) - SHOWN_ROWS
+        return [f"{more} more tokens: see .df"] if more > 0 else []
+
+
+def _cells(token: TokenLogprob) -> tuple[str, ...]:
+    others = ", ".join(f"{other.text!r} {_percent(other)}" for other in token.top if other.text != token.text)
+    logprob = "" if token.logprob is None else f"{token.logprob:.3f}"
+    return repr(token.text), logprob, _percent(token), others
+
+
+def _percent(token: TokenLogprob) -> str:
+    probability = _probability(token)
+    return "" if probability is None else f"{probability:.1%}"
+
+
+def _probability(token: TokenLogprob) -> float | None:
+    return None if token.logprob is None else math.exp(token.logprob)

@@ -1,0 +1,91 @@
+"""A load of the MLX engine can be cancelled between two tensors, and a thread that hangs is replaced."""
+
+from __future__ import annotations
+
+import asyncio
+import threading
+from collections.abc import Iterator
+from dataclasses import replace
+from pathlib import Path
+
+import mlx.core as mx
+import pytest
+
+from lmx_lab.engine import ModelManager
+from lmx_lab.engine.cancellation import check_cancelled
+from lmx_lab.engine.mlx import thread as thread_module
+from lmx_lab.engine.mlx import weights_dtype
+from lmx_lab.errors import NotLoadedError
+from lmx_lab.values.models import ModelEntry
+from lmx_lab.weights import Catalog
+from tests.engine.conftest import TWO_SLOTS, run
+
+pytestmark = [pytest.mark.anyio, pytest.mark.usefixtures("no_shared_model")]
+WAIT_S = 60.0
+
+
+class SlowTensors:
+    """Makes the load of a model wait at one of its tensors."""
+
+    def __init__(self) -> None:
+        self.reached, self.resume = threading.Event(), threading.Event()
+        self.waits = False
+        self.responds = True
+        """Whether the load notices that it was cancelled while it waits."""
+
+    def check(self) -> None:
+        check_cancelled()
+        if self.waits:
+            self.reached.set()
+            while not self.resume.wait(0.01):
+                if self.responds:
+                    check_cancelled()
+
+
+@pytest.fixture
+def slow(monkeypatch: pytest.MonkeyPatch) -> Iterator[SlowTensors]:
+    slow = SlowTensors()
+    monkeypatch.setattr(weights_dtype, "check_cancelled", slow.check)
+    yield slow
+    slow.resume.set()
+
+
+@pytest.fixture
+def two(tiny_home: Path, tiny: ModelEntry) -> ModelEntry:
+    return Catalog(replace(TWO_SLOTS, home=tiny_home)).resolve("tiny-two")
+
+
+async def test_a_load_is_cancelled_between_tensors_and_its_memory_is_released(
+    tiny: ModelEntry, two: ModelEntry, slow: SlowTensors
+) -> None:
+    async with ModelManager(TWO_SLOTS) as manager:
+        await manager.load_entry(tiny)
+        used = mx.get_active_memory()
+        slow.waits = True
+        load = asyncio.create_task(manager.load_entry(two))
+        await asyncio.to_thread(slow.reached.wait, WAIT_S)
+        slow.waits = False
+        assert await asyncio.wait_for(manager.unload("tiny-two"), WAIT_S) == 0
+        with pytest.raises(NotLoadedError, match="load of tiny-two was cancelled; the previous model tiny is loaded"):
+            await load
+        assert (await run(manager))[1].model == "tiny"
+        assert mx.get_active_memory() < 1.5 * used
+
+
+async def test_an_engine_thread_that_hangs_in_a_load_is_replaced(
+    tiny: ModelEntry, two: ModelEntry, slow: SlowTensors, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(thread_module, "CANCEL_S", 0.1)
+    async with ModelManager(replace(TWO_SLOTS, load_timeout_s=20)) as manager:
+        await manager.load_entry(tiny)
+        slow.waits, slow.responds = True, False
+        load = asyncio.create_task(manager.load_entry(two))
+        await asyncio.to_thread(slow.reached.wait, WAIT_S)
+        slow.waits = False
+        await manager.cancel_load("tiny-two")
+        with pytest.raises(NotLoadedError, match="the previous model tiny is loaded again"):
+            await asyncio.wait_for(load, WAIT_S)
+        assert (await run(manager))[1].model == "tiny"
+        # The abandoned thread ends when the disk responds, without an effect on the new one.
+        slow.resume.set()
+        assert (await run(manager))[1].model == "tiny"

@@ -1,0 +1,91 @@
+"""Chat templates are tried with messages of several shapes before a load."""
+
+from __future__ import annotations
+
+import json
+import threading
+from pathlib import Path
+
+import pytest
+
+from lmx_lab.engine.cancellation import Cancellation
+from lmx_lab.engine.templates import trial
+from lmx_lab.engine.templates.renderer import TemplateLimitError, TemplateRefusalError, TemplateSandbox
+from lmx_lab.engine.templates.trial import SHAPES, try_template, try_templates_of
+from lmx_lab.errors import NotLoadedError, UnusableModelError
+
+pytestmark = pytest.mark.slow
+ENDLESS = "{% for a in range(99999) %}{% for b in range(99999) %}{% endfor %}{% endfor %}"
+PATH = Path("model")
+
+
+@pytest.fixture(autouse=True)
+def _short_trials(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(trial, "TRIAL_S", 0.5)
+
+
+@pytest.mark.parametrize("number", range(len(SHAPES)))
+def test_a_template_that_never_ends_for_one_shape_is_refused(number: int) -> None:
+    shape = SHAPES[number]
+    tests = [
+        f"messages | length == {len(shape['messages'])}",
+        f"messages[-1].role == '{shape['messages'][-1]['role']}'",
+        f"messages[0].role == '{shape['messages'][0]['role']}'",
+        "tools" if "tools" in shape else "not tools",
+    ]
+    template = f"{{% if {' and '.join(tests)} %}}{ENDLESS}{{% endif %}}"
+    with pytest.raises(UnusableModelError, match=r"model cannot be loaded: its chat template runs longer than 0\.5 s"):
+        try_template(template, PATH, Cancellation())
+
+
+@pytest.mark.parametrize("template", ["{{ 9 ** (9 ** 9) }}", "{{ 'x' * 9 ** 11 }}"])
+def test_a_template_is_refused_by_its_time_or_memory(template: str) -> None:
+    with pytest.raises(UnusableModelError, match="its limit"):
+        try_template(template, PATH, Cancellation())
+
+
+def test_a_template_that_refuses_messages_is_accepted() -> None:
+    try_template("{{ raise_exception('only users') }}{{ nothing.at.all }}", PATH, Cancellation())
+
+
+def test_a_trial_can_be_cancelled(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(trial, "TRIAL_S", 60.0)
+    cancellation = Cancellation()
+    threading.Timer(0.3, cancellation.cancel).start()
+    with pytest.raises(NotLoadedError, match="cancelled"):
+        try_template(ENDLESS, PATH, cancellation)
+
+
+@pytest.mark.parametrize(
+    ("name", "content"),
+    [
+        ("chat_template.jinja", ENDLESS),
+        ("chat_template.json", json.dumps({"chat_template": ENDLESS})),
+        ("tokenizer_config.json", json.dumps({"chat_template": ENDLESS})),
+        ("tokenizer_config.json", json.dumps({"chat_template": [{"name": "tool_use", "template": ENDLESS}]})),
+    ],
+)
+def test_templates_are_found_where_models_have_them(tmp_path: Path, name: str, content: str) -> None:
+    try_templates_of(tmp_path, Cancellation())
+    (tmp_path / name).write_text(content)
+    with pytest.raises(UnusableModelError, match="runs longer"):
+        try_templates_of(tmp_path, Cancellation())
+
+
+def test_a_slow_template_does_not_delay_others() -> None:
+    sandbox, ended = TemplateSandbox(20.0), threading.Event()
+
+    def render_slow() -> None:
+        with pytest.raises((TemplateLimitError, TemplateRefusalError)):
+            sandbox.render(ENDLESS, {})
+        ended.set()
+
+    slow = threading.Thread(target=render_slow)
+    slow.start()
+    try:
+        assert [sandbox.render("{{ a }}", {"a": number}) for number in range(5)] == list("01234")
+        assert not ended.is_set()
+    finally:
+        sandbox._slow.process.stop()
+        slow.join()
+        sandbox.stop()

@@ -1,0 +1,100 @@
+"""Test in a kernel that errors of the package are short, and that others are shown as IPython shows them."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import pytest
+
+if TYPE_CHECKING:
+    from tests.kernel.conftest import Notebook, Output
+
+SETUP = """
+import asyncio, lmx_lab
+from lmx_lab.client import LabClient
+from lmx_lab.wire.chat import ChatRequest
+lab = lmx_lab.launch('echo', port=0)
+client = LabClient('http://127.0.0.1:9')
+
+def ask(text, **parameters):
+    return lab.chat(text, **parameters)
+
+async def ask_twice():
+    async with asyncio.TaskGroup() as group:
+        for _ in range(2):
+            group.create_task(lab.achat("hi", top_p=2))
+"""
+HANDLER = """
+from lmx_lab.notebook import short_errors
+shell = get_ipython()
+shell.set_custom_exc((KeyError,), lambda *args, **kwargs: print("KeyError handled"))
+short_errors.install(shell)
+"""
+CALLS = {
+    "lab.chat('hi', temperatur=1)": "did you mean 'temperature'?",
+    "lab.chat('hi', top_p=2)": "top_p",
+    "ask('hi', top_p=2)": "top_p",
+    "await lab.achat('hi', top_p=2)": "top_p",
+    "lab.load('echo', engin='mlx')": "did you mean 'engine'?",
+    "client.load('echo', engin='mlx')": "did you mean 'engine'?",
+    "lab.load('no-such-model')": "no-such-model",
+    "lab.embed()": "embed() missing 1 required positional argument: 'texts'",
+    "lab.embed('hi', dimension=3)": "did you mean 'dimensions'?",
+    "lmx_lab.launch(modle='echo')": "did you mean 'model'?",
+    "lmx_lab.attach('http://127.0.0.1:9')": "http://127.0.0.1:9",
+    "ChatRequest(model='echo', mesages=[])": "messages",
+    "await ask_twice()": "(2 times)",
+}
+
+
+@pytest.fixture(scope="module")
+def notebook(tiny_home: Path) -> Iterator[Notebook]:
+    from tests.kernel.conftest import Notebook
+
+    notebook = Notebook(tiny_home)
+    notebook.run(SETUP)
+    yield notebook
+    notebook.close()
+
+
+def show(output: Output) -> str:
+    return "\n".join(output.traceback)
+
+
+@pytest.mark.parametrize("call", CALLS)
+def test_an_error_is_the_callers_line_and_a_message(notebook: Notebook, call: str) -> None:
+    output = notebook.fail(call)
+    assert len(output.traceback) <= 8, show(output)
+    assert f", line 1:  {call}" in show(output)
+    assert CALLS[call] in output.traceback[-1]
+
+
+def test_the_line_of_a_function_that_the_cell_calls_is_shown_too(notebook: Notebook) -> None:
+    assert "line 8, in ask:  return lab.chat(text, **parameters)" in show(notebook.fail("ask('hi', top_p=2)"))
+
+
+def test_the_whole_traceback_can_be_shown(notebook: Notebook) -> None:
+    short = notebook.fail("lab.chat('hi', top_p=2)")
+    last = notebook.fail("%tb")
+    assert (last.error, "arguments.py" in show(last)) == (short.error, True)
+    notebook.run("lmx_lab.full_tracebacks()")
+    try:
+        full = notebook.fail("lab.chat('hi', top_p=2)")
+    finally:
+        notebook.run("lmx_lab.full_tracebacks(False)")
+    assert (full.error, full.message) == (short.error, short.message)
+    assert "arguments.py" in show(full)
+    assert len(full.traceback) > 8
+
+
+def test_other_errors_and_earlier_handlers_are_kept(notebook: Notebook) -> None:
+    assert "Traceback (most recent call last)" in show(notebook.fail("int('x')"))
+    mixed = "raise ExceptionGroup('mixed', [lmx_lab.LabError('a'), KeyError('b')])"
+    notebook.start(mixed)
+    assert "KeyError: 'b'" in notebook.read().stderr
+    notebook.run(HANDLER)
+    notebook.start("{}[1]")
+    assert notebook.read().text == "KeyError handled\n"
+    assert len(notebook.fail("lab.chat('hi', top_p=2)").traceback) <= 8

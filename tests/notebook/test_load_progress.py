@@ -1,0 +1,49 @@
+"""Interrupting a load of a lab cancels it, wherever the server runs."""
+
+from __future__ import annotations
+
+import signal
+import threading
+import time
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+import lmx_lab
+from lmx_lab.engine.cancellation import Cancellation
+from lmx_lab.engine.echo.engine import EchoEngine
+from tests.flows.conftest import serving
+
+WAIT_S = 30.0
+
+
+@pytest.mark.parametrize("where", ["here", "elsewhere"])
+def test_an_interrupt_cancels_the_load(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, where: str) -> None:
+    started, ended = threading.Event(), threading.Event()
+
+    def hang(engine: EchoEngine, entry: Any, spec: Any, cancellation: Cancellation) -> None:
+        started.set()
+        try:
+            while True:
+                cancellation.check()
+                time.sleep(0.01)
+        finally:
+            ended.set()
+
+    def interrupt() -> None:
+        started.wait(WAIT_S)
+        signal.pthread_kill(threading.main_thread().ident or 0, signal.SIGINT)
+
+    with serving(tmp_path, None) as server:
+        lab = server if where == "here" else lmx_lab.attach(server.url)
+        with monkeypatch.context() as patched:
+            patched.setattr(EchoEngine, "check", hang)
+            threading.Thread(target=interrupt).start()
+            with pytest.raises(KeyboardInterrupt):
+                lab.load("echo")
+        assert ended.wait(WAIT_S)
+        # The load has ended, so that another one is not refused.
+        assert lab.load("echo").model == "echo"
+        if where == "elsewhere":
+            lab.stop()

@@ -1,0 +1,95 @@
+"""Saved snapshots follow what their panels show, in a real kernel."""
+
+from __future__ import annotations
+
+import base64
+import re
+from typing import Any
+
+import nbformat
+import pytest
+from nbclient import NotebookClient
+
+from lmx_lab.panels import static_fallback
+from lmx_lab.panels.static_fallback import StaticViews
+from tests.kernels import without_ports
+
+CELLS = (
+    "import lmx_lab\nlab = lmx_lab.launch('echo', daemon=False, port=0)\nchat = lab.panel('chat')",
+    "display(lab.panel('chat'), lab.panel('metrics'), lab.panel('models'))",
+    "import time\n"
+    "lab.workbench.submit(chat.do_send({'text': 'a first finding'})).result(30)\n"
+    "while not [m for m in chat.messages if m['role'] == 'assistant']: time.sleep(0.05)",
+    "lab.chat('hello from a cell')\nlab.unload()",
+    "lab.stop()",
+)
+
+
+@pytest.fixture(scope="module")
+def notebook() -> Any:
+    """A notebook that was run from top to bottom as JupyterLab or nbconvert do it."""
+    written: Any = nbformat.v4.new_notebook(cells=[nbformat.v4.new_code_cell(cell) for cell in CELLS])
+    NotebookClient(written, timeout=120, config=without_ports()).execute()
+    return written
+
+
+@pytest.mark.slow
+def test_the_cell_that_displayed_panels_has_what_they_showed_last(notebook: Any) -> None:
+    chat, metrics, models = (
+        output["data"]["text/html"]
+        for output in notebook.cells[1].outputs
+        if "lmx-snapshot" in output.get("data", {}).get("text/html", "")
+    )
+    assert chat.count("a first finding") == 2, "the question and the echo"
+    assert "<b>LMX Lab</b>: stopped" in models
+    images = [
+        base64.b64decode(image).decode() for image in re.findall(r'src="data:image/svg\+xml;base64,([^"]+)"', metrics)
+    ]
+    assert len(images) == 4
+    assert all("<svg xmlns=" in image and "<script" not in image for image in images)
+    assert "Requests" in metrics
+
+
+def test_a_snapshot_is_sent_again_only_after_a_change(monkeypatch: pytest.MonkeyPatch) -> None:
+    sent: list[tuple[dict[str, str], dict[str, Any]]] = []
+    monkeypatch.setattr("IPython.display.display", lambda data, **options: sent.append((data, options)))
+    views, content = StaticViews(), ["one"]
+    bundle = {static_fallback.WIDGET_VIEW: {}, "text/html": "one"}
+    views.show((bundle, {}), lambda: content[0])
+    assert not views.is_due
+    views.mark_changed()
+    assert views.is_due
+    views.refresh()
+    assert len(sent) == 2, "its HTML is the same"
+    content[0] = "two"
+    views.mark_changed()
+    assert not views.is_due, "less than ten seconds have passed"
+    views.mark_changed(ended=True)
+    assert views.is_due
+    views.refresh()
+    data, options = sent[-1]
+    assert "two" in data["text/html"]
+    assert options == {"raw": True, "display_id": sent[1][1]["display_id"], "update": True}
+
+
+def test_an_error_in_a_snapshot_does_not_prevent_the_others(monkeypatch: pytest.MonkeyPatch) -> None:
+    sent: list[str] = []
+    monkeypatch.setattr("IPython.display.display", lambda data, **_options: sent.append(data["text/html"]))
+    views = StaticViews()
+    bundle = {static_fallback.WIDGET_VIEW: {}, "text/html": "before"}
+    views.show((bundle, {}), lambda: 1 / 0)  # type: ignore[arg-type, return-value]
+    views.show((bundle, {}), lambda: "after")
+    views.mark_changed()
+    views.refresh()
+    assert "after" in sent[-1]
+
+
+def test_only_the_newest_views_are_updated(monkeypatch: pytest.MonkeyPatch) -> None:
+    sent: list[str] = []
+    monkeypatch.setattr("IPython.display.display", lambda data, **_options: sent.append(data["text/html"]))
+    views = StaticViews()
+    for _ in range(static_fallback.MAX_VIEWS + 5):
+        views.show(({static_fallback.WIDGET_VIEW: {}, "text/html": "before"}, {}), lambda: "after")
+    sent.clear()
+    views.refresh()
+    assert len(sent) == static_fallback.MAX_VIEWS

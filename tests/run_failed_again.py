@@ -1,0 +1,35 @@
+"""Run the few tests again, alone, that failed in the run of all tests: ``python -m tests.run_failed_again STATUS``.
+
+Among 7,500 tests that share two cores, a test can fail because something took far longer than usual. A test that
+passes alone is reported as unstable and does not fail ``make test-all``. More than three failures always do.
+"""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+LIMIT = 3
+TESTS_FAILED = 1
+"""Exit status of pytest; the others mean that it was interrupted or could not run."""
+
+
+def main() -> int:
+    status = int(sys.argv[1])
+    cache = Path(".pytest_cache/v/cache/lastfailed")
+    if status != TESTS_FAILED or not cache.exists():
+        return status
+    failed = list(json.loads(cache.read_text("utf-8")))
+    if not 0 < len(failed) <= LIMIT:
+        return status
+    print("\nrunning the failed tests again, alone:", *failed, sep="\n  ", flush=True)
+    again = subprocess.run([sys.executable, "-m", "pytest", "-n", "0", *failed], check=False).returncode
+    if again == 0:
+        print("\nUNSTABLE: these tests failed among the others and passed alone. Please fix them:", *failed, sep="\n  ")
+    return again
+
+
+if __name__ == "__main__":
+    sys.exit(main())
