@@ -28,8 +28,9 @@ from tests.daemon.daemon_process import TERMINAL, Follower, Program, check_log, 
 from tests.daemon.scripted import Scripted, calls, says
 
 KILLS, QUICK_KILLS = 100, 3
-ROUND = 100
-"""Maximum number of kills in one home. The log must be compared before it drops text pieces, after ten minutes."""
+ROUND = 25
+"""Maximum number of kills in one home. The log must be compared before it drops text pieces, after ten minutes;
+on a busy machine a kill takes up to ten seconds."""
 TURNS = 3
 """Turns submitted for each kill."""
 UNFINISHED = 30

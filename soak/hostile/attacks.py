@@ -21,7 +21,8 @@ TEMPLATE_S = 7.0
 TOKENIZER_S = 12.0
 """Deadline of a text, and a second each for the start of its process and for the answer."""
 GRAMMAR_S = 7.0
-SLOW_CLIENT_S = 10.0
+UNREAD_S = 20.0
+"""Duration for which a client reads nothing: the deadline of a slow client, 10 s, and the time to fill the buffers."""
 UNREAD_TOKENS = 8000
 AMBIGUOUS = 'start: s\ns: s s | s s s | /[a-z]+/ | " "'
 
@@ -87,11 +88,9 @@ ATTACKS = (
     ),
     Attack(
         name="8 WebSockets that are never read",
-        send=unread_sockets(
-            chat_of("hello", max_tokens=UNREAD_TOKENS, ignore_eos=True), clients=8, limit_s=SLOW_CLIENT_S + 5
-        ),
+        send=unread_sockets(chat_of("hello", max_tokens=UNREAD_TOKENS, ignore_eos=True), clients=8, limit_s=UNREAD_S),
         answers=frozenset({"disconnected"}),
-        limit_s=SLOW_CLIENT_S + 3,
+        limit_s=UNREAD_S - 2,
     ),
     Attack(name="empty continuation frames", send=EMPTY_CONTINUATIONS, answers=CLOSED, in_quick=True),
     Attack(name="empty pings", send=PINGS, answers=CLOSED, in_quick=True),

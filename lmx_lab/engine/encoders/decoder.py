@@ -11,7 +11,7 @@ import mlx.core as mx
 from mlx.utils import tree_flatten
 from mlx_lm.models.base import create_attention_mask
 from mlx_lm.models.cache import KVCache, make_prompt_cache
-from mlx_lm.utils import _get_classes, load_model
+from mlx_lm.utils import load_model
 
 from lmx_lab.engine.encoders.bert import require_one_label
 from lmx_lab.engine.encoders.layers import SCORES_BYTES, Steps, on_cpu, run_to_end
@@ -19,6 +19,7 @@ from lmx_lab.engine.encoders.network import ModelConfig, PaddedBatch
 from lmx_lab.engine.encoders.sentence_transformers import LogitTokens
 from lmx_lab.engine.encoders.tensors import require_finite, require_memory
 from lmx_lab.engine.mlx.weights_dtype import DTYPES, fit_weights
+from lmx_lab.engine.quantized_layers import checked_classes
 from lmx_lab.errors import UnusableModelError
 
 PROBE = [[1, 2, 3]]
@@ -162,12 +163,12 @@ def _read(
 
     # Called by mlx-lm with a keyword argument of this name.
     def classes(config: dict[str, Any]) -> tuple[Any, Any]:
-        model_class, arguments = _get_classes(config)
+        model_class, arguments = checked_classes(config)
 
         class Renamed(model_class):  # type: ignore[misc, valid-type]
             def sanitize(self, weights: dict[str, mx.array]) -> dict[str, mx.array]:
                 renamed = _rename_weights(weights, scores, head=head)
-                result: dict[str, mx.array] = super().sanitize(renamed) if hasattr(model_class, "sanitize") else renamed
+                result: dict[str, mx.array] = super().sanitize(renamed)
                 return result
 
         return Renamed, arguments

@@ -17,6 +17,7 @@ from lmx_lab.engine.mlx import memory
 from lmx_lab.engine.mlx.kv_cache import Traits, measure
 from lmx_lab.engine.mlx.memory_plan import UNBOUNDED_TOKENS, Footprint
 from lmx_lab.engine.mlx.weights_dtype import fit_weights
+from lmx_lab.engine.quantized_layers import checked_classes
 from lmx_lab.engine.requests import ChatPrompt, GenerationRequest, TextPrompt, TokenPrompt
 from lmx_lab.engine.templates.renderer import TemplateLimitError, render_chat
 from lmx_lab.engine.text.chat_format_detection import TAIL_TOKENS, ChatFormat, ReasoningState, detect_chat_format
@@ -240,6 +241,8 @@ def load_chat(entry: ModelEntry, *, limit_bytes: int, dtype: str = "auto") -> Lo
     try:
         model, tokenizer = _read(entry, limit_bytes=limit_bytes, dtype=dtype)
         traits = measure(model, memory.used_bytes() - before)
+        # The copy has its own word cache. A damaged tokenizer that was read may still fail to be copied.
+        own = without_word_cache(copy.deepcopy(tokenizer))
     except BaseException as exc:
         if not isinstance(exc, Exception) and not is_panic(exc):
             raise
@@ -250,8 +253,6 @@ def load_chat(entry: ModelEntry, *, limit_bytes: int, dtype: str = "auto") -> Lo
         reason = f"{type(exc).__name__}: {exc}"
         raise UnusableModelError(f"{entry.id} at {entry.path} cannot be loaded: {reason}", param="model") from exc
     context_length = _context_length(entry, traits.footprint, limit_bytes)
-    # The copy has its own word cache.
-    own = without_word_cache(copy.deepcopy(tokenizer))
     try:
         encoder = build_encoder(own, entry.id)
         chat_format = detect_chat_format(SandboxedTokenizer.wrap(tokenizer, encoder))
@@ -280,7 +281,7 @@ def _read(entry: ModelEntry, *, limit_bytes: int, dtype: str) -> tuple[Any, Any]
     tokenizer = without_word_cache(load_tokenizer(entry.path, eos_token_ids=config.get("eos_token_id")))
     check_cancelled()
     # The weights are read one by one by ``fit_weights``.
-    model, _ = load_model(entry.path, lazy=True)
+    model, _ = load_model(entry.path, lazy=True, get_model_classes=checked_classes)
     fit_weights(model, dtype, limit_bytes=limit_bytes)
     return model, tokenizer
 

@@ -1,0 +1,40 @@
+"""Check the shapes of quantized weights before mlx-lm creates quantized layers for them."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import mlx.core as mx
+from mlx_lm.utils import _get_classes
+
+Weights = dict[str, mx.array]
+
+
+def checked_classes(config: dict[str, Any]) -> tuple[Any, Any]:
+    """Return the classes of a model and its arguments, as ``get_model_classes`` of mlx-lm's ``load_model``.
+
+    mlx-lm divides the columns of a layer by those of its scales. If the result is 0, MLX divides by it and the process
+    ends with SIGFPE. The class raises ``ValueError`` before.
+    """
+    model_class, arguments = _get_classes(config)
+
+    class Checked(model_class):  # type: ignore[misc, valid-type]
+        def sanitize(self, weights: Weights) -> Weights:
+            sanitized: Weights = super().sanitize(weights) if hasattr(model_class, "sanitize") else weights
+            _check_scales(self, sanitized)
+            return sanitized
+
+    return Checked, arguments
+
+
+def _check_scales(model: Any, weights: Weights) -> None:
+    for name, module in model.named_modules():
+        scales = weights.get(f"{name}.scales")
+        if scales is None or not hasattr(module, "to_quantized"):
+            continue
+        columns = module.weight.shape[-1]
+        if scales.ndim == 0 or not 0 < scales.shape[-1] <= columns:
+            raise ValueError(
+                f"{name}.scales has the shape {scales.shape}, but by config.json the layer has {columns} columns; "
+                "fetch the model again"
+            )

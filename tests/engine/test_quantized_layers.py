@@ -1,0 +1,41 @@
+"""Quantized weights whose shapes would end the process are refused."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import mlx.core as mx
+import pytest
+from mlx_lm.utils import load_model
+
+from lmx_lab.engine.quantized_layers import checked_classes
+from lmx_lab.values.models import ModelEntry
+
+WEIGHT = "model.layers.0.mlp.up_proj"
+
+
+def write(folder: Path, tiny: ModelEntry, scales: tuple[int, ...]) -> None:
+    """Write the weights of the tiny model, one of them in 4 bits with scales of this shape."""
+    weights: Any = mx.load(str(tiny.path / "model.safetensors"))
+    weights[f"{WEIGHT}.weight"], right, weights[f"{WEIGHT}.biases"] = mx.quantize(
+        weights[f"{WEIGHT}.weight"], group_size=32, bits=4
+    )
+    weights[f"{WEIGHT}.scales"] = right if right.shape == scales else mx.ones(scales)
+    mx.save_safetensors(str(folder / "model.safetensors"), weights, metadata={"format": "mlx"})
+    config = json.loads((tiny.path / "config.json").read_text())
+    quantization = {"group_size": 32, "bits": 4}
+    (folder / "config.json").write_text(json.dumps(config | {"quantization": quantization}))
+
+
+def test_a_quantized_layer_is_loaded(tiny: ModelEntry, tmp_path: Path) -> None:
+    write(tmp_path, tiny, (64, 1))
+    model, _ = load_model(tmp_path, get_model_classes=checked_classes)
+    assert model.model.layers[0].mlp.up_proj.bits == 4
+
+
+def test_scales_with_more_columns_than_their_layer_are_refused(tiny: ModelEntry, tmp_path: Path) -> None:
+    write(tmp_path, tiny, (1, 64))
+    with pytest.raises(ValueError, match=rf"{WEIGHT}.scales has the shape \(1, 64\).* the layer has 32 columns"):
+        load_model(tmp_path, get_model_classes=checked_classes)
