@@ -9,7 +9,7 @@ import lmx_lab
 from lmx_lab.cli import FAILED, INTERRUPTED
 from lmx_lab.cli.conversation import AnswerPrinter
 from lmx_lab.cli.terminal import print_error, print_note, read_line
-from lmx_lab.errors import InvalidRequestError, LabError
+from lmx_lab.errors import LabError, NotLoadedError
 from lmx_lab.settings import Settings
 from lmx_lab.urls import local_url
 
@@ -19,7 +19,7 @@ def lab_for_chat(settings: Settings, model: str | None) -> Iterator[lmx_lab.Lab]
     """Provide a lab with this model: the running one if it has loaded the model, else one in this process.
 
     Raises:
-        InvalidRequestError: no lab is running, and no model was named.
+        NotLoadedError: no lab is running, and no model was named.
         LabError: the model could not be loaded.
     """
     url = local_url(settings.host, settings.port)
@@ -33,10 +33,9 @@ def lab_for_chat(settings: Settings, model: str | None) -> Iterator[lmx_lab.Lab]
             yield lab
             return
         if model is None:
-            raise InvalidRequestError(
+            raise NotLoadedError(
                 f"no lab with a model is running at {url}, and no model was named; name one, such as "
                 "lmx-lab chat -m smollm2-135m, or start lmx-lab serve --model smollm2-135m",
-                param="model",
             )
         lab = stack.enter_context(lmx_lab.Lab(Settings.read(host="127.0.0.1", port=0), loop="thread"))
         report = lab.load(model)

@@ -114,8 +114,9 @@ class TextsRerankBody(RequestModel):
 
 
 def _body_shape(body: Any) -> str:
-    # If a body matches neither, the errors are those of the first one.
-    return "dict[texts]" if isinstance(body, dict) and "texts" in body else "dict[documents]"
+    # A body that was validated before is an object. If a body matches neither, the errors are those of the first one.
+    is_texts = isinstance(body, TextsRerankBody) or (isinstance(body, dict) and "texts" in body)
+    return "dict[texts]" if is_texts else "dict[documents]"
 
 
 AnyRerankBody = Annotated[

@@ -34,8 +34,8 @@ from tests.docs.pages import (
 
 README_LINES = 120
 """Two screens; everything longer belongs in ``docs``."""
-OTHER_FLAGS = {"--json", "--raw", "--no-deps"}
-"""Flags of curl, of ``%%lmx`` and of pip."""
+OTHER_FLAGS = {"--json", "--raw", "--no-deps", "--to", "--only", "--quick", "--count", "--kills", "--seed"}
+"""Flags of curl, of ``%%lmx``, of pip, of nbconvert and of ``python -m soak``."""
 
 
 def page_name(page: Path) -> str:

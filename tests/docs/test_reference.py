@@ -24,7 +24,7 @@ CONFIGURATION = DOCS / "configuration.md"
 TROUBLESHOOTING = DOCS / "troubleshooting.md"
 SETTINGS = {row["setting"].strip("`"): row for row in table_rows(CONFIGURATION, "setting")}
 FIELDS = {field.name: field for field in dataclasses.fields(Settings)}
-OTHER_OPTIONS = {"serve": {"model", *LoadOptions.__annotations__}, "daemon": {"mcp_config", "yes"}}
+OTHER_OPTIONS = {"serve": {"model", "quiet", *LoadOptions.__annotations__}, "daemon": {"mcp_config", "yes"}}
 """Options that are not settings, by command."""
 SUPERSCRIPTS = str.maketrans("⁰¹²³⁴⁵⁶⁷⁸⁹", "0123456789")
 

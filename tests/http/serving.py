@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import http.client
 import json
 import subprocess
@@ -42,12 +43,24 @@ class RawClient:
             return head + await self.reader.readexactly(int(sizes[0] if sizes else 0))
 
     async def read_to_end(self, drip: bytes = b"") -> bytes:
-        """Read until the server closes the connection, and send ``drip`` repeatedly meanwhile."""
+        """Read until the server closes the connection, and send ``drip`` repeatedly meanwhile.
+
+        If ``drip`` is sent when the server has closed the connection, the system resets it.
+        """
+        received = b""
+
+        async def read() -> None:
+            nonlocal received
+            with contextlib.suppress(ConnectionResetError):
+                while piece := await self.reader.read(2**16):
+                    received += piece
+
         async with asyncio.timeout(WAIT_S):
-            reading = asyncio.ensure_future(self.reader.read())
+            reading = asyncio.ensure_future(read())
             while not (await asyncio.wait({reading}, timeout=0.02))[0]:
                 self.send(drip)
-        return reading.result()
+        reading.result()
+        return received
 
 
 @asynccontextmanager
