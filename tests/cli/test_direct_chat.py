@@ -45,6 +45,6 @@ def test_a_running_lab_answers_with_its_model(tmp_path: Path) -> None:
 
 def test_without_a_lab_and_without_a_model_the_error_names_both_remedies(tmp_path: Path) -> None:
     done = run_command(tmp_path, "chat", "hello", environ=at_port(UNUSED_PORT))
-    assert (done.status, done.stdout) == (2, "")
+    assert (done.status, done.stdout) == (1, "")
     assert "lmx-lab chat -m" in done.stderr
     assert "lmx-lab serve" in done.stderr
