@@ -22,7 +22,7 @@ LOOP_WORD = "loop"
 LOOP_OF_WORD = f"{{% if messages[0].content == '{LOOP_WORD}' %}}{LOOPS}{{% endif %}}{THINKER_TEMPLATE}"
 """Does not end for one particular request, which no trial can detect."""
 DOUBLING = "{% set ns = namespace(s='x') %}{% for _ in range(60) %}{% set ns.s = ns.s ~ ns.s %}{% endfor %}"
-POWER = f"{{{{ 9**9**9 }}}}{THINKER_TEMPLATE}"
+POWER = f"{{{{ 9**(9**9) }}}}{THINKER_TEMPLATE}"
 SLOW_NORMALIZER = {"type": "Replace", "pattern": {"Regex": "(a|a|aa|b)*c"}, "content": ""}
 SLOW_PIECES = {
     "type": "Split",
@@ -42,7 +42,7 @@ CONFIGS: Mapping[str, Mapping[str, Any]] = {
 TEMPLATES: Mapping[str, str] = {
     "a template that loops for two messages": LOOP_OF_TWO,
     "a template that doubles a text": DOUBLING,
-    "a template of 9**9**9": POWER,
+    "a template of 9**(9**9)": POWER,
 }
 
 
