@@ -62,7 +62,7 @@ test-fast: setup
 test: setup
 	$(PYTEST) -m "not long"
 
-# Runs up to three failed tests again, alone, and reports those that pass then as unstable.
+# Runs up to three failed tests again in a single process, and reports those that then pass as unstable.
 test-all: setup
 	$(PYTEST) || $(BIN)/python -m tests.run_failed_again $$?
 	$(MAKE) parity

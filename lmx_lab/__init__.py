@@ -46,7 +46,7 @@ def __dir__() -> list[str]:
 
 
 def _shorten_errors() -> None:
-    """Show this package's errors short if it is imported in IPython."""
+    """Install the short display of this package's errors if it is imported in IPython."""
     ipython: Any = sys.modules.get("IPython")
     shell = ipython.get_ipython() if ipython is not None else None
     if shell is not None:

@@ -170,12 +170,12 @@ class RunningLoad:
 
     async def cancel(self) -> None:
         """Cancel the load, and wait until it has ended."""
-        # Fails if the load has just ended, or the server was stopped.
+        # Cancelling fails if the load has just ended, or if the server was stopped.
         await asyncio.gather(self._backend.cancel_load(self._model), return_exceptions=True)
         await asyncio.wait([self._task])
 
     def close(self) -> None:
-        """Cancel the load of a caller who was interrupted before it received this. May be called from any thread."""
+        """Cancel the load after its caller was interrupted before it received this object. Thread-safe."""
         asyncio.run_coroutine_threadsafe(self.cancel(), self._loop)
 
 

@@ -394,8 +394,8 @@ def _with_subclasses(kind: type[LabError]) -> Iterator[type[LabError]]:
 
 
 def did_you_mean(name: str, known: Iterable[str]) -> str:
-    """Return a part of a message that names the known name most similar to a wrong one; empty if none is similar."""
-    # Cut, because the time grows with the square of the length, and the name may come from a request.
+    """Return a phrase for an error message that suggests the most similar known name; empty if none is similar."""
+    # Truncated, because the name may come from a request, and the time grows with the square of its length.
     similar = difflib.get_close_matches(name[:80], known, n=1)
     return f"; did you mean {similar[0]!r}?" if similar else ""
 

@@ -59,7 +59,7 @@ def print_warnings(without: Sequence[str] = ()) -> None:
     """Print the package's warnings with control characters escaped, until logging is configured. Idempotent.
 
     Args:
-        without: As for ``LastResortHandler``. Only the first call has an effect.
+        without: See ``LastResortHandler``. Only the value of the first call is used.
     """
     logger = logging.getLogger(__package__)
     if not any(isinstance(handler, LastResortHandler) for handler in logger.handlers):

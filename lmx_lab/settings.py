@@ -105,7 +105,8 @@ class Settings:
     request_timeout_s: float = 600.0
     """Maximum time of a generation, from the arrival of the request to the last token."""
     slow_client_s: float = 10.0
-    """Time that the client of a stream may accept no data before its generation is cancelled and it is disconnected."""
+    """Time for which the client of a stream may accept no data before its generation is cancelled and it is
+    disconnected."""
     drain_s: float = 30.0
     """Time that running requests have to finish before another model is loaded."""
     stall_limit_s: float = 60.0
@@ -115,7 +116,8 @@ class Settings:
     idle_unload_s: float | None = None
     """Time without requests after which the model is unloaded. By default it stays loaded."""
     load_timeout_s: float | None = None
-    """Maximum time to load a model into memory, without a download. By default 60 s, and 1 s more for each 20 MB."""
+    """Maximum time to load a model into memory, without the download. By default 60 s plus 1 s for each 20 MB of
+    weights."""
     memory_limit_bytes: int | None = None
     """Memory for models and caches together. By default 80 % of the device's memory, or of the container's limit."""
     prefix_cache_bytes: int | None = None

@@ -6,8 +6,8 @@ its columns from ``lost`` to ``processes`` are zero. The exit status is 0 if all
     python -m soak                                   everything
     python -m soak --quick                           a small version, in a few minutes
     python -m soak --only fuzz --seed 7              one part, with another seed
-    python -m soak --only kills --kills 250 --seed 1 only kills of the daemon; runs with other seeds can be added up
-    python -m soak --only mutations --count 500      that many changed models; also ``--only fuzz``, with requests
+    python -m soak --only kills --kills 250 --seed 1 only kills of the daemon; another seed gives other kills
+    python -m soak --only mutations --count 500      500 mutated models; with ``--only fuzz``, 500 requests
 
 | part        | what it does                                                                                      |
 |-------------|---------------------------------------------------------------------------------------------------|
@@ -26,13 +26,13 @@ its columns from ``lost`` to ``processes`` are zero. The exit status is 0 if all
 | cycles      | loads and unloads a model 1,000 times, 200 times with llama.cpp                                   |
 | kills       | ends the programs by SIGTERM under load and by SIGKILL at random moments, and starts them again   |
 | files       | puts FIFOs, devices and folders where a model's files should be, and uses a disk that hangs       |
-| mutations   | loads 200 models of which one file was changed at random; the model loaded before must answer as  |
-|             | before                                                                                            |
+| mutations   | loads 200 models, each with one randomly changed file; the model that was loaded before must      |
+|             | answer as before                                                                                  |
 
 The columns: requests sent; faults injected; accepted work that was lost, or done twice; what was not answered or did
 not end in time; by how much memory, descriptors, threads and child processes grew beyond what the part allows (see its
 notes); the slowest valid answer. Below the table is a line for each problem. ``build/soak/<time>.json`` has everything,
-including each request that was answered incorrectly. The same seed draws the same cases again.
+including each request that was answered incorrectly. The same seed repeats the same cases.
 """
 
 from __future__ import annotations

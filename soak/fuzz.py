@@ -1,6 +1,6 @@
 """Send 20,000 almost valid requests, and after each batch valid requests whose answers are known.
 
-All of them are sent while MLX has a tiny model loaded, and a part of them again with the other engines.
+All of them are sent to a server with a tiny MLX model, and a part of them again to servers with the other engines.
 """
 
 from __future__ import annotations

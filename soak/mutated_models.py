@@ -1,4 +1,4 @@
-"""Write tiny models with one file that is changed at random, in every format that the server loads."""
+"""Write tiny models with one randomly changed file, in every format that the server loads."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ CONFIG, TOKENIZER, TOKENIZER_CONFIG = "config.json", "tokenizer.json", "tokenize
 WEIGHTS, TEMPLATE = "model.safetensors", "chat_template.jinja"
 PIECES = (b"\0", b"\xff", b"\x80", b"{", b"}", b'"', b"0", b"\xff" * 8, b"\0" * 8, b"\x7f" + b"\xff" * 7)
 NUMBERS = (0, 1, 2, 7, 2**31 - 1, 2**31, 2**32 - 1, 2**40, 2**63 - 1, 2**64 - 1)
-"""Counts, lengths and offsets that are hardly ever right."""
+"""Counts, lengths and offsets that are almost always wrong."""
 CONFIG_VALUES: tuple[Any, ...] = (
     *(0, -1, 1, 3, 2**31, 2**63, 10**9, 0.5, -1e308, 1e-320, "", "llama", None, [], {}, True),
     *map(Raw, ("NaN", "Infinity", "-Infinity", "1e400", "9" * 400)),
@@ -46,7 +46,7 @@ FRAGMENTS = (
 TOKENS = 1024
 """Size of the shortened vocabulary of the chat model for MLX."""
 MAX_SCALAR = 1000
-"""Metadata values of GGUF files that are longer, in bytes, are lists or the chat template."""
+"""Metadata values of GGUF files with more bytes than this are lists or the chat template."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -105,7 +105,7 @@ class MutatedModels:
 
 
 def _shorten_vocabulary(folder: Path) -> None:
-    """Keep the first tokens of a vocabulary, of which the later ones are merged, so that a load takes a tenth."""
+    """Keep only the first tokens of a vocabulary and their merges, so that a load takes a tenth of the time."""
     tokenizer, config = (json.loads((folder / name).read_bytes()) for name in (TOKENIZER, CONFIG))
     kept = {token: number for token, number in tokenizer["model"]["vocab"].items() if number < TOKENS}
     merges = tokenizer["model"]["merges"]
@@ -146,7 +146,7 @@ def _write_quantized(source: Path, target: Path) -> None:
 
 
 def _change_bytes(chance: random.Random, data: bytes, end: int | None = None) -> bytes:
-    """Change one to three places of the first ``end`` bytes, or truncate them."""
+    """Change the first ``end`` bytes in one to three places, or truncate them."""
     for _ in range(chance.choice((1, 1, 2, 3))):
         at = chance.randrange(min(len(data), end or len(data)) or 1)
         size = chance.choice((1, 1, 2, 8, 100))
@@ -182,7 +182,7 @@ def _json(chance: random.Random, source: Path, target: Path) -> None:
 
 
 def _config(chance: random.Random, source: Path, target: Path) -> None:
-    """Change a ``config.json``: mostly one of its values to a value that some other field could have."""
+    """Change a ``config.json``, mostly by replacing one of its values with a value for another field."""
     if not chance.randrange(3):
         _json(chance, source, target)
         return
@@ -255,7 +255,7 @@ def _tensor_data(chance: random.Random, source: Path, target: Path) -> None:
     end = min(len(data), start + chance.choice((4, 4096, len(data))))
     fill = chance.choice((struct.pack("<f", float("inf")), struct.pack("<f", float("nan")), chance.randbytes(4), b"\0"))
     data = data[:start] + (fill * (end - start))[: end - start] + data[end:]
-    # A few are truncated or too long.
+    # A few files are truncated or too long.
     target.write_bytes(chance.choice((data,) * 6 + (data[:start], data + fill)))
 
 
@@ -384,4 +384,4 @@ PARTS: Sequence[MutatedPart] = (
         {"head": _gguf_head, "metadata": _gguf_metadata, "table of tensors": _gguf_tensors, "tensors": _tensor_data},
     ),
 )
-"""Two entries of the same name change the same part with other numbers, because it has more that can be wrong."""
+"""The parts to mutate. A part that is listed twice is mutated twice as often, because more of it can be wrong."""

@@ -1,7 +1,7 @@
-"""Load models of which one file was changed at random: each load ends in time, and the server stays usable.
+"""Load models with one randomly changed file. Each load must end in time, and the server must stay usable.
 
-A mutated model is refused with an error, or it is loaded, and then requests to it must end. After each of them, the
-model that was loaded before must answer as it did at first.
+A mutated model is either refused with an error or loaded; in that case, requests to it must end. After each mutated
+model, the valid model that was loaded before must give the same answer as at the start.
 """
 
 from __future__ import annotations
@@ -31,9 +31,9 @@ from soak.soak import Soak
 
 COUNT, QUICK_COUNT = 200, 33
 ANSWER_S = 30.0
-"""Limit for the answer to a load or to a request."""
+"""Time limit for the answer to a load or to a request."""
 MEMORY_BYTES = 4e9
-"""Limit for the memory of the server and its processes. A server that uses more is killed."""
+"""Memory limit of the server and its processes. A server that uses more is killed."""
 POLL_S = 0.05
 SHOWN = 100
 LOAD = "/admin/models/load"
@@ -54,7 +54,7 @@ def run(soak: Soak) -> list[Row]:
 
 
 class MutatedLoads:
-    """Loads mutated models one after the other in one server; a server that fails is replaced."""
+    """Loads mutated models one after the other in one server. A server that fails is replaced."""
 
     def __init__(self, soak: Soak, folder: Path) -> None:
         self._seed, self._folder = soak.seed, folder
@@ -198,7 +198,7 @@ class _CheckedServer(Server):
             self.problems.append(f"the valid model cannot be loaded: {answer.text[:300]}")
 
     def _complaints(self) -> Iterator[str]:
-        """Yield new output that no model may cause, such as a traceback."""
+        """Yield the new output of the server that must not occur for any model, such as a traceback."""
         output = self.output
         new, self._searched = output[self._searched :], len(output)
         if found := COMPLAINT.search(new):

@@ -19,7 +19,7 @@ class Soak:
     kills: int | None = None
     """Number of kills of the daemon. If given, the part ``kills`` kills nothing else."""
     count: int | None = None
-    """Number of models of the part ``mutations``, and of requests of the part ``fuzz``; None for the default."""
+    """Number of models in the part ``mutations``, or of requests in the part ``fuzz``; None for the default."""
 
 
 class SoakError(Exception):

@@ -56,7 +56,7 @@ NOT_FAST = frozenset(
     }
 )
 """Folders whose tests start browsers, kernels or other programs, or are slow to import."""
-# jsonschema compiles 38 grammars, which takes a second, for formats that no schema in the tests has.
+# With this package, jsonschema spends a second on compiling 38 grammars for formats that no schema here has.
 sys.modules["rfc3987_syntax"] = None  # type: ignore[assignment]
 # On a busy machine an example may take any time, so there is no deadline. In CI, hypothesis' own profile, to which
 # these settings are added, draws the same examples in every run.
@@ -66,7 +66,7 @@ settings.load_profile("lab")
 
 
 def pytest_configure(config: pytest.Config) -> None:
-    """Draw fewer examples in ``make test-fast``. Tests state their numbers as multiples of the profile's."""
+    """Draw fewer examples in ``make test-fast``. Tests state their number as a multiple of the profile's."""
     if "not slow" in config.option.markexpr:
         settings.load_profile("fast")
 
@@ -110,7 +110,7 @@ def _exclude_old_objects_from_garbage_collection() -> None:
 
 @pytest.fixture(autouse=True, scope="session")
 def _share_certificates() -> Iterator[None]:
-    """Read the certificates of authorities once: that takes 20 ms for each HTTP client, and nothing uses them."""
+    """Read the certificates of authorities only once. It takes 20 ms for each HTTP client, and no test uses them."""
     with pytest.MonkeyPatch.context() as patched:
         patched.setattr(httpcore2, "default_ssl_context", functools.cache(httpcore2.default_ssl_context))
         yield
@@ -118,9 +118,9 @@ def _share_certificates() -> Iterator[None]:
 
 @pytest.fixture(autouse=True, scope="session")
 def _wait_longer_for_responses() -> Iterator[None]:
-    """Replace the default of 5 s for HTTP clients that state no timeout: on a busy machine, a response may take longer.
+    """Replace the default timeout of HTTP clients (5 s), because a response may take longer on a busy machine.
 
-    It is the default of many functions, which all have this instance.
+    The default is one instance, which is the default value of many functions.
     """
     with pytest.MonkeyPatch.context() as patched:
         for name in ("connect", "read", "write", "pool"):

@@ -1,7 +1,8 @@
-"""Run the few tests again, alone, that failed in the run of all tests: ``python -m tests.run_failed_again STATUS``.
+"""Run a few failed tests again, in a single process: ``python -m tests.run_failed_again STATUS``.
 
-Among 7,500 tests that share two cores, a test can fail because something took far longer than usual. A test that
-passes alone is reported as unstable and does not fail ``make test-all``. More than three failures always do.
+When 7,500 tests share two cores, a test can fail because an operation took much longer than usual. A test that passes
+when it is repeated is reported as unstable and does not fail ``make test-all``. If more than three tests fail, they are
+not repeated.
 """
 
 from __future__ import annotations
@@ -13,7 +14,7 @@ from pathlib import Path
 
 LIMIT = 3
 TESTS_FAILED = 1
-"""Exit status of pytest; the others mean that it was interrupted or could not run."""
+"""Exit status of pytest if tests failed. Other statuses mean that it was interrupted or could not run."""
 
 
 def main() -> int:

@@ -125,7 +125,7 @@ def syntax_tree(path: Path) -> ast.Module:
 
 @functools.cache
 def imports() -> tuple[Import, ...]:
-    """Return all imports. It is called in tests only, because every worker collects this file, but one runs it."""
+    """Return all imports. Call it only within tests, because every worker collects this file but only one runs it."""
     return tuple(_imports())
 
 

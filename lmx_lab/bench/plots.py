@@ -194,7 +194,7 @@ def _draw(panel: Axes, lines: dict[str, pd.DataFrame], over: str, metric: str) -
 
 
 def _draw_bars(panel: Axes, lines: dict[str, pd.DataFrame], over: str, metric: str) -> None:
-    """Draw a bar with its value for each line, because lines of a single point show nothing."""
+    """Draw one bar with its value for each line, because a line with a single point is not visible."""
     for at, (name, rows) in enumerate(lines.items()):
         value, low, high = (float(rows[f"{metric}{end}"].iloc[0]) for end in ("", "_low", "_high"))
         bar = panel.bar(at, value, yerr=[[value - low], [high - value]], capsize=3, width=0.6, label=name)

@@ -27,7 +27,7 @@ COMMAND_S = 10.0
 """Time limit of a command."""
 OBSERVE_S = 0.2
 BUSY_SHARE = 0.15
-"""Share of all cores used by other programs from which a machine counts as busy."""
+"""A machine counts as busy if other programs use at least this share of all cores."""
 FOLDER = Path(__file__).parent.parent
 
 
@@ -57,10 +57,11 @@ def provenance(*, seeds: Iterable[int] = (), **facts: Any) -> dict[str, Any]:
 
 
 def describe_machine(rows: pd.DataFrame) -> str:
-    """Describe in a sentence or two where rows were measured, and whether other programs used the CPU just before.
+    """Return a text that says where rows were measured, and whether other programs used the CPU just before.
 
     Args:
-        rows: The result of ``lab.bench``, ``run`` or ``load``. Of several runs, the busiest one is described.
+        rows: The result of ``lab.bench``, ``run`` or ``load``. If they contain several runs, the run on the busiest
+            machine is described.
     """
     known = rows.attrs.get("provenance") or {}
     runs = [known] if "machine" in known else [one for one in known.values() if isinstance(one, dict)]

@@ -25,7 +25,7 @@ class RequestSample:
     ``server_*`` and ``queue_ms`` are reported by the server; the other values are measured in this process.
     """
 
-    # The order of the fields is that of the table's columns: what is read first is on the left.
+    # The fields have the order of the table's columns, with the most important ones on the left.
 
     case: str
     """The case's name."""
@@ -34,8 +34,8 @@ class RequestSample:
     ttft_ms: float | None = None
     """Time to the first token, from sending; with Poisson arrivals, from the time at which the request was due."""
     itl_ms_p99: float | None = None
-    """Time between two tokens, 99th percentile. Like ``decode_tok_s``, only known if pieces have at most 2 tokens on
-    average."""
+    """99th percentile of the time between two tokens. Like ``decode_tok_s``, it is only known if pieces have at most 2
+    tokens on average."""
     prefill_tok_s: float | None = None
     """Prompt tokens that were not cached, divided by the time from sending to the first token, queueing included."""
     e2e_ms: float | None = None

@@ -26,9 +26,9 @@ SERVER_METRICS = ("queue_ms", "server_ttft_ms", "server_prefill_tok_s", "server_
 METRICS = (*CLIENT_METRICS, *SERVER_METRICS, "late_ms")
 TOTAL = "total_tok_s"
 LEFT = ("target", "prompt_tokens_wanted", "concurrency")
-"""The columns that are on the left of a summary even if they are equal in all rows."""
+"""Columns that a summary has on the left even if their values are equal in all rows."""
 FIRST = (TOTAL, "decode_tok_s", "ttft_ms", "itl_ms_p99", "prefill_tok_s", "e2e_ms")
-"""The figures that a summary shows first."""
+"""Metrics that are the first ones in a summary."""
 MAX_LENGTH_DIFFERENCE = 0.05
 """Relative difference of token counts above which two measurements are not comparable."""
 

@@ -1,4 +1,4 @@
-"""Chat without a daemon: with a lab that runs on this machine, or with an engine in this process."""
+"""Chat without a daemon, with a lab that runs on this machine or with an engine in this process."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from lmx_lab.urls import local_url
 
 @contextlib.contextmanager
 def lab_for_chat(settings: Settings, model: str | None) -> Iterator[lmx_lab.Lab]:
-    """Provide a lab with this model: the running one if it has loaded the model, else one in this process.
+    """Provide a lab with this model: the running lab if it has loaded the model, otherwise a new lab in this process.
 
     Raises:
         NotLoadedError: no lab is running, and no model was named.
@@ -44,7 +44,7 @@ def lab_for_chat(settings: Settings, model: str | None) -> Iterator[lmx_lab.Lab]
 
 
 class DirectConversation:
-    """Questions and answers without a session. Answers go to standard output, everything else to standard error."""
+    """A conversation without a session. Prints answers to standard output, and everything else to standard error."""
 
     def __init__(self, lab: lmx_lab.Lab, *, system: str | None) -> None:
         self._lab = lab

@@ -18,9 +18,9 @@ FIRST_SEARCH = 1000
 
 TIME_CHARACTERS = len("12:34:56")
 SESSION_CHARACTERS = 12
-"""Length of a session's id in a line; ``--session`` takes the whole id, which --json prints."""
+"""Number of characters of a session's id in a line. ``--session`` requires the complete id, which ``--json`` prints."""
 PIECES = ("turn.token", "turn.thinking")
-"""Types of events that are a piece of a message; ``message.done`` has the whole message."""
+"""Types of events that contain a piece of a message. ``message.done`` contains the complete message."""
 
 
 class EventPrinter:
@@ -40,7 +40,7 @@ class EventPrinter:
         self._types = types
         self._as_json = as_json
         self._message: tuple[str, object] | None = None
-        """The message of the last event that was a piece of one."""
+        """Id of the message to which the last piece belonged."""
 
     def print_after(self, cursor: int) -> int:
         """Print the events in the log after a cursor; return the cursor after them."""
@@ -87,7 +87,7 @@ class EventPrinter:
 
     def _print(self, event: Envelope) -> None:
         if not self._as_json:
-            # Only the first piece of a message is a line, as a message is one row in the events panel.
+            # Only the first piece of a message is printed, because the events panel also shows one row for a message.
             message, self._message = self._message, _message_of(event)
             if message is not None and message == self._message:
                 return
@@ -101,7 +101,7 @@ def as_line_of_json(event: Envelope) -> str:
 
 
 def as_text(event: Envelope) -> str:
-    """Return the event as one line of text: its cursor, time, type, the start of its session's id, and its content."""
+    """Return the event as one line of text: its cursor, time, type, abbreviated session id, and content."""
     time = (event.at.partition("T")[2] or event.at)[:TIME_CHARACTERS]
     session = (event.session_id or "")[:SESSION_CHARACTERS]
     text = daemon_event(event.model_dump_json()).display_text()
@@ -109,5 +109,5 @@ def as_text(event: Envelope) -> str:
 
 
 def _message_of(event: Envelope) -> tuple[str, object] | None:
-    """Return the type of a piece of a message and the message's id; None for other events."""
+    """Return the event type and the message id if the event is a piece of a message; None for other events."""
     return (event.event, event.data.get("message_id")) if event.event in PIECES else None

@@ -82,7 +82,7 @@ def models() -> None:
         # Some of the values are read from files of the model.
         table.add_row(*(Text(single_line(cell, most=MAX_CELL_CHARACTERS)) for cell in cells))
     if entries:
-        # Cells are wrapped only on a terminal, so that programs get complete lines. An id is never cut or wrapped.
+        # Cells are wrapped only on a terminal, so that programs get complete lines. Ids are never cut or wrapped.
         table.columns[0].no_wrap = True
         needed = Measurement.get(out, out.options.update(max_width=MAX_TABLE_WIDTH), table)
         table.width = max(needed.minimum, min(needed.maximum, out.width)) if out.is_terminal else needed.maximum

@@ -92,14 +92,14 @@ def freeze_objects() -> None:
 
 class _LineHandler(logging.Handler):
     def emit(self, record: logging.LogRecord) -> None:
-        # The reader of the output may have closed it, which must not fail the request.
+        # If the reader has closed the output, the request must not fail.
         with contextlib.suppress(OSError, ValueError):
             print_line(f"{time.strftime('%H:%M:%S', time.localtime(record.created))}  {record.getMessage()}")
 
 
 @contextlib.contextmanager
 def print_requests() -> Iterator[None]:
-    """Print one line to standard output for each request of the server, at its end."""
+    """Within the block, print one line to standard output whenever a request to the server ends."""
     logger, handler = logging.getLogger("lmx_lab.server.request_log"), _LineHandler()
     level = logger.level
     logger.addHandler(handler)

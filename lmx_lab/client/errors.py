@@ -132,7 +132,7 @@ def translated_errors(url: str, *, has_begun: bool = False, server: ServerDescri
     """
     try:
         yield
-    # Without causes: a traceback of the HTTP library has a hundred lines, and the message contains its reason.
+    # The causes are suppressed: the HTTP library's traceback has a hundred lines, and the message contains the reason.
     except httpx2.ConnectTimeout:
         message = f"{url} did not accept the connection in time; check the address, and that its machine is reachable"
         raise UnreachableError(message) from None

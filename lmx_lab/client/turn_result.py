@@ -28,7 +28,7 @@ _ARGUMENTS: TypeAdapter[Arguments] = TypeAdapter(Arguments)
 
 
 SHOWN_CHARACTERS = 500
-"""Maximum length of a tool's result where a call is displayed."""
+"""Maximum number of characters of a tool's result in the display of a call."""
 
 
 @dataclass(frozen=True, kw_only=True, repr=False)
@@ -79,7 +79,7 @@ class TurnResult:
         return "\n\n".join([*map(repr, self.tool_calls), self.text, f"turn {self.turn_id} · {self.stop_reason}{cost}"])
 
     def _repr_html_(self) -> str:
-        # Notebooks break plain text anywhere; this breaks at words.
+        # Notebooks break lines of plain text within words; this style breaks them between words.
         return f'<div style="white-space: pre-wrap; word-break: normal">{html.escape(repr(self))}</div>'
 
 

@@ -91,7 +91,7 @@ def _taken_port(name: str, port: int) -> Finding:
 
 
 def check_labs(settings: Settings) -> Iterator[Finding]:
-    """Check that at most one lab of this home runs on the usual ports, because each keeps its own model in memory."""
+    """Check that at most one lab of this home uses the usual ports, because each lab keeps its own model in memory."""
     usual = {*range(settings.port, settings.port + PORTS_TRIED + 1)}
     usual |= {*range(Settings.port, Settings.port + PORTS_TRIED + 1)}
     candidates = [each for each in list_listeners() if each.port in usual and _home_of(each) == str(settings.home)]

@@ -1,4 +1,4 @@
-"""Cancel work of a load that runs on another thread."""
+"""Cancel the work that a load performs on another thread."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from lmx_lab.errors import NotLoadedError
 
 
 class Cancellation:
-    """Tells work on another thread that its result is no longer needed. All methods may be called from any thread."""
+    """A cancellation request for work on another thread. All methods may be called from any thread."""
 
     def __init__(self) -> None:
         self._cancelled = False
@@ -30,7 +30,7 @@ class Cancellation:
 
     @contextmanager
     def applied(self) -> Iterator[None]:
-        """Let ``check_cancelled`` check this object on this thread within the block."""
+        """Make this the object that ``check_cancelled`` checks on this thread within the block."""
         token = _current.set(self)
         try:
             yield

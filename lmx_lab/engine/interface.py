@@ -47,8 +47,8 @@ class EngineHost:
     """Returns how many bytes of the memory limit other engines use."""
     lost_model: Callable[[bool], None] = _nothing
     """Called after a model left memory without ``unload`` or ``unpin``: it ran out of memory, or its process or thread
-    ended. The snapshot and ``failure`` are up to date by then. The argument is whether a single request was the cause,
-    so that the main model should be loaded again."""
+    ended. The snapshot and ``failure`` are up to date by then. The argument is True if a single request was the
+    cause; the main model should then be loaded again."""
 
 
 class InferenceEngine(Protocol):
@@ -86,8 +86,9 @@ class InferenceEngine(Protocol):
     # Models
 
     def check(self, entry: ModelEntry, spec: LoadSpec, cancellation: Cancellation) -> None:
-        """Check that a model can be loaded, before the current one is unloaded. Blocks, since it reads files, and tries
-        the model's tokenizer and chat template in processes with limits.
+        """Check that a model can be loaded, before the current one is unloaded.
+
+        Blocks, because it reads files, and tries the model's tokenizer and chat template in processes with limits.
 
         Raises:
             UnusableModelError: the engine cannot run this model, or not with these options.
@@ -98,7 +99,7 @@ class InferenceEngine(Protocol):
     async def load(self, entry: ModelEntry, spec: LoadSpec) -> LoadReport:
         """Load the main model. Called only while the engine has no main model, after ``check``.
 
-        Cancelling this, as well as ``pin``, ends the load, and releases its memory and its processes.
+        Cancelling this method or ``pin`` ends the load, and releases its memory and its processes.
 
         Raises:
             UnusableModelError, OutOfMemoryError: the engine has no main model, and the memory is released.

@@ -12,11 +12,11 @@ from lmx_lab.values.models import LoadReport, LoadSpec, ModelEntry
 
 T = TypeVar("T")
 IfBusy = Literal["refuse", "wait", "replace"]
-"""What a load or unload does while another one is in progress: fail, wait for it, or cancel it."""
+"""What a load or unload does if another one is in progress: fail, wait for it, or cancel it."""
 LOAD_BASE_S = 60.0
-"""Time limit of the load of a small model, on a busy machine."""
+"""Time limit for a small model, sufficient for a busy machine."""
 SLOW_DISK_BYTES_PER_S = 20e6
-"""The time limit is enough to read the weights from a disk of this speed."""
+"""Disk speed for which the time limit is sufficient to read the weights."""
 
 
 def load_limit_s(size_bytes: int, load_timeout_s: float | None) -> float:
@@ -24,13 +24,13 @@ def load_limit_s(size_bytes: int, load_timeout_s: float | None) -> float:
 
     Args:
         size_bytes: Size of the weights.
-        load_timeout_s: The setting, which takes precedence.
+        load_timeout_s: Value of the setting; None for a limit in proportion to the size.
     """
     return load_timeout_s if load_timeout_s is not None else LOAD_BASE_S + size_bytes / SLOW_DISK_BYTES_PER_S
 
 
 async def within_limit(work: Coroutine[Any, Any, T], entry: ModelEntry, load_timeout_s: float | None) -> T:
-    """Return the result of work of a load. At the time limit of the load, the work is cancelled.
+    """Await a coroutine that is part of a load, and return its result. Cancel it at the time limit of the load.
 
     Raises:
         NotLoadedError: the work did not end in time.
@@ -60,7 +60,7 @@ class LoadOperation:
     restores: bool = True
     """Whether the previous model is loaded again if this load fails or is cancelled."""
     requested_entry: ModelEntry | None = field(init=False)
-    """The model that the caller has named by its entry."""
+    """The entry that the caller passed; None if the caller passed only a name."""
     _error: LabError | None = field(default=None, init=False)
     _task: asyncio.Task[Any] | None = field(default=None, init=False)
     """The current part of the load, which may take long."""
@@ -95,7 +95,7 @@ class LoadOperation:
         return await self.restore(work)
 
     async def restore(self, work: Coroutine[Any, Any, T]) -> T:
-        """Run work that follows a failed or cancelled load, in the same way. A second cancellation cancels it."""
+        """Run a part of the work that restores the previous model. Cancelling the load a second time cancels it."""
         task = asyncio.create_task(work, name=f"lmx-lab load of {self.spec.model:.80}")
         self._task = task
         try:
@@ -138,7 +138,7 @@ class ActiveLoads:
         return iter(list(self._operations))
 
     def find(self, spec: LoadSpec, entry: ModelEntry | None) -> LoadOperation | None:
-        """Return the load of the same request; None if there is none."""
+        """Return the load with the same spec and entry; None if there is none."""
         return next((it for it in self._operations if it.spec == spec and it.requested_entry == entry), None)
 
     def add(self, operation: LoadOperation) -> None:
@@ -148,7 +148,7 @@ class ActiveLoads:
         self._operations.remove(operation)
 
     def named(self, model: str) -> list[LoadOperation]:
-        """Return the loads of a model, by the name that a caller used or by its id."""
+        """Return the loads of the model with this id or requested name."""
         return [operation for operation in self._operations if model in operation.names]
 
     def of_main(self) -> list[LoadOperation]:
@@ -156,7 +156,7 @@ class ActiveLoads:
         return [it for it in self._operations if it.reached_engine and it.spec.pin is None and it.entry is not None]
 
     def replace_all(self, by: ModelEntry) -> None:
-        """Cancel the loads of other main models, because this model is loaded instead."""
+        """Cancel the loads of other main models in favor of the load of this model."""
         for operation in self.of_main():
             entry = operation.entry
             if entry is not None and entry.path != by.path:

@@ -259,9 +259,9 @@ class ModelManager:
         )
 
     async def cancel_load(self, model: str) -> None:
-        """Cancel the loads of a model, by its id or the name that a caller used. Downloads continue in the background.
+        """Cancel the loads of the model with this id or requested name. Downloads continue in the background.
 
-        The callers of the loads get an error when the previous model is loaded again.
+        The callers of the loads get the error after the previous model is loaded again.
 
         Raises:
             InvalidRequestError: the model is not being loaded.
@@ -271,7 +271,7 @@ class ModelManager:
     async def unload(self, model: str | None = None, *, local: bool = True, if_busy: IfBusy = "refuse") -> int:
         """Unload the main model after its running requests have ended; return the bytes that this released.
 
-        If a main model is being loaded, only that load is cancelled, even if it hangs: the previous model is loaded
+        If a main model is being loaded, only this load is cancelled, even if it hangs, and the previous model is loaded
         again. With ``if_busy="wait"``, the load ends first. Pinned models stay.
 
         Args:

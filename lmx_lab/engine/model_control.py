@@ -43,7 +43,7 @@ from lmx_lab.weights.fingerprint import is_loaded, with_marks
 log = logging.getLogger(__name__)
 T = TypeVar("T")
 RELOAD_S = 30.0
-"""A main model that a request has ended is loaded again, unless this happened within this time before."""
+"""Minimum time between two automatic loads of a main model whose process was ended because of a request."""
 
 
 class ModelControl:
@@ -269,14 +269,14 @@ class ModelControl:
             return await operation.run(self._load_main(entry, spec, engine))
         except LabError as exc:
             failure = exc
-        # If another model is loaded instead, or none, the previous one is not needed.
+        # The previous model is not needed if another model is loaded instead, or if the lab stops.
         if not operation.restores:
             raise failure
         outcome = await self._restore(operation, previous)
         raise type(failure)(f"{failure.message}{outcome}", param=failure.param)
 
     async def _restore(self, operation: LoadOperation, previous: Resident | None) -> str:
-        """Load the previous model again after a load that failed; return the outcome as the end of an error message."""
+        """Load the previous model again after a failed load. Return the outcome as the end of an error message."""
         if previous is None:
             return "; no model is loaded"
         name = previous.entry.id
@@ -293,7 +293,7 @@ class ModelControl:
         await self._load_main(resident.entry, resident.spec, resident.engine)
 
     async def _try(self, entry: ModelEntry, spec: LoadSpec, engine: InferenceEngine) -> None:
-        """Let an engine check a model on a thread of its own, because its tokenizer and template may take any time."""
+        """Let an engine check a model on a separate thread, because its tokenizer and template may take any time."""
         cancellation = Cancellation()
         check = in_thread(functools.partial(engine.check, entry, spec, cancellation), name="lmx-lab-check")
         try:

@@ -11,10 +11,10 @@ Weights = dict[str, mx.array]
 
 
 def checked_classes(config: dict[str, Any]) -> tuple[Any, Any]:
-    """Return the classes of a model and its arguments, as ``get_model_classes`` of mlx-lm's ``load_model``.
+    """Return the classes of a model and of its arguments, for the parameter ``get_model_classes`` of ``load_model``.
 
-    mlx-lm divides the columns of a layer by those of its scales. If the result is 0, MLX divides by it and the process
-    ends with SIGFPE. The class raises ``ValueError`` before.
+    mlx-lm divides the number of columns of a layer by that of its scales. If the quotient is 0, MLX divides by it, and
+    the process ends with SIGFPE. The returned class raises ``ValueError`` before this happens.
     """
     model_class, arguments = _get_classes(config)
 

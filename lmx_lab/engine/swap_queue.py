@@ -103,7 +103,7 @@ class SwapQueue:
 
 
 class SwapTurn:
-    """The turn of a request in swap mode: its model is loaded, and stays loaded until the turn ends.
+    """The turn of a request in swap mode. Its model is loaded, and stays loaded until the turn ends.
 
     Args:
         leave: Ends the turn. Idempotent; may be called from any thread.

@@ -39,13 +39,13 @@ SMALL_BODY_BYTES = 64 * 1024
 """This much of each body is not counted against the memory, so that large bodies, however slow, do not keep small ones
 out. The contents of bodies are counted in pieces of this size."""
 SHORT_BODY_BYTES = 4096
-"""Size up to which a body is read in a single step."""
+"""Largest size of a body that is parsed and validated in a single step."""
 FEW_VALUES = 2000
-"""Number of values up to which a body of at most ``SMALL_BODY_BYTES`` is validated in the event loop, in a few
-milliseconds. Others are validated in a thread, which lets the loop run meanwhile, but takes longer."""
+"""A body of at most ``SMALL_BODY_BYTES`` with at most this number of values is validated in the event loop, in a few
+milliseconds. Others are validated in a thread, so that the loop continues to run, although this takes longer."""
 PAUSE_S = 0.015
-"""Pause after a step that took longer than ``STEP_S``; steps of large bodies take up to about 50 ms. Another request
-takes several iterations of the loop, which are complete in this time."""
+"""Pause after a step that took longer than ``STEP_S``; steps of large bodies take up to about 50 ms. The pause is long
+enough for the several iterations of the loop that another request takes."""
 STEP_S = 0.003
 TRIM_S = 5.0
 """Time after the last large body until freed memory is returned to the operating system."""
@@ -79,9 +79,9 @@ class LargeBodyQueue:
 
     @asynccontextmanager
     async def step(self) -> AsyncIterator[None]:
-        """Wait until the caller may take a step, which is the block. Garbage is not collected during the step."""
+        """Wait until the caller may run the block as a step. Garbage collection is paused during the step."""
         async with self._lock:
-            # At least one iteration of the loop, in which other requests are processed.
+            # Wait for at least one iteration of the loop, in which other requests are processed.
             await asyncio.sleep(max(0.0, self._next_at - time.monotonic()))
             began = time.monotonic()
             with _GC_PAUSE:
@@ -150,7 +150,7 @@ def parse_json(text: Text) -> Any:
 async def read_json(text: Text, queue: LargeBodyQueue, validate: Callable[[Any], T]) -> T:
     """Parse JSON as ``parse_json`` does, and return what ``validate`` makes of the value.
 
-    This is done in steps between which the loop runs. A body that is not short is counted first.
+    A short body is processed at once. The contents of others are counted first, and the loop runs between the steps.
 
     Raises:
         InvalidRequestError: as ``parse_json``.
@@ -331,7 +331,7 @@ class StrictRoute(APIRoute):
         return strict if METHODS_WITH_BODY & set(self.methods or ()) else handle
 
     def _validate(self, value: Any) -> Any:
-        """Return the object that FastAPI would make of the body. FastAPI would do so in the event loop."""
+        """Return the object that FastAPI would create from the body. FastAPI would block the event loop meanwhile."""
         if self.body_field is None or value is None:
             return value
         valid, errors = self.body_field.validate(value, loc=("body",))

@@ -45,12 +45,12 @@ FIXED_HEADERS = (
 
 
 class RequestObserver(Protocol):
-    """Is called for each request, also for those that are refused before they reach a route."""
+    """Receives the begin and end of each request, including requests that are refused before they reach a route."""
 
     def begin(self, scope: Scope) -> None: ...
 
     def end(self, scope: Scope, status: int | None) -> None:
-        """Called when the response was sent; the status is None if there was no response."""
+        """Handle the end of a request, when the response was sent. The status is None if there was no response."""
 
 
 def wrap_app(

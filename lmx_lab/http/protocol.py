@@ -55,7 +55,7 @@ FREE_LINE_ENDS = 4096
 BYTES_PER_LINE_END = 8
 """A chunked body may have ``FREE_LINE_ENDS`` line ends, and one more per this number of bytes. Each chunk has two."""
 FRAMING_BYTES = 64 * 1024
-"""Number of bytes of a chunked body that are not data, such as chunk extensions, in addition to as many as its data."""
+"""The framing of a chunked body, such as chunk extensions, may have this many bytes more than its data."""
 FRAMES_PER_S = 500
 """Largest number of messages, pings and pongs per second on a WebSocket. Also the number of fragments in a message, in
 addition to one per 64 bytes."""
@@ -68,7 +68,7 @@ OWN_HEADERS = {**dict(RESPONSE_HEADERS), "content-security-policy": CONTENT_POLI
 
 
 def close_now(transport: PacedTransport) -> None:
-    """Close a connection, without waiting for a client that accepts no data."""
+    """Close a connection immediately, without waiting for a client that accepts no data."""
     if transport.get_write_buffer_size():
         transport.abort()
     else:
@@ -108,7 +108,7 @@ class HttpProtocol(H11Protocol):
     _body_bytes = _line_ends = 0
     """Number of bytes and line ends in a chunked body, as received."""
     _data_bytes = 0
-    """Number of bytes of its data."""
+    """Number of bytes of data in the chunked body."""
     transport: PacedTransport  # type: ignore[assignment]
 
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
@@ -148,13 +148,13 @@ class HttpProtocol(H11Protocol):
         cycle, before = self.cycle, len(self.cycle.body) if self.cycle is not None else 0
         super().data_received(data)
         if cycle is not None:
-            # Data after a complete response are dropped. They count as if they had been kept.
+            # Data after a complete response is discarded, but counted.
             self._data_bytes += len(data) if cycle.response_complete else len(cycle.body) - before
 
     def handle_events(self) -> None:
         super().handle_events()
         if self.cycle is not None:
-            # The task of a new request has not started yet.
+            # The task of a new request has not started yet, so it will find the extension.
             self.cycle.scope["extensions"] = {"lmx_lab.abort": self.transport.abort}
 
     def _check_head_lines(self, data: bytes) -> bool:
@@ -171,7 +171,7 @@ class HttpProtocol(H11Protocol):
         return not self._ending
 
     def _check_chunk_sizes(self, data: bytes) -> bool:
-        """Refuse a body that consists of very short chunks. Return whether the connection continues."""
+        """Refuse a body with very short chunks or long chunk extensions. Return whether the connection continues."""
         if not (self._in_body and self._is_chunked):
             self._body_bytes = self._line_ends = self._data_bytes = 0
             return True
@@ -342,7 +342,7 @@ class WebSocketProtocol(WebSocketsSansIOProtocol):
 
     ``lmx_lab.frames`` encodes any number of texts, once for all connections. ``lmx_lab.send`` sends the result in one
     write, as soon as the client has accepted enough of the data before. ``lmx_lab.abort`` disconnects a client that
-    accepts nothing. ``lmx_lab.close`` does so after sending a close code, for which the client has ``LINGER_S``.
+    accepts nothing. ``lmx_lab.close`` sends a close code first, which the client must receive within ``LINGER_S``.
     """
 
     _pongs = b""
@@ -432,7 +432,7 @@ class WebSocketProtocol(WebSocketsSansIOProtocol):
 
     def keepalive_timeout(self) -> None:
         if not self.close_sent and not self.transport.is_closing():
-            # uvicorn would wait until the client accepts what was sent before.
+            # uvicorn would wait until the client accepts the data that was sent before.
             self.stop_keepalive()
             self.logger.warning(
                 "%s: closed, because it has not answered a ping for %g s", self.client, self.ping_timeout

@@ -8,16 +8,16 @@ from types import TracebackType
 from typing import Self
 
 CHECK_S = 0.25
-"""Time between two checks whether a client still accepts nothing."""
+"""Interval between two checks whether the client accepts data."""
 
 
 class SendWatch:
     """An async context manager that ends its block with ``TimeoutError`` if the client accepts no data.
 
-    Time in which the event loop was busy does not count: the client could not be served meanwhile.
+    Time in which the event loop is busy does not count, because the server cannot send data then.
 
     Args:
-        limit_s: Returns the time that a client may accept nothing. Called while it accepts nothing.
+        limit_s: Returns the time for which the client may accept no data. Called at each check.
     """
 
     def __init__(self, limit_s: Callable[[], float]) -> None:
@@ -27,7 +27,7 @@ class SendWatch:
         self._sending = 0
         """Number of ``send`` calls that wait for the client."""
         self.blocked_s = 0.0
-        """Time since the last data that the client accepted, if a ``send`` is waiting."""
+        """Time in seconds for which the client has accepted no data; 0 if no ``send`` has waited."""
 
     @property
     def expired(self) -> bool:
@@ -36,7 +36,7 @@ class SendWatch:
 
     async def __aenter__(self) -> Self:
         await self._timeout.__aenter__()
-        # A single timer for the whole stream: one for each token would cost more than its text.
+        # There is one timer for the whole stream, because a timer for each token would be too expensive.
         self._timer = self._loop.call_later(CHECK_S, self._check)
         return self
 

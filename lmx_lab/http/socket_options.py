@@ -1,4 +1,4 @@
-"""Options of accepted connections, with which clients that have disappeared or accept no data are noticed."""
+"""Set options of accepted connections to detect clients that have disappeared or accept no data."""
 
 from __future__ import annotations
 
@@ -10,24 +10,25 @@ import socket
 from lmx_lab.http.guard import is_loopback
 
 KEEPALIVE_IDLE_S = 5
-"""Silence on a connection after which the system probes whether the other machine still exists."""
+"""Time without data after which the system probes whether the other machine still responds."""
 KEEPALIVE_INTERVAL_S = 3
 """Time between two probes."""
 KEEPALIVE_PROBES = 3
-"""Number of unanswered probes after which the system closes the connection. This takes 14 s. Data that are sent
-meanwhile, such as a heartbeat, have another 14 s to be acknowledged, so it can take 28 s."""
+"""Number of unanswered probes after which the system closes the connection. This takes 14 s. Data that is
+sent meanwhile, such as a heartbeat, has another 14 s to be acknowledged, so it can take 28 s."""
 UNSENT_BYTES = 16 * 1024
-"""Number of bytes that wait for a client, in the system's buffer and again in ours, after which it is detected that the
-client accepts nothing. The system would otherwise accept several megabytes."""
+"""Number of unsent bytes in the system's buffer, and again in the transport's buffer, above which the client counts as
+blocked. Without this limit, the system would buffer several megabytes."""
 
 
 def enable_keepalive(sock: socket.socket) -> None:
     """Make the system close this connection within 30 s after the other machine has disappeared.
 
     A machine that loses power or network does not close its connections. With the system's default settings, that is
-    detected after two hours if nothing is sent, and after fifteen minutes otherwise. A client that accepts no data for
-    14 s although there are some is disconnected too; the system cannot distinguish it. Connections within this machine
-    are therefore left unchanged: their peers cannot disappear unnoticed, but may be suspended or busy.
+    detected after two hours if nothing is sent, and after fifteen minutes otherwise. A client that accepts none of the
+    data sent to it for 14 s is disconnected too, because the system cannot distinguish the two cases. Connections
+    within this machine are therefore left unchanged: their peers cannot disappear undetected, but may be suspended or
+    busy.
     """
     with contextlib.suppress(OSError):  # the connection has already ended
         if is_remote(sock.getpeername()[0]):
@@ -36,12 +37,12 @@ def enable_keepalive(sock: socket.socket) -> None:
 
 def _set_keepalive(sock: socket.socket) -> None:
     sock.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
-    # macOS has another name for the first one. If one is missing, the system's default applies.
+    # macOS has another name for the first option. If an option is missing, the system's default applies.
     for names, value in (
         (("TCP_KEEPIDLE", "TCP_KEEPALIVE"), KEEPALIVE_IDLE_S),
         (("TCP_KEEPINTVL",), KEEPALIVE_INTERVAL_S),
         (("TCP_KEEPCNT",), KEEPALIVE_PROBES),
-        # Probes are sent only if no data are in transit. This one is for data that are not acknowledged.
+        # Probes are sent only if no data is in transit. This option is the limit for data that is not acknowledged.
         (("TCP_USER_TIMEOUT",), 1000 * (KEEPALIVE_IDLE_S + KEEPALIVE_PROBES * KEEPALIVE_INTERVAL_S)),
     ):
         option = next((getattr(socket, name) for name in names if hasattr(socket, name)), None)
@@ -50,7 +51,7 @@ def _set_keepalive(sock: socket.socket) -> None:
 
 
 def limit_unsent(transport: asyncio.Transport) -> None:
-    """Limit the data that wait for a client, in the buffer of the system and in that of the transport."""
+    """Limit the unsent data in the buffer of the system and in that of the transport."""
     transport.set_write_buffer_limits(high=UNSENT_BYTES)
     with contextlib.suppress(AttributeError, OSError):  # the system has no such option, or the connection has ended
         sock = transport.get_extra_info("socket")

@@ -44,7 +44,7 @@ RESPONSE_S = 2.0
 loop of a lab may be busy."""
 LOG_RECORDS = 500
 REQUEST_LOGGERS = ("lmx_lab.http", "lmx_lab.server")
-"""Loggers of the packages that answer requests; their records are about requests of any client."""
+"""Loggers of the packages that answer requests. Their records concern requests of all clients."""
 
 
 def bind(host: str, port: int, *, explicit: bool) -> socket.socket:
@@ -299,7 +299,7 @@ async def serve(
 
     Args:
         ws_max_bytes: Largest size of a message of a WebSocket.
-        ws_pong_s: Time that the client of a WebSocket has to answer a ping. Pings are sent twice as often.
+        ws_pong_s: Time in which the client of a WebSocket must answer a ping. Pings are sent at half of this interval.
 
     Raises:
         HostingError: the start of the application (its lifespan) failed; the cause is chained.

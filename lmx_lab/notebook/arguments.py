@@ -87,7 +87,7 @@ def chat_request(prompt: Prompt, parameters: Mapping[str, Any]) -> ChatRequest:
 
 
 def _check_conversation(prompt: object) -> None:
-    """Refuse several texts, such as a column of a data frame, with the loop that asks about each of them."""
+    """Refuse a list or column of texts. The error message shows a loop that sends each text."""
     if isinstance(prompt, str | bytes) or not isinstance(prompt, Iterable):
         return
     if isinstance(prompt, Mapping):

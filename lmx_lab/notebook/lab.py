@@ -234,8 +234,8 @@ class Lab:
     def chat(self, prompt: Prompt, *, stream: bool = False, **parameters: Any) -> Reply | ReplyStream:
         """Ask the loaded model; ``prompt`` is a text or a list of messages.
 
-        With ``stream=True``, iterate the result for text as it is generated, or display it with ``show()``.
-        Interrupting stops the generation.
+        With ``stream=True``, iterate over the result to get the text while it is generated, or display it with
+        ``show()``. Interrupting the call stops the generation.
 
         Args:
             parameters: ``system``, the system prompt, and the parameters of the chat format: ``temperature``,

@@ -25,9 +25,9 @@ from lmx_lab.settings import PREFIX, Settings
 LOCK_S = 10.0
 """Maximum time to wait for another ``launch()``."""
 SLOW_S = 3.0
-"""Duration of a launch from which it shows where the time went."""
+"""A launch that takes at least this time shows the duration of its stages."""
 SHOWN_S = 0.1
-"""Duration of a stage from which it is shown."""
+"""A stage that takes at least this time is shown."""
 
 
 def _registry() -> types.ModuleType:
@@ -74,7 +74,8 @@ def launch(
         LabError: the model, or the ``embedder`` or ``reranker`` of the settings, could not be loaded; the server is
             running, see ``current()``.
     """
-    # In a notebook, failed requests of other programs would appear in a cell's output; the metrics panel shows them.
+    # Warnings about requests of other programs are not printed in a notebook, where they would appear in a cell's
+    # output. The metrics panel shows them.
     print_warnings(without=REQUEST_LOGGERS if "ipykernel" in sys.modules else ())
     stages = LaunchStages()
     chosen = _read_settings(lan, port, settings)
@@ -110,12 +111,12 @@ class LaunchStages:
         self._durations: list[tuple[str, float]] = []
 
     def end(self, name: str) -> None:
-        """Record the end of a stage, which has begun at the end of the previous one."""
+        """Record the end of a stage. A stage begins when the previous one ends."""
         began_at, self._ended_at = self._ended_at, time.monotonic()
         self._durations.append((name, self._ended_at - began_at))
 
     def show_if_slow(self) -> None:
-        """Show where the time went if the launch took longer than ``SLOW_S``: in a notebook or on a terminal."""
+        """Show the duration of the stages if the launch took longer than ``SLOW_S``, in a notebook or on a terminal."""
         if (total := sum(seconds for _, seconds in self._durations)) > SLOW_S:
             parts = [f"{name} {seconds:.1f} s" for name, seconds in self._durations if seconds >= SHOWN_S]
             text = f"The launch took {total:.1f} s: {', '.join(parts)}."

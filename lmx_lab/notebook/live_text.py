@@ -1,4 +1,4 @@
-"""Display the text of an answer while it is generated: in a notebook as an output that is updated, else printed."""
+"""Display the text of an answer while it is generated. Notebooks update an output; elsewhere text is printed."""
 
 from __future__ import annotations
 
@@ -16,11 +16,11 @@ UPDATE_S = 0.1
 CHARACTERS_PER_S = 500_000
 """Maximum amount of text that is sent to the browser."""
 STYLE = "white-space: pre-wrap; word-break: normal; overflow-wrap: anywhere"
-"""Style of text that breaks at words. Notebooks break printed text anywhere."""
+"""Style that breaks lines between words. Notebooks also break lines of printed text within words."""
 
 
 class LiveText:
-    """The display of one answer, used as a context; at its end, the last text is displayed in any case."""
+    """The display of one answer, as a context manager. The last text is always displayed when the block ends."""
 
     def __init__(self) -> None:
         self._in_kernel = getattr(get_ipython(), "kernel", None) is not None
@@ -30,13 +30,13 @@ class LiveText:
         self._next_at = 0.0
 
     def update(self, reasoning: str, text: str) -> None:
-        """Show the text so far; several updates within a short time are shown as one."""
+        """Show the current text. Updates within a short time are combined."""
         self._latest = reasoning, text
         if time.monotonic() >= self._next_at:
             self._show()
 
     def end(self, result: Any) -> None:
-        """Replace the text by the complete reply, or by the text of a stream that was stopped."""
+        """Replace the text with the complete reply, or with the incomplete text if the stream was stopped."""
         if not self._in_kernel:
             self._show()
             print("" if isinstance(result, str) else f"\n\n{repr(result).rsplit(chr(10), 1)[-1]}")

@@ -1,4 +1,4 @@
-"""Load a model with a progress bar, and cancel the load if the caller is interrupted."""
+"""Load a model with a progress bar. If the caller is interrupted, cancel the load."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ async def show_load(backend: Backend, spec: LoadSpec) -> LoadReport:
     """
     load = await on_loop(start_load(backend, spec))
     try:
-        # Drawn here, in the caller's thread: output of another thread would appear in another cell.
+        # The bar is drawn in the caller's thread, because the output of another thread could appear in another cell.
         with bar(spec.model) as shown:
             while (step := await on_loop(load.step())) is not None:
                 shown.update(step)

@@ -71,11 +71,11 @@ def _references(text: str) -> str:
 
 
 JsonShape = type[BaseModel] | Literal["json"] | None
-"""What the text of an answer is: JSON for a class, any JSON, or text that is not JSON."""
+"""The expected content of an answer: JSON for a class, any JSON, or other text (None)."""
 
 
 def json_shape(response_format: Any) -> JsonShape:
-    """Return what an answer in this format is."""
+    """Return the expected content of an answer with this ``response_format``."""
     if isinstance(response_format, type):
         return response_format if issubclass(response_format, BaseModel) else None
     kind = response_format.get("type") if isinstance(response_format, Mapping) else None
@@ -136,7 +136,7 @@ class Reply:
     logprobs: TokenTable | None = None
     """The tokens with their log-probabilities, if the request has ``logprobs``."""
     shape: JsonShape = None
-    """Whether the text is JSON, and of which class."""
+    """The expected content of the text."""
 
     @classmethod
     def of(cls, answer: Delta, cost: AnswerCost, shape: JsonShape = None) -> Self:
@@ -157,18 +157,18 @@ class Reply:
 
     @property
     def parsed(self) -> Any:
-        """The value of a JSON answer: an instance of the class that was given as ``response_format``, else Python's own
-        types. None if the request did not ask for JSON, or if the answer was cut off.
+        """The value of a JSON answer: an instance of the class that was passed as ``response_format``, or a value of
+        built-in types. None if the request did not ask for JSON, or if the answer was cut off.
 
         Raises:
-            pydantic.ValidationError: the class has checks that its JSON schema does not contain.
+            pydantic.ValidationError: the value violates a check of the class that its JSON schema does not contain.
         """
         if (value := self._json()) is None:
             return None
         return self.shape.model_validate_json(self.text) if isinstance(self.shape, type) else value[0]
 
     def _json(self) -> tuple[Any] | None:
-        """Return the value of a complete JSON answer in a tuple, because the value may be None."""
+        """Return a tuple with the value of a complete JSON answer, which may be ``null``; None if there is none."""
         try:
             return (json.loads(self.text),) if self.shape is not None else None
         except (ValueError, RecursionError):
@@ -287,11 +287,11 @@ class ReplyStream:
             self.close()
 
     def show(self) -> Reply | None:
-        """Display the text while it is generated, with line breaks at words, and then the reply, which is returned.
+        """Display the text while it is generated, with line breaks between words. Then display and return the reply.
 
-        In a terminal, the text is printed. Returns None if the stream was stopped before.
+        In a terminal, the text is printed. Returns None if the stream was stopped before its end.
         """
-        # Imported here, because IPython is optional, and displays nothing in a script.
+        # Imported here, because IPython is optional, and not needed in a script.
         from lmx_lab.notebook.live_text import LiveText
 
         with LiveText() as view:

@@ -1,7 +1,7 @@
-"""Show errors of this package in IPython as the caller's line and one message, instead of a traceback into the package.
+"""Display errors of this package in IPython as the caller's line and a message, without a traceback into the package.
 
-``install`` registers the display when the package is imported in IPython. IPython has one handler for chosen classes of
-exceptions; all other exceptions are shown as before.
+``install`` is called when the package is imported in IPython. IPython supports a single handler, for given classes of
+exceptions. All other exceptions are displayed as usual.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ MAX_LINES = 8
 RULE = "-" * 75
 REMEDY = "%tb shows the traceback"
 CLASSES = (LabError, ExceptionGroup, ValueError)
-"""``ValueError`` for pydantic's errors, whose own class takes long to import."""
+"""Classes that the handler receives. ``ValueError`` is the base class of pydantic's error, whose import is slow."""
 PACKAGE = str(Path(__file__).parent.parent)
 LIBRARIES = tuple({sysconfig.get_path(name) for name in ("stdlib", "platstdlib", "purelib", "platlib")})
 
@@ -34,15 +34,15 @@ _state = {"full": False}
 
 
 def full_tracebacks(enabled: bool = True) -> None:
-    """Show errors of this package with all frames and causes again; False shows them short, which is the default.
+    """Display errors of this package with all frames and causes, or in the short form (the default) if False.
 
-    ``%tb`` shows the traceback of the last error only.
+    To see the traceback of only the last error, use ``%tb``.
     """
     _state["full"] = enabled
 
 
 def install(shell: InteractiveShell) -> None:
-    """Show errors of this package short in this shell. A handler that was set before keeps its classes. Idempotent."""
+    """Install the handler in this shell. A handler that was set before keeps its classes. Idempotent."""
     classes, previous = shell.custom_exceptions, shell.CustomTB
     if LabError in classes:
         return
@@ -67,7 +67,7 @@ def _remember(etype: type[BaseException], value: BaseException, trace: Traceback
 
 
 def _sentences(error: BaseException) -> list[str]:
-    """Return the messages of an error of this package, or of a group of only such errors; else an empty list."""
+    """Return the messages of an error of this package, or of a group of such errors; an empty list for other errors."""
     if isinstance(error, ExceptionGroup):
         leaves = list(_leaves(error))
         if not all(isinstance(leaf, LabError) for leaf in leaves):
@@ -88,10 +88,10 @@ def _leaves(group: BaseExceptionGroup[BaseException]) -> Iterator[BaseException]
 
 
 def _validation_sentences(error: BaseException) -> list[str]:
-    """Return the message of pydantic's error about a request of this package; empty for other errors."""
+    """Return the message of a pydantic error about a request of this package; an empty list for other errors."""
     if type(error).__module__.split(".")[0] != "pydantic_core" or "lmx_lab.wire.generation" not in sys.modules:
         return []
-    # Imported here, because a program that gets other errors does not need pydantic.
+    # Imported here, because pydantic is not needed for other errors.
     from pydantic import ValidationError
 
     from lmx_lab.wire.generation import request_class
@@ -115,7 +115,7 @@ def short_lines(
 
 
 def _callers(shell: InteractiveShell, trace: TracebackType | None) -> list[traceback.FrameSummary]:
-    """Return the line of the cell, and the line that has called the package if it is another one."""
+    """Return the line of the cell and, if different, the line that called the package."""
     frames = traceback.extract_tb(trace)
     inside = next((at for at, frame in enumerate(frames) if frame.filename.startswith(PACKAGE)), len(frames))
     own = [frame for frame in frames[:inside] if _is_cell(shell, frame) or not frame.filename.startswith(LIBRARIES)]

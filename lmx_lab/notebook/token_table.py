@@ -36,8 +36,8 @@ class TokenTable(Sequence[TokenLogprob]):
 
     @property
     def df(self) -> pd.DataFrame:
-        """One row for each token: its text, its natural log-probability, its probability from 0 to 1, and a dictionary
-        of the most likely tokens at this position with their log-probabilities.
+        """A data frame with one row for each token: its text, its natural log-probability, its probability from 0 to 1,
+        and a dictionary of the most likely tokens at this position with their log-probabilities.
 
         Raises:
             ImportError: pandas is not installed.

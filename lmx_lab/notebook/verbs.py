@@ -212,7 +212,7 @@ def _begin(
     __tracebackhide__ = True
     try:
         return verb(owner, *args, **kwargs)
-    except TypeError as exc:  # Calling a coroutine function only binds its arguments.
+    except TypeError as exc:  # This is an error in the arguments: the body has not started.
         parameters = inspect.signature(form).parameters
         names = [name for name in parameters if name != "self"]
         if (unknown := kwargs.keys() - names) and all(it.kind != it.VAR_KEYWORD for it in parameters.values()):

@@ -1,4 +1,4 @@
-"""Render line charts over time as inline SVG, without scripts and external files, readable without colour."""
+"""Render line charts over time as inline SVG, without scripts or external files, and readable without colour."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 GAP_S = 2.0
-"""Points that are further apart than this are not connected: nothing was recorded between them."""
+"""Points that are further apart than this are not connected, because nothing was recorded between them."""
 MAX_SERIES = 3
 """Number of line styles in ``CSS``."""
 WIDTH, HEIGHT = 720, 220
@@ -37,7 +37,7 @@ CSS = """\
 _IMAGE_CSS = f"""\
 svg {{ --muted: #555; --grid: #ccc; --line-0: #0b5cad; --line-1: #b34700; --line-2: #2f7d32; background: #fff; }}
 {CSS}"""
-"""Styles of a chart that is an image of its own. It has a background, because it cannot know that of its page."""
+"""Styles of a chart that is a separate image. It has a background, because it cannot use that of its page."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -72,7 +72,7 @@ class LineChart:
     """A chart of one or more series in the same unit, with an axis that begins at 0."""
 
     key: str
-    """A word that is unique in its page, for the ids of the chart's description."""
+    """A word that is unique in the page. It is part of the ids of the chart's description."""
     title: str
     unit: str
     at: Sequence[float]

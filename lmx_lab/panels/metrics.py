@@ -114,7 +114,7 @@ class MetricsPanel(Panel):
     job = traitlets.Unicode().tag(sync=True)
     """Progress of a measurement; empty if there is none."""
     failures: Any = traitlets.List().tag(sync=True)
-    """The last failed requests of any client, a text for each, the newest first; at most ``MAX_FAILURES``."""
+    """One text for each of the last failed requests of all clients, newest first; at most ``MAX_FAILURES``."""
     now: Any = traitlets.List().tag(sync=True)
     """The current values, one for each column; empty if there are none."""
     end = traitlets.Float().tag(sync=True)

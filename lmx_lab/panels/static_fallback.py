@@ -1,4 +1,4 @@
-"""Display widgets so that a notebook without its kernel shows static snapshots of what was seen last instead."""
+"""Display widgets with static snapshots of their last state, which a notebook without its kernel shows instead."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ _STYLE = """\
 
 
 class StaticViews:
-    """The snapshots of displayed widgets. They are sent again after a change, so that a saved notebook has the last.
+    """The snapshots of displayed widgets. They are sent again after a change, so that a saved notebook is up to date.
 
     Snapshots are updated when a cell ends, at the next ``refresh`` after ``mark_changed(ended=True)``, and otherwise
     ``INTERVAL_S`` after the last update if ``mark_changed`` was called since. Can be used from any thread.
@@ -40,7 +40,7 @@ class StaticViews:
 
     def __init__(self) -> None:
         self._views: dict[str, tuple[Callable[[], str], str]] = {}
-        """By display id: the function that returns the current HTML, and the HTML that was sent last."""
+        """For each display id, the function that returns the current HTML, and the HTML that was sent last."""
         self._numbers = itertools.count()
         self._lock = threading.Lock()
         self._is_changed = False
@@ -70,7 +70,11 @@ class StaticViews:
             self._register()
 
     def mark_changed(self, *, ended: bool = False) -> None:
-        """Update the snapshots soon, or with the next ``refresh`` if a turn, a load or a measurement has ended."""
+        """Schedule an update of the snapshots.
+
+        Args:
+            ended: Whether a turn, a load or a measurement has ended; the update is then due at once.
+        """
         self._is_changed = True
         if ended:
             self._due_at = 0.0
@@ -81,7 +85,7 @@ class StaticViews:
         return self._is_changed and bool(self._views) and time.monotonic() >= self._due_at
 
     def refresh(self) -> None:
-        """Send the snapshots that have changed. Must not be called on the loop of the panels, which renders may use."""
+        """Send the snapshots that have changed. Must not be called on the panels' loop, which the snapshots may use."""
         from IPython.display import display  # As in show.
 
         with self._lock:

@@ -76,8 +76,8 @@ class Workbench:
 
     @property
     def job(self) -> str:
-        """Progress of a job that uses the lab, such as a measurement, for display; empty if there is none. Can be set
-        from any thread."""
+        """Displayed progress of a job that uses the lab, such as a measurement; empty if there is none. Can be set from
+        any thread."""
         return self._job
 
     @job.setter

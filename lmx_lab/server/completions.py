@@ -80,7 +80,7 @@ class CompletionPrompts:
         self._unread: dict[int, list[Generation]] = {}
         """Generations that were submitted in advance, by the number of their prompt."""
         self._running: dict[int, list[Generation]] = {}
-        """Generations that were submitted and not closed, by the number of their prompt."""
+        """Generations that were submitted but not closed, by the index of their prompt."""
         self._latest: Generation | None = None
         self._answer = CompletionAnswer(model=body.model, fingerprint=service.fingerprint)
 
@@ -91,7 +91,7 @@ class CompletionPrompts:
 
     @property
     def running(self) -> list[Generation]:
-        """The generations that were submitted and not closed."""
+        """The generations that were submitted but not closed."""
         return [generation for generations in self._running.values() for generation in generations]
 
     async def submit_first(self) -> None:

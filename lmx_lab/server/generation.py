@@ -89,7 +89,7 @@ class Generation:
 
     @property
     def ended(self) -> bool:
-        """Whether the engine has ended the generation, which then has no slot. Its last deltas may be unread."""
+        """Whether the engine has ended the generation and released its slot. The last deltas may still be unread."""
         return self._stream.ended
 
     @property

@@ -31,7 +31,7 @@ from lmx_lab.values.models import Kind
 from lmx_lab.wire.chat import ChatRequest
 
 CONTENDED_CLIENT_S = 1.0
-"""Time that a client may accept no data while it has a slot for which other requests wait."""
+"""Time for which a client with a slot may accept no data while other requests wait for a slot."""
 
 
 class TextResult(Protocol):
@@ -50,7 +50,7 @@ class InferenceService:
     Args:
         feed: Receives a ``RequestEvent`` at the end of each request.
         slow_client_s: See ``Settings``.
-        observers: Called with the end of each request, on the loop that reads the answer.
+        observers: Called at the end of each request, on the loop that reads the answer.
     """
 
     def __init__(
@@ -74,7 +74,7 @@ class InferenceService:
     def blocked_limit_s(self, generations: Iterable[Generation]) -> float:
         """Return how long the client of these generations may accept no data before they are cancelled.
 
-        A client whose generations have ended has no slot, so it may take any time.
+        There is no limit after its generations have ended, because it no longer has a slot.
         """
         if all(generation.ended for generation in generations):
             return math.inf

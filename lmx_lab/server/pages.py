@@ -68,8 +68,8 @@ POLICY = f"default-src 'none'; base-uri 'none'; form-action 'none'; style-src 'n
 FRONT_POLICY = f"{POLICY}; img-src 'self'"
 # Swagger UI's style sheet contains images as data URLs.
 DOCS_POLICY = f"{POLICY}; img-src 'self' data:; script-src 'nonce-%(nonce)s'; connect-src 'self'"
-"""The content security policy of the page: it may use its scripts, its style sheet and this server. The page does not
-know the addresses of its files behind a proxy, so they are allowed by a nonce."""
+"""The content security policy of the page, which allows its own scripts and style sheet, and requests to this server.
+Behind a proxy the addresses of these files are not known, so a nonce identifies them."""
 
 
 def page_routes(manager: ModelManager) -> APIRouter:
@@ -124,7 +124,7 @@ def _describe(manager: ModelManager, *, local: bool) -> str:
 
 
 def _curl(request: Request) -> str:
-    """Return a request as a line for a shell. Its address is that of this page, without the path of a proxy."""
+    """Return an example request as a shell command, with the address of this page but without the path of a proxy."""
     url = f"{str(request.base_url).rstrip('/')}/v1/chat/completions"
     body = '{"model": "default", "messages": [{"role": "user", "content": "Say hello."}]}'
     return f"curl {url} -H 'content-type: application/json' -d '{body}'"

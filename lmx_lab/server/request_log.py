@@ -1,4 +1,4 @@
-"""Log one line for each request at its end, which ``lmx-lab serve`` prints."""
+"""Log one line when a request ends. ``lmx-lab serve`` prints these lines."""
 
 from __future__ import annotations
 
@@ -15,15 +15,15 @@ FIRST_ERROR = 400
 
 
 class RequestLog:
-    """Joins the end of each HTTP request with the ends of its generations.
+    """Combines the end of each request with the ends of its generations.
 
-    Requests that only read something, such as probes and panels, are logged if they were refused. The methods are
+    ``GET`` requests, such as those of probes and panels, are logged only if they fail. The methods are
     called on the server's event loop.
     """
 
     def __init__(self) -> None:
         self._ends: dict[str, list[RequestEnd]] = {}
-        """The ends so far of each request that is running."""
+        """For each running request, the ends of its generations up to now."""
 
     def begin(self, scope: Scope) -> None:
         """Called at the start of a request."""

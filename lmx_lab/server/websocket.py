@@ -101,7 +101,7 @@ async def _send_tokens(socket: WebSocket, service: InferenceService, request: Ch
 
 def _close_blocked(socket: WebSocket, reason: str) -> None:
     """Close the connection to a client that accepts no data."""
-    # An extension of ``http.protocol``; a close through ASGI would wait for the client.
+    # This is an extension of ``http.protocol``. Closing through ASGI would wait for the client.
     close = (socket.scope.get("extensions") or {}).get("lmx_lab.close")
     if close is not None:
         close(POLICY_VIOLATION, reason)

@@ -96,8 +96,8 @@ def merge_deltas(deltas: Sequence[Delta]) -> Delta:
 
 
 def whole_characters(text: str) -> str:
-    """Return a text that was cut between two tokens without the part of a character at its end, for display."""
-    # A joiner announces the next part of an emoji.
+    """Return a text that was cut between two tokens without the incomplete character at its end, for display."""
+    # A zero-width joiner is followed by another part of the same emoji.
     return text.rstrip("\ufffd\u200d")
 
 

@@ -1,7 +1,7 @@
-"""Refuse values in ``config.json`` and in the headers of files that no model can have. Pure.
+"""Refuse impossible values in ``config.json`` and in the headers of model files. Does not read files.
 
-The engines check few of them: with NaN, infinity or zero, a model is loaded and answers nonsense, or fails with an
-error that does not name the value.
+The engines check only a few of these values. With NaN, infinity or zero, a model is loaded and generates nonsense, or
+fails with an error that does not name the value.
 """
 
 from __future__ import annotations
@@ -30,8 +30,8 @@ POSITIVE = (
     | dict.fromkeys(("rms_norm_eps", "layer_norm_eps", "norm_eps", "layer_norm_epsilon", "layernorm_epsilon"), 1)
     | {"rope_theta": 10**15, "rotary_emb_base": 10**15}
 )
-"""Numbers of the language model that must be above zero, with their largest possible values. Missing ones have a
-default."""
+"""Values of the language model that must be above zero, with their largest possible values. Missing values have
+defaults."""
 BITS = (2, 3, 4, 5, 6, 8)
 GROUP_SIZES = (16, 32, 64, 128)
 WORD_BITS = 32
@@ -60,14 +60,14 @@ def check_config(path: Path, config: Mapping[str, Any]) -> None:
 
 
 def check_quantized(path: Path, shapes: Mapping[str, tuple[str, list[int]]]) -> None:
-    """Check that the groups of MLX's quantized tensors divide them.
+    """Check that the number of columns of each of MLX's quantized tensors is a multiple of its group size.
 
     Args:
         path: The file, for messages.
         shapes: Type and shape of each tensor of the file.
 
     Raises:
-        UnusableModelError: a tensor has a number of groups that does not belong to its size.
+        UnusableModelError: the number of groups of a tensor does not fit its shape.
     """
     for name, (_, groups) in shapes.items():
         kind, packed = shapes.get(f"{name.removesuffix('.scales')}.weight", ("", []))
@@ -82,21 +82,21 @@ def check_quantized(path: Path, shapes: Mapping[str, tuple[str, list[int]]]) -> 
 
 
 def check_positive(path: Path, name: str, value: object, limit: float) -> None:
-    """Check that a value is above zero and at most ``limit``, unless it is not a number.
+    """Check that a number is above zero and at most ``limit``. Values of other types are ignored.
 
     Args:
         path: The file, for messages.
         name: Name of the value, for messages.
 
     Raises:
-        UnusableModelError: it is not.
+        UnusableModelError: the number is outside of this range.
     """
     if _is_number(value) and not 0 < value <= limit:
         raise _impossible(path, name, value, f"it must be above 0, and {limit:,} at most")
 
 
 def _parts(config: Mapping[str, Any], name: str = "") -> Iterator[tuple[str, Mapping[str, Any]]]:
-    """Iterate over the object and all objects in it, with the beginning of their keys' names."""
+    """Iterate over the object and all objects in it, each with the prefix of its keys' names."""
     waiting = [(name, config)]
     while waiting:
         name, part = waiting.pop()
@@ -114,7 +114,7 @@ def _check_quantization(path: Path, name: str, given: Mapping[str, Any]) -> None
     bits, size = given.get("bits"), given.get("group_size")
     if _is_number(bits) and (bits not in BITS if is_mlx else not 1 <= bits <= WORD_BITS):
         raise _impossible(path, f"{name}bits", bits, f"it must be one of {', '.join(map(str, BITS))}")
-    # -1 is a group for each row, in formats of others.
+    # In other projects' formats, -1 means one group for each row.
     if _is_number(size) and (size not in GROUP_SIZES if is_mlx else size != -1 and not 0 < size <= 2**16):
         raise _impossible(path, f"{name}group_size", size, f"it must be one of {', '.join(map(str, GROUP_SIZES))}")
     for key, layer in given.items():

@@ -74,7 +74,7 @@ class RequestModel(BaseModel):
 
 
 def request_class(name: str) -> type[RequestModel] | None:
-    """Return the imported request body, or part of one, that has this name; None if there is none."""
+    """Return the request class of this name, or the class of a part of a request; None if no such class is imported."""
     classes = [RequestModel]
     while classes:
         if (found := classes.pop()).__name__ == name:

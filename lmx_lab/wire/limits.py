@@ -20,10 +20,10 @@ TEXT_LIMIT = ITEM_LIMIT + MEMBERS_LIMIT + CONTAINER_LIMIT
 MEMBER_LIMIT = 256
 """Members of one object, unless its field has another limit."""
 DIGITS_LIMIT = 400
-"""Digits of a number in a body. The largest float64 has 309, and the time to read a number grows with their square."""
+"""Digits of a number in a body. The largest float64 has 309. The time to parse a number is quadratic in its digits."""
 LONG_NUMBER = re.compile(rb"(?<![0-9])[0-9]{%d}" % (DIGITS_LIMIT + 1))
 LARGE_NUMBER = re.compile(rb"[eE]\+?[0-9]{3}|[0-9]{309}")
-"""Part of every number that may exceed the largest float64."""
+"""Matches a part of every number that may exceed the largest float64."""
 DEPTH_CHANGE = {ord("["): 1, ord("{"): 1, ord("]"): -1, ord("}"): -1}
 NOT_BRACKETS = bytes(set(range(256)) - set(DEPTH_CHANGE))
 PIECE_CHARACTERS = 65_536
@@ -52,7 +52,7 @@ class Structure:
         """Number of lists and objects that have not ended."""
         self._in_string = False
         self._number = b""
-        """End of a number at the end of the last piece, which may continue in the next one."""
+        """The unfinished number at the end of the last piece; it may continue in the next piece."""
 
     @property
     def excess(self) -> str | None:
@@ -91,7 +91,7 @@ class Structure:
     def _check_numbers(self, outside: bytes) -> None:
         self.has_long_number = self.has_long_number or LONG_NUMBER.search(outside) is not None
         self.may_have_infinity = self.may_have_infinity or LARGE_NUMBER.search(outside) is not None
-        # Digits, and the letter and sign of an exponent.
+        # The trailing characters of a number: digits, and the letter and sign of an exponent.
         tail = outside[-DIGITS_LIMIT:]
         self._number = tail[len(tail.rstrip(b"0123456789+eE")) :]
 

@@ -114,7 +114,8 @@ class TextsRerankBody(RequestModel):
 
 
 def _body_shape(body: Any) -> str:
-    # A body that was validated before is an object. If a body matches neither, the errors are those of the first one.
+    # A body that was validated before is an instance of its class. If a body has neither shape, the errors are those of
+    # ``RerankBody``.
     is_texts = isinstance(body, TextsRerankBody) or (isinstance(body, dict) and "texts" in body)
     return "dict[texts]" if is_texts else "dict[documents]"
 

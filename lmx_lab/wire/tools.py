@@ -252,8 +252,8 @@ def _check_arguments(messages: Sequence[Mapping[str, Any]]) -> None:
     ]
     texts = [function.get("arguments") for function in functions if isinstance(function, dict)]
     structure = Structure()
-    # One text, because counting takes longer to begin than for a short text. A text with an open string would hide the
-    # contents of the following ones, but validation stops at its error.
+    # The texts are joined, because each call of the counter has a fixed cost. A text with an unterminated string would
+    # hide the contents of the texts after it, but validation stops at this error.
     structure.add_whole("\n".join(text for text in texts if isinstance(text, str)))
     if structure.excess is not None:
         raise ValueError(

@@ -1,4 +1,4 @@
-"""Convert pydantic's errors about a request to the message for its sender: the field, what is wrong, and the value."""
+"""Convert pydantic's errors about a request to an error message with the field, the problem and the value."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from pydantic import BaseModel
 
 from lmx_lab.errors import InvalidRequestError, did_you_mean
 
-# There is no number for "no limit". Other servers use -1 or 0 for it.
+# No number means "no limit". Other servers use -1 or 0 for this.
 UNLIMITED_HINTS = {
     **dict.fromkeys(
         ("max_tokens", "max_completion_tokens"),
@@ -26,12 +26,12 @@ def invalid_request(problems: Sequence[Any], shape: type[BaseModel] | None = Non
 
     Args:
         problems: ``errors()`` of pydantic's exception.
-        shape: The class of the request; an unknown field is compared with its fields.
+        shape: The class of the request. A similar field of this class is suggested for an unknown field.
     """
     problem = _first_problem(problems)
-    # A part of the path may be a name of any length that the caller chose.
+    # A part of the path may be a name from the request, of any length.
     parts = tuple(problem["loc"])
-    # A name that is not a field may look like a type of a union.
+    # The name of an unknown field may look like a type of a union.
     last = len(parts) - 1 if problem["type"] == "extra_forbidden" else None
     path = [str(part)[:80] for at, part in enumerate(parts) if at == last or not _is_union_type(part)]
     field = ".".join(path)
@@ -42,7 +42,7 @@ def invalid_request(problems: Sequence[Any], shape: type[BaseModel] | None = Non
 
 
 def _message(problem: dict[str, Any], shape: type[BaseModel] | None) -> str:
-    """Return pydantic's message, or our own if pydantic's is about its steps or does not contain the number."""
+    """Return pydantic's message, or a clearer one if pydantic's describes its internals or lacks the number."""
     match problem["type"]:
         case "extra_forbidden":
             name, *rest = problem["loc"]
@@ -58,7 +58,7 @@ def _message(problem: dict[str, Any], shape: type[BaseModel] | None) -> str:
 
 
 def _describe_input(value: Any) -> str:
-    # An integer from a notebook may have more digits than Python prints.
+    # An integer from a notebook may have more digits than Python converts to text.
     if not isinstance(value, str | int | float) or (isinstance(value, int) and value.bit_length() > 1000):
         return ""
     # Truncated first: the repr of a text of 8 MB takes tens of milliseconds.
@@ -67,16 +67,16 @@ def _describe_input(value: Any) -> str:
 
 
 def _first_problem(problems: Sequence[Any]) -> dict[str, Any]:
-    """Return the first problem. Of a union, return that of the type that matched furthest: the one the caller meant."""
+    """Return the first problem. For a union, return the problem of the type that most likely was intended."""
     first = problems[0]
     if not (first["loc"] and _is_union_type(first["loc"][-1])):
         return dict(first)
     field = first["loc"][:-1]
     alternatives = [problem for problem in problems if problem["loc"][: len(field)] == field]
-    # Of two that matched equally far, the one with the right type.
+    # The type that matched the longest path; of two equal ones, the one without a wrong type.
     return dict(max(alternatives, key=lambda problem: (len(problem["loc"]), not problem["type"].endswith("_type"))))
 
 
 def _is_union_type(part: str | int) -> bool:
-    """Whether a part of a path is the type of a union that was tried, and not a field."""
+    """Whether a part of a path is not a field but a type of a union, which pydantic has tried."""
     return part in UNION_TYPES or "[" in str(part)

@@ -126,7 +126,7 @@ PAGES = tuple(ValidRequest(method="GET", path=path) for path in ("/healthz", "/"
 SERVER_EVENTS = tuple(
     ValidRequest(method="GET", path=f"/admin/events{query}") for query in ("", "?include=samples", "?include=requests")
 )
-"""Streams without an end."""
+"""Requests for streams without an end."""
 
 SESSIONS = tuple(f"fuzz-{number}" for number in range(3))
 TURN = {"content": "hello", "overrides": {"max_tokens": 4, "temperature": 0, "seed": 1}}

@@ -1,4 +1,4 @@
-"""Attack a server as one client, and measure health requests and the chats of another client meanwhile."""
+"""Attack a server as one client while measuring health requests and the chats of another client."""
 
 from soak.hostile.beside import run
 

@@ -13,34 +13,34 @@ LOAD = "/admin/models/load"
 REFUSED = frozenset({"400 invalid-request"})
 TOO_LONG = frozenset({"400 context-length-exceeded", "400 invalid-request"})
 BUSY = frozenset({"429 queue-full", "409 model-busy"})
-"""Answers while others wait, and while all attacks run at once."""
+"""Answers that are also allowed if other requests wait, or if all attacks run at once."""
 CLOSED = frozenset({"closed 1008", "closed 1013", "closed 1009", "closed 1002"})
 ANSWER_S = 5.0
 TEMPLATE_S = 7.0
-"""Deadline of a template, and a second each for the start of its process and for the answer."""
+"""Time limit of a template, plus one second for the start of its process and one for the answer."""
 TOKENIZER_S = 12.0
-"""Deadline of a text, and a second each for the start of its process and for the answer."""
+"""Time limit of a text, plus time for the start of its process and for the answer."""
 GRAMMAR_S = 7.0
 UNREAD_S = 20.0
-"""Duration for which a client reads nothing: the deadline of a slow client, 10 s, and the time to fill the buffers."""
+"""Time for which a client reads nothing: the time limit of a slow client (10 s) plus the time to fill the buffers."""
 UNREAD_TOKENS = 8000
 AMBIGUOUS = 'start: s\ns: s s | s s s | /[a-z]+/ | " "'
 
 
 @dataclass(frozen=True, kw_only=True)
 class Attack:
-    """What one client does to a server."""
+    """Requests with which one client attacks a server."""
 
     name: str
     send: Send
     answers: frozenset[str]
     """Allowed answers, and allowed ends of connections."""
     limit_s: float = ANSWER_S
-    """Limit for the last answer."""
+    """Time limit for the last answer."""
     model: str = VALID
     """Name of the model that is loaded before the attack."""
     in_quick: bool = False
-    """Whether the attack is a part of a quick run."""
+    """Whether a quick run includes the attack."""
 
 
 ATTACKS = (

@@ -1,4 +1,4 @@
-"""Run attacks one by one and then all at once, beside health requests and the short chats of another client."""
+"""Run attacks one by one and then all at once, while another client sends health requests and short chats."""
 
 from __future__ import annotations
 
@@ -27,11 +27,11 @@ from soak.soak import Soak, SoakError
 ALONE_S, QUICK_ALONE_S = 3.0, 1.0
 """Duration for which chats and health requests are measured before an attack."""
 AFTER_S = 1.0
-"""Duration for which they are measured after its last answer."""
+"""Duration for which they are measured after the last answer to an attack."""
 PAUSE_S = 0.05
 """Pause between two chats."""
 CHAT_FACTOR, CHAT_S = 2.0, 1.0
-"""A chat beside an attack may take this many times its time alone, plus these seconds."""
+"""During an attack, a chat may take its normal time multiplied by the first value, plus the second in seconds."""
 GIVE_UP_S = 120.0
 DATABASE = Path("daemon", "daemon.db")
 HELLO = chat_of("hi", max_tokens=8, temperature=0, ignore_eos=True)
@@ -96,7 +96,7 @@ class _OtherClient:
         self._http.close()
 
     def since(self, began: float) -> list[_ChatTime]:
-        """Return the chats that were sent, or had no answer yet, after a time; waits for one that begins now."""
+        """Return the chats that were sent after a time, or had no answer by then. Wait for a chat that begins now."""
         now = time.monotonic()
         if not wait_until(lambda: self._times[-1:] != [] and self._times[-1].began >= now, 2 * GIVE_UP_S):
             raise SoakError("the chats of the other client have no end")
@@ -223,7 +223,7 @@ class _Effects:
         if self.worst_s > CHAT_FACTOR * self.alone_s + CHAT_S:
             row.hung += 1
             row.wrong.append(f"a chat of another client took {self.worst_s:.2f} s, and {self.alone_s:.2f} s alone")
-        # The time alone is added, because on a busy machine it exceeds the limit without any attack.
+        # The time without an attack is added, because on a busy machine it alone exceeds the limit.
         if p99(self.health) > HEALTH_S + p99(self.health_alone):
             row.hung += 1
             row.wrong.append(f"p99 of health is {_ms(p99(self.health))}, and {_ms(p99(self.health_alone))} alone")

@@ -1,4 +1,4 @@
-"""Write models whose tokenizer, chat template or configuration is hostile: tiny models with one harmful value."""
+"""Write tiny models with one harmful value in their tokenizer, chat template or configuration."""
 
 from __future__ import annotations
 
@@ -17,10 +17,10 @@ from tests.tiny import THINKER_TEMPLATE, teach_thinking, write_tiny_llama
 CONTEXT_TOKENS = 8192
 LOOPS = "".join(f"{{% for {name} in range(99999) %}}" for name in "abcd") + "{% endfor %}" * 4
 LOOP_OF_TWO = f"{{% if messages|length == 2 %}}{LOOPS}{{% endif %}}{THINKER_TEMPLATE}"
-"""Loops for a conversation of two messages, which a trial of one message does not find."""
+"""Does not end for a conversation of two messages, which a trial with one message does not detect."""
 LOOP_WORD = "loop"
 LOOP_OF_WORD = f"{{% if messages[0].content == '{LOOP_WORD}' %}}{LOOPS}{{% endif %}}{THINKER_TEMPLATE}"
-"""Loops only for one request, which no trial can find."""
+"""Does not end for one particular request, which no trial can detect."""
 DOUBLING = "{% set ns = namespace(s='x') %}{% for _ in range(60) %}{% set ns.s = ns.s ~ ns.s %}{% endfor %}"
 POWER = f"{{{{ 9**(9**9) }}}}{THINKER_TEMPLATE}"
 SLOW_NORMALIZER = {"type": "Replace", "pattern": {"Regex": "(a|a|aa|b)*c"}, "content": ""}
@@ -69,7 +69,7 @@ def _llama(folder: Path, soak: Soak, *, template: str = THINKER_TEMPLATE, **step
     """Write a tiny llama.
 
     Args:
-        steps: Values of ``tokenizer.json``. They precede the tokenizer's own step of the kind.
+        steps: Steps for ``tokenizer.json``, by kind. Each is inserted before the tokenizer's own step of this kind.
     """
     write_tiny_llama(folder, soak.folder, seed=0, context=CONTEXT_TOKENS)
     teach_thinking(folder, template=template)

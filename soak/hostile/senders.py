@@ -51,7 +51,7 @@ def post(path: str, make: Callable[[], Mapping[str, Any]], *, clients: int = 1, 
     """Send one request from each of several connections.
 
     Args:
-        make: Creates the body, only when it is sent, because all of them together are large.
+        make: Creates the body when it is sent, because the bodies of all attacks together are large.
         leaves: Whether the clients disconnect after ``LEAVE_S``.
     """
 

@@ -16,7 +16,7 @@ from tests.daemon.scripted import Scripted, says
 
 @pytest.fixture(autouse=True, scope="package")
 def _cache_parser() -> Iterator[None]:
-    """Make the parser of all commands once, because that takes a third of the time of a short command."""
+    """Create the parser of all commands once, because this takes a third of the time of a short command."""
     with pytest.MonkeyPatch.context() as patched:
         patched.setattr(typer.main, "get_command", functools.cache(typer.main.get_command))
         yield

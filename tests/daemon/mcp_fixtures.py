@@ -73,7 +73,7 @@ class McpHarness:
     async def events(self) -> list[dict[str, Any]]:
         """Return the status events, once the last one of each server has the state that the server has now.
 
-        A change can be read shortly before its event is stored.
+        A new state can be read shortly before its event is stored.
         """
         async with asyncio.timeout(30):
             while True:

@@ -35,7 +35,7 @@ from tests.docs.pages import (
 README_LINES = 120
 """Two screens; everything longer belongs in ``docs``."""
 OTHER_FLAGS = {"--json", "--raw", "--no-deps", "--to", "--only", "--quick", "--count", "--kills", "--seed"}
-"""Flags of curl, of ``%%lmx``, of pip, of nbconvert and of ``python -m soak``."""
+"""Flags of curl, ``%%lmx``, pip, nbconvert and ``python -m soak``."""
 
 
 def page_name(page: Path) -> str:

@@ -1,4 +1,4 @@
-"""Quantized weights whose shapes would end the process are refused."""
+"""Test that quantized weights whose shapes would end the process are refused."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ WEIGHT = "model.layers.0.mlp.up_proj"
 
 
 def write(folder: Path, tiny: ModelEntry, scales: tuple[int, ...]) -> None:
-    """Write the weights of the tiny model, one of them in 4 bits with scales of this shape."""
+    """Write the weights of the tiny model. One tensor is quantized to 4 bits and has scales of the given shape."""
     weights: Any = mx.load(str(tiny.path / "model.safetensors"))
     weights[f"{WEIGHT}.weight"], right, weights[f"{WEIGHT}.biases"] = mx.quantize(
         weights[f"{WEIGHT}.weight"], group_size=32, bits=4

@@ -252,8 +252,8 @@ def test_a_queue_filled_by_others_only_delays_later_prompts(lab: Lab, http: http
     def fill_queue() -> None:
         with httpx2.Client(base_url=lab.url, timeout=60) as client:
             running.wait()
-            # Six clients fill a server of four places at some time. Limited, because more requests would delay the
-            # others for minutes on a busy machine.
+            # Six clients eventually fill a server with four places. The number of requests is limited, because more of
+            # them would delay the others for minutes on a busy machine.
             while 429 not in statuses or (not over.is_set() and statuses.count(429) < 20):
                 response = client.post("/v1/chat/completions", json=echo_body(max_tokens=40, ignore_eos=True))
                 statuses.append(response.status_code)

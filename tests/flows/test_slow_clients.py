@@ -31,7 +31,7 @@ UPGRADE = (
 
 @contextmanager
 def unread_stream(lab: Lab, way: Way, **changes: Any) -> Iterator[socket.socket]:
-    """Start a stream on a connection that is not read, and yield the connection."""
+    """Start a stream without reading it, and yield the connection."""
     body = {**echo_body(**changes), **({} if way == "socket" else {"stream": True})}
     if way == "completions":
         body["prompt"] = body.pop("messages")[0]["content"]
@@ -66,7 +66,7 @@ def test_a_client_that_accepts_no_data_is_disconnected_and_its_generation_cancel
     echo_home: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture, way: Way
 ) -> None:
     monkeypatch.setattr(protocol, "LINGER_S", 20.0)
-    # A client that does not answer pings is disconnected, too, perhaps earlier.
+    # A client that does not answer pings is also disconnected, possibly earlier.
     monkeypatch.setattr(protocol.WebSocketProtocol, "start_keepalive", lambda self: None)
     with serving(echo_home, "echo", echo_tokens_per_s=PACE, slow_client_s=1) as lab:
         with unread_stream(lab, way, **ENDLESS) as client:
@@ -78,7 +78,7 @@ def test_a_client_that_accepts_no_data_is_disconnected_and_its_generation_cancel
     assert caplog.text.count(NOTICED) == 1
     assert "Traceback" not in caplog.text
     assert b"[DONE]" not in data
-    # Over a WebSocket, the tokens that were sent are followed by the close code.
+    # Over a WebSocket, the close code follows the tokens that were sent.
     assert (CLOSE_CODE in data) is (way == "socket")
     assert re.search(r"lmx_lab_requests_total.*cancelled.* 1\.0", metrics)
 

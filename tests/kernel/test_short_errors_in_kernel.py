@@ -1,4 +1,4 @@
-"""Test in a kernel that errors of the package are short, and that others are shown as IPython shows them."""
+"""Test in a kernel that errors of the package are displayed in short form, and other errors as usual."""
 
 from __future__ import annotations
 

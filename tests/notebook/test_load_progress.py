@@ -1,4 +1,4 @@
-"""Interrupting a load of a lab cancels it, wherever the server runs."""
+"""Test that interrupting a load cancels it, in a launched lab and in an attached one."""
 
 from __future__ import annotations
 

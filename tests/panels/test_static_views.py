@@ -1,4 +1,4 @@
-"""Saved snapshots follow what their panels show, in a real kernel."""
+"""Test in a real kernel that the saved snapshots are updated with their panels."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ CELLS = (
 
 @pytest.fixture(scope="module")
 def notebook() -> Any:
-    """A notebook that was run from top to bottom as JupyterLab or nbconvert do it."""
+    """A notebook that was run from top to bottom, as in JupyterLab or nbconvert."""
     written: Any = nbformat.v4.new_notebook(cells=[nbformat.v4.new_code_cell(cell) for cell in CELLS])
     NotebookClient(written, timeout=120, config=without_ports()).execute()
     return written

@@ -1,4 +1,4 @@
-"""Run small versions of the parts hostile and mutations, and test that they detect problems."""
+"""Run small versions of the parts ``hostile`` and ``mutations``, and test that they detect problems."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Values that no model can have are refused by name, before anything is loaded."""
+"""Test that impossible values are refused before anything is loaded, with an error that names them."""
 
 from __future__ import annotations
 
@@ -54,7 +54,7 @@ LLAMA: dict[str, Any] = {
 def test_an_impossible_value_is_named(key: str, value: float, part: str) -> None:
     config = {"text_config": {**LLAMA, key: value}} if part else {**LLAMA, key: value}
     name = f"{part}.{key}" if part else key
-    # As Python and the hub's files write it.
+    # The form in which Python and the hub's files write the value.
     with pytest.raises(UnusableModelError, match=rf"config\.json: {name} is "):
         check_config(PATH, json.loads(json.dumps(config)))
 

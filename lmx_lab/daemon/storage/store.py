@@ -297,7 +297,7 @@ def _open_private(path: str, flags: int) -> int:
 
 
 def _create(path: Path) -> None:
-    """Create a database under another name first: SQLite begins with an empty file, which ``_check_size`` refuses."""
+    """Create a database under a temporary name: SQLite starts with an empty file, which ``_check_size`` refuses."""
     new = path.with_suffix(".new")
     new.unlink(missing_ok=True)
     os.close(os.open(new, os.O_CREAT | os.O_EXCL | os.O_RDWR | os.O_NOFOLLOW, 0o600))
@@ -307,9 +307,9 @@ def _create(path: Path) -> None:
 
 
 def _check_size(path: Path) -> None:
-    """Refuse a file that was cut off.
+    """Check that a file was not truncated.
 
-    SQLite would use an empty file as a new database, and would not notice a missing part of the last page.
+    SQLite would use an empty file as a new database, and would not detect an incomplete last page.
     """
     with open(path, "rb", opener=_open_existing) as file:
         header, size = file.read(18), os.fstat(file.fileno()).st_size
@@ -317,7 +317,7 @@ def _check_size(path: Path) -> None:
         raise HostingError(f"{path} is damaged (it has {size} bytes and is not a database of SQLite); {MOVE_AWAY}")
     with contextlib.suppress(FileNotFoundError):
         if path.with_name(f"{path.name}-wal").stat().st_size:
-            return  # The last page may be in this file.
+            return  # The last page may be in the WAL file.
     if size % max(512, int.from_bytes(header[16:18])):
         raise HostingError(f"{path} is damaged (its last page is incomplete); {MOVE_AWAY}")
 

@@ -21,8 +21,8 @@ Text = TypeVar("Text", str, tuple[str, str])
 CHARACTERS_PER_TOKEN = 10
 """More than a token stands for in ordinary text."""
 MAX_CHARACTERS_PER_TOKEN = 100
-"""A text that has more for each token of the context is refused without tokenizing it: 5 MB of spaces would take the
-tokenizer seconds. The longest word of which WordPiece makes a token has as many."""
+"""A text with more characters than this for each token of the context is refused without tokenizing it, because 5 MB of
+spaces would take seconds. The longest word that WordPiece converts to a token has 100 characters."""
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -22,7 +22,7 @@ log = logging.getLogger(__name__)
 WORKER = Path(__file__).with_name("worker.py")
 START_S = 30.0
 LIMIT_S = 2.0
-"""Time that the check of a grammar with all its parts may take."""
+"""Time limit for checking a grammar and all its parts."""
 SHARE_S = 0.5
 """Time that one grammar may take while others wait."""
 TOO_SLOW = f"it takes longer than {LIMIT_S:g} s to compile; simplify it"
@@ -36,7 +36,7 @@ class GrammarSandbox:
 
     Args:
         has_waiting: Whether other grammars wait to be checked.
-        compile_s: CPU time that compiling a grammar may take, for an engine that computes no other request meanwhile.
+        compile_s: Limit of the CPU time to compile a grammar. Engines that block during compilation set a lower limit.
     """
 
     def __init__(self, has_waiting: Callable[[], bool] = lambda: False, *, compile_s: float = LIMIT_S) -> None:
@@ -53,7 +53,7 @@ class GrammarSandbox:
 
         Args:
             grammars: The grammar, followed by each of its parts as a grammar of its own.
-            limit_s: Time that is left for the check; by default ``LIMIT_S``.
+            limit_s: Remaining time for the check; by default ``LIMIT_S``.
 
         Returns:
             The reason why it cannot be enforced, empty if it can, and the index of the part that causes it.

@@ -39,7 +39,7 @@ GROWTH = 4
 MALLOC = {"MALLOC_ARENA_MAX": "2", "MALLOC_MMAP_THRESHOLD_": str(2**20), "MALLOC_TRIM_THRESHOLD_": str(2**24)}
 """Settings of glibc with which the process returns the memory of long texts."""
 PLAN_FACTOR = 1.5
-"""Factor by which a process may exceed the planned memory of its model and context."""
+"""Ratio of a process's memory limit to the planned memory of its model and context."""
 EXTRA_BYTES = 2**30
 """Memory that a process may use beyond the limits of models and of the caches of ended requests."""
 ALL_MARKERS = (*(marker for pair in MORE_REASONING_MARKERS for marker in pair), START, END)

@@ -37,7 +37,7 @@ millisecond."""
 TEMPLATE_BYTES = 2**30
 """Bytes by which the process may grow while it renders a template."""
 COMPILE_S = 1.0
-"""CPU time that compiling a grammar may take, because llama.cpp computes no tokens meanwhile."""
+"""Limit of the CPU time to compile a grammar, during which llama.cpp computes no tokens."""
 CHECK_S = 0.1
 """Interval at which these limits are checked."""
 T = TypeVar("T")
@@ -106,7 +106,7 @@ class LlamaPreparer:
 
     def __init__(self, settings: Settings) -> None:
         self._sandbox = GrammarSandbox(compile_s=COMPILE_S)
-        # One thread for each request: a slow template of one must not delay the others.
+        # Each request has a thread, so that its slow template does not delay other requests.
         self._templates = ThreadPoolExecutor(
             max_workers=settings.slots + settings.queue_limit, thread_name_prefix="lmx-lab-gguf-templates"
         )
@@ -158,13 +158,13 @@ class LlamaPreparer:
         )
 
     async def _try_template(self, chat: Mapping[str, Any], request: GenerationRequest, hosted: HostedModel) -> None:
-        """Render a chat in the sandbox process first: a template that never ends could be stopped in llama.cpp only
-        together with the model and all other requests.
+        """Render a chat in the sandbox process first. In llama.cpp, an endless template could be stopped only by ending
+        the process, with the model and all other requests.
 
         Raises:
             InvalidRequestError: there is no template, or it exceeds a limit.
         """
-        # If the file has no template, llama.cpp uses a default one, which is not used here.
+        # llama.cpp has a default template for files without one, but this project does not use it.
         template = hosted.header.text("tokenizer.chat_template")
         if template is None:
             raise InvalidRequestError(
@@ -182,7 +182,7 @@ class LlamaPreparer:
                 param="messages",
             ) from exc
         except TemplateRefusalError:
-            # llama.cpp may support what jinja2 does not, and reports its own errors.
+            # llama.cpp may support features that jinja2 does not have; if it does not, it reports the error itself.
             pass
 
     async def _render(self, chat: Mapping[str, Any], request: GenerationRequest, hosted: HostedModel) -> str:

@@ -29,7 +29,7 @@ INSTALL = "pip install 'lmx-lab[gguf]'"
 MEASURE_S = 0.2
 """Interval at which the memory of the process is compared with its limit."""
 STACK_BYTES = 2**30
-"""Part of the hard limit for the stacks of threads, which are reserved and mostly not used."""
+"""Part of the hard limit that allows for the stacks of threads, which are reserved but mostly unused."""
 END_S = 5.0
 """Time to wait for the end of a killed process."""
 MAX_FOLDER_LENGTH = 70
@@ -88,7 +88,7 @@ class LlamaProcess:
         self._kill_reason: str | None = None
         """Why this object ended the process; None if it did not."""
         self.ended_by_request = False
-        """Whether it did so because of a single request."""
+        """Whether the process was ended because of a single request."""
         self._watching = asyncio.create_task(self._watch(), name="lmx-lab llama.cpp process")
         self._max_bytes = max_bytes
         self._limiting = asyncio.create_task(self._limit_memory(), name="lmx-lab llama.cpp memory")
@@ -107,8 +107,8 @@ class LlamaProcess:
         Args:
             fields: Fields of ``CommonParams``, by name.
             environ: Variables to add to the environment.
-            max_bytes: Limit of the memory that is not mapped from files. If the process exceeds it, it is ended; where
-                the system enforces limits of processes, it gets hardly more.
+            max_bytes: Limit of the memory that is not mapped from files. A process that exceeds it is ended. On systems
+                that enforce memory limits of processes, it cannot allocate much more.
 
         Raises:
             UnusableModelError: llama.cpp cannot load the model, crashed, or exceeded ``max_bytes``.
@@ -149,7 +149,7 @@ class LlamaProcess:
         with contextlib.suppress(ConnectionError):  # the process has already ended; the reason is read below
             self._process.stdin.write(json.dumps(parameters).encode() + b"\n")
             await self._process.stdin.drain()
-        # The caller cancels a load that takes too long.
+        # There is no timeout here, because the caller cancels a load that takes too long.
         ready = await _is_ready(self._process.stdout)
         # A short load may end between two measurements of its memory.
         if ready and self.own_bytes > self._max_bytes:
@@ -219,7 +219,7 @@ class LlamaProcess:
         """End the process because it exceeds a limit. The errors of its requests contain the reason.
 
         Args:
-            by_request: Whether a single request is the cause, and the model itself can be used.
+            by_request: Whether a single request is the cause, so that the model can be loaded again.
         """
         self._kill_reason = self._kill_reason or reason
         self.ended_by_request = by_request

@@ -73,7 +73,7 @@ def _exit_with_parent(parent: int, folder: str) -> None:
 
 
 def _limit_memory(data_bytes: int) -> None:
-    """Limit the memory of this process without mapped files. macOS does not enforce this limit."""
+    """Limit the memory of this process, not counting mapped files. macOS does not enforce this limit."""
     # A container may have set a lower limit.
     with contextlib.suppress(ValueError, OSError):
         resource.setrlimit(resource.RLIMIT_DATA, (data_bytes, data_bytes))

@@ -375,7 +375,7 @@ class EncodingLoop:
         self._batch = None
         failed = [job for job in self._jobs if job.is_in_batch] or self._jobs[:1]
         if isinstance(exc, EngineError):
-            # Raised by the encoder for its caller, such as for values that are not finite.
+            # An error that the encoder raises for the caller, for example because of values that are not finite.
             self.end_all(failed, exc)
             return
         log.error("computing a batch of texts failed:\n%s", "".join(traceback.format_exception(exc)))

@@ -241,7 +241,7 @@ def load_chat(entry: ModelEntry, *, limit_bytes: int, dtype: str = "auto") -> Lo
     try:
         model, tokenizer = _read(entry, limit_bytes=limit_bytes, dtype=dtype)
         traits = measure(model, memory.used_bytes() - before)
-        # The copy has its own word cache. A damaged tokenizer that was read may still fail to be copied.
+        # The copy has its own word cache. Copying may fail although a damaged tokenizer was read without an error.
         own = without_word_cache(copy.deepcopy(tokenizer))
     except BaseException as exc:
         if not isinstance(exc, Exception) and not is_panic(exc):
@@ -280,7 +280,7 @@ def _read(entry: ModelEntry, *, limit_bytes: int, dtype: str) -> tuple[Any, Any]
     config = load_config(entry.path)
     tokenizer = without_word_cache(load_tokenizer(entry.path, eos_token_ids=config.get("eos_token_id")))
     check_cancelled()
-    # The weights are read one by one by ``fit_weights``.
+    # The weights are loaded lazily, and ``fit_weights`` reads them one by one.
     model, _ = load_model(entry.path, lazy=True, get_model_classes=checked_classes)
     fit_weights(model, dtype, limit_bytes=limit_bytes)
     return model, tokenizer

@@ -51,7 +51,7 @@ class PromptPreparer:
 
     def start(self) -> None:
         """Start the threads. Idempotent."""
-        # One thread for each request: a slow template of one must not delay the others.
+        # Each request has a thread, so that its slow template does not delay other requests.
         requests = self._settings.slots + self._settings.queue_limit
         self._templates = self._templates or ThreadPoolExecutor(
             max_workers=requests, thread_name_prefix="lmx-lab-templates"

@@ -23,7 +23,7 @@ log = logging.getLogger(__name__)
 T = TypeVar("T")
 Command = tuple[Callable[[MlxCore], Any], "Future[Any]"]
 CANCEL_S = 5.0
-"""Time in which a cancelled load ends, unless its disk does not respond."""
+"""Time for a cancelled load to end. It is exceeded only if a disk does not respond."""
 
 
 class EngineThread:
@@ -42,7 +42,7 @@ class EngineThread:
     def start(self) -> None:
         """Start the engine thread, or a new one after the old one died."""
         if self._dead is not None and self._thread is not None:
-            self._thread.join()  # it is about to end, because it was not abandoned
+            self._thread.join()  # this does not block for long: the thread was not abandoned, so it is about to end
         with self._lock:
             if self.alive:
                 return
@@ -93,8 +93,9 @@ class EngineThread:
     async def call_cancellable(self, command: Callable[[MlxCore], T]) -> T:
         """Perform a command that reads a model on the thread, and return its result.
 
-        Cancelling the caller ends the command between two tensors, and waits for that. A thread that does not end it
-        within ``CANCEL_S``, such as one that waits for a disk, is abandoned: the next load starts another one.
+        If the caller is cancelled, the command ends before it reads the next tensor, and this method waits for that. If
+        it has not ended after ``CANCEL_S``, for example because a disk does not respond, the thread is abandoned, and
+        the next load starts another one.
 
         Raises:
             EngineDeadError: the thread is not running.
@@ -106,7 +107,7 @@ class EngineThread:
                 return command(core)
 
         done = asyncio.wrap_future(self.post(run))
-        # Nothing reads the outcome of a cancelled command.
+        # Retrieve the exception, because nothing else reads the outcome of a cancelled command.
         done.add_done_callback(lambda future: future.cancelled() or future.exception())
         try:
             return await asyncio.shield(done)
@@ -117,7 +118,7 @@ class EngineThread:
             raise
 
     def _abandon(self) -> None:
-        """Leave the thread to itself. Its core ends all requests and releases the memory when its command has ended."""
+        """Stop using the thread. When its command has ended, its core ends all requests and releases the memory."""
         log.error("the engine thread does not respond while it reads a model; the next load starts another thread")
         with self._lock:
             thread, self._thread, commands = self._thread, None, self._commands
@@ -150,7 +151,7 @@ class EngineThread:
         except BaseException as exc:
             log.exception("the engine thread died")
             if threading.current_thread() is self._thread:
-                # Its frames refer to the batch, and so to the weights.
+                # The frames of its traceback refer to the batch, and therefore to the weights.
                 self._dead = exc.with_traceback(None)
             error = EngineDeadError(f"the engine thread died: {exc!r}; load a model to start it again")
         finally:

@@ -28,9 +28,9 @@ START_S = 60.0
 """Generous, because the machine may be busy."""
 LIMIT_S = 5.0
 SHARE_S = 0.25
-"""Time for which one rendering may delay others. If it takes longer, it is rendered again in another process."""
+"""Time for which one template may delay others. If it takes longer, it is rendered again in another process."""
 QUEUE_S = 30.0
-"""Time that a slow rendering waits for other slow ones."""
+"""Time that a slow template may wait for other slow ones."""
 INHERITED = ("PATH", "LD_LIBRARY_PATH", "LANG", "LC_ALL", "TZ")
 """The only environment variables that the process gets; others may contain keys."""
 REASONING_FIELDS = ("reasoning_content", "thinking", "reasoning")

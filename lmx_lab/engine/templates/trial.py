@@ -1,7 +1,7 @@
 """Try the chat template of a model before the model is loaded: render it for messages of several shapes, within limits.
 
-A template is a program, which may never end for some messages. llama.cpp renders a template while it loads, in the
-process of the model, where this would take the time of the whole load.
+A template is a program, which may never end for some messages. llama.cpp renders the template while it loads a model,
+so an endless template would block the load until its time limit.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from lmx_lab.errors import UnusableModelError
 from lmx_lab.weights.files import read_json, read_regular
 
 TRIAL_S = 2.0
-"""Time limit of one trial. Usual templates take a millisecond, and the first trial compiles the template."""
+"""Time limit for rendering one chat. Usual templates take a millisecond; the first rendering compiles the template."""
 TOOL: Mapping[str, Any] = {"name": "look", "description": "?", "parameters": {"type": "object", "properties": {}}}
 TOOLS = [{"type": "function", "function": TOOL}]
 CALL: Mapping[str, Any] = {"id": "c1", "type": "function", "function": {"name": "look", "arguments": {"place": "sea"}}}
@@ -39,21 +39,21 @@ SHAPES: tuple[Mapping[str, Any], ...] = (
     {"messages": [SYSTEM, USER, CALLING, RESULT], "tools": TOOLS},
     {"messages": [SYSTEM, USER, ANSWER, USER, CALLING, RESULT, ANSWER, USER], "tools": TOOLS},
 )
-"""Variables of a template: short chats, among them those that llama.cpp renders while it loads."""
+"""Variables of a template: short chats, including those that llama.cpp renders while it loads a model."""
 USUAL = {"bos_token": "<s>", "eos_token": "</s>", "add_generation_prompt": True}
 MAX_TRIED = 64
 _tried: dict[str, None] = {}
-"""Templates that have passed, so that loading a model again starts no process."""
+"""Templates that were accepted. They are not tried again, so that a second load starts no process."""
 
 
 def try_template(template: str, path: Path, cancellation: Cancellation) -> None:
-    """Render a chat template for each of ``SHAPES``, in a process of its own.
+    """Render a chat template for each of ``SHAPES``, in a separate process.
 
     Args:
         path: The model, for messages.
 
     Raises:
-        UnusableModelError: the template exceeds a limit. Other errors are those of requests with such messages.
+        UnusableModelError: the template exceeds a limit. Other errors are ignored, and reported for each request.
         NotLoadedError: the trial was cancelled.
     """
     if template in _tried:
@@ -73,7 +73,7 @@ def try_template(template: str, path: Path, cancellation: Cancellation) -> None:
 
 
 def try_templates_of(folder: Path, cancellation: Cancellation) -> None:
-    """Try the chat templates of a model folder. Raises the same as ``try_template``."""
+    """Try the chat templates of a model folder. Raises the same errors as ``try_template``."""
     for template in _templates(folder):
         try_template(template, folder, cancellation)
 

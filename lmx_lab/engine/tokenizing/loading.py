@@ -17,13 +17,13 @@ from lmx_lab.errors import UnusableModelError
 from lmx_lab.weights.files import read_json
 
 LOAD_S = 30.0
-"""Time that the tokenizer of a model folder may take to load in the sandbox process, imports included."""
+"""Time limit for loading the tokenizer of a model folder in the sandbox process, including imports."""
 READ_S = 10.0
-"""CPU time that loading it may take without imports. A vocabulary of 260,000 tokens takes 1 to 2 s."""
+"""Limit of the CPU time for loading it, without imports. A vocabulary of 260,000 tokens takes 1 to 2 s."""
 USUAL_BYTES = 64 * 2**20
 USUAL_ADDED_TOKENS = 10_000
-"""A tokenizer whose file is larger, or that adds more tokens to its vocabulary, is loaded in the sandbox process
-first."""
+"""Limits above which a tokenizer is first loaded in the sandbox process: the size of its file, and the number of tokens
+that it adds to its vocabulary."""
 PROBE = "Hello  world!\n<tool_call>1234 it's ünïcödé 東京 🦊\t<|im_end|> "
 """A text for which the code of a Python class and its Rust tokenizer must agree."""
 
@@ -62,7 +62,7 @@ def check_tokenizer_files(folder: Path, cancellation: Cancellation) -> None:
 
 
 def _added_in_config(folder: Path) -> int:
-    """Return the number of tokens that the other files of a tokenizer add, with which it is loaded one by one."""
+    """Return the number of tokens that the other files of a tokenizer add. They are added one by one."""
     added = 0
     for name in ("tokenizer_config.json", "added_tokens.json", "special_tokens_map.json"):
         with contextlib.suppress(UnusableModelError):

@@ -67,14 +67,14 @@ POSITIVE: Mapping[str, float] = {
     "attention.layer_norm_rms_epsilon": 1,
     "attention.layer_norm_epsilon": 1,
 }
-"""Numbers of a model that must be above zero, with their largest possible values. Missing ones have a default."""
+"""Values of a model that must be above zero, with their largest possible values. Missing values have defaults."""
 
 
 def read_gguf_facts(path: Path) -> Facts:
     """Read what a GGUF file says about its model.
 
     Raises:
-        UnusableModelError: as ``read_gguf``, or it is not a language model, or it has impossible values.
+        UnusableModelError: see ``read_gguf``; or the file is not a language model, or has impossible values.
     """
     header = read_gguf(path)
     _require_language_model(header)

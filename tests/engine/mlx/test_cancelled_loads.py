@@ -1,4 +1,4 @@
-"""A load of the MLX engine can be cancelled between two tensors, and a thread that hangs is replaced."""
+"""Test that a load of the MLX engine can be cancelled between two tensors, and that a hanging thread is replaced."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ WAIT_S = 60.0
 
 
 class SlowTensors:
-    """Makes the load of a model wait at one of its tensors."""
+    """Makes the load of a model wait before one of its tensors."""
 
     def __init__(self) -> None:
         self.reached, self.resume = threading.Event(), threading.Event()

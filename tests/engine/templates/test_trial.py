@@ -1,4 +1,4 @@
-"""Chat templates are tried with messages of several shapes before a load."""
+"""Test the trial of chat templates with messages of several shapes before a load."""
 
 from __future__ import annotations
 
