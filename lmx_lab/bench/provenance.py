@@ -74,8 +74,8 @@ def describe_machine(rows: pd.DataFrame) -> str:
     if busy < BUSY_SHARE:
         return place
     return (
-        f"{place} Other programs used {busy:.0%} of the CPU when the measurement began, so it is slower than this "
-        "machine can be; measure again when it is idle."
+        f"{place} Other programs used {busy:.0%} of the CPU when the measurement began, so the results are lower "
+        "than on an idle machine; measure again when it is idle."
     )
 
 
