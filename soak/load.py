@@ -27,7 +27,7 @@ from soak.chat_requests import (
 )
 from soak.models import Engine, on_each_engine
 from soak.programs import SMALL_CACHE, Home, Server, end_and_check
-from soak.resources import Allowance, ResourceMonitor
+from soak.resources import POOL, Allowance, ResourceMonitor
 from soak.row import Row
 from soak.soak import Soak
 
@@ -69,8 +69,8 @@ def flood(soak: Soak, server: Server, reference: ReferenceChat, engine: Engine =
     """Send requests whose clients disconnect, then the reference request, which must be answered in time."""
     row = Row(part=f"load: {CLIENTS} clients that disconnect, {engine}")
     outcomes: Counter[str] = Counter()
-    monitor = ResourceMonitor(server.pid)
-    # The first round is the warm-up, which creates the threads and buffers that the server keeps.
+    monitor = ResourceMonitor(server.pid, allowance=Allowance(threads=POOL))
+    # The first round is the warm-up, which creates the buffers that the server keeps.
     for number in range(1 + (QUICK_ROUNDS if soak.quick else ROUNDS)):
         if number == 1:
             monitor.begin()

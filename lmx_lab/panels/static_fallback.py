@@ -39,7 +39,7 @@ class StaticViews:
     """
 
     def __init__(self) -> None:
-        self._views: dict[str, tuple[Callable[[], str], str]] = {}
+        self._views: dict[str, tuple[Callable[[], str], str, bool]] = {}
         """For each display id, the function that returns the current HTML, and the HTML that was sent last."""
         self._numbers = itertools.count()
         self._lock = threading.Lock()
@@ -64,7 +64,7 @@ class StaticViews:
             display(output, metadata=metadata, raw=True, display_id=shown_as)  # type: ignore[no-untyped-call]
         if render is not None and name is not None:
             with self._lock:
-                self._views[name] = render, outputs[-1]["text/html"]
+                self._views[name] = render, outputs[-1]["text/html"], False
                 while len(self._views) > MAX_VIEWS:
                     del self._views[next(iter(self._views))]
             self._register()
@@ -84,22 +84,27 @@ class StaticViews:
         """Whether ``refresh`` should be called."""
         return self._is_changed and bool(self._views) and time.monotonic() >= self._due_at
 
-    def refresh(self) -> None:
-        """Send the snapshots that have changed. Must not be called on the panels' loop, which the snapshots may use."""
+    def refresh(self, *, after_cell: bool = False) -> None:
+        """Send the snapshots that have changed. Must not be called on the panels' loop, which the snapshots may use.
+
+        Args:
+            after_cell: Whether a cell has just ended. Snapshots that were sent at another time are then sent again,
+                because nbconvert and papermill ignore messages between two cells.
+        """
         from IPython.display import display  # As in show.
 
         with self._lock:
             self._is_changed, self._due_at = False, time.monotonic() + INTERVAL_S
-            for name, (render, sent) in list(self._views.items()):
+            for name, (render, sent, again) in list(self._views.items()):
                 try:
                     page = _wrapped(render())
-                    if page != sent:
+                    if is_new := page != sent or (again and after_cell):
                         display({"text/html": page}, raw=True, display_id=name, update=True)  # type: ignore[no-untyped-call]
                 except Exception:
                     # An error in one panel must not stop the others, or make the user's cell fail.
                     log.exception("the snapshot of a panel could not be updated")
                 else:
-                    self._views[name] = render, page
+                    self._views[name] = render, page, (is_new or again) and not after_cell
 
     def _register(self) -> None:
         from IPython.core.getipython import get_ipython  # As in show.
@@ -110,8 +115,8 @@ class StaticViews:
             shell.events.register("post_run_cell", self._after_cell)
 
     def _after_cell(self, _result: Any) -> None:
-        if self._is_changed:
-            self.refresh()
+        if self._is_changed or any(again for _, _, again in list(self._views.values())):
+            self.refresh(after_cell=True)
 
 
 def split_outputs(

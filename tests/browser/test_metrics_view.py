@@ -56,7 +56,7 @@ def page(browser: Browser) -> Iterator[Page]:
     frame = pack_columns(window(samples, window_s=60), samples[-1].at)
     state = {
         "charts": [chart.shown() for chart in CHARTS],
-        **{"minutes": 1, "paused": False, "now": [1] * len(FIELDS), "end": samples[-1].at},
+        **{"minutes": 1, "paused": False, "failures": [], "now": [1] * len(FIELDS), "end": samples[-1].at},
         "server": {"state": "running", "place": "the kernel's loop", "note": ""},
     }
     page = browser.new_page()

@@ -61,6 +61,8 @@ class Notebook:
             elif kind == "error":
                 output.error, output.message = content["ename"], content["evalue"]
                 output.traceback = "\n".join(content["traceback"]).splitlines()
+            elif kind == "update_display_data" and "lmx-snapshot" in content.get("data", {}).get("text/html", ""):
+                pass  # An update of an earlier output.
             elif kind in ("display_data", "execute_result", "update_display_data"):
                 output.shown.append(content["data"])
             elif kind == "status" and content["execution_state"] == "idle" and self._is_of_cell(message):

@@ -233,7 +233,7 @@ def test_errors_in_a_cell_are_clear(lab: Notebook) -> None:
     assert lab.fail("lab.load('no-such-model')").error == "ModelNotFoundError"
     lab.run("lab.unload()")
     assert lab.fail("lab.chat(hi)").error == "NotLoadedError"
-    assert lab.fail("lmx_lab.launch(prot=1)").error == "InvalidRequestError"
+    assert lab.fail("lmx_lab.launch(prot=1)").error == "ArgumentError"
 
 
 def test_a_stopped_lab_says_so(lab: Notebook) -> None:

@@ -19,7 +19,7 @@ AMBIGUOUS = 'start: s\ns: s s | s s s | /[a-z]+/ | " "'
 @pytest.mark.parametrize(
     ("bomb", "reason"),
     [
-        (AnswerFormat(kind="lark", text=AMBIGUOUS), "Too many items|longer than 2 s"),
+        (AnswerFormat(kind="lark", text=AMBIGUOUS), "Too many items|longer than 2 s|ms to check"),
         (AnswerFormat(kind="regex", text="a?" * 30_000), "longer than 2 s"),
     ],
     ids=["ambiguous", "optional"],
