@@ -27,7 +27,7 @@ from soak.chat_requests import (
 )
 from soak.models import Engine, on_each_engine
 from soak.programs import SMALL_CACHE, Home, Server, end_and_check
-from soak.resources import POOL, Allowance, ResourceMonitor
+from soak.resources import SETTLED_SERVER, Allowance, ResourceMonitor
 from soak.row import Row
 from soak.soak import Soak
 
@@ -69,7 +69,7 @@ def flood(soak: Soak, server: Server, reference: ReferenceChat, engine: Engine =
     """Send requests whose clients disconnect, then the reference request, which must be answered in time."""
     row = Row(part=f"load: {CLIENTS} clients that disconnect, {engine}")
     outcomes: Counter[str] = Counter()
-    monitor = ResourceMonitor(server.pid, allowance=Allowance(threads=POOL))
+    monitor = ResourceMonitor(server.pid, allowance=SETTLED_SERVER)
     # The first round is the warm-up, which creates the buffers that the server keeps.
     for number in range(1 + (QUICK_ROUNDS if soak.quick else ROUNDS)):
         if number == 1:
@@ -128,7 +128,7 @@ def slow_readers(soak: Soak, server: Server, reference: ReferenceChat, engine: E
         server.pid, allowance=Allowance(rss_mb=SLOW_READERS * STREAM_MB, descriptors=SLOW_READERS)
     )
     monitor_unread.begin()
-    monitor = ResourceMonitor(server.pid)
+    monitor = ResourceMonitor(server.pid, allowance=SETTLED_SERVER)
     monitor.base = monitor_unread.base
     slow_s = QUICK_SLOW_READING_S if soak.quick else SLOW_READING_S
     memory = asyncio.run(

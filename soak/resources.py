@@ -90,6 +90,10 @@ class Allowance:
         return ", ".join([f"RSS {self.rss_share:.0%} + {self.rss_mb:g} MB", *more])
 
 
+SETTLED_SERVER = Allowance(threads=POOL, descriptors=6, processes=1)
+"""Allowance for a server of one model. On a busy machine, a chat template that was once slow gets a second process."""
+
+
 class ResourceMonitor:
     """Monitor a running process: call ``begin()`` after its warm-up, and ``add_to(row)`` when the work is done.
 
