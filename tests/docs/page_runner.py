@@ -56,7 +56,7 @@ LMX_LAB = f"""\
 #!{sys.executable}
 import sys
 
-if sys.argv[1:2] == ["serve"]:
+if sys.argv[1:2] in (["serve"], ["chat"]):
     from tests.docs.short_answers import limit_answers
 
     limit_answers()

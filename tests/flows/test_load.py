@@ -22,7 +22,8 @@ LONG = " ".join(f"word{number}" for number in range(600))
 
 @pytest.fixture(scope="module")
 def busy(long_home: Path) -> Iterator[Lab]:
-    with serving(long_home, "tiny-long", slots=8, queue_limit=64) as lab:
+    # A client that pauses keeps its stream, however long the generation takes on a busy machine.
+    with serving(long_home, "tiny-long", slots=8, queue_limit=64, slow_client_s=600) as lab:
         yield lab
 
 
