@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import sys
+from collections.abc import Callable
 
 from lmx_lab.cli import FAILED, INTERRUPTED
 from lmx_lab.cli.terminal import (
@@ -33,6 +34,14 @@ with contextlib.suppress(ImportError):  # Some builds of Python do not have read
     import readline  # noqa: F401  (importing it gives input() a history and editing)
 
 
+def answer_questions(ask: Callable[[str], int]) -> None:
+    """Read questions and pass them on until the end of the input, or until Ctrl-C outside of an answer."""
+    with contextlib.suppress(EOFError, KeyboardInterrupt):
+        while True:
+            if (question := read_line("> ")).strip():
+                ask(question)
+
+
 class Conversation:
     """Questions and answers in one session. Answers go to standard output, everything else to standard error."""
 
@@ -43,10 +52,7 @@ class Conversation:
     def run(self) -> None:
         """Read and answer questions until the end of the input, or until Ctrl-C outside of an answer."""
         print_note(f"session {self._session.session_id}; Ctrl-D ends the chat, and the next lmx-lab chat continues it")
-        with contextlib.suppress(EOFError, KeyboardInterrupt):
-            while True:
-                if (question := read_line("> ")).strip():
-                    self.ask(question)
+        answer_questions(self.ask)
 
     def ask(self, text: str) -> int:
         """Print the answer while it is generated. Ctrl-C cancels the turn.

@@ -7,8 +7,8 @@ from collections.abc import Iterator
 
 import lmx_lab
 from lmx_lab.cli import FAILED, INTERRUPTED
-from lmx_lab.cli.conversation import AnswerPrinter
-from lmx_lab.cli.terminal import print_error, print_note, read_line
+from lmx_lab.cli.conversation import AnswerPrinter, answer_questions
+from lmx_lab.cli.terminal import print_error, print_note
 from lmx_lab.errors import LabError, NotLoadedError
 from lmx_lab.settings import Settings
 from lmx_lab.urls import local_url
@@ -53,10 +53,7 @@ class DirectConversation:
     def run(self) -> None:
         """Read and answer questions until the end of the input, or until Ctrl-C outside of an answer."""
         print_note("Ctrl-D ends the chat, which is not stored; with lmx-lab daemon, a chat is stored as a session")
-        with contextlib.suppress(EOFError, KeyboardInterrupt):
-            while True:
-                if (question := read_line("> ")).strip():
-                    self.ask(question)
+        answer_questions(self.ask)
 
     def ask(self, text: str) -> int:
         """Print the answer while it is generated. Ctrl-C cancels it. Only complete answers are kept in the history.
