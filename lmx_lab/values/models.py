@@ -22,13 +22,14 @@ EngineChoice = Literal["auto", "mlx", "llama.cpp"]
 
 Source = Literal["store", "hub", "folder", "path", "built-in"]
 
-LoadStage = Literal["download", "verify", "convert", "store", "load", "loaded", "unloaded", "failed"]
+LoadStage = Literal["download", "verify", "convert", "store", "load", "loaded", "unloading", "unloaded", "failed"]
 
 
 class LoadOptions(TypedDict, total=False):
     """The fields of ``LoadSpec`` that a caller may set, as keyword arguments of ``load`` of labs and clients."""
 
     engine: EngineChoice
+    wait: bool
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -43,6 +44,9 @@ class LoadSpec:
     """Keep the model in memory beside the main one as the pinned model of this kind; None loads the main model."""
     dtype: str | None = None
     """Data type of the weights in memory, as in ``Settings.dtype``; None uses that setting."""
+    wait: bool | None = None
+    """Whether running answers of the replaced model may end: True without a time limit, False not at all, None within
+    ``Settings.drain_s``."""
 
     @classmethod
     def with_options(cls, model: str, options: LoadOptions) -> Self:
@@ -67,8 +71,24 @@ class LoadSpec:
 
 
 @dataclass(frozen=True, kw_only=True)
+class Unloading:
+    """The state of a model that is unloaded as soon as its running answers have ended."""
+
+    answers_left: int
+    """Answers, embeddings and rankings that have not ended."""
+    seconds_left: int | None
+    """Seconds until the rest are ended with an error; None if there is no time limit."""
+    replaced_by: str | None = None
+    """Id of the model that is loaded next; None if none is."""
+
+    def __str__(self) -> str:
+        limit = "no time limit" if self.seconds_left is None else f"{self.seconds_left} s"
+        return f"unloading, {self.answers_left} answer{'' if self.answers_left == 1 else 's'} left ({limit})"
+
+
+@dataclass(frozen=True, kw_only=True)
 class LoadProgress:
-    """One step of a load, or the end of a model's time in memory."""
+    """One step of a load, or of the end of a model's time in memory."""
 
     model: str
     stage: LoadStage
@@ -76,6 +96,8 @@ class LoadProgress:
     total_bytes: int | None = None
     message: str | None = None
     """Why a load failed, or why a model was unloaded without a request to do so."""
+    unloading: Unloading | None = None
+    """The state of the model in the stage ``unloading``."""
 
 
 @dataclass(frozen=True, kw_only=True, repr=False)
