@@ -15,7 +15,7 @@ from typing import Literal, Protocol, Self
 from lmx_lab.broadcast import Feed
 from lmx_lab.values.encoding import EncodeReport, RerankMethod, Vectors
 from lmx_lab.values.generation import Delta, GenerationReport
-from lmx_lab.values.models import LoadReport, LoadSpec
+from lmx_lab.values.models import LoadReport, LoadSpec, Unloading
 from lmx_lab.wire.admin import ModelEvent, ModelRecords, RequestEvent, Sample
 from lmx_lab.wire.chat import ChatRequest
 from lmx_lab.wire.embeddings import EmbeddingsBody
@@ -43,6 +43,8 @@ class ServerState:
     """Id of the loaded model."""
     pinned: tuple[str, ...] = ()
     """Ids of the models that are kept in memory beside it."""
+    unloading: Unloading | None = None
+    """Set while ``model`` is unloaded as soon as its running answers have ended."""
     note: str = ""
     """A problem and what the user can do about it, such as how to avoid a blocked loop, or how to restart a server."""
 
@@ -128,8 +130,16 @@ class Backend(Protocol):
     async def cancel_load(self, model: str) -> None:
         """Cancel the load of a model, by its id or the name that a caller used. The previous model is loaded again."""
 
-    async def unload(self) -> float:
-        """Unload the model, or cancel a load in progress; returns the freed memory in GB (10^9 bytes)."""
+    async def unload(self, model: str | None = None, *, wait: bool | None = None) -> float:
+        """Unload the model, or cancel a load in progress; returns the freed memory in GB (10^9 bytes).
+
+        Cancelling this stops waiting, not the unload. Another call joins an unload that is in progress.
+
+        Args:
+            model: The model to unload, or whose load is cancelled; None for any.
+            wait: Whether running answers may end: True without a time limit, False not at all, None within
+                ``drain_s``.
+        """
 
     # Requests
 

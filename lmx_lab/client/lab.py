@@ -99,7 +99,7 @@ def max_rerank_bytes(documents: int, *, request_bytes: int) -> int:
 
 OPEN_S = 2.0
 """Maximum time that a load waits until the stream of events is open, which a proxy may delay."""
-PROGRESS_STAGES = ("download", "verify", "convert", "store", "load")
+PROGRESS_STAGES = ("download", "verify", "convert", "store", "load", "unloading")
 """Stages that are reported as progress. The end is reported by the response to the load request."""
 
 
@@ -321,14 +321,18 @@ class AsyncLabClient(AsyncClientBase):
             return await load()
         return await load_with_progress(load, events=self.events(["models"]), progress=progress)
 
-    async def unload(self, model: str | None = None) -> UnloadAnswer:
+    async def unload(self, model: str | None = None, *, wait: bool | None = None) -> UnloadAnswer:
         """Unload the model. Does nothing if no model is loaded. If a model is being loaded, its load is cancelled
         instead, and the previous model is loaded again.
 
+        Cancelling this stops the waiting, but not the unload. Another call joins an unload that is in progress.
+
         Args:
             model: The model to unload, or whose load is cancelled; None for any.
+            wait: Whether running answers may end: True without a time limit, False not at all, None within the limit of
+                the server, 30 s by default.
         """
-        body = b"" if model is None else encode_body(UnloadRequest(model=model))
+        body = b"" if model is None and wait is None else encode_body(UnloadRequest(model=model, wait=wait))
         return await self._connection.post("/admin/models/unload", body, UnloadAnswer)
 
     # The server

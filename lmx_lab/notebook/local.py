@@ -87,6 +87,7 @@ class LocalBackend:
             proxy_path=addresses.proxy_path,
             model=now.model,
             pinned=tuple(pinned.entry.id for pinned in now.pinned),
+            unloading=now.unloading,
             note=note,
         )
 
@@ -136,8 +137,8 @@ class LocalBackend:
     async def cancel_load(self, model: str) -> None:
         await self._services.manager.cancel_load(model)
 
-    async def unload(self) -> float:
-        return await self._services.manager.unload() / 1e9
+    async def unload(self, model: str | None = None, *, wait: bool | None = None) -> float:
+        return await self._services.manager.unload(model, wait=wait) / 1e9
 
     # Requests
 

@@ -24,6 +24,7 @@ from lmx_lab.notebook.verbs import LoopPortal, in_thread, on_loop
 from lmx_lab.portal import LoopThread
 from lmx_lab.server import InferenceServer, create_server
 from lmx_lab.settings import Settings
+from lmx_lab.values.engine import EngineSnapshot
 from lmx_lab.values.models import Kind, LoadSpec
 from lmx_lab.weights import Catalog
 
@@ -228,7 +229,7 @@ class LocalServer(LabServer):
             "address": self.url,
             "LAN address": next(iter(self.addresses.lan_urls), ""),
             "browser address": self.addresses.proxy_url or self.addresses.browser_step or "",
-            "model": f"{now.model} ({now.model_memory_bytes / 1e9:.2f} GB)" if now.model else "none loaded",
+            "model": _model_fact(now),
             "daemon": daemon.url if daemon is not None else "",
             "also loaded": ", ".join(f"{it.entry.id} ({it.memory_bytes / 1e9:.2f} GB)" for it in now.pinned),
         }
@@ -245,3 +246,10 @@ class LocalServer(LabServer):
 
     def panels_shown(self) -> None:
         """Does nothing: the registry of launched labs keeps the server."""
+
+
+def _model_fact(now: EngineSnapshot) -> str:
+    if now.model is None:
+        return "none loaded"
+    loaded = f"{now.model} ({now.model_memory_bytes / 1e9:.2f} GB)"
+    return f"{loaded}, {now.unloading}" if now.unloading is not None else loaded
