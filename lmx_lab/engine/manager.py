@@ -274,7 +274,7 @@ class ModelManager:
         Cancelling the caller does not cancel the unload. Another call joins an unload that is in progress, and ``wait``
         then applies to the rest of it. If a main model is being loaded, only this load is cancelled, even if it hangs,
         and the previous model is loaded again; but if ``model`` names the previous model, whose requests the load waits
-        for, the call joins its unload. Pinned models stay.
+        for, the call joins its unload, and returns 0 if the load is then cancelled. Pinned models stay.
 
         Args:
             model: The model to unload, or whose load is cancelled; None for any.

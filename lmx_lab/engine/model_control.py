@@ -352,8 +352,7 @@ class ModelControl:
         """See ``ModelManager.unload``."""
         if (joined := self._unload_to_join(model, wait, local=local)) is not None:
             joined.set_wait(wait)
-            freed = await asyncio.shield(joined.done)
-            return freed if freed is not None else await self.unload(model, local=local, wait=wait)
+            return await asyncio.shield(joined.done) or 0
         if loads := self._loads.named(model) if model is not None else self._loads.of_main():
             self._cancel(loads)
             await asyncio.wait([operation.done for operation in loads])
@@ -440,7 +439,6 @@ class ModelControl:
             self._publish()
             freed = await main.engine.unload()
         except BaseException as exc:
-            # If the load was cancelled, callers who have requested to unload the model start over.
             operation.finish(None if load is not None and self._main is main else exc)
             raise
         operation.finish(freed)

@@ -31,6 +31,8 @@ from lmx_lab.weights import Catalog
 if TYPE_CHECKING:
     from lmx_lab.daemon.tools.python_tools import PythonTools
     from lmx_lab.notebook.daemon import LabDaemon
+    from lmx_lab.panels.events import EventsPanel
+    from lmx_lab.panels.workbench import Workbench
 
 LAST_ANSWERS_S = 1.0
 """Minimum time for clients to receive the end of their answers before their connections are closed."""
@@ -195,6 +197,37 @@ class LocalServer(LabServer):
 
     def check_caller(self) -> None:
         """Does nothing: any caller may wait for this server, because blocking calls keep its loop running."""
+
+    def start_daemon(
+        self,
+        workbench: Workbench,
+        events_panel: Callable[[], EventsPanel],
+        *,
+        explicit_port: bool,
+        tools: PythonTools | None,
+    ) -> LabDaemon:
+        """Start a daemon for this server, or return the running one; see ``Lab.start_daemon``."""
+        self.check_running()
+        # Stored also if the start fails: the next attempt finds them.
+        self.daemon_tools = tools = tools or self.daemon_tools
+        # Imported here, because MCP takes half a second to import.
+        from lmx_lab.notebook.daemon import LabDaemon
+
+        if (running := self.running_daemon) is not None:
+            return running
+        daemon = LabDaemon(
+            workbench,
+            events_panel,
+            settings=self.settings,
+            explicit_port=explicit_port,
+            upstream_url=self.url,
+            upstream_api_key=self.api_key,
+            tools=tools,
+        )
+        self.daemon_tools = daemon.tools
+        daemon.start()
+        self.daemon = daemon
+        return daemon
 
     # Description
 

@@ -232,8 +232,10 @@ class RemoteBackend:
     async def cancel_load(self, model: str) -> None:
         await self._portal.call(self._client.unload(model))
 
-    async def unload(self, model: str | None = None, *, wait: bool | None = None) -> float:
-        return (await self._portal.call(self._client.unload(model, wait=wait))).freed_vram_gb
+    async def unload(
+        self, model: str | None = None, *, wait: bool | None = None, progress: Progress | None = None
+    ) -> float:
+        return (await self._portal.call(self._client.unload(model, wait=wait, progress=progress))).freed_vram_gb
 
     # Requests
 
