@@ -44,11 +44,12 @@ class Drain:
         """When the requests that are left end with an error (``time.perf_counter``); None without a time limit."""
 
     def set_wait(self, wait: bool | None) -> None:
-        """Let the requests end without a time limit, or end them now; None changes nothing."""
-        if wait is None:
-            return
-        self.until = None if wait else time.perf_counter()
-        self._why_ended = "it was requested to stop running requests at once"
+        """Let the requests end without a time limit, or end them now. None changes nothing, but the state is reported
+        again, for the caller.
+        """
+        if wait is not None:
+            self.until = None if wait else time.perf_counter()
+            self._why_ended = "it was requested to stop running requests at once"
         self._changed.set()
 
     async def run(self) -> None:
@@ -56,14 +57,21 @@ class Drain:
         admission, engine = self._resident.admission, self._resident.engine
         queued_error = NotLoadedError(f"{self._reason} before this request started; try again when a model is loaded")
         admission.close(None if self._finish_queued else queued_error)
+        reported = 0
+        # Reported before queued requests end, because the engine may be in a long step.
+        if admission.active:
+            reported = admission.active
+            self._on_change()
         if not self._finish_queued:
             await engine.end_requests(admission, queued_error, queued_only=True)
         while admission.active:
-            self._changed.clear()
+            if self._changed.is_set() or admission.active != reported:
+                self._changed.clear()
+                reported = admission.active
+                self._on_change()
             left_s = None if self.until is None else self.until - time.perf_counter()
             if left_s is not None and left_s <= 0:
                 break
-            self._on_change()
             await _first_of(admission.until_at_most(admission.active - 1), self._changed.wait(), timeout_s=left_s)
         if admission.active:
             admission.close(queued_error)

@@ -94,8 +94,8 @@ class ModelsPanel(Panel):
     engines = traitlets.Unicode().tag(sync=True)
     """The faster engine on this machine, or why models of an engine cannot be loaded; empty if it is not known."""
     jobs: traitlets.List[Any] = traitlets.List().tag(sync=True)
-    """Running loads and unloads: ``{id, text, detail, fraction, actions}``. ``fraction`` is 0 to 1, or None; the actions
-    are labels of buttons."""
+    """Running loads and unloads: ``{id, text, detail, fraction, actions}``. ``fraction`` is 0 to 1, or None; the
+    actions are labels of buttons."""
     error = traitlets.Unicode().tag(sync=True)
     """The message of the last failure, until it is dismissed or another job is started."""
 
