@@ -39,7 +39,7 @@ class Drain:
         self._finish_queued = finish_queued
         self._on_change = on_change
         self._changed = asyncio.Event()
-        self._why_ended = f"running requests had {limit_s:g} s to end (LMX_LAB_DRAIN_S)"
+        self._why_ended = f"running requests had {limit_s:g} s to end"
         self.until: float | None = time.perf_counter() + limit_s
         """When the requests that are left end with an error (``time.perf_counter``); None without a time limit."""
 

@@ -169,12 +169,13 @@ class RemoteBackend:
             note = f"The server has sent nothing for {silent_s:.0f} s: a cell there may block its event loop."
             now = {"state": "lagging", "note": note}
         loaded = [record for record in self._records.models if record.loaded] if self._records else []
+        model = next((record.id for record in loaded if not record.pinned), None)
         return ServerState(
             place="another process or machine",
             url=self._client.url,
-            model=next((record.id for record in loaded if not record.pinned), None),
+            model=model,
             pinned=tuple(record.id for record in loaded if record.pinned),
-            unloading=self._unloading_now(),
+            unloading=self._unloading_now() if model is not None else None,
             **now,
         )
 
