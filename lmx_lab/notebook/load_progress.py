@@ -52,11 +52,9 @@ async def show_unload(backend: Backend, model: str | None, *, wait: bool | None)
         return await on_loop(unload.result())
     except KeyboardInterrupt:
         step = unload.unloading
-        if step is None:
-            raise
+        state = f"{step.model} is still {step.unloading}" if step is not None else "the unload continues"
         raise KeyboardInterrupt(
-            f"{step.model} is still {step.unloading}: lab.unload(wait=False) stops the answers, "
-            "lab.unload(wait=True) lets them end"
+            f"{state}: lab.unload(wait=False) stops the answers, lab.unload(wait=True) lets them end"
         ) from None
 
 
