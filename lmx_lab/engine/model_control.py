@@ -360,7 +360,8 @@ class ModelControl:
         if model is not None:
             check_unload(model, self._snapshot(), local=local)
         self._current.check_free(self._snapshot())
-        operation = UnloadOperation(done=self._loop.create_future(), requested=True, wait=wait)
+        entry = self._main.entry if self._main is not None else None
+        operation = UnloadOperation(done=self._loop.create_future(), requested=True, wait=wait, entry=entry)
         # Set before the unload begins, so that further requests to unload join it.
         self._last_unload = operation
         self._start_task(self._unload(operation), "lmx-lab unload")

@@ -91,7 +91,7 @@ class UnloadOperation:
     wait: bool | None = None
     """See ``ModelManager.unload``."""
     entry: ModelEntry | None = None
-    """The model; None until the unload begins, or if no model is loaded."""
+    """The model; None if no model is loaded, and for a load until the unload begins."""
     drain: Drain | None = None
 
     def set_wait(self, wait: bool | None) -> None:

@@ -86,6 +86,16 @@ async def test_callers_join_an_unload_wait_without_a_limit_and_stop_it() -> None
         assert await lab.manager.unload(wait=False) == 0, "without a model"
 
 
+async def test_calls_at_the_same_time_are_one_unload() -> None:
+    async with running(PATIENT) as lab:
+        await lab.manager.load(LoadSpec(model="one"))
+        stream = await start_answer(lab)
+        calls = (lab.manager.unload(), lab.manager.unload("one"), lab.manager.unload("one", wait=False))
+        freed = asyncio.gather(*calls)
+        assert "requested to stop" in (await end_of(stream)).message
+        assert len(set(await freed)) == 1
+
+
 async def test_answers_end_with_an_error_at_the_time_limit() -> None:
     async with running(replace(SETTINGS, drain_s=0.3)) as lab:
         await lab.manager.load(LoadSpec(model="one"))
