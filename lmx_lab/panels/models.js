@@ -101,7 +101,8 @@ export default panel("Models", ({ model, root, watch }) => {
   watch(["jobs"], () => {
     showJobs(get("jobs"));
     if (!get("jobs").length) showError("");
-    set(announcement, get("jobs").map((job) => job.id + ": " + job.text).join("; "));
+    // Without the remaining seconds, which a screen reader would read each second.
+    set(announcement, get("jobs").map((job) => job.id + ": " + job.text.replace(/ \(\d+ s\)$/, "")).join("; "));
   });
   watch(["rows", "caption", "engines", "server"], () => {
     const { state, place: where, model: id, pinned: pins } = get("server");
