@@ -50,7 +50,7 @@ def test_an_answer_streams_and_ends_in_the_transcript_with_its_cost(reader: Read
     reader.until(lambda panel: not panel.live)
     turn = reader.panel.messages[-1]
     assert (turn["role"], turn["text"], turn["reasoning"]) == ("assistant", "Hello", "hm")
-    assert turn["stats"] == "tiny · 3 tokens · 31.5 tokens/s · first token in 0.12 s"
+    assert turn["stats"] == "tiny · 3 tokens · 31.5 tok/s · first token in 0.12 s"
 
 
 def test_pieces_are_coalesced_into_frames(workbench: Workbench, backend: ScriptedBackend) -> None:
@@ -266,7 +266,7 @@ def test_the_snapshot_has_the_transcript_as_text(reader: Reader, backend: Script
     html = reader.panel.snapshot_html()
     assert "&lt;script&gt;alert(1)&lt;/script&gt;" in html
     assert "&lt;b&gt;&amp;amp;&lt;/b&gt;" in html
-    assert "31.5 tokens/s" in html
+    assert "31.5 tok/s" in html
     assert "<script" not in html
 
 
