@@ -98,11 +98,11 @@ export default panel("Chat", ({ model, root, watch }) => {
 
   root.classList.add("chat");
   const tools = h("span", { class: "row" },
-    h("button", { onclick: () => save("json", "json", "application/json") }, "Save"),
-    h("button", { onclick: () => save("markdown", "md", "text/markdown") }, "Save as Markdown"));
+    h("button", { title: "save the conversation as JSON", onclick: () => save("json", "json", "application/json") }, "Save"),
+    h("button", { title: "save the conversation as Markdown", onclick: () => save("markdown", "md", "text/markdown") }, "Export"));
   root.append(log, strip, editing, box,
     h("div", { class: "row" }, go, status, h("span", { class: "grow" }), tools,
-      h("button", { onclick: () => file.click() }, "Load"), file,
+      h("button", { title: "load a saved conversation", onclick: () => file.click() }, "Load"), file,
       h("button", { onclick: () => (box.focus(), act("clear")) }, "Clear")),
     h("details", {}, h("summary", {}, "sampling and system prompt"),
       h("div", { class: "row" }, ...inputs.map(([name, input]) => labelled(name, input))), labelled("system prompt", system)));

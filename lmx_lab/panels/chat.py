@@ -187,9 +187,7 @@ class ChatPanel(Panel):
             raise InvalidRequestError(f"format is {form!r:.40}; it must be json or markdown", param="format")
         if not self._messages:
             raise InvalidRequestError("the conversation has no messages yet; ask a question first")
-        return (
-            to_json(self._messages, sampling) if form == "json" else to_markdown(self._messages, sampling["system"])
-        )
+        return to_json(self._messages, sampling) if form == "json" else to_markdown(self._messages, sampling["system"])
 
     async def do_load(self, fields: Mapping[str, Any]) -> None:
         """Replace the conversation and its settings by those in ``text``, a result of ``export`` as JSON."""

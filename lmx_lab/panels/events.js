@@ -202,7 +202,7 @@ export default panel("Events", ({ model, root, head, watch }) => {
 
   const count = h("span", { class: "dim grow" });
   root.classList.add("events");
-  const hint = example("No events yet. An example:", 'lab.daemon.session().run("Say hello.")');
+  const hint = example("No session has run yet. An example:", 'lab.daemon.session().run("Say hello.")');
   head.append(pill, place, reconnect);
   root.append(problem, strip, announcement, waiting,
     h("div", { class: "row" }, session, search, h("label", {}, follow, " follow")),
@@ -220,7 +220,6 @@ export default panel("Events", ({ model, root, head, watch }) => {
     set(problem, error);
     problem.hidden = !error;
     reconnect.hidden = state !== "closed";
-    hint.hidden = state === "none" || total > 0;
   });
   watch(["permissions"], () => {
     const permissions = get("permissions");
@@ -230,6 +229,9 @@ export default panel("Events", ({ model, root, head, watch }) => {
     set(announcement, calls && "decision needed: " + calls);
     // The focus does not move to a button of the next call, on which a second Enter would decide before it is read.
     if (hadFocus && !waiting.contains(document.activeElement)) scroller.focus({ preventScroll: true });
+  });
+  watch(["sessions", "connection"], () => {
+    hint.hidden = get("connection").state === "none" || get("sessions").length;
   });
   watch(["sessions", "filter"], () => {
     const { session: id, groups, text: searched } = get("filter");
@@ -259,7 +261,6 @@ export default panel("Events", ({ model, root, head, watch }) => {
   watch(["frame"], () => {
     receive(get("frame"));
     set(count, get("frame").summary);
-    hint.hidden = get("connection").state === "none" || total > 0;
     draw();
   });
   return () => {

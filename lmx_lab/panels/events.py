@@ -203,7 +203,8 @@ class EventsPanel(Panel):
     def _summary(self) -> str:
         """Describe the number of rows."""
         passing, kept, removed = len(self._rows.passing), len(self._rows), self._rows.removed
-        count = f"{kept:,} rows" if passing == kept else f"{passing:,} of {kept:,} rows"
+        rows = "row" if kept == 1 else "rows"
+        count = f"{kept:,} {rows}" if passing == kept else f"{passing:,} of {kept:,} {rows}"
         return f"{count}; {removed:,} older ones were removed" if removed else count
 
     def _connection_view(self) -> dict[str, str]:

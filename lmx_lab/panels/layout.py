@@ -33,7 +33,7 @@ class PanelGrid(ipywidgets.GridBox):  # type: ignore[misc]
         # At most two columns, so that only a panel without a neighbour leaves a hole, which it fills itself.
         columns = "repeat(auto-fit, minmax(min(100%, max(26rem, 40%)), 1fr))"
         for panel, is_wide in zip(panels, full_width([panel.FULL_WIDTH for panel in panels]), strict=True):
-            panel.layout.grid_column = "1 / -1" if is_wide else None
+            panel.wide = is_wide
         super().__init__(
             children=tuple(panels), layout=ipywidgets.Layout(grid_template_columns=columns, grid_gap="8px")
         )

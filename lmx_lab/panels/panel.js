@@ -148,6 +148,7 @@ const panel = (label, build, named = (get) =>
       pill.className = "pill state " + ({ running: "good", lagging: "warn" }[state] ?? "bad");
       shareNotes(root);
     });
+    watch(["wide"], () => root.classList.toggle("wide", get("wide")));
     watch(["server", "table"], () => (name.textContent = named(get)));
     // Also called when the panel becomes visible or hidden.
     const sizes = new ResizeObserver(() => shareNotes(root));

@@ -53,6 +53,8 @@ class Panel(anywidget.AnyWidget):
 
     server = traitlets.Dict().tag(sync=True)
     """The server's state (``ServerState``) as a dict."""
+    wide = traitlets.Bool(False).tag(sync=True)
+    """Whether the panel spans all columns of a grid."""
     revision = traitlets.Int().tag(sync=True)
     """Number of state messages so far. A view detects a missed message by a gap in it, or with ``compare``."""
 

@@ -31,8 +31,7 @@ SCALE = 1.5
 COLORS = 128
 """Number of colours of a picture; more make it larger and look the same."""
 CELLS = (
-    "import lmx_lab\nlab = lmx_lab.launch('smollm2-135m', embedder='minilm-l6', port=8400, loop='thread', "
-    "daemon=True)",
+    "import lmx_lab\nlab = lmx_lab.launch('smollm2-135m', embedder='minilm-l6', port=8400, loop='thread', daemon=True)",
     "lab.panel()",
 )
 QUESTIONS = ("What is the capital of France?", "And what is it known for?")
@@ -47,8 +46,9 @@ DOCUMENTS = (
 # Requests for the charts in addition to the chat, and a turn with a call that waits for a decision.
 LOAD = """
 for number in range(3): lab.chat(f'Write about the number {number}.', max_tokens=40)
+from typing import Literal
 @lab.daemon.tool
-def weather(city: str) -> str:
+def weather(city: Literal['Rome', 'Oslo']) -> str:
     "The weather in a city."
     return 'sunny'
 from lmx_lab.wire.sessions import TurnOverrides
@@ -67,7 +67,11 @@ def main(folder: Path) -> None:
         Catalog(Settings(home=HOME)).fetch(name)
     expect.set_options(timeout=WAIT_MS)
     with tempfile.TemporaryDirectory() as own, chromium() as browser:
-        lab = JupyterLab(Path(own), HOME)
+        # A home without sessions of earlier runs.
+        home = Path(own, "home")
+        home.mkdir()
+        (home / "models").symlink_to(HOME / "models")
+        lab = JupyterLab(Path(own), home)
         try:
             with machine_only(browser, device_scale_factor=SCALE) as context:
                 tab = Tab(lab, context, "pictures")
