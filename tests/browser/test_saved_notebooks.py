@@ -77,7 +77,7 @@ def test_without_a_kernel_the_snapshot_is_shown(tab: Tab, saved: str, closing: N
     expect(tab.outputs(2)).to_contain_text("tiny-two")
     expect(tab.outputs(2)).to_contain_text("Metrics")
     expect(tab.outputs(2)).to_contain_text(QUESTION)
-    charts = tab.outputs(2).locator("img[alt^='Generated']")
+    charts = tab.outputs(2).locator("img[alt^='Decode']")
     expect(charts).to_have_count(1)
     assert charts.evaluate("image => image.complete && image.naturalWidth > 0")
     expect(tab.outputs(3)).to_contain_text("Rerank: no result yet")
