@@ -117,7 +117,8 @@ def picture(tab: Tab, folder: Path, theme: str) -> None:
         # The notebook has margins, whose width does not depend on that of the window.
         for _ in range(2):
             box = grid.bounding_box()
-            assert box is not None and tab.page.viewport_size is not None
+            assert box is not None
+            assert tab.page.viewport_size is not None
             margins = tab.page.viewport_size["width"] - box["width"]
             tab.page.set_viewport_size({"width": round(width + margins), "height": HEIGHT})
             tab.page.wait_for_timeout(1000)

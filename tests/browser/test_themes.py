@@ -101,7 +101,7 @@ def test_all_text_has_enough_contrast(panels: Tab, theme: str) -> None:
         fill(panels)
         running = contrasts(panels)
         panels.kernel("lab.stop()")
-        expect(panels.panel("Rerank").locator(".note")).to_be_visible()
+        expect(panels.panel("Rerank").locator(".state")).to_have_text("stopped")
         stopped = contrasts(panels)
     finally:
         panels.kernel(LAUNCH.format(loop="thread"))
