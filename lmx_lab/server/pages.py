@@ -38,7 +38,7 @@ FRONT = f"""{HEAD}
 <p>%(state)s
 <p>Programs use this server through the chat-completions format; their base URL is the address of this page followed by
 <code>v1</code>. In a terminal:
-<pre>%(curl)s</pre>
+<pre tabindex="0" role="group" aria-label="example request">%(curl)s</pre>
 <ul>
 <li><a href="docs">docs</a>: try all routes in the browser; <a href="openapi.json">openapi.json</a>: their description
 for programs

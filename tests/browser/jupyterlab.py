@@ -243,7 +243,9 @@ class Tab:
 
     def start_code(self, code: str) -> None:
         """Start code in the notebook's kernel without waiting for its end."""
-        self.page.evaluate(f"code => {{ {CURRENT} panel.sessionContext.session.kernel.requestExecute({{code}}); }}", code)
+        self.page.evaluate(
+            f"code => {{ {CURRENT} panel.sessionContext.session.kernel.requestExecute({{code}}); }}", code
+        )
 
     def command(self, name: str, **arguments: Any) -> None:
         """Execute a command of JupyterLab."""

@@ -47,7 +47,10 @@ def test_panels_have_titles_and_leave_no_hole_in_the_grid(panels: Tab) -> None:
         assert (one["y"], one["height"]) == pytest.approx((other["y"], other["height"]), abs=1)
         assert one["width"] + other["width"] == pytest.approx(box["width"], abs=20)
     charts = [chart.bounding_box() for chart in panels.panel("Metrics").locator("figure").all()]
-    assert len({round(chart["x"]) for chart in charts if chart}) * len({round(chart["y"]) for chart in charts if chart}) == 4
+    assert (
+        len({round(chart["x"]) for chart in charts if chart}) * len({round(chart["y"]) for chart in charts if chart})
+        == 4
+    )
 
 
 def test_a_panel_shown_twice_is_the_same_panel_twice(panels: Tab) -> None:
