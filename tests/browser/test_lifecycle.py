@@ -1,4 +1,4 @@
-"""Test notebooks whose kernel restarts or dies, whose cells run again, or that attach to the lab of another notebook."""
+"""Test notebooks whose kernel restarts or dies, whose cells run again, or that attach to another notebook's lab."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Test that all panels are accessible, and that their text has enough contrast, in JupyterLab's light and dark theme."""
+"""Test that all panels are accessible and that their text has enough contrast, in the light and the dark theme."""
 
 from __future__ import annotations
 
