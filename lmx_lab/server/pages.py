@@ -28,7 +28,7 @@ HEAD = (
     '<meta name="viewport" content="width=device-width, initial-scale=1"><link rel="icon" href="favicon.ico">'
 )
 FRONT_STYLE = """
-:root { color-scheme: light dark; }
+:root { color-scheme: light dark; background: Canvas; }
 body { font: 16px/1.5 system-ui, sans-serif; max-width: 46em; margin: 2em auto; padding: 0 1em; }
 pre { padding: 0.8em; overflow-x: auto; border: 1px solid; border-radius: 4px; }
 """

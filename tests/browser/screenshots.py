@@ -23,7 +23,7 @@ HOME = Path(os.environ.get("LMX_LAB_TEST_HOME", ROOT / ".cache" / "test-home")).
 MODELS = ("smollm2-135m", "minilm-l6")
 WAIT_MS = 120_000
 MAX_BYTES = 200_000
-HEIGHT = 2400
+HEIGHT = 3000
 WIDTHS = {"": 1400, "narrow-": 560}
 """Width of the panels in pixels, by the part of the name of a picture of all panels."""
 SCALE = 1.5
@@ -130,7 +130,7 @@ def picture(tab: Tab, folder: Path, theme: str) -> None:
 
 def write(place: Locator, path: Path, *, scale: Literal["css", "device"]) -> None:
     content = place.screenshot(animations="disabled", caret="hide", scale=scale)
-    Image.open(io.BytesIO(content)).convert("RGB").quantize(COLORS).save(path, optimize=True)
+    Image.open(io.BytesIO(content)).convert("RGB").quantize(COLORS, Image.Quantize.MAXCOVERAGE).save(path, optimize=True)
     size = path.stat().st_size
     print(f"{path} {size / 1000:.0f} kB")
     assert size <= MAX_BYTES, f"{path} has {size} bytes; at most {MAX_BYTES} should be in the repository"
