@@ -79,7 +79,7 @@ def main(folder: Path) -> None:
                 prepare(tab)
                 for theme in ("light", "dark"):
                     tab.theme(theme)
-                    picture(tab, folder, theme)
+                    take_pictures(tab, folder, theme)
                 tab.close_notebook()
         finally:
             lab.close()
@@ -111,7 +111,7 @@ def prepare(tab: Tab) -> None:
     tab.page.mouse.move(0, 0)
 
 
-def picture(tab: Tab, folder: Path, theme: str) -> None:
+def take_pictures(tab: Tab, folder: Path, theme: str) -> None:
     grid = tab.outputs(1).locator(".widget-gridbox")
     for name, width in WIDTHS.items():
         # The notebook has margins, whose width does not depend on that of the window.
@@ -130,7 +130,9 @@ def picture(tab: Tab, folder: Path, theme: str) -> None:
 
 def write(place: Locator, path: Path, *, scale: Literal["css", "device"]) -> None:
     content = place.screenshot(animations="disabled", caret="hide", scale=scale)
-    Image.open(io.BytesIO(content)).convert("RGB").quantize(COLORS, Image.Quantize.MAXCOVERAGE).save(path, optimize=True)
+    picture = Image.open(io.BytesIO(content)).convert("RGB")
+    # This method keeps rare colours, such as those of states.
+    picture.quantize(COLORS, Image.Quantize.MAXCOVERAGE).save(path, optimize=True)
     size = path.stat().st_size
     print(f"{path} {size / 1000:.0f} kB")
     assert size <= MAX_BYTES, f"{path} has {size} bytes; at most {MAX_BYTES} should be in the repository"
