@@ -28,7 +28,7 @@ WIDTHS = {"": 1400, "narrow-": 560}
 """Width of the panels in pixels, by the part of the name of a picture of all panels."""
 SCALE = 1.5
 """Pixels of a picture of one panel for each pixel of the page."""
-COLORS = 128
+COLORS = 256
 """Number of colours of a picture; more make it larger and look the same."""
 CELLS = (
     "import lmx_lab\nlab = lmx_lab.launch('smollm2-135m', embedder='minilm-l6', port=8400, loop='thread', daemon=True)",
@@ -132,7 +132,7 @@ def write(place: Locator, path: Path, *, scale: Literal["css", "device"]) -> Non
     content = place.screenshot(animations="disabled", caret="hide", scale=scale)
     picture = Image.open(io.BytesIO(content)).convert("RGB")
     # This method keeps rare colours, such as those of states.
-    picture.quantize(COLORS, Image.Quantize.MAXCOVERAGE).save(path, optimize=True)
+    picture.quantize(COLORS, Image.Quantize.MAXCOVERAGE, kmeans=2).save(path, optimize=True)
     size = path.stat().st_size
     print(f"{path} {size / 1000:.0f} kB")
     assert size <= MAX_BYTES, f"{path} has {size} bytes; at most {MAX_BYTES} should be in the repository"
