@@ -113,7 +113,10 @@ class LocalServer(LabServer):
         host = await serve(
             self.services.asgi, sock, ws_max_bytes=settings.max_body_bytes, ws_pong_s=settings.slow_client_s
         )
-        self.lag.start()
+        if self.mode == "kernel":
+            self.lag.start_after_cell()
+        else:
+            self.lag.start()
         return host
 
     async def stop(self) -> None:

@@ -229,7 +229,7 @@ class Reply:
         return f"thoughts, {self.reasoning_tokens} tokens"
 
     def _cost(self) -> str:
-        speed = f"{self.usage.completion_tokens} tokens, {self.tokens_per_second:.1f} tokens/s"
+        speed = f"{self.usage.completion_tokens} tokens, {self.tokens_per_second:.1f} tok/s"
         return f"{speed} · first token in {self.ttft_s:.2f} s"
 
 

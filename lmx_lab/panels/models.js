@@ -3,9 +3,9 @@
 const ADDRESSES = [["url", "local"], ["lan_url", "LAN"], ["proxy_url", "browser"]];
 const HEAD = ["model", "kind", "format", "engine", "size", "quantization", "context", "state", ""];
 
-export default panel("Models", ({ model, root, watch }) => {
+export default panel("Models", ({ model, root, head, watch }) => {
   const get = (name) => model.get(name);
-  const serves = () => /ing$/.test(get("server").state);
+  const serves = () => isServing(get("server"));
 
   // An error of this view's own request takes precedence over the error of the panel, which all views display.
   const message = h("span", { class: "grow" });
@@ -18,9 +18,7 @@ export default panel("Models", ({ model, root, watch }) => {
   const fail = (error) => showError(error.message);
   const act = (what, fields, fallback) => (showError(""), ask(model, what, fields, fallback).catch(fail));
 
-  const pill = h("span", { role: "status" });
   const place = h("span", { class: "dim grow" });
-  const loaded = h("b");
   const pinned = h("span", { class: "dim" });
   const links = ADDRESSES.map(([key, label]) => {
     const code = h("code");
@@ -83,15 +81,18 @@ export default panel("Models", ({ model, root, watch }) => {
   const refresh = () => ask(model, "refresh").catch(fail);
   const caption = h("caption");
   const engines = h("p", { class: "dim engines" });
+  const hint = example("There are no models on this disk. This downloads a small one:", 'lab.load("smollm2-135m")');
   const list = h("details", { open: !get("compact"), ontoggle: () => list.open && refresh() },
     h("summary", { hidden: !get("compact") }, "models"),
     h("div", { class: "row pick" }, input, go, h("button", { onclick: refresh }, "Refresh")),
-    h("div", { class: "scroll", tabIndex: 0 },
+    h("div", { class: "scroll", tabIndex: 0, role: "group", "aria-label": "list of models" },
       h("table", {}, caption,
-        h("thead", {}, h("tr", {}, ...HEAD.map((name, at) => h("th", { scope: "col", class: "c" + (at - 1) }, name)))), body)), engines);
+        h("thead", {}, h("tr", {}, ...HEAD.map((name, at) => h("th", { scope: "col", class: "c" + (at - 1) }, name)))), body)),
+    hint, engines);
 
   root.classList.add("models");
-  root.append(h("div", { class: "row" }, pill, loaded, pinned, place),
+  head.append(pinned, place);
+  root.append(
     h("div", { class: "row" }, ...links.map(([, , line]) => line)), strip, jobs, announcement, list);
   watch(["error"], () => {
     showError("");
@@ -105,11 +106,8 @@ export default panel("Models", ({ model, root, watch }) => {
     set(announcement, get("jobs").map((job) => job.id + ": " + job.text.replace(/ \(\d+ s\)$/, "")).join("; "));
   });
   watch(["rows", "caption", "engines", "server"], () => {
-    const { state, place: where, model: id, pinned: pins } = get("server");
-    set(pill, state);
-    pill.className = "pill " + ({ running: "good", lagging: "warn" }[state] ?? "bad");
+    const { place: where, pinned: pins } = get("server");
     set(place, where);
-    set(loaded, id ?? (serves() ? "no model is loaded" : ""));
     set(pinned, pins.length ? "also loaded: " + pins.join(", ") : "");
     for (const [key, code, line] of links) {
       set(code, get("server")[key] ?? "");
@@ -120,5 +118,6 @@ export default panel("Models", ({ model, root, watch }) => {
     set(engines, get("engines"));
     engines.hidden = !get("engines");
     showRows(get("rows"));
+    hint.hidden = get("rows").length || !get("caption");
   });
 });

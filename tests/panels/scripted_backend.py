@@ -138,7 +138,7 @@ def delta(text: str = "", *, tokens: int = 1, reasoning: str = "") -> Delta:
 
 
 def cost(reason: FinishReason = "stop", tokens: int = 2) -> AnswerCost:
-    """The cost of an answer at 31.5 tokens/s."""
+    """The cost of an answer at 31.5 tok/s."""
     report = GenerationReport(
         model="tiny",
         finish_reason=reason,
