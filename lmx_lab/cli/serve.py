@@ -39,6 +39,16 @@ EngineOption = Annotated[
     EngineChoice | None,
     typer.Option("--engine", help="Engine that must run --model. By default the one for its format."),
 ]
+ContextLength = Annotated[
+    int | None,
+    typer.Option(min=1, help="Tokens of a request to --model, prompt and answer. By default as memory allows."),
+]
+Deterministic = Annotated[
+    bool | None,
+    typer.Option(
+        "--deterministic", help="Compute answers of --model that do not depend on other requests; llama.cpp only."
+    ),
+]
 ApiKey = Annotated[
     str | None, typer.Option(envvar="LMX_LAB_API_KEY", show_envvar=True, help="Key that clients must send.")
 ]
@@ -98,6 +108,8 @@ def serve(
     port: Port = None,
     model: Model = None,
     engine: EngineOption = None,
+    context_length: ContextLength = None,
+    deterministic: Deterministic = None,
     api_key: ApiKey = None,
     cors_origin: CorsOrigins = None,
     allow_host: AllowedHosts = None,
@@ -120,7 +132,7 @@ def serve(
 ) -> None:
     """Run the inference server until Ctrl-C or SIGTERM."""
     check_host(host)
-    spec = _load_spec(model, engine=engine)
+    spec = _load_spec(model, engine=engine, context_length=context_length, deterministic=deterministic)
     settings = settings_with_folders(
         host=host,
         port=port,
@@ -226,7 +238,7 @@ async def _start(lab: lmx_lab.Lab, spec: LoadSpec | None) -> None:
     if spec is not None:
         print_line(f"loading {spec.model}")
         report = await lab.aload(spec.model, **spec.options)
-        print_line(f"{report.model} loaded in {report.load_s:.1f} s, {report.memory_bytes / 1e9:.2f} GB")
+        print_line(repr(report))
     print_line(f"LMX Lab is ready at {lab.url}  (chat format: {lab.url}/v1, docs: {lab.url}/docs)", style="bold")
     for url in lab.lan_urls:
         print_line(f"on the LAN at {url}", style="bold")

@@ -195,7 +195,14 @@ class ModelControl:
         unchanged = await in_thread(functools.partial(is_loaded, main.entry, entry))
         if not unchanged or self._main is not main:
             return None
-        return LoadReport(model=entry.id, load_s=0.0, memory_bytes=main.engine.snapshot.model_memory_bytes)
+        now = main.engine.snapshot
+        return LoadReport(
+            model=entry.id,
+            load_s=0.0,
+            memory_bytes=now.model_memory_bytes,
+            slots=now.slots,
+            context_length=now.context_length,
+        )
 
     def _options(self, spec: LoadSpec) -> LoadSpec:
         """Return the spec without the parts that do not change how a model is loaded."""

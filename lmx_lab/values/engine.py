@@ -91,6 +91,11 @@ class EngineSnapshot:
     """The main model; None if none is loaded."""
     model_memory_bytes: int = 0
     context_length: int | None = None
+    """Maximum number of tokens of a request to the main model, prompt and answer; None if there is no limit."""
+    slots: int | None = None
+    """Number of requests that the main model decodes at once; None for encoders."""
+    batch_invariant: bool = True
+    """Whether the tokens of an answer of the main model do not depend on other requests."""
     pinned: tuple[PinnedModel, ...] = field(default=(), metadata=CONCATENATION)
     change: ModelChange | None = None
     """The load or unload that is under way."""
