@@ -431,6 +431,6 @@ class LlamaCppEngine(LoopEngine[LlamaCppCore]):
         check_options(entry, spec)
         limit = limit_bytes(self._settings.memory_limit_bytes)
         header = read_gguf(entry.path)
-        plan_context(entry, header, slots=self._settings.slots, limit_bytes=limit, context_length=spec.context_length)
+        plan_context(entry, header, slots=self._settings.slots, limit_bytes=limit, spec=spec)
         if (template := header.text("tokenizer.chat_template")) is not None and entry.kind == "chat":
             try_template(template, entry.path, cancellation)

@@ -8,7 +8,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from lmx_lab.errors import OutOfMemoryError
-from lmx_lab.values.models import ModelEntry
+from lmx_lab.values.models import LoadSpec, ModelEntry
 from lmx_lab.weights.gguf.header import GgufHeader
 from lmx_lab.weights.gguf.model import ENCODERS, POOLING_LAST
 
@@ -55,6 +55,8 @@ class ContextPlan:
     """``total_tokens``, for a chat model with one slot more, in which grammars are tried."""
     batch_tokens: int
     """Maximum number of tokens computed in one step."""
+    one_by_one: bool = False
+    """Whether the tokens of a step, and requests, are computed one after the other."""
     unified: bool
     """Whether texts share one cache. Answers of a chat model never do: company would change their rounding."""
     bytes: int
@@ -62,14 +64,14 @@ class ContextPlan:
 
 
 def plan_context(
-    entry: ModelEntry, header: GgufHeader, *, slots: int, limit_bytes: int, context_length: int | None = None
+    entry: ModelEntry, header: GgufHeader, *, slots: int, limit_bytes: int, spec: LoadSpec | None = None
 ) -> ContextPlan:
     """Return the slots and the context length that fit in the memory limit.
 
     Args:
         slots: Maximum number of simultaneous requests.
         limit_bytes: Total memory that the model may use.
-        context_length: Requested number of tokens of each request; None plans it, too.
+        spec: How to load the model; None for the default.
 
     Raises:
         OutOfMemoryError: the weights and the shortest, or the requested, context exceed the limit.
@@ -80,7 +82,9 @@ def plan_context(
         if header.architecture in ENCODERS:
             return _plan_for_encoder(entry, model_context, fixed, limit_bytes)
         return _plan_for_decoder(entry, header, model_context, limit_bytes)
-    per_token = kv_bytes_per_token(header)
+    per_token, context_length = kv_bytes_per_token(header), spec.context_length if spec is not None else None
+    # With single tokens llama.cpp still computes two sequences together, so there must be only one.
+    one_by_one = spec is not None and spec.deterministic and not is_batch_invariant(header)
     # At least one slot for requests, and one for trials of grammars.
     least_tokens = 2 * _rounded_up(context_length or min(MIN_TOKENS, model_context))
     _require_memory(entry, fixed + per_token * least_tokens, limit_bytes, context_length)
@@ -88,7 +92,7 @@ def plan_context(
     usual_bytes = min(max(MIN_CACHE_BYTES, entry.size_bytes), room_bytes // 2)
     usual_tokens, room_tokens = (size // max(per_token, 1) for size in (usual_bytes, room_bytes))
     wanted_tokens = _rounded_up(context_length or min(MIN_SLOT_TOKENS, model_context))
-    slots = max(1, min(slots, usual_tokens // wanted_tokens - 1))
+    slots = max(1, min(1 if one_by_one else slots, usual_tokens // wanted_tokens - 1))
     slot_tokens = wanted_tokens
     if context_length is None:
         longest = max(usual_tokens // (slots + 1), min(wanted_tokens, room_tokens // 2))
@@ -99,6 +103,7 @@ def plan_context(
         total_tokens=slot_tokens * slots,
         cache_tokens=slot_tokens * (slots + 1),
         batch_tokens=BATCH_TOKENS,
+        one_by_one=one_by_one,
         unified=False,
         bytes=fixed + per_token * slot_tokens * (slots + 1),
     )

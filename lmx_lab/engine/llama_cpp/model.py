@@ -159,20 +159,15 @@ async def host_model(entry: ModelEntry, spec: LoadSpec, settings: Settings, *, l
         UnusableModelError, OutOfMemoryError: llama.cpp cannot load the model; the message has the reason.
     """
     header = await in_thread(functools.partial(read_gguf, entry.path))
-    plan = plan_context(
-        entry, header, slots=settings.slots, limit_bytes=limit_bytes, context_length=spec.context_length
-    )
+    plan = plan_context(entry, header, slots=settings.slots, limit_bytes=limit_bytes, spec=spec)
     fields = _common_params(entry, header, plan, settings, limit_bytes)
-    if spec.deterministic:
-        # Each token is computed by itself, so the number of rows of a product is always the same.
-        fields = {**fields, "n_ubatch": 1}
     allowed = min(limit_bytes, round(plan.bytes * PLAN_FACTOR))
     max_bytes = max(0, allowed + prefix_cache_bytes(settings.prefix_cache_bytes, limit_bytes) + EXTRA_BYTES)
     process = await LlamaProcess.start(entry.path, fields, environ=_environ(os.environ), max_bytes=max_bytes)
     try:
         connection = LlamaConnection(process.socket, process.api_key)
         hosted = await _describe(entry, header, plan, process, connection)
-        hosted.batch_invariant = spec.deterministic or is_batch_invariant(header)
+        hosted.batch_invariant = plan.one_by_one or is_batch_invariant(header)
         require_unchanged(entry)
     except BaseException as exc:
         await process.stop()
@@ -197,7 +192,7 @@ def _common_params(
         "verbosity": 1,
         "n_ctx": plan.cache_tokens,
         "n_batch": plan.batch_tokens,
-        "n_ubatch": plan.batch_tokens,
+        "n_ubatch": 1 if plan.one_by_one else plan.batch_tokens,
         "kv_unified": plan.unified,
     }
     if entry.kind != "chat":

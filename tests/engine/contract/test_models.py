@@ -72,7 +72,9 @@ async def test_a_load_replaces_the_model(
         report = await manager.load_entry(long_models[after])
         assert (report.model, manager.snapshot.model, manager.snapshot.state) == ("long", "long", "ready")
         assert report.load_s > 0
-        assert report.memory_bytes == manager.snapshot.model_memory_bytes > 0
+        # llama.cpp is measured again at regular intervals.
+        assert report.memory_bytes == pytest.approx(manager.snapshot.model_memory_bytes, rel=0.1)
+        assert report.memory_bytes > 0
         assert manager.fingerprint.startswith(FINGERPRINTS[after])
         assert (await run(manager))[1].model == "long"
         assert await manager.unload() > 0

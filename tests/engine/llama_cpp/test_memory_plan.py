@@ -23,7 +23,7 @@ from lmx_lab.engine.llama_cpp.memory_plan import (
     plan_context,
 )
 from lmx_lab.errors import OutOfMemoryError
-from lmx_lab.values.models import Kind, ModelEntry
+from lmx_lab.values.models import Kind, LoadSpec, ModelEntry
 from lmx_lab.weights.gguf.header import GgufHeader, GgufTensor
 from lmx_lab.weights.gguf.model import POOLING_LAST, POOLING_RANK
 
@@ -92,14 +92,22 @@ def test_with_enough_memory_each_slot_has_the_whole_context() -> None:
 )
 def test_slots_and_context_are_planned_together(tokens: int, requested: int | None, slots: int, context: int) -> None:
     limit = FIXED + PER_TOKEN * tokens
-    plan = plan_context(entry(), header(), slots=4, limit_bytes=limit, context_length=requested)
+    plan = plan_context(
+        entry(), header(), slots=4, limit_bytes=limit, spec=LoadSpec(model="m", context_length=requested)
+    )
     assert (plan.slots, plan.context_length, plan.unified) == (slots, context, False)
     assert plan.bytes == FIXED + PER_TOKEN * plan.cache_tokens <= limit
 
 
 def test_a_model_with_a_long_context_has_fewer_slots_on_request() -> None:
     plans = [
-        plan_context(entry(context=131_072), header(**QWEN3), slots=8, limit_bytes=8 * GB, context_length=requested)
+        plan_context(
+            entry(context=131_072),
+            header(**QWEN3),
+            slots=8,
+            limit_bytes=8 * GB,
+            spec=LoadSpec(model="m", context_length=requested),
+        )
         for requested in (None, 2000, 20_000)
     ]
     assert [(plan.slots, plan.context_length) for plan in plans] == [(1, MIN_SLOT_TOKENS + 512), (3, 2000), (1, 20_000)]
@@ -108,7 +116,7 @@ def test_a_model_with_a_long_context_has_fewer_slots_on_request() -> None:
 def test_a_requested_context_without_memory_is_refused_with_its_length() -> None:
     limit = FIXED + PER_TOKEN * (2 * 4096 - 1)
     with pytest.raises(OutOfMemoryError, match=r"with a context_length of 4000, .* choose a smaller context_length"):
-        plan_context(entry(), header(), slots=4, limit_bytes=limit, context_length=4000)
+        plan_context(entry(), header(), slots=4, limit_bytes=limit, spec=LoadSpec(model="m", context_length=4000))
 
 
 @pytest.mark.parametrize(
@@ -117,7 +125,11 @@ def test_a_requested_context_without_memory_is_refused_with_its_length() -> None
 def test_only_some_types_of_weights_are_independent_of_the_batch(kind: str, same: bool) -> None:
     norm = replace(header().tensors[0], name="output_norm.weight", shape=(64,), type="F32")
     weight = replace(header().tensors[0], type=kind)
-    assert is_batch_invariant(replace(header(), tensors=(norm, weight))) is same
+    shape = replace(header(), tensors=(norm, weight))
+    assert is_batch_invariant(shape) is same
+    # The option costs nothing where the type is enough.
+    plan = plan_context(entry(), shape, slots=4, limit_bytes=GB, spec=LoadSpec(model="m", deterministic=True))
+    assert (plan.slots, plan.one_by_one) == ((4, False) if same else (1, True))
 
 
 def test_a_file_without_a_context_length_gets_the_usual_one() -> None:
