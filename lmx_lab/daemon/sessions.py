@@ -46,7 +46,7 @@ _RECORD_VALUES = {
     **{name: f"json_quote({name})" for name in ("session_id", "title", "model", "system_prompt")},
     "tools": "coalesce(tools, 'null')",
     "metadata": "metadata",
-    "archived": "iif(archived, 'true', 'false')",
+    "archived": "CASE WHEN archived THEN 'true' ELSE 'false' END",
     "revision": "revision",
     **{name: f"json_quote({name})" for name in ("created_at", "updated_at", "forked_from")},
     "status": "json_quote('idle')",
@@ -54,7 +54,7 @@ _RECORD_VALUES = {
     "queued_turn_ids": "'[]'",
 }
 _RECORD_MEMBERS = "||','||".join(f"'\"{name}\":'||{value}" for name, value in _RECORD_VALUES.items())
-IDLE_RECORD = f"iif(json_valid(metadata), '{{'||{_RECORD_MEMBERS}||'}}', NULL)"
+IDLE_RECORD = f"CASE WHEN json_valid(metadata) THEN '{{'||{_RECORD_MEMBERS}||'}}' END"
 """SQL of the ``SessionRecord`` of a session without unfinished turns, as JSON; NULL if its metadata have numbers that
 are not in JSON. A list of 2,000 sessions takes a third of the time that it takes with records in Python (measured)."""
 UNFINISHED_TURNS = "SELECT session_id, turn_id, status FROM turns WHERE status IN ('queued', 'running', 'waiting')"
