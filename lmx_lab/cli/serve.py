@@ -46,6 +46,13 @@ Deterministic = Annotated[
         "--deterministic", help="Compute answers of --model that do not depend on other requests; llama.cpp only."
     ),
 ]
+PromptLookup = Annotated[
+    bool | None,
+    typer.Option(
+        "--prompt-lookup/--no-prompt-lookup",
+        help="Decode answers that repeat earlier text several tokens at a time. By default only on MLX.",
+    ),
+]
 ApiKey = Annotated[
     str | None, typer.Option(envvar="LMX_LAB_API_KEY", show_envvar=True, help="Key that clients must send.")
 ]
@@ -107,6 +114,7 @@ def serve(
     engine: EngineOption = None,
     context_length: ContextLength = None,
     deterministic: Deterministic = None,
+    prompt_lookup: PromptLookup = None,
     api_key: ApiKey = None,
     cors_origin: CorsOrigins = None,
     allow_host: AllowedHosts = None,
@@ -129,7 +137,13 @@ def serve(
 ) -> None:
     """Run the inference server until Ctrl-C or SIGTERM."""
     check_host(host)
-    spec = _load_spec(model, engine=engine, context_length=context_length, deterministic=deterministic)
+    spec = _load_spec(
+        model,
+        engine=engine,
+        context_length=context_length,
+        deterministic=deterministic,
+        prompt_lookup=prompt_lookup,
+    )
     settings = settings_with_folders(
         host=host,
         port=port,

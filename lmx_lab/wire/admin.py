@@ -96,6 +96,9 @@ class LoadRequest(RequestModel):
     """Maximum number of tokens of a request, prompt and answer; null lets the engine choose."""
     deterministic: StrictBool = False
     """Compute each answer so that no bit of it depends on other requests: slower, and only on llama.cpp."""
+    prompt_lookup: bool | None = None
+    """Whether an answer that repeats earlier text may be decoded several tokens at a time; null uses the default of the
+    engine: yes on MLX, no on llama.cpp."""
 
 
 class LoadAnswer(BaseModel):
