@@ -137,13 +137,8 @@ def serve(
 ) -> None:
     """Run the inference server until Ctrl-C or SIGTERM."""
     check_host(host)
-    spec = _load_spec(
-        model,
-        engine=engine,
-        context_length=context_length,
-        deterministic=deterministic,
-        prompt_lookup=prompt_lookup,
-    )
+    options = {"engine": engine, "context_length": context_length, "deterministic": deterministic}
+    spec = _load_spec(model, **options, prompt_lookup=prompt_lookup)
     settings = settings_with_folders(
         host=host,
         port=port,

@@ -195,14 +195,7 @@ class ModelControl:
         unchanged = await in_thread(functools.partial(is_loaded, main.entry, entry))
         if not unchanged or self._main is not main:
             return None
-        now = main.engine.snapshot
-        return LoadReport(
-            model=entry.id,
-            load_s=0.0,
-            memory_bytes=now.model_memory_bytes,
-            slots=now.slots,
-            context_length=now.context_length,
-        )
+        return replace(main.engine.snapshot.load_report(0.0), model=entry.id)
 
     def _options(self, spec: LoadSpec) -> LoadSpec:
         """Return the spec without the parts that do not change how a model is loaded."""

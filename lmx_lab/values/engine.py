@@ -7,7 +7,7 @@ from dataclasses import dataclass, field, fields, replace
 from itertools import chain
 from typing import Any, Literal
 
-from lmx_lab.values.models import ModelEntry
+from lmx_lab.values.models import LoadReport, ModelEntry
 
 BlasName = Literal["openblas", "reference", "system", "unused"]
 
@@ -130,6 +130,16 @@ class EngineSnapshot:
     def model(self) -> str | None:
         """Id of the main model."""
         return self.entry.id if self.entry else None
+
+    def load_report(self, load_s: float) -> LoadReport:
+        """Return the report of the load of the main model, which took this many seconds."""
+        return LoadReport(
+            model=self.model or "",
+            load_s=load_s,
+            memory_bytes=self.model_memory_bytes,
+            slots=self.slots,
+            context_length=self.context_length,
+        )
 
     @property
     def idle_model(self) -> str | None:

@@ -92,13 +92,7 @@ class EchoCore:
             script=script,
         )
         self._publish()
-        return LoadReport(
-            model=entry.id,
-            load_s=time.perf_counter() - started,
-            memory_bytes=model.memory_bytes,
-            slots=self._settings.slots if entry.kind == "chat" else None,
-            context_length=context_length,
-        )
+        return self.snapshot.load_report(time.perf_counter() - started)
 
     async def unload(self) -> int:
         """See ``InferenceEngine``."""

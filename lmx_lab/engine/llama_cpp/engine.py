@@ -94,13 +94,7 @@ class LlamaCppCore:
         self._main = await self._start(entry, spec)
         self.failure = None
         self._publish()
-        return LoadReport(
-            model=entry.id,
-            load_s=time.perf_counter() - started,
-            memory_bytes=self._main.hosted.memory_bytes,
-            slots=self._main.slots,
-            context_length=self._main.hosted.context_length,
-        )
+        return self.snapshot.load_report(time.perf_counter() - started)
 
     async def unload(self) -> int:
         """See ``InferenceEngine``."""

@@ -149,13 +149,7 @@ class MlxCore:
         )
         self._update_other_bytes()
         self._publish()
-        return LoadReport(
-            model=entry.id,
-            load_s=time.perf_counter() - started,
-            memory_bytes=model.memory_bytes,
-            slots=self._slots,
-            context_length=model.context_length,
-        )
+        return self.snapshot.load_report(time.perf_counter() - started)
 
     def pin(self, entry: ModelEntry, spec: LoadSpec) -> LoadReport:
         """Load an encoder beside the main model, in place of the pinned encoder of the same kind.
