@@ -23,7 +23,8 @@ generator and clients are separate processes; the clients only record times.
 | gguf       | our server on llama.cpp against xllamacpp's own, 1 and 8 streams: decode   | smollm2       |
 |            | and overall tok/s as ratios, TTFT as a difference in ms; and decode,       |               |
 |            | prefill and memory ÷ our server on MLX                                     |               |
-| repetition | share of answers that are the same alone and beside seven others: 64     | smollm2       |
+| lookup     | decode tok/s with prompt lookup ÷ without, of copied and of other text     | tiny, smollm2 |
+| repetition | share of answers that are the same alone and beside seven others: 64       | smollm2       |
 |            | greedy ones and 24 with seeds, on both engines                             |               |
 | start      | ms to import the package, to show the help, and to start a server          | smollm2       |
 | structured | decode tok/s with a JSON schema ÷ without, 1 and 8 streams                 | tiny, smollm2 |
@@ -76,6 +77,7 @@ from benchmarks import (
     paths,
     prefill,
     product,
+    prompt_lookup,
     repetition,
     report,
     second_turn,
@@ -110,6 +112,7 @@ FIGURES = {
     "prefill": Figure(title=prefill.FIGURE, measure=prefill.measure),
     "embeddings": Figure(title=embeddings.FIGURE, measure=embeddings.measure, models=("smollm2",)),
     "structured": Figure(title=structured.FIGURE, measure=structured.measure),
+    "lookup": Figure(title=prompt_lookup.FIGURE, measure=prompt_lookup.measure),
     "gguf": Figure(title=gguf.FIGURE, measure=gguf.measure, models=("smollm2",)),
     "repetition": Figure(title=repetition.FIGURE, measure=repetition.measure, models=("smollm2",)),
     "start": Figure(title=start.FIGURE, measure=start.measure, models=("smollm2",)),

@@ -31,7 +31,8 @@ def measure(bench: Bench) -> list[Row]:
 def _rows(bench: Bench, engine: str, path: Path) -> list[Row]:
     greedy = [_body(number, temperature=0) for number in range(STREAMS)]
     seeded = [_body(number, temperature=0.9, seed=number) for number in range(STREAMS if bench.quick else SEEDS)]
-    with lab_server(path) as server:
+    # With prompt lookup, which is the default on MLX.
+    with lab_server(path, prompt_lookup=engine == "MLX") as server:
         return [
             _row(bench, f"{engine}, greedy", server.url, greedy, rounds=QUICK_ROUNDS if bench.quick else ROUNDS),
             _row(bench, f"{engine}, seeded", server.url, seeded, rounds=1),
