@@ -4,15 +4,16 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Coroutine, Iterator
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any, Literal, TypeVar
 
+from lmx_lab.engine.unload_operation import UnloadOperation
 from lmx_lab.errors import LabError, NotLoadedError
 from lmx_lab.values.models import LoadReport, LoadSpec, ModelEntry
 
 T = TypeVar("T")
 IfBusy = Literal["refuse", "wait", "replace"]
-"""What a load or unload does if another one is in progress: fail, wait for it, or cancel it."""
+"""What a load does if another load or an unload is in progress: fail, wait for it, or cancel the other load."""
 LOAD_BASE_S = 60.0
 """Time limit for a small model, sufficient for a busy machine."""
 SLOW_DISK_BYTES_PER_S = 20e6
@@ -47,6 +48,16 @@ async def within_limit(work: Coroutine[Any, Any, T], entry: ModelEntry, load_tim
         ) from None
 
 
+def same_options(spec: LoadSpec, other: LoadSpec, *, dtype: str) -> bool:
+    """Return whether two loads of the same files load them in the same way.
+
+    Args:
+        dtype: Value of the setting.
+    """
+    first, second = (replace(it, model="", engine="auto", wait=None, dtype=it.dtype or dtype) for it in (spec, other))
+    return first == second
+
+
 @dataclass(eq=False, kw_only=True)
 class LoadOperation:
     """One load of a model. Any number of callers wait for ``done``."""
@@ -55,6 +66,8 @@ class LoadOperation:
     entry: ModelEntry | None
     """The model; None until its files are found."""
     done: asyncio.Future[LoadReport]
+    unload: UnloadOperation
+    """The unload of the previous model."""
     reached_engine: bool = False
     """Whether the files were found, and the engine is loading them or is about to."""
     restores: bool = True
@@ -140,6 +153,14 @@ class ActiveLoads:
     def find(self, spec: LoadSpec, entry: ModelEntry | None) -> LoadOperation | None:
         """Return the load with the same spec and entry; None if there is none."""
         return next((it for it in self._operations if it.spec == spec and it.requested_entry == entry), None)
+
+    def find_same(self, operation: LoadOperation, entry: ModelEntry, *, dtype: str) -> LoadOperation | None:
+        """Return another load of the same files with the same options that is in progress; None if there is none."""
+        for other in self.of_main():
+            same_files = other is not operation and other.entry is not None and other.entry.path == entry.path
+            if same_files and same_options(other.spec, operation.spec, dtype=dtype):
+                return other
+        return None
 
     def add(self, operation: LoadOperation) -> None:
         self._operations.append(operation)

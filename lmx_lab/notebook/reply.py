@@ -395,7 +395,8 @@ def _table_cells(record: ModelRecord) -> str:
 
 
 def _cells(record: ModelRecord) -> tuple[str, ...]:
-    return tuple(_cell(getattr(record, name)) for name in SHOWN_FIELDS)
+    loaded = record.loaded if record.unloading is None else str(record.unloading)
+    return tuple(_cell(loaded if name == "loaded" else getattr(record, name)) for name in SHOWN_FIELDS)
 
 
 def _cell(value: object) -> str:

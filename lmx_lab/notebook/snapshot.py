@@ -60,7 +60,7 @@ class Snapshot:
             "address": server.url,
             "LAN address": server.lan_url or "",
             "browser address": server.proxy_url or "",
-            "model": server.model or "none loaded",
+            "model": ", ".join(map(str, filter(None, (server.model or "none loaded", server.unloading)))),
             "pinned": ", ".join(server.pinned),
             "models on disk": str(len(self.models.models)),
             "MLX matrix multiplication": f"{compute.blas}: {compute.detail}" if compute else "",

@@ -35,17 +35,22 @@ export default panel("Models", ({ model, root, watch }) => {
     const text = h("span");
     const bar = h("progress", { "aria-label": id });
     const detail = h("span", { class: "dim" });
-    const cancel = h("button", { onclick: () => act("cancel", { model: id }) }, "Cancel");
-    return [h("div", { class: "row job" }, h("b", {}, id), text, bar, detail, cancel), (job) => {
+    const buttons = Object.entries({
+      Cancel: () => act("cancel", { model: id }),
+      Wait: () => unload(id, true),
+      "Stop now": () => unload(id, false),
+    }).map(([name, onclick]) => h("button", { onclick, "aria-label": name + " " + id }, name));
+    return [h("div", { class: "row job" }, h("b", {}, id), text, bar, detail, ...buttons), (job) => {
       set(text, job.text);
       set(detail, job.detail);
       job.fraction == null ? bar.removeAttribute("value") : (bar.value = job.fraction);
-      cancel.hidden = !job.can_cancel;
+      bar.hidden = job.actions.includes("Stop now");
+      for (const button of buttons) button.hidden = !job.actions.includes(button.textContent);
     }];
   });
 
   const load = (id) => serves() && act("load", { model: id });
-  const unload = (id) => serves() && act("unload", { model: id }, "admin/models/unload");
+  const unload = (id, wait) => serves() && act("unload", { model: id, wait }, "admin/models/unload");
   const body = h("tbody");
   const showRows = keyed(body, ({ id }) => {
     const cells = HEAD.slice(2).map((_, at) => h("td", { class: "c" + at }));
@@ -96,7 +101,8 @@ export default panel("Models", ({ model, root, watch }) => {
   watch(["jobs"], () => {
     showJobs(get("jobs"));
     if (!get("jobs").length) showError("");
-    set(announcement, get("jobs").map((job) => job.id + ": " + job.text).join("; "));
+    // Without the remaining seconds, which a screen reader would read each second.
+    set(announcement, get("jobs").map((job) => job.id + ": " + job.text.replace(/ \(\d+ s\)$/, "")).join("; "));
   });
   watch(["rows", "caption", "engines", "server"], () => {
     const { state, place: where, model: id, pinned: pins } = get("server");

@@ -76,7 +76,7 @@ const ask = (model, what, fields = {}, fallback = null) =>
     model.on("msg:custom", receive);
     if (fallback)
       timers.push(setTimeout(
-        () => direct(model, fallback, settled.signal).then((value) => end(resolve, value), () => 0), 1000));
+        () => direct(model, fallback, fields, settled.signal).then((value) => end(resolve, value), () => 0), 1000));
     try {
       model.send({ id, do: what, ...fields });
     } catch (error) {

@@ -8,7 +8,7 @@ from collections.abc import Callable, Sequence
 from fastapi import APIRouter, Request
 
 from lmx_lab.engine import ModelManager
-from lmx_lab.engine.model_lookup import ANY_KIND, entries_in_memory, public_id, unknown_model
+from lmx_lab.engine.model_lookup import ANY_KIND, entries_in_memory, public_id, public_unloading, unknown_model
 from lmx_lab.engine.registry import ENGINES, engine_for
 from lmx_lab.engine.speeds import Speeds, read_speeds, versions
 from lmx_lab.errors import AdminForbiddenError, ModelNotFoundError
@@ -70,7 +70,10 @@ def admin_routes(*, manager: ModelManager, catalog: Catalog, lan_admin: bool) ->
 
     @router.post("/models/load", responses={200: {"links": LOADED}, **LOAD_ERRORS})
     async def load(body: LoadRequest, request: Request) -> LoadAnswer:
-        """Load a model, which replaces the loaded one, and answer when it is ready. Local callers may send a path."""
+        """Load a model, which replaces the loaded one, and answer when it is ready. Local callers may send a path.
+
+        Running answers of the replaced model have 30 s to end (`LMX_LAB_DRAIN_S`); `wait` removes or skips this limit.
+        """
         local = is_local(request.scope)
         check_admin(local=local, lan_admin=lan_admin)
         report = await manager.load(LoadSpec(**body.model_dump()), local=local)
@@ -84,13 +87,17 @@ def admin_routes(*, manager: ModelManager, catalog: Catalog, lan_admin: bool) ->
 
     @router.post("/models/unload", responses=LOAD_ERRORS)
     async def unload(request: Request, body: UnloadRequest | None = None) -> UnloadAnswer:
-        """Unload the model. If none is loaded, nothing happens and 0 GB are freed. Pinned models stay in memory. While
-        a model is being loaded, its load is cancelled instead, and the previous model is loaded again.
+        """Unload the model. If none is loaded, nothing happens and 0 GB are freed. Pinned models stay in memory.
+
+        Running answers have 30 s to end (`LMX_LAB_DRAIN_S`); `wait` removes or skips this limit. The unload continues
+        if the client disconnects, and further requests join it. While a model is being loaded, its load is cancelled
+        instead, and the previous model is loaded again. To change only how long the load waits for answers of the
+        previous model, send the name of that model and `wait`.
         """
         local = is_local(request.scope)
         check_admin(local=local, lan_admin=lan_admin)
-        model = body.model if body is not None else None
-        return UnloadAnswer(freed_vram_gb=await manager.unload(model, local=local) / 1e9)
+        model, wait = (body.model, body.wait) if body is not None else (None, None)
+        return UnloadAnswer(freed_vram_gb=await manager.unload(model, local=local, wait=wait) / 1e9)
 
     return router
 
@@ -195,6 +202,7 @@ def _records(entries: Sequence[ModelEntry], now: EngineSnapshot) -> list[ModelRe
             loaded_context_length=now.context_length if _is_main(entry, now) else None,
             slots=now.slots if _is_main(entry, now) else None,
             pinned=entry.path in pinned_paths,
+            unloading=now.unloading if now.entry is not None and entry.path == now.entry.path else None,
         )
         for entry in _with_loaded(entries, now)
     ]
@@ -218,7 +226,8 @@ def _compute(now: EngineSnapshot) -> Compute | None:
 def _without_path(record: ModelRecord) -> ModelRecord:
     """Return the record as callers on other machines may see it."""
     model = public_id(record.id, local=False)
-    return record.model_copy(update={"id": model, "path": model})
+    unloading = record.unloading and public_unloading(record.unloading)
+    return record.model_copy(update={"id": model, "path": model, "unloading": unloading})
 
 
 def _card(entry: ModelEntry, now: EngineSnapshot, *, local: bool) -> ModelCard:

@@ -120,7 +120,8 @@ def _describe(manager: ModelManager, *, local: bool) -> str:
     now = manager.snapshot
     pinned = [public_id(each.entry.id, local=local) for each in now.pinned]
     also = f" Also loaded: {', '.join(pinned)}." if pinned else ""
-    return f"{public_id(now.model, local=local) if now.model else 'No chat model'} is loaded.{also}"
+    state = now.unloading or "loaded"
+    return f"{public_id(now.model, local=local) if now.model else 'No chat model'} is {state}.{also}"
 
 
 def _curl(request: Request) -> str:

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import math
+import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, fields, replace
 from itertools import chain
 from typing import Any, Literal
 
-from lmx_lab.values.models import LoadReport, ModelEntry
+from lmx_lab.values.models import LoadReport, ModelEntry, Unloading
 
 BlasName = Literal["openblas", "reference", "system", "unused"]
 
@@ -61,7 +63,7 @@ class ModelChange:
     """``draining`` waits for the requests of the model in memory to end."""
     since: float
     drain_until: float | None = None
-    """When the requests that are left end with an error; None outside the stage ``draining``."""
+    """When the requests that are left end with an error; None without a time limit, or in another stage."""
     requests_left: int = 0
     """Requests of the model in memory that have not ended."""
 
@@ -145,6 +147,19 @@ class EngineSnapshot:
     def idle_model(self) -> str | None:
         """Id of the model that was unloaded because it was idle: in swap mode the next request loads it again."""
         return self.unloaded_model if self.model is None and self.unload_cause == "idle" else None
+
+    @property
+    def unloading(self) -> Unloading | None:
+        """The state of the main model if it is unloaded as soon as its requests have ended; None otherwise."""
+        change = self.change
+        if self.entry is None or change is None or change.stage != "draining":
+            return None
+        left_s = None if change.drain_until is None else change.drain_until - time.perf_counter()
+        return Unloading(
+            answers_left=change.requests_left,
+            seconds_left=None if left_s is None else max(0, math.ceil(left_s)),
+            replaced_by=change.model if change.kind == "load" else None,
+        )
 
     @property
     def requests(self) -> int:

@@ -22,7 +22,7 @@ EngineChoice = Literal["auto", "mlx", "llama.cpp"]
 
 Source = Literal["store", "hub", "folder", "path", "built-in"]
 
-LoadStage = Literal["download", "verify", "convert", "store", "load", "loaded", "unloaded", "failed"]
+LoadStage = Literal["download", "verify", "convert", "store", "load", "loaded", "unloading", "unloaded", "failed"]
 
 
 class LoadOptions(TypedDict, total=False):
@@ -32,6 +32,7 @@ class LoadOptions(TypedDict, total=False):
     context_length: int | None
     deterministic: bool
     prompt_lookup: bool | None
+    wait: bool
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -55,6 +56,9 @@ class LoadSpec:
     prompt_lookup: bool | None = None
     """Whether an answer that repeats earlier text may be decoded several tokens at a time. It never changes the answer.
     None uses it on MLX, where it is switched off by itself while it does not pay, but not on llama.cpp."""
+    wait: bool | None = None
+    """Whether running answers of the replaced model may end: True without a time limit, False not at all, None within
+    ``Settings.drain_s``."""
 
     @classmethod
     def with_options(cls, model: str, options: LoadOptions) -> Self:
@@ -79,8 +83,24 @@ class LoadSpec:
 
 
 @dataclass(frozen=True, kw_only=True)
+class Unloading:
+    """The state of a model that is unloaded as soon as its running answers have ended."""
+
+    answers_left: int
+    """Answers, embeddings and rankings that have not ended."""
+    seconds_left: int | None
+    """Seconds until the rest are ended with an error; None if there is no time limit."""
+    replaced_by: str | None = None
+    """Id of the model that is loaded next; None if none is."""
+
+    def __str__(self) -> str:
+        limit = "no time limit" if self.seconds_left is None else f"{self.seconds_left} s"
+        return f"unloading, {self.answers_left} answer{'' if self.answers_left == 1 else 's'} left ({limit})"
+
+
+@dataclass(frozen=True, kw_only=True)
 class LoadProgress:
-    """One step of a load, or the end of a model's time in memory."""
+    """One step of a load, or of the end of a model's time in memory."""
 
     model: str
     stage: LoadStage
@@ -88,6 +108,8 @@ class LoadProgress:
     total_bytes: int | None = None
     message: str | None = None
     """Why a load failed, or why a model was unloaded without a request to do so."""
+    unloading: Unloading | None = None
+    """The state of the model in the stage ``unloading``."""
 
 
 @dataclass(frozen=True, kw_only=True, repr=False)

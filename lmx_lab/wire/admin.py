@@ -9,7 +9,7 @@ from typing import Annotated, Literal
 
 from pydantic import BaseModel, ConfigDict, Field, StrictBool, StringConstraints
 
-from lmx_lab.values.models import EngineChoice, EngineName, Format, Kind
+from lmx_lab.values.models import EngineChoice, EngineName, Format, Kind, LoadStage, Unloading
 from lmx_lab.wire.errors import ErrorDetail
 from lmx_lab.wire.generation import RequestModel
 
@@ -38,6 +38,8 @@ class ModelRecord(BaseModel):
     slots: int | None = None
     """Number of requests that it decodes at once; null if it is not the main model, and for encoders."""
     pinned: bool = False
+    unloading: Unloading | None = None
+    """Set while the model is loaded and is unloaded as soon as its running answers have ended."""
 
 
 class Compute(BaseModel):
@@ -99,6 +101,9 @@ class LoadRequest(RequestModel):
     prompt_lookup: bool | None = None
     """Whether an answer that repeats earlier text may be decoded several tokens at a time; null uses the default of the
     engine: yes on MLX, no on llama.cpp."""
+    wait: bool | None = None
+    """Whether running answers of the replaced model may end: true without a time limit, false not at all, null within
+    the limit of the server (``LMX_LAB_DRAIN_S``)."""
 
 
 class LoadAnswer(BaseModel):
@@ -119,6 +124,9 @@ class UnloadRequest(RequestModel):
 
     model: Annotated[str, StringConstraints(min_length=1, max_length=4096)] | None = None
     """The loaded model, or the one whose load is cancelled. If another model is named, the request is refused."""
+    wait: bool | None = None
+    """Whether running answers may end: true without a time limit, false not at all, null within the limit of the server
+    (``LMX_LAB_DRAIN_S``). Also applies to an unload that is in progress, which the request joins."""
 
 
 class UnloadAnswer(BaseModel):
@@ -140,6 +148,8 @@ class Ready(BaseModel):
     ready: bool
     model: str
     vram_gb: float
+    unloading: Unloading | None = None
+    """Set while the model is unloaded as soon as its running answers have ended; new requests are refused or wait."""
 
 
 class NotReady(Ready):
@@ -203,14 +213,17 @@ class Heartbeat(BaseModel):
 
 
 class ModelEvent(BaseModel):
-    """An event with the progress of a load, sent only with ``include=models``."""
+    """An event with the progress of a load or unload, sent only with ``include=models``."""
 
     type: Literal["model"] = "model"
     model: str
-    stage: Literal["download", "verify", "convert", "store", "load", "loaded", "unloaded", "failed"]
+    stage: LoadStage
     done_bytes: int | None = None
     total_bytes: int | None = None
     message: str | None = None
+    unloading: Unloading | None = None
+    """The state of the model in the stage ``unloading``: sent when it begins, when an answer has ended, and when the
+    time limit has changed."""
 
 
 class RequestEvent(BaseModel):
