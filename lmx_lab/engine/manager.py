@@ -156,7 +156,7 @@ class ModelManager:
         is_loaded = main is not None and snapshot.entry is main.entry
         state: EngineState = "ready" if is_loaded else "dead" if first.state == "dead" else "empty"
         if not is_loaded:
-            snapshot = replace(snapshot, entry=None, model_memory_bytes=0, context_length=None)
+            snapshot = replace(snapshot, entry=None, model_memory_bytes=0, context_length=None, slots=None)
             if now.change is not None and now.change.stage == "loading":
                 state = "loading"
         if now.unloaded is not None and snapshot.entry is None and snapshot.unload_cause is None:

@@ -197,7 +197,7 @@ class ModelControl:
         unchanged = await in_thread(functools.partial(is_loaded, main.entry, entry))
         if not unchanged or self._main is not main:
             return None
-        return LoadReport(model=entry.id, load_s=0.0, memory_bytes=main.engine.snapshot.model_memory_bytes)
+        return replace(main.engine.snapshot.load_report(0.0), model=entry.id)
 
     def _schedule_next(self) -> None:
         """Start the next turn in swap mode, and set the idle timer. Called when their conditions may have changed."""

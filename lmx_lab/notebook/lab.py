@@ -16,8 +16,6 @@ from typing import TYPE_CHECKING, Any, Literal, Unpack, overload
 
 from lmx_lab.backend import Backend
 from lmx_lab.bench.case import Arrival, Cache, Closed, Sweep
-from lmx_lab.bench.runner import Measured
-from lmx_lab.bench.targets import ChatTarget
 from lmx_lab.notebook.arguments import (
     Documents,
     Prompt,
@@ -27,7 +25,6 @@ from lmx_lab.notebook.arguments import (
     model_name,
     rerank_body,
 )
-from lmx_lab.notebook.bench import prepare_measurement, show_progress
 from lmx_lab.notebook.lab_server import LabServer
 from lmx_lab.notebook.load_progress import show_load, show_unload
 from lmx_lab.notebook.reply import ModelList, Reply, ReplyStream, json_shape, read_reply
@@ -44,6 +41,7 @@ if TYPE_CHECKING:
     import ipywidgets
     import pandas as pd
 
+    from lmx_lab.bench.runner import Measured
     from lmx_lab.daemon.tools.python_tools import PythonTools
     from lmx_lab.engine import ModelManager
     from lmx_lab.notebook.daemon import LabDaemon
@@ -371,6 +369,10 @@ class Lab:
             seed=seed,
             repeats=repeats,
         )
+        # Imported here, because the HTTP client takes a tenth of the time in which a server starts.
+        from lmx_lab.bench.targets import ChatTarget
+        from lmx_lab.notebook.bench import prepare_measurement, show_progress
+
         target = ChatTarget(self.url, api_key=self._server.api_key, name="lab")
         run = prepare_measurement(target, plan, compare=compare, record=record, folder=self._server.bench_folder)
         with run, show_progress(self.workbench) as show:

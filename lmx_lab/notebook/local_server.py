@@ -25,7 +25,7 @@ from lmx_lab.portal import LoopThread
 from lmx_lab.server import InferenceServer, create_server
 from lmx_lab.settings import Settings
 from lmx_lab.values.engine import EngineSnapshot
-from lmx_lab.values.models import Kind, LoadSpec
+from lmx_lab.values.models import Kind, LoadSpec, capacity_in_words
 from lmx_lab.weights import Catalog
 
 if TYPE_CHECKING:
@@ -266,6 +266,7 @@ class LocalServer(LabServer):
             "LAN address": next(iter(self.addresses.lan_urls), ""),
             "browser address": self.addresses.proxy_url or self.addresses.browser_step or "",
             "model": _model_fact(now),
+            "capacity": capacity_in_words(now.slots, now.context_length),
             "daemon": daemon.url if daemon is not None else "",
             "also loaded": ", ".join(f"{it.entry.id} ({it.memory_bytes / 1e9:.2f} GB)" for it in now.pinned),
         }

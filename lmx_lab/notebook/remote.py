@@ -227,7 +227,11 @@ class RemoteBackend:
             )
         answer = await self._portal.call(self._client.load(spec.model, progress=progress, **spec.options))
         return LoadReport(
-            model=answer.model, load_s=answer.load_time_ms / 1e3, memory_bytes=round(answer.vram_gb * 1e9)
+            model=answer.model,
+            load_s=answer.load_time_ms / 1e3,
+            memory_bytes=round(answer.vram_gb * 1e9),
+            slots=answer.slots,
+            context_length=answer.context_length,
         )
 
     async def cancel_load(self, model: str) -> None:

@@ -352,10 +352,17 @@ def model_row(record: ModelRecord, *, serves: bool, unloading: bool) -> dict[str
         state, action = f"pinned{memory}", ""
     elif serves and record.loaded:
         state, action = (f"unloading{memory}", "") if unloading else (f"loaded{memory}", "Unload")
-    context = "" if record.context_length is None else f"{record.context_length:,}"
+    context = format_context(record)
     size = format_bytes(record.size_gb * 1e9)
     cells = [record.kind, record.format, record.engine, size, record.quantization or "", context, state]
     return {"id": record.id, "cells": cells, "action": action}
+
+
+def format_context(record: ModelRecord) -> str:
+    """Format the context of a model: as it is loaded, with the number of slots, or else as it was trained."""
+    if (loaded := record.loaded_context_length) is not None and record.slots is not None:
+        return f"{loaded:,} in {record.slots} slot{'s' * (record.slots != 1)}"
+    return "" if record.context_length is None else f"{record.context_length:,}"
 
 
 def format_bytes(count: float) -> str:

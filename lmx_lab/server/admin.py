@@ -77,7 +77,13 @@ def admin_routes(*, manager: ModelManager, catalog: Catalog, lan_admin: bool) ->
         local = is_local(request.scope)
         check_admin(local=local, lan_admin=lan_admin)
         report = await manager.load(LoadSpec(**body.model_dump()), local=local)
-        return LoadAnswer(model=report.model, load_time_ms=report.load_s * 1e3, vram_gb=report.memory_bytes / 1e9)
+        return LoadAnswer(
+            model=report.model,
+            load_time_ms=report.load_s * 1e3,
+            vram_gb=report.memory_bytes / 1e9,
+            slots=report.slots,
+            context_length=report.context_length,
+        )
 
     @router.post("/models/unload", responses=LOAD_ERRORS)
     async def unload(request: Request, body: UnloadRequest | None = None) -> UnloadAnswer:
@@ -116,7 +122,8 @@ def listing_routes(*, manager: ModelManager, catalog: Catalog) -> APIRouter:
     async def list_cards(request: Request) -> tuple[list[ModelCard], str | None]:
         local = is_local(request.scope)
         listing = await catalog.alisting()
-        cards = [_card(entry, local=local) for entry in _with_loaded(listing.entries, manager.snapshot)]
+        now = manager.snapshot
+        cards = [_card(entry, now, local=local) for entry in _with_loaded(listing.entries, now)]
         problem = listing.problem
         return cards, problem if local or not problem else request.app.state.without_paths(problem)
 
@@ -192,6 +199,8 @@ def _records(entries: Sequence[ModelEntry], now: EngineSnapshot) -> list[ModelRe
             size_gb=entry.size_bytes / 1e9,
             quantization=entry.quantization,
             context_length=entry.context_length,
+            loaded_context_length=now.context_length if _is_main(entry, now) else None,
+            slots=now.slots if _is_main(entry, now) else None,
             pinned=entry.path in pinned_paths,
             unloading=now.unloading if now.entry is not None and entry.path == now.entry.path else None,
         )
@@ -221,5 +230,15 @@ def _without_path(record: ModelRecord) -> ModelRecord:
     return record.model_copy(update={"id": model, "path": model, "unloading": unloading})
 
 
-def _card(entry: ModelEntry, *, local: bool) -> ModelCard:
-    return ModelCard(id=public_id(entry.id, local=local), created=entry.modified_at)
+def _card(entry: ModelEntry, now: EngineSnapshot, *, local: bool) -> ModelCard:
+    is_main = _is_main(entry, now)
+    return ModelCard(
+        id=public_id(entry.id, local=local),
+        created=entry.modified_at,
+        context_length=now.context_length if is_main else entry.context_length,
+        slots=now.slots if is_main else None,
+    )
+
+
+def _is_main(entry: ModelEntry, now: EngineSnapshot) -> bool:
+    return now.entry is not None and now.entry.path == entry.path

@@ -9,7 +9,7 @@ from dataclasses import dataclass, field, fields, replace
 from itertools import chain
 from typing import Any, Literal
 
-from lmx_lab.values.models import ModelEntry, Unloading
+from lmx_lab.values.models import LoadReport, ModelEntry, Unloading
 
 BlasName = Literal["openblas", "reference", "system", "unused"]
 
@@ -96,6 +96,11 @@ class EngineSnapshot:
     """The main model; None if none is loaded."""
     model_memory_bytes: int = 0
     context_length: int | None = None
+    """Maximum number of tokens of a request to the main model, prompt and answer; None if there is no limit."""
+    slots: int | None = None
+    """Number of requests that the main model decodes at once; None for encoders."""
+    batch_invariant: bool = True
+    """Whether the tokens of an answer of the main model do not depend on other requests."""
     pinned: tuple[PinnedModel, ...] = field(default=(), metadata=CONCATENATION)
     change: ModelChange | None = None
     """The load or unload that is under way."""
@@ -127,6 +132,16 @@ class EngineSnapshot:
     def model(self) -> str | None:
         """Id of the main model."""
         return self.entry.id if self.entry else None
+
+    def load_report(self, load_s: float) -> LoadReport:
+        """Return the report of the load of the main model, which took this many seconds."""
+        return LoadReport(
+            model=self.model or "",
+            load_s=load_s,
+            memory_bytes=self.model_memory_bytes,
+            slots=self.slots,
+            context_length=self.context_length,
+        )
 
     @property
     def idle_model(self) -> str | None:

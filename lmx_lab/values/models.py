@@ -29,6 +29,8 @@ class LoadOptions(TypedDict, total=False):
     """The fields of ``LoadSpec`` that a caller may set, as keyword arguments of ``load`` of labs and clients."""
 
     engine: EngineChoice
+    context_length: int | None
+    deterministic: bool
     prompt_lookup: bool | None
     wait: bool
 
@@ -41,6 +43,12 @@ class LoadSpec:
     """Id, path or hub id. The id ``echo`` is reserved for the built-in model of the echo engine."""
     engine: EngineChoice = "auto"
     """Engine that must run the model; ``auto`` selects it by the model's format."""
+    context_length: int | None = None
+    """Maximum number of tokens of a request, prompt and answer; None lets the engine choose. llama.cpp decodes fewer
+    requests at once if memory is too small for this context in each slot."""
+    deterministic: bool = False
+    """Compute each answer so that no bit of it depends on other requests and on the prefix cache. Slower, and only on
+    llama.cpp."""
     pin: Kind | None = None
     """Keep the model in memory beside the main one as the pinned model of this kind; None loads the main model."""
     dtype: str | None = None
@@ -110,9 +118,24 @@ class LoadReport:
     load_s: float
     memory_bytes: int
     """Measured memory of the model."""
+    slots: int | None = None
+    """Number of requests that are decoded at once; None for encoders."""
+    context_length: int | None = None
+    """Maximum number of tokens of one of these requests, prompt and answer; None if there is no limit, and for
+    encoders."""
 
     def __repr__(self) -> str:
-        return f"{self.model} loaded in {self.load_s:.1f} s, {self.memory_bytes / 1e9:.2f} GB of memory"
+        capacity = capacity_in_words(self.slots, self.context_length)
+        loaded = f"{self.model} loaded in {self.load_s:.1f} s, {self.memory_bytes / 1e9:.2f} GB of memory"
+        return f"{loaded}; {capacity}" if capacity else loaded
+
+
+def capacity_in_words(slots: int | None, context_length: int | None) -> str:
+    """Return how many requests a loaded model decodes at once, and how long they may be; empty if that is unknown."""
+    if slots is None:
+        return ""
+    requests = "1 request" if slots == 1 else f"{slots} requests"
+    return f"{requests} at once" + (f", of up to {context_length:,} tokens each" if context_length is not None else "")
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from typing import Annotated, Literal
 
-from pydantic import BaseModel, ConfigDict, StringConstraints
+from pydantic import BaseModel, ConfigDict, Field, StrictBool, StringConstraints
 
 from lmx_lab.values.models import EngineChoice, EngineName, Format, Kind, LoadStage, Unloading
 from lmx_lab.wire.errors import ErrorDetail
@@ -31,6 +31,12 @@ class ModelRecord(BaseModel):
     size_gb: float
     quantization: str | None
     context_length: int | None
+    """Number of tokens that the model was trained for; null if its files do not say."""
+    loaded_context_length: int | None = None
+    """Maximum number of tokens of a request, prompt and answer, as the model is loaded; null if it is not the main
+    model."""
+    slots: int | None = None
+    """Number of requests that it decodes at once; null if it is not the main model, and for encoders."""
     pinned: bool = False
     unloading: Unloading | None = None
     """Set while the model is loaded and is unloaded as soon as its running answers have ended."""
@@ -88,6 +94,10 @@ class LoadRequest(RequestModel):
     """Id, hub id, or for callers on the server's machine a path."""
     engine: EngineChoice = "auto"
     """Engine that must run the model; ``auto`` selects it by the model's format."""
+    context_length: Annotated[int, Field(ge=1)] | None = None
+    """Maximum number of tokens of a request, prompt and answer; null lets the engine choose."""
+    deterministic: StrictBool = False
+    """Compute each answer so that no bit of it depends on other requests: slower, and only on llama.cpp."""
     prompt_lookup: bool | None = None
     """Whether an answer that repeats earlier text may be decoded several tokens at a time; null uses the default of the
     engine: yes on MLX, no on llama.cpp."""
@@ -103,6 +113,10 @@ class LoadAnswer(BaseModel):
     model: str
     load_time_ms: float
     vram_gb: float
+    slots: int | None = None
+    """Number of requests that are decoded at once; null for encoders."""
+    context_length: int | None = None
+    """Maximum number of tokens of one of these requests, prompt and answer; null if there is no limit."""
 
 
 class UnloadRequest(RequestModel):
@@ -243,6 +257,11 @@ class ModelCard(BaseModel):
     object: Literal["model"] = "model"
     created: int
     owned_by: Literal["lmx-lab"] = "lmx-lab"
+    context_length: int | None = None
+    """Maximum number of tokens of a request, prompt and answer, as the model is loaded; for a model that is not loaded,
+    the number that it was trained for."""
+    slots: int | None = None
+    """Number of requests that the loaded model decodes at once; null for other models."""
 
 
 class ModelCards(BaseModel):

@@ -100,7 +100,7 @@ def test_the_list_has_all_models_on_disk_and_marks_the_loaded_one(http: httpx2.C
     loaded, other = records["echo"], records["other"]
     assert (loaded["loaded"], loaded["format"], loaded["kind"]) == (True, "echo", "chat")
     assert loaded["vram_gb"] > 0
-    assert loaded["context_length"] == 32_768
+    assert (loaded["context_length"], loaded["loaded_context_length"], loaded["slots"]) == (32_768, 32_768, 2)
     assert (other["loaded"], other["format"], other["vram_gb"]) == (False, "mlx", None)
     assert Path(other["path"]) == echo_home / "models" / "other"
 
@@ -120,12 +120,14 @@ def test_v1_models_lists_the_models_in_the_chat_format(http: httpx2.Client) -> N
     body = http.get("/v1/models").json()
     assert body["object"] == "list"
     assert {"echo", "other"} <= {card["id"] for card in body["data"]}
-    assert http.get("/v1/models/echo").json()["object"] == "model"
+    loaded, other = (http.get(f"/v1/models/{name}").json() for name in ("echo", "other"))
+    assert (loaded["object"], loaded["context_length"], loaded["slots"]) == ("model", 32_768, 2)
+    assert other["slots"] is None
 
 
 def test_a_load_replaces_the_loaded_model(fresh_tiny_http: httpx2.Client) -> None:
     body = load(fresh_tiny_http, "tiny-two").json()
-    assert set(body) == {"success", "model", "load_time_ms", "vram_gb"}
+    assert set(body) == {"success", "model", "load_time_ms", "vram_gb", "slots", "context_length"}
     assert (body["success"], body["model"]) == (True, "tiny-two")
     assert body["load_time_ms"] > 0
     loaded = [record["id"] for record in fresh_tiny_http.get("/admin/models").json()["models"] if record["loaded"]]

