@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import logging
 import time
-from collections.abc import Coroutine, Mapping
+from collections.abc import Coroutine, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from typing import Any, TypeVar
@@ -66,14 +66,27 @@ class PreparedRequest:
         """Number of tokens of the prompt and of an answer of maximum length."""
         return len(self.tokens) + self.max_tokens
 
-    def body(self, choice: int, hosted: HostedModel) -> dict[str, Any]:
-        """Return the request body for one of the answers."""
+    @property
+    def can_continue(self) -> bool:
+        """Whether another request can continue an answer: llama.cpp keeps no state of it except the tokens.
+
+        A grammar, the chat format and the random numbers of a seed would begin again.
+        """
+        has_seed = self.request.sampling.seed is not None and self.request.sampling.temperature > 0
+        return self.route == "/completion" and self.grammar is None and not has_seed
+
+    def body(self, choice: int, hosted: HostedModel, answer: Sequence[int] = ()) -> dict[str, Any]:
+        """Return the request body for one of the answers.
+
+        Args:
+            answer: Tokens of the answer that were generated before a pause.
+        """
         if self.route == "/completion":
             return completion_body(
                 self.request,
-                self.tokens,
+                [*self.tokens, *answer],
                 choice=choice,
-                max_tokens=self.max_tokens,
+                max_tokens=self.max_tokens - len(answer),
                 context_length=self.context_length,
                 grammar=self.grammar,
                 markers=list(hosted.chat_format.markers),
