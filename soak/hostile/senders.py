@@ -25,7 +25,7 @@ SMALL_BUFFER_BYTES = 4096
 FLOOD_S = 10.0
 FRAMES = 1000
 """Frames that a flood sends with one call."""
-LEFT, STILL_OPEN = "left", "still open"
+LEFT, DISCONNECTED, STILL_OPEN = "left", "disconnected", "still open"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -81,7 +81,7 @@ def _post(url: str, path: str, content: bytes, *, leaves: bool) -> Answer:
         except TimeoutError:
             text = LEFT if leaves else f"no answer within {GIVE_UP_S:g} s"
         except (OSError, http.client.HTTPException) as exc:
-            text = f"disconnected ({type(exc).__name__})"
+            text = f"{DISCONNECTED} ({type(exc).__name__})"
     return Answer(text=text, seconds=time.monotonic() - began)
 
 
@@ -95,26 +95,46 @@ def describe(status: int, body: bytes) -> str:
         return f"{status} without the fields of an error: {body[:100]!r}"
 
 
-# WebSockets
+# Clients that do not read, and floods of frames
 
 
 def unread_sockets(body: Mapping[str, Any], *, clients: int, limit_s: float) -> Send:
     """Send a chat on each of several WebSockets, and read nothing until the server closes them, or until a limit."""
 
     def send(url: str) -> list[Answer]:
-        return together([lambda: _never_read(url, content_of(body), limit_s)] * clients)
+        def never_read() -> Answer:
+            with _socket(url, buffer_bytes=SMALL_BUFFER_BYTES) as sock:
+                sock.sendall(frame(TEXT, content_of(body)))
+                return _wait_for_close(sock, limit_s)
+
+        return together([never_read] * clients)
 
     return send
 
 
-def _never_read(url: str, content: bytes, limit_s: float) -> Answer:
-    with _socket(url, buffer_bytes=SMALL_BUFFER_BYTES) as sock:
-        sock.sendall(frame(TEXT, content))
-        began = time.monotonic()
-        poll = select.poll()
-        poll.register(sock, select.POLLRDHUP | select.POLLHUP | select.POLLERR)
-        closed = poll.poll(limit_s * 1000)
-        return Answer(text="disconnected" if closed else STILL_OPEN, seconds=time.monotonic() - began)
+def unread_streams(body: Mapping[str, Any], *, clients: int, limit_s: float) -> Send:
+    """Do the same with event streams, on connections whose buffers have the system's size, so that they fill slowly."""
+
+    def send(url: str) -> list[Answer]:
+        place, content = urlsplit(url), content_of(body)
+        head = f"POST {CHAT} HTTP/1.1\r\nhost: {place.netloc}\r\ncontent-type: application/json\r\n"
+
+        def never_read() -> Answer:
+            with socket.create_connection((place.hostname, place.port), GIVE_UP_S) as sock:
+                sock.sendall(f"{head}content-length: {len(content)}\r\n\r\n".encode() + content)
+                return _wait_for_close(sock, limit_s)
+
+        return together([never_read] * clients)
+
+    return send
+
+
+def _wait_for_close(sock: socket.socket, limit_s: float) -> Answer:
+    began = time.monotonic()
+    poll = select.poll()
+    poll.register(sock, select.POLLRDHUP | select.POLLHUP | select.POLLERR)
+    closed = poll.poll(limit_s * 1000)
+    return Answer(text=DISCONNECTED if closed else STILL_OPEN, seconds=time.monotonic() - began)
 
 
 def flood_of_frames(opcode: int, *, first: bytes = b"") -> Send:

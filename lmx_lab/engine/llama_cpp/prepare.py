@@ -10,7 +10,7 @@ from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from typing import Any, TypeVar
 
-from lmx_lab.engine.grammar.sandbox import GrammarSandbox
+from lmx_lab.engine.grammar.queue import GrammarQueue
 from lmx_lab.engine.llama_cpp.answer import AnswerReader
 from lmx_lab.engine.llama_cpp.connection import RefusedError
 from lmx_lab.engine.llama_cpp.grammar import GrammarChecker
@@ -118,20 +118,18 @@ class LlamaPreparer:
     """Prepares requests on the engine's loop; grammars are compiled on a thread."""
 
     def __init__(self, settings: Settings) -> None:
-        self._sandbox = GrammarSandbox(compile_s=COMPILE_S)
+        self._grammars = GrammarQueue("lmx-lab-gguf-grammars", compile_s=COMPILE_S)
         # Each request has a thread, so that its slow template does not delay other requests.
         self._templates = ThreadPoolExecutor(
             max_workers=settings.slots + settings.queue_limit, thread_name_prefix="lmx-lab-gguf-templates"
         )
-        self._compiling = ThreadPoolExecutor(max_workers=1, thread_name_prefix="lmx-lab-gguf-grammars")
         self._checker: tuple[HostedModel, GrammarChecker] | None = None
         self._rendering: set[asyncio.Task[dict[str, Any]]] = set()
 
     def stop(self) -> None:
         """Stop compiling grammars and rendering templates, without waiting for their end."""
-        self._compiling.shutdown(wait=False, cancel_futures=True)
+        self._grammars.close()
         self._templates.shutdown(wait=False, cancel_futures=True)
-        self._sandbox.close()
         for task in self._rendering:
             task.cancel()
 
@@ -224,7 +222,7 @@ class LlamaPreparer:
             return None
         if self._checker is None or self._checker[0] is not hosted:
             token_table = await hosted.load_token_table()
-            self._checker = hosted, GrammarChecker(token_table, self._sandbox, self._compiling, hosted.connection)
+            self._checker = hosted, GrammarChecker(token_table, self._grammars, hosted.connection)
         tools = request.prompt.tools if isinstance(request.prompt, ChatPrompt) else None
         return await self._checker[1].check(grammar, tools)
 
