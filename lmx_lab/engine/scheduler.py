@@ -18,9 +18,9 @@ from typing import Generic, TypeVar
 
 Key = TypeVar("Key", bound=Hashable)
 SHORT_PROMPT_TOKENS = 256
-WAIT_S = 0.25
+WAIT_S = 0.1
 """Time for which a request waits for a slot before a running request is paused."""
-TURN_S = 1.0
+TURN_S = 0.5
 """Time for which a request keeps its slot before it can be paused."""
 TURN_SHARE = 0.25
 """Share of the slots, at least one, that requests can have at the same time which got them by a pause."""

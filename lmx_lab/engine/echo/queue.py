@@ -28,7 +28,7 @@ from lmx_lab.values.engine import TokenTotals
 from lmx_lab.values.generation import Delta, FinishReason, GenerationReport, PromptProgress, PromptScores, TokenLogprob
 
 log = logging.getLogger(__name__)
-PAUSE_CHECK_S = 0.1
+PAUSE_CHECK_S = 0.05
 """Interval between two checks whether a request should be paused for a waiting one."""
 KEPT_SEQUENCES = 16
 """Number of ended requests whose tokens count as cached for requests that begin with the same tokens."""

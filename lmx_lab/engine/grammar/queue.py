@@ -12,7 +12,7 @@ from lmx_lab.engine.grammar.sandbox import LIMIT_S, GrammarSandbox
 from lmx_lab.errors import QueueFullError
 
 T = TypeVar("T")
-WAIT_S = 2.0
+WAIT_S = 1.5
 """Time that a grammar may wait for others. A grammar that takes long gives way after ``sandbox.SHARE_S``."""
 
 

@@ -26,7 +26,7 @@ from lmx_lab.values.generation import GenerationReport
 
 log = logging.getLogger(__name__)
 Post = Callable[[Mailbox, Item], None]
-PAUSE_CHECK_S = 0.1
+PAUSE_CHECK_S = 0.05
 """Interval between two checks whether a request should be paused for a waiting one."""
 DEATH_S = 1.0
 """Time to wait for the end of the process after its connection has ended, since that may be the cause."""
