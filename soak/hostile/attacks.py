@@ -132,9 +132,7 @@ ATTACKS = (
     ),
     Attack(
         name="8 ambiguous grammars",
-        send=post(
-            CHAT, lambda: chat_of("hello", response_format={"type": "grammar", "grammar": AMBIGUOUS}), clients=8
-        ),
+        send=post(CHAT, lambda: chat_of("hello", response_format={"type": "grammar", "grammar": AMBIGUOUS}), clients=8),
         answers=REFUSED | BUSY,
         limit_s=GRAMMAR_S,
     ),
