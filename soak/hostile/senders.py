@@ -19,7 +19,7 @@ from soak.fuzzing.requests import HOST
 
 T = TypeVar("T")
 CHAT, SOCKET = "/v1/chat/completions", "/v1/chat/stream"
-GIVE_UP_S = 60.0
+TIMEOUT_S = 60.0
 LEAVE_S = 1.0
 SMALL_BUFFER_BYTES = 4096
 FLOOD_S = 10.0
@@ -71,7 +71,7 @@ def together(calls: Sequence[Callable[[], T]]) -> list[T]:
 def _post(url: str, path: str, content: bytes, *, leaves: bool) -> Answer:
     place = urlsplit(url)
     began = time.monotonic()
-    timeout = LEAVE_S if leaves else GIVE_UP_S
+    timeout = LEAVE_S if leaves else TIMEOUT_S
     connection = http.client.HTTPConnection(place.hostname or "", place.port, timeout=timeout)
     with contextlib.closing(connection):
         try:
@@ -79,7 +79,7 @@ def _post(url: str, path: str, content: bytes, *, leaves: bool) -> Answer:
             answer = connection.getresponse()
             text = describe(answer.status, answer.read())
         except TimeoutError:
-            text = LEFT if leaves else f"no answer within {GIVE_UP_S:g} s"
+            text = LEFT if leaves else f"no answer within {TIMEOUT_S:g} s"
         except (OSError, http.client.HTTPException) as exc:
             text = f"{DISCONNECTED} ({type(exc).__name__})"
     return Answer(text=text, seconds=time.monotonic() - began)
@@ -120,7 +120,7 @@ def unread_streams(body: Mapping[str, Any], *, clients: int, limit_s: float) -> 
         head = f"POST {CHAT} HTTP/1.1\r\nhost: {place.netloc}\r\ncontent-type: application/json\r\n"
 
         def never_read() -> Answer:
-            with socket.create_connection((place.hostname, place.port), GIVE_UP_S) as sock:
+            with socket.create_connection((place.hostname, place.port), TIMEOUT_S) as sock:
                 sock.sendall(f"{head}content-length: {len(content)}\r\n\r\n".encode() + content)
                 return _wait_for_close(sock, limit_s)
 
@@ -191,7 +191,7 @@ def _socket(url: str, *, buffer_bytes: int | None = None) -> Iterator[socket.soc
     with socket.socket() as sock:
         if buffer_bytes is not None:
             sock.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, buffer_bytes)
-        sock.settimeout(GIVE_UP_S)
+        sock.settimeout(TIMEOUT_S)
         sock.connect((place.hostname, place.port))
         sock.sendall(handshake(SOCKET, HANDSHAKE).replace(HOST.encode(), place.netloc.encode()))
         head = b""

@@ -189,7 +189,7 @@ class LlamaPreparer:
         except TemplateLimitError as exc:
             log.warning("request %s: the chat template of %s %s", request.request_id, hosted.entry.id, exc)
             raise InvalidRequestError(
-                f"the chat template of {hosted.entry.id} {exc}, its limit; send less, or use another model",
+                f"the chat template of {hosted.entry.id} {exc}; send less, or use another model",
                 param="messages",
             ) from exc
         except TemplateRefusalError:
@@ -255,9 +255,9 @@ async def _within_limits(rendering: Coroutine[Any, Any, T], request: GenerationR
         while not (await asyncio.wait([task], timeout=CHECK_S))[0] and reason is None:
             before = before or hosted.process.own_bytes
             if time.monotonic() - began > TEMPLATE_S:
-                reason = f"its chat template ran for more than {TEMPLATE_S:g} s, its limit"
+                reason = f"its chat template ran longer than the limit of {TEMPLATE_S:g} s"
             elif hosted.process.own_bytes - before > TEMPLATE_BYTES:
-                reason = f"its chat template took more than {TEMPLATE_BYTES >> 30} GB, its limit"
+                reason = f"its chat template took more than the limit of {TEMPLATE_BYTES >> 30} GB"
         if reason is None:
             return task.result()
     finally:
