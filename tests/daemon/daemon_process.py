@@ -131,11 +131,20 @@ class Follower:
         return sum(event["event"] in TERMINAL for event in self.events)
 
     async def until_ended(self, turn_ids: list[str]) -> None:
+        """Wait until these turns have ended.
+
+        Raises:
+            TimeoutError: no turn has ended for ``WAIT_S``.
+        """
+
         def ended() -> bool:
             return set(turn_ids) <= {event["turn_id"] for event in self.events if event["event"] in TERMINAL}
 
         async with self.changed:
-            await asyncio.wait_for(self.changed.wait_for(ended), WAIT_S)
+            while not ended():
+                so_far = self.ended_turns
+                more = self.changed.wait_for(lambda: self.ended_turns > so_far)  # noqa: B023
+                await asyncio.wait_for(more, WAIT_S)
 
 
 def check_log(events: list[dict[str, Any]], *, without_tokens: Set[str] = frozenset()) -> None:
