@@ -7,9 +7,12 @@ import functools
 import sys
 from collections.abc import Iterator
 from dataclasses import dataclass
+from itertools import product
 from pathlib import Path
 
 import pytest
+
+from tests.docs.pages import DOCS, code_blocks
 
 ROOT = Path(__file__).parent.parent / "lmx_lab"
 
@@ -236,3 +239,34 @@ def test_modules_and_functions_stay_readable() -> None:
                 if size > 60:
                     wrong.append(f"{module}.{node.name}: {size} lines")
     assert not wrong, "\n".join(wrong)
+
+
+@functools.cache
+def arrows() -> set[tuple[str, str]]:
+    """Return the arrows of the diagram in ``docs/contributing.md``, as pairs of packages."""
+    (diagram,) = [block.text for block in code_blocks(DOCS / "contributing.md") if block.language == "mermaid"]
+    lines = [line.split(" --> ") for line in diagram.splitlines()[1:]]
+    return {pair for sources, targets in lines for pair in product(sources.strip().split(" & "), targets.split(" & "))}
+
+
+@functools.cache
+def reachable(start: str) -> set[str]:
+    found: set[str] = set()
+    new = {start}
+    while new:
+        found |= new
+        new = {target for source, target in arrows() if source in new} - found
+    return found
+
+
+def test_arrows_are_allowed_imports() -> None:
+    for source, target in arrows():
+        assert TABLE[source].inside == EVERYTHING or target in TABLE[source].inside.split(), (source, target)
+
+
+def test_every_import_between_packages_follows_the_arrows() -> None:
+    packages = {name for pair in arrows() for name in pair}
+    for item in imports():
+        source, target = room(item.module), room(item.target.removeprefix("lmx_lab."))
+        if item.target.startswith("lmx_lab.") and {source, target} <= packages:
+            assert target in reachable(source), str(item)

@@ -29,6 +29,7 @@ def row(
     return table.set_index("metric").loc[metric]
 
 
+@pytest.mark.slow
 def test_the_faster_side_is_better_in_time_and_in_tokens_per_second() -> None:
     quick, slow = side(1.0, target="quick"), side(1.1, target="slow", jitter=2)
     for metric in ("ttft_ms", "decode_tok_s", "total_tok_s"):
@@ -58,6 +59,7 @@ def test_few_comparisons_of_equal_sides_with_drift_are_significant(repeats: int,
     assert 0 < (table["better"] != "-").sum() <= 40
 
 
+@pytest.mark.slow
 def test_a_difference_larger_than_the_drift_is_significant() -> None:
     a, b = drifting(5, 100, 1), drifting(5, 100, 2)
     table = compare(a.assign(e2e_ms=0.8 * a["e2e_ms"]), b, metrics=("total_tok_s",))

@@ -70,6 +70,7 @@ def test_intervals_of_ratios_agree_with_textbook_examples() -> None:
     assert bounds(unpaired) == pytest.approx(np.exp([0.2 - reach, 0.2, 0.2 + reach]), rel=1e-4)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("paired", [True, False])
 @pytest.mark.parametrize(("repeats", "drift"), [(3, 0.03), (5, 0.03), (10, 0.3)])
 def test_intervals_of_equal_sides_contain_1_as_often_as_their_level(repeats: int, drift: float, paired: bool) -> None:

@@ -61,6 +61,7 @@ def read_until(client: socket.socket, end: bytes) -> bytes:
     return data
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("way", PATHS)
 def test_a_client_that_accepts_no_data_is_disconnected_and_its_generation_cancelled(
     echo_home: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture, way: Way
@@ -83,6 +84,7 @@ def test_a_client_that_accepts_no_data_is_disconnected_and_its_generation_cancel
     assert re.search(r"lmx_lab_requests_total.*cancelled.* 1\.0", metrics)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("way", ["sse", "socket"])
 def test_a_slot_for_which_others_wait_is_free_earlier(echo_home: Path, way: Way) -> None:
     with (

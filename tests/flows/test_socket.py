@@ -168,6 +168,7 @@ def test_a_client_that_disconnects_without_closing_frees_the_slot(lab: Lab) -> N
         wait_until_idle(lab)
 
 
+@pytest.mark.slow
 def test_a_slow_client_receives_the_error_of_a_server_that_stops(
     echo_home: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -397,6 +397,7 @@ def test_clear_removes_rows_and_keeps_waiting_calls(reader: Reader, daemon: Scri
     reader.until(lambda panel: kinds(panel) == ["turn.token"])
 
 
+@pytest.mark.slow
 def test_many_events_make_few_frames_and_bounded_rows(workbench: Workbench) -> None:
     begun, daemon = time.monotonic(), Flood(10_000)
     workbench.follow_events(daemon)

@@ -148,6 +148,7 @@ def test_a_panel_that_is_made_late_shows_earlier_samples(workbench: Workbench, b
     assert len(unpacked(panel.frame)[0]) == 20
 
 
+@pytest.mark.slow
 def test_a_thousand_updates_leave_a_small_widget(watched: Watched) -> None:
     samples = [sample(NOON + 0.9 * number, **dict.fromkeys(FIELDS, number % 11)) for number in range(1000)]
     watched.reader.ask("change", minutes=15)

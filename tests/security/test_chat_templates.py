@@ -70,6 +70,7 @@ def process() -> Iterator[TemplateSandbox]:
     process.stop()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("what", MALICIOUS)
 def test_a_malicious_template_is_stopped_at_a_limit_and_the_next_one_is_rendered(
     process: TemplateSandbox, what: str
@@ -91,6 +92,7 @@ def test_forbidden_operations_are_rejected(process: TemplateSandbox, what: str) 
     assert shown in ("", "None")
 
 
+@pytest.mark.slow
 def test_the_error_names_the_limit(process: TemplateSandbox) -> None:
     for template, words in (
         (ENDLESS, "0.5 s"),

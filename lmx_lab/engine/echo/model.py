@@ -15,7 +15,7 @@ from collections.abc import Sequence
 import numpy as np
 from numpy.typing import NDArray
 
-from lmx_lab.engine.echo.vocabulary import END, FIRST_BYTE, FIRST_PIECE, EchoVocabulary
+from lmx_lab.engine.echo.vocabulary import END, FIRST_BYTE, FIRST_PIECE, echo_vocabulary
 from lmx_lab.engine.requests import Sampling
 from lmx_lab.values.generation import TokenLogprob
 
@@ -40,7 +40,7 @@ class EchoModel:
     """The vocabulary, and the scores that do not depend on a text."""
 
     def __init__(self) -> None:
-        self.vocabulary = EchoVocabulary()
+        self.vocabulary = echo_vocabulary()
         unconstrained = np.random.default_rng(0).random(self.vocabulary.size)
         unconstrained[[FIRST_BYTE + byte for byte in range(256) if not bytes([byte]).isalnum()]] = -8.0
         unconstrained[:FIRST_BYTE] = -20.0

@@ -78,3 +78,9 @@ class EchoVocabulary:
     def text_of(self, token: int) -> str:
         """Return one token as text, or as ``bytes:\\xe2`` if it is a part of a character."""
         return token_text(self.bytes[token])
+
+
+@functools.cache
+def echo_vocabulary() -> EchoVocabulary:
+    """Return the only vocabulary of the process. It takes 20 ms to create and is never changed."""
+    return EchoVocabulary()

@@ -94,6 +94,7 @@ def test_truncation_keeps_the_last_special_token(bert: Load) -> None:
         tokens(model, words(100))
 
 
+@pytest.mark.slow
 def test_a_text_of_a_megabyte_is_refused_without_tokenizing_all_of_it(bert: Load) -> None:
     model, text = bert(), words(250_000)
 

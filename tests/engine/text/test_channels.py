@@ -324,6 +324,7 @@ def test_holding_back_whitespace_takes_linear_time() -> None:
     assert many < 100 * few
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("text", [" ", "x", "<", "<t", "é"])
 @pytest.mark.parametrize("opened", ["", "<r>", "<t>"])
 def test_parsing_takes_time_linear_in_the_length_of_the_answer(opened: str, text: str) -> None:
