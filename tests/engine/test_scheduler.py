@@ -4,13 +4,20 @@ from __future__ import annotations
 
 from collections import Counter
 
+import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from lmx_lab.engine import scheduler
 from lmx_lab.engine.scheduler import SHORT_PROMPT_TOKENS, TURN_S, WAIT_S, Scheduler, SlotTimes, Verdict
 
 LATER = 1e9
 SHORT, LONG = SHORT_PROMPT_TOKENS, SHORT_PROMPT_TOKENS + 1
+
+
+@pytest.fixture(autouse=True)
+def _pauses(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(scheduler, "WAIT_S", WAIT_S)
 
 
 def take(_: object) -> Verdict:
@@ -124,7 +131,7 @@ def test_a_long_request_is_paused_for_one_that_waits_and_continues_before_later_
     scheduler = busy_scheduler(1)
     add(scheduler, "new", "later", now=TURN_S)
     assert scheduler.pause(yes, TURN_S + WAIT_S / 2) is None
-    assert scheduler.pause(yes, TURN_S + WAIT_S) == "long 0"
+    assert scheduler.pause(yes, TURN_S + 2 * WAIT_S) == "long 0"
     assert scheduler.queued == ["new", "long 0", "later"]
     assert scheduler.not_started == ["new", "later"]
     assert admit_all(scheduler) == ["new"]

@@ -13,7 +13,7 @@ from lmx_lab.values.models import Format
 from tests.engine.conftest import finish, numbers, request, run
 
 pytestmark = pytest.mark.anyio
-TOKENS = 300
+TOKENS = 150
 PLAIN: dict[str, Any] = {"prompt": numbers(20, start=100), "max_tokens": TOKENS, "ignore_eos": True}
 WITH_STATE: dict[str, Any] = {
     "prompt": numbers(20, start=200),
