@@ -3,8 +3,8 @@
 A request is *queued*, then *running* (first its prompt is computed, then it decodes), then removed. The engine carries
 out these decisions. The number of queued requests is limited earlier, in ``engine.admission``.
 
-If requests wait while all slots are taken, a running request can be *paused*: it waits in the queue again, and a
-request that has not started gets its slot. Without this, a few long answers, such as those for clients that do not
+If requests wait while all slots are taken, a running request can be *paused*: it waits in the queue again, and one
+that waits gets its slot. Without this, a few long answers, such as those for clients that do not
 read, would keep all slots until they end. Only a quarter of the slots is passed on in this way, so that most answers
 continue without a pause.
 """
@@ -20,6 +20,8 @@ Key = TypeVar("Key", bound=Hashable)
 SHORT_PROMPT_TOKENS = 256
 WAIT_S = 0.1
 """Time for which a request waits for a slot before a running request is paused."""
+RESUME_S = 1.0
+"""Time for which a paused request waits before another one is paused for it."""
 TURN_S = 0.5
 """Time for which a request keeps its slot before it can be paused."""
 TURN_SHARE = 0.25
@@ -46,6 +48,7 @@ class _Entry:
     deadline: float
     short: bool
     queued_at: float
+    """When it was added, or paused."""
     admitted_at: float | None = None
     """When the request last got a slot; None if it has not started."""
     has_turn: bool = False
@@ -129,7 +132,7 @@ class Scheduler(Generic[Key]):
         return None
 
     def pause(self, can_pause: Callable[[Key], bool], now: float) -> Key | None:
-        """Take the slot of a running request for one that has waited for ``WAIT_S``, and return the paused request;
+        """Take the slot of a running request for one that has waited long enough, and return the paused request;
         None if none should be paused. The caller calls ``admit`` afterwards.
 
         The paused request waits in the queue at the position of its arrival.
@@ -152,6 +155,7 @@ class Scheduler(Generic[Key]):
         paused = min(over, key=lambda key: self._running[key].admitted_at or 0.0)
         self._queued[paused] = self._running.pop(paused)
         self._queued[paused].has_turn = False
+        self._queued[paused].queued_at = now
         self._queued[starting].has_turn = True
         self._queued = dict(sorted(self._queued.items(), key=lambda item: (not item[1].has_turn, item[1].number)))
         return paused
@@ -160,13 +164,12 @@ class Scheduler(Generic[Key]):
         """Return the time after which ``pause`` may return a request; None if no request waits for a running one."""
         if len(self._running) < self.slots:
             return None
-        return min((self._queued[key].queued_at + WAIT_S for key in self.not_started), default=None)
+        return min((_pause_at(entry) for entry in self._queued.values()), default=None)
 
     def _longest_waiting(self, now: float) -> Key | None:
-        """Return the first request that has waited for ``WAIT_S``, has not started, and could start in a free slot."""
+        """Return the first request that has waited long enough, and could start in a free slot."""
         for key, entry in self._queued.items():
-            waits = entry.admitted_at is None and not entry.has_turn
-            if waits and now - entry.queued_at >= WAIT_S and self._has_lane(entry):
+            if not entry.has_turn and now >= _pause_at(entry) and self._has_lane(entry):
                 return key
         return None
 
@@ -187,6 +190,11 @@ class Scheduler(Generic[Key]):
         self._queued.pop(key, None)
         self._running.pop(key, None)
         self._prefilling.discard(key)
+
+
+def _pause_at(entry: _Entry) -> float:
+    """Return the time after which another request may be paused for a queued one."""
+    return entry.queued_at + (WAIT_S if entry.admitted_at is None else RESUME_S)
 
 
 class SlotTimes:

@@ -9,7 +9,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from lmx_lab.engine import scheduler
-from lmx_lab.engine.scheduler import SHORT_PROMPT_TOKENS, TURN_S, WAIT_S, Scheduler, SlotTimes, Verdict
+from lmx_lab.engine.scheduler import RESUME_S, SHORT_PROMPT_TOKENS, TURN_S, WAIT_S, Scheduler, SlotTimes, Verdict
 
 LATER = 1e9
 SHORT, LONG = SHORT_PROMPT_TOKENS, SHORT_PROMPT_TOKENS + 1
@@ -139,6 +139,17 @@ def test_a_long_request_is_paused_for_one_that_waits_and_continues_before_later_
     assert admit_all(scheduler) == ["long 0"]
 
 
+def test_a_paused_request_does_not_wait_until_another_one_ends() -> None:
+    scheduler = busy_scheduler(1)
+    add(scheduler, "new")
+    assert scheduler.pause(yes, TURN_S) == "long 0"
+    assert scheduler.admit(take, TURN_S) == "new"
+    scheduler.prefilled("new")
+    assert scheduler.pause(yes, TURN_S + RESUME_S / 2) is None
+    assert scheduler.pause(yes, TURN_S + 2 * RESUME_S) == "new"
+    assert admit_all(scheduler) == ["long 0"]
+
+
 def test_requests_keep_their_slot_while_they_cannot_be_paused_or_have_just_started() -> None:
     scheduler = busy_scheduler(2)
     add(scheduler, "new")
@@ -151,7 +162,7 @@ def test_only_a_quarter_of_the_slots_is_passed_on() -> None:
     scheduler = busy_scheduler(8)
     add(scheduler, *"abcdef")
     paused = []
-    for now in (TURN_S, 1.5 * TURN_S, 1.9 * TURN_S, 2.5 * TURN_S, 3.0 * TURN_S):
+    for now in (TURN_S, 1.5 * TURN_S, 1.9 * TURN_S, 2.4 * TURN_S, 2.9 * TURN_S):
         paused.append(scheduler.pause(yes, now))
         while (key := scheduler.admit(take, now)) is not None:
             scheduler.prefilled(key)
