@@ -70,7 +70,7 @@ class LoadOperation:
     """The unload of the previous model."""
     reached_engine: bool = False
     """Whether the files were found, and the engine is loading them or is about to."""
-    restores: bool = True
+    restores_previous: bool = True
     """Whether the previous model is loaded again if this load fails or is cancelled."""
     requested_entry: ModelEntry | None = field(init=False)
     """The entry that the caller passed; None if the caller passed only a name."""
@@ -82,7 +82,7 @@ class LoadOperation:
         self.requested_entry = self.entry
 
     @property
-    def names(self) -> set[str]:
+    def model_names(self) -> set[str]:
         """The name that the caller used, and the id of the model when it is known."""
         return {self.spec.model} if self.entry is None else {self.spec.model, self.entry.id}
 
@@ -119,14 +119,14 @@ class LoadOperation:
         finally:
             self._task = None
 
-    def cancel(self, error: LabError, *, restores: bool = True) -> None:
+    def cancel(self, error: LabError, *, restores_previous: bool = True) -> None:
         """Cancel the load; its callers get this error.
 
         Args:
-            restores: Whether the previous model is loaded again.
+            restores_previous: Whether the previous model is loaded again.
         """
         self._error = self._error or error
-        self.restores = self.restores and restores
+        self.restores_previous = self.restores_previous and restores_previous
         if self._task is not None:
             self._task.cancel()
 
@@ -168,18 +168,18 @@ class ActiveLoads:
     def remove(self, operation: LoadOperation) -> None:
         self._operations.remove(operation)
 
-    def named(self, model: str) -> list[LoadOperation]:
+    def find_by_model(self, model: str) -> list[LoadOperation]:
         """Return the loads of the model with this id or requested name."""
-        return [operation for operation in self._operations if model in operation.names]
+        return [operation for operation in self._operations if model in operation.model_names]
 
     def of_main(self) -> list[LoadOperation]:
         """Return the loads of main models whose files were found."""
         return [it for it in self._operations if it.reached_engine and it.spec.pin is None and it.entry is not None]
 
-    def replace_all(self, by: ModelEntry) -> None:
-        """Cancel the loads of other main models in favor of the load of this model."""
+    def cancel_other_models(self, kept: ModelEntry) -> None:
+        """Cancel the loads of main models other than ``kept``, which is loaded instead."""
         for operation in self.of_main():
             entry = operation.entry
-            if entry is not None and entry.path != by.path:
-                error = NotLoadedError(f"the load of {entry.id} was cancelled: {by.id} is loaded instead")
-                operation.cancel(error, restores=False)
+            if entry is not None and entry.path != kept.path:
+                error = NotLoadedError(f"the load of {entry.id} was cancelled: {kept.id} is loaded instead")
+                operation.cancel(error, restores_previous=False)

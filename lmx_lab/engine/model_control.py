@@ -180,7 +180,7 @@ class ModelControl:
             other.unload.set_wait(spec.wait)
             return await asyncio.shield(other.done)
         if if_busy == "replace":
-            self._loads.replace_all(entry)
+            self._loads.cancel_other_models(entry)
         if if_busy == "refuse":
             self._current.check_free(self._snapshot())
         async with self._current.begin("load", entry.id):
@@ -213,7 +213,7 @@ class ModelControl:
         if (report := await self._report_if_loaded(entry, spec)) is not None:
             return report
         # A model that cannot be loaded is refused while the current model still answers.
-        await operation.run(self._try(entry, spec, engine))
+        await operation.run(self._check_loadable(entry, spec, engine))
         await operation.run(self._restore_pins())
         try:
             why = f"the model was replaced by {entry.id}"
@@ -225,7 +225,7 @@ class ModelControl:
         except LabError as exc:
             failure = exc
         # The previous model is not needed if another model is loaded instead, or if the lab stops.
-        if not operation.restores:
+        if not operation.restores_previous:
             raise failure
         outcome = await self._restore(operation, previous)
         raise type(failure)(f"{failure.message}{outcome}", param=failure.param)
@@ -244,10 +244,10 @@ class ModelControl:
         return f"; the previous model {name} is loaded again"
 
     async def _reload(self, resident: Resident) -> None:
-        await self._try(resident.entry, resident.spec, resident.engine)
+        await self._check_loadable(resident.entry, resident.spec, resident.engine)
         await self._load_main(resident.entry, resident.spec, resident.engine)
 
-    async def _try(self, entry: ModelEntry, spec: LoadSpec, engine: InferenceEngine) -> None:
+    async def _check_loadable(self, entry: ModelEntry, spec: LoadSpec, engine: InferenceEngine) -> None:
         """Let an engine check a model on a separate thread, because its tokenizer and template may take any time."""
         cancellation = Cancellation()
         check = in_thread(functools.partial(engine.check, entry, spec, cancellation), name="lmx-lab-check")
@@ -282,7 +282,7 @@ class ModelControl:
 
     async def cancel(self, model: str) -> None:
         """See ``ModelManager.cancel_load``."""
-        operations = self._loads.named(model)
+        operations = self._loads.find_by_model(model)
         if not operations:
             raise InvalidRequestError(f"{model} is not being loaded; there is nothing to cancel", param="model")
         self._cancel(operations)
@@ -295,7 +295,7 @@ class ModelControl:
         """Cancel all loads. Their callers get the error at once, before the engines have ended the loads."""
         for operation in self._loads:
             failure = error or NotLoadedError(f"the load of {operation.spec.model} was cancelled: the server stops")
-            operation.cancel(failure, restores=False)
+            operation.cancel(failure, restores_previous=False)
             self._fail(operation, failure)
 
     async def settled(self) -> None:
@@ -327,7 +327,7 @@ class ModelControl:
             is_same = before is not None and before.in_memory and before.spec == spec
             if before is not None and is_same and await in_thread(functools.partial(is_loaded, before.entry, entry)):
                 return LoadReport(model=entry.id, load_s=0.0, memory_bytes=before.pinned_bytes)
-            await self._try(entry, spec, engine)
+            await self._check_loadable(entry, spec, engine)
             entry = await in_thread(functools.partial(with_marks, entry))
             report = await within_limit(engine.pin(entry, spec), entry, self.settings.load_timeout_s)
             self._slots[kind] = self._pins[kind] = self._resident(entry, spec, engine)
@@ -353,7 +353,7 @@ class ModelControl:
         if (joined := self._unload_to_join(model, wait, local=local)) is not None:
             joined.set_wait(wait)
             return await asyncio.shield(joined.done) or 0
-        if loads := self._loads.named(model) if model is not None else self._loads.of_main():
+        if loads := self._loads.find_by_model(model) if model is not None else self._loads.of_main():
             self._cancel(loads)
             await asyncio.wait([operation.done for operation in loads])
             return 0

@@ -62,10 +62,10 @@ async def test_work_after_a_cancelled_load_can_be_cancelled_too() -> None:
     restoring = asyncio.create_task(load.restore(asyncio.sleep(60)))
     await asyncio.sleep(0)
     await asyncio.sleep(0)
-    load.cancel(NotLoadedError("later"), restores=False)
+    load.cancel(NotLoadedError("later"), restores_previous=False)
     with pytest.raises(NotLoadedError, match="the load was cancelled"):
         await restoring
-    assert not load.restores
+    assert not load.restores_previous
 
 
 def test_the_time_limit_of_a_load_is_proportional_to_its_size() -> None:

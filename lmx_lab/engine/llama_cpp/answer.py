@@ -59,6 +59,10 @@ class AnswerReader:
         """Number of prompt tokens that have been computed, without cached ones."""
         self.cached_tokens = 0
         self.output_tokens = 0
+        self.tokens: list[int] = []
+        """Ids of the output tokens. Some are missing if llama.cpp has held back incomplete characters."""
+        self._tokens_before = 0
+        """Number of output tokens before the last pause."""
         self.finish: FinishReason | None = None
         """Set at the end of the answer. Events after that are ignored."""
 
@@ -67,11 +71,22 @@ class AnswerReader:
         self._admitted_at = now
         return PromptProgress(done=0, total=self._prompt_tokens)
 
+    @property
+    def can_continue(self) -> bool:
+        """Whether another request with the tokens so far would continue the answer."""
+        return self.finish is None and 0 < self.output_tokens == len(self.tokens) and self._hidden is None
+
+    def pause(self) -> None:
+        """Record that the next events are those of another request, whose prompt includes the output so far."""
+        self._tokens_before = self.output_tokens
+
     def read(self, chunk: Mapping[str, Any], now: float) -> Iterator[Delta | PromptProgress]:
         """Yield the items for the reader that one event contains."""
         if self.finish is not None:
             return
         if (progress := chunk.get("prompt_progress")) is not None:
+            if self._tokens_before:
+                return
             self.cached_tokens = min(int(progress["cache"]), self._prompt_tokens - 1)
             done = int(progress["processed"])
             self.computed_tokens = max(0, done - self.cached_tokens)
@@ -109,7 +124,8 @@ class AnswerReader:
         return (first_at - admitted_at) / (self.computed_tokens + 1)
 
     def _read_completion(self, chunk: Mapping[str, Any], now: float) -> Iterator[Delta]:
-        tokens = self._count(int(chunk["tokens_predicted"]), now)
+        tokens = self._count(self._tokens_before + int(chunk["tokens_predicted"]), now)
+        self.tokens += chunk.get("tokens") or ()
         entries = self._entries(chunk.get("completion_probabilities", ()))
         yield from self._text(chunk["content"], tokens, entries)
         if chunk["stop"] and self.finish is None:

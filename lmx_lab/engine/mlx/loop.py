@@ -109,7 +109,8 @@ class GenerationLoop:
     def add(self, generations: Sequence[MlxGeneration]) -> None:
         """Queue the answers to one request."""
         first = generations[0]
-        self._scheduler.add(generations, tokens=len(first.prompt), deadline=first.arrived_at + first.timeout_s)
+        deadline, now = first.arrived_at + first.timeout_s, time.perf_counter()
+        self._scheduler.add(generations, tokens=len(first.prompt), deadline=deadline, now=now)
 
     def cancel(self, generation: MlxGeneration) -> None:
         """Cancel a generation that is no longer read, and free its slot."""
@@ -124,6 +125,7 @@ class GenerationLoop:
         """
         try:
             self._end_expired()
+            self._pause_for_waiting()
             self._start_queued()
             if self.batch is not None and not self.batch.is_empty:
                 self._advance(self.batch)
@@ -140,12 +142,23 @@ class GenerationLoop:
             limit = f"not finished after {generation.timeout_s:g} s, the request's limit"
             self._end(generation, GenerationTimeoutError(limit))
 
+    def _pause_for_waiting(self) -> None:
+        """Pause a request if one waits that has not started."""
+        if (batch := self.batch) is None:
+            return
+        if (generation := self._scheduler.pause(batch.can_pause, time.perf_counter())) is not None:
+            self._process(batch, batch.pause(generation))
+
     def _start_queued(self) -> None:
         while (batch := self.batch) is not None:
-            generation = self._scheduler.admit(partial(self._judge, batch))
+            now = time.perf_counter()
+            generation = self._scheduler.admit(partial(self._judge, batch), now)
             if generation is None:
                 return
-            generation.admitted_at = time.perf_counter()
+            if generation.output_tokens:
+                batch.insert(generation)
+                continue
+            generation.admitted_at = now
             if not generation.max_tokens and not generation.request.score_prompt:
                 self._end(generation, generation.report("length", generation.admitted_at))
                 continue
@@ -173,20 +186,27 @@ class GenerationLoop:
             if event.generation not in self._scheduler.running:
                 # It ended with one of several tokens of this step.
                 continue
-            try:
-                self._handle(batch, event)
-            except LabError as exc:
-                self._end(event.generation, exc)
-            except Exception as exc:
-                # The error concerns only the text or the log-probabilities of this answer. Other answers continue.
-                log.exception("a generation failed")
-                self._end(event.generation, EngineError(f"the generation failed: {type(exc).__name__}: {exc}"))
+            self._process(batch, event)
         if memory.used_bytes() > self._limit_bytes:
             self._reduce_memory(batch)
+
+    def _process(self, batch: Batch, event: Event) -> None:
+        """Handle an event. An error ends only the request of the event."""
+        try:
+            self._handle(batch, event)
+        except LabError as exc:
+            self._end(event.generation, exc)
+        except Exception as exc:
+            # The error concerns only the text or the log-probabilities of this answer. Other answers continue.
+            log.exception("a generation failed")
+            self._end(event.generation, EngineError(f"the generation failed: {type(exc).__name__}: {exc}"))
 
     def _handle(self, batch: Batch, event: Event) -> None:
         generation = event.generation
         match event:
+            case ChunkComputed() if generation.output_tokens:
+                if event.done:
+                    self._scheduler.prefilled(generation)
             case ChunkComputed():
                 self.totals.prompt_tokens += event.tokens
                 self._outbox.post(generation.mailbox, _progress(generation))
@@ -265,7 +285,7 @@ class GenerationLoop:
 
     def end_requests(self, admission: AdmissionControl, error: LabError, *, queued_only: bool) -> None:
         """End the generations that hold permits of this admission control."""
-        generations = self.queued if queued_only else self.queued + self.running
+        generations = self._scheduler.not_started if queued_only else self.queued + self.running
         self.end_all([generation for generation in generations if generation.permit.admission is admission], error)
 
     def end_all(self, generations: Sequence[MlxGeneration], error: LabError) -> None:

@@ -87,9 +87,9 @@ class PromptTokenizer:
                 self._tokenizer, messages, add_generation_prompt=True, **template_input, **prompt.template_options
             )
         except TemplateLimitError as exc:
-            log.warning("request %s: the chat template of %s %s, its limit", request.request_id, self._model, exc)
+            log.warning("request %s: the chat template of %s %s", request.request_id, self._model, exc)
             raise InvalidRequestError(
-                f"the chat template of {self._model} {exc}, its limit; send less, or use another model",
+                f"the chat template of {self._model} {exc}; send less, or use another model",
                 param="messages",
             ) from exc
         # A template is a program that belongs to the model, and may raise any error.
@@ -261,7 +261,7 @@ def load_chat(
         chat_format = detect_chat_format(SandboxedTokenizer.wrap(tokenizer, encoder))
     except TemplateLimitError as exc:
         raise UnusableModelError(
-            f"{entry.id} at {entry.path} cannot be loaded: its chat template {exc}, its limit", param="model"
+            f"{entry.id} at {entry.path} cannot be loaded: its chat template {exc}", param="model"
         ) from exc
     except InvalidRequestError as exc:
         raise UnusableModelError(f"{entry.id} at {entry.path} cannot be loaded: {exc.message}", param="model") from exc
