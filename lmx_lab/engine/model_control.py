@@ -13,6 +13,7 @@ import logging
 import time
 from collections.abc import Callable, Coroutine, Iterable
 from contextlib import suppress
+from dataclasses import replace
 from typing import Any, TypeVar
 
 from lmx_lab.engine.admission import AdmissionControl
@@ -381,7 +382,7 @@ class ModelControl:
         if model is None or operation.entry is None:
             return operation if model is None and operation.requested else None
         is_named = loaded_id(model, [operation.entry], local=local) == operation.entry.id
-        return operation if is_named and (wait is not None or not self._loads.named(model)) else None
+        return operation if is_named and (wait is not None or not self._loads.find_by_model(model)) else None
 
     async def _unload(self, operation: UnloadOperation) -> None:
         main = self._main
