@@ -31,11 +31,15 @@ class BlasReport:
 
 @dataclass(kw_only=True)
 class TokenTotals:
-    """Counts of tokens since an engine started."""
+    """Counts of tokens since an engine started, and of bytes that keep them."""
 
     prompt_tokens: int = 0
     cached_tokens: int = 0
     """Prompt tokens that were taken from the prefix cache; included in ``prompt_tokens``."""
+    disk_cached_tokens: int = 0
+    """Cached tokens whose state was read from disk; included in ``cached_tokens``."""
+    prefix_disk_written_bytes: int = 0
+    """Bytes that the prefix cache has written to disk."""
     output_tokens: int = 0
 
 
@@ -101,6 +105,8 @@ class EngineSnapshot:
     output_tokens: int = _counter("Tokens generated.")
     prompt_tokens: int = _counter("Tokens of prompts, cached ones included.")
     cached_tokens: int = _counter("Tokens of prompts that were taken from the prefix cache.")
+    disk_cached_tokens: int = _counter("Cached tokens whose state was read from disk.")
+    prefix_disk_written_bytes: int = _counter("Bytes that the prefix cache has written to disk.")
     encoded_tokens: int = _counter("Tokens of texts that were embedded or scored.")
     prefix_cache_bytes: int = field(default=0, metadata=SUM)
     slot_free_s: float = 1.0
