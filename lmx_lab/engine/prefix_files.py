@@ -26,12 +26,13 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import chain
 from pathlib import Path
-from typing import Any, BinaryIO
+from typing import Any, BinaryIO, Self
 
 import numpy as np
 from numpy.typing import NDArray
 
 from lmx_lab.errors import UnusableModelError
+from lmx_lab.settings import Settings
 from lmx_lab.values.models import ModelEntry
 from lmx_lab.weights.files import open_regular
 from lmx_lab.weights.fingerprint import content_digest, marks_digest, require_unchanged
@@ -46,6 +47,10 @@ LEFT_OVER_S = 600.0
 """Age after which a temporary file was left by a process that ended while it wrote."""
 MAX_DEPTH = 32
 """Maximum number of files of one state. The next turn of a session writes its whole state."""
+MIN_GAIN_TOKENS = 32
+"""Number of tokens that a file must save beyond the cache in memory. Computing fewer takes about as long."""
+OPEN_S = 1.0
+"""Time for which requests wait after a load for the list of files. The first digest of large weights takes longer."""
 MAX_HEADER_BYTES = 2**24
 MAX_DIGESTS = 256
 MAX_REJECTED = 1024
@@ -117,6 +122,17 @@ class PrefixFiles:
         self._rejected: set[tuple[str, int]] = set()
         """Files that are not used, with their modification times, so that each is reported once."""
         self.written_bytes = 0
+
+    @classmethod
+    def of(cls, settings: Settings) -> Self | None:
+        """Return the files in the folder of the settings; None if the cache is kept in memory only."""
+        if settings.prefix_cache_dir is None:
+            return None
+        return cls(
+            settings.prefix_cache_dir,
+            limit_bytes=settings.prefix_cache_disk_bytes,
+            reserve_bytes=settings.disk_reserve_bytes,
+        )
 
     # Index
 

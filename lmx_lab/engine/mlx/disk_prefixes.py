@@ -21,7 +21,15 @@ import numpy as np
 from lmx_lab.engine.mlx.kv_cache import KvState
 from lmx_lab.engine.mlx.prefix_cache import PrefixCache
 from lmx_lab.engine.mlx.state_tensors import StateReader, UnsupportedStateError, describe, is_plain, to_bytes
-from lmx_lab.engine.prefix_files import MAX_DEPTH, DamagedFileError, PrefixFiles, StoredPrefix, Tokens
+from lmx_lab.engine.prefix_files import (
+    MAX_DEPTH,
+    MIN_GAIN_TOKENS,
+    OPEN_S,
+    DamagedFileError,
+    PrefixFiles,
+    StoredPrefix,
+    Tokens,
+)
 from lmx_lab.values.models import ModelEntry
 from lmx_lab.weights.files import start_in_thread
 
@@ -31,10 +39,6 @@ PIECE_BYTES = 2**23
 QUEUE_PIECES = 8
 MAX_PENDING = 32
 """Number of states that wait to be written. They are those in memory, and take no memory of their own."""
-MIN_GAIN_TOKENS = 32
-"""Number of tokens that a file must save beyond the cache in memory. Computing fewer takes about as long."""
-OPEN_S = 1.0
-"""Time for which requests wait after a load for the list of files. The first digest of large weights takes longer."""
 IDLE_WAIT_S = 0.005
 """Time for which the engine thread waits for a file if it has nothing to compute."""
 CLOSE_S = 2.0

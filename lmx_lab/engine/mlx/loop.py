@@ -100,14 +100,8 @@ class GenerationLoop:
             self._model, self.batch = model, self._new_batch(model)
 
     def _open_disk(self, model: LoadedModel) -> DiskPrefixes | None:
-        settings = self._settings
-        if settings.prefix_cache_dir is None:
+        if (files := PrefixFiles.of(self._settings)) is None:
             return None
-        files = PrefixFiles(
-            settings.prefix_cache_dir,
-            limit_bytes=settings.prefix_cache_disk_bytes,
-            reserve_bytes=settings.disk_reserve_bytes,
-        )
         self._written_bytes_before = self.totals.prefix_disk_written_bytes
         return DiskPrefixes(files, model.entry, [*model.arithmetic(), self._blas.name, self._blas.detail])
 
