@@ -147,7 +147,7 @@ class Settings:
     echo_tokens_per_s: float | None = None
     """Speed of each answer of the model ``echo``. By default as fast as possible."""
     disk_reserve_bytes: int = 1 * GIB // 4
-    """Disk space that must remain free after a download."""
+    """Disk space that must remain free after a download, and after a file of the prefix cache."""
     wired_memory: bool = False
     """Whether mlx-lm may raise the wired-memory limit of macOS. Off by default: mlx issue 3186 links it to kernel
     panics."""

@@ -125,8 +125,8 @@ class PrefixFiles:
 
     @classmethod
     def of(cls, settings: Settings) -> Self | None:
-        """Return the files in the folder of the settings; None if the cache is kept in memory only."""
-        if settings.prefix_cache_dir is None:
+        """Return the files in the folder of the settings; None without a folder, or if the cache is turned off."""
+        if settings.prefix_cache_dir is None or settings.prefix_cache_bytes == 0:
             return None
         return cls(
             settings.prefix_cache_dir,

@@ -149,7 +149,8 @@ class DiskPrefixes:
         for file in files:
             try:
                 tensors.append(self._files.read(file))
-            except DamagedFileError as exc:
+            # An unexpected error, such as too little memory, must not end the requests of the engine.
+            except Exception as exc:
                 self._files.reject(file, exc)
                 return []
         self._files.touch(files)
@@ -174,6 +175,8 @@ class DiskPrefixes:
             if idle and self._read is None:
                 wait([self._write.done], timeout=timeout_s)
             if self._write.done.done():
+                if (failure := self._write.done.exception()) is not None:
+                    log.error("a state was not written to disk", exc_info=failure)
                 self._write = None
         elif idle and not self._opening.done():
             wait([self._opening], timeout=timeout_s)
@@ -234,12 +237,11 @@ class DiskPrefixes:
 
     def _continued(self, tokens: Tokens, state: KvState) -> tuple[int | None, str | None]:
         """Return how many tokens of a state are in files, and the last of these files; None if a file has all."""
+        if not is_plain(state):
+            return (None, None) if self._files.has(tokens) else (0, None)
         stored, shared = self._files.best(tokens)
         if stored is None:
             return 0, None
-        if not is_plain(state):
-            same = len(stored.tokens) == len(tokens) and self._files.has(tokens)
-            return (None, None) if same else (0, None)
         if len(tokens) - shared < MIN_GAIN_TOKENS:
             return None, None
         if shared < MIN_GAIN_TOKENS or not 0 < len(self._files.files_of(stored)) < MAX_DEPTH:

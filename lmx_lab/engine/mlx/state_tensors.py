@@ -128,7 +128,7 @@ class StateReader:
             for converted in self._pieces:
                 if (nbytes := nbytes - converted) <= 0:
                     return None
-        except (AttributeError, IndexError, KeyError, TypeError, ValueError) as exc:
+        except (AttributeError, IndexError, KeyError, RuntimeError, TypeError, ValueError) as exc:
             raise DamagedFileError(f"its tensors form no state ({type(exc).__name__}: {exc})") from exc
         return KvState(self._layers)
 
