@@ -51,6 +51,8 @@ MIN_GAIN_TOKENS = 32
 """Number of tokens that a file must save beyond the cache in memory. Computing fewer takes about as long."""
 OPEN_S = 1.0
 """Time for which requests wait after a load for the list of files. The first digest of large weights takes longer."""
+CLOSE_S = 2.0
+"""Time for which an unload continues to write states."""
 MAX_HEADER_BYTES = 2**24
 MAX_DIGESTS = 256
 MAX_REJECTED = 1024

@@ -22,6 +22,7 @@ import numpy as np
 from lmx_lab.engine.llama_cpp.answer import AnswerReader
 from lmx_lab.engine.llama_cpp.connection import LlamaConnection, RefusedError
 from lmx_lab.engine.prefix_files import (
+    CLOSE_S,
     MIN_GAIN_TOKENS,
     OPEN_S,
     DamagedFileError,
@@ -143,12 +144,13 @@ class SlotFiles:
             self._saving = asyncio.create_task(self._save_all(totals), name="lmx-lab llama.cpp slots")
 
     async def stop(self) -> None:
-        """Stop saving."""
-        self._waiting.clear()
-        self._opening.cancel()
+        """Save the slots that wait, for ``CLOSE_S`` at most, and stop."""
         if self._saving is not None:
+            await asyncio.wait([self._saving], timeout=CLOSE_S)
             self._saving.cancel()
             await asyncio.gather(self._saving, return_exceptions=True)
+        self._waiting.clear()
+        self._opening.cancel()
 
     async def _save_all(self, totals: TokenTotals) -> None:
         while self._waiting:

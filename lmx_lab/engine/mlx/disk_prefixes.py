@@ -22,6 +22,7 @@ from lmx_lab.engine.mlx.kv_cache import KvState
 from lmx_lab.engine.mlx.prefix_cache import PrefixCache
 from lmx_lab.engine.mlx.state_tensors import StateReader, UnsupportedStateError, describe, is_plain, to_bytes
 from lmx_lab.engine.prefix_files import (
+    CLOSE_S,
     MAX_DEPTH,
     MIN_GAIN_TOKENS,
     OPEN_S,
@@ -41,8 +42,6 @@ MAX_PENDING = 32
 """Number of states that wait to be written. They are those in memory, and take no memory of their own."""
 IDLE_WAIT_S = 0.005
 """Time for which the engine thread waits for a file if it has nothing to compute."""
-CLOSE_S = 2.0
-"""Time for which an unload continues to write states."""
 
 
 class PrefixRead:
@@ -185,7 +184,7 @@ class DiskPrefixes:
         """Write what is in memory and not on disk yet, for ``CLOSE_S`` at most. Must be the last call.
 
         Args:
-            prefixes: The cache in memory; None if nothing of it may be used any more.
+            prefixes: The cache in memory; None if it no longer exists.
         """
         until = time.perf_counter() + CLOSE_S
         self._read = None
