@@ -109,6 +109,9 @@ class SlotFiles:
                 self._files.reject(stored, exc)
             except OSError as exc:
                 log.warning("%s cannot be written: %s; a prompt is computed again", self._folder, exc.strerror)
+            except EngineError:
+                # The process has ended, which the request itself finds next.
+                pass
             return 0
 
     async def _restore(self, stored: StoredPrefix) -> bool:
