@@ -41,6 +41,9 @@ class TokenTotals:
     prefix_disk_written_bytes: int = 0
     """Bytes that the prefix cache has written to disk."""
     output_tokens: int = 0
+    drafted_tokens: int = 0
+    accepted_tokens: int = 0
+    """Drafted tokens that became part of an answer."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -107,6 +110,8 @@ class EngineSnapshot:
     cached_tokens: int = _counter("Tokens of prompts that were taken from the prefix cache.")
     disk_cached_tokens: int = _counter("Cached tokens whose state was read from disk.")
     prefix_disk_written_bytes: int = _counter("Bytes that the prefix cache has written to disk.")
+    drafted_tokens: int = _counter("Tokens drafted from earlier text of a request and verified.")
+    accepted_tokens: int = _counter("Drafted tokens that became part of an answer.")
     encoded_tokens: int = _counter("Tokens of texts that were embedded or scored.")
     prefix_cache_bytes: int = field(default=0, metadata=SUM)
     slot_free_s: float = 1.0

@@ -51,6 +51,7 @@ class GenerationLoop:
         self._model: LoadedModel | None = None
         self._disk: DiskPrefixes | None = None
         self._written_bytes_before = 0
+        self._prompt_lookup = False
         self.batch: Batch | None = None
         self.totals = TokenTotals()
         self.other_bytes = 0
@@ -89,12 +90,13 @@ class GenerationLoop:
             at_most_s=min(self.batch.remaining_s(generation) for generation in running),
         )
 
-    def use(self, model: LoadedModel | None) -> None:
+    def use(self, model: LoadedModel | None, *, prompt_lookup: bool = False) -> None:
         """Generate with this model from now on; the requests of the previous one must have ended."""
         if self._disk is not None:
             self._disk.close(self.batch.prefixes if self.batch is not None else None)
             self._count_written_bytes(self._disk)
         self._model = self.batch = self._disk = None
+        self._prompt_lookup = prompt_lookup
         if model is not None:
             self._disk = self._open_disk(model)
             self._model, self.batch = model, self._new_batch(model)
@@ -122,6 +124,7 @@ class GenerationLoop:
             prefix_bytes=prefix_cache_bytes(settings.prefix_cache_bytes, self._limit_bytes),
             disk=self._disk,
             wired=settings.wired_memory,
+            prompt_lookup=self._prompt_lookup,
         )
 
     def add(self, generations: Sequence[MlxGeneration]) -> None:
@@ -189,6 +192,9 @@ class GenerationLoop:
 
     def _advance(self, batch: Batch) -> None:
         for event in batch.step():
+            if event.generation not in self._scheduler.running:
+                # It ended with one of several tokens of this step.
+                continue
             try:
                 self._handle(batch, event)
             except LabError as exc:
@@ -301,6 +307,9 @@ class GenerationLoop:
 
     def _end(self, generation: MlxGeneration, item: GenerationReport | LabError) -> None:
         self._forget(generation)
+        if generation.lookup is not None:
+            self.totals.drafted_tokens += generation.lookup.drafted
+            self.totals.accepted_tokens += generation.lookup.accepted
         if isinstance(item, GenerationReport):
             self._slot_times.add(item.prefill_s + item.decode_s)
         self._outbox.post(generation.mailbox, item)
