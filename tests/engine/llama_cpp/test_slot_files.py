@@ -36,8 +36,9 @@ async def test_a_new_process_computes_only_what_was_not_saved(tmp_path: Path, lo
         assert (report.cached_tokens, report.disk_cached_tokens) == (200, 0), "llama.cpp has it in memory"
     async with server(tmp_path, long_gguf) as manager:
         again, report = await run(manager, prompt=TURN)
-        assert (again, report.cached_tokens, report.disk_cached_tokens) == (text, 200, 200)
-        assert manager.snapshot.disk_cached_tokens == 200
+        # More than 200 if the slot of the turn was saved as well before the process ended.
+        assert (again, report.disk_cached_tokens) == (text, report.cached_tokens)
+        assert manager.snapshot.disk_cached_tokens == report.cached_tokens >= 200
 
 
 def flip_a_bit(folder: Path) -> str:
