@@ -86,6 +86,15 @@ PrefixCache = Annotated[
         help="Part of the memory limit for the prefix cache, in GB; 0 for no cache. By default 10 % of the limit."
     ),
 ]
+PrefixCacheDir = Annotated[
+    Path | None,
+    typer.Option(
+        help="Folder that keeps the prefix cache on disk too, so that it survives a restart. By default none."
+    ),
+]
+PrefixCacheDisk = Annotated[
+    float | None, typer.Option(help="Limit of the files in --prefix-cache-dir, in GB. By default 10.7.")
+]
 Dtype = Annotated[
     str | None, typer.Option(help="Type of the weights in memory: auto, keep, float32, float16 or bfloat16.")
 ]
@@ -130,6 +139,8 @@ def serve(
     request_timeout: RequestTimeout = None,
     memory_limit: MemoryLimit = None,
     prefix_cache: PrefixCache = None,
+    prefix_cache_dir: PrefixCacheDir = None,
+    prefix_cache_disk: PrefixCacheDisk = None,
     dtype: Dtype = None,
     threads: Threads = None,
     log_level: LogLevel = None,
@@ -155,6 +166,8 @@ def serve(
         request_timeout_s=request_timeout,
         memory_limit_bytes=_bytes("--memory-limit", memory_limit),
         prefix_cache_bytes=_bytes("--prefix-cache", prefix_cache),
+        prefix_cache_dir=prefix_cache_dir,
+        prefix_cache_disk_bytes=_bytes("--prefix-cache-disk", prefix_cache_disk),
         embedder=embedder,
         reranker=reranker,
         dtype=dtype,

@@ -33,11 +33,15 @@ class BlasReport:
 
 @dataclass(kw_only=True)
 class TokenTotals:
-    """Counts of tokens since an engine started."""
+    """Counts of tokens since an engine started, and of bytes that keep them."""
 
     prompt_tokens: int = 0
     cached_tokens: int = 0
     """Prompt tokens that were taken from the prefix cache; included in ``prompt_tokens``."""
+    disk_cached_tokens: int = 0
+    """Cached tokens whose state was read from disk; included in ``cached_tokens``."""
+    prefix_disk_written_bytes: int = 0
+    """Bytes that the prefix cache has written to disk."""
     output_tokens: int = 0
     drafted_tokens: int = 0
     accepted_tokens: int = 0
@@ -111,6 +115,8 @@ class EngineSnapshot:
     output_tokens: int = _counter("Tokens generated.")
     prompt_tokens: int = _counter("Tokens of prompts, cached ones included.")
     cached_tokens: int = _counter("Tokens of prompts that were taken from the prefix cache.")
+    disk_cached_tokens: int = _counter("Cached tokens whose state was read from disk.")
+    prefix_disk_written_bytes: int = _counter("Bytes that the prefix cache has written to disk.")
     drafted_tokens: int = _counter("Tokens drafted from earlier text of a request and verified.")
     accepted_tokens: int = _counter("Drafted tokens that became part of an answer.")
     encoded_tokens: int = _counter("Tokens of texts that were embedded or scored.")

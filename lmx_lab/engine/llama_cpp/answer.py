@@ -58,6 +58,10 @@ class AnswerReader:
         self.computed_tokens = 0
         """Number of prompt tokens that have been computed, without cached ones."""
         self.cached_tokens = 0
+        self.restored_tokens = 0
+        """Number of prompt tokens in the slot that was restored from disk for this request."""
+        self.slot: int | None = None
+        """Id of the slot; None on the chat route, which does not report it."""
         self.output_tokens = 0
         self.tokens: list[int] = []
         """Ids of the output tokens. Some are missing if llama.cpp has held back incomplete characters."""
@@ -65,6 +69,11 @@ class AnswerReader:
         """Number of output tokens before the last pause."""
         self.finish: FinishReason | None = None
         """Set at the end of the answer. Events after that are ignored."""
+
+    @property
+    def disk_cached_tokens(self) -> int:
+        """Number of cached tokens that were read from disk."""
+        return min(self.restored_tokens, self.cached_tokens)
 
     def begin(self, now: float) -> PromptProgress:
         """Record that the request has a slot, and return the first progress."""
@@ -105,6 +114,7 @@ class AnswerReader:
             finish_reason=self.finish,
             prompt_tokens=self._prompt_tokens,
             cached_tokens=self.cached_tokens,
+            disk_cached_tokens=self.disk_cached_tokens,
             output_tokens=self.output_tokens,
             reasoning_tokens=self._reasoning_tokens + self._splitter.reasoning_tokens,
             queue_s=admitted_at - self._arrived_at,
@@ -128,6 +138,7 @@ class AnswerReader:
         self.tokens += chunk.get("tokens") or ()
         entries = self._entries(chunk.get("completion_probabilities", ()))
         yield from self._text(chunk["content"], tokens, entries)
+        self.slot = chunk.get("id_slot", self.slot)
         if chunk["stop"] and self.finish is None:
             yield from self._end(FINISHES.get(chunk["stop_type"], "stop"))
 

@@ -183,6 +183,8 @@ class LlamaCppCore:
     async def _end_resident(self, resident: LlamaResident, error: LabError) -> None:
         await resident.queue.end_all(error)
         await resident.texts.end_all(error)
+        if resident.hosted.slot_files is not None:
+            await resident.hosted.slot_files.stop()
         await resident.hosted.process.stop()
 
     async def _watch(self, resident: LlamaResident) -> None:

@@ -178,8 +178,11 @@ class LlamaQueue:
         The answer is read on its reader's event loop, because a switch between threads for each token would cost as
         much as all other work for the token.
         """
-        prepared, connection = generation.prepared, self._hosted.connection
-        body = json.dumps(prepared.body(generation.choice, self._hosted, generation.reader.tokens)).encode()
+        prepared, connection, slots = generation.prepared, self._hosted.connection, self._hosted.slot_files
+        reader = generation.reader
+        if slots is not None and not reader.tokens:
+            reader.restored_tokens = await slots.restore(prepared.tokens)
+        body = json.dumps(prepared.body(generation.choice, self._hosted, reader.tokens)).encode()
         streaming = connection.stream(prepared.route, body, partial(self._deliver, generation))
         try:
             future = asyncio.run_coroutine_threadsafe(streaming, generation.mailbox.loop)
@@ -194,6 +197,8 @@ class LlamaQueue:
                 await asyncio.wait_for(self._hosted.process.died.wait(), DEATH_S)
                 raise self._hosted.death_error() from None
             raise
+        if slots is not None and reader.finish is not None:
+            slots.save(prepared.tokens, reader, self._ended_totals)
 
     def _deliver(self, generation: LlamaGeneration, event: dict[str, Any]) -> bool:
         """Deliver the items of one event, and return whether to read no more. Runs on the reader's loop."""
@@ -226,6 +231,7 @@ class LlamaQueue:
 def _add_tokens(totals: TokenTotals, reader: AnswerReader) -> None:
     totals.prompt_tokens += reader.computed_tokens + reader.cached_tokens
     totals.cached_tokens += reader.cached_tokens
+    totals.disk_cached_tokens += reader.disk_cached_tokens
     totals.output_tokens += reader.output_tokens
 
 

@@ -13,15 +13,17 @@ from mlx_lm.models.cache import make_prompt_cache
 
 from lmx_lab.engine.cpu_blas import ThreadChoice
 from lmx_lab.engine.mlx import memory
+from lmx_lab.engine.mlx.disk_prefixes import DiskPrefixes
 from lmx_lab.engine.mlx.kv_cache import KvState
 from lmx_lab.engine.mlx.logprobs import PromptScoring, answer_token, as_rows
 from lmx_lab.engine.mlx.memory_plan import Footprint
 from lmx_lab.engine.mlx.model import LoadedModel
 from lmx_lab.engine.mlx.prefill import PrefillPace
-from lmx_lab.engine.mlx.prefix_cache import MIN_TOKENS, PrefixCache, common_prefix
+from lmx_lab.engine.mlx.prefix_cache import MIN_TOKENS, PrefixCache
 from lmx_lab.engine.mlx.prompt_lookup import LookupBatch, PromptLookup
 from lmx_lab.engine.mlx.request import MlxGeneration
 from lmx_lab.engine.mlx.sampling import ConstrainedSampler, Sampler, Samplers, processors
+from lmx_lab.engine.prefix_files import common_prefix
 from lmx_lab.values.generation import PromptScores, TokenLogprob
 
 NO_STOP = StopSequences()
@@ -75,6 +77,7 @@ class Batch:
         slots: int,
         prompts: int,
         prefix_bytes: int,
+        disk: DiskPrefixes | None = None,
         wired: bool,
         prompt_lookup: bool,
     ) -> None:
@@ -86,6 +89,7 @@ class Batch:
         smallest = MIN_CHUNK_TOKENS if model.traits.plain else max(MIN_CHUNK_TOKENS, 16)
         self._pace = PrefillPace(minimum=smallest, maximum=memory.MAX_CHUNK_TOKENS)
         self.prefixes: PrefixCache[KvState] = PrefixCache(prefix_bytes)
+        self._disk = disk
         self._generator = BatchGenerator(
             model.model,
             stop_tokens=model.eos_tokens,
@@ -113,7 +117,8 @@ class Batch:
 
     def must_wait(self, generation: MlxGeneration) -> bool:
         """Return whether a request should wait, because a prompt that is being computed shares a longer prefix with it
-        than any cached one. The cache of that prompt will be stored when it is complete.
+        than any cached one, and whose cache will be stored when it is complete, or because a longer prefix than any in
+        memory is read from disk.
         """
         if generation.request.score_prompt:
             return False
@@ -124,7 +129,11 @@ class Batch:
         )
         if generation.waits_for is not None:
             generation.waits_for.is_waited_for = True
-        return generation.waits_for is not None
+            return True
+        if self._disk is not None and generation.disk_read is None:
+            generation.disk_read = self._disk.find(generation.key, self.prefixes)
+            return generation.disk_read is None or not generation.disk_read.done
+        return generation.disk_read is not None and not generation.disk_read.done
 
     def _is_prefilling(self, generation: MlxGeneration) -> bool:
         # Compared by identity, because after a failure the uids of a new batch start at 0 again.
@@ -150,6 +159,8 @@ class Batch:
         elif (hit := self.prefixes.find(generation.key)) is not None:
             if not generation.output_tokens:
                 generation.cached_tokens = hit.tokens
+                if generation.disk_read is not None:
+                    generation.disk_cached_tokens = min(hit.tokens, generation.disk_read.tokens)
             self._insert(generation, hit.tokens, hit.state.layers)
         else:
             self._insert(generation, 0, make_prompt_cache(self._model.model))
@@ -332,7 +343,14 @@ class Batch:
     def _store_prefix(self, layers: Sequence[Any], tokens: Sequence[int]) -> None:
         # Evaluating the cache of a batch is a copy, which is made only if it may be stored.
         if self.prefixes.limit_bytes and len(tokens) >= MIN_TOKENS:
-            self.prefixes.store(tokens, KvState.evaluated(layers))
+            state = KvState.evaluated(layers)
+            if self.prefixes.store(tokens, state) and self._disk is not None:
+                self._disk.store(tokens, state)
+
+    def advance_disk(self) -> None:
+        """Copy a piece of the states that are read from disk and written to it."""
+        if self._disk is not None:
+            self._disk.advance(self.prefixes, idle=self.is_empty)
 
 
 def _constrained(generation: MlxGeneration, sampler: Sampler) -> Sampler:

@@ -6,8 +6,11 @@ import copy
 import logging
 from collections.abc import Sequence
 from dataclasses import dataclass
+from importlib.metadata import version
 from typing import Any
 
+import mlx.core as mx
+from mlx.utils import tree_flatten
 from mlx_lm.utils import load_config, load_model, load_tokenizer
 
 from lmx_lab.engine.cancellation import check_cancelled
@@ -224,6 +227,13 @@ class LoadedModel:
     def eos_tokens(self) -> list[list[int]]:
         """The tokens that end an answer, as sequences of one token."""
         return [[int(token)] for token in sorted(self.tokenizer.eos_token_ids)]
+
+    def arithmetic(self) -> list[str]:
+        """Return what the values of caches depend on beside the files of the model, as text."""
+        parameters: Any = tree_flatten(self.model.parameters())
+        weights = sorted(f"{name} {value.dtype} {value.shape}" for name, value in parameters)
+        versions = [f"{package} {version(package)}" for package in ("lmx-lab", "mlx", "mlx-lm")]
+        return [*versions, str(mx.default_device()), *weights]
 
 
 def load_chat(

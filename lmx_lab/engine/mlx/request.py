@@ -9,10 +9,11 @@ import numpy as np
 
 from lmx_lab.engine.admission import Permit
 from lmx_lab.engine.grammar.mask import Constraint
+from lmx_lab.engine.mlx.disk_prefixes import PrefixRead
 from lmx_lab.engine.mlx.model import LoadedModel
-from lmx_lab.engine.mlx.prefix_cache import Tokens
 from lmx_lab.engine.mlx.prompt_lookup import PromptLookup
 from lmx_lab.engine.mlx.sampling import Processor, Sampler
+from lmx_lab.engine.prefix_files import Tokens
 from lmx_lab.engine.requests import GenerationRequest
 from lmx_lab.engine.stream import Mailbox
 from lmx_lab.engine.text.channels import ChannelFormat
@@ -43,6 +44,10 @@ class MlxGeneration:
     decoding_at: float = 0.0
     first_token_at: float = 0.0
     cached_tokens: int = 0
+    disk_cached_tokens: int = 0
+    """Cached tokens whose state this request, or one that waited with it, read from disk."""
+    disk_read: PrefixRead | None = None
+    """The state for which the request waits or waited; None until that is decided."""
     computed_tokens: int = 0
     """Number of prompt tokens that have been computed, without cached ones."""
     output_tokens: int = 0
@@ -98,6 +103,7 @@ class MlxGeneration:
             finish_reason=reason,
             prompt_tokens=len(self.prompt),
             cached_tokens=self.cached_tokens,
+            disk_cached_tokens=self.disk_cached_tokens,
             output_tokens=self.output_tokens,
             reasoning_tokens=self.splitter.reasoning_tokens,
             queue_s=self.admitted_at - self.arrived_at,

@@ -46,7 +46,7 @@ class MlxCore:
         self._pinned: dict[Kind, tuple[ModelEntry, LoadedEncoder]] = {}
         report = configure_blas(settings.blas, settings.threads)
         threads = ThreadChoice(report)
-        self.generating = GenerationLoop(settings, threads, limit_bytes=self._limit_bytes)
+        self.generating = GenerationLoop(settings, threads, blas=report, limit_bytes=self._limit_bytes)
         self.encoding = EncodingLoop(
             threads,
             limit_bytes=self._limit_bytes,
@@ -86,7 +86,7 @@ class MlxCore:
     @property
     def idle(self) -> bool:
         """Whether there is nothing to compute until the next command."""
-        return self.generating.idle and self.encoding.idle
+        return self.generating.idle and self.encoding.idle and not self.generating.is_saving
 
     def submit(self, generations: Sequence[MlxGeneration]) -> None:
         """Queue the answers to one request.
