@@ -13,6 +13,7 @@ import logging
 import time
 from collections.abc import Callable, Coroutine, Iterable
 from contextlib import suppress
+from dataclasses import replace
 from typing import Any, TypeVar
 
 from lmx_lab.engine.admission import AdmissionControl
