@@ -14,6 +14,7 @@ from lmx_lab.cli.lazy import load
 from lmx_lab.cli.options import Command, check_host, epilog, settings_with_folders
 from lmx_lab.cli.process import print_requests, return_freed_memory, start_logging
 from lmx_lab.errors import InvalidRequestError
+from lmx_lab.settings import Settings
 from lmx_lab.values.models import EngineChoice, LoadOptions, LoadSpec
 
 app = typer.Typer()
@@ -174,11 +175,14 @@ def serve(
         threads=threads,
         log_level=log_level,
     )
+    _run(settings, spec, explicit_port=port is not None or "LMX_LAB_PORT" in os.environ, quiet=quiet)
+
+
+def _run(settings: Settings, spec: LoadSpec | None, *, explicit_port: bool, quiet: bool) -> None:
     start_logging(settings.log_level)
     return_freed_memory()
     with contextlib.nullcontext() if quiet else print_requests():
-        run = load("lmx_lab.cli.server:run_server")
-        run(settings, spec, explicit_port=port is not None or "LMX_LAB_PORT" in os.environ)
+        load("lmx_lab.cli.server:run_server")(settings, spec, explicit_port=explicit_port)
 
 
 def _load_spec(model: str | None, **options: Any) -> LoadSpec | None:
