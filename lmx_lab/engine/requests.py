@@ -130,6 +130,8 @@ class GenerationRequest:
     """Time limit from arrival to the last token; None takes ``Settings.request_timeout_s``."""
     request_id: str | None = None
     """Id of the request, for the log."""
+    client: str | None = None
+    """Address of the client, among which slots are shared fairly; None for this process."""
 
 
 @dataclass(frozen=True, kw_only=True)

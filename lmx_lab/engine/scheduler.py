@@ -3,15 +3,16 @@
 A request is *queued*, then *running* (first its prompt is computed, then it decodes), then removed. The engine carries
 out these decisions. The number of queued requests is limited earlier, in ``engine.admission``.
 
-If requests wait while all slots are taken, a running request can be *paused*: it waits in the queue again, and one
-that waits gets its slot. Without this, a few long answers, such as those for clients that do not
-read, would keep all slots until they end. Only a quarter of the slots is passed on in this way, so that most answers
-continue without a pause.
+If a client that has no slot waits while another client has several, a running request of the latter can be *paused*:
+it waits in the queue again, and the first request of the waiting client gets its slot. Without this, a few long answers
+for a client that does not read would keep all slots until they end. Requests of one client never pause each other,
+because that would only take time.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Hashable, Sequence
+from collections import Counter
+from collections.abc import Callable, Hashable, Iterator, Sequence
 from dataclasses import dataclass
 from enum import Enum, auto
 from typing import Generic, TypeVar
@@ -19,13 +20,9 @@ from typing import Generic, TypeVar
 Key = TypeVar("Key", bound=Hashable)
 SHORT_PROMPT_TOKENS = 256
 WAIT_S = 0.1
-"""Time for which a request waits for a slot before a running request is paused."""
-RESUME_S = 1.0
-"""Time for which a paused request waits before another one is paused for it."""
+"""Time for which a client without a slot waits before a request of another client is paused."""
 TURN_S = 0.5
 """Time for which a request keeps its slot before it can be paused."""
-TURN_SHARE = 0.25
-"""Share of the slots, at least one, that requests can have at the same time which got them by a pause."""
 NEWEST_WEIGHT = 0.2
 """Weight of the newest request in the mean time for which a slot is occupied."""
 
@@ -45,14 +42,15 @@ class Verdict(Enum):
 class _Entry:
     number: int
     """Position in the order of arrival."""
+    client: str | None
     deadline: float
     short: bool
     queued_at: float
     """When it was added, or paused."""
     admitted_at: float | None = None
     """When the request last got a slot; None if it has not started."""
-    has_turn: bool = False
-    """Whether it got its slot because another request was paused."""
+    is_next: bool = False
+    """Whether another request was paused for it."""
 
 
 class Scheduler(Generic[Key]):
@@ -70,7 +68,7 @@ class Scheduler(Generic[Key]):
         """Number of prompts that are computed at the same time. The lanes beyond ``prefills`` are for short prompts,
         which would otherwise wait minutes behind long ones."""
         self._queued: dict[Key, _Entry] = {}
-        """In the order in which they get slots: first requests for which others were paused, then by arrival."""
+        """In the order in which they get slots: first those for which others were paused, then by arrival."""
         self._running: dict[Key, _Entry] = {}
         self._prefilling: set[Key] = set()
         self._added = 0
@@ -97,16 +95,17 @@ class Scheduler(Generic[Key]):
     def idle(self) -> bool:
         return not self._queued and not self._running
 
-    def add(self, keys: Sequence[Key], *, tokens: int, deadline: float, now: float) -> None:
+    def add(self, keys: Sequence[Key], *, tokens: int, deadline: float, now: float, client: str | None = None) -> None:
         """Queue requests with the same prompt behind those that are already queued.
 
         Args:
             tokens: Length of the prompt.
+            client: Whose requests they are.
         """
         for key in keys:
             self._added += 1
             short = tokens <= SHORT_PROMPT_TOKENS
-            self._queued[key] = _Entry(number=self._added, deadline=deadline, short=short, queued_at=now)
+            self._queued[key] = _Entry(number=self._added, client=client, deadline=deadline, short=short, queued_at=now)
 
     def admit(self, judge: Callable[[Key], Verdict], now: float) -> Key | None:
         """Give a slot to the next request, whose prefill starts, and return its key; None if no request can start.
@@ -125,53 +124,62 @@ class Scheduler(Generic[Key]):
             if verdict is Verdict.TAKE:
                 self._running[key] = self._queued.pop(key)
                 self._prefilling.add(key)
-                entry.admitted_at = now
+                entry.admitted_at, entry.is_next = now, False
                 return key
             if verdict is Verdict.BLOCKED:
                 return None
         return None
 
     def pause(self, can_pause: Callable[[Key], bool], now: float) -> Key | None:
-        """Take the slot of a running request for one that has waited long enough, and return the paused request;
-        None if none should be paused. The caller calls ``admit`` afterwards.
+        """Take the slot of a running request for a client without a slot, and return the paused request; None if none
+        should be paused. The caller calls ``admit`` afterwards.
 
-        The paused request waits in the queue at the position of its arrival.
+        The paused request waits in the queue at the position of its arrival. It is the one that has had its slot for
+        longest, of the client with the most slots.
 
         Args:
             can_pause: Returns whether the engine can pause a request that decodes.
         """
-        if len(self._running) < self.slots or (starting := self._longest_waiting(now)) is None:
+        if (starting := next((key for key in self._without_slot() if now >= self._pause_at(key)), None)) is None:
             return None
-        turns = [key for group in (self._running, self._queued) for key, entry in group.items() if entry.has_turn]
-        over = [
+        slots = self._slots_by_client()
+        pausable = [
             key
             for key, entry in self._running.items()
-            if key not in self._prefilling and now - (entry.admitted_at or 0.0) >= TURN_S and can_pause(key)
+            if key not in self._prefilling
+            and slots[entry.client] > 1
+            and now - (entry.admitted_at or 0.0) >= TURN_S
+            and can_pause(key)
         ]
-        if len(turns) >= max(1, int(TURN_SHARE * self.slots)):
-            over = [key for key in over if key in turns]
-        if not over:
+        if not pausable:
             return None
-        paused = min(over, key=lambda key: self._running[key].admitted_at or 0.0)
+        running = self._running
+        paused = min(pausable, key=lambda key: (-slots[running[key].client], running[key].admitted_at or 0.0))
         self._queued[paused] = self._running.pop(paused)
-        self._queued[paused].has_turn = False
         self._queued[paused].queued_at = now
-        self._queued[starting].has_turn = True
-        self._queued = dict(sorted(self._queued.items(), key=lambda item: (not item[1].has_turn, item[1].number)))
+        self._queued[starting].is_next = True
+        self._queued = dict(sorted(self._queued.items(), key=lambda item: (not item[1].is_next, item[1].number)))
         return paused
 
     def next_pause_at(self) -> float | None:
-        """Return the time after which ``pause`` may return a request; None if no request waits for a running one."""
-        if len(self._running) < self.slots:
-            return None
-        return min((_pause_at(entry) for entry in self._queued.values()), default=None)
+        """Return the time after which ``pause`` may return a request; None if it will not."""
+        return min(map(self._pause_at, self._without_slot()), default=None)
 
-    def _longest_waiting(self, now: float) -> Key | None:
-        """Return the first request that has waited long enough, and could start in a free slot."""
+    def _without_slot(self) -> Iterator[Key]:
+        """Yield the requests that could start in a slot of another client, and whose client has none."""
+        slots = self._slots_by_client()
+        if len(self._running) < self.slots or max(slots.values(), default=0) < 2:
+            return
         for key, entry in self._queued.items():
-            if not entry.has_turn and now >= _pause_at(entry) and self._has_lane(entry):
-                return key
-        return None
+            if entry.client not in slots and self._has_lane(entry):
+                yield key
+
+    def _slots_by_client(self) -> Counter[str | None]:
+        return Counter(entry.client for entry in self._running.values())
+
+    def _pause_at(self, key: Key) -> float:
+        """Return the time after which another request may be paused for a queued one."""
+        return self._queued[key].queued_at + WAIT_S
 
     def _has_lane(self, entry: _Entry) -> bool:
         long = sum(not self._running[key].short for key in self._prefilling)
@@ -190,11 +198,6 @@ class Scheduler(Generic[Key]):
         self._queued.pop(key, None)
         self._running.pop(key, None)
         self._prefilling.discard(key)
-
-
-def _pause_at(entry: _Entry) -> float:
-    """Return the time after which another request may be paused for a queued one."""
-    return entry.queued_at + (WAIT_S if entry.admitted_at is None else RESUME_S)
 
 
 class SlotTimes:

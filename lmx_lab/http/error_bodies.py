@@ -127,6 +127,11 @@ def request_id_of(connection: HTTPConnection) -> str | None:
     return request_id
 
 
+def client_of(connection: HTTPConnection) -> str | None:
+    """Return the address of the client, among which slots are shared; None if it is not known."""
+    return connection.client.host if connection.client is not None else None
+
+
 def validation_error(exc: ValidationError | RequestValidationError) -> InvalidRequestError:
     """Return the error for the first invalid field of a request."""
     if isinstance(exc, ValidationError):

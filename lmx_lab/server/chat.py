@@ -10,7 +10,7 @@ from fastapi import APIRouter, Request, Response
 
 from lmx_lab.errors import LabError
 from lmx_lab.http.bodies import StrictRoute
-from lmx_lab.http.error_bodies import detail_for, request_id_of
+from lmx_lab.http.error_bodies import client_of, detail_for, request_id_of
 from lmx_lab.http.event_stream import DONE, EventStream, while_connected
 from lmx_lab.http.guard import is_local
 from lmx_lab.http.openapi import event_stream
@@ -47,7 +47,7 @@ def chat_routes(service: InferenceService) -> APIRouter:
         """Answer a conversation, completely or with `stream: true` as server-sent events that end with `[DONE]`."""
         request_id = request_id_of(request)
         answer, generations = await while_connected(
-            request, service.start(body, request_id, local=is_local(request.scope))
+            request, service.start(body, request_id, local=is_local(request.scope), client=client_of(request))
         )
         if body.stream:
             chunks = _chunks(answer, generations, include_usage=body.include_usage)

@@ -11,7 +11,7 @@ from fastapi import APIRouter, Request, Response
 from lmx_lab.engine import TextPrompt, TokenPrompt
 from lmx_lab.engine.model_lookup import public_id
 from lmx_lab.http.bodies import StrictRoute
-from lmx_lab.http.error_bodies import request_id_of
+from lmx_lab.http.error_bodies import client_of, request_id_of
 from lmx_lab.http.event_stream import DONE, EventStream, while_connected
 from lmx_lab.http.guard import is_local
 from lmx_lab.http.openapi import event_stream
@@ -47,7 +47,14 @@ def completion_routes(service: InferenceService, *, slots: int) -> APIRouter:
     async def completions(body: CompletionRequest, request: Request) -> Response:
         """Continue plain prompts, completely or with `stream: true` as server-sent events that end with `[DONE]`."""
         request_id = request_id_of(request)
-        prompts = CompletionPrompts(service, body, slots=slots, request_id=request_id, local=is_local(request.scope))
+        prompts = CompletionPrompts(
+            service,
+            body,
+            slots=slots,
+            request_id=request_id,
+            local=is_local(request.scope),
+            client=client_of(request),
+        )
         await while_connected(request, prompts.submit_first())
         if body.stream:
             return EventStream(
@@ -68,12 +75,20 @@ class CompletionPrompts:
     """
 
     def __init__(
-        self, service: InferenceService, body: CompletionRequest, *, slots: int, request_id: str | None, local: bool
+        self,
+        service: InferenceService,
+        body: CompletionRequest,
+        *,
+        slots: int,
+        request_id: str | None,
+        local: bool,
+        client: str | None,
     ) -> None:
         self._service = service
         self._body = body
         self._request_id = request_id
         self._local = local
+        self._client = client
         self._requests = completion_requests(body)
         self._concurrency = max(1, slots // body.choices)
         self._running_prompts = asyncio.Semaphore(self._concurrency)
@@ -138,6 +153,7 @@ class CompletionPrompts:
             first=number * self._body.choices,
             request_id=self._request_id,
             local=self._local,
+            client=self._client,
             patient=patient,
         )
         self._running[number] = generations

@@ -84,7 +84,12 @@ class InferenceService:
     # Generations
 
     async def start(
-        self, request: ChatRequest, request_id: str | None = None, *, local: bool = False
+        self,
+        request: ChatRequest,
+        request_id: str | None = None,
+        *,
+        local: bool = False,
+        client: str | None = None,
     ) -> tuple[ChatAnswer, list[Generation]]:
         """Submit a chat request. Return the common fields of its answer, and a generation for each of its choices.
 
@@ -92,7 +97,7 @@ class InferenceService:
             LabError: see ``ModelManager.submit_all``.
         """
         generations = await self.submit(
-            generation_request(request), choices=request.choices, request_id=request_id, local=local
+            generation_request(request), choices=request.choices, request_id=request_id, local=local, client=client
         )
         model = public_id(generations[0].model, local=local)
         answer = ChatAnswer(model=model, fingerprint=self.fingerprint, logprobs=bool(request.logprobs))
@@ -106,6 +111,7 @@ class InferenceService:
         first: int = 0,
         request_id: str | None = None,
         local: bool = False,
+        client: str | None = None,
         patient: bool = False,
     ) -> list[Generation]:
         """Submit all choices of a request, or none, and return their generations.
@@ -113,12 +119,13 @@ class InferenceService:
         Args:
             first: Index of the first choice in the answer.
             local: Whether the caller is on this machine, so that it may name the loaded model by its path.
+            client: Address of the client.
             patient: Whether to wait if the queue is full, because the request is part of one that was accepted.
 
         Raises:
             LabError: see ``ModelManager.submit_all``.
         """
-        request = replace(request, request_id=request_id)
+        request = replace(request, request_id=request_id, client=client)
         try:
             streams = await self._manager.submit_all(request, choices, local=local, patient=patient)
         except (LabError, asyncio.CancelledError) as exc:

@@ -16,7 +16,7 @@ from starlette.websockets import WebSocketDisconnect
 
 from lmx_lab.errors import InvalidRequestError, LabError
 from lmx_lab.http.bodies import LargeBodyQueue, read_json
-from lmx_lab.http.error_bodies import detail_for, request_id_of, validation_error
+from lmx_lab.http.error_bodies import client_of, detail_for, request_id_of, validation_error
 from lmx_lab.http.guard import is_local
 from lmx_lab.http.slow_clients import SendWatch
 from lmx_lab.server.inference import InferenceService
@@ -82,7 +82,9 @@ async def _answer(socket: WebSocket, service: InferenceService, request: ChatReq
 
 
 async def _send_tokens(socket: WebSocket, service: InferenceService, request: ChatRequest) -> None:
-    _, (generation,) = await service.start(request, request_id_of(socket), local=is_local(socket.scope))
+    _, (generation,) = await service.start(
+        request, request_id_of(socket), local=is_local(socket.scope), client=client_of(socket)
+    )
     watch = SendWatch(lambda: service.blocked_limit_s([generation]))
     try:
         async with generation, watch:

@@ -81,7 +81,9 @@ class _OtherClient:
     """Sends short chats one after the other, as a context manager."""
 
     def __init__(self, url: str) -> None:
-        self._http = httpx2.Client(base_url=url, timeout=TIMEOUT_S, trust_env=False)
+        # Linux accepts every address of 127.0.0.0/8 as its own, so this is another client than the attacking one.
+        transport = httpx2.HTTPTransport(local_address="127.0.0.2")
+        self._http = httpx2.Client(base_url=url, timeout=TIMEOUT_S, trust_env=False, transport=transport)
         self._ended = threading.Event()
         self._thread = threading.Thread(target=self._run, daemon=True)
         self._times: list[_ChatTime] = []

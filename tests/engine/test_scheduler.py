@@ -4,28 +4,28 @@ from __future__ import annotations
 
 from collections import Counter
 
-import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from lmx_lab.engine import scheduler
-from lmx_lab.engine.scheduler import RESUME_S, SHORT_PROMPT_TOKENS, TURN_S, WAIT_S, Scheduler, SlotTimes, Verdict
+from lmx_lab.engine.scheduler import SHORT_PROMPT_TOKENS, TURN_S, WAIT_S, Scheduler, SlotTimes, Verdict
 
 LATER = 1e9
 SHORT, LONG = SHORT_PROMPT_TOKENS, SHORT_PROMPT_TOKENS + 1
-
-
-@pytest.fixture(autouse=True)
-def _pauses(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(scheduler, "WAIT_S", WAIT_S)
 
 
 def take(_: object) -> Verdict:
     return Verdict.TAKE
 
 
-def add(scheduler: Scheduler[str], *keys: str, tokens: int = LONG, deadline: float = LATER, now: float = 0.0) -> None:
-    scheduler.add(keys, tokens=tokens, deadline=deadline, now=now)
+def add(
+    scheduler: Scheduler[str],
+    *keys: str,
+    tokens: int = LONG,
+    deadline: float = LATER,
+    now: float = 0.0,
+    client: str | None = None,
+) -> None:
+    scheduler.add(keys, tokens=tokens, deadline=deadline, now=now, client=client)
 
 
 def admit_all(scheduler: Scheduler[str]) -> list[str]:
@@ -127,47 +127,58 @@ def yes(_: object) -> bool:
     return True
 
 
-def test_a_long_request_is_paused_for_one_that_waits_and_continues_before_later_ones() -> None:
-    scheduler = busy_scheduler(1)
-    add(scheduler, "new", "later", now=TURN_S)
+def test_a_request_is_paused_for_a_client_without_a_slot_and_continues_before_later_ones() -> None:
+    scheduler = busy_scheduler(2)
+    add(scheduler, "own")
+    add(scheduler, "other", now=TURN_S, client="other")
+    assert scheduler.next_pause_at() == TURN_S + WAIT_S
     assert scheduler.pause(yes, TURN_S + WAIT_S / 2) is None
     assert scheduler.pause(yes, TURN_S + 2 * WAIT_S) == "long 0"
-    assert scheduler.queued == ["new", "long 0", "later"]
-    assert scheduler.not_started == ["new", "later"]
-    assert admit_all(scheduler) == ["new"]
-    scheduler.remove("new")
+    assert scheduler.queued == ["other", "long 0", "own"]
+    assert scheduler.not_started == ["other", "own"]
+    assert admit_all(scheduler) == ["other"]
+    assert scheduler.next_pause_at() is None
+    scheduler.remove("other")
     assert admit_all(scheduler) == ["long 0"]
 
 
-def test_a_paused_request_does_not_wait_until_another_one_ends() -> None:
-    scheduler = busy_scheduler(1)
+def test_requests_of_one_client_do_not_pause_each_other() -> None:
+    scheduler = busy_scheduler(2)
     add(scheduler, "new")
-    assert scheduler.pause(yes, TURN_S) == "long 0"
-    assert scheduler.admit(take, TURN_S) == "new"
-    scheduler.prefilled("new")
-    assert scheduler.pause(yes, TURN_S + RESUME_S / 2) is None
-    assert scheduler.pause(yes, TURN_S + 2 * RESUME_S) == "new"
-    assert admit_all(scheduler) == ["long 0"]
+    assert scheduler.next_pause_at() is None
+    assert scheduler.pause(yes, 100) is None
+
+
+def test_a_client_keeps_one_slot() -> None:
+    scheduler = busy_scheduler(3)
+    add(scheduler, "a", client="a")
+    add(scheduler, "b", client="b")
+    add(scheduler, "c", client="c")
+    paused = []
+    for now in (1.0, 2.0, 3.0):
+        paused.append(scheduler.pause(yes, now))
+        for key in admit_all(scheduler):
+            scheduler.prefilled(key)
+    assert paused == ["long 0", "long 1", None]
+    assert scheduler.running == ["long 2", "a", "b"]
+
+
+def test_the_client_with_the_most_slots_is_paused() -> None:
+    scheduler = busy_scheduler(3)
+    scheduler.remove("long 0")
+    add(scheduler, "a", client="a")
+    assert admit_all(scheduler) == ["a"]
+    scheduler.prefilled("a")
+    add(scheduler, "b", client="b")
+    assert scheduler.pause(yes, 10) == "long 1"
 
 
 def test_requests_keep_their_slot_while_they_cannot_be_paused_or_have_just_started() -> None:
     scheduler = busy_scheduler(2)
-    add(scheduler, "new")
+    add(scheduler, "new", client="other")
     assert scheduler.pause(yes, TURN_S - 0.1) is None
     assert scheduler.pause(lambda _: False, TURN_S) is None
     assert scheduler.pause(lambda key: key == "long 1", TURN_S) == "long 1"
-
-
-def test_only_a_quarter_of_the_slots_is_passed_on() -> None:
-    scheduler = busy_scheduler(8)
-    add(scheduler, *"abcdef")
-    paused = []
-    for now in (TURN_S, 1.5 * TURN_S, 1.9 * TURN_S, 2.4 * TURN_S, 2.9 * TURN_S):
-        paused.append(scheduler.pause(yes, now))
-        while (key := scheduler.admit(take, now)) is not None:
-            scheduler.prefilled(key)
-    assert paused == ["long 0", "long 1", None, "a", "b"]
-    assert scheduler.running == [*(f"long {number}" for number in range(2, 8)), "c", "d"]
 
 
 ACTIONS = st.sampled_from(["add", "add two", "admit", "prefilled", "expire", "cancel", "pause"])
@@ -184,7 +195,8 @@ def test_every_request_ends_once_and_the_limits_hold_whatever_happens(
     for now, action in enumerate(actions):
         if action.startswith("add"):
             keys = list(range(added, added + (2 if action == "add two" else 1)))
-            scheduler.add(keys, tokens=random.choice([SHORT, LONG]), deadline=now + random.choice([3, 1000]), now=now)
+            tokens, deadline = random.choice([SHORT, LONG]), now + random.choice([3, 1000])
+            scheduler.add(keys, tokens=tokens, deadline=deadline, now=now, client=random.choice(["a", "b"]))
             alive += keys
             added += len(keys)
         elif action == "admit":

@@ -213,7 +213,9 @@ class EchoQueue:
         first = generations[0]
         deadline = first.arrived_at + first.prepared.timeout_s
         tokens, now = len(first.prepared.prompt), time.perf_counter()
-        self._scheduler.add(generations, tokens=tokens, deadline=deadline, now=now)
+        self._scheduler.add(
+            generations, tokens=tokens, deadline=deadline, now=now, client=first.prepared.request.client
+        )
         self._schedule(0.0)
 
     def cancel(self, generation: EchoGeneration) -> None:

@@ -107,8 +107,9 @@ class LlamaQueue:
     def add(self, generations: Sequence[LlamaGeneration]) -> None:
         """Queue the answers to one request."""
         # Each task checks its own deadline, so the scheduler needs none.
-        tokens, now = len(generations[0].prepared.tokens), time.perf_counter()
-        self._scheduler.add(generations, tokens=tokens, deadline=0.0, now=now)
+        prepared, now = generations[0].prepared, time.perf_counter()
+        tokens, client = len(prepared.tokens), prepared.request.client
+        self._scheduler.add(generations, tokens=tokens, deadline=0.0, now=now, client=client)
         for generation in generations:
             name = f"lmx-lab generation on {self._hosted.entry.id}"
             generation.task = asyncio.create_task(self._run(generation), name=name)
@@ -150,7 +151,7 @@ class LlamaQueue:
             self._pausing = self._loop.call_later(PAUSE_CHECK_S, self._pause_for_waiting)
 
     def _pause_for_waiting(self) -> None:
-        """Pause a request if one waits that has not started."""
+        """Pause a request if a client without a slot waits."""
         self._pausing = None
         paused = self._scheduler.pause(lambda generation: generation.can_pause, time.perf_counter())
         if paused is not None:

@@ -131,7 +131,8 @@ class GenerationLoop:
         """Queue the answers to one request."""
         first = generations[0]
         deadline, now = first.arrived_at + first.timeout_s, time.perf_counter()
-        self._scheduler.add(generations, tokens=len(first.prompt), deadline=deadline, now=now)
+        tokens, client = len(first.prompt), first.request.client
+        self._scheduler.add(generations, tokens=tokens, deadline=deadline, now=now, client=client)
 
     def cancel(self, generation: MlxGeneration) -> None:
         """Cancel a generation that is no longer read, and free its slot."""
@@ -165,7 +166,7 @@ class GenerationLoop:
             self._end(generation, GenerationTimeoutError(limit))
 
     def _pause_for_waiting(self) -> None:
-        """Pause a request if one waits that has not started."""
+        """Pause a request if a client without a slot waits."""
         if (batch := self.batch) is None:
             return
         if (generation := self._scheduler.pause(batch.can_pause, time.perf_counter())) is not None:
