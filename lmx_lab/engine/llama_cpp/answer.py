@@ -63,6 +63,7 @@ class AnswerReader:
         self.slot: int | None = None
         """Id of the slot; None on the chat route, which does not report it."""
         self.output_tokens = 0
+        self.drafted_tokens = self.accepted_tokens = 0
         self.tokens: list[int] = []
         """Ids of the output tokens. Some are missing if llama.cpp has held back incomplete characters."""
         self._tokens_before = 0
@@ -101,6 +102,10 @@ class AnswerReader:
             self.computed_tokens = max(0, done - self.cached_tokens)
             yield PromptProgress(done=done, total=self._prompt_tokens)
             return
+        # Only the last event has it. A paused answer does not count the drafts of its first part.
+        timings = chunk.get("timings") or {}
+        self.drafted_tokens = int(timings.get("draft_n", 0))
+        self.accepted_tokens = int(timings.get("draft_n_accepted", 0))
         yield from self._read(chunk, now)
 
     def report(self, now: float, *, peak_memory_bytes: int = 0) -> GenerationReport:
@@ -122,6 +127,8 @@ class AnswerReader:
             ttft_s=first_at - self._arrived_at,
             decode_s=now - decoding_at,
             peak_memory_bytes=peak_memory_bytes,
+            drafted_tokens=self.drafted_tokens,
+            accepted_tokens=self.accepted_tokens,
         )
 
     def _forward_pass_s(self, now: float, admitted_at: float, first_at: float) -> float:

@@ -47,6 +47,14 @@ EXTRA_BYTES = 2**30
 """Memory that a process may use beyond the limits of models and of the caches of ended requests."""
 ALL_MARKERS = (*(marker for pair in MORE_REASONING_MARKERS for marker in pair), START, END)
 
+PROMPT_LOOKUP: Mapping[str, Any] = {
+    "speculative_type": "NGRAM_MAP_K",
+    "speculative.ngram_map_k.size_n": 4,
+    "speculative.ngram_map_k.size_m": 8,
+}
+"""Draft up to 8 tokens that followed the same 4 tokens earlier. Of llama.cpp's ways, this one is about the fastest for
+copied text, and costs little for other text (measured)."""
+
 
 @dataclass(kw_only=True, eq=False)
 class HostedModel:
@@ -165,7 +173,7 @@ async def host_model(entry: ModelEntry, spec: LoadSpec, settings: Settings, *, l
     """
     header = await in_thread(functools.partial(read_gguf, entry.path))
     plan = plan_context(entry, header, slots=settings.slots, limit_bytes=limit_bytes, spec=spec)
-    fields = _common_params(entry, header, plan, settings, limit_bytes)
+    fields = _common_params(entry, header, plan, settings, limit_bytes, prompt_lookup=bool(spec.prompt_lookup))
     allowed = min(limit_bytes, round(plan.bytes * PLAN_FACTOR))
     max_bytes = max(0, allowed + prefix_cache_bytes(settings.prefix_cache_bytes, limit_bytes) + EXTRA_BYTES)
     process = await LlamaProcess.start(entry.path, fields, environ=_environ(os.environ), max_bytes=max_bytes)
@@ -194,7 +202,13 @@ def _open_slot_files(hosted: HostedModel, fields: Mapping[str, Any], settings: S
 
 
 def _common_params(
-    entry: ModelEntry, header: GgufHeader, plan: ContextPlan, settings: Settings, limit_bytes: int
+    entry: ModelEntry,
+    header: GgufHeader,
+    plan: ContextPlan,
+    settings: Settings,
+    limit_bytes: int,
+    *,
+    prompt_lookup: bool,
 ) -> Mapping[str, Any]:
     """Return the fields of llama.cpp's ``CommonParams``."""
     threads = settings.threads or default_threads(os.environ)
@@ -228,6 +242,7 @@ def _common_params(
         # In the chat format, a last message of the assistant is complete and is not continued.
         "prefill_assistant": False,
         "n_threads_http": plan.slots + settings.queue_limit + 4,
+        **(PROMPT_LOOKUP if prompt_lookup else {}),
     }
 
 

@@ -234,6 +234,8 @@ def _add_tokens(totals: TokenTotals, reader: AnswerReader) -> None:
     totals.cached_tokens += reader.cached_tokens
     totals.disk_cached_tokens += reader.disk_cached_tokens
     totals.output_tokens += reader.output_tokens
+    totals.drafted_tokens += reader.drafted_tokens
+    totals.accepted_tokens += reader.accepted_tokens
 
 
 def _as_lab_error(failure: BaseException, hosted: HostedModel) -> LabError:

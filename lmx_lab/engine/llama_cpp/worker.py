@@ -44,6 +44,9 @@ def _serve() -> int:
     params = xllamacpp.CommonParams()
     if (pooling := parameters["fields"].pop("pooling_type", None)) is not None:
         params.pooling_type = getattr(xllamacpp.llama_pooling_type, f"LLAMA_POOLING_TYPE_{pooling}")
+    if (speculative := parameters["fields"].pop("speculative_type", None)) is not None:
+        kinds = xllamacpp.common_speculative_type
+        params.speculative.types = [getattr(kinds, f"COMMON_SPECULATIVE_TYPE_{speculative}")]
     _set_fields(params, parameters["fields"])
     params.hostnames, params.api_keys = [parameters["socket"]], [parameters["api_key"]]
     try:

@@ -1,4 +1,4 @@
-"""Features of llama.cpp only: calls and reasoning in a model's own format, and deterministic loads."""
+"""Features of llama.cpp only: calls and reasoning in a model's own format, deterministic loads, and prompt lookup."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from lmx_lab.engine import ChatPrompt, EmbeddingRequest, GenerationRequest, Mode
 from lmx_lab.errors import InvalidRequestError
 from lmx_lab.values.generation import TokenLogprob
 from lmx_lab.values.models import LoadSpec, ModelEntry
-from tests.engine.conftest import finish_with_logprobs, numbers, pin, request
+from tests.engine.conftest import finish_with_logprobs, numbers, pin, request, run
 from tests.engine.llama_cpp.conftest import SETTINGS, entry_of
 from tests.engine.mlx.test_answers_in_engine import Answer, finish
 from tests.gguf_files import with_template, with_tokens
@@ -165,3 +165,21 @@ async def test_a_text_of_many_characters_and_few_tokens_is_not_truncated(
     result = await manager.embed(EmbeddingRequest(inputs=(long, "sea mountain", "sea")))
     np.testing.assert_allclose(result.vectors[0], result.vectors[1], atol=1e-4)
     assert result.report.tokens == 4 + 4 + 3
+
+
+async def test_prompt_lookup_drafts_copied_text_and_does_not_change_it(smollm2_gguf: Path) -> None:
+    listed = "\n".join(f"{number}. item number {number} of the list" for number in range(1, 9))
+    prompt = ChatPrompt(messages=({"role": "user", "content": f"Repeat this list without changes:\n{listed}"},))
+    answers = []
+    for prompt_lookup in (None, True):
+        async with ModelManager(SETTINGS) as manager:
+            await manager.load_entry(
+                entry_of(smollm2_gguf, "smollm2"), LoadSpec(model="smollm2", prompt_lookup=prompt_lookup)
+            )
+            answers.append(await run(manager, prompt=prompt, max_tokens=60))
+            totals = manager.snapshot
+        report = answers[-1][1]
+        assert (totals.drafted_tokens, totals.accepted_tokens) == (report.drafted_tokens, report.accepted_tokens)
+    (plain_text, plain), (text, drafted) = answers
+    assert text == plain_text
+    assert plain.drafted_tokens == 0 < drafted.accepted_tokens <= drafted.drafted_tokens
