@@ -24,7 +24,7 @@ generator and clients are separate processes; the clients only record times.
 |            | and overall tok/s as ratios, TTFT as a difference in ms; and decode,       |               |
 |            | prefill and memory ÷ our server on MLX                                     |               |
 | lookup     | decode tok/s with prompt lookup ÷ without, of copied and of other text     | tiny, smollm2 |
-| repetition | share of answers that are the same alone and beside seven others: 64       | smollm2       |
+| repetition | share of answers that are the same alone and with seven others: 64         | smollm2       |
 |            | greedy ones and 24 with seeds, on both engines                             |               |
 | start      | ms to import the package, to show the help, and to start a server          | smollm2       |
 | structured | decode tok/s with a JSON schema ÷ without, 1 and 8 streams                 | tiny, smollm2 |

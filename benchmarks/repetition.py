@@ -1,4 +1,4 @@
-"""Measure how many answers are the same alone and beside seven others, on both engines."""
+"""Measure how many answers are the same alone and in parallel with seven others, on both engines."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from benchmarks.models import gguf_starter
 from benchmarks.rows import Limit, Row
 from benchmarks.servers import lab_server
 
-FIGURE = "repetition: same answers alone and in company"
+FIGURE = "repetition: same answers alone and in parallel"
 STREAMS = 8
 ROUNDS, QUICK_ROUNDS = 8, 2
 SEEDS = 24
@@ -40,13 +40,13 @@ def _rows(bench: Bench, engine: str, path: Path) -> list[Row]:
 
 
 def _row(bench: Bench, case: str, url: str, bodies: Sequence[dict[str, Any]], *, rounds: int) -> Row:
-    """Compare the texts of answers one after the other with those of ``STREAMS`` at the same time."""
+    """Compare the texts of answers that run one after the other with those of ``STREAMS`` answers at the same time."""
     alone = [asyncio.run(client.stream(url, body)).text for body in bodies]
     same = 0
     for _ in range(rounds):
         for first in range(0, len(bodies), STREAMS):
-            company = asyncio.run(client.streams(url, list(bodies[first : first + STREAMS])))
-            same += sum(answer.text == text for answer, text in zip(company, alone[first:], strict=False))
+            parallel = asyncio.run(client.streams(url, list(bodies[first : first + STREAMS])))
+            same += sum(answer.text == text for answer, text in zip(parallel, alone[first:], strict=False))
     answers = rounds * len(bodies)
     return Row(
         figure=FIGURE,

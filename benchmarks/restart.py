@@ -1,4 +1,4 @@
-"""Measure the prefix cache on disk: the first token of a known history in a new process, and what writing costs."""
+"""Measure the prefix cache on disk: the first token after a restart, and the cost of writing the files."""
 
 from __future__ import annotations
 
@@ -51,7 +51,7 @@ def _restart(bench: Bench, engine: str, model: Path) -> Row:
                     answers.append(asyncio.run(_answer(ours, body, Path(folder))))
         first, second = answers
         if first.text != second.text:
-            raise BenchError("the answer after a restart is another one")
+            raise BenchError("the answer after the restart differs from the one before it")
         samples.append({"first": facts_of(first), "after": facts_of(second)})
     before, after = (median(sample[turn]["ttft_s"] for sample in samples) for turn in ("first", "after"))
     history = samples[0]["first"]["prompt_tokens"]
@@ -61,7 +61,7 @@ def _restart(bench: Bench, engine: str, model: Path) -> Row:
         model=bench.model,
         value=median(sample["after"]["ttft_s"] / sample["first"]["ttft_s"] for sample in samples),
         limit=Limit(sign="≤", bound=0.15),
-        # The limit is for a long history.
+        # The limit applies only to a long history.
         binding=bench.promised and history >= 1300,
         summary=f"{after * 1e3:.0f} against {before * 1e3:.0f} ms, {samples[0]['after']['cached_tokens']} cached",
         detail={"samples": samples},
@@ -76,7 +76,7 @@ async def _answer(ours: LabServer, body: dict[str, object], folder: Path) -> cli
 
 
 def _is_written(folder: Path, tokens: int) -> bool:
-    """Whether the state of so many tokens is on disk."""
+    """Return whether the state of at least this many tokens is on disk."""
     for path in folder.glob("*.safetensors"):
         with path.open("rb") as file:
             header = json.loads(file.read(int.from_bytes(file.read(8), "little")))
@@ -86,7 +86,7 @@ def _is_written(folder: Path, tokens: int) -> bool:
 
 
 def _cost(bench: Bench, engine: str, model: Path) -> Row:
-    """Compare the speed of eight streams, whose states are written when they end, with that without files."""
+    """Compare the speed of eight streams whose states are written to disk when they end with that without a disk."""
     rates: dict[str, list[float]] = {"disk": [], "memory": []}
     with _folder() as folder, lab_server(model, prefix_cache_dir=folder) as disk, lab_server(model) as memory:
         servers = {"disk": disk, "memory": memory}

@@ -66,7 +66,7 @@ def is_idle(now: Reply) -> bool:
 
 @contextlib.contextmanager
 def lab_server(folder: Path, *, prompt_lookup: bool = False, **settings: Any) -> Iterator[LabServer]:
-    """Run the lab's server, with the model loaded and warmed up. Without prompt lookup, each token takes one step."""
+    """Run the lab's server, with the model loaded and warmed up. Prompt lookup is off, so that a step is one token."""
     with Worker(
         "benchmarks.lab_process", model=folder_argument(folder), prompt_lookup=prompt_lookup, **settings
     ) as worker:

@@ -38,10 +38,10 @@ def measure(bench: Bench) -> list[Row]:
     ]
 
 
-def _timed(visit: Callable[[], float], rounds: int) -> list[float]:
-    """Visit once to fill the caches of the system, and return the times of the next visits."""
-    visit()
-    return [visit() for _ in range(rounds)]
+def _timed(measure_s: Callable[[], float], rounds: int) -> list[float]:
+    """Measure once to fill the caches of the system, and return the results of the next measurements."""
+    measure_s()
+    return [measure_s() for _ in range(rounds)]
 
 
 def _run_s(command: Sequence[str]) -> float:

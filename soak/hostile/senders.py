@@ -113,7 +113,7 @@ def unread_sockets(body: Mapping[str, Any], *, clients: int, limit_s: float) -> 
 
 
 def unread_streams(body: Mapping[str, Any], *, clients: int, limit_s: float) -> Send:
-    """Do the same with event streams, on connections whose buffers have the system's size, so that they fill slowly."""
+    """Like ``unread_sockets``, with event streams on connections with the system's buffers, which fill slowly."""
 
     def send(url: str) -> list[Answer]:
         place, content = urlsplit(url), content_of(body)
