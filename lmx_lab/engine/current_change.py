@@ -59,7 +59,7 @@ class CurrentChange:
 
     @asynccontextmanager
     async def begin(self, kind: Literal["load", "unload"], model: str) -> AsyncIterator[None]:
-        """Wait until others have ended, and be the load or unload in progress within the block."""
+        """Wait until other loads and unloads have ended, and register this one as in progress within the block."""
         await self._lock.acquire()
         try:
             self._set(ModelChange(kind=kind, model=model, stage="checking", since=time.perf_counter()))

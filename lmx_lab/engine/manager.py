@@ -279,7 +279,7 @@ class ModelManager:
         Args:
             model: The model to unload, or whose load is cancelled; None for any.
             local: Whether the caller is on this machine, and may name the model by its path.
-            wait: Whether running requests may end: True without a time limit, False not at all, None within
+            wait: Whether running requests may finish: True without a time limit, False not at all, None within
                 ``drain_s``. Requests that have not ended by then, and queued ones, end with ``NotLoadedError``.
 
         Raises:

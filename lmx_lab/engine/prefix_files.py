@@ -44,24 +44,25 @@ FORMAT = "lmx-lab prefix cache 1"
 NAME = re.compile(r"([0-9a-f]{24})-[0-9a-f]{32}\.safetensors")
 TEMPORARY = re.compile(r"[0-9a-f]{24}-[0-9a-f]{32}\.safetensors\.[0-9a-f]{8}\.tmp")
 LEFT_OVER_S = 600.0
-"""Age after which a temporary file was left by a process that ended while it wrote."""
+"""Age after which a temporary file counts as left by a process that ended while writing."""
 MAX_DEPTH = 32
 """Maximum number of files of one state. The next turn of a session writes its whole state."""
 MIN_GAIN_TOKENS = 32
-"""Number of tokens that a file must save beyond the cache in memory. Computing fewer takes about as long."""
+"""Minimum number of tokens by which a file must exceed the cache in memory. Computing fewer takes about as long as
+reading the file."""
 OPEN_S = 1.0
-"""Time for which requests wait after a load for the list of files. The first digest of large weights takes longer."""
+"""Maximum time that requests wait for the list of files after a load. The first digest of large weights takes more."""
 CLOSE_S = 2.0
-"""Time for which an unload continues to write states."""
+"""Maximum time that an unload continues to write states."""
 MAX_HEADER_BYTES = 2**24
 MAX_DIGESTS = 256
 MAX_REJECTED = 1024
 DIGESTS_NAME = "digests.json"
-"""File with the content digests of models, so that their weights are read once and not at every start."""
+"""File with the content digests of models, so that their weights are not read again at every start."""
 
 
 class DamagedFileError(Exception):
-    """A file is truncated, changed, or not one of this cache."""
+    """A file is truncated, changed, or not part of this cache."""
 
 
 @dataclass(frozen=True)
@@ -79,17 +80,17 @@ class TensorSpec:
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class StoredPrefix:
-    """What the header of a file says."""
+    """The header of a file."""
 
     tokens: Tokens
     start: int = 0
     """Number of tokens whose state is in the files of ``parent``."""
     parent: str | None = None
-    """Name of another file; None if this one has the whole state."""
+    """Name of the file with the earlier tokens; None if this file has the whole state."""
     can_be_trimmed: bool
-    """Whether a prompt may share only a part of the tokens."""
+    """Whether the state can be used for a prompt that shares only a part of its tokens."""
     layout: str
-    """How the engine builds its state of the tensors, as JSON."""
+    """How the engine builds its state from the tensors, as JSON."""
     tensors: tuple[TensorSpec, ...]
 
     def name(self, key: str) -> str:
@@ -106,7 +107,7 @@ class PrefixFiles:
     """The files of one model. May be used by any thread; only ``best``, ``has`` and ``files_of`` do not read the disk.
 
     Args:
-        limit_bytes: Limit of all files in the folder, also those of other models.
+        limit_bytes: Maximum size of all files in the folder, including those of other models.
         reserve_bytes: Disk space that must remain free.
     """
 
@@ -139,7 +140,7 @@ class PrefixFiles:
     # Index
 
     def open(self, entry: ModelEntry, arithmetic: Sequence[str]) -> None:
-        """List the files of a model. A folder that cannot be used is reported once, and contains no files then.
+        """List the files of a model. A folder that cannot be used is reported once, and no files are listed.
 
         Args:
             arithmetic: What else the values depend on, such as the version of the engine and the type of the weights.
@@ -150,14 +151,14 @@ class PrefixFiles:
             self._key = hashlib.sha256(json.dumps([FORMAT, digest, *arithmetic]).encode()).hexdigest()
             self._scan()
         except (OSError, UnusableModelError) as exc:
-            self._report(f"{_reason(exc)}; choose another folder, or the cache is kept in memory only")
+            self._report(f"{_reason(exc)}; the cache is in memory only until a server starts with another folder")
         else:
             self.is_open = True
 
     def best(self, prompt: Tokens) -> tuple[StoredPrefix | None, int]:
-        """Return the file that saves most tokens of a prompt, and how many; the one with the fewest parents of several.
+        """Return the file that saves the most tokens of a prompt, and their number. At least one token is not saved.
 
-        At least one token must be computed.
+        If several files save as many, the one with the fewest tokens in its parents is returned.
         """
         best, most = None, 0
         for stored in self._stored.values():
@@ -177,7 +178,7 @@ class PrefixFiles:
         return stored.name(self._key)
 
     def files_of(self, stored: StoredPrefix) -> list[StoredPrefix]:
-        """Return the files of a state, the first tokens first; an empty list if one of them no longer exists."""
+        """Return the files of a state, in the order of their tokens; an empty list if one of them no longer exists."""
         known, files = self._stored, [stored]
         while (parent := files[0].parent) is not None:
             if parent not in known or len(files) > MAX_DEPTH:
@@ -212,7 +213,11 @@ class PrefixFiles:
             self._stored = found
 
     def _reject(self, name: str, reason: Exception, changed_ns: int) -> None:
-        log.warning("%s in the prefix cache is not used: %s", self._folder / name, _reason(reason))
+        log.warning(
+            "%s in the prefix cache is not used, and its tokens are computed again: %s",
+            self._folder / name,
+            _reason(reason),
+        )
         if len(self._rejected) >= MAX_REJECTED:
             self._rejected.clear()
         self._rejected.add((name, changed_ns))
@@ -318,11 +323,11 @@ class PrefixFiles:
     # Writing
 
     def write(self, prefix: StoredPrefix, pieces: Iterable[bytes | memoryview]) -> bool:
-        """Write a file, and drop the least recently used ones beyond the limit. Return whether it was written.
+        """Write a file, and delete the least recently used ones beyond the limit. Return whether it was written.
 
         Args:
-            pieces: The bytes of the tensors in their order, cut anywhere. If they are fewer than the tensors need, the
-                file is discarded, which is how a write is cancelled.
+            pieces: The bytes of the tensors in their order, split at any position. If there are fewer bytes than the
+                tensors need, the file is discarded. This is how a write is cancelled.
         """
         name = prefix.name(self._key)
         head = _header(prefix, self._key)
@@ -349,18 +354,20 @@ class PrefixFiles:
         return True
 
     def _make_room(self, size: int) -> None:
-        """Drop the least recently used files until another one of this size is within the limit.
+        """Delete the least recently used files until a new file of this size is within the limit.
 
         Raises:
             OSError: the limit or the free disk space is too small.
         """
         if size > self._limit_bytes:
-            raise OSError(f"a state of {size} bytes exceeds prefix_cache_disk_bytes, {self._limit_bytes}")
+            raise OSError(f"a file of {size} bytes exceeds prefix_cache_disk_bytes ({self._limit_bytes})")
         files = sorted(self._files(), key=lambda file: file[1])
         used = sum(each for _, _, each in files)
         free = shutil.disk_usage(self._folder).free - self._reserve_bytes
         if size > free + used:
-            raise OSError(f"{size} bytes do not fit beside disk_reserve_bytes, {self._reserve_bytes}")
+            raise OSError(
+                f"a file of {size} bytes would leave less than disk_reserve_bytes ({self._reserve_bytes}) free"
+            )
         for name, _, each in files:
             if used + size <= self._limit_bytes and size <= free:
                 return
@@ -369,10 +376,10 @@ class PrefixFiles:
             used, free = used - each, free + each
 
     def _report(self, problem: str) -> None:
-        """Log a problem of the folder once, until a file can be written again."""
+        """Log a problem of the folder, but only once until a file has been written again."""
         if problem != self._reported:
             self._reported = problem
-            log.warning("the folder of the prefix cache, %s, cannot be used: %s", self._folder, problem)
+            log.warning("problem with the folder of the prefix cache, %s: %s", self._folder, problem)
 
 
 def _header(prefix: StoredPrefix, key: str) -> bytes:
@@ -399,33 +406,33 @@ def _header(prefix: StoredPrefix, key: str) -> bytes:
 
 
 def _parse_header(data: bytes | memoryview, size: int) -> tuple[int, dict[str, Any]]:
-    """Return the offset of the tensors, and the header. Its spans are those of a file of this size.
+    """Return the offset of the tensors, and the header, in which all offsets fit a file of this size.
 
     Args:
-        data: The beginning of a file, at least with the whole header.
+        data: The beginning of a file, which includes the whole header.
     """
     length = int.from_bytes(data[:8], "little")
     if size < 8 or length > min(size - 8, MAX_HEADER_BYTES):
-        raise DamagedFileError("it is truncated, or no safetensors file")
+        raise DamagedFileError("it is truncated, or not a safetensors file")
     try:
         header = json.loads(bytes(data[8 : 8 + length]))
         end = 0
         for tensor in (tensor for name, tensor in header.items() if name != "__metadata__"):
             spec = TensorSpec("", str(tensor["dtype"]), tuple(int(side) for side in tensor["shape"]))
             if list(tensor["data_offsets"]) != [end, end + spec.nbytes] or min(spec.shape, default=0) < 0:
-                raise DamagedFileError("its tensors have other sizes than their shapes")
+                raise DamagedFileError("the sizes of its tensors do not match their shapes")
             end += spec.nbytes
         if header["checksum"]["data_offsets"][1] != end or header["tokens"]["data_offsets"][0] != 0:
             raise DamagedFileError("it is not a file of the prefix cache")
     except (AttributeError, KeyError, TypeError, ValueError, RecursionError) as exc:
         raise DamagedFileError(f"its header is invalid ({type(exc).__name__})") from exc
     if size != 8 + length + end:
-        raise DamagedFileError(f"it has {size} bytes, and {8 + length + end} by its header")
+        raise DamagedFileError(f"it has {size} bytes, but {8 + length + end} according to its header")
     return 8 + length, header
 
 
 def _write_all(file: BinaryIO, pieces: Iterable[bytes | memoryview], size: int) -> bool:
-    """Write the pieces and their checksum; return whether the file has this size then."""
+    """Write the pieces and their checksum; return whether they have this total size."""
     written = checksum = 0
     for piece in pieces:
         checksum = zlib.crc32(piece, checksum)

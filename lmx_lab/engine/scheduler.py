@@ -6,7 +6,7 @@ out these decisions. The number of queued requests is limited earlier, in ``engi
 If a client that has no slot waits while another client has several, a running request of the latter can be *paused*:
 it waits in the queue again, and the first request of the waiting client gets its slot. Without this, a few long answers
 for a client that does not read would keep all slots until they end. Requests of one client never pause each other,
-because that would only take time.
+because that would only cost time.
 """
 
 from __future__ import annotations
@@ -100,7 +100,7 @@ class Scheduler(Generic[Key]):
 
         Args:
             tokens: Length of the prompt.
-            client: Whose requests they are.
+            client: The client that sent the requests.
         """
         for key in keys:
             self._added += 1

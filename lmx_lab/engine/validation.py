@@ -86,7 +86,7 @@ def too_long(request: GenerationRequest, tokens: str, entry: ModelEntry, limit: 
     """
     own, loaded, remedy = entry.context_length, "", "shorten the prompt"
     if own is not None and limit < own:
-        loaded = f" as it is loaded, of the model's {own}"
+        loaded = f" as it is loaded (its own limit is {own})"
         remedy += ", or load the model with a larger context_length, as far as memory allows"
     return ContextLengthError(
         f"the prompt has {tokens} tokens, and {entry.id} takes {limit}{loaded}, including the answer; {remedy}",

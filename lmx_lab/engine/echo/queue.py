@@ -266,7 +266,7 @@ class EchoQueue:
         due = [generation.due_at for generation in self._scheduler.running]
         both = self._scheduler.running + self._scheduler.queued
         if (pause_at := self._scheduler.next_pause_at()) is not None:
-            # No earlier than the next check is useful, because running requests keep their slot for a while.
+            # There is no need to wake up before the next check, because running requests keep their slot for a while.
             due.append(max(pause_at, time.perf_counter() + PAUSE_CHECK_S))
         return min([*due, *(generation.arrived_at + generation.prepared.timeout_s for generation in both)])
 

@@ -13,7 +13,7 @@ from lmx_lab.errors import QueueFullError
 
 T = TypeVar("T")
 WAIT_S = 1.5
-"""Time that a grammar may wait for others. A grammar that takes long gives way after ``sandbox.SHARE_S``."""
+"""Time that a grammar may wait for others. A slow grammar is refused after ``sandbox.SHARE_S`` if others wait."""
 
 
 class GrammarQueue:
@@ -56,7 +56,7 @@ class GrammarQueue:
             self._count(-1)
 
     def close(self) -> None:
-        """End the work that runs, and drop the rest, without waiting for it."""
+        """Stop the running work and cancel the queued work, without waiting for either to end."""
         self._executor.shutdown(wait=False, cancel_futures=True)
         self.sandbox.close()
 

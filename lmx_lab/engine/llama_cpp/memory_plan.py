@@ -23,7 +23,8 @@ memory that is left, and always what one request needs."""
 MIN_TEXTS_BYTES = 512 * 2**20
 """The same for models that embed or rank."""
 MIN_SLOT_TOKENS = 4096
-"""There are fewer slots rather than a shorter context than this in each, unless the context length is requested."""
+"""If memory is short, there are fewer slots rather than slots with a shorter context than this, unless the caller
+requests a context length."""
 TEXTS_AT_ONCE = 8
 """Number of texts that an embedding model or a reranker computes together; more are not faster (measured)."""
 MIN_TOKENS = 256
@@ -52,13 +53,14 @@ class ContextPlan:
     total_tokens: int
     """Number of tokens that are allocated for all slots together."""
     cache_tokens: int
-    """``total_tokens``, for a chat model with one slot more, in which grammars are tried."""
+    """``total_tokens``, and for a chat model those of one more slot, in which grammars are tried."""
     batch_tokens: int
     """Maximum number of tokens computed in one step."""
     one_by_one: bool = False
     """Whether the tokens of a step, and requests, are computed one after the other."""
     unified: bool
-    """Whether texts share one cache. Answers of a chat model never do: company would change their rounding."""
+    """Whether texts share one cache. Answers of a chat model never do, because other answers would change
+    their rounding."""
     bytes: int
     """Estimated memory for weights, cache and everything else that is known in advance."""
 
@@ -83,7 +85,7 @@ def plan_context(
             return _plan_for_encoder(entry, model_context, fixed, limit_bytes)
         return _plan_for_decoder(entry, header, model_context, limit_bytes)
     per_token, context_length = kv_bytes_per_token(header), spec.context_length if spec is not None else None
-    # With single tokens llama.cpp still computes two sequences together, so there must be only one.
+    # Even in steps of one token, llama.cpp computes the tokens of two slots together, so there must be only one slot.
     one_by_one = spec is not None and spec.deterministic and not is_batch_invariant(header)
     # At least one slot for requests, and one for trials of grammars.
     least_tokens = 2 * _rounded_up(context_length or min(MIN_TOKENS, model_context))
@@ -158,8 +160,8 @@ def _plan_for_decoder(entry: ModelEntry, header: GgufHeader, model_context: int,
 def is_batch_invariant(header: GgufHeader) -> bool:
     """Return whether llama.cpp computes the same bits for a token whatever else is in the batch, with separate caches.
 
-    Measured on x86-64: with weights of other types, such as Q4_K and F16, products of one row and of several rows add
-    in another order.
+    Measured on x86-64: with weights of other types, such as Q4_K and F16, the product of a single row adds its terms in
+    another order than the product of several rows.
     """
     return all(tensor.type in BATCH_INVARIANT_TYPES for tensor in header.tensors if len(tensor.shape) > 1)
 

@@ -52,8 +52,8 @@ PROMPT_LOOKUP: Mapping[str, Any] = {
     "speculative.ngram_map_k.size_n": 4,
     "speculative.ngram_map_k.size_m": 8,
 }
-"""Draft up to 8 tokens that followed the same 4 tokens earlier. Of llama.cpp's ways, this one is about the fastest for
-copied text, and costs little for other text (measured)."""
+"""Draft up to 8 tokens that followed the same 4 tokens earlier. Of llama.cpp's methods, this one is about the fastest
+for copied text, and costs little for other text (measured)."""
 
 
 @dataclass(kw_only=True, eq=False)

@@ -70,7 +70,7 @@ class PreparedRequest:
     def can_continue(self) -> bool:
         """Whether another request can continue an answer: llama.cpp keeps no state of it except the tokens.
 
-        A grammar, the chat format and the random numbers of a seed would begin again.
+        A grammar, the parser of the chat format and the random numbers of a seed would start from the beginning.
         """
         has_seed = self.request.sampling.seed is not None and self.request.sampling.temperature > 0
         return self.route == "/completion" and self.grammar is None and not has_seed

@@ -202,7 +202,7 @@ class LlamaQueue:
             slots.save(prepared.tokens, reader, self._ended_totals)
 
     def _deliver(self, generation: LlamaGeneration, event: dict[str, Any]) -> bool:
-        """Deliver the items of one event, and return whether to read no more. Runs on the reader's loop."""
+        """Deliver the items of one event, and return whether to stop reading. Runs on the reader's loop."""
         now = time.perf_counter()
         self._hosted.progress_at = now
         for item in generation.reader.read(event, now):

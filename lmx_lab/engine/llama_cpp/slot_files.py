@@ -1,8 +1,8 @@
 """Keep the slots of llama.cpp on disk. Belongs to the engine's loop.
 
 llama.cpp saves and restores a slot as a file of its own format, in the private folder of its process. It does not check
-these files, and a damaged one ends the process (measured). The files of the cache therefore contain them with a
-checksum, and are compared with it before a slot is restored.
+these files, and a damaged one crashes the process (measured). The cache therefore stores their content with a checksum,
+which is verified before a slot is restored.
 """
 
 from __future__ import annotations
@@ -54,7 +54,7 @@ RECURRENT = ("ssm.state_size", "wkv.head_size", "shortconv.l_cache", "attention.
 
 
 def can_be_trimmed(header: GgufHeader) -> bool:
-    """Whether a slot of this model can continue after a part of its tokens."""
+    """Return whether a slot of this model can be reused for a prompt that shares only a part of its tokens."""
     return not any(header.integer(f"{header.architecture}.{name}") for name in RECURRENT)
 
 
@@ -108,14 +108,14 @@ class SlotFiles:
             except (DamagedFileError, RefusedError) as exc:
                 self._files.reject(stored, exc)
             except OSError as exc:
-                log.warning("%s cannot be written: %s; a prompt is computed again", self._folder, exc.strerror)
+                log.warning("%s cannot be written: %s; the prompt is computed again", self._folder, exc.strerror)
             except EngineError:
-                # The process has ended, which the request itself finds next.
+                # The process has ended. The request itself reports that.
                 pass
             return 0
 
     async def _restore(self, stored: StoredPrefix) -> bool:
-        # A name of its own, because the thread of a cancelled request may still write its file.
+        # A unique name, because the thread of a cancelled request may still write its file.
         path = self._folder / f"restored-{secrets.token_hex(4)}.bin"
         state = (await in_thread(lambda: self._files.read(stored)))["state"]
         try:
@@ -123,7 +123,7 @@ class SlotFiles:
             idle = [slot for slot in await self._idle_slots() if slot["id"] != self._last_slot]
             if not idle:
                 return False
-            # The one whose tokens are the smallest loss; the previous one may not have been taken yet.
+            # Overwrite the slot with the fewest tokens. The last restored one may still wait for its request.
             self._last_slot = min(idle, key=lambda slot: int(slot.get("n_prompt_tokens", 0)))["id"]
             await self._connection.post(f"/slots/{self._last_slot}?action=restore", {"filename": path.name})
         finally:
@@ -135,7 +135,7 @@ class SlotFiles:
         return [slot for slot in await self._connection.get("/slots") if not slot["is_processing"]]
 
     def save(self, prompt: list[int], answer: AnswerReader, totals: TokenTotals) -> None:
-        """Save the slot of an answer that has ended, after those before it.
+        """Save the slot of an answer that has ended, after the slots of earlier answers.
 
         Args:
             totals: Counts the bytes that are written.
@@ -147,7 +147,7 @@ class SlotFiles:
             self._saving = asyncio.create_task(self._save_all(totals), name="lmx-lab llama.cpp slots")
 
     async def stop(self) -> None:
-        """Save the slots that wait, for ``CLOSE_S`` at most, and stop."""
+        """Continue to save the waiting slots for ``CLOSE_S`` at most, and stop."""
         if self._saving is not None:
             await asyncio.wait([self._saving], timeout=CLOSE_S)
             self._saving.cancel()
@@ -175,9 +175,9 @@ class SlotFiles:
             slots = [slot for slot in slots if slot["id"] == answer.slot]
         if not slots:
             return
-        # The newest one of this length. The file shows whether it is the slot of the answer.
+        # The most recent slot of this length. Its file shows whether it is the slot of the answer.
         slot = min(slots, key=lambda slot: (abs(slot["n_prompt_tokens"] - length), -slot.get("id_task", 0)))
-        # Left by a slot that was saved after SAVE_S.
+        # Remove files that llama.cpp wrote after SAVE_S had passed.
         for late in self._folder.glob("saved-*.bin"):
             late.unlink(missing_ok=True)
         path = self._folder / f"saved-{secrets.token_hex(4)}.bin"

@@ -35,7 +35,7 @@ MIN_CHUNK_TOKENS = 1 if mx.default_device() == mx.cpu else 64
 
 @dataclass(frozen=True, eq=False)
 class ChunkComputed:
-    """A chunk of a prompt has been computed, or of the tokens of a request that continues after a pause."""
+    """A chunk has been computed: of a prompt, or of the tokens of a request that continues after a pause."""
 
     generation: MlxGeneration
     tokens: int
@@ -116,9 +116,8 @@ class Batch:
         return not self._generations and not self._scorings
 
     def must_wait(self, generation: MlxGeneration) -> bool:
-        """Return whether a request should wait, because a prompt that is being computed shares a longer prefix with it
-        than any cached one, and whose cache will be stored when it is complete, or because a longer prefix than any in
-        memory is read from disk.
+        """Return whether a request should wait for a longer prefix than any cached one: because another prompt that is
+        being computed has this prefix and will be stored, or because the prefix is being read from disk.
         """
         if generation.request.score_prompt:
             return False
@@ -186,7 +185,7 @@ class Batch:
         )
         generation.uncomputed_tokens = len(generation.tokens) - known
         self._generations[generation.uid] = generation
-        # A grammar's state cannot be behind the tokens of a pass, each of which may end the answer.
+        # A grammar must advance after each token, which a pass over several tokens does not allow.
         if self._drafts is not None and generation.constraint is None:
             generation.lookup = generation.lookup or PromptLookup()
             self._drafts.lookups[generation.uid] = generation.lookup
@@ -215,7 +214,7 @@ class Batch:
         return self.footprint.kv_bytes([length]) <= self.prefixes.limit_bytes
 
     def pause(self, generation: MlxGeneration) -> TokenGenerated:
-        """Stop computing a request that decodes, and return its next token, which is sampled already. ``insert``
+        """Stop computing a request that decodes, and return its next token, which is already sampled. ``insert``
         continues the request with this token.
 
         Its cache is stored as a prefix. If it is dropped there, its tokens are computed again.
@@ -260,7 +259,7 @@ class Batch:
         return [self._take_next(generation) for generation in ending]
 
     def _take_next(self, generation: MlxGeneration) -> TokenGenerated:
-        """Remove a request that decodes, and return its next token, which is sampled already."""
+        """Remove a request that decodes, and return its next token, which is already sampled."""
         # mlx-lm has no public way to read the sampled tokens. Its version is bounded, and tests check this attribute.
         batch = self._generator._generation_batch
         row = batch.uids.index(generation.uid)

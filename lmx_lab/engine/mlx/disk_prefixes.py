@@ -1,8 +1,8 @@
 """Keep the prefix cache of a model on disk. Runs on the engine thread; files are read and written by other threads.
 
 The engine thread only copies arrays, in pieces between the steps of the batch: to the writing thread through a bounded
-queue, and from the files that were read. A state that was read is put into the cache in memory, where the request that
-waited for it finds it.
+queue, and from the files that were read. A state that was read is stored in the cache in memory, where the request that
+waits for it finds it.
 """
 
 from __future__ import annotations
@@ -39,16 +39,16 @@ PIECE_BYTES = 2**23
 """Bytes that are copied between two steps, which takes a few milliseconds."""
 QUEUE_PIECES = 8
 MAX_PENDING = 32
-"""Number of states that wait to be written. They are those in memory, and take no memory of their own."""
+"""Maximum number of states that wait to be written. They belong to the cache in memory, and are not copied."""
 IDLE_WAIT_S = 0.005
 """Time for which the engine thread waits for a file if it has nothing to compute."""
 
 
 class PrefixRead:
-    """A state that is read from disk, for the requests that wait for it.
+    """A state that is being read from disk, for the requests that wait for it.
 
     Args:
-        files: The files of the state, the one of the first tokens first; none if there is nothing to read.
+        files: The files of the state, in the order of their tokens; none if there is nothing to read.
     """
 
     def __init__(self, files: Sequence[StoredPrefix] = ()) -> None:
@@ -98,7 +98,7 @@ class _Write:
 
 
 class DiskPrefixes:
-    """The files of one model, and what is being read and written.
+    """The files of one model, and the states that are being read and written.
 
     Args:
         arithmetic: See ``PrefixFiles.open``.
@@ -160,7 +160,7 @@ class DiskPrefixes:
         self._pending.append((np.asarray(tokens, dtype=np.int32), weakref.ref(state)))
 
     def advance(self, prefixes: PrefixCache[KvState], *, idle: bool) -> None:
-        """Copy a piece of what is read and written.
+        """Copy a piece of the states that are being read and written.
 
         Args:
             idle: Whether there is nothing to compute, so that this may wait a few milliseconds.
@@ -181,7 +181,7 @@ class DiskPrefixes:
             wait([self._opening], timeout=timeout_s)
 
     def close(self, prefixes: PrefixCache[KvState] | None) -> None:
-        """Write what is in memory and not on disk yet, for ``CLOSE_S`` at most. Must be the last call.
+        """Write the states that are not on disk yet, for ``CLOSE_S`` at most. Must be the last call.
 
         Args:
             prefixes: The cache in memory; None if it no longer exists.

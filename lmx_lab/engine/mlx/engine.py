@@ -112,7 +112,7 @@ class MlxEngine:
         check_options(entry, spec)
         if spec.deterministic:
             raise UnusableModelError(
-                f"{entry.id} runs on MLX, whose results may differ in the last bits with other requests; for a "
+                f"{entry.id} runs on MLX, whose results may differ in the last bits while other requests run; for a "
                 "deterministic load use a GGUF file of the model, such as smollm2-135m-gguf",
                 param="deterministic",
             )

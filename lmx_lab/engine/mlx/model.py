@@ -229,7 +229,7 @@ class LoadedModel:
         return [[int(token)] for token in sorted(self.tokenizer.eos_token_ids)]
 
     def arithmetic(self) -> list[str]:
-        """Return what the values of caches depend on beside the files of the model, as text."""
+        """Return what the values in KV caches depend on besides the files of the model, as texts."""
         parameters: Any = tree_flatten(self.model.parameters())
         weights = sorted(f"{name} {value.dtype} {value.shape}" for name, value in parameters)
         versions = [f"{package} {version(package)}" for package in ("lmx-lab", "mlx", "mlx-lm")]

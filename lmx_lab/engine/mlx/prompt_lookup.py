@@ -1,9 +1,10 @@
-"""Prompt lookup: compute several tokens of one answer in one pass where it repeats earlier text.
+"""Prompt lookup: where an answer repeats earlier text, compute several of its tokens in one pass.
 
-Edits, code and summaries with quotes repeat their prompt. The tokens that followed the same words earlier are drafted,
-and the model computes all of them in one pass, which takes less time than one pass each. Every token is drawn as
-without a draft, and a drafted token is accepted if it equals the draw, so a draft never changes the answer (the idea
-is from https://github.com/apoorvumang/prompt-lookup-decoding). Runs on the engine thread.
+Edited text, code and summaries with quotes repeat parts of their prompt. If the last tokens of the text occurred
+before, the tokens that followed them are drafted, and the model computes all of them in one pass, which takes less time
+than one pass each. Every token is drawn as it would be without a draft, and a drafted token is accepted if it equals
+the drawn one, so a draft never changes the answer (the idea is from
+https://github.com/apoorvumang/prompt-lookup-decoding). Runs on the engine thread.
 """
 
 from __future__ import annotations
@@ -22,15 +23,15 @@ from mlx_lm.models.cache import trim_prompt_cache
 from lmx_lab.engine.mlx.sampling import SeededSampler
 
 NGRAM = 3
-"""Number of tokens that must have occurred before in this order."""
+"""Number of last tokens that must have occurred before in the same order."""
 FIRST_DRAFT = 4
 LONGEST_DRAFT = 16
 FIRST_COST = 1.8
 """Assumed duration of a pass that verifies a draft, in decode steps, until it is measured."""
 MEASURED, FEWEST_MEASURED = 9, 3
-"""Numbers of recent durations whose median is used, at most and at least. Other programs delay single ones."""
+"""Maximum and minimum number of recent durations whose median is used, because other programs delay single passes."""
 MARGIN = 1.1
-"""Minimum speed-up for which drafts are used."""
+"""Minimum speed-up at which drafts are used."""
 FIRST_PAUSE = 16
 LONGEST_PAUSE = 256
 WEIGHT = 0.4
@@ -38,7 +39,7 @@ WEIGHT = 0.4
 
 
 class PromptLookup:
-    """Drafts the tokens of one answer, and stops to while that does not pay."""
+    """Drafts the tokens of one answer, and pauses while drafts save no time."""
 
     def __init__(self) -> None:
         self.drafted = 0
@@ -49,7 +50,7 @@ class PromptLookup:
         self._resume_at = 0
         self._indexed = NGRAM
         self._next: dict[tuple[int, ...], int] = {}
-        """Where the token after the last occurrence of an n-gram is."""
+        """For each n-gram, the position of the token after its last occurrence."""
 
     def draft(self, tokens: Sequence[int], *, limit: int) -> Sequence[int]:
         """Return tokens that may follow, at most ``limit``; none if there is no earlier occurrence.
@@ -63,15 +64,15 @@ class PromptLookup:
         start = self._next.get(tuple(tokens[-NGRAM:])) if len(tokens) >= self._resume_at else None
         if start is None:
             return ()
-        # At the end of the text, what was repeated last is expected to repeat again.
+        # If the repetition reaches the end of the text, it is expected to continue in a cycle.
         return list(islice(cycle(tokens[start:]), min(self._length + 1, max(0, limit))))
 
     def record(self, *, at: int, drafted: int, accepted: int, cost: float) -> None:
         """Record the result of a pass.
 
         Args:
-            at: Number of tokens of the prompt and the answer after it.
-            cost: Duration of such a pass, in decode steps.
+            at: Number of tokens of the prompt and the answer after the pass.
+            cost: Duration of a pass with a draft, in decode steps.
         """
         self.drafted += drafted
         self.accepted += accepted
@@ -83,7 +84,7 @@ class PromptLookup:
         if self._tokens_per_pass >= MARGIN * cost:
             self._pause = FIRST_PAUSE
             return
-        # One more pass after the pause decides.
+        # The first pass after the pause decides whether drafts continue.
         self._tokens_per_pass = MARGIN * cost
         self._resume_at = at + self._pause
         self._pause = min(2 * self._pause, LONGEST_PAUSE)
@@ -126,7 +127,7 @@ class LookupBatch(GenerationBatch):
             self._was_plain = False
             return self._verify(lookup, draft)
         responses = super().next()
-        # The first step after another kind of step only starts a computation, for which the second one waits.
+        # After another kind of step, the first step only starts a computation that the second one waits for.
         if self._was_plain:
             self._steps_s.append(time.perf_counter() - started)
         self._was_plain = True
@@ -143,7 +144,7 @@ class LookupBatch(GenerationBatch):
         return list(expected[1:])
 
     def _verify(self, lookup: PromptLookup, draft: list[int]) -> list[GenerationBatch.Response]:
-        """Compute the sampled token and the draft in one pass. Keep what equals the tokens that are drawn."""
+        """Compute the sampled token and the draft in one pass. Keep the tokens that equal the drawn ones."""
         started = time.perf_counter()
         inputs = [cast("int", self._next_tokens.item()), *draft]
         logits = self.model(mx.array([inputs]), cache=self.prompt_cache)[0]

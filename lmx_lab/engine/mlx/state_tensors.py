@@ -40,7 +40,7 @@ def is_plain(state: KvState) -> bool:
 def describe(
     tokens: Tokens, state: KvState, *, start: int = 0, parent: str | None = None
 ) -> tuple[StoredPrefix, Arrays]:
-    """Return the header of a file with this state, and its arrays, which are not evaluated.
+    """Return the header of a file with this state, and its arrays, which are not evaluated yet.
 
     Args:
         start: Number of tokens that are in the files of ``parent``; 0 unless the state is plain.
@@ -105,10 +105,10 @@ def to_bytes(array: mx.array) -> bytes:
 
 
 class StateReader:
-    """Builds a state of the tensors of its files, in pieces.
+    """Builds a state from the tensors of its files, in pieces.
 
     Args:
-        files: The headers and tensors of the files, the one of the first tokens first.
+        files: The headers and tensors of the files, in the order of their tokens.
     """
 
     def __init__(self, files: Sequence[tuple[StoredPrefix, Mapping[str, memoryview]]]) -> None:
@@ -129,7 +129,9 @@ class StateReader:
                 if (nbytes := nbytes - converted) <= 0:
                     return None
         except (AttributeError, IndexError, KeyError, RuntimeError, TypeError, ValueError) as exc:
-            raise DamagedFileError(f"its tensors form no state ({type(exc).__name__}: {exc})") from exc
+            raise DamagedFileError(
+                f"its tensors do not form a state of this model ({type(exc).__name__}: {exc})"
+            ) from exc
         return KvState(self._layers)
 
     def _plain(self) -> Iterator[int]:

@@ -91,7 +91,9 @@ async def test_a_load_may_limit_the_context(long_models: Entries, embedders: Ent
         report = await manager.load_entry(entry, spec(context_length=300))
         assert (report.slots, report.context_length) == (2, 300)
         assert (manager.snapshot.slots, manager.snapshot.context_length) == (2, 300)
-        refusal = "takes 300 as it is loaded, of the model's 8192, including the answer; shorten the prompt, or load"
+        refusal = (
+            r"takes 300 as it is loaded \(its own limit is 8192\), including the answer; shorten the prompt, or load"
+        )
         with pytest.raises(ContextLengthError, match=refusal):
             await manager.submit(request(prompt=numbers(300)))
         assert (await run(manager, prompt=numbers(290), max_tokens=50, ignore_eos=True))[1].output_tokens == 10
