@@ -45,7 +45,7 @@ class ServerState:
     pinned: tuple[str, ...] = ()
     """Ids of the models that are kept in memory beside it."""
     unloading: Unloading | None = None
-    """Set while ``model`` is unloaded as soon as its running answers have ended."""
+    """Set while the unload of ``model`` waits for its running answers to end."""
     note: str = ""
     """A problem and what the user can do about it, such as how to avoid a blocked loop, or how to restart a server."""
 
@@ -136,11 +136,11 @@ class Backend(Protocol):
     ) -> float:
         """Unload the model, or cancel a load in progress; returns the freed memory in GB (10^9 bytes).
 
-        Cancelling this stops waiting, not the unload. Another call joins an unload that is in progress.
+        Cancelling this call ends the wait, but not the unload. Another call joins an unload that is in progress.
 
         Args:
             model: The model to unload, or whose load is cancelled; None for any.
-            wait: Whether running answers may end: True without a time limit, False not at all, None within
+            wait: Whether running answers may finish: True without a time limit, False not at all, None within
                 ``drain_s``.
         """
 
@@ -156,7 +156,7 @@ class Backend(Protocol):
 
 
 class RunningChange(Generic[T]):
-    """A load or unload and its steps, for a caller who shows the progress. Deleting it does not end the work.
+    """A load or unload and its steps, for a caller that shows the progress. Deleting it does not end the work.
 
     Args:
         start: Starts the work, which reports its steps to the given function.
@@ -171,8 +171,8 @@ class RunningChange(Generic[T]):
         self._task.add_done_callback(functools.partial(_end_steps, steps))
 
     async def step(self) -> ModelEvent | None:
-        """Return the next step of a download or of an unload; None at the end. While the model in memory is being
-        unloaded, the remaining time is a step each second.
+        """Return the next step of a load or unload; None at the end. While an unload waits for running answers, it
+        returns a step with the remaining time each second.
         """
         while True:
             try:

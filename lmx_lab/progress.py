@@ -57,7 +57,7 @@ class ProgressBar:
             self._progress.refresh()
 
     def print_line(self, text: str) -> None:
-        """Print a text as a line where no bar is shown, such as in logs."""
+        """Print a line of text where no bar is shown, such as in logs."""
         if not self._console.is_jupyter and not self._console.is_terminal:
             self._console.print(self._titled(text), markup=False, highlight=False, soft_wrap=True)
 
@@ -89,7 +89,7 @@ def bar(title: str, console: Console | None = None) -> Iterator[ProgressBar]:
 
 @contextmanager
 def status(console: Console | None = None) -> Iterator[ProgressBar]:
-    """Show a text that changes."""
+    """Show a line of text that can be updated."""
     columns = (TextColumn(TEXT, markup=False),)
     with _stopped_at_end(ProgressBar("", console or Console(stderr=True), columns, wide=False)) as shown:
         yield shown

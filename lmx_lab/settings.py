@@ -125,10 +125,10 @@ class Settings:
     """Memory for the KV caches of finished requests, which later requests with the same beginning reuse. By default
     10 % of the memory limit. 0 turns this cache off."""
     prefix_cache_dir: Path | None = None
-    """Folder in which the KV caches of finished requests are kept as files, so that they are reused after a restart.
-    Several servers may use the same folder. By default they are kept in memory only."""
+    """Folder in which the KV caches of finished requests are stored as files, so that they can be reused after a
+    restart. Several servers may use the same folder. By default they are only in memory."""
     prefix_cache_disk_bytes: int = 10 * GIB
-    """Size of all files in that folder. The least recently used ones are deleted first."""
+    """Maximum total size of the cache's files in that folder. The least recently used ones are deleted first."""
     embedder: str | None = None
     """Embedding model that stays in memory, in addition to the loaded model."""
     reranker: str | None = None
@@ -147,7 +147,7 @@ class Settings:
     echo_tokens_per_s: float | None = None
     """Speed of each answer of the model ``echo``. By default as fast as possible."""
     disk_reserve_bytes: int = 1 * GIB // 4
-    """Disk space that must remain free after a download, and after a file of the prefix cache."""
+    """Disk space that must remain free after a download, and after a file of the prefix cache is written."""
     wired_memory: bool = False
     """Whether mlx-lm may raise the wired-memory limit of macOS. Off by default: mlx issue 3186 links it to kernel
     panics."""

@@ -22,7 +22,7 @@ if TYPE_CHECKING:
 
 app = typer.Typer()
 NEEDS_LAB = "a running lab: lmx-lab serve, or launch() in a notebook"
-Url = Annotated[str | None, typer.Option(help="Address of another lab. By default the one at the configured port.")]
+Url = Annotated[str | None, typer.Option(help="Address of another lab. By default, the lab at the configured port.")]
 ApiKey = Annotated[
     str | None, typer.Option(envvar="LMX_LAB_API_KEY", show_envvar=True, help="Key of the lab, if it needs one.")
 ]
@@ -30,8 +30,8 @@ Wait = Annotated[
     bool | None,
     typer.Option(
         "--wait/--now",
-        help="Let running answers of the loaded model end without a time limit, or stop them at once. By default they "
-        "have 30 s (LMX_LAB_DRAIN_S of the lab).",
+        help="Let running answers of the loaded model finish without a time limit, or stop them at once. By default "
+        "they have 30 s (LMX_LAB_DRAIN_S of the lab).",
     ),
 ]
 
@@ -47,7 +47,9 @@ Wait = Annotated[
 def load(
     model: Annotated[
         str,
-        typer.Argument(help="Id, which the lab downloads if needed, or path.", autocompletion=complete_model),
+        typer.Argument(
+            help="Id or path. The lab downloads the model of an id if needed.", autocompletion=complete_model
+        ),
     ],
     *,
     engine: Annotated[
@@ -71,8 +73,8 @@ def load(
     cls=Command,
     epilog=epilog(
         "lmx-lab unload",
-        "lmx-lab unload --now                  stop running answers, also if an unload already waits for them",
-        "lmx-lab unload smollm2-135m --wait    only if this model is loaded; let its answers end",
+        "lmx-lab unload --now                  stop running answers, even if an unload already waits for them",
+        "lmx-lab unload smollm2-135m --wait    only if this model is loaded; let its answers finish",
         needs=NEEDS_LAB,
     ),
 )
@@ -93,7 +95,7 @@ def unload(
         except KeyboardInterrupt:
             print_note(
                 "the unload continues; lmx-lab unload --now stops the running answers, and lmx-lab unload --wait lets "
-                "them end without a time limit"
+                "them finish without a time limit"
             )
             raise
     print_line(f"unloaded, {freed_gb:.2f} GB freed" if freed_gb else "no model was unloaded")
@@ -113,5 +115,5 @@ def _running_lab(url: str | None, api_key: str | None) -> Iterator[Lab]:
 
 
 def _absolute(model: str) -> str:
-    """Return a path as the lab finds it, which has another working directory; an id is not changed."""
+    """Return a path as an absolute one, because the lab has another working directory. An id is not changed."""
     return os.path.abspath(os.path.expanduser(model)) if model.startswith((".", "/", "~")) else model

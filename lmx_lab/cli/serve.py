@@ -39,7 +39,7 @@ EngineOption = Annotated[
 ]
 ContextLength = Annotated[
     int | None,
-    typer.Option(min=1, help="Tokens of a request to --model, prompt and answer. By default as memory allows."),
+    typer.Option(min=1, help="Maximum tokens of a request to --model, prompt and answer. By default as memory allows."),
 ]
 Deterministic = Annotated[
     bool | None,
@@ -90,11 +90,11 @@ PrefixCache = Annotated[
 PrefixCacheDir = Annotated[
     Path | None,
     typer.Option(
-        help="Folder that keeps the prefix cache on disk too, so that it survives a restart. By default none."
+        help="Folder in which the prefix cache is also stored, so that it survives a restart. By default none."
     ),
 ]
 PrefixCacheDisk = Annotated[
-    float | None, typer.Option(help="Limit of the files in --prefix-cache-dir, in GB. By default 10.7.")
+    float | None, typer.Option(help="Maximum size of the files in --prefix-cache-dir, in GB. By default 10.7.")
 ]
 Dtype = Annotated[
     str | None, typer.Option(help="Type of the weights in memory: auto, keep, float32, float16 or bfloat16.")

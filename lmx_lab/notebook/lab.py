@@ -169,7 +169,7 @@ class Lab:
 
         Args:
             options: ``LoadOptions``: ``engine="mlx"``, the engine that must run the model; ``wait``, whether running
-                answers of the loaded model may end, as in ``unload``.
+                answers of the loaded model may finish, as in ``unload``.
 
         Raises:
             AdminForbiddenError: the server allows this only to callers on its machine.
@@ -203,8 +203,8 @@ class Lab:
 
         Args:
             model: The loaded model, or the one whose load is cancelled; None for any.
-            wait: Whether running answers may end: True without a time limit, False not at all, None within the setting
-                ``drain_s``, 30 s by default. Answers that have not ended by then raise ``NotLoadedError``.
+            wait: Whether running answers may finish: True without a time limit, False not at all, None within the
+                setting ``drain_s``, 30 s by default. Answers that have not ended by then raise ``NotLoadedError``.
 
         Raises:
             InvalidRequestError: the model of this name is pinned, or not loaded.

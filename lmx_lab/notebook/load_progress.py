@@ -54,7 +54,7 @@ async def show_unload(backend: Backend, model: str | None, *, wait: bool | None)
         step = unload.unloading
         state = f"{step.model} is still {step.unloading}" if step is not None else "the unload continues"
         raise KeyboardInterrupt(
-            f"{state}: lab.unload(wait=False) stops the answers, lab.unload(wait=True) lets them end"
+            f"{state}: lab.unload(wait=False) stops the answers, lab.unload(wait=True) lets them finish"
         ) from None
 
 

@@ -258,7 +258,7 @@ class LabMagics(Magics):
             %lmx                               display the running lab
             %lmx launch [MODEL] [--loop auto|kernel|thread] [--lan] [--port N]
             %lmx load MODEL                    load a model, which replaces the loaded one
-            %lmx unload [--wait|--now]         let running answers end without a time limit, or stop them
+            %lmx unload [--wait|--now]         let running answers finish without a time limit, or stop them
             %lmx models                        list the models on disk, and which of them are loaded
             %lmx panel
             %lmx stop

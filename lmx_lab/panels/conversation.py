@@ -15,7 +15,7 @@ MAX_MESSAGES = 200
 MAX_CHARACTERS = 200_000
 """Maximum number of characters in the transcript, including thoughts, and in one answer."""
 MAX_FILE_CHARACTERS = 4_000_000
-"""Maximum size of a file to load. A file has at most 6 characters for each character of a transcript."""
+"""Maximum size of a file to load. JSON needs at most 6 characters for each character of a transcript."""
 NEXT_STEP = "choose a file that this panel has saved, or a JSON list of chat messages"
 TITLES = {"user": "You", "assistant": "Model"}
 
@@ -78,7 +78,7 @@ def messages_before(transcript: tuple[TranscriptMessage, ...], question: object)
         if message.role == "user" and message.id == question:
             return transcript[:at]
     raise InvalidRequestError(
-        f"there is no question {question!r:.40} in this conversation; it was removed, send the text as a new question",
+        f"there is no question {question!r:.40} in this conversation any more; send the text as a new question",
         param="replace",
     )
 

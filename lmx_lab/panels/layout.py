@@ -30,7 +30,7 @@ class PanelGrid(ipywidgets.GridBox):  # type: ignore[misc]
     """A grid of several panels, which are side by side if there is room."""
 
     def __init__(self, panels: Sequence[Panel]) -> None:
-        # At most two columns, so that only a panel without a neighbour leaves a hole, which it fills itself.
+        # At most two columns, so that only a panel without a neighbour could leave an empty cell; it then spans both.
         columns = "repeat(auto-fit, minmax(min(100%, max(26rem, 40%)), 1fr))"
         for panel, is_wide in zip(panels, full_width([panel.FULL_WIDTH for panel in panels]), strict=True):
             panel.wide = is_wide
@@ -52,8 +52,8 @@ class PanelGrid(ipywidgets.GridBox):  # type: ignore[misc]
 
 
 def full_width(wide: Sequence[bool]) -> list[bool]:
-    """Return which panels of a grid with two columns span both: those that need the width, and those that would
-    otherwise have an empty place beside them."""
+    """Return which panels of a grid with two columns span both columns: those that need the width, and those that
+    would otherwise have an empty cell beside them."""
     spans: list[bool] = []
     at = 0
     while at < len(wide):

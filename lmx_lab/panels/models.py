@@ -143,7 +143,7 @@ class ModelsPanel(Panel):
 
     def model_event(self, event: ModelEvent) -> None:
         if event.unloading is not None:
-            # The state of the server has it, too, with the time that is left.
+            # The panel shows the state of the server, which also contains the remaining time.
             return
         if event.stage in ENDS:
             self._jobs.pop(event.model, None)

@@ -72,7 +72,8 @@ def admin_routes(*, manager: ModelManager, catalog: Catalog, lan_admin: bool) ->
     async def load(body: LoadRequest, request: Request) -> LoadAnswer:
         """Load a model, which replaces the loaded one, and answer when it is ready. Local callers may send a path.
 
-        Running answers of the replaced model have 30 s to end (`LMX_LAB_DRAIN_S`); `wait` removes or skips this limit.
+        Running answers of the replaced model have 30 s to end (`LMX_LAB_DRAIN_S`). With `wait` they have no time limit
+        (`true`), or end at once (`false`).
         """
         local = is_local(request.scope)
         check_admin(local=local, lan_admin=lan_admin)
@@ -89,10 +90,10 @@ def admin_routes(*, manager: ModelManager, catalog: Catalog, lan_admin: bool) ->
     async def unload(request: Request, body: UnloadRequest | None = None) -> UnloadAnswer:
         """Unload the model. If none is loaded, nothing happens and 0 GB are freed. Pinned models stay in memory.
 
-        Running answers have 30 s to end (`LMX_LAB_DRAIN_S`); `wait` removes or skips this limit. The unload continues
-        if the client disconnects, and further requests join it. While a model is being loaded, its load is cancelled
-        instead, and the previous model is loaded again. To change only how long the load waits for answers of the
-        previous model, send the name of that model and `wait`.
+        Running answers have 30 s to end (`LMX_LAB_DRAIN_S`). With `wait` they have no time limit (`true`), or end at
+        once (`false`). The unload continues if the client disconnects, and further requests join it. While a model is
+        being loaded, its load is cancelled instead, and the previous model is loaded again. To change only how long the
+        load waits for answers of the previous model, send the name of that model and `wait`.
         """
         local = is_local(request.scope)
         check_admin(local=local, lan_admin=lan_admin)

@@ -33,7 +33,7 @@ class BlasReport:
 
 @dataclass(kw_only=True)
 class TokenTotals:
-    """Counts of tokens since an engine started, and of bytes that keep them."""
+    """Counts of tokens since an engine started, and of the bytes of the prefix cache that were written to disk."""
 
     prompt_tokens: int = 0
     cached_tokens: int = 0
@@ -156,7 +156,7 @@ class EngineSnapshot:
 
     @property
     def unloading(self) -> Unloading | None:
-        """The state of the main model if it is unloaded as soon as its requests have ended; None otherwise."""
+        """The state of the main model if its unload waits for its requests to end; None otherwise."""
         change = self.change
         if self.entry is None or change is None or change.stage != "draining":
             return None

@@ -55,10 +55,10 @@ class LoadSpec:
     """Data type of the weights in memory, as in ``Settings.dtype``; None uses that setting."""
     prompt_lookup: bool | None = None
     """Whether an answer that repeats earlier text may be decoded several tokens at a time. It never changes the answer.
-    None uses it on MLX, where it is switched off by itself while it does not pay, but not on llama.cpp."""
+    None uses it on MLX, where it pauses while it saves no time, but not on llama.cpp."""
     wait: bool | None = None
-    """Whether running answers of the replaced model may end: True without a time limit, False not at all, None within
-    ``Settings.drain_s``."""
+    """Whether running answers of the replaced model may finish: True without a time limit, False not at all, None
+    within ``Settings.drain_s``."""
 
     @classmethod
     def with_options(cls, model: str, options: LoadOptions) -> Self:
@@ -84,14 +84,14 @@ class LoadSpec:
 
 @dataclass(frozen=True, kw_only=True)
 class Unloading:
-    """The state of a model that is unloaded as soon as its running answers have ended."""
+    """The state of a model whose unload waits for its running answers to end."""
 
     answers_left: int
     """Answers, embeddings and rankings that have not ended."""
     seconds_left: int | None
     """Seconds until the rest are ended with an error; None if there is no time limit."""
     replaced_by: str | None = None
-    """Id of the model that is loaded next; None if none is."""
+    """Id of the model that is loaded next; None if there is none."""
 
     def __str__(self) -> str:
         limit = "no time limit" if self.seconds_left is None else f"{self.seconds_left} s"

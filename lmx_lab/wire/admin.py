@@ -39,7 +39,7 @@ class ModelRecord(BaseModel):
     """Number of requests that it decodes at once; null if it is not the main model, and for encoders."""
     pinned: bool = False
     unloading: Unloading | None = None
-    """Set while the model is loaded and is unloaded as soon as its running answers have ended."""
+    """Set while the unload of the model waits for its running answers to end."""
 
 
 class Compute(BaseModel):
@@ -102,8 +102,8 @@ class LoadRequest(RequestModel):
     """Whether an answer that repeats earlier text may be decoded several tokens at a time; null uses the default of the
     engine: yes on MLX, no on llama.cpp."""
     wait: bool | None = None
-    """Whether running answers of the replaced model may end: true without a time limit, false not at all, null within
-    the limit of the server (``LMX_LAB_DRAIN_S``)."""
+    """Whether running answers of the replaced model may finish: true without a time limit, false not at all, null
+    within the limit of the server (``LMX_LAB_DRAIN_S``)."""
 
 
 class LoadAnswer(BaseModel):
@@ -125,8 +125,8 @@ class UnloadRequest(RequestModel):
     model: Annotated[str, StringConstraints(min_length=1, max_length=4096)] | None = None
     """The loaded model, or the one whose load is cancelled. If another model is named, the request is refused."""
     wait: bool | None = None
-    """Whether running answers may end: true without a time limit, false not at all, null within the limit of the server
-    (``LMX_LAB_DRAIN_S``). Also applies to an unload that is in progress, which the request joins."""
+    """Whether running answers may finish: true without a time limit, false not at all, null within the limit of the
+    server (``LMX_LAB_DRAIN_S``). Also applies to an unload that is in progress, which the request joins."""
 
 
 class UnloadAnswer(BaseModel):
@@ -149,7 +149,7 @@ class Ready(BaseModel):
     model: str
     vram_gb: float
     unloading: Unloading | None = None
-    """Set while the model is unloaded as soon as its running answers have ended; new requests are refused or wait."""
+    """Set while the unload of the model waits for its running answers to end; new requests are refused or wait."""
 
 
 class NotReady(Ready):

@@ -108,12 +108,12 @@ class LabClient(BlockingClient[AsyncLabClient]):
         """Unload the model. Does nothing if no model is loaded. If a model is being loaded, its load is cancelled
         instead, and the previous model is loaded again.
 
-        An interrupt (Ctrl-C) stops the waiting, but not the unload. Another call joins an unload that is in progress.
+        An interrupt (Ctrl-C) ends the wait, but not the unload. Another call joins an unload that is in progress.
 
         Args:
             model: The model to unload, or whose load is cancelled; None for any.
-            wait: Whether running answers may end: True without a time limit, False not at all, None within the limit of
-                the server, 30 s by default.
+            wait: Whether running answers may finish: True without a time limit, False not at all, None within the limit
+                of the server, 30 s by default.
             progress: Called in this thread when the unload has to wait, when a running answer has ended, and when the
                 time limit has changed.
         """
