@@ -69,7 +69,7 @@ settings.load_profile("lab")
 def pytest_configure(config: pytest.Config) -> None:
     """Draw fewer examples in ``make test-fast``. Tests state their number as a multiple of the profile's.
 
-    No garbage is collected during the collection of tests, which would take a quarter of its time.
+    The garbage collector is off while tests are collected, because it would take a quarter of that time.
     """
     gc.disable()
     if "not slow" in config.option.markexpr:
@@ -129,12 +129,13 @@ def _share_certificates() -> Iterator[None]:
 def _share_validators() -> Iterator[None]:
     """Build the validator of each type of FastAPI's fields only once, because every lab and daemon defines its routes.
 
-    That takes half of the time for starting a lab with the echo engine.
+    Otherwise this takes half of the time for starting a lab with the echo engine.
     """
     create, validators = fastapi._compat.v2.TypeAdapter, dict[tuple[Any, str], Any]()
 
     def shared(annotated: Any, *, config: Any) -> Any:
-        # Metadata cannot be hashed. A kept validator refers to the functions whose addresses are in the text.
+        # Metadata cannot be hashed, so its text is the key. It contains the addresses of functions, which a stored
+        # validator keeps alive.
         annotation, *metadata = get_args(annotated)
         key = annotation, repr((metadata, config))
         if key not in validators:

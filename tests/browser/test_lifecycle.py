@@ -66,7 +66,7 @@ def ask(tab: Tab, text: str) -> Locator:
     return chat
 
 
-def test_all_cells_run_again_keep_the_lab_and_the_conversation(notebook: Tab) -> None:
+def test_running_all_cells_again_keeps_the_lab_and_the_conversation(notebook: Tab) -> None:
     url = notebook.kernel("print(lab.url)")
     chat = ask(notebook, "Before.")
     run_all(notebook)

@@ -32,7 +32,7 @@ def test_a_second_tab_shows_the_same_and_works(panels: Tab, another_tab: Callabl
     expect(other.panel("Metrics").locator("canvas")).to_have_count(4)
 
 
-def test_panels_have_titles_and_leave_no_hole_in_the_grid(panels: Tab) -> None:
+def test_panels_have_titles_and_leave_no_cell_of_the_grid_empty(panels: Tab) -> None:
     grid = panels.outputs(SHOWN).locator(".widget-gridbox")
     places = {}
     for name in ("Models", "Metrics", "Chat", "Rerank"):

@@ -157,14 +157,14 @@ def test_a_damaged_file_is_skipped_and_reported_once(
     stored, _ = files.best(prompt(0, 20))
     assert stored is not None
     damage(folder / files.name_of(stored))
-    # By a server that listed it before.
+    # A server that listed the file before the damage.
     with pytest.raises(DamagedFileError) as error:
         files.read(stored)
     files.reject(stored, error.value)
     write(files, prefix(1000))
     assert files.best(prompt(0, 20)) == (None, 0)
     assert len(caplog.records) == 1
-    # By a server that starts later: the data are only read when they are needed.
+    # A server that starts later: the data is read only when it is needed.
     later = opened(folder, entry)
     if (known := later.best(prompt(0, 20))[0]) is not None:
         with pytest.raises(DamagedFileError):

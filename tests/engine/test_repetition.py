@@ -1,4 +1,4 @@
-"""On both engines the real model gives the same answers alone and in company, greedily and with seeds."""
+"""On both engines the real model gives the same answers alone and in parallel with others, greedy and seeded."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ TOPICS = (
     "two brothers",
     "a lost letter",
 )
-"""Subjects of prompts of different lengths, as many as there are slots."""
+"""Topics of prompts of different lengths, one for each slot."""
 
 
 @pytest.fixture(scope="module", params=["mlx", "gguf"])
@@ -57,14 +57,14 @@ async def check_repetition(manager: ModelManager, requests: list[GenerationReque
     alone = [await answer(manager, each) for each in requests]
     for number in range(rounds):
         at = number % len(requests)
-        company = await asyncio.gather(*(answer(manager, each) for each in requests[at:] + requests[:at]))
+        parallel = await asyncio.gather(*(answer(manager, each) for each in requests[at:] + requests[:at]))
         expected = alone[at:] + alone[:at]
-        assert [text for text, _ in company] == [text for text, _ in expected]
+        assert [text for text, _ in parallel] == [text for text, _ in expected]
         if manager.fingerprint.startswith("llama.cpp"):
-            assert company == expected
+            assert parallel == expected
 
 
-async def test_greedy_and_seeded_answers_do_not_depend_on_company(manager: ModelManager) -> None:
+async def test_greedy_and_seeded_answers_do_not_depend_on_other_requests(manager: ModelManager) -> None:
     greedy = [story(topic, max_tokens=8) for topic in TOPICS[:3]]
     seeded = [story(topic, seed=seed, max_tokens=8) for seed, topic in enumerate(TOPICS[3:6])]
     await check_repetition(manager, greedy + seeded, rounds=1)

@@ -1,4 +1,4 @@
-"""An unload says what it waits for, further callers join it, and can let the answers end or stop them."""
+"""An unload says what it waits for, further callers join it, and can let the answers finish or stop them."""
 
 from __future__ import annotations
 

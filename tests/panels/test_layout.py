@@ -18,5 +18,5 @@ WIDE, NARROW = True, False
         ([NARROW, WIDE, NARROW, NARROW], [True, True, False, False]),
     ],
 )
-def test_no_place_beside_a_panel_is_empty(panels: list[bool], spans: list[bool]) -> None:
+def test_no_cell_beside_a_panel_is_empty(panels: list[bool], spans: list[bool]) -> None:
     assert full_width(panels) == spans

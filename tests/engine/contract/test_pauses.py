@@ -38,7 +38,7 @@ async def test_a_long_answer_is_paused_for_a_request_that_waits(busy: ModelManag
     streams = [await busy.submit(request(**body, client="192.0.2.1")) for body in bodies]
     answers = [asyncio.create_task(finish(stream)) for stream in streams]
     for at in range(2):
-        # Both slots belong to one client, so each of these requests of other clients gets one by a pause.
+        # One client has both slots, so each of these requests of other clients gets its slot by a pause.
         client = f"192.0.2.{2 + at}"
         _, short = await run(busy, prompt=numbers(5, start=1000 * at), max_tokens=3, ignore_eos=True, client=client)
         assert short.output_tokens == 3

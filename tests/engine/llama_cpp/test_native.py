@@ -130,7 +130,7 @@ async def test_for_a_template_without_system_messages_the_user_message_contains_
 # Exact repetition
 
 
-async def test_a_deterministic_load_gives_the_same_bits_alone_in_company_and_with_a_cached_prompt(
+async def test_a_deterministic_load_gives_the_same_bits_with_other_requests_and_cached_prompts(
     tiny_gguf: Path,
 ) -> None:
     """The weights of ``tiny`` are float32, whose products depend on the number of rows."""

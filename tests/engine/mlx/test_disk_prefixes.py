@@ -109,7 +109,7 @@ async def test_damaged_files_and_changed_weights_never_change_an_answer(
     largest.write_bytes(data)
     with caplog.at_level(logging.WARNING, "lmx_lab.engine.prefix_files"):
         async with server(cache, own) as manager:
-            # A file is listed by its header, so that the damage is found when its data are needed.
+            # A file is listed by its header, so that the damage is found when its data is needed.
             text, report = await run(manager, prompt=SECOND)
             assert (text, report.disk_cached_tokens) == (texts[1], 0)
             again, _ = await run(manager, prompt=FIRST)
@@ -132,7 +132,7 @@ def negate_weights(folder: Path) -> None:
     mx.clear_streams()
 
 
-async def test_a_folder_that_cannot_be_used_only_turns_the_cache_on_disk_off(
+async def test_a_folder_that_cannot_be_used_turns_off_only_the_cache_on_disk(
     tmp_path: Path, tiny: ModelEntry, caplog: pytest.LogCaptureFixture
 ) -> None:
     folder = tmp_path / "cache"

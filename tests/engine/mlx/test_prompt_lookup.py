@@ -44,7 +44,7 @@ def test_accepted_drafts_become_longer_and_rejected_ones_shorter() -> None:
     assert lookup.accepted < lookup.drafted == sum(lengths)
 
 
-def test_drafts_pause_while_they_do_not_pay() -> None:
+def test_drafts_pause_while_they_save_no_time() -> None:
     lookup, passes = PromptLookup(), 0
     while lookup.draft(PAST, limit=100):
         lookup.record(at=len(PAST), drafted=4, accepted=0, cost=1.8)
