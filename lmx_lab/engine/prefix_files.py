@@ -347,7 +347,7 @@ class PrefixFiles:
             self.touch(self.files_of(prefix))
             self._scan()
         except OSError as exc:
-            self._report(f"{_reason(exc)}; nothing is written to it until this changes")
+            self._report(f"{_reason(exc)}; the KV cache is in memory only. Free space, or set another folder or limit")
             return False
         self.written_bytes += size
         self._reported = ""
