@@ -377,8 +377,10 @@ class PrefixFiles:
 
     def _report(self, problem: str) -> None:
         """Log a problem of the folder, but only once until a file has been written again."""
-        if problem != self._reported:
-            self._reported = problem
+        # The same problem with files of other sizes is not logged again.
+        kind = re.sub(r"\d+", "", problem)
+        if kind != self._reported:
+            self._reported = kind
             log.warning("problem with the folder of the prefix cache, %s: %s", self._folder, problem)
 
 
