@@ -37,7 +37,7 @@ Model = Annotated[
 ]
 EngineOption = Annotated[
     EngineChoice | None,
-    typer.Option("--engine", help="Engine that must run --model. By default the one for its format."),
+    typer.Option("--engine", help="Engine that must run --model. By default the fastest one that can."),
 ]
 ApiKey = Annotated[
     str | None, typer.Option(envvar="LMX_LAB_API_KEY", show_envvar=True, help="Key that clients must send.")
@@ -226,7 +226,7 @@ async def _start(lab: lmx_lab.Lab, spec: LoadSpec | None) -> None:
     if spec is not None:
         print_line(f"loading {spec.model}")
         report = await lab.aload(spec.model, **spec.options)
-        print_line(f"{report.model} loaded in {report.load_s:.1f} s, {report.memory_bytes / 1e9:.2f} GB")
+        print_line(repr(report))
     print_line(f"LMX Lab is ready at {lab.url}  (chat format: {lab.url}/v1, docs: {lab.url}/docs)", style="bold")
     for url in lab.lan_urls:
         print_line(f"on the LAN at {url}", style="bold")

@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Coroutine, Iterator
-from dataclasses import dataclass, field
+from collections.abc import Callable, Coroutine, Iterator
+from dataclasses import dataclass, field, replace
 from typing import Any, Literal, TypeVar
 
+from lmx_lab.engine.registry import engine_for
 from lmx_lab.errors import LabError, NotLoadedError
-from lmx_lab.values.models import LoadReport, LoadSpec, ModelEntry
+from lmx_lab.values.models import LoadProgress, LoadReport, LoadSpec, ModelEntry, with_reason
 
 T = TypeVar("T")
 IfBusy = Literal["refuse", "wait", "replace"]
@@ -45,6 +46,12 @@ async def within_limit(work: Coroutine[Any, Any, T], entry: ModelEntry, load_tim
             f"{entry.size_bytes / 1e9:.2f} GB; check its disk and its files, or set load_timeout_s "
             "(LMX_LAB_LOAD_TIMEOUT_S) to more seconds"
         ) from None
+
+
+def load_progress(entry: ModelEntry) -> LoadProgress:
+    """Return the step in which an engine begins to load a model."""
+    engine = with_reason(engine_for(entry.format).name, entry.engine_reason)
+    return LoadProgress(model=entry.id, stage="load", total_bytes=entry.size_bytes, message=f"on {engine}")
 
 
 @dataclass(eq=False, kw_only=True)
@@ -117,6 +124,13 @@ class LoadOperation:
         if self._task is not None:
             self._task.cancel()
 
+    def with_engine(self, report: LoadReport) -> LoadReport:
+        """Return the report of an engine with the name of the engine, and why it was chosen."""
+        entry = self.entry
+        if entry is None:
+            return report
+        return replace(report, engine=engine_for(entry.format).name, engine_reason=entry.engine_reason)
+
     def finish(self, outcome: LoadReport | BaseException) -> None:
         """Pass the report or the error to the callers. Only the first call has an effect."""
         if self.done.done():
@@ -150,6 +164,20 @@ class ActiveLoads:
     def named(self, model: str) -> list[LoadOperation]:
         """Return the loads of the model with this id or requested name."""
         return [operation for operation in self._operations if model in operation.names]
+
+    def find_same(
+        self, operation: LoadOperation, entry: ModelEntry, options: Callable[[LoadSpec], LoadSpec]
+    ) -> LoadOperation | None:
+        """Return another load of the same files with the same options that is in progress; None if there is none.
+
+        Args:
+            options: Returns the part of a spec that changes how a model is loaded.
+        """
+        for other in self.of_main():
+            is_same = other.entry is not None and other.entry.path == entry.path
+            if other is not operation and is_same and options(other.spec) == options(operation.spec):
+                return other
+        return None
 
     def of_main(self) -> list[LoadOperation]:
         """Return the loads of main models whose files were found."""

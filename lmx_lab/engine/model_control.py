@@ -19,7 +19,7 @@ from typing import Any, Literal, TypeVar
 from lmx_lab.engine.admission import AdmissionControl
 from lmx_lab.engine.cancellation import Cancellation
 from lmx_lab.engine.interface import InferenceEngine
-from lmx_lab.engine.load_operation import ActiveLoads, IfBusy, LoadOperation, within_limit
+from lmx_lab.engine.load_operation import ActiveLoads, IfBusy, LoadOperation, load_progress, within_limit
 from lmx_lab.engine.model_finder import ModelFinder
 from lmx_lab.engine.model_lookup import Kinds, check_unload, is_idle_path, unknown_model, wrong_kind
 from lmx_lab.engine.registry import choose_engine
@@ -36,7 +36,15 @@ from lmx_lab.errors import (
 )
 from lmx_lab.settings import Settings
 from lmx_lab.values.engine import EngineSnapshot, ModelChange, UnloadCause
-from lmx_lab.values.models import KINDS_IN_WORDS, EngineName, Kind, LoadProgress, LoadReport, LoadSpec, ModelEntry
+from lmx_lab.values.models import (
+    KINDS_IN_WORDS,
+    EngineName,
+    Kind,
+    LoadProgress,
+    LoadReport,
+    LoadSpec,
+    ModelEntry,
+)
 from lmx_lab.weights.files import in_thread
 from lmx_lab.weights.fingerprint import is_loaded, with_marks
 
@@ -76,6 +84,7 @@ class ModelControl:
         """Models to keep beside the main one. They are loaded again after their engine has died."""
         self._engine: InferenceEngine | None = None
         self._unloaded: tuple[str, UnloadCause] | None = None
+        self._idle_spec: LoadSpec | None = None
         self._change: ModelChange | None = None
         self._changing = asyncio.Lock()
         # Models are read into memory one at a time, so that the memory of the others is known.
@@ -151,7 +160,7 @@ class ModelControl:
             self._fail(operation, UnusableModelError(f"{operation.spec.model} could not be loaded: {exc!r}"))
         else:
             self._report(LoadProgress(model=report.model, stage="loaded"))
-            operation.finish(report)
+            operation.finish(operation.with_engine(report))
         finally:
             self._loads.remove(operation)
 
@@ -164,7 +173,10 @@ class ModelControl:
         self, operation: LoadOperation, *, local: bool, finish_queued: bool, if_busy: IfBusy
     ) -> LoadReport:
         spec, found = operation.spec, operation.entry
-        entry = found if found is not None else await operation.run(self._finder.find(spec.model, local=local))
+        loaded = self._main.entry if self._main is not None and self._main.in_memory else None
+        entry = found
+        if entry is None:
+            entry = await operation.run(self._finder.find(spec, local=local, loaded=loaded))
         row = choose_engine(entry, spec)
         engine = await in_thread(functools.partial(self._engine_of, row.name))
         operation.check()
@@ -175,7 +187,7 @@ class ModelControl:
             return await self._pin(operation, entry, engine, spec.pin)
         if not self._changing.locked() and (report := await self._report_if_loaded(entry, spec)) is not None:
             return report
-        if (other := self._same_load(operation, entry)) is not None:
+        if (other := self._loads.find_same(operation, entry, self._options)) is not None:
             return await asyncio.shield(other.done)
         change = ModelChange(kind="load", model=entry.id, stage="checking", since=time.perf_counter())
         if if_busy == "replace":
@@ -184,7 +196,7 @@ class ModelControl:
         async with self._exclusive(change):
             if found is None:
                 await operation.run(self._finder.check(entry))
-            self._report(LoadProgress(model=entry.id, stage="load", total_bytes=entry.size_bytes))
+            self._report(load_progress(entry))
             return await self._replace_main(operation, entry, engine, finish_queued=finish_queued)
 
     async def _report_if_loaded(self, entry: ModelEntry, spec: LoadSpec) -> LoadReport | None:
@@ -200,15 +212,6 @@ class ModelControl:
     def _options(self, spec: LoadSpec) -> LoadSpec:
         """Return the spec without the parts that do not change how a model is loaded."""
         return replace(spec, model="", engine="auto", dtype=spec.dtype or self.settings.dtype)
-
-    def _same_load(self, operation: LoadOperation, entry: ModelEntry) -> LoadOperation | None:
-        """Return another load of the same files with the same options that is in progress; None if there is none."""
-        for other in self._loads:
-            if other is operation or not other.reached_engine or other.entry is None or other.spec.pin is not None:
-                continue
-            if other.entry.path == entry.path and self._options(other.spec) == self._options(operation.spec):
-                return other
-        return None
 
     def _check_busy(self, if_busy: IfBusy) -> None:
         """Check that a load or unload may start.
@@ -363,7 +366,7 @@ class ModelControl:
                 f"{name} is {KINDS_IN_WORDS[entry.kind]}; {KINDS_IN_WORDS[kind]} is needed here: load it as the main "
                 "model, or name another one"
             )
-        self._report(LoadProgress(model=entry.id, stage="load", total_bytes=entry.size_bytes))
+        self._report(load_progress(entry))
         return await operation.run(self._load_pinned(entry, operation.spec, engine, kind))
 
     async def _load_pinned(self, entry: ModelEntry, spec: LoadSpec, engine: InferenceEngine, kind: Kind) -> LoadReport:
@@ -448,7 +451,7 @@ class ModelControl:
             raise
         self._enter_stage("unloading")
         if cause is not None:
-            self._unloaded = (main.entry.id, cause)
+            self._unloaded, self._idle_spec = (main.entry.id, cause), main.spec
         if self._main is main:
             del self._slots[MAIN]
         # Published before the model disappears from the engine's snapshot, so that the cause is known by then.
@@ -562,8 +565,8 @@ class ModelControl:
         model = name or now.idle_model
         if model is None or model == now.model:
             return model
-        # Decided before the load, after which the snapshot no longer shows that the path was that of an idle model.
-        local = is_idle_path(model, now)
+        # Decided before the load, after which the snapshot no longer shows that this was the idle model.
+        local, idle_spec = is_idle_path(model, now), self._idle_spec if model == now.idle_model else None
         try:
             entry = await self._resolve(model, kinds, local=local)
         except (ModelNotFoundError, InvalidRequestError):
@@ -573,7 +576,7 @@ class ModelControl:
         while True:
             started = time.perf_counter()
             try:
-                spec = LoadSpec(model=entry.id)
+                spec = idle_spec or LoadSpec(model=model if entry.has_alias(model) else entry.id)
                 report = await self.load(spec, None, local=local, finish_queued=True, if_busy="wait")
             except ModelBusyError:
                 # This request joined a load that does not wait for others.

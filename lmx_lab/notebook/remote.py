@@ -212,7 +212,11 @@ class RemoteBackend:
             )
         answer = await self._portal.call(self._client.load(spec.model, progress=progress, **spec.options))
         return LoadReport(
-            model=answer.model, load_s=answer.load_time_ms / 1e3, memory_bytes=round(answer.vram_gb * 1e9)
+            model=answer.model,
+            load_s=answer.load_time_ms / 1e3,
+            memory_bytes=round(answer.vram_gb * 1e9),
+            engine=answer.engine,
+            engine_reason=answer.engine_reason,
         )
 
     async def cancel_load(self, model: str) -> None:

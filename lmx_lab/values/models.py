@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Container, Mapping
+from collections.abc import Container, Iterable, Mapping
 from dataclasses import dataclass, field, fields
 from pathlib import Path
 from typing import Literal, Self, TypedDict, cast
@@ -18,7 +18,7 @@ Format = Literal["mlx", "gguf", "echo"]
 EngineName = Literal["mlx", "llama.cpp", "echo"]
 
 EngineChoice = Literal["auto", "mlx", "llama.cpp"]
-"""Engines that a caller may choose; ``auto`` selects the engine by the format of the model."""
+"""Engines that a caller may choose; ``auto`` selects the fastest one that can run the model."""
 
 Source = Literal["store", "hub", "folder", "path", "built-in"]
 
@@ -38,7 +38,8 @@ class LoadSpec:
     model: str
     """Id, path or hub id. The id ``echo`` is reserved for the built-in model of the echo engine."""
     engine: EngineChoice = "auto"
-    """Engine that must run the model; ``auto`` selects it by the model's format."""
+    """Engine that must run the model; ``auto`` selects the fastest one for the formats in which the model is on the
+    disk."""
     pin: Kind | None = None
     """Keep the model in memory beside the main one as the pinned model of this kind; None loads the main model."""
     dtype: str | None = None
@@ -75,7 +76,7 @@ class LoadProgress:
     done_bytes: int | None = None
     total_bytes: int | None = None
     message: str | None = None
-    """Why a load failed, or why a model was unloaded without a request to do so."""
+    """Why a load failed, why a model was unloaded without a request to do so, or on which engine it is loaded."""
 
 
 @dataclass(frozen=True, kw_only=True, repr=False)
@@ -84,9 +85,19 @@ class LoadReport:
     load_s: float
     memory_bytes: int
     """Measured memory of the model."""
+    engine: EngineName | None = None
+    """The engine that runs the model; None if the server does not say."""
+    engine_reason: str = ""
+    """Why this engine was chosen; empty if there was no choice."""
 
     def __repr__(self) -> str:
-        return f"{self.model} loaded in {self.load_s:.1f} s, {self.memory_bytes / 1e9:.2f} GB of memory"
+        loaded = f"{self.model} loaded in {self.load_s:.1f} s, {self.memory_bytes / 1e9:.2f} GB of memory"
+        return f"{loaded}, on {with_reason(self.engine, self.engine_reason)}" if self.engine else loaded
+
+
+def with_reason(engine: str, reason: str) -> str:
+    """Return the name of an engine with the reason why it was chosen, for display."""
+    return f"{engine} ({reason})" if reason else engine
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -136,14 +147,30 @@ class ModelEntry(Facts):
 
     id: str
     """``smollm2-135m`` or ``org/name``; for a GGUF file of the hub ``org/name:Q4_K_M``; in extra folders the name of
-    the folder or file; for other models their path."""
+    the folder or file; for other models their path. The entries of a model in several formats have the same id."""
     path: Path
     """A folder with ``config.json`` and safetensors, or a ``.gguf`` file; for a split model, its first part."""
     source: Source
+    aliases: tuple[str, ...] = field(default=(), compare=False)
+    """Other names for the model in this format, which apply if no model has them as its id. Case does not matter."""
+    engine_reason: str = field(default="", compare=False)
+    """For a model to load, why the engine of this format was chosen; empty if there was no choice."""
     modified_at: int = field(default=0, compare=False)
     """Seconds since 1970."""
     marks: tuple[FileMark, ...] = field(default=(), compare=False, repr=False)
     """For a loaded model, its files as they were when it was read."""
+
+    def has_alias(self, name: str) -> bool:
+        """Whether the name is one of the aliases."""
+        return name.casefold() in (alias.casefold() for alias in self.aliases)
+
+
+def by_model(entries: Iterable[ModelEntry]) -> dict[str, list[ModelEntry]]:
+    """Return the entries of each model, by its id: one for each format."""
+    models: dict[str, list[ModelEntry]] = {}
+    for entry in entries:
+        models.setdefault(entry.id, []).append(entry)
+    return models
 
 
 ECHO = ModelEntry(

@@ -281,14 +281,14 @@ def test_a_load_shows_its_download_in_the_calling_cell_only(lab: Notebook) -> No
     assert [list(bundle) for bundle in lab.read().shown] == [["text/plain"]]  # The report, without a progress bar.
     lab.start("""
         from lmx_lab.weights import Progress
-        resolve = lab.catalog.resolve
-        def absent(name, local):
+        resolve = lab.catalog.find_formats
+        def absent(name, **options):
             raise lmx_lab.errors.ModelNotFoundError(name)
-        def fetch(name, tell):
+        def fetch(name, tell, format):
             tell(Progress(stage="download", done_bytes=1_000_000, total_bytes=2_000_000))
             tell(Progress(stage="download", done_bytes=2_000_000, total_bytes=2_000_000))
-            return resolve(name)
-        lab.catalog.resolve, lab.catalog.fetch = absent, fetch
+            return resolve(name)[0]
+        lab.catalog.find_formats, lab.catalog.fetch = absent, fetch
         report = lab.load('tiny')
     """)
     output = lab.read()
