@@ -173,9 +173,8 @@ class ModelControl:
         self, operation: LoadOperation, *, local: bool, finish_queued: bool, if_busy: IfBusy
     ) -> LoadReport:
         spec, found = operation.spec, operation.entry
-        loaded = self._main.entry if self._main is not None and self._main.in_memory else None
-        entry = found
-        if entry is None:
+        if (entry := found) is None:
+            loaded = self._main.entry if self._main is not None and self._main.in_memory else None
             entry = await operation.run(self._finder.find(spec, local=local, loaded=loaded))
         row = choose_engine(entry, spec)
         engine = await in_thread(functools.partial(self._engine_of, row.name))

@@ -21,6 +21,7 @@ from lmx_lab.notebook.lab import Lab
 from lmx_lab.notebook.loop_choice import LoopChoice, choose_loop
 from lmx_lab.sanitize import print_warnings
 from lmx_lab.settings import PREFIX, Settings
+from lmx_lab.values.models import EngineChoice
 
 LOCK_S = 10.0
 """Maximum time to wait for another ``launch()``."""
@@ -44,6 +45,7 @@ _REGISTRY: Any = _registry()
 def launch(
     model: str | os.PathLike[str] | None = None,
     *,
+    engine: EngineChoice = "auto",
     loop: LoopChoice = "auto",
     lan: bool = False,
     port: int | None = None,
@@ -58,6 +60,7 @@ def launch(
 
     Args:
         model: Id or path of a model to load before this returns. It is downloaded if necessary.
+        engine: Engine that must run ``model``. ``auto`` is the fastest one for the formats of the model.
         loop: ``kernel`` serves on the running event loop, ``thread`` in a thread with its own loop, where a busy cell
             does not delay other clients. ``auto`` is ``kernel`` in a notebook on loopback, else ``thread``.
         lan: Whether to listen on all interfaces, so that other hosts can reach the server.
@@ -93,7 +96,7 @@ def launch(
     lab.pin_encoders()
     stages.end("the embedder and the reranker")
     if name is not None:
-        lab.load(name)
+        lab.load(name, engine=engine)
         stages.end(name)
     if daemon:
         # Last, because turns that were interrupted by the daemon's last stop start at once, and need the model.
