@@ -41,8 +41,8 @@ def route_of(request: GenerationRequest, chat_format: ChatFormat) -> Route:
         return "/completion"
     if request.top_logprobs is not None and prompt.tools is not None:
         raise InvalidRequestError(
-            "llama.cpp reports no log-probabilities of answers that may call tools; leave out logprobs or tools, or load "
-            'the model with engine="mlx"',
+            "llama.cpp reports no log-probabilities of answers that may call tools; leave out logprobs or tools, or "
+            'load the model with engine="mlx"',
             param="logprobs",
         )
     return "/v1/chat/completions"
