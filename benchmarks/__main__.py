@@ -23,6 +23,7 @@ generator and clients are separate processes; the clients only record times.
 | gguf       | our server on llama.cpp against xllamacpp's own, 1 and 8 streams: decode   | smollm2       |
 |            | and overall tok/s as ratios, TTFT as a difference in ms; and decode,       |               |
 |            | prefill and memory ÷ our server on MLX                                     |               |
+| lookup     | decode tok/s with prompt lookup ÷ without, of copied and of other text     | tiny, smollm2 |
 | structured | decode tok/s with a JSON schema ÷ without, 1 and 8 streams                 | tiny, smollm2 |
 | daemon     | a turn - the same chat; fan-out to 10; delay while other subscribers do    | tiny, smollm2 |
 |            | not read; list of 2,000 sessions; memory of an idle subscriber; replay of  |               |
@@ -73,6 +74,7 @@ from benchmarks import (
     paths,
     prefill,
     product,
+    prompt_lookup,
     report,
     second_turn,
     stall,
@@ -105,6 +107,7 @@ FIGURES = {
     "prefill": Figure(title=prefill.FIGURE, measure=prefill.measure),
     "embeddings": Figure(title=embeddings.FIGURE, measure=embeddings.measure, models=("smollm2",)),
     "structured": Figure(title=structured.FIGURE, measure=structured.measure),
+    "lookup": Figure(title=prompt_lookup.FIGURE, measure=prompt_lookup.measure),
     "gguf": Figure(title=gguf.FIGURE, measure=gguf.measure, models=("smollm2",)),
     "turn": Figure(title=second_turn.FIGURE, measure=second_turn.measure),
     "stall": Figure(title=stall.FIGURE, measure=stall.measure),

@@ -14,9 +14,9 @@ from lmx_lab.settings import Settings
 def main() -> None:
     channel = take_channel()
     settings = child_settings()
-    model = Path(settings.pop("model"))
+    model, prompt_lookup = Path(settings.pop("model")), settings.pop("prompt_lookup")
     with Lab(Settings(home=BUILD / "home", port=0, **settings), loop="thread") as lab:
-        lab.load(model)
+        lab.load(model, prompt_lookup=prompt_lookup)
 
         def snapshot(_: Reply) -> Reply:
             now = lab.engine.snapshot

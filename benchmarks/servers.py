@@ -65,9 +65,11 @@ def is_idle(now: Reply) -> bool:
 
 
 @contextlib.contextmanager
-def lab_server(folder: Path, **settings: Any) -> Iterator[LabServer]:
-    """Run the lab's server, with the model loaded and warmed up."""
-    with Worker("benchmarks.lab_process", model=folder_argument(folder), **settings) as worker:
+def lab_server(folder: Path, *, prompt_lookup: bool = False, **settings: Any) -> Iterator[LabServer]:
+    """Run the lab's server, with the model loaded and warmed up. Without prompt lookup, each token takes one step."""
+    with Worker(
+        "benchmarks.lab_process", model=folder_argument(folder), prompt_lookup=prompt_lookup, **settings
+    ) as worker:
         server = LabServer(worker)
         asyncio.run(_warm(server))
         yield server

@@ -24,6 +24,8 @@ class ServerMetrics:
     decode_tok_s: float | None = None
     peak_memory_gb: float | None = None
     cached_tokens: int | None = None
+    drafted_tokens: int | None = None
+    accepted_tokens: int | None = None
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -61,6 +63,8 @@ def _server_metrics(timings: Mapping[str, Any]) -> ServerMetrics:
         decode_tok_s=number(timings.get("predicted_per_second")) or None,
         peak_memory_gb=number(timings.get("peak_memory_gb")),
         cached_tokens=count(timings.get("cache_n")),
+        drafted_tokens=count(timings.get("draft_n")),
+        accepted_tokens=count(timings.get("draft_n_accepted")),
     )
 
 
@@ -119,6 +123,8 @@ class Trace:
             "server_prefill_tok_s": server.prefill_tok_s,
             "server_decode_tok_s": server.decode_tok_s,
             "peak_memory_gb": server.peak_memory_gb,
+            "drafted_tokens": server.drafted_tokens,
+            "accepted_tokens": server.accepted_tokens,
             "finish_reason": self.finish_reason,
         }
 

@@ -63,6 +63,10 @@ class RequestSample:
     server_prefill_tok_s: float | None = None
     server_decode_tok_s: float | None = None
     peak_memory_gb: float | None = None
+    drafted_tokens: int | None = None
+    """Tokens that the server drafted and verified, as reported by the server."""
+    accepted_tokens: int | None = None
+    """Drafted tokens that became part of the answer."""
     pieces: int | None = None
     """Number of pieces of the answer: chunks with text, or steps of an engine that is measured without HTTP."""
     counted_by: CountedBy | None = None

@@ -295,6 +295,8 @@ def _report_chunk(report: GenerationReport) -> Chunk:
             prefill_tok_s=report.prompt_tokens_per_second or None,
             decode_tok_s=report.tokens_per_second or None,
             peak_memory_gb=report.peak_memory_bytes / 1e9,
+            drafted_tokens=report.drafted_tokens,
+            accepted_tokens=report.accepted_tokens,
         ),
     )
 

@@ -39,6 +39,13 @@ EngineOption = Annotated[
     EngineChoice | None,
     typer.Option("--engine", help="Engine that must run --model. By default the fastest one that can."),
 ]
+PromptLookup = Annotated[
+    bool | None,
+    typer.Option(
+        "--prompt-lookup/--no-prompt-lookup",
+        help="Decode answers that repeat earlier text several tokens at a time. By default only on MLX.",
+    ),
+]
 ApiKey = Annotated[
     str | None, typer.Option(envvar="LMX_LAB_API_KEY", show_envvar=True, help="Key that clients must send.")
 ]
@@ -98,6 +105,7 @@ def serve(
     port: Port = None,
     model: Model = None,
     engine: EngineOption = None,
+    prompt_lookup: PromptLookup = None,
     api_key: ApiKey = None,
     cors_origin: CorsOrigins = None,
     allow_host: AllowedHosts = None,
@@ -120,7 +128,7 @@ def serve(
 ) -> None:
     """Run the inference server until Ctrl-C or SIGTERM."""
     check_host(host)
-    spec = _load_spec(model, engine=engine)
+    spec = _load_spec(model, engine=engine, prompt_lookup=prompt_lookup)
     settings = settings_with_folders(
         host=host,
         port=port,

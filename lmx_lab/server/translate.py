@@ -272,6 +272,8 @@ def total_timings(prompts: Iterable[Sequence[GenerationReport]]) -> Timings:
         queue_ms=max(report.queue_s for report in reports) * 1e3,
         ttft_ms=max(report.ttft_s for report in reports) * 1e3,
         peak_memory_gb=max(report.peak_memory_bytes for report in reports) / 1e9,
+        draft_n=sum(report.drafted_tokens for report in reports),
+        draft_n_accepted=sum(report.accepted_tokens for report in reports),
     )
 
 

@@ -37,6 +37,9 @@ class TokenTotals:
     cached_tokens: int = 0
     """Prompt tokens that were taken from the prefix cache; included in ``prompt_tokens``."""
     output_tokens: int = 0
+    drafted_tokens: int = 0
+    accepted_tokens: int = 0
+    """Drafted tokens that became part of an answer."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -101,6 +104,8 @@ class EngineSnapshot:
     output_tokens: int = _counter("Tokens generated.")
     prompt_tokens: int = _counter("Tokens of prompts, cached ones included.")
     cached_tokens: int = _counter("Tokens of prompts that were taken from the prefix cache.")
+    drafted_tokens: int = _counter("Tokens drafted from earlier text of a request and verified.")
+    accepted_tokens: int = _counter("Drafted tokens that became part of an answer.")
     encoded_tokens: int = _counter("Tokens of texts that were embedded or scored.")
     prefix_cache_bytes: int = field(default=0, metadata=SUM)
     slot_free_s: float = 1.0

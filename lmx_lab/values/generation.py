@@ -138,6 +138,10 @@ class GenerationReport:
     decode_s: float
     peak_memory_bytes: int
     """Peak memory of the whole engine while the request ran."""
+    drafted_tokens: int = 0
+    """Tokens that were drafted from earlier text and verified."""
+    accepted_tokens: int = 0
+    """Drafted tokens that became part of the answer."""
 
     @property
     def total_s(self) -> float:

@@ -29,6 +29,7 @@ class LoadOptions(TypedDict, total=False):
     """The fields of ``LoadSpec`` that a caller may set, as keyword arguments of ``load`` of labs and clients."""
 
     engine: EngineChoice
+    prompt_lookup: bool | None
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -44,6 +45,9 @@ class LoadSpec:
     """Keep the model in memory beside the main one as the pinned model of this kind; None loads the main model."""
     dtype: str | None = None
     """Data type of the weights in memory, as in ``Settings.dtype``; None uses that setting."""
+    prompt_lookup: bool | None = None
+    """Whether an answer that repeats earlier text may be decoded several tokens at a time. It never changes the answer.
+    None uses it on MLX, where it is switched off by itself while it does not pay, but not on llama.cpp."""
 
     @classmethod
     def with_options(cls, model: str, options: LoadOptions) -> Self:

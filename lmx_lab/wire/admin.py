@@ -91,6 +91,9 @@ class LoadRequest(RequestModel):
     """Id, hub id, or for callers on the server's machine a path."""
     engine: EngineChoice = "auto"
     """Engine that must run the model; ``auto`` selects the fastest one for the formats in which it is on the disk."""
+    prompt_lookup: bool | None = None
+    """Whether an answer that repeats earlier text may be decoded several tokens at a time; null uses the default of the
+    engine: yes on MLX, no on llama.cpp."""
 
 
 class LoadAnswer(BaseModel):

@@ -147,7 +147,8 @@ class Usage(BaseModel):
 class Timings(BaseModel):
     """llama.cpp's ``timings``: milliseconds and tokens per second. ``prompt_n`` counts the tokens that were computed.
 
-    The last three fields are extensions; they are null if another server generated the answer.
+    ``queue_ms``, ``ttft_ms`` and ``peak_memory_gb`` are extensions, which are null if another server generated the
+    answer.
     """
 
     cache_n: int
@@ -165,3 +166,7 @@ class Timings(BaseModel):
     """Time from arrival to the first token."""
     peak_memory_gb: float | None = None
     """Largest memory use of the engine while the request ran, including models; 1 GB is 10^9 bytes."""
+    draft_n: int = 0
+    """Tokens that were drafted by prompt lookup and verified; llama.cpp sends it only if it is not zero."""
+    draft_n_accepted: int = 0
+    """Drafted tokens that became part of the answer."""

@@ -49,6 +49,8 @@ def test_the_metrics_of_ten_tokens_agree_with_a_calculation_by_hand() -> None:
         "server_prefill_tok_s": None,
         "server_decode_tok_s": None,
         "peak_memory_gb": None,
+        "drafted_tokens": None,
+        "accepted_tokens": None,
         "finish_reason": "length",
     }
 

@@ -19,6 +19,7 @@ from lmx_lab.engine.mlx.memory_plan import Footprint
 from lmx_lab.engine.mlx.model import LoadedModel
 from lmx_lab.engine.mlx.prefill import PrefillPace
 from lmx_lab.engine.mlx.prefix_cache import MIN_TOKENS, PrefixCache, common_prefix
+from lmx_lab.engine.mlx.prompt_lookup import LookupBatch, PromptLookup
 from lmx_lab.engine.mlx.request import MlxGeneration
 from lmx_lab.engine.mlx.sampling import ConstrainedSampler, Sampler, Samplers, processors
 from lmx_lab.values.generation import PromptScores, TokenLogprob
@@ -75,6 +76,7 @@ class Batch:
         prompts: int,
         prefix_bytes: int,
         wired: bool,
+        prompt_lookup: bool,
     ) -> None:
         self._model = model
         self._samplers = samplers
@@ -91,6 +93,11 @@ class Batch:
             prefill_batch_size=prompts,
             prefill_step_size=memory.MAX_CHUNK_TOKENS,
         )
+        # Caches of other models cannot be trimmed after a rejected draft.
+        self._drafts: LookupBatch | None = None
+        if prompt_lookup and model.traits.plain:
+            self._drafts = LookupBatch.empty(model.model, self._generator.sampler)
+            self._generator._generation_batch = self._drafts
         if not wired:
             # The constructor raises the limit of wired memory of macOS; closing restores it, and does nothing else.
             self._generator.close()
@@ -163,6 +170,9 @@ class Batch:
             stop_sequences=[NO_STOP] if request.ignore_eos else None,
         )
         self._generations[generation.uid] = generation
+        # A grammar's state cannot be behind the tokens of a pass, each of which may end the answer.
+        if self._drafts is not None and generation.constraint is None:
+            generation.lookup = self._drafts.lookups[generation.uid] = PromptLookup()
 
     def _sampler(self, generation: MlxGeneration) -> Sampler:
         sampling = generation.request.sampling
@@ -176,14 +186,19 @@ class Batch:
         self._scorings = [scoring for scoring in self._scorings if scoring.generation is not generation]
         if self._generations.get(generation.uid) is not generation:
             return
-        del self._generations[generation.uid]
+        self._forget(generation.uid)
         taken = self._generator.remove([generation.uid], return_prompt_caches=self.prefixes.limit_bytes > 0)
         for layers, tokens in taken.values():
             if len(tokens) > generation.cached_tokens:
                 self._store_prefix(layers, tokens)
 
+    def _forget(self, uid: int | None) -> None:
+        del self._generations[uid]
+        if self._drafts is not None and uid is not None:
+            self._drafts.lookups.pop(uid, None)
+
     def step(self) -> list[Event]:
-        """Compute one token of each answer that decodes, and one chunk of each prompt."""
+        """Compute one token of each answer that decodes, or several of a single one, and one chunk of each prompt."""
         decoding = self._decoding
         prompts = len(self._generations) - decoding + bool(self._scorings)
         chunk = self._pace.chunk(prompts=prompts, decoding=decoding)
@@ -281,7 +296,7 @@ class Batch:
     def _token_generated(self, response: GenerationBatch.Response) -> TokenGenerated:
         generation = self._generations[response.uid]
         if response.finish_reason is not None:
-            del self._generations[response.uid]
+            self._forget(response.uid)
             self._store_prefix(response.prompt_cache or (), response.all_tokens or ())
         finish = cast("Literal['stop', 'length'] | None", response.finish_reason)
         return TokenGenerated(generation, response.token, response.logprobs, finish)

@@ -46,6 +46,7 @@ class GenerationLoop:
         self._samplers = Samplers()
         self._outbox = Outbox()
         self._model: LoadedModel | None = None
+        self._prompt_lookup = False
         self.batch: Batch | None = None
         self.totals = TokenTotals()
         self.other_bytes = 0
@@ -79,9 +80,10 @@ class GenerationLoop:
             at_most_s=min(self.batch.remaining_s(generation) for generation in running),
         )
 
-    def use(self, model: LoadedModel | None) -> None:
+    def use(self, model: LoadedModel | None, *, prompt_lookup: bool = False) -> None:
         """Generate with this model from now on; the requests of the previous one must have ended."""
         self._model = self.batch = None
+        self._prompt_lookup = prompt_lookup
         if model is not None:
             self._model, self.batch = model, self._new_batch(model)
 
@@ -101,6 +103,7 @@ class GenerationLoop:
             prompts=min(lanes, settings.slots),
             prefix_bytes=prefix_cache_bytes(settings.prefix_cache_bytes, self._limit_bytes),
             wired=settings.wired_memory,
+            prompt_lookup=self._prompt_lookup,
         )
 
     def add(self, generations: Sequence[MlxGeneration]) -> None:
@@ -167,6 +170,9 @@ class GenerationLoop:
 
     def _advance(self, batch: Batch) -> None:
         for event in batch.step():
+            if event.generation not in self._scheduler.running:
+                # It ended with one of several tokens of this step.
+                continue
             try:
                 self._handle(batch, event)
             except LabError as exc:
@@ -270,6 +276,9 @@ class GenerationLoop:
 
     def _end(self, generation: MlxGeneration, item: GenerationReport | LabError) -> None:
         self._forget(generation)
+        if generation.lookup is not None:
+            self.totals.drafted_tokens += generation.lookup.drafted
+            self.totals.accepted_tokens += generation.lookup.accepted
         if isinstance(item, GenerationReport):
             self._slot_times.add(item.prefill_s + item.decode_s)
         self._outbox.post(generation.mailbox, item)

@@ -11,6 +11,7 @@ from lmx_lab.engine.admission import Permit
 from lmx_lab.engine.grammar.mask import Constraint
 from lmx_lab.engine.mlx.model import LoadedModel
 from lmx_lab.engine.mlx.prefix_cache import Tokens
+from lmx_lab.engine.mlx.prompt_lookup import PromptLookup
 from lmx_lab.engine.requests import GenerationRequest
 from lmx_lab.engine.stream import Mailbox
 from lmx_lab.engine.text.channels import ChannelFormat
@@ -45,6 +46,8 @@ class MlxGeneration:
     """Number of prompt tokens that have been computed, without cached ones."""
     output_tokens: int = 0
     peak_memory_bytes: int = 0
+    lookup: PromptLookup | None = None
+    """Drafts of this answer; None if it must not use any."""
     uid: int | None = None
     """Id of the request in mlx-lm's batch."""
     waits_for: MlxGeneration | None = None
@@ -86,4 +89,6 @@ class MlxGeneration:
             ttft_s=(self.first_token_at or now) - self.arrived_at,
             decode_s=now - decoding_at,
             peak_memory_bytes=self.peak_memory_bytes,
+            drafted_tokens=self.lookup.drafted if self.lookup is not None else 0,
+            accepted_tokens=self.lookup.accepted if self.lookup is not None else 0,
         )

@@ -144,7 +144,9 @@ class MlxCore:
             raise model
         self._main, self.failure = (entry, model), None
         self.snapshot = replace(self.snapshot, unloaded_model=None, unload_cause=None)
-        self.generating.use(model if isinstance(model, LoadedModel) else None)
+        self.generating.use(
+            model if isinstance(model, LoadedModel) else None, prompt_lookup=spec.prompt_lookup is not False
+        )
         self._update_other_bytes()
         self._publish()
         return LoadReport(model=entry.id, load_s=time.perf_counter() - started, memory_bytes=model.memory_bytes)
