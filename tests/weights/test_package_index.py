@@ -31,7 +31,7 @@ import json, sys
 from pathlib import Path
 from lmx_lab.settings import Settings
 from lmx_lab.weights import Catalog
-from lmx_lab.weights.starters import Starter
+from lmx_lab.weights.starters import STARTERS, Starter
 STARTERS["tiny"] = Starter(**json.loads(sys.argv[2]))
 seen = []
 print("ready", flush=True)
