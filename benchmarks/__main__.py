@@ -24,6 +24,9 @@ generator and clients are separate processes; the clients only record times.
 |            | and overall tok/s as ratios, TTFT as a difference in ms; and decode,       |               |
 |            | prefill and memory ÷ our server on MLX                                     |               |
 | lookup     | decode tok/s with prompt lookup ÷ without, of copied and of other text     | tiny, smollm2 |
+| repetition | share of answers that are the same alone and beside seven others: 64       | smollm2       |
+|            | greedy ones and 24 with seeds, on both engines                             |               |
+| start      | ms to import the package, to show the help, and to start a server          | smollm2       |
 | structured | decode tok/s with a JSON schema ÷ without, 1 and 8 streams                 | tiny, smollm2 |
 | daemon     | a turn - the same chat; fan-out to 10; delay while other subscribers do    | tiny, smollm2 |
 |            | not read; list of 2,000 sessions; memory of an idle subscriber; replay of  |               |
@@ -75,9 +78,12 @@ from benchmarks import (
     prefill,
     product,
     prompt_lookup,
+    repetition,
     report,
+    restart,
     second_turn,
     stall,
+    start,
     structured,
     throughput,
 )
@@ -109,7 +115,10 @@ FIGURES = {
     "structured": Figure(title=structured.FIGURE, measure=structured.measure),
     "lookup": Figure(title=prompt_lookup.FIGURE, measure=prompt_lookup.measure),
     "gguf": Figure(title=gguf.FIGURE, measure=gguf.measure, models=("smollm2",)),
+    "repetition": Figure(title=repetition.FIGURE, measure=repetition.measure, models=("smollm2",)),
+    "start": Figure(title=start.FIGURE, measure=start.measure, models=("smollm2",)),
     "turn": Figure(title=second_turn.FIGURE, measure=second_turn.measure),
+    "restart": Figure(title=restart.FIGURE, measure=restart.measure),
     "stall": Figure(title=stall.FIGURE, measure=stall.measure),
     "disconnect": Figure(title=disconnect.FIGURE, measure=disconnect.measure),
     "leak": Figure(title=leak.FIGURE, measure=leak.measure, models=("tiny",)),

@@ -269,7 +269,7 @@ async def _lists(bench: Bench, worker: Worker) -> Row:
         times_s.append(answer.ended_at - answer.sent_at)
     if len(listed := answer.json()["sessions"]) != SESSIONS:
         raise BenchError(f"{len(listed)} sessions listed, not {SESSIONS}")
-    return _latency_row("list of 2,000 sessions", times_s, q=0.95, bound_ms=100)
+    return _latency_row("list of 2,000 sessions", times_s, q=0.95, bound_ms=40)
 
 
 def _latency_row(figure: str, times_s: list[float], *, q: float, bound_ms: float) -> Row:

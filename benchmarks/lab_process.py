@@ -15,7 +15,7 @@ def main() -> None:
     channel = take_channel()
     settings = child_settings()
     model, prompt_lookup = Path(settings.pop("model")), settings.pop("prompt_lookup")
-    with Lab(Settings(home=BUILD / "home", port=0, **settings), loop="thread") as lab:
+    with Lab(Settings.read({}, home=BUILD / "home", port=0, **settings), loop="thread") as lab:
         lab.load(model, prompt_lookup=prompt_lookup)
 
         def snapshot(_: Reply) -> Reply:

@@ -15,11 +15,7 @@ def main() -> None:
     settings = child_settings()
     params = xllamacpp.CommonParams()
     params.model.path = settings["model"]
-    params.n_parallel, params.n_ctx, params.kv_unified = (
-        settings["slots"],
-        settings["total_tokens"],
-        settings["unified"],
-    )
+    params.n_parallel, params.n_ctx, params.kv_unified = settings["slots"], settings["total_tokens"], False
     params.cpuparams.n_threads = params.cpuparams_batch.n_threads = default_threads(os.environ)
     params.hostnames, params.port = ["127.0.0.1"], settings["port"]
     # fit_params would change the context size.

@@ -39,10 +39,11 @@ async def _session(bench: Bench, ours: LabServer, number: int) -> dict[str, dict
     first = await client.stream(ours.url, prompts.chat_body(messages, max_tokens=ANSWER_TOKENS))
     messages = prompts.following(messages, first.text, "Continue, please.")
     second = await client.stream(ours.url, prompts.chat_body(messages, max_tokens=ANSWER_TOKENS))
-    return {"turn_1": _facts(first), "turn_2": _facts(second)}
+    return {"turn_1": facts_of(first), "turn_2": facts_of(second)}
 
 
-def _facts(answer: client.Answer) -> dict[str, Any]:
+def facts_of(answer: client.Answer) -> dict[str, Any]:
+    """Return the time to the first token of an answer, and the tokens of its prompt."""
     return {
         "ttft_s": answer.ttft_s,
         "prompt_tokens": answer.usage["prompt_tokens"],

@@ -123,7 +123,7 @@ def llama_server(entry: ModelEntry) -> Iterator[str]:
         raise BenchError("llama.cpp is not installed: pip install 'lmx-lab[gguf]'")
     limit = limit_bytes(None)
     planned = plan_context(entry, read_gguf(entry.path), slots=Settings().slots, limit_bytes=limit)
-    size: dict[str, Any] = {"slots": planned.slots, "total_tokens": planned.total_tokens, "unified": planned.unified}
+    size: dict[str, Any] = {"slots": planned.slots, "total_tokens": planned.total_tokens}
     with Worker("benchmarks.llama_process", model=str(entry.path), port=free_port(), **size) as worker:
         url: str = worker.ready["url"]
         asyncio.run(client.stream(url, prompts.chat_body(prompts.story(0), max_tokens=4)))

@@ -8,22 +8,23 @@ from __future__ import annotations
 
 import asyncio
 import functools
-from collections.abc import AsyncGenerator, Callable, Sequence
-from dataclasses import dataclass
-from typing import Literal, Protocol, Self
+from collections.abc import AsyncGenerator, Callable, Coroutine, Sequence
+from dataclasses import dataclass, replace
+from typing import Any, Generic, Literal, Protocol, Self, TypeVar
 
 from lmx_lab.broadcast import Feed
 from lmx_lab.values.encoding import EncodeReport, RerankMethod, Vectors
 from lmx_lab.values.generation import Delta, GenerationReport
-from lmx_lab.values.models import LoadReport, LoadSpec
+from lmx_lab.values.models import LoadReport, LoadSpec, Unloading
 from lmx_lab.wire.admin import ModelEvent, ModelRecords, RequestEvent, Sample
 from lmx_lab.wire.chat import ChatRequest
 from lmx_lab.wire.embeddings import EmbeddingsBody
 from lmx_lab.wire.generation import Timings, Usage
 from lmx_lab.wire.rerank import RerankBody
 
+T = TypeVar("T")
 Progress = Callable[[ModelEvent], None]
-"""Called with each step of a load, on the event loop that awaits the load."""
+"""Called with each step of a load or unload, on the event loop that awaits it."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -43,6 +44,8 @@ class ServerState:
     """Id of the loaded model."""
     pinned: tuple[str, ...] = ()
     """Ids of the models that are kept in memory beside it."""
+    unloading: Unloading | None = None
+    """Set while ``model`` is unloaded as soon as its running answers have ended."""
     note: str = ""
     """A problem and what the user can do about it, such as how to avoid a blocked loop, or how to restart a server."""
 
@@ -128,8 +131,18 @@ class Backend(Protocol):
     async def cancel_load(self, model: str) -> None:
         """Cancel the load of a model, by its id or the name that a caller used. The previous model is loaded again."""
 
-    async def unload(self) -> float:
-        """Unload the model, or cancel a load in progress; returns the freed memory in GB (10^9 bytes)."""
+    async def unload(
+        self, model: str | None = None, *, wait: bool | None = None, progress: Progress | None = None
+    ) -> float:
+        """Unload the model, or cancel a load in progress; returns the freed memory in GB (10^9 bytes).
+
+        Cancelling this stops waiting, not the unload. Another call joins an unload that is in progress.
+
+        Args:
+            model: The model to unload, or whose load is cancelled; None for any.
+            wait: Whether running answers may end: True without a time limit, False not at all, None within
+                ``drain_s``.
+        """
 
     # Requests
 
@@ -142,31 +155,60 @@ class Backend(Protocol):
     async def rerank(self, body: RerankBody) -> DocumentRanking: ...
 
 
-class RunningLoad:
-    """A load and its steps, for a caller who shows the progress. Deleting it does not end the load."""
+class RunningChange(Generic[T]):
+    """A load or unload and its steps, for a caller who shows the progress. Deleting it does not end the work.
+
+    Args:
+        start: Starts the work, which reports its steps to the given function.
+    """
+
+    def __init__(self, start: Callable[[Progress], Coroutine[Any, Any, T]], name: str) -> None:
+        steps: Feed[ModelEvent] = Feed()
+        self._steps = steps.subscribe()
+        self._unloading: ModelEvent | None = None
+        """The last event of the stage ``unloading``, until the model is unloaded."""
+        self._task = asyncio.create_task(start(steps.publish), name=name)
+        self._task.add_done_callback(functools.partial(_end_steps, steps))
+
+    async def step(self) -> ModelEvent | None:
+        """Return the next step of a download or of an unload; None at the end. While the model in memory is being
+        unloaded, the remaining time is a step each second.
+        """
+        while True:
+            try:
+                step = await asyncio.wait_for(anext(self._steps), None if self._unloading is None else 1.0)
+            except StopAsyncIteration:
+                return None
+            except TimeoutError:
+                assert self._unloading is not None
+                step = _one_second_later(self._unloading)
+            if step.unloading is not None or self._unloading is not None:
+                self._unloading = step if step.unloading is not None else None
+                return step
+            if step.done_bytes is not None:
+                return step
+
+    @property
+    def unloading(self) -> ModelEvent | None:
+        """The last step if a model is being unloaded; None otherwise."""
+        return self._unloading
+
+    async def result(self) -> T:
+        """Wait for the end.
+
+        Raises:
+            LabError: the load or unload has failed.
+        """
+        return await asyncio.shield(self._task)
+
+
+class RunningLoad(RunningChange[LoadReport]):
+    """A load and its steps."""
 
     def __init__(self, backend: Backend, spec: LoadSpec) -> None:
         self._backend, self._model = backend, spec.model
         self._loop = asyncio.get_running_loop()
-        steps: Feed[ModelEvent] = Feed()
-        self._steps = steps.subscribe()
-        self._task = asyncio.create_task(backend.load(spec, progress=steps.publish), name=f"load {spec.model:.80}")
-        self._task.add_done_callback(functools.partial(_end_steps, steps))
-
-    async def step(self) -> ModelEvent | None:
-        """Return the next step with a number of bytes; None at the end of the load."""
-        async for step in self._steps:
-            if step.done_bytes is not None:
-                return step
-        return None
-
-    async def result(self) -> LoadReport:
-        """Wait for the end of the load.
-
-        Raises:
-            LabError: the load has failed.
-        """
-        return await asyncio.shield(self._task)
+        super().__init__(lambda report: backend.load(spec, progress=report), f"load {spec.model:.80}")
 
     async def cancel(self) -> None:
         """Cancel the load, and wait until it has ended."""
@@ -184,7 +226,19 @@ async def start_load(backend: Backend, spec: LoadSpec) -> RunningLoad:
     return RunningLoad(backend, spec)
 
 
-def _end_steps(steps: Feed[ModelEvent], load: asyncio.Task[LoadReport]) -> None:
+async def start_unload(backend: Backend, model: str | None, *, wait: bool | None) -> RunningChange[float]:
+    """Start an unload on the running event loop."""
+    return RunningChange(lambda report: backend.unload(model, wait=wait, progress=report), "unload")
+
+
+def _one_second_later(step: ModelEvent) -> ModelEvent:
+    state = step.unloading
+    if state is None or state.seconds_left is None:
+        return step
+    return step.model_copy(update={"unloading": replace(state, seconds_left=max(0, state.seconds_left - 1))})
+
+
+def _end_steps(steps: Feed[ModelEvent], work: asyncio.Task[Any]) -> None:
     steps.close()
-    if not load.cancelled():
-        load.exception()  # Retrieved, because the caller may have stopped waiting.
+    if not work.cancelled():
+        work.exception()  # Retrieved, because the caller may have stopped waiting.

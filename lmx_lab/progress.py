@@ -49,12 +49,20 @@ class ProgressBar:
 
     def show(self, text: str, done: int, total: int | None) -> None:
         """Show a text and the progress; None is an unknown total."""
-        self._progress.update(self._task, description=f"{self._title}: {text}", completed=done, total=total)
+        self._progress.update(self._task, description=self._titled(text), completed=done, total=total)
         if self._console.is_jupyter:
             self._show_in_notebook()
         elif self._console.is_terminal:
             self._progress.start()
             self._progress.refresh()
+
+    def print_line(self, text: str) -> None:
+        """Print a text as a line where no bar is shown, such as in logs."""
+        if not self._console.is_jupyter and not self._console.is_terminal:
+            self._console.print(self._titled(text), markup=False, highlight=False, soft_wrap=True)
+
+    def _titled(self, text: str) -> str:
+        return f"{self._title}: {text}" if self._title else text
 
     def stop(self) -> None:
         if self._progress.live.is_started:
@@ -76,6 +84,14 @@ def bar(title: str, console: Console | None = None) -> Iterator[ProgressBar]:
     """Show the progress of a number of bytes."""
     columns = (TextColumn(TEXT, markup=False), BarColumn(), DownloadColumn(), TimeRemainingColumn())
     with _stopped_at_end(ProgressBar(title, console or Console(stderr=True), columns, wide=False)) as shown:
+        yield shown
+
+
+@contextmanager
+def status(console: Console | None = None) -> Iterator[ProgressBar]:
+    """Show a text that changes."""
+    columns = (TextColumn(TEXT, markup=False),)
+    with _stopped_at_end(ProgressBar("", console or Console(stderr=True), columns, wide=False)) as shown:
         yield shown
 
 

@@ -41,6 +41,7 @@ RANGES: dict[str, tuple[float, float]] = {
     "load_timeout_s": (0.001, DAY_S),
     "memory_limit_bytes": (0, 2**50),
     "prefix_cache_bytes": (0, 2**50),
+    "prefix_cache_disk_bytes": (0, 2**60),
     "threads": (1, 1024),
     "disk_reserve_bytes": (0, 2**60),
     "echo_tokens_per_s": (0.001, 1e6),
@@ -123,6 +124,11 @@ class Settings:
     prefix_cache_bytes: int | None = None
     """Memory for the KV caches of finished requests, which later requests with the same beginning reuse. By default
     10 % of the memory limit. 0 turns this cache off."""
+    prefix_cache_dir: Path | None = None
+    """Folder in which the KV caches of finished requests are kept as files, so that they are reused after a restart.
+    Several servers may use the same folder. By default they are kept in memory only."""
+    prefix_cache_disk_bytes: int = 10 * GIB
+    """Size of all files in that folder. The least recently used ones are deleted first."""
     embedder: str | None = None
     """Embedding model that stays in memory, in addition to the loaded model."""
     reranker: str | None = None
@@ -141,7 +147,7 @@ class Settings:
     echo_tokens_per_s: float | None = None
     """Speed of each answer of the model ``echo``. By default as fast as possible."""
     disk_reserve_bytes: int = 1 * GIB // 4
-    """Disk space that must remain free after a download."""
+    """Disk space that must remain free after a download, and after a file of the prefix cache."""
     wired_memory: bool = False
     """Whether mlx-lm may raise the wired-memory limit of macOS. Off by default: mlx issue 3186 links it to kernel
     panics."""

@@ -25,7 +25,7 @@ from websockets.sync.client import connect
 
 from soak.hostile_bodies import CHATS, DAEMON, OTHERS, REPORTED, TOO_LONG, HostileBody, selection
 from soak.models import write_models
-from soak.probe import GIVE_UP_S, PROBE_S
+from soak.probe import PROBE_S, TIMEOUT_S
 from soak.programs import SMALL_CACHE, Command, Daemon, Home, Server, end_and_check, wait_until
 from soak.resources import ResourceMonitor
 from soak.row import Row
@@ -126,7 +126,7 @@ class Probe:
         Raises:
             SoakError: health requests are no longer answered.
         """
-        if not wait_until(lambda: self._read()[-1:] > [(since + 10 * PROBE_S, 0.0)], GIVE_UP_S):
+        if not wait_until(lambda: self._read()[-1:] > [(since + 10 * PROBE_S, 0.0)], TIMEOUT_S):
             raise SoakError(f"health is not answered: {self._text()[-500:]}")
         return sorted(took_s for began, took_s in self._read() if began >= since)
 
@@ -168,7 +168,7 @@ class Target:
         headers = {"content-type": "application/json"} | (
             {"authorization": f"Bearer {self.token}"} if self.token else {}
         )
-        connection = http.client.HTTPConnection(url.hostname or "", url.port, timeout=GIVE_UP_S)
+        connection = http.client.HTTPConnection(url.hostname or "", url.port, timeout=TIMEOUT_S)
         with contextlib.closing(connection):
             connection.request(body.method, body.path, body.content, headers)
             answer = connection.getresponse()
@@ -177,11 +177,11 @@ class Target:
     def over_websocket(self, body: HostileBody) -> tuple[int, str]:
         text = ""
         address = f"{self.url.replace('http', 'ws', 1)}/v1/chat/stream"
-        with connect(address, proxy=None, max_size=None, open_timeout=GIVE_UP_S) as socket:
+        with connect(address, proxy=None, max_size=None, open_timeout=TIMEOUT_S) as socket:
             try:
                 socket.send(body.content.decode())
-                text = str(socket.recv(timeout=GIVE_UP_S))
-                socket.recv(timeout=GIVE_UP_S)
+                text = str(socket.recv(timeout=TIMEOUT_S))
+                socket.recv(timeout=TIMEOUT_S)
             except ConnectionClosed as exc:
                 return exc.rcvd.code if exc.rcvd else 0, text
         return 1000, text

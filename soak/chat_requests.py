@@ -27,7 +27,7 @@ HUNG = "hung"
 REFERENCE_TOKENS = 12
 REFERENCE_S = 2.0
 """Limit for a short answer of an idle server."""
-GIVE_UP_S = 30.0
+TIMEOUT_S = 30.0
 """Time after which a request counts as hung."""
 
 

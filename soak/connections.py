@@ -14,7 +14,7 @@ from urllib.parse import urlsplit
 from websockets.asyncio.client import ClientConnection, connect
 from websockets.exceptions import ConnectionClosed
 
-from soak.chat_requests import GIVE_UP_S, ChatResult, ReferenceChat, record_reference
+from soak.chat_requests import TIMEOUT_S, ChatResult, ReferenceChat, record_reference
 from soak.programs import SMALL_CACHE, Daemon, Home, Server, end_and_check, wait_until
 from soak.resources import Allowance, ResourceMonitor
 from soak.row import Row
@@ -89,7 +89,7 @@ async def _chat_beside_idle(url: str, idle: int, count: int, reference: Referenc
         opened = await _open_all(stack, [*streams, *sockets])
         row.requests += len(opened) + count
         for _ in range(count):
-            record_reference(row, await reference.repeat(url, limit_s=GIVE_UP_S))
+            record_reference(row, await reference.repeat(url, limit_s=TIMEOUT_S))
         for receives_more in await asyncio.gather(*(stream.receives_more() for stream in streams)):
             if not receives_more:
                 row.hung += 1
@@ -157,7 +157,7 @@ class _EventStream:
         """Return whether anything is received from now on; the server sends an event every second."""
         self._received.clear()
         with contextlib.suppress(TimeoutError):
-            await asyncio.wait_for(self._received.wait(), GIVE_UP_S)
+            await asyncio.wait_for(self._received.wait(), TIMEOUT_S)
         return self._received.is_set()
 
 
@@ -218,7 +218,7 @@ async def _run_turns(daemon: Daemon, name: str, idle: int, count: int, row: Row)
 async def _run_turn(http: Any, turn_id: str) -> ChatResult:
     began, turns = time.perf_counter(), f"/sessions/{SESSION}/turns"
     (await http.post(turns, json={"turn_id": turn_id, "content": "how is it?"})).raise_for_status()
-    record = (await http.get(f"{turns}/{turn_id}", params={"wait": GIVE_UP_S})).json()
+    record = (await http.get(f"{turns}/{turn_id}", params={"wait": TIMEOUT_S})).json()
     outcome = "stop" if record["text"] == "".join(WORDS) else "wrong"
     return ChatResult(outcome=outcome, text=json.dumps(record), seconds=time.perf_counter() - began)
 

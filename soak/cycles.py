@@ -10,7 +10,7 @@ from pathlib import Path
 
 import httpx2
 
-from soak.chat_requests import GIVE_UP_S, ReferenceChat, record_reference
+from soak.chat_requests import TIMEOUT_S, ReferenceChat, record_reference
 from soak.models import Engine, on_each_engine
 from soak.programs import SMALL_CACHE, Home, Server, end_and_check, wait_until
 from soak.resources import POOL, Allowance, ResourceMonitor
@@ -62,7 +62,7 @@ def load_and_unload(model: Path, count: int, row: Row) -> Row:
 def _load_chat_unload(server: Server, http: httpx2.Client, model: Path, reference: ReferenceChat, row: Row) -> None:
     _load_or_unload(http, "load", row, model=str(model))
     row.requests += 1
-    record_reference(row, asyncio.run(reference.repeat(server.url, limit_s=GIVE_UP_S)), bound_s=BOUND_S)
+    record_reference(row, asyncio.run(reference.repeat(server.url, limit_s=TIMEOUT_S)), bound_s=BOUND_S)
     _load_or_unload(http, "unload", row)
 
 

@@ -29,7 +29,7 @@ HUNG_LIST_S = 6.0
 LOAD_S = 2.0
 """Limit for refusing a load."""
 STOP_S = 5.0
-GIVE_UP_S = 30.0
+TIMEOUT_S = 30.0
 SPECIAL: Mapping[str, Callable[[Path], None]] = {
     "FIFO": os.mkfifo,
     "zero": lambda path: path.symlink_to("/dev/zero"),
@@ -107,7 +107,7 @@ def _write_models(models: Path, reference: Path) -> list[str]:
 async def _ask(url: str, row: Row, bad: list[str], *, limit_s: float) -> list[str]:
     """Request many lists at once, then a load of each bad model; return the bodies of the lists."""
     limits = httpx2.Limits(max_connections=AT_ONCE)
-    async with httpx2.AsyncClient(base_url=url, timeout=GIVE_UP_S, trust_env=False, limits=limits) as http:
+    async with httpx2.AsyncClient(base_url=url, timeout=TIMEOUT_S, trust_env=False, limits=limits) as http:
 
         async def timed(what: str, limit: float, request: httpx2.Request, status: int) -> str:
             began = time.perf_counter()
@@ -116,7 +116,7 @@ async def _ask(url: str, row: Row, bad: list[str], *, limit_s: float) -> list[st
                 response = await http.send(request)
             except httpx2.TimeoutException:
                 row.hung += 1
-                row.wrong.append(f"{what} was not answered within {GIVE_UP_S:g} s")
+                row.wrong.append(f"{what} was not answered within {TIMEOUT_S:g} s")
                 return ""
             if (took_s := time.perf_counter() - began) > limit:
                 row.hung += 1

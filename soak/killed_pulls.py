@@ -16,7 +16,7 @@ from dataclasses import asdict, dataclass, field
 from pathlib import Path
 
 from lmx_lab.weights.starters import Starter
-from soak.chat_requests import GIVE_UP_S, ReferenceChat, record_reference
+from soak.chat_requests import TIMEOUT_S, ReferenceChat, record_reference
 from soak.models import is_installed, tiny
 from soak.programs import Command, Home, Server, end_and_check, end_program, record_leftovers, wait_until
 from soak.row import Row
@@ -191,7 +191,7 @@ def two_servers_one_model(soak: Soak, hub: SlowHub) -> Row:
                     row.faults += 1
                 for server in [second] if killed else [first, second]:
                     row.requests += 1
-                    record_reference(row, asyncio.run(reference.repeat(server.url, limit_s=GIVE_UP_S)), bound_s=FIRST_S)
+                    record_reference(row, asyncio.run(reference.repeat(server.url, limit_s=TIMEOUT_S)), bound_s=FIRST_S)
                     end_program(server, row)
             fetched = hub.began.count("model.safetensors")
             row.doubled += max(0, fetched - (2 if killed else 1))

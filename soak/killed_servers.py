@@ -19,9 +19,9 @@ from benchmarks.processes import free_port
 from lmx_lab.errors import EngineDeadError, NotLoadedError, QueueFullError
 from soak.chat_requests import (
     CUT,
-    GIVE_UP_S,
     HUNG,
     MODES,
+    TIMEOUT_S,
     ChatResult,
     ReferenceChat,
     long_body,
@@ -88,11 +88,11 @@ async def _disturb_requests(
     url = server.url
     bodies = [long_body(number, LONG_TOKENS) for number in range(AT_ONCE)]
     requests = [
-        asyncio.create_task(send_chat(url, body, mode=MODES[number % len(MODES)], limit_s=GIVE_UP_S))
+        asyncio.create_task(send_chat(url, body, mode=MODES[number % len(MODES)], limit_s=TIMEOUT_S))
         for number, body in enumerate(bodies)
     ]
     row.requests += AT_ONCE
-    await asyncio.to_thread(wait_until, lambda: server.unfinished_requests() >= AT_ONCE, GIVE_UP_S, every_s=0.1)
+    await asyncio.to_thread(wait_until, lambda: server.unfinished_requests() >= AT_ONCE, TIMEOUT_S, every_s=0.1)
     await asyncio.sleep(chance.uniform(0.0, 1.0))
     await asyncio.to_thread(disturb)
     row.faults += 1
@@ -127,7 +127,7 @@ def killed_with_streams(soak: Soak, engine: Engine = "MLX") -> Row:
 
 def _check_first_request(server: Server, reference: ReferenceChat, row: Row) -> None:
     row.requests += 1
-    record_reference(row, asyncio.run(reference.repeat(server.url, limit_s=GIVE_UP_S)), bound_s=FIRST_S)
+    record_reference(row, asyncio.run(reference.repeat(server.url, limit_s=TIMEOUT_S)), bound_s=FIRST_S)
 
 
 def killed_in_loads(soak: Soak) -> Row:

@@ -16,8 +16,8 @@ from urllib.parse import urlsplit
 from soak import unreachable_clients
 from soak.chat_requests import (
     CUT,
-    GIVE_UP_S,
     HUNG,
+    TIMEOUT_S,
     Body,
     ChatResult,
     ReferenceChat,
@@ -107,8 +107,8 @@ async def _reference_once_accepted(url: str, reference: ReferenceChat) -> tuple[
     """Repeat the reference request while the queue is full; return its result, and the seconds since the first try."""
     began = time.perf_counter()
     while True:
-        result = await reference.repeat(url, limit_s=GIVE_UP_S)
-        if result.outcome != "queue-full" or time.perf_counter() - began > GIVE_UP_S:
+        result = await reference.repeat(url, limit_s=TIMEOUT_S)
+        if result.outcome != "queue-full" or time.perf_counter() - began > TIMEOUT_S:
             return result, time.perf_counter() - began
         await asyncio.sleep(AGAIN_S)
 
@@ -166,7 +166,7 @@ async def _read_slowly_beside_reference(
         until = time.monotonic() + slow_s
         while time.monotonic() < until:
             row.requests += 1
-            record_reference(row, await reference.repeat(server.url, limit_s=GIVE_UP_S))
+            record_reference(row, await reference.repeat(server.url, limit_s=TIMEOUT_S))
         # The engine does not wait for readers: everything has been computed, and unread text is in memory.
         if not await asyncio.to_thread(server.wait_until_idle):
             row.hung += 1
@@ -211,7 +211,7 @@ async def _read_rest(sock: socket.socket, reading: asyncio.Task[None], row: Row)
     loop, last = asyncio.get_running_loop(), b""
     outcome = "" if reading.cancelled() else "ended before it was read"
     try:
-        async with asyncio.timeout(GIVE_UP_S):
+        async with asyncio.timeout(TIMEOUT_S):
             while data := await loop.sock_recv(sock, 65536):
                 last = (last + data)[-200:]
     except TimeoutError:

@@ -158,7 +158,7 @@ class _CheckedServer(Server):
         if not reference.finished:
             self.problems.append(f"afterwards the valid model answers with {reference.outcome}")
             self.usable = False
-        self.problems += self._complaints()
+        self.problems += self._find_problems()
         return "loaded" if loaded else "refused"
 
     def _post(self, route: str, body: dict[str, Any]) -> httpx2.Response:
@@ -197,7 +197,7 @@ class _CheckedServer(Server):
         if answer.status_code != 200:
             self.problems.append(f"the valid model cannot be loaded: {answer.text[:300]}")
 
-    def _complaints(self) -> Iterator[str]:
+    def _find_problems(self) -> Iterator[str]:
         """Yield the new output of the server that must not occur for any model, such as a traceback."""
         output = self.output
         new, self._searched = output[self._searched :], len(output)

@@ -14,12 +14,12 @@ from urllib.parse import urlsplit
 
 PROBE_S = 0.005
 """Pause between an answer and the next request."""
-GIVE_UP_S = 120.0
+TIMEOUT_S = 120.0
 
 
 def main() -> None:
     url = urlsplit(sys.argv[1])
-    connection = http.client.HTTPConnection(url.hostname or "", url.port, timeout=GIVE_UP_S)
+    connection = http.client.HTTPConnection(url.hostname or "", url.port, timeout=TIMEOUT_S)
     while not select.select([sys.stdin], [], [], PROBE_S)[0]:
         began = time.monotonic()
         connection.request("GET", sys.argv[2])

@@ -23,6 +23,7 @@ from hypothesis import HealthCheck, settings
 from mlx_lm.tokenizer_utils import BPEStreamingDetokenizer
 from tokenizers import Tokenizer
 
+from lmx_lab.engine import scheduler
 from lmx_lab.engine.mlx import model
 from lmx_lab.settings import Settings
 from lmx_lab.values.models import ModelEntry
@@ -182,6 +183,14 @@ def _cache_tokenizers() -> Iterator[None]:
         patched.setitem(copyreg.dispatch_table, Tokenizer, lambda tokenizer: "shared")
         patched.setattr(BPEStreamingDetokenizer, "__deepcopy__", lambda self, memo: copy.copy(self), raising=False)
         patched.setattr(model, "load_tokenizer", load_copy)
+        yield
+
+
+@pytest.fixture(autouse=True, scope="session")
+def _no_pauses() -> Iterator[None]:
+    """Do not pause answers for waiting requests, because many tests occupy all slots and need the others to wait."""
+    with pytest.MonkeyPatch.context() as patched:
+        patched.setattr(scheduler, "WAIT_S", 3600.0)
         yield
 
 

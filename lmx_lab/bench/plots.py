@@ -26,18 +26,18 @@ if TYPE_CHECKING:
     from matplotlib.axes import Axes
 
 LABELS = {
-    TOTAL: "all requests together, tokens/s",
+    TOTAL: "all requests together, tok/s",
     "ttft_ms": "time to first token, ms",
     "itl_ms_p50": "time between pieces, ms (median of each answer)",
     "itl_ms_p95": "time between pieces, ms (95th percentile of each answer)",
     "itl_ms_p99": "time between pieces, ms (99th percentile of each answer)",
-    "prefill_tok_s": "prefill, tokens/s",
-    "decode_tok_s": "decode per request, tokens/s",
+    "prefill_tok_s": "prefill, tok/s",
+    "decode_tok_s": "decode per request, tok/s",
     "e2e_ms": "whole answer, ms",
     "queue_ms": "time in queue, ms",
     "server_ttft_ms": "time to first token (server), ms",
-    "server_prefill_tok_s": "prefill (server), tokens/s",
-    "server_decode_tok_s": "decode (server), tokens/s",
+    "server_prefill_tok_s": "prefill (server), tok/s",
+    "server_decode_tok_s": "decode (server), tok/s",
     "late_ms": "delay of sending, ms",
     "concurrency": "concurrent requests",
     "prompt_tokens_wanted": "prompt tokens",

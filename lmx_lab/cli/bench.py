@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 import sys
 from collections.abc import Iterable, Iterator
 from contextlib import aclosing, contextmanager
@@ -167,15 +166,15 @@ def _check_reachable(targets: Iterable[ChatTarget]) -> None:
     Raises:
         LabError: a server does not answer, refuses the key, or does not have the model.
     """
-    was_sent = load("lmx_lab.client.errors:was_sent")
+    was_sent, run = load("lmx_lab.client.errors:was_sent"), load("asyncio:run")
     for target in targets:
         try:
-            asyncio.run(target.describe())
+            run(target.describe())
         except UnauthorizedError:
             raise
         except NotLoadedError:
             # The lab may load the model when a request names it, or have it under another name.
-            asyncio.run(_send_request(target))
+            run(_send_request(target))
         except LabError as exc:
             if not was_sent(exc):
                 raise

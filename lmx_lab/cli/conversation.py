@@ -126,7 +126,7 @@ class AnswerPrinter:
             case TurnDoneEvent():
                 stats, reason = event.data.stats, event.data.stop_reason
                 end = "" if reason == "end" else f", ended by {reason}"
-                self._print_note(f"{stats.completion_tokens} tokens, {stats.tokens_per_second:.1f} tokens/s{end}")
+                self._print_note(f"{stats.completion_tokens} tokens, {stats.tokens_per_second:.1f} tok/s{end}")
             case _:
                 pass
 

@@ -1,8 +1,7 @@
-"""Provide ``lmx-lab serve``: run the inference server until a signal."""
+"""Provide ``lmx-lab serve``: its options. ``cli.server`` runs the server."""
 
 from __future__ import annotations
 
-import asyncio
 import contextlib
 import os
 from pathlib import Path
@@ -10,11 +9,10 @@ from typing import Annotated, Any, cast
 
 import typer
 
-import lmx_lab
 from lmx_lab.cli.completion import complete_model
+from lmx_lab.cli.lazy import load
 from lmx_lab.cli.options import Command, check_host, epilog, settings_with_folders
-from lmx_lab.cli.process import freeze_objects, print_requests, return_freed_memory, start_logging, stop_on_signals
-from lmx_lab.cli.terminal import print_line
+from lmx_lab.cli.process import print_requests, return_freed_memory, start_logging
 from lmx_lab.errors import InvalidRequestError
 from lmx_lab.settings import Settings
 from lmx_lab.values.models import EngineChoice, LoadOptions, LoadSpec
@@ -38,6 +36,16 @@ Model = Annotated[
 EngineOption = Annotated[
     EngineChoice | None,
     typer.Option("--engine", help="Engine that must run --model. By default the fastest one that can."),
+]
+ContextLength = Annotated[
+    int | None,
+    typer.Option(min=1, help="Tokens of a request to --model, prompt and answer. By default as memory allows."),
+]
+Deterministic = Annotated[
+    bool | None,
+    typer.Option(
+        "--deterministic", help="Compute answers of --model that do not depend on other requests; llama.cpp only."
+    ),
 ]
 PromptLookup = Annotated[
     bool | None,
@@ -79,6 +87,15 @@ PrefixCache = Annotated[
         help="Part of the memory limit for the prefix cache, in GB; 0 for no cache. By default 10 % of the limit."
     ),
 ]
+PrefixCacheDir = Annotated[
+    Path | None,
+    typer.Option(
+        help="Folder that keeps the prefix cache on disk too, so that it survives a restart. By default none."
+    ),
+]
+PrefixCacheDisk = Annotated[
+    float | None, typer.Option(help="Limit of the files in --prefix-cache-dir, in GB. By default 10.7.")
+]
 Dtype = Annotated[
     str | None, typer.Option(help="Type of the weights in memory: auto, keep, float32, float16 or bfloat16.")
 ]
@@ -105,6 +122,8 @@ def serve(
     port: Port = None,
     model: Model = None,
     engine: EngineOption = None,
+    context_length: ContextLength = None,
+    deterministic: Deterministic = None,
     prompt_lookup: PromptLookup = None,
     api_key: ApiKey = None,
     cors_origin: CorsOrigins = None,
@@ -121,6 +140,8 @@ def serve(
     request_timeout: RequestTimeout = None,
     memory_limit: MemoryLimit = None,
     prefix_cache: PrefixCache = None,
+    prefix_cache_dir: PrefixCacheDir = None,
+    prefix_cache_disk: PrefixCacheDisk = None,
     dtype: Dtype = None,
     threads: Threads = None,
     log_level: LogLevel = None,
@@ -128,7 +149,8 @@ def serve(
 ) -> None:
     """Run the inference server until Ctrl-C or SIGTERM."""
     check_host(host)
-    spec = _load_spec(model, engine=engine, prompt_lookup=prompt_lookup)
+    options = {"engine": engine, "context_length": context_length, "deterministic": deterministic}
+    spec = _load_spec(model, **options, prompt_lookup=prompt_lookup)
     settings = settings_with_folders(
         host=host,
         port=port,
@@ -145,16 +167,22 @@ def serve(
         request_timeout_s=request_timeout,
         memory_limit_bytes=_bytes("--memory-limit", memory_limit),
         prefix_cache_bytes=_bytes("--prefix-cache", prefix_cache),
+        prefix_cache_dir=prefix_cache_dir,
+        prefix_cache_disk_bytes=_bytes("--prefix-cache-disk", prefix_cache_disk),
         embedder=embedder,
         reranker=reranker,
         dtype=dtype,
         threads=threads,
         log_level=log_level,
     )
+    _run(settings, spec, explicit_port=port is not None or "LMX_LAB_PORT" in os.environ, quiet=quiet)
+
+
+def _run(settings: Settings, spec: LoadSpec | None, *, explicit_port: bool, quiet: bool) -> None:
     start_logging(settings.log_level)
     return_freed_memory()
     with contextlib.nullcontext() if quiet else print_requests():
-        asyncio.run(_serve(settings, spec, explicit_port=port is not None or "LMX_LAB_PORT" in os.environ))
+        load("lmx_lab.cli.server:run_server")(settings, spec, explicit_port=explicit_port)
 
 
 def _load_spec(model: str | None, **options: Any) -> LoadSpec | None:
@@ -184,59 +212,3 @@ def _bytes(option: str, size_gb: float | None) -> int | None:
     if size_gb is not None and not 0 <= size_gb <= MAX_GB:
         raise InvalidRequestError(f"{option} is {size_gb:g}; give GB, from 0 to {MAX_GB:,}", param=option)
     return None if size_gb is None else round(size_gb * 1e9)
-
-
-async def _serve(settings: Settings, spec: LoadSpec | None, *, explicit_port: bool) -> None:
-    stop = _stop_event()
-    lab = lmx_lab.Lab(settings, loop="kernel", explicit_port=explicit_port)
-    await lab.astart()
-    freeze_objects()
-    async with contextlib.AsyncExitStack() as stack:
-        stack.push_async_callback(lab.astop)
-        tasks = [
-            asyncio.create_task(coro, name=f"lmx-lab {name}")
-            for name, coro in (("start", _start(lab, spec)), ("stop", stop.wait()), ("server", lab.wait()))
-        ]
-        try:
-            await asyncio.wait(tasks, return_when=asyncio.FIRST_COMPLETED)
-            if tasks[0].done():
-                tasks[0].result()
-                await asyncio.wait(tasks[1:], return_when=asyncio.FIRST_COMPLETED)
-        finally:
-            for task in tasks:
-                task.cancel()
-            await asyncio.gather(*tasks, return_exceptions=True)
-        print_line("stopping")
-
-
-def _stop_event() -> asyncio.Event:
-    """Return an event that the first SIGINT or SIGTERM sets. The second one ends the process by its default action."""
-    stop, loop = asyncio.Event(), asyncio.get_running_loop()
-
-    def set_stop(_: int) -> None:
-        with contextlib.suppress(RuntimeError):  # The loop has already ended.
-            loop.call_soon_threadsafe(stop.set)
-
-    stop_on_signals(set_stop)
-    return stop
-
-
-async def _start(lab: lmx_lab.Lab, spec: LoadSpec | None) -> None:
-    """Load the models, and print the server's addresses."""
-    if lab.port != lab.settings.port != 0:
-        print_line(
-            f"port {lab.settings.port} is in use, so the server uses port {lab.port}; to choose another, use --port"
-        )
-    for name in (lab.settings.embedder, lab.settings.reranker):
-        if name is not None:
-            print_line(f"loading {name}, which stays in memory")
-    await lab.apin_encoders()
-    if spec is not None:
-        print_line(f"loading {spec.model}")
-        report = await lab.aload(spec.model, **spec.options)
-        print_line(repr(report))
-    print_line(f"LMX Lab is ready at {lab.url}  (chat format: {lab.url}/v1, docs: {lab.url}/docs)", style="bold")
-    for url in lab.lan_urls:
-        print_line(f"on the LAN at {url}", style="bold")
-    if spec is None and not lab.engine.snapshot.pinned:
-        print_line("no model is loaded yet: POST /admin/models/load, or start with --model")

@@ -7,7 +7,7 @@ import base64
 from collections.abc import AsyncGenerator, Callable, Coroutine, Sequence
 from contextlib import aclosing, suppress
 from dataclasses import dataclass
-from typing import Annotated, Any, Literal, Unpack
+from typing import Annotated, Any, Literal, TypeVar, Unpack
 
 import httpx2
 import numpy as np
@@ -41,6 +41,7 @@ from lmx_lab.wire.chat import ChatChunk, ChatCompletion, ChatRequest, SocketDone
 from lmx_lab.wire.embeddings import EmbeddingList, EmbeddingsBody
 from lmx_lab.wire.rerank import RerankBody, RerankResults
 
+T = TypeVar("T")
 Include = Literal["models", "requests", "samples"]
 """Events that the server sends only on request: ``ModelEvent``, ``RequestEvent``, ``Sample``."""
 
@@ -95,40 +96,42 @@ def max_rerank_bytes(documents: int, *, request_bytes: int) -> int:
     return SHORT_BYTES + documents * ITEM_BYTES + ESCAPE_FACTOR * request_bytes
 
 
-# Loading with progress
+# Loading and unloading with progress
 
 OPEN_S = 2.0
 """Maximum time that a load waits until the stream of events is open, which a proxy may delay."""
-PROGRESS_STAGES = ("download", "verify", "convert", "store", "load")
+PROGRESS_STAGES = ("download", "verify", "convert", "store", "load", "unloading", "unloaded")
 """Stages that are reported as progress. The end is reported by the response to the load request."""
 
 
-async def load_with_progress(
-    load: Callable[[], Coroutine[Any, Any, LoadAnswer]],
+async def run_with_progress(
+    work: Callable[[], Coroutine[Any, Any, T]],
     *,
     events: AsyncGenerator[LabEvent, None],
     progress: Callable[[ModelEvent], None],
-) -> LoadAnswer:
-    """Load a model, and call ``progress`` for each step. Without events, the model is loaded without progress.
+) -> T:
+    """Load or unload a model, and call ``progress`` for each step. Without events, there is no progress.
 
-    Cancellation, or an exception of ``progress``, stops the waiting but not the load.
+    Cancellation, or an exception of ``progress``, stops the waiting but not the load or unload.
 
     Raises:
-        LabError: the load has failed.
+        LabError: the load or unload has failed.
     """
     opened = asyncio.Event()
-    watching = asyncio.create_task(_report_progress(events, progress, opened), name="report progress of a load")
+    watching = asyncio.create_task(
+        _report_progress(events, progress, opened), name="report progress of a load or unload"
+    )
     tasks: list[asyncio.Task[Any]] = [watching]
     try:
         with suppress(TimeoutError):
             await asyncio.wait_for(opened.wait(), OPEN_S)
-        loading = asyncio.create_task(load(), name="wait for a load")
-        tasks.append(loading)
+        working = asyncio.create_task(work(), name="wait for a load or unload")
+        tasks.append(working)
         await asyncio.wait(tasks, return_when=asyncio.FIRST_COMPLETED)
         if watching.done():
             # The events have ended, or ``progress`` has raised.
             watching.result()
-        return await loading
+        return await working
     finally:
         for task in tasks:
             task.cancel()
@@ -319,17 +322,35 @@ class AsyncLabClient(AsyncClientBase):
 
         if progress is None:
             return await load()
-        return await load_with_progress(load, events=self.events(["models"]), progress=progress)
+        return await run_with_progress(load, events=self.events(["models"]), progress=progress)
 
-    async def unload(self, model: str | None = None) -> UnloadAnswer:
+    async def unload(
+        self,
+        model: str | None = None,
+        *,
+        wait: bool | None = None,
+        progress: Callable[[ModelEvent], None] | None = None,
+    ) -> UnloadAnswer:
         """Unload the model. Does nothing if no model is loaded. If a model is being loaded, its load is cancelled
         instead, and the previous model is loaded again.
 
+        Cancelling this stops the waiting, but not the unload. Another call joins an unload that is in progress.
+
         Args:
             model: The model to unload, or whose load is cancelled; None for any.
+            wait: Whether running answers may end: True without a time limit, False not at all, None within the limit of
+                the server, 30 s by default.
+            progress: Called on this loop when the unload has to wait, when a running answer has ended, and when the
+                time limit has changed.
         """
-        body = b"" if model is None else encode_body(UnloadRequest(model=model))
-        return await self._connection.post("/admin/models/unload", body, UnloadAnswer)
+        body = b"" if model is None and wait is None else encode_body(UnloadRequest(model=model, wait=wait))
+
+        async def unload() -> UnloadAnswer:
+            return await self._connection.post("/admin/models/unload", body, UnloadAnswer)
+
+        if progress is None:
+            return await unload()
+        return await run_with_progress(unload, events=self.events(["models"]), progress=progress)
 
     # The server
 

@@ -107,15 +107,14 @@ class AdmissionControl:
         self._closed = False
         self.queueing_error = None
 
-    async def until_idle(self) -> None:
-        """Wait until no request is left."""
-        while (change := self._next_change(at_most=0)) is not None:
+    async def until_at_most(self, count: int) -> None:
+        """Wait until at most ``count`` requests are left."""
+        while (change := self._next_change(at_most=count)) is not None:
             await asyncio.wrap_future(change)
 
     async def until_room(self, count: int) -> None:
         """Wait until ``count`` more requests would not exceed the limit."""
-        while (change := self._next_change(at_most=self.limit - count)) is not None:
-            await asyncio.wrap_future(change)
+        await self.until_at_most(self.limit - count)
 
     def _next_change(self, *, at_most: int) -> Future[None] | None:
         """Return a future that completes when the next request ends; None if only ``at_most`` requests are active."""

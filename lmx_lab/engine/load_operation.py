@@ -3,17 +3,18 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable, Coroutine, Iterator
+from collections.abc import Coroutine, Iterator
 from dataclasses import dataclass, field, replace
 from typing import Any, Literal, TypeVar
 
 from lmx_lab.engine.registry import engine_for
+from lmx_lab.engine.unload_operation import UnloadOperation
 from lmx_lab.errors import LabError, NotLoadedError
 from lmx_lab.values.models import LoadProgress, LoadReport, LoadSpec, ModelEntry, with_reason
 
 T = TypeVar("T")
 IfBusy = Literal["refuse", "wait", "replace"]
-"""What a load or unload does if another one is in progress: fail, wait for it, or cancel it."""
+"""What a load does if another load or an unload is in progress: fail, wait for it, or cancel the other load."""
 LOAD_BASE_S = 60.0
 """Time limit for a small model, sufficient for a busy machine."""
 SLOW_DISK_BYTES_PER_S = 20e6
@@ -54,6 +55,16 @@ def load_progress(entry: ModelEntry) -> LoadProgress:
     return LoadProgress(model=entry.id, stage="load", total_bytes=entry.size_bytes, message=f"on {engine}")
 
 
+def same_options(spec: LoadSpec, other: LoadSpec, *, dtype: str) -> bool:
+    """Return whether two loads of the same files load them in the same way.
+
+    Args:
+        dtype: Value of the setting.
+    """
+    first, second = (replace(it, model="", engine="auto", wait=None, dtype=it.dtype or dtype) for it in (spec, other))
+    return first == second
+
+
 @dataclass(eq=False, kw_only=True)
 class LoadOperation:
     """One load of a model. Any number of callers wait for ``done``."""
@@ -62,9 +73,11 @@ class LoadOperation:
     entry: ModelEntry | None
     """The model; None until its files are found."""
     done: asyncio.Future[LoadReport]
+    unload: UnloadOperation
+    """The unload of the previous model."""
     reached_engine: bool = False
     """Whether the files were found, and the engine is loading them or is about to."""
-    restores: bool = True
+    restores_previous: bool = True
     """Whether the previous model is loaded again if this load fails or is cancelled."""
     requested_entry: ModelEntry | None = field(init=False)
     """The entry that the caller passed; None if the caller passed only a name."""
@@ -76,7 +89,7 @@ class LoadOperation:
         self.requested_entry = self.entry
 
     @property
-    def names(self) -> set[str]:
+    def model_names(self) -> set[str]:
         """The name that the caller used, and the id of the model when it is known."""
         return {self.spec.model} if self.entry is None else {self.spec.model, self.entry.id}
 
@@ -113,14 +126,14 @@ class LoadOperation:
         finally:
             self._task = None
 
-    def cancel(self, error: LabError, *, restores: bool = True) -> None:
+    def cancel(self, error: LabError, *, restores_previous: bool = True) -> None:
         """Cancel the load; its callers get this error.
 
         Args:
-            restores: Whether the previous model is loaded again.
+            restores_previous: Whether the previous model is loaded again.
         """
         self._error = self._error or error
-        self.restores = self.restores and restores
+        self.restores_previous = self.restores_previous and restores_previous
         if self._task is not None:
             self._task.cancel()
 
@@ -155,38 +168,32 @@ class ActiveLoads:
         """Return the load with the same spec and entry; None if there is none."""
         return next((it for it in self._operations if it.spec == spec and it.requested_entry == entry), None)
 
+    def find_same(self, operation: LoadOperation, entry: ModelEntry, *, dtype: str) -> LoadOperation | None:
+        """Return another load of the same files with the same options that is in progress; None if there is none."""
+        for other in self.of_main():
+            same_files = other is not operation and other.entry is not None and other.entry.path == entry.path
+            if same_files and same_options(other.spec, operation.spec, dtype=dtype):
+                return other
+        return None
+
     def add(self, operation: LoadOperation) -> None:
         self._operations.append(operation)
 
     def remove(self, operation: LoadOperation) -> None:
         self._operations.remove(operation)
 
-    def named(self, model: str) -> list[LoadOperation]:
+    def find_by_model(self, model: str) -> list[LoadOperation]:
         """Return the loads of the model with this id or requested name."""
-        return [operation for operation in self._operations if model in operation.names]
-
-    def find_same(
-        self, operation: LoadOperation, entry: ModelEntry, options: Callable[[LoadSpec], LoadSpec]
-    ) -> LoadOperation | None:
-        """Return another load of the same files with the same options that is in progress; None if there is none.
-
-        Args:
-            options: Returns the part of a spec that changes how a model is loaded.
-        """
-        for other in self.of_main():
-            is_same = other.entry is not None and other.entry.path == entry.path
-            if other is not operation and is_same and options(other.spec) == options(operation.spec):
-                return other
-        return None
+        return [operation for operation in self._operations if model in operation.model_names]
 
     def of_main(self) -> list[LoadOperation]:
         """Return the loads of main models whose files were found."""
         return [it for it in self._operations if it.reached_engine and it.spec.pin is None and it.entry is not None]
 
-    def replace_all(self, by: ModelEntry) -> None:
-        """Cancel the loads of other main models in favor of the load of this model."""
+    def cancel_other_models(self, kept: ModelEntry) -> None:
+        """Cancel the loads of main models other than ``kept``, which is loaded instead."""
         for operation in self.of_main():
             entry = operation.entry
-            if entry is not None and entry.path != by.path:
-                error = NotLoadedError(f"the load of {entry.id} was cancelled: {by.id} is loaded instead")
-                operation.cancel(error, restores=False)
+            if entry is not None and entry.path != kept.path:
+                error = NotLoadedError(f"the load of {entry.id} was cancelled: {kept.id} is loaded instead")
+                operation.cancel(error, restores_previous=False)

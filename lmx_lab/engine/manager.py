@@ -155,7 +155,7 @@ class ModelManager:
         is_loaded = main is not None and snapshot.entry is main.entry
         state: EngineState = "ready" if is_loaded else "dead" if first.state == "dead" else "empty"
         if not is_loaded:
-            snapshot = replace(snapshot, entry=None, model_memory_bytes=0, context_length=None)
+            snapshot = replace(snapshot, entry=None, model_memory_bytes=0, context_length=None, slots=None)
             if now.change is not None and now.change.stage == "loading":
                 state = "loading"
         if now.unloaded is not None and snapshot.entry is None and snapshot.unload_cause is None:
@@ -267,25 +267,25 @@ class ModelManager:
         """
         await self._run(lambda control: control.cancel(model))
 
-    async def unload(self, model: str | None = None, *, local: bool = True, if_busy: IfBusy = "refuse") -> int:
+    async def unload(self, model: str | None = None, *, local: bool = True, wait: bool | None = None) -> int:
         """Unload the main model after its running requests have ended; return the bytes that this released.
 
-        If a main model is being loaded, only this load is cancelled, even if it hangs, and the previous model is loaded
-        again. With ``if_busy="wait"``, the load ends first. Pinned models stay.
+        Cancelling the caller does not cancel the unload. Another call joins an unload that is in progress, and ``wait``
+        then applies to the rest of it. If a main model is being loaded, only this load is cancelled, even if it hangs,
+        and the previous model is loaded again; but if ``model`` names the previous model, whose requests the load waits
+        for, the call joins its unload, and returns 0 if the load is then cancelled. Pinned models stay.
 
         Args:
             model: The model to unload, or whose load is cancelled; None for any.
             local: Whether the caller is on this machine, and may name the model by its path.
+            wait: Whether running requests may end: True without a time limit, False not at all, None within
+                ``drain_s``. Requests that have not ended by then, and queued ones, end with ``NotLoadedError``.
 
         Raises:
             InvalidRequestError: the model of this name is pinned, or not in memory.
-            ModelBusyError: another load or unload is in progress.
+            ModelBusyError: a model is being loaded in place of the named one, which still answers.
         """
-        return await self._run(lambda control: control.unload(model, local=local, if_busy=if_busy))
-
-    async def end_drain(self) -> None:
-        """End the requests that a load or unload waits for, instead of waiting until they have ended."""
-        await self._run(lambda control: _call(control.end_drain))
+        return await self._run(lambda control: control.unload(model, local=local, wait=wait))
 
     # Requests
 

@@ -11,21 +11,23 @@ import asyncio
 import functools
 import logging
 import time
-from collections.abc import AsyncIterator, Callable, Coroutine, Iterable
-from contextlib import asynccontextmanager, suppress
+from collections.abc import Callable, Coroutine, Iterable
+from contextlib import suppress
 from dataclasses import replace
-from typing import Any, Literal, TypeVar
+from typing import Any, TypeVar
 
 from lmx_lab.engine.admission import AdmissionControl
 from lmx_lab.engine.cancellation import Cancellation
+from lmx_lab.engine.current_change import CurrentChange
 from lmx_lab.engine.interface import InferenceEngine
-from lmx_lab.engine.load_operation import ActiveLoads, IfBusy, LoadOperation, load_progress, within_limit
+from lmx_lab.engine.load_operation import ActiveLoads, IfBusy, LoadOperation, load_progress, same_options, within_limit
 from lmx_lab.engine.model_finder import ModelFinder
-from lmx_lab.engine.model_lookup import Kinds, check_unload, is_idle_path, unknown_model, wrong_kind
+from lmx_lab.engine.model_lookup import Kinds, check_unload, is_idle_path, loaded_id, unknown_model, wrong_kind
 from lmx_lab.engine.registry import choose_engine
 from lmx_lab.engine.residents import MAIN, Resident, Residents
 from lmx_lab.engine.swap_order import Ticket
 from lmx_lab.engine.swap_queue import SwapQueue, SwapTurn
+from lmx_lab.engine.unload_operation import Drain, UnloadOperation
 from lmx_lab.errors import (
     InvalidRequestError,
     LabError,
@@ -35,16 +37,8 @@ from lmx_lab.errors import (
     UnusableModelError,
 )
 from lmx_lab.settings import Settings
-from lmx_lab.values.engine import EngineSnapshot, ModelChange, UnloadCause
-from lmx_lab.values.models import (
-    KINDS_IN_WORDS,
-    EngineName,
-    Kind,
-    LoadProgress,
-    LoadReport,
-    LoadSpec,
-    ModelEntry,
-)
+from lmx_lab.values.engine import EngineSnapshot, UnloadCause
+from lmx_lab.values.models import KINDS_IN_WORDS, EngineName, Kind, LoadProgress, LoadReport, LoadSpec, ModelEntry
 from lmx_lab.weights.files import in_thread
 from lmx_lab.weights.fingerprint import is_loaded, with_marks
 
@@ -85,12 +79,11 @@ class ModelControl:
         self._engine: InferenceEngine | None = None
         self._unloaded: tuple[str, UnloadCause] | None = None
         self._idle_spec: LoadSpec | None = None
-        self._change: ModelChange | None = None
-        self._changing = asyncio.Lock()
+        self._current = CurrentChange(on_change=self._publish, on_end=self._schedule_next)
         # Models are read into memory one at a time, so that the memory of the others is known.
         self._entering = asyncio.Lock()
-        self._end_drain = asyncio.Event()
         self._loads = ActiveLoads()
+        self._last_unload: UnloadOperation | None = None
         self._tasks: set[asyncio.Task[Any]] = set()
         self._idle_timer: asyncio.TimerHandle | None = None
         self._reloaded_at = -RELOAD_S
@@ -98,7 +91,7 @@ class ModelControl:
             settings,
             loaded=lambda: self._snapshot().model or self._snapshot().idle_model,
             is_busy=lambda: self._main is not None and self._main.admission.active > 0,
-            is_changing=self._changing.locked,
+            is_changing=self._current.in_progress,
             on_change=self._publish,
         )
 
@@ -110,9 +103,9 @@ class ModelControl:
         self.residents = Residents(
             main=self._main,
             pinned=tuple(resident for slot, resident in self._slots.items() if slot != MAIN),
-            stable=not self._changing.locked() and not self.swaps,
+            stable=not self._current.in_progress() and not self.swaps,
             engine=self._engine,
-            change=self._change,
+            change=self._current.value,
             unloaded=self._unloaded,
         )
 
@@ -140,7 +133,8 @@ class ModelControl:
         """
         operation = self._loads.find(spec, entry)
         if operation is None:
-            operation = LoadOperation(spec=spec, entry=entry, done=self._loop.create_future())
+            unload = UnloadOperation(done=self._loop.create_future(), requested=False, wait=spec.wait)
+            operation = LoadOperation(spec=spec, entry=entry, done=self._loop.create_future(), unload=unload)
             self._loads.add(operation)
             work = self._load(operation, local=local, finish_queued=finish_queued, if_busy=if_busy)
             self._start_task(work, f"lmx-lab load {spec.model:.80}")
@@ -184,15 +178,16 @@ class ModelControl:
             if found is None:
                 await operation.run(self._finder.check(entry))
             return await self._pin(operation, entry, engine, spec.pin)
-        if not self._changing.locked() and (report := await self._report_if_loaded(entry, spec)) is not None:
+        if not self._current.in_progress() and (report := await self._report_if_loaded(entry, spec)) is not None:
             return report
-        if (other := self._loads.find_same(operation, entry, self._options)) is not None:
+        if (other := self._loads.find_same(operation, entry, dtype=self.settings.dtype)) is not None:
+            other.unload.set_wait(spec.wait)
             return await asyncio.shield(other.done)
-        change = ModelChange(kind="load", model=entry.id, stage="checking", since=time.perf_counter())
         if if_busy == "replace":
-            self._loads.replace_all(entry)
-        self._check_busy(if_busy)
-        async with self._exclusive(change):
+            self._loads.cancel_other_models(entry)
+        if if_busy == "refuse":
+            self._current.check_free(self._snapshot())
+        async with self._current.begin("load", entry.id):
             if found is None:
                 await operation.run(self._finder.check(entry))
             self._report(load_progress(entry))
@@ -201,51 +196,12 @@ class ModelControl:
     async def _report_if_loaded(self, entry: ModelEntry, spec: LoadSpec) -> LoadReport | None:
         """Return a report if the model is loaded with these options and its files have not changed; None otherwise."""
         main = self._main
-        if main is None or not main.in_memory or self._options(main.spec) != self._options(spec):
+        if main is None or not main.in_memory or not same_options(main.spec, spec, dtype=self.settings.dtype):
             return None
         unchanged = await in_thread(functools.partial(is_loaded, main.entry, entry))
         if not unchanged or self._main is not main:
             return None
-        return LoadReport(model=entry.id, load_s=0.0, memory_bytes=main.engine.snapshot.model_memory_bytes)
-
-    def _options(self, spec: LoadSpec) -> LoadSpec:
-        """Return the spec without the parts that do not change how a model is loaded."""
-        return replace(spec, model="", engine="auto", dtype=spec.dtype or self.settings.dtype)
-
-    def _check_busy(self, if_busy: IfBusy) -> None:
-        """Check that a load or unload may start.
-
-        Raises:
-            ModelBusyError: another load or unload is in progress, and ``if_busy`` is ``refuse``.
-        """
-        if if_busy == "refuse" and self._changing.locked():
-            change = self._change
-            doing = (
-                f"{change.model} is being loaded" if change and change.kind == "load" else "the model is being unloaded"
-            )
-            raise ModelBusyError(f"{doing}; try again when that is done", retry_after_s=2)
-
-    @asynccontextmanager
-    async def _exclusive(self, change: ModelChange) -> AsyncIterator[None]:
-        """Wait for other changes of the main model to end, and hold the right to change it within the block."""
-        await self._changing.acquire()
-        try:
-            self._set_change(change)
-            yield
-        finally:
-            self._change = None
-            self._changing.release()
-            self._publish()
-            self._schedule_next()
-
-    def _set_change(self, change: ModelChange) -> None:
-        self._change = change
-        self._publish()
-
-    def _enter_stage(self, stage: Literal["draining", "unloading", "loading"], *, drain_s: float | None = None) -> None:
-        if self._change is not None:
-            until = time.perf_counter() + drain_s if drain_s is not None else None
-            self._set_change(replace(self._change, stage=stage, drain_until=until))
+        return replace(main.engine.snapshot.load_report(0.0), model=entry.id)
 
     def _schedule_next(self) -> None:
         """Start the next turn in swap mode, and set the idle timer. Called when their conditions may have changed."""
@@ -261,18 +217,19 @@ class ModelControl:
         if (report := await self._report_if_loaded(entry, spec)) is not None:
             return report
         # A model that cannot be loaded is refused while the current model still answers.
-        await operation.run(self._try(entry, spec, engine))
+        await operation.run(self._check_loadable(entry, spec, engine))
         await operation.run(self._restore_pins())
         try:
-            await self._drain_and_unload(
-                f"the model was replaced by {entry.id}", finish_queued=finish_queued, operation=operation
-            )
-            self._enter_stage("loading")
+            why = f"the model was replaced by {entry.id}"
+            await self._drain_and_unload(operation.unload, why, finish_queued=finish_queued, load=operation)
+            if previous is not None:
+                self._report(LoadProgress(model=previous.entry.id, stage="unloaded"))
+            self._current.enter_stage("loading")
             return await operation.run(self._load_main(entry, spec, engine))
         except LabError as exc:
             failure = exc
         # The previous model is not needed if another model is loaded instead, or if the lab stops.
-        if not operation.restores:
+        if not operation.restores_previous:
             raise failure
         outcome = await self._restore(operation, previous)
         raise type(failure)(f"{failure.message}{outcome}", param=failure.param)
@@ -291,10 +248,10 @@ class ModelControl:
         return f"; the previous model {name} is loaded again"
 
     async def _reload(self, resident: Resident) -> None:
-        await self._try(resident.entry, resident.spec, resident.engine)
+        await self._check_loadable(resident.entry, resident.spec, resident.engine)
         await self._load_main(resident.entry, resident.spec, resident.engine)
 
-    async def _try(self, entry: ModelEntry, spec: LoadSpec, engine: InferenceEngine) -> None:
+    async def _check_loadable(self, entry: ModelEntry, spec: LoadSpec, engine: InferenceEngine) -> None:
         """Let an engine check a model on a separate thread, because its tokenizer and template may take any time."""
         cancellation = Cancellation()
         check = in_thread(functools.partial(engine.check, entry, spec, cancellation), name="lmx-lab-check")
@@ -329,7 +286,7 @@ class ModelControl:
 
     async def cancel(self, model: str) -> None:
         """See ``ModelManager.cancel_load``."""
-        operations = self._loads.named(model)
+        operations = self._loads.find_by_model(model)
         if not operations:
             raise InvalidRequestError(f"{model} is not being loaded; there is nothing to cancel", param="model")
         self._cancel(operations)
@@ -342,7 +299,7 @@ class ModelControl:
         """Cancel all loads. Their callers get the error at once, before the engines have ended the loads."""
         for operation in self._loads:
             failure = error or NotLoadedError(f"the load of {operation.spec.model} was cancelled: the server stops")
-            operation.cancel(failure, restores=False)
+            operation.cancel(failure, restores_previous=False)
             self._fail(operation, failure)
 
     async def settled(self) -> None:
@@ -374,7 +331,7 @@ class ModelControl:
             is_same = before is not None and before.in_memory and before.spec == spec
             if before is not None and is_same and await in_thread(functools.partial(is_loaded, before.entry, entry)):
                 return LoadReport(model=entry.id, load_s=0.0, memory_bytes=before.pinned_bytes)
-            await self._try(entry, spec, engine)
+            await self._check_loadable(entry, spec, engine)
             entry = await in_thread(functools.partial(with_marks, entry))
             report = await within_limit(engine.pin(entry, spec), entry, self.settings.load_timeout_s)
             self._slots[kind] = self._pins[kind] = self._resident(entry, spec, engine)
@@ -395,82 +352,122 @@ class ModelControl:
 
     # Unloads
 
-    async def unload(self, model: str | None, *, local: bool, if_busy: IfBusy) -> int:
+    async def unload(self, model: str | None, *, local: bool, wait: bool | None) -> int:
         """See ``ModelManager.unload``."""
-        loads = self._loads.named(model) if model is not None else self._loads.of_main()
-        if loads and if_busy != "wait":
+        if (joined := self._unload_to_join(model, wait, local=local)) is not None:
+            joined.set_wait(wait)
+            return await asyncio.shield(joined.done) or 0
+        if loads := self._loads.find_by_model(model) if model is not None else self._loads.of_main():
             self._cancel(loads)
             await asyncio.wait([operation.done for operation in loads])
             return 0
         if model is not None:
             check_unload(model, self._snapshot(), local=local)
-        self._check_busy(if_busy)
-        return await asyncio.shield(self._start_task(self._unload(), "lmx-lab unload"))
+        self._current.check_free(self._snapshot())
+        entry = self._main.entry if self._main is not None else None
+        operation = UnloadOperation(done=self._loop.create_future(), requested=True, wait=wait, entry=entry)
+        # Set before the unload begins, so that further requests to unload join it.
+        self._last_unload = operation
+        self._start_task(self._unload(operation), "lmx-lab unload")
+        # Cancelling a caller does not cancel the unload.
+        return await asyncio.shield(operation.done) or 0
 
-    async def _unload(self) -> int:
+    def _unload_to_join(self, model: str | None, wait: bool | None, *, local: bool) -> UnloadOperation | None:
+        """Return the unload in progress that a request to unload joins; None if there is none.
+
+        Args:
+            model, wait: The arguments of the request. With ``wait``, a name means the model in memory, even if the same
+                model is being loaded with other options.
+        """
+        operation = self._last_unload
+        if operation is None or operation.done.done():
+            return None
+        if model is None or operation.entry is None:
+            return operation if model is None and operation.requested else None
+        is_named = loaded_id(model, [operation.entry], local=local) == operation.entry.id
+        return operation if is_named and (wait is not None or not self._loads.find_by_model(model)) else None
+
+    async def _unload(self, operation: UnloadOperation) -> None:
         main = self._main
-        change = ModelChange(
-            kind="unload", model=main.entry.id if main else "", stage="checking", since=time.perf_counter()
-        )
-        async with self._exclusive(change):
-            main = self._main
+        try:
+            async with self._current.begin("unload", main.entry.id if main else ""):
+                main = self._main
+                if main is not None:
+                    self._current.name_model(main.entry.id)
+                freed = await self._drain_and_unload(operation, "the model was unloaded", cause="requested")
+                if main is None:
+                    if self._unloaded is not None:
+                        self._unloaded = (self._unloaded[0], "requested")
+                    if self._engine is not None:
+                        await self._engine.unload()
             if main is not None:
-                self._set_change(replace(change, model=main.entry.id))
-            freed = await self._drain_and_unload("the model was unloaded", cause="requested")
-            if main is None:
-                if self._unloaded is not None:
-                    self._unloaded = (self._unloaded[0], "requested")
-                if self._engine is not None:
-                    await self._engine.unload()
-        if main is not None:
-            self._report(LoadProgress(model=main.entry.id, stage="unloaded"))
-        return freed
+                self._report(LoadProgress(model=main.entry.id, stage="unloaded"))
+            operation.finish(freed)
+        except BaseException as exc:
+            operation.finish(exc)
+            raise
 
     async def _drain_and_unload(
         self,
+        operation: UnloadOperation,
         why: str,
         *,
         finish_queued: bool = False,
         cause: UnloadCause | None = None,
-        operation: LoadOperation | None = None,
+        load: LoadOperation | None = None,
     ) -> int:
         """Unload the main model after its requests have ended; return the bytes that this released.
 
         Args:
-            operation: The load that needs the room. If it is cancelled before the model is unloaded, the model stays.
+            load: The load that needs the room. If it is cancelled before the model is unloaded, the model stays.
         """
         main = self._main
         if main is None:
             return 0
-        drain = self._drain(main, why, self.settings.drain_s, finish_queued=finish_queued)
+        drain = Drain(
+            main,
+            why,
+            limit_s=self.settings.drain_s,
+            finish_queued=finish_queued,
+            on_change=lambda: self._report_drain(main, drain),
+        )
+        drain.set_wait(operation.wait)
+        operation.entry, operation.drain, self._last_unload = main.entry, drain, operation
         try:
-            await (operation.run(drain) if operation is not None else drain)
+            await self._run_drain(main, drain, load)
+            self._current.enter_stage("unloading")
+            if cause is not None:
+                self._unloaded, self._idle_spec = (main.entry.id, cause), main.spec
+            if self._main is main:
+                del self._slots[MAIN]
+            # Published before the model disappears from the engine's snapshot, so that the cause is known by then.
+            self._publish()
+            freed = await main.engine.unload()
+        except BaseException as exc:
+            operation.finish(None if load is not None and self._main is main else exc)
+            raise
+        operation.finish(freed)
+        return freed
+
+    async def _run_drain(self, main: Resident, drain: Drain, load: LoadOperation | None) -> None:
+        self._current.enter_stage("draining", drain_until=drain.until)
+        try:
+            await (load.run(drain.run()) if load is not None else drain.run())
         except LabError:
             main.admission.reopen()
             raise
-        self._enter_stage("unloading")
-        if cause is not None:
-            self._unloaded, self._idle_spec = (main.entry.id, cause), main.spec
-        if self._main is main:
-            del self._slots[MAIN]
-        # Published before the model disappears from the engine's snapshot, so that the cause is known by then.
-        self._publish()
-        return await main.engine.unload()
 
-    async def _drain(self, resident: Resident, reason: str, timeout_s: float, *, finish_queued: bool = False) -> None:
-        self._end_drain.clear()
-        self._enter_stage("draining", drain_s=timeout_s)
-        await resident.drain(reason, timeout_s=timeout_s, finish_queued=finish_queued, end=self._end_drain)
-
-    def end_drain(self) -> None:
-        """End the requests that a load or unload waits for, instead of waiting."""
-        self._end_drain.set()
+    def _report_drain(self, main: Resident, drain: Drain) -> None:
+        self._current.enter_stage("draining", drain_until=drain.until)
+        if (state := self._snapshot().unloading) is not None:
+            self._report(LoadProgress(model=main.entry.id, stage="unloading", unloading=state))
 
     async def quiesce(self, timeout_s: float) -> None:
         """See ``ModelManager.quiesce``."""
         residents = list(self.residents)
         were_open = [resident for resident in residents if not resident.admission.closed]
-        await asyncio.gather(*(self._drain(resident, "the server was stopped", timeout_s) for resident in residents))
+        drains = [Drain(resident, "the server was stopped", limit_s=timeout_s) for resident in residents]
+        await asyncio.gather(*(drain.run() for drain in drains))
         for resident in were_open:
             resident.admission.reopen()
 
@@ -508,7 +505,7 @@ class ModelControl:
             self._idle_timer = None
         idle_s, main = self.settings.idle_unload_s, self._main
         # The end of the last request, or of the change, calls this method again.
-        if idle_s is None or main is None or main.admission.active or self._changing.locked():
+        if idle_s is None or main is None or main.admission.active or self._current.in_progress():
             return
         left_s = main.admission.used_at + idle_s - time.perf_counter()
         if left_s > 0:
@@ -517,8 +514,7 @@ class ModelControl:
             self._start_task(self._unload_idle(main, idle_s), "lmx-lab idle unload")
 
     async def _unload_idle(self, main: Resident, idle_s: float) -> None:
-        change = ModelChange(kind="unload", model=main.entry.id, stage="checking", since=time.perf_counter())
-        async with self._exclusive(change):
+        async with self._current.begin("unload", main.entry.id):
             if self._main is not main:
                 return
             main.admission.close(NotLoadedError(f"{main.entry.id} was unloaded because it was idle; load it again"))
@@ -527,7 +523,8 @@ class ModelControl:
                 main.admission.reopen()
                 return
             log.info("%s was idle for %g s", main.entry.id, idle_s)
-            await self._drain_and_unload("the model was unloaded", cause="idle")
+            operation = UnloadOperation(done=self._loop.create_future(), requested=False)
+            await self._drain_and_unload(operation, "the model was unloaded", cause="idle")
         self._report(LoadProgress(model=main.entry.id, stage="unloaded", message=f"idle for {idle_s:g} s"))
 
     # Requests in swap mode
@@ -558,8 +555,7 @@ class ModelControl:
 
         A model that cannot answer the request is not loaded.
         """
-        async with self._changing:
-            pass  # only waits for the changes in progress
+        await self._current.wait()
         now = self._snapshot()
         model = name or now.idle_model
         if model is None or model == now.model:
@@ -579,8 +575,8 @@ class ModelControl:
                 report = await self.load(spec, None, local=local, finish_queued=True, if_busy="wait")
             except ModelBusyError:
                 # This request joined a load that does not wait for others.
-                async with self._changing:
-                    continue
+                await self._current.wait()
+                continue
             self.swaps.swap_s = time.perf_counter() - started
             return report.model
 

@@ -7,6 +7,7 @@ on this machine; and by the last part of an id that is a path, for other callers
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
+from dataclasses import replace
 from pathlib import Path
 
 from lmx_lab.engine.admission import LOAD_FIRST
@@ -19,7 +20,7 @@ from lmx_lab.errors import (
     OutOfMemoryError,
 )
 from lmx_lab.values.engine import EngineSnapshot
-from lmx_lab.values.models import KINDS_IN_WORDS, Kind, ModelEntry
+from lmx_lab.values.models import KINDS_IN_WORDS, Kind, ModelEntry, Unloading
 
 Kinds = tuple[Kind, ...]
 CHAT: Kinds = ("chat",)
@@ -92,6 +93,11 @@ def public_id(model: str, *, local: bool) -> str:
     on other machines see only the last part of it.
     """
     return model if local or not model.startswith(("/", "~", ".")) else Path(model).name
+
+
+def public_unloading(state: Unloading) -> Unloading:
+    """Return the state of an unload as callers on other machines see it."""
+    return replace(state, replaced_by=state.replaced_by and public_id(state.replaced_by, local=False))
 
 
 def is_idle_path(name: str, now: EngineSnapshot) -> bool:

@@ -35,6 +35,6 @@ def _check_scales(model: Any, weights: Weights) -> None:
         columns = module.weight.shape[-1]
         if scales.ndim == 0 or not 0 < scales.shape[-1] <= columns:
             raise ValueError(
-                f"{name}.scales has the shape {scales.shape}, but by config.json the layer has {columns} columns; "
-                "fetch the model again"
+                f"{name}.scales has the shape {scales.shape}, but its layer has {columns} columns according to "
+                "config.json; fetch the model again"
             )

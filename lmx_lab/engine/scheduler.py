@@ -2,6 +2,11 @@
 
 A request is *queued*, then *running* (first its prompt is computed, then it decodes), then removed. The engine carries
 out these decisions. The number of queued requests is limited earlier, in ``engine.admission``.
+
+If requests wait while all slots are taken, a running request can be *paused*: it waits in the queue again, and one
+that waits gets its slot. Without this, a few long answers, such as those for clients that do not
+read, would keep all slots until they end. Only a quarter of the slots is passed on in this way, so that most answers
+continue without a pause.
 """
 
 from __future__ import annotations
@@ -13,6 +18,14 @@ from typing import Generic, TypeVar
 
 Key = TypeVar("Key", bound=Hashable)
 SHORT_PROMPT_TOKENS = 256
+WAIT_S = 0.1
+"""Time for which a request waits for a slot before a running request is paused."""
+RESUME_S = 1.0
+"""Time for which a paused request waits before another one is paused for it."""
+TURN_S = 0.5
+"""Time for which a request keeps its slot before it can be paused."""
+TURN_SHARE = 0.25
+"""Share of the slots, at least one, that requests can have at the same time which got them by a pause."""
 NEWEST_WEIGHT = 0.2
 """Weight of the newest request in the mean time for which a slot is occupied."""
 
@@ -28,10 +41,18 @@ class Verdict(Enum):
     """The request cannot start yet because memory is short. No later request may pass it, or it might wait forever."""
 
 
-@dataclass(frozen=True)
+@dataclass(kw_only=True)
 class _Entry:
+    number: int
+    """Position in the order of arrival."""
     deadline: float
     short: bool
+    queued_at: float
+    """When it was added, or paused."""
+    admitted_at: float | None = None
+    """When the request last got a slot; None if it has not started."""
+    has_turn: bool = False
+    """Whether it got its slot because another request was paused."""
 
 
 class Scheduler(Generic[Key]):
@@ -49,12 +70,20 @@ class Scheduler(Generic[Key]):
         """Number of prompts that are computed at the same time. The lanes beyond ``prefills`` are for short prompts,
         which would otherwise wait minutes behind long ones."""
         self._queued: dict[Key, _Entry] = {}
+        """In the order in which they get slots: first requests for which others were paused, then by arrival."""
         self._running: dict[Key, _Entry] = {}
         self._prefilling: set[Key] = set()
+        self._added = 0
 
     @property
     def queued(self) -> list[Key]:
+        """The requests that wait for a slot, including paused ones."""
         return list(self._queued)
+
+    @property
+    def not_started(self) -> list[Key]:
+        """The requests that have never had a slot."""
+        return [key for key, entry in self._queued.items() if entry.admitted_at is None]
 
     @property
     def running(self) -> list[Key]:
@@ -68,19 +97,21 @@ class Scheduler(Generic[Key]):
     def idle(self) -> bool:
         return not self._queued and not self._running
 
-    def add(self, keys: Sequence[Key], *, tokens: int, deadline: float) -> None:
+    def add(self, keys: Sequence[Key], *, tokens: int, deadline: float, now: float) -> None:
         """Queue requests with the same prompt behind those that are already queued.
 
         Args:
             tokens: Length of the prompt.
         """
         for key in keys:
-            self._queued[key] = _Entry(deadline, short=tokens <= SHORT_PROMPT_TOKENS)
+            self._added += 1
+            short = tokens <= SHORT_PROMPT_TOKENS
+            self._queued[key] = _Entry(number=self._added, deadline=deadline, short=short, queued_at=now)
 
-    def admit(self, judge: Callable[[Key], Verdict]) -> Key | None:
+    def admit(self, judge: Callable[[Key], Verdict], now: float) -> Key | None:
         """Give a slot to the next request, whose prefill starts, and return its key; None if no request can start.
 
-        The caller repeats the call until it returns None.
+        The caller repeats the call until it returns None. A request that was paused is returned again, and continues.
 
         Args:
             judge: Decides whether a request may start.
@@ -94,9 +125,52 @@ class Scheduler(Generic[Key]):
             if verdict is Verdict.TAKE:
                 self._running[key] = self._queued.pop(key)
                 self._prefilling.add(key)
+                entry.admitted_at = now
                 return key
             if verdict is Verdict.BLOCKED:
                 return None
+        return None
+
+    def pause(self, can_pause: Callable[[Key], bool], now: float) -> Key | None:
+        """Take the slot of a running request for one that has waited long enough, and return the paused request;
+        None if none should be paused. The caller calls ``admit`` afterwards.
+
+        The paused request waits in the queue at the position of its arrival.
+
+        Args:
+            can_pause: Returns whether the engine can pause a request that decodes.
+        """
+        if len(self._running) < self.slots or (starting := self._longest_waiting(now)) is None:
+            return None
+        turns = [key for group in (self._running, self._queued) for key, entry in group.items() if entry.has_turn]
+        over = [
+            key
+            for key, entry in self._running.items()
+            if key not in self._prefilling and now - (entry.admitted_at or 0.0) >= TURN_S and can_pause(key)
+        ]
+        if len(turns) >= max(1, int(TURN_SHARE * self.slots)):
+            over = [key for key in over if key in turns]
+        if not over:
+            return None
+        paused = min(over, key=lambda key: self._running[key].admitted_at or 0.0)
+        self._queued[paused] = self._running.pop(paused)
+        self._queued[paused].has_turn = False
+        self._queued[paused].queued_at = now
+        self._queued[starting].has_turn = True
+        self._queued = dict(sorted(self._queued.items(), key=lambda item: (not item[1].has_turn, item[1].number)))
+        return paused
+
+    def next_pause_at(self) -> float | None:
+        """Return the time after which ``pause`` may return a request; None if no request waits for a running one."""
+        if len(self._running) < self.slots:
+            return None
+        return min((_pause_at(entry) for entry in self._queued.values()), default=None)
+
+    def _longest_waiting(self, now: float) -> Key | None:
+        """Return the first request that has waited long enough, and could start in a free slot."""
+        for key, entry in self._queued.items():
+            if not entry.has_turn and now >= _pause_at(entry) and self._has_lane(entry):
+                return key
         return None
 
     def _has_lane(self, entry: _Entry) -> bool:
@@ -116,6 +190,11 @@ class Scheduler(Generic[Key]):
         self._queued.pop(key, None)
         self._running.pop(key, None)
         self._prefilling.discard(key)
+
+
+def _pause_at(entry: _Entry) -> float:
+    """Return the time after which another request may be paused for a queued one."""
+    return entry.queued_at + (WAIT_S if entry.admitted_at is None else RESUME_S)
 
 
 class SlotTimes:

@@ -6,12 +6,32 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from lmx_lab.engine.requests import ChatPrompt, GenerationRequest, TokenPrompt
-from lmx_lab.errors import ContextLengthError, InvalidRequestError
-from lmx_lab.values.models import ModelEntry
+from lmx_lab.errors import ContextLengthError, InvalidRequestError, UnusableModelError
+from lmx_lab.values.models import LoadSpec, ModelEntry
 
 CHARACTERS_PER_TOKEN = 10
 """Upper bound for ordinary text. If a text has more characters than this for each token of the context, only its
 beginning is tokenized."""
+
+
+def check_options(entry: ModelEntry, spec: LoadSpec) -> None:
+    """Check the options of a load that only chat models have.
+
+    Raises:
+        UnusableModelError: the model cannot be loaded with these options.
+    """
+    context_length = spec.context_length
+    given = {"context_length": context_length is not None, "deterministic": spec.deterministic}
+    if entry.kind != "chat" and any(given.values()):
+        option = next(name for name, is_given in given.items() if is_given)
+        raise UnusableModelError(f"{entry.id} is not a chat model; load it without {option}", param=option)
+    if context_length is None:
+        return
+    most = entry.context_length or 2**31 - 1
+    if not isinstance(context_length, int) or not 0 < context_length <= most:
+        raise UnusableModelError(
+            f"context_length is {context_length!r}; {entry.id} takes 1 to {most}", param="context_length"
+        )
 
 
 def check_messages(messages: Sequence[Mapping[str, Any]]) -> None:
@@ -64,11 +84,12 @@ def too_long(request: GenerationRequest, tokens: str, entry: ModelEntry, limit: 
     Args:
         tokens: Number of its tokens, or a lower bound such as ``more than 512``.
     """
-    own = entry.context_length
-    reason = f" (of the model's {own}, because memory is too small for more)" if own is not None and limit < own else ""
+    own, loaded, remedy = entry.context_length, "", "shorten the prompt"
+    if own is not None and limit < own:
+        loaded = f" as it is loaded, of the model's {own}"
+        remedy += ", or load the model with a larger context_length, as far as memory allows"
     return ContextLengthError(
-        f"the prompt has {tokens} tokens, and {entry.id} takes {limit}{reason}, including the answer; "
-        "shorten the prompt",
+        f"the prompt has {tokens} tokens, and {entry.id} takes {limit}{loaded}, including the answer; {remedy}",
         param=param_of(request),
     )
 

@@ -16,8 +16,6 @@ from typing import TYPE_CHECKING, Any, Literal, Unpack, overload
 
 from lmx_lab.backend import Backend
 from lmx_lab.bench.case import Arrival, Cache, Closed, Sweep
-from lmx_lab.bench.runner import Measured
-from lmx_lab.bench.targets import ChatTarget
 from lmx_lab.notebook.arguments import (
     Documents,
     Prompt,
@@ -27,9 +25,8 @@ from lmx_lab.notebook.arguments import (
     model_name,
     rerank_body,
 )
-from lmx_lab.notebook.bench import prepare_measurement, show_progress
 from lmx_lab.notebook.lab_server import LabServer
-from lmx_lab.notebook.load_progress import show_load
+from lmx_lab.notebook.load_progress import show_load, show_unload
 from lmx_lab.notebook.reply import ModelList, Reply, ReplyStream, json_shape, read_reply
 from lmx_lab.notebook.report import report_html, write_report
 from lmx_lab.notebook.rerank_result import RerankResult
@@ -44,6 +41,7 @@ if TYPE_CHECKING:
     import ipywidgets
     import pandas as pd
 
+    from lmx_lab.bench.runner import Measured
     from lmx_lab.daemon.tools.python_tools import PythonTools
     from lmx_lab.engine import ModelManager
     from lmx_lab.notebook.daemon import LabDaemon
@@ -170,7 +168,8 @@ class Lab:
         machine. Interrupting this call cancels the load, and the previous model is loaded again.
 
         Args:
-            options: ``LoadOptions``, such as ``engine="mlx"``, the engine that must run the model.
+            options: ``LoadOptions``: ``engine="mlx"``, the engine that must run the model; ``wait``, whether running
+                answers of the loaded model may end, as in ``unload``.
 
         Raises:
             AdminForbiddenError: the server allows this only to callers on its machine.
@@ -195,12 +194,24 @@ class Lab:
     pin_encoders = blocking(_pin_encoders)
     apin_encoders = awaited(_pin_encoders)
 
-    async def _unload(self) -> float:
-        """Unload the model; returns the freed memory in GB (10^9 bytes).
+    async def _unload(self, model: str | os.PathLike[str] | None = None, *, wait: bool | None = None) -> float:
+        """Unload the model, and show how many running answers are left; returns the freed memory in GB (10^9 bytes).
 
-        While a model is being loaded, its load is cancelled instead, and the previous model is loaded again.
+        Interrupting this call does not cancel the unload. Another call joins it, and can change ``wait``. While a model
+        is being loaded, its load is cancelled instead, and the previous model is loaded again; but with the name of the
+        previous model, ``wait`` changes only how long the load waits for the answers of that model.
+
+        Args:
+            model: The loaded model, or the one whose load is cancelled; None for any.
+            wait: Whether running answers may end: True without a time limit, False not at all, None within the setting
+                ``drain_s``, 30 s by default. Answers that have not ended by then raise ``NotLoadedError``.
+
+        Raises:
+            InvalidRequestError: the model of this name is pinned, or not loaded.
+            ModelBusyError: a model is being loaded in place of the named one.
         """
-        return await on_loop(self._backend.unload())
+        name = None if model is None else model_name(model)
+        return await show_unload(self._backend, name, wait=wait)
 
     unload = blocking(_unload)
     aunload = awaited(_unload)
@@ -358,6 +369,10 @@ class Lab:
             seed=seed,
             repeats=repeats,
         )
+        # Imported here, because the HTTP client takes a tenth of the time in which a server starts.
+        from lmx_lab.bench.targets import ChatTarget
+        from lmx_lab.notebook.bench import prepare_measurement, show_progress
+
         target = ChatTarget(self.url, api_key=self._server.api_key, name="lab")
         run = prepare_measurement(target, plan, compare=compare, record=record, folder=self._server.bench_folder)
         with run, show_progress(self.workbench) as show:
@@ -571,25 +586,4 @@ class Lab:
             DaemonRunningError: another process runs a daemon in this home; the lab keeps running.
             HostingError: the daemon could not be started; the lab keeps running.
         """
-        server = self.server
-        server.check_running()
-        # Stored also if the start fails: the next attempt finds them.
-        server.daemon_tools = tools = tools or server.daemon_tools
-        # Imported here, because MCP takes half a second to import.
-        from lmx_lab.notebook.daemon import LabDaemon
-
-        if (running := self.daemon) is not None:
-            return running
-        daemon = LabDaemon(
-            self.workbench,
-            self._events_panel,
-            settings=server.settings,
-            explicit_port=explicit_port,
-            upstream_url=self.url,
-            upstream_api_key=server.api_key,
-            tools=tools,
-        )
-        server.daemon_tools = daemon.tools
-        daemon.start()
-        server.daemon = daemon
-        return daemon
+        return self.server.start_daemon(self.workbench, self._events_panel, explicit_port=explicit_port, tools=tools)

@@ -1,13 +1,14 @@
-"""Load a model with a progress bar. If the caller is interrupted, cancel the load."""
+"""Load or unload a model and show the progress. If the caller is interrupted, cancel a load, and continue an unload."""
 
 from __future__ import annotations
 
 import asyncio
 
-from lmx_lab.backend import Backend, start_load
+from lmx_lab.backend import Backend, start_load, start_unload
 from lmx_lab.notebook.verbs import on_loop
-from lmx_lab.progress import bar
+from lmx_lab.progress import ProgressBar, bar, status
 from lmx_lab.values.models import LoadReport, LoadSpec
+from lmx_lab.wire.admin import ModelEvent
 
 
 async def show_load(backend: Backend, spec: LoadSpec) -> LoadReport:
@@ -20,9 +21,49 @@ async def show_load(backend: Backend, spec: LoadSpec) -> LoadReport:
     try:
         # The bar is drawn in the caller's thread, because the output of another thread could appear in another cell.
         with bar(spec.model) as shown:
+            before = None
             while (step := await on_loop(load.step())) is not None:
-                shown.update(step)
+                if step.unloading is not None:
+                    _show_unloading(shown, f"{step.model} is {step.unloading}", step, before)
+                else:
+                    # The load begins when the previous model is unloaded.
+                    shown.update(step.model_copy(update={"stage": "load"}) if step.stage == "unloaded" else step)
+                before = step
         return await on_loop(load.result())
     except (KeyboardInterrupt, asyncio.CancelledError):
         await on_loop(load.cancel())
         raise
+
+
+async def show_unload(backend: Backend, model: str | None, *, wait: bool | None) -> float:
+    """Unload a model as a part of a verb, and show how many answers are left. Returns the freed memory in GB.
+
+    Raises:
+        LabError: the unload has failed.
+    """
+    unload = await on_loop(start_unload(backend, model, wait=wait))
+    try:
+        with status() as shown:
+            before = None
+            while (step := await on_loop(unload.step())) is not None:
+                if step.unloading is not None:
+                    _show_unloading(shown, f"{step.model}: {step.unloading}", step, before)
+                before = step
+        return await on_loop(unload.result())
+    except KeyboardInterrupt:
+        step = unload.unloading
+        state = f"{step.model} is still {step.unloading}" if step is not None else "the unload continues"
+        raise KeyboardInterrupt(
+            f"{state}: lab.unload(wait=False) stops the answers, lab.unload(wait=True) lets them end"
+        ) from None
+
+
+def _show_unloading(shown: ProgressBar, text: str, step: ModelEvent, before: ModelEvent | None) -> None:
+    shown.show(text, 0, None)
+    state, last = step.unloading, before.unloading if before is not None else None
+    # Not each second: only when the number of answers, or the kind of the time limit, has changed.
+    if state is not None and (
+        last is None
+        or (state.answers_left, state.seconds_left is None) != (last.answers_left, last.seconds_left is None)
+    ):
+        shown.print_line(text)

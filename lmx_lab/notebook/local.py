@@ -8,8 +8,8 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import AsyncGenerator, AsyncIterator
-from typing import Self
+from collections.abc import AsyncGenerator, AsyncIterator, Coroutine
+from typing import Any, Self, TypeVar
 
 from lmx_lab.backend import AnswerCost, DocumentRanking, Progress, ServerState
 from lmx_lab.errors import HostingError
@@ -30,6 +30,7 @@ from lmx_lab.wire.chat import ChatRequest
 from lmx_lab.wire.embeddings import EmbeddingsBody
 from lmx_lab.wire.rerank import RerankBody
 
+T = TypeVar("T")
 LAGGING_S = 1.0
 """Time for which the server's loop is blocked before its state is ``lagging``."""
 REMEDY = 'Start long cells with %%offload, or use launch(loop="thread").'
@@ -87,6 +88,7 @@ class LocalBackend:
             proxy_path=addresses.proxy_path,
             model=now.model,
             pinned=tuple(pinned.entry.id for pinned in now.pinned),
+            unloading=now.unloading,
             note=note,
         )
 
@@ -123,21 +125,25 @@ class LocalBackend:
         return await model_records(self._server.catalog, self._server.engine)
 
     async def load(self, spec: LoadSpec, *, progress: Progress | None = None) -> LoadReport:
-        load = self._services.manager.load(spec)
-        if progress is None:
-            return await load
-        with self._services.feed.subscribe() as events:
-            reporting = asyncio.create_task(_report(events, progress), name="report the progress of a load")
-            try:
-                return await load
-            finally:
-                reporting.cancel()
+        return await self._report_progress(self._services.manager.load(spec), progress)
 
     async def cancel_load(self, model: str) -> None:
         await self._services.manager.cancel_load(model)
 
-    async def unload(self) -> float:
-        return await self._services.manager.unload() / 1e9
+    async def unload(
+        self, model: str | None = None, *, wait: bool | None = None, progress: Progress | None = None
+    ) -> float:
+        return await self._report_progress(self._services.manager.unload(model, wait=wait), progress) / 1e9
+
+    async def _report_progress(self, work: Coroutine[Any, Any, T], progress: Progress | None) -> T:
+        if progress is None:
+            return await work
+        with self._services.feed.subscribe() as events:
+            reporting = asyncio.create_task(_report(events, progress), name="report the progress of a load or unload")
+            try:
+                return await work
+            finally:
+                reporting.cancel()
 
     # Requests
 

@@ -25,12 +25,15 @@ from lmx_lab.notebook.verbs import LoopPortal, in_thread, on_loop
 from lmx_lab.portal import LoopThread
 from lmx_lab.server import InferenceServer, create_server
 from lmx_lab.settings import Settings
-from lmx_lab.values.models import Kind, LoadSpec, with_reason
+from lmx_lab.values.engine import EngineSnapshot
+from lmx_lab.values.models import Kind, LoadSpec, capacity_in_words, with_reason
 from lmx_lab.weights import Catalog
 
 if TYPE_CHECKING:
     from lmx_lab.daemon.tools.python_tools import PythonTools
     from lmx_lab.notebook.daemon import LabDaemon
+    from lmx_lab.panels.events import EventsPanel
+    from lmx_lab.panels.workbench import Workbench
 
 LAST_ANSWERS_S = 1.0
 """Minimum time for clients to receive the end of their answers before their connections are closed."""
@@ -111,7 +114,10 @@ class LocalServer(LabServer):
         host = await serve(
             self.services.asgi, sock, ws_max_bytes=settings.max_body_bytes, ws_pong_s=settings.slow_client_s
         )
-        self.lag.start()
+        if self.mode == "kernel":
+            self.lag.start_after_cell()
+        else:
+            self.lag.start()
         return host
 
     async def stop(self) -> None:
@@ -196,6 +202,37 @@ class LocalServer(LabServer):
     def check_caller(self) -> None:
         """Does nothing: any caller may wait for this server, because blocking calls keep its loop running."""
 
+    def start_daemon(
+        self,
+        workbench: Workbench,
+        events_panel: Callable[[], EventsPanel],
+        *,
+        explicit_port: bool,
+        tools: PythonTools | None,
+    ) -> LabDaemon:
+        """Start a daemon for this server, or return the running one; see ``Lab.start_daemon``."""
+        self.check_running()
+        # Stored also if the start fails: the next attempt finds them.
+        self.daemon_tools = tools = tools or self.daemon_tools
+        # Imported here, because MCP takes half a second to import.
+        from lmx_lab.notebook.daemon import LabDaemon
+
+        if (running := self.running_daemon) is not None:
+            return running
+        daemon = LabDaemon(
+            workbench,
+            events_panel,
+            settings=self.settings,
+            explicit_port=explicit_port,
+            upstream_url=self.url,
+            upstream_api_key=self.api_key,
+            tools=tools,
+        )
+        self.daemon_tools = daemon.tools
+        daemon.start()
+        self.daemon = daemon
+        return daemon
+
     # Description
 
     @property
@@ -229,8 +266,9 @@ class LocalServer(LabServer):
             "address": self.url,
             "LAN address": next(iter(self.addresses.lan_urls), ""),
             "browser address": self.addresses.proxy_url or self.addresses.browser_step or "",
-            "model": f"{now.model} ({now.model_memory_bytes / 1e9:.2f} GB)" if now.model else "none loaded",
+            "model": _model_fact(now),
             "engine": with_reason(engine_for(now.entry.format).name, now.entry.engine_reason) if now.entry else "",
+            "capacity": capacity_in_words(now.slots, now.context_length),
             "daemon": daemon.url if daemon is not None else "",
             "also loaded": ", ".join(f"{it.entry.id} ({it.memory_bytes / 1e9:.2f} GB)" for it in now.pinned),
         }
@@ -247,3 +285,10 @@ class LocalServer(LabServer):
 
     def panels_shown(self) -> None:
         """Does nothing: the registry of launched labs keeps the server."""
+
+
+def _model_fact(now: EngineSnapshot) -> str:
+    if now.model is None:
+        return "none loaded"
+    loaded = f"{now.model} ({now.model_memory_bytes / 1e9:.2f} GB)"
+    return f"{loaded}, {now.unloading}" if now.unloading is not None else loaded

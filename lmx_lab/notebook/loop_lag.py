@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import asyncio
+import sys
 import time
 from collections import deque
 from dataclasses import dataclass
+from typing import Any
 
 INTERVAL_S = 0.1
 """Time between two calls of the heartbeat."""
@@ -37,6 +39,25 @@ class LoopLag:
         """Start measuring the running loop."""
         self._loop = asyncio.get_running_loop()
         self._schedule_beat()
+
+    def start_after_cell(self) -> None:
+        """Start measuring the running loop when the running cell ends; at once if no notebook runs this code.
+
+        The cell that launches a lab blocks the loop, but there are no clients yet.
+        """
+        get_ipython: Any = getattr(sys.modules.get("IPython"), "get_ipython", None)
+        shell = get_ipython() if get_ipython is not None else None
+        if shell is None:
+            self.start()
+            return
+        self._loop = asyncio.get_running_loop()
+
+        def start() -> None:
+            shell.events.unregister("post_execute", start)
+            if self._loop is not None and not self._stopped:
+                self._loop.call_soon_threadsafe(self.start)
+
+        shell.events.register("post_execute", start)
 
     def stop(self) -> None:
         """Stop measuring; the results stay. Can be called from any thread."""

@@ -258,7 +258,7 @@ class LabMagics(Magics):
             %lmx                               display the running lab
             %lmx launch [MODEL] [--loop auto|kernel|thread] [--lan] [--port N]
             %lmx load MODEL                    load a model, which replaces the loaded one
-            %lmx unload
+            %lmx unload [--wait|--now]         let running answers end without a time limit, or stop them
             %lmx models                        list the models on disk, and which of them are loaded
             %lmx panel
             %lmx stop
@@ -301,8 +301,8 @@ class LabMagics(Magics):
     def _load(self, *, model: str) -> Any:
         return _running_lab().load(model)
 
-    def _unload(self) -> None:
-        print(f"{_running_lab().unload():.2f} GB freed.")
+    def _unload(self, *, wait: bool | None) -> None:
+        print(f"{_running_lab().unload(wait=wait):.2f} GB freed.")
 
     def _models(self) -> Any:
         return _running_lab().models()
@@ -379,8 +379,11 @@ def _line_parser() -> _Parser:
     launch.add_argument("--lan", action="store_true")
     launch.add_argument("--port", type=int)
     verbs.add_parser("load").add_argument("model")
+    unload = verbs.add_parser("unload").add_mutually_exclusive_group()
+    unload.add_argument("--wait", action="store_true", default=None)
+    unload.add_argument("--now", action="store_false", default=None, dest="wait")
     # ask is included because error messages list the verbs.
-    for name in ("ask", "unload", "models", "panel", "stop"):
+    for name in ("ask", "models", "panel", "stop"):
         verbs.add_parser(name)
     return parser
 

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import AsyncGenerator, Callable, Iterator
+from dataclasses import replace
 from time import perf_counter
 from typing import Any, Self
 
@@ -16,7 +17,7 @@ from lmx_lab.errors import InvalidRequestError, LabError, UnreachableError
 from lmx_lab.notebook.verbs import LoopPortal
 from lmx_lab.values.encoding import Vectors
 from lmx_lab.values.generation import Delta, TokenLogprob, ToolCallDelta
-from lmx_lab.values.models import LoadReport, LoadSpec
+from lmx_lab.values.models import LoadReport, LoadSpec, Unloading
 from lmx_lab.wire.admin import ModelEvent, ModelRecords, RequestEvent, Sample
 from lmx_lab.wire.chat import ChatChunk, ChatRequest, ChoiceDelta, ChunkChoice, TokenLogprobs, TopLogprob
 from lmx_lab.wire.embeddings import EmbeddingsBody
@@ -152,6 +153,8 @@ class RemoteBackend:
         self._records: ModelRecords | None = None
         self._sample: Sample | None = None
         self._received_at: float | None = None
+        self._unloading: tuple[Unloading | None, float] = (None, 0.0)
+        """The last state of the model if it is being unloaded, and when it was received."""
         self._problem = ""
         """Why the last stream of events has ended; empty while events are received."""
 
@@ -166,13 +169,21 @@ class RemoteBackend:
             note = f"The server has sent nothing for {silent_s:.0f} s: a cell there may block its event loop."
             now = {"state": "lagging", "note": note}
         loaded = [record for record in self._records.models if record.loaded] if self._records else []
+        model = next((record.id for record in loaded if not record.pinned), None)
         return ServerState(
             place="another process or machine",
             url=self._client.url,
-            model=next((record.id for record in loaded if not record.pinned), None),
+            model=model,
             pinned=tuple(record.id for record in loaded if record.pinned),
+            unloading=self._unloading_now() if model is not None else None,
             **now,
         )
+
+    def _unloading_now(self) -> Unloading | None:
+        state, received_at = self._unloading
+        if state is None or state.seconds_left is None:
+            return state
+        return replace(state, seconds_left=max(0, state.seconds_left - int(time.monotonic() - received_at)))
 
     def sample(self) -> Sample | None:
         return self._sample if self.state().state == "running" else None
@@ -196,6 +207,8 @@ class RemoteBackend:
         self._problem, self._received_at = "", time.monotonic()
         if isinstance(event, Sample):
             self._sample = event
+        elif isinstance(event, ModelEvent) and event.stage == "unloading":
+            self._unloading = event.unloading, self._received_at
         elif isinstance(event, ModelEvent) and event.stage in ("loaded", "unloaded", "failed"):
             await self.models()
 
@@ -203,6 +216,8 @@ class RemoteBackend:
 
     async def models(self) -> ModelRecords:
         self._records = records = await self._portal.call(self._client.models())
+        states = (record.unloading for record in records.models)
+        self._unloading = next(filter(None, states), None), time.monotonic()
         return records
 
     async def load(self, spec: LoadSpec, *, progress: Progress | None = None) -> LoadReport:
@@ -217,13 +232,17 @@ class RemoteBackend:
             memory_bytes=round(answer.vram_gb * 1e9),
             engine=answer.engine,
             engine_reason=answer.engine_reason,
+            slots=answer.slots,
+            context_length=answer.context_length,
         )
 
     async def cancel_load(self, model: str) -> None:
         await self._portal.call(self._client.unload(model))
 
-    async def unload(self) -> float:
-        return (await self._portal.call(self._client.unload())).freed_vram_gb
+    async def unload(
+        self, model: str | None = None, *, wait: bool | None = None, progress: Progress | None = None
+    ) -> float:
+        return (await self._portal.call(self._client.unload(model, wait=wait, progress=progress))).freed_vram_gb
 
     # Requests
 

@@ -178,7 +178,8 @@ class RemoteServer(LabServer):
         except (LabError, TimeoutError) as exc:
             return f"running elsewhere, but it does not answer now: {exc}"
         model = "no model ready" if isinstance(now, NotReady) else f"{now.model} ({now.vram_gb:.2f} GB)"
-        return f"running elsewhere, version {self._version}, {model}"
+        state = f", {now.unloading}" if now.unloading is not None else ""
+        return f"running elsewhere, version {self._version}, {model}{state}"
 
     async def _ready(self) -> Ready:
         return await asyncio.wait_for(self._client.ready(), REPR_TIMEOUT_S)

@@ -229,7 +229,7 @@ class Reply:
         return f"thoughts, {self.reasoning_tokens} tokens"
 
     def _cost(self) -> str:
-        speed = f"{self.usage.completion_tokens} tokens, {self.tokens_per_second:.1f} tokens/s"
+        speed = f"{self.usage.completion_tokens} tokens, {self.tokens_per_second:.1f} tok/s"
         return f"{speed} · first token in {self.ttft_s:.2f} s"
 
 
@@ -395,7 +395,8 @@ def _table_cells(record: ModelRecord) -> str:
 
 
 def _cells(record: ModelRecord) -> tuple[str, ...]:
-    return tuple(_cell(getattr(record, name)) for name in SHOWN_FIELDS)
+    loaded = record.loaded if record.unloading is None else str(record.unloading)
+    return tuple(_cell(loaded if name == "loaded" else getattr(record, name)) for name in SHOWN_FIELDS)
 
 
 def _cell(value: object) -> str:

@@ -149,7 +149,7 @@ def _charts(samples: Sequence[Sample]) -> list[LineChart]:
     def series(name: str, field: str) -> Series:
         return Series(name=name, values=[float(getattr(sample, field)) for sample in samples])
 
-    speed, counts, memory = "tokens/s", "requests", "GB"
+    speed, counts, memory = "tok/s", "requests", "GB"
     generated = [series("generated", "decode_tokens_per_second")]
     processed = [
         series("prompts", "prompt_tokens_per_second"),
@@ -180,11 +180,11 @@ def _requests(newest: Sequence[EndedRequest]) -> str:
         return '<p class="quiet">No request has ended yet.</p>'
     kinds = sorted({request.event.kind for request in newest})
     groups = [(kind, [request.event for request in newest if request.event.kind == kind]) for kind in kinds]
-    head = ("kind", "#requests", "#failed", "#cancelled", "#prompt tokens", "#tokens", "#median tokens/s", "#median ms")
+    head = ("kind", "#requests", "#failed", "#cancelled", "#prompt tokens", "#tokens", "#median tok/s", "#median ms")
     summary = _table((_summary_row(kind, events) for kind, events in groups), head=head, caption="By kind")
     omitted = len(newest) - MAX_REQUEST_ROWS
     note = f"The {MAX_REQUEST_ROWS} newest; {omitted:,} older ones are omitted." if omitted > 0 else "The newest first."
-    head = ("time", "kind", "model", "#prompt tokens", "#tokens", "#tokens/s", "#ms to first token", "finish reason")
+    head = ("time", "kind", "model", "#prompt tokens", "#tokens", "#tok/s", "#ms to first token", "finish reason")
     return summary + _table((_request_row(request) for request in newest[:MAX_REQUEST_ROWS]), head=head, caption=note)
 
 

@@ -98,7 +98,7 @@ class RerankResult(Sequence[RankedDocument]):
         rows = [COLUMNS, *(_cells(row, LINE_CHARACTERS) for row in self._shown())]
         widths = [max(len(cell) for cell in column) for column in zip(*rows, strict=True)]
         table = ["  ".join(map(str.ljust, row, widths)).rstrip() for row in rows]
-        return "\n".join([*table, self._foot()])
+        return "\n".join([*table, self._footer()])
 
     def _repr_html_(self) -> str:
         left = "style='text-align:left'"
@@ -108,12 +108,12 @@ class RerankResult(Sequence[RankedDocument]):
             for row in self._shown()
         )
         table = f"<table><thead><tr>{head}</tr></thead><tbody>{rows}</tbody></table>"
-        return f"{table}<small>{html.escape(self._foot())}</small>"
+        return f"{table}<small>{html.escape(self._footer())}</small>"
 
     def _shown(self) -> islice[RankedDocument]:
         return islice(self._rows, SHOWN_ROWS)
 
-    def _foot(self) -> str:
+    def _footer(self) -> str:
         more = f"{len(self) - SHOWN_ROWS} more · " if len(self) > SHOWN_ROWS else ""
         return f"{more}{_line(self.model, LINE_CHARACTERS)} · {self.method}"
 

@@ -60,7 +60,7 @@ class Snapshot:
             "address": server.url,
             "LAN address": server.lan_url or "",
             "browser address": server.proxy_url or "",
-            "model": server.model or "none loaded",
+            "model": ", ".join(map(str, filter(None, (server.model or "none loaded", server.unloading)))),
             "pinned": ", ".join(server.pinned),
             "models on disk": str(len(self.models.models)),
             "MLX matrix multiplication": f"{compute.blas}: {compute.detail}" if compute else "",
@@ -78,7 +78,7 @@ class Snapshot:
         generated, prompts = format_number(now.decode_tokens_per_second), format_number(now.prompt_tokens_per_second)
         encoded = format_number(now.encoded_tokens_per_second)
         return {
-            "tokens/s": f"{generated} generated, {prompts} of prompts, {encoded} embedded or scored",
+            "tok/s": f"{generated} generated, {prompts} of prompts, {encoded} embedded or scored",
             "requests": f"{now.active_requests} running, {now.queued_requests} waiting",
             "memory": f"{now.memory_active_gb:.2f} GB in use ({now.memory_cache_gb:.2f} GB for cached prompts), "
             f"{now.memory_peak_gb:.2f} GB at the peak, {now.memory_total_gb:.1f} GB in total",

@@ -53,7 +53,7 @@ class TokenTable(Sequence[TokenLogprob]):
         rows = [COLUMNS, *map(_cells, islice(self._tokens, SHOWN_ROWS))]
         widths = [max(len(cell) for cell in column) for column in zip(*rows, strict=True)]
         lines = ["  ".join(map(str.ljust, row, widths)).rstrip() for row in rows]
-        return "\n".join([*lines, *self._foot()])
+        return "\n".join([*lines, *self._footer()])
 
     def _repr_html_(self) -> str:
         left = "style='text-align:left'"
@@ -62,10 +62,10 @@ class TokenTable(Sequence[TokenLogprob]):
             "<tr>" + "".join(f"<td {left}>{html.escape(cell)}</td>" for cell in _cells(token)) + "</tr>"
             for token in islice(self._tokens, SHOWN_ROWS)
         )
-        foot = "".join(f"<div>{line}</div>" for line in self._foot())
+        foot = "".join(f"<div>{line}</div>" for line in self._footer())
         return f"<table><thead><tr>{head}</tr></thead><tbody>{rows}</tbody></table>{foot}"
 
-    def _foot(self) -> list[str]:
+    def _footer(self) -> list[str]:
         more = len(self) - SHOWN_ROWS
         return [f"{more} more tokens: see .df"] if more > 0 else []
 

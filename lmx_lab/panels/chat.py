@@ -6,15 +6,27 @@ import asyncio
 import contextlib
 import html
 import logging
-from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass
+from collections.abc import Mapping
+from dataclasses import asdict
 from typing import Any, ClassVar
 
 import traitlets
 
 from lmx_lab.backend import AnswerCost, AnswerStream, Backend
 from lmx_lab.client.request_bodies import build_body
-from lmx_lab.errors import HostingError, LabError, QueueFullError
+from lmx_lab.errors import HostingError, InvalidRequestError, LabError, QueueFullError
+from lmx_lab.panels.conversation import (
+    MAX_CHARACTERS,
+    MAX_FILE_CHARACTERS,
+    MAX_MESSAGES,
+    TranscriptMessage,
+    from_json,
+    messages_before,
+    to_chat_messages,
+    to_json,
+    to_markdown,
+    trim_transcript,
+)
 from lmx_lab.panels.panel import BUG, Panel, integer_field, number_field, text_field
 from lmx_lab.panels.text import preformatted
 from lmx_lab.panels.workbench import Workbench
@@ -24,10 +36,6 @@ from lmx_lab.wire.chat import ChatRequest
 from lmx_lab.wire.generation import ANY_MODEL
 
 log = logging.getLogger(__name__)
-MAX_MESSAGES = 200
-"""Maximum number of messages in the transcript."""
-MAX_CHARACTERS = 200_000
-"""Maximum number of characters in the transcript, including thoughts, and in one answer."""
 MAX_MESSAGE_CHARACTERS = 100_000
 """Maximum number of characters in one message of the user, and in the system prompt."""
 SAMPLING: Mapping[str, Any] = {"temperature": 0.7, "top_p": 1, "max_tokens": 512, "seed": None, "system": ""}
@@ -36,24 +44,6 @@ MAX_SEED = 2**53 - 1
 """The largest integer that JavaScript represents exactly."""
 REMARK_S = 0.5
 """Interval at which the status of an answer is updated before its first text."""
-
-
-@dataclass(frozen=True, kw_only=True)
-class TranscriptMessage:
-    """A message of the transcript, as a view shows it."""
-
-    id: int
-    role: str
-    text: str
-    reasoning: str = ""
-    stats: str = ""
-    """The cost of the answer and how it ended, for display."""
-    error: str = ""
-
-    @property
-    def size(self) -> int:
-        """Number of characters."""
-        return len(self.text) + len(self.reasoning) + len(self.error)
 
 
 class LiveAnswer:
@@ -110,7 +100,7 @@ class LiveAnswer:
         cost = self.cost
         if cost is None:
             return self.ending
-        speed = f"{cost.usage.completion_tokens} tokens · {cost.timings.predicted_per_second:.1f} tokens/s"
+        speed = f"{cost.usage.completion_tokens} tokens · {cost.timings.predicted_per_second:.1f} tok/s"
         parts = (
             cost.model,
             f"{speed} · first token in {cost.ttft_s:.2f} s",
@@ -124,7 +114,7 @@ class ChatPanel(Panel):
 
     SCRIPTS = ("panel.js", "keyed.js", "chat.js")
     STYLES = ("panel.css", "chat.css")
-    REQUESTS: ClassVar[frozenset[str]] = frozenset({"send", "stop", "clear"})
+    REQUESTS: ClassVar[frozenset[str]] = frozenset({"send", "stop", "clear", "export", "load"})
     IN_REPORT = True
 
     messages: traitlets.List[Any] = traitlets.List().tag(sync=True)
@@ -154,22 +144,27 @@ class ChatPanel(Panel):
     # Requests
 
     async def do_send(self, fields: Mapping[str, Any]) -> None:
-        """Start an answer. It is in ``live`` until it ends, and then in ``messages``."""
+        """Start an answer. It is in ``live`` until it ends, and then in ``messages``.
+
+        ``replace`` is the id of an earlier question that the text replaces; the messages after it are removed.
+        """
         text = text_field(fields, "text", limit=MAX_MESSAGE_CHARACTERS)
         sampling = sampling_fields(fields)
         if self._answer_now is not None:
             raise QueueFullError("this panel is generating an answer; stop it, or send the message when it has ended")
         if not self.serves:
             raise HostingError(f"the server is {self.shown('server')['state']}; run the launch cell again")
+        replaced = fields.get("replace")
+        before = self._messages if replaced is None else messages_before(self._messages, replaced)
         question = TranscriptMessage(id=self._next_id(), role="user", text=text)
         request = build_body(
             ChatRequest,
             model=ANY_MODEL,
-            messages=to_chat_messages((*self._messages, question), sampling["system"], unanswered=question),
+            messages=to_chat_messages((*before, question), sampling["system"], unanswered=question),
             **{name: value for name, value in sampling.items() if name != "system" and value is not None},
         )
         self._answer_now = LiveAnswer(self._next_id(), sampling["max_tokens"])
-        self._keep(question, sampling=sampling, live=self._answer_now.live())
+        self._set_messages((*before, question), sampling=sampling, live=self._answer_now.live())
         self._task = asyncio.create_task(
             self._generate(self.workbench.backend, request, self._answer_now), name="generate a panel's answer"
         )
@@ -184,6 +179,25 @@ class ChatPanel(Panel):
         self._stop("")
         self._answer_now, self._messages, self._removed = None, (), 0
         self.show(messages=[], live={}, removed="")
+
+    async def do_export(self, fields: Mapping[str, Any]) -> str:
+        """Return the conversation as a text in ``format``, ``json`` or ``markdown``."""
+        form, sampling = fields.get("format"), self.shown("sampling")
+        if form not in ("json", "markdown"):
+            raise InvalidRequestError(f"format is {form!r:.40}; it must be json or markdown", param="format")
+        if not self._messages:
+            raise InvalidRequestError("the conversation has no messages yet; ask a question first")
+        return to_json(self._messages, sampling) if form == "json" else to_markdown(self._messages, sampling["system"])
+
+    async def do_load(self, fields: Mapping[str, Any]) -> None:
+        """Replace the conversation and its settings by those in ``text``, a result of ``export`` as JSON."""
+        loaded, sampling = from_json(text_field(fields, "text", limit=MAX_FILE_CHARACTERS))
+        settings = sampling_fields(sampling)
+        if self._answer_now is not None:
+            raise QueueFullError("this panel is generating an answer; stop it, or load the file when it has ended")
+        messages = tuple(TranscriptMessage(id=self._next_id(), **message) for message in loaded)
+        self._messages, self._removed = (), 0
+        self._set_messages(messages, sampling=settings)
 
     # Called by the workbench
 
@@ -253,23 +267,22 @@ class ChatPanel(Panel):
                 answer.error = BUG
         if answer is not None and task is self._task:
             self._answer_now = self._task = None
-            self._keep(answer.message(), live={})
+            self._set_messages((*self._messages, answer.message()), live={})
             self.workbench.static_views.mark_changed(ended=True)
 
     def _next_id(self) -> int:
         self._count += 1
         return self._count
 
-    def _keep(self, message: TranscriptMessage, **values: Any) -> None:
-        kept = trim_transcript((*self._messages, message))
-        self._removed += len(self._messages) + 1 - len(kept)
-        self._messages = kept
-        if self._removed:
-            values["removed"] = (
-                f"{self._removed} older messages were removed, also from the prompt: "
-                f"at most {MAX_MESSAGES} messages and {MAX_CHARACTERS:,} characters are kept"
-            )
-        self.show(messages=[asdict(each) for each in kept], **values)
+    def _set_messages(self, messages: tuple[TranscriptMessage, ...], **values: Any) -> None:
+        """Show these messages, without the oldest ones if they exceed the limits."""
+        kept = self._messages = trim_transcript(messages)
+        self._removed += len(messages) - len(kept)
+        removed = (
+            f"{self._removed} older messages were removed, also from the prompt: "
+            f"at most {MAX_MESSAGES} messages and {MAX_CHARACTERS:,} characters are kept"
+        )
+        self.show(messages=[asdict(each) for each in kept], removed=removed if self._removed else "", **values)
 
     # Saved notebooks
 
@@ -300,36 +313,6 @@ def sampling_fields(fields: Mapping[str, Any]) -> dict[str, Any]:
         "seed": integer_field(fields, "seed", low=0, high=MAX_SEED, default=SAMPLING["seed"]),
         "system": text_field(fields, "system", limit=MAX_MESSAGE_CHARACTERS) if system else "",
     }
-
-
-def to_chat_messages(
-    transcript: Sequence[TranscriptMessage], system: str, *, unanswered: TranscriptMessage | None = None
-) -> list[dict[str, str]]:
-    """Convert a transcript to messages of the chat format, without questions that have no answer.
-
-    Args:
-        unanswered: A question to include although it has no answer.
-    """
-    converted = [{"role": "system", "content": system}] if system.strip() else []
-    for message, following in zip(transcript, [*transcript[1:], None], strict=True):
-        answered = following is not None and following.role == "assistant" and bool(following.text)
-        is_kept = answered or message is unanswered if message.role == "user" else bool(message.text)
-        if is_kept:
-            converted.append({"role": message.role, "content": message.text})
-    return converted
-
-
-def trim_transcript(transcript: tuple[TranscriptMessage, ...]) -> tuple[TranscriptMessage, ...]:
-    """Return the latest messages within the limits of a transcript, starting with a question. The last two are kept
-    whatever their size."""
-    first = 0
-    size = sum(message.size for message in transcript)
-    while len(transcript) - first > 2 and (
-        len(transcript) - first > MAX_MESSAGES or size > MAX_CHARACTERS or transcript[first].role != "user"
-    ):
-        size -= transcript[first].size
-        first += 1
-    return transcript[first:]
 
 
 def describe_ending(cost: AnswerCost, max_tokens: int) -> str:

@@ -44,6 +44,11 @@ ID_CHARACTERS = 8
 """Length of the end of a session's id, which is shown if the session has no title."""
 
 
+def short_id(session_id: str) -> str:
+    """Return the end of an id; ids of the same minute have the same beginning."""
+    return session_id if len(session_id) <= ID_CHARACTERS else f"…{session_id[-ID_CHARACTERS:]}"
+
+
 class SessionView:
     """The state of one session, as far as events describe it."""
 
@@ -64,9 +69,7 @@ class SessionView:
 
     @property
     def name(self) -> str:
-        # Ids of the same minute have the same beginning.
-        end = self.session_id[-ID_CHARACTERS:]
-        return clip(self.title or (self.session_id if end == self.session_id else f"…{end}"), NAME_CHARACTERS)
+        return clip(self.title or short_id(self.session_id), NAME_CHARACTERS)
 
     def view(self) -> dict[str, Any]:
         """Return the session as an entry of a view's list."""
@@ -166,6 +169,11 @@ class SessionTracker:
         newest_first = sorted(self._sessions.values(), key=lambda session: -session.number)
         return [session.view() for session in newest_first]
 
+    def name(self, session_id: str) -> str:
+        """Return the title of a session, or the end of its id if it has no title or is not known."""
+        session = self._sessions.get(session_id)
+        return session.name if session is not None else short_id(session_id)
+
     def live(self, session_id: str) -> dict[str, Any]:
         """Return one session with its text; empty if it is not known."""
         session = self._sessions.get(session_id)
@@ -177,11 +185,10 @@ class SessionTracker:
 
     def _permission_view(self, record: PermissionRecord) -> dict[str, Any]:
         arguments = json.dumps(record.arguments, ensure_ascii=False, indent=1)
-        session = self._sessions.get(record.session_id)
         return {
             "id": record.permission_id,
             "tool": clip(record.tool, 200),
-            "session": session.name if session is not None else record.session_id,
+            "session": self.name(record.session_id),
             "arguments": clip(arguments, ARGUMENT_CHARACTERS),
             "omitted": max(0, len(arguments) - ARGUMENT_CHARACTERS),
             "expires_at": record.expires_at,
@@ -247,7 +254,7 @@ class SessionTracker:
     def _on_done(self, session: SessionView, event: TurnDoneEvent) -> None:
         stats = event.stats
         session.end(
-            f"{event.data.stop_reason} · {stats.completion_tokens} tokens · {stats.tokens_per_second:.1f} tokens/s"
+            f"{event.data.stop_reason} · {stats.completion_tokens} tokens · {stats.tokens_per_second:.1f} tok/s"
         )
         self._remove_permissions(session.session_id, event.turn_id)
 

@@ -10,15 +10,17 @@ const TONES = { live: "good", waiting: "warn", closed: "bad" };
 const CLOCK = { hour: "2-digit", minute: "2-digit", second: "2-digit", fractionalSecondDigits: 3, hour12: false };
 const CODE = 'lmx_lab.current().panel("events").df';
 
-export default panel("Events", ({ model, root, watch }) => {
+export default panel("Events", ({ model, root, head, watch }) => {
   const get = (name) => model.get(name);
   const strip = h("p", { class: "error", role: "alert" });
   const say = (text) => set(strip, text);
   const act = (what, fields) => (say(""), ask(model, what, fields).catch((error) => say(error.message)));
   const filter = (fields) => act("filter", fields);
+  // As in Python: ids of the same minute have the same beginning.
+  const short = (id) => (id.length > 8 ? "…" + id.slice(-8) : id);
 
   const pill = h("span", { role: "status" });
-  const place = h("code", { class: "grow" });
+  const place = h("code");
   const reconnect = h("button", { onclick: () => act("reconnect") }, "Reconnect");
   const problem = h("p", { class: "note" });
 
@@ -110,7 +112,9 @@ export default panel("Events", ({ model, root, watch }) => {
   let names = new Map();
   const showRows = keyed(body, ({ id }) => {
     const time = h("td");
-    const kind = h("button", { class: "quiet", onclick: () => open(id) });
+    const name = h("span");
+    const batches = h("span");
+    const kind = h("button", { class: "quiet", onclick: () => open(id) }, name, batches);
     const from = h("td");
     const content = h("bdi", { dir: "ltr" });
     const row = h("tr", {}, time, h("td", {}, kind), from, h("td", {}, content));
@@ -118,9 +122,10 @@ export default panel("Events", ({ model, root, watch }) => {
       row.className = `${now.tone} ${now.mark ? "mark" : now.grows ? "grows" : ""}`;
       row.ariaRowIndex = now.number + 2;
       set(time, now.at ? new Date(now.at).toLocaleTimeString([], CLOCK) : "");
-      set(kind, now.batches > 1 ? `${now.kind} ×${now.batches}` : now.kind);
+      set(name, now.kind);
+      set(batches, now.batches > 1 ? ` ×${now.batches}` : "");
       kind.hidden = !now.at;
-      set(from, names.get(now.session) ?? now.session);
+      set(from, names.get(now.session) ?? short(now.session ?? ""));
       set(content, now.text);
     }];
   });
@@ -197,12 +202,13 @@ export default panel("Events", ({ model, root, watch }) => {
 
   const count = h("span", { class: "dim grow" });
   root.classList.add("events");
-  root.append(
-    h("div", { class: "row" }, pill, place, reconnect), problem, strip, announcement, waiting,
+  const hint = example("No session has run yet. An example:", 'lab.daemon.session().run("Say hello.")');
+  head.append(pill, place, reconnect);
+  root.append(problem, strip, announcement, waiting,
     h("div", { class: "row" }, session, search, h("label", {}, follow, " follow")),
     h("div", { class: "row", role: "group", "aria-label": "kinds of events" },
       ...boxes.map(([group, box]) => h("label", {}, box, " " + group))),
-    sessionBox, scroller, detail,
+    sessionBox, hint, scroller, detail,
     h("div", { class: "row" }, count, copyButton(() => CODE, "code for a DataFrame", "as DataFrame"),
       h("button", { class: "quiet", onclick: () => act("clear") }, "clear")));
 
@@ -224,11 +230,14 @@ export default panel("Events", ({ model, root, watch }) => {
     // The focus does not move to a button of the next call, on which a second Enter would decide before it is read.
     if (hadFocus && !waiting.contains(document.activeElement)) scroller.focus({ preventScroll: true });
   });
+  watch(["sessions", "connection"], () => {
+    hint.hidden = get("connection").state === "none" || get("sessions").length;
+  });
   watch(["sessions", "filter"], () => {
     const { session: id, groups, text: searched } = get("filter");
     const all = get("sessions");
     names = new Map(all.map((each) => [each.id, each.name]));
-    const unknown = id && !names.has(id) ? [{ id, name: id }] : [];
+    const unknown = id && !names.has(id) ? [{ id, name: short(id) }] : [];
     showSessions([{ id: "", name: "all sessions" }, ...unknown, ...all]);
     session.value = id;
     for (const [group, box] of boxes) box.checked = groups.includes(group);

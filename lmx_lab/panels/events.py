@@ -48,6 +48,7 @@ class EventsPanel(Panel):
     SCRIPTS = ("panel.js", "keyed.js", "events.js")
     STYLES = ("panel.css", "events.css")
     NEEDS_DAEMON = True
+    FULL_WIDTH = True
     REQUESTS: ClassVar[frozenset[str]] = frozenset(
         {"rows", "event", "filter", "decide", "cancel", "clear", "reconnect"}
     )
@@ -202,7 +203,8 @@ class EventsPanel(Panel):
     def _summary(self) -> str:
         """Describe the number of rows."""
         passing, kept, removed = len(self._rows.passing), len(self._rows), self._rows.removed
-        count = f"{kept:,} rows" if passing == kept else f"{passing:,} of {kept:,} rows"
+        rows = "row" if kept == 1 else "rows"
+        count = f"{kept:,} {rows}" if passing == kept else f"{passing:,} of {kept:,} {rows}"
         return f"{count}; {removed:,} older ones were removed" if removed else count
 
     def _connection_view(self) -> dict[str, str]:
@@ -314,10 +316,10 @@ class EventsPanel(Panel):
         where = f"{now['text']}, {now['place']}" if now["place"] else now["text"]
         caption = html.escape(f"Events: {where}; {self._summary()}, the last {len(rows)} below")
         head = table_row(["time (UTC)", "event", "session", "content"], "th")
-        body = "".join(_snapshot_row(row) for row in rows)
+        body = "".join(_snapshot_row(row, self._sessions.name(row["session"])) for row in rows)
         return f"<table><caption>{caption}</caption><thead>{head}</thead><tbody>{body}</tbody></table>"
 
 
-def _snapshot_row(row: Mapping[str, Any]) -> str:
+def _snapshot_row(row: Mapping[str, Any], session: str) -> str:
     kind = row["kind"] if row["batches"] == 1 else f"{row['kind']} \N{MULTIPLICATION SIGN}{row['batches']}"
-    return table_row([row["at"][11:23], kind, row["session"], clip(row["text"], 200)])
+    return table_row([row["at"][11:23], kind, session, clip(row["text"], 200)])

@@ -30,7 +30,10 @@ class PanelGrid(ipywidgets.GridBox):  # type: ignore[misc]
     """A grid of several panels, which are side by side if there is room."""
 
     def __init__(self, panels: Sequence[Panel]) -> None:
-        columns = "repeat(auto-fit, minmax(min(26rem, 100%), 1fr))"
+        # At most two columns, so that only a panel without a neighbour leaves a hole, which it fills itself.
+        columns = "repeat(auto-fit, minmax(min(100%, max(26rem, 40%)), 1fr))"
+        for panel, is_wide in zip(panels, full_width([panel.FULL_WIDTH for panel in panels]), strict=True):
+            panel.wide = is_wide
         super().__init__(
             children=tuple(panels), layout=ipywidgets.Layout(grid_template_columns=columns, grid_gap="8px")
         )
@@ -46,6 +49,18 @@ class PanelGrid(ipywidgets.GridBox):  # type: ignore[misc]
 
     def _ipython_display_(self) -> None:
         self.children[0].workbench.static_views.show(self._repr_mimebundle_(), self.snapshot_html)
+
+
+def full_width(wide: Sequence[bool]) -> list[bool]:
+    """Return which panels of a grid with two columns span both: those that need the width, and those that would
+    otherwise have an empty place beside them."""
+    spans: list[bool] = []
+    at = 0
+    while at < len(wide):
+        is_pair = not any(wide[at : at + 2]) and at + 1 < len(wide)
+        spans += [False, False] if is_pair else [True]
+        at += 2 if is_pair else 1
+    return spans
 
 
 def compose_panels(workbench: Workbench, names: Sequence[str]) -> ipywidgets.DOMWidget:

@@ -2,10 +2,12 @@
 // screen readers.
 
 const HEIGHT = 120;
+// Distances between the labels of an axis of counts.
+const COUNTS = [1, 2, 5, 10, 20, 50, 100, 200, 500, 1000];
 const DASHES = [[], [7, 4], [2, 3]];
 const CODE = "lmx_lab.current().metrics().df";
 
-export default panel("Metrics", ({ model, root, watch }) => {
+export default panel("Metrics", ({ model, root, head, watch }) => {
   const get = (name) => model.get(name);
   const status = h("p", { class: "grow", role: "status" });
   const say = (text) => (status.textContent = text);
@@ -18,10 +20,9 @@ export default panel("Metrics", ({ model, root, watch }) => {
   const failed = h("summary");
   const list = h("ul");
   const failures = h("details", {}, failed, list);
-  root.append(
-    h("div", { class: "row" }, status, minutes, pause, copyButton(() => say("Copied: " + CODE) && CODE, "as DataFrame", "as DataFrame")),
-    job, grid, failures,
-  );
+  const hint = example("No request has been measured in this window. An example:", 'lab.chat("Tell me a story.")');
+  head.append(status, minutes, pause, copyButton(() => say("Copied: " + CODE) && CODE, "as DataFrame", "as DataFrame"));
+  root.append(job, hint, grid, failures);
 
   // Called whenever a chart is drawn, because the colours depend on the theme.
   const paint = (node, property = "color") => () => getComputedStyle(node)[property];
@@ -51,7 +52,7 @@ export default panel("Metrics", ({ model, root, watch }) => {
         x: { range: () => [get("end") - 60 * get("minutes"), get("end")] },
         y: { range: (_, low, high) => [0, Math.max(1.1 * high, least)] },
       },
-      axes: [axis(24, { values: "{HH}:{mm}:{ss}", space: 70 }), axis(46)],
+      axes: [axis(24, { values: "{HH}:{mm}:{ss}", space: 70 }), axis(46, digits ? {} : { incrs: COUNTS })],
       series: [{}, ...marks.slice(0, lines).map((mark, at) => (
         { stroke: paint(mark), width: 2, dash: DASHES[at] }))],
     }, null, box);
@@ -77,6 +78,8 @@ export default panel("Metrics", ({ model, root, watch }) => {
     columns = [(value) => end + value, ...cells.map(() => (value) => (isNaN(value) ? null : value))].map((read, n) =>
       all.slice(n * size, n * size + size).map(read));
     charts.forEach((chart) => chart.draw());
+    // The columns of the first three charts, which are 0 without requests.
+    hint.hidden = columns.slice(1, 6).some((column) => column.some((value) => value > 0));
     drawn++;
   };
   const observers = [
@@ -105,10 +108,9 @@ export default panel("Metrics", ({ model, root, watch }) => {
   watch(["now"], () => cells.forEach((show, at) => show(get("now")[at])));
   watch(["frame"], draw);
   watch(["minutes", "paused", "server"], () => {
-    const { state, place, model: loaded } = get("server");
     minutes.value = get("minutes");
     pause.textContent = get("paused") ? "Resume" : "Pause";
-    say(`${get("paused") ? "Paused. " : ""}Server ${state}, ${place}; ${loaded ?? "no model"} loaded`);
+    say(get("paused") ? "Paused" : "");
   });
   return () => {
     observers.forEach((observer) => observer.disconnect());

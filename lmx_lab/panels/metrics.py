@@ -56,20 +56,20 @@ class MetricChart:
 CHARTS = (
     # Prefill is so much faster than decoding that one axis for both would hide the latter.
     MetricChart(
-        title="Generated",
-        unit="tokens/s",
+        title="Decode",
+        unit="tok/s",
         digits=1,
         least=1,
-        names=("decode",),
+        names=("all requests",),
         lines=1,
         fields=("decode_tokens_per_second",),
     ),
     MetricChart(
-        title="Processed",
-        unit="tokens/s",
+        title="Prefill",
+        unit="tok/s",
         digits=1,
         least=1,
-        names=("prompt", "encoded"),
+        names=("prompts", "embeddings"),
         lines=2,
         fields=("prompt_tokens_per_second", "encoded_tokens_per_second"),
     ),

@@ -3,9 +3,9 @@
 const ADDRESSES = [["url", "local"], ["lan_url", "LAN"], ["proxy_url", "browser"]];
 const HEAD = ["model", "kind", "format", "engine", "size", "quantization", "context", "state", ""];
 
-export default panel("Models", ({ model, root, watch }) => {
+export default panel("Models", ({ model, root, head, watch }) => {
   const get = (name) => model.get(name);
-  const serves = () => /ing$/.test(get("server").state);
+  const serves = () => isServing(get("server"));
 
   // An error of this view's own request takes precedence over the error of the panel, which all views display.
   const message = h("span", { class: "grow" });
@@ -18,9 +18,7 @@ export default panel("Models", ({ model, root, watch }) => {
   const fail = (error) => showError(error.message);
   const act = (what, fields, fallback) => (showError(""), ask(model, what, fields, fallback).catch(fail));
 
-  const pill = h("span", { role: "status" });
   const place = h("span", { class: "dim grow" });
-  const loaded = h("b");
   const pinned = h("span", { class: "dim" });
   const links = ADDRESSES.map(([key, label]) => {
     const code = h("code");
@@ -35,17 +33,22 @@ export default panel("Models", ({ model, root, watch }) => {
     const text = h("span");
     const bar = h("progress", { "aria-label": id });
     const detail = h("span", { class: "dim" });
-    const cancel = h("button", { onclick: () => act("cancel", { model: id }) }, "Cancel");
-    return [h("div", { class: "row job" }, h("b", {}, id), text, bar, detail, cancel), (job) => {
+    const buttons = Object.entries({
+      Cancel: () => act("cancel", { model: id }),
+      Wait: () => unload(id, true),
+      "Stop now": () => unload(id, false),
+    }).map(([name, onclick]) => h("button", { onclick, "aria-label": name + " " + id }, name));
+    return [h("div", { class: "row job" }, h("b", {}, id), text, bar, detail, ...buttons), (job) => {
       set(text, job.text);
       set(detail, job.detail);
       job.fraction == null ? bar.removeAttribute("value") : (bar.value = job.fraction);
-      cancel.hidden = !job.can_cancel;
+      bar.hidden = job.actions.includes("Stop now");
+      for (const button of buttons) button.hidden = !job.actions.includes(button.textContent);
     }];
   });
 
   const load = (id) => serves() && act("load", { model: id });
-  const unload = (id) => serves() && act("unload", { model: id }, "admin/models/unload");
+  const unload = (id, wait) => serves() && act("unload", { model: id, wait }, "admin/models/unload");
   const body = h("tbody");
   const showRows = keyed(body, ({ id }) => {
     const cells = HEAD.slice(2).map((_, at) => h("td", { class: "c" + at }));
@@ -78,15 +81,18 @@ export default panel("Models", ({ model, root, watch }) => {
   const refresh = () => ask(model, "refresh").catch(fail);
   const caption = h("caption");
   const engines = h("p", { class: "dim engines" });
+  const hint = example("There are no models on this disk. This downloads a small one:", 'lab.load("smollm2-135m")');
   const list = h("details", { open: !get("compact"), ontoggle: () => list.open && refresh() },
     h("summary", { hidden: !get("compact") }, "models"),
     h("div", { class: "row pick" }, input, go, h("button", { onclick: refresh }, "Refresh")),
-    h("div", { class: "scroll", tabIndex: 0 },
+    h("div", { class: "scroll", tabIndex: 0, role: "group", "aria-label": "list of models" },
       h("table", {}, caption,
-        h("thead", {}, h("tr", {}, ...HEAD.map((name, at) => h("th", { scope: "col", class: "c" + (at - 1) }, name)))), body)), engines);
+        h("thead", {}, h("tr", {}, ...HEAD.map((name, at) => h("th", { scope: "col", class: "c" + (at - 1) }, name)))), body)),
+    hint, engines);
 
   root.classList.add("models");
-  root.append(h("div", { class: "row" }, pill, loaded, pinned, place),
+  head.append(pinned, place);
+  root.append(
     h("div", { class: "row" }, ...links.map(([, , line]) => line)), strip, jobs, announcement, list);
   watch(["error"], () => {
     showError("");
@@ -96,14 +102,12 @@ export default panel("Models", ({ model, root, watch }) => {
   watch(["jobs"], () => {
     showJobs(get("jobs"));
     if (!get("jobs").length) showError("");
-    set(announcement, get("jobs").map((job) => job.id + ": " + job.text).join("; "));
+    // Without the remaining seconds, which a screen reader would read each second.
+    set(announcement, get("jobs").map((job) => job.id + ": " + job.text.replace(/ \(\d+ s\)$/, "")).join("; "));
   });
   watch(["rows", "caption", "engines", "server"], () => {
-    const { state, place: where, model: id, pinned: pins } = get("server");
-    set(pill, state);
-    pill.className = "pill " + ({ running: "good", lagging: "warn" }[state] ?? "bad");
+    const { place: where, pinned: pins } = get("server");
     set(place, where);
-    set(loaded, id ?? (serves() ? "no model is loaded" : ""));
     set(pinned, pins.length ? "also loaded: " + pins.join(", ") : "");
     for (const [key, code, line] of links) {
       set(code, get("server")[key] ?? "");
@@ -114,5 +118,6 @@ export default panel("Models", ({ model, root, watch }) => {
     set(engines, get("engines"));
     engines.hidden = !get("engines");
     showRows(get("rows"));
+    hint.hidden = get("rows").length || !get("caption");
   });
 });

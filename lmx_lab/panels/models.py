@@ -14,11 +14,11 @@ from typing import Any, ClassVar
 import traitlets
 
 from lmx_lab.backend import Backend
-from lmx_lab.errors import HostingError, LabError, ModelBusyError
+from lmx_lab.errors import HostingError, InvalidRequestError, LabError, ModelBusyError
 from lmx_lab.panels.panel import Panel, text_field
 from lmx_lab.panels.text import table_row
 from lmx_lab.panels.workbench import Workbench
-from lmx_lab.values.models import LoadSpec, with_reason
+from lmx_lab.values.models import LoadSpec, Unloading, with_reason
 from lmx_lab.wire.admin import ModelEvent, ModelRecord, Preference, Sample
 
 log = logging.getLogger(__name__)
@@ -54,22 +54,22 @@ class ModelJob:
     total_bytes: int | None = None
     updated_at: float = field(default_factory=time.monotonic)
 
-    def row(self, *, answers: int) -> dict[str, Any]:
+    def row(self, *, unloading: Unloading | None) -> dict[str, Any]:
         """Return the job as a view shows it.
 
         Args:
-            answers: Number of running generations, for which the engine waits before it changes its model.
+            unloading: The state of the model in memory, if it has to be unloaded first.
         """
         text = STAGES[self.stage]
-        if self.stage in IN_ENGINE and answers:
-            text = f"waiting for running answers ({answers})"
+        if self.stage in IN_ENGINE and unloading is not None:
+            text = f"waiting for running answers ({unloading.answers_left})"
         fraction = self.done_bytes / self.total_bytes if self.done_bytes is not None and self.total_bytes else None
         return {
             "id": self.model,
             "text": text,
             "detail": self._bytes(),
             "fraction": None if fraction is None else min(fraction, 1.0),
-            "can_cancel": self.stage != "unload",
+            "actions": ["Cancel"] if self.stage != "unload" else [],
         }
 
     def _bytes(self) -> str:
@@ -95,7 +95,8 @@ class ModelsPanel(Panel):
     """The engine of the loaded model and why it was chosen, the faster engine on this machine, and why models of an
     engine cannot be loaded; empty if none of these is known."""
     jobs: traitlets.List[Any] = traitlets.List().tag(sync=True)
-    """Running loads and unloads: ``{id, text, detail, fraction, can_cancel}``. ``fraction`` is 0 to 1, or None."""
+    """Running loads and unloads: ``{id, text, detail, fraction, actions}``. ``fraction`` is 0 to 1, or None; the
+    actions are labels of buttons."""
     error = traitlets.Unicode().tag(sync=True)
     """The message of the last failure, until it is dismissed or another job is started."""
 
@@ -112,7 +113,8 @@ class ModelsPanel(Panel):
         """The task of that job."""
         self._cancelled = False
         """Whether that job was cancelled in this panel."""
-        self._answers = 0
+        self._waits: set[asyncio.Task[None]] = set()
+        """The tasks that have changed how long an unload waits, until the model is unloaded."""
         self._scan: asyncio.Task[None] | None = None
         self._is_stale = True
         self._shown_server: Mapping[str, Any] = {}
@@ -122,7 +124,6 @@ class ModelsPanel(Panel):
 
     def tick(self, backend: Backend, sample: Sample | None) -> None:
         super().tick(backend, sample)
-        self._answers = sample.active_requests if sample else 0
         now = time.monotonic()
         stopped = not self.serves
         for job in list(self._jobs.values()):
@@ -134,13 +135,17 @@ class ModelsPanel(Panel):
     def _follow_server(self) -> None:
         server = self.shown("server")
         before, self._shown_server = self._shown_server, server
-        if any(before.get(name) != server[name] for name in ("state", "model", "pinned")):
+        is_changed = any(before.get(name) != server[name] for name in ("state", "model", "pinned"))
+        if is_changed or (before.get("unloading") is None) != (server["unloading"] is None):
             self._show_rows()
             # If a model is unloaded because it is idle, or for lack of memory, there may be no event.
             if before and before["model"] != server["model"]:
                 self._refresh_soon()
 
     def model_event(self, event: ModelEvent) -> None:
+        if event.unloading is not None:
+            # The state of the server has it, too, with the time that is left.
+            return
         if event.stage in ENDS:
             self._jobs.pop(event.model, None)
             if event.stage == "unloaded" and event.message:
@@ -163,6 +168,8 @@ class ModelsPanel(Panel):
     def backend_changed(self) -> None:
         if self._work is not None:
             self._work.cancel()
+        for task in self._waits:
+            task.cancel()
         self._work, self._own, self._cancelled, self._records = None, None, False, ()
         self._preference = self._problem = None
         self._jobs.clear()
@@ -184,14 +191,27 @@ class ModelsPanel(Panel):
         return {"model": name}
 
     async def do_unload(self, fields: Mapping[str, Any]) -> dict[str, str]:
-        """Start to unload the model. Does nothing if it is no longer loaded."""
-        name = text_field(fields, "model")
+        """Start to unload the model, or change how long the running unload waits. Does nothing if it is no longer
+        loaded, or no longer waits.
+        """
+        name, wait = text_field(fields, "model"), fields.get("wait")
         backend = self.workbench.backend
-        if self._own is None or (self._own.model, self._own.stage) != (name, "unload"):
+        if wait is not None:
+            self._set_wait(backend, name, wait)
+        elif self._own is None or (self._own.model, self._own.stage) != (name, "unload"):
             self._check_free()
             if backend.state().model == name:
                 self._start(ModelJob(model=name, stage="unload"), self._unload(backend, name))
         return {"model": name}
+
+    def _set_wait(self, backend: Backend, name: str, wait: object) -> None:
+        if not isinstance(wait, bool):
+            raise InvalidRequestError(f"wait is {wait!r:.40}; it must be true or false", param="wait")
+        state = backend.state()
+        if state.model == name and state.unloading is not None:
+            task = asyncio.create_task(self._unload(backend, name, wait), name=f"wait for {name:.60}")
+            self._waits.add(task)
+            task.add_done_callback(self._waits.discard)
 
     async def do_cancel(self, fields: Mapping[str, Any]) -> None:
         """Cancel a load. The previous model is loaded again."""
@@ -236,9 +256,9 @@ class ModelsPanel(Panel):
             if not self._cancelled:
                 self.show(error=f"{spec.model} was not loaded: {exc.message}")
 
-    async def _unload(self, backend: Backend, name: str) -> None:
+    async def _unload(self, backend: Backend, name: str, wait: bool | None = None) -> None:
         try:
-            await backend.unload()
+            await backend.unload(None if wait is None else name, wait=wait)
         except LabError as exc:
             self.show(error=f"{name} was not unloaded: {exc.message}")
 
@@ -269,7 +289,10 @@ class ModelsPanel(Panel):
             self.show(**now)
 
     def _rows(self) -> Iterable[dict[str, Any]]:
-        return (model_row(record, serves=self.serves) for record in self._records[:MAX_ROWS])
+        server = self.shown("server")
+        unloading = server["model"] if server["unloading"] is not None else None
+        for record in self._records[:MAX_ROWS]:
+            yield model_row(record, serves=self.serves, unloading=record.id == unloading)
 
     def _caption(self) -> str:
         count = len(self._records)
@@ -285,7 +308,16 @@ class ModelsPanel(Panel):
 
     def _show_jobs(self) -> None:
         jobs = [*([self._own] if self._own else []), *self._jobs.values()]
-        rows = [job.row(answers=self._answers) for job in jobs]
+        server = self.shown("server")
+        unloading = Unloading(**server["unloading"]) if server["unloading"] is not None and self.serves else None
+        if unloading is not None:
+            jobs = [job for job in jobs if (job.model, job.stage) != (server["model"], "unload")]
+        rows = [job.row(unloading=unloading) for job in jobs]
+        if unloading is not None:
+            actions = ["Stop now"] if unloading.seconds_left is None else ["Wait", "Stop now"]
+            rows.append(
+                {"id": server["model"], "text": str(unloading), "detail": "", "fraction": None, "actions": actions}
+            )
         if rows != self.shown("jobs"):
             self.show(jobs=rows)
 
@@ -296,7 +328,8 @@ class ModelsPanel(Panel):
         server = self.shown("server")
         facts = [f"<b>LMX Lab</b>: {_escaped(server['state'])}, {_escaped(server['place'])}"]
         facts += [f"{label}: <code>{_escaped(server[key])}</code>" for key, label in ADDRESSES.items() if server[key]]
-        facts += [f"model: {_escaped(server['model'] or 'none')}"]
+        state = f", {Unloading(**server['unloading'])}" if server["unloading"] is not None else ""
+        facts += [f"model: {_escaped(server['model'] or 'none')}{state}"]
         facts += [f"also loaded: {_escaped(', '.join(server['pinned']))}"] if server["pinned"] else []
         facts += [_escaped(server["note"])] if server["note"] else []
         lines = "".join(f"<div>{fact}</div>" for fact in facts)
@@ -314,20 +347,27 @@ class ModelsPanel(Panel):
             concurrent.futures.wait([waiting], SNAPSHOT_S)
 
 
-def model_row(record: ModelRecord, *, serves: bool) -> dict[str, Any]:
+def model_row(record: ModelRecord, *, serves: bool, unloading: bool) -> dict[str, Any]:
     """Return a row of the table. Without a running server, no model is loaded."""
     memory = "" if record.vram_gb is None else f", {format_bytes(record.vram_gb * 1e9)}"
     state, action = ("needs " + record.engine, "") if record.problem else ("on disk", "Load")
     if serves and record.pinned:
         state, action = f"pinned{memory}", ""
     elif serves and record.loaded:
-        state, action = f"loaded{memory}", "Unload"
-    context = "" if record.context_length is None else f"{record.context_length:,}"
+        state, action = (f"unloading{memory}", "") if unloading else (f"loaded{memory}", "Unload")
+    context = format_context(record)
     size = format_bytes(record.size_gb * 1e9)
     others = [format_ for format_ in record.formats if format_ != record.format]
     formats = ", ".join([record.format, *others])
     cells = [record.kind, formats, record.engine, size, record.quantization or "", context, state]
     return {"id": record.id, "cells": cells, "action": action}
+
+
+def format_context(record: ModelRecord) -> str:
+    """Format the context of a model: as it is loaded, with the number of slots, or else as it was trained."""
+    if (loaded := record.loaded_context_length) is not None and record.slots is not None:
+        return f"{loaded:,} in {record.slots} slot{'s' * (record.slots != 1)}"
+    return "" if record.context_length is None else f"{record.context_length:,}"
 
 
 def format_bytes(count: float) -> str:

@@ -48,9 +48,13 @@ class Panel(anywidget.AnyWidget):
     """Whether ``lab.report`` includes the panel's snapshot."""
     NEEDS_DAEMON: ClassVar[bool] = False
     """Whether ``lab.panel()`` shows the panel only if there is a daemon."""
+    FULL_WIDTH: ClassVar[bool] = False
+    """Whether the panel has no other panel beside it in a grid."""
 
     server = traitlets.Dict().tag(sync=True)
     """The server's state (``ServerState``) as a dict."""
+    wide = traitlets.Bool(False).tag(sync=True)
+    """Whether the panel spans all columns of a grid."""
     revision = traitlets.Int().tag(sync=True)
     """Number of state messages so far. A view detects a missed message by a gap in it, or with ``compare``."""
 

@@ -41,7 +41,8 @@ export default panel("Rerank", ({ model, root, watch }) => {
   const copy = copyButton(() => act("tsv"), "as TSV", "copy as TSV");
   const table = h("div", { class: "scroll", tabIndex: 0, role: "group", "aria-label": "result" },
     h("table", {}, h("thead", {}, h("tr", {}, ...heads)), body));
-  root.append(form, strip, h("div", { class: "row" }, caption, copy), table, pager);
+  const hint = example("No result yet. An example in a cell:", 'lab.rerank("salty water", ["The sea.", "A river."])');
+  root.append(form, strip, hint, h("div", { class: "row" }, caption, copy), table, pager);
 
   const showRow = ({ cells, change, bar, more }) => {
     const [rank, score, start, index, arrow] = cells;
@@ -67,6 +68,7 @@ export default panel("Rerank", ({ model, root, watch }) => {
     const hadFocus = body.contains(document.activeElement);
     body.replaceChildren(...rows.map(showRow));
     if (hadFocus) table.focus();
+    hint.hidden = rows.length || !get("form");
     table.hidden = copy.hidden = !rows.length;
     pager.hidden = !(pages > 1);
     range.textContent = text;
@@ -76,4 +78,4 @@ export default panel("Rerank", ({ model, root, watch }) => {
     caption.textContent = get("busy") ? get("activity") : get("table").caption ?? "";
   });
   watch(["error"], () => showError(get("error")));
-});
+}, (get) => get("table").model ?? get("server").pinned?.join(", ") ?? "");

@@ -222,6 +222,7 @@ class RerankPanel(Panel):
         took = "" if table.took_ms is None else f" in {table.took_ms:,.0f} ms"
         count = len(table.order)
         return {
+            "model": clip(table.model, CELL_CHARACTERS),
             "rows": [_row(table, at, bar) for at in self._sorted[start : start + PAGE_ROWS]],
             "caption": clip(
                 f"{count:,} document{'s' * (count != 1)} by {table.method}, {table.model}{took}: {table.query}",

@@ -10,7 +10,7 @@ from fastapi import APIRouter, Request
 
 from lmx_lab.engine import ModelManager
 from lmx_lab.engine.engine_choice import by_preference, preferred_engine
-from lmx_lab.engine.model_lookup import ANY_KIND, entries_in_memory, public_id, unknown_model
+from lmx_lab.engine.model_lookup import ANY_KIND, entries_in_memory, public_id, public_unloading, unknown_model
 from lmx_lab.engine.registry import ENGINES, engine_for
 from lmx_lab.engine.speeds import Speeds, read_speeds, versions
 from lmx_lab.errors import AdminForbiddenError, ModelNotFoundError
@@ -73,7 +73,10 @@ def admin_routes(*, manager: ModelManager, catalog: Catalog, lan_admin: bool) ->
 
     @router.post("/models/load", responses={200: {"links": LOADED}, **LOAD_ERRORS})
     async def load(body: LoadRequest, request: Request) -> LoadAnswer:
-        """Load a model, which replaces the loaded one, and answer when it is ready. Local callers may send a path."""
+        """Load a model, which replaces the loaded one, and answer when it is ready. Local callers may send a path.
+
+        Running answers of the replaced model have 30 s to end (`LMX_LAB_DRAIN_S`); `wait` removes or skips this limit.
+        """
         local = is_local(request.scope)
         check_admin(local=local, lan_admin=lan_admin)
         report = await manager.load(LoadSpec(**body.model_dump()), local=local)
@@ -83,17 +86,23 @@ def admin_routes(*, manager: ModelManager, catalog: Catalog, lan_admin: bool) ->
             vram_gb=report.memory_bytes / 1e9,
             engine=report.engine,
             engine_reason=report.engine_reason,
+            slots=report.slots,
+            context_length=report.context_length,
         )
 
     @router.post("/models/unload", responses=LOAD_ERRORS)
     async def unload(request: Request, body: UnloadRequest | None = None) -> UnloadAnswer:
-        """Unload the model. If none is loaded, nothing happens and 0 GB are freed. Pinned models stay in memory. While
-        a model is being loaded, its load is cancelled instead, and the previous model is loaded again.
+        """Unload the model. If none is loaded, nothing happens and 0 GB are freed. Pinned models stay in memory.
+
+        Running answers have 30 s to end (`LMX_LAB_DRAIN_S`); `wait` removes or skips this limit. The unload continues
+        if the client disconnects, and further requests join it. While a model is being loaded, its load is cancelled
+        instead, and the previous model is loaded again. To change only how long the load waits for answers of the
+        previous model, send the name of that model and `wait`.
         """
         local = is_local(request.scope)
         check_admin(local=local, lan_admin=lan_admin)
-        model = body.model if body is not None else None
-        return UnloadAnswer(freed_vram_gb=await manager.unload(model, local=local) / 1e9)
+        model, wait = (body.model, body.wait) if body is not None else (None, None)
+        return UnloadAnswer(freed_vram_gb=await manager.unload(model, local=local, wait=wait) / 1e9)
 
     return router
 
@@ -125,7 +134,8 @@ def listing_routes(*, manager: ModelManager, catalog: Catalog) -> APIRouter:
         local = is_local(request.scope)
         found, problem = await list_models_on_disk()
         problem = problem if local or not problem else request.app.state.without_paths(problem)
-        return ModelCards(data=[_card(model, local=local) for model in found], problem=problem)
+        now = manager.snapshot
+        return ModelCards(data=[_card(model, now, local=local) for model in found], problem=problem)
 
     @router.get("/{model:path}", responses=failures(ModelNotFoundError))
     async def get_model(model: str, request: Request) -> ModelCard:
@@ -133,7 +143,7 @@ def listing_routes(*, manager: ModelManager, catalog: Catalog) -> APIRouter:
         local = is_local(request.scope)
         for listed in (await list_models_on_disk())[0]:
             if public_id(listed.entry.id, local=local) == model or listed.has_alias(model):
-                return _card(listed, local=local)
+                return _card(listed, manager.snapshot, local=local)
         raise unknown_model(model, manager.snapshot, ANY_KIND)
 
     return router
@@ -230,7 +240,10 @@ def _records(models: Sequence[ListedModel], now: EngineSnapshot) -> list[ModelRe
             size_gb=entry.size_bytes / 1e9,
             quantization=entry.quantization,
             context_length=entry.context_length,
+            loaded_context_length=now.context_length if _is_main(entry, now) else None,
+            slots=now.slots if _is_main(entry, now) else None,
             pinned=entry.path in pinned_paths,
+            unloading=now.unloading if now.entry is not None and entry.path == now.entry.path else None,
         )
         for model in models
         for entry in [model.entry]
@@ -255,11 +268,22 @@ def _compute(now: EngineSnapshot) -> Compute | None:
 def _without_path(record: ModelRecord) -> ModelRecord:
     """Return the record as callers on other machines may see it."""
     model = public_id(record.id, local=False)
-    return record.model_copy(update={"id": model, "path": model})
+    unloading = record.unloading and public_unloading(record.unloading)
+    return record.model_copy(update={"id": model, "path": model, "unloading": unloading})
 
 
-def _card(model: ListedModel, *, local: bool) -> ModelCard:
+def _card(model: ListedModel, now: EngineSnapshot, *, local: bool) -> ModelCard:
     entry = model.entry
+    is_main = _is_main(entry, now)
     return ModelCard(
-        id=public_id(entry.id, local=local), created=entry.modified_at, format=entry.format, formats=model.formats
+        id=public_id(entry.id, local=local),
+        created=entry.modified_at,
+        format=entry.format,
+        formats=model.formats,
+        context_length=now.context_length if is_main else entry.context_length,
+        slots=now.slots if is_main else None,
     )
+
+
+def _is_main(entry: ModelEntry, now: EngineSnapshot) -> bool:
+    return now.entry is not None and now.entry.path == entry.path

@@ -6,14 +6,14 @@ import asyncio
 import time
 from collections.abc import AsyncIterator, Callable
 from operator import attrgetter
-from typing import Annotated
+from typing import Annotated, Any
 
 from fastapi import APIRouter, Query, Request, Response
 from pydantic import BaseModel
 
 from lmx_lab.broadcast import Feed
 from lmx_lab.engine import ModelManager
-from lmx_lab.engine.model_lookup import public_id
+from lmx_lab.engine.model_lookup import public_id, public_unloading
 from lmx_lab.errors import InvalidRequestError
 from lmx_lab.http.event_stream import EventStream
 from lmx_lab.http.guard import is_local
@@ -70,6 +70,7 @@ def model_event(progress: LoadProgress) -> ModelEvent:
         done_bytes=progress.done_bytes,
         total_bytes=progress.total_bytes,
         message=progress.message,
+        unloading=progress.unloading,
     )
 
 
@@ -116,9 +117,11 @@ async def _lines(
 def _without_paths(event: ServerEvent, hide: Callable[[str], str] | None) -> ServerEvent:
     if hide is None:
         return event
-    changes = {"model": public_id(event.model, local=False)}
+    changes: dict[str, Any] = {"model": public_id(event.model, local=False)}
     if isinstance(event, ModelEvent) and event.message is not None:
         changes["message"] = hide(event.message)
+    if isinstance(event, ModelEvent) and event.unloading is not None:
+        changes["unloading"] = public_unloading(event.unloading)
     return event.model_copy(update=changes)
 
 

@@ -8,7 +8,7 @@ from fastapi import APIRouter, Request
 from fastapi.responses import JSONResponse
 
 from lmx_lab.engine import ModelManager
-from lmx_lab.engine.model_lookup import public_id
+from lmx_lab.engine.model_lookup import public_id, public_unloading
 from lmx_lab.errors import EngineDeadError, LabError, NotLoadedError, OutOfMemoryError
 from lmx_lab.http.error_bodies import detail_for
 from lmx_lab.http.guard import is_local
@@ -30,17 +30,26 @@ def health_routes(manager: ModelManager) -> APIRouter:
 
     @router.head("/readyz", response_model=Ready, include_in_schema=False)
     @router.get(
-        "/readyz", response_model=Ready, responses={503: {"model": NotReady, "description": "No model is ready"}}
+        "/readyz",
+        response_model=Ready,
+        response_model_exclude_none=True,
+        responses={503: {"model": NotReady, "description": "No model is ready"}},
     )
     async def readyz(request: Request) -> Ready | JSONResponse:
         """Show whether a model can answer requests. If not, the response is 503 with the reason and the next step."""
         now = manager.snapshot
         error = problem(now, settings=manager.settings, alive=manager.alive)
         if error is None:
-            model = public_id(now.model or "", local=is_local(request.scope))
-            return Ready(ready=True, model=model, vram_gb=now.model_memory_bytes / 1e9)
+            local = is_local(request.scope)
+            unloading = now.unloading and (now.unloading if local else public_unloading(now.unloading))
+            return Ready(
+                ready=True,
+                model=public_id(now.model or "", local=local),
+                vram_gb=now.model_memory_bytes / 1e9,
+                unloading=unloading,
+            )
         body = NotReady(ready=False, model="", vram_gb=0.0, error=detail_for(request, error))
-        return JSONResponse(body.model_dump(), status_code=503)
+        return JSONResponse(body.model_dump(exclude={"unloading"}), status_code=503)
 
     return router
 

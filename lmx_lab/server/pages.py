@@ -28,7 +28,7 @@ HEAD = (
     '<meta name="viewport" content="width=device-width, initial-scale=1"><link rel="icon" href="favicon.ico">'
 )
 FRONT_STYLE = """
-:root { color-scheme: light dark; }
+:root { color-scheme: light dark; background: Canvas; }
 body { font: 16px/1.5 system-ui, sans-serif; max-width: 46em; margin: 2em auto; padding: 0 1em; }
 pre { padding: 0.8em; overflow-x: auto; border: 1px solid; border-radius: 4px; }
 """
@@ -38,7 +38,7 @@ FRONT = f"""{HEAD}
 <p>%(state)s
 <p>Programs use this server through the chat-completions format; their base URL is the address of this page followed by
 <code>v1</code>. In a terminal:
-<pre>%(curl)s</pre>
+<pre tabindex="0" role="group" aria-label="example request">%(curl)s</pre>
 <ul>
 <li><a href="docs">docs</a>: try all routes in the browser; <a href="openapi.json">openapi.json</a>: their description
 for programs
@@ -120,7 +120,8 @@ def _describe(manager: ModelManager, *, local: bool) -> str:
     now = manager.snapshot
     pinned = [public_id(each.entry.id, local=local) for each in now.pinned]
     also = f" Also loaded: {', '.join(pinned)}." if pinned else ""
-    return f"{public_id(now.model, local=local) if now.model else 'No chat model'} is loaded.{also}"
+    state = now.unloading or "loaded"
+    return f"{public_id(now.model, local=local) if now.model else 'No chat model'} is {state}.{also}"
 
 
 def _curl(request: Request) -> str:

@@ -215,6 +215,7 @@ def usage(choices: Iterable[GenerationReport]) -> Usage:
         reports[0].prompt_tokens,
         sum(report.output_tokens for report in reports),
         cached,
+        min(cached, max(report.disk_cached_tokens for report in reports)),
         sum(report.reasoning_tokens for report in reports),
     )
 
@@ -226,16 +227,17 @@ def total_usage(prompts: Iterable[Usage]) -> Usage:
         sum(part.prompt_tokens for part in parts),
         sum(part.completion_tokens for part in parts),
         sum(part.prompt_tokens_details.cached_tokens for part in parts),
+        sum(part.prompt_tokens_details.disk_cached_tokens for part in parts),
         sum(part.completion_tokens_details.reasoning_tokens for part in parts),
     )
 
 
-def _usage(prompt: int, completion: int, cached: int, reasoning: int) -> Usage:
+def _usage(prompt: int, completion: int, cached: int, disk_cached: int, reasoning: int) -> Usage:
     return Usage(
         prompt_tokens=prompt,
         completion_tokens=completion,
         total_tokens=prompt + completion,
-        prompt_tokens_details=PromptTokensDetails(cached_tokens=cached),
+        prompt_tokens_details=PromptTokensDetails(cached_tokens=cached, disk_cached_tokens=disk_cached),
         completion_tokens_details=CompletionTokensDetails(reasoning_tokens=reasoning),
     )
 
@@ -261,6 +263,7 @@ def total_timings(prompts: Iterable[Sequence[GenerationReport]]) -> Timings:
     predicted_s = max(report.decode_s for report in reports)
     return Timings(
         cache_n=cached,
+        cache_disk_n=total.prompt_tokens_details.disk_cached_tokens,
         prompt_n=computed,
         prompt_ms=prompt_s * 1e3,
         prompt_per_token_ms=prompt_s * 1e3 / computed if computed else 0.0,

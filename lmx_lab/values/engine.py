@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import math
+import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, fields, replace
 from itertools import chain
 from typing import Any, Literal
 
-from lmx_lab.values.models import ModelEntry
+from lmx_lab.values.models import LoadReport, ModelEntry, Unloading
 
 BlasName = Literal["openblas", "reference", "system", "unused"]
 
@@ -31,11 +33,15 @@ class BlasReport:
 
 @dataclass(kw_only=True)
 class TokenTotals:
-    """Counts of tokens since an engine started."""
+    """Counts of tokens since an engine started, and of bytes that keep them."""
 
     prompt_tokens: int = 0
     cached_tokens: int = 0
     """Prompt tokens that were taken from the prefix cache; included in ``prompt_tokens``."""
+    disk_cached_tokens: int = 0
+    """Cached tokens whose state was read from disk; included in ``cached_tokens``."""
+    prefix_disk_written_bytes: int = 0
+    """Bytes that the prefix cache has written to disk."""
     output_tokens: int = 0
     drafted_tokens: int = 0
     accepted_tokens: int = 0
@@ -61,7 +67,7 @@ class ModelChange:
     """``draining`` waits for the requests of the model in memory to end."""
     since: float
     drain_until: float | None = None
-    """When the requests that are left end with an error; None outside the stage ``draining``."""
+    """When the requests that are left end with an error; None without a time limit, or in another stage."""
     requests_left: int = 0
     """Requests of the model in memory that have not ended."""
 
@@ -94,6 +100,11 @@ class EngineSnapshot:
     """The main model; None if none is loaded."""
     model_memory_bytes: int = 0
     context_length: int | None = None
+    """Maximum number of tokens of a request to the main model, prompt and answer; None if there is no limit."""
+    slots: int | None = None
+    """Number of requests that the main model decodes at once; None for encoders."""
+    batch_invariant: bool = True
+    """Whether the tokens of an answer of the main model do not depend on other requests."""
     pinned: tuple[PinnedModel, ...] = field(default=(), metadata=CONCATENATION)
     change: ModelChange | None = None
     """The load or unload that is under way."""
@@ -104,6 +115,8 @@ class EngineSnapshot:
     output_tokens: int = _counter("Tokens generated.")
     prompt_tokens: int = _counter("Tokens of prompts, cached ones included.")
     cached_tokens: int = _counter("Tokens of prompts that were taken from the prefix cache.")
+    disk_cached_tokens: int = _counter("Cached tokens whose state was read from disk.")
+    prefix_disk_written_bytes: int = _counter("Bytes that the prefix cache has written to disk.")
     drafted_tokens: int = _counter("Tokens drafted from earlier text of a request and verified.")
     accepted_tokens: int = _counter("Drafted tokens that became part of an answer.")
     encoded_tokens: int = _counter("Tokens of texts that were embedded or scored.")
@@ -126,10 +139,33 @@ class EngineSnapshot:
         """Id of the main model."""
         return self.entry.id if self.entry else None
 
+    def load_report(self, load_s: float) -> LoadReport:
+        """Return the report of the load of the main model, which took this many seconds."""
+        return LoadReport(
+            model=self.model or "",
+            load_s=load_s,
+            memory_bytes=self.model_memory_bytes,
+            slots=self.slots,
+            context_length=self.context_length,
+        )
+
     @property
     def idle_model(self) -> str | None:
         """Id of the model that was unloaded because it was idle: in swap mode the next request loads it again."""
         return self.unloaded_model if self.model is None and self.unload_cause == "idle" else None
+
+    @property
+    def unloading(self) -> Unloading | None:
+        """The state of the main model if it is unloaded as soon as its requests have ended; None otherwise."""
+        change = self.change
+        if self.entry is None or change is None or change.stage != "draining":
+            return None
+        left_s = None if change.drain_until is None else change.drain_until - time.perf_counter()
+        return Unloading(
+            answers_left=change.requests_left,
+            seconds_left=None if left_s is None else max(0, math.ceil(left_s)),
+            replaced_by=change.model if change.kind == "load" else None,
+        )
 
     @property
     def requests(self) -> int:

@@ -128,6 +128,8 @@ class GenerationReport:
     finish_reason: FinishReason
     prompt_tokens: int
     cached_tokens: int
+    disk_cached_tokens: int = 0
+    """Cached tokens whose state was read from disk."""
     output_tokens: int
     reasoning_tokens: int = 0
     """Output tokens of the reasoning, including the marker that ends it."""

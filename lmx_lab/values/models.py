@@ -22,14 +22,17 @@ EngineChoice = Literal["auto", "mlx", "llama.cpp"]
 
 Source = Literal["store", "hub", "folder", "path", "built-in"]
 
-LoadStage = Literal["download", "verify", "convert", "store", "load", "loaded", "unloaded", "failed"]
+LoadStage = Literal["download", "verify", "convert", "store", "load", "loaded", "unloading", "unloaded", "failed"]
 
 
 class LoadOptions(TypedDict, total=False):
     """The fields of ``LoadSpec`` that a caller may set, as keyword arguments of ``load`` of labs and clients."""
 
     engine: EngineChoice
+    context_length: int | None
+    deterministic: bool
     prompt_lookup: bool | None
+    wait: bool
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -41,6 +44,12 @@ class LoadSpec:
     engine: EngineChoice = "auto"
     """Engine that must run the model; ``auto`` selects the fastest one for the formats in which the model is on the
     disk."""
+    context_length: int | None = None
+    """Maximum number of tokens of a request, prompt and answer; None lets the engine choose. llama.cpp decodes fewer
+    requests at once if memory is too small for this context in each slot."""
+    deterministic: bool = False
+    """Compute each answer so that no bit of it depends on other requests and on the prefix cache. Slower, and only on
+    llama.cpp."""
     pin: Kind | None = None
     """Keep the model in memory beside the main one as the pinned model of this kind; None loads the main model."""
     dtype: str | None = None
@@ -48,6 +57,9 @@ class LoadSpec:
     prompt_lookup: bool | None = None
     """Whether an answer that repeats earlier text may be decoded several tokens at a time. It never changes the answer.
     None uses it on MLX, where it is switched off by itself while it does not pay, but not on llama.cpp."""
+    wait: bool | None = None
+    """Whether running answers of the replaced model may end: True without a time limit, False not at all, None within
+    ``Settings.drain_s``."""
 
     @classmethod
     def with_options(cls, model: str, options: LoadOptions) -> Self:
@@ -72,8 +84,24 @@ class LoadSpec:
 
 
 @dataclass(frozen=True, kw_only=True)
+class Unloading:
+    """The state of a model that is unloaded as soon as its running answers have ended."""
+
+    answers_left: int
+    """Answers, embeddings and rankings that have not ended."""
+    seconds_left: int | None
+    """Seconds until the rest are ended with an error; None if there is no time limit."""
+    replaced_by: str | None = None
+    """Id of the model that is loaded next; None if none is."""
+
+    def __str__(self) -> str:
+        limit = "no time limit" if self.seconds_left is None else f"{self.seconds_left} s"
+        return f"unloading, {self.answers_left} answer{'' if self.answers_left == 1 else 's'} left ({limit})"
+
+
+@dataclass(frozen=True, kw_only=True)
 class LoadProgress:
-    """One step of a load, or the end of a model's time in memory."""
+    """One step of a load, or of the end of a model's time in memory."""
 
     model: str
     stage: LoadStage
@@ -81,6 +109,8 @@ class LoadProgress:
     total_bytes: int | None = None
     message: str | None = None
     """Why a load failed, why a model was unloaded without a request to do so, or on which engine it is loaded."""
+    unloading: Unloading | None = None
+    """The state of the model in the stage ``unloading``."""
 
 
 @dataclass(frozen=True, kw_only=True, repr=False)
@@ -93,15 +123,31 @@ class LoadReport:
     """The engine that runs the model; None if the server does not say."""
     engine_reason: str = ""
     """Why this engine was chosen; empty if there was no choice."""
+    slots: int | None = None
+    """Number of requests that are decoded at once; None for encoders."""
+    context_length: int | None = None
+    """Maximum number of tokens of one of these requests, prompt and answer; None if there is no limit, and for
+    encoders."""
 
     def __repr__(self) -> str:
         loaded = f"{self.model} loaded in {self.load_s:.1f} s, {self.memory_bytes / 1e9:.2f} GB of memory"
-        return f"{loaded}, on {with_reason(self.engine, self.engine_reason)}" if self.engine else loaded
+        if self.engine is not None:
+            loaded += f", on {with_reason(self.engine, self.engine_reason)}"
+        capacity = capacity_in_words(self.slots, self.context_length)
+        return f"{loaded}; {capacity}" if capacity else loaded
 
 
 def with_reason(engine: str, reason: str) -> str:
     """Return the name of an engine with the reason why it was chosen, for display."""
     return f"{engine} ({reason})" if reason else engine
+
+
+def capacity_in_words(slots: int | None, context_length: int | None) -> str:
+    """Return how many requests a loaded model decodes at once, and how long they may be; empty if that is unknown."""
+    if slots is None:
+        return ""
+    requests = "1 request" if slots == 1 else f"{slots} requests"
+    return f"{requests} at once" + (f", of up to {context_length:,} tokens each" if context_length is not None else "")
 
 
 @dataclass(frozen=True, kw_only=True)

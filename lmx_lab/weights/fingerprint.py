@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 import os
 from collections.abc import Iterator
 from dataclasses import replace
@@ -9,6 +10,7 @@ from pathlib import Path
 
 from lmx_lab.errors import UnusableModelError
 from lmx_lab.values.models import FileMark, ModelEntry
+from lmx_lab.weights.files import open_regular
 from lmx_lab.weights.gguf.names import parts_of
 
 SUFFIXES = (".safetensors", ".json", ".jinja", ".model", ".txt", ".tiktoken")
@@ -42,6 +44,27 @@ def is_overwritten(loaded: ModelEntry) -> bool:
     """
     before = {(mark.name, mark.inode): mark for mark in loaded.marks}
     return any(before.get((mark.name, mark.inode), mark) != mark for mark in _marks(loaded.path))
+
+
+def marks_digest(entry: ModelEntry) -> str:
+    """Return a digest of the marks, which changes when a file is changed, replaced, added or removed."""
+    return hashlib.sha256(repr(entry.marks).encode()).hexdigest()
+
+
+def content_digest(entry: ModelEntry) -> str:
+    """Return a digest of the content of all files that a load reads: weights, configuration, tokenizer and template.
+
+    Reads the whole weights, which takes about a second per gigabyte.
+
+    Raises:
+        OSError: a file cannot be read.
+    """
+    digest = hashlib.sha256()
+    for mark in entry.marks:
+        with open_regular(Path(mark.name)) as file:
+            content = hashlib.file_digest(file, hashlib.sha256).hexdigest()
+        digest.update(f"{os.path.relpath(mark.name, entry.path)} {content}\n".encode())
+    return digest.hexdigest()
 
 
 def _marks(path: Path) -> Iterator[FileMark]:

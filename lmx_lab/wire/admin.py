@@ -7,9 +7,9 @@ from __future__ import annotations
 
 from typing import Annotated, Literal
 
-from pydantic import BaseModel, ConfigDict, StringConstraints
+from pydantic import BaseModel, ConfigDict, Field, StrictBool, StringConstraints
 
-from lmx_lab.values.models import EngineChoice, EngineName, Format, Kind
+from lmx_lab.values.models import EngineChoice, EngineName, Format, Kind, LoadStage, Unloading
 from lmx_lab.wire.errors import ErrorDetail
 from lmx_lab.wire.generation import RequestModel
 
@@ -36,7 +36,15 @@ class ModelRecord(BaseModel):
     size_gb: float
     quantization: str | None
     context_length: int | None
+    """Number of tokens that the model was trained for; null if its files do not say."""
+    loaded_context_length: int | None = None
+    """Maximum number of tokens of a request, prompt and answer, as the model is loaded; null if it is not the main
+    model."""
+    slots: int | None = None
+    """Number of requests that it decodes at once; null if it is not the main model, and for encoders."""
     pinned: bool = False
+    unloading: Unloading | None = None
+    """Set while the model is loaded and is unloaded as soon as its running answers have ended."""
 
 
 class Compute(BaseModel):
@@ -91,9 +99,16 @@ class LoadRequest(RequestModel):
     """Id, hub id, or for callers on the server's machine a path."""
     engine: EngineChoice = "auto"
     """Engine that must run the model; ``auto`` selects the fastest one for the formats in which it is on the disk."""
+    context_length: Annotated[int, Field(ge=1)] | None = None
+    """Maximum number of tokens of a request, prompt and answer; null lets the engine choose."""
+    deterministic: StrictBool = False
+    """Compute each answer so that no bit of it depends on other requests: slower, and only on llama.cpp."""
     prompt_lookup: bool | None = None
     """Whether an answer that repeats earlier text may be decoded several tokens at a time; null uses the default of the
     engine: yes on MLX, no on llama.cpp."""
+    wait: bool | None = None
+    """Whether running answers of the replaced model may end: true without a time limit, false not at all, null within
+    the limit of the server (``LMX_LAB_DRAIN_S``)."""
 
 
 class LoadAnswer(BaseModel):
@@ -107,6 +122,10 @@ class LoadAnswer(BaseModel):
     """The engine that runs the model; null from older servers."""
     engine_reason: str = ""
     """Why this engine was chosen; empty if there was no choice."""
+    slots: int | None = None
+    """Number of requests that are decoded at once; null for encoders."""
+    context_length: int | None = None
+    """Maximum number of tokens of one of these requests, prompt and answer; null if there is no limit."""
 
 
 class UnloadRequest(RequestModel):
@@ -114,6 +133,9 @@ class UnloadRequest(RequestModel):
 
     model: Annotated[str, StringConstraints(min_length=1, max_length=4096)] | None = None
     """The loaded model, or the one whose load is cancelled. If another model is named, the request is refused."""
+    wait: bool | None = None
+    """Whether running answers may end: true without a time limit, false not at all, null within the limit of the server
+    (``LMX_LAB_DRAIN_S``). Also applies to an unload that is in progress, which the request joins."""
 
 
 class UnloadAnswer(BaseModel):
@@ -135,6 +157,8 @@ class Ready(BaseModel):
     ready: bool
     model: str
     vram_gb: float
+    unloading: Unloading | None = None
+    """Set while the model is unloaded as soon as its running answers have ended; new requests are refused or wait."""
 
 
 class NotReady(Ready):
@@ -198,14 +222,17 @@ class Heartbeat(BaseModel):
 
 
 class ModelEvent(BaseModel):
-    """An event with the progress of a load, sent only with ``include=models``."""
+    """An event with the progress of a load or unload, sent only with ``include=models``."""
 
     type: Literal["model"] = "model"
     model: str
-    stage: Literal["download", "verify", "convert", "store", "load", "loaded", "unloaded", "failed"]
+    stage: LoadStage
     done_bytes: int | None = None
     total_bytes: int | None = None
     message: str | None = None
+    unloading: Unloading | None = None
+    """The state of the model in the stage ``unloading``: sent when it begins, when an answer has ended, and when the
+    time limit has changed."""
 
 
 class RequestEvent(BaseModel):
@@ -242,6 +269,11 @@ class ModelCard(BaseModel):
     format: Format | None = None
     formats: list[Format] = []
     """As in ``ModelRecord``."""
+    context_length: int | None = None
+    """Maximum number of tokens of a request, prompt and answer, as the model is loaded; for a model that is not loaded,
+    the number that it was trained for."""
+    slots: int | None = None
+    """Number of requests that the loaded model decodes at once; null for other models."""
 
 
 class ModelCards(BaseModel):

@@ -263,7 +263,7 @@ class TurnDoneEvent(_LogEvent):
 
     def display_text(self) -> str:
         stats = self.stats
-        cost = f"{stats.completion_tokens} tokens · {stats.tokens_per_second:.1f} tokens/s · {stats.elapsed_s:.1f} s"
+        cost = f"{stats.completion_tokens} tokens · {stats.tokens_per_second:.1f} tok/s · {stats.elapsed_s:.1f} s"
         return f"{self.data.stop_reason} · {cost} · {self.data.text}"
 
     @property

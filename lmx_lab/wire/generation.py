@@ -126,6 +126,8 @@ class PromptTokensDetails(BaseModel):
     """Details of the prompt tokens."""
 
     cached_tokens: int
+    disk_cached_tokens: int = 0
+    """Cached tokens that were read from the prefix cache on disk."""
 
 
 class CompletionTokensDetails(BaseModel):
@@ -152,6 +154,8 @@ class Timings(BaseModel):
     """
 
     cache_n: int
+    cache_disk_n: int = 0
+    """Number of tokens of ``cache_n`` that were read from disk; an extension."""
     prompt_n: int
     prompt_ms: float
     prompt_per_token_ms: float

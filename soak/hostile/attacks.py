@@ -7,7 +7,19 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from soak.hostile.models import CONFIGS, LOOP_WORD, NORMALIZER, PIECES, TEMPLATES, VALID
-from soak.hostile.senders import CHAT, EMPTY_CONTINUATIONS, LEFT, PINGS, Send, chat_of, post, unread_sockets
+from soak.hostile.senders import (
+    CHAT,
+    DISCONNECTED,
+    EMPTY_CONTINUATIONS,
+    LEFT,
+    PINGS,
+    STILL_OPEN,
+    Send,
+    chat_of,
+    post,
+    unread_sockets,
+    unread_streams,
+)
 
 LOAD = "/admin/models/load"
 REFUSED = frozenset({"400 invalid-request"})
@@ -18,9 +30,10 @@ CLOSED = frozenset({"closed 1008", "closed 1013", "closed 1009", "closed 1002"})
 ANSWER_S = 5.0
 TEMPLATE_S = 7.0
 """Time limit of a template, plus one second for the start of its process and one for the answer."""
-TOKENIZER_S = 12.0
-"""Time limit of a text, plus time for the start of its process and for the answer."""
-GRAMMAR_S = 7.0
+TOKENIZER_S = 7.0
+"""Time limit of a text (4 s), plus time for the start of its process and for the answer."""
+GRAMMAR_S = ANSWER_S
+"""The time limit of a grammar is 2 s; further ones of the same client wait for it, or are refused."""
 UNREAD_S = 20.0
 """Time for which a client reads nothing: the time limit of a slow client (10 s) plus the time to fill the buffers."""
 UNREAD_TOKENS = 8000
@@ -66,6 +79,15 @@ ATTACKS = (
         answers=TOO_LONG | BUSY,
     ),
     Attack(
+        name="8 documents of 5 MB to rank",
+        send=post(
+            "/v1/rerank",
+            lambda: {"model": "default", "query": "word", "documents": ["word " * 1_000_000]},
+            clients=8,
+        ),
+        answers=TOO_LONG | BUSY,
+    ),
+    Attack(
         name="a slow normalizer",
         send=post(CHAT, lambda: chat_of(("a" * 17 + "d") * 20_000 + "c")),
         answers=TOO_LONG | BUSY,
@@ -89,8 +111,16 @@ ATTACKS = (
     Attack(
         name="8 WebSockets that are never read",
         send=unread_sockets(chat_of("hello", max_tokens=UNREAD_TOKENS, ignore_eos=True), clients=8, limit_s=UNREAD_S),
-        answers=frozenset({"disconnected"}),
+        answers=frozenset({DISCONNECTED}),
         limit_s=UNREAD_S - 2,
+    ),
+    Attack(
+        name="8 event streams that are never read",
+        send=unread_streams(
+            chat_of("hello", max_tokens=UNREAD_TOKENS, ignore_eos=True, stream=True), clients=8, limit_s=UNREAD_S
+        ),
+        answers=frozenset({DISCONNECTED, STILL_OPEN}),
+        limit_s=UNREAD_S + 2,
     ),
     Attack(name="empty continuation frames", send=EMPTY_CONTINUATIONS, answers=CLOSED, in_quick=True),
     Attack(name="empty pings", send=PINGS, answers=CLOSED, in_quick=True),
@@ -98,6 +128,12 @@ ATTACKS = (
         name="an ambiguous grammar",
         send=post(CHAT, lambda: chat_of("hello", response_format={"type": "grammar", "grammar": AMBIGUOUS})),
         answers=REFUSED,
+        limit_s=GRAMMAR_S,
+    ),
+    Attack(
+        name="8 ambiguous grammars",
+        send=post(CHAT, lambda: chat_of("hello", response_format={"type": "grammar", "grammar": AMBIGUOUS}), clients=8),
+        answers=REFUSED | BUSY,
         limit_s=GRAMMAR_S,
     ),
     Attack(

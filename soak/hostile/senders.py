@@ -19,13 +19,13 @@ from soak.fuzzing.requests import HOST
 
 T = TypeVar("T")
 CHAT, SOCKET = "/v1/chat/completions", "/v1/chat/stream"
-GIVE_UP_S = 60.0
+TIMEOUT_S = 60.0
 LEAVE_S = 1.0
 SMALL_BUFFER_BYTES = 4096
 FLOOD_S = 10.0
 FRAMES = 1000
 """Frames that a flood sends with one call."""
-LEFT, STILL_OPEN = "left", "still open"
+LEFT, DISCONNECTED, STILL_OPEN = "left", "disconnected", "still open"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -71,7 +71,7 @@ def together(calls: Sequence[Callable[[], T]]) -> list[T]:
 def _post(url: str, path: str, content: bytes, *, leaves: bool) -> Answer:
     place = urlsplit(url)
     began = time.monotonic()
-    timeout = LEAVE_S if leaves else GIVE_UP_S
+    timeout = LEAVE_S if leaves else TIMEOUT_S
     connection = http.client.HTTPConnection(place.hostname or "", place.port, timeout=timeout)
     with contextlib.closing(connection):
         try:
@@ -79,9 +79,9 @@ def _post(url: str, path: str, content: bytes, *, leaves: bool) -> Answer:
             answer = connection.getresponse()
             text = describe(answer.status, answer.read())
         except TimeoutError:
-            text = LEFT if leaves else f"no answer within {GIVE_UP_S:g} s"
+            text = LEFT if leaves else f"no answer within {TIMEOUT_S:g} s"
         except (OSError, http.client.HTTPException) as exc:
-            text = f"disconnected ({type(exc).__name__})"
+            text = f"{DISCONNECTED} ({type(exc).__name__})"
     return Answer(text=text, seconds=time.monotonic() - began)
 
 
@@ -95,26 +95,46 @@ def describe(status: int, body: bytes) -> str:
         return f"{status} without the fields of an error: {body[:100]!r}"
 
 
-# WebSockets
+# Clients that do not read, and floods of frames
 
 
 def unread_sockets(body: Mapping[str, Any], *, clients: int, limit_s: float) -> Send:
     """Send a chat on each of several WebSockets, and read nothing until the server closes them, or until a limit."""
 
     def send(url: str) -> list[Answer]:
-        return together([lambda: _never_read(url, content_of(body), limit_s)] * clients)
+        def never_read() -> Answer:
+            with _socket(url, buffer_bytes=SMALL_BUFFER_BYTES) as sock:
+                sock.sendall(frame(TEXT, content_of(body)))
+                return _wait_for_close(sock, limit_s)
+
+        return together([never_read] * clients)
 
     return send
 
 
-def _never_read(url: str, content: bytes, limit_s: float) -> Answer:
-    with _socket(url, buffer_bytes=SMALL_BUFFER_BYTES) as sock:
-        sock.sendall(frame(TEXT, content))
-        began = time.monotonic()
-        poll = select.poll()
-        poll.register(sock, select.POLLRDHUP | select.POLLHUP | select.POLLERR)
-        closed = poll.poll(limit_s * 1000)
-        return Answer(text="disconnected" if closed else STILL_OPEN, seconds=time.monotonic() - began)
+def unread_streams(body: Mapping[str, Any], *, clients: int, limit_s: float) -> Send:
+    """Do the same with event streams, on connections whose buffers have the system's size, so that they fill slowly."""
+
+    def send(url: str) -> list[Answer]:
+        place, content = urlsplit(url), content_of(body)
+        head = f"POST {CHAT} HTTP/1.1\r\nhost: {place.netloc}\r\ncontent-type: application/json\r\n"
+
+        def never_read() -> Answer:
+            with socket.create_connection((place.hostname, place.port), TIMEOUT_S) as sock:
+                sock.sendall(f"{head}content-length: {len(content)}\r\n\r\n".encode() + content)
+                return _wait_for_close(sock, limit_s)
+
+        return together([never_read] * clients)
+
+    return send
+
+
+def _wait_for_close(sock: socket.socket, limit_s: float) -> Answer:
+    began = time.monotonic()
+    poll = select.poll()
+    poll.register(sock, select.POLLRDHUP | select.POLLHUP | select.POLLERR)
+    closed = poll.poll(limit_s * 1000)
+    return Answer(text=DISCONNECTED if closed else STILL_OPEN, seconds=time.monotonic() - began)
 
 
 def flood_of_frames(opcode: int, *, first: bytes = b"") -> Send:
@@ -171,7 +191,7 @@ def _socket(url: str, *, buffer_bytes: int | None = None) -> Iterator[socket.soc
     with socket.socket() as sock:
         if buffer_bytes is not None:
             sock.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, buffer_bytes)
-        sock.settimeout(GIVE_UP_S)
+        sock.settimeout(TIMEOUT_S)
         sock.connect((place.hostname, place.port))
         sock.sendall(handshake(SOCKET, HANDSHAKE).replace(HOST.encode(), place.netloc.encode()))
         head = b""

@@ -241,6 +241,12 @@ class Tab:
             raise AssertionError(f"{error}\nin\n{code}")
         return str(text).strip()
 
+    def start_code(self, code: str) -> None:
+        """Start code in the notebook's kernel without waiting for its end."""
+        self.page.evaluate(
+            f"code => {{ {CURRENT} panel.sessionContext.session.kernel.requestExecute({{code}}); }}", code
+        )
+
     def command(self, name: str, **arguments: Any) -> None:
         """Execute a command of JupyterLab."""
         self.page.evaluate(

@@ -2,13 +2,17 @@
 
 from __future__ import annotations
 
+import io
 import os
 import sys
 import tempfile
 from pathlib import Path
+from typing import Literal
 
-from playwright.sync_api import expect
+from PIL import Image
+from playwright.sync_api import Locator, expect
 
+from lmx_lab.panels.layout import PANELS
 from lmx_lab.settings import Settings
 from lmx_lab.weights import Catalog
 from tests.browser.chromium import chromium, machine_only
@@ -19,9 +23,15 @@ HOME = Path(os.environ.get("LMX_LAB_TEST_HOME", ROOT / ".cache" / "test-home")).
 MODELS = ("smollm2-135m", "minilm-l6")
 WAIT_MS = 120_000
 MAX_BYTES = 200_000
-WINDOW = {"viewport": {"width": 1180, "height": 1500}, "device_scale_factor": 1.5}
+HEIGHT = 3000
+WIDTHS = {"": 1400, "narrow-": 560}
+"""Width of the panels in pixels, by the part of the name of a picture of all panels."""
+SCALE = 1.5
+"""Pixels of a picture of one panel for each pixel of the page."""
+COLORS = 256
+"""Number of colours of a picture; more make it larger and look the same."""
 CELLS = (
-    "import lmx_lab\nlab = lmx_lab.launch('smollm2-135m', embedder='minilm-l6', port=8400, loop='thread')",
+    "import lmx_lab\nlab = lmx_lab.launch('smollm2-135m', embedder='minilm-l6', port=8400, loop='thread', daemon=True)",
     "lab.panel()",
 )
 QUESTIONS = ("What is the capital of France?", "And what is it known for?")
@@ -33,26 +43,43 @@ DOCUMENTS = (
     "The Dead Sea is ten times as salty as the ocean.",
     "Salt was once worth its weight in gold.",
 )
-# Requests for the charts, in addition to the chat.
-LOAD = "for number in range(3): lab.chat(f'Write about the number {number}.', max_tokens=40)"
+# Requests for the charts in addition to the chat, and a turn with a call that waits for a decision.
+LOAD = """
+for number in range(3): lab.chat(f'Write about the number {number}.', max_tokens=40)
+from typing import Literal
+@lab.daemon.tool
+def weather(city: Literal['Rome', 'Oslo']) -> str:
+    "The weather in a city."
+    return 'sunny'
+from lmx_lab.wire.sessions import TurnOverrides
+session = lab.daemon.session(title='weather')
+session.run('Say hello.', overrides=TurnOverrides(max_tokens=20))
+forced = TurnOverrides(tool_choice='weather', max_tokens=40)
+import threading
+threading.Thread(target=session.run, args=['What is the weather in Rome?'], kwargs={'overrides': forced}).start()
+"""
 
 
 def main(folder: Path) -> None:
-    """Write a screenshot of each panel and of all panels together, in the light and the dark theme."""
+    """Write screenshots in the light and the dark theme: of each panel, and of all panels together in two widths."""
     folder.mkdir(parents=True, exist_ok=True)
     for name in MODELS:
         Catalog(Settings(home=HOME)).fetch(name)
     expect.set_options(timeout=WAIT_MS)
     with tempfile.TemporaryDirectory() as own, chromium() as browser:
-        lab = JupyterLab(Path(own), HOME)
+        # A home without sessions of earlier runs.
+        home = Path(own, "home")
+        home.mkdir()
+        (home / "models").symlink_to(HOME / "models")
+        lab = JupyterLab(Path(own), home)
         try:
-            with machine_only(browser, **WINDOW) as context:
+            with machine_only(browser, device_scale_factor=SCALE) as context:
                 tab = Tab(lab, context, "pictures")
                 tab.page.set_default_timeout(WAIT_MS)
                 prepare(tab)
                 for theme in ("light", "dark"):
                     tab.theme(theme)
-                    picture(tab, folder, theme)
+                    take_pictures(tab, folder, theme)
                 tab.close_notebook()
         finally:
             lab.close()
@@ -74,25 +101,41 @@ def prepare(tab: Tab) -> None:
         chat.get_by_label("message").fill(question)
         chat.get_by_role("button", name="Send").click()
         expect(chat.locator(".assistant")).to_have_count(number)
-        expect(chat.locator(".assistant").last).to_contain_text("tokens/s")
+        expect(chat.locator(".assistant").last).to_contain_text("tok/s")
     rerank = tab.panel("Rerank")
     rerank.get_by_label("Query").fill(QUERY)
     rerank.get_by_label("Documents").fill("\n".join(DOCUMENTS))
     rerank.get_by_role("button", name="Rank").click()
     expect(rerank.locator("tbody tr")).to_have_count(len(DOCUMENTS))
+    expect(tab.panel("Events")).to_contain_text("decision needed")
     tab.page.mouse.move(0, 0)
 
 
-def picture(tab: Tab, folder: Path, theme: str) -> None:
-    tab.page.wait_for_timeout(1000)
-    places = {name: tab.panel(name.capitalize()) for name in ("models", "metrics", "chat", "rerank")}
-    places["panels"] = tab.outputs(1).locator(".widget-gridbox")
-    for name, place in places.items():
-        path = folder / f"{name}-{theme}.png"
-        place.screenshot(path=path, animations="disabled", caret="hide", scale="css" if name == "panels" else "device")
-        size = path.stat().st_size
-        print(f"{path} {size / 1000:.0f} kB")
-        assert size <= MAX_BYTES, f"{path} has {size} bytes; at most {MAX_BYTES} should be in the repository"
+def take_pictures(tab: Tab, folder: Path, theme: str) -> None:
+    grid = tab.outputs(1).locator(".widget-gridbox")
+    for name, width in WIDTHS.items():
+        # The notebook has margins, whose width does not depend on that of the window.
+        for _ in range(2):
+            box = grid.bounding_box()
+            assert box is not None
+            assert tab.page.viewport_size is not None
+            margins = tab.page.viewport_size["width"] - box["width"]
+            tab.page.set_viewport_size({"width": round(width + margins), "height": HEIGHT})
+            tab.page.wait_for_timeout(1000)
+        write(grid, folder / f"panels-{name}{theme}.png", scale="css")
+        if not name:
+            for panel in PANELS:
+                write(tab.panel(panel.capitalize()), folder / f"{panel}-{theme}.png", scale="device")
+
+
+def write(place: Locator, path: Path, *, scale: Literal["css", "device"]) -> None:
+    content = place.screenshot(animations="disabled", caret="hide", scale=scale)
+    picture = Image.open(io.BytesIO(content)).convert("RGB")
+    # This method keeps rare colours, such as those of states.
+    picture.quantize(COLORS, Image.Quantize.MAXCOVERAGE, kmeans=2).save(path, optimize=True)
+    size = path.stat().st_size
+    print(f"{path} {size / 1000:.0f} kB")
+    assert size <= MAX_BYTES, f"{path} has {size} bytes; at most {MAX_BYTES} should be in the repository"
 
 
 if __name__ == "__main__":

@@ -91,13 +91,13 @@ def test_on_the_kernels_loop_the_panel_reports_lag_and_a_stream_is_complete(kern
         started = threading.Event()
         streamed = pool.submit(stream, url, started)
         tab.wait(started.is_set, "the answer has started")
-        note = tab.panel("Models").locator(".note")
+        note = tab.panel("Models").locator(".shared")
         with sleeping(tab):
             expect(note).to_contain_text("clients are waiting")
-            expect(tab.panel("Models").locator(".pill").first).to_have_text("lagging")
+            expect(tab.panel("Models").locator(".state")).to_have_text("lagging")
         expect(note).to_contain_text("until ")
         expect(note).to_contain_text('loop="thread"')
-        expect(tab.panel("Models").locator(".pill").first).to_have_text("running")
+        expect(tab.panel("Models").locator(".state")).to_have_text("running")
         text = finished(tab, streamed)
     again = threading.Event()
     with ThreadPoolExecutor(1) as pool:

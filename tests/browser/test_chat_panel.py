@@ -37,7 +37,7 @@ def test_an_answer_streams_and_ends_with_its_cost(panels: Tab) -> None:
     expect(chat.get_by_role("button", name="Send")).to_be_visible()
     ask(panels, "Another one.")
     expect(chat.locator(".assistant").last).to_contain_text("40 tokens")
-    expect(chat.locator(".assistant").last).to_contain_text("tokens/s")
+    expect(chat.locator(".assistant").last).to_contain_text("tok/s")
     expect(chat.get_by_label("message")).to_be_focused()
 
 

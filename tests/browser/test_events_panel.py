@@ -8,6 +8,7 @@ from collections.abc import Iterator
 import pytest
 from playwright.sync_api import Locator, expect
 
+from tests.browser.axe import serious_violations
 from tests.browser.conftest import SLEEP
 from tests.browser.jupyterlab import JupyterLab, Tab, seconds, updates
 from tests.browser.test_busy_cells import sleeping
@@ -193,8 +194,10 @@ def test_a_session_can_be_followed_and_stopped_with_enough_contrast(events: Tab,
     events.theme(theme)
     try:
         measured = panel.first.evaluate(CONTRASTS)
+        violations = serious_violations(events.page, ".lmx.events")
     finally:
         events.theme("light")
+    assert violations == []
     assert len(measured) > 50
     assert {text: contrast for text, contrast in measured if contrast < MIN_CONTRAST} == {}
     panel.get_by_role("button", name="Stop").click()

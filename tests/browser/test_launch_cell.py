@@ -23,14 +23,3 @@ def test_the_launch_cell_shows_the_lab_and_its_addresses(tab: Tab) -> None:
     url = tab.kernel("print(lab.url)")
     expect(shown).to_contain_text(url)
     expect(shown).to_contain_text("tiny")
-
-
-def test_a_panel_reports_a_restart_of_its_kernel_and_the_cell_restores_it(tab: Tab) -> None:
-    tab.run(0)
-    tab.restart()
-    models = tab.panel("Models")
-    expect(models.locator(".note")).to_contain_text("kernel was restarted or stopped")
-    expect(models.locator(".pill").first).to_have_text("disconnected")
-    tab.run(0)
-    expect(models.locator(".pill").first).to_have_text("running")
-    tab.forgive("widget model not found")

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import re
+
 from playwright.sync_api import Browser, Locator, expect
 
 from lmx_lab.panels import assets
@@ -109,6 +111,32 @@ def test_a_load_waits_for_a_running_answer_and_shows_it(panels: Tab) -> None:
     chat.get_by_role("button", name="Stop").click()
     expect(row(panels, "tiny-two")).to_contain_text("loaded")
     expect(chat.locator(".assistant").last).to_contain_text("stopped")
+
+
+def test_an_unload_says_how_many_answers_are_left_and_can_wait_or_stop_them(panels: Tab) -> None:
+    chat = ask(panels, "Tell me a story.", max_tokens=LONG)
+    panels.wait(chat.locator(".assistant .text:not(.dim)").last.inner_text, "the answer has started")
+    button(panels, "Unload tiny").click()
+    models = panels.panel("Models")
+    job = models.locator(".job")
+    expect(job).to_contain_text(re.compile(r"^tinyunloading, 1 answer left \(\d+ s\)"))
+    expect(row(panels, "tiny")).to_contain_text("unloading")
+    expect(button(panels, "Unload tiny")).to_have_count(0)
+    # The remaining time is updated.
+    first = job.inner_text()
+    panels.wait(lambda: job.inner_text() != first, "the remaining time has changed")
+    state = panels.kernel("print(lab)")
+    assert "tiny" in state
+    assert "unloading, 1 answer left (" in state
+    button(panels, "Wait tiny").focus()
+    panels.page.keyboard.press("Enter")
+    expect(job).to_contain_text("unloading, 1 answer left (no time limit)")
+    expect(button(panels, "Wait tiny")).to_be_hidden()
+    button(panels, "Stop now tiny").click()
+    expect(row(panels, "tiny")).to_contain_text("on disk")
+    expect(job).to_have_count(0)
+    expect(chat.locator(".assistant").last).to_contain_text("requested to stop running requests at once")
+    assert panels.kernel("print(lab.engine.snapshot.model)") == "None"
 
 
 def test_a_direct_request_is_aborted_when_the_kernel_answers(browser: Browser) -> None:

@@ -10,6 +10,7 @@ from collections.abc import Iterator
 import pytest
 from playwright.sync_api import expect
 
+from tests.browser.axe import serious_violations
 from tests.browser.conftest import LAUNCH
 from tests.browser.jupyterlab import JupyterLab, Tab, updates
 from tests.browser.test_traffic import names
@@ -77,10 +78,15 @@ def test_without_a_kernel_the_snapshot_is_shown(tab: Tab, saved: str, closing: N
     expect(tab.outputs(2)).to_contain_text("tiny-two")
     expect(tab.outputs(2)).to_contain_text("Metrics")
     expect(tab.outputs(2)).to_contain_text(QUESTION)
-    charts = tab.outputs(2).locator("img[alt^='Generated']")
+    charts = tab.outputs(2).locator("img[alt^='Decode']")
     expect(charts).to_have_count(1)
     assert charts.evaluate("image => image.complete && image.naturalWidth > 0")
     expect(tab.outputs(3)).to_contain_text("Rerank: no result yet")
+    violations = []
+    for theme in ("dark", "light"):
+        tab.theme(theme)
+        violations += serious_violations(tab.page, ".lmx-snapshot")
+    assert violations == []
     for cell in (1, 2, 3):
         expect(tab.outputs(cell).get_by_text("Loading widget")).to_be_hidden()
     # This error always occurs, at any time after the notebook was opened: jupyterlab-manager requests the kernel's id.

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 
 import httpx2
+import pytest
 from playwright.sync_api import expect
 
 from tests.browser.conftest import LAUNCH
@@ -29,6 +30,27 @@ def test_a_second_tab_shows_the_same_and_works(panels: Tab, another_tab: Callabl
         expect(row(tab, "tiny-two")).to_contain_text("loaded")
         expect(row(tab, "tiny")).to_contain_text("on disk")
     expect(other.panel("Metrics").locator("canvas")).to_have_count(4)
+
+
+def test_panels_have_titles_and_leave_no_hole_in_the_grid(panels: Tab) -> None:
+    grid = panels.outputs(SHOWN).locator(".widget-gridbox")
+    places = {}
+    for name in ("Models", "Metrics", "Chat", "Rerank"):
+        expect(panels.panel(name).get_by_role("heading")).to_have_text(name)
+        places[name] = panels.panel(name).bounding_box()
+    box = grid.bounding_box()
+    assert box is not None
+    for left, right in (("Models", "Metrics"), ("Chat", "Rerank")):
+        one, other = places[left], places[right]
+        assert one is not None
+        assert other is not None
+        assert (one["y"], one["height"]) == pytest.approx((other["y"], other["height"]), abs=1)
+        assert one["width"] + other["width"] == pytest.approx(box["width"], abs=20)
+    charts = [chart.bounding_box() for chart in panels.panel("Metrics").locator("figure").all()]
+    assert (
+        len({round(chart["x"]) for chart in charts if chart}) * len({round(chart["y"]) for chart in charts if chart})
+        == 4
+    )
 
 
 def test_a_panel_shown_twice_is_the_same_panel_twice(panels: Tab) -> None:
@@ -64,11 +86,15 @@ def test_a_cleared_output_is_restored_with_the_current_state(panels: Tab) -> Non
 def test_a_stopped_server_is_shown_and_then_the_next_one(panels: Tab) -> None:
     panels.kernel("lab.stop()")
     for name in ("Models", "Chat", "Metrics", "Rerank"):
-        expect(panels.panel(name).locator(".note")).to_contain_text("run the launch cell again")
-    expect(panels.panel("Models").locator(".pill").first).to_have_text("stopped")
+        expect(panels.panel(name).locator(".state")).to_have_text("stopped")
+    # One note for all panels.
+    expect(panels.page.locator(".shared:visible")).to_have_count(1)
+    expect(panels.panel("Models").locator(".shared")).to_contain_text("run the launch cell again")
     panels.kernel(LAUNCH.format(loop="thread"))
-    for name in ("Models", "Chat", "Metrics", "Rerank"):
-        expect(panels.panel(name).locator(".note")).to_be_hidden()
+    for name in ("Chat", "Metrics", "Rerank"):
+        expect(panels.panel(name).locator(".state")).to_be_hidden()
+        expect(panels.panel(name).locator(".name")).to_have_text("tiny-bert" if name == "Rerank" else "tiny")
+    expect(panels.page.locator(".shared:visible")).to_have_count(0)
     expect(row(panels, "tiny")).to_contain_text("loaded")
     chat = ask(panels, "Are you back?")
     expect(chat.locator(".assistant").last).to_contain_text("40 tokens")

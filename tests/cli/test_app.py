@@ -164,7 +164,7 @@ import lmx_lab
 dir(lmx_lab)
 print({'mlx', 'mlx.core', 'fastapi', 'pydantic', 'rich', 'asyncio'} & set(sys.modules))
 import lmx_lab.cli.app
-print({'mlx.core', 'fastapi', 'mlx_lm'} & set(sys.modules))
+print({'mlx.core', 'fastapi', 'mlx_lm', 'pydantic', 'numpy', 'httpx2', 'asyncio', 'ssl'} & set(sys.modules))
 """
     result = subprocess.run([sys.executable, "-c", source], capture_output=True, text=True, check=True)
     assert result.stdout == "set()\nset()\n"

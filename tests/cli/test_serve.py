@@ -27,9 +27,10 @@ def test_ctrl_c_during_a_generation_ends_with_zero(tmp_path: Path) -> None:
             assert response.read().endswith(b"data: [DONE]\n\n")
 
     slowly = {"LMX_LAB_ECHO_TOKENS_PER_S": "40"}
-    ended = run_command(tmp_path, "serve", "--port", "0", "--model", "echo", environ=slowly, meanwhile=interrupt)
+    options = ("--model", "echo", "--context-length", "1000", "--deterministic")
+    ended = run_command(tmp_path, "serve", "--port", "0", *options, environ=slowly, meanwhile=interrupt)
     assert (ended.status, ended.stderr) == (0, "")
-    assert "echo loaded in" in ended.stdout
+    assert re.search(r"echo loaded in .* 8 requests at once, of up to 1,000 tokens each\n", ended.stdout)
     assert "stopping\n" in ended.stdout
 
 
@@ -135,6 +136,8 @@ def test_a_model_that_the_chosen_engine_does_not_run_ends_the_start(tmp_path: Pa
     ended = run_command(tmp_path, "serve", "--port", "0", "--model", "echo", "--engine", "llama.cpp")
     assert ended.status == 1
     assert "runs on echo and not on llama.cpp" in ended.stderr
+    ended = run_command(tmp_path, "serve", "--port", "0", "--model", "echo", "--context-length", "40000")
+    assert (ended.status, "context_length is 40000; echo takes 1 to 32768" in ended.stderr) == (1, True)
     ended = run_command(tmp_path, "serve", "--engine", "mlx")
     assert (ended.status, "--engine is given without --model" in ended.stderr) == (2, True)
 

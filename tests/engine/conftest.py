@@ -175,6 +175,18 @@ async def until_idle(manager: ModelManager) -> None:
         await asyncio.sleep(0.001)
 
 
+@contextlib.asynccontextmanager
+async def until_written(manager: ModelManager, *, files: int = 1) -> AsyncIterator[None]:
+    """Wait at the end of the block until this many more files of the prefix cache have been written in it."""
+    folder = manager.settings.prefix_cache_dir
+    assert folder is not None
+    before = len(list(folder.glob("*.safetensors")))
+    yield
+    async with asyncio.timeout(60):
+        while len(list(folder.glob("*.safetensors"))) < before + files:  # noqa: ASYNC110 - another thread writes
+            await asyncio.sleep(0.01)
+
+
 async def until_busy(manager: ModelManager, *, requests: int = 1) -> None:
     while manager.snapshot.active_requests + manager.snapshot.queued_requests < requests:  # noqa: ASYNC110
         await asyncio.sleep(0.001)

@@ -74,11 +74,11 @@ def test_accepted_requests_may_still_be_queued_unless_the_model_was_closed_with_
         permit.check()
 
 
-async def test_until_idle_waits_for_the_end_of_all_requests() -> None:
+async def test_until_at_most_waits_for_the_end_of_requests() -> None:
     admission = AdmissionControl("tiny", limit=2)
-    await admission.until_idle()
+    await admission.until_at_most(0)
     permits = admission.admit(2, retry_after_s=1.0)
-    idle = asyncio.create_task(admission.until_idle())
+    idle = asyncio.create_task(admission.until_at_most(0))
     for permit in permits:
         assert not idle.done()
         # An engine releases permits on a thread of its own.
@@ -103,7 +103,7 @@ async def test_until_room_waits_for_room_in_the_queue() -> None:
 async def test_a_cancelled_wait_does_not_disturb_others() -> None:
     admission = AdmissionControl("tiny", limit=1)
     (permit,) = admission.admit(1, retry_after_s=1.0)
-    waits = [asyncio.create_task(admission.until_idle()) for _ in range(2)]
+    waits = [asyncio.create_task(admission.until_at_most(0)) for _ in range(2)]
     await asyncio.sleep(0)
     waits[0].cancel()
     await asyncio.sleep(0)

@@ -7,6 +7,7 @@ import asyncio
 import pytest
 
 from lmx_lab.engine.load_operation import LOAD_BASE_S, LoadOperation, load_limit_s
+from lmx_lab.engine.unload_operation import UnloadOperation
 from lmx_lab.errors import NotLoadedError
 from lmx_lab.values.models import LoadReport, LoadSpec
 
@@ -16,8 +17,9 @@ CANCELLED = NotLoadedError("the load was cancelled")
 
 
 def operation() -> LoadOperation:
-    done: asyncio.Future[LoadReport] = asyncio.get_running_loop().create_future()
-    return LoadOperation(spec=LoadSpec(model="tiny"), entry=None, done=done)
+    loop = asyncio.get_running_loop()
+    unload = UnloadOperation(done=loop.create_future(), requested=False)
+    return LoadOperation(spec=LoadSpec(model="tiny"), entry=None, done=loop.create_future(), unload=unload)
 
 
 async def test_a_part_of_a_load_returns_its_result() -> None:
@@ -60,10 +62,10 @@ async def test_work_after_a_cancelled_load_can_be_cancelled_too() -> None:
     restoring = asyncio.create_task(load.restore(asyncio.sleep(60)))
     await asyncio.sleep(0)
     await asyncio.sleep(0)
-    load.cancel(NotLoadedError("later"), restores=False)
+    load.cancel(NotLoadedError("later"), restores_previous=False)
     with pytest.raises(NotLoadedError, match="the load was cancelled"):
         await restoring
-    assert not load.restores
+    assert not load.restores_previous
 
 
 def test_the_time_limit_of_a_load_is_proportional_to_its_size() -> None:

@@ -352,7 +352,7 @@ async def test_the_state_of_an_unload_can_be_read_and_its_wait_can_be_ended() ->
         assert (change.kind, change.model, change.requests_left) == ("unload", "one", 1)
         assert change.drain_until is not None
         assert 590 < change.drain_until - change.since < 610
-        await lab.manager.end_drain()
+        await lab.manager.unload(wait=False)
         with pytest.raises(NotLoadedError, match="the model was unloaded before this request ended"):
             async for _ in stream:
                 pass

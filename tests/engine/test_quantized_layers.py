@@ -37,5 +37,5 @@ def test_a_quantized_layer_is_loaded(tiny: ModelEntry, tmp_path: Path) -> None:
 
 def test_scales_with_more_columns_than_their_layer_are_refused(tiny: ModelEntry, tmp_path: Path) -> None:
     write(tmp_path, tiny, (1, 64))
-    with pytest.raises(ValueError, match=rf"{WEIGHT}.scales has the shape \(1, 64\).* the layer has 32 columns"):
+    with pytest.raises(ValueError, match=rf"{WEIGHT}.scales has the shape \(1, 64\).* its layer has 32 columns"):
         load_model(tmp_path, get_model_classes=checked_classes)

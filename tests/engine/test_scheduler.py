@@ -4,26 +4,33 @@ from __future__ import annotations
 
 from collections import Counter
 
+import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from lmx_lab.engine.scheduler import SHORT_PROMPT_TOKENS, Scheduler, SlotTimes, Verdict
+from lmx_lab.engine import scheduler
+from lmx_lab.engine.scheduler import RESUME_S, SHORT_PROMPT_TOKENS, TURN_S, WAIT_S, Scheduler, SlotTimes, Verdict
 
 LATER = 1e9
 SHORT, LONG = SHORT_PROMPT_TOKENS, SHORT_PROMPT_TOKENS + 1
+
+
+@pytest.fixture(autouse=True)
+def _pauses(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(scheduler, "WAIT_S", WAIT_S)
 
 
 def take(_: object) -> Verdict:
     return Verdict.TAKE
 
 
-def add(scheduler: Scheduler[str], *keys: str, tokens: int = LONG, deadline: float = LATER) -> None:
-    scheduler.add(keys, tokens=tokens, deadline=deadline)
+def add(scheduler: Scheduler[str], *keys: str, tokens: int = LONG, deadline: float = LATER, now: float = 0.0) -> None:
+    scheduler.add(keys, tokens=tokens, deadline=deadline, now=now)
 
 
 def admit_all(scheduler: Scheduler[str]) -> list[str]:
     keys = []
-    while (key := scheduler.admit(take)) is not None:
+    while (key := scheduler.admit(take, 0.0)) is not None:
         keys.append(key)
     return keys
 
@@ -39,7 +46,7 @@ def test_requests_get_slots_in_the_order_of_arrival() -> None:
 def test_queued_and_running_requests_expire() -> None:
     scheduler: Scheduler[str] = Scheduler(slots=1, prefills=1, lanes=2)
     add(scheduler, "runs", deadline=1.0)
-    scheduler.admit(take)
+    scheduler.admit(take, 0.0)
     add(scheduler, "waits", deadline=2.0)
     assert scheduler.expired(1.0) == []
     assert scheduler.expired(1.5) == ["runs"]
@@ -82,14 +89,14 @@ def test_short_prompts_do_not_keep_long_ones_waiting() -> None:
 def test_later_requests_pass_one_that_waits_for_a_reason_of_its_own_which_keeps_its_place() -> None:
     scheduler: Scheduler[str] = Scheduler(slots=8, prefills=8, lanes=9)
     add(scheduler, *"ab")
-    assert scheduler.admit(lambda key: Verdict.LATER if key == "a" else Verdict.TAKE) == "b"
-    assert scheduler.admit(take) == "a"
+    assert scheduler.admit(lambda key: Verdict.LATER if key == "a" else Verdict.TAKE, 0.0) == "b"
+    assert scheduler.admit(take, 0.0) == "a"
 
 
 def test_no_request_passes_one_that_waits_for_memory() -> None:
     scheduler: Scheduler[str] = Scheduler(slots=8, prefills=8, lanes=9)
     add(scheduler, *"ab")
-    assert scheduler.admit(lambda key: Verdict.BLOCKED if key == "a" else Verdict.TAKE) is None
+    assert scheduler.admit(lambda key: Verdict.BLOCKED if key == "a" else Verdict.TAKE, 0.0) is None
     assert scheduler.queued == ["a", "b"]
 
 
@@ -104,7 +111,66 @@ def test_a_queued_request_starts_as_soon_as_there_is_a_slot() -> None:
     assert served == ["a", "b", "c"]
 
 
-ACTIONS = st.sampled_from(["add", "add two", "admit", "prefilled", "expire", "cancel"])
+# Pauses
+
+
+def busy_scheduler(slots: int) -> Scheduler[str]:
+    """A scheduler whose slots are taken by requests that decode since the time 0."""
+    scheduler: Scheduler[str] = Scheduler(slots=slots, prefills=slots, lanes=slots)
+    add(scheduler, *(f"long {number}" for number in range(slots)))
+    for key in admit_all(scheduler):
+        scheduler.prefilled(key)
+    return scheduler
+
+
+def yes(_: object) -> bool:
+    return True
+
+
+def test_a_long_request_is_paused_for_one_that_waits_and_continues_before_later_ones() -> None:
+    scheduler = busy_scheduler(1)
+    add(scheduler, "new", "later", now=TURN_S)
+    assert scheduler.pause(yes, TURN_S + WAIT_S / 2) is None
+    assert scheduler.pause(yes, TURN_S + 2 * WAIT_S) == "long 0"
+    assert scheduler.queued == ["new", "long 0", "later"]
+    assert scheduler.not_started == ["new", "later"]
+    assert admit_all(scheduler) == ["new"]
+    scheduler.remove("new")
+    assert admit_all(scheduler) == ["long 0"]
+
+
+def test_a_paused_request_does_not_wait_until_another_one_ends() -> None:
+    scheduler = busy_scheduler(1)
+    add(scheduler, "new")
+    assert scheduler.pause(yes, TURN_S) == "long 0"
+    assert scheduler.admit(take, TURN_S) == "new"
+    scheduler.prefilled("new")
+    assert scheduler.pause(yes, TURN_S + RESUME_S / 2) is None
+    assert scheduler.pause(yes, TURN_S + 2 * RESUME_S) == "new"
+    assert admit_all(scheduler) == ["long 0"]
+
+
+def test_requests_keep_their_slot_while_they_cannot_be_paused_or_have_just_started() -> None:
+    scheduler = busy_scheduler(2)
+    add(scheduler, "new")
+    assert scheduler.pause(yes, TURN_S - 0.1) is None
+    assert scheduler.pause(lambda _: False, TURN_S) is None
+    assert scheduler.pause(lambda key: key == "long 1", TURN_S) == "long 1"
+
+
+def test_only_a_quarter_of_the_slots_is_passed_on() -> None:
+    scheduler = busy_scheduler(8)
+    add(scheduler, *"abcdef")
+    paused = []
+    for now in (TURN_S, 1.5 * TURN_S, 1.9 * TURN_S, 2.4 * TURN_S, 2.9 * TURN_S):
+        paused.append(scheduler.pause(yes, now))
+        while (key := scheduler.admit(take, now)) is not None:
+            scheduler.prefilled(key)
+    assert paused == ["long 0", "long 1", None, "a", "b"]
+    assert scheduler.running == [*(f"long {number}" for number in range(2, 8)), "c", "d"]
+
+
+ACTIONS = st.sampled_from(["add", "add two", "admit", "prefilled", "expire", "cancel", "pause"])
 
 
 @given(st.integers(1, 4), st.integers(1, 3), st.lists(ACTIONS, max_size=80), st.randoms())
@@ -118,11 +184,13 @@ def test_every_request_ends_once_and_the_limits_hold_whatever_happens(
     for now, action in enumerate(actions):
         if action.startswith("add"):
             keys = list(range(added, added + (2 if action == "add two" else 1)))
-            scheduler.add(keys, tokens=random.choice([SHORT, LONG]), deadline=now + random.choice([3, 1000]))
+            scheduler.add(keys, tokens=random.choice([SHORT, LONG]), deadline=now + random.choice([3, 1000]), now=now)
             alive += keys
             added += len(keys)
         elif action == "admit":
-            scheduler.admit(lambda key: random.choice(list(Verdict)))
+            scheduler.admit(lambda key: random.choice(list(Verdict)), now)
+        elif action == "pause":
+            scheduler.pause(lambda _: True, now)
         elif action == "prefilled" and scheduler.prefilling:
             scheduler.prefilled(random.choice(scheduler.prefilling))
         elif action == "expire":

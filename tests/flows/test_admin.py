@@ -7,6 +7,7 @@ import os
 import shutil
 import threading
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -59,13 +60,47 @@ def test_an_unload_without_a_model_succeeds(fresh_http: httpx2.Client) -> None:
     assert fresh_http.post("/admin/models/unload").json() == {"success": True, "freed_vram_gb": 0.0}
 
 
+def test_a_model_that_waits_for_answers_is_unloading_and_a_second_request_stops_them(
+    fresh_lab: Lab, fresh_http: httpx2.Client
+) -> None:
+    state = {"answers_left": 1, "seconds_left": 30, "replaced_by": None}
+    with fresh_http.stream("GET", "/admin/events", params={"include": "models"}) as events:
+        lines = events.iter_lines()
+        next(lines)
+        with fresh_http.stream("POST", CHAT, json=echo_body(stream=True, **ENDLESS)) as answer:
+            pieces = answer.iter_lines()
+            next(pieces)
+            unload = ThreadPoolExecutor(1).submit(fresh_http.post, "/admin/models/unload")
+            event = json.loads(next(line for line in lines if "unloading" in line).partition(":")[2])
+            assert (event["model"], event["stage"], event["unloading"]) == ("echo", "unloading", state)
+            records = {record["id"]: record for record in fresh_http.get("/admin/models").json()["models"]}
+            assert (records["echo"]["loaded"], records["other"]["unloading"]) == (True, None)
+            assert records["echo"]["unloading"]["answers_left"] == 1
+            # The model is loaded until it is unloaded, but accepts nothing.
+            ready = fresh_http.get("/readyz")
+            assert (ready.status_code, ready.json()["unloading"]["answers_left"]) == (200, 1)
+            assert "echo is unloading, 1 answer left (" in fresh_http.get("/").text
+            refused = fresh_http.post(CHAT, json=echo_body())
+            assert (refused.status_code, code(refused)) == (503, "no-model-loaded")
+            busy = load(fresh_http, "other")
+            assert (busy.status_code, code(busy)) == (409, "model-busy")
+            assert "(echo: unloading, 1 answer left (" in busy.json()["error"]["message"]
+            wrong = fresh_http.post("/admin/models/unload", json={"wait": "no"})
+            assert (wrong.status_code, code(wrong)) == (400, "invalid-request")
+            freed = fresh_http.post("/admin/models/unload", json={"model": "echo", "wait": False}).json()
+            assert freed == unload.result().json()
+            assert freed["freed_vram_gb"] > 0
+            assert any("requested to stop running requests at once" in piece for piece in pieces)
+    assert fresh_http.get("/readyz").status_code == 503
+
+
 def test_the_list_has_all_models_on_disk_and_marks_the_loaded_one(http: httpx2.Client, echo_home: Path) -> None:
     records = {record["id"]: record for record in http.get("/admin/models").json()["models"]}
     assert {"echo", "other"} <= set(records)
     loaded, other = records["echo"], records["other"]
     assert (loaded["loaded"], loaded["format"], loaded["kind"]) == (True, "echo", "chat")
     assert loaded["vram_gb"] > 0
-    assert loaded["context_length"] == 32_768
+    assert (loaded["context_length"], loaded["loaded_context_length"], loaded["slots"]) == (32_768, 32_768, 2)
     assert (other["loaded"], other["format"], other["vram_gb"]) == (False, "mlx", None)
     assert Path(other["path"]) == echo_home / "models" / "other"
 
@@ -85,12 +120,14 @@ def test_v1_models_lists_the_models_in_the_chat_format(http: httpx2.Client) -> N
     body = http.get("/v1/models").json()
     assert body["object"] == "list"
     assert {"echo", "other"} <= {card["id"] for card in body["data"]}
-    assert http.get("/v1/models/echo").json()["object"] == "model"
+    loaded, other = (http.get(f"/v1/models/{name}").json() for name in ("echo", "other"))
+    assert (loaded["object"], loaded["context_length"], loaded["slots"]) == ("model", 32_768, 2)
+    assert other["slots"] is None
 
 
 def test_a_load_replaces_the_loaded_model(fresh_tiny_http: httpx2.Client) -> None:
     body = load(fresh_tiny_http, "tiny-two").json()
-    assert set(body) == {"success", "model", "load_time_ms", "vram_gb"}
+    assert set(body) == {"success", "model", "load_time_ms", "vram_gb", "slots", "context_length"}
     assert (body["success"], body["model"]) == (True, "tiny-two")
     assert body["load_time_ms"] > 0
     loaded = [record["id"] for record in fresh_tiny_http.get("/admin/models").json()["models"] if record["loaded"]]

@@ -218,6 +218,27 @@ def test_the_stop_button_ends_the_generation_and_the_next_one_works(notebook: No
     assert notebook.run("print(settled(), lab.chat('hi', max_tokens=2).usage.completion_tokens)") == "True 2"
 
 
+def test_the_stop_button_ends_the_wait_for_an_unload_which_continues(notebook: Notebook) -> None:
+    # The complete answer takes minutes.
+    notebook.run(launch(notebook, "model='echo', port=0, echo_tokens_per_s=20"))
+    notebook.run("pieces = iter(lab.chat('word ' * 2000, stream=True)); next(pieces)")
+    output = notebook.interrupt("""
+        def watch():
+            while lab.engine.snapshot.unloading is None:
+                threading.Event().wait(0.01)
+            print("started", flush=True)
+        threading.Thread(target=watch).start()
+        lab.unload()
+    """)
+    assert output.error == "KeyboardInterrupt"
+    assert "lab.unload(wait=False) stops the answers" in output.message
+    assert "unloading, 1 answer left (" in notebook.run("print(lab)")
+    notebook.start("freed = lab.unload(wait=False)")
+    assert notebook.read().error is None
+    assert notebook.fail("list(pieces)").error == "NotLoadedError"
+    assert notebook.run("print(lab.engine.snapshot.model, lab.unload())") == "None 0.0"
+
+
 def test_other_clients_are_answered_while_a_cell_chats(lab: Notebook) -> None:
     lab.start("print('started', flush=True)\nwhile True: lab.chat(hi)")
     lab.read(until="started")

@@ -62,7 +62,7 @@ def test_the_demo_ends_with_a_sensible_answer_its_speed_and_the_addresses(starte
     assert "The capital of France is Paris." in done.stdout
     assert "openai-python: The capital of Japan is Tokyo." in done.stdout
     assert '"object":"chat.completion"' in done.stdout
-    assert "tokens/s" in done.stdout
+    assert "tok/s" in done.stdout
     assert "chat format: http://127.0.0.1:" in done.stdout
 
 

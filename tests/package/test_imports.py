@@ -56,5 +56,11 @@ def test_attaching_loads_no_server() -> None:
     assert not loaded & {"fastapi", "starlette", "uvicorn", "mlx", "pandas", "ipywidgets"}
 
 
+def test_a_server_starts_without_an_http_client_and_the_engines() -> None:
+    loaded = modules_loaded_by("import lmx_lab.cli.server, lmx_lab.notebook.lab, lmx_lab.notebook.local")
+    unneeded = {"httpx2", "wsproto", "mlx", "mlx_lm", "transformers", "huggingface_hub", "xllamacpp", "pandas", "mcp"}
+    assert not {name.split(".")[0] for name in loaded} & unneeded
+
+
 def test_errors_and_settings_load_no_heavy_packages() -> None:
     assert not {name.split(".")[0] for name in modules_loaded_by("from lmx_lab import LabError, Settings")} & HEAVY

@@ -107,8 +107,10 @@ class ScriptedBackend:
     async def cancel_load(self, model: str) -> None:
         self.requests.append(("cancel", model))
 
-    async def unload(self) -> float:
-        self.requests.append(("unload", self.now.model))
+    async def unload(
+        self, model: str | None = None, *, wait: bool | None = None, progress: Progress | None = None
+    ) -> float:
+        self.requests.append(("unload", self.now.model) if wait is None else ("unload", (model, wait)))
         return float(await _next(self.unloads))
 
     async def generate(self, request: ChatRequest) -> ScriptedAnswer:
@@ -136,7 +138,7 @@ def delta(text: str = "", *, tokens: int = 1, reasoning: str = "") -> Delta:
 
 
 def cost(reason: FinishReason = "stop", tokens: int = 2) -> AnswerCost:
-    """The cost of an answer at 31.5 tokens/s."""
+    """The cost of an answer at 31.5 tok/s."""
     report = GenerationReport(
         model="tiny",
         finish_reason=reason,

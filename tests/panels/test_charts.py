@@ -39,7 +39,7 @@ def lines(chart: LineChart) -> list[str]:
 
 def chart(at: list[float], *values: list[float], **other: bool) -> LineChart:
     named = [Series(name=f"line <{index}>", values=series) for index, series in enumerate(values)]
-    return LineChart(key="k", title="Speed & more", unit="tokens/s", at=at, series=named, **other)
+    return LineChart(key="k", title="Speed & more", unit="tok/s", at=at, series=named, **other)
 
 
 def test_a_chart_has_a_title_and_a_text_description() -> None:

@@ -9,15 +9,8 @@ import pytest
 
 import lmx_lab
 from lmx_lab.errors import ContextLengthError, NotLoadedError
-from lmx_lab.panels.chat import (
-    MAX_CHARACTERS,
-    MAX_MESSAGES,
-    ChatPanel,
-    TranscriptMessage,
-    describe_ending,
-    to_chat_messages,
-    trim_transcript,
-)
+from lmx_lab.panels.chat import ChatPanel, describe_ending
+from lmx_lab.panels.conversation import MAX_CHARACTERS
 from lmx_lab.panels.workbench import Workbench
 from tests.panels.conftest import CONTEXT
 from tests.panels.scripted_backend import Reader, Refused, ScriptedBackend, cost, delta
@@ -50,7 +43,7 @@ def test_an_answer_streams_and_ends_in_the_transcript_with_its_cost(reader: Read
     reader.until(lambda panel: not panel.live)
     turn = reader.panel.messages[-1]
     assert (turn["role"], turn["text"], turn["reasoning"]) == ("assistant", "Hello", "hm")
-    assert turn["stats"] == "tiny · 3 tokens · 31.5 tokens/s · first token in 0.12 s"
+    assert turn["stats"] == "tiny · 3 tokens · 31.5 tok/s · first token in 0.12 s"
 
 
 def test_pieces_are_coalesced_into_frames(workbench: Workbench, backend: ScriptedBackend) -> None:
@@ -74,6 +67,46 @@ def test_the_conversation_is_sent_with_the_next_question(reader: Reader, backend
     ]
     assert (request.temperature, request.top_p, request.max_tokens, request.seed) == (0, 0.5, 7, 3)
     reader.until(lambda panel: panel.sampling["system"] == "Be short." and panel.sampling["max_tokens"] == 7)
+
+
+def test_an_edited_question_replaces_it_and_what_follows(reader: Reader, backend: ScriptedBackend) -> None:
+    answer(reader, backend, "One?", "1")
+    answer(reader, backend, "Two?", "2")
+    answer(reader, backend, "Three?", "3")
+    second = reader.panel.messages[2]["id"]
+    reader.ask("send", text="Two, in French?", replace=second)
+    reader.give(backend.steps, delta("deux"), cost())
+    reader.until(lambda panel: not panel.live and transcript(panel)[-1] == ("assistant", "deux"))
+    assert transcript(reader.panel)[:3] == [("user", "One?"), ("assistant", "1"), ("user", "Two, in French?")]
+    assert [message.content for message in backend.requests[-1][1].messages] == ["One?", "1", "Two, in French?"]
+    for number in (second, reader.panel.messages[1]["id"], "x"):
+        with pytest.raises(Refused, match="there is no question"):
+            reader.ask("send", text="Two?", replace=number)
+    assert len(reader.panel.messages) == 4
+
+
+def test_a_saved_conversation_is_loaded_with_its_settings(reader: Reader, backend: ScriptedBackend) -> None:
+    with pytest.raises(Refused, match="no messages yet"):
+        reader.ask("export", format="json")
+    reader.ask("send", text="Hi?", system="Be short.", temperature=0.2)
+    reader.give(backend.steps, delta(reasoning="hm"), delta("Yes"), cost())
+    reader.until(lambda panel: len(panel.messages) == 2)
+    before = reader.panel.messages
+    saved = reader.ask("export", format="json")
+    assert "Be short." in reader.ask("export", format="markdown")
+    with pytest.raises(Refused, match="json or markdown"):
+        reader.ask("export", format="pdf")
+    reader.ask("clear")
+    reader.until(lambda panel: not panel.messages)
+    reader.ask("load", text=saved)
+    reader.until(lambda panel: len(panel.messages) == 2)
+    assert [{**message, "id": 0} for message in reader.panel.messages] == [{**each, "id": 0} for each in before]
+    assert (reader.panel.sampling["system"], reader.panel.sampling["temperature"]) == ("Be short.", 0.2)
+    with pytest.raises(Refused, match="temperature is 9"):
+        reader.ask("load", text=saved.replace("0.2", "9"))
+    reader.ask("send", text="And?")
+    with pytest.raises(Refused, match="is generating an answer"):
+        reader.ask("load", text=saved)
 
 
 def test_a_second_question_is_refused_during_an_answer(reader: Reader, backend: ScriptedBackend) -> None:
@@ -208,18 +241,6 @@ def test_invalid_fields_of_a_question_are_refused_by_name(reader: Reader, name: 
     assert not reader.panel.messages
 
 
-def test_the_transcript_is_bounded_and_begins_with_a_question() -> None:
-    turns = tuple(TranscriptMessage(id=i, role=("user", "assistant")[i % 2], text="x") for i in range(MAX_MESSAGES + 3))
-    kept = trim_transcript(turns)
-    assert len(kept) == MAX_MESSAGES - 1
-    assert kept[0].role == "user"
-    assert kept[-1] is turns[-1]
-    large = tuple(
-        TranscriptMessage(id=i, role=("user", "assistant")[i % 2], text="x" * (MAX_CHARACTERS // 3)) for i in range(6)
-    )
-    assert trim_transcript(large) == large[4:]
-
-
 def test_the_number_of_removed_messages_is_shown(reader: Reader, backend: ScriptedBackend) -> None:
     for number in range(3):
         answer(reader, backend, "x" * 90_000, str(number))
@@ -249,24 +270,13 @@ def test_the_ending_is_described(reason: str, tokens: int, words: str) -> None:
     assert describe_ending(cost(reason, tokens), max_tokens=8) == words
 
 
-def test_questions_without_an_answer_are_not_in_the_prompt() -> None:
-    turns = (
-        TranscriptMessage(id=1, role="user", text="a"),
-        TranscriptMessage(id=2, role="assistant", text="", error="no"),
-        TranscriptMessage(id=3, role="user", text="b"),
-        TranscriptMessage(id=4, role="assistant", text="c"),
-        TranscriptMessage(id=5, role="user", text="d"),
-    )
-    assert [it["content"] for it in to_chat_messages(turns, " ", unanswered=turns[-1])] == ["b", "c", "d"]
-
-
 def test_the_snapshot_has_the_transcript_as_text(reader: Reader, backend: ScriptedBackend) -> None:
     assert "chat without messages" in reader.panel.snapshot_html()
     answer(reader, backend, "<script>alert(1)</script>", "<b>&amp;</b>")
     html = reader.panel.snapshot_html()
     assert "&lt;script&gt;alert(1)&lt;/script&gt;" in html
     assert "&lt;b&gt;&amp;amp;&lt;/b&gt;" in html
-    assert "31.5 tokens/s" in html
+    assert "31.5 tok/s" in html
     assert "<script" not in html
 
 

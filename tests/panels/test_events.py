@@ -68,7 +68,7 @@ def test_events_are_rows_in_their_order(reader: Reader, daemon: ScriptedDaemon, 
         "user: Is it sunny? · 0 ahead of it",
         'weather(city="Ulm")',
         '{"so": "so"}',
-        "end · 3 tokens · 20.0 tokens/s · 1.5 s · Yes.",
+        "end · 3 tokens · 20.0 tok/s · 1.5 s · Yes.",
     ]
     assert reader.panel.frame["summary"] == "5 rows"
 
@@ -241,7 +241,7 @@ def test_the_running_text_of_a_session_is_replaced_by_the_whole_message(
     reader.give(daemon.given, log.token("Sunny.", message="msg-3"), log.done("Sunny."))
     reader.until(lambda panel: panel.live["status"] == "idle")
     assert reader.panel.live["text"] == "It is so.\n\nSunny."
-    assert reader.panel.live["activity"] == "end · 3 tokens · 20.0 tokens/s"
+    assert reader.panel.live["activity"] == "end · 3 tokens · 20.0 tok/s"
 
 
 def test_stop_cancels_the_sessions_turn(reader: Reader, daemon: ScriptedDaemon) -> None:

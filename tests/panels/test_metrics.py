@@ -228,7 +228,7 @@ def test_the_snapshot_has_the_values_and_no_script(watched: Watched) -> None:
     assert "none yet" in watched.panel.snapshot_html()
     watched.take([*seconds(3, decode_tokens_per_second=71.25), sample(NOON + 2, memory_total_gb=25.28)])
     text = watched.panel.snapshot_html()
-    for part in ("Generated: decode", "71.2 tokens/s", "0.0 tokens/s", "Memory: total", "25.28 GB", "of 4 samples"):
+    for part in ("Decode: all requests", "71.2 tok/s", "0.0 tok/s", "Memory: total", "25.28 GB", "of 4 samples"):
         assert part in text
     assert "<script" not in text
     assert " id=" not in text

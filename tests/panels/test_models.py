@@ -12,7 +12,8 @@ import lmx_lab
 from lmx_lab.errors import NotLoadedError, OutOfMemoryError
 from lmx_lab.panels.models import MAX_ROWS, ModelsPanel
 from lmx_lab.panels.workbench import Workbench
-from lmx_lab.wire.admin import ModelEvent, Preference, Sample
+from lmx_lab.values.models import Unloading
+from lmx_lab.wire.admin import ModelEvent, Preference
 from tests.panels.scripted_backend import Reader, Refused, ScriptedBackend, record
 
 
@@ -25,24 +26,20 @@ def cells(panel: ModelsPanel) -> dict[str, Any]:
     return {row["id"]: (row["cells"][-1], row["action"]) for row in panel.rows}
 
 
-def sample(*, active: int) -> Sample:
-    zero = dict.fromkeys(set(Sample.model_fields) - {"type"}, 0)
-    return Sample(**{**zero, "active_requests": active})
-
-
 def test_refresh_shows_the_list(reader: Reader, backend: ScriptedBackend) -> None:
     backend.records = [
         record("tiny", loaded=True, vram_gb=0.01, quantization="4-bit"),
         record("mini", kind="embedding", loaded=True, pinned=True, vram_gb=1.5, context_length=None),
-        record("other"),
+        record("other", loaded=True, loaded_context_length=5120, slots=8),
     ]
     reader.ask("refresh")
     reader.until(lambda panel: len(panel.rows) == 3)
+    assert [row["cells"][5] for row in reader.panel.rows] == ["512", "", "5,120 in 8 slots"]
     assert reader.panel.rows[0]["cells"] == ["chat", "mlx", "mlx", "250 MB", "4-bit", "512", "loaded, 10 MB"]
     assert cells(reader.panel) == {
         "tiny": ("loaded, 10 MB", "Unload"),
         "mini": ("pinned, 1.50 GB", ""),
-        "other": ("on disk", "Load"),
+        "other": ("loaded", "Unload"),
     }
 
 
@@ -86,24 +83,64 @@ def test_a_download_shows_its_progress(reader: Reader, backend: ScriptedBackend)
     reader.ask("load", model="org/big")
     event = ModelEvent(model="org/big", stage="download", done_bytes=500_000_000, total_bytes=2_000_000_000)
     reader.give(backend.published, event)
-    shown = {"text": "downloading", "detail": "500 MB of 2.00 GB", "fraction": 0.25, "can_cancel": True}
+    shown = {"text": "downloading", "detail": "500 MB of 2.00 GB", "fraction": 0.25, "actions": ["Cancel"]}
     reader.until(lambda panel: panel.jobs == [{"id": "org/big", **shown}])
 
 
 def test_a_load_under_another_name_stays_one_job(reader: Reader, backend: ScriptedBackend) -> None:
     reader.ask("load", model="./folder")
     reader.give(backend.published, ModelEvent(model="/abs/folder", stage="load", total_bytes=1_000))
-    expected = {"id": "./folder", "text": "loading", "detail": "", "fraction": None, "can_cancel": True}
+    expected = {"id": "./folder", "text": "loading", "detail": "", "fraction": None, "actions": ["Cancel"]}
     reader.until(lambda panel: panel.jobs == [expected])
 
 
+def jobs(panel: ModelsPanel) -> list[tuple[str, str, list[str]]]:
+    return [(job["id"], job["text"], job["actions"]) for job in panel.jobs]
+
+
 def test_a_load_shows_that_it_waits_for_running_answers(reader: Reader, backend: ScriptedBackend) -> None:
-    backend.measured = sample(active=2)
-    reader.ask("load", model="tiny")
-    reader.give(backend.published, ModelEvent(model="tiny", stage="load"))
-    reader.until(lambda panel: [job["text"] for job in panel.jobs] == ["waiting for running answers (2)"])
-    backend.measured = sample(active=0)
-    reader.until(lambda panel: [job["text"] for job in panel.jobs] == ["loading"])
+    state = Unloading(answers_left=2, seconds_left=28, replaced_by="tiny-two")
+    backend.set_state(model="tiny", unloading=state)
+    reader.ask("load", model="tiny-two")
+    reader.give(backend.published, ModelEvent(model="tiny-two", stage="load"))
+    reader.until(
+        lambda panel: (
+            jobs(panel)
+            == [
+                ("tiny-two", "waiting for running answers (2)", ["Cancel"]),
+                ("tiny", "unloading, 2 answers left (28 s)", ["Wait", "Stop now"]),
+            ]
+        )
+    )
+    backend.set_state(model=None, unloading=None)
+    reader.until(lambda panel: jobs(panel) == [("tiny-two", "loading", ["Cancel"])])
+
+
+def test_an_unload_of_any_client_shows_its_state_and_can_wait_or_stop(reader: Reader, backend: ScriptedBackend) -> None:
+    backend.records = [record("tiny", loaded=True, vram_gb=0.01)]
+    backend.set_state(model="tiny", unloading=Unloading(answers_left=1, seconds_left=28))
+    reader.ask("refresh")
+    row = ("tiny", "unloading, 1 answer left (28 s)", ["Wait", "Stop now"])
+    reader.until(lambda panel: jobs(panel) == [row] and cells(panel) == {"tiny": ("unloading, 10 MB", "")})
+    assert "model: tiny, unloading, 1 answer left (28 s)" in reader.panel.snapshot_html()
+    event = ModelEvent(model="tiny", stage="unloading", unloading=Unloading(answers_left=1, seconds_left=28))
+    reader.give(backend.published, event)
+    reader.ask("unload", model="tiny", wait=True)
+    backend.set_state(unloading=Unloading(answers_left=1, seconds_left=None))
+    row = ("tiny", "unloading, 1 answer left (no time limit)", ["Stop now"])
+    reader.until(lambda panel: jobs(panel) == [row])
+    reader.ask("unload", model="tiny", wait=False)
+    reader.until(lambda panel: backend.requests == [("unload", ("tiny", True)), ("unload", ("tiny", False))])
+    backend.records = [record("tiny")]
+    backend.set_state(model=None, unloading=None)
+    reader.give(backend.unloads, 0.1, 0.1)
+    reader.give(backend.published, ModelEvent(model="tiny", stage="unloaded"))
+    reader.until(lambda panel: not panel.jobs and cells(panel) == {"tiny": ("on disk", "Load")})
+    # A late click, after which another model may be loaded, changes nothing.
+    reader.ask("unload", model="tiny", wait=False)
+    assert len(backend.requests) == 2
+    with pytest.raises(Refused, match="wait is 'yes'; it must be true or false"):
+        reader.ask("unload", model="tiny", wait="yes")
 
 
 def test_a_second_load_is_refused(reader: Reader, backend: ScriptedBackend) -> None:

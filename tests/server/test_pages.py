@@ -9,6 +9,7 @@ import re
 import shlex
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Literal
 from urllib.parse import urljoin
 
 import httpx2
@@ -17,6 +18,7 @@ from playwright.sync_api import Browser, Page, Route
 
 from lmx_lab.notebook import Lab
 from lmx_lab.server.pages import MEDIA_TYPES, SWAGGER
+from tests.browser.axe import serious_violations
 from tests.browser.chromium import chromium
 from tests.browser.jupyterlab import WAIT_MS
 from tests.flows.conftest import serving
@@ -125,6 +127,13 @@ def test_the_overview_names_the_loaded_model_and_a_request(lab: Lab, tab: Page) 
     assert tab.evaluate("getComputedStyle(document.documentElement).colorScheme") == "light dark"
     assert httpx2.get(f"{lab.url}/favicon.ico").status_code == 200
     assert not problems
+
+
+@pytest.mark.parametrize("theme", ["light", "dark"])
+def test_the_overview_is_accessible(lab: Lab, tab: Page, theme: Literal["light", "dark"]) -> None:
+    tab.emulate_media(color_scheme=theme)
+    tab.goto(f"{lab.url}/")
+    assert serious_violations(tab) == []
 
 
 FRAMING = """async (address) => {

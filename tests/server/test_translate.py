@@ -38,6 +38,7 @@ def report(
     *,
     prompt: int = 10,
     cached: int = 0,
+    from_disk: int = 0,
     output: int = 5,
     decode_s: float = 2.0,
     reasoning: int = 0,
@@ -49,6 +50,7 @@ def report(
         reasoning_tokens=reasoning,
         prompt_tokens=prompt,
         cached_tokens=cached,
+        disk_cached_tokens=from_disk,
         output_tokens=output,
         queue_s=0.0,
         prefill_s=1.0,
@@ -208,9 +210,10 @@ def test_best_of_must_equal_n() -> None:
 
 
 def test_choices_share_the_prompt_in_usage() -> None:
-    spent = usage([report(cached=4), report(cached=9, output=7)])
+    spent = usage([report(cached=4, from_disk=3), report(cached=9, output=7)])
     assert (spent.prompt_tokens, spent.completion_tokens, spent.total_tokens) == (10, 12, 22)
     assert spent.prompt_tokens_details.cached_tokens == 4
+    assert spent.prompt_tokens_details.disk_cached_tokens == 3
     assert total_usage([spent, spent]).total_tokens == 44
 
 

@@ -9,8 +9,8 @@ from pathlib import Path
 import pytest
 
 from lmx_lab.values.models import ModelEntry
+from soak.hostile.attacked_server import AttackedServer
 from soak.hostile.attacks import ATTACKS, loads
-from soak.hostile.beside import AttackedServer
 from soak.hostile.models import CONFIGS, TEMPLATES, VALID, write_hostile_models
 from soak.hostile.senders import Answer
 from soak.mutated_models import PARTS, MutatedModels

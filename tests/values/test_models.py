@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import fields
+from dataclasses import fields, replace
 
 import pytest
 
@@ -31,6 +31,9 @@ def test_an_option_that_is_misspelled_is_named() -> None:
 def test_the_report_of_a_load_is_a_sentence() -> None:
     report = LoadReport(model="tiny", load_s=1.25, memory_bytes=270_000_000)
     assert repr(report) == "tiny loaded in 1.2 s, 0.27 GB of memory"
+    planned = replace(report, slots=8, context_length=5120)
+    assert repr(planned) == f"{report!r}; 8 requests at once, of up to 5,120 tokens each"
+    assert repr(replace(report, slots=1)) == f"{report!r}; 1 request at once"
 
 
 def test_requests_have_the_options_of_a_load() -> None:

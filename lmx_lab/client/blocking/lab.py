@@ -98,14 +98,28 @@ class LabClient(BlockingClient[AsyncLabClient]):
             self._portal, lambda callbacks: self._client.load(model, progress=callbacks.notifier(progress), **options)
         )
 
-    def unload(self, model: str | None = None) -> UnloadAnswer:
+    def unload(
+        self,
+        model: str | None = None,
+        *,
+        wait: bool | None = None,
+        progress: Callable[[ModelEvent], None] | None = None,
+    ) -> UnloadAnswer:
         """Unload the model. Does nothing if no model is loaded. If a model is being loaded, its load is cancelled
         instead, and the previous model is loaded again.
 
+        An interrupt (Ctrl-C) stops the waiting, but not the unload. Another call joins an unload that is in progress.
+
         Args:
             model: The model to unload, or whose load is cancelled; None for any.
+            wait: Whether running answers may end: True without a time limit, False not at all, None within the limit of
+                the server, 30 s by default.
+            progress: Called in this thread when the unload has to wait, when a running answer has ended, and when the
+                time limit has changed.
         """
-        return self._portal.run(self._client.unload(model))
+        return run_with_callbacks(
+            self._portal, lambda callbacks: self._client.unload(model, wait=wait, progress=callbacks.notifier(progress))
+        )
 
     def version(self) -> str:
         """Return the server's LMX Lab version. Needs no key.

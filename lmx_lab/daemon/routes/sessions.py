@@ -45,7 +45,7 @@ def session_routes(services: Services) -> APIRouter:
         """The sessions, the last updated first."""
         page_limit = check_limit(limit, default=PAGE, maximum=sessions.LIST_LIMIT)
         text = await store.read(
-            lambda view: to_json(sessions.list_page(view, limit=page_limit, cursor=cursor, archived=archived, q=q))
+            lambda view: sessions.list_page(view, limit=page_limit, cursor=cursor, archived=archived, q=q)
         )
         return Response(text, media_type="application/json")
 

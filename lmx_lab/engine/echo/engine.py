@@ -23,7 +23,7 @@ from lmx_lab.engine.loop_engine import LoopEngine, TextTasks
 from lmx_lab.engine.machine_memory import total_bytes
 from lmx_lab.engine.requests import EmbeddingRequest, Embeddings, GenerationRequest, Ranking, RerankRequest
 from lmx_lab.engine.stream import Mailbox, Pending, TokenStream
-from lmx_lab.engine.validation import check_dimensions
+from lmx_lab.engine.validation import check_dimensions, check_options
 from lmx_lab.engine.vectors import cosines, shorten
 from lmx_lab.errors import LabError, NotLoadedError, UnusableModelError
 from lmx_lab.settings import Settings
@@ -50,6 +50,7 @@ class EchoMain:
     """The loaded model and its requests."""
 
     entry: ModelEntry
+    context_length: int
     model: EchoModel
     preparer: EchoPreparer
     queue: EchoQueue
@@ -75,10 +76,13 @@ class EchoCore:
         """See ``InferenceEngine``."""
         started = time.perf_counter()
         model, script = await in_thread(functools.partial(read_model, entry, self._settings))
+        context_length = spec.context_length or entry.context_length
+        assert context_length is not None
         self._main = EchoMain(
             entry=entry,
+            context_length=context_length,
             model=model,
-            preparer=EchoPreparer(model, entry, tokens_per_s=self._settings.echo_tokens_per_s),
+            preparer=EchoPreparer(model, entry, context_length, tokens_per_s=self._settings.echo_tokens_per_s),
             queue=EchoQueue(
                 self._totals,
                 slots=self._settings.slots,
@@ -88,7 +92,7 @@ class EchoCore:
             script=script,
         )
         self._publish()
-        return LoadReport(model=entry.id, load_s=time.perf_counter() - started, memory_bytes=model.memory_bytes)
+        return self.snapshot.load_report(time.perf_counter() - started)
 
     async def unload(self) -> int:
         """See ``InferenceEngine``."""
@@ -236,7 +240,8 @@ class EchoCore:
             state="ready" if main is not None else "empty",
             entry=main.entry if main is not None else None,
             model_memory_bytes=memory_bytes,
-            context_length=main.entry.context_length if main is not None else None,
+            context_length=main.context_length if main is not None else None,
+            slots=self._settings.slots if main is not None and main.entry.kind == "chat" else None,
             active_requests=(main.queue.running if main is not None else 0) + texts,
             queued_requests=main.queue.queued if main is not None else 0,
             encode_requests=texts,
@@ -270,6 +275,7 @@ class EchoEngine(LoopEngine[EchoCore]):
 
     def check(self, entry: ModelEntry, spec: LoadSpec, cancellation: Cancellation) -> None:
         """See ``InferenceEngine``."""
+        check_options(entry, spec)
         read_model(entry, self._settings)
 
 

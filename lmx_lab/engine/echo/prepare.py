@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
-import asyncio
 import json
 from collections.abc import Mapping
-from concurrent.futures import ThreadPoolExecutor
+from functools import partial
 from typing import Any
 
 from llguidance import LLMatcher
@@ -16,7 +15,7 @@ from lmx_lab.engine.echo.script import END_OF_THOUGHTS, THINK, ScriptAnswer
 from lmx_lab.engine.echo.vocabulary import BEGIN, END, LONGEST_PIECE, MESSAGE
 from lmx_lab.engine.grammar.compile import GrammarCompiler
 from lmx_lab.engine.grammar.mask import Constraint, ThinkingBudget
-from lmx_lab.engine.grammar.sandbox import GrammarSandbox
+from lmx_lab.engine.grammar.queue import GrammarQueue
 from lmx_lab.engine.requests import ChatPrompt, GenerationRequest, TextPrompt, TokenPrompt, ToolUse
 from lmx_lab.engine.templates.tool_prompt import START, write_tools_as_text
 from lmx_lab.engine.text.chat_format_detection import ChatFormat, ReasoningState
@@ -36,12 +35,12 @@ THOUGHTS = (THINK, END_OF_THOUGHTS)
 class EchoPreparer:
     """Prepares requests on the engine's loop; grammars are compiled on a thread."""
 
-    def __init__(self, model: EchoModel, entry: ModelEntry, *, tokens_per_s: float | None) -> None:
+    def __init__(self, model: EchoModel, entry: ModelEntry, context_length: int, *, tokens_per_s: float | None) -> None:
         self._model = model
         self._entry = entry
+        self._context_length = context_length
         self._tokens_per_s = tokens_per_s
-        self._sandbox = GrammarSandbox()
-        self._compiling = ThreadPoolExecutor(max_workers=1, thread_name_prefix="lmx-lab-echo-grammars")
+        self._queue = GrammarQueue("lmx-lab-echo-grammars")
         self._grammars: GrammarCompiler | None = None
         vocabulary = model.vocabulary
         self._chat_format = ChatFormat(
@@ -50,8 +49,7 @@ class EchoPreparer:
 
     def stop(self) -> None:
         """Stop compiling grammars, without waiting for its end."""
-        self._compiling.shutdown(wait=False, cancel_futures=True)
-        self._sandbox.close()
+        self._queue.close()
 
     async def prepare(
         self, request: GenerationRequest, choices: int, script: ScriptAnswer | None, *, timeout_s: float
@@ -64,9 +62,7 @@ class EchoPreparer:
         Raises:
             InvalidRequestError, ContextLengthError, QueueFullError: see ``InferenceEngine.submit_all``.
         """
-        entry, vocabulary = self._entry, self._model.vocabulary
-        limit = entry.context_length
-        assert limit is not None
+        entry, vocabulary, limit = self._entry, self._model.vocabulary, self._context_length
         check_tokens(request, entry, vocabulary.size)
         prompt = self._prompt(request, limit)
         check_length(request, prompt, entry, limit)
@@ -78,9 +74,7 @@ class EchoPreparer:
         grammar = self._chat_format.grammar(request, thinking)
         matchers: list[LLMatcher] | list[None] = [None] * choices
         if grammar is not None:
-            matchers = await asyncio.get_running_loop().run_in_executor(
-                self._compiling, self._matchers, grammar, choices, _tools(request)
-            )
+            matchers = await self._matchers(grammar, choices, _tools(request))
         pace = script.tokens_per_s if script is not None and script.tokens_per_s is not None else self._tokens_per_s
         prepared = PreparedEcho(
             request=request,
@@ -145,10 +139,15 @@ class EchoPreparer:
                     return encode(f'{START}\n{{"name": {json.dumps(name)}, "arguments": {{')
                 return encode(content)
 
-    def _matchers(self, grammar: str, count: int, tools: ToolUse | None) -> list[LLMatcher]:
+    async def _matchers(self, grammar: str, count: int, tools: ToolUse | None) -> list[LLMatcher]:
         if self._grammars is None:
-            self._grammars = GrammarCompiler(self._model.vocabulary.token_table, self._sandbox)
-        return self._grammars.matchers(grammar, count, tools)
+            self._grammars = await self._queue.run(self._make_compiler)
+        if (known := self._grammars.known_matchers(grammar, count)) is not None:
+            return known
+        return await self._queue.run(partial(self._grammars.matchers, grammar, count, tools))
+
+    def _make_compiler(self) -> GrammarCompiler:
+        return GrammarCompiler(self._model.vocabulary.token_table, self._queue.sandbox)
 
     def _constraint(
         self, request: GenerationRequest, thinking: ReasoningState, matcher: LLMatcher | None

@@ -28,6 +28,8 @@ from lmx_lab.values.engine import TokenTotals
 from lmx_lab.values.generation import Delta, FinishReason, GenerationReport, PromptProgress, PromptScores, TokenLogprob
 
 log = logging.getLogger(__name__)
+PAUSE_CHECK_S = 0.05
+"""Interval between two checks whether a request should be paused for a waiting one."""
 KEPT_SEQUENCES = 16
 """Number of ended requests whose tokens count as cached for requests that begin with the same tokens."""
 
@@ -210,7 +212,8 @@ class EchoQueue:
         """Queue the answers to one request."""
         first = generations[0]
         deadline = first.arrived_at + first.prepared.timeout_s
-        self._scheduler.add(generations, tokens=len(first.prepared.prompt), deadline=deadline)
+        tokens, now = len(first.prepared.prompt), time.perf_counter()
+        self._scheduler.add(generations, tokens=tokens, deadline=deadline, now=now)
         self._schedule(0.0)
 
     def cancel(self, generation: EchoGeneration) -> None:
@@ -222,7 +225,7 @@ class EchoQueue:
     def end(self, admission: AdmissionControl, error: LabError, *, queued_only: bool = False) -> None:
         """End the generations that hold permits of this admission control with an error."""
         scheduler = self._scheduler
-        for generation in scheduler.queued if queued_only else scheduler.queued + scheduler.running:
+        for generation in scheduler.not_started if queued_only else scheduler.queued + scheduler.running:
             if generation.permit.admission is admission:
                 self._end(generation, error)
         self._deliver()
@@ -245,7 +248,8 @@ class EchoQueue:
         for late in self._scheduler.expired(now):
             limit_s = late.prepared.timeout_s
             self._end(late, GenerationTimeoutError(f"not finished after {limit_s:g} s, the request's limit"))
-        while (admitted := self._scheduler.admit(lambda _: Verdict.TAKE)) is not None:
+        self._scheduler.pause(lambda _: True, now)
+        while (admitted := self._scheduler.admit(lambda _: Verdict.TAKE, now)) is not None:
             self._begin(admitted, now)
         for generation in self._scheduler.running:
             if generation.due_at <= now:
@@ -259,10 +263,17 @@ class EchoQueue:
             return 0.0
         due = [generation.due_at for generation in self._scheduler.running]
         both = self._scheduler.running + self._scheduler.queued
+        if (pause_at := self._scheduler.next_pause_at()) is not None:
+            # No earlier than the next check is useful, because running requests keep their slot for a while.
+            due.append(max(pause_at, time.perf_counter() + PAUSE_CHECK_S))
         return min([*due, *(generation.arrived_at + generation.prepared.timeout_s for generation in both)])
 
     def _begin(self, generation: EchoGeneration, now: float) -> None:
         self._scheduler.prefilled(generation)
+        if generation.admitted_at:
+            # It was paused, and continues with its next token.
+            generation.due_at = max(generation.due_at, now)
+            return
         generation.cached_tokens = self._cached(generation.prepared.prompt)
         self._totals.prompt_tokens += len(generation.prepared.prompt)
         self._totals.cached_tokens += generation.cached_tokens

@@ -99,7 +99,7 @@ class ChatPairFormat:
         try:
             return render_chat(self._tokenizer, messages, **self._input.options)
         except TemplateLimitError as exc:
-            raise InvalidRequestError(f"the chat template of {self._model} {exc}, its limit", param="query") from exc
+            raise InvalidRequestError(f"the chat template of {self._model} {exc}", param="query") from exc
         # A template is a program that comes with the model: it may raise any exception.
         except Exception as exc:
             raise InvalidRequestError(

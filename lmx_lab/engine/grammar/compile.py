@@ -53,7 +53,8 @@ def read_token_table(tokenizer: Any, *, width: int, markers: Set[int]) -> TokenT
 
 
 class GrammarCompiler:
-    """Compiles grammars and caches the results, also the errors. Use it on one thread at a time.
+    """Compiles grammars and caches the results, also the errors. Use it on one thread at a time, except for
+    ``known_matchers``.
 
     The matchers that it returns are independent copies, which any one thread can use.
     """
@@ -66,6 +67,18 @@ class GrammarCompiler:
         self._checked: OrderedDict[str, str] = OrderedDict()
         self._refused: OrderedDict[str, InvalidRequestError] = OrderedDict()
 
+    def known_matchers(self, grammar: str, count: int) -> list[LLMatcher] | None:
+        """Return matchers of a grammar that was compiled before; None if it is not known. May be called from any
+        thread.
+
+        Raises:
+            InvalidRequestError: the grammar was refused before.
+        """
+        if (refused := self._refused.get(grammar)) is not None:
+            raise InvalidRequestError(refused.message, param=refused.param)
+        matcher = self._compiled.get(grammar)
+        return None if matcher is None else [matcher.deep_copy() for _ in range(count)]
+
     def matchers(self, grammar: str, count: int, tools: ToolUse | None = None) -> list[LLMatcher]:
         """Return ``count`` matchers at the beginning of the grammar.
 
@@ -76,7 +89,7 @@ class GrammarCompiler:
             InvalidRequestError: the grammar cannot be compiled; the message contains llguidance's reason.
             QueueFullError: it takes long to compile, and others wait.
         """
-        matcher = self._compiled.pop(grammar, None)
+        matcher = self._compiled.get(grammar)
         if matcher is None:
             matcher = compile_grammar(self._tokenizer, self.check(grammar, tools))
         _put(self._compiled, grammar, matcher)

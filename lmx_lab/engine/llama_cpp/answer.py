@@ -58,20 +58,44 @@ class AnswerReader:
         self.computed_tokens = 0
         """Number of prompt tokens that have been computed, without cached ones."""
         self.cached_tokens = 0
+        self.restored_tokens = 0
+        """Number of prompt tokens in the slot that was restored from disk for this request."""
+        self.slot: int | None = None
+        """Id of the slot; None on the chat route, which does not report it."""
         self.output_tokens = 0
+        self.tokens: list[int] = []
+        """Ids of the output tokens. Some are missing if llama.cpp has held back incomplete characters."""
+        self._tokens_before = 0
+        """Number of output tokens before the last pause."""
         self.finish: FinishReason | None = None
         """Set at the end of the answer. Events after that are ignored."""
+
+    @property
+    def disk_cached_tokens(self) -> int:
+        """Number of cached tokens that were read from disk."""
+        return min(self.restored_tokens, self.cached_tokens)
 
     def begin(self, now: float) -> PromptProgress:
         """Record that the request has a slot, and return the first progress."""
         self._admitted_at = now
         return PromptProgress(done=0, total=self._prompt_tokens)
 
+    @property
+    def can_continue(self) -> bool:
+        """Whether another request with the tokens so far would continue the answer."""
+        return self.finish is None and 0 < self.output_tokens == len(self.tokens) and self._hidden is None
+
+    def pause(self) -> None:
+        """Record that the next events are those of another request, whose prompt includes the output so far."""
+        self._tokens_before = self.output_tokens
+
     def read(self, chunk: Mapping[str, Any], now: float) -> Iterator[Delta | PromptProgress]:
         """Yield the items for the reader that one event contains."""
         if self.finish is not None:
             return
         if (progress := chunk.get("prompt_progress")) is not None:
+            if self._tokens_before:
+                return
             self.cached_tokens = min(int(progress["cache"]), self._prompt_tokens - 1)
             done = int(progress["processed"])
             self.computed_tokens = max(0, done - self.cached_tokens)
@@ -90,6 +114,7 @@ class AnswerReader:
             finish_reason=self.finish,
             prompt_tokens=self._prompt_tokens,
             cached_tokens=self.cached_tokens,
+            disk_cached_tokens=self.disk_cached_tokens,
             output_tokens=self.output_tokens,
             reasoning_tokens=self._reasoning_tokens + self._splitter.reasoning_tokens,
             queue_s=admitted_at - self._arrived_at,
@@ -109,9 +134,11 @@ class AnswerReader:
         return (first_at - admitted_at) / (self.computed_tokens + 1)
 
     def _read_completion(self, chunk: Mapping[str, Any], now: float) -> Iterator[Delta]:
-        tokens = self._count(int(chunk["tokens_predicted"]), now)
+        tokens = self._count(self._tokens_before + int(chunk["tokens_predicted"]), now)
+        self.tokens += chunk.get("tokens") or ()
         entries = self._entries(chunk.get("completion_probabilities", ()))
         yield from self._text(chunk["content"], tokens, entries)
+        self.slot = chunk.get("id_slot", self.slot)
         if chunk["stop"] and self.finish is None:
             yield from self._end(FINISHES.get(chunk["stop_type"], "stop"))
 

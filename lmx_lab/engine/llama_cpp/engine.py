@@ -31,6 +31,7 @@ from lmx_lab.engine.machine_memory import limit_bytes, total_bytes
 from lmx_lab.engine.requests import EmbeddingRequest, Embeddings, GenerationRequest, Ranking, RerankRequest
 from lmx_lab.engine.stream import Item, Mailbox, Outbox, Pending, TokenStream
 from lmx_lab.engine.templates.trial import try_template
+from lmx_lab.engine.validation import check_options
 from lmx_lab.errors import EngineError, LabError, NotLoadedError
 from lmx_lab.settings import Settings
 from lmx_lab.values.engine import EngineSnapshot, EngineState, PinnedModel, TokenTotals
@@ -59,6 +60,11 @@ class LlamaResident:
     def entry(self) -> ModelEntry:
         return self.hosted.entry
 
+    @property
+    def slots(self) -> int | None:
+        """Number of requests that are decoded at once; None for encoders."""
+        return self.hosted.plan.slots if self.entry.kind == "chat" else None
+
 
 class LlamaCppCore:
     """The state of the engine: one *main* model of any kind, and pinned encoders. See ``EngineCore``."""
@@ -85,11 +91,10 @@ class LlamaCppCore:
     async def load(self, entry: ModelEntry, spec: LoadSpec) -> LoadReport:
         """See ``InferenceEngine``."""
         started = time.perf_counter()
-        self._main = await self._start(entry)
+        self._main = await self._start(entry, spec)
         self.failure = None
         self._publish()
-        memory_bytes = self._main.hosted.memory_bytes
-        return LoadReport(model=entry.id, load_s=time.perf_counter() - started, memory_bytes=memory_bytes)
+        return self.snapshot.load_report(time.perf_counter() - started)
 
     async def unload(self) -> int:
         """See ``InferenceEngine``."""
@@ -104,7 +109,7 @@ class LlamaCppCore:
     async def pin(self, entry: ModelEntry, spec: LoadSpec) -> LoadReport:
         """See ``InferenceEngine``."""
         started, before = time.perf_counter(), self._pinned.get(entry.kind)
-        pinned = self._pinned[entry.kind] = await self._start(entry, replaced=before)
+        pinned = self._pinned[entry.kind] = await self._start(entry, spec, replaced=before)
         if before is not None:
             await self._drop(before, NotLoadedError(f"{entry.id} was pinned in place of {before.entry.id}"))
         self._publish()
@@ -135,7 +140,9 @@ class LlamaCppCore:
         self._publish()
         self._send()
 
-    async def _start(self, entry: ModelEntry, *, replaced: LlamaResident | None = None) -> LlamaResident:
+    async def _start(
+        self, entry: ModelEntry, spec: LoadSpec, *, replaced: LlamaResident | None = None
+    ) -> LlamaResident:
         """Start a process with this model, and return the model.
 
         Args:
@@ -146,7 +153,7 @@ class LlamaCppCore:
         limit = limit_bytes(self._settings.memory_limit_bytes) - used
         if (error := self._closed) is not None:
             raise type(error)(error.message)
-        task = asyncio.create_task(host_model(entry, self._settings, limit_bytes=limit))
+        task = asyncio.create_task(host_model(entry, spec, self._settings, limit_bytes=limit))
         self._starting.add(task)
         try:
             hosted = await task
@@ -176,6 +183,8 @@ class LlamaCppCore:
     async def _end_resident(self, resident: LlamaResident, error: LabError) -> None:
         await resident.queue.end_all(error)
         await resident.texts.end_all(error)
+        if resident.hosted.slot_files is not None:
+            await resident.hosted.slot_files.stop()
         await resident.hosted.process.stop()
 
     async def _watch(self, resident: LlamaResident) -> None:
@@ -358,6 +367,8 @@ class LlamaCppCore:
             entry=main.entry if main is not None else None,
             model_memory_bytes=main.hosted.memory_bytes if main is not None else 0,
             context_length=main.hosted.context_length if main is not None else None,
+            slots=main.slots if main is not None else None,
+            batch_invariant=main is None or main.hosted.batch_invariant,
             pinned=tuple(
                 PinnedModel(entry=pinned.entry, memory_bytes=pinned.hosted.memory_bytes)
                 for pinned in self._pinned.values()
@@ -402,15 +413,20 @@ class LlamaCppEngine(LoopEngine[LlamaCppCore]):
         return LlamaCppCore(self._settings, self._host)
 
     @functools.cached_property
-    def fingerprint(self) -> str:
-        """See ``InferenceEngine``."""
+    def _version(self) -> str:
         return f"llama.cpp-{version(PACKAGE)}" if is_installed() else "llama.cpp"
+
+    @property
+    def fingerprint(self) -> str:
+        """See ``InferenceEngine``. The suffix warns that other requests may change the bits of an answer."""
+        return self._version if self.snapshot.batch_invariant else f"{self._version}-batch-dependent"
 
     def check(self, entry: ModelEntry, spec: LoadSpec, cancellation: Cancellation) -> None:
         """See ``InferenceEngine``."""
         require_installed(entry.path)
+        check_options(entry, spec)
         limit = limit_bytes(self._settings.memory_limit_bytes)
         header = read_gguf(entry.path)
-        plan_context(entry, header, slots=self._settings.slots, limit_bytes=limit)
+        plan_context(entry, header, slots=self._settings.slots, limit_bytes=limit, spec=spec)
         if (template := header.text("tokenizer.chat_template")) is not None and entry.kind == "chat":
             try_template(template, entry.path, cancellation)

@@ -13,7 +13,6 @@ import json
 import re
 from collections import OrderedDict
 from collections.abc import Mapping, Sequence
-from concurrent.futures import Executor
 from functools import partial
 from typing import Any
 
@@ -21,7 +20,7 @@ from llguidance import LLMatcher
 
 from lmx_lab.engine.grammar.build import NO_FORCING
 from lmx_lab.engine.grammar.compile import ANY_OBJECT, GrammarCompiler
-from lmx_lab.engine.grammar.sandbox import GrammarSandbox
+from lmx_lab.engine.grammar.queue import GrammarQueue
 from lmx_lab.engine.grammar.worker import TokenTable
 from lmx_lab.engine.llama_cpp.connection import LlamaConnection, RefusedError
 from lmx_lab.engine.requests import ToolUse
@@ -47,14 +46,11 @@ Part = Mapping[str, Any]
 
 
 class GrammarChecker:
-    """Checks the grammars of one model. Belongs to the engine's loop; ``compiling`` compiles one grammar at a time."""
+    """Checks the grammars of one model. Belongs to the engine's loop."""
 
-    def __init__(
-        self, token_table: TokenTable, sandbox: GrammarSandbox, compiling: Executor, connection: LlamaConnection
-    ) -> None:
+    def __init__(self, token_table: TokenTable, queue: GrammarQueue, connection: LlamaConnection) -> None:
         self._token_table = token_table
-        self._sandbox = sandbox
-        self._compiling = compiling
+        self._queue = queue
         self._connection = connection
         self._grammars: GrammarCompiler | None = None
         self._checked: OrderedDict[str, str] = OrderedDict()
@@ -64,7 +60,7 @@ class GrammarChecker:
 
         Raises:
             InvalidRequestError: the grammar cannot be compiled, or llama.cpp does not enforce it.
-            QueueFullError: compiling the grammar takes long, and other grammars wait.
+            QueueFullError: compiling the grammar takes long and other grammars wait, or it has waited too long itself.
         """
         key = json.dumps([grammar, tools is None or tools.forced])
         lark = self._checked.pop(key, None) or await self._check(grammar, tools)
@@ -74,8 +70,7 @@ class GrammarChecker:
         return lark
 
     async def _check(self, grammar: str, tools: ToolUse | None) -> str:
-        loop = asyncio.get_running_loop()
-        whole = json.loads(await loop.run_in_executor(self._compiling, self._compile, grammar, tools))
+        whole = json.loads(await self._queue.run(partial(self._compile, grammar, tools)))
         parts = whole["grammars"][1:]
         if not await self._is_enforced(parts, tools):
             for part in parts:
@@ -101,8 +96,7 @@ class GrammarChecker:
             "lark_grammar": f"{NO_FORCING}\nstart: " + " | ".join(f"@{part['name']}" for part in parts),
         }
         any_one = json.dumps({"grammars": [main, *parts]}, ensure_ascii=False)
-        loop = asyncio.get_running_loop()
-        forbidden = await loop.run_in_executor(self._compiling, self._forbidden_token, any_one, tools)
+        forbidden = await self._queue.run(partial(self._forbidden_token, any_one, tools))
         if forbidden is None:
             return True
         body = {
@@ -127,7 +121,7 @@ class GrammarChecker:
 
     def _compile(self, grammar: str, tools: ToolUse | None) -> str:
         if self._grammars is None:
-            self._grammars = GrammarCompiler(self._token_table, self._sandbox)
+            self._grammars = GrammarCompiler(self._token_table, self._queue.sandbox)
         return self._grammars.check(grammar, tools)
 
     def _forbidden_token(self, grammar: str, tools: ToolUse | None) -> int | None:

@@ -1,4 +1,4 @@
-"""Plan the context length of a model on llama.cpp, which allocates the whole KV cache when the model is loaded.
+"""Plan slots and context length of a model on llama.cpp, which allocates the whole KV cache when the model is loaded.
 
 Pure: computed from the header of the file.
 """
@@ -8,7 +8,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from lmx_lab.errors import OutOfMemoryError
-from lmx_lab.values.models import ModelEntry
+from lmx_lab.values.models import LoadSpec, ModelEntry
 from lmx_lab.weights.gguf.header import GgufHeader
 from lmx_lab.weights.gguf.model import ENCODERS, POOLING_LAST
 
@@ -17,8 +17,13 @@ BATCH_TOKENS = 256
 2,048 tokens are not faster."""
 CACHE_BYTES = 2
 """Size of a number in the KV cache: float16."""
-MIN_CACHE_BYTES = 512 * 2**20
-"""The KV cache may use this size or that of the weights, whichever is larger, and always what one request needs."""
+MIN_CACHE_BYTES = 2**30
+"""The KV cache of a chat model may use this size or that of the weights, whichever is larger, but at most half of the
+memory that is left, and always what one request needs."""
+MIN_TEXTS_BYTES = 512 * 2**20
+"""The same for models that embed or rank."""
+MIN_SLOT_TOKENS = 4096
+"""There are fewer slots rather than a shorter context than this in each, unless the context length is requested."""
 TEXTS_AT_ONCE = 8
 """Number of texts that an embedding model or a reranker computes together; more are not faster (measured)."""
 MIN_TOKENS = 256
@@ -26,12 +31,12 @@ USUAL_TOKENS = 8192
 """Context length that is used if the model and the memory allow it."""
 USUAL_WHOLE_TOKENS = 1024
 """The same for a text that has to be computed in one step."""
-TRIAL_TOKENS = 256
-"""Context length for trials of grammars; more than the one token of a trial needs."""
 STEP_TOKENS = 256
 """llama.cpp rounds a context length up to a multiple of this."""
 STEP_BYTES = 8
 """Bytes for each pair of a token of a step and a token of the vocabulary: scores are stored twice (measured)."""
+BATCH_INVARIANT_TYPES = frozenset({"Q4_0", "Q4_1", "Q8_0"})
+"""Types of weights whose products do not depend on the number of rows (measured)."""
 BASE_BYTES = 64 * 2**20
 """Memory of the process, its libraries and its compute buffers."""
 
@@ -45,26 +50,31 @@ class ContextPlan:
     context_length: int
     """Maximum number of tokens of one request, prompt and answer."""
     total_tokens: int
-    """Maximum number of tokens of all requests together."""
+    """Number of tokens that are allocated for all slots together."""
     cache_tokens: int
-    """Number of tokens that are allocated: ``total_tokens``, and room for trials of grammars in a separate slot."""
+    """``total_tokens``, for a chat model with one slot more, in which grammars are tried."""
     batch_tokens: int
     """Maximum number of tokens computed in one step."""
+    one_by_one: bool = False
+    """Whether the tokens of a step, and requests, are computed one after the other."""
     unified: bool
-    """Whether requests share one cache, because memory is too small for a cache for each slot."""
+    """Whether texts share one cache. Answers of a chat model never do: company would change their rounding."""
     bytes: int
     """Estimated memory for weights, cache and everything else that is known in advance."""
 
 
-def plan_context(entry: ModelEntry, header: GgufHeader, *, slots: int, limit_bytes: int) -> ContextPlan:
+def plan_context(
+    entry: ModelEntry, header: GgufHeader, *, slots: int, limit_bytes: int, spec: LoadSpec | None = None
+) -> ContextPlan:
     """Return the slots and the context length that fit in the memory limit.
 
     Args:
-        slots: Requested number of simultaneous requests.
+        slots: Maximum number of simultaneous requests.
         limit_bytes: Total memory that the model may use.
+        spec: How to load the model; None for the default.
 
     Raises:
-        OutOfMemoryError: the weights and the shortest context exceed the limit.
+        OutOfMemoryError: the weights and the shortest, or the requested, context exceed the limit.
     """
     model_context = entry.context_length or USUAL_TOKENS
     fixed = entry.size_bytes + BASE_BYTES + BATCH_TOKENS * _vocabulary(header) * 4
@@ -72,24 +82,30 @@ def plan_context(entry: ModelEntry, header: GgufHeader, *, slots: int, limit_byt
         if header.architecture in ENCODERS:
             return _plan_for_encoder(entry, model_context, fixed, limit_bytes)
         return _plan_for_decoder(entry, header, model_context, limit_bytes)
-    per_token = kv_bytes_per_token(header)
-    _require_memory(entry, fixed + per_token * (min(MIN_TOKENS, model_context) + TRIAL_TOKENS), limit_bytes)
-    room = (limit_bytes - fixed) // max(per_token, 1)
-    usual_tokens = max(max(MIN_CACHE_BYTES, entry.size_bytes) // max(per_token, 1), min(model_context, USUAL_TOKENS))
-    slot_tokens = _rounded_up(model_context)
-    unified = slot_tokens * slots > usual_tokens or slot_tokens * (slots + 1) > room
-    total = slot_tokens * slots
-    if unified:
-        total = max(MIN_TOKENS, min(total, usual_tokens, room - TRIAL_TOKENS) // STEP_TOKENS * STEP_TOKENS)
-    cache = total + (TRIAL_TOKENS if unified else slot_tokens)
+    per_token, context_length = kv_bytes_per_token(header), spec.context_length if spec is not None else None
+    # With single tokens llama.cpp still computes two sequences together, so there must be only one.
+    one_by_one = spec is not None and spec.deterministic and not is_batch_invariant(header)
+    # At least one slot for requests, and one for trials of grammars.
+    least_tokens = 2 * _rounded_up(context_length or min(MIN_TOKENS, model_context))
+    _require_memory(entry, fixed + per_token * least_tokens, limit_bytes, context_length)
+    room_bytes = limit_bytes - fixed
+    usual_bytes = min(max(MIN_CACHE_BYTES, entry.size_bytes), room_bytes // 2)
+    usual_tokens, room_tokens = (size // max(per_token, 1) for size in (usual_bytes, room_bytes))
+    wanted_tokens = _rounded_up(context_length or min(MIN_SLOT_TOKENS, model_context))
+    slots = max(1, min(1 if one_by_one else slots, usual_tokens // wanted_tokens - 1))
+    slot_tokens = wanted_tokens
+    if context_length is None:
+        longest = max(usual_tokens // (slots + 1), min(wanted_tokens, room_tokens // 2))
+        slot_tokens = min(_rounded_up(model_context), longest // STEP_TOKENS * STEP_TOKENS)
     return ContextPlan(
         slots=slots,
-        context_length=min(model_context, total),
-        total_tokens=total,
-        cache_tokens=cache,
+        context_length=context_length or min(model_context, slot_tokens),
+        total_tokens=slot_tokens * slots,
+        cache_tokens=slot_tokens * (slots + 1),
         batch_tokens=BATCH_TOKENS,
-        unified=unified,
-        bytes=fixed + per_token * cache,
+        one_by_one=one_by_one,
+        unified=False,
+        bytes=fixed + per_token * slot_tokens * (slots + 1),
     )
 
 
@@ -119,7 +135,7 @@ def _plan_for_decoder(entry: ModelEntry, header: GgufHeader, model_context: int,
     fixed = entry.size_bytes + BASE_BYTES + (BATCH_TOKENS * computed if in_steps else 0)
     first_slot_bytes = cached if in_steps else cached + computed
     usual = first_slot_bytes * min(model_context, USUAL_TOKENS if in_steps else USUAL_WHOLE_TOKENS)
-    room = min(limit_bytes - fixed, max(MIN_CACHE_BYTES, entry.size_bytes, usual))
+    room = min(limit_bytes - fixed, max(MIN_TEXTS_BYTES, entry.size_bytes, usual))
     slot_tokens = max(
         STEP_TOKENS, min(_rounded_up(model_context), room // max(first_slot_bytes, 1) // STEP_TOKENS * STEP_TOKENS)
     )
@@ -137,6 +153,15 @@ def _plan_for_decoder(entry: ModelEntry, header: GgufHeader, model_context: int,
         unified=not in_steps,
         bytes=needed,
     )
+
+
+def is_batch_invariant(header: GgufHeader) -> bool:
+    """Return whether llama.cpp computes the same bits for a token whatever else is in the batch, with separate caches.
+
+    Measured on x86-64: with weights of other types, such as Q4_K and F16, products of one row and of several rows add
+    in another order.
+    """
+    return all(tensor.type in BATCH_INVARIANT_TYPES for tensor in header.tensors if len(tensor.shape) > 1)
 
 
 def kv_bytes_per_token(header: GgufHeader) -> int:
@@ -160,9 +185,11 @@ def _vocabulary(header: GgufHeader) -> int:
     return rows[0] if rows else 0
 
 
-def _require_memory(entry: ModelEntry, needed: int, limit_bytes: int) -> None:
+def _require_memory(entry: ModelEntry, needed: int, limit_bytes: int, context_length: int | None = None) -> None:
     if needed > limit_bytes:
+        context = f" with a context_length of {context_length}" if context_length is not None else ""
+        remedy = "a smaller context_length" if context else "a smaller or more quantized model"
         raise OutOfMemoryError(
-            f"{entry.id} needs {needed / 1e9:.2f} GB, and {max(0, limit_bytes) / 1e9:.2f} GB are allowed; choose a "
-            "smaller or more quantized model, or raise memory_limit_bytes"
+            f"{entry.id} needs {needed / 1e9:.2f} GB{context}, and {max(0, limit_bytes) / 1e9:.2f} GB are allowed; "
+            f"choose {remedy}, or raise memory_limit_bytes"
         )

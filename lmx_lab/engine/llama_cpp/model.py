@@ -9,6 +9,7 @@ import os
 import time
 from collections.abc import Mapping
 from dataclasses import dataclass, field
+from importlib.metadata import version
 from typing import Any
 
 from lmx_lab.engine.container_limits import default_threads
@@ -16,9 +17,11 @@ from lmx_lab.engine.grammar.build import Marker
 from lmx_lab.engine.grammar.worker import TokenTable
 from lmx_lab.engine.llama_cpp.connection import LlamaConnection, RefusedError
 from lmx_lab.engine.llama_cpp.grammar import read_token_table
-from lmx_lab.engine.llama_cpp.memory_plan import ContextPlan, plan_context
-from lmx_lab.engine.llama_cpp.process import LlamaProcess
+from lmx_lab.engine.llama_cpp.memory_plan import ContextPlan, is_batch_invariant, plan_context
+from lmx_lab.engine.llama_cpp.process import PACKAGE, LlamaProcess
+from lmx_lab.engine.llama_cpp.slot_files import ARITHMETIC, SlotFiles, can_be_trimmed
 from lmx_lab.engine.machine_memory import prefix_cache_bytes
+from lmx_lab.engine.prefix_files import PrefixFiles
 from lmx_lab.engine.templates.tool_prompt import END, START
 from lmx_lab.engine.text.chat_format_detection import HARMONY, HARMONY_TOKENS, MORE_REASONING_MARKERS, ChatFormat
 from lmx_lab.engine.tokenizing.bounds import TokenBound
@@ -26,7 +29,7 @@ from lmx_lab.engine.tokenizing.encoder import LIMIT_S, SHORT_CHARACTERS
 from lmx_lab.engine.validation import CHARACTERS_PER_TOKEN
 from lmx_lab.errors import EngineDeadError, InvalidRequestError, LabError, QueueFullError, UnusableModelError
 from lmx_lab.settings import Settings
-from lmx_lab.values.models import ModelEntry
+from lmx_lab.values.models import LoadSpec, ModelEntry
 from lmx_lab.weights.files import in_thread
 from lmx_lab.weights.fingerprint import is_overwritten, require_unchanged
 from lmx_lab.weights.gguf.header import GgufHeader, read_header
@@ -55,6 +58,8 @@ class HostedModel:
     process: LlamaProcess
     connection: LlamaConnection
     vocabulary_size: int
+    batch_invariant: bool = False
+    """Whether the bits of an answer do not depend on other requests and on cached prompts."""
     chat_format: ChatFormat = field(default_factory=ChatFormat)
     dimensions: int | None = None
     pair_overhead_tokens: int = 1
@@ -66,6 +71,8 @@ class HostedModel:
     """Locked while one slice of texts is computed."""
     long_texts: asyncio.Lock = field(default_factory=asyncio.Lock)
     """Locked while a long text is tokenized, so that this keeps one core busy at most."""
+    slot_files: SlotFiles | None = None
+    """Keeps slots on disk; None if that is off."""
     token_table: TokenTable | None = None
     """Vocabulary for grammars; read when the first grammar is compiled."""
 
@@ -150,14 +157,14 @@ class HostedModel:
         )
 
 
-async def host_model(entry: ModelEntry, settings: Settings, *, limit_bytes: int) -> HostedModel:
+async def host_model(entry: ModelEntry, spec: LoadSpec, settings: Settings, *, limit_bytes: int) -> HostedModel:
     """Start a process with this model, and return the model when it is ready.
 
     Raises:
         UnusableModelError, OutOfMemoryError: llama.cpp cannot load the model; the message has the reason.
     """
     header = await in_thread(functools.partial(read_gguf, entry.path))
-    plan = plan_context(entry, header, slots=settings.slots, limit_bytes=limit_bytes)
+    plan = plan_context(entry, header, slots=settings.slots, limit_bytes=limit_bytes, spec=spec)
     fields = _common_params(entry, header, plan, settings, limit_bytes)
     allowed = min(limit_bytes, round(plan.bytes * PLAN_FACTOR))
     max_bytes = max(0, allowed + prefix_cache_bytes(settings.prefix_cache_bytes, limit_bytes) + EXTRA_BYTES)
@@ -165,13 +172,25 @@ async def host_model(entry: ModelEntry, settings: Settings, *, limit_bytes: int)
     try:
         connection = LlamaConnection(process.socket, process.api_key)
         hosted = await _describe(entry, header, plan, process, connection)
+        hosted.batch_invariant = plan.one_by_one or is_batch_invariant(header)
         require_unchanged(entry)
+        hosted.slot_files = _open_slot_files(hosted, fields, settings)
     except BaseException as exc:
         await process.stop()
         if isinstance(exc, RefusedError | LabError) and not isinstance(exc, UnusableModelError):
             raise UnusableModelError(f"{entry.path} is loaded by llama.cpp, but does not answer: {exc}") from exc
         raise
     return hosted
+
+
+def _open_slot_files(hosted: HostedModel, fields: Mapping[str, Any], settings: Settings) -> SlotFiles | None:
+    if hosted.entry.kind != "chat" or (files := PrefixFiles.of(settings)) is None:
+        return None
+    versions = [f"{package} {version(package)}" for package in ("lmx-lab", PACKAGE)]
+    arithmetic = [*versions, *(f"{name} {fields.get(name)}" for name in ARITHMETIC)]
+    opening = asyncio.create_task(in_thread(functools.partial(files.open, hosted.entry, arithmetic)))
+    trims = can_be_trimmed(hosted.header)
+    return SlotFiles(files, hosted.connection, hosted.process.folder, opening, trims=trims)
 
 
 def _common_params(
@@ -189,7 +208,7 @@ def _common_params(
         "verbosity": 1,
         "n_ctx": plan.cache_tokens,
         "n_batch": plan.batch_tokens,
-        "n_ubatch": plan.batch_tokens,
+        "n_ubatch": 1 if plan.one_by_one else plan.batch_tokens,
         "kv_unified": plan.unified,
     }
     if entry.kind != "chat":
@@ -205,6 +224,7 @@ def _common_params(
         "n_parallel": plan.slots + 1,
         "cache_ram_mib": prefix_cache_bytes(settings.prefix_cache_bytes, limit_bytes) // 2**20,
         "use_jinja": True,
+        "endpoint_slots": settings.prefix_cache_dir is not None,
         # In the chat format, a last message of the assistant is complete and is not continued.
         "prefill_assistant": False,
         "n_threads_http": plan.slots + settings.queue_limit + 4,

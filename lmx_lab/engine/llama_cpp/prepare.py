@@ -5,12 +5,12 @@ from __future__ import annotations
 import asyncio
 import logging
 import time
-from collections.abc import Coroutine, Mapping
+from collections.abc import Coroutine, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from typing import Any, TypeVar
 
-from lmx_lab.engine.grammar.sandbox import GrammarSandbox
+from lmx_lab.engine.grammar.queue import GrammarQueue
 from lmx_lab.engine.llama_cpp.answer import AnswerReader
 from lmx_lab.engine.llama_cpp.connection import RefusedError
 from lmx_lab.engine.llama_cpp.grammar import GrammarChecker
@@ -66,14 +66,27 @@ class PreparedRequest:
         """Number of tokens of the prompt and of an answer of maximum length."""
         return len(self.tokens) + self.max_tokens
 
-    def body(self, choice: int, hosted: HostedModel) -> dict[str, Any]:
-        """Return the request body for one of the answers."""
+    @property
+    def can_continue(self) -> bool:
+        """Whether another request can continue an answer: llama.cpp keeps no state of it except the tokens.
+
+        A grammar, the chat format and the random numbers of a seed would begin again.
+        """
+        has_seed = self.request.sampling.seed is not None and self.request.sampling.temperature > 0
+        return self.route == "/completion" and self.grammar is None and not has_seed
+
+    def body(self, choice: int, hosted: HostedModel, answer: Sequence[int] = ()) -> dict[str, Any]:
+        """Return the request body for one of the answers.
+
+        Args:
+            answer: Tokens of the answer that were generated before a pause.
+        """
         if self.route == "/completion":
             return completion_body(
                 self.request,
-                self.tokens,
+                [*self.tokens, *answer],
                 choice=choice,
-                max_tokens=self.max_tokens,
+                max_tokens=self.max_tokens - len(answer),
                 context_length=self.context_length,
                 grammar=self.grammar,
                 markers=list(hosted.chat_format.markers),
@@ -105,20 +118,18 @@ class LlamaPreparer:
     """Prepares requests on the engine's loop; grammars are compiled on a thread."""
 
     def __init__(self, settings: Settings) -> None:
-        self._sandbox = GrammarSandbox(compile_s=COMPILE_S)
+        self._grammars = GrammarQueue("lmx-lab-gguf-grammars", compile_s=COMPILE_S)
         # Each request has a thread, so that its slow template does not delay other requests.
         self._templates = ThreadPoolExecutor(
             max_workers=settings.slots + settings.queue_limit, thread_name_prefix="lmx-lab-gguf-templates"
         )
-        self._compiling = ThreadPoolExecutor(max_workers=1, thread_name_prefix="lmx-lab-gguf-grammars")
         self._checker: tuple[HostedModel, GrammarChecker] | None = None
         self._rendering: set[asyncio.Task[dict[str, Any]]] = set()
 
     def stop(self) -> None:
         """Stop compiling grammars and rendering templates, without waiting for their end."""
-        self._compiling.shutdown(wait=False, cancel_futures=True)
+        self._grammars.close()
         self._templates.shutdown(wait=False, cancel_futures=True)
-        self._sandbox.close()
         for task in self._rendering:
             task.cancel()
 
@@ -178,7 +189,7 @@ class LlamaPreparer:
         except TemplateLimitError as exc:
             log.warning("request %s: the chat template of %s %s", request.request_id, hosted.entry.id, exc)
             raise InvalidRequestError(
-                f"the chat template of {hosted.entry.id} {exc}, its limit; send less, or use another model",
+                f"the chat template of {hosted.entry.id} {exc}; send less, or use another model",
                 param="messages",
             ) from exc
         except TemplateRefusalError:
@@ -211,7 +222,7 @@ class LlamaPreparer:
             return None
         if self._checker is None or self._checker[0] is not hosted:
             token_table = await hosted.load_token_table()
-            self._checker = hosted, GrammarChecker(token_table, self._sandbox, self._compiling, hosted.connection)
+            self._checker = hosted, GrammarChecker(token_table, self._grammars, hosted.connection)
         tools = request.prompt.tools if isinstance(request.prompt, ChatPrompt) else None
         return await self._checker[1].check(grammar, tools)
 
@@ -244,9 +255,9 @@ async def _within_limits(rendering: Coroutine[Any, Any, T], request: GenerationR
         while not (await asyncio.wait([task], timeout=CHECK_S))[0] and reason is None:
             before = before or hosted.process.own_bytes
             if time.monotonic() - began > TEMPLATE_S:
-                reason = f"its chat template ran for more than {TEMPLATE_S:g} s, its limit"
+                reason = f"its chat template ran longer than the limit of {TEMPLATE_S:g} s"
             elif hosted.process.own_bytes - before > TEMPLATE_BYTES:
-                reason = f"its chat template took more than {TEMPLATE_BYTES >> 30} GB, its limit"
+                reason = f"its chat template took more than the limit of {TEMPLATE_BYTES >> 30} GB"
         if reason is None:
             return task.result()
     finally:

@@ -98,6 +98,11 @@ class LlamaProcess:
         """Path of the UNIX socket of the process. llama.cpp recognizes it by its suffix."""
         return str(self._folder / "llama.sock")
 
+    @property
+    def folder(self) -> Path:
+        """The private folder of the process, in which it saves slots."""
+        return self._folder
+
     @classmethod
     async def start(
         cls, path: Path, fields: Mapping[str, Any], *, environ: Mapping[str, str], max_bytes: int
@@ -141,7 +146,7 @@ class LlamaProcess:
         assert self._process.stdin is not None
         assert self._process.stdout is not None
         parameters = {
-            "fields": {"model.path": str(path), **fields},
+            "fields": {"model.path": str(path), "slot_save_path": f"{self._folder}{os.sep}", **fields},
             "api_key": self.api_key,
             "socket": self.socket,
             "data_bytes": self._max_bytes + STACK_BYTES,

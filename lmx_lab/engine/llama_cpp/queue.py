@@ -26,6 +26,8 @@ from lmx_lab.values.generation import GenerationReport
 
 log = logging.getLogger(__name__)
 Post = Callable[[Mailbox, Item], None]
+PAUSE_CHECK_S = 0.05
+"""Interval between two checks whether a request should be paused for a waiting one."""
 DEATH_S = 1.0
 """Time to wait for the end of the process after its connection has ended, since that may be the cause."""
 
@@ -43,10 +45,17 @@ class LlamaGeneration:
     arrived_at: float
     timeout_s: float
     admitted: asyncio.Event = field(default_factory=asyncio.Event)
+    """Set while the request has a slot."""
     admitted_at: float = 0.0
+    """When the request first got a slot."""
     task: asyncio.Task[GenerationReport] | None = None
     error: LabError | None = None
     """The error with which the engine cancels the generation; None if its reader cancels it."""
+
+    @property
+    def can_pause(self) -> bool:
+        """Whether another request to llama.cpp can continue the answer."""
+        return self.prepared.can_continue and self.reader.can_continue
 
     def cancel(self) -> None:
         """Cancel the generation because its reader no longer needs it. May be called from any thread."""
@@ -69,6 +78,9 @@ class LlamaQueue:
         slots = hosted.plan.slots
         self._scheduler: Scheduler[LlamaGeneration] = Scheduler(slots=slots, prefills=slots, lanes=slots)
         self._slot_times = SlotTimes()
+        self._loop = asyncio.get_running_loop()
+        self._pausing: asyncio.TimerHandle | None = None
+        """Checks whether a request should be paused for a waiting one; None if none waits."""
 
     @property
     def running(self) -> list[LlamaGeneration]:
@@ -95,7 +107,8 @@ class LlamaQueue:
     def add(self, generations: Sequence[LlamaGeneration]) -> None:
         """Queue the answers to one request."""
         # Each task checks its own deadline, so the scheduler needs none.
-        self._scheduler.add(generations, tokens=len(generations[0].prepared.tokens), deadline=0.0)
+        tokens, now = len(generations[0].prepared.tokens), time.perf_counter()
+        self._scheduler.add(generations, tokens=tokens, deadline=0.0, now=now)
         for generation in generations:
             name = f"lmx-lab generation on {self._hosted.entry.id}"
             generation.task = asyncio.create_task(self._run(generation), name=name)
@@ -104,7 +117,7 @@ class LlamaQueue:
 
     async def end(self, admission: AdmissionControl, error: LabError, *, queued_only: bool) -> None:
         """End the generations that hold permits of this admission control; returns when they have ended."""
-        generations = self.queued if queued_only else self.queued + self.running
+        generations = self._scheduler.not_started if queued_only else self.queued + self.running
         await self._end([generation for generation in generations if generation.permit.admission is admission], error)
 
     async def end_all(self, error: LabError) -> None:
@@ -128,14 +141,22 @@ class LlamaQueue:
                 generation.task.cancel()
 
     def _admit(self) -> None:
-        while (generation := self._scheduler.admit(self._judge)) is not None:
+        # A free slot has room in the KV cache for the longest request.
+        while (generation := self._scheduler.admit(lambda _: Verdict.TAKE, time.perf_counter())) is not None:
+            # All prompts may be computed at the same time.
+            self._scheduler.prefilled(generation)
             generation.admitted.set()
+        if self._pausing is None and self._scheduler.next_pause_at() is not None:
+            self._pausing = self._loop.call_later(PAUSE_CHECK_S, self._pause_for_waiting)
 
-    def _judge(self, generation: LlamaGeneration) -> Verdict:
-        """Decide whether there is room in the KV cache, which requests may share."""
-        taken = sum(running.prepared.length for running in self._scheduler.running)
-        fits = taken + generation.prepared.length <= self._hosted.plan.total_tokens
-        return Verdict.TAKE if fits or not self._hosted.plan.unified else Verdict.BLOCKED
+    def _pause_for_waiting(self) -> None:
+        """Pause a request if one waits that has not started."""
+        self._pausing = None
+        paused = self._scheduler.pause(lambda generation: generation.can_pause, time.perf_counter())
+        if paused is not None:
+            # Its stream ends with the next token.
+            paused.admitted.clear()
+        self._admit()
 
     async def _run(self, generation: LlamaGeneration) -> GenerationReport:
         async with deadline(generation.arrived_at, generation.timeout_s):
@@ -144,16 +165,24 @@ class LlamaQueue:
             self._post(generation.mailbox, generation.reader.begin(generation.admitted_at))
             if not generation.prepared.max_tokens:
                 generation.reader.finish = "length"
-            else:
+            while generation.reader.finish is None:
+                # A paused generation continues when it has a slot again.
+                await generation.admitted.wait()
                 await self._generate(generation)
+                generation.reader.pause()
         return generation.reader.report(time.perf_counter(), peak_memory_bytes=self._hosted.memory_bytes)
 
     async def _generate(self, generation: LlamaGeneration) -> None:
-        """Let llama.cpp compute the answer. It is read on its reader's event loop, because a switch between threads for
-        each token would cost as much as all other work for the token.
+        """Let llama.cpp compute the rest of the answer, until its end or until it is paused.
+
+        The answer is read on its reader's event loop, because a switch between threads for each token would cost as
+        much as all other work for the token.
         """
-        prepared, connection = generation.prepared, self._hosted.connection
-        body = json.dumps(prepared.body(generation.choice, self._hosted)).encode()
+        prepared, connection, slots = generation.prepared, self._hosted.connection, self._hosted.slot_files
+        reader = generation.reader
+        if slots is not None and not reader.tokens:
+            reader.restored_tokens = await slots.restore(prepared.tokens)
+        body = json.dumps(prepared.body(generation.choice, self._hosted, reader.tokens)).encode()
         streaming = connection.stream(prepared.route, body, partial(self._deliver, generation))
         try:
             future = asyncio.run_coroutine_threadsafe(streaming, generation.mailbox.loop)
@@ -168,14 +197,17 @@ class LlamaQueue:
                 await asyncio.wait_for(self._hosted.process.died.wait(), DEATH_S)
                 raise self._hosted.death_error() from None
             raise
+        if slots is not None and reader.finish is not None:
+            slots.save(prepared.tokens, reader, self._ended_totals)
 
     def _deliver(self, generation: LlamaGeneration, event: dict[str, Any]) -> bool:
-        """Deliver the items of one event, and return whether it was the last event. Runs on the reader's loop."""
+        """Deliver the items of one event, and return whether to read no more. Runs on the reader's loop."""
         now = time.perf_counter()
         self._hosted.progress_at = now
         for item in generation.reader.read(event, now):
             generation.mailbox.deliver(item)
-        return generation.reader.finish is not None
+        is_paused = not generation.admitted.is_set() and generation.can_pause
+        return generation.reader.finish is not None or is_paused
 
     def _finish(self, generation: LlamaGeneration, task: asyncio.Task[GenerationReport]) -> None:
         """Post the end of a generation: its report or its error. No other method does so."""
@@ -199,6 +231,7 @@ class LlamaQueue:
 def _add_tokens(totals: TokenTotals, reader: AnswerReader) -> None:
     totals.prompt_tokens += reader.computed_tokens + reader.cached_tokens
     totals.cached_tokens += reader.cached_tokens
+    totals.disk_cached_tokens += reader.disk_cached_tokens
     totals.output_tokens += reader.output_tokens
 
 

@@ -13,15 +13,17 @@ from mlx_lm.models.cache import make_prompt_cache
 
 from lmx_lab.engine.cpu_blas import ThreadChoice
 from lmx_lab.engine.mlx import memory
+from lmx_lab.engine.mlx.disk_prefixes import DiskPrefixes
 from lmx_lab.engine.mlx.kv_cache import KvState
 from lmx_lab.engine.mlx.logprobs import PromptScoring, answer_token, as_rows
 from lmx_lab.engine.mlx.memory_plan import Footprint
 from lmx_lab.engine.mlx.model import LoadedModel
 from lmx_lab.engine.mlx.prefill import PrefillPace
-from lmx_lab.engine.mlx.prefix_cache import MIN_TOKENS, PrefixCache, common_prefix
+from lmx_lab.engine.mlx.prefix_cache import MIN_TOKENS, PrefixCache
 from lmx_lab.engine.mlx.prompt_lookup import LookupBatch, PromptLookup
 from lmx_lab.engine.mlx.request import MlxGeneration
 from lmx_lab.engine.mlx.sampling import ConstrainedSampler, Sampler, Samplers, processors
+from lmx_lab.engine.prefix_files import common_prefix
 from lmx_lab.values.generation import PromptScores, TokenLogprob
 
 NO_STOP = StopSequences()
@@ -33,7 +35,7 @@ MIN_CHUNK_TOKENS = 1 if mx.default_device() == mx.cpu else 64
 
 @dataclass(frozen=True, eq=False)
 class ChunkComputed:
-    """A chunk of a prompt has been computed."""
+    """A chunk of a prompt has been computed, or of the tokens of a request that continues after a pause."""
 
     generation: MlxGeneration
     tokens: int
@@ -75,6 +77,7 @@ class Batch:
         slots: int,
         prompts: int,
         prefix_bytes: int,
+        disk: DiskPrefixes | None = None,
         wired: bool,
         prompt_lookup: bool,
     ) -> None:
@@ -86,6 +89,7 @@ class Batch:
         smallest = MIN_CHUNK_TOKENS if model.traits.plain else max(MIN_CHUNK_TOKENS, 16)
         self._pace = PrefillPace(minimum=smallest, maximum=memory.MAX_CHUNK_TOKENS)
         self.prefixes: PrefixCache[KvState] = PrefixCache(prefix_bytes)
+        self._disk = disk
         self._generator = BatchGenerator(
             model.model,
             stop_tokens=model.eos_tokens,
@@ -113,7 +117,8 @@ class Batch:
 
     def must_wait(self, generation: MlxGeneration) -> bool:
         """Return whether a request should wait, because a prompt that is being computed shares a longer prefix with it
-        than any cached one. The cache of that prompt will be stored when it is complete.
+        than any cached one, and whose cache will be stored when it is complete, or because a longer prefix than any in
+        memory is read from disk.
         """
         if generation.request.score_prompt:
             return False
@@ -124,62 +129,67 @@ class Batch:
         )
         if generation.waits_for is not None:
             generation.waits_for.is_waited_for = True
-        return generation.waits_for is not None
+            return True
+        if self._disk is not None and generation.disk_read is None:
+            generation.disk_read = self._disk.find(generation.key, self.prefixes)
+            return generation.disk_read is None or not generation.disk_read.done
+        return generation.disk_read is not None and not generation.disk_read.done
 
     def _is_prefilling(self, generation: MlxGeneration) -> bool:
         # Compared by identity, because after a failure the uids of a new batch start at 0 again.
-        return self._generations.get(generation.uid) is generation and not generation.decoding_at
+        return self._generations.get(generation.uid) is generation and not generation.is_decoding
 
     def _serves(self, other: MlxGeneration, generation: MlxGeneration) -> bool:
         """Return whether the cache of ``other`` will be stored, and will save ``generation`` enough tokens."""
         if not self._is_prefilling(other) or not self._can_store(other):
             return False
-        shared = min(common_prefix(other.key, generation.key), len(generation.prompt) - 1)
-        if not self._model.traits.plain and shared < len(other.prompt) - 1:
+        shared = min(common_prefix(other.key, generation.key), len(generation.tokens) - 1)
+        if not self._model.traits.plain and shared < len(other.tokens) - 1:
             return False
         return shared >= MIN_TOKENS and shared - self.prefixes.longest(generation.key) >= MIN_TOKENS
 
     def _can_store(self, generation: MlxGeneration) -> bool:
-        return self.footprint.kv_bytes([len(generation.prompt)]) <= self.prefixes.limit_bytes
+        return self.footprint.kv_bytes([len(generation.tokens)]) <= self.prefixes.limit_bytes
 
     def insert(self, generation: MlxGeneration) -> None:
-        """Start to compute a request, after the cached prefix of its prompt."""
-        if generation.request.score_prompt:
+        """Start to compute a request, or continue a paused one, after the cached prefix of its tokens."""
+        if generation.request.score_prompt and not generation.output_tokens:
             # Scores need every token of the prompt computed.
             self._scorings.append(PromptScoring(generation, self._model))
         elif (hit := self.prefixes.find(generation.key)) is not None:
-            generation.cached_tokens = hit.tokens
+            if not generation.output_tokens:
+                generation.cached_tokens = hit.tokens
+                if generation.disk_read is not None:
+                    generation.disk_cached_tokens = min(hit.tokens, generation.disk_read.tokens)
             self._insert(generation, hit.tokens, hit.state.layers)
         else:
             self._insert(generation, 0, make_prompt_cache(self._model.model))
 
     def _insert(self, generation: MlxGeneration, known: int, layers: Sequence[Any]) -> None:
-        """Start to compute the prompt after its first ``known`` tokens.
+        """Start to compute the tokens of a request after the first ``known`` of them.
 
         Args:
             layers: The key-value caches of these tokens.
         """
         request = generation.request
+        if generation.sampler is None:
+            generation.sampler = self._samplers.get(request.sampling, choice=generation.choice)
+            generation.processors = processors(request.sampling)
         (generation.uid,) = self._generator.insert(
-            [generation.prompt[known:]],
-            max_tokens=[generation.max_tokens],
+            [generation.tokens[known:]],
+            max_tokens=[generation.max_tokens - generation.output_tokens],
             caches=[list(layers)],
-            all_tokens=[generation.prompt[:known]],
-            samplers=[self._sampler(generation)],
-            logits_processors=[processors(request.sampling)],
+            all_tokens=[generation.tokens[:known]],
+            samplers=[_constrained(generation, generation.sampler)],
+            logits_processors=[generation.processors or []],
             stop_sequences=[NO_STOP] if request.ignore_eos else None,
         )
+        generation.uncomputed_tokens = len(generation.tokens) - known
         self._generations[generation.uid] = generation
         # A grammar's state cannot be behind the tokens of a pass, each of which may end the answer.
         if self._drafts is not None and generation.constraint is None:
-            generation.lookup = self._drafts.lookups[generation.uid] = PromptLookup()
-
-    def _sampler(self, generation: MlxGeneration) -> Sampler:
-        sampling = generation.request.sampling
-        sampler = self._samplers.get(sampling, choice=generation.choice)
-        if generation.constraint is None:
-            return sampler
-        return ConstrainedSampler(generation.constraint, sampler, normalize=sampling.top_p < 1)
+            generation.lookup = generation.lookup or PromptLookup()
+            self._drafts.lookups[generation.uid] = generation.lookup
 
     def remove(self, generation: MlxGeneration) -> None:
         """Stop computing a request. The cache of its tokens is stored for requests with the same prefix."""
@@ -196,6 +206,26 @@ class Batch:
         del self._generations[uid]
         if self._drafts is not None and uid is not None:
             self._drafts.lookups.pop(uid, None)
+
+    def can_pause(self, generation: MlxGeneration) -> bool:
+        """Return whether a request decodes, and the cache of its tokens can be stored until it continues."""
+        if self._generations.get(generation.uid) is not generation or not generation.is_decoding:
+            return False
+        length = len(generation.prompt) + generation.output_tokens
+        return self.footprint.kv_bytes([length]) <= self.prefixes.limit_bytes
+
+    def pause(self, generation: MlxGeneration) -> TokenGenerated:
+        """Stop computing a request that decodes, and return its next token, which is sampled already. ``insert``
+        continues the request with this token.
+
+        Its cache is stored as a prefix. If it is dropped there, its tokens are computed again.
+        """
+        batch = self._generator._generation_batch
+        tokens = list(batch.tokens[batch.uids.index(generation.uid)])
+        event = self._take_next(generation)
+        generation.is_decoding = False
+        generation.set_tokens([*tokens, event.token])
+        return event
 
     def step(self) -> list[Event]:
         """Compute one token of each answer that decodes, or several of a single one, and one chunk of each prompt."""
@@ -225,38 +255,37 @@ class Batch:
         ending = [
             generation
             for generation in self._generations.values()
-            if generation.decoding_at and generation.output_tokens + 1 == generation.max_tokens
+            if generation.is_decoding and generation.output_tokens + 1 == generation.max_tokens
         ]
+        return [self._take_next(generation) for generation in ending]
+
+    def _take_next(self, generation: MlxGeneration) -> TokenGenerated:
+        """Remove a request that decodes, and return its next token, which is sampled already."""
         # mlx-lm has no public way to read the sampled tokens. Its version is bounded, and tests check this attribute.
         batch = self._generator._generation_batch
-        events: list[Event] = []
-        for generation in ending:
-            row = batch.uids.index(generation.uid)
-            token, logprobs = int(batch._next_tokens[row].item()), batch._next_logprobs[row]
-            ended = not generation.request.ignore_eos and [token] in self._model.eos_tokens
-            self.remove(generation)
-            events.append(TokenGenerated(generation, token, logprobs, "stop" if ended else "length"))
-        return events
+        row = batch.uids.index(generation.uid)
+        token, logprobs = int(batch._next_tokens[row].item()), batch._next_logprobs[row]
+        ended = not generation.request.ignore_eos and [token] in self._model.eos_tokens
+        is_last = generation.output_tokens + 1 == generation.max_tokens
+        self.remove(generation)
+        return TokenGenerated(generation, token, logprobs, "stop" if ended else "length" if is_last else None)
 
     def remaining_s(self, generation: MlxGeneration) -> float:
         """Return the estimated time until the last token of a request, from the durations of previous steps."""
-        prompt = len(generation.prompt) - generation.cached_tokens - generation.computed_tokens
         output = generation.max_tokens - generation.output_tokens
-        return self._pace.estimate_s(prompt_tokens=prompt, output_tokens=output, decoding=self._decoding)
+        return self._pace.estimate_s(
+            prompt_tokens=generation.uncomputed_tokens, output_tokens=output, decoding=self._decoding
+        )
 
     @property
     def _decoding(self) -> int:
-        return sum(bool(generation.decoding_at) for generation in self._generations.values())
+        return sum(generation.is_decoding for generation in self._generations.values())
 
     @property
     def _uncomputed_tokens(self) -> int:
-        """Number of prompt tokens that are still to be computed."""
+        """Number of tokens that are still to be computed before their requests decode."""
         waiting = [*self._generations.values(), *(scoring.generation for scoring in self._scorings)]
-        return sum(
-            len(generation.prompt) - generation.cached_tokens - generation.computed_tokens
-            for generation in waiting
-            if not generation.decoding_at
-        )
+        return sum(generation.uncomputed_tokens for generation in waiting)
 
     def _score(self, chunk: int) -> list[Event]:
         """Score one chunk of the prompt that arrived first."""
@@ -266,6 +295,7 @@ class Batch:
         generation = scoring.generation
         with mx.stream(self._generator.stream):
             generation.computed_tokens += (tokens := scoring.advance(chunk))
+        generation.uncomputed_tokens -= tokens
         if not scoring.is_done:
             return [ChunkComputed(generation, tokens, done=False)]
         del self._scorings[0]
@@ -281,12 +311,13 @@ class Batch:
     def _chunk_computed(self, progress: PromptProcessingBatch.Response, now: float) -> ChunkComputed:
         generation = self._generations[progress.uid]
         done, total = progress.progress
-        # mlx-lm counts from the first token that was neither cached nor scored.
-        known = len(generation.prompt) - total
-        tokens = known + done - generation.cached_tokens - generation.computed_tokens
-        generation.computed_tokens += tokens
+        tokens = generation.uncomputed_tokens - (total - done)
+        generation.uncomputed_tokens -= tokens
+        if not generation.output_tokens:
+            generation.computed_tokens += tokens
         if progress.end_of_prompt:
-            generation.decoding_at = now
+            generation.is_decoding = True
+            generation.decoding_at = generation.decoding_at or now
         elif done == total - 1 and (generation.is_waited_for or not self._model.traits.plain):
             # All tokens but the last one: an equal prompt, which needs one token to compute, can use this cache even if
             # caches of the model cannot be trimmed.
@@ -312,4 +343,18 @@ class Batch:
     def _store_prefix(self, layers: Sequence[Any], tokens: Sequence[int]) -> None:
         # Evaluating the cache of a batch is a copy, which is made only if it may be stored.
         if self.prefixes.limit_bytes and len(tokens) >= MIN_TOKENS:
-            self.prefixes.store(tokens, KvState.evaluated(layers))
+            state = KvState.evaluated(layers)
+            if self.prefixes.store(tokens, state) and self._disk is not None:
+                self._disk.store(tokens, state)
+
+    def advance_disk(self) -> None:
+        """Copy a piece of the states that are read from disk and written to it."""
+        if self._disk is not None:
+            self._disk.advance(self.prefixes, idle=self.is_empty)
+
+
+def _constrained(generation: MlxGeneration, sampler: Sampler) -> Sampler:
+    """Return a sampler that also follows the constraint of a request, if it has one."""
+    if generation.constraint is None:
+        return sampler
+    return ConstrainedSampler(generation.constraint, sampler, normalize=generation.request.sampling.top_p < 1)

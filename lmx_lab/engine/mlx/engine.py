@@ -28,6 +28,7 @@ from lmx_lab.engine.requests import EmbeddingRequest, Embeddings, GenerationRequ
 from lmx_lab.engine.stream import Pending, TokenStream
 from lmx_lab.engine.templates.trial import try_templates_of
 from lmx_lab.engine.tokenizing.loading import check_tokenizer_files
+from lmx_lab.engine.validation import check_options
 from lmx_lab.errors import EngineDeadError, EngineError, LabError, UnusableModelError
 from lmx_lab.settings import Settings
 from lmx_lab.values.engine import EngineSnapshot
@@ -108,6 +109,13 @@ class MlxEngine:
 
     def check(self, entry: ModelEntry, spec: LoadSpec, cancellation: Cancellation) -> None:
         """See ``InferenceEngine``."""
+        check_options(entry, spec)
+        if spec.deterministic:
+            raise UnusableModelError(
+                f"{entry.id} runs on MLX, whose results may differ in the last bits with other requests; for a "
+                "deterministic load use a GGUF file of the model, such as smollm2-135m-gguf",
+                param="deterministic",
+            )
         check_fits(entry, limit_bytes=memory.limit_bytes(self._settings.memory_limit_bytes))
         # Files that would block a load, or never end, are refused while the current model still answers.
         check_files(entry.path)

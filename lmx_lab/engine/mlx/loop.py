@@ -17,15 +17,17 @@ from lmx_lab.engine.cpu_blas import ThreadChoice
 from lmx_lab.engine.machine_memory import prefix_cache_bytes
 from lmx_lab.engine.mlx import memory
 from lmx_lab.engine.mlx.batch import Batch, ChunkComputed, Event, PromptScored, TokenGenerated
+from lmx_lab.engine.mlx.disk_prefixes import DiskPrefixes
 from lmx_lab.engine.mlx.model import LoadedModel
 from lmx_lab.engine.mlx.request import MlxGeneration
 from lmx_lab.engine.mlx.sampling import Samplers
+from lmx_lab.engine.prefix_files import PrefixFiles
 from lmx_lab.engine.scheduler import Scheduler, SlotTimes, Verdict
 from lmx_lab.engine.stream import Outbox
 from lmx_lab.engine.text.splitter import SplitText
 from lmx_lab.errors import EngineError, GenerationTimeoutError, LabError, OutOfMemoryError
 from lmx_lab.settings import Settings
-from lmx_lab.values.engine import TokenTotals
+from lmx_lab.values.engine import BlasReport, TokenTotals
 from lmx_lab.values.generation import Delta, GenerationReport, PromptProgress, TokenLogprob
 
 log = logging.getLogger(__name__)
@@ -37,8 +39,9 @@ than not answering."""
 class GenerationLoop:
     """Runs the requests of one chat model, which ``use`` sets, in a batch. Belongs to the engine thread."""
 
-    def __init__(self, settings: Settings, threads: ThreadChoice, *, limit_bytes: int) -> None:
+    def __init__(self, settings: Settings, threads: ThreadChoice, *, blas: BlasReport, limit_bytes: int) -> None:
         self._settings = settings
+        self._blas = blas
         self._threads = threads
         self._limit_bytes = limit_bytes
         self._scheduler: Scheduler[MlxGeneration] = Scheduler(slots=settings.slots, prefills=1, lanes=1)
@@ -46,6 +49,8 @@ class GenerationLoop:
         self._samplers = Samplers()
         self._outbox = Outbox()
         self._model: LoadedModel | None = None
+        self._disk: DiskPrefixes | None = None
+        self._written_bytes_before = 0
         self._prompt_lookup = False
         self.batch: Batch | None = None
         self.totals = TokenTotals()
@@ -65,6 +70,11 @@ class GenerationLoop:
         return self._scheduler.idle
 
     @property
+    def is_saving(self) -> bool:
+        """Whether states of ended requests are still to be written to disk."""
+        return self._disk is not None and self._disk.is_busy
+
+    @property
     def prefix_cache_bytes(self) -> int:
         return self.batch.prefixes.nbytes if self.batch else 0
 
@@ -82,10 +92,20 @@ class GenerationLoop:
 
     def use(self, model: LoadedModel | None, *, prompt_lookup: bool = False) -> None:
         """Generate with this model from now on; the requests of the previous one must have ended."""
-        self._model = self.batch = None
+        if self._disk is not None:
+            self._disk.close(self.batch.prefixes if self.batch is not None else None)
+            self._count_written_bytes(self._disk)
+        self._model = self.batch = self._disk = None
         self._prompt_lookup = prompt_lookup
         if model is not None:
+            self._disk = self._open_disk(model)
             self._model, self.batch = model, self._new_batch(model)
+
+    def _open_disk(self, model: LoadedModel) -> DiskPrefixes | None:
+        if (files := PrefixFiles.of(self._settings)) is None:
+            return None
+        self._written_bytes_before = self.totals.prefix_disk_written_bytes
+        return DiskPrefixes(files, model.entry, [*model.arithmetic(), self._blas.name, self._blas.detail])
 
     def _new_batch(self, model: LoadedModel) -> Batch:
         settings = self._settings
@@ -102,6 +122,7 @@ class GenerationLoop:
             slots=settings.slots,
             prompts=min(lanes, settings.slots),
             prefix_bytes=prefix_cache_bytes(settings.prefix_cache_bytes, self._limit_bytes),
+            disk=self._disk,
             wired=settings.wired_memory,
             prompt_lookup=self._prompt_lookup,
         )
@@ -109,7 +130,8 @@ class GenerationLoop:
     def add(self, generations: Sequence[MlxGeneration]) -> None:
         """Queue the answers to one request."""
         first = generations[0]
-        self._scheduler.add(generations, tokens=len(first.prompt), deadline=first.arrived_at + first.timeout_s)
+        deadline, now = first.arrived_at + first.timeout_s, time.perf_counter()
+        self._scheduler.add(generations, tokens=len(first.prompt), deadline=deadline, now=now)
 
     def cancel(self, generation: MlxGeneration) -> None:
         """Cancel a generation that is no longer read, and free its slot."""
@@ -124,9 +146,11 @@ class GenerationLoop:
         """
         try:
             self._end_expired()
+            self._pause_for_waiting()
             self._start_queued()
             if self.batch is not None and not self.batch.is_empty:
                 self._advance(self.batch)
+            self._advance_disk()
         except Exception as exc:
             failure = self._fail_step(exc)
         else:
@@ -140,12 +164,23 @@ class GenerationLoop:
             limit = f"not finished after {generation.timeout_s:g} s, the request's limit"
             self._end(generation, GenerationTimeoutError(limit))
 
+    def _pause_for_waiting(self) -> None:
+        """Pause a request if one waits that has not started."""
+        if (batch := self.batch) is None:
+            return
+        if (generation := self._scheduler.pause(batch.can_pause, time.perf_counter())) is not None:
+            self._process(batch, batch.pause(generation))
+
     def _start_queued(self) -> None:
         while (batch := self.batch) is not None:
-            generation = self._scheduler.admit(partial(self._judge, batch))
+            now = time.perf_counter()
+            generation = self._scheduler.admit(partial(self._judge, batch), now)
             if generation is None:
                 return
-            generation.admitted_at = time.perf_counter()
+            if generation.output_tokens:
+                batch.insert(generation)
+                continue
+            generation.admitted_at = now
             if not generation.max_tokens and not generation.request.score_prompt:
                 self._end(generation, generation.report("length", generation.admitted_at))
                 continue
@@ -173,26 +208,42 @@ class GenerationLoop:
             if event.generation not in self._scheduler.running:
                 # It ended with one of several tokens of this step.
                 continue
-            try:
-                self._handle(batch, event)
-            except LabError as exc:
-                self._end(event.generation, exc)
-            except Exception as exc:
-                # The error concerns only the text or the log-probabilities of this answer. Other answers continue.
-                log.exception("a generation failed")
-                self._end(event.generation, EngineError(f"the generation failed: {type(exc).__name__}: {exc}"))
+            self._process(batch, event)
         if memory.used_bytes() > self._limit_bytes:
             self._reduce_memory(batch)
+
+    def _process(self, batch: Batch, event: Event) -> None:
+        """Handle an event. An error ends only the request of the event."""
+        try:
+            self._handle(batch, event)
+        except LabError as exc:
+            self._end(event.generation, exc)
+        except Exception as exc:
+            # The error concerns only the text or the log-probabilities of this answer. Other answers continue.
+            log.exception("a generation failed")
+            self._end(event.generation, EngineError(f"the generation failed: {type(exc).__name__}: {exc}"))
+
+    def _advance_disk(self) -> None:
+        if self._disk is not None and self.batch is not None:
+            self.batch.advance_disk()
+            self._count_written_bytes(self._disk)
+
+    def _count_written_bytes(self, disk: DiskPrefixes) -> None:
+        self.totals.prefix_disk_written_bytes = self._written_bytes_before + disk.written_bytes
 
     def _handle(self, batch: Batch, event: Event) -> None:
         generation = event.generation
         match event:
+            case ChunkComputed() if generation.output_tokens:
+                if event.done:
+                    self._scheduler.prefilled(generation)
             case ChunkComputed():
                 self.totals.prompt_tokens += event.tokens
                 self._outbox.post(generation.mailbox, _progress(generation))
                 if event.done:
                     self.totals.prompt_tokens += generation.cached_tokens
                     self.totals.cached_tokens += generation.cached_tokens
+                    self.totals.disk_cached_tokens += generation.disk_cached_tokens
                     self._scheduler.prefilled(generation)
             case PromptScored():
                 self._outbox.post(generation.mailbox, event.scores)
@@ -265,7 +316,7 @@ class GenerationLoop:
 
     def end_requests(self, admission: AdmissionControl, error: LabError, *, queued_only: bool) -> None:
         """End the generations that hold permits of this admission control."""
-        generations = self.queued if queued_only else self.queued + self.running
+        generations = self._scheduler.not_started if queued_only else self.queued + self.running
         self.end_all([generation for generation in generations if generation.permit.admission is admission], error)
 
     def end_all(self, generations: Sequence[MlxGeneration], error: LabError) -> None:

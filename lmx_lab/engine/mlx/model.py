@@ -6,8 +6,11 @@ import copy
 import logging
 from collections.abc import Sequence
 from dataclasses import dataclass
+from importlib.metadata import version
 from typing import Any
 
+import mlx.core as mx
+from mlx.utils import tree_flatten
 from mlx_lm.utils import load_config, load_model, load_tokenizer
 
 from lmx_lab.engine.cancellation import check_cancelled
@@ -87,9 +90,9 @@ class PromptTokenizer:
                 self._tokenizer, messages, add_generation_prompt=True, **template_input, **prompt.template_options
             )
         except TemplateLimitError as exc:
-            log.warning("request %s: the chat template of %s %s, its limit", request.request_id, self._model, exc)
+            log.warning("request %s: the chat template of %s %s", request.request_id, self._model, exc)
             raise InvalidRequestError(
-                f"the chat template of {self._model} {exc}, its limit; send less, or use another model",
+                f"the chat template of {self._model} {exc}; send less, or use another model",
                 param="messages",
             ) from exc
         # A template is a program that belongs to the model, and may raise any error.
@@ -225,13 +228,23 @@ class LoadedModel:
         """The tokens that end an answer, as sequences of one token."""
         return [[int(token)] for token in sorted(self.tokenizer.eos_token_ids)]
 
+    def arithmetic(self) -> list[str]:
+        """Return what the values of caches depend on beside the files of the model, as text."""
+        parameters: Any = tree_flatten(self.model.parameters())
+        weights = sorted(f"{name} {value.dtype} {value.shape}" for name, value in parameters)
+        versions = [f"{package} {version(package)}" for package in ("lmx-lab", "mlx", "mlx-lm")]
+        return [*versions, str(mx.default_device()), *weights]
 
-def load_chat(entry: ModelEntry, *, limit_bytes: int, dtype: str = "auto") -> LoadedModel:
+
+def load_chat(
+    entry: ModelEntry, *, limit_bytes: int, dtype: str = "auto", context_length: int | None = None
+) -> LoadedModel:
     """Load a chat model. Runs on the engine thread; takes seconds.
 
     Args:
         limit_bytes: Memory that the model and its requests may use.
         dtype: See ``Settings.dtype``.
+        context_length: See ``LoadSpec``.
 
     Raises:
         UnusableModelError: mlx-lm cannot load these files, or they are not a chat model.
@@ -252,13 +265,13 @@ def load_chat(entry: ModelEntry, *, limit_bytes: int, dtype: str = "auto") -> Lo
             ) from exc
         reason = f"{type(exc).__name__}: {exc}"
         raise UnusableModelError(f"{entry.id} at {entry.path} cannot be loaded: {reason}", param="model") from exc
-    context_length = _context_length(entry, traits.footprint, limit_bytes)
+    context_length = _context_length(entry, traits.footprint, limit_bytes, context_length)
     try:
         encoder = build_encoder(own, entry.id)
         chat_format = detect_chat_format(SandboxedTokenizer.wrap(tokenizer, encoder))
     except TemplateLimitError as exc:
         raise UnusableModelError(
-            f"{entry.id} at {entry.path} cannot be loaded: its chat template {exc}, its limit", param="model"
+            f"{entry.id} at {entry.path} cannot be loaded: its chat template {exc}", param="model"
         ) from exc
     except InvalidRequestError as exc:
         raise UnusableModelError(f"{entry.id} at {entry.path} cannot be loaded: {exc.message}", param="model") from exc
@@ -286,19 +299,22 @@ def _read(entry: ModelEntry, *, limit_bytes: int, dtype: str) -> tuple[Any, Any]
     return model, tokenizer
 
 
-def _context_length(entry: ModelEntry, footprint: Footprint, limit_bytes: int) -> int | None:
+def _context_length(entry: ModelEntry, footprint: Footprint, limit_bytes: int, requested: int | None) -> int | None:
     """Return the number of tokens that the model and the memory allow; None if neither has a limit.
 
     Raises:
-        OutOfMemoryError: memory is enough for the weights, but not for ``MIN_CONTEXT_TOKENS``.
+        OutOfMemoryError: memory is enough for the weights, but not for ``MIN_CONTEXT_TOKENS``, or not for the
+            requested context.
     """
     fitting = footprint.longest_request(limit_bytes, chunk=memory.MAX_CHUNK_TOKENS)
-    if fitting < min(MIN_CONTEXT_TOKENS, entry.context_length or MIN_CONTEXT_TOKENS):
+    if fitting < (requested or min(MIN_CONTEXT_TOKENS, entry.context_length or MIN_CONTEXT_TOKENS)):
         raise OutOfMemoryError(
             f"{entry.id} uses {footprint.weights_bytes / 1e9:.2f} GB, and {limit_bytes / 1e9:.2f} GB are allowed, "
-            f"which is enough for {fitting} tokens; choose a smaller or more quantized model, or raise "
-            "memory_limit_bytes"
+            f"which is enough for {fitting} tokens; choose a smaller "
+            f"{'context_length' if requested else 'or more quantized model'}, or raise memory_limit_bytes"
         )
+    if requested is not None:
+        return requested
     if entry.context_length is None:
         return fitting if fitting < UNBOUNDED_TOKENS else None
     return min(fitting, entry.context_length)

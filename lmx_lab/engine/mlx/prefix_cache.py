@@ -12,12 +12,12 @@ from dataclasses import dataclass
 from typing import Generic, Protocol, Self, TypeVar
 
 import numpy as np
-from numpy.typing import NDArray
+
+from lmx_lab.engine.prefix_files import Tokens, common_prefix
 
 MIN_TOKENS = 8
 """Shorter prefixes are not stored, since the copy would cost more than it saves."""
 MAX_ENTRIES = 256
-Tokens = NDArray[np.int32]
 
 
 class CachedState(Protocol):
@@ -77,16 +77,19 @@ class PrefixCache(Generic[State]):
                 best, length = at, shared
         return best, length
 
-    def store(self, tokens: Sequence[int] | Tokens, state: State) -> None:
-        """Store the state after these tokens, unless a stored one covers it. Drops a state that the new one covers."""
+    def store(self, tokens: Sequence[int] | Tokens, state: State) -> bool:
+        """Store the state after these tokens, unless a stored one covers it. Drops a state that the new one covers.
+
+        Returns whether it was stored.
+        """
         key = np.asarray(tokens, dtype=np.int32)
         if len(key) < MIN_TOKENS or state.nbytes > self.limit_bytes:
-            return
+            return False
         for at, (other, value) in enumerate(self._entries):
             shared = common_prefix(other, key)
             if shared == len(key) and (value.can_be_trimmed or len(other) == len(key)):
                 self._entries.append(self._entries.pop(at))
-                return
+                return False
             if shared == len(other) and state.can_be_trimmed:
                 # The state of a session grows with each turn. Another prefix of it is dropped by a later turn.
                 self._drop(at)
@@ -94,6 +97,7 @@ class PrefixCache(Generic[State]):
         self._entries.append((key, state))
         self.nbytes += state.nbytes
         self.shrink(self.limit_bytes)
+        return True
 
     def shrink(self, limit_bytes: int) -> None:
         """Drop the least recently used states until at most ``limit_bytes`` are stored."""
@@ -103,10 +107,3 @@ class PrefixCache(Generic[State]):
     def _drop(self, at: int) -> None:
         _, state = self._entries.pop(at)
         self.nbytes -= state.nbytes
-
-
-def common_prefix(a: Tokens, b: Tokens) -> int:
-    """Return the number of tokens that both have in common at the beginning."""
-    size = min(len(a), len(b))
-    differ = a[:size] != b[:size]
-    return int(differ.argmax()) if differ.any() else size

@@ -7,7 +7,6 @@ so that no task waits for a long task of another kind.
 from __future__ import annotations
 
 import asyncio
-import threading
 import time
 import weakref
 from collections.abc import Callable, Sequence
@@ -19,14 +18,14 @@ from lmx_lab.engine.admission import LOAD_FIRST, Permit
 from lmx_lab.engine.encoders import LoadedEncoder
 from lmx_lab.engine.grammar.compile import GrammarCompiler
 from lmx_lab.engine.grammar.mask import Constraint, ThinkingBudget
-from lmx_lab.engine.grammar.sandbox import GrammarSandbox
+from lmx_lab.engine.grammar.queue import GrammarQueue
 from lmx_lab.engine.mlx.model import EncodedPrompt, LoadedModel, PromptTokenizer
 from lmx_lab.engine.mlx.request import MlxGeneration
 from lmx_lab.engine.requests import ChatPrompt, GenerationRequest
 from lmx_lab.engine.stream import Mailbox
 from lmx_lab.engine.tokenizing.encoder import TextWork
 from lmx_lab.engine.validation import check_length, check_tokens
-from lmx_lab.errors import NotLoadedError
+from lmx_lab.errors import EngineDeadError, NotLoadedError
 from lmx_lab.settings import Settings
 from lmx_lab.values.models import ModelEntry
 
@@ -44,10 +43,7 @@ class PromptPreparer:
         self._templates: ThreadPoolExecutor | None = None
         self._prompts: ThreadPoolExecutor | None = None
         self._long_prompts: ThreadPoolExecutor | None = None
-        self._compiling: ThreadPoolExecutor | None = None
-        self._sandbox = GrammarSandbox()
-        self._to_compile = 0
-        self._counting = threading.Lock()
+        self._grammars: GrammarQueue | None = None
 
     def start(self) -> None:
         """Start the threads. Idempotent."""
@@ -60,19 +56,17 @@ class PromptPreparer:
         self._long_prompts = self._long_prompts or ThreadPoolExecutor(
             max_workers=requests, thread_name_prefix="lmx-lab-long-prompts"
         )
-        if self._compiling is None:
-            self._compiling = ThreadPoolExecutor(max_workers=1, thread_name_prefix="lmx-lab-grammars")
-            self._sandbox = GrammarSandbox(lambda: self._to_compile > 1)
+        self._grammars = self._grammars or GrammarQueue("lmx-lab-grammars")
 
     def stop(self) -> None:
         """Stop the threads without waiting for them. Idempotent."""
-        executors = (self._templates, self._prompts, self._long_prompts, self._compiling)
-        self._templates = self._prompts = self._long_prompts = self._compiling = None
+        executors, grammars = (self._templates, self._prompts, self._long_prompts), self._grammars
+        self._templates = self._prompts = self._long_prompts = self._grammars = None
         for executor in executors:
             if executor is not None:
                 executor.shutdown(wait=False, cancel_futures=True)
-        # This ends the compilation that is under way.
-        self._sandbox.close()
+        if grammars is not None:
+            grammars.close()
 
     async def prepare(
         self, entry: ModelEntry, request: GenerationRequest, permits: Sequence[Permit]
@@ -144,25 +138,23 @@ class PromptPreparer:
         grammar = prompts.chat_format.grammar(request, prompt.thinking)
         if grammar is None:
             return [None] * count
+        if prompts.grammars is not None and (known := prompts.grammars.known_matchers(grammar, count)) is not None:
+            return known
         loop = asyncio.get_running_loop()
         token_table = (
             None if prompts.grammars else await loop.run_in_executor(self._prompts, prompts.token_table, width)
         )
         tools = request.prompt.tools if isinstance(request.prompt, ChatPrompt) else None
+        if (queue := self._grammars) is None:
+            raise EngineDeadError("the engine was stopped")
 
         def compile_grammar() -> list[LLMatcher]:
             if prompts.grammars is None:
                 assert token_table is not None
-                prompts.grammars = GrammarCompiler(token_table, self._sandbox)
+                prompts.grammars = GrammarCompiler(token_table, queue.sandbox)
             return prompts.grammars.matchers(grammar, count, tools)
 
-        with self._counting:
-            self._to_compile += 1
-        try:
-            return await loop.run_in_executor(self._compiling, compile_grammar)
-        finally:
-            with self._counting:
-                self._to_compile -= 1
+        return await queue.run(compile_grammar)
 
 
 def _constraint(

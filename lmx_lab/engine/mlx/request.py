@@ -9,9 +9,11 @@ import numpy as np
 
 from lmx_lab.engine.admission import Permit
 from lmx_lab.engine.grammar.mask import Constraint
+from lmx_lab.engine.mlx.disk_prefixes import PrefixRead
 from lmx_lab.engine.mlx.model import LoadedModel
-from lmx_lab.engine.mlx.prefix_cache import Tokens
 from lmx_lab.engine.mlx.prompt_lookup import PromptLookup
+from lmx_lab.engine.mlx.sampling import Processor, Sampler
+from lmx_lab.engine.prefix_files import Tokens
 from lmx_lab.engine.requests import GenerationRequest
 from lmx_lab.engine.stream import Mailbox
 from lmx_lab.engine.text.channels import ChannelFormat
@@ -42,9 +44,15 @@ class MlxGeneration:
     decoding_at: float = 0.0
     first_token_at: float = 0.0
     cached_tokens: int = 0
+    disk_cached_tokens: int = 0
+    """Cached tokens whose state this request, or one that waited with it, read from disk."""
+    disk_read: PrefixRead | None = None
+    """The state for which the request waits or waited; None until that is decided."""
     computed_tokens: int = 0
     """Number of prompt tokens that have been computed, without cached ones."""
     output_tokens: int = 0
+    is_decoding: bool = False
+    """Whether all its tokens have been computed, so that each step generates a token."""
     peak_memory_bytes: int = 0
     lookup: PromptLookup | None = None
     """Drafts of this answer; None if it must not use any."""
@@ -54,8 +62,16 @@ class MlxGeneration:
     """A request whose prompt begins with the same tokens and is being computed."""
     is_waited_for: bool = False
     """Whether another request waits for this one's prompt."""
+    tokens: list[int] = field(init=False)
+    """The tokens to compute: the prompt, and after a pause also the answer so far."""
+    uncomputed_tokens: int = field(init=False)
+    """Number of tokens that are still to be computed before the next token is generated."""
     key: Tokens = field(init=False)
-    """The prompt as the prefix cache compares it."""
+    """``tokens`` as the prefix cache compares them."""
+    sampler: Sampler | None = None
+    """Created when the request first gets a slot, because it may have a random state."""
+    processors: list[Processor] | None = None
+    """The functions that change the logits, which count the tokens of the answer. Created with the sampler."""
     model_id: str = field(init=False)
     max_tokens: int = field(init=False)
     """Maximum length of the answer: the requested one, or less if the context is too short."""
@@ -64,10 +80,15 @@ class MlxGeneration:
     def __post_init__(self) -> None:
         model = self.model()
         assert model is not None
-        self.key = np.asarray(self.prompt, dtype=np.int32)
+        self.set_tokens(self.prompt)
         self.model_id = model.entry.id
         self.max_tokens = min(self.request.max_tokens, (model.context_length or 2**31) - len(self.prompt))
         self.splitter = TextSplitter(model.text.decode, self.request.stop, self.channel_format)
+
+    def set_tokens(self, tokens: list[int]) -> None:
+        """Set the tokens to compute."""
+        self.tokens, self.uncomputed_tokens = tokens, len(tokens)
+        self.key = np.asarray(tokens, dtype=np.int32)
 
     @property
     def length(self) -> int:
@@ -82,6 +103,7 @@ class MlxGeneration:
             finish_reason=reason,
             prompt_tokens=len(self.prompt),
             cached_tokens=self.cached_tokens,
+            disk_cached_tokens=self.disk_cached_tokens,
             output_tokens=self.output_tokens,
             reasoning_tokens=self.splitter.reasoning_tokens,
             queue_s=self.admitted_at - self.arrived_at,

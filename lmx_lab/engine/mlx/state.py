@@ -46,7 +46,7 @@ class MlxCore:
         self._pinned: dict[Kind, tuple[ModelEntry, LoadedEncoder]] = {}
         report = configure_blas(settings.blas, settings.threads)
         threads = ThreadChoice(report)
-        self.generating = GenerationLoop(settings, threads, limit_bytes=self._limit_bytes)
+        self.generating = GenerationLoop(settings, threads, blas=report, limit_bytes=self._limit_bytes)
         self.encoding = EncodingLoop(
             threads,
             limit_bytes=self._limit_bytes,
@@ -86,7 +86,7 @@ class MlxCore:
     @property
     def idle(self) -> bool:
         """Whether there is nothing to compute until the next command."""
-        return self.generating.idle and self.encoding.idle
+        return self.generating.idle and self.encoding.idle and not self.generating.is_saving
 
     def submit(self, generations: Sequence[MlxGeneration]) -> None:
         """Queue the answers to one request.
@@ -149,7 +149,7 @@ class MlxCore:
         )
         self._update_other_bytes()
         self._publish()
-        return LoadReport(model=entry.id, load_s=time.perf_counter() - started, memory_bytes=model.memory_bytes)
+        return self.snapshot.load_report(time.perf_counter() - started)
 
     def pin(self, entry: ModelEntry, spec: LoadSpec) -> LoadReport:
         """Load an encoder beside the main model, in place of the pinned encoder of the same kind.
@@ -206,8 +206,12 @@ class MlxCore:
         """
         try:
             check_files(entry.path)
-            load = load_chat if entry.kind == "chat" else load_encoder
-            model: Loaded = load(entry, limit_bytes=limit_bytes, dtype=spec.dtype or self._settings.dtype)
+            dtype = spec.dtype or self._settings.dtype
+            model: Loaded = (
+                load_chat(entry, limit_bytes=limit_bytes, dtype=dtype, context_length=spec.context_length)
+                if entry.kind == "chat"
+                else load_encoder(entry, limit_bytes=limit_bytes, dtype=dtype)
+            )
             require_unchanged(entry)
         except LabError as exc:
             failure = type(exc)(exc.message, param=exc.param)
@@ -219,6 +223,11 @@ class MlxCore:
             return model
         memory.release()
         return failure
+
+    @property
+    def _slots(self) -> int | None:
+        """Number of requests that the main model decodes at once; None for encoders."""
+        return self._settings.slots if isinstance(self.main, LoadedModel) else None
 
     def _encoder_in_memory(self, entry: ModelEntry) -> LoadedEncoder | None:
         """Return the encoder in memory that was loaded from the same files; None if there is none."""
@@ -286,6 +295,7 @@ class MlxCore:
             entry=entry,
             model_memory_bytes=main.memory_bytes if main else 0,
             context_length=main.context_length if main else None,
+            slots=self._slots,
             pinned=tuple(
                 PinnedModel(entry=entry, memory_bytes=model.memory_bytes) for entry, model in self._pinned.values()
             ),

@@ -41,7 +41,7 @@ class TemplateRefusalError(Exception):
 
 
 class TemplateLimitError(Exception):
-    """The template exceeded a limit; the message names it, as in "runs longer than 5 s"."""
+    """The template exceeded a limit; the message names it, as in "runs longer than the limit of 5 s"."""
 
 
 class TemplateSandbox:
@@ -114,7 +114,7 @@ class TemplateSandbox:
         except SandboxStartError as exc:
             raise TemplateRefusalError(f"no process could be started for it: {exc}; try again") from exc
         except SandboxTimeoutError as exc:
-            raise TemplateLimitError(f"runs longer than {self._limit_s:g} s") from exc
+            raise TemplateLimitError(f"runs longer than the limit of {self._limit_s:g} s") from exc
         except SandboxDiedError as exc:
             # The system refused memory in a way that Python could not report.
             raise TemplateLimitError("has ended the process in which it ran") from exc

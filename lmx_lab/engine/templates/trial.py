@@ -64,7 +64,7 @@ def try_template(template: str, path: Path, cancellation: Cancellation) -> None:
             with contextlib.suppress(TemplateRefusalError):
                 sandbox.render(template, {**USUAL, **shape})
     except TemplateLimitError as exc:
-        raise UnusableModelError(f"{path} cannot be loaded: its chat template {exc}, its limit", param="model") from exc
+        raise UnusableModelError(f"{path} cannot be loaded: its chat template {exc}", param="model") from exc
     finally:
         sandbox.stop()
     _tried[template] = None

@@ -36,9 +36,9 @@ def _render(request: bytes) -> dict[str, str]:
     try:
         return {"text": render(**json.loads(request))}
     except MemoryError:
-        return {"limit": f"needs more than {MEMORY_BYTES >> 20} MB of memory"}
+        return {"limit": f"needs more than the limit of {MEMORY_BYTES >> 20} MB of memory"}
     except _OutputTooLongError:
-        return {"limit": f"writes more than {MAX_CHARACTERS} characters"}
+        return {"limit": f"writes more than the limit of {MAX_CHARACTERS} characters"}
     except Exception as exc:
         return {"error": str(exc)[:MAX_ERROR_CHARACTERS] or type(exc).__name__}
 

@@ -183,8 +183,8 @@ class TextEncoder:
                     retry_after_s=2,
                 ) from exc
             raise InvalidRequestError(
-                f"the tokenizer of {self._model} takes longer than {LIMIT_S:g} s for {what}, its limit; send less, or "
-                "use another model",
+                f"the tokenizer of {self._model} takes longer than the limit of {LIMIT_S:g} s for {what}; send less, "
+                "or use another model",
                 param=param,
             ) from exc
         except SandboxDiedError as exc:

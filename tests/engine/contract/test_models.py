@@ -8,6 +8,7 @@ import shutil
 from collections.abc import AsyncIterator
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -23,8 +24,8 @@ from lmx_lab.errors import (
     UnusableModelError,
 )
 from lmx_lab.values.encoding import Vectors
-from lmx_lab.values.models import Format, ModelEntry
-from tests.engine.conftest import engine_of, pin, run, until_busy, until_idle
+from lmx_lab.values.models import Format, LoadSpec, ModelEntry
+from tests.engine.conftest import engine_of, numbers, pin, request, run, until_busy, until_idle
 from tests.engine.contract.conftest import FEW, SETTINGS, Entries, entry_of
 from tests.engine.encoders.models import write_tiny_bert
 from tests.gguf_files import unknown_architecture
@@ -71,11 +72,40 @@ async def test_a_load_replaces_the_model(
         report = await manager.load_entry(long_models[after])
         assert (report.model, manager.snapshot.model, manager.snapshot.state) == ("long", "long", "ready")
         assert report.load_s > 0
-        assert report.memory_bytes == manager.snapshot.model_memory_bytes > 0
+        # llama.cpp is measured again at regular intervals.
+        assert report.memory_bytes == pytest.approx(manager.snapshot.model_memory_bytes, rel=0.1)
+        assert report.memory_bytes > 0
         assert manager.fingerprint.startswith(FINGERPRINTS[after])
         assert (await run(manager))[1].model == "long"
         assert await manager.unload() > 0
         assert manager.snapshot.entry is None
+
+
+async def test_a_load_may_limit_the_context(long_models: Entries, embedders: Entries, model_format: Format) -> None:
+    entry = long_models[model_format]
+
+    def spec(**options: Any) -> LoadSpec:
+        return LoadSpec(model=entry.id, **options)
+
+    async with ModelManager(FEW) as manager:
+        report = await manager.load_entry(entry, spec(context_length=300))
+        assert (report.slots, report.context_length) == (2, 300)
+        assert (manager.snapshot.slots, manager.snapshot.context_length) == (2, 300)
+        refusal = "takes 300 as it is loaded, of the model's 8192, including the answer; shorten the prompt, or load"
+        with pytest.raises(ContextLengthError, match=refusal):
+            await manager.submit(request(prompt=numbers(300)))
+        assert (await run(manager, prompt=numbers(290), max_tokens=50, ignore_eos=True))[1].output_tokens == 10
+        with pytest.raises(UnusableModelError, match=r"context_length is 8193; long takes 1 to 8192") as refused:
+            await manager.load_entry(entry, spec(context_length=8193))
+        assert refused.value.param == "context_length"
+        if model_format == "mlx":
+            with pytest.raises(UnusableModelError, match="for a deterministic load use a GGUF file"):
+                await manager.load_entry(entry, spec(deterministic=True))
+        with pytest.raises(UnusableModelError, match="is not a chat model; load it without deterministic"):
+            await manager.load_entry(embedders[model_format], spec(deterministic=True))
+        # The same load again, and one with other options.
+        assert (await manager.load_entry(entry, spec(context_length=300))).load_s == 0
+        assert (await manager.load_entry(entry)).context_length == 8192
 
 
 @pytest.mark.parametrize(("before", "after"), EACH_TO_FILES)

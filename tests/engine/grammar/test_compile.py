@@ -78,3 +78,10 @@ def test_compiled_grammars_are_cached_within_a_limit(compiler: GrammarCompiler) 
     for number in range(CACHE_SIZE + 3):
         compiler.matchers(grammar_for(AnswerFormat(kind="regex", text=f"x{number}")), 1)
     assert len(compiler._compiled) == CACHE_SIZE
+
+
+def test_known_grammars_do_not_wait_for_the_compiler(compiler: GrammarCompiler) -> None:
+    grammar = grammar_for(schema({"const": "known"}))
+    assert compiler.known_matchers(grammar, 2) is None
+    compiler.matchers(grammar, 1)
+    assert len(compiler.known_matchers(grammar, 2) or ()) == 2

@@ -5,7 +5,6 @@ from __future__ import annotations
 import asyncio
 import json
 from collections.abc import AsyncIterator
-from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -16,7 +15,7 @@ from tokenizers import Tokenizer
 
 from lmx_lab.engine import AnswerFormat, Tool, ToolUse
 from lmx_lab.engine.grammar.build import ReasoningSection, build_grammar
-from lmx_lab.engine.grammar.sandbox import GrammarSandbox
+from lmx_lab.engine.grammar.queue import GrammarQueue
 from lmx_lab.engine.llama_cpp import grammar as grammar_module
 from lmx_lab.engine.llama_cpp.connection import LlamaConnection
 from lmx_lab.engine.llama_cpp.grammar import GrammarChecker, check_whole, read_token_table, to_lark
@@ -51,10 +50,9 @@ def server() -> Server:
 
 @pytest.fixture
 async def checker(tiny_gguf: Path, server: Server) -> AsyncIterator[GrammarChecker]:
-    sandbox = GrammarSandbox()
-    with ThreadPoolExecutor(1) as compiling:
-        yield GrammarChecker(read_token_table(read_header(tiny_gguf, arrays=True)), sandbox, compiling, server)
-    sandbox.close()
+    queue = GrammarQueue("test")
+    yield GrammarChecker(read_token_table(read_header(tiny_gguf, arrays=True)), queue, server)
+    queue.close()
 
 
 def grammar_of(kind: Any, text: str) -> str:

@@ -13,16 +13,17 @@ from lmx_lab.engine.llama_cpp.memory_plan import (
     BASE_BYTES,
     BATCH_TOKENS,
     MIN_CACHE_BYTES,
+    MIN_SLOT_TOKENS,
     MIN_TOKENS,
     STEP_BYTES,
     STEP_TOKENS,
     TEXTS_AT_ONCE,
-    TRIAL_TOKENS,
+    is_batch_invariant,
     kv_bytes_per_token,
     plan_context,
 )
 from lmx_lab.errors import OutOfMemoryError
-from lmx_lab.values.models import Kind, ModelEntry
+from lmx_lab.values.models import Kind, LoadSpec, ModelEntry
 from lmx_lab.weights.gguf.header import GgufHeader, GgufTensor
 from lmx_lab.weights.gguf.model import POOLING_LAST, POOLING_RANK
 
@@ -71,15 +72,64 @@ def test_with_enough_memory_each_slot_has_the_whole_context() -> None:
     assert plan.bytes == FIXED + PER_TOKEN * 5 * 4096
 
 
-def test_with_less_memory_slots_share_one_cache() -> None:
-    plan = plan_context(entry(), header(), slots=4, limit_bytes=FIXED + PER_TOKEN * 5000)
-    assert plan.unified
-    assert (plan.context_length, plan.total_tokens, plan.cache_tokens) == (4096, 4608, 4864)
+@pytest.mark.parametrize(
+    ("tokens", "requested", "slots", "context"),
+    [
+        # At most half of the memory is used, and one slot more than requests have.
+        (2 * 5 * 4096, None, 4, 4096),
+        (2 * 5 * 4096 - 2, None, 3, 4096),
+        (2 * 3 * 4096, None, 2, 4096),
+        (2 * 2 * 4096, None, 1, 4096),
+        # One request may use more than half, and with too little memory the context is shorter.
+        (2 * 4096, None, 1, 4096),
+        (1000, None, 1, 256),
+        # A requested context changes the number of slots, and is not rounded.
+        (2 * 5 * 4096, 2000, 4, 2000),
+        (2 * 3 * 4096, 2000, 4, 2000),
+        (2 * 3 * 4096, 3000, 3, 3000),
+        (2 * 2 * 2048, 2048, 1, 2048),
+    ],
+)
+def test_slots_and_context_are_planned_together(tokens: int, requested: int | None, slots: int, context: int) -> None:
+    limit = FIXED + PER_TOKEN * tokens
+    plan = plan_context(
+        entry(), header(), slots=4, limit_bytes=limit, spec=LoadSpec(model="m", context_length=requested)
+    )
+    assert (plan.slots, plan.context_length, plan.unified) == (slots, context, False)
+    assert plan.bytes == FIXED + PER_TOKEN * plan.cache_tokens <= limit
 
 
-def test_with_little_memory_the_context_is_shorter_than_the_models() -> None:
-    plan = plan_context(entry(), header(), slots=4, limit_bytes=FIXED + PER_TOKEN * 1000)
-    assert (plan.context_length, plan.total_tokens, plan.unified) == (512, 512, True)
+def test_a_model_with_a_long_context_has_fewer_slots_on_request() -> None:
+    plans = [
+        plan_context(
+            entry(context=131_072),
+            header(**QWEN3),
+            slots=8,
+            limit_bytes=8 * GB,
+            spec=LoadSpec(model="m", context_length=requested),
+        )
+        for requested in (None, 2000, 20_000)
+    ]
+    assert [(plan.slots, plan.context_length) for plan in plans] == [(1, MIN_SLOT_TOKENS + 512), (3, 2000), (1, 20_000)]
+
+
+def test_a_requested_context_without_memory_is_refused_with_its_length() -> None:
+    limit = FIXED + PER_TOKEN * (2 * 4096 - 1)
+    with pytest.raises(OutOfMemoryError, match=r"with a context_length of 4000, .* choose a smaller context_length"):
+        plan_context(entry(), header(), slots=4, limit_bytes=limit, spec=LoadSpec(model="m", context_length=4000))
+
+
+@pytest.mark.parametrize(
+    ("kind", "same"), [("Q4_0", True), ("Q4_1", True), ("Q8_0", True), ("Q4_K", False), ("F16", False)]
+)
+def test_only_some_types_of_weights_are_independent_of_the_batch(kind: str, same: bool) -> None:
+    norm = replace(header().tensors[0], name="output_norm.weight", shape=(64,), type="F32")
+    weight = replace(header().tensors[0], type=kind)
+    shape = replace(header(), tensors=(norm, weight))
+    assert is_batch_invariant(shape) is same
+    # The option costs nothing where the type is enough.
+    plan = plan_context(entry(), shape, slots=4, limit_bytes=GB, spec=LoadSpec(model="m", deterministic=True))
+    assert (plan.slots, plan.one_by_one) == ((4, False) if same else (1, True))
 
 
 def test_a_file_without_a_context_length_gets_the_usual_one() -> None:
@@ -88,11 +138,11 @@ def test_a_file_without_a_context_length_gets_the_usual_one() -> None:
 
 def test_the_size_of_the_cache_is_limited() -> None:
     plan = plan_context(entry(context=1_000_000), header(), slots=8, limit_bytes=4 * GB)
-    assert 0.9 * MIN_CACHE_BYTES < plan.total_tokens * PER_TOKEN <= MIN_CACHE_BYTES
-    assert plan.context_length == plan.total_tokens
+    assert 0.9 * MIN_CACHE_BYTES < plan.cache_tokens * PER_TOKEN <= MIN_CACHE_BYTES
+    assert (plan.slots, plan.context_length) == (8, plan.total_tokens // 8)
 
 
-@pytest.mark.parametrize("limit", [0, -5, FIXED, FIXED + PER_TOKEN * (255 + TRIAL_TOKENS)])
+@pytest.mark.parametrize("limit", [0, -5, FIXED, FIXED + PER_TOKEN * (2 * MIN_TOKENS - 1)])
 def test_a_model_without_memory_for_the_shortest_context_is_refused(limit: int) -> None:
     with pytest.raises(OutOfMemoryError, match=r"m needs 0\.\d\d GB, and \d\.\d\d GB are allowed; choose a smaller"):
         plan_context(entry(), header(), slots=4, limit_bytes=limit)
@@ -177,9 +227,9 @@ def test_a_plan_never_exceeds_its_limit_and_fits_one_request(
         plan = plan_context(entry(context=context), header(block_count=layers), slots=slots, limit_bytes=limit)
     except OutOfMemoryError:
         return
-    least = (context or MIN_TOKENS) < MIN_TOKENS
-    assert plan.bytes <= limit or least
+    assert plan.bytes <= limit
     assert 0 < plan.context_length <= plan.total_tokens
     assert plan.context_length <= (context or plan.context_length)
     assert plan.total_tokens % STEP_TOKENS == 0
-    assert plan.unified or plan.total_tokens >= slots * plan.context_length
+    assert 1 <= plan.slots <= slots
+    assert plan.total_tokens >= plan.slots * plan.context_length

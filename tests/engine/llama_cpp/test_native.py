@@ -1,4 +1,4 @@
-"""Features of llama.cpp only: calls and reasoning in a model's own format, and one cache for all requests."""
+"""Features of llama.cpp only: calls and reasoning in a model's own format, and deterministic loads."""
 
 from __future__ import annotations
 
@@ -15,12 +15,12 @@ from tokenizers import Tokenizer
 
 from lmx_lab.engine import ChatPrompt, EmbeddingRequest, GenerationRequest, ModelManager, Sampling, Tool, ToolUse
 from lmx_lab.errors import InvalidRequestError
-from lmx_lab.values.models import ModelEntry
-from tests.engine.conftest import finish as finish_text
-from tests.engine.conftest import numbers, pin, request, until_idle
-from tests.engine.llama_cpp.conftest import SETTINGS, entry_of, llama_core
+from lmx_lab.values.generation import TokenLogprob
+from lmx_lab.values.models import LoadSpec, ModelEntry
+from tests.engine.conftest import finish_with_logprobs, numbers, pin, request
+from tests.engine.llama_cpp.conftest import SETTINGS, entry_of
 from tests.engine.mlx.test_answers_in_engine import Answer, finish
-from tests.gguf_files import with_context, with_template, with_tokens
+from tests.gguf_files import with_template, with_tokens
 from tests.gguf_templates import NO_SYSTEM, THINKS_FIRST, TOOLS
 from tests.tiny import MARKERS
 
@@ -127,37 +127,34 @@ async def test_for_a_template_without_system_messages_the_user_message_contains_
             assert ("look" in shown) is (tools is not None)
 
 
-# A cache that requests share
+# Exact repetition
 
 
-async def test_requests_that_share_a_cache_never_exceed_it(tiny_gguf: Path, tmp_path: Path) -> None:
-    settings = replace(SETTINGS, slots=4, queue_limit=20, memory_limit_bytes=190_000_000)
-    path = with_context(tiny_gguf, 400_000, tmp_path)
+async def test_a_deterministic_load_gives_the_same_bits_alone_in_company_and_with_a_cached_prompt(
+    tiny_gguf: Path,
+) -> None:
+    """The weights of ``tiny`` are float32, whose products depend on the number of rows."""
+    settings = replace(SETTINGS, slots=8, queue_limit=8)
+    requests = [
+        request(
+            prompt=numbers(60 + at, start=1000 * (at % 2)), max_tokens=12, ignore_eos=True, top_logprobs=2,
+            sampling=Sampling(temperature=at % 3, seed=at),
+        )
+        for at in range(8)
+    ]  # fmt: skip
     async with ModelManager(settings) as manager:
-        await manager.load_entry(entry_of(path))
-        core = llama_core(manager)
-        assert core._main is not None
-        resident = core._main
-        assert resident.hosted.plan.unified
-        total = resident.hosted.plan.total_tokens
-        share = total // 5
-        tool_request = [
-            request(prompt=numbers(20, start=100 * at), max_tokens=share * (1 + at % 4), ignore_eos=True)
-            for at in range(12)
-        ]
-        streams = [await manager.submit(each) for each in tool_request]
-        for at, stream in enumerate(streams):
-            used = sum(generation.prepared.length for generation in resident.queue.running)
-            assert used <= total
-            if at % 2:
-                await stream.aclose()
-                continue
-            await anext(stream)
-            await stream.aclose()
-        await until_idle(manager)
-        short = [replace(each, max_tokens=share // 300) for each in tool_request]
-        ended = await asyncio.gather(*[finish_text(await manager.submit(each)) for each in short])
-        assert [report.output_tokens for _, report in ended] == [share // 300] * 12
+        await manager.load_entry(entry_of(tiny_gguf))
+        assert manager.fingerprint.endswith("-batch-dependent")
+        await manager.load_entry(entry_of(tiny_gguf), LoadSpec(model="tiny", deterministic=True))
+        assert not manager.fingerprint.endswith("-batch-dependent")
+
+        async def answer(each: GenerationRequest) -> tuple[str, list[TokenLogprob]]:
+            return await finish_with_logprobs(await manager.submit(each))
+
+        alone = [await answer(each) for each in requests]
+        # The prompts are in the cache of some slot now.
+        assert await asyncio.gather(*map(answer, requests)) == alone
+        assert [await answer(each) for each in reversed(requests)] == alone[::-1]
 
 
 async def test_a_text_of_many_characters_and_few_tokens_is_not_truncated(

@@ -19,7 +19,7 @@ from lmx_lab.engine import ModelManager
 from lmx_lab.settings import Settings
 from lmx_lab.values.models import ModelEntry
 from lmx_lab.weights import Catalog
-from tests.engine.conftest import finish, mlx_thread, numbers, request, run
+from tests.engine.conftest import finish, mlx_thread, numbers, request, run, until_written
 
 pytestmark = pytest.mark.anyio
 VOCABULARY = 49152
@@ -64,6 +64,11 @@ def write_model(folder: Path, config: dict[str, Any], tokenizer_from: Path) -> N
         shutil.copy(tokenizer_from / name, folder / name)
 
 
+LONG = numbers(90)
+OTHER_TURN = replace(LONG, tokens=(*LONG.tokens[:60], *range(5000, 5040)))
+"""A prompt that shares only the first tokens, for which most of these caches cannot be used."""
+
+
 @pytest.fixture(params=list(CONFIGS))
 async def other(request: pytest.FixtureRequest, tmp_path: Path, tiny: ModelEntry) -> AsyncIterator[ModelManager]:
     config = {**SHARED, **CONFIGS[request.param]}
@@ -92,6 +97,22 @@ async def test_a_cached_prefix_does_not_change_the_answer(other: ModelManager) -
     assert report.cached_tokens > 0
     await mlx_thread(other).call(lambda core: core.generating.batch.prefixes.shrink(0))
     assert (await run(other, prompt=turn, max_tokens=12))[0] == kept
+
+
+async def test_a_state_on_disk_continues_in_another_process(other: ModelManager, tmp_path: Path) -> None:
+    entry, settings = other.snapshot.entry, Settings(slots=4, prefix_cache_dir=tmp_path / "cache")
+    assert entry is not None
+    plain = [await run(other, prompt=prompt, max_tokens=12) for prompt in (LONG, OTHER_TURN)]
+    await other.unload()
+    async with ModelManager(settings) as manager:
+        await manager.load_entry(entry)
+        async with until_written(manager):
+            await run(manager, prompt=LONG, max_tokens=12)
+    async with ModelManager(settings) as manager:
+        await manager.load_entry(entry)
+        kept = [await run(manager, prompt=prompt, max_tokens=12) for prompt in (LONG, OTHER_TURN)]
+        assert [text for text, _ in kept] == [text for text, _ in plain]
+        assert kept[0][1].disk_cached_tokens == 89
 
 
 async def test_the_choices_of_a_request_share_its_prompt(other: ModelManager) -> None:

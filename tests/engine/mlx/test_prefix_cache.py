@@ -9,7 +9,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from lmx_lab.engine.mlx.prefix_cache import MIN_TOKENS, PrefixCache, common_prefix
+from lmx_lab.engine.mlx.prefix_cache import MIN_TOKENS, PrefixCache
+from lmx_lab.engine.prefix_files import common_prefix
 
 
 @dataclass(frozen=True)

@@ -34,13 +34,15 @@ def test_a_template_that_never_ends_for_one_shape_is_refused(number: int) -> Non
         "tools" if "tools" in shape else "not tools",
     ]
     template = f"{{% if {' and '.join(tests)} %}}{ENDLESS}{{% endif %}}"
-    with pytest.raises(UnusableModelError, match=r"model cannot be loaded: its chat template runs longer than 0\.5 s"):
+    with pytest.raises(
+        UnusableModelError, match=r"model cannot be loaded: its chat template runs longer than the limit of 0\.5 s"
+    ):
         try_template(template, PATH, Cancellation())
 
 
 @pytest.mark.parametrize("template", ["{{ 9 ** (9 ** 9) }}", "{{ 'x' * 9 ** 11 }}"])
 def test_a_template_is_refused_by_its_time_or_memory(template: str) -> None:
-    with pytest.raises(UnusableModelError, match="its limit"):
+    with pytest.raises(UnusableModelError, match="the limit of"):
         try_template(template, PATH, Cancellation())
 
 

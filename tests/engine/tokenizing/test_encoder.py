@@ -81,7 +81,7 @@ def test_a_long_text_of_a_bounded_tokenizer_is_encoded_in_the_process(smollm2: M
 @pytest.mark.slow
 def test_a_text_over_the_time_limit_is_refused(slow: TextEncoder, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(module, "LIMIT_S", 1.0)
-    with pytest.raises(InvalidRequestError, match="takes longer than 1 s for messages") as caught:
+    with pytest.raises(InvalidRequestError, match="takes longer than the limit of 1 s for messages") as caught:
         slow.encode([SLOW_TEXT], TextWork(), param="messages")
     assert caught.value.param == "messages"
     assert slow.encode(["hello"], TextWork())[0].ids

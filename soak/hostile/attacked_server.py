@@ -32,7 +32,7 @@ PAUSE_S = 0.05
 """Pause between two chats."""
 CHAT_FACTOR, CHAT_S = 2.0, 1.0
 """During an attack, a chat may take its normal time multiplied by the first value, plus the second in seconds."""
-GIVE_UP_S = 120.0
+TIMEOUT_S = 120.0
 DATABASE = Path("daemon", "daemon.db")
 HELLO = chat_of("hi", max_tokens=8, temperature=0, ignore_eos=True)
 
@@ -81,7 +81,7 @@ class _OtherClient:
     """Sends short chats one after the other, as a context manager."""
 
     def __init__(self, url: str) -> None:
-        self._http = httpx2.Client(base_url=url, timeout=GIVE_UP_S, trust_env=False)
+        self._http = httpx2.Client(base_url=url, timeout=TIMEOUT_S, trust_env=False)
         self._ended = threading.Event()
         self._thread = threading.Thread(target=self._run, daemon=True)
         self._times: list[_ChatTime] = []
@@ -98,7 +98,7 @@ class _OtherClient:
     def since(self, began: float) -> list[_ChatTime]:
         """Return the chats that were sent after a time, or had no answer by then. Wait for a chat that begins now."""
         now = time.monotonic()
-        if not wait_until(lambda: self._times[-1:] != [] and self._times[-1].began >= now, 2 * GIVE_UP_S):
+        if not wait_until(lambda: self._times[-1:] != [] and self._times[-1].began >= now, 2 * TIMEOUT_S):
             raise SoakError("the chats of the other client have no end")
         return [chat for chat in self._times if chat.began + chat.seconds >= began]
 
@@ -133,7 +133,7 @@ class AttackedServer:
         self._starts += 1
         options = ["--embedder", str(self._models[EMBEDDER]), *SMALL_CACHE]
         self.server = Server(Home(self._folder / f"s{self._starts}"), self._models[VALID], *options)
-        self._http = httpx2.Client(base_url=self.server.url, timeout=GIVE_UP_S, trust_env=False)
+        self._http = httpx2.Client(base_url=self.server.url, timeout=TIMEOUT_S, trust_env=False)
         self._warm_up()
         self._before = self._memory_bytes()
 

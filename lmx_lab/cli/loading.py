@@ -1,0 +1,117 @@
+"""Provide ``lmx-lab load`` and ``lmx-lab unload``: change the model of a running lab."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+from collections.abc import Iterator
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+
+from lmx_lab.cli.completion import complete_model
+from lmx_lab.cli.lazy import load as load_object
+from lmx_lab.cli.options import Command, epilog
+from lmx_lab.cli.terminal import print_line, print_note
+from lmx_lab.settings import Settings
+from lmx_lab.urls import local_url
+from lmx_lab.values.models import EngineChoice, LoadOptions
+
+if TYPE_CHECKING:
+    from lmx_lab import Lab
+
+app = typer.Typer()
+NEEDS_LAB = "a running lab: lmx-lab serve, or launch() in a notebook"
+Url = Annotated[str | None, typer.Option(help="Address of another lab. By default the one at the configured port.")]
+ApiKey = Annotated[
+    str | None, typer.Option(envvar="LMX_LAB_API_KEY", show_envvar=True, help="Key of the lab, if it needs one.")
+]
+Wait = Annotated[
+    bool | None,
+    typer.Option(
+        "--wait/--now",
+        help="Let running answers of the loaded model end without a time limit, or stop them at once. By default they "
+        "have 30 s (LMX_LAB_DRAIN_S of the lab).",
+    ),
+]
+
+
+@app.command(
+    cls=Command,
+    epilog=epilog(
+        "lmx-lab load smollm2-135m",
+        "lmx-lab load smollm2-135m --now       stop running answers of the loaded model",
+        needs=NEEDS_LAB,
+    ),
+)
+def load(
+    model: Annotated[
+        str,
+        typer.Argument(help="Id, which the lab downloads if needed, or path.", autocompletion=complete_model),
+    ],
+    *,
+    engine: Annotated[
+        EngineChoice | None, typer.Option(help="Engine that must run the model. By default the one for its format.")
+    ] = None,
+    wait: Wait = None,
+    url: Url = None,
+    api_key: ApiKey = None,
+) -> None:
+    """Load a model in a running lab, in place of the loaded one. Ctrl-C cancels the load."""
+    options: LoadOptions = {}
+    if engine is not None:
+        options["engine"] = engine
+    if wait is not None:
+        options["wait"] = wait
+    with _running_lab(url, api_key) as lab:
+        print_line(repr(lab.load(_absolute(model), **options)))
+
+
+@app.command(
+    cls=Command,
+    epilog=epilog(
+        "lmx-lab unload",
+        "lmx-lab unload --now                  stop running answers, also if an unload already waits for them",
+        "lmx-lab unload smollm2-135m --wait    only if this model is loaded; let its answers end",
+        needs=NEEDS_LAB,
+    ),
+)
+def unload(
+    model: Annotated[
+        str | None,
+        typer.Argument(help="Model that is loaded or being loaded. By default any.", autocompletion=complete_model),
+    ] = None,
+    *,
+    wait: Wait = None,
+    url: Url = None,
+    api_key: ApiKey = None,
+) -> None:
+    """Unload the model of a running lab, or cancel its load. Ctrl-C ends the command, but not the unload."""
+    with _running_lab(url, api_key) as lab:
+        try:
+            freed_gb = lab.unload(None if model is None else _absolute(model), wait=wait)
+        except KeyboardInterrupt:
+            print_note(
+                "the unload continues; lmx-lab unload --now stops the running answers, and lmx-lab unload --wait lets "
+                "them end without a time limit"
+            )
+            raise
+    print_line(f"unloaded, {freed_gb:.2f} GB freed" if freed_gb else "no model was unloaded")
+
+
+@contextlib.contextmanager
+def _running_lab(url: str | None, api_key: str | None) -> Iterator[Lab]:
+    """Connect to a running lab.
+
+    Raises:
+        LabError: no lab answers at the address, or the key is wrong.
+    """
+    settings = Settings.read()
+    address = url or local_url(settings.host, settings.port)
+    with load_object("lmx_lab:attach")(address, api_key=api_key) as lab:
+        yield lab
+
+
+def _absolute(model: str) -> str:
+    """Return a path as the lab finds it, which has another working directory; an id is not changed."""
+    return os.path.abspath(os.path.expanduser(model)) if model.startswith((".", "/", "~")) else model

@@ -1,0 +1,102 @@
+"""Test that all controls of the panels can be reached, recognized and used with the keyboard alone."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator
+
+import pytest
+from playwright.sync_api import expect
+
+from tests.browser.jupyterlab import JupyterLab, Tab
+from tests.browser.test_events_panel import BEGIN, EVERYTHING, IMPORTS, RESET
+from tests.browser.test_lifecycle import ask
+
+# Marks each visible control of a panel with its number in the order of the document, and returns their number.
+MARK = """(root) => {
+    const controls = root.querySelectorAll("button, input, select, textarea, summary, [tabindex='0']");
+    const visible = [...controls].filter((node) => node.checkVisibility() && !node.disabled);
+    visible.forEach((node, number) => (node.dataset.number = number));
+    visible[0].focus();
+    return visible.length;
+}"""
+FOCUSED = """() => {
+    const {dataset, tagName} = document.activeElement;
+    return dataset.number === undefined ? null : [Number(dataset.number), tagName];
+}"""
+CONTROL = re.compile(r"- \'?(button|textbox|searchbox|combobox|checkbox|spinbutton)(?: \"([^\"]*))?", re.MULTILINE)
+"""A control in a snapshot of the accessibility tree: its role and its name."""
+OUTLINE = "getComputedStyle(document.activeElement).outlineStyle"
+
+
+@pytest.fixture(scope="module")
+def all_panels(tab: Tab, jupyterlab: JupyterLab) -> Iterator[Tab]:
+    """A notebook with all panels, with the events of a scripted daemon, a conversation and a ranking."""
+    jupyterlab.write(
+        "keyboard.ipynb",
+        [
+            "import lmx_lab\nlab = lmx_lab.launch('echo', port=0)",
+            BEGIN + "bench = lab.workbench; bench.follow_events(daemon)",
+            "lab.panel('models', 'metrics', 'chat', 'rerank', 'events')",
+        ],
+    )
+    tab.open("keyboard.ipynb")
+    for cell in range(3):
+        tab.run(cell)
+    tab.kernel(IMPORTS + RESET + EVERYTHING)
+    ask(tab, "What can be reached?")
+    yield tab
+    tab.open("keyboard.ipynb")
+    tab.close_notebook()
+
+
+@pytest.mark.parametrize("name", ["Models", "Metrics", "Chat", "Rerank", "Events"])
+def test_tab_reaches_every_control_in_order_and_each_has_a_name(all_panels: Tab, name: str) -> None:
+    panel = all_panels.panel(name)
+    for fold in panel.locator("summary:visible").all():
+        if not fold.evaluate("node => node.parentElement.open"):
+            fold.press("Enter")
+    reached: list[int] = []
+    count = panel.evaluate(MARK)
+    while (focused := all_panels.page.evaluate(FOCUSED)) is not None:
+        assert all_panels.page.evaluate(OUTLINE) != "none", f"control {focused} shows no focus"
+        reached.append(focused[0])
+        all_panels.page.keyboard.press("Tab")
+    panel.evaluate("root => root.querySelectorAll('[data-number]').forEach((node) => delete node.dataset.number)")
+    assert reached == list(range(count))
+    assert count >= 3
+    controls = CONTROL.findall(panel.aria_snapshot())
+    assert len(controls) >= 3
+    assert [role for role, label in controls if not label] == []
+
+
+def test_a_question_is_edited_saved_and_loaded_by_keyboard(all_panels: Tab) -> None:
+    page, chat = all_panels.page, all_panels.panel("Chat")
+    answers = chat.locator(".assistant .text:not(.dim)")
+    ask(all_panels, "Second.")
+    chat.locator(".user").first.get_by_role("button", name="edit").press("Enter")
+    box = chat.get_by_label("message")
+    expect(box).to_be_focused()
+    expect(box).to_have_value("What can be reached?")
+    page.keyboard.press("Escape")
+    expect(box).to_have_value("")
+    chat.locator(".user").first.get_by_role("button", name="edit").press("Enter")
+    expect(chat.get_by_text("Sending replaces the marked question")).to_be_visible()
+    box.fill("Edited.")
+    page.keyboard.press("Enter")
+    expect(answers).to_have_text(["Edited."])
+    with page.expect_download() as download:
+        chat.get_by_role("button", name="Save").press("Enter")
+    saved = download.value.path()
+    with page.expect_download() as download:
+        chat.get_by_role("button", name="Export").press("Enter")
+    assert download.value.suggested_filename.endswith(".md")
+    assert "## You\n\nEdited." in download.value.path().read_text(encoding="utf-8")
+    chat.get_by_role("button", name="Clear").press("Enter")
+    expect(chat.locator(".user")).to_have_count(0)
+    expect(chat.get_by_text("No messages yet")).to_be_visible()
+    with page.expect_file_chooser() as chooser:
+        chat.get_by_role("button", name="Load").press("Enter")
+    chooser.value.set_files(saved)
+    expect(answers).to_have_text(["Edited."])
+    ask(all_panels, "And now?")

@@ -1,0 +1,49 @@
+"""On every engine, a long answer is paused for a request that waits, and continues with the same text."""
+
+from __future__ import annotations
+
+import asyncio
+from typing import Any
+
+import pytest
+
+from lmx_lab.engine import AnswerFormat, ModelManager, Sampling, scheduler
+from lmx_lab.engine.llama_cpp import queue
+from lmx_lab.values.models import Format
+from tests.engine.conftest import finish, numbers, request, run
+
+pytestmark = pytest.mark.anyio
+TOKENS = 150
+PLAIN: dict[str, Any] = {"prompt": numbers(20, start=100), "max_tokens": TOKENS, "ignore_eos": True}
+WITH_STATE: dict[str, Any] = {
+    "prompt": numbers(20, start=200),
+    "max_tokens": 2 * TOKENS,
+    "sampling": Sampling(temperature=1.0, seed=7, frequency_penalty=0.3),
+    "answer_format": AnswerFormat(kind="regex", text=f"[a-f]{{{TOKENS}}}"),
+}
+"""A request whose next token depends on a random state, on counted tokens and on a grammar."""
+
+
+@pytest.fixture(autouse=True)
+def _short_turns(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(scheduler, "TURN_S", 0.0)
+    monkeypatch.setattr(scheduler, "WAIT_S", 0.0)
+    monkeypatch.setattr(queue, "PAUSE_CHECK_S", 0.001)
+
+
+async def test_a_long_answer_is_paused_for_a_request_that_waits(busy: ModelManager, model_format: Format) -> None:
+    # llama.cpp cannot continue an answer with a grammar, so it is not paused.
+    bodies = [PLAIN, {**PLAIN, "top_logprobs": 1} if model_format == "gguf" else WITH_STATE]
+    alone = [await run(busy, **body) for body in bodies]
+    streams = [await busy.submit(request(**body)) for body in bodies]
+    answers = [asyncio.create_task(finish(stream)) for stream in streams]
+    for at in range(2):
+        # Both slots are taken, so each of these requests gets one by a pause.
+        _, short = await run(busy, prompt=numbers(5, start=1000 * at), max_tokens=3, ignore_eos=True)
+        assert short.output_tokens == 3
+        assert not any(answer.done() for answer in answers)
+    paused = [await answer for answer in answers]
+    assert [text for text, _ in paused] == [text for text, _ in alone]
+    for (_, report), (_, expected) in zip(paused, alone, strict=True):
+        assert report.output_tokens == expected.output_tokens > TOKENS / 3
+        assert (report.prompt_tokens, report.finish_reason) == (expected.prompt_tokens, expected.finish_reason)

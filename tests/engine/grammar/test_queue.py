@@ -1,0 +1,59 @@
+"""Grammars are checked one after the other, and none waits long for another."""
+
+from __future__ import annotations
+
+import asyncio
+import threading
+from collections.abc import Iterator
+
+import pytest
+
+from lmx_lab.engine.grammar import queue
+from lmx_lab.engine.grammar.queue import GrammarQueue
+from lmx_lab.errors import QueueFullError
+
+pytestmark = pytest.mark.anyio
+
+
+@pytest.fixture
+def grammars() -> Iterator[GrammarQueue]:
+    grammars = GrammarQueue("test")
+    yield grammars
+    grammars.close()
+
+
+async def test_a_grammar_that_waits_too_long_is_refused_and_a_later_one_is_checked(
+    grammars: GrammarQueue, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(queue, "WAIT_S", 0.01)
+    started, released = threading.Event(), threading.Event()
+
+    def slow() -> str:
+        started.set()
+        assert released.wait(60)
+        return "slow"
+
+    first = asyncio.create_task(grammars.run(slow))
+    await asyncio.to_thread(started.wait)
+    with pytest.raises(QueueFullError, match=r"0\.01 s") as refused:
+        await grammars.run(pytest.fail)
+    assert refused.value.retry_after_s == 1
+    released.set()
+    # The time limit is one for waiting; work that has started ends by itself.
+    assert await first == "slow"
+    monkeypatch.setattr(queue, "WAIT_S", 60.0)
+    assert await grammars.run(lambda: "later") == "later"
+    assert grammars._unfinished == 0
+
+
+async def test_cancelling_removes_a_grammar_that_waits(grammars: GrammarQueue) -> None:
+    released = threading.Event()
+    first = asyncio.create_task(grammars.run(lambda: released.wait(60)))
+    second = asyncio.create_task(grammars.run(pytest.fail))
+    while grammars._unfinished < 2:  # noqa: ASYNC110
+        await asyncio.sleep(0)
+    second.cancel()
+    await asyncio.wait([second])
+    assert second.cancelled()
+    released.set()
+    assert await first

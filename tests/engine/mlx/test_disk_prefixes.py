@@ -1,0 +1,161 @@
+"""A server continues from the states that an earlier one has written to a folder."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import shutil
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+from pathlib import Path
+from typing import Any
+
+import mlx.core as mx
+import pytest
+
+from lmx_lab.engine import ModelManager, TokenPrompt
+from lmx_lab.engine.mlx import disk_prefixes
+from lmx_lab.settings import Settings
+from lmx_lab.values.models import ModelEntry
+from lmx_lab.weights import Catalog
+from tests.engine.conftest import finish, numbers, request, run, until_written
+
+pytestmark = pytest.mark.anyio
+FIRST = numbers(100)
+SECOND = TokenPrompt(tokens=(*FIRST.tokens, *range(500, 560)))
+THIRD = TokenPrompt(tokens=(*SECOND.tokens, *range(700, 760)))
+
+
+@asynccontextmanager
+async def server(folder: Path, entry: ModelEntry, **settings: Any) -> AsyncIterator[ModelManager]:
+    """A manager with a cache of its own in memory, and the folder on disk."""
+    async with ModelManager(Settings(prefix_cache_dir=folder, **settings)) as manager:
+        await manager.load_entry(entry)
+        yield manager
+
+
+def files(folder: Path) -> list[Path]:
+    return sorted(folder.glob("*.safetensors"), key=lambda path: path.stat().st_size)
+
+
+async def write(folder: Path, entry: ModelEntry, *prompts: TokenPrompt, **settings: Any) -> list[str]:
+    """Answer the prompts, each after the state of the previous one was written, and return the answers."""
+    texts = []
+    async with server(folder, entry, **settings) as manager:
+        for prompt in prompts:
+            async with until_written(manager):
+                texts.append((await run(manager, prompt=prompt))[0])
+    return texts
+
+
+async def test_a_new_server_computes_only_what_no_file_has(tmp_path: Path, tiny: ModelEntry) -> None:
+    texts = await write(tmp_path, tiny, FIRST, SECOND, THIRD)
+    # Each turn wrote only its own tokens.
+    sizes = [path.stat().st_size for path in files(tmp_path)]
+    assert sum(sizes) < 1.5 * 228 * 512 + 3 * 4000
+    async with server(tmp_path, tiny) as manager:
+        text, report = await run(manager, prompt=THIRD)
+        assert (text, report.cached_tokens, report.disk_cached_tokens) == (texts[2], 219, 219)
+        assert manager.snapshot.disk_cached_tokens == 219
+        # It is in memory now.
+        again, report = await run(manager, prompt=THIRD)
+        assert (again, report.cached_tokens, report.disk_cached_tokens) == (texts[2], 219, 0)
+    # The file of the second turn serves prompts that share only a part of it.
+    async with server(tmp_path, tiny) as manager:
+        turn = TokenPrompt(tokens=(*SECOND.tokens[:140], *range(900, 910)))
+        text, report = await run(manager, prompt=turn)
+        assert report.disk_cached_tokens == 140
+    async with ModelManager(Settings()) as manager:
+        await manager.load_entry(tiny)
+        assert (await run(manager, prompt=turn))[0] == text
+
+
+async def test_a_file_is_read_once_for_all_requests_that_wait_for_it(tmp_path: Path, tiny: ModelEntry) -> None:
+    (text,) = await write(tmp_path, tiny, FIRST)
+    async with server(tmp_path, tiny) as manager:
+        streams = [await manager.submit(request(prompt=FIRST)) for _ in range(4)]
+        answers = await asyncio.gather(*map(finish, streams))
+        assert [(again, report.cached_tokens) for again, report in answers] == [(text, 99)] * 4
+
+
+async def test_answers_run_while_states_are_written_and_read(
+    tmp_path: Path, tiny: ModelEntry, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    # Each step copies a small part of a state.
+    monkeypatch.setattr(disk_prefixes, "PIECE_BYTES", 100)
+    prompts = [numbers(60, start=1000 * number) for number in range(6)]
+
+    async def answers(manager: ModelManager) -> list[str]:
+        streams = [await manager.submit(request(prompt=prompt, max_tokens=40)) for prompt in prompts]
+        return [text for text, _ in await asyncio.gather(*map(finish, streams))]
+
+    async with server(tmp_path, tiny, slots=2) as manager, until_written(manager, files=6):
+        texts = await answers(manager)
+    async with server(tmp_path, tiny, slots=2) as manager:
+        assert await answers(manager) == texts
+        assert manager.snapshot.disk_cached_tokens == 6 * 59
+
+
+async def test_damaged_files_and_changed_weights_never_change_an_answer(
+    tmp_path: Path, tiny: ModelEntry, caplog: pytest.LogCaptureFixture
+) -> None:
+    cache, models = tmp_path / "cache", tmp_path / "models"
+    shutil.copytree(tiny.path, models / "own")
+    own = Catalog(Settings(home=tmp_path)).resolve("own")
+    texts = await write(cache, own, FIRST, SECOND)
+    largest = files(cache)[-1]
+    data = bytearray(largest.read_bytes())
+    data[-3000] ^= 1
+    largest.write_bytes(data)
+    with caplog.at_level(logging.WARNING, "lmx_lab.engine.prefix_files"):
+        async with server(cache, own) as manager:
+            # A file is listed by its header, so that the damage is found when its data are needed.
+            text, report = await run(manager, prompt=SECOND)
+            assert (text, report.disk_cached_tokens) == (texts[1], 0)
+            again, _ = await run(manager, prompt=FIRST)
+            assert again == texts[0]
+    assert [largest.name in record.message for record in caplog.records] == [True]
+    # The same name with other weights: another model.
+    await asyncio.to_thread(negate_weights, models / "own")
+    own = Catalog(Settings(home=tmp_path)).resolve("own")
+    async with server(cache, own) as manager:
+        text, report = await run(manager, prompt=FIRST)
+        assert (text != texts[0], report.cached_tokens) == (True, 0)
+
+
+def negate_weights(folder: Path) -> None:
+    (path,) = folder.glob("*.safetensors")
+    weights = mx.load(str(path))
+    mx.eval(weights)
+    mx.save_safetensors(str(path), {name: -value for name, value in weights.items()}, metadata={"format": "mlx"})
+    mx.synchronize()
+    mx.clear_streams()
+
+
+async def test_a_folder_that_cannot_be_used_only_turns_the_cache_on_disk_off(
+    tmp_path: Path, tiny: ModelEntry, caplog: pytest.LogCaptureFixture
+) -> None:
+    folder = tmp_path / "cache"
+    folder.write_text("a file")
+    async with server(folder, tiny) as manager:
+        text, _ = await run(manager, prompt=FIRST)
+        again, report = await run(manager, prompt=FIRST)
+        assert (again, report.cached_tokens, report.disk_cached_tokens) == (text, 99, 0)
+    assert len([record for record in caplog.records if str(folder) in record.message]) == 1
+
+
+async def test_two_servers_use_one_folder(tmp_path: Path, tiny: ModelEntry) -> None:
+    limit = 200_000
+    async with (
+        server(tmp_path, tiny, prefix_cache_disk_bytes=limit) as one,
+        server(tmp_path, tiny, prefix_cache_disk_bytes=limit) as two,
+    ):
+        prompts = [numbers(100, start=300 * number) for number in range(8)]
+        answers = await asyncio.gather(*(run(each, prompt=prompt) for each in (one, two) for prompt in prompts))
+        texts = [text for text, _ in answers]
+        assert texts[:8] == texts[8:]
+    assert sum(path.stat().st_size for path in files(tmp_path)) <= limit * 1.5
+    async with server(tmp_path, tiny) as manager:
+        found = await asyncio.gather(*(run(manager, prompt=prompt) for prompt in prompts))
+        assert [text for text, _ in found] == texts[:8]
+        assert manager.snapshot.disk_cached_tokens > 0

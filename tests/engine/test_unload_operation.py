@@ -1,0 +1,212 @@
+"""An unload says what it waits for, further callers join it, and can let the answers end or stop them."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Coroutine
+from dataclasses import replace
+from typing import Any
+
+import pytest
+
+from lmx_lab.engine.stream import TokenStream
+from lmx_lab.errors import InvalidRequestError, LabError, ModelBusyError, NotLoadedError
+from lmx_lab.values.models import LoadSpec, Unloading
+from tests.engine.test_manager import SETTINGS, Lab, answer, request, running, until
+
+pytestmark = pytest.mark.anyio
+PATIENT = replace(SETTINGS, drain_s=600)
+LONG = 8000
+
+
+async def start_answer(lab: Lab, model: str | None = None) -> TokenStream:
+    """Return a stream that would take longer than any of the tests."""
+    stream = await lab.manager.submit(request(model, tokens=LONG))
+    await anext(stream)
+    return stream
+
+
+async def start_unload(lab: Lab, work: Coroutine[Any, Any, Any]) -> asyncio.Task[Any]:
+    """Start a load or unload, and wait until it waits for answers."""
+    task = asyncio.create_task(work)
+    await until(lambda: lab.manager.snapshot.unloading is not None)
+    return task
+
+
+async def end_of(stream: TokenStream) -> LabError:
+    with pytest.raises(NotLoadedError) as ended:
+        async for _ in stream:
+            pass
+    return ended.value
+
+
+def reported(lab: Lab) -> list[tuple[str, int, bool]]:
+    """The reported states of unloads: model, answers that are left, whether there is a time limit."""
+    states = [(step.model, step.unloading) for step in lab.progress if step.unloading is not None]
+    return [(model, state.answers_left, state.seconds_left is not None) for model, state in states]
+
+
+def test_the_state_of_an_unload_is_one_line() -> None:
+    assert str(Unloading(answers_left=1, seconds_left=28)) == "unloading, 1 answer left (28 s)"
+    assert str(Unloading(answers_left=2, seconds_left=None)) == "unloading, 2 answers left (no time limit)"
+
+
+async def test_callers_join_an_unload_wait_without_a_limit_and_stop_it() -> None:
+    async with running(PATIENT) as lab:
+        await lab.manager.load(LoadSpec(model="one"))
+        first, second = await start_answer(lab), await start_answer(lab)
+        unload = await start_unload(lab, lab.manager.unload())
+        state = lab.manager.snapshot.unloading
+        assert state is not None
+        assert (state.answers_left, state.replaced_by) == (2, None)
+        assert state.seconds_left is not None
+        assert 590 < state.seconds_left <= 600
+        # Meanwhile, the model accepts nothing, and another load is refused with the state and the remedy.
+        with pytest.raises(NotLoadedError, match="one is being unloaded"):
+            await answer(lab)
+        with pytest.raises(ModelBusyError, match=r"one: unloading, 2 answers left \(\d+ s\).*lmx-lab unload one --now"):
+            await lab.manager.load(LoadSpec(model="two"))
+        with pytest.raises(InvalidRequestError, match="two is not loaded, one is"):
+            await lab.manager.unload("two")
+        joined = [asyncio.create_task(lab.manager.unload(*name, wait=True)) for name in ((), ("one",))]
+        await until(lambda: reported(lab)[-1] == ("one", 2, False))
+        await first.aclose()
+        await until(lambda: reported(lab)[-1] == ("one", 1, False))
+        stopping = asyncio.create_task(lab.manager.unload(wait=False))
+        error = await end_of(second)
+        assert error.message == (
+            "the model was unloaded before this request ended, because it was requested to stop running requests at "
+            "once; try again when a model is loaded"
+        )
+        freed = await unload
+        assert freed > 0
+        assert [await task for task in (*joined, stopping)] == [freed] * 3
+        assert reported(lab)[0] == ("one", 2, True)
+        assert lab.stages[-1] == ("one", "unloaded")
+        assert await lab.manager.unload(wait=False) == 0, "without a model"
+
+
+async def test_calls_at_the_same_time_are_one_unload() -> None:
+    async with running(PATIENT) as lab:
+        await lab.manager.load(LoadSpec(model="one"))
+        stream = await start_answer(lab)
+        calls = (lab.manager.unload(), lab.manager.unload("one"), lab.manager.unload("one", wait=False))
+        freed = asyncio.gather(*calls)
+        assert "requested to stop" in (await end_of(stream)).message
+        assert len(set(await freed)) == 1
+
+
+async def test_answers_end_with_an_error_at_the_time_limit() -> None:
+    async with running(replace(SETTINGS, drain_s=0.3)) as lab:
+        await lab.manager.load(LoadSpec(model="one"))
+        stream = await start_answer(lab)
+        unload = await start_unload(lab, lab.manager.unload())
+        error = await end_of(stream)
+        assert "before this request ended, because running requests had 0.3 s to end; try again" in error.message
+        assert await unload > 0
+
+
+async def test_an_unload_that_waits_without_a_limit_ends_with_the_answer() -> None:
+    async with running(replace(SETTINGS, drain_s=0.0)) as lab:
+        await lab.manager.load(LoadSpec(model="one"))
+        stream = await lab.manager.submit(request(tokens=200))
+        await anext(stream)
+        unload = asyncio.create_task(lab.manager.unload(wait=True))
+        async for _ in stream:
+            pass
+        assert stream.report is not None
+        assert await unload > 0
+
+
+async def test_an_unload_continues_after_its_callers_were_cancelled() -> None:
+    async with running(PATIENT) as lab:
+        await lab.manager.load(LoadSpec(model="one"))
+        stream = await start_answer(lab)
+        unload = await start_unload(lab, lab.manager.unload())
+        unload.cancel()
+        with pytest.raises(asyncio.CancelledError):
+            await unload
+        assert lab.manager.snapshot.unloading is not None
+        await stream.aclose()
+        await until(lambda: lab.stages[-1] == ("one", "unloaded"))
+
+
+async def test_the_model_that_a_load_replaces_is_unloading_and_can_be_stopped_by_its_name() -> None:
+    async with running(PATIENT) as lab:
+        await lab.manager.load(LoadSpec(model="one"))
+        stream = await start_answer(lab)
+        load = await start_unload(lab, lab.manager.load(LoadSpec(model="two")))
+        state = lab.manager.snapshot.unloading
+        assert state is not None
+        assert (state.answers_left, state.replaced_by) == (1, "two")
+        stopping = asyncio.create_task(lab.manager.unload("one", wait=False))
+        assert "the model was replaced by two before this request ended" in (await end_of(stream)).message
+        assert (await load).model == "two"
+        assert await stopping > 0
+        assert await answer(lab) == "two"
+        stages = list(dict.fromkeys(lab.stages))  # Each state is reported once or twice.
+        assert stages[-4:] == [("two", "load"), ("one", "unloading"), ("one", "unloaded"), ("two", "loaded")]
+
+
+async def test_waiting_for_a_load_to_replace_a_model_ends_if_the_load_is_cancelled() -> None:
+    async with running(PATIENT) as lab:
+        await lab.manager.load(LoadSpec(model="one"))
+        stream = await start_answer(lab)
+        load = await start_unload(lab, lab.manager.load(LoadSpec(model="two")))
+        waiting = asyncio.create_task(lab.manager.unload("one", wait=True))
+        await until(lambda: reported(lab)[-1] == ("one", 1, False))
+        assert await lab.manager.unload() == 0, "cancels the load"
+        with pytest.raises(NotLoadedError, match="the load of two was cancelled; one is still loaded"):
+            await load
+        assert await waiting == 0
+        await anext(stream)
+        assert lab.manager.snapshot.unloading is None
+        await stream.aclose()
+
+
+@pytest.mark.parametrize("joins", [False, True])
+async def test_a_load_can_stop_the_answers_of_the_previous_model(joins: bool) -> None:
+    async with running(PATIENT) as lab:
+        await lab.manager.load(LoadSpec(model="one"))
+        stream = await start_answer(lab)
+        waiting = [await start_unload(lab, lab.manager.load(LoadSpec(model="two")))] if joins else []
+        load = asyncio.create_task(lab.manager.load(LoadSpec(model="two", wait=False)))
+        assert "requested to stop" in (await end_of(stream)).message
+        assert [(await task).model for task in (load, *waiting)] == ["two"] * (1 + joins)
+        assert len(lab.engine.specs) == 2
+
+
+async def test_in_swap_mode_the_replaced_model_is_unloading_and_can_be_stopped() -> None:
+    async with running(replace(PATIENT, swap=True)) as lab:
+        await lab.manager.load(LoadSpec(model="one"))
+        stream = await start_answer(lab)
+        swap = await start_unload(lab, answer(lab, "two"))
+        state = lab.manager.snapshot.unloading
+        assert state is not None
+        assert (state.answers_left, state.replaced_by) == (1, "two")
+        await lab.manager.unload("one", wait=False)
+        assert "the model was replaced by two" in (await end_of(stream)).message
+        assert await swap == "two"
+
+
+async def test_stopping_the_server_ends_an_unload_without_a_time_limit() -> None:
+    async with running(PATIENT) as lab:
+        await lab.manager.load(LoadSpec(model="one"))
+        stream = await start_answer(lab)
+        unload = await start_unload(lab, lab.manager.unload(wait=True))
+        await lab.manager.quiesce(0)
+        assert "the server was stopped before this request ended" in (await end_of(stream)).message
+        assert await unload > 0
+
+
+async def test_an_unload_ends_if_its_engine_dies() -> None:
+    async with running(PATIENT) as lab:
+        await lab.manager.load(LoadSpec(model="one"))
+        stream = await start_answer(lab)
+        unload = await start_unload(lab, lab.manager.unload(wait=True))
+        await asyncio.to_thread(lab.engine.stop)
+        with pytest.raises(LabError):
+            async for _ in stream:
+                pass
+        assert await unload == 0
+        assert lab.manager.snapshot.unloading is None

@@ -1,0 +1,107 @@
+"""Test how a lab unloads while an answer runs, launched in this process and attached to."""
+
+from __future__ import annotations
+
+import asyncio
+import signal
+import threading
+from collections.abc import Iterator
+from contextlib import closing, contextmanager
+from pathlib import Path
+
+import pytest
+
+import lmx_lab
+from lmx_lab.errors import HostingError, InvalidRequestError, LabError, NotLoadedError
+from tests.flows.conftest import ENDLESS, PACE, serving, wait_until
+
+pytestmark = pytest.mark.anyio
+STATE = r"unloading, 1 answer left \((\d+ s|no time limit)\)"
+
+
+@pytest.fixture
+def server(tmp_path: Path) -> Iterator[lmx_lab.Lab]:
+    with serving(tmp_path, "echo", echo_tokens_per_s=PACE, drain_s=600) as lab:
+        yield lab
+
+
+@pytest.fixture(params=["here", "elsewhere"])
+def lab(server: lmx_lab.Lab, request: pytest.FixtureRequest) -> Iterator[lmx_lab.Lab]:
+    if request.param == "here":
+        yield server
+    else:
+        with lmx_lab.attach(server.url) as attached:
+            yield attached
+
+
+@contextmanager
+def running_answer(lab: lmx_lab.Lab) -> Iterator[Iterator[str]]:
+    with closing(lab.chat("hello", stream=True, **ENDLESS)) as stream:
+        # Iterated once, because the end of an iteration ends the answer.
+        pieces = iter(stream)
+        next(pieces)
+        yield pieces
+
+
+def test_an_interrupt_ends_the_wait_but_not_the_unload(
+    lab: lmx_lab.Lab, server: lmx_lab.Lab, capfd: pytest.CaptureFixture[str]
+) -> None:
+    def interrupt() -> None:
+        wait_until(lambda: "unloading, 1 answer left (" in capfd.readouterr().err)
+        signal.pthread_kill(threading.main_thread().ident or 0, signal.SIGINT)
+
+    with running_answer(lab) as pieces:
+        thread = threading.Thread(target=interrupt)
+        thread.start()
+        with pytest.raises(KeyboardInterrupt, match=rf"echo is still {STATE}: lab.unload\(wait=False\) stops"):
+            lab.unload()
+        thread.join()
+        # It continues, and everything says so.
+        assert "echo" in repr(lab)
+        assert "unloading, 1 answer left (" in repr(lab)
+        assert "unloading, 1 answer left (" in repr(lab.models())
+        assert "unloading, 1 answer left (" in repr(lab.snapshot())
+        with pytest.raises(NotLoadedError, match="echo is being unloaded"):
+            lab.chat("hello")
+        assert lab.unload("echo", wait=False) > 0
+        with pytest.raises(NotLoadedError, match="requested to stop running requests at once"):
+            list(pieces)
+    assert server.engine.snapshot.model is None
+    assert lab.unload() == 0, "without a model"
+    with pytest.raises(InvalidRequestError, match="echo is not loaded"):
+        lab.unload("echo", wait=True)
+
+
+async def test_a_cancelled_unload_continues_and_can_wait_without_a_limit(lab: lmx_lab.Lab, server: lmx_lab.Lab) -> None:
+    stream = await lab.astream("hello", **ENDLESS)
+    pieces = aiter(stream)
+    await anext(pieces)
+    unload = asyncio.create_task(lab.aunload())
+    await asyncio.to_thread(wait_until, lambda: server.engine.snapshot.unloading is not None)
+    unload.cancel()
+    with pytest.raises(asyncio.CancelledError):
+        await unload
+    waiting = asyncio.create_task(lab.aunload(wait=True))
+    await asyncio.to_thread(wait_until, lambda: "no time limit" in str(server.engine.snapshot.unloading))
+    await stream.aclose()
+    assert await waiting > 0
+
+
+def test_a_load_can_stop_the_answers_of_the_loaded_model(lab: lmx_lab.Lab, tiny_home: Path) -> None:
+    with running_answer(lab) as pieces:
+        # The tiny model is a path for this server.
+        load = threading.Thread(target=lambda: lab.load(tiny_home / "models" / "tiny", wait=False))
+        load.start()
+        with pytest.raises(NotLoadedError, match=r"the model was replaced by .*, because it was requested to stop"):
+            list(pieces)
+        load.join()
+    assert "tiny" in repr(lab)
+
+
+@pytest.mark.parametrize("state", ["stopped", "gone"])
+def test_a_lab_that_does_not_run_says_so(tmp_path: Path, state: str) -> None:
+    with serving(tmp_path, "echo") as server, lmx_lab.attach(server.url) as attached:
+        server.stop()
+        lab, error = (server, HostingError) if state == "stopped" else (attached, LabError)
+        with pytest.raises(error, match="stopped" if state == "stopped" else "127.0.0.1"):
+            lab.unload(wait=False)
