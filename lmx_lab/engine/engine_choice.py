@@ -34,13 +34,16 @@ class PreferredEngine:
         return ENGINES[self.name].formats[0]
 
 
-def preferred_engine(speeds: Speeds | None) -> PreferredEngine:
+def preferred_engine(speeds: Speeds | None, spec: LoadSpec | None = None) -> PreferredEngine:
     """Return the engine that is preferred on this machine: MLX on a GPU, and the faster engine on a CPU.
 
     Args:
         speeds: The stored measurement on this machine. It is not used on a GPU, because the measured model is too small
             to show its speed.
+        spec: The load for which the engine is chosen. A deterministic one needs llama.cpp.
     """
+    if spec is not None and spec.deterministic and ENGINES["llama.cpp"].problem() is None:
+        return PreferredEngine(name="llama.cpp", reason="only this engine loads models with deterministic")
     if (gpu := gpu_of_mlx()) is not None:
         return PreferredEngine(name="mlx", reason=f"it uses the GPU ({gpu})")
     if (problem := ENGINES["llama.cpp"].problem()) is not None:
@@ -82,7 +85,7 @@ def choose_format(
 
     Args:
         entries: The formats that the name means or, if an engine is required, all formats of the model.
-        loaded: The model in memory. With ``auto``, it stays.
+        loaded: The model in memory. With ``auto``, it stays, unless a deterministic load needs another engine.
     """
     if not entries:
         return None
@@ -90,8 +93,10 @@ def choose_format(
         formats = ENGINES[spec.engine].formats
         found = next((entry for entry in entries if entry.format in formats), None)
         return replace(found, engine_reason=REQUESTED) if found is not None else None
-    if loaded is not None and (same := next((entry for entry in entries if entry.path == loaded.path), None)):
-        return replace(same, engine_reason=loaded.engine_reason)
+    if loaded is not None and (not spec.deterministic or loaded.format == preferred.format):
+        same = next((entry for entry in entries if entry.path == loaded.path), None)
+        if same is not None:
+            return replace(same, engine_reason=loaded.engine_reason)
     entry = by_preference(entries, preferred)[0]
     if entry.format == preferred.format and len(entries) > 1:
         return replace(entry, engine_reason=preferred.reason)

@@ -63,7 +63,7 @@ class ModelFinder:
             # An interrupted download (full disk, end of the process) leaves some of the files.
             if isinstance(exc, UnusableModelError) and not self._catalog.can_fetch(name):
                 raise
-            missing, preferred = exc, await from_disk(self._preferred_engine, name)
+            missing, preferred = exc, await from_disk(functools.partial(self._preferred_engine, spec), name)
         found = choose_format(entries, spec, preferred, loaded)
         if found is not None and not self._needs_other_format(found, name):
             return found
@@ -71,10 +71,10 @@ class ModelFinder:
 
     def _look_up(self, spec: LoadSpec, *, local: bool) -> tuple[list[ModelEntry], PreferredEngine]:
         entries = self._catalog.find_formats(spec.model, local=local, all_formats=spec.engine != "auto")
-        return entries, self._preferred_engine()
+        return entries, self._preferred_engine(spec)
 
-    def _preferred_engine(self) -> PreferredEngine:
-        return preferred_engine(read_speeds(self._settings))
+    def _preferred_engine(self, spec: LoadSpec) -> PreferredEngine:
+        return preferred_engine(read_speeds(self._settings), spec)
 
     def _needs_other_format(self, entry: ModelEntry, name: str) -> bool:
         return engine_for(entry.format).problem() is not None and self._catalog.can_choose_format(name)

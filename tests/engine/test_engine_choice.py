@@ -78,6 +78,21 @@ def test_the_format_is_that_of_the_required_the_loaded_or_the_preferred_engine(
     assert (found and found.engine_reason) == reason
 
 
+@pytest.mark.parametrize("loaded", [None, MLX])
+def test_a_deterministic_load_takes_llama_cpp_if_the_model_has_a_gguf_file(
+    monkeypatch: pytest.MonkeyPatch, loaded: ModelEntry | None
+) -> None:
+    monkeypatch.setattr(engine_choice, "gpu_of_mlx", lambda: "Metal")
+    spec = LoadSpec(model=NAME, deterministic=True)
+    preferred = preferred_engine(None, spec)
+    found = choose_format([MLX, GGUF], spec, preferred, loaded)
+    assert found == GGUF
+    assert (found and found.engine_reason) == "only this engine loads models with deterministic"
+    assert choose_format([MLX], spec, preferred, loaded) == MLX
+    kept = choose_format([MLX, GGUF], spec, preferred, replace(GGUF, engine_reason="as requested"))
+    assert kept is not None and kept.engine_reason == "as requested"
+
+
 class StarterCatalog(Catalog):
     """A catalog with some formats of the starter, which records what is fetched."""
 
