@@ -28,7 +28,7 @@ MAX_TABLE_WIDTH = 4 * MAX_CELL_CHARACTERS
 @app.command(
     cls=Command,
     epilog=epilog(
-        "lmx-lab pull smollm2-135m          a small real model, 98 MB, for the fastest engine here",
+        "lmx-lab pull smollm2-135m          a small real model for the fastest engine",
         "lmx-lab pull org/name              a model of the hub in MLX's format",
         "lmx-lab pull org/name:Q4_K_M       a GGUF model of the hub, for llama.cpp",
         "lmx-lab pull smollm2-135m --mlx    the same model for MLX",

@@ -90,7 +90,7 @@ def test_a_deterministic_load_takes_llama_cpp_if_the_model_has_a_gguf_file(
     assert (found and found.engine_reason) == "only this engine loads models with deterministic"
     assert choose_format([MLX], spec, preferred, loaded) == MLX
     kept = choose_format([MLX, GGUF], spec, preferred, replace(GGUF, engine_reason="as requested"))
-    assert kept is not None and kept.engine_reason == "as requested"
+    assert (kept and kept.engine_reason) == "as requested"
 
 
 class StarterCatalog(Catalog):

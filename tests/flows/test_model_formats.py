@@ -48,7 +48,7 @@ def test_a_model_in_two_formats_is_listed_once_and_runs_on_the_faster_or_the_req
     record, card = listed(lab)
     assert (record["format"], record["formats"], record["loaded"]) == ("gguf", ["gguf", "mlx"], False)
     report = lab.load(NAME)
-    assert repr(report).endswith(f"on llama.cpp ({REASON})")
+    assert f", on llama.cpp ({REASON}); 8 requests at once" in repr(report)
     assert f"engine: llama.cpp ({REASON})" in repr(lab)
     assert f"{NAME} runs on llama.cpp ({REASON})" in lab.panel("models").snapshot_html()
     record, _ = listed(lab)
@@ -62,7 +62,7 @@ def test_a_model_in_two_formats_is_listed_once_and_runs_on_the_faster_or_the_req
     assert (refused.status_code, 'engine="mlx"' in refused.text.replace("\\", "")) == (400, True)
 
     with lmx_lab.attach(lab.url) as attached:
-        assert repr(attached.load(NAME, engine="mlx")).endswith("on mlx (as requested)")
+        assert ", on mlx (as requested); " in repr(attached.load(NAME, engine="mlx"))
     assert complete(lab, NAME, echo=True, logprobs=1).status_code == 200
     record, _ = listed(lab)
     assert (record["format"], record["formats"], record["engine"]) == ("mlx", ["gguf", "mlx"], "mlx")
