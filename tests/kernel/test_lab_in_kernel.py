@@ -344,7 +344,7 @@ def test_the_real_model_answers_in_a_kernel_that_then_ends_with_zero(starter_hom
     notebook = Notebook(starter_home)
     try:
         notebook.run("import lmx_lab; lab = lmx_lab.launch('smollm2-135m', port=0)")
-        text = notebook.run("print(lab.chat('What is the capital of France?', max_tokens=8, temperature=0).text)")
+        text = notebook.run("print(lab.chat('Which city is the capital of France?', max_tokens=8, temperature=0).text)")
         assert "Paris" in text
         notebook.manager.shutdown_kernel()
         assert notebook.process.wait(60) == 0
