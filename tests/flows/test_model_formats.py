@@ -45,13 +45,13 @@ def listed(lab: Lab) -> tuple[Any, Any]:
 
 
 def test_a_model_in_two_formats_is_listed_once_and_runs_on_the_faster_or_the_required_engine(lab: Lab) -> None:
-    record, card = listed(lab)
+    record, _ = listed(lab)
     assert (record["format"], record["formats"], record["loaded"]) == ("gguf", ["gguf", "mlx"], False)
     report = lab.load(NAME)
     assert f", on llama.cpp ({REASON}); 8 requests at once" in repr(report)
     assert f"engine: llama.cpp ({REASON})" in repr(lab)
     assert f"{NAME} runs on llama.cpp ({REASON})" in lab.panel("models").snapshot_html()
-    record, _ = listed(lab)
+    record, card = listed(lab)
     assert (record["loaded"], record["engine"], record["engine_reason"]) == (True, "llama.cpp", REASON)
     # The former id means the file, for requests and loads.
     assert httpx2.get(f"{lab.url}/v1/models/{NAME}-gguf").json() == card
