@@ -14,7 +14,7 @@ from mlx_lm.utils import dequantize_model, load_model
 from benchmarks.bench import Model
 from benchmarks.paths import MODELS, ROOT
 from lmx_lab.settings import Settings
-from lmx_lab.values.models import ModelEntry
+from lmx_lab.values.models import Format, ModelEntry
 from lmx_lab.weights import Catalog
 from tests.tiny import write_tiny_llama
 
@@ -52,13 +52,13 @@ def minilm() -> Path:
 
 def gguf_starter() -> ModelEntry:
     """Return SmolLM2-135M as a GGUF file. ``smollm2`` is made from the same weights."""
-    return _starter("smollm2-135m-gguf")
+    return _starter(format_="gguf")
 
 
-def _starter(name: str = "smollm2-135m") -> ModelEntry:
-    """Return a starter model from the home folder of the tests. Download it if it is missing."""
+def _starter(name: str = "smollm2-135m", format_: Format = "mlx") -> ModelEntry:
+    """Return a starter model from the home folder of the tests. Download or convert it if it is missing."""
     home = Path(os.environ.get("LMX_LAB_TEST_HOME", ROOT / ".cache" / "test-home")).absolute()
-    return Catalog(Settings(home=home)).fetch(name)
+    return Catalog(Settings(home=home)).fetch(name, format=format_)
 
 
 def _copy_as_float32(source: Path, target: Path) -> None:

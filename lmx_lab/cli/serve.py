@@ -35,7 +35,7 @@ Model = Annotated[
 ]
 EngineOption = Annotated[
     EngineChoice | None,
-    typer.Option("--engine", help="Engine that must run --model. By default the one for its format."),
+    typer.Option("--engine", help="Engine that must run --model. By default the fastest one that can."),
 ]
 ContextLength = Annotated[
     int | None,

@@ -10,10 +10,11 @@ import sys
 from collections.abc import Iterator
 
 from lmx_lab.doctor.finding import Finding
+from lmx_lab.engine.engine_choice import TITLES
 from lmx_lab.engine.llama_cpp.process import PACKAGE
 from lmx_lab.engine.measure import measure_speeds
 from lmx_lab.engine.registry import ENGINES
-from lmx_lab.engine.speeds import STARTERS, age_in_words, read_speeds, store_speeds, versions
+from lmx_lab.engine.speeds import MEASURED, STARTER, age_in_words, read_speeds, store_speeds, versions
 from lmx_lab.errors import LabError
 from lmx_lab.settings import Settings
 from lmx_lab.weights import Catalog
@@ -82,14 +83,16 @@ def _compare_speeds(settings: Settings, *, measure: bool) -> Finding:
     """Report which engine decodes faster, from the last measurement or from a new one."""
     speeds = None if measure else read_speeds(settings)
     if speeds is None:
-        entries = {entry.id: entry for entry in Catalog(settings).scan()}
-        if missing := [name for name in STARTERS.values() if name not in entries]:
-            pull = "".join(f"lmx-lab pull {name} && " for name in missing)
-            return _unmeasured(f"it needs {' and '.join(missing)}", remedy=f"{pull}{MEASURE}")
+        entries = {entry.format: entry for entry in Catalog(settings).scan() if entry.id == STARTER}
+        if missing := [format_ for format_ in MEASURED.values() if format_ not in entries]:
+            # The conversion for MLX also keeps the file that is converted.
+            pull = f"lmx-lab pull {STARTER} --mlx" if "mlx" in missing else f"lmx-lab pull {STARTER}-gguf"
+            formats = " and ".join(TITLES[format_] for format_ in missing)
+            return _unmeasured(f"it needs {STARTER} in the format {formats}", remedy=f"{pull} && {MEASURE}")
         if not measure:
             return _unmeasured("it has not been measured", remedy=f"{MEASURE} (about ten seconds)")
         try:
-            speeds = measure_speeds(settings, {engine: entries[name] for engine, name in STARTERS.items()})
+            speeds = measure_speeds(settings, {engine: entries[format_] for engine, format_ in MEASURED.items()})
         except LabError as exc:
             return _unmeasured(str(exc))
         with contextlib.suppress(OSError):  # The check of the disk reports a folder that is not writable.

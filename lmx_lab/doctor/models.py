@@ -12,6 +12,7 @@ from http.client import HTTPException
 
 from lmx_lab.doctor.finding import Finding
 from lmx_lab.settings import Settings
+from lmx_lab.values.models import by_model
 from lmx_lab.weights import Catalog
 from lmx_lab.weights.hub.download import endpoint
 
@@ -32,7 +33,7 @@ def check_models(settings: Settings) -> Iterator[Finding]:
                 means="commands that search for models report an error",
                 remedy=f"mkdir -p {shlex.quote(str(folder))}, or change LMX_LAB_MODEL_FOLDERS",
             )
-    ids = [entry.id for entry in Catalog(settings).scan()]
+    ids = list(by_model(Catalog(settings).scan()))
     if ids:
         yield Finding(topic="models", verdict="fine", found=", ".join(ids))
         return

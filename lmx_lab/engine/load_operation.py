@@ -7,9 +7,10 @@ from collections.abc import Coroutine, Iterator
 from dataclasses import dataclass, field, replace
 from typing import Any, Literal, TypeVar
 
+from lmx_lab.engine.registry import engine_for
 from lmx_lab.engine.unload_operation import UnloadOperation
 from lmx_lab.errors import LabError, NotLoadedError
-from lmx_lab.values.models import LoadReport, LoadSpec, ModelEntry
+from lmx_lab.values.models import LoadProgress, LoadReport, LoadSpec, ModelEntry, with_reason
 
 T = TypeVar("T")
 IfBusy = Literal["refuse", "wait", "replace"]
@@ -46,6 +47,12 @@ async def within_limit(work: Coroutine[Any, Any, T], entry: ModelEntry, load_tim
             f"{entry.size_bytes / 1e9:.2f} GB; check its disk and its files, or set load_timeout_s "
             "(LMX_LAB_LOAD_TIMEOUT_S) to more seconds"
         ) from None
+
+
+def load_progress(entry: ModelEntry) -> LoadProgress:
+    """Return the step in which an engine begins to load a model."""
+    engine = with_reason(engine_for(entry.format).name, entry.engine_reason)
+    return LoadProgress(model=entry.id, stage="load", total_bytes=entry.size_bytes, message=f"on {engine}")
 
 
 def same_options(spec: LoadSpec, other: LoadSpec, *, dtype: str) -> bool:
@@ -129,6 +136,13 @@ class LoadOperation:
         self.restores_previous = self.restores_previous and restores_previous
         if self._task is not None:
             self._task.cancel()
+
+    def with_engine(self, report: LoadReport) -> LoadReport:
+        """Return the report of an engine with the name of the engine, and why it was chosen."""
+        entry = self.entry
+        if entry is None:
+            return report
+        return replace(report, engine=engine_for(entry.format).name, engine_reason=entry.engine_reason)
 
     def finish(self, outcome: LoadReport | BaseException) -> None:
         """Pass the report or the error to the callers. Only the first call has an effect."""

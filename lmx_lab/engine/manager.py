@@ -74,9 +74,8 @@ class ModelManager:
     def __init__(self, settings: Settings, catalog: Catalog | None = None) -> None:
         self.settings = settings
         self._observers: list[Callable[[LoadProgress], None]] = []
-        self._finder = ModelFinder(
-            catalog if catalog is not None else Catalog(settings), downloads=settings.downloads, report=self._report
-        )
+        catalog = catalog if catalog is not None else Catalog(settings)
+        self._finder = ModelFinder(settings, catalog, report=self._report)
         self._engines: dict[EngineName, InferenceEngine] = {}
         """The engines that have been created."""
         self._engines_lock = threading.Lock()

@@ -20,7 +20,7 @@ from lmx_lab.engine.admission import AdmissionControl
 from lmx_lab.engine.cancellation import Cancellation
 from lmx_lab.engine.current_change import CurrentChange
 from lmx_lab.engine.interface import InferenceEngine
-from lmx_lab.engine.load_operation import ActiveLoads, IfBusy, LoadOperation, same_options, within_limit
+from lmx_lab.engine.load_operation import ActiveLoads, IfBusy, LoadOperation, load_progress, same_options, within_limit
 from lmx_lab.engine.model_finder import ModelFinder
 from lmx_lab.engine.model_lookup import Kinds, check_unload, is_idle_path, loaded_id, unknown_model, wrong_kind
 from lmx_lab.engine.registry import choose_engine
@@ -78,6 +78,7 @@ class ModelControl:
         """Models to keep beside the main one. They are loaded again after their engine has died."""
         self._engine: InferenceEngine | None = None
         self._unloaded: tuple[str, UnloadCause] | None = None
+        self._idle_spec: LoadSpec | None = None
         self._current = CurrentChange(on_change=self._publish, on_end=self._schedule_next)
         # Models are read into memory one at a time, so that the memory of the others is known.
         self._entering = asyncio.Lock()
@@ -153,7 +154,7 @@ class ModelControl:
             self._fail(operation, UnusableModelError(f"{operation.spec.model} could not be loaded: {exc!r}"))
         else:
             self._report(LoadProgress(model=report.model, stage="loaded"))
-            operation.finish(report)
+            operation.finish(operation.with_engine(report))
         finally:
             self._loads.remove(operation)
 
@@ -166,7 +167,9 @@ class ModelControl:
         self, operation: LoadOperation, *, local: bool, finish_queued: bool, if_busy: IfBusy
     ) -> LoadReport:
         spec, found = operation.spec, operation.entry
-        entry = found if found is not None else await operation.run(self._finder.find(spec.model, local=local))
+        if (entry := found) is None:
+            loaded = self._main.entry if self._main is not None and self._main.in_memory else None
+            entry = await operation.run(self._finder.find(spec, local=local, loaded=loaded))
         row = choose_engine(entry, spec)
         engine = await in_thread(functools.partial(self._engine_of, row.name))
         operation.check()
@@ -187,7 +190,7 @@ class ModelControl:
         async with self._current.begin("load", entry.id):
             if found is None:
                 await operation.run(self._finder.check(entry))
-            self._report(LoadProgress(model=entry.id, stage="load", total_bytes=entry.size_bytes))
+            self._report(load_progress(entry))
             return await self._replace_main(operation, entry, engine, finish_queued=finish_queued)
 
     async def _report_if_loaded(self, entry: ModelEntry, spec: LoadSpec) -> LoadReport | None:
@@ -319,7 +322,7 @@ class ModelControl:
                 f"{name} is {KINDS_IN_WORDS[entry.kind]}; {KINDS_IN_WORDS[kind]} is needed here: load it as the main "
                 "model, or name another one"
             )
-        self._report(LoadProgress(model=entry.id, stage="load", total_bytes=entry.size_bytes))
+        self._report(load_progress(entry))
         return await operation.run(self._load_pinned(entry, operation.spec, engine, kind))
 
     async def _load_pinned(self, entry: ModelEntry, spec: LoadSpec, engine: InferenceEngine, kind: Kind) -> LoadReport:
@@ -434,7 +437,7 @@ class ModelControl:
             await self._run_drain(main, drain, load)
             self._current.enter_stage("unloading")
             if cause is not None:
-                self._unloaded = (main.entry.id, cause)
+                self._unloaded, self._idle_spec = (main.entry.id, cause), main.spec
             if self._main is main:
                 del self._slots[MAIN]
             # Published before the model disappears from the engine's snapshot, so that the cause is known by then.
@@ -557,8 +560,8 @@ class ModelControl:
         model = name or now.idle_model
         if model is None or model == now.model:
             return model
-        # Decided before the load, after which the snapshot no longer shows that the path was that of an idle model.
-        local = is_idle_path(model, now)
+        # Decided before the load, after which the snapshot no longer shows that this was the idle model.
+        local, idle_spec = is_idle_path(model, now), self._idle_spec if model == now.idle_model else None
         try:
             entry = await self._resolve(model, kinds, local=local)
         except (ModelNotFoundError, InvalidRequestError):
@@ -568,7 +571,7 @@ class ModelControl:
         while True:
             started = time.perf_counter()
             try:
-                spec = LoadSpec(model=entry.id)
+                spec = idle_spec or LoadSpec(model=model if entry.has_alias(model) else entry.id)
                 report = await self.load(spec, None, local=local, finish_queued=True, if_busy="wait")
             except ModelBusyError:
                 # This request joined a load that does not wait for others.

@@ -1,7 +1,7 @@
 """Find the model in memory that a request names, and create the error if there is none. Pure.
 
-Requests name models by id. A loaded model can also be named by its hub repository; by its path, for callers on this
-machine; and by the last part of an id that is a path, for other callers.
+Requests name models by id. A loaded model can also be named by an alias or its hub repository; by its path, for callers
+on this machine; and by the last part of an id that is a path, for other callers.
 """
 
 from __future__ import annotations
@@ -71,7 +71,11 @@ def loaded_id(name: str | None, entries: Sequence[ModelEntry], *, local: bool) -
     """
     if name is None or any(entry.id == name for entry in entries):
         return name
-    matches = (entry.id for entry in entries if _is_repository(name, entry) or _is_path(name, entry, local=local))
+    matches = (
+        entry.id
+        for entry in entries
+        if entry.has_alias(name) or _is_repository(name, entry) or _is_path(name, entry, local=local)
+    )
     return next(matches, name)
 
 
@@ -202,7 +206,7 @@ def with_models_on_disk(
         return error
     if name is None:
         return _extended(error, _remedy(on_disk, kinds)) if kinds != CHAT else error
-    found = next((entry for entry in on_disk if entry.id == name), None)
+    found = next((entry for entry in on_disk if entry.id == name or entry.has_alias(name)), None)
     if found is None:
         in_memory = entries_in_memory(now)
         # The echo model has no files. If it is named, it is being unloaded.
@@ -215,7 +219,7 @@ def with_models_on_disk(
 
 def _remedy(on_disk: Sequence[ModelEntry], kinds: Kinds) -> str:
     """Return the next step: the models on disk that could answer, or the command that downloads one."""
-    fitting = [entry.id for kind in kinds for entry in on_disk if kind in entry.kinds]
+    fitting = list(dict.fromkeys(entry.id for kind in kinds for entry in on_disk if kind in entry.kinds))
     if fitting:
         return f"on this disk: {', '.join(fitting[:MAX_LISTED])}{', …' if len(fitting) > MAX_LISTED else ''}"
     starter = next(STARTERS[kind] for kind in kinds if kind in STARTERS)

@@ -36,8 +36,10 @@ class EngineRow:
     """Installed package whose version is the engine's; None for the built-in engine."""
     files: str = ""
     """What its models are called in messages, such as ``GGUF files``."""
-    starter: str | None = None
-    """Starter model with which the speed of the engine is measured; the same weights for each engine."""
+    good_for: str = ""
+    """When to choose the engine, for lists of models."""
+    is_measured: bool = False
+    """Whether ``lmx-lab doctor --measure`` measures its speed."""
     alternative: str = "or load another model"
     """How to run one of its models on another engine, for messages; may contain ``{model}``."""
     problem: Callable[[], str | None] = lambda: None
@@ -87,7 +89,8 @@ ENGINES: Mapping[EngineName, EngineRow] = {
             make=_make_mlx,
             package="mlx",
             files="MLX folders",
-            starter="smollm2-135m",
+            good_for="fast on a GPU, and scores prompts",
+            is_measured=True,
             alternative="or load a GGUF file of the model, such as org/name:Q4_K_M",
         ),
         EngineRow(
@@ -97,7 +100,8 @@ ENGINES: Mapping[EngineName, EngineRow] = {
             make=_make_llama_cpp,
             package=PACKAGE,
             files="GGUF files",
-            starter="smollm2-135m-gguf",
+            good_for="fast on a CPU",
+            is_measured=True,
             alternative="or convert the file for MLX: lmx-lab pull {model} --mlx",
             problem=_llama_cpp_problem,
         ),

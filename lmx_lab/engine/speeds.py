@@ -22,11 +22,13 @@ from lmx_lab.engine.container_limits import default_threads
 from lmx_lab.engine.registry import ENGINES
 from lmx_lab.errors import UnusableModelError
 from lmx_lab.settings import Settings
-from lmx_lab.values.models import EngineName
+from lmx_lab.values.models import EngineName, Format
 from lmx_lab.weights.files import open_regular
 
-STARTERS: Mapping[EngineName, str] = {row.name: row.starter for row in ENGINES.values() if row.starter is not None}
-"""The engines that are measured, and the starter model for each: the same weights."""
+STARTER = "smollm2-135m"
+"""The model with which the engines are measured; it exists in the format of each."""
+MEASURED: Mapping[EngineName, Format] = {row.name: row.formats[0] for row in ENGINES.values() if row.is_measured}
+"""The engines that are measured, and the format of the model for each."""
 FILE = "engine-speeds.json"
 FILE_BYTES = 2**16
 CLEARLY_FASTER = 1.2
@@ -63,10 +65,14 @@ class Speeds:
         return faster if is_clear and not self.disturbed else None
 
     def __str__(self) -> str:
-        figures = ", ".join(
+        return f"for {self.model}: {self.figures}; {self._advice}"
+
+    @property
+    def figures(self) -> str:
+        """The speeds, for display."""
+        return ", ".join(
             f"{ENGINES[name].title} {_rounded(rate)} tok/s" for name, rate in self.tokens_per_second.items()
         )
-        return f"for {self.model}: {figures}; {self._advice}"
 
     @property
     def _advice(self) -> str:
@@ -82,7 +88,7 @@ def _rounded(rate: float) -> str:
 
 def versions() -> dict[EngineName, str | None]:
     """Return the versions of the engines that are measured; None for one that is not installed."""
-    return {name: ENGINES[name].version for name in STARTERS}
+    return {name: ENGINES[name].version for name in MEASURED}
 
 
 def conditions(settings: Settings) -> dict[str, Any]:
@@ -108,7 +114,7 @@ def read_speeds(settings: Settings) -> Speeds | None:
         speeds = Speeds(
             model=str(stored["model"]),
             measured_at=float(stored["measured_at"]),
-            tokens_per_second={name: float(stored["tokens_per_second"][name]) for name in STARTERS},
+            tokens_per_second={name: float(stored["tokens_per_second"][name]) for name in MEASURED},
             busy_percent=float(stored["busy_percent"]),
             made_with=dict(stored["made_with"]),
         )

@@ -21,6 +21,7 @@ from lmx_lab.notebook.lab import Lab
 from lmx_lab.notebook.loop_choice import LoopChoice, choose_loop
 from lmx_lab.sanitize import print_warnings
 from lmx_lab.settings import PREFIX, Settings
+from lmx_lab.values.models import EngineChoice
 
 LOCK_S = 10.0
 """Maximum time to wait for another ``launch()``."""
@@ -44,6 +45,7 @@ _REGISTRY: Any = _registry()
 def launch(
     model: str | os.PathLike[str] | None = None,
     *,
+    engine: EngineChoice = "auto",
     loop: LoopChoice = "auto",
     lan: bool = False,
     port: int | None = None,
@@ -58,6 +60,7 @@ def launch(
 
     Args:
         model: Id or path of a model to load before this returns. It is downloaded if necessary.
+        engine: Engine that must run ``model``; ``auto`` is the fastest one.
         loop: ``kernel`` serves on the running event loop, ``thread`` in a thread with its own loop, where a busy cell
             does not delay other clients. ``auto`` is ``kernel`` in a notebook on loopback, else ``thread``.
         lan: Whether to listen on all interfaces, so that other hosts can reach the server.
@@ -71,11 +74,9 @@ def launch(
         DaemonRunningError: another process runs a daemon in this home; the server is running, see ``current()``.
         HostingError: the server could not start; all that had been started was stopped.
         InvalidRequestError: an argument is not a setting, or has a wrong type.
-        LabError: the model, or the ``embedder`` or ``reranker`` of the settings, could not be loaded; the server is
-            running, see ``current()``.
+        LabError: the model, the ``embedder`` or the ``reranker`` could not be loaded; the server is running.
     """
-    # Warnings about requests of other programs are not printed in a notebook, where they would appear in a cell's
-    # output. The metrics panel shows them.
+    # In a notebook the metrics panel shows warnings about requests of other programs, not the output of a cell.
     print_warnings(without=REQUEST_LOGGERS if "ipykernel" in sys.modules else ())
     stages = LaunchStages()
     chosen = _read_settings(lan, port, settings)
@@ -93,7 +94,7 @@ def launch(
     lab.pin_encoders()
     stages.end("the embedder and the reranker")
     if name is not None:
-        lab.load(name)
+        lab.load(name, engine=engine)
         stages.end(name)
     if daemon:
         # Last, because turns that were interrupted by the daemon's last stop start at once, and need the model.

@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from lmx_lab.engine import ModelManager
+from lmx_lab.engine.registry import engine_for
 from lmx_lab.errors import EngineError, HostingError
 from lmx_lab.http.guard import GuardPolicy
 from lmx_lab.http.uvicorn_server import GRACE_S, RunningServer, bind, serve
@@ -25,7 +26,7 @@ from lmx_lab.portal import LoopThread
 from lmx_lab.server import InferenceServer, create_server
 from lmx_lab.settings import Settings
 from lmx_lab.values.engine import EngineSnapshot
-from lmx_lab.values.models import Kind, LoadSpec, capacity_in_words
+from lmx_lab.values.models import Kind, LoadSpec, capacity_in_words, with_reason
 from lmx_lab.weights import Catalog
 
 if TYPE_CHECKING:
@@ -266,6 +267,7 @@ class LocalServer(LabServer):
             "LAN address": next(iter(self.addresses.lan_urls), ""),
             "browser address": self.addresses.proxy_url or self.addresses.browser_step or "",
             "model": _model_fact(now),
+            "engine": with_reason(engine_for(now.entry.format).name, now.entry.engine_reason) if now.entry else "",
             "capacity": capacity_in_words(now.slots, now.context_length),
             "daemon": daemon.url if daemon is not None else "",
             "also loaded": ", ".join(f"{it.entry.id} ({it.memory_bytes / 1e9:.2f} GB)" for it in now.pinned),

@@ -230,6 +230,8 @@ class RemoteBackend:
             model=answer.model,
             load_s=answer.load_time_ms / 1e3,
             memory_bytes=round(answer.vram_gb * 1e9),
+            engine=answer.engine,
+            engine_reason=answer.engine_reason,
             slots=answer.slots,
             context_length=answer.context_length,
         )

@@ -18,7 +18,7 @@ from lmx_lab.errors import HostingError, InvalidRequestError, LabError, ModelBus
 from lmx_lab.panels.panel import Panel, text_field
 from lmx_lab.panels.text import table_row
 from lmx_lab.panels.workbench import Workbench
-from lmx_lab.values.models import LoadSpec, Unloading
+from lmx_lab.values.models import LoadSpec, Unloading, with_reason
 from lmx_lab.wire.admin import ModelEvent, ModelRecord, Preference, Sample
 
 log = logging.getLogger(__name__)
@@ -92,7 +92,8 @@ class ModelsPanel(Panel):
     empty if there is no button."""
     caption = traitlets.Unicode().tag(sync=True)
     engines = traitlets.Unicode().tag(sync=True)
-    """The faster engine on this machine, or why models of an engine cannot be loaded; empty if it is not known."""
+    """The engine of the loaded model and why it was chosen, the faster engine on this machine, and why models of an
+    engine cannot be loaded; empty if none of these is known."""
     jobs: traitlets.List[Any] = traitlets.List().tag(sync=True)
     """Running loads and unloads: ``{id, text, detail, fraction, actions}``. ``fraction`` is 0 to 1, or None; the
     actions are labels of buttons."""
@@ -300,7 +301,9 @@ class ModelsPanel(Panel):
 
     def _engines(self) -> str:
         problems = dict.fromkeys(record.problem for record in self._records if record.problem)
-        notes = [self._preference.detail if self._preference else None, *problems, self._problem]
+        loaded = (record for record in self._records if self.serves and record.loaded and record.engine_reason)
+        engines = [f"{record.id} runs on {with_reason(record.engine, record.engine_reason)}" for record in loaded]
+        notes = [*engines, self._preference.detail if self._preference else None, *problems, self._problem]
         return ". ".join(filter(None, notes))
 
     def _show_jobs(self) -> None:
@@ -354,7 +357,9 @@ def model_row(record: ModelRecord, *, serves: bool, unloading: bool) -> dict[str
         state, action = (f"unloading{memory}", "") if unloading else (f"loaded{memory}", "Unload")
     context = format_context(record)
     size = format_bytes(record.size_gb * 1e9)
-    cells = [record.kind, record.format, record.engine, size, record.quantization or "", context, state]
+    others = [format_ for format_ in record.formats if format_ != record.format]
+    formats = ", ".join([record.format, *others])
+    cells = [record.kind, formats, record.engine, size, record.quantization or "", context, state]
     return {"id": record.id, "cells": cells, "action": action}
 
 

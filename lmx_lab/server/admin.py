@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 
 from fastapi import APIRouter, Request
 
 from lmx_lab.engine import ModelManager
+from lmx_lab.engine.engine_choice import by_preference, preferred_engine
 from lmx_lab.engine.model_lookup import ANY_KIND, entries_in_memory, public_id, public_unloading, unknown_model
 from lmx_lab.engine.registry import ENGINES, engine_for
 from lmx_lab.engine.speeds import Speeds, read_speeds, versions
@@ -17,9 +19,10 @@ from lmx_lab.http.guard import is_local
 from lmx_lab.http.openapi import failures, link
 from lmx_lab.server.openapi import LOAD_ERRORS
 from lmx_lab.values.engine import EngineSnapshot
-from lmx_lab.values.models import LoadSpec, ModelEntry
+from lmx_lab.values.models import Format, LoadSpec, ModelEntry, by_model
 from lmx_lab.weights import Catalog, Listing
 from lmx_lab.weights.files import in_thread
+from lmx_lab.weights.starters import loadable_formats
 from lmx_lab.wire.admin import (
     Compute,
     EngineRecord,
@@ -82,6 +85,8 @@ def admin_routes(*, manager: ModelManager, catalog: Catalog, lan_admin: bool) ->
             model=report.model,
             load_time_ms=report.load_s * 1e3,
             vram_gb=report.memory_bytes / 1e9,
+            engine=report.engine,
+            engine_reason=report.engine_reason,
             slots=report.slots,
             context_length=report.context_length,
         )
@@ -120,29 +125,48 @@ def listing_routes(*, manager: ModelManager, catalog: Catalog) -> APIRouter:
     """Return the router of ``/v1/models``."""
     router = APIRouter(prefix="/v1/models", tags=["inference"])
 
-    async def list_cards(request: Request) -> tuple[list[ModelCard], str | None]:
-        local = is_local(request.scope)
+    async def list_models_on_disk() -> tuple[list[ListedModel], str | None]:
         listing = await catalog.alisting()
-        now = manager.snapshot
-        cards = [_card(entry, now, local=local) for entry in _with_loaded(listing.entries, now)]
-        problem = listing.problem
-        return cards, problem if local or not problem else request.app.state.without_paths(problem)
+        return await in_thread(lambda: _models(listing, manager, _speeds(listing, manager))), listing.problem
 
     @router.get("", responses={200: {"links": {"model": FIRST_CARD}}})
     async def list_models(request: Request) -> ModelCards:
         """List the models on this disk in the chat format."""
-        cards, problem = await list_cards(request)
-        return ModelCards(data=cards, problem=problem)
+        local = is_local(request.scope)
+        found, problem = await list_models_on_disk()
+        problem = problem if local or not problem else request.app.state.without_paths(problem)
+        now = manager.snapshot
+        return ModelCards(data=[_card(model, now, local=local) for model in found], problem=problem)
 
     @router.get("/{model:path}", responses=failures(ModelNotFoundError))
     async def get_model(model: str, request: Request) -> ModelCard:
         """Get one model on this disk by its id."""
-        for card in (await list_cards(request))[0]:
-            if card.id == model:
-                return card
+        local = is_local(request.scope)
+        for listed in (await list_models_on_disk())[0]:
+            if public_id(listed.entry.id, local=local) == model or listed.has_alias(model):
+                return _card(listed, manager.snapshot, local=local)
         raise unknown_model(model, manager.snapshot, ANY_KIND)
 
     return router
+
+
+@dataclass(frozen=True, kw_only=True)
+class ListedModel:
+    """A model in a list."""
+
+    entry: ModelEntry
+    """The loaded format, else the one that is loaded by default."""
+    entries: Sequence[ModelEntry]
+    """All formats on the disk, the one that is loaded by default first."""
+
+    @property
+    def formats(self) -> list[Format]:
+        """All formats in which the model can be loaded."""
+        return list(dict.fromkeys(format_ for entry in self.entries for format_ in loadable_formats(entry)))
+
+    def has_alias(self, name: str) -> bool:
+        """Whether the name is an alias of the model in one of its formats."""
+        return any(entry.has_alias(name) for entry in self.entries)
 
 
 async def model_records(catalog: Catalog, manager: ModelManager) -> ModelRecords:
@@ -156,11 +180,10 @@ async def model_records(catalog: Catalog, manager: ModelManager) -> ModelRecords
 
 def _describe(listing: Listing, manager: ModelManager) -> ModelRecords:
     now = manager.snapshot
-    # The stored speeds are usually on the same disk as the models, which may not respond.
-    speeds = read_speeds(manager.settings) if listing.problem is None else None
+    speeds = _speeds(listing, manager)
     rates = speeds.tokens_per_second if speeds is not None else {}
     return ModelRecords(
-        models=_records(listing.entries, now),
+        models=_records(_models(listing, manager, speeds), now),
         compute=_compute(now),
         engines=[
             EngineRecord(name=name, version=version, tokens_per_second=rates.get(name))
@@ -169,6 +192,23 @@ def _describe(listing: Listing, manager: ModelManager) -> ModelRecords:
         preference=_preference(speeds),
         problem=listing.problem,
     )
+
+
+def _speeds(listing: Listing, manager: ModelManager) -> Speeds | None:
+    # The stored speeds are usually on the same disk as the models, which may not respond.
+    return read_speeds(manager.settings) if listing.problem is None else None
+
+
+def _models(listing: Listing, manager: ModelManager, speeds: Speeds | None) -> list[ListedModel]:
+    """Return the listed models, and models in memory that are not in the list."""
+    now, preferred = manager.snapshot, preferred_engine(speeds)
+    in_memory = {entry.path: entry for entry in entries_in_memory(now)}
+    models = []
+    for found in by_model(_with_loaded(listing.entries, now)).values():
+        entries = by_preference(found, preferred)
+        entry = next((in_memory[entry.path] for entry in entries if entry.path in in_memory), entries[0])
+        models.append(ListedModel(entry=entry, entries=entries))
+    return models
 
 
 def _preference(speeds: Speeds | None) -> Preference | None:
@@ -180,8 +220,7 @@ def _preference(speeds: Speeds | None) -> Preference | None:
     )
 
 
-def _records(entries: Sequence[ModelEntry], now: EngineSnapshot) -> list[ModelRecord]:
-    """Return the records of the listed models, and of models in memory that are not in the list."""
+def _records(models: Sequence[ListedModel], now: EngineSnapshot) -> list[ModelRecord]:
     in_memory = {pinned.entry.path: pinned.memory_bytes for pinned in now.pinned}
     pinned_paths = set(in_memory)
     if now.entry is not None:
@@ -194,6 +233,8 @@ def _records(entries: Sequence[ModelEntry], now: EngineSnapshot) -> list[ModelRe
             loaded=entry.path in in_memory,
             vram_gb=in_memory[entry.path] / 1e9 if entry.path in in_memory else None,
             format=entry.format,
+            formats=model.formats,
+            engine_reason=entry.engine_reason if entry.path in in_memory else "",
             engine=engine_for(entry.format).name,
             problem=problems[entry.format],
             kind=entry.kind,
@@ -205,7 +246,8 @@ def _records(entries: Sequence[ModelEntry], now: EngineSnapshot) -> list[ModelRe
             pinned=entry.path in pinned_paths,
             unloading=now.unloading if now.entry is not None and entry.path == now.entry.path else None,
         )
-        for entry in _with_loaded(entries, now)
+        for model in models
+        for entry in [model.entry]
     ]
 
 
@@ -231,11 +273,14 @@ def _without_path(record: ModelRecord) -> ModelRecord:
     return record.model_copy(update={"id": model, "path": model, "unloading": unloading})
 
 
-def _card(entry: ModelEntry, now: EngineSnapshot, *, local: bool) -> ModelCard:
+def _card(model: ListedModel, now: EngineSnapshot, *, local: bool) -> ModelCard:
+    entry = model.entry
     is_main = _is_main(entry, now)
     return ModelCard(
         id=public_id(entry.id, local=local),
         created=entry.modified_at,
+        format=entry.format,
+        formats=model.formats,
         context_length=now.context_length if is_main else entry.context_length,
         slots=now.slots if is_main else None,
     )

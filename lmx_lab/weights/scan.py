@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import json
 import os
 import re
-from collections.abc import Iterator
-from dataclasses import asdict, dataclass
+from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Set as AbstractSet
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -18,10 +20,11 @@ from lmx_lab.weights.gguf.names import GgufFiles, choices_for, group_files, is_g
 from lmx_lab.weights.hub.cache import CachedRepo, repositories
 from lmx_lab.weights.hub.verify import is_unverified, require_verified
 from lmx_lab.weights.safetensors_header import SafetensorsSummary, read_summary
-from lmx_lab.weights.starters import STARTERS
+from lmx_lab.weights.starters import find_starter
 
 NAMED_IN_ERRORS = 6
 INDEX_NAME = "model.safetensors.index.json"
+SOURCE_NAME = "converted_from.json"
 MAX_CARD_BYTES = 64 * 2**10
 CARD_HEAD = re.compile(r"\A---\s*\n(.*?)\n---\s*(\n|\Z)", re.DOTALL)
 TASK = re.compile(r"^pipeline_tag:\s*['\"]?([\w-]+)", re.MULTILINE)
@@ -51,11 +54,91 @@ class ModelLocation:
     path: Path
     source: Source
     aliases: tuple[str, ...] = ()
-    """Other names for it, which apply if no model has them as its id. Case does not matter."""
+    """As in ``ModelEntry``."""
+    converted_from: Path | None = None
+    """The GGUF file from which the model was converted, if the file has not changed since."""
+    family: str | None = None
+    """What the formats of one model have in common: the starter, or the file that was converted. Other models of the
+    same id are different models."""
 
     def has_alias(self, name: str) -> bool:
         """Whether the name is one of the aliases."""
         return name.casefold() in (alias.casefold() for alias in self.aliases)
+
+    def is_format_of(self, other: ModelLocation) -> bool:
+        """Whether both are the same model, in the same or in different formats."""
+        return self == other or (self.family is not None and (self.id, self.family) == (other.id, other.family))
+
+
+def store_locations(models: Path) -> Iterator[ModelLocation]:
+    """Find the models in the lab's own folder. The formats of a starter have the starter's id."""
+    for location in folder_locations(models, "store"):
+        yield store_location(location.path, location.id)
+
+
+def store_location(path: Path, name: str) -> ModelLocation:
+    """Return the location of a model in the lab's own folder, whose folder there has this name."""
+    starter = find_starter(name)
+    if starter is None:
+        return ModelLocation(id=name, path=path, source="store", converted_from=read_source(path))
+    aliases = () if name == starter.id else (name,)
+    return ModelLocation(id=starter.id, path=path, source="store", aliases=aliases, family=f"starter {starter.id}")
+
+
+def join_formats(locations: Iterable[ModelLocation]) -> list[ModelLocation]:
+    """Return the locations, with the id of the GGUF file for each model that was converted from one of them.
+
+    Of two locations with the same path, the first is used.
+    """
+    found = list(locations)
+    files = {location.path: location for location in reversed(found)}
+    sources = {location.converted_from for location in found} & files.keys()
+    return [_joined(location, files, sources) for location in found]
+
+
+def _joined(
+    location: ModelLocation, files: Mapping[Path, ModelLocation], sources: AbstractSet[Path | None]
+) -> ModelLocation:
+    if location.path in sources:
+        return replace(location, family=location.family or f"file {location.path}")
+    file = files.get(location.converted_from) if location.converted_from is not None else None
+    if file is None:
+        return location
+    return replace(
+        location,
+        id=file.id,
+        aliases=(location.id, *location.aliases),
+        family=file.family or f"file {file.path}",
+    )
+
+
+def write_source(folder: Path, name: str, source: Path) -> None:
+    """Record in the folder of a converted model from which file it was converted.
+
+    Args:
+        name: Name of the folder in the store. Copies of the folder are other models.
+    """
+    (folder / SOURCE_NAME).write_text(json.dumps(_source_record(name, source)))
+
+
+def read_source(folder: Path) -> Path | None:
+    """Return the file from which a model was converted; None if it was not, or the file has changed."""
+    try:
+        record = read_json(folder / SOURCE_NAME)
+        source = Path(record["path"])
+        return source if record == _source_record(folder.name, source) else None
+    except (OSError, UnusableModelError, KeyError, TypeError, ValueError):
+        return None
+
+
+def _source_record(name: str, source: Path) -> dict[str, str | int]:
+    status = os.stat(source)
+    return {
+        "name": name,
+        "path": str(source.absolute()),
+        "size_bytes": status.st_size,
+        "changed_ns": status.st_mtime_ns,
+    }
 
 
 def folder_locations(folder: Path, source: Source) -> Iterator[ModelLocation]:
@@ -124,7 +207,11 @@ def path_locations(name: str) -> Iterator[ModelLocation]:
     """Return the file or folder of that name. A starter's id never refers to a folder of the same name."""
     path = Path(os.path.expanduser(name)).absolute()
     # Any part of a split model will do. If others are missing, the error is raised when the model is read.
-    if name not in STARTERS and name.strip() and any(os.path.lexists(path.parent / it) for it in parts_of(path.name)):
+    if (
+        find_starter(name) is None
+        and name.strip()
+        and any(os.path.lexists(path.parent / it) for it in parts_of(path.name))
+    ):
         found = model_path(path)
         # The whole path is the id: another model may have the name of the folder.
         yield ModelLocation(id=os.path.abspath(found), path=found, source="path")
@@ -183,7 +270,12 @@ def read_entry(location: ModelLocation) -> ModelEntry:
     except OSError as exc:
         raise UnusableModelError(f"{location.path} cannot be read: {exc.strerror}; check its permissions") from exc
     return ModelEntry(
-        id=location.id, path=location.path, source=location.source, modified_at=modified_at, **asdict(facts)
+        id=location.id,
+        path=location.path,
+        source=location.source,
+        aliases=location.aliases,
+        modified_at=modified_at,
+        **asdict(facts),
     )
 
 

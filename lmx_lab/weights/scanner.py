@@ -6,12 +6,12 @@ import asyncio
 import threading
 from collections.abc import Callable, Iterable
 from concurrent.futures import Future, wait
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 
 from lmx_lab.errors import UnusableModelError
 from lmx_lab.values.models import ModelEntry
-from lmx_lab.weights.scan import ModelLocation, read_entry
+from lmx_lab.weights.scan import ModelLocation, join_formats, read_entry
 
 SCAN_S = 4.0
 """How long a caller waits for a scan. The first scan reads the headers of all GGUF files, 0.2 s each (measured)."""
@@ -24,7 +24,7 @@ class Listing:
     """The usable models on the disk."""
 
     entries: tuple[ModelEntry, ...]
-    """Sorted by id."""
+    """Sorted by id. A model in several formats has an entry for each; see ``values.models.by_model``."""
     problem: str | None = None
     """Why ``entries`` may be out of date or incomplete."""
 
@@ -33,24 +33,32 @@ class Listing:
 class _Scan:
     """One pass over all roots."""
 
-    found: dict[str, ModelEntry] = field(default_factory=dict)
+    found: list[tuple[ModelLocation, ModelEntry]] = field(default_factory=list)
     root: Path | None = None
     """The folder that is being read."""
     done: Future[Listing] = field(default_factory=Future)
 
     def run(self, roots: Iterable[Root]) -> Listing:
+        first: dict[str, ModelLocation] = {}
         for self.root, locations in roots:
             for location in locations:
-                if location.id not in self.found:
+                if location.is_format_of(first.get(location.id, location)):
                     try:
-                        self.found[location.id] = read_entry(location)
+                        self.found.append((location, read_entry(location)))
                     except UnusableModelError:
                         continue
+                    first.setdefault(location.id, location)
         return self.listing()
 
     def listing(self, problem: str | None = None) -> Listing:
         """Return what was found so far. Any thread may call it."""
-        return Listing(entries=tuple(sorted(self.found.values(), key=lambda entry: entry.id)), problem=problem)
+        found = list(self.found)
+        joined = join_formats(location for location, _ in found)
+        entries = [
+            replace(entry, id=location.id, aliases=location.aliases)
+            for location, (_, entry) in zip(joined, found, strict=True)
+        ]
+        return Listing(entries=tuple(sorted(entries, key=lambda entry: (entry.id, entry.format))), problem=problem)
 
 
 class Scanner:

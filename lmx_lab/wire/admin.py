@@ -15,7 +15,7 @@ from lmx_lab.wire.generation import RequestModel
 
 
 class ModelRecord(BaseModel):
-    """A model on the server's disk."""
+    """A model on the server's disk. If it is there in several formats, the other fields describe ``format``."""
 
     id: str
     path: str
@@ -23,8 +23,13 @@ class ModelRecord(BaseModel):
     vram_gb: float | None
     """Null if it is not loaded."""
     format: Format
+    """The loaded format, else the one that is loaded by default."""
+    formats: list[Format] = []
+    """All formats in which it can be loaded, the one that is loaded by default first."""
     engine: EngineName = "mlx"
     """The engine that runs it. Servers that do not send this field have only MLX."""
+    engine_reason: str = ""
+    """For a loaded model, why this engine was chosen; empty if there was no choice."""
     problem: str | None = None
     """Why the server cannot load it, and what to do about it: its engine is not installed there."""
     kind: Kind
@@ -93,7 +98,7 @@ class LoadRequest(RequestModel):
     model: Annotated[str, StringConstraints(min_length=1, max_length=4096)]
     """Id, hub id, or for callers on the server's machine a path."""
     engine: EngineChoice = "auto"
-    """Engine that must run the model; ``auto`` selects it by the model's format."""
+    """Engine that must run the model; ``auto`` selects the fastest one for the formats in which it is on the disk."""
     context_length: Annotated[int, Field(ge=1)] | None = None
     """Maximum number of tokens of a request, prompt and answer; null lets the engine choose."""
     deterministic: StrictBool = False
@@ -113,6 +118,10 @@ class LoadAnswer(BaseModel):
     model: str
     load_time_ms: float
     vram_gb: float
+    engine: EngineName | None = None
+    """The engine that runs the model; null from older servers."""
+    engine_reason: str = ""
+    """Why this engine was chosen; empty if there was no choice."""
     slots: int | None = None
     """Number of requests that are decoded at once; null for encoders."""
     context_length: int | None = None
@@ -257,6 +266,9 @@ class ModelCard(BaseModel):
     object: Literal["model"] = "model"
     created: int
     owned_by: Literal["lmx-lab"] = "lmx-lab"
+    format: Format | None = None
+    formats: list[Format] = []
+    """As in ``ModelRecord``."""
     context_length: int | None = None
     """Maximum number of tokens of a request, prompt and answer, as the model is loaded; for a model that is not loaded,
     the number that it was trained for."""

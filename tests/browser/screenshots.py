@@ -34,7 +34,7 @@ CELLS = (
     "import lmx_lab\nlab = lmx_lab.launch('smollm2-135m', embedder='minilm-l6', port=8400, loop='thread', daemon=True)",
     "lab.panel()",
 )
-QUESTIONS = ("What is the capital of France?", "And what is it known for?")
+QUESTIONS = ("Which city is the capital of France?", "And what is it known for?")
 QUERY = "How salty is the sea?"
 DOCUMENTS = (
     "Bread is baked in an oven.",

@@ -78,7 +78,7 @@ def test_commands_options_and_models_are_completed_in_bash(home: Path) -> None:
 
 @pytest.mark.usefixtures("home")
 def test_models_are_completed_by_their_listed_names() -> None:
-    starters = ["minilm-l6", "smollm2-135m", "smollm2-135m-gguf"]
+    starters = ["minilm-l6", "smollm2-135m"]
     assert complete_model("") == sorted(["files", "org/below", "own", "single.gguf", *starters])
     assert complete_model("smollm2") == starters[1:]
 
@@ -86,7 +86,11 @@ def test_models_are_completed_by_their_listed_names() -> None:
 def test_models_on_the_disk_are_not_completed_for_pull(home: Path) -> None:
     (home / "models" / "minilm-l6").mkdir()
     (home / "models" / "minilm-l6" / "config.json").touch()
-    assert complete_pull("") == ["smollm2-135m", "smollm2-135m-gguf"]
+    assert complete_pull("") == ["smollm2-135m"]
+    # Any format of a model will do.
+    (home / "models" / "smollm2-135m-gguf").mkdir()
+    (home / "models" / "smollm2-135m-gguf" / "file.gguf").touch()
+    assert complete_pull("") == []
 
 
 @pytest.fixture

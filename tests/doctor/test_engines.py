@@ -69,7 +69,7 @@ def test_speeds_are_measured_on_request_only_and_a_busy_machine_gives_no_verdict
     measured: list[str] = []
 
     def fake_measure(_: Settings, models: Mapping[Format, ModelEntry]) -> Speeds:
-        measured.append(" ".join(entry.id for entry in models.values()))
+        measured.append(" ".join(f"{entry.id} {entry.format}" for entry in models.values()))
         return speeds
 
     monkeypatch.setattr(engines, "measure_speeds", fake_measure)
@@ -81,17 +81,15 @@ def test_speeds_are_measured_on_request_only_and_a_busy_machine_gives_no_verdict
         assert found.verdict == "note"
         assert "80 % of the processors busy" in found.text
         assert "(measured 3 days ago)" in found.text
-    assert measured == ["smollm2-135m smollm2-135m-gguf"]
+    assert measured == ["smollm2-135m mlx smollm2-135m gguf"]
 
 
-def test_without_the_starter_models_nothing_is_measured_and_the_remedy_downloads_them(
+def test_without_both_formats_of_the_starter_nothing_is_measured_and_the_remedy_gets_them(
     tmp_path: Path, tiny: ModelEntry
 ) -> None:
     _, nothing = check_engines(Settings(home=tmp_path))
     assert nothing.verdict == "note"
-    assert (
-        "fix: lmx-lab pull smollm2-135m && lmx-lab pull smollm2-135m-gguf && lmx-lab doctor --measure" in nothing.text
-    )
+    assert "fix: lmx-lab pull smollm2-135m --mlx && lmx-lab doctor --measure" in nothing.text
     (tmp_path / "models").mkdir()
     (tmp_path / "models" / "smollm2-135m").symlink_to(tiny.path)
     _, half = check_engines(Settings(home=tmp_path), measure=True)

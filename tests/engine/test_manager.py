@@ -52,10 +52,10 @@ class FakeCatalog(Catalog):
         super().__init__(SETTINGS)
         self.known = {entry.id: entry for entry in entries}
 
-    def resolve(self, name: str, *, local: bool = True) -> ModelEntry:
+    def find_formats(self, name: str, *, local: bool = True, all_formats: bool = False) -> list[ModelEntry]:
         if name not in self.known:
             raise ModelNotFoundError(f"there is no model {name!r}", param="model")
-        return self.known[name]
+        return [self.known[name]]
 
     def check(self, entry: ModelEntry) -> None:
         """All models are complete."""
@@ -295,12 +295,12 @@ async def test_a_load_that_takes_too_long_fails_and_the_previous_model_is_loaded
 async def test_a_load_can_be_cancelled_while_its_files_are_searched(lab: Lab, monkeypatch: pytest.MonkeyPatch) -> None:
     searching, resume = threading.Event(), threading.Event()
 
-    def resolve(name: str, **_: Any) -> ModelEntry:
+    def find_formats(name: str, **_: Any) -> list[ModelEntry]:
         searching.set()
         resume.wait(WAIT_S)
-        return ONE
+        return [ONE]
 
-    monkeypatch.setattr(lab.manager._finder._catalog, "resolve", resolve)
+    monkeypatch.setattr(lab.manager._finder._catalog, "find_formats", find_formats)
     load = asyncio.create_task(lab.manager.load(LoadSpec(model="one")))
     await asyncio.to_thread(searching.wait, WAIT_S)
     await lab.manager.cancel_load("one")
@@ -464,8 +464,8 @@ async def test_in_swap_mode_requests_for_the_same_model_load_it_once() -> None:
 async def test_in_swap_mode_the_time_limit_of_a_request_includes_the_load() -> None:
     async with running(replace(SETTINGS, swap=True)) as lab:
         lab.engine.resume.clear()
-        with pytest.raises(GenerationTimeoutError, match=r"the model was not loaded within 0\.05 s"):
-            await lab.manager.submit(replace(request("one"), timeout_s=0.05))
+        with pytest.raises(GenerationTimeoutError, match=r"the model was not loaded within 0\.5 s"):
+            await lab.manager.submit(replace(request("one"), timeout_s=0.5))
         lab.engine.resume.set()
         # The load continues, as that of any other caller.
         await until(lambda: lab.manager.snapshot.model == "one")

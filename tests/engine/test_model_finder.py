@@ -12,7 +12,7 @@ from lmx_lab.engine import model_finder
 from lmx_lab.engine.model_finder import ModelFinder, from_disk
 from lmx_lab.errors import DownloadError, ModelNotFoundError, NotLoadedError, UnusableModelError
 from lmx_lab.settings import Settings
-from lmx_lab.values.models import LoadProgress, ModelEntry
+from lmx_lab.values.models import Format, LoadProgress, LoadSpec, ModelEntry
 from lmx_lab.weights import Catalog, Progress
 from tests.engine.test_model_lookup import TINY
 
@@ -27,13 +27,13 @@ class FakeCatalog(Catalog):
         self.found, self.fetched = found, fetched
         self.fetches: list[str] = []
 
-    def resolve(self, name: str, *, local: bool = True) -> ModelEntry:
-        return _return_or_raise(self.found)
+    def find_formats(self, name: str, *, local: bool = True, all_formats: bool = False) -> list[ModelEntry]:
+        return [_return_or_raise(self.found)]
 
     def can_fetch(self, name: str) -> bool:
         return name == "org/name"
 
-    def fetch(self, name: str, report: Any = None) -> ModelEntry:
+    def fetch(self, name: str, report: Any = None, *, format: Format | None = None) -> ModelEntry:
         self.fetches.append(name)
         report(Progress(stage="download", done_bytes=1, total_bytes=2))
         return _return_or_raise(self.fetched)
@@ -52,19 +52,19 @@ FAILED = DownloadError("the hub does not answer")
 
 def finder(catalog: Catalog, *, downloads: bool = True) -> tuple[ModelFinder, list[LoadProgress]]:
     progress: list[LoadProgress] = []
-    return ModelFinder(catalog, downloads=downloads, report=progress.append), progress
+    return ModelFinder(Settings(home=Path("/nowhere"), downloads=downloads), catalog, report=progress.append), progress
 
 
 async def test_a_model_on_disk_is_not_downloaded() -> None:
     catalog = FakeCatalog(TINY)
-    assert await finder(catalog)[0].find("org/name", local=True) is TINY
+    assert await finder(catalog)[0].find(LoadSpec(model="org/name"), local=True) == TINY
     assert catalog.fetches == []
 
 
 @pytest.mark.parametrize("missing", [MISSING, INCOMPLETE])
 async def test_a_missing_or_incomplete_model_is_downloaded(missing: Exception) -> None:
     found, progress = finder(FakeCatalog(missing))
-    assert await found.find("org/name", local=True) is TINY
+    assert await found.find(LoadSpec(model="org/name"), local=True) is TINY
     assert progress == [LoadProgress(model="org/name", stage="download", done_bytes=1, total_bytes=2)]
 
 
@@ -72,13 +72,13 @@ async def test_a_missing_or_incomplete_model_is_downloaded(missing: Exception) -
 async def test_downloads_need_the_setting_and_a_caller_on_this_machine(downloads: bool, local: bool) -> None:
     catalog = FakeCatalog(MISSING)
     with pytest.raises(ModelNotFoundError):
-        await finder(catalog, downloads=downloads)[0].find("org/name", local=local)
+        await finder(catalog, downloads=downloads)[0].find(LoadSpec(model="org/name"), local=local)
     assert catalog.fetches == []
 
 
 async def test_a_damaged_model_that_cannot_be_downloaded_is_unusable() -> None:
     with pytest.raises(UnusableModelError, match="lacks a file"):
-        await finder(FakeCatalog(INCOMPLETE))[0].find("/models/tiny", local=True)
+        await finder(FakeCatalog(INCOMPLETE))[0].find(LoadSpec(model="/models/tiny"), local=True)
 
 
 @pytest.mark.parametrize(
@@ -92,7 +92,7 @@ async def test_a_failed_download_has_the_error_of_the_missing_model(
     missing: Exception, error: type[Exception], message: str
 ) -> None:
     with pytest.raises(error, match=message):
-        await finder(FakeCatalog(missing, FAILED))[0].find("org/name", local=True)
+        await finder(FakeCatalog(missing, FAILED))[0].find(LoadSpec(model="org/name"), local=True)
 
 
 async def test_a_disk_that_does_not_answer_is_an_error(monkeypatch: pytest.MonkeyPatch) -> None:

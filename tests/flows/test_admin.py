@@ -127,7 +127,9 @@ def test_v1_models_lists_the_models_in_the_chat_format(http: httpx2.Client) -> N
 
 def test_a_load_replaces_the_loaded_model(fresh_tiny_http: httpx2.Client) -> None:
     body = load(fresh_tiny_http, "tiny-two").json()
-    assert set(body) == {"success", "model", "load_time_ms", "vram_gb", "slots", "context_length"}
+    assert set(body) == {
+        *("success", "model", "load_time_ms", "vram_gb", "engine", "engine_reason", "slots", "context_length")
+    }
     assert (body["success"], body["model"]) == (True, "tiny-two")
     assert body["load_time_ms"] > 0
     loaded = [record["id"] for record in fresh_tiny_http.get("/admin/models").json()["models"] if record["loaded"]]

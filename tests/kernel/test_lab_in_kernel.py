@@ -302,14 +302,14 @@ def test_a_load_shows_its_download_in_the_calling_cell_only(lab: Notebook) -> No
     assert [list(bundle) for bundle in lab.read().shown] == [["text/plain"]]  # The report, without a progress bar.
     lab.start("""
         from lmx_lab.weights import Progress
-        resolve = lab.catalog.resolve
-        def absent(name, local):
+        resolve = lab.catalog.find_formats
+        def absent(name, **options):
             raise lmx_lab.errors.ModelNotFoundError(name)
-        def fetch(name, tell):
+        def fetch(name, tell, format):
             tell(Progress(stage="download", done_bytes=1_000_000, total_bytes=2_000_000))
             tell(Progress(stage="download", done_bytes=2_000_000, total_bytes=2_000_000))
-            return resolve(name)
-        lab.catalog.resolve, lab.catalog.fetch = absent, fetch
+            return resolve(name)[0]
+        lab.catalog.find_formats, lab.catalog.fetch = absent, fetch
         report = lab.load('tiny')
     """)
     output = lab.read()
@@ -344,7 +344,7 @@ def test_the_real_model_answers_in_a_kernel_that_then_ends_with_zero(starter_hom
     notebook = Notebook(starter_home)
     try:
         notebook.run("import lmx_lab; lab = lmx_lab.launch('smollm2-135m', port=0)")
-        text = notebook.run("print(lab.chat('What is the capital of France?', max_tokens=8, temperature=0).text)")
+        text = notebook.run("print(lab.chat('Which city is the capital of France?', max_tokens=8, temperature=0).text)")
         assert "Paris" in text
         notebook.manager.shutdown_kernel()
         assert notebook.process.wait(60) == 0

@@ -22,8 +22,14 @@ FOLDER = Path(__file__).parent.parent.parent / "notebooks"
 NOTEBOOKS = sorted(FOLDER.glob("*.ipynb"))
 # Values that replace the parameters cells, as with papermill.
 SMALL = {
-    "10_bench_decode": {"prompt_tokens": [48, 96], "output_tokens": 8, "requests": 2, "repeats": 1},
-    "11_bench_concurrency": {"prompt_tokens": 48, "output_tokens": 8, "concurrency": [1, 2], "repeats": 1},
+    "10_bench_decode": {"engine": "mlx", "prompt_tokens": [48, 96], "output_tokens": 8, "requests": 2, "repeats": 1},
+    "11_bench_concurrency": {
+        "engine": "mlx",
+        "prompt_tokens": 48,
+        "output_tokens": 8,
+        "concurrency": [1, 2],
+        "repeats": 1,
+    },
     "12_compare_servers": {
         "gguf": "tiny-gguf",
         "prompt_tokens": 48,

@@ -23,7 +23,7 @@ from pathlib import Path
 from tests.package.try_binder import ROOT, STOP_S, Environment, PeakMemory, copy_checkout, report
 
 TARGET = ROOT / "build" / "package"
-INSTALLATIONS = (("", "smollm2-135m"), ("[lab,gguf]", "smollm2-135m-gguf"))
+INSTALLATIONS = (("", "smollm2-135m"), ("[lab]", "smollm2-135m"))
 """Pairs of extras and a starter model that runs with them."""
 PANELS = "from lmx_lab.panels.layout import PANELS; assert all(panel._esm for panel in PANELS.values())"
 QUESTION = {"model": "default", "max_tokens": 12, "messages": [{"role": "user", "content": "Say hello."}]}

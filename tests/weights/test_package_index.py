@@ -66,13 +66,28 @@ def test_a_starter_is_downloaded_verified_and_stored_with_progress(
     assert catalog.scan() == [entry]
 
 
-def test_a_gguf_starter_is_converted_and_the_original_is_deleted(
-    catalog: Catalog, make_starter: MakeStarter, tiny_llama: Callable[..., bytes]
+def test_the_formats_of_a_starter_are_one_model(
+    catalog: Catalog, tmp_path: Path, make_starter: MakeStarter, tiny_llama: Callable[..., bytes]
 ) -> None:
     make_starter({"tiny/model.gguf": tiny_llama()}, converts=True)
-    entry = catalog.fetch("tiny")
-    assert entry.format == "mlx"
-    assert not (entry.path / "model.gguf").exists()
+    fetched, seen = catalog.fetch("tiny"), list[Progress]()
+    assert (fetched.id, fetched.format) == ("tiny", "gguf")
+    assert catalog.fetch("tiny") == catalog.fetch("tiny", format="gguf") == catalog.resolve("tiny", formats=["mlx"])
+    converted = catalog.fetch("tiny", seen.append, format="mlx")
+    assert (converted.id, converted.format) == ("tiny", "mlx")
+    # The other format is made from the file on the disk.
+    assert list(dict.fromkeys(progress.stage for progress in seen)) == ["convert", "store"]
+    assert catalog.scan() == [fetched, converted]
+    assert catalog.convert("tiny") == catalog.convert("tiny-gguf") == converted
+    assert [catalog.resolve("tiny", formats=[each]) for each in ("gguf", "mlx")] == [fetched, converted]
+    # The name of the file's folder, and its path, mean this format only.
+    for name in ("tiny-gguf", str(fetched.path)):
+        assert catalog.find_formats(name) == [fetched]
+        assert catalog.find_formats(name, all_formats=True) == [fetched, converted]
+    other = tmp_path / "home/models/other"
+    shutil.copytree(converted.path, other)
+    shutil.rmtree(converted.path)
+    assert [(entry.id, entry.format) for entry in catalog.scan()] == [("other", "mlx"), ("tiny", "gguf")]
 
 
 def test_a_gguf_starter_that_is_not_converted_is_stored_unchanged(
@@ -98,14 +113,6 @@ def test_a_damaged_gguf_starter_is_downloaded_again(
     entry.path.write_bytes(tiny_llama()[:-64])
     assert catalog.scan() == []
     assert catalog.fetch("tiny") == entry
-
-
-def test_both_smollm2_starters_are_in_one_wheel(tmp_path: Path) -> None:
-    converted, plain = STARTERS["smollm2-135m"], STARTERS["smollm2-135m-gguf"]
-    assert (converted.converts, plain.converts) == (True, False)
-    assert (plain.package, plain.version, plain.sha256) == (converted.package, converted.version, converted.sha256)
-    assert set(plain.members) == set(converted.members)
-    assert plain.needed_bytes < converted.needed_bytes
 
 
 def test_a_wheel_with_a_wrong_hash_is_rejected(catalog: Catalog, tmp_path: Path, make_starter: MakeStarter) -> None:

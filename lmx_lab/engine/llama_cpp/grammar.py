@@ -141,7 +141,7 @@ def _refusal(tool: int | None, tools: ToolUse | None) -> InvalidRequestError:
         param = f"tools.{tool}.function.parameters"
     return InvalidRequestError(
         f"{what} cannot be enforced by llama.cpp, whose grammar compiler does not support all of it; simplify it, or "
-        "load the model in MLX format",
+        'load the model with engine="mlx"',
         param=param,
     )
 

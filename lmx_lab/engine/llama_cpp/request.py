@@ -41,7 +41,8 @@ def route_of(request: GenerationRequest, chat_format: ChatFormat) -> Route:
         return "/completion"
     if request.top_logprobs is not None and prompt.tools is not None:
         raise InvalidRequestError(
-            "llama.cpp reports no log-probabilities of answers that may call tools; leave out logprobs or tools",
+            "llama.cpp reports no log-probabilities of answers that may call tools; leave out logprobs or tools, or "
+            'load the model with engine="mlx"',
             param="logprobs",
         )
     return "/v1/chat/completions"
@@ -50,12 +51,12 @@ def route_of(request: GenerationRequest, chat_format: ChatFormat) -> Route:
 def _refuse(request: GenerationRequest) -> None:
     if request.score_prompt:
         raise InvalidRequestError(
-            "llama.cpp does not score prompts; leave out echo with logprobs, or load the model in MLX format",
+            'llama.cpp does not score prompts; leave out echo with logprobs, or load the model with engine="mlx"',
             param="logprobs",
         )
     if request.thinking_budget is not None:
         raise InvalidRequestError(
-            "llama.cpp does not support thinking_budget; leave it out, or load the model in MLX format",
+            'llama.cpp does not support thinking_budget; leave it out, or load the model with engine="mlx"',
             param="thinking_budget",
         )
 

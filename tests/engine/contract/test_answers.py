@@ -354,7 +354,7 @@ async def test_scores_of_a_prompt_are_supported_or_refused_as_the_capabilities_s
 ) -> None:
     options = request(score_prompt=True, top_logprobs=1, max_tokens=0)
     if not engine_of(manager, model_format).capabilities.prompt_scores:
-        with pytest.raises(InvalidRequestError, match="MLX format") as refused:
+        with pytest.raises(InvalidRequestError, match='engine="mlx"') as refused:
             await manager.submit(options)
         assert refused.value.param == "logprobs"
         return

@@ -156,6 +156,26 @@ def test_a_file_is_converted_once_and_found_by_its_content(
     assert other != folder
 
 
+@pytest.mark.slow
+def test_a_listed_file_and_its_conversion_are_one_model_until_the_file_changes(
+    catalog: Catalog, tmp_path: Path, tiny_llama: Callable[..., bytes]
+) -> None:
+    file, same_name = tmp_path / "extra/tiny.gguf", tmp_path / "extra/org/other/tiny.gguf"
+    same_name.parent.mkdir(parents=True)
+    file.write_bytes(tiny_llama())
+    same_name.write_bytes(tiny_llama(metadata={"llama.context_length": 99}))
+    entry = catalog.convert("tiny.gguf")
+    name = entry.path.name
+    assert (entry.id, entry.aliases, entry.format) == ("tiny.gguf", (name,), "mlx")
+    assert [(it.id, it.format) for it in catalog.scan()] == [
+        ("org/other", "gguf"), ("tiny.gguf", "gguf"), ("tiny.gguf", "mlx")
+    ]  # fmt: skip
+    assert catalog.find_formats(name) == [entry] == catalog.find_formats(str(file), all_formats=True)[1:]
+    assert [it.format for it in catalog.find_formats(str(file))] == ["gguf"]
+    file.write_bytes(tiny_llama(metadata={"llama.context_length": 98}))
+    assert [it.id for it in catalog.scan()] == ["org/other", name, "tiny.gguf"]
+
+
 @pytest.mark.parametrize(
     ("metadata", "reason"),
     [

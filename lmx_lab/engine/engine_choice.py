@@ -1,0 +1,105 @@
+"""Choose the engine, and thereby the format, for a model that may have several: the engine that is fastest here."""
+
+from __future__ import annotations
+
+import platform
+import sys
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+from importlib.metadata import PackageNotFoundError, version
+from pathlib import Path
+
+from lmx_lab.engine.registry import ENGINES, engine_for
+from lmx_lab.engine.speeds import Speeds
+from lmx_lab.values.models import EngineName, Format, LoadSpec, ModelEntry
+
+CUDA_PACKAGES = ("mlx-cuda-13", "mlx-cuda-12")
+"""Packages with which MLX computes on NVIDIA GPUs."""
+CUDA_DEVICES = ("/dev/nvidiactl", "/dev/dxg")
+"""Devices of NVIDIA's driver on Linux, and on Linux under Windows."""
+TITLES: Mapping[Format, str] = {"mlx": "MLX", "gguf": "GGUF", "echo": "echo"}
+"""Names of the formats in messages."""
+REQUESTED = "as requested"
+
+
+@dataclass(frozen=True, kw_only=True)
+class PreferredEngine:
+    """The engine that is preferred on this machine."""
+
+    name: EngineName
+    reason: str
+
+    @property
+    def format(self) -> Format:
+        return ENGINES[self.name].formats[0]
+
+
+def preferred_engine(speeds: Speeds | None, spec: LoadSpec | None = None) -> PreferredEngine:
+    """Return the engine that is preferred on this machine: MLX on a GPU, and the faster engine on a CPU.
+
+    Args:
+        speeds: The stored measurement on this machine. It is not used on a GPU, because the measured model is too small
+            to show its speed.
+        spec: The load for which the engine is chosen. A deterministic one needs llama.cpp.
+    """
+    if spec is not None and spec.deterministic and ENGINES["llama.cpp"].problem() is None:
+        return PreferredEngine(name="llama.cpp", reason="only this engine loads models with deterministic")
+    if (gpu := gpu_of_mlx()) is not None:
+        return PreferredEngine(name="mlx", reason=f"it uses the GPU ({gpu})")
+    if (problem := ENGINES["llama.cpp"].problem()) is not None:
+        return PreferredEngine(name="mlx", reason=f"llama.cpp is usually faster on a CPU, but {problem}")
+    if speeds is not None and speeds.preferred is not None:
+        return PreferredEngine(name=speeds.preferred, reason=f"measured {speeds.figures} for {speeds.model}")
+    return PreferredEngine(name="llama.cpp", reason="it is usually the faster engine on a CPU")
+
+
+def gpu_of_mlx() -> str | None:
+    """Return the kind of GPU that MLX uses, without importing MLX; None if it computes on the CPU."""
+    if sys.platform == "darwin":
+        return "Metal" if platform.machine() == "arm64" else None
+    has_device = any(Path(device).exists() for device in CUDA_DEVICES)
+    return "CUDA" if has_device and any(map(_is_installed, CUDA_PACKAGES)) else None
+
+
+def _is_installed(package: str) -> bool:
+    try:
+        version(package)
+    except PackageNotFoundError:
+        return False
+    return True
+
+
+def by_preference(entries: Sequence[ModelEntry], preferred: PreferredEngine) -> list[ModelEntry]:
+    """Return the entries of a model, the one that ``auto`` loads first: of an engine that is installed, if possible of
+    the preferred one.
+    """
+    return sorted(
+        entries, key=lambda entry: (engine_for(entry.format).problem() is not None, entry.format != preferred.format)
+    )
+
+
+def choose_format(
+    entries: Sequence[ModelEntry], spec: LoadSpec, preferred: PreferredEngine, loaded: ModelEntry | None
+) -> ModelEntry | None:
+    """Return the entry to load with ``engine_reason``, of those on the disk; None if the required engine runs none.
+
+    Args:
+        entries: The formats that the name means or, if an engine is required, all formats of the model.
+        loaded: The model in memory. With ``auto``, it stays, unless a deterministic load needs another engine.
+    """
+    if not entries:
+        return None
+    if spec.engine != "auto":
+        formats = ENGINES[spec.engine].formats
+        found = next((entry for entry in entries if entry.format in formats), None)
+        return replace(found, engine_reason=REQUESTED) if found is not None else None
+    if loaded is not None and (not spec.deterministic or loaded.format == preferred.format):
+        same = next((entry for entry in entries if entry.path == loaded.path), None)
+        if same is not None:
+            return replace(same, engine_reason=loaded.engine_reason)
+    entry = by_preference(entries, preferred)[0]
+    if entry.format == preferred.format and len(entries) > 1:
+        return replace(entry, engine_reason=preferred.reason)
+    # The model of the echo engine has no files.
+    reason = "" if entry.format == "echo" else f"its only format on this disk is {TITLES[entry.format]}"
+    return replace(entry, engine_reason=reason)

@@ -1,0 +1,166 @@
+"""The engine of a model in several formats is the fastest one here, unless the caller requires another one."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from lmx_lab.engine import engine_choice, registry
+from lmx_lab.engine.engine_choice import PreferredEngine, choose_format, preferred_engine
+from lmx_lab.engine.model_finder import ModelFinder
+from lmx_lab.errors import ModelNotFoundError, UnusableModelError
+from lmx_lab.settings import Settings
+from lmx_lab.values.models import EngineChoice, Format, LoadSpec, ModelEntry
+from lmx_lab.weights import Catalog
+from lmx_lab.weights.starters import STARTERS
+from tests.engine.test_speeds import SPEEDS
+from tests.server.conftest import ENTRY
+
+NAME = "smollm2-135m"
+MLX = replace(ENTRY, id=NAME, path=Path("/models") / NAME)
+GGUF = replace(MLX, path=Path("/models/file.gguf"), format="gguf", aliases=(f"{NAME}-gguf",))
+ON_CPU = PreferredEngine(name="llama.cpp", reason="it is usually the faster engine on a CPU")
+ON_GPU = PreferredEngine(name="mlx", reason="it uses the GPU (Metal)")
+
+
+@pytest.fixture(autouse=True)
+def _cpu(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(engine_choice, "gpu_of_mlx", lambda: None)
+
+
+def test_on_a_gpu_mlx_is_preferred_whatever_was_measured(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(engine_choice, "gpu_of_mlx", lambda: "Metal")
+    assert preferred_engine(SPEEDS) == ON_GPU
+
+
+def test_on_a_cpu_the_measured_engine_is_preferred_and_llama_cpp_without_a_clear_measurement() -> None:
+    assert preferred_engine(None) == preferred_engine(replace(SPEEDS, busy_percent=90)) == ON_CPU
+    assert preferred_engine(SPEEDS).reason == "measured MLX 24 tok/s, llama.cpp 110 tok/s for smollm2-135m"
+    opposite = replace(SPEEDS, tokens_per_second={"mlx": 99.0, "llama.cpp": 50.0})
+    assert preferred_engine(opposite).name == "mlx"
+
+
+def test_without_llama_cpp_mlx_is_preferred_and_the_reason_names_the_extra(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(registry, "is_installed", lambda: False)
+    preferred = preferred_engine(SPEEDS)
+    assert preferred.name == "mlx"
+    assert preferred.reason.endswith("not installed: pip install 'lmx-lab[gguf]'")
+    # A model that llama.cpp alone could run is found nevertheless; the engine then refuses it.
+    assert choose_format([MLX, GGUF], LoadSpec(model=NAME), ON_CPU, None) == MLX
+
+
+@pytest.mark.parametrize(
+    ("entries", "engine", "preferred", "loaded", "expected", "reason"),
+    [
+        ([MLX, GGUF], "auto", ON_CPU, None, GGUF, "it is usually the faster engine on a CPU"),
+        ([MLX, GGUF], "auto", ON_GPU, None, MLX, "it uses the GPU (Metal)"),
+        ([MLX], "auto", ON_CPU, None, MLX, "its only format on this disk is MLX"),
+        ([GGUF], "auto", ON_GPU, None, GGUF, "its only format on this disk is GGUF"),
+        ([MLX, GGUF], "auto", ON_CPU, replace(MLX, engine_reason="as requested"), MLX, "as requested"),
+        ([MLX, GGUF], "mlx", ON_CPU, GGUF, MLX, "as requested"),
+        ([GGUF], "mlx", ON_CPU, None, None, None),
+    ],
+)
+def test_the_format_is_that_of_the_required_the_loaded_or_the_preferred_engine(
+    *,
+    entries: list[ModelEntry],
+    engine: EngineChoice,
+    preferred: PreferredEngine,
+    loaded: ModelEntry | None,
+    expected: ModelEntry | None,
+    reason: str | None,
+) -> None:
+    found = choose_format(entries, LoadSpec(model=NAME, engine=engine), preferred, loaded)
+    assert found == expected
+    assert (found and found.engine_reason) == reason
+
+
+@pytest.mark.parametrize("loaded", [None, MLX])
+def test_a_deterministic_load_takes_llama_cpp_if_the_model_has_a_gguf_file(
+    monkeypatch: pytest.MonkeyPatch, loaded: ModelEntry | None
+) -> None:
+    monkeypatch.setattr(engine_choice, "gpu_of_mlx", lambda: "Metal")
+    spec = LoadSpec(model=NAME, deterministic=True)
+    preferred = preferred_engine(None, spec)
+    found = choose_format([MLX, GGUF], spec, preferred, loaded)
+    assert found == GGUF
+    assert (found and found.engine_reason) == "only this engine loads models with deterministic"
+    assert choose_format([MLX], spec, preferred, loaded) == MLX
+    kept = choose_format([MLX, GGUF], spec, preferred, replace(GGUF, engine_reason="as requested"))
+    assert (kept and kept.engine_reason) == "as requested"
+
+
+class StarterCatalog(Catalog):
+    """A catalog with some formats of the starter, which records what is fetched."""
+
+    def __init__(self, *entries: ModelEntry) -> None:
+        super().__init__(Settings(home=Path("/nowhere")))
+        self.entries = entries
+        self.fetched: list[tuple[str, Format | None]] = []
+
+    def find_formats(self, name: str, *, local: bool = True, all_formats: bool = False) -> list[ModelEntry]:
+        found = [each for each in self.entries if all_formats or name == each.id or each.has_alias(name)]
+        if not found:
+            raise ModelNotFoundError("there is no model", param="model")
+        return found
+
+    def fetch(self, name: str, progress: Any = None, *, format: Format | None = None) -> ModelEntry:
+        self.fetched.append((name, format))
+        return MLX if format == "mlx" else GGUF
+
+
+async def find(
+    catalog: Catalog, name: str = NAME, engine: EngineChoice = "auto", *, local: bool = True, downloads: bool = True
+) -> ModelEntry:
+    finder = ModelFinder(Settings(home=Path("/nowhere"), downloads=downloads), catalog, report=lambda _: None)
+    return await finder.find(LoadSpec(model=name, engine=engine), local=local)
+
+
+@pytest.mark.anyio
+async def test_a_starter_is_fetched_in_the_format_that_its_engine_needs(monkeypatch: pytest.MonkeyPatch) -> None:
+    assert STARTERS[NAME].converts
+    for name, engine, fetched in (
+        (NAME, "auto", (NAME, "gguf")),
+        (NAME, "mlx", (NAME, "mlx")),
+        (f"{NAME}-gguf", "auto", (f"{NAME}-gguf", None)),
+    ):
+        catalog = StarterCatalog()
+        await find(catalog, name, engine)  # type: ignore[arg-type]
+        assert catalog.fetched == [fetched]
+    monkeypatch.setattr(registry, "is_installed", lambda: False)
+    for on_disk in ([], [GGUF]):
+        catalog = StarterCatalog(*on_disk)
+        assert await find(catalog) == MLX
+        assert catalog.fetched == [(NAME, "mlx")]
+
+
+@pytest.mark.anyio
+async def test_the_other_format_is_made_only_if_its_engine_is_required() -> None:
+    catalog = StarterCatalog(GGUF)
+    assert await find(catalog) == GGUF
+    assert await find(catalog, engine="llama.cpp") == GGUF
+    assert catalog.fetched == []
+    # The conversion needs no download, but a caller on this machine.
+    made = await find(catalog, engine="mlx", downloads=False)
+    assert (made, made.engine_reason, catalog.fetched) == (MLX, "as requested", [(NAME, "mlx")])
+    with pytest.raises(UnusableModelError, match=r"in the format GGUF only, .*lmx-lab pull smollm2-135m --mlx"):
+        await find(catalog, engine="mlx", local=False)
+    with pytest.raises(UnusableModelError, match=r"in the format MLX only, .*lmx-lab pull smollm2-135m-gguf"):
+        await find(StarterCatalog(MLX), engine="llama.cpp", downloads=False)
+
+
+@pytest.mark.anyio
+async def test_an_engine_that_cannot_run_the_model_or_is_not_installed_is_refused(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    file = replace(GGUF, id="org/name:Q4_K_M", aliases=())
+    with pytest.raises(UnusableModelError, match=r"convert the file for MLX: lmx-lab pull org/name:Q4_K_M --mlx"):
+        await find(StarterCatalog(file), file.id, "mlx")
+    monkeypatch.setattr(registry, "is_installed", lambda: False)
+    catalog = StarterCatalog()
+    with pytest.raises(UnusableModelError, match=r"not installed: pip install 'lmx-lab\[gguf\]'"):
+        await find(catalog, engine="llama.cpp")
+    assert catalog.fetched == []

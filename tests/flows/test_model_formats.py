@@ -1,0 +1,74 @@
+"""A model in two formats is one model, which runs on the engine that is faster here or on the one that a load names."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import httpx2
+import pytest
+
+import lmx_lab
+from lmx_lab.engine import engine_choice
+from lmx_lab.errors import LabError
+from lmx_lab.notebook import Lab
+from lmx_lab.values.models import ModelEntry
+from tests.flows.conftest import serving
+
+NAME = "smollm2-135m"
+REASON = "it is usually the faster engine on a CPU"
+
+
+@pytest.fixture
+def lab(tmp_path: Path, tiny: ModelEntry, tiny_gguf: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Lab]:
+    """Run a server with ``tiny`` in the place of the starter, in both formats."""
+    monkeypatch.setattr(engine_choice, "gpu_of_mlx", lambda: None)
+    (tmp_path / "models" / f"{NAME}-gguf").mkdir(parents=True)
+    (tmp_path / "models" / NAME).symlink_to(tiny.path)
+    (tmp_path / "models" / f"{NAME}-gguf" / "tiny.gguf").symlink_to(tiny_gguf)
+    with serving(tmp_path, None, downloads=False) as lab:
+        yield lab
+
+
+def complete(lab: Lab, model: str, **fields: Any) -> httpx2.Response:
+    body = {"model": model, "prompt": "one", "max_tokens": 2, **fields}
+    return httpx2.post(f"{lab.url}/v1/completions", json=body, timeout=60)
+
+
+def listed(lab: Lab) -> tuple[Any, Any]:
+    """Return the only model of each list."""
+    (record,) = httpx2.get(f"{lab.url}/admin/models").json()["models"]
+    (card,) = httpx2.get(f"{lab.url}/v1/models").json()["data"]
+    assert (card["id"], card["format"], card["formats"]) == (NAME, record["format"], record["formats"])
+    return record, card
+
+
+def test_a_model_in_two_formats_is_listed_once_and_runs_on_the_faster_or_the_required_engine(lab: Lab) -> None:
+    record, _ = listed(lab)
+    assert (record["format"], record["formats"], record["loaded"]) == ("gguf", ["gguf", "mlx"], False)
+    report = lab.load(NAME)
+    assert f", on llama.cpp ({REASON}); 8 requests at once" in repr(report)
+    assert f"engine: llama.cpp ({REASON})" in repr(lab)
+    assert f"{NAME} runs on llama.cpp ({REASON})" in lab.panel("models").snapshot_html()
+    record, card = listed(lab)
+    assert (record["loaded"], record["engine"], record["engine_reason"]) == (True, "llama.cpp", REASON)
+    # The former id means the file, for requests and loads.
+    assert httpx2.get(f"{lab.url}/v1/models/{NAME}-gguf").json() == card
+    for name in (NAME, f"{NAME}-gguf"):
+        assert complete(lab, name).json()["model"] == NAME
+        assert lab.load(name).load_s == 0
+    refused = complete(lab, NAME, echo=True, logprobs=1)
+    assert (refused.status_code, 'engine="mlx"' in refused.text.replace("\\", "")) == (400, True)
+
+    with lmx_lab.attach(lab.url) as attached:
+        assert ", on mlx (as requested); " in repr(attached.load(NAME, engine="mlx"))
+    assert complete(lab, NAME, echo=True, logprobs=1).status_code == 200
+    record, _ = listed(lab)
+    assert (record["format"], record["formats"], record["engine"]) == ("mlx", ["gguf", "mlx"], "mlx")
+    # A loaded model stays on its engine, unless another one is named.
+    assert (lab.load(NAME).engine, lab.load(NAME).load_s) == ("mlx", 0)
+    assert complete(lab, f"{NAME}-gguf").status_code == 503
+    assert lab.load(f"{NAME}-gguf").engine == "llama.cpp"
+    with pytest.raises(LabError, match=r"there is no model 'other'"):
+        lab.load("other", engine="mlx")
