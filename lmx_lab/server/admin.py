@@ -19,7 +19,7 @@ from lmx_lab.http.guard import is_local
 from lmx_lab.http.openapi import failures, link
 from lmx_lab.server.openapi import LOAD_ERRORS
 from lmx_lab.values.engine import EngineSnapshot
-from lmx_lab.values.models import Format, LoadSpec, ModelEntry, by_model
+from lmx_lab.values.models import Format, LoadReport, LoadSpec, ModelEntry, by_model
 from lmx_lab.weights import Catalog, Listing
 from lmx_lab.weights.files import in_thread
 from lmx_lab.weights.starters import loadable_formats
@@ -80,16 +80,7 @@ def admin_routes(*, manager: ModelManager, catalog: Catalog, lan_admin: bool) ->
         """
         local = is_local(request.scope)
         check_admin(local=local, lan_admin=lan_admin)
-        report = await manager.load(LoadSpec(**body.model_dump()), local=local)
-        return LoadAnswer(
-            model=report.model,
-            load_time_ms=report.load_s * 1e3,
-            vram_gb=report.memory_bytes / 1e9,
-            engine=report.engine,
-            engine_reason=report.engine_reason,
-            slots=report.slots,
-            context_length=report.context_length,
-        )
+        return _load_answer(await manager.load(LoadSpec(**body.model_dump()), local=local))
 
     @router.post("/models/unload", responses=LOAD_ERRORS)
     async def unload(request: Request, body: UnloadRequest | None = None) -> UnloadAnswer:
@@ -106,6 +97,18 @@ def admin_routes(*, manager: ModelManager, catalog: Catalog, lan_admin: bool) ->
         return UnloadAnswer(freed_vram_gb=await manager.unload(model, local=local, wait=wait) / 1e9)
 
     return router
+
+
+def _load_answer(report: LoadReport) -> LoadAnswer:
+    return LoadAnswer(
+        model=report.model,
+        load_time_ms=report.load_s * 1e3,
+        vram_gb=report.memory_bytes / 1e9,
+        engine=report.engine,
+        engine_reason=report.engine_reason,
+        slots=report.slots,
+        context_length=report.context_length,
+    )
 
 
 def check_admin(*, local: bool, lan_admin: bool) -> None:
