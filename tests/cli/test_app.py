@@ -300,7 +300,8 @@ def test_the_help_of_a_command_has_valid_examples_and_exit_statuses(tmp_path: Pa
     for example in examples:
         # The example ends before its explanation, or before a pipe.
         arguments = shlex.split(example.split("   ")[0].partition(" | ")[0])[2:]
-        command.make_context(name, arguments or [])
+        # The names are stored in the command, which other tests use.
+        command.make_context(name, arguments or [], help_option_names=["--help", "-h"])
     assert "Exit status: 0" in command.epilog
     assert max(len(line) for line in command.epilog.splitlines() if line.startswith("  ")) <= 78
 
