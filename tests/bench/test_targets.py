@@ -72,7 +72,9 @@ async def test_a_lab_with_llama_cpp_is_described_as_such(tiny_home: Path, tiny_g
     with serving(tiny_home, str(tiny_gguf), threads=1) as lab:
         for target in (EngineTarget(lab.engine), ChatTarget(lab.url)):
             facts = await target.describe()
-            assert re.fullmatch(r"lmx-lab(, bare| [\d.]+), llama\.cpp-\d+\.\d+\.\d+", facts.engine or "")
+            assert re.fullmatch(
+                r"lmx-lab(, bare| [\d.]+), llama\.cpp-\d+\.\d+\.\d+(-batch-dependent)?", facts.engine or ""
+            )
             assert (facts.model, facts.quantization) == (lab.engine.snapshot.model, "F32")
             assert facts.blas is None
             chunks = await read_chunks(target, max_tokens=12)

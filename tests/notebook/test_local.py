@@ -23,7 +23,7 @@ from lmx_lab.notebook.reply import Reply, read_reply
 from lmx_lab.panels.chat import ChatPanel
 from lmx_lab.panels.rerank import RerankPanel
 from lmx_lab.settings import Settings
-from lmx_lab.values.models import LoadReport, LoadSpec, ModelEntry
+from lmx_lab.values.models import Format, LoadReport, LoadSpec, ModelEntry
 from lmx_lab.weights import Progress
 from lmx_lab.wire.admin import ModelEvent, RequestEvent
 from tests.engine.conftest import unload_when_idle_for
@@ -218,7 +218,7 @@ async def test_a_load_that_downloads_can_be_cancelled(
 ) -> None:
     lab, fetching, resume = on_this_loop, threading.Event(), threading.Event()
 
-    def slow_fetch(name: str, tell: Callable[[Progress], None]) -> ModelEntry:
+    def slow_fetch(name: str, tell: Callable[[Progress], None], *, format: Format | None) -> ModelEntry:
         fetching.set()
         resume.wait(WAIT_S)
         raise NotLoadedError("cancelled")

@@ -76,7 +76,7 @@ def with_html(value: Any) -> Any:
 
 
 TURN = {"id": "t1", "role": "assistant", "text": "", "reasoning": "hm", "stats": "1 token", "error": "no"}
-JOB = {"id": "m", "words": "loading", "detail": "half", "part": 0.5, "cancel": True}
+JOB = {"id": "m", "text": "loading", "detail": "half", "fraction": 0.5, "actions": ["Cancel"]}
 FULL: dict[str, dict[str, Any]] = {
     "chat": {"turns": [TURN, {**TURN, "id": "t2", "role": "user"}], "forgotten": "some"},
     "models": {"jobs": [JOB], "error": "failed", "caption": "all", "engines": "two"},

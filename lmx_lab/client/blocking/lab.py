@@ -108,7 +108,7 @@ class LabClient(BlockingClient[AsyncLabClient]):
         """Unload the model. Does nothing if no model is loaded. If a model is being loaded, its load is cancelled
         instead, and the previous model is loaded again.
 
-        An interrupt (Ctrl-C) ends the wait, but not the unload. Another call joins an unload that is in progress.
+        An interrupt (Ctrl-C) call ends the wait, but not the unload. Another call joins an unload that is in progress.
 
         Args:
             model: The model to unload, or whose load is cancelled; None for any.

@@ -169,7 +169,7 @@ async def test_the_error_names_the_context_that_memory_allows_and_that_of_the_mo
     async with ModelManager(Settings(memory_limit_bytes=limit)) as manager:
         await manager.load_entry(tiny)
         assert manager.snapshot.context_length == 256
-        with pytest.raises(Exception, match=r"400 tokens.*takes 256 \(of the model's 512, because memory"):
+        with pytest.raises(Exception, match=r"400 tokens.*takes 256 as it is loaded \(its own limit is 512\)"):
             await run(manager, prompt=numbers(400))
         _, report = await run(manager, prompt=numbers(246), max_tokens=100)
         assert report.output_tokens == 10
