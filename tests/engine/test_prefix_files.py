@@ -178,7 +178,7 @@ def test_the_least_recently_used_files_are_deleted_first(folder: Path, entry: Mo
     limit = 3 * (STATE_BYTES + 1000)
     files = opened(folder, entry, limit_bytes=limit)
     other = opened(folder, entry, limit_bytes=limit, arithmetic="other")
-    (folder / "notes.safetensors").write_bytes(b"a file of somebody else" * 1000)
+    (folder / "notes.safetensors").write_bytes(b"a file of another program" * 1000)
     for first in range(0, 5000, 1000):
         assert write(files if first % 2000 else other, prefix(first))
         if (stored := other.best(prompt(0, 20))[0]) is not None:

@@ -22,7 +22,7 @@ REASON = "it is usually the faster engine on a CPU"
 
 @pytest.fixture
 def lab(tmp_path: Path, tiny: ModelEntry, tiny_gguf: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Lab]:
-    """Run a server with ``tiny`` in the place of the starter, in both formats."""
+    """Run a server with ``tiny`` instead of the starter, in both formats."""
     monkeypatch.setattr(engine_choice, "gpu_of_mlx", lambda: None)
     (tmp_path / "models" / f"{NAME}-gguf").mkdir(parents=True)
     (tmp_path / "models" / NAME).symlink_to(tiny.path)

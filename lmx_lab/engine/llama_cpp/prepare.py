@@ -62,11 +62,6 @@ class PreparedRequest:
         return min(self.request.max_tokens, self.context_length - len(self.tokens))
 
     @property
-    def length(self) -> int:
-        """Number of tokens of the prompt and of an answer of maximum length."""
-        return len(self.tokens) + self.max_tokens
-
-    @property
     def can_continue(self) -> bool:
         """Whether another request can continue an answer: llama.cpp keeps no state of it except the tokens.
 
