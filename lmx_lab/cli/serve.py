@@ -15,7 +15,7 @@ from lmx_lab.cli.options import Command, check_host, epilog, settings_with_folde
 from lmx_lab.cli.process import print_requests, return_freed_memory, start_logging
 from lmx_lab.errors import InvalidRequestError
 from lmx_lab.settings import Settings
-from lmx_lab.values.models import EngineChoice, LoadOptions, LoadSpec
+from lmx_lab.values.models import EngineChoice, KvCacheDtype, LoadOptions, LoadSpec
 
 app = typer.Typer()
 MAX_GB = 1_000_000
@@ -53,6 +53,10 @@ PromptLookup = Annotated[
         "--prompt-lookup/--no-prompt-lookup",
         help="Decode answers that repeat earlier text several tokens at a time. By default only on MLX.",
     ),
+]
+KvCacheDtypeOption = Annotated[
+    KvCacheDtype | None,
+    typer.Option("--kv-cache-dtype", help="Quantize the KV cache, for a longer context; llama.cpp only."),
 ]
 ApiKey = Annotated[
     str | None, typer.Option(envvar="LMX_LAB_API_KEY", show_envvar=True, help="Key that clients must send.")
@@ -125,6 +129,7 @@ def serve(
     context_length: ContextLength = None,
     deterministic: Deterministic = None,
     prompt_lookup: PromptLookup = None,
+    kv_cache_dtype: KvCacheDtypeOption = None,
     api_key: ApiKey = None,
     cors_origin: CorsOrigins = None,
     allow_host: AllowedHosts = None,
@@ -150,7 +155,7 @@ def serve(
     """Run the inference server until Ctrl-C or SIGTERM."""
     check_host(host)
     options = {"engine": engine, "context_length": context_length, "deterministic": deterministic}
-    spec = _load_spec(model, **options, prompt_lookup=prompt_lookup)
+    spec = _load_spec(model, **options, prompt_lookup=prompt_lookup, kv_cache_dtype=kv_cache_dtype)
     settings = settings_with_folders(
         host=host,
         port=port,

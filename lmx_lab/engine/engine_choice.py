@@ -40,10 +40,11 @@ def preferred_engine(speeds: Speeds | None, spec: LoadSpec | None = None) -> Pre
     Args:
         speeds: The stored measurement on this machine. It is not used on a GPU, because the measured model is too small
             to show its speed.
-        spec: The load for which the engine is chosen. A deterministic one needs llama.cpp.
+        spec: The load for which the engine is chosen. Some options need llama.cpp.
     """
-    if spec is not None and spec.deterministic and ENGINES["llama.cpp"].problem() is None:
-        return PreferredEngine(name="llama.cpp", reason="only this engine loads models with deterministic")
+    option = llama_cpp_option(spec) if spec is not None else None
+    if option is not None and ENGINES["llama.cpp"].problem() is None:
+        return PreferredEngine(name="llama.cpp", reason=f"only this engine loads models with {option}")
     if (gpu := gpu_of_mlx()) is not None:
         return PreferredEngine(name="mlx", reason=f"it uses the GPU ({gpu})")
     if (problem := ENGINES["llama.cpp"].problem()) is not None:
@@ -51,6 +52,11 @@ def preferred_engine(speeds: Speeds | None, spec: LoadSpec | None = None) -> Pre
     if speeds is not None and speeds.preferred is not None:
         return PreferredEngine(name=speeds.preferred, reason=f"measured {speeds.figures} for {speeds.model}")
     return PreferredEngine(name="llama.cpp", reason="it is usually the faster engine on a CPU")
+
+
+def llama_cpp_option(spec: LoadSpec) -> str | None:
+    """Return an option of the load that only llama.cpp supports; None if there is none."""
+    return next((name for name in ("deterministic", "kv_cache_dtype") if getattr(spec, name)), None)
 
 
 def gpu_of_mlx() -> str | None:
@@ -85,7 +91,7 @@ def choose_format(
 
     Args:
         entries: The formats that the name means or, if an engine is required, all formats of the model.
-        loaded: The model in memory. With ``auto``, it stays, unless a deterministic load needs another engine.
+        loaded: The model in memory. With ``auto``, it stays, unless an option needs another engine.
     """
     if not entries:
         return None
@@ -93,7 +99,7 @@ def choose_format(
         formats = ENGINES[spec.engine].formats
         found = next((entry for entry in entries if entry.format in formats), None)
         return replace(found, engine_reason=REQUESTED) if found is not None else None
-    if loaded is not None and (not spec.deterministic or loaded.format == preferred.format):
+    if loaded is not None and (llama_cpp_option(spec) is None or loaded.format == preferred.format):
         same = next((entry for entry in entries if entry.path == loaded.path), None)
         if same is not None:
             return replace(same, engine_reason=loaded.engine_reason)

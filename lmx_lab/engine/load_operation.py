@@ -138,11 +138,16 @@ class LoadOperation:
             self._task.cancel()
 
     def with_engine(self, report: LoadReport) -> LoadReport:
-        """Return the report of an engine with the name of the engine, and why it was chosen."""
+        """Return the report of an engine with the name of the engine, why it was chosen, and the load options."""
         entry = self.entry
         if entry is None:
             return report
-        return replace(report, engine=engine_for(entry.format).name, engine_reason=entry.engine_reason)
+        return replace(
+            report,
+            engine=engine_for(entry.format).name,
+            engine_reason=entry.engine_reason,
+            kv_cache_dtype=self.spec.kv_cache_dtype,
+        )
 
     def finish(self, outcome: LoadReport | BaseException) -> None:
         """Pass the report or the error to the callers. Only the first call has an effect."""

@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from typing import Any
+from typing import Any, get_args
 
 from lmx_lab.engine.requests import ChatPrompt, GenerationRequest, TokenPrompt
 from lmx_lab.errors import ContextLengthError, InvalidRequestError, UnusableModelError
-from lmx_lab.values.models import LoadSpec, ModelEntry
+from lmx_lab.values.models import KvCacheDtype, LoadSpec, ModelEntry
 
 CHARACTERS_PER_TOKEN = 10
 """Upper bound for ordinary text. If a text has more characters than this for each token of the context, only its
@@ -21,10 +21,19 @@ def check_options(entry: ModelEntry, spec: LoadSpec) -> None:
         UnusableModelError: the model cannot be loaded with these options.
     """
     context_length = spec.context_length
-    given = {"context_length": context_length is not None, "deterministic": spec.deterministic}
+    given = {
+        "context_length": context_length is not None,
+        "deterministic": spec.deterministic,
+        "kv_cache_dtype": spec.kv_cache_dtype is not None,
+    }
     if entry.kind != "chat" and any(given.values()):
         option = next(name for name, is_given in given.items() if is_given)
         raise UnusableModelError(f"{entry.id} is not a chat model; load it without {option}", param=option)
+    if spec.kv_cache_dtype not in (None, *get_args(KvCacheDtype)):
+        raise UnusableModelError(
+            f"kv_cache_dtype is {spec.kv_cache_dtype!r}; the values are {' and '.join(get_args(KvCacheDtype))}",
+            param="kv_cache_dtype",
+        )
     if context_length is None:
         return
     most = entry.context_length or 2**31 - 1

@@ -232,6 +232,7 @@ class RemoteBackend:
             memory_bytes=round(answer.vram_gb * 1e9),
             engine=answer.engine,
             engine_reason=answer.engine_reason,
+            kv_cache_dtype=answer.kv_cache_dtype,
             slots=answer.slots,
             context_length=answer.context_length,
         )

@@ -108,6 +108,7 @@ def _load_answer(report: LoadReport) -> LoadAnswer:
         engine_reason=report.engine_reason,
         slots=report.slots,
         context_length=report.context_length,
+        kv_cache_dtype=report.kv_cache_dtype,
     )
 
 

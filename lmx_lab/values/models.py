@@ -20,6 +20,9 @@ EngineName = Literal["mlx", "llama.cpp", "echo"]
 EngineChoice = Literal["auto", "mlx", "llama.cpp"]
 """Engines that a caller may choose; ``auto`` selects the fastest one that can run the model."""
 
+KvCacheDtype = Literal["q8_0", "q4_0"]
+"""Types of a quantized KV cache: blocks of 32 numbers of 8 or 4 bits, with one float16 scale each."""
+
 Source = Literal["store", "hub", "folder", "path", "built-in"]
 
 LoadStage = Literal["download", "verify", "convert", "store", "load", "loaded", "unloading", "unloaded", "failed"]
@@ -32,6 +35,7 @@ class LoadOptions(TypedDict, total=False):
     context_length: int | None
     deterministic: bool
     prompt_lookup: bool | None
+    kv_cache_dtype: KvCacheDtype | None
     wait: bool
 
 
@@ -57,6 +61,9 @@ class LoadSpec:
     prompt_lookup: bool | None = None
     """Whether an answer that repeats earlier text may be decoded several tokens at a time. It never changes the answer.
     None uses it on MLX, where it pauses while it saves no time, but not on llama.cpp."""
+    kv_cache_dtype: KvCacheDtype | None = None
+    """Type of the numbers in the KV cache, for a longer context in the same memory; only on llama.cpp. None uses
+    float16 there, and the type of the weights on MLX."""
     wait: bool | None = None
     """Whether running answers of the replaced model may finish: True without a time limit, False not at all, None
     within ``Settings.drain_s``."""
@@ -128,13 +135,16 @@ class LoadReport:
     context_length: int | None = None
     """Maximum number of tokens of one of these requests, prompt and answer; None if there is no limit, and for
     encoders."""
+    kv_cache_dtype: KvCacheDtype | None = None
+    """Type of the KV cache; None if it is not quantized."""
 
     def __repr__(self) -> str:
         loaded = f"{self.model} loaded in {self.load_s:.1f} s, {self.memory_bytes / 1e9:.2f} GB of memory"
         if self.engine is not None:
             loaded += f", on {with_reason(self.engine, self.engine_reason)}"
         capacity = capacity_in_words(self.slots, self.context_length)
-        return f"{loaded}; {capacity}" if capacity else loaded
+        parts = [loaded, capacity, f"KV cache {self.kv_cache_dtype}" if self.kv_cache_dtype else ""]
+        return "; ".join(filter(None, parts))
 
 
 def with_reason(engine: str, reason: str) -> str:

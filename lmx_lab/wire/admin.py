@@ -9,7 +9,7 @@ from typing import Annotated, Literal
 
 from pydantic import BaseModel, ConfigDict, Field, StrictBool, StringConstraints
 
-from lmx_lab.values.models import EngineChoice, EngineName, Format, Kind, LoadStage, Unloading
+from lmx_lab.values.models import EngineChoice, EngineName, Format, Kind, KvCacheDtype, LoadStage, Unloading
 from lmx_lab.wire.errors import ErrorDetail
 from lmx_lab.wire.generation import RequestModel
 
@@ -106,6 +106,9 @@ class LoadRequest(RequestModel):
     prompt_lookup: bool | None = None
     """Whether an answer that repeats earlier text may be decoded several tokens at a time; null uses the default of the
     engine: yes on MLX, no on llama.cpp."""
+    kv_cache_dtype: KvCacheDtype | None = None
+    """Type of the numbers in the KV cache, for a longer context in the same memory: only on llama.cpp; null uses
+    float16."""
     wait: bool | None = None
     """Whether running answers of the replaced model may finish: true without a time limit, false not at all, null
     within the limit of the server (``LMX_LAB_DRAIN_S``)."""
@@ -126,6 +129,8 @@ class LoadAnswer(BaseModel):
     """Number of requests that are decoded at once; null for encoders."""
     context_length: int | None = None
     """Maximum number of tokens of one of these requests, prompt and answer; null if there is no limit."""
+    kv_cache_dtype: KvCacheDtype | None = None
+    """Type of the KV cache; null if it is not quantized."""
 
 
 class UnloadRequest(RequestModel):

@@ -27,10 +27,10 @@ def test_ctrl_c_during_a_generation_ends_with_zero(tmp_path: Path) -> None:
             assert response.read().endswith(b"data: [DONE]\n\n")
 
     slowly = {"LMX_LAB_ECHO_TOKENS_PER_S": "40"}
-    options = ("--model", "echo", "--context-length", "1000", "--deterministic")
+    options = ("--model", "echo", "--context-length", "1000", "--deterministic", "--kv-cache-dtype", "q8_0")
     ended = run_command(tmp_path, "serve", "--port", "0", *options, environ=slowly, meanwhile=interrupt)
     assert (ended.status, ended.stderr) == (0, "")
-    assert re.search(r"echo loaded in .* 8 requests at once, of up to 1,000 tokens each\n", ended.stdout)
+    assert re.search(r"echo loaded in .* 8 requests at once, of up to 1,000 tokens each; KV cache q8_0\n", ended.stdout)
     assert "stopping\n" in ended.stdout
 
 

@@ -79,15 +79,16 @@ def test_the_format_is_that_of_the_required_the_loaded_or_the_preferred_engine(
 
 
 @pytest.mark.parametrize("loaded", [None, MLX])
-def test_a_deterministic_load_takes_llama_cpp_if_the_model_has_a_gguf_file(
-    monkeypatch: pytest.MonkeyPatch, loaded: ModelEntry | None
+@pytest.mark.parametrize(("option", "value"), [("deterministic", True), ("kv_cache_dtype", "q8_0")])
+def test_a_load_with_an_option_of_llama_cpp_takes_the_gguf_file_if_there_is_one(
+    monkeypatch: pytest.MonkeyPatch, loaded: ModelEntry | None, option: str, value: Any
 ) -> None:
     monkeypatch.setattr(engine_choice, "gpu_of_mlx", lambda: "Metal")
-    spec = LoadSpec(model=NAME, deterministic=True)
+    spec = replace(LoadSpec(model=NAME), **{option: value})
     preferred = preferred_engine(None, spec)
     found = choose_format([MLX, GGUF], spec, preferred, loaded)
     assert found == GGUF
-    assert (found and found.engine_reason) == "only this engine loads models with deterministic"
+    assert (found and found.engine_reason) == f"only this engine loads models with {option}"
     assert choose_format([MLX], spec, preferred, loaded) == MLX
     kept = choose_format([MLX, GGUF], spec, preferred, replace(GGUF, engine_reason="as requested"))
     assert (kept and kept.engine_reason) == "as requested"

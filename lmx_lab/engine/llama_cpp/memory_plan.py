@@ -5,10 +5,11 @@ Pure: computed from the header of the file.
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass
 
-from lmx_lab.errors import OutOfMemoryError
-from lmx_lab.values.models import LoadSpec, ModelEntry
+from lmx_lab.errors import OutOfMemoryError, UnusableModelError
+from lmx_lab.values.models import KvCacheDtype, LoadSpec, ModelEntry
 from lmx_lab.weights.gguf.header import GgufHeader
 from lmx_lab.weights.gguf.model import ENCODERS, POOLING_LAST
 
@@ -16,7 +17,10 @@ BATCH_TOKENS = 256
 """Number of prompt tokens that are computed in one step. Cancelling a request waits for the end of the step. On a CPU,
 2,048 tokens are not faster."""
 CACHE_BYTES = 2
-"""Size of a number in the KV cache: float16."""
+"""Size of a number in a KV cache that is not quantized: float16."""
+BLOCK = 32
+"""Number of values in a block of a quantized KV cache. Blocks must not contain values of several heads."""
+BLOCK_BYTES: Mapping[KvCacheDtype, int] = {"q8_0": 34, "q4_0": 18}
 MIN_CACHE_BYTES = 2**30
 """The KV cache of a chat model may use this size or that of the weights, whichever is larger, but at most half of the
 memory that is left, and always what one request needs."""
@@ -77,6 +81,7 @@ def plan_context(
 
     Raises:
         OutOfMemoryError: the weights and the shortest, or the requested, context exceed the limit.
+        UnusableModelError: the KV cache of the model cannot have the requested type.
     """
     model_context = entry.context_length or USUAL_TOKENS
     fixed = entry.size_bytes + BASE_BYTES + BATCH_TOKENS * _vocabulary(header) * 4
@@ -84,9 +89,11 @@ def plan_context(
         if header.architecture in ENCODERS:
             return _plan_for_encoder(entry, model_context, fixed, limit_bytes)
         return _plan_for_decoder(entry, header, model_context, limit_bytes)
-    per_token, context_length = kv_bytes_per_token(header), spec.context_length if spec is not None else None
+    spec = spec or LoadSpec(model=entry.id)
+    _require_whole_blocks(entry, header, spec.kv_cache_dtype)
+    per_token, context_length = kv_bytes_per_token(header, spec.kv_cache_dtype), spec.context_length
     # Even in steps of one token, llama.cpp computes the tokens of two slots together, so there must be only one slot.
-    one_by_one = spec is not None and spec.deterministic and not is_batch_invariant(header)
+    one_by_one = spec.deterministic and not is_batch_invariant(header)
     # At least one slot for requests, and one for trials of grammars.
     least_tokens = 2 * _rounded_up(context_length or min(MIN_TOKENS, model_context))
     _require_memory(entry, fixed + per_token * least_tokens, limit_bytes, context_length)
@@ -166,16 +173,37 @@ def is_batch_invariant(header: GgufHeader) -> bool:
     return all(tensor.type in BATCH_INVARIANT_TYPES for tensor in header.tensors if len(tensor.shape) > 1)
 
 
-def kv_bytes_per_token(header: GgufHeader) -> int:
+def kv_bytes_per_token(header: GgufHeader, dtype: KvCacheDtype | None = None) -> int:
     """Return an upper bound of the KV cache for one token. Layers with a sliding window, or no attention, use less."""
+    layers = _value(header, "block_count") or 0
+    heads = _value(header, "attention.head_count_kv") or _value(header, "attention.head_count") or 1
+    values = layers * heads * sum(_head_lengths(header))
+    return values * CACHE_BYTES if dtype is None else values // BLOCK * BLOCK_BYTES[dtype]
 
-    def value(name: str) -> int | None:
-        return header.integer(f"{header.architecture}.{name}")
 
-    layers, width, heads = value("block_count") or 0, value("embedding_length") or 0, value("attention.head_count") or 1
-    key_length = value("attention.key_length") or width // heads
-    value_length = value("attention.value_length") or width // heads
-    return layers * (value("attention.head_count_kv") or heads) * (key_length + value_length) * CACHE_BYTES
+def _head_lengths(header: GgufHeader) -> tuple[int, int]:
+    """Return how many numbers each head has in the key and in the value of a token."""
+    default = (_value(header, "embedding_length") or 0) // (_value(header, "attention.head_count") or 1)
+    keys, values = (_value(header, f"attention.{name}_length") or default for name in ("key", "value"))
+    return keys, values
+
+
+def _value(header: GgufHeader, name: str) -> int | None:
+    return header.integer(f"{header.architecture}.{name}")
+
+
+def can_quantize_cache(header: GgufHeader) -> bool:
+    """Return whether the KV cache of a model can be quantized."""
+    return all(length % BLOCK == 0 for length in _head_lengths(header))
+
+
+def _require_whole_blocks(entry: ModelEntry, header: GgufHeader, dtype: KvCacheDtype | None) -> None:
+    if dtype is not None and not can_quantize_cache(header):
+        raise UnusableModelError(
+            f"kv_cache_dtype is {dtype}, which needs attention heads with a multiple of {BLOCK} numbers; those of "
+            f"{entry.id} have {' and '.join(map(str, sorted(set(_head_lengths(header)))))}; leave out kv_cache_dtype",
+            param="kv_cache_dtype",
+        )
 
 
 def _rounded_up(tokens: int) -> int:

@@ -29,7 +29,7 @@ from lmx_lab.engine.tokenizing.encoder import LIMIT_S, SHORT_CHARACTERS
 from lmx_lab.engine.validation import CHARACTERS_PER_TOKEN
 from lmx_lab.errors import EngineDeadError, InvalidRequestError, LabError, QueueFullError, UnusableModelError
 from lmx_lab.settings import Settings
-from lmx_lab.values.models import LoadSpec, ModelEntry
+from lmx_lab.values.models import KvCacheDtype, LoadSpec, ModelEntry
 from lmx_lab.weights.files import in_thread
 from lmx_lab.weights.fingerprint import is_overwritten, require_unchanged
 from lmx_lab.weights.gguf.header import GgufHeader, read_header
@@ -54,6 +54,10 @@ PROMPT_LOOKUP: Mapping[str, Any] = {
 }
 """Draft up to 8 tokens that followed the same 4 tokens earlier. Of llama.cpp's methods, this one is about the fastest
 for copied text, and costs little for other text (measured)."""
+
+
+CACHE_TYPES: Mapping[KvCacheDtype, int] = {"q8_0": 8, "q4_0": 2}
+"""Numbers of the types in llama.cpp (``ggml_type``)."""
 
 
 @dataclass(kw_only=True, eq=False)
@@ -173,7 +177,7 @@ async def host_model(entry: ModelEntry, spec: LoadSpec, settings: Settings, *, l
     """
     header = await in_thread(functools.partial(read_gguf, entry.path))
     plan = plan_context(entry, header, slots=settings.slots, limit_bytes=limit_bytes, spec=spec)
-    fields = _common_params(entry, header, plan, settings, limit_bytes, prompt_lookup=bool(spec.prompt_lookup))
+    fields = _common_params(entry, header, plan, settings, limit_bytes, spec=spec)
     allowed = min(limit_bytes, round(plan.bytes * PLAN_FACTOR))
     max_bytes = max(0, allowed + prefix_cache_bytes(settings.prefix_cache_bytes, limit_bytes) + EXTRA_BYTES)
     process = await LlamaProcess.start(entry.path, fields, environ=_environ(os.environ), max_bytes=max_bytes)
@@ -208,7 +212,7 @@ def _common_params(
     settings: Settings,
     limit_bytes: int,
     *,
-    prompt_lookup: bool,
+    spec: LoadSpec,
 ) -> Mapping[str, Any]:
     """Return the fields of llama.cpp's ``CommonParams``."""
     threads = settings.threads or default_threads(os.environ)
@@ -242,8 +246,14 @@ def _common_params(
         # In the chat format, a last message of the assistant is complete and is not continued.
         "prefill_assistant": False,
         "n_threads_http": plan.slots + settings.queue_limit + 4,
-        **(PROMPT_LOOKUP if prompt_lookup else {}),
+        **(PROMPT_LOOKUP if spec.prompt_lookup else {}),
+        **_cache_types(spec.kv_cache_dtype),
     }
+
+
+def _cache_types(dtype: KvCacheDtype | None, prefix: str = "") -> dict[str, int]:
+    # Needs flash attention, which llama.cpp uses for all models that support it, and refuses the others.
+    return {f"{prefix}cache_type_{side}": CACHE_TYPES[dtype] for side in "kv"} if dtype is not None else {}
 
 
 def _environ(environ: Mapping[str, str]) -> dict[str, str]:

@@ -116,6 +116,12 @@ class MlxEngine:
                 "deterministic load use a GGUF file of the model, such as smollm2-135m-gguf",
                 param="deterministic",
             )
+        if spec.kv_cache_dtype is not None:
+            raise UnusableModelError(
+                f"{entry.id} runs on MLX, whose batches of requests do not support a quantized KV cache; leave out "
+                "kv_cache_dtype, or load a GGUF file of the model, such as smollm2-135m-gguf",
+                param="kv_cache_dtype",
+            )
         check_fits(entry, limit_bytes=memory.limit_bytes(self._settings.memory_limit_bytes))
         # Files that would block a load, or never end, are refused while the current model still answers.
         check_files(entry.path)

@@ -103,6 +103,13 @@ async def test_a_load_may_limit_the_context(long_models: Entries, embedders: Ent
         if model_format == "mlx":
             with pytest.raises(UnusableModelError, match="for a deterministic load use a GGUF file"):
                 await manager.load_entry(entry, spec(deterministic=True))
+        # The heads of this model are too small for blocks of 32 numbers.
+        reasons = {"mlx": "batches of requests do not support", "gguf": "those of long have 16; leave out", "echo": ""}
+        if reason := reasons[model_format]:
+            with pytest.raises(UnusableModelError, match=reason):
+                await manager.load_entry(entry, spec(kv_cache_dtype="q8_0"))
+        with pytest.raises(UnusableModelError, match="kv_cache_dtype is 'q3_0'; the values are q8_0 and q4_0"):
+            await manager.load_entry(entry, spec(kv_cache_dtype="q3_0"))
         with pytest.raises(UnusableModelError, match="is not a chat model; load it without deterministic"):
             await manager.load_entry(embedders[model_format], spec(deterministic=True))
         # The same load again, and one with other options.

@@ -23,7 +23,7 @@ from lmx_lab.engine.llama_cpp.memory_plan import (
     plan_context,
 )
 from lmx_lab.errors import OutOfMemoryError
-from lmx_lab.values.models import Kind, LoadSpec, ModelEntry
+from lmx_lab.values.models import Kind, KvCacheDtype, LoadSpec, ModelEntry
 from lmx_lab.weights.gguf.header import GgufHeader, GgufTensor
 from lmx_lab.weights.gguf.model import POOLING_LAST, POOLING_RANK
 
@@ -64,6 +64,26 @@ PER_TOKEN = 4 * 4 * (16 + 16) * 2
 )
 def test_the_cache_of_a_token_has_keys_and_values_of_all_layers(values: dict[str, int], expected: int) -> None:
     assert kv_bytes_per_token(header(**values)) == expected
+
+
+@pytest.mark.parametrize(("dtype", "block_bytes"), [("q8_0", 34), ("q4_0", 18)])
+def test_in_the_same_memory_a_quantized_cache_has_more_tokens(dtype: KvCacheDtype, block_bytes: int) -> None:
+    heads = {"attention.head_count": 2}
+    per_token = kv_bytes_per_token(header(**heads), dtype)
+    assert per_token == 4 * 2 * (1 + 1) * block_bytes
+    limit = FIXED + kv_bytes_per_token(header(**heads)) * 8 * 4096
+    plain, quantized = (
+        plan_context(
+            entry(context=131_072),
+            header(**heads),
+            slots=4,
+            limit_bytes=limit,
+            spec=LoadSpec(model="m", kv_cache_dtype=it),
+        )
+        for it in (None, dtype)
+    )
+    assert quantized.cache_tokens >= 64 // block_bytes * plain.cache_tokens
+    assert quantized.bytes == FIXED + per_token * quantized.cache_tokens <= limit
 
 
 def test_with_enough_memory_each_slot_has_the_whole_context() -> None:

@@ -13,11 +13,20 @@ import numpy as np
 import pytest
 from tokenizers import Tokenizer
 
-from lmx_lab.engine import ChatPrompt, EmbeddingRequest, GenerationRequest, ModelManager, Sampling, Tool, ToolUse
+from lmx_lab.engine import (
+    ChatPrompt,
+    EmbeddingRequest,
+    GenerationRequest,
+    ModelManager,
+    Sampling,
+    TextPrompt,
+    Tool,
+    ToolUse,
+)
 from lmx_lab.errors import InvalidRequestError
 from lmx_lab.values.generation import TokenLogprob
 from lmx_lab.values.models import LoadSpec, ModelEntry
-from tests.engine.conftest import finish_with_logprobs, numbers, pin, request, run
+from tests.engine.conftest import finish_with_logprobs, numbers, pin, request, run, until_written
 from tests.engine.llama_cpp.conftest import SETTINGS, entry_of
 from tests.engine.mlx.test_answers_in_engine import Answer, finish
 from tests.gguf_files import with_template, with_tokens
@@ -165,6 +174,27 @@ async def test_a_text_of_many_characters_and_few_tokens_is_not_truncated(
     result = await manager.embed(EmbeddingRequest(inputs=(long, "sea mountain", "sea")))
     np.testing.assert_allclose(result.vectors[0], result.vectors[1], atol=1e-4)
     assert result.report.tokens == 4 + 4 + 3
+
+
+async def test_a_quantized_kv_cache_changes_little_and_has_its_own_prefixes_on_disk(
+    smollm2_gguf: Path, tmp_path: Path
+) -> None:
+    story = "The old lighthouse keeper climbed the stairs every evening, lit the lamp, and wrote down the weather. " * 3
+    found = []
+    for dtype in (None, "q8_0", "q8_0"):
+        async with ModelManager(replace(SETTINGS, prefix_cache_dir=tmp_path)) as manager:
+            report = await manager.load_entry(
+                entry_of(smollm2_gguf, "smollm2"), LoadSpec(model="smollm2", kv_cache_dtype=dtype)
+            )
+            assert report.kv_cache_dtype == dtype
+            async with until_written(manager, files=len(found) < 2):
+                stream = await manager.submit(request(prompt=TextPrompt(text=story), max_tokens=40, top_logprobs=0))
+                _, (first, *_) = await finish_with_logprobs(stream)
+            found.append((first.logprob, manager.snapshot.disk_cached_tokens))
+    (exact, _), (quantized, others), (again, own) = found
+    assert 0 < abs(quantized - exact) < 0.1
+    assert (again, others) == (quantized, 0)
+    assert own > 0
 
 
 async def test_prompt_lookup_drafts_copied_text_and_does_not_change_it(smollm2_gguf: Path) -> None:
