@@ -58,6 +58,12 @@ KvCacheDtypeOption = Annotated[
     KvCacheDtype | None,
     typer.Option("--kv-cache-dtype", help="Quantize the KV cache, for a longer context; llama.cpp only."),
 ]
+Draft = Annotated[
+    str | None,
+    typer.Option(
+        help="Smaller model with the same vocabulary, which drafts tokens of --model.", autocompletion=complete_model
+    ),
+]
 ApiKey = Annotated[
     str | None, typer.Option(envvar="LMX_LAB_API_KEY", show_envvar=True, help="Key that clients must send.")
 ]
@@ -130,6 +136,7 @@ def serve(
     deterministic: Deterministic = None,
     prompt_lookup: PromptLookup = None,
     kv_cache_dtype: KvCacheDtypeOption = None,
+    draft: Draft = None,
     api_key: ApiKey = None,
     cors_origin: CorsOrigins = None,
     allow_host: AllowedHosts = None,
@@ -154,8 +161,15 @@ def serve(
 ) -> None:
     """Run the inference server until Ctrl-C or SIGTERM."""
     check_host(host)
-    options = {"engine": engine, "context_length": context_length, "deterministic": deterministic}
-    spec = _load_spec(model, **options, prompt_lookup=prompt_lookup, kv_cache_dtype=kv_cache_dtype)
+    spec = _load_spec(
+        model,
+        engine=engine,
+        context_length=context_length,
+        deterministic=deterministic,
+        prompt_lookup=prompt_lookup,
+        kv_cache_dtype=kv_cache_dtype,
+        draft=draft,
+    )
     settings = settings_with_folders(
         host=host,
         port=port,

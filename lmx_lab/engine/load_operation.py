@@ -37,14 +37,14 @@ async def within_limit(work: Coroutine[Any, Any, T], entry: ModelEntry, load_tim
     Raises:
         NotLoadedError: the work did not end in time.
     """
-    limit_s = load_limit_s(entry.size_bytes, load_timeout_s)
+    limit_s = load_limit_s(entry.load_bytes, load_timeout_s)
     try:
         async with asyncio.timeout(limit_s):
             return await work
     except TimeoutError:
         raise NotLoadedError(
             f"{entry.id} was not loaded within {limit_s:.0f} s, the time limit of a load of "
-            f"{entry.size_bytes / 1e9:.2f} GB; check its disk and its files, or set load_timeout_s "
+            f"{entry.load_bytes / 1e9:.2f} GB; check its disk and its files, or set load_timeout_s "
             "(LMX_LAB_LOAD_TIMEOUT_S) to more seconds"
         ) from None
 
@@ -53,6 +53,15 @@ def load_progress(entry: ModelEntry) -> LoadProgress:
     """Return the step in which an engine begins to load a model."""
     engine = with_reason(engine_for(entry.format).name, entry.engine_reason)
     return LoadProgress(model=entry.id, stage="load", total_bytes=entry.size_bytes, message=f"on {engine}")
+
+
+def draft_warning(entry: ModelEntry) -> str:
+    """Return a warning if the draft model of a load is not smaller than the model; empty otherwise."""
+    draft = entry.draft
+    if draft is None or draft.size_bytes < entry.size_bytes:
+        return ""
+    sizes = f"{draft.size_bytes / 1e9:.2f} GB and {entry.size_bytes / 1e9:.2f} GB"
+    return f"warning: the draft model {draft.id} is not smaller than {entry.id} ({sizes}), so its drafts save no time"
 
 
 def same_options(spec: LoadSpec, other: LoadSpec, *, dtype: str) -> bool:
@@ -147,6 +156,8 @@ class LoadOperation:
             engine=engine_for(entry.format).name,
             engine_reason=entry.engine_reason,
             kv_cache_dtype=self.spec.kv_cache_dtype,
+            draft=entry.draft.id if entry.draft is not None else None,
+            warning=draft_warning(entry),
         )
 
     def finish(self, outcome: LoadReport | BaseException) -> None:

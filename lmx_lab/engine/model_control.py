@@ -170,6 +170,7 @@ class ModelControl:
         if (entry := found) is None:
             loaded = self._main.entry if self._main is not None and self._main.in_memory else None
             entry = await operation.run(self._finder.find(spec, local=local, loaded=loaded))
+        entry = await operation.run(self._finder.with_draft(entry, spec, local=local))
         row = choose_engine(entry, spec)
         engine = await in_thread(functools.partial(self._engine_of, row.name))
         operation.check()

@@ -16,7 +16,7 @@ from lmx_lab.engine.registry import ENGINES, choose_engine, engine_for
 from lmx_lab.engine.speeds import read_speeds
 from lmx_lab.errors import DownloadError, ModelNotFoundError, NotLoadedError, UnusableModelError
 from lmx_lab.settings import Settings
-from lmx_lab.values.models import Format, LoadProgress, LoadSpec, ModelEntry
+from lmx_lab.values.models import EngineChoice, Format, LoadProgress, LoadSpec, ModelEntry
 from lmx_lab.weights import Catalog, Progress
 from lmx_lab.weights.files import in_thread
 
@@ -116,6 +116,26 @@ class ModelFinder:
             ModelNotFoundError, UnusableModelError: it is not on disk, or cannot be used.
         """
         return await in_thread(functools.partial(self._catalog.resolve, name, local=local))
+
+    async def with_draft(self, entry: ModelEntry, spec: LoadSpec, *, local: bool) -> ModelEntry:
+        """Return the model with the draft model of the load, if it has one: in the same format, for the same engine.
+
+        Args:
+            local: See ``find``.
+
+        Raises:
+            ModelNotFoundError, UnusableModelError, NotLoadedError: see ``find``; for the draft model.
+        """
+        # The echo engine needs no drafts.
+        if spec.draft is None or entry.draft is not None or entry.format == "echo":
+            return entry
+        engine: EngineChoice = "mlx" if entry.format == "mlx" else "llama.cpp"
+        try:
+            draft = await self.find(LoadSpec(model=spec.draft, engine=engine), local=local)
+            await self.check(draft)
+        except (ModelNotFoundError, UnusableModelError) as exc:
+            raise type(exc)(f"the draft model cannot be used: {exc.message}", param="draft") from exc
+        return replace(entry, draft=draft)
 
     async def check(self, entry: ModelEntry) -> None:
         """Check that the files of a model are complete.

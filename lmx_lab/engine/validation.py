@@ -7,11 +7,16 @@ from typing import Any, get_args
 
 from lmx_lab.engine.requests import ChatPrompt, GenerationRequest, TokenPrompt
 from lmx_lab.errors import ContextLengthError, InvalidRequestError, UnusableModelError
-from lmx_lab.values.models import KvCacheDtype, LoadSpec, ModelEntry
+from lmx_lab.values.models import KINDS_IN_WORDS, KvCacheDtype, LoadSpec, ModelEntry
 
 CHARACTERS_PER_TOKEN = 10
 """Upper bound for ordinary text. If a text has more characters than this for each token of the context, only its
 beginning is tokenized."""
+
+
+MAX_PADDING_TOKENS = 128
+"""Maximum difference of the vocabularies of a model and its draft model, as in llama.cpp. Models of one family pad
+their vocabulary to different sizes."""
 
 
 def check_options(entry: ModelEntry, spec: LoadSpec) -> None:
@@ -25,6 +30,7 @@ def check_options(entry: ModelEntry, spec: LoadSpec) -> None:
         "context_length": context_length is not None,
         "deterministic": spec.deterministic,
         "kv_cache_dtype": spec.kv_cache_dtype is not None,
+        "draft": spec.draft is not None,
     }
     if entry.kind != "chat" and any(given.values()):
         option = next(name for name, is_given in given.items() if is_given)
@@ -34,6 +40,7 @@ def check_options(entry: ModelEntry, spec: LoadSpec) -> None:
             f"kv_cache_dtype is {spec.kv_cache_dtype!r}; the values are {' and '.join(get_args(KvCacheDtype))}",
             param="kv_cache_dtype",
         )
+    _check_draft_options(entry, spec)
     if context_length is None:
         return
     most = entry.context_length or 2**31 - 1
@@ -41,6 +48,35 @@ def check_options(entry: ModelEntry, spec: LoadSpec) -> None:
         raise UnusableModelError(
             f"context_length is {context_length!r}; {entry.id} takes 1 to {most}", param="context_length"
         )
+
+
+def _check_draft_options(entry: ModelEntry, spec: LoadSpec) -> None:
+    if spec.draft is not None and spec.prompt_lookup:
+        raise UnusableModelError("both draft and prompt_lookup are given; leave out one of them", param="draft")
+    if (draft := entry.draft) is not None and draft.kind != "chat":
+        raise UnusableModelError(
+            f"{draft.id} is {KINDS_IN_WORDS[draft.kind]}; a draft model must be a chat model", param="draft"
+        )
+
+
+def check_vocabularies(entry: ModelEntry, draft: ModelEntry, tokens: Sequence[str], drafted: Sequence[str]) -> None:
+    """Check that a draft model has the vocabulary of its target, except for padding at the end.
+
+    Args:
+        tokens, drafted: The tokens of both models, in the order of their ids.
+
+    Raises:
+        UnusableModelError: the vocabularies differ.
+    """
+    different = sum(a != b for a, b in zip(tokens, drafted, strict=False))
+    if not different and abs(len(tokens) - len(drafted)) <= MAX_PADDING_TOKENS:
+        return
+    detail = f", and {different:,} tokens are not the same" if different else ""
+    raise UnusableModelError(
+        f"the draft model {draft.id} has a vocabulary of {len(drafted):,} tokens and {entry.id} one of "
+        f"{len(tokens):,}{detail}; choose a smaller model with the same tokenizer",
+        param="draft",
+    )
 
 
 def check_messages(messages: Sequence[Mapping[str, Any]]) -> None:

@@ -233,6 +233,8 @@ class RemoteBackend:
             engine=answer.engine,
             engine_reason=answer.engine_reason,
             kv_cache_dtype=answer.kv_cache_dtype,
+            draft=answer.draft,
+            warning=answer.warning,
             slots=answer.slots,
             context_length=answer.context_length,
         )

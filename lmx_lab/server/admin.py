@@ -109,6 +109,8 @@ def _load_answer(report: LoadReport) -> LoadAnswer:
         slots=report.slots,
         context_length=report.context_length,
         kv_cache_dtype=report.kv_cache_dtype,
+        draft=report.draft,
+        warning=report.warning,
     )
 
 

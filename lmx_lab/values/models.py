@@ -36,6 +36,7 @@ class LoadOptions(TypedDict, total=False):
     deterministic: bool
     prompt_lookup: bool | None
     kv_cache_dtype: KvCacheDtype | None
+    draft: str | None
     wait: bool
 
 
@@ -64,6 +65,9 @@ class LoadSpec:
     kv_cache_dtype: KvCacheDtype | None = None
     """Type of the numbers in the KV cache, for a longer context in the same memory; only on llama.cpp. None uses
     float16 there, and the type of the weights on MLX."""
+    draft: str | None = None
+    """Id, path or hub id of a smaller model with the same vocabulary, which drafts tokens that the model verifies
+    several at a time. It never changes the answer. None uses no draft model."""
     wait: bool | None = None
     """Whether running answers of the replaced model may finish: True without a time limit, False not at all, None
     within ``Settings.drain_s``."""
@@ -137,14 +141,19 @@ class LoadReport:
     encoders."""
     kv_cache_dtype: KvCacheDtype | None = None
     """Type of the KV cache; None if it is not quantized."""
+    draft: str | None = None
+    """Id of the draft model; None if there is none."""
+    warning: str = ""
+    """Why the load options are probably a mistake; empty if they are not."""
 
     def __repr__(self) -> str:
         loaded = f"{self.model} loaded in {self.load_s:.1f} s, {self.memory_bytes / 1e9:.2f} GB of memory"
         if self.engine is not None:
             loaded += f", on {with_reason(self.engine, self.engine_reason)}"
         capacity = capacity_in_words(self.slots, self.context_length)
-        parts = [loaded, capacity, f"KV cache {self.kv_cache_dtype}" if self.kv_cache_dtype else ""]
-        return "; ".join(filter(None, parts))
+        cache = f"KV cache {self.kv_cache_dtype}" if self.kv_cache_dtype else ""
+        draft = f"drafts by {self.draft}" if self.draft else ""
+        return "; ".join(filter(None, [loaded, capacity, cache, draft, self.warning]))
 
 
 def with_reason(engine: str, reason: str) -> str:
@@ -219,6 +228,13 @@ class ModelEntry(Facts):
     """Seconds since 1970."""
     marks: tuple[FileMark, ...] = field(default=(), compare=False, repr=False)
     """For a loaded model, its files as they were when it was read."""
+    draft: ModelEntry | None = field(default=None, compare=False, repr=False)
+    """For a model to load, its draft model; None if there is none."""
+
+    @property
+    def load_bytes(self) -> int:
+        """Size of the weight files that a load reads, including those of the draft model."""
+        return self.size_bytes + (self.draft.size_bytes if self.draft is not None else 0)
 
     def has_alias(self, name: str) -> bool:
         """Whether the name is one of the aliases."""

@@ -18,8 +18,12 @@ SUFFIXES = (".safetensors", ".json", ".jinja", ".model", ".txt", ".tiktoken")
 
 
 def with_marks(entry: ModelEntry) -> ModelEntry:
-    """Return the entry with the current marks of its files. Call it before the files are read."""
-    return replace(entry, marks=tuple(_marks(entry.path)))
+    """Return the entry with the current marks of its files. Call it before the files are read.
+
+    All functions for loaded models include the draft model.
+    """
+    draft = with_marks(entry.draft) if entry.draft is not None else None
+    return replace(entry, marks=tuple(_marks(entry.path)), draft=draft)
 
 
 def require_unchanged(entry: ModelEntry) -> None:
@@ -30,11 +34,16 @@ def require_unchanged(entry: ModelEntry) -> None:
     """
     if entry.marks != tuple(_marks(entry.path)):
         raise UnusableModelError(f"{entry.path} was changed while it was loaded; load it again", param="model")
+    if entry.draft is not None:
+        require_unchanged(entry.draft)
 
 
-def is_loaded(loaded: ModelEntry | None, wanted: ModelEntry) -> bool:
+def is_loaded(loaded: ModelEntry | None, wanted: ModelEntry | None) -> bool:
     """Whether the loaded model is the wanted one, and its files are unchanged."""
-    return loaded is not None and loaded.path == wanted.path and loaded.marks == tuple(_marks(wanted.path))
+    if loaded is None or wanted is None:
+        return loaded is wanted
+    is_same = loaded.path == wanted.path and loaded.marks == tuple(_marks(wanted.path))
+    return is_same and is_loaded(loaded.draft, wanted.draft)
 
 
 def is_overwritten(loaded: ModelEntry) -> bool:
@@ -43,7 +52,9 @@ def is_overwritten(loaded: ModelEntry) -> bool:
     A file that was replaced or removed does not change for these processes.
     """
     before = {(mark.name, mark.inode): mark for mark in loaded.marks}
-    return any(before.get((mark.name, mark.inode), mark) != mark for mark in _marks(loaded.path))
+    if any(before.get((mark.name, mark.inode), mark) != mark for mark in _marks(loaded.path)):
+        return True
+    return loaded.draft is not None and is_overwritten(loaded.draft)
 
 
 def marks_digest(entry: ModelEntry) -> str:

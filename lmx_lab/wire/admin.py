@@ -109,6 +109,9 @@ class LoadRequest(RequestModel):
     kv_cache_dtype: KvCacheDtype | None = None
     """Type of the numbers in the KV cache, for a longer context in the same memory: only on llama.cpp; null uses
     float16."""
+    draft: Annotated[str, StringConstraints(min_length=1, max_length=4096)] | None = None
+    """Id, hub id, or for callers on the server's machine a path, of a smaller model with the same vocabulary, which
+    drafts tokens that the model verifies several at a time."""
     wait: bool | None = None
     """Whether running answers of the replaced model may finish: true without a time limit, false not at all, null
     within the limit of the server (``LMX_LAB_DRAIN_S``)."""
@@ -131,6 +134,10 @@ class LoadAnswer(BaseModel):
     """Maximum number of tokens of one of these requests, prompt and answer; null if there is no limit."""
     kv_cache_dtype: KvCacheDtype | None = None
     """Type of the KV cache; null if it is not quantized."""
+    draft: str | None = None
+    """Id of the draft model; null if there is none."""
+    warning: str = ""
+    """Why the load options are probably a mistake; empty if they are not."""
 
 
 class UnloadRequest(RequestModel):

@@ -21,7 +21,7 @@ from lmx_lab.engine.cancellation import Cancellation
 from lmx_lab.engine.interface import Capabilities, EngineHost
 from lmx_lab.engine.llama_cpp.connection import RefusedError
 from lmx_lab.engine.llama_cpp.memory_plan import plan_context
-from lmx_lab.engine.llama_cpp.model import HostedModel, host_model
+from lmx_lab.engine.llama_cpp.model import HostedModel, host_model, read_draft
 from lmx_lab.engine.llama_cpp.prepare import LlamaPreparer
 from lmx_lab.engine.llama_cpp.process import PACKAGE, is_installed, require_installed
 from lmx_lab.engine.llama_cpp.queue import LlamaGeneration, LlamaQueue
@@ -427,6 +427,7 @@ class LlamaCppEngine(LoopEngine[LlamaCppCore]):
         check_options(entry, spec)
         limit = limit_bytes(self._settings.memory_limit_bytes)
         header = read_gguf(entry.path)
-        plan_context(entry, header, slots=self._settings.slots, limit_bytes=limit, spec=spec)
+        draft = read_draft(entry)
+        plan_context(entry, header, slots=self._settings.slots, limit_bytes=limit, spec=spec, draft=draft)
         if (template := header.text("tokenizer.chat_template")) is not None and entry.kind == "chat":
             try_template(template, entry.path, cancellation)

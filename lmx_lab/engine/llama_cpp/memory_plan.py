@@ -70,7 +70,13 @@ class ContextPlan:
 
 
 def plan_context(
-    entry: ModelEntry, header: GgufHeader, *, slots: int, limit_bytes: int, spec: LoadSpec | None = None
+    entry: ModelEntry,
+    header: GgufHeader,
+    *,
+    slots: int,
+    limit_bytes: int,
+    spec: LoadSpec | None = None,
+    draft: GgufHeader | None = None,
 ) -> ContextPlan:
     """Return the slots and the context length that fit in the memory limit.
 
@@ -78,20 +84,23 @@ def plan_context(
         slots: Maximum number of simultaneous requests.
         limit_bytes: Total memory that the model may use.
         spec: How to load the model; None for the default.
+        draft: The header of the draft model, whose cache has as many tokens; None if there is none.
 
     Raises:
         OutOfMemoryError: the weights and the shortest, or the requested, context exceed the limit.
         UnusableModelError: the KV cache of the model cannot have the requested type.
     """
     model_context = entry.context_length or USUAL_TOKENS
-    fixed = entry.size_bytes + BASE_BYTES + BATCH_TOKENS * _vocabulary(header) * 4
+    models = [header] if draft is None else [header, draft]
+    fixed = entry.load_bytes + BASE_BYTES + sum(BATCH_TOKENS * _vocabulary(it) * 4 for it in models)
     if entry.kind != "chat":
         if header.architecture in ENCODERS:
             return _plan_for_encoder(entry, model_context, fixed, limit_bytes)
         return _plan_for_decoder(entry, header, model_context, limit_bytes)
     spec = spec or LoadSpec(model=entry.id)
     _require_whole_blocks(entry, header, spec.kv_cache_dtype)
-    per_token, context_length = kv_bytes_per_token(header, spec.kv_cache_dtype), spec.context_length
+    per_token = sum(kv_bytes_per_token(it, cache_dtype(it, spec)) for it in models)
+    context_length = spec.context_length
     # Even in steps of one token, llama.cpp computes the tokens of two slots together, so there must be only one slot.
     one_by_one = spec.deterministic and not is_batch_invariant(header)
     # At least one slot for requests, and one for trials of grammars.
@@ -197,6 +206,11 @@ def can_quantize_cache(header: GgufHeader) -> bool:
     return all(length % BLOCK == 0 for length in _head_lengths(header))
 
 
+def cache_dtype(header: GgufHeader, spec: LoadSpec) -> KvCacheDtype | None:
+    """Return the type of the KV cache of a model, or of a draft model, which is not quantized if that is impossible."""
+    return spec.kv_cache_dtype if can_quantize_cache(header) else None
+
+
 def _require_whole_blocks(entry: ModelEntry, header: GgufHeader, dtype: KvCacheDtype | None) -> None:
     if dtype is not None and not can_quantize_cache(header):
         raise UnusableModelError(
@@ -219,7 +233,8 @@ def _require_memory(entry: ModelEntry, needed: int, limit_bytes: int, context_le
     if needed > limit_bytes:
         context = f" with a context_length of {context_length}" if context_length is not None else ""
         remedy = "a smaller context_length" if context else "a smaller or more quantized model"
+        draft = f" and its draft model {entry.draft.id} need" if entry.draft is not None else " needs"
         raise OutOfMemoryError(
-            f"{entry.id} needs {needed / 1e9:.2f} GB{context}, and {max(0, limit_bytes) / 1e9:.2f} GB are allowed; "
+            f"{entry.id}{draft} {needed / 1e9:.2f} GB{context}, and {max(0, limit_bytes) / 1e9:.2f} GB are allowed; "
             f"choose {remedy}, or raise memory_limit_bytes"
         )

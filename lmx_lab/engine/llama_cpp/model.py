@@ -17,7 +17,7 @@ from lmx_lab.engine.grammar.build import Marker
 from lmx_lab.engine.grammar.worker import TokenTable
 from lmx_lab.engine.llama_cpp.connection import LlamaConnection, RefusedError
 from lmx_lab.engine.llama_cpp.grammar import read_token_table
-from lmx_lab.engine.llama_cpp.memory_plan import ContextPlan, is_batch_invariant, plan_context
+from lmx_lab.engine.llama_cpp.memory_plan import ContextPlan, cache_dtype, is_batch_invariant, plan_context
 from lmx_lab.engine.llama_cpp.process import PACKAGE, LlamaProcess
 from lmx_lab.engine.llama_cpp.slot_files import ARITHMETIC, SlotFiles, can_be_trimmed
 from lmx_lab.engine.machine_memory import prefix_cache_bytes
@@ -26,7 +26,7 @@ from lmx_lab.engine.templates.tool_prompt import END, START
 from lmx_lab.engine.text.chat_format_detection import HARMONY, HARMONY_TOKENS, MORE_REASONING_MARKERS, ChatFormat
 from lmx_lab.engine.tokenizing.bounds import TokenBound
 from lmx_lab.engine.tokenizing.encoder import LIMIT_S, SHORT_CHARACTERS
-from lmx_lab.engine.validation import CHARACTERS_PER_TOKEN
+from lmx_lab.engine.validation import CHARACTERS_PER_TOKEN, check_vocabularies
 from lmx_lab.errors import EngineDeadError, InvalidRequestError, LabError, QueueFullError, UnusableModelError
 from lmx_lab.settings import Settings
 from lmx_lab.values.models import KvCacheDtype, LoadSpec, ModelEntry
@@ -56,6 +56,7 @@ PROMPT_LOOKUP: Mapping[str, Any] = {
 for copied text, and costs little for other text (measured)."""
 
 
+TOKENS = "tokenizer.ggml.tokens"
 CACHE_TYPES: Mapping[KvCacheDtype, int] = {"q8_0": 8, "q4_0": 2}
 """Numbers of the types in llama.cpp (``ggml_type``)."""
 
@@ -176,8 +177,11 @@ async def host_model(entry: ModelEntry, spec: LoadSpec, settings: Settings, *, l
         UnusableModelError, OutOfMemoryError: llama.cpp cannot load the model; the message has the reason.
     """
     header = await in_thread(functools.partial(read_gguf, entry.path))
-    plan = plan_context(entry, header, slots=settings.slots, limit_bytes=limit_bytes, spec=spec)
+    draft = await in_thread(functools.partial(read_draft, entry))
+    plan = plan_context(entry, header, slots=settings.slots, limit_bytes=limit_bytes, spec=spec, draft=draft)
     fields = _common_params(entry, header, plan, settings, limit_bytes, spec=spec)
+    if draft is not None:
+        fields |= _draft_params(draft, spec, fields)
     allowed = min(limit_bytes, round(plan.bytes * PLAN_FACTOR))
     max_bytes = max(0, allowed + prefix_cache_bytes(settings.prefix_cache_bytes, limit_bytes) + EXTRA_BYTES)
     process = await LlamaProcess.start(entry.path, fields, environ=_environ(os.environ), max_bytes=max_bytes)
@@ -213,7 +217,7 @@ def _common_params(
     limit_bytes: int,
     *,
     spec: LoadSpec,
-) -> Mapping[str, Any]:
+) -> dict[str, Any]:
     """Return the fields of llama.cpp's ``CommonParams``."""
     threads = settings.threads or default_threads(os.environ)
     shared: dict[str, Any] = {
@@ -248,6 +252,30 @@ def _common_params(
         "n_threads_http": plan.slots + settings.queue_limit + 4,
         **(PROMPT_LOOKUP if spec.prompt_lookup else {}),
         **_cache_types(spec.kv_cache_dtype),
+    }
+
+
+def read_draft(entry: ModelEntry) -> GgufHeader | None:
+    """Return the header of the draft model; None if there is none.
+
+    Raises:
+        UnusableModelError: its file cannot be used, or has another vocabulary.
+    """
+    if (draft := entry.draft) is None:
+        return None
+    header = read_gguf(draft.path)
+    target_tokens, tokens = (read_header(it.path, arrays=True).items(TOKENS) for it in (entry, draft))
+    check_vocabularies(entry, draft, target_tokens, tokens)
+    return header
+
+
+def _draft_params(draft: GgufHeader, spec: LoadSpec, fields: Mapping[str, Any]) -> dict[str, Any]:
+    prefix = "speculative.draft."
+    return {
+        "speculative_type": "DRAFT_SIMPLE",
+        f"{prefix}mparams.path": str(draft.path),
+        **{f"{prefix}{name}": fields[name] for name in ("cpuparams.n_threads", "cpuparams_batch.n_threads")},
+        **_cache_types(cache_dtype(draft, spec), prefix),
     }
 
 

@@ -86,6 +86,15 @@ def test_in_the_same_memory_a_quantized_cache_has_more_tokens(dtype: KvCacheDtyp
     assert quantized.bytes == FIXED + per_token * quantized.cache_tokens <= limit
 
 
+def test_a_draft_model_has_weights_and_a_cache_of_the_same_length() -> None:
+    with_draft = replace(entry(), draft=entry(size=1_000_000))
+    plan = plan_context(with_draft, header(), slots=4, limit_bytes=GB, draft=header(block_count=2))
+    assert (plan.slots, plan.context_length) == (4, 4096)
+    assert plan.bytes == FIXED + 1_000_000 + BATCH_TOKENS * VOCABULARY * 4 + (PER_TOKEN + PER_TOKEN // 2) * 5 * 4096
+    with pytest.raises(OutOfMemoryError, match="m and its draft model m need"):
+        plan_context(with_draft, header(), slots=4, limit_bytes=FIXED, draft=header(block_count=2))
+
+
 def test_with_enough_memory_each_slot_has_the_whole_context() -> None:
     plan = plan_context(entry(), header(), slots=4, limit_bytes=GB)
     assert (plan.context_length, plan.total_tokens, plan.slots, plan.unified) == (4096, 4 * 4096, 4, False)

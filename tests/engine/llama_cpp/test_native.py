@@ -23,7 +23,7 @@ from lmx_lab.engine import (
     Tool,
     ToolUse,
 )
-from lmx_lab.errors import InvalidRequestError
+from lmx_lab.errors import InvalidRequestError, UnusableModelError
 from lmx_lab.values.generation import TokenLogprob
 from lmx_lab.values.models import LoadSpec, ModelEntry
 from tests.engine.conftest import finish_with_logprobs, numbers, pin, request, run, until_written
@@ -195,6 +195,36 @@ async def test_a_quantized_kv_cache_changes_little_and_has_its_own_prefixes_on_d
     assert 0 < abs(quantized - exact) < 0.1
     assert (again, others) == (quantized, 0)
     assert own > 0
+
+
+async def test_a_draft_model_does_not_change_answers(
+    smollm2_gguf: Path, tiny_gguf: Path, tmp_path: Path, caller_gguf: Path
+) -> None:
+    """The model itself drafts only accepted tokens, at temperature 0; a random model drafts almost none."""
+    prompt = ChatPrompt(messages=({"role": "user", "content": "Name three colors, and describe each of them."},))
+    sampled = (Sampling(temperature=0), Sampling(temperature=0.8, seed=7))
+    answers, counts = [], []
+    for draft in (None, smollm2_gguf, tiny_gguf):
+        spec = LoadSpec(model="smollm2", draft=str(draft) if draft is not None else None)
+        async with ModelManager(replace(SETTINGS, prefix_cache_dir=tmp_path)) as manager:
+            report = await manager.load_entry(entry_of(smollm2_gguf, "smollm2"), spec)
+            assert (report.draft is not None) == (draft is not None)
+            assert ("is not smaller than smollm2" in report.warning) == (draft == smollm2_gguf)
+            found = [await run(manager, prompt=prompt, max_tokens=40, sampling=each) for each in sampled]
+            answers.append([text for text, _ in found])
+            counts.append([(each.accepted_tokens, each.drafted_tokens) for _, each in found])
+            assert manager.snapshot.drafted_tokens == sum(drafted for _, drafted in counts[-1])
+            # The file of another model, whose tokens are not the same.
+            with pytest.raises(
+                UnusableModelError, match=r"vocabulary of 49,152 tokens and smollm2 one of 49,152, and "
+            ):
+                await manager.load_entry(entry_of(smollm2_gguf, "smollm2"), replace(spec, draft=str(caller_gguf)))
+    assert answers[1:] == [answers[0]] * 2
+    assert counts[0] == [(0, 0), (0, 0)]
+    (accepted, drafted), (sampled_accepted, sampled_drafted) = counts[1]
+    assert accepted == drafted > 0
+    assert 0 < sampled_accepted <= sampled_drafted
+    assert all(accepted < drafted / 2 for accepted, drafted in counts[2])
 
 
 async def test_prompt_lookup_drafts_copied_text_and_does_not_change_it(smollm2_gguf: Path) -> None:
