@@ -59,7 +59,9 @@ def _check_draft_options(entry: ModelEntry, spec: LoadSpec) -> None:
         )
 
 
-def check_vocabularies(entry: ModelEntry, draft: ModelEntry, tokens: Sequence[str], drafted: Sequence[str]) -> None:
+def check_vocabularies(
+    entry: ModelEntry, draft: ModelEntry, tokens: Sequence[object], drafted: Sequence[object]
+) -> None:
     """Check that a draft model has the vocabulary of its target, except for padding at the end.
 
     Args:

@@ -14,15 +14,17 @@ from mlx_lm.models.cache import make_prompt_cache
 from lmx_lab.engine.cpu_blas import ThreadChoice
 from lmx_lab.engine.mlx import memory
 from lmx_lab.engine.mlx.disk_prefixes import DiskPrefixes
+from lmx_lab.engine.mlx.draft_model import DraftModel, ModelDrafter
 from lmx_lab.engine.mlx.kv_cache import KvState
 from lmx_lab.engine.mlx.logprobs import PromptScoring, answer_token, as_rows
 from lmx_lab.engine.mlx.memory_plan import Footprint
 from lmx_lab.engine.mlx.model import LoadedModel
 from lmx_lab.engine.mlx.prefill import PrefillPace
 from lmx_lab.engine.mlx.prefix_cache import MIN_TOKENS, PrefixCache
-from lmx_lab.engine.mlx.prompt_lookup import LookupBatch, PromptLookup
+from lmx_lab.engine.mlx.prompt_lookup import PromptLookup
 from lmx_lab.engine.mlx.request import MlxGeneration
 from lmx_lab.engine.mlx.sampling import ConstrainedSampler, Sampler, Samplers, processors
+from lmx_lab.engine.mlx.speculative import Drafter, SpeculativeBatch
 from lmx_lab.engine.prefix_files import common_prefix
 from lmx_lab.values.generation import PromptScores, TokenLogprob
 
@@ -98,9 +100,10 @@ class Batch:
             prefill_step_size=memory.MAX_CHUNK_TOKENS,
         )
         # Caches of other models cannot be trimmed after a rejected draft.
-        self._drafts: LookupBatch | None = None
-        if prompt_lookup and model.traits.plain:
-            self._drafts = LookupBatch.empty(model.model, self._generator.sampler)
+        self._drafts: SpeculativeBatch | None = None
+        self._draft_model = DraftModel(*model.draft) if model.draft is not None else None
+        if (prompt_lookup or model.draft is not None) and model.traits.plain:
+            self._drafts = SpeculativeBatch.empty(model.model, self._generator.sampler)
             self._generator._generation_batch = self._drafts
         if not wired:
             # The constructor raises the limit of wired memory of macOS; closing restores it, and does nothing else.
@@ -187,8 +190,11 @@ class Batch:
         self._generations[generation.uid] = generation
         # A grammar must advance after each token, which a pass over several tokens does not allow.
         if self._drafts is not None and generation.constraint is None:
-            generation.lookup = generation.lookup or PromptLookup()
-            self._drafts.lookups[generation.uid] = generation.lookup
+            generation.drafter = generation.drafter or self._new_drafter()
+            self._drafts.drafters[generation.uid] = generation.drafter
+
+    def _new_drafter(self) -> Drafter:
+        return ModelDrafter(self._draft_model) if self._draft_model is not None else PromptLookup()
 
     def remove(self, generation: MlxGeneration) -> None:
         """Stop computing a request. The cache of its tokens is stored for requests with the same prefix."""
@@ -204,7 +210,7 @@ class Batch:
     def _forget(self, uid: int | None) -> None:
         del self._generations[uid]
         if self._drafts is not None and uid is not None:
-            self._drafts.lookups.pop(uid, None)
+            self._drafts.drafters.pop(uid, None)
 
     def can_pause(self, generation: MlxGeneration) -> bool:
         """Return whether a request decodes, and the cache of its tokens can be stored until it continues."""

@@ -27,8 +27,8 @@ from lmx_lab.engine.mlx.thread import EngineThread
 from lmx_lab.engine.requests import EmbeddingRequest, Embeddings, GenerationRequest, Ranking, RerankRequest
 from lmx_lab.engine.stream import Pending, TokenStream
 from lmx_lab.engine.templates.trial import try_templates_of
-from lmx_lab.engine.tokenizing.loading import check_tokenizer_files
-from lmx_lab.engine.validation import check_options
+from lmx_lab.engine.tokenizing.loading import check_tokenizer_files, read_tokens
+from lmx_lab.engine.validation import check_options, check_vocabularies
 from lmx_lab.errors import EngineDeadError, EngineError, LabError, UnusableModelError
 from lmx_lab.settings import Settings
 from lmx_lab.values.engine import EngineSnapshot
@@ -133,6 +133,9 @@ class MlxEngine:
             ) from exc
         if entry.kind == "chat":
             try_templates_of(entry.path, cancellation)
+        if (draft := entry.draft) is not None:
+            check_files(draft.path)
+            check_vocabularies(entry, draft, *(read_tokens(it.path) for it in (entry, draft)))
 
     async def load(self, entry: ModelEntry, spec: LoadSpec) -> LoadReport:
         """See ``InferenceEngine``."""

@@ -328,9 +328,9 @@ class GenerationLoop:
 
     def _end(self, generation: MlxGeneration, item: GenerationReport | LabError) -> None:
         self._forget(generation)
-        if generation.lookup is not None:
-            self.totals.drafted_tokens += generation.lookup.drafted
-            self.totals.accepted_tokens += generation.lookup.accepted
+        if generation.drafter is not None:
+            self.totals.drafted_tokens += generation.drafter.drafted
+            self.totals.accepted_tokens += generation.drafter.accepted
         if isinstance(item, GenerationReport):
             self._slot_times.add(item.prefill_s + item.decode_s)
         self._outbox.post(generation.mailbox, item)

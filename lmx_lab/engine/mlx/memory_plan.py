@@ -35,6 +35,8 @@ class Footprint:
 
     weights_bytes: int
     layers: tuple[LayerCache, ...]
+    draft_layers: tuple[LayerCache, ...] = ()
+    """The caches of the draft model, which has those of one request at a time."""
     logits_bytes: int
     """Memory of each request that decodes: logits, and log-probabilities of two steps."""
     chunk_bytes_per_token: int
@@ -60,7 +62,9 @@ class Footprint:
 
     def running_bytes(self, lengths: Sequence[int], *, chunk: int) -> int:
         """Return the memory of the weights and of requests that have grown to these lengths."""
-        transient = self.transient_bytes(chunk=chunk, longest=max(lengths, default=0))
+        longest = max(lengths, default=0)
+        transient = self.transient_bytes(chunk=chunk, longest=longest)
+        transient += round(sum(layer.bytes(longest) for layer in self.draft_layers))
         return self.weights_bytes + self.kv_bytes(lengths) + len(lengths) * self.logits_bytes + transient
 
     def longest_request(self, limit_bytes: int, *, chunk: int) -> int:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import copy
 import logging
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from importlib.metadata import version
 from typing import Any
 
@@ -29,7 +29,14 @@ from lmx_lab.engine.tokenizing.encoder import TextEncoder, TextWork, is_panic
 from lmx_lab.engine.tokenizing.loading import SandboxedTokenizer, build_encoder
 from lmx_lab.engine.validation import CHARACTERS_PER_TOKEN, check_characters, check_messages
 from lmx_lab.engine.word_cache import without_word_cache
-from lmx_lab.errors import ContextLengthError, EngineError, InvalidRequestError, OutOfMemoryError, UnusableModelError
+from lmx_lab.errors import (
+    ContextLengthError,
+    EngineError,
+    InvalidRequestError,
+    LabError,
+    OutOfMemoryError,
+    UnusableModelError,
+)
 from lmx_lab.values.models import ModelEntry
 
 log = logging.getLogger(__name__)
@@ -220,6 +227,9 @@ class LoadedModel:
     """Maximum number of tokens of a request, prompt and answer: the model's limit, or less if memory is too small."""
     memory_bytes: int
     traits: Traits
+    """Of the model, and the sizes of both models if there is a draft model."""
+    draft: tuple[Any, int] | None
+    """The draft model, and the number of tokens that both models know; None if there is none."""
     vocabulary: Vocabulary
     text: AnswerText
 
@@ -259,12 +269,10 @@ def load_chat(
     except BaseException as exc:
         if not isinstance(exc, Exception) and not is_panic(exc):
             raise
-        if memory.is_out_of_memory(exc):
-            raise OutOfMemoryError(
-                f"{entry.id} does not fit in memory ({limit_bytes / 1e9:.1f} GB are allowed): {exc}"
-            ) from exc
-        reason = f"{type(exc).__name__}: {exc}"
-        raise UnusableModelError(f"{entry.id} at {entry.path} cannot be loaded: {reason}", param="model") from exc
+        raise _load_error(entry, exc, limit_bytes) from exc
+    draft = None
+    if entry.draft is not None:
+        draft, traits = _read_draft(entry, entry.draft, traits, limit_bytes=limit_bytes, dtype=dtype)
     context_length = _context_length(entry, traits.footprint, limit_bytes, context_length)
     try:
         encoder = build_encoder(own, entry.id)
@@ -283,6 +291,7 @@ def load_chat(
         context_length=context_length,
         memory_bytes=traits.footprint.weights_bytes,
         traits=traits,
+        draft=draft,
         vocabulary=Vocabulary(tokenizer),
         text=AnswerText(tokenizer),
     )
@@ -297,6 +306,46 @@ def _read(entry: ModelEntry, *, limit_bytes: int, dtype: str) -> tuple[Any, Any]
     model, _ = load_model(entry.path, lazy=True, get_model_classes=checked_classes)
     fit_weights(model, dtype, limit_bytes=limit_bytes)
     return model, tokenizer
+
+
+def _load_error(entry: ModelEntry, exc: BaseException, limit_bytes: int, *, param: str = "model") -> LabError:
+    """Return the error of a model whose files were not loaded because of this exception."""
+    if memory.is_out_of_memory(exc):
+        return OutOfMemoryError(f"{entry.id} does not fit in memory ({limit_bytes / 1e9:.1f} GB are allowed): {exc}")
+    reason = f"{type(exc).__name__}: {exc}"
+    return UnusableModelError(f"{entry.id} at {entry.path} cannot be loaded: {reason}", param=param)
+
+
+def _read_draft(
+    entry: ModelEntry, draft: ModelEntry, traits: Traits, *, limit_bytes: int, dtype: str
+) -> tuple[tuple[Any, int], Traits]:
+    """Return the draft model and the number of tokens that both models know, and the traits of the model with the sizes
+    of both.
+
+    Raises:
+        UnusableModelError: mlx-lm cannot load it, or a cache of one of the models cannot be trimmed.
+    """
+    before, weights_bytes = memory.used_bytes(), traits.footprint.weights_bytes
+    limit_bytes = max(0, limit_bytes - weights_bytes)
+    try:
+        model, _ = load_model(draft.path, lazy=True, get_model_classes=checked_classes)
+        fit_weights(model, dtype, limit_bytes=limit_bytes)
+        own = measure(model, memory.used_bytes() - before)
+    except Exception as exc:
+        raise _load_error(draft, exc, limit_bytes, param="draft") from exc
+    if untrimmed := next((it.id for it, known in ((entry, traits), (draft, own)) if not known.plain), None):
+        raise UnusableModelError(
+            f"drafts need a KV cache that can be trimmed, and {untrimmed} has sliding windows or recurrent layers; "
+            "leave out draft",
+            param="draft",
+        )
+    footprint = replace(
+        traits.footprint,
+        weights_bytes=weights_bytes + own.footprint.weights_bytes,
+        draft_layers=own.footprint.layers,
+    )
+    known_tokens = min(traits.vocabulary_size, own.vocabulary_size)
+    return (model, known_tokens), replace(traits, footprint=footprint)
 
 
 def _context_length(entry: ModelEntry, footprint: Footprint, limit_bytes: int, requested: int | None) -> int | None:
@@ -326,8 +375,9 @@ def check_fits(entry: ModelEntry, *, limit_bytes: int) -> None:
     Raises:
         OutOfMemoryError: the weights alone exceed the limit.
     """
-    if entry.size_bytes > limit_bytes:
+    if entry.load_bytes > limit_bytes:
+        draft = f" and its draft model {entry.draft.id} need" if entry.draft is not None else " needs"
         raise OutOfMemoryError(
-            f"{entry.id} needs {entry.size_bytes / 1e9:.2f} GB for weights, and {limit_bytes / 1e9:.2f} GB are "
+            f"{entry.id}{draft} {entry.load_bytes / 1e9:.2f} GB for weights, and {limit_bytes / 1e9:.2f} GB are "
             "allowed; choose a smaller or more quantized model, or raise memory_limit_bytes"
         )

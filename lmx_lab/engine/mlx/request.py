@@ -11,8 +11,8 @@ from lmx_lab.engine.admission import Permit
 from lmx_lab.engine.grammar.mask import Constraint
 from lmx_lab.engine.mlx.disk_prefixes import PrefixRead
 from lmx_lab.engine.mlx.model import LoadedModel
-from lmx_lab.engine.mlx.prompt_lookup import PromptLookup
 from lmx_lab.engine.mlx.sampling import Processor, Sampler
+from lmx_lab.engine.mlx.speculative import Drafter
 from lmx_lab.engine.prefix_files import Tokens
 from lmx_lab.engine.requests import GenerationRequest
 from lmx_lab.engine.stream import Mailbox
@@ -54,8 +54,8 @@ class MlxGeneration:
     is_decoding: bool = False
     """Whether all its tokens have been computed, so that each step generates a token."""
     peak_memory_bytes: int = 0
-    lookup: PromptLookup | None = None
-    """Drafts of this answer; None if it must not use any."""
+    drafter: Drafter | None = None
+    """Drafts tokens of this answer; None if it must not use drafts."""
     uid: int | None = None
     """Id of the request in mlx-lm's batch."""
     waits_for: MlxGeneration | None = None
@@ -111,6 +111,6 @@ class MlxGeneration:
             ttft_s=(self.first_token_at or now) - self.arrived_at,
             decode_s=now - decoding_at,
             peak_memory_bytes=self.peak_memory_bytes,
-            drafted_tokens=self.lookup.drafted if self.lookup is not None else 0,
-            accepted_tokens=self.lookup.accepted if self.lookup is not None else 0,
+            drafted_tokens=self.drafter.drafted if self.drafter is not None else 0,
+            accepted_tokens=self.drafter.accepted if self.drafter is not None else 0,
         )

@@ -93,6 +93,23 @@ def _load_in_sandbox(folder: Path, cancellation: Cancellation) -> None:
         raise UnusableModelError(f"its tokenizer cannot be used: {reason}")
 
 
+def read_tokens(folder: Path) -> list[str]:
+    """Return the tokens of a model folder, in the order of their ids.
+
+    Raises:
+        UnusableModelError: the folder has no ``tokenizer.json`` with a vocabulary.
+    """
+    try:
+        content = json.loads((folder / "tokenizer.json").read_bytes())
+        known = content["model"]["vocab"]
+        pairs = known.items() if isinstance(known, Mapping) else ((row[0], at) for at, row in enumerate(known))
+        tokens = {int(at): str(token) for token, at in pairs}
+        tokens |= {int(token["id"]): str(token["content"]) for token in content.get("added_tokens") or ()}
+    except (OSError, ValueError, KeyError, TypeError, AttributeError, RecursionError) as exc:
+        raise UnusableModelError(f"{folder} has no tokenizer.json with a vocabulary: {exc!r}", param="draft") from exc
+    return [tokens[at] for at in sorted(tokens)]
+
+
 def build_encoder(tokenizer: Any, model: str) -> TextEncoder | None:
     """Return an encoder for a tokenizer of mlx-lm; None if it is written in Python, or changes texts there."""
     backend = getattr(tokenizer, "backend_tokenizer", None)

@@ -1,0 +1,209 @@
+"""Speculative decoding: compute several drafted tokens of an answer in one pass, and keep those that are drawn.
+
+A pass over several tokens takes less time than one pass for each. Every token is drawn as it would be without a draft,
+with the random key of its position, and a drafted token is accepted if it equals the drawn one, so a draft never
+changes the answer. Runs on the engine thread.
+"""
+
+from __future__ import annotations
+
+import time
+from abc import ABC, abstractmethod
+from collections import deque
+from collections.abc import Callable, Sequence
+from statistics import median
+from typing import Any, ClassVar, cast
+
+import mlx.core as mx
+from mlx_lm.generate import GenerationBatch
+from mlx_lm.models.cache import trim_prompt_cache
+
+from lmx_lab.engine.mlx.sampling import SeededSampler
+
+FIRST_DRAFT = 4
+LONGEST_DRAFT = 16
+FIRST_COST = 1.8
+"""Assumed duration of a pass that verifies a draft, in decode steps, until it is measured."""
+MEASURED, FEWEST_MEASURED = 9, 3
+"""Maximum and minimum number of recent durations whose median is used, because other programs delay single passes."""
+MEASURE_EVERY = 32
+"""Number of passes with drafts after which a decode step is measured again, if a drafter drafts in every pass."""
+MARGIN = 1.1
+"""Minimum speed-up at which drafts are used."""
+FIRST_PAUSE = 16
+LONGEST_PAUSE = 256
+WEIGHT = 0.4
+"""Weight of the newest pass in the running mean of tokens per pass."""
+
+
+class Drafter(ABC):
+    """Drafts the tokens of one answer, and pauses while drafts save no time."""
+
+    drafts_always: ClassVar[bool]
+    """Whether there is a draft for every pass."""
+
+    def __init__(self) -> None:
+        self.drafted = 0
+        self.accepted = 0
+        self.draft_s = 0.0
+        """Duration of the last call of ``propose``, without the wait for the sampled token."""
+        self._length = FIRST_DRAFT
+        self._tokens_per_pass = 1.0 + FIRST_DRAFT
+        self._pause = FIRST_PAUSE
+        self._resume_at = 0
+
+    @abstractmethod
+    def propose(self, tokens: Sequence[int], sampled: Callable[[], int], *, limit: int) -> list[int]:
+        """Return tokens that may follow the sampled one, at most ``limit``.
+
+        Args:
+            tokens: All tokens of the prompt and the answer. They may only grow between calls.
+            sampled: Returns the token after them. Calling it waits for the computation of this token.
+        """
+
+    def record(self, *, at: int, drafted: int, accepted: int, cost: float) -> None:
+        """Record the result of a pass.
+
+        Args:
+            at: Number of tokens of the prompt and the answer after the pass.
+            cost: Duration of a pass with a draft, in decode steps.
+        """
+        self.drafted += drafted
+        self.accepted += accepted
+        self._tokens_per_pass += WEIGHT * (1 + accepted - self._tokens_per_pass)
+        if accepted == drafted:
+            self._length = min(2 * self._length, LONGEST_DRAFT)
+        elif accepted < drafted / 2:
+            self._length = max(self._length // 2, FIRST_DRAFT)
+        if self._tokens_per_pass >= MARGIN * cost:
+            self._pause = FIRST_PAUSE
+            return
+        # The first pass after the pause decides whether drafts continue.
+        self._tokens_per_pass = MARGIN * cost
+        self._resume_at = at + self._pause
+        self._pause = min(2 * self._pause, LONGEST_PAUSE)
+
+
+class SpeculativeBatch(GenerationBatch):
+    """A batch that uses drafts while it has one row.
+
+    Attributes:
+        drafters: By uid, the drafters of the answers that may use drafts.
+    """
+
+    drafters: dict[int, Drafter]
+    _steps_s: deque[float]
+    """Recent durations of decode steps of one row."""
+    _passes_s: deque[float]
+    """Recent durations of passes with a draft."""
+    _passes: int
+    """Number of passes with a draft since a decode step was measured."""
+    _was_plain: bool
+
+    @classmethod
+    def empty(cls, model: Any, fallback_sampler: Callable[[mx.array], mx.array]) -> SpeculativeBatch:
+        batch: SpeculativeBatch = super().empty(model, fallback_sampler)
+        batch.drafters, batch._was_plain, batch._passes = {}, False, 0
+        batch._steps_s, batch._passes_s = deque(maxlen=MEASURED), deque(maxlen=MEASURED)
+        return batch
+
+    @property
+    def _cost(self) -> float:
+        """Duration of a pass with a draft, in decode steps."""
+        if min(len(self._steps_s), len(self._passes_s)) < FEWEST_MEASURED:
+            return FIRST_COST
+        return median(self._passes_s) / median(self._steps_s)
+
+    @property
+    def _needs_step(self) -> bool:
+        """Whether the duration of a decode step is unknown or old."""
+        return len(self._steps_s) < FEWEST_MEASURED or self._passes >= MEASURE_EVERY
+
+    def next(self) -> list[GenerationBatch.Response]:
+        if len(self.uids) != 1 or (drafter := self.drafters.get(self.uids[0])) is None:
+            self._was_plain = False
+            return super().next()
+        started = time.perf_counter()
+        drafter.draft_s = 0.0
+        if not (drafter.drafts_always and self._needs_step) and (draft := self._draft(drafter)):
+            self._was_plain = False
+            return self._verify(drafter, draft)
+        responses = super().next()
+        # After another kind of step, the first step only starts a computation that the second one waits for.
+        if self._was_plain and not drafter.draft_s:
+            self._steps_s.append(time.perf_counter() - started)
+            self._passes = 0
+        self._was_plain = not drafter.draft_s
+        return responses
+
+    def _draft(self, drafter: Drafter) -> list[int]:
+        """Return tokens that may follow the sampled one; none if there is no draft."""
+        # The last token of ``max_tokens`` is never computed, only sampled.
+        limit = self.max_tokens[0] - self._num_tokens[0] - 2
+        return drafter.propose(self.tokens[0], self._sampled, limit=limit) if limit > 0 else []
+
+    def _sampled(self) -> int:
+        return cast("int", self._next_tokens.item())
+
+    def _verify(self, drafter: Drafter, draft: list[int]) -> list[GenerationBatch.Response]:
+        """Compute the sampled token and the draft in one pass. Keep the tokens that equal the drawn ones."""
+        started = time.perf_counter()
+        inputs = [self._sampled(), *draft]
+        logits = self.model(mx.array([inputs]), cache=self.prompt_cache)[0]
+        drawn, logprobs = self._draw(inputs, logits)
+        accepted = len(drawn) - 1
+        kept = inputs[: accepted + 1]
+        responses: list[GenerationBatch.Response] = []
+        finish = None
+        for token, row in zip(kept, [*self._next_logprobs, *logprobs], strict=False):
+            self.tokens[0].append(token)
+            self._num_tokens[0] += 1
+            if self._matchers[0].advance(token):
+                finish = "stop"
+            responses.append(self.Response(self.uids[0], token, row, finish, None, None))
+            if finish is not None:
+                break
+        trim_prompt_cache(self.prompt_cache, len(inputs) - len(responses))
+        self._passes_s.append(drafter.draft_s + time.perf_counter() - started)
+        self._passes += 1
+        drafter.record(at=len(self.tokens[0]), drafted=len(draft), accepted=accepted, cost=self._cost)
+        if finish is not None:
+            responses[-1].prompt_cache, responses[-1].all_tokens = self.extract_cache(0), self.tokens[0]
+            self.filter([])
+            return responses
+        self._next_tokens = mx.array(drawn[-1:], dtype=self._next_tokens.dtype)
+        self._next_logprobs = [logprobs[accepted]]
+        return responses
+
+    def _draw(self, inputs: list[int], logits: mx.array) -> tuple[list[int], mx.array]:
+        """Draw the token after each input until it differs from the next input, and return the log-probabilities."""
+        assert self.samplers
+        assert self.logits_processors
+        sampler, changes = self.samplers[0], self.logits_processors[0]
+        if not changes and not isinstance(sampler, SeededSampler):
+            logprobs = logits - mx.logsumexp(logits, axis=-1, keepdims=True)
+            drawn = sampler(logprobs)
+            mx.eval(drawn, logprobs)
+            all_drawn = cast("list[int]", drawn.tolist())
+            return all_drawn[: _equal(all_drawn, inputs[1:]) + 1], logprobs
+        # These have a state, which must not advance beyond the tokens that are kept.
+        tokens: list[int] = []
+        rows: list[mx.array] = []
+        for at, token in enumerate(inputs):
+            row = logits[at : at + 1]
+            if changes:
+                context = self._token_context[0].update_and_fetch(mx.array([token]))
+                for change in changes:
+                    row = change(context, row)
+            rows.append(row - mx.logsumexp(row, axis=-1, keepdims=True))
+            tokens.append(cast("int", sampler(rows[-1]).item()))
+            if tokens[-1:] != inputs[at + 1 : at + 2]:
+                break
+        logprobs = mx.concatenate(rows)
+        mx.eval(logprobs)
+        return tokens, logprobs
+
+
+def _equal(drawn: Sequence[int], draft: Sequence[int]) -> int:
+    """Return the number of equal tokens at the beginning."""
+    return next((at for at, token in enumerate(draft) if drawn[at] != token), len(draft))
