@@ -161,15 +161,10 @@ def serve(
 ) -> None:
     """Run the inference server until Ctrl-C or SIGTERM."""
     check_host(host)
-    spec = _load_spec(
-        model,
-        engine=engine,
-        context_length=context_length,
-        deterministic=deterministic,
-        prompt_lookup=prompt_lookup,
-        kv_cache_dtype=kv_cache_dtype,
-        draft=draft,
-    )
+    options = {"engine": engine, "context_length": context_length, "deterministic": deterministic}
+    options |= {"prompt_lookup": prompt_lookup, "kv_cache_dtype": kv_cache_dtype, "draft": draft}
+    spec = _load_spec(model, **options)
+    unchanged = {"slots": slots, "queue_limit": queue_limit, "dtype": dtype, "threads": threads, "log_level": log_level}
     settings = settings_with_folders(
         host=host,
         port=port,
@@ -181,8 +176,6 @@ def serve(
         model_folders=models or None,
         swap=swap or None,
         idle_unload_s=idle_unload,
-        slots=slots,
-        queue_limit=queue_limit,
         request_timeout_s=request_timeout,
         memory_limit_bytes=_bytes("--memory-limit", memory_limit),
         prefix_cache_bytes=_bytes("--prefix-cache", prefix_cache),
@@ -190,9 +183,7 @@ def serve(
         prefix_cache_disk_bytes=_bytes("--prefix-cache-disk", prefix_cache_disk),
         embedder=embedder,
         reranker=reranker,
-        dtype=dtype,
-        threads=threads,
-        log_level=log_level,
+        **unchanged,
     )
     _run(settings, spec, explicit_port=port is not None or "LMX_LAB_PORT" in os.environ, quiet=quiet)
 
