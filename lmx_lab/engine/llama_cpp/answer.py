@@ -66,8 +66,8 @@ class AnswerReader:
         self.drafted_tokens = self.accepted_tokens = 0
         self.tokens: list[int] = []
         """Ids of the output tokens. Some are missing if llama.cpp has held back incomplete characters."""
-        self._tokens_before = 0
-        """Number of output tokens before the last pause."""
+        self._tokens_before = self._drafted_before = self._accepted_before = 0
+        """Numbers of output tokens, drafted and accepted tokens before the last pause."""
         self.finish: FinishReason | None = None
         """Set at the end of the answer. Events after that are ignored."""
 
@@ -89,6 +89,7 @@ class AnswerReader:
     def pause(self) -> None:
         """Record that the next events are those of another request, whose prompt includes the output so far."""
         self._tokens_before = self.output_tokens
+        self._drafted_before, self._accepted_before = self.drafted_tokens, self.accepted_tokens
 
     def read(self, chunk: Mapping[str, Any], now: float) -> Iterator[Delta | PromptProgress]:
         """Yield the items for the reader that one event contains."""
@@ -102,10 +103,9 @@ class AnswerReader:
             self.computed_tokens = max(0, done - self.cached_tokens)
             yield PromptProgress(done=done, total=self._prompt_tokens)
             return
-        # Only the last event has it. A paused answer does not count the drafts of its first part.
-        timings = chunk.get("timings") or {}
-        self.drafted_tokens = int(timings.get("draft_n", 0))
-        self.accepted_tokens = int(timings.get("draft_n_accepted", 0))
+        if (timings := chunk.get("timings")) is not None:
+            self.drafted_tokens = self._drafted_before + int(timings.get("draft_n", 0))
+            self.accepted_tokens = self._accepted_before + int(timings.get("draft_n_accepted", 0))
         yield from self._read(chunk, now)
 
     def report(self, now: float, *, peak_memory_bytes: int = 0) -> GenerationReport:

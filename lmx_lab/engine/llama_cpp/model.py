@@ -73,6 +73,8 @@ class HostedModel:
     vocabulary_size: int
     batch_invariant: bool = False
     """Whether the bits of an answer do not depend on other requests and on cached prompts."""
+    uses_drafts: bool = False
+    """Whether llama.cpp drafts tokens, with a draft model or by prompt lookup."""
     chat_format: ChatFormat = field(default_factory=ChatFormat)
     dimensions: int | None = None
     pair_overhead_tokens: int = 1
@@ -188,6 +190,7 @@ async def host_model(entry: ModelEntry, spec: LoadSpec, settings: Settings, *, l
     try:
         connection = LlamaConnection(process.socket, process.api_key)
         hosted = await _describe(entry, header, plan, process, connection)
+        hosted.uses_drafts = "speculative_type" in fields
         hosted.batch_invariant = plan.one_by_one or is_batch_invariant(header)
         require_unchanged(entry)
         hosted.slot_files = _open_slot_files(hosted, fields, settings)

@@ -85,6 +85,7 @@ class PreparedRequest:
                 context_length=self.context_length,
                 grammar=self.grammar,
                 markers=list(hosted.chat_format.markers),
+                timings=hosted.uses_drafts,
             )
         return chat_body(
             self.request,

@@ -125,11 +125,13 @@ def completion_body(
     context_length: int,
     grammar: str | None,
     markers: Sequence[str],
+    timings: bool = False,
 ) -> dict[str, Any]:
     """Return the body for ``/completion``.
 
     Args:
         markers: Special tokens that the text of the answer must contain, as text.
+        timings: Whether each event counts the drafted tokens, and not only the last one.
     """
     body = {
         **sampling(request, choice=choice, context_length=context_length),
@@ -139,6 +141,7 @@ def completion_body(
         # Without it, a cancelled request continues until the end of its prompt (measured).
         "return_progress": True,
         "preserved_tokens": list(markers),
+        "timings_per_token": timings,
     }
     if request.top_logprobs is not None:
         body["n_probs"] = max(1, request.top_logprobs)

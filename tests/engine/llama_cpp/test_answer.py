@@ -159,6 +159,18 @@ def test_tokens_of_a_stop_string_have_no_logprobs() -> None:
     assert [item.token for item in logprobs(deltas(answer, *events))] == [1, 2]
 
 
+def test_drafts_before_a_pause_are_counted() -> None:
+    answer = reader()
+    for draft_n, accepted in ((3, 2), (6, 4)):
+        deltas(answer, {**piece("a", 1), "timings": {"draft_n": draft_n, "draft_n_accepted": accepted}})
+    answer.pause()
+    # The first events of the next request have no drafts.
+    deltas(answer, {**piece("b", 1), "timings": {}}, piece("c", 2))
+    assert (answer.drafted_tokens, answer.accepted_tokens) == (6, 4)
+    deltas(answer, {**end(2), "timings": {"draft_n": 5, "draft_n_accepted": 1}})
+    assert (answer.drafted_tokens, answer.accepted_tokens) == (11, 5)
+
+
 # The chat route
 
 

@@ -24,9 +24,9 @@ from lmx_lab.engine import (
     ToolUse,
 )
 from lmx_lab.errors import InvalidRequestError, UnusableModelError
-from lmx_lab.values.generation import TokenLogprob
+from lmx_lab.values.generation import Delta, TokenLogprob
 from lmx_lab.values.models import LoadSpec, ModelEntry
-from tests.engine.conftest import finish_with_logprobs, numbers, pin, request, run, until_written
+from tests.engine.conftest import finish_with_logprobs, numbers, pin, request, run, until_idle, until_written
 from tests.engine.llama_cpp.conftest import SETTINGS, entry_of
 from tests.engine.mlx.test_answers_in_engine import Answer, finish
 from tests.gguf_files import with_template, with_tokens
@@ -213,7 +213,15 @@ async def test_a_draft_model_does_not_change_answers(
             found = [await run(manager, prompt=prompt, max_tokens=40, sampling=each) for each in sampled]
             answers.append([text for text, _ in found])
             counts.append([(each.accepted_tokens, each.drafted_tokens) for _, each in found])
-            assert manager.snapshot.drafted_tokens == sum(drafted for _, drafted in counts[-1])
+            total = sum(drafted for _, drafted in counts[-1])
+            assert manager.snapshot.drafted_tokens == total
+            # Drafts of a cancelled answer are counted as well.
+            async with await manager.submit(request(prompt=prompt, max_tokens=200)) as stream:
+                async for item in stream:
+                    if isinstance(item, Delta) and " " in item.text:
+                        break
+            await until_idle(manager)
+            assert (manager.snapshot.drafted_tokens > total) == (draft is not None)
             # The file of another model, whose tokens are not the same.
             with pytest.raises(
                 UnusableModelError, match=r"vocabulary of 49,152 tokens and smollm2 one of 49,152, and "
