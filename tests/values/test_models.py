@@ -17,7 +17,7 @@ def test_only_options_that_were_changed_are_sent() -> None:
     assert LoadSpec(model="tiny", pin="chat", dtype="float16").options == {}
 
 
-@pytest.mark.parametrize("name", ["pin", "drafts"])
+@pytest.mark.parametrize("name", ["pin", "adapters"])
 def test_an_unknown_option_of_a_load_is_refused_with_the_known_ones(name: str) -> None:
     with pytest.raises(TypeError, match=rf"'{name}'.* are model, engine"):
         LoadSpec.with_options("tiny", {name: "chat"})  # type: ignore[misc]
