@@ -161,7 +161,7 @@ def serve(
 ) -> None:
     """Run the inference server until Ctrl-C or SIGTERM."""
     check_host(host)
-    options = {"engine": engine, "context_length": context_length, "deterministic": deterministic}
+    options: dict[str, Any] = {"engine": engine, "context_length": context_length, "deterministic": deterministic}
     options |= {"prompt_lookup": prompt_lookup, "kv_cache_dtype": kv_cache_dtype, "draft": draft}
     spec = _load_spec(model, **options)
     unchanged = {"slots": slots, "queue_limit": queue_limit, "dtype": dtype, "threads": threads, "log_level": log_level}

@@ -117,7 +117,7 @@ class EngineSnapshot:
     cached_tokens: int = _counter("Tokens of prompts that were taken from the prefix cache.")
     disk_cached_tokens: int = _counter("Cached tokens whose state was read from disk.")
     prefix_disk_written_bytes: int = _counter("Bytes that the prefix cache has written to disk.")
-    drafted_tokens: int = _counter("Tokens drafted from earlier text of a request and verified.")
+    drafted_tokens: int = _counter("Tokens drafted by prompt lookup or a draft model and verified.")
     accepted_tokens: int = _counter("Drafted tokens that became part of an answer.")
     encoded_tokens: int = _counter("Tokens of texts that were embedded or scored.")
     prefix_cache_bytes: int = field(default=0, metadata=SUM)

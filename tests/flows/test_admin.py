@@ -23,8 +23,8 @@ from tests.weights.conftest import gguf_bytes
 CHAT = "/v1/chat/completions"
 
 
-def load(http: httpx2.Client, model: str) -> httpx2.Response:
-    return http.post("/admin/models/load", json={"model": model})
+def load(http: httpx2.Client, model: str, **options: str) -> httpx2.Response:
+    return http.post("/admin/models/load", json={"model": model, **options})
 
 
 def code(response: httpx2.Response) -> str:
@@ -126,10 +126,13 @@ def test_v1_models_lists_the_models_in_the_chat_format(http: httpx2.Client) -> N
 
 
 def test_a_load_replaces_the_loaded_model(fresh_tiny_http: httpx2.Client) -> None:
-    body = load(fresh_tiny_http, "tiny-two").json()
+    body = load(fresh_tiny_http, "tiny-two", draft="tiny").json()
     assert set(body) == {
-        *("success", "model", "load_time_ms", "vram_gb", "engine", "engine_reason", "slots", "context_length")
+        *("success", "model", "load_time_ms", "vram_gb", "engine", "engine_reason", "slots", "context_length"),
+        *("kv_cache_dtype", "draft", "warning"),
     }
+    assert (body["kv_cache_dtype"], body["draft"]) == (None, "tiny")
+    assert "the draft model tiny is not smaller than tiny-two" in body["warning"]
     assert (body["success"], body["model"]) == (True, "tiny-two")
     assert body["load_time_ms"] > 0
     loaded = [record["id"] for record in fresh_tiny_http.get("/admin/models").json()["models"] if record["loaded"]]
@@ -159,7 +162,15 @@ def test_a_load_may_choose_the_engine_which_must_run_the_models_format(http: htt
 
 
 @pytest.mark.parametrize(
-    "body", [{}, {"model": ""}, {"model": 3}, {"model": "tiny", "quickly": True}, {"model": "tiny", "engine": "vllm"}]
+    "body",
+    [
+        {},
+        {"model": ""},
+        {"model": 3},
+        {"model": "tiny", "quickly": True},
+        {"model": "tiny", "engine": "vllm"},
+        {"model": "tiny", "kv_cache_dtype": "q3_0"},
+    ],
 )
 def test_a_malformed_load_is_400(http: httpx2.Client, body: dict[str, Any]) -> None:
     response = http.post("/admin/models/load", json=body)

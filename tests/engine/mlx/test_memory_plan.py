@@ -32,6 +32,14 @@ def test_caches_with_a_window_or_a_fixed_size_stop_growing() -> None:
     assert model.kv_bytes([100_000]) == 512 * 1024 + MIB
 
 
+def test_a_draft_model_has_one_cache_as_long_as_the_longest_request() -> None:
+    model = replace(MODEL, draft_layers=(FULL, FULL))
+    for lengths in ([1000], [1000, 10]):
+        more = model.running_bytes(lengths, chunk=1) - MODEL.running_bytes(lengths, chunk=1)
+        assert more == 2 * 1024 * 1024
+    assert model.longest_request(200 * MIB, chunk=1) < MODEL.longest_request(200 * MIB, chunk=1)
+
+
 @given(st.integers(0, 2**33), st.integers(1, 2048))
 def test_the_longest_request_fits_and_one_token_more_does_not(limit_bytes: int, chunk: int) -> None:
     longest = MODEL.longest_request(limit_bytes, chunk=chunk)
