@@ -171,6 +171,7 @@ class Timings(BaseModel):
     peak_memory_gb: float | None = None
     """Largest memory use of the engine while the request ran, including models; 1 GB is 10^9 bytes."""
     draft_n: int = 0
-    """Tokens that were drafted, by prompt lookup or a draft model, and verified; llama.cpp sends it only if it is not zero."""
+    """Tokens that prompt lookup or a draft model drafted, and that were verified; llama.cpp sends it only if it is not
+    zero."""
     draft_n_accepted: int = 0
     """Drafted tokens that became part of the answer."""
