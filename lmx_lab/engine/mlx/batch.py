@@ -188,8 +188,7 @@ class Batch:
         )
         generation.uncomputed_tokens = len(generation.tokens) - known
         self._generations[generation.uid] = generation
-        # A grammar must advance after each token, which a pass over several tokens does not allow.
-        if self._drafts is not None and generation.constraint is None:
+        if self._drafts is not None:
             generation.drafter = generation.drafter or self._new_drafter()
             self._drafts.drafters[generation.uid] = generation.drafter
 

@@ -371,6 +371,9 @@ def _finish(generation: MlxGeneration, event: TokenGenerated) -> Literal["stop",
     if constraint.tokens < generation.output_tokens:
         # The last of ``max_tokens`` tokens: no token was sampled after it, so the constraint was not advanced.
         constraint.advance(event.token)
+    if constraint.tokens > generation.output_tokens:
+        # One of several tokens of a pass. The constraint has already recorded the last one of them.
+        return event.finish
     if constraint.failure is not None:
         raise constraint.failure
     return "stop" if constraint.complete else event.finish

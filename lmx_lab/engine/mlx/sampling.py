@@ -183,6 +183,11 @@ class ConstrainedSampler:
         self._normalize = normalize
         self._sampled: mx.array | None = None
 
+    @property
+    def has_ended(self) -> bool:
+        """Whether the constraint is satisfied or has failed, so that the answer ends with the last recorded token."""
+        return self._constraint.complete or self._constraint.failure is not None
+
     def __call__(self, logprobs: mx.array) -> mx.array:
         # Starts the forward pass, which runs while the last token is read and the mask is computed.
         mx.async_eval(logprobs)  # type: ignore[no-untyped-call]

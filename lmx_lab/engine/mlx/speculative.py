@@ -18,7 +18,7 @@ import mlx.core as mx
 from mlx_lm.generate import GenerationBatch
 from mlx_lm.models.cache import trim_prompt_cache
 
-from lmx_lab.engine.mlx.sampling import SeededSampler
+from lmx_lab.engine.mlx.sampling import ConstrainedSampler, SeededSampler
 
 FIRST_DRAFT = 4
 LONGEST_DRAFT = 16
@@ -180,7 +180,7 @@ class SpeculativeBatch(GenerationBatch):
         assert self.samplers
         assert self.logits_processors
         sampler, changes = self.samplers[0], self.logits_processors[0]
-        if not changes and not isinstance(sampler, SeededSampler):
+        if not changes and not isinstance(sampler, SeededSampler | ConstrainedSampler):
             logprobs = logits - mx.logsumexp(logits, axis=-1, keepdims=True)
             drawn = sampler(logprobs)
             mx.eval(drawn, logprobs)
@@ -198,6 +198,8 @@ class SpeculativeBatch(GenerationBatch):
             rows.append(row - mx.logsumexp(row, axis=-1, keepdims=True))
             tokens.append(cast("int", sampler(rows[-1]).item()))
             if tokens[-1:] != inputs[at + 1 : at + 2]:
+                break
+            if isinstance(sampler, ConstrainedSampler) and sampler.has_ended:
                 break
         logprobs = mx.concatenate(rows)
         mx.eval(logprobs)
