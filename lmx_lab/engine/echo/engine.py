@@ -201,6 +201,10 @@ class EchoCore:
 
         return self._start(texts, compute(), permit)
 
+    async def encode(self, entry: ModelEntry, request: GenerationRequest) -> list[int]:
+        """See ``InferenceEngine``."""
+        return self._main_of(entry).preparer.encode(request)
+
     async def decode(self, tokens: Sequence[int]) -> str:
         """See ``InferenceEngine``."""
         if self._main is None:
