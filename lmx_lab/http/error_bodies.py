@@ -122,7 +122,7 @@ def messages_error(detail: ErrorDetail, status: int) -> MessagesError:
     default = "api_error" if status >= 500 else "invalid_request_error"
     is_too_long = detail.code == errors.ContextLengthError.code
     message = f"prompt is too long: {detail.message}" if is_too_long else detail.message
-    error = MessagesErrorDetail(type=MESSAGES_TYPES.get(status, default), message=message)
+    error = MessagesErrorDetail(type=MESSAGES_TYPES.get(status, default), message=message, code=detail.code)
     return MessagesError(error=error, request_id=detail.request_id)
 
 

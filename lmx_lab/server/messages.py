@@ -34,6 +34,7 @@ from lmx_lab.wire.messages import (
     CountRequest,
     InputMessage,
     Message,
+    MessageEvent,
     MessagesError,
     MessagesRequest,
     MessagesUsage,
@@ -70,7 +71,7 @@ def messages_routes(service: InferenceService) -> APIRouter:
     @router.post(
         "/v1/messages",
         response_model=Message,
-        responses={200: event_stream(Message, MessagesError, description=RESPONSE_DESCRIPTION), **MESSAGES_ERRORS},
+        responses={200: event_stream(MessageEvent, MessagesError, description=RESPONSE_DESCRIPTION), **MESSAGES_ERRORS},
     )
     async def messages(body: MessagesRequest, request: Request) -> Response:
         """Answer a conversation in the Messages format, completely or with `stream: true` as named events."""

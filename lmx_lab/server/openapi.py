@@ -22,13 +22,14 @@ from lmx_lab.http.openapi import BODY, failures, reference, websocket_response
 from lmx_lab.wire.admin import Heartbeat, Memory, ModelEvent, RequestEvent, Sample, Throughput
 from lmx_lab.wire.chat import ChatChunk, ChatRequest, SocketDone, SocketError, SocketToken
 from lmx_lab.wire.completions import Completion
-from lmx_lab.wire.messages import MessagesError
+from lmx_lab.wire.messages import MessageEvent, MessagesError
 
 EVENTS: tuple[type[BaseModel], ...] = (Throughput, Memory, Heartbeat, ModelEvent, RequestEvent, Sample)
 """The events of ``/admin/events``."""
 EXTRA_MODELS: tuple[type[BaseModel], ...] = (
     ChatChunk,
     Completion,
+    MessageEvent,
     MessagesError,
     *EVENTS,
     SocketToken,

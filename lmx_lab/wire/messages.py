@@ -217,6 +217,28 @@ class Message(BaseModel):
     usage: MessagesUsage
 
 
+class MessageEvent(BaseModel):
+    """One event of a stream; its name is its type. The other fields depend on the type."""
+
+    model_config = ConfigDict(extra="allow")
+
+    type: Literal[
+        "message_start",
+        "ping",
+        "content_block_start",
+        "content_block_delta",
+        "content_block_stop",
+        "message_delta",
+        "message_stop",
+    ]
+    index: int | None = None
+    """Position of the block in the message."""
+    message: Message | None = None
+    content_block: dict[str, Any] | None = None
+    delta: dict[str, Any] | None = None
+    usage: MessagesUsage | None = None
+
+
 class TokenCount(BaseModel):
     """The answer of POST /v1/messages/count_tokens."""
 
@@ -228,6 +250,8 @@ class MessagesErrorDetail(BaseModel):
 
     type: str
     message: str
+    code: str
+    """An extension: the code of the error, as in the chat format."""
 
 
 class MessagesError(BaseModel):
