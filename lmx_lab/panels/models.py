@@ -296,7 +296,7 @@ class ModelsPanel(Panel):
 
     def _caption(self) -> str:
         count = len(self._records)
-        caption = f"{count} model{'' if count == 1 else 's'} on this disk"
+        caption = f"{count} model{'' if count == 1 else 's'} on {self.shown('server')['disk']}"
         return caption if count <= MAX_ROWS else f"{caption}; the first {MAX_ROWS} are shown, others load by name"
 
     def _engines(self) -> str:
@@ -339,7 +339,7 @@ class ModelsPanel(Panel):
     def _table_html(self) -> str:
         rows = "".join(table_row([row["id"], *row["cells"]]) for row in self._rows())
         head = table_row(COLUMNS, "th")
-        return f"<table><caption>{self._caption()}</caption><thead>{head}</thead><tbody>{rows}</tbody></table>"
+        return f"<table><caption>{_escaped(self._caption())}</caption><thead>{head}</thead><tbody>{rows}</tbody></table>"
 
     def _wait_for_list(self) -> None:
         if not self._records:
