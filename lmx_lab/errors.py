@@ -343,7 +343,9 @@ class GenerationTimeoutError(EngineError):
     @classmethod
     def after(cls, limit_s: float, next_step: str = "send a shorter request") -> Self:
         """Return the error of a request that did not finish within the time limit."""
-        return cls(f"the request did not finish within its time limit of {limit_s:g} s (request_timeout_s); {next_step}")
+        return cls(
+            f"the request did not finish within its time limit of {limit_s:g} s (request_timeout_s); {next_step}"
+        )
 
 
 class OutOfMemoryError(EngineError):

@@ -339,7 +339,9 @@ class ModelsPanel(Panel):
     def _table_html(self) -> str:
         rows = "".join(table_row([row["id"], *row["cells"]]) for row in self._rows())
         head = table_row(COLUMNS, "th")
-        return f"<table><caption>{_escaped(self._caption())}</caption><thead>{head}</thead><tbody>{rows}</tbody></table>"
+        return (
+            f"<table><caption>{_escaped(self._caption())}</caption><thead>{head}</thead><tbody>{rows}</tbody></table>"
+        )
 
     def _wait_for_list(self) -> None:
         if not self._records:

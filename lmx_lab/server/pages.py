@@ -53,7 +53,7 @@ DOCS_STYLE = """
 .swagger-ui .info .title small.version-stamp { background: #4d6b02; }
 .swagger-ui .opblock.opblock-get .opblock-summary-method { background: #1663ab; }
 .swagger-ui .opblock.opblock-post .opblock-summary-method { background: #1d7850; }
-.swagger-ui .parameter__in, .swagger-ui .json-schema-2020-12-expand-deep-button, .swagger-ui .json-schema-2020-12__attribute--muted { color: #555; }
+.swagger-ui .parameter__in, .swagger-ui .json-schema-2020-12-expand-deep-button { color: #555; }
 .swagger-ui .btn.cancel { color: #b3261e; border-color: #b3261e; }
 .swagger-ui .btn.execute { background-color: #1663ab; border-color: #1663ab; }
 .swagger-ui .download-contents { background: #59606e; }
@@ -61,15 +61,16 @@ DOCS_STYLE = """
 .scrolling pre.microlight { overflow: visible !important; min-width: fit-content; }
 """
 # The document is passed as a value and not as a URL, so that requests go to the path of this page and not to the root
-# of the Hub. The plugin is for users of keyboards and screen readers: no link inside of a button, no unnamed list of the
-# only server, a name for the request body, and code that can be scrolled with the keyboard.
+# of the Hub. The plugin is for users of keyboards and screen readers: no link inside of a button, no unnamed list of
+# the only server, a name for the request body, and code that can be scrolled with the keyboard.
 START = """
 const accessible = ({ React: { createElement } }) => ({
   components: { DeepLink: ({ text }) => createElement("span", null, text), ServersContainer: () => null },
   wrapComponents: {
     TextArea: (Original) => (props) => createElement(Original, { "aria-label": "request body", ...props }),
     SyntaxHighlighter: (Original) => (props) => createElement(
-      "div", { className: "scrolling", tabIndex: 0, role: "group", "aria-label": "code" }, createElement(Original, props)),
+      "div", { className: "scrolling", tabIndex: 0, role: "group", "aria-label": "code" },
+      createElement(Original, props)),
   },
 });
 window.SwaggerUIBundle && fetch(document.getElementById("document").href).then((it) => it.json()).then((spec) => {
