@@ -221,9 +221,9 @@ def _remedy(on_disk: Sequence[ModelEntry], kinds: Kinds) -> str:
     """Return the next step: the models on disk that could answer, or the command that downloads one."""
     fitting = list(dict.fromkeys(entry.id for kind in kinds for entry in on_disk if kind in entry.kinds))
     if fitting:
-        return f"on this disk: {', '.join(fitting[:MAX_LISTED])}{', …' if len(fitting) > MAX_LISTED else ''}"
+        return f"on disk: {', '.join(fitting[:MAX_LISTED])}{', …' if len(fitting) > MAX_LISTED else ''}"
     starter = next(STARTERS[kind] for kind in kinds if kind in STARTERS)
-    return f"none of this kind is on this disk: lmx-lab pull {starter} fetches one"
+    return f"none of this kind is on disk: lmx-lab pull {starter} fetches one"
 
 
 def _extended(error: NotLoadedError, more: str) -> NotLoadedError:
