@@ -219,11 +219,12 @@ def test_a_stopped_server_refuses_and_the_next_one_is_shown(
     reader: Reader, backend: ScriptedBackend, workbench: Workbench
 ) -> None:
     backend.set_state(model="tiny")
-    backend.records = [record("tiny", loaded=True, vram_gb=0.01)]
+    backend.records = [record("tiny", loaded=True, vram_gb=0.01, loaded_context_length=512, slots=8)]
     reader.ask("refresh")
     reader.until(lambda panel: cells(panel) == {"tiny": ("loaded, 10 MB", "Unload")})
     backend.set_state(state="stopped")
     reader.until(lambda panel: cells(panel) == {"tiny": ("on disk", "Load")})
+    assert reader.panel.rows[0]["cells"][5] == "512", "without slots"
     with pytest.raises(Refused, match="the server is stopped"):
         reader.ask("load", model="tiny")
     following = ScriptedBackend()
