@@ -54,6 +54,7 @@ DOCS_STYLE = """
 .swagger-ui .opblock.opblock-get .opblock-summary-method { background: #1663ab; }
 .swagger-ui .opblock.opblock-post .opblock-summary-method { background: #1d7850; }
 .swagger-ui .parameter__in, .swagger-ui .json-schema-2020-12-expand-deep-button { color: #555; }
+.swagger-ui .parameter__name.required::after, .swagger-ui .parameter__name.required span { color: #b3261e; }
 .swagger-ui .btn.cancel { color: #b3261e; border-color: #b3261e; }
 .swagger-ui .btn.execute { background-color: #1663ab; border-color: #1663ab; }
 .swagger-ui .download-contents { background: #59606e; }
