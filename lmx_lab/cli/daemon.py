@@ -15,7 +15,13 @@ import typer
 
 from lmx_lab.cli.lazy import load
 from lmx_lab.cli.options import Command, check_host, epilog
-from lmx_lab.cli.process import freeze_objects, return_freed_memory, start_logging, stop_on_signals
+from lmx_lab.cli.process import (
+    freeze_objects,
+    pause_garbage_collection,
+    return_freed_memory,
+    start_logging,
+    stop_on_signals,
+)
 from lmx_lab.cli.terminal import is_interactive, print_line, read_line
 from lmx_lab.errors import HostingError, InvalidRequestError, LabError, McpServerExistsError
 from lmx_lab.settings import Settings
@@ -141,6 +147,7 @@ def _describe(server: McpServerConfig, folder: Path) -> str:
 
 
 def _run_daemon(settings: Settings, servers: list[McpServerConfig], *, explicit_port: bool) -> None:
+    pause_garbage_collection()
     daemon_class: type[Daemon] = load("lmx_lab.daemon.daemon:Daemon")
     is_exposed = not settings.daemon_host.startswith("127.") and settings.daemon_host not in LOOPBACK_NAMES
     return_freed_memory()

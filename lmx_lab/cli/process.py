@@ -83,11 +83,17 @@ def return_freed_memory() -> None:
         mallopt(M_MMAP_THRESHOLD, LARGE_BLOCK_BYTES)
 
 
+def pause_garbage_collection() -> None:
+    """Turn garbage collection off until ``freeze_objects``. Modules and routes are kept, so while a server starts, the
+    collector would find nothing in a tenth of the time."""
+    gc.disable()
+
+
 def freeze_objects() -> None:
     """Exclude all existing objects from garbage collection, because a collection over all modules stops the process for
-    50 ms."""
-    gc.collect()
+    50 ms. They include the garbage so far, some 1,000 objects after the start of a server."""
     gc.freeze()
+    gc.enable()
 
 
 class _LineHandler(logging.Handler):
