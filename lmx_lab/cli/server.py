@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import sys
 from collections.abc import Sequence
 from typing import Any
 
@@ -14,6 +15,8 @@ from lmx_lab.engine import ModelManager
 from lmx_lab.engine.templates.trial import prepared_trial
 from lmx_lab.settings import Settings
 from lmx_lab.values.models import LoadProgress, LoadReport, LoadSpec
+
+SWITCH_S = 0.0005
 
 
 def run_server(settings: Settings, spec: LoadSpec | None, *, explicit_port: bool) -> None:
@@ -37,8 +40,12 @@ async def _run(settings: Settings, spec: LoadSpec | None, *, explicit_port: bool
         if first is not None:
             tasks.append(first)
             await _wait_for_files(engine, first, stop)
-        # This imports the modules of the server, which takes about as long as the load of a small model.
+        # This imports the modules of the server, which takes about as long as the load of a small model. Meanwhile the
+        # threads of the load wait for Python's lock at each step, up to this interval.
+        usual_s = sys.getswitchinterval()
+        sys.setswitchinterval(SWITCH_S)
         lab = lmx_lab.Lab(settings, loop="kernel", explicit_port=explicit_port, engine=engine)
+        sys.setswitchinterval(usual_s)
         await lab.astart()
         stack.push_async_callback(lab.astop)
         freeze_objects()
