@@ -17,7 +17,7 @@ from lmx_lab.cli.lazy import load
 from lmx_lab.cli.options import Command, check_host, epilog
 from lmx_lab.cli.process import (
     freeze_objects,
-    pause_garbage_collection,
+    garbage_collection_paused,
     return_freed_memory,
     start_logging,
     stop_on_signals,
@@ -88,7 +88,8 @@ def daemon(
     _check_upstream(settings.upstream)
     start_logging(settings.log_level)
     servers = _confirmed_servers(mcp_config, yes=yes) if mcp_config is not None else []
-    _run_daemon(settings, servers, explicit_port=port is not None or "LMX_LAB_DAEMON_PORT" in os.environ)
+    with garbage_collection_paused():
+        _run_daemon(settings, servers, explicit_port=port is not None or "LMX_LAB_DAEMON_PORT" in os.environ)
 
 
 def _check_upstream(url: str | None) -> None:
@@ -147,7 +148,6 @@ def _describe(server: McpServerConfig, folder: Path) -> str:
 
 
 def _run_daemon(settings: Settings, servers: list[McpServerConfig], *, explicit_port: bool) -> None:
-    pause_garbage_collection()
     daemon_class: type[Daemon] = load("lmx_lab.daemon.daemon:Daemon")
     is_exposed = not settings.daemon_host.startswith("127.") and settings.daemon_host not in LOOPBACK_NAMES
     return_freed_memory()

@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import sys
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 import lmx_lab
@@ -17,6 +17,8 @@ from lmx_lab.settings import Settings
 from lmx_lab.values.models import LoadProgress, LoadReport, LoadSpec
 
 SWITCH_S = 0.0005
+"""Time for which a thread may hold Python's lock while others wait, in the start of the server. Python's default is
+5 ms."""
 
 
 def run_server(settings: Settings, spec: LoadSpec | None, *, explicit_port: bool) -> None:
@@ -34,20 +36,19 @@ async def _run(settings: Settings, spec: LoadSpec | None, *, explicit_port: bool
     engine = ModelManager(settings)
     async with contextlib.AsyncExitStack() as stack:
         tasks = [stop]
-        stack.push_async_callback(_cancel, tasks)
         stack.callback(engine.stop)
+        stack.push_async_callback(_cancel, tasks)
         first = _first_load(engine, spec)
         if first is not None:
             tasks.append(first)
             await _wait_for_files(engine, first, stop)
-        # This imports the modules of the server, which takes about as long as the load of a small model. Meanwhile the
-        # threads of the load wait for Python's lock at each step, up to this interval.
-        usual_s = sys.getswitchinterval()
-        sys.setswitchinterval(SWITCH_S)
-        lab = lmx_lab.Lab(settings, loop="kernel", explicit_port=explicit_port, engine=engine)
-        sys.setswitchinterval(usual_s)
+        with _short_turns():
+            # This imports the modules of the server, which takes about as long as the load of a small model.
+            lab = lmx_lab.Lab(settings, loop="kernel", explicit_port=explicit_port, engine=engine)
         await lab.astart()
         stack.push_async_callback(lab.astop)
+        # Again, because the tasks end before the lab.
+        stack.push_async_callback(_cancel, tasks)
         freeze_objects()
         start = asyncio.create_task(_start(lab, spec, first), name="lmx-lab start")
         server = asyncio.create_task(lab.wait(), name="lmx-lab server")
@@ -57,6 +58,17 @@ async def _run(settings: Settings, spec: LoadSpec | None, *, explicit_port: bool
             start.result()
             await asyncio.wait([stop, server], return_when=asyncio.FIRST_COMPLETED)
         print_line("stopping")
+
+
+@contextlib.contextmanager
+def _short_turns() -> Iterator[None]:
+    """Let the threads of a load run sooner within the block: at each step, they wait for Python's lock."""
+    usual_s = sys.getswitchinterval()
+    sys.setswitchinterval(SWITCH_S)
+    try:
+        yield
+    finally:
+        sys.setswitchinterval(usual_s)
 
 
 async def _cancel(tasks: Sequence[asyncio.Task[Any]]) -> None:

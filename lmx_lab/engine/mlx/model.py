@@ -15,7 +15,6 @@ import mlx.core as mx
 from mlx.utils import tree_flatten
 from mlx_lm.utils import load_config, load_model, load_tokenizer
 
-from lmx_lab.engine.cancellation import check_cancelled
 from lmx_lab.engine.grammar.compile import GrammarCompiler, read_token_table
 from lmx_lab.engine.grammar.worker import TokenTable
 from lmx_lab.engine.mlx import memory
@@ -301,15 +300,14 @@ def _read(entry: ModelEntry, *, limit_bytes: int, dtype: str) -> tuple[Any, Any,
         lambda: _read_tokenizers(entry.path, config.get("eos_token_id")), name="lmx-lab-tokenizer"
     )
 
-    def check() -> None:
-        check_cancelled()
+    def raise_error() -> None:
         if reading.done():
             reading.result()
 
     try:
         # The weights are loaded lazily, and ``fit_weights`` reads them one by one.
         model, _ = load_model(entry.path, lazy=True, get_model_classes=checked_classes)
-        fit_weights(model, dtype, limit_bytes=limit_bytes, check=check)
+        fit_weights(model, dtype, limit_bytes=limit_bytes, before_each=raise_error)
     finally:
         wait([reading])
     return model, *reading.result()

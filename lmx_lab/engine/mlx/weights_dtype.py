@@ -24,7 +24,7 @@ activations."""
 DTYPES = {"float32": mx.float32, "float16": mx.float16, "bfloat16": mx.bfloat16}
 
 
-def fit_weights(model: Any, dtype: str, *, limit_bytes: int, check: Callable[[], object] = check_cancelled) -> None:
+def fit_weights(model: Any, dtype: str, *, limit_bytes: int, before_each: Callable[[], object] = lambda: None) -> None:
     """Convert the weights of a model, which have not been read from disk yet, and read them.
 
     Weights that ``auto`` would expand stay quantized if they do not fit; on a CPU their scales, and so the activations,
@@ -32,7 +32,7 @@ def fit_weights(model: Any, dtype: str, *, limit_bytes: int, check: Callable[[],
 
     Args:
         dtype: See ``Settings.dtype``.
-        check: Called before each weight is read. An exception from it ends the load.
+        before_each: Called before each weight is read. An exception from it ends the load.
 
     Raises:
         NotLoadedError: the load was cancelled.
@@ -46,7 +46,8 @@ def fit_weights(model: Any, dtype: str, *, limit_bytes: int, check: Callable[[],
     # Evaluated one by one, so that only one weight at a time is in memory in both forms.
     parameters: Any = tree_flatten(model.parameters())
     for _, value in parameters:
-        check()
+        check_cancelled()
+        before_each()
         mx.eval(value)
 
 
