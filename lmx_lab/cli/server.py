@@ -35,7 +35,7 @@ async def _run(settings: Settings, spec: LoadSpec | None, *, explicit_port: bool
     stop = asyncio.create_task(_stop_event().wait(), name="lmx-lab stop")
     engine = ModelManager(settings)
     async with contextlib.AsyncExitStack() as stack:
-        tasks = [stop]
+        tasks: list[asyncio.Task[Any]] = [stop]
         stack.callback(engine.stop)
         stack.push_async_callback(_cancel, tasks)
         first = _first_load(engine, spec)
