@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from lmx_lab.errors import UnusableModelError
-from lmx_lab.values.models import Facts, Kind, ModelEntry, Source
+from lmx_lab.values.models import Facts, Kind, ModelEntry, QuantizedCopy, Source
 from lmx_lab.weights.config_check import check_config
 from lmx_lab.weights.files import check_files, open_regular, read_json, read_regular
 from lmx_lab.weights.gguf.model import read_gguf_facts
@@ -60,6 +60,8 @@ class ModelLocation:
     family: str | None = None
     """What the formats of one model have in common: the starter, or the file that was converted. Other models of the
     same id are different models."""
+    copy: QuantizedCopy | None = None
+    """As in ``ModelEntry``."""
 
     def has_alias(self, name: str) -> bool:
         """Whether the name is one of the aliases."""
@@ -104,10 +106,11 @@ def _joined(
     file = files.get(location.converted_from) if location.converted_from is not None else None
     if file is None:
         return location
+    names = (f"{file.id}:{location.copy.type}",) if location.copy is not None else ()
     return replace(
         location,
         id=file.id,
-        aliases=(location.id, *location.aliases),
+        aliases=(*names, location.id, *location.aliases),
         family=file.family or f"file {file.path}",
     )
 
@@ -274,6 +277,7 @@ def read_entry(location: ModelLocation) -> ModelEntry:
         path=location.path,
         source=location.source,
         aliases=location.aliases,
+        copy=location.copy,
         modified_at=modified_at,
         **asdict(facts),
     )
