@@ -13,6 +13,7 @@ from mlx_lm.utils import dequantize_model, load_model
 
 from benchmarks.bench import Model
 from benchmarks.paths import MODELS, ROOT
+from lmx_lab.engine.llama_cpp.quantize import quantize
 from lmx_lab.settings import Settings
 from lmx_lab.values.models import Format, ModelEntry
 from lmx_lab.weights import Catalog
@@ -55,10 +56,18 @@ def gguf_starter() -> ModelEntry:
     return _starter(format_="gguf")
 
 
+def quantized_starter() -> ModelEntry:
+    """Return the quantized copy of ``gguf_starter`` that a load uses by default. It is made if it is missing."""
+    return quantize(Settings(home=_home()), "smollm2-135m", "Q8_0")
+
+
+def _home() -> Path:
+    return Path(os.environ.get("LMX_LAB_TEST_HOME", ROOT / ".cache" / "test-home")).absolute()
+
+
 def _starter(name: str = "smollm2-135m", format_: Format = "mlx") -> ModelEntry:
     """Return a starter model from the home folder of the tests. Download or convert it if it is missing."""
-    home = Path(os.environ.get("LMX_LAB_TEST_HOME", ROOT / ".cache" / "test-home")).absolute()
-    return Catalog(Settings(home=home)).fetch(name, format=format_)
+    return Catalog(Settings(home=_home())).fetch(name, format=format_)
 
 
 def _copy_as_float32(source: Path, target: Path) -> None:

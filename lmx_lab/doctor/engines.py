@@ -49,10 +49,9 @@ def check_engines(settings: Settings, *, measure: bool = False) -> Iterator[Find
         return
     yield Finding(topic="llama.cpp", verdict="fine", found=version)
     yield _compare_speeds(settings, measure=measure)
-    yield from _describe_copies(settings)
 
 
-def _describe_copies(settings: Settings) -> Iterator[Finding]:
+def check_copies(settings: Settings) -> Iterator[Finding]:
     """Report the quantized copies, and for which models a copy may be faster on this machine."""
     if preferred_engine(read_speeds(settings)).name != "llama.cpp":
         return

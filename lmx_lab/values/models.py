@@ -235,8 +235,8 @@ class QuantizedCopy:
     def __str__(self) -> str:
         return (
             f"{self.title}: {self.prefill_speed:.2g} x its speed for prompts, {self.batch_speed:.2g} x for 8 answers, "
-            f"{self.decode_speed:.2g} x for one; mean KL {self.mean_kl:.2g} per token, perplexity {self.perplexity:.4g} "
-            f"instead of {self.original_perplexity:.4g}"
+            f"{self.decode_speed:.2g} x for one; mean KL {self.mean_kl:.2g} per token, "
+            f"perplexity {self.perplexity:.4g} instead of {self.original_perplexity:.4g}"
         )
 
     def describe(self, model: str) -> str:

@@ -53,9 +53,8 @@ class _Batch(ctypes.Structure):
     )
 
 
-@ctypes.CFUNCTYPE(None, c_int, c_char_p, c_void_p)
-def _ignore_log(_level: int, _text: bytes, _data: object) -> None:
-    """A log callback of llama.cpp that does nothing."""
+_ignore_log = ctypes.CFUNCTYPE(None, c_int, c_char_p, c_void_p)(lambda _level, _text, _data: None)
+"""A log callback of llama.cpp that does nothing."""
 
 
 class Ggml:
@@ -148,13 +147,13 @@ class Model:
         )
         ids = (c_int32 * MAX_TEXT_TOKENS)()
         data = text.encode()
-        count = call(self._vocabulary, data, len(data), ids, MAX_TEXT_TOKENS, True, False)  # noqa: FBT003
+        count = call(self._vocabulary, data, len(data), ids, MAX_TEXT_TOKENS, True, False)
         return list(ids[: max(0, count)])
 
     def clear(self) -> None:
         """Forget all tokens."""
         memory = self._ggml.function("llama_get_memory", c_void_p, c_void_p)(self._context)
-        self._ggml.function("llama_memory_clear", None, c_void_p, c_bool)(memory, True)  # noqa: FBT003
+        self._ggml.function("llama_memory_clear", None, c_void_p, c_bool)(memory, True)
 
     def compute(self, tokens: Sequence[int], position: int, *, outputs: bool) -> None:
         """Compute tokens from a position on.

@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from lmx_lab.engine.container_limits import default_threads
+from lmx_lab.engine.engine_choice import gpu_of_mlx
 from lmx_lab.engine.llama_cpp.model import llama_environ
 from lmx_lab.engine.llama_cpp.process import require_installed
 from lmx_lab.engine.llama_cpp.quantized_types import copy_bytes, refuse_unsupported
@@ -35,7 +36,7 @@ from lmx_lab.weights.store import (
     workspace,
 )
 
-EXTRA_BYTES = 2**30
+EXTRA_BYTES = 2**29
 """Memory for contexts and logits while both models are measured."""
 
 
@@ -50,8 +51,8 @@ def quantize(
         progress: As in ``Catalog.fetch``.
 
     Raises:
-        UnusableModelError: the model is no GGUF file, cannot be copied, or was changed meanwhile; or llama.cpp is not
-            installed.
+        UnusableModelError: the model is not a GGUF file, cannot be copied, or was changed meanwhile; llama.cpp is not
+            installed; or this machine computes on a GPU.
         ModelNotFoundError, DownloadError: as ``Catalog.fetch``.
         StorageFullError: the disk is too small, or cannot be written to.
         OutOfMemoryError: the model and its copy do not fit in memory together.
@@ -60,6 +61,10 @@ def quantize(
     catalog = Catalog(settings)
     original = _original(catalog, name, report)
     require_installed(original.path)
+    if (gpu := gpu_of_mlx()) is not None:
+        raise UnusableModelError(
+            f"quantized copies are for CPUs, and this machine computes on its GPU ({gpu}); use the original"
+        )
     header = read_gguf(original.path)
     refuse_unsupported(original, header, type_name)
     folder = settings.quantized_folder

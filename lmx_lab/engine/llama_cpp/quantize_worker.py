@@ -19,7 +19,7 @@ from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import asdict
 from pathlib import Path
-from typing import Any, BinaryIO, get_args
+from typing import Any, get_args
 
 import numpy as np
 import numpy.typing as npt
@@ -64,15 +64,15 @@ def write_copy(header: GgufHeader, target: Path, type_name: QuantizedType, ggml:
         with ThreadPoolExecutor(threads) as pool:
             done = 0
             for tensor, new, size in zip(header.tensors, types, sizes, strict=True):
-                _write_tensor(header, tensor, new, out, ggml, pool)
+                for piece in _pieces(header, tensor, new, ggml, pool):
+                    out.write(piece.data)
                 out.write(bytes(_padded(size, alignment) - size))
                 done += tensor.size_bytes
                 _report("convert", done, header.size_bytes)
 
 
-def _write_tensor(
-    header: GgufHeader, tensor: GgufTensor, new: str, out: BinaryIO, ggml: Ggml, pool: ThreadPoolExecutor
-) -> None:
+def _pieces(header: GgufHeader, tensor: GgufTensor, new: str, ggml: Ggml, pool: ThreadPoolExecutor) -> Iterator[Bytes]:
+    """Return the data of a tensor in its new type, in pieces."""
     start = header.data_offset + tensor.offset
     row = tensor.shape[0]
     row_bytes = tensor.size_bytes // math.prod(tensor.shape[1:])
@@ -83,8 +83,7 @@ def _write_tensor(
         piece: Bytes = np.array(data[begin : begin + step])
         return piece if new == tensor.type else ggml.quantize(new, ggml.dequantize(tensor.type, piece), row)
 
-    for piece in pool.map(converted, range(0, tensor.size_bytes, step)):
-        out.write(piece.data)
+    return pool.map(converted, range(0, tensor.size_bytes, step))
 
 
 def _metadata(data: bytes, type_name: QuantizedType) -> bytes:
