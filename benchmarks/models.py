@@ -57,17 +57,17 @@ def gguf_starter() -> ModelEntry:
 
 
 def quantized_starter() -> ModelEntry:
-    """Return the quantized copy of ``gguf_starter`` that a load uses by default. It is made if it is missing."""
-    return quantize(Settings(home=_home()), "smollm2-135m", "Q8_0")
+    """Return the quantized copy of ``gguf_starter`` that a load uses by default. It is made if it is missing.
 
-
-def _home() -> Path:
-    return Path(os.environ.get("LMX_LAB_TEST_HOME", ROOT / ".cache" / "test-home")).absolute()
+    It is not in the home folder of the tests, whose loads would use it.
+    """
+    return quantize(Settings(home=MODELS.parent), str(gguf_starter().path), "Q8_0")
 
 
 def _starter(name: str = "smollm2-135m", format_: Format = "mlx") -> ModelEntry:
     """Return a starter model from the home folder of the tests. Download or convert it if it is missing."""
-    return Catalog(Settings(home=_home())).fetch(name, format=format_)
+    home = Path(os.environ.get("LMX_LAB_TEST_HOME", ROOT / ".cache" / "test-home")).absolute()
+    return Catalog(Settings(home=home)).fetch(name, format=format_)
 
 
 def _copy_as_float32(source: Path, target: Path) -> None:
