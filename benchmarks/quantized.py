@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from functools import partial
+
 from benchmarks.bench import Bench
 from benchmarks.gguf import (
     CASES,
@@ -9,6 +11,7 @@ from benchmarks.gguf import (
     QUICK_ROUNDS,
     ROUNDS,
     STREAMS,
+    Side,
     Turns,
     run_rounds,
     send_chats,
@@ -31,15 +34,9 @@ def measure(bench: Bench) -> list[Row]:
     assert entry.copy is not None
     rounds = QUICK_ROUNDS if bench.quick else ROUNDS
     with llama_server(gguf_starter()) as theirs, lab_server(entry.path) as ours:
-        prefill = run_rounds({"ours": ours.url, "theirs": theirs}, rounds, send_prompt)
-        decode = {
-            streams: run_rounds(
-                {"ours": ours.url, "theirs": theirs},
-                rounds,
-                lambda url, number, streams=streams: send_chats(url, number, streams),
-            )
-            for streams in STREAMS
-        }
+        urls: dict[Side, str] = {"ours": ours.url, "theirs": theirs}
+        prefill = run_rounds(urls, rounds, send_prompt)
+        decode = {streams: run_rounds(urls, rounds, partial(send_chats, streams=streams)) for streams in STREAMS}
     rows = [
         Turns(model=bench.model, case=f"{PREFILL_TOKENS} tokens", samples=prefill).ratio(
             PREFILL, "rate", limit=Limit(sign="≥", bound=2)

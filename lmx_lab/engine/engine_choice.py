@@ -94,10 +94,10 @@ def choose_format(
         return None
     if spec.engine != "auto":
         found = [entry for entry in entries if entry.format in ENGINES[spec.engine].formats]
-        if found and spec.model == found[0].id and found[0].source != "path":
-            # An id means all files. An alias and a path mean the first entry.
-            found = by_preference(found, preferred)
-        return _with_reason(found[0], REQUESTED) if found else None
+        # A path means the first entry, which is the file itself.
+        named = [it for it in found if it.source != "path" and (it.id == spec.model or it.has_alias(spec.model))]
+        best = by_preference(named or found[:1], preferred)
+        return _with_reason(best[0], REQUESTED) if best else None
     if loaded is not None and (not spec.deterministic or loaded.format == preferred.format):
         same = next((entry for entry in entries if entry.path == loaded.path), None)
         if same is not None:

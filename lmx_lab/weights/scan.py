@@ -106,13 +106,23 @@ def _joined(
     file = files.get(location.converted_from) if location.converted_from is not None else None
     if file is None:
         return location
-    names = (f"{file.id}:{location.copy.type}",) if location.copy is not None else ()
-    return replace(
+    joined = replace(
         location,
         id=file.id,
-        aliases=(*names, location.id, *location.aliases),
+        aliases=(location.id, *location.aliases),
         family=file.family or f"file {file.path}",
     )
+    return joined if location.copy is None else _named_copy(joined, location.copy, file)
+
+
+def _named_copy(location: ModelLocation, copy: QuantizedCopy, file: ModelLocation) -> ModelLocation:
+    """Return the location of a quantized copy with all of its names.
+
+    Aliases of a file of the hub are other spellings of its id. Those of other files mean the file itself.
+    """
+    spellings = file.aliases if copy.automatic and file.source == "hub" else ()
+    aliases = (f"{file.id}:{copy.type}", *location.aliases, *spellings)
+    return replace(location, source=file.source, aliases=aliases)
 
 
 def write_source(folder: Path, name: str, source: Path) -> None:

@@ -124,6 +124,7 @@ def measure(header: GgufHeader, target: Path, type_name: QuantizedType, ggml: Gg
     divergences: list[float] = []
     losses: dict[Model, list[float]] = {original: [], copy: []}
     for position, expected, found in _distributions(original, copy, tokens):
+        _report("verify", header.size_bytes * (position + 1) // len(tokens), header.size_bytes)
         divergences.append(float(np.sum(np.exp(expected) * (expected - found))))
         if position + 1 < len(tokens):
             losses[original].append(-float(expected[tokens[position + 1]]))
@@ -153,7 +154,6 @@ def _distributions(original: Model, copy: Model, tokens: list[int]) -> Iterator[
             model.compute(chunk, start, outputs=True)
         for index in range(len(chunk)):
             yield start + index, _log_softmax(original.logits(index)), _log_softmax(copy.logits(index))
-        _report("verify", start + len(chunk), len(tokens))
 
 
 def _log_softmax(logits: Floats) -> Doubles:
