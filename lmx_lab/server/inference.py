@@ -137,6 +137,10 @@ class InferenceService:
             for at, stream in enumerate(streams)
         ]
 
+    async def encode(self, request: GenerationRequest, *, local: bool = False) -> list[int]:
+        """Return the token ids of a request's prompt. Raises the same as ``ModelManager.encode``."""
+        return await self._manager.encode(request, local=local)
+
     async def decode(self, tokens: tuple[int, ...]) -> str:
         """Convert token ids to text with the tokenizer of the main model."""
         return await self._manager.decode(tokens)

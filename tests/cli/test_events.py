@@ -52,6 +52,7 @@ def test_an_unknown_type_is_an_error(tmp_path: Path, daemon: Daemon) -> None:
     assert "turn.nope" in done.stderr
 
 
+@pytest.mark.slow
 def test_following_continues_over_a_restart(tmp_path: Path) -> None:
     def restart(following: Running) -> None:
         make_session(first, "first")

@@ -106,6 +106,7 @@ async def test_answers_end_with_an_error_at_the_time_limit() -> None:
         assert await unload > 0
 
 
+@pytest.mark.slow
 async def test_an_unload_that_waits_without_a_limit_ends_with_the_answer() -> None:
     async with running(replace(SETTINGS, drain_s=0.0)) as lab:
         await lab.manager.load(LoadSpec(model="one"))
@@ -176,6 +177,7 @@ async def test_a_load_can_stop_the_answers_of_the_previous_model(joins: bool) ->
         assert len(lab.engine.specs) == 2
 
 
+@pytest.mark.slow
 async def test_in_swap_mode_the_replaced_model_is_unloading_and_can_be_stopped() -> None:
     async with running(replace(PATIENT, swap=True)) as lab:
         await lab.manager.load(LoadSpec(model="one"))

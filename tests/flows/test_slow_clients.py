@@ -97,6 +97,7 @@ def test_a_slot_for_which_others_wait_is_free_earlier(echo_home: Path, way: Way)
         assert lab.engine.snapshot.output_tokens < ENDLESS["max_tokens"]
 
 
+@pytest.mark.slow
 def test_a_client_may_pause_after_its_generation_has_ended(echo_home: Path) -> None:
     with (
         serving(echo_home, "echo", slow_client_s=1) as lab,

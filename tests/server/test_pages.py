@@ -53,6 +53,7 @@ def links(page: httpx2.Response) -> list[str]:
     return [link for link in re.findall(r'(?:href|src)="([^"]*)"', page.text) if not link.startswith("https://")]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("path", ["/", "/docs"])
 def test_all_links_are_relative_and_valid(lab: Lab, path: str) -> None:
     shown = httpx2.get(f"{lab.url}{path}")

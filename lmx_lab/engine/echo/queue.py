@@ -147,6 +147,7 @@ class EchoGeneration:
             ttft_s=(self.first_token_at or now) - self.arrived_at,
             decode_s=now - self.decoding_at,
             peak_memory_bytes=peak_memory_bytes,
+            stop_sequence=self.splitter.stop_string,
         )
 
     def _end(self, reason: FinishReason) -> list[Item]:

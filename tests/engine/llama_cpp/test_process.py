@@ -449,6 +449,7 @@ async def test_a_load_that_is_cancelled_when_its_model_becomes_ready_leaves_no_p
 async def test_a_load_that_is_cancelled_when_the_engine_has_completed_it_leaves_no_model(
     manager: ModelManager, tiny_gguf: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    await manager.unload()  # otherwise the previous model is loaded again
     engine = manager.engine("llama.cpp")
     load_model, loop, completed = engine.load, asyncio.get_running_loop(), asyncio.Event()
 
