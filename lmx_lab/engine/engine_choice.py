@@ -106,7 +106,7 @@ def choose_format(
     if entry.format == preferred.format and len({each.format for each in entries}) > 1:
         return _with_reason(entry, preferred.reason)
     # The model of the echo engine has no files.
-    reason = "" if entry.format == "echo" else f"its only format on this disk is {TITLES[entry.format]}"
+    reason = "" if entry.format == "echo" else f"its only format on disk is {TITLES[entry.format]}"
     return _with_reason(entry, reason)
 
 

@@ -302,4 +302,4 @@ async def deadline(arrived_at: float, timeout_s: float) -> AsyncIterator[None]:
         async with asyncio.timeout_at(until):
             yield
     except TimeoutError:
-        raise GenerationTimeoutError(f"not finished after {timeout_s:g} s, the request's limit") from None
+        raise GenerationTimeoutError.after(timeout_s) from None

@@ -450,7 +450,7 @@ class ModelManager:
                 finally:
                     turn.close()
         except TimeoutError:
-            message = f"the model was not loaded within {limit_s:g} s, the request's limit"
+            message = f"the model was not loaded within the request's time limit of {limit_s:g} s; load it first"
             raise GenerationTimeoutError(message, param="model") from None
         except NotLoadedError as exc:
             if name is not None:

@@ -48,6 +48,7 @@ def reported(lab: Lab) -> list[tuple[str, int, bool]]:
 
 def test_the_state_of_an_unload_is_one_line() -> None:
     assert str(Unloading(answers_left=1, seconds_left=28)) == "unloading, 1 answer left (28 s)"
+    assert str(Unloading(answers_left=1, seconds_left=0)) == "unloading, 1 answer left (stopping now)"
     assert str(Unloading(answers_left=2, seconds_left=None)) == "unloading, 2 answers left (no time limit)"
 
 

@@ -249,8 +249,7 @@ class EchoQueue:
         self._timer = None
         now = time.perf_counter()
         for late in self._scheduler.expired(now):
-            limit_s = late.prepared.timeout_s
-            self._end(late, GenerationTimeoutError(f"not finished after {limit_s:g} s, the request's limit"))
+            self._end(late, GenerationTimeoutError.after(late.prepared.timeout_s))
         self._scheduler.pause(lambda _: True, now)
         while (admitted := self._scheduler.admit(lambda _: Verdict.TAKE, now)) is not None:
             self._begin(admitted, now)
