@@ -77,6 +77,8 @@ class Delta:
     reasoning: str = ""
     """Part of the reasoning that the model writes before its answer."""
     tool_calls: tuple[ToolCallDelta, ...] = ()
+    ids: tuple[int, ...] = ()
+    """Ids of the tokens. There are fewer than ``tokens`` if the engine does not report all of them."""
 
     @property
     def has_content(self) -> bool:
@@ -92,6 +94,7 @@ def merge_deltas(deltas: Sequence[Delta]) -> Delta:
         logprobs=tuple([logprob for delta in deltas for logprob in delta.logprobs]),
         reasoning="".join([delta.reasoning for delta in deltas]),
         tool_calls=merge_tool_calls([call for delta in deltas for call in delta.tool_calls]),
+        ids=tuple([token for delta in deltas for token in delta.ids]),
     )
 
 

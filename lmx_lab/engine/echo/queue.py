@@ -121,7 +121,7 @@ class EchoGeneration:
             if token == END:
                 entry = replace(entry, bytes=b"", ends=ends)
         piece = self.splitter.add(token, entry)
-        items: list[Item] = [_delta(piece, 1)]
+        items: list[Item] = [_delta(piece, (token,))]
         if piece.stopped:
             self.finish = "stop"
         elif ends:
@@ -154,7 +154,7 @@ class EchoGeneration:
         if piece.stopped:
             reason = "stop"
         self.finish = "tool_calls" if self.splitter.has_called and reason == "stop" else reason
-        return [_delta(piece, 0)]
+        return [_delta(piece)]
 
     def _on_grid(self, due_at: float) -> float:
         """Return the time of the first round of this speed at or after a time."""
@@ -162,9 +162,14 @@ class EchoGeneration:
         return math.ceil(due_at / interval - 1e-6) * interval if interval else due_at
 
 
-def _delta(piece: SplitText[TokenLogprob], tokens: int) -> Delta:
+def _delta(piece: SplitText[TokenLogprob], ids: tuple[int, ...] = ()) -> Delta:
     return Delta(
-        text=piece.text, tokens=tokens, logprobs=piece.entries, reasoning=piece.reasoning, tool_calls=piece.calls
+        text=piece.text,
+        tokens=len(ids),
+        logprobs=piece.entries,
+        reasoning=piece.reasoning,
+        tool_calls=piece.calls,
+        ids=ids,
     )
 
 

@@ -142,9 +142,10 @@ class AnswerReader:
 
     def _read_completion(self, chunk: Mapping[str, Any], now: float) -> Iterator[Delta]:
         tokens = self._count(self._tokens_before + int(chunk["tokens_predicted"]), now)
-        self.tokens += chunk.get("tokens") or ()
+        ids = tuple(chunk.get("tokens") or ())
+        self.tokens += ids
         entries = self._entries(chunk.get("completion_probabilities", ()))
-        yield from self._text(chunk["content"], tokens, entries)
+        yield from self._text(chunk["content"], tokens, entries, ids)
         self.slot = chunk.get("id_slot", self.slot)
         if chunk["stop"] and self.finish is None:
             yield from self._end(FINISHES.get(chunk["stop_type"], "stop"))
@@ -173,11 +174,13 @@ class AnswerReader:
             self._first_token_at = now
         return new
 
-    def _text(self, text: str, tokens: int, entries: Sequence[TokenLogprob]) -> Iterator[Delta]:
+    def _text(
+        self, text: str, tokens: int, entries: Sequence[TokenLogprob], ids: tuple[int, ...] = ()
+    ) -> Iterator[Delta]:
         if not (text or tokens):
             return
         if self._plain:
-            yield Delta(text=text, tokens=tokens)
+            yield Delta(text=text, tokens=tokens, ids=ids)
             return
         known = [*filter(None, [self._hidden]), *entries]
         self._hidden = known.pop() if entries and not text and not entries[-1].bytes else None
@@ -185,7 +188,7 @@ class AnswerReader:
             # The text of tokens that form one character comes with the last of them.
             yield _delta(self._splitter.add("", entry, count=0), 0)
         piece = self._splitter.add(text, known[-1] if known else None, count=tokens)
-        yield _delta(piece, tokens)
+        yield _delta(piece, tokens, ids)
         if piece.stopped:
             self.finish = "stop"
 
@@ -228,11 +231,12 @@ def _call(call: Mapping[str, Any]) -> ToolCallDelta:
     )
 
 
-def _delta(piece: SplitText[TokenLogprob], tokens: int) -> Delta:
+def _delta(piece: SplitText[TokenLogprob], tokens: int, ids: tuple[int, ...] = ()) -> Delta:
     return Delta(
         text=piece.text,
         tokens=tokens,
         logprobs=piece.entries,
         reasoning=piece.reasoning,
         tool_calls=piece.calls,
+        ids=ids,
     )
