@@ -5,8 +5,9 @@ from __future__ import annotations
 import asyncio
 import logging
 import math
-from collections.abc import AsyncGenerator, AsyncIterator, Callable, Coroutine
+from collections.abc import AsyncGenerator, AsyncIterator, Callable, Coroutine, Mapping
 from contextlib import suppress
+from types import MappingProxyType
 from typing import Any, TypeVar
 
 from fastapi import Request
@@ -29,6 +30,7 @@ class EventStream(StreamingResponse):
     When the client disconnects, the iterator is cancelled and closed.
 
     Args:
+        headers: Additional headers of the response.
         comment: Returns a comment to send whenever nothing was sent for ``KEEP_ALIVE_S``; clients ignore comments.
         blocked_limit_s: Returns how long the client may accept no data before the iterator is closed and the client is
             disconnected. Called repeatedly; by default there is no limit.
@@ -38,6 +40,7 @@ class EventStream(StreamingResponse):
         self,
         lines: AsyncIterator[str],
         *,
+        headers: Mapping[str, str] = MappingProxyType({}),
         comment: Callable[[], str] | None = None,
         blocked_limit_s: Callable[[], float] = lambda: math.inf,
     ) -> None:
@@ -45,7 +48,7 @@ class EventStream(StreamingResponse):
             lines,
             media_type="text/event-stream",
             # Without these headers, proxies would collect tokens until a buffer is full.
-            headers={"cache-control": "no-cache", "x-accel-buffering": "no"},
+            headers={"cache-control": "no-cache", "x-accel-buffering": "no", **headers},
         )
         self._lines = lines
         self._comment = comment

@@ -376,9 +376,7 @@ def _finish(generation: MlxGeneration, event: TokenGenerated) -> Literal["stop",
     return "stop" if constraint.complete else event.finish
 
 
-def _delta(
-    piece: SplitText[TokenLogprob], *, ids: tuple[int, ...] = (), ends: tuple[TokenLogprob, ...] = ()
-) -> Delta:
+def _delta(piece: SplitText[TokenLogprob], *, ids: tuple[int, ...] = (), ends: tuple[TokenLogprob, ...] = ()) -> Delta:
     return Delta(
         text=piece.text,
         tokens=len(ids),
