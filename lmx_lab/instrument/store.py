@@ -1,7 +1,8 @@
 """Store records in SQLite: in memory, or in a file in WAL mode.
 
-All statements run on one thread, so that neither the engine nor an event loop waits for the disk. A record is written
-in one transaction: after a full disk or a killed process, each record is there completely or not at all.
+All statements after opening run on one thread, so that neither the engine nor an event loop waits for the disk. A
+record is written in one transaction: after a full disk or a killed process, each record is there completely or not at
+all.
 """
 
 from __future__ import annotations
@@ -96,14 +97,11 @@ class RecordStore:
         self._max_records = max_records
         self._max_bytes = max_bytes
         self._read_only = read_only
+        # It starts its thread with the first record.
         self._executor = ThreadPoolExecutor(max_workers=1, thread_name_prefix="lmx-lab-records")
         self._pending = threading.Semaphore(MAX_PENDING)
         self._has_warned = False
-        try:
-            self._connection = self._executor.submit(self._open).result()
-        except BaseException:
-            self._executor.shutdown(wait=False)
-            raise
+        self._connection = self._open()
 
     @classmethod
     def in_memory(cls) -> RecordStore:
