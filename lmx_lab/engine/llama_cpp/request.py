@@ -49,11 +49,6 @@ def route_of(request: GenerationRequest, chat_format: ChatFormat) -> Route:
 
 
 def _refuse(request: GenerationRequest) -> None:
-    if request.score_prompt:
-        raise InvalidRequestError(
-            'llama.cpp does not score prompts; leave out echo with logprobs, or load the model with engine="mlx"',
-            param="logprobs",
-        )
     if request.thinking_budget is not None:
         raise InvalidRequestError(
             'llama.cpp does not support thinking_budget; leave it out, or load the model with engine="mlx"',
