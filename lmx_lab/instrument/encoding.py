@@ -56,11 +56,12 @@ def _encode_token(token: TokenLogprob) -> list[Any]:
     # Every byte is one character in Latin-1, so that parts of characters can be stored, too.
     data = token.bytes.decode("latin-1")
     others = [_encode_token(other) for other in token.top]
-    return [token.token, token.text, data, token.logprob, token.ends, token.rank, token.entropy, others]
+    named = [_encode_token(other) for other in token.named]
+    return [token.token, token.text, data, token.logprob, token.ends, token.rank, token.entropy, others, named]
 
 
 def _decode_token(values: Sequence[Any]) -> TokenLogprob:
-    token, text, data, logprob, ends, rank, entropy, others = values[:8]
+    token, text, data, logprob, ends, rank, entropy, others, named = values[:9]
     return TokenLogprob(
         token=token,
         text=text,
@@ -70,4 +71,5 @@ def _decode_token(values: Sequence[Any]) -> TokenLogprob:
         rank=rank,
         entropy=entropy,
         top=tuple(map(_decode_token, others)),
+        named=tuple(map(_decode_token, named)),
     )

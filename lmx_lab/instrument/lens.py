@@ -16,7 +16,7 @@ if TYPE_CHECKING:
     import pandas as pd
 
 ColorBy = Literal["probability", "entropy", "rank"]
-COLUMNS = ("position", "token", "id", "bytes", "logprob", "entropy", "rank", "alternatives")
+COLUMNS = ("position", "token", "id", "bytes", "logprob", "entropy", "rank", "alternatives", "logprob_tokens")
 ALTERNATIVES = 5
 """Number of alternatives that a scoring pass reports for each token."""
 ASK = "send the request with logprobs"
@@ -74,14 +74,25 @@ class TokenLens(Sequence[TokenLogprob]):
         """A data frame with one row for each token.
 
         Its columns are the position in the answer, the text, the id, the bytes, the natural log-probability, the
-        entropy of the distribution in nats, the rank (1 is the most likely token), and the alternatives as a dictionary
-        from text to log-probability. Entropy and rank are missing where the engine does not report them.
+        entropy of the distribution in nats, the rank (1 is the most likely token), and the alternatives and the tokens
+        that the request names, as dictionaries from text to log-probability. Entropy and rank are missing where the
+        engine does not report them.
 
         Raises:
             ImportError: pandas is not installed.
         """
         rows = [
-            (at, each.text, each.token, each.bytes, each.logprob, each.entropy, rank_of(each), _others(each))
+            (
+                at,
+                each.text,
+                each.token,
+                each.bytes,
+                each.logprob,
+                each.entropy,
+                rank_of(each),
+                by_text(each.top),
+                by_text(each.named),
+            )
             for at, each in enumerate(self._tokens)
         ]
         frame: pd.DataFrame = pandas_for("df").DataFrame(rows, columns=list(COLUMNS))
@@ -109,8 +120,9 @@ def rank_of(token: TokenLogprob) -> int | None:
     return next((at for at, key in enumerate(keys, 1) if key == same), None)
 
 
-def _others(token: TokenLogprob) -> dict[str, float | None]:
-    return {other.text: other.logprob for other in token.top}
+def by_text(tokens: Sequence[TokenLogprob]) -> dict[str, float | None]:
+    """Return the log-probabilities of tokens by their text."""
+    return {token.text: token.logprob for token in tokens}
 
 
 def _value(token: TokenLogprob, color: ColorBy) -> float | None:

@@ -259,8 +259,8 @@ class Lab:
             parameters: ``system``, the system prompt, and the parameters of the chat format: ``temperature``,
                 ``top_p``, ``top_k``, ``min_p``, ``max_tokens``, ``stop``, ``seed``, penalties, ``logit_bias``,
                 ``ignore_eos``, ``tools``, ``tool_choice``, ``reasoning_effort``, ``logprobs``, which may be the number
-                of alternatives, and ``response_format``, which may be the class of a pydantic model. ``n`` is not
-                supported, because a reply has one text.
+                of alternatives, ``logprob_tokens``, tokens to report whatever their rank, and ``response_format``,
+                which may be the class of a pydantic model. ``n`` is not supported, because a reply has one text.
 
         Raises:
             NotLoadedError: no model is loaded.

@@ -126,13 +126,14 @@ def _delta(choice: ChunkChoice) -> Delta:
 
 
 def _logprob(token: TopLogprob) -> TokenLogprob:
-    top = token.top_logprobs if isinstance(token, TokenLogprobs) else ()
+    top, named = (token.top_logprobs, token.logprob_tokens) if isinstance(token, TokenLogprobs) else ((), ())
     return TokenLogprob(
         token=None,
         text=token.token,
         bytes=bytes(token.bytes),
         logprob=token.logprob,
         top=tuple(map(_logprob, top)),
+        named=tuple(map(_logprob, named or ())),
     )
 
 

@@ -148,6 +148,7 @@ def request_from_json(stored: Mapping[str, Any], *, model: str) -> GenerationReq
         "prompt": _prompt(given["prompt"]),
         "sampling": Sampling(**{**sampling, "logit_bias": bias}),
         "stop": tuple(given.get("stop", ())),
+        "logprob_tokens": tuple(given.get("logprob_tokens", ())),
         "answer_format": AnswerFormat(**answer_format) if answer_format else None,
     }
     return GenerationRequest(**given, model=model)

@@ -25,6 +25,8 @@ class TokenLogprob:
     """Whether the model ended its text with this token."""
     top: tuple[TokenLogprob, ...] = ()
     """The most likely tokens at this position, most likely first; their own ``top`` is empty."""
+    named: tuple[TokenLogprob, ...] = ()
+    """The tokens that the request names, whatever their rank, in its order; their own ``top`` is empty."""
     rank: int | None = None
     """1 if the token is the most likely one at its position; None if the engine does not report it."""
     entropy: float | None = None

@@ -40,9 +40,12 @@ def test_scores_equal_the_log_probabilities_of_the_answer(lab: lmx_lab.Lab) -> N
         "hello", max_tokens=6, temperature=0, logprobs=3, response_format={"type": "regex", "regex": "[a-z ]{40}"}
     )
     assert reply.logprobs is not None
-    answered, scored = reply.lens(), lab._access.run(
-        lambda backend: backend.score([*reply.prompt_ids, *reply.ids], model=None, top=3)
-    )[len(reply.prompt_ids) :]
+    answered, scored = (
+        reply.lens(),
+        lab._access.run(lambda backend: backend.score([*reply.prompt_ids, *reply.ids], model=None, top=3))[
+            len(reply.prompt_ids) :
+        ],
+    )
     assert [token.token for token in scored] == list(reply.ids)
     assert [token.logprob for token in scored] == pytest.approx([token.logprob for token in answered], abs=1e-4)
     for one, other in zip(scored, answered, strict=True):

@@ -332,3 +332,29 @@ def test_the_lens_shows_recorded_log_probabilities_or_scores_the_tokens(lab: lmx
         scored.lens(color="red")  # type: ignore[arg-type]
     with pytest.raises(InvalidRequestError, match="no lab"):
         pickle.loads(pickle.dumps(scored)).lens()
+
+
+def test_named_tokens_reach_replies_clients_records_and_frames(lab: lmx_lab.Lab) -> None:
+    named = [" sea", 300]
+    reply = lab.chat("hello", logprob_tokens=named)
+    assert reply.logprobs is not None
+    tokens = reply.logprobs[0].named
+    assert (tokens[0].text, tokens[1].token) == (" sea", 300)
+    assert list(lab.requests[-1].lens().df["logprob_tokens"][0]) == [token.text for token in tokens]
+    answer = post(lab, logprobs=True, logprob_tokens=named).json()["choices"][0]["logprobs"]["content"][0]
+    assert [each["token"] for each in answer["logprob_tokens"]] == [token.text for token in tokens]
+    with lmx_lab.attach(lab.url, api_key="s3cret-key") as far:
+        there = far.chat("hello", logprob_tokens=named).logprobs
+        assert there is not None
+        assert [each.logprob for each in there[0].named] == pytest.approx([each.logprob for each in tokens])
+    fields = {"model": "default", "prompt": "hello", "max_tokens": 2, "echo": True, "logprobs": 0}
+    headers = {"authorization": "Bearer s3cret-key"}
+    url = f"{lab.url}/v1/completions"
+    body = httpx2.post(url, json=fields | {"logprob_tokens": named}, headers=headers).json()
+    found = body["choices"][0]["logprobs"]["logprob_tokens"]
+    assert [len(each) for each in found] == [0] * (len(found) - 2) + [2, 2]
+    assert "logprob_tokens" not in httpx2.post(url, json=fields, headers=headers).json()["choices"][0]["logprobs"]
+    with pytest.raises(InvalidRequestError, match="which is 2 tokens of echo"):
+        lab.chat("hello", logprob_tokens=[" seaside"[:6]])
+    refused = httpx2.post(url, json={**fields, "logprobs": None, "logprob_tokens": named}, headers=headers).json()
+    assert "requires logprobs" in refused["error"]["message"]

@@ -11,6 +11,7 @@ import functools
 import hashlib
 import math
 from collections.abc import Sequence
+from dataclasses import replace
 
 import numpy as np
 from numpy.typing import NDArray
@@ -135,11 +136,12 @@ class AnswerSampler:
             self._counts[token] = self._counts.get(token, 0) + 1
         return token
 
-    def logprob(self, scores: Scores, token: int, top: int) -> TokenLogprob:
-        """Return the log-probability of a token by these scores, with ``top`` alternatives."""
+    def logprob(self, scores: Scores, token: int, top: int, named: Sequence[int] = ()) -> TokenLogprob:
+        """Return the log-probability of a token by these scores, with ``top`` alternatives and named tokens."""
         logprobs = _log_softmax(scores)
         others = tuple(self._model.entry(logprobs, other) for other in _likeliest(logprobs, top))
-        return self._model.entry(logprobs, token, others, _entropy(logprobs))
+        entry = self._model.entry(logprobs, token, others, _entropy(logprobs))
+        return replace(entry, named=tuple(self._model.entry(logprobs, other) for other in named)) if named else entry
 
     def scores(self, *, constrained: bool) -> Scores:
         """Return the score of every token, after penalties and bias."""

@@ -42,6 +42,8 @@ class PreparedEcho:
     prompt: list[int]
     text: list[int]
     """Token ids of the answer, unless sampling or an enforced format changes it."""
+    named_tokens: tuple[int, ...]
+    """Ids of the request's ``logprob_tokens``."""
     channel_format: ChannelFormat | None
     max_tokens: int
     interval_s: float
@@ -117,7 +119,7 @@ class EchoGeneration:
         ends = token == END and not request.ignore_eos
         entry = None
         if scores is not None:
-            entry = self.sampler.logprob(scores, token, request.top_logprobs or 0)
+            entry = self.sampler.logprob(scores, token, request.top_logprobs or 0, self.prepared.named_tokens)
             if token == END:
                 entry = replace(entry, bytes=b"", ends=ends)
         piece = self.splitter.add(token, entry)

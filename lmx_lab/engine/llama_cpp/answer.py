@@ -38,6 +38,7 @@ class AnswerReader:
         channel_format: ChannelFormat | None,
         *,
         model: str,
+        named_tokens: Sequence[int] = (),
         prompt_tokens: int,
         arrived_at: float,
     ) -> None:
@@ -47,6 +48,7 @@ class AnswerReader:
         self._plain = channel_format is None and not request.stop and request.top_logprobs is None
         """Whether the text needs no processing, and is passed on unchanged."""
         self._model = model
+        self._named_tokens = named_tokens
         self._prompt_tokens = prompt_tokens
         self._arrived_at = arrived_at
         self._admitted_at: float | None = None
@@ -207,17 +209,21 @@ class AnswerReader:
     def _entries(self, entries: Sequence[Mapping[str, Any]]) -> list[TokenLogprob]:
         if self._request.top_logprobs is None:
             return []
-        return [_logprob(entry, self._request.top_logprobs) for entry in entries]
+        return [_logprob(entry, self._request.top_logprobs, self._named_tokens) for entry in entries]
 
 
-def _logprob(entry: Mapping[str, Any], top: int = 0) -> TokenLogprob:
+def _logprob(entry: Mapping[str, Any], top: int = 0, named: Sequence[int] = ()) -> TokenLogprob:
     data = bytes(entry["bytes"])
+    # All tokens, if some are named.
+    others = list(entry.get("top_logprobs") or ())
+    found = {other["id"]: other for other in others if other["id"] in named} if named else {}
     return TokenLogprob(
         token=int(entry["id"]),
         text=token_text(data),
         bytes=data,
         logprob=float(entry["logprob"]),
-        top=tuple(_logprob(other) for other in list(entry.get("top_logprobs") or ())[:top]),
+        top=tuple(_logprob(other) for other in others[:top]),
+        named=tuple(_logprob(found[token]) for token in named if token in found),
     )
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -33,9 +34,13 @@ def prompt_token(vocabulary: Vocabulary, logits: Row, token: int, top: int) -> T
     return _with_distribution(_entry(vocabulary, logits, token, top, total), logits, total)
 
 
-def answer_token(vocabulary: Vocabulary, logprobs: Row, token: int, top: int, *, ends: bool) -> TokenLogprob:
+def answer_token(
+    vocabulary: Vocabulary, logprobs: Row, token: int, top: int, *, named: Sequence[int] = (), ends: bool
+) -> TokenLogprob:
     """Return the log-probability of an answer token. Special tokens have no bytes, since answers do not show them."""
     entry = _with_distribution(_entry(vocabulary, logprobs, token, top, 0.0), logprobs, 0.0)
+    if named:
+        entry = replace(entry, named=tuple(_entry(vocabulary, logprobs, other, 0, 0.0) for other in named))
     if ends or vocabulary.is_special(token):
         return replace(entry, bytes=b"", ends=ends)
     return entry

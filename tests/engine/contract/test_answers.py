@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import math
+from dataclasses import replace
 from itertools import pairwise
 from typing import Any
 
@@ -347,6 +348,24 @@ async def test_times_are_positive_and_add_up(manager: ModelManager) -> None:
 
 
 # Optional features
+
+
+async def test_named_tokens_are_reported_whatever_their_rank(manager: ModelManager) -> None:
+    # A single letter is one token of every vocabulary. On llama.cpp, tokens within a character have no entries.
+    letters = AnswerFormat(kind="regex", text="[a-z]{8}")
+    options = request(max_tokens=2, top_logprobs=1, logprob_tokens=(300, "q"), answer_format=letters)
+    _, entries = await finish_with_logprobs(await manager.submit(options))
+    assert len(entries) == 2
+    for entry in entries:
+        first, second = entry.named
+        assert (first.token, second.bytes) == (300, b"q")
+        assert first.logprob is not None
+        assert entry.top[0].logprob is not None
+        assert first.logprob <= entry.top[0].logprob + 1e-5
+    for name in ("two words", 10**7):
+        with pytest.raises(InvalidRequestError) as refused:
+            await manager.submit(replace(options, logprob_tokens=(name,)))
+        assert refused.value.param == "logprob_tokens"
 
 
 async def test_a_prompt_is_scored_before_the_first_token(manager: ModelManager) -> None:
