@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import contextlib
 import logging
+import os
 import sqlite3
 import threading
 from collections.abc import Callable, Iterator, Sequence
@@ -70,6 +71,13 @@ COLUMNS = (
 )
 """Columns of the table of all records."""
 ONE = "SELECT records.id, records.data, provenance.data FROM records JOIN provenance ON provenance.id = provenance"
+
+
+def _create_private(path: Path) -> None:
+    """Create a file that only its owner can read, if it does not exist. SQLite gives its other files the same mode."""
+    # If the file cannot be created, opening it raises an error that says why.
+    with contextlib.suppress(OSError):
+        os.close(os.open(path, os.O_CREAT | os.O_EXCL, 0o600))
 
 
 class RecordStore:
@@ -206,6 +214,8 @@ class RecordStore:
         path, name = self.path, ":memory:"
         if path is not None:
             path = path.expanduser().absolute()
+            if not self._read_only:
+                _create_private(path)
             name = f"{path.as_uri()}?mode={'ro' if self._read_only else 'rwc'}"
         try:
             connection = sqlite3.connect(name, uri=path is not None, timeout=BUSY_S, check_same_thread=False)

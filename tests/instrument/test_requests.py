@@ -229,6 +229,8 @@ def test_a_file_is_read_without_a_server_and_has_no_keys_or_addresses(tmp_path: 
         lab.chat("the first")
         post(lab, user="somebody", metadata={"who": "somebody"})
         own = lab.openai["default_headers"]["x-lmx-own"]
+        len(lab.requests)
+        assert {file.stat().st_mode & 0o777 for file in tmp_path.glob("requests.db*")} == {0o600}
     data = path.read_bytes()
     assert b"the first" in data
     for secret in (b"s3cret", b"127.0.0.1", own.encode(), b"somebody"):
