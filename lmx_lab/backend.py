@@ -37,6 +37,8 @@ class ServerState:
     place: str
     """Where the server runs, for display: ``the kernel's loop``."""
     url: str
+    disk: str = "this disk"
+    """Where the server's models are, for display."""
     lan_url: str | None = None
     proxy_url: str | None = None
     proxy_path: str | None = None

@@ -61,7 +61,7 @@ from __future__ import annotations
 
 import difflib
 from collections.abc import Iterable, Iterator
-from typing import ClassVar, Literal
+from typing import ClassVar, Literal, Self
 
 
 class LabError(Exception):
@@ -339,6 +339,13 @@ class GenerationTimeoutError(EngineError):
     """The request has reached its time limit."""
 
     code = "lmx-timeout"
+
+    @classmethod
+    def after(cls, limit_s: float, next_step: str = "send a shorter request") -> Self:
+        """Return the error of a request that did not finish within the time limit."""
+        return cls(
+            f"the request did not finish within its time limit of {limit_s:g} s (request_timeout_s); {next_step}"
+        )
 
 
 class OutOfMemoryError(EngineError):

@@ -15,21 +15,18 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any, get_args
 
-import fastapi._compat.v2
 import httpcore2
 import httpx2
 import pytest
 from hypothesis import HealthCheck, settings
-from mlx_lm.tokenizer_utils import BPEStreamingDetokenizer
-from tokenizers import Tokenizer
 
-from lmx_lab.engine.mlx import model
 from lmx_lab.settings import Settings
 from lmx_lab.values.models import ModelEntry
 from lmx_lab.weights import Catalog
-from tests.gguf_models import kept, starter_gguf, write_minilm_gguf, write_reranker_gguf, write_tiny_gguf
 from tests.tiny import teach_thinking, write_tiny_llama
 
+# The process that distributes the tests loads this file too, before it starts the others. Packages that are slow to
+# import are therefore imported by the fixtures that need them.
 ROOT = Path(__file__).parent.parent
 LONGEST = {
     folder: at
@@ -132,6 +129,8 @@ def _share_validators() -> Iterator[None]:
 
     Otherwise this takes half of the time for starting a lab with the echo engine.
     """
+    import fastapi._compat.v2
+
     create, validators = fastapi._compat.v2.TypeAdapter, dict[tuple[Any, str], Any]()
 
     def shared(annotated: Any, *, config: Any) -> Any:
@@ -166,6 +165,11 @@ def _cache_tokenizers() -> Iterator[None]:
 
     Each load gets a copy, which shares the tokens and their byte table, because no test changes them.
     """
+    from mlx_lm.tokenizer_utils import BPEStreamingDetokenizer
+    from tokenizers import Tokenizer
+
+    from lmx_lab.engine.mlx import model
+
     read, lock = model.load_tokenizer, threading.Lock()
 
     @functools.lru_cache(maxsize=4)
@@ -245,22 +249,30 @@ def thinker(thinker_home: Path) -> ModelEntry:
 @pytest.fixture(scope="session")
 def smollm2_gguf(starter_home: Path) -> Path:
     """The real SmolLM2 as a GGUF file, which is downloaded once and kept between runs."""
+    from tests.gguf_models import starter_gguf
+
     return starter_gguf(starter_home)
 
 
 @pytest.fixture(scope="session")
 def tiny_gguf(starter_home: Path, smollm2: ModelEntry, smollm2_gguf: Path) -> Path:
     """The weights of ``tiny`` as a GGUF file, with the tokenizer and chat template of SmolLM2."""
+    from tests.gguf_models import kept, write_tiny_gguf
+
     return kept(starter_home, "tiny", lambda target: write_tiny_gguf(target, smollm2_gguf, smollm2.path))
 
 
 @pytest.fixture(scope="session")
 def minilm_gguf(starter_home: Path, minilm: ModelEntry) -> Path:
     """The real all-MiniLM-L6-v2 as a GGUF file."""
+    from tests.gguf_models import kept, write_minilm_gguf
+
     return kept(starter_home, "minilm", lambda target: write_minilm_gguf(target, minilm.path))
 
 
 @pytest.fixture(scope="session")
 def reranker_gguf(starter_home: Path, minilm: ModelEntry) -> Path:
     """A cross-encoder with random weights and a context of 64 tokens, as a GGUF file; it is fast and deterministic."""
+    from tests.gguf_models import kept, write_reranker_gguf
+
     return kept(starter_home, "reranker", lambda target: write_reranker_gguf(target, minilm.path))

@@ -170,6 +170,7 @@ def test_every_room_has_a_row() -> None:
     assert rooms <= set(TABLE), f"without a row: {rooms - set(TABLE)}"
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", sorted({room(module) for module in modules()}))
 def test_a_room_imports_only_what_its_row_allows(name: str) -> None:
     row = TABLE[name]
@@ -226,6 +227,7 @@ def test_no_cycles_between_modules() -> None:
         visit(module, ())
 
 
+@pytest.mark.slow
 def test_modules_and_functions_stay_readable() -> None:
     """A module has at most 600 lines, a function at most 60."""
     wrong = []

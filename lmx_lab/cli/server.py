@@ -75,4 +75,4 @@ async def _start(lab: lmx_lab.Lab, spec: LoadSpec | None) -> None:
     for url in lab.lan_urls:
         print_line(f"on the LAN at {url}", style="bold")
     if spec is None and not lab.engine.snapshot.pinned:
-        print_line("no model is loaded yet: POST /admin/models/load, or start with --model")
+        print_line("no model is loaded yet: load one with lmx-lab load, or start with --model")

@@ -15,7 +15,7 @@ from concurrent.futures import Future
 
 from lmx_lab.errors import LabError, NotLoadedError, QueueFullError
 
-LOAD_FIRST = "load one first: POST /admin/models/load, lab.load(...) or lmx-lab serve --model"
+LOAD_FIRST = "load one first: lab.load(...), lmx-lab load or POST /admin/models/load"
 
 
 class Permit:

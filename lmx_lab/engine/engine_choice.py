@@ -101,5 +101,5 @@ def choose_format(
     if entry.format == preferred.format and len(entries) > 1:
         return replace(entry, engine_reason=preferred.reason)
     # The model of the echo engine has no files.
-    reason = "" if entry.format == "echo" else f"its only format on this disk is {TITLES[entry.format]}"
+    reason = "" if entry.format == "echo" else f"its only format on disk is {TITLES[entry.format]}"
     return replace(entry, engine_reason=reason)

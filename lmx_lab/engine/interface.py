@@ -154,6 +154,18 @@ class InferenceEngine(Protocol):
     async def submit_rerank(self, entry: ModelEntry, request: RerankRequest, permit: Permit) -> Pending[Ranking]:
         """Queue documents to be ranked by the main or a pinned model. Raises the same as ``submit_embedding``."""
 
+    async def encode(self, entry: ModelEntry, request: GenerationRequest) -> list[int]:
+        """Return the token ids of a request's prompt, which may be longer than the model's context.
+
+        Args:
+            entry: The main model.
+
+        Raises:
+            NotLoadedError: the model has been replaced, or is being unloaded.
+            ContextLengthError: the prompt is so long that it is not made into tokens.
+            InvalidRequestError: the prompt cannot be made into tokens.
+        """
+
     async def decode(self, tokens: Sequence[int]) -> str:
         """Return the text of token ids as the main model's tokenizer shows it.
 

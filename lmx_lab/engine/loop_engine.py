@@ -65,6 +65,8 @@ class EngineCore(Protocol):
 
     async def accept_rerank(self, entry: ModelEntry, request: RerankRequest, permit: Permit) -> Pending[Ranking]: ...
 
+    async def encode(self, entry: ModelEntry, request: GenerationRequest) -> list[int]: ...
+
     async def decode(self, tokens: Sequence[int]) -> str: ...
 
     async def close(self, error: LabError) -> None:
@@ -172,6 +174,10 @@ class LoopEngine(ABC, Generic[Core]):
     async def submit_rerank(self, entry: ModelEntry, request: RerankRequest, permit: Permit) -> Pending[Ranking]:
         """See ``InferenceEngine``."""
         return await self._run(lambda core: core.accept_rerank(entry, request, permit))
+
+    async def encode(self, entry: ModelEntry, request: GenerationRequest) -> list[int]:
+        """See ``InferenceEngine``."""
+        return await self._run(lambda core: core.encode(entry, request))
 
     async def decode(self, tokens: Sequence[int]) -> str:
         """See ``InferenceEngine``."""
@@ -296,4 +302,4 @@ async def deadline(arrived_at: float, timeout_s: float) -> AsyncIterator[None]:
         async with asyncio.timeout_at(until):
             yield
     except TimeoutError:
-        raise GenerationTimeoutError(f"not finished after {timeout_s:g} s, the request's limit") from None
+        raise GenerationTimeoutError.after(timeout_s) from None

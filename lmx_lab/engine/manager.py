@@ -364,6 +364,24 @@ class ModelManager:
 
         return await self._submit(request, RERANK, submit, local=local)
 
+    async def encode(self, request: GenerationRequest, *, local: bool = True) -> list[int]:
+        """Return the token ids of a request's prompt, which may be longer than the model's context.
+
+        Raises:
+            NotLoadedError, ModelNotFoundError: the model that the request names is not loaded, or does not exist.
+            ContextLengthError: the prompt is so long that it is not made into tokens.
+            InvalidRequestError: the prompt cannot be made into tokens.
+            QueueFullError: too many requests wait.
+        """
+
+        async def encode(resident: Resident, permits: Sequence[Permit]) -> list[int]:
+            try:
+                return await resident.engine.encode(resident.entry, request)
+            finally:
+                permits[0].release()
+
+        return await self._submit(request, CHAT, encode, local=local)
+
     async def decode(self, tokens: Sequence[int]) -> str:
         """Return the text of token ids as the main model's tokenizer shows it.
 
@@ -432,7 +450,7 @@ class ModelManager:
                 finally:
                     turn.close()
         except TimeoutError:
-            message = f"the model was not loaded within {limit_s:g} s, the request's limit"
+            message = f"the model was not loaded within the request's time limit of {limit_s:g} s; load it first"
             raise GenerationTimeoutError(message, param="model") from None
         except NotLoadedError as exc:
             if name is not None:

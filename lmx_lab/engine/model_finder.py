@@ -1,4 +1,4 @@
-"""Find the files of a model by name on this disk, and download them if that is allowed.
+"""Find the files of a model by name on disk, and download them if that is allowed.
 
 Blocking work runs in threads.
 """
@@ -26,7 +26,7 @@ DISK_S = 30.0
 
 
 class ModelFinder:
-    """Finds models on this disk, and downloads missing ones. Of several formats, it takes that of the fastest engine.
+    """Finds models on disk, and downloads missing ones. Of several formats, it takes that of the fastest engine.
 
     Args:
         report: Called with each step of a download, on any thread.
@@ -102,7 +102,7 @@ class ModelFinder:
         needs_download = not (format_ == "mlx" and any(entry.format == "gguf" for entry in entries))
         if not local or (needs_download and not self._settings.downloads):
             raise missing or UnusableModelError(
-                f"{name} is on this disk in the format {TITLES[entries[0].format]} only, and {spec.engine} needs "
+                f"{name} is on disk in the format {TITLES[entries[0].format]} only, and {spec.engine} needs "
                 f"{TITLES[format_]}; run `lmx-lab pull {name}{' --mlx' if format_ == 'mlx' else '-gguf'}` there",
                 param="engine",
             )
@@ -110,7 +110,7 @@ class ModelFinder:
         return replace(entry, engine_reason=reason) if can_choose else entry
 
     async def resolve(self, name: str, *, local: bool) -> ModelEntry:
-        """Return the model of this name on this disk.
+        """Return the model of this name on disk.
 
         Raises:
             ModelNotFoundError, UnusableModelError: it is not on disk, or cannot be used.
@@ -127,7 +127,7 @@ class ModelFinder:
         await from_disk(functools.partial(self._catalog.check, entry), entry.id)
 
     async def on_disk(self) -> Sequence[ModelEntry]:
-        """Return the models on this disk."""
+        """Return the models on disk."""
         return (await self._catalog.alisting()).entries
 
     async def _download(
@@ -140,7 +140,7 @@ class ModelFinder:
             # The class of the error says that the model is missing or incomplete; the message says why.
             if isinstance(missing, UnusableModelError):
                 raise UnusableModelError(f"{missing.message}; {exc.message}", param="model") from exc
-            raise ModelNotFoundError(f"{name} is not on this disk: {exc.message}", param="model") from exc
+            raise ModelNotFoundError(f"{name} is not on disk: {exc.message}", param="model") from exc
 
     def _report_download(self, name: str, progress: Progress) -> None:
         self._report(

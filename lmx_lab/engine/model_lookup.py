@@ -30,10 +30,10 @@ RERANK: Kinds = ("rerank", "embedding")
 ANY_KIND: Kinds = ("chat", "embedding", "rerank")
 REMEDIES: dict[Kind, str] = {
     "chat": LOAD_FIRST,
-    "embedding": "load one (POST /admin/models/load, lab.load), or keep one beside it: lmx-lab serve --embedder ID, "
-    "launch(embedder=ID)",
-    "rerank": "load one (POST /admin/models/load, lab.load), or keep one beside it: lmx-lab serve --reranker ID or "
-    "--embedder ID, launch(reranker=ID)",
+    "embedding": "load one (lab.load, lmx-lab load or POST /admin/models/load), or keep one beside it: "
+    "lmx-lab serve --embedder ID, launch(embedder=ID)",
+    "rerank": "load one (lab.load, lmx-lab load or POST /admin/models/load), or keep one beside it: "
+    "lmx-lab serve --reranker ID or --embedder ID, launch(reranker=ID)",
 }
 STARTERS = {"chat": "smollm2-135m", "embedding": "minilm-l6"}
 MAX_LISTED = 5
@@ -221,9 +221,9 @@ def _remedy(on_disk: Sequence[ModelEntry], kinds: Kinds) -> str:
     """Return the next step: the models on disk that could answer, or the command that downloads one."""
     fitting = list(dict.fromkeys(entry.id for kind in kinds for entry in on_disk if kind in entry.kinds))
     if fitting:
-        return f"on this disk: {', '.join(fitting[:MAX_LISTED])}{', …' if len(fitting) > MAX_LISTED else ''}"
+        return f"on disk: {', '.join(fitting[:MAX_LISTED])}{', …' if len(fitting) > MAX_LISTED else ''}"
     starter = next(STARTERS[kind] for kind in kinds if kind in STARTERS)
-    return f"none of this kind is on this disk: lmx-lab pull {starter} fetches one"
+    return f"none of this kind is on disk: lmx-lab pull {starter} fetches one"
 
 
 def _extended(error: NotLoadedError, more: str) -> NotLoadedError:

@@ -88,10 +88,6 @@ class Scheduler(Generic[Key]):
         return list(self._running)
 
     @property
-    def prefilling(self) -> list[Key]:
-        return [key for key in self._running if key in self._prefilling]
-
-    @property
     def idle(self) -> bool:
         return not self._queued and not self._running
 

@@ -10,7 +10,7 @@ from http import HTTPStatus
 from fastapi import Request, Response
 from fastapi.exceptions import RequestValidationError
 from fastapi.responses import JSONResponse
-from pydantic import ValidationError
+from pydantic import BaseModel, ValidationError
 from starlette.exceptions import HTTPException
 from starlette.requests import HTTPConnection
 from starlette.routing import Match
@@ -20,6 +20,7 @@ from lmx_lab.errors import CallerError, InvalidRequestError, LabError
 from lmx_lab.http.guard import is_local
 from lmx_lab.wire.errors import ErrorBody, ErrorDetail
 from lmx_lab.wire.generation import request_class
+from lmx_lab.wire.messages import MessagesError, MessagesErrorDetail
 from lmx_lab.wire.validation import invalid_request
 
 log = logging.getLogger(__name__)
@@ -63,6 +64,18 @@ REQUEST_PARTS = ("body", "query")
 METHODS = ("GET", "HEAD", "POST", "PUT", "PATCH", "DELETE")
 ERROR_TYPES = {401: "authentication_error", 403: "permission_error", 404: "not_found_error", 429: "rate_limit_error"}
 
+MESSAGES_PATH = "/v1/messages"
+"""Path of the routes whose errors have the form of the Messages format."""
+MESSAGES_TYPES = {
+    401: "authentication_error",
+    403: "permission_error",
+    404: "not_found_error",
+    413: "request_too_large",
+    429: "rate_limit_error",
+    503: "overloaded_error",
+    504: "timeout_error",
+}
+
 
 def status_for(error: type[LabError]) -> int:
     """Return the HTTP status of a class of errors."""
@@ -93,12 +106,31 @@ def _is_final(error: LabError) -> bool:
     return isinstance(error, NO_RETRY) and error.retry_after_s is None
 
 
-def respond(error: LabError, status: int | None = None, request_id: str | None = None) -> JSONResponse:
-    """Return the response to a failed request."""
-    return _response(error, error_detail(error, request_id), status or status_of(error))
+def respond(
+    error: LabError, status: int | None = None, request_id: str | None = None, *, path: str = ""
+) -> JSONResponse:
+    """Return the response to a failed request.
+
+    Args:
+        path: Path of the request, on which the form of the body depends.
+    """
+    return _response(error, error_detail(error, request_id), status or status_of(error), path)
 
 
-def _response(error: LabError, detail: ErrorDetail, status: int) -> JSONResponse:
+def messages_error(detail: ErrorDetail, status: int) -> MessagesError:
+    """Convert an error to the Messages format. Its clients recognize a prompt that is too long by these words."""
+    default = "api_error" if status >= 500 else "invalid_request_error"
+    is_too_long = detail.code == errors.ContextLengthError.code
+    message = f"prompt is too long: {detail.message}" if is_too_long else detail.message
+    error = MessagesErrorDetail(type=MESSAGES_TYPES.get(status, default), message=message, code=detail.code)
+    return MessagesError(error=error, request_id=detail.request_id)
+
+
+def _body(detail: ErrorDetail, status: int, path: str) -> BaseModel:
+    return messages_error(detail, status) if path.startswith(MESSAGES_PATH) else ErrorBody(error=detail)
+
+
+def _response(error: LabError, detail: ErrorDetail, status: int, path: str) -> JSONResponse:
     headers = {}
     if _is_final(error):
         headers["x-should-retry"] = "false"
@@ -106,7 +138,7 @@ def _response(error: LabError, detail: ErrorDetail, status: int) -> JSONResponse
         headers["retry-after"] = str(max(1, math.ceil(error.retry_after_s)))
     if isinstance(error, errors.UnauthorizedError):
         headers["www-authenticate"] = "Bearer"
-    return JSONResponse(ErrorBody(error=detail).model_dump(), status_code=status, headers=headers)
+    return JSONResponse(_body(detail, status, path).model_dump(), status_code=status, headers=headers)
 
 
 def detail_for(connection: HTTPConnection, error: LabError) -> ErrorDetail:
@@ -149,13 +181,13 @@ async def on_lab_error(request: Request, exc: Exception) -> JSONResponse:
     assert isinstance(exc, LabError)
     if not isinstance(exc, CallerError):
         log.warning("%s %s failed (%s): %s", request.method, request.url.path, request_id_of(request), exc)
-    return _response(exc, detail_for(request, exc), status_of(exc))
+    return _response(exc, detail_for(request, exc), status_of(exc), request.url.path)
 
 
 async def on_invalid(request: Request, exc: Exception) -> JSONResponse:
     """Respond to a body or a query that is not valid."""
     assert isinstance(exc, RequestValidationError | ValidationError)
-    return respond(validation_error(exc), request_id=request_id_of(request))
+    return respond(validation_error(exc), request_id=request_id_of(request), path=request.url.path)
 
 
 async def on_http_error(request: Request, exc: Exception) -> JSONResponse:
@@ -163,7 +195,7 @@ async def on_http_error(request: Request, exc: Exception) -> JSONResponse:
     assert isinstance(exc, HTTPException)
     message = f"{request.method} {request.url.path}: {exc.detail}; see {request.app.openapi_url} for all routes"
     error = InvalidRequestError(message)
-    response = respond(error, status=exc.status_code, request_id=request_id_of(request))
+    response = respond(error, status=exc.status_code, request_id=request_id_of(request), path=request.url.path)
     response.headers.update(exc.headers or {})
     if exc.status_code == HTTPStatus.METHOD_NOT_ALLOWED:
         response.headers["allow"] = ", ".join(_methods_at(request))
@@ -189,4 +221,5 @@ async def on_bug(request: Request, exc: Exception) -> JSONResponse:
     """Respond to any other exception, and log it."""
     request_id = request_id_of(request)
     log.error("%s %s failed (%s)", request.method, request.url.path, request_id, exc_info=exc)
-    return respond(LabError(f"internal error; the log contains the details for {request_id}"), request_id=request_id)
+    failure = LabError(f"internal error; the log contains the details for {request_id}")
+    return respond(failure, request_id=request_id, path=request.url.path)

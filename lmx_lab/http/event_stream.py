@@ -24,14 +24,25 @@ KEEP_ALIVE_S = 5.0
 """Proxies and clients close connections that are silent for longer, some after 10 s."""
 
 
+def data_line(data: str) -> str:
+    """Return an event without a name."""
+    return f"data: {data}\n\n"
+
+
+def named_event(name: str, data: str) -> str:
+    return f"event: {name}\ndata: {data}\n\n"
+
+
 class EventStream(StreamingResponse):
-    """A ``text/event-stream`` response of ``data:`` lines.
+    """A ``text/event-stream`` response.
 
     When the client disconnects, the iterator is cancelled and closed.
 
     Args:
+        lines: What is sent, each through ``frame``.
         headers: Additional headers of the response.
-        comment: Returns a comment to send whenever nothing was sent for ``KEEP_ALIVE_S``; clients ignore comments.
+        frame: Converts an item to an event.
+        keep_alive: Returns what to send whenever nothing was sent for ``KEEP_ALIVE_S``, such as a comment.
         blocked_limit_s: Returns how long the client may accept no data before the iterator is closed and the client is
             disconnected. Called repeatedly; by default there is no limit.
     """
@@ -41,7 +52,8 @@ class EventStream(StreamingResponse):
         lines: AsyncIterator[str],
         *,
         headers: Mapping[str, str] = MappingProxyType({}),
-        comment: Callable[[], str] | None = None,
+        frame: Callable[[str], str] = data_line,
+        keep_alive: Callable[[], str] | None = None,
         blocked_limit_s: Callable[[], float] = lambda: math.inf,
     ) -> None:
         super().__init__(
@@ -51,7 +63,8 @@ class EventStream(StreamingResponse):
             headers={"cache-control": "no-cache", "x-accel-buffering": "no", **headers},
         )
         self._lines = lines
-        self._comment = comment
+        self._frame = frame
+        self._keep_alive = keep_alive
         self._blocked_limit_s = blocked_limit_s
         self._request_id = ""
         self._abort: Callable[[], None] = lambda: None
@@ -79,10 +92,10 @@ class EventStream(StreamingResponse):
 
     async def _stream(self, connection: _TimedConnection) -> None:
         await connection.send({"type": "http.response.start", "status": self.status_code, "headers": self.raw_headers})
-        keep_alive = asyncio.create_task(_keep_alive(connection, self._comment)) if self._comment else None
+        keep_alive = asyncio.create_task(_keep_alive(connection, self._keep_alive)) if self._keep_alive else None
         try:
             async for line in self._lines:
-                await connection.send_body(f"data: {line}\n\n")
+                await connection.send_body(self._frame(line))
         finally:
             # If sending a line was interrupted, the iterator has not been notified yet.
             if isinstance(self._lines, AsyncGenerator):
@@ -92,6 +105,11 @@ class EventStream(StreamingResponse):
                 # A lost connection is reported by the other task.
                 await asyncio.gather(keep_alive, return_exceptions=True)
         await connection.send({"type": "http.response.body", "body": b"", "more_body": False})
+
+
+def comment(text: str) -> str:
+    """Return a comment, which clients ignore."""
+    return f": {text}\n\n"
 
 
 class _TimedConnection:
@@ -115,13 +133,13 @@ class _TimedConnection:
         await self.send({"type": "http.response.body", "body": text.encode(), "more_body": True})
 
 
-async def _keep_alive(connection: _TimedConnection, comment: Callable[[], str]) -> None:
-    """Send comments in a separate task: a timer for each token would cost more than its text."""
+async def _keep_alive(connection: _TimedConnection, text: Callable[[], str]) -> None:
+    """Send the text in a separate task: a timer for each token would cost more than its text."""
     while True:
         if (rest_s := KEEP_ALIVE_S - connection.silent_s) > 0:
             await asyncio.sleep(rest_s)
         else:
-            await connection.send_body(f": {comment()}\n\n")
+            await connection.send_body(text())
 
 
 async def while_connected(request: Request, work: Coroutine[Any, Any, T]) -> T:

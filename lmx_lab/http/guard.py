@@ -299,9 +299,11 @@ def _check_key(scope: Scope, policy: GuardPolicy, key: str) -> None:
 
 def _has_key(scope: Scope, policy: GuardPolicy, key: str) -> bool:
     headers, queries = _values(scope, b"authorization"), _query_keys(scope, policy)
-    given = [*map(_bearer, headers), *queries]
-    # At most one of each kind. If both are given, both have to be correct.
-    is_complete = bool(given) and len(headers) <= 1 and len(queries) <= 1
+    # Clients of the Messages format send the key in this header.
+    others = [value.strip() for value in _values(scope, b"x-api-key")]
+    given = [*map(_bearer, headers), *others, *queries]
+    # At most one of each kind. If several are given, all have to be correct.
+    is_complete = bool(given) and all(len(values) <= 1 for values in (headers, others, queries))
     # All keys are compared, so that the time does not depend on the first result.
     same = [hmac.compare_digest(one, key.encode()) for one in given]
     return is_complete and all(same)

@@ -82,7 +82,7 @@ class Cors(CORSMiddleware):
     """CORS for the origins in the guard's policy. Other origins are left to the guard, which refuses them."""
 
     def __init__(self, app: ASGIApp, *, policy: Callable[[], GuardPolicy], methods: Sequence[str]) -> None:
-        exposed = ["x-request-id", "x-lmx-lab", "retry-after", "x-should-retry"]
+        exposed = ["x-request-id", "x-lmx-lab", "retry-after", "x-should-retry", "x-lmx-ignored"]
         super().__init__(app, allow_methods=methods, allow_headers=["*"], expose_headers=exposed)
         self._policy = policy
 
@@ -102,7 +102,8 @@ class Cors(CORSMiddleware):
 
 def _refusal(error: LabError) -> ASGIApp:
     async def app(scope: Scope, receive: Receive, send: Send) -> None:
-        await error_bodies.respond(error, request_id=scope["lmx_lab.request_id"])(scope, receive, send)
+        response = error_bodies.respond(error, request_id=scope["lmx_lab.request_id"], path=scope["path"])
+        await response(scope, receive, send)
 
     return app
 

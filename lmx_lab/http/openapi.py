@@ -60,26 +60,27 @@ COMMON_HEADERS = {name: _HEADER_REFS[name] for name in ("x-request-id", "x-lmx-l
 """Headers of every response."""
 
 
-def failures(*errors: type[LabError], in_path: bool = False) -> Responses:
+def failures(*errors: type[LabError], in_path: bool = False, body: type[BaseModel] = ErrorBody) -> Responses:
     """Return the error responses of a route by status, including the common ones, with the possible codes.
 
     Args:
         in_path: Whether the path contains an id. An id with a slash makes it another path, which does not exist.
+        body: The body of the responses.
     """
     codes: dict[int, list[str]] = {}
     for error in (*errors, *COMMON_ERRORS):
         codes.setdefault(status_for(error), []).append(error.code)
     if in_path:
         codes.setdefault(HTTPStatus.NOT_FOUND, []).append(InvalidRequestError.code)
-    return {status: _failure(status, list(dict.fromkeys(codes[status]))) for status in sorted(codes)}
+    return {status: _failure(status, list(dict.fromkeys(codes[status])), body) for status in sorted(codes)}
 
 
-def _failure(status: int, codes: Sequence[str]) -> dict[str, Any]:
+def _failure(status: int, codes: Sequence[str], body: type[BaseModel]) -> dict[str, Any]:
     shown = ", ".join(f"`{code}`" for code in codes)
     narrowed = {"properties": {"error": {"properties": {"code": {"enum": list(codes)}}}}}
     return {
         "description": f"{HTTPStatus(status).phrase}: `error.code` is {'one of ' if len(codes) > 1 else ''}{shown}",
-        "content": {"application/json": {"schema": {"allOf": [reference(ErrorBody), narrowed]}}},
+        "content": {"application/json": {"schema": {"allOf": [reference(body), narrowed]}}},
         "headers": _HEADER_REFS,
     }
 

@@ -29,7 +29,10 @@ async def show_load(backend: Backend, spec: LoadSpec) -> LoadReport:
                     # The load begins when the previous model is unloaded.
                     shown.update(step.model_copy(update={"stage": "load"}) if step.stage == "unloaded" else step)
                 before = step
-        return await on_loop(load.result())
+            report = await on_loop(load.result())
+            if before is not None:  # In notebooks, the last text stays.
+                shown.show("loaded", before.total_bytes or 0, before.total_bytes)
+        return report
     except (KeyboardInterrupt, asyncio.CancelledError):
         await on_loop(load.cancel())
         raise
@@ -48,8 +51,11 @@ async def show_unload(backend: Backend, model: str | None, *, wait: bool | None)
             while (step := await on_loop(unload.step())) is not None:
                 if step.unloading is not None:
                     _show_unloading(shown, f"{step.model}: {step.unloading}", step, before)
-                before = step
-        return await on_loop(unload.result())
+                    before = step
+            freed = await on_loop(unload.result())
+            if before is not None:
+                shown.show(f"{before.model}: unloaded, {freed:.2f} GB freed", 0, None)
+        return freed
     except KeyboardInterrupt:
         step = unload.unloading
         state = f"{step.model} is still {step.unloading}" if step is not None else "the unload continues"

@@ -10,6 +10,7 @@ from collections.abc import AsyncGenerator, Callable, Iterator, Sequence
 from dataclasses import replace
 from time import perf_counter
 from typing import Any, Self
+from urllib.parse import urlsplit
 
 from lmx_lab.backend import AnswerCost, DocumentRanking, Progress, ServerState
 from lmx_lab.client import AsyncLabClient, LabEvent, Remark, as_array
@@ -180,6 +181,7 @@ class RemoteBackend:
         return ServerState(
             place="another process or machine",
             url=self._client.url,
+            disk=f"the disk of {urlsplit(self._client.url).netloc}",
             model=model,
             pinned=tuple(record.id for record in loaded if record.pinned),
             unloading=self._unloading_now() if model is not None else None,

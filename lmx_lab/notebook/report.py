@@ -77,7 +77,7 @@ def report_html(
     """
     parts = [
         ("Server", _table(_fact_rows(snapshot), head=())),
-        ("Models", _models(snapshot.models.models)),
+        ("Models", _models(snapshot.models.models, snapshot.server.disk)),
         ("Measurements", _measurements(sorted(samples, key=lambda sample: sample.at))),
         ("Requests", _requests(sorted(requests, key=lambda request: request.at, reverse=True))),
         *sections,
@@ -116,9 +116,9 @@ def _fact_rows(snapshot: Snapshot) -> Iterable[str]:
         yield f'<tr><th scope="row">{safe_html(name)}</th><td>{safe_html(value)}</td></tr>'
 
 
-def _models(models: Sequence[ModelRecord]) -> str:
+def _models(models: Sequence[ModelRecord], disk: str) -> str:
     if not models:
-        return '<p class="quiet">There are no models on this disk.</p>'
+        return f'<p class="quiet">There are no models on {safe_html(disk)}.</p>'
     head = ("model", "state", "kind", "format", "engine", "quantization", "#size GB", "#memory GB", "#context")
     return _table((_model_row(model) for model in models), head=head)
 

@@ -53,7 +53,7 @@ export default panel("Chat", ({ model, root, watch }) => {
   };
   const editing = h("p", { class: "row" }, h("span", { class: "grow" },
     "Sending replaces the marked question and removes what follows it."),
-    h("button", { class: "quiet", onclick: () => edit(null) }, "cancel the edit"));
+    h("button", { class: "quiet", onclick: () => edit(null) }, "Cancel editing"));
 
   const box = h("textarea", {
     rows: 2, "aria-label": "message", placeholder: "Enter sends, Shift+Enter inserts a new line",

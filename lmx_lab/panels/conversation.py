@@ -155,7 +155,7 @@ def _converted(message: object, number: int) -> dict[str, str]:
     values = {field: message.get(name, "") for name, field in names.items()}
     for name, field in names.items():
         if not isinstance(values[field], str):
-            raise _wrong_message(number, f"{name} is {values[field]!r:.40}; it must be a text")
+            raise _wrong_message(number, f"{name} is {values[field]!r:.40}; it must be a string")
     return {field: replace_surrogates(value) for field, value in values.items()}
 
 

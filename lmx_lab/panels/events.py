@@ -247,7 +247,8 @@ class EventsPanel(Panel):
         for name, value in (("session", session), ("text", text)):
             if not isinstance(value, str) or len(value) > SEARCH_CHARACTERS:
                 raise InvalidRequestError(
-                    f"{name} is {value!r:.60}; it must be a text of at most {SEARCH_CHARACTERS} characters", param=name
+                    f"{name} is {value!r:.60}; it must be a string of at most {SEARCH_CHARACTERS} characters",
+                    param=name,
                 )
         self._rows.filter = RowFilter(groups=frozenset(groups), session_id=session, text=replace_surrogates(text))
         self._redraw()

@@ -161,7 +161,9 @@ class MetricsPanel(Panel):
     def _failures(self) -> list[str]:
         failed = [ended for ended in self.workbench.history.requests if ended.event.finish_reason == "error"]
         return [
-            f"{format_clock(ended.at)}, {ended.event.kind}, {clip(ended.event.model, 80)}: {ended.event.code}"
+            # A request that found no model has no name of one.
+            f"{', '.join(filter(None, (format_clock(ended.at), ended.event.kind, clip(ended.event.model, 80))))}: "
+            f"{ended.event.code}"
             for ended in failed[: -MAX_FAILURES - 1 : -1]
         ]
 

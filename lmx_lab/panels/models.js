@@ -81,7 +81,7 @@ export default panel("Models", ({ model, root, head, watch }) => {
   const refresh = () => ask(model, "refresh").catch(fail);
   const caption = h("caption");
   const engines = h("p", { class: "dim engines" });
-  const hint = example("There are no models on this disk. This downloads a small one:", 'lab.load("smollm2-135m")');
+  const hint = example("There are no models yet. This downloads a small one:", 'lab.load("smollm2-135m")');
   const list = h("details", { open: !get("compact"), ontoggle: () => list.open && refresh() },
     h("summary", { hidden: !get("compact") }, "models"),
     h("div", { class: "row pick" }, input, go, h("button", { onclick: refresh }, "Refresh")),

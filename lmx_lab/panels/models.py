@@ -296,7 +296,7 @@ class ModelsPanel(Panel):
 
     def _caption(self) -> str:
         count = len(self._records)
-        caption = f"{count} model{'' if count == 1 else 's'} on this disk"
+        caption = f"{count} model{'' if count == 1 else 's'} on {self.workbench.backend.state().disk}"
         return caption if count <= MAX_ROWS else f"{caption}; the first {MAX_ROWS} are shown, others load by name"
 
     def _engines(self) -> str:
@@ -339,7 +339,9 @@ class ModelsPanel(Panel):
     def _table_html(self) -> str:
         rows = "".join(table_row([row["id"], *row["cells"]]) for row in self._rows())
         head = table_row(COLUMNS, "th")
-        return f"<table><caption>{self._caption()}</caption><thead>{head}</thead><tbody>{rows}</tbody></table>"
+        return (
+            f"<table><caption>{_escaped(self._caption())}</caption><thead>{head}</thead><tbody>{rows}</tbody></table>"
+        )
 
     def _wait_for_list(self) -> None:
         if not self._records:
@@ -355,7 +357,7 @@ def model_row(record: ModelRecord, *, serves: bool, unloading: bool) -> dict[str
         state, action = f"pinned{memory}", ""
     elif serves and record.loaded:
         state, action = (f"unloading{memory}", "") if unloading else (f"loaded{memory}", "Unload")
-    context = format_context(record)
+    context = format_context(record, serves=serves)
     size = format_bytes(record.size_gb * 1e9)
     others = [format_ for format_ in record.formats if format_ != record.format]
     formats = ", ".join([record.format, *others])
@@ -363,9 +365,9 @@ def model_row(record: ModelRecord, *, serves: bool, unloading: bool) -> dict[str
     return {"id": record.id, "cells": cells, "action": action}
 
 
-def format_context(record: ModelRecord) -> str:
+def format_context(record: ModelRecord, *, serves: bool) -> str:
     """Format the context of a model: as it is loaded, with the number of slots, or else as it was trained."""
-    if (loaded := record.loaded_context_length) is not None and record.slots is not None:
+    if serves and (loaded := record.loaded_context_length) is not None and record.slots is not None:
         return f"{loaded:,} in {record.slots} slot{'s' * (record.slots != 1)}"
     return "" if record.context_length is None else f"{record.context_length:,}"
 

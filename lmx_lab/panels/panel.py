@@ -205,7 +205,7 @@ def text_field(fields: Mapping[str, Any], name: str, *, limit: int = 4096) -> st
     """
     value = fields.get(name)
     if not isinstance(value, str) or not value.strip():
-        raise InvalidRequestError(f"{name} is {value!r:.40}; it must be a text", param=name)
+        raise InvalidRequestError(f"{name} is {value!r:.40}; it must be a string", param=name)
     if len(value) > limit:
         raise InvalidRequestError(f"{name} has {len(value)} characters; the limit is {limit}", param=name)
     return value

@@ -23,6 +23,7 @@ from lmx_lab.server.embeddings import embedding_routes
 from lmx_lab.server.events import ServerEvent, event_routes, model_event
 from lmx_lab.server.health import health_routes
 from lmx_lab.server.inference import InferenceService
+from lmx_lab.server.messages import messages_routes
 from lmx_lab.server.metrics import Metrics, metrics_routes
 from lmx_lab.server.openapi import EXTRA_MODELS, SOCKETS
 from lmx_lab.server.pages import page_routes
@@ -95,6 +96,7 @@ def create_server(
     api.include_router(health_routes(manager))
     api.include_router(chat_routes(inference))
     api.include_router(completion_routes(inference, slots=settings.slots))
+    api.include_router(messages_routes(inference))
     api.include_router(embedding_routes(inference))
     api.include_router(rerank_routes(inference))
     api.include_router(socket_routes(inference, max_body_bytes=settings.max_body_bytes))

@@ -11,7 +11,7 @@ from fastapi import APIRouter, Request, Response
 from lmx_lab.errors import LabError
 from lmx_lab.http.bodies import StrictRoute
 from lmx_lab.http.error_bodies import client_of, detail_for, request_id_of
-from lmx_lab.http.event_stream import DONE, EventStream, while_connected
+from lmx_lab.http.event_stream import DONE, EventStream, comment, while_connected
 from lmx_lab.http.guard import is_local
 from lmx_lab.http.openapi import event_stream
 from lmx_lab.server.generation import Generation, closing_all
@@ -56,7 +56,7 @@ def chat_routes(service: InferenceService) -> APIRouter:
             return EventStream(
                 with_terminator(chunks, request),
                 headers=headers,
-                comment=lambda: generations[0].status,
+                keep_alive=lambda: comment(generations[0].status),
                 blocked_limit_s=lambda: service.blocked_limit_s(generations),
             )
         text = await while_connected(request, _complete(answer, generations))

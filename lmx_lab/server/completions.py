@@ -12,7 +12,7 @@ from lmx_lab.engine import TextPrompt, TokenPrompt
 from lmx_lab.engine.model_lookup import public_id
 from lmx_lab.http.bodies import StrictRoute
 from lmx_lab.http.error_bodies import client_of, request_id_of
-from lmx_lab.http.event_stream import DONE, EventStream, while_connected
+from lmx_lab.http.event_stream import DONE, EventStream, comment, while_connected
 from lmx_lab.http.guard import is_local
 from lmx_lab.http.openapi import event_stream
 from lmx_lab.server.chat import RESPONSE_DESCRIPTION, with_terminator
@@ -62,7 +62,7 @@ def completion_routes(service: InferenceService, *, slots: int) -> APIRouter:
             return EventStream(
                 with_terminator(prompts.chunks(), request),
                 headers=headers,
-                comment=lambda: prompts.status,
+                keep_alive=lambda: comment(prompts.status),
                 blocked_limit_s=lambda: service.blocked_limit_s(prompts.running),
             )
         text = await while_connected(request, prompts.complete())

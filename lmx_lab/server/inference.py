@@ -210,6 +210,10 @@ class InferenceService:
         assert generation.prompt_scores is not None
         return generation.prompt_scores.tokens
 
+    async def encode(self, request: GenerationRequest, *, local: bool = False) -> list[int]:
+        """Return the token ids of a request's prompt. Raises the same as ``ModelManager.encode``."""
+        return await self._manager.encode(request, local=local)
+
     async def decode(self, tokens: tuple[int, ...]) -> str:
         """Convert token ids to text with the tokenizer of the main model."""
         return await self._manager.decode(tokens)

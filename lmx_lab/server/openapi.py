@@ -22,16 +22,27 @@ from lmx_lab.http.openapi import BODY, failures, reference, websocket_response
 from lmx_lab.wire.admin import Heartbeat, Memory, ModelEvent, RequestEvent, Sample, Throughput
 from lmx_lab.wire.chat import ChatChunk, ChatRequest, SocketDone, SocketError, SocketToken
 from lmx_lab.wire.completions import Completion
+from lmx_lab.wire.messages import MessageEvent, MessagesError
 
 EVENTS: tuple[type[BaseModel], ...] = (Throughput, Memory, Heartbeat, ModelEvent, RequestEvent, Sample)
 """The events of ``/admin/events``."""
-EXTRA_MODELS: tuple[type[BaseModel], ...] = (ChatChunk, Completion, *EVENTS, SocketToken, SocketDone, SocketError)
+EXTRA_MODELS: tuple[type[BaseModel], ...] = (
+    ChatChunk,
+    Completion,
+    MessageEvent,
+    MessagesError,
+    *EVENTS,
+    SocketToken,
+    SocketDone,
+    SocketError,
+)
 """Models of the document that are not the response of a route."""
 _ENGINE = (NotLoadedError, OutOfMemoryError, EngineDeadError)
-INFERENCE_ERRORS = failures(
-    *BODY, ContextLengthError, ModelNotFoundError, QueueFullError, *_ENGINE, GenerationTimeoutError
-)
+_INFERENCE = (*BODY, ContextLengthError, ModelNotFoundError, QueueFullError, *_ENGINE, GenerationTimeoutError)
+INFERENCE_ERRORS = failures(*_INFERENCE)
 """Error responses of a request that a model answers."""
+MESSAGES_ERRORS = failures(*_INFERENCE, body=MessagesError)
+"""The same in the Messages format."""
 LOAD_ERRORS = failures(*BODY, AdminForbiddenError, ModelNotFoundError, ModelBusyError, *_ENGINE, StorageFullError)
 """Error responses of a request that loads or unloads a model."""
 SOCKET = f"""Answer one chat request over a WebSocket, which OpenAPI cannot describe.

@@ -47,16 +47,43 @@ for programs
 <li><a href="metrics">metrics</a>: metrics for Prometheus
 </ul>
 """
+# Colours of Swagger UI that have too little contrast, and its blocks of code, which START makes scroll.
+DOCS_STYLE = """
+.swagger-ui .info .title small { background: #59606e; }
+.swagger-ui .info .title small.version-stamp { background: #4d6b02; }
+.swagger-ui .opblock.opblock-get .opblock-summary-method { background: #1663ab; }
+.swagger-ui .opblock.opblock-post .opblock-summary-method { background: #1d7850; }
+.swagger-ui .parameter__in, .swagger-ui .json-schema-2020-12-expand-deep-button { color: #555; }
+.swagger-ui .parameter__name.required::after, .swagger-ui .parameter__name.required span { color: #b3261e; }
+.swagger-ui .btn.cancel { color: #b3261e; border-color: #b3261e; }
+.swagger-ui .btn.execute { background-color: #1663ab; border-color: #1663ab; }
+.swagger-ui .download-contents { background: #59606e; }
+.scrolling { max-height: 400px; overflow: auto; }
+.scrolling pre.microlight { overflow: visible !important; min-width: fit-content; }
+"""
 # The document is passed as a value and not as a URL, so that requests go to the path of this page and not to the root
-# of the Hub.
+# of the Hub. The plugin is for users of keyboards and screen readers: no link inside of a button, no unnamed list of
+# the only server, a name for the request body, and code that can be scrolled with the keyboard.
 START = """
+const accessible = ({ React: { createElement } }) => ({
+  components: { DeepLink: ({ text }) => createElement("span", null, text), ServersContainer: () => null },
+  wrapComponents: {
+    TextArea: (Original) => (props) => createElement(Original, { "aria-label": "request body", ...props }),
+    SyntaxHighlighter: (Original) => (props) => createElement(
+      "div", { className: "scrolling", tabIndex: 0, role: "group", "aria-label": "code" },
+      createElement(Original, props)),
+  },
+});
 window.SwaggerUIBundle && fetch(document.getElementById("document").href).then((it) => it.json()).then((spec) => {
   spec.servers = [{ url: new URL(".", location).href }];
-  SwaggerUIBundle({ dom_id: "#routes", deepLinking: true, spec });
+  SwaggerUIBundle({
+    dom_id: "#routes", deepLinking: true, spec, plugins: [accessible], syntaxHighlight: { theme: "tomorrow-night" },
+  });
 });
 """
 DOCS = f"""{HEAD}
 <link rel="stylesheet" href="docs/swagger-ui.css" nonce="%(nonce)s">
+<style nonce="%(nonce)s">{DOCS_STYLE}</style>
 <div id="routes"><p>This page is rendered by Swagger UI in the browser. All routes are also described in
 <a id="document" href="openapi.json">openapi.json</a>.</div>
 <script src="docs/swagger-ui-bundle.js" nonce="%(nonce)s"></script>

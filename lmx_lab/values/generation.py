@@ -149,6 +149,8 @@ class GenerationReport:
     decode_s: float
     peak_memory_bytes: int
     """Peak memory of the whole engine while the request ran."""
+    stop_sequence: str | None = None
+    """The stop string that ended the answer; None if it ended otherwise."""
     drafted_tokens: int = 0
     """Tokens that were drafted from earlier text and verified."""
     accepted_tokens: int = 0

@@ -95,7 +95,7 @@ class Unloading:
     """Id of the model that is loaded next; None if there is none."""
 
     def __str__(self) -> str:
-        limit = "no time limit" if self.seconds_left is None else f"{self.seconds_left} s"
+        limit = {None: "no time limit", 0: "stopping now"}.get(self.seconds_left, f"{self.seconds_left} s")
         return f"unloading, {self.answers_left} answer{'' if self.answers_left == 1 else 's'} left ({limit})"
 
 

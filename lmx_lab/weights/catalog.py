@@ -1,4 +1,4 @@
-"""The catalog of all models on this disk, and of how to get others."""
+"""The catalog of all models on disk, and of how to get others."""
 
 from __future__ import annotations
 
@@ -176,7 +176,7 @@ class Catalog:
         return self.resolve(self._convert(entry.path, report).id) if entry.format == "gguf" else entry
 
     def can_fetch(self, name: str) -> bool:
-        """Whether a download may provide the model of that name, or repair the copy on this disk."""
+        """Whether a download may provide the model of that name, or repair the copy on disk."""
         return find_starter(name) is not None or (HUB_ID.fullmatch(name) is not None and not os.path.exists(name))
 
     def can_choose_format(self, name: str) -> bool:
@@ -282,20 +282,20 @@ class Catalog:
             yield folder, folder_locations(folder, "folder")
 
     def _ambiguous(self, name: str) -> ModelNotFoundError | None:
-        """Return the error for a repository with several quantizations on this disk."""
+        """Return the error for a repository with several quantizations on disk."""
         prefix = f"{name}:"
         locations = hub_locations(cache_module.cache_folder())
         here = [location.id for location in locations if location.id.startswith(prefix)]
         if len(here) < 2:
             return None
-        return ModelNotFoundError(f"{name} has several models on this disk; name one: {', '.join(here)}", param="model")
+        return ModelNotFoundError(f"{name} has several models on disk; name one: {', '.join(here)}", param="model")
 
     def _not_found(self, name: str) -> ModelNotFoundError:
         here = list(by_model(self.scan()))
         shown = ", ".join(here[:NAMED_IN_ERRORS]) + (", …" if len(here) > NAMED_IN_ERRORS else "")
         known = ", ".join(STARTERS)
         return self._ambiguous(name) or ModelNotFoundError(
-            f"there is no model {name[:200]!r} on this disk; available are: {shown or 'none yet'}. "
+            f"there is no model {name[:200]!r} on disk; available are: {shown or 'none yet'}. "
             f"Fetch one with `lmx-lab pull ID`: a starter ({known}), or org/name or org/name:Q4_K_M of the hub",
             param="model",
         )

@@ -5,8 +5,9 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
-from soak.hostile.models import CONFIGS, LOOP_WORD, NORMALIZER, PIECES, TEMPLATES, VALID
+from soak.hostile.models import CONFIGS, LARGE, LOOP_WORD, NORMALIZER, PIECES, TEMPLATES, VALID
 from soak.hostile.senders import (
     CHAT,
     DISCONNECTED,
@@ -72,6 +73,11 @@ ATTACKS = (
         name="6 prompts of 8 MB whose senders leave",
         send=post(CHAT, lambda: chat_of("word " * 1_600_000), clients=6, leaves=True),
         answers=TOO_LONG | BUSY | {LEFT},
+    ),
+    Attack(
+        name="40 bodies of nested lists of 64 KB",
+        send=post(CHAT, lambda: chat_of("hello", metadata=[nested_list(58)] * 550), clients=40),
+        answers=REFUSED | BUSY,
     ),
     Attack(
         name="8 texts of 5 MB to embed",
@@ -145,10 +151,18 @@ ATTACKS = (
 )
 
 
+def nested_list(depth: int) -> list[Any]:
+    """Return lists within lists."""
+    value: list[Any] = []
+    for _ in range(depth - 1):
+        value = [value]
+    return value
+
+
 def loads(models: Mapping[str, Path]) -> list[Attack]:
-    """Return an attack for each model that must be refused."""
+    """Return an attack for each model that must be refused, and one of several loads at once."""
     refused = [name for name in models if name.removesuffix(", GGUF") in {*CONFIGS, *TEMPLATES}]
-    return [
+    attacks = [
         Attack(
             name=f"a load: {name}",
             send=_load(models[name]),
@@ -158,6 +172,10 @@ def loads(models: Mapping[str, Path]) -> list[Attack]:
         )
         for name in refused
     ]
+    if LARGE in models:
+        send = post(LOAD, lambda: {"model": str(models[LARGE])}, clients=8)
+        attacks.append(Attack(name=f"8 loads of {LARGE}", send=send, answers=REFUSED | BUSY, limit_s=TEMPLATE_S))
+    return attacks
 
 
 def _load(path: Path) -> Send:

@@ -31,6 +31,9 @@ SLOW_PIECES = {
     "invert": False,
 }
 VALID, EMBEDDER, NORMALIZER, PIECES = "valid", "embedder", "slow normalizer", "slow pre-tokenizer"
+LARGE_TEMPLATE = "{% if 1 %}{% endif %}" * 30_000 + THINKER_TEMPLATE
+"""A template of 0.6 MB, which takes seconds to compile."""
+LARGE = "a template of 0.6 MB"
 CONFIGS: Mapping[str, Mapping[str, Any]] = {
     "NaN in config.json": {"rms_norm_eps": Raw("NaN")},
     "infinity in config.json": {"rope_theta": Raw("Infinity")},
@@ -58,6 +61,8 @@ def write_hostile_models(folder: Path, soak: Soak) -> dict[str, Path]:
         models[name] = _llama(folder / f"config-{number}", soak)
         config = models[name] / "config.json"
         config.write_text(to_json(json.loads(config.read_text()) | values))
+    if is_installed("llama.cpp"):
+        models[LARGE] = with_template(tiny(soak, "llama.cpp"), LARGE_TEMPLATE, folder / "gguf-large")
     for number, (name, template) in enumerate(TEMPLATES.items()):
         models[name] = _llama(folder / f"template-{number}", soak, template=template)
         if is_installed("llama.cpp"):

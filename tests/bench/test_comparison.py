@@ -115,6 +115,7 @@ def test_repeats_of_different_runs_are_not_paired() -> None:
     assert row(before, before, "ttft_ms")["paired"]
 
 
+@pytest.mark.slow
 def test_times_of_whole_answers_have_no_ratio_if_their_lengths_differ() -> None:
     for tokens, compared in ((96, True), (90, False)):
         table = compare(side(1.0, tokens=100), side(1.1, tokens=tokens)).set_index("metric")

@@ -99,6 +99,7 @@ def test_progress_is_reported_on_the_callers_thread_up_to_the_total() -> None:
     assert reported == [(done, 5, threading.current_thread()) for done in range(1, 6)]
 
 
+@pytest.mark.slow
 def test_progress_is_a_bar_in_a_terminal_and_nothing_in_a_log(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -246,6 +246,7 @@ def test_a_full_disk_is_one_line_and_a_failure(tmp_path: Path, arguments: list[s
         assert run_command(tmp_path, *arguments, stdout=full, stderr=full).status == 1
 
 
+@pytest.mark.slow
 def test_a_command_runs_with_closed_streams(tmp_path: Path) -> None:
     command = f"{shlex.join(PROGRAM)} --version <&- >&- 2>&-"
     done = subprocess.run(

@@ -68,6 +68,7 @@ def test_a_model_is_measured_in_this_process_without_http(tiny_home: Path, tmp_p
     assert len(load(found[1])) == 2 * 2 * (1 + 3)
 
 
+@pytest.mark.slow
 def test_with_compare_the_model_is_served_and_both_are_measured_over_http(
     home: Path, server: Scripted, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -111,6 +112,7 @@ def test_arrivals_cache_and_seed_can_be_set(home: Path, server: Scripted, capsys
     assert "above 0 and up to 10000" in " ".join(capsys.readouterr().err.split())
 
 
+@pytest.mark.slow
 def test_the_other_server_does_not_get_the_key_of_the_first(
     home: Path, server: Scripted, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -181,6 +183,7 @@ def test_a_lab_without_a_model_is_one_line(home: Path, capsys: pytest.CaptureFix
     assert captured.err.startswith("no-model-loaded: ")
 
 
+@pytest.mark.slow
 def test_a_lab_that_loads_models_on_demand_is_measured(home: Path, capsys: pytest.CaptureFixture[str]) -> None:
     with serving(home, "echo", swap=True, idle_unload_s=0.2) as lab:
         wait_until(lambda: "0.2 s" in httpx2.get(f"{lab.url}/readyz").text)
@@ -246,6 +249,7 @@ def test_targets_without_a_common_case_are_not_compared(capsys: pytest.CaptureFi
     assert "a and b cannot be compared" in captured.err
 
 
+@pytest.mark.slow
 def test_the_better_side_is_shown_with_three_or_more_repeats(capsys: pytest.CaptureFixture[str]) -> None:
     for repeats, better in ((2, "-"), (3, "a")):
         quick, slow = ([float(at * factor) for at in range(100, 112)] for factor in (1, 2))

@@ -38,6 +38,7 @@ def test_the_answer_goes_to_standard_output_and_its_cost_to_standard_error(tmp_p
     assert "2 tokens" in done.stderr
 
 
+@pytest.mark.slow
 @pytest.mark.usefixtures("hello")
 def test_the_next_chat_continues_the_session_unless_a_new_one_is_requested(
     tmp_path: Path, daemon: Daemon, upstream: Scripted
@@ -48,6 +49,7 @@ def test_the_next_chat_continues_the_session_unless_a_new_one_is_requested(
     assert histories == [["one"], ["one", "Hello there.", "two"], ["three"], ["four"]]
 
 
+@pytest.mark.slow
 @pytest.mark.usefixtures("hello")
 def test_a_deleted_session_of_the_last_chat_is_replaced_by_a_new_one(
     tmp_path: Path, daemon: Daemon, upstream: Scripted
@@ -134,6 +136,7 @@ def test_a_failed_turn_prints_its_code(tmp_path: Path, daemon: Daemon, upstream:
     assert "no-model-loaded" in done.stderr
 
 
+@pytest.mark.slow
 def test_a_tool_that_needs_a_permission_is_denied_without_a_terminal(
     tmp_path: Path, ran: list[str], upstream: Scripted
 ) -> None:
@@ -153,6 +156,7 @@ def interrupt_after_a_piece(chat: Running) -> None:
     chat.send_signal(signal.SIGINT)
 
 
+@pytest.mark.slow
 def test_an_interrupt_cancels_the_turn_and_keeps_the_printed_text(
     tmp_path: Path, daemon: Daemon, upstream: Scripted
 ) -> None:
@@ -164,6 +168,7 @@ def test_an_interrupt_cancels_the_turn_and_keeps_the_printed_text(
     assert cancelled_turns(tmp_path) == 1
 
 
+@pytest.mark.slow
 def test_a_turn_is_cancelled_if_its_output_was_closed(tmp_path: Path, daemon: Daemon, upstream: Scripted) -> None:
     gate = Gate()
     upstream.then([token("Hel"), gate, token("lo"), STALL])
@@ -178,6 +183,7 @@ def test_a_turn_is_cancelled_if_its_output_was_closed(tmp_path: Path, daemon: Da
     assert cancelled_turns(tmp_path) == 1
 
 
+@pytest.mark.slow
 def test_a_chat_reports_that_its_turn_waits(tmp_path: Path, daemon: Daemon, upstream: Scripted) -> None:
     upstream.then([token("Hel"), STALL])
 
@@ -190,6 +196,7 @@ def test_a_chat_reports_that_its_turn_waits(tmp_path: Path, daemon: Daemon, upst
         assert run_command(tmp_path, *CHAT, terminal=True, meanwhile=interrupt).status == 130
 
 
+@pytest.mark.slow
 def test_an_interactive_chat_asks_before_a_tool_runs(tmp_path: Path, ran: list[str], upstream: Scripted) -> None:
     upstream.then(calls(("note", {"text": "b"})), says("Done."), says("Bye."))
 

@@ -126,6 +126,7 @@ def test_a_signal_during_the_start_stops_the_daemon_properly(tmp_path: Path, mon
     assert not (tmp_path / "daemon" / "state.json").exists()
 
 
+@pytest.mark.slow
 def test_servers_are_added_once(tmp_path: Path, arguments: list[str]) -> None:
     for line in ("added none", "none exists already"):
         ended = run_command(tmp_path, *arguments, "--yes", meanwhile=stop_when_ready)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 import signal
 from pathlib import Path
 
@@ -25,6 +26,18 @@ def test_the_newest_events_are_printed_as_text_or_json(tmp_path: Path, daemon: D
     events = [json.loads(text) for text in programs]
     assert [event["event"] for event in events][:2] == ["session.created", "turn.queued"]
     assert [event["seq"] for event in events] == sorted({event["seq"] for event in events})
+
+
+def test_an_event_is_one_short_line_and_the_pieces_of_a_message_are_one_event(tmp_path: Path, daemon: Daemon) -> None:
+    session = "a-session-with-a-long-name"
+    with DaemonClient(daemon.url, token=daemon.token) as client:
+        client.session(session)
+    write_tokens(daemon, 20, session, "first line\nsecond line " + 300 * "x")
+    done = run_command(tmp_path, "events", "--after", "0", "--session", session)
+    created, token = done.stdout.splitlines()
+    assert re.fullmatch(r"\d+ \d\d:\d\d:\d\d session\.created a-session-wi a-session-with-a-long-name .*idle", created)
+    assert re.fullmatch(r"\d+ \d\d:\d\d:\d\d turn\.token a-session-wi first line.*second line x+…", token)
+    assert len(token) == 200
 
 
 @pytest.mark.usefixtures("daemon")
@@ -52,6 +65,7 @@ def test_an_unknown_type_is_an_error(tmp_path: Path, daemon: Daemon) -> None:
     assert "turn.nope" in done.stderr
 
 
+@pytest.mark.slow
 def test_following_continues_over_a_restart(tmp_path: Path) -> None:
     def restart(following: Running) -> None:
         make_session(first, "first")

@@ -43,6 +43,7 @@ def test_a_model_is_unloaded_and_loaded(lab: Lab) -> None:
     assert (done.status, done.stdout[:15]) == (0, "echo loaded in "), done.stderr
 
 
+@pytest.mark.slow
 def test_an_unload_says_what_it_waits_for_and_continues_after_ctrl_c(lab: Lab) -> None:
     def interrupt(running: Running) -> None:
         running.wait_for("echo: unloading, 1 answer left (")

@@ -136,8 +136,8 @@ def test_a_model_that_the_chosen_engine_does_not_run_ends_the_start(tmp_path: Pa
     ended = run_command(tmp_path, "serve", "--port", "0", "--model", "echo", "--engine", "llama.cpp")
     assert ended.status == 1
     assert "runs on echo and not on llama.cpp" in ended.stderr
-    ended = run_command(tmp_path, "serve", "--port", "0", "--model", "echo", "--context-length", "40000")
-    assert (ended.status, "context_length is 40000; echo takes 1 to 32768" in ended.stderr) == (1, True)
+    ended = run_command(tmp_path, "serve", "--port", "0", "--model", "echo", "--context-length", "2000000")
+    assert (ended.status, "context_length is 2000000; echo takes 1 to 1048576" in ended.stderr) == (1, True)
     ended = run_command(tmp_path, "serve", "--engine", "mlx")
     assert (ended.status, "--engine is given without --model" in ended.stderr) == (2, True)
 

@@ -210,6 +210,7 @@ async def test_a_permission_is_decided_once(client: AsyncDaemonClient) -> None:
 # --- MCP servers
 
 
+@pytest.mark.slow
 async def test_an_mcp_server_is_tested_added_changed_and_removed(client: AsyncDaemonClient, tmp_path: Path) -> None:
     args = (str(COUNTING), str(tmp_path / "notes"), "0")
     config = McpServerConfig(name="counting", command=sys.executable, args=args, env={"KEY": "hidden"})

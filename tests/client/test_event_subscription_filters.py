@@ -112,6 +112,7 @@ async def test_a_cursor_ahead_of_the_log_receives_snapshots_and_then_live_events
             assert [event.seq for event in await take(events, 1)] == [last]
 
 
+@pytest.mark.slow
 async def test_a_slow_reader_receives_all_events_while_few_are_buffered_for_it(
     daemon: Daemon, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -166,6 +167,7 @@ async def test_a_reader_waits_while_there_are_too_many_subscribers(daemon: Daemo
             await other.aclose()
 
 
+@pytest.mark.slow
 async def test_a_new_daemon_at_the_same_port_has_a_new_token(tmp_path: Path) -> None:
     home = tmp_path / "home"
     with serving(home) as first:

@@ -491,6 +491,7 @@ TEXTS = EmbeddingsBody(model="default", input=["a", "b"])
 PAPERS = RerankBody(model="default", query="q", documents=["a", "b"])
 
 
+@pytest.mark.slow
 async def test_an_endless_response_is_read_up_to_the_limit() -> None:
     with answering(Endless(b"z" * 1_000_000)) as server:
         async with AsyncLabClient(server.url) as client:
@@ -521,6 +522,7 @@ async def test_a_compressed_response_counts_with_its_decompressed_size() -> None
                 await client.version()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "endless",
     [Endless(b"HTTP/1.1 103 Early Hints\r\nlink: x\r\n\r\n", head=b""), Endless(b" ", every_s=0.01)],

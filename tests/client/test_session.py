@@ -229,6 +229,7 @@ async def test_the_error_of_a_turn_has_its_own_class_and_names_the_turn(place: P
             seen += [event.event async for event in at.session.stream("go")]
 
 
+@pytest.mark.slow
 async def test_a_turn_that_is_not_accepted_raises_the_daemons_error(tmp_path: Path) -> None:
     with running_daemon(tmp_path, queued_turns_per_session=1) as place:
         await check_refusals(place)

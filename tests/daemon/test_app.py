@@ -124,6 +124,7 @@ async def test_an_allowed_origin_may_use_all_methods(daemon: Daemon) -> None:
     assert await handshake(daemon, f"?token={daemon.token}", Origin=ALLOWED) == 101
 
 
+@pytest.mark.slow
 async def test_the_token_is_in_no_log_repr_or_answer(daemon: Daemon, caplog: pytest.LogCaptureFixture) -> None:
     token = daemon.token
     seen: list[str] = []

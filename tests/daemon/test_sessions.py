@@ -165,6 +165,7 @@ async def test_a_list_has_the_same_records_as_the_sessions(store: Store) -> None
     )
 
 
+@pytest.mark.slow
 async def test_a_long_list_costs_less_than_its_records_in_python(store: Store) -> None:
     def fill(tx: Transaction) -> None:
         for at in range(500):

@@ -115,6 +115,7 @@ def routes() -> set[str]:
     return set(api.openapi()["paths"])
 
 
+@pytest.mark.slow
 def test_the_table_of_routes_is_complete(routes: set[str]) -> None:
     rows = table_rows(DOCS / "server.md", "route")
     documented = {path for row in rows for path in re.findall(r"(/[\w/{}.]+)", row["route"])}

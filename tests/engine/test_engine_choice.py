@@ -57,8 +57,8 @@ def test_without_llama_cpp_mlx_is_preferred_and_the_reason_names_the_extra(monke
     [
         ([MLX, GGUF], "auto", ON_CPU, None, GGUF, "it is usually the faster engine on a CPU"),
         ([MLX, GGUF], "auto", ON_GPU, None, MLX, "it uses the GPU (Metal)"),
-        ([MLX], "auto", ON_CPU, None, MLX, "its only format on this disk is MLX"),
-        ([GGUF], "auto", ON_GPU, None, GGUF, "its only format on this disk is GGUF"),
+        ([MLX], "auto", ON_CPU, None, MLX, "its only format on disk is MLX"),
+        ([GGUF], "auto", ON_GPU, None, GGUF, "its only format on disk is GGUF"),
         ([MLX, GGUF], "auto", ON_CPU, replace(MLX, engine_reason="as requested"), MLX, "as requested"),
         ([MLX, GGUF], "mlx", ON_CPU, GGUF, MLX, "as requested"),
         ([GGUF], "mlx", ON_CPU, None, None, None),

@@ -16,7 +16,7 @@ pytestmark = pytest.mark.anyio
 
 
 async def test_work_ends_at_its_deadline_which_counts_from_the_arrival() -> None:
-    with pytest.raises(GenerationTimeoutError, match=r"not finished after 10 s, the request's limit"):
+    with pytest.raises(GenerationTimeoutError, match=r"time limit of 10 s"):
         async with deadline(time.perf_counter() - 9.95, 10.0):
             await asyncio.sleep(60)
     async with deadline(time.perf_counter(), 60.0):

@@ -464,7 +464,7 @@ async def test_in_swap_mode_requests_for_the_same_model_load_it_once() -> None:
 async def test_in_swap_mode_the_time_limit_of_a_request_includes_the_load() -> None:
     async with running(replace(SETTINGS, swap=True)) as lab:
         lab.engine.resume.clear()
-        with pytest.raises(GenerationTimeoutError, match=r"the model was not loaded within 0\.5 s"):
+        with pytest.raises(GenerationTimeoutError, match=r"the model was not loaded within .* 0\.5 s"):
             await lab.manager.submit(replace(request("one"), timeout_s=0.5))
         lab.engine.resume.set()
         # The load continues, as that of any other caller.

@@ -84,7 +84,7 @@ async def test_a_damaged_model_that_cannot_be_downloaded_is_unusable() -> None:
 @pytest.mark.parametrize(
     ("missing", "error", "message"),
     [
-        (MISSING, ModelNotFoundError, "org/name is not on this disk: the hub does not answer"),
+        (MISSING, ModelNotFoundError, "org/name is not on disk: the hub does not answer"),
         (INCOMPLETE, UnusableModelError, "org/name lacks a file; the hub does not answer"),
     ],
 )

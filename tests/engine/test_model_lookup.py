@@ -178,8 +178,8 @@ OTHER, NONE = OtherModelLoadedError("other", param="model"), NotLoadedError("non
         (OTHER, ("minilm", CHAT), READY, InvalidRequestError, "an embedding model"),
         (OTHER, ("tiny", EMBEDDING), READY, InvalidRequestError, "a chat model"),
         (OTHER, ("minilm", RERANK), READY, OtherModelLoadedError, "--swap"),
-        (NONE, (None, EMBEDDING), READY, NotLoadedError, "on this disk: minilm"),
-        (NONE, (None, RERANK), EMPTY, NotLoadedError, "on this disk: minilm"),
+        (NONE, (None, EMBEDDING), READY, NotLoadedError, "on disk: minilm"),
+        (NONE, (None, RERANK), EMPTY, NotLoadedError, "on disk: minilm"),
         (NONE, (None, CHAT), READY, NotLoadedError, "none"),
         (NONE, ("echo", CHAT), replace(READY, entry=ECHO), NotLoadedError, "none"),
     ],
@@ -202,6 +202,6 @@ def test_a_refusal_names_the_next_step_that_the_models_on_disk_allow(
 def test_a_refusal_lists_five_models_on_disk_and_those_of_the_preferred_kind_first() -> None:
     disk = [*(replace(MINILM, id=f"e{at}") for at in range(9)), replace(TINY, id="judge", kind="rerank")]
     message = with_models_on_disk(NONE, None, disk, READY, RERANK).message
-    assert message.endswith("on this disk: judge, e0, e1, e2, e3, …")
+    assert message.endswith("on disk: judge, e0, e1, e2, e3, …")
     message = with_models_on_disk(NONE, None, [], READY, RERANK).message
     assert message.endswith("lmx-lab pull minilm-l6 fetches one")

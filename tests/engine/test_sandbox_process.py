@@ -111,6 +111,7 @@ def test_a_worker_that_cannot_be_loaded_is_a_start_error(tmp_path: Path) -> None
         process.request(b"a", 5)
 
 
+@pytest.mark.slow
 def test_the_process_ends_with_its_parent_during_a_request(tmp_path: Path) -> None:
     (tmp_path / "worker.py").write_text(WORKER)
     program = f"""

@@ -62,7 +62,6 @@ def test_the_number_of_prompts_that_are_computed_at_once_is_limited() -> None:
     scheduler.remove("b")
     assert admit_all(scheduler) == ["c"]
     assert scheduler.running == ["a", "c"]
-    assert scheduler.prefilling == ["c"]
 
 
 def test_a_short_prompt_does_not_wait_behind_long_ones() -> None:
@@ -190,6 +189,7 @@ def test_every_request_ends_once_and_the_limits_hold_whatever_happens(
 ) -> None:
     scheduler: Scheduler[int] = Scheduler(slots=slots, prefills=prefills, lanes=prefills + 1)
     alive: list[int] = []
+    prefilling: set[int] = set()
     ends: Counter[int] = Counter()
     added = 0
     for now, action in enumerate(actions):
@@ -200,11 +200,13 @@ def test_every_request_ends_once_and_the_limits_hold_whatever_happens(
             alive += keys
             added += len(keys)
         elif action == "admit":
-            scheduler.admit(lambda key: random.choice(list(Verdict)), now)
+            if (admitted := scheduler.admit(lambda key: random.choice(list(Verdict)), now)) is not None:
+                prefilling.add(admitted)
         elif action == "pause":
             scheduler.pause(lambda _: True, now)
-        elif action == "prefilled" and scheduler.prefilling:
-            scheduler.prefilled(random.choice(scheduler.prefilling))
+        elif action == "prefilled" and prefilling:
+            scheduler.prefilled(prefilled := random.choice(sorted(prefilling)))
+            prefilling.remove(prefilled)
         elif action == "expire":
             for key in scheduler.expired(now):
                 scheduler.remove(key)
@@ -216,7 +218,8 @@ def test_every_request_ends_once_and_the_limits_hold_whatever_happens(
             scheduler.remove(key)
             ends[key] += 1
         assert len(scheduler.running) <= slots
-        assert len(scheduler.prefilling) <= prefills + 1
+        prefilling &= {*scheduler.running}
+        assert len(prefilling) <= prefills + 1
         assert sorted(scheduler.running + scheduler.queued) == sorted(alive)
     assert set(ends.values()) <= {1}
     assert len(ends) + len(alive) == added

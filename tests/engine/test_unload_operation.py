@@ -48,6 +48,7 @@ def reported(lab: Lab) -> list[tuple[str, int, bool]]:
 
 def test_the_state_of_an_unload_is_one_line() -> None:
     assert str(Unloading(answers_left=1, seconds_left=28)) == "unloading, 1 answer left (28 s)"
+    assert str(Unloading(answers_left=1, seconds_left=0)) == "unloading, 1 answer left (stopping now)"
     assert str(Unloading(answers_left=2, seconds_left=None)) == "unloading, 2 answers left (no time limit)"
 
 
@@ -106,6 +107,7 @@ async def test_answers_end_with_an_error_at_the_time_limit() -> None:
         assert await unload > 0
 
 
+@pytest.mark.slow
 async def test_an_unload_that_waits_without_a_limit_ends_with_the_answer() -> None:
     async with running(replace(SETTINGS, drain_s=0.0)) as lab:
         await lab.manager.load(LoadSpec(model="one"))
@@ -176,6 +178,7 @@ async def test_a_load_can_stop_the_answers_of_the_previous_model(joins: bool) ->
         assert len(lab.engine.specs) == 2
 
 
+@pytest.mark.slow
 async def test_in_swap_mode_the_replaced_model_is_unloading_and_can_be_stopped() -> None:
     async with running(replace(PATIENT, swap=True)) as lab:
         await lab.manager.load(LoadSpec(model="one"))

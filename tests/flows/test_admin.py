@@ -60,6 +60,7 @@ def test_an_unload_without_a_model_succeeds(fresh_http: httpx2.Client) -> None:
     assert fresh_http.post("/admin/models/unload").json() == {"success": True, "freed_vram_gb": 0.0}
 
 
+@pytest.mark.slow
 def test_a_model_that_waits_for_answers_is_unloading_and_a_second_request_stops_them(
     fresh_lab: Lab, fresh_http: httpx2.Client
 ) -> None:
@@ -433,6 +434,7 @@ def test_an_allowed_page_can_call_and_read_errors(echo_home: Path) -> None:
     assert "access-control-allow-origin" not in foreign.headers
 
 
+@pytest.mark.slow
 def test_openapi_describes_every_route(http: httpx2.Client) -> None:
     paths = http.get("/openapi.json").json()["paths"]
     assert {"/v1/chat/completions", "/v1/models", "/healthz", "/readyz", "/admin/models", "/admin/events"} <= set(paths)

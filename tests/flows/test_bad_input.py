@@ -203,11 +203,13 @@ def test_a_body_of_20_mb_is_413_and_the_answer_arrives(http: httpx2.Client) -> N
     error_of(http.post(PATH, json=body), 413, "body-too-large")
 
 
+@pytest.mark.slow
 def test_a_body_without_a_length_is_limited_too(http: httpx2.Client) -> None:
     pieces = (b"a" * 100_000 for _ in range(100))
     error_of(http.post(PATH, content=pieces, headers=JSON), 413, "body-too-large")
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("content", "limit"),
     [

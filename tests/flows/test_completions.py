@@ -98,6 +98,7 @@ def test_many_prompts_do_not_fill_the_queue_by_themselves(http: httpx2.Client) -
     assert len(complete(http, prompt=["a", "b", "c"] * 10, max_tokens=2)["choices"]) == 30
 
 
+@pytest.mark.slow
 def test_choices_are_numbered_by_prompt_first(http: httpx2.Client) -> None:
     answer = complete(http, prompt=[SEA, "Dear"], n=2, **WARM)
     assert [one["index"] for one in answer["choices"]] == [0, 1, 2, 3]
@@ -245,6 +246,7 @@ def test_the_error_without_a_model_is_the_same_as_in_chat(echo_home: Path) -> No
     assert "--swap" not in nowhere["message"]
 
 
+@pytest.mark.slow
 def test_a_queue_filled_by_others_only_delays_later_prompts(lab: Lab, http: httpx2.Client) -> None:
     running, over = threading.Event(), threading.Event()
     statuses: list[int] = []

@@ -110,6 +110,7 @@ def wait_for(lines: Iterator[str], part: str) -> None:
     raise AssertionError(f"no line had {part!r}")
 
 
+@pytest.mark.slow
 def test_openai_python_ignores_the_comments(echo_home: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(event_stream, "KEEP_ALIVE_S", 0.001)
     with (

@@ -88,6 +88,7 @@ def test_the_bodies_of_other_servers_are_accepted(http: httpx2.Client) -> None:
     assert [set(result) for result in cohere["results"]] == [{"index", "relevance_score"}]
 
 
+@pytest.mark.slow
 def test_ten_thousand_documents_are_one_request(http: httpx2.Client) -> None:
     # Equal documents are computed only once.
     documents = [f"Document {number % 1000}." for number in range(10_000)]

@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import re
 import socket
-import time
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
@@ -16,6 +15,7 @@ import pytest
 from websockets.frames import Frame, Opcode
 
 from lmx_lab.http import protocol
+from lmx_lab.http.slow_clients import SendWatch
 from lmx_lab.notebook import Lab
 from tests.flows.conftest import ENDLESS, PACE, echo_body, serving, wait_until, wait_until_idle
 
@@ -97,13 +97,17 @@ def test_a_slot_for_which_others_wait_is_free_earlier(echo_home: Path, way: Way)
         assert lab.engine.snapshot.output_tokens < ENDLESS["max_tokens"]
 
 
-def test_a_client_may_pause_after_its_generation_has_ended(echo_home: Path) -> None:
+@pytest.mark.slow
+def test_a_client_may_pause_after_its_generation_has_ended(echo_home: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    blocked_s: list[float] = []
+    check = SendWatch._check
+    monkeypatch.setattr(SendWatch, "_check", lambda watch: (check(watch), blocked_s.append(watch.blocked_s)))
     with (
         serving(echo_home, "echo", slow_client_s=1) as lab,
         unread_stream(lab, "sse", max_tokens=2000, ignore_eos=True) as client,
     ):
         wait_until(lambda: lab.engine.snapshot.output_tokens == 2000)
         wait_until_idle(lab)
-        time.sleep(1.5)  # longer than the limit
+        wait_until(lambda: max(blocked_s, default=0) >= 1)
         data = read_until(client, b"data: [DONE]")
     assert b"data: [DONE]" in data

@@ -90,6 +90,7 @@ def check_answer(answers: dict[str, Any], name: str) -> None:
     check(MODELS[name].model_json_schema() if name in MODELS else PLAIN[name], message.content)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", [*MODELS, *PLAIN])
 def test_the_answer_follows_each_schema(echo_answers: dict[str, Any], name: str) -> None:
     check_answer(echo_answers, name)
@@ -376,6 +377,7 @@ class Alone(BaseModel):
     values: set[int]
 
 
+@pytest.mark.slow
 def test_a_class_that_cannot_be_enforced_raises_the_clients_error(lab: Lab) -> None:
     with (
         OpenAI(**lab.openai, max_retries=0) as client,

@@ -84,6 +84,7 @@ async def test_characters_in_strings_are_not_counted() -> None:
     assert await read_value(json.dumps({"a": text})) == {"a": text}
 
 
+@pytest.mark.slow
 async def test_a_body_within_the_limits_is_read() -> None:
     ids = [12345] * ITEM_LIMIT
     assert await read_value(json.dumps(ids).encode()) == ids
@@ -109,6 +110,7 @@ async def test_errors_in_large_and_small_bodies_have_the_same_messages(body: byt
         await read_value(body)
 
 
+@pytest.mark.slow
 async def test_the_event_loop_runs_between_the_pieces_of_a_large_body() -> None:
     steps = 0
 

@@ -343,6 +343,7 @@ async def test_a_message_does_not_stay_in_memory_after_a_disconnect(
     assert held == []
 
 
+@pytest.mark.slow
 async def test_the_event_loop_runs_while_many_short_frames_are_parsed(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(protocol, "FRAMES_PER_S", 10**9)
     pieces: list[int] = []
@@ -663,6 +664,7 @@ asyncio.run(main())
 """
 
 
+@pytest.mark.slow
 def test_many_waiting_connections_leave_the_reserved_file_descriptors() -> None:
     """They are accepted in one step, before they can be counted. Asyncio alone would log thousands of errors."""
     command = [sys.executable, "-c", SERVER]

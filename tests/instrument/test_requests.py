@@ -94,7 +94,11 @@ def test_with_all_the_requests_of_other_clients_are_recorded_and_they_are_told(t
             socket.send(json.dumps(BODY))
             while "done" not in json.loads(socket.recv()):
                 pass
-        assert [request.record.own for request in lab.requests] == [False] * 3
+        message = {"model": "default", "max_tokens": 8, "messages": SEA}
+        for streamed in (False, True):
+            answer = httpx2.post(f"{lab.url}/v1/messages", json=message | {"stream": streamed})
+            assert answer.headers["x-lmx-recorded"] == "1"
+        assert [request.record.own for request in lab.requests] == [False] * 5
         assert all(request.record.request_id for request in lab.requests)
         assert httpx2.get(f"{lab.url}/readyz").json()["recorded"] is True
         assert "The requests of all clients are recorded." in httpx2.get(lab.url).text

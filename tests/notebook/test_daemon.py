@@ -156,6 +156,7 @@ def test_a_remote_lab_has_no_daemon(options: dict[str, Any]) -> None:
         assert attached.daemon is None
 
 
+@pytest.mark.slow
 def test_functions_survive_a_launch_that_fails(options: dict[str, Any]) -> None:
     lab = lmx_lab.launch(**options)
     assert lab.daemon is not None

@@ -93,6 +93,7 @@ async def test_samples_state_and_ends_of_requests_are_received(lab: lmx_lab.Lab,
         await until(lambda: backend.sample() is not None)
         state = backend.state()
         assert (state.state, state.model, state.url, state.note) == ("running", "tiny", lab.url, "")
+        assert state.disk == f"the disk of 127.0.0.1:{lab.port}"
         await answer(backend, max_tokens=3)
         await until(lambda: any(isinstance(event, RequestEvent) for event in received))
 

@@ -16,7 +16,7 @@ from lmx_lab.errors import HostingError, InvalidRequestError, LabError, NotLoade
 from tests.flows.conftest import ENDLESS, PACE, serving, wait_until
 
 pytestmark = pytest.mark.anyio
-STATE = r"unloading, 1 answer left \((\d+ s|no time limit)\)"
+STATE = r"unloading, 1 answer left \((\d+ s|stopping now|no time limit)\)"
 
 
 @pytest.fixture

@@ -74,7 +74,7 @@ def test_a_list_of_messages_is_a_conversation_too() -> None:
         ('{"messages": {}}', "no list of messages"),
         ('{"messages": [{"role": "user", "content": "a"}], "sampling": 3}', "sampling is 3"),
         ("[3]", "message 0 .*it is 3"),
-        ('[{"role": "user", "content": ["a"]}]', "content is .*must be a text"),
+        ('[{"role": "user", "content": ["a"]}]', "content is .*must be a string"),
         ('[{"role": "tool", "content": "a"}]', "role is 'tool'"),
         ('[{"role": "user", "content": "a"}, {"role": "system", "content": "b"}]', "message 1 .*role is"),
     ],

@@ -135,6 +135,7 @@ def test_a_frame_has_the_newest_rows_and_a_view_can_request_others(
         reader.ask("rows", first=0, count=WINDOW_ROWS + 1)
 
 
+@pytest.mark.slow
 def test_the_oldest_rows_are_removed_and_the_others_keep_their_numbers(
     reader: Reader, daemon: ScriptedDaemon, log: ScriptedLog
 ) -> None:

@@ -298,3 +298,21 @@ def test_the_last_failed_requests_of_any_client_are_listed(watched: Watched, wor
         f"code-{number}" for number in range(2 * MAX_FAILURES + 2, 2, -2)
     ]
     assert "&lt;b&gt;tiny&lt;/b&gt;: code-22" in watched.panel.snapshot_html()
+
+
+def test_a_failed_request_without_a_model_is_listed(watched: Watched, workbench: Workbench) -> None:
+    ended = RequestEvent(
+        request_id="1",
+        model="",
+        kind="embedding",
+        finish_reason="error",
+        code="no-model-loaded",
+        prompt_tokens=0,
+        completion_tokens=0,
+        tokens_per_second=0,
+        ttft_ms=0,
+    )
+    workbench.history.add_request(ended)
+    watched.take([None])
+    watched.reader.until(lambda panel: panel.failures)
+    assert watched.panel.failures[0].endswith(", embedding: no-model-loaded")

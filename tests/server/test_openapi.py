@@ -54,6 +54,7 @@ def fields(document: dict[str, Any], model: str) -> dict[str, Any]:
     return {name: field.get("anyOf", [field])[0] for name, field in found.items()}
 
 
+@pytest.mark.slow
 def test_all_references_can_be_resolved(document: dict[str, Any]) -> None:
     references = set(values(document, "$ref"))
     assert len(references) > 20

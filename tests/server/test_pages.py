@@ -14,7 +14,7 @@ from urllib.parse import urljoin
 
 import httpx2
 import pytest
-from playwright.sync_api import Browser, Page, Route
+from playwright.sync_api import Browser, Page, Route, expect
 
 from lmx_lab.notebook import Lab
 from lmx_lab.server.pages import MEDIA_TYPES, SWAGGER
@@ -53,6 +53,7 @@ def links(page: httpx2.Response) -> list[str]:
     return [link for link in re.findall(r'(?:href|src)="([^"]*)"', page.text) if not link.startswith("https://")]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("path", ["/", "/docs"])
 def test_all_links_are_relative_and_valid(lab: Lab, path: str) -> None:
     shown = httpx2.get(f"{lab.url}{path}")
@@ -133,6 +134,22 @@ def test_the_overview_names_the_loaded_model_and_a_request(lab: Lab, tab: Page) 
 def test_the_overview_is_accessible(lab: Lab, tab: Page, theme: Literal["light", "dark"]) -> None:
     tab.emulate_media(color_scheme=theme)
     tab.goto(f"{lab.url}/")
+    assert serious_violations(tab) == []
+
+
+def test_the_page_of_routes_is_accessible_also_while_routes_are_tried(lab: Lab, tab: Page) -> None:
+    tab.goto(f"{lab.url}/docs")
+    tab.wait_for_selector(".opblock")
+    assert serious_violations(tab) == []
+    for route in ("chat_completions", "get_model"):
+        block = tab.locator(f"#operations-inference-inference_{route}")
+        block.locator(".opblock-summary-control").click()
+        block.locator(".try-out__btn").click()
+    tab.locator(".parameters input").fill("echo")
+    for button in tab.locator("button.execute").all():
+        button.click()
+    expect(tab.locator(".live-responses-table tbody td.response-col_status")).to_have_text(["200", "200"])
+    tab.locator("section.models .json-schema-2020-12-accordion").first.click()
     assert serious_violations(tab) == []
 
 

@@ -115,6 +115,7 @@ BODIES = bodies(APIS[0]) | bodies(APIS[1])
 MODELS = request_models()
 
 
+@pytest.mark.slow
 def test_all_bodies_of_all_routes_are_found() -> None:
     for api in APIS:
         operations = [operation for path in api.openapi()["paths"].values() for operation in path.values()]
@@ -175,6 +176,7 @@ def test_unknown_members_are_counted_and_not_kept(name: str) -> None:
     assert caught.value.error_count() < 20
 
 
+@pytest.mark.slow
 def test_values_are_counted_at_all_depths() -> None:
     check_values({"a": [[1] * 10, {"b": "c"}] * 100})
     wide, deep = [1] * (VALUE_LIMIT + 1), [[[1, {"a": 1}]]] * VALUE_LIMIT

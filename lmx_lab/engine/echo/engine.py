@@ -32,6 +32,8 @@ from lmx_lab.values.models import Kind, LoadReport, LoadSpec, ModelEntry
 from lmx_lab.weights.files import in_thread
 
 T = TypeVar("T")
+CONTEXT_LIMIT = 2**20
+"""Largest ``context_length`` of a load. Coding agents send prompts that are longer than the default."""
 
 
 def read_model(entry: ModelEntry, settings: Settings) -> tuple[EchoModel, Script]:
@@ -201,6 +203,10 @@ class EchoCore:
 
         return self._start(texts, compute(), permit)
 
+    async def encode(self, entry: ModelEntry, request: GenerationRequest) -> list[int]:
+        """See ``InferenceEngine``."""
+        return self._main_of(entry).preparer.encode(request)
+
     async def decode(self, tokens: Sequence[int]) -> str:
         """See ``InferenceEngine``."""
         if self._main is None:
@@ -274,7 +280,7 @@ class EchoEngine(LoopEngine[EchoCore]):
 
     def check(self, entry: ModelEntry, spec: LoadSpec, cancellation: Cancellation) -> None:
         """See ``InferenceEngine``."""
-        check_options(entry, spec)
+        check_options(replace(entry, context_length=CONTEXT_LIMIT), spec)
         read_model(entry, self._settings)
 
 

@@ -65,7 +65,7 @@ class EchoPreparer:
         """
         entry, vocabulary, limit = self._entry, self._model.vocabulary, self._context_length
         check_tokens(request, entry, vocabulary.size)
-        prompt = self._prompt(request, limit)
+        prompt = self.encode(request)
         check_length(request, prompt, entry, limit)
         if script is not None:
             _check_calls(script, _tools(request))
@@ -93,8 +93,9 @@ class EchoPreparer:
         )
         return prepared, [self._constraint(request, thinking, matcher) for matcher in matchers]
 
-    def _prompt(self, request: GenerationRequest, limit: int) -> list[int]:
-        encode = self._model.vocabulary.encode
+    def encode(self, request: GenerationRequest) -> list[int]:
+        """Return the tokens of the prompt. Raises the same as ``prepare``."""
+        encode, limit = self._model.vocabulary.encode, self._context_length
         match request.prompt:
             case TokenPrompt(tokens=tokens):
                 return list(tokens)

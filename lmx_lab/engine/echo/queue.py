@@ -149,6 +149,7 @@ class EchoGeneration:
             ttft_s=(self.first_token_at or now) - self.arrived_at,
             decode_s=now - self.decoding_at,
             peak_memory_bytes=peak_memory_bytes,
+            stop_sequence=self.splitter.stop_string,
         )
 
     def _end(self, reason: FinishReason) -> list[Item]:
@@ -255,8 +256,7 @@ class EchoQueue:
         self._timer = None
         now = time.perf_counter()
         for late in self._scheduler.expired(now):
-            limit_s = late.prepared.timeout_s
-            self._end(late, GenerationTimeoutError(f"not finished after {limit_s:g} s, the request's limit"))
+            self._end(late, GenerationTimeoutError.after(late.prepared.timeout_s))
         self._scheduler.pause(lambda _: True, now)
         while (admitted := self._scheduler.admit(lambda _: Verdict.TAKE, now)) is not None:
             self._begin(admitted, now)

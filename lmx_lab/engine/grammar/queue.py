@@ -45,8 +45,8 @@ class GrammarQueue:
                 # Only work that has not started can be cancelled.
                 if not done.done() and future.cancel():
                     raise QueueFullError(
-                        "the grammars and schemas of other requests were still being checked after "
-                        f"{WAIT_S:g} s, the limit for waiting; try again in 1 s",
+                        f"the grammar was not checked within {WAIT_S:g} s, because other grammars and schemas were; "
+                        "try again in 1 s",
                         retry_after_s=1,
                     )
                 return await done

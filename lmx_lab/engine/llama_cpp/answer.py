@@ -129,6 +129,7 @@ class AnswerReader:
             ttft_s=first_at - self._arrived_at,
             decode_s=now - decoding_at,
             peak_memory_bytes=peak_memory_bytes,
+            stop_sequence=self._splitter.stop_string,
             drafted_tokens=self.drafted_tokens,
             accepted_tokens=self.accepted_tokens,
         )

@@ -265,6 +265,10 @@ class LlamaCppCore:
         await self._prepare(reading, resident, permit, texts.arrived_at, texts.timeout_s)
         return self._compute(resident, texts, texts.cosine_ranking(), permit)
 
+    async def encode(self, entry: ModelEntry, request: GenerationRequest) -> list[int]:
+        """See ``InferenceEngine``."""
+        return await self._preparer.encode(request, self._resident_of(entry).hosted)
+
     async def decode(self, tokens: Sequence[int]) -> str:
         """See ``InferenceEngine``."""
         if self._main is None:

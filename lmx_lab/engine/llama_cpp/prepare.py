@@ -140,21 +140,7 @@ class LlamaPreparer:
             InvalidRequestError, ContextLengthError, QueueFullError: see ``InferenceEngine.submit_all``.
         """
         route = route_of(request, hosted.chat_format)
-        chat: dict[str, Any] = {}
-        thinking: ReasoningState = "closed"
-        match prompt := request.prompt:
-            case ChatPrompt():
-                check_messages(prompt.messages)
-                chat = _chat_input(request, prompt, hosted, route)
-                await self._try_template(chat, request, hosted)
-                text = await self._render(chat, request, hosted)
-                thinking = hosted.chat_format.reasoning_state(text)
-                tokens = await _tokenize(text, request, hosted)
-            case TextPrompt():
-                check_characters(prompt.text, "prompt")
-                tokens = await _tokenize(prompt.text, request, hosted)
-            case TokenPrompt():
-                tokens = list(prompt.tokens)
+        tokens, chat, thinking = await self._encode(request, hosted, route)
         check_length(request, tokens, hosted.entry, hosted.context_length)
         check_tokens(request, hosted.entry, hosted.vocabulary_size)
         grammar = await self._grammar(request, hosted, thinking)
@@ -168,6 +154,28 @@ class LlamaPreparer:
             named_tokens=await _named_tokens(request, hosted),
             context_length=hosted.context_length,
         )
+
+    async def encode(self, request: GenerationRequest, hosted: HostedModel) -> list[int]:
+        """Return the tokens of the prompt. Raises the same as ``prepare``."""
+        tokens, _, _ = await self._encode(request, hosted, route_of(request, hosted.chat_format))
+        return tokens
+
+    async def _encode(
+        self, request: GenerationRequest, hosted: HostedModel, route: Route
+    ) -> tuple[list[int], dict[str, Any], ReasoningState]:
+        """Return the tokens of the prompt, the input of the chat template, and whether the prompt begins reasoning."""
+        match prompt := request.prompt:
+            case ChatPrompt():
+                check_messages(prompt.messages)
+                chat = _chat_input(request, prompt, hosted, route)
+                await self._try_template(chat, request, hosted)
+                text = await self._render(chat, request, hosted)
+                return await _tokenize(text, request, hosted), chat, hosted.chat_format.reasoning_state(text)
+            case TextPrompt():
+                check_characters(prompt.text, "prompt")
+                return await _tokenize(prompt.text, request, hosted), {}, "closed"
+            case TokenPrompt():
+                return list(prompt.tokens), {}, "closed"
 
     async def _try_template(self, chat: Mapping[str, Any], request: GenerationRequest, hosted: HostedModel) -> None:
         """Render a chat in the sandbox process first. In llama.cpp, an endless template could be stopped only by ending

@@ -271,10 +271,7 @@ class EncodingLoop:
     def _expire(self) -> None:
         now = time.perf_counter()
         for job in [job for job in self._jobs if now > job.arrived_at + job.timeout_s]:
-            message = (
-                f"not finished after {job.timeout_s:g} s, the request's limit (request_timeout_s); send fewer texts"
-            )
-            self._fail(job, GenerationTimeoutError(message))
+            self._fail(job, GenerationTimeoutError.after(job.timeout_s, "send fewer texts"))
 
     def _start_batch(self, part_tokens: int, *, may_wait: bool) -> EncodingBatch | None:
         """Return the next batch: the longest texts of the job whose turn it is, and texts of other jobs with similar

@@ -186,6 +186,11 @@ class MlxEngine:
         return await self._texts.rerank(entry, request, permit)
 
     @_without_frames
+    async def encode(self, entry: ModelEntry, request: GenerationRequest) -> list[int]:
+        """See ``InferenceEngine``."""
+        return await self._prompts.tokens_of(entry, request)
+
+    @_without_frames
     async def decode(self, tokens: Sequence[int]) -> str:
         """See ``InferenceEngine``."""
         return await self._prompts.decode(tokens, self.snapshot.entry)

@@ -162,8 +162,7 @@ class GenerationLoop:
 
     def _end_expired(self) -> None:
         for generation in self._scheduler.expired(time.perf_counter()):
-            limit = f"not finished after {generation.timeout_s:g} s, the request's limit"
-            self._end(generation, GenerationTimeoutError(limit))
+            self._end(generation, GenerationTimeoutError.after(generation.timeout_s))
 
     def _pause_for_waiting(self) -> None:
         """Pause a request if a client without a slot waits."""

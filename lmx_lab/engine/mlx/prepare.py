@@ -106,6 +106,14 @@ class PromptPreparer:
             for choice, (matcher, permit) in enumerate(zip(matchers, permits, strict=True))
         ]
 
+    async def tokens_of(self, entry: ModelEntry, request: GenerationRequest) -> list[int]:
+        """Return the tokens of the prompt.
+
+        Raises:
+            LabError: see ``InferenceEngine.encode``.
+        """
+        return list((await self._encode(request, self._model_of(entry).prompts)).tokens)
+
     async def decode(self, tokens: Sequence[int], entry: ModelEntry | None) -> str:
         """Return the text of token ids as the model's tokenizer shows it.
 

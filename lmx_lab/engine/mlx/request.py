@@ -113,6 +113,7 @@ class MlxGeneration:
             ttft_s=(self.first_token_at or now) - self.arrived_at,
             decode_s=now - decoding_at,
             peak_memory_bytes=self.peak_memory_bytes,
+            stop_sequence=self.splitter.stop_string,
             drafted_tokens=self.lookup.drafted if self.lookup is not None else 0,
             accepted_tokens=self.lookup.accepted if self.lookup is not None else 0,
         )

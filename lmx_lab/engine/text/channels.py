@@ -38,6 +38,8 @@ class StopStrings:
     def __init__(self, stops: Sequence[str]) -> None:
         self._stops = tuple(stops)
         self._held = ""
+        self.found: str | None = None
+        """The stop string that was found; None if none was."""
 
     @property
     def held(self) -> int:
@@ -49,11 +51,12 @@ class StopStrings:
         if not self._stops:
             return text, False
         text = self._held + text
-        found = [(at + len(stop), at) for stop in self._stops if (at := text.find(stop)) >= 0]
+        found = [(at + len(stop), at, stop) for stop in self._stops if (at := text.find(stop)) >= 0]
         if found:
             # The one that is complete first, as if the text had arrived one character at a time.
+            _, at, self.found = min(found)
             self._held = ""
-            return text[: min(found)[1]], True
+            return text[:at], True
         held = max(overlap(text, stop) for stop in self._stops)
         self._held = text[len(text) - held :]
         return text[: len(text) - held], False
@@ -140,6 +143,11 @@ class ChannelParser:
         self._output = ChannelOutput()
         if format.initial == TOOL:
             self._open_call("")
+
+    @property
+    def stop_string(self) -> str | None:
+        """The stop string that was found; None if none was."""
+        return self._stops.found
 
     @property
     def has_called(self) -> bool:

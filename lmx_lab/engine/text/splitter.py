@@ -185,6 +185,11 @@ class TextSplitter(Generic[E]):
         """Number of tokens in the reasoning, including its end marker."""
 
     @property
+    def stop_string(self) -> str | None:
+        """The stop string that ended the answer; None if none did."""
+        return self._stops.found if self._channels is None else self._channels.stop_string
+
+    @property
     def has_called(self) -> bool:
         """Whether at least the first delta of a tool call was returned."""
         return self._channels is not None and self._channels.has_called

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import httpx2
+import pytest
 
 from lmx_lab.daemon.daemon import Daemon
 
@@ -16,6 +17,7 @@ def test_the_state_of_the_daemon_contains_ids_and_limits(http: httpx2.Client, da
     assert daemon.token not in str(shown)
 
 
+@pytest.mark.slow
 def test_the_openapi_document_describes_every_route(http: httpx2.Client) -> None:
     document = http.get("/v3/openapi.json").json()
     assert document["openapi"].startswith("3.1")

@@ -224,6 +224,7 @@ async def test_the_number_of_subscribers_is_limited(daemon: Daemon) -> None:
         await socket.close()
 
 
+@pytest.mark.slow
 async def test_a_client_that_never_reads_is_disconnected_and_delays_no_other(daemon: Daemon) -> None:
     stuck = await asyncio.to_thread(raw_subscriber, daemon, receive_bytes=1024)
     async with connect(daemon, max_queue=1000) as socket:

@@ -206,6 +206,7 @@ async def test_the_reserve_is_not_created_from_the_last_free_space(
     await store.close()
 
 
+@pytest.mark.slow
 async def test_a_full_file_system_stops_only_the_writing(tmp_path: Path) -> None:
     """With a limit of the operating system on the size of files, in a separate process."""
     program = f"""

@@ -286,6 +286,7 @@ names = st.sampled_from(["free", "free", "asks", "nope"])
 texts = st.sampled_from(["{}", '{"x": 1}', "", "{", "[]"])
 
 
+@pytest.mark.slow
 @settings(max_examples=4 * settings().max_examples)
 @given(st.data())
 def test_every_turn_ends_once_after_all_of_its_calls_have_ended(data: st.DataObject) -> None:

@@ -271,8 +271,10 @@ CONVERSATION: tuple[dict[str, Any], ...] = (
 
 
 async def test_results_of_tools_are_part_of_the_prompt(manager: ModelManager) -> None:
-    async with await manager.submit(request(prompt=ChatPrompt(messages=CONVERSATION, tools=TOOLS))) as stream:
+    given = request(prompt=ChatPrompt(messages=CONVERSATION, tools=TOOLS))
+    async with await manager.submit(given) as stream:
         shown = await manager.decode(stream.prompt)
+    assert await manager.encode(given) == list(stream.prompt)
     for part in ("Be brief.", "Is the river wet?", '"kind": "river"', "It is.", "Looks."):
         assert part in shown
     assert is_place((await run(manager, prompt=ChatPrompt(messages=CONVERSATION, tools=NAMED))).calls[0][1])

@@ -115,6 +115,7 @@ async def scripted(tmp_path: Path) -> AsyncIterator[Scripted]:
         await asyncio.to_thread(manager.stop)
 
 
+@pytest.mark.slow
 async def test_messages_are_repeated_after_the_end_of_a_script(scripted: Scripted) -> None:
     call = {"name": "look", "arguments": json.loads(ARGUMENTS)}
     manager = await scripted("One.", {"reasoning": "Hm.", "text": "Two.", "tool_calls": [call]})
@@ -128,6 +129,7 @@ async def test_messages_are_repeated_after_the_end_of_a_script(scripted: Scripte
     assert (await run(manager)).text == "One."
 
 
+@pytest.mark.slow
 async def test_a_refused_request_does_not_use_an_answer_of_the_script(scripted: Scripted) -> None:
     manager = await scripted({"tool_calls": [{"name": "look", "arguments": json.loads(ARGUMENTS)}]}, "Last.")
     with pytest.raises(
@@ -187,6 +189,7 @@ with launch("echo", port=0, loop="thread") as lab:
     assert done.stdout.strip() == ""
 
 
+@pytest.mark.slow
 async def test_only_the_beginning_of_a_text_that_is_far_too_long_is_tokenized(
     manager: ModelManager, monkeypatch: pytest.MonkeyPatch
 ) -> None:

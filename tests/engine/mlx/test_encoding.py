@@ -194,6 +194,7 @@ def test_a_text_longer_than_a_batch_is_computed_alone() -> None:
     assert submitted.done.done()
 
 
+@pytest.mark.slow
 def test_one_text_does_not_wait_for_ten_thousand() -> None:
     loop, encoder = create_loop(), FakeEncoder(layers=1)
     flood, single = job(encoder, [30] * 10_000), job(encoder, [5], first=20_000)

@@ -321,6 +321,7 @@ async def test_max_tokens_0_only_checks_the_prompt(manager: ModelManager) -> Non
         await run(manager, max_tokens=0, prompt=TokenPrompt(tokens=(10**6,)))
 
 
+@pytest.mark.slow
 def test_rounding_errors_do_not_change_seeded_sampling() -> None:
     random = np.random.default_rng(0)
     cut = RandomSampler(temperature=1.5, top_p=1.0, top_k=0, min_p=0.0)

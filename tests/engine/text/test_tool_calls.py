@@ -340,6 +340,7 @@ def test_an_enforced_call_is_returned_as_written(call: tuple[str, str, str], siz
     assert calls.held == 0
 
 
+@pytest.mark.slow
 @given(enforced(), enforced(), st.sets(st.integers(1, 200)))
 def test_enforced_calls_in_an_answer(one: tuple[str, str, str], two: tuple[str, str, str], cuts: set[int]) -> None:
     raw = f"So.\n<tool_call>{one[0]}</tool_call>\n<tool_call>{two[0]}</tool_call>\n"

@@ -95,6 +95,7 @@ def unpack(weights: dict[str, np.ndarray[Any, Any]], name: str, bits: int) -> np
     return (groups * scales + biases).reshape(packed.shape[0], -1)
 
 
+@pytest.mark.slow
 def test_quantized_matrices_keep_their_values(
     catalog: Catalog, tmp_path: Path, tiny_llama: Callable[..., bytes]
 ) -> None:
@@ -176,6 +177,7 @@ def test_a_listed_file_and_its_conversion_are_one_model_until_the_file_changes(
     assert [it.id for it in catalog.scan()] == ["org/other", name, "tiny.gguf"]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("metadata", "reason"),
     [

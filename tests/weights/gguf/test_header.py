@@ -84,6 +84,7 @@ def test_a_file_that_cannot_be_converted_can_be_used_unchanged(
         catalog.convert(str(path))
 
 
+@pytest.mark.slow
 def test_a_file_truncated_at_any_byte_is_rejected(tmp_path: Path, tiny_llama: Callable[..., bytes]) -> None:
     whole = tiny_llama()
     path = tmp_path / "cut.gguf"
@@ -116,6 +117,7 @@ def test_malicious_lengths_are_rejected(tmp_path: Path, data: bytes) -> None:
         read_header(path)
 
 
+@pytest.mark.slow
 @hypothesis_settings(
     suppress_health_check=[HealthCheck.function_scoped_fixture], max_examples=3 * hypothesis_settings().max_examples
 )

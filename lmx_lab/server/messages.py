@@ -1,0 +1,387 @@
+"""The routes ``POST /v1/messages`` and ``POST /v1/messages/count_tokens``: Anthropic's Messages format.
+
+A request is converted to one of the chat format, so that both formats have the same limits, tools and answers. The
+events of a stream are in the order in which anthropic-python and Claude Code require them.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import logging
+import re
+import secrets
+from collections.abc import AsyncGenerator, Iterable, Iterator, Mapping
+from contextlib import aclosing
+from typing import Any
+
+from fastapi import APIRouter, Request, Response
+from pydantic_core import to_json
+
+from lmx_lab.errors import InvalidRequestError, LabError
+from lmx_lab.http.bodies import StrictRoute
+from lmx_lab.http.error_bodies import client_of, detail_for, messages_error, request_id_of, status_of
+from lmx_lab.http.event_stream import EventStream, named_event, while_connected
+from lmx_lab.http.guard import is_local
+from lmx_lab.http.openapi import event_stream
+from lmx_lab.server.generation import Generation
+from lmx_lab.server.inference import InferenceService
+from lmx_lab.server.openapi import MESSAGES_ERRORS
+from lmx_lab.server.translate import generation_request
+from lmx_lab.values.generation import Delta, GenerationReport, ToolCallDelta, merge_tool_calls
+from lmx_lab.wire.chat import ChatRequest
+from lmx_lab.wire.messages import (
+    CountRequest,
+    InputMessage,
+    Message,
+    MessageEvent,
+    MessagesError,
+    MessagesRequest,
+    MessagesUsage,
+    OtherBlock,
+    StopReason,
+    TextBlock,
+    ThinkingBlock,
+    TokenCount,
+    ToolChoiceObject,
+    ToolResultBlock,
+    ToolUseBlock,
+)
+
+log = logging.getLogger(__name__)
+BILLING = "x-anthropic-billing-header:"
+"""Beginning of a system block that Claude Code adds. It differs in every request, so a prompt that contained it would
+never be in the prefix cache."""
+JOINED = "\n\n"
+"""Separates blocks of one message, and messages of the same role that follow each other."""
+IGNORED_BLOCKS = frozenset({"redacted_thinking", "tool_addition", "tool_removal"})
+IGNORED_NAME = re.compile(r"[A-Za-z0-9_.-]{1,80}")
+IGNORED_LIMIT = 32
+"""Largest number of names in the header ``x-lmx-ignored``."""
+PING = named_event("ping", '{"type":"ping"}')
+TOOL_CHOICES: Mapping[str, str] = {"auto": "auto", "any": "required", "none": "none"}
+STOP_REASONS: Mapping[str, StopReason] = {"stop": "end_turn", "length": "max_tokens", "tool_calls": "tool_use"}
+RESPONSE_DESCRIPTION = "A message or, with `stream: true`, its named events. An error is sent as the event `error`"
+
+
+def messages_routes(service: InferenceService) -> APIRouter:
+    """Return the router of ``/v1/messages``."""
+    router = APIRouter(tags=["inference"], route_class=StrictRoute)
+
+    @router.post(
+        "/v1/messages",
+        response_model=Message,
+        responses={200: event_stream(MessageEvent, MessagesError, description=RESPONSE_DESCRIPTION), **MESSAGES_ERRORS},
+    )
+    async def messages(body: MessagesRequest, request: Request) -> Response:
+        """Answer a conversation in the Messages format, completely or with `stream: true` as named events."""
+        chat = await asyncio.to_thread(chat_request, body)
+        own, local, client = service.recording.is_own(request), is_local(request.scope), client_of(request)
+        starting = service.start(chat, request_id_of(request), local=local, client=client, own=own)
+        answer, [generation] = await while_connected(request, starting)
+        writer = MessageWriter(answer.model)
+        headers = {**_ignored_header(body.ignored()), **service.recording.answer_headers(own=own)}
+        if not body.stream:
+            text = await while_connected(request, _complete(writer, generation))
+            return Response(text, media_type="application/json", headers=headers)
+        return EventStream(
+            _with_error(_events(writer, generation), request),
+            headers=headers,
+            frame=str,
+            keep_alive=lambda: PING,
+            blocked_limit_s=lambda: service.blocked_limit_s([generation]),
+        )
+
+    @router.post("/v1/messages/count_tokens", response_model=TokenCount, responses=MESSAGES_ERRORS)
+    async def count_tokens(body: CountRequest, request: Request) -> Response:
+        """Count the tokens of a conversation, with its tools, as the model reads them."""
+        chat = await asyncio.to_thread(chat_request, body)
+        counting = service.encode(generation_request(chat), local=is_local(request.scope))
+        count = TokenCount(input_tokens=len(await while_connected(request, counting)))
+        headers = _ignored_header(body.ignored())
+        return Response(count.model_dump_json(), media_type="application/json", headers=headers)
+
+    return router
+
+
+def _ignored_header(names: Iterable[str]) -> dict[str, str]:
+    """Return the header with the names of ignored fields. Names that a header cannot contain are left out."""
+    shown = [name for name in names if IGNORED_NAME.fullmatch(name)][:IGNORED_LIMIT]
+    return {"x-lmx-ignored": ", ".join(shown)} if shown else {}
+
+
+# Requests
+
+
+def chat_request(body: CountRequest) -> ChatRequest:
+    """Convert a request to the chat format.
+
+    Raises:
+        InvalidRequestError: a block cannot be read, or the last message is of the assistant.
+        ValidationError: the request exceeds a limit of the chat format.
+    """
+    tools = [
+        {
+            "type": "function",
+            "function": {"name": tool.name, "description": tool.description, "parameters": tool.input_schema},
+        }
+        for tool in body.tools or ()
+        if tool.input_schema is not None
+    ]
+    fields: dict[str, Any] = {"model": body.model, "messages": _chat_messages(body)}
+    if tools:
+        fields |= {"tools": tools, **_tool_choice(body.tool_choice)}
+    if body.thinking is not None and body.thinking.type == "disabled":
+        fields["reasoning_effort"] = "none"
+    if isinstance(body, MessagesRequest):
+        others = {
+            "stream": body.stream,
+            "temperature": body.temperature,
+            "top_p": body.top_p,
+            "top_k": body.top_k,
+            "stop": body.stop_sequences or None,
+        }
+        fields |= {"max_tokens": body.max_tokens}
+        # The format's own default of the temperature is 1.
+        fields |= {"temperature": 1.0} | {name: value for name, value in others.items() if value is not None}
+    return ChatRequest.model_validate(fields)
+
+
+def _tool_choice(choice: ToolChoiceObject | None) -> dict[str, Any]:
+    if choice is None:
+        return {}
+    named = {"type": "function", "function": {"name": choice.name}}
+    return {
+        "tool_choice": named if choice.type == "tool" else TOOL_CHOICES[choice.type],
+        # A tool that is required by its name is called once.
+        "parallel_tool_calls": choice.type != "tool" and choice.disable_parallel_tool_use is not True,
+    }
+
+
+def _chat_messages(body: CountRequest) -> list[dict[str, Any]]:
+    if body.messages[-1].role == "assistant":
+        raise InvalidRequestError(
+            "messages: the last message is of the assistant, and this server cannot continue an answer; end with a "
+            "message of the user",
+            param="messages",
+        )
+    system = [body.system] if isinstance(body.system, str) else [block.text for block in body.system or ()]
+    kept = [text for text in system if not text.lstrip().startswith(BILLING)]
+    messages: list[dict[str, Any]] = [{"role": "system", "content": JOINED.join(kept)}] if kept else []
+    for number, message in enumerate(body.messages):
+        for converted in _converted(message, f"messages.{number}"):
+            _append(messages, converted)
+    return messages
+
+
+def _append(messages: list[dict[str, Any]], message: dict[str, Any]) -> None:
+    """Append a message, or join it with the last one if that has the same role, as the format defines."""
+    last: dict[str, Any] = messages[-1] if messages else {"role": None}
+    if message["role"] == "tool" or last["role"] != message["role"]:
+        messages.append(message)
+        return
+    for name in ("content", "reasoning_content"):
+        texts = [text for text in (last.get(name), message.get(name)) if text]
+        if texts:
+            last[name] = JOINED.join(texts)
+    if "tool_calls" in message:
+        last["tool_calls"] = [*last.get("tool_calls", ()), *message["tool_calls"]]
+
+
+def _converted(message: InputMessage, place: str) -> Iterator[dict[str, Any]]:
+    """Yield the messages of the chat format: first one for each tool result, then the rest."""
+    if isinstance(message.content, str):
+        yield {"role": message.role, "content": message.content}
+        return
+    texts: list[str] = []
+    thoughts: list[str] = []
+    calls: list[dict[str, Any]] = []
+    for number, block in enumerate(message.content):
+        at = f"{place}.content.{number}"
+        match block:
+            case TextBlock():
+                texts.append(block.text)
+            case ThinkingBlock() if message.role == "assistant":
+                thoughts.append(block.thinking)
+            case ToolUseBlock() if message.role == "assistant":
+                function = {"name": block.name, "arguments": json.dumps(block.input, ensure_ascii=False)}
+                calls.append({"id": block.id, "type": "function", "function": function})
+            case ToolResultBlock() if message.role == "user":
+                yield {"role": "tool", "tool_call_id": block.tool_use_id, "content": _result_text(block, at)}
+            case OtherBlock():
+                texts += _other_text(block, at)
+            case _:
+                raise InvalidRequestError(
+                    f"{at}: {block.type} is not valid in a message of the {message.role}", param=at
+                )
+    converted: dict[str, Any] = {"role": message.role, "content": JOINED.join(texts)}
+    if thoughts:
+        converted["reasoning_content"] = JOINED.join(thoughts)
+    if calls:
+        converted["tool_calls"] = calls
+    has_results = any(isinstance(block, ToolResultBlock) for block in message.content)
+    if texts or thoughts or calls or not has_results:
+        yield converted
+
+
+def _result_text(block: ToolResultBlock, place: str) -> str:
+    if block.content is None or isinstance(block.content, str):
+        return block.content or ""
+    texts: list[str] = []
+    for number, part in enumerate(block.content):
+        texts += [part.text] if isinstance(part, TextBlock) else _other_text(part, f"{place}.content.{number}")
+    return JOINED.join(texts)
+
+
+def _other_text(block: OtherBlock, place: str) -> list[str]:
+    """Return the text of a block of another type.
+
+    Raises:
+        InvalidRequestError: it has none that can be read.
+    """
+    if block.type in IGNORED_BLOCKS:
+        return []
+    source = (block.model_extra or {}).get("source")
+    if block.type == "document" and isinstance(source, dict) and source.get("type") == "text":
+        return [str(source.get("data") or "")]
+    what = "images and other files" if block.type in ("image", "document") else f"blocks of the type {block.type!r:.80}"
+    raise InvalidRequestError(
+        f"{place}: {what} cannot be read by this server; send text, tool_use, tool_result or thinking", param=place
+    )
+
+
+# Answers
+
+
+class MessageWriter:
+    """Writes one answer in the Messages format: its body, or the events of its stream in their order."""
+
+    def __init__(self, model: str) -> None:
+        self._model = model
+        self._id = f"msg_{secrets.token_hex(12)}"
+        self._index = -1
+        self._open = ""
+        """Type of the block that has begun and not ended."""
+
+    def body(self, delta: Delta, report: GenerationReport) -> str:
+        """Return the complete answer."""
+        content: list[dict[str, Any]] = []
+        if delta.reasoning:
+            content.append({"type": "thinking", "thinking": delta.reasoning, "signature": ""})
+        if delta.text or not (content or delta.tool_calls):
+            content.append({"type": "text", "text": delta.text})
+        content += [_tool_use(call) for call in merge_tool_calls(delta.tool_calls)]
+        return Message(
+            id=self._id,
+            model=self._model,
+            content=content,
+            stop_reason=_stop_reason(report),
+            stop_sequence=report.stop_sequence,
+            usage=_usage(report),
+        ).model_dump_json()
+
+    def start(self, prompt_tokens: int) -> Iterator[str]:
+        """Yield the first events."""
+        message = Message(
+            id=self._id,
+            model=self._model,
+            content=[],
+            stop_reason=None,
+            stop_sequence=None,
+            usage=MessagesUsage(input_tokens=prompt_tokens, output_tokens=0),
+        )
+        yield named_event("message_start", f'{{"type":"message_start","message":{message.model_dump_json()}}}')
+        yield PING
+
+    def delta(self, delta: Delta) -> Iterator[str]:
+        """Yield the events of a part of the answer."""
+        if delta.reasoning:
+            yield from self._begin("thinking", '{"type":"thinking","thinking":"","signature":""}')
+            yield self._part("thinking_delta", "thinking", delta.reasoning)
+        if delta.text:
+            yield from self._begin("text", '{"type":"text","text":""}')
+            yield self._part("text_delta", "text", delta.text)
+        for call in delta.tool_calls:
+            if call.name is not None:
+                block = {"type": "tool_use", "id": call.id or "", "name": call.name, "input": {}}
+                yield from self._end_block()
+                yield from self._begin("tool_use", to_json(block).decode())
+            if call.arguments:
+                yield self._part("input_json_delta", "partial_json", call.arguments)
+
+    def end(self, report: GenerationReport) -> Iterator[str]:
+        """Yield the last events."""
+        if self._index < 0:
+            yield from self._begin("text", '{"type":"text","text":""}')
+        yield from self._end_block()
+        stop = {"stop_reason": _stop_reason(report), "stop_sequence": report.stop_sequence}
+        usage = _usage(report).model_dump()
+        yield named_event("message_delta", to_json({"type": "message_delta", "delta": stop, "usage": usage}).decode())
+        yield named_event("message_stop", '{"type":"message_stop"}')
+
+    def _begin(self, kind: str, block: str) -> Iterator[str]:
+        """Begin a block, unless one of this type is open."""
+        if self._open == kind:
+            return
+        yield from self._end_block()
+        self._index, self._open = self._index + 1, kind
+        data = f'{{"type":"content_block_start","index":{self._index},"content_block":{block}}}'
+        yield named_event("content_block_start", data)
+
+    def _part(self, kind: str, name: str, text: str) -> str:
+        delta = f'{{"type":"{kind}","{name}":{to_json(text).decode()}}}'
+        data = f'{{"type":"content_block_delta","index":{self._index},"delta":{delta}}}'
+        return named_event("content_block_delta", data)
+
+    def _end_block(self) -> Iterator[str]:
+        if self._open:
+            self._open = ""
+            yield named_event("content_block_stop", f'{{"type":"content_block_stop","index":{self._index}}}')
+
+
+def _tool_use(call: ToolCallDelta) -> dict[str, Any]:
+    try:
+        arguments = json.loads(call.arguments or "{}")
+    except ValueError:  # The answer was cut off at its maximum length.
+        arguments = {}
+    return {"type": "tool_use", "id": call.id or "", "name": call.name or "", "input": arguments}
+
+
+def _stop_reason(report: GenerationReport) -> StopReason:
+    return "stop_sequence" if report.stop_sequence is not None else STOP_REASONS[report.finish_reason]
+
+
+def _usage(report: GenerationReport) -> MessagesUsage:
+    return MessagesUsage(
+        input_tokens=report.prompt_tokens - report.cached_tokens,
+        cache_read_input_tokens=report.cached_tokens,
+        output_tokens=report.output_tokens,
+    )
+
+
+async def _complete(writer: MessageWriter, generation: Generation) -> str:
+    delta = await generation.read_all()
+    return writer.body(delta, generation.final_report())
+
+
+async def _events(writer: MessageWriter, generation: Generation) -> AsyncGenerator[str, None]:
+    async with generation:
+        for event in writer.start(len(generation.prompt)):
+            yield event
+        async for delta in generation:
+            for event in writer.delta(delta):
+                yield event
+        for event in writer.end(generation.final_report()):
+            yield event
+
+
+async def _with_error(events: AsyncGenerator[str, None], request: Request) -> AsyncGenerator[str, None]:
+    """Yield the events and, if the answer fails, the event ``error``."""
+    async with aclosing(events):
+        try:
+            async for event in events:
+                yield event
+        except LabError as exc:
+            log.warning("%s: the stream failed: %s", request_id_of(request), exc)
+            error = messages_error(detail_for(request, exc), status_of(exc))
+            yield named_event("error", error.model_dump_json())

@@ -1,0 +1,262 @@
+"""Pydantic models of Anthropic's Messages format: the request of ``POST /v1/messages`` and its answer.
+
+The format is that of https://docs.anthropic.com/en/api/messages. Its clients send many fields that have no effect here.
+These are ignored, unlike in the chat format, and named in the header ``x-lmx-ignored``.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Annotated, Any, Literal
+
+from pydantic import (
+    BaseModel,
+    ConfigDict,
+    Discriminator,
+    FailFast,
+    Field,
+    JsonValue,
+    Tag,
+    model_validator,
+)
+from typing_extensions import TypeAliasType
+
+from lmx_lab.wire.formats import Name
+from lmx_lab.wire.generation import ANY_MODEL, WHOLE, NonEmpty, Probability, Stops
+from lmx_lab.wire.limits import FEW_VALUES, MEMBER_LIMIT, check_members
+from lmx_lab.wire.tools import PART_LIMIT, TOOL_LIMIT
+
+MESSAGE_LIMIT = 4096
+HINTS = frozenset({"cache_control", "citations", "signature", "caller"})
+"""Fields of blocks that never change an answer, so they are not named in the header."""
+
+
+class LenientModel(BaseModel):
+    """A part of a request that accepts unknown fields. Known fields are strict."""
+
+    model_config = ConfigDict(strict=True, extra="allow", frozen=True, use_attribute_docstrings=True)
+
+    @model_validator(mode="before")
+    @classmethod
+    def _check_members(cls, value: Any) -> Any:
+        return check_members(value)
+
+
+class TextBlock(LenientModel):
+    """Text."""
+
+    type: Literal["text"]
+    text: str
+
+
+class ThinkingBlock(LenientModel):
+    """The model's reasoning in an earlier answer."""
+
+    type: Literal["thinking"]
+    thinking: str
+
+
+class ToolUseBlock(LenientModel):
+    """A tool call in an earlier answer."""
+
+    type: Literal["tool_use"]
+    id: NonEmpty
+    name: NonEmpty
+    input: Annotated[dict[str, JsonValue], FEW_VALUES]
+
+
+class OtherBlock(LenientModel):
+    """A block of any other type. Which of them are ignored, and which are refused, depends on the type."""
+
+    type: NonEmpty
+
+
+ResultBlock = Annotated[
+    Annotated[TextBlock, Tag("text")] | Annotated[OtherBlock, Tag("other")],
+    Discriminator(lambda value: _kind(value, ("text",))),
+]
+
+
+# Named types, because members of a union must be hashable, and FailFast is not.
+ResultBlocks = TypeAliasType("ResultBlocks", Annotated[list[ResultBlock], FailFast(), Field(max_length=PART_LIMIT)])
+
+
+class ToolResultBlock(LenientModel):
+    """The result of a tool call in the message before."""
+
+    type: Literal["tool_result"]
+    tool_use_id: NonEmpty
+    content: str | ResultBlocks | None = None
+    is_error: bool | None = None
+
+
+def _kind(value: Any, kinds: tuple[str, ...]) -> str:
+    kind = value.get("type") if isinstance(value, dict) else getattr(value, "type", None)
+    return kind if kind in kinds else "other"
+
+
+Block = Annotated[
+    Annotated[TextBlock, Tag("text")]
+    | Annotated[ThinkingBlock, Tag("thinking")]
+    | Annotated[ToolUseBlock, Tag("tool_use")]
+    | Annotated[ToolResultBlock, Tag("tool_result")]
+    | Annotated[OtherBlock, Tag("other")],
+    Discriminator(lambda value: _kind(value, ("text", "thinking", "tool_use", "tool_result"))),
+]
+Blocks = TypeAliasType("Blocks", Annotated[list[Block], FailFast(), Field(max_length=PART_LIMIT)])
+SystemBlocks = TypeAliasType("SystemBlocks", Annotated[list[TextBlock], FailFast(), Field(max_length=PART_LIMIT)])
+
+
+class InputMessage(LenientModel):
+    """A message of the conversation."""
+
+    role: Literal["user", "assistant", "system"]
+    content: str | Blocks
+
+
+class ToolDefinition(LenientModel):
+    """A tool. Only tools with an ``input_schema`` are called by the client; others run on Anthropic's servers."""
+
+    name: Name
+    type: str | None = None
+    description: str | None = None
+    input_schema: Annotated[dict[str, Any], Field(max_length=MEMBER_LIMIT)] | None = None
+
+
+ToolDefinitions = TypeAliasType(
+    "ToolDefinitions", Annotated[list[ToolDefinition], FailFast(), Field(max_length=TOOL_LIMIT)]
+)
+
+
+class ToolChoiceObject(LenientModel):
+    """Which tool is called."""
+
+    type: Literal["auto", "any", "tool", "none"]
+    name: str | None = None
+    """Required for ``tool``."""
+    disable_parallel_tool_use: bool | None = None
+
+    @model_validator(mode="after")
+    def _check_name(self) -> ToolChoiceObject:
+        if self.type == "tool" and not self.name:
+            raise ValueError("has the type 'tool', but no name; name the tool to call")
+        return self
+
+
+class Thinking(LenientModel):
+    """Whether the model reasons before its answer. Models that do not reason ignore it."""
+
+    type: Literal["enabled", "disabled", "adaptive"]
+
+
+class CountRequest(LenientModel):
+    """The body of POST /v1/messages/count_tokens."""
+
+    model: NonEmpty = ANY_MODEL
+    messages: Annotated[list[InputMessage], FailFast(), Field(min_length=1, max_length=MESSAGE_LIMIT)]
+    system: str | SystemBlocks | None = None
+    tools: ToolDefinitions | None = None
+    tool_choice: ToolChoiceObject | None = None
+    thinking: Thinking | None = None
+
+    def ignored(self) -> Iterator[str]:
+        """Yield the names of the fields that have no effect."""
+        yield from self.model_extra or {}
+        for tool in self.tools or ():
+            if tool.input_schema is None:
+                yield f"tools.{tool.name}"
+        if self.thinking is not None:
+            yield from (f"thinking.{name}" for name in self.thinking.model_extra or {})
+
+
+class MessagesRequest(CountRequest):
+    """The body of POST /v1/messages."""
+
+    model_config = ConfigDict(
+        json_schema_extra={
+            "examples": [
+                {"model": "default", "max_tokens": 64, "messages": [{"role": "user", "content": "Say hello."}]}
+            ]
+        }
+    )
+
+    max_tokens: Annotated[int, Field(ge=1), WHOLE] = 4096
+    stream: bool | None = None
+    temperature: Annotated[float, Field(ge=0, le=2, allow_inf_nan=False)] | None = None
+    top_p: Probability | None = None
+    top_k: Annotated[int, Field(ge=-1), WHOLE] | None = None
+    stop_sequences: Stops | None = None
+
+
+class MessagesUsage(BaseModel):
+    """Number of tokens of a request. The three counts of input tokens do not overlap."""
+
+    input_tokens: int
+    """Tokens of the prompt that were computed."""
+    cache_creation_input_tokens: int = 0
+    cache_read_input_tokens: int = 0
+    """Tokens of the prompt that were in the prefix cache."""
+    output_tokens: int
+
+
+StopReason = Literal["end_turn", "max_tokens", "stop_sequence", "tool_use"]
+
+
+class Message(BaseModel):
+    """The whole answer."""
+
+    id: str
+    type: Literal["message"] = "message"
+    role: Literal["assistant"] = "assistant"
+    model: str
+    content: list[dict[str, Any]]
+    """Blocks: ``thinking``, ``text`` and ``tool_use``."""
+    stop_reason: StopReason | None
+    stop_sequence: str | None
+    """The stop sequence that ended the answer."""
+    usage: MessagesUsage
+
+
+class MessageEvent(BaseModel):
+    """One event of a stream; its name is its type. The other fields depend on the type."""
+
+    model_config = ConfigDict(extra="allow")
+
+    type: Literal[
+        "message_start",
+        "ping",
+        "content_block_start",
+        "content_block_delta",
+        "content_block_stop",
+        "message_delta",
+        "message_stop",
+    ]
+    index: int | None = None
+    """Position of the block in the message."""
+    message: Message | None = None
+    content_block: dict[str, Any] | None = None
+    delta: dict[str, Any] | None = None
+    usage: MessagesUsage | None = None
+
+
+class TokenCount(BaseModel):
+    """The answer of POST /v1/messages/count_tokens."""
+
+    input_tokens: int
+
+
+class MessagesErrorDetail(BaseModel):
+    """What failed."""
+
+    type: str
+    message: str
+    code: str
+    """An extension: the code of the error, as in the chat format."""
+
+
+class MessagesError(BaseModel):
+    """The body of a failed request, and the last event of a stream that fails."""
+
+    type: Literal["error"] = "error"
+    error: MessagesErrorDetail
+    request_id: str | None = None
