@@ -400,10 +400,25 @@ def _with_subclasses(kind: type[LabError]) -> Iterator[type[LabError]]:
         yield from _with_subclasses(child)
 
 
+OTHER_NAMES = {
+    "schema": "response_format",
+    "json_schema": "response_format",
+    "format": "response_format",
+    "max_new_tokens": "max_tokens",
+    "max_output_tokens": "max_tokens",
+    "num_predict": "max_tokens",
+    "stop_sequences": "stop",
+    "system": "messages",
+}
+"""Names of arguments in other libraries that are not similar to the names here."""
+
+
 def did_you_mean(name: str, known: Iterable[str]) -> str:
     """Return a phrase for an error message that suggests the most similar known name; empty if none is similar."""
     # Truncated, because the name may come from a request, and the time grows with the square of its length.
-    similar = difflib.get_close_matches(name[:80], known, n=1)
+    names = list(known)
+    other = OTHER_NAMES.get(name)
+    similar = [other] if other in names else difflib.get_close_matches(name[:80], names, n=1)
     return f"; did you mean {similar[0]!r}?" if similar else ""
 
 

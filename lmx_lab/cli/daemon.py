@@ -15,7 +15,13 @@ import typer
 
 from lmx_lab.cli.lazy import load
 from lmx_lab.cli.options import Command, check_host, epilog
-from lmx_lab.cli.process import freeze_objects, return_freed_memory, start_logging, stop_on_signals
+from lmx_lab.cli.process import (
+    freeze_objects,
+    garbage_collection_paused,
+    return_freed_memory,
+    start_logging,
+    stop_on_signals,
+)
 from lmx_lab.cli.terminal import is_interactive, print_line, read_line
 from lmx_lab.errors import HostingError, InvalidRequestError, LabError, McpServerExistsError
 from lmx_lab.settings import Settings
@@ -82,7 +88,8 @@ def daemon(
     _check_upstream(settings.upstream)
     start_logging(settings.log_level)
     servers = _confirmed_servers(mcp_config, yes=yes) if mcp_config is not None else []
-    _run_daemon(settings, servers, explicit_port=port is not None or "LMX_LAB_DAEMON_PORT" in os.environ)
+    with garbage_collection_paused():
+        _run_daemon(settings, servers, explicit_port=port is not None or "LMX_LAB_DAEMON_PORT" in os.environ)
 
 
 def _check_upstream(url: str | None) -> None:

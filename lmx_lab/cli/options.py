@@ -6,6 +6,7 @@ takes no value, and ``<list[str]>`` for an option that can be repeated.
 
 from __future__ import annotations
 
+import functools
 import os
 import re
 import sys
@@ -26,6 +27,7 @@ if TYPE_CHECKING:
 MAX_ERROR_CHARACTERS = 400
 NUMBERS = {"int_parsing": "a whole number", "int_parsing_size": "a smaller number", "float_parsing": "a number"}
 """What an option must be, by the type of pydantic's error."""
+USUAL_NUMBER = re.compile(r"[0-9]{1,9}")
 STATUS = "0 on success, 1 on failure, 2 if an argument or a setting is not valid, 130 after Ctrl-C"
 
 
@@ -43,7 +45,7 @@ class Command(TyperCommand):
     """A command whose help shows options in the way they are typed."""
 
     def get_params(self, ctx: Any) -> list[Any]:
-        return _with_typed_names(super().get_params(ctx), ctx)
+        return _adapted(super().get_params(ctx), ctx)
 
     def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
         try:
@@ -59,7 +61,7 @@ class CommandGroup(TyperGroup):
     """All commands."""
 
     def get_params(self, ctx: Any) -> list[Any]:
-        return _with_typed_names(super().get_params(ctx), ctx)
+        return _adapted(super().get_params(ctx), ctx)
 
     def main(self, *args: Any, **named: Any) -> Any:
         """Run the command that the arguments name, and end with ``SystemExit``.
@@ -81,11 +83,29 @@ class CommandGroup(TyperGroup):
             raise InvalidRequestError(f"{message}{end} See {ctx.command_path if ctx else 'lmx-lab'} --help") from None
 
 
-def _with_typed_names(params: list[Any], ctx: Any) -> list[Any]:
+def _adapted(params: list[Any], ctx: Any) -> list[Any]:
+    """Let the help show how options are typed, and convert only values that have to be converted."""
     for param in params:
         if isinstance(param, TyperOption) and param.metavar is None:
             param.metavar = "" if param.is_flag else re.sub(r"list\[(\w+)\]", r"\1", param.display_type(ctx)).lower()
+            param.process_value = functools.partial(_process_value, param)  # type: ignore[method-assign]
     return params
+
+
+def _process_value(option: TyperOption, ctx: Any, value: Any) -> Any:
+    """Convert the value of an option as typer does.
+
+    For every option, typer imports pydantic and builds a schema, which takes most of the time of parsing. Values that
+    are not given, texts and usual whole numbers need no schema.
+    """
+    kind = option.type_descriptor.annotation
+    if type(value) is str and kind is int and not option.type_descriptor.is_ranged and USUAL_NUMBER.fullmatch(value):
+        value = int(value)
+    elif option.required or not (value is None or (type(value) is str and kind is str)):
+        return TyperOption.process_value(option, ctx, value)
+    elif value is None and option.multiple:
+        value = ()
+    return value if option.callback is None else option.callback(ctx, option, value)
 
 
 def _error_message(exc: typer.TyperException) -> str:

@@ -83,11 +83,24 @@ def return_freed_memory() -> None:
         mallopt(M_MMAP_THRESHOLD, LARGE_BLOCK_BYTES)
 
 
+@contextlib.contextmanager
+def garbage_collection_paused() -> Iterator[None]:
+    """Pause garbage collection within the block, or until ``freeze_objects``.
+
+    While a server starts, the collector would take a tenth of the time and find nothing: modules and routes are kept.
+    """
+    gc.disable()
+    try:
+        yield
+    finally:
+        gc.enable()
+
+
 def freeze_objects() -> None:
     """Exclude all existing objects from garbage collection, because a collection over all modules stops the process for
-    50 ms."""
-    gc.collect()
+    50 ms. They include the garbage so far, some 1,000 objects after the start of a server."""
     gc.freeze()
+    gc.enable()
 
 
 class _LineHandler(logging.Handler):

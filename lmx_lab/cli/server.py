@@ -4,12 +4,21 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import sys
+from collections.abc import Iterator, Sequence
+from typing import Any
 
 import lmx_lab
 from lmx_lab.cli.process import freeze_objects, stop_on_signals
 from lmx_lab.cli.terminal import print_line
+from lmx_lab.engine import ModelManager
+from lmx_lab.engine.templates.trial import prepared_trial
 from lmx_lab.settings import Settings
-from lmx_lab.values.models import LoadSpec
+from lmx_lab.values.models import LoadProgress, LoadReport, LoadSpec
+
+SWITCH_S = 0.0005
+"""Time for which a thread may hold Python's lock while others wait, in the start of the server. Python's default is
+5 ms."""
 
 
 def run_server(settings: Settings, spec: LoadSpec | None, *, explicit_port: bool) -> None:
@@ -23,26 +32,79 @@ def run_server(settings: Settings, spec: LoadSpec | None, *, explicit_port: bool
 
 
 async def _run(settings: Settings, spec: LoadSpec | None, *, explicit_port: bool) -> None:
-    stop = _stop_event()
-    lab = lmx_lab.Lab(settings, loop="kernel", explicit_port=explicit_port)
-    await lab.astart()
-    freeze_objects()
+    stop = asyncio.create_task(_stop_event().wait(), name="lmx-lab stop")
+    engine = ModelManager(settings)
     async with contextlib.AsyncExitStack() as stack:
+        tasks: list[asyncio.Task[Any]] = [stop]
+        stack.callback(engine.stop)
+        stack.push_async_callback(_cancel, tasks)
+        first = _first_load(engine, spec)
+        if first is not None:
+            tasks.append(first)
+            await _wait_for_files(engine, first, stop)
+        with _short_turns():
+            # This imports the modules of the server, which takes about as long as the load of a small model.
+            lab = lmx_lab.Lab(settings, loop="kernel", explicit_port=explicit_port, engine=engine)
+        await lab.astart()
         stack.push_async_callback(lab.astop)
-        tasks = [
-            asyncio.create_task(coro, name=f"lmx-lab {name}")
-            for name, coro in (("start", _start(lab, spec)), ("stop", stop.wait()), ("server", lab.wait()))
-        ]
-        try:
-            await asyncio.wait(tasks, return_when=asyncio.FIRST_COMPLETED)
-            if tasks[0].done():
-                tasks[0].result()
-                await asyncio.wait(tasks[1:], return_when=asyncio.FIRST_COMPLETED)
-        finally:
-            for task in tasks:
-                task.cancel()
-            await asyncio.gather(*tasks, return_exceptions=True)
+        # Again, because the tasks end before the lab.
+        stack.push_async_callback(_cancel, tasks)
+        freeze_objects()
+        start = asyncio.create_task(_start(lab, spec, first), name="lmx-lab start")
+        server = asyncio.create_task(lab.wait(), name="lmx-lab server")
+        tasks += [start, server]
+        await asyncio.wait([start, stop, server], return_when=asyncio.FIRST_COMPLETED)
+        if start.done():
+            start.result()
+            await asyncio.wait([stop, server], return_when=asyncio.FIRST_COMPLETED)
         print_line("stopping")
+
+
+@contextlib.contextmanager
+def _short_turns() -> Iterator[None]:
+    """Let the threads of a load run sooner within the block: at each step, they wait for Python's lock."""
+    usual_s = sys.getswitchinterval()
+    sys.setswitchinterval(SWITCH_S)
+    try:
+        yield
+    finally:
+        sys.setswitchinterval(usual_s)
+
+
+async def _cancel(tasks: Sequence[asyncio.Task[Any]]) -> None:
+    for task in tasks:
+        task.cancel()
+    await asyncio.gather(*tasks, return_exceptions=True)
+
+
+def _first_load(engine: ModelManager, spec: LoadSpec | None) -> asyncio.Task[LoadReport] | None:
+    """Begin to load the first model of the server; return None if there is none."""
+    for first in (*engine.unpinned(), spec):
+        if first is not None:
+            return asyncio.create_task(_load_first(engine, first), name=f"lmx-lab load {first.model:.80}")
+    return None
+
+
+async def _load_first(engine: ModelManager, spec: LoadSpec) -> LoadReport:
+    with prepared_trial():
+        return await engine.load(spec)
+
+
+async def _wait_for_files(engine: ModelManager, load: asyncio.Task[LoadReport], stop: asyncio.Task[Any]) -> None:
+    """Wait until the files of a model were found or are being downloaded, or until the load has ended.
+
+    Before that, imports would delay the load, because both need Python's lock.
+    """
+    loop, found = asyncio.get_running_loop(), asyncio.Event()
+
+    def observe(_: LoadProgress) -> None:
+        loop.call_soon_threadsafe(found.set)
+
+    engine.add_observer(observe)
+    waiting = asyncio.create_task(found.wait(), name="lmx-lab files")
+    await asyncio.wait([load, waiting, stop], return_when=asyncio.FIRST_COMPLETED)
+    await _cancel([waiting])
+    engine.remove_observer(observe)
 
 
 def _stop_event() -> asyncio.Event:
@@ -57,8 +119,12 @@ def _stop_event() -> asyncio.Event:
     return stop
 
 
-async def _start(lab: lmx_lab.Lab, spec: LoadSpec | None) -> None:
-    """Load the models, and print the server's addresses."""
+async def _start(lab: lmx_lab.Lab, spec: LoadSpec | None, first: asyncio.Task[LoadReport] | None) -> None:
+    """Load the models, and print the server's addresses.
+
+    Args:
+        first: The load of the first model, which has begun.
+    """
     if lab.port != lab.settings.port != 0:
         print_line(
             f"port {lab.settings.port} is in use, so the server uses port {lab.port}; to choose another, use --port"
@@ -66,9 +132,12 @@ async def _start(lab: lmx_lab.Lab, spec: LoadSpec | None) -> None:
     for name in (lab.settings.embedder, lab.settings.reranker):
         if name is not None:
             print_line(f"loading {name}, which stays in memory")
+    if first is not None and first.done():
+        first.result()
     await lab.apin_encoders()
     if spec is not None:
         print_line(f"loading {spec.model}")
+        # Joins the load if it is in progress.
         report = await lab.aload(spec.model, **spec.options)
         print_line(repr(report))
     print_line(f"LMX Lab is ready at {lab.url}  (chat format: {lab.url}/v1, docs: {lab.url}/docs)", style="bold")

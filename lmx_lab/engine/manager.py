@@ -49,7 +49,7 @@ from lmx_lab.errors import (
 from lmx_lab.portal import LoopThread, receive
 from lmx_lab.settings import Settings
 from lmx_lab.values.engine import EngineSnapshot, EngineState, merged
-from lmx_lab.values.models import EngineName, LoadProgress, LoadReport, LoadSpec, ModelEntry
+from lmx_lab.values.models import EngineName, Kind, LoadProgress, LoadReport, LoadSpec, ModelEntry
 from lmx_lab.weights import Catalog
 
 T = TypeVar("T")
@@ -74,8 +74,8 @@ class ModelManager:
     def __init__(self, settings: Settings, catalog: Catalog | None = None) -> None:
         self.settings = settings
         self._observers: list[Callable[[LoadProgress], None]] = []
-        catalog = catalog if catalog is not None else Catalog(settings)
-        self._finder = ModelFinder(settings, catalog, report=self._report)
+        self.catalog = catalog if catalog is not None else Catalog(settings)
+        self._finder = ModelFinder(settings, self.catalog, report=self._report)
         self._engines: dict[EngineName, InferenceEngine] = {}
         """The engines that have been created."""
         self._engines_lock = threading.Lock()
@@ -188,8 +188,12 @@ class ModelManager:
         """
         self._observers.append(observer)
 
+    def remove_observer(self, observer: Callable[[LoadProgress], None]) -> None:
+        """Undo ``add_observer``."""
+        self._observers.remove(observer)
+
     def _report(self, progress: LoadProgress) -> None:
-        for observer in self._observers:
+        for observer in list(self._observers):
             observer(progress)
 
     def engine(self, name: EngineName) -> InferenceEngine:
@@ -208,6 +212,15 @@ class ModelManager:
         return sum(
             engine.snapshot.memory_used_bytes for name, engine in list(self._engines.items()) if name != excluding
         )
+
+    def unpinned(self) -> Sequence[LoadSpec]:
+        """Return the loads of the encoders that the settings name and that are not in memory."""
+        present = {pinned.entry.kind for pinned in self.snapshot.pinned}
+        named: list[tuple[str | None, Kind]] = [
+            (self.settings.embedder, "embedding"),
+            (self.settings.reranker, "rerank"),
+        ]
+        return [LoadSpec(model=name, pin=kind) for name, kind in named if name is not None and kind not in present]
 
     def _post_lost(self, name: EngineName, by_request: bool) -> None:
         if (control := self._control) is not None:

@@ -9,8 +9,6 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
-import numpy as np
-
 from lmx_lab.values.encoding import EncodeReport, InputType, RerankMethod, Vectors
 
 
@@ -191,5 +189,5 @@ class Ranking:
 
     def order(self, top_n: int | None = None) -> list[int]:
         """Return the indices of the documents in descending order of relevance; equal scores keep their order."""
-        best_first = np.argsort(-self.scores, kind="stable")
-        return [int(index) for index in best_first[:top_n]]
+        scores = self.scores.tolist()
+        return sorted(range(len(scores)), key=lambda index: -scores[index])[:top_n]

@@ -70,17 +70,25 @@ class Lab:
     ``daemon`` and so on) exist only if the server runs in this process.
     """
 
-    def __init__(self, settings: Settings, *, loop: LoopChoice = "auto", explicit_port: bool = True) -> None:
+    def __init__(
+        self,
+        settings: Settings,
+        *,
+        loop: LoopChoice = "auto",
+        explicit_port: bool = True,
+        engine: ModelManager | None = None,
+    ) -> None:
         """
         Args:
             loop: ``kernel`` serves on the running event loop, ``thread`` on one in a thread; see ``launch()``.
             explicit_port: Whether the port of the settings is required; otherwise the next free one is used.
+            engine: A manager that may be loading a model already; by default a new one. The lab stops it.
         """
         # Imported here, because attaching must not import the engine and the server.
         from lmx_lab.notebook.local import LocalBackend
         from lmx_lab.notebook.local_server import LocalServer
 
-        server = LocalServer(settings, loop=loop, explicit_port=explicit_port)
+        server = LocalServer(settings, loop=loop, explicit_port=explicit_port, engine=engine)
         self._local: LocalServer | None = server
         self._set(server, LocalBackend(server))
 

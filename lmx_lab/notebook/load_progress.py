@@ -11,6 +11,13 @@ from lmx_lab.values.models import LoadReport, LoadSpec
 from lmx_lab.wire.admin import ModelEvent
 
 
+class FreedMemory(float):
+    """Memory that an unload has released, in GB (10^9 bytes)."""
+
+    def __repr__(self) -> str:
+        return f"{self:.2f} GB freed"
+
+
 async def show_load(backend: Backend, spec: LoadSpec) -> LoadReport:
     """Load a model as a part of a verb (see ``notebook.verbs``).
 
@@ -52,7 +59,7 @@ async def show_unload(backend: Backend, model: str | None, *, wait: bool | None)
                 if step.unloading is not None:
                     _show_unloading(shown, f"{step.model}: {step.unloading}", step, before)
                     before = step
-            freed = await on_loop(unload.result())
+            freed = FreedMemory(await on_loop(unload.result()))
             if before is not None:
                 shown.show(f"{before.model}: unloaded, {freed:.2f} GB freed", 0, None)
         return freed

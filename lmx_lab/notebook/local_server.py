@@ -27,7 +27,7 @@ from lmx_lab.portal import LoopThread
 from lmx_lab.server import InferenceServer, create_server
 from lmx_lab.settings import Settings
 from lmx_lab.values.engine import EngineSnapshot
-from lmx_lab.values.models import Kind, LoadSpec, capacity_in_words, with_reason
+from lmx_lab.values.models import LoadSpec, capacity_in_words, with_reason
 from lmx_lab.weights import Catalog
 
 if TYPE_CHECKING:
@@ -45,15 +45,25 @@ STEP_S = 0.7
 
 
 class LocalServer(LabServer):
-    """The engine, the services and the HTTP server of a lab in this process. Cannot be started again after a stop."""
+    """The engine, the services and the HTTP server of a lab in this process. Cannot be started again after a stop.
 
-    def __init__(self, settings: Settings, *, loop: LoopChoice = "auto", explicit_port: bool = True) -> None:
+    See ``Lab`` for the arguments.
+    """
+
+    def __init__(
+        self,
+        settings: Settings,
+        *,
+        loop: LoopChoice = "auto",
+        explicit_port: bool = True,
+        engine: ModelManager | None = None,
+    ) -> None:
         self.settings = settings
         self.loop_choice = loop
         self.mode = choose_loop(loop, settings)
         self.explicit_port = explicit_port
-        self.catalog = Catalog(settings)
-        self.engine = ModelManager(settings, self.catalog)
+        self.engine = engine if engine is not None else ModelManager(settings)
+        self.catalog: Catalog = self.engine.catalog
         self.addresses = Addresses(settings=settings, port=settings.port)
         # Computed now, for any host and port, so that a setting that can never match is refused before anything starts.
         self._policy = Addresses(settings=replace(settings, host="localhost"), port=1).live_policy()
@@ -284,12 +294,7 @@ class LocalServer(LabServer):
 
     def unpinned(self) -> Sequence[LoadSpec]:
         """Return the encoders that the settings name and that are not in memory."""
-        present = {pinned.entry.kind for pinned in self.engine.snapshot.pinned}
-        named: list[tuple[str | None, Kind]] = [
-            (self.settings.embedder, "embedding"),
-            (self.settings.reranker, "rerank"),
-        ]
-        return [LoadSpec(model=name, pin=kind) for name, kind in named if name is not None and kind not in present]
+        return self.engine.unpinned()
 
     def panels_shown(self) -> None:
         """Does nothing: the registry of launched labs keeps the server."""

@@ -37,6 +37,7 @@ CALLS = {
     "lab.chat('hi', top_p=2)": "top_p",
     "ask('hi', top_p=2)": "top_p",
     "await lab.achat('hi', top_p=2)": "top_p",
+    "lab.chat('hi', schema={})": "did you mean 'response_format'?",
     "lab.load('echo', engin='mlx')": "did you mean 'engine'?",
     "client.load('echo', engin='mlx')": "did you mean 'engine'?",
     "lab.load('no-such-model')": "no-such-model",

@@ -67,7 +67,9 @@ def test_an_interrupt_ends_the_wait_but_not_the_unload(
         with pytest.raises(NotLoadedError, match="requested to stop running requests at once"):
             list(pieces)
     assert server.engine.snapshot.model is None
-    assert lab.unload() == 0, "without a model"
+    nothing = lab.unload()
+    assert nothing == 0, "without a model"
+    assert repr(nothing) == "0.00 GB freed"
     with pytest.raises(InvalidRequestError, match="echo is not loaded"):
         lab.unload("echo", wait=True)
 

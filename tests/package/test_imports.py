@@ -62,5 +62,19 @@ def test_a_server_starts_without_an_http_client_and_the_engines() -> None:
     assert not {name.split(".")[0] for name in loaded} & unneeded
 
 
+def test_a_server_can_load_a_model_before_it_imports_its_routes() -> None:
+    loaded = modules_loaded_by("import lmx_lab.cli.server, lmx_lab.engine.llama_cpp.engine")
+    assert not {name.split(".")[0] for name in loaded} & {"fastapi", "starlette", "pydantic", "uvicorn", "numpy"}
+
+
+def test_usual_options_are_parsed_without_pydantic() -> None:
+    loaded = modules_loaded_by(
+        "from lmx_lab.cli import app, serve; serve._run = lambda settings, spec, **options: print(spec.model, "
+        "settings.port, file=sys.stderr); app.run(['serve', '--model', 'tiny', '--port', '8123'])"
+    )
+    assert "lmx_lab.cli.serve" in loaded
+    assert "pydantic" not in loaded
+
+
 def test_errors_and_settings_load_no_heavy_packages() -> None:
     assert not {name.split(".")[0] for name in modules_loaded_by("from lmx_lab import LabError, Settings")} & HEAVY

@@ -23,6 +23,7 @@ from lmx_lab.daemon.routes.queries import StreamQuery, event_filter
 from lmx_lab.daemon.services import Services
 from lmx_lab.daemon.storage.event_log import ALL_EVENTS, LogPage
 from lmx_lab.daemon.storage.store import DatabaseView
+from lmx_lab.daemon.turns.concurrency import give_way
 from lmx_lab.errors import CursorExpiredError, LabError, SessionNotFoundError
 from lmx_lab.http.error_bodies import request_id_of, respond
 from lmx_lab.wire.event_stream import Closing, Hello, Reset, StreamHeartbeat, Synced
@@ -35,6 +36,8 @@ BATCH_CHARACTERS = 262_144
 """Maximum size of the events that are sent at once. A single event may be larger."""
 MESSAGES, MESSAGES_S = 64, 60.0
 """Maximum number of messages that a client may send within ``MESSAGES_S`` seconds. Their content is ignored."""
+BEHIND_WRITER = 4
+"""Number of iterations of the event loop by which new events are sent later than their writer continues."""
 EncodedBatch = Any
 """Events in a form that only the HTTP server knows."""
 Encode = Callable[[Sequence[str]], EncodedBatch]
@@ -184,6 +187,8 @@ class _Stream:
         done, _ = await asyncio.wait(futures, timeout=max(0.0, timeout_s), return_when=asyncio.FIRST_COMPLETED)
         if not done:
             await self._send_control_frame("stream.heartbeat", StreamHeartbeat(cursor=self._cursor))
+        # A turn that has written the new events continues first: sending them would delay its request to the model.
+        await give_way(BEHIND_WRITER)
 
     async def _send_control_frame(self, event: str, data: BaseModel) -> None:
         await self._send(self._encode([self._control_frame(event, to_json(data))]))

@@ -16,6 +16,12 @@ from lmx_lab.daemon.turns.records import TurnKey
 T = TypeVar("T")
 
 
+async def give_way(iterations: int) -> None:
+    """Let work that is ready on the event loop run first, for this number of iterations of the loop."""
+    for _ in range(iterations):
+        await asyncio.sleep(0)
+
+
 class TurnSlots:
     """A semaphore of running turns. A turn that continues has priority over turns that start; otherwise it is FIFO.
 

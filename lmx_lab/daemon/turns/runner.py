@@ -13,7 +13,7 @@ from lmx_lab.daemon.limits import Limits
 from lmx_lab.daemon.storage.store import Store, Transaction
 from lmx_lab.daemon.tools.tool import Toolbox
 from lmx_lab.daemon.turns import permissions, queue, records
-from lmx_lab.daemon.turns.concurrency import ShieldedTasks, TurnSlots, TurnWaiters
+from lmx_lab.daemon.turns.concurrency import ShieldedTasks, TurnSlots, TurnWaiters, give_way
 from lmx_lab.daemon.turns.effects import ActiveTurn, TurnDependencies
 from lmx_lab.daemon.turns.model_client import ModelClient
 from lmx_lab.daemon.turns.queue import StartedTurn
@@ -46,6 +46,11 @@ TOOLS_START_S = 10.0
 """Maximum time that a queued turn waits for MCP servers to start, since after a restart there would be no tools."""
 STOP_S = 2.0
 """Time for writing the ends of turns, in addition to the time that tools have to end."""
+
+
+BEHIND_TURN = 10
+"""Number of iterations of the event loop in which a turn sends its request to the model, or its last events are sent,
+before other work."""
 
 
 class TurnRunner:
@@ -169,7 +174,10 @@ class TurnRunner:
         """
         if self._is_stopping:
             raise StoppingError("the daemon is stopping and accepts no turns; start it again, then repeat the request")
-        return await self._shielded.run(self._submit(session_id, body))
+        submitted = await self._shielded.run(self._submit(session_id, body))
+        # The response takes as long to write as the request to the model, which is sent first.
+        await give_way(BEHIND_TURN)
+        return submitted
 
     async def _submit(self, session_id: str, body: SubmitTurn) -> tuple[TurnAccepted, bool]:
         async with self._workers.locked(session_id) as worker:
@@ -337,6 +345,7 @@ class TurnRunner:
                     if active is None:
                         return
                     await self._run_to_end(worker, active)
+                    await give_way(BEHIND_TURN)
                     retry_s = MIN_RETRY_S
                 except StoppingError:
                     return  # The database is closed: queued turns run at the next start.

@@ -14,7 +14,7 @@ import time
 from collections.abc import Coroutine, Sequence
 from dataclasses import asdict, dataclass, field, replace
 from importlib.metadata import version
-from typing import Any, TypeVar
+from typing import TYPE_CHECKING, Any, TypeVar
 
 from lmx_lab.engine.admission import LOAD_FIRST, AdmissionControl, Permit
 from lmx_lab.engine.cancellation import Cancellation
@@ -25,7 +25,6 @@ from lmx_lab.engine.llama_cpp.model import HostedModel, host_model
 from lmx_lab.engine.llama_cpp.prepare import LlamaPreparer
 from lmx_lab.engine.llama_cpp.process import PACKAGE, is_installed, require_installed
 from lmx_lab.engine.llama_cpp.queue import LlamaGeneration, LlamaQueue
-from lmx_lab.engine.llama_cpp.texts import LlamaTexts
 from lmx_lab.engine.loop_engine import LoopEngine, TextTasks, deadline
 from lmx_lab.engine.machine_memory import limit_bytes, total_bytes
 from lmx_lab.engine.requests import EmbeddingRequest, Embeddings, GenerationRequest, Ranking, RerankRequest
@@ -37,6 +36,9 @@ from lmx_lab.settings import Settings
 from lmx_lab.values.engine import EngineSnapshot, EngineState, PinnedModel, TokenTotals
 from lmx_lab.values.models import Kind, LoadReport, LoadSpec, ModelEntry
 from lmx_lab.weights.gguf.model import read_gguf
+
+if TYPE_CHECKING:
+    from lmx_lab.engine.llama_cpp.texts import LlamaTexts
 
 log = logging.getLogger(__name__)
 T = TypeVar("T")
@@ -291,6 +293,9 @@ class LlamaCppCore:
     def _texts_of(
         self, entry: ModelEntry, request: EmbeddingRequest | RerankRequest
     ) -> tuple[LlamaResident, LlamaTexts]:
+        # Imported here, because a model is loaded later if numpy is imported first, and only encoders need it.
+        from lmx_lab.engine.llama_cpp.texts import LlamaTexts
+
         resident = self._resident_of(entry)
         timeout_s = request.timeout_s or self._settings.request_timeout_s
         return resident, LlamaTexts(resident.hosted, timeout_s, time.perf_counter())

@@ -10,7 +10,7 @@ import time
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from importlib.metadata import version
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from lmx_lab.engine.container_limits import default_threads
 from lmx_lab.engine.grammar.build import Marker
@@ -19,9 +19,7 @@ from lmx_lab.engine.llama_cpp.connection import LlamaConnection, RefusedError
 from lmx_lab.engine.llama_cpp.grammar import read_token_table
 from lmx_lab.engine.llama_cpp.memory_plan import ContextPlan, is_batch_invariant, plan_context
 from lmx_lab.engine.llama_cpp.process import PACKAGE, LlamaProcess
-from lmx_lab.engine.llama_cpp.slot_files import ARITHMETIC, SlotFiles, can_be_trimmed
 from lmx_lab.engine.machine_memory import prefix_cache_bytes
-from lmx_lab.engine.prefix_files import PrefixFiles
 from lmx_lab.engine.templates.tool_prompt import END, START
 from lmx_lab.engine.text.chat_format_detection import HARMONY, HARMONY_TOKENS, MORE_REASONING_MARKERS, ChatFormat
 from lmx_lab.engine.tokenizing.bounds import TokenBound
@@ -34,6 +32,9 @@ from lmx_lab.weights.files import in_thread
 from lmx_lab.weights.fingerprint import is_overwritten, require_unchanged
 from lmx_lab.weights.gguf.header import GgufHeader, read_header
 from lmx_lab.weights.gguf.model import read_gguf
+
+if TYPE_CHECKING:
+    from lmx_lab.engine.llama_cpp.slot_files import SlotFiles
 
 SPIN_COUNT = "3000"
 """See ``_environ``."""
@@ -192,7 +193,13 @@ async def host_model(entry: ModelEntry, spec: LoadSpec, settings: Settings, *, l
 
 
 def _open_slot_files(hosted: HostedModel, fields: Mapping[str, Any], settings: Settings) -> SlotFiles | None:
-    if hosted.entry.kind != "chat" or (files := PrefixFiles.of(settings)) is None:
+    if hosted.entry.kind != "chat" or settings.prefix_cache_dir is None:
+        return None
+    # Imported here, because numpy is slow to import, and few servers keep slots on disk.
+    from lmx_lab.engine.llama_cpp.slot_files import ARITHMETIC, SlotFiles, can_be_trimmed
+    from lmx_lab.engine.prefix_files import PrefixFiles
+
+    if (files := PrefixFiles.of(settings)) is None:
         return None
     versions = [f"{package} {version(package)}" for package in ("lmx-lab", PACKAGE)]
     arithmetic = [*versions, *(f"{name} {fields.get(name)}" for name in ARITHMETIC)]

@@ -5,15 +5,16 @@ from __future__ import annotations
 import copy
 import logging
 from collections.abc import Sequence
+from concurrent.futures import wait
 from dataclasses import dataclass
 from importlib.metadata import version
+from pathlib import Path
 from typing import Any
 
 import mlx.core as mx
 from mlx.utils import tree_flatten
 from mlx_lm.utils import load_config, load_model, load_tokenizer
 
-from lmx_lab.engine.cancellation import check_cancelled
 from lmx_lab.engine.grammar.compile import GrammarCompiler, read_token_table
 from lmx_lab.engine.grammar.worker import TokenTable
 from lmx_lab.engine.mlx import memory
@@ -22,7 +23,7 @@ from lmx_lab.engine.mlx.memory_plan import UNBOUNDED_TOKENS, Footprint
 from lmx_lab.engine.mlx.weights_dtype import fit_weights
 from lmx_lab.engine.quantized_layers import checked_classes
 from lmx_lab.engine.requests import ChatPrompt, GenerationRequest, TextPrompt, TokenPrompt
-from lmx_lab.engine.templates.renderer import TemplateLimitError, render_chat
+from lmx_lab.engine.templates.renderer import TemplateLimitError, default_sandbox, render_chat
 from lmx_lab.engine.text.chat_format_detection import TAIL_TOKENS, ChatFormat, ReasoningState, detect_chat_format
 from lmx_lab.engine.text.vocabulary import Vocabulary
 from lmx_lab.engine.tokenizing.encoder import TextEncoder, TextWork, is_panic
@@ -31,6 +32,7 @@ from lmx_lab.engine.validation import CHARACTERS_PER_TOKEN, check_characters, ch
 from lmx_lab.engine.word_cache import without_word_cache
 from lmx_lab.errors import ContextLengthError, EngineError, InvalidRequestError, OutOfMemoryError, UnusableModelError
 from lmx_lab.values.models import ModelEntry
+from lmx_lab.weights.files import start_in_thread
 
 log = logging.getLogger(__name__)
 MIN_CONTEXT_TOKENS = 256
@@ -267,10 +269,8 @@ def load_chat(
     """
     before = memory.used_bytes()
     try:
-        model, tokenizer = _read(entry, limit_bytes=limit_bytes, dtype=dtype)
+        model, tokenizer, own = _read(entry, limit_bytes=limit_bytes, dtype=dtype)
         traits = measure(model, memory.used_bytes() - before)
-        # The copy has its own word cache. Copying may fail although a damaged tokenizer was read without an error.
-        own = without_word_cache(copy.deepcopy(tokenizer))
     except BaseException as exc:
         if not isinstance(exc, Exception) and not is_panic(exc):
             raise
@@ -303,15 +303,35 @@ def load_chat(
     )
 
 
-def _read(entry: ModelEntry, *, limit_bytes: int, dtype: str) -> tuple[Any, Any]:
-    """Return model and tokenizer. The tokenizer is read first, because it is small and causes most errors."""
+def _read(entry: ModelEntry, *, limit_bytes: int, dtype: str) -> tuple[Any, Any, Any]:
+    """Return the model, and its tokenizer twice: each copy is used by one thread.
+
+    The tokenizer is read at the same time as the weights. It causes most errors, which end the load at once.
+    """
     config = load_config(entry.path)
-    tokenizer = without_word_cache(load_tokenizer(entry.path, eos_token_ids=config.get("eos_token_id")))
-    check_cancelled()
-    # The weights are loaded lazily, and ``fit_weights`` reads them one by one.
-    model, _ = load_model(entry.path, lazy=True, get_model_classes=checked_classes)
-    fit_weights(model, dtype, limit_bytes=limit_bytes)
-    return model, tokenizer
+    # Its process starts while the weights are read.
+    default_sandbox().start()
+    reading = start_in_thread(
+        lambda: _read_tokenizers(entry.path, config.get("eos_token_id")), name="lmx-lab-tokenizer"
+    )
+
+    def raise_error() -> None:
+        if reading.done():
+            reading.result()
+
+    try:
+        # The weights are loaded lazily, and ``fit_weights`` reads them one by one.
+        model, _ = load_model(entry.path, lazy=True, get_model_classes=checked_classes)
+        fit_weights(model, dtype, limit_bytes=limit_bytes, before_each=raise_error)
+    finally:
+        wait([reading])
+    return model, *reading.result()
+
+
+def _read_tokenizers(folder: Path, eos_token_ids: Any) -> tuple[Any, Any]:
+    tokenizer = without_word_cache(load_tokenizer(folder, eos_token_ids=eos_token_ids))
+    # The copy has its own word cache. Copying may fail although a damaged tokenizer was read without an error.
+    return tokenizer, without_word_cache(copy.deepcopy(tokenizer))
 
 
 def _context_length(entry: ModelEntry, footprint: Footprint, limit_bytes: int, requested: int | None) -> int | None:

@@ -7,6 +7,7 @@ library.
 from __future__ import annotations
 
 import logging
+from collections.abc import Callable
 from typing import Any
 
 import mlx.core as mx
@@ -23,7 +24,7 @@ activations."""
 DTYPES = {"float32": mx.float32, "float16": mx.float16, "bfloat16": mx.bfloat16}
 
 
-def fit_weights(model: Any, dtype: str, *, limit_bytes: int) -> None:
+def fit_weights(model: Any, dtype: str, *, limit_bytes: int, before_each: Callable[[], object] = lambda: None) -> None:
     """Convert the weights of a model, which have not been read from disk yet, and read them.
 
     Weights that ``auto`` would expand stay quantized if they do not fit; on a CPU their scales, and so the activations,
@@ -31,6 +32,7 @@ def fit_weights(model: Any, dtype: str, *, limit_bytes: int) -> None:
 
     Args:
         dtype: See ``Settings.dtype``.
+        before_each: Called before each weight is read. An exception from it ends the load.
 
     Raises:
         NotLoadedError: the load was cancelled.
@@ -45,6 +47,7 @@ def fit_weights(model: Any, dtype: str, *, limit_bytes: int) -> None:
     parameters: Any = tree_flatten(model.parameters())
     for _, value in parameters:
         check_cancelled()
+        before_each()
         mx.eval(value)
 
 

@@ -7,6 +7,7 @@ not from running forever or from taking all memory, and one long multiplication 
 from __future__ import annotations
 
 import atexit
+import contextlib
 import functools
 import json
 import os
@@ -53,27 +54,34 @@ class TemplateSandbox:
     Args:
         limit_s: Time limit of one template.
         share_s: Time for which one template may delay others.
-        while_waiting: Called about every 50 ms; an exception from it ends the process and the rendering.
     """
 
-    def __init__(
-        self,
-        limit_s: float = LIMIT_S,
-        *,
-        share_s: float = SHARE_S,
-        while_waiting: Callable[[float], None] | None = None,
-    ) -> None:
+    def __init__(self, limit_s: float = LIMIT_S, *, share_s: float = SHARE_S) -> None:
         self._limit_s = limit_s
         self._share_s = share_s
-        self._while_waiting = while_waiting
         self._usual = _Lane()
         self._slow = _Lane()
 
-    def render(self, template: str, variables: Mapping[str, Any]) -> str:
+    def start(self) -> None:
+        """Start the process for the first template, and return before it is ready."""
+        threading.Thread(target=self._start, name="lmx-lab-template", daemon=True).start()
+
+    def _start(self) -> None:
+        with self._usual.lock, contextlib.suppress(SandboxStartError, SandboxDiedError):
+            self._usual.process.start()
+
+    def render(
+        self,
+        template: str,
+        variables: Mapping[str, Any],
+        *,
+        while_waiting: Callable[[float], None] | None = None,
+    ) -> str:
         """Render a template.
 
         Args:
             variables: Values by name. A value that has no JSON form is passed as its ``str``.
+            while_waiting: Called about every 50 ms; an exception from it ends the process and the rendering.
 
         Raises:
             TemplateRefusalError: the template failed or rejected its input, or no process could be started.
@@ -83,7 +91,7 @@ class TemplateSandbox:
             request = json.dumps({"template": template, "variables": variables}, default=str).encode()
         except (TypeError, ValueError, RecursionError) as exc:
             raise TemplateRefusalError(f"its variables cannot be written as JSON: {exc}") from exc
-        answer = self._answer(request)
+        answer = self._answer(request, while_waiting)
         if "text" in answer:
             return answer["text"]
         if "limit" in answer:
@@ -96,18 +104,24 @@ class TemplateSandbox:
             with lane.lock:
                 lane.process.stop()
 
-    def _answer(self, request: bytes) -> dict[str, str]:
+    def close(self) -> None:
+        """End the processes permanently."""
+        for lane in (self._usual, self._slow):
+            lane.process.close()
+
+    def _answer(self, request: bytes, while_waiting: Callable[[float], None] | None) -> dict[str, str]:
         try:
             with self._usual.lock:
                 try:
-                    return self._request(self._usual.process, request, min(self._share_s, self._limit_s))
+                    limit_s = min(self._share_s, self._limit_s)
+                    return _request(self._usual.process, request, limit_s, while_waiting)
                 except SandboxTimeoutError:
                     if self._share_s >= self._limit_s:
                         raise
             if not self._slow.lock.acquire(timeout=QUEUE_S):
                 raise TemplateRefusalError(f"other slow templates were rendered for {QUEUE_S:g} s; try again")
             try:
-                return self._request(self._slow.process, request, self._limit_s)
+                return _request(self._slow.process, request, self._limit_s, while_waiting)
             finally:
                 self._slow.process.stop()
                 self._slow.lock.release()
@@ -119,14 +133,17 @@ class TemplateSandbox:
             # The system refused memory in a way that Python could not report.
             raise TemplateLimitError("has ended the process in which it ran") from exc
 
-    def _request(self, process: SandboxProcess, request: bytes, limit_s: float) -> dict[str, str]:
-        try:
-            reply = process.request(request, limit_s, while_waiting=self._while_waiting)
-        except SandboxSendError:
-            # The process was killed from outside since the last template.
-            reply = process.request(request, limit_s, while_waiting=self._while_waiting)
-        answer: dict[str, str] = json.loads(reply)
-        return answer
+
+def _request(
+    process: SandboxProcess, request: bytes, limit_s: float, while_waiting: Callable[[float], None] | None
+) -> dict[str, str]:
+    try:
+        reply = process.request(request, limit_s, while_waiting=while_waiting)
+    except SandboxSendError:
+        # The process was killed from outside since the last template.
+        reply = process.request(request, limit_s, while_waiting=while_waiting)
+    answer: dict[str, str] = json.loads(reply)
+    return answer
 
 
 class _Lane:

@@ -46,6 +46,31 @@ _tried: dict[str, None] = {}
 """Templates that were accepted. They are not tried again, so that a second load starts no process."""
 
 
+_prepared: list[TemplateSandbox] = []
+"""A sandbox for the next trial, or none."""
+
+
+def _new_sandbox() -> TemplateSandbox:
+    return TemplateSandbox(TRIAL_S, share_s=TRIAL_S)
+
+
+@contextlib.contextmanager
+def prepared_trial() -> Iterator[None]:
+    """Start the process for the next trial in the background. At the end of the block, end it if it was not used.
+
+    A program that loads its first model while it imports other modules then need not wait for the start.
+    """
+    sandbox = _new_sandbox()
+    sandbox.start()
+    _prepared.append(sandbox)
+    try:
+        yield
+    finally:
+        if sandbox in _prepared:
+            _prepared.remove(sandbox)
+            sandbox.close()
+
+
 def try_template(template: str, path: Path, cancellation: Cancellation) -> None:
     """Render a chat template for each of ``SHAPES``, in a separate process.
 
@@ -58,15 +83,15 @@ def try_template(template: str, path: Path, cancellation: Cancellation) -> None:
     """
     if template in _tried:
         return
-    sandbox = TemplateSandbox(TRIAL_S, share_s=TRIAL_S, while_waiting=cancellation.check)
+    sandbox = _prepared.pop() if _prepared else _new_sandbox()
     try:
         for shape in SHAPES:
             with contextlib.suppress(TemplateRefusalError):
-                sandbox.render(template, {**USUAL, **shape})
+                sandbox.render(template, {**USUAL, **shape}, while_waiting=cancellation.check)
     except TemplateLimitError as exc:
         raise UnusableModelError(f"{path} cannot be loaded: its chat template {exc}", param="model") from exc
     finally:
-        sandbox.stop()
+        sandbox.close()
     _tried[template] = None
     for old in list(itertools.islice(_tried, max(0, len(_tried) - MAX_TRIED))):
         _tried.pop(old, None)

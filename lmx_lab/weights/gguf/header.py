@@ -12,8 +12,9 @@ from collections import Counter
 from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import lru_cache
+from io import BufferedReader
 from pathlib import Path
-from typing import BinaryIO, TypeAlias
+from typing import TypeAlias
 
 from lmx_lab.errors import UnusableModelError
 from lmx_lab.weights.files import open_regular
@@ -30,6 +31,7 @@ MAX_DIMENSIONS = 4
 BUFFER_BYTES = 2**20
 
 TEXT, ARRAY = 8, 9
+LENGTH = struct.Struct("<Q")
 SCALARS = {0: "<B", 1: "<b", 2: "<H", 3: "<h", 4: "<I", 5: "<i", 6: "<f", 7: "<?", 10: "<Q", 11: "<q", 12: "<d"}
 
 # Type number of a tensor: name, weights per block, bytes per block.
@@ -141,7 +143,7 @@ def _read(path: Path, arrays: bool) -> GgufHeader:
 class _Reader:
     """Reads values from the file, never beyond its end."""
 
-    def __init__(self, file: BinaryIO, path: Path, arrays: bool) -> None:
+    def __init__(self, file: BufferedReader, path: Path, arrays: bool) -> None:
         self._file = file
         self._path = path
         self._arrays = arrays
@@ -201,9 +203,24 @@ class _Reader:
     def _texts(self, count: int) -> list[Scalar] | None:
         if self._arrays:
             return [self._text(MAX_TEXT_BYTES) for _ in range(count)]
-        for _ in range(count):
-            self._skip(self._count(MAX_TEXT_BYTES))
+        self._skip_texts(count)
         return None
+
+    def _skip_texts(self, count: int) -> None:
+        """Skip texts. Their lengths are read in the file's buffer, because a vocabulary has 100,000 texts or more."""
+        while count > 0:
+            buffered, position = self._file.peek(1), 0
+            size = len(buffered)
+            while count > 0 and position + 8 <= size:
+                # A text that exceeds MAX_TEXT_BYTES does not fit in the buffer.
+                end = position + 8 + LENGTH.unpack_from(buffered, position)[0]
+                if end > size:
+                    break
+                position, count = end, count - 1
+            self._skip(position)
+            if count > 0:
+                self._skip(self._count(MAX_TEXT_BYTES))
+                count -= 1
 
     def _tensor(self) -> GgufTensor:
         name, dimensions = self._text(MAX_NAME_BYTES), int(self._scalar("<I"))

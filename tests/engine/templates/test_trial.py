@@ -11,7 +11,7 @@ import pytest
 from lmx_lab.engine.cancellation import Cancellation
 from lmx_lab.engine.templates import trial
 from lmx_lab.engine.templates.renderer import TemplateLimitError, TemplateRefusalError, TemplateSandbox
-from lmx_lab.engine.templates.trial import SHAPES, try_template, try_templates_of
+from lmx_lab.engine.templates.trial import SHAPES, prepared_trial, try_template, try_templates_of
 from lmx_lab.errors import NotLoadedError, UnusableModelError
 
 pytestmark = pytest.mark.slow
@@ -48,6 +48,17 @@ def test_a_template_is_refused_by_its_time_or_memory(template: str) -> None:
 
 def test_a_template_that_refuses_messages_is_accepted() -> None:
     try_template("{{ raise_exception('only users') }}{{ nothing.at.all }}", PATH, Cancellation())
+
+
+def test_a_process_that_was_started_in_advance_is_used_once_and_ended() -> None:
+    with prepared_trial():
+        (sandbox,) = trial._prepared
+        try_template("{{ 'started in advance' }}", PATH, Cancellation())
+        assert (trial._prepared, sandbox._usual.process.starts) == ([], 1)
+    with prepared_trial():
+        (sandbox,) = trial._prepared
+    with pytest.raises(TemplateLimitError, match="ended the process"):
+        sandbox.render("{{ 1 }}", {})
 
 
 def test_a_trial_can_be_cancelled(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -33,6 +33,19 @@ def test_metadata_and_tensors_are_read_and_arrays_only_on_request(
     assert whole.tensors == header.tensors
 
 
+def test_texts_of_any_length_are_skipped_as_they_are_read(tmp_path: Path, tiny_llama: Callable[..., bytes]) -> None:
+    # They cross the ends of the reader's buffer in lengths and in texts, and one text is as long as the buffer.
+    texts = ["x" * (1 + number % 4093) for number in range(1500)] + ["y" * 2**20, "", "z"]
+    path = tmp_path / "long.gguf"
+    path.write_bytes(tiny_llama({}, {"tokenizer.ggml.merges": texts}))
+    header, whole = read_header(path), read_header(path, arrays=True)
+    assert whole.items("tokenizer.ggml.merges") == texts
+    assert header.tensors == whole.tensors
+    path.write_bytes(path.read_bytes().replace(struct.pack("<Q", 2**20), struct.pack("<Q", 2**20 + 1)))
+    with pytest.raises(UnusableModelError, match="truncated or damaged"):
+        read_header(path)
+
+
 def test_a_gguf_file_is_listed_by_its_file_name(
     catalog: Catalog, tmp_path: Path, tiny_llama: Callable[..., bytes]
 ) -> None:
