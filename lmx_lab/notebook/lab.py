@@ -7,7 +7,6 @@ derives a blocking and an awaitable method. Importing this module imports neithe
 from __future__ import annotations
 
 import functools
-import html
 import os
 import socket
 from collections.abc import Generator, Sequence
@@ -27,7 +26,7 @@ from lmx_lab.notebook.arguments import (
     model_name,
     rerank_body,
 )
-from lmx_lab.notebook.lab_server import LabServer
+from lmx_lab.notebook.lab_server import LabServer, facts_html
 from lmx_lab.notebook.load_progress import show_load, show_unload
 from lmx_lab.notebook.reply import ModelList, Reply, ReplyStream, json_shape, read_reply
 from lmx_lab.notebook.report import report_html, write_report
@@ -484,12 +483,7 @@ class Lab:
         return "\n".join(f"{name}: {value}" for name, value in self._server.facts().items())
 
     def _repr_html_(self) -> str:
-        left = "style='text-align:left'"
-        rows = "".join(
-            f"<tr><th {left}>{html.escape(name)}</th><td {left}><code>{html.escape(value)}</code></td></tr>"
-            for name, value in self._server.facts().items()
-        )
-        return f"<table>{rows}</table>"
+        return facts_html(self._server.facts())
 
     def _repr_mimebundle_(self, **options: Any) -> Any:
         """Return the compact models panel, and the facts for other frontends and for saved notebooks."""
