@@ -23,6 +23,8 @@ generator and clients are separate processes; the clients only record times.
 | gguf       | our server on llama.cpp against xllamacpp's own, 1 and 8 streams: decode   | smollm2       |
 |            | and overall tok/s as ratios, TTFT as a difference in ms; and decode,       |               |
 |            | prefill and memory ÷ our server on MLX                                     |               |
+| quantized  | our server with a quantized copy against xllamacpp's own with the         | smollm2       |
+|            | original: prefill, and decode of 1 and 8 streams; the loss of the copy     |               |
 | lookup     | decode tok/s with prompt lookup ÷ without, of copied and of other text     | tiny, smollm2 |
 | repetition | share of answers that are the same alone and with seven others: 64         | smollm2       |
 |            | greedy ones and 24 with seeds, on both engines                             |               |
@@ -79,6 +81,7 @@ from benchmarks import (
     prefill,
     product,
     prompt_lookup,
+    quantized,
     recording,
     repetition,
     report,
@@ -117,6 +120,7 @@ FIGURES = {
     "structured": Figure(title=structured.FIGURE, measure=structured.measure),
     "lookup": Figure(title=prompt_lookup.FIGURE, measure=prompt_lookup.measure),
     "gguf": Figure(title=gguf.FIGURE, measure=gguf.measure, models=("smollm2",)),
+    "quantized": Figure(title=quantized.FIGURE, measure=quantized.measure, models=("smollm2",)),
     "repetition": Figure(title=repetition.FIGURE, measure=repetition.measure, models=("smollm2",)),
     "recording": Figure(title=recording.FIGURE, measure=recording.measure),
     "start": Figure(title=start.FIGURE, measure=start.measure, models=("smollm2",)),

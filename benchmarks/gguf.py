@@ -51,7 +51,7 @@ def measure(bench: Bench) -> list[Row]:
         return [*rows, *_against_mlx(bench, {"ours": ours, "theirs": mlx})]
 
 
-def _rounds(urls: Mapping[Side, str], count: int, visit: Visit) -> list[Sample]:
+def run_rounds(urls: Mapping[Side, str], count: int, visit: Visit) -> list[Sample]:
     """Run both sides in each round, in alternating order."""
     sides = list(urls)
     return [
@@ -64,7 +64,9 @@ def _rounds(urls: Mapping[Side, str], count: int, visit: Visit) -> list[Sample]:
 
 
 def _against_llama(bench: Bench, urls: Mapping[Side, str], streams: int) -> list[Row]:
-    samples = _rounds(urls, QUICK_ROUNDS if bench.quick else ROUNDS, lambda url, number: _answers(url, number, streams))
+    samples = run_rounds(
+        urls, QUICK_ROUNDS if bench.quick else ROUNDS, lambda url, number: send_chats(url, number, streams)
+    )
     for sample in samples:
         _check_prompts(sample)
     turns = Turns(model=bench.model, case=CASES[streams], samples=samples)
@@ -78,7 +80,7 @@ def _against_llama(bench: Bench, urls: Mapping[Side, str], streams: int) -> list
     return [*rows, turns.difference("first_ms", "short prompts", binding=False)]
 
 
-def _answers(url: str, number: int, streams: int) -> Found:
+def send_chats(url: str, number: int, streams: int) -> Found:
     """Send new prompts at the same time; for a single stream, measure the first tokens too."""
     seeds = [8000 + 100 * number + 10 * streams + stream for stream in range(streams)]
     answers = asyncio.run(client.streams(url, [_body(prompts.story(seed), seed, TOKENS) for seed in seeds]))
@@ -130,14 +132,14 @@ def _against_mlx(bench: Bench, servers: Mapping[Side, LabServer]) -> list[Row]:
     urls = {side: server.url for side, server in servers.items()}
 
     def turns(case: str, visit: Visit) -> Turns:
-        return Turns(model=bench.model, case=case, samples=_rounds(urls, bench.sizes.rounds, visit))
+        return Turns(model=bench.model, case=case, samples=run_rounds(urls, bench.sizes.rounds, visit))
 
     rows = [
         turns(CASES[1], lambda url, number: _decode(url, number, 1, bench.sizes.alone_tokens)).ratio(
             DECODE_MLX, "rate"
         ),
         turns(CASES[8], lambda url, number: _decode(url, number, 8, TOKENS)).ratio(DECODE_MLX, "rate"),
-        turns(f"{PREFILL_TOKENS} tokens", _prefill).ratio(PREFILL_MLX, "rate"),
+        turns(f"{PREFILL_TOKENS} tokens", send_prompt).ratio(PREFILL_MLX, "rate"),
     ]
     memory: Sample = {side: {"MB": server.tree_bytes() / 1e6} for side, server in servers.items()}
     memory_turns = Turns(model=bench.model, case="after these measurements", samples=[memory])
@@ -150,7 +152,7 @@ def _decode(url: str, number: int, streams: int, tokens: int) -> Found:
     return {"rate": _decode_rate(asyncio.run(client.streams(url, bodies)))}
 
 
-def _prefill(url: str, number: int) -> Found:
+def send_prompt(url: str, number: int) -> Found:
     body = prompts.chat_body(prompts.history(8900 + number, PREFILL_TOKENS), max_tokens=1)
     answer = asyncio.run(client.whole(url, body))
     return {"rate": answer["timings"]["prompt_per_second"], "prompt_tokens": answer["usage"]["prompt_tokens"]}

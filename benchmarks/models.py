@@ -13,6 +13,7 @@ from mlx_lm.utils import dequantize_model, load_model
 
 from benchmarks.bench import Model
 from benchmarks.paths import MODELS, ROOT
+from lmx_lab.engine.llama_cpp.quantize import quantize
 from lmx_lab.settings import Settings
 from lmx_lab.values.models import Format, ModelEntry
 from lmx_lab.weights import Catalog
@@ -53,6 +54,14 @@ def minilm() -> Path:
 def gguf_starter() -> ModelEntry:
     """Return SmolLM2-135M as a GGUF file. ``smollm2`` is made from the same weights."""
     return _starter(format_="gguf")
+
+
+def quantized_starter() -> ModelEntry:
+    """Return the quantized copy of ``gguf_starter`` that a load uses by default. It is made if it is missing.
+
+    It is not in the home folder of the tests, whose loads would use it.
+    """
+    return quantize(Settings(home=MODELS.parent), str(gguf_starter().path), "Q8_0")
 
 
 def _starter(name: str = "smollm2-135m", format_: Format = "mlx") -> ModelEntry:

@@ -178,6 +178,11 @@ class Settings:
         return self.home / "models"
 
     @property
+    def quantized_folder(self) -> Path:
+        """Folder with quantized copies of models."""
+        return self.home / "quantized"
+
+    @property
     def daemon_folder(self) -> Path:
         """Folder with the database, the state file and the log of the daemon."""
         return self.home / "daemon"

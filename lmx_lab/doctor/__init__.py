@@ -35,6 +35,7 @@ CHECKS = {
     "labs": "lmx_lab.doctor.ports:check_labs",
     "daemon": "lmx_lab.doctor.daemon_files:check_daemon_files",
     "engines": "lmx_lab.doctor.engines:check_engines",
+    "quantized": "lmx_lab.doctor.engines:check_copies",
 }
 """The function of each check."""
 WAITING = ("kernel", "proxy", "hub", "port", "labs")

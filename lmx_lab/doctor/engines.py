@@ -10,19 +10,22 @@ import sys
 from collections.abc import Iterator
 
 from lmx_lab.doctor.finding import Finding
-from lmx_lab.engine.engine_choice import TITLES
+from lmx_lab.engine.engine_choice import TITLES, preferred_engine
 from lmx_lab.engine.llama_cpp.process import PACKAGE
 from lmx_lab.engine.measure import measure_speeds
 from lmx_lab.engine.registry import ENGINES
 from lmx_lab.engine.speeds import MEASURED, STARTER, age_in_words, read_speeds, store_speeds, versions
 from lmx_lab.errors import LabError
 from lmx_lab.settings import Settings
+from lmx_lab.values.models import by_model
 from lmx_lab.weights import Catalog
 
 IMPORT_TIMEOUT_S = 60.0
 MISSING_LIBRARY = re.compile(r"([\w.+-]+\.so[.\d]*): cannot open shared object file")
 """The dynamic linker's message about a library that llama.cpp's bindings need and this system does not have."""
 MEASURE = "lmx-lab doctor --measure"
+SLOW_TYPES = ("Q4_1", "Q5_0", "Q5_1", "F16", "BF16", "F32")
+"""Types of weights that llama.cpp computes more slowly than Q8_0 on a CPU."""
 
 
 def check_engines(settings: Settings, *, measure: bool = False) -> Iterator[Finding]:
@@ -46,6 +49,24 @@ def check_engines(settings: Settings, *, measure: bool = False) -> Iterator[Find
         return
     yield Finding(topic="llama.cpp", verdict="fine", found=version)
     yield _compare_speeds(settings, measure=measure)
+
+
+def check_copies(settings: Settings) -> Iterator[Finding]:
+    """Report the quantized copies, and for which models a copy may be faster on this machine."""
+    if preferred_engine(read_speeds(settings)).name != "llama.cpp":
+        return
+    models = by_model(entry for entry in Catalog(settings).scan() if (entry.format, entry.kind) == ("gguf", "chat"))
+    for name, entries in models.items():
+        copies = [entry.copy for entry in entries if entry.copy is not None]
+        for copy in copies:
+            yield Finding(topic="quantized", verdict="fine", found=copy.describe(name))
+        if not copies and entries[0].quantization in SLOW_TYPES:
+            yield Finding(
+                topic="quantized",
+                verdict="note",
+                found=f"{name} has weights of type {entries[0].quantization}, for which llama.cpp has no fast kernels",
+                remedy=f"lmx-lab quantize {name}",
+            )
 
 
 def _import_bindings() -> str | None:
@@ -83,7 +104,9 @@ def _compare_speeds(settings: Settings, *, measure: bool) -> Finding:
     """Report which engine decodes faster, from the last measurement or from a new one."""
     speeds = None if measure else read_speeds(settings)
     if speeds is None:
-        entries = {entry.format: entry for entry in Catalog(settings).scan() if entry.id == STARTER}
+        entries = {
+            entry.format: entry for entry in Catalog(settings).scan() if entry.id == STARTER and entry.copy is None
+        }
         if missing := [format_ for format_ in MEASURED.values() if format_ not in entries]:
             # The conversion for MLX also keeps the file that is converted.
             pull = f"lmx-lab pull {STARTER} --mlx" if "mlx" in missing else f"lmx-lab pull {STARTER}-gguf"

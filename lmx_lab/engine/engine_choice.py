@@ -71,11 +71,14 @@ def _is_installed(package: str) -> bool:
 
 def by_preference(entries: Sequence[ModelEntry], preferred: PreferredEngine) -> list[ModelEntry]:
     """Return the entries of a model, the one that ``auto`` loads first: of an engine that is installed, if possible of
-    the preferred one.
+    the preferred one. A quantized copy comes before its original if it is loaded automatically, otherwise after it.
     """
-    return sorted(
-        entries, key=lambda entry: (engine_for(entry.format).problem() is not None, entry.format != preferred.format)
-    )
+
+    def rank(entry: ModelEntry) -> tuple[bool, bool, int]:
+        copy_rank = 1 if entry.copy is None else 0 if entry.copy.automatic else 2
+        return engine_for(entry.format).problem() is not None, entry.format != preferred.format, copy_rank
+
+    return sorted(entries, key=rank)
 
 
 def choose_format(
@@ -90,16 +93,23 @@ def choose_format(
     if not entries:
         return None
     if spec.engine != "auto":
-        formats = ENGINES[spec.engine].formats
-        found = next((entry for entry in entries if entry.format in formats), None)
-        return replace(found, engine_reason=REQUESTED) if found is not None else None
+        found = [entry for entry in entries if entry.format in ENGINES[spec.engine].formats]
+        # A path means the first entry, which is the file itself.
+        named = [it for it in found if it.source != "path" and (it.id == spec.model or it.has_alias(spec.model))]
+        best = by_preference(named or found[:1], preferred)
+        return _with_reason(best[0], REQUESTED) if best else None
     if loaded is not None and (not spec.deterministic or loaded.format == preferred.format):
         same = next((entry for entry in entries if entry.path == loaded.path), None)
         if same is not None:
             return replace(same, engine_reason=loaded.engine_reason)
     entry = by_preference(entries, preferred)[0]
-    if entry.format == preferred.format and len(entries) > 1:
-        return replace(entry, engine_reason=preferred.reason)
+    if entry.format == preferred.format and len({each.format for each in entries}) > 1:
+        return _with_reason(entry, preferred.reason)
     # The model of the echo engine has no files.
     reason = "" if entry.format == "echo" else f"its only format on disk is {TITLES[entry.format]}"
-    return replace(entry, engine_reason=reason)
+    return _with_reason(entry, reason)
+
+
+def _with_reason(entry: ModelEntry, reason: str) -> ModelEntry:
+    """Return the entry with the reason for its engine, and what was measured of it if it is a quantized copy."""
+    return replace(entry, engine_reason=reason if entry.copy is None else f"{reason}; {entry.copy}")

@@ -303,7 +303,8 @@ class ModelsPanel(Panel):
         problems = dict.fromkeys(record.problem for record in self._records if record.problem)
         loaded = (record for record in self._records if self.serves and record.loaded and record.engine_reason)
         engines = [f"{record.id} runs on {with_reason(record.engine, record.engine_reason)}" for record in loaded]
-        notes = [*engines, self._preference.detail if self._preference else None, *problems, self._problem]
+        copies = [copy.describe(record.id) for record in self._records for copy in record.quantized_copies]
+        notes = [*engines, *copies, self._preference.detail if self._preference else None, *problems, self._problem]
         return ". ".join(filter(None, notes))
 
     def _show_jobs(self) -> None:
@@ -361,7 +362,9 @@ def model_row(record: ModelRecord, *, serves: bool, unloading: bool) -> dict[str
     size = format_bytes(record.size_gb * 1e9)
     others = [format_ for format_ in record.formats if format_ != record.format]
     formats = ", ".join([record.format, *others])
-    cells = [record.kind, formats, record.engine, size, record.quantization or "", context, state]
+    copy = record.quantized_copy
+    quantization = record.quantization or "" if copy is None else copy.title
+    cells = [record.kind, formats, record.engine, size, quantization, context, state]
     return {"id": record.id, "cells": cells, "action": action}
 
 

@@ -243,6 +243,8 @@ def _records(models: Sequence[ListedModel], now: EngineSnapshot) -> list[ModelRe
             kind=entry.kind,
             size_gb=entry.size_bytes / 1e9,
             quantization=entry.quantization,
+            quantized_copy=entry.copy,
+            quantized_copies=[each.copy for each in model.entries if each.copy is not None],
             context_length=entry.context_length,
             loaded_context_length=now.context_length if _is_main(entry, now) else None,
             slots=now.slots if _is_main(entry, now) else None,

@@ -191,6 +191,64 @@ class FileMark:
     changed_ns: int
 
 
+QuantizedType = Literal["Q8_0", "Q4_0", "IQ4_NL"]
+"""Types of weights that llama.cpp computes with fast kernels on a CPU."""
+
+MAX_AUTO_KL = 0.01
+"""Largest mean KL divergence with which a quantized copy is loaded instead of its original without a request."""
+MIN_AUTO_PREFILL, MIN_AUTO_DECODE = 1.2, 0.8
+"""Smallest speeds of such a copy, as multiples of the original's: for prompts, and for a single answer."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class QuantizedCopy:
+    """What was measured of a quantized copy, against the original: loss on a fixed text, and speed on one thread."""
+
+    type: QuantizedType
+    """Type of the weights."""
+    original: str
+    """Type of most weights of the original, such as ``Q4_1``."""
+    tokens: int
+    """Number of tokens of the text."""
+    mean_kl: float
+    """Mean of the Kullback-Leibler divergence of the next token's distribution from the original's, in nats."""
+    perplexity: float
+    original_perplexity: float
+    prefill_speed: float
+    """Speed of a prompt of 128 tokens, as a multiple of the original's."""
+    batch_speed: float
+    """Speed of a step with 8 tokens, such as one for each of 8 answers, as a multiple of the original's."""
+    decode_speed: float
+    """Speed of a step with one token, as a multiple of the original's."""
+
+    @property
+    def automatic(self) -> bool:
+        """Whether the copy is loaded instead of the original without a request."""
+        is_faster = self.prefill_speed >= MIN_AUTO_PREFILL and self.decode_speed >= MIN_AUTO_DECODE
+        return is_faster and self.mean_kl <= MAX_AUTO_KL
+
+    @property
+    def title(self) -> str:
+        """The types of the copy and of the original, for display."""
+        return f"{self.type} copy of {self.original}"
+
+    def __str__(self) -> str:
+        return (
+            f"{self.title}: {self.prefill_speed:.2g} x its speed for prompts, {self.batch_speed:.2g} x for 8 answers, "
+            f"{self.decode_speed:.2g} x for one; mean KL {self.mean_kl:.2g} per token, "
+            f"perplexity {self.perplexity:.4g} instead of {self.original_perplexity:.4g}"
+        )
+
+    def describe(self, model: str) -> str:
+        """Return what was measured of the copy, and how it is loaded.
+
+        Args:
+            model: Id of the model.
+        """
+        use = "loaded by default" if self.automatic else f"loaded only as {model}:{self.type}"
+        return f"{model} has a {self}; {use}"
+
+
 @dataclass(frozen=True, kw_only=True)
 class ModelEntry(Facts):
     """One usable model on this disk."""
@@ -205,6 +263,8 @@ class ModelEntry(Facts):
     """Other names for the model in this format, which apply if no model has them as its id. Case does not matter."""
     engine_reason: str = field(default="", compare=False)
     """For a model to load, why the engine of this format was chosen; empty if there was no choice."""
+    copy: QuantizedCopy | None = None
+    """Set if the file is a quantized copy of the model's own file."""
     modified_at: int = field(default=0, compare=False)
     """Seconds since 1970."""
     marks: tuple[FileMark, ...] = field(default=(), compare=False, repr=False)

@@ -15,6 +15,7 @@ from lmx_lab.weights.gguf.convert import convert_gguf, converted_id
 from lmx_lab.weights.gguf.model import read_gguf
 from lmx_lab.weights.hub import cache as cache_module
 from lmx_lab.weights.package_index import fetch_starter
+from lmx_lab.weights.quantized_copies import copy_locations
 from lmx_lab.weights.scan import (
     ModelLocation,
     folder_locations,
@@ -280,6 +281,7 @@ class Catalog:
         yield cache, hub_locations(cache)
         for folder in self._settings.model_folders:
             yield folder, folder_locations(folder, "folder")
+        yield self._settings.quantized_folder, copy_locations(self._settings.quantized_folder)
 
     def _ambiguous(self, name: str) -> ModelNotFoundError | None:
         """Return the error for a repository with several quantizations on disk."""

@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from lmx_lab.errors import UnusableModelError
-from lmx_lab.values.models import Facts, Kind, ModelEntry, Source
+from lmx_lab.values.models import Facts, Kind, ModelEntry, QuantizedCopy, Source
 from lmx_lab.weights.config_check import check_config
 from lmx_lab.weights.files import check_files, open_regular, read_json, read_regular
 from lmx_lab.weights.gguf.model import read_gguf_facts
@@ -60,6 +60,8 @@ class ModelLocation:
     family: str | None = None
     """What the formats of one model have in common: the starter, or the file that was converted. Other models of the
     same id are different models."""
+    copy: QuantizedCopy | None = None
+    """As in ``ModelEntry``."""
 
     def has_alias(self, name: str) -> bool:
         """Whether the name is one of the aliases."""
@@ -104,12 +106,23 @@ def _joined(
     file = files.get(location.converted_from) if location.converted_from is not None else None
     if file is None:
         return location
-    return replace(
+    joined = replace(
         location,
         id=file.id,
         aliases=(location.id, *location.aliases),
         family=file.family or f"file {file.path}",
     )
+    return joined if location.copy is None else _named_copy(joined, location.copy, file)
+
+
+def _named_copy(location: ModelLocation, copy: QuantizedCopy, file: ModelLocation) -> ModelLocation:
+    """Return the location of a quantized copy with all of its names.
+
+    Aliases of a file of the hub are other spellings of its id. Those of other files mean the file itself.
+    """
+    spellings = file.aliases if copy.automatic and file.source == "hub" else ()
+    aliases = (f"{file.id}:{copy.type}", *location.aliases, *spellings)
+    return replace(location, source=file.source, aliases=aliases)
 
 
 def write_source(folder: Path, name: str, source: Path) -> None:
@@ -274,6 +287,7 @@ def read_entry(location: ModelLocation) -> ModelEntry:
         path=location.path,
         source=location.source,
         aliases=location.aliases,
+        copy=location.copy,
         modified_at=modified_at,
         **asdict(facts),
     )

@@ -9,7 +9,7 @@ from typing import Annotated, Literal
 
 from pydantic import BaseModel, ConfigDict, Field, StrictBool, StringConstraints
 
-from lmx_lab.values.models import EngineChoice, EngineName, Format, Kind, LoadStage, Unloading
+from lmx_lab.values.models import EngineChoice, EngineName, Format, Kind, LoadStage, QuantizedCopy, Unloading
 from lmx_lab.wire.errors import ErrorDetail
 from lmx_lab.wire.generation import RequestModel
 
@@ -35,6 +35,10 @@ class ModelRecord(BaseModel):
     kind: Kind
     size_gb: float
     quantization: str | None
+    quantized_copy: QuantizedCopy | None = None
+    """Set if the other fields describe a quantized copy of the model's file."""
+    quantized_copies: list[QuantizedCopy] = []
+    """All quantized copies on the disk. ``<id>:<type>`` loads one of them."""
     context_length: int | None
     """Number of tokens that the model was trained for; null if its files do not say."""
     loaded_context_length: int | None = None

@@ -7,6 +7,7 @@ import shutil
 from pathlib import Path
 
 from tests.command_line import run_command
+from tests.quantized_copies import EXACT, LOSSY, store_copy
 
 
 def test_a_model_on_the_disk_is_not_downloaded_again(starter_home: Path) -> None:
@@ -47,3 +48,22 @@ def test_models_are_listed_in_complete_lines_for_programs(tiny_home: Path, tmp_p
     none = run_command(tmp_path, "models")
     assert (none.status, none.stdout) == (0, "")
     assert "no models in" in none.stderr
+
+
+def test_quantized_copies_are_listed_with_their_loss_and_made_only_once(tmp_path: Path, tiny_gguf: Path) -> None:
+    folder = tmp_path / "files"
+    folder.mkdir()
+    original = Path(shutil.copy(tiny_gguf, folder / "tiny.gguf"))
+    store_copy(tmp_path, original, EXACT)
+    store_copy(tmp_path, original, LOSSY)
+    environ = {"LMX_LAB_MODEL_FOLDERS": str(folder)}
+    result = run_command(tmp_path, "models", environ=environ)
+    (line,) = [line for line in result.stdout.splitlines() if line.split()[0] == "tiny.gguf"]
+    assert " gguf " in line
+    assert " Q8_0 copy of Q4_1 " in line
+    assert "mean KL 0.005 per token, perplexity 17.8 instead of 17.7; loaded by default" in result.stderr
+    assert "mean KL 0.27 per token, perplexity 20.5 instead of 17.7; loaded only as tiny.gguf:Q4_0" in result.stderr
+    made = run_command(tmp_path, "quantize", "tiny.gguf", environ=environ)
+    assert made.status == 0
+    assert re.fullmatch(r"tiny.gguf: \d+ MB at \S+/model.gguf\n", made.stdout)
+    assert "loaded by default" in made.stderr

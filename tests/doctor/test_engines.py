@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import shutil
 import time
 from collections.abc import Mapping
 from pathlib import Path
@@ -10,13 +11,14 @@ from pathlib import Path
 import pytest
 
 from lmx_lab.doctor import engines
-from lmx_lab.doctor.engines import check_engines, describe_import_failure
+from lmx_lab.doctor.engines import check_copies, check_engines, describe_import_failure
 from lmx_lab.engine import registry
 from lmx_lab.engine import speeds as speeds_module
 from lmx_lab.engine.speeds import Speeds, conditions
 from lmx_lab.settings import Settings
 from lmx_lab.values.models import Format, ModelEntry
 from tests.command_line import run_command
+from tests.quantized_copies import LOSSY, store_copy
 
 ENVIRON = {"HF_HUB_OFFLINE": "1", "LMX_LAB_THREADS": "1", "LMX_LAB_PORT": "0"}
 
@@ -130,3 +132,16 @@ def test_an_engine_that_is_not_installed_is_a_note(home: Path, monkeypatch: pyte
 )
 def test_a_failed_import_of_the_bindings_is_explained(status: int, stderr: str, failure: str | None) -> None:
     assert describe_import_failure(status, stderr) == failure
+
+
+def test_copies_are_reported_and_offered_for_weights_without_fast_kernels(tmp_path: Path, tiny_gguf: Path) -> None:
+    folder = tmp_path / "files"
+    folder.mkdir()
+    original = Path(shutil.copy(tiny_gguf, folder / "tiny.gguf"))
+    settings = Settings(home=tmp_path, model_folders=(folder,))
+    (offer,) = [found for found in check_copies(settings) if found.found.startswith("tiny.gguf")]
+    assert (offer.verdict, offer.remedy) == ("note", "lmx-lab quantize tiny.gguf")
+    store_copy(tmp_path, original, LOSSY)
+    (made,) = [found for found in check_copies(settings) if found.found.startswith("tiny.gguf")]
+    assert (made.verdict, made.remedy) == ("fine", "")
+    assert made.found.endswith("loaded only as tiny.gguf:Q4_0")

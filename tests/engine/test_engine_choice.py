@@ -17,11 +17,14 @@ from lmx_lab.values.models import EngineChoice, Format, LoadSpec, ModelEntry
 from lmx_lab.weights import Catalog
 from lmx_lab.weights.starters import STARTERS
 from tests.engine.test_speeds import SPEEDS
+from tests.quantized_copies import EXACT, LOSSY
 from tests.server.conftest import ENTRY
 
 NAME = "smollm2-135m"
 MLX = replace(ENTRY, id=NAME, path=Path("/models") / NAME)
 GGUF = replace(MLX, path=Path("/models/file.gguf"), format="gguf", aliases=(f"{NAME}-gguf",))
+EXACT_COPY = replace(GGUF, path=Path("/quantized/exact.gguf"), aliases=(), copy=EXACT)
+LOSSY_COPY = replace(GGUF, path=Path("/quantized/lossy.gguf"), aliases=(f"{NAME}:Q4_0",), copy=LOSSY)
 ON_CPU = PreferredEngine(name="llama.cpp", reason="it is usually the faster engine on a CPU")
 ON_GPU = PreferredEngine(name="mlx", reason="it uses the GPU (Metal)")
 
@@ -91,6 +94,38 @@ def test_a_deterministic_load_takes_llama_cpp_if_the_model_has_a_gguf_file(
     assert choose_format([MLX], spec, preferred, loaded) == MLX
     kept = choose_format([MLX, GGUF], spec, preferred, replace(GGUF, engine_reason="as requested"))
     assert (kept and kept.engine_reason) == "as requested"
+
+
+@pytest.mark.parametrize(
+    ("name", "entries", "engine", "expected"),
+    [
+        (NAME, [MLX, GGUF, EXACT_COPY, LOSSY_COPY], "auto", EXACT_COPY),
+        (NAME, [GGUF, EXACT_COPY], "auto", EXACT_COPY),
+        (NAME, [MLX, GGUF, LOSSY_COPY], "auto", GGUF),
+        (NAME, [MLX, GGUF, EXACT_COPY], "llama.cpp", EXACT_COPY),
+        (f"{NAME}-gguf", [GGUF, MLX, EXACT_COPY], "llama.cpp", GGUF),
+        (f"{NAME}:Q4_0", [LOSSY_COPY], "auto", LOSSY_COPY),
+    ],
+)
+def test_a_quantized_copy_is_loaded_by_default_only_if_it_is_faster_and_nearly_exact(
+    name: str, entries: list[ModelEntry], engine: EngineChoice, expected: ModelEntry
+) -> None:
+    found = choose_format(entries, LoadSpec(model=name, engine=engine), ON_CPU, None)
+    assert found == expected
+    assert found is not None
+    assert ("mean KL" in found.engine_reason) is (expected.copy is not None)
+
+
+@pytest.mark.parametrize(
+    ("figures", "automatic"),
+    [({}, True), ({"mean_kl": 0.011}, False), ({"prefill_speed": 1.1}, False), ({"decode_speed": 0.7}, False)],
+)
+def test_a_copy_with_a_loss_or_without_a_gain_is_not_used_by_default(
+    figures: dict[str, float], automatic: bool
+) -> None:
+    copy = replace(EXACT, **figures)  # type: ignore[arg-type]
+    assert copy.automatic is automatic
+    assert ("loaded by default" in copy.describe(NAME)) is automatic
 
 
 class StarterCatalog(Catalog):

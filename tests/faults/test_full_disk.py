@@ -16,6 +16,7 @@ import pytest
 from huggingface_hub import constants
 
 from lmx_lab.daemon.storage.store import Store, Transaction
+from lmx_lab.engine.llama_cpp.quantize import quantize
 from lmx_lab.errors import StorageFullError
 from lmx_lab.settings import Settings
 from lmx_lab.values.models import ModelEntry
@@ -130,6 +131,24 @@ def long_event(transaction: Transaction) -> int:
 async def write_until_full(store: Store, written: list[int]) -> None:
     while True:
         written.append(await store.write(long_event))
+
+
+def test_a_quantized_copy_that_fills_the_disk_is_not_kept_and_succeeds_when_space_is_free(
+    disk: Disk, tiny_gguf: Path
+) -> None:
+    settings = Settings(home=disk.folder, threads=1, disk_reserve_bytes=0)
+
+    def fill(progress: Progress) -> None:
+        if progress.stage == "convert":
+            disk.fill()
+
+    with pytest.raises(StorageFullError, match=NUMBERS):
+        quantize(settings, str(tiny_gguf), "Q8_0", fill)
+    assert files_of(disk.folder) == set()
+    disk.free()
+    entry = quantize(settings, str(tiny_gguf), "Q8_0")
+    assert entry.copy is not None
+    assert entry.path.is_relative_to(disk.folder)
 
 
 @pytest.mark.anyio

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
@@ -15,6 +16,7 @@ from lmx_lab.errors import LabError
 from lmx_lab.notebook import Lab
 from lmx_lab.values.models import ModelEntry
 from tests.flows.conftest import serving
+from tests.quantized_copies import EXACT, store_copy
 
 NAME = "smollm2-135m"
 REASON = "it is usually the faster engine on a CPU"
@@ -72,3 +74,18 @@ def test_a_model_in_two_formats_is_listed_once_and_runs_on_the_faster_or_the_req
     assert lab.load(f"{NAME}-gguf").engine == "llama.cpp"
     with pytest.raises(LabError, match=r"there is no model 'other'"):
         lab.load("other", engine="mlx")
+
+
+def test_a_quantized_copy_is_named_by_the_load_the_list_and_the_answers(lab: Lab, tmp_path: Path) -> None:
+    original = tmp_path / "models" / f"{NAME}-gguf" / "tiny.gguf"
+    copy = store_copy(tmp_path, original, EXACT)
+    assert f"{REASON}; {EXACT}" in repr(lab.load(NAME))
+    record, _ = listed(lab)
+    assert (record["path"], record["loaded"]) == (str(copy), True)
+    assert record["quantized_copies"] == [record["quantized_copy"]] == [asdict(EXACT)]
+    assert "-q8_0-copy" in complete(lab, NAME).json()["system_fingerprint"]
+    lab.load(f"{NAME}-gguf")
+    record, _ = listed(lab)
+    assert (record["path"], record["quantized_copy"]) == (str(original), None)
+    assert record["quantized_copies"] == [asdict(EXACT)]
+    assert "copy" not in complete(lab, NAME).json()["system_fingerprint"]

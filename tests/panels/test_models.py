@@ -15,6 +15,7 @@ from lmx_lab.panels.workbench import Workbench
 from lmx_lab.values.models import Unloading
 from lmx_lab.wire.admin import ModelEvent, Preference
 from tests.panels.scripted_backend import Reader, Refused, ScriptedBackend, record
+from tests.quantized_copies import EXACT, LOSSY
 
 
 @pytest.fixture
@@ -53,6 +54,17 @@ def test_the_faster_engine_is_named_in_one_line(reader: Reader, backend: Scripte
     assert "<div>for smollm2-135m: MLX 24 tok/s, llama.cpp 110 tok/s; prefer &lt;GGUF&gt; files</div>" in (
         reader.panel.snapshot_html()
     )
+
+
+def test_quantized_copies_are_shown_with_their_loss(reader: Reader, backend: ScriptedBackend) -> None:
+    backend.records = [
+        record("small", format="gguf", quantization="Q8_0", quantized_copy=EXACT, quantized_copies=[EXACT, LOSSY])
+    ]
+    reader.ask("refresh")
+    reader.until(lambda panel: len(panel.rows) == 1)
+    assert reader.panel.rows[0]["cells"][4] == "Q8_0 copy of Q4_1"
+    assert "mean KL 0.005 per token, perplexity 17.8 instead of 17.7; loaded by default" in reader.panel.engines
+    assert "mean KL 0.27 per token, perplexity 20.5 instead of 17.7; loaded only as small:Q4_0" in reader.panel.engines
 
 
 def test_a_model_without_its_engine_has_no_load_button_and_the_remedy_is_shown(

@@ -15,7 +15,8 @@ from lmx_lab.errors import ModelNotFoundError, UnusableModelError
 from lmx_lab.settings import Settings
 from lmx_lab.values.models import ECHO, ModelEntry
 from lmx_lab.weights import Catalog
-from lmx_lab.weights.scan import read_folder
+from lmx_lab.weights.scan import ModelLocation, join_formats, read_folder
+from tests.quantized_copies import EXACT, LOSSY
 
 COMMIT = "0123456789abcdef0123456789abcdef01234567"
 MakeModel = Callable[..., Path]
@@ -271,3 +272,14 @@ def test_importing_the_package_imports_nothing_heavy() -> None:
         "import sys, lmx_lab.weights; print({'mlx', 'transformers', 'tokenizers', 'huggingface_hub'} & {*sys.modules})"
     )
     assert subprocess.check_output([sys.executable, "-c", code], text=True).strip() == "set()"
+
+
+def test_a_copy_of_a_file_of_the_hub_has_the_spellings_of_its_id_only_if_it_is_loaded_by_default() -> None:
+    file = ModelLocation(id="org/name:Q4_1", path=Path("/hub/m.gguf"), source="hub", aliases=("org/name",))
+    for copy, found in ((EXACT, [True, True]), (LOSSY, [True, False])):
+        stored = ModelLocation(id="m-q8_0", path=Path("/q/m.gguf"), source="store", converted_from=file.path, copy=copy)
+        original, joined = join_formats([file, stored])
+        assert joined.is_format_of(original)
+        assert (joined.id, joined.source) == (file.id, "hub")
+        assert joined.has_alias(f"org/name:Q4_1:{copy.type}")
+        assert [location.has_alias("org/name") for location in (original, joined)] == found

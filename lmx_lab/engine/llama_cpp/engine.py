@@ -426,8 +426,11 @@ class LlamaCppEngine(LoopEngine[LlamaCppCore]):
 
     @property
     def fingerprint(self) -> str:
-        """See ``InferenceEngine``. The suffix warns that other requests may change the bits of an answer."""
-        return self._version if self.snapshot.batch_invariant else f"{self._version}-batch-dependent"
+        """See ``InferenceEngine``. The last suffix warns that other requests may change the bits of an answer."""
+        now = self.snapshot
+        copy = now.entry.copy if now.entry is not None else None
+        version = self._version if copy is None else f"{self._version}-{copy.type.lower()}-copy"
+        return version if now.batch_invariant else f"{version}-batch-dependent"
 
     def check(self, entry: ModelEntry, spec: LoadSpec, cancellation: Cancellation) -> None:
         """See ``InferenceEngine``."""

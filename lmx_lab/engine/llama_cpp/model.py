@@ -37,7 +37,7 @@ if TYPE_CHECKING:
     from lmx_lab.engine.llama_cpp.slot_files import SlotFiles
 
 SPIN_COUNT = "3000"
-"""See ``_environ``."""
+"""See ``llama_environ``."""
 GROWTH = 4
 """Factor by which more of a text is tokenized if its beginning does not show that it is too long."""
 MALLOC = {"MALLOC_ARENA_MAX": "2", "MALLOC_MMAP_THRESHOLD_": str(2**20), "MALLOC_TRIM_THRESHOLD_": str(2**24)}
@@ -177,7 +177,7 @@ async def host_model(entry: ModelEntry, spec: LoadSpec, settings: Settings, *, l
     fields = _common_params(entry, header, plan, settings, limit_bytes, prompt_lookup=bool(spec.prompt_lookup))
     allowed = min(limit_bytes, round(plan.bytes * PLAN_FACTOR))
     max_bytes = max(0, allowed + prefix_cache_bytes(settings.prefix_cache_bytes, limit_bytes) + EXTRA_BYTES)
-    process = await LlamaProcess.start(entry.path, fields, environ=_environ(os.environ), max_bytes=max_bytes)
+    process = await LlamaProcess.start(entry.path, fields, environ=llama_environ(os.environ), max_bytes=max_bytes)
     try:
         connection = LlamaConnection(process.socket, process.api_key)
         hosted = await _describe(entry, header, plan, process, connection)
@@ -253,7 +253,7 @@ def _common_params(
     }
 
 
-def _environ(environ: Mapping[str, str]) -> dict[str, str]:
+def llama_environ(environ: Mapping[str, str]) -> dict[str, str]:
     """Return ``MALLOC``, and how long llama.cpp's threads spin before they sleep, unless the user has set them.
 
     By default they spin so long that, beside one other busy program, two threads on two cores slowed down from 130 to

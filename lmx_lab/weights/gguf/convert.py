@@ -26,8 +26,6 @@ def convert_gguf(source: Path, folder: Path) -> None:
         UnusableModelError: the file cannot be converted; the message contains the reason.
         StorageFullError: the disk became full.
     """
-    # The package may be importable only because of the caller's current folder.
-    search = os.pathsep.join(filter(None, (str(PACKAGE_PARENT), os.environ.get("PYTHONPATH"))))
     process = subprocess.run(
         [
             sys.executable,
@@ -40,7 +38,7 @@ def convert_gguf(source: Path, folder: Path) -> None:
         stdin=subprocess.DEVNULL,
         capture_output=True,
         check=False,
-        env=without_secrets(os.environ) | {"PYTHONPATH": search},
+        env=worker_environ(),
     )
     answer = _last_line(process.stdout)
     if process.returncode == 0 and answer.get("ok") is True:
@@ -48,6 +46,13 @@ def convert_gguf(source: Path, folder: Path) -> None:
     if answer.get("full") is True:
         raise full_disk_error(f"{source.name} was converted", folder)
     raise UnusableModelError(str(answer.get("error") or _crash_message(source, process)))
+
+
+def worker_environ() -> dict[str, str]:
+    """Return the environment of a process that runs a module of this package."""
+    # The package may be importable only because of the caller's current folder.
+    search = os.pathsep.join(filter(None, (str(PACKAGE_PARENT), os.environ.get("PYTHONPATH"))))
+    return without_secrets(os.environ) | {"PYTHONPATH": search}
 
 
 def converted_id(path: Path) -> str:

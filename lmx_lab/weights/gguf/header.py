@@ -68,6 +68,10 @@ class GgufHeader:
     metadata: Mapping[str, Value]
     """Metadata of the file; arrays are left out unless they were requested."""
     tensors: tuple[GgufTensor, ...]
+    table_offset: int = 0
+    """Offset of the table of tensors in the file, which ends the metadata."""
+    data_offset: int = 0
+    """Offset in the file from which the offsets of tensors count."""
 
     @property
     def architecture(self) -> str:
@@ -161,17 +165,27 @@ class _Reader:
         tensor_count, entry_count = self._count(MAX_ENTRIES), self._count(MAX_ENTRIES)
         metadata = dict(self._entry() for _ in range(entry_count))
         kept = {key: value for key, value in metadata.items() if value is not None}
+        table_offset = self._size - self._left
         tensors = tuple(self._tensor() for _ in range(tensor_count))
-        self._check_complete(kept.get("general.alignment", 32), tensors)
-        return GgufHeader(path=self._path, size_bytes=self._size, metadata=kept, tensors=tensors)
+        data_offset = self._check_complete(kept.get("general.alignment", 32), tensors)
+        return GgufHeader(
+            path=self._path,
+            size_bytes=self._size,
+            metadata=kept,
+            tensors=tensors,
+            table_offset=table_offset,
+            data_offset=data_offset,
+        )
 
-    def _check_complete(self, alignment: Value, tensors: tuple[GgufTensor, ...]) -> None:
+    def _check_complete(self, alignment: Value, tensors: tuple[GgufTensor, ...]) -> int:
+        """Check that the file is large enough for the tensors, and return where their data begins."""
         if not isinstance(alignment, int) or not 0 < alignment <= 2**16:
             raise self._error(f"is damaged: alignment {alignment!r:.40}; fetch it again")
         data_start = math.ceil((self._size - self._left) / alignment) * alignment
         end = max((data_start + tensor.offset + tensor.size_bytes for tensor in tensors), default=0)
         if end > self._size:
             raise self._error(f"is truncated: it has {self._size} bytes, and {end} by its header; fetch it again")
+        return data_start
 
     def _entry(self) -> tuple[str, Value | None]:
         return self._text(MAX_NAME_BYTES), self._value(int(self._scalar("<I")))

@@ -1,0 +1,232 @@
+"""Write a quantized copy of a GGUF file, and measure it: ``python -m lmx_lab.engine.llama_cpp.quantize_worker``.
+
+It runs in a process of its own, because a damaged file can crash native code. Standard input is a JSON object:
+``source``, ``target``, ``type``, ``threads`` and ``parent``, the id of the process with which this one ends. Each line
+of standard output is a JSON object with ``stage``, ``done_bytes`` and ``total_bytes``; the last one has ``copy``, the
+fields of ``QuantizedCopy``, or ``error`` and ``full``, which is true if the disk was full.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import os
+import struct
+import sys
+import threading
+import time
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any, get_args
+
+import numpy as np
+import numpy.typing as npt
+
+from lmx_lab.engine.llama_cpp.ggml import BLOCKS, TYPE_NUMBERS, Bytes, Floats, Ggml, Model
+from lmx_lab.engine.llama_cpp.quantized_types import type_after
+from lmx_lab.errors import UnusableModelError
+from lmx_lab.values.models import QuantizedCopy, QuantizedType
+from lmx_lab.weights.gguf.header import GgufHeader, GgufTensor, read_header
+from lmx_lab.weights.store import FULL
+
+TEXT = Path(__file__).with_name("loss_text.txt")
+MAX_TOKENS = 480
+"""Tokens of the text that are used. The context has 512."""
+CHUNK_TOKENS = 32
+SLICE_WEIGHTS = 2**20
+"""Number of weights that a thread converts at a time: 4 MB as float32."""
+FILE_TYPES = {"Q4_0": 2, "Q8_0": 7, "IQ4_NL": 25}
+"""llama.cpp's numbers in ``general.file_type``."""
+FILE_TYPE_KEY = struct.pack("<Q", 17) + b"general.file_type" + struct.pack("<I", 4)
+PASSES = {128: 2, 8: 5, 1: 8}
+"""Number of tokens of a timed pass, and how often it is repeated. The fastest time counts."""
+
+Doubles = npt.NDArray[np.float64]
+
+
+# The copy
+
+
+def write_copy(header: GgufHeader, target: Path, type_name: QuantizedType, ggml: Ggml, threads: int) -> None:
+    """Write the file again with other types of weights. Metadata and the order of tensors are kept."""
+    types = [type_after(tensor, type_name) for tensor in header.tensors]
+    alignment = header.integer("general.alignment") or 32
+    sizes = [_size(tensor, new) for tensor, new in zip(header.tensors, types, strict=True)]
+    with header.path.open("rb") as source, target.open("xb") as out:
+        out.write(_metadata(source.read(header.table_offset), type_name))
+        offset = 0
+        for tensor, new, size in zip(header.tensors, types, sizes, strict=True):
+            out.write(_table_entry(tensor, new, offset))
+            offset += _padded(size, alignment)
+        out.write(bytes(_padded(out.tell(), alignment) - out.tell()))
+        with ThreadPoolExecutor(threads) as pool:
+            done = 0
+            for tensor, new, size in zip(header.tensors, types, sizes, strict=True):
+                for piece in _pieces(header, tensor, new, ggml, pool):
+                    out.write(piece.data)
+                out.write(bytes(_padded(size, alignment) - size))
+                done += tensor.size_bytes
+                _report("convert", done, header.size_bytes)
+
+
+def _pieces(header: GgufHeader, tensor: GgufTensor, new: str, ggml: Ggml, pool: ThreadPoolExecutor) -> Iterator[Bytes]:
+    """Return the data of a tensor in its new type, in pieces."""
+    start = header.data_offset + tensor.offset
+    row = tensor.shape[0]
+    row_bytes = tensor.size_bytes // math.prod(tensor.shape[1:])
+    step = max(1, SLICE_WEIGHTS // row) * row_bytes
+    data = np.memmap(header.path, np.uint8, "r", start, (tensor.size_bytes,))
+
+    def converted(begin: int) -> Bytes:
+        piece: Bytes = np.array(data[begin : begin + step])
+        return piece if new == tensor.type else ggml.quantize(new, ggml.dequantize(tensor.type, piece), row)
+
+    return pool.map(converted, range(0, tensor.size_bytes, step))
+
+
+def _metadata(data: bytes, type_name: QuantizedType) -> bytes:
+    """Return magic, version, counts and metadata with the new type of the file, if the file states one."""
+    head, key, rest = data.partition(FILE_TYPE_KEY)
+    return head + key + struct.pack("<I", FILE_TYPES[type_name]) + rest[4:] if key else data
+
+
+def _table_entry(tensor: GgufTensor, type_name: str, offset: int) -> bytes:
+    name = tensor.name.encode()
+    count = len(tensor.shape)
+    shape = struct.pack(f"<I{count}Q", count, *tensor.shape)
+    return struct.pack("<Q", len(name)) + name + shape + struct.pack("<IQ", TYPE_NUMBERS[type_name], offset)
+
+
+def _size(tensor: GgufTensor, type_name: str) -> int:
+    weights, size = BLOCKS[type_name]
+    return math.prod(tensor.shape) // weights * size
+
+
+def _padded(size: int, alignment: int) -> int:
+    return -(-size // alignment) * alignment
+
+
+# The measurement
+
+
+def measure(header: GgufHeader, target: Path, type_name: QuantizedType, ggml: Ggml, threads: int) -> QuantizedCopy:
+    """Compare the copy with the original: its loss on the text, and its speed.
+
+    Raises:
+        UnusableModelError: llama.cpp cannot compute one of them, or the result is not finite.
+    """
+    original, copy = (Model(ggml, path, threads) for path in (header.path, target))
+    tokens = original.tokenize(TEXT.read_text(encoding="utf-8"))[:MAX_TOKENS]
+    if len(tokens) < 2:
+        raise UnusableModelError(f"{header.path} has no tokens for the text on which the loss is measured")
+    divergences: list[float] = []
+    losses: dict[Model, list[float]] = {original: [], copy: []}
+    for position, expected, found in _distributions(original, copy, tokens):
+        _report("verify", header.size_bytes * (position + 1) // len(tokens), header.size_bytes)
+        divergences.append(float(np.sum(np.exp(expected) * (expected - found))))
+        if position + 1 < len(tokens):
+            losses[original].append(-float(expected[tokens[position + 1]]))
+            losses[copy].append(-float(found[tokens[position + 1]]))
+    mean_kl, before, after = float(np.mean(divergences)), *(float(np.mean(losses[it])) for it in (original, copy))
+    if not all(map(math.isfinite, (mean_kl, before, after))):
+        raise UnusableModelError(f"{header.path} computes values that are not finite as {type_name}; keep the original")
+    prefill, batch, decode = _speeds(original, copy)
+    return QuantizedCopy(
+        type=type_name,
+        original=header.quantization or "unknown",
+        tokens=len(tokens),
+        mean_kl=max(0.0, mean_kl),
+        perplexity=math.exp(min(after, 700.0)),
+        original_perplexity=math.exp(min(before, 700.0)),
+        prefill_speed=prefill,
+        batch_speed=batch,
+        decode_speed=decode,
+    )
+
+
+def _distributions(original: Model, copy: Model, tokens: list[int]) -> Iterator[tuple[int, Doubles, Doubles]]:
+    """Yield each position with the logarithms of the next token's probabilities by both models."""
+    for start in range(0, len(tokens), CHUNK_TOKENS):
+        chunk = tokens[start : start + CHUNK_TOKENS]
+        for model in (original, copy):
+            model.compute(chunk, start, outputs=True)
+        for index in range(len(chunk)):
+            yield start + index, _log_softmax(original.logits(index)), _log_softmax(copy.logits(index))
+
+
+def _log_softmax(logits: Floats) -> Doubles:
+    shifted = logits.astype(np.float64)
+    shifted -= shifted.max()
+    shifted -= math.log(float(np.exp(shifted).sum()))
+    return shifted
+
+
+def _speeds(original: Model, copy: Model) -> list[float]:
+    """Return the copy's speed as a multiple of the original's, for each number of tokens in ``PASSES``.
+
+    CPU time on one thread is hardly affected by other programs.
+    """
+    for model in (original, copy):
+        model.set_threads(1)
+    ratios = []
+    for count, repetitions in PASSES.items():
+        times: dict[Model, list[float]] = {original: [], copy: []}
+        for _ in range(repetitions):
+            for model, found in times.items():
+                found.append(_pass_s(model, count))
+        ratios.append(min(times[original]) / max(min(times[copy]), 1e-9))
+    return ratios
+
+
+def _pass_s(model: Model, count: int) -> float:
+    model.clear()
+    started = time.process_time()
+    model.compute(range(1, count + 1), 0, outputs=count <= 8)
+    return time.process_time() - started
+
+
+# The process
+
+
+def main() -> None:
+    """Write and measure the copy that standard input describes."""
+    parameters = json.load(sys.stdin)
+    threading.Thread(target=_exit_with_parent, args=(parameters["parent"],), daemon=True).start()
+    try:
+        copy = _run(parameters)
+    except UnusableModelError as exc:
+        _print({"error": exc.message, "full": False})
+    except OSError as exc:
+        _print({"error": f"the copy cannot be written: {exc}", "full": exc.errno in FULL})
+    else:
+        _print({"copy": asdict(copy)})
+    # Models are not closed; the end of the process frees them.
+    os._exit(0)
+
+
+def _run(parameters: dict[str, Any]) -> QuantizedCopy:
+    type_name, target, threads = parameters["type"], Path(parameters["target"]), int(parameters["threads"])
+    assert type_name in get_args(QuantizedType)
+    header, ggml = read_header(Path(parameters["source"])), Ggml()
+    write_copy(header, target, type_name, ggml, threads)
+    return measure(header, target, type_name, ggml, threads)
+
+
+def _exit_with_parent(parent: int) -> None:
+    while os.getppid() == parent:
+        time.sleep(1)
+    os._exit(1)
+
+
+def _report(stage: str, done: int, total: int) -> None:
+    _print({"stage": stage, "done_bytes": done, "total_bytes": total})
+
+
+def _print(line: dict[str, Any]) -> None:
+    print(json.dumps(line), flush=True)
+
+
+if __name__ == "__main__":
+    main()
