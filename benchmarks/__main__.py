@@ -28,6 +28,7 @@ generator and clients are separate processes; the clients only record times.
 | lookup     | decode tok/s with prompt lookup ÷ without, of copied and of other text     | tiny, smollm2 |
 | repetition | share of answers that are the same alone and with seven others: 64         | smollm2       |
 |            | greedy ones and 24 with seeds, on both engines                             |               |
+| recording  | CPU time of a token at 8 streams with requests recorded ÷ not recorded     | tiny, smollm2 |
 | start      | ms to import the package, to show the help, and to start a server          | smollm2       |
 | structured | decode tok/s with a JSON schema ÷ without, 1 and 8 streams                 | tiny, smollm2 |
 | daemon     | a turn - the same chat; fan-out to 10; delay while other subscribers do    | tiny, smollm2 |
@@ -82,6 +83,7 @@ from benchmarks import (
     product,
     prompt_lookup,
     quantized,
+    recording,
     repetition,
     report,
     restart,
@@ -122,6 +124,7 @@ FIGURES = {
     "gguf": Figure(title=gguf.FIGURE, measure=gguf.measure, models=("smollm2",)),
     "quantized": Figure(title=quantized.FIGURE, measure=quantized.measure, models=("smollm2",)),
     "repetition": Figure(title=repetition.FIGURE, measure=repetition.measure, models=("smollm2",)),
+    "recording": Figure(title=recording.FIGURE, measure=recording.measure),
     "start": Figure(title=start.FIGURE, measure=start.measure, models=("smollm2",)),
     "turn": Figure(title=second_turn.FIGURE, measure=second_turn.measure),
     "restart": Figure(title=restart.FIGURE, measure=restart.measure),

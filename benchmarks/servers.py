@@ -36,6 +36,10 @@ class LabServer:
         self.extras: dict[str, Any] = {}
         """``ignore_eos`` if the server supports it; otherwise answers may end before ``max_tokens``."""
 
+    @property
+    def pid(self) -> int:
+        return self._worker.pid
+
     def snapshot(self) -> Reply:
         return self._worker.ask(limit_s=60)
 

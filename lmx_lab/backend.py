@@ -14,8 +14,9 @@ from typing import Any, Generic, Literal, Protocol, Self, TypeVar
 
 from lmx_lab.broadcast import Feed
 from lmx_lab.values.encoding import EncodeReport, RerankMethod, Vectors
-from lmx_lab.values.generation import Delta, GenerationReport
+from lmx_lab.values.generation import Delta, GenerationReport, TokenLogprob
 from lmx_lab.values.models import LoadReport, LoadSpec, Unloading
+from lmx_lab.values.recording import Record
 from lmx_lab.wire.admin import ModelEvent, ModelRecords, RequestEvent, Sample
 from lmx_lab.wire.chat import ChatRequest
 from lmx_lab.wire.embeddings import EmbeddingsBody
@@ -65,6 +66,8 @@ class AnswerCost:
     """Seconds from the request to the first token, measured by the caller. Includes the time of the network."""
     report: GenerationReport | None = None
     """The engine's report; None if the engine runs in another process."""
+    prompt: tuple[int, ...] = ()
+    """Token ids of the prompt; empty if the engine runs in another process."""
 
 
 class AnswerStream(Protocol):
@@ -155,6 +158,18 @@ class Backend(Protocol):
         """Return one row for each text."""
 
     async def rerank(self, body: RerankBody) -> DocumentRanking: ...
+
+    # Recorded tokens
+
+    async def regenerate(self, record: Record) -> Record:
+        """Generate the answer of a record again, and return the record of the new answer, which is not stored."""
+
+    async def score(self, tokens: Sequence[int], *, model: str | None, top: int) -> Sequence[TokenLogprob]:
+        """Return the log-probability of each token after those before it, with ``top`` alternatives.
+
+        Args:
+            model: The model that must be loaded; None takes any.
+        """
 
 
 class RunningChange(Generic[T]):

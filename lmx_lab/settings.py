@@ -18,6 +18,7 @@ CHOICES: dict[str, tuple[str, ...]] = {
     "log_level": LOG_LEVELS,
     "blas": ("auto", "off"),
     "dtype": ("auto", "keep", "float32", "float16", "bfloat16"),
+    "record": ("own", "all", "off"),
 }
 BOOLEANS = {"1": True, "true": True, "0": False, "false": False}
 TYPE_DESCRIPTIONS = {"bool": "true or false (1 or 0)", "int": "a whole number", "float": "a number"}
@@ -146,6 +147,11 @@ class Settings:
     last message."""
     echo_tokens_per_s: float | None = None
     """Speed of each answer of the model ``echo``. By default as fast as possible."""
+    record: str = "own"
+    """Requests whose tokens, settings and timings are recorded. ``own``: those of the notebook that runs the server, of
+    its daemon, and of clients made from ``lab.openai``. ``all``: those of all clients. ``off``: none."""
+    record_to: Path | None = None
+    """SQLite file in which records are stored. By default the last 200 are kept in memory."""
     disk_reserve_bytes: int = 1 * GIB // 4
     """Disk space that must remain free after a download, and after a file of the prefix cache is written."""
     wired_memory: bool = False

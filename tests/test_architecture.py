@@ -65,6 +65,8 @@ TABLE = {
     ),
     # The protocol of a lab's server; neither the notebook nor the panels define it, because both use it.
     "backend": Row("broadcast values wire"),
+    # weights: the hashes of a model's files in the provenance of records.
+    "instrument": Row("errors values frames weights backend", "pandas"),
     # client: the classes of the daemon's events. urls: which frontend shows the panels.
     # IPython: a panel has a static output for notebooks without a kernel. minify: only to build the widgets' code.
     "panels": Row(
@@ -86,7 +88,7 @@ ONLY_IN = {
     "huggingface_hub": {"weights.hub.download"},
     "filelock": {"weights.store", "weights.hub.download"},
     "prometheus_client": {"server.metrics"},
-    "sqlite3": {"daemon.storage.store"},
+    "sqlite3": {"daemon.storage.store", "instrument.store"},
     "mcp": {"daemon.mcp.connection"},
     "xllamacpp": {"engine.llama_cpp.worker"},
     # In a process of its own, within limits: templates are programs of strangers.

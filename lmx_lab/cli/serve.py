@@ -110,6 +110,11 @@ Dtype = Annotated[
     str | None, typer.Option(help="Type of the weights in memory: auto, keep, float32, float16 or bfloat16.")
 ]
 Threads = Annotated[int | None, typer.Option(help="CPU threads for matrix products. By default one for each core.")]
+Record = Annotated[
+    str | None,
+    typer.Option(help="Requests to record: all, or off. By default only those of a notebook that runs the server."),
+]
+RecordTo = Annotated[Path | None, typer.Option(help="SQLite file for --record all. By default the last 200 in memory.")]
 LogLevel = Annotated[str | None, typer.Option(help="debug, info, warning or error.")]
 Quiet = Annotated[bool, typer.Option("--quiet", "-q", help="Do not print a line for each request.")]
 
@@ -156,6 +161,8 @@ def serve(
     prefix_cache_disk: PrefixCacheDisk = None,
     dtype: Dtype = None,
     threads: Threads = None,
+    record: Record = None,
+    record_to: RecordTo = None,
     log_level: LogLevel = None,
     quiet: Quiet = False,
 ) -> None:
@@ -177,13 +184,11 @@ def serve(
         swap=swap or None,
         idle_unload_s=idle_unload,
         request_timeout_s=request_timeout,
-        memory_limit_bytes=_bytes("--memory-limit", memory_limit),
-        prefix_cache_bytes=_bytes("--prefix-cache", prefix_cache),
+        **_memory_settings(memory_limit, prefix_cache, prefix_cache_disk),
         prefix_cache_dir=prefix_cache_dir,
-        prefix_cache_disk_bytes=_bytes("--prefix-cache-disk", prefix_cache_disk),
         embedder=embedder,
         reranker=reranker,
-        **unchanged,
+        **{"record": record, "record_to": record_to, **unchanged},
     )
     _run(settings, spec, explicit_port=port is not None or "LMX_LAB_PORT" in os.environ, quiet=quiet)
 
@@ -211,6 +216,21 @@ def _load_spec(model: str | None, **options: Any) -> LoadSpec | None:
         option = f"--{next(iter(given))}".replace("_", "-")
         raise InvalidRequestError(f"{option} is given without --model; name the model to load", param=option)
     return None
+
+
+def _memory_settings(
+    memory_limit: float | None, prefix_cache: float | None, prefix_cache_disk: float | None
+) -> dict[str, int | None]:
+    """Convert the options that are sizes in GB to settings.
+
+    Raises:
+        InvalidRequestError: a size is not valid.
+    """
+    return {
+        "memory_limit_bytes": _bytes("--memory-limit", memory_limit),
+        "prefix_cache_bytes": _bytes("--prefix-cache", prefix_cache),
+        "prefix_cache_disk_bytes": _bytes("--prefix-cache-disk", prefix_cache_disk),
+    }
 
 
 def _bytes(option: str, size_gb: float | None) -> int | None:

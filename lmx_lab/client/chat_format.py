@@ -35,6 +35,7 @@ class ChatFormatClient(AsyncClientBase):
     Args:
         base_url: The address, optionally with ``/v1``.
         api_key: It is never displayed.
+        headers: Additional headers of each request.
         transport: Replaces the network, for tests.
 
     Raises:
@@ -42,10 +43,19 @@ class ChatFormatClient(AsyncClientBase):
     """
 
     def __init__(
-        self, base_url: str, api_key: str | None = None, transport: httpx2.AsyncBaseTransport | None = None
+        self,
+        base_url: str,
+        api_key: str | None = None,
+        headers: Mapping[str, str] | None = None,
+        transport: httpx2.AsyncBaseTransport | None = None,
     ) -> None:
         self._connection = HttpConnection(
-            base_url, api_key=api_key, transport=transport, server=CHAT_SERVER, read_error=chat_server_error
+            base_url,
+            api_key=api_key,
+            headers=headers,
+            transport=transport,
+            server=CHAT_SERVER,
+            read_error=chat_server_error,
         )
         self.is_lab: bool | None = None
         """Whether the server is an LMX Lab server; None before ``models`` has returned."""

@@ -73,6 +73,7 @@ class HttpConnection:
         api_key: It is never displayed.
         transport: Replaces the network, for tests.
         timeout_s: Maximum time without data while the server computes; None waits as long as the connection exists.
+        headers: Additional headers of each request.
         server: The kind of server that is expected at the address, for error messages.
         read_error: Returns the error for a response that is not a success.
 
@@ -87,6 +88,7 @@ class HttpConnection:
         api_key: str | None = None,
         transport: httpx2.AsyncBaseTransport | None = None,
         timeout_s: float | None = None,
+        headers: Mapping[str, str] | None = None,
         server: ServerDescription = LAB_SERVER,
         read_error: ErrorReader = lab_server_error,
     ) -> None:
@@ -97,6 +99,7 @@ class HttpConnection:
         self._http = httpx2.AsyncClient(
             base_url=self.url,
             auth=self._key,
+            headers=headers,
             transport=transport,
             timeout=httpx2.Timeout(timeout_s, connect=CONNECT_S, pool=None),
             limits=httpx2.Limits(max_connections=MAX_CONNECTIONS, keepalive_expiry=KEEPALIVE_S),

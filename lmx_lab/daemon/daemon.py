@@ -10,7 +10,7 @@ import logging
 import os
 import secrets
 import threading
-from collections.abc import Callable, Coroutine, Sequence
+from collections.abc import Callable, Coroutine, Mapping, Sequence
 from pathlib import Path
 from typing import Any, TypeVar, overload
 
@@ -53,6 +53,7 @@ class Daemon:
         explicit_port: bool = True,
         upstream_url: str | None = None,
         upstream_api_key: str | None = None,
+        upstream_headers: Mapping[str, str] | None = None,
         tools: PythonTools | None = None,
         own_names: Callable[[], Sequence[str]] = tuple,
     ) -> None:
@@ -62,6 +63,7 @@ class Daemon:
             upstream_url: Address of the chat-format server that runs the model; by default that of the settings, or the
                 default address of a lab.
             upstream_api_key: Key of the server at ``upstream_url``.
+            upstream_headers: Additional headers of each request to this server.
             tools: Tools of a daemon that was stopped, to use them again.
             own_names: Returns the names and addresses under which other computers reach this one. It is called again
                 every few seconds.
@@ -79,6 +81,7 @@ class Daemon:
             tools=tools or PythonTools(),
             upstream_url=upstream_url or settings.upstream or UPSTREAM,
             upstream_key=key,
+            upstream_headers=upstream_headers,
         )
         # Called here only for its errors, so that a daemon with invalid settings is not started.
         daemon_policy(settings, 1, self.token)

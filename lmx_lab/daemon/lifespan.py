@@ -6,7 +6,7 @@ import asyncio
 import logging
 import os
 import socket
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable, Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Any, Literal
 from urllib.parse import urlsplit
@@ -56,6 +56,7 @@ class DaemonConfig:
     tools: PythonTools
     upstream_url: str
     upstream_key: str | None = field(repr=False)
+    upstream_headers: Mapping[str, str] | None = field(default=None, repr=False)
 
 
 class Lifespan:
@@ -130,7 +131,7 @@ class Lifespan:
         servers = McpServers(store=store, runtime_folder=config.home.folder)
         self._stop_functions["MCP servers"] = servers.stop
         await servers.start()
-        upstream = ModelClient(config.upstream_url, api_key=config.upstream_key)
+        upstream = ModelClient(config.upstream_url, api_key=config.upstream_key, headers=config.upstream_headers)
         self._stop_functions["model client"] = upstream.aclose
         toolbox = CombinedToolbox(config.tools, servers)
         turns = TurnRunner(store=store, upstream=upstream, toolbox=toolbox, limits=limits)

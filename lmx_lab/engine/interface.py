@@ -25,8 +25,6 @@ from lmx_lab.values.models import Kind, LoadReport, LoadSpec, ModelEntry
 class Capabilities:
     """Optional features of an engine. Requests that need others are refused with ``InvalidRequestError``."""
 
-    prompt_scores: bool
-    """Supports ``GenerationRequest.score_prompt``."""
     thinking_budget: bool
     """Supports ``GenerationRequest.thinking_budget``."""
     logprobs_with_own_tools: bool

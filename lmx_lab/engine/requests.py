@@ -122,6 +122,9 @@ class GenerationRequest:
     """Whether to generate ``max_tokens`` even if the model ends its text before."""
     top_logprobs: int | None = None
     """Number of alternatives to report for each token, besides its own log-probability; None reports neither."""
+    logprob_tokens: tuple[int | str, ...] = ()
+    """Tokens whose log-probability is reported at each position of the answer, with ``top_logprobs``: ids, or texts of
+    one token each."""
     score_prompt: bool = False
     """Whether to report the log-probability of each prompt token, with ``top_logprobs`` alternatives."""
     timeout_s: float | None = None

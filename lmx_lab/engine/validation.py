@@ -148,8 +148,25 @@ def check_tokens(request: GenerationRequest, entry: ModelEntry, vocabulary_size:
         InvalidRequestError: one is not in the vocabulary.
     """
     check_token_ids([token for token, _ in request.sampling.logit_bias], "logit_bias", entry, vocabulary_size)
+    named = [token for token in request.logprob_tokens if isinstance(token, int)]
+    check_token_ids(named, "logprob_tokens", entry, vocabulary_size)
     if isinstance(request.prompt, TokenPrompt):
         check_token_ids(request.prompt.tokens, "prompt", entry, vocabulary_size)
+
+
+def single_token(text: str, tokens: Sequence[int], model: str) -> int:
+    """Return the token of a text that a request names.
+
+    Raises:
+        InvalidRequestError: the text is not exactly one token.
+    """
+    if len(tokens) != 1:
+        raise InvalidRequestError(
+            f"logprob_tokens has {text[:80]!r}, which is {len(tokens)} tokens of {model} ({str(list(tokens))[:80]}); "
+            "name a text of one token, often with a space before it, or a token id",
+            param="logprob_tokens",
+        )
+    return tokens[0]
 
 
 def check_token_ids(tokens: Sequence[int], param: str, entry: ModelEntry, vocabulary_size: int) -> None:

@@ -5,8 +5,9 @@ from __future__ import annotations
 import asyncio
 import logging
 import math
-from collections.abc import AsyncGenerator, AsyncIterator, Callable, Coroutine
+from collections.abc import AsyncGenerator, AsyncIterator, Callable, Coroutine, Mapping
 from contextlib import suppress
+from types import MappingProxyType
 from typing import Any, TypeVar
 
 from fastapi import Request
@@ -39,6 +40,7 @@ class EventStream(StreamingResponse):
 
     Args:
         lines: What is sent, each through ``frame``.
+        headers: Additional headers of the response.
         frame: Converts an item to an event.
         keep_alive: Returns what to send whenever nothing was sent for ``KEEP_ALIVE_S``, such as a comment.
         blocked_limit_s: Returns how long the client may accept no data before the iterator is closed and the client is
@@ -49,6 +51,7 @@ class EventStream(StreamingResponse):
         self,
         lines: AsyncIterator[str],
         *,
+        headers: Mapping[str, str] = MappingProxyType({}),
         frame: Callable[[str], str] = data_line,
         keep_alive: Callable[[], str] | None = None,
         blocked_limit_s: Callable[[], float] = lambda: math.inf,
@@ -57,7 +60,7 @@ class EventStream(StreamingResponse):
             lines,
             media_type="text/event-stream",
             # Without these headers, proxies would collect tokens until a buffer is full.
-            headers={"cache-control": "no-cache", "x-accel-buffering": "no"},
+            headers={"cache-control": "no-cache", "x-accel-buffering": "no", **headers},
         )
         self._lines = lines
         self._frame = frame

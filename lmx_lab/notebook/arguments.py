@@ -49,6 +49,7 @@ def _schema_format(response_format: Any) -> Any:
 CONVERSIONS = {
     "stop": _list_of,
     "tools": _list_of,
+    "logprob_tokens": _list_of,
     "logit_bias": _bias_with_text_keys,
     "response_format": _schema_format,
 }
@@ -69,6 +70,8 @@ def chat_request(prompt: Prompt, parameters: Mapping[str, Any]) -> ChatRequest:
     fields = {name: CONVERSIONS[name](value) if name in CONVERSIONS else value for name, value in parameters.items()}
     if isinstance(count := fields.get("logprobs"), int) and not isinstance(count, bool):
         fields |= {"logprobs": True, "top_logprobs": fields.get("top_logprobs", count)}
+    if fields.get("logprob_tokens"):
+        fields = {"logprobs": True} | fields
     _check_conversation(prompt)
     if "stream" in fields:
         raise InvalidRequestError(

@@ -16,6 +16,8 @@ from lmx_lab.bench.runner import Measured, RunProgress, progress_text, samples
 from lmx_lab.bench.sample import RequestSample, frame
 from lmx_lab.bench.storage import Recorder
 from lmx_lab.bench.targets import ChatTarget, Target, as_target
+from lmx_lab.notebook.lab_server import LabServer
+from lmx_lab.notebook.verbs import on_loop
 from lmx_lab.panels.workbench import Workbench
 from lmx_lab.portal import LoopThread
 from lmx_lab.progress import counter
@@ -123,6 +125,29 @@ def prepare_measurement(
     targets = [lab, *map(as_target, others)]
     chosen = record if isinstance(record, Path | str) else folder
     return Measurement(targets, plan, Recorder(chosen, provenance={}) if record else None)
+
+
+async def measure(
+    server: LabServer,
+    plan: Sweep,
+    *,
+    compare: Measured | Sequence[Measured],
+    record: bool | Path | str,
+    workbench: Workbench,
+) -> pd.DataFrame:
+    """Measure the server of a lab, show the progress, and return the table of results. This is a verb.
+
+    An interrupt stops running requests, and the table has the results so far.
+    """
+    target = ChatTarget(server.url, api_key=server.api_key, name="lab")
+    run = prepare_measurement(target, plan, compare=compare, record=record, folder=server.bench_folder)
+    with run, show_progress(workbench) as show:
+        try:
+            while (step := await on_loop(run.step())) is not None:
+                show(step)
+        except KeyboardInterrupt:
+            run.interrupted = True
+    return run.table()
 
 
 @contextmanager

@@ -7,7 +7,6 @@ derives a blocking and an awaitable method. Importing this module imports neithe
 from __future__ import annotations
 
 import functools
-import html
 import os
 import socket
 from collections.abc import Generator, Sequence
@@ -16,6 +15,8 @@ from typing import TYPE_CHECKING, Any, Literal, Unpack, overload
 
 from lmx_lab.backend import Backend
 from lmx_lab.bench.case import Arrival, Cache, Closed, Sweep
+from lmx_lab.instrument.access import LabAccess
+from lmx_lab.instrument.requests import RequestList
 from lmx_lab.notebook.arguments import (
     Documents,
     Prompt,
@@ -25,7 +26,7 @@ from lmx_lab.notebook.arguments import (
     model_name,
     rerank_body,
 )
-from lmx_lab.notebook.lab_server import LabServer
+from lmx_lab.notebook.lab_server import LabServer, facts_html
 from lmx_lab.notebook.load_progress import show_load, show_unload
 from lmx_lab.notebook.reply import ModelList, Reply, ReplyStream, json_shape, read_reply
 from lmx_lab.notebook.report import report_html, write_report
@@ -106,6 +107,11 @@ class Lab:
     @property
     def _portal(self) -> LoopPortal:
         return self._server.portal
+
+    @functools.cached_property
+    def _access(self) -> LabAccess:
+        server = self._server
+        return LabAccess(self._backend, lambda: server.portal)
 
     # Lifetime
 
@@ -236,12 +242,12 @@ class Lab:
     async def _chat(self, /, prompt: Prompt, **parameters: Any) -> Reply:
         """Ask the loaded model, and return the complete reply. The parameters are those of ``chat``."""
         shape = json_shape(parameters.get("response_format"))
-        return await on_loop(read_reply(self._backend, chat_request(prompt, parameters), shape))
+        return await on_loop(read_reply(self._backend, chat_request(prompt, parameters), shape, lab=self._access))
 
     async def _stream(self, /, prompt: Prompt, **parameters: Any) -> ReplyStream:
         """Stream a reply: ``async for piece in await lab.astream("…")``. The parameters are those of ``chat``."""
         stream = await on_loop(self._backend.generate(chat_request(prompt, parameters)))
-        return ReplyStream(stream, self._portal, json_shape(parameters.get("response_format")))
+        return ReplyStream(stream, self._portal, json_shape(parameters.get("response_format")), lab=self._access)
 
     achat = awaited(_chat)
     astream = awaited(_stream)
@@ -260,8 +266,8 @@ class Lab:
             parameters: ``system``, the system prompt, and the parameters of the chat format: ``temperature``,
                 ``top_p``, ``top_k``, ``min_p``, ``max_tokens``, ``stop``, ``seed``, penalties, ``logit_bias``,
                 ``ignore_eos``, ``tools``, ``tool_choice``, ``reasoning_effort``, ``logprobs``, which may be the number
-                of alternatives, and ``response_format``, which may be the class of a pydantic model. ``n`` is not
-                supported, because a reply has one text.
+                of alternatives, ``logprob_tokens``, tokens to report whatever their rank, and ``response_format``,
+                which may be the class of a pydantic model. ``n`` is not supported, because a reply has one text.
 
         Raises:
             NotLoadedError: no model is loaded.
@@ -378,18 +384,9 @@ class Lab:
             repeats=repeats,
         )
         # Imported here, because the HTTP client takes a tenth of the time in which a server starts.
-        from lmx_lab.bench.targets import ChatTarget
-        from lmx_lab.notebook.bench import prepare_measurement, show_progress
+        from lmx_lab.notebook.bench import measure
 
-        target = ChatTarget(self.url, api_key=self._server.api_key, name="lab")
-        run = prepare_measurement(target, plan, compare=compare, record=record, folder=self._server.bench_folder)
-        with run, show_progress(self.workbench) as show:
-            try:
-                while (step := await on_loop(run.step())) is not None:
-                    show(step)
-            except KeyboardInterrupt:
-                run.interrupted = True
-        return run.table()
+        return await measure(self._server, plan, compare=compare, record=record, workbench=self.workbench)
 
     bench = blocking(_bench)
     abench = awaited(_bench)
@@ -402,13 +399,16 @@ class Lab:
         return self._server.url
 
     @property
-    def openai(self) -> dict[str, str]:
-        """Arguments for a chat-format client: ``OpenAI(**lab.openai)``.
+    def openai(self) -> dict[str, Any]:
+        """Arguments for a chat-format client: ``OpenAI(**lab.openai)``. Requests of this client are recorded.
 
         If the server runs on the kernel's loop, call the client from another process or through ``asyncio.to_thread``:
         a cell that waits for its own kernel's server waits forever.
         """
-        return {"base_url": f"{self.url}/v1", "api_key": self._server.api_key or "lmx-lab"}
+        arguments = {"base_url": f"{self.url}/v1", "api_key": self._server.api_key or "lmx-lab"}
+        if self._local is None:
+            return arguments
+        return {**arguments, "default_headers": self._local.services.inference.recording.own_headers}
 
     # Display
 
@@ -483,12 +483,7 @@ class Lab:
         return "\n".join(f"{name}: {value}" for name, value in self._server.facts().items())
 
     def _repr_html_(self) -> str:
-        left = "style='text-align:left'"
-        rows = "".join(
-            f"<tr><th {left}>{html.escape(name)}</th><td {left}><code>{html.escape(value)}</code></td></tr>"
-            for name, value in self._server.facts().items()
-        )
-        return f"<table>{rows}</table>"
+        return facts_html(self._server.facts())
 
     def _repr_mimebundle_(self, **options: Any) -> Any:
         """Return the compact models panel, and the facts for other frontends and for saved notebooks."""
@@ -553,6 +548,11 @@ class Lab:
     def catalog(self) -> Catalog:
         """The models on this disk."""
         return self.server.catalog
+
+    @property
+    def requests(self) -> RequestList:
+        """The recorded requests, the oldest first: ``lab.requests[-1].replay()``, ``lab.requests.df``."""
+        return RequestList(self.server.recorder.store, self._access)
 
     @property
     def port(self) -> int:

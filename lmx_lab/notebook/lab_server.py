@@ -2,12 +2,23 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+import html
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Protocol
 
 from lmx_lab.notebook.verbs import LoopPortal
 from lmx_lab.values.models import LoadSpec
+
+
+def facts_html(facts: Mapping[str, str]) -> str:
+    """Return the lines that describe a lab as a table in HTML."""
+    left = "style='text-align:left'"
+    rows = "".join(
+        f"<tr><th {left}>{html.escape(name)}</th><td {left}><code>{html.escape(value)}</code></td></tr>"
+        for name, value in facts.items()
+    )
+    return f"<table>{rows}</table>"
 
 
 class LabServer(Protocol):

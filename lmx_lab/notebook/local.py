@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import AsyncGenerator, AsyncIterator, Coroutine
+from collections.abc import AsyncGenerator, AsyncIterator, Coroutine, Sequence
 from typing import Any, Self, TypeVar
 
 from lmx_lab.backend import AnswerCost, DocumentRanking, Progress, ServerState
@@ -23,8 +23,9 @@ from lmx_lab.server.rerank import rerank_request
 from lmx_lab.server.translate import timings, usage
 from lmx_lab.values.encoding import Vectors
 from lmx_lab.values.engine import EngineSnapshot
-from lmx_lab.values.generation import Delta
+from lmx_lab.values.generation import Delta, TokenLogprob
 from lmx_lab.values.models import LoadReport, LoadSpec
+from lmx_lab.values.recording import Record
 from lmx_lab.wire.admin import ModelEvent, ModelRecords, RequestEvent, Sample
 from lmx_lab.wire.chat import ChatRequest
 from lmx_lab.wire.embeddings import EmbeddingsBody
@@ -61,6 +62,7 @@ class LocalAnswer:
             timings=timings(report),
             ttft_s=report.ttft_s,
             report=report,
+            prompt=self._generation.prompt,
         )
 
     def close(self) -> None:
@@ -148,7 +150,7 @@ class LocalBackend:
     # Requests
 
     async def generate(self, request: ChatRequest) -> LocalAnswer:
-        _, (generation,) = await self._services.inference.start(request, local=True)
+        _, (generation,) = await self._services.inference.start(request, local=True, own=True)
         return LocalAnswer(generation)
 
     async def embed(self, body: EmbeddingsBody) -> Vectors:
@@ -164,6 +166,14 @@ class LocalBackend:
             tokens=ranking.report.tokens,
             report=ranking.report,
         )
+
+    # Recorded tokens
+
+    async def regenerate(self, record: Record) -> Record:
+        return await self._services.inference.regenerate(record)
+
+    async def score(self, tokens: Sequence[int], *, model: str | None, top: int) -> Sequence[TokenLogprob]:
+        return await self._services.inference.score(tokens, model=model, top=top)
 
     @property
     def _services(self) -> InferenceServer:

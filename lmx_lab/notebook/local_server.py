@@ -17,6 +17,7 @@ from lmx_lab.engine.registry import engine_for
 from lmx_lab.errors import EngineError, HostingError
 from lmx_lab.http.guard import GuardPolicy
 from lmx_lab.http.uvicorn_server import GRACE_S, RunningServer, bind, serve
+from lmx_lab.instrument.recorder import RequestRecorder
 from lmx_lab.notebook.addresses import Addresses
 from lmx_lab.notebook.lab_server import LabServer
 from lmx_lab.notebook.loop_choice import LoopChoice, choose_loop
@@ -68,8 +69,13 @@ class LocalServer(LabServer):
         self._policy = Addresses(settings=replace(settings, host="localhost"), port=1).live_policy()
         self.lag = LoopLag()
         """Measures how long the server's loop is blocked."""
+        self.recorder = RequestRecorder(settings.record_to if settings.record != "off" else None)
         self.services: InferenceServer = create_server(
-            manager=self.engine, catalog=self.catalog, settings=settings, policy=self._current_policy
+            manager=self.engine,
+            catalog=self.catalog,
+            settings=settings,
+            policy=self._current_policy,
+            save_record=self.recorder.save,
         )
         """The services behind the routes."""
         self.daemon: LabDaemon | None = None
@@ -177,6 +183,7 @@ class LocalServer(LabServer):
         self.engine.stop()
         if self._thread is not None:
             self._thread.stop()
+        self.recorder.close()
         atexit.unregister(self._stop_at_exit)
         for callback in self._callbacks:
             callback()
@@ -236,6 +243,7 @@ class LocalServer(LabServer):
             explicit_port=explicit_port,
             upstream_url=self.url,
             upstream_api_key=self.api_key,
+            upstream_headers=self.services.inference.recording.own_headers,
             tools=tools,
         )
         self.daemon_tools = daemon.tools

@@ -6,7 +6,7 @@ All methods may be called on any event loop; the client's coroutines run on the 
 from __future__ import annotations
 
 import time
-from collections.abc import AsyncGenerator, Callable, Iterator
+from collections.abc import AsyncGenerator, Callable, Iterator, Sequence
 from dataclasses import replace
 from time import perf_counter
 from typing import Any, Self
@@ -19,6 +19,7 @@ from lmx_lab.notebook.verbs import LoopPortal
 from lmx_lab.values.encoding import Vectors
 from lmx_lab.values.generation import Delta, TokenLogprob, ToolCallDelta
 from lmx_lab.values.models import LoadReport, LoadSpec, Unloading
+from lmx_lab.values.recording import Record
 from lmx_lab.wire.admin import ModelEvent, ModelRecords, RequestEvent, Sample
 from lmx_lab.wire.chat import ChatChunk, ChatRequest, ChoiceDelta, ChunkChoice, TokenLogprobs, TopLogprob
 from lmx_lab.wire.embeddings import EmbeddingsBody
@@ -27,6 +28,11 @@ from lmx_lab.wire.rerank import RerankBody
 
 LATE_S = 3.0
 """Time without an event after which the server's state is ``lagging``. The server sends a sample every second."""
+
+ELSEWHERE = (
+    "tokens of a server elsewhere cannot be scored or generated again; ask for logprobs with the answer, or use a lab "
+    "that launch() has started"
+)
 
 
 class RemoteAnswer:
@@ -121,13 +127,14 @@ def _delta(choice: ChunkChoice) -> Delta:
 
 
 def _logprob(token: TopLogprob) -> TokenLogprob:
-    top = token.top_logprobs if isinstance(token, TokenLogprobs) else ()
+    top, named = (token.top_logprobs, token.logprob_tokens) if isinstance(token, TokenLogprobs) else ((), ())
     return TokenLogprob(
         token=None,
         text=token.token,
         bytes=bytes(token.bytes),
         logprob=token.logprob,
         top=tuple(map(_logprob, top)),
+        named=tuple(map(_logprob, named or ())),
     )
 
 
@@ -271,6 +278,14 @@ class RemoteBackend:
             method=answer.method,
             tokens=answer.usage.prompt_tokens,
         )
+
+    # Recorded tokens
+
+    async def regenerate(self, record: Record) -> Record:
+        raise InvalidRequestError(ELSEWHERE)
+
+    async def score(self, tokens: Sequence[int], *, model: str | None, top: int) -> Sequence[TokenLogprob]:
+        raise InvalidRequestError(ELSEWHERE)
 
 
 async def _next_event(events: AsyncGenerator[LabEvent, None]) -> LabEvent | None:

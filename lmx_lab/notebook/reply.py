@@ -6,12 +6,14 @@ import html
 import json
 import re
 from collections.abc import Iterable, Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any, Literal, Self
 
 from pydantic import BaseModel
 
 from lmx_lab.backend import AnswerCost, AnswerStream, Backend
+from lmx_lab.instrument.access import LabAccess
+from lmx_lab.instrument.lens import ColorBy, TokenLens, lens_of
 from lmx_lab.notebook.token_table import TokenTable
 from lmx_lab.notebook.verbs import LoopPortal
 from lmx_lab.values.generation import (
@@ -137,10 +139,19 @@ class Reply:
     """The tokens with their log-probabilities, if the request has ``logprobs``."""
     shape: JsonShape = None
     """The expected content of the text."""
+    prompt_ids: tuple[int, ...] = field(default=(), repr=False)
+    """Token ids of the rendered prompt; empty if the engine runs in another process."""
+    ids: tuple[int, ...] = field(default=(), repr=False)
+    """Token ids of the answer; empty if the engine runs in another process, or did not report all of them."""
+    _lab: LabAccess | None = field(default=None, repr=False, compare=False)
 
     @classmethod
-    def of(cls, answer: Delta, cost: AnswerCost, shape: JsonShape = None) -> Self:
-        """Return the reply for a complete answer, given as one delta."""
+    def of(cls, answer: Delta, cost: AnswerCost, shape: JsonShape = None, *, lab: LabAccess | None = None) -> Self:
+        """Return the reply for a complete answer, given as one delta.
+
+        Args:
+            lab: The lab that can score the answer.
+        """
         return cls(
             text=answer.text,
             reasoning=answer.reasoning,
@@ -153,7 +164,31 @@ class Reply:
             report=cost.report,
             logprobs=TokenTable(answer.logprobs) if answer.logprobs else None,
             shape=shape,
+            prompt_ids=cost.prompt,
+            ids=answer.ids if len(answer.ids) == answer.tokens else (),
+            _lab=lab,
         )
+
+    def __getstate__(self) -> dict[str, Any]:
+        # A copy in another process cannot use the lab.
+        return {**self.__dict__, "_lab": None}
+
+    def lens(self, *, color: ColorBy = "probability") -> TokenLens:
+        """Return the probabilities of the answer's tokens.
+
+        They are those of ``logprobs`` if the request asked for them. Otherwise the same tokens are scored now, for
+        which the model has to be loaded.
+
+        Args:
+            color: What selects the colours in the display: ``probability``, ``entropy`` or ``rank``.
+
+        Raises:
+            NotLoadedError: another model is loaded.
+            InvalidRequestError: there are no log-probabilities, and the tokens cannot be scored.
+        """
+        if self.logprobs is not None:
+            return TokenLens(self.logprobs, source="answer", color=color)
+        return lens_of(self._lab, self.prompt_ids, self.ids, model=self.model, color=color)
 
     @property
     def parsed(self) -> Any:
@@ -233,14 +268,16 @@ class Reply:
         return f"{speed} · first token in {self.ttft_s:.2f} s"
 
 
-async def read_reply(backend: Backend, request: ChatRequest, shape: JsonShape = None) -> Reply:
+async def read_reply(
+    backend: Backend, request: ChatRequest, shape: JsonShape = None, *, lab: LabAccess | None = None
+) -> Reply:
     """Generate a complete answer and return it. Cancelling this stops the generation."""
     stream = await backend.generate(request)
     try:
         deltas = [delta async for delta in stream]
     finally:
         stream.close()
-    return Reply.of(merge_deltas(deltas), stream.cost(), shape)
+    return Reply.of(merge_deltas(deltas), stream.cost(), shape, lab=lab)
 
 
 class ReplyStream:
@@ -250,10 +287,13 @@ class ReplyStream:
     ``close()``. ``show()``, or the stream as the last line of a cell, displays the text while it is generated.
     """
 
-    def __init__(self, stream: AnswerStream, portal: LoopPortal, shape: JsonShape = None) -> None:
+    def __init__(
+        self, stream: AnswerStream, portal: LoopPortal, shape: JsonShape = None, *, lab: LabAccess | None = None
+    ) -> None:
         self._stream: AnswerStream | None = stream
         self._shape: JsonShape = shape
         self._portal = portal
+        self._lab = lab
         self._deltas: list[Delta] = []
         self.reply: Reply | None = None
         """The reply, once the generation has ended; stays None if it was stopped."""
@@ -326,7 +366,7 @@ class ReplyStream:
 
     def _end(self) -> None:
         if self._stream is not None:
-            self.reply = Reply.of(merge_deltas(self._deltas), self._stream.cost(), self._shape)
+            self.reply = Reply.of(merge_deltas(self._deltas), self._stream.cost(), self._shape, lab=self._lab)
         self.close()
 
 

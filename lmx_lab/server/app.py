@@ -6,6 +6,7 @@ import re
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from pathlib import Path
+from typing import cast
 
 from fastapi import FastAPI
 
@@ -26,10 +27,12 @@ from lmx_lab.server.messages import messages_routes
 from lmx_lab.server.metrics import Metrics, metrics_routes
 from lmx_lab.server.openapi import EXTRA_MODELS, SOCKETS
 from lmx_lab.server.pages import page_routes
+from lmx_lab.server.recording import Recording, SaveRecord
 from lmx_lab.server.request_log import RequestLog
 from lmx_lab.server.rerank import rerank_routes
 from lmx_lab.server.websocket import socket_routes
 from lmx_lab.settings import Settings
+from lmx_lab.values.recording import RecordMode
 from lmx_lab.weights import Catalog
 from lmx_lab.weights.hub.cache import cache_folder
 
@@ -49,12 +52,18 @@ class InferenceServer:
 
 
 def create_server(
-    *, manager: ModelManager, catalog: Catalog, settings: Settings, policy: Callable[[], GuardPolicy]
+    *,
+    manager: ModelManager,
+    catalog: Catalog,
+    settings: Settings,
+    policy: Callable[[], GuardPolicy],
+    save_record: SaveRecord = lambda make, entry: None,
 ) -> InferenceServer:
     """Create the application for a model manager, with its routes and its middleware. Does not start anything.
 
     Args:
         policy: Returns the guard's policy; called for each request, because the port is not known yet.
+        save_record: Stores the records of the requests that the setting ``record`` selects.
     """
     feed: Feed[ServerEvent] = Feed()
     manager.add_observer(lambda progress: feed.publish(model_event(progress)))
@@ -63,6 +72,7 @@ def create_server(
     inference = InferenceService(
         manager=manager,
         feed=feed,
+        recording=Recording(cast(RecordMode, settings.record), save_record, dtype=settings.dtype),
         slow_client_s=settings.slow_client_s,
         observers=[metrics.observe, request_log.observe],
     )

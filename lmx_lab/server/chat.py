@@ -45,19 +45,22 @@ def chat_routes(service: InferenceService) -> APIRouter:
     )
     async def chat_completions(body: ChatRequest, request: Request) -> Response:
         """Answer a conversation, completely or with `stream: true` as server-sent events that end with `[DONE]`."""
-        request_id = request_id_of(request)
+        request_id, own = request_id_of(request), service.recording.is_own(request)
+        headers = service.recording.answer_headers(own=own)
+        local, client = is_local(request.scope), client_of(request)
         answer, generations = await while_connected(
-            request, service.start(body, request_id, local=is_local(request.scope), client=client_of(request))
+            request, service.start(body, request_id, local=local, client=client, own=own)
         )
         if body.stream:
             chunks = _chunks(answer, generations, include_usage=body.include_usage)
             return EventStream(
                 with_terminator(chunks, request),
+                headers=headers,
                 keep_alive=lambda: comment(generations[0].status),
                 blocked_limit_s=lambda: service.blocked_limit_s(generations),
             )
         text = await while_connected(request, _complete(answer, generations))
-        return Response(text, media_type="application/json")
+        return Response(text, media_type="application/json", headers=headers)
 
     return router
 

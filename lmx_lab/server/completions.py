@@ -46,23 +46,27 @@ def completion_routes(service: InferenceService, *, slots: int) -> APIRouter:
     )
     async def completions(body: CompletionRequest, request: Request) -> Response:
         """Continue plain prompts, completely or with `stream: true` as server-sent events that end with `[DONE]`."""
-        request_id = request_id_of(request)
+        own = service.recording.is_own(request)
+        headers = service.recording.answer_headers(own=own)
         prompts = CompletionPrompts(
             service,
             body,
             slots=slots,
-            request_id=request_id,
+            request_id=request_id_of(request),
             local=is_local(request.scope),
             client=client_of(request),
+            own=own,
         )
         await while_connected(request, prompts.submit_first())
         if body.stream:
             return EventStream(
                 with_terminator(prompts.chunks(), request),
+                headers=headers,
                 keep_alive=lambda: comment(prompts.status),
                 blocked_limit_s=lambda: service.blocked_limit_s(prompts.running),
             )
-        return Response(await while_connected(request, prompts.complete()), media_type="application/json")
+        text = await while_connected(request, prompts.complete())
+        return Response(text, media_type="application/json", headers=headers)
 
     return router
 
@@ -83,12 +87,14 @@ class CompletionPrompts:
         request_id: str | None,
         local: bool,
         client: str | None,
+        own: bool,
     ) -> None:
         self._service = service
         self._body = body
         self._request_id = request_id
         self._local = local
         self._client = client
+        self._own = own
         self._requests = completion_requests(body)
         self._concurrency = max(1, slots // body.choices)
         self._running_prompts = asyncio.Semaphore(self._concurrency)
@@ -154,6 +160,7 @@ class CompletionPrompts:
             request_id=self._request_id,
             local=self._local,
             client=self._client,
+            own=self._own,
             patient=patient,
         )
         self._running[number] = generations

@@ -11,6 +11,7 @@ from typing import Literal, Self
 
 from lmx_lab.engine import TokenStream
 from lmx_lab.errors import EngineError, LabError
+from lmx_lab.server.recording import RecordedGeneration
 from lmx_lab.values.encoding import EncodeReport
 from lmx_lab.values.generation import Delta, GenerationReport, PromptProgress, PromptScores, merge_deltas
 from lmx_lab.values.models import Kind
@@ -37,6 +38,8 @@ class RequestEnd:
     prompt_tokens: int = 0
     output_tokens: int = 0
     """Number of tokens that were delivered. Used if there is no report."""
+    recorded: RecordedGeneration | None = None
+    """What the record of the generation consists of; None if it is not recorded."""
 
     def event(self) -> RequestEvent:
         """Return the event for clients of ``/admin/events``."""
@@ -73,12 +76,21 @@ class Generation:
     loop.
     """
 
-    def __init__(self, stream: TokenStream, *, request_id: str, observe: Observer, index: int = 0) -> None:
+    def __init__(
+        self,
+        stream: TokenStream,
+        *,
+        request_id: str,
+        observe: Observer,
+        index: int = 0,
+        recorded: RecordedGeneration | None = None,
+    ) -> None:
         self.model = stream.model
         self.index = index
         self.request_id = request_id
         self._stream = stream
         self._observe: Observer | None = observe
+        self._recorded = recorded
         self._loop = asyncio.get_running_loop()
         self._tokens = 0
 
@@ -145,6 +157,8 @@ class Generation:
             self._end(self._outcome)
             raise
         self._tokens += delta.tokens
+        if self._recorded is not None:
+            self._recorded.deltas.append(delta)
         return delta
 
     async def aclose(self) -> None:
@@ -194,6 +208,7 @@ class Generation:
             report=self.report,
             prompt_tokens=len(self.prompt),
             output_tokens=self._tokens,
+            recorded=self._recorded,
         )
 
 

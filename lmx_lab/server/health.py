@@ -47,9 +47,10 @@ def health_routes(manager: ModelManager) -> APIRouter:
                 model=public_id(now.model or "", local=local),
                 vram_gb=now.model_memory_bytes / 1e9,
                 unloading=unloading,
+                recorded=manager.settings.record == "all" or None,
             )
         body = NotReady(ready=False, model="", vram_gb=0.0, error=detail_for(request, error))
-        return JSONResponse(body.model_dump(exclude={"unloading"}), status_code=503)
+        return JSONResponse(body.model_dump(exclude={"unloading", "recorded"}), status_code=503)
 
     return router
 

@@ -19,15 +19,21 @@ from lmx_lab.engine import (
     Pending,
     Ranking,
     RerankRequest,
+    Sampling,
+    TokenPrompt,
+    TokenStream,
 )
 from lmx_lab.engine.model_lookup import EMBEDDING, RERANK, Kinds, public_id
-from lmx_lab.errors import EngineError, LabError
+from lmx_lab.errors import EngineError, LabError, NotLoadedError
 from lmx_lab.server.events import ServerEvent
-from lmx_lab.server.generation import Generation, Observer, Outcome, RequestEnd
+from lmx_lab.server.generation import Generation, Observer, Outcome, RequestEnd, closing_all
+from lmx_lab.server.recording import RecordedGeneration, Recording, request_from_json, with_seed
 from lmx_lab.server.serialize import ChatAnswer
 from lmx_lab.server.translate import generation_request
 from lmx_lab.values.encoding import EncodeReport, Vectors
+from lmx_lab.values.generation import GenerationReport, TokenLogprob
 from lmx_lab.values.models import Kind
+from lmx_lab.values.recording import Record
 from lmx_lab.wire.chat import ChatRequest
 
 CONTENDED_CLIENT_S = 1.0
@@ -49,6 +55,7 @@ class InferenceService:
 
     Args:
         feed: Receives a ``RequestEvent`` at the end of each request.
+        recording: Receives the generations that are recorded.
         slow_client_s: See ``Settings``.
         observers: Called at the end of each request, on the loop that reads the answer.
     """
@@ -58,11 +65,13 @@ class InferenceService:
         *,
         manager: ModelManager,
         feed: Feed[ServerEvent],
+        recording: Recording,
         slow_client_s: float,
         observers: Sequence[Observer] = (),
     ) -> None:
         self._manager = manager
         self._feed = feed
+        self.recording = recording
         self._slow_client_s = slow_client_s
         self._observers = observers
 
@@ -90,6 +99,7 @@ class InferenceService:
         *,
         local: bool = False,
         client: str | None = None,
+        own: bool = False,
     ) -> tuple[ChatAnswer, list[Generation]]:
         """Submit a chat request. Return the common fields of its answer, and a generation for each of its choices.
 
@@ -97,7 +107,12 @@ class InferenceService:
             LabError: see ``ModelManager.submit_all``.
         """
         generations = await self.submit(
-            generation_request(request), choices=request.choices, request_id=request_id, local=local, client=client
+            generation_request(request),
+            choices=request.choices,
+            request_id=request_id,
+            local=local,
+            client=client,
+            own=own,
         )
         model = public_id(generations[0].model, local=local)
         answer = ChatAnswer(model=model, fingerprint=self.fingerprint, logprobs=bool(request.logprobs))
@@ -112,6 +127,7 @@ class InferenceService:
         request_id: str | None = None,
         local: bool = False,
         client: str | None = None,
+        own: bool | None = False,
         patient: bool = False,
     ) -> list[Generation]:
         """Submit all choices of a request, or none, and return their generations.
@@ -120,12 +136,15 @@ class InferenceService:
             first: Index of the first choice in the answer.
             local: Whether the caller is on this machine, so that it may name the loaded model by its path.
             client: Address of the client.
+            own: Whether the request is one of the lab's own notebook; None if it must not be recorded.
             patient: Whether to wait if the queue is full, because the request is part of one that was accepted.
 
         Raises:
             LabError: see ``ModelManager.submit_all``.
         """
         request = replace(request, request_id=request_id, client=client)
+        if is_recorded := own is not None and self.recording.includes(own=own):
+            request = with_seed(request)
         try:
             streams = await self._manager.submit_all(request, choices, local=local, patient=patient)
         except (LabError, asyncio.CancelledError) as exc:
@@ -133,9 +152,63 @@ class InferenceService:
             self._end_without_report("chat", request_id, self._manager.snapshot.model or "", exc, index=first)
             raise
         return [
-            Generation(stream, request_id=request_id or "", index=first + at, observe=self._end)
+            Generation(
+                stream,
+                request_id=request_id or "",
+                index=first + at,
+                observe=self._end,
+                recorded=self._recorded(request, stream, at, own=bool(own)) if is_recorded else None,
+            )
             for at, stream in enumerate(streams)
         ]
+
+    def _recorded(
+        self, request: GenerationRequest, stream: TokenStream | Generation, choice: int, *, own: bool
+    ) -> RecordedGeneration | None:
+        """Return the beginning of a record; None if the model was unloaded since."""
+        model = next((each for each in self._manager.residents if each.entry.id == stream.model), None)
+        if model is None:
+            return None
+        return RecordedGeneration(request=request, own=own, choice=choice, model=model, prompt=stream.prompt)
+
+    async def regenerate(self, record: Record) -> Record:
+        """Generate the answer of a record again, with the same model, prompt, settings and seed.
+
+        Returns the record of the new answer, which is not stored.
+
+        Raises:
+            LabError: see ``ModelManager.submit_all``.
+        """
+        request = request_from_json(record.request, model=record.provenance.model)
+        # The seed of an answer depends on its index among the answers to the request.
+        generations = await self.submit(request, choices=record.choice + 1, local=True, own=None)
+        async with closing_all(generations):
+            generation = generations[-1]
+            recorded = self._recorded(request, generation, record.choice, own=True)
+            if recorded is None:
+                raise NotLoadedError(f"{generation.model} has just been unloaded; load it again")
+            recorded.deltas.append(await generation.read_all())
+        report = generation.final_report()
+        return self.recording.record(recorded, report.finish_reason, report)
+
+    async def score(self, tokens: Sequence[int], *, model: str | None, top: int) -> tuple[TokenLogprob, ...]:
+        """Return the log-probability of each token after those before it, with ``top`` alternatives.
+
+        Raises:
+            LabError: see ``ModelManager.submit_all``.
+        """
+        request = GenerationRequest(
+            prompt=TokenPrompt(tokens=tuple(tokens)),
+            model=model,
+            sampling=Sampling(temperature=0),
+            max_tokens=0,
+            top_logprobs=top,
+            score_prompt=True,
+        )
+        (generation,) = await self.submit(request, local=True, own=None)
+        await generation.read_all()
+        assert generation.prompt_scores is not None
+        return generation.prompt_scores.tokens
 
     async def encode(self, request: GenerationRequest, *, local: bool = False) -> list[int]:
         """Return the token ids of a request's prompt. Raises the same as ``ModelManager.encode``."""
@@ -206,6 +279,9 @@ class InferenceService:
 
     def _end(self, end: RequestEnd) -> None:
         self._feed.publish(end.event())
+        if end.recorded is not None:
+            report = end.report if isinstance(end.report, GenerationReport) else None
+            self.recording.end(end.recorded, end.outcome, end.code, report)
         for observe in self._observers:
             observe(end)
 

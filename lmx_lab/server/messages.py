@@ -76,21 +76,21 @@ def messages_routes(service: InferenceService) -> APIRouter:
     async def messages(body: MessagesRequest, request: Request) -> Response:
         """Answer a conversation in the Messages format, completely or with `stream: true` as named events."""
         chat = await asyncio.to_thread(chat_request, body)
-        starting = service.start(chat, request_id_of(request), local=is_local(request.scope), client=client_of(request))
+        own, local, client = service.recording.is_own(request), is_local(request.scope), client_of(request)
+        starting = service.start(chat, request_id_of(request), local=local, client=client, own=own)
         answer, [generation] = await while_connected(request, starting)
         writer = MessageWriter(answer.model)
-        headers = _ignored_header(body.ignored())
+        headers = {**_ignored_header(body.ignored()), **service.recording.answer_headers(own=own)}
         if not body.stream:
             text = await while_connected(request, _complete(writer, generation))
             return Response(text, media_type="application/json", headers=headers)
-        stream = EventStream(
+        return EventStream(
             _with_error(_events(writer, generation), request),
+            headers=headers,
             frame=str,
             keep_alive=lambda: PING,
             blocked_limit_s=lambda: service.blocked_limit_s([generation]),
         )
-        stream.headers.update(headers)
-        return stream
 
     @router.post("/v1/messages/count_tokens", response_model=TokenCount, responses=MESSAGES_ERRORS)
     async def count_tokens(body: CountRequest, request: Request) -> Response:

@@ -148,7 +148,8 @@ def _describe(manager: ModelManager, *, local: bool) -> str:
     pinned = [public_id(each.entry.id, local=local) for each in now.pinned]
     also = f" Also loaded: {', '.join(pinned)}." if pinned else ""
     state = now.unloading or "loaded"
-    return f"{public_id(now.model, local=local) if now.model else 'No chat model'} is {state}.{also}"
+    recorded = " The requests of all clients are recorded." if manager.settings.record == "all" else ""
+    return f"{public_id(now.model, local=local) if now.model else 'No chat model'} is {state}.{also}{recorded}"
 
 
 def _curl(request: Request) -> str:

@@ -204,12 +204,20 @@ class LogprobsWriter:
             token_logprobs=[None if token.logprob is None else wire_logprob(token.logprob) for token in tokens],
             top_logprobs=[_alternatives(token) for token in tokens],
             text_offset=[self._offset(token) for token in tokens],
+            logprob_tokens=_named(tokens),
         )
 
     def _offset(self, token: TokenLogprob) -> int:
         offset = self._at
         self._at += len(self._decoder.decode(token.bytes))
         return offset
+
+
+def _named(tokens: Sequence[TokenLogprob]) -> list[dict[str, float]] | None:
+    """Return the log-probabilities of the tokens that the request names, by text; None if it names none."""
+    if not any(token.named for token in tokens):
+        return None
+    return [{other.text: wire_logprob(other.logprob) for other in token.named} for token in tokens]
 
 
 def _alternatives(token: TokenLogprob) -> dict[str, float] | None:

@@ -56,6 +56,7 @@ def generation_request(request: ChatRequest) -> GenerationRequest:
         stop=_stop(request),
         ignore_eos=bool(request.ignore_eos),
         top_logprobs=(request.top_logprobs or 0) if request.logprobs else None,
+        logprob_tokens=tuple(request.logprob_tokens or ()),
     )
 
 
@@ -70,6 +71,7 @@ def completion_requests(request: CompletionRequest) -> list[GenerationRequest]:
             stop=_stop(request),
             ignore_eos=bool(request.ignore_eos),
             top_logprobs=request.logprobs,
+            logprob_tokens=tuple(request.logprob_tokens or ()),
             # The answer contains the scores only as a part of the echo, and only if log-probabilities are requested.
             score_prompt=bool(request.echo) and request.logprobs is not None,
         )
@@ -303,6 +305,7 @@ def chat_logprobs(logprobs: Iterable[TokenLogprob]) -> list[dict[str, Any]]:
     """Return the ``content`` of ``ChoiceLogprobs``. It consists of plain values, because this runs for every token."""
     return [
         {**_plain(token), "top_logprobs": [_plain(other) for other in token.top]}
+        | ({"logprob_tokens": [_plain(other) for other in token.named]} if token.named else {})
         for token in logprobs
         if not token.ends
     ]

@@ -43,14 +43,16 @@ def socket_routes(service: InferenceService, *, max_body_bytes: int) -> APIRoute
 
     @router.websocket("/v1/chat/stream")
     async def chat_stream(socket: WebSocket) -> None:
-        await socket.accept()
+        own = service.recording.is_own(socket)
+        headers = service.recording.answer_headers(own=own)
+        await socket.accept(headers=[(name.encode(), value.encode()) for name, value in headers.items()])
         with suppress(WebSocketDisconnect):
             try:
                 # The message is not kept in a variable, so that its memory is released once it is parsed.
                 request = await _parse(
                     await _receive(socket, FIRST_MESSAGE_WAIT_S), max_body_bytes, socket.app.state.large_body_queue
                 )
-                await _answer(socket, service, request)
+                await _answer(socket, service, request, own=own)
             except LabError as exc:
                 log.warning("%s: the WebSocket request failed: %s", request_id_of(socket), exc)
                 await _send(socket, _error(socket, exc))
@@ -59,9 +61,9 @@ def socket_routes(service: InferenceService, *, max_body_bytes: int) -> APIRoute
     return router
 
 
-async def _answer(socket: WebSocket, service: InferenceService, request: ChatRequest) -> None:
+async def _answer(socket: WebSocket, service: InferenceService, request: ChatRequest, *, own: bool) -> None:
     """Send the answer, while a second task receives the messages of the client."""
-    tokens = asyncio.ensure_future(_send_tokens(socket, service, request))
+    tokens = asyncio.ensure_future(_send_tokens(socket, service, request, own=own))
     watcher = asyncio.ensure_future(_refuse_messages(socket))
     try:
         await asyncio.wait({tokens, watcher}, return_when=asyncio.FIRST_COMPLETED)
@@ -81,9 +83,9 @@ async def _answer(socket: WebSocket, service: InferenceService, request: ChatReq
         del tokens, watcher
 
 
-async def _send_tokens(socket: WebSocket, service: InferenceService, request: ChatRequest) -> None:
+async def _send_tokens(socket: WebSocket, service: InferenceService, request: ChatRequest, *, own: bool) -> None:
     _, (generation,) = await service.start(
-        request, request_id_of(socket), local=is_local(socket.scope), client=client_of(socket)
+        request, request_id_of(socket), local=is_local(socket.scope), client=client_of(socket), own=own
     )
     watch = SendWatch(lambda: service.blocked_limit_s([generation]))
     try:

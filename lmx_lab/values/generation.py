@@ -25,6 +25,12 @@ class TokenLogprob:
     """Whether the model ended its text with this token."""
     top: tuple[TokenLogprob, ...] = ()
     """The most likely tokens at this position, most likely first; their own ``top`` is empty."""
+    named: tuple[TokenLogprob, ...] = ()
+    """The tokens that the request names, whatever their rank, in its order; their own ``top`` is empty."""
+    rank: int | None = None
+    """1 if the token is the most likely one at its position; None if the engine does not report it."""
+    entropy: float | None = None
+    """Entropy of the distribution at this position, in nats; None if the engine does not report it."""
 
 
 def token_text(data: bytes) -> str:
@@ -77,6 +83,8 @@ class Delta:
     reasoning: str = ""
     """Part of the reasoning that the model writes before its answer."""
     tool_calls: tuple[ToolCallDelta, ...] = ()
+    ids: tuple[int, ...] = ()
+    """Ids of the tokens. There are fewer than ``tokens`` if the engine does not report all of them."""
 
     @property
     def has_content(self) -> bool:
@@ -92,6 +100,7 @@ def merge_deltas(deltas: Sequence[Delta]) -> Delta:
         logprobs=tuple([logprob for delta in deltas for logprob in delta.logprobs]),
         reasoning="".join([delta.reasoning for delta in deltas]),
         tool_calls=merge_tool_calls([call for delta in deltas for call in delta.tool_calls]),
+        ids=tuple([token for delta in deltas for token in delta.ids]),
     )
 
 

@@ -184,6 +184,8 @@ class Ready(BaseModel):
     vram_gb: float
     unloading: Unloading | None = None
     """Set while the unload of the model waits for its running answers to end; new requests are refused or wait."""
+    recorded: bool | None = None
+    """True if the requests of all clients are recorded; absent otherwise."""
 
 
 class NotReady(Ready):

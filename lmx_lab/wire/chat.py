@@ -246,6 +246,8 @@ class TokenLogprobs(TopLogprob):
     """A token of the answer and its alternatives."""
 
     top_logprobs: list[TopLogprob]
+    logprob_tokens: list[TopLogprob] | None = Field(None, exclude_if=_is_none)
+    """The tokens that the request names, in its order; absent if it names none."""
 
 
 class ChoiceLogprobs(BaseModel):

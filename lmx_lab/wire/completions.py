@@ -86,6 +86,9 @@ class CompletionLogprobs(BaseModel):
     """The most likely tokens at this position, and the token itself."""
     text_offset: list[int]
     """Position of the token in the whole text of the choice, in characters."""
+    logprob_tokens: list[dict[str, float]] | None = Field(None, exclude_if=lambda value: value is None)
+    """The log-probabilities of the tokens that the request names, by text, empty for tokens of the prompt; absent if it
+    names none."""
 
 
 class CompletionChoice(BaseModel):

@@ -6,7 +6,7 @@ the format that this server does not support is refused unless its value has no 
 
 from __future__ import annotations
 
-from typing import Annotated, Any
+from typing import Annotated, Any, Self
 
 from pydantic import (
     AfterValidator,
@@ -28,6 +28,7 @@ STOP_CHARACTERS = 1000
 CHOICE_LIMIT = 8
 LOGPROB_LIMIT = 20
 BIAS_LIMIT = 1024
+NAMED_LIMIT = 64
 LOWEST_LOGPROB = -9999.0
 """The log-probability of an impossible token in the chat-completions format, because JSON has no infinity."""
 ANY_MODEL = "default"
@@ -58,6 +59,10 @@ RepetitionPenalty = Annotated[float, Field(ge=0.01, le=2, allow_inf_nan=False)]
 Bias = Annotated[float, Field(ge=-100, le=100, allow_inf_nan=False)]
 TokenKey = Annotated[str, AfterValidator(_check_token_id)]
 Biases = TypeAliasType("Biases", Annotated[dict[TokenKey, Bias], FailFast(), Field(max_length=BIAS_LIMIT)])
+NamedTokens = TypeAliasType(
+    "NamedTokens",
+    Annotated[list[Annotated[int, Field(ge=0)] | Stop], FailFast(), Field(max_length=NAMED_LIMIT)],
+)
 Choices = Annotated[int, Field(ge=1, le=CHOICE_LIMIT), WHOLE]
 Alternatives = Annotated[int, Field(ge=0, le=LOGPROB_LIMIT), WHOLE]
 
@@ -109,9 +114,19 @@ class GenerationFields(RequestModel):
     n: Choices | None = None
     stop: Stop | Stops | None = None
     ignore_eos: bool | None = None
+    logprob_tokens: NamedTokens | None = None
+    """Tokens whose log-probability is returned at each position of the answer, whatever their rank: ids, or texts of
+    one token each. An extension, which requires ``logprobs``."""
 
     # Fields of the format that have no effect here.
     user: str | None = None
+
+    @model_validator(mode="after")
+    def _check_logprob_tokens(self) -> Self:
+        asked: bool | int | None = getattr(self, "logprobs", None)
+        if self.logprob_tokens and (asked is None or asked is False):
+            raise ValueError("logprob_tokens requires logprobs")
+        return self
 
     @property
     def choices(self) -> int:

@@ -36,14 +36,22 @@ WITHOUT_MODEL = (NotLoadedError, ModelBusyError, OutOfMemoryError)
 class ModelClient:
     """Client of one chat-format server, used on one event loop. Close it with ``aclose``.
 
+    Args:
+        headers: Additional headers of each request.
+
     Raises:
         InvalidRequestError: The address or the key is not valid.
     """
 
     def __init__(
-        self, url: str, *, api_key: str | None = None, transport: httpx2.AsyncBaseTransport | None = None
+        self,
+        url: str,
+        *,
+        api_key: str | None = None,
+        headers: Mapping[str, str] | None = None,
+        transport: httpx2.AsyncBaseTransport | None = None,
     ) -> None:
-        self._client = ChatFormatClient(url, api_key=api_key, transport=transport)
+        self._client = ChatFormatClient(url, api_key=api_key, headers=headers, transport=transport)
         self.url = self._client.url
         self._state = Upstream(url=self.url, reachable=None, model=None, error=None)
         self._reported = self._state

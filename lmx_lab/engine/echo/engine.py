@@ -264,7 +264,6 @@ class EchoEngine(LoopEngine[EchoCore]):
     """``InferenceEngine`` for the built-in entry ``echo``."""
 
     capabilities = Capabilities(
-        prompt_scores=True,
         thinking_budget=True,
         logprobs_with_own_tools=True,
         input_types=True,

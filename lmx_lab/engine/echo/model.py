@@ -11,6 +11,7 @@ import functools
 import hashlib
 import math
 from collections.abc import Sequence
+from dataclasses import replace
 
 import numpy as np
 from numpy.typing import NDArray
@@ -63,17 +64,22 @@ class EchoModel:
             bytes=self.vocabulary.bytes[tokens[0]],
             logprob=None,
         )
-        rest = [self.entry(logprobs, token, tuple(likeliest)) for token in tokens[1:]]
+        entropy = _entropy(logprobs)
+        rest = [self.entry(logprobs, token, tuple(likeliest), entropy) for token in tokens[1:]]
         return (first, *rest)
 
-    def entry(self, logprobs: Scores, token: int, top: tuple[TokenLogprob, ...] = ()) -> TokenLogprob:
-        """Return a token with its log-probability and its alternatives."""
+    def entry(
+        self, logprobs: Scores, token: int, top: tuple[TokenLogprob, ...] = (), entropy: float | None = None
+    ) -> TokenLogprob:
+        """Return a token with its log-probability, its rank and its alternatives."""
         return TokenLogprob(
             token=token,
             text=self.vocabulary.text_of(token),
             bytes=self.vocabulary.bytes[token],
             logprob=float(logprobs[token]),
             top=top,
+            rank=1 + int(np.count_nonzero(logprobs > logprobs[token])),
+            entropy=entropy,
         )
 
 
@@ -130,11 +136,12 @@ class AnswerSampler:
             self._counts[token] = self._counts.get(token, 0) + 1
         return token
 
-    def logprob(self, scores: Scores, token: int, top: int) -> TokenLogprob:
-        """Return the log-probability of a token by these scores, with ``top`` alternatives."""
+    def logprob(self, scores: Scores, token: int, top: int, named: Sequence[int] = ()) -> TokenLogprob:
+        """Return the log-probability of a token by these scores, with ``top`` alternatives and named tokens."""
         logprobs = _log_softmax(scores)
         others = tuple(self._model.entry(logprobs, other) for other in _likeliest(logprobs, top))
-        return self._model.entry(logprobs, token, others)
+        entry = self._model.entry(logprobs, token, others, _entropy(logprobs))
+        return replace(entry, named=tuple(self._model.entry(logprobs, other) for other in named)) if named else entry
 
     def scores(self, *, constrained: bool) -> Scores:
         """Return the score of every token, after penalties and bias."""
@@ -193,6 +200,10 @@ def _log_softmax(scores: Scores) -> Scores:
     most = scores.max()
     total: Scores = scores - (most + math.log(np.exp(scores - most).sum()))
     return total
+
+
+def _entropy(logprobs: Scores) -> float:
+    return -float((np.exp(logprobs) * logprobs).sum())
 
 
 def _filter(logprobs: Scores, sampling: Sampling) -> Scores:

@@ -24,6 +24,7 @@ from lmx_lab.engine.validation import (
     check_length,
     check_messages,
     check_tokens,
+    single_token,
     too_long,
 )
 from lmx_lab.errors import InvalidRequestError
@@ -80,6 +81,10 @@ class EchoPreparer:
             request=request,
             prompt=prompt,
             text=text,
+            named_tokens=tuple(
+                named if isinstance(named, int) else single_token(named, vocabulary.encode(named), entry.id)
+                for named in request.logprob_tokens
+            ),
             channel_format=self._chat_format.channel_format(request, thinking),
             max_tokens=min(request.max_tokens, limit - len(prompt)),
             interval_s=1 / pace if pace is not None else 0.0,

@@ -42,6 +42,8 @@ class PreparedEcho:
     prompt: list[int]
     text: list[int]
     """Token ids of the answer, unless sampling or an enforced format changes it."""
+    named_tokens: tuple[int, ...]
+    """Ids of the request's ``logprob_tokens``."""
     channel_format: ChannelFormat | None
     max_tokens: int
     interval_s: float
@@ -117,11 +119,11 @@ class EchoGeneration:
         ends = token == END and not request.ignore_eos
         entry = None
         if scores is not None:
-            entry = self.sampler.logprob(scores, token, request.top_logprobs or 0)
+            entry = self.sampler.logprob(scores, token, request.top_logprobs or 0, self.prepared.named_tokens)
             if token == END:
                 entry = replace(entry, bytes=b"", ends=ends)
         piece = self.splitter.add(token, entry)
-        items: list[Item] = [_delta(piece, 1)]
+        items: list[Item] = [_delta(piece, (token,))]
         if piece.stopped:
             self.finish = "stop"
         elif ends:
@@ -155,7 +157,7 @@ class EchoGeneration:
         if piece.stopped:
             reason = "stop"
         self.finish = "tool_calls" if self.splitter.has_called and reason == "stop" else reason
-        return [_delta(piece, 0)]
+        return [_delta(piece)]
 
     def _on_grid(self, due_at: float) -> float:
         """Return the time of the first round of this speed at or after a time."""
@@ -163,9 +165,14 @@ class EchoGeneration:
         return math.ceil(due_at / interval - 1e-6) * interval if interval else due_at
 
 
-def _delta(piece: SplitText[TokenLogprob], tokens: int) -> Delta:
+def _delta(piece: SplitText[TokenLogprob], ids: tuple[int, ...] = ()) -> Delta:
     return Delta(
-        text=piece.text, tokens=tokens, logprobs=piece.entries, reasoning=piece.reasoning, tool_calls=piece.calls
+        text=piece.text,
+        tokens=len(ids),
+        logprobs=piece.entries,
+        reasoning=piece.reasoning,
+        tool_calls=piece.calls,
+        ids=ids,
     )
 
 

@@ -38,6 +38,7 @@ class AnswerReader:
         channel_format: ChannelFormat | None,
         *,
         model: str,
+        named_tokens: Sequence[int] = (),
         prompt_tokens: int,
         arrived_at: float,
     ) -> None:
@@ -47,6 +48,7 @@ class AnswerReader:
         self._plain = channel_format is None and not request.stop and request.top_logprobs is None
         """Whether the text needs no processing, and is passed on unchanged."""
         self._model = model
+        self._named_tokens = named_tokens
         self._prompt_tokens = prompt_tokens
         self._arrived_at = arrived_at
         self._admitted_at: float | None = None
@@ -143,9 +145,10 @@ class AnswerReader:
 
     def _read_completion(self, chunk: Mapping[str, Any], now: float) -> Iterator[Delta]:
         tokens = self._count(self._tokens_before + int(chunk["tokens_predicted"]), now)
-        self.tokens += chunk.get("tokens") or ()
+        ids = tuple(chunk.get("tokens") or ())
+        self.tokens += ids
         entries = self._entries(chunk.get("completion_probabilities", ()))
-        yield from self._text(chunk["content"], tokens, entries)
+        yield from self._text(chunk["content"], tokens, entries, ids)
         self.slot = chunk.get("id_slot", self.slot)
         if chunk["stop"] and self.finish is None:
             yield from self._end(FINISHES.get(chunk["stop_type"], "stop"))
@@ -174,11 +177,13 @@ class AnswerReader:
             self._first_token_at = now
         return new
 
-    def _text(self, text: str, tokens: int, entries: Sequence[TokenLogprob]) -> Iterator[Delta]:
+    def _text(
+        self, text: str, tokens: int, entries: Sequence[TokenLogprob], ids: tuple[int, ...] = ()
+    ) -> Iterator[Delta]:
         if not (text or tokens):
             return
         if self._plain:
-            yield Delta(text=text, tokens=tokens)
+            yield Delta(text=text, tokens=tokens, ids=ids)
             return
         known = [*filter(None, [self._hidden]), *entries]
         self._hidden = known.pop() if entries and not text and not entries[-1].bytes else None
@@ -186,7 +191,7 @@ class AnswerReader:
             # The text of tokens that form one character comes with the last of them.
             yield _delta(self._splitter.add("", entry, count=0), 0)
         piece = self._splitter.add(text, known[-1] if known else None, count=tokens)
-        yield _delta(piece, tokens)
+        yield _delta(piece, tokens, ids)
         if piece.stopped:
             self.finish = "stop"
 
@@ -205,17 +210,21 @@ class AnswerReader:
     def _entries(self, entries: Sequence[Mapping[str, Any]]) -> list[TokenLogprob]:
         if self._request.top_logprobs is None:
             return []
-        return [_logprob(entry, self._request.top_logprobs) for entry in entries]
+        return [_logprob(entry, self._request.top_logprobs, self._named_tokens) for entry in entries]
 
 
-def _logprob(entry: Mapping[str, Any], top: int = 0) -> TokenLogprob:
+def _logprob(entry: Mapping[str, Any], top: int = 0, named: Sequence[int] = ()) -> TokenLogprob:
     data = bytes(entry["bytes"])
+    # All tokens, if some are named.
+    others = list(entry.get("top_logprobs") or ())
+    found = {other["id"]: other for other in others if other["id"] in named} if named else {}
     return TokenLogprob(
         token=int(entry["id"]),
         text=token_text(data),
         bytes=data,
         logprob=float(entry["logprob"]),
-        top=tuple(_logprob(other) for other in list(entry.get("top_logprobs") or ())[:top]),
+        top=tuple(_logprob(other) for other in others[:top]),
+        named=tuple(_logprob(found[token]) for token in named if token in found),
     )
 
 
@@ -229,11 +238,12 @@ def _call(call: Mapping[str, Any]) -> ToolCallDelta:
     )
 
 
-def _delta(piece: SplitText[TokenLogprob], tokens: int) -> Delta:
+def _delta(piece: SplitText[TokenLogprob], tokens: int, ids: tuple[int, ...] = ()) -> Delta:
     return Delta(
         text=piece.text,
         tokens=tokens,
         logprobs=piece.entries,
         reasoning=piece.reasoning,
         tool_calls=piece.calls,
+        ids=ids,
     )

@@ -411,7 +411,6 @@ class LlamaCppEngine(LoopEngine[LlamaCppCore]):
     """``InferenceEngine`` for ``.gguf`` files."""
 
     capabilities = Capabilities(
-        prompt_scores=False,
         thinking_budget=False,
         logprobs_with_own_tools=False,
         input_types=False,

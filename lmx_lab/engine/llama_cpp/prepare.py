@@ -25,6 +25,7 @@ from lmx_lab.engine.validation import (
     check_length,
     check_messages,
     check_tokens,
+    single_token,
     too_long,
 )
 from lmx_lab.errors import InvalidRequestError
@@ -54,6 +55,8 @@ class PreparedRequest:
     chat: Mapping[str, Any]
     """Messages, tools and template variables of a chat; empty for other prompts."""
     grammar: str | None
+    named_tokens: tuple[int, ...]
+    """Ids of the request's ``logprob_tokens``."""
     context_length: int
 
     @property
@@ -85,6 +88,7 @@ class PreparedRequest:
                 context_length=self.context_length,
                 grammar=self.grammar,
                 markers=list(hosted.chat_format.markers),
+                vocabulary_size=hosted.vocabulary_size,
                 timings=hosted.uses_drafts,
             )
         return chat_body(
@@ -105,6 +109,7 @@ class PreparedRequest:
             self.route,
             channel_format,
             model=hosted.entry.id,
+            named_tokens=self.named_tokens,
             prompt_tokens=len(self.tokens),
             arrived_at=arrived_at,
         )
@@ -147,6 +152,7 @@ class LlamaPreparer:
             thinking=thinking,
             chat=chat,
             grammar=grammar,
+            named_tokens=await _named_tokens(request, hosted),
             context_length=hosted.context_length,
         )
 
@@ -273,6 +279,23 @@ async def _within_limits(rendering: Coroutine[Any, Any, T], request: GenerationR
         "model",
         param="messages",
     )
+
+
+async def _named_tokens(request: GenerationRequest, hosted: HostedModel) -> tuple[int, ...]:
+    """Return the ids of ``logprob_tokens``.
+
+    Raises:
+        InvalidRequestError: a text is not exactly one token.
+    """
+    found = []
+    for named in request.logprob_tokens:
+        if isinstance(named, str):
+            check_characters(named, "logprob_tokens")
+            body = {"content": named, "add_special": False, "parse_special": True}
+            tokens = (await hosted.connection.post("/tokenize", body))["tokens"]
+            named = single_token(named, [int(token) for token in tokens], hosted.entry.id)  # noqa: PLW2901
+        found.append(named)
+    return tuple(found)
 
 
 async def _tokenize(text: str, request: GenerationRequest, hosted: HostedModel) -> list[int]:

@@ -17,12 +17,13 @@ from lmx_lab.engine.llama_cpp.answer import AnswerReader
 from lmx_lab.engine.llama_cpp.connection import RefusedError
 from lmx_lab.engine.llama_cpp.model import HostedModel
 from lmx_lab.engine.llama_cpp.prepare import PreparedRequest
+from lmx_lab.engine.llama_cpp.scoring import score_prompt
 from lmx_lab.engine.loop_engine import deadline
 from lmx_lab.engine.scheduler import Scheduler, SlotTimes, Verdict
 from lmx_lab.engine.stream import Item, Mailbox
 from lmx_lab.errors import ContextLengthError, EngineError, InvalidRequestError, LabError
 from lmx_lab.values.engine import TokenTotals
-from lmx_lab.values.generation import GenerationReport
+from lmx_lab.values.generation import GenerationReport, PromptProgress
 
 log = logging.getLogger(__name__)
 Post = Callable[[Mailbox, Item], None]
@@ -164,6 +165,8 @@ class LlamaQueue:
             await generation.admitted.wait()
             generation.admitted_at = time.perf_counter()
             self._post(generation.mailbox, generation.reader.begin(generation.admitted_at))
+            if generation.prepared.request.score_prompt:
+                await self._score(generation)
             if not generation.prepared.max_tokens:
                 generation.reader.finish = "length"
             while generation.reader.finish is None:
@@ -172,6 +175,21 @@ class LlamaQueue:
                 await self._generate(generation)
                 generation.reader.pause()
         return generation.reader.report(time.perf_counter(), peak_memory_bytes=self._hosted.memory_bytes)
+
+    async def _score(self, generation: LlamaGeneration) -> None:
+        """Score the prompt, and post its scores."""
+        prepared, reader = generation.prepared, generation.reader
+
+        def progress(done: int) -> None:
+            reader.computed_tokens = done
+            self._hosted.progress_at = time.perf_counter()
+            self._post(generation.mailbox, PromptProgress(done=done, total=len(prepared.tokens)))
+
+        top = prepared.request.top_logprobs or 0
+        scores = await score_prompt(self._hosted, prepared.tokens, top=top, progress=progress)
+        self._post(generation.mailbox, scores)
+        # Posted items are sent by the next callback of this loop, and must arrive before the first delta.
+        await asyncio.sleep(0)
 
     async def _generate(self, generation: LlamaGeneration) -> None:
         """Let llama.cpp compute the rest of the answer, until its end or until it is paused.

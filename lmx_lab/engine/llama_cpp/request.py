@@ -45,15 +45,16 @@ def route_of(request: GenerationRequest, chat_format: ChatFormat) -> Route:
             'load the model with engine="mlx"',
             param="logprobs",
         )
+    if request.logprob_tokens:
+        raise InvalidRequestError(
+            "llama.cpp parses the answers of this model itself, and then reports no log-probabilities of named tokens; "
+            'leave out logprob_tokens, or load the model with engine="mlx"',
+            param="logprob_tokens",
+        )
     return "/v1/chat/completions"
 
 
 def _refuse(request: GenerationRequest) -> None:
-    if request.score_prompt:
-        raise InvalidRequestError(
-            'llama.cpp does not score prompts; leave out echo with logprobs, or load the model with engine="mlx"',
-            param="logprobs",
-        )
     if request.thinking_budget is not None:
         raise InvalidRequestError(
             'llama.cpp does not support thinking_budget; leave it out, or load the model with engine="mlx"',
@@ -125,6 +126,7 @@ def completion_body(
     context_length: int,
     grammar: str | None,
     markers: Sequence[str],
+    vocabulary_size: int,
     timings: bool = False,
 ) -> dict[str, Any]:
     """Return the body for ``/completion``.
@@ -144,7 +146,8 @@ def completion_body(
         "timings_per_token": timings,
     }
     if request.top_logprobs is not None:
-        body["n_probs"] = max(1, request.top_logprobs)
+        # A named token may have any rank.
+        body["n_probs"] = vocabulary_size if request.logprob_tokens else max(1, request.top_logprobs)
     if grammar is not None:
         body["grammar"] = grammar
     return body

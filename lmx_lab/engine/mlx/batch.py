@@ -342,7 +342,8 @@ class Batch:
         if top is None:
             return None
         row, ends = as_rows(event.logprobs)[0], event.finish == "stop"
-        return answer_token(self._model.vocabulary, row, event.token, top, ends=ends)
+        named = event.generation.named_tokens
+        return answer_token(self._model.vocabulary, row, event.token, top, named=named, ends=ends)
 
     def _store_prefix(self, layers: Sequence[Any], tokens: Sequence[int]) -> None:
         # Evaluating the cache of a batch is a copy, which is made only if it may be stored.

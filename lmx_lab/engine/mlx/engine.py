@@ -66,7 +66,6 @@ class MlxEngine:
     """``InferenceEngine`` for models in MLX's format."""
 
     capabilities = Capabilities(
-        prompt_scores=True,
         thinking_budget=True,
         logprobs_with_own_tools=True,
         input_types=True,

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -30,12 +31,16 @@ def prompt_token(vocabulary: Vocabulary, logits: Row, token: int, top: int) -> T
     # In numpy, whose exponential is ten times as fast as MLX's on a CPU.
     largest = logits.max()
     total = float(largest + np.log(np.exp(logits - largest).sum()))
-    return _entry(vocabulary, logits, token, top, total)
+    return _with_distribution(_entry(vocabulary, logits, token, top, total), logits, total)
 
 
-def answer_token(vocabulary: Vocabulary, logprobs: Row, token: int, top: int, *, ends: bool) -> TokenLogprob:
+def answer_token(
+    vocabulary: Vocabulary, logprobs: Row, token: int, top: int, *, named: Sequence[int] = (), ends: bool
+) -> TokenLogprob:
     """Return the log-probability of an answer token. Special tokens have no bytes, since answers do not show them."""
-    entry = _entry(vocabulary, logprobs, token, top, 0.0)
+    entry = _with_distribution(_entry(vocabulary, logprobs, token, top, 0.0), logprobs, 0.0)
+    if named:
+        entry = replace(entry, named=tuple(_entry(vocabulary, logprobs, other, 0, 0.0) for other in named))
     if ends or vocabulary.is_special(token):
         return replace(entry, bytes=b"", ends=ends)
     return entry
@@ -50,6 +55,19 @@ def _entry(vocabulary: Vocabulary, scores: Row, token: int, top: int, total: flo
         logprob=float(scores[token]) - total,
         top=tuple(_entry(vocabulary, scores, other, 0, total) for other in _most_likely(scores, top)),
     )
+
+
+def _with_distribution(entry: TokenLogprob, scores: Row, total: float) -> TokenLogprob:
+    """Return an entry with the rank of its token, and the entropy of the distribution.
+
+    Args:
+        total: Logarithm of the sum of the exponentials of all scores.
+    """
+    rank = 1 + int(np.count_nonzero(scores > scores[entry.token]))
+    logprobs = scores - np.float32(total)
+    # Minus infinity, the log-probability of impossible tokens, contributes nothing.
+    terms = np.exp(logprobs) * np.maximum(logprobs, np.finfo(np.float32).min)
+    return replace(entry, rank=rank, entropy=-float(terms.sum(dtype=np.float64)))
 
 
 def _most_likely(scores: Row, count: int) -> list[int]:

@@ -262,11 +262,11 @@ class GenerationLoop:
         # The token that ends the text has no text; a token that completes a grammar has.
         hidden = event.finish == "stop"
         piece = generation.splitter.add(event.token, None if hidden else logprob)
-        self._outbox.post(generation.mailbox, _delta(piece, tokens=1))
+        self._outbox.post(generation.mailbox, _delta(piece, ids=(event.token,)))
         if finish is not None and not piece.stopped:
             piece = generation.splitter.finish()
             ends = (logprob,) if hidden and logprob is not None and not piece.stopped else ()
-            self._outbox.post(generation.mailbox, _delta(piece, tokens=0, ends=ends))
+            self._outbox.post(generation.mailbox, _delta(piece, ends=ends))
         reason = "stop" if piece.stopped else finish
         if reason is not None:
             called = reason == "stop" and generation.splitter.has_called
@@ -378,10 +378,11 @@ def _finish(generation: MlxGeneration, event: TokenGenerated) -> Literal["stop",
     return "stop" if constraint.complete else event.finish
 
 
-def _delta(piece: SplitText[TokenLogprob], *, tokens: int, ends: tuple[TokenLogprob, ...] = ()) -> Delta:
+def _delta(piece: SplitText[TokenLogprob], *, ids: tuple[int, ...] = (), ends: tuple[TokenLogprob, ...] = ()) -> Delta:
     return Delta(
         text=piece.text,
-        tokens=tokens,
+        tokens=len(ids),
+        ids=ids,
         logprobs=(*piece.entries, *ends),
         reasoning=piece.reasoning,
         tool_calls=piece.calls,

@@ -28,7 +28,7 @@ from lmx_lab.engine.text.chat_format_detection import TAIL_TOKENS, ChatFormat, R
 from lmx_lab.engine.text.vocabulary import Vocabulary
 from lmx_lab.engine.tokenizing.encoder import TextEncoder, TextWork, is_panic
 from lmx_lab.engine.tokenizing.loading import SandboxedTokenizer, build_encoder
-from lmx_lab.engine.validation import CHARACTERS_PER_TOKEN, check_characters, check_messages
+from lmx_lab.engine.validation import CHARACTERS_PER_TOKEN, check_characters, check_messages, single_token
 from lmx_lab.engine.word_cache import without_word_cache
 from lmx_lab.errors import (
     ContextLengthError,
@@ -147,6 +147,21 @@ class PromptTokenizer:
             param = "messages" if isinstance(prompt, ChatPrompt) else "prompt"
             raise InvalidRequestError("the prompt is empty: it has no tokens", param=param)
         return EncodedPrompt(tokens, thinking)
+
+    def named_tokens(self, request: GenerationRequest) -> tuple[int, ...]:
+        """Return the ids of ``logprob_tokens``.
+
+        Raises:
+            InvalidRequestError: a text is not exactly one token.
+        """
+        return tuple(
+            named if isinstance(named, int) else single_token(named, self._named_ids(named), self._model)
+            for named in request.logprob_tokens
+        )
+
+    def _named_ids(self, text: str) -> list[int]:
+        check_characters(text, "logprob_tokens")
+        return self._ids(text, TextWork(), "logprob_tokens", special=False)
 
     def _encode_text(self, text: str, work: TextWork, param: str, *, special: bool = True) -> list[int]:
         check_characters(text, param)

@@ -82,6 +82,9 @@ class PromptPreparer:
         # While this waits, it must not refer to the model, or the model could not be unloaded.
         del model
         prompt = await self._encode(request, prompts)
+        named: tuple[int, ...] = ()
+        if request.logprob_tokens:
+            named = await asyncio.get_running_loop().run_in_executor(self._prompts, prompts.named_tokens, request)
         matchers = await self._matchers(request, prompts, prompt, width=width, count=len(permits))
         model = self._model_of(entry)
         check_length(request, prompt.tokens, model.entry, model.context_length)
@@ -96,6 +99,7 @@ class PromptPreparer:
                 arrived_at=arrived_at,
                 timeout_s=request.timeout_s or self._settings.request_timeout_s,
                 choice=choice,
+                named_tokens=named,
                 channel_format=prompts.chat_format.channel_format(request, prompt.thinking),
                 constraint=_constraint(request, prompt, matcher, model),
             )

@@ -38,6 +38,8 @@ class MlxGeneration:
     timeout_s: float
     choice: int = 0
     """Index of the answer among those to the same request."""
+    named_tokens: tuple[int, ...] = ()
+    """Ids of the request's ``logprob_tokens``."""
     channel_format: ChannelFormat | None = None
     constraint: Constraint | None = None
     admitted_at: float = 0.0

@@ -15,7 +15,7 @@ from typing import Any
 from lmx_lab.engine.cancellation import Cancellation
 from lmx_lab.engine.templates.renderer import TemplateLimitError, TemplateRefusalError, TemplateSandbox
 from lmx_lab.errors import UnusableModelError
-from lmx_lab.weights.files import read_json, read_regular
+from lmx_lab.weights.templates import folder_templates
 
 TRIAL_S = 2.0
 """Time limit for rendering one chat. Usual templates take a millisecond; the first rendering compiles the template."""
@@ -99,19 +99,5 @@ def try_template(template: str, path: Path, cancellation: Cancellation) -> None:
 
 def try_templates_of(folder: Path, cancellation: Cancellation) -> None:
     """Try the chat templates of a model folder. Raises the same errors as ``try_template``."""
-    for template in _templates(folder):
+    for template in folder_templates(folder):
         try_template(template, folder, cancellation)
-
-
-def _templates(folder: Path) -> Iterator[str]:
-    """Iterate over the templates in the places where transformers looks for them."""
-    for path in (folder / "chat_template.jinja", *sorted((folder / "additional_chat_templates").glob("*.jinja"))):
-        with contextlib.suppress(OSError):
-            yield read_regular(path).decode(errors="replace")
-    for name in ("tokenizer_config.json", "chat_template.json"):
-        # Files that cannot be read are reported by the code that reads the tokenizer.
-        with contextlib.suppress(UnusableModelError):
-            given = read_json(folder / name).get("chat_template")
-            named = given if isinstance(given, list) else [{"template": given}]
-            found = [each.get("template") for each in named if isinstance(each, dict)]
-            yield from (template for template in found if isinstance(template, str))

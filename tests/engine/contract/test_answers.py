@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import math
+from dataclasses import replace
 from itertools import pairwise
 from typing import Any
 
@@ -14,7 +15,7 @@ from lmx_lab.engine.echo.vocabulary import EchoVocabulary
 from lmx_lab.errors import ContextLengthError, InvalidRequestError, ModelNotFoundError
 from lmx_lab.values.generation import TokenLogprob
 from lmx_lab.values.models import Format
-from tests.engine.conftest import PROMPT, engine_of, finish, finish_with_logprobs, numbers, request, run
+from tests.engine.conftest import PROMPT, finish, finish_with_logprobs, numbers, request, run
 
 pytestmark = pytest.mark.anyio
 WORDS = AnswerFormat(kind="regex", text="über 😀東京é!")
@@ -349,16 +350,31 @@ async def test_times_are_positive_and_add_up(manager: ModelManager) -> None:
 # Optional features
 
 
-async def test_scores_of_a_prompt_are_supported_or_refused_as_the_capabilities_state(
-    manager: ModelManager, model_format: Format
-) -> None:
-    options = request(score_prompt=True, top_logprobs=1, max_tokens=0)
-    if not engine_of(manager, model_format).capabilities.prompt_scores:
-        with pytest.raises(InvalidRequestError, match='engine="mlx"') as refused:
-            await manager.submit(options)
-        assert refused.value.param == "logprobs"
-        return
-    stream = await manager.submit(options)
-    await finish(stream)
+async def test_named_tokens_are_reported_whatever_their_rank(manager: ModelManager) -> None:
+    # A single letter is one token of every vocabulary. On llama.cpp, tokens within a character have no entries.
+    letters = AnswerFormat(kind="regex", text="[a-z]{8}")
+    options = request(max_tokens=2, top_logprobs=1, logprob_tokens=(300, "q"), answer_format=letters)
+    _, entries = await finish_with_logprobs(await manager.submit(options))
+    assert len(entries) == 2
+    for entry in entries:
+        first, second = entry.named
+        assert (first.token, second.bytes) == (300, b"q")
+        assert first.logprob is not None
+        assert entry.top[0].logprob is not None
+        assert first.logprob <= entry.top[0].logprob + 1e-5
+    for name in ("two words", 10**7):
+        with pytest.raises(InvalidRequestError) as refused:
+            await manager.submit(replace(options, logprob_tokens=(name,)))
+        assert refused.value.param == "logprob_tokens"
+
+
+async def test_a_prompt_is_scored_before_the_first_token(manager: ModelManager) -> None:
+    stream = await manager.submit(request(score_prompt=True, top_logprobs=2, max_tokens=1))
+    await anext(stream)
     assert stream.prompt_scores is not None
-    assert [entry.token for entry in stream.prompt_scores.tokens] == list(PROMPT.tokens)
+    scores = stream.prompt_scores.tokens
+    assert [entry.token for entry in scores] == list(PROMPT.tokens)
+    assert scores[0].logprob is None
+    assert all(entry.logprob is not None and entry.logprob < 0 for entry in scores[1:])
+    assert all(len(entry.top) == 2 for entry in scores[1:])
+    await stream.aclose()

@@ -57,9 +57,9 @@ def test_the_chat_route_is_for_headers_and_calls_in_the_models_own_format(
 @pytest.mark.parametrize(
     ("request_", "chat_format", "param"),
     [
-        (chat_request(score_prompt=True), PLAIN, "logprobs"),
         (chat_request(thinking_budget=0), PLAIN, "thinking_budget"),
         (chat_request(OPTIONAL, top_logprobs=0), NATIVE, "logprobs"),
+        (chat_request(top_logprobs=0, logprob_tokens=(1,)), HARMONY, "logprob_tokens"),
     ],
 )
 def test_unsupported_requests_are_refused(request_: GenerationRequest, chat_format: ChatFormat, param: str) -> None:
@@ -108,6 +108,7 @@ def test_answers_to_one_request_have_seeds_of_their_own() -> None:
 
 def body(request_: GenerationRequest, **changes: Any) -> dict[str, Any]:
     options: dict[str, Any] = {"choice": 0, "max_tokens": 9, "context_length": 512, "grammar": None, "markers": []}
+    options["vocabulary_size"] = 1000
     return completion_body(request_, [1, 2], **{**options, **changes})
 
 
@@ -121,6 +122,8 @@ def test_a_completion_has_tokens_and_reports_progress() -> None:
 @pytest.mark.parametrize(("top", "sent"), [(0, 1), (1, 1), (20, 20)])
 def test_at_least_one_alternative_is_requested_with_logprobs(top: int, sent: int) -> None:
     assert body(chat_request(top_logprobs=top))["n_probs"] == sent
+    # A named token may have any rank.
+    assert body(chat_request(top_logprobs=top, logprob_tokens=(7,)))["n_probs"] == 1000
     options = chat_body(chat_request(top_logprobs=top), {"messages": []}, choice=0, max_tokens=9, context_length=512)
     assert (options["logprobs"], options["top_logprobs"]) == (True, sent)
 

@@ -1,0 +1,7 @@
+"""Look into the answers of a lab: recorded requests, their repetition, and the probabilities of their tokens."""
+
+from lmx_lab.instrument.lens import TokenLens
+from lmx_lab.instrument.replay import Replay
+from lmx_lab.instrument.requests import RecordedRequest, RequestList, load_requests
+
+__all__ = ["RecordedRequest", "Replay", "RequestList", "TokenLens", "load_requests"]

@@ -1,0 +1,57 @@
+"""Record the requests of a server, and hash the files of its models in the background."""
+
+from __future__ import annotations
+
+import hashlib
+import logging
+import threading
+from collections.abc import Callable
+from pathlib import Path
+
+from lmx_lab.instrument.store import RecordStore
+from lmx_lab.values.models import ModelEntry
+from lmx_lab.values.recording import NO_HASH, Record
+from lmx_lab.weights.fingerprint import content_digest, marks_digest
+from lmx_lab.weights.templates import chat_templates
+
+log = logging.getLogger(__name__)
+
+
+class RequestRecorder:
+    """Stores the records of one lab until it is closed.
+
+    Args:
+        path: SQLite file; None stores the last records in memory.
+
+    Raises:
+        InvalidRequestError: the file cannot be opened, or is not a recording.
+    """
+
+    def __init__(self, path: Path | None) -> None:
+        self.store = RecordStore(path) if path is not None else RecordStore.in_memory()
+
+    def save(self, make: Callable[[], Record], entry: ModelEntry) -> None:
+        """Store a record, later. Files of a model that is recorded for the first time are hashed in the background.
+
+        Args:
+            make: Creates the record; called on the thread of the store.
+        """
+        self.store.add(make, marks_digest(entry), lambda provenance: self._start_hashing(provenance, entry))
+
+    def close(self) -> None:
+        """Write all pending records. Idempotent."""
+        self.store.close()
+
+    def _start_hashing(self, provenance: int, entry: ModelEntry) -> None:
+        if entry.marks:
+            # A daemon thread, because hashing takes a second per gigabyte, which must not delay the end of the process.
+            work = threading.Thread(target=self._hash, args=(provenance, entry), name="lmx-lab-hashes", daemon=True)
+            work.start()
+
+    def _hash(self, provenance: int, entry: ModelEntry) -> None:
+        try:
+            templates = chat_templates(entry)
+            digest = hashlib.sha256("\0".join(templates).encode()).hexdigest() if templates else NO_HASH
+            self.store.set_hashes(provenance, weights=content_digest(entry), template=digest)
+        except Exception:
+            log.warning("the files of %s could not be hashed for the records", entry.id, exc_info=True)

@@ -1,0 +1,217 @@
+"""Read recorded requests: as a sequence, as a data frame, and each with its tokens, repetition and probabilities."""
+
+from __future__ import annotations
+
+import html
+import os
+from collections.abc import Iterator, Sequence
+from datetime import UTC, datetime
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, overload
+
+from lmx_lab.errors import InvalidRequestError
+from lmx_lab.frames import pandas_for
+from lmx_lab.instrument.access import LabAccess
+from lmx_lab.instrument.lens import ColorBy, TokenLens, lens_of
+from lmx_lab.instrument.replay import Replay
+from lmx_lab.instrument.store import COLUMNS, SHOWN_CHARACTERS, RecordStore
+from lmx_lab.values.recording import Record
+
+if TYPE_CHECKING:
+    import pandas as pd
+
+SHOWN_ROWS = 10
+SHOWN = ("id", "at", "model", "outcome", "prompt_tokens", "output_tokens", "text")
+"""Columns of the display."""
+NO_LAB = "this recording was loaded without a lab; load it with lab.requests.load(path)"
+
+
+class RecordedRequest:
+    """A recorded request and its answer. ``record`` has all fields that are stored."""
+
+    def __init__(self, record: Record, store: RecordStore, lab: LabAccess | None) -> None:
+        self.record = record
+        self._store = store
+        self._lab = lab
+
+    @property
+    def id(self) -> int:
+        """Number of the record in its recording."""
+        return self.record.id
+
+    @property
+    def text(self) -> str:
+        """Text of the answer."""
+        return self.record.text
+
+    @property
+    def prompt(self) -> tuple[int, ...]:
+        """Token ids of the rendered prompt."""
+        return self.record.prompt
+
+    @property
+    def answer(self) -> tuple[int, ...] | None:
+        """Token ids of the answer; None if the engine did not report all of them."""
+        return self.record.answer
+
+    def replay(self) -> Replay:
+        """Generate the answer again from the same tokens, settings and seed, and compare both answers.
+
+        The new answer is not recorded.
+
+        Raises:
+            NotLoadedError: another model is loaded; load the one of the record first.
+            InvalidRequestError: the recording was loaded without a lab.
+        """
+        return self._compare(self._access.run(lambda backend: backend.regenerate(self.record)))
+
+    async def areplay(self) -> Replay:
+        """Do the same as ``replay`` on a running event loop."""
+        return self._compare(await self._access.call(lambda backend: backend.regenerate(self.record)))
+
+    def lens(self, *, color: ColorBy = "probability") -> TokenLens:
+        """Return the probabilities of the answer's tokens.
+
+        They are those that were recorded with the answer, if the request asked for log-probabilities. Otherwise the
+        same tokens are scored now, for which the model has to be loaded.
+
+        Args:
+            color: What selects the colours in the display: ``probability``, ``entropy`` or ``rank``.
+
+        Raises:
+            NotLoadedError: another model is loaded.
+            InvalidRequestError: there are no log-probabilities, and the tokens cannot be scored.
+        """
+        record = self.record
+        if record.logprobs:
+            return TokenLens(record.logprobs, source="answer", color=color)
+        return lens_of(self._lab, record.prompt, record.answer or (), model=record.provenance.model, color=color)
+
+    def delete(self) -> None:
+        """Delete the record. Its content is overwritten in the file."""
+        self._store.delete([self.record.id])
+
+    @property
+    def _access(self) -> LabAccess:
+        if self._lab is None:
+            raise InvalidRequestError(NO_LAB)
+        return self._lab
+
+    def _compare(self, replayed: Record) -> Replay:
+        # Read again: the hashes of the model's files may have been computed since.
+        return Replay(recorded=self._store.get(self.record.id) or self.record, replayed=replayed)
+
+    def __repr__(self) -> str:
+        record = self.record
+        answer = "unknown" if record.answer is None else str(len(record.answer))
+        counts = f"{len(record.prompt)} tokens in, {answer} out"
+        return f"<request {record.id}: {record.provenance.model}, {counts}, {record.outcome}: {record.text[:60]!r}>"
+
+
+class RequestList(Sequence[RecordedRequest]):
+    """The recorded requests of a lab or of a file, the oldest first. Elements are read when they are used.
+
+    Args:
+        lab: The lab that generates and scores; None if there is none.
+    """
+
+    def __init__(self, store: RecordStore, lab: LabAccess | None = None) -> None:
+        self._store = store
+        self._lab = lab
+
+    def __len__(self) -> int:
+        return len(self._store)
+
+    @overload
+    def __getitem__(self, at: int) -> RecordedRequest: ...
+    @overload
+    def __getitem__(self, at: slice) -> list[RecordedRequest]: ...
+    def __getitem__(self, at: int | slice) -> RecordedRequest | list[RecordedRequest]:
+        if isinstance(at, slice):
+            return [self[index] for index in range(*at.indices(len(self)))]
+        record = self._store.at(at)
+        if record is None:
+            raise IndexError(f"there is no request {at}; {len(self)} are recorded")
+        return self._element(record)
+
+    def __iter__(self) -> Iterator[RecordedRequest]:
+        return map(self._element, self._store)
+
+    def _element(self, record: Record) -> RecordedRequest:
+        return RecordedRequest(record, self._store, self._lab)
+
+    @property
+    def df(self) -> pd.DataFrame:
+        """A data frame with one row for each request: when it was sent, its model, how it ended, its token counts and
+        times, its seed, and the beginning of its answer.
+
+        Raises:
+            ImportError: pandas is not installed.
+        """
+        pandas = pandas_for("df")
+        frame: pd.DataFrame = pandas.DataFrame(self._store.rows(), columns=list(COLUMNS))
+        seeds = [None if seed is None else int(seed) for seed in frame["seed"]]
+        return frame.assign(
+            at=pandas.to_datetime(frame["at"], unit="s", utc=True),
+            own=frame["own"].astype(bool),
+            seed=pandas.Series(seeds, dtype=object),
+        )
+
+    def load(self, path: str | os.PathLike[str]) -> RequestList:
+        """Return the requests in the file of another lab or of an earlier run. The file is not changed.
+
+        Raises:
+            InvalidRequestError: the file does not exist, or is not a recording.
+        """
+        return load_requests(path, self._lab)
+
+    def clear(self) -> None:
+        """Delete all records. Their content is overwritten in the file.
+
+        Raises:
+            InvalidRequestError: the recording was loaded from a file.
+        """
+        self._store.delete()
+
+    def __repr__(self) -> str:
+        rows = [SHOWN, *self._shown()]
+        widths = [max(len(cell) for cell in column) for column in zip(*rows, strict=True)]
+        lines = ["  ".join(map(str.ljust, row, widths)).rstrip() for row in rows]
+        return "\n".join([*lines, self._footer()])
+
+    def _repr_html_(self) -> str:
+        left = "style='text-align:left'"
+        head = "".join(f"<th {left}>{name}</th>" for name in SHOWN)
+        rows = "".join(
+            "<tr>" + "".join(f"<td {left}>{html.escape(cell)}</td>" for cell in row) + "</tr>" for row in self._shown()
+        )
+        return f"<table><thead><tr>{head}</tr></thead><tbody>{rows}</tbody></table><div>{self._footer()}</div>"
+
+    def _shown(self) -> list[tuple[str, ...]]:
+        rows = [dict(zip(COLUMNS, row, strict=True)) for row in self._store.rows(SHOWN_ROWS)]
+        return [tuple(_cell(name, row[name]) for name in SHOWN) for row in rows]
+
+    def _footer(self) -> str:
+        return f"{len(self)} requests are recorded; the last {SHOWN_ROWS} are shown, .df has all"
+
+
+def load_requests(path: str | os.PathLike[str], lab: LabAccess | None = None) -> RequestList:
+    """Return the requests in the file of a recording, without a server. The file is not changed.
+
+    Args:
+        lab: A lab that can generate and score.
+
+    Raises:
+        InvalidRequestError: the file does not exist, or is not a recording.
+    """
+    return RequestList(RecordStore(Path(path), read_only=True), lab)
+
+
+def _cell(name: str, value: Any) -> str:
+    if name == "at":
+        return datetime.fromtimestamp(value, UTC).astimezone().strftime("%H:%M:%S")
+    text = "" if value is None else str(value)
+    if name == "text":
+        shown = repr(text[:60])
+        return f"{shown}…" if len(text) > 60 or len(text) == SHOWN_CHARACTERS else shown
+    return text

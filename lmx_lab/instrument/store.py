@@ -1,0 +1,331 @@
+"""Store records in SQLite: in memory, or in a file in WAL mode.
+
+All statements after opening run on one thread, so that neither the engine nor an event loop waits for the disk. A
+record is written in one transaction: after a full disk or a killed process, each record is there completely or not at
+all.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import os
+import sqlite3
+import threading
+from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
+from pathlib import Path
+from typing import Any, TypeVar
+
+from lmx_lab.errors import InvalidRequestError, LabError
+from lmx_lab.instrument.encoding import (
+    decode_provenance,
+    decode_record,
+    encode_provenance,
+    encode_record,
+    with_hashes,
+)
+from lmx_lab.values.recording import Record
+
+log = logging.getLogger(__name__)
+T = TypeVar("T")
+KEPT_IN_MEMORY = 200
+"""Maximum number of records in memory."""
+MEMORY_BYTES = 64 * 2**20
+"""Maximum size of the records in memory."""
+FILE_BYTES = 4 * 2**30
+"""Maximum size of the records in a file. The oldest ones are deleted first."""
+MAX_PENDING = 1000
+"""Maximum number of records that wait to be written. Further ones are dropped."""
+PAGE = 500
+"""Number of records that an iteration reads at once."""
+SHOWN_CHARACTERS = 200
+"""Length of the beginning of an answer in the table of all records."""
+BUSY_S = 10.0
+"""Time to wait for another process that writes to the same file."""
+VERSION = 1
+SCHEMA = """
+CREATE TABLE provenance (id INTEGER PRIMARY KEY, key TEXT NOT NULL UNIQUE, data TEXT NOT NULL);
+CREATE TABLE records (
+    id INTEGER PRIMARY KEY AUTOINCREMENT,
+    at REAL NOT NULL,
+    own INTEGER NOT NULL,
+    request_id TEXT NOT NULL,
+    model TEXT NOT NULL,
+    outcome TEXT NOT NULL,
+    prompt_tokens INTEGER NOT NULL,
+    output_tokens INTEGER,
+    ttft_s REAL,
+    total_s REAL,
+    seed TEXT,
+    text TEXT NOT NULL,
+    size INTEGER NOT NULL,
+    provenance INTEGER NOT NULL REFERENCES provenance (id),
+    data BLOB NOT NULL
+);
+PRAGMA user_version = 1;
+"""
+COLUMNS = (
+    *("id", "at", "own", "request_id", "model", "outcome", "prompt_tokens", "output_tokens"),
+    *("ttft_s", "total_s", "seed", "text"),
+)
+"""Columns of the table of all records."""
+ONE = "SELECT records.id, records.data, provenance.data FROM records JOIN provenance ON provenance.id = provenance"
+
+
+def _create_private(path: Path) -> None:
+    """Create a file that only its owner can read, if it does not exist. SQLite gives its other files the same mode."""
+    # If the file cannot be created, opening it raises an error that says why.
+    with contextlib.suppress(OSError):
+        os.close(os.open(path, os.O_CREAT | os.O_EXCL, 0o600))
+
+
+class RecordStore:
+    """Stores records, and deletes the oldest ones above its limits. Its methods may be called on any thread.
+
+    Args:
+        path: The file, which is created if it does not exist; None stores the records in memory.
+        read_only: Whether the file must exist, and is not changed.
+        max_records: Maximum number of records; None sets no limit.
+        max_bytes: Maximum total size of the records.
+
+    Raises:
+        InvalidRequestError: the file cannot be opened, or is not a recording.
+    """
+
+    def __init__(
+        self,
+        path: Path | None = None,
+        *,
+        read_only: bool = False,
+        max_records: int | None = None,
+        max_bytes: int = FILE_BYTES,
+    ) -> None:
+        self.path = path
+        self._max_records = max_records
+        self._max_bytes = max_bytes
+        self._read_only = read_only
+        # It starts its thread with the first record.
+        self._executor = ThreadPoolExecutor(max_workers=1, thread_name_prefix="lmx-lab-records")
+        self._pending = threading.Semaphore(MAX_PENDING)
+        self._has_warned = False
+        self._connection = self._open()
+
+    @classmethod
+    def in_memory(cls) -> RecordStore:
+        """Return a store of the last records, which are lost when it is closed."""
+        return cls(max_records=KEPT_IN_MEMORY, max_bytes=MEMORY_BYTES)
+
+    # Writing
+
+    def add(self, make: Callable[[], Record], key: str, on_new: Callable[[int], None] = lambda id_: None) -> None:
+        """Store a record, later. If that fails, a warning is logged once, and the record is dropped.
+
+        Args:
+            make: Creates the record; called on the thread of the store.
+            key: Digest of the model's files. With a provenance that was stored before and the same key, the hashes in
+                that provenance are used.
+            on_new: Called with the id of the provenance if it is a new one.
+        """
+        if not self._pending.acquire(blocking=False):
+            self._warn(f"more than {MAX_PENDING} records wait to be written")
+            return
+
+        def write() -> None:
+            try:
+                self._insert(make(), key, on_new)
+            except sqlite3.Error as exc:
+                self._warn(str(exc))
+            except Exception:
+                log.exception("a request could not be recorded")
+            finally:
+                self._pending.release()
+
+        with contextlib.suppress(RuntimeError):  # The store was closed.
+            self._executor.submit(write)
+
+    def set_hashes(self, provenance: int, *, weights: str, template: str) -> None:
+        """Store the hashes of a model's files, later."""
+
+        def write() -> None:
+            with contextlib.suppress(sqlite3.Error), self._connection:
+                (data,) = self._connection.execute("SELECT data FROM provenance WHERE id = ?", (provenance,)).fetchone()
+                changed = with_hashes(data, weights=weights, template=template)
+                self._connection.execute("UPDATE provenance SET data = ? WHERE id = ?", (changed, provenance))
+
+        with contextlib.suppress(RuntimeError):
+            self._executor.submit(write)
+
+    def delete(self, ids: Sequence[int] | None = None) -> None:
+        """Delete records, or all of them. Their content is overwritten in the file.
+
+        Raises:
+            InvalidRequestError: the recording was opened to be read only, or cannot be written.
+        """
+        if self._read_only:
+            raise InvalidRequestError(f"{self.path} was opened to be read; delete records where they are recorded")
+
+        def write() -> None:
+            connection = self._connection
+            with connection:
+                if ids is None:
+                    connection.execute("DELETE FROM records")
+                else:
+                    connection.executemany("DELETE FROM records WHERE id = ?", [(id_,) for id_ in ids])
+            # The write-ahead log contains pages with deleted records until it is truncated.
+            connection.execute("PRAGMA wal_checkpoint(TRUNCATE)")
+
+        self._call(write)
+
+    # Reading
+
+    def __len__(self) -> int:
+        return int(self._call(lambda: self._connection.execute("SELECT count(*) FROM records").fetchone()[0]))
+
+    def at(self, index: int) -> Record | None:
+        """Return the record at a position, counted from the oldest or, if negative, from the newest; None if there is
+        none.
+        """
+        order, offset = ("ASC", index) if index >= 0 else ("DESC", -index - 1)
+        return next(iter(self._read(f"{ONE} ORDER BY records.id {order} LIMIT 1 OFFSET ?", offset)), None)
+
+    def get(self, id_: int) -> Record | None:
+        """Return the record with this id; None if it was deleted."""
+        return next(iter(self._read(f"{ONE} WHERE records.id = ?", id_)), None)
+
+    def page(self, after: int) -> list[Record]:
+        """Return the next records after the one with this id, at most ``PAGE`` of them."""
+        return self._read(f"{ONE} WHERE records.id > ? ORDER BY records.id LIMIT {PAGE}", after)
+
+    def rows(self, last: int | None = None) -> list[tuple[Any, ...]]:
+        """Return ``COLUMNS`` of the last records, or of all of them, the oldest first."""
+        sql = f"SELECT {', '.join(COLUMNS)} FROM records ORDER BY id DESC LIMIT ?"
+        return self._call(lambda: self._connection.execute(sql, (-1 if last is None else last,)).fetchall())[::-1]
+
+    def close(self) -> None:
+        """Write all pending records, and close the file. Idempotent."""
+        with contextlib.suppress(RuntimeError):
+            self._executor.submit(self._connection.close)
+        self._executor.shutdown()
+
+    # On the thread
+
+    def _open(self) -> sqlite3.Connection:
+        path, name = self.path, ":memory:"
+        if path is not None:
+            path = path.expanduser().absolute()
+            if not self._read_only:
+                _create_private(path)
+            name = f"{path.as_uri()}?mode={'ro' if self._read_only else 'rwc'}"
+        try:
+            connection = sqlite3.connect(name, uri=path is not None, timeout=BUSY_S, check_same_thread=False)
+            try:
+                self._prepare(connection)
+            except BaseException:
+                connection.close()
+                raise
+        except sqlite3.Error as exc:
+            raise InvalidRequestError(
+                f"{self.path} cannot be used as a recording: {exc}; give the path of another file", param="record_to"
+            ) from exc
+        return connection
+
+    def _prepare(self, connection: sqlite3.Connection) -> None:
+        version = int(connection.execute("PRAGMA user_version").fetchone()[0])
+        is_empty = connection.execute("SELECT count(*) FROM sqlite_master").fetchone()[0] == 0
+        if version != VERSION and not (is_empty and not self._read_only):
+            raise InvalidRequestError(
+                f"{self.path} is not a recording of this version of LMX Lab; give the path of another file",
+                param="record_to",
+            )
+        if self._read_only:
+            return
+        connection.execute("PRAGMA secure_delete = ON")
+        connection.execute("PRAGMA journal_mode = WAL")
+        connection.execute("PRAGMA synchronous = NORMAL")
+        if is_empty:
+            connection.executescript(f"BEGIN IMMEDIATE; {SCHEMA} COMMIT;")
+        sums = connection.execute("SELECT count(*), total(size) FROM records").fetchone()
+        self._count, self._bytes = int(sums[0]), int(sums[1])
+
+    def _insert(self, record: Record, key: str, on_new: Callable[[int], None]) -> None:
+        data, provenance = encode_record(record), encode_provenance(record.provenance)
+        seed, timings = record.request["sampling"]["seed"], record.timings
+        values = {
+            "at": record.at,
+            "own": record.own,
+            "request_id": record.request_id,
+            "model": record.provenance.model,
+            "outcome": record.outcome,
+            "prompt_tokens": len(record.prompt),
+            "output_tokens": timings.get("output_tokens", len(record.answer) if record.answer is not None else None),
+            "ttft_s": timings.get("ttft_s"),
+            "total_s": sum(timings[name] for name in ("queue_s", "prefill_s", "decode_s")) if timings else None,
+            "seed": None if seed is None else str(seed),
+            "text": record.text[:SHOWN_CHARACTERS],
+            "size": len(data),
+            "data": data,
+        }
+        connection, is_new = self._connection, False
+        with connection:
+            key = f"{key} {provenance}"
+            found = connection.execute("SELECT id FROM provenance WHERE key = ?", (key,)).fetchone()
+            if found is None:
+                cursor = connection.execute("INSERT INTO provenance (key, data) VALUES (?, ?)", (key, provenance))
+                found, is_new = (cursor.lastrowid,), True
+            values["provenance"] = found[0]
+            sql = f"INSERT INTO records ({', '.join(values)}) VALUES ({', '.join('?' * len(values))})"
+            connection.execute(sql, tuple(values.values()))
+            removed = self._remove_oldest(self._count + 1, self._bytes + len(data))
+        self._count, self._bytes = self._count + 1 - removed[0], self._bytes + len(data) - removed[1]
+        if is_new:
+            on_new(found[0])
+
+    def _remove_oldest(self, count: int, size: int) -> tuple[int, int]:
+        """Delete the oldest records above the limits, and return how many, and their size."""
+        removed, removed_bytes = 0, 0
+        while (self._max_records is not None and count - removed > self._max_records) or (
+            size - removed_bytes > self._max_bytes and count - removed > 1
+        ):
+            row = self._connection.execute("SELECT id, size FROM records ORDER BY id LIMIT 1").fetchone()
+            if row is None:
+                break
+            self._connection.execute("DELETE FROM records WHERE id = ?", (row[0],))
+            removed, removed_bytes = removed + 1, removed_bytes + row[1]
+        return removed, removed_bytes
+
+    def _read(self, sql: str, *parameters: object) -> list[Record]:
+        rows = self._call(lambda: self._connection.execute(sql, parameters).fetchall())
+        return [decode_record(data, id_=id_, provenance=decode_provenance(known)) for id_, data, known in rows]
+
+    def _call(self, work: Callable[[], T]) -> T:
+        """Run a statement after all records that were added before.
+
+        Raises:
+            LabError: the recording was closed, or cannot be read or written.
+        """
+        try:
+            future: Future[T] = self._executor.submit(work)
+        except RuntimeError:
+            raise LabError("this recording was closed with its lab; load its file, or launch() a new lab") from None
+        try:
+            return future.result()
+        except sqlite3.Error as exc:
+            raise LabError(f"the recording {self.path or 'in memory'} cannot be used: {exc}") from exc
+
+    def _warn(self, reason: str) -> None:
+        if not self._has_warned:
+            self._has_warned = True
+            log.warning(
+                "a request could not be recorded to %s: %s; it was answered nevertheless, and further requests that "
+                "cannot be recorded are not reported",
+                self.path or "memory",
+                reason,
+            )
+
+    def __iter__(self) -> Iterator[Record]:
+        """Iterate over all records, the oldest first, without reading all of them at once."""
+        after = 0
+        while page := self.page(after):
+            yield from page
+            after = page[-1].id

@@ -1,0 +1,186 @@
+"""Decide which generations are recorded, draw their seeds, and describe them as records.
+
+A record is a description of tokens: the rendered prompt, the answer, and everything that generating it again needs.
+"""
+
+from __future__ import annotations
+
+import hmac
+import os
+import platform
+import secrets
+import time
+from collections.abc import Callable, Mapping
+from dataclasses import asdict, dataclass, field, fields, replace
+from importlib.metadata import version
+from typing import Any
+
+from starlette.requests import HTTPConnection
+
+from lmx_lab.engine import AnswerFormat, ChatPrompt, GenerationRequest, Sampling, TextPrompt, TokenPrompt, Tool, ToolUse
+from lmx_lab.engine.requests import Prompt
+from lmx_lab.engine.residents import Resident
+from lmx_lab.values.generation import Delta, GenerationReport, merge_deltas, merge_tool_calls
+from lmx_lab.values.models import ModelEntry
+from lmx_lab.values.recording import Provenance, Record, RecordMode
+
+OWN_HEADER = "x-lmx-own"
+"""Header with which clients that ``lab.openai`` has configured, and the daemon of a lab, mark their requests."""
+RECORDED_HEADER = "x-lmx-recorded"
+"""Header of answers to other clients if these are recorded."""
+SEED_BITS = 31
+NOT_STORED = frozenset({"request_id", "client", "timeout_s", "model"})
+"""Fields of a request that are not stored in its settings; the address of the client is stored nowhere."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class RecordedGeneration:
+    """What is kept of a running generation for its record."""
+
+    request: GenerationRequest
+    """The request with its drawn seed."""
+    own: bool
+    choice: int
+    model: Resident
+    prompt: tuple[int, ...]
+    at: float = field(default_factory=time.time)
+    deltas: list[Delta] = field(default_factory=list)
+    """The parts of the answer that were delivered so far."""
+
+    def record(self, outcome: str, code: str | None, report: GenerationReport | None, *, dtype: str) -> Record:
+        """Return the record of the generation, which has ended.
+
+        Args:
+            dtype: The setting of this name, which applies unless the load has its own.
+        """
+        answer = merge_deltas(self.deltas)
+        calls = merge_tool_calls(answer.tool_calls)
+        return Record(
+            at=self.at,
+            request_id=self.request.request_id or "",
+            own=self.own,
+            choice=self.choice,
+            request=request_to_json(self.request),
+            prompt=self.prompt,
+            answer=answer.ids if len(answer.ids) == answer.tokens else None,
+            text=answer.text,
+            reasoning=answer.reasoning,
+            tool_calls=tuple({"name": call.name or "", "arguments": call.arguments} for call in calls),
+            logprobs=answer.logprobs,
+            outcome=outcome,
+            code=code,
+            timings=_timings(report),
+            provenance=_provenance(self.model, dtype),
+        )
+
+
+SaveRecord = Callable[[Callable[[], Record], ModelEntry], None]
+"""Stores a record. It is created by the function, which may be called on another thread, later. The entry is that of
+the model, whose files may be hashed."""
+
+
+class Recording:
+    """Which requests of a server are recorded.
+
+    Args:
+        save: Called at the end of each recorded generation.
+        dtype: The setting of this name.
+    """
+
+    def __init__(self, mode: RecordMode, save: SaveRecord, *, dtype: str) -> None:
+        self.mode = mode
+        self.own_headers = {OWN_HEADER: secrets.token_urlsafe(16)}
+        """Headers that mark the requests of this lab's own clients. Other clients do not know the value."""
+        self._save = save
+        self._dtype = dtype
+
+    def is_own(self, connection: HTTPConnection) -> bool:
+        """Whether a request was sent by a client of this lab's notebook."""
+        given = connection.headers.get(OWN_HEADER)
+        return given is not None and hmac.compare_digest(given.encode(), self.own_headers[OWN_HEADER].encode())
+
+    def includes(self, *, own: bool) -> bool:
+        """Whether a request is recorded."""
+        return self.mode == "all" or (self.mode == "own" and own)
+
+    def answer_headers(self, *, own: bool) -> dict[str, str]:
+        """Return the headers that tell another client that its request is recorded."""
+        return {RECORDED_HEADER: "1"} if self.mode == "all" and not own else {}
+
+    def end(
+        self, generation: RecordedGeneration, outcome: str, code: str | None, report: GenerationReport | None
+    ) -> None:
+        """Store the record of a generation that has ended."""
+        self._save(lambda: generation.record(outcome, code, report, dtype=self._dtype), generation.model.entry)
+
+    def record(self, generation: RecordedGeneration, outcome: str, report: GenerationReport | None) -> Record:
+        """Return the record of a generation without storing it."""
+        return generation.record(outcome, None, report, dtype=self._dtype)
+
+
+def with_seed(request: GenerationRequest) -> GenerationRequest:
+    """Return the request with a random seed if it is sampled and has none, so that it can be repeated."""
+    sampling = request.sampling
+    if sampling.seed is not None or sampling.temperature == 0:
+        return request
+    return replace(request, sampling=replace(sampling, seed=secrets.randbits(SEED_BITS)))
+
+
+def request_to_json(request: GenerationRequest) -> dict[str, Any]:
+    """Return a request as JSON values, without its ids and its client."""
+    return {each.name: _plain(getattr(request, each.name)) for each in fields(request) if each.name not in NOT_STORED}
+
+
+def _plain(value: Any) -> Any:
+    # Not ``asdict``, which would copy every message.
+    if hasattr(value, "__dataclass_fields__"):
+        return {name: _plain(getattr(value, name)) for name in value.__dataclass_fields__}
+    return [_plain(item) for item in value] if isinstance(value, tuple) else value
+
+
+def request_from_json(stored: Mapping[str, Any], *, model: str) -> GenerationRequest:
+    """Return the request that ``request_to_json`` has converted. Fields of newer versions are ignored."""
+    known = {each.name for each in fields(GenerationRequest)}
+    given = {name: value for name, value in stored.items() if name in known}
+    sampling, answer_format = given["sampling"], given.get("answer_format")
+    bias = tuple((int(token), float(bias)) for token, bias in sampling.get("logit_bias", ()))
+    given |= {
+        "prompt": _prompt(given["prompt"]),
+        "sampling": Sampling(**{**sampling, "logit_bias": bias}),
+        "stop": tuple(given.get("stop", ())),
+        "logprob_tokens": tuple(given.get("logprob_tokens", ())),
+        "answer_format": AnswerFormat(**answer_format) if answer_format else None,
+    }
+    return GenerationRequest(**given, model=model)
+
+
+def _prompt(stored: Mapping[str, Any]) -> Prompt:
+    if "tokens" in stored:
+        return TokenPrompt(tokens=tuple(stored["tokens"]))
+    if "text" in stored:
+        return TextPrompt(text=stored["text"])
+    tools = stored.get("tools")
+    use = ToolUse(**{**tools, "tools": tuple(Tool(**tool) for tool in tools["tools"])}) if tools else None
+    return ChatPrompt(
+        messages=tuple(stored["messages"]), tools=use, template_options=stored.get("template_options") or {}
+    )
+
+
+def _timings(report: GenerationReport | None) -> dict[str, float]:
+    if report is None:
+        return {}
+    return {name: value for name, value in asdict(report).items() if name not in ("model", "finish_reason")}
+
+
+def _provenance(model: Resident, dtype: str) -> Provenance:
+    entry = model.entry
+    return Provenance(
+        model=entry.id,
+        format=entry.format,
+        quantization=entry.quantization,
+        dtype=model.spec.dtype or dtype,
+        options=dict(model.spec.options),
+        engine=model.engine.fingerprint,
+        versions={"lmx-lab": version("lmx-lab"), "python": platform.python_version()},
+        machine=f"{platform.system()} {platform.machine()}, {os.cpu_count()} cores",
+    )
