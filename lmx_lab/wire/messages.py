@@ -114,13 +114,18 @@ class InputMessage(LenientModel):
     content: str | Blocks
 
 
+InputSchema = TypeAliasType(
+    "InputSchema", Annotated[dict[str, Any], FailFast(), Field(max_length=MEMBER_LIMIT), FEW_VALUES]
+)
+
+
 class ToolDefinition(LenientModel):
     """A tool. Only tools with an ``input_schema`` are called by the client; others run on Anthropic's servers."""
 
     name: Name
     type: str | None = None
     description: str | None = None
-    input_schema: Annotated[dict[str, Any], Field(max_length=MEMBER_LIMIT)] | None = None
+    input_schema: InputSchema | None = None
 
 
 ToolDefinitions = TypeAliasType(
