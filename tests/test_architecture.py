@@ -188,6 +188,7 @@ def test_a_room_imports_only_what_its_row_allows(name: str) -> None:
     assert not wrong, "\n".join(wrong)
 
 
+@pytest.mark.slow
 def test_what_should_have_one_importer_has_one() -> None:
     wrong = [str(i) for i in imports() if i.module not in ONLY_IN.get(i.target.split(".")[0], {i.module})]
     wrong += [

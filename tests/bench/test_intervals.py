@@ -153,6 +153,7 @@ def test_the_same_seed_gives_the_same_interval() -> None:
     assert {median_interval(values, seed=seed).high for seed in range(5)} != {median_interval(values).high}
 
 
+@pytest.mark.slow
 def test_many_values_are_drawn_in_chunks() -> None:
     values = np.random.default_rng(5).normal(1, 0.2, NUMBERS_PER_CHUNK // 100)
     interval = median_interval(values, draws=250)

@@ -9,6 +9,8 @@ import signal
 import socket
 from pathlib import Path
 
+import pytest
+
 from tests.command_line import Running, run_command
 from tests.command_process import request, serving, status
 
@@ -19,6 +21,7 @@ def chat(model: str, text: str, **more: object) -> dict[str, object]:
     return {"model": model, "messages": [{"role": "user", "content": text}], **more}
 
 
+@pytest.mark.slow
 def test_ctrl_c_during_a_generation_ends_with_zero(tmp_path: Path) -> None:
     def interrupt(server: Running) -> None:
         with request(server.port, "POST", CHAT, chat("echo", "word " * 20, stream=True)) as response:

@@ -381,6 +381,7 @@ def test_metrics_have_the_specified_three_types_and_no_others(lab: Lab) -> None:
     assert seen["heartbeat"]["uptime"] > 0
 
 
+@pytest.mark.slow
 def test_throughput_shows_running_work(lab: Lab, http: httpx2.Client) -> None:
     stream = events(lab)
     next(stream)

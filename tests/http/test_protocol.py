@@ -624,6 +624,7 @@ def test_the_last_file_descriptors_are_reserved_for_the_process(
     assert protocol.is_reserved(descriptor) is reserved
 
 
+@pytest.mark.slow
 async def test_many_connections_can_wait_for_a_busy_event_loop() -> None:
     async with running(app) as host:
         with contextlib.ExitStack() as crowd:

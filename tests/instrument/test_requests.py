@@ -298,6 +298,7 @@ def test_the_oldest_records_are_deleted_above_the_limits() -> None:
     store.close()
 
 
+@pytest.mark.slow
 def test_a_full_disk_loses_records_but_no_request(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     with echo_lab(tmp_path, record_to=tmp_path / "requests.db") as lab:
         lab.chat("one")

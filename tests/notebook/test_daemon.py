@@ -33,6 +33,7 @@ def _no_daemon_remains() -> Iterator[None]:
     assert not [thread.name for thread in threading.enumerate() if thread.name == "lmx-lab-daemon"]
 
 
+@pytest.mark.slow
 def test_a_turn_of_the_daemon_uses_the_labs_model(options: dict[str, Any]) -> None:
     lab = lmx_lab.launch("echo", api_key="key-of-the-lab", **options)
     assert lab.daemon is not None

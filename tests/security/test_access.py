@@ -51,6 +51,7 @@ def headers(origin: str, port: int, key: str | None) -> list[tuple[str, str]]:
     return sent + ([("Authorization", f"Bearer {key}")] if key is not None else [])
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("key", KEYS)
 @pytest.mark.parametrize("kind", ["http", "websocket"])
 def test_every_combination_on_the_inference_server(keyed_lab: Lab, kind: str, key: str) -> None:
@@ -60,6 +61,7 @@ def test_every_combination_on_the_inference_server(keyed_lab: Lab, kind: str, ke
     check_all(keyed_lab.port, path, kind, given, fits=KEYS[key])
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("key", KEYS)
 @pytest.mark.parametrize("kind", ["http", "websocket"])
 def test_every_combination_on_the_daemon(daemon: Daemon, kind: str, key: str) -> None:

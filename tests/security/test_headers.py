@@ -41,6 +41,7 @@ def check(answer: Answer, status: int) -> None:
 RIGHT = ("Authorization", f"Bearer {KEY}")
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("request_line", "headers", "status"),
     [

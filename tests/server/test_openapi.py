@@ -67,6 +67,7 @@ def test_all_references_can_be_resolved(document: dict[str, Any]) -> None:
     assert list(values(document, "$defs")) == []
 
 
+@pytest.mark.slow
 def test_streams_are_described_by_their_events(document: dict[str, Any]) -> None:
     def stream(path: str, method: str) -> Any:
         return document["paths"][path][method]["responses"]["200"]["content"]["text/event-stream"]["schema"]

@@ -76,6 +76,7 @@ def test_pages_need_the_same_permission_as_the_server(tmp_path: Path, path: str)
     assert "s3cret" not in shown.text
 
 
+@pytest.mark.slow
 def test_the_openapi_document_has_no_pages(lab: Lab) -> None:
     paths = httpx2.get(f"{lab.url}/openapi.json").json()["paths"]
     assert not {"/", "/docs"} & set(paths)

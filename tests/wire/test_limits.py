@@ -169,6 +169,7 @@ def test_lists_and_objects_with_a_limit_are_not_found(model: Any) -> None:
     assert unlimited(model) == []
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", [*BODIES, *MODELS])
 def test_unknown_members_are_counted_and_not_kept(name: str) -> None:
     with pytest.raises(ValidationError) as caught:

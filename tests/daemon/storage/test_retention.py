@@ -72,6 +72,7 @@ async def test_old_events_are_deleted_from_the_start_of_the_log(store: Store) ->
     assert (log.oldest_seq, len(await kinds(store))) == (4, 4)
 
 
+@pytest.mark.slow
 async def test_excess_events_are_deleted_in_batches(store: Store) -> None:
     limits = Limits(keep_events=100)
     log = EventLog(store, limits)

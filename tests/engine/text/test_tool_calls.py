@@ -387,6 +387,7 @@ def test_arguments_of_an_enforced_call_can_contain_the_markers() -> None:
         assert found.entries == list(range(len(tokens.chunks)))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("text", ['{"name": "f', '{"name": "f", "arguments": {"x": "', '{"name": "f", "arguments": {'])
 @pytest.mark.parametrize("parsed", [False, True])
 def test_reading_takes_time_linear_in_the_length_of_a_call(text: str, parsed: bool) -> None:
