@@ -55,7 +55,7 @@ PYTEST = PYTHONDONTWRITEBYTECODE= OPENBLAS_NUM_THREADS=1 $(BIN)/python -m pytest
   -n $(TEST_WORKERS) --maxprocesses 4 --dist loadfile --no-loadscope-reorder
 
 # Many of these tests wait, so more workers than cores are faster. On two idle cores they take about 130 s.
-test-fast: TEST_WORKERS = 3
+test-fast: TEST_WORKERS = 4
 test-fast: setup
 	$(PYTEST) -m "not slow and not long"
 
