@@ -158,8 +158,6 @@ async def read_json(text: Text, queue: LargeBodyQueue, validate: Callable[[Any],
     """
     if len(text) <= SHORT_BODY_BYTES:
         return validate(parse_json(text))
-    if len(text) > SMALL_BODY_BYTES:
-        queue.trim_later()
     structure, start = Structure(), 0
     while start < len(text):
         async with queue.step():
@@ -170,6 +168,9 @@ async def read_json(text: Text, queue: LargeBodyQueue, validate: Callable[[Any],
             raise InvalidRequestError(f"a number in the body has more than {DIGITS_LIMIT} digits; send a shorter one")
         if structure.depth > NESTING_LIMIT:
             raise InvalidRequestError(TOO_DEEP)
+    is_small = len(text) <= SMALL_BODY_BYTES and structure.items + structure.containers <= FEW_VALUES
+    if not is_small:
+        queue.trim_later()
     async with queue.step():
         value = _parse(text)
     if structure.may_have_infinity:
@@ -179,7 +180,7 @@ async def read_json(text: Text, queue: LargeBodyQueue, validate: Callable[[Any],
             async with queue.step():
                 has_more = next(walk, END) is not END
     async with queue.step():
-        if len(text) <= SMALL_BODY_BYTES and structure.items + structure.containers <= FEW_VALUES:
+        if is_small:
             return validate(value)
         return await asyncio.to_thread(validate, value)
 
