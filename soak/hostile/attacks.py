@@ -35,8 +35,9 @@ TOKENIZER_S = 7.0
 """Time limit of a text (4 s), plus time for the start of its process and for the answer."""
 GRAMMAR_S = ANSWER_S
 """The time limit of a grammar is 2 s; further ones of the same client wait for it, or are refused."""
-UNREAD_S = 20.0
-"""Time for which a client reads nothing: the time limit of a slow client (10 s) plus the time to fill the buffers."""
+UNREAD_S = 45.0
+"""Time for which a client reads nothing: the time limit of a slow client (10 s) plus the time to fill the buffers. That
+is long, because its answers are paused for the chats of the other client."""
 UNREAD_TOKENS = 8000
 AMBIGUOUS = 'start: s\ns: s s | s s s | /[a-z]+/ | " "'
 

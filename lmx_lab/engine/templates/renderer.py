@@ -9,12 +9,13 @@ from __future__ import annotations
 import atexit
 import contextlib
 import functools
-import json
 import os
 import threading
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
+
+from pydantic_core import from_json, to_json
 
 from lmx_lab.engine.sandbox_process import (
     SandboxDiedError,
@@ -89,9 +90,10 @@ class TemplateSandbox:
             TemplateLimitError: the template exceeded a limit.
         """
         try:
-            # Holds the interpreter's lock, for 20 ms with a text of 8 MB; several such threads would delay the event loop.
+            # One at a time, because it holds the interpreter's lock: several threads with texts of 8 MB would delay the
+            # event loop. json.dumps would hold it several times as long.
             with self._writing:
-                request = json.dumps({"template": template, "variables": variables}, default=str).encode()
+                request = to_json({"template": template, "variables": variables}, fallback=str)
         except (TypeError, ValueError, RecursionError) as exc:
             raise TemplateRefusalError(f"its variables cannot be written as JSON: {exc}") from exc
         answer = self._answer(request, while_waiting)
@@ -145,7 +147,7 @@ def _request(
     except SandboxSendError:
         # The process was killed from outside since the last template.
         reply = process.request(request, limit_s, while_waiting=while_waiting)
-    answer: dict[str, str] = json.loads(reply)
+    answer: dict[str, str] = from_json(reply)
     return answer
 
 
