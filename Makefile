@@ -59,6 +59,7 @@ test-fast: TEST_WORKERS = 4
 test-fast: setup
 	$(PYTEST) -m "not slow and not long"
 
+test: TEST_WORKERS = 3
 test: setup
 	$(PYTEST) -m "not long"
 
