@@ -14,6 +14,7 @@ starts quickly, and code that breaks out of a sandbox finds no part of the packa
 from __future__ import annotations
 
 import contextlib
+import ctypes
 import importlib.util
 import os
 import resource
@@ -29,6 +30,8 @@ from types import ModuleType
 
 POLL_S = 0.05
 PARENT_CHECK_S = 1.0
+LONG_REQUEST_S = 0.25
+"""CPU time of a request after which freed memory is returned."""
 
 
 class SandboxStartError(Exception):
@@ -188,8 +191,18 @@ def _serve(script: str, connection: Connection, parent: int) -> None:
         except (EOFError, OSError):
             return
         # The parent may have died, and then no other process stops this one.
-        _limit(resource.RLIMIT_CPU, int(time.process_time()) + worker.CPU_S, resource.RLIM_INFINITY)
+        started_s = time.process_time()
+        _limit(resource.RLIMIT_CPU, int(started_s) + worker.CPU_S, resource.RLIM_INFINITY)
         connection.send_bytes(worker.handle(message))
+        if time.process_time() - started_s > LONG_REQUEST_S:
+            _return_freed_memory()
+
+
+def _return_freed_memory() -> None:
+    """Return freed memory to the operating system; a grammar that takes a second to check left 90 MB in the heap."""
+    trim = getattr(ctypes.CDLL(None), "malloc_trim", None)
+    if trim is not None:
+        trim(0)
 
 
 def _load(script: str) -> ModuleType:

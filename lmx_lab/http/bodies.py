@@ -24,6 +24,7 @@ from fastapi.exceptions import RequestValidationError
 from fastapi.routing import APIRoute
 
 from lmx_lab.errors import BodyTooLargeError, InvalidRequestError, LabError, QueueFullError
+from lmx_lab.http.error_bodies import validation_error
 from lmx_lab.wire.limits import DIGITS_LIMIT, Structure
 
 T = TypeVar("T")
@@ -337,8 +338,19 @@ class StrictRoute(APIRoute):
             return value
         valid, errors = self.body_field.validate(value, loc=("body",))
         if errors:
-            raise RequestValidationError(errors)
+            raise _first_error(errors)
         return valid
+
+
+def _first_error(errors: list[Any]) -> InvalidRequestError:
+    """Return the error for the first invalid field.
+
+    The list is emptied: its entries contain the body, and tracebacks whose frames refer to the list, so the body would
+    stay in memory until the next garbage collection.
+    """
+    error = validation_error(RequestValidationError(errors))
+    errors.clear()
+    return error
 
 
 def _check_content_type(request: Request) -> None:

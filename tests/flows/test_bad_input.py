@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import logging
 import socket
 from collections.abc import Iterator
@@ -282,3 +283,19 @@ def test_an_invalid_chunked_body_is_answered_once(lab: Lab, caplog: pytest.LogCa
     assert answer.startswith(b"HTTP/1.1 400 ")
     assert answer.count(b"HTTP/1.1") == 1
     assert not [record for record in caplog.records if record.levelno >= logging.ERROR]
+
+
+def test_a_refused_body_leaves_memory_without_a_garbage_collection(http: httpx2.Client) -> None:
+    def marked() -> int:
+        return sum(type(item) is list and item[:1] == ["refused"] for item in gc.get_objects())
+
+    body = {"model": "default", "messages": HELLO, "metadata": [["refused"]] * 2000}
+    gc.collect()
+    gc.disable()
+    try:
+        for _ in range(3):
+            assert http.post("/v1/chat/completions", json=body).status_code == 400
+        # The last body may still be in use by the thread that validated it.
+        assert marked() <= 2 * 2000 + 100
+    finally:
+        gc.enable()
