@@ -48,8 +48,10 @@ TABLE = {
     "weights": Row("errors values settings", "huggingface_hub filelock tokenizers mlx"),
     # psutil: on Linux, MLX does not know the memory's size. tokenizers: encoders lower-case through a normalizer.
     # portal: llama.cpp's processes are awaited on a loop of their own.
+    # pydantic_core: writes and reads JSON faster than the standard library, which holds the interpreter's lock longer.
     "engine": Row(
-        "errors values settings portal weights", "mlx mlx_lm llguidance numpy psutil tokenizers jinja2 xllamacpp"
+        "errors values settings portal weights",
+        "mlx mlx_lm llguidance numpy psutil tokenizers jinja2 xllamacpp pydantic_core",
     ),
     "server": Row(
         "errors values settings broadcast http wire weights engine",

@@ -238,7 +238,7 @@ def test_the_stop_button_ends_the_wait_for_an_unload_which_continues(notebook: N
     assert output.error is None
     assert "echo: unloaded, 0.00 GB freed" in output.shown[-1]["text/plain"]
     assert notebook.fail("list(pieces)").error == "NotLoadedError"
-    assert notebook.run("print(lab.engine.snapshot.model, lab.unload())") == "None 0.0"
+    assert notebook.run("print(lab.engine.snapshot.model, lab.unload())") == "None 0.00 GB freed"
 
 
 def test_other_clients_are_answered_while_a_cell_chats(lab: Notebook) -> None:

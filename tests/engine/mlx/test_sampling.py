@@ -195,7 +195,9 @@ async def test_a_repetition_penalty_does_not_count_the_prompt(manager: ModelMana
     penalized = await manager.submit(
         request(prompt=prompt, max_tokens=1, top_logprobs=0, sampling=replace(GREEDY, repetition_penalty=1.9))
     )
-    assert (await finish_with_logprobs(first))[1] == (await finish_with_logprobs(penalized))[1]
+    (expected,), (found,) = [(await finish_with_logprobs(stream))[1] for stream in (first, penalized)]
+    # The logits of two requests that are decoded at once may differ by rounding.
+    assert (found.token, found.rank, found.logprob) == (expected.token, expected.rank, pytest.approx(expected.logprob))
     repeated = await tokens(manager, replace(GREEDY, logit_bias=((700, 100.0),)), 6)
     spread = await tokens(manager, replace(GREEDY, logit_bias=((700, 3.0),), repetition_penalty=1.9), 30)
     assert repeated == [700] * 6
