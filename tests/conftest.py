@@ -55,6 +55,8 @@ NOT_FAST = frozenset(
     }
 )
 """Folders whose tests start browsers, kernels or other programs, or are slow to import."""
+LONG_FOLDERS = frozenset({"browser", "faults", "package"})
+"""Folders whose tests only ``make test-all`` runs."""
 # With this package, jsonschema spends a second on compiling 38 grammars for formats that no schema here has.
 sys.modules["rfc3987_syntax"] = None  # type: ignore[assignment]
 # On a busy machine an example may take any time, so there is no deadline. In CI, hypothesis' own profile, to which
@@ -85,11 +87,15 @@ def pytest_ignore_collect(collection_path: Path, config: pytest.Config) -> bool 
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Mark the tests that ``make test-fast`` leaves out; run the longest first, so that all workers end together."""
+    """Mark the tests that ``make test-fast`` and ``make test`` leave out. Run the longest first, so that all workers
+    end together.
+    """
     for item in items:
         # All test models use the tokenizer or the weights of a starter model, so they depend on starter_home.
         if not (NOT_FAST.isdisjoint(item.path.parts) and SLOW_FIXTURES.isdisjoint(getattr(item, "fixturenames", ()))):
             item.add_marker("slow")
+        if not LONG_FOLDERS.isdisjoint(item.path.parts):
+            item.add_marker("long")
     items.sort(key=lambda item: min(LONGEST.get(part, len(LONGEST)) for part in item.path.parts))
 
 

@@ -234,6 +234,7 @@ def test_the_package_reads_what_was_changed(tmp_path: Path) -> None:
     assert [tensor.data.tolist() for tensor in reader.tensors] == [list(range(5)), list(range(16))]
 
 
+@pytest.mark.slow
 def test_a_model_is_written_once_until_its_code_changes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     written: list[Path] = []
 

@@ -113,6 +113,7 @@ def test_the_error_about_an_invalid_override_shows_the_valid_forms(template):
         proxy_url(8400, {"LMX_LAB_PROXY_URL": template})
 
 
+@pytest.mark.slow
 @given(st.dictionaries(st.sampled_from([*SUBDOMAIN, *BEFORE_5, *CODESPACE, "VSCODE_PROXY_URI"]), st.text(max_size=30)))
 def test_arbitrary_variables_give_a_valid_address_or_none(environ):
     url = proxy_url(8400, environ)

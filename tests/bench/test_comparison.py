@@ -98,6 +98,7 @@ def test_a_repeat_that_failed_on_one_side_is_ignored_on_both() -> None:
     assert first["better"] == "a"
 
 
+@pytest.mark.slow
 def test_repeats_of_several_common_runs_are_paired() -> None:
     # The machine is three times as slow in the second run.
     a, b = (
@@ -141,6 +142,7 @@ def test_several_runs_of_a_side_are_combined() -> None:
     assert first["ratio"] == pytest.approx(1 / 1.1, rel=0.05)
 
 
+@pytest.mark.slow
 def test_cases_that_only_one_side_has_are_listed() -> None:
     small, large = side(1.0), side(1.0, prompt_tokens_wanted=64)
     table = compare([*small, *large], small)

@@ -115,6 +115,7 @@ async def test_a_server_that_sends_more_than_is_read_has_to_wait() -> None:
             assert len([event async for event in source]) == 39
 
 
+@pytest.mark.slow
 def test_an_invalid_address_is_refused() -> None:
     with pytest.raises(InvalidRequestError):
         ChatEndpoint("ftp://x")

@@ -41,6 +41,7 @@ def test_with_too_few_values_there_is_no_interval(level: float, enough: int) -> 
     assert not few.overlaps(many)
 
 
+@pytest.mark.slow
 @given(a=SIDE, b=SIDE, factor=st.floats(0.01, 100), paired=st.booleans())
 def test_a_ratio_scales_with_a_side_and_inverts_when_they_are_swapped(
     a: list[float], b: list[float], factor: float, paired: bool
@@ -104,6 +105,7 @@ def test_students_t_agrees_with_published_tables(level: float, freedom: int, tab
     assert student(level, freedom) == pytest.approx(table, abs=6e-4)
 
 
+@pytest.mark.slow
 def test_intervals_contain_the_true_median_as_often_as_their_level() -> None:
     generator = np.random.default_rng(1)
     held = sum(1.0 in median_interval(generator.normal(1, 0.1, 30), draws=DRAWS) for _ in range(300))

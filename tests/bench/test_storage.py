@@ -59,6 +59,7 @@ def test_a_saved_run_can_be_loaded(tmp_path: Path, samples: list[RequestSample])
     assert set(table["run"]) <= {path.stem}
 
 
+@pytest.mark.slow
 @kept_in_one_folder
 @given(data=st.data())
 def test_a_truncated_file_is_loaded_up_to_its_last_complete_line(tmp_path: Path, data: st.DataObject) -> None:
@@ -81,6 +82,7 @@ with Recorder(sys.argv[1], provenance={}) as kept:
 """
 
 
+@pytest.mark.slow
 def test_a_killed_run_has_all_added_samples(tmp_path: Path) -> None:
     done = subprocess.run([sys.executable, "-c", KILLED, str(tmp_path)], check=False, cwd=Path(__file__).parents[2])
     assert done.returncode == -signal.SIGKILL

@@ -18,8 +18,6 @@ from tests.browser.jupyterlab import JupyterLab, Tab
 from tests.browser.test_metrics_panel import chart_moves
 from tests.browser.test_models_panel import button, row
 
-pytestmark = pytest.mark.long
-
 SLEEPING = 2
 """Index of the cell that sleeps."""
 ANSWER = {"messages": [{"role": "user", "content": "hello"}], "temperature": 0, "max_tokens": 1500, "ignore_eos": True}

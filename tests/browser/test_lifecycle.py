@@ -9,8 +9,6 @@ from playwright.sync_api import Locator, expect
 
 from tests.browser.jupyterlab import JupyterLab, Tab
 
-pytestmark = pytest.mark.long
-
 NAME = "lifecycle.ipynb"
 ATTACHED = "attached.ipynb"
 SHOWN = 1

@@ -15,8 +15,6 @@ from tests.browser.conftest import LAUNCH
 from tests.browser.jupyterlab import JupyterLab, Tab, updates
 from tests.browser.test_traffic import names
 
-pytestmark = pytest.mark.long
-
 MAX_BYTES = 300_000
 UPDATES = 1000
 NAME = "saved.ipynb"

@@ -11,8 +11,6 @@ from tests.browser.jupyterlab import Tab
 from tests.browser.test_chat_panel import ask
 from tests.browser.test_rerank_panel import DOCUMENTS, rank
 
-pytestmark = pytest.mark.long
-
 MIN_CONTRAST = 4.5
 """WCAG 2.2, 1.4.3, level AA."""
 # Returns the contrast of each visible text to its background. Colours are painted on a canvas, to convert any notation

@@ -13,8 +13,6 @@ from tests.browser.jupyterlab import Tab
 from tests.browser.test_chat_panel import ask
 from tests.browser.test_models_panel import button, row
 
-pytestmark = pytest.mark.long
-
 SHOWN = 1
 """Index of the cell that displays the panels."""
 

@@ -151,6 +151,7 @@ def started(home: Path, *arguments: str) -> subprocess.CompletedProcess[str]:
     )
 
 
+@pytest.mark.slow
 def test_the_help_names_every_command(tmp_path: Path) -> None:
     done = started(tmp_path, "--help")
     assert (done.returncode, done.stderr) == (0, "")

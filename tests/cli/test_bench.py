@@ -88,6 +88,7 @@ def test_with_compare_the_model_is_served_and_both_are_measured_over_http(
 # --- running servers
 
 
+@pytest.mark.slow
 def test_a_running_server_is_measured_by_its_address(
     home: Path, server: Scripted, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -102,6 +103,7 @@ def test_a_running_server_is_measured_by_its_address(
     assert len(list((home / "bench").iterdir())) == 1
 
 
+@pytest.mark.slow
 def test_arrivals_cache_and_seed_can_be_set(home: Path, server: Scripted, capsys: pytest.CaptureFixture[str]) -> None:
     chosen = ("--rate", "50", "--warm", "--seed", "7", "--json")
     assert bench("--url", server.url, *SMALL, *chosen) == 0
@@ -129,6 +131,7 @@ def test_the_other_server_does_not_get_the_key_of_the_first(
     assert "decode, tok/s" in output
 
 
+@pytest.mark.slow
 def test_failed_requests_are_counted_and_listed_and_the_exit_status_is_one(
     home: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -359,6 +362,7 @@ def test_a_missing_package_is_reported_with_the_command_that_installs_it(
     assert "pip install 'lmx-lab[lab]'" in capsys.readouterr().err
 
 
+@pytest.mark.slow
 def test_more_concurrent_requests_than_slots_give_a_note(
     home: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -62,6 +62,7 @@ def test_a_deleted_session_of_the_last_chat_is_replaced_by_a_new_one(
     assert len(upstream.bodies[-1]["messages"]) == 1
 
 
+@pytest.mark.slow
 @pytest.mark.usefixtures("hello")
 def test_options_for_a_new_session_are_refused_for_an_existing_one(
     tmp_path: Path, daemon: Daemon, upstream: Scripted
@@ -91,6 +92,7 @@ def test_a_chat_whose_session_cannot_be_stored_is_answered(tmp_path: Path, daemo
     assert (done.status, done.stdout) == (0, "Hello there.\n"), done.stderr
 
 
+@pytest.mark.slow
 def test_characters_that_the_encoding_lacks_are_escaped(tmp_path: Path, daemon: Daemon, upstream: Scripted) -> None:
     upstream.then(says("é"))
     done = run_command(tmp_path, "chat", "hello", encoding="ascii")
@@ -217,6 +219,7 @@ def test_an_interactive_chat_asks_before_a_tool_runs(tmp_path: Path, ran: list[s
     assert ran == ["b"]
 
 
+@pytest.mark.slow
 def test_neither_text_typed_before_nor_the_end_of_the_input_allows_a_tool(
     tmp_path: Path, ran: list[str], upstream: Scripted
 ) -> None:
@@ -237,6 +240,7 @@ def test_neither_text_typed_before_nor_the_end_of_the_input_allows_a_tool(
     assert ran == []
 
 
+@pytest.mark.slow
 def test_a_question_about_a_tool_is_visible_if_the_answer_goes_to_a_file(
     tmp_path: Path, ran: list[str], upstream: Scripted
 ) -> None:

@@ -89,6 +89,7 @@ def make_session(daemon: Daemon, name: str) -> None:
         client.session(name)
 
 
+@pytest.mark.slow
 def test_a_reader_that_closes_the_pipe_causes_no_error_message(tmp_path: Path, daemon: Daemon) -> None:
     # More than fits into a pipe.
     write_tokens(daemon, 1000)

@@ -37,6 +37,7 @@ def test_ctrl_c_during_a_generation_ends_with_zero(tmp_path: Path) -> None:
     assert "stopping\n" in ended.stdout
 
 
+@pytest.mark.slow
 def test_each_request_is_one_line_unless_quiet(tmp_path: Path) -> None:
     def ask(server: Running) -> None:
         for body in (chat("echo", "three words here"), chat("nothing", "hi"), {"model": "echo"}):

@@ -222,6 +222,7 @@ async def test_a_server_without_a_websocket_is_reported(answer: bytes) -> None:
                 await anext(client.stream(hello(), over="websocket"))
 
 
+@pytest.mark.slow
 async def test_a_silent_websocket_is_an_error_after_the_time_limit() -> None:
     def silent(request: str) -> Iterator[bytes]:
         yield upgraded(TOKEN)(request)

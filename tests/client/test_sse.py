@@ -23,6 +23,7 @@ def test_the_lines_of_an_event_are_joined_and_other_fields_are_skipped() -> None
     assert EventDecoder().feed(stream) == ["a\n b\n"]
 
 
+@pytest.mark.slow
 @given(st.lists(st.text(max_size=5).map(json.dumps) | st.just(json.dumps(TEXT, ensure_ascii=False))), st.data())
 def test_bytes_may_be_split_anywhere(texts: list[str], data: st.DataObject) -> None:
     stream = "".join(f"data: {text}\n\n" for text in texts).encode()

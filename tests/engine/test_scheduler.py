@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections import Counter
 
+import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -183,6 +184,7 @@ def test_requests_keep_their_slot_while_they_cannot_be_paused_or_have_just_start
 ACTIONS = st.sampled_from(["add", "add two", "admit", "prefilled", "expire", "cancel", "pause"])
 
 
+@pytest.mark.slow
 @given(st.integers(1, 4), st.integers(1, 3), st.lists(ACTIONS, max_size=80), st.randoms())
 def test_every_request_ends_once_and_the_limits_hold_whatever_happens(
     slots: int, prefills: int, actions: list[str], random: object

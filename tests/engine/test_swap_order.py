@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -97,6 +98,7 @@ def test_a_discarded_ticket_has_no_turn() -> None:
     assert take_all(order, "a") == ["a"]
 
 
+@pytest.mark.slow
 @given(st.lists(st.lists(st.sampled_from(["a", "b", "c"]), max_size=6), max_size=12))
 def test_no_ticket_starves_and_none_is_lost(arrivals: list[list[str]]) -> None:
     """While tickets are added and taken, at most the share passes each ticket in a turn, and all have their turn."""

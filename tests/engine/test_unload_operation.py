@@ -97,6 +97,7 @@ async def test_calls_at_the_same_time_are_one_unload() -> None:
         assert len(set(await freed)) == 1
 
 
+@pytest.mark.slow
 async def test_answers_end_with_an_error_at_the_time_limit() -> None:
     async with running(replace(SETTINGS, drain_s=0.3)) as lab:
         await lab.manager.load(LoadSpec(model="one"))

@@ -27,8 +27,6 @@ from tests.faults.hub_server import REPO, HalfFirst, Handler, Hub, Sends, git_id
 from tests.flows.conftest import wait_until
 from tests.weights.conftest import LLAMA, safetensors_bytes
 
-pytestmark = pytest.mark.long
-
 WEIGHTS = "model.safetensors"
 FETCH = """
 import sys

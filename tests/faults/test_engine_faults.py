@@ -35,8 +35,6 @@ from tests.faults.chat_requests import WAIT_S, WAYS, End, Way, send_all
 from tests.faults.fault_injection import inject
 from tests.flows.conftest import chat_body, serving, wait_until, wait_until_idle
 
-pytestmark = pytest.mark.long
-
 DIGITS = {"type": "json_schema", "json_schema": {"name": "n", "schema": {"type": "string", "pattern": "^[0-9]{60}$"}}}
 
 

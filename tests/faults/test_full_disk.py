@@ -28,8 +28,6 @@ from tests.faults.chat_requests import CHAT, WAIT_S
 from tests.faults.hub_server import REPO, Handler, git_id, hub_with, whole
 from tests.flows.conftest import chat_body, serving
 
-pytestmark = pytest.mark.long
-
 NUMBERS = re.compile(r"\d+ bytes are free")
 MIB = 2**20
 

@@ -24,8 +24,6 @@ from tests.faults.chat_requests import CHAT, WAIT_S
 from tests.flows.conftest import chat_body, serving, wait_until
 from tests.gguf_files import unknown_architecture
 
-pytestmark = pytest.mark.long
-
 SETTINGS = Settings(slots=2, threads=1, memory_limit_bytes=2**30)
 HANGING_SCRIPT = """\
 import sys, time

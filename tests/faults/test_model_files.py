@@ -26,8 +26,6 @@ from tests.flows.conftest import chat_body, serving, wait_until
 from tests.gguf_files import with_context
 from tests.tiny import write_tiny_llama
 
-pytestmark = pytest.mark.long
-
 SETTINGS = Settings(slots=2, threads=1, memory_limit_bytes=2**30)
 FORMATS: tuple[Format, ...] = ("mlx", "gguf")
 

@@ -224,6 +224,7 @@ def test_requests_are_counted_in_the_metrics(http: httpx2.Client) -> None:
         assert after[name] - before[name] == grows
 
 
+@pytest.mark.slow
 def test_the_method_of_the_lab_returns_an_array(quick_lab: Lab) -> None:
     both = quick_lab.embed([SEA, BREAD])
     assert (both.shape, both.dtype) == ((2, 384), np.float32)

@@ -227,6 +227,7 @@ def test_a_document_of_text_is_read_and_other_blocks_are_refused_by_their_place(
         chat_request(request)
 
 
+@pytest.mark.slow
 def test_an_answer_ends_if_its_client_disconnects(http: httpx2.Client, lab: Lab) -> None:
     wait_until_idle(lab)
     before = lab.engine.snapshot.output_tokens

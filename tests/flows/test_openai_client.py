@@ -109,6 +109,7 @@ def test_16_stop_strings_are_accepted(client: OpenAI) -> None:
         ask(client, stop=["a"] * 17)
 
 
+@pytest.mark.slow
 def test_a_seeded_answer_is_reproducible(echo: OpenAI) -> None:
     warm: dict[str, Any] = {"temperature": 1.5, "max_tokens": 24, "extra_body": {"ignore_eos": True}}
     assert text(echo, seed=1, **warm) == text(echo, seed=1, **warm)
@@ -121,6 +122,7 @@ def test_n_choices_are_returned(echo: OpenAI) -> None:
     assert len({choice.message.content for choice in answer.choices}) == 3
 
 
+@pytest.mark.slow
 def test_streamed_choices_have_their_index(echo: OpenAI) -> None:
     whole = ask(echo, n=2, seed=1, temperature=1.5, max_tokens=24, extra_body={"ignore_eos": True})
     texts = ["", ""]

@@ -204,6 +204,7 @@ def test_reasoning_and_content_have_logprobs(http: httpx2.Client) -> None:
 # --- any engine
 
 
+@pytest.mark.slow
 def test_all_routes_separate_reasoning_from_the_content(lab: Lab) -> None:
     sent = [{"role": "user", "content": "<think>Is it wide?</think>It is."}]
     fields = echo_body(messages=sent, max_tokens=40)

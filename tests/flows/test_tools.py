@@ -208,6 +208,7 @@ def test_parallel_calls_can_be_disabled(tiny: OpenAI) -> None:
     assert max(counts) > 1
 
 
+@pytest.mark.slow
 def test_any_of_128_tools_can_be_called(echo: OpenAI) -> None:
     tools = [function(f"tool_{at}", closed(**{f"a{at}": DIGIT})) for at in range(128)]
     for choice, name in ((function("tool_127"), "tool_127"), ("required", None)):
@@ -277,6 +278,7 @@ def test_the_error_of_an_invalid_tool_or_history_names_the_field(
     assert param.partition(".")[0] in error["message"]
 
 
+@pytest.mark.slow
 @pytest.mark.usefixtures("next_request_works")
 @pytest.mark.parametrize("choice", ["required", function("second")], ids=["required", "named"])
 def test_parameters_that_cannot_be_enforced_are_refused_with_their_tool(http: httpx2.Client, choice: Any) -> None:

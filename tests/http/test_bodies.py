@@ -161,6 +161,7 @@ async def test_garbage_is_not_collected_in_a_step_of_a_large_body() -> None:
     assert gc.isenabled()
 
 
+@pytest.mark.slow
 async def test_freed_memory_is_returned_once_after_large_bodies(monkeypatch: pytest.MonkeyPatch) -> None:
     trimmed: list[str] = []
     trim = bodies._trim_heaps

@@ -318,6 +318,7 @@ HANDSHAKE = (
 )
 
 
+@pytest.mark.slow
 @pytest.mark.anyio
 async def test_pings_of_a_client_that_does_not_read_are_not_queued_and_its_messages_are_received():
     app = Flooding()

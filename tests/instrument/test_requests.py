@@ -76,12 +76,14 @@ def test_requests_of_the_notebook_are_recorded_and_those_of_other_clients_are_no
     assert httpx2.get(f"{lab.url}/readyz").json().get("recorded") is None
 
 
+@pytest.mark.slow
 def test_requests_of_the_lab_s_daemon_are_own(tmp_path: Path) -> None:
     with echo_lab(tmp_path, daemon_port=0) as lab:
         lab.start_daemon().session().run("hello")
         assert [request.record.own for request in lab.requests] == [True]
 
 
+@pytest.mark.slow
 def test_with_all_the_requests_of_other_clients_are_recorded_and_they_are_told(tmp_path: Path) -> None:
     with echo_lab(tmp_path, record="all") as lab:
         assert httpx2.post(f"{lab.url}/v1/chat/completions", json=BODY).headers["x-lmx-recorded"] == "1"
@@ -155,6 +157,7 @@ def test_a_request_is_replayed_with_its_seed(lab: lmx_lab.Lab) -> None:
     assert len(lab.requests) == count
 
 
+@pytest.mark.slow
 def test_the_second_choice_of_a_completion_is_replayed_with_its_own_seed(lab: lmx_lab.Lab) -> None:
     fields = {"model": "default", "prompt": "one", "n": 2, "max_tokens": 20, "temperature": 2, "ignore_eos": True}
     headers = {"authorization": "Bearer s3cret-key", **lab.openai["default_headers"]}
@@ -164,6 +167,7 @@ def test_the_second_choice_of_a_completion_is_replayed_with_its_own_seed(lab: lm
     assert second.replay().same
 
 
+@pytest.mark.slow
 def test_requests_with_tools_and_formats_are_replayed(lab: lmx_lab.Lab) -> None:
     parameters = {"type": "object", "properties": {"place": {"type": "string"}}, "required": ["place"]}
     tool = {"type": "function", "function": {"name": "look", "parameters": parameters}}
@@ -341,6 +345,7 @@ def test_the_lens_shows_recorded_log_probabilities_or_scores_the_tokens(lab: lmx
         pickle.loads(pickle.dumps(scored)).lens()
 
 
+@pytest.mark.slow
 def test_named_tokens_reach_replies_clients_records_and_frames(lab: lmx_lab.Lab) -> None:
     named = [" sea", 300]
     reply = lab.chat("hello", logprob_tokens=named)

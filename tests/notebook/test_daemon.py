@@ -59,6 +59,7 @@ def test_a_turn_of_the_daemon_uses_the_labs_model(options: dict[str, Any]) -> No
     assert (lab.daemon, daemon.running, read_state(folder)) == (None, False, None)
 
 
+@pytest.mark.slow
 def test_a_launch_cell_that_is_run_again_keeps_the_daemon(options: dict[str, Any]) -> None:
     lab = lmx_lab.launch(**options)
     daemon = lab.daemon
@@ -71,6 +72,7 @@ def test_a_launch_cell_that_is_run_again_keeps_the_daemon(options: dict[str, Any
     assert lmx_lab.launch(**options).daemon is not None
 
 
+@pytest.mark.slow
 def test_a_relaunched_lab_keeps_sessions_and_functions(options: dict[str, Any]) -> None:
     lab = lmx_lab.launch(**options)
     assert lab.daemon is not None
@@ -152,6 +154,7 @@ def test_a_command_as_a_single_text_is_refused_with_the_list_to_use(options: dic
     assert lab.daemon.client.mcp_servers() == []
 
 
+@pytest.mark.slow
 def test_a_remote_lab_has_no_daemon(options: dict[str, Any]) -> None:
     with lmx_lab.launch(**options) as lab, lmx_lab.attach(lab.url) as attached:
         assert attached.daemon is None

@@ -202,6 +202,7 @@ def test_a_reply_shows_its_calls_and_mentions_thoughts() -> None:
     assert {"details", "summary", "code"} <= page.elements
 
 
+@pytest.mark.slow
 @given(st.lists(st.sampled_from(LIVE) | st.text(max_size=5), max_size=8).map("".join))
 def test_thoughts_and_calls_never_become_html(text: str) -> None:
     calls = (ToolCallDelta(index=0, id=text, name=text, arguments=text),)
@@ -218,6 +219,7 @@ def test_a_reply_displays_its_text_and_cost() -> None:
 # --- Markdown
 
 
+@pytest.mark.slow
 @given(st.lists(st.sampled_from(LIVE_TEXT + LAYOUT) | st.text(max_size=5), max_size=12).map("".join))
 def test_no_text_of_a_model_becomes_live_html_a_link_or_an_image(text: str) -> None:
     assert Page(safe_markdown(text)).elements <= HARMLESS

@@ -43,6 +43,7 @@ def running_answer(lab: lmx_lab.Lab) -> Iterator[Iterator[str]]:
         yield pieces
 
 
+@pytest.mark.slow
 def test_an_interrupt_ends_the_wait_but_not_the_unload(
     lab: lmx_lab.Lab, server: lmx_lab.Lab, capfd: pytest.CaptureFixture[str]
 ) -> None:

@@ -88,6 +88,7 @@ def test_a_peak_survives_ten_thousand_values() -> None:
     assert heights.count(min(heights)) == 1
 
 
+@pytest.mark.slow
 @given(st.lists(st.floats(0, 1e12) | st.just(math.nan), min_size=1, max_size=40), st.floats(0, 1e10))
 def test_all_values_are_drawn_inside_the_chart(values: list[float], first: float) -> None:
     at = [first + index for index in range(len(values))]

@@ -117,6 +117,7 @@ def test_the_process_has_no_keys_in_its_environment_and_ends_with_its_parent(
     assert not child.is_running()
 
 
+@pytest.mark.slow
 def test_a_killed_process_is_started_again(process: TemplateSandbox) -> None:
     process.render("", {})
     for child in psutil.Process().children():

@@ -224,6 +224,7 @@ def parsed(vectors: Any) -> Any:
     return np.array([item["embedding"] for item in answer["data"]], dtype=np.float32).reshape(vectors.shape)
 
 
+@pytest.mark.slow
 @given(
     arrays.arrays(
         np.float32,

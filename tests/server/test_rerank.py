@@ -189,6 +189,7 @@ async def test_values_that_are_not_finite_are_an_error(make: Any, wrong: float) 
     assert "minilm" in error["message"]
 
 
+@pytest.mark.slow
 async def test_many_results_are_written_in_another_thread(monkeypatch: pytest.MonkeyPatch) -> None:
     moved: list[Any] = []
     to_thread = asyncio.to_thread

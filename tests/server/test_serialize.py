@@ -35,6 +35,7 @@ def calls(draw: st.DrawFn) -> tuple[ToolCallDelta, ...]:
     return tuple(pieces)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("logprobs", [False, True])
 @given(text=TEXTS, name=TEXTS, thoughts=TEXTS, tool_calls=calls())
 def test_a_chat_chunk_equals_the_dump_of_its_model(
@@ -144,6 +145,7 @@ def test_a_completion_chunk_equals_the_dump_of_its_model(text: str, name: str) -
         assert Completion.model_validate_json(chunk).model_dump_json(exclude_unset=True) == chunk
 
 
+@pytest.mark.slow
 @given(text=TEXTS, thoughts=TEXTS, tool_calls=calls())
 def test_a_socket_token_equals_the_dump_of_its_model(
     text: str, thoughts: str, tool_calls: tuple[ToolCallDelta, ...]

@@ -336,6 +336,7 @@ def test_the_error_of_an_invalid_reasoning_field_names_it(
 PIECES = st.lists(st.tuples(st.integers(0, 3), st.text(max_size=3)), max_size=20)
 
 
+@pytest.mark.slow
 @given(PIECES, st.integers(0, 20))
 def test_merging_pieces_of_calls_is_associative(pieces: list[tuple[int, str]], cut: int) -> None:
     deltas = [

@@ -327,6 +327,7 @@ print("more")
 # --- calls that would wait for themselves
 
 
+@pytest.mark.slow
 async def test_a_turn_whose_model_server_is_on_the_callers_loop_is_refused(tmp_path: Path) -> None:
     server = await uvicorn_server.serve(app, uvicorn_server.bind("127.0.0.1", 0, explicit=False))
     with serving(tmp_path, upstream=server.url) as daemon, DaemonClient(daemon.url, token=daemon.token) as client:
@@ -357,6 +358,7 @@ def test_the_token_of_a_client_is_not_displayed(daemon: Daemon) -> None:
         client.state()
 
 
+@pytest.mark.slow
 def test_a_daemon_is_shut_down(tmp_path: Path) -> None:
     with serving(tmp_path) as daemon:
         with DaemonClient.discover(tmp_path) as client:

@@ -89,6 +89,7 @@ async def test_cursor_zero_receives_all_kept_events(daemon: Daemon) -> None:
     assert (frames[1]["event"], seqs(frames)[-1]) == ("daemon.started", latest(daemon))
 
 
+@pytest.mark.slow
 async def test_no_event_is_lost_between_stored_and_live_events(daemon: Daemon) -> None:
     """Events are written while the client connects and reads stored events."""
     start, stop = latest(daemon), threading.Event()

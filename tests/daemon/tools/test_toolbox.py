@@ -53,6 +53,7 @@ async def test_the_absence_of_a_tool_is_explained_by_the_state_of_its_server(har
         assert await toolbox.explain_absence(name) is None
 
 
+@pytest.mark.slow
 @pytest.mark.anyio
 async def test_a_server_that_is_ready_explains_an_absence_only_by_its_permission(harness: McpHarness) -> None:
     toolbox = CombinedToolbox(PythonTools(), harness.servers)

@@ -129,6 +129,7 @@ def test_shrinking_does_not_change_the_limit(cache: PrefixCache[FakeState]) -> N
 PROMPTS = st.lists(st.sampled_from([0, 1]), min_size=1, max_size=60).map(tuple)
 
 
+@pytest.mark.slow
 @given(st.lists(st.tuples(PROMPTS, st.booleans()), max_size=20), PROMPTS)
 def test_a_hit_is_the_longest_usable_prefix(kept: list[tuple[tuple[int, ...], bool]], prompt: tuple) -> None:
     cache: PrefixCache[FakeState] = PrefixCache(limit_bytes=2000)

@@ -172,6 +172,7 @@ def test_streamed_channels_are_those_of_the_whole_text(
     assert streamed(channel_format(initial), split(raw, sizes), stops) == expected
 
 
+@pytest.mark.slow
 @given(TEXTS, INITIAL, STOPS, st.sets(st.integers(1, 40)))
 def test_entries_are_those_of_the_tokens_that_begin_before_the_stop_string(
     raw: str, initial: str, stops: list[str], cuts: set[int]
@@ -184,6 +185,7 @@ def test_entries_are_those_of_the_tokens_that_begin_before_the_stop_string(
     assert answer(tokens, channel_format(initial), stops).entries == expected
 
 
+@pytest.mark.slow
 @given(TEXTS)
 def test_whitespace_is_not_held_back_in_a_format_without_calls(raw: str) -> None:
     channels, out = ChannelParser(ChannelFormat(transitions={CONTENT: [("<r>", REASONING)]}), ()), ""
@@ -195,6 +197,7 @@ def test_whitespace_is_not_held_back_in_a_format_without_calls(raw: str) -> None
     assert out == raw
 
 
+@pytest.mark.slow
 @given(TEXTS, st.lists(st.integers(1, 7), min_size=1))
 def test_calls_that_cannot_be_parsed_are_content(raw: str, sizes: list[int]) -> None:
     transitions = {CONTENT: [("<t>", TOOL)], TOOL: [("</t>", CONTENT)]}
@@ -203,6 +206,7 @@ def test_calls_that_cannot_be_parsed_are_content(raw: str, sizes: list[int]) -> 
         assert found == Parsed(content=raw)
 
 
+@pytest.mark.slow
 @given(TEXTS, st.lists(st.integers(1, 7), min_size=1))
 def test_reasoning_and_content_are_the_text_between_the_markers(raw: str, sizes: list[int]) -> None:
     transitions = {CONTENT: [("<r>", REASONING)], REASONING: [("</r>", CONTENT)]}

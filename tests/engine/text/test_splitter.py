@@ -92,17 +92,20 @@ def test_streamed_single_bytes_give_the_text(text: str) -> None:
     assert streamed(decode_bytes, text.encode()) == text
 
 
+@pytest.mark.slow
 @given(BYTES)
 def test_invalid_bytes_are_streamed_as_they_are_decoded_at_once(data: bytes) -> None:
     assert streamed(decode_bytes, data) == data.decode("utf-8", "replace")
 
 
+@pytest.mark.slow
 @given(BYTES, SIZES)
 def test_tokens_of_several_or_no_bytes_are_streamed_as_they_are_decoded_at_once(data: bytes, sizes: list[int]) -> None:
     tokenizer = chunks(data, sizes)
     assert streamed(tokenizer.decode, range(len(tokenizer.chunks))) == data.decode("utf-8", "replace")
 
 
+@pytest.mark.slow
 @given(BYTES, st.lists(st.integers(1, 5), min_size=1))
 def test_only_the_leading_space_of_the_whole_text_is_dropped(data: bytes, sizes: list[int]) -> None:
     expected = data.decode("utf-8", "replace").removeprefix(" ")
@@ -111,6 +114,7 @@ def test_only_the_leading_space_of_the_whole_text_is_dropped(data: bytes, sizes:
     assert streamed(tokenizer.decode_with_leading_space, range(len(tokenizer.chunks))) == expected
 
 
+@pytest.mark.slow
 @given(BYTES)
 def test_text_that_a_further_byte_could_change_is_held_back(data: bytes) -> None:
     detokenizer, settled, out = Detokenizer(decode_bytes), codecs.getincrementaldecoder("utf-8")("replace"), ""
@@ -123,6 +127,7 @@ def test_text_that_a_further_byte_could_change_is_held_back(data: bytes) -> None
         assert len(final) - len(out) <= 3
 
 
+@pytest.mark.slow
 @given(BYTES.filter(lambda data: "\ufffd".encode() not in data))
 def test_byte_fallback_loses_no_byte_and_breaks_no_valid_character(data: bytes) -> None:
     text = streamed(decode_with_byte_fallback, data)
@@ -203,12 +208,14 @@ def run(splitter: TextSplitter[int], tokens: Iterable[int]) -> list[SplitText[in
     return [*pieces, splitter.finish()]
 
 
+@pytest.mark.slow
 @given(TEXTS, STOPS)
 def test_stop_strings_cut_streamed_text_as_they_cut_the_whole_text(text: str, stops: list[str]) -> None:
     pieces = run(TextSplitter(decode_bytes, stops), text.encode())
     assert ("".join(piece.text for piece in pieces), pieces[-1].stopped) == cut(text, stops)
 
 
+@pytest.mark.slow
 @given(TEXTS, STOPS, st.lists(st.integers(1, 5), max_size=30))
 def test_stop_strings_are_found_at_any_division_of_the_text(text: str, stops: list[str], sizes: list[int]) -> None:
     matcher, out, rest = StopStrings(stops), "", text
@@ -247,6 +254,7 @@ def test_the_beginning_of_a_stop_string_is_returned_at_the_end_of_the_text() -> 
 # Entries
 
 
+@pytest.mark.slow
 @given(TEXTS, STOPS, SIZES)
 def test_entries_are_those_of_the_tokens_that_have_text_in_the_output(
     text: str, stops: list[str], sizes: list[int]
@@ -262,6 +270,7 @@ def test_entries_are_those_of_the_tokens_that_have_text_in_the_output(
     assert [entry for piece in pieces for entry in piece.entries] == expected
 
 
+@pytest.mark.slow
 @given(TEXTS, STOPS, SIZES)
 def test_an_entry_is_returned_with_the_last_part_of_its_text(text: str, stops: list[str], sizes: list[int]) -> None:
     tokenizer = chunks(text.encode(), sizes)
@@ -273,6 +282,7 @@ def test_an_entry_is_returned_with_the_last_part_of_its_text(text: str, stops: l
             assert taken == sum(end <= out for end in ends[: at + 1])
 
 
+@pytest.mark.slow
 @given(BYTES, SIZES, st.sampled_from([decode_bytes, decode_with_byte_fallback]), STOPS)
 def test_entries_of_invalid_text_are_in_order_and_complete(
     data: bytes, sizes: list[int], decode: Decode, stops: list[str]
@@ -336,6 +346,7 @@ def test_tokens_without_entries_return_none() -> None:
 CALL = '<tool_call>\n{"name": "f", "arguments": {"x": "é€😀"}}\n</tool_call>'
 
 
+@pytest.mark.slow
 @given(BYTES, SIZES, STOPS)
 def test_an_empty_channel_format_changes_nothing(data: bytes, sizes: list[int], stops: list[str]) -> None:
     tokenizer = chunks(data, sizes)
@@ -346,6 +357,7 @@ def test_an_empty_channel_format_changes_nothing(data: bytes, sizes: list[int], 
     assert plain == shaped
 
 
+@pytest.mark.slow
 @given(TEXTS, TEXTS, st.sets(st.integers(0, 100)))
 def test_a_literal_after_an_incomplete_character_changes_no_other_text(before: str, after: str, cuts: set[int]) -> None:
     half = len(before.encode()) + 1
@@ -411,6 +423,7 @@ def test_reasoning_tokens_are_counted(texts: list[str], initial: str, expected: 
     assert splitter.reasoning_tokens == expected
 
 
+@pytest.mark.slow
 @given(st.sets(st.integers(1, 200)), TEXTS)
 def test_stop_strings_do_not_apply_to_reasoning_and_calls(cuts: set[int], content: str) -> None:
     raw = f"<think>b</think>x{content}{CALL}"

@@ -212,6 +212,7 @@ def test_an_answer_in_tokens_of_one_byte(case: Case) -> None:
     assert found.entries == list(range(len(tokens.chunks)))
 
 
+@pytest.mark.slow
 @given(st.sampled_from(list(CASES.values())), st.sets(st.integers(1, 400)))
 def test_an_answer_in_random_tokens(case: Case, cuts: set[int]) -> None:
     check(case, answer(Tokens(case.raw, cuts, case.specials), case.channel_format))
@@ -328,6 +329,7 @@ def enforced(draw: st.DrawFn) -> tuple[str, str, str]:
     return "".join(draw(SPACE) + part for part in parts), name, raw
 
 
+@pytest.mark.slow
 @given(enforced(), st.lists(st.integers(1, 6), min_size=1))
 def test_an_enforced_call_is_returned_as_written(call: tuple[str, str, str], sizes: list[int]) -> None:
     text, name, arguments = call

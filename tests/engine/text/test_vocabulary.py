@@ -53,6 +53,7 @@ def test_the_bytes_of_a_texts_tokens_are_the_text(smollm2_tokenizer: Any, text: 
     assert b"".join(map(vocabulary.bytes_of, encode(smollm2_tokenizer, text))) == text.encode()
 
 
+@pytest.mark.slow
 @given(text=TEXTS.filter(lambda text: "▁" not in text and text))
 @settings(deadline=None)
 def test_byte_tokens_and_marked_spaces_have_the_bytes_of_their_text(sentencepiece_like: Any, text: str) -> None:
@@ -60,6 +61,7 @@ def test_byte_tokens_and_marked_spaces_have_the_bytes_of_their_text(sentencepiec
     assert b"".join(map(vocabulary.bytes_of, encode(sentencepiece_like, text))) == b" " + text.encode()
 
 
+@pytest.mark.slow
 @given(data=st.lists(st.sampled_from([b"a", b"\x80", "é".encode(), "😀".encode(), b"\xf0\x9f", b"\n"])).map(b"".join))
 @settings(deadline=None)
 def test_a_real_byte_fallback_decoder_streams_every_valid_character(sentencepiece_like: Any, data: bytes) -> None:

@@ -243,6 +243,7 @@ def test_a_model_in_mlx_format_is_not_converted(
     assert catalog.convert("m") == catalog.resolve("m")
 
 
+@pytest.mark.slow
 def test_a_split_file_is_not_converted_and_the_error_contains_the_next_step(
     catalog: Catalog, write_split: Callable[..., list[Path]], tmp_path: Path
 ) -> None:

@@ -159,6 +159,7 @@ def test_the_preferred_quantization_is_downloaded_by_default(catalog: Catalog, g
     assert ggufs.sent == []
 
 
+@pytest.mark.slow
 def test_the_name_of_a_repository_refers_to_its_only_stored_quantization(catalog: Catalog, ggufs: Hub) -> None:
     entry = catalog.fetch("org/tiny:Q8_0")
     for name in ("org/tiny", "org/tiny:q8_0", "org/tiny:Tiny-Q8_0-00001-of-00002.gguf", "org/tiny:Q8_0"):
@@ -213,6 +214,7 @@ def test_the_required_disk_space_is_that_of_the_quantization(
     assert ggufs.sent == []
 
 
+@pytest.mark.slow
 def test_missing_parts_and_truncated_files_are_downloaded_again(catalog: Catalog, ggufs: Hub) -> None:
     entry = catalog.fetch("org/tiny:Q8_0")
     second = entry.path.with_name("Tiny-Q8_0-00002-of-00002.gguf")
