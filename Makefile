@@ -54,7 +54,7 @@ demo: $(STAMP)
 PYTEST = PYTHONDONTWRITEBYTECODE= OPENBLAS_NUM_THREADS=1 $(BIN)/python -m pytest --durations 20 \
   -n $(TEST_WORKERS) --maxprocesses 4 --dist loadfile --no-loadscope-reorder
 
-# Many of these tests wait, so more workers than cores are faster. On two idle cores they take about 130 s.
+# Many of these tests wait, so more workers than cores are faster. On two idle cores they take about 95 s.
 test-fast: TEST_WORKERS = 4
 test-fast: setup
 	$(PYTEST) -m "not slow and not long"
