@@ -27,8 +27,6 @@ from lmx_lab.wire.limits import FEW_VALUES, MEMBER_LIMIT, check_members
 from lmx_lab.wire.tools import PART_LIMIT, TOOL_LIMIT
 
 MESSAGE_LIMIT = 4096
-HINTS = frozenset({"cache_control", "citations", "signature", "caller"})
-"""Fields of blocks that never change an answer, so they are not named in the header."""
 
 
 class LenientModel(BaseModel):

@@ -120,7 +120,7 @@ def test_a_conversation_is_converted_to_the_chat_format() -> None:
             "role": "user",
             "content": [
                 {"type": "text", "text": "Here you are."},
-                {"type": "tool_result", "tool_use_id": "c2", "content": [{"type": "text", "text": "noon"}, *[]]},
+                {"type": "tool_result", "tool_use_id": "c2", "content": [{"type": "text", "text": "noon"}]},
                 {"type": "tool_result", "tool_use_id": "c1", "is_error": True},
             ],
         },

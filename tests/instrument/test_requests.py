@@ -235,13 +235,13 @@ def test_a_file_is_read_without_a_server_and_has_no_keys_or_addresses(tmp_path: 
     path = tmp_path / "requests.db"
     with echo_lab(tmp_path, record="all", record_to=path, api_key="s3cret-key") as lab:
         lab.chat("the first")
-        post(lab, user="somebody", metadata={"who": "somebody"})
+        post(lab, user="user-name", metadata={"who": "user-name"})
         own = lab.openai["default_headers"]["x-lmx-own"]
         len(lab.requests)
         assert {file.stat().st_mode & 0o777 for file in tmp_path.glob("requests.db*")} == {0o600}
     data = path.read_bytes()
     assert b"the first" in data
-    for secret in (b"s3cret", b"127.0.0.1", own.encode(), b"somebody"):
+    for secret in (b"s3cret", b"127.0.0.1", own.encode(), b"user-name"):
         assert secret not in data
     loaded = load_requests(path)
     assert [request.text for request in loaded] == ["the first", "the sea is wide"]
