@@ -89,7 +89,7 @@ ENGINES: Mapping[EngineName, EngineRow] = {
             make=_make_mlx,
             package="mlx",
             files="MLX folders",
-            good_for="fast on a GPU, and scores prompts",
+            good_for="fast on a GPU, and scores prompts fast",
             is_measured=True,
             alternative="or load a GGUF file of the model, such as org/name:Q4_K_M",
         ),
