@@ -16,7 +16,7 @@ PROMPT_LIMIT = 1024
 # Named types, because members of a union must be hashable, and FailFast is not.
 TokenIds = TypeAliasType(
     "TokenIds",
-    Annotated[list[Annotated[int, Field(ge=0)]], FailFast(), Field(min_length=1, max_length=ITEM_LIMIT)],
+    Annotated[list[Annotated[int, Field(ge=0, strict=True)]], FailFast(), Field(min_length=1, max_length=ITEM_LIMIT)],
 )
 Texts = TypeAliasType("Texts", Annotated[list[str], FailFast(), Field(min_length=1, max_length=PROMPT_LIMIT)])
 TokenLists = TypeAliasType(

@@ -33,8 +33,8 @@ TEMPLATE_S = 7.0
 """Time limit of a template, plus one second for the start of its process and one for the answer."""
 TOKENIZER_S = 7.0
 """Time limit of a text (4 s), plus time for the start of its process and for the answer."""
-GRAMMAR_S = ANSWER_S
-"""The time limit of a grammar is 2 s; further ones of the same client wait for it, or are refused."""
+GRAMMAR_S = 10.0 + 2.0
+"""A grammar waits up to 10 s for others, and its own time limit is 2 s."""
 UNREAD_S = 45.0
 """Time for which a client reads nothing: the time limit of a slow client (10 s) plus the time to fill the buffers. That
 is long, because its answers are paused for the chats of the other client."""
@@ -135,7 +135,6 @@ ATTACKS = (
         name="an ambiguous grammar",
         send=post(CHAT, lambda: chat_of("hello", response_format={"type": "grammar", "grammar": AMBIGUOUS})),
         answers=REFUSED,
-        limit_s=GRAMMAR_S,
     ),
     Attack(
         name="8 ambiguous grammars",

@@ -12,8 +12,9 @@ from lmx_lab.engine.grammar.sandbox import LIMIT_S, GrammarSandbox
 from lmx_lab.errors import QueueFullError
 
 T = TypeVar("T")
-WAIT_S = 1.5
-"""Time that a grammar may wait for others. A slow grammar is refused after ``sandbox.SHARE_S`` if others wait."""
+WAIT_S = 10.0
+"""Time that a grammar may wait for others: enough for a hundred usual schemas that are sent together. A slow grammar
+is refused after ``sandbox.SHARE_S`` if others wait."""
 
 
 class GrammarQueue:
