@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import asyncio
 import functools
-from collections.abc import AsyncGenerator, Callable, Coroutine, Sequence
+from collections.abc import AsyncGenerator, Callable, Coroutine, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, Generic, Literal, Protocol, Self, TypeVar
 
@@ -17,6 +17,7 @@ from lmx_lab.values.encoding import EncodeReport, RerankMethod, Vectors
 from lmx_lab.values.generation import Delta, GenerationReport, TokenLogprob
 from lmx_lab.values.models import LoadReport, LoadSpec, Unloading
 from lmx_lab.values.recording import Record
+from lmx_lab.values.timeline import RequestTimeline
 from lmx_lab.wire.admin import ModelEvent, ModelRecords, RequestEvent, Sample
 from lmx_lab.wire.chat import ChatRequest
 from lmx_lab.wire.embeddings import EmbeddingsBody
@@ -26,6 +27,9 @@ from lmx_lab.wire.rerank import RerankBody
 T = TypeVar("T")
 Progress = Callable[[ModelEvent], None]
 """Called with each step of a load or unload, on the event loop that awaits it."""
+
+AnswerRecorder = Callable[[], Coroutine[Any, Any, Record]]
+"""Generates an answer, and returns its record, which is not stored."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -126,6 +130,13 @@ class Backend(Protocol):
     def events(self) -> AsyncGenerator[ModelEvent | RequestEvent, None]:
         """Return all loads, unloads and ends of requests from now on, of all clients. Ends when the server stops."""
 
+    def timelines(self, last_s: float) -> Sequence[RequestTimeline]:
+        """Return what the engine did for the requests of all clients that ran in the last seconds, the oldest first.
+
+        Raises:
+            InvalidRequestError: the server runs elsewhere.
+        """
+
     # Models
 
     async def models(self) -> ModelRecords: ...
@@ -160,6 +171,18 @@ class Backend(Protocol):
     async def rerank(self, body: RerankBody) -> DocumentRanking: ...
 
     # Recorded tokens
+
+    def answer_recorder(
+        self, prompt: str | Sequence[Mapping[str, Any]], parameters: Mapping[str, Any]
+    ) -> AnswerRecorder:
+        """Check a prompt with the parameters of ``Lab.chat``, and return a function that answers it.
+
+        Raises:
+            InvalidRequestError: the prompt or a parameter is invalid, or the server runs elsewhere.
+        """
+
+    async def encode(self, text: str) -> Sequence[int]:
+        """Return the token ids of a text, which may begin with tokens that the tokenizer puts before each text."""
 
     async def regenerate(self, record: Record) -> Record:
         """Generate the answer of a record again, and return the record of the new answer, which is not stored."""

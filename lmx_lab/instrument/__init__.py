@@ -1,7 +1,9 @@
 """Look into the answers of a lab: recorded requests, their repetition, and the probabilities of their tokens."""
 
+from lmx_lab.instrument.comparison import Comparison
 from lmx_lab.instrument.lens import TokenLens
 from lmx_lab.instrument.replay import Replay
 from lmx_lab.instrument.requests import RecordedRequest, RequestList, load_requests
+from lmx_lab.instrument.timeline import Timeline
 
-__all__ = ["RecordedRequest", "Replay", "RequestList", "TokenLens", "load_requests"]
+__all__ = ["Comparison", "RecordedRequest", "Replay", "RequestList", "Timeline", "TokenLens", "load_requests"]

@@ -15,6 +15,7 @@ from lmx_lab.instrument.access import LabAccess
 from lmx_lab.instrument.lens import ColorBy, TokenLens, lens_of
 from lmx_lab.instrument.replay import Replay
 from lmx_lab.instrument.store import COLUMNS, SHOWN_CHARACTERS, RecordStore
+from lmx_lab.instrument.timeline import Timeline, timeline_of_record
 from lmx_lab.values.recording import Record
 
 if TYPE_CHECKING:
@@ -86,6 +87,14 @@ class RecordedRequest:
         if record.logprobs:
             return TokenLens(record.logprobs, source="answer", color=color)
         return lens_of(self._lab, record.prompt, record.answer or (), model=record.provenance.model, color=color)
+
+    def timeline(self) -> Timeline:
+        """Return what the engine did for the request: when it waited, computed the prompt, and generated each token.
+
+        Raises:
+            InvalidRequestError: no steps were recorded.
+        """
+        return timeline_of_record(self.record)
 
     def delete(self) -> None:
         """Delete the record. Its content is overwritten in the file."""

@@ -17,6 +17,7 @@ from lmx_lab.backend import Backend
 from lmx_lab.bench.case import Arrival, Cache, Closed, Sweep
 from lmx_lab.instrument.access import LabAccess
 from lmx_lab.instrument.requests import RequestList
+from lmx_lab.instrument.verbs import InstrumentVerbs
 from lmx_lab.notebook.arguments import (
     Documents,
     Prompt,
@@ -60,7 +61,7 @@ PROMPT_TOKENS, OUTPUT_TOKENS = 512, 128
 CLOSED = Closed()
 
 
-class Lab:
+class Lab(InstrumentVerbs):
     """An inference server, in this process or elsewhere, with methods to load models and to send requests.
 
     ``launch()`` and ``attach()`` return a lab, and ``stop()`` ends it. Every blocking method that uses the server has
@@ -528,7 +529,9 @@ class Lab:
             AttributeError: the server runs elsewhere.
         """
         if self._local is None:
-            raise AttributeError(f"the server at {self.url} runs elsewhere: it has no settings, engine or daemon here")
+            raise AttributeError(
+                f"the server at {self.url} runs elsewhere: it has no settings, engine or requests here"
+            )
         return self._local
 
     @property

@@ -24,6 +24,7 @@ from lmx_lab.engine.stream import Item, Mailbox
 from lmx_lab.errors import ContextLengthError, EngineError, InvalidRequestError, LabError
 from lmx_lab.values.engine import TokenTotals
 from lmx_lab.values.generation import GenerationReport, PromptProgress
+from lmx_lab.values.timeline import StepKind
 
 log = logging.getLogger(__name__)
 Post = Callable[[Mailbox, Item], None]
@@ -164,14 +165,17 @@ class LlamaQueue:
         async with deadline(generation.arrived_at, generation.timeout_s):
             await generation.admitted.wait()
             generation.admitted_at = time.perf_counter()
+            generation.mailbox.steps.start(generation.admitted_at)
             self._post(generation.mailbox, generation.reader.begin(generation.admitted_at))
             if generation.prepared.request.score_prompt:
                 await self._score(generation)
             if not generation.prepared.max_tokens:
                 generation.reader.finish = "length"
             while generation.reader.finish is None:
-                # A paused generation continues when it has a slot again.
-                await generation.admitted.wait()
+                if not generation.admitted.is_set():
+                    # A paused generation continues when it has a slot again.
+                    await generation.admitted.wait()
+                    generation.mailbox.steps.start(time.perf_counter())
                 await self._generate(generation)
                 generation.reader.pause()
         return generation.reader.report(time.perf_counter(), peak_memory_bytes=self._hosted.memory_bytes)
@@ -181,8 +185,9 @@ class LlamaQueue:
         prepared, reader = generation.prepared, generation.reader
 
         def progress(done: int) -> None:
+            self._hosted.progress_at = now = time.perf_counter()
+            self._log_step(generation, "prefill", now, done - reader.computed_tokens)
             reader.computed_tokens = done
-            self._hosted.progress_at = time.perf_counter()
             self._post(generation.mailbox, PromptProgress(done=done, total=len(prepared.tokens)))
 
         top = prepared.request.top_logprobs or 0
@@ -223,10 +228,21 @@ class LlamaQueue:
         """Deliver the items of one event, and return whether to stop reading. Runs on the reader's loop."""
         now = time.perf_counter()
         self._hosted.progress_at = now
-        for item in generation.reader.read(event, now):
+        reader = generation.reader
+        prompt_tokens, output_tokens = reader.computed_tokens, reader.output_tokens
+        for item in reader.read(event, now):
             generation.mailbox.deliver(item)
+        if (tokens := reader.output_tokens - output_tokens) > 0:
+            self._log_step(generation, "decode", now, tokens)
+        elif (tokens := reader.computed_tokens - prompt_tokens) > 0:
+            self._log_step(generation, "prefill", now, tokens)
         is_paused = not generation.admitted.is_set() and generation.can_pause
         return generation.reader.finish is not None or is_paused
+
+    def _log_step(self, generation: LlamaGeneration, kind: StepKind, now: float, tokens: int) -> None:
+        """Record what llama.cpp has computed for a request since the last step; it does not number its steps."""
+        steps = generation.mailbox.steps
+        steps.add(kind, steps.last_end, now, tokens=tokens, requests=len(self.running))
 
     def _finish(self, generation: LlamaGeneration, task: asyncio.Task[GenerationReport]) -> None:
         """Post the end of a generation: its report or its error. No other method does so."""

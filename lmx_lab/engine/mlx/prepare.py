@@ -93,7 +93,7 @@ class PromptPreparer:
             MlxGeneration(
                 request=request,
                 prompt=prompt.tokens,
-                mailbox=Mailbox(asyncio.get_running_loop()),
+                mailbox=Mailbox(asyncio.get_running_loop(), arrived_at),
                 permit=permit,
                 model=weakref.ref(model),
                 arrived_at=arrived_at,
