@@ -65,7 +65,7 @@ class Mailbox:
         deltas, self._deltas = self._deltas, []
         # Nearly always there is only one.
         delta = deltas[0] if len(deltas) == 1 else merge_deltas(deltas)
-        return delta if delta.tokens or delta.has_content else None
+        return delta if delta.tokens or delta.ids or delta.has_content else None
 
 
 class Outbox:

@@ -15,6 +15,7 @@ from typing import Any
 from lmx_lab.engine.admission import AdmissionControl, Permit
 from lmx_lab.engine.llama_cpp.answer import AnswerReader
 from lmx_lab.engine.llama_cpp.connection import RefusedError
+from lmx_lab.engine.llama_cpp.missing_tokens import choose
 from lmx_lab.engine.llama_cpp.model import HostedModel
 from lmx_lab.engine.llama_cpp.prepare import PreparedRequest
 from lmx_lab.engine.llama_cpp.scoring import score_prompt
@@ -178,7 +179,36 @@ class LlamaQueue:
                     generation.mailbox.steps.start(time.perf_counter())
                 await self._generate(generation)
                 generation.reader.pause()
+            if generation.reader.gaps:
+                await self._send_last_ids(generation)
         return generation.reader.report(time.perf_counter(), peak_memory_bytes=self._hosted.memory_bytes)
+
+    async def _send_last_ids(self, generation: LlamaGeneration) -> None:
+        """Send the ids of tokens that llama.cpp did not report, if they can be found."""
+        index, reader = await self._hosted.load_token_index(), generation.reader
+        found: list[Sequence[int]] = []
+        for gap in reader.gaps:
+            if not gap.text:
+                before = [*reader.tokens[: reader.sent_ids], *reader.last_ids(found).ids]
+                found.append(await self._generate_again(generation, before, gap.count))
+                continue
+            candidates = index.candidates(gap)
+            usual: list[int] = []
+            if len(candidates) > 1:
+                usual = await self._hosted.tokenize(gap.text, at_most=len(gap.text.encode()) + 2, parse_special=False)
+            if (tokens := choose(candidates, gap, usual)) is None:
+                return
+            found.append(tokens)
+        self._post(generation.mailbox, reader.last_ids(found))
+
+    async def _generate_again(self, generation: LlamaGeneration, before: Sequence[int], count: int) -> list[int]:
+        """Return the last tokens of a greedy answer that ended within a character; none of other answers."""
+        prepared = generation.prepared
+        if not prepared.can_continue or prepared.request.sampling.temperature:
+            return []
+        body = prepared.body(generation.choice, self._hosted, before)
+        how = {"n_predict": count, "stream": False, "return_progress": False, "return_tokens": True}
+        return list((await self._hosted.connection.post("/completion", body | how)).get("tokens") or [])
 
     async def _score(self, generation: LlamaGeneration) -> None:
         """Score the prompt, and post its scores."""
