@@ -187,11 +187,15 @@ class Backend(Protocol):
     async def regenerate(self, record: Record) -> Record:
         """Generate the answer of a record again, and return the record of the new answer, which is not stored."""
 
-    async def score(self, tokens: Sequence[int], *, model: str | None, top: int) -> Sequence[TokenLogprob]:
+    async def score(
+        self, tokens: Sequence[int], *, model: str | None, top: int, start: int = 0, distributions: bool = False
+    ) -> Sequence[TokenLogprob]:
         """Return the log-probability of each token after those before it, with ``top`` alternatives.
 
         Args:
             model: The model that must be loaded; None takes any.
+            start: Position of the first token that is returned.
+            distributions: Whether entropies and high ranks are needed, even if the engine takes long to compute them.
         """
 
 

@@ -196,8 +196,9 @@ class ComparisonRun:
         else:
             tokens = await _encode(backend, record.text)
         prompt = under.prompt
-        scores = await backend.score([*prompt, *tokens], model=under.provenance.model, top=ALTERNATIVES)
-        whole = scores[len(prompt) :]
+        whole = await backend.score(
+            [*prompt, *tokens], model=under.provenance.model, top=ALTERNATIVES, start=len(prompt)
+        )
         if not record.reasoning and not record.tool_calls:
             whole = whole[: _tokens_of(record.text, [token.bytes for token in whole])]
         scored = replace(

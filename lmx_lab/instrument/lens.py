@@ -5,7 +5,7 @@ from __future__ import annotations
 import html
 import math
 from collections.abc import Mapping, Sequence
-from typing import TYPE_CHECKING, Literal, overload
+from typing import TYPE_CHECKING, Any, Literal, overload
 
 from lmx_lab.errors import InvalidRequestError
 from lmx_lab.frames import pandas_for
@@ -188,5 +188,6 @@ def lens_of(
     if not (prompt and answer):
         raise InvalidRequestError(f"the ids of this answer's tokens are not known, so they cannot be scored; {ASK}")
 
-    tokens = lab.run(lambda backend: backend.score([*prompt, *answer], model=model, top=ALTERNATIVES))
-    return TokenLens(tokens[len(prompt) :], source="scoring", color=color)
+    how: dict[str, Any] = {"top": ALTERNATIVES, "start": len(prompt), "distributions": color == "entropy"}
+    tokens = lab.run(lambda backend: backend.score([*prompt, *answer], model=model, **how))
+    return TokenLens(tokens, source="scoring", color=color)

@@ -185,8 +185,11 @@ class LocalBackend:
     async def regenerate(self, record: Record) -> Record:
         return await self._services.inference.regenerate(record)
 
-    async def score(self, tokens: Sequence[int], *, model: str | None, top: int) -> Sequence[TokenLogprob]:
-        return await self._services.inference.score(tokens, model=model, top=top)
+    async def score(
+        self, tokens: Sequence[int], *, model: str | None, top: int, start: int = 0, distributions: bool = False
+    ) -> Sequence[TokenLogprob]:
+        inference = self._services.inference
+        return await inference.score(tokens, model=model, top=top, start=start, distributions=distributions)
 
     @property
     def _services(self) -> InferenceServer:

@@ -296,7 +296,9 @@ class RemoteBackend:
     async def regenerate(self, record: Record) -> Record:
         raise InvalidRequestError(ELSEWHERE)
 
-    async def score(self, tokens: Sequence[int], *, model: str | None, top: int) -> Sequence[TokenLogprob]:
+    async def score(
+        self, tokens: Sequence[int], *, model: str | None, top: int, start: int = 0, distributions: bool = False
+    ) -> Sequence[TokenLogprob]:
         raise InvalidRequestError(ELSEWHERE)
 
 

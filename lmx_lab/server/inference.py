@@ -216,8 +216,14 @@ class InferenceService:
         report = generation.final_report()
         return self.recording.record(recorded, report.finish_reason, report)
 
-    async def score(self, tokens: Sequence[int], *, model: str | None, top: int) -> tuple[TokenLogprob, ...]:
+    async def score(
+        self, tokens: Sequence[int], *, model: str | None, top: int, start: int = 0, distributions: bool = False
+    ) -> tuple[TokenLogprob, ...]:
         """Return the log-probability of each token after those before it, with ``top`` alternatives.
+
+        Args:
+            start: Position of the first token that is needed. The returned tokens begin there.
+            distributions: Whether entropies and high ranks are needed, even if the engine takes long to compute them.
 
         Raises:
             LabError: see ``ModelManager.submit_all``.
@@ -229,11 +235,13 @@ class InferenceService:
             max_tokens=0,
             top_logprobs=top,
             score_prompt=True,
+            score_from=start,
+            score_distributions=distributions,
         )
         (generation,) = await self.submit(request, local=True, own=None)
         await generation.read_all()
         assert generation.prompt_scores is not None
-        return generation.prompt_scores.tokens
+        return generation.prompt_scores.tokens[start:]
 
     async def encode(self, request: GenerationRequest, *, local: bool = False) -> list[int]:
         """Return the token ids of a request's prompt. Raises the same as ``ModelManager.encode``."""

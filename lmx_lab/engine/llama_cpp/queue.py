@@ -221,7 +221,14 @@ class LlamaQueue:
             self._post(generation.mailbox, PromptProgress(done=done, total=len(prepared.tokens)))
 
         top = prepared.request.top_logprobs or 0
-        scores = await score_prompt(self._hosted, prepared.tokens, top=top, progress=progress)
+        scores = await score_prompt(
+            self._hosted,
+            prepared.tokens,
+            top=top,
+            start=prepared.request.score_from,
+            distributions=prepared.request.score_distributions,
+            progress=progress,
+        )
         self._post(generation.mailbox, scores)
         # Posted items are sent by the next callback of this loop, and must arrive before the first delta.
         await asyncio.sleep(0)
