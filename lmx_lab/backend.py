@@ -130,8 +130,11 @@ class Backend(Protocol):
     def events(self) -> AsyncGenerator[ModelEvent | RequestEvent, None]:
         """Return all loads, unloads and ends of requests from now on, of all clients. Ends when the server stops."""
 
-    def timelines(self, last_s: float) -> Sequence[RequestTimeline]:
+    def timelines(self, last_s: float, *, most: int | None = None) -> Sequence[RequestTimeline]:
         """Return what the engine did for the requests of all clients that ran in the last seconds, the oldest first.
+
+        Args:
+            most: Maximum number of requests; the newest are returned. None sets no limit.
 
         Raises:
             InvalidRequestError: the server runs elsewhere.

@@ -124,8 +124,8 @@ class LocalBackend:
             async for event in events:
                 yield event
 
-    def timelines(self, last_s: float) -> list[RequestTimeline]:
-        return self._server.services.inference.timelines.read(last_s)
+    def timelines(self, last_s: float, *, most: int | None = None) -> list[RequestTimeline]:
+        return self._server.services.inference.timelines.read(last_s, most=most)
 
     # Models
 

@@ -224,7 +224,7 @@ class RemoteBackend:
         elif isinstance(event, ModelEvent) and event.stage in ("loaded", "unloaded", "failed"):
             await self.models()
 
-    def timelines(self, last_s: float) -> list[RequestTimeline]:
+    def timelines(self, last_s: float, *, most: int | None = None) -> list[RequestTimeline]:
         raise InvalidRequestError(NO_TIMELINE)
 
     # Models

@@ -14,6 +14,7 @@ from lmx_lab.panels.metrics import MetricsPanel
 from lmx_lab.panels.models import ModelsPanel
 from lmx_lab.panels.panel import Panel
 from lmx_lab.panels.rerank import RerankPanel
+from lmx_lab.panels.timeline import TimelinePanel
 from lmx_lab.panels.workbench import Workbench
 
 PANELS: dict[str, type[Panel]] = {
@@ -22,6 +23,7 @@ PANELS: dict[str, type[Panel]] = {
     "chat": ChatPanel,
     "rerank": RerankPanel,
     "events": EventsPanel,
+    "timeline": TimelinePanel,
 }
 CARD = "card"
 
@@ -84,7 +86,8 @@ def compose_panels(workbench: Workbench, names: Sequence[str]) -> ipywidgets.DOM
 
 
 def _default_panels(workbench: Workbench) -> Sequence[str]:
-    return [name for name, panel in PANELS.items() if not panel.NEEDS_DAEMON or workbench.events is not None]
+    has_daemon = workbench.events is not None
+    return [name for name, panel in PANELS.items() if not panel.BY_NAME_ONLY and (has_daemon or not panel.NEEDS_DAEMON)]
 
 
 def card(workbench: Workbench) -> Panel:

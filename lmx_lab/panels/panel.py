@@ -48,6 +48,8 @@ class Panel(anywidget.AnyWidget):
     """Whether ``lab.report`` includes the panel's snapshot."""
     NEEDS_DAEMON: ClassVar[bool] = False
     """Whether ``lab.panel()`` shows the panel only if there is a daemon."""
+    BY_NAME_ONLY: ClassVar[bool] = False
+    """Whether ``lab.panel()`` does not show the panel unless it is named."""
     FULL_WIDTH: ClassVar[bool] = False
     """Whether the panel has no other panel beside it in a grid."""
 

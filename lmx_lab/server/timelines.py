@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import time
-from collections import OrderedDict
 from dataclasses import dataclass, field
 
 from lmx_lab.values.generation import GenerationReport
@@ -32,13 +31,13 @@ class TimelineLog:
     """The timelines of the last requests of all clients. It may be used on any thread."""
 
     def __init__(self) -> None:
-        self._entries: OrderedDict[StepLog, _Entry] = OrderedDict()
+        self._entries: dict[StepLog, _Entry] = {}
 
     def add(self, steps: StepLog, *, request_id: str, index: int, model: str, prompt_tokens: int) -> None:
         """Add an accepted request. If there are too many, the oldest one is dropped."""
         self._entries[steps] = _Entry(request_id=request_id, index=index, model=model, prompt_tokens=prompt_tokens)
         while len(self._entries) > KEPT_REQUESTS:
-            self._entries.popitem(last=False)
+            del self._entries[next(iter(self._entries))]
 
     def end(self, steps: StepLog, outcome: str, code: str | None, report: GenerationReport | None) -> None:
         """Record the end of a request."""
@@ -46,15 +45,19 @@ class TimelineLog:
             entry.ended_at = time.perf_counter()
             entry.outcome, entry.code, entry.report = outcome, code, report
 
-    def read(self, last_s: float) -> list[RequestTimeline]:
-        """Return the requests that ran in the last seconds, the oldest first."""
+    def read(self, last_s: float, *, most: int | None = None) -> list[RequestTimeline]:
+        """Return the requests that ran in the last seconds, the oldest first.
+
+        Args:
+            most: Maximum number of requests; the newest are returned. None sets no limit.
+        """
         now = time.perf_counter()
         entries = [
             (steps, entry)
             for steps, entry in list(self._entries.items())
             if entry.ended_at is None or now - entry.ended_at <= last_s
         ]
-        return [_timeline(steps, entry, now) for steps, entry in entries]
+        return [_timeline(steps, entry, now) for steps, entry in entries[-most if most else 0 :]]
 
 
 def _timeline(log: StepLog, entry: _Entry, now: float) -> RequestTimeline:
