@@ -94,12 +94,12 @@ class Timeline(Sequence[RequestTimeline]):
         yield f"The request took {one.total_s:.3f} s and {ended}{by}."
         if one.queue_s > 0:
             yield f"It waited {one.queue_s:.3f} s for a slot{self._meanwhile(one, 0.0, one.queue_s)}."
-        chunks = [step for step in one.steps if step.kind == "prefill"]
+        decode_at = one.queue_s + one.prefill_s
+        chunks = [step.tokens for step in one.steps if step.kind == "prefill" and step.start_s < decode_at]
         if chunks:
-            computed = sum(step.tokens for step in chunks)
             yield (
-                f"{computed} of its {one.prompt_tokens} prompt tokens were computed in {len(chunks)} chunks, "
-                f"{one.prefill_s:.3f} s."
+                f"{sum(chunks)} of its {one.prompt_tokens} prompt tokens were computed in {len(chunks)} "
+                f"chunk{'s' if len(chunks) > 1 else ''}, {one.prefill_s:.3f} s."
             )
         segments = one.segments()
         usual = [step.duration_s for step in one.steps if step.kind == "decode"]
@@ -115,8 +115,9 @@ class Timeline(Sequence[RequestTimeline]):
         others = others_during(self._requests, one, start_s, end_s)
         if not others.requests:
             return ""
-        computed = f" and {others.prompt_tokens} of their prompt tokens were computed" if others.prompt_tokens else ""
-        return f"; meanwhile {others.requests} other requests had slots{computed}"
+        computed = f", and {others.prompt_tokens} of their prompt tokens were computed" if others.prompt_tokens else ""
+        count = "another request" if others.requests == 1 else f"{others.requests} other requests"
+        return f"; meanwhile {count} had a slot{computed}"
 
     def save(self, path: str | os.PathLike[str]) -> Path:
         """Write the spans in Chrome's trace event format, which https://ui.perfetto.dev opens.
