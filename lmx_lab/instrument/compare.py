@@ -107,9 +107,15 @@ class ComparisonRun:
         return self
 
     def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
+        # Both wait until all that is done was written, so that the same comparison can continue at once.
         if kind is not None:
-            # Writes all that is done, so that the same comparison can continue at once.
             self.store.close()
+        else:
+            len(self.store)
+
+    def cells_of(self, prompt: int) -> list[Cell]:
+        """Return the cells of a prompt, in the order of the settings."""
+        return self.cells[prompt * len(self.settings) : (prompt + 1) * len(self.settings)]
 
     @property
     def total(self) -> int:
@@ -127,18 +133,19 @@ class ComparisonRun:
         model, and of the models that are loaded later.
         """
         groups = list(dict.fromkeys(setting.load_key for setting in self.settings))
-        for group in groups:
+        for number, group in enumerate(groups):
+            loaded_before = groups[: number + 1]
             cells = [cell for cell in self.cells if cell.setting.load_key == group]
             missing = [cell for cell in cells if cell.key not in self.records]
-            if missing or self._unscored(group):
+            if missing or self._unscored(group, loaded_before):
                 yield from self._load(cells[0].setting)
             for cell in missing:
                 yield f"{cell.setting.name}, prompt {cell.prompt}", partial(self._answer, cell)
-            yield from self._scoring(group)
+            yield from self._scoring(group, loaded_before)
         for group in reversed(groups[:-1]) if self._all_scores else ():
-            if self._unscored(group):
+            if self._unscored(group, groups):
                 yield from self._load(next(each for each in self.settings if each.load_key == group))
-                yield from self._scoring(group)
+                yield from self._scoring(group, groups)
 
     def _load(self, setting: Setting) -> Iterator[tuple[str, Work]]:
         if (spec := setting.spec) is not None:
@@ -166,12 +173,16 @@ class ComparisonRun:
         prompt = self.prompts[answer.prompt]
         return _digest("score", answer.key, prompt, under.load_key, under.parameters.get("system"))
 
-    def _unscored(self, group: str) -> list[tuple[Cell, Cell]]:
-        """Return the pairs of an answer and a cell of a group under which it can be scored now."""
+    def _unscored(self, group: str, answered: Sequence[str]) -> list[tuple[Cell, Cell]]:
+        """Return the pairs of an answer and a cell of a group under which it can be scored now.
+
+        Args:
+            answered: The groups whose answers are scored.
+        """
         found: dict[str, tuple[Cell, Cell]] = {}
-        for answer in self.cells:
-            for cell in self.cells:
-                if cell.setting.load_key == group and cell.prompt == answer.prompt and self._can_score(answer, cell):
+        for answer in (each for each in self.cells if each.setting.load_key in answered):
+            for cell in self.cells_of(answer.prompt):
+                if cell.setting.load_key == group and self._can_score(answer, cell):
                     found.setdefault(self._score_key(answer, cell.setting), (answer, cell))
         return [pair for key, pair in found.items() if key not in self.records]
 
@@ -184,8 +195,8 @@ class ComparisonRun:
         # The tokens of another model are those of the text, which does not contain everything that was generated.
         return not record.reasoning and not record.tool_calls
 
-    def _scoring(self, group: str) -> Iterator[tuple[str, Work]]:
-        for answer, cell in self._unscored(group):
+    def _scoring(self, group: str, answered: Sequence[str]) -> Iterator[tuple[str, Work]]:
+        for answer, cell in self._unscored(group, answered):
             text = f"score {answer.setting.name} under {cell.setting.name}, prompt {cell.prompt}"
             yield text, partial(self._score, answer, cell)
 

@@ -158,8 +158,7 @@ class Comparison:
     def _cell(self, prompt: int, setting: str | int) -> Cell:
         if not 0 <= prompt < len(self.prompts):
             raise InvalidRequestError(f"there is no prompt {prompt}; there are {len(self.prompts)}", param="prompt")
-        wanted = self._setting(setting)
-        return next(cell for cell in self._run.cells if cell.prompt == prompt and cell.setting is wanted)
+        return self._run.cells_of(prompt)[self._run.settings.index(self._setting(setting))]
 
     def _record(self, cell: Cell) -> Record:
         record = self._run.records.get(cell.key)
