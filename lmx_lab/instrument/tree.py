@@ -142,12 +142,11 @@ class Branch:
                 answer is a forced tool call, or the files of the loaded model have changed since.
             NotLoadedError: another model is loaded.
         """
-        lab = self._tree._require_lab()
-        work = self._tree._free_name(name), at, token
+        lab = self._tree._require_lab(name)
         answer = lab.run(
             lambda backend: continue_answer(backend, self.answer, at, token, seed=seed, max_tokens=max_tokens)
         )
-        return self._tree.add(self, *work[1:], answer=answer, name=work[0])
+        return self._tree.add(self, at, token, answer=answer, name=name)
 
     async def abranch(
         self,
@@ -159,7 +158,7 @@ class Branch:
         max_tokens: int | None = None,
     ) -> Branch:
         """Do the same as ``branch`` on a running event loop."""
-        lab, name = self._tree._require_lab(), self._tree._free_name(name)
+        lab = self._tree._require_lab(name)
         answer = await lab.call(
             lambda backend: continue_answer(backend, self.answer, at, token, seed=seed, max_tokens=max_tokens)
         )
@@ -204,8 +203,14 @@ class AnswerTree:
         return found
 
     def add(self, parent: Branch, at: int, token: int | str, *, answer: TokenAnswer, name: str | None = None) -> Branch:
-        """Add an answer that was generated from a position of another one on."""
-        branch = Branch(self, answer, name=self._free_name(name), parent=parent, at=at, token=token)
+        """Add an answer that was generated from a position of another one on.
+
+        Raises:
+            InvalidRequestError: the name is not a text, is empty, or belongs to another branch.
+        """
+        if name is not None:
+            self._require_free(name)
+        branch = Branch(self, answer, name=name or self._free_name(), parent=parent, at=at, token=token)
         parent.branches.append(branch)
         return branch
 
@@ -259,16 +264,17 @@ class AnswerTree:
         return target
 
     def __repr__(self) -> str:
-        return "\n".join(f"{'  ' * depth}{_line(branch)}" for depth, branch in self._walk())
+        return "\n".join(f"{'  ' * depth}{_line(branch)}" for depth, branch in self.walk())
 
     def _repr_html_(self) -> str:
         rows = "".join(
             f"<div style='padding-left:{2 * depth}em'>{html.escape(_line(branch))}</div>"
-            for depth, branch in self._walk()
+            for depth, branch in self.walk()
         )
         return f"<div style='font-family:monospace;white-space:pre-wrap'>{rows}</div>"
 
-    def _walk(self) -> Iterator[tuple[int, Branch]]:
+    def walk(self) -> Iterator[tuple[int, Branch]]:
+        """Yield all answers as by iterating, each with its number of ancestors."""
         for branch in self:
             depth, parent = 0, branch.parent
             while parent is not None:
@@ -278,20 +284,19 @@ class AnswerTree:
     def _find(self, branch: Branch | str) -> Branch:
         return self[branch] if isinstance(branch, str) else self[branch.name]
 
-    def _require_lab(self) -> LabAccess:
-        if self._lab is None:
-            raise InvalidRequestError(NO_LAB)
-        return self._lab
-
-    def _free_name(self, name: str | None) -> str:
-        """Return a name for a new branch.
+    def _require_lab(self, name: str | None) -> LabAccess:
+        """Return the lab that generates a new branch.
 
         Raises:
-            InvalidRequestError: the name is not a text, is empty, or belongs to another branch.
+            InvalidRequestError: there is none, or the name cannot be used.
         """
+        if self._lab is None:
+            raise InvalidRequestError(NO_LAB)
         if name is not None:
             self._require_free(name)
-            return name
+        return self._lab
+
+    def _free_name(self) -> str:
         names = {branch.name for branch in self}
         number = len(names)
         while f"branch {number}" in names:

@@ -462,9 +462,9 @@ class Lab(LocalProperties):
     def panel(self, *names: str) -> ipywidgets.DOMWidget:
         """Return the named panels as one widget.
 
-        The panels are ``models``, ``metrics``, ``chat``, ``rerank`` and ``events``; by default all of them, but
-        ``events`` only if there is a daemon. Each panel exists once: displaying it again shows the same panel in
-        another place.
+        The panels are ``models``, ``metrics``, ``chat``, ``rerank``, ``lens`` and ``events``; by default all of them
+        except ``lens``, and ``events`` only if there is a daemon. Each panel exists once: displaying it again shows the
+        same panel in another place.
 
         Raises:
             InvalidRequestError: there is no panel of this name.
