@@ -73,7 +73,8 @@ TABLE = {
     # instrument: the lens panel shows its values and takes branches.
     # IPython: a panel has a static output for notebooks without a kernel. minify: only to build the widgets' code.
     "panels": Row(
-        "errors values urls portal frames backend wire client instrument", "anywidget ipywidgets IPython traitlets pandas minify"
+        "errors values urls portal frames backend wire client instrument",
+        "anywidget ipywidgets IPython traitlets pandas minify",
     ),
     # settings: the folder of kept runs. psutil: cores and memory in the provenance of a run.
     "bench": Row("errors values settings frames progress wire client engine", "httpx2 pandas numpy matplotlib psutil"),

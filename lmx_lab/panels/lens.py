@@ -58,15 +58,17 @@ class LensPanel(Panel):
         self._lenses: dict[Branch, TokenLens] = {}
         self._record: int | None = None
         """Id of the newest record that was read."""
+        self._is_outdated = False
+        """Whether a request has ended since the newest record was read."""
         self._task: asyncio.Task[None] | None = None
         super().__init__(workbench)
-        workbench.submit(self._follow())
+        workbench.submit(self._begin())
 
     # Following
 
     def request_ended(self, event: RequestEvent) -> None:
-        if event.kind == "chat" and self.follows and self._task is None:
-            self._start("", self._read_newest())
+        if event.kind == "chat":
+            self._follow()
 
     def backend_changed(self) -> None:
         self._tree = self._shown = self._record = None
@@ -76,18 +78,23 @@ class LensPanel(Panel):
     async def do_follow(self, fields: Mapping[str, Any]) -> None:
         """Follow the newest answer, or keep the one that is shown."""
         self.show(follows=bool(fields.get("follows")))
-        self.flush()
-        await self._follow()
+        self._follow()
 
-    async def _follow(self) -> None:
-        if self.follows and self._task is None:
+    def _follow(self) -> None:
+        """Show the newest answer, after the work that is in progress."""
+        self._is_outdated = self._task is not None
+        if self.shown("follows") and self._task is None:
             self._start("", self._read_newest())
+
+    async def _begin(self) -> None:
+        self._follow()
 
     async def _read_newest(self) -> None:
         record = await self.workbench.backend.last_record()
         if record is None or record.id == self._record:
             return
         self._record = record.id
+        self.show(error="")
         self._tree = AnswerTree(TokenAnswer.of_record(record), None)
         self._lenses.clear()
         self._show(self._tree.root)
@@ -98,7 +105,9 @@ class LensPanel(Panel):
     # Work
 
     def _start(self, activity: str, work: Coroutine[Any, Any, None]) -> None:
-        self.show(busy=activity, error="")
+        if activity:
+            # Following does not remove the error of a request, whose end it may follow.
+            self.show(busy=activity, error="")
         self._task = asyncio.create_task(work, name="work of the lens panel")
         self._task.add_done_callback(self._ended)
 
@@ -109,7 +118,9 @@ class LensPanel(Panel):
             error = failure.message if isinstance(failure, LabError) else BUG
             if not isinstance(failure, LabError):
                 log.error("the work of a lens panel failed", exc_info=failure)
-        self.show(busy="", error=error)
+        self.show(busy="", **({"error": error} if error else {}))
+        if self._is_outdated:
+            self._follow()
 
     async def do_cancel(self, fields: Mapping[str, Any]) -> None:
         """Cancel what the panel is doing; does nothing if it does nothing."""
