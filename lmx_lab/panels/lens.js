@@ -59,6 +59,7 @@ export default panel("Lens", ({ model, root, watch }) => {
   };
   const choose = (at, scroll) => {
     const all = tokens();
+    const hadFocus = detail.contains(document.activeElement);
     text.children[current]?.classList.remove("current");
     text.children[current]?.setAttribute("aria-selected", false);
     current = Math.max(0, Math.min(at, all.length - 1));
@@ -76,6 +77,7 @@ export default panel("Lens", ({ model, root, watch }) => {
       h("p", {}, h("code", {}, shown), " " + figures.join(" · ")),
       h("table", {}, h("thead", {}, h("tr", {}, ...["alternative", "probability", "difference"].map((name) =>
         h("th", { scope: "col" }, name)))), h("tbody", {}, ...rows.map((other) => row(other, logprob)))));
+    if (hadFocus) text.focus();
   };
   const place = ({ target }) => [...text.children].indexOf(target.closest("[role=option]"));
   text.addEventListener("pointerover", (event) => {
@@ -90,7 +92,11 @@ export default panel("Lens", ({ model, root, watch }) => {
   text.addEventListener("focus", () => current < 0 && choose(0));
   text.addEventListener("keydown", (event) => {
     const move = { Home: -1e9, End: 1e9, ...KEYS }[event.key];
-    if (event.key === "Enter") detail.querySelector("button")?.focus();
+    if (event.key === "Enter") {
+      // Otherwise the same key would press the button.
+      event.preventDefault();
+      detail.querySelector("button")?.focus();
+    }
     if (event.key === "Escape") pinned = false;
     if (move === undefined || event.ctrlKey || event.metaKey || event.altKey) return;
     event.preventDefault();
@@ -116,7 +122,8 @@ export default panel("Lens", ({ model, root, watch }) => {
     }];
   });
   watch(["answer"], () => {
-    const { caption: line = "", text: plain = "", scored } = get("answer");
+    const { caption: line = "", text: plain = "", scored, at } = get("answer");
+    const hadFocus = detail.contains(document.activeElement);
     current = -1;
     pinned = false;
     text.removeAttribute("aria-activedescendant");
@@ -125,9 +132,11 @@ export default panel("Lens", ({ model, root, watch }) => {
     text.setAttribute("role", scored ? "listbox" : "group");
     detail.replaceChildren();
     set(caption, line);
-    hint.hidden = text.hidden = !line;
     hint.hidden = Boolean(line);
+    text.hidden = !line;
     paint();
+    if (scored && at != null) choose(at, true);
+    if (hadFocus) text.focus();
   });
   watch(["busy", "answer"], () => {
     const { caption: line = "", scored } = get("answer");

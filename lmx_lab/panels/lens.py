@@ -244,6 +244,7 @@ def _caption(branch: Branch, lens: TokenLens) -> dict[str, Any]:
     figures = f", log-probability {lens.logprob:.2f}" if len(lens) else ""
     return {
         "name": branch.name,
+        "at": branch.at,
         "model": clip(answer.model, TEXT_CHARACTERS),
         "caption": f"{count:,} tokens{more}{figures}",
         "text": "" if len(lens) else clip(answer.text, 4000),
