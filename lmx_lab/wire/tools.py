@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Annotated, Any, Literal
 
 from pydantic import (
@@ -43,7 +43,12 @@ def format_names(names: Sequence[str]) -> str:
 # Definitions
 
 
-def _check_parameters(parameters: Any) -> Any:
+def check_parameters(parameters: Any) -> Any:
+    """Check that the parameters of a function are a JSON schema of an object.
+
+    Raises:
+        ValueError: they are not.
+    """
     if parameters is None:
         return None
     if not isinstance(parameters, dict):
@@ -60,7 +65,7 @@ class FunctionDefinition(RequestModel):
     name: Name
     description: str | None = None
     parameters: Annotated[
-        Any, AfterValidator(_check_parameters), WithJsonSchema({"anyOf": [{"type": "object"}, {"type": "null"}]})
+        Any, AfterValidator(check_parameters), WithJsonSchema({"anyOf": [{"type": "object"}, {"type": "null"}]})
     ] = None
     """JSON schema of the object of its arguments; null for a function without arguments."""
 
@@ -159,8 +164,12 @@ def check_choice(choice: NamedToolChoice | str | None, tools: Sequence[FunctionT
 _JSON: TypeAdapter[Any] = TypeAdapter(Any)
 
 
-def _read_arguments(given: Any) -> Any:
-    """Read the arguments of a call. In the format they are JSON as a text, which is parsed only here."""
+def read_arguments(given: Any) -> Any:
+    """Read the arguments of a call. In the format they are JSON as a text, which is parsed only here.
+
+    Raises:
+        ValueError: they are not an object.
+    """
     value = _parsed(given) if isinstance(given, str) else given
     if not isinstance(value, dict):
         raise ValueError(f"must be a JSON object, as an object or as its text; it is {kind_of(value)}")
@@ -188,7 +197,7 @@ class CalledFunction(RequestModel):
         dict[str, Any],
         FailFast(),
         Field(max_length=VALUE_LIMIT),
-        BeforeValidator(_read_arguments),
+        BeforeValidator(read_arguments),
         WithJsonSchema({"anyOf": [{"type": "string"}, {"type": "object"}]}),
     ]
     """An object, or its JSON as in answers. An empty text means an empty object."""
@@ -239,18 +248,21 @@ def check_counts(messages: Any) -> Any:
 
 
 def _check_arguments(messages: Sequence[Mapping[str, Any]]) -> None:
-    """Check the arguments of all calls, which are JSON within texts.
-
-    Raises:
-        ValueError: together they contain more than a body may.
-    """
     functions = [
         call.get("function")
         for message in messages
         for call in _as_list(message.get("tool_calls"))
         if isinstance(call, dict)
     ]
-    texts = [function.get("arguments") for function in functions if isinstance(function, dict)]
+    check_argument_texts(function.get("arguments") for function in functions if isinstance(function, dict))
+
+
+def check_argument_texts(texts: Iterable[Any]) -> None:
+    """Check the arguments of all calls in a history, which are JSON within texts; other values are skipped.
+
+    Raises:
+        ValueError: together they contain more than a body may.
+    """
     structure = Structure()
     # The texts are joined, because each call of the counter has a fixed cost. A text with an unterminated string would
     # hide the contents of the texts after it, but validation stops at this error.
