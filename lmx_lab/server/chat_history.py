@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
+from pydantic import ValidationError
+
 from lmx_lab.errors import InvalidRequestError
-from lmx_lab.wire.chat import ChatMessage, Role
-from lmx_lab.wire.tools import CALL_LIMIT, CalledFunction, MessageToolCall
+from lmx_lab.http.error_bodies import validation_error
+from lmx_lab.wire.chat import ChatMessage, ChatRequest, Role
+from lmx_lab.wire.tools import CALL_LIMIT, CalledFunction, FunctionDefinition, FunctionTool, MessageToolCall
 
 JOINED = "\n\n"
 """Separates parts of one message, and messages of the same role that follow each other."""
@@ -36,6 +39,24 @@ class _Message:
         return ChatMessage.model_construct(role=self.role, content=content, **present)
 
 
+def function_tool(name: str, description: str | None, parameters: dict[str, Any] | None) -> FunctionTool:
+    """Return a tool of the chat format. It is not validated again, because all of its parts are valid."""
+    definition = FunctionDefinition.model_construct(name=name, description=description, parameters=parameters)
+    return FunctionTool.model_construct(type="function", function=definition)
+
+
+def chat_request(fields: dict[str, Any]) -> ChatRequest:
+    """Return a request of the chat format. Messages and tools that are pydantic models are not validated again.
+
+    Raises:
+        InvalidRequestError: the request exceeds a limit of the chat format.
+    """
+    try:
+        return ChatRequest.model_validate(fields)
+    except ValidationError as exc:
+        raise validation_error(exc) from exc
+
+
 class ChatHistory:
     """Messages of a chat request. Messages of the same role that follow each other are joined to one."""
 
@@ -49,7 +70,7 @@ class ChatHistory:
         message.texts += texts
         message.thoughts += thoughts
 
-    def add_call(self, call_id: str, name: str, arguments: Mapping[str, Any], *, place: str) -> None:
+    def add_call(self, call_id: str, name: str, arguments: dict[str, Any], *, place: str) -> None:
         """Add a tool call of the assistant.
 
         Args:

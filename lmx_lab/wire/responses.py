@@ -6,11 +6,10 @@ no effect here. These are ignored, unlike in the chat format, and named in the h
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from typing import Annotated, Any, Literal
 
 from pydantic import (
-    AfterValidator,
     BaseModel,
     BeforeValidator,
     ConfigDict,
@@ -26,9 +25,8 @@ from typing_extensions import TypeAliasType
 from lmx_lab.wire.chat import MESSAGE_LIMIT
 from lmx_lab.wire.formats import Name, Pattern
 from lmx_lab.wire.generation import ANY_MODEL, WHOLE, Alternatives, NonEmpty, Probability, Temperature
-from lmx_lab.wire.limits import FEW_VALUES, MEMBER_LIMIT
 from lmx_lab.wire.messages import LenientModel
-from lmx_lab.wire.tools import PART_LIMIT, TOOL_LIMIT, check_argument_texts, check_parameters
+from lmx_lab.wire.tools import PART_LIMIT, TOOL_LIMIT, ParameterSchema, check_argument_texts
 from lmx_lab.wire.unsupported import Neutral
 
 INCLUDE_LIMIT = 32
@@ -39,14 +37,15 @@ EFFORTS = ("none", "minimal", "low", "medium", "high", "xhigh")
 """Values of ``reasoning.effort`` that the chat format has."""
 
 
-def _kind(value: Any, kinds: tuple[str, ...], default: str | None = None) -> str:
+def _tag(value: Any, tags: Mapping[str, str], default: str | None = None) -> str:
+    """Return the tag of a member of a union. With its brackets, it is not shown in errors."""
     given = value.get("type", default) if isinstance(value, dict) else getattr(value, "type", None)
-    return given if given in kinds else "other"
+    return f"dict[{tags.get(given, 'other') if isinstance(given, str) else 'other'}]"
 
 
 # Input items
 
-TEXT_KINDS = ("input_text", "output_text", "text", "summary_text", "reasoning_text")
+TEXT_TAGS = dict.fromkeys(("input_text", "output_text", "text", "summary_text", "reasoning_text"), "text")
 
 
 class TextContent(LenientModel):
@@ -63,8 +62,8 @@ class OtherContent(LenientModel):
 
 
 Content = Annotated[
-    Annotated[TextContent, Tag("text")] | Annotated[OtherContent, Tag("other")],
-    Discriminator(lambda value: "text" if _kind(value, TEXT_KINDS) != "other" else "other"),
+    Annotated[TextContent, Tag("dict[text]")] | Annotated[OtherContent, Tag("dict[other]")],
+    Discriminator(lambda value: _tag(value, TEXT_TAGS)),
 ]
 # A named type, because members of a union must be hashable, and FailFast is not.
 Contents = TypeAliasType("Contents", Annotated[list[Content], FailFast(), Field(max_length=PART_LIMIT)])
@@ -111,7 +110,7 @@ class ReasoningItem(LenientModel):
     """The model's reasoning in an earlier answer."""
 
     type: Literal["reasoning"]
-    summary: Contents = []
+    summary: Contents | None = None
     content: Contents | None = None
     """The reasoning itself; if it is present, the summary is not read."""
 
@@ -135,16 +134,16 @@ ITEM_TAGS = {
 def _item_tag(value: Any) -> str:
     # An item without a type is a message.
     default = "message" if isinstance(value, dict) and "role" in value else None
-    return ITEM_TAGS.get(_kind(value, tuple(ITEM_TAGS), default), "other")
+    return _tag(value, ITEM_TAGS, default)
 
 
 InputItem = Annotated[
-    Annotated[MessageItem, Tag("message")]
-    | Annotated[FunctionCallItem, Tag("function_call")]
-    | Annotated[CustomCallItem, Tag("custom_tool_call")]
-    | Annotated[CallOutputItem, Tag("output")]
-    | Annotated[ReasoningItem, Tag("reasoning")]
-    | Annotated[OtherItem, Tag("other")],
+    Annotated[MessageItem, Tag("dict[message]")]
+    | Annotated[FunctionCallItem, Tag("dict[function_call]")]
+    | Annotated[CustomCallItem, Tag("dict[custom_tool_call]")]
+    | Annotated[CallOutputItem, Tag("dict[output]")]
+    | Annotated[ReasoningItem, Tag("dict[reasoning]")]
+    | Annotated[OtherItem, Tag("dict[other]")],
     Discriminator(_item_tag),
 ]
 STORED_ITEMS: TypeAdapter[list[Any]] = TypeAdapter(list[InputItem])
@@ -166,13 +165,6 @@ InputItems = TypeAliasType(
 
 # Tools
 
-Parameters = TypeAliasType(
-    "Parameters",
-    Annotated[
-        dict[str, Any], FailFast(), Field(max_length=MEMBER_LIMIT), FEW_VALUES, AfterValidator(check_parameters)
-    ],
-)
-
 
 class FlatFunction(LenientModel):
     """A function that the model can call."""
@@ -180,7 +172,7 @@ class FlatFunction(LenientModel):
     type: Literal["function"]
     name: Name
     description: str | None = None
-    parameters: Parameters | None = None
+    parameters: ParameterSchema | None = None
     strict: bool | None = None
 
 
@@ -213,11 +205,12 @@ class HostedTool(LenientModel):
     type: NonEmpty
 
 
+TOOL_TAGS = {"function": "function", "custom": "custom"}
 GroupedTool = Annotated[
-    Annotated[FlatFunction, Tag("function")]
-    | Annotated[CustomTool, Tag("custom")]
-    | Annotated[HostedTool, Tag("other")],
-    Discriminator(lambda value: _kind(value, ("function", "custom"))),
+    Annotated[FlatFunction, Tag("dict[function]")]
+    | Annotated[CustomTool, Tag("dict[custom]")]
+    | Annotated[HostedTool, Tag("dict[other]")],
+    Discriminator(lambda value: _tag(value, TOOL_TAGS)),
 ]
 
 
@@ -231,15 +224,13 @@ class ToolNamespace(LenientModel):
 
 
 ResponseTool = Annotated[
-    Annotated[FlatFunction, Tag("function")]
-    | Annotated[CustomTool, Tag("custom")]
-    | Annotated[ToolNamespace, Tag("namespace")]
-    | Annotated[HostedTool, Tag("other")],
-    Discriminator(lambda value: _kind(value, ("function", "custom", "namespace"))),
+    Annotated[FlatFunction, Tag("dict[function]")]
+    | Annotated[CustomTool, Tag("dict[custom]")]
+    | Annotated[ToolNamespace, Tag("dict[namespace]")]
+    | Annotated[HostedTool, Tag("dict[other]")],
+    Discriminator(lambda value: _tag(value, {**TOOL_TAGS, "namespace": "namespace"})),
 ]
-ResponseTools = TypeAliasType(
-    "ResponseTools", Annotated[list[ResponseTool], FailFast(), Field(max_length=TOOL_LIMIT)]
-)
+ResponseTools = TypeAliasType("ResponseTools", Annotated[list[ResponseTool], FailFast(), Field(max_length=TOOL_LIMIT)])
 
 
 class ToolReference(LenientModel):
@@ -250,11 +241,16 @@ class ToolReference(LenientModel):
     namespace: str | None = None
 
 
+ToolReferences = TypeAliasType(
+    "ToolReferences", Annotated[list[ToolReference], FailFast(), Field(max_length=TOOL_LIMIT)]
+)
+
+
 class ToolSelection(ToolReference):
     """The tool to call or, with the type ``allowed_tools``, the tools that may be called."""
 
     mode: Literal["auto", "required"] | None = None
-    tools: Annotated[list[ToolReference], FailFast(), Field(max_length=TOOL_LIMIT)] = []
+    tools: ToolReferences | None = None
 
 
 # Requests
@@ -284,9 +280,7 @@ class ReasoningSettings(LenientModel):
     """Has no effect: the summary of an answer is always the whole reasoning."""
 
 
-IncludedFields = TypeAliasType(
-    "IncludedFields", Annotated[list[str], FailFast(), Field(max_length=INCLUDE_LIMIT)]
-)
+IncludedFields = TypeAliasType("IncludedFields", Annotated[list[str], FailFast(), Field(max_length=INCLUDE_LIMIT)])
 ResponseMetadata = TypeAliasType(
     "ResponseMetadata", Annotated[dict[str, str], FailFast(), Field(max_length=METADATA_LIMIT)]
 )

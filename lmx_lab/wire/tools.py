@@ -21,7 +21,7 @@ from typing_extensions import TypeAliasType
 
 from lmx_lab.wire.formats import Name, check_length, json_text, kind_of
 from lmx_lab.wire.generation import NonEmpty, RequestModel
-from lmx_lab.wire.limits import VALUE_LIMIT, Structure
+from lmx_lab.wire.limits import FEW_VALUES, MEMBER_LIMIT, VALUE_LIMIT, Structure
 
 TOOL_LIMIT = 128
 PARAMETERS_CHARACTERS = 262_144
@@ -43,12 +43,7 @@ def format_names(names: Sequence[str]) -> str:
 # Definitions
 
 
-def check_parameters(parameters: Any) -> Any:
-    """Check that the parameters of a function are a JSON schema of an object.
-
-    Raises:
-        ValueError: they are not.
-    """
+def _check_parameters(parameters: Any) -> Any:
     if parameters is None:
         return None
     if not isinstance(parameters, dict):
@@ -59,13 +54,23 @@ def check_parameters(parameters: Any) -> Any:
     return parameters
 
 
+# A named type, because members of a union must be hashable, and FailFast is not.
+ParameterSchema = TypeAliasType(
+    "ParameterSchema",
+    Annotated[
+        dict[str, Any], FailFast(), Field(max_length=MEMBER_LIMIT), FEW_VALUES, AfterValidator(_check_parameters)
+    ],
+)
+"""JSON schema of the arguments of a function, in formats whose requests are converted to the chat format."""
+
+
 class FunctionDefinition(RequestModel):
     """A function that the model can call."""
 
     name: Name
     description: str | None = None
     parameters: Annotated[
-        Any, AfterValidator(check_parameters), WithJsonSchema({"anyOf": [{"type": "object"}, {"type": "null"}]})
+        Any, AfterValidator(_check_parameters), WithJsonSchema({"anyOf": [{"type": "object"}, {"type": "null"}]})
     ] = None
     """JSON schema of the object of its arguments; null for a function without arguments."""
 

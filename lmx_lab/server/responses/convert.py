@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
 from lmx_lab.errors import InvalidRequestError
-from lmx_lab.server.chat_history import JOINED, ChatHistory
+from lmx_lab.server.chat_history import JOINED, ChatHistory, chat_request
 from lmx_lab.server.responses.tools import INPUT, OfferedTool, OfferedTools, chat_name
 from lmx_lab.wire.chat import ChatRequest
 from lmx_lab.wire.responses import (
@@ -92,8 +92,8 @@ def convert(body: ResponsesRequest, items: Sequence[InputItem]) -> ConvertedRequ
         items: The whole conversation: that of the previous response, and the input.
 
     Raises:
-        InvalidRequestError: an item or the tool choice cannot be read.
-        ValidationError: the request exceeds a limit of the chat format.
+        InvalidRequestError: an item or the tool choice cannot be read, or the request exceeds a limit of the chat
+            format.
     """
     offered = OfferedTools(body.tools or ())
     choice, offered = _tool_choice(body, offered)
@@ -129,9 +129,7 @@ def convert(body: ResponsesRequest, items: Sequence[InputItem]) -> ConvertedRequ
         fields["reasoning_effort"] = body.reasoning.effort
     if text_is_input_of is None and choice != "none":
         fields |= _chat_tools(offered, choice, parallel=body.parallel_tool_calls is not False)
-    return ConvertedRequest(
-        chat=ChatRequest.model_validate(fields), tools=offered, text_is_input_of=text_is_input_of
-    )
+    return ConvertedRequest(chat=chat_request(fields), tools=offered, text_is_input_of=text_is_input_of)
 
 
 def _chat_tools(offered: OfferedTools, choice: OfferedTool | str | None, *, parallel: bool) -> dict[str, Any]:
@@ -154,7 +152,7 @@ def _tool_choice(body: ResponsesRequest, offered: OfferedTools) -> tuple[Offered
     if not isinstance(choice, ToolSelection):
         return choice, offered
     if choice.type == "allowed_tools":
-        return choice.mode or "auto", offered.only(choice.tools)
+        return choice.mode or "auto", offered.only(choice.tools or ())
     return offered.find(choice), offered
 
 
@@ -193,7 +191,7 @@ def _add_items(history: ChatHistory, items: Sequence[InputItem]) -> None:
                 role = "system" if item.role == "developer" else item.role
                 history.add(role, _texts(item.content, f"{place}.content"))
             case ReasoningItem():
-                history.add("assistant", thoughts=_texts(item.content or item.summary, place))
+                history.add("assistant", thoughts=_texts(item.content or item.summary or [], place))
             case FunctionCallItem():
                 calls.add(item.call_id)
                 arguments = _arguments(item, f"{place}.arguments")
@@ -218,9 +216,9 @@ def _unknown_call(call_id: str, place: str) -> InvalidRequestError:
     )
 
 
-def _arguments(item: FunctionCallItem, place: str) -> Mapping[str, Any]:
+def _arguments(item: FunctionCallItem, place: str) -> dict[str, Any]:
     try:
-        arguments: Mapping[str, Any] = read_arguments(item.arguments)
+        arguments: dict[str, Any] = read_arguments(item.arguments)
     except ValueError as exc:
         raise InvalidRequestError(f"{place}: {exc}", param=place) from exc
     return arguments

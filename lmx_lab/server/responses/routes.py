@@ -57,9 +57,7 @@ class _Prepared:
 def responses_routes(service: InferenceService) -> APIRouter:
     """Return the router of ``/v1/responses``."""
     store = ResponseStore()
-    router = APIRouter(
-        prefix="/v1/responses", tags=["inference"], route_class=StrictRoute, lifespan=store.lifespan
-    )
+    router = APIRouter(prefix="/v1/responses", tags=["inference"], route_class=StrictRoute, lifespan=store.lifespan)
 
     @router.post(
         "",
@@ -69,37 +67,13 @@ def responses_routes(service: InferenceService) -> APIRouter:
     async def create_response(body: ResponsesRequest, request: Request) -> Response:
         """Answer a conversation in the Responses format: completely, with `stream: true` as named events, or with
         `background: true` at once, before the answer is generated."""
-        previous = store.previous(body.previous_response_id) if body.previous_response_id is not None else None
-        prepared = await asyncio.to_thread(_prepare, body, previous)
-        own, local, client = service.recording.is_own(request), is_local(request.scope), client_of(request)
-        headers = {**ignored_header(body.ignored()), **service.recording.answer_headers(own=own)}
-        starting = service.start(prepared.request.chat, request_id_of(request), local=local, client=client, own=own)
-        try:
-            answer, [generation] = await while_connected(request, starting)
-        except ContextLengthError as exc:
-            if not body.stream:
-                raise
-            # Codex CLI shortens its conversation only if a stream reports this error.
-            writer = ResponseWriter(prepared.shared, prepared.request, model=body.model)
-            return EventStream(_refused(writer, request, exc), headers=headers, frame=str)
-        writer = ResponseWriter(prepared.shared, prepared.request, model=answer.model)
-        save = _saver(store, writer, prepared, background=bool(body.background))
-        if body.stream:
-            return EventStream(
-                _events(writer, generation, request, save),
-                headers=headers,
-                frame=str,
-                keep_alive=writer.progress,
-                blocked_limit_s=lambda: service.blocked_limit_s([generation]),
-            )
-        if body.background:
-            created = save()
-            connection = HTTPConnection(request.scope)
-            store.start(writer.id, _in_background(store, writer, generation, connection, save))
-            return Response(created, media_type="application/json", headers=headers)
-        await while_connected(request, _complete(writer, generation))
-        return Response(save(), media_type="application/json", headers=headers)
+        return await _respond(service, store, body, request)
 
+    _add_stored_routes(router, store)
+    return router
+
+
+def _add_stored_routes(router: APIRouter, store: ResponseStore) -> None:
     @router.get("/{response_id}", response_model=ModelResponse, responses=_failures(NotFoundError))
     async def get_response(response_id: str, stream: bool = False) -> Response:
         """A stored response, in its current state."""
@@ -134,8 +108,6 @@ def responses_routes(service: InferenceService) -> APIRouter:
         """The items of the conversation before a stored response."""
         return await asyncio.to_thread(_page, store.get(response_id), limit, order, after)
 
-    return router
-
 
 def _failures(*errors: type[LabError]) -> dict[int | str, dict[str, Any]]:
     return failures(*errors, InvalidRequestError, in_path=True)
@@ -145,7 +117,7 @@ def _prepare(body: ResponsesRequest, previous: StoredResponse | None) -> _Prepar
     """Convert a request.
 
     Raises:
-        InvalidRequestError, ValidationError: see ``convert``.
+        InvalidRequestError: see ``convert``.
     """
     items = input_items(body)
     if previous is not None:
@@ -163,9 +135,7 @@ def _prepare(body: ResponsesRequest, previous: StoredResponse | None) -> _Prepar
     )
 
 
-def _saver(
-    store: ResponseStore, writer: ResponseWriter, prepared: _Prepared, *, background: bool
-) -> Callable[[], str]:
+def _saver(store: ResponseStore, writer: ResponseWriter, prepared: _Prepared, *, background: bool) -> Callable[[], str]:
     """Return a function that stores the response in its current state, if it is to be stored, and returns its body."""
 
     def save() -> str:
@@ -186,6 +156,41 @@ def _saver(
 
 
 # Answers
+
+
+async def _respond(
+    service: InferenceService, store: ResponseStore, body: ResponsesRequest, request: Request
+) -> Response:
+    previous = store.previous(body.previous_response_id) if body.previous_response_id is not None else None
+    prepared = await asyncio.to_thread(_prepare, body, previous)
+    own, local, client = service.recording.is_own(request), is_local(request.scope), client_of(request)
+    headers = {**ignored_header(body.ignored()), **service.recording.answer_headers(own=own)}
+    starting = service.start(prepared.request.chat, request_id_of(request), local=local, client=client, own=own)
+    try:
+        answer, [generation] = await while_connected(request, starting)
+    except ContextLengthError as exc:
+        if not body.stream:
+            raise
+        # Codex CLI shortens its conversation only if a stream reports this error.
+        writer = ResponseWriter(prepared.shared, prepared.request, model=body.model)
+        return EventStream(_refused(writer, request, exc), headers=headers, frame=str)
+    writer = ResponseWriter(prepared.shared, prepared.request, model=answer.model)
+    save = _saver(store, writer, prepared, background=bool(body.background))
+    if body.stream:
+        return EventStream(
+            _events(writer, generation, request, save),
+            headers=headers,
+            frame=str,
+            keep_alive=writer.progress,
+            blocked_limit_s=lambda: service.blocked_limit_s([generation]),
+        )
+    if body.background:
+        created = save()
+        connection = HTTPConnection(request.scope)
+        store.start(writer.id, _in_background(store, writer, generation, connection, save))
+        return Response(created, media_type="application/json", headers=headers)
+    await while_connected(request, _complete(writer, generation))
+    return Response(save(), media_type="application/json", headers=headers)
 
 
 async def _complete(writer: ResponseWriter, generation: Generation) -> None:

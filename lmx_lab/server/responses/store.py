@@ -78,7 +78,9 @@ class ResponseStore:
         try:
             previous = self.get(previous_response_id)
         except NotFoundError as exc:
-            raise InvalidRequestError(f"{name}: {exc.message}; send the whole conversation as input", param=name) from exc
+            raise InvalidRequestError(
+                f"{name}: {exc.message}; send the whole conversation as input", param=name
+            ) from exc
         if previous.status not in ("completed", "incomplete"):
             raise InvalidRequestError(
                 f"{name}: the response {previous.id} is {previous.status}, and only completed and incomplete responses "

@@ -14,6 +14,7 @@ from typing import Any, Literal
 from pydantic_core import from_json
 
 from lmx_lab.errors import InvalidRequestError
+from lmx_lab.server.chat_history import function_tool
 from lmx_lab.wire.formats import NAME_CHARACTERS
 from lmx_lab.wire.responses import (
     CustomTool,
@@ -24,7 +25,7 @@ from lmx_lab.wire.responses import (
     ToolNamespace,
     ToolReference,
 )
-from lmx_lab.wire.tools import FunctionDefinition, FunctionTool
+from lmx_lab.wire.tools import FunctionTool
 
 INPUT = "input"
 """Name of the argument of a custom tool."""
@@ -53,15 +54,10 @@ class OfferedTool:
         return given if isinstance(given, InputGrammar) else None
 
     def function(self) -> FunctionTool:
-        """Return the function of the chat format. It is not validated again, because all of its parts are valid."""
-        if isinstance(self.definition, CustomTool):
-            description, parameters = self._custom_description(), self._custom_parameters()
-        else:
-            description, parameters = self.definition.description, self.definition.parameters
-        definition = FunctionDefinition.model_construct(
-            name=self.chat_name, description=description, parameters=parameters
-        )
-        return FunctionTool.model_construct(type="function", function=definition)
+        """Return the function of the chat format."""
+        if isinstance(self.definition, FlatFunction):
+            return function_tool(self.chat_name, self.definition.description, self.definition.parameters)
+        return function_tool(self.chat_name, self._custom_description(), self._custom_parameters())
 
     def _custom_description(self) -> str | None:
         grammar = self.grammar

@@ -62,7 +62,9 @@ class PartEvents:
 
 PARTS: Mapping[ItemKind, PartEvents] = {
     "reasoning": PartEvents(
-        added="response.reasoning_summary_part.added", done="response.reasoning_summary_part.done", index="summary_index"
+        added="response.reasoning_summary_part.added",
+        done="response.reasoning_summary_part.done",
+        index="summary_index",
     ),
     "message": PartEvents(
         added="response.content_part.added", done="response.content_part.done", index="content_index"
