@@ -13,7 +13,7 @@ from lmx_lab.errors import InvalidRequestError
 from lmx_lab.notebook import Lab
 from lmx_lab.server.messages import convert
 from lmx_lab.wire.messages import MessagesRequest
-from tests.flows.conftest import HELLO, serving, wait_until, wait_until_idle
+from tests.flows.conftest import ENDLESS_TEXT, HELLO, serving, wait_until, wait_until_idle
 
 PATH = "/v1/messages"
 TOOLS = [{"name": "clock", "input_schema": {"type": "object", "properties": {"zone": {"type": "string"}}}}]
@@ -231,7 +231,7 @@ def test_a_document_of_text_is_read_and_other_blocks_are_refused_by_their_place(
 def test_an_answer_ends_if_its_client_disconnects(http: httpx2.Client, lab: Lab) -> None:
     wait_until_idle(lab)
     before = lab.engine.snapshot.output_tokens
-    long = body(stream=True, max_tokens=30_000, messages=[{"role": "user", "content": "a " * 10_000}])
+    long = body(stream=True, max_tokens=30_000, messages=[{"role": "user", "content": ENDLESS_TEXT}])
     with http.stream("POST", PATH, json=long) as response:
         assert response.status_code == 200
         wait_until(lambda: lab.engine.snapshot.output_tokens > before)

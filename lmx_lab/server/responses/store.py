@@ -47,8 +47,10 @@ class ResponseStore:
         """Tasks of responses in the background. There are no more than the engine accepts requests."""
 
     def put(self, response: StoredResponse) -> None:
-        """Store a response, or replace the stored one with the same id."""
+        """Store a response, or replace the stored one with the same id. One that exceeds the limit is not stored."""
         self._remove(response.id)
+        if response.size_bytes > self._limit_bytes:
+            return
         self._responses[response.id] = response
         self._size_bytes += response.size_bytes
         while len(self._responses) > self._limit or self._size_bytes > self._limit_bytes:
