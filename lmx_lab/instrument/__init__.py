@@ -5,5 +5,17 @@ from lmx_lab.instrument.lens import TokenLens
 from lmx_lab.instrument.replay import Replay
 from lmx_lab.instrument.requests import RecordedRequest, RequestList, load_requests
 from lmx_lab.instrument.timeline import Timeline
+from lmx_lab.instrument.tree import AnswerTree, Branch, BranchDiff
 
-__all__ = ["Comparison", "RecordedRequest", "Replay", "RequestList", "Timeline", "TokenLens", "load_requests"]
+__all__ = [
+    "AnswerTree",
+    "Branch",
+    "BranchDiff",
+    "Comparison",
+    "RecordedRequest",
+    "Replay",
+    "RequestList",
+    "Timeline",
+    "TokenLens",
+    "load_requests",
+]

@@ -19,7 +19,7 @@ from lmx_lab.backend import Backend
 from lmx_lab.errors import InvalidRequestError, LabError
 from lmx_lab.panels import assets
 from lmx_lab.panels.workbench import Workbench
-from lmx_lab.wire.admin import ModelEvent, Sample
+from lmx_lab.wire.admin import ModelEvent, RequestEvent, Sample
 
 log = logging.getLogger(__name__)
 FRAME_S = 0.3
@@ -123,6 +123,9 @@ class Panel(anywidget.AnyWidget):
 
     def model_event(self, event: ModelEvent) -> None:
         """Handle an event of a model. Does nothing by default; panels that show models override it."""
+
+    def request_ended(self, event: RequestEvent) -> None:
+        """Handle the end of a request. Does nothing by default; panels that show requests override it."""
 
     def backend_changed(self) -> None:
         """Called when another lab is shown. Does nothing by default; panels whose state belongs to one lab override
