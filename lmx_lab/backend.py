@@ -222,7 +222,7 @@ class RunningChange(Generic[T]):
             if step.unloading is not None or self._unloading is not None:
                 self._unloading = step if step.unloading is not None else None
                 return step
-            if step.done_bytes is not None:
+            if step.done_bytes is not None or step.stage == "load":
                 return step
 
     @property
