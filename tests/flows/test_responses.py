@@ -14,7 +14,7 @@ import pytest
 from pydantic import BaseModel
 
 from lmx_lab.notebook import Lab
-from lmx_lab.server.responses.convert import convert, input_items
+from lmx_lab.server.responses.convert import convert_request, input_items
 from lmx_lab.wire.responses import ResponsesRequest
 from tests.flows.conftest import ENDLESS_TEXT, serving, wait_until, wait_until_idle
 
@@ -164,7 +164,7 @@ def test_a_conversation_is_converted_to_the_chat_format() -> None:
         {"type": "function_call_output", "call_id": "c1", "output": "noon"},
     ]
     request = ResponsesRequest.model_validate({"input": items, "instructions": "Be brief.", "tools": TOOLS})
-    chat = convert(request, input_items(request)).chat
+    chat = convert_request(request, input_items(request)).chat
     messages = [message.model_dump(exclude_unset=True, exclude={"tool_calls"}) for message in chat.messages]
     assert messages == [
         {"role": "system", "content": "Be brief.\n\nUse tools."},
