@@ -13,7 +13,7 @@ from typing import Any, Literal
 from pydantic_core import to_json
 
 from lmx_lab.errors import CallerError, ContextLengthError, QueueFullError
-from lmx_lab.http.event_stream import named_event
+from lmx_lab.http.event_stream import comment, named_event
 from lmx_lab.server.responses.convert import ConvertedRequest
 from lmx_lab.server.responses.tools import CallableTool, custom_input
 from lmx_lab.server.translate import chat_logprobs
@@ -166,8 +166,8 @@ class ResponseWriter:
         yield self.progress()
 
     def progress(self) -> str:
-        """Return an event that only shows that the response is not finished."""
-        return self._whole("response.in_progress", self.body())
+        """Return an event that only shows that the response is not finished, or a comment after its end."""
+        return self._whole("response.in_progress", self.body()) if self.status == "in_progress" else comment("")
 
     def last(self, body: str) -> str:
         """Return the last event of a response that is completed or incomplete, or has failed."""
