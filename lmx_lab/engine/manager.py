@@ -44,6 +44,7 @@ from lmx_lab.errors import (
     HostingError,
     InvalidRequestError,
     LabError,
+    ModelNotFoundError,
     NotLoadedError,
 )
 from lmx_lab.portal import LoopThread, receive
@@ -84,6 +85,7 @@ class ModelManager:
         self._control: ModelControl | None = None
         self._stopped = False
         self._machine_bytes = total_bytes()
+        self._ids_by_alias = settings.ids_by_alias
         self._created_at = time.monotonic()
 
     # Lifetime
@@ -426,8 +428,30 @@ class ModelManager:
         patient: bool = False,
     ) -> T:
         """Find the model that answers a request, and submit the request to its engine. In swap mode, the model may be
-        loaded first.
+        loaded first. With ``Settings.any_model``, the loaded model answers a request that names an unknown model.
         """
+        name = request.model
+        request = replace(request, model=None if name is None else self._ids_by_alias.get(name, name))
+        submitting = functools.partial(
+            self._submit_to_named, kinds=kinds, submit=submit, count=count, local=local, patient=patient
+        )
+        try:
+            return await submitting(request)
+        except ModelNotFoundError:
+            if not self.settings.any_model:
+                raise
+        return await submitting(replace(request, model=None))
+
+    async def _submit_to_named(
+        self,
+        request: GenerationRequest | EmbeddingRequest | RerankRequest,
+        *,
+        kinds: Kinds,
+        submit: SubmitToModel[T],
+        count: int,
+        local: bool,
+        patient: bool,
+    ) -> T:
         now, swap = self.residents, self.settings.swap
         resident = _resident_for(now, request.model, kinds, local=local)
         if resident is not None and (now.stable or not swap or resident in now.pinned):

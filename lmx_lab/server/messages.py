@@ -9,9 +9,8 @@ from __future__ import annotations
 import asyncio
 import json
 import logging
-import re
 import secrets
-from collections.abc import AsyncGenerator, Iterable, Iterator, Mapping
+from collections.abc import AsyncGenerator, Iterator, Mapping
 from contextlib import aclosing
 from typing import Any
 
@@ -24,6 +23,7 @@ from lmx_lab.http.error_bodies import client_of, detail_for, messages_error, req
 from lmx_lab.http.event_stream import EventStream, named_event, while_connected
 from lmx_lab.http.guard import is_local
 from lmx_lab.http.openapi import event_stream
+from lmx_lab.server.chat import ignored_header
 from lmx_lab.server.generation import Generation
 from lmx_lab.server.inference import InferenceService
 from lmx_lab.server.openapi import MESSAGES_ERRORS
@@ -55,9 +55,6 @@ never be in the prefix cache."""
 JOINED = "\n\n"
 """Separates blocks of one message, and messages of the same role that follow each other."""
 IGNORED_BLOCKS = frozenset({"redacted_thinking", "tool_addition", "tool_removal"})
-IGNORED_NAME = re.compile(r"[A-Za-z0-9_.-]{1,80}")
-IGNORED_LIMIT = 32
-"""Largest number of names in the header ``x-lmx-ignored``."""
 PING = named_event("ping", '{"type":"ping"}')
 TOOL_CHOICES: Mapping[str, str] = {"auto": "auto", "any": "required", "none": "none"}
 STOP_REASONS: Mapping[str, StopReason] = {"stop": "end_turn", "length": "max_tokens", "tool_calls": "tool_use"}
@@ -80,7 +77,7 @@ def messages_routes(service: InferenceService) -> APIRouter:
         starting = service.start(chat, request_id_of(request), local=local, client=client, own=own)
         answer, [generation] = await while_connected(request, starting)
         writer = MessageWriter(answer.model)
-        headers = {**_ignored_header(body.ignored()), **service.recording.answer_headers(own=own)}
+        headers = {**ignored_header(body.ignored()), **service.recording.answer_headers(own=own)}
         if not body.stream:
             text = await while_connected(request, _complete(writer, generation))
             return Response(text, media_type="application/json", headers=headers)
@@ -98,16 +95,10 @@ def messages_routes(service: InferenceService) -> APIRouter:
         chat = await asyncio.to_thread(chat_request, body)
         counting = service.encode(generation_request(chat), local=is_local(request.scope))
         count = TokenCount(input_tokens=len(await while_connected(request, counting)))
-        headers = _ignored_header(body.ignored())
+        headers = ignored_header(body.ignored())
         return Response(count.model_dump_json(), media_type="application/json", headers=headers)
 
     return router
-
-
-def _ignored_header(names: Iterable[str]) -> dict[str, str]:
-    """Return the header with the names of ignored fields. Names that a header cannot contain are left out."""
-    shown = [name for name in names if IGNORED_NAME.fullmatch(name)][:IGNORED_LIMIT]
-    return {"x-lmx-ignored": ", ".join(shown)} if shown else {}
 
 
 # Requests

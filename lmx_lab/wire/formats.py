@@ -98,6 +98,11 @@ def _check_schema(schema: Any) -> Any:
     return schema
 
 
+JsonSchema = Annotated[
+    Any, AfterValidator(_check_schema), WithJsonSchema({"anyOf": [{"type": "object"}, {"type": "boolean"}]})
+]
+
+
 def _check_object_schema(schema: Any) -> Any:
     if schema is not None and not isinstance(schema, dict):
         raise ValueError(f"must be a JSON schema as an object; it is {kind_of(schema)}")
@@ -130,9 +135,7 @@ class NamedSchema(RequestModel):
 
     name: Label
     """Not used. Clients may send the name of a generic class."""
-    schema_: Annotated[
-        Any, AfterValidator(_check_schema), WithJsonSchema({"anyOf": [{"type": "object"}, {"type": "boolean"}]})
-    ] = Field(alias="schema")
+    schema_: JsonSchema = Field(alias="schema")
     """JSON schema, draft 2020-12."""
 
     # Fields of the format that have no effect here: a schema is always enforced.

@@ -107,12 +107,20 @@ class AnswerSampler:
     """
 
     def __init__(
-        self, model: EchoModel, text: Sequence[int], sampling: Sampling, *, choice: int, ignore_eos: bool
+        self,
+        model: EchoModel,
+        text: Sequence[int],
+        sampling: Sampling,
+        *,
+        choice: int,
+        ignore_eos: bool,
+        min_tokens: int = 0,
     ) -> None:
         self._model = model
         self._text = text
         self._sampling = sampling
         self._ignore_eos = ignore_eos
+        self._min_tokens = min_tokens
         self._at = 0
         """Number of tokens chosen so far."""
         self._on_text = True
@@ -146,7 +154,7 @@ class AnswerSampler:
     def scores(self, *, constrained: bool) -> Scores:
         """Return the score of every token, after penalties and bias."""
         scores = (self._model.constrained if constrained else self._model.free).copy()
-        if self._ignore_eos:
+        if self._must_continue:
             scores[END] = scores[0]
         elif self._at >= len(self._text) or not self._on_text:
             scores[END] = END_SCORE
@@ -165,9 +173,14 @@ class AnswerSampler:
             scores[token] += bias
         return scores
 
+    @property
+    def _must_continue(self) -> bool:
+        """Whether the text is repeated after its end."""
+        return self._ignore_eos or self._at < self._min_tokens
+
     def _preferred(self) -> tuple[int, float]:
         """Return the token that continues the answer, and its score."""
-        if self._ignore_eos:
+        if self._must_continue:
             score = TEXT_SCORE if self._at < len(self._text) else AFTER_SCORE
             return self._text[self._at % len(self._text)] if self._text else FIRST_PIECE, score
         if self._on_text and self._at < len(self._text):

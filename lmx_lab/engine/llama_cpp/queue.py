@@ -201,7 +201,7 @@ class LlamaQueue:
         reader = generation.reader
         if slots is not None and not reader.tokens:
             reader.restored_tokens = await slots.restore(prepared.tokens)
-        body = json.dumps(prepared.body(generation.choice, self._hosted, reader.tokens)).encode()
+        body = json.dumps(prepared.body(generation.choice, self._hosted, reader)).encode()
         streaming = connection.stream(prepared.route, body, partial(self._deliver, generation))
         try:
             future = asyncio.run_coroutine_threadsafe(streaming, generation.mailbox.loop)
@@ -225,8 +225,10 @@ class LlamaQueue:
         self._hosted.progress_at = now
         for item in generation.reader.read(event, now):
             generation.mailbox.deliver(item)
+        reader, most = generation.reader, generation.prepared.max_tokens
         is_paused = not generation.admitted.is_set() and generation.can_pause
-        return generation.reader.finish is not None or is_paused
+        starts_again = reader.starts_again and reader.output_tokens < most
+        return reader.finish is not None or is_paused or starts_again
 
     def _finish(self, generation: LlamaGeneration, task: asyncio.Task[GenerationReport]) -> None:
         """Post the end of a generation: its report or its error. No other method does so."""

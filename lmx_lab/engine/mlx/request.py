@@ -85,7 +85,9 @@ class MlxGeneration:
         self.set_tokens(self.prompt)
         self.model_id = model.entry.id
         self.max_tokens = min(self.request.max_tokens, (model.context_length or 2**31) - len(self.prompt))
-        self.splitter = TextSplitter(model.text.decode, self.request.stop, self.channel_format)
+        self.splitter = TextSplitter(
+            model.text.decode, self.request.stop, self.channel_format, min_tokens=self.request.min_tokens
+        )
 
     def set_tokens(self, tokens: list[int]) -> None:
         """Set the tokens to compute."""
