@@ -29,7 +29,6 @@ from lmx_lab.engine.model_lookup import (
     EMBEDDING,
     RERANK,
     Kinds,
-    find_model,
     loaded_id,
     refusal,
     with_models_on_disk,
@@ -415,7 +414,7 @@ class ModelManager:
             name: The model that the request names; None takes any.
             kinds: Kinds of models that can answer, the preferred ones first.
         """
-        return _resident_for(self.residents, name, kinds, local=local)
+        return self.residents.find(name, kinds, local=local)
 
     async def _submit(
         self,
@@ -453,7 +452,7 @@ class ModelManager:
         patient: bool,
     ) -> T:
         now, swap = self.residents, self.settings.swap
-        resident = _resident_for(now, request.model, kinds, local=local)
+        resident = now.find(request.model, kinds, local=local)
         if resident is not None and (now.stable or not swap or resident in now.pinned):
             try:
                 return await _admit_and_submit(resident, submit, count, patient=patient)
@@ -498,7 +497,7 @@ class ModelManager:
         self, model: str | None, name: str | None, kinds: Kinds, submit: SubmitToModel[T], *, count: int, patient: bool
     ) -> T:
         for attempt in range(TRIES):
-            resident = _resident_for(self.residents, model, kinds, local=False)
+            resident = self.residents.find(model, kinds, local=False)
             error = self._refusal_error(model, kinds, local=False) if resident is None else None
             if resident is not None:
                 try:
@@ -567,13 +566,6 @@ class ModelManager:
             report=self._report,
             snapshot=lambda: self.snapshot,
         )
-
-
-def _resident_for(now: Residents, name: str | None, kinds: Kinds, *, local: bool) -> Resident | None:
-    residents = list(now)
-    entries = [resident.entry for resident in residents]
-    entry = find_model(entries, loaded_id(name, entries, local=local), kinds)
-    return next((resident for resident in residents if resident.entry is entry), None)
 
 
 async def _admit_and_submit(resident: Resident, submit: SubmitToModel[T], count: int, *, patient: bool) -> T:

@@ -12,7 +12,7 @@ from lmx_lab.values.generation import GenerationReport, TokenLogprob
 from lmx_lab.wire.chat import ChatMessage, ChatRequest, SocketStats
 from lmx_lab.wire.compatibility import CompatibleFields
 from lmx_lab.wire.completions import CompletionRequest
-from lmx_lab.wire.formats import JsonObjectFormat, JsonSchemaFormat, RegexFormat, TextFormat, json_text
+from lmx_lab.wire.formats import JsonObjectFormat, JsonSchemaFormat, RegexFormat, ResponseFormat, TextFormat, json_text
 from lmx_lab.wire.generation import (
     ANY_MODEL,
     LOWEST_LOGPROB,
@@ -206,7 +206,11 @@ def _answer_format(request: CompatibleFields) -> AnswerFormat | None:
         return AnswerFormat(kind="json_schema", text=json_text(request.json_schema))
     if request.grammar is not None:
         return AnswerFormat(kind="gbnf", text=request.grammar)
-    match format_ := request.response_format:
+    return _required_format(request.response_format)
+
+
+def _required_format(format_: ResponseFormat | None) -> AnswerFormat | None:
+    match format_:
         case None | TextFormat():
             return None
         case JsonObjectFormat():

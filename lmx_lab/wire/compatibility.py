@@ -9,10 +9,10 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Annotated, Any, Self
 
-from pydantic import AfterValidator, WithJsonSchema, model_validator
+from pydantic import WithJsonSchema, model_validator
 
 from lmx_lab.wire import unsupported
-from lmx_lab.wire.formats import JsonSchema, Pattern, ResponseFormat, TextFormat
+from lmx_lab.wire.formats import GbnfGrammar, JsonSchema, ResponseFormat, TextFormat
 from lmx_lab.wire.generation import GenerationFields, RepetitionPenalty, RequestModel, TokenLimit
 from lmx_lab.wire.limits import FEW_VALUES
 
@@ -83,7 +83,7 @@ class CompatibleFields(GenerationFields, Hints):
     response_format: ResponseFormat | None = None
     json_schema: JsonSchema | None = None
     """llama.cpp's name of a ``response_format`` with this schema."""
-    grammar: Pattern | None = None
+    grammar: GbnfGrammar | None = None
     """A format of the answer as a grammar in GBNF, llama.cpp's grammar format."""
     max_completion_tokens: TokenLimit | None = None
     """The newer name of ``max_tokens``."""

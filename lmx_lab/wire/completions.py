@@ -63,13 +63,16 @@ class CompletionRequest(CompatibleFields):
     """A text, texts, the token ids of one prompt, or those of several."""
     echo: bool | None = None
     """Whether to put the prompt before the text and, with ``logprobs``, its tokens before those of the text."""
-    max_tokens: Annotated[
-        int,
-        Field(ge=0),
-        WHOLE,
-        NO_LIMIT,
-        WithJsonSchema({"anyOf": [{"type": "integer", "minimum": 0}, {"const": -1}]}),
-    ] | None = 16
+    max_tokens: (
+        Annotated[
+            int,
+            Field(ge=0),
+            WHOLE,
+            NO_LIMIT,
+            WithJsonSchema({"anyOf": [{"type": "integer", "minimum": 0}, {"const": -1}]}),
+        ]
+        | None
+    ) = 16
     """0 generates nothing and requires ``echo``."""
     logprobs: Alternatives | None = None
     """Number of alternatives to return for each token; 0 returns only the tokens."""

@@ -18,6 +18,8 @@ SCHEMA_CHARACTERS = 262_144
 """Largest size of a schema, as JSON without spaces."""
 PATTERN_CHARACTERS = 65_536
 """Largest size of a regular expression or a grammar."""
+GBNF_CHARACTERS = 16_384
+"""Largest size of a grammar in GBNF, which takes up to 50 ms to convert."""
 NAME_CHARACTERS = 64
 LABEL_CHARACTERS = 256
 NAME_SHAPE = re.compile(r"[a-zA-Z0-9_-]+")
@@ -88,6 +90,11 @@ Pattern = Annotated[
     NonEmpty,
     AfterValidator(_at_most(PATTERN_CHARACTERS)),
     WithJsonSchema({"type": "string", "minLength": 1, "maxLength": PATTERN_CHARACTERS}),
+]
+GbnfGrammar = Annotated[
+    NonEmpty,
+    AfterValidator(_at_most(GBNF_CHARACTERS)),
+    WithJsonSchema({"type": "string", "minLength": 1, "maxLength": GBNF_CHARACTERS}),
 ]
 
 

@@ -1,6 +1,8 @@
 """Convert grammars in GBNF, llama.cpp's format, to the Lark grammars of llguidance. Pure code.
 
-The format is described in llama.cpp's ``grammars/README.md``.
+The format is described in llama.cpp's ``grammars/README.md``. A rule that refers to no rule, or only to such rules,
+becomes a terminal, which matches as much text as it can. llguidance would need too much time for a grammar whose
+terminals are single characters.
 """
 
 from __future__ import annotations
@@ -31,6 +33,7 @@ TOKEN = re.compile(
 ESCAPE = re.compile(r"\\(?:x([0-9a-fA-F]{2})|u([0-9a-fA-F]{4})|U([0-9a-fA-F]{8})|(.))|(.)", re.DOTALL)
 ESCAPES = {"n": "\n", "r": "\r", "t": "\t", "\\": "\\", '"': '"', "[": "[", "]": "]"}
 ROOT = "root"
+EMPTY = "literal", '""'
 CACHED = 32
 
 
@@ -53,11 +56,10 @@ class _Rules:
     def __init__(self, grammar: str) -> None:
         self._grammar = grammar
         self._at = 0
-        self._numbers: dict[str, int] = {}
-        """Numbers of the names of rules, in the order in which they occur."""
         self._used: dict[str, int] = {}
         """Positions at which rules are first referred to."""
-        self._rules: dict[str, list[str]] = {}
+        self._rules: dict[str, list[tuple[str, str]]] = {}
+        """The parts of each rule, as the kind of the token and its text in Lark, or the name of a rule."""
 
     def lines(self) -> Iterator[str]:
         """Yield the lines of the Lark grammar.
@@ -71,8 +73,27 @@ class _Rules:
                 raise ValueError(f"{self._place(at)}: the rule {name[:80]!r} is not defined; define it")
         if ROOT not in self._rules:
             raise ValueError("there is no rule named 'root', with which an answer begins; define it")
+        names = self._lark_names()
+        yield f"start: {names[ROOT]}"
         for name, parts in self._rules.items():
-            yield f"{self._rule(name)}: {' '.join(parts)}"
+            yield f"{names[name]}: {' '.join(names[text] if kind == 'name' else text for kind, text in parts)}"
+
+    def _lark_names(self) -> dict[str, str]:
+        """Return the names of the rules in Lark, which are upper case for terminals."""
+        references = {name: {text for kind, text in parts if kind == "name"} for name, parts in self._rules.items()}
+        referring: dict[str, list[str]] = {name: [] for name in self._rules}
+        for name, referred in references.items():
+            for other in referred:
+                referring[other].append(name)
+        missing = {name: len(referred) for name, referred in references.items()}
+        terminals = [name for name, count in missing.items() if not count]
+        for name in terminals:
+            for other in referring[name]:
+                missing[other] -= 1
+                if not missing[other]:
+                    terminals.append(other)
+        written = {name: f"r{at}_{re.sub('[^a-z0-9]', '_', name.lower())}" for at, name in enumerate(self._rules)}
+        return written | {name: written[name].upper() for name in terminals}
 
     def _read(self) -> None:
         tokens = self._tokens()
@@ -80,13 +101,13 @@ class _Rules:
             if kind == "newline":
                 continue
             if kind != "name" or next(tokens, ("", "", 0))[0] != "define":
-                raise ValueError(f"{self._place(at)}: expected a rule, such as name ::= \"text\"")
+                raise ValueError(f"{self._place(at)}: {text[:20]!r} does not begin a rule, such as: name ::= [a-z]+")
             self._rules[text] = list(self._body(tokens))
 
-    def _body(self, tokens: Iterator[tuple[str, str, int]]) -> Iterator[str]:
+    def _body(self, tokens: Iterator[tuple[str, str, int]]) -> Iterator[tuple[str, str]]:
         """Yield the parts of a rule up to the end of its last line."""
-        depth, before, at = 0, "or", self._at
-        for kind, text, at in tokens:  # noqa: B007
+        depth, before, began = 0, "or", self._at
+        for kind, text, at in tokens:
             if kind == "newline":
                 # Within parentheses, and after ::= and |, a rule continues on the next line.
                 if depth or before == "or":
@@ -94,24 +115,23 @@ class _Rules:
                 break
             starts = before in ("or", "open")
             if kind in ("or", "close") and starts:
-                yield '""'
+                yield EMPTY
             if kind == "define" or (kind == "repeat" and starts):
                 raise ValueError(f"{self._place(at)}: {text[:20]!r} has nothing before it that it could apply to")
             depth += (kind == "open") - (kind == "close")
             if depth < 0:
                 raise ValueError(f"{self._place(at)}: a parenthesis is closed that was not opened")
             before = kind
-            yield self._part(kind, text, at)
-        if depth:
-            raise ValueError(f"{self._place(at)}: a parenthesis is not closed")
-        if before == "or":
-            yield '""'
-
-    def _part(self, kind: str, text: str, at: int) -> str:
-        match kind:
-            case "name":
+            if kind == "name":
                 self._used.setdefault(text, at)
-                return self._rule(text)
+            yield kind, self._lark(kind, text, at)
+        if depth:
+            raise ValueError(f"{self._place(began)}: a parenthesis of this rule is not closed")
+        if before == "or":
+            yield EMPTY
+
+    def _lark(self, kind: str, text: str, at: int) -> str:
+        match kind:
             case "literal":
                 return json.dumps("".join(self._characters(text[1:-1], at)), ensure_ascii=False)
             case "characters":
@@ -120,12 +140,6 @@ class _Rules:
                 return "/(?s:.)/"
             case _:
                 return re.sub(r"\s+", "", text)
-
-    def _rule(self, name: str) -> str:
-        if name == ROOT:
-            return "start"
-        number = self._numbers.setdefault(name, len(self._numbers))
-        return f"r{number}_{re.sub('[^a-z0-9]', '_', name.lower())}"
 
     def _character_class(self, text: str, at: int) -> str:
         negated = text.startswith("^")
