@@ -25,6 +25,8 @@ TEXT_SCORE = 50.0
 """Score of the next token of the text. At temperature 2 another token is chosen once in 100 million."""
 AFTER_SCORE = 1.5
 """The same while ``ignore_eos`` repeats the text after its end. It is low enough for samples to differ."""
+NO_SCORE = -1e9
+"""Score of the end of an answer that is too short. It is finite, because a format may allow nothing else."""
 END_SCORE = 45.0
 """Score of the end of the answer, once the text cannot be continued."""
 CONSTRAINED_SCORES = {'"': 40.0, "}": 38.0, "]": 36.0, ":": 30.0, ",": 9.0, "[": 5.0, "{": 4.0}
@@ -160,8 +162,14 @@ class AnswerSampler:
             scores[END] = END_SCORE
         token, score = self._preferred()
         scores[token] = max(scores[token], score)
-        if not self._changed:
-            return scores
+        if self._changed:
+            self._change(scores)
+        if self._at < self._min_tokens:
+            scores[END] = NO_SCORE
+        return scores
+
+    def _change(self, scores: Scores) -> None:
+        """Apply the penalties and the bias."""
         sampling = self._sampling
         if self._counts:
             seen = np.fromiter(self._counts, dtype=np.int64)
@@ -171,7 +179,6 @@ class AnswerSampler:
             scores[seen] -= sampling.presence_penalty + sampling.frequency_penalty * counts
         for token, bias in sampling.logit_bias:
             scores[token] += bias
-        return scores
 
     @property
     def _must_continue(self) -> bool:

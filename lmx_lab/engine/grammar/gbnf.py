@@ -174,7 +174,10 @@ class _Rules:
         while self._at < len(self._grammar):
             found = TOKEN.match(self._grammar, self._at)
             if found is None:
-                raise ValueError(f"{self._place(self._at)}: {self._grammar[self._at :][:20]!r} is not valid GBNF")
+                raise ValueError(
+                    f"{self._place(self._at)}: {self._grammar[self._at :][:20]!r} is not valid GBNF, "
+                    "whose rules are such as: name ::= [a-z]+"
+                )
             at, self._at = self._at, found.end()
             if found.lastgroup != "space":
                 yield str(found.lastgroup), found[0], at

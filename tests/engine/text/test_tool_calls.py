@@ -15,7 +15,7 @@ from hypothesis import strategies as st
 from mlx_lm.tool_parsers import glm47, json_tools, kimi_k2, mistral, pythonic, qwen3_coder
 
 from lmx_lab.engine.text.channels import CONTENT, REASONING, ChannelFormat
-from lmx_lab.engine.text.tool_calls import CallNumbering, EnforcedCallReader, ParsedCallReader
+from lmx_lab.engine.text.tool_calls import CallFormat, CallNumbering, EnforcedCallReader, ParsedCallReader
 from tests.engine.answers import Answer, Tokens, answer, channel_format_of, merge
 
 QWEN_CODER_CALL = (
