@@ -22,8 +22,8 @@ NAMES: Mapping[str, tuple[str, ...]] = {
     "response_format": ("json_schema", "grammar"),
 }
 """Other names of parameters."""
-WHOLE_ANSWER = -1
-"""The value of ``repeat_last_n`` for penalties that count the whole answer, which they always do here."""
+ALL_TOKENS = -1
+"""The value of ``repeat_last_n`` for penalties that count all tokens, which they always do here."""
 Hint = Annotated[Any, FEW_VALUES, WithJsonSchema({"description": "Ignored: it cannot change the answer"})]
 
 
@@ -92,7 +92,7 @@ class CompatibleFields(GenerationFields, Hints):
     repeat_penalty: RepetitionPenalty | None = None
     """llama.cpp's name of ``repetition_penalty``."""
     repeat_last_n: int | None = None
-    """Penalties count the whole answer, so with a repetition penalty only -1 is accepted."""
+    """Penalties count all tokens, so with a repetition penalty only -1 is accepted."""
 
     # Not supported; only values without effect are valid.
     typical_p: Annotated[Any, unsupported.NO_TYPICAL_P] = None
@@ -129,9 +129,9 @@ class CompatibleFields(GenerationFields, Hints):
         if self.min_tokens and most is not None and self.min_tokens > most:
             raise ValueError(f"min_tokens is {self.min_tokens}, and max_tokens is {most}; send a larger max_tokens")
         penalty = self.setting("repetition_penalty")
-        if self.repeat_last_n not in (None, WHOLE_ANSWER) and penalty not in (None, 1):
+        if self.repeat_last_n not in (None, ALL_TOKENS) and penalty not in (None, 1):
             raise ValueError(
-                f"repeat_last_n is {self.repeat_last_n}, but penalties count the whole answer; send "
-                f"{WHOLE_ANSWER}, or leave repeat_last_n out"
+                f"repeat_last_n is {self.repeat_last_n}, but penalties count all tokens; send "
+                f"{ALL_TOKENS}, or leave repeat_last_n out"
             )
         return self
