@@ -30,6 +30,7 @@ from lmx_lab.server.pages import page_routes
 from lmx_lab.server.recording import Recording, SaveRecord
 from lmx_lab.server.request_log import RequestLog
 from lmx_lab.server.rerank import rerank_routes
+from lmx_lab.server.responses import responses_routes
 from lmx_lab.server.websocket import socket_routes
 from lmx_lab.settings import Settings
 from lmx_lab.values.recording import RecordMode
@@ -97,6 +98,7 @@ def create_server(
     api.include_router(chat_routes(inference))
     api.include_router(completion_routes(inference, slots=settings.slots))
     api.include_router(messages_routes(inference))
+    api.include_router(responses_routes(inference))
     api.include_router(embedding_routes(inference))
     api.include_router(rerank_routes(inference))
     api.include_router(socket_routes(inference, max_body_bytes=settings.max_body_bytes))

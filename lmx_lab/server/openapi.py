@@ -23,6 +23,7 @@ from lmx_lab.wire.admin import Heartbeat, Memory, ModelEvent, RequestEvent, Samp
 from lmx_lab.wire.chat import ChatChunk, ChatRequest, SocketDone, SocketError, SocketToken
 from lmx_lab.wire.completions import Completion
 from lmx_lab.wire.messages import MessageEvent, MessagesError
+from lmx_lab.wire.responses import ResponseEvent
 
 EVENTS: tuple[type[BaseModel], ...] = (Throughput, Memory, Heartbeat, ModelEvent, RequestEvent, Sample)
 """The events of ``/admin/events``."""
@@ -31,6 +32,7 @@ EXTRA_MODELS: tuple[type[BaseModel], ...] = (
     Completion,
     MessageEvent,
     MessagesError,
+    ResponseEvent,
     *EVENTS,
     SocketToken,
     SocketDone,

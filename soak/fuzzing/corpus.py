@@ -81,6 +81,42 @@ COMPLETION_BODIES: tuple[dict[str, Any], ...] = (
     {"model": MODEL, "prompt": [100, 200, 300], "max_tokens": 0, "echo": True, "logprobs": 2},
     {"model": MODEL, "prompt": [[5, 6], [7]], "max_tokens": 3, "stream": True, "stop": "x"},
 )
+RESPONSES_TOOLS = [
+    {"type": "function", "name": "look", "parameters": SCHEMA},
+    {"type": "custom", "name": "edit", "format": {"type": "grammar", "syntax": "lark", "definition": 'start: "a"+'}},
+    {"type": "namespace", "name": "files", "tools": [{"type": "function", "name": "look"}]},
+    {"type": "web_search"},
+]
+RESPONSES_ITEMS = [
+    {"type": "message", "role": "user", "content": [{"type": "input_text", "text": "hello"}]},
+    {"type": "reasoning", "summary": [{"type": "summary_text", "text": "hm"}]},
+    {"type": "function_call", "call_id": "c", "name": "look", "namespace": "files", "arguments": '{"a": 1}'},
+    {"type": "custom_tool_call", "call_id": "d", "name": "edit", "input": "aa"},
+    {"type": "function_call_output", "call_id": "c", "output": "seen"},
+    {"type": "custom_tool_call_output", "call_id": "d", "output": [{"type": "input_text", "text": "done"}]},
+]
+RESPONSES_BODIES: tuple[dict[str, Any], ...] = (
+    {"model": MODEL, "input": "hello", "max_output_tokens": 4, "instructions": "Be brief.", "metadata": {"a": "b"}},
+    {"model": MODEL, "input": RESPONSES_ITEMS, "tools": RESPONSES_TOOLS, "max_output_tokens": 4, "stream": True},
+    {
+        "model": MODEL,
+        "input": "hi",
+        "tools": RESPONSES_TOOLS,
+        "tool_choice": {"type": "custom", "name": "edit"},
+        "store": False,
+    },
+    {
+        "model": MODEL,
+        "input": "hi",
+        "max_output_tokens": 4,
+        "text": {"format": {"type": "json_schema", "name": "thing", "schema": SCHEMA, "strict": True}},
+        "reasoning": {"effort": "low", "summary": "auto"},
+        "include": ["message.output_text.logprobs"],
+        "top_logprobs": 2,
+    },
+    {"model": MODEL, "input": "hi", "max_output_tokens": 4, "background": True},
+    {"model": MODEL, "input": "hi", "previous_response_id": "resp_1", "parallel_tool_calls": False},
+)
 EMBEDDING_BODIES: tuple[dict[str, Any], ...] = (
     {"model": "default", "input": "a cat"},
     {"model": "tiny-embedder", "input": ["the cat sits", "a dog"], "encoding_format": "base64", "dimensions": 8},
@@ -102,6 +138,13 @@ RERANK_BODIES: tuple[dict[str, Any], ...] = (
 )
 CHAT = tuple(ValidRequest(method="POST", path="/v1/chat/completions", body=body) for body in CHAT_BODIES)
 COMPLETIONS = tuple(ValidRequest(method="POST", path="/v1/completions", body=body) for body in COMPLETION_BODIES)
+RESPONSES = (
+    *(ValidRequest(method="POST", path="/v1/responses", body=body) for body in RESPONSES_BODIES),
+    ValidRequest(method="GET", path="/v1/responses/resp_1"),
+    ValidRequest(method="GET", path="/v1/responses/resp_1/input_items?limit=3&order=asc&after=msg_1"),
+    ValidRequest(method="POST", path="/v1/responses/resp_1/cancel"),
+    ValidRequest(method="DELETE", path="/v1/responses/resp_1"),
+)
 EMBEDDINGS = tuple(ValidRequest(method="POST", path="/v1/embeddings", body=body) for body in EMBEDDING_BODIES)
 RERANK = tuple(
     ValidRequest(method="POST", path=path, body=body) for path in ("/v1/rerank", "/rerank") for body in RERANK_BODIES

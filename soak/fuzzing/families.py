@@ -55,6 +55,7 @@ def families(model: str = corpus.MODEL) -> tuple[Family, ...]:
     return (
         _http("chat", 4600, named(corpus.CHAT)),
         _http("completions", 2500, named(corpus.COMPLETIONS)),
+        _http("responses", 2000, named(corpus.RESPONSES)),
         _http("embeddings", 2000, named(corpus.EMBEDDINGS)),
         _http("rerank", 2000, named(corpus.RERANK)),
         _http("admin", 1500, named(corpus.ADMIN), BUSY),

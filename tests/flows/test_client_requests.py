@@ -35,6 +35,7 @@ from lmx_lab.wire.chat import ChatChunk, ChatCompletion
 from lmx_lab.wire.completions import Completion
 from lmx_lab.wire.embeddings import EmbeddingList
 from lmx_lab.wire.messages import Message, MessageEvent, TokenCount
+from lmx_lab.wire.responses import ModelResponse, ResponseEvent
 from tests.flows.conftest import serving
 
 FOLDER = Path(__file__).parents[1] / "client_requests"
@@ -73,6 +74,7 @@ FORMS: Mapping[str, tuple[Check, Check | None]] = {
     "/v1/completions": (body_of(Completion), events_of(Completion, end="[DONE]")),
     "/v1/messages": (body_of(Message), events_of(MessageEvent)),
     "/v1/messages/count_tokens": (body_of(TokenCount), None),
+    "/v1/responses": (body_of(ModelResponse), events_of(ResponseEvent)),
     "/v1/embeddings": (body_of(EmbeddingList), None),
 }
 """For each route, the checks of a complete answer, which is ``application/json``, and of a streamed one."""

@@ -107,7 +107,10 @@ def _run_langchain_tests(server: Serving, programs: Path) -> bool:
     command = [programs / "python", "-m", "pytest", "-q", "-p", "no:cacheprovider", "-o", "asyncio_mode=auto"]
     environ = {**os.environ, "LAB": f"http://127.0.0.1:{server.port}/v1"}
     with tempfile.TemporaryDirectory(prefix="lmx-lab-clients-") as folder:
-        return subprocess.run([*command, LANGCHAIN_TESTS, "-k", "tool"], cwd=folder, env=environ, check=False).returncode == 0
+        return (
+            subprocess.run([*command, LANGCHAIN_TESTS, "-k", "tool"], cwd=folder, env=environ, check=False).returncode
+            == 0
+        )
 
 
 if __name__ == "__main__":

@@ -167,7 +167,12 @@ class LlamaQueue:
             self._post(generation.mailbox, generation.reader.begin(generation.admitted_at))
             if generation.prepared.request.score_prompt:
                 await self._score(generation)
-            if not generation.prepared.max_tokens:
+            if (start := generation.prepared.start) is not None and start.tokens:
+                is_full = not generation.prepared.max_tokens
+                self._post(generation.mailbox, generation.reader.read_start(start, is_full=is_full))
+                # As in ``_score``, it must arrive before the first delta.
+                await asyncio.sleep(0)
+            elif not generation.prepared.max_tokens:
                 generation.reader.finish = "length"
             while generation.reader.finish is None:
                 # A paused generation continues when it has a slot again.
@@ -225,10 +230,11 @@ class LlamaQueue:
         self._hosted.progress_at = now
         for item in generation.reader.read(event, now):
             generation.mailbox.deliver(item)
-        reader, most = generation.reader, generation.prepared.max_tokens
+        reader, prepared = generation.reader, generation.prepared
         is_paused = not generation.admitted.is_set() and generation.can_pause
-        starts_again = reader.starts_again and reader.output_tokens < most
-        return reader.finish is not None or is_paused or starts_again
+        # Up to the minimum length, the request cannot end the text, so that another one has to continue it.
+        is_long_enough = reader.reaches(prepared.min_tokens) and reader.output_tokens < prepared.max_tokens
+        return reader.finish is not None or is_paused or is_long_enough
 
     def _finish(self, generation: LlamaGeneration, task: asyncio.Task[GenerationReport]) -> None:
         """Post the end of a generation: its report or its error. No other method does so."""

@@ -176,10 +176,10 @@ class Batch:
         request = generation.request
         if generation.sampler is None:
             generation.sampler = self._samplers.get(request.sampling, choice=generation.choice)
-            generation.processors = processors(request.sampling)
+            generation.processors = processors(request.sampling, generation.start)
             if request.min_tokens and not request.ignore_eos:
                 ends = [token for tokens in self._model.eos_tokens for token in tokens]
-                generation.processors.append(MinimumLength(request.min_tokens, ends))
+                generation.processors.append(MinimumLength(request.min_tokens - len(generation.start), ends))
         (generation.uid,) = self._generator.insert(
             [generation.tokens[known:]],
             max_tokens=[generation.max_tokens - generation.output_tokens],

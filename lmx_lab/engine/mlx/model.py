@@ -28,7 +28,13 @@ from lmx_lab.engine.text.chat_format_detection import TAIL_TOKENS, ChatFormat, R
 from lmx_lab.engine.text.vocabulary import Vocabulary
 from lmx_lab.engine.tokenizing.encoder import TextEncoder, TextWork, is_panic
 from lmx_lab.engine.tokenizing.loading import SandboxedTokenizer, build_encoder
-from lmx_lab.engine.validation import CHARACTERS_PER_TOKEN, check_characters, check_messages, single_token
+from lmx_lab.engine.validation import (
+    CHARACTERS_PER_TOKEN,
+    check_characters,
+    check_messages,
+    single_token,
+    start_tokens,
+)
 from lmx_lab.engine.word_cache import without_word_cache
 from lmx_lab.errors import (
     ContextLengthError,
@@ -133,12 +139,11 @@ class PromptTokenizer:
         work = work or TextWork()
         thinking: ReasoningState = "closed"
         match prompt := request.prompt:
+            case _ if request.start is not None:
+                tokens = list(request.start.prompt)
             case ChatPrompt():
                 assert text is not None
                 tokens = self._encode_text(text, work, "messages", special=False)
-                if self.chat_format.reasoning_markers is not None:
-                    # May run on several threads at once, because decoding does not change the tokenizer.
-                    thinking = self.chat_format.reasoning_state(self.decode(tokens[-TAIL_TOKENS:]))
             case TextPrompt():
                 tokens = self._encode_text(prompt.text, work, "prompt")
             case TokenPrompt():
@@ -146,6 +151,9 @@ class PromptTokenizer:
         if not tokens:
             param = "messages" if isinstance(prompt, ChatPrompt) else "prompt"
             raise InvalidRequestError("the prompt is empty: it has no tokens", param=param)
+        if isinstance(prompt, ChatPrompt) and self.chat_format.reasoning_markers is not None:
+            # May run on several threads at once, because decoding does not change the tokenizer.
+            thinking = self.chat_format.reasoning_state(self.decode(tokens[-TAIL_TOKENS:]))
         return EncodedPrompt(tokens, thinking)
 
     def named_tokens(self, request: GenerationRequest) -> tuple[int, ...]:
@@ -158,6 +166,18 @@ class PromptTokenizer:
             named if isinstance(named, int) else single_token(named, self._named_ids(named), self._model)
             for named in request.logprob_tokens
         )
+
+    def start_tokens(self, request: GenerationRequest) -> list[int]:
+        """Return the tokens with which the answer begins.
+
+        Raises:
+            InvalidRequestError: see ``validation.start_tokens``.
+        """
+
+        def token_of(text: str) -> int:
+            return single_token(text, self._named_ids(text), self._model, param="token")
+
+        return start_tokens(request, token_of=token_of, show=self.decode)
 
     def _named_ids(self, text: str) -> list[int]:
         check_characters(text, "logprob_tokens")
