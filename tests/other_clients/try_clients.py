@@ -11,6 +11,7 @@ from __future__ import annotations
 import contextlib
 import json
 import os
+import shutil
 import subprocess
 import sys
 import tempfile
@@ -104,13 +105,12 @@ def _try_section(title: str, texts: Sequence[str], server: Serving, programs: Pa
 
 def _run_langchain_tests(server: Serving, programs: Path) -> bool:
     print("\n--- langchain-tests, tool calling", flush=True)
-    command = [programs / "python", "-m", "pytest", "-q", "-p", "no:cacheprovider", "-o", "asyncio_mode=auto"]
-    environ = {**os.environ, "LAB": f"http://127.0.0.1:{server.port}/v1"}
     with tempfile.TemporaryDirectory(prefix="lmx-lab-clients-") as folder:
-        return (
-            subprocess.run([*command, LANGCHAIN_TESTS, "-k", "tool"], cwd=folder, env=environ, check=False).returncode
-            == 0
-        )
+        # A copy, because pytest would import the fixtures of this project, which is not installed there.
+        tests = shutil.copy(LANGCHAIN_TESTS, Path(folder) / "test_tool_calling.py")
+        command = [programs / "python", "-m", "pytest", "-q", "-o", "asyncio_mode=auto", "-k", "tool", tests]
+        environ = {**os.environ, "LAB": f"http://127.0.0.1:{server.port}/v1"}
+        return subprocess.run(command, cwd=folder, env=environ, check=False).returncode == 0
 
 
 if __name__ == "__main__":
