@@ -81,17 +81,13 @@ class AnswerReader:
         self.output_tokens = 0
         self.drafted_tokens = self.accepted_tokens = 0
         self.tokens: list[int] = []
-<<<<<<< HEAD
-        """Ids of the output tokens. Some are missing if llama.cpp has held back incomplete characters."""
-        self.pieces: list[int | str] = []
-        """The output as ids of tokens, or as text where ids are missing."""
-=======
         """Ids of the output tokens, without those in ``gaps``."""
         self.gaps: list[Gap] = []
         """The tokens whose ids llama.cpp did not send, because it had held back incomplete characters."""
         self.sent_ids = 0
         """Number of ids that are in deltas. From the first gap on, ids are sent at the end."""
->>>>>>> main
+        self.pieces: list[int | str] = []
+        """The output as ids of tokens, or as text where ids are missing."""
         self._tokens_before = self._drafted_before = self._accepted_before = 0
         """Numbers of output tokens, drafted and accepted tokens before the last pause."""
         self.finish: FinishReason | None = None
@@ -202,13 +198,10 @@ class AnswerReader:
         if tokens > len(ids):
             self.gaps.append(Gap(at=len(self.tokens), count=tokens - len(ids), text=chunk["content"], last=ids))
         self.tokens += ids
-<<<<<<< HEAD
         self.pieces += ids if len(ids) == tokens else [chunk["content"]]
-=======
         if self.gaps:
             ids = ()
         self.sent_ids += len(ids)
->>>>>>> main
         entries = self._entries(chunk.get("completion_probabilities", ()))
         yield from self._text(chunk["content"], tokens, entries, ids)
         self.slot = chunk.get("id_slot", self.slot)

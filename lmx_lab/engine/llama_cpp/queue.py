@@ -270,18 +270,14 @@ class LlamaQueue:
         """Deliver the items of one event, and return whether to stop reading. Runs on the reader's loop."""
         now = time.perf_counter()
         self._hosted.progress_at = now
-        reader = generation.reader
+        reader, prepared = generation.reader, generation.prepared
         prompt_tokens, output_tokens = reader.computed_tokens, reader.output_tokens
         for item in reader.read(event, now):
             generation.mailbox.deliver(item)
-<<<<<<< HEAD
-        reader, prepared = generation.reader, generation.prepared
-=======
         if (tokens := reader.output_tokens - output_tokens) > 0:
             self._log_step(generation, "decode", now, tokens)
         elif (tokens := reader.computed_tokens - prompt_tokens) > 0:
             self._log_step(generation, "prefill", now, tokens)
->>>>>>> main
         is_paused = not generation.admitted.is_set() and generation.can_pause
         # Up to the minimum length, the request cannot end the text, so that another one has to continue it.
         is_long_enough = reader.reaches(prepared.min_tokens) and reader.output_tokens < prepared.max_tokens
