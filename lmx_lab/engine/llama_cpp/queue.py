@@ -211,7 +211,7 @@ class LlamaQueue:
         prepared = generation.prepared
         if not prepared.can_continue or prepared.request.sampling.temperature:
             return []
-        body = prepared.body(generation.choice, self._hosted, before)
+        body = prepared.body(generation.choice, self._hosted, before, output_tokens=len(before))
         how = {"n_predict": count, "stream": False, "return_progress": False, "return_tokens": True}
         return list((await self._hosted.connection.post("/completion", body | how)).get("tokens") or [])
 
@@ -248,7 +248,9 @@ class LlamaQueue:
         reader = generation.reader
         if slots is not None and not reader.tokens:
             reader.restored_tokens = await slots.restore(prepared.tokens)
-        body = json.dumps(prepared.body(generation.choice, self._hosted, reader)).encode()
+        answer, output_tokens = reader.pieces, reader.output_tokens
+        fields = prepared.body(generation.choice, self._hosted, answer, output_tokens=output_tokens)
+        body = json.dumps(fields).encode()
         streaming = connection.stream(prepared.route, body, partial(self._deliver, generation))
         try:
             future = asyncio.run_coroutine_threadsafe(streaming, generation.mailbox.loop)
