@@ -29,6 +29,8 @@ generator and clients are separate processes; the clients only record times.
 | repetition | share of answers that are the same alone and with seven others: 64         | smollm2       |
 |            | greedy ones and 24 with seeds, on both engines                             |               |
 | recording  | CPU time of a token at 8 streams with requests recorded ÷ not recorded     | tiny, smollm2 |
+| branches   | time to the first token of a branch ÷ a decode step; time of ``explore``   | tiny, smollm2 |
+|            | with 8 answers ÷ the longest answer alone                                  |               |
 | start      | ms to import the package, to show the help, and to start a server          | smollm2       |
 | structured | decode tok/s with a JSON schema ÷ without, 1 and 8 streams                 | tiny, smollm2 |
 | daemon     | a turn - the same chat; fan-out to 10; delay while other subscribers do    | tiny, smollm2 |
@@ -69,6 +71,7 @@ import psutil
 
 from benchmarks import (
     against_mlx_lm,
+    branches,
     daemon,
     disconnect,
     embeddings,
@@ -125,6 +128,7 @@ FIGURES = {
     "quantized": Figure(title=quantized.FIGURE, measure=quantized.measure, models=("smollm2",)),
     "repetition": Figure(title=repetition.FIGURE, measure=repetition.measure, models=("smollm2",)),
     "recording": Figure(title=recording.FIGURE, measure=recording.measure),
+    "branches": Figure(title=branches.BRANCH, measure=branches.measure),
     "start": Figure(title=start.FIGURE, measure=start.measure, models=("smollm2",)),
     "turn": Figure(title=second_turn.FIGURE, measure=second_turn.measure),
     "restart": Figure(title=restart.FIGURE, measure=restart.measure),

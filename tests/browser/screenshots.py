@@ -33,7 +33,12 @@ COLORS = 256
 CELLS = (
     "import lmx_lab\nlab = lmx_lab.launch('smollm2-135m', embedder='minilm-l6', port=8400, loop='thread', daemon=True)",
     "lab.panel()",
+    "lab.panel('lens')",
 )
+LENS = """
+lens = lab.panel('lens')
+reply = lab.chat('Which city is the capital of France? Describe it.', max_tokens=60, temperature=0, logprobs=5)
+"""
 QUESTIONS = ("Which city is the capital of France?", "And what is it known for?")
 QUERY = "How salty is the sea?"
 DOCUMENTS = (
@@ -91,6 +96,14 @@ def prepare(tab: Tab) -> None:
     tab.open("panels.ipynb")
     for number in range(len(CELLS)):
         tab.run(number)
+    tab.kernel(LENS)
+    lens = tab.panel("Lens")
+    tokens = lens.get_by_role("listbox", name="tokens")
+    expect(tokens.get_by_role("option")).to_have_count(60)
+    tokens.get_by_role("option").nth(8).click()
+    lens.get_by_role("button", name="branch with").nth(1).click()
+    expect(lens.get_by_role("list", name="branches").get_by_role("listitem")).to_have_count(2)
+    lens.get_by_label("follow").uncheck()
     tab.kernel(LOAD)
     chat = tab.panel("Chat")
     chat.locator("summary", has_text="sampling").click()
