@@ -24,7 +24,7 @@ from lmx_lab.http.error_bodies import client_of, detail_for, messages_error, req
 from lmx_lab.http.event_stream import EventStream, named_event, while_connected
 from lmx_lab.http.guard import is_local
 from lmx_lab.http.openapi import event_stream
-from lmx_lab.server.chat_history import JOINED, ChatHistory, chat_request, function_tool
+from lmx_lab.server.chat_history import JOINED, ChatHistory, function_tool, validated_request
 from lmx_lab.server.generation import Generation
 from lmx_lab.server.inference import InferenceService
 from lmx_lab.server.openapi import MESSAGES_ERRORS
@@ -74,7 +74,7 @@ def messages_routes(service: InferenceService) -> APIRouter:
     )
     async def messages(body: MessagesRequest, request: Request) -> Response:
         """Answer a conversation in the Messages format, completely or with `stream: true` as named events."""
-        chat = await asyncio.to_thread(convert, body)
+        chat = await asyncio.to_thread(chat_request, body)
         own, local, client = service.recording.is_own(request), is_local(request.scope), client_of(request)
         starting = service.start(chat, request_id_of(request), local=local, client=client, own=own)
         answer, [generation] = await while_connected(request, starting)
@@ -94,7 +94,7 @@ def messages_routes(service: InferenceService) -> APIRouter:
     @router.post("/v1/messages/count_tokens", response_model=TokenCount, responses=MESSAGES_ERRORS)
     async def count_tokens(body: CountRequest, request: Request) -> Response:
         """Count the tokens of a conversation, with its tools, as the model reads them."""
-        chat = await asyncio.to_thread(convert, body)
+        chat = await asyncio.to_thread(chat_request, body)
         counting = service.encode(generation_request(chat), local=is_local(request.scope))
         count = TokenCount(input_tokens=len(await while_connected(request, counting)))
         headers = ignored_header(body.ignored())
@@ -112,7 +112,7 @@ def ignored_header(names: Iterable[str]) -> dict[str, str]:
 # Requests
 
 
-def convert(body: CountRequest) -> ChatRequest:
+def chat_request(body: CountRequest) -> ChatRequest:
     """Convert a request to the chat format.
 
     Raises:
@@ -140,7 +140,7 @@ def convert(body: CountRequest) -> ChatRequest:
         fields |= {"max_tokens": body.max_tokens}
         # The format's own default of the temperature is 1.
         fields |= {"temperature": 1.0} | {name: value for name, value in others.items() if value is not None}
-    return chat_request(fields)
+    return validated_request(fields)
 
 
 def _tool_choice(choice: ToolChoiceObject | None) -> dict[str, Any]:

@@ -256,7 +256,7 @@ class ToolSelection(ToolReference):
 # Requests
 
 
-class AnswerTextFormat(LenientModel):
+class ResponseTextFormat(LenientModel):
     """The required form of the answer, as ``response_format`` of the chat format, but without nesting."""
 
     type: NonEmpty
@@ -266,10 +266,10 @@ class AnswerTextFormat(LenientModel):
     strict: bool | None = None
 
 
-class AnswerText(LenientModel):
+class ResponseTextSettings(LenientModel):
     """Settings of the answer's text."""
 
-    format: AnswerTextFormat | None = None
+    format: ResponseTextFormat | None = None
 
 
 class ReasoningSettings(LenientModel):
@@ -306,7 +306,7 @@ class ResponsesRequest(LenientModel):
     temperature: Temperature | None = None
     top_p: Probability | None = None
     top_logprobs: Alternatives | None = None
-    text: AnswerText | None = None
+    text: ResponseTextSettings | None = None
     reasoning: ReasoningSettings | None = None
     include: IncludedFields | None = None
     store: bool | None = None

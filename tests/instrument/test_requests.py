@@ -98,9 +98,10 @@ def test_with_all_the_requests_of_other_clients_are_recorded_and_they_are_told(t
                 pass
         message = {"model": "default", "max_tokens": 8, "messages": SEA}
         for streamed in (False, True):
-            answer = httpx2.post(f"{lab.url}/v1/messages", json=message | {"stream": streamed})
-            assert answer.headers["x-lmx-recorded"] == "1"
-        assert [request.record.own for request in lab.requests] == [False] * 5
+            for path, body in (("messages", message), ("responses", {"input": "hello"})):
+                answer = httpx2.post(f"{lab.url}/v1/{path}", json=body | {"stream": streamed})
+                assert answer.headers["x-lmx-recorded"] == "1"
+        assert [request.record.own for request in lab.requests] == [False] * 7
         assert all(request.record.request_id for request in lab.requests)
         assert httpx2.get(f"{lab.url}/readyz").json()["recorded"] is True
         assert "The requests of all clients are recorded." in httpx2.get(lab.url).text
