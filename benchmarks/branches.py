@@ -8,6 +8,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from statistics import median
+from typing import Any
 
 import lmx_lab
 from benchmarks.bench import Bench
@@ -74,7 +75,7 @@ def _first_token(bench: Bench, lab: lmx_lab.Lab, engine: str) -> Row:
 
 
 def _explore(bench: Bench, lab: lmx_lab.Lab) -> Row:
-    how = {"max_tokens": EXPLORED_TOKENS, "temperature": 0, "ignore_eos": True}
+    how: dict[str, Any] = {"max_tokens": EXPLORED_TOKENS, "temperature": 0, "ignore_eos": True}
     samples = []
     for number in range(ROUNDS):
         prompt = f"{PROMPT} Number {number}."
