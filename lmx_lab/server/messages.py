@@ -9,9 +9,8 @@ from __future__ import annotations
 import asyncio
 import json
 import logging
-import re
 import secrets
-from collections.abc import AsyncGenerator, Iterable, Iterator, Mapping
+from collections.abc import AsyncGenerator, Iterator, Mapping
 from contextlib import aclosing
 from typing import Any
 
@@ -24,6 +23,7 @@ from lmx_lab.http.error_bodies import client_of, detail_for, messages_error, req
 from lmx_lab.http.event_stream import EventStream, named_event, while_connected
 from lmx_lab.http.guard import is_local
 from lmx_lab.http.openapi import event_stream
+from lmx_lab.server.chat import ignored_header
 from lmx_lab.server.chat_history import JOINED, ChatHistory, function_tool, validated_request
 from lmx_lab.server.generation import Generation
 from lmx_lab.server.inference import InferenceService
@@ -54,9 +54,6 @@ BILLING = "x-anthropic-billing-header:"
 """Beginning of a system block that Claude Code adds. It differs in every request, so a prompt that contained it would
 never be in the prefix cache."""
 IGNORED_BLOCKS = frozenset({"redacted_thinking", "tool_addition", "tool_removal"})
-IGNORED_NAME = re.compile(r"[A-Za-z0-9_.-]{1,80}")
-IGNORED_LIMIT = 32
-"""Largest number of names in the header ``x-lmx-ignored``."""
 PING = named_event("ping", '{"type":"ping"}')
 TOOL_CHOICES: Mapping[str, str] = {"auto": "auto", "any": "required", "none": "none"}
 STOP_REASONS: Mapping[str, StopReason] = {"stop": "end_turn", "length": "max_tokens", "tool_calls": "tool_use"}
@@ -101,12 +98,6 @@ def messages_routes(service: InferenceService) -> APIRouter:
         return Response(count.model_dump_json(), media_type="application/json", headers=headers)
 
     return router
-
-
-def ignored_header(names: Iterable[str]) -> dict[str, str]:
-    """Return the header with the names of ignored fields. Names that a header cannot contain are left out."""
-    shown = [name for name in names if IGNORED_NAME.fullmatch(name)][:IGNORED_LIMIT]
-    return {"x-lmx-ignored": ", ".join(shown)} if shown else {}
 
 
 # Requests

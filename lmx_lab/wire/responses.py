@@ -24,8 +24,16 @@ from typing_extensions import TypeAliasType
 
 from lmx_lab.wire.chat import MESSAGE_LIMIT
 from lmx_lab.wire.formats import Name, Pattern
-from lmx_lab.wire.generation import ANY_MODEL, WHOLE, Alternatives, NonEmpty, Probability, Temperature
-from lmx_lab.wire.messages import LenientModel
+from lmx_lab.wire.generation import (
+    ANY_MODEL,
+    WHOLE,
+    Alternatives,
+    AnyModel,
+    LenientModel,
+    NonEmpty,
+    Probability,
+    Temperature,
+)
 from lmx_lab.wire.tools import PART_LIMIT, TOOL_LIMIT, ParameterSchema, check_argument_texts
 from lmx_lab.wire.unsupported import Neutral
 
@@ -293,7 +301,7 @@ class ResponsesRequest(LenientModel):
         json_schema_extra={"examples": [{"model": "default", "input": "Say hello.", "max_output_tokens": 64}]}
     )
 
-    model: NonEmpty = ANY_MODEL
+    model: AnyModel = ANY_MODEL
     input: str | InputItems
     instructions: str | None = None
     """A system message before the input. That of a previous response is not used again."""

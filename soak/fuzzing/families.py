@@ -53,9 +53,9 @@ def families(model: str = corpus.MODEL) -> tuple[Family, ...]:
     """Return the families whose requests name a model."""
     named = partial(corpus.requests_naming, model)
     return (
-        _http("chat", 4600, named(corpus.CHAT)),
+        _http("chat", 3600, named(corpus.CHAT)),
         _http("completions", 2500, named(corpus.COMPLETIONS)),
-        _http("responses", 2000, named(corpus.RESPONSES)),
+        _http("responses", 1000, named(corpus.RESPONSES)),
         _http("embeddings", 2000, named(corpus.EMBEDDINGS)),
         _http("rerank", 2000, named(corpus.RERANK)),
         _http("admin", 1500, named(corpus.ADMIN), BUSY),

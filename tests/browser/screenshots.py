@@ -49,7 +49,7 @@ for thread in threads: thread.join()
 """Requests of which one has a long prompt, so that others have slow steps."""
 LENS = """
 lens = lab.panel('lens')
-reply = lab.chat('Which city is the capital of France? Describe it.', max_tokens=60, temperature=0, logprobs=5)
+reply = lab.chat('Write a long story about a lighthouse.', max_tokens=60, temperature=0, logprobs=5)
 """
 QUESTIONS = ("Which city is the capital of France?", "And what is it known for?")
 QUERY = "How salty is the sea?"
@@ -111,7 +111,7 @@ def prepare(tab: Tab) -> None:
     tab.kernel(LENS)
     lens = tab.panel("Lens")
     tokens = lens.get_by_role("listbox", name="tokens")
-    expect(tokens.get_by_role("option")).to_have_count(60)
+    expect(tokens.get_by_role("option").nth(30)).to_be_visible()
     tokens.get_by_role("option").nth(8).click()
     lens.get_by_role("button", name="branch with").nth(1).click()
     expect(lens.get_by_role("list", name="branches").get_by_role("listitem")).to_have_count(2)

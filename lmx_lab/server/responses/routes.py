@@ -22,9 +22,9 @@ from lmx_lab.http.error_bodies import client_of, detail_for, request_id_of
 from lmx_lab.http.event_stream import EventStream, while_connected
 from lmx_lab.http.guard import is_local
 from lmx_lab.http.openapi import event_stream, failures, link
+from lmx_lab.server.chat import ignored_header
 from lmx_lab.server.generation import Generation
 from lmx_lab.server.inference import InferenceService
-from lmx_lab.server.messages import ignored_header
 from lmx_lab.server.openapi import INFERENCE_ERRORS
 from lmx_lab.server.responses.convert import ConvertedRequest, convert_request, input_items, shared_fields
 from lmx_lab.server.responses.store import ResponseStore, StoredResponse
