@@ -180,12 +180,8 @@ def serve(
     options |= {"prompt_lookup": prompt_lookup, "kv_cache_dtype": kv_cache_dtype, "draft": draft}
     spec = _load_spec(model, **options)
     unchanged: dict[str, Any] = {"slots": slots, "queue_limit": queue_limit, "dtype": dtype, "threads": threads}
-    unchanged |= {
-        "log_level": log_level,
-        "embedder": embedder,
-        "reranker": reranker,
-        "prefix_cache_dir": prefix_cache_dir,
-    }
+    unchanged |= {"log_level": log_level, "prefix_cache_dir": prefix_cache_dir}
+    unchanged |= {"embedder": embedder, "reranker": reranker}
     settings = settings_with_folders(
         host=host,
         port=port,
