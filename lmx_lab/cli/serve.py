@@ -181,7 +181,7 @@ def serve(
     spec = _load_spec(model, **options)
     unchanged: dict[str, Any] = {"slots": slots, "queue_limit": queue_limit, "dtype": dtype, "threads": threads}
     unchanged |= {"log_level": log_level, "prefix_cache_dir": prefix_cache_dir}
-    unchanged |= {"embedder": embedder, "reranker": reranker}
+    unchanged |= {"embedder": embedder, "reranker": reranker, "request_timeout_s": request_timeout}
     settings = settings_with_folders(
         host=host,
         port=port,
@@ -193,7 +193,6 @@ def serve(
         model_folders=models or None,
         **_naming_settings(swap=swap, any_model=any_model, model_alias=model_alias),
         idle_unload_s=idle_unload,
-        request_timeout_s=request_timeout,
         **_memory_settings(memory_limit, prefix_cache, prefix_cache_disk),
         **{"record": record, "record_to": record_to, **unchanged},
     )
