@@ -80,7 +80,7 @@ def messages_routes(service: InferenceService) -> APIRouter:
         starting = service.start(chat, request_id_of(request), local=local, client=client, own=own)
         answer, [generation] = await while_connected(request, starting)
         writer = MessageWriter(answer.model)
-        headers = {**_ignored_header(body.ignored()), **service.recording.answer_headers(own=own)}
+        headers = {**ignored_header(body.ignored()), **service.recording.answer_headers(own=own)}
         if not body.stream:
             text = await while_connected(request, _complete(writer, generation))
             return Response(text, media_type="application/json", headers=headers)
@@ -98,13 +98,13 @@ def messages_routes(service: InferenceService) -> APIRouter:
         chat = await asyncio.to_thread(chat_request, body)
         counting = service.encode(generation_request(chat), local=is_local(request.scope))
         count = TokenCount(input_tokens=len(await while_connected(request, counting)))
-        headers = _ignored_header(body.ignored())
+        headers = ignored_header(body.ignored())
         return Response(count.model_dump_json(), media_type="application/json", headers=headers)
 
     return router
 
 
-def _ignored_header(names: Iterable[str]) -> dict[str, str]:
+def ignored_header(names: Iterable[str]) -> dict[str, str]:
     """Return the header with the names of ignored fields. Names that a header cannot contain are left out."""
     shown = [name for name in names if IGNORED_NAME.fullmatch(name)][:IGNORED_LIMIT]
     return {"x-lmx-ignored": ", ".join(shown)} if shown else {}

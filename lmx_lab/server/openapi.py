@@ -23,6 +23,7 @@ from lmx_lab.wire.admin import Heartbeat, Memory, ModelEvent, RequestEvent, Samp
 from lmx_lab.wire.chat import ChatChunk, ChatRequest, SocketDone, SocketError, SocketToken
 from lmx_lab.wire.completions import Completion
 from lmx_lab.wire.messages import MessageEvent, MessagesError
+from lmx_lab.wire.ollama import OllamaError, OllamaPullProgress
 
 EVENTS: tuple[type[BaseModel], ...] = (Throughput, Memory, Heartbeat, ModelEvent, RequestEvent, Sample)
 """The events of ``/admin/events``."""
@@ -31,6 +32,8 @@ EXTRA_MODELS: tuple[type[BaseModel], ...] = (
     Completion,
     MessageEvent,
     MessagesError,
+    OllamaError,
+    OllamaPullProgress,
     *EVENTS,
     SocketToken,
     SocketDone,
@@ -43,6 +46,10 @@ INFERENCE_ERRORS = failures(*_INFERENCE)
 """Error responses of a request that a model answers."""
 MESSAGES_ERRORS = failures(*_INFERENCE, body=MessagesError)
 """The same in the Messages format."""
+OLLAMA_LISTING_ERRORS = failures(*BODY, ModelNotFoundError, body=OllamaError)
+"""Error responses of the routes of Ollama's API about models on disk."""
+OLLAMA_ERRORS = failures(*_INFERENCE, AdminForbiddenError, ModelBusyError, StorageFullError, body=OllamaError)
+"""Error responses of the other routes of Ollama's API, which may also load and download models."""
 LOAD_ERRORS = failures(*BODY, AdminForbiddenError, ModelNotFoundError, ModelBusyError, *_ENGINE, StorageFullError)
 """Error responses of a request that loads or unloads a model."""
 SOCKET = f"""Answer one chat request over a WebSocket, which OpenAPI cannot describe.
