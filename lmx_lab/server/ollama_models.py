@@ -26,7 +26,7 @@ from lmx_lab.http.openapi import JSON_LINES, json_lines
 from lmx_lab.server.admin import check_admin, listed_models
 from lmx_lab.server.messages import ignored_header
 from lmx_lab.server.ollama import listed_name, requested_model
-from lmx_lab.server.openapi import OLLAMA_ERRORS, OLLAMA_LISTING_ERRORS
+from lmx_lab.server.openapi import OLLAMA_COMMON_ERRORS, OLLAMA_ERRORS, OLLAMA_LISTING_ERRORS
 from lmx_lab.settings import Settings
 from lmx_lab.values.models import ModelEntry
 from lmx_lab.weights import Catalog, Progress
@@ -86,20 +86,20 @@ def ollama_model_routes(*, manager: ModelManager, catalog: Catalog, settings: Se
     downloads = Downloads(catalog, may_download=settings.downloads)
 
     @router.head("/version", include_in_schema=False)
-    @router.get("/version")
+    @router.get("/version", responses=OLLAMA_COMMON_ERRORS)
     async def version() -> OllamaVersion:
         """Return the version of Ollama whose API this is."""
         return OllamaVersion(version=API_VERSION)
 
     @router.head("/tags", include_in_schema=False)
-    @router.get("/tags")
+    @router.get("/tags", responses=OLLAMA_COMMON_ERRORS)
     async def tags(request: Request) -> OllamaModels:
         """List the models on this disk in Ollama's format."""
         local = is_local(request.scope)
         found, _ = await listed_models(catalog, manager)
         return OllamaModels(models=[_model(listed.entry, local=local) for listed in found])
 
-    @router.get("/ps")
+    @router.get("/ps", responses=OLLAMA_COMMON_ERRORS)
     async def running(request: Request) -> OllamaRunningModels:
         """List the models in memory in Ollama's format."""
         return OllamaRunningModels(models=list(_running(manager, local=is_local(request.scope))))

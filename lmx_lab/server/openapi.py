@@ -46,6 +46,8 @@ INFERENCE_ERRORS = failures(*_INFERENCE)
 """Error responses of a request that a model answers."""
 MESSAGES_ERRORS = failures(*_INFERENCE, body=MessagesError)
 """The same in the Messages format."""
+OLLAMA_COMMON_ERRORS = failures(body=OllamaError)
+"""Error responses of all routes of Ollama's API."""
 OLLAMA_LISTING_ERRORS = failures(*BODY, ModelNotFoundError, body=OllamaError)
 """Error responses of the routes of Ollama's API about models on disk."""
 OLLAMA_ERRORS = failures(*_INFERENCE, AdminForbiddenError, ModelBusyError, StorageFullError, body=OllamaError)
