@@ -29,6 +29,8 @@ generator and clients are separate processes; the clients only record times.
 | repetition | share of answers that are the same alone and with seven others: 64         | smollm2       |
 |            | greedy ones and 24 with seeds, on both engines                             |               |
 | recording  | CPU time of a token at 8 streams with requests recorded ÷ not recorded     | tiny, smollm2 |
+| dialects   | CPU time of a token at 8 streams in the formats Messages and Ollama ÷ in   | tiny          |
+|            | the chat format                                                            |               |
 | start      | ms to import the package, to show the help, and to start a server          | smollm2       |
 | structured | decode tok/s with a JSON schema ÷ without, 1 and 8 streams                 | tiny, smollm2 |
 | daemon     | a turn - the same chat; fan-out to 10; delay while other subscribers do    | tiny, smollm2 |
@@ -70,6 +72,7 @@ import psutil
 from benchmarks import (
     against_mlx_lm,
     daemon,
+    dialects,
     disconnect,
     embeddings,
     flood,
@@ -125,6 +128,7 @@ FIGURES = {
     "quantized": Figure(title=quantized.FIGURE, measure=quantized.measure, models=("smollm2",)),
     "repetition": Figure(title=repetition.FIGURE, measure=repetition.measure, models=("smollm2",)),
     "recording": Figure(title=recording.FIGURE, measure=recording.measure),
+    "dialects": Figure(title=dialects.FIGURE, measure=dialects.measure, models=("tiny",)),
     "start": Figure(title=start.FIGURE, measure=start.measure, models=("smollm2",)),
     "turn": Figure(title=second_turn.FIGURE, measure=second_turn.measure),
     "restart": Figure(title=restart.FIGURE, measure=restart.measure),

@@ -10,7 +10,6 @@ from typing_extensions import TypeAliasType
 from lmx_lab.wire import unsupported
 from lmx_lab.wire.chat import HELLO, ChatRequest
 from lmx_lab.wire.generation import ANY_MODEL, NonEmpty
-from lmx_lab.wire.limits import ITEM_LIMIT
 from lmx_lab.wire.messages import LenientModel
 
 
@@ -78,8 +77,10 @@ TokenizeRequest = Annotated[
     Annotated[ChatTokenizeRequest, Tag("body[chat]")] | Annotated[TextTokenizeRequest, Tag("body[text]")],
     Discriminator(lambda value: "body[chat]" if _is_chat(value) else "body[text]"),
 ]
+TOKEN_LIMIT = 65_536
+"""Largest number of token ids in one request. Decoding holds the interpreter's lock for about a microsecond each."""
 TokenList = TypeAliasType(
-    "TokenList", Annotated[list[Annotated[int, Field(ge=0, strict=True)]], FailFast(), Field(max_length=ITEM_LIMIT)]
+    "TokenList", Annotated[list[Annotated[int, Field(ge=0, strict=True)]], FailFast(), Field(max_length=TOKEN_LIMIT)]
 )
 
 
