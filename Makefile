@@ -110,7 +110,7 @@ clients: setup $(CLIENTS_STAMP)
 
 $(CLIENTS_STAMP): constraints-clients.txt
 	@$(CLIENTS)/bin/python -c 'import pip' 2>/dev/null || $(PYTHON) -m venv --clear $(CLIENTS)
-	$(PIP_ENV) $(CLIENTS)/bin/python -m pip install --quiet --only-binary :all: -c constraints-clients.txt anthropic langchain-openai llm litellm instructor
+	$(PIP_ENV) $(CLIENTS)/bin/python -m pip install --quiet --only-binary :all: -c constraints-clients.txt anthropic ollama langchain-openai llm litellm instructor
 	touch $(CLIENTS_STAMP)
 
 binder: setup

@@ -21,13 +21,14 @@ from tests.other_clients.clients_page import run_section, serve_arguments
 
 EXPECTED: Mapping[str, Sequence[str]] = {
     "anthropic-python": ("Paris", "end_turn", "tokens"),
+    "ollama-python": ("Paris", " stop", "City", "4 tokens", "2 vectors", "smollm2-135m:latest"),
     "LangChain": ("Paris", "name='", "City ['inhabitants', 'name']", "384 numbers"),
     "llm": ("Paris", '"inhabitants"'),
     "LiteLLM": ("Paris", "2 vectors of 384 numbers"),
     "instructor": ("JSON_SCHEMA City(name='", "TOOLS City(name='"),
 }
 """Texts that the output of each section must contain."""
-PACKAGES = ("anthropic", "langchain-openai", "llm", "litellm", "instructor", "openai")
+PACKAGES = ("anthropic", "ollama", "langchain-openai", "llm", "litellm", "instructor", "openai")
 VERSIONS = (
     "import importlib.metadata as m, json, sys; print(json.dumps({name: m.version(name) for name in sys.argv[1:]}))"
 )
