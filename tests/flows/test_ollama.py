@@ -312,6 +312,21 @@ def test_a_pull_of_a_model_that_is_here_ends_at_once(http: httpx2.Client) -> Non
     assert http.post("/api/pull", json={"name": "other", "stream": False}).json() == {"status": "success"}
 
 
+@pytest.mark.parametrize(
+    ("path", "body"),
+    [
+        ("/api/pull", {"model": "other"}),
+        (CHAT, {"model": "echo", "keep_alive": 0}),
+        (GENERATE, {"model": "other"}),
+    ],
+)
+def test_callers_on_other_machines_do_not_load_or_download(
+    http: httpx2.Client, path: str, body: dict[str, Any]
+) -> None:
+    response = http.post(path, json=body, headers={"x-forwarded-for": "127.0.0.1"})
+    assert (response.status_code, response.json()["code"]) == (403, "admin-forbidden")
+
+
 def test_a_last_message_of_the_assistant_is_refused() -> None:
     body = OllamaChatRequest.model_validate({"messages": [{"role": "assistant", "content": "a"}]})
     with pytest.raises(InvalidRequestError, match="cannot continue an answer"):

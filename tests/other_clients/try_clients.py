@@ -21,7 +21,7 @@ from tests.other_clients.clients_page import run_section, serve_arguments
 
 EXPECTED: Mapping[str, Sequence[str]] = {
     "anthropic-python": ("Paris", "end_turn", "tokens"),
-    "ollama-python": ("Paris", " stop", "City", "4 tokens", "2 vectors", "smollm2-135m:latest"),
+    "ollama-python": ("Paris", " stop", "name='", "4 tokens", "2 vectors", "smollm2-135m:latest"),
     "LangChain": ("Paris", "name='", "City ['inhabitants', 'name']", "384 numbers"),
     "llm": ("Paris", '"inhabitants"'),
     "LiteLLM": ("Paris", "2 vectors of 384 numbers"),
