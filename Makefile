@@ -23,6 +23,8 @@ PARITY := build/parity
 PARITY_STAMP := $(PARITY)/installed
 CLIENTS := build/clients
 CLIENTS_STAMP := $(CLIENTS)/installed
+AGENTS := build/agents
+AGENTS_STAMP := $(AGENTS)/installed
 # Number of test processes, which each run one file at a time: by default one for each core, 4 at most; 0 runs no others.
 TEST_WORKERS ?= logical
 PIP_ENV := PIP_DISABLE_PIP_VERSION_CHECK=1
@@ -105,13 +107,20 @@ blocking: setup
 gallery: setup
 	$(BIN)/python notebooks/gallery.py build/gallery
 
-clients: setup $(CLIENTS_STAMP)
+clients: setup $(CLIENTS_STAMP) $(AGENTS_STAMP)
 	$(BIN)/python -m tests.other_clients.try_clients $(CLIENTS)
+	$(BIN)/python -m tests.other_clients.try_agents $(AGENTS)
 
 $(CLIENTS_STAMP): constraints-clients.txt
 	@$(CLIENTS)/bin/python -c 'import pip' 2>/dev/null || $(PYTHON) -m venv --clear $(CLIENTS)
 	$(PIP_ENV) $(CLIENTS)/bin/python -m pip install --quiet --only-binary :all: -c constraints-clients.txt anthropic ollama langchain-openai llm litellm instructor
 	touch $(CLIENTS_STAMP)
+
+$(AGENTS_STAMP): tests/other_clients/agents.json
+	mkdir -p $(AGENTS)
+	cp tests/other_clients/agents.json $(AGENTS)/package.json
+	npm install --no-audit --no-fund --silent --prefix $(AGENTS)
+	touch $(AGENTS_STAMP)
 
 binder: setup
 	$(BIN)/python -m tests.package.try_binder $(BINDER)

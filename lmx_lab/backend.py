@@ -8,15 +8,15 @@ from __future__ import annotations
 
 import asyncio
 import functools
-from collections.abc import AsyncGenerator, Callable, Coroutine, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import AsyncGenerator, Callable, Coroutine, Mapping, Sequence
+from dataclasses import dataclass, field, replace
 from typing import Any, Generic, Literal, Protocol, Self, TypeVar
 
 from lmx_lab.broadcast import Feed
 from lmx_lab.values.encoding import EncodeReport, RerankMethod, Vectors
 from lmx_lab.values.generation import Delta, GenerationReport, TokenLogprob
 from lmx_lab.values.models import LoadReport, LoadSpec, Unloading
-from lmx_lab.values.recording import Record
+from lmx_lab.values.recording import Continuation, Record
 from lmx_lab.wire.admin import ModelEvent, ModelRecords, RequestEvent, Sample
 from lmx_lab.wire.chat import ChatRequest
 from lmx_lab.wire.embeddings import EmbeddingsBody
@@ -68,6 +68,8 @@ class AnswerCost:
     """The engine's report; None if the engine runs in another process."""
     prompt: tuple[int, ...] = ()
     """Token ids of the prompt; empty if the engine runs in another process."""
+    request: Mapping[str, Any] = field(default_factory=dict)
+    """The request as in a ``Record``; empty if the engine runs in another process."""
 
 
 class AnswerStream(Protocol):
@@ -164,6 +166,24 @@ class Backend(Protocol):
     async def regenerate(self, record: Record) -> Record:
         """Generate the answer of a record again, and return the record of the new answer, which is not stored."""
 
+    async def last_record(self) -> Record | None:
+        """Return the newest recorded request; None if there is none."""
+
+    async def require_weights(self, model: str, weights: str) -> None:
+        """Check that a model is loaded, and that its files have this SHA-256, unless the hash is empty.
+
+        Raises:
+            NotLoadedError: it is not loaded.
+            InvalidRequestError: its files have another hash.
+        """
+
+    async def continue_answer(self, continuation: Continuation, *, recorded: bool = True) -> AnswerStream:
+        """Generate an answer again from a position on; the stream begins with the tokens before.
+
+        Args:
+            recorded: Whether the answer is recorded like those of ``generate``.
+        """
+
     async def score(self, tokens: Sequence[int], *, model: str | None, top: int) -> Sequence[TokenLogprob]:
         """Return the log-probability of each token after those before it, with ``top`` alternatives.
 
@@ -202,7 +222,7 @@ class RunningChange(Generic[T]):
             if step.unloading is not None or self._unloading is not None:
                 self._unloading = step if step.unloading is not None else None
                 return step
-            if step.done_bytes is not None:
+            if step.done_bytes is not None or step.stage == "load":
                 return step
 
     @property

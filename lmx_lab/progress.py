@@ -13,12 +13,21 @@ from rich.progress import (
     MofNCompleteColumn,
     Progress,
     ProgressColumn,
+    Task,
     TextColumn,
     TimeRemainingColumn,
 )
 from rich.table import Column
+from rich.text import Text
 
 TEXT = "{task.description}"
+
+
+class KnownBytes(DownloadColumn):
+    """The bytes that are done and all bytes; empty while these are unknown."""
+
+    def render(self, task: Task) -> Text:
+        return Text() if task.total is None else super().render(task)
 
 
 class Step(Protocol):
@@ -45,7 +54,10 @@ class ProgressBar:
         self._display: Any = None
 
     def update(self, step: Step) -> None:
-        self.show(step.stage, step.done_bytes or 0, step.total_bytes)
+        if step.done_bytes is None:  # An engine does not report how much it has loaded.
+            self.show(step.stage, 0, None)
+        else:
+            self.show(step.stage, step.done_bytes, step.total_bytes)
 
     def show(self, text: str, done: int, total: int | None) -> None:
         """Show a text and the progress; None is an unknown total."""
@@ -82,7 +94,7 @@ class ProgressBar:
 @contextmanager
 def bar(title: str, console: Console | None = None) -> Iterator[ProgressBar]:
     """Show the progress of a number of bytes."""
-    columns = (TextColumn(TEXT, markup=False), BarColumn(), DownloadColumn(), TimeRemainingColumn())
+    columns = (TextColumn(TEXT, markup=False), BarColumn(), KnownBytes(), TimeRemainingColumn())
     with _stopped_at_end(ProgressBar(title, console or Console(stderr=True), columns, wide=False)) as shown:
         yield shown
 

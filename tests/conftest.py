@@ -67,12 +67,13 @@ settings.load_profile("lab")
 
 
 def pytest_configure(config: pytest.Config) -> None:
-    """Draw fewer examples in ``make test-fast``. Tests state their number as a multiple of the profile's.
+    """Draw fewer examples in ``make test-fast`` and ``make test``. Tests state their number as a multiple of the
+    profile's.
 
     The garbage collector is off while tests are collected, because it would take a quarter of that time.
     """
     gc.disable()
-    if "not slow" in config.option.markexpr:
+    if "not long" in config.option.markexpr:
         settings.load_profile("fast")
 
 

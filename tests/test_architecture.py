@@ -68,11 +68,13 @@ TABLE = {
     # The protocol of a lab's server; neither the notebook nor the panels define it, because both use it.
     "backend": Row("broadcast values wire"),
     # weights: the hashes of a model's files in the provenance of records.
-    "instrument": Row("errors values frames weights backend", "pandas"),
+    "instrument": Row("errors values frames weights wire backend", "pandas"),
     # client: the classes of the daemon's events. urls: which frontend shows the panels.
+    # instrument: the lens panel shows its values and takes branches.
     # IPython: a panel has a static output for notebooks without a kernel. minify: only to build the widgets' code.
     "panels": Row(
-        "errors values urls portal frames backend wire client", "anywidget ipywidgets IPython traitlets pandas minify"
+        "errors values urls portal frames backend wire client instrument",
+        "anywidget ipywidgets IPython traitlets pandas minify",
     ),
     # settings: the folder of kept runs. psutil: cores and memory in the provenance of a run.
     "bench": Row("errors values settings frames progress wire client engine", "httpx2 pandas numpy matplotlib psutil"),

@@ -10,6 +10,7 @@ from rich.console import Console
 
 from lmx_lab.progress import bar, counter
 from lmx_lab.weights import Progress
+from lmx_lab.wire.admin import ModelEvent
 
 
 def steps() -> Iterator[Progress]:
@@ -23,6 +24,16 @@ def test_a_terminal_shows_a_bar_during_a_download() -> None:
         for step in steps():
             shown.update(step)
     assert "org/[name]: download" in console.file.getvalue()  # type: ignore[attr-defined]
+
+
+def test_a_step_without_a_number_of_bytes_shows_only_its_stage() -> None:
+    console = Console(file=io.StringIO(), force_terminal=True, width=80, force_jupyter=False)
+    with bar("smollm2", console) as shown:
+        shown.update(ModelEvent(model="smollm2", stage="load", total_bytes=1_000_000))
+    output = console.file.getvalue()  # type: ignore[attr-defined]
+    assert "smollm2: load" in output
+    assert "MB" not in output
+    assert "bytes" not in output
 
 
 def test_a_narrow_terminal_shows_the_count() -> None:

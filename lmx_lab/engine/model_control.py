@@ -218,7 +218,7 @@ class ModelControl:
         if (report := await self._report_if_loaded(entry, spec)) is not None:
             return report
         # A model that cannot be loaded is refused while the current model still answers.
-        await operation.run(self._check_loadable(entry, spec, engine))
+        checked_s = await operation.run(self._check_loadable(entry, spec, engine))
         await operation.run(self._restore_pins())
         try:
             why = f"the model was replaced by {entry.id}"
@@ -226,7 +226,8 @@ class ModelControl:
             if previous is not None:
                 self._report(LoadProgress(model=previous.entry.id, stage="unloaded"))
             self._current.enter_stage("loading")
-            return await operation.run(self._load_main(entry, spec, engine))
+            report = await operation.run(self._load_main(entry, spec, engine))
+            return replace(report, load_s=checked_s + report.load_s)
         except LabError as exc:
             failure = exc
         # The previous model is not needed if another model is loaded instead, or if the lab stops.
@@ -252,14 +253,16 @@ class ModelControl:
         await self._check_loadable(resident.entry, resident.spec, resident.engine)
         await self._load_main(resident.entry, resident.spec, resident.engine)
 
-    async def _check_loadable(self, entry: ModelEntry, spec: LoadSpec, engine: InferenceEngine) -> None:
-        """Let an engine check a model on a separate thread, because its tokenizer and template may take any time."""
-        cancellation = Cancellation()
+    async def _check_loadable(self, entry: ModelEntry, spec: LoadSpec, engine: InferenceEngine) -> float:
+        """Let an engine check a model on a separate thread, because its tokenizer and template may take any time.
+        Return the seconds that it took."""
+        started, cancellation = self._loop.time(), Cancellation()
         check = in_thread(functools.partial(engine.check, entry, spec, cancellation), name="lmx-lab-check")
         try:
             await within_limit(check, entry, self.settings.load_timeout_s)
         finally:
             cancellation.cancel()
+        return self._loop.time() - started
 
     async def _load_main(self, entry: ModelEntry, spec: LoadSpec, engine: InferenceEngine) -> LoadReport:
         async with self._entering:
@@ -332,14 +335,14 @@ class ModelControl:
             is_same = before is not None and before.in_memory and before.spec == spec
             if before is not None and is_same and await in_thread(functools.partial(is_loaded, before.entry, entry)):
                 return LoadReport(model=entry.id, load_s=0.0, memory_bytes=before.pinned_bytes)
-            await self._check_loadable(entry, spec, engine)
+            checked_s = await self._check_loadable(entry, spec, engine)
             entry = await in_thread(functools.partial(with_marks, entry))
             report = await within_limit(engine.pin(entry, spec), entry, self.settings.load_timeout_s)
             self._slots[kind] = self._pins[kind] = self._resident(entry, spec, engine)
             self._publish()
         if before is not None and before.engine is not engine:
             await before.engine.unpin(kind)
-        return report
+        return replace(report, load_s=checked_s + report.load_s)
 
     async def _restore_pins(self) -> None:
         """Load pinned models again that were lost because their engine died."""

@@ -78,6 +78,19 @@ Prompt = ChatPrompt | TextPrompt | TokenPrompt | InfillPrompt
 
 
 @dataclass(frozen=True, kw_only=True)
+class AnswerStart:
+    """The first tokens of an answer, which are not generated, and the tokens of the prompt before them."""
+
+    prompt: tuple[int, ...]
+    """Token ids of the rendered prompt. The prompt of the request is not rendered again, but still determines how the
+    answer is divided into reasoning, text and tool calls."""
+    answer: tuple[int, ...] = ()
+    """Token ids of the answer up to the position where it is continued."""
+    token: int | str | None = None
+    """The token at this position: an id, or a text of exactly one token; None generates it."""
+
+
+@dataclass(frozen=True, kw_only=True)
 class Sampling:
     """How the next token is sampled.
 
@@ -119,6 +132,8 @@ class GenerationRequest:
     """A request for the continuation of a prompt."""
 
     prompt: Prompt
+    start: AnswerStart | None = None
+    """How the answer begins. Its tokens count against ``max_tokens``, and are the first part of the answer."""
     model: str | None = None
     """Id of the model; None takes any loaded model."""
     sampling: Sampling = Sampling()

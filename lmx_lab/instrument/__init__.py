@@ -3,5 +3,15 @@
 from lmx_lab.instrument.lens import TokenLens
 from lmx_lab.instrument.replay import Replay
 from lmx_lab.instrument.requests import RecordedRequest, RequestList, load_requests
+from lmx_lab.instrument.tree import AnswerTree, Branch, BranchDiff
 
-__all__ = ["RecordedRequest", "Replay", "RequestList", "TokenLens", "load_requests"]
+__all__ = [
+    "AnswerTree",
+    "Branch",
+    "BranchDiff",
+    "RecordedRequest",
+    "Replay",
+    "RequestList",
+    "TokenLens",
+    "load_requests",
+]

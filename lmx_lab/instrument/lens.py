@@ -4,27 +4,33 @@ from __future__ import annotations
 
 import html
 import math
+import os
 from collections.abc import Mapping, Sequence
-from typing import TYPE_CHECKING, Literal, overload
+from pathlib import Path
+from typing import TYPE_CHECKING, Literal
 
+from lmx_lab.backend import Backend
 from lmx_lab.errors import InvalidRequestError
 from lmx_lab.frames import pandas_for
 from lmx_lab.instrument.access import LabAccess
+from lmx_lab.instrument.answer import TokenAnswer
+from lmx_lab.instrument.token_table import TokenTable
 from lmx_lab.values.generation import TokenLogprob
 
 if TYPE_CHECKING:
     import pandas as pd
 
 ColorBy = Literal["probability", "entropy", "rank"]
+Part = Literal["text", "reasoning", "call"]
+"""The part of an answer to which a token belongs."""
 COLUMNS = ("position", "token", "id", "bytes", "logprob", "entropy", "rank", "alternatives", "logprob_tokens")
 ALTERNATIVES = 5
 """Number of alternatives that a scoring pass reports for each token."""
 ASK = "send the request with logprobs"
 SHOWN_TOKENS = 4000
 """Maximum number of tokens in the display; a data frame has all of them."""
-STEPS = 5
-"""Number of colours, from tokens that the model expected to those that surprised it."""
 COLORS = ("#1a9850", "#91cf60", "#d9d93b", "#fc8d59", "#d73027")
+"""From tokens that the model expected to those that surprised it."""
 ALPHA = "55"
 """Opacity of the colours, so that text is readable on them in light and dark themes."""
 LIMITS: Mapping[ColorBy, Sequence[float]] = {
@@ -33,36 +39,58 @@ LIMITS: Mapping[ColorBy, Sequence[float]] = {
     "rank": (1, 2, 5, 20),
 }
 """The last value of each colour but the last one; probabilities descend, entropies and ranks ascend."""
+PART_NAMES: Mapping[Part, str] = {"text": "text", "reasoning": "part of the reasoning", "call": "part of a tool call"}
+PART_STYLES: Mapping[Part, str] = {
+    "text": "",
+    "reasoning": "font-style:italic;border-bottom:1px dotted;",
+    "call": "border-bottom:1px solid;",
+}
+TEXT_STYLE = "font-family:monospace;white-space:pre-wrap;overflow-wrap:anywhere;line-height:1.7"
+PAGE = """\
+<!DOCTYPE html>
+<html lang="en"><head><meta charset="utf-8"><title>Token lens</title><style>
+:root {{ color-scheme: light dark; }}
+body {{ font-family: system-ui, sans-serif; margin: 1em; }}
+main > span {{ position: relative; }}
+main > span > span {{ display: none; position: absolute; z-index: 1; top: 1.5em; left: 0; width: 22em; padding: .5em;
+  background: Canvas; color: CanvasText; border: 1px solid; font-style: normal; }}
+main > span:is(:hover, :focus) > span {{ display: block; }}
+main i {{ display: block; font-style: normal; }}
+main b {{ display: inline-block; height: .7em; margin-right: .3em; background: #4575b4; }}
+</style></head><body>{body}</body></html>
+"""
 VISIBLE = str.maketrans({"\n": "⏎\n", "\t": "⇥\t", " ": "·", "\r": "␍"})
 
 
-class TokenLens(Sequence[TokenLogprob]):
+class TokenLens(TokenTable):
     """The tokens of an answer with their probabilities. In a notebook it is displayed as coloured text.
 
     Args:
         source: Where the log-probabilities come from: ``answer`` if they were requested with it, ``scoring`` if they
             were computed afterwards from the same tokens, without penalties and biases.
         color: What selects the colours in the display.
+        parts: For each token, which part of the answer it belongs to: ``text``, ``reasoning`` or ``call``; empty if
+            that is not known.
     """
 
     def __init__(
-        self, tokens: Sequence[TokenLogprob], *, source: Literal["answer", "scoring"], color: ColorBy = "probability"
+        self,
+        tokens: Sequence[TokenLogprob],
+        *,
+        source: Literal["answer", "scoring"],
+        color: ColorBy = "probability",
+        parts: Sequence[Part] = (),
     ) -> None:
         if color not in LIMITS:
             raise InvalidRequestError(f"color is {color!r:.80}; it must be one of {', '.join(LIMITS)}", param="color")
-        self._tokens = tuple(tokens)
+        super().__init__(tokens)
         self.source = source
         self.color: ColorBy = color
+        self.parts: Sequence[Part] = list(parts) or ["text"] * len(self)
 
-    def __len__(self) -> int:
-        return len(self._tokens)
-
-    @overload
-    def __getitem__(self, at: int) -> TokenLogprob: ...
-    @overload
-    def __getitem__(self, at: slice) -> tuple[TokenLogprob, ...]: ...
-    def __getitem__(self, at: int | slice) -> TokenLogprob | tuple[TokenLogprob, ...]:
-        return self._tokens[at]
+    def colored(self, color: ColorBy) -> TokenLens:
+        """Return the same tokens in the colours of another figure."""
+        return TokenLens(self, source=self.source, color=color, parts=self.parts)
 
     @property
     def logprob(self) -> float:
@@ -106,9 +134,18 @@ class TokenLens(Sequence[TokenLogprob]):
     def _repr_html_(self) -> str:
         shown = self._tokens[:SHOWN_TOKENS]
         more = f"<div>{len(self) - len(shown)} more tokens: see .df</div>" if len(self) > len(shown) else ""
-        spans = "".join(_span(token, self.color) for token in shown)
-        style = "font-family:monospace;white-space:pre-wrap;overflow-wrap:anywhere;line-height:1.7"
-        return f"{_legend(self.color)}<div style='{style}'>{spans}</div>{more}"
+        spans = "".join(_span(token, part, self.color) for token, part in zip(shown, self.parts, strict=False))
+        return f"{_legend(self.color)}<div style='{TEXT_STYLE}'>{spans}</div>{more}"
+
+    def save(self, path: str | os.PathLike[str]) -> Path:
+        """Write a page that needs neither a kernel nor scripts, and return its path. It shows the alternatives of each
+        token while the mouse is over it, or while it is selected with the Tab key.
+        """
+        tokens = "".join(_page_token(token, part, self.color) for token, part in zip(self, self.parts, strict=True))
+        target = Path(path)
+        body = f"{_legend(self.color)}<main style='{TEXT_STYLE}'>{tokens}</main>"
+        target.write_text(PAGE.format(body=body), encoding="utf-8")
+        return target
 
 
 def rank_of(token: TokenLogprob) -> int | None:
@@ -125,7 +162,8 @@ def by_text(tokens: Sequence[TokenLogprob]) -> dict[str, float | None]:
     return {token.text: token.logprob for token in tokens}
 
 
-def _value(token: TokenLogprob, color: ColorBy) -> float | None:
+def value_of(token: TokenLogprob, color: ColorBy) -> float | None:
+    """Return the figure that selects the colour of a token; None if it is not known."""
     if color == "entropy":
         return token.entropy
     if color == "rank":
@@ -133,30 +171,58 @@ def _value(token: TokenLogprob, color: ColorBy) -> float | None:
     return None if token.logprob is None else math.exp(token.logprob)
 
 
-def _step(value: float, color: ColorBy) -> int:
-    """Return the number of a value's colour."""
+def color_step(value: float, color: ColorBy) -> int:
+    """Return the number of a value's colour, from 0 for tokens that the model expected."""
     limits = LIMITS[color]
     return sum(value < limit if color == "probability" else value > limit for limit in limits)
 
 
-def _span(token: TokenLogprob, color: ColorBy) -> str:
-    value = _value(token, color)
-    background = f"background:{COLORS[_step(value, color)]}{ALPHA};" if value is not None else ""
-    text = html.escape(token.text.translate(VISIBLE))
-    return f"<span style='{background}border-radius:2px' title='{html.escape(_title(token), quote=True)}'>{text}</span>"
+def _span(token: TokenLogprob, part: Part, color: ColorBy) -> str:
+    title = html.escape(_title(token, part), quote=True)
+    return f"<span style='{_style(token, part, color)}' title='{title}'>{_visible_html(token)}</span>"
 
 
-def _title(token: TokenLogprob) -> str:
+def _style(token: TokenLogprob, part: Part, color: ColorBy) -> str:
+    value = value_of(token, color)
+    background = f"background:{COLORS[color_step(value, color)]}{ALPHA};" if value is not None else ""
+    return f"{background}{PART_STYLES[part]}border-radius:2px"
+
+
+def _page_token(token: TokenLogprob, part: Part, color: ColorBy) -> str:
+    """Return a token and its figures, which the page shows while the token is selected."""
+    others = [(math.exp(other.logprob), _visible_html(other)) for other in token.top if other.logprob is not None]
+    bars = "".join(f"<i><b style='width:{share:.1%}'></b>{share:.2%} {text}</i>" for share, text in others)
+    head, style, text = html.escape("\n".join(_figures(token, part))), _style(token, part, color), _visible_html(token)
+    return f"<span tabindex='0' style='{style}'>{text}<span>{head}{bars}</span></span>"
+
+
+def visible_text(token: TokenLogprob) -> str:
+    """Return the text of a token with visible spaces and line breaks. A special token in an answer has its name."""
+    return token.text.translate(VISIBLE)
+
+
+def _visible_html(token: TokenLogprob) -> str:
+    return html.escape(visible_text(token))
+
+
+def _title(token: TokenLogprob, part: Part) -> str:
     """Return the text that is shown while the mouse is over a token."""
+    lines = _figures(token, part)
+    lines += [f"{math.exp(other.logprob):7.2%}  {other.text!r}" for other in token.top if other.logprob is not None]
+    return "\n".join(lines)
+
+
+def _figures(token: TokenLogprob, part: Part) -> list[str]:
     lines = [f"{token.text!r}" + (f", id {token.token}" if token.token is not None else "")]
+    if part != "text":
+        lines.append(PART_NAMES[part])
     if token.logprob is not None:
         lines.append(f"probability {math.exp(token.logprob):.2%}, logprob {token.logprob:.4f}")
     if token.entropy is not None:
         lines.append(f"entropy {token.entropy:.3f}")
     if (rank := rank_of(token)) is not None:
         lines.append(f"rank {rank}")
-    lines += [f"{math.exp(other.logprob):7.2%}  {other.text!r}" for other in token.top if other.logprob is not None]
-    return "\n".join(lines)
+    return lines
 
 
 def _legend(color: ColorBy) -> str:
@@ -170,23 +236,61 @@ def _legend(color: ColorBy) -> str:
     return f"<div><small>{color}: {chips}</small></div>"
 
 
-def lens_of(
-    lab: LabAccess | None, prompt: Sequence[int], answer: Sequence[int], *, model: str, color: ColorBy
-) -> TokenLens:
-    """Return the lens of an answer whose log-probabilities are computed now, from the tokens alone.
+def parts_of(tokens: Sequence[TokenLogprob], answer: TokenAnswer) -> list[Part]:
+    """Return which part of an answer each token belongs to.
+
+    The markers of reasoning and calls are in neither of its texts, so the parts are found by their positions.
+    """
+    raw = b"".join([token.bytes for token in tokens])
+    reasoning, text = answer.reasoning.encode(), answer.text.strip().encode()
+    thought = max(raw.find(reasoning), 0) + len(reasoning) if reasoning else 0
+    at = raw.find(text, thought) if text else -1
+    # Text before and after calls is not one piece.
+    start, end = (at, at + len(text)) if at >= 0 else (thought, len(raw) if text else thought)
+    parts: list[Part] = []
+    position = 0
+    for token in tokens:
+        if reasoning and position < start:
+            parts.append("reasoning")
+        else:
+            parts.append("call" if answer.calls and not start <= position < end else "text")
+        position += len(token.bytes)
+    return parts
+
+
+def lens_of(lab: LabAccess | None, answer: TokenAnswer, *, color: ColorBy = "probability") -> TokenLens:
+    """Return the lens of an answer. If its log-probabilities are not known, its tokens are scored now.
 
     Args:
         lab: The lab that scores; None if there is none.
-        answer: Token ids of the answer; empty if they are not known.
 
     Raises:
         NotLoadedError: another model is loaded.
         InvalidRequestError: the tokens cannot be scored.
     """
-    if lab is None:
+    if not answer.logprobs and lab is None:
         raise InvalidRequestError(f"there are no log-probabilities, and no lab that can score the tokens; {ASK}")
-    if not (prompt and answer):
-        raise InvalidRequestError(f"the ids of this answer's tokens are not known, so they cannot be scored; {ASK}")
+    if answer.logprobs or lab is None:
+        return known_lens(answer, color=color)
+    return lab.run(lambda backend: scored_lens(backend, answer, color=color))
 
-    tokens = lab.run(lambda backend: backend.score([*prompt, *answer], model=model, top=ALTERNATIVES))
-    return TokenLens(tokens[len(prompt) :], source="scoring", color=color)
+
+def known_lens(answer: TokenAnswer, *, color: ColorBy = "probability") -> TokenLens:
+    """Return the lens of an answer with log-probabilities."""
+    return TokenLens(answer.logprobs, source="answer", color=color, parts=parts_of(answer.logprobs, answer))
+
+
+async def scored_lens(backend: Backend, answer: TokenAnswer, *, color: ColorBy = "probability") -> TokenLens:
+    """Return the lens of an answer whose log-probabilities are computed now, from the tokens alone.
+
+    Raises:
+        NotLoadedError: another model is loaded.
+        InvalidRequestError: the tokens cannot be scored, or the files of the model have changed since.
+    """
+    if not (answer.prompt and answer.ids):
+        raise InvalidRequestError(f"the ids of this answer's tokens are not known, so they cannot be scored; {ASK}")
+    if answer.weights:
+        await backend.require_weights(answer.model, answer.weights)
+    scores = await backend.score([*answer.prompt, *answer.ids], model=answer.model, top=ALTERNATIVES)
+    tokens = scores[len(answer.prompt) :]
+    return TokenLens(tokens, source="scoring", color=color, parts=parts_of(tokens, answer))

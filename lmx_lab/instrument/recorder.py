@@ -29,6 +29,8 @@ class RequestRecorder:
 
     def __init__(self, path: Path | None) -> None:
         self.store = RecordStore(path) if path is not None else RecordStore.in_memory()
+        self._weights: dict[str, str] = {}
+        """Hashes of the models' files, by the digest of their marks."""
 
     def save(self, make: Callable[[], Record], entry: ModelEntry) -> None:
         """Store a record, later. Files of a model that is recorded for the first time are hashed in the background.
@@ -37,6 +39,15 @@ class RequestRecorder:
             make: Creates the record; called on the thread of the store.
         """
         self.store.add(make, marks_digest(entry), lambda provenance: self._start_hashing(provenance, entry))
+
+    def weights_of(self, entry: ModelEntry) -> str:
+        """Return the SHA-256 of all files of a loaded model, as in its provenance. Blocks while they are read for the
+        first time.
+        """
+        digest = marks_digest(entry)
+        if digest not in self._weights:
+            self._weights[digest] = content_digest(entry) if entry.marks else NO_HASH
+        return self._weights[digest]
 
     def close(self) -> None:
         """Write all pending records. Idempotent."""
@@ -52,6 +63,6 @@ class RequestRecorder:
         try:
             templates = chat_templates(entry)
             digest = hashlib.sha256("\0".join(templates).encode()).hexdigest() if templates else NO_HASH
-            self.store.set_hashes(provenance, weights=content_digest(entry), template=digest)
+            self.store.set_hashes(provenance, weights=self.weights_of(entry), template=digest)
         except Exception:
             log.warning("the files of %s could not be hashed for the records", entry.id, exc_info=True)

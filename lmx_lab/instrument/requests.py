@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import html
 import os
 from collections.abc import Iterator, Sequence
@@ -12,9 +13,11 @@ from typing import TYPE_CHECKING, Any, overload
 from lmx_lab.errors import InvalidRequestError
 from lmx_lab.frames import pandas_for
 from lmx_lab.instrument.access import LabAccess
+from lmx_lab.instrument.answer import TokenAnswer
 from lmx_lab.instrument.lens import ColorBy, TokenLens, lens_of
 from lmx_lab.instrument.replay import Replay
 from lmx_lab.instrument.store import COLUMNS, SHOWN_CHARACTERS, RecordStore
+from lmx_lab.instrument.tree import AnswerTree, Branch
 from lmx_lab.values.recording import Record
 
 if TYPE_CHECKING:
@@ -82,10 +85,35 @@ class RecordedRequest:
             NotLoadedError: another model is loaded.
             InvalidRequestError: there are no log-probabilities, and the tokens cannot be scored.
         """
-        record = self.record
-        if record.logprobs:
-            return TokenLens(record.logprobs, source="answer", color=color)
-        return lens_of(self._lab, record.prompt, record.answer or (), model=record.provenance.model, color=color)
+        return lens_of(self._lab, TokenAnswer.of_record(self._newest), color=color)
+
+    def branch(
+        self,
+        at: int,
+        token: int | str,
+        *,
+        name: str | None = None,
+        seed: int | None = None,
+        max_tokens: int | None = None,
+    ) -> Branch:
+        """Generate the answer again from a position on, with another token there; see ``Branch.branch``."""
+        return self.tree().root.branch(at, token, name=name, seed=seed, max_tokens=max_tokens)
+
+    async def abranch(
+        self,
+        at: int,
+        token: int | str,
+        *,
+        name: str | None = None,
+        seed: int | None = None,
+        max_tokens: int | None = None,
+    ) -> Branch:
+        """Do the same as ``branch`` on a running event loop."""
+        return await self.tree().root.abranch(at, token, name=name, seed=seed, max_tokens=max_tokens)
+
+    def tree(self) -> AnswerTree:
+        """Return the answer with the branches that were taken from this object."""
+        return self._tree
 
     def delete(self) -> None:
         """Delete the record. Its content is overwritten in the file."""
@@ -98,8 +126,16 @@ class RecordedRequest:
         return self._lab
 
     def _compare(self, replayed: Record) -> Replay:
-        # Read again: the hashes of the model's files may have been computed since.
-        return Replay(recorded=self._store.get(self.record.id) or self.record, replayed=replayed)
+        return Replay(recorded=self._newest, replayed=replayed)
+
+    @property
+    def _newest(self) -> Record:
+        """The record as it is stored now: the hashes of the model's files may have been computed since."""
+        return self._store.get(self.record.id) or self.record
+
+    @functools.cached_property
+    def _tree(self) -> AnswerTree:
+        return AnswerTree(TokenAnswer.of_record(self._newest), self._lab)
 
     def __repr__(self) -> str:
         record = self.record

@@ -16,7 +16,9 @@ from typing import TYPE_CHECKING, Any, Literal, Unpack, overload
 from lmx_lab.backend import Backend
 from lmx_lab.bench.case import Arrival, Cache, Closed, Sweep
 from lmx_lab.instrument.access import LabAccess
+from lmx_lab.instrument.explore import explore
 from lmx_lab.instrument.requests import RequestList
+from lmx_lab.instrument.tree import AnswerTree
 from lmx_lab.notebook.arguments import (
     Documents,
     Prompt,
@@ -28,6 +30,7 @@ from lmx_lab.notebook.arguments import (
 )
 from lmx_lab.notebook.lab_server import LabServer, facts_html
 from lmx_lab.notebook.load_progress import show_load, show_unload
+from lmx_lab.notebook.local_properties import LocalProperties
 from lmx_lab.notebook.reply import ModelList, Reply, ReplyStream, json_shape, read_reply
 from lmx_lab.notebook.report import report_html, write_report
 from lmx_lab.notebook.rerank_result import RerankResult
@@ -48,10 +51,9 @@ if TYPE_CHECKING:
     from lmx_lab.notebook.daemon import LabDaemon
     from lmx_lab.notebook.display import LabDisplay
     from lmx_lab.notebook.local_server import LocalServer
-    from lmx_lab.notebook.loop_choice import LoopChoice, LoopMode
+    from lmx_lab.notebook.loop_choice import LoopChoice
     from lmx_lab.panels.events import EventsPanel
     from lmx_lab.panels.metrics import MetricsPanel
-    from lmx_lab.weights import Catalog
 
 MODELS_TIMEOUT_S = 30.0
 """Maximum time to list the models for a snapshot."""
@@ -60,7 +62,7 @@ PROMPT_TOKENS, OUTPUT_TOKENS = 512, 128
 CLOSED = Closed()
 
 
-class Lab:
+class Lab(LocalProperties):
     """An inference server, in this process or elsewhere, with methods to load models and to send requests.
 
     ``launch()`` and ``attach()`` return a lab, and ``stop()`` ends it. Every blocking method that uses the server has
@@ -277,6 +279,31 @@ class Lab:
             return run_verb(self, self._stream(prompt, **parameters))
         return run_verb(self, self._chat(prompt, **parameters))
 
+    async def _explore(
+        self, /, prompt: Prompt, *, width: int = 3, depth: int = 2, max_tokens: int = 64, **parameters: Any
+    ) -> AnswerTree:
+        """Generate the answers that begin with the most probable tokens, all together, and return them as a tree.
+
+        At each of the first ``depth`` positions, the ``width`` most probable tokens are taken, which makes up to
+        ``width ** depth`` answers. They are recorded.
+
+        Args:
+            width: Number of tokens at each position, up to 20.
+            depth: Number of positions; there may be up to 64 answers.
+            max_tokens: Maximum length of each answer.
+            parameters: Other parameters of ``chat``.
+
+        Raises:
+            NotLoadedError: no model is loaded.
+            InvalidRequestError: a parameter does not exist or is out of range; the server runs elsewhere.
+        """
+        request = chat_request(prompt, parameters)
+        work = explore(self._backend, request, self._access, width=width, depth=depth, max_tokens=max_tokens)
+        return await on_loop(work)
+
+    explore = blocking(_explore)
+    aexplore = awaited(_explore)
+
     # Vectors and scores
 
     async def _embed(
@@ -435,9 +462,9 @@ class Lab:
     def panel(self, *names: str) -> ipywidgets.DOMWidget:
         """Return the named panels as one widget.
 
-        The panels are ``models``, ``metrics``, ``chat``, ``rerank`` and ``events``; by default all of them, but
-        ``events`` only if there is a daemon. Each panel exists once: displaying it again shows the same panel in
-        another place.
+        The panels are ``models``, ``metrics``, ``chat``, ``rerank``, ``lens`` and ``events``; by default all of them
+        except ``lens``, and ``events`` only if there is a daemon. Each panel exists once: displaying it again shows the
+        same panel in another place.
 
         Raises:
             InvalidRequestError: there is no panel of this name.
@@ -532,51 +559,9 @@ class Lab:
         return self._local
 
     @property
-    def settings(self) -> Settings:
-        return self.server.settings
-
-    @property
-    def mode(self) -> LoopMode:
-        """``kernel`` if the server runs on the kernel's event loop, ``thread`` if it has a thread of its own."""
-        return self.server.mode
-
-    @property
-    def engine(self) -> ModelManager:
-        return self.server.engine
-
-    @property
-    def catalog(self) -> Catalog:
-        """The models on this disk."""
-        return self.server.catalog
-
-    @property
     def requests(self) -> RequestList:
         """The recorded requests, the oldest first: ``lab.requests[-1].replay()``, ``lab.requests.df``."""
         return RequestList(self.server.recorder.store, self._access)
-
-    @property
-    def port(self) -> int:
-        return self.server.addresses.port
-
-    @property
-    def lan_url(self) -> str | None:
-        """The address for other hosts; None if only this machine is served."""
-        return next(iter(self.lan_urls), None)
-
-    @property
-    def lan_urls(self) -> list[str]:
-        """All addresses for other hosts, the most likely one first."""
-        return self.server.addresses.lan_urls
-
-    @property
-    def proxy_url(self) -> str | None:
-        """The address through the proxy of JupyterHub, Binder, Colab or VS Code; None if there is no such proxy."""
-        return self.server.addresses.proxy_url
-
-    @property
-    def proxy_path(self) -> str | None:
-        """The path of this server on pages of the notebook's Jupyter server; None without jupyter-server-proxy."""
-        return self.server.addresses.proxy_path
 
     @property
     def daemon(self) -> LabDaemon | None:

@@ -12,20 +12,21 @@ from collections.abc import AsyncGenerator, AsyncIterator, Coroutine, Sequence
 from typing import Any, Self, TypeVar
 
 from lmx_lab.backend import AnswerCost, DocumentRanking, Progress, ServerState
-from lmx_lab.errors import HostingError
+from lmx_lab.errors import HostingError, InvalidRequestError, NotLoadedError
 from lmx_lab.notebook.local_server import LocalServer
 from lmx_lab.server import InferenceServer
 from lmx_lab.server.admin import model_records
 from lmx_lab.server.embeddings import embedding_request
 from lmx_lab.server.events import ServerEvent, sample
 from lmx_lab.server.generation import Generation
+from lmx_lab.server.recording import request_to_json
 from lmx_lab.server.rerank import rerank_request
 from lmx_lab.server.translate import timings, usage
 from lmx_lab.values.encoding import Vectors
 from lmx_lab.values.engine import EngineSnapshot
 from lmx_lab.values.generation import Delta, TokenLogprob
 from lmx_lab.values.models import LoadReport, LoadSpec
-from lmx_lab.values.recording import Record
+from lmx_lab.values.recording import Continuation, Record
 from lmx_lab.wire.admin import ModelEvent, ModelRecords, RequestEvent, Sample
 from lmx_lab.wire.chat import ChatRequest
 from lmx_lab.wire.embeddings import EmbeddingsBody
@@ -63,6 +64,7 @@ class LocalAnswer:
             ttft_s=report.ttft_s,
             report=report,
             prompt=self._generation.prompt,
+            request=request_to_json(self._generation.request),
         )
 
     def close(self) -> None:
@@ -171,6 +173,27 @@ class LocalBackend:
 
     async def regenerate(self, record: Record) -> Record:
         return await self._services.inference.regenerate(record)
+
+    async def last_record(self) -> Record | None:
+        return await asyncio.to_thread(self._server.recorder.store.at, -1)
+
+    async def require_weights(self, model: str, weights: str) -> None:
+        residents = self._services.manager.residents
+        entry = next((each.entry for each in residents if each.entry.id == model), None)
+        needed = f" whose files have the SHA-256 {weights}" if weights else ""
+        if entry is None:
+            raise NotLoadedError(f"this answer is one of {model}, which is not loaded; load the model{needed}")
+        if weights and (found := await asyncio.to_thread(self._server.recorder.weights_of, entry)) != weights:
+            raise InvalidRequestError(
+                f"this answer is one of {model} with other weights: the files of the loaded model have the SHA-256 "
+                f"{found}; load the model{needed}",
+                param="model",
+            )
+
+    async def continue_answer(self, continuation: Continuation, *, recorded: bool = True) -> LocalAnswer:
+        await self.require_weights(continuation.model, continuation.weights)
+        own = True if recorded else None
+        return LocalAnswer(await self._services.inference.continue_answer(continuation, own=own))
 
     async def score(self, tokens: Sequence[int], *, model: str | None, top: int) -> Sequence[TokenLogprob]:
         return await self._services.inference.score(tokens, model=model, top=top)

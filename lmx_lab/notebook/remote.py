@@ -12,14 +12,14 @@ from time import perf_counter
 from typing import Any, Self
 from urllib.parse import urlsplit
 
-from lmx_lab.backend import AnswerCost, DocumentRanking, Progress, ServerState
+from lmx_lab.backend import AnswerCost, AnswerStream, DocumentRanking, Progress, ServerState
 from lmx_lab.client import AsyncLabClient, LabEvent, Remark, as_array
 from lmx_lab.errors import InvalidRequestError, LabError, UnreachableError
 from lmx_lab.notebook.verbs import LoopPortal
 from lmx_lab.values.encoding import Vectors
 from lmx_lab.values.generation import Delta, TokenLogprob, ToolCallDelta
 from lmx_lab.values.models import LoadReport, LoadSpec, Unloading
-from lmx_lab.values.recording import Record
+from lmx_lab.values.recording import Continuation, Record
 from lmx_lab.wire.admin import ModelEvent, ModelRecords, RequestEvent, Sample
 from lmx_lab.wire.chat import ChatChunk, ChatRequest, ChoiceDelta, ChunkChoice, TokenLogprobs, TopLogprob
 from lmx_lab.wire.embeddings import EmbeddingsBody
@@ -282,6 +282,15 @@ class RemoteBackend:
     # Recorded tokens
 
     async def regenerate(self, record: Record) -> Record:
+        raise InvalidRequestError(ELSEWHERE)
+
+    async def last_record(self) -> Record | None:
+        raise InvalidRequestError(ELSEWHERE)
+
+    async def require_weights(self, model: str, weights: str) -> None:
+        raise InvalidRequestError(ELSEWHERE)
+
+    async def continue_answer(self, continuation: Continuation, *, recorded: bool = True) -> AnswerStream:
         raise InvalidRequestError(ELSEWHERE)
 
     async def score(self, tokens: Sequence[int], *, model: str | None, top: int) -> Sequence[TokenLogprob]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import html
 import json
 import re
@@ -13,8 +14,10 @@ from pydantic import BaseModel
 
 from lmx_lab.backend import AnswerCost, AnswerStream, Backend
 from lmx_lab.instrument.access import LabAccess
+from lmx_lab.instrument.answer import TokenAnswer
 from lmx_lab.instrument.lens import ColorBy, TokenLens, lens_of
-from lmx_lab.notebook.token_table import TokenTable
+from lmx_lab.instrument.token_table import TokenTable
+from lmx_lab.instrument.tree import AnswerTree, Branch
 from lmx_lab.notebook.verbs import LoopPortal
 from lmx_lab.values.generation import (
     Delta,
@@ -143,6 +146,8 @@ class Reply:
     """Token ids of the rendered prompt; empty if the engine runs in another process."""
     ids: tuple[int, ...] = field(default=(), repr=False)
     """Token ids of the answer; empty if the engine runs in another process, or did not report all of them."""
+    _request: Mapping[str, Any] = field(default_factory=dict, repr=False, compare=False)
+    """The request as in a ``Record``; empty if the engine runs in another process."""
     _lab: LabAccess | None = field(default=None, repr=False, compare=False)
 
     @classmethod
@@ -166,12 +171,13 @@ class Reply:
             shape=shape,
             prompt_ids=cost.prompt,
             ids=answer.ids if len(answer.ids) == answer.tokens else (),
+            _request=cost.request,
             _lab=lab,
         )
 
     def __getstate__(self) -> dict[str, Any]:
         # A copy in another process cannot use the lab.
-        return {**self.__dict__, "_lab": None}
+        return {name: value for name, value in self.__dict__.items() if name != "_tree"} | {"_lab": None}
 
     def lens(self, *, color: ColorBy = "probability") -> TokenLens:
         """Return the probabilities of the answer's tokens.
@@ -186,9 +192,53 @@ class Reply:
             NotLoadedError: another model is loaded.
             InvalidRequestError: there are no log-probabilities, and the tokens cannot be scored.
         """
-        if self.logprobs is not None:
-            return TokenLens(self.logprobs, source="answer", color=color)
-        return lens_of(self._lab, self.prompt_ids, self.ids, model=self.model, color=color)
+        return lens_of(self._lab, self._tokens, color=color)
+
+    def branch(
+        self,
+        at: int,
+        token: int | str,
+        *,
+        name: str | None = None,
+        seed: int | None = None,
+        max_tokens: int | None = None,
+    ) -> Branch:
+        """Generate the answer again from a position on, with another token there; see ``Branch.branch``."""
+        return self.tree().root.branch(at, token, name=name, seed=seed, max_tokens=max_tokens)
+
+    async def abranch(
+        self,
+        at: int,
+        token: int | str,
+        *,
+        name: str | None = None,
+        seed: int | None = None,
+        max_tokens: int | None = None,
+    ) -> Branch:
+        """Do the same as ``branch`` on a running event loop."""
+        return await self.tree().root.abranch(at, token, name=name, seed=seed, max_tokens=max_tokens)
+
+    def tree(self) -> AnswerTree:
+        """Return the answer with its branches."""
+        return self._tree
+
+    @functools.cached_property
+    def _tree(self) -> AnswerTree:
+        return AnswerTree(self._tokens, self._lab)
+
+    @property
+    def _tokens(self) -> TokenAnswer:
+        return TokenAnswer(
+            request=self._request,
+            model=self.model,
+            prompt=self.prompt_ids,
+            ids=self.ids,
+            text=self.text,
+            reasoning=self.reasoning,
+            calls=bool(self.tool_calls),
+            finish_reason=self.finish_reason,
+            logprobs=tuple(self.logprobs or ()),
+        )
 
     @property
     def parsed(self) -> Any:

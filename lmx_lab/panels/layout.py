@@ -10,6 +10,7 @@ import ipywidgets
 from lmx_lab.errors import InvalidRequestError
 from lmx_lab.panels.chat import ChatPanel
 from lmx_lab.panels.events import EventsPanel
+from lmx_lab.panels.lens import LensPanel
 from lmx_lab.panels.metrics import MetricsPanel
 from lmx_lab.panels.models import ModelsPanel
 from lmx_lab.panels.panel import Panel
@@ -21,6 +22,7 @@ PANELS: dict[str, type[Panel]] = {
     "metrics": MetricsPanel,
     "chat": ChatPanel,
     "rerank": RerankPanel,
+    "lens": LensPanel,
     "events": EventsPanel,
 }
 CARD = "card"
@@ -64,7 +66,7 @@ def full_width(wide: Sequence[bool]) -> list[bool]:
 
 
 def compose_panels(workbench: Workbench, names: Sequence[str]) -> ipywidgets.DOMWidget:
-    """Return the named panels as one widget; by default all panels, but those of a daemon only if there is one.
+    """Return the named panels as one widget; by default those of a lab, and those of a daemon if there is one.
 
     Raises:
         InvalidRequestError: there is no panel of this name.
@@ -84,7 +86,8 @@ def compose_panels(workbench: Workbench, names: Sequence[str]) -> ipywidgets.DOM
 
 
 def _default_panels(workbench: Workbench) -> Sequence[str]:
-    return [name for name, panel in PANELS.items() if not panel.NEEDS_DAEMON or workbench.events is not None]
+    has_daemon = workbench.events is not None
+    return [name for name, panel in PANELS.items() if not panel.BY_NAME_ONLY and (has_daemon or not panel.NEEDS_DAEMON)]
 
 
 def card(workbench: Workbench) -> Panel:

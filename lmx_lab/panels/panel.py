@@ -19,7 +19,7 @@ from lmx_lab.backend import Backend
 from lmx_lab.errors import InvalidRequestError, LabError
 from lmx_lab.panels import assets
 from lmx_lab.panels.workbench import Workbench
-from lmx_lab.wire.admin import ModelEvent, Sample
+from lmx_lab.wire.admin import ModelEvent, RequestEvent, Sample
 
 log = logging.getLogger(__name__)
 FRAME_S = 0.3
@@ -48,6 +48,8 @@ class Panel(anywidget.AnyWidget):
     """Whether ``lab.report`` includes the panel's snapshot."""
     NEEDS_DAEMON: ClassVar[bool] = False
     """Whether ``lab.panel()`` shows the panel only if there is a daemon."""
+    BY_NAME_ONLY: ClassVar[bool] = False
+    """Whether ``lab.panel()`` does not show the panel unless it is named."""
     FULL_WIDTH: ClassVar[bool] = False
     """Whether the panel has no other panel beside it in a grid."""
 
@@ -121,6 +123,9 @@ class Panel(anywidget.AnyWidget):
 
     def model_event(self, event: ModelEvent) -> None:
         """Handle an event of a model. Does nothing by default; panels that show models override it."""
+
+    def request_ended(self, event: RequestEvent) -> None:
+        """Handle the end of a request. Does nothing by default; panels that show requests override it."""
 
     def backend_changed(self) -> None:
         """Called when another lab is shown. Does nothing by default; panels whose state belongs to one lab override

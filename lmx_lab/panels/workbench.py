@@ -41,6 +41,9 @@ class Watcher(Protocol):
     def model_event(self, event: ModelEvent) -> None:
         """Called for each event of a model, whichever client of the server has caused it."""
 
+    def request_ended(self, event: RequestEvent) -> None:
+        """Called for each request that has ended, whichever client has sent it."""
+
     def backend_changed(self) -> None:
         """Called when another lab is shown."""
 
@@ -185,6 +188,8 @@ class Workbench:
         self.static_views.mark_changed(ended=isinstance(event, ModelEvent) and event.stage in ENDS_OF_LOADS)
         if isinstance(event, RequestEvent):
             self.history.add_request(event)
+            for watcher in list(self._watchers):
+                self._guard(functools.partial(watcher.request_ended, event))
             return
         for watcher in list(self._watchers):
             self._guard(functools.partial(watcher.model_event, event))

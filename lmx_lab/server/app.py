@@ -32,6 +32,7 @@ from lmx_lab.server.pages import page_routes
 from lmx_lab.server.recording import Recording, SaveRecord
 from lmx_lab.server.request_log import RequestLog
 from lmx_lab.server.rerank import rerank_routes
+from lmx_lab.server.responses import responses_routes
 from lmx_lab.server.tokens import token_routes
 from lmx_lab.server.websocket import socket_routes
 from lmx_lab.settings import Settings
@@ -100,6 +101,7 @@ def create_server(
     api.include_router(chat_routes(inference))
     api.include_router(completion_routes(inference, slots=settings.slots))
     api.include_router(messages_routes(inference))
+    api.include_router(responses_routes(inference))
     api.include_router(ollama_routes(inference, manager, lan_admin=settings.lan_admin))
     api.include_router(ollama_model_routes(manager=manager, catalog=catalog, settings=settings))
     api.include_router(token_routes(inference, manager))

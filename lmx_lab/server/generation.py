@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from types import TracebackType
 from typing import Literal, Self
 
-from lmx_lab.engine import TokenStream
+from lmx_lab.engine import GenerationRequest, TokenStream
 from lmx_lab.errors import EngineError, LabError
 from lmx_lab.server.recording import RecordedGeneration
 from lmx_lab.values.encoding import EncodeReport
@@ -80,12 +80,15 @@ class Generation:
         self,
         stream: TokenStream,
         *,
+        request: GenerationRequest,
         request_id: str,
         observe: Observer,
         index: int = 0,
         recorded: RecordedGeneration | None = None,
     ) -> None:
         self.model = stream.model
+        self.request = request
+        """The request to the engine."""
         self.index = index
         self.request_id = request_id
         self._stream = stream

@@ -27,13 +27,13 @@ from lmx_lab.engine.model_lookup import EMBEDDING, RERANK, Kinds, public_id
 from lmx_lab.errors import EngineError, LabError, NotLoadedError
 from lmx_lab.server.events import ServerEvent
 from lmx_lab.server.generation import Generation, Observer, Outcome, RequestEnd, closing_all
-from lmx_lab.server.recording import RecordedGeneration, Recording, request_from_json, with_seed
+from lmx_lab.server.recording import RecordedGeneration, Recording, continued_request, request_from_json, with_seed
 from lmx_lab.server.serialize import ChatAnswer
 from lmx_lab.server.translate import generation_request
 from lmx_lab.values.encoding import EncodeReport, Vectors
 from lmx_lab.values.generation import GenerationReport, TokenLogprob
 from lmx_lab.values.models import Kind
-from lmx_lab.values.recording import Record
+from lmx_lab.values.recording import Continuation, Record
 from lmx_lab.wire.chat import ChatRequest
 
 CONTENDED_CLIENT_S = 1.0
@@ -154,6 +154,7 @@ class InferenceService:
         return [
             Generation(
                 stream,
+                request=request,
                 request_id=request_id or "",
                 index=first + at,
                 observe=self._end,
@@ -190,6 +191,19 @@ class InferenceService:
             recorded.deltas.append(await generation.read_all())
         report = generation.final_report()
         return self.recording.record(recorded, report.finish_reason, report)
+
+    async def continue_answer(self, continuation: Continuation, *, own: bool | None = True) -> Generation:
+        """Generate an answer again from a position on. The first part of the answer are the tokens before.
+
+        Args:
+            own: See ``submit``.
+
+        Raises:
+            LabError: see ``ModelManager.submit_all``.
+        """
+        request = continued_request(continuation)
+        (generation,) = await self.submit(request, local=True, own=own, patient=True)
+        return generation
 
     async def score(self, tokens: Sequence[int], *, model: str | None, top: int) -> tuple[TokenLogprob, ...]:
         """Return the log-probability of each token after those before it, with ``top`` alternatives.
@@ -292,10 +306,11 @@ class InferenceService:
         self._end(RequestEnd(kind=kind, request_id=request_id, index=index, model=model, outcome=outcome, code=code))
 
     def _end(self, end: RequestEnd) -> None:
-        self._feed.publish(end.event())
+        # Recorded first, so that the reader of an event finds the record.
         if end.recorded is not None:
             report = end.report if isinstance(end.report, GenerationReport) else None
             self.recording.end(end.recorded, end.outcome, end.code, report)
+        self._feed.publish(end.event())
         for observe in self._observers:
             observe(end)
 

@@ -24,12 +24,13 @@ from lmx_lab.http.error_bodies import client_of, detail_for, messages_error, req
 from lmx_lab.http.event_stream import EventStream, named_event, while_connected
 from lmx_lab.http.guard import is_local
 from lmx_lab.http.openapi import event_stream
+from lmx_lab.server.chat_history import JOINED, ChatHistory, chat_request, function_tool
 from lmx_lab.server.generation import Generation
 from lmx_lab.server.inference import InferenceService
 from lmx_lab.server.openapi import MESSAGES_ERRORS
 from lmx_lab.server.translate import generation_request
 from lmx_lab.values.generation import Delta, GenerationReport, ToolCallDelta, merge_tool_calls
-from lmx_lab.wire.chat import ChatRequest
+from lmx_lab.wire.chat import ChatMessage, ChatRequest
 from lmx_lab.wire.messages import (
     CountRequest,
     InputMessage,
@@ -52,8 +53,6 @@ log = logging.getLogger(__name__)
 BILLING = "x-anthropic-billing-header:"
 """Beginning of a system block that Claude Code adds. It differs in every request, so a prompt that contained it would
 never be in the prefix cache."""
-JOINED = "\n\n"
-"""Separates blocks of one message, and messages of the same role that follow each other."""
 IGNORED_BLOCKS = frozenset({"redacted_thinking", "tool_addition", "tool_removal"})
 IGNORED_NAME = re.compile(r"[A-Za-z0-9_.-]{1,80}")
 IGNORED_LIMIT = 32
@@ -75,7 +74,7 @@ def messages_routes(service: InferenceService) -> APIRouter:
     )
     async def messages(body: MessagesRequest, request: Request) -> Response:
         """Answer a conversation in the Messages format, completely or with `stream: true` as named events."""
-        chat = await asyncio.to_thread(chat_request, body)
+        chat = await asyncio.to_thread(convert, body)
         own, local, client = service.recording.is_own(request), is_local(request.scope), client_of(request)
         starting = service.start(chat, request_id_of(request), local=local, client=client, own=own)
         answer, [generation] = await while_connected(request, starting)
@@ -95,7 +94,7 @@ def messages_routes(service: InferenceService) -> APIRouter:
     @router.post("/v1/messages/count_tokens", response_model=TokenCount, responses=MESSAGES_ERRORS)
     async def count_tokens(body: CountRequest, request: Request) -> Response:
         """Count the tokens of a conversation, with its tools, as the model reads them."""
-        chat = await asyncio.to_thread(chat_request, body)
+        chat = await asyncio.to_thread(convert, body)
         counting = service.encode(generation_request(chat), local=is_local(request.scope))
         count = TokenCount(input_tokens=len(await while_connected(request, counting)))
         headers = ignored_header(body.ignored())
@@ -113,18 +112,15 @@ def ignored_header(names: Iterable[str]) -> dict[str, str]:
 # Requests
 
 
-def chat_request(body: CountRequest) -> ChatRequest:
+def convert(body: CountRequest) -> ChatRequest:
     """Convert a request to the chat format.
 
     Raises:
-        InvalidRequestError: a block cannot be read, or the last message is of the assistant.
-        ValidationError: the request exceeds a limit of the chat format.
+        InvalidRequestError: a block cannot be read, the last message is of the assistant, or the request exceeds a
+            limit of the chat format.
     """
     tools = [
-        {
-            "type": "function",
-            "function": {"name": tool.name, "description": tool.description, "parameters": tool.input_schema},
-        }
+        function_tool(tool.name, tool.description, tool.input_schema)
         for tool in body.tools or ()
         if tool.input_schema is not None
     ]
@@ -144,7 +140,7 @@ def chat_request(body: CountRequest) -> ChatRequest:
         fields |= {"max_tokens": body.max_tokens}
         # The format's own default of the temperature is 1.
         fields |= {"temperature": 1.0} | {name: value for name, value in others.items() if value is not None}
-    return ChatRequest.model_validate(fields)
+    return chat_request(fields)
 
 
 def _tool_choice(choice: ToolChoiceObject | None) -> dict[str, Any]:
@@ -158,44 +154,30 @@ def _tool_choice(choice: ToolChoiceObject | None) -> dict[str, Any]:
     }
 
 
-def _chat_messages(body: CountRequest) -> list[dict[str, Any]]:
+def _chat_messages(body: CountRequest) -> list[ChatMessage]:
     if body.messages[-1].role == "assistant":
         raise InvalidRequestError(
             "messages: the last message is of the assistant, and this server cannot continue an answer; end with a "
             "message of the user",
             param="messages",
         )
+    history = ChatHistory()
     system = [body.system] if isinstance(body.system, str) else [block.text for block in body.system or ()]
-    kept = [text for text in system if not text.lstrip().startswith(BILLING)]
-    messages: list[dict[str, Any]] = [{"role": "system", "content": JOINED.join(kept)}] if kept else []
+    if kept := [text for text in system if not text.lstrip().startswith(BILLING)]:
+        history.add("system", kept)
     for number, message in enumerate(body.messages):
-        for converted in _converted(message, f"messages.{number}"):
-            _append(messages, converted)
-    return messages
+        _add_message(history, message, f"messages.{number}")
+    return history.messages()
 
 
-def _append(messages: list[dict[str, Any]], message: dict[str, Any]) -> None:
-    """Append a message, or join it with the last one if that has the same role, as the format defines."""
-    last: dict[str, Any] = messages[-1] if messages else {"role": None}
-    if message["role"] == "tool" or last["role"] != message["role"]:
-        messages.append(message)
-        return
-    for name in ("content", "reasoning_content"):
-        texts = [text for text in (last.get(name), message.get(name)) if text]
-        if texts:
-            last[name] = JOINED.join(texts)
-    if "tool_calls" in message:
-        last["tool_calls"] = [*last.get("tool_calls", ()), *message["tool_calls"]]
-
-
-def _converted(message: InputMessage, place: str) -> Iterator[dict[str, Any]]:
-    """Yield the messages of the chat format: first one for each tool result, then the rest."""
+def _add_message(history: ChatHistory, message: InputMessage, place: str) -> None:
+    """Add a message to the history: first its tool results, then the rest."""
     if isinstance(message.content, str):
-        yield {"role": message.role, "content": message.content}
+        history.add(message.role, [message.content])
         return
     texts: list[str] = []
     thoughts: list[str] = []
-    calls: list[dict[str, Any]] = []
+    calls: list[tuple[ToolUseBlock, str]] = []
     for number, block in enumerate(message.content):
         at = f"{place}.content.{number}"
         match block:
@@ -204,24 +186,20 @@ def _converted(message: InputMessage, place: str) -> Iterator[dict[str, Any]]:
             case ThinkingBlock() if message.role == "assistant":
                 thoughts.append(block.thinking)
             case ToolUseBlock() if message.role == "assistant":
-                function = {"name": block.name, "arguments": json.dumps(block.input, ensure_ascii=False)}
-                calls.append({"id": block.id, "type": "function", "function": function})
+                calls.append((block, at))
             case ToolResultBlock() if message.role == "user":
-                yield {"role": "tool", "tool_call_id": block.tool_use_id, "content": _result_text(block, at)}
+                history.add_result(block.tool_use_id, _result_text(block, at))
             case OtherBlock():
                 texts += _other_text(block, at)
             case _:
                 raise InvalidRequestError(
                     f"{at}: {block.type} is not valid in a message of the {message.role}", param=at
                 )
-    converted: dict[str, Any] = {"role": message.role, "content": JOINED.join(texts)}
-    if thoughts:
-        converted["reasoning_content"] = JOINED.join(thoughts)
-    if calls:
-        converted["tool_calls"] = calls
     has_results = any(isinstance(block, ToolResultBlock) for block in message.content)
     if texts or thoughts or calls or not has_results:
-        yield converted
+        history.add(message.role, texts, thoughts=thoughts)
+    for call, at in calls:
+        history.add_call(call.id, call.name, call.input, place=at)
 
 
 def _result_text(block: ToolResultBlock, place: str) -> str:

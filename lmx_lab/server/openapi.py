@@ -24,6 +24,7 @@ from lmx_lab.wire.chat import ChatChunk, ChatRequest, SocketDone, SocketError, S
 from lmx_lab.wire.completions import Completion
 from lmx_lab.wire.messages import MessageEvent, MessagesError
 from lmx_lab.wire.ollama import OllamaError, OllamaPullProgress
+from lmx_lab.wire.responses import ResponseEvent
 
 EVENTS: tuple[type[BaseModel], ...] = (Throughput, Memory, Heartbeat, ModelEvent, RequestEvent, Sample)
 """The events of ``/admin/events``."""
@@ -32,6 +33,7 @@ EXTRA_MODELS: tuple[type[BaseModel], ...] = (
     Completion,
     MessageEvent,
     MessagesError,
+    ResponseEvent,
     OllamaError,
     OllamaPullProgress,
     *EVENTS,

@@ -53,6 +53,7 @@ DOCS_STYLE = """
 .swagger-ui .info .title small.version-stamp { background: #4d6b02; }
 .swagger-ui .opblock.opblock-get .opblock-summary-method { background: #1663ab; }
 .swagger-ui .opblock.opblock-post .opblock-summary-method { background: #1d7850; }
+.swagger-ui .opblock.opblock-delete .opblock-summary-method { background: #b3261e; }
 .swagger-ui .parameter__in, .swagger-ui .json-schema-2020-12-expand-deep-button { color: #555; }
 .swagger-ui .parameter__name.required::after, .swagger-ui .parameter__name.required span { color: #b3261e; }
 .swagger-ui .btn.cancel { color: #b3261e; border-color: #b3261e; }

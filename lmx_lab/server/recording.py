@@ -28,11 +28,11 @@ from lmx_lab.engine import (
     Tool,
     ToolUse,
 )
-from lmx_lab.engine.requests import Prompt
+from lmx_lab.engine.requests import AnswerStart, Prompt
 from lmx_lab.engine.residents import Resident
 from lmx_lab.values.generation import Delta, GenerationReport, merge_deltas, merge_tool_calls
 from lmx_lab.values.models import ModelEntry
-from lmx_lab.values.recording import Provenance, Record, RecordMode
+from lmx_lab.values.recording import Continuation, Provenance, Record, RecordMode
 
 OWN_HEADER = "x-lmx-own"
 """Header with which clients that ``lab.openai`` has configured, and the daemon of a lab, mark their requests."""
@@ -152,7 +152,7 @@ def request_from_json(stored: Mapping[str, Any], *, model: str) -> GenerationReq
     """Return the request that ``request_to_json`` has converted. Fields of newer versions are ignored."""
     known = {each.name for each in fields(GenerationRequest)}
     given = {name: value for name, value in stored.items() if name in known}
-    sampling, answer_format = given["sampling"], given.get("answer_format")
+    sampling, answer_format, start = given["sampling"], given.get("answer_format"), given.get("start")
     bias = tuple((int(token), float(bias)) for token, bias in sampling.get("logit_bias", ()))
     given |= {
         "prompt": _prompt(given["prompt"]),
@@ -160,8 +160,29 @@ def request_from_json(stored: Mapping[str, Any], *, model: str) -> GenerationReq
         "stop": tuple(given.get("stop", ())),
         "logprob_tokens": tuple(given.get("logprob_tokens", ())),
         "answer_format": AnswerFormat(**answer_format) if answer_format else None,
+        "start": None,
     }
+    if start is not None:
+        prompt, answer = tuple(start["prompt"]), tuple(start["answer"])
+        given["start"] = AnswerStart(prompt=prompt, answer=answer, token=start["token"])
     return GenerationRequest(**given, model=model)
+
+
+def continued_request(continuation: Continuation) -> GenerationRequest:
+    """Return the request that generates an answer again from a position on, with a seed of its own."""
+    request = request_from_json(continuation.request, model=continuation.model)
+    request = replace(
+        request,
+        start=AnswerStart(prompt=continuation.prompt, answer=continuation.answer, token=continuation.token),
+        sampling=replace(request.sampling, seed=continuation.seed),
+        # A recorded request may have scored its prompt.
+        score_prompt=False,
+    )
+    if continuation.max_tokens is not None:
+        request = replace(request, max_tokens=continuation.max_tokens)
+    if continuation.top_logprobs is not None:
+        request = replace(request, top_logprobs=continuation.top_logprobs)
+    return with_seed(request)
 
 
 def _prompt(stored: Mapping[str, Any]) -> Prompt:

@@ -128,6 +128,7 @@ class LoadProgress:
 class LoadReport:
     model: str
     load_s: float
+    """Seconds to check and load the model, without a download; 0 if it was loaded already."""
     memory_bytes: int
     """Measured memory of the model."""
     engine: EngineName | None = None

@@ -38,6 +38,29 @@ class Provenance:
 
 
 @dataclass(frozen=True, kw_only=True)
+class Continuation:
+    """An answer that is generated again from a position on, after exactly the same tokens."""
+
+    request: Mapping[str, Any]
+    """The request of the answer, as in its ``Record``."""
+    model: str
+    weights: str = NO_HASH
+    """SHA-256 of the files of the model that has to be loaded; empty if it is not known."""
+    prompt: tuple[int, ...]
+    """Token ids of the rendered prompt."""
+    answer: tuple[int, ...]
+    """Token ids of the answer up to the position."""
+    token: int | str | None
+    """The token at the position: an id, or a text of exactly one token; None generates it."""
+    seed: int | None = None
+    """Seed of the generation; None draws one."""
+    max_tokens: int | None = None
+    """Maximum number of tokens of the whole answer; None takes that of the request."""
+    top_logprobs: int | None = None
+    """Number of alternatives to report for each generated token; None takes that of the request."""
+
+
+@dataclass(frozen=True, kw_only=True)
 class Record:
     """One recorded answer to a request."""
 

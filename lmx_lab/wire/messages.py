@@ -23,8 +23,8 @@ from typing_extensions import TypeAliasType
 
 from lmx_lab.wire.formats import Name
 from lmx_lab.wire.generation import ANY_MODEL, WHOLE, NonEmpty, Probability, Stops
-from lmx_lab.wire.limits import FEW_VALUES, MEMBER_LIMIT, check_members
-from lmx_lab.wire.tools import PART_LIMIT, TOOL_LIMIT
+from lmx_lab.wire.limits import FEW_VALUES, check_members
+from lmx_lab.wire.tools import PART_LIMIT, TOOL_LIMIT, ParameterSchema
 
 MESSAGE_LIMIT = 4096
 
@@ -70,7 +70,7 @@ class OtherBlock(LenientModel):
 
 
 ResultBlock = Annotated[
-    Annotated[TextBlock, Tag("text")] | Annotated[OtherBlock, Tag("other")],
+    Annotated[TextBlock, Tag("dict[text]")] | Annotated[OtherBlock, Tag("dict[other]")],
     Discriminator(lambda value: _kind(value, ("text",))),
 ]
 
@@ -90,15 +90,15 @@ class ToolResultBlock(LenientModel):
 
 def _kind(value: Any, kinds: tuple[str, ...]) -> str:
     kind = value.get("type") if isinstance(value, dict) else getattr(value, "type", None)
-    return kind if kind in kinds else "other"
+    return f"dict[{kind if kind in kinds else 'other'}]"
 
 
 Block = Annotated[
-    Annotated[TextBlock, Tag("text")]
-    | Annotated[ThinkingBlock, Tag("thinking")]
-    | Annotated[ToolUseBlock, Tag("tool_use")]
-    | Annotated[ToolResultBlock, Tag("tool_result")]
-    | Annotated[OtherBlock, Tag("other")],
+    Annotated[TextBlock, Tag("dict[text]")]
+    | Annotated[ThinkingBlock, Tag("dict[thinking]")]
+    | Annotated[ToolUseBlock, Tag("dict[tool_use]")]
+    | Annotated[ToolResultBlock, Tag("dict[tool_result]")]
+    | Annotated[OtherBlock, Tag("dict[other]")],
     Discriminator(lambda value: _kind(value, ("text", "thinking", "tool_use", "tool_result"))),
 ]
 Blocks = TypeAliasType("Blocks", Annotated[list[Block], FailFast(), Field(max_length=PART_LIMIT)])
@@ -112,18 +112,13 @@ class InputMessage(LenientModel):
     content: str | Blocks
 
 
-InputSchema = TypeAliasType(
-    "InputSchema", Annotated[dict[str, Any], FailFast(), Field(max_length=MEMBER_LIMIT), FEW_VALUES]
-)
-
-
 class ToolDefinition(LenientModel):
     """A tool. Only tools with an ``input_schema`` are called by the client; others run on Anthropic's servers."""
 
     name: Name
     type: str | None = None
     description: str | None = None
-    input_schema: InputSchema | None = None
+    input_schema: ParameterSchema | None = None
 
 
 ToolDefinitions = TypeAliasType(

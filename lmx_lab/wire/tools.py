@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Annotated, Any, Literal
 
 from pydantic import (
@@ -21,7 +21,7 @@ from typing_extensions import TypeAliasType
 
 from lmx_lab.wire.formats import Name, check_length, json_text, kind_of
 from lmx_lab.wire.generation import NonEmpty, RequestModel
-from lmx_lab.wire.limits import VALUE_LIMIT, Structure
+from lmx_lab.wire.limits import FEW_VALUES, MEMBER_LIMIT, VALUE_LIMIT, Structure
 
 TOOL_LIMIT = 128
 PARAMETERS_CHARACTERS = 262_144
@@ -52,6 +52,16 @@ def _check_parameters(parameters: Any) -> Any:
     if kind != "object":
         raise ValueError(f"has the type {kind!r:.80}; arguments are an object, so the type must be 'object'")
     return parameters
+
+
+# A named type, because members of a union must be hashable, and FailFast is not.
+ParameterSchema = TypeAliasType(
+    "ParameterSchema",
+    Annotated[
+        dict[str, Any], FailFast(), Field(max_length=MEMBER_LIMIT), FEW_VALUES, AfterValidator(_check_parameters)
+    ],
+)
+"""JSON schema of the arguments of a function, in formats whose requests are converted to the chat format."""
 
 
 class FunctionDefinition(RequestModel):
@@ -159,8 +169,12 @@ def check_choice(choice: NamedToolChoice | str | None, tools: Sequence[FunctionT
 _JSON: TypeAdapter[Any] = TypeAdapter(Any)
 
 
-def _read_arguments(given: Any) -> Any:
-    """Read the arguments of a call. In the format they are JSON as a text, which is parsed only here."""
+def read_arguments(given: Any) -> Any:
+    """Read the arguments of a call. In the format they are JSON as a text, which is parsed only here.
+
+    Raises:
+        ValueError: they are not an object.
+    """
     value = _parsed(given) if isinstance(given, str) else given
     if not isinstance(value, dict):
         raise ValueError(f"must be a JSON object, as an object or as its text; it is {kind_of(value)}")
@@ -188,7 +202,7 @@ class CalledFunction(RequestModel):
         dict[str, Any],
         FailFast(),
         Field(max_length=VALUE_LIMIT),
-        BeforeValidator(_read_arguments),
+        BeforeValidator(read_arguments),
         WithJsonSchema({"anyOf": [{"type": "string"}, {"type": "object"}]}),
     ]
     """An object, or its JSON as in answers. An empty text means an empty object."""
@@ -239,18 +253,21 @@ def check_counts(messages: Any) -> Any:
 
 
 def _check_arguments(messages: Sequence[Mapping[str, Any]]) -> None:
-    """Check the arguments of all calls, which are JSON within texts.
-
-    Raises:
-        ValueError: together they contain more than a body may.
-    """
     functions = [
         call.get("function")
         for message in messages
         for call in _as_list(message.get("tool_calls"))
         if isinstance(call, dict)
     ]
-    texts = [function.get("arguments") for function in functions if isinstance(function, dict)]
+    check_argument_texts(function.get("arguments") for function in functions if isinstance(function, dict))
+
+
+def check_argument_texts(texts: Iterable[Any]) -> None:
+    """Check the arguments of all calls in a history, which are JSON within texts; other values are skipped.
+
+    Raises:
+        ValueError: together they contain more than a body may.
+    """
     structure = Structure()
     # The texts are joined, because each call of the counter has a fixed cost. A text with an unterminated string would
     # hide the contents of the texts after it, but validation stops at this error.

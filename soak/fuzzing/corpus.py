@@ -106,6 +106,42 @@ TOKEN_BODIES: tuple[tuple[str, dict[str, Any]], ...] = (
     ("detokenize", {"tokens": [100, 200]}),
     ("apply-template", {"messages": [{"role": "user", "content": "hello"}], "max_tokens": 4}),
 )
+RESPONSES_TOOLS = [
+    {"type": "function", "name": "look", "parameters": SCHEMA},
+    {"type": "custom", "name": "edit", "format": {"type": "grammar", "syntax": "lark", "definition": 'start: "a"+'}},
+    {"type": "namespace", "name": "files", "tools": [{"type": "function", "name": "look"}]},
+    {"type": "web_search"},
+]
+RESPONSES_ITEMS = [
+    {"type": "message", "role": "user", "content": [{"type": "input_text", "text": "hello"}]},
+    {"type": "reasoning", "summary": [{"type": "summary_text", "text": "hm"}]},
+    {"type": "function_call", "call_id": "c", "name": "look", "namespace": "files", "arguments": '{"a": 1}'},
+    {"type": "custom_tool_call", "call_id": "d", "name": "edit", "input": "aa"},
+    {"type": "function_call_output", "call_id": "c", "output": "seen"},
+    {"type": "custom_tool_call_output", "call_id": "d", "output": [{"type": "input_text", "text": "done"}]},
+]
+RESPONSES_BODIES: tuple[dict[str, Any], ...] = (
+    {"model": MODEL, "input": "hello", "max_output_tokens": 4, "instructions": "Be brief.", "metadata": {"a": "b"}},
+    {"model": MODEL, "input": RESPONSES_ITEMS, "tools": RESPONSES_TOOLS, "max_output_tokens": 4, "stream": True},
+    {
+        "model": MODEL,
+        "input": "hi",
+        "tools": RESPONSES_TOOLS,
+        "tool_choice": {"type": "custom", "name": "edit"},
+        "store": False,
+    },
+    {
+        "model": MODEL,
+        "input": "hi",
+        "max_output_tokens": 4,
+        "text": {"format": {"type": "json_schema", "name": "thing", "schema": SCHEMA, "strict": True}},
+        "reasoning": {"effort": "low", "summary": "auto"},
+        "include": ["message.output_text.logprobs"],
+        "top_logprobs": 2,
+    },
+    {"model": MODEL, "input": "hi", "max_output_tokens": 4, "background": True},
+    {"model": MODEL, "input": "hi", "previous_response_id": "resp_1", "parallel_tool_calls": False},
+)
 EMBEDDING_BODIES: tuple[dict[str, Any], ...] = (
     {"model": "default", "input": "a cat"},
     {"model": "tiny-embedder", "input": ["the cat sits", "a dog"], "encoding_format": "base64", "dimensions": 8},
@@ -134,6 +170,13 @@ OLLAMA = (
 TOKENS = (
     *(ValidRequest(method="POST", path=f"/{name}", body=body) for name, body in TOKEN_BODIES),
     *(ValidRequest(method="GET", path=path) for path in ("/props", "/health")),
+)
+RESPONSES = (
+    *(ValidRequest(method="POST", path="/v1/responses", body=body) for body in RESPONSES_BODIES),
+    ValidRequest(method="GET", path="/v1/responses/resp_1"),
+    ValidRequest(method="GET", path="/v1/responses/resp_1/input_items?limit=3&order=asc&after=msg_1"),
+    ValidRequest(method="POST", path="/v1/responses/resp_1/cancel"),
+    ValidRequest(method="DELETE", path="/v1/responses/resp_1"),
 )
 EMBEDDINGS = tuple(ValidRequest(method="POST", path="/v1/embeddings", body=body) for body in EMBEDDING_BODIES)
 RERANK = tuple(

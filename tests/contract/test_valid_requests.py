@@ -21,6 +21,7 @@ LONG = {"max_tokens": 400, "ignore_eos": True}
 PLAIN: dict[str, Any] = {"model": "echo", "prompt": ["the sea", "a house"], "max_tokens": 8}
 TEXTS = ["a cat", "a dog"]
 WEATHER = {"type": "function", "function": {"name": "weather", "parameters": {"type": "object", "properties": {}}}}
+SEARCH = {"type": "web_search"}
 
 
 @pytest.fixture(autouse=True)
@@ -47,6 +48,8 @@ def _loaded(lab: Lab) -> None:
         ("POST", "/v1/messages", {"model": "echo", "messages": HELLO, "max_tokens": 8}),
         ("POST", "/v1/messages", {"model": "echo", "messages": HELLO, "max_tokens": 8, "stream": True}),
         ("POST", "/v1/messages/count_tokens", {"model": "echo", "messages": HELLO}),
+        ("POST", "/v1/responses", {"model": "echo", "input": "hello", "max_output_tokens": 8}),
+        ("POST", "/v1/responses", {"model": "echo", "input": HELLO, "tools": [SEARCH], "stream": True}),
         ("GET", "/health", None),
         ("GET", "/props", None),
         ("POST", "/tokenize", {"content": "the sea", "with_pieces": True}),
@@ -82,6 +85,16 @@ def test_responses_of_the_inference_server_match_the_document(
 
 def test_the_response_for_one_model_matches_the_document(server: OpenApiContract) -> None:
     assert server.request("GET", "/v1/models/{model}", at={"model": "echo"}).status_code == 200
+
+
+def test_stored_responses_match_the_document(server: OpenApiContract) -> None:
+    path = "/v1/responses/{response_id}"
+    created = server.request("POST", "/v1/responses", body={"input": "hello", "background": True})
+    at = {"response_id": created.json()["id"]}
+    assert server.request("POST", f"{path}/cancel", at=at).status_code == 200
+    assert server.request("GET", f"{path}/input_items", at=at).json()["data"][0]["role"] == "user"
+    for method, status in (("GET", 200), ("DELETE", 200), ("GET", 404)):
+        assert server.request(method, path, at=at).status_code == status
 
 
 @pytest.mark.parametrize("stream", [False, True])

@@ -28,6 +28,8 @@ SEA = [{"role": "user", "content": "The sea is wide and deep, and what it says i
 """A message with more tokens than ``echo_body`` requests, so that the echo engine always has enough to repeat."""
 ENDLESS: dict[str, Any] = {"max_tokens": 30_000, "ignore_eos": True}
 """An answer of half a minute at ``PACE``, which the tests cancel."""
+ENDLESS_TEXT = "a " * 10_000
+"""A message whose repetition takes ten seconds at ``PACE``, for formats without ``ignore_eos``."""
 PACE = 1000.0
 """Tokens per second of the echo engine, so that an answer can be cancelled while it is generated."""
 

@@ -191,6 +191,7 @@ def test_scores_of_a_continuation_equal_the_logprobs_of_generating_it(
         ({"prompt": []}, "prompt"),
         ({"prompt": None}, "prompt"),
         ({"prompt": [1, -1]}, "prompt.1"),
+        ({"prompt": [1, True]}, "prompt.1"),
         ({"prompt": [1, 99999]}, "prompt"),
         ({"prompt": [[1], []]}, "prompt.1"),
         ({"max_tokens": 0}, "max_tokens"),

@@ -11,9 +11,9 @@ import pytest
 
 from lmx_lab.errors import InvalidRequestError
 from lmx_lab.notebook import Lab
-from lmx_lab.server.messages import chat_request
+from lmx_lab.server.messages import convert
 from lmx_lab.wire.messages import MessagesRequest
-from tests.flows.conftest import HELLO, serving, wait_until, wait_until_idle
+from tests.flows.conftest import ENDLESS_TEXT, HELLO, serving, wait_until, wait_until_idle
 
 PATH = "/v1/messages"
 TOOLS = [{"name": "clock", "input_schema": {"type": "object", "properties": {"zone": {"type": "string"}}}}]
@@ -130,7 +130,7 @@ def test_a_conversation_is_converted_to_the_chat_format() -> None:
         {"type": "text", "text": "Be brief.", **cached},
     ]
     request = MessagesRequest.model_validate({"messages": messages, "system": system})
-    chat = chat_request(request).model_dump(mode="json", include={"messages"}, exclude_unset=True)["messages"]
+    chat = convert(request).model_dump(mode="json", include={"messages"}, exclude_unset=True)["messages"]
     calls = chat[2].pop("tool_calls")
     assert chat == [
         {"role": "system", "content": "Be brief."},
@@ -219,19 +219,19 @@ def test_a_document_of_text_is_read_and_other_blocks_are_refused_by_their_place(
     document = {"type": "document", "source": {"type": "text", "media_type": "text/plain", "data": "A sea."}}
     results = [{"type": "tool_result", "tool_use_id": "c1", "content": [document]}]
     request = MessagesRequest.model_validate({"messages": [{"role": "user", "content": [document, *results]}]})
-    messages = chat_request(request).messages
+    messages = convert(request).messages
     assert [(message.role, message.content) for message in messages] == [("tool", "A sea."), ("user", "A sea.")]
     call = {"type": "tool_use", "id": "c1", "name": "clock", "input": {}}
     request = MessagesRequest.model_validate({"messages": [{"role": "user", "content": [call]}]})
     with pytest.raises(InvalidRequestError, match=r"messages\.0\.content\.0: tool_use is not valid in a message of"):
-        chat_request(request)
+        convert(request)
 
 
 @pytest.mark.slow
 def test_an_answer_ends_if_its_client_disconnects(http: httpx2.Client, lab: Lab) -> None:
     wait_until_idle(lab)
     before = lab.engine.snapshot.output_tokens
-    long = body(stream=True, max_tokens=30_000, messages=[{"role": "user", "content": "a " * 10_000}])
+    long = body(stream=True, max_tokens=30_000, messages=[{"role": "user", "content": ENDLESS_TEXT}])
     with http.stream("POST", PATH, json=long) as response:
         assert response.status_code == 200
         wait_until(lambda: lab.engine.snapshot.output_tokens > before)

@@ -81,7 +81,7 @@ async def answer(backend: Backend, **parameters: Any) -> Reply:
 
 
 async def test_log_probabilities_are_received(backend: Backend) -> None:
-    table = (await answer(backend, logprobs=2)).logprobs
+    table = (await answer(backend, logprobs=2, max_tokens=3)).logprobs
     assert table is not None
     assert len(table[0].top) == 2
     assert table[0].top[0].text == table[0].text == table[0].bytes.decode()

@@ -167,7 +167,9 @@ def test_a_load_shows_its_steps(tiny_home: Path, monkeypatch: pytest.MonkeyPatch
         monkeypatch.setattr(lab.engine, "load", slowly)
         report = asyncio.run(far.aload("tiny")) if awaited else far.load("tiny")
     assert report.model == "tiny"
-    assert steps == [step]
+    assert steps[0] == step
+    # A fast load may have ended before the caller sees that it has begun.
+    assert all(each.stage == "load" for each in steps[1:])
 
 
 async def test_a_load_does_not_wait_for_events_that_a_proxy_withholds(

@@ -13,9 +13,9 @@ from markdown_it import MarkdownIt
 from pydantic import BaseModel
 
 from lmx_lab.backend import AnswerCost
+from lmx_lab.instrument.token_table import TokenTable
 from lmx_lab.notebook.arguments import chat_request
 from lmx_lab.notebook.reply import Reply, ReplyStream, ReplyToolCall, json_shape, safe_markdown, tool_calls
-from lmx_lab.notebook.token_table import TokenTable
 from lmx_lab.notebook.verbs import LoopPortal
 from lmx_lab.portal import LoopThread
 from lmx_lab.server.translate import timings, usage

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import contextlib
 import http.server
+import json
 import os
 import re
 import shutil
@@ -24,9 +25,10 @@ from playwright.sync_api import Page
 from lmx_lab.values.models import ModelEntry
 from tests.browser.chromium import chromium
 from tests.browser.jupyterlab import WAIT_MS
-from tests.command_process import Serving, request, serving
+from tests.command_process import Serving, serving
 from tests.docs.pages import ROOT, table_rows
 from tests.other_clients.clients_page import PAGE, run_section, serve_arguments
+from tests.other_clients.try_agents import AGENTS
 
 pytestmark = pytest.mark.long
 
@@ -54,9 +56,12 @@ def test_curl_lists_models_and_chats(address: dict[str, str], tmp_path: Path) ->
     assert '"object":"chat.completion"' in printed
 
 
-def test_openai_python_chats_streams_parses_and_embeds(address: dict[str, str], tmp_path: Path) -> None:
-    whole, streamed, city, vectors = run_section("openai-python", address, tmp_path, programs=PROGRAMS).splitlines()
-    assert whole == streamed
+def test_openai_python_chats_streams_parses_embeds_and_creates_a_response(
+    address: dict[str, str], tmp_path: Path
+) -> None:
+    printed = run_section("openai-python", address, tmp_path, programs=PROGRAMS)
+    whole, streamed, city, vectors, response = printed.splitlines()
+    assert whole == streamed == response
     assert "Paris" in whole
     assert re.fullmatch(r"name='.*' inhabitants=-?\d+", city)
     assert vectors == "2 vectors of 384 numbers"
@@ -177,9 +182,12 @@ def test_a_second_machine_chats_and_may_not_unload(tiny_home: Path, tmp_path: Pa
 # Statements of the page
 
 
-def test_the_responses_api_is_answered_with_404(server: Serving) -> None:
-    with request(server.port, "POST", "/v1/responses", {"model": "default", "input": "hi"}) as answer:
-        assert answer.status == 404
+def test_the_table_has_the_tested_versions_of_agents() -> None:
+    documented = {row["client"]: row["tried with"] for row in table_rows(PAGE, "client")}
+    tested = json.loads((Path(__file__).parent / "agents.json").read_text())["dependencies"]
+    assert {
+        agent.package: documented[f"[{agent.title}](#{agent.title.lower().replace(' ', '-')})"] for agent in AGENTS
+    } == tested
 
 
 def test_the_table_has_the_versions_that_are_tested() -> None:

@@ -77,11 +77,17 @@ def with_html(value: Any) -> Any:
 
 TURN = {"id": "t1", "role": "assistant", "text": "", "reasoning": "hm", "stats": "1 token", "error": "no"}
 JOB = {"id": "m", "text": "loading", "detail": "half", "fraction": 0.5, "actions": ["Cancel"]}
+ANSWER = {
+    **{"caption": "all", "model": "m", "text": "", "scored": True, "branches": True},
+    "tokens": [["one", "text", -0.5, 1.0, 1, 5, [["two", -1.0, 6]]]],
+}
+ROW = {"id": "answer", "depth": 1, "place": "at 1", "tokens": 3, "logprob": -1.0, "text": "one", "shown": True}
 FULL: dict[str, dict[str, Any]] = {
     "chat": {"turns": [TURN, {**TURN, "id": "t2", "role": "user"}], "forgotten": "some"},
     "models": {"jobs": [JOB], "error": "failed", "caption": "all", "engines": "two"},
     "metrics": {"job": "measuring"},
     "rerank": {"problem": "wrong"},
+    "lens": {"answer": ANSWER, "branches": [ROW], "error": "wrong"},
     "events": {},
 }
 

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 from openai.types.chat import ChatCompletion, ChatCompletionChunk
 
-from lmx_lab.engine import TokenStream
+from lmx_lab.engine import GenerationRequest, TextPrompt, TokenStream
 from lmx_lab.engine.stream import Mailbox
 from lmx_lab.server.chat import _chunks, _complete
 from lmx_lab.server.generation import Generation
@@ -17,6 +17,8 @@ from lmx_lab.server.serialize import ChatAnswer
 from lmx_lab.server.translate import generation_request
 from lmx_lab.values.generation import Delta, ToolCallDelta
 from tests.server.test_translate import chat, report
+
+ASKED = GenerationRequest(prompt=TextPrompt(text="hello"))
 
 pytestmark = pytest.mark.anyio
 ANSWER = ChatAnswer(model="tiny", fingerprint="mlx")
@@ -45,7 +47,7 @@ def generation() -> Generation:
         Delta(text="Let me see.", tokens=1),
         Delta(text="", tokens=1, tool_calls=CALLS),
     )
-    return Generation(FakeStream(*deltas), request_id="req_1", observe=lambda end: None)
+    return Generation(FakeStream(*deltas), request=ASKED, request_id="req_1", observe=lambda end: None)
 
 
 async def test_reasoning_text_and_calls_are_streamed_in_separate_chunks() -> None:

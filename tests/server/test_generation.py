@@ -8,12 +8,14 @@ from collections.abc import AsyncIterator
 
 import pytest
 
-from lmx_lab.engine import TokenStream
+from lmx_lab.engine import GenerationRequest, TextPrompt, TokenStream
 from lmx_lab.engine.stream import Mailbox
 from lmx_lab.errors import EngineError
 from lmx_lab.server.generation import Generation, RequestEnd, closing_all, collect
 from lmx_lab.values.generation import Delta, PromptProgress, ToolCallDelta
 from tests.server.test_translate import report
+
+ASKED = GenerationRequest(prompt=TextPrompt(text="hello"))
 
 pytestmark = pytest.mark.anyio
 
@@ -26,7 +28,7 @@ class Watched:
         self.cancelled = 0
         self.mailbox = Mailbox(asyncio.get_running_loop())
         stream = TokenStream(self.mailbox, self._cancel, model="tiny", prompt=(1, 2, 3))
-        self.generation = Generation(stream, request_id="req_1", observe=self.ends.append)
+        self.generation = Generation(stream, request=ASKED, request_id="req_1", observe=self.ends.append)
 
     def _cancel(self) -> None:
         self.cancelled += 1

@@ -138,6 +138,7 @@ def test_the_overview_is_accessible(lab: Lab, tab: Page, theme: Literal["light",
     assert serious_violations(tab) == []
 
 
+@pytest.mark.long
 def test_the_page_of_routes_is_accessible_also_while_routes_are_tried(lab: Lab, tab: Page) -> None:
     tab.goto(f"{lab.url}/docs")
     tab.wait_for_selector(".opblock")

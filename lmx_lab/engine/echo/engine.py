@@ -170,7 +170,8 @@ class EchoCore:
         ]
         main.queue.add(generations)
         self._publish()
-        loop, prompt = asyncio.get_running_loop(), tuple(prepared.prompt)
+        loop = asyncio.get_running_loop()
+        prompt = tuple(prepared.prompt[: len(prepared.prompt) - len(prepared.start)])
         return [
             TokenStream(generation.mailbox, _canceller(loop, main.queue, generation), model=entry.id, prompt=prompt)
             for generation in generations

@@ -130,11 +130,15 @@ class AnswerSampler:
             token = forced
         elif not self._certain or (mask is not None and not mask[token]) or not self._is_certain(score):
             token = self._draw(self.scores(constrained=mask is not None), mask)
+        self.record(token)
+        return token
+
+    def record(self, token: int) -> None:
+        """Record the next token of the answer."""
         self._on_text = self._on_text and token == (self._text[self._at] if self._at < len(self._text) else END)
         self._at += 1
         if self._changed:
             self._counts[token] = self._counts.get(token, 0) + 1
-        return token
 
     def logprob(self, scores: Scores, token: int, top: int, named: Sequence[int] = ()) -> TokenLogprob:
         """Return the log-probability of a token by these scores, with ``top`` alternatives and named tokens."""

@@ -25,6 +25,7 @@ from lmx_lab.engine.validation import (
     check_messages,
     check_tokens,
     single_token,
+    start_tokens,
     too_long,
 )
 from lmx_lab.errors import InvalidRequestError
@@ -65,7 +66,8 @@ class EchoPreparer:
         """
         entry, vocabulary, limit = self._entry, self._model.vocabulary, self._context_length
         check_tokens(request, entry, vocabulary.size)
-        prompt = self.encode(request)
+        start = self._start_tokens(request)
+        prompt = [*self.encode(request), *start]
         check_length(request, prompt, entry, limit)
         if script is not None:
             _check_calls(script, _tools(request))
@@ -86,7 +88,8 @@ class EchoPreparer:
                 for named in request.logprob_tokens
             ),
             channel_format=self._chat_format.channel_format(request, thinking),
-            max_tokens=min(request.max_tokens, limit - len(prompt)),
+            start=start,
+            max_tokens=min(request.max_tokens - len(start), limit - len(prompt)),
             interval_s=1 / pace if pace is not None else 0.0,
             timeout_s=timeout_s,
             script=script,
@@ -97,6 +100,8 @@ class EchoPreparer:
         """Return the tokens of the prompt. Raises the same as ``prepare``."""
         encode, limit = self._model.vocabulary.encode, self._context_length
         match request.prompt:
+            case _ if request.start is not None:
+                return list(request.start.prompt)
             case TokenPrompt(tokens=tokens):
                 return list(tokens)
             case TextPrompt(text=text):
@@ -119,6 +124,16 @@ class EchoPreparer:
                     text = f"{message['role']}\n{message['content'] or ''}"
                     prompt += [MESSAGE, *self._encoded(request, text, limit), END]
                 return [*prompt, MESSAGE, *encode("assistant\n")]
+
+    def _start_tokens(self, request: GenerationRequest) -> list[int]:
+        """Return the tokens with which the answer begins; raises the same as ``validation.start_tokens``."""
+        vocabulary, model = self._model.vocabulary, self._entry.id
+
+        def token_of(text: str) -> int:
+            check_characters(text, "token")
+            return single_token(text, vocabulary.encode(text), model, param="token")
+
+        return start_tokens(request, token_of=token_of, show=vocabulary.show)
 
     def _encoded(self, request: GenerationRequest, text: str, limit: int) -> list[int]:
         """Return the tokens of a text. Of a text that is far too long, only the beginning is tokenized.

@@ -22,7 +22,7 @@ from lmx_lab.engine.requests import GenerationRequest
 from lmx_lab.engine.scheduler import Scheduler, Verdict
 from lmx_lab.engine.stream import Item, Mailbox, Outbox
 from lmx_lab.engine.text.channels import ChannelFormat
-from lmx_lab.engine.text.splitter import SplitText, TextSplitter
+from lmx_lab.engine.text.splitter import SplitText, TextSplitter, read_start
 from lmx_lab.errors import EngineError, GenerationTimeoutError, LabError
 from lmx_lab.values.engine import TokenTotals
 from lmx_lab.values.generation import Delta, FinishReason, GenerationReport, PromptProgress, PromptScores, TokenLogprob
@@ -40,6 +40,9 @@ class PreparedEcho:
 
     request: GenerationRequest
     prompt: list[int]
+    """Tokens of the prompt, followed by those of ``start``."""
+    start: list[int]
+    """Tokens with which the answer begins."""
     text: list[int]
     """Token ids of the answer, unless sampling or an enforced format changes it."""
     named_tokens: tuple[int, ...]
@@ -83,6 +86,10 @@ class EchoGeneration:
             self.model, self.prepared.text, request.sampling, choice=self.choice, ignore_eos=request.ignore_eos
         )
         self.splitter = TextSplitter(self.model.vocabulary.decode, request.stop, self.prepared.channel_format)
+        for token in self.prepared.start:
+            self.sampler.record(token)
+        if self.constraint is not None:
+            self.constraint.begin(self.prepared.start)
 
     def begin(self, now: float) -> list[Item]:
         """Start the generation in a slot, and return the items for its reader. The prompt is computed at once."""
@@ -98,6 +105,12 @@ class EchoGeneration:
         self.due_at = self._on_grid(self.decoding_at + delay_s + prepared.interval_s)
         if not prepared.max_tokens:
             self.finish = "length"
+        if start := prepared.start:
+            is_complete = start[-1] == END and not prepared.request.ignore_eos
+            delta, self.finish = read_start(
+                self.splitter, start, ids=start, finish="stop" if is_complete else self.finish
+            )
+            items.append(delta)
         return items
 
     def step(self) -> list[Item]:

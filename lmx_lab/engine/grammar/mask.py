@@ -5,7 +5,7 @@ from __future__ import annotations
 import codecs
 import contextlib
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 
 import numpy as np
 from llguidance import LLMatcher
@@ -107,6 +107,21 @@ class Constraint:
     def forced(self) -> int | None:
         """The only token that the budget allows next; None if it allows any."""
         return self._budget.forced if self._budget is not None else None
+
+    def begin(self, tokens: Sequence[int]) -> None:
+        """Record the tokens with which the answer begins, which are not generated and not counted.
+
+        Raises:
+            InvalidRequestError: the format does not allow them.
+        """
+        for at, token in enumerate(tokens):
+            self.advance(token)
+            if self.failure is not None:
+                raise InvalidRequestError(
+                    f"the format of the answer does not allow the token {token} at position {at}; choose another one",
+                    param="token",
+                )
+        self.tokens = 0
 
     def advance(self, token: int) -> None:
         """Record the next token of the answer."""

@@ -12,7 +12,7 @@ import pickle
 import random
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import TypeVar
 
@@ -44,6 +44,10 @@ class TokenTable:
     @property
     def eos_token_id(self) -> int:
         return self.eos_tokens[0]
+
+    def show(self, tokens: Sequence[int]) -> str:
+        """Return the text of tokens, including special ones. Incomplete characters become U+FFFD."""
+        return b"".join([self.tokens[token] for token in tokens]).decode(errors="replace")
 
     def __call__(self, text: str) -> list[int]:
         # Called for forced text, which our grammars switch off: see ``NO_FORCING`` in ``grammar.build``.

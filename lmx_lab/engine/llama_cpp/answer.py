@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from typing import Any
 
 from lmx_lab.engine.llama_cpp.request import Route
 from lmx_lab.engine.requests import GenerationRequest
 from lmx_lab.engine.text.channels import ChannelFormat
-from lmx_lab.engine.text.splitter import SplitText, TextSplitter
+from lmx_lab.engine.text.splitter import SplitText, TextSplitter, read_start
 from lmx_lab.values.generation import (
     Delta,
     FinishReason,
@@ -23,6 +23,17 @@ from lmx_lab.values.generation import (
 FINISHES: Mapping[str, FinishReason] = {
     "eos": "stop", "word": "stop", "stop": "stop", "tool_calls": "tool_calls", "limit": "length", "length": "length",
 }  # fmt: skip
+
+
+@dataclass(frozen=True, kw_only=True)
+class AnswerBeginning:
+    """The first tokens of an answer, which are not generated."""
+
+    tokens: list[int]
+    texts: list[str]
+    """The text of each token as llama.cpp would stream it: a special token has none, unless it is a marker."""
+    ends: bool
+    """Whether the last of them ends the answer."""
 
 
 class AnswerReader:
@@ -82,6 +93,19 @@ class AnswerReader:
         """Record that the request has a slot, and return the first progress."""
         self._admitted_at = now
         return PromptProgress(done=0, total=self._prompt_tokens)
+
+    def read_start(self, start: AnswerBeginning, *, is_full: bool) -> Delta:
+        """Return the beginning of an answer that is continued. Sets ``finish`` if the answer ends there.
+
+        Args:
+            is_full: Whether no more tokens may follow.
+        """
+        finish: FinishReason | None = "stop" if start.ends else "length" if is_full else None
+        if self._plain:
+            self.finish = finish
+            return Delta(text="".join(start.texts), tokens=len(start.tokens), ids=tuple(start.tokens))
+        delta, self.finish = read_start(self._splitter, start.texts, ids=start.tokens, finish=finish)
+        return delta
 
     @property
     def can_continue(self) -> bool:

@@ -240,9 +240,8 @@ class LlamaCppCore:
         ]
         resident.queue.add(generations)
         self._publish()
-        prompt = tuple(prepared.tokens)
         return [
-            TokenStream(generation.mailbox, generation.cancel, model=entry.id, prompt=prompt)
+            TokenStream(generation.mailbox, generation.cancel, model=entry.id, prompt=prepared.prompt)
             for generation in generations
         ]
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import codecs
 import logging
 import time
 from collections.abc import Coroutine, Mapping, Sequence
@@ -11,14 +12,14 @@ from dataclasses import dataclass
 from typing import Any, TypeVar
 
 from lmx_lab.engine.grammar.queue import GrammarQueue
-from lmx_lab.engine.llama_cpp.answer import AnswerReader
+from lmx_lab.engine.llama_cpp.answer import AnswerBeginning, AnswerReader
 from lmx_lab.engine.llama_cpp.connection import RefusedError
 from lmx_lab.engine.llama_cpp.grammar import GrammarChecker
 from lmx_lab.engine.llama_cpp.model import HostedModel
 from lmx_lab.engine.llama_cpp.request import Route, chat_body, chat_input, completion_body, route_of
 from lmx_lab.engine.requests import ChatPrompt, GenerationRequest, InfillPrompt, TextPrompt, TokenPrompt
 from lmx_lab.engine.templates.renderer import TemplateLimitError, TemplateRefusalError, default_sandbox
-from lmx_lab.engine.text.chat_format_detection import ReasoningState
+from lmx_lab.engine.text.chat_format_detection import TAIL_TOKENS, ReasoningState
 from lmx_lab.engine.validation import (
     CHARACTERS_PER_TOKEN,
     check_characters,
@@ -27,6 +28,7 @@ from lmx_lab.engine.validation import (
     check_tokens,
     no_infill_error,
     single_token,
+    start_tokens,
     too_long,
 )
 from lmx_lab.errors import InvalidRequestError
@@ -52,6 +54,9 @@ class PreparedRequest:
     request: GenerationRequest
     route: Route
     tokens: list[int]
+    """Tokens of the prompt, followed by those of ``start``."""
+    start: AnswerBeginning | None
+    """How the answer begins; None if all its tokens are generated."""
     thinking: ReasoningState
     chat: Mapping[str, Any]
     """Messages, tools and template variables of a chat; empty for other prompts."""
@@ -63,7 +68,13 @@ class PreparedRequest:
     @property
     def max_tokens(self) -> int:
         """Maximum length of the answer: the requested one, or less if the context is too short."""
-        return min(self.request.max_tokens, self.context_length - len(self.tokens))
+        start = len(self.start.tokens) if self.start is not None else 0
+        return min(self.request.max_tokens - start, self.context_length - len(self.tokens))
+
+    @property
+    def prompt(self) -> tuple[int, ...]:
+        """Tokens of the prompt."""
+        return tuple(self.tokens[: len(self.tokens) - len(self.start.tokens)] if self.start else self.tokens)
 
     @property
     def can_continue(self) -> bool:
@@ -142,14 +153,17 @@ class LlamaPreparer:
             InvalidRequestError, ContextLengthError, QueueFullError: see ``InferenceEngine.submit_all``.
         """
         route = route_of(request, hosted.chat_format)
-        tokens, chat, thinking = await self._encode(request, hosted, route)
-        check_length(request, tokens, hosted.entry, hosted.context_length)
         check_tokens(request, hosted.entry, hosted.vocabulary_size)
+        tokens, chat, thinking = await self._encode(request, hosted, route)
+        start = await _answer_beginning(request, hosted) if request.start is not None else None
+        tokens += start.tokens if start is not None else []
+        check_length(request, tokens, hosted.entry, hosted.context_length)
         grammar = await self._grammar(request, hosted, thinking)
         return PreparedRequest(
             request=request,
             route=route,
             tokens=tokens,
+            start=start,
             thinking=thinking,
             chat=chat,
             grammar=grammar,
@@ -167,6 +181,13 @@ class LlamaPreparer:
     ) -> tuple[list[int], dict[str, Any], ReasoningState]:
         """Return the tokens of the prompt, the input of the chat template, and whether the prompt begins reasoning."""
         match prompt := request.prompt:
+            case _ if request.start is not None:
+                tokens = list(request.start.prompt)
+                thinking: ReasoningState = "closed"
+                if isinstance(prompt, ChatPrompt):
+                    table = await hosted.load_token_table()
+                    thinking = hosted.chat_format.reasoning_state(table.show(tokens[-TAIL_TOKENS:]))
+                return tokens, {}, thinking
             case ChatPrompt():
                 check_messages(prompt.messages)
                 chat = _chat_input(request, prompt, hosted, route)
@@ -241,6 +262,12 @@ class LlamaPreparer:
         grammar = hosted.chat_format.grammar(request, thinking)
         if grammar is None:
             return None
+        if request.start is not None:
+            raise InvalidRequestError(
+                "llama.cpp enforces the format of an answer from its beginning, and cannot continue this answer; load "
+                'the model with engine="mlx"',
+                param="token",
+            )
         if self._checker is None or self._checker[0] is not hosted:
             token_table = await hosted.load_token_table()
             self._checker = hosted, GrammarChecker(token_table, self._grammars, hosted.connection)
@@ -298,15 +325,44 @@ async def _named_tokens(request: GenerationRequest, hosted: HostedModel) -> tupl
     Raises:
         InvalidRequestError: a text is not exactly one token.
     """
-    found = []
-    for named in request.logprob_tokens:
-        if isinstance(named, str):
-            check_characters(named, "logprob_tokens")
-            body = {"content": named, "add_special": False, "parse_special": True}
-            tokens = (await hosted.connection.post("/tokenize", body))["tokens"]
-            named = single_token(named, [int(token) for token in tokens], hosted.entry.id)  # noqa: PLW2901
-        found.append(named)
-    return tuple(found)
+    return tuple(
+        [
+            named if isinstance(named, int) else await _single_token(named, hosted, "logprob_tokens")
+            for named in request.logprob_tokens
+        ]
+    )
+
+
+async def _single_token(text: str, hosted: HostedModel, param: str) -> int:
+    check_characters(text, param)
+    body = {"content": text, "add_special": False, "parse_special": True}
+    tokens = (await hosted.connection.post("/tokenize", body))["tokens"]
+    return single_token(text, [int(token) for token in tokens], hosted.entry.id, param=param)
+
+
+async def _answer_beginning(request: GenerationRequest, hosted: HostedModel) -> AnswerBeginning:
+    """Return how a continued answer begins.
+
+    Raises:
+        InvalidRequestError: the answer cannot begin with these tokens.
+    """
+    assert request.start is not None
+    named = {}
+    if isinstance(text := request.start.token, str):
+        named[text] = await _single_token(text, hosted, "token")
+    table = await hosted.load_token_table()
+    tokens = start_tokens(request, token_of=named.__getitem__, show=table.show)
+    special, markers = set(table.special_token_ids), hosted.chat_format.marker_tokens
+    decoder = codecs.getincrementaldecoder("utf-8")("replace")
+    texts = [decoder.decode(b"" if it in special and it not in markers else table.tokens[it]) for it in tokens]
+    if decoder.getstate()[0]:
+        raise InvalidRequestError(
+            "the chosen token is only a part of a character, after which llama.cpp cannot continue; choose another "
+            'token, or load the model with engine="mlx"',
+            param="token",
+        )
+    ends = bool(tokens) and tokens[-1] in table.eos_tokens and not request.ignore_eos
+    return AnswerBeginning(tokens=tokens, texts=texts, ends=ends)
 
 
 async def _tokenize_infill(prompt: InfillPrompt, request: GenerationRequest, hosted: HostedModel) -> list[int]:

@@ -167,7 +167,12 @@ class LlamaQueue:
             self._post(generation.mailbox, generation.reader.begin(generation.admitted_at))
             if generation.prepared.request.score_prompt:
                 await self._score(generation)
-            if not generation.prepared.max_tokens:
+            if (start := generation.prepared.start) is not None and start.tokens:
+                is_full = not generation.prepared.max_tokens
+                self._post(generation.mailbox, generation.reader.read_start(start, is_full=is_full))
+                # As in ``_score``, it must arrive before the first delta.
+                await asyncio.sleep(0)
+            elif not generation.prepared.max_tokens:
                 generation.reader.finish = "length"
             while generation.reader.finish is None:
                 # A paused generation continues when it has a slot again.

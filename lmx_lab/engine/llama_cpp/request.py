@@ -39,6 +39,12 @@ def route_of(request: GenerationRequest, chat_format: ChatFormat) -> Route:
     own_calls = prompt.tools is not None and chat_format.supports_tools and not prompt.tools.forced
     if not chat_format.has_headers and (not own_calls or request.answer_format is not None):
         return "/completion"
+    if request.start is not None:
+        raise InvalidRequestError(
+            "llama.cpp parses this answer itself, and cannot continue it; leave out tools, or load the model with "
+            'engine="mlx"',
+            param="token",
+        )
     if request.top_logprobs is not None and prompt.tools is not None:
         raise InvalidRequestError(
             "llama.cpp reports no log-probabilities of answers that may call tools; leave out logprobs or tools, or "

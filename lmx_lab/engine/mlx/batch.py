@@ -177,7 +177,7 @@ class Batch:
         request = generation.request
         if generation.sampler is None:
             generation.sampler = self._samplers.get(request.sampling, choice=generation.choice)
-            generation.processors = processors(request.sampling)
+            generation.processors = processors(request.sampling, generation.start)
         (generation.uid,) = self._generator.insert(
             [generation.tokens[known:]],
             max_tokens=[generation.max_tokens - generation.output_tokens],

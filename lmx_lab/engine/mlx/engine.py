@@ -230,7 +230,7 @@ class MlxEngine:
     def _stream(self, generation: MlxGeneration) -> TokenStream:
         # A weak reference, because a stream that is kept must not keep the model in memory.
         cancel = functools.partial(_cancel, weakref.ref(generation))
-        prompt = tuple(generation.prompt)
+        prompt = tuple(generation.prompt[: len(generation.prompt) - len(generation.start)])
         return TokenStream(
             generation.mailbox, lambda: self._thread.post(cancel), model=generation.model_id, prompt=prompt
         )

@@ -181,8 +181,13 @@ class GenerationLoop:
                 batch.insert(generation)
                 continue
             generation.admitted_at = now
+            if generation.start_delta is not None:
+                self._outbox.post(generation.mailbox, generation.start_delta)
+            if generation.start_finish is not None:
+                self._end(generation, generation.report(generation.start_finish, now))
+                continue
             if not generation.max_tokens and not generation.request.score_prompt:
-                self._end(generation, generation.report("length", generation.admitted_at))
+                self._end(generation, generation.report("length", now))
                 continue
             batch.insert(generation)
             self._outbox.post(generation.mailbox, _progress(generation))

@@ -34,6 +34,7 @@ from lmx_lab.engine.validation import (
     check_messages,
     no_infill_error,
     single_token,
+    start_tokens,
 )
 from lmx_lab.engine.word_cache import without_word_cache
 from lmx_lab.errors import (
@@ -149,12 +150,11 @@ class PromptTokenizer:
         work = work or TextWork()
         thinking: ReasoningState = "closed"
         match prompt := request.prompt:
+            case _ if request.start is not None:
+                tokens = list(request.start.prompt)
             case ChatPrompt():
                 assert text is not None
                 tokens = self._encode_text(text, work, "messages", special=False)
-                if self.chat_format.reasoning_markers is not None:
-                    # May run on several threads at once, because decoding does not change the tokenizer.
-                    thinking = self.chat_format.reasoning_state(self.decode(tokens[-TAIL_TOKENS:]))
             case TextPrompt():
                 tokens = self._encode_text(prompt.text, work, "prompt", special=prompt.special)
             case InfillPrompt():
@@ -164,6 +164,9 @@ class PromptTokenizer:
         if not tokens:
             param = "messages" if isinstance(prompt, ChatPrompt) else "prompt"
             raise InvalidRequestError("the prompt is empty: it has no tokens", param=param)
+        if isinstance(prompt, ChatPrompt) and self.chat_format.reasoning_markers is not None:
+            # May run on several threads at once, because decoding does not change the tokenizer.
+            thinking = self.chat_format.reasoning_state(self.decode(tokens[-TAIL_TOKENS:]))
         return EncodedPrompt(tokens, thinking)
 
     def _encode_infill(self, prompt: InfillPrompt, work: TextWork) -> list[int]:
@@ -190,6 +193,18 @@ class PromptTokenizer:
             named if isinstance(named, int) else single_token(named, self._named_ids(named), self._model)
             for named in request.logprob_tokens
         )
+
+    def start_tokens(self, request: GenerationRequest) -> list[int]:
+        """Return the tokens with which the answer begins.
+
+        Raises:
+            InvalidRequestError: see ``validation.start_tokens``.
+        """
+
+        def token_of(text: str) -> int:
+            return single_token(text, self._named_ids(text), self._model, param="token")
+
+        return start_tokens(request, token_of=token_of, show=self.decode)
 
     def _named_ids(self, text: str) -> list[int]:
         check_characters(text, "logprob_tokens")

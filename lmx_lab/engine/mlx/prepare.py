@@ -81,18 +81,23 @@ class PromptPreparer:
         prompts, width = model.prompts, model.traits.vocabulary_size
         # While this waits, it must not refer to the model, or the model could not be unloaded.
         del model
+        check_tokens(request, entry, width)
         prompt = await self._encode(request, prompts)
         named: tuple[int, ...] = ()
         if request.logprob_tokens:
             named = await asyncio.get_running_loop().run_in_executor(self._prompts, prompts.named_tokens, request)
+        start: list[int] = []
+        if request.start is not None:
+            start = await asyncio.get_running_loop().run_in_executor(self._prompts, prompts.start_tokens, request)
         matchers = await self._matchers(request, prompts, prompt, width=width, count=len(permits))
         model = self._model_of(entry)
-        check_length(request, prompt.tokens, model.entry, model.context_length)
-        check_tokens(request, model.entry, model.traits.vocabulary_size)
-        return [
+        tokens = [*prompt.tokens, *start]
+        check_length(request, tokens, model.entry, model.context_length)
+        generations = [
             MlxGeneration(
                 request=request,
-                prompt=prompt.tokens,
+                prompt=tokens,
+                start=start,
                 mailbox=Mailbox(asyncio.get_running_loop()),
                 permit=permit,
                 model=weakref.ref(model),
@@ -105,6 +110,11 @@ class PromptPreparer:
             )
             for choice, (matcher, permit) in enumerate(zip(matchers, permits, strict=True))
         ]
+        if start:
+            del model
+            for generation in generations:
+                await asyncio.get_running_loop().run_in_executor(self._prompts, generation.read_start)
+        return generations
 
     async def tokens_of(self, entry: ModelEntry, request: GenerationRequest) -> list[int]:
         """Return the tokens of the prompt.
@@ -157,8 +167,9 @@ class PromptPreparer:
         return await loop.run_in_executor(self._templates, prompts.render, request, request.prompt)
 
     async def _encode(self, request: GenerationRequest, prompts: PromptTokenizer) -> EncodedPrompt:
-        loop = asyncio.get_running_loop()
-        text = await self._render(request, prompts) if isinstance(request.prompt, ChatPrompt) else None
+        loop, text = asyncio.get_running_loop(), None
+        if isinstance(request.prompt, ChatPrompt) and request.start is None:
+            text = await self._render(request, prompts)
         work = TextWork()
         # Long texts wait for the tokenizer's process, each on its own thread.
         executor = self._prompts if prompts.is_quick(request, text) else self._long_prompts

@@ -10,7 +10,7 @@ import hashlib
 import math
 import os
 from collections import OrderedDict
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import cast
 
@@ -127,13 +127,16 @@ def _top_p(logprobs: mx.array, top_p: float) -> mx.array:
     return mx.where(logprobs < least, -mx.inf, logprobs)
 
 
-def processors(sampling: Sampling) -> list[Processor]:
+def processors(sampling: Sampling, start: Sequence[int] = ()) -> list[Processor]:
     """Return the functions that change the logits of a request; most requests have none. They are new objects, which
     count the output of this request.
+
+    Args:
+        start: Tokens with which the answer begins.
     """
     functions: list[Processor] = []
     if sampling.repetition_penalty != 1 or sampling.presence_penalty != 0 or sampling.frequency_penalty != 0:
-        functions.append(OutputPenalties(sampling))
+        functions.append(OutputPenalties(sampling, start))
     if sampling.logit_bias:
         functions.append(_bias(dict(sampling.logit_bias)))
     return functions
@@ -142,16 +145,20 @@ def processors(sampling: Sampling) -> list[Processor]:
 class OutputPenalties:
     """Applies the three penalties to tokens of the output so far; tokens of the prompt are not counted."""
 
-    def __init__(self, sampling: Sampling) -> None:
+    def __init__(self, sampling: Sampling, start: Sequence[int] = ()) -> None:
         self._sampling = sampling
+        self._start = list(start)
         self._counts: mx.array | None = None
 
     def __call__(self, tokens: mx.array, logits: mx.array) -> mx.array:
         if self._counts is None:
             # The first call is for the prompt.
             self._counts = mx.zeros((1, logits.shape[-1]), dtype=mx.float32)
-            return logits
-        self._counts = self._counts.at[:, tokens[-1:]].add(1.0)
+            if not self._start:
+                return logits
+            self._counts = self._counts.at[:, mx.array(self._start)].add(1.0)
+        else:
+            self._counts = self._counts.at[:, tokens[-1:]].add(1.0)
         occurred = self._counts > 0
         penalty = self._sampling.repetition_penalty
         logits = mx.where(occurred, mx.where(logits > 0, logits / penalty, logits * penalty), logits)

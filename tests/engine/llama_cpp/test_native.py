@@ -197,6 +197,7 @@ async def test_a_quantized_kv_cache_changes_little_and_has_its_own_prefixes_on_d
     assert own > 0
 
 
+@pytest.mark.long
 async def test_a_draft_model_does_not_change_answers(
     smollm2_gguf: Path, tiny_gguf: Path, tmp_path: Path, caller_gguf: Path
 ) -> None:

@@ -1,0 +1,384 @@
+"""Branches of an answer: what the model would have written after another token, as a tree."""
+
+from __future__ import annotations
+
+import html
+import itertools
+import json
+import os
+import re
+from collections.abc import Iterator
+from dataclasses import dataclass
+from difflib import SequenceMatcher
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from lmx_lab.errors import InvalidRequestError
+from lmx_lab.frames import pandas_for
+from lmx_lab.instrument.access import LabAccess
+from lmx_lab.instrument.answer import TokenAnswer, continue_answer
+from lmx_lab.instrument.lens import ColorBy, TokenLens, lens_of
+
+if TYPE_CHECKING:
+    import pandas as pd
+
+ROOT = "answer"
+"""Name of the first answer of a tree."""
+COLUMNS = ("name", "parent", "at", "token", "tokens", "finish_reason", "logprob", "text")
+DIFF_COLUMNS = ("change", "one", "other")
+SHOWN_CHARACTERS = 60
+WORD = re.compile(r"\s*\S+|\s+")
+NO_LAB = "this answer has no lab that can generate; take the branch in the kernel in which the answer was generated"
+
+
+class Branch:
+    """A complete answer in a tree. Its first tokens, up to ``at``, are those of its parent.
+
+    Attributes:
+        parent: The answer from which it branches; None for the first answer of the tree.
+        at: Position of the first token that differs from the parent; None for the first answer.
+        token: The token that was chosen there, as a text or as an id; None for the first answer.
+        answer: The answer with its tokens.
+        branches: The answers that branch from this one.
+    """
+
+    def __init__(
+        self,
+        tree: AnswerTree,
+        answer: TokenAnswer,
+        *,
+        name: str,
+        parent: Branch | None = None,
+        at: int | None = None,
+        token: int | str | None = None,
+    ) -> None:
+        self._tree = tree
+        self._name = name
+        self.answer = answer
+        self.parent = parent
+        self.at = at
+        self.token = token
+        self.branches: list[Branch] = []
+        self._scored: TokenLens | None = None
+
+    @property
+    def name(self) -> str:
+        """Name of the branch in its tree; assign another one to rename it.
+
+        Raises:
+            InvalidRequestError: the name is not a text, is empty, or belongs to another branch.
+        """
+        return self._name
+
+    @name.setter
+    def name(self, name: str) -> None:
+        self._tree._require_free(name, self)
+        self._name = name
+
+    @property
+    def text(self) -> str:
+        """Text of the whole answer."""
+        return self.answer.text
+
+    @property
+    def reasoning(self) -> str:
+        """Reasoning of the whole answer."""
+        return self.answer.reasoning
+
+    @property
+    def ids(self) -> tuple[int, ...]:
+        """Token ids of the whole answer."""
+        return self.answer.ids
+
+    @property
+    def finish_reason(self) -> str:
+        """How the answer ended."""
+        return self.answer.finish_reason
+
+    def lens(self, *, color: ColorBy = "probability") -> TokenLens:
+        """Return the probabilities of all tokens of the answer; see ``Reply.lens``.
+
+        Raises:
+            NotLoadedError: another model is loaded.
+            InvalidRequestError: there are no log-probabilities, and the tokens cannot be scored.
+        """
+        if self._scored is None:
+            self._scored = lens_of(self._tree._lab, self.answer)
+        return self._scored.colored(color)
+
+    @property
+    def logprob(self) -> float:
+        """Log-probability of the whole answer. Its tokens are scored first if it is not known; raises as ``lens``."""
+        return self.lens().logprob
+
+    @property
+    def known_logprob(self) -> float | None:
+        """The same if it is known without scoring tokens; None otherwise."""
+        return self.logprob if self._scored is not None or self.answer.is_scored else None
+
+    def branch(
+        self,
+        at: int,
+        token: int | str,
+        *,
+        name: str | None = None,
+        seed: int | None = None,
+        max_tokens: int | None = None,
+    ) -> Branch:
+        """Generate the answer again from a position on, with another token there, and add it to the tree.
+
+        The tokens before the position stay the same and are not computed again if they are cached. The rest is
+        generated with the sampling of the request, and is recorded.
+
+        Args:
+            at: Position of the token, from 0.
+            token: Its id, or a text that is exactly one token of the model.
+            name: Name in the tree; by default ``branch 1`` and so on.
+            seed: Seed of the rest; by default a random one.
+            max_tokens: Maximum number of tokens of the whole answer; by default that of the request.
+
+        Raises:
+            InvalidRequestError: there is no such position or no such token, the position is inside a character, the
+                answer is a forced tool call, or the files of the loaded model have changed since.
+            NotLoadedError: another model is loaded.
+        """
+        lab = self._tree._require_lab(name)
+        answer = lab.run(
+            lambda backend: continue_answer(backend, self.answer, at, token, seed=seed, max_tokens=max_tokens)
+        )
+        return self._tree.add(self, at, token, answer=answer, name=name)
+
+    async def abranch(
+        self,
+        at: int,
+        token: int | str,
+        *,
+        name: str | None = None,
+        seed: int | None = None,
+        max_tokens: int | None = None,
+    ) -> Branch:
+        """Do the same as ``branch`` on a running event loop."""
+        lab = self._tree._require_lab(name)
+        answer = await lab.call(
+            lambda backend: continue_answer(backend, self.answer, at, token, seed=seed, max_tokens=max_tokens)
+        )
+        return self._tree.add(self, at, token, answer=answer, name=name)
+
+    def tree(self) -> AnswerTree:
+        """Return the tree of the branch."""
+        return self._tree
+
+    def __repr__(self) -> str:
+        place = "" if self.parent is None else f", {self.token!r} at {self.at} of {self.parent.name!r}"
+        return f"<Branch {self.name!r}{place}: {_short(self.text)}>"
+
+
+class AnswerTree:
+    """An answer and its branches. Iterating yields all of them, each one before its own branches.
+
+    ``tree["name"]`` is the branch of this name. The first answer has the name ``answer``.
+
+    Args:
+        lab: The lab that generates and scores; None if there is none.
+    """
+
+    def __init__(self, answer: TokenAnswer, lab: LabAccess | None, *, name: str = ROOT) -> None:
+        self._lab = lab
+        self.root = Branch(self, answer, name=name)
+
+    def __iter__(self) -> Iterator[Branch]:
+        waiting = [self.root]
+        while waiting:
+            branch = waiting.pop()
+            yield branch
+            waiting += reversed(branch.branches)
+
+    def __len__(self) -> int:
+        return sum(1 for _ in self)
+
+    def __getitem__(self, name: str) -> Branch:
+        found = next((branch for branch in self if branch.name == name), None)
+        if found is None:
+            raise KeyError(f"there is no branch {name!r:.80}; the branches are {', '.join(it.name for it in self)}")
+        return found
+
+    def add(self, parent: Branch, at: int, token: int | str, *, answer: TokenAnswer, name: str | None = None) -> Branch:
+        """Add an answer that was generated from a position of another one on.
+
+        Raises:
+            InvalidRequestError: the name is not a text, is empty, or belongs to another branch.
+        """
+        if name is not None:
+            self._require_free(name)
+        branch = Branch(self, answer, name=name or self._free_name(), parent=parent, at=at, token=token)
+        parent.branches.append(branch)
+        return branch
+
+    def prune(self, branch: Branch | str) -> None:
+        """Remove a branch, and all that branch from it.
+
+        Raises:
+            InvalidRequestError: it is the first answer of the tree.
+        """
+        branch = self._find(branch)
+        if branch.parent is None:
+            raise InvalidRequestError(f"{branch.name!r} is the first answer of the tree; only its branches are removed")
+        branch.parent.branches.remove(branch)
+
+    def diff(self, one: Branch | str, other: Branch | str) -> BranchDiff:
+        """Compare two answers of the tree."""
+        return BranchDiff(one=self._find(one), other=self._find(other))
+
+    @property
+    def df(self) -> pd.DataFrame:
+        """A data frame with one row for each answer: its name, from which answer it branches, where, and with which
+        token; its number of tokens, how it ended, its log-probability, and its text.
+
+        The log-probability is missing where the tokens have not been scored; ``branch.logprob`` scores them.
+
+        Raises:
+            ImportError: pandas is not installed.
+        """
+        frame: pd.DataFrame = pandas_for("df").DataFrame([_row(branch) for branch in self], columns=list(COLUMNS))
+        return frame.astype({"at": "Int64", "logprob": "float64"})
+
+    def to_json(self) -> str:
+        """Return the tree as JSON: the model, the token ids of the prompt, and the branches with their tokens."""
+        branches = [
+            {
+                **dict(zip(COLUMNS, _row(branch), strict=True)),
+                "reasoning": branch.reasoning,
+                "ids": branch.ids,
+                "logprobs": [token.logprob for token in branch.answer.logprobs] if branch.answer.is_scored else None,
+            }
+            for branch in self
+        ]
+        answer = self.root.answer
+        document = {"model": answer.model, "weights": answer.weights, "prompt": answer.prompt, "branches": branches}
+        return json.dumps(document, ensure_ascii=False, indent=1)
+
+    def save(self, path: str | os.PathLike[str]) -> Path:
+        """Write ``to_json`` to a file, and return its path."""
+        target = Path(path)
+        target.write_text(self.to_json(), encoding="utf-8")
+        return target
+
+    def __repr__(self) -> str:
+        return "\n".join(f"{'  ' * depth}{_line(branch)}" for depth, branch in self.walk())
+
+    def _repr_html_(self) -> str:
+        rows = "".join(
+            f"<div style='padding-left:{2 * depth}em'>{html.escape(_line(branch))}</div>"
+            for depth, branch in self.walk()
+        )
+        return f"<div style='font-family:monospace;white-space:pre-wrap'>{rows}</div>"
+
+    def walk(self) -> Iterator[tuple[int, Branch]]:
+        """Yield all answers as by iterating, each with its number of ancestors."""
+        for branch in self:
+            depth, parent = 0, branch.parent
+            while parent is not None:
+                depth, parent = depth + 1, parent.parent
+            yield depth, branch
+
+    def _find(self, branch: Branch | str) -> Branch:
+        return self[branch] if isinstance(branch, str) else self[branch.name]
+
+    def _require_lab(self, name: str | None) -> LabAccess:
+        """Return the lab that generates a new branch.
+
+        Raises:
+            InvalidRequestError: there is none, or the name cannot be used.
+        """
+        if self._lab is None:
+            raise InvalidRequestError(NO_LAB)
+        if name is not None:
+            self._require_free(name)
+        return self._lab
+
+    def _free_name(self) -> str:
+        names = {branch.name for branch in self}
+        number = len(names)
+        while f"branch {number}" in names:
+            number += 1
+        return f"branch {number}"
+
+    def _require_free(self, name: object, renamed: Branch | None = None) -> None:
+        if not isinstance(name, str) or not name.strip():
+            raise InvalidRequestError(f"the name of a branch is {name!r:.80}; it must be a text", param="name")
+        if any(branch.name == name and branch is not renamed for branch in self):
+            raise InvalidRequestError(f"there is already a branch {name!r:.80}; choose another name", param="name")
+
+
+@dataclass(frozen=True, kw_only=True, repr=False)
+class BranchDiff:
+    """Two answers of a tree, and where they differ."""
+
+    one: Branch
+    other: Branch
+
+    @property
+    def first_difference(self) -> int | None:
+        """Position of the first token that differs; None if all are the same."""
+        pairs = itertools.zip_longest(self.one.ids, self.other.ids)
+        return next((at for at, (one, other) in enumerate(pairs) if one != other), None)
+
+    @property
+    def logprob(self) -> float:
+        """How much more probable the first answer is, as a difference of log-probabilities; raises as ``lens``."""
+        return self.one.logprob - self.other.logprob
+
+    @property
+    def df(self) -> pd.DataFrame:
+        """A data frame with one row for each run of words: whether it is ``equal``, or how it was changed
+        (``replace``, ``delete``, ``insert``), and its text in both answers.
+
+        Raises:
+            ImportError: pandas is not installed.
+        """
+        frame: pd.DataFrame = pandas_for("df").DataFrame(list(self._runs()), columns=list(DIFF_COLUMNS))
+        return frame
+
+    def _runs(self) -> Iterator[tuple[str, str, str]]:
+        one, other = WORD.findall(self.one.text), WORD.findall(self.other.text)
+        for change, a, b, c, d in SequenceMatcher(None, one, other, autojunk=False).get_opcodes():
+            yield change, "".join(one[a:b]), "".join(other[c:d])
+
+    def __repr__(self) -> str:
+        at = self.first_difference
+        place = "the same tokens" if at is None else f"first difference at token {at}"
+        return f"<BranchDiff of {self.one.name!r} and {self.other.name!r}: {place}>"
+
+    def _repr_html_(self) -> str:
+        pieces = []
+        for change, one, other in self._runs():
+            if change == "equal":
+                pieces.append(html.escape(one))
+                continue
+            pieces += [f"<del>{html.escape(one)}</del>"] if one else []
+            pieces += [f"<ins>{html.escape(other)}</ins>"] if other else []
+        return f"<div style='white-space:pre-wrap'>{''.join(pieces)}</div>"
+
+
+def _row(branch: Branch) -> tuple[Any, ...]:
+    return (
+        branch.name,
+        branch.parent.name if branch.parent is not None else None,
+        branch.at,
+        branch.token,
+        len(branch.ids),
+        branch.finish_reason,
+        branch.known_logprob,
+        branch.text,
+    )
+
+
+def _line(branch: Branch) -> str:
+    place = "" if branch.parent is None else f" at {branch.at}, {branch.token!r}"
+    logprob = branch.known_logprob
+    figures = f"{len(branch.ids)} tokens" + ("" if logprob is None else f", log-probability {logprob:.2f}")
+    return f"{branch.name}{place} ({figures}): {_short(branch.text)}"
+
+
+def _short(text: str) -> str:
+    return repr(text) if len(text) <= SHOWN_CHARACTERS else f"{text[:SHOWN_CHARACTERS]!r}…"

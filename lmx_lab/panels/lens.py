@@ -1,0 +1,272 @@
+"""The lens panel: the tokens of the newest answer with their probabilities, their alternatives, and its branches."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import math
+from collections.abc import Coroutine, Mapping
+from html import escape
+from typing import Any
+
+import traitlets
+
+from lmx_lab.errors import InvalidRequestError, LabError, ModelBusyError
+from lmx_lab.instrument import AnswerTree, Branch, TokenLens
+from lmx_lab.instrument.answer import TokenAnswer, continue_answer
+from lmx_lab.instrument.lens import LIMITS, known_lens, rank_of, scored_lens, visible_text
+from lmx_lab.panels.panel import BUG, Panel, integer_field, text_field
+from lmx_lab.panels.text import clip, escape_unsafe
+from lmx_lab.panels.workbench import Workbench
+from lmx_lab.values.generation import TokenLogprob
+from lmx_lab.wire.admin import RequestEvent
+
+log = logging.getLogger(__name__)
+AUTOMATIC_TOKENS = 1000
+"""Longest answer with its prompt whose tokens are scored without a request: some seconds of work for the engine."""
+SHOWN_TOKENS = 8000
+"""Maximum number of tokens in a view."""
+MAX_BRANCHES = 100
+TEXT_CHARACTERS = 80
+"""Maximum number of characters of an answer in the list of branches."""
+
+
+class LensPanel(Panel):
+    """Shows the newest recorded answer, and generates branches of it."""
+
+    SCRIPTS = ("panel.js", "keyed.js", "lens.js")
+    STYLES = ("panel.css", "lens.css")
+    REQUESTS = frozenset({"follow", "score", "branch", "cancel", "show", "prune"})
+    FULL_WIDTH = True
+    BY_NAME_ONLY = True
+
+    limits = traitlets.Dict({name: list(values) for name, values in LIMITS.items()}).tag(sync=True)
+    """The last value of each colour but the last one."""
+    follows = traitlets.Bool(True).tag(sync=True)
+    """Whether a new answer replaces the one that is shown."""
+    busy = traitlets.Unicode().tag(sync=True)
+    """What the panel is doing; empty if nothing."""
+    error = traitlets.Unicode().tag(sync=True)
+    answer = traitlets.Dict().tag(sync=True)
+    """The answer that is shown, with its tokens; empty before the first one."""
+    branches = traitlets.List().tag(sync=True)
+    """The answers of the tree, for the list of branches; empty if there is only one."""
+
+    def __init__(self, workbench: Workbench) -> None:
+        self._tree: AnswerTree | None = None
+        self._shown: Branch | None = None
+        self._lenses: dict[Branch, TokenLens] = {}
+        self._record: int | None = None
+        """Id of the newest record that was read."""
+        self._is_outdated = False
+        """Whether a request has ended since the newest record was read."""
+        self._task: asyncio.Task[None] | None = None
+        super().__init__(workbench)
+        workbench.submit(self._begin())
+
+    # Following
+
+    def request_ended(self, event: RequestEvent) -> None:
+        if event.kind == "chat":
+            self._follow()
+
+    def backend_changed(self) -> None:
+        self._tree = self._shown = self._record = None
+        self._lenses.clear()
+        self.show(answer={}, branches=[], error="")
+
+    async def do_follow(self, fields: Mapping[str, Any]) -> None:
+        """Follow the newest answer, or keep the one that is shown."""
+        self.show(follows=bool(fields.get("follows")))
+        self._follow()
+
+    def _follow(self) -> None:
+        """Show the newest answer, after the work that is in progress."""
+        self._is_outdated = self._task is not None
+        if self.shown("follows") and self._task is None:
+            self._start("", self._read_newest())
+
+    async def _begin(self) -> None:
+        self._follow()
+
+    async def _read_newest(self) -> None:
+        record = await self.workbench.backend.last_record()
+        if record is None or record.id == self._record:
+            return
+        self._record = record.id
+        self.show(error="")
+        self._tree = AnswerTree(TokenAnswer.of_record(record), None)
+        self._lenses.clear()
+        self._show(self._tree.root)
+        answer = self._tree.root.answer
+        if not answer.logprobs and answer.ids and len(answer.prompt) + len(answer.ids) <= AUTOMATIC_TOKENS:
+            await self._score(self._tree.root)
+
+    # Work
+
+    def _start(self, activity: str, work: Coroutine[Any, Any, None]) -> None:
+        if activity:
+            # Following does not remove the error of a request, whose end it may follow.
+            self.show(busy=activity, error="")
+        self._task = asyncio.create_task(work, name="work of the lens panel")
+        self._task.add_done_callback(self._ended)
+
+    def _ended(self, task: asyncio.Task[None]) -> None:
+        self._task = None
+        error = "Cancelled." if task.cancelled() else ""
+        if not error and (failure := task.exception()) is not None:
+            error = failure.message if isinstance(failure, LabError) else BUG
+            if not isinstance(failure, LabError):
+                log.error("the work of a lens panel failed", exc_info=failure)
+        self.show(busy="", **({"error": error} if error else {}))
+        if self._is_outdated:
+            self._follow()
+
+    async def do_cancel(self, fields: Mapping[str, Any]) -> None:
+        """Cancel what the panel is doing; does nothing if it does nothing."""
+        if self._task is not None:
+            self._task.cancel()
+
+    async def do_score(self, fields: Mapping[str, Any]) -> None:
+        """Start to score the tokens of the answer that is shown."""
+        shown = self._idle()
+        self._start("Scoring the tokens…", self._score(shown))
+
+    async def _score(self, branch: Branch) -> None:
+        self.show(busy="Scoring the tokens…")
+        self._lenses[branch] = await scored_lens(self.workbench.backend, branch.answer)
+        if self._shown is branch:
+            self._show(branch)
+
+    async def do_branch(self, fields: Mapping[str, Any]) -> None:
+        """Start to generate the answer again after another token."""
+        shown = self._idle()
+        at = integer_field(fields, "at", low=0, high=max(0, len(shown.ids) - 1), default=0)
+        token = integer_field(fields, "token", low=0, high=2**31, default=None)
+        if at is None or token is None:
+            raise InvalidRequestError("token is missing; send the id of a token", param="token")
+        if len(shown.tree()) >= MAX_BRANCHES:
+            raise InvalidRequestError(f"the tree has {MAX_BRANCHES} answers, its limit; remove some of its branches")
+        self._start("Generating a branch…", self._branch(shown, at, token))
+
+    async def _branch(self, parent: Branch, at: int, token: int) -> None:
+        answer = await continue_answer(self.workbench.backend, parent.answer, at, token)
+        # The branch is recorded as well, and must not replace the tree.
+        newest = await self.workbench.backend.last_record()
+        self._record = newest.id if newest is not None else None
+        tree = parent.tree()
+        branch = tree.add(parent, at, self._text_of(parent, at, token), answer=answer)
+        self._show(branch)
+        if not answer.logprobs and len(answer.prompt) + len(answer.ids) <= AUTOMATIC_TOKENS:
+            await self._score(branch)
+
+    def _text_of(self, branch: Branch, at: int, token: int) -> str | int:
+        position = self._lens_of(branch)[at]
+        return next((other.text for other in (position, *position.top) if other.token == token), token)
+
+    def _idle(self) -> Branch:
+        if self._task is not None:
+            raise ModelBusyError("this panel is working already; cancel that, or wait for its result")
+        if self._shown is None:
+            raise InvalidRequestError("there is no answer yet; send a request first")
+        return self._shown
+
+    # Branches
+
+    async def do_show(self, fields: Mapping[str, Any]) -> None:
+        """Show an answer of the tree."""
+        self._show(self._named(fields))
+
+    async def do_prune(self, fields: Mapping[str, Any]) -> None:
+        """Remove a branch, and all that branch from it."""
+        branch = self._named(fields)
+        tree = branch.tree()
+        tree.prune(branch)
+        remaining = set(tree)
+        self._lenses = {each: lens for each, lens in self._lenses.items() if each in remaining}
+        self._show(self._shown if self._shown in remaining else branch.parent or tree.root)
+
+    def _named(self, fields: Mapping[str, Any]) -> Branch:
+        name = text_field(fields, "name")
+        for branch in self._tree or ():
+            if branch.name == name:
+                return branch
+        raise InvalidRequestError(f"there is no branch {name!r:.80}; choose one of the list", param="name")
+
+    # State
+
+    def _lens_of(self, branch: Branch) -> TokenLens:
+        return self._lenses.get(branch) or known_lens(branch.answer)
+
+    def _show(self, branch: Branch | None) -> None:
+        assert branch is not None
+        self._shown = branch
+        answer, lens = branch.answer, self._lens_of(branch)
+        tokens = [_token(token, part) for token, part in zip(lens[:SHOWN_TOKENS], lens.parts, strict=False)]
+        self.show(answer=_caption(branch, lens) | {"tokens": tokens}, branches=self._branch_rows())
+        if not tokens and not answer.ids:
+            self.show(error="The engine did not report the tokens of this answer; send the request with logprobs.")
+
+    def _branch_rows(self) -> list[dict[str, Any]]:
+        tree = self._tree
+        if tree is None or len(tree) == 1:
+            return []
+        return [
+            {
+                "id": branch.name,
+                "depth": depth,
+                "place": "" if branch.at is None else f"at {branch.at}: {escape_unsafe(str(branch.token))!r}",
+                "tokens": len(branch.ids),
+                "logprob": _rounded(self._lenses[branch].logprob if branch in self._lenses else branch.known_logprob),
+                "text": clip(branch.text, TEXT_CHARACTERS),
+                "shown": branch is self._shown,
+            }
+            for depth, branch in tree.walk()
+        ]
+
+    def snapshot_html(self) -> str:
+        branch = self._shown
+        if branch is None:
+            return "<p>Lens: no answer yet</p>"
+        rows = "".join(
+            f"<li>{escape(row['id'])} {escape(row['place'])}: {escape(row['text'])}</li>"
+            for row in self.shown("branches")
+        )
+        lens = self._lens_of(branch)
+        text = lens._repr_html_() if len(lens) else f"<p>{escape(clip(branch.text, 4000))}</p>"
+        return f"<p>{escape(self.shown('answer')['caption'])}</p>{text}<ul>{rows}</ul>"
+
+
+def _caption(branch: Branch, lens: TokenLens) -> dict[str, Any]:
+    answer = branch.answer
+    count = len(answer.ids) or len(lens)
+    more = f", of which {SHOWN_TOKENS:,} are shown" if len(lens) > SHOWN_TOKENS else ""
+    figures = f", log-probability {lens.logprob:.2f}" if len(lens) else ""
+    return {
+        "name": branch.name,
+        "at": branch.at,
+        "model": clip(answer.model, TEXT_CHARACTERS),
+        "caption": f"{count:,} tokens{more}{figures}",
+        "text": "" if len(lens) else clip(answer.text, 4000),
+        "scored": bool(len(lens)),
+        # Positions of branches are those of the ids.
+        "branches": bool(answer.ids) and tuple(token.token for token in lens) == answer.ids,
+    }
+
+
+def _token(token: TokenLogprob, part: str) -> list[Any]:
+    """Return a token as a view shows it: its text, its part of the answer, its figures, and its alternatives."""
+    others = [[clip(visible_text(other), TEXT_CHARACTERS), _rounded(other.logprob), other.token] for other in token.top]
+    return [
+        clip(visible_text(token), TEXT_CHARACTERS),
+        part,
+        _rounded(token.logprob),
+        _rounded(token.entropy),
+        rank_of(token),
+        token.token,
+        others,
+    ]
+
+
+def _rounded(value: float | None) -> float | None:
+    return round(value, 4) if value is not None and math.isfinite(value) else None

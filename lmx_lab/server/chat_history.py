@@ -1,0 +1,108 @@
+"""Build the messages of a chat request from a conversation in another format."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+from pydantic import ValidationError
+
+from lmx_lab.errors import InvalidRequestError
+from lmx_lab.http.error_bodies import validation_error
+from lmx_lab.wire.chat import ChatMessage, ChatRequest, Role
+from lmx_lab.wire.tools import CALL_LIMIT, CalledFunction, FunctionDefinition, FunctionTool, MessageToolCall
+
+JOINED = "\n\n"
+"""Separates parts of one message, and messages of the same role that follow each other."""
+
+
+@dataclass(kw_only=True)
+class _Message:
+    role: Role
+    texts: list[str] = field(default_factory=list)
+    thoughts: list[str] = field(default_factory=list)
+    calls: dict[str, MessageToolCall] = field(default_factory=dict)
+    """Tool calls by their id."""
+    answered: str | None = None
+    """Id of the call whose result this is."""
+
+    def converted(self) -> ChatMessage:
+        """Return the message of the chat format. It is not validated again, because all of its parts are valid."""
+        others: dict[str, Any] = {
+            "tool_call_id": self.answered,
+            "reasoning_content": JOINED.join(self.thoughts),
+            "tool_calls": list(self.calls.values()),
+        }
+        present = {name: value for name, value in others.items() if value}
+        content = JOINED.join([text for text in self.texts if text])
+        return ChatMessage.model_construct(role=self.role, content=content, **present)
+
+
+def function_tool(name: str, description: str | None, parameters: dict[str, Any] | None) -> FunctionTool:
+    """Return a tool of the chat format. It is not validated again, because all of its parts are valid."""
+    definition = FunctionDefinition.model_construct(name=name, description=description, parameters=parameters)
+    return FunctionTool.model_construct(type="function", function=definition)
+
+
+def chat_request(fields: dict[str, Any]) -> ChatRequest:
+    """Return a request of the chat format. Messages and tools that are pydantic models are not validated again.
+
+    Raises:
+        InvalidRequestError: the request exceeds a limit of the chat format.
+    """
+    try:
+        return ChatRequest.model_validate(fields)
+    except ValidationError as exc:
+        raise validation_error(exc) from exc
+
+
+class ChatHistory:
+    """Messages of a chat request. Messages of the same role that follow each other are joined to one."""
+
+    def __init__(self) -> None:
+        self._messages: list[_Message] = []
+        self._calls = 0
+
+    def add(self, role: Role, texts: Sequence[str] = (), *, thoughts: Iterable[str] = ()) -> None:
+        """Add a message, or a part of the last one if it has the same role."""
+        message = self._last(role)
+        message.texts += texts
+        message.thoughts += thoughts
+
+    def add_call(self, call_id: str, name: str, arguments: dict[str, Any], *, place: str) -> None:
+        """Add a tool call of the assistant.
+
+        Args:
+            place: Path of the call in the request, for errors.
+
+        Raises:
+            InvalidRequestError: there are too many calls, or the message has another call with this id.
+        """
+        self._calls += 1
+        if self._calls > CALL_LIMIT:
+            raise InvalidRequestError(
+                f"{place}: the conversation has more than {CALL_LIMIT:,} tool calls, the limit; leave the oldest out",
+                param=place,
+            )
+        calls = self._last("assistant").calls
+        if call_id in calls:
+            raise InvalidRequestError(
+                f"{place}: another call of the same answer has the id {call_id[:80]!r:.80}; ids must be unique",
+                param=place,
+            )
+        function = CalledFunction.model_construct(name=name, arguments=arguments)
+        calls[call_id] = MessageToolCall.model_construct(id=call_id, type="function", function=function)
+
+    def add_result(self, call_id: str, text: str) -> None:
+        """Add the result of a tool call."""
+        self._messages.append(_Message(role="tool", texts=[text], answered=call_id))
+
+    def messages(self) -> list[ChatMessage]:
+        """Return the messages in the chat format."""
+        return [message.converted() for message in self._messages]
+
+    def _last(self, role: Role) -> _Message:
+        if not self._messages or self._messages[-1].role != role:
+            self._messages.append(_Message(role=role))
+        return self._messages[-1]

@@ -1,0 +1,294 @@
+"""The routes below ``/v1/responses``: OpenAI's Responses format.
+
+A request is converted to one of the chat format, so that both formats have the same limits, tools and answers.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import logging
+from collections.abc import AsyncGenerator, Callable
+from dataclasses import dataclass
+from typing import Annotated, Any, Literal
+
+from fastapi import APIRouter, Query, Request, Response
+from starlette.requests import HTTPConnection
+
+from lmx_lab.errors import ConflictError, ContextLengthError, InvalidRequestError, LabError, NotFoundError
+from lmx_lab.http.bodies import StrictRoute
+from lmx_lab.http.error_bodies import client_of, detail_for, request_id_of
+from lmx_lab.http.event_stream import EventStream, while_connected
+from lmx_lab.http.guard import is_local
+from lmx_lab.http.openapi import event_stream, failures
+from lmx_lab.server.generation import Generation
+from lmx_lab.server.inference import InferenceService
+from lmx_lab.server.messages import ignored_header
+from lmx_lab.server.openapi import INFERENCE_ERRORS
+from lmx_lab.server.responses.convert import ConvertedRequest, convert, input_items, shared_fields
+from lmx_lab.server.responses.store import ResponseStore, StoredResponse
+from lmx_lab.server.responses.writer import PREFIXES, ResponseWriter
+from lmx_lab.wire.responses import (
+    STORED_ITEMS,
+    DeletedResponse,
+    ModelResponse,
+    ResponseEvent,
+    ResponseItems,
+    ResponsesRequest,
+)
+
+log = logging.getLogger(__name__)
+DESCRIPTION = "A response or, with `stream: true`, its named events. An error is sent as the event `response.failed`"
+PAGE_ITEMS = 20
+PAGE_LIMIT = 100
+
+
+@dataclass(frozen=True, kw_only=True)
+class _Prepared:
+    """A request that was converted."""
+
+    request: ConvertedRequest
+    shared: dict[str, Any]
+    """The fields of the response that do not change while it is generated."""
+    conversation: bytes | None
+    """All items of the conversation, as JSON; None if the response is not stored."""
+
+
+def responses_routes(service: InferenceService) -> APIRouter:
+    """Return the router of ``/v1/responses``."""
+    store = ResponseStore()
+    router = APIRouter(prefix="/v1/responses", tags=["inference"], route_class=StrictRoute, lifespan=store.lifespan)
+
+    @router.post(
+        "",
+        response_model=ModelResponse,
+        responses={200: event_stream(ResponseEvent, description=DESCRIPTION), **INFERENCE_ERRORS},
+    )
+    async def create_response(body: ResponsesRequest, request: Request) -> Response:
+        """Answer a conversation in the Responses format: completely, with `stream: true` as named events, or with
+        `background: true` at once, before the answer is generated."""
+        return await _respond(service, store, body, request)
+
+    _add_stored_routes(router, store)
+    return router
+
+
+def _add_stored_routes(router: APIRouter, store: ResponseStore) -> None:
+    @router.get("/{response_id}", response_model=ModelResponse, responses=_failures(NotFoundError))
+    async def get_response(response_id: str, stream: bool = False) -> Response:
+        """A stored response, in its current state."""
+        if stream:
+            raise InvalidRequestError(
+                "stream: a stored response is not streamed again; leave stream out, and read it until its status is "
+                "not in_progress",
+                param="stream",
+            )
+        return Response(store.get(response_id).body, media_type="application/json")
+
+    @router.delete("/{response_id}", responses=_failures(NotFoundError))
+    async def delete_response(response_id: str) -> DeletedResponse:
+        """Delete a stored response. One that is generated in the background is cancelled."""
+        store.delete(response_id)
+        return DeletedResponse(id=response_id)
+
+    @router.post(
+        "/{response_id}/cancel", response_model=ModelResponse, responses=_failures(NotFoundError, ConflictError)
+    )
+    async def cancel_response(response_id: str) -> Response:
+        """Cancel a response that is generated in the background. One that has ended is not changed."""
+        return Response((await store.cancel(response_id)).body, media_type="application/json")
+
+    @router.get("/{response_id}/input_items", responses=_failures(NotFoundError))
+    async def response_input_items(
+        response_id: str,
+        limit: Annotated[int, Query(ge=1, le=PAGE_LIMIT)] = PAGE_ITEMS,
+        order: Literal["asc", "desc"] = "desc",
+        after: str | None = None,
+    ) -> ResponseItems:
+        """The items of the conversation before a stored response."""
+        return await asyncio.to_thread(_page, store.get(response_id), limit, order, after)
+
+
+def _failures(*errors: type[LabError]) -> dict[int | str, dict[str, Any]]:
+    return failures(*errors, InvalidRequestError, in_path=True)
+
+
+def _prepare(body: ResponsesRequest, previous: StoredResponse | None) -> _Prepared:
+    """Convert a request.
+
+    Raises:
+        InvalidRequestError: see ``convert``.
+    """
+    items = input_items(body)
+    if previous is not None:
+        output = json.loads(previous.body)["output"]
+        items = [
+            *STORED_ITEMS.validate_json(previous.conversation),
+            *STORED_ITEMS.validate_python(output),
+            *items,
+        ]
+    is_stored = body.store is not False
+    return _Prepared(
+        request=convert(body, items),
+        shared=shared_fields(body),
+        conversation=STORED_ITEMS.dump_json(items, exclude_unset=True) if is_stored else None,
+    )
+
+
+def _saver(store: ResponseStore, writer: ResponseWriter, prepared: _Prepared, *, background: bool) -> Callable[[], str]:
+    """Return a function that stores the response in its current state, if it is to be stored, and returns its body."""
+
+    def save() -> str:
+        body = writer.body()
+        if prepared.conversation is not None:
+            store.put(
+                StoredResponse(
+                    id=writer.id,
+                    status=writer.status,
+                    body=body.encode(),
+                    conversation=prepared.conversation,
+                    background=background,
+                )
+            )
+        return body
+
+    return save
+
+
+# Answers
+
+
+async def _respond(
+    service: InferenceService, store: ResponseStore, body: ResponsesRequest, request: Request
+) -> Response:
+    previous = store.previous(body.previous_response_id) if body.previous_response_id is not None else None
+    prepared = await asyncio.to_thread(_prepare, body, previous)
+    own, local, client = service.recording.is_own(request), is_local(request.scope), client_of(request)
+    headers = {**ignored_header(body.ignored()), **service.recording.answer_headers(own=own)}
+    starting = service.start(prepared.request.chat, request_id_of(request), local=local, client=client, own=own)
+    try:
+        answer, [generation] = await while_connected(request, starting)
+    except ContextLengthError as exc:
+        if not body.stream:
+            raise
+        # Codex CLI shortens its conversation only if a stream reports this error.
+        writer = ResponseWriter(prepared.shared, prepared.request, model=body.model)
+        return EventStream(_refused(writer, request, exc), headers=headers, frame=str)
+    writer = ResponseWriter(prepared.shared, prepared.request, model=answer.model)
+    save = _saver(store, writer, prepared, background=bool(body.background))
+    if body.stream:
+        return EventStream(
+            _events(writer, generation, request, save),
+            headers=headers,
+            frame=str,
+            keep_alive=writer.progress,
+            blocked_limit_s=lambda: service.blocked_limit_s([generation]),
+        )
+    if body.background:
+        created = save()
+        connection = HTTPConnection(request.scope)
+        store.start(writer.id, _in_background(store, writer, generation, connection, save))
+        return Response(created, media_type="application/json", headers=headers)
+    await while_connected(request, _complete(writer, generation))
+    return Response(save(), media_type="application/json", headers=headers)
+
+
+async def _complete(writer: ResponseWriter, generation: Generation) -> None:
+    """Read the whole answer.
+
+    Raises:
+        LabError: the generation failed.
+    """
+    delta = await generation.read_all()
+    # The writer's state is used, and not its events.
+    for _ in (*writer.delta(delta), *writer.end(generation.final_report())):
+        pass
+
+
+async def _in_background(
+    store: ResponseStore,
+    writer: ResponseWriter,
+    generation: Generation,
+    connection: HTTPConnection,
+    save: Callable[[], str],
+) -> None:
+    """Generate a response, and store its end unless it was deleted."""
+    try:
+        await _complete(writer, generation)
+    except LabError as exc:
+        log.warning("%s: the response %s failed: %s", generation.request_id, writer.id, exc)
+        writer.fail(detail_for(connection, exc))
+    except asyncio.CancelledError:
+        writer.cancel()
+    finally:
+        if writer.id in store:
+            save()
+
+
+async def _events(
+    writer: ResponseWriter, generation: Generation, request: Request, save: Callable[[], str]
+) -> AsyncGenerator[str, None]:
+    try:
+        async with generation:
+            for event in writer.start():
+                yield event
+            async for delta in generation:
+                for event in writer.delta(delta):
+                    yield event
+            for event in writer.end(generation.final_report()):
+                yield event
+    except LabError as exc:
+        log.warning("%s: the stream failed: %s", request_id_of(request), exc)
+        writer.fail(detail_for(request, exc))
+    yield writer.last(save())
+
+
+async def _refused(writer: ResponseWriter, request: Request, error: LabError) -> AsyncGenerator[str, None]:
+    for event in writer.start():
+        yield event
+    writer.fail(detail_for(request, error))
+    yield writer.last(writer.body())
+
+
+# Stored items
+
+
+def _page(response: StoredResponse, limit: int, order: Literal["asc", "desc"], after: str | None) -> ResponseItems:
+    """Return a page of the items before a response.
+
+    Raises:
+        InvalidRequestError: there is no item with the id ``after``.
+    """
+    items = [_with_id(item, response.id, number) for number, item in enumerate(json.loads(response.conversation))]
+    if order == "desc":
+        items.reverse()
+    start = 0
+    if after is not None:
+        start = next((number for number, item in enumerate(items, 1) if item["id"] == after), -1)
+        if start < 0:
+            raise InvalidRequestError(
+                f"after: {after[:80]!r:.80} is not the id of an item of {response.id}; send the last_id of a page",
+                param="after",
+            )
+    page = items[start : start + limit]
+    return ResponseItems(
+        data=page,
+        first_id=page[0]["id"] if page else None,
+        last_id=page[-1]["id"] if page else None,
+        has_more=start + limit < len(items),
+    )
+
+
+def _with_id(item: dict[str, Any], response_id: str, number: int) -> dict[str, Any]:
+    """Return an item with an id and, if it is a message, with its content as a list."""
+    kind = item.get("type", "message")
+    prefix = PREFIXES.get(kind, "item")
+    shown = {"type": kind, **item}
+    if not isinstance(item.get("id"), str):
+        shown["id"] = f"{prefix}_{response_id.removeprefix('resp_')}_{number}"
+    if kind == "message":
+        part = "output_text" if item["role"] == "assistant" else "input_text"
+        if isinstance(item["content"], str):
+            shown["content"] = [{"type": part, "text": item["content"]}]
+        shown.setdefault("status", "completed")
+    return shown

@@ -1,0 +1,466 @@
+"""Pydantic models of OpenAI's Responses format: the request of ``POST /v1/responses``, its answer and its events.
+
+The format is that of https://platform.openai.com/docs/api-reference/responses. Its clients send many fields that have
+no effect here. These are ignored, unlike in the chat format, and named in the header ``x-lmx-ignored``.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from typing import Annotated, Any, Literal
+
+from pydantic import (
+    BaseModel,
+    BeforeValidator,
+    ConfigDict,
+    Discriminator,
+    FailFast,
+    Field,
+    Tag,
+    TypeAdapter,
+    model_validator,
+)
+from typing_extensions import TypeAliasType
+
+from lmx_lab.wire.chat import MESSAGE_LIMIT
+from lmx_lab.wire.formats import Name, Pattern
+from lmx_lab.wire.generation import ANY_MODEL, WHOLE, Alternatives, NonEmpty, Probability, Temperature
+from lmx_lab.wire.messages import LenientModel
+from lmx_lab.wire.tools import PART_LIMIT, TOOL_LIMIT, ParameterSchema, check_argument_texts
+from lmx_lab.wire.unsupported import Neutral
+
+INCLUDE_LIMIT = 32
+METADATA_LIMIT = 16
+LOGPROBS = "message.output_text.logprobs"
+"""The value of ``include`` that requests log-probabilities."""
+EFFORTS = ("none", "minimal", "low", "medium", "high", "xhigh")
+"""Values of ``reasoning.effort`` that the chat format has."""
+
+
+def _tag(value: Any, tags: Mapping[str, str], default: str | None = None) -> str:
+    """Return the tag of a member of a union. With its brackets, it is not shown in errors."""
+    given = value.get("type", default) if isinstance(value, dict) else getattr(value, "type", None)
+    return f"dict[{tags.get(given, 'other') if isinstance(given, str) else 'other'}]"
+
+
+# Input items
+
+TEXT_TAGS = dict.fromkeys(("input_text", "output_text", "text", "summary_text", "reasoning_text"), "text")
+
+
+class TextContent(LenientModel):
+    """Text of a message, of the output of a tool or of reasoning."""
+
+    type: Literal["input_text", "output_text", "text", "summary_text", "reasoning_text"]
+    text: str
+
+
+class OtherContent(LenientModel):
+    """A part of any other type. A refusal is read as text; images, files and unknown types are refused."""
+
+    type: NonEmpty
+
+
+Content = Annotated[
+    Annotated[TextContent, Tag("dict[text]")] | Annotated[OtherContent, Tag("dict[other]")],
+    Discriminator(lambda value: _tag(value, TEXT_TAGS)),
+]
+# A named type, because members of a union must be hashable, and FailFast is not.
+Contents = TypeAliasType("Contents", Annotated[list[Content], FailFast(), Field(max_length=PART_LIMIT)])
+
+
+class MessageItem(LenientModel):
+    """A message of the conversation."""
+
+    type: Literal["message"] = "message"
+    role: Literal["user", "assistant", "system", "developer"]
+    content: str | Contents
+
+
+class FunctionCallItem(LenientModel):
+    """A call of a function in an earlier answer."""
+
+    type: Literal["function_call"]
+    call_id: NonEmpty
+    name: NonEmpty
+    namespace: str | None = None
+    arguments: str
+    """JSON of an object."""
+
+
+class CustomCallItem(LenientModel):
+    """A call of a custom tool in an earlier answer."""
+
+    type: Literal["custom_tool_call"]
+    call_id: NonEmpty
+    name: NonEmpty
+    namespace: str | None = None
+    input: str
+
+
+class CallOutputItem(LenientModel):
+    """The output of a call."""
+
+    type: Literal["function_call_output", "custom_tool_call_output"]
+    call_id: NonEmpty
+    output: str | Contents
+
+
+class ReasoningItem(LenientModel):
+    """The model's reasoning in an earlier answer."""
+
+    type: Literal["reasoning"]
+    summary: Contents | None = None
+    content: Contents | None = None
+    """The reasoning itself; if it is present, the summary is not read."""
+
+
+class OtherItem(LenientModel):
+    """An item of any other type. Which of them are ignored, and which are refused, depends on the type."""
+
+    type: NonEmpty
+
+
+ITEM_TAGS = {
+    "message": "message",
+    "function_call": "function_call",
+    "custom_tool_call": "custom_tool_call",
+    "function_call_output": "output",
+    "custom_tool_call_output": "output",
+    "reasoning": "reasoning",
+}
+
+
+def _item_tag(value: Any) -> str:
+    # An item without a type is a message.
+    default = "message" if isinstance(value, dict) and "role" in value else None
+    return _tag(value, ITEM_TAGS, default)
+
+
+InputItem = Annotated[
+    Annotated[MessageItem, Tag("dict[message]")]
+    | Annotated[FunctionCallItem, Tag("dict[function_call]")]
+    | Annotated[CustomCallItem, Tag("dict[custom_tool_call]")]
+    | Annotated[CallOutputItem, Tag("dict[output]")]
+    | Annotated[ReasoningItem, Tag("dict[reasoning]")]
+    | Annotated[OtherItem, Tag("dict[other]")],
+    Discriminator(_item_tag),
+]
+STORED_ITEMS: TypeAdapter[list[Any]] = TypeAdapter(list[InputItem])
+"""Reads and writes the items of stored responses, whose number was limited before."""
+
+
+def _check_arguments(items: Any) -> Any:
+    """Check the arguments of all calls, which are JSON within texts. It runs before validation."""
+    if isinstance(items, list):
+        check_argument_texts(item.get("arguments") for item in items if isinstance(item, dict))
+    return items
+
+
+InputItems = TypeAliasType(
+    "InputItems",
+    Annotated[list[InputItem], FailFast(), Field(max_length=MESSAGE_LIMIT), BeforeValidator(_check_arguments)],
+)
+
+
+# Tools
+
+
+class FlatFunction(LenientModel):
+    """A function that the model can call."""
+
+    type: Literal["function"]
+    name: Name
+    description: str | None = None
+    parameters: ParameterSchema | None = None
+    strict: bool | None = None
+
+
+class InputGrammar(LenientModel):
+    """The grammar of a custom tool's input."""
+
+    type: Literal["grammar"]
+    syntax: Literal["lark", "regex"]
+    definition: Pattern
+
+
+class InputText(LenientModel):
+    """Any text as the input of a custom tool."""
+
+    type: Literal["text"]
+
+
+class CustomTool(LenientModel):
+    """A tool that is called with text instead of JSON."""
+
+    type: Literal["custom"]
+    name: Name
+    description: str | None = None
+    format: Annotated[InputText | InputGrammar, Discriminator("type")] | None = None
+
+
+class HostedTool(LenientModel):
+    """A tool of any other type, which runs on OpenAI's servers. It is ignored."""
+
+    type: NonEmpty
+
+
+TOOL_TAGS = {"function": "function", "custom": "custom"}
+GroupedTool = Annotated[
+    Annotated[FlatFunction, Tag("dict[function]")]
+    | Annotated[CustomTool, Tag("dict[custom]")]
+    | Annotated[HostedTool, Tag("dict[other]")],
+    Discriminator(lambda value: _tag(value, TOOL_TAGS)),
+]
+
+
+class ToolNamespace(LenientModel):
+    """A group of tools, whose names need not differ from those of other groups."""
+
+    type: Literal["namespace"]
+    name: Name
+    description: str | None = None
+    tools: Annotated[list[GroupedTool], FailFast(), Field(max_length=TOOL_LIMIT)]
+
+
+ResponseTool = Annotated[
+    Annotated[FlatFunction, Tag("dict[function]")]
+    | Annotated[CustomTool, Tag("dict[custom]")]
+    | Annotated[ToolNamespace, Tag("dict[namespace]")]
+    | Annotated[HostedTool, Tag("dict[other]")],
+    Discriminator(lambda value: _tag(value, {**TOOL_TAGS, "namespace": "namespace"})),
+]
+ResponseTools = TypeAliasType("ResponseTools", Annotated[list[ResponseTool], FailFast(), Field(max_length=TOOL_LIMIT)])
+
+
+class ToolReference(LenientModel):
+    """The name of a tool."""
+
+    type: NonEmpty
+    name: str | None = None
+    namespace: str | None = None
+
+
+ToolReferences = TypeAliasType(
+    "ToolReferences", Annotated[list[ToolReference], FailFast(), Field(max_length=TOOL_LIMIT)]
+)
+
+
+class ToolSelection(ToolReference):
+    """The tool to call or, with the type ``allowed_tools``, the tools that may be called."""
+
+    mode: Literal["auto", "required"] | None = None
+    tools: ToolReferences | None = None
+
+
+# Requests
+
+
+class AnswerTextFormat(LenientModel):
+    """The required form of the answer, as ``response_format`` of the chat format, but without nesting."""
+
+    type: NonEmpty
+    name: str | None = None
+    schema_: Any = Field(None, alias="schema")
+    description: str | None = None
+    strict: bool | None = None
+
+
+class AnswerText(LenientModel):
+    """Settings of the answer's text."""
+
+    format: AnswerTextFormat | None = None
+
+
+class ReasoningSettings(LenientModel):
+    """Settings of the reasoning. Models that do not reason ignore them."""
+
+    effort: str | None = None
+    summary: str | None = None
+    """Has no effect: the summary of an answer is always the whole reasoning."""
+
+
+IncludedFields = TypeAliasType("IncludedFields", Annotated[list[str], FailFast(), Field(max_length=INCLUDE_LIMIT)])
+ResponseMetadata = TypeAliasType(
+    "ResponseMetadata", Annotated[dict[str, str], FailFast(), Field(max_length=METADATA_LIMIT)]
+)
+
+
+class ResponsesRequest(LenientModel):
+    """The body of POST /v1/responses."""
+
+    model_config = ConfigDict(
+        json_schema_extra={"examples": [{"model": "default", "input": "Say hello.", "max_output_tokens": 64}]}
+    )
+
+    model: NonEmpty = ANY_MODEL
+    input: str | InputItems
+    instructions: str | None = None
+    """A system message before the input. That of a previous response is not used again."""
+    previous_response_id: NonEmpty | None = None
+    """Id of a stored response, whose conversation the input continues."""
+    tools: ResponseTools | None = None
+    tool_choice: Literal["none", "auto", "required"] | ToolSelection | None = None
+    parallel_tool_calls: bool | None = None
+    max_output_tokens: Annotated[int, Field(ge=1), WHOLE] | None = None
+    temperature: Temperature | None = None
+    top_p: Probability | None = None
+    top_logprobs: Alternatives | None = None
+    text: AnswerText | None = None
+    reasoning: ReasoningSettings | None = None
+    include: IncludedFields | None = None
+    store: bool | None = None
+    """Whether the response is kept for ``previous_response_id`` and for GET; the default is true."""
+    background: bool | None = None
+    """Whether to answer at once, and generate the response afterwards. It is then read with GET."""
+    stream: bool | None = None
+    metadata: ResponseMetadata | None = None
+    """Returned with the response."""
+
+    # Fields that are not supported; only values without effect are valid.
+    conversation: Annotated[Any, Neutral("conversations (send previous_response_id, or the whole input)")] = None
+    prompt: Annotated[Any, Neutral("stored prompts (send instructions and input)")] = None
+
+    @model_validator(mode="after")
+    def _check_background(self) -> ResponsesRequest:
+        if self.background and self.stream:
+            raise ValueError(
+                "background and stream are both true, which is not supported; leave one of them out, and read a "
+                "background response with GET /v1/responses/{id}"
+            )
+        if self.background and self.store is False:
+            raise ValueError("background is true and store is false, but a response in the background must be stored")
+        return self
+
+    @property
+    def wants_logprobs(self) -> bool:
+        return LOGPROBS in (self.include or ()) or bool(self.top_logprobs)
+
+    def ignored(self) -> Iterator[str]:
+        """Yield the names of the fields that have no effect."""
+        yield from self.model_extra or {}
+        for tool in self.tools or ():
+            if isinstance(tool, HostedTool):
+                yield f"tools.{tool.type}"
+            elif isinstance(tool, ToolNamespace):
+                yield from (f"tools.{tool.name}.{each.type}" for each in tool.tools if isinstance(each, HostedTool))
+        if self.reasoning is not None:
+            yield from (f"reasoning.{name}" for name in self.reasoning.model_extra or {})
+            if self.reasoning.effort not in (None, *EFFORTS):
+                yield "reasoning.effort"
+        if self.text is not None:
+            yield from (f"text.{name}" for name in self.text.model_extra or {})
+        yield from (f"include.{name}" for name in self.include or () if name != LOGPROBS)
+
+
+# Answers
+
+ResponseStatus = Literal["queued", "in_progress", "completed", "incomplete", "failed", "cancelled"]
+
+
+class ResponseError(BaseModel):
+    """Why a response failed."""
+
+    code: str
+    message: str
+
+
+class IncompleteDetails(BaseModel):
+    """Why a response is incomplete."""
+
+    reason: Literal["max_output_tokens"]
+
+
+class InputTokensDetails(BaseModel):
+    """Details of the input tokens."""
+
+    cached_tokens: int
+
+
+class OutputTokensDetails(BaseModel):
+    """Details of the output tokens."""
+
+    reasoning_tokens: int
+
+
+class ResponseUsage(BaseModel):
+    """Number of tokens of a response."""
+
+    input_tokens: int
+    input_tokens_details: InputTokensDetails
+    output_tokens: int
+    output_tokens_details: OutputTokensDetails
+    total_tokens: int
+
+
+class ModelResponse(BaseModel):
+    """A response. The fields of the request are in it, too."""
+
+    model_config = ConfigDict(extra="allow")
+
+    id: str
+    object: Literal["response"] = "response"
+    created_at: int
+    """Unix time, seconds."""
+    completed_at: int | None = None
+    status: ResponseStatus
+    model: str
+    output: list[dict[str, Any]]
+    """Items: ``reasoning``, ``message``, ``function_call`` and ``custom_tool_call``."""
+    error: ResponseError | None = None
+    incomplete_details: IncompleteDetails | None = None
+    usage: ResponseUsage | None = None
+
+
+class ResponseEvent(BaseModel):
+    """One event of a stream; its name is its type. The other fields depend on the type."""
+
+    model_config = ConfigDict(extra="allow")
+
+    type: Literal[
+        "response.created",
+        "response.in_progress",
+        "response.output_item.added",
+        "response.content_part.added",
+        "response.output_text.delta",
+        "response.output_text.done",
+        "response.content_part.done",
+        "response.reasoning_summary_part.added",
+        "response.reasoning_summary_text.delta",
+        "response.reasoning_summary_text.done",
+        "response.reasoning_summary_part.done",
+        "response.function_call_arguments.delta",
+        "response.function_call_arguments.done",
+        "response.custom_tool_call_input.delta",
+        "response.custom_tool_call_input.done",
+        "response.output_item.done",
+        "response.completed",
+        "response.incomplete",
+        "response.failed",
+    ]
+    sequence_number: int
+    """Number of the event in the stream, from 0."""
+    response: ModelResponse | None = None
+    item: dict[str, Any] | None = None
+    item_id: str | None = None
+    output_index: int | None = None
+    """Position of the item in the response."""
+
+
+class ResponseItems(BaseModel):
+    """The answer of GET /v1/responses/{id}/input_items."""
+
+    object: Literal["list"] = "list"
+    data: list[dict[str, Any]]
+    first_id: str | None
+    last_id: str | None
+    has_more: bool
+    """Whether there are more items after the last one."""
+
+
+class DeletedResponse(BaseModel):
+    """The answer of DELETE /v1/responses/{id}."""
+
+    id: str
+    object: Literal["response"] = "response"
+    deleted: Literal[True] = True

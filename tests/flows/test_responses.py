@@ -1,0 +1,363 @@
+"""Tests of the routes below /v1/responses: OpenAI's Responses format, on the echo engine."""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import httpx2
+import openai
+import pytest
+from pydantic import BaseModel
+
+from lmx_lab.notebook import Lab
+from lmx_lab.server.responses.convert import convert, input_items
+from lmx_lab.wire.responses import ResponsesRequest
+from tests.flows.conftest import ENDLESS_TEXT, serving, wait_until, wait_until_idle
+
+PATH = "/v1/responses"
+GRAMMAR = {"type": "grammar", "syntax": "lark", "definition": 'start: "*** " /[0-9]{2}/ "\\n"'}
+CODE = {"type": "grammar", "syntax": "regex", "definition": "[a-c]{3}"}
+NO_ARGUMENTS = {"type": "object", "properties": {}}
+TOOLS: list[dict[str, Any]] = [
+    {"type": "function", "name": "clock", "parameters": {"type": "object", "properties": {"zone": {"type": "string"}}}},
+    {"type": "custom", "name": "patch", "description": "Change a file.", "format": GRAMMAR},
+    {"type": "custom", "name": "code", "format": CODE},
+    {"type": "namespace", "name": "mcp__files", "tools": [{"type": "function", "name": "look"}]},
+    {"type": "web_search"},
+]
+
+
+def call(name: str, **arguments: Any) -> str:
+    """Return the message that the echo engine repeats as a tool call."""
+    return f"<tool_call>\n{json.dumps({'name': name, 'arguments': arguments})}\n</tool_call>"
+
+
+def body(**changes: Any) -> dict[str, Any]:
+    return {"model": "default", "input": "hello", "temperature": 0} | changes
+
+
+def events(http: httpx2.Client, **changes: Any) -> list[dict[str, Any]]:
+    """Return the data of all events of a stream; they are numbered, and each has the name of its type."""
+    with http.stream("POST", PATH, json=body(stream=True, **changes)) as response:
+        assert response.status_code == 200
+        text = "".join(response.iter_text())
+    found = [event.split("\n") for event in text.removesuffix("\n\n").split("\n\n")]
+    data = [json.loads(line.removeprefix("data: ")) for _, line in found]
+    assert [name for name, _ in found] == [f"event: {event['type']}" for event in data]
+    assert [event["sequence_number"] for event in data] == [*range(len(data))]
+    return data
+
+
+def without_ids(items: list[dict[str, Any]]) -> list[dict[str, Any]]:
+    return [item | {"id": "", **({"call_id": ""} if "call_id" in item else {})} for item in items]
+
+
+def joined(data: list[dict[str, Any]]) -> list[dict[str, Any]]:
+    """Return the items of a stream, whose pieces are checked against the items at their ends."""
+    items: list[dict[str, Any]] = []
+    pieces: list[str] = []
+    for event in data:
+        kind = event["type"].removeprefix("response.")
+        if kind == "output_item.added":
+            assert event["output_index"] == len(items)
+            assert event["item"]["status"] == "in_progress"
+            items.append(event["item"])
+            pieces.append("")
+        elif kind.endswith(".delta"):
+            assert (event["output_index"], event["item_id"]) == (len(items) - 1, items[-1]["id"])
+            pieces[-1] += event["delta"]
+        elif kind == "output_item.done":
+            item = event["item"]
+            assert (item["id"], item["type"]) == (items[-1]["id"], items[-1]["type"])
+            texts = {
+                "reasoning": lambda it: it["summary"][0]["text"],
+                "message": lambda it: it["content"][0]["text"],
+                "function_call": lambda it: it["arguments"],
+                "custom_tool_call": lambda it: it["input"],
+            }
+            assert texts[item["type"]](item) == pieces[-1]
+            items[-1] = item
+    return items
+
+
+@pytest.mark.parametrize(
+    ("content", "changes", "kinds", "status"),
+    [
+        ("hello", {}, ["message"], "completed"),
+        ("one two three", {"max_output_tokens": 2}, ["message"], "incomplete"),
+        ("<think>hm</think>one", {"reasoning": {"effort": "low"}}, ["reasoning", "message"], "completed"),
+        ("<think>hm</think>one", {"reasoning": {"effort": "none"}}, ["message"], "completed"),
+        (call("clock", zone="UTC"), {"tools": TOOLS}, ["function_call"], "completed"),
+        (call("patch", input='a\n"b"'), {"tools": TOOLS}, ["custom_tool_call"], "completed"),
+        (call("mcp__files__look"), {"tools": TOOLS}, ["function_call"], "completed"),
+        ("hello", {"tools": TOOLS[:1], "tool_choice": "required"}, ["function_call"], "completed"),
+        ("hello", {"tools": TOOLS, "tool_choice": "none"}, ["message"], "completed"),
+        (
+            "hello",
+            {"tools": TOOLS, "tool_choice": {"type": "function", "name": "clock"}},
+            ["function_call"],
+            "completed",
+        ),
+        (
+            "hello",
+            {"tools": TOOLS, "tool_choice": {"type": "custom", "name": "patch"}},
+            ["custom_tool_call"],
+            "completed",
+        ),
+        (
+            "hello",
+            {"tools": TOOLS, "tool_choice": {"type": "allowed_tools", "mode": "required", "tools": TOOLS[:1]}},
+            ["function_call"],
+            "completed",
+        ),
+    ],
+)
+def test_a_stream_has_the_items_of_the_whole_response(
+    http: httpx2.Client, content: str, changes: dict[str, Any], kinds: list[str], status: str
+) -> None:
+    whole = http.post(PATH, json=body(input=content, **changes)).json()
+    assert [item["type"] for item in whole["output"]] == kinds
+    assert (whole["object"], whole["status"], whole["model"]) == ("response", status, "echo")
+    assert whole["incomplete_details"] == ({"reason": "max_output_tokens"} if status == "incomplete" else None)
+    data = events(http, input=content, **changes)
+    first, last = data[0]["response"], data[-1]["response"]
+    assert [event["type"] for event in data[:2]] == ["response.created", "response.in_progress"]
+    assert (first["status"], first["output"], first["id"]) == ("in_progress", [], last["id"])
+    assert (data[-1]["type"], last["status"]) == (f"response.{status}", status)
+    assert joined(data) == last["output"]
+    assert without_ids(last["output"]) == without_ids(whole["output"])
+    usage = [response["usage"] | {"input_tokens_details": None} for response in (whole, last)]
+    assert usage[0] == usage[1]
+    assert usage[0]["total_tokens"] == usage[0]["input_tokens"] + usage[0]["output_tokens"]
+
+
+def test_calls_have_the_names_and_inputs_of_the_format(http: httpx2.Client) -> None:
+    def only_item(content: str, **changes: Any) -> dict[str, Any]:
+        [item] = http.post(PATH, json=body(input=content, tools=TOOLS, **changes)).json()["output"]
+        return {name: item.get(name) for name in ("type", "name", "namespace", "arguments", "input") if item.get(name)}
+
+    look = {"type": "function_call", "name": "look", "namespace": "mcp__files", "arguments": "{}"}
+    assert only_item(call("mcp__files__look")) == look
+    patch = {"type": "custom_tool_call", "name": "patch", "input": 'a\n"b"'}
+    assert only_item(call("patch", input='a\n"b"')) == patch
+    # A custom tool that is forced gets an input that its grammar generates.
+    forced = only_item("hello", tool_choice={"type": "custom", "name": "patch"})
+    assert re.fullmatch(r"\*\*\* [0-9]{2}\n", forced["input"])
+    assert only_item("abc", tool_choice={"type": "custom", "name": "code"})["input"] == "abc"
+
+
+def test_a_conversation_is_converted_to_the_chat_format() -> None:
+    items = [
+        {"role": "developer", "content": "Use tools."},
+        {"type": "message", "role": "user", "content": [{"type": "input_text", "text": "What time is it?"}]},
+        {"role": "user", "content": "In UTC."},
+        {"type": "reasoning", "id": "rs_1", "summary": [{"type": "summary_text", "text": "hm"}], "content": None},
+        {"role": "assistant", "content": [{"type": "output_text", "text": "I look."}]},
+        {"type": "function_call", "call_id": "c1", "name": "look", "namespace": "mcp__files", "arguments": '{"a": 1}'},
+        {"type": "custom_tool_call", "call_id": "c2", "name": "patch", "input": "x"},
+        {"type": "web_search_call", "id": "ws_1", "status": "completed"},
+        {"type": "custom_tool_call_output", "call_id": "c2", "output": [{"type": "input_text", "text": "done"}]},
+        {"type": "function_call_output", "call_id": "c1", "output": "noon"},
+    ]
+    request = ResponsesRequest.model_validate({"input": items, "instructions": "Be brief.", "tools": TOOLS})
+    chat = convert(request, input_items(request)).chat
+    messages = [message.model_dump(exclude_unset=True, exclude={"tool_calls"}) for message in chat.messages]
+    assert messages == [
+        {"role": "system", "content": "Be brief.\n\nUse tools."},
+        {"role": "user", "content": "What time is it?\n\nIn UTC."},
+        {"role": "assistant", "content": "I look.", "reasoning_content": "hm"},
+        {"role": "tool", "tool_call_id": "c2", "content": "done"},
+        {"role": "tool", "tool_call_id": "c1", "content": "noon"},
+    ]
+    calls = [(each.id, each.function.name, each.function.arguments) for each in chat.messages[2].tool_calls or ()]
+    assert calls == [("c1", "mcp__files__look", {"a": 1}), ("c2", "patch", {"input": "x"})]
+    names = [tool.function.name for tool in chat.tools or ()]
+    assert names == ["clock", "patch", "code", "mcp__files__look"]
+
+
+IMAGE = [{"role": "user", "content": [{"type": "input_image", "image_url": "data:image/png;base64,aaaa"}]}]
+CLOCK_CALL = {"type": "function_call", "call_id": "c1", "name": "clock", "arguments": "{}"}
+OUTPUT = {"type": "function_call_output", "call_id": "c1", "output": "noon"}
+
+
+@pytest.mark.parametrize(
+    ("changes", "status", "param", "message"),
+    [
+        ({"input": []}, 400, "input", "has no message"),
+        ({"input": None}, 400, "input", "should be a valid"),
+        ({"input": IMAGE}, 400, "input.0.content.0", "images and other files cannot be read"),
+        ({"input": [{"type": "nonsense"}]}, 400, "input.0", "items of the type 'nonsense'"),
+        ({"input": [{"type": "item_reference", "id": "msg_1"}]}, 400, "input.0", "send the item itself"),
+        ({"input": [OUTPUT]}, 400, "input.0.call_id", "'c1' does not answer a call"),
+        ({"input": [CLOCK_CALL, CLOCK_CALL, OUTPUT]}, 400, "input.1", "ids must be unique"),
+        ({"input": [CLOCK_CALL | {"arguments": "{"}]}, 400, "input.0.arguments", "is not JSON"),
+        ({"input": [CLOCK_CALL | {"arguments": "[" + "[]," * 60_000}]}, 400, "input", "50,000 lists and objects"),
+        ({"input": [{"role": "user", "content": "x"}] * 5000}, 400, "input", "5000 items, the limit is 4096"),
+        ({"previous_response_id": "resp_gone"}, 400, "previous_response_id", "send the whole conversation as input"),
+        ({"conversation": "conv_1"}, 400, "conversation", "not supported"),
+        ({"tools": [{"type": "function", "name": "a b"}]}, 400, "tools.0.name", "rename it"),
+        ({"tools": TOOLS[:1] * 2}, 400, "tools", "names must be unique"),
+        ({"tool_choice": "required"}, 400, "tool_choice", "there are no tools"),
+        ({"tools": TOOLS, "tool_choice": {"type": "web_search"}}, 400, "tool_choice", "names 'web_search'"),
+        ({"text": {"format": {"type": "xml"}}}, 400, "response_format.type", "is not a format"),
+        ({"background": True, "stream": True}, 400, None, "leave one of them out"),
+        ({"background": True, "store": False}, 400, None, "must be stored"),
+        ({"input": "a " * 40_000}, 400, "messages", "the prompt has"),
+        ({"model": "gpt-x"}, 404, "model", "gpt-x"),
+    ],
+)
+def test_errors_name_the_field_and_the_next_step(
+    http: httpx2.Client, changes: dict[str, Any], status: int, param: str | None, message: str
+) -> None:
+    response = http.post(PATH, json=body(**changes))
+    error = response.json()["error"]
+    assert (response.status_code, error["param"]) == (status, param)
+    assert message in error["message"]
+
+
+def test_a_stream_reports_a_prompt_that_is_too_long_as_an_event(http: httpx2.Client) -> None:
+    data = events(http, input="a " * 40_000)
+    assert [event["type"] for event in data] == ["response.created", "response.in_progress", "response.failed"]
+    failed = data[-1]["response"]
+    assert (failed["status"], failed["error"]["code"]) == ("failed", "context_length_exceeded")
+
+
+def test_ignored_fields_are_named_in_a_header(http: httpx2.Client) -> None:
+    fields = {
+        "truncation": "auto",
+        "reasoning": {"effort": "extreme", "context": "all"},
+        "text": {"verbosity": "low"},
+        "include": ["reasoning.encrypted_content"],
+        "tools": TOOLS,
+    }
+    response = http.post(PATH, json=body(**fields))
+    ignored = "truncation, tools.web_search, reasoning.context, reasoning.effort, text.verbosity"
+    assert response.headers["x-lmx-ignored"] == f"{ignored}, include.reasoning.encrypted_content"
+    assert "x-lmx-ignored" not in http.post(PATH, json=body()).headers
+
+
+def test_a_failing_answer_ends_with_its_error(tmp_path: Path) -> None:
+    script = tmp_path / "script.jsonl"
+    script.write_text('{"text": "one two", "error": "broken", "code": "internal-error"}\n' * 2)
+    with serving(tmp_path, "echo", echo_script=script) as lab, httpx2.Client(base_url=lab.url) as http:
+        data = events(http)
+        background = http.post(PATH, json=body(background=True)).json()
+        wait_until(lambda: http.get(f"{PATH}/{background['id']}").json()["status"] != "in_progress")
+        ended = http.get(f"{PATH}/{background['id']}").json()
+    assert data[-1]["type"] == "response.failed"
+    for response in (data[-1]["response"], ended):
+        assert (response["status"], response["error"]["code"]) == ("failed", "server_error")
+        assert "broken" in response["error"]["message"]
+    assert data[-1]["response"]["output"][0]["content"][0]["text"] == "one two"
+
+
+# Stored responses
+
+
+@pytest.fixture(scope="module")
+def client(lab: Lab) -> Iterator[openai.OpenAI]:
+    with openai.OpenAI(base_url=f"{lab.url}/v1", api_key="anything", max_retries=0) as client:
+        yield client
+
+
+def test_a_stored_response_is_continued_read_and_deleted(client: openai.OpenAI) -> None:
+    first = client.responses.create(model="echo", input="<think>hm</think>" + call("clock", zone="UTC"), tools=TOOLS)
+    second = client.responses.create(
+        model="echo",
+        previous_response_id=first.id,
+        input=[{"type": "function_call_output", "call_id": first.output[1].call_id, "output": "noon"}],
+        metadata={"a": "b"},
+    )
+    assert (second.output_text, second.previous_response_id, second.metadata) == ("noon", first.id, {"a": "b"})
+    assert client.responses.retrieve(second.id) == second
+    third = client.responses.create(model="echo", previous_response_id=second.id, input="Thank you.", store=False)
+    assert third.output_text == "Thank you."
+    kinds = ["message", "reasoning", "function_call", "function_call_output"]
+    items = client.responses.input_items.list(second.id, order="asc", limit=3)
+    assert [item.type for item in items.data] == kinds[:3]
+    assert [item.type for item in items] == kinds
+    assert len({item.id for item in items}) == 4
+    newest = client.responses.input_items.list(second.id)
+    assert [item.type for item in newest] == kinds[::-1]
+    client.responses.delete(second.id)
+    for gone in (second.id, third.id):
+        with pytest.raises(openai.NotFoundError, match="no stored response"):
+            client.responses.retrieve(gone)
+    with pytest.raises(openai.BadRequestError, match="send the whole conversation as input"):
+        client.responses.create(model="echo", previous_response_id=second.id, input="more")
+    with pytest.raises(openai.BadRequestError, match="is not the id of an item"):
+        client.responses.input_items.list(first.id, after="msg_0")
+    with pytest.raises(openai.ConflictError, match="not generated in the background"):
+        client.responses.cancel(first.id)
+    with pytest.raises(openai.BadRequestError, match="leave stream out"):
+        client.responses.retrieve(first.id, stream=True)
+
+
+class City(BaseModel):
+    name: str
+    days: int
+
+
+def test_helpers_of_openai_python_stream_and_parse(client: openai.OpenAI) -> None:
+    content = '<think>hm</think>{"name": "Rome", "days": 3}'
+    with client.responses.stream(model="echo", input=content, text_format=City) as stream:
+        kinds = {event.type for event in stream}
+        streamed = stream.get_final_response()
+    assert {"response.reasoning_summary_text.delta", "response.output_text.done", "response.completed"} <= kinds
+    parsed = client.responses.parse(model="echo", input=content, text_format=City)
+    assert streamed.output_parsed == parsed.output_parsed == City(name="Rome", days=3)
+    tools: Any = [openai.pydantic_function_tool(City)]
+    with client.responses.stream(model="echo", input="x", tools=tools, tool_choice="required") as stream:
+        output = stream.get_final_response().output
+    assert isinstance(output[0].parsed_arguments, City)  # type: ignore[union-attr]
+    logprobs = client.responses.create(
+        model="echo", input="one two", include=["message.output_text.logprobs"], top_logprobs=2
+    )
+    part: Any = logprobs.output[0].content[0]  # type: ignore[union-attr,index]
+    assert "".join(token.token for token in part.logprobs) == part.text == "one two"
+    assert {len(token.top_logprobs) for token in part.logprobs} == {2}
+
+
+def test_a_response_in_the_background_ends_or_is_cancelled(client: openai.OpenAI, lab: Lab) -> None:
+    wait_until_idle(lab)
+    done = client.responses.create(model="echo", input="one two", background=True)
+    assert (done.status, done.output) == ("in_progress", [])
+    wait_until(lambda: client.responses.retrieve(done.id).status == "completed")
+    assert client.responses.cancel(done.id).output_text == "one two"
+    running = [client.responses.create(model="echo", input=ENDLESS_TEXT, background=True) for _ in range(2)]
+    wait_until(lambda: lab.engine.snapshot.active_requests == 2)
+    with pytest.raises(openai.BadRequestError, match="is in_progress"):
+        client.responses.create(model="echo", previous_response_id=running[0].id, input="more")
+    assert client.responses.cancel(running[0].id).status == "cancelled"
+    client.responses.delete(running[1].id)
+    wait_until_idle(lab)
+    assert client.responses.retrieve(running[0].id).status == "cancelled"
+    with pytest.raises(openai.NotFoundError):
+        client.responses.retrieve(running[1].id)
+
+
+def test_a_server_stops_with_a_response_in_the_background(tmp_path: Path) -> None:
+    with serving(tmp_path, "echo", echo_tokens_per_s=100) as lab, httpx2.Client(base_url=lab.url) as http:
+        assert http.post(PATH, json=body(input=ENDLESS_TEXT, background=True)).json()["status"] == "in_progress"
+        wait_until(lambda: lab.engine.snapshot.active_requests == 1)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("stream", [False, True])
+def test_an_answer_ends_if_its_client_disconnects(http: httpx2.Client, lab: Lab, stream: bool) -> None:
+    wait_until_idle(lab)
+    before = lab.engine.snapshot.output_tokens
+    long = body(stream=stream, input=ENDLESS_TEXT)
+    if stream:
+        with http.stream("POST", PATH, json=long) as response:
+            assert response.status_code == 200
+            wait_until(lambda: lab.engine.snapshot.output_tokens > before)
+    else:
+        with pytest.raises(httpx2.ReadTimeout):
+            http.post(PATH, json=long, timeout=0.2)
+    wait_until_idle(lab)
+    assert lab.engine.snapshot.output_tokens - before < 10_000

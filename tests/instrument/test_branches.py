@@ -1,0 +1,197 @@
+"""Test branches of answers, trees of them, and their expansion, on the echo engine."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import pickle
+from collections.abc import Iterator
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+import lmx_lab
+from lmx_lab.errors import InvalidRequestError, NotLoadedError
+from lmx_lab.instrument import AnswerTree, load_requests
+from lmx_lab.settings import Settings
+
+TOOL = {"type": "function", "function": {"name": "look", "parameters": {"type": "object", "properties": {}}}}
+
+
+@pytest.fixture(scope="module")
+def lab(tmp_path_factory: pytest.TempPathFactory) -> Iterator[lmx_lab.Lab]:
+    home = tmp_path_factory.mktemp("home")
+    with lmx_lab.Lab(Settings(home=home, port=0, record_to=home / "requests.db"), loop="thread") as lab:
+        lab.load("echo")
+        yield lab
+
+
+def test_a_branch_with_the_same_token_repeats_the_answer_and_is_recorded(lab: lmx_lab.Lab) -> None:
+    reply = lab.chat("<think>mm hm</think>hello wide sea", temperature=0, logprobs=3)
+    assert (reply.reasoning, reply.text) == ("mm hm", "hello wide sea")
+    for at in (0, 3, len(reply.ids) - 1):
+        branch = reply.branch(at, reply.ids[at])
+        assert (branch.ids, branch.text, branch.reasoning) == (reply.ids, reply.text, reply.reasoning)
+        assert (branch.finish_reason, branch.at, branch.parent) == ("stop", at, reply.tree().root)
+        assert [token.logprob for token in branch.answer.logprobs] == [token.logprob for token in reply.logprobs or ()]
+    record = lab.requests[-1].record
+    assert (record.prompt, record.answer, record.text) == (reply.prompt_ids, reply.ids, reply.text)
+    replay = lab.requests[-1].replay()
+    assert (replay.same, replay.changed) == (True, {})
+    assert lab.requests[-1].branch(0, reply.ids[0]).ids == reply.ids
+
+
+def test_another_token_changes_the_answer_from_its_position_on(lab: lmx_lab.Lab) -> None:
+    reply = lab.chat("hello wide sea", temperature=0, logprobs=3)
+    branch = reply.branch(2, " sh", name="shore")
+    assert branch.text == "hello sh"
+    assert branch.ids[:2] == reply.ids[:2]
+    assert branch.lens()[2].text == " sh"
+    # Its token was not among the alternatives, so the tokens were scored.
+    assert branch.lens().source == "scoring"
+    nested = branch.branch(0, "Z")
+    assert (nested.text, nested.tree()) == ("Z", reply.tree())
+    longer = lab.chat("hello sea", temperature=0, ignore_eos=True, max_tokens=9)
+    assert len(longer.branch(1, "x").ids) == 9
+    assert len(longer.branch(1, "x", max_tokens=4).ids) == 4
+    assert longer.branch(8, "x").finish_reason == "length"
+
+
+def test_stop_strings_and_the_sampling_of_the_request_apply_to_a_branch(lab: lmx_lab.Lab) -> None:
+    reply = lab.chat("hello sea", temperature=2, ignore_eos=True, max_tokens=30, stop=["zq"])
+    one, other = (reply.branch(3, "x", seed=5) for _ in range(2))
+    assert one.ids == other.ids
+    assert len({reply.branch(3, "x").ids for _ in range(3)}) == 3
+    assert reply.branch(3, "z").branch(4, "q").finish_reason == "stop"
+    record = lab.requests[-1].record
+    assert record.request["sampling"]["temperature"] == 2
+    assert record.text.endswith("z") is False
+
+
+def test_refusals_name_the_value_and_the_reason(lab: lmx_lab.Lab) -> None:
+    reply = lab.chat("a \N{GRINNING FACE} b", temperature=0)
+    count = len(reply.ids)
+    for at in (count, -1, 1.5, True):
+        with pytest.raises(InvalidRequestError, match=f"the answer has {count} tokens"):
+            reply.branch(at, 300)  # type: ignore[arg-type]
+    # " ", then the four bytes of the emoji.
+    assert reply.branch(2, "x").text == "a x"
+    with pytest.raises(InvalidRequestError, match="position 4 is inside a character"):
+        reply.branch(4, "x")
+    with pytest.raises(InvalidRequestError, match="token has the token id 10000000; echo knows 0 to"):
+        reply.branch(0, 10_000_000)
+    with pytest.raises(InvalidRequestError, match=r"token has 'seaside', which is 3 tokens of echo"):
+        reply.branch(0, "seaside")
+    with pytest.raises(InvalidRequestError, match="it must be the id or the text of one token"):
+        reply.branch(0, "")
+    with pytest.raises(InvalidRequestError, match="begins with 3 tokens, and max_tokens is 2"):
+        reply.branch(2, "x", max_tokens=2)
+    forced = lab.chat("hello", tools=[TOOL], tool_choice="required")
+    with pytest.raises(InvalidRequestError, match="forces a tool call"):
+        forced.branch(0, forced.ids[0])
+    with pytest.raises(InvalidRequestError, match="has no lab"):
+        pickle.loads(pickle.dumps(reply)).branch(0, 300)
+    with lmx_lab.attach(lab.url) as far:
+        with pytest.raises(InvalidRequestError, match="server runs elsewhere"):
+            far.chat("hello").branch(0, 300)
+        with pytest.raises(InvalidRequestError, match="reports no token ids"):
+            far.explore("hello")
+
+
+def test_a_record_of_another_model_has_a_lens_and_says_which_weights_a_branch_needs(lab: lmx_lab.Lab) -> None:
+    lab.chat("hello sea", logprobs=2)
+    len(lab.requests)
+    request = load_requests(lab.server.settings.record_to or "", lab._access)[-1]
+    original, known = request.record, request.record.provenance
+    for changed, error in ((replace(known, model="gone"), NotLoadedError), (known, InvalidRequestError)):
+        record = replace(original, id=0, provenance=replace(changed, weights="0123abc"))
+        request.record = record
+        assert len(request.lens()) == len(record.logprobs)
+        request.__dict__.pop("_tree", None)
+        with pytest.raises(error, match="0123abc"):
+            request.branch(0, 300)
+        request.record = replace(record, logprobs=())
+        with pytest.raises(error, match="0123abc"):
+            request.lens()
+
+
+def test_a_tree_is_walked_renamed_pruned_compared_and_exported(lab: lmx_lab.Lab, tmp_path: Path) -> None:
+    reply = lab.chat("hello wide sea", temperature=0, logprobs=3)
+    tree = reply.tree()
+    first = reply.branch(2, " sh", name="shore")
+    second = reply.branch(0, "Z")
+    third = first.branch(1, "q")
+    assert list(tree) == [tree.root, first, third, second]
+    assert [branch.name for branch in tree] == ["answer", "shore", "branch 3", "branch 2"]
+    third.name = "deep"
+    assert tree["deep"] is third
+    with pytest.raises(InvalidRequestError, match="already a branch 'shore'"):
+        third.name = "shore"
+    with pytest.raises(InvalidRequestError, match="already a branch"):
+        reply.branch(0, "Z", name="deep")
+    with pytest.raises(KeyError, match="the branches are answer, shore"):
+        tree["missing"]
+    assert "shore at 2, ' sh'" in repr(tree)
+    assert "&#x27; sh&#x27;" in tree._repr_html_()
+    diff = tree.diff("answer", "shore")
+    assert diff.first_difference == 2
+    assert tree.diff("shore", "shore").first_difference is None
+    assert list(diff.df["change"]) == ["equal", "replace"]
+    assert "<del> wide sea</del><ins> sh</ins>" in diff._repr_html_()
+    assert diff.logprob == pytest.approx(tree.root.logprob - first.logprob)
+    frame = tree.df
+    assert list(frame["parent"][1:]) == ["answer", "shore", "answer"]
+    assert list(frame["logprob"].isna()) == [False, False, True, True]
+    document = json.loads(tree.save(tmp_path / "tree.json").read_text(encoding="utf-8"))
+    assert document["prompt"] == list(reply.prompt_ids)
+    assert [each["ids"] for each in document["branches"]] == [list(branch.ids) for branch in tree]
+    tree.prune("shore")
+    assert [branch.name for branch in tree] == ["answer", "branch 2"]
+    with pytest.raises(InvalidRequestError, match="first answer"):
+        tree.prune(tree.root)
+
+
+def test_the_most_probable_beginnings_are_expanded_together(lab: lmx_lab.Lab) -> None:
+    before = len(lab.requests)
+    tree = lab.explore("hello wide sea", width=2, depth=2, temperature=0, max_tokens=8)
+    assert [branch.name for branch in tree] == ["1-1", "1-2", "2-1", "2-2"]
+    assert tree.root.text == "hello wide sea"
+    assert tree["1-2"].ids[0] == tree.root.ids[0]
+    for branch in tree:
+        assert branch.answer.is_scored
+        assert branch.logprob <= tree.root.logprob
+    # The first token and the four answers are recorded, the tokens between them are not.
+    assert len(lab.requests) - before == 5
+    for arguments in ({"width": 0}, {"width": 9, "depth": 2}, {"depth": 1.5}, {"max_tokens": 1}):
+        with pytest.raises(InvalidRequestError, match=next(iter(arguments))[:5]):
+            lab.explore("hello", **arguments)  # type: ignore[arg-type]
+
+
+def test_branches_are_taken_on_a_running_loop(lab: lmx_lab.Lab) -> None:
+    async def take() -> AnswerTree:
+        reply = await lab.achat("hello sea", temperature=0)
+        branches = await asyncio.gather(*[reply.abranch(1, text) for text in ("x", "y")])
+        assert sorted(branch.text for branch in branches) == ["helx", "hely"]
+        assert len(reply.tree()) == len({branch.name for branch in reply.tree()}) == 3
+        recorded = await lab.requests[-1].abranch(0, "Z")
+        assert recorded.text == "Z"
+        return await lab.aexplore("hello", width=2, depth=1)
+
+    assert len(asyncio.run(take())) == 2
+
+
+def test_the_lens_marks_reasoning_and_calls_and_is_saved_as_a_page(lab: lmx_lab.Lab, tmp_path: Path) -> None:
+    reply = lab.chat("<think>mm</think>hello\n", temperature=0, logprobs=2)
+    lens = reply.lens()
+    assert list(lens.parts) == sorted(lens.parts)
+    assert set(lens.parts) == {"reasoning", "text"}
+    assert "".join(token.text for token, part in zip(lens, lens.parts, strict=True) if part == "text")[:5] == "hello"
+    page = lens.save(tmp_path / "lens.html").read_text(encoding="utf-8")
+    assert page.count("tabindex='0'") == len(lens)
+    assert "part of the reasoning" in page
+    assert "⏎" in page
+    assert "<script" not in page
+    called = lab.chat("hello", tools=[TOOL], tool_choice="required", logprobs=1).lens()
+    assert set(called.parts) == {"call"}
+    assert len(lens.colored("rank").df) == len(lens)

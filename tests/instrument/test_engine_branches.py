@@ -1,0 +1,100 @@
+"""Test that answers continue from exact tokens, and the figures of the lens: on MLX and on llama.cpp."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+
+import mlx.core as mx
+import mlx_lm
+import numpy as np
+import pytest
+
+import lmx_lab
+from lmx_lab.errors import InvalidRequestError
+from lmx_lab.settings import Settings
+from lmx_lab.values.models import Format, ModelEntry
+
+
+@pytest.fixture(scope="module", params=["mlx", "gguf"])
+def lab(
+    request: pytest.FixtureRequest, tiny: ModelEntry, tiny_gguf: Path, tmp_path_factory: pytest.TempPathFactory
+) -> Iterator[lmx_lab.Lab]:
+    paths: dict[Format, Path] = {"mlx": tiny.path, "gguf": tiny_gguf}
+    settings = Settings(home=tmp_path_factory.mktemp("home"), port=0, slots=8, threads=1)
+    with lmx_lab.Lab(settings, loop="thread") as lab:
+        lab.load(paths[request.param])
+        yield lab
+
+
+def is_mlx(lab: lmx_lab.Lab) -> bool:
+    return lab.requests[-1].record.provenance.format == "mlx"
+
+
+def test_a_branch_with_the_same_token_repeats_the_answer(lab: lmx_lab.Lab) -> None:
+    for options in ({}, {"repetition_penalty": 1.3, "presence_penalty": 0.5, "logit_bias": {"300": 2.0}}):
+        reply = lab.chat("Say something.", max_tokens=24, temperature=0, logprobs=3, ignore_eos=True, **options)
+        for at in (0, 5, len(reply.ids) - 1):
+            branch = reply.branch(at, reply.ids[at])
+            assert (branch.ids, branch.text, branch.finish_reason) == (reply.ids, reply.text, reply.finish_reason)
+            assert branch.answer.is_scored
+            assert branch.logprob == pytest.approx(reply.lens().logprob, abs=1e-3)
+        record = lab.requests[-1].record
+        assert (record.answer, record.prompt) == (reply.ids, reply.prompt_ids)
+        assert lab.requests[-1].replay().same
+
+
+def test_a_branch_uses_cached_tokens_and_a_seed_of_its_own(lab: lmx_lab.Lab) -> None:
+    reply = lab.chat("Say something.", max_tokens=40, temperature=1.0, ignore_eos=True)
+    one, other = (reply.branch(20, " London", seed=7) for _ in range(2))
+    assert one.ids == other.ids
+    assert one.ids[:20] == reply.ids[:20]
+    assert one.lens()[20].text == " London"
+    timings = lab.requests[-1].record.timings
+    assert timings["cached_tokens"] >= len(reply.prompt_ids) + 16
+    assert timings["output_tokens"] == 40 - 21
+    assert reply.branch(20, " London").ids != one.ids
+
+
+def test_the_beginnings_of_an_answer_are_expanded(lab: lmx_lab.Lab) -> None:
+    tree = lab.explore("hello", width=2, depth=3, max_tokens=8, temperature=0, ignore_eos=True)
+    assert [branch.name for branch in tree] == [
+        *("1-1-1", "1-1-2", "1-2-1", "1-2-2", "2-1-1", "2-1-2", "2-2-1", "2-2-2"),
+    ]
+    greedy = lab.chat("hello", max_tokens=8, temperature=0, ignore_eos=True)
+    assert tree.root.ids == greedy.ids
+    assert len({branch.ids[:3] for branch in tree}) == 8
+    for branch in tree:
+        scored = lab._access.run(
+            lambda backend, ids=branch.ids: backend.score([*greedy.prompt_ids, *ids], model=None, top=1)
+        )
+        assert branch.logprob == pytest.approx(sum(token.logprob or 0 for token in scored[-8:]), abs=1e-3)
+
+
+def test_entropies_and_ranks_equal_those_of_the_whole_distribution(lab: lmx_lab.Lab, tiny: ModelEntry) -> None:
+    reply = lab.chat("hello", max_tokens=6, temperature=0, ignore_eos=True)
+    lens = reply.lens()
+    model, _ = mlx_lm.load(str(tiny.path))[:2]
+    logits = np.array(model(mx.array([[*reply.prompt_ids, *reply.ids]]))[0].astype(mx.float32), dtype=np.float64)
+    rows = logits[len(reply.prompt_ids) - 1 : -1]
+    logprobs = rows - np.log(np.exp(rows - rows.max(axis=1, keepdims=True)).sum(axis=1, keepdims=True))
+    logprobs -= rows.max(axis=1, keepdims=True)
+    for token, row in zip(lens, logprobs, strict=True):
+        assert token.logprob == pytest.approx(row[token.token], abs=1e-2 if not is_mlx(lab) else 1e-4)
+        if token.entropy is not None:
+            assert token.entropy == pytest.approx(-(np.exp(row) * row).sum(), abs=1e-3)
+        assert lens.df["rank"][0] == 1
+
+
+def test_an_enforced_format_is_continued_on_mlx_and_refused_on_llama_cpp(lab: lmx_lab.Lab) -> None:
+    reply = lab.chat("hello", temperature=0, max_tokens=30, response_format={"type": "regex", "regex": "[a-z ]{12}"})
+    if not is_mlx(lab):
+        with pytest.raises(InvalidRequestError, match="cannot continue this answer"):
+            reply.branch(0, reply.ids[0])
+        return
+    assert reply.branch(1, reply.ids[1]).text == reply.text
+    changed = reply.branch(1, "zz")
+    assert len(changed.text) == 12
+    assert "zz" in changed.text
+    with pytest.raises(InvalidRequestError, match="the format of the answer does not allow the token"):
+        reply.branch(1, "7")

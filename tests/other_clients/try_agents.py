@@ -1,0 +1,169 @@
+"""Let coding agents fix a bug with scripted answers: a part of ``make clients``.
+
+``python -m tests.other_clients.try_agents FOLDER`` starts the echo engine with a script, and each agent of
+``docs/clients.md`` from ``FOLDER/node_modules``, configured as the page shows. The agent has to fix a planted bug
+through tool calls, and to continue the session in another process, whose prompt must be in the prefix cache. The exit
+status is 1 if one of them does not.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import subprocess
+import sys
+import tempfile
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from tests.command_process import Serving, request
+from tests.other_clients.clients_page import section
+
+ADDRESS = "127.0.0.1:8400"
+BUG, FIXED = "result -= price", "result += price"
+PROGRAM = f"def total(prices):\n    result = 0\n    for price in prices:\n        {BUG}\n    return result\n"
+FIRST, SECOND = "Fix the bug in prices.py.", "Is anything else wrong?"
+ENDS = ("The total is now a sum.", "Nothing else is wrong.")
+"""The last answer of each session."""
+LEAST_CACHED = 0.95
+"""Part of the second session's prompt that must be in the prefix cache."""
+COUNTERS = ("prompt_tokens", "cached_tokens")
+WAIT_S = 120
+
+
+@dataclass(frozen=True, kw_only=True)
+class Agent:
+    """A coding agent, and the session that is scripted for it."""
+
+    title: str
+    """Heading of its section in ``docs/clients.md``."""
+    package: str
+    read_file: Callable[[Path], dict[str, Any]]
+    """Returns the call that reads a file."""
+    edit_file: Callable[[Path], dict[str, Any]]
+    """Returns the call that fixes the bug in a file."""
+    first: Sequence[str]
+    """Command that starts a session; the prompt is appended."""
+    second: Sequence[str]
+    """Command that continues the last session."""
+
+
+def shell_call(command: str) -> dict[str, Any]:
+    return {"name": "exec_command", "arguments": {"cmd": command}}
+
+
+CODEX = ("codex", "exec")
+CODEX_OPTIONS = ("--skip-git-repo-check", "--dangerously-bypass-approvals-and-sandbox")
+AGENTS = (
+    Agent(
+        title="Codex CLI",
+        package="@openai/codex",
+        read_file=lambda file: shell_call(f"cat {file.name}"),
+        edit_file=lambda file: shell_call(f"sed -i 's/{BUG}/{FIXED}/' {file.name} && cat {file.name}"),
+        first=(*CODEX, *CODEX_OPTIONS),
+        second=(*CODEX, "resume", "--last", *CODEX_OPTIONS),
+    ),
+    Agent(
+        title="Claude Code",
+        package="@anthropic-ai/claude-code",
+        read_file=lambda file: {"name": "Read", "arguments": {"file_path": str(file)}},
+        edit_file=lambda file: {
+            "name": "Edit",
+            "arguments": {"file_path": str(file), "old_string": BUG, "new_string": FIXED},
+        },
+        first=("claude", "--allowedTools", "Read,Edit", "-p"),
+        second=("claude", "--allowedTools", "Read,Edit", "--continue", "-p"),
+    ),
+)
+
+
+def main(folder: Path) -> int:
+    modules = folder.absolute() / "node_modules"
+    # npm does not run the installation scripts of packages; this one makes the program executable.
+    subprocess.run(["node", "install.cjs"], cwd=modules / "@anthropic-ai" / "claude-code", check=True)
+    failed = 0
+    for agent in AGENTS:
+        version = json.loads((modules / agent.package / "package.json").read_text())["version"]
+        with tempfile.TemporaryDirectory(prefix="lmx-lab-agents-") as place:
+            problem, report = try_agent(agent, Path(place), modules / ".bin")
+        print(f"\n--- {agent.title} {version}: {problem or 'works'}\n{report}", flush=True)
+        failed += bool(problem)
+    print(f"{len(AGENTS) - failed} of {len(AGENTS)} agents fixed the bug")
+    return int(failed > 0)
+
+
+def try_agent(agent: Agent, place: Path, programs: Path) -> tuple[str, str]:
+    """Run two sessions of an agent; return what is wrong, or "", and a report."""
+    project, home = place / "project", place / "home"
+    project.mkdir()
+    home.mkdir()
+    file = project / "prices.py"
+    file.write_text(PROGRAM)
+    calls = [
+        {"reasoning": "I read the file first.", "tool_calls": [agent.read_file(file)]},
+        {"text": "The sign is wrong.", "tool_calls": [agent.edit_file(file)]},
+    ]
+    script = place / "script.json"
+    script.write_text(json.dumps([*calls, *ENDS]))
+    os.environ["LMX_LAB_ECHO_SCRIPT"] = str(script)
+    server = Serving(home, "--model", "echo", "--context-length", "200000", "--port", "0")
+    try:
+        environ = configure(agent, home, programs, {ADDRESS: f"127.0.0.1:{server.port}"})
+        outputs = [run(agent.first, FIRST, project, environ)]
+        before = prompt_tokens(server.port)
+        outputs.append(run(agent.second, SECOND, project, environ))
+        total, cached = (now - then for now, then in zip(prompt_tokens(server.port), before, strict=True))
+    finally:
+        server.close()
+    problems = [] if FIXED in file.read_text() else ["did not fix the bug"]
+    problems += [f"did not print {end!r}" for end, output in zip(ENDS, outputs, strict=True) if end not in output]
+    problems += [] if total and cached >= LEAST_CACHED * total else ["computed a prompt again"]
+    share = f"{cached / total:.1%} of the second session's {total:,.0f} prompt tokens were cached" if total else ""
+    return "; ".join(problems), share if not problems else "\n".join([share, *outputs])
+
+
+def configure(agent: Agent, home: Path, programs: Path, addresses: Mapping[str, str]) -> dict[str, str]:
+    """Apply the configuration in the agent's section, commands or variables before a command, and return the
+    environment.
+    """
+    environ = {"PATH": f"{programs}:{os.environ['PATH']}", "HOME": str(home)}
+    for block in section(agent.title):
+        text = block.text
+        for old, new in addresses.items():
+            text = text.replace(old, new)
+        if block.not_run:
+            environ |= dict(re.findall(r"\b([A-Z_]+)=(\S+)", text))
+        else:
+            subprocess.run(["bash", "-euc", text], env=environ, check=True)
+    return environ
+
+
+def run(command: Sequence[str], prompt: str, project: Path, environ: Mapping[str, str]) -> str:
+    done = subprocess.run(
+        [*command, prompt],
+        cwd=project,
+        env=dict(environ),
+        stdin=subprocess.DEVNULL,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+        timeout=WAIT_S,
+        check=False,
+    )
+    return done.stdout
+
+
+def prompt_tokens(port: int) -> tuple[float, float]:
+    """Return the numbers of prompt tokens of all requests: computed or cached, and cached."""
+    with request(port, "GET", "/metrics") as response:
+        text = response.read().decode()
+    counts = [re.search(rf"^lmx_lab_{name}_total(?:{{.*}})? (\S+)$", text, re.MULTILINE) for name in COUNTERS]
+    prompt, cached = (float(found[1]) for found in counts if found is not None)
+    return prompt, cached
+
+
+if __name__ == "__main__":
+    sys.exit(main(Path(sys.argv[1])))

@@ -1,0 +1,100 @@
+"""Test the lens panel without a browser: following answers, scoring, branches."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import pytest
+
+import lmx_lab
+from lmx_lab.notebook.local import LocalBackend
+from lmx_lab.panels import lens
+from lmx_lab.panels.lens import LensPanel
+from lmx_lab.panels.workbench import Workbench
+from lmx_lab.settings import Settings
+from tests.panels.scripted_backend import Reader, Refused
+
+pytestmark = pytest.mark.usefixtures("quick")
+
+
+@pytest.fixture(scope="module")
+def echo(tmp_path_factory: pytest.TempPathFactory) -> Iterator[lmx_lab.Lab]:
+    with lmx_lab.Lab(Settings(home=tmp_path_factory.mktemp("home"), port=0), loop="thread") as lab:
+        lab.load("echo")
+        yield lab
+
+
+@pytest.fixture
+def reader(echo: lmx_lab.Lab) -> Iterator[Reader]:
+    workbench = Workbench(LocalBackend(echo.server))
+    yield Reader(LensPanel(workbench), workbench)
+    workbench.suspend()
+
+
+def texts(panel: LensPanel) -> str:
+    return "".join(token[0] for token in panel.answer.get("tokens", ()))
+
+
+def test_the_panel_follows_the_newest_answer_and_scores_it(reader: Reader, echo: lmx_lab.Lab) -> None:
+    echo.chat("<think>mm</think>wide sea", temperature=0, logprobs=3)
+    reader.until(lambda panel: "wide·sea" in texts(panel))
+    tokens = reader.panel.answer["tokens"]
+    assert {part for _, part, *_ in tokens} == {"reasoning", "text"}
+    assert [len(others) for *_, others in tokens] == [3] * len(tokens)
+    assert reader.panel.answer["branches"] is True
+    echo.chat("not scored", temperature=0)
+    reader.until(lambda panel: "not·scored" in texts(panel) and not panel.busy)
+    assert all(logprob is not None for _, _, logprob, *_ in reader.panel.answer["tokens"])
+    assert "log-probability" in reader.panel.snapshot_html()
+    reader.ask("follow", follows=False)
+    echo.chat("ignored")
+    assert "not·scored" in texts(reader.panel)
+    reader.ask("follow", follows=True)
+    reader.until(lambda panel: "ignored" in texts(panel))
+
+
+def test_a_long_answer_is_scored_on_request(reader: Reader, echo: lmx_lab.Lab, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(lens, "AUTOMATIC_TOKENS", 10)
+    echo.chat("a longer answer of some words", temperature=0)
+    reader.until(lambda panel: panel.answer.get("text") == "a longer answer of some words")
+    assert reader.panel.answer["scored"] is False
+    reader.ask("score")
+    reader.until(lambda panel: panel.answer["scored"] and not panel.busy)
+    assert "longer" in texts(reader.panel).replace("·", " ")
+
+
+def test_an_alternative_becomes_a_branch_that_can_be_shown_and_removed(reader: Reader, echo: lmx_lab.Lab) -> None:
+    echo.chat("hello wide sea", temperature=0, logprobs=3)
+    reader.until(lambda panel: "hello·wide" in texts(panel))
+    _, _, token = reader.panel.answer["tokens"][1][6][1]
+    reader.ask("branch", at=1, token=token)
+    reader.until(lambda panel: len(panel.branches) == 2 and not panel.busy)
+    root, branch = reader.panel.branches
+    assert (root["shown"], branch["shown"], branch["depth"]) == (False, True, 1)
+    assert branch["place"].startswith("at 1: ")
+    assert reader.panel.answer["name"] == branch["id"]
+    # The branch is recorded, and does not replace the tree.
+    assert echo.requests[-1].answer is not None
+    assert "branch 1" in reader.panel.snapshot_html()
+    reader.ask("show", name=root["id"])
+    reader.until(lambda panel: panel.answer["name"] == root["id"])
+    with pytest.raises(Refused, match="at is 99"):
+        reader.ask("branch", at=99, token=token)
+    with pytest.raises(Refused, match="first answer"):
+        reader.ask("prune", name=root["id"])
+    with pytest.raises(Refused, match="no branch 'x'"):
+        reader.ask("show", name="x")
+    reader.ask("prune", name=branch["id"])
+    reader.until(lambda panel: panel.branches == [])
+    reader.ask("branch", at=0, token=10**8)
+    reader.until(lambda panel: "echo knows" in panel.error)
+
+
+def test_a_lab_elsewhere_says_what_the_panel_needs(echo: lmx_lab.Lab) -> None:
+    with lmx_lab.attach(echo.url) as far:
+        workbench = Workbench(far._backend)
+        reader = Reader(LensPanel(workbench), workbench)
+        reader.until(lambda panel: "a server elsewhere" in panel.error)
+        with pytest.raises(Refused, match="no answer yet"):
+            reader.ask("score")
+        workbench.suspend()
