@@ -29,8 +29,8 @@ generator and clients are separate processes; the clients only record times.
 | repetition | share of answers that are the same alone and with seven others: 64         | smollm2       |
 |            | greedy ones and 24 with seeds, on both engines                             |               |
 | recording  | CPU time of a token at 8 streams with requests recorded ÷ not recorded     | tiny, smollm2 |
-| dialects   | CPU time of a token at 8 streams in the formats Messages and Ollama ÷ in   | tiny          |
-|            | the chat format                                                            |               |
+| dialects   | CPU time of a token at 8 streams in the formats Messages, Responses and    | tiny          |
+|            | Ollama ÷ in the chat format                                                |               |
 | start      | ms to import the package, to show the help, and to start a server          | smollm2       |
 | structured | decode tok/s with a JSON schema ÷ without, 1 and 8 streams                 | tiny, smollm2 |
 | daemon     | a turn - the same chat; fan-out to 10; delay while other subscribers do    | tiny, smollm2 |

@@ -46,6 +46,22 @@ def _messages_body(messages: list[Message], max_tokens: int) -> dict[str, Any]:
     }
 
 
+def _responses_body(messages: list[Message], max_tokens: int) -> dict[str, Any]:
+    return {
+        "model": "default",
+        "input": messages,
+        "temperature": 0,
+        "max_output_tokens": max_tokens,
+        "store": False,
+        "stream": True,
+    }
+
+
+def _responses_tokens(event: Mapping[str, Any]) -> int | None:
+    response = event.get("response") or {}
+    return response["usage"]["output_tokens"] if response.get("usage") else None
+
+
 def _ollama_body(messages: list[Message], max_tokens: int) -> dict[str, Any]:
     return {"model": "default", "messages": messages, "options": {"temperature": 0, "num_predict": max_tokens}}
 
@@ -61,6 +77,7 @@ DIALECTS: Mapping[str, Dialect] = {
         body=_messages_body,
         tokens=lambda event: event["usage"]["output_tokens"] if event.get("type") == "message_delta" else None,
     ),
+    "Responses": Dialect(path="/v1/responses", body=_responses_body, tokens=_responses_tokens),
     "Ollama": Dialect(path="/api/chat", body=_ollama_body, tokens=lambda line: line.get("eval_count")),
 }
 """The measured formats. A further one needs only a row here."""
