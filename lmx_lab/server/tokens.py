@@ -23,6 +23,7 @@ from lmx_lab.server.translate import generation_request
 from lmx_lab.values.generation import token_text
 from lmx_lab.weights.files import in_thread
 from lmx_lab.weights.templates import main_template
+from lmx_lab.wire.chat import ChatRequest
 from lmx_lab.wire.generation import ANY_MODEL
 from lmx_lab.wire.tokens import (
     DetokenizeAnswer,
@@ -32,7 +33,6 @@ from lmx_lab.wire.tokens import (
     Props,
     TemplateAnswer,
     TemplateRequest,
-    TextTokenizeRequest,
     TokenizeAnswer,
     TokenizeRequest,
 )
@@ -108,10 +108,11 @@ def requested_model(name: str) -> str | None:
 
 
 def _prompt_request(body: TokenizeRequest) -> GenerationRequest:
-    if isinstance(body, TextTokenizeRequest):
+    if body.text is not None:
         prompt = TextPrompt(text=body.text, special=body.special)
         return GenerationRequest(prompt=prompt, model=requested_model(body.model))
-    return generation_request(body)
+    fields = {name: getattr(body, name) for name in ("model", "messages", "tools", "chat_template_kwargs")}
+    return generation_request(ChatRequest.model_validate(fields))
 
 
 def _piece(data: bytes) -> str | list[int]:

@@ -4,13 +4,14 @@ from __future__ import annotations
 
 from typing import Annotated, Any, Literal, Self
 
-from pydantic import BaseModel, ConfigDict, Discriminator, FailFast, Field, Tag, model_validator
+from pydantic import BaseModel, BeforeValidator, ConfigDict, FailFast, Field, model_validator
 from typing_extensions import TypeAliasType
 
 from lmx_lab.wire import unsupported
-from lmx_lab.wire.chat import HELLO, ChatRequest
+from lmx_lab.wire.chat import HELLO, MESSAGE_LIMIT, ChatMessage, ChatRequest, TemplateVariables
 from lmx_lab.wire.generation import ANY_MODEL, NonEmpty
 from lmx_lab.wire.messages import LenientModel
+from lmx_lab.wire.tools import Tools, check_counts
 
 
 class TemplateRequest(ChatRequest):
@@ -23,45 +24,48 @@ class TemplateRequest(ChatRequest):
     continue_final_message: Annotated[Any, unsupported.NO_CONTINUED_MESSAGES] = None
 
 
-class PieceOptions(BaseModel):
-    """What an answer of POST /tokenize contains besides token ids."""
-
-    with_pieces: bool | None = None
-    """Whether each token is an object with its id and its text."""
-    return_token_strs: bool | None = None
-    """Whether the answer has the texts of all tokens in ``token_strs``."""
-
-
-class ChatTokenizeRequest(TemplateRequest, PieceOptions):
-    """The body of POST /tokenize for a chat, in vLLM's form."""
-
-    add_special_tokens: bool | None = None
-    """Has no effect: the special tokens of a chat are those of its template."""
+# A named type, because members of a union must be hashable, and FailFast is not.
+ChatMessages = TypeAliasType(
+    "ChatMessages",
+    Annotated[
+        list[ChatMessage], FailFast(), Field(min_length=1, max_length=MESSAGE_LIMIT), BeforeValidator(check_counts)
+    ],
+)
 
 
-class TextTokenizeRequest(LenientModel, PieceOptions):
-    """The body of POST /tokenize for a text: ``content`` in llama.cpp's form, ``prompt`` in vLLM's."""
+class TokenizeRequest(LenientModel):
+    """The body of POST /tokenize: a text as ``content`` in llama.cpp's form or as ``prompt`` in vLLM's, or a chat."""
 
     model_config = ConfigDict(json_schema_extra={"examples": [{"content": "The sea is blue."}]})
 
     model: NonEmpty = ANY_MODEL
     content: str | None = None
     prompt: str | None = None
+    messages: ChatMessages | None = None
+    tools: Tools | None = None
+    chat_template_kwargs: TemplateVariables | None = None
     add_special: bool | None = False
     """Whether to add the special tokens that begin and end a text; for ``content``."""
     add_special_tokens: bool | None = True
-    """The same for ``prompt``."""
+    """The same for ``prompt``. The special tokens of a chat are those of its template."""
     parse_special: Annotated[Any, unsupported.NO_PLAIN_SPECIALS] = None
+    add_generation_prompt: Annotated[Any, unsupported.NO_OPEN_CHATS] = None
+    continue_final_message: Annotated[Any, unsupported.NO_CONTINUED_MESSAGES] = None
+    with_pieces: bool | None = None
+    """Whether each token is an object with its id and its text."""
+    return_token_strs: bool | None = None
+    """Whether the answer has the texts of all tokens in ``token_strs``."""
 
     @model_validator(mode="after")
     def _check_text(self) -> Self:
-        if (self.content is None) == (self.prompt is None):
-            raise ValueError("needs either content or prompt (or the messages of a chat)")
+        if sum(each is not None for each in (self.content, self.prompt, self.messages)) != 1:
+            raise ValueError("needs one of content, prompt and messages")
         return self
 
     @property
-    def text(self) -> str:
-        return self.content or self.prompt or ""
+    def text(self) -> str | None:
+        """The text; None for a chat."""
+        return self.prompt if self.content is None else self.content
 
     @property
     def special(self) -> bool:
@@ -69,14 +73,6 @@ class TextTokenizeRequest(LenientModel, PieceOptions):
         return bool(self.add_special if self.prompt is None else self.add_special_tokens)
 
 
-def _is_chat(body: Any) -> bool:
-    return isinstance(body, ChatTokenizeRequest) or (isinstance(body, dict) and "messages" in body)
-
-
-TokenizeRequest = Annotated[
-    Annotated[ChatTokenizeRequest, Tag("body[chat]")] | Annotated[TextTokenizeRequest, Tag("body[text]")],
-    Discriminator(lambda value: "body[chat]" if _is_chat(value) else "body[text]"),
-]
 TOKEN_LIMIT = 65_536
 """Largest number of token ids in one request. Decoding holds the interpreter's lock for about a microsecond each."""
 TokenList = TypeAliasType(

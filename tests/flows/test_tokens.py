@@ -52,6 +52,7 @@ def test_a_chat_is_tokenized_as_its_template_writes_it(http: httpx2.Client) -> N
     [
         ("/tokenize", {}, 400, None),
         ("/tokenize", {"content": "a", "prompt": "a"}, 400, None),
+        ("/tokenize", {"content": "a", "messages": HELLO}, 400, None),
         ("/tokenize", {"content": "a", "parse_special": False}, 400, "parse_special"),
         ("/tokenize", {"content": "a", "model": "none"}, 404, "model"),
         ("/tokenize", {"messages": HELLO, "add_generation_prompt": False}, 400, "add_generation_prompt"),
