@@ -31,6 +31,8 @@ generator and clients are separate processes; the clients only record times.
 | recording  | CPU time of a token at 8 streams with requests recorded ÷ not recorded     | tiny, smollm2 |
 | dialects   | CPU time of a token at 8 streams in the formats Messages, Responses and    | tiny          |
 |            | Ollama ÷ in the chat format                                                |               |
+| branches   | time to the first token of a branch ÷ a decode step; time of ``explore``   | tiny, smollm2 |
+|            | with 8 answers ÷ the longest answer alone                                  |               |
 | start      | ms to import the package, to show the help, and to start a server          | smollm2       |
 | structured | decode tok/s with a JSON schema ÷ without, 1 and 8 streams                 | tiny, smollm2 |
 | daemon     | a turn - the same chat; fan-out to 10; delay while other subscribers do    | tiny, smollm2 |
@@ -71,6 +73,7 @@ import psutil
 
 from benchmarks import (
     against_mlx_lm,
+    branches,
     daemon,
     dialects,
     disconnect,
@@ -129,6 +132,7 @@ FIGURES = {
     "repetition": Figure(title=repetition.FIGURE, measure=repetition.measure, models=("smollm2",)),
     "recording": Figure(title=recording.FIGURE, measure=recording.measure),
     "dialects": Figure(title=dialects.FIGURE, measure=dialects.measure, models=("tiny",)),
+    "branches": Figure(title=branches.BRANCH, measure=branches.measure),
     "start": Figure(title=start.FIGURE, measure=start.measure, models=("smollm2",)),
     "turn": Figure(title=second_turn.FIGURE, measure=second_turn.measure),
     "restart": Figure(title=restart.FIGURE, measure=restart.measure),

@@ -17,6 +17,7 @@ from lmx_lab.values.encoding import EncodeReport, RerankMethod, Vectors
 from lmx_lab.values.generation import Delta, GenerationReport, TokenLogprob
 from lmx_lab.values.models import LoadReport, LoadSpec, Unloading
 from lmx_lab.values.recording import Continuation, Record
+from lmx_lab.values.timeline import RequestTimeline
 from lmx_lab.wire.admin import ModelEvent, ModelRecords, RequestEvent, Sample
 from lmx_lab.wire.chat import ChatRequest
 from lmx_lab.wire.embeddings import EmbeddingsBody
@@ -26,6 +27,9 @@ from lmx_lab.wire.rerank import RerankBody
 T = TypeVar("T")
 Progress = Callable[[ModelEvent], None]
 """Called with each step of a load or unload, on the event loop that awaits it."""
+
+AnswerRecorder = Callable[[], Coroutine[Any, Any, Record]]
+"""Generates an answer, and returns its record, which is not stored."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -128,6 +132,16 @@ class Backend(Protocol):
     def events(self) -> AsyncGenerator[ModelEvent | RequestEvent, None]:
         """Return all loads, unloads and ends of requests from now on, of all clients. Ends when the server stops."""
 
+    def timelines(self, last_s: float, *, most: int | None = None) -> Sequence[RequestTimeline]:
+        """Return what the engine did for the requests of all clients that ran in the last seconds, the oldest first.
+
+        Args:
+            most: Maximum number of requests; the newest are returned. None sets no limit.
+
+        Raises:
+            InvalidRequestError: the server runs elsewhere.
+        """
+
     # Models
 
     async def models(self) -> ModelRecords: ...
@@ -163,6 +177,18 @@ class Backend(Protocol):
 
     # Recorded tokens
 
+    def answer_recorder(
+        self, prompt: str | Sequence[Mapping[str, Any]], parameters: Mapping[str, Any]
+    ) -> AnswerRecorder:
+        """Check a prompt with the parameters of ``Lab.chat``, and return a function that answers it.
+
+        Raises:
+            InvalidRequestError: the prompt or a parameter is invalid, or the server runs elsewhere.
+        """
+
+    async def encode(self, text: str) -> Sequence[int]:
+        """Return the token ids of a text, which may begin with tokens that the tokenizer puts before each text."""
+
     async def regenerate(self, record: Record) -> Record:
         """Generate the answer of a record again, and return the record of the new answer, which is not stored."""
 
@@ -184,11 +210,15 @@ class Backend(Protocol):
             recorded: Whether the answer is recorded like those of ``generate``.
         """
 
-    async def score(self, tokens: Sequence[int], *, model: str | None, top: int) -> Sequence[TokenLogprob]:
+    async def score(
+        self, tokens: Sequence[int], *, model: str | None, top: int, start: int = 0, distributions: bool = False
+    ) -> Sequence[TokenLogprob]:
         """Return the log-probability of each token after those before it, with ``top`` alternatives.
 
         Args:
             model: The model that must be loaded; None takes any.
+            start: Position of the first token that is returned.
+            distributions: Whether entropies and high ranks are needed, even if the engine takes long to compute them.
         """
 
 

@@ -68,9 +68,9 @@ TABLE = {
     # The protocol of a lab's server; neither the notebook nor the panels define it, because both use it.
     "backend": Row("broadcast values wire"),
     # weights: the hashes of a model's files in the provenance of records.
-    "instrument": Row("errors values frames weights wire backend", "pandas"),
+    "instrument": Row("errors values frames progress weights wire backend", "pandas"),
     # client: the classes of the daemon's events. urls: which frontend shows the panels.
-    # instrument: the lens panel shows its values and takes branches.
+    # instrument: the lens panel shows its values and takes branches, and the timeline panel explains requests.
     # IPython: a panel has a static output for notebooks without a kernel. minify: only to build the widgets' code.
     "panels": Row(
         "errors values urls portal frames backend wire client instrument",

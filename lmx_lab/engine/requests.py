@@ -154,6 +154,10 @@ class GenerationRequest:
     one token each."""
     score_prompt: bool = False
     """Whether to report the log-probability of each prompt token, with ``top_logprobs`` alternatives."""
+    score_from: int = 0
+    """Position of the first prompt token whose score is needed; an engine may leave out those before it."""
+    score_distributions: bool = False
+    """Whether each score needs a rank and an entropy, even if the engine takes long to compute them."""
     timeout_s: float | None = None
     """Time limit from arrival to the last token; None takes ``Settings.request_timeout_s``."""
     request_id: str | None = None

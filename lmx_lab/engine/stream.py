@@ -7,6 +7,7 @@ most the text of one generation.
 from __future__ import annotations
 
 import asyncio
+import time
 from collections import defaultdict
 from collections.abc import Callable
 from concurrent.futures import Future
@@ -15,6 +16,7 @@ from typing import Any, Generic, Self, TypeVar
 
 from lmx_lab.errors import LabError
 from lmx_lab.values.generation import Delta, GenerationReport, PromptProgress, PromptScores, merge_deltas
+from lmx_lab.values.timeline import StepLog
 
 Result = TypeVar("Result")
 SEPARATE_DELTAS = 64
@@ -23,10 +25,16 @@ Item = Delta | PromptProgress | PromptScores | GenerationReport | LabError
 
 
 class Mailbox:
-    """The items of one generation that its reader has not read yet. Belongs to the event loop ``loop``."""
+    """The items of one generation that its reader has not read yet. Belongs to the event loop ``loop``.
 
-    def __init__(self, loop: asyncio.AbstractEventLoop) -> None:
+    Args:
+        arrived_at: When the request arrived; by default now.
+    """
+
+    def __init__(self, loop: asyncio.AbstractEventLoop, arrived_at: float | None = None) -> None:
         self.loop = loop
+        self.steps = StepLog(time.perf_counter() if arrived_at is None else arrived_at)
+        """What the engine has done for the generation. Unlike the items, it is written by the engine directly."""
         self.changed = asyncio.Event()
         self.end: GenerationReport | LabError | None = None
         self.progress: PromptProgress | None = None
@@ -57,7 +65,7 @@ class Mailbox:
         deltas, self._deltas = self._deltas, []
         # Nearly always there is only one.
         delta = deltas[0] if len(deltas) == 1 else merge_deltas(deltas)
-        return delta if delta.tokens or delta.has_content else None
+        return delta if delta.tokens or delta.ids or delta.has_content else None
 
 
 class Outbox:
@@ -122,6 +130,11 @@ class TokenStream:
     def progress(self) -> PromptProgress | None:
         """How much of the prompt has been computed; None while the request waits for a slot."""
         return self._mailbox.progress
+
+    @property
+    def steps(self) -> StepLog:
+        """What the engine has done for the generation so far."""
+        return self._mailbox.steps
 
     @property
     def prompt_scores(self) -> PromptScores | None:

@@ -25,7 +25,7 @@ class LabAccess:
     """
 
     def __init__(self, backend: Backend, portal: Callable[[], LoopRunner]) -> None:
-        self._backend = backend
+        self.backend = backend
         self._portal = portal
 
     def run(self, work: Callable[[Backend], Coroutine[Any, Any, T]]) -> T:
@@ -35,7 +35,7 @@ class LabAccess:
             HostingError: the lab was stopped.
         """
         portal = self._portal()
-        return portal.run(work(self._backend))
+        return portal.run(work(self.backend))
 
     async def call(self, work: Callable[[Backend], Coroutine[Any, Any, T]]) -> T:
         """Do work with the backend, and return its result. Cancelling the caller cancels it.
@@ -44,4 +44,4 @@ class LabAccess:
             HostingError: the lab was stopped.
         """
         portal = self._portal()
-        return await portal.call(work(self._backend))
+        return await portal.call(work(self.backend))

@@ -291,6 +291,11 @@ async def scored_lens(backend: Backend, answer: TokenAnswer, *, color: ColorBy =
         raise InvalidRequestError(f"the ids of this answer's tokens are not known, so they cannot be scored; {ASK}")
     if answer.weights:
         await backend.require_weights(answer.model, answer.weights)
-    scores = await backend.score([*answer.prompt, *answer.ids], model=answer.model, top=ALTERNATIVES)
-    tokens = scores[len(answer.prompt) :]
+    tokens = await backend.score(
+        [*answer.prompt, *answer.ids],
+        model=answer.model,
+        top=ALTERNATIVES,
+        start=len(answer.prompt),
+        distributions=color == "entropy",
+    )
     return TokenLens(tokens, source="scoring", color=color, parts=parts_of(tokens, answer))

@@ -17,6 +17,7 @@ from lmx_lab.instrument.answer import TokenAnswer
 from lmx_lab.instrument.lens import ColorBy, TokenLens, lens_of
 from lmx_lab.instrument.replay import Replay
 from lmx_lab.instrument.store import COLUMNS, SHOWN_CHARACTERS, RecordStore
+from lmx_lab.instrument.timeline import Timeline, timeline_of_record
 from lmx_lab.instrument.tree import AnswerTree, Branch
 from lmx_lab.values.recording import Record
 
@@ -114,6 +115,14 @@ class RecordedRequest:
     def tree(self) -> AnswerTree:
         """Return the answer with the branches that were taken from this object."""
         return self._tree
+
+    def timeline(self) -> Timeline:
+        """Return what the engine did for the request: when it waited, computed the prompt, and generated each token.
+
+        Raises:
+            InvalidRequestError: no steps were recorded.
+        """
+        return timeline_of_record(self.record)
 
     def delete(self) -> None:
         """Delete the record. Its content is overwritten in the file."""

@@ -19,6 +19,7 @@ from lmx_lab.instrument.access import LabAccess
 from lmx_lab.instrument.explore import explore
 from lmx_lab.instrument.requests import RequestList
 from lmx_lab.instrument.tree import AnswerTree
+from lmx_lab.instrument.verbs import InstrumentVerbs
 from lmx_lab.notebook.arguments import (
     Documents,
     Prompt,
@@ -62,7 +63,7 @@ PROMPT_TOKENS, OUTPUT_TOKENS = 512, 128
 CLOSED = Closed()
 
 
-class Lab(LocalProperties):
+class Lab(InstrumentVerbs, LocalProperties):
     """An inference server, in this process or elsewhere, with methods to load models and to send requests.
 
     ``launch()`` and ``attach()`` return a lab, and ``stop()`` ends it. Every blocking method that uses the server has
@@ -555,7 +556,9 @@ class Lab(LocalProperties):
             AttributeError: the server runs elsewhere.
         """
         if self._local is None:
-            raise AttributeError(f"the server at {self.url} runs elsewhere: it has no settings, engine or daemon here")
+            raise AttributeError(
+                f"the server at {self.url} runs elsewhere: it has no settings, engine or requests here"
+            )
         return self._local
 
     @property

@@ -8,11 +8,13 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import AsyncGenerator, AsyncIterator, Coroutine, Sequence
+from collections.abc import AsyncGenerator, AsyncIterator, Coroutine, Mapping, Sequence
 from typing import Any, Self, TypeVar
 
-from lmx_lab.backend import AnswerCost, DocumentRanking, Progress, ServerState
+from lmx_lab.backend import AnswerCost, AnswerRecorder, DocumentRanking, Progress, ServerState
+from lmx_lab.engine import GenerationRequest, TextPrompt
 from lmx_lab.errors import HostingError, InvalidRequestError, NotLoadedError
+from lmx_lab.notebook.arguments import Prompt, chat_request
 from lmx_lab.notebook.local_server import LocalServer
 from lmx_lab.server import InferenceServer
 from lmx_lab.server.admin import model_records
@@ -21,12 +23,13 @@ from lmx_lab.server.events import ServerEvent, sample
 from lmx_lab.server.generation import Generation
 from lmx_lab.server.recording import request_to_json
 from lmx_lab.server.rerank import rerank_request
-from lmx_lab.server.translate import timings, usage
+from lmx_lab.server.translate import generation_request, timings, usage
 from lmx_lab.values.encoding import Vectors
 from lmx_lab.values.engine import EngineSnapshot
 from lmx_lab.values.generation import Delta, TokenLogprob
 from lmx_lab.values.models import LoadReport, LoadSpec
 from lmx_lab.values.recording import Continuation, Record
+from lmx_lab.values.timeline import RequestTimeline
 from lmx_lab.wire.admin import ModelEvent, ModelRecords, RequestEvent, Sample
 from lmx_lab.wire.chat import ChatRequest
 from lmx_lab.wire.embeddings import EmbeddingsBody
@@ -123,6 +126,9 @@ class LocalBackend:
             async for event in events:
                 yield event
 
+    def timelines(self, last_s: float, *, most: int | None = None) -> list[RequestTimeline]:
+        return self._server.services.inference.timelines.read(last_s, most=most)
+
     # Models
 
     async def models(self) -> ModelRecords:
@@ -171,6 +177,13 @@ class LocalBackend:
 
     # Recorded tokens
 
+    def answer_recorder(self, prompt: Prompt, parameters: Mapping[str, Any]) -> AnswerRecorder:
+        request = generation_request(chat_request(prompt, parameters))
+        return lambda: self._services.inference.answer(request)
+
+    async def encode(self, text: str) -> list[int]:
+        return await self._services.inference.encode(GenerationRequest(prompt=TextPrompt(text=text)), local=True)
+
     async def regenerate(self, record: Record) -> Record:
         return await self._services.inference.regenerate(record)
 
@@ -195,8 +208,11 @@ class LocalBackend:
         own = True if recorded else None
         return LocalAnswer(await self._services.inference.continue_answer(continuation, own=own))
 
-    async def score(self, tokens: Sequence[int], *, model: str | None, top: int) -> Sequence[TokenLogprob]:
-        return await self._services.inference.score(tokens, model=model, top=top)
+    async def score(
+        self, tokens: Sequence[int], *, model: str | None, top: int, start: int = 0, distributions: bool = False
+    ) -> Sequence[TokenLogprob]:
+        inference = self._services.inference
+        return await inference.score(tokens, model=model, top=top, start=start, distributions=distributions)
 
     @property
     def _services(self) -> InferenceServer:

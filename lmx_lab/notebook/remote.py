@@ -6,20 +6,22 @@ All methods may be called on any event loop; the client's coroutines run on the 
 from __future__ import annotations
 
 import time
-from collections.abc import AsyncGenerator, Callable, Iterator, Sequence
+from collections.abc import AsyncGenerator, Callable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from time import perf_counter
 from typing import Any, Self
 from urllib.parse import urlsplit
 
-from lmx_lab.backend import AnswerCost, AnswerStream, DocumentRanking, Progress, ServerState
+from lmx_lab.backend import AnswerCost, AnswerRecorder, AnswerStream, DocumentRanking, Progress, ServerState
 from lmx_lab.client import AsyncLabClient, LabEvent, Remark, as_array
 from lmx_lab.errors import InvalidRequestError, LabError, UnreachableError
+from lmx_lab.notebook.arguments import Prompt
 from lmx_lab.notebook.verbs import LoopPortal
 from lmx_lab.values.encoding import Vectors
 from lmx_lab.values.generation import Delta, TokenLogprob, ToolCallDelta
 from lmx_lab.values.models import LoadReport, LoadSpec, Unloading
 from lmx_lab.values.recording import Continuation, Record
+from lmx_lab.values.timeline import RequestTimeline
 from lmx_lab.wire.admin import ModelEvent, ModelRecords, RequestEvent, Sample
 from lmx_lab.wire.chat import ChatChunk, ChatRequest, ChoiceDelta, ChunkChoice, TokenLogprobs, TopLogprob
 from lmx_lab.wire.embeddings import EmbeddingsBody
@@ -33,6 +35,7 @@ ELSEWHERE = (
     "tokens of a server elsewhere cannot be scored or generated again; ask for logprobs with the answer, or use a lab "
     "that launch() has started"
 )
+NO_TIMELINE = "a server elsewhere does not send the steps of its engine; use lab.timeline() where it was launched"
 
 
 class RemoteAnswer:
@@ -221,6 +224,9 @@ class RemoteBackend:
         elif isinstance(event, ModelEvent) and event.stage in ("loaded", "unloaded", "failed"):
             await self.models()
 
+    def timelines(self, last_s: float, *, most: int | None = None) -> list[RequestTimeline]:
+        raise InvalidRequestError(NO_TIMELINE)
+
     # Models
 
     async def models(self) -> ModelRecords:
@@ -281,6 +287,12 @@ class RemoteBackend:
 
     # Recorded tokens
 
+    def answer_recorder(self, prompt: Prompt, parameters: Mapping[str, Any]) -> AnswerRecorder:
+        raise InvalidRequestError(ELSEWHERE)
+
+    async def encode(self, text: str) -> Sequence[int]:
+        raise InvalidRequestError(ELSEWHERE)
+
     async def regenerate(self, record: Record) -> Record:
         raise InvalidRequestError(ELSEWHERE)
 
@@ -293,7 +305,9 @@ class RemoteBackend:
     async def continue_answer(self, continuation: Continuation, *, recorded: bool = True) -> AnswerStream:
         raise InvalidRequestError(ELSEWHERE)
 
-    async def score(self, tokens: Sequence[int], *, model: str | None, top: int) -> Sequence[TokenLogprob]:
+    async def score(
+        self, tokens: Sequence[int], *, model: str | None, top: int, start: int = 0, distributions: bool = False
+    ) -> Sequence[TokenLogprob]:
         raise InvalidRequestError(ELSEWHERE)
 
 

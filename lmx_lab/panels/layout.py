@@ -15,6 +15,7 @@ from lmx_lab.panels.metrics import MetricsPanel
 from lmx_lab.panels.models import ModelsPanel
 from lmx_lab.panels.panel import Panel
 from lmx_lab.panels.rerank import RerankPanel
+from lmx_lab.panels.timeline import TimelinePanel
 from lmx_lab.panels.workbench import Workbench
 
 PANELS: dict[str, type[Panel]] = {
@@ -24,6 +25,7 @@ PANELS: dict[str, type[Panel]] = {
     "rerank": RerankPanel,
     "lens": LensPanel,
     "events": EventsPanel,
+    "timeline": TimelinePanel,
 }
 CARD = "card"
 

@@ -49,7 +49,7 @@ class LensPanel(Panel):
     error = traitlets.Unicode().tag(sync=True)
     answer = traitlets.Dict().tag(sync=True)
     """The answer that is shown, with its tokens; empty before the first one."""
-    branches = traitlets.List().tag(sync=True)
+    branches: Any = traitlets.List().tag(sync=True)
     """The answers of the tree, for the list of branches; empty if there is only one."""
 
     def __init__(self, workbench: Workbench) -> None:

@@ -15,6 +15,7 @@ from lmx_lab.server.recording import RecordedGeneration
 from lmx_lab.values.encoding import EncodeReport
 from lmx_lab.values.generation import Delta, GenerationReport, PromptProgress, PromptScores, merge_deltas
 from lmx_lab.values.models import Kind
+from lmx_lab.values.timeline import StepLog
 from lmx_lab.wire.admin import RequestEvent
 
 Outcome = Literal["stop", "length", "tool_calls", "cancelled", "error"]
@@ -40,6 +41,8 @@ class RequestEnd:
     """Number of tokens that were delivered. Used if there is no report."""
     recorded: RecordedGeneration | None = None
     """What the record of the generation consists of; None if it is not recorded."""
+    steps: StepLog | None = None
+    """What the engine did for a generation; None if the request was refused, or is not a generation."""
 
     def event(self) -> RequestEvent:
         """Return the event for clients of ``/admin/events``."""
@@ -121,6 +124,11 @@ class Generation:
     def prompt_scores(self) -> PromptScores | None:
         """Log-probabilities of the prompt; None if they were not requested or are not known yet."""
         return self._stream.prompt_scores
+
+    @property
+    def steps(self) -> StepLog:
+        """What the engine has done for the generation so far."""
+        return self._stream.steps
 
     def final_report(self) -> GenerationReport:
         """Return the report of a generation that was read to its end.
@@ -212,6 +220,7 @@ class Generation:
             prompt_tokens=len(self.prompt),
             output_tokens=self._tokens,
             recorded=self._recorded,
+            steps=self.steps,
         )
 
 

@@ -29,6 +29,7 @@ from lmx_lab.server.events import ServerEvent
 from lmx_lab.server.generation import Generation, Observer, Outcome, RequestEnd, closing_all
 from lmx_lab.server.recording import RecordedGeneration, Recording, continued_request, request_from_json, with_seed
 from lmx_lab.server.serialize import ChatAnswer
+from lmx_lab.server.timelines import TimelineLog
 from lmx_lab.server.translate import generation_request
 from lmx_lab.values.encoding import EncodeReport, Vectors
 from lmx_lab.values.generation import GenerationReport, TokenLogprob
@@ -74,6 +75,8 @@ class InferenceService:
         self.recording = recording
         self._slow_client_s = slow_client_s
         self._observers = observers
+        self.timelines = TimelineLog()
+        """What the engines did for the last requests."""
 
     @property
     def fingerprint(self) -> str:
@@ -151,6 +154,14 @@ class InferenceService:
             # Not the name in the request: a caller can choose it freely, and it is a label of a metric.
             self._end_without_report("chat", request_id, self._manager.snapshot.model or "", exc, index=first)
             raise
+        for at, stream in enumerate(streams):
+            self.timelines.add(
+                stream.steps,
+                request_id=request_id or "",
+                index=first + at,
+                model=stream.model,
+                prompt_tokens=len(stream.prompt),
+            )
         return [
             Generation(
                 stream,
@@ -170,7 +181,9 @@ class InferenceService:
         model = next((each for each in self._manager.residents if each.entry.id == stream.model), None)
         if model is None:
             return None
-        return RecordedGeneration(request=request, own=own, choice=choice, model=model, prompt=stream.prompt)
+        return RecordedGeneration(
+            request=request, own=own, choice=choice, model=model, prompt=stream.prompt, steps=stream.steps
+        )
 
     async def regenerate(self, record: Record) -> Record:
         """Generate the answer of a record again, with the same model, prompt, settings and seed.
@@ -181,11 +194,23 @@ class InferenceService:
             LabError: see ``ModelManager.submit_all``.
         """
         request = request_from_json(record.request, model=record.provenance.model)
+        return await self.answer(request, choice=record.choice)
+
+    async def answer(self, request: GenerationRequest, *, choice: int = 0) -> Record:
+        """Generate an answer, and return its record, which is not stored.
+
+        Args:
+            choice: Index of the answer among those to the same request.
+
+        Raises:
+            LabError: see ``ModelManager.submit_all``.
+        """
+        request = with_seed(request)
         # The seed of an answer depends on its index among the answers to the request.
-        generations = await self.submit(request, choices=record.choice + 1, local=True, own=None)
+        generations = await self.submit(request, choices=choice + 1, local=True, own=None)
         async with closing_all(generations):
             generation = generations[-1]
-            recorded = self._recorded(request, generation, record.choice, own=True)
+            recorded = self._recorded(request, generation, choice, own=True)
             if recorded is None:
                 raise NotLoadedError(f"{generation.model} has just been unloaded; load it again")
             recorded.deltas.append(await generation.read_all())
@@ -205,8 +230,14 @@ class InferenceService:
         (generation,) = await self.submit(request, local=True, own=own, patient=True)
         return generation
 
-    async def score(self, tokens: Sequence[int], *, model: str | None, top: int) -> tuple[TokenLogprob, ...]:
+    async def score(
+        self, tokens: Sequence[int], *, model: str | None, top: int, start: int = 0, distributions: bool = False
+    ) -> tuple[TokenLogprob, ...]:
         """Return the log-probability of each token after those before it, with ``top`` alternatives.
+
+        Args:
+            start: Position of the first token that is needed. The returned tokens begin there.
+            distributions: Whether entropies and high ranks are needed, even if the engine takes long to compute them.
 
         Raises:
             LabError: see ``ModelManager.submit_all``.
@@ -218,11 +249,13 @@ class InferenceService:
             max_tokens=0,
             top_logprobs=top,
             score_prompt=True,
+            score_from=start,
+            score_distributions=distributions,
         )
         (generation,) = await self.submit(request, local=True, own=None)
         await generation.read_all()
         assert generation.prompt_scores is not None
-        return generation.prompt_scores.tokens
+        return generation.prompt_scores.tokens[start:]
 
     async def encode(self, request: GenerationRequest, *, local: bool = False) -> list[int]:
         """Return the token ids of a request's prompt. Raises the same as ``ModelManager.encode``."""
@@ -306,6 +339,9 @@ class InferenceService:
         self._end(RequestEnd(kind=kind, request_id=request_id, index=index, model=model, outcome=outcome, code=code))
 
     def _end(self, end: RequestEnd) -> None:
+        if end.steps is not None:
+            report = end.report if isinstance(end.report, GenerationReport) else None
+            self.timelines.end(end.steps, end.outcome, end.code, report)
         # Recorded first, so that the reader of an event finds the record.
         if end.recorded is not None:
             report = end.report if isinstance(end.report, GenerationReport) else None

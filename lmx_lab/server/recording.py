@@ -33,6 +33,7 @@ from lmx_lab.engine.residents import Resident
 from lmx_lab.values.generation import Delta, GenerationReport, merge_deltas, merge_tool_calls
 from lmx_lab.values.models import ModelEntry
 from lmx_lab.values.recording import Continuation, Provenance, Record, RecordMode
+from lmx_lab.values.timeline import StepLog
 
 OWN_HEADER = "x-lmx-own"
 """Header with which clients that ``lab.openai`` has configured, and the daemon of a lab, mark their requests."""
@@ -53,6 +54,7 @@ class RecordedGeneration:
     choice: int
     model: Resident
     prompt: tuple[int, ...]
+    steps: StepLog
     at: float = field(default_factory=time.time)
     deltas: list[Delta] = field(default_factory=list)
     """The parts of the answer that were delivered so far."""
@@ -80,6 +82,7 @@ class RecordedGeneration:
             outcome=outcome,
             code=code,
             timings=_timings(report),
+            steps=self.steps.steps(),
             provenance=_provenance(self.model, dtype),
         )
 

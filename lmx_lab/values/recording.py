@@ -7,6 +7,7 @@ from dataclasses import dataclass, field
 from typing import Any, Literal
 
 from lmx_lab.values.generation import TokenLogprob
+from lmx_lab.values.timeline import EngineStep
 
 RecordMode = Literal["own", "all", "off"]
 """Which requests are recorded: those of the lab's own notebook, those of all clients, or none."""
@@ -92,4 +93,6 @@ class Record:
     """Code of the error; None if there was none."""
     timings: Mapping[str, float] = field(default_factory=dict)
     """Counts of tokens, and seconds, as in ``GenerationReport``; empty if the answer did not end normally."""
+    steps: tuple[EngineStep, ...] = ()
+    """What the engine did for the request."""
     provenance: Provenance

@@ -15,7 +15,7 @@ from lmx_lab.panels.layout import PANELS
 from lmx_lab.panels.metrics import MetricsPanel
 from lmx_lab.panels.panel import Panel
 
-MAX_BYTES = 84 * 1024
+MAX_BYTES = 89 * 1024
 """Maximum size of the code of all panels that do not need a daemon. uPlot is 51 KiB of it."""
 MAX_BYTES_WITH_DAEMON = 11 * 1024
 """Maximum size of the code of panels that need a daemon."""

@@ -161,7 +161,7 @@ class EchoCore:
                 model=main.model,
                 model_id=entry.id,
                 constraint=constraint,
-                mailbox=Mailbox(reader),
+                mailbox=Mailbox(reader, arrived_at),
                 permit=permit,
                 arrived_at=arrived_at,
                 choice=choice,

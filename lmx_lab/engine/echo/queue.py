@@ -26,6 +26,7 @@ from lmx_lab.engine.text.splitter import SplitText, TextSplitter, read_start
 from lmx_lab.errors import EngineError, GenerationTimeoutError, LabError
 from lmx_lab.values.engine import TokenTotals
 from lmx_lab.values.generation import Delta, FinishReason, GenerationReport, PromptProgress, PromptScores, TokenLogprob
+from lmx_lab.values.timeline import StepKind
 
 log = logging.getLogger(__name__)
 PAUSE_CHECK_S = 0.05
@@ -205,6 +206,8 @@ class EchoQueue:
         self._loop = asyncio.get_running_loop()
         self._outbox = Outbox()
         self._timer: asyncio.Handle | None = None
+        self._rounds = 0
+        """Number of rounds so far, which answers that advance together have in common."""
         self._sequences: list[list[int]] = []
 
     @property
@@ -267,6 +270,7 @@ class EchoQueue:
     def _round(self) -> None:
         """Start queued generations, generate the tokens that are due, and schedule the next round."""
         self._timer = None
+        self._rounds += 1
         now = time.perf_counter()
         for late in self._scheduler.expired(now):
             self._end(late, GenerationTimeoutError.after(late.prepared.timeout_s))
@@ -292,6 +296,7 @@ class EchoQueue:
 
     def _begin(self, generation: EchoGeneration, now: float) -> None:
         self._scheduler.prefilled(generation)
+        generation.mailbox.steps.start(now)
         if generation.admitted_at:
             # It was paused, and continues with its next token.
             generation.due_at = max(generation.due_at, now)
@@ -299,12 +304,21 @@ class EchoQueue:
         generation.cached_tokens = self._cached(generation.prepared.prompt)
         self._totals.prompt_tokens += len(generation.prepared.prompt)
         self._totals.cached_tokens += generation.cached_tokens
-        for item in generation.begin(now):
+        items = generation.begin(now)
+        tokens = len(generation.prepared.prompt) - generation.cached_tokens
+        self._log_step(generation, "prefill", now, generation.decoding_at, tokens)
+        for item in items:
             self._outbox.post(generation.mailbox, item)
         if generation.finish is not None:
             self._finish(generation)
 
+    def _log_step(self, generation: EchoGeneration, kind: StepKind, start: float, end: float, tokens: int) -> None:
+        """Record what the current round has computed for a request."""
+        steps = generation.mailbox.steps
+        steps.add(kind, start, end, tokens=tokens, step=self._rounds, requests=self.running)
+
     def _step(self, generation: EchoGeneration) -> None:
+        started, before = time.perf_counter(), generation.output_tokens
         try:
             items = generation.step()
         except LabError as exc:
@@ -314,6 +328,8 @@ class EchoQueue:
             log.exception("a generation failed")
             self._end(generation, EngineError(f"the generation failed: {type(exc).__name__}: {exc}"))
             return
+        if tokens := generation.output_tokens - before:
+            self._log_step(generation, "decode", started, time.perf_counter(), tokens)
         self._totals.output_tokens += sum(item.tokens for item in items if isinstance(item, Delta))
         for item in items:
             self._outbox.post(generation.mailbox, item)

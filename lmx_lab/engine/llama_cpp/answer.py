@@ -6,6 +6,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
+from lmx_lab.engine.llama_cpp.missing_tokens import Gap
 from lmx_lab.engine.llama_cpp.request import Route
 from lmx_lab.engine.requests import GenerationRequest
 from lmx_lab.engine.text.channels import ChannelFormat
@@ -78,7 +79,11 @@ class AnswerReader:
         self.output_tokens = 0
         self.drafted_tokens = self.accepted_tokens = 0
         self.tokens: list[int] = []
-        """Ids of the output tokens. Some are missing if llama.cpp has held back incomplete characters."""
+        """Ids of the output tokens, without those in ``gaps``."""
+        self.gaps: list[Gap] = []
+        """The tokens whose ids llama.cpp did not send, because it had held back incomplete characters."""
+        self.sent_ids = 0
+        """Number of ids that are in deltas. From the first gap on, ids are sent at the end."""
         self._tokens_before = self._drafted_before = self._accepted_before = 0
         """Numbers of output tokens, drafted and accepted tokens before the last pause."""
         self.finish: FinishReason | None = None
@@ -134,6 +139,18 @@ class AnswerReader:
             self.accepted_tokens = self._accepted_before + int(timings.get("draft_n_accepted", 0))
         yield from self._read(chunk, now)
 
+    def last_ids(self, found: Sequence[Sequence[int]]) -> Delta:
+        """Return the ids that were not sent yet.
+
+        Args:
+            found: The tokens of the gaps; those of the last one may be missing.
+        """
+        tokens, at = [], self.sent_ids
+        for gap, missing in zip(self.gaps, found, strict=False):
+            tokens += [*self.tokens[at : gap.at], *missing]
+            at = gap.at
+        return Delta(text="", tokens=0, ids=(*tokens, *self.tokens[at:]))
+
     def report(self, now: float, *, peak_memory_bytes: int = 0) -> GenerationReport:
         """Return the report of the answer, which has ended."""
         assert self.finish is not None
@@ -170,7 +187,12 @@ class AnswerReader:
     def _read_completion(self, chunk: Mapping[str, Any], now: float) -> Iterator[Delta]:
         tokens = self._count(self._tokens_before + int(chunk["tokens_predicted"]), now)
         ids = tuple(chunk.get("tokens") or ())
+        if tokens > len(ids):
+            self.gaps.append(Gap(at=len(self.tokens), count=tokens - len(ids), text=chunk["content"], last=ids))
         self.tokens += ids
+        if self.gaps:
+            ids = ()
+        self.sent_ids += len(ids)
         entries = self._entries(chunk.get("completion_probabilities", ()))
         yield from self._text(chunk["content"], tokens, entries, ids)
         self.slot = chunk.get("id_slot", self.slot)

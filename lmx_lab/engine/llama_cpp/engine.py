@@ -231,7 +231,7 @@ class LlamaCppCore:
                 prepared=prepared,
                 choice=choice,
                 reader=prepared.answer_reader(resident.hosted, arrived_at),
-                mailbox=Mailbox(reader),
+                mailbox=Mailbox(reader, arrived_at),
                 permit=permit,
                 arrived_at=arrived_at,
                 timeout_s=timeout_s,

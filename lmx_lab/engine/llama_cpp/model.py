@@ -18,6 +18,7 @@ from lmx_lab.engine.grammar.worker import TokenTable
 from lmx_lab.engine.llama_cpp.connection import LlamaConnection, RefusedError
 from lmx_lab.engine.llama_cpp.grammar import read_token_table
 from lmx_lab.engine.llama_cpp.memory_plan import ContextPlan, cache_dtype, is_batch_invariant, plan_context
+from lmx_lab.engine.llama_cpp.missing_tokens import TokenIndex
 from lmx_lab.engine.llama_cpp.process import PACKAGE, LlamaProcess
 from lmx_lab.engine.machine_memory import prefix_cache_bytes
 from lmx_lab.engine.templates.tool_prompt import END, START
@@ -91,7 +92,9 @@ class HostedModel:
     slot_files: SlotFiles | None = None
     """Keeps slots on disk; None if that is off."""
     token_table: TokenTable | None = None
-    """Vocabulary for grammars; read when the first grammar is compiled."""
+    """Vocabulary for grammars; read when it is first needed."""
+    token_index: TokenIndex | None = None
+    """Vocabulary by bytes; made when it is first needed."""
     _infill: tuple[InfillTokens | None] | None = None
     """The tokens with which the model fills a gap; None until the first request needs them."""
 
@@ -111,6 +114,12 @@ class HostedModel:
         if self._infill is None:
             self._infill = (await in_thread(functools.partial(gguf_infill_tokens, self.entry)),)
         return self._infill[0]
+
+    async def load_token_index(self) -> TokenIndex:
+        """Return the vocabulary by its bytes."""
+        if self.token_index is None:
+            self.token_index = TokenIndex((await self.load_token_table()).tokens)
+        return self.token_index
 
     async def tokenize(self, text: str, *, at_most: int, parse_special: bool, add_special: bool = True) -> list[int]:
         """Return the token ids of a text.

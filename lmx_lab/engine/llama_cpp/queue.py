@@ -15,6 +15,7 @@ from typing import Any
 from lmx_lab.engine.admission import AdmissionControl, Permit
 from lmx_lab.engine.llama_cpp.answer import AnswerReader
 from lmx_lab.engine.llama_cpp.connection import RefusedError
+from lmx_lab.engine.llama_cpp.missing_tokens import choose
 from lmx_lab.engine.llama_cpp.model import HostedModel
 from lmx_lab.engine.llama_cpp.prepare import PreparedRequest
 from lmx_lab.engine.llama_cpp.scoring import score_prompt
@@ -24,6 +25,7 @@ from lmx_lab.engine.stream import Item, Mailbox
 from lmx_lab.errors import ContextLengthError, EngineError, InvalidRequestError, LabError
 from lmx_lab.values.engine import TokenTotals
 from lmx_lab.values.generation import GenerationReport, PromptProgress
+from lmx_lab.values.timeline import StepKind
 
 log = logging.getLogger(__name__)
 Post = Callable[[Mailbox, Item], None]
@@ -164,6 +166,7 @@ class LlamaQueue:
         async with deadline(generation.arrived_at, generation.timeout_s):
             await generation.admitted.wait()
             generation.admitted_at = time.perf_counter()
+            generation.mailbox.steps.start(generation.admitted_at)
             self._post(generation.mailbox, generation.reader.begin(generation.admitted_at))
             if generation.prepared.request.score_prompt:
                 await self._score(generation)
@@ -175,23 +178,62 @@ class LlamaQueue:
             elif not generation.prepared.max_tokens:
                 generation.reader.finish = "length"
             while generation.reader.finish is None:
-                # A paused generation continues when it has a slot again.
-                await generation.admitted.wait()
+                if not generation.admitted.is_set():
+                    # A paused generation continues when it has a slot again.
+                    await generation.admitted.wait()
+                    generation.mailbox.steps.start(time.perf_counter())
                 await self._generate(generation)
                 generation.reader.pause()
+            if generation.reader.gaps:
+                await self._send_last_ids(generation)
         return generation.reader.report(time.perf_counter(), peak_memory_bytes=self._hosted.memory_bytes)
+
+    async def _send_last_ids(self, generation: LlamaGeneration) -> None:
+        """Send the ids of tokens that llama.cpp did not report, if they can be found."""
+        index, reader = await self._hosted.load_token_index(), generation.reader
+        found: list[Sequence[int]] = []
+        for gap in reader.gaps:
+            if not gap.text:
+                before = [*reader.tokens[: reader.sent_ids], *reader.last_ids(found).ids]
+                found.append(await self._generate_again(generation, before, gap.count))
+                continue
+            candidates = index.candidates(gap)
+            usual: list[int] = []
+            if len(candidates) > 1:
+                usual = await self._hosted.tokenize(gap.text, at_most=len(gap.text.encode()) + 2, parse_special=False)
+            if (tokens := choose(candidates, gap, usual)) is None:
+                return
+            found.append(tokens)
+        self._post(generation.mailbox, reader.last_ids(found))
+
+    async def _generate_again(self, generation: LlamaGeneration, before: Sequence[int], count: int) -> list[int]:
+        """Return the last tokens of a greedy answer that ended within a character; none of other answers."""
+        prepared = generation.prepared
+        if not prepared.can_continue or prepared.request.sampling.temperature:
+            return []
+        body = prepared.body(generation.choice, self._hosted, before)
+        how = {"n_predict": count, "stream": False, "return_progress": False, "return_tokens": True}
+        return list((await self._hosted.connection.post("/completion", body | how)).get("tokens") or [])
 
     async def _score(self, generation: LlamaGeneration) -> None:
         """Score the prompt, and post its scores."""
         prepared, reader = generation.prepared, generation.reader
 
         def progress(done: int) -> None:
+            self._hosted.progress_at = now = time.perf_counter()
+            self._log_step(generation, "prefill", now, done - reader.computed_tokens)
             reader.computed_tokens = done
-            self._hosted.progress_at = time.perf_counter()
             self._post(generation.mailbox, PromptProgress(done=done, total=len(prepared.tokens)))
 
         top = prepared.request.top_logprobs or 0
-        scores = await score_prompt(self._hosted, prepared.tokens, top=top, progress=progress)
+        scores = await score_prompt(
+            self._hosted,
+            prepared.tokens,
+            top=top,
+            start=prepared.request.score_from,
+            distributions=prepared.request.score_distributions,
+            progress=progress,
+        )
         self._post(generation.mailbox, scores)
         # Posted items are sent by the next callback of this loop, and must arrive before the first delta.
         await asyncio.sleep(0)
@@ -228,10 +270,21 @@ class LlamaQueue:
         """Deliver the items of one event, and return whether to stop reading. Runs on the reader's loop."""
         now = time.perf_counter()
         self._hosted.progress_at = now
-        for item in generation.reader.read(event, now):
+        reader = generation.reader
+        prompt_tokens, output_tokens = reader.computed_tokens, reader.output_tokens
+        for item in reader.read(event, now):
             generation.mailbox.deliver(item)
+        if (tokens := reader.output_tokens - output_tokens) > 0:
+            self._log_step(generation, "decode", now, tokens)
+        elif (tokens := reader.computed_tokens - prompt_tokens) > 0:
+            self._log_step(generation, "prefill", now, tokens)
         is_paused = not generation.admitted.is_set() and generation.can_pause
         return generation.reader.finish is not None or is_paused
+
+    def _log_step(self, generation: LlamaGeneration, kind: StepKind, now: float, tokens: int) -> None:
+        """Record what llama.cpp has computed for a request since the last step; it does not number its steps."""
+        steps = generation.mailbox.steps
+        steps.add(kind, steps.last_end, now, tokens=tokens, requests=len(self.running))
 
     def _finish(self, generation: LlamaGeneration, task: asyncio.Task[GenerationReport]) -> None:
         """Post the end of a generation: its report or its error. No other method does so."""

@@ -7,11 +7,17 @@ bias and the temperature (measured: equal to those of MLX within rounding).
 llama.cpp reports nothing for a token that ends within a character, and no grammar allows a token that ends an answer.
 At such positions another token is forced, and the wanted one is looked up among the most likely alternatives, of which
 more are requested until it is there.
+
+llama.cpp reports neither ranks nor entropies, which are computed from the alternatives. The entropy is that of the
+reported tokens and of the rest, which lies between two limits: if all of the rest is as likely as the last reported
+token, and if it is spread over all other tokens. More alternatives are requested until both are close.
 """
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import replace
 from typing import Any
 
 from lmx_lab.engine.grammar.worker import TokenTable
@@ -21,35 +27,52 @@ from lmx_lab.values.generation import PromptScores, TokenLogprob, token_text
 
 RUN_TOKENS = 64
 """Maximum number of tokens of one request, so that a cancelled request soon leaves its slot."""
+FULL_RUN_TOKENS = 16
+"""The same if many alternatives are reported, which are 80 bytes each."""
 OUTWEIGHS = 10_000.0
 """A bias that outweighs any logit."""
 MORE = (64, 2048)
 """Numbers of alternatives that are requested before the whole vocabulary, which takes most of a second."""
+ENTROPY_ERROR = 0.005
+"""Maximum distance of both limits of an entropy, in nats."""
 
 
 async def score_prompt(
-    hosted: HostedModel, tokens: Sequence[int], *, top: int, progress: Callable[[int], None]
+    hosted: HostedModel,
+    tokens: Sequence[int],
+    *,
+    top: int,
+    start: int,
+    distributions: bool,
+    progress: Callable[[int], None],
 ) -> PromptScores:
-    """Return the log-probability of each token of a prompt, with ``top`` alternatives. The first token has none.
+    """Return the log-probability of each token of a prompt, with ``top`` alternatives.
 
     Args:
+        start: Position of the first token that is scored. The tokens before it, and the first one, have no score.
+        distributions: Whether each token has its entropy, and its rank even if it is high.
         progress: Called with the number of tokens that were scored so far.
 
     Raises:
         RefusedError, EngineError: see ``LlamaConnection``.
     """
     table = await hosted.load_token_table()
-    scorer = _Scorer(hosted, table, tokens, top)
-    scores = [_entry(table, tokens[0], None)]
-    for at, count in _runs(table, tokens):
+    scorer = _Scorer(hosted, table, tokens, top, distributions=distributions)
+    scores = [_entry(table, token, None) for token in tokens[: max(1, start)]]
+    for at, count in _runs(table, tokens, len(scores), FULL_RUN_TOKENS if distributions else RUN_TOKENS):
         scores += await scorer.force(at, count) if count else [await scorer.look_up(at)]
         progress(len(scores))
     return PromptScores(tokens=tuple(scores))
 
 
-def _runs(table: TokenTable, tokens: Sequence[int]) -> Iterator[tuple[int, int]]:
-    """Yield the positions of runs of ordinary tokens with their lengths, and of other tokens with the length 0."""
-    special, at = set(table.special_token_ids), 1
+def _runs(table: TokenTable, tokens: Sequence[int], at: int, length: int) -> Iterator[tuple[int, int]]:
+    """Yield the positions of runs of ordinary tokens with their lengths, and of other tokens with the length 0.
+
+    Args:
+        at: The first position.
+        length: Maximum length of a run.
+    """
+    special = set(table.special_token_ids)
     within = [_ends_within_a_character(table, tokens, end) for end in range(len(tokens))]
 
     def is_ordinary(position: int) -> bool:
@@ -57,7 +80,7 @@ def _runs(table: TokenTable, tokens: Sequence[int]) -> Iterator[tuple[int, int]]
 
     while at < len(tokens):
         end = at
-        while end < len(tokens) and end - at < RUN_TOKENS and is_ordinary(end):
+        while end < len(tokens) and end - at < length and is_ordinary(end):
             end += 1
         yield at, end - at
         at = max(end, at + 1)
@@ -78,20 +101,31 @@ def _ends_within_a_character(table: TokenTable, tokens: Sequence[int], at: int) 
 class _Scorer:
     """Sends the requests for one prompt."""
 
-    def __init__(self, hosted: HostedModel, table: TokenTable, tokens: Sequence[int], top: int) -> None:
+    def __init__(
+        self, hosted: HostedModel, table: TokenTable, tokens: Sequence[int], top: int, *, distributions: bool
+    ) -> None:
         self._hosted = hosted
         self._table = table
         self._tokens = tokens
         self._top = top
+        self._distributions = distributions
 
     async def force(self, at: int, count: int) -> list[TokenLogprob]:
         """Score a run of ordinary tokens."""
         run = list(self._tokens[at : at + count])
         grammar = "root ::= " + " ".join(f"<[{token}]>" for token in run)
-        entries = await self._generate(at, count, max(1, self._top), grammar=grammar)
+        alternatives = max(self._top, MORE[1] if self._distributions else MORE[0])
+        entries = await self._generate(at, count, min(alternatives, self._hosted.vocabulary_size), grammar=grammar)
         if [entry["id"] for entry in entries] != run:
             raise EngineError("llama.cpp did not generate the tokens that it was forced to; the prompt is not scored")
-        return [self._read(entry, entry) for entry in entries]
+        scores = [self._read(entry, entry) for entry in entries]
+        return [
+            await self.look_up(at + number) if self._is_incomplete(score) else score
+            for number, score in enumerate(scores)
+        ]
+
+    def _is_incomplete(self, score: TokenLogprob) -> bool:
+        return self._distributions and (score.rank is None or score.entropy is None)
 
     async def look_up(self, at: int) -> TokenLogprob:
         """Score one token of any kind."""
@@ -100,8 +134,8 @@ class _Scorer:
             bias = [[self._complete_token(), OUTWEIGHS]]
             (entry,) = await self._generate(at, 1, min(count, size), logit_bias=bias)
             found = next((other for other in entry["top_logprobs"] if other["id"] == token), None)
-            if found is not None:
-                return self._read(found, entry)
+            if found is not None and not self._is_incomplete(score := self._read(found, entry)):
+                return score
         raise EngineError(f"llama.cpp reported no log-probability of the token {token}; the prompt is not scored")
 
     def _complete_token(self) -> int:
@@ -138,9 +172,27 @@ class _Scorer:
             _entry(self._table, int(other["id"]), float(other["logprob"]))
             for other in position["top_logprobs"][: self._top]
         ]
-        return _entry(self._table, int(entry["id"]), float(entry["logprob"]), tuple(others))
+        logprob = float(entry["logprob"])
+        logprobs = [float(other["logprob"]) for other in position["top_logprobs"]]
+        return replace(
+            _entry(self._table, int(entry["id"]), logprob, tuple(others)),
+            rank=1 + sum(other > logprob for other in logprobs) if logprob >= logprobs[-1] else None,
+            entropy=entropy(logprobs, self._hosted.vocabulary_size),
+        )
 
 
 def _entry(table: TokenTable, token: int, logprob: float | None, top: tuple[TokenLogprob, ...] = ()) -> TokenLogprob:
     data = table.tokens[token]
     return TokenLogprob(token=token, text=token_text(data), bytes=data, logprob=logprob, top=top)
+
+
+def entropy(logprobs: Sequence[float], vocabulary_size: int) -> float | None:
+    """Return the entropy of a distribution, in nats, from the log-probabilities of its most likely tokens, in
+    descending order; None if they do not determine it within ``ENTROPY_ERROR``.
+    """
+    known = -math.fsum(math.exp(logprob) * logprob for logprob in logprobs if logprob > -math.inf)
+    rest, others = 1.0 - math.fsum(map(math.exp, logprobs)), vocabulary_size - len(logprobs)
+    if rest <= 0 or not others:
+        return known
+    least, most = (rest * -logprobs[-1], rest * math.log(others / rest)) if logprobs[-1] > -math.inf else (0.0, 0.0)
+    return known + (least + most) / 2 if most - least <= ENTROPY_ERROR else None

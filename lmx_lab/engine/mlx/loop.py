@@ -29,6 +29,7 @@ from lmx_lab.errors import EngineError, GenerationTimeoutError, LabError, OutOfM
 from lmx_lab.settings import Settings
 from lmx_lab.values.engine import BlasReport, TokenTotals
 from lmx_lab.values.generation import Delta, GenerationReport, PromptProgress, TokenLogprob
+from lmx_lab.values.timeline import StepKind
 
 log = logging.getLogger(__name__)
 UNLOAD_ABOVE = 1.1
@@ -52,6 +53,11 @@ class GenerationLoop:
         self._disk: DiskPrefixes | None = None
         self._written_bytes_before = 0
         self._prompt_lookup = False
+        self._step = 0
+        """Number of the current step, which requests that are computed together have in common."""
+        self._step_started_at = 0.0
+        self._step_requests = 0
+        """Number of requests that had a slot when the current step began."""
         self.batch: Batch | None = None
         self.totals = TokenTotals()
         self.other_bytes = 0
@@ -177,6 +183,7 @@ class GenerationLoop:
             generation = self._scheduler.admit(partial(self._judge, batch), now)
             if generation is None:
                 return
+            generation.mailbox.steps.start(now)
             if generation.output_tokens:
                 batch.insert(generation)
                 continue
@@ -209,6 +216,8 @@ class GenerationLoop:
         return True
 
     def _advance(self, batch: Batch) -> None:
+        self._step += 1
+        self._step_requests, self._step_started_at = len(self.running), time.perf_counter()
         for event in batch.step():
             if event.generation not in self._scheduler.running:
                 # It ended with one of several tokens of this step.
@@ -240,9 +249,11 @@ class GenerationLoop:
         generation = event.generation
         match event:
             case ChunkComputed() if generation.output_tokens:
+                self._log_step(generation, "prefill", event.tokens, time.perf_counter())
                 if event.done:
                     self._scheduler.prefilled(generation)
             case ChunkComputed():
+                self._log_step(generation, "prefill", event.tokens, time.perf_counter())
                 self.totals.prompt_tokens += event.tokens
                 self._outbox.post(generation.mailbox, _progress(generation))
                 if event.done:
@@ -257,8 +268,14 @@ class GenerationLoop:
             case TokenGenerated():
                 self._handle_token(batch, generation, event)
 
+    def _log_step(self, generation: MlxGeneration, kind: StepKind, tokens: int, now: float) -> None:
+        """Record what the current step has computed for a request."""
+        steps = generation.mailbox.steps
+        steps.add(kind, self._step_started_at, now, tokens=tokens, step=self._step, requests=self._step_requests)
+
     def _handle_token(self, batch: Batch, generation: MlxGeneration, event: TokenGenerated) -> None:
         now = time.perf_counter()
+        self._log_step(generation, "decode", 1, now)
         generation.first_token_at = generation.first_token_at or now
         generation.output_tokens += 1
         self.totals.output_tokens += 1

@@ -98,7 +98,7 @@ class PromptPreparer:
                 request=request,
                 prompt=tokens,
                 start=start,
-                mailbox=Mailbox(asyncio.get_running_loop()),
+                mailbox=Mailbox(asyncio.get_running_loop(), arrived_at),
                 permit=permit,
                 model=weakref.ref(model),
                 arrived_at=arrived_at,

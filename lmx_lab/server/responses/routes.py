@@ -13,6 +13,7 @@ from dataclasses import dataclass
 from typing import Annotated, Any, Literal
 
 from fastapi import APIRouter, Query, Request, Response
+from pydantic import WithJsonSchema
 from starlette.requests import HTTPConnection
 
 from lmx_lab.errors import ConflictError, ContextLengthError, InvalidRequestError, LabError, NotFoundError
@@ -20,7 +21,7 @@ from lmx_lab.http.bodies import StrictRoute
 from lmx_lab.http.error_bodies import client_of, detail_for, request_id_of
 from lmx_lab.http.event_stream import EventStream, while_connected
 from lmx_lab.http.guard import is_local
-from lmx_lab.http.openapi import event_stream, failures
+from lmx_lab.http.openapi import event_stream, failures, link
 from lmx_lab.server.generation import Generation
 from lmx_lab.server.inference import InferenceService
 from lmx_lab.server.messages import ignored_header
@@ -39,6 +40,15 @@ from lmx_lab.wire.responses import (
 
 log = logging.getLogger(__name__)
 DESCRIPTION = "A response or, with `stream: true`, its named events. An error is sent as the event `response.failed`"
+NotStreamed = Annotated[bool, WithJsonSchema({"const": False, "description": "Not supported: streams"})]
+_ID = {"response_id": "$response.body#/id"}
+LINKS = {
+    "read": link("inference_get_response", "Read the response.", **_ID),
+    "items": link("inference_response_input_items", "Read the conversation before it.", **_ID),
+    "cancel": link("inference_cancel_response", "Cancel the response, if it is in the background.", **_ID),
+    "delete": link("inference_delete_response", "Delete the response.", **_ID),
+}
+"""Requests about a response that was created."""
 PAGE_ITEMS = 20
 PAGE_LIMIT = 100
 
@@ -62,7 +72,10 @@ def responses_routes(service: InferenceService) -> APIRouter:
     @router.post(
         "",
         response_model=ModelResponse,
-        responses={200: event_stream(ResponseEvent, description=DESCRIPTION), **INFERENCE_ERRORS},
+        responses={
+            200: event_stream(ResponseEvent, description=DESCRIPTION) | {"links": LINKS},
+            **INFERENCE_ERRORS,
+        },
     )
     async def create_response(body: ResponsesRequest, request: Request) -> Response:
         """Answer a conversation in the Responses format: completely, with `stream: true` as named events, or with
@@ -75,7 +88,7 @@ def responses_routes(service: InferenceService) -> APIRouter:
 
 def _add_stored_routes(router: APIRouter, store: ResponseStore) -> None:
     @router.get("/{response_id}", response_model=ModelResponse, responses=_failures(NotFoundError))
-    async def get_response(response_id: str, stream: bool = False) -> Response:
+    async def get_response(response_id: str, stream: NotStreamed = False) -> Response:
         """A stored response, in its current state."""
         if stream:
             raise InvalidRequestError(

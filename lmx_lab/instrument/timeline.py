@@ -1,0 +1,254 @@
+"""Show what an engine did for requests and when: as a data frame, as bars, in words, and as a file for Perfetto."""
+
+from __future__ import annotations
+
+import html
+import json
+import os
+from collections.abc import Iterator, Sequence
+from datetime import UTC, datetime
+from pathlib import Path
+from statistics import median
+from typing import TYPE_CHECKING, Any, overload
+
+from lmx_lab.errors import InvalidRequestError
+from lmx_lab.frames import pandas_for
+from lmx_lab.values.recording import Record
+from lmx_lab.values.timeline import RequestTimeline, Segment, others_during, phase_durations
+
+if TYPE_CHECKING:
+    import pandas as pd
+
+COLUMNS = (
+    *("request", "request_id", "model", "outcome", "span", "depth"),
+    *("at", "start_s", "duration_s", "tokens", "step", "requests"),
+)
+COLORS = {"queued": "#bdbdbd", "prefill": "#5b8ff9", "decode": "#5ad8a6", "paused": "#f6bd16", "slow": "#e8684a"}
+SHOWN_REQUESTS = 30
+"""Maximum number of requests in the display; a data frame has all of them."""
+PROCESS = 1
+"""Id of the process in a file for Perfetto; each request is a thread of it."""
+
+
+class Timeline(Sequence[RequestTimeline]):
+    """What an engine did for requests, the oldest first. In a notebook it is displayed as bars."""
+
+    def __init__(self, requests: Sequence[RequestTimeline]) -> None:
+        self._requests = tuple(requests)
+
+    def __len__(self) -> int:
+        return len(self._requests)
+
+    @overload
+    def __getitem__(self, at: int) -> RequestTimeline: ...
+    @overload
+    def __getitem__(self, at: slice) -> Timeline: ...
+    def __getitem__(self, at: int | slice) -> RequestTimeline | Timeline:
+        return Timeline(self._requests[at]) if isinstance(at, slice) else self._requests[at]
+
+    @property
+    def df(self) -> pd.DataFrame:
+        """A data frame with one row for each span of each request.
+
+        ``span`` is ``request``, one of its phases ``queued``, ``prefill`` and ``decode`` (``depth`` 1), or a step
+        (``depth`` 2): a chunk of the prompt, a decode step, or a pause. ``at`` is the time when it began, and
+        ``start_s`` the same relative to the arrival of the request. ``step`` is the number of the engine's step, which
+        is the same for requests that were computed together; ``requests`` is the number of requests that had a slot.
+
+        Raises:
+            ImportError: pandas is not installed.
+        """
+        pandas = pandas_for("df")
+        rows = [
+            (
+                number,
+                each.request_id,
+                each.model,
+                each.outcome,
+                span.name,
+                span.depth,
+                each.at + span.start_s,
+                *span[2:],
+            )
+            for number, each in enumerate(self._requests)
+            for span in each.spans()
+        ]
+        frame: pd.DataFrame = pandas.DataFrame(rows, columns=list(COLUMNS))
+        return frame.assign(at=pandas.to_datetime(frame["at"], unit="s", utc=True))
+
+    def explain(self, at: int = -1) -> str:
+        """Describe in words where the time of a request went, and what the engine did for others meanwhile.
+
+        Raises:
+            InvalidRequestError: there is no such request.
+        """
+        try:
+            one = self._requests[at]
+        except IndexError:
+            raise InvalidRequestError(f"there is no request {at}; the timeline has {len(self)}", param="at") from None
+        return "\n".join(self._sentences(one))
+
+    def _sentences(self, one: RequestTimeline) -> Iterator[str]:
+        ended = "is running" if one.outcome == "running" else f"ended with {one.code or one.outcome!r}"
+        by = " (a stop string)" if one.stop_string else ""
+        yield f"The request took {one.total_s:.3f} s and {ended}{by}."
+        if one.queue_s > 0:
+            yield f"It waited {one.queue_s:.3f} s for a slot{self._meanwhile(one, 0.0, one.queue_s)}."
+        decode_at = one.queue_s + one.prefill_s
+        chunks = [step.tokens for step in one.steps if step.kind == "prefill" and step.start_s < decode_at]
+        if chunks:
+            yield (
+                f"{sum(chunks)} of its {one.prompt_tokens} prompt tokens were computed in {len(chunks)} "
+                f"chunk{'s' if len(chunks) > 1 else ''}, {one.prefill_s:.3f} s."
+            )
+        segments = one.segments()
+        usual = [step.duration_s for step in one.steps if step.kind == "decode"]
+        if usual:
+            yield f"{one.output_tokens} tokens took {one.decode_s:.3f} s, a step {median(usual):.3f} s in the median."
+        for segment in sorted(segments, key=lambda segment: -segment.duration_s):
+            if segment.kind in ("slow", "paused"):
+                what = "A step took" if segment.kind == "slow" else "It was paused for"
+                others = self._meanwhile(one, segment.start_s, segment.end_s)
+                yield f"{what} {segment.duration_s:.3f} s, {segment.start_s:.3f} s after its arrival{others}."
+
+    def _meanwhile(self, one: RequestTimeline, start_s: float, end_s: float) -> str:
+        others = others_during(self._requests, one, start_s, end_s)
+        if not others.requests:
+            return ""
+        computed = f", and {others.prompt_tokens} of their prompt tokens were computed" if others.prompt_tokens else ""
+        count = "another request" if others.requests == 1 else f"{others.requests} other requests"
+        return f"; meanwhile {count} had a slot{computed}"
+
+    def save(self, path: str | os.PathLike[str]) -> Path:
+        """Write the spans in Chrome's trace event format, which https://ui.perfetto.dev opens.
+
+        Raises:
+            InvalidRequestError: the file cannot be written.
+        """
+        target = Path(path).expanduser()
+        try:
+            target.write_text(json.dumps(self.trace_events()), encoding="utf-8")
+        except OSError as exc:
+            raise InvalidRequestError(f"{target} cannot be written: {exc.strerror or exc}", param="path") from exc
+        return target
+
+    def trace_events(self) -> dict[str, Any]:
+        """Return the content of the file that ``save`` writes. Times are in microseconds since the oldest arrival."""
+        first = min((each.at for each in self._requests), default=0.0)
+        events = [_metadata("process_name", 0, "LMX Lab")]
+        for number, each in enumerate(self._requests, 1):
+            events.append(_metadata("thread_name", number, f"{number} {each.request_id or 'notebook'} {each.model}"))
+            events += _span_events(each, number, each.at - first)
+        events += _counters(self._requests, first)
+        began = datetime.fromtimestamp(first, UTC).isoformat()
+        return {"traceEvents": events, "displayTimeUnit": "ms", "otherData": {"began": began}}
+
+    def __repr__(self) -> str:
+        if not self._requests:
+            return "<Timeline without requests>"
+        lines = [
+            f"{number} {each.model} {each.outcome}: queued {each.queue_s:.3f} s, prefill {each.prefill_s:.3f} s, "
+            f"decode {each.decode_s:.3f} s, {each.output_tokens} tokens"
+            for number, each in enumerate(self._requests)
+        ]
+        return "\n".join([*lines[:SHOWN_REQUESTS], *self._footer()])
+
+    def _footer(self) -> list[str]:
+        more = len(self) - SHOWN_REQUESTS
+        return [f"{more} more requests: see .df"] if more > 0 else []
+
+    def _repr_html_(self) -> str:
+        if not self._requests:
+            return "<div>No request ran in this time.</div>"
+        shown = self._requests[:SHOWN_REQUESTS]
+        first, last = min(each.at for each in shown), max(each.at + each.total_s for each in shown)
+        scale = 100 / max(last - first, 1e-6)
+        legend = " ".join(
+            f"<span style='border-left:10px solid {color};padding:0 4px'>{kind}</span>"
+            for kind, color in COLORS.items()
+        )
+        rows = "".join(
+            f"<tr><td style='text-align:left'>{html.escape(f'{number} {each.request_id[:12]} {each.outcome}')}</td>"
+            f"<td style='width:80%'>{_bar(each, each.at - first, scale)}</td></tr>"
+            for number, each in enumerate(shown)
+        )
+        foot = "".join(f"<div>{line}</div>" for line in self._footer())
+        caption = f"<div><small>{last - first:.3f} s: {legend}</small></div>"
+        return f"{caption}<table style='width:100%'>{rows}</table>{foot}"
+
+
+def timeline_of_record(record: Record) -> Timeline:
+    """Return the timeline of a recorded request.
+
+    Raises:
+        InvalidRequestError: the record is from a version that did not record timelines.
+    """
+    if not record.steps:
+        raise InvalidRequestError("no steps were recorded of this request, because it ended before it had a slot")
+    timings = record.timings
+    report = (timings["queue_s"], timings["prefill_s"], timings["decode_s"]) if timings else None
+    queue_s, prefill_s, decode_s = phase_durations(record.steps, elapsed_s=record.steps[-1].end_s, report=report)
+    one = RequestTimeline(
+        request_id=record.request_id,
+        index=record.choice,
+        model=record.provenance.model,
+        at=record.at,
+        outcome=record.outcome,
+        code=record.code,
+        stop_string=timings.get("stop_sequence") is not None,
+        prompt_tokens=len(record.prompt),
+        cached_tokens=int(timings.get("cached_tokens", 0)),
+        output_tokens=sum(step.tokens for step in record.steps if step.kind == "decode"),
+        queue_s=queue_s,
+        prefill_s=prefill_s,
+        decode_s=decode_s,
+        steps=record.steps,
+    )
+    return Timeline([one])
+
+
+def _bar(one: RequestTimeline, offset_s: float, scale: float) -> str:
+    parts = [_part("", offset_s * scale, "")]
+    for segment in one.segments():
+        parts.append(_part(f"background:{COLORS[segment.kind]}", segment.duration_s * scale, _title(segment)))
+    return f"<div style='display:flex;height:14px'>{''.join(parts)}</div>"
+
+
+def _part(style: str, width: float, title: str) -> str:
+    return f"<div style='width:{width:.3f}%;height:14px;{style}' title='{title}'></div>"
+
+
+def _title(segment: Segment) -> str:
+    return f"{segment.kind} {segment.duration_s:.3f} s, from {segment.start_s:.3f} s"
+
+
+def _metadata(name: str, thread: int, value: str) -> dict[str, Any]:
+    return {"name": name, "ph": "M", "pid": PROCESS, "tid": thread, "args": {"name": value}}
+
+
+def _span_events(one: RequestTimeline, thread: int, offset_s: float) -> Iterator[dict[str, Any]]:
+    """Yield a complete event for each span, and an instant for the end."""
+    common = {"cat": "request", "pid": PROCESS, "tid": thread}
+    for span in one.spans():
+        # Rounded at both ends, so that a span remains within the one that contains it.
+        start, end = (round((offset_s + at) * 1e6) for at in (span.start_s, span.start_s + span.duration_s))
+        arguments = {"tokens": span.tokens, "step": span.step, "requests": span.requests}
+        arguments = {name: value for name, value in arguments.items() if value}
+        yield {**common, "name": span.name, "ph": "X", "ts": start, "dur": end - start, "args": arguments}
+    if one.outcome != "running":
+        name = f"end: {one.code or one.outcome}{', stop string' if one.stop_string else ''}"
+        yield {**common, "name": name, "ph": "i", "s": "t", "ts": round((offset_s + one.total_s) * 1e6)}
+
+
+def _counters(requests: Sequence[RequestTimeline], first: float) -> Iterator[dict[str, Any]]:
+    """Yield the numbers of requests in each phase, at each change."""
+    changes: list[tuple[int, str, int]] = []
+    for each in requests:
+        for span in each.spans():
+            if span.depth == 1:
+                start = each.at - first + span.start_s
+                changes += [(round(start * 1e6), span.name, 1), (round((start + span.duration_s) * 1e6), span.name, -1)]
+    counts = {"queued": 0, "prefill": 0, "decode": 0}
+    for at, name, change in sorted(changes):
+        counts[name] += change
+        yield {"name": "requests", "ph": "C", "pid": PROCESS, "tid": 0, "ts": at, "args": dict(counts)}

@@ -1,0 +1,86 @@
+"""The methods of a lab that belong to instruments."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Mapping, Sequence
+from typing import Any, Protocol
+
+from lmx_lab.instrument.access import LabAccess
+from lmx_lab.instrument.compare import ComparisonRun, Prompt
+from lmx_lab.instrument.comparison import Comparison
+from lmx_lab.instrument.timeline import Timeline
+from lmx_lab.progress import counter
+
+Settings = Mapping[str, Mapping[str, Any]] | Sequence[Mapping[str, Any]]
+DEFAULT_TIMELINE_S = 60.0
+
+
+class InstrumentOwner(Protocol):
+    """An object with the lab to look into."""
+
+    @property
+    def _access(self) -> LabAccess: ...
+
+
+class InstrumentVerbs:
+    """The methods of ``Lab`` that look into answers."""
+
+    def timeline(self: InstrumentOwner, last_s: float = DEFAULT_TIMELINE_S) -> Timeline:
+        """Return what the engine did for the requests of all clients that ran in the last seconds.
+
+        The last 256 requests are kept, running ones included. Neither texts nor tokens are in it.
+
+        Raises:
+            InvalidRequestError: the server runs elsewhere.
+        """
+        return Timeline(self._access.backend.timelines(last_s))
+
+    def compare(
+        self: InstrumentOwner,
+        prompts: Sequence[Prompt],
+        settings: Settings,
+        *,
+        path: str | os.PathLike[str] | None = None,
+        all_scores: bool = False,
+    ) -> Comparison:
+        """Answer prompts under several settings, and compare the answers.
+
+        A setting has the parameters of ``chat``, such as ``system`` and ``temperature``, and may have ``model`` with
+        the options of ``load``. Models are loaded one after the other; the last one stays loaded. Each answer is
+        scored under the settings of its own model, and of models that are loaded later.
+
+        Args:
+            prompts: Texts, or conversations.
+            settings: A list of settings, or a dictionary with their names.
+            path: An SQLite file. If the comparison is interrupted and run again with the same file, it continues.
+            all_scores: Whether models are loaded a second time, to score the answers of the models after them.
+
+        Raises:
+            InvalidRequestError: a prompt or a setting is invalid, or the server runs elsewhere.
+            NotLoadedError: no setting names a model, and none is loaded.
+        """
+        access = self._access
+        run = ComparisonRun(access.backend, prompts, settings, path=path, all_scores=all_scores)
+        with run, counter("compare") as shown:
+            for text, work in run.remaining():
+                shown.show(text, run.done, run.total)
+                access.run(work)
+        return Comparison(run, access)
+
+    async def acompare(
+        self: InstrumentOwner,
+        prompts: Sequence[Prompt],
+        settings: Settings,
+        *,
+        path: str | os.PathLike[str] | None = None,
+        all_scores: bool = False,
+    ) -> Comparison:
+        """Do the same as ``compare`` on a running event loop."""
+        access = self._access
+        run = ComparisonRun(access.backend, prompts, settings, path=path, all_scores=all_scores)
+        with run, counter("compare") as shown:
+            for text, work in run.remaining():
+                shown.show(text, run.done, run.total)
+                await access.call(work)
+        return Comparison(run, access)

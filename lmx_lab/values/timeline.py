@@ -1,0 +1,268 @@
+"""Define what an engine did for a request and when, as steps, and the spans of time that they form.
+
+Points in time are seconds of ``time.perf_counter`` while a request runs, and seconds since its arrival afterwards.
+"""
+
+from __future__ import annotations
+
+from array import array
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from statistics import median
+from typing import Literal, NamedTuple
+
+StepKind = Literal["queued", "prefill", "decode", "paused"]
+"""``queued``: waited for a slot. ``prefill``: a chunk of the prompt was computed, or scored. ``decode``: tokens of the
+answer were generated. ``paused``: the slot was taken for another client."""
+KINDS: tuple[StepKind, ...] = ("queued", "prefill", "decode", "paused")
+MAX_STEPS = 2048
+"""Maximum number of steps that are kept of a request. When there are more, neighbouring steps are merged in pairs."""
+FIELDS = 6
+SLOW = 3.0
+"""Duration of a slow decode step, as a multiple of the median."""
+MIN_SLOW_S = 0.02
+"""Shorter decode steps are not slow."""
+SegmentKind = Literal["queued", "prefill", "decode", "paused", "slow"]
+
+
+class EngineStep(NamedTuple):
+    """Something that an engine did for one request, or a time for which the request waited."""
+
+    kind: StepKind
+    start_s: float
+    """Seconds since the arrival of the request."""
+    duration_s: float
+    tokens: int = 0
+    """Number of prompt tokens that were computed, or of tokens that were generated."""
+    step: int = 0
+    """Number of the engine's step. Requests that were computed together have the same one; 0 if the engine does not
+    report it."""
+    requests: int = 0
+    """Number of requests that had a slot."""
+
+    @property
+    def end_s(self) -> float:
+        return self.start_s + self.duration_s
+
+
+class StepLog:
+    """Records the steps of one running request. One thread writes; others may read at any time.
+
+    Args:
+        arrived_at: When the request arrived.
+    """
+
+    def __init__(self, arrived_at: float) -> None:
+        self.arrived_at = arrived_at
+        self._values = array("d")
+        """``FIELDS`` numbers for each step, because objects would take several times the memory."""
+
+    def add(self, kind: StepKind, start: float, end: float, *, tokens: int, step: int = 0, requests: int = 0) -> None:
+        """Record a step. Several tokens of one step of the engine are one step here."""
+        values, code = self._values, KINDS.index(kind)
+        if step and values and values[-2] == step and values[-FIELDS] == code:
+            values[-3] += tokens
+            values[-4] = end
+            return
+        values.extend((code, start, end, tokens, step, requests))
+        if len(values) >= MAX_STEPS * FIELDS:
+            self._values = _merge_pairs(values)
+
+    def start(self, now: float) -> None:
+        """Record that the request has a slot: for the first time, or again after a pause."""
+        kind: StepKind = "paused" if self._values else "queued"
+        self.add(kind, self.last_end, now, tokens=0)
+
+    @property
+    def last_end(self) -> float:
+        """The end of the last step, or the arrival of the request."""
+        return self._values[-4] if self._values else self.arrived_at
+
+    def steps(self) -> tuple[EngineStep, ...]:
+        """Return the steps so far."""
+        values, arrived_at = self._values[:], self.arrived_at
+        return tuple(
+            EngineStep(KINDS[int(code)], start - arrived_at, end - start, int(tokens), int(step), int(requests))
+            for code, start, end, tokens, step, requests in _rows(values)
+        )
+
+
+def _rows(values: array[float]) -> Iterator[tuple[float, ...]]:
+    numbers = iter(values)
+    return zip(*[numbers] * FIELDS, strict=False)
+
+
+def _merge_pairs(values: array[float]) -> array[float]:
+    """Return the steps with neighbours of the same kind merged in pairs."""
+    merged, last = array("d"), None
+    for row in _rows(values):
+        if last is not None and last[0] == row[0]:
+            merged.extend((last[0], last[1], row[2], last[3] + row[3], last[4], max(last[5], row[5])))
+            last = None
+            continue
+        if last is not None:
+            merged.extend(last)
+        last = row
+    if last is not None:
+        merged.extend(last)
+    return merged
+
+
+class Span(NamedTuple):
+    """A part of the time of a request. Spans of a higher depth are within one of the next lower depth."""
+
+    name: str
+    """``request``, or a ``StepKind``."""
+    depth: int
+    """0 for the whole request; 1 for its phases ``queued``, ``prefill`` and ``decode``, which have no gaps between
+    them; 2 for steps."""
+    start_s: float
+    """Seconds since the arrival of the request."""
+    duration_s: float
+    tokens: int = 0
+    step: int = 0
+    requests: int = 0
+
+
+class Segment(NamedTuple):
+    """A part of the time of a request that is displayed as one bar."""
+
+    kind: SegmentKind
+    start_s: float
+    """Seconds since the arrival of the request."""
+    duration_s: float
+
+    @property
+    def end_s(self) -> float:
+        return self.start_s + self.duration_s
+
+
+@dataclass(frozen=True, kw_only=True)
+class RequestTimeline:
+    """What the engine did for one request, until its end or until now."""
+
+    request_id: str
+    """Id of the request in the log; empty for requests of the notebook."""
+    index: int = 0
+    """Index of the answer among those to the request."""
+    model: str
+    at: float
+    """Unix time of the arrival."""
+    outcome: str
+    """``running``, or how the request ended: ``stop``, ``length``, ``tool_calls``, ``cancelled`` or ``error``."""
+    code: str | None = None
+    """Code of the error; None if there was none."""
+    stop_string: bool = False
+    """Whether a stop string ended the answer."""
+    prompt_tokens: int
+    cached_tokens: int = 0
+    output_tokens: int
+    queue_s: float
+    prefill_s: float
+    decode_s: float
+    steps: tuple[EngineStep, ...]
+
+    @property
+    def total_s(self) -> float:
+        """Time from the arrival to the end."""
+        return self.queue_s + self.prefill_s + self.decode_s
+
+    def spans(self) -> list[Span]:
+        """Return the request, its phases and its steps as nested spans, in order of their start."""
+        decode_at = self.queue_s + self.prefill_s
+        phases = {
+            "queued": (0.0, self.queue_s, 0),
+            "prefill": (self.queue_s, decode_at, self.prompt_tokens - self.cached_tokens),
+            "decode": (decode_at, self.total_s, self.output_tokens),
+        }
+        spans = [Span("request", 0, 0.0, self.total_s, self.prompt_tokens + self.output_tokens)]
+        for name, (start, end, tokens) in phases.items():
+            if end > start:
+                spans.append(Span(name, 1, start, end - start, tokens))
+                inside = [step for step in self.steps if _phase(step, decode_at) == name]
+                spans += _clipped(inside, start, end)
+        return spans
+
+    def segments(self) -> list[Segment]:
+        """Return the time of the request as consecutive parts without gaps. Neighbours of the same kind are merged.
+
+        Decoding is divided at the ends of its steps, so that a part includes the time before the step, in which the
+        engine did something else. A ``slow`` part took ``SLOW`` times as long as the median.
+        """
+        segments = [Segment("queued", 0.0, self.queue_s), Segment("prefill", self.queue_s, self.prefill_s)]
+        before = decode_at = self.queue_s + self.prefill_s
+        parts = []
+        for step in self.steps:
+            if _phase(step, decode_at) == "decode":
+                end = min(max(before, step.end_s), self.total_s)
+                parts.append(Segment(step.kind, before, end - before))
+                before = end
+        usual_s = median([part.duration_s for part in parts if part.kind == "decode"] or [0.0])
+        limit_s = max(SLOW * usual_s, MIN_SLOW_S)
+        for part in [*parts, Segment("decode", before, self.total_s - before)]:
+            is_slow = part.kind == "decode" and part.duration_s >= limit_s
+            kind: SegmentKind = "slow" if is_slow else part.kind
+            if segments[-1].kind == kind != "slow":
+                segments[-1] = Segment(kind, segments[-1].start_s, segments[-1].duration_s + part.duration_s)
+            else:
+                segments.append(Segment(kind, part.start_s, part.duration_s))
+        return [segment for segment in segments if segment.duration_s > 0]
+
+
+def _phase(step: EngineStep, decode_at: float) -> str:
+    """Return the phase to which a step belongs. After a pause, tokens are computed again while the answer decodes."""
+    if step.kind == "prefill":
+        return "prefill" if step.start_s < decode_at else "decode"
+    return {"queued": "", "decode": "decode", "paused": "decode"}[step.kind]
+
+
+def _clipped(steps: Sequence[EngineStep], start: float, end: float) -> Iterator[Span]:
+    """Yield the steps as spans that do not overlap and lie within a phase, whose limits may be estimates."""
+    before = start
+    for step in steps:
+        first, last = (min(max(before, at), end) for at in (step.start_s, step.end_s))
+        before = max(first, last)
+        yield Span(step.kind, 2, first, before - first, step.tokens, step.step, step.requests)
+
+
+def phase_durations(
+    steps: Sequence[EngineStep], *, elapsed_s: float, report: tuple[float, float, float] | None = None
+) -> tuple[float, float, float]:
+    """Return the durations of queue, prefill and decoding.
+
+    Args:
+        elapsed_s: Time from the arrival of the request to its end, or to now.
+        report: The engine's measurement of the three; None if the request has not ended normally.
+    """
+    if report is not None:
+        return report
+    queue_s = next((step.end_s for step in steps if step.kind == "queued"), elapsed_s)
+    decode_at = next((step.start_s for step in steps if step.kind == "decode"), elapsed_s)
+    decode_at = max(queue_s, decode_at)
+    return queue_s, decode_at - queue_s, max(0.0, elapsed_s - decode_at)
+
+
+class Others(NamedTuple):
+    """What an engine did for other requests during a time."""
+
+    requests: int
+    """Number of other requests that had a slot."""
+    prompt_tokens: int
+    """Number of their prompt tokens that were computed."""
+
+
+def others_during(timelines: Sequence[RequestTimeline], one: RequestTimeline, start_s: float, end_s: float) -> Others:
+    """Return what an engine did for the other requests of a timeline during a part of the time of one of them."""
+    requests = prompt_tokens = 0
+    for other in timelines:
+        if other is one:
+            continue
+        start, end = (one.at + at - other.at for at in (start_s, end_s))
+        # By its middle, because the arrivals of both are known less precisely than the durations.
+        requests += start < other.total_s and end > other.queue_s
+        prompt_tokens += sum(
+            step.tokens
+            for step in other.steps
+            if step.kind == "prefill" and start <= step.start_s + step.duration_s / 2 < end
+        )
+    return Others(requests, prompt_tokens)

@@ -1,0 +1,152 @@
+"""Test comparisons of settings: what is loaded and computed, how a comparison continues, and how it is shown."""
+
+from __future__ import annotations
+
+import asyncio
+import math
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+import lmx_lab
+from lmx_lab.errors import EngineError, InvalidRequestError, NotLoadedError
+from lmx_lab.instrument import load_requests
+from lmx_lab.instrument.comparison import Comparison
+from lmx_lab.notebook.local import LocalBackend
+from lmx_lab.settings import Settings
+from lmx_lab.values.models import LoadReport, LoadSpec
+
+PROMPTS = ["the sea is wide", "one <b>two</b>"]
+SETTINGS: dict[str, dict[str, Any]] = {
+    "greedy": {"temperature": 0, "max_tokens": 12},
+    "sampled": {"temperature": 2.0, "seed": 3, "max_tokens": 6, "ignore_eos": True},
+}
+
+
+@pytest.fixture(scope="module")
+def lab(tmp_path_factory: pytest.TempPathFactory) -> Iterator[lmx_lab.Lab]:
+    with lmx_lab.Lab(Settings(home=tmp_path_factory.mktemp("home"), port=0), loop="thread") as lab:
+        lab.load("echo")
+        yield lab
+
+
+class Counted:
+    """Counts loads and answers of a lab, and interrupts it before an answer."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        self.loads: list[str] = []
+        self.answers = 0
+        self.interrupt_at: int | None = None
+        load, recorder = LocalBackend.load, LocalBackend.answer_recorder
+
+        async def counted_load(backend: LocalBackend, spec: LoadSpec, **options: Any) -> LoadReport:
+            self.loads.append(spec.model)
+            return await load(backend, spec, **options)
+
+        def counted_recorder(backend: LocalBackend, *arguments: Any) -> Any:
+            answer = recorder(backend, *arguments)
+
+            async def count() -> Any:
+                if self.answers == self.interrupt_at:
+                    raise EngineError("interrupted")
+                self.answers += 1
+                return await answer()
+
+            return count
+
+        monkeypatch.setattr(LocalBackend, "load", counted_load)
+        monkeypatch.setattr(LocalBackend, "answer_recorder", counted_recorder)
+
+
+def test_a_comparison_has_a_grid_frames_scores_and_a_page(lab: lmx_lab.Lab, tmp_path: Path) -> None:
+    comparison = lab.compare(PROMPTS, SETTINGS)
+    frame = comparison.df
+    assert list(frame["setting"]) == ["greedy", "sampled"] * 2
+    assert list(frame["text"][frame["setting"] == "greedy"]) == PROMPTS
+    assert frame["logprob"].map(math.isfinite).all()
+    assert list(frame["first_difference"].isna()) == [True, False, True, False]
+    # Every answer under every setting, because one load serves both.
+    assert len(comparison.scores) == 8
+    lens = comparison.lens(0, "sampled", under="greedy")
+    assert [token.token for token in lens] == list(comparison.answer(0, 1).answer or ())
+    assert sum(each.logprob or 0 for each in lens) == pytest.approx(frame["logprob"][1], abs=1e-4)
+    kinds = {kind for kind, _, _ in comparison.diff(0, "sampled")}
+    assert kinds & {"insert", "replace"}
+    assert "".join(text for _, text, _ in comparison.diff(0, "sampled")) == PROMPTS[0]
+    page = comparison.save(tmp_path / "page.html").read_text()
+    assert "<b>" not in page
+    assert "&lt;b&gt;" in page
+    assert "<ins>" in page
+    assert "logprob/token" in page
+    assert "http" not in page
+    assert "4 of 4 answers" in repr(comparison)
+    assert comparison.requests[0].replay().same
+
+
+def test_models_are_loaded_once_and_an_interrupted_comparison_continues(
+    lab: lmx_lab.Lab, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    settings = {
+        "one": {"model": "echo", "max_tokens": 4},
+        "two": {"model": "echo", "context_length": 4096, "max_tokens": 4},
+        "three": {"model": "echo", "max_tokens": 3},
+    }
+    counted, path = Counted(monkeypatch), tmp_path / "compare.db"
+    counted.interrupt_at = 5
+    with pytest.raises(EngineError, match="interrupted"):
+        lab.compare(PROMPTS, settings, path=path)
+    assert (counted.loads, counted.answers) == (["echo", "echo"], 5)
+    assert sum(request.record.outcome != "scored" for request in load_requests(path)) == 5
+    counted.interrupt_at = None
+    counted.loads.clear()
+    comparison = lab.compare(PROMPTS, settings, path=path)
+    assert (counted.loads, counted.answers) == (["echo"], 6)
+    assert len(comparison.df) == 6
+    # Answers of the second model are not scored under the first one, which would need another load.
+    with pytest.raises(InvalidRequestError, match="was not scored under one"):
+        comparison.lens(0, "two", under="one")
+    assert len(comparison.lens(0, "one", under="two")) > 0
+    complete = lab.compare(PROMPTS, settings, path=path, all_scores=True)
+    assert (counted.loads, counted.answers) == (["echo", "echo"], 6)
+    assert len(complete.scores) == 2 * 3 * 3
+    again = lab.compare(PROMPTS, settings, path=path, all_scores=True)
+    assert (len(counted.loads), counted.answers) == (2, 6)
+    assert again.df.equals(complete.df)
+
+
+def test_a_comparison_can_be_awaited(lab: lmx_lab.Lab) -> None:
+    comparison = asyncio.run(lab.acompare([[{"role": "user", "content": "hello"}]], [{}]))
+    assert isinstance(comparison, Comparison)
+    assert comparison.settings == ["default"]
+    assert "user: hello" in comparison._repr_html_()
+
+
+def test_invalid_comparisons_are_refused_before_anything_is_loaded(
+    lab: lmx_lab.Lab, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    counted = Counted(monkeypatch)
+    for settings, message in (
+        ([], "no settings"),
+        ([{}, {"model": "echo"}], "name it in all"),
+        ([{}, {}], "two settings are the same"),
+        ([{"engine": "mlx"}], "name the model, too"),
+        ([{"model": "echo"}, {"model": "echo", "temperature": -1}], "temperature"),
+    ):
+        with pytest.raises(InvalidRequestError, match=message):
+            lab.compare(["hello"], settings)
+    for prompts in ("hello", []):
+        with pytest.raises(InvalidRequestError, match="list of texts"):
+            lab.compare(prompts, [{}])
+    with pytest.raises(InvalidRequestError, match="more than 10000"):
+        lab.compare(["hello"] * 10_001, [{}])
+    comparison = lab.compare(["hello"], [{}])
+    for wrong in ({"prompt": 1, "setting": 0}, {"prompt": 0, "setting": "x"}):
+        with pytest.raises(InvalidRequestError, match="there is no"):
+            comparison.lens(**wrong)
+    with pytest.raises(InvalidRequestError, match="cannot be written"):
+        comparison.save(tmp_path / "no folder" / "page.html")
+    assert counted.loads == []
+    with lmx_lab.Lab(Settings(home=tmp_path, port=0), loop="thread") as empty, pytest.raises(NotLoadedError):
+        empty.compare(["hello"], [{}])

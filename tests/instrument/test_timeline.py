@@ -1,0 +1,228 @@
+"""Test timelines: what is recorded of a request, the spans, the file for Perfetto, and explanations."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator
+from dataclasses import replace
+from itertools import pairwise
+from pathlib import Path
+from typing import Any
+
+import jsonschema
+import pytest
+
+import lmx_lab
+from lmx_lab.errors import InvalidRequestError
+from lmx_lab.instrument import Timeline, load_requests
+from lmx_lab.server.timelines import KEPT_REQUESTS, TimelineLog
+from lmx_lab.settings import Settings
+from lmx_lab.values.timeline import KINDS, MAX_STEPS, EngineStep, RequestTimeline, Span, StepLog
+
+# The events that Perfetto reads, after "Trace Event Format": complete events, counters, instants and names.
+SCHEMA = {
+    "type": "object",
+    "required": ["traceEvents"],
+    "properties": {
+        "displayTimeUnit": {"enum": ["ms", "ns"]},
+        "otherData": {"type": "object"},
+        "traceEvents": {
+            "type": "array",
+            "items": {
+                "type": "object",
+                "required": ["name", "ph", "pid", "tid"],
+                "properties": {"pid": {"type": "integer"}, "tid": {"type": "integer"}, "name": {"type": "string"}},
+                "oneOf": [
+                    {
+                        "required": ["ts", "dur", "cat"],
+                        "properties": {
+                            "ph": {"const": "X"},
+                            "ts": {"type": "integer", "minimum": 0},
+                            "dur": {"type": "integer", "minimum": 0},
+                        },
+                    },
+                    {
+                        "required": ["ts", "args"],
+                        "properties": {
+                            "ph": {"const": "C"},
+                            "args": {"additionalProperties": {"type": "integer", "minimum": 0}},
+                        },
+                    },
+                    {"required": ["ts", "s"], "properties": {"ph": {"const": "i"}, "s": {"enum": ["g", "p", "t"]}}},
+                    {
+                        "required": ["args"],
+                        "properties": {
+                            "ph": {"const": "M"},
+                            "name": {"enum": ["process_name", "thread_name"]},
+                            "args": {"required": ["name"]},
+                        },
+                    },
+                ],
+            },
+        },
+    },
+}
+QUIET = RequestTimeline(
+    request_id="r",
+    model="m",
+    at=100.0,
+    outcome="length",
+    prompt_tokens=4,
+    output_tokens=4,
+    queue_s=1.0,
+    prefill_s=0.5,
+    decode_s=2.0,
+    steps=(
+        EngineStep("queued", 0.0, 1.0),
+        EngineStep("prefill", 1.0, 0.5, 4, 7, 2),
+        EngineStep("decode", 1.5, 0.1, 1, 8, 2),
+        EngineStep("decode", 1.6, 0.1, 1, 9, 2),
+        EngineStep("paused", 1.7, 0.2),
+        EngineStep("prefill", 1.9, 0.1, 6, 10, 2),
+        EngineStep("decode", 2.9, 0.1, 1, 11, 2),
+        EngineStep("decode", 3.0, 0.6, 1, 12, 2),
+    ),
+)
+"""A request that waited, was paused, and with a slow step; the last step ends after the request."""
+
+
+@pytest.fixture(scope="module")
+def lab(tmp_path_factory: pytest.TempPathFactory) -> Iterator[lmx_lab.Lab]:
+    settings = Settings(home=tmp_path_factory.mktemp("home"), port=0, slots=1, echo_tokens_per_s=200)
+    with lmx_lab.Lab(settings, loop="thread") as lab:
+        lab.load("echo")
+        yield lab
+
+
+def check_nesting(spans: list[Span], total_s: float) -> None:
+    """Check that spans are within those of the next lower depth, do not overlap, and that phases add up."""
+    open_spans: list[Span] = []
+    for span in spans:
+        del open_spans[span.depth :]
+        if open_spans:
+            outer = open_spans[-1]
+            assert outer.start_s - 1e-9 <= span.start_s
+            assert span.start_s + span.duration_s <= outer.start_s + outer.duration_s + 1e-9
+        open_spans.append(span)
+    for depth in (1, 2):
+        level = [span for span in spans if span.depth == depth]
+        for one, other in pairwise(level):
+            assert one.start_s + one.duration_s <= other.start_s + 1e-9
+    assert sum(span.duration_s for span in spans if span.depth == 1) == pytest.approx(total_s, abs=1e-3)
+
+
+def test_the_spans_nest_and_add_up_to_the_measured_time(lab: lmx_lab.Lab) -> None:
+    replies = [lab.chat(f"the sea is wide {number}", stop=["wide"]) for number in range(2)]
+    timeline = lab.timeline()[-2:]
+    for one, reply in zip(timeline, replies, strict=True):
+        assert reply.report is not None
+        check_nesting(one.spans(), reply.report.total_s)
+        assert one.total_s == pytest.approx(reply.report.total_s, abs=1e-3)
+        assert one.decode_s == pytest.approx(reply.timings.predicted_ms / 1e3, abs=1e-3)
+        assert sum(step.tokens for step in one.steps if step.kind == "decode") == reply.usage.completion_tokens
+        assert (one.outcome, one.stop_string) == ("stop", True)
+        assert [segment.kind for segment in one.segments()][:2] == ["queued", "prefill"]
+    check_nesting(QUIET.spans(), 3.5)
+
+
+def test_a_timeline_has_a_frame_bars_and_a_file_for_perfetto(lab: lmx_lab.Lab, tmp_path: Path) -> None:
+    lab.chat("one two three")
+    timeline = lab.timeline()
+    frame = timeline.df
+    assert set(frame["span"]) <= {"request", *KINDS}
+    assert len(frame[frame["depth"] == 0]) == len(timeline)
+    assert "echo stop" in repr(timeline)
+    assert "display:flex" in timeline._repr_html_()
+    assert "No request" in Timeline([])._repr_html_()
+    written = json.loads(Timeline([QUIET, *timeline]).save(tmp_path / "trace.json").read_text())
+    jsonschema.validate(written, SCHEMA)
+    complete = [event for event in written["traceEvents"] if event["ph"] == "X"]
+    for thread in {event["tid"] for event in complete}:
+        ends: list[int] = []
+        for event in (each for each in complete if each["tid"] == thread):
+            while ends and ends[-1] <= event["ts"]:
+                ends.pop()
+            assert not ends or event["ts"] + event["dur"] <= ends[-1]
+            ends.append(event["ts"] + event["dur"])
+    with pytest.raises(InvalidRequestError, match="cannot be written"):
+        timeline.save(tmp_path / "no folder" / "trace.json")
+
+
+def test_recorded_requests_have_their_timeline_also_without_a_lab(tmp_path: Path) -> None:
+    path = tmp_path / "requests.db"
+    with lmx_lab.Lab(Settings(home=tmp_path, port=0, record_to=path), loop="thread") as lab:
+        lab.load("echo")
+        reply = lab.chat("hello")
+        (live,) = lab.timeline()
+    (stored,) = load_requests(path)[0].timeline()
+    assert reply.report is not None
+    assert stored.total_s == pytest.approx(reply.report.total_s, abs=1e-6)
+    assert [step[:1] + step[3:] for step in stored.steps] == [step[:1] + step[3:] for step in live.steps]
+    request = load_requests(path)[0]
+    request.record = replace(request.record, steps=())
+    with pytest.raises(InvalidRequestError, match="no steps were recorded"):
+        request.timeline()
+
+
+def test_running_and_cancelled_requests_are_in_the_timeline_and_a_wait_is_explained(lab: lmx_lab.Lab) -> None:
+    stream = lab.chat("hello", stream=True, max_tokens=4000, ignore_eos=True)
+    pieces = iter(stream)
+    next(pieces)
+    second = lab.chat("hi", stream=True)
+    running, queued = lab.timeline()[-2:]
+    assert (running.outcome, queued.outcome) == ("running", "running")
+    assert (queued.steps, queued.queue_s) == ((), queued.total_s)
+    stream.close()
+    assert "".join(second) == "hi"
+    timeline = lab.timeline()[-2:]
+    assert [one.outcome for one in timeline] == ["cancelled", "stop"]
+    check_nesting(timeline[0].spans(), timeline[0].total_s)
+    assert "meanwhile another request had a slot" in timeline.explain()
+
+
+def test_an_explanation_names_slow_steps_pauses_and_what_was_computed_meanwhile() -> None:
+    chunk = EngineStep("prefill", 0.1, 0.6, 300, 12, 2)
+    other = replace(QUIET, at=102.0, queue_s=0.0, prefill_s=0.7, decode_s=0.0, steps=(chunk,))
+    text = Timeline([QUIET, other]).explain(0)
+    assert "It waited 1.000 s for a slot." in text
+    assert "It was paused for 0.200 s, 1.700 s after its arrival" in text
+    assert "A step took 1.000 s, 2.000 s after its arrival; meanwhile another request had a slot, and 300 of" in text
+    assert "4 of its 4 prompt tokens were computed in 1 chunk, 0.500 s." in text
+    assert [segment.kind for segment in QUIET.segments()] == [
+        *("queued", "prefill", "decode", "paused", "prefill", "slow", "decode"),
+    ]
+    with pytest.raises(InvalidRequestError, match="there is no request 5"):
+        Timeline([QUIET]).explain(5)
+
+
+def test_a_lab_elsewhere_says_why_it_has_no_timeline_and_no_comparison(lab: lmx_lab.Lab) -> None:
+    with lmx_lab.attach(lab.url) as far:
+        with pytest.raises(InvalidRequestError, match="elsewhere"):
+            far.timeline()
+        with pytest.raises(InvalidRequestError, match="elsewhere"):
+            far.compare(["hello"], [{"model": "echo"}])
+        with pytest.raises(InvalidRequestError, match="elsewhere"):
+            far._access.run(lambda backend: backend.score([1, 2], model=None, top=1))
+
+
+def test_a_long_answer_keeps_a_limited_number_of_steps_with_all_tokens() -> None:
+    log = StepLog(0.0)
+    log.start(1.0)
+    for number in range(3 * MAX_STEPS):
+        log.add("decode", 1.0 + number, 2.0 + number, tokens=1, step=number + 1)
+    log.add("decode", 1.0 + number, 3.0 + number, tokens=2, step=number + 1)
+    steps = log.steps()
+    assert len(steps) < MAX_STEPS
+    assert sum(step.tokens for step in steps) == 3 * MAX_STEPS + 2
+    assert steps[0] == EngineStep("queued", 0.0, 1.0)
+    for one, other in pairwise(steps):
+        assert one.end_s == pytest.approx(other.start_s)
+
+
+def test_the_oldest_requests_are_dropped_from_the_log() -> None:
+    log = TimelineLog()
+    for number in range(KEPT_REQUESTS + 3):
+        log.add(StepLog(0.0), request_id=f"{number}", index=0, model="m", prompt_tokens=1)
+    kept: list[Any] = log.read(60)
+    assert (len(kept), kept[0].request_id) == (KEPT_REQUESTS, "3")
+    assert [one.request_id for one in log.read(60, most=1)] == [f"{KEPT_REQUESTS + 2}"]

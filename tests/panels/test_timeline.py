@@ -1,0 +1,81 @@
+"""Test the timeline panel without a browser."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import replace
+from typing import Any
+
+import pytest
+
+from lmx_lab.errors import InvalidRequestError
+from lmx_lab.panels.timeline import MAX_PARTS, TimelinePanel
+from lmx_lab.panels.workbench import Workbench
+from lmx_lab.values.timeline import EngineStep, RequestTimeline
+from tests.panels.scripted_backend import Reader, Refused, ScriptedBackend
+
+pytestmark = pytest.mark.usefixtures("quick")
+ONE = RequestTimeline(
+    request_id="<b>",
+    model="m",
+    at=100.0,
+    outcome="stop",
+    prompt_tokens=4,
+    output_tokens=1,
+    queue_s=1.0,
+    prefill_s=0.5,
+    decode_s=0.5,
+    steps=(EngineStep("queued", 0.0, 1.0), EngineStep("prefill", 1.0, 0.5, 4), EngineStep("decode", 1.5, 0.5, 1)),
+)
+
+
+def test_a_lane_is_shown_for_each_request_and_explained(backend: ScriptedBackend, workbench: Workbench) -> None:
+    requests: list[Any] = [[]]
+
+    def timelines(last_s: float, *, most: int | None = None) -> Sequence[RequestTimeline]:
+        if isinstance(requests[0], Exception):
+            raise requests[0]
+        return requests[0]
+
+    backend.timelines = timelines  # type: ignore[attr-defined]
+    reader = Reader(TimelinePanel(workbench), workbench)
+    panel: Any = reader.panel
+    requests[0] = [ONE, replace(ONE, at=102.0, outcome="running")]
+    reader.until(lambda panel: len(panel.lanes) == 2)
+    newest, oldest = panel.lanes
+    assert newest["text"].endswith("running")
+    assert [part[:3] for part in oldest["parts"]] == [
+        ["queued", 0.0, 25.0],
+        ["prefill", 25.0, 12.5],
+        ["decode", 37.5, 12.5],
+    ]
+    assert "It waited 1.000 s for a slot" in reader.ask("explain", lane=oldest["id"])
+    assert "no longer shown" in reader.ask("explain", lane="gone")
+    assert "&lt;b&gt;" in panel.snapshot_html()
+    reader.ask("change", paused=True)
+    requests[0] = [ONE]
+    with pytest.raises(Refused, match="must be true or false"):
+        reader.ask("change", paused=1)
+    assert len(panel.lanes) == 2
+    reader.ask("change", paused=False)
+    reader.until(lambda panel: len(panel.lanes) == 1)
+    requests[0] = InvalidRequestError("the server runs elsewhere")
+    reader.until(lambda panel: panel.problem == "the server runs elsewhere" and not panel.lanes)
+
+
+def test_a_bar_has_a_limited_number_of_parts(backend: ScriptedBackend, workbench: Workbench) -> None:
+    steps, at = list(ONE.steps), 2.0
+    for number in range(400):
+        duration = 0.2 + number / 1000 if number % 4 == 0 else 0.01
+        steps.append(EngineStep("decode", at, duration, 1, number + 5))
+        at += duration
+    long = replace(ONE, steps=tuple(steps), decode_s=at - 1.5)
+    backend.timelines = lambda last_s, most=None: [long]  # type: ignore[attr-defined]
+    reader = Reader(TimelinePanel(workbench), workbench)
+    panel: Any = reader.panel
+    reader.until(lambda panel: panel.lanes)
+    parts = panel.lanes[0]["parts"]
+    assert 20 < len(parts) <= MAX_PARTS
+    assert sum(part[2] for part in parts) == pytest.approx(100, abs=0.1)
+    # The longest step is among those that are marked.
+    assert any(part[0] == "slow" and "0.596 s" in part[3] for part in parts)
