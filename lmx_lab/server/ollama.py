@@ -84,7 +84,7 @@ def ollama_routes(service: InferenceService, manager: ModelManager, *, lan_admin
         """Answer a conversation in Ollama's format. Without messages, load the model, or unload it if `keep_alive` is
         0.
         """
-        if not body.messages:
+        if not body.has_prompt:
             return await _load_or_unload(manager, body, request, lan_admin=lan_admin)
         return await _answer(service, body, request)
 
@@ -97,7 +97,7 @@ def ollama_routes(service: InferenceService, manager: ModelManager, *, lan_admin
         """Answer a prompt in Ollama's format, with the chat template unless it is `raw` or has a `suffix`. Without a
         prompt, load the model, or unload it if `keep_alive` is 0.
         """
-        if not body.prompt and not body.suffix:
+        if not body.has_prompt:
             return await _load_or_unload(manager, body, request, lan_admin=lan_admin)
         return await _answer(service, body, request)
 
@@ -161,19 +161,18 @@ async def _load_or_unload(
     """Load the model of a request without a prompt, or unload it."""
     name, local = requested_model(body.model), is_local(request.scope)
     resident = manager.model_for(name, CHAT, local=local)
-    unloads = body.keep_alive == 0
-    if unloads or resident is None:
+    if body.unloads or resident is None:
         check_admin(local=local, lan_admin=lan_admin)
-    if unloads and resident is not None:
+    if body.unloads and resident is not None:
         await manager.unload(name, local=local)
-    elif not unloads and resident is None:
+    elif not body.unloads and resident is None:
         # As a caller on another machine, which cannot name paths and models to download.
         await manager.load(LoadSpec(model=name or ANY_MODEL), local=False)
     shared: dict[str, Any] = {
         "model": body.model,
         "created_at": now(),
         "done": True,
-        "done_reason": "unload" if unloads else "load",
+        "done_reason": "unload" if body.unloads else "load",
     }
     is_chat = isinstance(body, OllamaChatRequest)
     content = {"message": {"role": "assistant", "content": ""}} if is_chat else {"response": ""}

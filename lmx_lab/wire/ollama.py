@@ -111,9 +111,21 @@ class OllamaBody(LenientModel):
     keep_alive: OllamaDuration | None = None
     """How long the model stays in memory. It has an effect only without a prompt: 0 unloads the model."""
 
+    @property
+    def has_prompt(self) -> bool:
+        """Whether the request is more than one to load or unload the model."""
+        return True
+
+    @property
+    def unloads(self) -> bool:
+        """Whether the request unloads the model."""
+        return not self.has_prompt and self.keep_alive == 0
+
     def ignored(self) -> Iterator[str]:
         """Yield the names of the fields and options that have no effect."""
         yield from self.model_extra or {}
+        if self.keep_alive is not None and not self.unloads:
+            yield "keep_alive"
         if self.options is not None:
             yield from (f"options.{name}" for name in self.options.model_extra or {})
 
@@ -191,6 +203,10 @@ class OllamaChatRequest(OllamaGenerationBody):
     messages: Annotated[list[OllamaMessage], FailFast(), Field(max_length=MESSAGE_LIMIT)] = Field(default=[])
     tools: OllamaTools | None = None
 
+    @property
+    def has_prompt(self) -> bool:
+        return bool(self.messages)
+
 
 class OllamaGenerateRequest(OllamaGenerationBody):
     """The body of POST /api/generate. Without a prompt, the model is loaded or unloaded."""
@@ -206,6 +222,10 @@ class OllamaGenerateRequest(OllamaGenerationBody):
     images: Annotated[Any, unsupported.NO_VISION] = None
     template: Annotated[Any, unsupported.NO_OWN_TEMPLATES] = None
     context: Annotated[Any, unsupported.NO_TOKEN_CONTEXTS] = None
+
+    @property
+    def has_prompt(self) -> bool:
+        return bool(self.prompt or self.suffix)
 
 
 OllamaTexts = TypeAliasType("OllamaTexts", Annotated[list[str], FailFast(), Field(max_length=INPUT_LIMIT)])

@@ -243,7 +243,7 @@ def test_ignored_fields_and_options_are_named_in_a_header(http: httpx2.Client) -
     options = {"temperature": 0, "num_ctx": 4096, "mirostat": 1, "bad\r\nname": 1}
     response = http.post(CHAT, json=chat(options=options, truncate=True, keep_alive="5m", stream=False))
     assert response.status_code == 200
-    assert response.headers["x-lmx-ignored"] == "truncate, options.num_ctx, options.mirostat"
+    assert response.headers["x-lmx-ignored"] == "truncate, keep_alive, options.num_ctx, options.mirostat"
     assert "x-lmx-ignored" not in http.post(CHAT, json=chat(stream=False)).headers
 
 
