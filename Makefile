@@ -23,6 +23,8 @@ PARITY := build/parity
 PARITY_STAMP := $(PARITY)/installed
 CLIENTS := build/clients
 CLIENTS_STAMP := $(CLIENTS)/installed
+AIDER := build/aider
+AIDER_STAMP := $(AIDER)/installed
 AGENTS := build/agents
 AGENTS_STAMP := $(AGENTS)/installed
 # Number of test processes, which each run one file at a time: by default one for each core, 4 at most; 0 runs no others.
@@ -107,14 +109,23 @@ blocking: setup
 gallery: setup
 	$(BIN)/python notebooks/gallery.py build/gallery
 
-clients: setup $(CLIENTS_STAMP) $(AGENTS_STAMP)
-	$(BIN)/python -m tests.other_clients.try_clients $(CLIENTS)
+# RECORD=folder stores the requests of the clients, as the files in tests/client_requests.
+clients: setup $(CLIENTS_STAMP) $(AIDER_STAMP) $(AGENTS_STAMP)
+	RECORD=$(RECORD) $(BIN)/python -m tests.other_clients.try_clients $(CLIENTS) $(AIDER)
 	$(BIN)/python -m tests.other_clients.try_agents $(AGENTS)
 
 $(CLIENTS_STAMP): constraints-clients.txt
 	@$(CLIENTS)/bin/python -c 'import pip' 2>/dev/null || $(PYTHON) -m venv --clear $(CLIENTS)
-	$(PIP_ENV) $(CLIENTS)/bin/python -m pip install --quiet --only-binary :all: -c constraints-clients.txt anthropic ollama langchain-openai llm litellm instructor
+	$(PIP_ENV) $(CLIENTS)/bin/python -m pip install --quiet --only-binary :all: -c constraints-clients.txt \
+	  anthropic ollama langchain-openai langchain-anthropic langchain-tests llama-index-llms-openai-like \
+	  llama-index-embeddings-openai-like dspy 'pydantic-ai-slim[openai]' llm litellm instructor
 	touch $(CLIENTS_STAMP)
+
+# aider requires older versions of packages that the other clients use.
+$(AIDER_STAMP): constraints-aider.txt
+	@$(AIDER)/bin/python -c 'import pip' 2>/dev/null || $(PYTHON) -m venv --clear $(AIDER)
+	$(PIP_ENV) $(AIDER)/bin/python -m pip install --quiet --only-binary :all: -c constraints-aider.txt aider-chat
+	touch $(AIDER_STAMP)
 
 $(AGENTS_STAMP): tests/other_clients/agents.json
 	mkdir -p $(AGENTS)

@@ -115,6 +115,11 @@ class Settings:
     """Time without an engine step, while requests wait, after which ``/readyz`` answers 503."""
     swap: bool = False
     """Whether a request for another model on disk loads that model. Otherwise the request is rejected."""
+    model_aliases: tuple[str, ...] = ()
+    """Other names of models in requests, as ``name=id``, such as ``gpt-4o=smollm2-135m``."""
+    any_model: bool = False
+    """Whether a request that names a model that is not on disk is answered by the loaded model. Otherwise the request
+    is rejected."""
     idle_unload_s: float | None = None
     """Time without requests after which the model is unloaded. By default it stays loaded."""
     load_timeout_s: float | None = None
@@ -163,6 +168,12 @@ class Settings:
             value = getattr(self, name)
             if value is not None and not (isinstance(value, int | float) and low <= value <= high):
                 raise InvalidRequestError(f"{name} is {value!r}; it must be from {low} to {high}", param=name)
+        for alias in self.model_aliases:
+            if not all(alias.partition("=")):
+                raise InvalidRequestError(
+                    f"model_aliases has {alias!r}; write each as name=id, such as gpt-4o=smollm2-135m",
+                    param="model_aliases",
+                )
         for name in ("host", "daemon_host"):
             if not getattr(self, name).strip():
                 raise InvalidRequestError(
@@ -171,6 +182,11 @@ class Settings:
         for name, choices in CHOICES.items():
             if (chosen := getattr(self, name)) not in choices:
                 raise InvalidRequestError(f"{name} is {chosen!r}; it must be one of {', '.join(choices)}", param=name)
+
+    @property
+    def ids_by_alias(self) -> dict[str, str]:
+        """The ids in ``model_aliases`` by their other names."""
+        return {name: id_ for name, _, id_ in (alias.partition("=") for alias in self.model_aliases)}
 
     @property
     def models_folder(self) -> Path:

@@ -77,6 +77,12 @@ ModelFolders = Annotated[list[Path] | None, typer.Option(help="Additional folder
 Embedder = Annotated[str | None, typer.Option(help="Embedding model that stays in memory beside the loaded model.")]
 Reranker = Annotated[str | None, typer.Option(help="Reranker that stays in memory beside the loaded model.")]
 Swap = Annotated[bool, typer.Option("--swap", help="Load the model that a request names, if it is not loaded.")]
+ModelAliases = Annotated[
+    list[str] | None, typer.Option("--model-alias", help="Other name of a model in requests, as NAME=ID. Repeatable.")
+]
+AnyModel = Annotated[
+    bool, typer.Option("--any-model", help="Let the loaded model answer requests for models that are not on disk.")
+]
 IdleUnload = Annotated[
     float | None,
     typer.Option("--idle-unload", "--ttl", help="Seconds without a request after which the model is unloaded."),
@@ -151,6 +157,8 @@ def serve(
     embedder: Embedder = None,
     reranker: Reranker = None,
     swap: Swap = False,
+    model_alias: ModelAliases = None,
+    any_model: AnyModel = False,
     idle_unload: IdleUnload = None,
     slots: Slots = None,
     queue_limit: QueueLimit = None,
@@ -182,6 +190,8 @@ def serve(
         downloads=False if no_downloads else None,
         model_folders=models or None,
         swap=swap or None,
+        model_aliases=model_alias or None,
+        any_model=any_model or None,
         idle_unload_s=idle_unload,
         request_timeout_s=request_timeout,
         **_memory_settings(memory_limit, prefix_cache, prefix_cache_disk),

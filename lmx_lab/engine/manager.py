@@ -29,7 +29,6 @@ from lmx_lab.engine.model_lookup import (
     EMBEDDING,
     RERANK,
     Kinds,
-    find_model,
     loaded_id,
     refusal,
     with_models_on_disk,
@@ -44,6 +43,7 @@ from lmx_lab.errors import (
     HostingError,
     InvalidRequestError,
     LabError,
+    ModelNotFoundError,
     NotLoadedError,
 )
 from lmx_lab.portal import LoopThread, receive
@@ -84,6 +84,7 @@ class ModelManager:
         self._control: ModelControl | None = None
         self._stopped = False
         self._machine_bytes = total_bytes()
+        self._ids_by_alias = settings.ids_by_alias
         self._created_at = time.monotonic()
 
     # Lifetime
@@ -392,11 +393,7 @@ class ModelManager:
     async def with_model(
         self, request: GenerationRequest, work: Callable[[Resident], Awaitable[T]], *, local: bool = True
     ) -> T:
-        """Return the result of work with the chat model that a request names. It counts as a request in the queue.
-
-        Raises:
-            LabError: as ``encode``, or an error of the work.
-        """
+        """Return the result of work with the chat model that a request names. It counts as a request in the queue."""
 
         async def run(resident: Resident, permits: Sequence[Permit]) -> T:
             try:
@@ -407,12 +404,7 @@ class ModelManager:
         return await self._submit(request, CHAT, run, local=local)
 
     async def decode(self, tokens: Sequence[int]) -> str:
-        """Return the text of token ids as the main model's tokenizer shows it.
-
-        Raises:
-            NotLoadedError: no model is loaded.
-            InvalidRequestError: a token is not in the vocabulary.
-        """
+        """Return the text of token ids as the main model's tokenizer shows it. See ``InferenceEngine.decode``."""
         main = self.residents.main
         if main is None:
             raise NotLoadedError(f"no model is loaded; {LOAD_FIRST}")
@@ -425,7 +417,7 @@ class ModelManager:
             name: The model that the request names; None takes any.
             kinds: Kinds of models that can answer, the preferred ones first.
         """
-        return _resident_for(self.residents, name, kinds, local=local)
+        return self.residents.find(name, kinds, local=local)
 
     async def _submit(
         self,
@@ -438,10 +430,32 @@ class ModelManager:
         patient: bool = False,
     ) -> T:
         """Find the model that answers a request, and submit the request to its engine. In swap mode, the model may be
-        loaded first.
+        loaded first. With ``Settings.any_model``, the loaded model answers a request that names an unknown model.
         """
+        name = request.model
+        request = replace(request, model=None if name is None else self._ids_by_alias.get(name, name))
+        submitting = functools.partial(
+            self._submit_to_named, kinds=kinds, submit=submit, count=count, local=local, patient=patient
+        )
+        try:
+            return await submitting(request)
+        except ModelNotFoundError:
+            if not self.settings.any_model:
+                raise
+        return await submitting(replace(request, model=None))
+
+    async def _submit_to_named(
+        self,
+        request: GenerationRequest | EmbeddingRequest | RerankRequest,
+        *,
+        kinds: Kinds,
+        submit: SubmitToModel[T],
+        count: int,
+        local: bool,
+        patient: bool,
+    ) -> T:
         now, swap = self.residents, self.settings.swap
-        resident = _resident_for(now, request.model, kinds, local=local)
+        resident = now.find(request.model, kinds, local=local)
         if resident is not None and (now.stable or not swap or resident in now.pinned):
             try:
                 return await _admit_and_submit(resident, submit, count, patient=patient)
@@ -486,7 +500,7 @@ class ModelManager:
         self, model: str | None, name: str | None, kinds: Kinds, submit: SubmitToModel[T], *, count: int, patient: bool
     ) -> T:
         for attempt in range(TRIES):
-            resident = _resident_for(self.residents, model, kinds, local=False)
+            resident = self.residents.find(model, kinds, local=False)
             error = self._refusal_error(model, kinds, local=False) if resident is None else None
             if resident is not None:
                 try:
@@ -555,13 +569,6 @@ class ModelManager:
             report=self._report,
             snapshot=lambda: self.snapshot,
         )
-
-
-def _resident_for(now: Residents, name: str | None, kinds: Kinds, *, local: bool) -> Resident | None:
-    residents = list(now)
-    entries = [resident.entry for resident in residents]
-    entry = find_model(entries, loaded_id(name, entries, local=local), kinds)
-    return next((resident for resident in residents if resident.entry is entry), None)
 
 
 async def _admit_and_submit(resident: Resident, submit: SubmitToModel[T], count: int, *, patient: bool) -> T:

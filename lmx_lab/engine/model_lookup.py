@@ -179,7 +179,7 @@ def unknown_model(name: str, now: EngineSnapshot, kinds: Kinds) -> ModelNotFound
     loaded = f"{' and '.join(fitting) or 'no model that could answer'} {verb} loaded"
     return ModelNotFoundError(
         f"no model here has the id {name[:200]!r}; requests name models by id, not by path: {loaded}, "
-        "GET /admin/models lists all",
+        "GET /admin/models lists all; a server started with --model-alias NAME=ID or --any-model accepts other names",
         param="model",
     )
 

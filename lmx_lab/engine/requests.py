@@ -121,10 +121,10 @@ class Sampling:
 class AnswerFormat:
     """The format of the whole answer, except reasoning. It is enforced at each token."""
 
-    kind: Literal["json_schema", "regex", "lark"]
+    kind: Literal["json_schema", "regex", "lark", "gbnf"]
     text: str
     """The schema as JSON (draft 2020-12), the regular expression (Rust's syntax), or the grammar (Lark, as llguidance
-    reads it)."""
+    reads it, or llama.cpp's GBNF)."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -147,6 +147,9 @@ class GenerationRequest:
     """Maximum number of tokens of reasoning, after which the end of the reasoning is forced; None sets no limit."""
     ignore_eos: bool = False
     """Whether to generate ``max_tokens`` even if the model ends its text before."""
+    min_tokens: int = 0
+    """Number of tokens before which neither the end of the text nor a stop string ends the answer. A format of the
+    answer still ends it."""
     top_logprobs: int | None = None
     """Number of alternatives to report for each token, besides its own log-probability; None reports neither."""
     logprob_tokens: tuple[int | str, ...] = ()

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 from lmx_lab.engine.admission import AdmissionControl
 from lmx_lab.engine.interface import InferenceEngine
-from lmx_lab.engine.model_lookup import entries_in_memory
+from lmx_lab.engine.model_lookup import Kinds, entries_in_memory, find_model, loaded_id
 from lmx_lab.values.engine import ModelChange, UnloadCause
 from lmx_lab.values.models import LoadSpec, ModelEntry
 
@@ -55,3 +55,10 @@ class Residents:
         yield from self.pinned
         if self.main is not None:
             yield self.main
+
+    def find(self, name: str | None, kinds: Kinds, *, local: bool) -> Resident | None:
+        """Return the model that answers a request; None if there is none. See ``ModelManager.model_for``."""
+        residents = list(self)
+        entries = [resident.entry for resident in residents]
+        entry = find_model(entries, loaded_id(name, entries, local=local), kinds)
+        return next((resident for resident in residents if resident.entry is entry), None)

@@ -26,6 +26,8 @@ COLUMNS = (
 COLORS = {"queued": "#bdbdbd", "prefill": "#5b8ff9", "decode": "#5ad8a6", "paused": "#f6bd16", "slow": "#e8684a"}
 SHOWN_REQUESTS = 30
 """Maximum number of requests in the display; a data frame has all of them."""
+EXPLAINED = 8
+"""Maximum number of slow steps and pauses that an explanation lists."""
 PROCESS = 1
 """Id of the process in a file for Perfetto; each request is a thread of it."""
 
@@ -101,15 +103,19 @@ class Timeline(Sequence[RequestTimeline]):
                 f"{sum(chunks)} of its {one.prompt_tokens} prompt tokens were computed in {len(chunks)} "
                 f"chunk{'s' if len(chunks) > 1 else ''}, {one.prefill_s:.3f} s."
             )
-        segments = one.segments()
         usual = [step.duration_s for step in one.steps if step.kind == "decode"]
         if usual:
             yield f"{one.output_tokens} tokens took {one.decode_s:.3f} s, a step {median(usual):.3f} s in the median."
-        for segment in sorted(segments, key=lambda segment: -segment.duration_s):
-            if segment.kind in ("slow", "paused"):
-                what = "A step took" if segment.kind == "slow" else "It was paused for"
-                others = self._meanwhile(one, segment.start_s, segment.end_s)
-                yield f"{what} {segment.duration_s:.3f} s, {segment.start_s:.3f} s after its arrival{others}."
+        marked = sorted(
+            (segment for segment in one.segments() if segment.kind in ("slow", "paused")),
+            key=lambda segment: -segment.duration_s,
+        )
+        for segment in marked[:EXPLAINED]:
+            what = "A step took" if segment.kind == "slow" else "It was paused for"
+            others = self._meanwhile(one, segment.start_s, segment.end_s)
+            yield f"{what} {segment.duration_s:.3f} s, {segment.start_s:.3f} s after its arrival{others}."
+        if len(marked) > EXPLAINED:
+            yield f"{len(marked) - EXPLAINED} shorter slow steps or pauses are not listed; .df has all steps."
 
     def _meanwhile(self, one: RequestTimeline, start_s: float, end_s: float) -> str:
         others = others_during(self._requests, one, start_s, end_s)

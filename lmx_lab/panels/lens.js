@@ -116,7 +116,7 @@ export default panel("Lens", ({ model, root, watch }) => {
       node.style.paddingInlineStart = depth * 16 + "px";
       set(show, id);
       show.setAttribute("aria-pressed", isShown);
-      set(figures, [place, count + " tokens", logprob ?? ""].filter(Boolean).join(" · "));
+      set(figures, [place, count + " tokens", logprob?.toFixed(2)].filter(Boolean).join(" · "));
       set(words, shown);
       prune.hidden = !depth;
     }];
@@ -128,7 +128,8 @@ export default panel("Lens", ({ model, root, watch }) => {
     pinned = false;
     text.removeAttribute("aria-activedescendant");
     text.replaceChildren(...(scored ? tokens().map(([shown], at) =>
-      h("span", { role: "option", id: prefix + at, "aria-selected": false }, shown)) : [plain]));
+      // A line may break before a space, which is a visible character.
+      h("span", { role: "option", id: prefix + at, "aria-selected": false }, shown.replaceAll("·", "\u200b·"))) : [plain]));
     text.setAttribute("role", scored ? "listbox" : "group");
     detail.replaceChildren();
     set(caption, line);

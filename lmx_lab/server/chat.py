@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import AsyncGenerator
+import re
+from collections.abc import AsyncGenerator, Iterable
 from contextlib import aclosing
 
 from fastapi import APIRouter, Request, Response
@@ -29,6 +30,9 @@ RESPONSE_DESCRIPTION = (
     "is sent as the last event, instead of `[DONE]`"
 )
 """Description of the response in the OpenAPI document, also for plain completions."""
+IGNORED_NAME = re.compile(r"[A-Za-z0-9_.-]{1,80}")
+IGNORED_LIMIT = 32
+"""Largest number of names in the header ``x-lmx-ignored``."""
 
 
 def chat_routes(service: InferenceService) -> APIRouter:
@@ -46,7 +50,7 @@ def chat_routes(service: InferenceService) -> APIRouter:
     async def chat_completions(body: ChatRequest, request: Request) -> Response:
         """Answer a conversation, completely or with `stream: true` as server-sent events that end with `[DONE]`."""
         request_id, own = request_id_of(request), service.recording.is_own(request)
-        headers = service.recording.answer_headers(own=own)
+        headers = {**ignored_header(body.ignored()), **service.recording.answer_headers(own=own)}
         local, client = is_local(request.scope), client_of(request)
         answer, generations = await while_connected(
             request, service.start(body, request_id, local=local, client=client, own=own)
@@ -63,6 +67,12 @@ def chat_routes(service: InferenceService) -> APIRouter:
         return Response(text, media_type="application/json", headers=headers)
 
     return router
+
+
+def ignored_header(names: Iterable[str]) -> dict[str, str]:
+    """Return the header with the names of ignored fields. Names that a header cannot contain are left out."""
+    shown = [name for name in names if IGNORED_NAME.fullmatch(name)][:IGNORED_LIMIT]
+    return {"x-lmx-ignored": ", ".join(shown)} if shown else {}
 
 
 async def with_terminator(chunks: AsyncGenerator[str, None], request: Request) -> AsyncGenerator[str, None]:

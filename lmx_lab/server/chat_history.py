@@ -45,7 +45,7 @@ def function_tool(name: str, description: str | None, parameters: dict[str, Any]
     return FunctionTool.model_construct(type="function", function=definition)
 
 
-def chat_request(fields: dict[str, Any]) -> ChatRequest:
+def validated_request(fields: dict[str, Any]) -> ChatRequest:
     """Return a request of the chat format. Messages and tools that are pydantic models are not validated again.
 
     Raises:

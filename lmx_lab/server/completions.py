@@ -15,7 +15,7 @@ from lmx_lab.http.error_bodies import client_of, request_id_of
 from lmx_lab.http.event_stream import DONE, EventStream, comment, while_connected
 from lmx_lab.http.guard import is_local
 from lmx_lab.http.openapi import event_stream
-from lmx_lab.server.chat import RESPONSE_DESCRIPTION, with_terminator
+from lmx_lab.server.chat import RESPONSE_DESCRIPTION, ignored_header, with_terminator
 from lmx_lab.server.generation import Generation, closing_all, collect
 from lmx_lab.server.inference import InferenceService
 from lmx_lab.server.merge_streams import gather, merge
@@ -47,7 +47,7 @@ def completion_routes(service: InferenceService, *, slots: int) -> APIRouter:
     async def completions(body: CompletionRequest, request: Request) -> Response:
         """Continue plain prompts, completely or with `stream: true` as server-sent events that end with `[DONE]`."""
         own = service.recording.is_own(request)
-        headers = service.recording.answer_headers(own=own)
+        headers = {**ignored_header(body.ignored()), **service.recording.answer_headers(own=own)}
         prompts = CompletionPrompts(
             service,
             body,

@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 from collections.abc import AsyncIterator, Callable, Iterable
 from contextlib import asynccontextmanager, suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from types import TracebackType
 from typing import Literal, Self
 
@@ -41,7 +41,7 @@ class RequestEnd:
     """Number of tokens that were delivered. Used if there is no report."""
     recorded: RecordedGeneration | None = None
     """What the record of the generation consists of; None if it is not recorded."""
-    steps: StepLog | None = None
+    steps: StepLog | None = field(default=None, compare=False)
     """What the engine did for a generation; None if the request was refused, or is not a generation."""
 
     def event(self) -> RequestEvent:

@@ -9,9 +9,8 @@ from __future__ import annotations
 import asyncio
 import json
 import logging
-import re
 import secrets
-from collections.abc import AsyncGenerator, Iterable, Iterator, Mapping
+from collections.abc import AsyncGenerator, Iterator, Mapping
 from contextlib import aclosing
 from typing import Any
 
@@ -24,7 +23,8 @@ from lmx_lab.http.error_bodies import client_of, detail_for, messages_error, req
 from lmx_lab.http.event_stream import EventStream, named_event, while_connected
 from lmx_lab.http.guard import is_local
 from lmx_lab.http.openapi import event_stream
-from lmx_lab.server.chat_history import JOINED, ChatHistory, chat_request, function_tool
+from lmx_lab.server.chat import ignored_header
+from lmx_lab.server.chat_history import JOINED, ChatHistory, function_tool, validated_request
 from lmx_lab.server.generation import Generation
 from lmx_lab.server.inference import InferenceService
 from lmx_lab.server.openapi import MESSAGES_ERRORS
@@ -54,9 +54,6 @@ BILLING = "x-anthropic-billing-header:"
 """Beginning of a system block that Claude Code adds. It differs in every request, so a prompt that contained it would
 never be in the prefix cache."""
 IGNORED_BLOCKS = frozenset({"redacted_thinking", "tool_addition", "tool_removal"})
-IGNORED_NAME = re.compile(r"[A-Za-z0-9_.-]{1,80}")
-IGNORED_LIMIT = 32
-"""Largest number of names in the header ``x-lmx-ignored``."""
 PING = named_event("ping", '{"type":"ping"}')
 TOOL_CHOICES: Mapping[str, str] = {"auto": "auto", "any": "required", "none": "none"}
 STOP_REASONS: Mapping[str, StopReason] = {"stop": "end_turn", "length": "max_tokens", "tool_calls": "tool_use"}
@@ -74,7 +71,7 @@ def messages_routes(service: InferenceService) -> APIRouter:
     )
     async def messages(body: MessagesRequest, request: Request) -> Response:
         """Answer a conversation in the Messages format, completely or with `stream: true` as named events."""
-        chat = await asyncio.to_thread(convert, body)
+        chat = await asyncio.to_thread(chat_request, body)
         own, local, client = service.recording.is_own(request), is_local(request.scope), client_of(request)
         starting = service.start(chat, request_id_of(request), local=local, client=client, own=own)
         answer, [generation] = await while_connected(request, starting)
@@ -94,7 +91,7 @@ def messages_routes(service: InferenceService) -> APIRouter:
     @router.post("/v1/messages/count_tokens", response_model=TokenCount, responses=MESSAGES_ERRORS)
     async def count_tokens(body: CountRequest, request: Request) -> Response:
         """Count the tokens of a conversation, with its tools, as the model reads them."""
-        chat = await asyncio.to_thread(convert, body)
+        chat = await asyncio.to_thread(chat_request, body)
         counting = service.encode(generation_request(chat), local=is_local(request.scope))
         count = TokenCount(input_tokens=len(await while_connected(request, counting)))
         headers = ignored_header(body.ignored())
@@ -103,16 +100,10 @@ def messages_routes(service: InferenceService) -> APIRouter:
     return router
 
 
-def ignored_header(names: Iterable[str]) -> dict[str, str]:
-    """Return the header with the names of ignored fields. Names that a header cannot contain are left out."""
-    shown = [name for name in names if IGNORED_NAME.fullmatch(name)][:IGNORED_LIMIT]
-    return {"x-lmx-ignored": ", ".join(shown)} if shown else {}
-
-
 # Requests
 
 
-def convert(body: CountRequest) -> ChatRequest:
+def chat_request(body: CountRequest) -> ChatRequest:
     """Convert a request to the chat format.
 
     Raises:
@@ -140,7 +131,7 @@ def convert(body: CountRequest) -> ChatRequest:
         fields |= {"max_tokens": body.max_tokens}
         # The format's own default of the temperature is 1.
         fields |= {"temperature": 1.0} | {name: value for name, value in others.items() if value is not None}
-    return chat_request(fields)
+    return validated_request(fields)
 
 
 def _tool_choice(choice: ToolChoiceObject | None) -> dict[str, Any]:

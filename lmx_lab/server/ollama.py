@@ -27,10 +27,10 @@ from lmx_lab.http.event_stream import EventStream, while_connected
 from lmx_lab.http.guard import is_local
 from lmx_lab.http.openapi import JSON_LINES, json_lines
 from lmx_lab.server.admin import check_admin
+from lmx_lab.server.chat import ignored_header
 from lmx_lab.server.embeddings import NUMBERS_PER_STEP, number_rows
 from lmx_lab.server.generation import Generation
 from lmx_lab.server.inference import InferenceService
-from lmx_lab.server.messages import ignored_header
 from lmx_lab.server.openapi import OLLAMA_ERRORS
 from lmx_lab.server.translate import chat_logprobs, generation_request
 from lmx_lab.values.generation import Delta, GenerationReport, ToolCallDelta, merge_tool_calls

@@ -24,7 +24,7 @@ from lmx_lab.http.event_stream import EventStream, while_connected
 from lmx_lab.http.guard import is_local
 from lmx_lab.http.openapi import JSON_LINES, json_lines
 from lmx_lab.server.admin import check_admin, listed_models
-from lmx_lab.server.messages import ignored_header
+from lmx_lab.server.chat import ignored_header
 from lmx_lab.server.ollama import listed_name, requested_model
 from lmx_lab.server.openapi import OLLAMA_COMMON_ERRORS, OLLAMA_ERRORS, OLLAMA_LISTING_ERRORS
 from lmx_lab.settings import Settings

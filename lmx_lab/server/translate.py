@@ -21,6 +21,7 @@ from lmx_lab.engine.requests import Prompt
 from lmx_lab.errors import InvalidRequestError
 from lmx_lab.values.generation import GenerationReport, TokenLogprob
 from lmx_lab.wire.chat import ChatMessage, ChatRequest, SocketStats
+from lmx_lab.wire.compatibility import CompatibleFields
 from lmx_lab.wire.completions import CompletionRequest
 from lmx_lab.wire.formats import JsonObjectFormat, JsonSchemaFormat, RegexFormat, ResponseFormat, TextFormat, json_text
 from lmx_lab.wire.generation import (
@@ -59,13 +60,14 @@ def generation_request(request: ChatRequest) -> GenerationRequest:
             template_options=_template_options(request),
         ),
         # If a tool call is forced, the answer contains no text that could have a format.
-        answer_format=None if tools is not None and tools.forced else _answer_format(request.response_format),
+        answer_format=None if tools is not None and tools.forced else _answer_format(request),
         thinking_budget=request.thinking_token_budget,
         model=_model(request),
         sampling=_sampling(request, temperature=0.7),
-        max_tokens=request.max_completion_tokens or request.max_tokens or 4096,
+        max_tokens=request.setting("max_tokens") or 4096,
         stop=_stop(request),
         ignore_eos=bool(request.ignore_eos),
+        min_tokens=request.min_tokens or 0,
         top_logprobs=(request.top_logprobs or 0) if request.logprobs else None,
         logprob_tokens=tuple(request.logprob_tokens or ()),
     )
@@ -73,14 +75,18 @@ def generation_request(request: ChatRequest) -> GenerationRequest:
 
 def completion_requests(request: CompletionRequest) -> list[GenerationRequest]:
     """Convert a completion request to one request of the engine for each prompt, in order."""
+    max_tokens = request.setting("max_tokens")
+    answer_format = _answer_format(request)
     return [
         GenerationRequest(
             prompt=prompt,
             model=_model(request),
             sampling=_sampling(request, temperature=1.0),
-            max_tokens=16 if request.max_tokens is None else request.max_tokens,
+            max_tokens=16 if max_tokens is None else max_tokens,
+            answer_format=answer_format,
             stop=_stop(request),
             ignore_eos=bool(request.ignore_eos),
+            min_tokens=request.min_tokens or 0,
             top_logprobs=request.logprobs,
             logprob_tokens=tuple(request.logprob_tokens or ()),
             # The answer contains the scores only as a part of the echo, and only if log-probabilities are requested.
@@ -111,13 +117,14 @@ def _stop(request: GenerationFields) -> tuple[str, ...]:
     return (request.stop,) if isinstance(request.stop, str) else tuple(request.stop or ())
 
 
-def _sampling(request: GenerationFields, *, temperature: float) -> Sampling:
+def _sampling(request: CompatibleFields, *, temperature: float) -> Sampling:
     """Return the sampling parameters. Fields of the request and of ``Sampling`` correspond by name.
 
     Args:
         temperature: The default of the format, used for null.
     """
     given = {each.name: getattr(request, each.name) for each in fields(Sampling)}
+    given["repetition_penalty"] = request.setting("repetition_penalty")
     sampling = Sampling(**{"temperature": temperature} | {k: v for k, v in given.items() if v is not None})
     # With top_p 0 only the most likely token remains. float32 cannot divide by less than about 1e-38.
     greedy = sampling.temperature < GREEDY_BELOW or sampling.top_p == 0
@@ -211,7 +218,15 @@ def _template_options(request: ChatRequest) -> Mapping[str, Any]:
     return {**effort, **off, **(request.chat_template_kwargs or {})}
 
 
-def _answer_format(format_: ResponseFormat | None) -> AnswerFormat | None:
+def _answer_format(request: CompatibleFields) -> AnswerFormat | None:
+    if request.json_schema is not None:
+        return AnswerFormat(kind="json_schema", text=json_text(request.json_schema))
+    if request.grammar is not None:
+        return AnswerFormat(kind="gbnf", text=request.grammar)
+    return _required_format(request.response_format)
+
+
+def _required_format(format_: ResponseFormat | None) -> AnswerFormat | None:
     match format_:
         case None | TextFormat():
             return None

@@ -24,9 +24,10 @@ from typing_extensions import TypeAliasType
 
 from lmx_lab.values.generation import FinishReason
 from lmx_lab.wire import unsupported
+from lmx_lab.wire.compatibility import CompatibleFields
 from lmx_lab.wire.errors import ErrorDetail
 from lmx_lab.wire.formats import ResponseFormat
-from lmx_lab.wire.generation import WHOLE, Alternatives, GenerationFields, RequestModel, Temperature, Timings, Usage
+from lmx_lab.wire.generation import WHOLE, Alternatives, RequestModel, Temperature, Timings, TokenLimit, Usage
 from lmx_lab.wire.limits import FEW_VALUES, MEMBER_LIMIT
 from lmx_lab.wire.tools import (
     PART_LIMIT,
@@ -142,10 +143,9 @@ TemplateVariables = TypeAliasType(
     "TemplateVariables",
     Annotated[dict[TemplateKey, JsonValue], FailFast(), Field(max_length=MEMBER_LIMIT), FEW_VALUES],
 )
-Metadata = TypeAliasType("Metadata", Annotated[dict[str, Any], FailFast(), Field(max_length=MEMBER_LIMIT), FEW_VALUES])
 
 
-class ChatRequest(GenerationFields):
+class ChatRequest(CompatibleFields):
     """The body of POST /v1/chat/completions and the message of WS /v1/chat/stream."""
 
     model_config = ConfigDict(
@@ -159,12 +159,9 @@ class ChatRequest(GenerationFields):
         BeforeValidator(check_counts),
     ]
     temperature: Temperature | None = 0.7
-    max_tokens: Annotated[int, Field(ge=1), WHOLE] | None = 4096
-    max_completion_tokens: Annotated[int, Field(ge=1), WHOLE] | None = None
-    """The newer name of ``max_tokens``, which it overrides."""
+    max_tokens: TokenLimit | None = 4096
     logprobs: bool | None = None
     top_logprobs: Alternatives | None = None
-    response_format: ResponseFormat | None = None
     tools: Tools | None = None
     tool_choice: ToolChoice | None = None
     """Null means ``auto``."""
@@ -177,14 +174,6 @@ class ChatRequest(GenerationFields):
     """Variables of the chat template; they override ``reasoning_effort``."""
     thinking_token_budget: Annotated[int, Field(ge=0), WHOLE] | None = None
     """Number of reasoning tokens after which the model is forced to answer."""
-
-    # Fields of the format that have no effect here.
-    metadata: Metadata | None = None
-    store: bool | None = None
-    service_tier: str | None = None
-    safety_identifier: str | None = None
-    prompt_cache_key: str | None = None
-    prompt_cache_retention: str | None = None
 
     # Fields of the format that are not supported; only values without effect are valid.
     functions: Annotated[Any, unsupported.NO_FUNCTIONS] = None

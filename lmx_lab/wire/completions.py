@@ -4,11 +4,22 @@ from __future__ import annotations
 
 from typing import Annotated, Any, Literal
 
-from pydantic import BaseModel, ConfigDict, Discriminator, FailFast, Field, Tag, ValidationInfo, field_validator
+from pydantic import (
+    BaseModel,
+    ConfigDict,
+    Discriminator,
+    FailFast,
+    Field,
+    Tag,
+    ValidationInfo,
+    WithJsonSchema,
+    field_validator,
+)
 from typing_extensions import TypeAliasType
 
 from lmx_lab.values.generation import FinishReason
-from lmx_lab.wire.generation import WHOLE, Alternatives, Choices, GenerationFields, Timings, Usage
+from lmx_lab.wire.compatibility import CompatibleFields
+from lmx_lab.wire.generation import NO_LIMIT, WHOLE, Alternatives, Choices, Timings, Usage
 from lmx_lab.wire.limits import ITEM_LIMIT
 
 PROMPT_LIMIT = 1024
@@ -40,7 +51,7 @@ Prompt = Annotated[
 ]
 
 
-class CompletionRequest(GenerationFields):
+class CompletionRequest(CompatibleFields):
     """The body of POST /v1/completions."""
 
     model_config = ConfigDict(
@@ -51,7 +62,16 @@ class CompletionRequest(GenerationFields):
     """A text, texts, the token ids of one prompt, or those of several."""
     echo: bool | None = None
     """Whether to put the prompt before the text and, with ``logprobs``, its tokens before those of the text."""
-    max_tokens: Annotated[int, Field(ge=0), WHOLE] | None = 16
+    max_tokens: (
+        Annotated[
+            int,
+            Field(ge=0),
+            WHOLE,
+            NO_LIMIT,
+            WithJsonSchema({"anyOf": [{"type": "integer", "minimum": 0}, {"const": -1}]}),
+        ]
+        | None
+    ) = 16
     """0 generates nothing and requires ``echo``."""
     suffix: str | None = None
     """The text after the completion, which fills the gap between both (fill-in-the-middle)."""

@@ -18,6 +18,8 @@ SCHEMA_CHARACTERS = 262_144
 """Largest size of a schema, as JSON without spaces."""
 PATTERN_CHARACTERS = 65_536
 """Largest size of a regular expression or a grammar."""
+GBNF_CHARACTERS = 16_384
+"""Largest size of a grammar in GBNF, which takes up to 50 ms to convert."""
 NAME_CHARACTERS = 64
 LABEL_CHARACTERS = 256
 NAME_SHAPE = re.compile(r"[a-zA-Z0-9_-]+")
@@ -89,6 +91,11 @@ Pattern = Annotated[
     AfterValidator(_at_most(PATTERN_CHARACTERS)),
     WithJsonSchema({"type": "string", "minLength": 1, "maxLength": PATTERN_CHARACTERS}),
 ]
+GbnfGrammar = Annotated[
+    NonEmpty,
+    AfterValidator(_at_most(GBNF_CHARACTERS)),
+    WithJsonSchema({"type": "string", "minLength": 1, "maxLength": GBNF_CHARACTERS}),
+]
 
 
 def _check_schema(schema: Any) -> Any:
@@ -96,6 +103,11 @@ def _check_schema(schema: Any) -> Any:
         raise ValueError(f"must be a JSON schema (an object, true or false); it is {kind_of(schema)}")
     check_length(len(json_text(schema)), SCHEMA_CHARACTERS)
     return schema
+
+
+JsonSchema = Annotated[
+    Any, AfterValidator(_check_schema), WithJsonSchema({"anyOf": [{"type": "object"}, {"type": "boolean"}]})
+]
 
 
 def _check_object_schema(schema: Any) -> Any:
@@ -130,9 +142,7 @@ class NamedSchema(RequestModel):
 
     name: Label
     """Not used. Clients may send the name of a generic class."""
-    schema_: Annotated[
-        Any, AfterValidator(_check_schema), WithJsonSchema({"anyOf": [{"type": "object"}, {"type": "boolean"}]})
-    ] = Field(alias="schema")
+    schema_: JsonSchema = Field(alias="schema")
     """JSON schema, draft 2020-12."""
 
     # Fields of the format that have no effect here: a schema is always enforced.

@@ -16,6 +16,7 @@ from pydantic import (
     FailFast,
     Field,
     StringConstraints,
+    WithJsonSchema,
     model_validator,
 )
 from typing_extensions import TypeAliasType
@@ -33,6 +34,8 @@ LOWEST_LOGPROB = -9999.0
 """The log-probability of an impossible token in the chat-completions format, because JSON has no infinity."""
 ANY_MODEL = "default"
 """The model name that stands for the loaded model."""
+UNLIMITED = 2**31 - 1
+"""The maximum number of tokens that stands for -1: more than any context."""
 NonEmpty = Annotated[str, StringConstraints(min_length=1)]
 Stop = Annotated[str, StringConstraints(min_length=1, max_length=STOP_CHARACTERS)]
 # A named type, because members of a union must be hashable, and FailFast is not.
@@ -63,19 +66,46 @@ NamedTokens = TypeAliasType(
     "NamedTokens",
     Annotated[list[Annotated[int, Field(ge=0)] | Stop], FailFast(), Field(max_length=NAMED_LIMIT)],
 )
+NO_LIMIT = BeforeValidator(lambda value: UNLIMITED if value == -1 else value)
+"""Accepts -1 for as many tokens as the context allows, as llama.cpp does."""
+TokenLimit = Annotated[
+    int,
+    Field(ge=1),
+    WHOLE,
+    NO_LIMIT,
+    WithJsonSchema({"anyOf": [{"type": "integer", "minimum": 1}, {"const": -1}]}),
+]
+AnyModel = Annotated[
+    NonEmpty,
+    BeforeValidator(lambda value: ANY_MODEL if value is None else value),
+    WithJsonSchema({"anyOf": [{"type": "string", "minLength": 1}, {"type": "null"}]}),
+]
+"""Name of the model that answers; null means ``ANY_MODEL``."""
 Choices = Annotated[int, Field(ge=1, le=CHOICE_LIMIT), WHOLE]
 Alternatives = Annotated[int, Field(ge=0, le=LOGPROB_LIMIT), WHOLE]
 
 
-class RequestModel(BaseModel):
-    """Base class of request bodies and their parts: strict, immutable, without unknown fields."""
+class BodyModel(BaseModel):
+    """Base class of request bodies and their parts: strict, immutable, with a limited number of members."""
 
-    model_config = ConfigDict(strict=True, extra="forbid", frozen=True, use_attribute_docstrings=True)
+    model_config = ConfigDict(strict=True, frozen=True, use_attribute_docstrings=True)
 
     @model_validator(mode="before")
     @classmethod
     def _check_members(cls, value: Any) -> Any:
         return check_members(value)
+
+
+class RequestModel(BodyModel):
+    """A body, or a part of one, without unknown fields."""
+
+    model_config = ConfigDict(extra="forbid")
+
+
+class LenientModel(BodyModel):
+    """A body, or a part of one, that accepts unknown fields. Known fields are strict."""
+
+    model_config = ConfigDict(extra="allow")
 
 
 def request_class(name: str) -> type[RequestModel] | None:
@@ -98,7 +128,7 @@ class StreamOptions(RequestModel):
 class GenerationFields(RequestModel):
     """Parameters of the generation that all routes share."""
 
-    model: NonEmpty
+    model: AnyModel = ANY_MODEL
     stream: bool | None = False
     stream_options: StreamOptions | None = None
     temperature: Temperature | None = 1.0
@@ -114,12 +144,11 @@ class GenerationFields(RequestModel):
     n: Choices | None = None
     stop: Stop | Stops | None = None
     ignore_eos: bool | None = None
+    min_tokens: Annotated[int, Field(ge=0), WHOLE] | None = None
+    """Number of tokens before which neither the end of the text nor a stop string ends the answer."""
     logprob_tokens: NamedTokens | None = None
     """Tokens whose log-probability is returned at each position of the answer, whatever their rank: ids, or texts of
     one token each. An extension, which requires ``logprobs``."""
-
-    # Fields of the format that have no effect here.
-    user: str | None = None
 
     @model_validator(mode="after")
     def _check_logprob_tokens(self) -> Self:

@@ -1,4 +1,6 @@
-"""Ids in the daemon's API. Clients can choose those of sessions and turns; generated ids sort by time."""
+"""Ids in the daemon's API and in the Responses format. Clients can choose those of sessions and turns; generated ids
+sort by time.
+"""
 
 from __future__ import annotations
 

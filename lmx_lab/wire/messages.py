@@ -9,35 +9,15 @@ from __future__ import annotations
 from collections.abc import Iterator
 from typing import Annotated, Any, Literal
 
-from pydantic import (
-    BaseModel,
-    ConfigDict,
-    Discriminator,
-    FailFast,
-    Field,
-    JsonValue,
-    Tag,
-    model_validator,
-)
+from pydantic import BaseModel, ConfigDict, Discriminator, FailFast, Field, JsonValue, Tag, model_validator
 from typing_extensions import TypeAliasType
 
 from lmx_lab.wire.formats import Name
-from lmx_lab.wire.generation import ANY_MODEL, WHOLE, NonEmpty, Probability, Stops
-from lmx_lab.wire.limits import FEW_VALUES, check_members
+from lmx_lab.wire.generation import ANY_MODEL, WHOLE, AnyModel, LenientModel, NonEmpty, Probability, Stops
+from lmx_lab.wire.limits import FEW_VALUES
 from lmx_lab.wire.tools import PART_LIMIT, TOOL_LIMIT, ParameterSchema
 
 MESSAGE_LIMIT = 4096
-
-
-class LenientModel(BaseModel):
-    """A part of a request that accepts unknown fields. Known fields are strict."""
-
-    model_config = ConfigDict(strict=True, extra="allow", frozen=True, use_attribute_docstrings=True)
-
-    @model_validator(mode="before")
-    @classmethod
-    def _check_members(cls, value: Any) -> Any:
-        return check_members(value)
 
 
 class TextBlock(LenientModel):
@@ -150,7 +130,7 @@ class Thinking(LenientModel):
 class CountRequest(LenientModel):
     """The body of POST /v1/messages/count_tokens."""
 
-    model: NonEmpty = ANY_MODEL
+    model: AnyModel = ANY_MODEL
     messages: Annotated[list[InputMessage], FailFast(), Field(min_length=1, max_length=MESSAGE_LIMIT)]
     system: str | SystemBlocks | None = None
     tools: ToolDefinitions | None = None

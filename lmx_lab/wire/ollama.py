@@ -22,6 +22,8 @@ from lmx_lab.wire.generation import (
     ANY_MODEL,
     WHOLE,
     Alternatives,
+    AnyModel,
+    LenientModel,
     NonEmpty,
     Penalty,
     Probability,
@@ -31,7 +33,6 @@ from lmx_lab.wire.generation import (
     Temperature,
 )
 from lmx_lab.wire.limits import FEW_VALUES, MEMBER_LIMIT
-from lmx_lab.wire.messages import LenientModel
 from lmx_lab.wire.tools import CALL_LIMIT, TOOL_LIMIT
 
 DURATION = re.compile(r"(?P<sign>[-+]?)(?P<parts>(?:(?:\d+\.?\d*|\.\d+)(?:ns|us|µs|μs|ms|s|m|h))+)", re.ASCII)
@@ -133,7 +134,7 @@ class OllamaBody(LenientModel):
 class OllamaGenerationBody(OllamaBody):
     """The fields of requests for text."""
 
-    model: NonEmpty = ANY_MODEL
+    model: AnyModel = ANY_MODEL
     stream: bool | None = True
     format: OllamaFormat | None = None
     """``json``, or a JSON schema of the answer."""

@@ -24,8 +24,16 @@ from typing_extensions import TypeAliasType
 
 from lmx_lab.wire.chat import MESSAGE_LIMIT
 from lmx_lab.wire.formats import Name, Pattern
-from lmx_lab.wire.generation import ANY_MODEL, WHOLE, Alternatives, NonEmpty, Probability, Temperature
-from lmx_lab.wire.messages import LenientModel
+from lmx_lab.wire.generation import (
+    ANY_MODEL,
+    WHOLE,
+    Alternatives,
+    AnyModel,
+    LenientModel,
+    NonEmpty,
+    Probability,
+    Temperature,
+)
 from lmx_lab.wire.tools import PART_LIMIT, TOOL_LIMIT, ParameterSchema, check_argument_texts
 from lmx_lab.wire.unsupported import Neutral
 
@@ -256,7 +264,7 @@ class ToolSelection(ToolReference):
 # Requests
 
 
-class AnswerTextFormat(LenientModel):
+class ResponseTextFormat(LenientModel):
     """The required form of the answer, as ``response_format`` of the chat format, but without nesting."""
 
     type: NonEmpty
@@ -266,10 +274,10 @@ class AnswerTextFormat(LenientModel):
     strict: bool | None = None
 
 
-class AnswerText(LenientModel):
+class ResponseTextSettings(LenientModel):
     """Settings of the answer's text."""
 
-    format: AnswerTextFormat | None = None
+    format: ResponseTextFormat | None = None
 
 
 class ReasoningSettings(LenientModel):
@@ -293,7 +301,7 @@ class ResponsesRequest(LenientModel):
         json_schema_extra={"examples": [{"model": "default", "input": "Say hello.", "max_output_tokens": 64}]}
     )
 
-    model: NonEmpty = ANY_MODEL
+    model: AnyModel = ANY_MODEL
     input: str | InputItems
     instructions: str | None = None
     """A system message before the input. That of a previous response is not used again."""
@@ -306,7 +314,7 @@ class ResponsesRequest(LenientModel):
     temperature: Temperature | None = None
     top_p: Probability | None = None
     top_logprobs: Alternatives | None = None
-    text: AnswerText | None = None
+    text: ResponseTextSettings | None = None
     reasoning: ReasoningSettings | None = None
     include: IncludedFields | None = None
     store: bool | None = None

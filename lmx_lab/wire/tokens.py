@@ -9,8 +9,7 @@ from typing_extensions import TypeAliasType
 
 from lmx_lab.wire import unsupported
 from lmx_lab.wire.chat import HELLO, MESSAGE_LIMIT, ChatMessage, ChatRequest, TemplateVariables
-from lmx_lab.wire.generation import ANY_MODEL, NonEmpty
-from lmx_lab.wire.messages import LenientModel
+from lmx_lab.wire.generation import ANY_MODEL, AnyModel, LenientModel
 from lmx_lab.wire.tools import Tools, check_counts
 
 
@@ -19,7 +18,6 @@ class TemplateRequest(ChatRequest):
 
     model_config = ConfigDict(json_schema_extra={"examples": [{"messages": HELLO}]})
 
-    model: NonEmpty = ANY_MODEL
     add_generation_prompt: Annotated[Any, unsupported.NO_OPEN_CHATS] = None
     continue_final_message: Annotated[Any, unsupported.NO_CONTINUED_MESSAGES] = None
 
@@ -38,7 +36,7 @@ class TokenizeRequest(LenientModel):
 
     model_config = ConfigDict(json_schema_extra={"examples": [{"content": "The sea is blue."}]})
 
-    model: NonEmpty = ANY_MODEL
+    model: AnyModel = ANY_MODEL
     content: str | None = None
     prompt: str | None = None
     messages: ChatMessages | None = None
@@ -85,7 +83,7 @@ class DetokenizeRequest(LenientModel):
 
     model_config = ConfigDict(json_schema_extra={"examples": [{"tokens": [300, 301, 302]}]})
 
-    model: NonEmpty = ANY_MODEL
+    model: AnyModel = ANY_MODEL
     tokens: TokenList
 
 

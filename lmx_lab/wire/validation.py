@@ -9,11 +9,10 @@ from pydantic import BaseModel
 
 from lmx_lab.errors import InvalidRequestError, did_you_mean
 
-# No number means "no limit". Other servers use -1 or 0 for this.
+# What other servers express with 0 or -1.
 UNLIMITED_HINTS = {
     **dict.fromkeys(
-        ("max_tokens", "max_completion_tokens"),
-        "for no limit except the model's context, send a large number such as 1000000",
+        ("max_tokens", "max_completion_tokens", "n_predict"), "for no limit except the model's context, send -1"
     ),
     "top_n": "for all documents, leave the field out",
     "dimensions": "for all dimensions of the model, leave the field out",

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Iterator
 from typing import Any
 
@@ -16,6 +17,10 @@ ERROR_BYTES = 16_384
 NOT_HTTP = b"Invalid HTTP request received."
 """Body of uvicorn's answer 400 to invalid HTTP."""
 NO_UPGRADE = b"Unsupported upgrade request."
+DATA = re.compile(r"\A(?:event: \S+\n)?data: ")
+"""Beginning of an event, with its name if it has one."""
+LAST_EVENTS = frozenset({"message_stop", "response.completed", "response.incomplete", "response.failed"})
+"""Types of the events with which streams of the formats Messages and Responses end."""
 CLOSE_CODES = frozenset({1000, 1001, 1002, 1005, 1006, 1007, 1008, 1009, 1011, 1012, 1003, *range(3000, 5000)})
 
 
@@ -101,14 +106,17 @@ def _stream_problems(body: bytes, refusals: frozenset[tuple[int, str]]) -> Itera
     except UnicodeDecodeError as exc:
         yield f"a stream is not UTF-8: {exc}"
         return
-    lines = [block.removeprefix("data: ") for block in blocks]
+    lines = [DATA.sub("", block) for block in blocks]
     if not body.endswith(b"\n\n") or not lines:
         yield "a stream ends in the middle of a line"
         return
     for line in lines[:-1]:
         yield from _json_problems(line.encode())
     if lines[-1] != "[DONE]":
-        error = json.loads(lines[-1]).get("error") or {}
+        last = json.loads(lines[-1])
+        if last.get("type") in LAST_EVENTS:
+            return
+        error = last.get("error") or {}
         if not any(code == error.get("code") for _, code in refusals):
             yield f"a stream ends with {lines[-1][:300]}"
 

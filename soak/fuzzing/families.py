@@ -53,13 +53,13 @@ def families(model: str = corpus.MODEL) -> tuple[Family, ...]:
     """Return the families whose requests name a model."""
     named = partial(corpus.requests_naming, model)
     return (
-        _http("chat", 4100, named(corpus.CHAT)),
+        _http("chat", 3600, named(corpus.CHAT)),
         _http("completions", 2000, named(corpus.COMPLETIONS)),
         _http("responses", 1000, named(corpus.RESPONSES)),
         # A request without a prompt loads or unloads the model.
         _http("ollama", 800, named(corpus.OLLAMA), BUSY),
         _http("tokens", 200, named(corpus.TOKENS)),
-        _http("embeddings", 1500, named(corpus.EMBEDDINGS)),
+        _http("embeddings", 2000, named(corpus.EMBEDDINGS)),
         _http("rerank", 1500, named(corpus.RERANK)),
         _http("admin", 1500, named(corpus.ADMIN), BUSY),
         Family(

@@ -33,7 +33,24 @@ COLORS = 256
 CELLS = (
     "import lmx_lab\nlab = lmx_lab.launch('smollm2-135m', embedder='minilm-l6', port=8400, loop='thread', daemon=True)",
     "lab.panel()",
+    "lab.panel('lens')",
+    "lab.panel('timeline')",
 )
+TIMELINE = """
+import threading
+story = lab.chat('Tell me a story.', stream=True, max_tokens=60, temperature=0)
+texts = ['List some cities. ' * 60, 'Name three colours.']
+threads = [threading.Thread(target=lab.chat, args=[text], kwargs={'max_tokens': 20}) for text in texts]
+next(pieces := iter(story))
+for thread in threads: thread.start()
+for _ in pieces: pass
+for thread in threads: thread.join()
+"""
+"""Requests of which one has a long prompt, so that others have slow steps."""
+LENS = """
+lens = lab.panel('lens')
+reply = lab.chat('Write a long story about a lighthouse.', max_tokens=60, temperature=0, logprobs=5)
+"""
 QUESTIONS = ("Which city is the capital of France?", "And what is it known for?")
 QUERY = "How salty is the sea?"
 DOCUMENTS = (
@@ -91,6 +108,14 @@ def prepare(tab: Tab) -> None:
     tab.open("panels.ipynb")
     for number in range(len(CELLS)):
         tab.run(number)
+    tab.kernel(LENS)
+    lens = tab.panel("Lens")
+    tokens = lens.get_by_role("listbox", name="tokens")
+    expect(tokens.get_by_role("option").nth(30)).to_be_visible()
+    tokens.get_by_role("option").nth(8).click()
+    lens.get_by_role("button", name="branch with").nth(1).click()
+    expect(lens.get_by_role("list", name="branches").get_by_role("listitem")).to_have_count(2)
+    lens.get_by_label("follow").uncheck()
     tab.kernel(LOAD)
     chat = tab.panel("Chat")
     chat.locator("summary", has_text="sampling").click()
@@ -108,7 +133,18 @@ def prepare(tab: Tab) -> None:
     rerank.get_by_role("button", name="Rank").click()
     expect(rerank.locator("tbody tr")).to_have_count(len(DOCUMENTS))
     expect(tab.panel("Events")).to_contain_text("decision needed")
+    fill_timeline(tab)
     tab.page.mouse.move(0, 0)
+
+
+def fill_timeline(tab: Tab) -> None:
+    """Fill the timeline panel, and explain its oldest request."""
+    tab.kernel(TIMELINE)
+    timeline = tab.panel("Timeline")
+    expect(timeline.get_by_role("listitem").filter(has_text="running")).to_have_count(0)
+    timeline.get_by_role("button", name="Pause").click()
+    timeline.get_by_role("listitem").nth(2).get_by_role("button").click()
+    expect(timeline.locator(".detail")).to_contain_text("The request took")
 
 
 def take_pictures(tab: Tab, folder: Path, theme: str) -> None:

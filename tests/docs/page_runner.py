@@ -198,7 +198,7 @@ class Kernel:
         self._manager.cleanup_resources()
 
 
-def run_command(command: Sequence[str], folder: Path, environ: Mapping[str, str]) -> str:
+def run_command(command: Sequence[str], folder: Path, environ: Mapping[str, str], *, limit_s: float = WAIT_S) -> str:
     """Run a command in a folder and return its standard output and standard error together.
 
     Raises:
@@ -212,7 +212,7 @@ def run_command(command: Sequence[str], folder: Path, environ: Mapping[str, str]
         stdout=subprocess.PIPE,
         stderr=subprocess.STDOUT,
         text=True,
-        timeout=WAIT_S,
+        timeout=limit_s,
         check=False,
     )
     assert completed.returncode == 0, f"exit status {completed.returncode}:\n{completed.stdout}"

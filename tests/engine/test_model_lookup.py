@@ -159,7 +159,7 @@ def test_the_refusal_of_an_unknown_name_is_true_of_a_path_that_exists() -> None:
 
 
 def test_a_long_name_is_cut_in_messages() -> None:
-    assert len(unknown_model("x" * 1000, EMPTY, CHAT).message) < 400
+    assert len(unknown_model("x" * 1000, EMPTY, CHAT).message) < 500
     assert len(refusal(READY, "x" * 1000, CHAT).message) < 400
 
 

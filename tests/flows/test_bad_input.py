@@ -61,7 +61,6 @@ def test_a_body_that_is_not_a_json_object_is_refused(http: httpx2.Client, body: 
 @pytest.mark.parametrize(
     ("changes", "param"),
     [
-        ({"model": None}, "model"),
         ({"model": ""}, "model"),
         ({"model": 5}, "model"),
         ({"messages": []}, "messages"),
@@ -76,7 +75,15 @@ def test_a_body_that_is_not_a_json_object_is_refused(http: httpx2.Client, body: 
         ({"temperature": "hot"}, "temperature"),
         ({"top_p": 1.1}, "top_p"),
         ({"max_tokens": 0}, "max_tokens"),
-        ({"max_tokens": -1}, "max_tokens"),
+        ({"max_tokens": -2}, "max_tokens"),
+        ({"n_predict": 0}, "n_predict"),
+        ({"min_tokens": -1}, "min_tokens"),
+        ({"repeat_penalty": 0}, "repeat_penalty"),
+        ({"typical_p": 0.5}, "typical_p"),
+        ({"dry_multiplier": 0.8}, "dry_multiplier"),
+        ({"json_schema": "string"}, "json_schema"),
+        ({"grammar": "root ::= leaf"}, "grammar"),
+        ({"grammar": "a" * 16_385}, "grammar"),
         ({"max_tokens": 1.5}, "max_tokens"),
         ({"max_tokens": True}, "max_tokens"),
         ({"max_tokens": "5"}, "max_tokens"),
@@ -126,11 +133,40 @@ def test_an_invalid_field_is_400_and_named(http: httpx2.Client, changes: dict[st
     assert param.partition(".")[0] in error["message"]
 
 
-@pytest.mark.parametrize("missing", ["model", "messages"])
-def test_a_missing_field_is_400_and_named(http: httpx2.Client, missing: str) -> None:
-    body = echo_body()
-    del body[missing]
-    assert error_of(http.post(PATH, json=body), 400, "invalid-request")["param"] == missing
+@pytest.mark.parametrize(
+    ("path", "body", "missing"),
+    [
+        (PATH, {"model": "echo"}, "messages"),
+        ("/v1/completions", {"model": "echo"}, "prompt"),
+        ("/v1/embeddings", {"input": "sea"}, "model"),
+        ("/v1/rerank", {"query": "sea", "documents": ["sea"]}, "model"),
+        ("/admin/models/load", {}, "model"),
+    ],
+)
+def test_a_missing_field_is_400_and_named(http: httpx2.Client, path: str, body: dict[str, Any], missing: str) -> None:
+    assert error_of(http.post(path, json=body), 400, "invalid-request")["param"] == missing
+
+
+@pytest.mark.parametrize(
+    ("changes", "names"),
+    [
+        ({"max_tokens": 5, "n_predict": 6}, ("max_tokens", "n_predict")),
+        ({"max_completion_tokens": 5, "n_predict": -1}, ("max_completion_tokens", "n_predict")),
+        ({"repetition_penalty": 1.1, "repeat_penalty": 1.2}, ("repetition_penalty", "repeat_penalty")),
+        ({"grammar": 'root ::= "a"', "json_schema": {}}, ("json_schema", "grammar")),
+        ({"response_format": {"type": "json_object"}, "json_schema": {}}, ("response_format", "json_schema")),
+        ({"min_tokens": 9, "max_tokens": 8}, ("min_tokens", "max_tokens")),
+        ({"repeat_last_n": 64, "repeat_penalty": 1.1}, ("repeat_last_n", "-1")),
+    ],
+)
+def test_fields_that_contradict_each_other_are_400_and_both_named(
+    http: httpx2.Client, changes: dict[str, Any], names: tuple[str, str]
+) -> None:
+    body = {**echo_body(), **changes}
+    if "max_tokens" not in changes:
+        del body["max_tokens"]
+    message = error_of(http.post(PATH, json=body), 400, "invalid-request")["message"]
+    assert all(name in message for name in names), message
 
 
 def test_the_message_names_value_and_limit(http: httpx2.Client) -> None:
@@ -157,8 +193,10 @@ def test_the_content_type_must_be_json(http: httpx2.Client, content_type: str | 
         ({f"a{number}": 1 for number in range(300)}, ["members", "256"]),
         ({"messages": [{"role": "user", "content": [{}] * 5000}]}, ["5,000 content parts", "4,096"]),
         ({"metadata": {"a": [1] * 20_000}}, ["10,000 values"]),
-        ({"max_tokens": -1}, ["-1", "no limit"]),
-        ({"max_completion_tokens": -1}, ["-1", "no limit"]),
+        ({"max_tokens": -2}, ["-2", "no limit", "-1"]),
+        ({"max_completion_tokens": -2}, ["-2", "no limit", "-1"]),
+        ({"typical_p": 0.5}, ["are not supported", "leave the field out"]),
+        ({"grammar": 'root ::= "a"\nleaf = "b"'}, ["line 2", "::="]),
         ({"functions": [{"name": "f"}]}, ["tools", "are not supported", "leave the field out"]),
         ({"tools": [TOOL] * 200}, ["200", "128"]),
     ],

@@ -13,7 +13,8 @@ Each file in ``tests/client_requests`` is one request as JSON::
 
 ``headers`` are in the order in which the client sends them, without ``host`` and ``content-length``. ``body`` has its
 fields in their order too, and long texts are replaced; it is absent for requests without a body. ``ignored`` names the
-fields that the server ignores, and may be absent.
+fields that the server ignores, and may be absent. ``make clients`` records the requests of the clients in
+``docs/clients.md`` again with ``RECORD=folder``.
 
 The answer must be 200, and its body must have the form of its route. ``FORMS`` has the form of each route.
 """
@@ -118,7 +119,7 @@ def recorded() -> list[Path]:
 
 @pytest.fixture(scope="module")
 def echo(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Lab]:
-    with serving(tmp_path_factory.mktemp("clients"), "echo") as lab:
+    with serving(tmp_path_factory.mktemp("clients"), "echo", any_model=True) as lab:
         yield lab
 
 

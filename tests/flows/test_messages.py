@@ -11,7 +11,7 @@ import pytest
 
 from lmx_lab.errors import InvalidRequestError
 from lmx_lab.notebook import Lab
-from lmx_lab.server.messages import convert
+from lmx_lab.server.messages import chat_request
 from lmx_lab.wire.messages import MessagesRequest
 from tests.flows.conftest import ENDLESS_TEXT, HELLO, serving, wait_until, wait_until_idle
 
@@ -130,7 +130,7 @@ def test_a_conversation_is_converted_to_the_chat_format() -> None:
         {"type": "text", "text": "Be brief.", **cached},
     ]
     request = MessagesRequest.model_validate({"messages": messages, "system": system})
-    chat = convert(request).model_dump(mode="json", include={"messages"}, exclude_unset=True)["messages"]
+    chat = chat_request(request).model_dump(mode="json", include={"messages"}, exclude_unset=True)["messages"]
     calls = chat[2].pop("tool_calls")
     assert chat == [
         {"role": "system", "content": "Be brief."},
@@ -219,12 +219,12 @@ def test_a_document_of_text_is_read_and_other_blocks_are_refused_by_their_place(
     document = {"type": "document", "source": {"type": "text", "media_type": "text/plain", "data": "A sea."}}
     results = [{"type": "tool_result", "tool_use_id": "c1", "content": [document]}]
     request = MessagesRequest.model_validate({"messages": [{"role": "user", "content": [document, *results]}]})
-    messages = convert(request).messages
+    messages = chat_request(request).messages
     assert [(message.role, message.content) for message in messages] == [("tool", "A sea."), ("user", "A sea.")]
     call = {"type": "tool_use", "id": "c1", "name": "clock", "input": {}}
     request = MessagesRequest.model_validate({"messages": [{"role": "user", "content": [call]}]})
     with pytest.raises(InvalidRequestError, match=r"messages\.0\.content\.0: tool_use is not valid in a message of"):
-        convert(request)
+        chat_request(request)
 
 
 @pytest.mark.slow

@@ -13,10 +13,11 @@ import openai
 import pytest
 from pydantic import BaseModel
 
+from lmx_lab.http import event_stream
 from lmx_lab.notebook import Lab
-from lmx_lab.server.responses.convert import convert, input_items
+from lmx_lab.server.responses.convert import convert_request, input_items
 from lmx_lab.wire.responses import ResponsesRequest
-from tests.flows.conftest import ENDLESS_TEXT, serving, wait_until, wait_until_idle
+from tests.flows.conftest import ENDLESS_TEXT, PACE, serving, wait_until, wait_until_idle
 
 PATH = "/v1/responses"
 GRAMMAR = {"type": "grammar", "syntax": "lark", "definition": 'start: "*** " /[0-9]{2}/ "\\n"'}
@@ -164,7 +165,7 @@ def test_a_conversation_is_converted_to_the_chat_format() -> None:
         {"type": "function_call_output", "call_id": "c1", "output": "noon"},
     ]
     request = ResponsesRequest.model_validate({"input": items, "instructions": "Be brief.", "tools": TOOLS})
-    chat = convert(request, input_items(request)).chat
+    chat = convert_request(request, input_items(request)).chat
     messages = [message.model_dump(exclude_unset=True, exclude={"tool_calls"}) for message in chat.messages]
     assert messages == [
         {"role": "system", "content": "Be brief.\n\nUse tools."},
@@ -238,6 +239,23 @@ def test_ignored_fields_are_named_in_a_header(http: httpx2.Client) -> None:
     ignored = "truncation, tools.web_search, reasoning.context, reasoning.effort, text.verbosity"
     assert response.headers["x-lmx-ignored"] == f"{ignored}, include.reasoning.encrypted_content"
     assert "x-lmx-ignored" not in http.post(PATH, json=body()).headers
+
+
+@pytest.mark.slow
+def test_a_stream_that_waits_repeats_an_event(echo_home: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(event_stream, "KEEP_ALIVE_S", 0.01)
+    with (
+        serving(echo_home, "echo", slots=1, echo_tokens_per_s=PACE) as lab,
+        httpx2.Client(base_url=lab.url, timeout=60) as http,
+        http.stream("POST", PATH, json=body(stream=True, input=ENDLESS_TEXT)) as running,
+        http.stream("POST", PATH, json=body(stream=True)) as waiting,
+    ):
+        names = [f"event: response.{kind}" for kind in ("created", *["in_progress"] * 5)]
+        lines = waiting.iter_lines()
+        assert [line for _, line in zip(range(len(names) * 3), lines, strict=False) if "event:" in line] == names
+        running.close()
+        numbers = [json.loads(line[6:])["sequence_number"] for line in lines if line.startswith("data: ")]
+    assert numbers == [*range(len(names), len(names) + len(numbers))]
 
 
 def test_a_failing_answer_ends_with_its_error(tmp_path: Path) -> None:

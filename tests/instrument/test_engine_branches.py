@@ -65,16 +65,16 @@ def test_the_beginnings_of_an_answer_are_expanded(lab: lmx_lab.Lab) -> None:
     greedy = lab.chat("hello", max_tokens=8, temperature=0, ignore_eos=True)
     assert tree.root.ids == greedy.ids
     assert len({branch.ids[:3] for branch in tree}) == 8
-    for branch in tree:
-        scored = lab._access.run(
-            lambda backend, ids=branch.ids: backend.score([*greedy.prompt_ids, *ids], model=None, top=1)
-        )
-        assert branch.logprob == pytest.approx(sum(token.logprob or 0 for token in scored[-8:]), abs=1e-3)
+    # One of them, because llama.cpp takes seconds to score the special tokens of a prompt.
+    branch = tree["2-2-2"]
+    tokens = [*greedy.prompt_ids, *branch.ids]
+    scored = lab._access.run(lambda backend: backend.score(tokens, model=None, top=1))
+    assert branch.logprob == pytest.approx(sum(token.logprob or 0 for token in scored[-8:]), abs=1e-3)
 
 
 def test_entropies_and_ranks_equal_those_of_the_whole_distribution(lab: lmx_lab.Lab, tiny: ModelEntry) -> None:
     reply = lab.chat("hello", max_tokens=6, temperature=0, ignore_eos=True)
-    lens = reply.lens()
+    lens = reply.lens(color="entropy")
     model, _ = mlx_lm.load(str(tiny.path))[:2]
     logits = np.array(model(mx.array([[*reply.prompt_ids, *reply.ids]]))[0].astype(mx.float32), dtype=np.float64)
     rows = logits[len(reply.prompt_ids) - 1 : -1]
@@ -82,9 +82,8 @@ def test_entropies_and_ranks_equal_those_of_the_whole_distribution(lab: lmx_lab.
     logprobs -= rows.max(axis=1, keepdims=True)
     for token, row in zip(lens, logprobs, strict=True):
         assert token.logprob == pytest.approx(row[token.token], abs=1e-2 if not is_mlx(lab) else 1e-4)
-        if token.entropy is not None:
-            assert token.entropy == pytest.approx(-(np.exp(row) * row).sum(), abs=1e-3)
-        assert lens.df["rank"][0] == 1
+        assert token.entropy == pytest.approx(-(np.exp(row) * row).sum(), abs=1e-3 if is_mlx(lab) else 1e-2)
+        assert token.rank == 1
 
 
 def test_an_enforced_format_is_continued_on_mlx_and_refused_on_llama_cpp(lab: lmx_lab.Lab) -> None:

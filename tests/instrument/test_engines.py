@@ -62,3 +62,34 @@ def test_the_model_s_files_are_hashed(lab: lmx_lab.Lab) -> None:
         if provenance.weights:
             break
     assert len(provenance.weights) == len(provenance.template) == 64
+
+
+def test_the_steps_of_a_request_add_up_to_its_report(lab: lmx_lab.Lab) -> None:
+    streams = [lab.chat("word " * 40, stream=True, max_tokens=8, ignore_eos=True) for _ in range(3)]
+    reports = []
+    for stream in streams:
+        assert "".join(stream)
+        assert stream.reply is not None
+        reports.append(stream.reply.report)
+    for one, report in zip(lab.timeline()[-3:], reports, strict=True):
+        assert report is not None
+        spans = one.spans()
+        phases = [span.duration_s for span in spans if span.depth == 1]
+        assert sum(phases) == pytest.approx(report.total_s, abs=1e-3)
+        for name in ("prefill", "decode"):
+            inside = [span for span in spans if span.depth == 2 and span.name == name]
+            expected = report.prompt_tokens - report.cached_tokens if name == "prefill" else report.output_tokens
+            assert sum(span.tokens for span in inside) == expected
+        assert max(span.requests for span in spans) <= 2
+    assert "for a slot; meanwhile" in lab.timeline().explain()
+
+
+def test_a_token_that_ends_within_a_character_has_an_id(lab: lmx_lab.Lab) -> None:
+    text = "\N{GRINNING FACE} \u9760 \u5fcc."
+    for max_tokens in (40, 2):
+        options = (
+            {"response_format": {"type": "regex", "regex": text}} if max_tokens == 40 else {"logit_bias": {10813: 50}}
+        )
+        reply = lab.chat("hello", max_tokens=max_tokens, temperature=0, **options)
+        assert len(reply.ids) == reply.usage.completion_tokens
+        assert lab.requests[-1].replay().same

@@ -19,6 +19,8 @@ from websockets.sync.client import connect
 import lmx_lab
 from lmx_lab.errors import HostingError, InvalidRequestError, LabError, NotLoadedError
 from lmx_lab.instrument import Replay, load_requests
+from lmx_lab.instrument import store as store_module
+from lmx_lab.instrument.encoding import encode_provenance, encode_record
 from lmx_lab.instrument.store import RecordStore
 from lmx_lab.settings import Settings
 from lmx_lab.values.recording import Provenance, Record
@@ -98,9 +100,10 @@ def test_with_all_the_requests_of_other_clients_are_recorded_and_they_are_told(t
                 pass
         message = {"model": "default", "max_tokens": 8, "messages": SEA}
         for streamed in (False, True):
-            answer = httpx2.post(f"{lab.url}/v1/messages", json=message | {"stream": streamed})
-            assert answer.headers["x-lmx-recorded"] == "1"
-        assert [request.record.own for request in lab.requests] == [False] * 5
+            for path, body in (("messages", message), ("responses", {"input": "hello"})):
+                answer = httpx2.post(f"{lab.url}/v1/{path}", json=body | {"stream": streamed})
+                assert answer.headers["x-lmx-recorded"] == "1"
+        assert [request.record.own for request in lab.requests] == [False] * 7
         assert all(request.record.request_id for request in lab.requests)
         assert httpx2.get(f"{lab.url}/readyz").json()["recorded"] is True
         assert "The requests of all clients are recorded." in httpx2.get(lab.url).text
@@ -300,6 +303,35 @@ def test_the_oldest_records_are_deleted_above_the_limits() -> None:
         store.add(partial(replace, RECORD, text="x" * 1000), "key")
     assert len(store) == 2
     store.close()
+
+
+@pytest.mark.slow
+def test_many_records_are_read_in_pages(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    path = tmp_path / "requests.db"
+    RecordStore(path).close()
+    with contextlib.closing(sqlite3.connect(path)) as connection:
+        provenance = encode_provenance(RECORD.provenance)
+        connection.execute("INSERT INTO provenance (id, key, data) VALUES (1, 'key', ?)", (provenance,))
+        row = (1.0, 1, "", "m", "stop", 2, "hello", 9, 1, encode_record(RECORD))
+        sql = "INSERT INTO records (at, own, request_id, model, outcome, prompt_tokens, text, size, provenance, data)"
+        connection.executemany(f"{sql} VALUES (?, ?, ?, ?, ?, ?, ?, ?, ?, ?)", (row for _ in range(100_000)))
+        connection.commit()
+    requests = load_requests(path)
+    decoded: list[int] = []
+    decode = store_module.decode_record
+
+    def count(*arguments: Any, **named: Any) -> Record:
+        decoded.append(named["id_"])
+        return decode(*arguments, **named)
+
+    monkeypatch.setattr(store_module, "decode_record", count)
+    assert len(requests) == 100_000
+    assert requests[-1].id == 100_000
+    assert "100000 requests are recorded" in repr(requests)
+    assert len(decoded) == 1
+    first = next(iter(requests))
+    assert (first.id, len(decoded)) == (1, 1 + store_module.PAGE)
+    assert len(requests.df) == 100_000
 
 
 @pytest.mark.slow

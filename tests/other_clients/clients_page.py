@@ -14,6 +14,8 @@ from tests.docs.pages import DOCS, Block, code_blocks
 PAGE = DOCS / "clients.md"
 SERVE = "lmx-lab serve "
 INSTALL = "pip install "
+LIMIT_S = 600.0
+"""Time limit of the code of a section: importing some clients and their answers takes a minute on two busy cores."""
 WEB_SITE = "python3 -m http.server "
 
 
@@ -58,5 +60,5 @@ def run_section(
     for command in [*commands, *([["python", "-c", program]] if program else [])]:
         for old, new in addresses.items():
             command[-1] = command[-1].replace(old, new)
-        output += run_command([*prefix, *command], folder, environ)
+        output += run_command([*prefix, *command], folder, environ, limit_s=LIMIT_S)
     return output

@@ -1,67 +1,119 @@
 """Run the code of ``docs/clients.md`` for clients that have an environment of their own: ``make clients``.
 
-``python -m tests.other_clients.try_clients ENVIRONMENT`` starts a server with the starter models, runs each section's
-code with the environment's Python, and prints the output. The exit status is 1 if a section does not print what is
-expected.
+``python -m tests.other_clients.try_clients ENVIRONMENT AIDER`` starts a server with the starter models, runs each
+section's code with the Python of its environment, and prints the output. Then LangChain's own tests of tool calling run
+against the same server. The exit status is 1 if a section does not print what is expected, or a test fails. With the
+environment variable ``RECORD``, the requests of the clients are stored in this folder.
 """
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
+import shutil
 import subprocess
 import sys
 import tempfile
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 
-from tests.command_process import serving
+from tests.command_process import Serving, serving
 from tests.docs.pages import ROOT
 from tests.other_clients.clients_page import run_section, serve_arguments
+from tests.other_clients.request_recorder import recording
 
 EXPECTED: Mapping[str, Sequence[str]] = {
     "anthropic-python": ("Paris", "end_turn", "tokens"),
     "ollama-python": ("Paris", " stop", "name='", "4 tokens", "2 vectors", "smollm2-135m:latest"),
-    "LangChain": ("Paris", "name='", "City ['inhabitants', 'name']", "384 numbers"),
+    "LangChain": ("Paris", "name='", "City ['inhabitants', 'name']", "384 numbers", "from ChatAnthropic"),
+    "LlamaIndex": ("Paris", "name='", "384 numbers"),
+    "DSPy": ("Paris", "city="),
+    "pydantic-ai": ("Paris", "City(name='"),
     "llm": ("Paris", '"inhabitants"'),
     "LiteLLM": ("Paris", "2 vectors of 384 numbers"),
     "instructor": ("JSON_SCHEMA City(name='", "TOOLS City(name='"),
 }
 """Texts that the output of each section must contain."""
-PACKAGES = ("anthropic", "ollama", "langchain-openai", "llm", "litellm", "instructor", "openai")
-VERSIONS = (
-    "import importlib.metadata as m, json, sys; print(json.dumps({name: m.version(name) for name in sys.argv[1:]}))"
-)
+SCRIPTED: Mapping[str, tuple[Sequence[str], Sequence[str]]] = {
+    "aider": (["The sum is wrong.\n\nadd.py\n```\ndef add(a, b):\n    return a + b\n```\n"], ("return a + b",)),
+}
+"""Sections that need a better model than the starter: the answers of the echo engine, and texts of the output."""
+PACKAGES: Mapping[str, str] = {
+    "anthropic-python": "anthropic",
+    "ollama-python": "ollama",
+    "LangChain": "langchain-openai",
+    "LlamaIndex": "llama-index-llms-openai-like",
+    "DSPy": "dspy",
+    "pydantic-ai": "pydantic-ai-slim",
+    "llm": "llm",
+    "LiteLLM": "litellm",
+    "instructor": "instructor",
+    "aider": "aider-chat",
+}
+"""The package of each section's client."""
+LANGCHAIN_TESTS = Path(__file__).with_name("langchain_tool_calling.py")
 
 
-def main(environment: Path) -> int:
+def main(environment: Path, aider: Path) -> int:
     home = Path(os.environ.get("LMX_LAB_TEST_HOME", ROOT / ".cache" / "test-home")).absolute()
-    programs = environment.absolute() / "bin"
-    versions = subprocess.run(
-        [programs / "python", "-c", VERSIONS, *PACKAGES], capture_output=True, text=True, check=True
-    )
-    print("  ".join(f"{name} {version}" for name, version in json.loads(versions.stdout).items()), flush=True)
     failed = 0
     with serving(home, *serve_arguments(None), "--port", "0") as server:
-        addresses = {"127.0.0.1:8400": f"127.0.0.1:{server.port}"}
         for title, texts in EXPECTED.items():
-            problem, output = _try_section(title, texts, addresses, programs)
-            print(f"\n--- {title}: {problem or 'works'}\n{output}", flush=True)
-            failed += bool(problem)
-    print(f"{len(EXPECTED) - failed} of {len(EXPECTED)} clients work as docs/clients.md shows")
+            failed += not _try_section(title, texts, server, environment.absolute() / "bin")
+        failed += not _run_langchain_tests(server, environment.absolute() / "bin")
+    for title, (answers, texts) in SCRIPTED.items():
+        with _scripted(answers) as server:
+            failed += not _try_section(title, texts, server, aider.absolute() / "bin")
+    count = len(EXPECTED) + len(SCRIPTED) + 1
+    print(f"{count - failed} of {count} clients work as docs/clients.md shows")
     return int(failed > 0)
 
 
-def _try_section(title: str, texts: Sequence[str], addresses: Mapping[str, str], programs: Path) -> tuple[str, str]:
-    """Run a section; return what is wrong with its output, or "", and the output."""
+@contextlib.contextmanager
+def _scripted(answers: Sequence[str]) -> Iterator[Serving]:
+    """Run a server whose echo engine gives these answers."""
     with tempfile.TemporaryDirectory(prefix="lmx-lab-clients-") as folder:
+        script = Path(folder) / "script.jsonl"
+        script.write_text("\n".join(json.dumps(answer) for answer in answers))
+        before = ("env", f"LMX_LAB_ECHO_SCRIPT={script}")
+        with serving(Path(folder), "--model", "echo", "--port", "0", before=before) as server:
+            yield server
+
+
+def _version(programs: Path, package: str) -> str:
+    code = f"import importlib.metadata as m; print(m.version({package!r}))"
+    return subprocess.run([programs / "python", "-c", code], capture_output=True, text=True, check=True).stdout.strip()
+
+
+def _try_section(title: str, texts: Sequence[str], server: Serving, programs: Path) -> bool:
+    """Run a section, print the result, and return whether the section works."""
+    client = f"{title} {_version(programs, PACKAGES[title])}"
+    with contextlib.ExitStack() as stack:
+        folder = stack.enter_context(tempfile.TemporaryDirectory(prefix="lmx-lab-clients-"))
+        port = server.port
+        if record := os.environ.get("RECORD"):
+            port = stack.enter_context(recording(client, Path(record), port))
         try:
+            addresses = {"127.0.0.1:8400": f"127.0.0.1:{port}"}
             output = run_section(title, addresses, Path(folder), programs=programs)
+            missing = [text for text in texts if text not in output]
+            problem = f"does not print {', '.join(missing)}" if missing else ""
         except AssertionError as exc:
-            return "fails", str(exc)
-    missing = [text for text in texts if text not in output]
-    return f"does not print {', '.join(missing)}" if missing else "", output
+            problem, output = "fails", str(exc)
+    print(f"\n--- {client}: {problem or 'works'}\n{output}", flush=True)
+    return not problem
+
+
+def _run_langchain_tests(server: Serving, programs: Path) -> bool:
+    print("\n--- langchain-tests, tool calling", flush=True)
+    with tempfile.TemporaryDirectory(prefix="lmx-lab-clients-") as folder:
+        # A copy, because pytest would import the fixtures of this project, which is not installed there.
+        tests = shutil.copy(LANGCHAIN_TESTS, Path(folder) / "test_tool_calling.py")
+        command = [programs / "python", "-m", "pytest", "-q", "-o", "asyncio_mode=auto", "-k", "tool", tests]
+        environ = {**os.environ, "LAB": f"http://127.0.0.1:{server.port}/v1"}
+        return subprocess.run(command, cwd=folder, env=environ, check=False).returncode == 0
 
 
 if __name__ == "__main__":
-    sys.exit(main(Path(sys.argv[1])))
+    sys.exit(main(Path(sys.argv[1]), Path(sys.argv[2])))

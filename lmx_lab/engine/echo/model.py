@@ -25,6 +25,8 @@ TEXT_SCORE = 50.0
 """Score of the next token of the text. At temperature 2 another token is chosen once in 100 million."""
 AFTER_SCORE = 1.5
 """The same while ``ignore_eos`` repeats the text after its end. It is low enough for samples to differ."""
+NO_SCORE = -1e9
+"""Score of the end of an answer that is too short. It is finite, because a format may allow nothing else."""
 END_SCORE = 45.0
 """Score of the end of the answer, once the text cannot be continued."""
 CONSTRAINED_SCORES = {'"': 40.0, "}": 38.0, "]": 36.0, ":": 30.0, ",": 9.0, "[": 5.0, "{": 4.0}
@@ -107,12 +109,20 @@ class AnswerSampler:
     """
 
     def __init__(
-        self, model: EchoModel, text: Sequence[int], sampling: Sampling, *, choice: int, ignore_eos: bool
+        self,
+        model: EchoModel,
+        text: Sequence[int],
+        sampling: Sampling,
+        *,
+        choice: int,
+        ignore_eos: bool,
+        min_tokens: int = 0,
     ) -> None:
         self._model = model
         self._text = text
         self._sampling = sampling
         self._ignore_eos = ignore_eos
+        self._min_tokens = min_tokens
         self._at = 0
         """Number of tokens chosen so far."""
         self._on_text = True
@@ -150,14 +160,20 @@ class AnswerSampler:
     def scores(self, *, constrained: bool) -> Scores:
         """Return the score of every token, after penalties and bias."""
         scores = (self._model.constrained if constrained else self._model.free).copy()
-        if self._ignore_eos:
+        if self._must_continue:
             scores[END] = scores[0]
         elif self._at >= len(self._text) or not self._on_text:
             scores[END] = END_SCORE
         token, score = self._preferred()
         scores[token] = max(scores[token], score)
-        if not self._changed:
-            return scores
+        if self._changed:
+            self._change(scores)
+        if self._at < self._min_tokens:
+            scores[END] = NO_SCORE
+        return scores
+
+    def _change(self, scores: Scores) -> None:
+        """Apply the penalties and the bias."""
         sampling = self._sampling
         if self._counts:
             seen = np.fromiter(self._counts, dtype=np.int64)
@@ -167,11 +183,15 @@ class AnswerSampler:
             scores[seen] -= sampling.presence_penalty + sampling.frequency_penalty * counts
         for token, bias in sampling.logit_bias:
             scores[token] += bias
-        return scores
+
+    @property
+    def _must_continue(self) -> bool:
+        """Whether the text is repeated after its end."""
+        return self._ignore_eos or self._at < self._min_tokens
 
     def _preferred(self) -> tuple[int, float]:
         """Return the token that continues the answer, and its score."""
-        if self._ignore_eos:
+        if self._must_continue:
             score = TEXT_SCORE if self._at < len(self._text) else AFTER_SCORE
             return self._text[self._at % len(self._text)] if self._text else FIRST_PIECE, score
         if self._on_text and self._at < len(self._text):

@@ -84,9 +84,16 @@ class EchoGeneration:
     def __post_init__(self) -> None:
         request = self.prepared.request
         self.sampler = AnswerSampler(
-            self.model, self.prepared.text, request.sampling, choice=self.choice, ignore_eos=request.ignore_eos
+            self.model,
+            self.prepared.text,
+            request.sampling,
+            choice=self.choice,
+            ignore_eos=request.ignore_eos,
+            min_tokens=request.min_tokens,
         )
-        self.splitter = TextSplitter(self.model.vocabulary.decode, request.stop, self.prepared.channel_format)
+        self.splitter = TextSplitter(
+            self.model.vocabulary.decode, request.stop, self.prepared.channel_format, min_tokens=request.min_tokens
+        )
         for token in self.prepared.start:
             self.sampler.record(token)
         if self.constraint is not None:
@@ -139,7 +146,7 @@ class EchoGeneration:
         piece = self.splitter.add(token, entry)
         items: list[Item] = [_delta(piece, (token,))]
         if piece.stopped:
-            self.finish = "stop"
+            self.finish = "tool_calls" if self.splitter.has_called else "stop"
         elif ends:
             items += self._end("stop")
         elif self.output_tokens >= self.prepared.max_tokens:

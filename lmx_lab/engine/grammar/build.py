@@ -11,6 +11,7 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
 
+from lmx_lab.engine.grammar.gbnf import to_lark
 from lmx_lab.engine.requests import AnswerFormat, ToolUse
 from lmx_lab.engine.templates.tool_prompt import END, START
 
@@ -112,6 +113,8 @@ def _format(lark: _Lark, answer_format: AnswerFormat) -> str:
             lark.parts.append({"name": "answer", "lark_grammar": f"start: /{_escape_slashes(answer_format.text)}/"})
         case "lark":
             lark.parts.append({"name": "answer", "lark_grammar": answer_format.text})
+        case "gbnf":
+            lark.parts.append({"name": "answer", "lark_grammar": to_lark(answer_format.text)})
     return "@answer"
 
 

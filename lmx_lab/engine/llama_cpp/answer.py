@@ -56,7 +56,9 @@ class AnswerReader:
     ) -> None:
         self._request = request
         self._read = self._read_completion if route == "/completion" else self._read_chat
-        self._splitter: TextSplitter[TokenLogprob] = TextSplitter("".join, request.stop, channel_format)
+        self._splitter: TextSplitter[TokenLogprob] = TextSplitter(
+            "".join, request.stop, channel_format, min_tokens=request.min_tokens
+        )
         self._plain = channel_format is None and not request.stop and request.top_logprobs is None
         """Whether the text needs no processing, and is passed on unchanged."""
         self._model = model
@@ -84,6 +86,8 @@ class AnswerReader:
         """The tokens whose ids llama.cpp did not send, because it had held back incomplete characters."""
         self.sent_ids = 0
         """Number of ids that are in deltas. From the first gap on, ids are sent at the end."""
+        self.pieces: list[int | str] = []
+        """The output as ids of tokens, or as text where ids are missing."""
         self._tokens_before = self._drafted_before = self._accepted_before = 0
         """Numbers of output tokens, drafted and accepted tokens before the last pause."""
         self.finish: FinishReason | None = None
@@ -116,6 +120,10 @@ class AnswerReader:
     def can_continue(self) -> bool:
         """Whether another request with the tokens so far would continue the answer."""
         return self.finish is None and 0 < self.output_tokens == len(self.tokens) and self._hidden is None
+
+    def reaches(self, tokens: int) -> bool:
+        """Return whether the current request has generated this number of tokens, and the answer continues."""
+        return self.finish is None and self._tokens_before < tokens <= self.output_tokens
 
     def pause(self) -> None:
         """Record that the next events are those of another request, whose prompt includes the output so far."""
@@ -190,6 +198,7 @@ class AnswerReader:
         if tokens > len(ids):
             self.gaps.append(Gap(at=len(self.tokens), count=tokens - len(ids), text=chunk["content"], last=ids))
         self.tokens += ids
+        self.pieces += ids if len(ids) == tokens else [chunk["content"]]
         if self.gaps:
             ids = ()
         self.sent_ids += len(ids)
@@ -239,7 +248,7 @@ class AnswerReader:
         piece = self._splitter.add(text, known[-1] if known else None, count=tokens)
         yield _delta(piece, tokens, ids)
         if piece.stopped:
-            self.finish = "stop"
+            self.finish = "tool_calls" if self._splitter.has_called else "stop"
 
     def _end(self, reason: FinishReason) -> Iterator[Delta]:
         if self._hidden is not None:

@@ -211,7 +211,7 @@ class LlamaQueue:
         prepared = generation.prepared
         if not prepared.can_continue or prepared.request.sampling.temperature:
             return []
-        body = prepared.body(generation.choice, self._hosted, before)
+        body = prepared.body(generation.choice, self._hosted, before, output_tokens=len(before))
         how = {"n_predict": count, "stream": False, "return_progress": False, "return_tokens": True}
         return list((await self._hosted.connection.post("/completion", body | how)).get("tokens") or [])
 
@@ -248,7 +248,9 @@ class LlamaQueue:
         reader = generation.reader
         if slots is not None and not reader.tokens:
             reader.restored_tokens = await slots.restore(prepared.tokens)
-        body = json.dumps(prepared.body(generation.choice, self._hosted, reader.tokens)).encode()
+        answer, output_tokens = reader.pieces, reader.output_tokens
+        fields = prepared.body(generation.choice, self._hosted, answer, output_tokens=output_tokens)
+        body = json.dumps(fields).encode()
         streaming = connection.stream(prepared.route, body, partial(self._deliver, generation))
         try:
             future = asyncio.run_coroutine_threadsafe(streaming, generation.mailbox.loop)
@@ -270,7 +272,7 @@ class LlamaQueue:
         """Deliver the items of one event, and return whether to stop reading. Runs on the reader's loop."""
         now = time.perf_counter()
         self._hosted.progress_at = now
-        reader = generation.reader
+        reader, prepared = generation.reader, generation.prepared
         prompt_tokens, output_tokens = reader.computed_tokens, reader.output_tokens
         for item in reader.read(event, now):
             generation.mailbox.deliver(item)
@@ -279,7 +281,9 @@ class LlamaQueue:
         elif (tokens := reader.computed_tokens - prompt_tokens) > 0:
             self._log_step(generation, "prefill", now, tokens)
         is_paused = not generation.admitted.is_set() and generation.can_pause
-        return generation.reader.finish is not None or is_paused
+        # Up to the minimum length, the request cannot end the text, so that another one has to continue it.
+        is_long_enough = reader.reaches(prepared.min_tokens) and reader.output_tokens < prepared.max_tokens
+        return reader.finish is not None or is_paused or is_long_enough
 
     def _log_step(self, generation: LlamaGeneration, kind: StepKind, now: float, tokens: int) -> None:
         """Record what llama.cpp has computed for a request since the last step; it does not number its steps."""

@@ -125,10 +125,11 @@ def _seed(seed: int | None, choice: int) -> int:
 
 def completion_body(
     request: GenerationRequest,
-    prompt: Sequence[int],
+    prompt: Sequence[int | str],
     *,
     choice: int,
     max_tokens: int,
+    may_end: bool,
     context_length: int,
     grammar: str | None,
     markers: Sequence[str],
@@ -138,12 +139,15 @@ def completion_body(
     """Return the body for ``/completion``.
 
     Args:
+        prompt: Ids of tokens, and texts.
+        may_end: Whether the model may end its text.
         markers: Special tokens that the text of the answer must contain, as text.
         timings: Whether each event counts the drafted tokens, and not only the last one.
     """
     body = {
         **sampling(request, choice=choice, context_length=context_length),
         "prompt": list(prompt),
+        "ignore_eos": request.ignore_eos or not may_end,
         "n_predict": max_tokens,
         "stream": True,
         # Without it, a cancelled request continues until the end of its prompt (measured).

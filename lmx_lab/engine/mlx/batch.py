@@ -23,7 +23,7 @@ from lmx_lab.engine.mlx.prefill import PrefillPace
 from lmx_lab.engine.mlx.prefix_cache import MIN_TOKENS, PrefixCache
 from lmx_lab.engine.mlx.prompt_lookup import PromptLookup
 from lmx_lab.engine.mlx.request import MlxGeneration
-from lmx_lab.engine.mlx.sampling import ConstrainedSampler, Sampler, Samplers, processors
+from lmx_lab.engine.mlx.sampling import ConstrainedSampler, MinimumLength, Sampler, Samplers, processors
 from lmx_lab.engine.mlx.speculative import Drafter, SpeculativeBatch
 from lmx_lab.engine.prefix_files import common_prefix
 from lmx_lab.engine.requests import GenerationRequest, InfillPrompt
@@ -178,6 +178,9 @@ class Batch:
         if generation.sampler is None:
             generation.sampler = self._samplers.get(request.sampling, choice=generation.choice)
             generation.processors = processors(request.sampling, generation.start)
+            if request.min_tokens and not request.ignore_eos:
+                ends = sorted(self._model.end_tokens(request))
+                generation.processors.append(MinimumLength(request.min_tokens - len(generation.start), ends))
         (generation.uid,) = self._generator.insert(
             [generation.tokens[known:]],
             max_tokens=[generation.max_tokens - generation.output_tokens],

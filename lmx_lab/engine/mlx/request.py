@@ -93,7 +93,9 @@ class MlxGeneration:
         self.model_id = model.entry.id
         left = self.request.max_tokens - len(self.start)
         self.max_tokens = min(left, (model.context_length or 2**31) - len(self.prompt))
-        self.splitter = TextSplitter(model.text.decode, self.request.stop, self.channel_format)
+        self.splitter = TextSplitter(
+            model.text.decode, self.request.stop, self.channel_format, min_tokens=self.request.min_tokens
+        )
 
     def read_start(self) -> None:
         """Read the tokens with which the answer begins. Takes some 20 microseconds for each of them.

@@ -176,6 +176,24 @@ def _bias(biases: dict[int, float]) -> Processor:
     return add_bias
 
 
+class MinimumLength:
+    """Prevents the tokens that end an answer, for a number of tokens.
+
+    Their logits become the lowest number and not minus infinity, because a grammar may allow only these tokens.
+    """
+
+    def __init__(self, tokens: int, ends: Sequence[int]) -> None:
+        self._left = tokens
+        self._ends = mx.array(list(ends))
+
+    def __call__(self, _: mx.array, logits: mx.array) -> mx.array:
+        if self._left <= 0:
+            return logits
+        self._left -= 1
+        is_end = (mx.arange(logits.shape[-1])[:, None] == self._ends).any(axis=-1)
+        return mx.where(is_end, mx.array(mx.finfo(logits.dtype).min, dtype=logits.dtype), logits)
+
+
 class ConstrainedSampler:
     """Samples for one request among the tokens that a constraint allows.
 

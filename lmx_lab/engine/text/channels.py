@@ -38,6 +38,8 @@ class StopStrings:
     def __init__(self, stops: Sequence[str]) -> None:
         self._stops = tuple(stops)
         self._held = ""
+        self.enabled = True
+        """Whether stop strings are searched. Text that arrives before is never a part of one."""
         self.found: str | None = None
         """The stop string that was found; None if none was."""
 
@@ -48,7 +50,7 @@ class StopStrings:
 
     def feed(self, text: str) -> tuple[str, bool]:
         """Return the text that is certain, and whether a stop string was found. The stop string is not part of it."""
-        if not self._stops:
+        if not self._stops or not self.enabled:
             return text, False
         text = self._held + text
         found = [(at + len(stop), at, stop) for stop in self._stops if (at := text.find(stop)) >= 0]
@@ -83,7 +85,7 @@ class ChannelOutput:
     reasoning: list[str] = field(default_factory=list)
     calls: list[ToolCallDelta] = field(default_factory=list)
     stopped: bool = False
-    """Whether a stop string was found."""
+    """Whether the answer ends here: at a stop string, or where it repeats a call."""
 
 
 class TrailingWhitespace:
@@ -125,7 +127,7 @@ class ChannelParser:
         self._held = ""
         """Text that may be the beginning of a marker."""
         self.state = format.initial
-        self._stops = StopStrings(stops)
+        self.stops = StopStrings(stops)
         self._call_format = format.calls
         self._numbering = CallNumbering()
         self._call: CallReader | None = None
@@ -145,22 +147,19 @@ class ChannelParser:
             self._open_call("")
 
     @property
-    def stop_string(self) -> str | None:
-        """The stop string that was found; None if none was."""
-        return self._stops.found
-
-    @property
     def has_called(self) -> bool:
         """Whether at least the first delta of a call was returned."""
         return self._numbering.count > 0
 
     @property
     def passed(self) -> int:
-        """Length of the raw text that was returned or dropped. After a stop string it is the position of the cut."""
+        """Length of the raw text that was returned or dropped. If the answer was ended, it is the position of the
+        end.
+        """
         if self._cut is not None:
             return self._cut
         in_call = self._call.held if self._call is not None else 0
-        return self._read - in_call - self._whitespace.held - self._reasoning_whitespace.held - self._stops.held
+        return self._read - in_call - self._whitespace.held - self._reasoning_whitespace.held - self.stops.held
 
     def feed(self, text: str) -> ChannelOutput:
         """Read more text and return what it completes."""
@@ -263,8 +262,8 @@ class ChannelParser:
         if not text or self._cut is not None:
             return
         self._after_call = False
-        begin = self._read - self._whitespace.held - len(text) - self._stops.held
-        certain, stopped = self._stops.feed(text)
+        begin = self._read - self._whitespace.held - len(text) - self.stops.held
+        certain, stopped = self.stops.feed(text)
         self._output.content.append(certain)
         if stopped:
             self._output.stopped = True
@@ -275,7 +274,7 @@ class ChannelParser:
         if not self._after_call:
             self._output_content(space)
         if self._cut is None:
-            self._output.content.append(self._stops.finish())
+            self._output.content.append(self.stops.finish())
 
     # Calls
 
@@ -297,6 +296,9 @@ class ChannelParser:
         if any(delta.id is not None for delta in deltas):
             # The first delta of a call: whitespace before it is dropped, and no stop string can begin before it.
             self._whitespace.take()
-            self._output.content.append(self._stops.finish())
+            self._output.content.append(self.stops.finish())
             self._drops_leading_whitespace, self._after_call = False, True
         self._output.calls += deltas
+        if call.repeats:
+            self._output.stopped = True
+            self._cut = self._read - call.held

@@ -9,7 +9,7 @@ import hashlib
 import json
 import re
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import Any, Literal
 
@@ -112,7 +112,8 @@ class ChatFormat:
             return None
         own = self.own_calls
         if own is None or tools.forced or request.answer_format is not None:
-            return GENERIC
+            # A small model that is forced to call would repeat its call up to the maximum length.
+            return replace(GENERIC, may_repeat=not tools.forced)
         described = template_tools(tools)
         return CallFormat(start=own.start, end=own.end, parse=lambda text: own.parse(text, described))
 

@@ -148,7 +148,7 @@ class SplitText(Generic[E]):
 
     text: str
     stopped: bool
-    """Whether a stop string ends the generation here."""
+    """Whether the generation ends here: at a stop string, or where it repeats a call."""
     entries: tuple[E, ...] = ()
     reasoning: str = ""
     calls: tuple[ToolCallDelta, ...] = ()
@@ -171,10 +171,14 @@ class TextSplitter(Generic[E]):
     without text is returned with the text before it.
     """
 
-    def __init__(self, decode: Decode, stops: Sequence[str], channels: ChannelFormat | None = None) -> None:
+    def __init__(
+        self, decode: Decode, stops: Sequence[str], channels: ChannelFormat | None = None, *, min_tokens: int = 0
+    ) -> None:
         self._detokenizer = Detokenizer(decode)
-        self._stops = StopStrings(stops)
         self._channels = None if channels is None else ChannelParser(channels, stops)
+        self._stops = StopStrings(stops) if self._channels is None else self._channels.stops
+        self._missing_tokens = min_tokens
+        """Number of tokens until stop strings are searched."""
         self._literals = _Literals(channels)
         self._waiting: deque[_WaitingEntry[E]] = deque()
         self._passed = 0
@@ -187,7 +191,7 @@ class TextSplitter(Generic[E]):
     @property
     def stop_string(self) -> str | None:
         """The stop string that ended the answer; None if none did."""
-        return self._stops.found if self._channels is None else self._channels.stop_string
+        return self._stops.found
 
     @property
     def has_called(self) -> bool:
@@ -200,6 +204,8 @@ class TextSplitter(Generic[E]):
         Args:
             count: Number of tokens that ``token`` stands for.
         """
+        self._stops.enabled = self._missing_tokens <= 0
+        self._missing_tokens -= count
         if self._channels is not None:
             return self._add_to_channels(self._channels, token, entry, count)
         text, stopped = self._stops.feed(self._detokenizer.add(token))

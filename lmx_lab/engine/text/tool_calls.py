@@ -21,6 +21,8 @@ ID_LENGTH = 9
 ID_ALPHABET = string.ascii_letters + string.digits
 JSON_SPACE = " \t\n\r"
 IN_STRING = re.compile(r'["\\]')
+SPACE_BETWEEN = re.compile(r'("(?:[^"\\]|\\.)*"?)|\s+', re.DOTALL)
+"""Matches white space outside of strings, and whole strings. The last string may be incomplete."""
 IN_NESTING = re.compile(r'["{}\[\]]')
 ParseCalls = Callable[[str], Any]
 """Parses the text between the markers to one call or a list of calls: ``{"name", "arguments"}``, optionally with an
@@ -38,13 +40,17 @@ class CallFormat:
     parse: ParseCalls | None = None
     """Parser of the model's own format, which may raise any exception. If None, a grammar ensures that the text between
     the markers is ``{"name": ..., "arguments": {...}}``, in this order, so that it can be streamed."""
+    may_repeat: bool = True
+    """Whether an answer may repeat a call. If not, the answer ends before the repetition. Only for enforced calls."""
 
 
 class CallNumbering:
-    """Assigns indices and ids to all calls of one answer."""
+    """Assigns indices and ids to all calls of one answer, and records the enforced ones."""
 
     def __init__(self) -> None:
         self.count = 0
+        self.complete: list[tuple[str, str]] = []
+        """Name and arguments, as JSON without spaces, of each complete enforced call."""
         self._ids: set[str] = set()
 
     def begin(self, name: str, arguments: str = "", id_: str | None = None) -> ToolCallDelta:
@@ -75,6 +81,10 @@ class CallReader(Protocol):
     def raw(self) -> str:
         """The buffered characters."""
 
+    @property
+    def repeats(self) -> bool:
+        """Whether the section is a call that the answer already contains, and must not contain again."""
+
     def feed(self, text: str) -> list[ToolCallDelta]:
         """Read more text and return the deltas that it completes."""
 
@@ -88,7 +98,7 @@ class CallReader(Protocol):
 def create_reader(calls: CallFormat, start: str, numbering: CallNumbering) -> CallReader:
     """Create the reader of a section that began with the marker ``start``."""
     if calls.parse is None:
-        return EnforcedCallReader(start, numbering)
+        return EnforcedCallReader(start, numbering, may_repeat=calls.may_repeat)
     return ParsedCallReader(calls.parse, start, numbering)
 
 
@@ -98,6 +108,7 @@ class _SectionBuffer:
     def __init__(self, start: str) -> None:
         self._pieces = [start]
         self.accepted = False
+        self.repeats = False
         self.held = len(start)
 
     @property
@@ -115,36 +126,49 @@ class _SectionBuffer:
 class EnforcedCallReader(_SectionBuffer):
     """Streams ``{"name": "...", "arguments": {...}}``, whose form a grammar enforces.
 
-    Until the name is complete, the section may turn out not to be a call. After the name, text that does not fit the
-    form is dropped.
+    Until the name is complete, the section may turn out not to be a call. After the arguments, text is dropped.
+
+    Args:
+        may_repeat: Whether the call may equal an earlier one. If not, the call is held back as long as it may turn out
+            to be equal.
     """
 
-    def __init__(self, start: str, numbering: CallNumbering) -> None:
+    def __init__(self, start: str, numbering: CallNumbering, *, may_repeat: bool = True) -> None:
         super().__init__(start)
         self._numbering = numbering
+        self._earlier = () if may_repeat else tuple(numbering.complete)
         self._index = 0
         self._before_name = _SymbolScanner("{", '"name"', ":", '"')
         self._name = _ValueScanner(in_string=True)
         self._name_text = ['"']
+        self._called: str | None = None
+        """The name, once it is complete."""
         self._before_arguments = _SymbolScanner(",", '"arguments"', ":", "{")
         self._arguments = _ValueScanner(depth=1)
+        self._arguments_text: list[str] = []
 
     @property
     def in_string(self) -> bool:
         return self._arguments.in_string
 
     def feed(self, text: str) -> list[ToolCallDelta]:
-        if self.accepted:
-            return self._read_arguments(text, 0)
-        self._append(text)
-        at = self._read_name(text)
-        name = _decode_name("".join(self._name_text)) if at is not None else None
-        if at is None or name is None:
+        if not self.accepted:
+            self._append(text)
+        at: int | None = 0
+        if self._called is None:
+            at = self._read_name(text)
+            self._called = _decode_name("".join(self._name_text)) if at is not None else None
+        if at is None or self._called is None or self.repeats:
             return []
-        self._accept()
-        first = self._numbering.begin(name)
-        self._index = first.index
-        return [first, *self._read_arguments(text, at)]
+        arguments = self._read_arguments(text, at)
+        self._arguments_text += [arguments] if arguments else []
+        call = self._called, _compact("".join(self._arguments_text)) if self._earlier or self._arguments.done else ""
+        if not self.accepted:
+            if any(name == call[0] and earlier.startswith(call[1]) for name, earlier in self._earlier):
+                self.repeats = self._arguments.done
+                return []
+            arguments = "".join(self._arguments_text)
+        return self._output(arguments, call)
 
     def close(self, end: str) -> list[ToolCallDelta]:
         if not self.accepted:
@@ -160,17 +184,32 @@ class EnforcedCallReader(_SectionBuffer):
         self._name_text.append(text[at:end])
         return end if self._name.done else None
 
-    def _read_arguments(self, text: str, at: int) -> list[ToolCallDelta]:
+    def _read_arguments(self, text: str, at: int) -> str:
+        """Return the part of the arguments in this text."""
         if not self._before_arguments.done:
             at = self._before_arguments.feed(text, at)
             if not self._before_arguments.done:
-                return []
+                return ""
             # The opening brace belongs to the arguments.
-            return self._deltas(text[at - 1 : self._arguments.feed(text, at)])
-        return self._deltas(text[at : self._arguments.feed(text, at)])
+            return text[at - 1 : self._arguments.feed(text, at)]
+        return text[at : self._arguments.feed(text, at)]
 
-    def _deltas(self, arguments: str) -> list[ToolCallDelta]:
-        return [ToolCallDelta(index=self._index, arguments=arguments)] if arguments else []
+    def _output(self, arguments: str, call: tuple[str, str]) -> list[ToolCallDelta]:
+        deltas = []
+        if not self.accepted:
+            self._accept()
+            deltas.append(self._numbering.begin(call[0]))
+            self._index = deltas[0].index
+        if arguments:
+            deltas.append(ToolCallDelta(index=self._index, arguments=arguments))
+            if self._arguments.done:
+                self._numbering.complete.append(call)
+        return deltas
+
+
+def _compact(arguments: str) -> str:
+    """Return JSON without white space outside of strings. It may be incomplete at the end."""
+    return SPACE_BETWEEN.sub(lambda found: found[1] or "", arguments)
 
 
 class _SymbolScanner:

@@ -22,11 +22,11 @@ from lmx_lab.http.error_bodies import client_of, detail_for, request_id_of
 from lmx_lab.http.event_stream import EventStream, while_connected
 from lmx_lab.http.guard import is_local
 from lmx_lab.http.openapi import event_stream, failures, link
+from lmx_lab.server.chat import ignored_header
 from lmx_lab.server.generation import Generation
 from lmx_lab.server.inference import InferenceService
-from lmx_lab.server.messages import ignored_header
 from lmx_lab.server.openapi import INFERENCE_ERRORS
-from lmx_lab.server.responses.convert import ConvertedRequest, convert, input_items, shared_fields
+from lmx_lab.server.responses.convert import ConvertedRequest, convert_request, input_items, shared_fields
 from lmx_lab.server.responses.store import ResponseStore, StoredResponse
 from lmx_lab.server.responses.writer import PREFIXES, ResponseWriter
 from lmx_lab.wire.responses import (
@@ -130,7 +130,7 @@ def _prepare(body: ResponsesRequest, previous: StoredResponse | None) -> _Prepar
     """Convert a request.
 
     Raises:
-        InvalidRequestError: see ``convert``.
+        InvalidRequestError: see ``convert_request``.
     """
     items = input_items(body)
     if previous is not None:
@@ -142,7 +142,7 @@ def _prepare(body: ResponsesRequest, previous: StoredResponse | None) -> _Prepar
         ]
     is_stored = body.store is not False
     return _Prepared(
-        request=convert(body, items),
+        request=convert_request(body, items),
         shared=shared_fields(body),
         conversation=STORED_ITEMS.dump_json(items, exclude_unset=True) if is_stored else None,
     )

@@ -34,7 +34,7 @@ HASH_CHARACTERS = 8
 
 
 @dataclass(frozen=True, kw_only=True)
-class OfferedTool:
+class CallableTool:
     """A tool of the request that the model can call."""
 
     kind: Literal["function", "custom"]
@@ -83,18 +83,18 @@ def chat_name(name: str, namespace: str | None) -> str:
     return f"{joined[: NAME_CHARACTERS - HASH_CHARACTERS - 1]}_{digest}"
 
 
-class OfferedTools:
+class CallableTools:
     """The tools of a request that the model can call."""
 
     def __init__(self, tools: Sequence[ResponseTool]) -> None:
         self.tools = list(_offered(tools))
         self._by_chat_name = {tool.chat_name: tool for tool in self.tools}
 
-    def called(self, name: str) -> OfferedTool | None:
+    def called(self, name: str) -> CallableTool | None:
         """Return the tool that is called by this name in the chat format; None if there is none."""
         return self._by_chat_name.get(name)
 
-    def find(self, reference: ToolReference) -> OfferedTool:
+    def find(self, reference: ToolReference) -> CallableTool:
         """Return the tool that a tool choice names.
 
         Raises:
@@ -110,22 +110,22 @@ class OfferedTools:
             param="tool_choice",
         )
 
-    def only(self, references: Sequence[ToolReference]) -> OfferedTools:
+    def only(self, references: Sequence[ToolReference]) -> CallableTools:
         """Return the tools that are named; tools of other types, which are ignored, are skipped."""
         named = {self.find(each).chat_name for each in references if each.type in ("function", "custom")}
-        remaining = OfferedTools(())
+        remaining = CallableTools(())
         remaining.tools = [tool for tool in self.tools if tool.chat_name in named]
         remaining._by_chat_name = {tool.chat_name: tool for tool in remaining.tools}
         return remaining
 
 
-def _offered(tools: Sequence[ResponseTool], namespace: str | None = None) -> Iterator[OfferedTool]:
+def _offered(tools: Sequence[ResponseTool], namespace: str | None = None) -> Iterator[CallableTool]:
     for tool in tools:
         match tool:
             case FlatFunction():
-                yield OfferedTool(kind="function", name=tool.name, namespace=namespace, definition=tool)
+                yield CallableTool(kind="function", name=tool.name, namespace=namespace, definition=tool)
             case CustomTool():
-                yield OfferedTool(kind="custom", name=tool.name, namespace=namespace, definition=tool)
+                yield CallableTool(kind="custom", name=tool.name, namespace=namespace, definition=tool)
             case ToolNamespace():
                 yield from _offered(tool.tools, tool.name)
             case HostedTool():

@@ -5,7 +5,6 @@ The events are in the order in which openai-python and Codex CLI require them. P
 
 from __future__ import annotations
 
-import secrets
 import time
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -14,12 +13,13 @@ from typing import Any, Literal
 from pydantic_core import to_json
 
 from lmx_lab.errors import CallerError, ContextLengthError, QueueFullError
-from lmx_lab.http.event_stream import named_event
+from lmx_lab.http.event_stream import comment, named_event
 from lmx_lab.server.responses.convert import ConvertedRequest
-from lmx_lab.server.responses.tools import OfferedTool, custom_input
+from lmx_lab.server.responses.tools import CallableTool, custom_input
 from lmx_lab.server.translate import chat_logprobs
 from lmx_lab.values.generation import Delta, GenerationReport, TokenLogprob, ToolCallDelta
 from lmx_lab.wire.errors import ErrorDetail
+from lmx_lab.wire.identifiers import new_id
 from lmx_lab.wire.responses import (
     InputTokensDetails,
     OutputTokensDetails,
@@ -70,11 +70,6 @@ PARTS: Mapping[ItemKind, PartEvents] = {
         added="response.content_part.added", done="response.content_part.done", index="content_index"
     ),
 }
-
-
-def new_id(prefix: str) -> str:
-    """Return a new id of a response or of an item."""
-    return f"{prefix}_{secrets.token_hex(12)}"
 
 
 @dataclass
@@ -171,8 +166,8 @@ class ResponseWriter:
         yield self.progress()
 
     def progress(self) -> str:
-        """Return an event that only shows that the response is not finished."""
-        return self._whole("response.in_progress", self.body())
+        """Return an event that only shows that the response is not finished, or a comment after its end."""
+        return self._whole("response.in_progress", self.body()) if self.status == "in_progress" else comment("")
 
     def last(self, body: str) -> str:
         """Return the last event of a response that is completed or incomplete, or has failed."""
@@ -300,7 +295,7 @@ class ResponseWriter:
         return self._events - 1
 
 
-def _call_fields(tool: OfferedTool, call_id: str) -> dict[str, Any]:
+def _call_fields(tool: CallableTool, call_id: str) -> dict[str, Any]:
     fields = {"call_id": call_id, "name": tool.name}
     return fields if tool.namespace is None else fields | {"namespace": tool.namespace}
 

@@ -62,6 +62,22 @@ async def test_an_answer_ends_where_the_model_ends_its_text(manager: ModelManage
     assert (report.output_tokens, report.finish_reason) == (50, "length")
 
 
+async def test_an_answer_has_the_minimum_length(manager: ModelManager) -> None:
+    ends = Sampling(temperature=0, logit_bias=((2, 1000.0),))
+    for length in (1, 7):
+        text, report = await run(manager, sampling=ends, max_tokens=50, min_tokens=length)
+        assert (report.output_tokens, report.finish_reason) == (length + 1, "stop")
+        assert text
+    _, report = await run(manager, sampling=ends, max_tokens=7, min_tokens=7)
+    assert (report.output_tokens, report.finish_reason) == (7, "length")
+    whole, _ = await run(manager, max_tokens=20)
+    text, report = await run(manager, max_tokens=20, min_tokens=8, stop=(whole[0], "never"))
+    assert report.output_tokens > 8
+    assert text.startswith(whole[0])
+    seeded = {"sampling": Sampling(temperature=0.8, seed=5), "min_tokens": 5, "max_tokens": 12}
+    assert (await run(manager, **seeded))[0] == (await run(manager, **seeded))[0]
+
+
 async def test_a_stop_string_may_span_tokens(manager: ModelManager) -> None:
     whole, _ = await run(manager, max_tokens=20)
     for start in range(2, len(whole) - 8, 5):

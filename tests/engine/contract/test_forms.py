@@ -27,7 +27,7 @@ from lmx_lab.errors import InvalidRequestError
 from lmx_lab.values.models import Format, ModelEntry
 from tests.engine.conftest import engine_of, until_idle
 from tests.engine.contract.conftest import SETTINGS, Entries, echo_entry
-from tests.engine.mlx.test_answers_in_engine import SCHEMA, Answer, finish, is_place, request
+from tests.engine.mlx.test_answers_in_engine import SCHEMA, Answer, finish, is_place, merge, request
 
 pytestmark = pytest.mark.anyio
 JSON = AnswerFormat(kind="json_schema", text=json.dumps(SCHEMA))
@@ -187,10 +187,21 @@ async def test_a_named_tool_is_called_once(manager: ModelManager) -> None:
 
 async def test_forced_parallel_calls_are_all_calls_with_ids_of_their_own(manager: ModelManager) -> None:
     stream = await manager.submit(request(tools=replace(TOOLS, forced=True), max_tokens=400))
-    pieces = [call async for delta in stream for call in delta.tool_calls]
+    deltas = [delta async for delta in stream]
+    pieces = [call for delta in deltas for call in delta.tool_calls]
+    calls = merge(pieces)[0]
+    assert len({(name, json.dumps(json.loads(arguments))) for name, arguments in calls[:-1]}) == len(calls[:-1])
     ids = [piece.id for piece in pieces if piece.id is not None]
     assert len(set(ids)) == len(ids) == len({piece.index for piece in pieces})
     assert [piece.name for piece in pieces if piece.id is not None].count(None) == 0
+
+
+async def test_a_forced_answer_ends_before_it_repeats_a_call(manager: ModelManager) -> None:
+    only = {"type": "object", "properties": {"place": {"const": "sea"}}, "required": ["place"]}
+    tool = Tool(name="look", parameters=only)
+    result = await run(manager, tools=ToolUse(tools=(tool,), forced=True), max_tokens=400)
+    assert [(name, json.loads(arguments)) for name, arguments in result.calls] == [("look", {"place": "sea"})]
+    assert (result.text, result.reason) == ("", "tool_calls")
 
 
 async def test_optional_tools_need_not_be_called(manager: ModelManager) -> None:

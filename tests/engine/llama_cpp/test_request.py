@@ -108,7 +108,7 @@ def test_answers_to_one_request_have_seeds_of_their_own() -> None:
 
 def body(request_: GenerationRequest, **changes: Any) -> dict[str, Any]:
     options: dict[str, Any] = {"choice": 0, "max_tokens": 9, "context_length": 512, "grammar": None, "markers": []}
-    options["vocabulary_size"] = 1000
+    options |= {"vocabulary_size": 1000, "may_end": True}
     return completion_body(request_, [1, 2], **{**options, **changes})
 
 

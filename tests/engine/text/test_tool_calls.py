@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import time
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from types import ModuleType
 from typing import Any
 
@@ -350,6 +350,29 @@ def test_enforced_calls_in_an_answer(one: tuple[str, str, str], two: tuple[str, 
     found = answer(tokens, channel_format_of(json_tools, parsed=False))
     assert (found.text, found.calls) == ("So.", [one[1:], two[1:]])
     assert found.entries == list(range(len(tokens.chunks)))
+
+
+REPEATED = [
+    # The calls of an answer, and the number of those before the first repetition.
+    ([("look", '{"at": "sea"}'), ("look", '{"at":\n  "sea"}'), ("wait", "{}")], 1),
+    ([("look", '{"at": "sea"}'), ("look", '{"at": "sea "}'), ("wait", '{"at": "sea"}')], 3),
+    ([("wait", "{}"), ("look", '{"at": "a\\" b"}'), ("look", '{"at": "a\\"  b"}'), ("wait", "{ }")], 3),
+]
+
+
+@pytest.mark.parametrize(("calls", "kept"), REPEATED)
+def test_an_answer_may_end_before_a_repeated_call(calls: list[tuple[str, str]], kept: int) -> None:
+    written = [f'<tool_call>\n{{"name": "{name}", "arguments": {given}}}\n</tool_call>' for name, given in calls]
+    raw = "\n".join(written)
+    always = channel_format_of(json_tools, parsed=False)
+    assert always.calls is not None
+    once = replace(always, calls=replace(always.calls, may_repeat=False))
+    for cuts in [(), range(len(raw)), range(0, len(raw), 7)]:
+        assert answer(Tokens(raw, cuts), always).calls == calls
+        tokens = Tokens(raw, cuts)
+        found = answer(tokens, once)
+        assert (found.text, found.calls, found.stopped) == ("", calls[:kept], kept < len(calls))
+        assert found.entries == list(range(len(found.entries)))
 
 
 def test_an_enforced_call_is_streamed() -> None:

@@ -1,0 +1,137 @@
+"""Fields of other servers' formats that chat and plain completions accept.
+
+Some are other names of a parameter, some are hints, which cannot change the answer and are ignored, and some are
+accepted only with values without effect. ``docs/server.md`` has a table of them.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Annotated, Any, Self
+
+from pydantic import WithJsonSchema, model_validator
+
+from lmx_lab.wire import unsupported
+from lmx_lab.wire.formats import GbnfGrammar, JsonSchema, ResponseFormat, TextFormat
+from lmx_lab.wire.generation import GenerationFields, RepetitionPenalty, RequestModel, TokenLimit
+from lmx_lab.wire.limits import FEW_VALUES
+
+NAMES: Mapping[str, tuple[str, ...]] = {
+    "max_tokens": ("max_completion_tokens", "n_predict"),
+    "repetition_penalty": ("repeat_penalty",),
+    "response_format": ("json_schema", "grammar"),
+}
+"""Other names of parameters."""
+ALL_TOKENS = -1
+"""The value of ``repeat_last_n`` for penalties that count all tokens, which they always do here."""
+Hint = Annotated[Any, FEW_VALUES, WithJsonSchema({"description": "Ignored: it cannot change the answer"})]
+
+
+class Hints(RequestModel):
+    """Fields that cannot change the answer. They are ignored, and named in the header ``x-lmx-ignored``."""
+
+    # The chat format itself.
+    user: Hint = None
+    metadata: Hint = None
+    store: Hint = None
+    service_tier: Hint = None
+    safety_identifier: Hint = None
+    prompt_cache_key: Hint = None
+    prompt_cache_retention: Hint = None
+    prompt_cache_options: Hint = None
+
+    # llama.cpp. The parameters of samplers have no effect while the samplers are off.
+    cache_prompt: Hint = None
+    id_slot: Hint = None
+    n_keep: Hint = None
+    return_progress: Hint = None
+    timings_per_token: Hint = None
+    backend_sampling: Hint = None
+    dynatemp_exponent: Hint = None
+    xtc_threshold: Hint = None
+    dry_base: Hint = None
+    dry_allowed_length: Hint = None
+    dry_penalty_last_n: Hint = None
+    mirostat_tau: Hint = None
+    mirostat_eta: Hint = None
+
+    # vLLM.
+    request_id: Hint = None
+    priority: Hint = None
+    cache_salt: Hint = None
+
+    # Programs that load models themselves: Ollama and LM Studio.
+    keep_alive: Hint = None
+    ttl: Hint = None
+    draft_model: Hint = None
+
+    # Services that forward requests, such as OpenRouter.
+    provider: Hint = None
+    transforms: Hint = None
+    models: Hint = None
+    route: Hint = None
+
+    def ignored(self) -> list[str]:
+        """Return the names of the given hints."""
+        given = self.model_fields_set
+        return [name for name in Hints.model_fields if name in given and getattr(self, name) is not None]
+
+
+class CompatibleFields(GenerationFields, Hints):
+    """Parameters of the generation, also under the names of other servers."""
+
+    response_format: ResponseFormat | None = None
+    json_schema: JsonSchema | None = None
+    """llama.cpp's name of a ``response_format`` with this schema."""
+    grammar: GbnfGrammar | None = None
+    """A format of the answer as a grammar in GBNF, llama.cpp's grammar format."""
+    max_completion_tokens: TokenLimit | None = None
+    """The newer name of ``max_tokens``."""
+    n_predict: TokenLimit | None = None
+    """llama.cpp's name of ``max_tokens``."""
+    repeat_penalty: RepetitionPenalty | None = None
+    """llama.cpp's name of ``repetition_penalty``."""
+    repeat_last_n: int | None = None
+    """Penalties count all tokens, so with a repetition penalty only -1 is accepted."""
+
+    # Not supported; only values without effect are valid.
+    typical_p: Annotated[Any, unsupported.NO_TYPICAL_P] = None
+    dynatemp_range: Annotated[Any, unsupported.NO_DYNAMIC_TEMPERATURE] = None
+    xtc_probability: Annotated[Any, unsupported.NO_XTC] = None
+    dry_multiplier: Annotated[Any, unsupported.NO_DRY] = None
+    mirostat: Annotated[Any, unsupported.NO_MIROSTAT] = None
+    reasoning_format: Annotated[Any, unsupported.NO_REASONING_FORMAT] = None
+
+    def setting(self, name: str) -> Any:
+        """Return a parameter under whichever of its names it is given, or its default."""
+        return next(iter(self._given(name).values()), getattr(self, name))
+
+    def _given(self, name: str) -> dict[str, Any]:
+        """Return the values of a parameter by the name under which they are given."""
+        names = [each for each in (name, *NAMES[name]) if each in self.model_fields_set]
+        return {each: value for each in names if (value := getattr(self, each)) is not None}
+
+    @model_validator(mode="after")
+    def _check_names(self) -> Self:
+        for name in NAMES:
+            given = self._given(name)
+            if isinstance(given.get("response_format"), TextFormat):
+                del given["response_format"]
+            (first, value), *others = given.items() or [(name, None)]
+            for other, differing in others:
+                if name == "response_format" or differing != value:
+                    raise ValueError(f"{first} and {other} are two names of one setting; send only one of them")
+        return self
+
+    @model_validator(mode="after")
+    def _check_settings(self) -> Self:
+        most = self.setting("max_tokens")
+        if self.min_tokens and most is not None and self.min_tokens > most:
+            raise ValueError(f"min_tokens is {self.min_tokens}, and max_tokens is {most}; send a larger max_tokens")
+        penalty = self.setting("repetition_penalty")
+        if self.repeat_last_n not in (None, ALL_TOKENS) and penalty not in (None, 1):
+            raise ValueError(
+                f"repeat_last_n is {self.repeat_last_n}, but penalties count all tokens; send "
+                f"{ALL_TOKENS}, or leave repeat_last_n out"
+            )
+        return self

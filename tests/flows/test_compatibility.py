@@ -1,0 +1,161 @@
+"""Tests that requests with the field names of other servers are answered, and that ignored fields are named."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import httpx2
+import pytest
+
+from lmx_lab.errors import InvalidRequestError
+from lmx_lab.settings import Settings
+from lmx_lab.wire.compatibility import Hints
+from tests.docs.pages import DOCS, table_rows
+from tests.flows.conftest import echo_body, events, serving
+from tests.flows.test_bad_input import error_of
+
+CHAT, COMPLETIONS = "/v1/chat/completions", "/v1/completions"
+HINTS = {name: {"some": ["value", 1]} for name in Hints.model_fields}
+LLAMA_CPP_PAGE: dict[str, Any] = {
+    **{"cache_prompt": True, "return_progress": True, "timings_per_token": True, "reasoning_format": "auto"},
+    **{"dynatemp_range": 0, "dynatemp_exponent": 1, "top_k": 40, "top_p": 0.95, "min_p": 0.05, "typical_p": 1},
+    **{"xtc_probability": 0, "xtc_threshold": 0.1, "repeat_last_n": 64, "repeat_penalty": 1, "dry_multiplier": 0},
+    **{"dry_base": 1.75, "dry_allowed_length": 2, "dry_penalty_last_n": -1, "presence_penalty": 0, "max_tokens": -1},
+}
+"""The settings that the web page of llama.cpp's server sends."""
+
+
+def body_for(path: str, **changes: Any) -> dict[str, Any]:
+    """Return a request without ``max_tokens`` for this route."""
+    body = echo_body(**changes)
+    if path == COMPLETIONS:
+        body["prompt"] = body.pop("messages")[0]["content"]
+    if "max_tokens" not in changes:
+        del body["max_tokens"]
+    return body
+
+
+def answer_of(http: httpx2.Client, path: str, **changes: Any) -> dict[str, Any]:
+    response = http.post(path, json=body_for(path, **changes))
+    assert response.status_code == 200, response.text
+    found: dict[str, Any] = response.json()
+    return found
+
+
+def text_of(http: httpx2.Client, path: str, **changes: Any) -> str:
+    (choice,) = answer_of(http, path, **changes)["choices"]
+    return str(choice["message"]["content"] if path == CHAT else choice["text"])
+
+
+@pytest.mark.parametrize("path", [CHAT, COMPLETIONS])
+def test_parameters_have_the_names_of_other_servers(http: httpx2.Client, path: str) -> None:
+    for name in ("max_tokens", "max_completion_tokens", "n_predict"):
+        assert answer_of(http, path, **{name: 3})["usage"]["completion_tokens"] == 3
+    assert answer_of(http, path, max_tokens=3, max_completion_tokens=3, n_predict=None)["usage"]["total_tokens"]
+    whole = text_of(http, path, max_tokens=-1)
+    assert whole == text_of(http, path, n_predict=-1) != text_of(http, path, n_predict=5)
+    penalized = text_of(http, path, repetition_penalty=2, n_predict=60)
+    assert penalized == text_of(http, path, repeat_penalty=2, n_predict=60)
+    long = answer_of(http, path, min_tokens=80, n_predict=100)
+    assert long["usage"]["completion_tokens"] > 80
+
+
+@pytest.mark.parametrize("path", [CHAT, COMPLETIONS])
+def test_a_format_has_the_names_of_llama_cpp(http: httpx2.Client, path: str) -> None:
+    schema = {"type": "object", "properties": {"a": {"const": 1}}, "required": ["a"]}
+    assert json.loads(text_of(http, path, json_schema=schema, max_tokens=50)) == {"a": 1}
+    grammar = 'root ::= animal " " [0-9]{2}\nanimal ::= "cat" | "dog"'
+    text = text_of(http, path, grammar=grammar, response_format={"type": "text"}, max_tokens=50)
+    assert text[:4] in ("cat ", "dog ")
+    assert text[4:].isdigit()
+
+
+@pytest.mark.parametrize("path", [CHAT, COMPLETIONS])
+@pytest.mark.parametrize("stream", [False, True])
+def test_hints_are_ignored_and_named(http: httpx2.Client, path: str, stream: bool) -> None:
+    body = body_for(path, max_tokens=2, stream=stream)
+    response = http.post(path, json={**body, **HINTS})
+    assert response.status_code == 200, response.text
+    assert response.headers["x-lmx-ignored"].split(", ") == list(HINTS)
+    assert "x-lmx-ignored" not in http.post(path, json={**body, "user": None}).headers
+
+
+def test_the_settings_of_llama_cpps_page_are_accepted(http: httpx2.Client) -> None:
+    response = http.post(CHAT, json=body_for(CHAT, **LLAMA_CPP_PAGE))
+    assert response.status_code == 200, response.text
+    assert response.headers["x-lmx-ignored"].startswith("cache_prompt, return_progress, timings_per_token")
+
+
+def test_the_page_lists_all_hints() -> None:
+    rows = table_rows(DOCS / "server.md", "ignored, sent by")
+    assert {name.strip("` ") for row in rows for name in row["fields"].split(",")} == set(HINTS)
+
+
+@pytest.mark.parametrize("path", [CHAT, COMPLETIONS])
+def test_without_a_model_the_loaded_one_answers(http: httpx2.Client, path: str) -> None:
+    body = body_for(path, max_tokens=2)
+    del body["model"]
+    assert http.post(path, json=body).json()["model"] == "echo"
+    assert http.post(path, json={**body, "model": None}).json()["model"] == "echo"
+
+
+@pytest.fixture(scope="module")
+def naming(tmp_path_factory: pytest.TempPathFactory) -> Iterator[httpx2.Client]:
+    """A client of a server with an alias that answers requests for any model."""
+    home = tmp_path_factory.mktemp("naming")
+    settings: dict[str, Any] = {"model_aliases": ["gpt-4o=echo", "small=missing"], "any_model": True}
+    with serving(home, "echo", **settings) as lab, httpx2.Client(base_url=lab.url) as client:
+        yield client
+
+
+def test_other_names_of_models_are_answered_if_the_settings_say_so(naming: httpx2.Client, http: httpx2.Client) -> None:
+    for name in ("gpt-4o", "small", "claude-opus", "/etc/passwd"):
+        assert naming.post(CHAT, json=echo_body(model=name)).json()["model"] == "echo"
+        assert naming.post("/v1/embeddings", json={"model": name, "input": "sea"}).json()["model"] == "echo"
+    message = error_of(http.post(CHAT, json=echo_body(model="gpt-4o")), 404, "model-not-found")["message"]
+    assert "--model-alias" in message
+    assert "--any-model" in message
+
+
+def test_an_alias_alone_leaves_other_names_unknown(tmp_path: Path) -> None:
+    with serving(tmp_path, "echo", model_aliases=["gpt-4o=echo"]) as lab, httpx2.Client(base_url=lab.url) as http:
+        assert http.post(CHAT, json=echo_body(model="gpt-4o")).json()["model"] == "echo"
+        error_of(http.post(CHAT, json=echo_body(model="gpt-5")), 404, "model-not-found")
+
+
+@pytest.mark.parametrize("alias", ["", "gpt-4o", "=echo", "gpt-4o="])
+def test_an_alias_needs_both_names(alias: str) -> None:
+    with pytest.raises(InvalidRequestError, match="name=id"):
+        Settings(model_aliases=(alias,))
+
+
+CALLS = [{"name": "look", "arguments": {"at": at}} for at in ("sea", "sky", "sea", "shore")]
+TOOL = {
+    "type": "function",
+    "function": {"name": "look", "parameters": {"type": "object", "properties": {"at": {"type": "string"}}}},
+}
+
+
+@pytest.mark.parametrize("stream", [False, True])
+@pytest.mark.parametrize(
+    ("choice", "kept"),
+    [("required", 2), ({"type": "function", "function": {"name": "look"}}, 1), ("auto", 4)],
+)
+def test_a_forced_answer_repeats_no_call(tmp_path: Path, stream: bool, choice: Any, kept: int) -> None:
+    script = tmp_path / "script.jsonl"
+    script.write_text(json.dumps({"tool_calls": CALLS}) + "\n")
+    with serving(tmp_path, "echo", echo_script=script) as lab, httpx2.Client(base_url=lab.url) as http:
+        body = echo_body(tools=[TOOL], tool_choice=choice, stream=stream, max_tokens=500)
+        response = http.post(CHAT, json=body)
+    chunks = [json.loads(event) for event in events(response.text)[:-1]] if stream else [response.json()]
+    choices = [choice for chunk in chunks for choice in chunk["choices"]]
+    calls = [call for choice in choices for call in choice["delta" if stream else "message"].get("tool_calls") or ()]
+    arguments: dict[Any, str] = {}
+    for at, call in enumerate(calls):
+        index = call.get("index", at)
+        arguments[index] = arguments.get(index, "") + call["function"]["arguments"]
+    assert [json.loads(text) for text in arguments.values()] == [call["arguments"] for call in CALLS[:kept]]
+    assert choices[-1]["finish_reason"] == "tool_calls"
