@@ -112,12 +112,13 @@ gallery: setup
 # RECORD=folder stores the requests of the clients, as the files in tests/client_requests.
 clients: setup $(CLIENTS_STAMP) $(AIDER_STAMP) $(AGENTS_STAMP)
 	RECORD=$(RECORD) $(BIN)/python -m tests.other_clients.try_clients $(CLIENTS) $(AIDER)
-	$(BIN)/python -m tests.other_clients.try_agents $(AGENTS)
+	@if [ -f $(AGENTS_STAMP) ]; then $(BIN)/python -m tests.other_clients.try_agents $(AGENTS); \
+	  else echo "Codex CLI and Claude Code are not run, because npm is not installed"; fi
 
 $(CLIENTS_STAMP): constraints-clients.txt
 	@$(CLIENTS)/bin/python -c 'import pip' 2>/dev/null || $(PYTHON) -m venv --clear $(CLIENTS)
 	$(PIP_ENV) $(CLIENTS)/bin/python -m pip install --quiet --only-binary :all: -c constraints-clients.txt \
-	  anthropic langchain-openai langchain-anthropic langchain-tests llama-index-llms-openai-like \
+	  anthropic ollama langchain-openai langchain-anthropic langchain-tests llama-index-llms-openai-like \
 	  llama-index-embeddings-openai-like dspy 'pydantic-ai-slim[openai]' llm litellm instructor
 	touch $(CLIENTS_STAMP)
 

@@ -29,6 +29,8 @@ generator and clients are separate processes; the clients only record times.
 | repetition | share of answers that are the same alone and with seven others: 64         | smollm2       |
 |            | greedy ones and 24 with seeds, on both engines                             |               |
 | recording  | CPU time of a token at 8 streams with requests recorded ÷ not recorded     | tiny, smollm2 |
+| dialects   | CPU time of a token at 8 streams in the formats Messages, Responses and    | tiny          |
+|            | Ollama ÷ in the chat format                                                |               |
 | branches   | time to the first token of a branch ÷ a decode step; time of ``explore``   | tiny, smollm2 |
 |            | with 8 answers ÷ the longest answer alone                                  |               |
 | start      | ms to import the package, to show the help, and to start a server          | smollm2       |
@@ -73,6 +75,7 @@ from benchmarks import (
     against_mlx_lm,
     branches,
     daemon,
+    dialects,
     disconnect,
     embeddings,
     flood,
@@ -128,6 +131,7 @@ FIGURES = {
     "quantized": Figure(title=quantized.FIGURE, measure=quantized.measure, models=("smollm2",)),
     "repetition": Figure(title=repetition.FIGURE, measure=repetition.measure, models=("smollm2",)),
     "recording": Figure(title=recording.FIGURE, measure=recording.measure),
+    "dialects": Figure(title=dialects.FIGURE, measure=dialects.measure, models=("tiny",)),
     "branches": Figure(title=branches.BRANCH, measure=branches.measure),
     "start": Figure(title=start.FIGURE, measure=start.measure, models=("smollm2",)),
     "turn": Figure(title=second_turn.FIGURE, measure=second_turn.measure),

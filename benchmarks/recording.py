@@ -55,11 +55,12 @@ def _token_ms(bench: Bench, server: LabServer, number: int, sampling: str) -> fl
     how: dict[str, Any] = {"temperature": 0 if sampling == "greedy" else 0.7, **server.extras}
     chats = [prompts.story(100 * number + stream) for stream in range(STREAMS)]
     bodies = [prompts.chat_body(chat, max_tokens=bench.sizes.together_tokens, **how) for chat in chats]
-    before = _cpu_s(server)
+    before = cpu_s(server)
     answers = asyncio.run(client.streams(server.url, bodies))
-    return (_cpu_s(server) - before) * 1e3 / sum(answer.tokens for answer in answers)
+    return (cpu_s(server) - before) * 1e3 / sum(answer.tokens for answer in answers)
 
 
-def _cpu_s(server: LabServer) -> float:
+def cpu_s(server: LabServer) -> float:
+    """Return the CPU time that a server has used."""
     used = psutil.Process(server.pid).cpu_times()
     return float(used.user + used.system)

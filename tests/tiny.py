@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import shutil
+from collections.abc import Mapping
 from pathlib import Path
 
 import numpy as np
@@ -93,15 +94,24 @@ def teach_thinking(folder: Path, *, special: bool = False, template: str = THINK
     Args:
         special: Whether these tokens are special tokens.
     """
-    path = folder / "tokenizer.json"
-    tokenizer = json.loads(path.read_text(encoding="utf-8"))
-    for token in tokenizer["added_tokens"]:
-        if token["content"] in MARKERS:
-            token.update(content=MARKERS[token["content"]], special=special)
-    vocabulary = tokenizer["model"]["vocab"]
-    for old, new in MARKERS.items():
-        vocabulary[new] = vocabulary.pop(old)
-    path.write_text(json.dumps(tokenizer), encoding="utf-8")
+    rename_tokens(folder, MARKERS, special=special)
     path = folder / "tokenizer_config.json"
     config = json.loads(path.read_text(encoding="utf-8"))
     path.write_text(json.dumps({**config, "chat_template": template}), encoding="utf-8")
+
+
+def rename_tokens(folder: Path, names: Mapping[str, str], *, special: bool = False) -> None:
+    """Give added tokens of a tiny model other names.
+
+    Args:
+        special: Whether they become special tokens.
+    """
+    path = folder / "tokenizer.json"
+    tokenizer = json.loads(path.read_text(encoding="utf-8"))
+    for token in tokenizer["added_tokens"]:
+        if token["content"] in names:
+            token.update(content=names[token["content"]], special=special)
+    vocabulary = tokenizer["model"]["vocab"]
+    for old, new in names.items():
+        vocabulary[new] = vocabulary.pop(old)
+    path.write_text(json.dumps(tokenizer), encoding="utf-8")

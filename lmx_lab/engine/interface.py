@@ -166,9 +166,25 @@ class InferenceEngine(Protocol):
             InvalidRequestError: the prompt cannot be made into tokens.
         """
 
+    async def render(self, entry: ModelEntry, request: GenerationRequest) -> str:
+        """Return the text that the chat template of the main model makes of a chat prompt.
+
+        Raises:
+            NotLoadedError: the model has been replaced, or is being unloaded.
+            InvalidRequestError: there is no template, or it refuses the messages or exceeds a limit.
+        """
+
     async def decode(self, tokens: Sequence[int]) -> str:
         """Return the text of token ids as the main model's tokenizer shows it.
 
         Raises:
             NotLoadedError: the engine has no main model.
+            InvalidRequestError: a token is not in the vocabulary.
+        """
+
+    async def token_bytes(self, tokens: Sequence[int]) -> list[bytes]:
+        """Return the bytes that each token adds to a text; those of a special token are its name.
+
+        Raises:
+            NotLoadedError, InvalidRequestError: as ``decode``.
         """

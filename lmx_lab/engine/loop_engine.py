@@ -67,7 +67,11 @@ class EngineCore(Protocol):
 
     async def encode(self, entry: ModelEntry, request: GenerationRequest) -> list[int]: ...
 
+    async def render(self, entry: ModelEntry, request: GenerationRequest) -> str: ...
+
     async def decode(self, tokens: Sequence[int]) -> str: ...
+
+    async def token_bytes(self, tokens: Sequence[int]) -> list[bytes]: ...
 
     async def close(self, error: LabError) -> None:
         """End every request with this error and release all memory."""
@@ -179,9 +183,17 @@ class LoopEngine(ABC, Generic[Core]):
         """See ``InferenceEngine``."""
         return await self._run(lambda core: core.encode(entry, request))
 
+    async def render(self, entry: ModelEntry, request: GenerationRequest) -> str:
+        """See ``InferenceEngine``."""
+        return await self._run(lambda core: core.render(entry, request))
+
     async def decode(self, tokens: Sequence[int]) -> str:
         """See ``InferenceEngine``."""
         return await self._run(lambda core: core.decode(tokens))
+
+    async def token_bytes(self, tokens: Sequence[int]) -> list[bytes]:
+        """See ``InferenceEngine``."""
+        return await self._run(lambda core: core.token_bytes(tokens))
 
     # Running work on the engine's loop
 

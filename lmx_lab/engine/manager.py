@@ -388,20 +388,23 @@ class ModelManager:
             QueueFullError: too many requests wait.
         """
 
-        async def encode(resident: Resident, permits: Sequence[Permit]) -> list[int]:
+        return await self.with_model(request, lambda it: it.engine.encode(it.entry, request), local=local)
+
+    async def with_model(
+        self, request: GenerationRequest, work: Callable[[Resident], Awaitable[T]], *, local: bool = True
+    ) -> T:
+        """Return the result of work with the chat model that a request names. It counts as a request in the queue."""
+
+        async def run(resident: Resident, permits: Sequence[Permit]) -> T:
             try:
-                return await resident.engine.encode(resident.entry, request)
+                return await work(resident)
             finally:
                 permits[0].release()
 
-        return await self._submit(request, CHAT, encode, local=local)
+        return await self._submit(request, CHAT, run, local=local)
 
     async def decode(self, tokens: Sequence[int]) -> str:
-        """Return the text of token ids as the main model's tokenizer shows it.
-
-        Raises:
-            NotLoadedError: no model is loaded.
-        """
+        """Return the text of token ids as the main model's tokenizer shows it. See ``InferenceEngine.decode``."""
         main = self.residents.main
         if main is None:
             raise NotLoadedError(f"no model is loaded; {LOAD_FIRST}")

@@ -60,9 +60,21 @@ class TextPrompt:
     """A prompt of plain text, to which no chat template is applied."""
 
     text: str
+    special: bool = True
+    """Whether the tokenizer adds its special tokens, such as one that begins every text."""
 
 
-Prompt = ChatPrompt | TextPrompt | TokenPrompt
+@dataclass(frozen=True, kw_only=True)
+class InfillPrompt:
+    """A text with a gap, which the model fills (fill-in-the-middle)."""
+
+    prefix: str
+    """The text before the gap."""
+    suffix: str
+    """The text after the gap."""
+
+
+Prompt = ChatPrompt | TextPrompt | TokenPrompt | InfillPrompt
 
 
 @dataclass(frozen=True, kw_only=True)

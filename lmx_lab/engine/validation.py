@@ -157,6 +157,15 @@ def check_tokens(request: GenerationRequest, entry: ModelEntry, vocabulary_size:
         check_token_ids([start.token] if isinstance(start.token, int) else [], "token", entry, vocabulary_size)
 
 
+def no_infill_error(model: str) -> InvalidRequestError:
+    """Return the error of a request to fill a gap that the model cannot fill."""
+    return InvalidRequestError(
+        f"{model} cannot fill a gap before a suffix: its vocabulary has no tokens for that, such as <|fim_prefix|>; "
+        "leave suffix out, or load a code model that has them",
+        param="suffix",
+    )
+
+
 def single_token(text: str, tokens: Sequence[int], model: str, *, param: str = "logprob_tokens") -> int:
     """Return the token of a text that a request names.
 

@@ -21,6 +21,7 @@ from lmx_lab.http.guard import is_local
 from lmx_lab.wire.errors import ErrorBody, ErrorDetail
 from lmx_lab.wire.generation import request_class
 from lmx_lab.wire.messages import MessagesError, MessagesErrorDetail
+from lmx_lab.wire.ollama import OllamaError
 from lmx_lab.wire.validation import invalid_request
 
 log = logging.getLogger(__name__)
@@ -66,6 +67,8 @@ ERROR_TYPES = {401: "authentication_error", 403: "permission_error", 404: "not_f
 
 MESSAGES_PATH = "/v1/messages"
 """Path of the routes whose errors have the form of the Messages format."""
+OLLAMA_PATH = "/api/"
+"""Beginning of the paths of the routes whose errors have the form of Ollama's API."""
 MESSAGES_TYPES = {
     401: "authentication_error",
     403: "permission_error",
@@ -126,7 +129,14 @@ def messages_error(detail: ErrorDetail, status: int) -> MessagesError:
     return MessagesError(error=error, request_id=detail.request_id)
 
 
+def ollama_error(detail: ErrorDetail) -> OllamaError:
+    """Convert an error to the form of Ollama's API."""
+    return OllamaError(error=detail.message, code=detail.code, request_id=detail.request_id)
+
+
 def _body(detail: ErrorDetail, status: int, path: str) -> BaseModel:
+    if path.startswith(OLLAMA_PATH):
+        return ollama_error(detail)
     return messages_error(detail, status) if path.startswith(MESSAGES_PATH) else ErrorBody(error=detail)
 
 

@@ -34,7 +34,7 @@ def named_event(name: str, data: str) -> str:
 
 
 class EventStream(StreamingResponse):
-    """A ``text/event-stream`` response.
+    """A ``text/event-stream`` response, or one of another type that is sent in the same way.
 
     When the client disconnects, the iterator is cancelled and closed.
 
@@ -42,6 +42,7 @@ class EventStream(StreamingResponse):
         lines: What is sent, each through ``frame``.
         headers: Additional headers of the response.
         frame: Converts an item to an event.
+        media_type: Type of the response, if it is another stream of text that is written item by item.
         keep_alive: Returns what to send whenever nothing was sent for ``KEEP_ALIVE_S``, such as a comment.
         blocked_limit_s: Returns how long the client may accept no data before the iterator is closed and the client is
             disconnected. Called repeatedly; by default there is no limit.
@@ -53,12 +54,13 @@ class EventStream(StreamingResponse):
         *,
         headers: Mapping[str, str] = MappingProxyType({}),
         frame: Callable[[str], str] = data_line,
+        media_type: str = "text/event-stream",
         keep_alive: Callable[[], str] | None = None,
         blocked_limit_s: Callable[[], float] = lambda: math.inf,
     ) -> None:
         super().__init__(
             lines,
-            media_type="text/event-stream",
+            media_type=media_type,
             # Without these headers, proxies would collect tokens until a buffer is full.
             headers={"cache-control": "no-cache", "x-accel-buffering": "no", **headers},
         )

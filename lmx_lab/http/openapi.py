@@ -28,6 +28,8 @@ from lmx_lab.http.error_bodies import status_for
 from lmx_lab.wire.errors import ErrorBody
 
 Responses = dict[int | str, dict[str, Any]]
+JSON_LINES = "application/x-ndjson"
+"""Media type of JSON values that are separated by line ends."""
 SCHEMA_REF = "#/components/schemas/{model}"
 COMMON_ERRORS: tuple[type[LabError], ...] = (UnauthorizedError, OriginForbiddenError, HostForbiddenError, LabError)
 """Errors that any route can return."""
@@ -77,9 +79,11 @@ def failures(*errors: type[LabError], in_path: bool = False, body: type[BaseMode
 
 def _failure(status: int, codes: Sequence[str], body: type[BaseModel]) -> dict[str, Any]:
     shown = ", ".join(f"`{code}`" for code in codes)
-    narrowed = {"properties": {"error": {"properties": {"code": {"enum": list(codes)}}}}}
+    code: dict[str, Any] = {"properties": {"code": {"enum": list(codes)}}}
+    is_flat = "code" in body.model_fields
+    field, narrowed = ("code", code) if is_flat else ("error.code", {"properties": {"error": code}})
     return {
-        "description": f"{HTTPStatus(status).phrase}: `error.code` is {'one of ' if len(codes) > 1 else ''}{shown}",
+        "description": f"{HTTPStatus(status).phrase}: `{field}` is {'one of ' if len(codes) > 1 else ''}{shown}",
         "content": {"application/json": {"schema": {"allOf": [reference(body), narrowed]}}},
         "headers": _HEADER_REFS,
     }
@@ -104,6 +108,12 @@ def event_stream(*models: type[BaseModel], description: str, end: str | None = N
         data = {"anyOf": [data, {"const": end}]}
     event = {"type": "object", "properties": {"data": data}, "required": ["data"]}
     return {"content": {"text/event-stream": {"schema": event}}, "description": description}
+
+
+def json_lines(*models: type[BaseModel], description: str) -> dict[str, Any]:
+    """Return a response of lines, each of which is the JSON of one of these models."""
+    schema = {"type": "string", "contentSchema": {"anyOf": [reference(model) for model in models]}}
+    return {"content": {JSON_LINES: {"schema": schema}}, "description": description}
 
 
 def websocket_response(description: str) -> Responses:

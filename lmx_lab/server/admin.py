@@ -131,15 +131,11 @@ def listing_routes(*, manager: ModelManager, catalog: Catalog) -> APIRouter:
     """Return the router of ``/v1/models``."""
     router = APIRouter(prefix="/v1/models", tags=["inference"])
 
-    async def list_models_on_disk() -> tuple[list[ListedModel], str | None]:
-        listing = await catalog.alisting()
-        return await in_thread(lambda: _models(listing, manager, _speeds(listing, manager))), listing.problem
-
     @router.get("", responses={200: {"links": {"model": FIRST_CARD}}})
     async def list_models(request: Request) -> ModelCards:
         """List the models on this disk in the chat format."""
         local = is_local(request.scope)
-        found, problem = await list_models_on_disk()
+        found, problem = await listed_models(catalog, manager)
         problem = problem if local or not problem else request.app.state.without_paths(problem)
         now = manager.snapshot
         return ModelCards(data=[_card(model, now, local=local) for model in found], problem=problem)
@@ -148,7 +144,7 @@ def listing_routes(*, manager: ModelManager, catalog: Catalog) -> APIRouter:
     async def get_model(model: str, request: Request) -> ModelCard:
         """Get one model on this disk by its id."""
         local = is_local(request.scope)
-        for listed in (await list_models_on_disk())[0]:
+        for listed in (await listed_models(catalog, manager))[0]:
             if public_id(listed.entry.id, local=local) == model or listed.has_alias(model):
                 return _card(listed, manager.snapshot, local=local)
         raise unknown_model(model, manager.snapshot, ANY_KIND)
@@ -173,6 +169,12 @@ class ListedModel:
     def has_alias(self, name: str) -> bool:
         """Whether the name is an alias of the model in one of its formats."""
         return any(entry.has_alias(name) for entry in self.entries)
+
+
+async def listed_models(catalog: Catalog, manager: ModelManager) -> tuple[list[ListedModel], str | None]:
+    """Return the models on this disk and in memory, and why the list may be incomplete; None if it is not."""
+    listing = await catalog.alisting()
+    return await in_thread(lambda: _models(listing, manager, _speeds(listing, manager))), listing.problem
 
 
 async def model_records(catalog: Catalog, manager: ModelManager) -> ModelRecords:

@@ -25,12 +25,15 @@ from lmx_lab.server.health import health_routes
 from lmx_lab.server.inference import InferenceService
 from lmx_lab.server.messages import messages_routes
 from lmx_lab.server.metrics import Metrics, metrics_routes
+from lmx_lab.server.ollama import ollama_routes
+from lmx_lab.server.ollama_models import ollama_model_routes
 from lmx_lab.server.openapi import EXTRA_MODELS, SOCKETS
 from lmx_lab.server.pages import page_routes
 from lmx_lab.server.recording import Recording, SaveRecord
 from lmx_lab.server.request_log import RequestLog
 from lmx_lab.server.rerank import rerank_routes
 from lmx_lab.server.responses import responses_routes
+from lmx_lab.server.tokens import token_routes
 from lmx_lab.server.websocket import socket_routes
 from lmx_lab.settings import Settings
 from lmx_lab.values.recording import RecordMode
@@ -99,6 +102,9 @@ def create_server(
     api.include_router(completion_routes(inference, slots=settings.slots))
     api.include_router(messages_routes(inference))
     api.include_router(responses_routes(inference))
+    api.include_router(ollama_routes(inference, manager, lan_admin=settings.lan_admin))
+    api.include_router(ollama_model_routes(manager=manager, catalog=catalog, settings=settings))
+    api.include_router(token_routes(inference, manager))
     api.include_router(embedding_routes(inference))
     api.include_router(rerank_routes(inference))
     api.include_router(socket_routes(inference, max_body_bytes=settings.max_body_bytes))

@@ -89,7 +89,7 @@ def embedding_list(embeddings: Embeddings, *, as_base64: bool = False) -> bytes:
     usage = EncodingUsage(prompt_tokens=report.tokens, total_tokens=report.tokens)
     model = pydantic_core.to_json(report.model)
     pieces = [b'{"object":"list","data":[']
-    for index, value in enumerate(_base64(embeddings.vectors) if as_base64 else _numbers(embeddings.vectors)):
+    for index, value in enumerate(_base64(embeddings.vectors) if as_base64 else number_rows(embeddings.vectors)):
         comma = b"," if index else b""
         pieces.append(b'%b{"object":"embedding","index":%d,"embedding":%b}' % (comma, index, value))
     pieces.append(b'],"model":%b,"usage":%b}' % (model, usage.model_dump_json().encode()))
@@ -101,7 +101,7 @@ def _base64(vectors: Vectors) -> Iterator[bytes]:
     return (b'"%b"' % base64.b64encode(row) for row in np.ascontiguousarray(vectors, dtype="<f4"))
 
 
-def _numbers(vectors: Vectors) -> Iterator[bytes]:
+def number_rows(vectors: Vectors) -> Iterator[bytes]:
     """Yield a JSON array for each row. Other threads can run between two steps."""
     rows = max(1, NUMBERS_PER_STEP // max(1, vectors.shape[1]))
     for start in range(0, len(vectors), rows):

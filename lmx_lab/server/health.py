@@ -15,6 +15,7 @@ from lmx_lab.http.guard import is_local
 from lmx_lab.settings import Settings
 from lmx_lab.values.engine import EngineSnapshot
 from lmx_lab.wire.admin import Alive, NotReady, Ready
+from lmx_lab.wire.errors import ErrorBody
 
 
 def health_routes(manager: ModelManager) -> APIRouter:
@@ -27,6 +28,15 @@ def health_routes(manager: ModelManager) -> APIRouter:
     async def healthz() -> Alive:
         """Show that the process is running."""
         return Alive()
+
+    @router.head("/health", response_model=Alive, include_in_schema=False)
+    @router.get(
+        "/health", response_model=Alive, responses={503: {"model": ErrorBody, "description": "No model is ready"}}
+    )
+    async def health(request: Request) -> Alive | JSONResponse:
+        """Show whether a model can answer requests, in the form of llama.cpp's server."""
+        error = problem(manager.snapshot, settings=manager.settings, alive=manager.alive)
+        return Alive() if error is None else JSONResponse(ErrorBody(error=detail_for(request, error)).model_dump(), 503)
 
     @router.head("/readyz", response_model=Ready, include_in_schema=False)
     @router.get(

@@ -261,6 +261,20 @@ class InferenceService:
         """Return the token ids of a request's prompt. Raises the same as ``ModelManager.encode``."""
         return await self._manager.encode(request, local=local)
 
+    async def render(self, request: GenerationRequest, *, local: bool = False) -> str:
+        """Return the text that the model's chat template makes of a chat. Raises the same as ``encode``."""
+        return await self._manager.with_model(request, lambda it: it.engine.render(it.entry, request), local=local)
+
+    async def detokenize(self, tokens: Sequence[int], *, model: str | None, local: bool = False) -> str:
+        """Return the text of token ids. Raises the same as ``encode``."""
+        request = GenerationRequest(prompt=TokenPrompt(tokens=()), model=model)
+        return await self._manager.with_model(request, lambda it: it.engine.decode(tokens), local=local)
+
+    async def token_bytes(self, tokens: Sequence[int], *, model: str | None, local: bool = False) -> list[bytes]:
+        """Return the bytes of each token. Raises the same as ``encode``."""
+        request = GenerationRequest(prompt=TokenPrompt(tokens=()), model=model)
+        return await self._manager.with_model(request, lambda it: it.engine.token_bytes(tokens), local=local)
+
     async def decode(self, tokens: tuple[int, ...]) -> str:
         """Convert token ids to text with the tokenizer of the main model."""
         return await self._manager.decode(tokens)

@@ -23,6 +23,7 @@ from lmx_lab.wire.admin import Heartbeat, Memory, ModelEvent, RequestEvent, Samp
 from lmx_lab.wire.chat import ChatChunk, ChatRequest, SocketDone, SocketError, SocketToken
 from lmx_lab.wire.completions import Completion
 from lmx_lab.wire.messages import MessageEvent, MessagesError
+from lmx_lab.wire.ollama import OllamaError, OllamaPullProgress
 from lmx_lab.wire.responses import ResponseEvent
 
 EVENTS: tuple[type[BaseModel], ...] = (Throughput, Memory, Heartbeat, ModelEvent, RequestEvent, Sample)
@@ -33,6 +34,8 @@ EXTRA_MODELS: tuple[type[BaseModel], ...] = (
     MessageEvent,
     MessagesError,
     ResponseEvent,
+    OllamaError,
+    OllamaPullProgress,
     *EVENTS,
     SocketToken,
     SocketDone,
@@ -45,6 +48,12 @@ INFERENCE_ERRORS = failures(*_INFERENCE)
 """Error responses of a request that a model answers."""
 MESSAGES_ERRORS = failures(*_INFERENCE, body=MessagesError)
 """The same in the Messages format."""
+OLLAMA_COMMON_ERRORS = failures(body=OllamaError)
+"""Error responses of all routes of Ollama's API."""
+OLLAMA_LISTING_ERRORS = failures(*BODY, ModelNotFoundError, body=OllamaError)
+"""Error responses of the routes of Ollama's API about models on disk."""
+OLLAMA_ERRORS = failures(*_INFERENCE, AdminForbiddenError, ModelBusyError, StorageFullError, body=OllamaError)
+"""Error responses of the other routes of Ollama's API, which may also load and download models."""
 LOAD_ERRORS = failures(*BODY, AdminForbiddenError, ModelNotFoundError, ModelBusyError, *_ENGINE, StorageFullError)
 """Error responses of a request that loads or unloads a model."""
 SOCKET = f"""Answer one chat request over a WebSocket, which OpenAPI cannot describe.

@@ -17,7 +17,17 @@ from typing import Any
 
 from starlette.requests import HTTPConnection
 
-from lmx_lab.engine import AnswerFormat, ChatPrompt, GenerationRequest, Sampling, TextPrompt, TokenPrompt, Tool, ToolUse
+from lmx_lab.engine import (
+    AnswerFormat,
+    ChatPrompt,
+    GenerationRequest,
+    InfillPrompt,
+    Sampling,
+    TextPrompt,
+    TokenPrompt,
+    Tool,
+    ToolUse,
+)
 from lmx_lab.engine.requests import AnswerStart, Prompt
 from lmx_lab.engine.residents import Resident
 from lmx_lab.values.generation import Delta, GenerationReport, merge_deltas, merge_tool_calls
@@ -182,7 +192,9 @@ def _prompt(stored: Mapping[str, Any]) -> Prompt:
     if "tokens" in stored:
         return TokenPrompt(tokens=tuple(stored["tokens"]))
     if "text" in stored:
-        return TextPrompt(text=stored["text"])
+        return TextPrompt(text=stored["text"], special=stored.get("special", True))
+    if "prefix" in stored:
+        return InfillPrompt(prefix=stored["prefix"], suffix=stored["suffix"])
     tools = stored.get("tools")
     use = ToolUse(**{**tools, "tools": tuple(Tool(**tool) for tool in tools["tools"])}) if tools else None
     return ChatPrompt(

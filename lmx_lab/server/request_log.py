@@ -12,14 +12,14 @@ from lmx_lab.values.generation import GenerationReport
 log = logging.getLogger(__name__)
 MAX_PATH_CHARACTERS = 80
 FIRST_ERROR = 400
-READY_PATH = "/readyz"
+READY_PATHS = ("/readyz", "/health")
 
 
 class RequestLog:
     """Combines the end of each request with the ends of its generations.
 
-    ``GET`` requests, such as those of panels, are logged only if they fail, and those of ``/readyz`` never: 503 is its
-    answer while no model is loaded. The methods are called on the server's event loop.
+    ``GET`` requests, such as those of panels, are logged only if they fail, and those of ``/readyz`` and ``/health``
+    never: 503 is their answer while no model is loaded. The methods are called on the server's event loop.
     """
 
     def __init__(self) -> None:
@@ -46,7 +46,7 @@ class RequestLog:
         if ends is None:
             return
         is_read = scope.get("method") in ("GET", "HEAD", "OPTIONS")
-        if not ends and is_read and (status is None or status < FIRST_ERROR or scope["path"] == READY_PATH):
+        if not ends and is_read and (status is None or status < FIRST_ERROR or scope["path"] in READY_PATHS):
             return
         client = scope["client"][0] if scope.get("client") else "unknown client"
         route = f"{scope.get('method', 'WebSocket')} {scope['path'][:MAX_PATH_CHARACTERS]}"

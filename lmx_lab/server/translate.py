@@ -6,7 +6,18 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import fields, replace
 from typing import Any
 
-from lmx_lab.engine import AnswerFormat, ChatPrompt, GenerationRequest, Sampling, TextPrompt, TokenPrompt, Tool, ToolUse
+from lmx_lab.engine import (
+    AnswerFormat,
+    ChatPrompt,
+    GenerationRequest,
+    InfillPrompt,
+    Sampling,
+    TextPrompt,
+    TokenPrompt,
+    Tool,
+    ToolUse,
+)
+from lmx_lab.engine.requests import Prompt
 from lmx_lab.errors import InvalidRequestError
 from lmx_lab.values.generation import GenerationReport, TokenLogprob
 from lmx_lab.wire.chat import ChatMessage, ChatRequest, SocketStats
@@ -85,11 +96,17 @@ def completion_requests(request: CompletionRequest) -> list[GenerationRequest]:
     ]
 
 
-def _prompts(request: CompletionRequest) -> list[TextPrompt | TokenPrompt]:
+def _prompts(request: CompletionRequest) -> list[Prompt]:
     given = request.prompt
     single = isinstance(given, str) or isinstance(given[0], int)
     prompts: Iterable[Any] = [given] if single else given
-    return [TextPrompt(text=item) if isinstance(item, str) else TokenPrompt(tokens=tuple(item)) for item in prompts]
+    return [_prompt(item, request.suffix) for item in prompts]
+
+
+def _prompt(given: str | Sequence[int], suffix: str | None) -> Prompt:
+    if not isinstance(given, str):
+        return TokenPrompt(tokens=tuple(given))
+    return TextPrompt(text=given) if suffix is None else InfillPrompt(prefix=given, suffix=suffix)
 
 
 def _model(request: GenerationFields) -> str | None:

@@ -24,6 +24,14 @@ def chat_templates(entry: ModelEntry) -> list[str]:
     return list(folder_templates(entry.path))
 
 
+def main_template(entry: ModelEntry) -> str:
+    """Return the first chat template of a model; empty if it has none, or if its files cannot be read."""
+    try:
+        return next(iter(chat_templates(entry)), "")
+    except UnusableModelError:
+        return ""
+
+
 def folder_templates(folder: Path) -> Iterator[str]:
     """Iterate over the templates in the places where transformers looks for them."""
     for path in (folder / "chat_template.jinja", *sorted((folder / "additional_chat_templates").glob("*.jinja"))):

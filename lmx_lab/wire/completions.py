@@ -18,7 +18,6 @@ from pydantic import (
 from typing_extensions import TypeAliasType
 
 from lmx_lab.values.generation import FinishReason
-from lmx_lab.wire import unsupported
 from lmx_lab.wire.compatibility import CompatibleFields
 from lmx_lab.wire.generation import NO_LIMIT, WHOLE, Alternatives, Choices, Timings, Usage
 from lmx_lab.wire.limits import ITEM_LIMIT
@@ -74,18 +73,30 @@ class CompletionRequest(CompatibleFields):
         | None
     ) = 16
     """0 generates nothing and requires ``echo``."""
+    suffix: str | None = None
+    """The text after the completion, which fills the gap between both (fill-in-the-middle)."""
     logprobs: Alternatives | None = None
     """Number of alternatives to return for each token; 0 returns only the tokens."""
 
     # Fields of the format that are not supported; only the value without effect is valid.
     best_of: Choices | None = None
-    suffix: Annotated[Any, unsupported.NO_SUFFIX] = None
 
     @field_validator("max_tokens")
     @classmethod
     def _check_max_tokens(cls, value: int | None, info: ValidationInfo) -> int | None:
         if value == 0 and not info.data.get("echo"):
             raise ValueError("0 generates nothing, so it requires echo: true")
+        return value
+
+    @field_validator("suffix")
+    @classmethod
+    def _check_suffix(cls, value: str | None, info: ValidationInfo) -> str | None:
+        if not value:
+            return None
+        if info.data.get("echo"):
+            raise ValueError("cannot be combined with echo: true; leave one of them out")
+        if "prompt" in info.data and shape_of(info.data["prompt"]) not in ("str", "list[str]"):
+            raise ValueError("needs prompts that are texts; send the prompt as text")
         return value
 
     @field_validator("best_of")

@@ -57,6 +57,8 @@ def _content_problems(method: str, outcome: Outcome, refusals: frozenset[tuple[i
         yield from _json_problems(body)
     elif kind == "text/event-stream":
         yield from _stream_problems(body, refusals)
+    elif kind == "application/x-ndjson":
+        yield from _lines_problems(body, refusals)
     elif kind not in ("text/html", "text/plain", "text/javascript", "text/css") or not 200 <= status < 400:
         yield f"status {status} with content type {kind!r}"
 
@@ -65,14 +67,18 @@ def _error_problems(status: int, body: bytes, refusals: frozenset[tuple[int, str
     if (status, body) in ((400, NOT_HTTP), (400, NO_UPGRADE)):
         return
     try:
-        error = json.loads(body)["error"]
-        code, message = error["code"], error["message"]
+        document = json.loads(body)
+        error = document["error"]
+        # Ollama's format has the message as the error, and the code beside it.
+        is_flat = isinstance(error, str)
+        code, message = (document["code"], error) if is_flat else (error["code"], error["message"])
     except (ValueError, TypeError, KeyError):
         yield f"status {status} without the fields of an error: {body[:300]!r}"
         return
     if status >= 500 and (status, code) not in refusals:
         yield f"status {status}, {code}: {message[:300]}"
-    yield from _envelope_problems(error)
+    if not is_flat:
+        yield from _envelope_problems(error)
     if len(body) > ERROR_BYTES:
         yield f"an error has {len(body)} bytes"
 
@@ -113,6 +119,19 @@ def _stream_problems(body: bytes, refusals: frozenset[tuple[int, str]]) -> Itera
         error = last.get("error") or {}
         if not any(code == error.get("code") for _, code in refusals):
             yield f"a stream ends with {lines[-1][:300]}"
+
+
+def _lines_problems(body: bytes, refusals: frozenset[tuple[int, str]]) -> Iterator[str]:
+    *lines, rest = body.split(b"\n")
+    if rest or not lines:
+        yield "a stream ends in the middle of a line"
+        return
+    for line in lines:
+        yield from _json_problems(line)
+    last = json.loads(lines[-1])
+    is_end = last.get("done") is True or last.get("status") == "success"
+    if not is_end and not any(code == last.get("code") for _, code in refusals):
+        yield f"a stream ends with {lines[-1][:300]!r}"
 
 
 def socket_problems(case: SocketCase, outcome: Outcome, refusals: frozenset[tuple[int, str]]) -> Iterator[str]:

@@ -81,6 +81,31 @@ COMPLETION_BODIES: tuple[dict[str, Any], ...] = (
     {"model": MODEL, "prompt": [100, 200, 300], "max_tokens": 0, "echo": True, "logprobs": 2},
     {"model": MODEL, "prompt": [[5, 6], [7]], "max_tokens": 3, "stream": True, "stop": "x"},
 )
+OLLAMA_MESSAGES = [
+    {"role": "user", "content": "hello", "images": []},
+    {"role": "assistant", "content": "", "tool_calls": [{"function": {"name": "look", "arguments": {"a": 1}}}]},
+    {"role": "tool", "content": "seen", "tool_name": "look"},
+]
+OLLAMA_OPTIONS = {"num_predict": 4, "temperature": 0.5, "top_k": 3, "stop": ["x"], "seed": -1, "num_ctx": 64}
+OLLAMA_TOOLS = [{"type": "function", "function": {"name": "look", "parameters": SCHEMA}}]
+OLLAMA_BODIES: tuple[tuple[str, dict[str, Any]], ...] = (
+    ("chat", {"model": MODEL, "messages": OLLAMA_MESSAGES, "options": OLLAMA_OPTIONS, "tools": OLLAMA_TOOLS}),
+    ("chat", {"model": MODEL, "messages": OLLAMA_MESSAGES[:1], "format": SCHEMA, "options": {"num_predict": 8}}),
+    ("chat", {"model": MODEL, "messages": [], "keep_alive": "5m"}),
+    ("generate", {"model": MODEL, "prompt": "hello", "stream": False, "think": True, "options": OLLAMA_OPTIONS}),
+    ("generate", {"model": MODEL, "prompt": "a", "raw": True, "logprobs": True, "options": OLLAMA_OPTIONS}),
+    ("generate", {"model": MODEL, "prompt": "a", "suffix": "b", "options": OLLAMA_OPTIONS}),
+    ("embed", {"model": "tiny-embedder", "input": ["a", "b"], "truncate": False, "dimensions": 8}),
+    ("embeddings", {"model": "tiny-embedder", "prompt": "a"}),
+    ("show", {"name": MODEL, "verbose": True}),
+    ("pull", {"model": MODEL, "stream": False}),
+)
+TOKEN_BODIES: tuple[tuple[str, dict[str, Any]], ...] = (
+    ("tokenize", {"content": "hello", "add_special": True, "with_pieces": True}),
+    ("tokenize", {"model": MODEL, "messages": OLLAMA_MESSAGES[:1], "return_token_strs": True}),
+    ("detokenize", {"tokens": [100, 200]}),
+    ("apply-template", {"messages": [{"role": "user", "content": "hello"}], "max_tokens": 4}),
+)
 RESPONSES_TOOLS = [
     {"type": "function", "name": "look", "parameters": SCHEMA},
     {"type": "custom", "name": "edit", "format": {"type": "grammar", "syntax": "lark", "definition": 'start: "a"+'}},
@@ -138,6 +163,14 @@ RERANK_BODIES: tuple[dict[str, Any], ...] = (
 )
 CHAT = tuple(ValidRequest(method="POST", path="/v1/chat/completions", body=body) for body in CHAT_BODIES)
 COMPLETIONS = tuple(ValidRequest(method="POST", path="/v1/completions", body=body) for body in COMPLETION_BODIES)
+OLLAMA = (
+    *(ValidRequest(method="POST", path=f"/api/{name}", body=body) for name, body in OLLAMA_BODIES),
+    *(ValidRequest(method="GET", path=f"/api/{name}") for name in ("tags", "ps", "version")),
+)
+TOKENS = (
+    *(ValidRequest(method="POST", path=f"/{name}", body=body) for name, body in TOKEN_BODIES),
+    *(ValidRequest(method="GET", path=path) for path in ("/props", "/health")),
+)
 RESPONSES = (
     *(ValidRequest(method="POST", path="/v1/responses", body=body) for body in RESPONSES_BODIES),
     ValidRequest(method="GET", path="/v1/responses/resp_1"),

@@ -54,10 +54,13 @@ def families(model: str = corpus.MODEL) -> tuple[Family, ...]:
     named = partial(corpus.requests_naming, model)
     return (
         _http("chat", 3600, named(corpus.CHAT)),
-        _http("completions", 2500, named(corpus.COMPLETIONS)),
+        _http("completions", 2000, named(corpus.COMPLETIONS)),
         _http("responses", 1000, named(corpus.RESPONSES)),
+        # A request without a prompt loads or unloads the model.
+        _http("ollama", 800, named(corpus.OLLAMA), BUSY),
+        _http("tokens", 200, named(corpus.TOKENS)),
         _http("embeddings", 2000, named(corpus.EMBEDDINGS)),
-        _http("rerank", 2000, named(corpus.RERANK)),
+        _http("rerank", 1500, named(corpus.RERANK)),
         _http("admin", 1500, named(corpus.ADMIN), BUSY),
         Family(
             name="chat socket",

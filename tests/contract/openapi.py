@@ -21,6 +21,13 @@ SEED = 1
 WAIT_S = 270.0 * max(1, EXAMPLES // 8)
 
 
+def code_of(body: Any) -> str:
+    """Return the code in the body of an error, also in that of Ollama's API."""
+    error = body["error"]
+    code: str = error["code"] if isinstance(error, dict) else body["code"]
+    return code
+
+
 class OpenApiContract:
     """The OpenAPI document of a running server, and requests whose responses are compared with it.
 

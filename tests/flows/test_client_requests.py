@@ -35,6 +35,17 @@ from lmx_lab.wire.chat import ChatChunk, ChatCompletion
 from lmx_lab.wire.completions import Completion
 from lmx_lab.wire.embeddings import EmbeddingList
 from lmx_lab.wire.messages import Message, MessageEvent, TokenCount
+from lmx_lab.wire.ollama import (
+    OllamaChatAnswer,
+    OllamaEmbedAnswer,
+    OllamaEmbeddingsAnswer,
+    OllamaGenerateAnswer,
+    OllamaModelInfo,
+    OllamaModels,
+    OllamaPullProgress,
+    OllamaRunningModels,
+    OllamaVersion,
+)
 from lmx_lab.wire.responses import ModelResponse, ResponseEvent
 from tests.flows.conftest import serving
 
@@ -69,6 +80,19 @@ def events_of(model: type[BaseModel], *, end: str = "") -> Check:
     return check
 
 
+def lines_of(model: type[BaseModel]) -> Check:
+    """Return a check that the answer consists of lines of JSON of this form."""
+
+    def check(text: str) -> None:
+        *lines, rest = text.split("\n")
+        assert lines
+        assert rest == ""
+        for line in lines:
+            model.model_validate_json(line)
+
+    return check
+
+
 FORMS: Mapping[str, tuple[Check, Check | None]] = {
     "/v1/chat/completions": (body_of(ChatCompletion), events_of(ChatChunk, end="[DONE]")),
     "/v1/completions": (body_of(Completion), events_of(Completion, end="[DONE]")),
@@ -76,6 +100,15 @@ FORMS: Mapping[str, tuple[Check, Check | None]] = {
     "/v1/messages/count_tokens": (body_of(TokenCount), None),
     "/v1/responses": (body_of(ModelResponse), events_of(ResponseEvent)),
     "/v1/embeddings": (body_of(EmbeddingList), None),
+    "/api/chat": (body_of(OllamaChatAnswer), lines_of(OllamaChatAnswer)),
+    "/api/generate": (body_of(OllamaGenerateAnswer), lines_of(OllamaGenerateAnswer)),
+    "/api/embed": (body_of(OllamaEmbedAnswer), None),
+    "/api/embeddings": (body_of(OllamaEmbeddingsAnswer), None),
+    "/api/tags": (body_of(OllamaModels), None),
+    "/api/ps": (body_of(OllamaRunningModels), None),
+    "/api/show": (body_of(OllamaModelInfo), None),
+    "/api/pull": (body_of(OllamaPullProgress), lines_of(OllamaPullProgress)),
+    "/api/version": (body_of(OllamaVersion), None),
 }
 """For each route, the checks of a complete answer, which is ``application/json``, and of a streamed one."""
 

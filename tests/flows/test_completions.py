@@ -198,7 +198,7 @@ def test_scores_of_a_continuation_equal_the_logprobs_of_generating_it(
         ({"logprobs": 21}, "logprobs"),
         ({"logprobs": True}, "logprobs"),
         ({"best_of": 2}, "best_of"),
-        ({"suffix": "end"}, "suffix"),
+        ({"suffix": "end", "echo": True}, "suffix"),
         ({"messages": []}, "messages"),
         ({"logit_bias": {"99999": 1}}, "logit_bias"),
     ],

@@ -41,6 +41,7 @@ class Dialect:
     """Reads the body of a whole answer."""
     read_stream: Callable[[list[Any]], Answer]
     """Reads the JSON of all events of a stream."""
+    can_require_tools: bool = True
 
 
 # Chat completions
@@ -142,6 +143,30 @@ def responses_stream(events: list[Any]) -> Answer:
     return answer
 
 
+# Ollama
+
+
+def ollama_request(max_tokens: int, tool: bool) -> dict[str, Any]:
+    assert not tool
+    return {"options": {"temperature": 0, "num_predict": max_tokens}, "messages": SEA}
+
+
+def ollama_answer(answer: Any) -> Answer:
+    return ollama_stream([answer])
+
+
+def ollama_stream(lines: list[Any]) -> Answer:
+    messages = [line["message"] for line in lines]
+    functions = [call["function"] for message in messages for call in message.get("tool_calls", ())]
+    end = lines[-1]
+    return Answer(
+        text="".join(message["content"] for message in messages),
+        calls=tuple((function["name"], function["arguments"]) for function in functions),
+        finish="tool_calls" if functions else end["done_reason"],
+        usage=(end["prompt_eval_count"], end["eval_count"]),
+    )
+
+
 DIALECTS: Mapping[str, Dialect] = {
     "chat completions": Dialect(
         path="/v1/chat/completions", request=chat_request, read=chat_answer, read_stream=chat_stream
@@ -151,6 +176,9 @@ DIALECTS: Mapping[str, Dialect] = {
     ),
     "Responses": Dialect(
         path="/v1/responses", request=responses_request, read=responses_answer, read_stream=responses_stream
+    ),
+    "Ollama": Dialect(
+        path="/api/chat", request=ollama_request, read=ollama_answer, read_stream=ollama_stream, can_require_tools=False
     ),
 }
 
@@ -167,6 +195,8 @@ def json_of_events(text: str) -> list[Any]:
 def test_all_formats_give_the_same_answer(http: httpx2.Client, max_tokens: int, tool: bool, finish: str) -> None:
     answers: dict[str, Answer] = {}
     for name, dialect in DIALECTS.items():
+        if tool and not dialect.can_require_tools:
+            continue
         body = {"model": "default", "temperature": 0, **dialect.request(max_tokens, tool)}
         answers[name] = dialect.read(http.post(dialect.path, json=body | {"stream": False}).json())
         usage = {"stream_options": {"include_usage": True}} if name == "chat completions" else {}

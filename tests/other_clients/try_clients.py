@@ -25,6 +25,7 @@ from tests.other_clients.request_recorder import recording
 
 EXPECTED: Mapping[str, Sequence[str]] = {
     "anthropic-python": ("Paris", "end_turn", "tokens"),
+    "ollama-python": ("Paris", " stop", "name='", "4 tokens", "2 vectors", "smollm2-135m:latest"),
     "LangChain": ("Paris", "name='", "City ['inhabitants', 'name']", "384 numbers", "from ChatAnthropic"),
     "LlamaIndex": ("Paris", "name='", "384 numbers"),
     "DSPy": ("Paris", "city="),
@@ -40,6 +41,7 @@ SCRIPTED: Mapping[str, tuple[Sequence[str], Sequence[str]]] = {
 """Sections that need a better model than the starter: the answers of the echo engine, and texts of the output."""
 PACKAGES: Mapping[str, str] = {
     "anthropic-python": "anthropic",
+    "ollama-python": "ollama",
     "LangChain": "langchain-openai",
     "LlamaIndex": "llama-index-llms-openai-like",
     "DSPy": "dspy",
@@ -107,7 +109,7 @@ def _run_langchain_tests(server: Serving, programs: Path) -> bool:
     print("\n--- langchain-tests, tool calling", flush=True)
     with tempfile.TemporaryDirectory(prefix="lmx-lab-clients-") as folder:
         # A copy, because pytest would import the fixtures of this project, which is not installed there.
-        tests = shutil.copy(LANGCHAIN_TESTS, Path(folder) / "test_tool_calling.py")
+        tests = shutil.copy(LANGCHAIN_TESTS, Path(folder) / "test_lab.py")
         command = [programs / "python", "-m", "pytest", "-q", "-o", "asyncio_mode=auto", "-k", "tool", tests]
         environ = {**os.environ, "LAB": f"http://127.0.0.1:{server.port}/v1"}
         return subprocess.run(command, cwd=folder, env=environ, check=False).returncode == 0

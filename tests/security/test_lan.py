@@ -239,10 +239,14 @@ def test_another_machine_receives_no_paths(
         ("POST", f"{url}/v1/chat/completions", {**CHAT, "model": "tiny-two"}, {}),
         ("POST", f"{url}/v1/chat/completions", {**CHAT, "model": "nothing"}, {}),
         ("POST", f"{url}/v1/embeddings", {"model": "default", "input": "a"}, {}),
+        ("GET", f"{url}/api/tags", None, {}),
+        ("GET", f"{url}/api/ps", None, {}),
+        ("POST", f"{url}/api/show", {"model": "my-tiny"}, {}),
+        ("GET", f"{url}/props", None, {}),
     )
     assert own[0][1]["model"] == own[2][1]["model"] == str(model)
     assert {str(model), str(tiny.path)} <= {each["path"] for each in own[1][1]["models"]}
-    assert [status for status, _ in answers] == [*[200] * 9, 503, 404, 503]
+    assert [status for status, _ in answers] == [*[200] * 9, 503, 404, 503, *[200] * 4]
     assert all(each["path"] == each["id"] for each in answers[0][1]["models"])
     assert answers[3][1]["model"] == answers[6][1]["model"] == "my-tiny"
     for _, body in answers:

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 from pydantic import ValidationError
 
-from lmx_lab.engine import ChatPrompt, Sampling, TextPrompt, TokenPrompt
+from lmx_lab.engine import ChatPrompt, InfillPrompt, Sampling, TextPrompt, TokenPrompt
 from lmx_lab.http.error_bodies import validation_error
 from lmx_lab.server.translate import (
     chat_logprobs,
@@ -205,8 +205,14 @@ def test_only_an_echo_with_logprobs_is_scored() -> None:
 def test_best_of_must_equal_n() -> None:
     assert completion(best_of=3, n=3).choices == 3
     assert refusal(completion, best_of=2) == "best_of"
-    assert refusal(completion, suffix="end") == "suffix"
-    assert completion(suffix="").suffix == ""
+
+
+def test_a_suffix_makes_a_prompt_with_a_gap_and_needs_texts() -> None:
+    given = completion_requests(completion(prompt=["a", "b"], suffix="end"))
+    assert [request.prompt for request in given] == [InfillPrompt(prefix=text, suffix="end") for text in "ab"]
+    assert completion_requests(completion(prompt="a", suffix=""))[0].prompt == TextPrompt(text="a")
+    assert refusal(completion, prompt=[1, 2], suffix="end") == "suffix"
+    assert refusal(completion, echo=True, suffix="end") == "suffix"
 
 
 def test_choices_share_the_prompt_in_usage() -> None:

@@ -18,12 +18,13 @@ from lmx_lab.engine.echo.prepare import EchoPreparer
 from lmx_lab.engine.echo.queue import EchoGeneration, EchoQueue
 from lmx_lab.engine.echo.script import Script, read_script
 from lmx_lab.engine.echo.texts import DIMENSIONS, EchoTexts
+from lmx_lab.engine.echo.vocabulary import EchoVocabulary
 from lmx_lab.engine.interface import Capabilities
 from lmx_lab.engine.loop_engine import LoopEngine, TextTasks
 from lmx_lab.engine.machine_memory import total_bytes
 from lmx_lab.engine.requests import EmbeddingRequest, Embeddings, GenerationRequest, Ranking, RerankRequest
 from lmx_lab.engine.stream import Mailbox, Pending, TokenStream
-from lmx_lab.engine.validation import check_dimensions, check_options
+from lmx_lab.engine.validation import check_dimensions, check_options, check_token_ids
 from lmx_lab.engine.vectors import cosines, shorten
 from lmx_lab.errors import LabError, NotLoadedError, UnusableModelError
 from lmx_lab.settings import Settings
@@ -210,9 +211,29 @@ class EchoCore:
 
     async def decode(self, tokens: Sequence[int]) -> str:
         """See ``InferenceEngine``."""
+        return self._vocabulary(tokens).show(tokens)
+
+    async def render(self, entry: ModelEntry, request: GenerationRequest) -> str:
+        """See ``InferenceEngine``."""
+        main = self._main_of(entry)
+        return main.model.vocabulary.show(main.preparer.encode(request))
+
+    async def token_bytes(self, tokens: Sequence[int]) -> list[bytes]:
+        """See ``InferenceEngine``."""
+        known = self._vocabulary(tokens).bytes
+        return [known[token] for token in tokens]
+
+    def _vocabulary(self, tokens: Sequence[int]) -> EchoVocabulary:
+        """Return the vocabulary, which contains these tokens.
+
+        Raises:
+            NotLoadedError, InvalidRequestError: see ``InferenceEngine.decode``.
+        """
         if self._main is None:
             raise NotLoadedError(f"no model is loaded; {LOAD_FIRST}")
-        return self._main.model.vocabulary.show(tokens)
+        vocabulary = self._main.model.vocabulary
+        check_token_ids(tokens, "tokens", self._main.entry, vocabulary.size)
+        return vocabulary
 
     def _main_of(self, entry: ModelEntry) -> EchoMain:
         """Return the loaded model.

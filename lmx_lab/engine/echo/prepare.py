@@ -16,7 +16,7 @@ from lmx_lab.engine.echo.vocabulary import BEGIN, END, LONGEST_PIECE, MESSAGE
 from lmx_lab.engine.grammar.compile import GrammarCompiler
 from lmx_lab.engine.grammar.mask import Constraint, ThinkingBudget
 from lmx_lab.engine.grammar.queue import GrammarQueue
-from lmx_lab.engine.requests import ChatPrompt, GenerationRequest, TextPrompt, TokenPrompt, ToolUse
+from lmx_lab.engine.requests import ChatPrompt, GenerationRequest, InfillPrompt, TextPrompt, TokenPrompt, ToolUse
 from lmx_lab.engine.templates.tool_prompt import START, write_tools_as_text
 from lmx_lab.engine.text.chat_format_detection import ChatFormat, ReasoningState
 from lmx_lab.engine.validation import (
@@ -107,6 +107,11 @@ class EchoPreparer:
             case TextPrompt(text=text):
                 check_characters(text, "prompt")
                 return self._encoded(request, text, limit)
+            case InfillPrompt() as gap:
+                check_characters(gap.prefix, "prompt")
+                check_characters(gap.suffix, "suffix")
+                before, after = (self._encoded(request, text, limit) for text in (gap.prefix, gap.suffix))
+                return [BEGIN, *before, MESSAGE, *after, MESSAGE]
             case ChatPrompt() as chat:
                 check_messages(chat.messages)
                 for message in chat.messages:
@@ -150,7 +155,7 @@ class EchoPreparer:
         match request.prompt:
             case TokenPrompt(tokens=tokens):
                 return list(tokens)
-            case TextPrompt(text=text):
+            case TextPrompt(text=text) | InfillPrompt(prefix=text):
                 return encode(text)
             case ChatPrompt() as chat:
                 content = str(chat.messages[-1]["content"] or "")

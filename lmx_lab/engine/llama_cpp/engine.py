@@ -30,7 +30,7 @@ from lmx_lab.engine.machine_memory import limit_bytes, total_bytes
 from lmx_lab.engine.requests import EmbeddingRequest, Embeddings, GenerationRequest, Ranking, RerankRequest
 from lmx_lab.engine.stream import Item, Mailbox, Outbox, Pending, TokenStream
 from lmx_lab.engine.templates.trial import try_template
-from lmx_lab.engine.validation import check_options
+from lmx_lab.engine.validation import check_options, check_token_ids
 from lmx_lab.errors import EngineError, LabError, NotLoadedError
 from lmx_lab.settings import Settings
 from lmx_lab.values.engine import EngineSnapshot, EngineState, PinnedModel, TokenTotals
@@ -272,9 +272,29 @@ class LlamaCppCore:
 
     async def decode(self, tokens: Sequence[int]) -> str:
         """See ``InferenceEngine``."""
+        hosted = self._hosted_with(tokens)
+        return str((await hosted.connection.post("/detokenize", {"tokens": list(tokens)}))["content"])
+
+    async def render(self, entry: ModelEntry, request: GenerationRequest) -> str:
+        """See ``InferenceEngine``."""
+        return await self._preparer.render(request, self._resident_of(entry).hosted)
+
+    async def token_bytes(self, tokens: Sequence[int]) -> list[bytes]:
+        """See ``InferenceEngine``."""
+        known = (await self._hosted_with(tokens).load_token_table()).tokens
+        return [known[token] for token in tokens]
+
+    def _hosted_with(self, tokens: Sequence[int]) -> HostedModel:
+        """Return the main model, whose vocabulary contains these tokens.
+
+        Raises:
+            NotLoadedError, InvalidRequestError: see ``InferenceEngine.decode``.
+        """
         if self._main is None:
             raise NotLoadedError(f"no model is loaded; {LOAD_FIRST}")
-        return str((await self._main.hosted.connection.post("/detokenize", {"tokens": list(tokens)}))["content"])
+        hosted = self._main.hosted
+        check_token_ids(tokens, "tokens", hosted.entry, hosted.vocabulary_size)
+        return hosted
 
     def _resident_of(self, entry: ModelEntry) -> LlamaResident:
         """Return the model in memory that was loaded or pinned with this entry object.

@@ -33,6 +33,7 @@ from lmx_lab.weights.files import in_thread
 from lmx_lab.weights.fingerprint import is_overwritten, require_unchanged
 from lmx_lab.weights.gguf.header import GgufHeader, read_header
 from lmx_lab.weights.gguf.model import read_gguf
+from lmx_lab.weights.infill import InfillTokens, gguf_infill_tokens
 
 if TYPE_CHECKING:
     from lmx_lab.engine.llama_cpp.slot_files import SlotFiles
@@ -94,6 +95,8 @@ class HostedModel:
     """Vocabulary for grammars; read when it is first needed."""
     token_index: TokenIndex | None = None
     """Vocabulary by bytes; made when it is first needed."""
+    _infill: tuple[InfillTokens | None] | None = None
+    """The tokens with which the model fills a gap; None until the first request needs them."""
 
     @property
     def context_length(self) -> int:
@@ -106,16 +109,23 @@ class HostedModel:
             self.token_table = await asyncio.to_thread(lambda: read_token_table(read()))
         return self.token_table
 
+    async def load_infill_tokens(self) -> InfillTokens | None:
+        """Return the tokens with which the model fills a gap; None if it has none."""
+        if self._infill is None:
+            self._infill = (await in_thread(functools.partial(gguf_infill_tokens, self.entry)),)
+        return self._infill[0]
+
     async def load_token_index(self) -> TokenIndex:
         """Return the vocabulary by its bytes."""
         if self.token_index is None:
             self.token_index = TokenIndex((await self.load_token_table()).tokens)
         return self.token_index
 
-    async def tokenize(self, text: str, *, at_most: int, parse_special: bool) -> list[int]:
-        """Return the token ids of a text, including special tokens at its ends.
+    async def tokenize(self, text: str, *, at_most: int, parse_special: bool, add_special: bool = True) -> list[int]:
+        """Return the token ids of a text.
 
         Args:
+            add_special: Whether to add special tokens at its ends, if the model has any.
             at_most: Number of tokens that the caller needs. A longer text is tokenized only far enough to show that
                 it has more tokens, because megabytes would take seconds.
             parse_special: Whether the text of a special token becomes that token.
@@ -126,7 +136,7 @@ class HostedModel:
         characters = at_most * CHARACTERS_PER_TOKEN
         deadline = time.monotonic() + LIMIT_S
         while True:
-            body = {"content": text[:characters], "add_special": True, "parse_special": parse_special}
+            body = {"content": text[:characters], "add_special": add_special, "parse_special": parse_special}
             if min(len(text), characters) <= SHORT_CHARACTERS:
                 answer = await self.connection.post("/tokenize", body)
             else:

@@ -17,7 +17,7 @@ from lmx_lab.engine.llama_cpp.connection import RefusedError
 from lmx_lab.engine.llama_cpp.grammar import GrammarChecker
 from lmx_lab.engine.llama_cpp.model import HostedModel
 from lmx_lab.engine.llama_cpp.request import Route, chat_body, chat_input, completion_body, route_of
-from lmx_lab.engine.requests import ChatPrompt, GenerationRequest, TextPrompt, TokenPrompt
+from lmx_lab.engine.requests import ChatPrompt, GenerationRequest, InfillPrompt, TextPrompt, TokenPrompt
 from lmx_lab.engine.templates.renderer import TemplateLimitError, TemplateRefusalError, default_sandbox
 from lmx_lab.engine.text.chat_format_detection import TAIL_TOKENS, ReasoningState
 from lmx_lab.engine.validation import (
@@ -26,6 +26,7 @@ from lmx_lab.engine.validation import (
     check_length,
     check_messages,
     check_tokens,
+    no_infill_error,
     single_token,
     start_tokens,
     too_long,
@@ -213,9 +214,19 @@ class LlamaPreparer:
                 return await _tokenize(text, request, hosted), chat, hosted.chat_format.reasoning_state(text)
             case TextPrompt():
                 check_characters(prompt.text, "prompt")
-                return await _tokenize(prompt.text, request, hosted), {}, "closed"
+                return await _tokenize(prompt.text, request, hosted, special=prompt.special), {}, "closed"
+            case InfillPrompt():
+                return await _tokenize_infill(prompt, request, hosted), {}, "closed"
             case TokenPrompt():
                 return list(prompt.tokens), {}, "closed"
+
+    async def render(self, request: GenerationRequest, hosted: HostedModel) -> str:
+        """Return the text of a chat prompt. Raises the same as ``prepare``."""
+        assert isinstance(request.prompt, ChatPrompt)
+        check_messages(request.prompt.messages)
+        chat = _chat_input(request, request.prompt, hosted, route_of(request, hosted.chat_format))
+        await self._try_template(chat, request, hosted)
+        return await self._render(chat, request, hosted)
 
     async def _try_template(self, chat: Mapping[str, Any], request: GenerationRequest, hosted: HostedModel) -> None:
         """Render a chat in the sandbox process first. In llama.cpp, an endless template could be stopped only by ending
@@ -372,8 +383,22 @@ async def _answer_beginning(request: GenerationRequest, hosted: HostedModel) -> 
     return AnswerBeginning(tokens=tokens, texts=texts, ends=ends)
 
 
-async def _tokenize(text: str, request: GenerationRequest, hosted: HostedModel) -> list[int]:
-    """Return the tokens of a prompt.
+async def _tokenize_infill(prompt: InfillPrompt, request: GenerationRequest, hosted: HostedModel) -> list[int]:
+    marks = await hosted.load_infill_tokens()
+    if marks is None:
+        raise no_infill_error(hosted.entry.id)
+    check_characters(prompt.prefix, "prompt")
+    check_characters(prompt.suffix, "suffix")
+    beginning = await _tokenize("", request, hosted)
+    before, after = [await _tokenize(text, request, hosted, special=False) for text in (prompt.prefix, prompt.suffix)]
+    return [*beginning, marks.prefix, *before, marks.suffix, *after, marks.middle]
+
+
+async def _tokenize(text: str, request: GenerationRequest, hosted: HostedModel, *, special: bool = True) -> list[int]:
+    """Return the tokens of a text in a prompt.
+
+    Args:
+        special: Whether special tokens are added at its ends.
 
     Raises:
         ContextLengthError: the text is so long that at most its beginning was tokenized.
@@ -382,7 +407,7 @@ async def _tokenize(text: str, request: GenerationRequest, hosted: HostedModel) 
         bound = await hosted.token_bound()
         if bound is not None and (least := bound.min_tokens(text)) > hosted.context_length:
             raise too_long(request, f"more than {least - 1}", hosted.entry, hosted.context_length)
-    tokens = await hosted.tokenize(text, at_most=hosted.context_length, parse_special=True)
+    tokens = await hosted.tokenize(text, at_most=hosted.context_length, parse_special=True, add_special=special)
     if len(tokens) > hosted.context_length and len(text) > hosted.context_length * CHARACTERS_PER_TOKEN:
         raise too_long(request, f"more than {len(tokens) - 1}", hosted.entry, hosted.context_length)
     return tokens

@@ -26,6 +26,7 @@ from lmx_lab.engine.mlx.request import MlxGeneration
 from lmx_lab.engine.mlx.sampling import ConstrainedSampler, MinimumLength, Sampler, Samplers, processors
 from lmx_lab.engine.mlx.speculative import Drafter, SpeculativeBatch
 from lmx_lab.engine.prefix_files import common_prefix
+from lmx_lab.engine.requests import GenerationRequest, InfillPrompt
 from lmx_lab.values.generation import PromptScores, TokenLogprob
 
 NO_STOP = StopSequences()
@@ -94,7 +95,7 @@ class Batch:
         self._disk = disk
         self._generator = BatchGenerator(
             model.model,
-            stop_tokens=model.eos_tokens,
+            stop_tokens=[[token] for token in sorted(model.end_tokens())],
             completion_batch_size=slots,
             prefill_batch_size=prompts,
             prefill_step_size=memory.MAX_CHUNK_TOKENS,
@@ -178,7 +179,7 @@ class Batch:
             generation.sampler = self._samplers.get(request.sampling, choice=generation.choice)
             generation.processors = processors(request.sampling, generation.start)
             if request.min_tokens and not request.ignore_eos:
-                ends = [token for tokens in self._model.eos_tokens for token in tokens]
+                ends = sorted(self._model.end_tokens(request))
                 generation.processors.append(MinimumLength(request.min_tokens - len(generation.start), ends))
         (generation.uid,) = self._generator.insert(
             [generation.tokens[known:]],
@@ -187,13 +188,21 @@ class Batch:
             all_tokens=[generation.tokens[:known]],
             samplers=[_constrained(generation, generation.sampler)],
             logits_processors=[generation.processors or []],
-            stop_sequences=[NO_STOP] if request.ignore_eos else None,
+            stop_sequences=self._stop_sequences(request),
         )
         generation.uncomputed_tokens = len(generation.tokens) - known
         self._generations[generation.uid] = generation
         if self._drafts is not None:
             generation.drafter = generation.drafter or self._new_drafter()
             self._drafts.drafters[generation.uid] = generation.drafter
+
+    def _stop_sequences(self, request: GenerationRequest) -> list[StopSequences] | None:
+        """Return the tokens that end the answer, for mlx-lm; None for those of the model."""
+        if request.ignore_eos:
+            return [NO_STOP]
+        if isinstance(request.prompt, InfillPrompt):
+            return [StopSequences([[token] for token in sorted(self._model.end_tokens(request))])]
+        return None
 
     def _new_drafter(self) -> Drafter:
         return ModelDrafter(self._draft_model) if self._draft_model is not None else PromptLookup()
@@ -272,7 +281,7 @@ class Batch:
         batch = self._generator._generation_batch
         row = batch.uids.index(generation.uid)
         token, logprobs = int(batch._next_tokens[row].item()), batch._next_logprobs[row]
-        ended = not generation.request.ignore_eos and [token] in self._model.eos_tokens
+        ended = not generation.request.ignore_eos and token in self._model.end_tokens(generation.request)
         is_last = generation.output_tokens + 1 == generation.max_tokens
         self.remove(generation)
         return TokenGenerated(generation, token, logprobs, "stop" if ended else "length" if is_last else None)

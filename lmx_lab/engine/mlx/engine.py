@@ -200,9 +200,19 @@ class MlxEngine:
         return await self._prompts.tokens_of(entry, request)
 
     @_without_frames
+    async def render(self, entry: ModelEntry, request: GenerationRequest) -> str:
+        """See ``InferenceEngine``."""
+        return await self._prompts.render(entry, request)
+
+    @_without_frames
     async def decode(self, tokens: Sequence[int]) -> str:
         """See ``InferenceEngine``."""
         return await self._prompts.decode(tokens, self.snapshot.entry)
+
+    @_without_frames
+    async def token_bytes(self, tokens: Sequence[int]) -> list[bytes]:
+        """See ``InferenceEngine``."""
+        return await self._prompts.token_bytes(tokens, self.snapshot.entry)
 
     def _model_of(self, entry: ModelEntry) -> Loaded:
         """Return the model in memory that was loaded with this entry.

@@ -22,7 +22,7 @@ from lmx_lab.engine.mlx.kv_cache import Traits, measure
 from lmx_lab.engine.mlx.memory_plan import UNBOUNDED_TOKENS, Footprint
 from lmx_lab.engine.mlx.weights_dtype import fit_weights
 from lmx_lab.engine.quantized_layers import checked_classes
-from lmx_lab.engine.requests import ChatPrompt, GenerationRequest, TextPrompt, TokenPrompt
+from lmx_lab.engine.requests import ChatPrompt, GenerationRequest, InfillPrompt, TextPrompt, TokenPrompt
 from lmx_lab.engine.templates.renderer import TemplateLimitError, default_sandbox, render_chat
 from lmx_lab.engine.text.chat_format_detection import TAIL_TOKENS, ChatFormat, ReasoningState, detect_chat_format
 from lmx_lab.engine.text.vocabulary import Vocabulary
@@ -32,6 +32,7 @@ from lmx_lab.engine.validation import (
     CHARACTERS_PER_TOKEN,
     check_characters,
     check_messages,
+    no_infill_error,
     single_token,
     start_tokens,
 )
@@ -46,6 +47,7 @@ from lmx_lab.errors import (
 )
 from lmx_lab.values.models import ModelEntry
 from lmx_lab.weights.files import start_in_thread
+from lmx_lab.weights.infill import find_infill_tokens
 
 log = logging.getLogger(__name__)
 MIN_CONTEXT_TOKENS = 256
@@ -83,6 +85,9 @@ class PromptTokenizer:
         self._model = model
         self._context_length = context_length
         self.chat_format = chat_format
+        backend = getattr(tokenizer, "backend_tokenizer", None)
+        self._infill = find_infill_tokens(backend.token_to_id if backend is not None else tokenizer.get_vocab().get)
+        self._vocabulary = Vocabulary(tokenizer)
         self.grammars: GrammarCompiler | None = None
         """Compiles grammars; created with the first grammar, on the thread that compiles."""
 
@@ -119,9 +124,15 @@ class PromptTokenizer:
     def is_quick(self, request: GenerationRequest, text: str | None) -> bool:
         """Return whether ``encode`` is certain to take a short time, or has to run on the thread of this tokenizer."""
         prompt = request.prompt
-        characters = len(text or "") if isinstance(prompt, ChatPrompt) else 0
-        if isinstance(prompt, TextPrompt):
-            characters = len(prompt.text)
+        match prompt:
+            case ChatPrompt():
+                characters = len(text or "")
+            case TextPrompt():
+                characters = len(prompt.text)
+            case InfillPrompt():
+                characters = len(prompt.prefix) + len(prompt.suffix)
+            case TokenPrompt():
+                characters = 0
         return self._encoder is None or isinstance(prompt, TokenPrompt) or self._encoder.is_quick(characters)
 
     def encode(self, request: GenerationRequest, text: str | None, work: TextWork | None = None) -> EncodedPrompt:
@@ -145,7 +156,9 @@ class PromptTokenizer:
                 assert text is not None
                 tokens = self._encode_text(text, work, "messages", special=False)
             case TextPrompt():
-                tokens = self._encode_text(prompt.text, work, "prompt")
+                tokens = self._encode_text(prompt.text, work, "prompt", special=prompt.special)
+            case InfillPrompt():
+                tokens = self._encode_infill(prompt, work)
             case TokenPrompt():
                 tokens = list(prompt.tokens)
         if not tokens:
@@ -155,6 +168,20 @@ class PromptTokenizer:
             # May run on several threads at once, because decoding does not change the tokenizer.
             thinking = self.chat_format.reasoning_state(self.decode(tokens[-TAIL_TOKENS:]))
         return EncodedPrompt(tokens, thinking)
+
+    def _encode_infill(self, prompt: InfillPrompt, work: TextWork) -> list[int]:
+        marks = self._infill
+        if marks is None:
+            raise no_infill_error(self._model)
+        beginning = self._ids("", work, "prompt", special=True)
+        before = self._encode_text(prompt.prefix, work, "prompt", special=False)
+        after = self._encode_text(prompt.suffix, work, "suffix", special=False)
+        return [*beginning, marks.prefix, *before, marks.suffix, *after, marks.middle]
+
+    def infill_ends(self, request: GenerationRequest) -> frozenset[int]:
+        """Return the tokens that end an answer which fills a gap, besides those that end any answer."""
+        is_infill = isinstance(request.prompt, InfillPrompt) and self._infill is not None
+        return self._infill.ends if is_infill and self._infill is not None else frozenset()
 
     def named_tokens(self, request: GenerationRequest) -> tuple[int, ...]:
         """Return the ids of ``logprob_tokens``.
@@ -226,6 +253,10 @@ class PromptTokenizer:
         """
         return _decode(self._tokenizer, tokens, clean_up_tokenization_spaces=False)
 
+    def token_bytes(self, tokens: Sequence[int]) -> list[bytes]:
+        """Return the bytes of each token; those of a special token are its name."""
+        return [self._vocabulary.bytes_of(token) for token in tokens]
+
 
 @dataclass(frozen=True, eq=False)
 class AnswerText:
@@ -270,10 +301,10 @@ class LoadedModel:
     vocabulary: Vocabulary
     text: AnswerText
 
-    @property
-    def eos_tokens(self) -> list[list[int]]:
-        """The tokens that end an answer, as sequences of one token."""
-        return [[int(token)] for token in sorted(self.tokenizer.eos_token_ids)]
+    def end_tokens(self, request: GenerationRequest | None = None) -> frozenset[int]:
+        """Return the tokens that end an answer: to this request, or to one that continues a prompt."""
+        ends = frozenset(int(token) for token in self.tokenizer.eos_token_ids)
+        return ends if request is None else ends | self.prompts.infill_ends(request)
 
     def arithmetic(self) -> list[str]:
         """Return what the values in KV caches depend on besides the files of the model, as texts."""

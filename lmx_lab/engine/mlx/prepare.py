@@ -24,7 +24,7 @@ from lmx_lab.engine.mlx.request import MlxGeneration
 from lmx_lab.engine.requests import ChatPrompt, GenerationRequest
 from lmx_lab.engine.stream import Mailbox
 from lmx_lab.engine.tokenizing.encoder import TextWork
-from lmx_lab.engine.validation import check_length, check_tokens
+from lmx_lab.engine.validation import check_length, check_token_ids, check_tokens
 from lmx_lab.errors import EngineDeadError, NotLoadedError
 from lmx_lab.settings import Settings
 from lmx_lab.values.models import ModelEntry
@@ -124,16 +124,36 @@ class PromptPreparer:
         """
         return list((await self._encode(request, self._model_of(entry).prompts)).tokens)
 
+    async def render(self, entry: ModelEntry, request: GenerationRequest) -> str:
+        """Return the text of a chat prompt.
+
+        Raises:
+            LabError: see ``InferenceEngine.render``.
+        """
+        return await self._render(request, self._model_of(entry).prompts)
+
     async def decode(self, tokens: Sequence[int], entry: ModelEntry | None) -> str:
         """Return the text of token ids as the model's tokenizer shows it.
 
         Raises:
             NotLoadedError: there is no chat model.
+            InvalidRequestError: a token is not in the vocabulary.
         """
+        prompts = self._prompts_with(tokens, entry)
+        return await asyncio.get_running_loop().run_in_executor(self._prompts, prompts.decode, tokens)
+
+    async def token_bytes(self, tokens: Sequence[int], entry: ModelEntry | None) -> list[bytes]:
+        """Return the bytes of each token. Raises the same as ``decode``."""
+        prompts = self._prompts_with(tokens, entry)
+        return await asyncio.get_running_loop().run_in_executor(self._prompts, prompts.token_bytes, tokens)
+
+    def _prompts_with(self, tokens: Sequence[int], entry: ModelEntry | None) -> PromptTokenizer:
+        """Return the tokenizer of a model whose vocabulary contains these tokens."""
         if entry is None:
             raise NotLoadedError(f"no model is loaded; {LOAD_FIRST}")
-        prompts = self._model_of(entry).prompts
-        return await asyncio.get_running_loop().run_in_executor(self._prompts, prompts.decode, tokens)
+        model = self._model_of(entry)
+        check_token_ids(tokens, "tokens", entry, model.traits.vocabulary_size)
+        return model.prompts
 
     def _model_of(self, entry: ModelEntry) -> LoadedModel:
         model = self._find_model(entry)
@@ -141,10 +161,15 @@ class PromptPreparer:
             raise NotLoadedError(f"{entry.id} is not a chat model; {LOAD_FIRST}")
         return model
 
+    async def _render(self, request: GenerationRequest, prompts: PromptTokenizer) -> str:
+        assert isinstance(request.prompt, ChatPrompt)
+        loop = asyncio.get_running_loop()
+        return await loop.run_in_executor(self._templates, prompts.render, request, request.prompt)
+
     async def _encode(self, request: GenerationRequest, prompts: PromptTokenizer) -> EncodedPrompt:
         loop, text = asyncio.get_running_loop(), None
         if isinstance(request.prompt, ChatPrompt) and request.start is None:
-            text = await loop.run_in_executor(self._templates, prompts.render, request, request.prompt)
+            text = await self._render(request, prompts)
         work = TextWork()
         # Long texts wait for the tokenizer's process, each on its own thread.
         executor = self._prompts if prompts.is_quick(request, text) else self._long_prompts

@@ -109,7 +109,7 @@ class MlxGeneration:
         assert model is not None
         if self.constraint is not None:
             self.constraint.begin(self.start)
-        ends = not self.request.ignore_eos and [self.start[-1]] in model.eos_tokens
+        ends = not self.request.ignore_eos and self.start[-1] in model.end_tokens(self.request)
         is_complete = ends or (self.constraint is not None and self.constraint.complete)
         limit: FinishReason | None = None if self.max_tokens else "length"
         self.start_delta, self.start_finish = read_start(

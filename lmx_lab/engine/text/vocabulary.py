@@ -18,7 +18,7 @@ BYTE_TOKEN_LENGTH = len("<0x00>")
 
 
 class Vocabulary:
-    """The bytes and the text of token ids, computed at first use. Use it on the engine thread only.
+    """The bytes and the text of token ids, computed at first use. Use it on one thread at a time.
 
     Args:
         tokenizer: mlx-lm's ``TokenizerWrapper``, or a Hugging Face tokenizer.

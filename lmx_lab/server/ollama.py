@@ -1,0 +1,473 @@
+"""Ollama's API for answers and vectors: ``/api/chat``, ``/api/generate``, ``/api/embed`` and ``/api/embeddings``.
+
+A request is converted to one of the chat format, so that both formats have the same limits, tools and answers. A stream
+consists of lines of JSON, and the last one has the counters.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import logging
+from collections.abc import AsyncGenerator, Iterator, Mapping, Sequence
+from contextlib import aclosing
+from dataclasses import replace
+from datetime import UTC, datetime
+from typing import Any
+
+from fastapi import APIRouter, Request, Response
+from pydantic_core import to_json
+
+from lmx_lab.engine import EmbeddingRequest, Embeddings, GenerationRequest, InfillPrompt, ModelManager, TextPrompt
+from lmx_lab.engine.model_lookup import CHAT, public_id
+from lmx_lab.errors import InvalidRequestError, LabError
+from lmx_lab.http.bodies import StrictRoute
+from lmx_lab.http.error_bodies import client_of, detail_for, ollama_error, request_id_of
+from lmx_lab.http.event_stream import EventStream, while_connected
+from lmx_lab.http.guard import is_local
+from lmx_lab.http.openapi import JSON_LINES, json_lines
+from lmx_lab.server.admin import check_admin
+from lmx_lab.server.chat import ignored_header
+from lmx_lab.server.embeddings import NUMBERS_PER_STEP, number_rows
+from lmx_lab.server.generation import Generation
+from lmx_lab.server.inference import InferenceService
+from lmx_lab.server.openapi import OLLAMA_ERRORS
+from lmx_lab.server.translate import chat_logprobs, generation_request
+from lmx_lab.values.generation import Delta, GenerationReport, ToolCallDelta, merge_tool_calls
+from lmx_lab.values.models import LoadSpec
+from lmx_lab.wire.chat import ChatRequest
+from lmx_lab.wire.generation import ANY_MODEL
+from lmx_lab.wire.ollama import (
+    OllamaBody,
+    OllamaChatAnswer,
+    OllamaChatRequest,
+    OllamaEmbedAnswer,
+    OllamaEmbeddingsAnswer,
+    OllamaEmbeddingsRequest,
+    OllamaEmbedRequest,
+    OllamaError,
+    OllamaGenerateAnswer,
+    OllamaGenerateRequest,
+    OllamaGenerationBody,
+    OllamaMessage,
+    OllamaOptions,
+)
+
+log = logging.getLogger(__name__)
+LATEST = ":latest"
+"""The tag of a model whose name has none."""
+HUB_PREFIXES = ("hf.co/", "huggingface.co/")
+"""Beginnings of names of models on the hub, which are left out here."""
+UNLIMITED_TOKENS = 2**31 - 1
+DEFAULTS: Mapping[str, Any] = {"temperature": 0.8, "top_k": 40, "top_p": 0.9}
+"""The format's own defaults. Its default penalty is left out, because it would also change greedy answers."""
+OPTIONS = ("temperature", "top_p", "top_k", "min_p", "presence_penalty", "frequency_penalty")
+"""Options that have the same name in the chat format."""
+NANOSECONDS = 1e9
+DESCRIPTION = "An answer or, unless `stream` is false, its parts as lines of JSON. An error is sent as the last line"
+
+
+def ollama_routes(service: InferenceService, manager: ModelManager, *, lan_admin: bool) -> APIRouter:
+    """Return the router of the routes for answers and vectors.
+
+    Args:
+        lan_admin: Whether callers on other machines may load and unload models.
+    """
+    router = APIRouter(prefix="/api", tags=["ollama"], route_class=StrictRoute)
+
+    @router.post(
+        "/chat",
+        response_model=OllamaChatAnswer,
+        responses={200: json_lines(OllamaChatAnswer, OllamaError, description=DESCRIPTION), **OLLAMA_ERRORS},
+    )
+    async def chat(body: OllamaChatRequest, request: Request) -> Response:
+        """Answer a conversation in Ollama's format. Without messages, load the model, or unload it if `keep_alive` is
+        0.
+        """
+        if not body.has_prompt:
+            return await _load_or_unload(manager, body, request, lan_admin=lan_admin)
+        return await _answer(service, body, request)
+
+    @router.post(
+        "/generate",
+        response_model=OllamaGenerateAnswer,
+        responses={200: json_lines(OllamaGenerateAnswer, OllamaError, description=DESCRIPTION), **OLLAMA_ERRORS},
+    )
+    async def generate(body: OllamaGenerateRequest, request: Request) -> Response:
+        """Answer a prompt in Ollama's format, with the chat template unless it is `raw` or has a `suffix`. Without a
+        prompt, load the model, or unload it if `keep_alive` is 0.
+        """
+        if not body.has_prompt:
+            return await _load_or_unload(manager, body, request, lan_admin=lan_admin)
+        return await _answer(service, body, request)
+
+    @router.post("/embed", response_model=OllamaEmbedAnswer, responses=OLLAMA_ERRORS)
+    async def embed(body: OllamaEmbedRequest, request: Request) -> Response:
+        """Return a vector for each text in Ollama's format."""
+        texts = tuple([body.input] if isinstance(body.input, str) else body.input)
+        wanted = EmbeddingRequest(
+            inputs=texts,
+            model=requested_model(body.model),
+            dimensions=body.dimensions,
+            truncate=body.truncate is not False,
+        )
+        local = is_local(request.scope)
+        computed = await while_connected(request, service.embed(wanted, request_id_of(request), local=local))
+        model = listed_name(public_id(computed.report.model, local=local))
+        if computed.vectors.size > NUMBERS_PER_STEP:
+            return _json_response(await asyncio.to_thread(_embed_answer, computed, model), body)
+        return _json_response(_embed_answer(computed, model), body)
+
+    @router.post("/embeddings", response_model=OllamaEmbeddingsAnswer, responses=OLLAMA_ERRORS)
+    async def embeddings(body: OllamaEmbeddingsRequest, request: Request) -> Response:
+        """Return the vector of one text in Ollama's older format."""
+        wanted = EmbeddingRequest(inputs=(body.prompt,), model=requested_model(body.model), truncate=True)
+        working = service.embed(wanted, request_id_of(request), local=is_local(request.scope))
+        [row] = number_rows((await while_connected(request, working)).vectors)
+        return _json_response(b'{"embedding":%b}' % row, body)
+
+    return router
+
+
+async def _answer(
+    service: InferenceService, body: OllamaChatRequest | OllamaGenerateRequest, request: Request
+) -> Response:
+    converted = await asyncio.to_thread(engine_request, body)
+    own, local = service.recording.is_own(request), is_local(request.scope)
+    submitting = service.submit(
+        converted, request_id=request_id_of(request), local=local, client=client_of(request), own=own
+    )
+    [generation] = await while_connected(request, submitting)
+    writer_class = ChatWriter if isinstance(body, OllamaChatRequest) else GenerateWriter
+    writer = writer_class(listed_name(public_id(generation.model, local=local)), logprobs=bool(body.logprobs))
+    headers = {**ignored_header(body.ignored()), **service.recording.answer_headers(own=own)}
+    if body.stream is False:
+        text = await while_connected(request, _whole(writer, generation))
+        return Response(text, media_type="application/json", headers=headers)
+    return EventStream(
+        _with_error(_lines(writer, generation), request),
+        headers=headers,
+        frame=str,
+        media_type=JSON_LINES,
+        # Clients parse every line, so it must be a part of an answer.
+        keep_alive=writer.empty_part,
+        blocked_limit_s=lambda: service.blocked_limit_s([generation]),
+    )
+
+
+async def _load_or_unload(
+    manager: ModelManager, body: OllamaGenerationBody, request: Request, *, lan_admin: bool
+) -> Response:
+    """Load the model of a request without a prompt, or unload it."""
+    name, local = requested_model(body.model), is_local(request.scope)
+    resident = manager.model_for(name, CHAT, local=local)
+    if body.unloads or resident is None:
+        check_admin(local=local, lan_admin=lan_admin)
+    if body.unloads and resident is not None:
+        await manager.unload(name, local=local)
+    elif not body.unloads and resident is None:
+        # As a caller on another machine, which cannot name paths and models to download.
+        await manager.load(LoadSpec(model=name or ANY_MODEL), local=False)
+    shared: dict[str, Any] = {
+        "model": body.model,
+        "created_at": now(),
+        "done": True,
+        "done_reason": "unload" if body.unloads else "load",
+    }
+    is_chat = isinstance(body, OllamaChatRequest)
+    content = {"message": {"role": "assistant", "content": ""}} if is_chat else {"response": ""}
+    return _json_response(to_json(shared | content), body)
+
+
+def _json_response(content: bytes, body: OllamaBody) -> Response:
+    return Response(content, media_type="application/json", headers=ignored_header(body.ignored()))
+
+
+# Names
+
+
+def requested_model(name: str) -> str | None:
+    """Return the id that a request means by a name of Ollama's form; None for any model."""
+    for prefix in HUB_PREFIXES:
+        name = name.removeprefix(prefix)
+    name = name.removesuffix(LATEST)
+    return None if name in ("", ANY_MODEL) else name
+
+
+def listed_name(model: str) -> str:
+    """Return the name of a model in Ollama's form, which always has a tag."""
+    return model if ":" in model else f"{model}{LATEST}"
+
+
+# Requests
+
+
+def engine_request(body: OllamaChatRequest | OllamaGenerateRequest) -> GenerationRequest:
+    """Convert a request to the engine's request.
+
+    Raises:
+        InvalidRequestError: fields do not fit together, or a message of a tool does not answer a call.
+        ValidationError: the request exceeds a limit of the chat format.
+    """
+    if isinstance(body, OllamaChatRequest):
+        return _chat_request(body, messages=_chat_messages(body.messages), tools=_tools(body))
+    request = _chat_request(body, messages=_prompt_messages(body))
+    if not body.raw and not body.suffix:
+        return request
+    if body.system:
+        raise InvalidRequestError(
+            "system: has no effect with raw or suffix, which use no chat template; leave one of them out",
+            param="system",
+        )
+    prompt = body.prompt or ""
+    is_infill = bool(body.suffix)
+    return replace(
+        request, prompt=InfillPrompt(prefix=prompt, suffix=body.suffix or "") if is_infill else TextPrompt(text=prompt)
+    )
+
+
+def _chat_request(body: OllamaGenerationBody, **fields: Any) -> GenerationRequest:
+    fields |= {
+        "model": requested_model(body.model) or ANY_MODEL,
+        **_sampling(body.options or OllamaOptions()),
+        **_thinking(body.think),
+    }
+    if body.format is not None:
+        schema = {"type": "json_schema", "json_schema": {"name": "format", "schema": body.format}}
+        fields["response_format"] = {"type": "json_object"} if body.format == "json" else schema
+    if body.logprobs:
+        fields |= {"logprobs": True, "top_logprobs": body.top_logprobs}
+    return generation_request(ChatRequest.model_validate(fields))
+
+
+def _tools(body: OllamaChatRequest) -> list[dict[str, Any]] | None:
+    functions = [tool.function for tool in body.tools or ()]
+    return [
+        {
+            "type": "function",
+            "function": {"name": each.name, "description": each.description, "parameters": each.parameters},
+        }
+        for each in functions
+    ] or None
+
+
+def _sampling(options: OllamaOptions) -> dict[str, Any]:
+    given = {name: value for name in OPTIONS if (value := getattr(options, name)) is not None}
+    limit, seed = options.num_predict, options.seed
+    others = {
+        "max_tokens": UNLIMITED_TOKENS if limit is not None and limit <= 0 else limit,
+        "repetition_penalty": options.repeat_penalty,
+        "seed": None if seed == -1 else seed,
+        "stop": options.stop or None,
+    }
+    return {**DEFAULTS, **given, **{name: value for name, value in others.items() if value is not None}}
+
+
+def _thinking(think: bool | str | None) -> dict[str, Any]:
+    if think is None:
+        return {}
+    if isinstance(think, bool):
+        return {"chat_template_kwargs": {"enable_thinking": True}} if think else {"reasoning_effort": "none"}
+    return {"reasoning_effort": think}
+
+
+def _prompt_messages(body: OllamaGenerateRequest) -> list[dict[str, Any]]:
+    system = [{"role": "system", "content": body.system}] if body.system else []
+    return [*system, {"role": "user", "content": body.prompt or ""}]
+
+
+def _chat_messages(messages: Sequence[OllamaMessage]) -> list[dict[str, Any]]:
+    if messages[-1].role == "assistant":
+        raise InvalidRequestError(
+            "messages: the last message is of the assistant, and this server cannot continue an answer; end with a "
+            "message of the user",
+            param="messages",
+        )
+    converted, calls = [], OpenCalls()
+    for message in messages:
+        fields: dict[str, Any] = {"role": message.role, "content": message.content or ""}
+        if message.role == "tool":
+            fields["tool_call_id"] = calls.answered_by(message)
+        elif message.tool_calls:
+            fields["tool_calls"] = calls.begin(message)
+        else:
+            calls.clear()
+        if message.thinking and message.role == "assistant":
+            fields["reasoning_content"] = message.thinking
+        converted.append(fields)
+    return converted
+
+
+class OpenCalls:
+    """The tool calls of the last answer that no message has answered yet. Ollama's format has no ids of calls."""
+
+    def __init__(self) -> None:
+        self._names: dict[str, str] = {}
+        """Names of the functions by the id of the call."""
+        self._count = 0
+
+    def clear(self) -> None:
+        """Forget the calls."""
+        self._names = {}
+
+    def begin(self, message: OllamaMessage) -> list[dict[str, Any]]:
+        """Return the calls of an answer in the chat format, each with an id."""
+        self._names, calls = {}, []
+        for call in message.tool_calls or ():
+            self._count += 1
+            given, function = call.id or f"call_{self._count}", call.function
+            arguments = function.arguments
+            text = arguments if isinstance(arguments, str) else json.dumps(arguments, ensure_ascii=False)
+            calls.append({"id": given, "type": "function", "function": {"name": function.name, "arguments": text}})
+            self._names[given] = function.name
+        return calls
+
+    def answered_by(self, message: OllamaMessage) -> str | None:
+        """Return the id of the call that a message of a tool answers: by its id, else the first of its name, else the
+        first. None if there is none.
+        """
+        named = (call for call, name in self._names.items() if name == message.tool_name)
+        given = message.tool_call_id or next(named, None) or next(iter(self._names), None)
+        if given is not None:
+            self._names.pop(given, None)
+        return given
+
+
+# Answers
+
+
+def now() -> str:
+    """Return the time as RFC 3339 writes it."""
+    return datetime.now(UTC).isoformat()
+
+
+class ChatWriter:
+    """Writes one answer of ``/api/chat``: its body, or the lines of its stream. Each line is a JSON object.
+
+    Args:
+        model: Name of the model in Ollama's form.
+        logprobs: Whether the request asks for log-probabilities.
+    """
+
+    def __init__(self, model: str, *, logprobs: bool) -> None:
+        self._head = f'{{"model":{_json(model)},"created_at":"'
+        self._logprobs = logprobs
+        self._calls: list[ToolCallDelta] = []
+        """Parts of tool calls that have not ended. Each call is written as a whole."""
+
+    def whole(self, delta: Delta, report: GenerationReport) -> str:
+        """Return the body of a complete answer."""
+        calls = merge_tool_calls(delta.tool_calls)
+        return self._line(delta, calls, end=_counters(report))
+
+    def part(self, delta: Delta) -> Iterator[str]:
+        """Yield the lines of a part of an answer."""
+        ended: tuple[ToolCallDelta, ...] = ()
+        for call in delta.tool_calls:
+            if call.name is not None:
+                ended += self._end_calls()
+            self._calls.append(call)
+        if delta.text or delta.reasoning or ended or (self._logprobs and delta.logprobs):
+            yield self._line(delta, ended) + "\n"
+
+    def end(self, report: GenerationReport) -> Iterator[str]:
+        """Yield the last lines."""
+        if calls := self._end_calls():
+            yield self._line(NOTHING, calls) + "\n"
+        yield self._line(NOTHING, (), end=_counters(report)) + "\n"
+
+    def empty_part(self) -> str:
+        """Return a line without content."""
+        return self._line(NOTHING, ()) + "\n"
+
+    def _end_calls(self) -> tuple[ToolCallDelta, ...]:
+        calls, self._calls = merge_tool_calls(self._calls), []
+        return calls
+
+    def _line(self, delta: Delta, calls: Sequence[ToolCallDelta], end: str = '"done":false') -> str:
+        logprobs = f'"logprobs":{_json(chat_logprobs(delta.logprobs))},' if self._logprobs and delta.logprobs else ""
+        return f'{self._head}{now()}",{self._content(delta, calls)},{logprobs}{end}}}'
+
+    def _content(self, delta: Delta, calls: Sequence[ToolCallDelta]) -> str:
+        thinking = f',"thinking":{_json(delta.reasoning)}' if delta.reasoning else ""
+        written = f',"tool_calls":{_json([_call(call) for call in calls])}' if calls else ""
+        return f'"message":{{"role":"assistant","content":{_json(delta.text)}{thinking}{written}}}'
+
+
+class GenerateWriter(ChatWriter):
+    """Writes one answer of ``/api/generate``, which has no tool calls."""
+
+    def _content(self, delta: Delta, calls: Sequence[ToolCallDelta]) -> str:
+        thinking = f',"thinking":{_json(delta.reasoning)}' if delta.reasoning else ""
+        return f'"response":{_json(delta.text)}{thinking}'
+
+
+NOTHING = Delta(text="", tokens=0)
+
+
+def _json(value: Any) -> str:
+    return to_json(value).decode()
+
+
+def _call(call: ToolCallDelta) -> dict[str, Any]:
+    try:
+        arguments = json.loads(call.arguments or "{}")
+    except ValueError:  # The answer was cut off at its maximum length.
+        arguments = {}
+    return {"id": call.id or "", "function": {"index": call.index, "name": call.name or "", "arguments": arguments}}
+
+
+def _counters(report: GenerationReport) -> str:
+    """Return the last members of an answer."""
+    ended = {
+        "done": True,
+        "done_reason": "length" if report.finish_reason == "length" else "stop",
+        "total_duration": _nanoseconds(report.total_s),
+        "load_duration": _nanoseconds(report.queue_s),
+        "prompt_eval_count": report.prompt_tokens,
+        "prompt_eval_duration": _nanoseconds(report.prefill_s),
+        "eval_count": report.output_tokens,
+        "eval_duration": _nanoseconds(report.decode_s),
+    }
+    return _json(ended)[1:-1]
+
+
+def _nanoseconds(seconds: float) -> int:
+    return round(seconds * NANOSECONDS)
+
+
+async def _whole(writer: ChatWriter, generation: Generation) -> str:
+    delta = await generation.read_all()
+    return writer.whole(delta, generation.final_report())
+
+
+async def _lines(writer: ChatWriter, generation: Generation) -> AsyncGenerator[str, None]:
+    async with generation:
+        async for delta in generation:
+            for line in writer.part(delta):
+                yield line
+        for line in writer.end(generation.final_report()):
+            yield line
+
+
+async def _with_error(lines: AsyncGenerator[str, None], request: Request) -> AsyncGenerator[str, None]:
+    """Yield the lines and, if the answer fails, a line with the error."""
+    async with aclosing(lines):
+        try:
+            async for line in lines:
+                yield line
+        except LabError as exc:
+            log.warning("%s: the stream failed: %s", request_id_of(request), exc)
+            yield ollama_error(detail_for(request, exc)).model_dump_json() + "\n"
+
+
+def _embed_answer(computed: Embeddings, model: str) -> bytes:
+    report = computed.report
+    counters = {
+        "model": model,
+        "total_duration": _nanoseconds(report.total_s),
+        "load_duration": _nanoseconds(report.queue_s),
+        "prompt_eval_count": report.tokens,
+    }
+    rows = b",".join(number_rows(computed.vectors))
+    return b'%b,"embeddings":[%b]}' % (to_json(counters)[:-1], rows)

@@ -1,0 +1,381 @@
+"""Ollama's API for models: ``/api/tags``, ``/api/show``, ``/api/ps``, ``/api/version`` and ``/api/pull``."""
+
+from __future__ import annotations
+
+import asyncio
+import functools
+import hashlib
+import logging
+import math
+import time
+from collections.abc import AsyncGenerator, Iterator, Mapping
+from datetime import UTC, datetime
+from typing import Any
+
+from fastapi import APIRouter, Request, Response
+
+from lmx_lab.broadcast import Feed
+from lmx_lab.engine import ModelManager
+from lmx_lab.engine.model_lookup import ANY_KIND, entries_in_memory, public_id, unknown_model
+from lmx_lab.errors import InvalidRequestError, LabError, QueueFullError, UnusableModelError
+from lmx_lab.http.bodies import StrictRoute
+from lmx_lab.http.error_bodies import detail_for, ollama_error, request_id_of
+from lmx_lab.http.event_stream import EventStream, while_connected
+from lmx_lab.http.guard import is_local
+from lmx_lab.http.openapi import JSON_LINES, json_lines
+from lmx_lab.server.admin import check_admin, listed_models
+from lmx_lab.server.chat import ignored_header
+from lmx_lab.server.ollama import listed_name, requested_model
+from lmx_lab.server.openapi import OLLAMA_COMMON_ERRORS, OLLAMA_ERRORS, OLLAMA_LISTING_ERRORS
+from lmx_lab.settings import Settings
+from lmx_lab.values.models import ModelEntry
+from lmx_lab.weights import Catalog, Progress
+from lmx_lab.weights.files import in_thread, read_json
+from lmx_lab.weights.gguf.model import read_gguf
+from lmx_lab.weights.infill import can_infill
+from lmx_lab.weights.templates import main_template
+from lmx_lab.wire.ollama import (
+    OllamaError,
+    OllamaModel,
+    OllamaModelDetails,
+    OllamaModelInfo,
+    OllamaModelRequest,
+    OllamaModels,
+    OllamaPullProgress,
+    OllamaPullRequest,
+    OllamaRunningModel,
+    OllamaRunningModels,
+    OllamaShowRequest,
+    OllamaVersion,
+)
+
+log = logging.getLogger(__name__)
+API_VERSION = "0.13.0"
+"""The version of Ollama whose API this is. Clients compare it with the oldest version that they support. The version of
+this server is in the header ``x-lmx-lab``."""
+NEVER = "9999-12-31T23:59:59+00:00"
+"""When a model is unloaded that stays in memory."""
+PULL_LIMIT = 4
+"""Largest number of downloads at the same time."""
+RETRY_S = 30
+STAGES: Mapping[str, str] = {"download": "downloading", "verify": "verifying", "convert": "converting"}
+"""Words for the stages of a download; clients show them."""
+INFILL_NOTE = "{#- .Suffix: the prompt may have a suffix -#}"
+"""Added to the template of a model that can fill gaps. Continue searches the template for this word."""
+THINKING_MARKS = ("enable_thinking", "<think>", "reasoning_effort", "[THINK]")
+"""Texts in the templates of models that reason."""
+INFO_CHARACTERS = 1000
+"""Longer values of a file's metadata are not shown."""
+INFO_LIMIT = 256
+"""Largest number of shown values."""
+CONFIG_NAMES = {
+    "context_length": "max_position_embeddings",
+    "embedding_length": "hidden_size",
+    "block_count": "num_hidden_layers",
+    "feed_forward_length": "intermediate_size",
+    "attention.head_count": "num_attention_heads",
+    "attention.head_count_kv": "num_key_value_heads",
+    "vocab_size": "vocab_size",
+}
+"""Names of properties in GGUF files and in ``config.json``."""
+
+
+def ollama_model_routes(*, manager: ModelManager, catalog: Catalog, settings: Settings) -> APIRouter:
+    """Return the router of the routes about models."""
+    router = APIRouter(prefix="/api", tags=["ollama"], route_class=StrictRoute)
+    downloads = Downloads(catalog, may_download=settings.downloads)
+
+    @router.head("/version", include_in_schema=False)
+    @router.get("/version", responses=OLLAMA_COMMON_ERRORS)
+    async def version() -> OllamaVersion:
+        """Return the version of Ollama whose API this is."""
+        return OllamaVersion(version=API_VERSION)
+
+    @router.head("/tags", include_in_schema=False)
+    @router.get("/tags", responses=OLLAMA_COMMON_ERRORS)
+    async def tags(request: Request) -> OllamaModels:
+        """List the models on this disk in Ollama's format."""
+        local = is_local(request.scope)
+        found, _ = await listed_models(catalog, manager)
+        return OllamaModels(models=[_model(listed.entry, local=local) for listed in found])
+
+    @router.get("/ps", responses=OLLAMA_COMMON_ERRORS)
+    async def running(request: Request) -> OllamaRunningModels:
+        """List the models in memory in Ollama's format."""
+        return OllamaRunningModels(models=list(_running(manager, local=is_local(request.scope))))
+
+    @router.post("/show", response_model=OllamaModelInfo, responses=OLLAMA_LISTING_ERRORS)
+    async def show(body: OllamaShowRequest, request: Request) -> Response:
+        """Describe a model on this disk: its template, what it can do, and its context length."""
+        name, local = _named(body), is_local(request.scope)
+        entry = await _find(name, catalog, manager, local=local)
+        now = manager.snapshot
+        context_length = now.context_length if entry is now.entry else entry.context_length
+        info = await in_thread(functools.partial(_describe, entry, context_length, local=local))
+        headers = ignored_header(body.model_extra or {})
+        return Response(info.model_dump_json(), media_type="application/json", headers=headers)
+
+    @router.post(
+        "/pull",
+        response_model=OllamaPullProgress,
+        responses={
+            200: json_lines(OllamaPullProgress, OllamaError, description="The progress, and the status `success`"),
+            **OLLAMA_ERRORS,
+        },
+    )
+    async def pull(body: OllamaPullRequest, request: Request) -> Response:
+        """Download a model without loading it. The download continues if the client disconnects, and further requests
+        join it.
+        """
+        name, local = _named(body), is_local(request.scope)
+        check_admin(local=local, lan_admin=settings.lan_admin)
+        download = await while_connected(request, downloads.join(name or "", local=local))
+        headers = ignored_header(body.model_extra or {})
+        if body.stream is False:
+            await while_connected(request, download.wait())
+            return Response(SUCCESS, media_type="application/json", headers=headers)
+        lines = _pull_lines(download, request)
+        return EventStream(lines, headers=headers, frame=str, media_type=JSON_LINES, keep_alive=download.line)
+
+    return router
+
+
+def _named(body: OllamaModelRequest) -> str | None:
+    name = body.model or body.name
+    if name is None:
+        raise InvalidRequestError("model: is missing; send the name of a model, as /api/tags lists it", param="model")
+    return requested_model(name)
+
+
+async def _find(name: str | None, catalog: Catalog, manager: ModelManager, *, local: bool) -> ModelEntry:
+    """Return the model of this name on disk or in memory; of a model in several formats, the one that is listed.
+
+    Raises:
+        ModelNotFoundError: there is none.
+    """
+    now = manager.snapshot
+    if name is None and now.entry is not None:
+        return now.entry
+    for listed in (await listed_models(catalog, manager))[0]:
+        if public_id(listed.entry.id, local=local) == name or (name is not None and listed.has_alias(name)):
+            return listed.entry
+    raise unknown_model(name or "", now, ANY_KIND)
+
+
+# Listings
+
+
+def _model(entry: ModelEntry, *, local: bool) -> OllamaModel:
+    name = listed_name(public_id(entry.id, local=local))
+    return OllamaModel(
+        name=name,
+        model=name,
+        modified_at=_time(entry.modified_at),
+        size=entry.size_bytes,
+        digest=_digest(entry),
+        details=_details(entry),
+    )
+
+
+def _running(manager: ModelManager, *, local: bool) -> Iterator[OllamaRunningModel]:
+    now = manager.snapshot
+    sizes = {pinned.entry.path: pinned.memory_bytes for pinned in now.pinned}
+    for entry in entries_in_memory(now):
+        is_main = entry is now.entry
+        size = now.model_memory_bytes if is_main else sizes[entry.path]
+        idle_s = manager.settings.idle_unload_s if is_main else None
+        name = listed_name(public_id(entry.id, local=local))
+        yield OllamaRunningModel(
+            name=name,
+            model=name,
+            size=size,
+            digest=_digest(entry),
+            details=_details(entry),
+            expires_at=NEVER if idle_s is None else _time(time.time() + idle_s),
+            size_vram=size,
+            context_length=now.context_length if is_main else entry.context_length,
+        )
+
+
+def _details(entry: ModelEntry) -> OllamaModelDetails:
+    return OllamaModelDetails(
+        format=entry.format,
+        family=entry.architecture,
+        families=[entry.architecture],
+        quantization_level=entry.quantization or "",
+    )
+
+
+def _digest(entry: ModelEntry) -> str:
+    return hashlib.sha256(f"{entry.id} {entry.format} {entry.size_bytes} {entry.modified_at}".encode()).hexdigest()
+
+
+def _time(seconds: float) -> str:
+    return datetime.fromtimestamp(seconds, UTC).isoformat()
+
+
+# Descriptions
+
+
+def _describe(entry: ModelEntry, context_length: int | None, *, local: bool) -> OllamaModelInfo:
+    """Describe a model. Reads its files, so it is called on a thread."""
+    name = listed_name(public_id(entry.id, local=local))
+    template, infill = "", False
+    if entry.kind == "chat":
+        template, infill = main_template(entry), can_infill(entry)
+    return OllamaModelInfo(
+        modified_at=_time(entry.modified_at),
+        modelfile=f"FROM {name}\n",
+        parameters=f"num_ctx {context_length}" if context_length is not None else "",
+        template=template + INFILL_NOTE if infill else template,
+        details=_details(entry),
+        model_info=_model_info(entry, context_length, name),
+        capabilities=list(_capabilities(entry, template, infill=infill)),
+    )
+
+
+def _capabilities(entry: ModelEntry, template: str, *, infill: bool) -> Iterator[Any]:
+    if "chat" in entry.kinds:
+        # Models whose template has no tools get them as a text.
+        yield from ("completion", "tools")
+        if any(mark in template for mark in THINKING_MARKS) or entry.format == "echo":
+            yield "thinking"
+        if infill:
+            yield "insert"
+    if "embedding" in entry.kinds:
+        yield "embedding"
+
+
+def _model_info(entry: ModelEntry, context_length: int | None, name: str) -> dict[str, Any]:
+    """Return properties under the names that GGUF files have for them."""
+    architecture = entry.architecture
+    shared = {
+        "general.architecture": architecture,
+        "general.basename": name.removesuffix(":latest"),
+        f"{architecture}.context_length": context_length,
+    }
+    return {**_metadata(entry), **{key: value for key, value in shared.items() if value is not None}}
+
+
+def _metadata(entry: ModelEntry) -> dict[str, Any]:
+    try:
+        if entry.format == "gguf":
+            header = read_gguf(entry.path)
+            parameters = sum(math.prod(tensor.shape) for tensor in header.tensors)
+            given: dict[str, Any] = {"general.parameter_count": parameters, **header.metadata}
+        else:
+            config = read_json(entry.path / "config.json") if entry.format == "mlx" else {}
+            given = {f"{entry.architecture}.{name}": config.get(key) for name, key in CONFIG_NAMES.items()}
+    except (UnusableModelError, OSError):
+        return {}
+    shown = ((key, value) for key, value in given.items() if _is_shown(value))
+    return dict(item for item, _ in zip(shown, range(INFO_LIMIT), strict=False))
+
+
+def _is_shown(value: object) -> bool:
+    if isinstance(value, float):
+        return math.isfinite(value)
+    return isinstance(value, int) or (isinstance(value, str) and len(value) <= INFO_CHARACTERS)
+
+
+# Downloads
+
+SUCCESS = '{"status":"success"}\n'
+
+
+class Download:
+    """One download of a model, for all clients that wait for it."""
+
+    def __init__(self, name: str) -> None:
+        self.name = name
+        self.changes: Feed[None] = Feed()
+        self._digest = f"sha256:{hashlib.sha256(name.encode()).hexdigest()}"
+        """Clients show one bar for each digest; it identifies the download."""
+        self._progress: Progress | None = None
+        self.task: asyncio.Task[None] | None = None
+
+    def report(self, progress: Progress) -> None:
+        """Record the progress. May be called on any thread."""
+        self._progress = progress
+        self.changes.publish(None)
+
+    def line(self) -> str:
+        """Return a line with the current progress."""
+        now = self._progress
+        if now is None:
+            return '{"status":"pulling manifest"}\n'
+        shown = {"completed": now.done_bytes, "total": now.total_bytes} if now.total_bytes else {}
+        status = f"{STAGES.get(now.stage, now.stage)} {self.name}"
+        line = OllamaPullProgress(status=status, digest=self._digest if shown else None, **shown)
+        return line.model_dump_json(exclude_none=True) + "\n"
+
+    async def wait(self) -> None:
+        """Wait for the end. Cancelling the caller does not cancel the download.
+
+        Raises:
+            LabError: the download failed.
+        """
+        assert self.task is not None
+        await asyncio.shield(self.task)
+
+
+class Downloads:
+    """The downloads that are in progress.
+
+    Args:
+        may_download: Whether models that are not on this disk may be downloaded.
+    """
+
+    def __init__(self, catalog: Catalog, *, may_download: bool) -> None:
+        self._catalog = catalog
+        self._may_download = may_download
+        self._running: dict[str, Download] = {}
+
+    async def join(self, name: str, *, local: bool) -> Download:
+        """Return the download of a model, which is started unless it is in progress.
+
+        Args:
+            local: Whether the caller is on this machine, and may download models.
+
+        Raises:
+            ModelNotFoundError: the model is not on this disk, and cannot be downloaded.
+            QueueFullError: too many other downloads are in progress.
+        """
+        may_download = local and self._may_download and await in_thread(lambda: self._catalog.can_fetch(name))
+        if not may_download:
+            await in_thread(lambda: self._catalog.resolve(name, local=local))
+        if (download := self._running.get(name)) is not None:
+            return download
+        if len(self._running) >= PULL_LIMIT:
+            raise QueueFullError(
+                f"{PULL_LIMIT} models are being downloaded, which is the limit; try again later", retry_after_s=RETRY_S
+            )
+        download = self._running[name] = Download(name)
+        download.task = asyncio.create_task(self._run(download, may_download=may_download), name=f"lmx-lab pull {name}")
+        # Retrieved, because all clients may have disconnected.
+        download.task.add_done_callback(lambda done: done.cancelled() or done.exception())
+        return download
+
+    async def _run(self, download: Download, *, may_download: bool) -> None:
+        try:
+            if may_download:
+                fetch = functools.partial(self._catalog.fetch, download.name, download.report)
+                await in_thread(fetch, name="lmx-lab-fetch")
+        finally:
+            del self._running[download.name]
+            download.changes.close()
+
+
+async def _pull_lines(download: Download, request: Request) -> AsyncGenerator[str, None]:
+    # Only the current progress matters, so one unread change is enough.
+    with download.changes.subscribe(limit=1) as changes:
+        yield download.line()
+        async for _ in changes:
+            yield download.line()
+    try:
+        await download.wait()
+    except LabError as exc:
+        log.warning("%s: the download of %s failed: %s", request_id_of(request), download.name, exc)
+        yield ollama_error(detail_for(request, exc)).model_dump_json() + "\n"
+        return
+    yield SUCCESS

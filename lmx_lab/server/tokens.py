@@ -1,0 +1,122 @@
+"""Routes about tokens and the loaded model, as llama.cpp's server has them; ``/tokenize`` also takes vLLM's bodies."""
+
+from __future__ import annotations
+
+from dataclasses import asdict
+from typing import Any
+
+from fastapi import APIRouter, Request, Response
+from pydantic_core import to_json
+
+from lmx_lab.engine import GenerationRequest, ModelManager, Sampling, TextPrompt
+from lmx_lab.engine.model_lookup import public_id
+from lmx_lab.errors import NotLoadedError
+from lmx_lab.http.bodies import StrictRoute
+from lmx_lab.http.event_stream import while_connected
+from lmx_lab.http.guard import is_local
+from lmx_lab.http.openapi import failures
+from lmx_lab.server.chat import ignored_header
+from lmx_lab.server.health import problem
+from lmx_lab.server.inference import InferenceService
+from lmx_lab.server.openapi import INFERENCE_ERRORS
+from lmx_lab.server.translate import generation_request
+from lmx_lab.values.generation import token_text
+from lmx_lab.weights.files import in_thread
+from lmx_lab.weights.templates import main_template
+from lmx_lab.wire.chat import ChatRequest
+from lmx_lab.wire.generation import ANY_MODEL
+from lmx_lab.wire.tokens import (
+    DetokenizeAnswer,
+    DetokenizeRequest,
+    GenerationSettings,
+    Modalities,
+    Props,
+    TemplateAnswer,
+    TemplateRequest,
+    TokenizeAnswer,
+    TokenizeRequest,
+)
+
+NAMES = {"repetition_penalty": "repeat_penalty"}
+"""llama.cpp's names of parameters that are called otherwise here."""
+
+
+def token_routes(service: InferenceService, manager: ModelManager) -> APIRouter:
+    """Return the router of ``/tokenize``, ``/detokenize``, ``/apply-template`` and ``/props``."""
+    router = APIRouter(tags=["inference"], route_class=StrictRoute)
+
+    @router.post("/tokenize", response_model=TokenizeAnswer, responses=INFERENCE_ERRORS)
+    async def tokenize(body: TokenizeRequest, request: Request) -> Response:
+        """Return the token ids of a text, or of a chat as the model reads it."""
+        local, model = is_local(request.scope), requested_model(body.model)
+        tokens = await while_connected(request, service.encode(_prompt_request(body), local=local))
+        answer: dict[str, Any] = {"tokens": tokens, "count": len(tokens)}
+        answer["max_model_len"] = manager.snapshot.context_length
+        if body.with_pieces or body.return_token_strs:
+            pieces = await while_connected(request, service.token_bytes(tokens, model=model, local=local))
+            if body.with_pieces:
+                answer["tokens"] = [
+                    {"id": token, "piece": _piece(data)} for token, data in zip(tokens, pieces, strict=True)
+                ]
+            if body.return_token_strs:
+                answer["token_strs"] = [token_text(data) for data in pieces]
+        headers = ignored_header(body.model_extra or {})
+        return Response(to_json(answer), media_type="application/json", headers=headers)
+
+    @router.post("/detokenize", response_model=DetokenizeAnswer, responses=INFERENCE_ERRORS)
+    async def detokenize(body: DetokenizeRequest, request: Request) -> Response:
+        """Return the text of token ids, including special tokens."""
+        working = service.detokenize(body.tokens, model=requested_model(body.model), local=is_local(request.scope))
+        text = await while_connected(request, working)
+        headers = ignored_header(body.model_extra or {})
+        content = to_json({"content": text, "prompt": text})
+        return Response(content, media_type="application/json", headers=headers)
+
+    @router.post("/apply-template", response_model=TemplateAnswer, responses=INFERENCE_ERRORS)
+    async def apply_template(body: TemplateRequest, request: Request) -> Response:
+        """Return the prompt that the model's chat template makes of a chat."""
+        rendering = service.render(generation_request(body), local=is_local(request.scope))
+        text = await while_connected(request, rendering)
+        return Response(to_json({"prompt": text}), media_type="application/json")
+
+    @router.get("/props", responses=failures(NotLoadedError))
+    async def props(request: Request) -> Props:
+        """Describe the loaded model."""
+        now = manager.snapshot
+        if (error := problem(now, settings=manager.settings, alive=manager.alive)) is not None:
+            raise error
+        entry, local = now.entry, is_local(request.scope)
+        assert entry is not None
+        name = public_id(entry.id, local=local)
+        defaults = {NAMES.get(key, key): value for key, value in asdict(Sampling()).items()}
+        return Props(
+            default_generation_settings=GenerationSettings(n_ctx=now.context_length, params=defaults),
+            total_slots=now.slots,
+            model_alias=name,
+            model_path=str(entry.path) if local else name,
+            chat_template=await in_thread(lambda: main_template(entry)),
+            modalities=Modalities(),
+            build_info=manager.fingerprint,
+        )
+
+    return router
+
+
+def requested_model(name: str) -> str | None:
+    """Return the id of the model that a request names; None for any."""
+    return None if name == ANY_MODEL else name
+
+
+def _prompt_request(body: TokenizeRequest) -> GenerationRequest:
+    if body.text is not None:
+        prompt = TextPrompt(text=body.text, special=body.special)
+        return GenerationRequest(prompt=prompt, model=requested_model(body.model))
+    fields = {name: getattr(body, name) for name in ("model", "messages", "tools", "chat_template_kwargs")}
+    return generation_request(ChatRequest.model_validate(fields))
+
+
+def _piece(data: bytes) -> str | list[int]:
+    try:
+        return data.decode()
+    except UnicodeDecodeError:
+        return list(data)

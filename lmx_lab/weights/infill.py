@@ -1,0 +1,81 @@
+"""Find the tokens with which a model fills a gap in a text (fill-in-the-middle), in its tokenizer or its files."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from dataclasses import dataclass
+
+from lmx_lab.errors import UnusableModelError
+from lmx_lab.values.models import ModelEntry
+from lmx_lab.weights.files import read_regular
+from lmx_lab.weights.gguf.header import read_header
+
+NAMES = (
+    ("<|fim_prefix|>", "<|fim_suffix|>", "<|fim_middle|>"),  # Qwen, CodeGemma
+    ("<fim_prefix>", "<fim_suffix>", "<fim_middle>"),  # StarCoder, Granite
+    ("<fim-prefix>", "<fim-suffix>", "<fim-middle>"),  # SantaCoder
+    ("<\uff5cfim▁begin\uff5c>", "<\uff5cfim▁hole\uff5c>", "<\uff5cfim▁end\uff5c>"),  # DeepSeek
+    ("▁<PRE>", "▁<SUF>", "▁<MID>"),  # CodeLlama
+    ("<PRE>", "<SUF>", "<MID>"),
+    ("<|code_prefix|>", "<|code_suffix|>", "<|code_middle|>"),  # GLM
+)
+"""Names of the tokens before the text before the gap, before the text after it, and before the text in it."""
+END_NAMES = (
+    *("<|endoftext|>", "<|end_of_text|>", "<|fim_pad|>", "<fim_pad>", "<fim-pad>", "<EOT>", "▁<EOT>"),
+    *("<|file_sep|>", "<file_sep>", "<|file_separator|>", "<|repo_name|>", "<repo_name>"),
+)
+"""Names of tokens that end the text in the gap, in addition to those that end an answer."""
+
+
+@dataclass(frozen=True)
+class InfillTokens:
+    """Ids of the tokens that mark the parts of a text with a gap."""
+
+    prefix: int
+    suffix: int
+    middle: int
+    ends: frozenset[int]
+    """Tokens that end the text in the gap."""
+
+
+def find_infill_tokens(id_of: Callable[[str], int | None]) -> InfillTokens | None:
+    """Return the tokens of a vocabulary; None if it has none.
+
+    Args:
+        id_of: Returns the id of the token with this name, or None.
+    """
+    for names in NAMES:
+        prefix, suffix, middle = map(id_of, names)
+        if prefix is not None and suffix is not None and middle is not None:
+            ends = frozenset(end for end in map(id_of, END_NAMES) if end is not None)
+            return InfillTokens(prefix, suffix, middle, ends)
+    return None
+
+
+def gguf_infill_tokens(entry: ModelEntry) -> InfillTokens | None:
+    """Return the tokens in the vocabulary of a GGUF file. Takes about 0.1 s.
+
+    Raises:
+        UnusableModelError: the file cannot be read.
+    """
+    tokens = read_header(entry.path, arrays=True).items("tokenizer.ggml.tokens")
+    return find_infill_tokens({str(token): at for at, token in enumerate(tokens)}.get)
+
+
+def can_infill(entry: ModelEntry) -> bool:
+    """Return whether the files of a chat model have these tokens. The built-in echo model also fills gaps."""
+    if entry.format == "echo":
+        return True
+    try:
+        if entry.format == "gguf":
+            return gguf_infill_tokens(entry) is not None
+        content = read_regular(entry.path / "tokenizer.json")
+    except (OSError, UnusableModelError):
+        return False
+    # Parsing a file of 10 MB would take a hundred times as long.
+    return any(all(_has_text(content, name) for name in names) for names in NAMES)
+
+
+def _has_text(content: bytes, text: str) -> bool:
+    return any(json.dumps(text, ensure_ascii=ascii_only).encode() in content for ascii_only in (False, True))

@@ -1,0 +1,146 @@
+"""Pydantic models of the routes about tokens: those of llama.cpp's server, and vLLM's forms of one of them."""
+
+from __future__ import annotations
+
+from typing import Annotated, Any, Literal, Self
+
+from pydantic import BaseModel, BeforeValidator, ConfigDict, FailFast, Field, model_validator
+from typing_extensions import TypeAliasType
+
+from lmx_lab.wire import unsupported
+from lmx_lab.wire.chat import HELLO, MESSAGE_LIMIT, ChatMessage, ChatRequest, TemplateVariables
+from lmx_lab.wire.generation import ANY_MODEL, AnyModel, LenientModel
+from lmx_lab.wire.tools import Tools, check_counts
+
+
+class TemplateRequest(ChatRequest):
+    """The body of POST /apply-template: a chat. Parameters of the generation have no effect."""
+
+    model_config = ConfigDict(json_schema_extra={"examples": [{"messages": HELLO}]})
+
+    add_generation_prompt: Annotated[Any, unsupported.NO_OPEN_CHATS] = None
+    continue_final_message: Annotated[Any, unsupported.NO_CONTINUED_MESSAGES] = None
+
+
+# A named type, because members of a union must be hashable, and FailFast is not.
+ChatMessages = TypeAliasType(
+    "ChatMessages",
+    Annotated[
+        list[ChatMessage], FailFast(), Field(min_length=1, max_length=MESSAGE_LIMIT), BeforeValidator(check_counts)
+    ],
+)
+
+
+class TokenizeRequest(LenientModel):
+    """The body of POST /tokenize: a text as ``content`` in llama.cpp's form or as ``prompt`` in vLLM's, or a chat."""
+
+    model_config = ConfigDict(json_schema_extra={"examples": [{"content": "The sea is blue."}]})
+
+    model: AnyModel = ANY_MODEL
+    content: str | None = None
+    prompt: str | None = None
+    messages: ChatMessages | None = None
+    tools: Tools | None = None
+    chat_template_kwargs: TemplateVariables | None = None
+    add_special: bool | None = False
+    """Whether to add the special tokens that begin and end a text; for ``content``."""
+    add_special_tokens: bool | None = True
+    """The same for ``prompt``. The special tokens of a chat are those of its template."""
+    parse_special: Annotated[Any, unsupported.NO_PLAIN_SPECIALS] = None
+    add_generation_prompt: Annotated[Any, unsupported.NO_OPEN_CHATS] = None
+    continue_final_message: Annotated[Any, unsupported.NO_CONTINUED_MESSAGES] = None
+    with_pieces: bool | None = None
+    """Whether each token is an object with its id and its text."""
+    return_token_strs: bool | None = None
+    """Whether the answer has the texts of all tokens in ``token_strs``."""
+
+    @model_validator(mode="after")
+    def _check_text(self) -> Self:
+        if sum(each is not None for each in (self.content, self.prompt, self.messages)) != 1:
+            raise ValueError("needs one of content, prompt and messages")
+        return self
+
+    @property
+    def text(self) -> str | None:
+        """The text; None for a chat."""
+        return self.prompt if self.content is None else self.content
+
+    @property
+    def special(self) -> bool:
+        """Whether to add the special tokens that begin and end a text."""
+        return bool(self.add_special if self.prompt is None else self.add_special_tokens)
+
+
+TOKEN_LIMIT = 65_536
+"""Largest number of token ids in one request. Decoding holds the interpreter's lock for about a microsecond each."""
+TokenList = TypeAliasType(
+    "TokenList", Annotated[list[Annotated[int, Field(ge=0, strict=True)]], FailFast(), Field(max_length=TOKEN_LIMIT)]
+)
+
+
+class DetokenizeRequest(LenientModel):
+    """The body of POST /detokenize."""
+
+    model_config = ConfigDict(json_schema_extra={"examples": [{"tokens": [300, 301, 302]}]})
+
+    model: AnyModel = ANY_MODEL
+    tokens: TokenList
+
+
+class TokenPiece(BaseModel):
+    """A token and its text."""
+
+    id: int
+    piece: str | list[int]
+    """The bytes of the token if they are not whole characters."""
+
+
+class TokenizeAnswer(BaseModel):
+    """The answer of POST /tokenize."""
+
+    tokens: list[int] | list[TokenPiece]
+    count: int
+    max_model_len: int | None
+    """Maximum number of tokens of a request, prompt and answer."""
+    token_strs: list[str] | None = None
+
+
+class DetokenizeAnswer(BaseModel):
+    """The answer of POST /detokenize: the text under the names of both forms."""
+
+    content: str
+    prompt: str
+
+
+class TemplateAnswer(BaseModel):
+    """The answer of POST /apply-template."""
+
+    prompt: str
+
+
+class GenerationSettings(BaseModel):
+    """Defaults of a request."""
+
+    n_ctx: int | None
+    """Maximum number of tokens of a request, prompt and answer."""
+    params: dict[str, Any]
+
+
+class Modalities(BaseModel):
+    """Inputs other than text."""
+
+    vision: Literal[False] = False
+    audio: Literal[False] = False
+
+
+class Props(BaseModel):
+    """The answer of GET /props: the loaded model."""
+
+    default_generation_settings: GenerationSettings
+    total_slots: int | None
+    model_alias: str
+    model_path: str
+    """For callers on other machines the id of the model."""
+    chat_template: str
+    modalities: Modalities
+    build_info: str

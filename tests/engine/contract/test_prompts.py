@@ -1,0 +1,117 @@
+"""Prompts with a gap, rendered chats and the bytes of tokens have the same contract on every engine."""
+
+from __future__ import annotations
+
+from collections.abc import AsyncIterator
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+from lmx_lab.engine import ChatPrompt, InfillPrompt, ModelManager, TextPrompt, TokenPrompt
+from lmx_lab.engine.echo.vocabulary import BEGIN, MESSAGE
+from lmx_lab.errors import ContextLengthError, InvalidRequestError
+from lmx_lab.values.models import Format, ModelEntry
+from lmx_lab.weights.infill import can_infill
+from tests.engine.conftest import finish, request, run
+from tests.engine.contract.conftest import SETTINGS, Entries, echo_entry, entry_of
+from tests.gguf_files import with_tokens
+from tests.tiny import rename_tokens, write_tiny_llama
+
+pytestmark = pytest.mark.anyio
+MARKS = {"<repo_name>": "<|fim_prefix|>", "<reponame>": "<|fim_suffix|>", "<file_sep>": "<|fim_middle|>"}
+"""SmolLM2's tokens, and Qwen's names for the tokens around a gap."""
+PREFIX, SUFFIX, MIDDLE = 3, 4, 5
+GAP = InfillPrompt(prefix="def f(a):\n    ", suffix="\n    return b")
+
+
+@pytest.fixture(scope="session")
+def coders(tmp_path_factory: pytest.TempPathFactory, smollm2: ModelEntry, tiny_gguf: Path) -> Entries:
+    """The tiny model with tokens for filling gaps."""
+    folder = tmp_path_factory.mktemp("coders")
+    write_tiny_llama(folder / "mlx", smollm2.path, seed=0)
+    rename_tokens(folder / "mlx", MARKS)
+    files: dict[Format, Path] = {
+        "mlx": folder / "mlx",
+        "gguf": with_tokens(tiny_gguf, MARKS, folder / "coder.gguf", "{{ messages[0].content }}"),
+    }
+    return {**{format_: entry_of(path, "coder") for format_, path in files.items()}, "echo": echo_entry("coder")}
+
+
+@pytest.fixture(scope="module")
+async def coder(coders: Entries, model_format: Format) -> AsyncIterator[ModelManager]:
+    async with ModelManager(SETTINGS) as manager:
+        await manager.load_entry(coders[model_format])
+        yield manager
+
+
+async def tokens_of(manager: ModelManager, text: str) -> list[int]:
+    return await manager.encode(request(prompt=TextPrompt(text=text, special=False)))
+
+
+async def test_a_gap_is_marked_by_the_tokens_of_the_model(
+    coder: ModelManager, coders: Entries, model_format: Format
+) -> None:
+    before, after = [await tokens_of(coder, text) for text in (GAP.prefix, GAP.suffix)]
+    expected = [PREFIX, *before, SUFFIX, *after, MIDDLE]
+    if model_format == "echo":
+        expected = [BEGIN, *before, MESSAGE, *after, MESSAGE]
+    assert await coder.encode(request(prompt=GAP)) == expected
+    stream = await coder.submit(request(prompt=GAP, max_tokens=4, ignore_eos=True))
+    assert list(stream.prompt) == expected
+    text, _ = await finish(stream)
+    assert text == (await run(coder, prompt=GAP, max_tokens=4, ignore_eos=True))[0] != ""
+    assert can_infill(coders[model_format])
+
+
+async def test_the_text_in_a_gap_ends_with_a_token_that_ends_a_file(coder: ModelManager, model_format: Format) -> None:
+    if model_format == "echo":
+        pytest.skip("the echo engine has one token that ends an answer")
+    ends = replace(request().sampling, logit_bias=((0, 1000.0),))
+    report = (await run(coder, prompt=GAP, sampling=ends, max_tokens=4))[1]
+    assert (report.finish_reason, report.output_tokens) == ("stop", 1)
+
+
+async def test_a_model_without_these_tokens_refuses_a_gap(
+    manager: ModelManager, chat_models: Entries, model_format: Format
+) -> None:
+    if model_format == "echo":
+        pytest.skip("the echo engine fills gaps")
+    with pytest.raises(InvalidRequestError, match="tiny cannot fill a gap before a suffix") as refused:
+        await manager.submit(request(prompt=GAP))
+    assert refused.value.param == "suffix"
+    assert not can_infill(chat_models[model_format])
+
+
+async def test_parts_around_a_gap_are_checked(coder: ModelManager) -> None:
+    with pytest.raises(InvalidRequestError, match="suffix has the lone surrogate") as refused:
+        await coder.submit(request(prompt=InfillPrompt(prefix="a", suffix="\ud800")))
+    assert refused.value.param == "suffix"
+    with pytest.raises(ContextLengthError):
+        await coder.submit(request(prompt=InfillPrompt(prefix="a", suffix="word " * 1_000_000)))
+
+
+async def test_the_text_of_a_chat_has_the_tokens_of_its_prompt(manager: ModelManager, model_format: Format) -> None:
+    chat = request(prompt=ChatPrompt(messages=({"role": "user", "content": "Hi there!"},)))
+    text = await manager.with_model(chat, lambda it: it.engine.render(it.entry, chat))
+    assert "Hi there!" in text
+    tokens = await manager.encode(chat)
+    assert await manager.decode(tokens) == text
+    if model_format != "echo":
+        assert await tokens_of(manager, text) == tokens
+    empty = request(prompt=ChatPrompt(messages=({"role": "user"},)))
+    with pytest.raises(InvalidRequestError):
+        await manager.with_model(empty, lambda it: it.engine.render(it.entry, empty))
+
+
+async def test_the_bytes_of_tokens_are_those_of_their_text(manager: ModelManager, model_format: Format) -> None:
+    text = "Naïve 東京 😀\n"
+    tokens = await tokens_of(manager, text)
+    work = request(prompt=TokenPrompt(tokens=()))
+    pieces = await manager.with_model(work, lambda it: it.engine.token_bytes(tokens))
+    assert b"".join(pieces).decode() == text
+    name = await manager.with_model(work, lambda it: it.engine.token_bytes([2]))
+    assert name == [b"<|end|>" if model_format == "echo" else b"<|im_end|>"]
+    for unknown in (-1, 10**6):
+        with pytest.raises(InvalidRequestError, match=f"tokens has the token id {unknown}; tiny knows 0 to"):
+            await manager.decode([unknown])

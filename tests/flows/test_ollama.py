@@ -1,0 +1,345 @@
+"""Tests of Ollama's API below ``/api``, on the echo engine."""
+
+from __future__ import annotations
+
+import json
+from datetime import datetime
+from pathlib import Path
+from typing import Any
+
+import httpx2
+import pytest
+
+from lmx_lab.errors import InvalidRequestError
+from lmx_lab.notebook import Lab
+from lmx_lab.server.ollama import engine_request, listed_name, requested_model
+from lmx_lab.wire.ollama import OllamaChatRequest, OllamaGenerateRequest, read_duration
+from tests.flows.conftest import HELLO, serving, wait_until, wait_until_idle
+
+CHAT, GENERATE = "/api/chat", "/api/generate"
+COUNTERS = {
+    "total_duration",
+    "load_duration",
+    "prompt_eval_count",
+    "prompt_eval_duration",
+    "eval_count",
+    "eval_duration",
+}
+TOOLS = [
+    {
+        "type": "function",
+        "function": {"name": "clock", "parameters": {"type": "object", "properties": {"zone": {"type": "string"}}}},
+    }
+]
+CALL = '<tool_call>\n{"name": "clock", "arguments": {"zone": "UTC"}}\n</tool_call>'
+SCHEMA = {"type": "object", "properties": {"city": {"enum": ["Paris"]}}, "required": ["city"]}
+
+
+def chat(**changes: Any) -> dict[str, Any]:
+    return {"model": "echo", "messages": HELLO, "options": {"temperature": 0}} | changes
+
+
+def user(text: str) -> list[dict[str, Any]]:
+    return [{"role": "user", "content": text}]
+
+
+def lines(http: httpx2.Client, path: str, body: dict[str, Any]) -> list[dict[str, Any]]:
+    """Return the lines of a stream; each ends with a line feed, as clients require."""
+    with http.stream("POST", path, json=body) as response:
+        assert response.status_code == 200
+        assert response.headers["content-type"] == "application/x-ndjson"
+        text = "".join(response.iter_text())
+    *found, rest = text.split("\n")
+    assert rest == ""
+    return [json.loads(line) for line in found]
+
+
+@pytest.mark.parametrize(
+    ("content", "changes", "expected", "reason"),
+    [
+        ("hello <b>", {}, {"content": "hello <b>"}, "stop"),
+        ("one two three", {"options": {"num_predict": 2}}, {"content": "one two"}, "length"),
+        ("one two three", {"options": {"num_predict": -1, "stop": "three"}}, {"content": "one two "}, "stop"),
+        ("<think>hm</think>one", {}, {"content": "one", "thinking": "hm"}, "stop"),
+        ("<think>hm</think>one", {"think": False}, {"content": "<think>hm</think>one"}, "stop"),
+        ("<think>hm</think>one", {"think": "low"}, {"content": "one", "thinking": "hm"}, "stop"),
+        ("no", {"format": SCHEMA}, {"content": '{"city":"Paris"}'}, "stop"),
+        (
+            f"{CALL}\n{CALL}",
+            {"tools": TOOLS},
+            {"content": "", "tool_calls": [("clock", {"zone": "UTC"}), ("clock", {"zone": "UTC"})]},
+            "stop",
+        ),
+    ],
+)
+def test_a_stream_has_the_parts_of_the_whole_answer(
+    http: httpx2.Client, content: str, changes: dict[str, Any], expected: dict[str, Any], reason: str
+) -> None:
+    body = chat(messages=user(content), **changes)
+    whole = http.post(CHAT, json={**body, "stream": False}).json()
+    assert (whole["model"], whole["done"], whole["done_reason"]) == ("echo:latest", True, reason)
+    assert whole.keys() >= COUNTERS
+    assert all(isinstance(whole[name], int) for name in COUNTERS)
+    assert datetime.fromisoformat(whole["created_at"]).tzinfo is not None
+    *parts, last = lines(http, CHAT, body)
+    assert [part["done"] for part in parts] == [False] * len(parts)
+    assert {**last["message"], "content": ""} == {"role": "assistant", "content": ""}
+    for name in ("done", "done_reason", "prompt_eval_count", "eval_count"):
+        assert last[name] == whole[name]
+    messages = [part["message"] for part in (*parts, last)]
+    joined = [
+        {
+            "content": "".join(message["content"] for message in answer),
+            "thinking": "".join(message.get("thinking", "") for message in answer),
+            "tool_calls": [
+                (call["function"]["name"], call["function"]["arguments"])
+                for message in answer
+                for call in message.get("tool_calls", ())
+            ],
+        }
+        for answer in ([whole["message"]], messages)
+    ]
+    assert joined[0] == joined[1] == {"thinking": "", "tool_calls": [], **expected}
+
+
+def test_a_prompt_is_continued_with_and_without_the_chat_template(http: httpx2.Client) -> None:
+    body = {"model": "echo:latest", "prompt": "the sea", "options": {"temperature": 0}}
+    templated = http.post(GENERATE, json={**body, "system": "Be brief.", "stream": False}).json()
+    raw = http.post(GENERATE, json={**body, "raw": True, "stream": False}).json()
+    filled = http.post(GENERATE, json={**body, "suffix": "is blue", "stream": False}).json()
+    assert (templated["response"], raw["response"], filled["response"]) == ("the sea",) * 3
+    counts = [answer["prompt_eval_count"] for answer in (templated, filled, raw)]
+    assert counts == sorted(counts, reverse=True)
+    assert len(set(counts)) == 3
+    *parts, last = lines(http, GENERATE, body)
+    assert "".join(part["response"] for part in (*parts, last)) == "the sea"
+    assert last.keys() >= COUNTERS
+    scored = http.post(GENERATE, json={**body, "logprobs": True, "top_logprobs": 2, "stream": False}).json()
+    assert "".join(entry["token"] for entry in scored["logprobs"]) == "the sea"
+    assert len(scored["logprobs"][0]["top_logprobs"]) == 2
+
+
+def test_a_conversation_with_calls_is_converted_to_the_chat_format() -> None:
+    call = {"function": {"name": "clock", "arguments": {"zone": "UTC"}}}
+    other = {"id": "mine", "function": {"name": "other", "arguments": "{}"}}
+    messages = [
+        {"role": "system", "content": "Be brief."},
+        {"role": "user", "content": "What time is it?", "images": []},
+        {"role": "assistant", "content": None, "thinking": "hm", "tool_calls": [call, other, call]},
+        {"role": "tool", "tool_name": "other", "content": "o"},
+        {"role": "tool", "content": "1"},
+        {"role": "tool", "tool_name": "clock", "content": "2"},
+    ]
+    request = engine_request(OllamaChatRequest.model_validate({"messages": messages, "think": True}))
+    converted: list[Any] = list(request.prompt.messages)  # type: ignore[union-attr]
+    calls = converted[2]["tool_calls"]
+    assert [(each["id"], each["function"]["arguments"]) for each in calls] == [
+        ("call_1", {"zone": "UTC"}),
+        ("mine", {}),
+        ("call_3", {"zone": "UTC"}),
+    ]
+    assert converted[2]["reasoning_content"] == "hm"
+    assert [(each["tool_call_id"], each["content"]) for each in converted[3:]] == [
+        ("mine", "o"),
+        ("call_1", "1"),
+        ("call_3", "2"),
+    ]
+    assert request.prompt.template_options == {"enable_thinking": True}  # type: ignore[union-attr]
+
+
+def test_options_are_converted_and_have_the_defaults_of_the_format() -> None:
+    def convert(**options: Any) -> Any:
+        return engine_request(OllamaGenerateRequest.model_validate({"prompt": "a", "options": options}))
+
+    plain = convert()
+    assert (plain.sampling.temperature, plain.sampling.top_k, plain.sampling.top_p) == (0.8, 40, 0.9)
+    assert (plain.sampling.seed, plain.max_tokens) == (None, 4096)
+    given = convert(
+        temperature=0.5, top_k=3, min_p=0.1, seed=7, num_predict=9, repeat_penalty=1.5, stop=["x"], presence_penalty=1
+    )
+    sampling = given.sampling
+    assert (sampling.temperature, sampling.top_k, sampling.min_p, sampling.seed) == (0.5, 3, 0.1, 7)
+    assert (sampling.repetition_penalty, sampling.presence_penalty) == (1.5, 1)
+    assert (given.max_tokens, given.stop) == (9, ("x",))
+    assert convert(seed=-1).sampling.seed is None
+    assert convert(num_predict=0).max_tokens == convert(num_predict=-2).max_tokens == 2**31 - 1
+
+
+@pytest.mark.parametrize(
+    ("name", "id_", "shown"),
+    [
+        ("smollm2-135m", "smollm2-135m", "smollm2-135m:latest"),
+        ("smollm2-135m:latest", "smollm2-135m", "smollm2-135m:latest"),
+        ("hf.co/org/name:Q4_K_M", "org/name:Q4_K_M", "org/name:Q4_K_M"),
+    ],
+)
+def test_names_of_models_may_have_a_tag(name: str, id_: str, shown: str) -> None:
+    assert requested_model(name) == id_
+    assert listed_name(id_) == shown
+    assert requested_model("default:latest") is None
+
+
+@pytest.mark.parametrize(
+    ("given", "seconds"),
+    [
+        (300, 300),
+        (-1, -1),
+        (0, 0),
+        (2.5, 2.5),
+        ("5m", 300),
+        ("1h30m0.5s", 5400.5),
+        ("-1m", -60),
+        ("-1", -1),
+        ("24h", 86400),
+        ("0", 0),
+        ("100ms", 0.1),
+    ],
+)
+def test_durations_have_many_forms(given: Any, seconds: float) -> None:
+    assert read_duration(given) == pytest.approx(seconds)
+
+
+@pytest.mark.parametrize(
+    ("path", "body", "expected", "message"),
+    [
+        (CHAT, chat(keep_alive="soon"), (400, "invalid-request"), "keep_alive: must be a number of seconds"),
+        (CHAT, chat(keep_alive=True), (400, "invalid-request"), "keep_alive"),
+        (
+            CHAT,
+            chat(messages=[{**HELLO[0], "images": ["aaaa"]}]),
+            (400, "invalid-request"),
+            "messages.0.images: images",
+        ),
+        (GENERATE, {"prompt": "a", "images": ["aaaa"]}, (400, "invalid-request"), "no vision"),
+        (GENERATE, {"prompt": "a", "template": "{{ .Prompt }}"}, (400, "invalid-request"), "template: templates"),
+        (GENERATE, {"prompt": "a", "context": [1]}, (400, "invalid-request"), "/api/chat"),
+        (GENERATE, {"prompt": "a", "raw": True, "system": "b"}, (400, "invalid-request"), "system: has no effect"),
+        (CHAT, chat(format="xml"), (400, "invalid-request"), "format: must be"),
+        (CHAT, chat(options={"temperature": "1"}), (400, "invalid-request"), "options.temperature"),
+        (CHAT, chat(options={"stop": ["x"] * 17}), (400, "invalid-request"), "options.stop"),
+        (CHAT, chat(messages=[{"role": "tool", "content": "x"}]), (400, "invalid-request"), "tool_call_id"),
+        (CHAT, chat(messages=[*HELLO, {"role": "assistant", "content": "H"}]), (400, "invalid-request"), "continue"),
+        (CHAT, chat(messages=user("a " * 40_000)), (400, "context-length-exceeded"), "tokens"),
+        (CHAT, chat(model="other:latest"), (503, "no-model-loaded"), "other is not loaded"),
+        (CHAT, chat(model="none:7b"), (404, "model-not-found"), "none:7b"),
+        ("/api/show", {"name": "none"}, (404, "model-not-found"), "none"),
+        ("/api/show", {}, (400, "invalid-request"), "model: is missing"),
+        ("/api/pull", {"model": "none"}, (404, "model-not-found"), "none"),
+        ("/api/embed", {"input": "a"}, (400, "invalid-request"), "model"),
+        ("/api/create", {"model": "none"}, (404, "invalid-request"), "/openapi.json"),
+    ],
+)
+def test_errors_have_the_form_of_the_format(
+    http: httpx2.Client, path: str, body: dict[str, Any], expected: tuple[int, str], message: str
+) -> None:
+    response = http.post(path, json=body)
+    error = response.json()
+    assert (response.status_code, error["code"]) == expected
+    assert message in error["error"]
+    assert error["request_id"] == response.headers["x-request-id"]
+
+
+def test_ignored_fields_and_options_are_named_in_a_header(http: httpx2.Client) -> None:
+    options = {"temperature": 0, "num_ctx": 4096, "mirostat": 1, "bad\r\nname": 1}
+    response = http.post(CHAT, json=chat(options=options, truncate=True, keep_alive="5m", stream=False))
+    assert response.status_code == 200
+    assert response.headers["x-lmx-ignored"] == "truncate, keep_alive, options.num_ctx, options.mirostat"
+    assert "x-lmx-ignored" not in http.post(CHAT, json=chat(stream=False)).headers
+
+
+def test_a_failing_answer_ends_with_a_line_with_the_error(tmp_path: Path) -> None:
+    script = tmp_path / "script.jsonl"
+    script.write_text('{"text": "one two", "error": "broken", "code": "internal-error"}\n')
+    with serving(tmp_path, "echo", echo_script=script) as lab, httpx2.Client(base_url=lab.url) as http:
+        *parts, last = lines(http, CHAT, chat())
+    assert "".join(part["message"]["content"] for part in parts) == "one two"
+    assert "broken" in last["error"]
+    assert last["code"] == "internal-error"
+
+
+def test_models_are_listed_and_described(http: httpx2.Client) -> None:
+    listed = {model["name"]: model for model in http.get("/api/tags").json()["models"]}
+    assert listed.keys() == {"echo:latest", "other:latest"}
+    other = listed["other:latest"]
+    assert other["model"] == "other:latest"
+    assert other["details"]["family"] == "llama"
+    assert other["size"] > 0
+    assert datetime.fromisoformat(other["modified_at"])
+    (running,) = http.get("/api/ps").json()["models"]
+    assert (running["name"], running["context_length"]) == ("echo:latest", 32768)
+    assert datetime.fromisoformat(running["expires_at"]) > datetime.fromisoformat(other["modified_at"])
+    assert all(part.isdecimal() for part in http.get("/api/version").json()["version"].split("."))
+    shown = http.post("/api/show", json={"name": "echo", "verbose": True})
+    assert shown.headers["x-lmx-ignored"] == "verbose"
+    info = shown.json()
+    assert {"completion", "tools", "insert"} <= {*info["capabilities"]}
+    # Continue searches the template for this word, and splits the parameters at line ends.
+    assert ".Suffix" in info["template"]
+    assert info["parameters"] == "num_ctx 32768"
+    assert info["model_info"]["echo.context_length"] == 32768
+    info = http.post("/api/show", json={"model": "other:latest"}).json()
+    assert info["capabilities"] == ["completion", "tools"]
+    assert info["model_info"]["llama.context_length"] == 2048
+
+
+def test_vectors_are_those_of_the_chat_format(quick_lab: Lab) -> None:
+    with httpx2.Client(base_url=quick_lab.url) as http:
+        expected = http.post("/v1/embeddings", json={"model": "echo", "input": ["a cat", "a dog"]}).json()
+        found = http.post("/api/embed", json={"model": "echo:latest", "input": ["a cat", "a dog"]}).json()
+        single = http.post("/api/embeddings", json={"model": "echo", "prompt": "a cat", "options": {}}).json()
+    vectors = [item["embedding"] for item in expected["data"]]
+    assert found["embeddings"] == vectors
+    assert single["embedding"] == vectors[0]
+    assert found["prompt_eval_count"] == expected["usage"]["prompt_tokens"]
+
+
+def test_a_request_without_a_prompt_loads_or_unloads_the_model(fresh_lab: Lab, fresh_http: httpx2.Client) -> None:
+    assert fresh_http.post(CHAT, json={"model": "echo"}).json()["done_reason"] == "load"
+    unloaded = fresh_http.post(GENERATE, json={"model": "echo:latest", "keep_alive": "0s"}).json()
+    assert (unloaded["done"], unloaded["done_reason"], unloaded["response"]) == (True, "unload", "")
+    assert fresh_lab.engine.snapshot.model is None
+    assert fresh_http.post(CHAT, json={"model": "echo", "messages": [], "keep_alive": 0}).status_code == 200
+    loaded = fresh_http.post(CHAT, json={"model": "echo", "messages": []}).json()
+    assert (loaded["done_reason"], loaded["message"]) == ("load", {"role": "assistant", "content": ""})
+    assert fresh_lab.engine.snapshot.model == "echo"
+    assert fresh_http.post(CHAT, json={"model": "none"}).status_code == 404
+
+
+def test_a_pull_of_a_model_that_is_here_ends_at_once(http: httpx2.Client) -> None:
+    *parts, last = lines(http, "/api/pull", {"model": "other:latest", "insecure": False})
+    assert {"status": "pulling manifest"} in parts
+    assert last == {"status": "success"}
+    assert http.post("/api/pull", json={"name": "other", "stream": False}).json() == {"status": "success"}
+
+
+@pytest.mark.parametrize(
+    ("path", "body"),
+    [
+        ("/api/pull", {"model": "other"}),
+        (CHAT, {"model": "echo", "keep_alive": 0}),
+        (GENERATE, {"model": "other"}),
+    ],
+)
+def test_callers_on_other_machines_do_not_load_or_download(
+    http: httpx2.Client, path: str, body: dict[str, Any]
+) -> None:
+    response = http.post(path, json=body, headers={"x-forwarded-for": "127.0.0.1"})
+    assert (response.status_code, response.json()["code"]) == (403, "admin-forbidden")
+
+
+def test_a_last_message_of_the_assistant_is_refused() -> None:
+    body = OllamaChatRequest.model_validate({"messages": [{"role": "assistant", "content": "a"}]})
+    with pytest.raises(InvalidRequestError, match="cannot continue an answer"):
+        engine_request(body)
+
+
+@pytest.mark.slow
+def test_an_answer_ends_if_its_client_disconnects(http: httpx2.Client, lab: Lab) -> None:
+    wait_until_idle(lab)
+    before = lab.engine.snapshot.output_tokens
+    long = chat(messages=user("a " * 10_000), options={"num_predict": 30_000})
+    with http.stream("POST", CHAT, json=long) as response:
+        assert response.status_code == 200
+        wait_until(lambda: lab.engine.snapshot.output_tokens > before)
+    wait_until_idle(lab)
+    assert 0 < lab.engine.snapshot.output_tokens - before < 10_000

@@ -1,0 +1,111 @@
+"""Tests of the routes about tokens in the forms of llama.cpp's server and of vLLM, on the echo engine."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import httpx2
+import pytest
+
+from lmx_lab.engine.echo.vocabulary import BEGIN, echo_vocabulary
+from lmx_lab.notebook import Lab
+from tests.flows.conftest import HELLO, serving
+from tests.flows.test_bad_input import error_of
+
+TEXT = "sea é"
+TOKENS = echo_vocabulary().encode(TEXT)
+RENDERED = "<|begin|><|message|>user\nhello<|end|><|message|>assistant\n"
+
+
+def answer(http: httpx2.Client, path: str, body: dict[str, Any]) -> Any:
+    response = http.post(path, json=body)
+    assert response.status_code == 200, response.text
+    return response.json()
+
+
+@pytest.mark.parametrize("body", [{"content": TEXT}, {"prompt": TEXT, "model": "echo", "add_special_tokens": False}])
+def test_a_text_is_tokenized_and_detokenized(http: httpx2.Client, body: dict[str, Any]) -> None:
+    assert answer(http, "/tokenize", body) == {"tokens": TOKENS, "count": len(TOKENS), "max_model_len": 32768}
+    assert answer(http, "/detokenize", {"tokens": TOKENS}) == {"content": TEXT, "prompt": TEXT}
+    assert answer(http, "/detokenize", {"tokens": [], "model": "echo"})["content"] == ""
+    pieces = answer(http, "/tokenize", {**body, "with_pieces": True})["tokens"]
+    # The bytes of a token that is a part of a character are a list of numbers, as in llama.cpp.
+    assert [piece["piece"] for piece in pieces] == ["sea", " ", [0xC3], [0xA9]]
+    assert [piece["id"] for piece in pieces] == TOKENS
+    strings = answer(http, "/tokenize", {**body, "return_token_strs": True})["token_strs"]
+    assert strings == ["sea", " ", "bytes:\\xc3", "bytes:\\xa9"]
+
+
+def test_a_chat_is_tokenized_as_its_template_writes_it(http: httpx2.Client) -> None:
+    assert answer(http, "/apply-template", {"messages": HELLO}) == {"prompt": RENDERED}
+    body = {"model": "echo", "messages": HELLO, "add_generation_prompt": True, "max_tokens": 3}
+    tokens = answer(http, "/tokenize", body)["tokens"]
+    assert tokens[0] == BEGIN
+    assert answer(http, "/detokenize", {"tokens": tokens})["content"] == RENDERED
+    counted = answer(http, "/v1/messages/count_tokens", {"messages": HELLO})
+    assert counted == {"input_tokens": len(tokens)}
+
+
+@pytest.mark.parametrize(
+    ("path", "body", "status", "param"),
+    [
+        ("/tokenize", {}, 400, None),
+        ("/tokenize", {"content": "a", "prompt": "a"}, 400, None),
+        ("/tokenize", {"content": "a", "messages": HELLO}, 400, None),
+        ("/tokenize", {"content": "a", "parse_special": False}, 400, "parse_special"),
+        ("/tokenize", {"content": "a", "model": "none"}, 404, "model"),
+        ("/tokenize", {"messages": HELLO, "add_generation_prompt": False}, 400, "add_generation_prompt"),
+        ("/tokenize", {"messages": []}, 400, "messages"),
+        ("/detokenize", {"tokens": [1, 10**6]}, 400, "tokens"),
+        ("/detokenize", {"tokens": [-1]}, 400, "tokens.0"),
+        ("/detokenize", {"tokens": "1"}, 400, "tokens"),
+        ("/detokenize", {"tokens": [1], "model": "none"}, 404, "model"),
+        ("/apply-template", {"messages": [{"role": "tool", "content": "a"}]}, 400, "messages.0.tool_call_id"),
+    ],
+)
+def test_invalid_requests_are_refused(
+    http: httpx2.Client, path: str, body: dict[str, Any], status: int, param: str | None
+) -> None:
+    error = error_of(http.post(path, json=body), status, "invalid-request" if status == 400 else "model-not-found")
+    assert error["param"] == param
+
+
+def test_a_text_that_is_far_too_long_is_refused(http: httpx2.Client) -> None:
+    error_of(http.post("/tokenize", json={"content": "é" * 200_000}), 400, "context-length-exceeded")
+
+
+def test_unknown_fields_are_ignored_and_named(http: httpx2.Client) -> None:
+    response = http.post("/tokenize", json={"content": "a", "unknown": 1})
+    assert response.headers["x-lmx-ignored"] == "unknown"
+
+
+def test_the_loaded_model_is_described(http: httpx2.Client) -> None:
+    props = http.get("/props").json()
+    assert (props["model_alias"], props["total_slots"]) == ("echo", 2)
+    assert props["default_generation_settings"]["n_ctx"] == 32768
+    assert props["modalities"] == {"vision": False, "audio": False}
+    assert http.get("/health").json() == {"status": "ok"}
+
+
+def test_health_needs_no_key_and_says_that_no_model_is_loaded(echo_home: Path) -> None:
+    with serving(echo_home, None, api_key="secret") as lab, httpx2.Client(base_url=lab.url) as http:
+        error_of(http.get("/health"), 503, "no-model-loaded")
+        assert http.get("/props").status_code == 401
+        keyed = {"authorization": "Bearer secret"}
+        error_of(http.get("/props", headers=keyed), 503, "no-model-loaded")
+
+
+@pytest.mark.slow
+def test_the_tokens_of_a_real_tokenizer_are_those_of_a_chat(tiny_lab: Lab) -> None:
+    with httpx2.Client(base_url=tiny_lab.url, timeout=60) as http:
+        text = answer(http, "/apply-template", {"messages": HELLO})["prompt"]
+        tokens = answer(http, "/tokenize", {"messages": HELLO})["tokens"]
+        assert text.startswith("<|im_start|>")
+        assert answer(http, "/tokenize", {"content": text})["tokens"] == tokens
+        assert answer(http, "/detokenize", {"tokens": tokens})["content"] == text
+        assert http.get("/props").json()["chat_template"]
+        info = http.post("/api/show", json={"model": "tiny"}).json()
+        assert "insert" not in info["capabilities"]
+        refused = http.post("/v1/completions", json={"model": "tiny", "prompt": "a", "suffix": "b"})
+        assert error_of(refused, 400, "invalid-request")["param"] == "suffix"

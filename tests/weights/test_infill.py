@@ -1,0 +1,34 @@
+"""Tests that the tokens for filling gaps are found by the names that model families give them."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+from lmx_lab.values.models import ECHO
+from lmx_lab.weights.infill import NAMES, InfillTokens, can_infill, find_infill_tokens
+
+
+@pytest.mark.parametrize("names", NAMES)
+def test_the_tokens_of_each_family_are_found(names: tuple[str, str, str]) -> None:
+    vocabulary = {"a": 0, names[2]: 5, names[0]: 6, names[1]: 7, "<|endoftext|>": 8, "<EOT>": 9}
+    assert find_infill_tokens(vocabulary.get) == InfillTokens(6, 7, 5, frozenset({8, 9}))
+    del vocabulary[names[1]]
+    assert find_infill_tokens(vocabulary.get) is None
+
+
+def test_a_folder_is_searched_without_parsing_its_tokenizer(tmp_path: Path) -> None:
+    entry = replace(ECHO, format="mlx", path=tmp_path)
+    assert can_infill(ECHO)
+    assert not can_infill(entry)
+    file = tmp_path / "tokenizer.json"
+    for names in NAMES:
+        for ascii_only in (False, True):
+            tokens = [{"content": name} for name in names]
+            file.write_text(json.dumps({"added_tokens": tokens}, ensure_ascii=ascii_only), encoding="utf-8")
+            assert can_infill(entry)
+        file.write_text(json.dumps({"added_tokens": tokens[:2]}), encoding="utf-8")
+        assert not can_infill(entry)
