@@ -118,7 +118,7 @@ clients: setup $(CLIENTS_STAMP) $(AIDER_STAMP) $(AGENTS_STAMP)
 $(CLIENTS_STAMP): constraints-clients.txt
 	@$(CLIENTS)/bin/python -c 'import pip' 2>/dev/null || $(PYTHON) -m venv --clear $(CLIENTS)
 	$(PIP_ENV) $(CLIENTS)/bin/python -m pip install --quiet --only-binary :all: -c constraints-clients.txt \
-	  anthropic ollama langchain-openai langchain-anthropic langchain-tests llama-index-llms-openai-like \
+	  anthropic ollama langchain-openai langchain-anthropic langchain-ollama langchain-tests llama-index-llms-openai-like \
 	  llama-index-embeddings-openai-like dspy 'pydantic-ai-slim[openai]' llm litellm instructor
 	touch $(CLIENTS_STAMP)
 
