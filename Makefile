@@ -112,7 +112,8 @@ gallery: setup
 # RECORD=folder stores the requests of the clients, as the files in tests/client_requests.
 clients: setup $(CLIENTS_STAMP) $(AIDER_STAMP) $(AGENTS_STAMP)
 	RECORD=$(RECORD) $(BIN)/python -m tests.other_clients.try_clients $(CLIENTS) $(AIDER)
-	$(BIN)/python -m tests.other_clients.try_agents $(AGENTS)
+	@if [ -f $(AGENTS_STAMP) ]; then $(BIN)/python -m tests.other_clients.try_agents $(AGENTS); \
+	  else echo "Codex CLI and Claude Code are not run, because npm is not installed"; fi
 
 $(CLIENTS_STAMP): constraints-clients.txt
 	@$(CLIENTS)/bin/python -c 'import pip' 2>/dev/null || $(PYTHON) -m venv --clear $(CLIENTS)

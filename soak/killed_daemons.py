@@ -210,8 +210,9 @@ async def _check_second_is_refused(program: _RestartedDaemon, row: Row) -> None:
     if status != 1 or program.state.url not in output:
         row.wrong.append(f"a second daemon ended with {status}: {output[-300:]}")
     async with program.client() as http:
-        if (await http.get("/daemon")).status_code != 200:
+        if (status := (await http.get("/daemon")).status_code) != 200:
             row.lost += 1
+            row.wrong.append(f"/daemon answers {status} after a second daemon was refused")
 
 
 async def _check(
@@ -238,7 +239,10 @@ async def _check(
     noted = Counter(text.split())
     row.doubled += sum(count - 1 for count in noted.values())
     done = {e["turn_id"] for e in whole if e["event"] == "turn.done"}
-    row.lost += len(done - noted.keys())
+    if missing := done - noted.keys():
+        row.lost += len(missing)
+        last = [e["data"] for e in whole if e.get("turn_id") in missing and e["event"].startswith("tool.")]
+        row.wrong.append(f"turns succeeded without a call of their tool: {sorted(missing)}, {last!s:.600}")
     codes = Counter(e["data"]["error"]["code"] for e in whole if e["event"] == "turn.error")
     if set(codes) - {"daemon-restarted"}:
         row.wrong.append(f"turns ended with {dict(codes)}")

@@ -179,7 +179,9 @@ def serve(
     options: dict[str, Any] = {"engine": engine, "context_length": context_length, "deterministic": deterministic}
     options |= {"prompt_lookup": prompt_lookup, "kv_cache_dtype": kv_cache_dtype, "draft": draft}
     spec = _load_spec(model, **options)
-    unchanged = {"slots": slots, "queue_limit": queue_limit, "dtype": dtype, "threads": threads, "log_level": log_level}
+    unchanged: dict[str, Any] = {"slots": slots, "queue_limit": queue_limit, "dtype": dtype, "threads": threads}
+    unchanged |= {"log_level": log_level, "prefix_cache_dir": prefix_cache_dir}
+    unchanged |= {"embedder": embedder, "reranker": reranker, "request_timeout_s": request_timeout}
     settings = settings_with_folders(
         host=host,
         port=port,
@@ -189,15 +191,9 @@ def serve(
         lan_admin=lan_admin or None,
         downloads=False if no_downloads else None,
         model_folders=models or None,
-        swap=swap or None,
-        model_aliases=model_alias or None,
-        any_model=any_model or None,
+        **_naming_settings(swap=swap, any_model=any_model, model_alias=model_alias),
         idle_unload_s=idle_unload,
-        request_timeout_s=request_timeout,
         **_memory_settings(memory_limit, prefix_cache, prefix_cache_disk),
-        prefix_cache_dir=prefix_cache_dir,
-        embedder=embedder,
-        reranker=reranker,
         **{"record": record, "record_to": record_to, **unchanged},
     )
     _run(settings, spec, explicit_port=port is not None or "LMX_LAB_PORT" in os.environ, quiet=quiet)
@@ -226,6 +222,11 @@ def _load_spec(model: str | None, **options: Any) -> LoadSpec | None:
         option = f"--{next(iter(given))}".replace("_", "-")
         raise InvalidRequestError(f"{option} is given without --model; name the model to load", param=option)
     return None
+
+
+def _naming_settings(*, swap: bool, any_model: bool, model_alias: list[str] | None) -> dict[str, Any]:
+    """Return the settings for requests that name another model than the loaded one."""
+    return {"swap": swap or None, "any_model": any_model or None, "model_aliases": model_alias or None}
 
 
 def _memory_settings(

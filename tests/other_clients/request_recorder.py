@@ -14,6 +14,8 @@ from typing import Any
 
 LONGEST_TEXT = 120
 """Longer texts are cut, because only their place in a request matters."""
+PAIR = re.compile(r'\[\s+("(?:[^"\\]|\\.)*"),\s+("(?:[^"\\]|\\.)*")\s+\]')
+"""A list of two texts over several lines, such as a header."""
 UNSTORED = frozenset({"host", "content-length", "transfer-encoding"})
 
 
@@ -72,7 +74,8 @@ def recording(client: str, folder: Path, port: int) -> Iterator[int]:
                     return
                 shapes.add(shape)
                 path = folder / f"{stem}-{len(shapes)}.json"
-            path.write_text(json.dumps(stored, indent=1, ensure_ascii=False) + "\n", encoding="utf-8")
+            text = PAIR.sub(r"[\1, \2]", json.dumps(stored, indent=2, ensure_ascii=False))
+            path.write_text(f"{text}\n", encoding="utf-8")
 
     folder.mkdir(parents=True, exist_ok=True)
     with ThreadingHTTPServer(("127.0.0.1", 0), Handler) as proxy:

@@ -57,6 +57,8 @@ def shell_call(command: str) -> dict[str, Any]:
 
 CODEX = ("codex", "exec")
 CODEX_OPTIONS = ("--skip-git-repo-check", "--dangerously-bypass-approvals-and-sandbox")
+KNOWN_MODEL = ("-c", 'model="gpt-5.5"')
+PATCH = f"*** Begin Patch\n*** Update File: {{name}}\n@@\n-        {BUG}\n+        {FIXED}\n*** End Patch\n"
 AGENTS = (
     Agent(
         title="Codex CLI",
@@ -65,6 +67,15 @@ AGENTS = (
         edit_file=lambda file: shell_call(f"sed -i 's/{BUG}/{FIXED}/' {file.name} && cat {file.name}"),
         first=(*CODEX, *CODEX_OPTIONS),
         second=(*CODEX, "resume", "--last", *CODEX_OPTIONS),
+    ),
+    # A model that it knows gets the custom tool apply_patch.
+    Agent(
+        title="Codex CLI",
+        package="@openai/codex",
+        read_file=lambda file: shell_call(f"cat {file.name}"),
+        edit_file=lambda file: {"name": "apply_patch", "arguments": {"input": PATCH.format(name=file.name)}},
+        first=(*CODEX, *KNOWN_MODEL, *CODEX_OPTIONS),
+        second=(*CODEX, "resume", "--last", *KNOWN_MODEL, *CODEX_OPTIONS),
     ),
     Agent(
         title="Claude Code",
@@ -109,7 +120,7 @@ def try_agent(agent: Agent, place: Path, programs: Path) -> tuple[str, str]:
     script = place / "script.json"
     script.write_text(json.dumps([*calls, *ENDS]))
     os.environ["LMX_LAB_ECHO_SCRIPT"] = str(script)
-    server = Serving(home, "--model", "echo", "--context-length", "200000", "--port", "0")
+    server = Serving(home, "--model", "echo", "--context-length", "200000", "--any-model", "--port", "0")
     try:
         environ = configure(agent, home, programs, {ADDRESS: f"127.0.0.1:{server.port}"})
         outputs = [run(agent.first, FIRST, project, environ)]

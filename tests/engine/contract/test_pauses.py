@@ -48,3 +48,7 @@ async def test_a_long_answer_is_paused_for_a_request_that_waits(busy: ModelManag
     for (_, report), (_, expected) in zip(paused, alone, strict=True):
         assert report.output_tokens == expected.output_tokens > TOKENS / 3
         assert (report.prompt_tokens, report.finish_reason) == (expected.prompt_tokens, expected.finish_reason)
+    steps = [stream.steps.steps() for stream in streams]
+    assert sum(step.kind == "paused" for each in steps for step in each) == 2
+    for each, (_, report) in zip(steps, paused, strict=True):
+        assert sum(step.tokens for step in each if step.kind == "decode") == report.output_tokens
