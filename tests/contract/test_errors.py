@@ -73,7 +73,7 @@ def test_other_methods_are_rejected_with_the_list_of_allowed_methods(contract: O
     taken: dict[str, set[str]] = {}
     for method, path, _ in contract.operations():
         taken.setdefault(path, set()).add(method)
-    assert any(len(methods) > 1 for methods in taken.values()) is ("/v3/sessions" in taken)
+    assert any(len(methods) > 1 for methods in taken.values())
     with httpx2.Client(base_url=base, headers=contract.headers) as http:
         for path, methods in taken.items():
             for method in METHODS - methods if path != SOCKET else ():
