@@ -280,7 +280,7 @@ def _chat_messages(messages: Sequence[OllamaMessage]) -> list[dict[str, Any]]:
     if messages[-1].role == "assistant":
         raise InvalidRequestError(
             "messages: the last message has the role assistant, and this server cannot continue an answer; end with a "
-            "message of the role user",
+            "message of the user",
             param="messages",
         )
     converted, calls = [], OpenCalls()
