@@ -28,6 +28,7 @@ from lmx_lab.http.guard import is_local
 from lmx_lab.http.openapi import JSON_LINES, json_lines
 from lmx_lab.server.admin import check_admin
 from lmx_lab.server.chat import ignored_header
+from lmx_lab.server.chat_history import validated_request
 from lmx_lab.server.embeddings import NUMBERS_PER_STEP, number_rows
 from lmx_lab.server.generation import Generation
 from lmx_lab.server.inference import InferenceService
@@ -35,7 +36,6 @@ from lmx_lab.server.openapi import OLLAMA_ERRORS
 from lmx_lab.server.translate import chat_logprobs, generation_request
 from lmx_lab.values.generation import Delta, GenerationReport, ToolCallDelta, merge_tool_calls
 from lmx_lab.values.models import LoadSpec
-from lmx_lab.wire.chat import ChatRequest
 from lmx_lab.wire.generation import ANY_MODEL
 from lmx_lab.wire.ollama import (
     OllamaBody,
@@ -206,8 +206,8 @@ def engine_request(body: OllamaChatRequest | OllamaGenerateRequest) -> Generatio
     """Convert a request to the engine's request.
 
     Raises:
-        InvalidRequestError: fields do not fit together, or a message of a tool does not answer a call.
-        ValidationError: the request exceeds a limit of the chat format.
+        InvalidRequestError: fields do not fit together, a message of a tool does not answer a call, or the request is
+            not valid in the chat format.
     """
     if isinstance(body, OllamaChatRequest):
         return _chat_request(body, messages=_chat_messages(body.messages), tools=_tools(body))
@@ -237,7 +237,7 @@ def _chat_request(body: OllamaGenerationBody, **fields: Any) -> GenerationReques
         fields["response_format"] = {"type": "json_object"} if body.format == "json" else schema
     if body.logprobs:
         fields |= {"logprobs": True, "top_logprobs": body.top_logprobs}
-    return generation_request(ChatRequest.model_validate(fields))
+    return generation_request(validated_request(fields))
 
 
 def _tools(body: OllamaChatRequest) -> list[dict[str, Any]] | None:

@@ -43,6 +43,10 @@ def user(text: str) -> list[dict[str, Any]]:
     return [{"role": "user", "content": text}]
 
 
+def asked_for_clock(arguments: Any) -> dict[str, Any]:
+    return {"role": "assistant", "tool_calls": [{"function": {"name": "clock", "arguments": arguments}}]}
+
+
 def lines(http: httpx2.Client, path: str, body: dict[str, Any]) -> list[dict[str, Any]]:
     """Return the lines of a stream; each ends with a line feed, as clients require."""
     with http.stream("POST", path, json=body) as response:
@@ -219,6 +223,14 @@ def test_durations_have_many_forms(given: Any, seconds: float) -> None:
         (CHAT, chat(options={"stop": ["x"] * 17}), (400, "invalid-request"), "options.stop"),
         (CHAT, chat(messages=[{"role": "tool", "content": "x"}]), (400, "invalid-request"), "tool_call_id"),
         (CHAT, chat(messages=[*HELLO, {"role": "assistant", "content": "H"}]), (400, "invalid-request"), "continue"),
+        (CHAT, chat(tools=TOOLS * 2), (400, "invalid-request"), "names must be unique"),
+        (
+            CHAT,
+            chat(messages=[*HELLO, asked_for_clock("UTC"), *HELLO]),
+            (400, "invalid-request"),
+            "arguments: is not JSON",
+        ),
+        (GENERATE, {"prompt": "a", "format": {"title": "x" * 300_000}}, (400, "invalid-request"), "json_schema"),
         (CHAT, chat(messages=user("a " * 40_000)), (400, "context-length-exceeded"), "tokens"),
         (CHAT, chat(model="other:latest"), (503, "no-model-loaded"), "other is not loaded"),
         (CHAT, chat(model="none:7b"), (404, "model-not-found"), "none:7b"),

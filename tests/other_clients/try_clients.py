@@ -26,7 +26,14 @@ from tests.other_clients.request_recorder import recording
 EXPECTED: Mapping[str, Sequence[str]] = {
     "anthropic-python": ("Paris", "end_turn", "tokens"),
     "ollama-python": ("Paris", " stop", "name='", "4 tokens", "2 vectors", "smollm2-135m:latest"),
-    "LangChain": ("Paris", "name='", "City ['inhabitants', 'name']", "384 numbers", "from ChatAnthropic", "from ChatOllama"),
+    "LangChain": (
+        "Paris",
+        "name='",
+        "City ['inhabitants', 'name']",
+        "384 numbers",
+        "from ChatAnthropic",
+        "from ChatOllama",
+    ),
     "LlamaIndex": ("Paris", "name='", "384 numbers"),
     "DSPy": ("Paris", "city="),
     "pydantic-ai": ("Paris", "City(name='"),
