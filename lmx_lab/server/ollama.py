@@ -20,7 +20,7 @@ from pydantic_core import to_json
 
 from lmx_lab.engine import EmbeddingRequest, Embeddings, GenerationRequest, InfillPrompt, ModelManager, TextPrompt
 from lmx_lab.engine.model_lookup import CHAT, public_id
-from lmx_lab.errors import InvalidRequestError, LabError
+from lmx_lab.errors import InvalidRequestError, LabError, ModelNotFoundError
 from lmx_lab.http.bodies import StrictRoute
 from lmx_lab.http.error_bodies import client_of, detail_for, ollama_error, request_id_of
 from lmx_lab.http.event_stream import EventStream, while_connected
@@ -34,6 +34,7 @@ from lmx_lab.server.generation import Generation
 from lmx_lab.server.inference import InferenceService
 from lmx_lab.server.openapi import OLLAMA_ERRORS
 from lmx_lab.server.translate import chat_logprobs, generation_request
+from lmx_lab.settings import Settings
 from lmx_lab.values.generation import Delta, GenerationReport, ToolCallDelta, merge_tool_calls
 from lmx_lab.values.models import LoadSpec
 from lmx_lab.wire.generation import ANY_MODEL
@@ -159,7 +160,7 @@ async def _load_or_unload(
     manager: ModelManager, body: OllamaGenerationBody, request: Request, *, lan_admin: bool
 ) -> Response:
     """Load the model of a request without a prompt, or unload it."""
-    name, local = requested_model(body.model), is_local(request.scope)
+    name, local = known_model(body.model, manager.settings), is_local(request.scope)
     resident = manager.model_for(name, CHAT, local=local)
     if body.unloads or resident is None:
         check_admin(local=local, lan_admin=lan_admin)
@@ -167,7 +168,12 @@ async def _load_or_unload(
         await manager.unload(name, local=local)
     elif not body.unloads and resident is None:
         # As a caller on another machine, which cannot name paths and models to download.
-        await manager.load(LoadSpec(model=name or ANY_MODEL), local=False)
+        try:
+            await manager.load(LoadSpec(model=name or ANY_MODEL), local=False)
+        except ModelNotFoundError:
+            # With this setting, the loaded model answers requests for unknown models.
+            if not manager.settings.any_model or manager.model_for(None, CHAT) is None:
+                raise
     shared: dict[str, Any] = {
         "model": body.model,
         "created_at": now(),
@@ -192,6 +198,12 @@ def requested_model(name: str) -> str | None:
         name = name.removeprefix(prefix)
     name = name.removesuffix(LATEST)
     return None if name in ("", ANY_MODEL) else name
+
+
+def known_model(name: str, settings: Settings) -> str | None:
+    """Return the id that a request means, also by a name in ``Settings.model_aliases``; None for any model."""
+    id_ = requested_model(name)
+    return None if id_ is None else settings.ids_by_alias.get(id_, id_)
 
 
 def listed_name(model: str) -> str:

@@ -310,6 +310,7 @@ def test_a_request_without_a_prompt_loads_or_unloads_the_model(fresh_lab: Lab, f
     unloaded = fresh_http.post(GENERATE, json={"model": "echo:latest", "keep_alive": "0s"}).json()
     assert (unloaded["done"], unloaded["done_reason"], unloaded["response"]) == (True, "unload", "")
     assert fresh_lab.engine.snapshot.model is None
+    assert "no model is loaded" in fresh_http.post("/api/show", json={"model": "default"}).json()["error"]
     assert fresh_http.post(CHAT, json={"model": "echo", "messages": [], "keep_alive": 0}).status_code == 200
     loaded = fresh_http.post(CHAT, json={"model": "echo", "messages": []}).json()
     assert (loaded["done_reason"], loaded["message"]) == ("load", {"role": "assistant", "content": ""})
