@@ -138,6 +138,11 @@ def test_an_alias_needs_both_names(alias: str) -> None:
         Settings(model_aliases=(alias,))
 
 
+def test_an_alias_with_two_ids_is_refused() -> None:
+    with pytest.raises(InvalidRequestError, match="a name with two ids"):
+        Settings(model_aliases=("gpt-4o=echo", "gpt-4o=other"))
+
+
 CALLS = [{"name": "look", "arguments": {"at": at}} for at in ("sea", "sky", "sea", "shore")]
 TOOL = {
     "type": "function",

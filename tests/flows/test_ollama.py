@@ -207,6 +207,8 @@ def test_durations_have_many_forms(given: Any, seconds: float) -> None:
     ("path", "body", "expected", "message"),
     [
         (CHAT, chat(keep_alive="soon"), (400, "invalid-request"), "keep_alive: must be a number of seconds"),
+        (CHAT, chat(keep_alive="nan"), (400, "invalid-request"), "keep_alive: must be a number of seconds"),
+        (CHAT, chat(think="deep"), (400, "invalid-request"), "think: Input should be 'low', 'medium' or 'high'"),
         (CHAT, chat(keep_alive=True), (400, "invalid-request"), "keep_alive"),
         (
             CHAT,
