@@ -117,7 +117,17 @@ def _run_langchain_tests(server: Serving, programs: Path) -> bool:
     with tempfile.TemporaryDirectory(prefix="lmx-lab-clients-") as folder:
         # A copy, because pytest would import the fixtures of this project, which is not installed there.
         tests = shutil.copy(LANGCHAIN_TESTS, Path(folder) / "test_lab.py")
-        command = [programs / "python", "-m", "pytest", "-q", "-o", "asyncio_mode=auto", "-k", "tool", tests]
+        command = [
+            programs / "python",
+            "-m",
+            "pytest",
+            "-q",
+            "-o",
+            "asyncio_mode=auto",
+            "-k",
+            "test_tool or test_bind",
+            tests,
+        ]
         environ = {**os.environ, "LAB": f"http://127.0.0.1:{server.port}/v1"}
         return subprocess.run(command, cwd=folder, env=environ, check=False).returncode == 0
 
