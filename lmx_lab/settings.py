@@ -174,6 +174,12 @@ class Settings:
                     f"model_aliases has {alias!r}; write each as name=id, such as gpt-4o=smollm2-135m",
                     param="model_aliases",
                 )
+        names = [alias.partition("=")[0] for alias in self.model_aliases]
+        if len({*names}) < len({*self.model_aliases}):
+            raise InvalidRequestError(
+                f"model_aliases has a name with two ids in {', '.join(self.model_aliases)}; keep one of them",
+                param="model_aliases",
+            )
         for name in ("host", "daemon_host"):
             if not getattr(self, name).strip():
                 raise InvalidRequestError(

@@ -97,6 +97,9 @@ class TokenAnswer:
             raise InvalidRequestError(
                 f"token is {token!r:.80}; it must be the id or the text of one token", param="token"
             )
+        for name, value in (("seed", seed), ("max_tokens", max_tokens)):
+            if value is not None and (isinstance(value, bool) or not isinstance(value, int)):
+                raise InvalidRequestError(f"{name} is {value!r:.40}; it must be an integer", param=name)
         return Continuation(
             request=self.request,
             model=self.model,

@@ -84,7 +84,8 @@ class ComparisonRun:
         all_scores: bool,
     ) -> None:
         self.prompts = _checked_prompts(prompts)
-        self.settings = _read_settings(settings, backend)
+        loaded = backend.state().model
+        self.settings = _read_settings(settings, loaded or "")
         if (count := len(self.prompts) * len(self.settings)) > MAX_ANSWERS:
             raise InvalidRequestError(
                 f"the comparison has {count} answers, and the limit is {MAX_ANSWERS}; compare fewer prompts"
@@ -100,6 +101,8 @@ class ComparisonRun:
             for number, prompt in enumerate(self.prompts)
             for setting in self.settings
         ]
+        if loaded is None and any(setting.spec is None for setting in self.settings):
+            raise NotLoadedError("no model is loaded; load one, or name a model in each setting")
         self.path = None if path is None else Path(path).expanduser()
         self.store = RecordStore(self.path) if path is not None else RecordStore(max_bytes=MEMORY_BYTES)
         self.records = {record.request_id: record for record in self.store}
@@ -236,14 +239,23 @@ def _checked_prompts(prompts: Sequence[Prompt]) -> list[Prompt]:
 
 
 def _read_settings(
-    settings: Mapping[str, Mapping[str, Any]] | Sequence[Mapping[str, Any]], backend: Backend
+    settings: Mapping[str, Mapping[str, Any]] | Sequence[Mapping[str, Any]], loaded: str
 ) -> list[Setting]:
     """Return the settings with their names and models.
 
+    Args:
+        loaded: The loaded model, which settings without a model mean.
+
     Raises:
-        InvalidRequestError: there is none, two have the same name, or only some of them name a model.
-        NotLoadedError: none names a model, and no model is loaded.
+        InvalidRequestError: there is none, one is not a dictionary, two have the same name, or only some of them name
+            a model.
     """
+    for each in settings.values() if isinstance(settings, Mapping) else settings:
+        if not isinstance(each, Mapping):
+            raise InvalidRequestError(
+                f"a setting is {each!r:.80}; pass a dictionary of parameters, such as {{'temperature': 0}}",
+                param="settings",
+            )
     pairs = list(settings.items()) if isinstance(settings, Mapping) else [(_name(each), each) for each in settings]
     if not pairs:
         raise InvalidRequestError("there are no settings; pass at least one, such as {}", param="settings")
@@ -252,10 +264,7 @@ def _read_settings(
         raise InvalidRequestError("some settings name a model and others do not; name one in all", param="settings")
     if len({name for name, _ in pairs}) < len(pairs):
         raise InvalidRequestError("two settings are the same, or have the same name", param="settings")
-    loaded = backend.state().model
-    if not any(with_model) and loaded is None:
-        raise NotLoadedError("no model is loaded; load one, or name a model in each setting")
-    return [_read_setting(name, each, loaded or "") for name, each in pairs]
+    return [_read_setting(str(name), each, loaded) for name, each in pairs]
 
 
 def _read_setting(name: str, given: Mapping[str, Any], loaded: str) -> Setting:

@@ -150,14 +150,16 @@ class Comparison:
     def _setting(self, setting: str | int) -> Setting:
         try:
             return self._run.settings[self.settings.index(setting) if isinstance(setting, str) else setting]
-        except (ValueError, IndexError):
+        except (ValueError, IndexError, TypeError):
             raise InvalidRequestError(
                 f"there is no setting {setting!r:.80}; the settings are {', '.join(self.settings)}", param="setting"
             ) from None
 
     def _cell(self, prompt: int, setting: str | int) -> Cell:
-        if not 0 <= prompt < len(self.prompts):
-            raise InvalidRequestError(f"there is no prompt {prompt}; there are {len(self.prompts)}", param="prompt")
+        if not isinstance(prompt, int) or not 0 <= prompt < len(self.prompts):
+            raise InvalidRequestError(
+                f"there is no prompt {prompt!r:.40}; they are 0 to {len(self.prompts) - 1}", param="prompt"
+            )
         return self._run.cells_of(prompt)[self._run.settings.index(self._setting(setting))]
 
     def _record(self, cell: Cell) -> Record:

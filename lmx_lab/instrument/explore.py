@@ -61,8 +61,8 @@ async def explore(
     first = await _first_position(backend, request, width)
     if not first.ids or not first.logprobs:
         raise InvalidRequestError(
-            "the engine reports no token ids or alternatives for this answer; leave out tools, or load the model with "
-            'engine="mlx"'
+            "the ids of this answer's tokens are not known, because its server runs elsewhere or the engine does not "
+            'report them; use a lab that launch() has started, and leave out tools or load the model with engine="mlx"'
         )
     beginnings = _Beginning().extended(first.logprobs[0], width)
     for _ in range(1, depth):

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 import html
+import operator
 import os
 from collections.abc import Iterator, Sequence
 from datetime import UTC, datetime
@@ -174,7 +175,7 @@ class RequestList(Sequence[RecordedRequest]):
     def __getitem__(self, at: int | slice) -> RecordedRequest | list[RecordedRequest]:
         if isinstance(at, slice):
             return [self[index] for index in range(*at.indices(len(self)))]
-        record = self._store.at(at)
+        record = self._store.at(operator.index(at))
         if record is None:
             raise IndexError(f"there is no request {at}; {len(self)} are recorded")
         return self._element(record)

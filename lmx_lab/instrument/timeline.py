@@ -86,8 +86,10 @@ class Timeline(Sequence[RequestTimeline]):
         """
         try:
             one = self._requests[at]
-        except IndexError:
-            raise InvalidRequestError(f"there is no request {at}; the timeline has {len(self)}", param="at") from None
+        except (IndexError, TypeError):
+            raise InvalidRequestError(
+                f"there is no request {at!r:.40}; the timeline has {len(self)}", param="at"
+            ) from None
         return "\n".join(self._sentences(one))
 
     def _sentences(self, one: RequestTimeline) -> Iterator[str]:

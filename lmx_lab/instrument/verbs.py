@@ -6,6 +6,7 @@ import os
 from collections.abc import Mapping, Sequence
 from typing import Any, Protocol
 
+from lmx_lab.errors import InvalidRequestError
 from lmx_lab.instrument.access import LabAccess
 from lmx_lab.instrument.compare import ComparisonRun, Prompt
 from lmx_lab.instrument.comparison import Comparison
@@ -32,8 +33,12 @@ class InstrumentVerbs:
         The last 256 requests are kept, including running ones. A timeline contains neither texts nor tokens.
 
         Raises:
-            InvalidRequestError: the server runs elsewhere.
+            InvalidRequestError: the server runs elsewhere, or the time is not a number.
         """
+        if not isinstance(last_s, int | float) or not last_s >= 0:
+            raise InvalidRequestError(
+                f"last_s is {last_s!r:.40}; it must be a number of seconds, 0 or more", param="last_s"
+            )
         return Timeline(self._access.backend.timelines(last_s))
 
     def compare(

@@ -20,7 +20,7 @@ from pydantic_core import to_json
 
 from lmx_lab.engine import EmbeddingRequest, Embeddings, GenerationRequest, InfillPrompt, ModelManager, TextPrompt
 from lmx_lab.engine.model_lookup import CHAT, public_id
-from lmx_lab.errors import InvalidRequestError, LabError
+from lmx_lab.errors import InvalidRequestError, LabError, ModelNotFoundError
 from lmx_lab.http.bodies import StrictRoute
 from lmx_lab.http.error_bodies import client_of, detail_for, ollama_error, request_id_of
 from lmx_lab.http.event_stream import EventStream, while_connected
@@ -28,14 +28,15 @@ from lmx_lab.http.guard import is_local
 from lmx_lab.http.openapi import JSON_LINES, json_lines
 from lmx_lab.server.admin import check_admin
 from lmx_lab.server.chat import ignored_header
+from lmx_lab.server.chat_history import validated_request
 from lmx_lab.server.embeddings import NUMBERS_PER_STEP, number_rows
 from lmx_lab.server.generation import Generation
 from lmx_lab.server.inference import InferenceService
 from lmx_lab.server.openapi import OLLAMA_ERRORS
 from lmx_lab.server.translate import chat_logprobs, generation_request
+from lmx_lab.settings import Settings
 from lmx_lab.values.generation import Delta, GenerationReport, ToolCallDelta, merge_tool_calls
 from lmx_lab.values.models import LoadSpec
-from lmx_lab.wire.chat import ChatRequest
 from lmx_lab.wire.generation import ANY_MODEL
 from lmx_lab.wire.ollama import (
     OllamaBody,
@@ -159,7 +160,7 @@ async def _load_or_unload(
     manager: ModelManager, body: OllamaGenerationBody, request: Request, *, lan_admin: bool
 ) -> Response:
     """Load the model of a request without a prompt, or unload it."""
-    name, local = requested_model(body.model), is_local(request.scope)
+    name, local = known_model(body.model, manager.settings), is_local(request.scope)
     resident = manager.model_for(name, CHAT, local=local)
     if body.unloads or resident is None:
         check_admin(local=local, lan_admin=lan_admin)
@@ -167,7 +168,12 @@ async def _load_or_unload(
         await manager.unload(name, local=local)
     elif not body.unloads and resident is None:
         # Treated like a caller on another machine, so that the name can be neither a path nor a model to download.
-        await manager.load(LoadSpec(model=name or ANY_MODEL), local=False)
+        try:
+            await manager.load(LoadSpec(model=name or ANY_MODEL), local=False)
+        except ModelNotFoundError:
+            # With this setting, the loaded model answers requests for unknown models.
+            if not manager.settings.any_model or manager.model_for(None, CHAT) is None:
+                raise
     shared: dict[str, Any] = {
         "model": body.model,
         "created_at": now(),
@@ -194,6 +200,12 @@ def requested_model(name: str) -> str | None:
     return None if name in ("", ANY_MODEL) else name
 
 
+def known_model(name: str, settings: Settings) -> str | None:
+    """Return the id that a request means, also by a name in ``Settings.model_aliases``; None for any model."""
+    id_ = requested_model(name)
+    return None if id_ is None else settings.ids_by_alias.get(id_, id_)
+
+
 def listed_name(model: str) -> str:
     """Return the name of a model in Ollama's form, which always has a tag."""
     return model if ":" in model else f"{model}{LATEST}"
@@ -206,8 +218,8 @@ def engine_request(body: OllamaChatRequest | OllamaGenerateRequest) -> Generatio
     """Convert a request to the engine's request.
 
     Raises:
-        InvalidRequestError: fields do not fit together, or a tool's message does not answer a call.
-        ValidationError: the request exceeds a limit of the chat format.
+        InvalidRequestError: fields do not fit together, a tool's message does not answer a call, or the request is not
+            valid in the chat format.
     """
     if isinstance(body, OllamaChatRequest):
         return _chat_request(body, messages=_chat_messages(body.messages), tools=_tools(body))
@@ -237,7 +249,7 @@ def _chat_request(body: OllamaGenerationBody, **fields: Any) -> GenerationReques
         fields["response_format"] = {"type": "json_object"} if body.format == "json" else schema
     if body.logprobs:
         fields |= {"logprobs": True, "top_logprobs": body.top_logprobs}
-    return generation_request(ChatRequest.model_validate(fields))
+    return generation_request(validated_request(fields))
 
 
 def _tools(body: OllamaChatRequest) -> list[dict[str, Any]] | None:

@@ -17,7 +17,7 @@ from fastapi import APIRouter, Request, Response
 from lmx_lab.broadcast import Feed
 from lmx_lab.engine import ModelManager
 from lmx_lab.engine.model_lookup import ANY_KIND, entries_in_memory, public_id, unknown_model
-from lmx_lab.errors import InvalidRequestError, LabError, QueueFullError, UnusableModelError
+from lmx_lab.errors import InvalidRequestError, LabError, ModelNotFoundError, QueueFullError, UnusableModelError
 from lmx_lab.http.bodies import StrictRoute
 from lmx_lab.http.error_bodies import detail_for, ollama_error, request_id_of
 from lmx_lab.http.event_stream import EventStream, while_connected
@@ -25,7 +25,7 @@ from lmx_lab.http.guard import is_local
 from lmx_lab.http.openapi import JSON_LINES, json_lines
 from lmx_lab.server.admin import check_admin, listed_models
 from lmx_lab.server.chat import ignored_header
-from lmx_lab.server.ollama import listed_name, requested_model
+from lmx_lab.server.ollama import known_model, listed_name
 from lmx_lab.server.openapi import OLLAMA_COMMON_ERRORS, OLLAMA_ERRORS, OLLAMA_LISTING_ERRORS
 from lmx_lab.settings import Settings
 from lmx_lab.values.models import ModelEntry
@@ -107,7 +107,7 @@ def ollama_model_routes(*, manager: ModelManager, catalog: Catalog, settings: Se
     @router.post("/show", response_model=OllamaModelInfo, responses=OLLAMA_LISTING_ERRORS)
     async def show(body: OllamaShowRequest, request: Request) -> Response:
         """Describe a model on this disk: its template, what it can do, and its context length."""
-        name, local = _named(body), is_local(request.scope)
+        name, local = _named(body, settings), is_local(request.scope)
         entry = await _find(name, catalog, manager, local=local)
         now = manager.snapshot
         context_length = now.context_length if entry is now.entry else entry.context_length
@@ -127,7 +127,7 @@ def ollama_model_routes(*, manager: ModelManager, catalog: Catalog, settings: Se
         """Download a model without loading it. The download continues if the client disconnects, and further requests
         join it.
         """
-        name, local = _named(body), is_local(request.scope)
+        name, local = _named(body, settings), is_local(request.scope)
         check_admin(local=local, lan_admin=settings.lan_admin)
         download = await while_connected(request, downloads.join(name or "", local=local))
         headers = ignored_header(body.model_extra or {})
@@ -140,26 +140,31 @@ def ollama_model_routes(*, manager: ModelManager, catalog: Catalog, settings: Se
     return router
 
 
-def _named(body: OllamaModelRequest) -> str | None:
+def _named(body: OllamaModelRequest, settings: Settings) -> str | None:
     name = body.model or body.name
     if name is None:
         raise InvalidRequestError("model: is missing; send the name of a model, as /api/tags lists it", param="model")
-    return requested_model(name)
+    return known_model(name, settings)
 
 
 async def _find(name: str | None, catalog: Catalog, manager: ModelManager, *, local: bool) -> ModelEntry:
     """Return the model of this name on disk or in memory; of a model in several formats, the one that is listed.
+    With ``Settings.any_model``, an unknown name means the loaded model.
 
     Raises:
         ModelNotFoundError: there is none.
     """
     now = manager.snapshot
-    if name is None and now.entry is not None:
+    if name is None:
+        if now.entry is None:
+            raise ModelNotFoundError("no model is loaded; name one that /api/tags lists", param="model")
         return now.entry
     for listed in (await listed_models(catalog, manager))[0]:
-        if public_id(listed.entry.id, local=local) == name or (name is not None and listed.has_alias(name)):
+        if public_id(listed.entry.id, local=local) == name or listed.has_alias(name):
             return listed.entry
-    raise unknown_model(name or "", now, ANY_KIND)
+    if manager.settings.any_model and now.entry is not None:
+        return now.entry
+    raise unknown_model(name, now, ANY_KIND)
 
 
 # Listings

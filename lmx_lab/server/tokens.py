@@ -16,6 +16,7 @@ from lmx_lab.http.event_stream import while_connected
 from lmx_lab.http.guard import is_local
 from lmx_lab.http.openapi import failures
 from lmx_lab.server.chat import ignored_header
+from lmx_lab.server.chat_history import validated_request
 from lmx_lab.server.health import problem
 from lmx_lab.server.inference import InferenceService
 from lmx_lab.server.openapi import INFERENCE_ERRORS
@@ -23,7 +24,6 @@ from lmx_lab.server.translate import generation_request
 from lmx_lab.values.generation import token_text
 from lmx_lab.weights.files import in_thread
 from lmx_lab.weights.templates import main_template
-from lmx_lab.wire.chat import ChatRequest
 from lmx_lab.wire.generation import ANY_MODEL
 from lmx_lab.wire.tokens import (
     DetokenizeAnswer,
@@ -112,7 +112,7 @@ def _prompt_request(body: TokenizeRequest) -> GenerationRequest:
         prompt = TextPrompt(text=body.text, special=body.special)
         return GenerationRequest(prompt=prompt, model=requested_model(body.model))
     fields = {name: getattr(body, name) for name in ("model", "messages", "tools", "chat_template_kwargs")}
-    return generation_request(ChatRequest.model_validate(fields))
+    return generation_request(validated_request(fields))
 
 
 def _piece(data: bytes) -> str | list[int]:

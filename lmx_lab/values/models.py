@@ -5,9 +5,9 @@ from __future__ import annotations
 from collections.abc import Container, Iterable, Mapping
 from dataclasses import dataclass, field, fields
 from pathlib import Path
-from typing import Literal, Self, TypedDict, cast
+from typing import Literal, Self, TypedDict, cast, get_args
 
-from lmx_lab.errors import ArgumentError
+from lmx_lab.errors import ArgumentError, InvalidRequestError
 
 Kind = Literal["chat", "embedding", "rerank"]
 
@@ -78,9 +78,15 @@ class LoadSpec:
 
         Raises:
             ArgumentError: there is no such option.
+            InvalidRequestError: there is no such engine.
         """
         if unknown := options.keys() - LoadOptions.__annotations__.keys():
             raise ArgumentError.unknown("load", min(unknown), ["model", *LoadOptions.__annotations__])
+        choices = get_args(EngineChoice)
+        if (engine := options.get("engine", "auto")) not in choices:
+            raise InvalidRequestError(
+                f"engine is {engine!r:.40}; it must be one of {', '.join(choices)}", param="engine"
+            )
         return cls(model=model, **options)
 
     @property

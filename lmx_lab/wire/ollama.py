@@ -55,9 +55,12 @@ def read_duration(value: Any) -> float:
         seconds = sum(float(number) * UNITS[unit] for number, unit in PART.findall(match["parts"]))
         return -seconds if match["sign"] == "-" else seconds
     try:
-        return float(text[:DURATION_CHARACTERS])
+        seconds = float(text[:DURATION_CHARACTERS])
     except ValueError:
-        raise ValueError('must be a number of seconds, or a duration such as "5m" or "1h30m"') from None
+        seconds = math.nan
+    if math.isnan(seconds):
+        raise ValueError('must be a number of seconds, or a duration such as "5m" or "1h30m"')
+    return seconds
 
 
 OllamaDuration = Annotated[

@@ -115,6 +115,8 @@ def test_other_names_of_models_are_answered_if_the_settings_say_so(naming: httpx
     for name in ("gpt-4o", "small", "claude-opus", "/etc/passwd"):
         assert naming.post(CHAT, json=echo_body(model=name)).json()["model"] == "echo"
         assert naming.post("/v1/embeddings", json={"model": name, "input": "sea"}).json()["model"] == "echo"
+        assert naming.post("/api/show", json={"model": f"{name}:latest"}).json()["modelfile"] == "FROM echo:latest\n"
+        assert naming.post("/api/generate", json={"model": name}).json()["done_reason"] == "load"
     message = error_of(http.post(CHAT, json=echo_body(model="gpt-4o")), 404, "model-not-found")["message"]
     assert "--model-alias" in message
     assert "--any-model" in message
@@ -123,6 +125,10 @@ def test_other_names_of_models_are_answered_if_the_settings_say_so(naming: httpx
 def test_an_alias_alone_leaves_other_names_unknown(tmp_path: Path) -> None:
     with serving(tmp_path, "echo", model_aliases=["gpt-4o=echo"]) as lab, httpx2.Client(base_url=lab.url) as http:
         assert http.post(CHAT, json=echo_body(model="gpt-4o")).json()["model"] == "echo"
+        assert http.post("/api/generate", json={"model": "gpt-4o", "keep_alive": 0}).json()["done_reason"] == "unload"
+        assert lab.engine.snapshot.model is None
+        assert http.post("/api/generate", json={"model": "gpt-4o"}).json()["done_reason"] == "load"
+        assert lab.engine.snapshot.model == "echo"
         error_of(http.post(CHAT, json=echo_body(model="gpt-5")), 404, "model-not-found")
 
 
@@ -130,6 +136,11 @@ def test_an_alias_alone_leaves_other_names_unknown(tmp_path: Path) -> None:
 def test_an_alias_needs_both_names(alias: str) -> None:
     with pytest.raises(InvalidRequestError, match="name=id"):
         Settings(model_aliases=(alias,))
+
+
+def test_an_alias_with_two_ids_is_refused() -> None:
+    with pytest.raises(InvalidRequestError, match="a name with two ids"):
+        Settings(model_aliases=("gpt-4o=echo", "gpt-4o=other"))
 
 
 CALLS = [{"name": "look", "arguments": {"at": at}} for at in ("sea", "sky", "sea", "shore")]

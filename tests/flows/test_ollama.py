@@ -43,6 +43,10 @@ def user(text: str) -> list[dict[str, Any]]:
     return [{"role": "user", "content": text}]
 
 
+def asked_for_clock(arguments: Any) -> dict[str, Any]:
+    return {"role": "assistant", "tool_calls": [{"function": {"name": "clock", "arguments": arguments}}]}
+
+
 def lines(http: httpx2.Client, path: str, body: dict[str, Any]) -> list[dict[str, Any]]:
     """Return the lines of a stream; each ends with a line feed, as clients require."""
     with http.stream("POST", path, json=body) as response:
@@ -203,6 +207,8 @@ def test_durations_have_many_forms(given: Any, seconds: float) -> None:
     ("path", "body", "expected", "message"),
     [
         (CHAT, chat(keep_alive="soon"), (400, "invalid-request"), "keep_alive: must be a number of seconds"),
+        (CHAT, chat(keep_alive="nan"), (400, "invalid-request"), "keep_alive: must be a number of seconds"),
+        (CHAT, chat(think="deep"), (400, "invalid-request"), "think: Input should be 'low', 'medium' or 'high'"),
         (CHAT, chat(keep_alive=True), (400, "invalid-request"), "keep_alive"),
         (
             CHAT,
@@ -219,6 +225,14 @@ def test_durations_have_many_forms(given: Any, seconds: float) -> None:
         (CHAT, chat(options={"stop": ["x"] * 17}), (400, "invalid-request"), "options.stop"),
         (CHAT, chat(messages=[{"role": "tool", "content": "x"}]), (400, "invalid-request"), "tool_call_id"),
         (CHAT, chat(messages=[*HELLO, {"role": "assistant", "content": "H"}]), (400, "invalid-request"), "continue"),
+        (CHAT, chat(tools=TOOLS * 2), (400, "invalid-request"), "names must be unique"),
+        (
+            CHAT,
+            chat(messages=[*HELLO, asked_for_clock("UTC"), *HELLO]),
+            (400, "invalid-request"),
+            "arguments: is not JSON",
+        ),
+        (GENERATE, {"prompt": "a", "format": {"title": "x" * 300_000}}, (400, "invalid-request"), "json_schema"),
         (CHAT, chat(messages=user("a " * 40_000)), (400, "context-length-exceeded"), "tokens"),
         (CHAT, chat(model="other:latest"), (503, "no-model-loaded"), "other is not loaded"),
         (CHAT, chat(model="none:7b"), (404, "model-not-found"), "none:7b"),
@@ -298,6 +312,7 @@ def test_a_request_without_a_prompt_loads_or_unloads_the_model(fresh_lab: Lab, f
     unloaded = fresh_http.post(GENERATE, json={"model": "echo:latest", "keep_alive": "0s"}).json()
     assert (unloaded["done"], unloaded["done_reason"], unloaded["response"]) == (True, "unload", "")
     assert fresh_lab.engine.snapshot.model is None
+    assert "no model is loaded" in fresh_http.post("/api/show", json={"model": "default"}).json()["error"]
     assert fresh_http.post(CHAT, json={"model": "echo", "messages": [], "keep_alive": 0}).status_code == 200
     loaded = fresh_http.post(CHAT, json={"model": "echo", "messages": []}).json()
     assert (loaded["done_reason"], loaded["message"]) == ("load", {"role": "assistant", "content": ""})

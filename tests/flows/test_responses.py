@@ -203,6 +203,7 @@ OUTPUT = {"type": "function_call_output", "call_id": "c1", "output": "noon"}
         ({"tools": [{"type": "function", "name": "a b"}]}, 400, "tools.0.name", "rename it"),
         ({"tools": TOOLS[:1] * 2}, 400, "tools", "names must be unique"),
         ({"tool_choice": "required"}, 400, "tool_choice", "there are no tools"),
+        ({"tool_choice": {"type": 5}}, 400, "tool_choice.type", "valid string"),
         ({"tools": TOOLS, "tool_choice": {"type": "web_search"}}, 400, "tool_choice", "names 'web_search'"),
         ({"text": {"format": {"type": "xml"}}}, 400, "response_format.type", "is not a format"),
         ({"background": True, "stream": True}, 400, None, "leave one of them out"),

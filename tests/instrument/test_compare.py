@@ -132,6 +132,8 @@ def test_invalid_comparisons_are_refused_before_anything_is_loaded(
         ([{}, {"model": "echo"}], "name one in all"),
         ([{}, {}], "two settings are the same"),
         ([{"engine": "mlx"}], "also name the model"),
+        ({"first": 0.5}, "pass a dictionary"),
+        ([{"model": "echo", "engine": "vllm"}], "must be one of auto, mlx, llama.cpp"),
         ([{"model": "echo"}, {"model": "echo", "temperature": -1}], "temperature"),
     ):
         with pytest.raises(InvalidRequestError, match=message):
@@ -142,7 +144,7 @@ def test_invalid_comparisons_are_refused_before_anything_is_loaded(
     with pytest.raises(InvalidRequestError, match="the limit is 10000"):
         lab.compare(["hello"] * 10_001, [{}])
     comparison = lab.compare(["hello"], [{}])
-    for wrong in ({"prompt": 1, "setting": 0}, {"prompt": 0, "setting": "x"}):
+    for wrong in ({"prompt": 1, "setting": 0}, {"prompt": "0", "setting": 0}, {"prompt": 0, "setting": "x"}):
         with pytest.raises(InvalidRequestError, match="there is no"):
             comparison.lens(**wrong)
     with pytest.raises(InvalidRequestError, match="cannot be written"):

@@ -114,6 +114,8 @@ def check_nesting(spans: list[Span], total_s: float) -> None:
 def test_the_spans_nest_and_add_up_to_the_measured_time(lab: lmx_lab.Lab) -> None:
     replies = [lab.chat(f"the sea is wide {number}", stop=["wide"]) for number in range(2)]
     timeline = lab.timeline()[-2:]
+    with pytest.raises(InvalidRequestError, match="last_s is nan"):
+        lab.timeline(last_s=float("nan"))
     for one, reply in zip(timeline, replies, strict=True):
         assert reply.report is not None
         check_nesting(one.spans(), reply.report.total_s)
@@ -193,6 +195,8 @@ def test_an_explanation_names_slow_steps_pauses_and_what_was_computed_meanwhile(
     ]
     with pytest.raises(InvalidRequestError, match="there is no request 5"):
         Timeline([QUIET]).explain(5)
+    with pytest.raises(InvalidRequestError, match="there is no request 'last'"):
+        Timeline([QUIET]).explain("last")  # type: ignore[arg-type]
 
 
 def test_a_lab_elsewhere_says_why_it_has_no_timeline_and_no_comparison(lab: lmx_lab.Lab) -> None:
@@ -200,7 +204,7 @@ def test_a_lab_elsewhere_says_why_it_has_no_timeline_and_no_comparison(lab: lmx_
         with pytest.raises(InvalidRequestError, match="elsewhere"):
             far.timeline()
         with pytest.raises(InvalidRequestError, match="elsewhere"):
-            far.compare(["hello"], [{"model": "echo"}])
+            far.compare(["hello"], [{"temperature": 0}])
         with pytest.raises(InvalidRequestError, match="elsewhere"):
             far._access.run(lambda backend: backend.score([1, 2], model=None, top=1))
 
