@@ -25,6 +25,8 @@ from lmx_lab.wire.generation import Timings, Usage
 from lmx_lab.wire.rerank import RerankBody
 
 T = TypeVar("T")
+LOAD_SHOWN_S = 1.0
+"""A load whose engine reports no progress is shown if it takes longer than this."""
 Progress = Callable[[ModelEvent], None]
 """Called with each step of a load or unload, on the event loop that awaits it."""
 
@@ -234,26 +236,36 @@ class RunningChange(Generic[T]):
         self._steps = steps.subscribe()
         self._unloading: ModelEvent | None = None
         """The last event of the stage ``unloading``, until the model is unloaded."""
+        self._loading: ModelEvent | None = None
+        """The event of the stage ``load``, until it is returned."""
         self._task = asyncio.create_task(start(steps.publish), name=name)
         self._task.add_done_callback(functools.partial(_end_steps, steps))
 
     async def step(self) -> ModelEvent | None:
         """Return the next step of a load or unload; None at the end. While an unload waits for running answers, it
-        returns a step with the remaining time each second.
+        returns a step with the remaining time each second. The stage ``load`` is returned only if it takes longer than
+        ``LOAD_SHOWN_S``.
         """
         while True:
+            limit_s = LOAD_SHOWN_S if self._loading is not None else 1.0 if self._unloading is not None else None
             try:
-                step = await asyncio.wait_for(anext(self._steps), None if self._unloading is None else 1.0)
+                step = await asyncio.wait_for(anext(self._steps), limit_s)
             except StopAsyncIteration:
                 return None
             except TimeoutError:
+                if (loading := self._loading) is not None:
+                    self._loading = None
+                    return loading
                 assert self._unloading is not None
                 step = _one_second_later(self._unloading)
+            self._loading = None
             if step.unloading is not None or self._unloading is not None:
                 self._unloading = step if step.unloading is not None else None
                 return step
-            if step.done_bytes is not None or step.stage == "load":
+            if step.done_bytes is not None:
                 return step
+            if step.stage == "load":
+                self._loading = step
 
     @property
     def unloading(self) -> ModelEvent | None:

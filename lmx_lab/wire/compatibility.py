@@ -86,7 +86,7 @@ class CompatibleFields(GenerationFields, Hints):
     grammar: GbnfGrammar | None = None
     """A format of the answer as a grammar in GBNF, llama.cpp's grammar format."""
     max_completion_tokens: TokenLimit | None = None
-    """The newer name of ``max_tokens``."""
+    """The newer name of ``max_tokens``, which it overrides."""
     n_predict: TokenLimit | None = None
     """llama.cpp's name of ``max_tokens``."""
     repeat_penalty: RepetitionPenalty | None = None
@@ -109,7 +109,10 @@ class CompatibleFields(GenerationFields, Hints):
     def _given(self, name: str) -> dict[str, Any]:
         """Return the values of a parameter by the name under which they are given."""
         names = [each for each in (name, *NAMES[name]) if each in self.model_fields_set]
-        return {each: value for each in names if (value := getattr(self, each)) is not None}
+        given = {each: value for each in names if (value := getattr(self, each)) is not None}
+        if "max_completion_tokens" in given:
+            given.pop("max_tokens", None)
+        return given
 
     @model_validator(mode="after")
     def _check_names(self) -> Self:

@@ -73,7 +73,7 @@ def test_commands_options_and_models_are_completed_in_bash(home: Path) -> None:
     assert completed_in_bash(home, "lmx-lab serve --model o") == ["org/below", "own"]
     assert completed(home, "lmx-lab serve --model o") == ["org/below", "own"]
     assert completed(home, "lmx-lab mod") == ["models"]
-    assert completed(home, "lmx-lab serve --mod") == ["--model", "--models"]
+    assert completed(home, "lmx-lab serve --mod") == ["--model", "--models", "--model-alias"]
 
 
 @pytest.mark.usefixtures("home")

@@ -64,6 +64,7 @@ async def check_repetition(manager: ModelManager, requests: list[GenerationReque
             assert parallel == expected
 
 
+@pytest.mark.long
 async def test_greedy_and_seeded_answers_do_not_depend_on_other_requests(manager: ModelManager) -> None:
     greedy = [story(topic, max_tokens=8) for topic in TOPICS[:3]]
     seeded = [story(topic, seed=seed, max_tokens=8) for seed, topic in enumerate(TOPICS[3:6])]

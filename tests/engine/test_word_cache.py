@@ -69,6 +69,7 @@ def test_an_unloaded_chat_model_leaves_no_cached_words(tmp_path: Path, smollm2: 
     assert leaked_bytes(use) < MOST_BYTES
 
 
+@pytest.mark.long
 def test_an_unloaded_embedding_model_leaves_no_cached_words(tmp_path: Path, smollm2: ModelEntry) -> None:
     bpe = Tokenizer.from_file(str(smollm2.path / "tokenizer.json"))
     entry = write_tiny_qwen3(

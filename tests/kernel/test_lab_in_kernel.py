@@ -299,7 +299,7 @@ def test_openai_works_in_the_cell_or_from_a_thread(lab: Notebook) -> None:
 
 
 def test_a_load_shows_its_download_in_the_calling_cell_only(lab: Notebook) -> None:
-    lab.run("lab.unload()")
+    lab.run("import lmx_lab.backend; lmx_lab.backend.LOAD_SHOWN_S = 60; lab.unload()")
     lab.start("lab.load('echo')")
     assert [list(bundle) for bundle in lab.read().shown] == [["text/plain"]]  # The report, without a progress bar.
     lab.start("""

@@ -27,7 +27,8 @@ def test_a_stream_displays_its_text_and_then_the_reply(fresh_notebook: Notebook)
 
 def test_a_slow_launch_shows_where_the_time_went(fresh_notebook: Notebook) -> None:
     fresh_notebook.start(
-        "import lmx_lab; from lmx_lab.notebook import launcher; launcher.SLOW_S = launcher.SHOWN_S = 0"
+        "import lmx_lab.backend; lmx_lab.backend.LOAD_SHOWN_S = 60; "
+        "from lmx_lab.notebook import launcher; launcher.SLOW_S = launcher.SHOWN_S = 0"
     )
     fresh_notebook.read()
     fresh_notebook.start("lab = lmx_lab.launch('echo', port=0)")

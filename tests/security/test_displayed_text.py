@@ -82,12 +82,14 @@ ANSWER = {
     "tokens": [["one", "text", -0.5, 1.0, 1, 5, [["two", -1.0, 6]]]],
 }
 ROW = {"id": "answer", "depth": 1, "place": "at 1", "tokens": 3, "logprob": -1.0, "text": "one", "shown": True}
+LANE = {"id": "r-0", "title": "12:00 r", "text": "1 s", "parts": [["decode", 0.0, 50.0, "decode 1 s"]]}
 FULL: dict[str, dict[str, Any]] = {
     "chat": {"turns": [TURN, {**TURN, "id": "t2", "role": "user"}], "forgotten": "some"},
     "models": {"jobs": [JOB], "error": "failed", "caption": "all", "engines": "two"},
     "metrics": {"job": "measuring"},
     "rerank": {"problem": "wrong"},
     "lens": {"answer": ANSWER, "branches": [ROW], "error": "wrong"},
+    "timeline": {"lanes": [LANE], "problem": "wrong"},
     "events": {},
 }
 

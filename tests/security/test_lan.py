@@ -22,6 +22,7 @@ import pytest
 from lmx_lab.values.models import ModelEntry
 from lmx_lab.wire.daemon import StateFile
 
+pytestmark = pytest.mark.long
 WAIT_S = 60
 SERVER, CLIENT = "10.77.0.1", "10.77.0.2"
 # One process sends all requests: each is a method, a URL, JSON or null, and headers.

@@ -82,6 +82,7 @@ def test_the_openapi_document_has_no_pages(lab: Lab) -> None:
     assert not {"/", "/docs"} & set(paths)
 
 
+@pytest.mark.long
 def test_routes_can_be_tried_without_internet_access_below_any_path(lab: Lab, tab: Page) -> None:
     """The page is below a path such as ``/user/me/proxy/8400/``, which the document does not contain."""
     prefix = "http://hub.example/user/me/proxy/8400/"

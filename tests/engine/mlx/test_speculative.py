@@ -136,6 +136,7 @@ async def answers(entry: ModelEntry, **options: Any) -> Answers:
     return Answers(alone, logprobs, [text for text, _ in (*together, again)])
 
 
+@pytest.mark.long
 @pytest.mark.anyio
 @pytest.mark.usefixtures("no_shared_model", "drafts_always_pay")
 async def test_answers_are_the_same_with_and_without_drafts(repetitive: ModelEntry, tiny: ModelEntry) -> None:

@@ -329,6 +329,7 @@ def enforced(draw: st.DrawFn) -> tuple[str, str, str]:
     return "".join(draw(SPACE) + part for part in parts), name, raw
 
 
+@pytest.mark.long
 @pytest.mark.slow
 @given(enforced(), st.lists(st.integers(1, 6), min_size=1))
 def test_an_enforced_call_is_returned_as_written(call: tuple[str, str, str], sizes: list[int]) -> None:

@@ -43,6 +43,7 @@ def load(tmp_path: Path, smollm2: ModelEntry) -> Load:
     return load_changed
 
 
+@pytest.mark.long
 @pytest.mark.slow
 def test_a_tokenizer_with_an_unknown_pattern_is_used_in_its_process(load: Load) -> None:
     model, plain = load({"normalizer": SLOW}), load({})

@@ -40,6 +40,7 @@ def smollm(smollm2_gguf: Path, tmp_path_factory: pytest.TempPathFactory) -> Mode
     return Catalog(Settings(home=tmp_path_factory.mktemp("home"))).convert(str(smollm2_gguf))
 
 
+@pytest.mark.long
 def test_the_converted_smollm2_gives_the_expected_answer(smollm: ModelEntry) -> None:
     answer = subprocess.check_output([sys.executable, "-W", "ignore", "-c", ASK, str(smollm.path)], text=True)
     assert answer.strip() == "The capital of France is Paris."
