@@ -35,7 +35,7 @@ def measure(bench: Bench) -> list[Row]:
 
 @contextmanager
 def _lab(path: Path) -> Iterator[lmx_lab.Lab]:
-    """Start a lab in this process, because branches are taken from answers of a notebook."""
+    """Start a lab in this process, because branches are generated from answers of a notebook."""
     with (
         tempfile.TemporaryDirectory() as home,
         lmx_lab.Lab(Settings(home=Path(home), port=0, slots=8), loop="thread") as lab,
@@ -47,7 +47,7 @@ def _lab(path: Path) -> Iterator[lmx_lab.Lab]:
 
 
 def _first_token(bench: Bench, lab: lmx_lab.Lab, engine: str) -> Row:
-    """Generate a long answer, and branches of one token, at positions that no other branch was near."""
+    """Generate a long answer, and branches of one token, at positions far from each other."""
     count = QUICK_ANSWER_TOKENS if bench.quick else ANSWER_TOKENS
     reply = lab.chat(PROMPT, max_tokens=count, temperature=0, ignore_eos=True)
     samples = []

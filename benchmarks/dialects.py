@@ -80,7 +80,7 @@ DIALECTS: Mapping[str, Dialect] = {
     "Responses": Dialect(path="/v1/responses", body=_responses_body, tokens=_responses_tokens),
     "Ollama": Dialect(path="/api/chat", body=_ollama_body, tokens=lambda line: line.get("eval_count")),
 }
-"""The measured formats. A further one needs only a row here."""
+"""The measured formats. To measure another format, add a row."""
 
 
 def measure(bench: Bench) -> list[Row]:

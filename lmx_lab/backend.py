@@ -189,7 +189,7 @@ class Backend(Protocol):
         """
 
     async def encode(self, text: str) -> Sequence[int]:
-        """Return the token ids of a text, which may begin with tokens that the tokenizer puts before each text."""
+        """Return the token ids of a text, including special tokens that the tokenizer adds to each text."""
 
     async def regenerate(self, record: Record) -> Record:
         """Generate the answer of a record again, and return the record of the new answer, which is not stored."""
@@ -206,7 +206,7 @@ class Backend(Protocol):
         """
 
     async def continue_answer(self, continuation: Continuation, *, recorded: bool = True) -> AnswerStream:
-        """Generate an answer again from a position on; the stream begins with the tokens before.
+        """Generate an answer again from a given position; the stream begins with the tokens before it.
 
         Args:
             recorded: Whether the answer is recorded like those of ``generate``.

@@ -116,7 +116,7 @@ class Settings:
     swap: bool = False
     """Whether a request for another model on disk loads that model. Otherwise the request is rejected."""
     model_aliases: tuple[str, ...] = ()
-    """Other names of models in requests, as ``name=id``, such as ``gpt-4o=smollm2-135m``."""
+    """Additional names for models in requests, as ``name=id``, such as ``gpt-4o=smollm2-135m``."""
     any_model: bool = False
     """Whether a request that names a model that is not on disk is answered by the loaded model. Otherwise the request
     is rejected."""

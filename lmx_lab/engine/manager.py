@@ -393,7 +393,7 @@ class ModelManager:
     async def with_model(
         self, request: GenerationRequest, work: Callable[[Resident], Awaitable[T]], *, local: bool = True
     ) -> T:
-        """Return the result of work with the chat model that a request names. It counts as a request in the queue."""
+        """Call a function with the chat model that a request names, and return its result. It counts as a request."""
 
         async def run(resident: Resident, permits: Sequence[Permit]) -> T:
             try:

@@ -1,4 +1,4 @@
-"""Describe an answer by its tokens, and generate it again from a position on."""
+"""Describe an answer by its tokens, and generate it again from a given position."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from lmx_lab.values.recording import NO_HASH, Continuation, Record
 
 NO_TOKENS = (
     "the ids of this answer's tokens are not known, because its server runs elsewhere or the engine did not report all "
-    "of them; continue an answer of a lab that launch() has started"
+    "of them; use an answer of a lab that launch() has started"
 )
 
 
@@ -77,7 +77,7 @@ class TokenAnswer:
     def continuation(
         self, at: int, token: int | str, *, seed: int | None = None, max_tokens: int | None = None
     ) -> Continuation:
-        """Return the request to generate the answer again from a position on.
+        """Return the request that generates the answer again from a given position.
 
         Args:
             at: Position of the first token that differs, from 0.
@@ -121,7 +121,7 @@ async def continue_answer(
     seed: int | None = None,
     max_tokens: int | None = None,
 ) -> TokenAnswer:
-    """Generate an answer again from a position on; see ``TokenAnswer.continuation``.
+    """Generate an answer again from a given position; see ``TokenAnswer.continuation``.
 
     Raises:
         InvalidRequestError: the answer cannot be continued there with this token.

@@ -46,7 +46,7 @@ class Setting:
 
     @property
     def load_key(self) -> str:
-        """Equal for settings that one load serves."""
+        """A key that is equal for settings with the same load."""
         options = {} if self.spec is None else dict(self.spec.options)
         return json.dumps([self.model, options], sort_keys=True, default=str)
 
@@ -63,7 +63,7 @@ class Cell:
 
 
 class ComparisonRun:
-    """The work of a comparison that is left to do.
+    """Computes the answers and scores of a comparison that are missing.
 
     Args:
         path: SQLite file for answers and scores; None keeps them in memory.
@@ -87,7 +87,9 @@ class ComparisonRun:
         loaded = backend.state().model
         self.settings = _read_settings(settings, loaded or "")
         if (count := len(self.prompts) * len(self.settings)) > MAX_ANSWERS:
-            raise InvalidRequestError(f"{count} answers are more than {MAX_ANSWERS}; compare fewer prompts at once")
+            raise InvalidRequestError(
+                f"the comparison has {count} answers, and the limit is {MAX_ANSWERS}; compare fewer prompts"
+            )
         self._all_scores = all_scores
         self.cells = [
             Cell(
@@ -110,7 +112,7 @@ class ComparisonRun:
         return self
 
     def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
-        # Both wait until all that is done was written, so that the same comparison can continue at once.
+        # Both wait until all finished work is written, so that the same comparison can continue immediately.
         if kind is not None:
             self.store.close()
         else:
@@ -130,7 +132,7 @@ class ComparisonRun:
         return sum(cell.key in self.records for cell in self.cells)
 
     def remaining(self) -> Iterator[tuple[str, Work]]:
-        """Yield what is left to do, as a description and a function. Each function has to be called before the next.
+        """Yield the remaining steps, each as a description and a function. Call each one before requesting the next.
 
         Models are loaded one after the other, each of them once. An answer is scored under the settings of its own
         model, and of the models that are loaded later.
@@ -195,7 +197,7 @@ class ComparisonRun:
             return False
         if answer.setting.load_key == cell.setting.load_key:
             return bool(record.answer)
-        # The tokens of another model are those of the text, which does not contain everything that was generated.
+        # Under another model, the text is tokenized again, which contains neither reasoning nor tool calls.
         return not record.reasoning and not record.tool_calls
 
     def _scoring(self, group: str, answered: Sequence[str]) -> Iterator[tuple[str, Work]]:
@@ -259,7 +261,7 @@ def _read_settings(
         raise InvalidRequestError("there are no settings; pass at least one, such as {}", param="settings")
     with_model = ["model" in each for _, each in pairs]
     if any(with_model) and not all(with_model):
-        raise InvalidRequestError("some settings name a model and others do not; name it in all", param="settings")
+        raise InvalidRequestError("some settings name a model and others do not; name one in all", param="settings")
     if len({name for name, _ in pairs}) < len(pairs):
         raise InvalidRequestError("two settings are the same, or have the same name", param="settings")
     return [_read_setting(str(name), each, loaded) for name, each in pairs]
@@ -270,7 +272,7 @@ def _read_setting(name: str, given: Mapping[str, Any], loaded: str) -> Setting:
     parameters = {key: value for key, value in given.items() if key not in {"model", *options}}
     if "model" not in given:
         if options:
-            raise InvalidRequestError(f"{min(options)} is an option of a load; name the model, too", param=min(options))
+            raise InvalidRequestError(f"{min(options)} is a load option; also name the model", param=min(options))
         return Setting(name=name, spec=None, model=loaded, parameters=parameters)
     model = os.fspath(given["model"])
     spec = LoadSpec.with_options(model, options)  # type: ignore[arg-type]

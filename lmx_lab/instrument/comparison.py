@@ -44,7 +44,7 @@ body {{ font: 14px/1.5 system-ui, sans-serif; margin: 1em; overflow-wrap: anywhe
 class Comparison:
     """The answers to prompts under several settings. In a notebook it is displayed as a grid.
 
-    Differences are marked against the first setting, word by word: underlined words are new, struck ones are missing.
+    Differences from the first setting are marked word by word: new words are underlined, missing ones struck through.
     """
 
     def __init__(self, run: ComparisonRun, lab: LabAccess) -> None:
@@ -91,7 +91,7 @@ class Comparison:
         if score is None:
             raise InvalidRequestError(
                 f"the answer of {cell.setting.name} was not scored under {other.name}; compare with all_scores=True, "
-                "or put the model of this setting later"
+                "or list this setting later (under another model, answers with reasoning or tool calls are not scored)"
             )
         return TokenLens(score.logprobs, source="scoring", color=color)
 
@@ -152,7 +152,7 @@ class Comparison:
             return self._run.settings[self.settings.index(setting) if isinstance(setting, str) else setting]
         except (ValueError, IndexError, TypeError):
             raise InvalidRequestError(
-                f"there is no setting {setting!r:.80}; they are {', '.join(self.settings)}", param="setting"
+                f"there is no setting {setting!r:.80}; the settings are {', '.join(self.settings)}", param="setting"
             ) from None
 
     def _cell(self, prompt: int, setting: str | int) -> Cell:

@@ -1,4 +1,4 @@
-"""Expand the most probable beginnings of an answer, and generate all of them to their end together."""
+"""Generate the answers that begin with the most probable tokens, and return them as a tree."""
 
 from __future__ import annotations
 
@@ -84,7 +84,7 @@ def _check(width: int, depth: int, max_tokens: int) -> None:
             raise InvalidRequestError(f"{name} is {value!r:.40}; it must be from 1 to {most}", param=name)
     if width**depth > MAX_LEAVES:
         raise InvalidRequestError(
-            f"width {width} and depth {depth} have {width**depth} answers; the limit is {MAX_LEAVES}", param="depth"
+            f"width {width} and depth {depth} make {width**depth} answers; the limit is {MAX_LEAVES}", param="depth"
         )
     if isinstance(max_tokens, bool) or not isinstance(max_tokens, int) or max_tokens < depth:
         raise InvalidRequestError(

@@ -30,7 +30,7 @@ ASK = "send the request with logprobs"
 SHOWN_TOKENS = 4000
 """Maximum number of tokens in the display; a data frame has all of them."""
 COLORS = ("#1a9850", "#91cf60", "#d9d93b", "#fc8d59", "#d73027")
-"""From tokens that the model expected to those that surprised it."""
+"""From the colour of expected tokens to that of unexpected ones."""
 ALPHA = "55"
 """Opacity of the colours, so that text is readable on them in light and dark themes."""
 LIMITS: Mapping[ColorBy, Sequence[float]] = {
@@ -239,7 +239,7 @@ def _legend(color: ColorBy) -> str:
 def parts_of(tokens: Sequence[TokenLogprob], answer: TokenAnswer) -> list[Part]:
     """Return which part of an answer each token belongs to.
 
-    The markers of reasoning and calls are in neither of its texts, so the parts are found by their positions.
+    The markers of reasoning and calls are neither in its text nor in its reasoning, so positions divide the parts.
     """
     raw = b"".join([token.bytes for token in tokens])
     reasoning, text = answer.reasoning.encode(), answer.text.strip().encode()

@@ -98,7 +98,7 @@ class RecordedRequest:
         seed: int | None = None,
         max_tokens: int | None = None,
     ) -> Branch:
-        """Generate the answer again from a position on, with another token there; see ``Branch.branch``."""
+        """Replace the token at a position, and generate the rest again; see ``Branch.branch``."""
         return self.tree().root.branch(at, token, name=name, seed=seed, max_tokens=max_tokens)
 
     async def abranch(
@@ -114,11 +114,11 @@ class RecordedRequest:
         return await self.tree().root.abranch(at, token, name=name, seed=seed, max_tokens=max_tokens)
 
     def tree(self) -> AnswerTree:
-        """Return the answer with the branches that were taken from this object."""
+        """Return the answer with the branches that were generated from this object."""
         return self._tree
 
     def timeline(self) -> Timeline:
-        """Return what the engine did for the request: when it waited, computed the prompt, and generated each token.
+        """Return when the request waited, when its prompt was computed, and when its tokens were generated.
 
         Raises:
             InvalidRequestError: no steps were recorded.

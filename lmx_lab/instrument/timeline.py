@@ -1,4 +1,4 @@
-"""Show what an engine did for requests and when: as a data frame, as bars, in words, and as a file for Perfetto."""
+"""Show what an engine did for requests and when: as a data frame, bars, an explanation, and a file for Perfetto."""
 
 from __future__ import annotations
 
@@ -79,7 +79,7 @@ class Timeline(Sequence[RequestTimeline]):
         return frame.assign(at=pandas.to_datetime(frame["at"], unit="s", utc=True))
 
     def explain(self, at: int = -1) -> str:
-        """Describe in words where the time of a request went, and what the engine did for others meanwhile.
+        """Explain where the time of a request went, and what the engine did for other requests meanwhile.
 
         Raises:
             InvalidRequestError: there is no such request.
@@ -103,11 +103,11 @@ class Timeline(Sequence[RequestTimeline]):
         if chunks:
             yield (
                 f"{sum(chunks)} of its {one.prompt_tokens} prompt tokens were computed in {len(chunks)} "
-                f"chunk{'s' if len(chunks) > 1 else ''}, {one.prefill_s:.3f} s."
+                f"chunk{'s' if len(chunks) > 1 else ''}, which took {one.prefill_s:.3f} s."
             )
         usual = [step.duration_s for step in one.steps if step.kind == "decode"]
         if usual:
-            yield f"{one.output_tokens} tokens took {one.decode_s:.3f} s, a step {median(usual):.3f} s in the median."
+            yield f"{one.output_tokens} tokens took {one.decode_s:.3f} s; the median step took {median(usual):.3f} s."
         marked = sorted(
             (segment for segment in one.segments() if segment.kind in ("slow", "paused")),
             key=lambda segment: -segment.duration_s,
@@ -123,7 +123,10 @@ class Timeline(Sequence[RequestTimeline]):
         others = others_during(self._requests, one, start_s, end_s)
         if not others.requests:
             return ""
-        computed = f", and {others.prompt_tokens} of their prompt tokens were computed" if others.prompt_tokens else ""
+        whose = "its" if others.requests == 1 else "their"
+        computed = (
+            f", and {others.prompt_tokens} of {whose} prompt tokens were computed" if others.prompt_tokens else ""
+        )
         count = "another request" if others.requests == 1 else f"{others.requests} other requests"
         return f"; meanwhile {count} had a slot{computed}"
 
@@ -189,10 +192,12 @@ def timeline_of_record(record: Record) -> Timeline:
     """Return the timeline of a recorded request.
 
     Raises:
-        InvalidRequestError: the record is from a version that did not record timelines.
+        InvalidRequestError: the record has no steps.
     """
     if not record.steps:
-        raise InvalidRequestError("no steps were recorded of this request, because it ended before it had a slot")
+        raise InvalidRequestError(
+            "no steps were recorded for this request: it ended before it had a slot, or an older version recorded it"
+        )
     timings = record.timings
     report = (timings["queue_s"], timings["prefill_s"], timings["decode_s"]) if timings else None
     queue_s, prefill_s, decode_s = phase_durations(record.steps, elapsed_s=record.steps[-1].end_s, report=report)

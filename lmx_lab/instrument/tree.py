@@ -28,7 +28,7 @@ COLUMNS = ("name", "parent", "at", "token", "tokens", "finish_reason", "logprob"
 DIFF_COLUMNS = ("change", "one", "other")
 SHOWN_CHARACTERS = 60
 WORD = re.compile(r"\s*\S+|\s+")
-NO_LAB = "this answer has no lab that can generate; take the branch in the kernel in which the answer was generated"
+NO_LAB = "this answer has no lab that can generate; generate the branch in the kernel that generated the answer"
 
 
 class Branch:
@@ -108,12 +108,12 @@ class Branch:
 
     @property
     def logprob(self) -> float:
-        """Log-probability of the whole answer. Its tokens are scored first if it is not known; raises as ``lens``."""
+        """Log-probability of the whole answer. If it is not known, the tokens are scored first. Raises as ``lens``."""
         return self.lens().logprob
 
     @property
     def known_logprob(self) -> float | None:
-        """The same if it is known without scoring tokens; None otherwise."""
+        """Log-probability of the whole answer if it is known without scoring; None otherwise."""
         return self.logprob if self._scored is not None or self.answer.is_scored else None
 
     def branch(
@@ -125,10 +125,10 @@ class Branch:
         seed: int | None = None,
         max_tokens: int | None = None,
     ) -> Branch:
-        """Generate the answer again from a position on, with another token there, and add it to the tree.
+        """Replace the token at a position, generate the rest of the answer again, and add the result to the tree.
 
-        The tokens before the position stay the same and are not computed again if they are cached. The rest is
-        generated with the sampling of the request, and is recorded.
+        The tokens before the position are kept, and are not computed again if they are cached. The rest is generated
+        with the sampling parameters of the request. The branch is recorded.
 
         Args:
             at: Position of the token, from 0.
@@ -203,7 +203,7 @@ class AnswerTree:
         return found
 
     def add(self, parent: Branch, at: int, token: int | str, *, answer: TokenAnswer, name: str | None = None) -> Branch:
-        """Add an answer that was generated from a position of another one on.
+        """Add an answer that branches from another one.
 
         Raises:
             InvalidRequestError: the name is not a text, is empty, or belongs to another branch.
@@ -215,14 +215,14 @@ class AnswerTree:
         return branch
 
     def prune(self, branch: Branch | str) -> None:
-        """Remove a branch, and all that branch from it.
+        """Remove a branch, together with its own branches.
 
         Raises:
             InvalidRequestError: it is the first answer of the tree.
         """
         branch = self._find(branch)
         if branch.parent is None:
-            raise InvalidRequestError(f"{branch.name!r} is the first answer of the tree; only its branches are removed")
+            raise InvalidRequestError(f"{branch.name!r} is the first answer of the tree; only branches can be removed")
         branch.parent.branches.remove(branch)
 
     def diff(self, one: Branch | str, other: Branch | str) -> BranchDiff:
@@ -274,7 +274,7 @@ class AnswerTree:
         return f"<div style='font-family:monospace;white-space:pre-wrap'>{rows}</div>"
 
     def walk(self) -> Iterator[tuple[int, Branch]]:
-        """Yield all answers as by iterating, each with its number of ancestors."""
+        """Yield all answers in the order of iteration, each with its number of ancestors."""
         for branch in self:
             depth, parent = 0, branch.parent
             while parent is not None:
@@ -305,7 +305,9 @@ class AnswerTree:
 
     def _require_free(self, name: object, renamed: Branch | None = None) -> None:
         if not isinstance(name, str) or not name.strip():
-            raise InvalidRequestError(f"the name of a branch is {name!r:.80}; it must be a text", param="name")
+            raise InvalidRequestError(
+                f"the name of a branch is {name!r:.80}; it must be a text that is not empty", param="name"
+            )
         if any(branch.name == name and branch is not renamed for branch in self):
             raise InvalidRequestError(f"there is already a branch {name!r:.80}; choose another name", param="name")
 
@@ -325,7 +327,7 @@ class BranchDiff:
 
     @property
     def logprob(self) -> float:
-        """How much more probable the first answer is, as a difference of log-probabilities; raises as ``lens``."""
+        """How much more probable the first answer is, as a difference of log-probabilities. Raises as ``lens``."""
         return self.one.logprob - self.other.logprob
 
     @property

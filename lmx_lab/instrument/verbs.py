@@ -1,4 +1,4 @@
-"""The methods of a lab that belong to instruments."""
+"""The methods of a lab that compare settings and show timelines."""
 
 from __future__ import annotations
 
@@ -18,19 +18,19 @@ DEFAULT_TIMELINE_S = 60.0
 
 
 class InstrumentOwner(Protocol):
-    """An object with the lab to look into."""
+    """An object with access to a lab."""
 
     @property
     def _access(self) -> LabAccess: ...
 
 
 class InstrumentVerbs:
-    """The methods of ``Lab`` that look into answers."""
+    """The methods of ``Lab`` that compare settings and show timelines."""
 
     def timeline(self: InstrumentOwner, last_s: float = DEFAULT_TIMELINE_S) -> Timeline:
         """Return what the engine did for the requests of all clients that ran in the last seconds.
 
-        The last 256 requests are kept, running ones included. Neither texts nor tokens are in it.
+        The last 256 requests are kept, including running ones. A timeline contains neither texts nor tokens.
 
         Raises:
             InvalidRequestError: the server runs elsewhere, or the time is not a number.
@@ -51,15 +51,15 @@ class InstrumentVerbs:
     ) -> Comparison:
         """Answer prompts under several settings, and compare the answers.
 
-        A setting has the parameters of ``chat``, such as ``system`` and ``temperature``, and may have ``model`` with
-        the options of ``load``. Models are loaded one after the other; the last one stays loaded. Each answer is
+        A setting contains parameters of ``chat``, such as ``system`` and ``temperature``, and may name a ``model`` with
+        options of ``load``. Models are loaded one after the other; the last one stays loaded. Each answer is
         scored under the settings of its own model, and of models that are loaded later.
 
         Args:
             prompts: Texts, or conversations.
-            settings: A list of settings, or a dictionary with their names.
-            path: An SQLite file. If the comparison is interrupted and run again with the same file, it continues.
-            all_scores: Whether models are loaded a second time, to score the answers of the models after them.
+            settings: A dictionary of settings by their names, or a list of settings.
+            path: An SQLite file for answers and scores. An interrupted comparison continues if it is run again with it.
+            all_scores: Whether models are loaded a second time, to score the answers of models that were loaded later.
 
         Raises:
             InvalidRequestError: a prompt or a setting is invalid, or the server runs elsewhere.

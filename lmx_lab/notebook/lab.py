@@ -463,9 +463,9 @@ class Lab(InstrumentVerbs, LocalProperties):
     def panel(self, *names: str) -> ipywidgets.DOMWidget:
         """Return the named panels as one widget.
 
-        The panels are ``models``, ``metrics``, ``chat``, ``rerank``, ``lens`` and ``events``; by default all of them
-        except ``lens``, and ``events`` only if there is a daemon. Each panel exists once: displaying it again shows the
-        same panel in another place.
+        The panels are ``models``, ``metrics``, ``chat``, ``rerank``, ``lens``, ``timeline`` and ``events``; by default
+        all of them except ``lens`` and ``timeline``, and ``events`` only if there is a daemon. Each panel exists once:
+        displaying it again shows the same panel in another place.
 
         Raises:
             InvalidRequestError: there is no panel of this name.

@@ -35,7 +35,7 @@ ELSEWHERE = (
     "tokens of a server elsewhere cannot be scored or generated again; ask for logprobs with the answer, or use a lab "
     "that launch() has started"
 )
-NO_TIMELINE = "a server elsewhere does not send the steps of its engine; use lab.timeline() where it was launched"
+NO_TIMELINE = "a server elsewhere does not send the steps of its engine; call lab.timeline() where it was launched"
 
 
 class RemoteAnswer:

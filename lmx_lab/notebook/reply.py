@@ -203,7 +203,7 @@ class Reply:
         seed: int | None = None,
         max_tokens: int | None = None,
     ) -> Branch:
-        """Generate the answer again from a position on, with another token there; see ``Branch.branch``."""
+        """Replace the token at a position, and generate the rest again; see ``Branch.branch``."""
         return self.tree().root.branch(at, token, name=name, seed=seed, max_tokens=max_tokens)
 
     async def abranch(

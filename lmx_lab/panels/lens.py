@@ -23,7 +23,7 @@ from lmx_lab.wire.admin import RequestEvent
 
 log = logging.getLogger(__name__)
 AUTOMATIC_TOKENS = 1000
-"""Longest answer with its prompt whose tokens are scored without a request: some seconds of work for the engine."""
+"""Maximum number of tokens of a prompt and its answer that are scored automatically, which takes a few seconds."""
 SHOWN_TOKENS = 8000
 """Maximum number of tokens in a view."""
 MAX_BRANCHES = 100
@@ -106,7 +106,7 @@ class LensPanel(Panel):
 
     def _start(self, activity: str, work: Coroutine[Any, Any, None]) -> None:
         if activity:
-            # Following does not remove the error of a request, whose end it may follow.
+            # Only work that the user started removes an error: following may begin right after that work has failed.
             self.show(busy=activity, error="")
         self._task = asyncio.create_task(work, name="work of the lens panel")
         self._task.add_done_callback(self._ended)
@@ -123,7 +123,7 @@ class LensPanel(Panel):
             self._follow()
 
     async def do_cancel(self, fields: Mapping[str, Any]) -> None:
-        """Cancel what the panel is doing; does nothing if it does nothing."""
+        """Cancel the work in progress, if there is any."""
         if self._task is not None:
             self._task.cancel()
 
@@ -146,7 +146,7 @@ class LensPanel(Panel):
         if at is None or token is None:
             raise InvalidRequestError("token is missing; send the id of a token", param="token")
         if len(shown.tree()) >= MAX_BRANCHES:
-            raise InvalidRequestError(f"the tree has {MAX_BRANCHES} answers, its limit; remove some of its branches")
+            raise InvalidRequestError(f"the tree has {MAX_BRANCHES} answers, which is the limit; remove some branches")
         self._start("Generating a branch…", self._branch(shown, at, token))
 
     async def _branch(self, parent: Branch, at: int, token: int) -> None:
@@ -166,7 +166,7 @@ class LensPanel(Panel):
 
     def _idle(self) -> Branch:
         if self._task is not None:
-            raise ModelBusyError("this panel is working already; cancel that, or wait for its result")
+            raise ModelBusyError("this panel is already working; cancel its work, or wait for the result")
         if self._shown is None:
             raise InvalidRequestError("there is no answer yet; send a request first")
         return self._shown
@@ -178,7 +178,7 @@ class LensPanel(Panel):
         self._show(self._named(fields))
 
     async def do_prune(self, fields: Mapping[str, Any]) -> None:
-        """Remove a branch, and all that branch from it."""
+        """Remove a branch, together with its own branches."""
         branch = self._named(fields)
         tree = branch.tree()
         tree.prune(branch)

@@ -1,4 +1,4 @@
-"""The timeline panel: what the engine did for the last requests, one bar for each, with an explanation in words."""
+"""The timeline panel: what the engine did for the last requests, one bar for each, with an explanation."""
 
 from __future__ import annotations
 
@@ -59,7 +59,7 @@ class TimelinePanel(Panel):
             if self.shown("problem") != exc.message:
                 self.show(problem=exc.message, lanes=[])
             return
-        # What has ended stays until there is something new, so that it can be examined.
+        # Requests that have ended stay visible until there is a new one, so that they can be examined.
         if requests and (self.shown("problem") or list(requests) != list(self._timeline)):
             self._timeline = Timeline(requests)
             first, last = min(each.at for each in requests), max(each.at + each.total_s for each in requests)
@@ -78,7 +78,7 @@ class TimelinePanel(Panel):
         self.show(paused=paused)
 
     async def do_explain(self, fields: Mapping[str, Any]) -> str:
-        """Return the explanation of a request in words."""
+        """Return the explanation of a request."""
         wanted = text_field(fields, "lane", limit=64)
         at = next((at for at, each in enumerate(self._timeline) if _lane_id(each) == wanted), None)
         return GONE if at is None else self._timeline.explain(at)

@@ -14,7 +14,7 @@ from lmx_lab.wire.chat import ChatMessage, ChatRequest, Role
 from lmx_lab.wire.tools import CALL_LIMIT, CalledFunction, FunctionDefinition, FunctionTool, MessageToolCall
 
 JOINED = "\n\n"
-"""Separates parts of one message, and messages of the same role that follow each other."""
+"""Separates the parts of a message, and consecutive messages with the same role."""
 
 
 @dataclass(kw_only=True)
@@ -58,7 +58,7 @@ def validated_request(fields: dict[str, Any]) -> ChatRequest:
 
 
 class ChatHistory:
-    """Messages of a chat request. Messages of the same role that follow each other are joined to one."""
+    """Messages of a chat request. Consecutive messages with the same role are joined."""
 
     def __init__(self) -> None:
         self._messages: list[_Message] = []

@@ -218,7 +218,7 @@ class InferenceService:
         return self.recording.record(recorded, report.finish_reason, report)
 
     async def continue_answer(self, continuation: Continuation, *, own: bool | None = True) -> Generation:
-        """Generate an answer again from a position on. The first part of the answer are the tokens before.
+        """Generate an answer again from a given position. The stream begins with the tokens before it.
 
         Args:
             own: See ``submit``.

@@ -148,7 +148,7 @@ def _tool_choice(choice: ToolChoiceObject | None) -> dict[str, Any]:
 def _chat_messages(body: CountRequest) -> list[ChatMessage]:
     if body.messages[-1].role == "assistant":
         raise InvalidRequestError(
-            "messages: the last message is of the assistant, and this server cannot continue an answer; end with a "
+            "messages: the last message has the role assistant, and this server cannot continue an answer; end with a "
             "message of the user",
             param="messages",
         )

@@ -58,10 +58,10 @@ log = logging.getLogger(__name__)
 LATEST = ":latest"
 """The tag of a model whose name has none."""
 HUB_PREFIXES = ("hf.co/", "huggingface.co/")
-"""Beginnings of names of models on the hub, which are left out here."""
+"""Prefixes of the names of models on the hub, which are removed."""
 UNLIMITED_TOKENS = 2**31 - 1
 DEFAULTS: Mapping[str, Any] = {"temperature": 0.8, "top_k": 40, "top_p": 0.9}
-"""The format's own defaults. Its default penalty is left out, because it would also change greedy answers."""
+"""Ollama's defaults. Its repetition penalty is not among them, because it would also change greedy answers."""
 OPTIONS = ("temperature", "top_p", "top_k", "min_p", "presence_penalty", "frequency_penalty")
 """Options that have the same name in the chat format."""
 NANOSECONDS = 1e9
@@ -95,7 +95,7 @@ def ollama_routes(service: InferenceService, manager: ModelManager, *, lan_admin
         responses={200: json_lines(OllamaGenerateAnswer, OllamaError, description=DESCRIPTION), **OLLAMA_ERRORS},
     )
     async def generate(body: OllamaGenerateRequest, request: Request) -> Response:
-        """Answer a prompt in Ollama's format, with the chat template unless it is `raw` or has a `suffix`. Without a
+        """Answer a prompt in Ollama's format. The chat template is used unless `raw` or `suffix` is given. Without a
         prompt, load the model, or unload it if `keep_alive` is 0.
         """
         if not body.has_prompt:
@@ -167,7 +167,7 @@ async def _load_or_unload(
     if body.unloads and resident is not None:
         await manager.unload(name, local=local)
     elif not body.unloads and resident is None:
-        # As a caller on another machine, which cannot name paths and models to download.
+        # Treated like a caller on another machine, so that the name can be neither a path nor a model to download.
         try:
             await manager.load(LoadSpec(model=name or ANY_MODEL), local=False)
         except ModelNotFoundError:
@@ -193,7 +193,7 @@ def _json_response(content: bytes, body: OllamaBody) -> Response:
 
 
 def requested_model(name: str) -> str | None:
-    """Return the id that a request means by a name of Ollama's form; None for any model."""
+    """Return the model's id for a name in Ollama's form; None for any model."""
     for prefix in HUB_PREFIXES:
         name = name.removeprefix(prefix)
     name = name.removesuffix(LATEST)
@@ -218,8 +218,8 @@ def engine_request(body: OllamaChatRequest | OllamaGenerateRequest) -> Generatio
     """Convert a request to the engine's request.
 
     Raises:
-        InvalidRequestError: fields do not fit together, a message of a tool does not answer a call, or the request is
-            not valid in the chat format.
+        InvalidRequestError: fields do not fit together, a tool's message does not answer a call, or the request is not
+            valid in the chat format.
     """
     if isinstance(body, OllamaChatRequest):
         return _chat_request(body, messages=_chat_messages(body.messages), tools=_tools(body))
@@ -291,7 +291,7 @@ def _prompt_messages(body: OllamaGenerateRequest) -> list[dict[str, Any]]:
 def _chat_messages(messages: Sequence[OllamaMessage]) -> list[dict[str, Any]]:
     if messages[-1].role == "assistant":
         raise InvalidRequestError(
-            "messages: the last message is of the assistant, and this server cannot continue an answer; end with a "
+            "messages: the last message has the role assistant, and this server cannot continue an answer; end with a "
             "message of the user",
             param="messages",
         )
@@ -319,7 +319,7 @@ class OpenCalls:
         self._count = 0
 
     def clear(self) -> None:
-        """Forget the calls."""
+        """Remove all calls."""
         self._names = {}
 
     def begin(self, message: OllamaMessage) -> list[dict[str, Any]]:
@@ -335,8 +335,8 @@ class OpenCalls:
         return calls
 
     def answered_by(self, message: OllamaMessage) -> str | None:
-        """Return the id of the call that a message of a tool answers: by its id, else the first of its name, else the
-        first. None if there is none.
+        """Return the id of the call that a tool's message answers: the call with its id, or else the first open call of
+        its function, or else the first open call. None if there is none.
         """
         named = (call for call, name in self._names.items() if name == message.tool_name)
         given = message.tool_call_id or next(named, None) or next(iter(self._names), None)

@@ -54,7 +54,7 @@ API_VERSION = "0.13.0"
 """The version of Ollama whose API this is. Clients compare it with the oldest version that they support. The version of
 this server is in the header ``x-lmx-lab``."""
 NEVER = "9999-12-31T23:59:59+00:00"
-"""When a model is unloaded that stays in memory."""
+"""``expires_at`` of a model that stays in memory."""
 PULL_LIMIT = 4
 """Largest number of downloads at the same time."""
 RETRY_S = 30
@@ -241,7 +241,7 @@ def _describe(entry: ModelEntry, context_length: int | None, *, local: bool) -> 
 
 def _capabilities(entry: ModelEntry, template: str, *, infill: bool) -> Iterator[Any]:
     if "chat" in entry.kinds:
-        # Models whose template has no tools get them as a text.
+        # Models whose template does not support tools get their descriptions as text.
         yield from ("completion", "tools")
         if any(mark in template for mark in THINKING_MARKS) or entry.format == "echo":
             yield "thinking"
@@ -343,7 +343,7 @@ class Downloads:
             local: Whether the caller is on this machine, and may download models.
 
         Raises:
-            ModelNotFoundError: the model is not on this disk, and cannot be downloaded.
+            ModelNotFoundError: the model is not on this disk, and may not be downloaded.
             QueueFullError: too many other downloads are in progress.
         """
         may_download = local and self._may_download and await in_thread(lambda: self._catalog.can_fetch(name))

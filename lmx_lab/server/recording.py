@@ -172,7 +172,7 @@ def request_from_json(stored: Mapping[str, Any], *, model: str) -> GenerationReq
 
 
 def continued_request(continuation: Continuation) -> GenerationRequest:
-    """Return the request that generates an answer again from a position on, with a seed of its own."""
+    """Return the request that generates an answer again from a given position, with a new seed."""
     request = request_from_json(continuation.request, model=continuation.model)
     request = replace(
         request,

@@ -1,4 +1,4 @@
-"""Routes about tokens and the loaded model, as llama.cpp's server has them; ``/tokenize`` also takes vLLM's bodies."""
+"""Routes for tokens and the loaded model, as in llama.cpp's server; ``/tokenize`` also accepts vLLM's bodies."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ from lmx_lab.wire.tokens import (
 )
 
 NAMES = {"repetition_penalty": "repeat_penalty"}
-"""llama.cpp's names of parameters that are called otherwise here."""
+"""llama.cpp's names for parameters that have other names here."""
 
 
 def token_routes(service: InferenceService, manager: ModelManager) -> APIRouter:
@@ -103,7 +103,7 @@ def token_routes(service: InferenceService, manager: ModelManager) -> APIRouter:
 
 
 def requested_model(name: str) -> str | None:
-    """Return the id of the model that a request names; None for any."""
+    """Return the id of the model that a request names; None for any model."""
     return None if name == ANY_MODEL else name
 
 

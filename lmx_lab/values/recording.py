@@ -40,7 +40,7 @@ class Provenance:
 
 @dataclass(frozen=True, kw_only=True)
 class Continuation:
-    """An answer that is generated again from a position on, after exactly the same tokens."""
+    """A request to generate an answer again from a given position, after exactly the same tokens."""
 
     request: Mapping[str, Any]
     """The request of the answer, as in its ``Record``."""

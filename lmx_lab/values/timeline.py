@@ -26,7 +26,7 @@ SegmentKind = Literal["queued", "prefill", "decode", "paused", "slow"]
 
 
 class EngineStep(NamedTuple):
-    """Something that an engine did for one request, or a time for which the request waited."""
+    """Work that an engine did for one request, or a time during which the request waited."""
 
     kind: StepKind
     start_s: float
@@ -243,7 +243,7 @@ def phase_durations(
 
 
 class Others(NamedTuple):
-    """What an engine did for other requests during a time."""
+    """What an engine did for other requests during a period of time."""
 
     requests: int
     """Number of other requests that had a slot."""

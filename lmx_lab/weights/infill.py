@@ -20,7 +20,7 @@ NAMES = (
     ("<PRE>", "<SUF>", "<MID>"),
     ("<|code_prefix|>", "<|code_suffix|>", "<|code_middle|>"),  # GLM
 )
-"""Names of the tokens before the text before the gap, before the text after it, and before the text in it."""
+"""Names of the tokens that precede the text before the gap, the text after it, and the text in the gap."""
 END_NAMES = (
     *("<|endoftext|>", "<|end_of_text|>", "<|fim_pad|>", "<fim_pad>", "<fim-pad>", "<EOT>", "▁<EOT>"),
     *("<|file_sep|>", "<file_sep>", "<|file_separator|>", "<|repo_name|>", "<repo_name>"),

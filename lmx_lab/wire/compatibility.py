@@ -82,15 +82,15 @@ class CompatibleFields(GenerationFields, Hints):
 
     response_format: ResponseFormat | None = None
     json_schema: JsonSchema | None = None
-    """llama.cpp's name of a ``response_format`` with this schema."""
+    """llama.cpp's name for a ``response_format`` with this schema."""
     grammar: GbnfGrammar | None = None
     """A format of the answer as a grammar in GBNF, llama.cpp's grammar format."""
     max_completion_tokens: TokenLimit | None = None
     """The newer name of ``max_tokens``, which it overrides."""
     n_predict: TokenLimit | None = None
-    """llama.cpp's name of ``max_tokens``."""
+    """llama.cpp's name for ``max_tokens``."""
     repeat_penalty: RepetitionPenalty | None = None
-    """llama.cpp's name of ``repetition_penalty``."""
+    """llama.cpp's name for ``repetition_penalty``."""
     repeat_last_n: int | None = None
     """Penalties count all tokens, so with a repetition penalty only -1 is accepted."""
 
@@ -103,7 +103,7 @@ class CompatibleFields(GenerationFields, Hints):
     reasoning_format: Annotated[Any, unsupported.NO_REASONING_FORMAT] = None
 
     def setting(self, name: str) -> Any:
-        """Return a parameter under whichever of its names it is given, or its default."""
+        """Return the value of a parameter, which the request may give under any of its names, or its default."""
         return next(iter(self._given(name).values()), getattr(self, name))
 
     def _given(self, name: str) -> dict[str, Any]:
@@ -123,7 +123,7 @@ class CompatibleFields(GenerationFields, Hints):
             (first, value), *others = given.items() or [(name, None)]
             for other, differing in others:
                 if name == "response_format" or differing != value:
-                    raise ValueError(f"{first} and {other} are two names of one setting; send only one of them")
+                    raise ValueError(f"{first} and {other} are two names of one parameter; send only one of them")
         return self
 
     @model_validator(mode="after")

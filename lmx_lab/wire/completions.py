@@ -74,7 +74,7 @@ class CompletionRequest(CompatibleFields):
     ) = 16
     """0 generates nothing and requires ``echo``."""
     suffix: str | None = None
-    """The text after the completion, which fills the gap between both (fill-in-the-middle)."""
+    """The text after the gap that the completion fills (fill-in-the-middle)."""
     logprobs: Alternatives | None = None
     """Number of alternatives to return for each token; 0 returns only the tokens."""
 

@@ -42,7 +42,7 @@ DURATION_CHARACTERS = 100
 
 
 def read_duration(value: Any) -> float:
-    """Return seconds from a number, or from a text such as ``5m`` or ``1h30m``. Negative ones mean "without an end".
+    """Return seconds from a number, or from a text such as ``5m`` or ``1h30m``. Negative values mean no limit.
 
     Raises:
         ValueError: it is neither.
@@ -117,7 +117,7 @@ class OllamaBody(LenientModel):
 
     @property
     def has_prompt(self) -> bool:
-        """Whether the request is more than one to load or unload the model."""
+        """Whether the request has a prompt. Without one, it loads or unloads the model."""
         return True
 
     @property
@@ -219,7 +219,7 @@ class OllamaGenerateRequest(OllamaGenerationBody):
 
     prompt: str | None = None
     suffix: str | None = None
-    """The text after the completion, which fills the gap between both (fill-in-the-middle)."""
+    """The text after the gap that the answer fills (fill-in-the-middle)."""
     system: str | None = None
     raw: bool | None = None
     """Whether to continue the prompt without the model's chat template."""
@@ -307,7 +307,7 @@ class OllamaAnswer(BaseModel):
     logprobs: list[dict[str, Any]] | None = None
     total_duration: int | None = None
     load_duration: int | None = None
-    """Time from the arrival of the request to the begin of its prompt, which includes a load of the model."""
+    """Time from the arrival of the request until its prompt is computed, including a load of the model."""
     prompt_eval_count: int | None = None
     prompt_eval_duration: int | None = None
     eval_count: int | None = None
@@ -351,7 +351,7 @@ class OllamaModelDetails(BaseModel):
     family: str
     families: list[str]
     parameter_size: str = ""
-    """Empty, because the files do not say it."""
+    """Empty, because the files do not contain it."""
     quantization_level: str
 
 
@@ -384,7 +384,7 @@ class OllamaRunningModel(BaseModel):
     digest: str
     details: OllamaModelDetails
     expires_at: str
-    """When the model is unloaded if no further request comes."""
+    """When the model is unloaded if there are no further requests."""
     size_vram: int
     context_length: int | None
 

@@ -265,7 +265,7 @@ class ToolSelection(ToolReference):
 
 
 class ResponseTextFormat(LenientModel):
-    """The required form of the answer, as ``response_format`` of the chat format, but without nesting."""
+    """The required form of the answer, like ``response_format`` of the chat format, but without nesting."""
 
     type: NonEmpty
     name: str | None = None
@@ -320,7 +320,7 @@ class ResponsesRequest(LenientModel):
     store: bool | None = None
     """Whether the response is kept for ``previous_response_id`` and for GET; the default is true."""
     background: bool | None = None
-    """Whether to answer at once, and generate the response afterwards. It is then read with GET."""
+    """Whether to answer immediately and generate the response afterwards. It is then read with GET."""
     stream: bool | None = None
     metadata: ResponseMetadata | None = None
     """Returned with the response."""
@@ -402,7 +402,7 @@ class ResponseUsage(BaseModel):
 
 
 class ModelResponse(BaseModel):
-    """A response. The fields of the request are in it, too."""
+    """A response. It also contains fields of the request."""
 
     model_config = ConfigDict(extra="allow")
 

@@ -1,4 +1,4 @@
-"""Pydantic models of the routes about tokens: those of llama.cpp's server, and vLLM's forms of one of them."""
+"""Pydantic models of llama.cpp's routes for tokens and the loaded model, and of vLLM's bodies of ``/tokenize``."""
 
 from __future__ import annotations
 
@@ -57,7 +57,7 @@ class TokenizeRequest(LenientModel):
     @model_validator(mode="after")
     def _check_text(self) -> Self:
         if sum(each is not None for each in (self.content, self.prompt, self.messages)) != 1:
-            raise ValueError("needs one of content, prompt and messages")
+            raise ValueError("needs exactly one of content, prompt and messages")
         return self
 
     @property
@@ -106,7 +106,7 @@ class TokenizeAnswer(BaseModel):
 
 
 class DetokenizeAnswer(BaseModel):
-    """The answer of POST /detokenize: the text under the names of both forms."""
+    """The answer of POST /detokenize: the text under llama.cpp's name and under vLLM's."""
 
     content: str
     prompt: str

@@ -129,9 +129,9 @@ def test_invalid_comparisons_are_refused_before_anything_is_loaded(
     counted = Counted(monkeypatch)
     for settings, message in (
         ([], "no settings"),
-        ([{}, {"model": "echo"}], "name it in all"),
+        ([{}, {"model": "echo"}], "name one in all"),
         ([{}, {}], "two settings are the same"),
-        ([{"engine": "mlx"}], "name the model, too"),
+        ([{"engine": "mlx"}], "also name the model"),
         ({"first": 0.5}, "pass a dictionary"),
         ([{"model": "echo", "engine": "vllm"}], "must be one of auto, mlx, llama.cpp"),
         ([{"model": "echo"}, {"model": "echo", "temperature": -1}], "temperature"),
@@ -141,7 +141,7 @@ def test_invalid_comparisons_are_refused_before_anything_is_loaded(
     for prompts in ("hello", []):
         with pytest.raises(InvalidRequestError, match="list of texts"):
             lab.compare(prompts, [{}])
-    with pytest.raises(InvalidRequestError, match="more than 10000"):
+    with pytest.raises(InvalidRequestError, match="the limit is 10000"):
         lab.compare(["hello"] * 10_001, [{}])
     comparison = lab.compare(["hello"], [{}])
     for wrong in ({"prompt": 1, "setting": 0}, {"prompt": "0", "setting": 0}, {"prompt": 0, "setting": "x"}):

@@ -117,7 +117,7 @@ class _Rules:
             if kind in ("or", "close") and starts:
                 yield EMPTY
             if kind == "define" or (kind == "repeat" and starts):
-                raise ValueError(f"{self._place(at)}: {text[:20]!r} has nothing before it that it could apply to")
+                raise ValueError(f"{self._place(at)}: {text[:20]!r} has nothing before it to which it could apply")
             depth += (kind == "open") - (kind == "close")
             if depth < 0:
                 raise ValueError(f"{self._place(at)}: a parenthesis is closed that was not opened")
@@ -147,7 +147,7 @@ class _Rules:
         ranges, position = [], 0
         while position < len(characters):
             first = last = characters[position]
-            # A hyphen between two characters; one that is escaped is not told apart from it, as in llama.cpp.
+            # A hyphen between two characters; an escaped one is not distinguished from it, as in llama.cpp.
             if characters[position + 1 : position + 2] == ["-"] and position + 2 < len(characters):
                 last = characters[position + 2]
                 position += 2
@@ -176,7 +176,7 @@ class _Rules:
             if found is None:
                 raise ValueError(
                     f"{self._place(self._at)}: {self._grammar[self._at :][:20]!r} is not valid GBNF, "
-                    "whose rules are such as: name ::= [a-z]+"
+                    "whose rules have the form: name ::= [a-z]+"
                 )
             at, self._at = self._at, found.end()
             if found.lastgroup != "space":

@@ -94,7 +94,7 @@ class HostedModel:
     token_table: TokenTable | None = None
     """Vocabulary for grammars; read when it is first needed."""
     token_index: TokenIndex | None = None
-    """Vocabulary by bytes; made when it is first needed."""
+    """Vocabulary by bytes; created when it is first needed."""
     _infill: tuple[InfillTokens | None] | None = None
     """The tokens with which the model fills a gap; None until the first request needs them."""
 

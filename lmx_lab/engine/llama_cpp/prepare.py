@@ -72,7 +72,7 @@ class PreparedRequest:
 
     @property
     def min_tokens(self) -> int:
-        """Number of tokens before which the answer must not end."""
+        """Number of generated tokens before which the answer must not end."""
         return self.request.min_tokens - self._start_tokens
 
     @property

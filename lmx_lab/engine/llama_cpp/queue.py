@@ -281,7 +281,7 @@ class LlamaQueue:
         elif (tokens := reader.computed_tokens - prompt_tokens) > 0:
             self._log_step(generation, "prefill", now, tokens)
         is_paused = not generation.admitted.is_set() and generation.can_pause
-        # Up to the minimum length, the request cannot end the text, so that another one has to continue it.
+        # Below the minimum length, a request ignores end tokens, so another request has to continue the answer.
         is_long_enough = reader.reaches(prepared.min_tokens) and reader.output_tokens < prepared.max_tokens
         return reader.finish is not None or is_paused or is_long_enough
 

@@ -8,9 +8,9 @@ llama.cpp reports nothing for a token that ends within a character, and no gramm
 At such positions another token is forced, and the wanted one is looked up among the most likely alternatives, of which
 more are requested until it is there.
 
-llama.cpp reports neither ranks nor entropies, which are computed from the alternatives. The entropy is that of the
-reported tokens and of the rest, which lies between two limits: if all of the rest is as likely as the last reported
-token, and if it is spread over all other tokens. More alternatives are requested until both are close.
+llama.cpp reports neither ranks nor entropies, so they are computed from the alternatives. The share of the tokens that
+are not reported is known only between two limits: it is lowest if they are as likely as the last reported token, and
+highest if they are all equally likely. More alternatives are requested until the limits are close.
 """
 
 from __future__ import annotations
@@ -28,13 +28,13 @@ from lmx_lab.values.generation import PromptScores, TokenLogprob, token_text
 RUN_TOKENS = 64
 """Maximum number of tokens of one request, so that a cancelled request soon leaves its slot."""
 FULL_RUN_TOKENS = 16
-"""The same if many alternatives are reported, which are 80 bytes each."""
+"""The same if many alternatives are reported, each of which takes 80 bytes."""
 OUTWEIGHS = 10_000.0
 """A bias that outweighs any logit."""
 MORE = (64, 2048)
 """Numbers of alternatives that are requested before the whole vocabulary, which takes most of a second."""
 ENTROPY_ERROR = 0.005
-"""Maximum distance of both limits of an entropy, in nats."""
+"""Maximum distance between the two limits of an entropy, in nats."""
 
 
 async def score_prompt(

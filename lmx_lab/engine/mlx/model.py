@@ -179,7 +179,7 @@ class PromptTokenizer:
         return [*beginning, marks.prefix, *before, marks.suffix, *after, marks.middle]
 
     def infill_ends(self, request: GenerationRequest) -> frozenset[int]:
-        """Return the tokens that end an answer which fills a gap, besides those that end any answer."""
+        """Return the tokens that end an answer that fills a gap, in addition to those that end any answer."""
         is_infill = isinstance(request.prompt, InfillPrompt) and self._infill is not None
         return self._infill.ends if is_infill and self._infill is not None else frozenset()
 
@@ -302,7 +302,7 @@ class LoadedModel:
     text: AnswerText
 
     def end_tokens(self, request: GenerationRequest | None = None) -> frozenset[int]:
-        """Return the tokens that end an answer: to this request, or to one that continues a prompt."""
+        """Return the tokens that end the answer to a request; without a request, those that end any answer."""
         ends = frozenset(int(token) for token in self.tokenizer.eos_token_ids)
         return ends if request is None else ends | self.prompts.infill_ends(request)
 

@@ -98,7 +98,7 @@ class MlxGeneration:
         )
 
     def read_start(self) -> None:
-        """Read the tokens with which the answer begins. Takes some 20 microseconds for each of them.
+        """Read the tokens with which the answer begins. Takes about 20 microseconds for each of them.
 
         Raises:
             InvalidRequestError: the format of the answer does not allow them.

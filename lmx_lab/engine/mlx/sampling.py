@@ -177,9 +177,9 @@ def _bias(biases: dict[int, float]) -> Processor:
 
 
 class MinimumLength:
-    """Prevents the tokens that end an answer, for a number of tokens.
+    """Prevents an answer from ending within its first tokens.
 
-    Their logits become the lowest number and not minus infinity, because a grammar may allow only these tokens.
+    The logits of end tokens become the lowest finite number, because a grammar may allow only these tokens.
     """
 
     def __init__(self, tokens: int, ends: Sequence[int]) -> None:

@@ -89,11 +89,11 @@ def responses_routes(service: InferenceService) -> APIRouter:
 def _add_stored_routes(router: APIRouter, store: ResponseStore) -> None:
     @router.get("/{response_id}", response_model=ModelResponse, responses=_failures(NotFoundError))
     async def get_response(response_id: str, stream: NotStreamed = False) -> Response:
-        """A stored response, in its current state."""
+        """Return a stored response in its current state."""
         if stream:
             raise InvalidRequestError(
-                "stream: a stored response is not streamed again; leave stream out, and read it until its status is "
-                "not in_progress",
+                "stream: a stored response is not streamed again; leave stream out, and repeat the request until its "
+                "status is no longer in_progress",
                 param="stream",
             )
         return Response(store.get(response_id).body, media_type="application/json")
@@ -118,7 +118,7 @@ def _add_stored_routes(router: APIRouter, store: ResponseStore) -> None:
         order: Literal["asc", "desc"] = "desc",
         after: str | None = None,
     ) -> ResponseItems:
-        """The items of the conversation before a stored response."""
+        """Return the items of the conversation before a stored response."""
         return await asyncio.to_thread(_page, store.get(response_id), limit, order, after)
 
 
@@ -225,7 +225,7 @@ async def _in_background(
     connection: HTTPConnection,
     save: Callable[[], str],
 ) -> None:
-    """Generate a response, and store its end unless it was deleted."""
+    """Generate a response, and store the result unless the response was deleted."""
     try:
         await _complete(writer, generation)
     except LabError as exc:

@@ -15,7 +15,10 @@ from lmx_lab.wire.responses import ResponseStatus
 RESPONSES_LIMIT = 1000
 BYTES_LIMIT = 64 * 2**20
 """Size of all stored responses, with their conversations, as JSON."""
-KEPT = f"the last {RESPONSES_LIMIT:,} responses with 'store' that is not false are kept, up to {BYTES_LIMIT >> 20} MiB"
+KEPT = (
+    f"the {RESPONSES_LIMIT:,} most recently used responses are kept, up to {BYTES_LIMIT >> 20} MiB, unless they were "
+    "created with store: false"
+)
 
 
 @dataclass(frozen=True, kw_only=True)

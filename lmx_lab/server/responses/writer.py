@@ -166,7 +166,7 @@ class ResponseWriter:
         yield self.progress()
 
     def progress(self) -> str:
-        """Return an event that only shows that the response is not finished, or a comment after its end."""
+        """Return an event that shows that the response is still in progress, or a comment after its end."""
         return self._whole("response.in_progress", self.body()) if self.status == "in_progress" else comment("")
 
     def last(self, body: str) -> str:
