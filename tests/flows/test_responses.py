@@ -16,6 +16,7 @@ from pydantic import BaseModel
 from lmx_lab.http import event_stream
 from lmx_lab.notebook import Lab
 from lmx_lab.server.responses.convert import convert_request, input_items
+from lmx_lab.server.responses.writer import ResponseWriter
 from lmx_lab.wire.responses import ResponsesRequest
 from tests.flows.conftest import ENDLESS_TEXT, PACE, serving, wait_until, wait_until_idle
 
@@ -357,6 +358,20 @@ def test_a_response_in_the_background_ends_or_is_cancelled(client: openai.OpenAI
     assert client.responses.retrieve(running[0].id).status == "cancelled"
     with pytest.raises(openai.NotFoundError):
         client.responses.retrieve(running[1].id)
+
+
+def test_a_response_in_the_background_that_fails_has_ended(
+    client: openai.OpenAI, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def fail(*_: Any) -> None:
+        raise RuntimeError("a bug")
+
+    monkeypatch.setattr(ResponseWriter, "delta", fail)
+    failing = client.responses.create(model="echo", input="one two", background=True)
+    wait_until(lambda: client.responses.retrieve(failing.id).status == "failed")
+    error = client.responses.retrieve(failing.id).error
+    assert error is not None
+    assert "server's log" in error.message
 
 
 def test_a_server_stops_with_a_response_in_the_background(tmp_path: Path) -> None:

@@ -233,6 +233,9 @@ async def _in_background(
         writer.fail(detail_for(connection, exc))
     except asyncio.CancelledError:
         writer.cancel()
+    except Exception:
+        log.exception("%s: the response %s failed", generation.request_id, writer.id)
+        writer.fail(detail_for(connection, LabError("the response could not be generated; see the server's log")))
     finally:
         if writer.id in store:
             save()
