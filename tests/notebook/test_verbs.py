@@ -205,7 +205,7 @@ def test_cancelling_the_awaited_form_cancels_its_step(counter: Counter) -> None:
         return await task
 
     assert asyncio.run(cancel()) == "CancelledError"
-    assert counter.cancelled.is_set()
+    assert counter.cancelled.wait(WAIT_S)
 
 
 # --- imports
