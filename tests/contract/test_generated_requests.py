@@ -19,6 +19,8 @@ from tests.gguf_files import with_context
 pytestmark = pytest.mark.long
 
 SINGLE_OPTIONS = ("--phases", "examples,coverage,fuzzing")
+# Without a prompt, these routes load and unload models, after which most requests would be answered with 503.
+LOADING_ROUTES = "^/api/(chat|generate)$"
 CHAIN_OPTIONS = ("--phases", "stateful", "--mode", "positive")
 CHAIN_EXAMPLES = 6 * EXAMPLES
 
@@ -40,7 +42,16 @@ def links_followed(said: str) -> int:
 def test_the_inference_server_matches_its_document(tiny_server: OpenApiContract, tiny_lab: Lab) -> None:
     # Without a model, nearly all responses would be the same error.
     tiny_lab.load("tiny")
-    check_all_tested(tiny_server.generate(*SINGLE_OPTIONS, "--exclude-tag", "admin"))
+    check_all_tested(
+        tiny_server.generate(*SINGLE_OPTIONS, "--exclude-tag", "admin", "--exclude-path-regex", LOADING_ROUTES)
+    )
+
+
+def test_routes_that_load_models_without_a_prompt_match_their_document(
+    tiny_server: OpenApiContract, tiny_lab: Lab
+) -> None:
+    tiny_lab.load("tiny")
+    check_all_tested(tiny_server.generate(*SINGLE_OPTIONS, "--include-path-regex", LOADING_ROUTES))
 
 
 @pytest.fixture
@@ -56,12 +67,13 @@ def on_llama_cpp(tmp_path: Path, tiny_gguf: Path, minilm_gguf: Path, reranker_gg
 
 def test_the_inference_server_matches_its_document_with_llama_cpp(on_llama_cpp: OpenApiContract) -> None:
     # Without the phase "coverage": limits such as 2,048 texts do not depend on the engine, and take minutes here.
-    check_all_tested(on_llama_cpp.generate("--phases", "examples,fuzzing", "--exclude-tag", "admin"))
+    options = ("--exclude-tag", "admin", "--exclude-path-regex", LOADING_ROUTES)
+    check_all_tested(on_llama_cpp.generate("--phases", "examples,fuzzing", *options))
 
 
 def test_the_inference_server_matches_its_document_with_the_echo_engine(server: OpenApiContract, lab: Lab) -> None:
     lab.load("echo")
-    check_all_tested(server.generate(*SINGLE_OPTIONS, "--exclude-tag", "admin"))
+    check_all_tested(server.generate(*SINGLE_OPTIONS, "--exclude-tag", "admin", "--exclude-path-regex", LOADING_ROUTES))
 
 
 def test_the_admin_routes_match_their_document(tiny_server: OpenApiContract) -> None:
