@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 
-from lmx_lab.backend import Backend, start_load, start_unload
+from lmx_lab.backend import Backend, RunningChange, start_load, start_unload
 from lmx_lab.notebook.verbs import on_loop
 from lmx_lab.progress import ProgressBar, bar, status
 from lmx_lab.values.models import LoadReport, LoadSpec
@@ -51,8 +51,9 @@ async def show_unload(backend: Backend, model: str | None, *, wait: bool | None)
     Raises:
         LabError: the unload has failed.
     """
-    unload = await on_loop(start_unload(backend, model, wait=wait))
+    unload: RunningChange[float] | None = None
     try:
+        unload = await on_loop(start_unload(backend, model, wait=wait))
         with status() as shown:
             before = None
             while (step := await on_loop(unload.step())) is not None:
@@ -64,7 +65,7 @@ async def show_unload(backend: Backend, model: str | None, *, wait: bool | None)
                 shown.show(f"{before.model}: unloaded, {freed:.2f} GB freed", 0, None)
         return freed
     except KeyboardInterrupt:
-        step = unload.unloading
+        step = unload.unloading if unload is not None else None
         state = f"{step.model} is still {step.unloading}" if step is not None else "the unload continues"
         raise KeyboardInterrupt(
             f"{state}: lab.unload(wait=False) stops the answers, lab.unload(wait=True) lets them finish"
