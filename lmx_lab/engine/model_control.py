@@ -254,8 +254,7 @@ class ModelControl:
         await self._load_main(resident.entry, resident.spec, resident.engine)
 
     async def _check_loadable(self, entry: ModelEntry, spec: LoadSpec, engine: InferenceEngine) -> float:
-        """Let an engine check a model on a separate thread, because its tokenizer and template may take any time.
-        Return the seconds that it took."""
+        """Let an engine check a model on a thread, because it may take any time; return the seconds that it took."""
         started, cancellation = self._loop.time(), Cancellation()
         check = in_thread(functools.partial(engine.check, entry, spec, cancellation), name="lmx-lab-check")
         try:

@@ -19,7 +19,7 @@ from lmx_lab.instrument.lens import ColorBy, TokenLens, lens_of
 from lmx_lab.instrument.replay import Replay
 from lmx_lab.instrument.store import COLUMNS, SHOWN_CHARACTERS, RecordStore
 from lmx_lab.instrument.timeline import Timeline, timeline_of_record
-from lmx_lab.instrument.tree import AnswerTree, Branch
+from lmx_lab.instrument.tree import AnswerTree, HasBranches
 from lmx_lab.values.recording import Record
 
 if TYPE_CHECKING:
@@ -31,7 +31,7 @@ SHOWN = ("id", "at", "model", "outcome", "prompt_tokens", "output_tokens", "text
 NO_LAB = "this recording was loaded without a lab; load it with lab.requests.load(path)"
 
 
-class RecordedRequest:
+class RecordedRequest(HasBranches):
     """A recorded request and its answer. ``record`` has all fields that are stored."""
 
     def __init__(self, record: Record, store: RecordStore, lab: LabAccess | None) -> None:
@@ -88,30 +88,6 @@ class RecordedRequest:
             InvalidRequestError: there are no log-probabilities, and the tokens cannot be scored.
         """
         return lens_of(self._lab, TokenAnswer.of_record(self._newest), color=color)
-
-    def branch(
-        self,
-        at: int,
-        token: int | str,
-        *,
-        name: str | None = None,
-        seed: int | None = None,
-        max_tokens: int | None = None,
-    ) -> Branch:
-        """Replace the token at a position, and generate the rest again; see ``Branch.branch``."""
-        return self.tree().root.branch(at, token, name=name, seed=seed, max_tokens=max_tokens)
-
-    async def abranch(
-        self,
-        at: int,
-        token: int | str,
-        *,
-        name: str | None = None,
-        seed: int | None = None,
-        max_tokens: int | None = None,
-    ) -> Branch:
-        """Do the same as ``branch`` on a running event loop."""
-        return await self.tree().root.abranch(at, token, name=name, seed=seed, max_tokens=max_tokens)
 
     def tree(self) -> AnswerTree:
         """Return the answer with the branches that were generated from this object."""

@@ -7,6 +7,7 @@ import itertools
 import json
 import os
 import re
+from abc import ABC, abstractmethod
 from collections.abc import Iterator
 from dataclasses import dataclass
 from difflib import SequenceMatcher
@@ -171,6 +172,38 @@ class Branch:
     def __repr__(self) -> str:
         place = "" if self.parent is None else f", {self.token!r} at {self.at} of {self.parent.name!r}"
         return f"<Branch {self.name!r}{place}: {_short(self.text)}>"
+
+
+class HasBranches(ABC):
+    """An object with an answer from which branches can be generated."""
+
+    @abstractmethod
+    def tree(self) -> AnswerTree:
+        """Return the answer with its branches."""
+
+    def branch(
+        self,
+        at: int,
+        token: int | str,
+        *,
+        name: str | None = None,
+        seed: int | None = None,
+        max_tokens: int | None = None,
+    ) -> Branch:
+        """Replace the token at a position, and generate the rest again; see ``Branch.branch``."""
+        return self.tree().root.branch(at, token, name=name, seed=seed, max_tokens=max_tokens)
+
+    async def abranch(
+        self,
+        at: int,
+        token: int | str,
+        *,
+        name: str | None = None,
+        seed: int | None = None,
+        max_tokens: int | None = None,
+    ) -> Branch:
+        """Do the same as ``branch`` on a running event loop."""
+        return await self.tree().root.abranch(at, token, name=name, seed=seed, max_tokens=max_tokens)
 
 
 class AnswerTree:

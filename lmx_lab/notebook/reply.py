@@ -17,7 +17,7 @@ from lmx_lab.instrument.access import LabAccess
 from lmx_lab.instrument.answer import TokenAnswer
 from lmx_lab.instrument.lens import ColorBy, TokenLens, lens_of
 from lmx_lab.instrument.token_table import TokenTable
-from lmx_lab.instrument.tree import AnswerTree, Branch
+from lmx_lab.instrument.tree import AnswerTree, HasBranches
 from lmx_lab.notebook.verbs import LoopPortal
 from lmx_lab.values.generation import (
     Delta,
@@ -121,7 +121,7 @@ def tool_calls(pieces: Iterable[ToolCallDelta]) -> tuple[ReplyToolCall, ...]:
 
 
 @dataclass(frozen=True, kw_only=True, repr=False)
-class Reply:
+class Reply(HasBranches):
     """A complete answer and its cost."""
 
     text: str
@@ -193,30 +193,6 @@ class Reply:
             InvalidRequestError: there are no log-probabilities, and the tokens cannot be scored.
         """
         return lens_of(self._lab, self._tokens, color=color)
-
-    def branch(
-        self,
-        at: int,
-        token: int | str,
-        *,
-        name: str | None = None,
-        seed: int | None = None,
-        max_tokens: int | None = None,
-    ) -> Branch:
-        """Replace the token at a position, and generate the rest again; see ``Branch.branch``."""
-        return self.tree().root.branch(at, token, name=name, seed=seed, max_tokens=max_tokens)
-
-    async def abranch(
-        self,
-        at: int,
-        token: int | str,
-        *,
-        name: str | None = None,
-        seed: int | None = None,
-        max_tokens: int | None = None,
-    ) -> Branch:
-        """Do the same as ``branch`` on a running event loop."""
-        return await self.tree().root.abranch(at, token, name=name, seed=seed, max_tokens=max_tokens)
 
     def tree(self) -> AnswerTree:
         """Return the answer with its branches."""
