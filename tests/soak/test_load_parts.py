@@ -44,7 +44,7 @@ def server(soak: Soak, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Ser
 
 def check(*rows: Row) -> None:
     for row in rows:
-        assert row.passed, row
+        assert row.passed, (row.wrong, row)
         assert row.requests > 0, row
 
 
