@@ -120,6 +120,7 @@ def wait(server: Serving) -> tuple[int, str]:
     return server.process.wait(END_S), server.process.stderr.read()
 
 
+@pytest.mark.long
 @pytest.mark.slow
 def test_a_disk_and_a_download_that_hang_delay_neither_requests_nor_the_end(tmp_path: Path, ask: type[Request]) -> None:
     (tmp_path / "models" / "m").mkdir(parents=True)
@@ -139,6 +140,7 @@ def test_a_disk_and_a_download_that_hang_delay_neither_requests_nor_the_end(tmp_
         assert b"was cancelled" in load.rest()
 
 
+@pytest.mark.long
 @pytest.mark.slow
 def test_a_load_on_mlx_that_hangs_does_not_delay_the_end(tiny_home: Path, ask: type[Request]) -> None:
     with hanging(tiny_home, MLX_HANGS) as server:
@@ -168,6 +170,7 @@ def test_a_load_on_llama_cpp_that_hangs_does_not_delay_the_end(
         assert psutil.wait_procs(children, timeout=END_S)[1] == []
 
 
+@pytest.mark.long
 @pytest.mark.slow
 def test_clients_that_do_not_read_and_a_waiting_unload_do_not_delay_the_end(
     tmp_path: Path, ask: type[Request], monkeypatch: pytest.MonkeyPatch
@@ -194,6 +197,7 @@ def test_clients_that_do_not_read_and_a_waiting_unload_do_not_delay_the_end(
         del other, unload
 
 
+@pytest.mark.long
 @pytest.mark.slow
 def test_a_second_signal_ends_a_server_whose_step_hangs_at_once(tiny_home: Path, ask: type[Request]) -> None:
     with hanging(tiny_home, STEP_HANGS, "--model", "tiny") as server:

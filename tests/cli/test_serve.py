@@ -63,6 +63,7 @@ def test_each_request_is_one_line_unless_quiet(tmp_path: Path) -> None:
     assert "tok/s" not in quiet
 
 
+@pytest.mark.long
 def test_sigterm_while_the_real_model_generates_ends_with_zero(starter_home: Path) -> None:
     with serving(starter_home, "--port", "0", "--model", "smollm2-135m") as server:
         body = chat("smollm2-135m", "Count to a hundred.", stream=True)

@@ -452,6 +452,7 @@ def test_a_daemon_starts_after_another_one_was_killed(tmp_path: Path, program: P
     check_nothing_left(tmp_path)
 
 
+@pytest.mark.long
 def test_of_two_concurrent_commands_one_serves_and_the_other_prints_the_address(tmp_path: Path) -> None:
     programs = [Program(tmp_path) for _ in range(2)]
     loser = None

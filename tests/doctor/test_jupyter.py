@@ -98,6 +98,7 @@ def jupyter_server(folder: Path, *, proxy: bool) -> Iterator[psutil.Process]:
             process.terminate()
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("proxy", [True, False])
 def test_a_running_jupyter_server_is_checked_for_the_proxy(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, proxy: bool

@@ -282,6 +282,7 @@ async def test_a_model_stays_loaded_if_the_load_that_waits_for_its_requests_is_c
         stream.close()
 
 
+@pytest.mark.long
 @pytest.mark.slow
 async def test_a_load_that_takes_too_long_fails_and_the_previous_model_is_loaded_again() -> None:
     async with running(replace(SETTINGS, load_timeout_s=5)) as lab:

@@ -144,6 +144,7 @@ def kernel_port(in_kernel: dict[str, Any]) -> int:
     return int(in_kernel["port"])
 
 
+@pytest.mark.long
 def test_pages_and_whole_answers_are_proxied(http: httpx2.Client, jupyter: Jupyter) -> None:
     assert http.get("healthz").json() == {"status": "ok"}
     page = {"origin": f"http://127.0.0.1:{jupyter.port}"}

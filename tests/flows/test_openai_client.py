@@ -48,6 +48,7 @@ def client(smol_lab: Lab) -> Iterator[OpenAI]:
         yield client
 
 
+@pytest.mark.long
 def test_the_real_model_knows_paris_and_counts_its_tokens(client: OpenAI) -> None:
     answer = client.chat.completions.create(model=MODEL, messages=FRANCE, temperature=0, max_tokens=30)
     assert "Paris" in (answer.choices[0].message.content or "")

@@ -142,6 +142,7 @@ def test_closing_early_frees_the_slot(lab: Lab) -> None:
     assert lab.engine.snapshot.output_tokens - tokens < ENDLESS["max_tokens"]
 
 
+@pytest.mark.long
 def test_a_client_that_closes_with_a_servers_code_leaves_the_queue(lab: Lab) -> None:
     with connect(address(lab)) as first, connect(address(lab)) as second, connect(address(lab)) as third:
         for running in (first, second):
@@ -168,6 +169,7 @@ def test_a_client_that_disconnects_without_closing_frees_the_slot(lab: Lab) -> N
         wait_until_idle(lab)
 
 
+@pytest.mark.long
 @pytest.mark.slow
 def test_a_slow_client_receives_the_error_of_a_server_that_stops(
     echo_home: Path, monkeypatch: pytest.MonkeyPatch

@@ -98,6 +98,7 @@ def test_a_forced_call_of_the_real_model_fits_its_tool(real: OpenAI, choice: Any
         assert call.function.name == choice["function"]["name"]
 
 
+@pytest.mark.long
 def test_the_real_model_calls_the_tool_with_the_value_of_the_question(real: OpenAI) -> None:
     answer = ask(real, tools=TOOLS[:1], tool_choice=function("get_weather"))
     call = only_call(answer)

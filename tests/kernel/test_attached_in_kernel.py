@@ -33,6 +33,7 @@ def notebook(lab: lmx_lab.Lab, tiny_home: Path) -> Iterator[Notebook]:
     assert "never" not in stderr
 
 
+@pytest.mark.long
 def test_blocking_and_awaited_verbs_and_streams_work_in_cells(lab: lmx_lab.Lab, notebook: Notebook) -> None:
     text = lab.chat("hi", max_tokens=5, temperature=0).text
     parameters = "'hi', max_tokens=5, temperature=0"

@@ -6,6 +6,8 @@ import subprocess
 import sys
 from typing import TYPE_CHECKING
 
+import pytest
+
 if TYPE_CHECKING:
     from tests.kernel.conftest import Notebook
 
@@ -29,6 +31,7 @@ def run(home):
 LAUNCH = "lab = lmx_lab.launch('tiny', port=0, daemon=True, daemon_port=0, loop={loop!r})"
 
 
+@pytest.mark.long
 def test_the_same_code_runs_in_cells_in_threads_and_in_a_script_and_can_be_stopped(fresh_notebook: Notebook) -> None:
     notebook, home = fresh_notebook, str(fresh_notebook.home)
     notebook.run(f"import asyncio, lmx_lab; home = {home!r}\n%load_ext lmx_lab\n{CODE}")

@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING
 
 import httpx2
 import psutil
+import pytest
 
 from lmx_lab.daemon.home import DaemonHome, read_state
 
@@ -30,6 +31,7 @@ def check_free(folder: Path) -> None:
     assert not (folder / "state.json").exists()
 
 
+@pytest.mark.long
 def test_busy_and_interrupted_cells_do_not_affect_the_daemon_and_the_kernels_end_stops_it(
     fresh_notebook: Notebook,
 ) -> None:

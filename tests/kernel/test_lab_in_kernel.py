@@ -298,6 +298,7 @@ def test_openai_works_in_the_cell_or_from_a_thread(lab: Notebook) -> None:
     assert lab.run(f"print(({call}).completion_tokens)") == "3"
 
 
+@pytest.mark.long
 def test_a_load_shows_its_download_in_the_calling_cell_only(lab: Notebook) -> None:
     lab.run("import lmx_lab.backend; lmx_lab.backend.LOAD_SHOWN_S = 60; lab.unload()")
     lab.start("lab.load('echo')")
@@ -323,6 +324,7 @@ def test_a_load_shows_its_download_in_the_calling_cell_only(lab: Notebook) -> No
     lab.run("lab.stop()")
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("mode", ["kernel", "thread"])
 def test_a_kernel_that_has_generated_exits_with_zero_and_frees_its_port(fresh_notebook: Notebook, mode: str) -> None:
     fresh_notebook.run("import lmx_lab")
@@ -334,6 +336,7 @@ def test_a_kernel_that_has_generated_exits_with_zero_and_frees_its_port(fresh_no
         healthz(port)
 
 
+@pytest.mark.long
 def test_a_restarted_kernel_gets_its_port_back(fresh_notebook: Notebook) -> None:
     port = int(fresh_notebook.run("import lmx_lab; lab = lmx_lab.launch(port=0); print(lab.port)"))
     fresh_notebook.manager.restart_kernel()
@@ -342,6 +345,7 @@ def test_a_restarted_kernel_gets_its_port_back(fresh_notebook: Notebook) -> None
     assert healthz(port) == 200
 
 
+@pytest.mark.long
 def test_the_real_model_answers_in_a_kernel_that_then_ends_with_zero(starter_home: Path) -> None:
     from tests.kernel.conftest import Notebook
 

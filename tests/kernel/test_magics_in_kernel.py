@@ -144,6 +144,7 @@ def test_the_stop_button_ends_the_cell_and_its_thread_still_prints_into_it(
     assert cell.value == {"text/plain": "[True, True]"}
 
 
+@pytest.mark.long
 def test_other_clients_are_answered_while_an_offloaded_cell_is_busy(port: int, cells: Cells, gate: Gate) -> None:
     cell = cells.start(f"%%offload\nprint('started', flush=True)\n{gate.wait}")
     cells.until(lambda: "started" in cell.text())
@@ -220,6 +221,7 @@ def test_an_answer_is_streamed_and_then_replaced_by_the_reply(port: int, cells: 
     assert cell.kinds[streamed:] == ["clear_output", "execute_result"]
 
 
+@pytest.mark.long
 def test_an_error_of_the_lab_is_one_line(port: int, cells: Cells) -> None:
     assert "GB freed" in cells.run("%lmx unload").text()
     cell = cells.run("%lmx ask What's up?")

@@ -119,6 +119,7 @@ class View:
                 return str(reply["content"]["subshell_id"])
 
 
+@pytest.mark.long
 def test_a_request_has_exactly_one_reply(view: View) -> None:
     view.ask(id="1", do="load", model="tiny-two")
     assert view.reply("1")["ok"]

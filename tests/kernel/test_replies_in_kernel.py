@@ -4,12 +4,15 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
+import pytest
+
 if TYPE_CHECKING:
     from tests.kernel.conftest import Notebook
 
 HOSTILE = "<img src=x onerror=alert(1)> and some words"
 
 
+@pytest.mark.long
 def test_a_stream_displays_its_text_and_then_the_reply(fresh_notebook: Notebook) -> None:
     fresh_notebook.run("import lmx_lab; lab = lmx_lab.launch('echo', port=0, echo_tokens_per_s=100)")
     fresh_notebook.start(f"lab.chat({HOSTILE!r}, stream=True, logprobs=2)")
@@ -38,6 +41,7 @@ def test_a_slow_launch_shows_where_the_time_went(fresh_notebook: Notebook) -> No
     assert "echo" in shown["text/plain"]
 
 
+@pytest.mark.long
 def test_a_busy_launch_cell_is_not_reported_but_a_later_cell_is(fresh_notebook: Notebook) -> None:
     note = "print(lab.workbench.backend.state().note)"
     busy = f"time.sleep(1.5); {note}"

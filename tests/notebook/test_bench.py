@@ -84,6 +84,7 @@ def test_the_table_has_the_servers_own_measurements(lab: lmx_lab.Lab) -> None:
     assert rows["peak_memory_gb"].max() * 1e9 >= lab.engine.snapshot.model_memory_bytes
 
 
+@pytest.mark.long
 def test_requests_that_wait_for_a_slot_have_a_queue_time(home: Path) -> None:
     with serving(home, "tiny", slots=1) as lab:
         rows = lab.bench(prompt_tokens=32, output_tokens=300, concurrency=2, requests=4, record=False)
@@ -188,6 +189,7 @@ def notebook(home: Path) -> Iterator[Notebook]:
     assert "was destroyed" not in stderr, stderr
 
 
+@pytest.mark.long
 def test_the_kernels_loop_serves_while_a_cell_waits_for_bench(notebook: Notebook) -> None:
     notebook.start(
         """
@@ -201,6 +203,7 @@ def test_the_kernels_loop_serves_while_a_cell_waits_for_bench(notebook: Notebook
     assert any("4/4" in shown.get("text/plain", "") for shown in output.shown), output.shown
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("first_line", ["", "import asyncio; await asyncio.sleep(0)"])
 def test_the_stop_button_keeps_the_rows(notebook: Notebook, first_line: str) -> None:
     output = notebook.interrupt(

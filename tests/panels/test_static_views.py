@@ -33,6 +33,7 @@ def notebook() -> Any:
     return written
 
 
+@pytest.mark.long
 @pytest.mark.slow
 def test_the_cell_that_displayed_panels_has_what_they_showed_last(notebook: Any) -> None:
     chat, metrics, models = (

@@ -221,6 +221,7 @@ def malicious_lab(malicious_home: Path) -> Iterator[Lab]:
         process.stop()
 
 
+@pytest.mark.long
 def test_a_template_that_never_ends_is_rejected_when_the_model_is_loaded(malicious_lab: Lab) -> None:
     with pytest.raises(UnusableModelError, match=r"its chat template runs longer than the limit of 0\.5 s"):
         malicious_lab.load("always")

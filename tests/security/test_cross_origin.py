@@ -124,6 +124,7 @@ def page(browser: Browser, evil: int) -> Iterator[Page]:
     page.close()
 
 
+@pytest.mark.long
 def test_a_page_of_another_origin_reads_and_changes_nothing(page: Page, tiny_lab: Lab) -> None:
     socket = f"ws://127.0.0.1:{tiny_lab.port}/v1/chat/stream"
     seen = page.evaluate(TRIES, [tiny_lab.url, socket])

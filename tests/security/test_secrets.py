@@ -169,6 +169,7 @@ def test_child_processes_have_no_keys_in_arguments_or_environment(on_llama_cpp: 
     assert [secret for secret in SECRETS.values() if found(secret, *texts)] == []
 
 
+@pytest.mark.long
 @pytest.mark.slow
 def test_requested_paths_do_not_control_the_terminal_of_the_server(on_echo: Serving) -> None:
     port, right = on_echo.port, ("Authorization", "Bearer key-of-the-server")
@@ -196,6 +197,7 @@ lab.stop()
 """
 
 
+@pytest.mark.long
 @pytest.mark.slow
 def test_requested_paths_do_not_control_the_terminal_of_a_script(tmp_path: Path) -> None:
     text = f"{ESCAPES}\n2026-01-01 INFO forged"

@@ -91,6 +91,7 @@ async def test_a_failed_test_over_http_reports_the_refusal(
     assert "wrong-token" not in failed.error
 
 
+@pytest.mark.long
 async def test_a_server_over_http_that_is_killed_fails_its_calls_and_is_connected_again(harness: McpHarness) -> None:
     with served("0") as (port, process):
         await harness.ready(remote(port))

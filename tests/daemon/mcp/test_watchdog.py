@@ -75,6 +75,7 @@ def killed_daemon(folder: Path, moment: str) -> tuple[list[psutil.Process], psut
     return [psutil.Process(pid) for pid in line["servers"]], psutil.Process(line["watchdog"])
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("moment", ["ready", "at start"])
 async def test_all_servers_of_a_killed_daemon_and_their_processes_are_ended(tmp_path: Path, moment: str) -> None:
     stranger = await asyncio.create_subprocess_exec(
@@ -87,6 +88,7 @@ async def test_all_servers_of_a_killed_daemon_and_their_processes_are_ended(tmp_
     await stranger.communicate(b"\n")
 
 
+@pytest.mark.long
 async def test_servers_are_ended_although_a_fork_of_the_daemon_holds_the_pipe_open(tmp_path: Path) -> None:
     processes, watchdog = await asyncio.to_thread(killed_daemon, tmp_path, "fork")
     try:

@@ -26,6 +26,7 @@ def decoder_entry(source: Path, folder: Path, values: Mapping[str, Value]) -> Mo
     return entry_of(with_values(source, folder / "decoder.gguf", {"llama.context_length": CONTEXT, **values}))
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("pooling", [MEAN, LAST])
 async def test_texts_of_all_lengths_have_the_same_vectors_alone_and_together(
     tiny_gguf: Path, tmp_path: Path, pooling: int

@@ -176,6 +176,7 @@ async def test_a_text_of_many_characters_and_few_tokens_is_not_truncated(
     assert result.report.tokens == 4 + 4 + 3
 
 
+@pytest.mark.long
 async def test_a_quantized_kv_cache_changes_little_and_has_its_own_prefixes_on_disk(
     smollm2_gguf: Path, tmp_path: Path
 ) -> None:
@@ -236,6 +237,7 @@ async def test_a_draft_model_does_not_change_answers(
     assert all(accepted < drafted / 2 for accepted, drafted in counts[2])
 
 
+@pytest.mark.long
 async def test_prompt_lookup_drafts_copied_text_and_does_not_change_it(smollm2_gguf: Path) -> None:
     listed = "\n".join(f"{number}. item number {number} of the list" for number in range(1, 9))
     prompt = ChatPrompt(messages=({"role": "user", "content": f"Repeat this list without changes:\n{listed}"},))

@@ -363,6 +363,7 @@ async def test_a_suspended_process_delays_neither_deadlines_nor_the_stop(
     assert not process.is_running()
 
 
+@pytest.mark.long
 async def test_the_process_ends_with_its_parent_even_if_a_fork_of_the_parent_is_running(
     manager: ModelManager, long_gguf: Path
 ) -> None:

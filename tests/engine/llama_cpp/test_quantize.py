@@ -63,6 +63,7 @@ def values_of(path: Path, tensor: GgufTensor) -> np.ndarray:
     return dequantize(blocks.reshape(*tensor.shape[:0:-1], -1), kind)
 
 
+@pytest.mark.long
 def test_a_copy_has_the_values_of_llama_cpp_and_is_measured_against_the_original(
     with_copy: tuple[Settings, ModelEntry],
 ) -> None:

@@ -296,6 +296,7 @@ async def test_a_failed_load_leaves_nothing_in_memory(
     assert own_manager.snapshot.memory_used_bytes < before * 1.5
 
 
+@pytest.mark.long
 async def test_after_a_failed_load_the_previous_model_is_loaded_again(
     own_manager: ModelManager, tiny: ModelEntry, tmp_path: Path
 ) -> None:
@@ -450,6 +451,7 @@ async def test_stopping_ends_running_requests(tiny: ModelEntry) -> None:
         await finish(stream)
 
 
+@pytest.mark.long
 def test_a_script_that_generated_exits_with_0(tiny_home: Path) -> None:
     script = f"""
 import asyncio

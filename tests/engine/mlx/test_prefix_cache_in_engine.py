@@ -141,6 +141,7 @@ async def test_the_cache_is_dropped_first_when_memory_is_short(tiny: ModelEntry,
         assert (await run(manager, prompt=FIRST))[1].cached_tokens == 0
 
 
+@pytest.mark.long
 @pytest.mark.usefixtures("no_shared_model")
 async def test_requests_wait_for_memory(tiny: ModelEntry) -> None:
     two = (await footprint(tiny)).running_bytes([200, 200], chunk=512)
@@ -203,6 +204,7 @@ async def test_a_request_from_another_event_loop_uses_the_cache(manager: ModelMa
     assert isinstance(mlx_thread(manager).core, MlxCore)
 
 
+@pytest.mark.long
 @pytest.mark.usefixtures("no_shared_model")
 async def test_a_request_that_waits_for_memory_does_not_drop_the_cache(tiny: ModelEntry) -> None:
     sizes = await footprint(tiny)

@@ -175,6 +175,7 @@ def test_the_order_is_stable() -> None:
 # Texts and answers at the same time
 
 
+@pytest.mark.long
 async def test_answers_and_texts_are_computed_in_turns(both: ModelManager) -> None:
     stream = await both.submit(request(max_tokens=400, ignore_eos=True))
     await anext(stream)

@@ -125,6 +125,7 @@ def test_a_cancelled_text_ends_while_it_is_encoded(slow: TextEncoder) -> None:
     assert slow._sandbox._running is None
 
 
+@pytest.mark.long
 @pytest.mark.slow
 def test_a_text_gives_way_to_a_short_one(slow: TextEncoder, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(module, "LIMIT_S", 5.0)
