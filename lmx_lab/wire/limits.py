@@ -24,12 +24,15 @@ DIGITS_LIMIT = 400
 LONG_NUMBER = re.compile(rb"(?<![0-9])[0-9]{%d}" % (DIGITS_LIMIT + 1))
 LARGE_NUMBER = re.compile(rb"[eE]\+?[0-9]{3}|[0-9]{309}")
 """Matches a part of every number that may exceed the largest float64."""
-DEPTH_CHANGE = {ord("["): 1, ord("{"): 1, ord("]"): -1, ord("}"): -1}
-NOT_BRACKETS = bytes(set(range(256)) - set(DEPTH_CHANGE))
+NOT_BRACKETS = bytes(set(range(256)) - set(b"[{]}"))
+DEPTH_CHANGES = bytes.maketrans(b"[{]}", b"\x01\x01\xff\xff")
+"""Replaces each bracket by a signed byte: by how much it changes the depth."""
 PIECE_CHARACTERS = 65_536
 """Number of characters counted at a time. Counting stops after the piece in which a limit is exceeded."""
 VALUE_LIMIT = 10_000
 """Values at all depths of an object with arbitrary contents, such as metadata."""
+NESTED = (dict, list, tuple, Mapping)
+"""Types of values that contain others. The abstract one is last, because checking it is slow."""
 
 
 class Structure:
@@ -81,10 +84,11 @@ class Structure:
         self.quotes += len(parts) - 1
         self.items += outside.count(b",")
         self.members += outside.count(b":")
-        self.containers += outside.count(b"[") + outside.count(b"{")
-        changes = list(map(DEPTH_CHANGE.__getitem__, outside.translate(None, NOT_BRACKETS)))
-        self.depth = max(self.depth, *accumulate(changes, initial=self._open))
-        self._open += sum(changes)
+        opened = outside.count(b"[") + outside.count(b"{")
+        self.containers += opened
+        changes = memoryview(outside.translate(DEPTH_CHANGES, NOT_BRACKETS)).cast("b")
+        self.depth = max(self.depth, max(accumulate(changes, initial=self._open)))
+        self._open += opened - (len(changes) - opened)
         self._check_numbers(outside)
         return start + len(piece)
 
@@ -120,14 +124,16 @@ def check_values(value: Any) -> Any:
     Raises:
         ValueError: there are more than ``VALUE_LIMIT`` values.
     """
-    count, waiting = 0, [value]
+    count = 0
+    waiting: list[Any] = [value]
     while waiting:
         item = waiting.pop()
-        children = item.values() if isinstance(item, Mapping) else item if isinstance(item, list | tuple) else ()
+        is_list = isinstance(item, list | tuple)
+        children = item if is_list else item.values() if isinstance(item, NESTED) else ()
         count += len(children)
         if count > VALUE_LIMIT:
             raise ValueError(f"has more than {VALUE_LIMIT:,} values, the limit; send fewer")
-        waiting.extend(child for child in children if isinstance(child, Mapping | list | tuple))
+        waiting += [child for child in children if isinstance(child, NESTED)]
     return value
 
 
