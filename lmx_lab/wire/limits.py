@@ -87,7 +87,8 @@ class Structure:
         opened = outside.count(b"[") + outside.count(b"{")
         self.containers += opened
         changes = memoryview(outside.translate(DEPTH_CHANGES, NOT_BRACKETS)).cast("b")
-        self.depth = max(self.depth, max(accumulate(changes, initial=self._open)))
+        deepest = max(accumulate(changes, initial=self._open))
+        self.depth = max(self.depth, deepest)
         self._open += opened - (len(changes) - opened)
         self._check_numbers(outside)
         return start + len(piece)
@@ -128,8 +129,9 @@ def check_values(value: Any) -> Any:
     waiting: list[Any] = [value]
     while waiting:
         item = waiting.pop()
-        is_list = isinstance(item, list | tuple)
-        children = item if is_list else item.values() if isinstance(item, NESTED) else ()
+        children: Any = ()
+        if isinstance(item, NESTED):
+            children = item.values() if isinstance(item, Mapping) else item
         count += len(children)
         if count > VALUE_LIMIT:
             raise ValueError(f"has more than {VALUE_LIMIT:,} values, the limit; send fewer")
