@@ -315,7 +315,7 @@ class ActiveTurn:
             tools=self._current_tools(),
             overrides=overrides,
             is_first_step=step == 1,
-            absence=await toolbox.explain_absence(overrides.tool_choice or ""),
+            absence=await toolbox.explain_absence(overrides.tool_choice) if overrides.tool_choice else None,
         )
         async with aclosing(upstream.call(body, model=overrides.model or session.model)) as pieces:
             async for piece in pieces:
