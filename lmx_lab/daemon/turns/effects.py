@@ -292,9 +292,8 @@ class ActiveTurn:
                 self.has_slot = True
             await self._stream(message, step)
             calls = normalize_calls(message.calls, self._call_ids)
-            tools = {
-                tool.name: tool.needs_permission and tool.name not in self._granted for tool in self._current_tools()
-            }
+            offered = self._current_tools() if calls else []
+            tools = {tool.name: tool.needs_permission and tool.name not in self._granted for tool in offered}
             result = ModelAnswered(calls=calls, tools=tools, is_truncated=message.is_truncated)
         except LabError as exc:
             result = ModelFailed(error=exc)
