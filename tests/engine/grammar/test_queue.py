@@ -25,6 +25,7 @@ def grammars() -> Iterator[GrammarQueue]:
 async def test_a_grammar_that_waits_too_long_is_refused_and_a_later_one_is_checked(
     grammars: GrammarQueue, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    monkeypatch.setattr(queue, "WAIT_BEHIND_SLOW_S", 0.0)
     monkeypatch.setattr(queue, "WAIT_S", 0.01)
     started, released = threading.Event(), threading.Event()
 
@@ -44,6 +45,30 @@ async def test_a_grammar_that_waits_too_long_is_refused_and_a_later_one_is_check
     monkeypatch.setattr(queue, "WAIT_S", 60.0)
     assert await grammars.run(lambda: "later") == "later"
     assert grammars._unfinished == 0
+
+
+async def test_grammars_behind_a_slow_one_that_was_refused_are_refused_earlier(
+    grammars: GrammarQueue, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(queue, "WAIT_BEHIND_SLOW_S", 0.2)
+    started, ended = threading.Event(), threading.Event()
+
+    def refused() -> None:
+        assert started.wait(60)
+        raise QueueFullError("slow")
+
+    first = asyncio.create_task(grammars.run(refused))
+    second = asyncio.create_task(grammars.run(lambda: ended.wait(60)))
+    third = asyncio.create_task(grammars.run(pytest.fail))
+    while grammars._unfinished < 3:  # noqa: ASYNC110
+        await asyncio.sleep(0)
+    started.set()
+    with pytest.raises(QueueFullError, match="slow"):
+        await first
+    with pytest.raises(QueueFullError, match=r"0\.2 s"):
+        await third
+    ended.set()
+    assert await second
 
 
 async def test_cancelling_removes_a_grammar_that_waits(grammars: GrammarQueue) -> None:
