@@ -18,6 +18,8 @@ WAIT_S = 10.0
 is refused after ``sandbox.SHARE_S`` if others wait."""
 WAIT_BEHIND_SLOW_S = 1.5
 """Time that a grammar may wait if a slow one was refused meanwhile. After each, the sandbox has to start again."""
+POLL_S = 0.1
+"""Time between two checks of a grammar that waits."""
 
 
 class GrammarQueue:
@@ -48,11 +50,11 @@ class GrammarQueue:
             future = self._executor.submit(self._work, work)
             done = asyncio.wrap_future(future)
             try:
-                for limit_s in (WAIT_BEHIND_SLOW_S, WAIT_S):
-                    await asyncio.wait([done], timeout=began + limit_s - time.monotonic())
-                    is_over = limit_s == WAIT_S or self._refused_at > began
+                while not done.done() and not future.running():
+                    await asyncio.wait([done], timeout=POLL_S)
+                    limit_s = WAIT_BEHIND_SLOW_S if self._refused_at > began else WAIT_S
                     # Only work that has not started can be cancelled.
-                    if is_over and not done.done() and future.cancel():
+                    if time.monotonic() - began >= limit_s and not done.done() and future.cancel():
                         raise QueueFullError(
                             f"the grammar was not checked within {limit_s:g} s, because other grammars and schemas "
                             "were; try again in 1 s",
