@@ -130,21 +130,36 @@ def check_admin(*, local: bool, lan_admin: bool) -> None:
 def listing_routes(*, manager: ModelManager, catalog: Catalog) -> APIRouter:
     """Return the router of ``/v1/models``."""
     router = APIRouter(prefix="/v1/models", tags=["inference"])
+    names = manager.settings.ids_by_alias
+
+    def find_alias(name: str, found: Sequence[ListedModel], *, local: bool) -> ModelCard | None:
+        """Return the card of a name in ``Settings.model_aliases``; None if its model is not listed."""
+        id_ = names.get(name)
+        for listed in found if id_ is not None else ():
+            if listed.entry.id == id_ or listed.has_alias(id_):
+                card = _card(listed, manager.snapshot, local=local)
+                return card.model_copy(update={"id": name, "root": card.id})
+        return None
 
     @router.get("", responses={200: {"links": {"model": FIRST_CARD}}})
     async def list_models(request: Request) -> ModelCards:
-        """List the models on this disk in the chat format."""
+        """List the models on this disk in the chat format, and the other names that the server was started with."""
         local = is_local(request.scope)
         found, problem = await listed_models(catalog, manager)
         problem = problem if local or not problem else request.app.state.without_paths(problem)
-        now = manager.snapshot
-        return ModelCards(data=[_card(model, now, local=local) for model in found], problem=problem)
+        aliases = [alias for name in names if (alias := find_alias(name, found, local=local)) is not None]
+        cards = [_card(model, manager.snapshot, local=local) for model in found]
+        # A request that sends an alias means its model, even if another model has this id.
+        return ModelCards(data=[*(card for card in cards if card.id not in names), *aliases], problem=problem)
 
     @router.get("/{model:path}", responses=failures(ModelNotFoundError))
     async def get_model(model: str, request: Request) -> ModelCard:
-        """Get one model on this disk by its id."""
+        """Get one model on this disk by its id, or by another name that the server was started with."""
         local = is_local(request.scope)
-        for listed in (await listed_models(catalog, manager))[0]:
+        found, _ = await listed_models(catalog, manager)
+        if (alias := find_alias(model, found, local=local)) is not None:
+            return alias
+        for listed in found:
             if public_id(listed.entry.id, local=local) == model or listed.has_alias(model):
                 return _card(listed, manager.snapshot, local=local)
         raise unknown_model(model, manager.snapshot, ANY_KIND)
