@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Any, overload
 
 from lmx_lab.errors import InvalidRequestError
 from lmx_lab.frames import pandas_for
+from lmx_lab.instrument.text_file import write_text_file
 from lmx_lab.values.recording import Record
 from lmx_lab.values.timeline import RequestTimeline, Segment, others_during, phase_durations
 
@@ -136,12 +137,7 @@ class Timeline(Sequence[RequestTimeline]):
         Raises:
             InvalidRequestError: the file cannot be written.
         """
-        target = Path(path).expanduser()
-        try:
-            target.write_text(json.dumps(self.trace_events()), encoding="utf-8")
-        except OSError as exc:
-            raise InvalidRequestError(f"{target} cannot be written: {exc.strerror or exc}", param="path") from exc
-        return target
+        return write_text_file(path, json.dumps(self.trace_events()))
 
     def trace_events(self) -> dict[str, Any]:
         """Return the content of the file that ``save`` writes. Times are in microseconds since the oldest arrival."""
