@@ -144,10 +144,7 @@ def listing_routes(*, manager: ModelManager, catalog: Catalog) -> APIRouter:
     async def get_model(model: str, request: Request) -> ModelCard:
         """Get one model on this disk by its id."""
         local = is_local(request.scope)
-        for listed in (await listed_models(catalog, manager))[0]:
-            if public_id(listed.entry.id, local=local) == model or listed.has_alias(model):
-                return _card(listed, manager.snapshot, local=local)
-        raise unknown_model(model, manager.snapshot, ANY_KIND)
+        return _card(await find_model(model, catalog, manager, local=local), manager.snapshot, local=local)
 
     return router
 
@@ -175,6 +172,18 @@ async def listed_models(catalog: Catalog, manager: ModelManager) -> tuple[list[L
     """Return the models on this disk and in memory, and why the list may be incomplete; None if it is not."""
     listing = await catalog.alisting()
     return await in_thread(lambda: _models(listing, manager, _speeds(listing, manager))), listing.problem
+
+
+async def find_model(name: str, catalog: Catalog, manager: ModelManager, *, local: bool) -> ListedModel:
+    """Return the model of this name on this disk or in memory.
+
+    Raises:
+        ModelNotFoundError: there is none.
+    """
+    for listed in (await listed_models(catalog, manager))[0]:
+        if public_id(listed.entry.id, local=local) == name or listed.has_alias(name):
+            return listed
+    raise unknown_model(name, manager.snapshot, ANY_KIND)
 
 
 async def model_records(catalog: Catalog, manager: ModelManager) -> ModelRecords:
