@@ -185,7 +185,7 @@ def test_the_most_probable_beginnings_are_expanded_together(lab: lmx_lab.Lab) ->
         with pytest.raises(InvalidRequestError, match=next(iter(arguments))[:5]):
             lab.explore("hello", **arguments)  # type: ignore[arg-type]
     with pytest.raises(
-        InvalidRequestError, match="explore takes the most probable tokens, and cannot continue after .* at position 0"
+        InvalidRequestError, match=r"explore takes the most probable tokens, and cannot continue after .* at position 0"
     ) as refused:
         lab.explore("hello", width=2, depth=1, response_format={"type": "regex", "regex": "hello"})
     assert refused.value.message.endswith("leave out response_format, so that all tokens are allowed")
