@@ -245,7 +245,10 @@ ADMIN = (
     ValidRequest(method="POST", path=UNLOAD),
     *(
         ValidRequest(method="GET", path=path)
-        for path in ("/admin/models", "/v1/models", "/v1/models/tiny", "/metrics", "/readyz")
+        for path in (
+            *("/admin/models", "/v1/models", "/v1/models/tiny", "/metrics", "/readyz"),
+            "/admin/timeline?last_s=9.5&limit=3&before=7",
+        )
     ),
 )
 

@@ -20,7 +20,7 @@ def test_requests_are_explained_and_the_view_is_paused_by_keyboard(one_panel: Ta
     panel, page = one_panel.panel("Timeline"), one_panel.page
     expect(panel.get_by_text("No request has run yet")).to_be_visible()
     one_panel.kernel(CHATS.format(count=1))
-    lanes = panel.get_by_role("listitem")
+    lanes = panel.get_by_role("listitem").filter(has_text="tokens")
     expect(lanes).to_have_count(1)
     expect(panel.get_by_text("No request has run yet")).to_be_hidden()
     # A slow step divides the decode steps into two parts.

@@ -38,6 +38,7 @@ def _loaded(lab: Lab) -> None:
         ("GET", "/v1/models", None),
         ("GET", "/admin/models", None),
         ("GET", "/admin/events", None),
+        ("GET", "/admin/timeline", None),
         ("POST", "/v1/chat/completions", CHAT),
         ("POST", "/v1/chat/completions", {**CHAT, "n": 2, "logprobs": True, "top_logprobs": 2}),
         ("POST", "/v1/chat/completions", {**CHAT, "stream": True, "stream_options": {"include_usage": True}}),
