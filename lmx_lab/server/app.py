@@ -33,6 +33,7 @@ from lmx_lab.server.recording import Recording, SaveRecord
 from lmx_lab.server.request_log import RequestLog
 from lmx_lab.server.rerank import rerank_routes
 from lmx_lab.server.responses import responses_routes
+from lmx_lab.server.timelines import timeline_routes
 from lmx_lab.server.tokens import token_routes
 from lmx_lab.server.websocket import socket_routes
 from lmx_lab.settings import Settings
@@ -80,6 +81,7 @@ def create_server(
         slow_client_s=settings.slow_client_s,
         observers=[metrics.observe, request_log.observe],
     )
+    manager.add_observer(inference.timelines.observe_model)
     api = DescribedAPI(
         title="LMX Lab inference server",
         version=VERSION,
@@ -111,6 +113,7 @@ def create_server(
     api.include_router(listing_routes(manager=manager, catalog=catalog))
     api.include_router(admin_routes(manager=manager, catalog=catalog, lan_admin=settings.lan_admin))
     api.include_router(event_routes(manager=manager, feed=feed))
+    api.include_router(timeline_routes(inference.timelines))
     api.include_router(metrics_routes(metrics))
     return InferenceServer(
         asgi=wrap_app(api, policy, observer=request_log), api=api, inference=inference, manager=manager, feed=feed
