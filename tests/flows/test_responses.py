@@ -382,6 +382,7 @@ def test_a_response_in_the_background_that_fails_has_ended(
     assert "server's log" in error.message
 
 
+@pytest.mark.slow
 def test_a_server_stops_with_a_response_in_the_background(tmp_path: Path) -> None:
     with serving(tmp_path, "echo", echo_tokens_per_s=100) as lab, httpx2.Client(base_url=lab.url) as http:
         assert http.post(PATH, json=body(input=ENDLESS_TEXT, background=True)).json()["status"] == "in_progress"

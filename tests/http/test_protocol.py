@@ -244,6 +244,7 @@ async def test_tiny_chunks_long_extensions_and_many_lines_are_rejected(sent: byt
         assert answer in await reader.read()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("sent", [b"\x01\x81\0\0\0\0a" + FRAGMENT * 20_000, PING * 20_000])
 async def test_a_flood_of_short_frames_closes_the_websocket(sent: bytes) -> None:
     async with _opened() as (reader, writer):
@@ -457,6 +458,7 @@ async def test_a_connection_that_is_idle_after_a_rejected_body_is_closed(monkeyp
             assert await client.read_to_end() == b""
 
 
+@pytest.mark.slow
 async def test_a_slow_client_that_is_fast_enough_is_answered(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(protocol, "BODY_S", 0.6)
     monkeypatch.setattr(protocol, "BODY_BYTES", 3)
@@ -532,6 +534,7 @@ async def test_a_response_can_begin_at_any_time() -> None:
         assert (await client.read_response()).endswith(b"\r\n0")
 
 
+@pytest.mark.slow
 @pytest.mark.usefixtures("short")
 async def test_a_websocket_can_be_silent_and_slow(monkeypatch: pytest.MonkeyPatch) -> None:
     async with running(app) as host:
@@ -575,6 +578,7 @@ async def test_connections_beyond_the_limit_are_rejected_with_429(monkeypatch: p
         assert (await http.get("/read")).status_code == 200
 
 
+@pytest.mark.slow
 async def test_large_messages_share_a_memory_limit_and_small_ones_are_not_counted(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
