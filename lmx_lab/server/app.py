@@ -94,10 +94,7 @@ def create_server(
         open_paths=OPEN_PATHS,
     )
     api.state.max_body_bytes = settings.max_body_bytes
-    folders = [settings.models_folder, cache_folder(), *settings.model_folders]
-    api.state.without_paths = lambda text: without_paths(
-        text, [*folders, *(entry.path.parent for entry in entries_in_memory(manager.snapshot))]
-    )
+    api.state.without_paths = _path_filter(manager, settings)
     api.include_router(page_routes(manager))
     api.include_router(health_routes(manager))
     api.include_router(chat_routes(inference))
@@ -117,6 +114,14 @@ def create_server(
     api.include_router(metrics_routes(metrics))
     return InferenceServer(
         asgi=wrap_app(api, policy, observer=request_log), api=api, inference=inference, manager=manager, feed=feed
+    )
+
+
+def _path_filter(manager: ModelManager, settings: Settings) -> Callable[[str], str]:
+    """Return the function that removes paths from messages to callers on other machines."""
+    folders = [settings.models_folder, cache_folder(), *settings.model_folders]
+    return lambda text: without_paths(
+        text, [*folders, *(entry.path.parent for entry in entries_in_memory(manager.snapshot))]
     )
 
 
