@@ -149,7 +149,8 @@ const save = (target = chat) => (saving = saving.then(async () => {
 
 const show = (next) => {
   chat = next;
-  edit(null);
+  // A text that is being written stays, because a change in another tab can call this at any time.
+  if (edited != null && !chat.messages.some(({ id }) => id === edited)) edit(null);
   for (const [name, input] of inputs) input.value = chat.sampling[name] ?? "";
   system.value = chat.system;
   model.value = [...model.options].some(({ value }) => value === chat.model) ? chat.model : "";
@@ -206,13 +207,13 @@ const saveAll = async () => {
 };
 const shareFile = () => navigator.share({ files: [fileOf(toFile(chat), "chat")], title: chat.title }).catch(() => 0);
 
-/** Create an invisible input for files, and a button that opens it. */
+/** Create a button that lets the user choose files. The input is not in the document: in a modal dialog, Chromium opens no chooser. */
 const picker = (name, title, accept, use) => {
-  const input = h("input", { type: "file", hidden: true, accept, multiple: true, onchange: async () => {
+  const input = h("input", { type: "file", accept, multiple: true, onchange: async () => {
     for (const file of [...input.files]) await use(file).catch(failed);
     input.value = "";
   } });
-  return [h("button", { title, onclick: () => input.click() }, name), input];
+  return h("button", { title, onclick: () => input.click() }, name);
 };
 const importFile = async (file) => {
   if (file.size > MAX_IMPORT_BYTES) throw Error(file.name + " has " + file.size + " bytes; the limit is " + MAX_IMPORT_BYTES + ".");
@@ -467,7 +468,7 @@ const settings = drawer("Settings",
   h("p", {}, h("a", { href: "about" }, "About this server")));
 const side = h("nav", { "aria-label": "conversations" },
   h("div", { class: "row" }, h("button", { class: "go", onclick: create }, "New conversation")), chats,
-  h("div", { class: "row" }, ...picker("Import", "load conversations from a file", ".json,application/json", importFile),
+  h("div", { class: "row" }, picker("Import", "load conversations from a file", ".json,application/json", importFile),
     h("button", { title: "save all conversations as a file", onclick: saveAll }, "Save all")));
 const sideDrawer = drawer("Conversations");
 const openSide = h("button", { onclick: () => sideDrawer.showModal() }, "Conversations");
@@ -485,7 +486,7 @@ const root = h("div", { class: "lmx chat page" },
   h("header", { class: "row" }, openSide, h("h1", { class: "hidden" }, "LMX Lab chat"), name, model, h("span", { class: "grow" }),
     h("button", { onclick: () => settings.showModal() }, "Settings")),
   h("main", {}, notes, log, editing, chips, box,
-    h("div", { class: "row" }, ...picker("Attach", "attach a text file to the message", "", attach), status, go)),
+    h("div", { class: "row" }, picker("Attach", "attach a text file to the message", "", attach), status, go)),
   settings, sideDrawer, keyForm);
 document.body.append(root);
 
