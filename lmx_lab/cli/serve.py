@@ -72,6 +72,10 @@ CorsOrigins = Annotated[
 ]
 AllowedHosts = Annotated[list[str] | None, typer.Option(help="Additional Host header to accept. Repeatable.")]
 LanAdmin = Annotated[bool, typer.Option("--lan-admin", help="Let other machines load and unload models.")]
+Announce = Annotated[
+    bool, typer.Option("--announce", help="Let lmx-lab discover find the server on the local network.")
+]
+AnnounceName = Annotated[str | None, typer.Option(help="Name for --announce. By default that of this machine.")]
 NoPage = Annotated[bool, typer.Option("--no-page", help="Do not serve the chat page for browsers at /.")]
 NoDownloads = Annotated[bool, typer.Option("--no-downloads", help="Never download a model.")]
 ModelFolders = Annotated[list[Path] | None, typer.Option(help="Additional folder with models. Repeatable.")]
@@ -153,6 +157,8 @@ def serve(
     cors_origin: CorsOrigins = None,
     allow_host: AllowedHosts = None,
     lan_admin: LanAdmin = False,
+    announce: Announce = False,
+    announce_name: AnnounceName = None,
     no_page: NoPage = False,
     no_downloads: NoDownloads = False,
     models: ModelFolders = None,
@@ -183,12 +189,12 @@ def serve(
     spec = _load_spec(model, **options)
     unchanged: dict[str, Any] = {"slots": slots, "queue_limit": queue_limit, "dtype": dtype, "threads": threads}
     unchanged |= {"host": host, "port": port, "api_key": api_key, "log_level": log_level}
-    unchanged |= {"prefix_cache_dir": prefix_cache_dir}
+    unchanged |= {"prefix_cache_dir": prefix_cache_dir, "announce_name": announce_name}
     unchanged |= {"embedder": embedder, "reranker": reranker, "request_timeout_s": request_timeout}
     settings = settings_with_folders(
         cors_origins=cors_origin or None,
         allowed_hosts=allow_host or None,
-        **_switches(lan_admin=lan_admin, no_page=no_page, no_downloads=no_downloads),
+        **_switches(lan_admin=lan_admin, announce=announce, no_page=no_page, no_downloads=no_downloads),
         model_folders=models or None,
         **_naming_settings(swap=swap, any_model=any_model, model_alias=model_alias),
         idle_unload_s=idle_unload,
@@ -223,10 +229,11 @@ def _load_spec(model: str | None, **options: Any) -> LoadSpec | None:
     return None
 
 
-def _switches(*, lan_admin: bool, no_page: bool, no_downloads: bool) -> dict[str, bool | None]:
+def _switches(*, lan_admin: bool, announce: bool, no_page: bool, no_downloads: bool) -> dict[str, bool | None]:
     """Return the settings of switches. One that is not given leaves its setting to the environment."""
     return {
         "lan_admin": lan_admin or None,
+        "announce": announce or None,
         "page": False if no_page else None,
         "downloads": False if no_downloads else None,
     }

@@ -37,7 +37,7 @@ class Addresses:
     @property
     def lan_urls(self) -> list[str]:
         """Addresses for other hosts, the most likely one first; empty if only this machine is served."""
-        return urls.lan_urls(self._lan_names(), self.port)
+        return urls.lan_urls(self.lan_names, self.port)
 
     @property
     def proxy_url(self) -> str | None:
@@ -104,16 +104,18 @@ class Addresses:
 
     def _own_names(self) -> list[str]:
         if not self._uses_all_interfaces:
-            return self._lan_names()
+            return self.lan_names
         machine = socket.gethostname().lower()
         ipv6 = ipv6_addresses() if self.settings.host.strip("[]") == "::" else []
-        return [*self._lan_names(), *ipv6, machine, f"{machine}.local"]
+        return [*self.lan_names, *ipv6, machine, f"{machine}.local"]
 
     @property
     def _uses_all_interfaces(self) -> bool:
         return self.settings.host.strip("[]") in ALL_INTERFACES
 
-    def _lan_names(self) -> list[str]:
+    @property
+    def lan_names(self) -> list[str]:
+        """The addresses or the name of this machine in ``lan_urls``."""
         if not is_lan(self.settings.host):
             return []
         return lan_addresses() if self._uses_all_interfaces else [self.settings.host.strip("[]")]
