@@ -216,10 +216,11 @@ const picker = (name, title, accept, use) => {
   return h("button", { title, onclick: () => input.click() }, name);
 };
 const importFile = async (file) => {
+  // Also if the file cannot be read, so that the note is visible.
+  sideDrawer.close();
   if (file.size > MAX_IMPORT_BYTES) throw Error(file.name + " has " + file.size + " bytes; the limit is " + MAX_IMPORT_BYTES + ".");
   const found = fromFile(await file.text());
   for (const each of found) await save(each);
-  sideDrawer.close();
   await open(found[0].id);
 };
 const attach = async (file) => {
