@@ -4,7 +4,7 @@ Each figure is a ratio of two measurements of one run, or a time with a wide lim
 machine. Both sides of a comparison take turns on the same prompts; the value is the median of the rounds. Servers,
 generator and clients are separate processes; the clients only record times.
 
-    python -m benchmarks                                   everything; about half an hour on two CPU cores
+    python -m benchmarks                                   everything; about three quarters of an hour on two CPU cores
     python -m benchmarks --model tiny --quick              a quick check, one or two minutes
     python -m benchmarks --only turn --only stall --model smollm2
 
@@ -39,6 +39,9 @@ generator and clients are separate processes; the clients only record times.
 |            | not read; list of 2,000 sessions; memory of an idle subscriber; replay of  |               |
 |            | 100,000 events                                                             |               |
 | harness    | ``lmx_lab.bench`` with 64 streams at a known rate: error, cores used       | -             |
+| mixed      | p99 gap of 8 streams beside long prompts, batches of texts and a load, for | smollm2       |
+|            | 10 minutes ÷ the streams alone; p99 of a health request; failed requests;  |               |
+|            | memory at the end ÷ after a minute                                         |               |
 | flood      | seconds to a complete answer after 200 requests with a timeout of 0.5 s    | tiny          |
 
 ``tiny`` is a two-layer llama with random weights and SmolLM2's tokenizer. A token takes a millisecond, so that
@@ -83,6 +86,7 @@ from benchmarks import (
     harness,
     kv_cache,
     leak,
+    mixed,
     page,
     paths,
     prefill,
@@ -141,6 +145,7 @@ FIGURES = {
     "leak": Figure(title=leak.FIGURE, measure=leak.measure, models=("tiny",)),
     "daemon": Figure(title=daemon.FIGURE, measure=daemon.measure),
     "harness": Figure(title=harness.FIGURE, measure=harness.measure, models=("tiny",)),
+    "mixed": Figure(title=mixed.FIGURE, measure=mixed.measure, models=("smollm2",)),
     "flood": Figure(title=flood.FIGURE, measure=flood.measure, models=("tiny",)),
 }
 

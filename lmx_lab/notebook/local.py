@@ -30,7 +30,7 @@ from lmx_lab.values.engine import EngineSnapshot
 from lmx_lab.values.generation import Delta, TokenLogprob
 from lmx_lab.values.models import LoadReport, LoadSpec
 from lmx_lab.values.recording import Continuation, Record
-from lmx_lab.values.timeline import RequestTimeline
+from lmx_lab.values.timeline import ServerTimeline
 from lmx_lab.wire.admin import ModelEvent, ModelRecords, RequestEvent, Sample
 from lmx_lab.wire.chat import ChatRequest
 from lmx_lab.wire.embeddings import EmbeddingsBody
@@ -128,9 +128,6 @@ class LocalBackend:
             async for event in events:
                 yield event
 
-    def timelines(self, last_s: float, *, most: int | None = None) -> list[RequestTimeline]:
-        return self._server.services.inference.timelines.read(last_s, most=most)
-
     # Models
 
     async def models(self) -> ModelRecords:
@@ -158,6 +155,9 @@ class LocalBackend:
                 reporting.cancel()
 
     # Requests
+
+    async def timeline(self, last_s: float, *, most: int | None = None) -> ServerTimeline:
+        return self._services.inference.timelines.read(last_s, most=most)
 
     async def generate(self, request: ChatRequest) -> LocalAnswer:
         _, (generation,) = await self._services.inference.start(request, local=True, own=True)

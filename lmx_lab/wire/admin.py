@@ -303,6 +303,8 @@ class ModelCard(BaseModel):
     the number that it was trained for."""
     slots: int | None = None
     """Number of requests that the loaded model decodes at once; null for other models."""
+    root: str | None = None
+    """The id of the model, if ``id`` is another name for it from ``model_aliases``; null for models."""
 
 
 class ModelCards(BaseModel):

@@ -287,8 +287,16 @@ class LlamaQueue:
 
     def _log_step(self, generation: LlamaGeneration, kind: StepKind, now: float, tokens: int) -> None:
         """Record what llama.cpp has computed for a request since the last step; it does not number its steps."""
-        steps = generation.mailbox.steps
-        steps.add(kind, steps.last_end, now, tokens=tokens, requests=len(self.running))
+        steps, running = generation.mailbox.steps, self.running
+        cached_tokens = sum(other.reader.slot_tokens for other in running)
+        steps.add(
+            kind,
+            steps.last_end,
+            now,
+            tokens=tokens,
+            requests=len(running),
+            kv_bytes=cached_tokens * self._hosted.plan.token_bytes,
+        )
 
     def _finish(self, generation: LlamaGeneration, task: asyncio.Task[GenerationReport]) -> None:
         """Post the end of a generation: its report or its error. No other method does so."""
