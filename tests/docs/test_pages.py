@@ -81,7 +81,7 @@ def name_exists(name: str) -> bool:
 
 @pytest.mark.parametrize("page", PAGES, ids=page_name)
 def test_a_lab_has_every_attribute_that_is_named(page: Path) -> None:
-    names = {name for text in inline_code(page) for name in re.findall(r"(?<![\w/])lab\.(\w+)", text)}
+    names = {name for text in inline_code(page) for name in re.findall(r"(?<![\w/-])lab\.(\w+)", text)}
     assert not [name for name in names if not hasattr(Lab, name)]
 
 
