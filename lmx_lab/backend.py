@@ -46,6 +46,8 @@ class ServerState:
     disk: str = "this disk"
     """Where the server's models are, for display."""
     lan_url: str | None = None
+    phone_code: str = ""
+    """QR code of the chat page at ``lan_url``, as an image in a data URI; empty if there is none."""
     proxy_url: str | None = None
     proxy_path: str | None = None
     """Path under which the notebook's own Jupyter server forwards requests, for pages that it has served."""

@@ -16,6 +16,7 @@ from lmx_lab.engine import GenerationRequest, TextPrompt
 from lmx_lab.errors import HostingError, InvalidRequestError, NotLoadedError
 from lmx_lab.notebook.arguments import Prompt, chat_request
 from lmx_lab.notebook.local_server import LocalServer
+from lmx_lab.qr_code import data_uri
 from lmx_lab.server import InferenceServer
 from lmx_lab.server.admin import model_records
 from lmx_lab.server.embeddings import embedding_request
@@ -90,7 +91,8 @@ class LocalBackend:
             state="stopped" if not server.running else "lagging" if blocked_s > LAGGING_S else "running",
             place=server.place,
             url=addresses.url,
-            lan_url=next(iter(addresses.lan_urls), None),
+            lan_url=(lan_url := next(iter(addresses.lan_urls), None)),
+            phone_code=data_uri(lan_url) if lan_url is not None and server.settings.page else "",
             proxy_url=addresses.proxy_url,
             proxy_path=addresses.proxy_path,
             model=now.model,

@@ -36,7 +36,7 @@ GONE = "This request is no longer shown; see lab.timeline()."
 class TimelinePanel(Panel):
     """Shows when each of the last requests waited, computed its prompt, and generated tokens, and loads of models."""
 
-    SCRIPTS = ("panel.js", "keyed.js", "timeline.js")
+    SCRIPTS = ("elements.js", "panel.js", "keyed.js", "timeline.js")
     STYLES = ("panel.css", "timeline.css")
     REQUESTS = frozenset({"change", "explain"})
     FULL_WIDTH = True

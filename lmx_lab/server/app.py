@@ -82,19 +82,11 @@ def create_server(
         observers=[metrics.observe, request_log.observe],
     )
     manager.add_observer(inference.timelines.observe_model)
-    api = DescribedAPI(
-        title="LMX Lab inference server",
-        version=VERSION,
-        redirect_slashes=False,
-        docs_url=None,
-        redoc_url=None,
-        extra_models=EXTRA_MODELS,
-        sockets=SOCKETS,
-        key=("key", GuardPolicy.key_hint) if settings.api_key is not None else None,
-        open_paths=OPEN_PATHS,
+    api = _create_api(settings)
+    folders = [settings.models_folder, cache_folder(), *settings.model_folders]
+    api.state.without_paths = lambda text: without_paths(
+        text, [*folders, *(entry.path.parent for entry in entries_in_memory(manager.snapshot))]
     )
-    api.state.max_body_bytes = settings.max_body_bytes
-    api.state.without_paths = _path_filter(manager, settings)
     api.include_router(page_routes(manager))
     api.include_router(health_routes(manager))
     api.include_router(chat_routes(inference))
@@ -117,12 +109,21 @@ def create_server(
     )
 
 
-def _path_filter(manager: ModelManager, settings: Settings) -> Callable[[str], str]:
-    """Return the function that removes paths from messages to callers on other machines."""
-    folders = [settings.models_folder, cache_folder(), *settings.model_folders]
-    return lambda text: without_paths(
-        text, [*folders, *(entry.path.parent for entry in entries_in_memory(manager.snapshot))]
+def _create_api(settings: Settings) -> DescribedAPI:
+    """Create the application without routes."""
+    api = DescribedAPI(
+        title="LMX Lab inference server",
+        version=VERSION,
+        redirect_slashes=False,
+        docs_url=None,
+        redoc_url=None,
+        extra_models=EXTRA_MODELS,
+        sockets=SOCKETS,
+        key=("key", GuardPolicy.key_hint) if settings.api_key is not None else None,
+        open_paths=OPEN_PATHS,
     )
+    api.state.max_body_bytes = settings.max_body_bytes
+    return api
 
 
 def without_paths(text: str, folders: Iterable[Path] = ()) -> str:
