@@ -29,8 +29,9 @@ LONG = "a " * 4000
 """A question whose repetition takes 20 s at ``PACE``."""
 VIOLATIONS = "addEventListener('securitypolicyviolation', (event) => console.error('CSP: ' + event.violatedDirective))"
 TEXT = ".text:not(.plain)"
-GO = "main button.go"
-"""The button "Send" or "Stop". Among 2,000 messages, looking for a role and a name takes seconds."""
+GO, BOX = "main button.go", "main textarea"
+"""The button "Send" or "Stop", and the field for the message. Among 2,000 messages, finding them by their names takes
+seconds."""
 MESSAGES = "[role=log] > div > *"
 LONG_TASKS = """() => {
     window.longTasks = [];
@@ -66,13 +67,13 @@ def window(browser: Browser, *, expected: str = "(?!)", **options: Any) -> Itera
 def open_page(context: BrowserContext, lab: Lab) -> Page:
     page = context.new_page()
     page.goto(lab.url)
-    expect(page.get_by_label("message")).to_be_visible()
+    expect(page.locator(BOX)).to_be_visible()
     return page
 
 
 def ask(page: Page, text: str) -> Locator:
     """Send a message, and return the answer."""
-    page.get_by_label("message").fill(text)
+    page.locator(BOX).fill(text)
     page.locator(GO).click()
     return page.locator(".assistant").last
 
@@ -312,7 +313,7 @@ def test_large_conversations_stay_responsive(browser: Browser, tmp_path: Path) -
         import_file(page, messages)
         expect(page.locator(MESSAGES)).to_have_count(2000)
         expect(page.locator(MESSAGES).last).to_be_in_viewport()
-        page.get_by_role("log").evaluate("log => (log.scrollTop = 0)")
+        page.locator("[role=log]").evaluate("log => (log.scrollTop = 0)")
         expect(page.locator(MESSAGES).first).to_be_in_viewport()
         answer = ask(page, LONG)
         expect(answer.locator(TEXT)).to_contain_text("a a a")
