@@ -4,7 +4,7 @@ Each figure is a ratio of two measurements of one run, or a time with a wide lim
 machine. Both sides of a comparison take turns on the same prompts; the value is the median of the rounds. Servers,
 generator and clients are separate processes; the clients only record times.
 
-    python -m benchmarks                                   everything; about half an hour on two CPU cores
+    python -m benchmarks                                   everything; about three quarters of an hour on two CPU cores
     python -m benchmarks --model tiny --quick              a quick check, one or two minutes
     python -m benchmarks --only turn --only stall --model smollm2
 
@@ -27,6 +27,8 @@ generator and clients are separate processes; the clients only record times.
 | quantized  | our server with a quantized copy against xllamacpp's own with the         | smollm2       |
 |            | original: prefill, and decode of 1 and 8 streams; the loss of the copy     |               |
 | lookup     | decode tok/s with prompt lookup ÷ without, of copied and of other text     | tiny, smollm2 |
+| draft      | decode tok/s of llama.cpp with a draft model ÷ without, if all drafts are   | smollm2       |
+|            | accepted                                                                   |               |
 | repetition | share of answers that are the same alone and with seven others: 64         | smollm2       |
 |            | greedy ones and 24 with seeds, on both engines                             |               |
 | recording  | CPU time of a token at 8 streams with requests recorded ÷ not recorded     | tiny, smollm2 |
@@ -40,6 +42,9 @@ generator and clients are separate processes; the clients only record times.
 |            | not read; list of 2,000 sessions; memory of an idle subscriber; replay of  |               |
 |            | 100,000 events                                                             |               |
 | harness    | ``lmx_lab.bench`` with 64 streams at a known rate: error, cores used       | -             |
+| mixed      | p99 gap of 8 streams beside long prompts, batches of texts and a load, for | smollm2       |
+|            | 10 minutes ÷ the streams alone; p99 of a health request; failed requests;  |               |
+|            | memory at the end ÷ after a minute                                         |               |
 | flood      | seconds to a complete answer after 200 requests with a timeout of 0.5 s    | tiny          |
 
 ``tiny`` is a two-layer llama with random weights and SmolLM2's tokenizer. A token takes a millisecond, so that
@@ -78,12 +83,14 @@ from benchmarks import (
     daemon,
     dialects,
     disconnect,
+    draft_model,
     embeddings,
     flood,
     gguf,
     harness,
     kv_cache,
     leak,
+    mixed,
     page,
     paths,
     prefill,
@@ -127,6 +134,7 @@ FIGURES = {
     "embeddings": Figure(title=embeddings.FIGURE, measure=embeddings.measure, models=("smollm2",)),
     "structured": Figure(title=structured.FIGURE, measure=structured.measure),
     "lookup": Figure(title=prompt_lookup.FIGURE, measure=prompt_lookup.measure),
+    "draft": Figure(title=draft_model.FIGURE, measure=draft_model.measure, models=("smollm2",)),
     "kv": Figure(title=kv_cache.FIGURE, measure=kv_cache.measure, models=("smollm2",)),
     "gguf": Figure(title=gguf.FIGURE, measure=gguf.measure, models=("smollm2",)),
     "quantized": Figure(title=quantized.FIGURE, measure=quantized.measure, models=("smollm2",)),
@@ -142,6 +150,7 @@ FIGURES = {
     "leak": Figure(title=leak.FIGURE, measure=leak.measure, models=("tiny",)),
     "daemon": Figure(title=daemon.FIGURE, measure=daemon.measure),
     "harness": Figure(title=harness.FIGURE, measure=harness.measure, models=("tiny",)),
+    "mixed": Figure(title=mixed.FIGURE, measure=mixed.measure, models=("smollm2",)),
     "flood": Figure(title=flood.FIGURE, measure=flood.measure, models=("tiny",)),
 }
 

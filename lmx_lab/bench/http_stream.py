@@ -17,14 +17,9 @@ from urllib.parse import urlsplit
 from lmx_lab.client.address import authorization_header, normalize_address
 from lmx_lab.client.connection import CONNECT_S, LONG_BYTES, SHORT_BYTES
 from lmx_lab.client.errors import CHAT_SERVER, CHECK, UnexpectedResponse, chat_server_error
+from lmx_lab.client.http_response import ReceiveBuffer, ResponseHead
 from lmx_lab.client.sse import EVENT_STREAM, EventDecoder, Remark
 from lmx_lab.errors import ConnectionLostError, LabError, UnreachableError, WrongServerError
-
-MAX_UNREAD_BYTES = 1_000_000
-"""Unread bytes of one connection above which reading from the socket is paused."""
-MAX_HEAD_BYTES = 65_536
-"""Maximum size of a response's head, and of the size field of a chunk."""
-BLANK_LINE = b"\r\n\r\n"
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -35,86 +30,6 @@ class TimedEvent:
     """Time at which its last byte was received, from ``time.perf_counter``."""
     data: str | None
     """The event's data; None for a comment."""
-
-
-class ChunkedDecoder:
-    """Decodes HTTP/1.1 chunked transfer coding (RFC 9112, 7.1)."""
-
-    def __init__(self) -> None:
-        self._rest = b""
-        self._left = 0
-        """Remaining bytes of the current chunk, with the CRLF after it."""
-        self.ended = False
-        """Whether the last chunk was read."""
-
-    def feed(self, data: bytes) -> bytes:
-        """Decode the next bytes of the body.
-
-        Raises:
-            ValueError: the bytes are not in chunked coding.
-        """
-        data, out = self._rest + data if self._rest else data, []
-        at, self._rest = 0, b""
-        while at < len(data) and not self.ended:
-            if self._left:
-                piece = data[at : at + self._left]
-                out.append(piece[: max(0, self._left - 2)])
-                at, self._left = at + len(piece), self._left - len(piece)
-            elif (end := data.find(b"\r\n", at)) >= 0:
-                size = int(data[at:end].partition(b";")[0], 16)
-                if size < 0:
-                    raise ValueError(f"the size of a chunk is {size}")
-                at, self._left, self.ended = end + 2, size + 2, size == 0
-            else:
-                self._rest = data[at:]
-                if len(self._rest) > MAX_HEAD_BYTES:
-                    raise ValueError(f"the size field of a chunk is longer than {MAX_HEAD_BYTES} bytes")
-                break
-        return b"".join(out)
-
-
-class _ReceiveBuffer(asyncio.Protocol):
-    """Records received bytes with their time of arrival, which does not depend on when the reader runs."""
-
-    def __init__(self) -> None:
-        self._received: list[tuple[float, bytes]] = []
-        self._unread_bytes = 0
-        self._changed = asyncio.Event()
-        self._ended = False
-        self._error: Exception | None = None
-        self.transport: asyncio.Transport
-
-    def connection_made(self, transport: asyncio.BaseTransport) -> None:
-        assert isinstance(transport, asyncio.Transport)
-        self.transport = transport
-
-    def data_received(self, data: bytes) -> None:
-        self._received.append((time.perf_counter(), data))
-        self._unread_bytes += len(data)
-        if self._unread_bytes > MAX_UNREAD_BYTES:
-            self.transport.pause_reading()
-        self._changed.set()
-
-    def connection_lost(self, exc: Exception | None) -> None:
-        self._ended, self._error = True, exc
-        self._changed.set()
-
-    async def take(self) -> list[tuple[float, bytes]]:
-        """Wait for bytes, and return those received since the last call with their times. Empty at the end.
-
-        Raises:
-            OSError: the connection was broken.
-        """
-        if not self._received and not self._ended:
-            self._changed.clear()
-            await self._changed.wait()
-        received, self._received = self._received, []
-        if self._unread_bytes > MAX_UNREAD_BYTES and not self._ended:
-            self.transport.resume_reading()
-        self._unread_bytes = 0
-        if not received and isinstance(self._error, OSError):
-            raise self._error
-        return received
 
 
 class ChatEndpoint:
@@ -168,7 +83,7 @@ class TimedRequest:
         try:
             async with asyncio.timeout(CONNECT_S):
                 _, self._buffer = await loop.create_connection(
-                    _ReceiveBuffer, endpoint.host, endpoint.port, ssl=endpoint.context
+                    ReceiveBuffer, endpoint.host, endpoint.port, ssl=endpoint.context
                 )
         except (OSError, TimeoutError) as exc:
             reason = f"{exc!s:.200}" or f"no connection within {CONNECT_S:g} s"
@@ -194,7 +109,9 @@ class TimedRequest:
             LabError: the server's error, or the server is not a chat-format server.
         """
         try:
-            head, received = await self._read_head()
+            head, received = await self._buffer.take_head()
+            if (coding := head.fields.get("content-encoding", "identity")) != "identity":
+                raise ValueError(f"it is compressed ({coding[:40]}), which was not requested")
             if not (head.status == 200 and head.media_type == EVENT_STREAM):
                 yield await self._read_document(head, b"".join(data for _, data in received))
                 return
@@ -208,6 +125,10 @@ class TimedRequest:
                 received = await self._buffer.take()
             if not head.may_end:
                 raise ConnectionResetError("the connection was closed")
+        except EOFError as exc:
+            raise ConnectionLostError(
+                f"{self._endpoint.url} closed the connection before the response; try again when the server is back"
+            ) from exc
         except OSError as exc:
             raise ConnectionLostError(
                 f"{self._endpoint.url} closed the connection during the response ({exc!s:.200}); try again when the "
@@ -218,7 +139,7 @@ class TimedRequest:
                 f"the response of {self._endpoint.url} is not valid ({exc!s:.200}), unlike {CHAT_SERVER.kind}; {CHECK}"
             ) from exc
 
-    async def _read_document(self, head: _ResponseHead, start: bytes) -> TimedEvent:
+    async def _read_document(self, head: ResponseHead, start: bytes) -> TimedEvent:
         """Read the complete body.
 
         Raises:
@@ -229,31 +150,14 @@ class TimedRequest:
             raise self._error_for(head, body)
         return TimedEvent(at_s=time.perf_counter(), data=body.decode(errors="replace"))
 
-    async def _read_head(self) -> tuple[_ResponseHead, list[tuple[float, bytes]]]:
-        """Return the head of the response, and the bytes after it with their times."""
-        data = b""
-        while True:
-            received = await self._buffer.take()
-            if not received:
-                raise ConnectionLostError(
-                    f"{self._endpoint.url} closed the connection before the response; try again when the server is back"
-                )
-            for number, (at_s, piece) in enumerate(received):
-                data += piece
-                head, blank, rest = data.partition(BLANK_LINE)
-                if blank:
-                    return _ResponseHead(head), [(at_s, rest), *received[number + 1 :]]
-            if len(data) > MAX_HEAD_BYTES:
-                raise ValueError(f"its head is longer than {MAX_HEAD_BYTES} bytes")
-
-    async def _read_body(self, head: _ResponseHead, start: bytes) -> bytes:
+    async def _read_body(self, head: ResponseHead, start: bytes) -> bytes:
         limit = LONG_BYTES if head.status == 200 else SHORT_BYTES
         body = bytearray(head.decode(start))
         while not head.ended and len(body) < limit and (received := await self._buffer.take()):
             body += b"".join(head.decode(data) for _, data in received)
         return bytes(body)
 
-    def _error_for(self, head: _ResponseHead, body: bytes) -> LabError:
+    def _error_for(self, head: ResponseHead, body: bytes) -> LabError:
         return chat_server_error(
             UnexpectedResponse(
                 url=self._endpoint.url,
@@ -264,46 +168,3 @@ class TimedRequest:
                 server=CHAT_SERVER,
             )
         )
-
-
-class _ResponseHead:
-    """The status and header fields of a response, and the state of decoding its body.
-
-    Raises:
-        ValueError: the response is not HTTP, or is compressed.
-    """
-
-    def __init__(self, head: bytes) -> None:
-        first, *lines = head.decode("latin-1").split("\r\n")
-        version, _, rest = first.partition(" ")
-        if not version.startswith("HTTP/1."):
-            raise ValueError(f"it starts with {first[:40]!r}")
-        self.status = int(rest[:3])
-        self.fields = {
-            name.strip().lower(): value.strip() for name, _, value in (line.partition(":") for line in lines)
-        }
-        if self.fields.get("content-encoding", "identity") != "identity":
-            raise ValueError(f"it is compressed ({self.fields['content-encoding'][:40]}), which was not requested")
-        self.media_type = self.fields.get("content-type", "").partition(";")[0].strip().lower()
-        self._chunked = ChunkedDecoder() if self.fields.get("transfer-encoding", "").lower() == "chunked" else None
-        length = self.fields.get("content-length")
-        self._left = int(length) if self._chunked is None and length is not None else None
-
-    def decode(self, data: bytes) -> bytes:
-        """Return the bytes of the body in received bytes."""
-        if self._chunked is not None:
-            return self._chunked.feed(data)
-        if self._left is not None:
-            data = data[: self._left]
-            self._left -= len(data)
-        return data
-
-    @property
-    def ended(self) -> bool:
-        """Whether the body is complete, according to its coding or length."""
-        return self._chunked.ended if self._chunked is not None else self._left == 0
-
-    @property
-    def may_end(self) -> bool:
-        """Whether the body ends with the connection, because it has neither chunked coding nor a length."""
-        return self._chunked is None and self._left is None

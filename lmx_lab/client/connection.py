@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import asyncio
 import base64
+import functools
 import hashlib
 import secrets
 import ssl
@@ -221,7 +222,10 @@ class HttpConnection:
                 event. By default, a document is an error.
         """
         headers = {"accept": EVENT_STREAM, **(JSON if content else {})}
-        request = self._http.build_request(method, path, content=content, headers=headers, **options)
+        # An absolute address, because joining one with the base takes as long as the rest of building the request.
+        request = self._http.build_request(
+            method, _parse_url(self.url + path), content=content, headers=headers, **options
+        )
         response = await self._send(request)
         try:
             if document_bytes is not None and response.is_success and _media_type(response).endswith("json"):
@@ -332,6 +336,11 @@ class AsyncClientBase(ABC):
         self, kind: type[BaseException] | None, value: BaseException | None, trace: TracebackType | None
     ) -> None:
         await self.aclose()
+
+
+@functools.lru_cache(maxsize=64)
+def _parse_url(url: str) -> httpx2.URL:
+    return httpx2.URL(url)
 
 
 def _accept_value(key: str) -> str:

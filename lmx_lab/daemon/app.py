@@ -53,10 +53,11 @@ def create_daemon_app(
         },
     )
     api.state.max_body_bytes = max_body_bytes
+    # Routes are tried in this order, so those of turns come first.
     for routes in (
+        turn_routes,
         daemon_routes,
         session_routes,
-        turn_routes,
         permission_routes,
         event_routes,
         mcp_routes,

@@ -17,7 +17,7 @@ def timestamp(at_s: float | None = None) -> str:
         at_s: Unix time in seconds; the current time by default.
     """
     at = datetime.fromtimestamp(time.time() if at_s is None else at_s, UTC)
-    return f"{at:%Y-%m-%dT%H:%M:%S}.{at.microsecond // 1000:03d}Z"
+    return f"{at.replace(tzinfo=None).isoformat(timespec='milliseconds')}Z"
 
 
 def parse_timestamp(text: str) -> float:

@@ -24,28 +24,13 @@ from lmx_lab.engine.load_operation import IfBusy
 from lmx_lab.engine.machine_memory import total_bytes
 from lmx_lab.engine.model_control import ModelControl
 from lmx_lab.engine.model_finder import ModelFinder
-from lmx_lab.engine.model_lookup import (
-    CHAT,
-    EMBEDDING,
-    RERANK,
-    Kinds,
-    loaded_id,
-    refusal,
-    with_models_on_disk,
-)
+from lmx_lab.engine.model_lookup import CHAT, EMBEDDING, RERANK, Kinds
 from lmx_lab.engine.registry import ENGINES
 from lmx_lab.engine.requests import EmbeddingRequest, Embeddings, GenerationRequest, Ranking, RerankRequest
 from lmx_lab.engine.residents import Resident, Residents
 from lmx_lab.engine.stream import Pending, TokenStream
-from lmx_lab.errors import (
-    EngineDeadError,
-    GenerationTimeoutError,
-    HostingError,
-    InvalidRequestError,
-    LabError,
-    ModelNotFoundError,
-    NotLoadedError,
-)
+from lmx_lab.engine.submission import Submission, Submitter
+from lmx_lab.errors import EngineDeadError, HostingError, InvalidRequestError, NotLoadedError
 from lmx_lab.portal import LoopThread, receive
 from lmx_lab.settings import Settings
 from lmx_lab.values.engine import EngineSnapshot, EngineState, merged
@@ -53,10 +38,6 @@ from lmx_lab.values.models import EngineName, Kind, LoadProgress, LoadReport, Lo
 from lmx_lab.weights import Catalog
 
 T = TypeVar("T")
-SubmitToModel = Callable[[Resident, Sequence[Permit]], Awaitable[T]]
-TRIES = 3
-"""How often a request in swap mode tries to load its model, if other loads replace it before the request is
-submitted."""
 STOP_S = 5.0
 """Time that ``stop`` waits for loads to end after the engines have stopped."""
 
@@ -84,7 +65,9 @@ class ModelManager:
         self._control: ModelControl | None = None
         self._stopped = False
         self._machine_bytes = total_bytes()
-        self._ids_by_alias = settings.ids_by_alias
+        self._submitter = Submitter(
+            settings, self._finder, residents=lambda: self.residents, snapshot=lambda: self.snapshot, run=self._run
+        )
         self._created_at = time.monotonic()
 
     # Lifetime
@@ -336,7 +319,9 @@ class ModelManager:
         async def submit(resident: Resident, permits: Sequence[Permit]) -> list[TokenStream]:
             return await resident.engine.submit_all(resident.entry, request, permits)
 
-        return await self._submit(request, CHAT, submit, count=choices, local=local, patient=patient)
+        return await self._submitter.submit(
+            Submission(request=request, kinds=CHAT, submit=submit, count=choices, local=local, patient=patient)
+        )
 
     async def embed(self, request: EmbeddingRequest, *, local: bool = True) -> Embeddings:
         """Return the vector of each input. Cancelling the caller cancels the work.
@@ -361,7 +346,7 @@ class ModelManager:
         async def submit(resident: Resident, permits: Sequence[Permit]) -> Pending[Embeddings]:
             return await resident.engine.submit_embedding(resident.entry, request, permits[0])
 
-        return await self._submit(request, EMBEDDING, submit, local=local)
+        return await self._submitter.submit(Submission(request=request, kinds=EMBEDDING, submit=submit, local=local))
 
     async def rerank(self, request: RerankRequest, *, local: bool = True) -> Ranking:
         """Return the relevance of each document to the query. Raises the same as ``embed``."""
@@ -376,7 +361,7 @@ class ModelManager:
         async def submit(resident: Resident, permits: Sequence[Permit]) -> Pending[Ranking]:
             return await resident.engine.submit_rerank(resident.entry, request, permits[0])
 
-        return await self._submit(request, RERANK, submit, local=local)
+        return await self._submitter.submit(Submission(request=request, kinds=RERANK, submit=submit, local=local))
 
     async def encode(self, request: GenerationRequest, *, local: bool = True) -> list[int]:
         """Return the token ids of a request's prompt, which may be longer than the model's context.
@@ -401,7 +386,7 @@ class ModelManager:
             finally:
                 permits[0].release()
 
-        return await self._submit(request, CHAT, run, local=local)
+        return await self._submitter.submit(Submission(request=request, kinds=CHAT, submit=run, local=local))
 
     async def decode(self, tokens: Sequence[int]) -> str:
         """Return the text of token ids as the main model's tokenizer shows it. See ``InferenceEngine.decode``."""
@@ -418,117 +403,6 @@ class ModelManager:
             kinds: Kinds of models that can answer, the preferred ones first.
         """
         return self.residents.find(name, kinds, local=local)
-
-    async def _submit(
-        self,
-        request: GenerationRequest | EmbeddingRequest | RerankRequest,
-        kinds: Kinds,
-        submit: SubmitToModel[T],
-        *,
-        count: int = 1,
-        local: bool,
-        patient: bool = False,
-    ) -> T:
-        """Find the model that answers a request, and submit the request to its engine. In swap mode, the model may be
-        loaded first. With ``Settings.any_model``, the loaded model answers a request that names an unknown model.
-        """
-        name = request.model
-        request = replace(request, model=None if name is None else self._ids_by_alias.get(name, name))
-        submitting = functools.partial(
-            self._submit_to_named, kinds=kinds, submit=submit, count=count, local=local, patient=patient
-        )
-        try:
-            return await submitting(request)
-        except ModelNotFoundError:
-            if not self.settings.any_model:
-                raise
-        return await submitting(replace(request, model=None))
-
-    async def _submit_to_named(
-        self,
-        request: GenerationRequest | EmbeddingRequest | RerankRequest,
-        *,
-        kinds: Kinds,
-        submit: SubmitToModel[T],
-        count: int,
-        local: bool,
-        patient: bool,
-    ) -> T:
-        now, swap = self.residents, self.settings.swap
-        resident = now.find(request.model, kinds, local=local)
-        if resident is not None and (now.stable or not swap or resident in now.pinned):
-            try:
-                return await _admit_and_submit(resident, submit, count, patient=patient)
-            except NotLoadedError as exc:
-                # In swap mode, a load may have begun in the meantime.
-                if not swap or resident in now.pinned:
-                    raise await self._extend_refusal(exc, request.model, kinds, local=local) from exc
-        elif not swap:
-            error = self._refusal_error(request.model, kinds, local=local)
-            raise await self._extend_refusal(error, request.model, kinds, local=local)
-        return await self._submit_in_turn(request, kinds, submit, count=count, local=local, patient=patient)
-
-    async def _submit_in_turn(
-        self,
-        request: GenerationRequest | EmbeddingRequest | RerankRequest,
-        kinds: Kinds,
-        submit: SubmitToModel[T],
-        *,
-        count: int,
-        local: bool,
-        patient: bool,
-    ) -> T:
-        """Submit a request in swap mode: wait for its turn, load its model, and submit it."""
-        limit_s = request.timeout_s or self.settings.request_timeout_s
-        name = loaded_id(request.model, [resident.entry for resident in self.residents], local=local)
-        try:
-            async with asyncio.timeout(limit_s):
-                turn = await self._run(lambda control: control.take_turn(name, kinds, limited=not patient))
-                try:
-                    return await self._load_and_submit(turn.model, name, kinds, submit, count=count, patient=patient)
-                finally:
-                    turn.close()
-        except TimeoutError:
-            message = f"the model was not loaded within the request's time limit of {limit_s:g} s; load it first"
-            raise GenerationTimeoutError(message, param="model") from None
-        except NotLoadedError as exc:
-            if name is not None:
-                raise
-            raise await self._extend_refusal(exc, name, kinds, local=local) from exc
-
-    async def _load_and_submit(
-        self, model: str | None, name: str | None, kinds: Kinds, submit: SubmitToModel[T], *, count: int, patient: bool
-    ) -> T:
-        for attempt in range(TRIES):
-            resident = self.residents.find(model, kinds, local=False)
-            error = self._refusal_error(model, kinds, local=False) if resident is None else None
-            if resident is not None:
-                try:
-                    return await _admit_and_submit(resident, submit, count, patient=patient)
-                except NotLoadedError as exc:
-                    error = exc
-            assert error is not None
-            if attempt == TRIES - 1 or not isinstance(error, NotLoadedError):
-                raise error
-            # An administrator has unloaded or replaced the model.
-            model = await self._run(lambda control: control.load_for_request(name, kinds))
-        raise AssertionError("unreachable")
-
-    def _refusal_error(self, name: str | None, kinds: Kinds, *, local: bool) -> LabError:
-        """Return the error of a request that no model in memory can answer."""
-        now = self.residents
-        failure = now.engine.failure if now.engine is not None else None
-        snapshot = self.snapshot
-        if failure is not None and snapshot.entry is None and snapshot.state != "loading":
-            return type(failure)(failure.message)
-        return refusal(snapshot, loaded_id(name, [resident.entry for resident in now], local=local), kinds)
-
-    async def _extend_refusal(self, error: LabError, name: str | None, kinds: Kinds, *, local: bool) -> LabError:
-        """Return the error, extended by the next step that the models on disk allow."""
-        if not isinstance(error, NotLoadedError) or (name is None and kinds == CHAT):
-            return error
-        name = loaded_id(name, [resident.entry for resident in self.residents], local=local)
-        return with_models_on_disk(error, name, await self._finder.on_disk(), self.snapshot, kinds)
 
     # Running work on the control loop
 
@@ -569,25 +443,6 @@ class ModelManager:
             report=self._report,
             snapshot=lambda: self.snapshot,
         )
-
-
-async def _admit_and_submit(resident: Resident, submit: SubmitToModel[T], count: int, *, patient: bool) -> T:
-    """Accept a request and submit it; if that fails, its permits are released.
-
-    Raises:
-        QueueFullError: too many requests wait.
-        NotLoadedError: the model is being unloaded.
-    """
-    admission = resident.admission
-    if patient:
-        await admission.until_room(count)
-    permits = admission.admit(count, retry_after_s=resident.engine.snapshot.slot_free_s)
-    try:
-        return await submit(resident, permits)
-    except BaseException:
-        for permit in permits:
-            permit.release()
-        raise
 
 
 def _check_texts(texts: Sequence[object]) -> None:

@@ -186,6 +186,8 @@ class Ready(BaseModel):
     """Set while the unload of the model waits for its running answers to end; new requests are refused or wait."""
     recorded: bool | None = None
     """True if the requests of all clients are recorded; absent otherwise."""
+    swap: bool | None = None
+    """True if a request for another model on disk loads that model; absent otherwise."""
 
 
 class NotReady(Ready):
@@ -301,6 +303,8 @@ class ModelCard(BaseModel):
     the number that it was trained for."""
     slots: int | None = None
     """Number of requests that the loaded model decodes at once; null for other models."""
+    root: str | None = None
+    """The id of the model, if ``id`` is another name for it from ``model_aliases``; null for models."""
 
 
 class ModelCards(BaseModel):

@@ -148,7 +148,7 @@ class AttackedServer:
             self._http.post(LOAD, json={"model": str(self._models[model])}).raise_for_status()
 
     def _warm_up(self) -> None:
-        """Start the processes that the server keeps."""
+        """Start the processes that the server keeps. An attack may have ended them."""
         for body in (HELLO, chat_of("hi", response_format={"type": "json_object"})):
             self._http.post(CHAT, json=body).raise_for_status()
 
@@ -165,6 +165,7 @@ class AttackedServer:
         """Run attacks at once. Records the answers, and the effects on health requests, chats and memory."""
         row = Row(part=f"hostile: {name}")
         self._load(model)
+        self._warm_up()
         with Probe(self.server.url, "/healthz") as probe, _OtherClient(self.server.url) as client:
             client.since(time.monotonic())
             began = time.monotonic()

@@ -10,7 +10,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from lmx_lab.bench.http_stream import ChatEndpoint, ChunkedDecoder, TimedEvent, TimedRequest
+from lmx_lab.bench.http_stream import ChatEndpoint, TimedEvent, TimedRequest
+from lmx_lab.client.http_response import ChunkedDecoder
 from lmx_lab.errors import ConnectionLostError, EngineError, InvalidRequestError, UnreachableError
 from tests.client.raw import HEAD, answering, streamed, whole
 

@@ -150,6 +150,7 @@ async def test_without_usage_chunks_are_counted() -> None:
     assert {sample.prompt_tokens for sample in samples} == {None}
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("begun", [[], [token("a")]])
 async def test_a_request_fails_if_the_target_sends_nothing_for_a_while(begun: list[Any]) -> None:
     with Scripted(after_calibration([*begun, STALL], WORDS)) as server:
@@ -159,6 +160,7 @@ async def test_a_request_fails_if_the_target_sends_nothing_for_a_while(begun: li
     assert samples[0].output_tokens == len(begun)
 
 
+@pytest.mark.slow
 async def test_a_request_with_keep_alives_only_fails_in_the_end() -> None:
     forever = [step for _ in range(600) for step in (b": prompt 1/2\n\n", 0.05)]
     with Scripted(after_calibration(forever)) as server:
@@ -182,6 +184,7 @@ async def test_an_invalid_time_limit_is_refused(seconds: Any) -> None:
         Run(silence_s=seconds)
 
 
+@pytest.mark.slow
 async def test_keep_alives_prevent_the_time_limit() -> None:
     """Comments arrive more often than the limit, for longer than the limit."""
     waits = [step for _ in range(25) for step in (b": prompt 1/2\n\n", 0.1)]

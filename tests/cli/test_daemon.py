@@ -48,6 +48,7 @@ def test_servers_of_a_file_are_added_only_after_a_yes(
     assert run_command(tmp_path, *arguments, terminal=True, meanwhile=answer).status == 0
 
 
+@pytest.mark.slow
 def test_a_signal_that_does_not_interrupt_the_wait_stops_the_daemon(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

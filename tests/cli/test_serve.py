@@ -99,6 +99,7 @@ def test_a_server_for_the_lan_prints_its_addresses(tmp_path: Path) -> None:
     assert (ended.status, ended.stderr) == (0, "")
 
 
+@pytest.mark.slow
 def test_a_taken_port_that_was_requested_is_one_line_and_exit_status_one(tmp_path: Path) -> None:
     with socket.create_server(("127.0.0.1", 0)) as other:
         ended = run_command(tmp_path, "serve", "--port", str(other.getsockname()[1]))

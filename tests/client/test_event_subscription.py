@@ -192,6 +192,7 @@ async def test_a_bug_is_raised_and_not_treated_as_a_broken_connection(monkeypatc
         assert events.state == ConnectionState(state="closed")
 
 
+@pytest.mark.slow
 async def test_a_slow_reader_does_not_count_as_silence(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("lmx_lab.client.streams.MAX_ITEMS", 2)
     many = [event(seq) for seq in range(4, 40)]

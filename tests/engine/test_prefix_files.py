@@ -10,6 +10,7 @@ import subprocess
 import sys
 from collections import namedtuple
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import numpy as np
@@ -188,6 +189,37 @@ def test_the_least_recently_used_files_are_deleted_first(folder: Path, entry: Mo
     assert opened(folder, entry).best(prompt(1000, 20)) == (None, 0)
     assert opened(folder, entry).best(prompt(3000, 20))[1] == 10
     assert "notes.safetensors" in names(folder)
+
+
+def test_two_servers_that_share_a_folder_do_not_disturb_each_other(folder: Path, entry: ModelEntry) -> None:
+    """Both write and delete files at the same time. Every file that is left is complete and within the limit."""
+    limit = 6 * (STATE_BYTES + 1000)
+
+    def serve(number: int) -> int:
+        files = opened(folder, entry, limit_bytes=limit)
+        found = 0
+        for first in range(0, 20_000, 1000):
+            write(files, prefix(first + 500 * number))
+            stored, _ = files.best(prompt(first, 20))
+            if stored is None:
+                continue
+            try:
+                found += bytes(files.read(stored)["x"]) == b"s" * STATE_BYTES
+            except DamagedFileError as exc:
+                # The other server has deleted it.
+                files.reject(stored, exc)
+        return found
+
+    with ThreadPoolExecutor(2) as servers:
+        assert max(servers.map(serve, range(2))) > 0
+    files = opened(folder, entry, limit_bytes=limit)
+    assert write(files, prefix(100_000))
+    left = names(folder)
+    assert left
+    assert sum((folder / name).stat().st_size for name in left) <= limit
+    assert {path.name for path in folder.iterdir()} == {*left, prefix_files.DIGESTS_NAME}
+    for name in left:
+        files.read(files._read_header(name))
 
 
 def test_a_parent_outlives_the_files_that_continue_it(folder: Path, entry: ModelEntry) -> None:

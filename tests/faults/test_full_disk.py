@@ -12,15 +12,18 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import httpx2
+import numpy as np
 import pytest
 from huggingface_hub import constants
 
 from lmx_lab.daemon.storage.store import Store, Transaction
 from lmx_lab.engine.llama_cpp.quantize import quantize
+from lmx_lab.engine.prefix_files import PrefixFiles, StoredPrefix, TensorSpec
 from lmx_lab.errors import StorageFullError
 from lmx_lab.settings import Settings
 from lmx_lab.values.models import ModelEntry
 from lmx_lab.weights import Catalog, Progress
+from lmx_lab.weights.fingerprint import with_marks
 from lmx_lab.weights.hub import download
 from lmx_lab.wire.events import ToolOutput
 from tests.daemon.daemon_process import Program
@@ -120,6 +123,40 @@ def test_a_conversion_that_fills_the_disk_leaves_no_files_and_succeeds_when_spac
     entry = catalog.convert(str(tiny_gguf))
     assert entry.format == "mlx"
     assert catalog.resolve(entry.id) == entry
+
+
+def test_a_prefix_cache_on_a_disk_that_is_full_or_read_only_keeps_its_files_and_recovers(
+    disk: Disk, tiny: ModelEntry, caplog: pytest.LogCaptureFixture
+) -> None:
+    def prefix(first: int) -> StoredPrefix:
+        tokens = np.arange(first, first + 10, dtype=np.int32)
+        tensors = (TensorSpec("x", "U8", (2 * MIB,)),)
+        return StoredPrefix(tokens=tokens, start=0, parent=None, can_be_trimmed=True, layout="{}", tensors=tensors)
+
+    def fill_within_the_file() -> Iterator[bytes]:
+        yield bytes(MIB)
+        disk.fill()
+        yield bytes(MIB)
+
+    files = PrefixFiles(disk.folder / "cache", limit_bytes=64 * MIB, reserve_bytes=0)
+    files.open(with_marks(tiny), [])
+    assert files.write(prefix(0), [bytes(2 * MIB)])
+    stored = files_of(disk.folder)
+    assert not files.write(prefix(100), fill_within_the_file())
+    assert "No space left on device; the KV cache is in memory only" in caplog.text
+    assert files_of(disk.folder) == stored, "no part of a file is left"
+    disk.free()
+    subprocess.run(["mount", "-o", "remount,ro", str(disk.folder)], check=True)
+    assert not files.write(prefix(100), [bytes(2 * MIB)])
+    assert "Read-only file system; the KV cache is in memory only" in caplog.text
+    # A server that starts now.
+    later = PrefixFiles(disk.folder / "cache", limit_bytes=64 * MIB, reserve_bytes=0)
+    later.open(with_marks(tiny), [])
+    found, tokens = later.best(np.arange(20, dtype=np.int32))
+    assert found is not None
+    assert (tokens, len(later.read(found)["x"])) == (10, 2 * MIB)
+    subprocess.run(["mount", "-o", "remount,rw", str(disk.folder)], check=True)
+    assert files.write(prefix(100), [bytes(2 * MIB)])
 
 
 def long_event(transaction: Transaction) -> int:

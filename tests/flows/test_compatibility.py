@@ -122,6 +122,14 @@ def test_other_names_of_models_are_answered_if_the_settings_say_so(naming: httpx
     assert "--any-model" in message
 
 
+def test_aliases_are_listed_with_the_id_of_their_model(naming: httpx2.Client) -> None:
+    cards = {card["id"]: card for card in naming.get("/v1/models").json()["data"]}
+    assert "small" not in cards, "its model is not on disk"
+    assert cards["echo"]["root"] is None
+    assert cards["gpt-4o"] == {**cards["echo"], "id": "gpt-4o", "root": "echo"}
+    assert naming.get("/v1/models/gpt-4o").json() == cards["gpt-4o"]
+
+
 def test_an_alias_alone_leaves_other_names_unknown(tmp_path: Path) -> None:
     with serving(tmp_path, "echo", model_aliases=["gpt-4o=echo"]) as lab, httpx2.Client(base_url=lab.url) as http:
         assert http.post(CHAT, json=echo_body(model="gpt-4o")).json()["model"] == "echo"

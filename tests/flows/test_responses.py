@@ -200,16 +200,24 @@ OUTPUT = {"type": "function_call_output", "call_id": "c1", "output": "noon"}
         ({"input": [CLOCK_CALL | {"arguments": "[" + "[]," * 60_000}]}, 400, "input", "50,000 lists and objects"),
         ({"input": [{"role": "user", "content": "x"}] * 5000}, 400, "input", "5000 items, the limit is 4096"),
         ({"previous_response_id": "resp_gone"}, 400, "previous_response_id", "send the whole conversation as input"),
-        ({"conversation": "conv_1"}, 400, "conversation", "not supported"),
+        ({"conversation": "conv_1"}, 400, "conversation", "send previous_response_id, or the whole input"),
         ({"tools": [{"type": "function", "name": "a b"}]}, 400, "tools.0.name", "rename it"),
         ({"tools": TOOLS[:1] * 2}, 400, "tools", "names must be unique"),
         ({"tool_choice": "required"}, 400, "tool_choice", "there are no tools"),
         ({"tool_choice": {"type": 5}}, 400, "tool_choice.type", "valid string"),
         ({"tools": TOOLS, "tool_choice": {"type": "web_search"}}, 400, "tool_choice", "names 'web_search'"),
-        ({"text": {"format": {"type": "xml"}}}, 400, "response_format.type", "is not a format"),
+        ({"text": {"format": {"type": "xml"}}}, 400, "text.format.type", "text.format.type: is not a format"),
+        ({"text": {"format": {"type": "json_schema", "schema": 1}}}, 400, "text.format.name", "text.format.name: "),
+        (
+            {"text": {"format": {"type": "json_schema", "name": "a", "schema": {"title": "x" * 300_000}}}},
+            400,
+            "text.format.schema",
+            "text.format.schema: has",
+        ),
+        ({"prompt": {"id": "pmpt_1"}}, 400, "prompt", "stored prompts (send instructions and input) are not supported"),
         ({"background": True, "stream": True}, 400, None, "leave one of them out"),
         ({"background": True, "store": False}, 400, None, "must be stored"),
-        ({"input": "a " * 40_000}, 400, "messages", "the prompt has"),
+        ({"input": "a " * 40_000}, 400, "input", "the prompt has"),
         ({"model": "gpt-x"}, 404, "model", "gpt-x"),
     ],
 )
@@ -374,6 +382,7 @@ def test_a_response_in_the_background_that_fails_has_ended(
     assert "server's log" in error.message
 
 
+@pytest.mark.slow
 def test_a_server_stops_with_a_response_in_the_background(tmp_path: Path) -> None:
     with serving(tmp_path, "echo", echo_tokens_per_s=100) as lab, httpx2.Client(base_url=lab.url) as http:
         assert http.post(PATH, json=body(input=ENDLESS_TEXT, background=True)).json()["status"] == "in_progress"

@@ -16,6 +16,7 @@ from typing import Any
 
 import httpx2
 import pytest
+from fastapi import FastAPI
 from websockets.asyncio.client import connect
 from websockets.exceptions import ConnectionClosed, InvalidStatus
 from websockets.frames import CloseCode, Frame, Opcode
@@ -23,7 +24,7 @@ from websockets.frames import CloseCode, Frame, Opcode
 from lmx_lab.client.errors import parse_error
 from lmx_lab.errors import InvalidRequestError, QueueFullError
 from lmx_lab.http import protocol, socket_options
-from lmx_lab.http.error_bodies import status_for
+from lmx_lab.http.error_bodies import on_bug, status_for
 from lmx_lab.http.protocol import WebSocketProtocol
 from lmx_lab.http.uvicorn_server import RunningServer, bind, serve
 from lmx_lab.wire.errors import ErrorBody
@@ -243,6 +244,7 @@ async def test_tiny_chunks_long_extensions_and_many_lines_are_rejected(sent: byt
         assert answer in await reader.read()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("sent", [b"\x01\x81\0\0\0\0a" + FRAGMENT * 20_000, PING * 20_000])
 async def test_a_flood_of_short_frames_closes_the_websocket(sent: bytes) -> None:
     async with _opened() as (reader, writer):
@@ -456,6 +458,7 @@ async def test_a_connection_that_is_idle_after_a_rejected_body_is_closed(monkeyp
             assert await client.read_to_end() == b""
 
 
+@pytest.mark.slow
 async def test_a_slow_client_that_is_fast_enough_is_answered(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(protocol, "BODY_S", 0.6)
     monkeypatch.setattr(protocol, "BODY_BYTES", 3)
@@ -531,6 +534,7 @@ async def test_a_response_can_begin_at_any_time() -> None:
         assert (await client.read_response()).endswith(b"\r\n0")
 
 
+@pytest.mark.slow
 @pytest.mark.usefixtures("short")
 async def test_a_websocket_can_be_silent_and_slow(monkeypatch: pytest.MonkeyPatch) -> None:
     async with running(app) as host:
@@ -574,6 +578,7 @@ async def test_connections_beyond_the_limit_are_rejected_with_429(monkeypatch: p
         assert (await http.get("/read")).status_code == 200
 
 
+@pytest.mark.slow
 async def test_large_messages_share_a_memory_limit_and_small_ones_are_not_counted(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
@@ -663,6 +668,22 @@ async def main():
 logging.basicConfig()
 asyncio.run(main())
 """
+
+
+async def test_the_response_to_an_internal_error_says_that_the_connection_is_closed() -> None:
+    api = FastAPI()
+    api.add_exception_handler(Exception, on_bug)
+
+    @api.get("/read")
+    async def fail() -> None:
+        raise ZeroDivisionError
+
+    async with running(api) as host, connect_raw(host) as client:
+        client.send(GET)
+        head, _, body = (await client.read_to_end()).partition(b"\r\n\r\n")
+    assert head.startswith(b"HTTP/1.1 500 ")
+    assert b"connection: close" in head.lower().splitlines()
+    assert b"internal-error" in body
 
 
 @pytest.mark.slow

@@ -410,6 +410,7 @@ class FinalMessage(Flooding):
         await send({"type": "websocket.send", "text": "and that is why"})
 
 
+@pytest.mark.slow
 @pytest.mark.anyio
 async def test_a_slow_client_receives_the_last_message_of_a_stopping_server_before_the_close():
     app = FinalMessage()

@@ -124,6 +124,7 @@ async def test_leaving_an_answer_frees_its_slot(lab: lmx_lab.Lab) -> None:
     await until(lambda: [each.event.finish_reason for each in lab.workbench.history.requests] == ["cancelled"])
 
 
+@pytest.mark.slow
 async def test_a_blocked_loop_is_reported_with_a_remedy(on_this_loop: lmx_lab.Lab) -> None:
     lab, backend, seen = on_this_loop, on_this_loop.workbench.backend, threading.Event()
     await until(lambda: backend.state().state == "running")
@@ -147,6 +148,7 @@ async def test_a_blocked_loop_is_reported_with_a_remedy(on_this_loop: lmx_lab.La
     assert "%%offload" in backend.state().note
 
 
+@pytest.mark.slow
 async def test_lag_of_a_loop_in_a_thread_has_no_note(tmp_path: Path) -> None:
     async with lmx_lab.Lab(Settings(home=tmp_path, port=0), loop="thread") as lab:
 

@@ -38,6 +38,8 @@ MESSAGES, MESSAGES_S = 64, 60.0
 """Maximum number of messages that a client may send within ``MESSAGES_S`` seconds. Their content is ignored."""
 BEHIND_WRITER = 4
 """Number of iterations of the event loop by which new events are sent later than their writer continues."""
+TURN_ENDS = ("turn.done", "turn.error")
+"""Events after which the writer has nothing to do that a client waits for."""
 EncodedBatch = Any
 """Events in a form that only the HTTP server knows."""
 Encode = Callable[[Sequence[str]], EncodedBatch]
@@ -187,8 +189,9 @@ class _Stream:
         done, _ = await asyncio.wait(futures, timeout=max(0.0, timeout_s), return_when=asyncio.FIRST_COMPLETED)
         if not done:
             await self._send_control_frame("stream.heartbeat", StreamHeartbeat(cursor=self._cursor))
-        # A turn that has written the new events continues first: sending them would delay its request to the model.
-        await give_way(BEHIND_WRITER)
+        if self._log.latest_event not in TURN_ENDS:
+            # A turn that has written the new events continues first: sending them would delay its request to the model.
+            await give_way(BEHIND_WRITER)
 
     async def _send_control_frame(self, event: str, data: BaseModel) -> None:
         await self._send(self._encode([self._control_frame(event, to_json(data))]))

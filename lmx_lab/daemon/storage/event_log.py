@@ -78,6 +78,8 @@ class EventLog:
         self._pruned_seq = 0
         self.latest_seq = store.issued_seq
         """``seq`` of the newest event that readers can receive."""
+        self.latest_event = ""
+        """Name of that event, if this process has written it."""
         store.publish = self._publish
 
     async def start(self) -> None:
@@ -185,7 +187,7 @@ class EventLog:
         self._ring += events
         self._ring_bytes += sum(len(event.text) for event in events)
         self._trim()
-        self.latest_seq = self._seqs[-1] if self._seqs else events[-1].seq
+        self.latest_seq, self.latest_event = events[-1].seq, events[-1].event
         growth, self._growth = self._growth, None
         if growth is not None and not growth.done():
             growth.set_result(None)

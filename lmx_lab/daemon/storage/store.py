@@ -14,6 +14,7 @@ import sqlite3
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any, Self, TypeVar
 
@@ -35,6 +36,7 @@ FULL = {sqlite3.SQLITE_FULL, sqlite3.SQLITE_IOERR_WRITE, sqlite3.SQLITE_IOERR_SH
 DAMAGED = {sqlite3.SQLITE_CORRUPT, sqlite3.SQLITE_NOTADB}
 MOVE_AWAY = "move it away to start with an empty database, or put a backup in its place"
 HEADER = b"SQLite format 3\0"
+INSERT_EVENT = "INSERT INTO events (at, event, session_id, turn_id, data, stats) VALUES (?, ?, ?, ?, ?, ?)"
 LATEST_SEQ = "SELECT coalesce((SELECT seq FROM sqlite_sequence WHERE name = 'events'), 0) AS seq"
 
 
@@ -109,8 +111,7 @@ class Transaction(DatabaseView):
             "data": to_json(data),
             "stats": None if stats is None else to_json(stats),
         }
-        sql = f"INSERT INTO events ({', '.join(row)}) VALUES ({', '.join('?' * len(row))})"
-        row["seq"] = self._connection.execute(sql, tuple(row.values())).lastrowid
+        row["seq"] = self._connection.execute(INSERT_EVENT, tuple(row.values())).lastrowid
         self.appended.append(event_from_row(row, self._stream_id))
         return int(row["seq"])
 
@@ -147,6 +148,8 @@ class Store:
         """Called on the event loop with the events of each commit, in order, before ``write`` returns."""
         self._loop = asyncio.get_running_loop()
         self._reserve = path.with_suffix(".reserve")
+        self._committed: list[StoredEvent] = []
+        """The events of the last commit, until they are published. Used on the writer's thread only."""
         self._full = False
         self._closed = False
         self._writer, self._reader = (ThreadPoolExecutor(1, f"lmx-lab-{name}") for name in ("store", "reading"))
@@ -206,8 +209,30 @@ class Store:
             StoppingError: The store is closed.
         """
         self._check_open()
+        done: asyncio.Future[T] = self._loop.create_future()
+        self._writer.submit(self._write_for, done, work, ending)
         with translate_errors(self.path):
-            return await self._loop.run_in_executor(self._writer, self._write, work, ending)
+            return await done
+
+    def _write_for(self, done: asyncio.Future[T], work: Callable[[Transaction], T], ending: bool) -> None:
+        """Write on the writer's thread, then publish the events and set the result in one iteration of the loop.
+
+        ``run_in_executor`` would wake the loop twice, for the events and for the result.
+        """
+        if done.cancelled():
+            return
+        try:
+            finish = partial(_set_result, done, self._write(work, ending))
+        except BaseException as exc:
+            finish = partial(_set_exception, done, exc)
+        committed, self._committed = self._committed, []
+        self._loop.call_soon_threadsafe(self._finish, committed, finish)
+
+    def _finish(self, committed: list[StoredEvent], finish: Callable[[], None]) -> None:
+        # In this order, so that a caller that receives its result finds the events published.
+        if committed:
+            self.publish(committed)
+        finish()
 
     def _write(self, work: Callable[[Transaction], T], ending: bool) -> T:
         if self._full and not ending and not self._check_space():
@@ -228,10 +253,7 @@ class Store:
             result = work(transaction)
             if transaction.appended:
                 self.issued_seq = transaction.appended[-1].seq
-        if transaction.appended:
-            # Scheduled before the result, which reaches the loop in the same way. So a caller that receives the result
-            # finds the events published.
-            self._loop.call_soon_threadsafe(self.publish, transaction.appended)
+        self._committed = transaction.appended
         return result
 
     async def read(self, work: Callable[[DatabaseView], T]) -> T:
@@ -290,6 +312,16 @@ class Store:
 
     def _has_free_space(self) -> bool:
         return shutil.disk_usage(self.path.parent).free >= 2 * RESERVE_BYTES
+
+
+def _set_result(done: asyncio.Future[T], result: T) -> None:
+    if not done.done():
+        done.set_result(result)
+
+
+def _set_exception(done: asyncio.Future[T], exc: BaseException) -> None:
+    if not done.done():
+        done.set_exception(exc)
 
 
 def _open_private(path: str, flags: int) -> int:

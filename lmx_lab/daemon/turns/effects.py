@@ -292,9 +292,8 @@ class ActiveTurn:
                 self.has_slot = True
             await self._stream(message, step)
             calls = normalize_calls(message.calls, self._call_ids)
-            tools = {
-                tool.name: tool.needs_permission and tool.name not in self._granted for tool in self._current_tools()
-            }
+            offered = self._current_tools() if calls else []
+            tools = {tool.name: tool.needs_permission and tool.name not in self._granted for tool in offered}
             result = ModelAnswered(calls=calls, tools=tools, is_truncated=message.is_truncated)
         except LabError as exc:
             result = ModelFailed(error=exc)
@@ -315,7 +314,7 @@ class ActiveTurn:
             tools=self._current_tools(),
             overrides=overrides,
             is_first_step=step == 1,
-            absence=await toolbox.explain_absence(overrides.tool_choice or ""),
+            absence=await toolbox.explain_absence(overrides.tool_choice) if overrides.tool_choice else None,
         )
         async with aclosing(upstream.call(body, model=overrides.model or session.model)) as pieces:
             async for piece in pieces:

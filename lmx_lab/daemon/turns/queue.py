@@ -26,11 +26,24 @@ UNFINISHED = "status IN ('queued', 'running', 'waiting')"
 # Submitting
 
 
-def submit(tx: Transaction, session_id: str, body: SubmitTurn, limits: Limits) -> tuple[TurnAccepted, bool]:
-    """Queue a turn, unless it was submitted before.
+@dataclass(frozen=True, kw_only=True)
+class Submitted:
+    """The result of ``submit``."""
 
-    Returns:
-        The new or the existing turn, and whether it is new.
+    turn: TurnAccepted
+    """The new or the existing turn."""
+    is_new: bool
+    session: SessionRecord
+    """The session before the turn was queued."""
+
+    @property
+    def is_first(self) -> bool:
+        """Whether the turn is new and its session had no other turn that has not ended."""
+        return self.is_new and self.session.status == "idle"
+
+
+def submit(tx: Transaction, session_id: str, body: SubmitTurn, limits: Limits) -> Submitted:
+    """Queue a turn, unless it was submitted before.
 
     Raises:
         SessionNotFoundError: The session does not exist.
@@ -45,10 +58,9 @@ def submit(tx: Transaction, session_id: str, body: SubmitTurn, limits: Limits) -
             raise IdempotencyConflictError(
                 f"turn {body.turn_id!r} was submitted before with another body; use another turn_id", param="turn_id"
             )
-        return _accepted_before(tx, row), False
+        return Submitted(turn=_accepted_before(tx, row), is_new=False, session=session)
     ahead = len(session.queued_turn_ids) + (session.active_turn_id is not None)
     _check_space(tx, session, body, limits)
-    cursor = tx.latest_seq
     key = TurnKey(session_id=session_id, turn_id=body.turn_id or new_id("trn"))
     overrides = None if body.overrides is None else body.overrides.model_dump_json(exclude_unset=True)
     tx.execute(
@@ -60,9 +72,10 @@ def submit(tx: Transaction, session_id: str, body: SubmitTurn, limits: Limits) -
         _move_last_to_front(tx, key.session_id)
         ahead = int(session.active_turn_id is not None)
     message = user_message(key, body.content)
-    records.append(tx, key, "turn.queued", TurnQueued(message=message, ahead=ahead))
+    seq = records.append(tx, key, "turn.queued", TurnQueued(message=message, ahead=ahead))
     sessions.touch(tx, session_id)
-    return TurnAccepted(turn_id=key.turn_id, status="queued", cursor=cursor), True
+    accepted = TurnAccepted(turn_id=key.turn_id, status="queued", cursor=seq - 1)
+    return Submitted(turn=accepted, is_new=True, session=session)
 
 
 def _digest(body: SubmitTurn) -> str:
@@ -148,22 +161,43 @@ def start_next(tx: Transaction, session_id: str, *, model: str | None) -> Starte
     )
     if row is None:
         return None
+    overrides = records.parse_overrides(row)
     key = TurnKey(session_id=session_id, turn_id=row["turn_id"])
+    return _start(tx, key, row["content"], overrides, sessions.read(tx, session_id), model=model)
+
+
+def start_submitted(tx: Transaction, submitted: Submitted, body: SubmitTurn, *, model: str | None) -> StartedTurn:
+    """Start a turn that ``submit`` has queued in the same transaction as the first of its session.
+
+    ``start_next`` does the same, but would read again what is known here.
+    """
+    key = TurnKey(session_id=submitted.session.session_id, turn_id=submitted.turn.turn_id)
+    return _start(tx, key, body.content, body.overrides, submitted.session, model=model)
+
+
+def _start(
+    tx: Transaction,
+    key: TurnKey,
+    content: str,
+    overrides: TurnOverrides | None,
+    session: SessionRecord,
+    *,
+    model: str | None,
+) -> StartedTurn:
     tx.execute(
         "UPDATE turns SET status = 'running', started_at = ? WHERE session_id = ? AND turn_id = ?",
         *(tx.now, key.session_id, key.turn_id),
     )
-    sessions.add_message(tx, session_id, user_message(key, row["content"]))
-    overrides = records.parse_overrides(row) or TurnOverrides()
-    session = sessions.read(tx, session_id)
+    sessions.add_message(tx, key.session_id, user_message(key, content))
+    overrides = overrides or TurnOverrides()
     records.append(tx, key, "turn.started", TurnStarted(model=overrides.model or session.model or model))
     records.append_progress(tx, key, step=1, note="")
-    granted = tx.fetch_all("SELECT tool FROM grants WHERE session_id = ?", session_id)
+    granted = tx.fetch_all("SELECT tool FROM grants WHERE session_id = ?", key.session_id)
     return StartedTurn(
         key=key,
         session=session,
         overrides=overrides,
-        history=sessions.read_messages(tx, session_id),
+        history=sessions.read_messages(tx, key.session_id),
         granted=frozenset(grant["tool"] for grant in granted),
     )
 

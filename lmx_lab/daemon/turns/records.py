@@ -184,6 +184,6 @@ def parse_overrides(row: Row) -> TurnOverrides | None:
     return None if row["overrides"] is None else TurnOverrides.model_validate(json.loads(row["overrides"]))
 
 
-def append(tx: Transaction, key: TurnKey, event: str, data: Any) -> None:
-    """Append an event of a turn."""
-    tx.append(event, data, session_id=key.session_id, turn_id=key.turn_id)
+def append(tx: Transaction, key: TurnKey, event: str, data: Any) -> int:
+    """Append an event of a turn and return its ``seq``."""
+    return tx.append(event, data, session_id=key.session_id, turn_id=key.turn_id)

@@ -16,7 +16,7 @@ from lmx_lab.daemon.turns import permissions, queue, records
 from lmx_lab.daemon.turns.concurrency import ShieldedTasks, TurnSlots, TurnWaiters, give_way
 from lmx_lab.daemon.turns.effects import ActiveTurn, TurnDependencies
 from lmx_lab.daemon.turns.model_client import ModelClient
-from lmx_lab.daemon.turns.queue import StartedTurn
+from lmx_lab.daemon.turns.queue import StartedTurn, Submitted
 from lmx_lab.daemon.turns.records import TurnKey
 from lmx_lab.daemon.turns.recovery import end_abandoned
 from lmx_lab.daemon.turns.session_worker import SessionWorker, SessionWorkers
@@ -183,19 +183,17 @@ class TurnRunner:
         async with self._workers.locked(session_id) as worker:
             can_start = worker.task is None and not (self._is_stopping or self._dependencies.toolbox.is_starting)
             has_slot = can_start and self._slots.acquire_nowait()
-            start_next = self._start_next_function(worker)
             started: StartedTurn | None = None
-
-            def submit(tx: Transaction) -> tuple[TurnAccepted, bool, StartedTurn | None]:
-                accepted, is_new = queue.submit(tx, session_id, body, self._limits)
-                # In the same transaction, because another one would delay the model call by a millisecond.
-                return accepted, is_new, start_next(tx) if has_slot and accepted.status == "queued" else None
-
             try:
-                accepted, is_new, started = await self._store.write(submit)
+                submitted, started = await self._store.write(
+                    self._submit_function(
+                        worker, body, start_next=self._start_next_function(worker), can_start=has_slot
+                    )
+                )
             finally:
                 if has_slot and started is None:
                     self._slots.release()
+            accepted, is_new = submitted.turn, submitted.is_new
             self._queued_count += is_new
             if started is not None:
                 self._activate(worker, started)
@@ -204,6 +202,30 @@ class TurnRunner:
             if accepted.status == "queued":
                 self._start_worker(worker)
         return accepted, is_new
+
+    def _submit_function(
+        self,
+        worker: SessionWorker,
+        body: SubmitTurn,
+        *,
+        start_next: Callable[[Transaction], StartedTurn | None],
+        can_start: bool,
+    ) -> Callable[[Transaction], tuple[Submitted, StartedTurn | None]]:
+        """Return a function that submits a turn within a transaction, and starts one if it can.
+
+        Both happen in the same transaction, because another one would delay the model call by a millisecond.
+        """
+        model = self._upstream.state().model
+
+        def submit(tx: Transaction) -> tuple[Submitted, StartedTurn | None]:
+            submitted = queue.submit(tx, worker.session_id, body, self._limits)
+            if not can_start or submitted.turn.status != "queued":
+                return submitted, None
+            if submitted.is_first:
+                return submitted, queue.start_submitted(tx, submitted, body, model=model)
+            return submitted, start_next(tx)
+
+        return submit
 
     async def read(self, session_id: str, turn_id: str, *, wait_s: float = 0) -> TurnRecord:
         """Return a turn when it has ended, or its current state after ``wait_s`` seconds.

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import threading
+import time
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from typing import TypeVar
@@ -15,6 +16,10 @@ T = TypeVar("T")
 WAIT_S = 10.0
 """Time that a grammar may wait for others: enough for a hundred usual schemas that are sent together. A slow grammar
 is refused after ``sandbox.SHARE_S`` if others wait."""
+WAIT_BEHIND_SLOW_S = 1.5
+"""Time that a grammar may wait if a slow one was refused meanwhile. After each, the sandbox has to start again."""
+POLL_S = 0.1
+"""Time between two checks of a grammar that waits."""
 
 
 class GrammarQueue:
@@ -29,27 +34,32 @@ class GrammarQueue:
         self._executor = ThreadPoolExecutor(max_workers=1, thread_name_prefix=thread_name)
         self._unfinished = 0
         self._counting = threading.Lock()
+        self._refused_at = 0.0
+        """Time at which a slow grammar was last refused."""
         self.sandbox = GrammarSandbox(lambda: self._unfinished > 1, compile_s=compile_s)
 
     async def run(self, work: Callable[[], T]) -> T:
         """Run work on the thread, and return its result. Cancelling the caller removes work that has not started.
 
         Raises:
-            QueueFullError: the work has not started within ``WAIT_S``.
+            QueueFullError: the work has not started within ``WAIT_S``, or ``WAIT_BEHIND_SLOW_S`` behind slow work.
         """
         self._count(1)
+        began = time.monotonic()
         try:
-            future = self._executor.submit(work)
+            future = self._executor.submit(self._work, work)
             done = asyncio.wrap_future(future)
             try:
-                await asyncio.wait([done], timeout=WAIT_S)
-                # Only work that has not started can be cancelled.
-                if not done.done() and future.cancel():
-                    raise QueueFullError(
-                        f"the grammar was not checked within {WAIT_S:g} s, because other grammars and schemas were; "
-                        "try again in 1 s",
-                        retry_after_s=1,
-                    )
+                while not done.done() and not future.running():
+                    await asyncio.wait([done], timeout=POLL_S)
+                    limit_s = WAIT_BEHIND_SLOW_S if self._refused_at > began else WAIT_S
+                    # Only work that has not started can be cancelled.
+                    if time.monotonic() - began >= limit_s and not done.done() and future.cancel():
+                        raise QueueFullError(
+                            f"the grammar was not checked within {limit_s:g} s, because other grammars and schemas "
+                            "were; try again in 1 s",
+                            retry_after_s=1,
+                        )
                 return await done
             finally:
                 done.cancel()
@@ -60,6 +70,13 @@ class GrammarQueue:
         """Stop the running work and cancel the queued work, without waiting for either to end."""
         self._executor.shutdown(wait=False, cancel_futures=True)
         self.sandbox.close()
+
+    def _work(self, work: Callable[[], T]) -> T:
+        try:
+            return work()
+        except QueueFullError:
+            self._refused_at = time.monotonic()
+            raise
 
     def _count(self, change: int) -> None:
         with self._counting:

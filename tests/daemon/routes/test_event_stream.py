@@ -289,6 +289,7 @@ async def test_events_of_any_length_arrive_complete(daemon: Daemon) -> None:
     assert received == texts
 
 
+@pytest.mark.slow
 async def test_a_stop_is_announced_to_all_subscribers(tmp_path: Path) -> None:
     with serving(tmp_path, LIMITS) as daemon:
         async with connect(daemon, "?types=daemon.*") as socket:

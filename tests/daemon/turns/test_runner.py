@@ -203,6 +203,7 @@ async def test_after_an_error_the_history_has_the_question_and_the_partial_answe
     ]
 
 
+@pytest.mark.slow
 async def test_a_turn_ends_at_its_time_limit(tmp_path: Path, upstream: Scripted) -> None:
     upstream.then([token("Hel"), STALL])
     async with daemon(tmp_path, upstream, turn_timeout_s=3.0) as here:

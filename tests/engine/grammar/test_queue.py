@@ -46,6 +46,30 @@ async def test_a_grammar_that_waits_too_long_is_refused_and_a_later_one_is_check
     assert grammars._unfinished == 0
 
 
+async def test_grammars_behind_a_slow_one_that_was_refused_are_refused_earlier(
+    grammars: GrammarQueue, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(queue, "WAIT_BEHIND_SLOW_S", 0.01)
+    started, ended = threading.Event(), threading.Event()
+
+    def refused() -> None:
+        assert started.wait(60)
+        raise QueueFullError("slow")
+
+    first = asyncio.create_task(grammars.run(refused))
+    second = asyncio.create_task(grammars.run(lambda: ended.wait(60)))
+    third = asyncio.create_task(grammars.run(pytest.fail))
+    while grammars._unfinished < 3:  # noqa: ASYNC110
+        await asyncio.sleep(0)
+    started.set()
+    with pytest.raises(QueueFullError, match="slow"):
+        await first
+    with pytest.raises(QueueFullError, match=r"0\.01 s"):
+        await third
+    ended.set()
+    assert await second
+
+
 async def test_cancelling_removes_a_grammar_that_waits(grammars: GrammarQueue) -> None:
     released = threading.Event()
     first = asyncio.create_task(grammars.run(lambda: released.wait(60)))

@@ -1,0 +1,176 @@
+"""Receive and decode the response of an HTTP/1.1 server (RFC 9112) from a connection of plain asyncio.
+
+The benchmark and the daemon read streams of tokens with it, because httpx2 uses three times as much CPU for each piece.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import time
+
+MAX_UNREAD_BYTES = 1_000_000
+"""Unread bytes of one connection above which reading from the socket is paused."""
+MAX_HEAD_BYTES = 65_536
+"""Maximum size of a response's head, and of the size field of a chunk."""
+BLANK_LINE = b"\r\n\r\n"
+WITHOUT_BODY = (204, 304)
+"""Statuses of responses that have no body, whatever their header fields say."""
+
+
+class ChunkedDecoder:
+    """Decodes HTTP/1.1 chunked transfer coding (RFC 9112, 7.1)."""
+
+    def __init__(self) -> None:
+        self._rest = b""
+        self._left = 0
+        """Remaining bytes of the current chunk, with the CRLF after it."""
+        self.ended = False
+        """Whether the last chunk was read."""
+        self.is_clean = False
+        """Whether exactly the end of the body was received after the last chunk, without trailer fields."""
+
+    def feed(self, data: bytes) -> bytes:
+        """Decode the next bytes of the body.
+
+        Raises:
+            ValueError: the bytes are not in chunked coding.
+        """
+        data, out = self._rest + data if self._rest else data, []
+        at, self._rest = 0, b""
+        while at < len(data) and not self.ended:
+            if self._left:
+                piece = data[at : at + self._left]
+                out.append(piece[: max(0, self._left - 2)])
+                at, self._left = at + len(piece), self._left - len(piece)
+            elif (end := data.find(b"\r\n", at)) >= 0:
+                size = int(data[at:end].partition(b";")[0], 16)
+                if size < 0:
+                    raise ValueError(f"the size of a chunk is {size}")
+                at, self._left, self.ended = end + 2, size + 2, size == 0
+            else:
+                self._rest = data[at:]
+                if len(self._rest) > MAX_HEAD_BYTES:
+                    raise ValueError(f"the size field of a chunk is longer than {MAX_HEAD_BYTES} bytes")
+                break
+        self.is_clean = self.ended and data[at:] == b"\r\n"
+        return b"".join(out)
+
+
+class ReceiveBuffer(asyncio.Protocol):
+    """Records received bytes with their time of arrival, which does not depend on when the reader runs."""
+
+    def __init__(self) -> None:
+        self._received: list[tuple[float, bytes]] = []
+        self._unread_bytes = 0
+        self._changed = asyncio.Event()
+        self._ended = False
+        self._error: Exception | None = None
+        self.transport: asyncio.Transport
+
+    def connection_made(self, transport: asyncio.BaseTransport) -> None:
+        assert isinstance(transport, asyncio.Transport)
+        self.transport = transport
+
+    def data_received(self, data: bytes) -> None:
+        self._received.append((time.perf_counter(), data))
+        self._unread_bytes += len(data)
+        if self._unread_bytes > MAX_UNREAD_BYTES:
+            self.transport.pause_reading()
+        self._changed.set()
+
+    def connection_lost(self, exc: Exception | None) -> None:
+        self._ended, self._error = True, exc
+        self._changed.set()
+
+    @property
+    def is_idle(self) -> bool:
+        """Whether the connection is open and everything that was received has been taken."""
+        return not (self._ended or self._received or self.transport.is_closing())
+
+    async def take(self) -> list[tuple[float, bytes]]:
+        """Wait for bytes, and return those received since the last call with their times. Empty at the end.
+
+        Raises:
+            OSError: the connection was broken.
+        """
+        if not self._received and not self._ended:
+            self._changed.clear()
+            await self._changed.wait()
+        received, self._received = self._received, []
+        if self._unread_bytes > MAX_UNREAD_BYTES and not self._ended:
+            self.transport.resume_reading()
+        self._unread_bytes = 0
+        if not received and isinstance(self._error, OSError):
+            raise self._error
+        return received
+
+    async def take_head(self) -> tuple[ResponseHead, list[tuple[float, bytes]]]:
+        """Return the head of the response, and the bytes after it with their times.
+
+        Raises:
+            EOFError: the connection was closed before the end of the head.
+            OSError: the connection was broken.
+            ValueError: the bytes are not the head of a response.
+        """
+        data = b""
+        while received := await self.take():
+            for number, (at_s, piece) in enumerate(received):
+                data += piece
+                head, blank, rest = data.partition(BLANK_LINE)
+                if blank:
+                    return ResponseHead(head), [(at_s, rest), *received[number + 1 :]]
+            if len(data) > MAX_HEAD_BYTES:
+                raise ValueError(f"its head is longer than {MAX_HEAD_BYTES} bytes")
+        raise EOFError("the connection was closed before the response")
+
+
+class ResponseHead:
+    """The status and header fields of a response, and the state of decoding its body.
+
+    Raises:
+        ValueError: the response is not HTTP.
+    """
+
+    def __init__(self, head: bytes) -> None:
+        first, *lines = head.decode("latin-1").split("\r\n")
+        version, _, rest = first.partition(" ")
+        if not version.startswith("HTTP/1."):
+            raise ValueError(f"it starts with {first[:40]!r}")
+        self.status = int(rest[:3])
+        self.fields = {
+            name.strip().lower(): value.strip() for name, _, value in (line.partition(":") for line in lines)
+        }
+        self.media_type = self.fields.get("content-type", "").partition(";")[0].strip().lower()
+        self._is_persistent = version == "HTTP/1.1" and self.fields.get("connection", "").lower() != "close"
+        self._chunked = ChunkedDecoder() if self.fields.get("transfer-encoding", "").lower() == "chunked" else None
+        length = "0" if self.status in WITHOUT_BODY else self.fields.get("content-length")
+        self._left = int(length) if self._chunked is None and length is not None else None
+        self._has_more = False
+        """Whether bytes after the body were received."""
+
+    def decode(self, data: bytes) -> bytes:
+        """Return the bytes of the body in received bytes."""
+        if self._chunked is not None:
+            return self._chunked.feed(data)
+        if self._left is not None:
+            self._has_more = len(data) > self._left
+            data = data[: self._left]
+            self._left -= len(data)
+        return data
+
+    @property
+    def ended(self) -> bool:
+        """Whether the body is complete, according to its coding or length."""
+        return self._chunked.ended if self._chunked is not None else self._left == 0
+
+    @property
+    def may_end(self) -> bool:
+        """Whether the body ends with the connection, because it has neither chunked coding nor a length."""
+        return self._chunked is None and self._left is None
+
+    @property
+    def is_reusable(self) -> bool:
+        """Whether the connection can be used for another request after this body."""
+        if self._chunked is not None:
+            return self._is_persistent and self._chunked.is_clean
+        return self._is_persistent and self.ended and not self._has_more
