@@ -202,14 +202,16 @@ class BatchRun:
 
     def _identify(self, item: _Item, request: ChatRequest) -> None:
         """Set the key of a request. Equal rows have different keys by their order, as have the answers to one row."""
-        content = request.model_dump(mode="json", exclude={"model", "seed"}, exclude_defaults=True)
-        key = _digest(self._model.key, content)
+        content = request.model_dump(mode="json", exclude={"model", "seed", "response_format"}, exclude_defaults=True)
+        columns = self.options.columns
+        key = _digest(self._model.key, content, columns and dict(columns.json_schema))
         item.key = _digest(key, self._repeats[key])
         self._repeats[key] += 1
 
     def take(self) -> dict[str, Any] | None:
-        """Return the next answer in the order of the rows; None if it is not finished."""
-        if (row := self._rows.pop(self._taken, None)) is not None:
+        """Return the next answer in the order of the rows; None if it is not finished, or the run was stopped."""
+        row = None if self._stopped else self._rows.pop(self._taken, None)
+        if row is not None:
             self._taken += 1
         return row
 
@@ -334,7 +336,7 @@ class BatchRun:
             return error
         kept = f"their answers are in {self._cache.path}" if self._cache else "its attribute frame has their answers"
         return BatchStoppedError(
-            f"stopped after {self.done} answers, because of this error: {error.message.rstrip('.')}; {kept}"
+            f"{self._model.id} stopped after {self.done} answers, because of this error: {error.message.rstrip('.')}; {kept}"
         )
 
     async def _answer(self, request: ChatRequest) -> RowAnswer:

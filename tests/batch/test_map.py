@@ -80,7 +80,7 @@ def test_rows_have_the_same_index_and_errors_are_in_their_rows(lab: lmx_lab.Lab)
     assert answers["output_tokens"].dtype == "Int64"
     assert (answers["total_s"].dropna() > 0).all()
     assert answers.attrs["interrupted"] is False
-    with pytest.raises(InvalidRequestError, match="'x'.*text"):
+    with pytest.raises(InvalidRequestError, match=r"'x'.*text"):
         lab.map(frame, "{text}", errors="raise")
 
 
@@ -157,7 +157,7 @@ def test_typed_columns_of_a_dictionary_a_model_and_a_json_schema(lab: lmx_lab.La
         ({"prompt": "{text"}, "malformed"),
         ({"prompt": 3}, "template"),
         ({"schema": {"error": str}}, "rename"),
-        ({"schema": {"type": "object", "properties": {"a": {"type": "integer", "minimum": 3, "maximum": 1}}}}, ""),
+        ({"schema": {"type": "object", "properties": {"a": {"type": "string", "pattern": "("}}}}, "."),
         ({"schema": 3}, "JSON schema"),
         ({"temperature": -1}, "temperature"),
         ({"tools": []}, "tools"),
@@ -191,9 +191,9 @@ def test_requests_are_sent_as_the_engine_has_room_and_again_after_a_refusal(lab:
             raise QueueFullError("full", retry_after_s=0.01)
 
     sent.before = before  # type: ignore[method-assign]
-    answers = lab.map([str(number) for number in range(300)], "{text}")
-    assert answers["answer"].tolist() == [str(number) for number in range(300)]
-    assert len(sent.requests) > 300
+    answers = lab.map([str(number) for number in range(100)], "{text}")
+    assert answers["answer"].tolist() == [str(number) for number in range(100)]
+    assert len(sent.requests) > 100
     assert sent.most_at_once <= 6
 
 
@@ -247,20 +247,22 @@ def test_an_unloaded_model_ends_the_run_with_one_error_and_the_answers_are_kept(
     lab: lmx_lab.Lab, sent: Sent, tmp_path: Path
 ) -> None:
     rows, path = [str(number) for number in range(50)], tmp_path / "a.db"
+    unloads: list[int] = []
 
     async def before(count: int) -> None:
-        if count == 20:
+        if count == 20 and not unloads:
+            unloads.append(count)
             await lab.aunload()
 
     sent.before = before  # type: ignore[method-assign]
     with pytest.raises(BatchStoppedError, match=r"echo.*a\.db") as stopped:
         lab.map(rows, "{text}", cache=path)
-    done = stopped.value.frame["answer"].dropna()
-    assert 0 < len(done) < 50
-    assert done.tolist() == [rows[at] for at in done.index]
     with pytest.raises(NotLoadedError):
         lab.map(rows, "{text}", cache=path)
     lab.load("echo")
+    done = stopped.value.frame["answer"].dropna()
+    assert 0 < len(done) < 50
+    assert done.tolist() == [rows[at] for at in done.index]
     sent.requests.clear()
     assert lab.map(rows, "{text}", cache=path)["answer"].tolist() == rows
     assert len(sent.requests) == 50 - len(done)
