@@ -336,7 +336,8 @@ class BatchRun:
             return error
         kept = f"their answers are in {self._cache.path}" if self._cache else "its attribute frame has their answers"
         return BatchStoppedError(
-            f"{self._model.id} stopped after {self.done} answers, because of this error: {error.message.rstrip('.')}; {kept}"
+            f"{self._model.id} stopped after {self.done} answers, because of this error: "
+            f"{error.message.rstrip('.')}; {kept}"
         )
 
     async def _answer(self, request: ChatRequest) -> RowAnswer:

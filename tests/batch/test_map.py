@@ -304,13 +304,13 @@ from lmx_lab.settings import Settings
 home, path = map(pathlib.Path, sys.argv[1:])
 with lmx_lab.Lab(Settings(home=home, port=0, slots=4, echo_tokens_per_s=40), loop="thread") as lab:
     lab.load("echo")
-    lab.map([f"row {number}" for number in range(400)], "{text}", cache=path)
+    lab.map([f"row {number}" for number in range(120)], "{text}", cache=path)
 """
 
 
 @pytest.mark.slow
 def test_after_a_kill_only_missing_rows_are_computed(lab: lmx_lab.Lab, sent: Sent, tmp_path: Path) -> None:
-    path, rows = tmp_path / "a.db", [f"row {number}" for number in range(400)]
+    path, rows = tmp_path / "a.db", [f"row {number}" for number in range(120)]
     child = subprocess.Popen([sys.executable, "-c", KILLED, str(tmp_path), str(path)])
     try:
         while _stored(path) < 10:
@@ -320,8 +320,8 @@ def test_after_a_kill_only_missing_rows_are_computed(lab: lmx_lab.Lab, sent: Sen
         child.wait()
     stored = _stored(path)
     assert lab.map(rows, "{text}", cache=path)["answer"].tolist() == rows
-    assert len(sent.requests) == 400 - stored
-    assert _stored(path) == 400
+    assert len(sent.requests) == 120 - stored
+    assert _stored(path) == 120
 
 
 def _stored(path: Path) -> int:
