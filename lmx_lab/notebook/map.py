@@ -12,7 +12,7 @@ from lmx_lab.backend import Backend
 from lmx_lab.batch.cache import AnswerCache
 from lmx_lab.batch.columns import Schema, TypedColumns
 from lmx_lab.batch.prompts import Prompt, PromptSource, RowPrompts
-from lmx_lab.batch.run import BatchOptions, BatchRun, Errors, Retry, loaded_model
+from lmx_lab.batch.run import BatchOptions, BatchRun, Errors, MakeRequest, Retry, loaded_model
 from lmx_lab.batch.table import RowSource, answer_frame, check_names, read_source
 from lmx_lab.errors import BatchStoppedError, InvalidRequestError
 from lmx_lab.notebook.arguments import chat_request
@@ -116,11 +116,10 @@ class MapVerbs:
         ``.attrs["interrupted"]`` true.
 
         Args:
-            frame: A data frame, a series, a text, or a list of texts or dictionaries. Of another iterable, the rows
-                are read as they are needed, and an iterator over the answers is returned, as dictionaries.
+            frame: A data frame, a series, a text, or a list of texts (the column ``text``) or dictionaries. The rows of
+                another iterable are read as needed, and an iterator over the answers is returned, as dictionaries.
             prompt: A template such as ``"Summarise: {text}"``, where ``{text}`` is the value of a column; messages with
-                templates; or a function of a row that returns a text or messages. A series without a name, and texts,
-                are the column ``text``.
+                templates; or a function of a row that returns a text or messages.
             schema: Adds typed columns: a JSON schema, a pydantic model, or a dictionary such as ``{"days": int}``.
             n: Number of answers for each row. If there are several, labels are repeated, and ``sample`` counts them.
             seed: A number from which the seed of each answer is derived.
@@ -132,7 +131,7 @@ class MapVerbs:
         Raises:
             NotLoadedError: no model is loaded.
             InvalidRequestError: an argument is invalid, a column does not exist, or the schema cannot be enforced.
-            BatchStoppedError: the server cannot answer further rows, for example because the model was unloaded; its
+            BatchStoppedError: further rows cannot be answered, for example because the model was unloaded; its
                 ``frame`` has the answers so far.
             ImportError: pandas is not installed.
         """
@@ -145,17 +144,16 @@ class MapVerbs:
             check_names(columns)
         _check(parameters, n=n, seed=seed, errors=errors, retry=retry)
         loaded = await on_loop(loaded_model(self._backend, hashed=cache is not None))
-        fields = {**parameters, "model": loaded.id, **_format(columns)}
-
-        def make_request(prompt: Prompt) -> ChatRequest:
-            return chat_request(prompt, fields)
-
-        make_request("x")  # Raises now if a parameter is invalid, and not once for each row.
-        names = frozenset([*parameters, *_format(columns)])
         options = BatchOptions(
-            prompts=prompts, make_request=make_request, parameters=names, columns=columns, n=n, seed=seed,
-            errors=errors, retry=retry,
-        )  # fmt: skip
+            prompts=prompts,
+            make_request=_request_maker({**parameters, "model": loaded.id, **_format(columns)}),
+            parameters=frozenset([*parameters, *_format(columns)]),
+            columns=columns,
+            n=n,
+            seed=seed,
+            errors=errors,
+            retry=retry,
+        )
         stored = None if cache is None else await in_thread(lambda: AnswerCache(cache))
         run = BatchRun(self._backend, loaded, source, options, cache=stored, in_order=source.index is None)
         if source.index is None:
@@ -169,11 +167,7 @@ class MapVerbs:
 async def _answer_all(
     run: BatchRun, source: RowSource, columns: TypedColumns | None, cache: AnswerCache | None, workbench: Workbench
 ) -> pd.DataFrame:
-    """Answer all rows and return the table. This is a verb.
-
-    Raises:
-        LabError: as ``map``.
-    """
+    """Answer all rows and return the table. This is a verb."""
     interrupted = False
     try:
         with _progress(workbench, run, len(source.index) * run.options.n) as show:
@@ -213,6 +207,20 @@ def _progress(workbench: Workbench, run: BatchRun, total: int) -> Iterator[Any]:
             yield show
         finally:
             workbench.job = ""
+
+
+def _request_maker(fields: Mapping[str, Any]) -> MakeRequest:
+    """Return the function that makes the request of a prompt.
+
+    Raises:
+        InvalidRequestError: a parameter is invalid, for whatever prompt.
+    """
+
+    def make_request(prompt: Prompt) -> ChatRequest:
+        return chat_request(prompt, fields)
+
+    make_request("x")
+    return make_request
 
 
 def _format(columns: TypedColumns | None) -> Mapping[str, Any]:
