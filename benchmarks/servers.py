@@ -69,11 +69,12 @@ def is_idle(now: Reply) -> bool:
 
 
 @contextlib.contextmanager
-def lab_server(folder: Path, *, prompt_lookup: bool = False, **settings: Any) -> Iterator[LabServer]:
+def lab_server(
+    folder: Path, *, prompt_lookup: bool = False, draft: Path | None = None, **settings: Any
+) -> Iterator[LabServer]:
     """Run the lab's server, with the model loaded and warmed up. Prompt lookup is off, so that a step is one token."""
-    with Worker(
-        "benchmarks.lab_process", model=folder_argument(folder), prompt_lookup=prompt_lookup, **settings
-    ) as worker:
+    options = {"prompt_lookup": prompt_lookup, "draft": draft and str(draft)}
+    with Worker("benchmarks.lab_process", model=folder_argument(folder), options=options, **settings) as worker:
         server = LabServer(worker)
         asyncio.run(_warm(server))
         yield server

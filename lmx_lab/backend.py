@@ -17,7 +17,7 @@ from lmx_lab.values.encoding import EncodeReport, RerankMethod, Vectors
 from lmx_lab.values.generation import Delta, GenerationReport, TokenLogprob, merge_deltas
 from lmx_lab.values.models import LoadReport, LoadSpec, Unloading
 from lmx_lab.values.recording import Continuation, Record
-from lmx_lab.values.timeline import RequestTimeline
+from lmx_lab.values.timeline import ServerTimeline
 from lmx_lab.wire.admin import ModelEvent, ModelRecords, RequestEvent, Sample
 from lmx_lab.wire.chat import ChatRequest
 from lmx_lab.wire.embeddings import EmbeddingsBody
@@ -46,6 +46,8 @@ class ServerState:
     disk: str = "this disk"
     """Where the server's models are, for display."""
     lan_url: str | None = None
+    phone_code: str = ""
+    """QR code of the chat page at ``lan_url``, as an image in a data URI; empty if there is none."""
     proxy_url: str | None = None
     proxy_path: str | None = None
     """Path under which the notebook's own Jupyter server forwards requests, for pages that it has served."""
@@ -134,16 +136,6 @@ class Backend(Protocol):
     def events(self) -> AsyncGenerator[ModelEvent | RequestEvent, None]:
         """Return all loads, unloads and ends of requests from now on, of all clients. Ends when the server stops."""
 
-    def timelines(self, last_s: float, *, most: int | None = None) -> Sequence[RequestTimeline]:
-        """Return what the engine did for the requests of all clients that ran in the last seconds, the oldest first.
-
-        Args:
-            most: Maximum number of requests; the newest are returned. None sets no limit.
-
-        Raises:
-            InvalidRequestError: the server runs elsewhere.
-        """
-
     # Models
 
     async def models(self) -> ModelRecords: ...
@@ -168,6 +160,13 @@ class Backend(Protocol):
         """
 
     # Requests
+
+    async def timeline(self, last_s: float, *, most: int | None = None) -> ServerTimeline:
+        """Return what the engines did for the requests of all clients that ran in the last seconds, and the loads.
+
+        Args:
+            most: Maximum number of requests; the newest are returned. None sets no limit.
+        """
 
     async def generate(self, request: ChatRequest) -> AnswerStream:
         """Start an answer; returns when the request was accepted."""

@@ -86,6 +86,14 @@ class Settings:
     """Additional values of the Host header that are accepted, as ``name`` or ``name:port``."""
     lan_admin: bool = False
     """Whether other machines may load and unload models that are on disk. They can never start a download."""
+    announce: bool = False
+    """Whether the server is announced on the local network, so that ``lmx-lab discover`` and ``lmx_lab.discover()``
+    find it."""
+    announce_name: str | None = None
+    """Name under which the server is announced. By default the name of this machine."""
+    page: bool = True
+    """Whether the server's address shows a chat page in a browser. Otherwise it shows the page with links, which is
+    also at ``/about``."""
     max_body_bytes: int = 8 * 2**20
     """Maximum size of a request body."""
     log_level: str = "info"

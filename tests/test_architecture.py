@@ -39,6 +39,7 @@ TABLE = {
     # pandas: half a second to import, and an optional dependency.
     "frames": Row("", "pandas"),
     "progress": Row("", "rich IPython"),
+    "qr_code": Row("", "segno"),
     # Running a coroutine for a blocking caller; knows no servers.
     "portal": Row("errors", "nest_asyncio2"),
     "wire": Row("errors values", "pydantic"),
@@ -81,7 +82,7 @@ TABLE = {
     # settings: the folder of kept runs. psutil: cores and memory in the provenance of a run.
     "bench": Row("errors values settings frames progress wire client engine", "httpx2 pandas numpy matplotlib psutil"),
     # jupyter_core: Jupyter servers record their address. ipywidgets, pandas: types of results.
-    "notebook": Row(EVERYTHING, "IPython ipywidgets pandas psutil pydantic rich jupyter_core"),
+    "notebook": Row(EVERYTHING, "IPython ipywidgets pandas psutil pydantic rich jupyter_core zeroconf"),
     # pandas, matplotlib: types of what bench prints and draws.
     "cli": Row(EVERYTHING, "typer rich pandas matplotlib"),
     "doctor": Row(EVERYTHING, "mlx psutil jupyter_core"),

@@ -13,7 +13,21 @@ from typing import Annotated, TextIO
 
 import typer
 
-from lmx_lab.cli import FAILED, INTERRUPTED, SUCCESS, USAGE, bench, chat, daemon, doctor, events, loading, models, serve
+from lmx_lab.cli import (
+    FAILED,
+    INTERRUPTED,
+    SUCCESS,
+    USAGE,
+    bench,
+    chat,
+    daemon,
+    discover,
+    doctor,
+    events,
+    loading,
+    models,
+    serve,
+)
 from lmx_lab.cli.lazy import load
 from lmx_lab.cli.options import STATUS, CommandGroup, epilog
 from lmx_lab.cli.terminal import print_error, print_line
@@ -38,7 +52,7 @@ app = typer.Typer(
     pretty_exceptions_enable=False,
 )
 # In the order in which --help lists them.
-for _module in (serve, loading, daemon, chat, events, bench, models, doctor):
+for _module in (serve, loading, discover, daemon, chat, events, bench, models, doctor):
     app.add_typer(_module.app)
 
 

@@ -72,6 +72,11 @@ CorsOrigins = Annotated[
 ]
 AllowedHosts = Annotated[list[str] | None, typer.Option(help="Additional Host header to accept. Repeatable.")]
 LanAdmin = Annotated[bool, typer.Option("--lan-admin", help="Let other machines load and unload models.")]
+Announce = Annotated[
+    bool, typer.Option("--announce", help="Let lmx-lab discover find the server on the local network.")
+]
+AnnounceName = Annotated[str | None, typer.Option(help="Name for --announce. By default that of this machine.")]
+NoPage = Annotated[bool, typer.Option("--no-page", help="Do not serve the chat page for browsers at /.")]
 NoDownloads = Annotated[bool, typer.Option("--no-downloads", help="Never download a model.")]
 ModelFolders = Annotated[list[Path] | None, typer.Option(help="Additional folder with models. Repeatable.")]
 Embedder = Annotated[str | None, typer.Option(help="Embedding model that stays in memory beside the loaded model.")]
@@ -152,6 +157,9 @@ def serve(
     cors_origin: CorsOrigins = None,
     allow_host: AllowedHosts = None,
     lan_admin: LanAdmin = False,
+    announce: Announce = False,
+    announce_name: AnnounceName = None,
+    no_page: NoPage = False,
     no_downloads: NoDownloads = False,
     models: ModelFolders = None,
     embedder: Embedder = None,
@@ -180,16 +188,13 @@ def serve(
     options |= {"prompt_lookup": prompt_lookup, "kv_cache_dtype": kv_cache_dtype, "draft": draft}
     spec = _load_spec(model, **options)
     unchanged: dict[str, Any] = {"slots": slots, "queue_limit": queue_limit, "dtype": dtype, "threads": threads}
-    unchanged |= {"log_level": log_level, "prefix_cache_dir": prefix_cache_dir}
+    unchanged |= {"host": host, "port": port, "api_key": api_key, "log_level": log_level}
+    unchanged |= {"prefix_cache_dir": prefix_cache_dir, "announce_name": announce_name}
     unchanged |= {"embedder": embedder, "reranker": reranker, "request_timeout_s": request_timeout}
     settings = settings_with_folders(
-        host=host,
-        port=port,
-        api_key=api_key,
         cors_origins=cors_origin or None,
         allowed_hosts=allow_host or None,
-        lan_admin=lan_admin or None,
-        downloads=False if no_downloads else None,
+        **_switches(lan_admin=lan_admin, announce=announce, no_page=no_page, no_downloads=no_downloads),
         model_folders=models or None,
         **_naming_settings(swap=swap, any_model=any_model, model_alias=model_alias),
         idle_unload_s=idle_unload,
@@ -222,6 +227,16 @@ def _load_spec(model: str | None, **options: Any) -> LoadSpec | None:
         option = f"--{next(iter(given))}".replace("_", "-")
         raise InvalidRequestError(f"{option} is given without --model; name the model to load", param=option)
     return None
+
+
+def _switches(*, lan_admin: bool, announce: bool, no_page: bool, no_downloads: bool) -> dict[str, bool | None]:
+    """Return the settings of switches. One that is not given leaves its setting to the environment."""
+    return {
+        "lan_admin": lan_admin or None,
+        "announce": announce or None,
+        "page": False if no_page else None,
+        "downloads": False if no_downloads else None,
+    }
 
 
 def _naming_settings(*, swap: bool, any_model: bool, model_alias: list[str] | None) -> dict[str, Any]:

@@ -13,6 +13,7 @@ from lmx_lab.cli.process import freeze_objects, stop_on_signals
 from lmx_lab.cli.terminal import print_line
 from lmx_lab.engine import ModelManager
 from lmx_lab.engine.templates.trial import prepared_trial
+from lmx_lab.qr_code import half_blocks
 from lmx_lab.settings import Settings
 from lmx_lab.values.models import LoadProgress, LoadReport, LoadSpec
 
@@ -143,5 +144,14 @@ async def _start(lab: lmx_lab.Lab, spec: LoadSpec | None, first: asyncio.Task[Lo
     print_line(f"LMX Lab is ready at {lab.url}  (chat format: {lab.url}/v1, docs: {lab.url}/docs)", style="bold")
     for url in lab.lan_urls:
         print_line(f"on the LAN at {url}", style="bold")
+    if lab.server.announced_name:
+        print_line(f"announced on the LAN as {lab.server.announced_name}")
+    _print_code(lab)
     if spec is None and not lab.engine.snapshot.pinned:
         print_line("no model is loaded yet: load one with lmx-lab load, or start with --model")
+
+
+def _print_code(lab: lmx_lab.Lab) -> None:
+    """Print a QR code of the chat page for phones, if other machines can reach it and the output is a terminal."""
+    if lab.lan_url is not None and lab.settings.page and sys.stdout.isatty() and (code := half_blocks(lab.lan_url)):
+        print_line(f"the chat page for phones:\n{code}")

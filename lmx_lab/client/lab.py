@@ -8,6 +8,7 @@ from collections.abc import AsyncGenerator, Callable, Coroutine, Sequence
 from contextlib import aclosing, suppress
 from dataclasses import dataclass
 from typing import Annotated, Any, Literal, TypeVar, Unpack
+from urllib.parse import urlencode
 
 import httpx2
 import numpy as np
@@ -22,6 +23,7 @@ from lmx_lab.client.request_bodies import build_body, encode_body
 from lmx_lab.client.sse import Remark
 from lmx_lab.errors import ConnectionLostError, LabError, UnreachableError, WrongServerError
 from lmx_lab.values.models import LoadOptions, LoadSpec
+from lmx_lab.values.timeline import ModelTimeline, RequestTimeline, ServerTimeline
 from lmx_lab.wire.admin import (
     Heartbeat,
     LoadAnswer,
@@ -40,6 +42,7 @@ from lmx_lab.wire.admin import (
 from lmx_lab.wire.chat import ChatChunk, ChatCompletion, ChatRequest, SocketDone, SocketError, SocketToken
 from lmx_lab.wire.embeddings import EmbeddingList, EmbeddingsBody
 from lmx_lab.wire.rerank import RerankBody, RerankResults
+from lmx_lab.wire.timeline import PAGE_REQUESTS, TimelinePage
 
 T = TypeVar("T")
 Include = Literal["models", "requests", "samples"]
@@ -297,6 +300,32 @@ class AsyncLabClient(AsyncClientBase):
         """List the models on the server's disk, and which of them are loaded."""
         response, body = await self._connection.get("/admin/models", limit=LONG_BYTES)
         return self._connection.parse_success(response, body, ModelRecords)
+
+    async def timeline(self, last_s: float = 60.0, *, most: int | None = None) -> ServerTimeline:
+        """Return what the engines did for the requests of all clients that ran in the last seconds, and the loads, the
+        oldest first.
+
+        Args:
+            most: Maximum number of requests; the newest are returned. None sets no limit.
+        """
+        requests: list[RequestTimeline] = []
+        models: list[ModelTimeline] = []
+        before: int | None = None
+        while most is None or len(requests) < most:
+            left = PAGE_REQUESTS if most is None else min(PAGE_REQUESTS, most - len(requests))
+            page = await self._timeline_page(last_s, left, before)
+            requests += page.request_timelines()
+            models += page.model_timelines()
+            # Also for a server that repeats a page, the number of pages has a limit.
+            if page.before is None or (before is not None and page.before >= before):
+                break
+            before = page.before
+        return ServerTimeline(requests=tuple(reversed(requests)), models=tuple(models))
+
+    async def _timeline_page(self, last_s: float, limit: int, before: int | None) -> TimelinePage:
+        query = urlencode({"last_s": last_s, "limit": limit, **({} if before is None else {"before": before})})
+        response, body = await self._connection.get(f"/admin/timeline?{query}", limit=LONG_BYTES)
+        return self._connection.parse_success(response, body, TimelinePage)
 
     async def load(
         self,

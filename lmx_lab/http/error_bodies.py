@@ -232,4 +232,7 @@ async def on_bug(request: Request, exc: Exception) -> JSONResponse:
     request_id = request_id_of(request)
     log.error("%s %s failed (%s)", request.method, request.url.path, request_id, exc_info=exc)
     failure = LabError(f"internal error; the log contains the details for {request_id}")
-    return respond(failure, request_id=request_id, path=request.url.path)
+    response = respond(failure, request_id=request_id, path=request.url.path)
+    # Starlette raises the exception again after this response, and the connection is closed.
+    response.headers["connection"] = "close"
+    return response

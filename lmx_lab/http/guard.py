@@ -25,6 +25,9 @@ Send = Callable[[Message], Awaitable[None]]
 ASGIApp = Callable[[Scope, Receive, Send], Awaitable[None]]
 
 OPEN_PATHS = frozenset({"/healthz", "/readyz", "/health"})
+CHAT_PAGE_PATHS = frozenset({"/", "/manifest.webmanifest", "/icon-192.png", "/icon-512.png", "/favicon.ico"})
+"""Paths of the chat page. They need no key, because browsers cannot send one, and are the same for all clients. The
+page asks for the key and sends it with its requests."""
 DEFAULT_PORTS = {"http": 80, "ws": 80, "https": 443, "wss": 443}
 RESPONSE_HEADERS = (
     ("x-content-type-options", "nosniff"),
@@ -91,11 +94,13 @@ def local_policy(
     webviews: bool = False,
     is_trusted_proxy: Callable[[tuple[str, int], tuple[str, int]], bool] | None = None,
     key: str | None = None,
+    open_paths: Iterable[str] = (),
 ) -> GuardPolicy:
     """Build the policy for loopback on this port, with the hosts and origins that the operator adds.
 
     Args:
         hosts: ``name`` for any port, or ``name:port``.
+        open_paths: Paths that need no key, in addition to the health checks.
 
     Raises:
         InvalidRequestError: an entry could never match, such as one with an asterisk; or no header can contain the key.
@@ -111,6 +116,7 @@ def local_policy(
         webviews=webviews,
         is_trusted_proxy=is_trusted_proxy,
         key=key,
+        open_paths=OPEN_PATHS.union(open_paths),
     )
 
 

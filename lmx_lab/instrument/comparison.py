@@ -16,6 +16,7 @@ from lmx_lab.instrument.access import LabAccess
 from lmx_lab.instrument.compare import Cell, ComparisonRun, Prompt, Setting
 from lmx_lab.instrument.lens import ColorBy, TokenLens
 from lmx_lab.instrument.requests import RequestList
+from lmx_lab.instrument.text_file import write_text_file
 from lmx_lab.values.generation import TokenLogprob
 from lmx_lab.values.recording import Record
 
@@ -137,12 +138,7 @@ class Comparison:
         Raises:
             InvalidRequestError: the file cannot be written.
         """
-        target = Path(path).expanduser()
-        try:
-            target.write_text(PAGE.format(content=self._grid(len(self.prompts))), encoding="utf-8")
-        except OSError as exc:
-            raise InvalidRequestError(f"{target} cannot be written: {exc.strerror or exc}", param="path") from exc
-        return target
+        return write_text_file(path, PAGE.format(content=self._grid(len(self.prompts))))
 
     def _answered(self) -> list[Cell]:
         return [cell for cell in self._run.cells if cell.key in self._run.records]

@@ -9,7 +9,7 @@ from typing import Any, TypeVar
 
 from lmx_lab.values.generation import TokenLogprob
 from lmx_lab.values.recording import Provenance, Record
-from lmx_lab.values.timeline import KINDS, EngineStep
+from lmx_lab.values.timeline import decode_steps, encode_steps
 
 T = TypeVar("T")
 ELSEWHERE = frozenset({"id", "provenance"})
@@ -20,7 +20,7 @@ def encode_record(record: Record) -> bytes:
     """Return the fields of a record as JSON, without its id and its provenance."""
     values = {each.name: getattr(record, each.name) for each in fields(record) if each.name not in ELSEWHERE}
     values["logprobs"] = [_encode_token(token) for token in record.logprobs]
-    values["steps"] = _encode_steps(record.steps)
+    values["steps"] = encode_steps(record.steps)
     return json.dumps(values, separators=(",", ":")).encode()
 
 
@@ -30,7 +30,7 @@ def decode_record(data: bytes, *, id_: int, provenance: Provenance) -> Record:
     for name in ("prompt", "answer", "tool_calls"):
         values[name] = None if values[name] is None else tuple(values[name])
     values["logprobs"] = tuple(map(_decode_token, values["logprobs"]))
-    values["steps"] = _decode_steps(values.get("steps") or [])
+    values["steps"] = decode_steps(values.get("steps") or [])
     return _build(Record, {**values, "id": id_, "provenance": provenance})
 
 
@@ -75,27 +75,4 @@ def _decode_token(values: Sequence[Any]) -> TokenLogprob:
         entropy=entropy,
         top=tuple(map(_decode_token, others)),
         named=tuple(map(_decode_token, named)),
-    )
-
-
-def _encode_steps(steps: Sequence[EngineStep]) -> list[Any]:
-    """Return steps as columns, with times in microseconds, which takes a third of the space of rows with names."""
-    rows = [
-        (
-            KINDS.index(step.kind),
-            round(step.start_s * 1e6),
-            round(step.duration_s * 1e6),
-            step.tokens,
-            step.step,
-            step.requests,
-        )
-        for step in steps
-    ]
-    return list(map(list, zip(*rows, strict=True)))
-
-
-def _decode_steps(columns: Sequence[Sequence[Any]]) -> tuple[EngineStep, ...]:
-    return tuple(
-        EngineStep(KINDS[kind], start / 1e6, duration / 1e6, tokens, step, requests)
-        for kind, start, duration, tokens, step, requests in zip(*columns, strict=True)
     )

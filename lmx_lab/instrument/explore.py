@@ -55,7 +55,8 @@ async def explore(
     them are generated together, with the sampling of the request.
 
     Raises:
-        InvalidRequestError: an argument is out of range.
+        InvalidRequestError: an argument is out of range, or the answer cannot be continued after one of the tokens,
+            for example because its format does not allow the token.
     """
     _check(width, depth, max_tokens)
     first = await _first_position(backend, request, width)
@@ -72,9 +73,7 @@ async def explore(
             for it, position in zip(beginnings, positions, strict=True)
             for longer in (it.extended(position, width) if position is not None else [replace(it, ended=True)])
         ]
-    answers = await _together(
-        [generate(backend, _continuation(first, it, max_tokens=max_tokens, top=width)) for it in beginnings]
-    )
+    answers = await _together([_generate(backend, first, it, max_tokens=max_tokens, top=width) for it in beginnings])
     return _tree(beginnings, answers, lab)
 
 
@@ -109,8 +108,36 @@ async def _next_position(
     if beginning.ended:
         return None
     limit = len(beginning.tokens) + 1
-    answer = await generate(backend, _continuation(first, beginning, max_tokens=limit, top=width), recorded=False)
+    answer = await _generate(backend, first, beginning, max_tokens=limit, top=width, recorded=False)
     return answer.logprobs[0] if answer.logprobs else None
+
+
+async def _generate(
+    backend: Backend, first: TokenAnswer, beginning: _Beginning, *, max_tokens: int, top: int, recorded: bool = True
+) -> TokenAnswer:
+    """Generate the rest of an answer.
+
+    Raises:
+        InvalidRequestError: the answer cannot be continued after the last token of the beginning.
+    """
+    try:
+        return await generate(
+            backend, _continuation(first, beginning, max_tokens=max_tokens, top=top), recorded=recorded
+        )
+    except InvalidRequestError as exc:
+        if exc.param != "token":
+            raise
+        # The caller has not chosen the token that the error is about.
+        at, text = len(beginning.tokens) - 1, beginning.tokens[-1].text
+        remedy = "; leave out response_format, so that all tokens are allowed" if _has_format(first) else ""
+        raise InvalidRequestError(
+            f"explore takes the most probable tokens, and cannot continue after {text!r:.80} at position {at}: "
+            f"{exc.message}{remedy}"
+        ) from exc
+
+
+def _has_format(answer: TokenAnswer) -> bool:
+    return answer.request.get("answer_format") is not None
 
 
 def _continuation(first: TokenAnswer, beginning: _Beginning, *, max_tokens: int, top: int) -> Continuation:

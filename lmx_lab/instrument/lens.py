@@ -14,6 +14,7 @@ from lmx_lab.errors import InvalidRequestError
 from lmx_lab.frames import pandas_for
 from lmx_lab.instrument.access import LabAccess
 from lmx_lab.instrument.answer import TokenAnswer
+from lmx_lab.instrument.text_file import write_text_file
 from lmx_lab.instrument.token_table import TokenTable
 from lmx_lab.values.generation import TokenLogprob
 
@@ -140,12 +141,13 @@ class TokenLens(TokenTable):
     def save(self, path: str | os.PathLike[str]) -> Path:
         """Write a page that needs neither a kernel nor scripts, and return its path. It shows the alternatives of each
         token while the mouse is over it, or while it is selected with the Tab key.
+
+        Raises:
+            InvalidRequestError: the file cannot be written.
         """
         tokens = "".join(_page_token(token, part, self.color) for token, part in zip(self, self.parts, strict=True))
-        target = Path(path)
         body = f"{_legend(self.color)}<main style='{TEXT_STYLE}'>{tokens}</main>"
-        target.write_text(PAGE.format(body=body), encoding="utf-8")
-        return target
+        return write_text_file(path, PAGE.format(body=body))
 
 
 def rank_of(token: TokenLogprob) -> int | None:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import functools
 import html
 import operator
 import os
@@ -15,11 +14,10 @@ from lmx_lab.errors import InvalidRequestError
 from lmx_lab.frames import pandas_for
 from lmx_lab.instrument.access import LabAccess
 from lmx_lab.instrument.answer import TokenAnswer
-from lmx_lab.instrument.lens import ColorBy, TokenLens, lens_of
 from lmx_lab.instrument.replay import Replay
 from lmx_lab.instrument.store import COLUMNS, SHOWN_CHARACTERS, RecordStore
 from lmx_lab.instrument.timeline import Timeline, timeline_of_record
-from lmx_lab.instrument.tree import AnswerTree, HasBranches
+from lmx_lab.instrument.tree import HasTokens
 from lmx_lab.values.recording import Record
 
 if TYPE_CHECKING:
@@ -31,7 +29,7 @@ SHOWN = ("id", "at", "model", "outcome", "prompt_tokens", "output_tokens", "text
 NO_LAB = "this recording was loaded without a lab; load it with lab.requests.load(path)"
 
 
-class RecordedRequest(HasBranches):
+class RecordedRequest(HasTokens):
     """A recorded request and its answer. ``record`` has all fields that are stored."""
 
     def __init__(self, record: Record, store: RecordStore, lab: LabAccess | None) -> None:
@@ -74,25 +72,6 @@ class RecordedRequest(HasBranches):
         """Do the same as ``replay`` on a running event loop."""
         return self._compare(await self._access.call(lambda backend: backend.regenerate(self.record)))
 
-    def lens(self, *, color: ColorBy = "probability") -> TokenLens:
-        """Return the probabilities of the answer's tokens.
-
-        They are those that were recorded with the answer, if the request asked for log-probabilities. Otherwise the
-        same tokens are scored now, for which the model has to be loaded.
-
-        Args:
-            color: What selects the colours in the display: ``probability``, ``entropy`` or ``rank``.
-
-        Raises:
-            NotLoadedError: another model is loaded.
-            InvalidRequestError: there are no log-probabilities, and the tokens cannot be scored.
-        """
-        return lens_of(self._lab, TokenAnswer.of_record(self._newest), color=color)
-
-    def tree(self) -> AnswerTree:
-        """Return the answer with the branches that were generated from this object."""
-        return self._tree
-
     def timeline(self) -> Timeline:
         """Return when the request waited, when its prompt was computed, and when its tokens were generated.
 
@@ -119,9 +98,9 @@ class RecordedRequest(HasBranches):
         """The record as it is stored now: the hashes of the model's files may have been computed since."""
         return self._store.get(self.record.id) or self.record
 
-    @functools.cached_property
-    def _tree(self) -> AnswerTree:
-        return AnswerTree(TokenAnswer.of_record(self._newest), self._lab)
+    @property
+    def _tokens(self) -> TokenAnswer:
+        return TokenAnswer.of_record(self._newest)
 
     def __repr__(self) -> str:
         record = self.record

@@ -1,4 +1,6 @@
-"""Show what an engine did for requests and when: as a data frame, bars, an explanation, and a file for Perfetto."""
+"""Show what an engine did for requests and when models were loaded: as a data frame, bars, an explanation, and a file
+for Perfetto.
+"""
 
 from __future__ import annotations
 
@@ -13,17 +15,21 @@ from typing import TYPE_CHECKING, Any, overload
 
 from lmx_lab.errors import InvalidRequestError
 from lmx_lab.frames import pandas_for
+from lmx_lab.instrument.text_file import write_text_file
 from lmx_lab.values.recording import Record
-from lmx_lab.values.timeline import RequestTimeline, Segment, others_during, phase_durations
+from lmx_lab.values.timeline import ModelTimeline, RequestTimeline, Segment, Span, others_during, phase_durations
 
 if TYPE_CHECKING:
     import pandas as pd
 
 COLUMNS = (
     *("request", "request_id", "model", "outcome", "span", "depth"),
-    *("at", "start_s", "duration_s", "tokens", "step", "requests"),
+    *("at", "start_s", "duration_s", "tokens", "step", "requests", "kv_bytes"),
 )
-COLORS = {"queued": "#bdbdbd", "prefill": "#5b8ff9", "decode": "#5ad8a6", "paused": "#f6bd16", "slow": "#e8684a"}
+COLORS = {
+    **{"queued": "#bdbdbd", "prefill": "#5b8ff9", "decode": "#5ad8a6", "paused": "#f6bd16", "slow": "#e8684a"},
+    **{"load": "#9270ca", "unload": "#d3c4ec"},
+}
 SHOWN_REQUESTS = 30
 """Maximum number of requests in the display; a data frame has all of them."""
 EXPLAINED = 8
@@ -33,10 +39,15 @@ PROCESS = 1
 
 
 class Timeline(Sequence[RequestTimeline]):
-    """What an engine did for requests, the oldest first. In a notebook it is displayed as bars."""
+    """What an engine did for requests, the oldest first. In a notebook it is displayed as bars.
 
-    def __init__(self, requests: Sequence[RequestTimeline]) -> None:
+    Attributes:
+        models: Loads and unloads of models, the oldest first.
+    """
+
+    def __init__(self, requests: Sequence[RequestTimeline], models: Sequence[ModelTimeline] = ()) -> None:
         self._requests = tuple(requests)
+        self.models = tuple(models)
 
     def __len__(self) -> int:
         return len(self._requests)
@@ -46,37 +57,38 @@ class Timeline(Sequence[RequestTimeline]):
     @overload
     def __getitem__(self, at: slice) -> Timeline: ...
     def __getitem__(self, at: int | slice) -> RequestTimeline | Timeline:
-        return Timeline(self._requests[at]) if isinstance(at, slice) else self._requests[at]
+        return Timeline(self._requests[at], self.models) if isinstance(at, slice) else self._requests[at]
 
     @property
     def df(self) -> pd.DataFrame:
-        """A data frame with one row for each span of each request.
+        """A data frame with one row for each span of each request, load and unload.
 
         ``span`` is ``request``, one of its phases ``queued``, ``prefill`` and ``decode`` (``depth`` 1), or a step
         (``depth`` 2): a chunk of the prompt, a decode step, or a pause. ``at`` is the time when it began, and
         ``start_s`` the same relative to the arrival of the request. ``step`` is the number of the engine's step, which
-        is the same for requests that were computed together; ``requests`` is the number of requests that had a slot.
+        is the same for requests that were computed together; ``requests`` is the number of requests that had a slot,
+        and ``kv_bytes`` the estimated size of their key-value caches, of a request the largest one.
+
+        For a load, ``request`` is missing, ``request_id`` is empty, and ``span`` is ``load`` or ``unload``, or one of
+        its stages (``depth`` 1), such as ``download``.
 
         Raises:
             ImportError: pandas is not installed.
         """
         pandas = pandas_for("df")
+        parts: list[tuple[int | None, str, RequestTimeline | ModelTimeline]] = [
+            *((number, each.request_id, each) for number, each in enumerate(self._requests)),
+            *((None, "", each) for each in self.models),
+        ]
         rows = [
-            (
-                number,
-                each.request_id,
-                each.model,
-                each.outcome,
-                span.name,
-                span.depth,
-                each.at + span.start_s,
-                *span[2:],
-            )
-            for number, each in enumerate(self._requests)
+            (number, id_, each.model, each.outcome, span.name, span.depth, each.at + span.start_s, *span[2:])
+            for number, id_, each in parts
             for span in each.spans()
         ]
         frame: pd.DataFrame = pandas.DataFrame(rows, columns=list(COLUMNS))
-        return frame.assign(at=pandas.to_datetime(frame["at"], unit="s", utc=True))
+        return frame.assign(
+            at=pandas.to_datetime(frame["at"], unit="s", utc=True), request=frame["request"].astype("Int64")
+        )
 
     def explain(self, at: int = -1) -> str:
         """Explain where the time of a request went, and what the engine did for other requests meanwhile.
@@ -108,6 +120,8 @@ class Timeline(Sequence[RequestTimeline]):
         usual = [step.duration_s for step in one.steps if step.kind == "decode"]
         if usual:
             yield f"{one.output_tokens} tokens took {one.decode_s:.3f} s; the median step took {median(usual):.3f} s."
+        if one.kv_bytes:
+            yield f"The key-value caches of all running requests took up to {one.kv_bytes / 1e6:.1f} MB."
         marked = sorted(
             (segment for segment in one.segments() if segment.kind in ("slow", "paused")),
             key=lambda segment: -segment.duration_s,
@@ -136,52 +150,57 @@ class Timeline(Sequence[RequestTimeline]):
         Raises:
             InvalidRequestError: the file cannot be written.
         """
-        target = Path(path).expanduser()
-        try:
-            target.write_text(json.dumps(self.trace_events()), encoding="utf-8")
-        except OSError as exc:
-            raise InvalidRequestError(f"{target} cannot be written: {exc.strerror or exc}", param="path") from exc
-        return target
+        return write_text_file(path, json.dumps(self.trace_events()))
 
     def trace_events(self) -> dict[str, Any]:
         """Return the content of the file that ``save`` writes. Times are in microseconds since the oldest arrival."""
-        first = min((each.at for each in self._requests), default=0.0)
+        beginnings = [*(each.at for each in self._requests), *(each.at for each in self.models)]
+        first = min(beginnings, default=0.0)
         events = [_metadata("process_name", 0, "LMX Lab")]
         for number, each in enumerate(self._requests, 1):
             events.append(_metadata("thread_name", number, f"{number} {each.request_id or 'notebook'} {each.model}"))
-            events += _span_events(each, number, each.at - first)
+            events += _span_events(each.spans(), number, each.at - first)
+            events += _end_event(each, number, each.at - first)
+        for number, change in enumerate(self.models, len(self) + 1):
+            events.append(_metadata("thread_name", number, f"{change.kind} {change.model}"))
+            events += _span_events(change.spans(), number, change.at - first)
         events += _counters(self._requests, first)
+        events += _cache_sizes(self._requests, first)
         began = datetime.fromtimestamp(first, UTC).isoformat()
         return {"traceEvents": events, "displayTimeUnit": "ms", "otherData": {"began": began}}
 
     def __repr__(self) -> str:
-        if not self._requests:
+        if not (self._requests or self.models):
             return "<Timeline without requests>"
         lines = [
             f"{number} {each.model} {each.outcome}: queued {each.queue_s:.3f} s, prefill {each.prefill_s:.3f} s, "
             f"decode {each.decode_s:.3f} s, {each.output_tokens} tokens"
             for number, each in enumerate(self._requests)
         ]
-        return "\n".join([*lines[:SHOWN_REQUESTS], *self._footer()])
+        loads = [f"{each.kind} {each.model} {each.outcome}: {each.total_s:.3f} s" for each in self.models]
+        return "\n".join([*lines[:SHOWN_REQUESTS], *self._footer(), *loads])
 
     def _footer(self) -> list[str]:
         more = len(self) - SHOWN_REQUESTS
         return [f"{more} more requests: see .df"] if more > 0 else []
 
     def _repr_html_(self) -> str:
-        if not self._requests:
-            return "<div>No request ran in this time.</div>"
         shown = self._requests[:SHOWN_REQUESTS]
-        first, last = min(each.at for each in shown), max(each.at + each.total_s for each in shown)
+        if not (shown or self.models):
+            return "<div>No request ran in this time.</div>"
+        both: list[RequestTimeline | ModelTimeline] = [*shown, *self.models]
+        first, last = min(each.at for each in both), max(each.at + each.total_s for each in both)
         scale = 100 / max(last - first, 1e-6)
         legend = " ".join(
             f"<span style='border-left:10px solid {color};padding:0 4px'>{kind}</span>"
             for kind, color in COLORS.items()
         )
+        names = [f"{number} {each.request_id[:12]} {each.outcome}" for number, each in enumerate(shown)]
+        names += [f"{each.kind} {each.model} {each.outcome}" for each in self.models]
         rows = "".join(
-            f"<tr><td style='text-align:left'>{html.escape(f'{number} {each.request_id[:12]} {each.outcome}')}</td>"
-            f"<td style='width:80%'>{_bar(each, each.at - first, scale)}</td></tr>"
-            for number, each in enumerate(shown)
+            f"<tr><td style='text-align:left'>{html.escape(name)}</td>"
+            f"<td style='width:80%'>{_bar(each.segments(), each.at - first, scale)}</td></tr>"
+            for name, each in zip(names, both, strict=True)
         )
         foot = "".join(f"<div>{line}</div>" for line in self._footer())
         caption = f"<div><small>{last - first:.3f} s: {legend}</small></div>"
@@ -220,9 +239,9 @@ def timeline_of_record(record: Record) -> Timeline:
     return Timeline([one])
 
 
-def _bar(one: RequestTimeline, offset_s: float, scale: float) -> str:
+def _bar(segments: Sequence[Segment], offset_s: float, scale: float) -> str:
     parts = [_part("", offset_s * scale, "")]
-    for segment in one.segments():
+    for segment in segments:
         parts.append(_part(f"background:{COLORS[segment.kind]}", segment.duration_s * scale, _title(segment)))
     return f"<div style='display:flex;height:14px'>{''.join(parts)}</div>"
 
@@ -239,18 +258,23 @@ def _metadata(name: str, thread: int, value: str) -> dict[str, Any]:
     return {"name": name, "ph": "M", "pid": PROCESS, "tid": thread, "args": {"name": value}}
 
 
-def _span_events(one: RequestTimeline, thread: int, offset_s: float) -> Iterator[dict[str, Any]]:
-    """Yield a complete event for each span, and an instant for the end."""
-    common = {"cat": "request", "pid": PROCESS, "tid": thread}
-    for span in one.spans():
+def _span_events(spans: Sequence[Span], thread: int, offset_s: float) -> Iterator[dict[str, Any]]:
+    """Yield a complete event for each span."""
+    common = {"cat": spans[0].name, "pid": PROCESS, "tid": thread}
+    for span in spans:
         # Rounded at both ends, so that a span remains within the one that contains it.
         start, end = (round((offset_s + at) * 1e6) for at in (span.start_s, span.start_s + span.duration_s))
-        arguments = {"tokens": span.tokens, "step": span.step, "requests": span.requests}
+        arguments = {"tokens": span.tokens, "step": span.step, "requests": span.requests, "kv_bytes": span.kv_bytes}
         arguments = {name: value for name, value in arguments.items() if value}
         yield {**common, "name": span.name, "ph": "X", "ts": start, "dur": end - start, "args": arguments}
+
+
+def _end_event(one: RequestTimeline, thread: int, offset_s: float) -> Iterator[dict[str, Any]]:
+    """Yield an instant for the end of a request."""
     if one.outcome != "running":
         name = f"end: {one.code or one.outcome}{', stop string' if one.stop_string else ''}"
-        yield {**common, "name": name, "ph": "i", "s": "t", "ts": round((offset_s + one.total_s) * 1e6)}
+        at = round((offset_s + one.total_s) * 1e6)
+        yield {"cat": "request", "pid": PROCESS, "tid": thread, "name": name, "ph": "i", "s": "t", "ts": at}
 
 
 def _counters(requests: Sequence[RequestTimeline], first: float) -> Iterator[dict[str, Any]]:
@@ -265,3 +289,25 @@ def _counters(requests: Sequence[RequestTimeline], first: float) -> Iterator[dic
     for at, name, change in sorted(changes):
         counts[name] += change
         yield {"name": "requests", "ph": "C", "pid": PROCESS, "tid": 0, "ts": at, "args": dict(counts)}
+
+
+def _cache_sizes(requests: Sequence[RequestTimeline], first: float) -> Iterator[dict[str, Any]]:
+    """Yield the size of the key-value caches of all running requests, at each change."""
+    sizes = sorted(
+        (round((each.at - first + step.end_s) * 1e6), step.kv_bytes)
+        for each in requests
+        for step in each.steps
+        if step.kv_bytes
+    )
+    before = 0
+    for at, size in sizes:
+        if size != before:
+            before = size
+            yield _cache_size(at, size)
+    if sizes and all(each.outcome != "running" for each in requests):
+        last_end = max(round((each.at - first + each.total_s) * 1e6) for each in requests)
+        yield _cache_size(max(last_end, sizes[-1][0]), 0)
+
+
+def _cache_size(at: int, size: int) -> dict[str, Any]:
+    return {"name": "KV caches", "ph": "C", "pid": PROCESS, "tid": 0, "ts": at, "args": {"bytes": size}}

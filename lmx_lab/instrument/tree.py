@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import html
 import itertools
 import json
@@ -19,6 +20,7 @@ from lmx_lab.frames import pandas_for
 from lmx_lab.instrument.access import LabAccess
 from lmx_lab.instrument.answer import TokenAnswer, continue_answer
 from lmx_lab.instrument.lens import ColorBy, TokenLens, lens_of
+from lmx_lab.instrument.text_file import write_text_file
 
 if TYPE_CHECKING:
     import pandas as pd
@@ -29,6 +31,10 @@ COLUMNS = ("name", "parent", "at", "token", "tokens", "finish_reason", "logprob"
 DIFF_COLUMNS = ("change", "one", "other")
 SHOWN_CHARACTERS = 60
 WORD = re.compile(r"\s*\S+|\s+")
+NAME_CHARACTERS = 200
+"""Maximum length of the name of a branch."""
+MAX_ANSWERS = 1000
+"""Maximum number of answers in a tree."""
 NO_LAB = "this answer has no lab that can generate; generate the branch in the kernel that generated the answer"
 
 
@@ -64,10 +70,11 @@ class Branch:
 
     @property
     def name(self) -> str:
-        """Name of the branch in its tree; assign another one to rename it.
+        """Name of the branch in its tree, with at most ``NAME_CHARACTERS`` characters; assign another one to rename it.
 
         Raises:
-            InvalidRequestError: the name is not a text, is empty, or belongs to another branch.
+            InvalidRequestError: the name is not a text, is empty, is too long, contains control characters, or belongs
+                to another branch.
         """
         return self._name
 
@@ -174,12 +181,38 @@ class Branch:
         return f"<Branch {self.name!r}{place}: {_short(self.text)}>"
 
 
-class HasBranches(ABC):
-    """An object with an answer from which branches can be generated."""
+class HasTokens(ABC):
+    """An object with an answer: the probabilities of its tokens, and branches that are generated from it."""
 
+    _lab: LabAccess | None
+
+    @property
     @abstractmethod
+    def _tokens(self) -> TokenAnswer:
+        """The answer with its tokens."""
+
+    def lens(self, *, color: ColorBy = "probability") -> TokenLens:
+        """Return the probabilities of the answer's tokens.
+
+        They are those of the answer if the request asked for ``logprobs``. Otherwise the same tokens are scored now,
+        for which the model has to be loaded.
+
+        Args:
+            color: What selects the colours in the display: ``probability``, ``entropy`` or ``rank``.
+
+        Raises:
+            NotLoadedError: another model is loaded.
+            InvalidRequestError: there are no log-probabilities, and the tokens cannot be scored.
+        """
+        return lens_of(self._lab, self._tokens, color=color)
+
     def tree(self) -> AnswerTree:
-        """Return the answer with its branches."""
+        """Return the answer with the branches that were generated from this object."""
+        return self._tree
+
+    @functools.cached_property
+    def _tree(self) -> AnswerTree:
+        return AnswerTree(self._tokens, self._lab)
 
     def branch(
         self,
@@ -239,10 +272,9 @@ class AnswerTree:
         """Add an answer that branches from another one.
 
         Raises:
-            InvalidRequestError: the name is not a text, is empty, or belongs to another branch.
+            InvalidRequestError: the tree has ``MAX_ANSWERS`` answers, or the name cannot be used; see ``Branch.name``.
         """
-        if name is not None:
-            self._require_free(name)
+        self._require_room(name)
         branch = Branch(self, answer, name=name or self._free_name(), parent=parent, at=at, token=token)
         parent.branches.append(branch)
         return branch
@@ -291,10 +323,12 @@ class AnswerTree:
         return json.dumps(document, ensure_ascii=False, indent=1)
 
     def save(self, path: str | os.PathLike[str]) -> Path:
-        """Write ``to_json`` to a file, and return its path."""
-        target = Path(path)
-        target.write_text(self.to_json(), encoding="utf-8")
-        return target
+        """Write ``to_json`` to a file, and return its path.
+
+        Raises:
+            InvalidRequestError: the file cannot be written.
+        """
+        return write_text_file(path, self.to_json())
 
     def __repr__(self) -> str:
         return "\n".join(f"{'  ' * depth}{_line(branch)}" for depth, branch in self.walk())
@@ -321,13 +355,21 @@ class AnswerTree:
         """Return the lab that generates a new branch.
 
         Raises:
-            InvalidRequestError: there is none, or the name cannot be used.
+            InvalidRequestError: there is none, the tree has ``MAX_ANSWERS`` answers, or the name cannot be used.
         """
         if self._lab is None:
             raise InvalidRequestError(NO_LAB)
+        self._require_room(name)
+        return self._lab
+
+    def _require_room(self, name: str | None) -> None:
+        """Check that an answer with this name can be added."""
+        if len(self) >= MAX_ANSWERS:
+            raise InvalidRequestError(
+                f"the tree has {MAX_ANSWERS} answers, which is the limit; remove some with tree.prune(name)"
+            )
         if name is not None:
             self._require_free(name)
-        return self._lab
 
     def _free_name(self) -> str:
         names = {branch.name for branch in self}
@@ -340,6 +382,15 @@ class AnswerTree:
         if not isinstance(name, str) or not name.strip():
             raise InvalidRequestError(
                 f"the name of a branch is {name!r:.80}; it must be a text that is not empty", param="name"
+            )
+        if len(name) > NAME_CHARACTERS:
+            raise InvalidRequestError(
+                f"the name of a branch has {len(name)} characters; the limit is {NAME_CHARACTERS}", param="name"
+            )
+        if not name.isprintable():
+            raise InvalidRequestError(
+                f"the name of a branch is {name!r:.80}; it must not contain line breaks or other control characters",
+                param="name",
             )
         if any(branch.name == name and branch is not renamed for branch in self):
             raise InvalidRequestError(f"there is already a branch {name!r:.80}; choose another name", param="name")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import os
 from collections.abc import Mapping, Sequence
 from typing import Any, Protocol
@@ -12,6 +13,7 @@ from lmx_lab.instrument.compare import ComparisonRun, Prompt
 from lmx_lab.instrument.comparison import Comparison
 from lmx_lab.instrument.timeline import Timeline
 from lmx_lab.progress import counter
+from lmx_lab.values.timeline import ServerTimeline
 
 Settings = Mapping[str, Mapping[str, Any]] | Sequence[Mapping[str, Any]]
 DEFAULT_TIMELINE_S = 60.0
@@ -28,18 +30,22 @@ class InstrumentVerbs:
     """The methods of ``Lab`` that compare settings and show timelines."""
 
     def timeline(self: InstrumentOwner, last_s: float = DEFAULT_TIMELINE_S) -> Timeline:
-        """Return what the engine did for the requests of all clients that ran in the last seconds.
+        """Return what the engine did for the requests of all clients that ran in the last seconds, and when models were
+        loaded.
 
-        The last 256 requests are kept, including running ones. A timeline contains neither texts nor tokens.
+        The server keeps the last 256 requests, including running ones, and the last 64 loads and unloads. A timeline
+        contains neither texts nor tokens.
 
         Raises:
-            InvalidRequestError: the server runs elsewhere, or the time is not a number.
+            InvalidRequestError: the time is not a number.
         """
-        if not isinstance(last_s, int | float) or not last_s >= 0:
-            raise InvalidRequestError(
-                f"last_s is {last_s!r:.40}; it must be a number of seconds, 0 or more", param="last_s"
-            )
-        return Timeline(self._access.backend.timelines(last_s))
+        _check_seconds(last_s)
+        return _timeline(self._access.run(lambda backend: backend.timeline(last_s)))
+
+    async def atimeline(self: InstrumentOwner, last_s: float = DEFAULT_TIMELINE_S) -> Timeline:
+        """Do the same as ``timeline`` on a running event loop."""
+        _check_seconds(last_s)
+        return _timeline(await self._access.call(lambda backend: backend.timeline(last_s)))
 
     def compare(
         self: InstrumentOwner,
@@ -89,3 +95,14 @@ class InstrumentVerbs:
                 shown.show(text, run.done, run.total)
                 await access.call(work)
         return Comparison(run, access)
+
+
+def _check_seconds(last_s: object) -> None:
+    if isinstance(last_s, bool) or not isinstance(last_s, int | float) or not 0 <= last_s < math.inf:
+        raise InvalidRequestError(
+            f"last_s is {last_s!r:.40}; it must be a number of seconds, 0 or more", param="last_s"
+        )
+
+
+def _timeline(found: ServerTimeline) -> Timeline:
+    return Timeline(found.requests, found.models)

@@ -12,7 +12,7 @@ import psutil
 
 from lmx_lab import urls
 from lmx_lab.errors import InvalidRequestError
-from lmx_lab.http.guard import GuardPolicy, LivePolicy, local_policy
+from lmx_lab.http.guard import CHAT_PAGE_PATHS, GuardPolicy, LivePolicy, local_policy
 from lmx_lab.notebook.jupyter_server import find_notebook_server
 from lmx_lab.settings import Settings
 
@@ -37,7 +37,7 @@ class Addresses:
     @property
     def lan_urls(self) -> list[str]:
         """Addresses for other hosts, the most likely one first; empty if only this machine is served."""
-        return urls.lan_urls(self._lan_names(), self.port)
+        return urls.lan_urls(self.lan_names, self.port)
 
     @property
     def proxy_url(self) -> str | None:
@@ -72,6 +72,7 @@ class Addresses:
             webviews=urls.is_vscode(os.environ),
             is_trusted_proxy=jupyter.owns if jupyter else None,
             key=self.settings.api_key,
+            open_paths=CHAT_PAGE_PATHS if self.settings.page else (),
         )
 
     def live_policy(self) -> Callable[[], GuardPolicy]:
@@ -103,16 +104,18 @@ class Addresses:
 
     def _own_names(self) -> list[str]:
         if not self._uses_all_interfaces:
-            return self._lan_names()
+            return self.lan_names
         machine = socket.gethostname().lower()
         ipv6 = ipv6_addresses() if self.settings.host.strip("[]") == "::" else []
-        return [*self._lan_names(), *ipv6, machine, f"{machine}.local"]
+        return [*self.lan_names, *ipv6, machine, f"{machine}.local"]
 
     @property
     def _uses_all_interfaces(self) -> bool:
         return self.settings.host.strip("[]") in ALL_INTERFACES
 
-    def _lan_names(self) -> list[str]:
+    @property
+    def lan_names(self) -> list[str]:
+        """The addresses or the name of this machine in ``lan_urls``."""
         if not is_lan(self.settings.host):
             return []
         return lan_addresses() if self._uses_all_interfaces else [self.settings.host.strip("[]")]

@@ -29,7 +29,7 @@ from lmx_lab.notebook.arguments import (
     model_name,
     rerank_body,
 )
-from lmx_lab.notebook.lab_server import LabServer, facts_html
+from lmx_lab.notebook.lab_server import LabServer, code_html, facts_html
 from lmx_lab.notebook.load_progress import show_load, show_unload
 from lmx_lab.notebook.local_properties import LocalProperties
 from lmx_lab.notebook.map import MapVerbs
@@ -512,7 +512,7 @@ class Lab(MapVerbs, InstrumentVerbs, LocalProperties):
         return "\n".join(f"{name}: {value}" for name, value in self._server.facts().items())
 
     def _repr_html_(self) -> str:
-        return facts_html(self._server.facts())
+        return facts_html(self._server.facts()) + code_html(self._backend.state().phone_code)
 
     def _repr_mimebundle_(self, **options: Any) -> Any:
         """Return the compact models panel, and the facts for other frontends and for saved notebooks."""

@@ -21,6 +21,14 @@ def facts_html(facts: Mapping[str, str]) -> str:
     return f"<table>{rows}</table>"
 
 
+def code_html(code: str) -> str:
+    """Return a folded QR code in HTML; empty without a code."""
+    if not code:
+        return ""
+    image = f"<img alt='QR code of the LAN address' src='{html.escape(code)}' width='180' height='180'>"
+    return f"<details><summary>QR code for phones</summary>{image}</details>"
+
+
 class LabServer(Protocol):
     """A server in this process (``LocalServer``), or the connection to one elsewhere (``RemoteServer``).
 

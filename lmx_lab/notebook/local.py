@@ -16,6 +16,7 @@ from lmx_lab.engine import GenerationRequest, TextPrompt
 from lmx_lab.errors import HostingError, InvalidRequestError, NotLoadedError
 from lmx_lab.notebook.arguments import Prompt, chat_request
 from lmx_lab.notebook.local_server import LocalServer
+from lmx_lab.qr_code import data_uri
 from lmx_lab.server import InferenceServer
 from lmx_lab.server.admin import model_records
 from lmx_lab.server.embeddings import embedding_request
@@ -29,7 +30,7 @@ from lmx_lab.values.engine import EngineSnapshot
 from lmx_lab.values.generation import Delta, TokenLogprob
 from lmx_lab.values.models import LoadReport, LoadSpec, ModelEntry
 from lmx_lab.values.recording import Continuation, Record
-from lmx_lab.values.timeline import RequestTimeline
+from lmx_lab.values.timeline import ServerTimeline
 from lmx_lab.wire.admin import ModelEvent, ModelRecords, RequestEvent, Sample
 from lmx_lab.wire.chat import ChatRequest
 from lmx_lab.wire.embeddings import EmbeddingsBody
@@ -90,7 +91,8 @@ class LocalBackend:
             state="stopped" if not server.running else "lagging" if blocked_s > LAGGING_S else "running",
             place=server.place,
             url=addresses.url,
-            lan_url=next(iter(addresses.lan_urls), None),
+            lan_url=(lan_url := next(iter(addresses.lan_urls), None)),
+            phone_code=data_uri(lan_url) if lan_url is not None and server.settings.page else "",
             proxy_url=addresses.proxy_url,
             proxy_path=addresses.proxy_path,
             model=now.model,
@@ -126,9 +128,6 @@ class LocalBackend:
             async for event in events:
                 yield event
 
-    def timelines(self, last_s: float, *, most: int | None = None) -> list[RequestTimeline]:
-        return self._server.services.inference.timelines.read(last_s, most=most)
-
     # Models
 
     async def models(self) -> ModelRecords:
@@ -156,6 +155,9 @@ class LocalBackend:
                 reporting.cancel()
 
     # Requests
+
+    async def timeline(self, last_s: float, *, most: int | None = None) -> ServerTimeline:
+        return self._services.inference.timelines.read(last_s, most=most)
 
     async def generate(self, request: ChatRequest) -> LocalAnswer:
         _, (generation,) = await self._services.inference.start(request, local=True, own=True)

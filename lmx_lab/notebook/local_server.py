@@ -33,6 +33,7 @@ from lmx_lab.weights import Catalog
 if TYPE_CHECKING:
     from lmx_lab.daemon.tools.python_tools import PythonTools
     from lmx_lab.notebook.daemon import LabDaemon
+    from lmx_lab.notebook.discovery import Announcement
     from lmx_lab.panels.events import EventsPanel
     from lmx_lab.panels.workbench import Workbench
 
@@ -88,6 +89,9 @@ class LocalServer(LabServer):
         self._thread: LoopThread | None = None
         self._host: RunningServer | None = None
         self._stopped = False
+        self.announced_name = ""
+        """The name under which the server is announced on the local network; empty if it is not."""
+        self._announcement: Announcement | None = None
         self._callbacks: list[Callable[[], None]] = []
 
     def _current_policy(self) -> GuardPolicy:
@@ -119,11 +123,29 @@ class LocalServer(LabServer):
             self.engine.start()
             # Registered after the engine's own function, and therefore called before it: requests end first.
             atexit.register(self._stop_at_exit)
+            announcement = self._new_announcement()
             self._host = await on_loop(self._serve(sock))
+            if announcement is not None:
+                self._announcement = announcement
+                self.announced_name = await in_thread(announcement.start)
         except BaseException:
             sock.close()
             self._close()
             raise
+
+    def _new_announcement(self) -> Announcement | None:
+        settings = self.settings
+        if not settings.announce:
+            return None
+        # Imported here, because few labs are announced.
+        from lmx_lab.notebook.discovery import Announcement
+
+        return Announcement(
+            settings.announce_name,
+            port=self.addresses.port,
+            addresses=self.addresses.lan_names,
+            key_needed=settings.api_key is not None,
+        )
 
     async def _serve(self, sock: socket.socket) -> RunningServer:
         settings = self.settings
@@ -159,6 +181,8 @@ class LocalServer(LabServer):
         self._callbacks.append(callback)
 
     async def _end(self) -> None:
+        if self._announcement is not None:
+            await asyncio.to_thread(self._announcement.stop)
         # The daemon first: its turns send requests to this server.
         if self.daemon is not None:
             await asyncio.to_thread(self.daemon.stop)
@@ -177,6 +201,8 @@ class LocalServer(LabServer):
 
     def _close(self) -> None:
         self._stopped = True
+        if self._announcement is not None:
+            self._announcement.stop()
         if self.daemon is not None:
             self.daemon.stop(mode="now")
         self.lag.stop()
@@ -283,6 +309,7 @@ class LocalServer(LabServer):
             "LMX Lab": f"running on {self.place}" if self.running else "stopped",
             "address": self.url,
             "LAN address": next(iter(self.addresses.lan_urls), ""),
+            "announced as": self.announced_name,
             "browser address": self.addresses.proxy_url or self.addresses.browser_step or "",
             "model": _model_fact(now),
             "engine": with_reason(engine_for(now.entry.format).name, now.entry.engine_reason) if now.entry else "",

@@ -21,7 +21,7 @@ from lmx_lab.values.encoding import Vectors
 from lmx_lab.values.generation import Delta, TokenLogprob, ToolCallDelta
 from lmx_lab.values.models import LoadReport, LoadSpec, Unloading
 from lmx_lab.values.recording import Continuation, Record
-from lmx_lab.values.timeline import RequestTimeline
+from lmx_lab.values.timeline import ServerTimeline
 from lmx_lab.wire.admin import ModelEvent, ModelRecords, RequestEvent, Sample
 from lmx_lab.wire.chat import ChatChunk, ChatRequest, ChoiceDelta, ChunkChoice, TokenLogprobs, TopLogprob
 from lmx_lab.wire.embeddings import EmbeddingsBody
@@ -35,7 +35,6 @@ ELSEWHERE = (
     "tokens of a server elsewhere cannot be scored or generated again; ask for logprobs with the answer, or use a lab "
     "that launch() has started"
 )
-NO_TIMELINE = "a server elsewhere does not send the steps of its engine; call lab.timeline() where it was launched"
 
 
 class RemoteAnswer:
@@ -224,9 +223,6 @@ class RemoteBackend:
         elif isinstance(event, ModelEvent) and event.stage in ("loaded", "unloaded", "failed"):
             await self.models()
 
-    def timelines(self, last_s: float, *, most: int | None = None) -> list[RequestTimeline]:
-        raise InvalidRequestError(NO_TIMELINE)
-
     # Models
 
     async def models(self) -> ModelRecords:
@@ -263,6 +259,9 @@ class RemoteBackend:
         return (await self._portal.call(self._client.unload(model, wait=wait, progress=progress))).freed_vram_gb
 
     # Requests
+
+    async def timeline(self, last_s: float, *, most: int | None = None) -> ServerTimeline:
+        return await self._portal.call(self._client.timeline(last_s, most=most))
 
     async def generate(self, request: ChatRequest) -> RemoteAnswer:
         # Always streamed, because the time to the first token is measured.

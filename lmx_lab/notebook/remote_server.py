@@ -13,6 +13,7 @@ from typing import Any
 from lmx_lab.client import AsyncLabClient
 from lmx_lab.client.blocking.portal import serves
 from lmx_lab.errors import HostingError, LabError
+from lmx_lab.notebook.discovery import find_address, is_name
 from lmx_lab.notebook.lab import Lab
 from lmx_lab.notebook.lab_server import LabServer
 from lmx_lab.notebook.remote import RemoteBackend
@@ -41,14 +42,15 @@ def attach(url: str, *, api_key: str | None = None) -> Lab:
 
     Args:
         url: The address that the server prints, or one through a proxy; with or without ``/v1`` or a slash at its end.
+            Or the name of a lab that is announced on the local network; see ``discover()``.
         api_key: The server's key, or Jupyter's token if Jupyter is in front of it.
 
     Raises:
-        UnreachableError: no LMX Lab server answers at the address.
+        UnreachableError: no LMX Lab server answers at the address, or none is announced under the name.
         UnauthorizedError: the server needs a key, or another one.
         HostingError: the server runs on the caller's own event loop, which would wait for itself.
     """
-    server = RemoteServer(url, api_key=api_key)
+    server = RemoteServer(find_address(url) if is_name(url) else url, api_key=api_key)
     lab = Lab.over(server, server.backend())
     try:
         lab.start()

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import functools
 import html
 import json
 import re
@@ -15,9 +14,8 @@ from pydantic import BaseModel
 from lmx_lab.backend import AnswerCost, AnswerStream, Backend, read_answer
 from lmx_lab.instrument.access import LabAccess
 from lmx_lab.instrument.answer import TokenAnswer
-from lmx_lab.instrument.lens import ColorBy, TokenLens, lens_of
 from lmx_lab.instrument.token_table import TokenTable
-from lmx_lab.instrument.tree import AnswerTree, HasBranches
+from lmx_lab.instrument.tree import HasTokens
 from lmx_lab.notebook.verbs import LoopPortal
 from lmx_lab.values.generation import (
     Delta,
@@ -121,7 +119,7 @@ def tool_calls(pieces: Iterable[ToolCallDelta]) -> tuple[ReplyToolCall, ...]:
 
 
 @dataclass(frozen=True, kw_only=True, repr=False)
-class Reply(HasBranches):
+class Reply(HasTokens):
     """A complete answer and its cost."""
 
     text: str
@@ -178,29 +176,6 @@ class Reply(HasBranches):
     def __getstate__(self) -> dict[str, Any]:
         # A copy in another process cannot use the lab.
         return {name: value for name, value in self.__dict__.items() if name != "_tree"} | {"_lab": None}
-
-    def lens(self, *, color: ColorBy = "probability") -> TokenLens:
-        """Return the probabilities of the answer's tokens.
-
-        They are those of ``logprobs`` if the request asked for them. Otherwise the same tokens are scored now, for
-        which the model has to be loaded.
-
-        Args:
-            color: What selects the colours in the display: ``probability``, ``entropy`` or ``rank``.
-
-        Raises:
-            NotLoadedError: another model is loaded.
-            InvalidRequestError: there are no log-probabilities, and the tokens cannot be scored.
-        """
-        return lens_of(self._lab, self._tokens, color=color)
-
-    def tree(self) -> AnswerTree:
-        """Return the answer with its branches."""
-        return self._tree
-
-    @functools.cached_property
-    def _tree(self) -> AnswerTree:
-        return AnswerTree(self._tokens, self._lab)
 
     @property
     def _tokens(self) -> TokenAnswer:

@@ -14,25 +14,12 @@ export default panel("Chat", ({ model, root, watch }) => {
   const act = (what, fields) => (say(""), ask(model, what, fields).then((result) => result ?? true, (error) => say(error.message)));
 
   const message = (item) => {
-    const isUser = item.role === "user";
-    const text = h("div", { class: "text" }, "");
-    const thoughts = h("div", { class: "text dim" }, "");
-    const fold = h("details", {}, h("summary", {}, "thoughts"), thoughts);
-    const stats = h("span", { class: "dim" });
-    const error = h("div", { class: "error" });
-    const button = isUser
-      ? h("button", { class: "quiet", title: "change this question and send it again", onclick: () => edit(item) }, "edit")
-      : copyButton(() => text.textContent, "answer");
-    // Append to the text node, so that a selection in it stays.
-    const append = ({ firstChild }, all) => firstChild.appendData(all.slice(firstChild.length));
-    const node = h("div", { class: item.role }, h("b", {}, isUser ? "You" : "Model"), fold, text, error, h("div", { class: "row" }, stats, button));
+    const buttons = item.role === "user"
+      ? [h("button", { class: "quiet", title: "change this question and send it again", onclick: () => edit(item) }, "edit")]
+      : [];
+    const [node, show] = messageView(item, buttons);
     return [node, (now) => {
-      append(text, now.text);
-      append(thoughts, now.reasoning);
-      fold.hidden = !now.reasoning;
-      set(stats, now.stats);
-      set(error, now.error);
-      button.hidden = !now.text;
+      show(now);
       node.ariaCurrent = now.id === edited ? "true" : null;
     }];
   };

@@ -112,8 +112,8 @@ class LiveAnswer:
 class ChatPanel(Panel):
     """A chat with the loaded model. ``history`` is the conversation as messages."""
 
-    SCRIPTS = ("panel.js", "keyed.js", "chat.js")
-    STYLES = ("panel.css", "chat.css")
+    SCRIPTS = ("elements.js", "panel.js", "keyed.js", "markdown.js", "message.js", "chat.js")
+    STYLES = ("panel.css", "message.css", "chat.css")
     REQUESTS: ClassVar[frozenset[str]] = frozenset({"send", "stop", "clear", "export", "load"})
     IN_REPORT = True
 

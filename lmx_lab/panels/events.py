@@ -45,7 +45,7 @@ class EventsPanel(Panel):
     even if no view displays it. ``df`` has the rows.
     """
 
-    SCRIPTS = ("panel.js", "keyed.js", "events.js")
+    SCRIPTS = ("elements.js", "panel.js", "keyed.js", "events.js")
     STYLES = ("panel.css", "events.css")
     NEEDS_DAEMON = True
     FULL_WIDTH = True

@@ -34,7 +34,7 @@ TEXT_CHARACTERS = 80
 class LensPanel(Panel):
     """Shows the newest recorded answer, and generates branches of it."""
 
-    SCRIPTS = ("panel.js", "keyed.js", "lens.js")
+    SCRIPTS = ("elements.js", "panel.js", "keyed.js", "lens.js")
     STYLES = ("panel.css", "lens.css")
     REQUESTS = frozenset({"follow", "score", "branch", "cancel", "show", "prune"})
     FULL_WIDTH = True

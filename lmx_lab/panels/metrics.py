@@ -103,7 +103,7 @@ class MetricsPanel(Panel):
     Samples are also recorded while the view is paused.
     """
 
-    SCRIPTS = ("uplot/uPlot.iife.min.js", "panel.js", "metrics.js")
+    SCRIPTS = ("uplot/uPlot.iife.min.js", "elements.js", "panel.js", "metrics.js")
     STYLES = ("panel.css", "uplot/uPlot.min.css", "metrics.css")
     REQUESTS = frozenset({"change"})
 

@@ -27,6 +27,8 @@ export default panel("Models", ({ model, root, head, watch }) => {
     return [key, code, line];
   });
 
+  const image = h("img", { alt: "QR code of the LAN address", width: 180, height: 180 });
+  const code = h("details", {}, h("summary", {}, "QR code for phones"), image);
   const jobs = h("div");
   const announcement = h("p", { class: "hidden", role: "status" });
   const showJobs = keyed(jobs, ({ id }) => {
@@ -93,7 +95,7 @@ export default panel("Models", ({ model, root, head, watch }) => {
   root.classList.add("models");
   head.append(pinned, place);
   root.append(
-    h("div", { class: "row" }, ...links.map(([, , line]) => line)), strip, jobs, announcement, list);
+    h("div", { class: "row" }, ...links.map(([, , line]) => line)), code, strip, jobs, announcement, list);
   watch(["error"], () => {
     showError("");
     // Restore the input of a load that has failed, so that it can be corrected.
@@ -113,6 +115,9 @@ export default panel("Models", ({ model, root, head, watch }) => {
       set(code, get("server")[key] ?? "");
       line.hidden = !get("server")[key];
     }
+    const { phone_code: source } = get("server");
+    code.hidden = !source;
+    if (source && image.src !== source) image.src = source;
     go.setAttribute("aria-disabled", !serves());
     set(caption, get("caption"));
     set(engines, get("engines"));

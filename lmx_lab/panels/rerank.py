@@ -80,7 +80,7 @@ class RerankPanel(Panel):
     The rows are kept in Python. A view receives one page of them, with the beginnings of long documents.
     """
 
-    SCRIPTS = ("panel.js", "rerank.js")
+    SCRIPTS = ("elements.js", "panel.js", "rerank.js")
     STYLES = ("panel.css", "rerank.css")
     REQUESTS = frozenset({"rank", "cancel", "sort", "page", "document", "tsv"})
     IN_REPORT = True

@@ -1,6 +1,6 @@
-// The timeline panel: a button and a bar for each request. Python computes the bars, and explains one in words.
+// The timeline panel: a button and a bar for each request and load. Python computes the bars, and explains one in words.
 
-const KINDS = ["queued", "prefill", "decode", "paused", "slow"];
+const KINDS = ["queued", "prefill", "decode", "paused", "slow", "load", "unload"];
 const CODE = "lmx_lab.current().timeline().df";
 
 export default panel("Timeline", ({ model, root, head, watch }) => {

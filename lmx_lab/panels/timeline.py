@@ -1,44 +1,50 @@
-"""The timeline panel: what the engine did for the last requests, one bar for each, with an explanation."""
+"""The timeline panel: what the engine did for the last requests, and loads, one bar for each, with an explanation."""
 
 from __future__ import annotations
 
+import asyncio
 import html
+import logging
+import time
 from collections.abc import Mapping
 from typing import Any
 
 import traitlets
 
 from lmx_lab.backend import Backend
-from lmx_lab.errors import InvalidRequestError
+from lmx_lab.errors import InvalidRequestError, LabError
 from lmx_lab.instrument.timeline import Timeline
 from lmx_lab.panels.charts import format_clock
 from lmx_lab.panels.panel import Panel, text_field
 from lmx_lab.panels.text import clip, table_row
 from lmx_lab.panels.workbench import Workbench
-from lmx_lab.values.timeline import RequestTimeline, Segment
+from lmx_lab.values.timeline import ModelTimeline, RequestTimeline, Segment
 from lmx_lab.wire.admin import Sample
 
+log = logging.getLogger(__name__)
 WINDOW_S = 60.0
 """Requests that ended earlier are not shown."""
 MAX_LANES = 20
-"""Maximum number of requests in a view; the newest are shown."""
+"""Maximum number of requests and loads in a view; the newest are shown."""
+PAUSES = 4
+"""Time between two readings of the timeline, as a multiple of the time that the last one took."""
 MAX_PARTS = 60
 """Maximum number of parts of a bar. The shortest slow steps are not marked if there are more."""
 GONE = "This request is no longer shown; see lab.timeline()."
 
 
 class TimelinePanel(Panel):
-    """Shows when each of the last requests waited, computed its prompt, and generated tokens."""
+    """Shows when each of the last requests waited, computed its prompt, and generated tokens, and loads of models."""
 
-    SCRIPTS = ("panel.js", "keyed.js", "timeline.js")
+    SCRIPTS = ("elements.js", "panel.js", "keyed.js", "timeline.js")
     STYLES = ("panel.css", "timeline.css")
     REQUESTS = frozenset({"change", "explain"})
     FULL_WIDTH = True
     BY_NAME_ONLY = True
 
     lanes: Any = traitlets.List().tag(sync=True)
-    """The requests, the newest first: ``id``, ``title``, ``text`` and ``parts``, each of which has its kind, its
-    beginning and its length in percent of the window, and a text."""
+    """The requests and loads, the newest first: ``id``, ``title``, ``text`` and ``parts``, each of which has its kind,
+    its beginning and its length in percent of the window, and a text."""
     seconds = traitlets.Float().tag(sync=True)
     """Length of the window that the bars show."""
     paused = traitlets.Bool(False).tag(sync=True)
@@ -47,24 +53,48 @@ class TimelinePanel(Panel):
 
     def __init__(self, workbench: Workbench) -> None:
         self._timeline = Timeline(())
+        self._reading: asyncio.Task[None] | None = None
+        self._next_at = 0.0
+        """When the timeline is read again (``time.monotonic``)."""
         super().__init__(workbench)
 
     def tick(self, backend: Backend, sample: Sample | None) -> None:
         super().tick(backend, sample)
-        if self.shown("paused"):
-            return
+        if self._reading is None and not self.shown("paused") and time.monotonic() >= self._next_at:
+            self._reading = asyncio.create_task(self._read(backend), name="read the timeline of a panel")
+            self._reading.add_done_callback(self._read_ended)
+
+    async def _read(self, backend: Backend) -> None:
+        began_at = time.monotonic()
         try:
-            requests = backend.timelines(WINDOW_S, most=MAX_LANES)
-        except InvalidRequestError as exc:
-            if self.shown("problem") != exc.message:
+            found = await backend.timeline(WINDOW_S, most=MAX_LANES)
+        except LabError as exc:
+            if self.workbench.backend is backend and self.shown("problem") != exc.message:
                 self.show(problem=exc.message, lanes=[])
             return
+        finally:
+            # A server elsewhere sends each time all steps, for which it needs some time.
+            self._next_at = time.monotonic() + PAUSES * (time.monotonic() - began_at)
+        if self.workbench.backend is backend and not self.shown("paused"):
+            self._show(Timeline(found.requests, found.models))
+
+    def _read_ended(self, task: asyncio.Task[None]) -> None:
+        self._reading = None
+        if not task.cancelled() and (failure := task.exception()) is not None:
+            log.error("the timeline of a panel cannot be read", exc_info=failure)
+
+    def _show(self, timeline: Timeline) -> None:
+        both: list[RequestTimeline | ModelTimeline] = sorted(
+            [*timeline, *timeline.models], key=lambda each: each.at, reverse=True
+        )[:MAX_LANES]
         # Requests that have ended stay visible until there is a new one, so that they can be examined.
-        if requests and (self.shown("problem") or list(requests) != list(self._timeline)):
-            self._timeline = Timeline(requests)
-            first, last = min(each.at for each in requests), max(each.at + each.total_s for each in requests)
-            lanes = [_lane(each, first, max(last - first, 1e-6)) for each in reversed(requests)]
-            self.show(lanes=lanes, seconds=last - first, problem="")
+        is_same = list(timeline) == list(self._timeline) and timeline.models == self._timeline.models
+        if not len(timeline) or (is_same and not self.shown("problem")):
+            return
+        self._timeline = timeline
+        first, last = min(each.at for each in both), max(each.at + each.total_s for each in both)
+        lanes = [_lane(each, first, max(last - first, 1e-6)) for each in both]
+        self.show(lanes=lanes, seconds=last - first, problem="")
 
     def backend_changed(self) -> None:
         self._timeline = Timeline(())
@@ -81,7 +111,10 @@ class TimelinePanel(Panel):
         """Return the explanation of a request."""
         wanted = text_field(fields, "lane", limit=64)
         at = next((at for at, each in enumerate(self._timeline) if _lane_id(each) == wanted), None)
-        return GONE if at is None else self._timeline.explain(at)
+        if at is not None:
+            return self._timeline.explain(at)
+        change = next((each for each in self._timeline.models if _lane_id(each) == wanted), None)
+        return GONE if change is None else _explain_change(change)
 
     def snapshot_html(self) -> str:
         head = table_row(["arrival", "request", "queued", "prefill", "decode", "tokens", "end"], "th")
@@ -97,24 +130,41 @@ class TimelinePanel(Panel):
             )
             for each in self._timeline
         )
+        rows += "".join(
+            table_row([format_clock(each.at), f"{each.kind} {clip(each.model, 40)}", "", "", "", "", each.outcome])
+            for each in self._timeline.models
+        )
         state = html.escape(self.server["state"])
         return f"<table><caption>Timeline: server {state}</caption><thead>{head}</thead>{rows}</table>"
 
 
-def _lane_id(one: RequestTimeline) -> str:
+def _lane_id(one: RequestTimeline | ModelTimeline) -> str:
+    if isinstance(one, ModelTimeline):
+        return f"{one.kind}-{one.at:.6f}"
     return f"{one.request_id[:32]}-{one.index}-{one.at:.6f}"
+
+
+def _explain_change(change: ModelTimeline) -> str:
+    took = "has been running for" if change.outcome == "running" else f"ended with {change.outcome!r} after"
+    stages = [f"{stage.name} took {stage.duration_s:.3f} s" for stage in change.stages]
+    return "\n".join([f"The {change.kind} of {change.model} {took} {change.total_s:.3f} s.", *stages, change.message])
 
 
 def _name(one: RequestTimeline) -> str:
     return clip(one.request_id, 20) or "notebook"
 
 
-def _lane(one: RequestTimeline, first: float, seconds: float) -> dict[str, Any]:
-    end = "running" if one.outcome == "running" else one.code or one.outcome
+def _lane(one: RequestTimeline | ModelTimeline, first: float, seconds: float) -> dict[str, Any]:
+    if isinstance(one, ModelTimeline):
+        title, text = f"{one.kind} {clip(one.model, 40)}", str(one.outcome)
+    else:
+        caches = f"{one.kv_bytes / 1e6:.1f} MB of KV caches, " if one.kv_bytes else ""
+        end = "running" if one.outcome == "running" else one.code or one.outcome
+        title, text = _name(one), f"{one.output_tokens} tokens, {caches}{end}"
     return {
         "id": _lane_id(one),
-        "title": f"{format_clock(one.at)} {_name(one)}",
-        "text": f"{one.total_s:.2f} s, {one.output_tokens} tokens, {end}",
+        "title": f"{format_clock(one.at)} {title}",
+        "text": f"{one.total_s:.2f} s, {text}",
         "parts": [_part(segment, one.at - first, seconds) for segment in _few(one.segments())],
     }
 

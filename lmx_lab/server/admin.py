@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 
 from fastapi import APIRouter, Request
@@ -132,14 +133,12 @@ def listing_routes(*, manager: ModelManager, catalog: Catalog) -> APIRouter:
     router = APIRouter(prefix="/v1/models", tags=["inference"])
     names = manager.settings.ids_by_alias
 
-    def find_alias(name: str, found: Sequence[ListedModel], *, local: bool) -> ModelCard | None:
-        """Return the card of a name in ``Settings.model_aliases``; None if its model is not listed."""
-        id_ = names.get(name)
-        for listed in found if id_ is not None else ():
-            if listed.entry.id == id_ or listed.has_alias(id_):
-                card = _card(listed, manager.snapshot, local=local)
-                return card.model_copy(update={"id": name, "root": card.id})
-        return None
+    async def named(name: str, *, local: bool) -> ModelCard:
+        """Return the card of a model, also for a name in ``Settings.model_aliases``."""
+        # Paths of models in the settings are not those of the caller.
+        listed = await find_model(names.get(name, name), catalog, manager, local=local or name in names)
+        card = _card(listed, manager.snapshot, local=local)
+        return card.model_copy(update={"id": name, "root": card.id}) if name in names else card
 
     @router.get("", responses={200: {"links": {"model": FIRST_CARD}}})
     async def list_models(request: Request) -> ModelCards:
@@ -147,7 +146,10 @@ def listing_routes(*, manager: ModelManager, catalog: Catalog) -> APIRouter:
         local = is_local(request.scope)
         found, problem = await listed_models(catalog, manager)
         problem = problem if local or not problem else request.app.state.without_paths(problem)
-        aliases = [alias for name in names if (alias := find_alias(name, found, local=local)) is not None]
+        aliases = []
+        for name in names:
+            with suppress(ModelNotFoundError):
+                aliases.append(await named(name, local=local))
         cards = [_card(model, manager.snapshot, local=local) for model in found]
         # A request that sends an alias means its model, even if another model has this id.
         return ModelCards(data=[*(card for card in cards if card.id not in names), *aliases], problem=problem)
@@ -155,14 +157,7 @@ def listing_routes(*, manager: ModelManager, catalog: Catalog) -> APIRouter:
     @router.get("/{model:path}", responses=failures(ModelNotFoundError))
     async def get_model(model: str, request: Request) -> ModelCard:
         """Get one model on this disk by its id, or by another name that the server was started with."""
-        local = is_local(request.scope)
-        found, _ = await listed_models(catalog, manager)
-        if (alias := find_alias(model, found, local=local)) is not None:
-            return alias
-        for listed in found:
-            if public_id(listed.entry.id, local=local) == model or listed.has_alias(model):
-                return _card(listed, manager.snapshot, local=local)
-        raise unknown_model(model, manager.snapshot, ANY_KIND)
+        return await named(model, local=is_local(request.scope))
 
     return router
 
@@ -190,6 +185,18 @@ async def listed_models(catalog: Catalog, manager: ModelManager) -> tuple[list[L
     """Return the models on this disk and in memory, and why the list may be incomplete; None if it is not."""
     listing = await catalog.alisting()
     return await in_thread(lambda: _models(listing, manager, _speeds(listing, manager))), listing.problem
+
+
+async def find_model(name: str, catalog: Catalog, manager: ModelManager, *, local: bool) -> ListedModel:
+    """Return the model of this name on this disk or in memory.
+
+    Raises:
+        ModelNotFoundError: there is none.
+    """
+    for listed in (await listed_models(catalog, manager))[0]:
+        if public_id(listed.entry.id, local=local) == name or listed.has_alias(name):
+            return listed
+    raise unknown_model(name, manager.snapshot, ANY_KIND)
 
 
 async def model_records(catalog: Catalog, manager: ModelManager) -> ModelRecords:

@@ -33,6 +33,7 @@ from lmx_lab.server.recording import Recording, SaveRecord
 from lmx_lab.server.request_log import RequestLog
 from lmx_lab.server.rerank import rerank_routes
 from lmx_lab.server.responses import responses_routes
+from lmx_lab.server.timelines import timeline_routes
 from lmx_lab.server.tokens import token_routes
 from lmx_lab.server.websocket import socket_routes
 from lmx_lab.settings import Settings
@@ -80,18 +81,8 @@ def create_server(
         slow_client_s=settings.slow_client_s,
         observers=[metrics.observe, request_log.observe],
     )
-    api = DescribedAPI(
-        title="LMX Lab inference server",
-        version=VERSION,
-        redirect_slashes=False,
-        docs_url=None,
-        redoc_url=None,
-        extra_models=EXTRA_MODELS,
-        sockets=SOCKETS,
-        key=("key", GuardPolicy.key_hint) if settings.api_key is not None else None,
-        open_paths=OPEN_PATHS,
-    )
-    api.state.max_body_bytes = settings.max_body_bytes
+    manager.add_observer(inference.timelines.observe_model)
+    api = _create_api(settings)
     folders = [settings.models_folder, cache_folder(), *settings.model_folders]
     api.state.without_paths = lambda text: without_paths(
         text, [*folders, *(entry.path.parent for entry in entries_in_memory(manager.snapshot))]
@@ -111,10 +102,28 @@ def create_server(
     api.include_router(listing_routes(manager=manager, catalog=catalog))
     api.include_router(admin_routes(manager=manager, catalog=catalog, lan_admin=settings.lan_admin))
     api.include_router(event_routes(manager=manager, feed=feed))
+    api.include_router(timeline_routes(inference.timelines))
     api.include_router(metrics_routes(metrics))
     return InferenceServer(
         asgi=wrap_app(api, policy, observer=request_log), api=api, inference=inference, manager=manager, feed=feed
     )
+
+
+def _create_api(settings: Settings) -> DescribedAPI:
+    """Create the application without routes."""
+    api = DescribedAPI(
+        title="LMX Lab inference server",
+        version=VERSION,
+        redirect_slashes=False,
+        docs_url=None,
+        redoc_url=None,
+        extra_models=EXTRA_MODELS,
+        sockets=SOCKETS,
+        key=("key", GuardPolicy.key_hint) if settings.api_key is not None else None,
+        open_paths=OPEN_PATHS,
+    )
+    api.state.max_body_bytes = settings.max_body_bytes
+    return api
 
 
 def without_paths(text: str, folders: Iterable[Path] = ()) -> str:

@@ -49,6 +49,10 @@ def health_routes(manager: ModelManager) -> APIRouter:
         """Show whether a model can answer requests. If not, the response is 503 with the reason and the next step."""
         now = manager.snapshot
         error = problem(now, settings=manager.settings, alive=manager.alive)
+        notices = {
+            "recorded": manager.settings.record == "all" or None,
+            "swap": manager.settings.swap or None,
+        }
         if error is None:
             local = is_local(request.scope)
             unloading = now.unloading and (now.unloading if local else public_unloading(now.unloading))
@@ -57,12 +61,17 @@ def health_routes(manager: ModelManager) -> APIRouter:
                 model=public_id(now.model or "", local=local),
                 vram_gb=now.model_memory_bytes / 1e9,
                 unloading=unloading,
-                recorded=manager.settings.record == "all" or None,
+                **notices,
             )
-        body = NotReady(ready=False, model="", vram_gb=0.0, error=detail_for(request, error))
-        return JSONResponse(body.model_dump(exclude={"unloading", "recorded"}), status_code=503)
+        body = NotReady(ready=False, model="", vram_gb=0.0, error=detail_for(request, error), **notices)
+        return JSONResponse(body.model_dump(exclude=_absent(body)), status_code=503)
 
     return router
+
+
+def _absent(body: NotReady) -> set[str]:
+    """Return the optional fields without a value. The fields of the error are always sent."""
+    return {name for name in ("unloading", "recorded", "swap") if getattr(body, name) is None}
 
 
 def problem(now: EngineSnapshot, *, settings: Settings, alive: bool = True) -> LabError | None:

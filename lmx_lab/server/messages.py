@@ -25,6 +25,7 @@ from lmx_lab.http.guard import is_local
 from lmx_lab.http.openapi import event_stream
 from lmx_lab.server.chat import ignored_header
 from lmx_lab.server.chat_history import JOINED, ChatHistory, function_tool, validated_request
+from lmx_lab.server.field_names import FieldNames
 from lmx_lab.server.generation import Generation
 from lmx_lab.server.inference import InferenceService
 from lmx_lab.server.openapi import MESSAGES_ERRORS
@@ -55,6 +56,16 @@ BILLING = "x-anthropic-billing-header:"
 never be in the prefix cache."""
 IGNORED_BLOCKS = frozenset({"redacted_thinking", "tool_addition", "tool_removal"})
 PING = named_event("ping", '{"type":"ping"}')
+NAMES = FieldNames(
+    {
+        "tools.*.function.parameters": "tools.*.input_schema",
+        "tools.*.function": "tools.*",
+        "tool_choice.function": "tool_choice",
+        "reasoning_effort": "thinking",
+        "stop": "stop_sequences",
+    }
+)
+"""Names of fields in errors."""
 TOOL_CHOICES: Mapping[str, str] = {"auto": "auto", "any": "required", "none": "none"}
 STOP_REASONS: Mapping[str, StopReason] = {"stop": "end_turn", "length": "max_tokens", "tool_calls": "tool_use"}
 RESPONSE_DESCRIPTION = "A message or, with `stream: true`, its named events. An error is sent as the event `error`"
@@ -71,10 +82,12 @@ def messages_routes(service: InferenceService) -> APIRouter:
     )
     async def messages(body: MessagesRequest, request: Request) -> Response:
         """Answer a conversation in the Messages format, completely or with `stream: true` as named events."""
-        chat = await asyncio.to_thread(chat_request, body)
+        with NAMES.in_errors():
+            chat = await asyncio.to_thread(chat_request, body)
         own, local, client = service.recording.is_own(request), is_local(request.scope), client_of(request)
         starting = service.start(chat, request_id_of(request), local=local, client=client, own=own)
-        answer, [generation] = await while_connected(request, starting)
+        with NAMES.in_errors():
+            answer, [generation] = await while_connected(request, starting)
         writer = MessageWriter(answer.model)
         headers = {**ignored_header(body.ignored()), **service.recording.answer_headers(own=own)}
         if not body.stream:
@@ -91,9 +104,10 @@ def messages_routes(service: InferenceService) -> APIRouter:
     @router.post("/v1/messages/count_tokens", response_model=TokenCount, responses=MESSAGES_ERRORS)
     async def count_tokens(body: CountRequest, request: Request) -> Response:
         """Count the tokens of a conversation, with its tools, as the model reads them."""
-        chat = await asyncio.to_thread(chat_request, body)
-        counting = service.encode(generation_request(chat), local=is_local(request.scope))
-        count = TokenCount(input_tokens=len(await while_connected(request, counting)))
+        with NAMES.in_errors():
+            chat = await asyncio.to_thread(chat_request, body)
+            counting = service.encode(generation_request(chat), local=is_local(request.scope))
+            count = TokenCount(input_tokens=len(await while_connected(request, counting)))
         headers = ignored_header(body.ignored())
         return Response(count.model_dump_json(), media_type="application/json", headers=headers)
 

@@ -30,6 +30,7 @@ from lmx_lab.server.admin import check_admin
 from lmx_lab.server.chat import ignored_header
 from lmx_lab.server.chat_history import validated_request
 from lmx_lab.server.embeddings import NUMBERS_PER_STEP, number_rows
+from lmx_lab.server.field_names import FieldNames
 from lmx_lab.server.generation import Generation
 from lmx_lab.server.inference import InferenceService
 from lmx_lab.server.openapi import OLLAMA_ERRORS
@@ -37,6 +38,7 @@ from lmx_lab.server.translate import chat_logprobs, generation_request
 from lmx_lab.settings import Settings
 from lmx_lab.values.generation import Delta, GenerationReport, ToolCallDelta, merge_tool_calls
 from lmx_lab.values.models import LoadSpec
+from lmx_lab.weights.files import in_thread
 from lmx_lab.wire.generation import ANY_MODEL
 from lmx_lab.wire.ollama import (
     OllamaBody,
@@ -64,6 +66,18 @@ DEFAULTS: Mapping[str, Any] = {"temperature": 0.8, "top_k": 40, "top_p": 0.9}
 """Ollama's defaults. Its repetition penalty is not among them, because it would also change greedy answers."""
 OPTIONS = ("temperature", "top_p", "top_k", "min_p", "presence_penalty", "frequency_penalty")
 """Options that have the same name in the chat format."""
+NAMES = FieldNames(
+    {
+        "response_format.json_schema.schema": "format",
+        "response_format": "format",
+        "reasoning_effort": "think",
+        "chat_template_kwargs": "think",
+        "max_tokens": "options.num_predict",
+        "repetition_penalty": "options.repeat_penalty",
+        **{name: f"options.{name}" for name in (*OPTIONS, "seed", "stop")},
+    }
+)
+"""Names of fields in errors."""
 NANOSECONDS = 1e9
 DESCRIPTION = "An answer or, unless `stream` is false, its parts as lines of JSON. An error is sent as the last line"
 
@@ -133,12 +147,14 @@ def ollama_routes(service: InferenceService, manager: ModelManager, *, lan_admin
 async def _answer(
     service: InferenceService, body: OllamaChatRequest | OllamaGenerateRequest, request: Request
 ) -> Response:
-    converted = await asyncio.to_thread(engine_request, body)
+    with NAMES.in_errors():
+        converted = await asyncio.to_thread(engine_request, body)
     own, local = service.recording.is_own(request), is_local(request.scope)
     submitting = service.submit(
         converted, request_id=request_id_of(request), local=local, client=client_of(request), own=own
     )
-    [generation] = await while_connected(request, submitting)
+    with NAMES.in_errors():
+        [generation] = await while_connected(request, submitting)
     writer_class = ChatWriter if isinstance(body, OllamaChatRequest) else GenerateWriter
     writer = writer_class(listed_name(public_id(generation.model, local=local)), logprobs=bool(body.logprobs))
     headers = {**ignored_header(body.ignored()), **service.recording.answer_headers(own=own)}
@@ -166,6 +182,9 @@ async def _load_or_unload(
         check_admin(local=local, lan_admin=lan_admin)
     if body.unloads and resident is not None:
         await manager.unload(name, local=local)
+    elif body.unloads and name is not None and not manager.settings.any_model:
+        # As in Ollama, an unknown name is an error, also if there is nothing to unload.
+        await in_thread(lambda: manager.catalog.resolve(name, local=False))
     elif not body.unloads and resident is None:
         # Treated like a caller on another machine, so that the name can be neither a path nor a model to download.
         try:

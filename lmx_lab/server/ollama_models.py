@@ -16,14 +16,14 @@ from fastapi import APIRouter, Request, Response
 
 from lmx_lab.broadcast import Feed
 from lmx_lab.engine import ModelManager
-from lmx_lab.engine.model_lookup import ANY_KIND, entries_in_memory, public_id, unknown_model
+from lmx_lab.engine.model_lookup import entries_in_memory, public_id
 from lmx_lab.errors import InvalidRequestError, LabError, ModelNotFoundError, QueueFullError, UnusableModelError
 from lmx_lab.http.bodies import StrictRoute
 from lmx_lab.http.error_bodies import detail_for, ollama_error, request_id_of
 from lmx_lab.http.event_stream import EventStream, while_connected
 from lmx_lab.http.guard import is_local
 from lmx_lab.http.openapi import JSON_LINES, json_lines
-from lmx_lab.server.admin import check_admin, listed_models
+from lmx_lab.server.admin import check_admin, find_model, listed_models
 from lmx_lab.server.chat import ignored_header
 from lmx_lab.server.ollama import known_model, listed_name
 from lmx_lab.server.openapi import OLLAMA_COMMON_ERRORS, OLLAMA_ERRORS, OLLAMA_LISTING_ERRORS
@@ -159,12 +159,12 @@ async def _find(name: str | None, catalog: Catalog, manager: ModelManager, *, lo
         if now.entry is None:
             raise ModelNotFoundError("no model is loaded; name one that /api/tags lists", param="model")
         return now.entry
-    for listed in (await listed_models(catalog, manager))[0]:
-        if public_id(listed.entry.id, local=local) == name or listed.has_alias(name):
-            return listed.entry
-    if manager.settings.any_model and now.entry is not None:
-        return now.entry
-    raise unknown_model(name, now, ANY_KIND)
+    try:
+        return (await find_model(name, catalog, manager, local=local)).entry
+    except ModelNotFoundError:
+        if manager.settings.any_model and now.entry is not None:
+            return now.entry
+        raise
 
 
 # Listings

@@ -1,14 +1,23 @@
-"""Two pages for browsers: an overview of the server, and Swagger UI, in which the routes can be tried.
+"""Pages for browsers: a chat, an overview of the server, and Swagger UI, in which the routes can be tried.
 
 All links are relative, because behind JupyterHub or Binder the server has a path that only the browser knows. Nothing
-is loaded from another host: the files of Swagger UI are in ``swagger_ui``, compressed.
+is loaded from another host: the files of Swagger UI are in ``swagger_ui``, compressed. The code of the chat page is in
+``chat_page``; ``make panels`` writes it from the files of ``lmx_lab.panels``.
 """
 
 from __future__ import annotations
 
+import base64
 import gzip
+import hashlib
 import html
+import json
 import secrets
+import struct
+import zlib
+from collections.abc import Awaitable, Callable, Mapping
+from dataclasses import dataclass
+from functools import cache
 from pathlib import Path
 
 from fastapi import APIRouter, Request
@@ -19,6 +28,7 @@ from lmx_lab.engine.model_lookup import public_id
 from lmx_lab.http.guard import CONTENT_POLICY, is_local
 from lmx_lab.http.middleware import VERSION
 
+CHAT_PAGE = Path(__file__).parent / "chat_page"
 SWAGGER = Path(__file__).parent / "swagger_ui"
 MEDIA_TYPES = {"swagger-ui-bundle.js": "text/javascript", "swagger-ui.css": "text/css"}
 """The files of Swagger UI 5.35.0, unchanged."""
@@ -94,6 +104,33 @@ ICON = b"""<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 16 16"><rect wid
 <path d="M5 3v10h7" fill="none" stroke="#fff" stroke-width="2"/></svg>"""
 POLICY = f"default-src 'none'; base-uri 'none'; form-action 'none'; style-src 'nonce-%(nonce)s'; {CONTENT_POLICY}"
 FRONT_POLICY = f"{POLICY}; img-src 'self'"
+# The script and the style sheet are in the page, and identified by their hashes, so that the page is the same for all
+# clients and can be cached.
+CHAT_POLICY = (
+    "default-src 'none'; base-uri 'none'; form-action 'none'; script-src '%(script)s'; style-src '%(style)s'; "
+    f"connect-src 'self'; img-src 'self'; manifest-src 'self'; {CONTENT_POLICY}"
+)
+CHAT_HEAD = (
+    '<!doctype html><html lang="en"><meta charset="utf-8"><title>LMX Lab</title><meta name="viewport" '
+    'content="width=device-width, initial-scale=1, viewport-fit=cover, interactive-widget=resizes-content">'
+    '<meta name="color-scheme" content="light dark"><link rel="icon" href="favicon.ico">'
+    '<link rel="apple-touch-icon" href="icon-192.png">'
+    '<link rel="manifest" href="manifest.webmanifest" crossorigin="use-credentials">'
+)
+ICON_SIZES = (192, 512)
+MANIFEST = {
+    "name": "LMX Lab",
+    "short_name": "LMX Lab",
+    "start_url": ".",
+    "display": "standalone",
+    "background_color": "#3366cc",
+    "theme_color": "#3366cc",
+    "icons": [
+        {"src": f"icon-{size}.png", "sizes": f"{size}x{size}", "type": "image/png", "purpose": purpose}
+        for size in ICON_SIZES
+        for purpose in ("any", "maskable")
+    ],
+}
 # Swagger UI's style sheet contains images as data URLs.
 DOCS_POLICY = f"{POLICY}; img-src 'self' data:; script-src 'nonce-%(nonce)s'; connect-src 'self'"
 """The content security policy of the page, which allows its own scripts and style sheet, and requests to this server.
@@ -105,10 +142,11 @@ def page_routes(manager: ModelManager) -> APIRouter:
     router = APIRouter(include_in_schema=False, default_response_class=HTMLResponse)
 
     # HEAD is for clients that only check whether the page exists. The HTTP server omits the body.
-    @router.api_route("/", methods=["GET", "HEAD"])
-    async def front(request: Request) -> HTMLResponse:
-        state, curl = _describe(manager, local=is_local(request.scope)), _curl(request)
-        return _page(FRONT, FRONT_POLICY, state=html.escape(state), curl=html.escape(curl))
+    if manager.settings.page:
+        _add_chat_page(router)
+    else:
+        router.add_api_route("/", _about(manager), methods=["GET", "HEAD"])
+    router.add_api_route("/about", _about(manager), methods=["GET", "HEAD"])
 
     @router.api_route("/docs", methods=["GET", "HEAD"])
     async def docs() -> HTMLResponse:
@@ -129,6 +167,89 @@ def page_routes(manager: ModelManager) -> APIRouter:
     return router
 
 
+def _about(manager: ModelManager) -> Callable[[Request], Awaitable[Response]]:
+    async def about(request: Request) -> Response:
+        state, curl = _describe(manager, local=is_local(request.scope)), _curl(request)
+        return _page(FRONT, FRONT_POLICY, state=html.escape(state), curl=html.escape(curl))
+
+    return about
+
+
+def _add_chat_page(router: APIRouter) -> None:
+    """Add the routes of the chat page, which are ``CHAT_PAGE_PATHS``."""
+
+    @router.api_route("/", methods=["GET", "HEAD"])
+    async def chat(request: Request) -> Response:
+        page = chat_page()
+        headers = {"etag": page.etag, "cache-control": "no-cache", "vary": "accept-encoding"}
+        if request.headers.get("if-none-match") == page.etag:
+            return Response(status_code=304, headers=headers)
+        return _compressed(request, page.compressed, "text/html", {**headers, "content-security-policy": page.policy})
+
+    @router.api_route("/manifest.webmanifest", methods=["GET", "HEAD"])
+    async def manifest() -> Response:
+        return Response(json.dumps(MANIFEST), media_type="application/manifest+json")
+
+    @router.api_route("/icon-192.png", methods=["GET", "HEAD"])
+    async def small_icon() -> Response:
+        return Response(icon_png(192), media_type="image/png", headers={"cache-control": CACHED})
+
+    @router.api_route("/icon-512.png", methods=["GET", "HEAD"])
+    async def large_icon() -> Response:
+        return Response(icon_png(512), media_type="image/png", headers={"cache-control": CACHED})
+
+
+@dataclass(frozen=True, kw_only=True)
+class ChatPage:
+    """The document of the chat page, which contains its script and its style sheet."""
+
+    compressed: bytes
+    policy: str
+    etag: str
+
+
+@cache
+def chat_page() -> ChatPage:
+    """Read the files of the chat page and combine them."""
+    script, style = ((CHAT_PAGE / name).read_text(encoding="utf-8") for name in ("page.js", "page.css"))
+    text = (
+        f'{CHAT_HEAD}<style>{style}</style><body><noscript>This page needs JavaScript. <a href="about">About this '
+        f'server</a></noscript><script type="module">{script}</script>'
+    ).encode()
+    return ChatPage(
+        compressed=gzip.compress(text, mtime=0),
+        policy=CHAT_POLICY % {"script": _content_hash(script), "style": _content_hash(style)},
+        etag=f'"{hashlib.sha256(text).hexdigest()[:32]}"',
+    )
+
+
+def _content_hash(text: str) -> str:
+    return f"sha256-{base64.b64encode(hashlib.sha256(text.encode()).digest()).decode()}"
+
+
+@cache
+def icon_png(size: int) -> bytes:
+    """Return the icon as a PNG image with two colours: the letter L on blue."""
+    left, right, top, bottom, stroke = (size * part // 16 for part in (5, 11, 4, 12, 2))
+    rows = bytearray()
+    for y in range(size):
+        row = ["0"] * size
+        if top <= y < bottom:
+            end = right if y >= bottom - stroke else left + stroke
+            row[left:end] = "1" * (end - left)
+        rows += b"\0" + int("".join(row), 2).to_bytes(size // 8, "big")
+    chunks = {
+        b"IHDR": struct.pack(">IIBBBBB", size, size, 1, 3, 0, 0, 0),
+        b"PLTE": bytes.fromhex("3366ccffffff"),
+        b"IDAT": zlib.compress(bytes(rows), 9),
+        b"IEND": b"",
+    }
+    return b"\x89PNG\r\n\x1a\n" + b"".join(
+        struct.pack(">I", len(data)) + kind + data + struct.pack(">I", zlib.crc32(kind + data))
+        for kind, data in chunks.items()
+    )
+
+
 def _page(text: str, policy: str, **values: str) -> HTMLResponse:
     values["nonce"] = secrets.token_urlsafe(16)
     return HTMLResponse(text % values, headers={"content-security-policy": policy % values})
@@ -136,12 +257,14 @@ def _page(text: str, policy: str, **values: str) -> HTMLResponse:
 
 def _swagger_file(name: str, request: Request) -> Response:
     content = (SWAGGER / f"{name}.gz").read_bytes()
-    headers = {"cache-control": CACHED, "vary": "accept-encoding"}
+    return _compressed(request, content, MEDIA_TYPES[name], {"cache-control": CACHED, "vary": "accept-encoding"})
+
+
+def _compressed(request: Request, content: bytes, media_type: str, headers: Mapping[str, str]) -> Response:
+    """Respond with a content that is compressed with gzip, as it is or, if the client requires it, decompressed."""
     if "gzip" in request.headers.get("accept-encoding", ""):
-        headers["content-encoding"] = "gzip"
-    else:
-        content = gzip.decompress(content)
-    return Response(content, media_type=MEDIA_TYPES[name], headers=headers)
+        return Response(content, media_type=media_type, headers={**headers, "content-encoding": "gzip"})
+    return Response(gzip.decompress(content), media_type=media_type, headers=dict(headers))
 
 
 def _describe(manager: ModelManager, *, local: bool) -> str:

@@ -1,19 +1,47 @@
-"""Keep what the engines did for the last requests, for a lab's timeline. Neither texts nor tokens are kept."""
+"""Keep what the engines did for the last requests, and the last loads, for a lab's timeline, and the route that sends
+it. Neither texts nor tokens are kept.
+"""
 
 from __future__ import annotations
 
+import asyncio
+import threading
 import time
-from dataclasses import dataclass, field
+from collections import deque
+from collections.abc import Callable
+from dataclasses import dataclass, field, replace
+from itertools import count, pairwise
+from typing import Annotated, Literal
 
+from fastapi import APIRouter, Query, Request, Response
+
+from lmx_lab.engine.model_lookup import public_id
+from lmx_lab.errors import InvalidRequestError
+from lmx_lab.http.guard import is_local
+from lmx_lab.http.openapi import failures
 from lmx_lab.values.generation import GenerationReport
-from lmx_lab.values.timeline import RequestTimeline, StepLog, phase_durations
+from lmx_lab.values.models import LoadProgress, LoadStage
+from lmx_lab.values.timeline import (
+    ModelStage,
+    ModelTimeline,
+    RequestTimeline,
+    ServerTimeline,
+    StepLog,
+    phase_durations,
+)
+from lmx_lab.wire.timeline import PAGE_REQUESTS, TimelinePage
 
 KEPT_REQUESTS = 256
-"""Maximum number of requests, running ones included. With the limit of each, this is at most 25 MB."""
+"""Maximum number of requests, running ones included. With the limit of each, this is at most 30 MB."""
+KEPT_LOADS = 64
+"""Maximum number of loads and unloads."""
+PAGE_STEPS = 20_000
+"""Number of steps after which a page has no more requests; it has at least one."""
 
 
 @dataclass(kw_only=True)
 class _Entry:
+    number: int
     request_id: str
     index: int
     model: str
@@ -27,15 +55,40 @@ class _Entry:
     report: GenerationReport | None = None
 
 
+@dataclass(kw_only=True)
+class _Change:
+    """A load or an unload. Its times are seconds of ``time.perf_counter``."""
+
+    kind: Literal["load", "unload"]
+    model: str
+    at: float = field(default_factory=time.time)
+    began_at: float = field(default_factory=time.perf_counter)
+    ended_at: float | None = None
+    outcome: Literal["running", "loaded", "unloaded", "failed"] = "running"
+    message: str = ""
+    stages: list[tuple[LoadStage, float]] = field(default_factory=list)
+    """The stages so far, each with its beginning."""
+
+
 class TimelineLog:
-    """The timelines of the last requests of all clients. It may be used on any thread."""
+    """The timelines of the last requests of all clients, and of the last loads. It may be used on any thread."""
 
     def __init__(self) -> None:
         self._entries: dict[StepLog, _Entry] = {}
+        self._numbers = count(1)
+        self._changes: deque[_Change] = deque(maxlen=KEPT_LOADS)
+        self._lock = threading.Lock()
+        """Protects ``_changes``: downloads report their progress on threads of their own."""
 
     def add(self, steps: StepLog, *, request_id: str, index: int, model: str, prompt_tokens: int) -> None:
         """Add an accepted request. If there are too many, the oldest one is dropped."""
-        self._entries[steps] = _Entry(request_id=request_id, index=index, model=model, prompt_tokens=prompt_tokens)
+        self._entries[steps] = _Entry(
+            number=next(self._numbers),
+            request_id=request_id,
+            index=index,
+            model=model,
+            prompt_tokens=prompt_tokens,
+        )
         while len(self._entries) > KEPT_REQUESTS:
             del self._entries[next(iter(self._entries))]
 
@@ -45,19 +98,73 @@ class TimelineLog:
             entry.ended_at = time.perf_counter()
             entry.outcome, entry.code, entry.report = outcome, code, report
 
-    def read(self, last_s: float, *, most: int | None = None) -> list[RequestTimeline]:
-        """Return the requests that ran in the last seconds, the oldest first.
+    def observe_model(self, progress: LoadProgress) -> None:
+        """Record a step of a load, or of the end of a model's time in memory."""
+        with self._lock:
+            change = self._change_of(progress)
+            if progress.stage in ("loaded", "unloaded", "failed"):
+                change.ended_at = time.perf_counter()
+                change.outcome, change.message = progress.stage, progress.message or ""
+            elif not change.stages or change.stages[-1][0] != progress.stage:
+                change.stages.append((progress.stage, time.perf_counter()))
+
+    def _change_of(self, progress: LoadProgress) -> _Change:
+        """Return the load or unload to which a step belongs, and begin it if necessary."""
+        kind: Literal["load", "unload"] = "unload" if progress.stage in ("unloading", "unloaded") else "load"
+        running = [change for change in self._changes if change.kind == kind and change.ended_at is None]
+        for change in reversed(running):
+            # A download, and a load that has failed, have the name that the caller used, and not the id of the model.
+            is_same = progress.stage == "failed" or (progress.stage == "load" and change.stages[-1][0] != "load")
+            if change.model == progress.model or (is_same and change is running[-1]):
+                change.model = progress.model
+                return change
+        self._changes.append(_Change(kind=kind, model=progress.model))
+        return self._changes[-1]
+
+    def read(self, last_s: float, *, most: int | None = None) -> ServerTimeline:
+        """Return the requests that ran in the last seconds, and the loads, the oldest first.
 
         Args:
             most: Maximum number of requests; the newest are returned. None sets no limit.
         """
         now = time.perf_counter()
-        entries = [
+        entries = self._entries_since(now - last_s)
+        requests = [_timeline(steps, entry, now) for steps, entry in entries[-most if most else 0 :]]
+        return ServerTimeline(requests=tuple(requests), models=self._models_since(now - last_s, now))
+
+    def page(self, last_s: float, *, limit: int, before: int | None) -> TimelinePage:
+        """Return the requests that ran in the last seconds, the newest first, and with the first page also the loads.
+
+        Args:
+            limit: Maximum number of requests.
+            before: ``before`` of the previous page; None for the first page.
+        """
+        now, steps = time.perf_counter(), 0
+        entries = [each for each in self._entries_since(now - last_s) if before is None or each[1].number < before]
+        requests: list[RequestTimeline] = []
+        last = None
+        while entries and len(requests) < limit and steps < PAGE_STEPS:
+            log, last = entries.pop()
+            requests.append(_timeline(log, last, now))
+            steps += len(requests[-1].steps)
+        models = self._models_since(now - last_s, now) if before is None else ()
+        return TimelinePage.of(requests, models, before=last.number if entries and last is not None else None)
+
+    def _entries_since(self, since: float) -> list[tuple[StepLog, _Entry]]:
+        return [
             (steps, entry)
             for steps, entry in list(self._entries.items())
-            if entry.ended_at is None or now - entry.ended_at <= last_s
+            if entry.ended_at is None or entry.ended_at >= since
         ]
-        return [_timeline(steps, entry, now) for steps, entry in entries[-most if most else 0 :]]
+
+    def _models_since(self, since: float, now: float) -> tuple[ModelTimeline, ...]:
+        with self._lock:
+            kept = [
+                replace(change, stages=list(change.stages))
+                for change in self._changes
+                if change.ended_at is None or change.ended_at >= since
+            ]
+        return tuple([_model_timeline(change, now) for change in kept])
 
 
 def _timeline(log: StepLog, entry: _Entry, now: float) -> RequestTimeline:
@@ -81,3 +188,54 @@ def _timeline(log: StepLog, entry: _Entry, now: float) -> RequestTimeline:
         decode_s=decode_s,
         steps=steps,
     )
+
+
+def _model_timeline(change: _Change, now: float) -> ModelTimeline:
+    end = now if change.ended_at is None else change.ended_at
+    # The first stage may be recorded a little after the beginning.
+    limits = [change.began_at, *(start for _, start in change.stages[1:]), end]
+    return ModelTimeline(
+        kind=change.kind,
+        model=change.model,
+        at=change.at,
+        outcome=change.outcome,
+        message=change.message,
+        total_s=end - change.began_at,
+        stages=tuple(
+            ModelStage(name, start - change.began_at, following - start)
+            for (name, _), (start, following) in zip(change.stages, pairwise(limits), strict=False)
+        ),
+    )
+
+
+def timeline_routes(timelines: TimelineLog) -> APIRouter:
+    """Return the router of ``/admin/timeline``."""
+    router = APIRouter(prefix="/admin", tags=["admin"])
+
+    @router.get("/timeline", response_model=TimelinePage, responses=failures(InvalidRequestError))
+    async def timeline(
+        request: Request,
+        last_s: Annotated[float, Query(ge=0, allow_inf_nan=False)] = 60.0,
+        limit: Annotated[int, Query(ge=1, le=PAGE_REQUESTS)] = PAGE_REQUESTS,
+        before: Annotated[int | None, Query(ge=1)] = None,
+    ) -> Response:
+        """Return what the engines did for the requests of all clients that ran in the last seconds, the newest first,
+        and on the first page the loads and unloads. If a page has `before`, send it with the next request.
+        """
+        hide = None if is_local(request.scope) else request.app.state.without_paths
+        content = await asyncio.to_thread(_content, timelines, last_s, limit, before, hide)
+        return Response(content, media_type="application/json")
+
+    return router
+
+
+def _content(
+    timelines: TimelineLog, last_s: float, limit: int, before: int | None, hide: Callable[[str], str] | None
+) -> str:
+    page = timelines.page(last_s, limit=limit, before=before)
+    if hide is not None:
+        for request in page.requests:
+            request.model = public_id(request.model, local=False)
+        for change in page.models:
+            change.model, change.message = public_id(change.model, local=False), hide(change.message)
+    return page.model_dump_json()

@@ -1,4 +1,4 @@
-"""Define what an engine did for a request and when, as steps, and the spans of time that they form.
+"""Define what an engine did for a request and when, as steps, and the spans of time that they and loads form.
 
 Points in time are seconds of ``time.perf_counter`` while a request runs, and seconds since its arrival afterwards.
 """
@@ -11,18 +11,20 @@ from dataclasses import dataclass
 from statistics import median
 from typing import Literal, NamedTuple
 
+from lmx_lab.values.models import LoadStage
+
 StepKind = Literal["queued", "prefill", "decode", "paused"]
 """``queued``: waited for a slot. ``prefill``: a chunk of the prompt was computed, or scored. ``decode``: tokens of the
 answer were generated. ``paused``: the slot was taken for another client."""
 KINDS: tuple[StepKind, ...] = ("queued", "prefill", "decode", "paused")
 MAX_STEPS = 2048
 """Maximum number of steps that are kept of a request. When there are more, neighbouring steps are merged in pairs."""
-FIELDS = 6
+FIELDS = 7
 SLOW = 3.0
 """Duration of a slow decode step, as a multiple of the median."""
 MIN_SLOW_S = 0.02
 """Shorter decode steps are not slow."""
-SegmentKind = Literal["queued", "prefill", "decode", "paused", "slow"]
+SegmentKind = Literal["queued", "prefill", "decode", "paused", "slow", "load", "unload"]
 
 
 class EngineStep(NamedTuple):
@@ -39,6 +41,8 @@ class EngineStep(NamedTuple):
     report it."""
     requests: int = 0
     """Number of requests that had a slot."""
+    kv_bytes: int = 0
+    """Estimated size of the key-value caches of all requests that had a slot; 0 if the engine has none."""
 
     @property
     def end_s(self) -> float:
@@ -57,14 +61,24 @@ class StepLog:
         self._values = array("d")
         """``FIELDS`` numbers for each step, because objects would take several times the memory."""
 
-    def add(self, kind: StepKind, start: float, end: float, *, tokens: int, step: int = 0, requests: int = 0) -> None:
+    def add(
+        self,
+        kind: StepKind,
+        start: float,
+        end: float,
+        *,
+        tokens: int,
+        step: int = 0,
+        requests: int = 0,
+        kv_bytes: int = 0,
+    ) -> None:
         """Record a step. Several tokens of one step of the engine are one step here."""
         values, code = self._values, KINDS.index(kind)
-        if step and values and values[-2] == step and values[-FIELDS] == code:
-            values[-3] += tokens
-            values[-4] = end
+        if step and values and values[-3] == step and values[-FIELDS] == code:
+            values[-4] += tokens
+            values[-5] = end
             return
-        values.extend((code, start, end, tokens, step, requests))
+        values.extend((code, start, end, tokens, step, requests, kv_bytes))
         if len(values) >= MAX_STEPS * FIELDS:
             self._values = _merge_pairs(values)
 
@@ -76,14 +90,14 @@ class StepLog:
     @property
     def last_end(self) -> float:
         """The end of the last step, or the arrival of the request."""
-        return self._values[-4] if self._values else self.arrived_at
+        return self._values[-5] if self._values else self.arrived_at
 
     def steps(self) -> tuple[EngineStep, ...]:
         """Return the steps so far."""
         values, arrived_at = self._values[:], self.arrived_at
         return tuple(
-            EngineStep(KINDS[int(code)], start - arrived_at, end - start, int(tokens), int(step), int(requests))
-            for code, start, end, tokens, step, requests in _rows(values)
+            EngineStep(KINDS[int(code)], start - arrived_at, end - start, *map(int, counts))
+            for code, start, end, *counts in _rows(values)
         )
 
 
@@ -97,7 +111,8 @@ def _merge_pairs(values: array[float]) -> array[float]:
     merged, last = array("d"), None
     for row in _rows(values):
         if last is not None and last[0] == row[0]:
-            merged.extend((last[0], last[1], row[2], last[3] + row[3], last[4], max(last[5], row[5])))
+            most = (max(last[5], row[5]), max(last[6], row[6]))
+            merged.extend((last[0], last[1], row[2], last[3] + row[3], last[4], *most))
             last = None
             continue
         if last is not None:
@@ -108,20 +123,38 @@ def _merge_pairs(values: array[float]) -> array[float]:
     return merged
 
 
+def encode_steps(steps: Sequence[EngineStep]) -> list[list[int]]:
+    """Return steps as columns, with times in microseconds, which take a third of the space of rows with names."""
+    rows = [
+        (KINDS.index(step.kind), round(step.start_s * 1e6), round(step.duration_s * 1e6), *step[3:]) for step in steps
+    ]
+    return list(map(list, zip(*rows, strict=True)))
+
+
+def decode_steps(columns: Sequence[Sequence[int]]) -> tuple[EngineStep, ...]:
+    """Return the steps that ``encode_steps`` of this or an earlier version has encoded."""
+    return tuple(
+        EngineStep(KINDS[kind], start / 1e6, duration / 1e6, *counts)
+        for kind, start, duration, *counts in zip(*columns, strict=True)
+    )
+
+
 class Span(NamedTuple):
-    """A part of the time of a request. Spans of a higher depth are within one of the next lower depth."""
+    """A part of the time of a request or load. Spans of a higher depth are within one of the next lower depth."""
 
     name: str
-    """``request``, or a ``StepKind``."""
+    """``request``, a ``StepKind``, ``load``, ``unload``, or a ``LoadStage``."""
     depth: int
-    """0 for the whole request; 1 for its phases ``queued``, ``prefill`` and ``decode``, which have no gaps between
-    them; 2 for steps."""
+    """0 for the whole request, load or unload; 1 for the phases ``queued``, ``prefill`` and ``decode`` of a request,
+    and for the stages of a load, which have no gaps between them; 2 for steps."""
     start_s: float
-    """Seconds since the arrival of the request."""
+    """Seconds since the arrival of the request, or the beginning of the load."""
     duration_s: float
     tokens: int = 0
     step: int = 0
     requests: int = 0
+    kv_bytes: int = 0
+    """Size of the key-value caches of all requests that had a slot: of a step, or the largest one of a request."""
 
 
 class Segment(NamedTuple):
@@ -167,6 +200,11 @@ class RequestTimeline:
         """Time from the arrival to the end."""
         return self.queue_s + self.prefill_s + self.decode_s
 
+    @property
+    def kv_bytes(self) -> int:
+        """Largest size of the key-value caches of all requests that had a slot at the same time."""
+        return max((step.kv_bytes for step in self.steps), default=0)
+
     def spans(self) -> list[Span]:
         """Return the request, its phases and its steps as nested spans, in order of their start."""
         decode_at = self.queue_s + self.prefill_s
@@ -175,11 +213,13 @@ class RequestTimeline:
             "prefill": (self.queue_s, decode_at, self.prompt_tokens - self.cached_tokens),
             "decode": (decode_at, self.total_s, self.output_tokens),
         }
-        spans = [Span("request", 0, 0.0, self.total_s, self.prompt_tokens + self.output_tokens)]
+        tokens, kv_bytes = self.prompt_tokens + self.output_tokens, self.kv_bytes
+        spans = [Span("request", 0, 0.0, self.total_s, tokens, kv_bytes=kv_bytes)]
         for name, (start, end, tokens) in phases.items():
             if end > start:
-                spans.append(Span(name, 1, start, end - start, tokens))
                 inside = [step for step in self.steps if _phase(step, decode_at) == name]
+                kv_bytes = max((step.kv_bytes for step in inside), default=0)
+                spans.append(Span(name, 1, start, end - start, tokens, kv_bytes=kv_bytes))
                 spans += _clipped(inside, start, end)
         return spans
 
@@ -222,7 +262,48 @@ def _clipped(steps: Sequence[EngineStep], start: float, end: float) -> Iterator[
     for step in steps:
         first, last = (min(max(before, at), end) for at in (step.start_s, step.end_s))
         before = max(first, last)
-        yield Span(step.kind, 2, first, before - first, step.tokens, step.step, step.requests)
+        yield Span(step.kind, 2, first, before - first, *step[3:])
+
+
+class ModelStage(NamedTuple):
+    """A part of a load or unload."""
+
+    name: LoadStage
+    start_s: float
+    """Seconds since the beginning of the load or unload."""
+    duration_s: float
+
+
+@dataclass(frozen=True, kw_only=True)
+class ModelTimeline:
+    """The stages of a load or unload of a model, until its end or until now."""
+
+    kind: Literal["load", "unload"]
+    model: str
+    at: float
+    """Unix time of the beginning."""
+    outcome: Literal["running", "loaded", "unloaded", "failed"]
+    message: str = ""
+    """Why a load failed, or why a model was unloaded without a request to do so."""
+    total_s: float
+    stages: tuple[ModelStage, ...] = ()
+    """Consecutive stages without gaps."""
+
+    def spans(self) -> list[Span]:
+        """Return the load or unload and its stages as nested spans, in order of their start."""
+        return [Span(self.kind, 0, 0.0, self.total_s), *(Span(stage.name, 1, *stage[1:]) for stage in self.stages)]
+
+    def segments(self) -> list[Segment]:
+        """Return the load or unload as one part."""
+        return [Segment(self.kind, 0.0, self.total_s)]
+
+
+@dataclass(frozen=True, kw_only=True)
+class ServerTimeline:
+    """What a server did in a period of time, the oldest first."""
+
+    requests: tuple[RequestTimeline, ...] = ()
+    models: tuple[ModelTimeline, ...] = ()
 
 
 def phase_durations(

@@ -186,6 +186,8 @@ class Ready(BaseModel):
     """Set while the unload of the model waits for its running answers to end; new requests are refused or wait."""
     recorded: bool | None = None
     """True if the requests of all clients are recorded; absent otherwise."""
+    swap: bool | None = None
+    """True if a request for another model on disk loads that model; absent otherwise."""
 
 
 class NotReady(Ready):

@@ -56,8 +56,11 @@ class TokenizeRequest(LenientModel):
 
     @model_validator(mode="after")
     def _check_text(self) -> Self:
-        if sum(each is not None for each in (self.content, self.prompt, self.messages)) != 1:
-            raise ValueError("needs exactly one of content, prompt and messages")
+        given = [name for name in ("content", "prompt", "messages") if getattr(self, name) is not None]
+        if not given:
+            raise ValueError("the request has neither content nor prompt nor messages; send one of them")
+        if len(given) > 1:
+            raise ValueError(f"the request has {' and '.join(given)}; send only one of them")
         return self
 
     @property

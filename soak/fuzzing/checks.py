@@ -11,7 +11,9 @@ from soak.fuzzing.exchange import Outcome
 from soak.fuzzing.frames import SocketCase
 from soak.fuzzing.requests import Case
 
-ENVELOPE = {"code", "message", "type", "param", "retryable", "request_id"}
+ENVELOPE = frozenset({"code", "message", "type", "param", "retryable", "request_id"})
+MESSAGES_ENVELOPE = frozenset({"code", "message", "type", "request_id"})
+"""Fields of an error of the Messages format, in which the id is beside the error."""
 ERROR_BYTES = 16_384
 """Largest error body; an error must not repeat the whole request."""
 NOT_HTTP = b"Invalid HTTP request received."
@@ -77,14 +79,16 @@ def _error_problems(status: int, body: bytes, refusals: frozenset[tuple[int, str
         return
     if status >= 500 and (status, code) not in refusals:
         yield f"status {status}, {code}: {message[:300]}"
-    if not is_flat:
+    if document.get("type") == "error":
+        yield from _envelope_problems({**error, "request_id": document.get("request_id")}, MESSAGES_ENVELOPE)
+    elif not is_flat:
         yield from _envelope_problems(error)
     if len(body) > ERROR_BYTES:
         yield f"an error has {len(body)} bytes"
 
 
-def _envelope_problems(error: dict[str, Any]) -> Iterator[str]:
-    if set(error) - {"reason"} != ENVELOPE:
+def _envelope_problems(error: dict[str, Any], envelope: frozenset[str] = ENVELOPE) -> Iterator[str]:
+    if set(error) - {"reason"} != envelope:
         yield f"an error has the fields {sorted(error)}"
     elif not isinstance(error["code"], str) or not isinstance(error["message"], str) or not error["message"]:
         yield f"an error has no code or message: {error}"

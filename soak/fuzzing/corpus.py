@@ -142,6 +142,51 @@ RESPONSES_BODIES: tuple[dict[str, Any], ...] = (
     {"model": MODEL, "input": "hi", "max_output_tokens": 4, "background": True},
     {"model": MODEL, "input": "hi", "previous_response_id": "resp_1", "parallel_tool_calls": False},
 )
+MESSAGES_TOOLS = [
+    {"name": "look", "description": "Look somewhere.", "input_schema": SCHEMA},
+    {"type": "web_search_20250305", "name": "web_search"},
+]
+MESSAGES_HISTORY = [
+    {"role": "user", "content": [{"type": "text", "text": "Look!", "cache_control": {"type": "ephemeral"}}]},
+    {
+        "role": "assistant",
+        "content": [
+            {"type": "thinking", "thinking": "hm", "signature": ""},
+            {"type": "text", "text": "I look."},
+            {"type": "tool_use", "id": "c", "name": "look", "input": {"name": "sea"}},
+        ],
+    },
+    {
+        "role": "user",
+        "content": [
+            {"type": "tool_result", "tool_use_id": "c", "content": [{"type": "text", "text": "seen"}]},
+            {"type": "document", "source": {"type": "text", "data": "a text"}},
+        ],
+    },
+]
+MESSAGES_BODIES: tuple[dict[str, Any], ...] = (
+    {"model": MODEL, "messages": HELLO, "max_tokens": 4, "system": "Be brief.", "stop_sequences": ["x"], "top_k": 3},
+    {
+        "model": MODEL,
+        "messages": MESSAGES_HISTORY,
+        "max_tokens": 4,
+        "system": [{"type": "text", "text": "x-anthropic-billing-header: a"}, {"type": "text", "text": "Be brief."}],
+        "tools": MESSAGES_TOOLS,
+        "stream": True,
+    },
+    {
+        "model": MODEL,
+        "messages": HELLO,
+        "max_tokens": 8,
+        "tools": MESSAGES_TOOLS,
+        "tool_choice": {"type": "tool", "name": "look", "disable_parallel_tool_use": True},
+    },
+    {"messages": HELLO, "max_tokens": 4, "thinking": {"type": "disabled"}, "temperature": 0, "metadata": {"a": "b"}},
+)
+COUNT_BODIES: tuple[dict[str, Any], ...] = (
+    {"model": MODEL, "messages": MESSAGES_HISTORY, "tools": MESSAGES_TOOLS},
+    {"messages": HELLO, "system": "Be brief."},
+)
 EMBEDDING_BODIES: tuple[dict[str, Any], ...] = (
     {"model": "default", "input": "a cat"},
     {"model": "tiny-embedder", "input": ["the cat sits", "a dog"], "encoding_format": "base64", "dimensions": 8},
@@ -178,9 +223,15 @@ RESPONSES = (
     ValidRequest(method="POST", path="/v1/responses/resp_1/cancel"),
     ValidRequest(method="DELETE", path="/v1/responses/resp_1"),
 )
+MESSAGES = (
+    *(ValidRequest(method="POST", path="/v1/messages", body=body) for body in MESSAGES_BODIES),
+    *(ValidRequest(method="POST", path="/v1/messages/count_tokens", body=body) for body in COUNT_BODIES),
+)
 EMBEDDINGS = tuple(ValidRequest(method="POST", path="/v1/embeddings", body=body) for body in EMBEDDING_BODIES)
 RERANK = tuple(
-    ValidRequest(method="POST", path=path, body=body) for path in ("/v1/rerank", "/rerank") for body in RERANK_BODIES
+    ValidRequest(method="POST", path=path, body=body)
+    for path in ("/v1/rerank", "/v2/rerank", "/rerank")
+    for body in RERANK_BODIES
 )
 LOAD, UNLOAD = "/admin/models/load", "/admin/models/unload"
 ADMIN = (
@@ -194,7 +245,10 @@ ADMIN = (
     ValidRequest(method="POST", path=UNLOAD),
     *(
         ValidRequest(method="GET", path=path)
-        for path in ("/admin/models", "/v1/models", "/v1/models/tiny", "/metrics", "/readyz")
+        for path in (
+            *("/admin/models", "/v1/models", "/v1/models/tiny", "/metrics", "/readyz"),
+            "/admin/timeline?last_s=9.5&limit=3&before=7",
+        )
     ),
 )
 

@@ -53,9 +53,10 @@ def families(model: str = corpus.MODEL) -> tuple[Family, ...]:
     """Return the families whose requests name a model."""
     named = partial(corpus.requests_naming, model)
     return (
-        _http("chat", 3600, named(corpus.CHAT)),
+        _http("chat", 2600, named(corpus.CHAT)),
         _http("completions", 2000, named(corpus.COMPLETIONS)),
         _http("responses", 1000, named(corpus.RESPONSES)),
+        _http("messages", 1000, named(corpus.MESSAGES)),
         # A request without a prompt loads or unloads the model.
         _http("ollama", 800, named(corpus.OLLAMA), BUSY),
         _http("tokens", 200, named(corpus.TOKENS)),

@@ -36,8 +36,8 @@ TOKENIZER_S = 7.0
 GRAMMAR_S = 10.0 + 2.0
 """A grammar waits up to 10 s for others, and its own time limit is 2 s."""
 UNREAD_S = 45.0
-"""Time for which a client reads nothing: the time limit of a slow client (10 s) plus the time to fill the buffers. While
-the other client sends one chat after the other, its answers are paused, so the buffers may not be full by then."""
+"""Time for which a client reads nothing: the time limit of a slow client (10 s) plus the time to fill the buffers.
+While the other client sends one chat after the other, its answers are paused, so the buffers may not be full then."""
 UNREAD_TOKENS = 8000
 AMBIGUOUS = 'start: s\ns: s s | s s s | /[a-z]+/ | " "'
 

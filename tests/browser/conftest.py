@@ -110,6 +110,20 @@ def _no_foreign_request_and_no_error(tabs: list[Tab], another_tab: object) -> It
     assert not complaints, "\n".join(complaints)
 
 
+@pytest.fixture(scope="module")
+def one_panel(request: pytest.FixtureRequest, tab: Tab, jupyterlab: JupyterLab) -> Iterator[Tab]:
+    """A notebook with an echo lab and the panel that the module's constant ``PANEL`` names."""
+    notebook = f"{request.module.PANEL}.ipynb"
+    launch = "import lmx_lab\nlab = lmx_lab.launch('echo', port=0, loop='thread')"
+    jupyterlab.write(notebook, [launch, f"lab.panel({request.module.PANEL!r})"])
+    tab.open(notebook)
+    tab.run(0)
+    tab.run(1)
+    yield tab
+    tab.open(notebook)
+    tab.close_notebook()
+
+
 @pytest.fixture(scope="package")
 def _panels(tab: Tab, jupyterlab: JupyterLab) -> None:
     jupyterlab.write("panels.ipynb", [LAUNCH.format(loop="thread"), "lab.panel()", SLEEP])

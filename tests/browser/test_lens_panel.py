@@ -2,16 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-
 import pytest
 from playwright.sync_api import expect
 
 from tests.browser.axe import serious_violations
-from tests.browser.jupyterlab import JupyterLab, Tab
+from tests.browser.jupyterlab import Tab
 from tests.browser.test_themes import CONTRASTS, MIN_CONTRAST
 
-NOTEBOOK = "lens.ipynb"
+PANEL = "lens"
+"""The panel that ``one_panel`` shows."""
 SHORT = "lab.chat('<think>mm</think>hello wide sea', temperature=0, logprobs=3)"
 LONG = "lab.chat('hello wide sea ', temperature=0, ignore_eos=True, max_tokens=4000, logprobs=3)"
 # Scrolls by a part of the height in each of 60 frames, and returns the median time between two frames in milliseconds.
@@ -27,23 +26,10 @@ SMOOTH_MS = 200
 """It is generous, because other tests may use the processors."""
 
 
-@pytest.fixture(scope="module")
-def lens(tab: Tab, jupyterlab: JupyterLab) -> Iterator[Tab]:
-    """A notebook with the lens panel of an echo lab."""
-    launch = "import lmx_lab\nlab = lmx_lab.launch('echo', port=0, loop='thread')"
-    jupyterlab.write(NOTEBOOK, [launch, "lab.panel('lens')"])
-    tab.open(NOTEBOOK)
-    tab.run(0)
-    tab.run(1)
-    yield tab
-    tab.open(NOTEBOOK)
-    tab.close_notebook()
-
-
-def test_tokens_alternatives_and_branches_are_used_by_keyboard(lens: Tab) -> None:
-    panel, page = lens.panel("Lens"), lens.page
+def test_tokens_alternatives_and_branches_are_used_by_keyboard(one_panel: Tab) -> None:
+    panel, page = one_panel.panel("Lens"), one_panel.page
     expect(panel.get_by_text("No answer yet")).to_be_visible()
-    lens.kernel(SHORT)
+    one_panel.kernel(SHORT)
     tokens = panel.get_by_role("listbox", name="tokens")
     expect(tokens).to_contain_text("hello·wide·sea")
     assert panel.locator(".reasoning").count() >= 3
@@ -73,39 +59,39 @@ def test_tokens_alternatives_and_branches_are_used_by_keyboard(lens: Tab) -> Non
 
 
 @pytest.mark.parametrize("theme", ["dark", "light"])
-def test_the_panel_is_accessible_and_readable_in_both_themes_and_in_400_pixels(lens: Tab, theme: str) -> None:
-    panel = lens.panel("Lens")
-    lens.kernel(SHORT)
+def test_the_panel_is_accessible_and_readable_in_both_themes_and_in_400_pixels(one_panel: Tab, theme: str) -> None:
+    panel = one_panel.panel("Lens")
+    one_panel.kernel(SHORT)
     tokens = panel.get_by_role("listbox", name="tokens")
     expect(tokens).to_contain_text("hello·wide·sea")
-    lens.theme(theme)
+    one_panel.theme(theme)
     try:
         tokens.focus()
-        lens.page.keyboard.press("Home")
-        violations = serious_violations(lens.page, ".jp-Notebook:not(.lm-mod-hidden) .lmx")
+        one_panel.page.keyboard.press("Home")
+        violations = serious_violations(one_panel.page, ".jp-Notebook:not(.lm-mod-hidden) .lmx")
         contrasts = panel.first.evaluate(CONTRASTS)
         overflow = panel.first.evaluate(
             "(node) => { node.style.width = '400px'; const over = node.scrollWidth - node.clientWidth;"
             " node.style.width = ''; return over; }"
         )
     finally:
-        lens.theme("light")
+        one_panel.theme("light")
     assert violations == []
     assert len(contrasts) > 15
     assert {text: contrast for text, contrast in contrasts if contrast < MIN_CONTRAST} == {}
     assert overflow <= 0
 
 
-def test_4000_tokens_scroll_smoothly_and_are_in_the_saved_notebook(lens: Tab) -> None:
-    panel = lens.panel("Lens")
-    lens.kernel(LONG)
+def test_4000_tokens_scroll_smoothly_and_are_in_the_saved_notebook(one_panel: Tab) -> None:
+    panel = one_panel.panel("Lens")
+    one_panel.kernel(LONG)
     tokens = panel.get_by_role("listbox", name="tokens")
     expect(tokens.locator("span")).to_have_count(4000)
     assert tokens.evaluate(SCROLL) < SMOOTH_MS
     panel.get_by_label("Colour").select_option("rank")
     expect(panel.locator(".legend")).to_contain_text("≤ 20")
     tokens.focus()
-    lens.page.keyboard.press("End")
+    one_panel.page.keyboard.press("End")
     expect(panel.locator(".detail")).to_contain_text("token 3999")
-    page = lens.kernel("print(lab.panel('lens').snapshot_html().count('<span'))")
+    page = one_panel.kernel("print(lab.panel('lens').snapshot_html().count('<span'))")
     assert page is None or "40" in str(page)

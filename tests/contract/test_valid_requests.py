@@ -38,6 +38,7 @@ def _loaded(lab: Lab) -> None:
         ("GET", "/v1/models", None),
         ("GET", "/admin/models", None),
         ("GET", "/admin/events", None),
+        ("GET", "/admin/timeline", None),
         ("POST", "/v1/chat/completions", CHAT),
         ("POST", "/v1/chat/completions", {**CHAT, "n": 2, "logprobs": True, "top_logprobs": 2}),
         ("POST", "/v1/chat/completions", {**CHAT, "stream": True, "stream_options": {"include_usage": True}}),
@@ -81,6 +82,18 @@ def test_responses_of_the_inference_server_match_the_document(
     server: OpenApiContract, method: str, path: str, body: Any
 ) -> None:
     assert server.request(method, path, body=body).status_code == 200
+
+
+@pytest.mark.parametrize(
+    ("body", "message"),
+    [
+        ({"content": "a", "prompt": "b", "messages": HELLO}, "has content and prompt and messages; send only one"),
+        ({}, "has neither content nor prompt nor messages; send one of them"),
+    ],
+)
+def test_tokenize_accepts_one_input(server: OpenApiContract, body: Any, message: str) -> None:
+    answer = server.request("POST", "/tokenize", body=body)
+    assert (answer.status_code, message in answer.json()["error"]["message"]) == (400, True)
 
 
 def test_the_response_for_one_model_matches_the_document(server: OpenApiContract) -> None:

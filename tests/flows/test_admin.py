@@ -80,7 +80,7 @@ def test_a_model_that_waits_for_answers_is_unloading_and_a_second_request_stops_
             # The model is loaded until it is unloaded, but accepts nothing.
             ready = fresh_http.get("/readyz")
             assert (ready.status_code, ready.json()["unloading"]["answers_left"]) == (200, 1)
-            assert "echo is unloading, 1 answer left (" in fresh_http.get("/").text
+            assert "echo is unloading, 1 answer left (" in fresh_http.get("/about").text
             refused = fresh_http.post(CHAT, json=echo_body())
             assert (refused.status_code, code(refused)) == (503, "no-model-loaded")
             busy = load(fresh_http, "other")

@@ -174,6 +174,7 @@ IMAGE = {"type": "image", "source": {"type": "base64", "media_type": "image/png"
         ),
         ({"model": "claude-x"}, 404, "not_found_error", "claude-x"),
         ({"temperature": "1"}, 400, "invalid_request_error", "temperature"),
+        ({"stop_sequences": ["x" * 2000]}, 400, "invalid_request_error", "stop_sequences"),
     ],
 )
 def test_errors_have_the_form_of_the_format(

@@ -232,7 +232,7 @@ def test_durations_have_many_forms(given: Any, seconds: float) -> None:
             (400, "invalid-request"),
             "arguments: is not JSON",
         ),
-        (GENERATE, {"prompt": "a", "format": {"title": "x" * 300_000}}, (400, "invalid-request"), "json_schema"),
+        (GENERATE, {"prompt": "a", "format": {"title": "x" * 300_000}}, (400, "invalid-request"), "format: has"),
         (CHAT, chat(messages=user("a " * 40_000)), (400, "context-length-exceeded"), "tokens"),
         (CHAT, chat(model="other:latest"), (503, "no-model-loaded"), "other is not loaded"),
         (CHAT, chat(model="none:7b"), (404, "model-not-found"), "none:7b"),
@@ -317,7 +317,9 @@ def test_a_request_without_a_prompt_loads_or_unloads_the_model(fresh_lab: Lab, f
     loaded = fresh_http.post(CHAT, json={"model": "echo", "messages": []}).json()
     assert (loaded["done_reason"], loaded["message"]) == ("load", {"role": "assistant", "content": ""})
     assert fresh_lab.engine.snapshot.model == "echo"
-    assert fresh_http.post(CHAT, json={"model": "none"}).status_code == 404
+    for given in ({"model": "none"}, {"model": "none", "keep_alive": 0}):
+        missing = fresh_http.post(CHAT, json=given)
+        assert (missing.status_code, missing.json()["code"]) == (404, "model-not-found")
 
 
 def test_a_pull_of_a_model_that_is_here_ends_at_once(http: httpx2.Client) -> None:

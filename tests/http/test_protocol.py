@@ -16,6 +16,7 @@ from typing import Any
 
 import httpx2
 import pytest
+from fastapi import FastAPI
 from websockets.asyncio.client import connect
 from websockets.exceptions import ConnectionClosed, InvalidStatus
 from websockets.frames import CloseCode, Frame, Opcode
@@ -23,7 +24,7 @@ from websockets.frames import CloseCode, Frame, Opcode
 from lmx_lab.client.errors import parse_error
 from lmx_lab.errors import InvalidRequestError, QueueFullError
 from lmx_lab.http import protocol, socket_options
-from lmx_lab.http.error_bodies import status_for
+from lmx_lab.http.error_bodies import on_bug, status_for
 from lmx_lab.http.protocol import WebSocketProtocol
 from lmx_lab.http.uvicorn_server import RunningServer, bind, serve
 from lmx_lab.wire.errors import ErrorBody
@@ -667,6 +668,22 @@ async def main():
 logging.basicConfig()
 asyncio.run(main())
 """
+
+
+async def test_the_response_to_an_internal_error_says_that_the_connection_is_closed() -> None:
+    api = FastAPI()
+    api.add_exception_handler(Exception, on_bug)
+
+    @api.get("/read")
+    async def fail() -> None:
+        raise ZeroDivisionError
+
+    async with running(api) as host, connect_raw(host) as client:
+        client.send(GET)
+        head, _, body = (await client.read_to_end()).partition(b"\r\n\r\n")
+    assert head.startswith(b"HTTP/1.1 500 ")
+    assert b"connection: close" in head.lower().splitlines()
+    assert b"internal-error" in body
 
 
 @pytest.mark.slow

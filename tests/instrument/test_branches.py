@@ -119,7 +119,9 @@ def test_a_record_of_another_model_has_a_lens_and_says_which_weights_a_branch_ne
             request.lens()
 
 
-def test_a_tree_is_walked_renamed_pruned_compared_and_exported(lab: lmx_lab.Lab, tmp_path: Path) -> None:
+def test_a_tree_is_walked_renamed_pruned_compared_and_exported(
+    lab: lmx_lab.Lab, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     reply = lab.chat("hello wide sea", temperature=0, logprobs=3)
     tree = reply.tree()
     first = reply.branch(2, " sh", name="shore")
@@ -133,6 +135,10 @@ def test_a_tree_is_walked_renamed_pruned_compared_and_exported(lab: lmx_lab.Lab,
         third.name = "shore"
     with pytest.raises(InvalidRequestError, match="already a branch"):
         reply.branch(0, "Z", name="deep")
+    with pytest.raises(InvalidRequestError, match="201 characters; the limit is 200"):
+        third.name = 201 * "n"
+    with pytest.raises(InvalidRequestError, match="control characters"):
+        reply.branch(0, "Z", name="two\nlines")
     with pytest.raises(KeyError, match="the branches are answer, shore"):
         tree["missing"]
     assert "shore at 2, ' sh'" in repr(tree)
@@ -149,6 +155,15 @@ def test_a_tree_is_walked_renamed_pruned_compared_and_exported(lab: lmx_lab.Lab,
     document = json.loads(tree.save(tmp_path / "tree.json").read_text(encoding="utf-8"))
     assert document["prompt"] == list(reply.prompt_ids)
     assert [each["ids"] for each in document["branches"]] == [list(branch.ids) for branch in tree]
+    for saver in (tree, tree.root.lens()):
+        with pytest.raises(InvalidRequestError, match=f"no folder '{tmp_path}/missing'; create it first"):
+            saver.save(tmp_path / "missing" / "file")
+    with pytest.raises(InvalidRequestError, match="cannot be written: Is a directory; use another path"):
+        tree.save(tmp_path)
+    monkeypatch.setattr("lmx_lab.instrument.tree.MAX_ANSWERS", 4)
+    for add in (lambda: reply.branch(0, "Z"), lambda: tree.add(tree.root, 0, "Z", answer=second.answer)):
+        with pytest.raises(InvalidRequestError, match="the tree has 4 answers, which is the limit; remove some"):
+            add()
     tree.prune("shore")
     assert [branch.name for branch in tree] == ["answer", "branch 2"]
     with pytest.raises(InvalidRequestError, match="first answer"):
@@ -169,6 +184,11 @@ def test_the_most_probable_beginnings_are_expanded_together(lab: lmx_lab.Lab) ->
     for arguments in ({"width": 0}, {"width": 9, "depth": 2}, {"depth": 1.5}, {"max_tokens": 1}):
         with pytest.raises(InvalidRequestError, match=next(iter(arguments))[:5]):
             lab.explore("hello", **arguments)  # type: ignore[arg-type]
+    with pytest.raises(
+        InvalidRequestError, match=r"explore takes the most probable tokens, and cannot continue after .* at position 0"
+    ) as refused:
+        lab.explore("hello", width=2, depth=1, response_format={"type": "regex", "regex": "hello"})
+    assert refused.value.message.endswith("leave out response_format, so that all tokens are allowed")
 
 
 def test_branches_are_taken_on_a_running_loop(lab: lmx_lab.Lab) -> None:

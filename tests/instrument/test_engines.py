@@ -81,6 +81,9 @@ def test_the_steps_of_a_request_add_up_to_its_report(lab: lmx_lab.Lab) -> None:
             expected = report.prompt_tokens - report.cached_tokens if name == "prefill" else report.output_tokens
             assert sum(span.tokens for span in inside) == expected
         assert max(span.requests for span in spans) <= 2
+        sizes = [step.kv_bytes for step in one.steps if step.kind in ("prefill", "decode")]
+        assert min(sizes) > 0
+        assert one.kv_bytes == max(sizes)
     assert "for a slot; meanwhile" in lab.timeline().explain()
 
 

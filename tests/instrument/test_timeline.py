@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import json
 from collections.abc import Iterator
 from dataclasses import replace
@@ -11,13 +12,25 @@ from typing import Any
 
 import jsonschema
 import pytest
+from pydantic import ValidationError
 
 import lmx_lab
 from lmx_lab.errors import InvalidRequestError
 from lmx_lab.instrument import Timeline, load_requests
-from lmx_lab.server.timelines import KEPT_REQUESTS, TimelineLog
+from lmx_lab.server.timelines import KEPT_LOADS, KEPT_REQUESTS, TimelineLog
 from lmx_lab.settings import Settings
-from lmx_lab.values.timeline import KINDS, MAX_STEPS, EngineStep, RequestTimeline, Span, StepLog
+from lmx_lab.values.models import LoadProgress, LoadStage
+from lmx_lab.values.timeline import (
+    KINDS,
+    MAX_STEPS,
+    EngineStep,
+    ModelStage,
+    ModelTimeline,
+    RequestTimeline,
+    Span,
+    StepLog,
+)
+from lmx_lab.wire.timeline import TimelinePage
 
 # The events that Perfetto reads, after "Trace Event Format": complete events, counters, instants and names.
 SCHEMA = {
@@ -74,8 +87,8 @@ QUIET = RequestTimeline(
     decode_s=2.0,
     steps=(
         EngineStep("queued", 0.0, 1.0),
-        EngineStep("prefill", 1.0, 0.5, 4, 7, 2),
-        EngineStep("decode", 1.5, 0.1, 1, 8, 2),
+        EngineStep("prefill", 1.0, 0.5, 4, 7, 2, 1000),
+        EngineStep("decode", 1.5, 0.1, 1, 8, 2, 3000),
         EngineStep("decode", 1.6, 0.1, 1, 9, 2),
         EngineStep("paused", 1.7, 0.2),
         EngineStep("prefill", 1.9, 0.1, 6, 10, 2),
@@ -84,6 +97,14 @@ QUIET = RequestTimeline(
     ),
 )
 """A request that waited, was paused, and with a slow step; the last step ends after the request."""
+LOADING = ModelTimeline(
+    kind="load",
+    model="m",
+    at=90.0,
+    outcome="loaded",
+    total_s=5.0,
+    stages=(ModelStage("download", 0.0, 2.0), ModelStage("load", 2.0, 3.0)),
+)
 
 
 @pytest.fixture(scope="module")
@@ -125,19 +146,27 @@ def test_the_spans_nest_and_add_up_to_the_measured_time(lab: lmx_lab.Lab) -> Non
         assert (one.outcome, one.stop_string) == ("stop", True)
         assert [segment.kind for segment in one.segments()][:2] == ["queued", "prefill"]
     check_nesting(QUIET.spans(), 3.5)
+    check_nesting(LOADING.spans(), 5.0)
+    assert [span.kv_bytes for span in QUIET.spans() if span.depth < 2] == [3000, 0, 1000, 3000]
 
 
 def test_a_timeline_has_a_frame_bars_and_a_file_for_perfetto(lab: lmx_lab.Lab, tmp_path: Path) -> None:
     lab.chat("one two three")
-    timeline = lab.timeline()
+    timeline = lab.timeline(3600)
     frame = timeline.df
-    assert set(frame["span"]) <= {"request", *KINDS}
-    assert len(frame[frame["depth"] == 0]) == len(timeline)
+    of_requests = frame[frame["request"].notna()]
+    assert set(of_requests["span"]) <= {"request", *KINDS}
+    assert len(of_requests[of_requests["depth"] == 0]) == len(timeline)
+    assert list(frame[frame["request"].isna()]["span"]) == ["load", "load"]
     assert "echo stop" in repr(timeline)
     assert "display:flex" in timeline._repr_html_()
     assert "No request" in Timeline([])._repr_html_()
-    written = json.loads(Timeline([QUIET, *timeline]).save(tmp_path / "trace.json").read_text())
+    written = json.loads(
+        Timeline([QUIET, *timeline], [LOADING, *timeline.models]).save(tmp_path / "trace.json").read_text()
+    )
     jsonschema.validate(written, SCHEMA)
+    caches = [event["args"]["bytes"] for event in written["traceEvents"] if event["name"] == "KV caches"]
+    assert caches == [1000, 3000, 0]
     complete = [event for event in written["traceEvents"] if event["ph"] == "X"]
     for thread in {event["tid"] for event in complete}:
         ends: list[int] = []
@@ -190,6 +219,7 @@ def test_an_explanation_names_slow_steps_pauses_and_what_was_computed_meanwhile(
     assert "It was paused for 0.200 s, 1.700 s after its arrival" in text
     assert "A step took 1.000 s, 2.000 s after its arrival; meanwhile another request had a slot, and 300 of" in text
     assert "4 of its 4 prompt tokens were computed in 1 chunk, which took 0.500 s." in text
+    assert "The key-value caches of all running requests took up to 0.0 MB." in text
     assert [segment.kind for segment in QUIET.segments()] == [
         *("queued", "prefill", "decode", "paused", "prefill", "slow", "decode"),
     ]
@@ -199,10 +229,24 @@ def test_an_explanation_names_slow_steps_pauses_and_what_was_computed_meanwhile(
         Timeline([QUIET]).explain("last")  # type: ignore[arg-type]
 
 
-def test_a_lab_elsewhere_says_why_it_has_no_timeline_and_no_comparison(lab: lmx_lab.Lab) -> None:
+def test_a_lab_elsewhere_has_the_timeline_of_its_server_and_says_why_it_has_no_comparison(
+    lab: lmx_lab.Lab, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for number in range(3):
+        lab.chat(f"hello {number}", max_tokens=3)
+    monkeypatch.setattr("lmx_lab.client.lab.PAGE_REQUESTS", 2)
     with lmx_lab.attach(lab.url) as far:
-        with pytest.raises(InvalidRequestError, match="elsewhere"):
-            far.timeline()
+        here, there = lab.timeline(3600), far.timeline(3600)
+        assert len(here) >= 3
+        assert [(one.at, one.model, one.outcome, one.decode_s) for one in there] == [
+            (one.at, one.model, one.outcome, one.decode_s) for one in here
+        ]
+        assert there.models == here.models
+        assert list(there.df["span"]) == list(here.df["span"])
+        assert [one.at for one in far._access.run(lambda backend: backend.timeline(3600, most=2)).requests] == [
+            one.at for one in here[-2:]
+        ]
+        assert len(asyncio.run(far.atimeline(3600))) == len(here)
         with pytest.raises(InvalidRequestError, match="elsewhere"):
             far.compare(["hello"], [{"temperature": 0}])
         with pytest.raises(InvalidRequestError, match="elsewhere"):
@@ -227,6 +271,60 @@ def test_the_oldest_requests_are_dropped_from_the_log() -> None:
     log = TimelineLog()
     for number in range(KEPT_REQUESTS + 3):
         log.add(StepLog(0.0), request_id=f"{number}", index=0, model="m", prompt_tokens=1)
-    kept: list[Any] = log.read(60)
+    kept: Any = log.read(60).requests
     assert (len(kept), kept[0].request_id) == (KEPT_REQUESTS, "3")
-    assert [one.request_id for one in log.read(60, most=1)] == [f"{KEPT_REQUESTS + 2}"]
+    assert [one.request_id for one in log.read(60, most=1).requests] == [f"{KEPT_REQUESTS + 2}"]
+
+
+def test_loads_and_unloads_consist_of_their_stages() -> None:
+    log = TimelineLog()
+    stages: list[tuple[str, LoadStage]] = [
+        *(("org/m", "download"), ("org/m", "download"), ("org/m", "verify"), ("m", "load"), ("e", "load")),
+        *(("e", "loaded"), ("m", "loaded"), ("m", "unloading"), ("m", "unloading"), ("m", "unloaded")),
+        *(("x", "load"), ("path/x", "failed"), ("m", "unloaded"), ("n", "load")),
+    ]
+    for model, stage in stages:
+        log.observe_model(LoadProgress(model=model, stage=stage, message="why" if stage == "failed" else None))
+    found = log.read(60).models
+    assert [(one.kind, one.model, one.outcome, [stage.name for stage in one.stages]) for one in found] == [
+        ("load", "m", "loaded", ["download", "verify", "load"]),
+        ("load", "e", "loaded", ["load"]),
+        ("unload", "m", "unloaded", ["unloading"]),
+        ("load", "path/x", "failed", ["load"]),
+        ("unload", "m", "unloaded", []),
+        ("load", "n", "running", ["load"]),
+    ]
+    for one in found[:4]:
+        check_nesting(one.spans(), one.total_s)
+    assert found[3].message == "why"
+    for number in range(2 * KEPT_LOADS):
+        log.observe_model(LoadProgress(model=f"{number}", stage="unloaded"))
+    assert len(log.read(60).models) == KEPT_LOADS
+
+
+def test_a_page_has_a_limited_number_of_steps(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("lmx_lab.server.timelines.PAGE_STEPS", 3)
+    log = TimelineLog()
+    for number in range(5):
+        steps = StepLog(0.0)
+        for at in range(2):
+            steps.add("decode", at, at + 1, tokens=1, kv_bytes=7)
+        log.add(steps, request_id=f"{number}", index=0, model="m", prompt_tokens=1)
+    pages, before = [], None
+    while not pages or before is not None:
+        page = log.page(60, limit=4, before=before)
+        before = page.before
+        pages.append([each.request_id for each in page.requests])
+        assert page.request_timelines()[0].steps == (
+            EngineStep("decode", 0, 1, 1, 0, 0, 7),
+            EngineStep("decode", 1, 1, 1, 0, 0, 7),
+        )
+    assert pages == [["4", "3"], ["2", "1"], ["0"]]
+
+
+@pytest.mark.parametrize("steps", [[[0]], [[0], [1, 2], *[[0]] * 5], [[9], *[[0]] * 6]])
+def test_steps_of_another_form_are_refused(steps: list[list[int]]) -> None:
+    page = TimelinePage.of([QUIET], [], before=None).model_dump()
+    page["requests"][0]["steps"] = steps
+    with pytest.raises(ValidationError):
+        TimelinePage.model_validate(page)

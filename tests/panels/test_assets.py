@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gzip
 import hashlib
 import re
 import shutil
@@ -14,8 +15,9 @@ from lmx_lab.panels import assets
 from lmx_lab.panels.layout import PANELS
 from lmx_lab.panels.metrics import MetricsPanel
 from lmx_lab.panels.panel import Panel
+from lmx_lab.server.pages import CHAT_PAGE, ICON_SIZES, chat_page, icon_png
 
-MAX_BYTES = 89 * 1024
+MAX_BYTES = 94 * 1024
 """Maximum size of the code of all panels that do not need a daemon. uPlot is 51 KiB of it."""
 MAX_BYTES_WITH_DAEMON = 11 * 1024
 """Maximum size of the code of panels that need a daemon."""
@@ -94,3 +96,16 @@ def test_the_minified_code_is_up_to_date(panel: type[Panel]) -> None:
     from lmx_lab.panels.build import minify_module
 
     assert assets.source(f"built/{panel.SCRIPTS[-1]}") == minify_module(*panel.SCRIPTS)
+
+
+def test_the_chat_page_is_up_to_date_small_and_complete_in_one_file() -> None:
+    """If this fails, run ``make panels``."""
+    pytest.importorskip("minify", reason="tdewolff-minify is not installed: there are no wheels for macOS")
+    from lmx_lab.panels.build import chat_page_files
+
+    for name, text in chat_page_files().items():
+        assert (CHAT_PAGE / name).read_text(encoding="utf-8") == text
+        # The document contains these files as they are, and must not load others.
+        assert not re.search(r"</|url\(|@import|https?://[\w]", text.replace("https?:", ""))
+    document = gzip.decompress(chat_page().compressed)
+    assert len(document) + sum(len(icon_png(size)) for size in ICON_SIZES) < 120_000

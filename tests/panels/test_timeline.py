@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -11,7 +10,7 @@ import pytest
 from lmx_lab.errors import InvalidRequestError
 from lmx_lab.panels.timeline import MAX_PARTS, TimelinePanel
 from lmx_lab.panels.workbench import Workbench
-from lmx_lab.values.timeline import EngineStep, RequestTimeline
+from lmx_lab.values.timeline import EngineStep, ModelTimeline, RequestTimeline, ServerTimeline
 from tests.panels.scripted_backend import Reader, Refused, ScriptedBackend
 
 pytestmark = pytest.mark.usefixtures("quick")
@@ -25,30 +24,38 @@ ONE = RequestTimeline(
     queue_s=1.0,
     prefill_s=0.5,
     decode_s=0.5,
-    steps=(EngineStep("queued", 0.0, 1.0), EngineStep("prefill", 1.0, 0.5, 4), EngineStep("decode", 1.5, 0.5, 1)),
+    steps=(
+        EngineStep("queued", 0.0, 1.0),
+        EngineStep("prefill", 1.0, 0.5, 4),
+        EngineStep("decode", 1.5, 0.5, 1, kv_bytes=2 * 10**6),
+    ),
 )
+LOADING = ModelTimeline(kind="load", model="m", at=99.0, outcome="loaded", total_s=0.5)
 
 
 def test_a_lane_is_shown_for_each_request_and_explained(backend: ScriptedBackend, workbench: Workbench) -> None:
     requests: list[Any] = [[]]
 
-    def timelines(last_s: float, *, most: int | None = None) -> Sequence[RequestTimeline]:
+    async def timeline(last_s: float, *, most: int | None = None) -> ServerTimeline:
         if isinstance(requests[0], Exception):
             raise requests[0]
-        return requests[0]
+        return ServerTimeline(requests=tuple(requests[0]), models=(LOADING,))
 
-    backend.timelines = timelines  # type: ignore[attr-defined]
+    backend.timeline = timeline  # type: ignore[attr-defined]
     reader = Reader(TimelinePanel(workbench), workbench)
     panel: Any = reader.panel
     requests[0] = [ONE, replace(ONE, at=102.0, outcome="running")]
-    reader.until(lambda panel: len(panel.lanes) == 2)
-    newest, oldest = panel.lanes
+    reader.until(lambda panel: len(panel.lanes) == 3)
+    newest, oldest, load = panel.lanes
     assert newest["text"].endswith("running")
     assert [part[:3] for part in oldest["parts"]] == [
-        ["queued", 0.0, 25.0],
-        ["prefill", 25.0, 12.5],
-        ["decode", 37.5, 12.5],
+        ["queued", 20.0, 20.0],
+        ["prefill", 40.0, 10.0],
+        ["decode", 50.0, 10.0],
     ]
+    assert "2.0 MB of KV caches" in oldest["text"]
+    assert [part[:3] for part in load["parts"]] == [["load", 0.0, 10.0]]
+    assert "The load of m ended with 'loaded' after 0.500 s." in reader.ask("explain", lane=load["id"])
     assert "It waited 1.000 s for a slot" in reader.ask("explain", lane=oldest["id"])
     assert "no longer shown" in reader.ask("explain", lane="gone")
     assert "&lt;b&gt;" in panel.snapshot_html()
@@ -56,9 +63,9 @@ def test_a_lane_is_shown_for_each_request_and_explained(backend: ScriptedBackend
     requests[0] = [ONE]
     with pytest.raises(Refused, match="must be true or false"):
         reader.ask("change", paused=1)
-    assert len(panel.lanes) == 2
+    assert len(panel.lanes) == 3
     reader.ask("change", paused=False)
-    reader.until(lambda panel: len(panel.lanes) == 1)
+    reader.until(lambda panel: len(panel.lanes) == 2)
     requests[0] = InvalidRequestError("the server runs elsewhere")
     reader.until(lambda panel: panel.problem == "the server runs elsewhere" and not panel.lanes)
 
@@ -70,7 +77,11 @@ def test_a_bar_has_a_limited_number_of_parts(backend: ScriptedBackend, workbench
         steps.append(EngineStep("decode", at, duration, 1, number + 5))
         at += duration
     long = replace(ONE, steps=tuple(steps), decode_s=at - 1.5)
-    backend.timelines = lambda last_s, most=None: [long]  # type: ignore[attr-defined]
+
+    async def timeline(last_s: float, *, most: int | None = None) -> ServerTimeline:
+        return ServerTimeline(requests=(long,))
+
+    backend.timeline = timeline  # type: ignore[attr-defined]
     reader = Reader(TimelinePanel(workbench), workbench)
     panel: Any = reader.panel
     reader.until(lambda panel: panel.lanes)

@@ -1,4 +1,4 @@
-"""Tests of the two pages for browsers, also behind a proxy, where the server does not know its own address."""
+"""Tests of the pages for browsers, also behind a proxy, where the server does not know its own address."""
 
 from __future__ import annotations
 
@@ -54,7 +54,7 @@ def links(page: httpx2.Response) -> list[str]:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("path", ["/", "/docs"])
+@pytest.mark.parametrize("path", ["/about", "/docs"])
 def test_all_links_are_relative_and_valid(lab: Lab, path: str) -> None:
     shown = httpx2.get(f"{lab.url}{path}")
     assert (shown.status_code, shown.headers["content-type"]) == (200, "text/html; charset=utf-8")
@@ -66,7 +66,7 @@ def test_all_links_are_relative_and_valid(lab: Lab, path: str) -> None:
     assert httpx2.post(f"{lab.url}{path}").status_code == 405
 
 
-@pytest.mark.parametrize("path", ["/", "/docs"])
+@pytest.mark.parametrize("path", ["/about", "/docs"])
 def test_pages_need_the_same_permission_as_the_server(tmp_path: Path, path: str) -> None:
     with serving(tmp_path, None, api_key="s3cret") as keyed:
         refused = httpx2.get(f"{keyed.url}{path}")
@@ -76,10 +76,37 @@ def test_pages_need_the_same_permission_as_the_server(tmp_path: Path, path: str)
     assert "s3cret" not in shown.text
 
 
+def test_the_chat_page_needs_no_key_and_is_cached(tmp_path: Path) -> None:
+    """It is the same for all clients. Its requests send the key."""
+    with serving(tmp_path, None, api_key="s3cret") as keyed:
+        page = httpx2.get(f"{keyed.url}/")
+        again = httpx2.get(f"{keyed.url}/", headers={"if-none-match": page.headers["etag"]})
+        stranger = httpx2.get(f"{keyed.url}/", headers={"host": "evil.example"})
+        found = {link: httpx2.get(urljoin(f"{keyed.url}/", link)) for link in links(page)}
+        icons = [icon["src"] for icon in found["manifest.webmanifest"].json()["icons"]]
+        images = [httpx2.get(f"{keyed.url}/{icon}") for icon in icons]
+    assert (page.status_code, again.status_code, stranger.status_code) == (200, 304, 421)
+    assert {link: answer.status_code for link, answer in found.items()} == {
+        "favicon.ico": 200,
+        "icon-192.png": 200,
+        "manifest.webmanifest": 200,
+        "about": 401,
+    }
+    assert {image.content[:8] for image in images} == {b"\x89PNG\r\n\x1a\n"}
+
+
+def test_without_the_chat_page_the_overview_is_at_the_root(tmp_path: Path) -> None:
+    with serving(tmp_path, "echo", page=False) as lab:
+        assert "echo is loaded" in httpx2.get(f"{lab.url}/").text
+        assert httpx2.get(f"{lab.url}/manifest.webmanifest").status_code == 404
+    with serving(tmp_path, None, page=False, api_key="s3cret") as keyed:
+        assert httpx2.get(f"{keyed.url}/").status_code == 401
+
+
 @pytest.mark.slow
 def test_the_openapi_document_has_no_pages(lab: Lab) -> None:
     paths = httpx2.get(f"{lab.url}/openapi.json").json()["paths"]
-    assert not {"/", "/docs"} & set(paths)
+    assert not {"/", "/about", "/docs"} & set(paths)
 
 
 @pytest.mark.long
@@ -122,7 +149,7 @@ def test_the_overview_names_the_loaded_model_and_a_request(lab: Lab, tab: Page) 
     problems: list[str] = []
     tab.on("console", lambda message: problems.append(message.text) if message.type == "error" else None)
     tab.emulate_media(color_scheme="dark")
-    tab.goto(f"{lab.url}/")
+    tab.goto(f"{lab.url}/about")
     assert "echo is loaded" in tab.inner_text("body")
     curl = shlex.split(tab.inner_text("pre"))
     assert curl[:2] == ["curl", f"{lab.url}/v1/chat/completions"]
@@ -135,7 +162,7 @@ def test_the_overview_names_the_loaded_model_and_a_request(lab: Lab, tab: Page) 
 @pytest.mark.parametrize("theme", ["light", "dark"])
 def test_the_overview_is_accessible(lab: Lab, tab: Page, theme: Literal["light", "dark"]) -> None:
     tab.emulate_media(color_scheme=theme)
-    tab.goto(f"{lab.url}/")
+    tab.goto(f"{lab.url}/about")
     assert serious_violations(tab) == []
 
 
@@ -165,7 +192,7 @@ FRAMING = """async (address) => {
 }"""
 
 
-@pytest.mark.parametrize("path", ["", "docs"])
+@pytest.mark.parametrize("path", ["", "about", "docs"])
 def test_pages_of_the_same_origin_may_frame_them(lab: Lab, tab: Page, path: str) -> None:
     """Behind jupyter-server-proxy, JupyterLab has the same origin as the server."""
     tab.route(ELSEWHERE, lambda route: route.abort())

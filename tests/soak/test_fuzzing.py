@@ -4,10 +4,16 @@ from __future__ import annotations
 
 import asyncio
 import json
+import re
 from typing import Any
 
 import pytest
 
+from lmx_lab.engine import ModelManager
+from lmx_lab.http.guard import GuardPolicy
+from lmx_lab.server import create_server
+from lmx_lab.settings import Settings
+from lmx_lab.weights import Catalog
 from soak.fuzzing import corpus
 from soak.fuzzing.checks import answer_problems, socket_problems
 from soak.fuzzing.drawing import draw_cases
@@ -22,7 +28,30 @@ pytestmark = pytest.mark.long
 
 REQUEST = b"POST / HTTP/1.1\r\nhost: HOST\r\ncontent-length: 2\r\n\r\n{}"
 WHOLE = Case(wire=REQUEST, method="POST")
+CHAT_SOCKET = "/v1/chat/stream"
 NOT_LOADED = frozenset({(503, "no-model-loaded")})
+
+
+def test_requests_to_all_routes_of_the_inference_server_are_generated() -> None:
+    settings = Settings()
+    manager, catalog = ModelManager(settings), Catalog(settings)
+    policy = GuardPolicy(hosts=frozenset())
+    api = create_server(manager=manager, catalog=catalog, settings=settings, policy=lambda: policy).api
+    requests = [
+        *(corpus.CHAT + corpus.COMPLETIONS + corpus.OLLAMA + corpus.TOKENS + corpus.RESPONSES + corpus.MESSAGES),
+        *(corpus.EMBEDDINGS + corpus.RERANK + corpus.ADMIN + corpus.PAGES + corpus.SERVER_EVENTS),
+    ]
+    missing = [
+        f"{method} {path}"
+        for path, operations in api.openapi()["paths"].items()
+        for method in operations
+        if path != CHAT_SOCKET
+        and not any(
+            each.method == method.upper() and re.fullmatch(re.sub(r"\{\w+\}", "[^/]+", path), each.path.split("?")[0])
+            for each in requests
+        )
+    ]
+    assert missing == []
 
 
 def envelope(code: str = "invalid-request", **changes: Any) -> bytes:
@@ -77,6 +106,7 @@ def test_valid_answers_and_declared_refusals_have_no_problems(answer: bytes) -> 
         (answered(500, b"Internal Server Error", "text/plain"), "fields of an error"),
         (answered(400, envelope(message="")), "no code or message"),
         (answered(400, envelope(more=1)), "fields"),
+        (answered(400, b'{"type": "error", "error": {"type": "t", "message": "m"}}'), "fields"),
         (answered(400, envelope(message="x" * 20_000)), "bytes"),
         (answered(200, b'{"a": NaN}'), "not JSON"),
         (answered(200, b'{"a": "\\ud800"}'), "not JSON"),

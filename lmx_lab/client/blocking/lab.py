@@ -15,6 +15,7 @@ from lmx_lab.client.blocking.stream import BlockingStream, run_with_callbacks
 from lmx_lab.client.lab import AsyncLabClient, Include, LabEvent, Over
 from lmx_lab.client.sse import Remark
 from lmx_lab.values.models import LoadOptions
+from lmx_lab.values.timeline import ServerTimeline
 from lmx_lab.wire.admin import LoadAnswer, ModelEvent, ModelRecords, Ready, UnloadAnswer
 from lmx_lab.wire.chat import ChatChunk, ChatCompletion, ChatRequest
 from lmx_lab.wire.embeddings import EmbeddingList, EmbeddingsBody
@@ -81,6 +82,15 @@ class LabClient(BlockingClient[AsyncLabClient]):
     def models(self) -> ModelRecords:
         """List the models on the server's disk, and which of them are loaded."""
         return self._portal.run(self._client.models())
+
+    def timeline(self, last_s: float = 60.0, *, most: int | None = None) -> ServerTimeline:
+        """Return what the engines did for the requests of all clients that ran in the last seconds, and the loads, the
+        oldest first.
+
+        Args:
+            most: Maximum number of requests; the newest are returned. None sets no limit.
+        """
+        return self._portal.run(self._client.timeline(last_s, most=most))
 
     def load(
         self, model: str, *, progress: Callable[[ModelEvent], None] | None = None, **options: Unpack[LoadOptions]

@@ -98,6 +98,11 @@ class AnswerReader:
         """Number of cached tokens that were read from disk."""
         return min(self.restored_tokens, self.cached_tokens)
 
+    @property
+    def slot_tokens(self) -> int:
+        """Number of tokens in the KV cache of the slot."""
+        return self.cached_tokens + self.computed_tokens + self.output_tokens
+
     def begin(self, now: float) -> PromptProgress:
         """Record that the request has a slot, and return the first progress."""
         self._admitted_at = now

@@ -67,6 +67,8 @@ class ContextPlan:
     their rounding."""
     bytes: int
     """Estimated memory for weights, cache and everything else that is known in advance."""
+    token_bytes: int = 0
+    """Size of the KV cache for one token, also in the cache of a draft model; 0 for an encoder."""
 
 
 def plan_context(
@@ -124,6 +126,7 @@ def plan_context(
         one_by_one=one_by_one,
         unified=False,
         bytes=fixed + per_token * slot_tokens * (slots + 1),
+        token_bytes=per_token,
     )
 
 

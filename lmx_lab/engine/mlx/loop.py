@@ -18,6 +18,7 @@ from lmx_lab.engine.machine_memory import prefix_cache_bytes
 from lmx_lab.engine.mlx import memory
 from lmx_lab.engine.mlx.batch import Batch, ChunkComputed, Event, PromptScored, TokenGenerated
 from lmx_lab.engine.mlx.disk_prefixes import DiskPrefixes
+from lmx_lab.engine.mlx.memory_plan import STEP_TOKENS
 from lmx_lab.engine.mlx.model import LoadedModel
 from lmx_lab.engine.mlx.request import MlxGeneration
 from lmx_lab.engine.mlx.sampling import Samplers
@@ -58,6 +59,8 @@ class GenerationLoop:
         self._step_started_at = 0.0
         self._step_requests = 0
         """Number of requests that had a slot when the current step began."""
+        self._kv_key, self._kv_bytes = (0, 0), 0
+        """The number of running requests and of pieces of the longest cache, and the size of all caches."""
         self.batch: Batch | None = None
         self.totals = TokenTotals()
         self.other_bytes = 0
@@ -102,6 +105,7 @@ class GenerationLoop:
             self._disk.close(self.batch.prefixes if self.batch is not None else None)
             self._count_written_bytes(self._disk)
         self._model = self.batch = self._disk = None
+        self._kv_key, self._kv_bytes = (0, 0), 0
         self._prompt_lookup = prompt_lookup
         if model is not None:
             self._disk = self._open_disk(model)
@@ -218,7 +222,9 @@ class GenerationLoop:
     def _advance(self, batch: Batch) -> None:
         self._step += 1
         self._step_requests, self._step_started_at = len(self.running), time.perf_counter()
-        for event in batch.step():
+        events = batch.step()
+        self._measure_caches(batch)
+        for event in events:
             if event.generation not in self._scheduler.running:
                 # It ended with one of several tokens of this step.
                 continue
@@ -271,7 +277,23 @@ class GenerationLoop:
     def _log_step(self, generation: MlxGeneration, kind: StepKind, tokens: int, now: float) -> None:
         """Record what the current step has computed for a request."""
         steps = generation.mailbox.steps
-        steps.add(kind, self._step_started_at, now, tokens=tokens, step=self._step, requests=self._step_requests)
+        steps.add(
+            kind,
+            self._step_started_at,
+            now,
+            tokens=tokens,
+            step=self._step,
+            requests=self._step_requests,
+            kv_bytes=self._kv_bytes,
+        )
+
+    def _measure_caches(self, batch: Batch) -> None:
+        """Estimate the size of the key-value caches of all running requests after a step."""
+        lengths = [generation.cached_length for generation in self.running]
+        key = (len(lengths), -(-max(lengths, default=0) // STEP_TOKENS))
+        # The caches grow by ``STEP_TOKENS`` at once, and the sum over the layers takes 10 us.
+        if key != self._kv_key:
+            self._kv_key, self._kv_bytes = key, batch.footprint.kv_bytes(lengths)
 
     def _handle_token(self, batch: Batch, generation: MlxGeneration, event: TokenGenerated) -> None:
         now = time.perf_counter()

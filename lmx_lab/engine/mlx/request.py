@@ -122,6 +122,11 @@ class MlxGeneration:
         self.key = np.asarray(tokens, dtype=np.int32)
 
     @property
+    def cached_length(self) -> int:
+        """Number of tokens in its key-value cache."""
+        return len(self.prompt) + self.output_tokens if self.is_decoding else len(self.tokens) - self.uncomputed_tokens
+
+    @property
     def length(self) -> int:
         """Number of tokens of the prompt and of an answer of maximum length."""
         return len(self.prompt) + self.max_tokens

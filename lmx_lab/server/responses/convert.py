@@ -8,6 +8,7 @@ from typing import Any
 
 from lmx_lab.errors import InvalidRequestError
 from lmx_lab.server.chat_history import JOINED, ChatHistory, validated_request
+from lmx_lab.server.field_names import FieldNames
 from lmx_lab.server.responses.tools import INPUT, CallableTool, CallableTools, chat_name
 from lmx_lab.wire.chat import ChatRequest
 from lmx_lab.wire.responses import (
@@ -38,6 +39,20 @@ IGNORED_ITEMS = frozenset(
     }
 )
 """Items about tools that run on OpenAI's servers, and settings of such servers. The model does not see them."""
+
+NAMES = FieldNames(
+    {
+        "response_format.json_schema.schema": "text.format.schema",
+        "response_format.json_schema": "text.format",
+        "response_format": "text.format",
+        "reasoning_effort": "reasoning.effort",
+        "tools.*.function": "tools.*",
+        "tool_choice.function": "tool_choice",
+        "max_tokens": "max_output_tokens",
+        "messages": "input",
+    }
+)
+"""Names of fields in errors."""
 
 
 @dataclass(frozen=True, kw_only=True)

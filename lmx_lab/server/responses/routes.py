@@ -26,7 +26,7 @@ from lmx_lab.server.chat import ignored_header
 from lmx_lab.server.generation import Generation
 from lmx_lab.server.inference import InferenceService
 from lmx_lab.server.openapi import INFERENCE_ERRORS
-from lmx_lab.server.responses.convert import ConvertedRequest, convert_request, input_items, shared_fields
+from lmx_lab.server.responses.convert import NAMES, ConvertedRequest, convert_request, input_items, shared_fields
 from lmx_lab.server.responses.store import ResponseStore, StoredResponse
 from lmx_lab.server.responses.writer import PREFIXES, ResponseWriter
 from lmx_lab.wire.responses import (
@@ -175,12 +175,14 @@ async def _respond(
     service: InferenceService, store: ResponseStore, body: ResponsesRequest, request: Request
 ) -> Response:
     previous = store.previous(body.previous_response_id) if body.previous_response_id is not None else None
-    prepared = await asyncio.to_thread(_prepare, body, previous)
+    with NAMES.in_errors():
+        prepared = await asyncio.to_thread(_prepare, body, previous)
     own, local, client = service.recording.is_own(request), is_local(request.scope), client_of(request)
     headers = {**ignored_header(body.ignored()), **service.recording.answer_headers(own=own)}
     starting = service.start(prepared.request.chat, request_id_of(request), local=local, client=client, own=own)
     try:
-        answer, [generation] = await while_connected(request, starting)
+        with NAMES.in_errors():
+            answer, [generation] = await while_connected(request, starting)
     except ContextLengthError as exc:
         if not body.stream:
             raise

@@ -1,0 +1,28 @@
+"""Write what an instrument shows to a file."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+
+from lmx_lab.errors import InvalidRequestError
+
+
+def write_text_file(path: str | os.PathLike[str], text: str) -> Path:
+    """Write a text to a file, and return its path. A ``~`` at its beginning stands for the user's home folder.
+
+    Raises:
+        InvalidRequestError: the file cannot be written, for example because its folder does not exist.
+    """
+    target = Path(path).expanduser()
+    try:
+        target.write_text(text, encoding="utf-8")
+    except FileNotFoundError as exc:
+        raise InvalidRequestError(
+            f"{target} cannot be written: there is no folder {str(target.parent)!r}; create it first", param="path"
+        ) from exc
+    except OSError as exc:
+        raise InvalidRequestError(
+            f"{target} cannot be written: {exc.strerror or exc}; use another path", param="path"
+        ) from exc
+    return target

@@ -1,0 +1,272 @@
+"""Announce a lab on the local network, and find the labs of others, with multicast DNS (DNS-SD, RFC 6763).
+
+It needs zeroconf, which is optional (extra ``lan``) and imported on demand.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import importlib
+import ipaddress
+import re
+import secrets
+import socket
+import threading
+from collections.abc import Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import asdict, dataclass
+from typing import TYPE_CHECKING, Any, ParamSpec, TypeVar
+
+from lmx_lab.client import AsyncLabClient
+from lmx_lab.errors import HostingError, InvalidRequestError, LabError, UnreachableError
+from lmx_lab.frames import pandas_for
+from lmx_lab.notebook.addresses import lan_addresses
+from lmx_lab.portal import LoopThread
+from lmx_lab.urls import bracketed
+
+if TYPE_CHECKING:
+    import pandas as pd
+
+P = ParamSpec("P")
+T = TypeVar("T")
+SERVICE = "_lmx-lab._tcp.local."
+MAX_NAME_BYTES = 63
+"""Maximum length of the name of a service in DNS-SD."""
+MAX_LABS = 100
+"""Maximum number of labs that ``discover`` returns, because any device can announce any number."""
+FOUND_S = 3.0
+"""Time that ``discover`` waits for announcements. A lab that was found a moment ago may answer after a second."""
+RESOLVE_S = 1.0
+READY_S = 2.0
+"""Maximum time to ask a lab for its model."""
+# An address, or a host with a port or a domain.
+_ADDRESS = re.compile(r"[:/.]|^localhost$", re.IGNORECASE)
+
+
+@dataclass(frozen=True, kw_only=True)
+class FoundLab:
+    """A lab that is announced on the local network."""
+
+    name: str
+    address: str
+    model: str | None
+    """The loaded model; None if no model is ready, or if the lab does not answer."""
+    key_needed: bool
+
+
+def is_name(text: str) -> bool:
+    """Whether a text is the name of an announced lab and not an address."""
+    return not _ADDRESS.search(text.strip())
+
+
+def discover(timeout_s: float = FOUND_S) -> pd.DataFrame:
+    """Return the labs that are announced on the local network, with the columns of ``FoundLab``.
+
+    ``lmx_lab.attach(name)`` attaches to one of them. A lab is announced only if it was started with ``--announce`` or
+    ``launch(lan=True, announce=True)``.
+
+    Args:
+        timeout_s: Time to wait for announcements.
+
+    Raises:
+        ImportError: pandas is not installed.
+        HostingError: zeroconf is not installed, or the network does not allow multicast DNS.
+    """
+    pandas = pandas_for("discover()")
+    columns = list(FoundLab.__dataclass_fields__)
+    return pandas.DataFrame([asdict(lab) for lab in find_labs(timeout_s)], columns=columns)
+
+
+def find_labs(timeout_s: float = FOUND_S, *, interfaces: Sequence[str] | None = None) -> list[FoundLab]:
+    """Return the labs that are announced on the local network, sorted by their names.
+
+    Args:
+        interfaces: Addresses of this machine on which to search; by default those of the local network.
+
+    Raises:
+        HostingError: as ``discover``.
+    """
+    found = _in_thread(_browse, timeout_s, interfaces)
+    if not found:
+        return []
+    # A loop of its own, because the caller may be on a running one.
+    thread = LoopThread("lmx-lab-discover")
+    thread.start()
+    try:
+        return thread.run(_with_models(found))
+    finally:
+        thread.stop()
+
+
+def find_address(name: str, *, interfaces: Sequence[str] | None = None) -> str:
+    """Return the address of the announced lab with this name.
+
+    Raises:
+        HostingError: as ``discover``.
+        UnreachableError: there is no such lab.
+    """
+    wanted = name.strip().casefold()
+    labs = _in_thread(_browse, FOUND_S, interfaces, wanted)
+    for lab in labs:
+        if lab.name.casefold() == wanted:
+            return lab.address
+    names = ", ".join(repr(lab.name[:MAX_NAME_BYTES]) for lab in labs[:5]) or "no labs"
+    raise UnreachableError(
+        f"no lab is announced as {name!r:.80} on the local network, which has {names}; start it with --announce, or "
+        "give its address, such as http://192.168.1.20:8400"
+    )
+
+
+def _browse(timeout_s: float, interfaces: Sequence[str] | None, wanted: str = "") -> list[FoundLab]:
+    """Return the announced labs, sorted by their names, without asking them for their models.
+
+    Args:
+        wanted: A name; when it is found, the search ends.
+    """
+    zeroconf = _zeroconf()
+    names: set[str] = set()
+    resolved: list[FoundLab] = []
+    is_found = threading.Event()
+
+    def changed(name: str, state_change: Any, **_: Any) -> None:
+        if state_change is zeroconf.ServiceStateChange.Removed:
+            names.discard(name)
+        elif len(names) < MAX_LABS:
+            names.add(name)
+            if _name(name).casefold() == wanted:
+                is_found.set()
+
+    with contextlib.closing(_open(zeroconf, interfaces)) as network:
+        browser = zeroconf.ServiceBrowser(network, SERVICE, handlers=[changed])
+        is_found.wait(timeout_s)
+        browser.cancel()
+        for name in list(names):
+            info = network.get_service_info(SERVICE, name, timeout=RESOLVE_S * 1000)
+            if info is not None and (lab := _described(info, name)) is not None:
+                resolved.append(lab)
+    return sorted(resolved, key=lambda lab: lab.name.casefold())
+
+
+def _name(service: str) -> str:
+    return service.removesuffix(f".{SERVICE}")
+
+
+def _described(info: Any, name: str) -> FoundLab | None:
+    addresses = info.parsed_addresses()
+    if not addresses or not info.port:
+        return None
+    return FoundLab(
+        name=_name(name),
+        address=f"http://{bracketed(addresses[0])}:{info.port}",
+        model=None,
+        key_needed=(info.properties or {}).get(b"key") == b"1",
+    )
+
+
+async def _with_models(labs: Sequence[FoundLab]) -> list[FoundLab]:
+    return list(await asyncio.gather(*map(_with_model, labs)))
+
+
+async def _with_model(lab: FoundLab) -> FoundLab:
+    model = None
+    with contextlib.suppress(LabError, TimeoutError):
+        async with AsyncLabClient(lab.address) as client:
+            model = (await asyncio.wait_for(client.ready(), READY_S)).model or None
+    return FoundLab(**(asdict(lab) | {"model": model}))
+
+
+class Announcement:
+    """The announcement of a lab on the local network, from ``start`` to ``stop``. Both may block for a second.
+
+    Args:
+        name: The name that others see; by default that of this machine. If another lab has it, a number is added.
+        addresses: Addresses of this machine at which the lab can be reached. It is announced on their networks only.
+        key_needed: Whether the lab needs a key.
+
+    Raises:
+        HostingError: zeroconf is not installed.
+        InvalidRequestError: the name is too long, or the lab can be reached only from this machine.
+    """
+
+    def __init__(self, name: str | None, *, port: int, addresses: Sequence[str], key_needed: bool) -> None:
+        self._zeroconf = _zeroconf()
+        self._name = (name or socket.gethostname()).strip()
+        if not 0 < len(self._name.encode()) <= MAX_NAME_BYTES or not self._name.isprintable():
+            raise InvalidRequestError(
+                f"announce_name is {self._name!r:.80}; it must have 1 to {MAX_NAME_BYTES} bytes, without line ends",
+                param="announce_name",
+            )
+        self._addresses = [address for address in addresses if _is_ipv4(address)]
+        if not self._addresses:
+            raise InvalidRequestError(
+                "announce is set, but the server has no IPv4 address that other machines can reach; add lan=True or "
+                "--host 0.0.0.0",
+                param="announce",
+            )
+        self._port = port
+        self._properties = {"path": "/", "key": "1" if key_needed else "0"}
+        self._network: Any = None
+        self._info: Any = None
+
+    def start(self) -> str:
+        """Announce the lab, and return the name under which it is announced.
+
+        Raises:
+            HostingError: the network does not allow multicast DNS.
+        """
+        return _in_thread(self._register)
+
+    def _register(self) -> str:
+        self._network = _open(self._zeroconf, self._addresses)
+        self._info = self._zeroconf.ServiceInfo(
+            SERVICE,
+            f"{self._name}.{SERVICE}",
+            port=self._port,
+            parsed_addresses=self._addresses,
+            properties=self._properties,
+            server=f"lmx-lab-{secrets.token_hex(6)}.local.",
+        )
+        try:
+            self._network.register_service(self._info, allow_name_change=True)
+        except BaseException:
+            self.stop()
+            raise
+        return _name(self._info.name)
+
+    def stop(self) -> None:
+        """Withdraw the announcement. Idempotent."""
+        network, self._network = self._network, None
+        if network is not None:
+            # Also withdraws the service.
+            _in_thread(network.close)
+
+
+def _in_thread(function: Callable[P, T], *args: P.args, **kwargs: P.kwargs) -> T:
+    """Call a function in another thread, and wait for it: zeroconf would use the loop of this thread, which waits."""
+    with ThreadPoolExecutor(1, thread_name_prefix="lmx-lab-mdns") as pool:
+        return pool.submit(function, *args, **kwargs).result()
+
+
+def _is_ipv4(address: str) -> bool:
+    try:
+        return ipaddress.ip_address(address).version == 4
+    except ValueError:
+        return False
+
+
+def _zeroconf() -> Any:
+    try:
+        return importlib.import_module("zeroconf")
+    except ImportError as exc:
+        raise HostingError(
+            "labs are announced and found with zeroconf, which is not installed: pip install 'lmx-lab[lan]'"
+        ) from exc
+
+
+def _open(zeroconf: Any, interfaces: Sequence[str] | None) -> Any:
+    chosen = list(interfaces if interfaces is not None else lan_addresses()) or ["127.0.0.1"]
+    try:
+        return zeroconf.Zeroconf(interfaces=chosen, ip_version=zeroconf.IPVersion.V4Only)
+    except OSError as exc:
+        raise HostingError(f"multicast DNS cannot be used on {', '.join(chosen)}: {exc}") from exc

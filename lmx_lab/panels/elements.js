@@ -1,0 +1,49 @@
+// Functions for elements, which the panels and the chat page use. Elements are created by h(); text never becomes markup.
+
+/**
+ * Create an element: h("button", {class: "go", onclick: f}, "Load").
+ * @param {string} tag
+ * @param {Record<string, any>} [props] Properties of the element. "class", "aria-…" and "data-…" are attributes.
+ * @param {...(Node|string|null)} children
+ */
+const h = (tag, props = {}, ...children) => {
+  const node = document.createElement(tag);
+  for (const [key, value] of Object.entries(props)) {
+    if (key === "class" || key === "role" || key.includes("-")) node.setAttribute(key, value);
+    else node[key] = value;
+  }
+  // In cells, JupyterLab handles keys itself: arrows select another cell, "dd" deletes the cell, Shift+Enter runs it.
+  if (/^(button|select|summary|textarea)$/.test(tag) || props.tabIndex === 0) node.dataset.lmSuppressShortcuts = "";
+  // JupyterLab also cancels the insertion of new lines.
+  if (tag === "textarea") node.addEventListener("beforeinput", (event) => event.stopImmediatePropagation());
+  node.append(...children.filter((child) => child !== null));
+  return node;
+};
+
+/**
+ * Create a button that copies a text, and then displays "copied".
+ * @param {string|((button: HTMLElement) => any)} text The text, or a function of the button that returns it or a promise of it; null
+ *   copies nothing.
+ * @param {string} label Describes the text, for screen readers.
+ * @param {string} [name] The visible label.
+ */
+const copyButton = (text, label, name = "copy") =>
+  h("button", {
+    class: "quiet", title: "copy " + label, "aria-label": "copy " + label,
+    onclick: async ({ currentTarget: button }) => {
+      const value = typeof text === "function" ? await text(button) : text;
+      if (value == null) return;
+      try {
+        await navigator.clipboard.writeText(value);
+      } catch {
+        // The clipboard API is not available on plain HTTP from another host; copy a selection instead.
+        const area = h("textarea", { value });
+        document.body.append(area);
+        area.select();
+        document.execCommand("copy");
+        area.remove();
+      }
+      button.textContent = "copied";
+      setTimeout(() => (button.textContent = name), 1500);
+    },
+  }, name);

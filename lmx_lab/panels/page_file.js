@@ -1,0 +1,100 @@
+// Conversations as files. The chat panel reads the same form.
+
+const FILE_VERSION = 1;
+const FORMAT = "lmx-lab-conversations";
+const ROLES = ["user", "assistant", "tool"];
+
+/** The content of a message for the model: its text, and each attached file as another part. */
+const contentOf = ({ text, files }) =>
+  files?.length
+    ? [text, ...files.map((file) => "File " + file.name + ":\n" + file.text)].map((part) => ({ type: "text", text: part }))
+    : text;
+
+/** Convert messages to the chat format. Questions without an answer are left out, except for the last one. */
+const toChatMessages = ({ system, messages }) => [
+  ...(system.trim() ? [{ role: "system", content: system }] : []),
+  ...messages
+    .filter(({ role, text, calls }, at) => {
+      const next = messages[at + 1];
+      return role === "user" ? !next || (next.role === "assistant" && (next.text || next.calls?.length)) : role === "tool" || text || calls?.length;
+    })
+    .map((message) => ({
+      role: message.role,
+      content: contentOf(message),
+      ...(message.calls?.length ? { tool_calls: message.calls } : {}),
+      ...(message.role === "tool" ? { tool_call_id: message.call } : {}),
+    })),
+];
+
+const toFile = (chat) => ({
+  format: FORMAT,
+  version: FILE_VERSION,
+  title: chat.title,
+  sampling: chat.sampling,
+  messages: [
+    ...(chat.system.trim() ? [{ role: "system", content: chat.system }] : []),
+    ...chat.messages.map((message) => ({
+      role: message.role,
+      content: contentOf(message),
+      ...Object.fromEntries([
+        ["reasoning_content", message.reasoning], ["stats", message.stats], ["error", message.error],
+        ["tool_calls", message.calls?.length ? message.calls : null], ["tool_call_id", message.call],
+      ].filter(([, value]) => value)),
+    })),
+  ],
+});
+
+const NEXT_STEP = "Choose a file that this page or the chat panel has saved, or a JSON list of chat messages.";
+const wrong = (problem) => Error(problem + ". " + NEXT_STEP);
+const asText = (value, name) => {
+  if (value == null) return "";
+  if (typeof value !== "string") throw wrong(name + " is not a text");
+  return value;
+};
+
+/** Convert a message of a file. Parts of the content after the first one are attached files if they begin as such. */
+const fromMessage = (message, number) => {
+  const name = "Message " + number + " of the file";
+  if (!ROLES.includes(message?.role)) throw wrong(name + " has no role user, assistant or tool");
+  const parts = Array.isArray(message.content) ? message.content.map((part) => asText(part?.text, name)) : [asText(message.content, name)];
+  const [text = "", ...files] = parts;
+  const calls = (Array.isArray(message.tool_calls) ? message.tool_calls : []).map((call) => ({
+    id: asText(call?.id, name), type: "function",
+    function: { name: asText(call?.function?.name, name), arguments: asText(call?.function?.arguments, name) },
+  }));
+  return {
+    id: newId(), role: message.role, text, reasoning: asText(message.reasoning_content, name),
+    stats: asText(message.stats, name), error: asText(message.error, name),
+    ...(message.role === "tool" ? { call: asText(message.tool_call_id, name) } : {}),
+    ...(calls.length ? { calls } : {}),
+    ...(files.length ? { files: files.map((file) => {
+      const found = /^File (.*):\n/.exec(file);
+      return { name: found?.[1] ?? "attachment", text: found ? file.slice(found[0].length) : file };
+    }) } : {}),
+  };
+};
+
+const fromConversation = (data) => {
+  const messages = Array.isArray(data) ? data : data?.messages;
+  if (!Array.isArray(messages) || !messages.length) throw wrong("The file has no messages");
+  const system = messages[0]?.role === "system" ? messages[0] : null;
+  const sampling = {};
+  for (const [name] of SAMPLING) if (Number.isFinite(data.sampling?.[name])) sampling[name] = data.sampling[name];
+  const read = messages.slice(system ? 1 : 0).map(fromMessage);
+  const title = asText(data.title, "The title") || titleOf(read);
+  return { ...newChat(), title: title.slice(0, 200), sampling, system: asText(system?.content, "The system prompt"), messages: read };
+};
+
+/** Read the conversations of a file. Throws an Error whose message can be displayed. */
+const fromFile = (text) => {
+  let data;
+  try {
+    data = JSON.parse(text);
+  } catch {
+    throw wrong("The file is not JSON");
+  }
+  if (data?.version !== undefined && data.version !== FILE_VERSION)
+    throw Error("The file has version " + data.version + ", and this page reads version " + FILE_VERSION +
+      ". Open it with the version of LMX Lab that has saved it.");
+  return (Array.isArray(data?.conversations) ? data.conversations : [data]).map(fromConversation);
+};

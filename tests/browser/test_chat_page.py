@@ -1,0 +1,375 @@
+"""Test the chat page of the server in Chromium: a conversation, hostile text, faults, and large conversations."""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import pytest
+from playwright.sync_api import Browser, BrowserContext, Locator, Page, expect
+
+from lmx_lab.notebook import Lab
+from lmx_lab.panels.conversation import from_json
+from lmx_lab.settings import Settings
+from tests.browser.axe import serious_violations
+from tests.browser.chromium import FOREIGN, machine_only
+from tests.browser.jupyterlab import WAIT_MS
+from tests.browser.test_keyboard import CONTROL, FOCUSED, MARK, OUTLINE
+from tests.flows.conftest import serving
+
+PHONE = {"width": 390, "height": 844}
+DESKTOP = {"width": 1280, "height": 800}
+PACE = 200.0
+"""Tokens per second of answers during which something happens."""
+LONG = "a " * 4000
+"""A question whose repetition takes 20 s at ``PACE``."""
+VIOLATIONS = "addEventListener('securitypolicyviolation', (event) => console.error('CSP: ' + event.violatedDirective))"
+TEXT = ".text:not(.plain)"
+LONG_TASKS = """() => {
+    window.longTasks = [];
+    new PerformanceObserver((list) => list.getEntries().forEach((each) => longTasks.push(each.duration)))
+        .observe({type: "longtask"});
+}"""
+
+
+@contextmanager
+def window(browser: Browser, *, expected: str = "(?!)", **options: Any) -> Iterator[BrowserContext]:
+    """A context whose pages log no error, violate no policy and request nothing from other hosts.
+
+    Args:
+        expected: Matches messages of the console that the test provokes.
+    """
+    problems: list[str] = []
+
+    def check(page: Page) -> None:
+        page.set_default_timeout(WAIT_MS)
+        page.on("pageerror", lambda error: problems.append(error.message))
+        page.on("console", lambda it: problems.append(it.text) if it.type in ("error", "warning") else None)
+        page.on("request", lambda it: problems.append(it.url) if FOREIGN.match(it.url) else None)
+
+    with machine_only(browser, **options) as context:
+        context.add_init_script(VIOLATIONS)
+        context.on("page", check)
+        yield context
+        for page in context.pages:
+            page.evaluate("0")
+    assert [text for text in problems if not re.search(expected, text)] == []
+
+
+def open_page(context: BrowserContext, lab: Lab) -> Page:
+    page = context.new_page()
+    page.goto(lab.url)
+    expect(page.get_by_label("message")).to_be_visible()
+    return page
+
+
+def ask(page: Page, text: str) -> Locator:
+    """Send a message, and return the answer."""
+    page.get_by_label("message").fill(text)
+    page.get_by_role("button", name="Send", exact=True).click()
+    return page.locator(".assistant").last
+
+
+def ended(page: Page) -> None:
+    expect(page.get_by_role("button", name="Send", exact=True)).to_be_visible()
+    expect(page.locator("[role=log] [aria-busy=true]")).to_have_count(0)
+
+
+def conversations(page: Page) -> Locator:
+    """Return the entries in the list of conversations, which is in a drawer on a phone."""
+    opener = page.get_by_role("button", name="Conversations", exact=True)
+    if opener.is_visible():
+        opener.click()
+    return page.get_by_role("navigation").get_by_role("listitem")
+
+
+def settings(page: Page) -> Locator:
+    page.get_by_role("button", name="Settings").click()
+    return page.get_by_role("dialog", name="Settings")
+
+
+def import_file(page: Page, content: Any) -> None:
+    conversations(page)
+    with page.expect_file_chooser() as chooser:
+        page.get_by_role("button", name="Import").click()
+    text = content if isinstance(content, str) else json.dumps(content)
+    chooser.value.set_files({"name": "chat.json", "mimeType": "application/json", "buffer": text.encode()})
+
+
+@pytest.fixture(scope="module")
+def paced(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Lab]:
+    with serving(tmp_path_factory.mktemp("paced"), "echo", echo_tokens_per_s=PACE) as lab:
+        yield lab
+
+
+@pytest.mark.parametrize("size", [PHONE, DESKTOP], ids=["phone", "desktop"])
+def test_a_conversation(browser: Browser, paced: Lab, size: dict[str, Any]) -> None:
+    bodies: list[dict[str, Any]] = []
+    with window(browser, viewport=size) as context:
+        page = open_page(context, paced)
+        page.on("request", lambda it: bodies.append(it.post_data_json) if it.method == "POST" else None)
+        paint = page.evaluate("performance.getEntriesByName('first-contentful-paint')[0].startTime")
+        assert paint < 5000
+        drawer = settings(page)
+        drawer.get_by_label("system prompt").fill("Be brief.")
+        drawer.get_by_label("temperature").fill("0.2")
+        assert serious_violations(page) == []
+        drawer.get_by_role("button", name="Close").click()
+        answer = ask(page, "# One\n\n**two** `three`\n\n- four\n\n```python\nfive = 5\n```")
+        expect(answer).to_contain_text("tok/s · first token in")
+        expect(answer.get_by_role("heading")).to_have_text("One")
+        expect(answer.locator("strong, p > code, li, pre")).to_have_text(["two", "three", "four", "five = 5"])
+        stopped = ask(page, LONG)
+        expect(stopped.locator(TEXT)).to_contain_text("a a a")
+        page.get_by_label("message").press("Escape")
+        expect(stopped).to_contain_text("stopped")
+        page.locator(".user").last.get_by_role("button", name="edit").click()
+        page.get_by_label("message").fill("Edited.")
+        page.get_by_role("button", name="Send", exact=True).click()
+        expect(page.locator(f".assistant {TEXT}").last).to_have_text("Edited.")
+        ended(page)
+        expect(page.locator(".user")).to_have_count(2)
+        page.get_by_role("button", name="try again").click()
+        expect(page.locator(".assistant")).to_have_count(2)
+        ended(page)
+        assert [(body["temperature"], body["messages"][0]["content"]) for body in bodies] == [(0.2, "Be brief.")] * 4
+        assert [len(body["messages"]) for body in bodies] == [2, 4, 4, 4]
+        check_files(page)
+
+
+def check_files(page: Page) -> None:
+    """Save the conversation of the page, read it here and in the page, and delete one of the two."""
+    with page.expect_download() as download:
+        settings(page).get_by_role("button", name="Save").click()
+    page.keyboard.press("Escape")
+    saved = download.value.path().read_text(encoding="utf-8")
+    messages, sampling = from_json(saved)
+    assert [message["text"] for message in messages][2:] == ["Edited.", "Edited."]
+    assert sampling == {"temperature": 0.2, "system": "Be brief."}
+    page.reload()
+    expect(page.locator(f".assistant {TEXT}").last).to_have_text("Edited.")
+    conversations(page)
+    page.get_by_role("button", name="New conversation").click()
+    expect(page.locator(".user")).to_have_count(0)
+    import_file(page, saved)
+    expect(page.locator(f".assistant {TEXT}").last).to_have_text("Edited.")
+    expect(conversations(page)).to_have_count(2)
+    page.keyboard.press("Escape")
+    for theme in ("dark", "light"):
+        page.emulate_media(color_scheme=theme)  # type: ignore[arg-type]
+        assert serious_violations(page) == []
+    page.on("dialog", lambda dialog: dialog.accept())
+    settings(page).get_by_role("button", name="Delete").click()
+    expect(page.locator(".user")).to_have_count(0)
+    expect(conversations(page)).to_have_count(1)
+
+
+HOSTILE = (
+    "<img src=x onerror='window.ran = 1'> <script>window.ran = 1</script> [a](javascript:window.ran=1) "
+    "[b](data:text/html,x) [c](https://example.test/) ![d](https://example.test/d.png)\n\n"
+    "```html\n<script>window.ran = 1</script>\n</code></pre><img src=x onerror='window.ran = 1'>\n```\n\n"
+    "| <svg onload='window.ran = 1'> |\n|---|\n| [e](vbscript:x) |"
+)
+
+
+def test_text_of_models_and_files_does_nothing(browser: Browser, paced: Lab) -> None:
+    name = "<img src=x onerror='window.ran = 1'>.txt"
+    with window(browser, viewport=PHONE) as context:
+        page = open_page(context, paced)
+        with page.expect_file_chooser() as chooser:
+            page.get_by_role("button", name="Attach").click()
+        chooser.value.set_files({"name": name, "mimeType": "text/plain", "buffer": HOSTILE.encode()})
+        expect(page.locator("main .pill")).to_contain_text(name)
+        answer = ask(page, HOSTILE)
+        ended(page)
+        expect(page.locator(".user details:visible")).to_contain_text(name)
+        links = answer.get_by_role("link").all()
+        # The answer repeats the question and the file.
+        assert len(links) == 4
+        assert {link.get_attribute("href") for link in links} == {"https://example.test/", "https://example.test/d.png"}
+        call = {"id": "1", "type": "function", "function": {"name": HOSTILE, "arguments": HOSTILE}}
+        imported = [
+            {"role": "user", "content": HOSTILE},
+            {"role": "assistant", "content": HOSTILE, "reasoning_content": HOSTILE, "tool_calls": [call]},
+            {"role": "tool", "tool_call_id": "1", "content": HOSTILE},
+            {"role": "assistant", "content": "done", "stats": HOSTILE, "error": HOSTILE},
+        ]
+        import_file(page, {"title": HOSTILE, "messages": imported})
+        expect(page.locator(".assistant")).to_have_count(2)
+        for fold in page.locator("details:visible summary").all():
+            fold.click()
+        assert page.locator("img, svg, [role=log] script, iframe, [onerror], [onload]").count() == 0
+        assert page.evaluate("window.ran === undefined")
+        import_file(page, {"version": 99, "messages": imported})
+        expect(page.get_by_role("status").first).to_contain_text("The file has version 99")
+        import_file(page, '{"messages": [{"role": "wizard"}]}')
+        expect(page.get_by_role("status").first).to_contain_text("Message 0 of the file has no role")
+        with page.expect_file_chooser() as chooser:
+            page.get_by_role("button", name="Attach").click()
+        chooser.value.set_files({"name": "x.bin", "mimeType": "application/octet-stream", "buffer": b"\xff\x00"})
+        expect(page.get_by_role("status").first).to_contain_text("x.bin is not a text file")
+
+
+def test_every_control_is_reached_by_keyboard_and_has_a_name(browser: Browser, paced: Lab) -> None:
+    with window(browser, viewport=DESKTOP) as context:
+        page = open_page(context, paced)
+        page.keyboard.type("Say hello.")
+        page.keyboard.press("Enter")
+        expect(page.locator(".assistant")).to_contain_text("tok/s")
+        expect(page.get_by_role("navigation").get_by_role("listitem")).to_have_count(1)
+        root = page.locator(".page")
+        for opener in (None, "Settings"):
+            if opener:
+                page.get_by_role("button", name=opener).press("Enter")
+                root = page.get_by_role("dialog")
+            count, reached = root.evaluate(MARK), []
+            while (focused := page.evaluate(FOCUSED)) is not None and focused[0] not in reached:
+                assert page.evaluate(OUTLINE) != "none", f"control {focused} shows no focus"
+                reached.append(focused[0])
+                page.keyboard.press("Tab")
+            page.evaluate("() => document.querySelectorAll('[data-number]').forEach((it) => delete it.dataset.number)")
+            assert reached == list(range(count))
+            assert count >= 8
+            assert [role for role, label in CONTROL.findall(root.aria_snapshot()) if not label] == []
+        page.keyboard.press("Escape")
+        expect(page.get_by_role("dialog")).to_have_count(0)
+
+
+def test_a_key_is_asked_for_once(browser: Browser, tmp_path: Path) -> None:
+    with (
+        serving(tmp_path, "echo", api_key="s3cret", record="all") as lab,
+        window(browser, viewport=PHONE, expected="401") as context,
+    ):
+        page = open_page(context, lab)
+        dialog = page.get_by_role("dialog", name="key")
+        dialog.get_by_label("key", exact=True).fill("wrong")
+        page.keyboard.press("Enter")
+        expect(dialog.get_by_role("alert")).to_contain_text("The key is wrong")
+        assert serious_violations(page) == []
+        dialog.get_by_label("key", exact=True).fill("s3cret")
+        page.keyboard.press("Enter")
+        expect(dialog).to_be_hidden()
+        expect(ask(page, "Say hello.")).to_contain_text("tok/s")
+        expect(page.get_by_role("status").first).to_contain_text("records all requests")
+        page.reload()
+        expect(ask(page, "And again.")).to_contain_text("tok/s")
+        expect(dialog).to_be_hidden()
+
+
+def test_a_conversation_continues_after_interruptions(browser: Browser, panels_home: Path) -> None:
+    """The network is lost, the model is unloaded during an answer, and the server restarts."""
+    notes = "[role=status].notes"
+    with window(browser, viewport=PHONE, expected="ERR_|503|404|409") as context:
+        with serving(panels_home, "echo", echo_tokens_per_s=PACE) as lab:
+            page, port = open_page(context, lab), lab.port
+            expect(ask(page, "First.")).to_contain_text("tok/s")
+            context.set_offline(True)
+            expect(ask(page, "Second.")).to_contain_text("cannot be reached")
+            context.set_offline(False)
+            page.get_by_role("button", name="try again").click()
+            expect(page.locator(f".assistant {TEXT}").last).to_have_text("Second.")
+            ended(page)
+            unloaded = ask(page, LONG)
+            expect(unloaded.locator(TEXT)).to_contain_text("a a a")
+            lab.unload(wait=False)
+            expect(unloaded.locator(".error")).not_to_be_empty()
+            expect(unloaded.locator(TEXT)).to_contain_text("a a a")
+            expect(page.locator(notes)).to_contain_text("No model is ready")
+            lab.load("echo")
+            expect(page.locator(notes)).not_to_contain_text("No model is ready")
+            ask(page, LONG)
+            expect(page.locator(f".assistant {TEXT}").last).to_contain_text("a a a")
+        expect(page.locator(".assistant .error").last).not_to_be_empty()
+        expect(page.locator(notes)).to_contain_text("cannot be reached")
+        with Lab(Settings(home=panels_home, port=port, swap=True), loop="thread") as again:
+            again.load("echo")
+            expect(page.locator(notes)).not_to_contain_text("cannot be reached")
+            expect(ask(page, "Third.")).to_contain_text("tok/s")
+            expect(page.locator(".assistant")).to_have_count(5)
+            page.get_by_label("model").select_option("tiny-two")
+            settings(page).get_by_label("max_tokens").fill("5")
+            page.keyboard.press("Escape")
+            expect(ask(page, "Fourth.")).to_contain_text("tiny-two · 5 tokens")
+
+
+def test_large_conversations_stay_responsive(browser: Browser, paced: Lab, tmp_path: Path) -> None:
+    """Tasks of over 50 ms are allowed for a part of the time, because other programs use the processor too."""
+    messages = [{"role": role, "content": f"{role} {at}\n\n- **item**"} for at in range(1000) for role in ROLES]
+    with window(browser, viewport=PHONE) as context:
+        page = open_page(context, paced)
+        import_file(page, messages)
+        expect(page.locator("[role=log] > div > *")).to_have_count(2000)
+        expect(page.locator(".assistant").last).to_be_in_viewport()
+        page.evaluate("document.querySelector('[role=log]').scrollTop = 0")
+        expect(page.locator(".user").first).to_be_in_viewport()
+        answer = ask(page, LONG)
+        expect(answer.locator(TEXT)).to_contain_text("a a a")
+        page.wait_for_timeout(1000)
+        page.evaluate(LONG_TASKS)
+        page.wait_for_timeout(3000)
+        assert sum(page.evaluate("longTasks")) < 1000
+        page.get_by_role("button", name="Stop").click()
+        ended(page)
+    with serving(tmp_path, "echo") as quick, window(browser, viewport=PHONE) as context:
+        page = open_page(context, quick)
+        drawer = settings(page)
+        drawer.get_by_label("max_tokens").fill("50000")
+        drawer.get_by_label("system prompt").fill("Repeat.")
+        page.keyboard.press("Escape")
+        text = "\n\n".join("The sea is wide. " * 40 for _ in range(400))
+        page.evaluate(LONG_TASKS)
+        page.route(
+            "**/v1/chat/completions", lambda route: route.continue_(post_data=endless(route.request.post_data_json))
+        )
+        answer = ask(page, text[:20_000])
+        expect(answer).to_contain_text("50000 tokens")
+        assert max(page.evaluate("longTasks"), default=0) < 1000
+        page.reload()
+        expect(page.locator(".assistant")).to_contain_text("50000 tokens")
+
+
+ROLES = ("user", "assistant")
+
+
+def endless(body: dict[str, Any]) -> dict[str, Any]:
+    return body | {"ignore_eos": True}
+
+
+def test_two_tabs_and_a_full_storage_lose_no_message(browser: Browser, paced: Lab) -> None:
+    with window(browser, viewport=DESKTOP) as context:
+        one = open_page(context, paced)
+        expect(ask(one, "Both.")).to_contain_text("tok/s")
+        entries = one.get_by_role("navigation").get_by_role("listitem")
+        expect(entries).to_have_count(1)
+        two = open_page(context, paced)
+        expect(two.locator(".assistant")).to_contain_text("tok/s")
+        expect(ask(two, "Only two.")).to_contain_text("tok/s")
+        ended(two)
+        expect(one.locator(".user").last).to_contain_text("Only two.")
+        ask(one, LONG)
+        expect(one.locator(f".assistant {TEXT}").last).to_contain_text("a a a")
+        expect(two.locator(".user").last).to_contain_text("a a a")
+        expect(ask(two, "While one answers.")).to_contain_text("tok/s")
+        one.get_by_role("button", name="Stop").click()
+        ended(one)
+        ended(two)
+        expect(entries).to_have_count(2)
+        tabs = {page.get_by_role("status").first.inner_text() for page in (one, two)}
+        assert any("continues in a copy" in text for text in tabs)
+        one.reload()
+        expect(entries).to_have_count(2)
+        texts = []
+        for entry in entries.all():
+            entry.get_by_role("button").click()
+            expect(entry.get_by_role("button")).to_have_attribute("aria-current", "true")
+            texts.append(one.locator("[role=log]").text_content() or "")
+        assert ["While one answers." in text for text in texts].count(True) == 1
+        quota = {"origin": paced.url, "quotaSize": 1000}
+        context.new_cdp_session(one).send("Storage.overrideQuotaForOrigin", quota)
+        expect(ask(one, "No room. " * 500)).to_contain_text("tok/s")
+        expect(one.get_by_role("status").first).to_contain_text("storage of this browser is full")
+        expect(one.locator(".user").last).to_contain_text("No room.")

@@ -1,0 +1,83 @@
+"""Tests of announcing and finding labs, with real multicast DNS on loopback."""
+
+from __future__ import annotations
+
+import contextlib
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from lmx_lab import errors
+from lmx_lab.notebook import discovery
+from lmx_lab.notebook.discovery import Announcement, FoundLab, find_address, find_labs, is_name
+from lmx_lab.notebook.remote_server import attach
+from lmx_lab.settings import Settings
+from tests.flows.conftest import serving
+
+LOOPBACK = ["127.0.0.1"]
+NAME = "<b>Anna's lab"
+
+
+@contextlib.contextmanager
+def announced(name: str, port: int, *, key_needed: bool = False) -> Iterator[str]:
+    announcement = Announcement(name, port=port, addresses=LOOPBACK, key_needed=key_needed)
+    try:
+        yield announcement.start()
+    finally:
+        announcement.stop()
+
+
+# It waits for eight seconds.
+@pytest.mark.long
+def test_labs_of_one_name_are_found_and_told_apart(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(discovery, "lan_addresses", lambda: LOOPBACK)
+    with (
+        serving(tmp_path, "echo") as lab,
+        serving(tmp_path, None, api_key="s3cret") as keyed,
+        announced(NAME, lab.port) as first,
+        announced(NAME, keyed.port, key_needed=True) as second,
+    ):
+        assert (first, second) == (NAME, f"{NAME}-2")
+        assert find_labs() == [
+            FoundLab(name=first, address=lab.url, model="echo", key_needed=False),
+            FoundLab(name=second, address=keyed.url, model=None, key_needed=True),
+        ]
+        with attach(NAME.upper()) as remote:
+            assert remote.url == lab.url
+        with attach(second, api_key="s3cret") as remote:
+            assert remote.url == keyed.url
+    with pytest.raises(errors.UnreachableError, match="has no labs; start it with --announce"):
+        find_address(NAME)
+
+
+@pytest.mark.parametrize(
+    ("name", "addresses", "message"),
+    [
+        ("lab", [], "no IPv4 address"),
+        ("lab", ["::1"], "no IPv4 address"),
+        ("x" * 64, LOOPBACK, "1 to 63 bytes"),
+        ("a\nb", LOOPBACK, "without line ends"),
+    ],
+)
+def test_what_cannot_be_announced_is_refused(name: str, addresses: list[str], message: str) -> None:
+    with pytest.raises(errors.InvalidRequestError, match=message):
+        Announcement(name, port=8400, addresses=addresses, key_needed=False)
+
+
+def test_a_lab_for_this_machine_alone_is_not_announced(tmp_path: Path) -> None:
+    with pytest.raises(errors.InvalidRequestError, match="lan=True"), serving(tmp_path, None, announce=True):
+        pass
+    assert not Settings().announce
+
+
+def test_without_zeroconf_the_error_names_the_extra(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "zeroconf", None)
+    with pytest.raises(errors.HostingError, match=r"lmx-lab\[lan\]"):
+        find_labs()
+
+
+def test_names_are_distinguished_from_addresses() -> None:
+    assert all(map(is_name, ("kitchen", "Anna's lab", "lab-2")))
+    assert not any(map(is_name, ("localhost", "http://kitchen", "kitchen:8400", "192.168.1.20", "lab.example/path")))
