@@ -111,9 +111,8 @@ class MapVerbs:
     ) -> pd.DataFrame | RowAnswers:
         """Answer a prompt for each row of a table, and return a table of the answers with the same index.
 
-        Its columns are ``answer``, ``reasoning``, ``finish_reason``, ``error``, counts of tokens, and times. As many
-        requests are sent at a time as the server can compute. Interrupting ``map`` returns the answers so far, with
-        ``.attrs["interrupted"]`` true.
+        Its columns are ``answer``, ``reasoning``, ``finish_reason``, ``error``, counts of tokens, and times.
+        Interrupting ``map`` returns the answers so far, with ``.attrs["interrupted"]`` true.
 
         Args:
             frame: A data frame, a series, a text, or a list of texts (the column ``text``) or dictionaries. The rows of
@@ -136,12 +135,8 @@ class MapVerbs:
             ImportError: pandas is not installed.
         """
         source = read_source(frame)
-        prompts = RowPrompts(prompt)
-        if source.columns is not None:
-            prompts.check(source.columns)
-        columns = None if schema is None else TypedColumns.of(schema)
-        if columns is not None:
-            check_names(columns)
+        prompts = _read_prompts(prompt, source)
+        columns = None if schema is None else _read_schema(schema)
         _check(parameters, n=n, seed=seed, errors=errors, retry=retry)
         loaded = await on_loop(loaded_model(self._backend, hashed=cache is not None))
         options = BatchOptions(
@@ -207,6 +202,19 @@ def _progress(workbench: Workbench, run: BatchRun, total: int) -> Iterator[Any]:
             yield show
         finally:
             workbench.job = ""
+
+
+def _read_prompts(prompt: PromptSource, source: RowSource) -> RowPrompts:
+    prompts = RowPrompts(prompt)
+    if source.columns is not None:
+        prompts.check(source.columns)
+    return prompts
+
+
+def _read_schema(schema: Schema) -> TypedColumns:
+    columns = TypedColumns.of(schema)
+    check_names(columns)
+    return columns
 
 
 def _request_maker(fields: Mapping[str, Any]) -> MakeRequest:
