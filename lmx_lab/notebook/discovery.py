@@ -180,21 +180,29 @@ class Announcement:
     """The announcement of a lab on the local network, from ``start`` to ``stop``. Both may block for a second.
 
     Args:
-        name: The name that others see; by default that of this machine. If another lab has it, a number is added.
+        name: The name that others see; by default that of this machine, without its domain. If another lab has it, a
+            number is added.
         addresses: Addresses of this machine at which the lab can be reached. It is announced on their networks only.
         key_needed: Whether the lab needs a key.
 
     Raises:
         HostingError: zeroconf is not installed.
-        InvalidRequestError: the name is too long, or the lab can be reached only from this machine.
+        InvalidRequestError: the name is too long or looks like an address, or the lab can be reached only from this
+            machine.
     """
 
     def __init__(self, name: str | None, *, port: int, addresses: Sequence[str], key_needed: bool) -> None:
         self._zeroconf = _zeroconf()
-        self._name = (name or socket.gethostname()).strip()
-        if not 0 < len(self._name.encode()) <= MAX_NAME_BYTES or not self._name.isprintable():
+        self.name = (name or socket.gethostname().partition(".")[0]).strip()
+        if not 0 < len(self.name.encode()) <= MAX_NAME_BYTES or not self.name.isprintable():
             raise InvalidRequestError(
-                f"announce_name is {self._name!r:.80}; it must have 1 to {MAX_NAME_BYTES} bytes, without line ends",
+                f"announce_name is {self.name!r:.80}; it must have 1 to {MAX_NAME_BYTES} bytes, without line ends",
+                param="announce_name",
+            )
+        if not is_name(self.name):
+            raise InvalidRequestError(
+                f"announce_name is {self.name!r:.80}, which attach() would take for an address; choose a name without "
+                "dots, colons and slashes",
                 param="announce_name",
             )
         self._addresses = [address for address in addresses if _is_ipv4(address)]
@@ -221,7 +229,7 @@ class Announcement:
         self._network = _open(self._zeroconf, self._addresses)
         self._info = self._zeroconf.ServiceInfo(
             SERVICE,
-            f"{self._name}.{SERVICE}",
+            f"{self.name}.{SERVICE}",
             port=self._port,
             parsed_addresses=self._addresses,
             properties=self._properties,

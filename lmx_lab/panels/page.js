@@ -23,6 +23,8 @@ const answers = new Map();
 let server = {};
 let edited = null;
 let attached = [];
+/** What was written before the user edited an earlier question. */
+let draft = {};
 
 // Notes
 
@@ -174,6 +176,8 @@ const remove = async () => {
   if (!confirm("Delete the conversation “" + (chat.title || "New conversation") + "” from this browser?")) return;
   const { id } = chat;
   answers.get(id)?.controller.abort();
+  // A conversation without messages is not stored, so that the end of its answer does not store it again.
+  chat.messages = [];
   await saving;
   await store.remove(id).catch(failed);
   settings.close();
@@ -218,12 +222,14 @@ const picker = (name, title, accept, use) => {
 const importFile = async (file) => {
   // Also if the file cannot be read, so that the note is visible.
   sideDrawer.close();
+  note("error", "");
   if (file.size > MAX_IMPORT_BYTES) throw Error(file.name + " has " + file.size + " bytes; the limit is " + MAX_IMPORT_BYTES + ".");
   const found = fromFile(await file.text());
   for (const each of found) await save(each);
   await open(found[0].id);
 };
 const attach = async (file) => {
+  note("error", "");
   if (file.size > 4 * MAX_FILE_CHARACTERS) throw Error(file.name + " is too long: at most " + MAX_FILE_CHARACTERS + " characters can be attached.");
   let text;
   try {
@@ -353,9 +359,11 @@ const send = () => {
 const stop = () => busy()?.controller.abort();
 const edit = (message) => {
   const before = edited;
+  if (message && before == null) draft = { text: box.value, files: attached };
   edited = message?.id ?? null;
-  attached = [...(message?.files ?? [])];
-  box.value = message?.text ?? "";
+  const { text = "", files = [] } = message ?? (before == null ? {} : draft);
+  attached = [...files];
+  box.value = text;
   for (const id of [before, edited]) views.get(id)?.[1]();
   showAttached();
   if (message) box.focus();
@@ -369,8 +377,11 @@ const keyError = h("p", { class: "error", role: "alert" });
 const keyForm = h("dialog", { class: "lmx", "aria-label": "key of the server" },
   h("form", { method: "dialog", onsubmit: async (event) => {
     event.preventDefault();
-    kept.set("key", keyInput.value.trim());
     try {
+      const key = keyInput.value.trim();
+      // No key of a server has other characters, and fetch() fails if a header has them.
+      if (!/^[!-~]+$/.test(key)) throw { status: 401 };
+      kept.set("key", key);
       await getJson("v1/models");
       keyForm.close();
       box.focus();

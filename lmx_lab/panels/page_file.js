@@ -78,9 +78,11 @@ const fromConversation = (data) => {
   const messages = Array.isArray(data) ? data : data?.messages;
   if (!Array.isArray(messages) || !messages.length) throw wrong("The file has no messages");
   const system = messages[0]?.role === "system" ? messages[0] : null;
+  const first = system ? 1 : 0;
+  if (messages.length === first) throw wrong("The file has only a system prompt");
   const sampling = {};
   for (const [name] of SAMPLING) if (Number.isFinite(data.sampling?.[name])) sampling[name] = data.sampling[name];
-  const read = messages.slice(system ? 1 : 0).map(fromMessage);
+  const read = messages.slice(first).map((message, at) => fromMessage(message, at + first));
   const title = asText(data.title, "The title") || titleOf(read);
   return { ...newChat(), title: title.slice(0, 200), sampling, system: asText(system?.content, "The system prompt"), messages: read };
 };
@@ -96,5 +98,7 @@ const fromFile = (text) => {
   if (data?.version !== undefined && data.version !== FILE_VERSION)
     throw Error("The file has version " + data.version + ", and this page reads version " + FILE_VERSION +
       ". Open it with the version of LMX Lab that has saved it.");
-  return (Array.isArray(data?.conversations) ? data.conversations : [data]).map(fromConversation);
+  const found = Array.isArray(data?.conversations) ? data.conversations : [data];
+  if (!found.length) throw wrong("The file has no conversations");
+  return found.map(fromConversation);
 };

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import socket
 import sys
 from collections.abc import Iterator
 from pathlib import Path
@@ -59,11 +60,18 @@ def test_labs_of_one_name_are_found_and_told_apart(tmp_path: Path, monkeypatch: 
         ("lab", ["::1"], "no IPv4 address"),
         ("x" * 64, LOOPBACK, "1 to 63 bytes"),
         ("a\nb", LOOPBACK, "without line ends"),
+        ("my.lab", LOOPBACK, "without dots"),
+        ("<b>lab</b>", LOOPBACK, "without dots"),
     ],
 )
 def test_what_cannot_be_announced_is_refused(name: str, addresses: list[str], message: str) -> None:
     with pytest.raises(errors.InvalidRequestError, match=message):
         Announcement(name, port=8400, addresses=addresses, key_needed=False)
+
+
+def test_the_name_of_the_machine_has_no_domain(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(socket, "gethostname", lambda: "laptop.local")
+    assert Announcement(None, port=8400, addresses=LOOPBACK, key_needed=False).name == "laptop"
 
 
 def test_a_lab_for_this_machine_alone_is_not_announced(tmp_path: Path) -> None:
