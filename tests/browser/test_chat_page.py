@@ -131,11 +131,16 @@ def test_a_conversation(browser: Browser, paced: Lab, size: dict[str, Any]) -> N
         expect(stopped.locator(TEXT)).to_contain_text("a a a")
         page.get_by_label("message").press("Escape")
         expect(stopped).to_contain_text("stopped")
+        page.get_by_label("message").fill("A draft.")
+        page.locator(".user").last.get_by_role("button", name="edit").click()
+        page.get_by_role("button", name="Cancel editing").click()
+        expect(page.get_by_label("message")).to_have_value("A draft.")
         page.locator(".user").last.get_by_role("button", name="edit").click()
         page.get_by_label("message").fill("Edited.")
         page.locator(GO).click()
         expect(page.locator(f".assistant {TEXT}").last).to_have_text("Edited.")
         ended(page)
+        expect(page.get_by_label("message")).to_have_value("A draft.")
         expect(page.locator(".user")).to_have_count(2)
         page.get_by_role("button", name="try again").click()
         expect(page.locator(".assistant")).to_have_count(2)
@@ -167,6 +172,7 @@ def check_files(page: Page) -> None:
         page.emulate_media(color_scheme=theme)  # type: ignore[arg-type]
         assert serious_violations(page) == []
     page.on("dialog", lambda dialog: dialog.accept())
+    expect(ask(page, LONG).locator(TEXT)).to_contain_text("a a a")
     settings(page).get_by_role("button", name="Delete").click()
     expect(page.locator(".user")).to_have_count(0)
     expect(conversations(page)).to_have_count(1)
@@ -208,10 +214,18 @@ def test_text_of_models_and_files_does_nothing(browser: Browser, paced: Lab) -> 
             fold.click()
         assert page.locator("img, svg, [role=log] script, iframe, [onerror], [onload]").count() == 0
         assert page.evaluate("window.ran === undefined")
-        import_file(page, {"version": 99, "messages": imported})
-        expect(page.get_by_role("status").first).to_contain_text("The file has version 99")
-        import_file(page, '{"messages": [{"role": "wizard"}]}')
-        expect(page.get_by_role("status").first).to_contain_text("Message 0 of the file has no role")
+        system, wizard = {"role": "system", "content": HOSTILE}, {"role": "wizard"}
+        for content, problem in (
+            ({"version": 99, "messages": imported}, "The file has version 99"),
+            ({"messages": [wizard]}, "Message 0 of the file has no role"),
+            ({"messages": [system, wizard]}, "Message 1 of the file has no role"),
+            ({"messages": [system]}, "The file has only a system prompt"),
+            ({"conversations": []}, "The file has no conversations"),
+        ):
+            import_file(page, content)
+            expect(page.get_by_role("status").first).to_contain_text(problem)
+        import_file(page, [system, *imported])
+        expect(page.get_by_role("status").first).to_be_empty()
         with page.expect_file_chooser() as chooser:
             page.get_by_role("button", name="Attach").click()
         chooser.value.set_files({"name": "x.bin", "mimeType": "application/octet-stream", "buffer": b"\xff\x00"})
@@ -250,9 +264,11 @@ def test_a_key_is_asked_for_once(browser: Browser, tmp_path: Path) -> None:
     ):
         page = open_page(context, lab)
         dialog = page.get_by_role("dialog", name="key")
-        dialog.get_by_label("key", exact=True).fill("wrong")
-        page.keyboard.press("Enter")
-        expect(dialog.get_by_role("alert")).to_contain_text("The key is wrong")
+        # An HTTP header cannot contain the quotation marks.
+        for wrong in ("“s3cret”", "wrong"):
+            dialog.get_by_label("key", exact=True).fill(wrong)
+            page.keyboard.press("Enter")
+            expect(dialog.get_by_role("alert")).to_contain_text("The key is wrong")
         assert serious_violations(page) == []
         dialog.get_by_label("key", exact=True).fill("s3cret")
         page.keyboard.press("Enter")
