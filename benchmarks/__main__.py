@@ -18,7 +18,8 @@ generator and clients are separate processes; the clients only record times.
 | disconnect | seconds from a cut connection to a free slot, nine cases                   | tiny, smollm2 |
 | leak       | resident memory after 1,000 requests ÷ after 100                           | tiny          |
 | product    | MLX's 1024³ float32 product ÷ numpy's                                      | -             |
-| prefill    | prefill of 156 tokens ÷ MLX with the BLAS of its wheel                     | tiny, smollm2 |
+| prefill    | prefill of 156 tokens ÷ MLX with the BLAS of its wheel; matrix products of | tiny, smollm2 |
+|            | a prefill of 1,400 tokens ÷ all of it                                      |               |
 | embeddings | 64 texts through MiniLM ÷ MLX with the BLAS of its wheel, and ÷ torch      | minilm-l6     |
 | gguf       | our server on llama.cpp against xllamacpp's own, 1 and 8 streams: decode   | smollm2       |
 |            | and overall tok/s as ratios, TTFT as a difference in ms; and decode,       |               |
@@ -26,6 +27,8 @@ generator and clients are separate processes; the clients only record times.
 | quantized  | our server with a quantized copy against xllamacpp's own with the         | smollm2       |
 |            | original: prefill, and decode of 1 and 8 streams; the loss of the copy     |               |
 | lookup     | decode tok/s with prompt lookup ÷ without, of copied and of other text     | tiny, smollm2 |
+| draft      | decode tok/s of llama.cpp with a draft model ÷ without, if all drafts are   | smollm2       |
+|            | accepted                                                                   |               |
 | repetition | share of answers that are the same alone and with seven others: 64         | smollm2       |
 |            | greedy ones and 24 with seeds, on both engines                             |               |
 | recording  | CPU time of a token at 8 streams with requests recorded ÷ not recorded     | tiny, smollm2 |
@@ -80,6 +83,7 @@ from benchmarks import (
     daemon,
     dialects,
     disconnect,
+    draft_model,
     embeddings,
     flood,
     gguf,
@@ -130,6 +134,7 @@ FIGURES = {
     "embeddings": Figure(title=embeddings.FIGURE, measure=embeddings.measure, models=("smollm2",)),
     "structured": Figure(title=structured.FIGURE, measure=structured.measure),
     "lookup": Figure(title=prompt_lookup.FIGURE, measure=prompt_lookup.measure),
+    "draft": Figure(title=draft_model.FIGURE, measure=draft_model.measure, models=("smollm2",)),
     "kv": Figure(title=kv_cache.FIGURE, measure=kv_cache.measure, models=("smollm2",)),
     "gguf": Figure(title=gguf.FIGURE, measure=gguf.measure, models=("smollm2",)),
     "quantized": Figure(title=quantized.FIGURE, measure=quantized.measure, models=("smollm2",)),

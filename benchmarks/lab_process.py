@@ -14,9 +14,9 @@ from lmx_lab.settings import Settings
 def main() -> None:
     channel = take_channel()
     settings = child_settings()
-    model, prompt_lookup = Path(settings.pop("model")), settings.pop("prompt_lookup")
+    model, options = Path(settings.pop("model")), settings.pop("options")
     with Lab(Settings.read({}, home=BUILD / "home", port=0, **settings), loop="thread") as lab:
-        lab.load(model, prompt_lookup=prompt_lookup)
+        lab.load(model, **options)
 
         def snapshot(_: Reply) -> Reply:
             now = lab.engine.snapshot

@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import shutil
+from dataclasses import replace
 from pathlib import Path
 
 import mlx.core as mx
@@ -17,9 +19,16 @@ from lmx_lab.engine.llama_cpp.quantize import quantize
 from lmx_lab.settings import Settings
 from lmx_lab.values.models import Format, ModelEntry
 from lmx_lab.weights import Catalog
+from tests.gguf_files import Tensor, read_gguf, renamed
 from tests.tiny import write_tiny_llama
 
 CONTEXT_TOKENS = 8192
+LAYERS = 30
+"""Number of layers of SmolLM2-135M."""
+LAYER = re.compile(r"blk\.(\d+)\.(.+)")
+"""Name of a tensor of a layer in a GGUF file."""
+WRITTEN = ("attn_output.weight", "ffn_down.weight")
+"""The tensors with whose products a layer changes its input."""
 
 
 def folder_of(model: Model) -> Path:
@@ -54,6 +63,25 @@ def minilm() -> Path:
 def gguf_starter() -> ModelEntry:
     """Return SmolLM2-135M as a GGUF file. ``smollm2`` is made from the same weights."""
     return _starter(format_="gguf")
+
+
+def deepened_starter() -> Path:
+    """Return ``gguf_starter`` with 60 more layers, which add zero. Its answers are the same, and its layers cost three
+    times as much."""
+    path = MODELS / "smollm2-deepened.gguf"
+    if not path.exists():
+        file = read_gguf(gguf_starter().path)
+        tensors = dict(file.tensors)
+        for name, tensor in file.tensors.items():
+            if (match := LAYER.match(name)) is None:
+                continue
+            data = bytes(len(tensor.data)) if match[2] in WRITTEN else tensor.data
+            for layer in (int(match[1]) + LAYERS, int(match[1]) + 2 * LAYERS):
+                new = f"blk.{layer}.{match[2]}"
+                tensors[new] = Tensor(info=renamed(tensor.info, new), data=data)
+        unfinished = replace(file, tensors=tensors).changed({"llama.block_count": 3 * LAYERS})
+        unfinished.written(path.with_suffix(".part")).rename(path)
+    return path
 
 
 def quantized_starter() -> ModelEntry:

@@ -43,6 +43,11 @@ class LabServer:
     def snapshot(self) -> Reply:
         return self._worker.ask(limit_s=60)
 
+    def cpu_s(self) -> float:
+        """Return the CPU time of the server so far."""
+        times = psutil.Process(self._worker.pid).cpu_times()
+        return float(times.user + times.system)
+
     def rss_bytes(self) -> int:
         return int(psutil.Process(self._worker.pid).memory_info().rss)
 
@@ -69,11 +74,12 @@ def is_idle(now: Reply) -> bool:
 
 
 @contextlib.contextmanager
-def lab_server(folder: Path, *, prompt_lookup: bool = False, **settings: Any) -> Iterator[LabServer]:
+def lab_server(
+    folder: Path, *, prompt_lookup: bool = False, draft: Path | None = None, **settings: Any
+) -> Iterator[LabServer]:
     """Run the lab's server, with the model loaded and warmed up. Prompt lookup is off, so that a step is one token."""
-    with Worker(
-        "benchmarks.lab_process", model=folder_argument(folder), prompt_lookup=prompt_lookup, **settings
-    ) as worker:
+    options = {"prompt_lookup": prompt_lookup, "draft": draft and str(draft)}
+    with Worker("benchmarks.lab_process", model=folder_argument(folder), options=options, **settings) as worker:
         server = LabServer(worker)
         asyncio.run(_warm(server))
         yield server

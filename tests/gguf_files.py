@@ -76,6 +76,11 @@ def read_gguf(path: Path) -> GgufFile:
     return GgufFile(values=values, tensors=tensors)
 
 
+def renamed(info: bytes, name: str) -> bytes:
+    """Return the entry of a tensor under another name."""
+    return _text(name) + info[_read_text(info, 0)[1] :]
+
+
 def packed(value: Value) -> bytes:
     """Encode type and value. Integers are ``uint32``, in arrays ``int32``; other numbers are ``float32``."""
     match value:

@@ -17,7 +17,8 @@ class SendWatch:
     Time in which the event loop is busy does not count, because the server cannot send data then.
 
     Args:
-        limit_s: Returns the time for which the client may accept no data. Called at each check.
+        limit_s: Returns the time for which the client may accept no data. Called at each check while ``send`` waits,
+            because the answer may be expensive.
     """
 
     def __init__(self, limit_s: Callable[[], float]) -> None:
@@ -58,7 +59,7 @@ class SendWatch:
     def _check(self) -> None:
         if self._sending:
             self.blocked_s += CHECK_S
-        if self.blocked_s >= self._limit_s():
-            self._timeout.reschedule(self._loop.time())
-        else:
-            self._timer = self._loop.call_later(CHECK_S, self._check)
+            if self.blocked_s >= self._limit_s():
+                self._timeout.reschedule(self._loop.time())
+                return
+        self._timer = self._loop.call_later(CHECK_S, self._check)

@@ -147,7 +147,7 @@ class InferenceService:
         """
         request = replace(request, request_id=request_id, client=client)
         if is_recorded := own is not None and self.recording.includes(own=own):
-            request = with_seed(request)
+            request = replace(with_seed(request), needs_ids=True)
         try:
             streams = await self._manager.submit_all(request, choices, local=local, patient=patient)
         except (LabError, asyncio.CancelledError) as exc:
@@ -205,7 +205,7 @@ class InferenceService:
         Raises:
             LabError: see ``ModelManager.submit_all``.
         """
-        request = with_seed(request)
+        request = replace(with_seed(request), needs_ids=True)
         # The seed of an answer depends on its index among the answers to the request.
         generations = await self.submit(request, choices=choice + 1, local=True, own=None)
         async with closing_all(generations):

@@ -40,7 +40,7 @@ OWN_HEADER = "x-lmx-own"
 RECORDED_HEADER = "x-lmx-recorded"
 """Header of answers to other clients if these are recorded."""
 SEED_BITS = 31
-NOT_STORED = frozenset({"request_id", "client", "timeout_s", "model"})
+NOT_STORED = frozenset({"request_id", "client", "timeout_s", "model", "needs_ids"})
 """Fields of a request that are not stored in its settings; the address of the client is stored nowhere."""
 
 

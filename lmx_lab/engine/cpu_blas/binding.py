@@ -25,7 +25,8 @@ import mlx.core as mx
 import numpy as np
 
 from lmx_lab.engine.container_limits import default_threads, threads_from_environment
-from lmx_lab.engine.cpu_blas import elf, gemv
+from lmx_lab.engine.cpu_blas import elf, gemv, machine_code
+from lmx_lab.engine.cpu_blas.exponential import Exponential
 from lmx_lab.engine.cpu_blas.openblas import OpenBlas
 from lmx_lab.values.engine import BlasName, BlasReport
 
@@ -83,6 +84,8 @@ class _Binding:
         self._openblas: OpenBlas | None = None
         self._functions: dict[str, int] = {}
         self._gemv = False
+        self._exponential: Exponential | None = None
+        """Set while MLX uses it."""
         self._configured: tuple[str, int | None] | None = None
         self._report = BlasReport(name="reference", detail="")
         self._measured: dict[tuple[BlasName, int | None], float] = {}
@@ -141,9 +144,7 @@ class _Binding:
             raise _NotBoundError("Accelerate, part of the system", name="system", level=logging.DEBUG)
         if not hasattr(ctypes.CDLL(None), "gnu_get_libc_version"):
             raise _NotBoundError("the C library of this system is not glibc")
-        library = next((found for found in elf.libraries() if Path(found.path).name == MLX_LIBRARY), None)
-        if library is None:
-            raise _NotBoundError(f"{MLX_LIBRARY} is not loaded", name="system")
+        library = _mlx_library()
         slots = elf.slots(library, FUNCTIONS, platform.machine())
         if missing := set(FUNCTIONS) - set(slots):
             raise _NotBoundError(f"this build of MLX does not call {', '.join(sorted(missing))}", name="system")
@@ -164,19 +165,30 @@ class _Binding:
             self._originals = before
             if difference := find_difference():
                 raise _NotBoundError(f"its products differ from numpy's ({difference}); {PRELOAD}")
+            self._replace_exponential()
         return BlasReport(
             name="openblas",
             detail=openblas.title,
             threads=openblas.threads,
             gemv=self._gemv,
+            fma_exp=self._exponential is not None,
             threads_fixed=threads is not None or threads_from_environment(os.environ) is not None,
         )
+
+    def _replace_exponential(self) -> None:
+        try:
+            exponential = Exponential(_mlx_library())
+            exponential.replace()
+        except OSError as exc:
+            log.info("MLX keeps its own exp function: %s", exc)
+        else:
+            self._exponential = exponential
 
     def _find_functions(self, openblas: OpenBlas) -> dict[str, int]:
         functions = {name: openblas.address(name) for name in FUNCTIONS}
         # On arm64, OpenBLAS itself calls gemv where possible.
         self._gemv = platform.machine() == "aarch64"
-        if platform.machine() == gemv.MACHINE:
+        if platform.machine() == machine_code.MACHINE:
             try:
                 functions["cblas_sgemm"] = gemv.build(functions["cblas_sgemm"], openblas.address("cblas_sgemv"))
                 self._gemv = True
@@ -188,10 +200,25 @@ class _Binding:
         if self._originals:
             elf.write(self._originals)
             self._originals = {}
+        if self._exponential is not None:
+            self._exponential.restore()
+            self._exponential = None
 
 
 _lock = threading.Lock()
 _binding = _Binding()
+
+
+def _mlx_library() -> elf.Library:
+    """Return the library of MLX in this process.
+
+    Raises:
+        _NotBoundError: it is not loaded under its usual name.
+    """
+    library = next((found for found in elf.libraries() if Path(found.path).name == MLX_LIBRARY), None)
+    if library is None:
+        raise _NotBoundError(f"{MLX_LIBRARY} is not loaded", name="system")
+    return library
 
 
 def _check_is_from_wheel(library: elf.Library, name: str, slot: int) -> None:

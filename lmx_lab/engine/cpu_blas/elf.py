@@ -1,4 +1,4 @@
-"""Finds, reads and writes the import slots of a loaded shared library. 64-bit Linux only.
+"""Finds, reads and writes the import slots and the functions of a loaded shared library. 64-bit Linux only.
 
 A library calls a function of another library through a slot in its own memory, which the dynamic linker fills
 ("relocates") with the address of the function. See the System V gABI, chapter 5, and the processor supplements for the
@@ -25,7 +25,11 @@ DT_PLTRELSZ, DT_STRTAB, DT_SYMTAB, DT_RELA, DT_RELASZ, DT_JMPREL = 2, 5, 6, 7, 8
 ADDRESS_TAGS = {DT_STRTAB, DT_SYMTAB, DT_RELA, DT_JMPREL}
 DYNAMIC_ENTRY = struct.Struct("<qQ")
 RELA_ENTRY = struct.Struct("<QQq")
-SYMBOL_BYTES = 24
+SHT_SYMTAB = 2
+SECTION_HEADER = struct.Struct("<IIQQQQIIQQ")
+SYMBOL = struct.Struct("<IHHQQ")
+"""Index of the name, type, section, value and size."""
+SYMBOL_BYTES = SYMBOL.size
 POINTER = struct.Struct("<Q")
 PAGE_BYTES = mmap.PAGESIZE
 PROT = {"r": mmap.PROT_READ, "w": mmap.PROT_WRITE, "x": mmap.PROT_EXEC}
@@ -103,6 +107,24 @@ def slots(library: Library, names: Collection[str], machine: str) -> dict[str, l
             if name in encoded:
                 found.setdefault(name.decode(), []).append(library.base + offset)
     return found
+
+
+def symbol(library: Library, name: str) -> int | None:
+    """The address of a function in the symbol table of the library's file, which also contains functions that it does
+    not export; ``None`` if the file has no such table or no such function.
+    """
+    with open(library.path, "rb") as file, mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ) as image:
+        (headers,), (count,) = struct.unpack_from("<Q", image, 0x28), struct.unpack_from("<H", image, 0x3C)
+        sections = [SECTION_HEADER.unpack_from(image, headers + at * SECTION_HEADER.size) for at in range(count)]
+        for _, kind, _, _, offset, size, strings, *_ in sections:
+            if kind != SHT_SYMTAB:
+                continue
+            names, names_bytes = sections[strings][4:6]
+            at = image.find(b"\0" + name.encode() + b"\0", names, names + names_bytes) + 1 - names
+            for index, _, _, value, _ in SYMBOL.iter_unpack(image[offset : offset + size]):
+                if index == at > 0:
+                    return int(library.base + value)
+    return None
 
 
 def handle(library: Library, machine: str) -> int | None:

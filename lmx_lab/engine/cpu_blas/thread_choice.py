@@ -48,6 +48,9 @@ class ThreadChoice:
         candidates = {(self.max_threads + 1) // 2, max(1, self.max_threads - 1), self.max_threads} - {1}
         self._candidates = sorted(candidates, reverse=True)
         self._measured_at = self._used_at = -BUSY_INTERVAL_S
+        self.stream: mx.Stream | mx.ThreadLocalStream | None = None
+        """A stream whose computations may not have ended at the next step. They are waited for before the number of
+        threads changes, and before a measurement, in which products of two streams would wait for each other."""
 
     def prepare(self, rows: int, *, lanes: int = 1) -> None:
         """Set the number of threads before computing.
@@ -74,6 +77,7 @@ class ThreadChoice:
         return self._fastest
 
     def _measure(self) -> None:
+        self._wait()
         self._use(1)
         best_s, self._fastest = _product_s(float("inf")), 1
         for count in self._candidates:
@@ -84,8 +88,13 @@ class ThreadChoice:
 
     def _use(self, count: int) -> None:
         if count != self.current:
+            self._wait()
             binding.use_threads(count)
             self.current = count
+
+    def _wait(self) -> None:
+        if self.stream is not None:
+            mx.synchronize(self.stream)
 
 
 def _product_s(limit_s: float) -> float:

@@ -46,6 +46,8 @@ MALLOC = {"MALLOC_ARENA_MAX": "2", "MALLOC_MMAP_THRESHOLD_": str(2**20), "MALLOC
 """Settings of glibc with which the process returns the memory of long texts."""
 PLAN_FACTOR = 1.5
 """Ratio of a process's memory limit to the planned memory of its model and context."""
+SLOT_TEXTS = {"LLAMA_SERVER_SLOTS_DEBUG": "1"}
+"""Environment with which ``/slots`` contains the text of the last answer in each slot."""
 EXTRA_BYTES = 2**30
 """Memory that a process may use beyond the limits of models and of the caches of ended requests."""
 ALL_MARKERS = (*(marker for pair in MORE_REASONING_MARKERS for marker in pair), START, END)
@@ -206,7 +208,8 @@ async def host_model(entry: ModelEntry, spec: LoadSpec, settings: Settings, *, l
         fields |= _draft_params(draft, spec, fields)
     allowed = min(limit_bytes, round(plan.bytes * PLAN_FACTOR))
     max_bytes = max(0, allowed + prefix_cache_bytes(settings.prefix_cache_bytes, limit_bytes) + EXTRA_BYTES)
-    process = await LlamaProcess.start(entry.path, fields, environ=llama_environ(os.environ), max_bytes=max_bytes)
+    environ = {**llama_environ(os.environ), **SLOT_TEXTS}
+    process = await LlamaProcess.start(entry.path, fields, environ=environ, max_bytes=max_bytes)
     try:
         connection = LlamaConnection(process.socket, process.api_key)
         hosted = await _describe(entry, header, plan, process, connection)
@@ -275,7 +278,7 @@ def _common_params(
         "n_parallel": plan.slots + 1,
         "cache_ram_mib": prefix_cache_bytes(settings.prefix_cache_bytes, limit_bytes) // 2**20,
         "use_jinja": True,
-        "endpoint_slots": settings.prefix_cache_dir is not None,
+        "endpoint_slots": True,
         # In the chat format, a last message of the assistant is complete and is not continued.
         "prefill_assistant": False,
         "n_threads_http": plan.slots + settings.queue_limit + 4,

@@ -17,20 +17,24 @@ from lmx_lab.engine.llama_cpp.answer import AnswerReader
 from lmx_lab.engine.llama_cpp.connection import RefusedError
 from lmx_lab.engine.llama_cpp.missing_tokens import choose
 from lmx_lab.engine.llama_cpp.model import HostedModel
+from lmx_lab.engine.llama_cpp.parsed_answers import find_ids
 from lmx_lab.engine.llama_cpp.prepare import PreparedRequest
+from lmx_lab.engine.llama_cpp.request import sampling
 from lmx_lab.engine.llama_cpp.scoring import score_prompt
 from lmx_lab.engine.loop_engine import deadline
 from lmx_lab.engine.scheduler import Scheduler, SlotTimes, Verdict
 from lmx_lab.engine.stream import Item, Mailbox
 from lmx_lab.errors import ContextLengthError, EngineError, InvalidRequestError, LabError
 from lmx_lab.values.engine import TokenTotals
-from lmx_lab.values.generation import GenerationReport, PromptProgress
+from lmx_lab.values.generation import Delta, GenerationReport, PromptProgress
 from lmx_lab.values.timeline import StepKind
 
 log = logging.getLogger(__name__)
 Post = Callable[[Mailbox, Item], None]
 PAUSE_CHECK_S = 0.05
 """Interval between two checks whether a request should be paused for a waiting one."""
+IDS_S = 5.0
+"""Time limit for finding the token ids of an answer that llama.cpp has parsed itself."""
 DEATH_S = 1.0
 """Time to wait for the end of the process after its connection has ended, since that may be the cause."""
 
@@ -186,7 +190,10 @@ class LlamaQueue:
                 generation.reader.pause()
             if generation.reader.gaps:
                 await self._send_last_ids(generation)
-        return generation.reader.report(time.perf_counter(), peak_memory_bytes=self._hosted.memory_bytes)
+        report = generation.reader.report(time.perf_counter(), peak_memory_bytes=self._hosted.memory_bytes)
+        if generation.prepared.route != "/completion" and generation.prepared.request.needs_ids:
+            await self._send_parsed_ids(generation)
+        return report
 
     async def _send_last_ids(self, generation: LlamaGeneration) -> None:
         """Send the ids of tokens that llama.cpp did not report, if they can be found."""
@@ -205,6 +212,23 @@ class LlamaQueue:
                 return
             found.append(tokens)
         self._post(generation.mailbox, reader.last_ids(found))
+
+    async def _send_parsed_ids(self, generation: LlamaGeneration) -> None:
+        """Send the ids of an answer that llama.cpp has parsed itself, if they can be found."""
+        prepared, reader = generation.prepared, generation.reader
+        fields = sampling(prepared.request, choice=generation.choice, context_length=prepared.context_length)
+        with contextlib.suppress(RefusedError, EngineError, TimeoutError):
+            async with asyncio.timeout(IDS_S):
+                tokens = await find_ids(
+                    self._hosted,
+                    prepared.tokens,
+                    fields,
+                    output_tokens=reader.output_tokens,
+                    ended=reader.finish != "length",
+                )
+            self._post(generation.mailbox, Delta(text="", tokens=0, ids=tokens))
+            # As in ``_score``, they must arrive before the report.
+            await asyncio.sleep(0)
 
     async def _generate_again(self, generation: LlamaGeneration, before: Sequence[int], count: int) -> list[int]:
         """Return the last tokens of a greedy answer that ended within a character; none of other answers."""

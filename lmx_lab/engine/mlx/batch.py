@@ -100,6 +100,8 @@ class Batch:
             prefill_batch_size=prompts,
             prefill_step_size=memory.MAX_CHUNK_TOKENS,
         )
+        # Each step returns while the next one is being computed.
+        threads.stream = self._generator.stream
         # Caches of other models cannot be trimmed after a rejected draft.
         self._drafts: SpeculativeBatch | None = None
         self._draft_model = DraftModel(*model.draft) if model.draft is not None else None

@@ -10,12 +10,12 @@ import sys
 import mlx.core as mx
 import pytest
 
-from lmx_lab.engine.cpu_blas import gemv
+from lmx_lab.engine.cpu_blas import machine_code
 
 LINUX_CPU = sys.platform == "linux" and mx.default_device() == mx.cpu
 needs_slots = pytest.mark.skipif(not LINUX_CPU, reason="MLX calls a BLAS through import slots on Linux CPUs only")
 needs_x86 = pytest.mark.skipif(
-    not LINUX_CPU or platform.machine() != gemv.MACHINE, reason="the instructions are for x86-64 only"
+    not LINUX_CPU or platform.machine() != machine_code.MACHINE, reason="the instructions are for x86-64 only"
 )
 
 

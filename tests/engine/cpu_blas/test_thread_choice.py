@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import mlx.core as mx
 import pytest
 
 from lmx_lab.engine.cpu_blas import ThreadChoice, binding, thread_choice
@@ -130,3 +131,29 @@ def test_a_real_product_is_measured() -> None:
 
 def test_a_slow_number_of_threads_is_measured_once() -> None:
     assert thread_choice._product_s(0.0) > 0
+
+
+def test_the_number_changes_and_is_measured_only_when_the_stream_computes_nothing(
+    machine: Machine, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    idle = False
+
+    def wait(stream: object) -> None:
+        nonlocal idle
+        idle = stream is threads.stream
+
+    def use(count: int) -> None:
+        nonlocal idle
+        assert idle
+        machine.in_use = count
+
+    monkeypatch.setattr(mx, "synchronize", wait)
+    monkeypatch.setattr(binding, "use_threads", use)
+    threads = choice(machine)
+    threads.stream = mx.default_stream(mx.cpu)
+    for rows in (100, 1, 100):
+        idle = False
+        threads.prepare(rows)
+        machine.now += INTERVAL_S / 4
+    assert machine.measured == [1, 2]
+    assert machine.in_use == 2

@@ -13,6 +13,7 @@ import numpy as np
 import pytest
 from tokenizers import Tokenizer
 
+import lmx_lab
 from lmx_lab.engine import (
     ChatPrompt,
     EmbeddingRequest,
@@ -24,7 +25,7 @@ from lmx_lab.engine import (
     ToolUse,
 )
 from lmx_lab.errors import InvalidRequestError, UnusableModelError
-from lmx_lab.values.generation import Delta, TokenLogprob
+from lmx_lab.values.generation import Delta, TokenLogprob, merge_deltas
 from lmx_lab.values.models import LoadSpec, ModelEntry
 from tests.engine.conftest import finish_with_logprobs, numbers, pin, request, run, until_idle, until_written
 from tests.engine.llama_cpp.conftest import SETTINGS, entry_of
@@ -38,6 +39,8 @@ LOOK = Tool(name="look", parameters={"type": "object", "properties": {"at": {"ty
 ALL = ToolUse(tools=(LOOK,))
 START, END = 5, 6
 FORCE = 1000.0
+CALL = ["Ċ", '{"', "name", '":"', "look", '","', "arguments", '":', "Ġ{}", "}", "ĊĊ"]
+"""A call as pieces. Each of them occurs once, so equal characters are written with different tokens."""
 
 
 def chat(**changes: Any) -> GenerationRequest:
@@ -47,13 +50,20 @@ def chat(**changes: Any) -> GenerationRequest:
 
 async def force_tokens(manager: ModelManager, tool_request: GenerationRequest, tokens: list[int]) -> Answer:
     """Force the model to generate these tokens, which must all be different, and return its answer."""
+    return await finish(await manager.submit(await forced_request(manager, tool_request, tokens)))
+
+
+async def forced_request(
+    manager: ModelManager, tool_request: GenerationRequest, tokens: list[int]
+) -> GenerationRequest:
+    """Return the request whose answer consists of these tokens."""
     assert len(set(tokens)) == len(tokens)
     async with await manager.submit(replace(tool_request, max_tokens=0)) as stream:
         # llama.cpp's penalties count the prompt, too.
         occurrences = Counter(stream.prompt)
     bias = tuple((token, FORCE * (1 + occurrences[token]) - 20 * at) for at, token in enumerate(tokens))
     sampling = Sampling(temperature=0, logit_bias=bias, frequency_penalty=FORCE)
-    return await finish(await manager.submit(replace(tool_request, sampling=sampling, max_tokens=len(tokens))))
+    return replace(tool_request, sampling=sampling, max_tokens=len(tokens))
 
 
 @pytest.fixture(scope="module")
@@ -71,9 +81,7 @@ def caller_gguf(tiny_gguf: Path, tmp_path_factory: pytest.TempPathFactory) -> Pa
 
 
 async def test_llama_cpp_parses_calls_in_the_models_own_format(caller_gguf: Path, pieces: Mapping[str, int]) -> None:
-    # Each token once, so equal characters are written with different tokens.
-    call_pieces = ["Ċ", '{"', "name", '":"', "look", '","', "arguments", '":', "Ġ{}", "}", "ĊĊ"]
-    tokens = [START, *(pieces[piece] for piece in call_pieces), END, 2]
+    tokens = [START, *(pieces[piece] for piece in CALL), END, 2]
     async with ModelManager(SETTINGS) as manager:
         await manager.load_entry(entry_of(caller_gguf))
         result = await force_tokens(manager, chat(tools=ALL), tokens)
@@ -83,6 +91,30 @@ async def test_llama_cpp_parses_calls_in_the_models_own_format(caller_gguf: Path
         free = await finish(await manager.submit(replace(chat(tools=ALL), max_tokens=10)))
         assert (free.calls, free.reason, free.report.output_tokens) == ([], "length", 10)
         assert free.text
+
+
+async def test_the_ids_of_calls_that_llama_cpp_parses_are_found(caller_gguf: Path, pieces: Mapping[str, int]) -> None:
+    tokens = [START, *(pieces[piece] for piece in CALL), END, 2]
+    async with ModelManager(SETTINGS) as manager:
+        await manager.load_entry(entry_of(caller_gguf))
+        forced = await forced_request(manager, chat(tools=ALL), tokens)
+        for needs_ids in (True, False):
+            async with await manager.submit(replace(forced, needs_ids=needs_ids)) as stream:
+                answer = merge_deltas([delta async for delta in stream])
+            assert [call.name for call in answer.tool_calls] == ["look"]
+            assert answer.ids == (tuple(tokens) if needs_ids else ())
+
+
+def test_a_recorded_answer_that_llama_cpp_has_parsed_is_scored_and_repeated(caller_gguf: Path, tmp_path: Path) -> None:
+    tool = {"type": "function", "function": {"name": LOOK.name, "parameters": dict(LOOK.parameters)}}
+    with lmx_lab.Lab(replace(SETTINGS, home=tmp_path, port=0), loop="thread") as lab:
+        lab.load(str(caller_gguf))
+        reply = lab.chat("Where?", tools=[tool], temperature=1, seed=4, max_tokens=10)
+        assert lab.requests[-1].answer == reply.ids
+        assert len(reply.ids) == reply.usage.completion_tokens == 10
+        assert len(reply.lens()) == 10
+        replay = lab.requests[-1].replay()
+        assert replay.replayed.answer is not None
 
 
 async def test_stop_strings_and_seeds_work_with_calls_in_the_models_own_format(caller_gguf: Path) -> None:

@@ -1,0 +1,46 @@
+"""Find the token ids of an answer that llama.cpp has parsed itself. Belongs to the engine's loop.
+
+With such an answer, llama.cpp sends neither ids nor the text of calls as it was generated. It shows the text of the
+last answer in each slot. Its tokens are taken to be those that the tokenizer makes of the text.
+They are compared with the slot by continuing them, which reuses the cache of exactly the tokens that are equal.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from lmx_lab.engine.llama_cpp.model import HostedModel
+
+
+async def find_ids(
+    hosted: HostedModel, prompt: Sequence[int], sampling: Mapping[str, Any], *, output_tokens: int, ended: bool
+) -> tuple[int, ...]:
+    """Return the tokens of an answer that has just ended; none if they cannot be found.
+
+    Args:
+        sampling: The sampling parameters of the request, as for llama.cpp.
+        output_tokens: Number of tokens of the answer.
+        ended: Whether the last one is the token with which the model ended its answer, which has no text.
+    """
+    # The last token of an answer is sampled and not computed.
+    length = len(prompt) + output_tokens - 1
+    for slot in await hosted.connection.get("/slots"):
+        if slot["is_processing"] or slot.get("n_prompt_tokens") != length:
+            continue
+        tokens = await hosted.tokenize(
+            slot.get("generated", ""), at_most=output_tokens + 1, parse_special=True, add_special=False
+        )
+        if len(tokens) != output_tokens - ended:
+            continue
+        known = [*prompt, *tokens]
+        body = {**sampling, "temperature": 0, "prompt": known, "n_predict": 1, "return_tokens": True}
+        answer = await hosted.connection.post("/completion", body)
+        # The last token is computed again in any case.
+        if answer["timings"]["cache_n"] != len(known) - 1:
+            continue
+        if not ended:
+            return tuple(tokens)
+        ends = (await hosted.load_token_table()).eos_tokens
+        return (*tokens, *(token for token in answer["tokens"] if token in ends))
+    return ()

@@ -1,0 +1,104 @@
+"""Tests of the transport for servers of this machine: which connections are used again, and its errors."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+
+import httpx2
+import pytest
+
+from lmx_lab.client.plain_transport import PlainTransport
+
+pytestmark = pytest.mark.anyio
+CHUNKED = b"HTTP/1.1 200 OK\r\ntransfer-encoding: chunked\r\n"
+
+
+class _Server:
+    """Sends the same bytes for each request, and closes no connection."""
+
+    def __init__(self, answer: bytes) -> None:
+        self.answer = answer
+        self.connections = 0
+        self.requests: list[bytes] = []
+        self.url = ""
+
+    async def serve(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        self.connections += 1
+        try:
+            while True:
+                self.requests.append(await reader.readuntil(b"\r\n\r\nbody"))
+                writer.write(self.answer)
+        except asyncio.IncompleteReadError:
+            writer.close()
+
+
+@asynccontextmanager
+async def answering(answer: bytes) -> AsyncIterator[_Server]:
+    server = _Server(answer)
+    listener = await asyncio.start_server(server.serve, "127.0.0.1", 0)
+    server.url = f"http://127.0.0.1:{listener.sockets[0].getsockname()[1]}"
+    async with listener:
+        yield server
+
+
+def client(*, keepalive_s: float = 60.0, timeout_s: float = 30.0) -> httpx2.AsyncClient:
+    return httpx2.AsyncClient(transport=PlainTransport(keepalive_s=keepalive_s), timeout=timeout_s)
+
+
+@pytest.mark.parametrize(
+    ("answer", "text", "is_reused"),
+    [
+        (b"HTTP/1.1 200 OK\r\ncontent-length: 2\r\n\r\nhi", "hi", True),
+        (b"HTTP/1.1 204 No Content\r\n\r\n", "", True),
+        (CHUNKED + b"\r\n2\r\nhi\r\n0\r\n\r\n", "hi", True),
+        (CHUNKED + b"\r\n2\r\nhi\r\n0\r\nx-trailer: 1\r\n\r\n", "hi", False),
+        (CHUNKED + b"connection: close\r\n\r\n2\r\nhi\r\n0\r\n\r\n", "hi", False),
+        (b"HTTP/1.0 200 OK\r\ncontent-length: 2\r\n\r\nhi", "hi", False),
+        (b"HTTP/1.1 200 OK\r\ncontent-length: 2\r\n\r\nhi, and more", "hi", False),
+    ],
+)
+async def test_a_connection_is_used_again_if_the_response_is_complete(
+    answer: bytes, text: str, is_reused: bool
+) -> None:
+    async with answering(answer) as server, client() as http:
+        for _ in range(3):
+            assert (await http.post(server.url, content=b"body")).text == text
+        assert server.connections == (1 if is_reused else 3)
+
+
+async def test_a_connection_that_was_idle_for_too_long_or_was_left_early_is_not_used_again() -> None:
+    complete, part = (CHUNKED + b"\r\n2\r\nhi\r\n" + end for end in (b"0\r\n\r\n", b""))
+    async with answering(complete) as server, client(keepalive_s=0.0) as http:
+        for _ in range(2):
+            await http.post(server.url, content=b"body")
+        assert server.connections == 2
+    async with answering(part) as server, client() as http:
+        for _ in range(2):
+            async with http.stream("POST", server.url, content=b"body") as response:
+                assert await anext(response.aiter_bytes()) == b"hi"
+        assert server.connections == 2
+
+
+async def test_requests_have_all_header_fields_and_none_that_begins_another_field() -> None:
+    async with answering(b"HTTP/1.1 204 No Content\r\n\r\n") as server, client() as http:
+        await http.post(f"{server.url}/a%20b?c=d", content=b"body", headers={"x-own": "1"})
+        head = server.requests[0].lower()
+        assert head.startswith(b"post /a%20b?c=d http/1.1\r\nhost: 127.0.0.1:")
+        assert b"\r\nx-own: 1\r\n" in head
+        assert b"\r\ncontent-length: 4\r\n" in head
+        with pytest.raises(httpx2.LocalProtocolError, match="line end"):
+            await http.post(server.url, content=b"body", headers={"x-own": "1\r\nx-other: 2"})
+
+
+async def test_errors_are_those_of_the_library() -> None:
+    async with answering(b"") as server, client(timeout_s=0.01) as http:
+        with pytest.raises(httpx2.ReadTimeout):
+            await http.post(server.url, content=b"body")
+    async with answering(b"SSH-2.0\r\n\r\n") as server, client() as http:
+        with pytest.raises(httpx2.RemoteProtocolError, match="it starts with"):
+            await http.post(server.url, content=b"body")
+    async with client() as http:
+        with pytest.raises(httpx2.ConnectError):
+            await http.post(server.url, content=b"body")
