@@ -90,7 +90,7 @@ class Settings:
     """Whether the server is announced on the local network, so that ``lmx-lab discover`` and ``lmx_lab.discover()``
     find it."""
     announce_name: str | None = None
-    """Name under which the server is announced. By default the name of this machine."""
+    """Name under which the server is announced. By default that of this machine without its domain."""
     page: bool = True
     """Whether the server's address shows a chat page in a browser. Otherwise it shows the page with links, which is
     also at ``/about``."""
