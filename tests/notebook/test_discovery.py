@@ -48,7 +48,7 @@ def test_labs_of_one_name_are_found_and_told_apart(tmp_path: Path, monkeypatch: 
             assert remote.url == lab.url
         with attach(second, api_key="s3cret") as remote:
             assert remote.url == keyed.url
-    with pytest.raises(errors.UnreachableError, match="has no labs; start it with --announce"):
+    with pytest.raises(errors.UnreachableError, match=r"\(found: none\); start it with --announce"):
         find_address(NAME)
 
 
@@ -58,7 +58,7 @@ def test_labs_of_one_name_are_found_and_told_apart(tmp_path: Path, monkeypatch: 
         ("lab", [], "no IPv4 address"),
         ("lab", ["::1"], "no IPv4 address"),
         ("x" * 64, LOOPBACK, "1 to 63 bytes"),
-        ("a\nb", LOOPBACK, "without line ends"),
+        ("a\nb", LOOPBACK, "without control characters"),
     ],
 )
 def test_what_cannot_be_announced_is_refused(name: str, addresses: list[str], message: str) -> None:
