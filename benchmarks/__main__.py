@@ -18,7 +18,8 @@ generator and clients are separate processes; the clients only record times.
 | disconnect | seconds from a cut connection to a free slot, nine cases                   | tiny, smollm2 |
 | leak       | resident memory after 1,000 requests ÷ after 100                           | tiny          |
 | product    | MLX's 1024³ float32 product ÷ numpy's                                      | -             |
-| prefill    | prefill of 156 tokens ÷ MLX with the BLAS of its wheel                     | tiny, smollm2 |
+| prefill    | prefill of 156 tokens ÷ MLX with the BLAS of its wheel; matrix products of | tiny, smollm2 |
+|            | a prefill of 1,400 tokens ÷ all of it                                      |               |
 | embeddings | 64 texts through MiniLM ÷ MLX with the BLAS of its wheel, and ÷ torch      | minilm-l6     |
 | gguf       | our server on llama.cpp against xllamacpp's own, 1 and 8 streams: decode   | smollm2       |
 |            | and overall tok/s as ratios, TTFT as a difference in ms; and decode,       |               |

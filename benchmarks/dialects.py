@@ -13,7 +13,6 @@ from urllib.parse import urlsplit
 from benchmarks import prompts
 from benchmarks.bench import Bench, BenchError
 from benchmarks.prompts import Message
-from benchmarks.recording import cpu_s
 from benchmarks.rows import Limit, Row
 from benchmarks.servers import LabServer, lab_server
 
@@ -110,9 +109,9 @@ def _token_ms(bench: Bench, server: LabServer, dialect: Dialect, number: int) ->
     """Return the CPU time of the server for each token, in milliseconds."""
     chats = [prompts.story(100 * number + stream) for stream in range(STREAMS)]
     bodies = [dialect.body(chat, bench.sizes.together_tokens) for chat in chats]
-    before = cpu_s(server)
+    before = server.cpu_s()
     answers = asyncio.run(_read_all(server.url, dialect.path, bodies))
-    return (cpu_s(server) - before) * 1e3 / sum(_count(dialect, answer) for answer in answers)
+    return (server.cpu_s() - before) * 1e3 / sum(_count(dialect, answer) for answer in answers)
 
 
 async def _read_all(url: str, path: str, bodies: list[dict[str, Any]]) -> list[bytes]:

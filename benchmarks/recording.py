@@ -8,8 +8,6 @@ from pathlib import Path
 from statistics import median
 from typing import Any
 
-import psutil
-
 from benchmarks import client, prompts
 from benchmarks.bench import Bench
 from benchmarks.rows import Limit, Row
@@ -55,12 +53,6 @@ def _token_ms(bench: Bench, server: LabServer, number: int, sampling: str) -> fl
     how: dict[str, Any] = {"temperature": 0 if sampling == "greedy" else 0.7, **server.extras}
     chats = [prompts.story(100 * number + stream) for stream in range(STREAMS)]
     bodies = [prompts.chat_body(chat, max_tokens=bench.sizes.together_tokens, **how) for chat in chats]
-    before = cpu_s(server)
+    before = server.cpu_s()
     answers = asyncio.run(client.streams(server.url, bodies))
-    return (cpu_s(server) - before) * 1e3 / sum(answer.tokens for answer in answers)
-
-
-def cpu_s(server: LabServer) -> float:
-    """Return the CPU time that a server has used."""
-    used = psutil.Process(server.pid).cpu_times()
-    return float(used.user + used.system)
+    return (server.cpu_s() - before) * 1e3 / sum(answer.tokens for answer in answers)

@@ -43,6 +43,11 @@ class LabServer:
     def snapshot(self) -> Reply:
         return self._worker.ask(limit_s=60)
 
+    def cpu_s(self) -> float:
+        """Return the CPU time of the server so far."""
+        times = psutil.Process(self._worker.pid).cpu_times()
+        return float(times.user + times.system)
+
     def rss_bytes(self) -> int:
         return int(psutil.Process(self._worker.pid).memory_info().rss)
 

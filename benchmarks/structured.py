@@ -43,7 +43,7 @@ def _compare(bench: Bench, server: LabServer, streams: int) -> Row:
         case="1 stream" if streams == 1 else f"{streams} streams",
         model=bench.model,
         value=median(sample["constrained"] / sample["free"] for sample in samples),
-        limit=Limit(sign="≥", bound=0.9),
+        limit=Limit(sign="≥", bound=0.95),
         # This limit applies to the model that shows overheads.
         binding=bench.model == "tiny",
         summary=f"{constrained:.1f} against {free:.1f} tok/s",

@@ -14,7 +14,7 @@ from typing import Any, Generic, Literal, Protocol, Self, TypeVar
 
 from lmx_lab.broadcast import Feed
 from lmx_lab.values.encoding import EncodeReport, RerankMethod, Vectors
-from lmx_lab.values.generation import Delta, GenerationReport, TokenLogprob
+from lmx_lab.values.generation import Delta, GenerationReport, TokenLogprob, merge_deltas
 from lmx_lab.values.models import LoadReport, LoadSpec, Unloading
 from lmx_lab.values.recording import Continuation, Record
 from lmx_lab.values.timeline import ServerTimeline
@@ -196,6 +196,9 @@ class Backend(Protocol):
     async def last_record(self) -> Record | None:
         """Return the newest recorded request; None if there is none."""
 
+    async def weights_of(self, model: str) -> str:
+        """Return the SHA-256 of all files of a model in memory; empty if there are none, or they are elsewhere."""
+
     async def require_weights(self, model: str, weights: str) -> None:
         """Check that a model is loaded, and that its files have this SHA-256, unless the hash is empty.
 
@@ -221,6 +224,16 @@ class Backend(Protocol):
             start: Position of the first token that is returned.
             distributions: Whether entropies and high ranks are needed, even if the engine takes long to compute them.
         """
+
+
+async def read_answer(backend: Backend, request: ChatRequest) -> tuple[Delta, AnswerCost]:
+    """Generate a complete answer, and return it as one delta with its cost. Cancelling this stops the generation."""
+    stream = await backend.generate(request)
+    try:
+        deltas = [delta async for delta in stream]
+    finally:
+        stream.close()
+    return merge_deltas(deltas), stream.cost()
 
 
 class RunningChange(Generic[T]):

@@ -41,6 +41,7 @@
           WrongServerError
         UpstreamUnreachableError
         StoppingError
+        BatchStoppedError
       EngineError
         GenerationTimeoutError
         OutOfMemoryError
@@ -61,7 +62,7 @@ from __future__ import annotations
 
 import difflib
 from collections.abc import Iterable, Iterator
-from typing import ClassVar, Literal, Self
+from typing import Any, ClassVar, Literal, Self
 
 
 class LabError(Exception):
@@ -326,6 +327,13 @@ class StoppingError(UnavailableError):
     """The daemon is stopping."""
 
     code = "daemon-stopping"
+
+
+class BatchStoppedError(UnavailableError):
+    """A batch ended before its last row, because the server cannot answer further ones."""
+
+    frame: Any = None
+    """The table with the answers so far; None if they were returned one by one."""
 
 
 # A generation, a turn or a server has failed.

@@ -83,6 +83,13 @@ class ReceiveBuffer(asyncio.Protocol):
         self._ended, self._error = True, exc
         self._changed.set()
 
+    async def aclose(self) -> None:
+        """Close the connection immediately, and wait until the socket is closed. Idempotent."""
+        self.transport.abort()
+        while not self._ended:
+            self._changed.clear()
+            await self._changed.wait()
+
     @property
     def is_idle(self) -> bool:
         """Whether the connection is open and all received bytes were taken."""

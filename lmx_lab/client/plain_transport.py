@@ -9,7 +9,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import select
-from collections.abc import AsyncGenerator, AsyncIterator, Callable, Iterator
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterator
 
 import httpx2
 
@@ -35,7 +35,7 @@ class PlainTransport(httpx2.AsyncBaseTransport):
     async def handle_async_request(self, request: httpx2.Request) -> httpx2.Response:
         """Send a request, and return the response as soon as its head is received."""
         timeouts: dict[str, float | None] = request.extensions.get("timeout", {})
-        data = _encode_head(request) + b"".join([piece async for piece in _body_of(request)])
+        data = _encode_head(request) + await request.aread()
         address = (request.url.host, request.url.port or 80)
         connection = self._take_idle(address) or await _connect(*address, timeout_s=timeouts.get("connect"))
         self._busy.add(connection)
@@ -46,11 +46,11 @@ class PlainTransport(httpx2.AsyncBaseTransport):
                 async with asyncio.timeout(read_s):
                     head, received = await connection.take_head()
         except BaseException:
-            self._close(connection)
+            await self._close(connection)
             raise
 
-        def end() -> None:
-            self._end(connection, head, address)
+        async def end() -> None:
+            await self._end(connection, head, address)
 
         body = _Body(connection, head, [data for _, data in received], read_s=read_s, end=end)
         return httpx2.Response(head.status, headers=head.fields, stream=body)
@@ -65,27 +65,27 @@ class PlainTransport(httpx2.AsyncBaseTransport):
             connection.transport.abort()
         return None
 
-    def _end(self, connection: ReceiveBuffer, head: ResponseHead, address: tuple[str, int]) -> None:
+    async def _end(self, connection: ReceiveBuffer, head: ResponseHead, address: tuple[str, int]) -> None:
         """Keep the connection if the response is complete; otherwise close it, so that the server stops generating."""
-        if connection in self._busy and head.is_reusable and connection.is_idle:
+        if connection not in self._busy:
+            return
+        if head.is_reusable and connection.is_idle:
             self._busy.discard(connection)
             until_s = asyncio.get_running_loop().time() + self._keepalive_s
             self._idle.setdefault(address, []).append((until_s, connection))
         else:
-            self._close(connection)
+            await self._close(connection)
 
-    def _close(self, connection: ReceiveBuffer) -> None:
+    async def _close(self, connection: ReceiveBuffer) -> None:
         self._busy.discard(connection)
-        connection.transport.abort()
+        await connection.aclose()
 
     async def aclose(self) -> None:
         """Close all connections."""
         idle = [connection for connections in self._idle.values() for _, connection in connections]
         self._idle.clear()
         for connection in [*idle, *self._busy]:
-            self._close(connection)
-        # asyncio closes the sockets in the next iteration of the loop.
-        await asyncio.sleep(0)
+            await self._close(connection)
 
 
 class _Body(httpx2.AsyncByteStream):
@@ -98,7 +98,7 @@ class _Body(httpx2.AsyncByteStream):
         received: list[bytes],
         *,
         read_s: float | None,
-        end: Callable[[], None],
+        end: Callable[[], Awaitable[None]],
     ) -> None:
         self._connection = connection
         self._head = head
@@ -124,9 +124,7 @@ class _Body(httpx2.AsyncByteStream):
                 return
 
     async def aclose(self) -> None:
-        self._end()
-        # asyncio closes the socket in the next iteration of the loop.
-        await asyncio.sleep(0)
+        await self._end()
 
 
 def _encode_head(request: httpx2.Request) -> bytes:
@@ -142,12 +140,6 @@ def _is_readable(connection: ReceiveBuffer) -> bool:
     poll = select.poll()
     poll.register(connection.transport.get_extra_info("socket"), select.POLLIN)
     return bool(poll.poll(0))
-
-
-async def _body_of(request: httpx2.Request) -> AsyncGenerator[bytes, None]:
-    assert isinstance(request.stream, httpx2.AsyncByteStream)
-    async for piece in request.stream:
-        yield piece
 
 
 async def _connect(host: str, port: int, *, timeout_s: float | None) -> ReceiveBuffer:

@@ -73,7 +73,7 @@ COLUMNS = (
 ONE = "SELECT records.id, records.data, provenance.data FROM records JOIN provenance ON provenance.id = provenance"
 
 
-def _create_private(path: Path) -> None:
+def create_private(path: Path) -> None:
     """Create a file that only its owner can read, if it does not exist. SQLite gives its other files the same mode."""
     # If the file cannot be created, opening it raises an error that says why.
     with contextlib.suppress(OSError):
@@ -215,7 +215,7 @@ class RecordStore:
         if path is not None:
             path = path.expanduser().absolute()
             if not self._read_only:
-                _create_private(path)
+                create_private(path)
             name = f"{path.as_uri()}?mode={'ro' if self._read_only else 'rwc'}"
         try:
             connection = sqlite3.connect(name, uri=path is not None, timeout=BUSY_S, check_same_thread=False)

@@ -32,6 +32,7 @@ from lmx_lab.notebook.arguments import (
 from lmx_lab.notebook.lab_server import LabServer, code_html, facts_html
 from lmx_lab.notebook.load_progress import show_load, show_unload
 from lmx_lab.notebook.local_properties import LocalProperties
+from lmx_lab.notebook.map import MapVerbs
 from lmx_lab.notebook.reply import ModelList, Reply, ReplyStream, json_shape, read_reply
 from lmx_lab.notebook.report import report_html, write_report
 from lmx_lab.notebook.rerank_result import RerankResult
@@ -63,7 +64,7 @@ PROMPT_TOKENS, OUTPUT_TOKENS = 512, 128
 CLOSED = Closed()
 
 
-class Lab(InstrumentVerbs, LocalProperties):
+class Lab(MapVerbs, InstrumentVerbs, LocalProperties):
     """An inference server, in this process or elsewhere, with methods to load models and to send requests.
 
     ``launch()`` and ``attach()`` return a lab, and ``stop()`` ends it. Every blocking method that uses the server has

@@ -298,6 +298,9 @@ class RemoteBackend:
     async def last_record(self) -> Record | None:
         raise InvalidRequestError(ELSEWHERE)
 
+    async def weights_of(self, model: str) -> str:
+        return ""
+
     async def require_weights(self, model: str, weights: str) -> None:
         raise InvalidRequestError(ELSEWHERE)
 

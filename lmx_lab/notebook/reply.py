@@ -11,7 +11,7 @@ from typing import Any, Literal, Self
 
 from pydantic import BaseModel
 
-from lmx_lab.backend import AnswerCost, AnswerStream, Backend
+from lmx_lab.backend import AnswerCost, AnswerStream, Backend, read_answer
 from lmx_lab.instrument.access import LabAccess
 from lmx_lab.instrument.answer import TokenAnswer
 from lmx_lab.instrument.token_table import TokenTable
@@ -273,12 +273,8 @@ async def read_reply(
     backend: Backend, request: ChatRequest, shape: JsonShape = None, *, lab: LabAccess | None = None
 ) -> Reply:
     """Generate a complete answer and return it. Cancelling this stops the generation."""
-    stream = await backend.generate(request)
-    try:
-        deltas = [delta async for delta in stream]
-    finally:
-        stream.close()
-    return Reply.of(merge_deltas(deltas), stream.cost(), shape, lab=lab)
+    answer, cost = await read_answer(backend, request)
+    return Reply.of(answer, cost, shape, lab=lab)
 
 
 class ReplyStream:

@@ -47,17 +47,18 @@ let loading = 0;
 
 // The end stays in view until the user scrolls up. The height of messages outside of the view is only estimated, so it
 // may change although the text does not.
-let isFollowing = true, lastTop = 0, lastHeight = 0;
+let isFollowing = true, ownTop = 0;
+const scrollTo = (top) => {
+  log.scrollTop = top;
+  ownTop = log.scrollTop;
+};
 const scrollToEnd = () => {
   isFollowing = true;
-  log.scrollTop = log.scrollHeight;
+  scrollTo(log.scrollHeight);
 };
 log.onscroll = () => {
   const isAtEnd = log.scrollHeight - log.scrollTop - log.clientHeight < 40;
-  if (isAtEnd) isFollowing = true;
-  else if (log.scrollTop < lastTop && log.scrollHeight >= lastHeight) isFollowing = false;
-  lastTop = log.scrollTop;
-  lastHeight = log.scrollHeight;
+  if (isAtEnd || log.scrollTop !== ownTop) isFollowing = isAtEnd;
 };
 new ResizeObserver(() => isFollowing && scrollToEnd()).observe(list);
 
@@ -107,7 +108,7 @@ const showMessages = () => {
     if (now !== loading || !left) return;
     const fromEnd = log.scrollHeight - log.scrollTop, began = performance.now();
     while (left && performance.now() - began < 8) add(messages[--left], list.firstChild);
-    log.scrollTop = log.scrollHeight - fromEnd;
+    isFollowing ? scrollToEnd() : scrollTo(log.scrollHeight - fromEnd);
     setTimeout(more, 16);
   };
   setTimeout(more, 16);

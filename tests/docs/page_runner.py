@@ -32,8 +32,9 @@ SERVER_OF_ADDRESS = {
 REPLACEMENTS: Mapping[str, Mapping[str, str]] = {
     # Tests listen on loopback only.
     "*": {"--host 0.0.0.0": "--host 127.0.0.1"},
-    # A model with two layers, because the examples of this page do not depend on the text of the answers.
+    # A model with two layers, because the examples of these pages do not depend on the text of the answers.
     "notebook.md": {"smollm2-135m": "tiny"},
+    "batch.md": {"smollm2-135m": "tiny"},
     # The same, with fewer and smaller requests.
     "benchmarks.md": {
         "smollm2-135m": "tiny",

@@ -291,7 +291,7 @@ class GenerationLoop:
         """Estimate the size of the KV caches of all running requests after a step."""
         lengths = [generation.cached_length for generation in self.running]
         key = (len(lengths), -(-max(lengths, default=0) // STEP_TOKENS))
-        # Not computed at each step: the caches grow by ``STEP_TOKENS``, and the sum over the layers takes 10 µs.
+        # Not at each step: the caches grow by ``STEP_TOKENS``, and the sum over the layers takes tens of microseconds.
         if key != self._kv_key:
             self._kv_key, self._kv_bytes = key, batch.footprint.kv_bytes(lengths)
 

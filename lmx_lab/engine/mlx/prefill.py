@@ -13,6 +13,8 @@ PREFILL_SHARE = 1.5
 """Time for prompts in a step, as a multiple of the time for decoding."""
 MAX_PREFILL_SHARE = 1.7
 """The same if a shorter chunk would be mostly overhead."""
+WORTHWHILE_TOKENS = 16
+"""Number of tokens up to which a chunk is made longer than ``PREFILL_STEP_S``, to cost as much as its fixed cost."""
 FIRST_CHUNK = 8
 GROWTH = 2
 """Maximum size of a chunk as a multiple of the largest chunk so far, since longer ones have not been measured."""
@@ -47,7 +49,9 @@ class PrefillPace:
         """
         tokens = float(self._largest)
         if self._prompt.known:
-            fitting = self._prompt.within(PREFILL_STEP_S)
+            # Beside other busy programs, the fixed cost alone may take this long.
+            worthwhile = min(WORTHWHILE_TOKENS, self._prompt.fixed / self._prompt.slope)
+            fitting = max(self._prompt.within(PREFILL_STEP_S), worthwhile)
             if decoding and self._decode.known:
                 # If more requests wait for their first token than are decoded, chunks may be longer.
                 decode_s = self._decode.at(decoding) * max(1.0, prompts / decoding)

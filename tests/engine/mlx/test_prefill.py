@@ -126,3 +126,12 @@ def test_chunks_adapt_to_a_machine_that_decodes_many_requests_as_fast_as_one() -
 def test_chunks_adapt_also_if_requests_decode_from_the_beginning() -> None:
     machine = Machine(decode_s=0.01, token_s=1e-3)
     assert machine.prefill(60, decoding=1) <= 3 * machine.decode_s
+
+
+@pytest.mark.parametrize("step_s", [0.1, 0.6])
+def test_a_chunk_is_worth_its_fixed_cost_on_a_busy_machine(step_s: float) -> None:
+    token_s = step_s / 30
+    machine = Machine(decode_s=0.01, token_s=token_s, step_s=step_s)
+    machine.prefill(40)
+    assert machine.pace.chunk(prompts=1, decoding=0) >= 15
+    assert machine.prefill(40) <= max(1.2 * PREFILL_STEP_S, 3 * step_s)

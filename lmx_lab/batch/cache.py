@@ -1,0 +1,138 @@
+"""Store the answers of a batch in an SQLite file, so that a second run computes only what is missing.
+
+All statements run on one thread, so that an event loop does not wait for the disk. Each answer is one transaction:
+after a killed process, it is there completely or not at all. Several processes can use the same file.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import dataclasses
+import json
+import os
+import sqlite3
+import time
+from collections.abc import Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import TypeVar
+
+from lmx_lab.batch.answer import RowAnswer
+from lmx_lab.errors import InvalidRequestError, LabError
+from lmx_lab.instrument.store import BUSY_S, create_private
+
+T = TypeVar("T")
+APPLICATION = 0x4C4D5842
+"""Marks the files of this module: "LMXB" in ASCII."""
+VERSION = 1
+SCHEMA = f"""
+CREATE TABLE answers (key TEXT PRIMARY KEY, at REAL NOT NULL, model TEXT NOT NULL, data TEXT NOT NULL) WITHOUT ROWID;
+PRAGMA application_id = {APPLICATION};
+PRAGMA user_version = {VERSION};
+"""
+KEYS_AT_ONCE = 500
+
+
+class AnswerCache:
+    """Answers by the keys of their requests, in a file that is created if it does not exist.
+
+    Raises:
+        InvalidRequestError: the file cannot be opened, or belongs to another program.
+    """
+
+    def __init__(self, path: str | os.PathLike[str]) -> None:
+        self.path = Path(path).expanduser().absolute()
+        self._executor = ThreadPoolExecutor(max_workers=1, thread_name_prefix="lmx-lab-batch")
+        self._connection = self._open()
+
+    async def find(self, keys: Sequence[str]) -> dict[str, RowAnswer]:
+        """Return the stored answers among those with these keys.
+
+        Raises:
+            LabError: the file cannot be read.
+        """
+
+        def read() -> dict[str, RowAnswer]:
+            rows: list[tuple[str, str]] = []
+            for start in range(0, len(keys), KEYS_AT_ONCE):
+                some = keys[start : start + KEYS_AT_ONCE]
+                sql = f"SELECT key, data FROM answers WHERE key IN ({', '.join('?' * len(some))})"
+                rows += self._connection.execute(sql, some).fetchall()
+            return {key: RowAnswer(**json.loads(data)) for key, data in rows}
+
+        return await self._call(read)
+
+    async def add(self, key: str, model: str, answer: RowAnswer) -> None:
+        """Store an answer; returns when the operating system has it.
+
+        Raises:
+            LabError: the file cannot be written.
+        """
+        data = json.dumps(dataclasses.asdict(answer))
+
+        def write() -> None:
+            with self._connection:
+                row = (key, time.time(), model, data)
+                self._connection.execute("INSERT OR REPLACE INTO answers VALUES (?, ?, ?, ?)", row)
+
+        await self._call(write)
+
+    def close(self, *, wait: bool = True) -> None:
+        """Finish pending writes, and close the file. Idempotent.
+
+        Args:
+            wait: Whether to return only after the file was closed.
+        """
+        with contextlib.suppress(RuntimeError):  # It was closed before.
+            self._executor.submit(self._connection.close)
+        self._executor.shutdown(wait=wait)
+
+    async def _call(self, work: Callable[[], T]) -> T:
+        try:
+            return await asyncio.wrap_future(self._executor.submit(work))
+        except sqlite3.Error as exc:
+            raise LabError(f"the cache {self.path} cannot be used: {exc}; free space, or give another path") from exc
+
+    def _open(self) -> sqlite3.Connection:
+        create_private(self.path)
+        try:
+            connection = sqlite3.connect(self.path, timeout=BUSY_S, check_same_thread=False)
+            try:
+                self._prepare(connection)
+            except BaseException:
+                connection.close()
+                raise
+        except sqlite3.Error as exc:
+            raise InvalidRequestError(
+                f"{self.path} cannot be used as a cache: {exc}; give the path of another file", param="cache"
+            ) from exc
+        return connection
+
+    def _prepare(self, connection: sqlite3.Connection) -> None:
+        if not self._is_cache(connection):
+            # Another process may create the table at the same time.
+            connection.execute("PRAGMA journal_mode = WAL")
+            connection.execute("BEGIN IMMEDIATE")
+            if not self._is_cache(connection):
+                for statement in filter(str.strip, SCHEMA.split(";")):
+                    connection.execute(statement)
+            connection.commit()
+        connection.execute("PRAGMA synchronous = NORMAL")
+
+    def _is_cache(self, connection: sqlite3.Connection) -> bool:
+        """Return whether the file is a cache; False if it is empty.
+
+        Raises:
+            InvalidRequestError: it belongs to another program, or to another version.
+        """
+        found = tuple(
+            int(connection.execute(f"PRAGMA {name}").fetchone()[0]) for name in ("application_id", "user_version")
+        )
+        if found == (APPLICATION, VERSION):
+            return True
+        if connection.execute("SELECT count(*) FROM sqlite_master").fetchone()[0] or found != (0, 0):
+            raise InvalidRequestError(
+                f"{self.path} is not a cache of this version of LMX Lab; give the path of another file", param="cache"
+            )
+        return False

@@ -1,0 +1,123 @@
+"""Convert a schema to the typed columns of a table, and JSON answers to their values."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Mapping
+from typing import Any, get_origin
+
+from pydantic import BaseModel, PydanticUserError, TypeAdapter, ValidationError
+
+from lmx_lab.errors import InvalidRequestError
+
+Schema = Mapping[str, Any] | type[BaseModel]
+DTYPES: Mapping[str, str] = {"integer": "Int64", "number": "float64", "boolean": "boolean"}
+"""Types of pandas for types of JSON; columns of other types contain Python objects."""
+INT64 = range(-(2**63), 2**63)
+WHOLE_VALUE = "value"
+"""The column of answers that are not JSON objects."""
+
+
+class TypedColumns:
+    """The columns that a schema defines.
+
+    Args:
+        json_schema: The schema of an answer.
+        convert: Validates the value of an answer, and returns the values of its columns.
+
+    Raises:
+        InvalidRequestError: a column has the name of a column that each table has.
+    """
+
+    def __init__(self, json_schema: Mapping[str, Any], convert: Callable[[Any], Mapping[str, Any]]) -> None:
+        self.json_schema = json_schema
+        self._convert = convert
+        properties = json_schema.get("properties")
+        is_object = isinstance(properties, Mapping) and bool(properties)
+        self._is_object = is_object
+        members: Mapping[str, Any] = properties if is_object else {WHOLE_VALUE: json_schema}  # type: ignore[assignment]
+        self.dtypes = {name: DTYPES.get(_json_type(member) or "", "object") for name, member in members.items()}
+        """The type of each column."""
+
+    @classmethod
+    def of(cls, schema: Schema) -> TypedColumns:
+        """Return the columns of a JSON schema, of a pydantic model, or of a dictionary of types by column.
+
+        Raises:
+            InvalidRequestError: it is neither, or has no JSON schema.
+        """
+        try:
+            if isinstance(schema, type) and issubclass(schema, BaseModel):
+                model = schema
+                return cls(
+                    model.model_json_schema(),
+                    lambda value: model.model_validate(value).model_dump(by_alias=True),
+                )
+            if isinstance(schema, Mapping) and schema and all(map(_is_type, schema.values())):
+                return cls._of_types(schema)
+        except PydanticUserError as exc:
+            raise InvalidRequestError(f"schema has no JSON schema: {exc.message}", param="schema") from None
+        if not isinstance(schema, Mapping) or not schema:
+            raise InvalidRequestError(
+                f"schema is {schema!r:.80}; pass a JSON schema, a pydantic model, or a dictionary such as "
+                "{'city': str, 'days': int}",
+                param="schema",
+            )
+        return cls(schema, lambda value: value)
+
+    @classmethod
+    def _of_types(cls, types: Mapping[str, Any]) -> TypedColumns:
+        adapters: dict[str, TypeAdapter[Any]] = {str(name): TypeAdapter(kind) for name, kind in types.items()}
+        schemas, shared = TypeAdapter.json_schemas([(name, "validation", each) for name, each in adapters.items()])
+        json_schema = {
+            "type": "object",
+            "properties": {name: schemas[name, "validation"] for name in adapters},
+            "required": list(adapters),
+            "additionalProperties": False,
+            **({"$defs": shared["$defs"]} if "$defs" in shared else {}),
+        }
+        return cls(
+            json_schema, lambda value: {name: each.validate_python(value[name]) for name, each in adapters.items()}
+        )
+
+    def values(self, text: str) -> dict[str, Any]:
+        """Return the values of the columns of an answer. A column that the answer does not have is None.
+
+        Raises:
+            ValueError: the text is not complete JSON, or a value does not satisfy a check of the pydantic model.
+        """
+        value = json.loads(text)
+        try:
+            converted = self._convert(value) if self._is_object else {WHOLE_VALUE: self._convert(value)}
+        except ValidationError as exc:
+            problem = exc.errors()[0]
+            place = ".".join(map(str, problem["loc"])) or "the value"
+            raise ValueError(f"{place}: {problem['msg']}") from None
+        values = {name: converted.get(name) for name in self.dtypes}
+        for name, kind in self.dtypes.items():
+            if kind == "Int64" and values[name] is not None:
+                values[name] = _int64(name, values[name])
+        return values
+
+
+def _int64(name: str, value: Any) -> int:
+    number = int(value)
+    if number not in INT64:
+        raise ValueError(f"{name} is {number}, which is not a 64-bit integer")
+    return number
+
+
+def _is_type(value: object) -> bool:
+    return isinstance(value, type) or get_origin(value) is not None
+
+
+def _json_type(schema: Any) -> str | None:
+    """Return the type of the values of a JSON schema, which may also be null; None if there is not a single one."""
+    if not isinstance(schema, Mapping):
+        return None
+    given = schema.get("type")
+    kinds = set(given) if isinstance(given, list) else {given} if given is not None else set()
+    for each in schema.get("anyOf", ()):
+        kinds.add(_json_type(each))
+    kinds.discard("null")
+    return kinds.pop() if len(kinds) == 1 else None

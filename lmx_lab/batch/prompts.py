@@ -1,0 +1,135 @@
+"""Make the prompt of a row from a template over columns, from messages with templates, or with a function."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from string import Formatter
+from typing import Any
+
+from lmx_lab.errors import InvalidRequestError
+
+Row = Mapping[str, Any]
+Messages = Sequence[Mapping[str, Any]]
+Prompt = str | Messages
+PromptSource = Prompt | Callable[[Row], Prompt]
+
+
+class RowPrompts:
+    """Makes the prompt of each row.
+
+    Args:
+        source: A template, in which ``{name}`` is the value of a column; messages whose texts are templates; or a
+            function that is called with the row.
+
+    Raises:
+        InvalidRequestError: a template is malformed.
+    """
+
+    def __init__(self, source: PromptSource) -> None:
+        self._source = source
+        if isinstance(source, str):
+            self._names = _names(source)
+        elif callable(source):
+            self._names = []
+        elif isinstance(source, Sequence) and source and all(isinstance(message, Mapping) for message in source):
+            self._names = [name for message in source for text in _texts(message) for name in _names(text)]
+        else:
+            raise InvalidRequestError(
+                f"the prompt is {source!r:.80}; pass a template such as 'Summarise: {{text}}', a list of messages, or "
+                "a function of a row",
+                param="prompt",
+            )
+
+    def check(self, columns: Iterable[str]) -> None:
+        """Check that all columns of the templates exist.
+
+        Raises:
+            InvalidRequestError: one does not; the message names the columns.
+        """
+        known = list(columns)
+        for name in self._names:
+            if name not in known:
+                raise InvalidRequestError(
+                    f"the prompt contains {{{name[:80]}}}, and the columns are {', '.join(known) or 'none'}; name one "
+                    "of them, and write literal braces as {{ and }}",
+                    param="prompt",
+                )
+
+    def prompt(self, row: Row) -> Prompt:
+        """Return the prompt of a row.
+
+        Raises:
+            InvalidRequestError: a value is missing, or the function has failed.
+        """
+        source = self._source
+        if isinstance(source, str):
+            return self._fill(source, row)
+        if not callable(source):
+            return [self._fill_message(message, row) for message in source]
+        try:
+            made = source(row)
+        except Exception as exc:
+            raise InvalidRequestError(f"the function of the prompt failed: {type(exc).__name__}: {exc}") from exc
+        if not isinstance(made, str | Sequence):
+            raise InvalidRequestError(f"the function of the prompt returned {made!r:.80}, not a text or messages")
+        return made
+
+    def _fill_message(self, message: Mapping[str, Any], row: Row) -> Mapping[str, Any]:
+        content = message.get("content")
+        if isinstance(content, str):
+            return {**message, "content": self._fill(content, row)}
+        if isinstance(content, Sequence):
+            return {**message, "content": [self._fill_part(part, row) for part in content]}
+        return message
+
+    def _fill_part(self, part: Any, row: Row) -> Any:
+        if isinstance(part, Mapping) and isinstance(part.get("text"), str):
+            return {**part, "text": self._fill(part["text"], row)}
+        return part
+
+    def _fill(self, template: str, row: Row) -> str:
+        return "".join([before + _value(name, spec, row) for before, name, spec in _parse(template)])
+
+
+def is_missing(value: object) -> bool:
+    """Return whether a value is None, NaN, or a missing value of pandas."""
+    try:
+        return value is None or bool(value != value)  # noqa: PLR0124
+    except TypeError:  # pandas.NA has no truth value.
+        return True
+    except ValueError:  # An array.
+        return False
+
+
+def _value(name: str | None, spec: str, row: Row) -> str:
+    if name is None:
+        return ""
+    if is_missing(value := row.get(name)):
+        raise InvalidRequestError(f"the column {name} has no value in this row")
+    try:
+        return format(value, spec)
+    except (TypeError, ValueError) as exc:
+        raise InvalidRequestError(f"the column {name} is {value!r:.80}, which has no format {spec!r}: {exc}") from exc
+
+
+def _parse(template: str) -> list[tuple[str, str | None, str]]:
+    """Return the literal texts of a template, each with the column and the format after it."""
+    try:
+        # A field is a column of this name. Unlike in str.format, its attributes and items cannot be read.
+        return [(text, name, spec or "") for text, name, spec, _ in Formatter().parse(template)]
+    except ValueError as exc:
+        raise InvalidRequestError(
+            f"the template {template!r:.80} is malformed: {exc}; write literal braces as {{{{ and }}}}", param="prompt"
+        ) from None
+
+
+def _names(template: str) -> list[str]:
+    return [name for _, name, _ in _parse(template) if name is not None]
+
+
+def _texts(message: Any) -> list[str]:
+    content = message.get("content")
+    if isinstance(content, str):
+        return [content]
+    parts = content if isinstance(content, Sequence) else ()
+    return [part["text"] for part in parts if isinstance(part, Mapping) and isinstance(part.get("text"), str)]

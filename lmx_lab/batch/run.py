@@ -1,0 +1,408 @@
+"""Answer rows with as many requests at a time as the engine needs to be full.
+
+Rows are read in the caller's thread, a limited number ahead. Requests are sent on the lab's event loop. A request that
+the server cannot accept now is sent again after the time that the server names.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import hashlib
+import json
+import time
+from collections import Counter, deque
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, replace
+from typing import Any, Literal
+
+from lmx_lab.backend import Backend, read_answer
+from lmx_lab.batch.answer import RowAnswer
+from lmx_lab.batch.cache import AnswerCache
+from lmx_lab.batch.columns import TypedColumns
+from lmx_lab.batch.prompts import Prompt, RowPrompts
+from lmx_lab.batch.table import RowSource, answer_row
+from lmx_lab.errors import (
+    ERROR_CLASSES,
+    BatchStoppedError,
+    EngineDeadError,
+    EngineError,
+    InvalidRequestError,
+    LabError,
+    NotLoadedError,
+    QueueFullError,
+    UnavailableError,
+    UnreachableError,
+    WrongServerError,
+)
+from lmx_lab.wire.chat import ChatRequest
+
+AHEAD = 256
+"""Maximum number of requests whose rows were read and that are not finished, and of answers that were not taken."""
+WAITING = 2
+"""Number of requests beyond the slots, which wait in the server's queue, so that a free slot is used at once."""
+DEFAULT_SLOTS = 4
+"""Number of slots of a server that does not report it."""
+STEP_S = 0.25
+"""Maximum time of a step, after which the progress is shown."""
+RETRY_S = 120.0
+"""Maximum time without any finished row while the server does not answer or its model is being loaded."""
+MIN_PAUSE_S, MAX_PAUSE_S = 0.05, 5.0
+"""Limits of the time after which a request is sent again."""
+UNFINISHED = RowAnswer(error="was not computed, because the batch ended before")
+CUT_OFF = "the answer is not complete JSON, because it has reached max_tokens; raise max_tokens"
+
+MakeRequest = Callable[[Prompt], ChatRequest]
+"""Makes the request of a prompt; raises ``InvalidRequestError``."""
+Errors = Literal["row", "raise"]
+Retry = Literal["errors"]
+
+
+@dataclass(frozen=True, kw_only=True)
+class BatchOptions:
+    """How rows are answered."""
+
+    prompts: RowPrompts
+    make_request: MakeRequest
+    parameters: frozenset[str]
+    """Names of the parameters of all requests. If a value of them is refused, the run ends."""
+    columns: TypedColumns | None = None
+    n: int = 1
+    """Number of answers for each row."""
+    seed: int | None = None
+    errors: Errors = "row"
+    retry: Retry | None = None
+
+
+@dataclass(frozen=True, kw_only=True)
+class LoadedModel:
+    """The model that answers."""
+
+    id: str
+    key: str
+    """Identifies the weights in keys of the cache."""
+    slots: int
+
+
+async def loaded_model(backend: Backend, *, hashed: bool) -> LoadedModel:
+    """Return the loaded chat model.
+
+    Args:
+        hashed: Whether its files are hashed, if they are on this machine.
+
+    Raises:
+        NotLoadedError: there is none.
+    """
+    records = (await backend.models()).models
+    record = next((each for each in records if each.loaded and not each.pinned and each.kind == "chat"), None)
+    if record is None:
+        raise NotLoadedError("no chat model is loaded; load one first: lab.load(...)")
+    weights = await backend.weights_of(record.id) if hashed else ""
+    named = f"{record.id} {record.quantization} {record.size_gb}"
+    key = f"{record.engine} {weights or named}"
+    return LoadedModel(id=record.id, key=key, slots=record.slots or DEFAULT_SLOTS)
+
+
+@dataclass(kw_only=True)
+class _Item:
+    """One request for a row."""
+
+    position: int
+    label: Any
+    sample: int
+    request: ChatRequest | None
+    key: str = ""
+    error: InvalidRequestError | None = None
+    """Why there is no request."""
+
+
+class BatchRun:
+    """Answers the rows of a source.
+
+    ``read`` and ``take`` are called by one caller, in its thread; coroutines run on the lab's event loop.
+
+    Args:
+        in_order: Whether answers are taken while others are computed, so that their number is limited.
+    """
+
+    def __init__(
+        self,
+        backend: Backend,
+        model: LoadedModel,
+        source: RowSource,
+        options: BatchOptions,
+        *,
+        cache: AnswerCache | None = None,
+        in_order: bool = False,
+    ) -> None:
+        self._backend, self._model, self._source, self.options = backend, model, source, options
+        self._cache, self._in_order = cache, in_order
+        self._loop: asyncio.AbstractEventLoop | None = None
+        self._new: deque[_Item] = deque()
+        self._ready: deque[_Item] = deque()
+        self._tasks: set[asyncio.Task[None]] = set()
+        self._rows: dict[int, dict[str, Any]] = {}
+        self._repeats: Counter[str] = Counter()
+        self._exhausted = False
+        self._stopped = False
+        self._probed = options.columns is None
+        self._failure: LabError | None = None
+        self._changed = asyncio.Event()
+        self._progress_at = time.monotonic()
+        self._labels = 0
+        self._taken = 0
+        self.read_items = 0
+        """Number of requests whose rows were read."""
+        self.done = 0
+        self.errors = 0
+        self.output_tokens = 0
+        """Tokens of answers that this run has computed."""
+
+    # In the caller's thread
+
+    def read(self) -> bool:
+        """Read rows up to the limit. Returns whether there is anything to wait for or to take.
+
+        Raises:
+            InvalidRequestError: the first row of an iterable does not have a column of the prompt.
+        """
+        while not self._exhausted and not self._stopped and self._has_room:
+            found = next(self._source.rows, None)
+            if found is None:
+                self._exhausted = True
+                break
+            label, row = found
+            if not self._labels and self._source.columns is None:
+                self.options.prompts.check(row)
+            self._labels += 1
+            for sample in range(self.options.n):
+                self._new.append(self._item(label, row, sample))
+                self.read_items += 1
+        return not self._stopped and (not self._exhausted or self.done < self.read_items)
+
+    @property
+    def _has_room(self) -> bool:
+        return self.read_items - self.done < AHEAD and not (self._in_order and self.read_items - self._taken >= AHEAD)
+
+    def _item(self, label: Any, row: Mapping[str, Any], sample: int) -> _Item:
+        item = _Item(position=self.read_items, label=label, sample=sample, request=None)
+        options = self.options
+        try:
+            request = options.make_request(options.prompts.prompt(row))
+        except InvalidRequestError as exc:
+            item.error = exc
+            return item
+        if self._cache is not None or options.seed is not None:
+            self._identify(item, request)
+        if options.seed is not None:
+            digest = hashlib.sha256(f"{options.seed} {item.key}".encode()).digest()
+            request = request.model_copy(update={"seed": int.from_bytes(digest[:6])})
+            item.key = _digest(item.key, request.seed)
+        item.request = request
+        return item
+
+    def _identify(self, item: _Item, request: ChatRequest) -> None:
+        """Set the key of a request. Equal rows have different keys by their order, as have the answers to one row."""
+        content = request.model_dump(mode="json", exclude={"model", "seed", "response_format"}, exclude_defaults=True)
+        columns = self.options.columns
+        key = _digest(self._model.key, content, columns and dict(columns.json_schema))
+        item.key = _digest(key, self._repeats[key])
+        self._repeats[key] += 1
+
+    def take(self) -> dict[str, Any] | None:
+        """Return the next answer in the order of the rows; None if it is not finished, or the run was stopped."""
+        row = None if self._stopped else self._rows.pop(self._taken, None)
+        if row is not None:
+            self._taken += 1
+        return row
+
+    def rows(self) -> list[dict[str, Any]]:
+        """Return all answers that were not taken. Those that were not computed have an error."""
+        total = len(self._source.index) * self.options.n
+        return [self._rows.get(at) or self._row(at % self.options.n, UNFINISHED) for at in range(self._taken, total)]
+
+    # On the event loop
+
+    async def step(self) -> None:
+        """Compute answers until rows can be read, the next answer can be taken, or ``STEP_S`` has passed.
+
+        Raises:
+            BatchStoppedError: no further row can be answered, such as after the model was unloaded.
+            LabError: no row can be answered, or a row has failed and errors are raised.
+        """
+        self._loop = asyncio.get_running_loop()
+        await self._look_up()
+        self._start_tasks()
+        deadline = time.monotonic() + STEP_S
+        while not self._must_return() and (left_s := deadline - time.monotonic()) > 0:
+            self._changed.clear()
+            try:
+                await asyncio.wait_for(self._changed.wait(), left_s)
+            except TimeoutError:
+                break
+        if self._failure is not None:
+            raise self._failure
+
+    def _must_return(self) -> bool:
+        if self._failure is not None or self.done >= self.read_items:
+            return True
+        if self._in_order and self._taken in self._rows:
+            return True
+        return not self._exhausted and self._has_room and self.read_items - self.done <= AHEAD // 2
+
+    async def stop(self) -> None:
+        """Cancel all running requests, and wait until they have ended. Idempotent."""
+        self._stopped = True
+        self._ready.clear()
+        for task in self._tasks:
+            task.cancel()
+        await asyncio.gather(*self._tasks, return_exceptions=True)
+
+    def close(self) -> None:
+        """Cancel all running requests. Returns at once; can be called from any thread. Idempotent."""
+        self._stopped = True
+        if self._tasks and self._loop is not None and not self._loop.is_closed():
+            asyncio.run_coroutine_threadsafe(self.stop(), self._loop)
+
+    async def _look_up(self) -> None:
+        """Take the answers of new requests that are in the cache, and queue the others."""
+        new = [self._new.popleft() for _ in range(len(self._new))]
+        keys = [item.key for item in new if item.request is not None]
+        found = await self._cache.find(keys) if self._cache is not None and keys else {}
+        for item in new:
+            if item.error is not None:
+                self._finish(item, _failed(item.error))
+            elif (answer := found.get(item.key)) is not None and not self._is_retried(answer):
+                self._finish(item, answer)
+            else:
+                self._ready.append(item)
+        if self._ready and not self._probed:
+            await self._probe()
+            self._probed = True
+
+    def _is_retried(self, answer: RowAnswer) -> bool:
+        return self.options.retry == "errors" and self._read_values(answer)[0].error is not None
+
+    async def _probe(self) -> None:
+        """Check that the schema can be enforced, before the first row is sent.
+
+        Raises:
+            LabError: it cannot.
+        """
+        request = self.options.make_request("x").model_copy(update={"max_tokens": 1})
+        await self._answer(request)
+
+    def _start_tasks(self) -> None:
+        while self._ready and len(self._tasks) < self._model.slots + WAITING and self._failure is None:
+            task = asyncio.create_task(self._compute(self._ready.popleft()), name="answer a row")
+            self._tasks.add(task)
+            task.add_done_callback(self._end_task)
+
+    def _end_task(self, task: asyncio.Task[None]) -> None:
+        self._tasks.discard(task)
+        if not task.cancelled():
+            if (exc := task.exception()) is not None:
+                self._fail(exc if isinstance(exc, LabError) else LabError(f"{type(exc).__name__}: {exc}"))
+            self._start_tasks()
+        self._changed.set()
+
+    def _fail(self, error: LabError) -> None:
+        if self._failure is None:
+            self._failure = error
+            self._ready.clear()
+            for task in self._tasks:
+                task.cancel()
+
+    async def _compute(self, item: _Item) -> None:
+        assert item.request is not None
+        try:
+            answer = await self._answer(item.request)
+        except (InvalidRequestError, EngineError) as exc:
+            if isinstance(exc, EngineDeadError) or (exc.param or "").partition(".")[0] in self.options.parameters:
+                raise self._stopping_error(exc) from exc
+            answer = _failed(exc)
+        except LabError as exc:
+            raise self._stopping_error(exc) from exc
+        if self._cache is not None:
+            try:
+                await self._cache.add(item.key, self._model.id, answer)
+            except LabError as exc:
+                raise self._stopping_error(exc) from exc
+        self.output_tokens += answer.output_tokens or 0
+        self._finish(item, answer)
+
+    def _stopping_error(self, error: LabError) -> LabError:
+        """Return the error with which the run ends."""
+        if not self.done:
+            return error
+        kept = f"their answers are in {self._cache.path}" if self._cache else "its attribute frame has their answers"
+        return BatchStoppedError(
+            f"{self._model.id} stopped after {self.done} answers, because of this error: "
+            f"{error.message.rstrip('.')}; {kept}"
+        )
+
+    async def _answer(self, request: ChatRequest) -> RowAnswer:
+        """Return the answer to a request, which is sent again while the server cannot accept it."""
+        while True:
+            started_at = time.monotonic()
+            try:
+                answer, cost = await read_answer(self._backend, request)
+                break
+            except UnavailableError as exc:
+                if not self._can_retry(exc):
+                    raise
+                pause_s = min(max(exc.retry_after_s or 1.0, MIN_PAUSE_S), MAX_PAUSE_S)
+            await asyncio.sleep(pause_s)
+        return RowAnswer(
+            text=answer.text,
+            reasoning=answer.reasoning,
+            finish_reason=cost.finish_reason,
+            prompt_tokens=cost.usage.prompt_tokens,
+            cached_tokens=cost.usage.prompt_tokens_details.cached_tokens,
+            output_tokens=cost.usage.completion_tokens,
+            ttft_s=cost.ttft_s,
+            total_s=time.monotonic() - started_at,
+        )
+
+    def _can_retry(self, error: UnavailableError) -> bool:
+        if isinstance(error, QueueFullError):
+            return True
+        is_lost = isinstance(error, UnreachableError) and not isinstance(error, WrongServerError)
+        if not is_lost and error.retry_after_s is None:
+            return False
+        return time.monotonic() - self._progress_at < RETRY_S
+
+    def _finish(self, item: _Item, answer: RowAnswer) -> None:
+        answer, values = self._read_values(answer)
+        self._rows[item.position] = answer_row(answer, values, sample=item.sample if self.options.n > 1 else None)
+        self._progress_at = time.monotonic()
+        self.done += 1
+        if answer.error is None:
+            return
+        self.errors += 1
+        if self.options.errors == "raise":
+            kind = ERROR_CLASSES.get(answer.code, LabError)
+            self._fail(kind(f"row {item.label!r:.80}: {answer.error}"))
+
+    def _read_values(self, answer: RowAnswer) -> tuple[RowAnswer, dict[str, Any]]:
+        """Return the values of the typed columns, and the answer with an error if it does not have them."""
+        if (columns := self.options.columns) is None:
+            return answer, {}
+        missing: dict[str, Any] = dict.fromkeys(columns.dtypes)
+        if answer.text is None or answer.error is not None:
+            return answer, missing
+        try:
+            return answer, columns.values(answer.text)
+        except (ValueError, RecursionError) as exc:
+            error = CUT_OFF if answer.finish_reason == "length" else str(exc)
+            return replace(answer, error=error, code=InvalidRequestError.code), missing
+
+    def _row(self, sample: int, answer: RowAnswer) -> dict[str, Any]:
+        return answer_row(answer, self._read_values(answer)[1], sample=sample if self.options.n > 1 else None)
+
+
+def _failed(error: LabError) -> RowAnswer:
+    return RowAnswer(error=error.message, code=error.code)
+
+
+def _digest(*parts: Any) -> str:
+    return hashlib.sha256(json.dumps(parts, sort_keys=True).encode()).hexdigest()[:32]

@@ -1,0 +1,252 @@
+"""Define ``map``, the method of a lab that answers a prompt for each row of a table, and its progress."""
+
+from __future__ import annotations
+
+import os
+import time
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from typing import TYPE_CHECKING, Any, Protocol
+
+from lmx_lab.backend import Backend
+from lmx_lab.batch.cache import AnswerCache
+from lmx_lab.batch.columns import Schema, TypedColumns
+from lmx_lab.batch.prompts import Prompt, PromptSource, RowPrompts
+from lmx_lab.batch.run import BatchOptions, BatchRun, Errors, MakeRequest, Retry, loaded_model
+from lmx_lab.batch.table import RowSource, answer_frame, check_names, read_source
+from lmx_lab.errors import BatchStoppedError, InvalidRequestError
+from lmx_lab.notebook.arguments import chat_request
+from lmx_lab.notebook.verbs import LoopPortal, PortalOwner, awaited, blocking, in_thread, on_loop
+from lmx_lab.panels.workbench import Workbench
+from lmx_lab.progress import counter
+from lmx_lab.wire.chat import ChatRequest
+
+if TYPE_CHECKING:
+    import pandas as pd
+
+NOT_USED = {
+    "response_format": "pass the JSON schema, or a pydantic model, as schema",
+    "model": "map uses the loaded model; load the other one",
+    **dict.fromkeys(("tools", "tool_choice", "parallel_tool_calls"), "map does not call tools; use lab.chat"),
+    **dict.fromkeys(("logprobs", "top_logprobs", "logprob_tokens"), "the table has no column for them; use lab.chat"),
+}
+"""Parameters of ``chat`` that ``map`` does not have, and what to do instead."""
+
+
+class MapOwner(PortalOwner, Protocol):
+    """A lab."""
+
+    _backend: Backend
+
+    @property
+    def workbench(self) -> Workbench: ...
+
+
+class RowAnswers:
+    """The answers to the rows of an iterable, as dictionaries, in the order of the rows.
+
+    Iterate over it with ``for`` or ``async for``. At most a few hundred rows are read ahead. ``close()``, or deleting
+    it, stops the requests that are running.
+    """
+
+    def __init__(self, run: BatchRun, portal: LoopPortal, cache: AnswerCache | None) -> None:
+        self._run = run
+        self._portal = portal
+        self._cache = cache
+
+    def __iter__(self) -> RowAnswers:
+        return self
+
+    def __next__(self) -> dict[str, Any]:
+        try:
+            while (row := self._run.take()) is None:
+                if not self._run.read():
+                    raise StopIteration
+                self._portal.run(self._run.step())
+        except BaseException:
+            self.close()
+            raise
+        return row
+
+    def __aiter__(self) -> RowAnswers:
+        return self
+
+    async def __anext__(self) -> dict[str, Any]:
+        try:
+            while (row := self._run.take()) is None:
+                if not self._run.read():
+                    raise StopAsyncIteration
+                await self._portal.call(self._run.step())
+        except BaseException:
+            self.close()
+            raise
+        return row
+
+    def close(self) -> None:
+        """Stop the requests that are running. Returns at once; can be called from any thread. Idempotent."""
+        self._run.close()
+        if self._cache is not None:
+            self._cache.close(wait=False)
+
+    def __del__(self) -> None:
+        self.close()
+
+
+class MapVerbs:
+    """The methods of ``Lab`` that answer a prompt for each row of a table."""
+
+    async def _map(
+        self: MapOwner,
+        /,
+        frame: Any,
+        prompt: PromptSource,
+        *,
+        schema: Schema | None = None,
+        n: int = 1,
+        seed: int | None = None,
+        errors: Errors = "row",
+        cache: str | os.PathLike[str] | None = None,
+        retry: Retry | None = None,
+        **parameters: Any,
+    ) -> pd.DataFrame | RowAnswers:
+        """Answer a prompt for each row of a table, and return a table of the answers with the same index.
+
+        Its columns are ``answer``, ``reasoning``, ``finish_reason``, ``error``, counts of tokens, and times.
+        Interrupting ``map`` returns the answers so far, with ``.attrs["interrupted"]`` true.
+
+        Args:
+            frame: A data frame, a series, a text, or a list of texts (the column ``text``) or dictionaries. The rows of
+                another iterable are read as needed, and an iterator over the answers is returned, as dictionaries.
+            prompt: A template such as ``"Summarise: {text}"``, where ``{text}`` is the value of a column; messages with
+                templates; or a function of a row that returns a text or messages.
+            schema: Adds typed columns: a JSON schema, a pydantic model, or a dictionary such as ``{"days": int}``.
+            n: Number of answers for each row. If there are several, labels are repeated, and ``sample`` counts them.
+            seed: A number from which the seed of each answer is derived.
+            errors: ``row`` writes the error of a row to its column ``error``; ``raise`` raises the first one.
+            cache: An SQLite file for the answers. With the same file, only answers that are missing are computed.
+            retry: ``errors`` also computes the answers with an error in the cache again.
+            parameters: ``system``, and the sampling parameters of ``chat``.
+
+        Raises:
+            NotLoadedError: no model is loaded.
+            InvalidRequestError: an argument is invalid, a column does not exist, or the schema cannot be enforced.
+            BatchStoppedError: further rows cannot be answered, for example because the model was unloaded; its
+                ``frame`` has the answers so far.
+            ImportError: pandas is not installed.
+        """
+        source = read_source(frame)
+        prompts = _read_prompts(prompt, source)
+        columns = None if schema is None else _read_schema(schema)
+        _check(parameters, n=n, seed=seed, errors=errors, retry=retry)
+        loaded = await on_loop(loaded_model(self._backend, hashed=cache is not None))
+        options = BatchOptions(
+            prompts=prompts,
+            make_request=_request_maker({**parameters, "model": loaded.id, **_format(columns)}),
+            parameters=frozenset([*parameters, *_format(columns)]),
+            columns=columns,
+            n=n,
+            seed=seed,
+            errors=errors,
+            retry=retry,
+        )
+        stored = None if cache is None else await in_thread(lambda: AnswerCache(cache))
+        run = BatchRun(self._backend, loaded, source, options, cache=stored, in_order=source.index is None)
+        if source.index is None:
+            return RowAnswers(run, self._portal, stored)
+        return await _answer_all(run, source, columns, stored, self.workbench)
+
+    map = blocking(_map)
+    amap = awaited(_map)
+
+
+async def _answer_all(
+    run: BatchRun, source: RowSource, columns: TypedColumns | None, cache: AnswerCache | None, workbench: Workbench
+) -> pd.DataFrame:
+    """Answer all rows and return the table. This is a verb."""
+    interrupted = False
+    try:
+        with _progress(workbench, run, len(source.index) * run.options.n) as show:
+            while run.read():
+                await on_loop(run.step())
+                show()
+    except KeyboardInterrupt:
+        interrupted = True
+    except BatchStoppedError as exc:
+        exc.frame = answer_frame(run.rows(), source.index, columns)
+        raise
+    finally:
+        try:
+            await on_loop(run.stop())
+        finally:
+            if cache is not None:
+                cache.close()
+    frame = answer_frame(run.rows(), source.index, columns)
+    frame.attrs["interrupted"] = interrupted
+    return frame
+
+
+@contextmanager
+def _progress(workbench: Workbench, run: BatchRun, total: int) -> Iterator[Any]:
+    """Yield a function that shows the progress in a bar and in the metrics panel."""
+    started_at = time.monotonic()
+    with counter("map") as bar:
+
+        def show() -> None:
+            elapsed_s = max(time.monotonic() - started_at, 1e-3)
+            errors = f", {run.errors} errors" if run.errors else ""
+            text = f"{run.done / elapsed_s:.1f} answers/s, {run.output_tokens / elapsed_s:.0f} tok/s{errors}"
+            bar.show(text, run.done, total)
+            workbench.job = f"Map, {run.done} of {total}: {text}"
+
+        try:
+            yield show
+        finally:
+            workbench.job = ""
+
+
+def _read_prompts(prompt: PromptSource, source: RowSource) -> RowPrompts:
+    prompts = RowPrompts(prompt)
+    if source.columns is not None:
+        prompts.check(source.columns)
+    return prompts
+
+
+def _read_schema(schema: Schema) -> TypedColumns:
+    columns = TypedColumns.of(schema)
+    check_names(columns)
+    return columns
+
+
+def _request_maker(fields: Mapping[str, Any]) -> MakeRequest:
+    """Return the function that makes the request of a prompt.
+
+    Raises:
+        InvalidRequestError: a parameter is invalid, for whatever prompt.
+    """
+
+    def make_request(prompt: Prompt) -> ChatRequest:
+        return chat_request(prompt, fields)
+
+    make_request("x")
+    return make_request
+
+
+def _format(columns: TypedColumns | None) -> Mapping[str, Any]:
+    if columns is None:
+        return {}
+    schema = {"name": "row", "schema": dict(columns.json_schema)}
+    return {"response_format": {"type": "json_schema", "json_schema": schema}}
+
+
+def _check(parameters: Mapping[str, Any], *, n: object, seed: object, errors: object, retry: object) -> None:
+    for name, remedy in NOT_USED.items():
+        if name in parameters:
+            raise InvalidRequestError(f"map has no parameter {name}: {remedy}", param=name)
+    if not isinstance(n, int) or isinstance(n, bool) or n < 1:
+        raise InvalidRequestError(f"n is {n!r:.40}; it must be a whole number, 1 or more", param="n")
+    if seed is not None and not isinstance(seed, int):
+        raise InvalidRequestError(f"seed is {seed!r:.40}; it must be a whole number", param="seed")
+    if errors not in ("row", "raise"):
+        raise InvalidRequestError(f"errors is {errors!r:.40}; it must be 'row' or 'raise'", param="errors")
+    if retry not in (None, "errors"):
+        raise InvalidRequestError(f"retry is {retry!r:.40}; it must be 'errors' or None", param="retry")

@@ -1,0 +1,338 @@
+"""Test ``lab.map``: rows, templates, typed columns, errors in rows, the cache, and the ends of a run."""
+
+from __future__ import annotations
+
+import asyncio
+import math
+import signal
+import sqlite3
+import subprocess
+import sys
+import threading
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any, Literal
+
+import pandas as pd
+import pydantic
+import pytest
+
+import lmx_lab
+from lmx_lab.backend import AnswerStream
+from lmx_lab.batch.answer import RowAnswer
+from lmx_lab.batch.cache import AnswerCache
+from lmx_lab.errors import BatchStoppedError, ContextLengthError, InvalidRequestError, NotLoadedError, QueueFullError
+from lmx_lab.notebook.local import LocalBackend
+from lmx_lab.notebook.remote_server import attach
+from lmx_lab.settings import Settings
+from lmx_lab.wire.chat import ChatRequest
+
+TRIP = {"city": str, "days": int, "far": bool, "kind": Literal["sea", "hills"]}
+WAIT_S = 60.0
+
+
+@pytest.fixture(scope="module")
+def lab(tmp_path_factory: pytest.TempPathFactory) -> Iterator[lmx_lab.Lab]:
+    settings = Settings(home=tmp_path_factory.mktemp("home"), port=0, slots=4)
+    with lmx_lab.Lab(settings, loop="thread") as lab:
+        lab.load("echo")
+        yield lab
+
+
+class Sent:
+    """Counts the requests of a lab, and how many run at the same time. ``before`` is called with each request."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        self.requests: list[ChatRequest] = []
+        self.most_at_once = 0
+        self._running = 0
+        generate = LocalBackend.generate
+
+        async def counted(backend: LocalBackend, request: ChatRequest) -> AnswerStream:
+            self.requests.append(request)
+            self._running += 1
+            self.most_at_once = max(self.most_at_once, self._running)
+            try:
+                await self.before(len(self.requests))
+                return await generate(backend, request)
+            finally:
+                self._running -= 1
+
+        monkeypatch.setattr(LocalBackend, "generate", counted)
+
+    async def before(self, count: int) -> None:
+        await asyncio.sleep(0)
+
+
+@pytest.fixture
+def sent(monkeypatch: pytest.MonkeyPatch) -> Sent:
+    return Sent(monkeypatch)
+
+
+def test_rows_have_the_same_index_and_errors_are_in_their_rows(lab: lmx_lab.Lab) -> None:
+    frame = pd.DataFrame({"text": ["a {b} {{c}}", None, "d", math.nan], "n": [1, 2, 3, 4]}, index=["x", "x", "y", "z"])
+    answers = lab.map(frame, "{n:02d}: {text}")
+    assert list(answers.index) == ["x", "x", "y", "z"]
+    assert answers["answer"].tolist() == ["01: a {b} {{c}}", None, "03: d", None]
+    assert answers["finish_reason"].tolist() == ["stop", None, "stop", None]
+    assert "text" in answers["error"].iloc[1]
+    assert answers["error"].isna().tolist() == [True, False, True, False]
+    assert answers["output_tokens"].dtype == "Int64"
+    assert (answers["total_s"].dropna() > 0).all()
+    assert answers.attrs["interrupted"] is False
+    with pytest.raises(InvalidRequestError, match=r"'x'.*text"):
+        lab.map(frame, "{text}", errors="raise")
+
+
+def test_kinds_of_rows_and_prompts(lab: lmx_lab.Lab) -> None:
+    assert lab.map("one", "say {text}")["answer"].tolist() == ["say one"]
+    assert lab.map(pd.Series(["a", "b"], name="review"), "{review}!")["answer"].tolist() == ["a!", "b!"]
+    messages = [{"role": "system", "content": "s"}, {"role": "user", "content": [{"type": "text", "text": "<{text}>"}]}]
+    assert lab.map([{"text": "a"}, {"text": "b"}], messages)["answer"].tolist() == ["<a>", "<b>"]
+    made = lab.map([{"n": 1}, {"n": 0}], lambda row: f"{6 // row['n']}")
+    assert made["answer"].tolist() == ["6", None]
+    assert "ZeroDivisionError" in made["error"][1]
+    empty = lab.map(pd.DataFrame({"text": []}), "{text}", schema=TRIP)
+    assert len(empty) == 0
+    assert {"answer", "city", "error"} <= set(empty.columns)
+
+
+def test_an_iterable_gives_an_iterator_that_reads_a_limited_number_of_rows_ahead(lab: lmx_lab.Lab) -> None:
+    read: list[int] = []
+
+    def rows() -> Iterator[dict[str, Any]]:
+        for number in range(10_000):
+            read.append(number)
+            yield {"n": number}
+
+    answers = lab.map(rows(), "{n}")
+    assert [next(answers)["answer"] for _ in range(20)] == [str(number) for number in range(20)]
+    answers.close()
+    assert len(read) < 1000
+    assert list(answers) == []
+
+    async def collect() -> list[str]:
+        return [each["answer"] async for each in await lab.amap(iter(["a", None, "b"]), "{text}")]
+
+    assert asyncio.run(collect()) == ["a", None, "b"]
+    with pytest.raises(InvalidRequestError, match="columns are n"):
+        next(lab.map(rows(), "{text}"))
+
+
+def test_typed_columns_of_a_dictionary_a_model_and_a_json_schema(lab: lmx_lab.Lab) -> None:
+    class Trip(pydantic.BaseModel):
+        city: str = pydantic.Field(max_length=10)
+        days: int | None
+
+        @pydantic.field_validator("city")
+        @classmethod
+        def _has_name(cls, city: str) -> str:
+            if not city:
+                raise ValueError("the city has no name")
+            return city
+
+    row = '{"city":"Rome","days":3,"far":true,"kind":"sea"}'
+    typed = lab.map([row, "anything"], "{text}", schema=TRIP)
+    assert typed.loc[0, ["city", "days", "far", "kind"]].tolist() == ["Rome", 3, True, "sea"]
+    assert (typed["days"].dtype, typed["far"].dtype) == ("Int64", "boolean")
+    assert typed["error"].isna().all()
+
+    checked = lab.map(['{"city":"Rome","days":null}', '{"city":"","days":1}'], "{text}", schema=Trip)
+    assert checked["days"].isna().all()
+    assert checked["city"].tolist() == ["Rome", None]
+    assert "no name" in checked["error"][1]
+
+    huge = {"type": "object", "properties": {"days": {"type": "integer"}}, "required": ["days"]}
+    large = lab.map([f'{{"days":{10**20}}}', '{"days":7}'], "{text}", schema=huge)
+    assert large["days"].tolist() == [pd.NA, 7]
+    assert "64-bit" in large["error"][0]
+    assert lab.map(["[1,2]"], "{text}", schema={"type": "array", "items": {"type": "integer"}})["value"][0] == [1, 2]
+    assert "max_tokens" in lab.map([row], "{text}", schema=TRIP, max_tokens=3)["error"][0]
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        ({"prompt": "{texts}"}, "columns are text"),
+        ({"prompt": "{text"}, "malformed"),
+        ({"prompt": 3}, "template"),
+        ({"schema": {"error": str}}, "rename"),
+        ({"schema": {"type": "object", "properties": {"a": {"type": "string", "pattern": "("}}}}, "."),
+        ({"schema": 3}, "JSON schema"),
+        ({"temperature": -1}, "temperature"),
+        ({"tools": []}, "tools"),
+        ({"n": 0}, "n is 0"),
+        ({"errors": "ignore"}, "errors"),
+        ({"retry": "all"}, "retry"),
+        ({"frame": 5}, "data frame"),
+    ],
+)
+def test_invalid_arguments_are_refused_before_the_first_row(
+    lab: lmx_lab.Lab, arguments: dict[str, Any], message: str
+) -> None:
+    with pytest.raises(InvalidRequestError, match=message):
+        lab.map(**{"frame": ["a"] * 3, "prompt": "{text}", **arguments})
+
+
+def test_seeds_are_derived_and_each_row_has_n_answers(lab: lmx_lab.Lab, sent: Sent) -> None:
+    answers = lab.map(["a", "a", "b"], "{text}", n=2, seed=1)
+    assert answers.index.tolist() == [0, 0, 1, 1, 2, 2]
+    assert answers["sample"].tolist() == [0, 1] * 3
+    seeds = {request.seed for request in sent.requests}
+    assert len(seeds) == 6
+    lab.map(["b", "a"], "{text}", seed=1)
+    assert {request.seed for request in sent.requests[6:]} < seeds  # They do not depend on the order of rows.
+
+
+def test_requests_are_sent_as_the_engine_has_room_and_again_after_a_refusal(lab: lmx_lab.Lab, sent: Sent) -> None:
+    async def before(count: int) -> None:
+        await asyncio.sleep(0)
+        if count % 5 == 2:
+            raise QueueFullError("full", retry_after_s=0.01)
+
+    sent.before = before  # type: ignore[method-assign]
+    answers = lab.map([str(number) for number in range(100)], "{text}")
+    assert answers["answer"].tolist() == [str(number) for number in range(100)]
+    assert len(sent.requests) > 100
+    assert sent.most_at_once <= 6
+
+
+def test_a_second_run_computes_only_what_is_missing(lab: lmx_lab.Lab, sent: Sent, tmp_path: Path) -> None:
+    path = tmp_path / "answers.db"
+    rows = ["a", "b", "a", "long " * 40_000]
+    first = lab.map(rows, "{text}", cache=path, temperature=0)
+    assert first["error"].notna().tolist() == [False, False, False, True]
+    assert path.stat().st_mode & 0o077 == 0
+    sent.requests.clear()
+    pd.testing.assert_frame_equal(lab.map(rows, "{text}", cache=path, temperature=0), first)
+    assert not sent.requests
+    lab.map(["b", "c", *rows], "{text}", cache=path, temperature=0)
+    assert [request.messages[0].content for request in sent.requests] == ["c", "b"]  # A second "b".
+    sent.requests.clear()
+    lab.map(rows, "{text}", cache=path, temperature=0, retry="errors")
+    assert len(sent.requests) == 1
+    lab.map(rows[:2], "{text}", cache=path, temperature=1)
+    lab.map(rows[:2], "{text}", cache=path, temperature=0, system="s")
+    assert len(sent.requests) == 5
+    with pytest.raises(ContextLengthError):
+        lab.map(rows, "{text}", cache=path, temperature=0, errors="raise")
+
+
+def test_files_of_other_programs_are_refused_and_two_processes_may_share_one(lab: lmx_lab.Lab, tmp_path: Path) -> None:
+    other = tmp_path / "other.db"
+    with sqlite3.connect(other) as connection:
+        connection.execute("CREATE TABLE t (x)")
+    connection.close()
+    before = other.read_bytes()
+    (tmp_path / "text").write_text("no database " * 100)
+    for path in (other, tmp_path / "text", tmp_path / "missing" / "a.db"):
+        with pytest.raises(InvalidRequestError, match="another file"):
+            lab.map(["a"], "{text}", cache=path)
+    assert other.read_bytes() == before
+
+    async def share() -> None:
+        one, two = AnswerCache(tmp_path / "a.db"), AnswerCache(tmp_path / "a.db")
+        caches = [one, two]
+        await asyncio.gather(*(caches[at % 2].add(f"{at // 3}", "m", RowAnswer(text="x")) for at in range(30)))
+        keys = [str(at) for at in range(1200)]
+        assert await one.find(keys) == await two.find(keys) == {str(at): RowAnswer(text="x") for at in range(10)}
+        one.close()
+        two.close()
+        two.close()
+
+    asyncio.run(share())
+
+
+def test_an_unloaded_model_ends_the_run_with_one_error_and_the_answers_are_kept(
+    lab: lmx_lab.Lab, sent: Sent, tmp_path: Path
+) -> None:
+    rows, path = [str(number) for number in range(50)], tmp_path / "a.db"
+    unloads: list[int] = []
+
+    async def before(count: int) -> None:
+        if count == 20 and not unloads:
+            unloads.append(count)
+            await lab.aunload()
+
+    sent.before = before  # type: ignore[method-assign]
+    with pytest.raises(BatchStoppedError, match=r"echo.*a\.db") as stopped:
+        lab.map(rows, "{text}", cache=path)
+    with pytest.raises(NotLoadedError):
+        lab.map(rows, "{text}", cache=path)
+    lab.load("echo")
+    done = stopped.value.frame["answer"].dropna()
+    assert 0 < len(done) < 50
+    assert done.tolist() == [rows[at] for at in done.index]
+    sent.requests.clear()
+    assert lab.map(rows, "{text}", cache=path)["answer"].tolist() == rows
+    assert len(sent.requests) == 50 - len(done)
+
+
+def test_an_interrupt_returns_the_answers_so_far(lab: lmx_lab.Lab, sent: Sent) -> None:
+    async def before(count: int) -> None:
+        if count == 10:
+            signal.raise_signal(signal.SIGINT) if threading.current_thread() is threading.main_thread() else (
+                signal.pthread_kill(threading.main_thread().ident or 0, signal.SIGINT)
+            )
+        if count >= 10:
+            await asyncio.sleep(WAIT_S)
+
+    sent.before = before  # type: ignore[method-assign]
+    answers = lab.map([str(number) for number in range(20)], "{text}")
+    assert answers.attrs["interrupted"] is True
+    assert len(answers) == 20
+    assert 0 < answers["answer"].notna().sum() < 10
+    assert (answers["error"].notna() == answers["answer"].isna()).all()
+
+
+def test_an_attached_lab_does_the_same(lab: lmx_lab.Lab, tmp_path: Path) -> None:
+    with attach(lab.url) as far:
+        rows = ['{"days": 1}', "x"]
+        for _ in range(2):
+            answers = far.map(rows, "{text}", schema={"days": int}, cache=tmp_path / "a.db", n=2)
+            assert answers["days"].notna().all()
+            assert (answers["prompt_tokens"] > 0).all()
+        with pytest.raises(InvalidRequestError):
+            far.map(rows, "{text}", schema={"type": "object", "properties": {"a": {"type": "nothing"}}})
+
+
+KILLED = """
+import pathlib, sys
+import lmx_lab
+from lmx_lab.settings import Settings
+
+home, path = map(pathlib.Path, sys.argv[1:])
+with lmx_lab.Lab(Settings(home=home, port=0, slots=4, echo_tokens_per_s=40), loop="thread") as lab:
+    lab.load("echo")
+    lab.map([f"row {number}" for number in range(120)], "{text}", cache=path)
+"""
+
+
+@pytest.mark.slow
+def test_after_a_kill_only_missing_rows_are_computed(lab: lmx_lab.Lab, sent: Sent, tmp_path: Path) -> None:
+    path, rows = tmp_path / "a.db", [f"row {number}" for number in range(120)]
+    child = subprocess.Popen([sys.executable, "-c", KILLED, str(tmp_path), str(path)])
+    try:
+        while _stored(path) < 10:
+            assert child.poll() is None
+    finally:
+        child.kill()
+        child.wait()
+    stored = _stored(path)
+    assert lab.map(rows, "{text}", cache=path)["answer"].tolist() == rows
+    assert len(sent.requests) == 120 - stored
+    assert _stored(path) == 120
+
+
+def _stored(path: Path) -> int:
+    if not path.exists():
+        threading.Event().wait(0.02)
+        return 0
+    connection = sqlite3.connect(path)
+    try:
+        threading.Event().wait(0.02)
+        return int(connection.execute("SELECT count(*) FROM answers").fetchone()[0])
+    except sqlite3.OperationalError:  # The table was not created yet.
+        return 0
+    finally:
+        connection.close()
