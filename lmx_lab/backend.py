@@ -47,7 +47,7 @@ class ServerState:
     """Where the server's models are, for display."""
     lan_url: str | None = None
     phone_code: str = ""
-    """QR code of the chat page at ``lan_url``, as an image in a data URI; empty if there is none."""
+    """QR code of the chat page at ``lan_url``, as a data URI of an image; empty if there is none."""
     proxy_url: str | None = None
     proxy_path: str | None = None
     """Path under which the notebook's own Jupyter server forwards requests, for pages that it has served."""
@@ -162,7 +162,7 @@ class Backend(Protocol):
     # Requests
 
     async def timeline(self, last_s: float, *, most: int | None = None) -> ServerTimeline:
-        """Return what the engines did for the requests of all clients that ran in the last seconds, and the loads.
+        """Return what the engines did for the requests of all clients in the last ``last_s`` seconds, and the loads.
 
         Args:
             most: Maximum number of requests; the newest are returned. None sets no limit.

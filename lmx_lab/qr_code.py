@@ -1,4 +1,4 @@
-"""Draw the QR code of an address, for phones. It needs segno, which is optional (extra ``lan``)."""
+"""Draw the QR code of an address, for phones. Requires segno, which is optional (extra ``lan``)."""
 
 from __future__ import annotations
 
@@ -21,7 +21,8 @@ def data_uri(address: str) -> str:
 def half_blocks(address: str) -> str:
     """Return the code as text with two modules in each character; empty if segno is not installed.
 
-    Light modules are drawn, so that the code is correct on a dark terminal. Scanners also read it inverted.
+    The blocks are the light modules, so the code is correct on a dark terminal. On a light one it is inverted, which
+    scanners can also read.
     """
     code = _code(address)
     if code is None:

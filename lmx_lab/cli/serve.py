@@ -75,7 +75,7 @@ LanAdmin = Annotated[bool, typer.Option("--lan-admin", help="Let other machines 
 Announce = Annotated[
     bool, typer.Option("--announce", help="Let lmx-lab discover find the server on the local network.")
 ]
-AnnounceName = Annotated[str | None, typer.Option(help="Name for --announce. By default that of this machine.")]
+AnnounceName = Annotated[str | None, typer.Option(help="Name for --announce. By default the name of this machine.")]
 NoPage = Annotated[bool, typer.Option("--no-page", help="Do not serve the chat page for browsers at /.")]
 NoDownloads = Annotated[bool, typer.Option("--no-downloads", help="Never download a model.")]
 ModelFolders = Annotated[list[Path] | None, typer.Option(help="Additional folder with models. Repeatable.")]
@@ -230,7 +230,7 @@ def _load_spec(model: str | None, **options: Any) -> LoadSpec | None:
 
 
 def _switches(*, lan_admin: bool, announce: bool, no_page: bool, no_downloads: bool) -> dict[str, bool | None]:
-    """Return the settings of switches. One that is not given leaves its setting to the environment."""
+    """Return the settings of switches. None, for a switch that is not given, leaves the setting to the environment."""
     return {
         "lan_admin": lan_admin or None,
         "announce": announce or None,

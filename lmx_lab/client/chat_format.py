@@ -118,7 +118,7 @@ class ChatFormatClient(AsyncClientBase):
 
 
 def _plain_transport(base_url: str) -> PlainTransport | None:
-    """Return the faster transport if the server is on this machine; None for httpx2's own."""
+    """Return the faster transport if the server is on this machine; otherwise None, for httpx2's own."""
     url = normalize_address(base_url)
     return PlainTransport(keepalive_s=KEEPALIVE_S) if url.startswith("http:") and is_loopback(url) else None
 

@@ -222,7 +222,7 @@ class HttpConnection:
                 event. By default, a document is an error.
         """
         headers = {"accept": EVENT_STREAM, **(JSON if content else {})}
-        # An absolute address, because joining one with the base takes as long as the rest of building the request.
+        # An absolute URL, because joining a relative one takes as long as the rest of building the request.
         request = self._http.build_request(
             method, _parse_url(self.url + path), content=content, headers=headers, **options
         )

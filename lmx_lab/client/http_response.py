@@ -1,6 +1,7 @@
-"""Receive and decode the response of an HTTP/1.1 server (RFC 9112) from a connection of plain asyncio.
+"""Receive and decode responses of HTTP/1.1 servers (RFC 9112) on a plain asyncio connection.
 
-The benchmark and the daemon read streams of tokens with it, because httpx2 uses three times as much CPU for each piece.
+The benchmark and the daemon use it to read streams of tokens, because httpx2 takes three times as much CPU time for
+each piece.
 """
 
 from __future__ import annotations
@@ -14,7 +15,7 @@ MAX_HEAD_BYTES = 65_536
 """Maximum size of a response's head, and of the size field of a chunk."""
 BLANK_LINE = b"\r\n\r\n"
 WITHOUT_BODY = (204, 304)
-"""Statuses of responses that have no body, whatever their header fields say."""
+"""Statuses of responses that have no body, regardless of their header fields."""
 
 
 class ChunkedDecoder:
@@ -27,7 +28,7 @@ class ChunkedDecoder:
         self.ended = False
         """Whether the last chunk was read."""
         self.is_clean = False
-        """Whether exactly the end of the body was received after the last chunk, without trailer fields."""
+        """Whether the body ended immediately after the last chunk, without trailer fields or other bytes."""
 
     def feed(self, data: bytes) -> bytes:
         """Decode the next bytes of the body.
@@ -91,7 +92,7 @@ class ReceiveBuffer(asyncio.Protocol):
 
     @property
     def is_idle(self) -> bool:
-        """Whether the connection is open and everything that was received has been taken."""
+        """Whether the connection is open and all received bytes were taken."""
         return not (self._ended or self._received or self.transport.is_closing())
 
     async def take(self) -> list[tuple[float, bytes]]:
@@ -112,7 +113,7 @@ class ReceiveBuffer(asyncio.Protocol):
         return received
 
     async def take_head(self) -> tuple[ResponseHead, list[tuple[float, bytes]]]:
-        """Return the head of the response, and the bytes after it with their times.
+        """Wait for the head of the response, and return it with the bytes after it and their times.
 
         Raises:
             EOFError: the connection was closed before the end of the head.
@@ -128,11 +129,11 @@ class ReceiveBuffer(asyncio.Protocol):
                     return ResponseHead(head), [(at_s, rest), *received[number + 1 :]]
             if len(data) > MAX_HEAD_BYTES:
                 raise ValueError(f"its head is longer than {MAX_HEAD_BYTES} bytes")
-        raise EOFError("the connection was closed before the response")
+        raise EOFError("the head of the response is incomplete")
 
 
 class ResponseHead:
-    """The status and header fields of a response, and the state of decoding its body.
+    """The status and header fields of a response, and the decoder of its body.
 
     Raises:
         ValueError: the response is not HTTP.
@@ -156,7 +157,7 @@ class ResponseHead:
         """Whether bytes after the body were received."""
 
     def decode(self, data: bytes) -> bytes:
-        """Return the bytes of the body in received bytes."""
+        """Decode received bytes and return those of the body."""
         if self._chunked is not None:
             return self._chunked.feed(data)
         if self._left is not None:

@@ -302,8 +302,9 @@ class AsyncLabClient(AsyncClientBase):
         return self._connection.parse_success(response, body, ModelRecords)
 
     async def timeline(self, last_s: float = 60.0, *, most: int | None = None) -> ServerTimeline:
-        """Return what the engines did for the requests of all clients that ran in the last seconds, and the loads, the
-        oldest first.
+        """Return what the engines did for the requests of all clients in the last ``last_s`` seconds, and the loads.
+
+        The oldest are first.
 
         Args:
             most: Maximum number of requests; the newest are returned. None sets no limit.
@@ -316,7 +317,7 @@ class AsyncLabClient(AsyncClientBase):
             page = await self._timeline_page(last_s, left, before)
             requests += page.request_timelines()
             models += page.model_timelines()
-            # Also for a server that repeats a page, the number of pages has a limit.
+            # If ``before`` does not decrease, the server would repeat pages without end.
             if page.before is None or (before is not None and page.before >= before):
                 break
             before = page.before

@@ -1,7 +1,7 @@
-"""Send the requests of httpx2 to a server of this machine in plain asyncio, without TLS and proxies.
+"""A transport for httpx2 that sends requests to servers on this machine with plain asyncio, without TLS or proxies.
 
-httpx2's own transport writes a request in several steps and reads each piece of a response through ten generators. On
-the way of a turn from a client to the model and back, that takes a millisecond more.
+httpx2's own transport writes a request in several steps and passes each piece of a response through ten generators,
+which delays a turn of the daemon by a millisecond.
 """
 
 from __future__ import annotations
@@ -20,20 +20,20 @@ FORBIDDEN = (b"\r", b"\n", b"\0")
 
 
 class PlainTransport(httpx2.AsyncBaseTransport):
-    """A transport for ``http://`` addresses that keeps connections open and uses them again.
+    """A transport for ``http://`` addresses that reuses connections.
 
     Args:
-        keepalive_s: Idle time after which a connection is not used again.
+        keepalive_s: Idle time after which a connection is not reused.
     """
 
     def __init__(self, *, keepalive_s: float) -> None:
         self._keepalive_s = keepalive_s
         self._idle: dict[tuple[str, int], list[tuple[float, ReceiveBuffer]]] = {}
-        """Open connections without a request, the last used one last, with the times until which they may be used."""
+        """Open connections without a request, each with the time until which it may be used. The newest are last."""
         self._busy: set[ReceiveBuffer] = set()
 
     async def handle_async_request(self, request: httpx2.Request) -> httpx2.Response:
-        """Send a request, and return the response when its head was received."""
+        """Send a request, and return the response as soon as its head is received."""
         timeouts: dict[str, float | None] = request.extensions.get("timeout", {})
         data = _encode_head(request) + await request.aread()
         address = (request.url.host, request.url.port or 80)
@@ -56,7 +56,7 @@ class PlainTransport(httpx2.AsyncBaseTransport):
         return httpx2.Response(head.status, headers=head.fields, stream=body)
 
     def _take_idle(self, address: tuple[str, int]) -> ReceiveBuffer | None:
-        """Return an open connection to the address. Closes those that were idle for too long."""
+        """Return an open connection to the address, and close those that were idle for too long."""
         idle, now = self._idle.get(address, []), asyncio.get_running_loop().time()
         while idle:
             until_s, connection = idle.pop()
@@ -66,7 +66,7 @@ class PlainTransport(httpx2.AsyncBaseTransport):
         return None
 
     async def _end(self, connection: ReceiveBuffer, head: ResponseHead, address: tuple[str, int]) -> None:
-        """Keep the connection of a complete response, and close that of another one, which stops the server's work."""
+        """Keep the connection if the response is complete; otherwise close it, so that the server stops generating."""
         if connection not in self._busy:
             return
         if head.is_reusable and connection.is_idle:
@@ -130,13 +130,13 @@ class _Body(httpx2.AsyncByteStream):
 def _encode_head(request: httpx2.Request) -> bytes:
     fields = request.headers.raw
     if any(byte in name or byte in value for name, value in fields for byte in FORBIDDEN):
-        raise httpx2.LocalProtocolError("a header field contains a line end")
+        raise httpx2.LocalProtocolError("a header field contains a line break or a null byte")
     lines = [request.method.encode() + b" " + request.url.raw_path + b" HTTP/1.1"]
     return b"\r\n".join([*lines, *(name + b": " + value for name, value in fields), b"", b""])
 
 
 def _is_readable(connection: ReceiveBuffer) -> bool:
-    """Whether the server has closed an idle connection, or sent something, that the event loop has not read yet."""
+    """Whether the server has closed an idle connection or sent data, which the event loop has not yet noticed."""
     poll = select.poll()
     poll.register(connection.transport.get_extra_info("socket"), select.POLLIN)
     return bool(poll.poll(0))
@@ -155,12 +155,14 @@ async def _connect(host: str, port: int, *, timeout_s: float | None) -> ReceiveB
 
 @contextlib.contextmanager
 def _translated_errors() -> Iterator[None]:
-    """Translate errors of a connection that is open to those of httpx2."""
+    """Translate the errors of an open connection to those of httpx2."""
     try:
         yield
     except TimeoutError:
         raise httpx2.ReadTimeout("") from None
     except OSError as exc:
         raise httpx2.ReadError(exc.strerror or str(exc)) from exc
-    except (EOFError, ValueError) as exc:
+    except EOFError as exc:
         raise httpx2.RemoteProtocolError(str(exc)) from exc
+    except ValueError as exc:
+        raise httpx2.RemoteProtocolError(f"the response is not valid HTTP: {exc}") from exc

@@ -162,7 +162,7 @@ class GenerationRequest:
     score_distributions: bool = False
     """Whether each score needs a rank and an entropy, even if the engine takes long to compute them."""
     needs_ids: bool = False
-    """Whether the ids of all tokens are needed, even if the engine has to find them when the answer has ended."""
+    """Whether the ids of all tokens are needed, even if the engine can find them only after the answer has ended."""
     timeout_s: float | None = None
     """Time limit from arrival to the last token; None takes ``Settings.request_timeout_s``."""
     request_id: str | None = None

@@ -200,7 +200,7 @@ def _serve(script: str, connection: Connection, parent: int) -> None:
 
 def return_freed_memory() -> None:
     """Return freed memory of the C library's heaps to the operating system, in about 10 ms. A grammar that took a
-    second to check left 90 MB there. Other C libraries than glibc have no such function."""
+    second to check left 90 MB there. C libraries other than glibc have no such function."""
     trim = getattr(ctypes.CDLL(None), "malloc_trim", None)
     if trim is not None:
         trim(0)

@@ -19,8 +19,8 @@ from lmx_lab.values.engine import EngineSnapshot
 
 T = TypeVar("T")
 TRIES = 3
-"""How often a request in swap mode tries to load its model, if other loads replace it before the request is
-submitted."""
+"""Maximum number of attempts to submit a request in swap mode, in case other loads replace its model in the
+meantime."""
 
 
 class RunOnControlLoop(Protocol):
@@ -46,7 +46,7 @@ class Submission(Generic[T]):
     """Whether to wait while the queue is full, instead of raising an error."""
 
     async def to(self, resident: Resident) -> T:
-        """Admit the request and submit it to a model; if that fails, its permits are released.
+        """Admit the request and submit it to a model. If that fails, its permits are released.
 
         Raises:
             QueueFullError: too many requests wait.
@@ -120,7 +120,7 @@ class Submitter:
         return await self._submit_in_turn(submission)
 
     async def _submit_in_turn(self, submission: Submission[T]) -> T:
-        """Submit a request in swap mode: wait for its turn, load its model, and submit it."""
+        """Wait for the turn of a request in swap mode, load its model if necessary, and submit it."""
         limit_s = submission.request.timeout_s or self._settings.request_timeout_s
         name, kinds = self._loaded_id(submission.request.model, local=submission.local), submission.kinds
         try:

@@ -26,8 +26,8 @@ ASGIApp = Callable[[Scope, Receive, Send], Awaitable[None]]
 
 OPEN_PATHS = frozenset({"/healthz", "/readyz", "/health"})
 CHAT_PAGE_PATHS = frozenset({"/", "/manifest.webmanifest", "/icon-192.png", "/icon-512.png", "/favicon.ico"})
-"""Paths of the chat page. They need no key, because browsers cannot send one, and are the same for all clients. The
-page asks for the key and sends it with its requests."""
+"""Paths of the chat page. They need no key, because a browser cannot send one when it opens a page, and they are the
+same for all clients. The page asks for the key and sends it with its requests."""
 DEFAULT_PORTS = {"http": 80, "ws": 80, "https": 443, "wss": 443}
 RESPONSE_HEADERS = (
     ("x-content-type-options", "nosniff"),

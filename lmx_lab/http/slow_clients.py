@@ -18,7 +18,7 @@ class SendWatch:
 
     Args:
         limit_s: Returns the time for which the client may accept no data. Called at each check while ``send`` waits,
-            because the answer may be expensive.
+            because computing it may be expensive.
     """
 
     def __init__(self, limit_s: Callable[[], float]) -> None:

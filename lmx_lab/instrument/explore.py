@@ -55,8 +55,8 @@ async def explore(
     them are generated together, with the sampling of the request.
 
     Raises:
-        InvalidRequestError: an argument is out of range, or the answer cannot be continued after one of the tokens,
-            for example because its format does not allow the token.
+        InvalidRequestError: an argument is out of range, or the answer cannot be continued after one of the tokens, for
+            example because ``response_format`` does not allow the token.
     """
     _check(width, depth, max_tokens)
     first = await _first_position(backend, request, width)
@@ -127,7 +127,7 @@ async def _generate(
     except InvalidRequestError as exc:
         if exc.param != "token":
             raise
-        # The caller has not chosen the token that the error is about.
+        # The token was not chosen by the caller, so the error explains where it comes from.
         at, text = len(beginning.tokens) - 1, beginning.tokens[-1].text
         remedy = "; leave out response_format, so that all tokens are allowed" if _has_format(first) else ""
         raise InvalidRequestError(

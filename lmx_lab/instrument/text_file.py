@@ -1,4 +1,4 @@
-"""Write what an instrument shows to a file."""
+"""Write the files of trees, lenses, comparisons and timelines."""
 
 from __future__ import annotations
 

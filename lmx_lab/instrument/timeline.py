@@ -1,4 +1,4 @@
-"""Show what an engine did for requests and when models were loaded: as a data frame, bars, an explanation, and a file
+"""Show what an engine did for requests, and when models were loaded, as a data frame, bars, an explanation and a file
 for Perfetto.
 """
 
@@ -67,7 +67,7 @@ class Timeline(Sequence[RequestTimeline]):
         (``depth`` 2): a chunk of the prompt, a decode step, or a pause. ``at`` is the time when it began, and
         ``start_s`` the same relative to the arrival of the request. ``step`` is the number of the engine's step, which
         is the same for requests that were computed together; ``requests`` is the number of requests that had a slot,
-        and ``kv_bytes`` the estimated size of their key-value caches, of a request the largest one.
+        and ``kv_bytes`` is the estimated size of their KV caches (its maximum, for a request or a phase).
 
         For a load, ``request`` is missing, ``request_id`` is empty, and ``span`` is ``load`` or ``unload``, or one of
         its stages (``depth`` 1), such as ``download``.
@@ -121,7 +121,7 @@ class Timeline(Sequence[RequestTimeline]):
         if usual:
             yield f"{one.output_tokens} tokens took {one.decode_s:.3f} s; the median step took {median(usual):.3f} s."
         if one.kv_bytes:
-            yield f"The key-value caches of all running requests took up to {one.kv_bytes / 1e6:.1f} MB."
+            yield f"The KV caches of all running requests took up to {one.kv_bytes / 1e6:.1f} MB."
         marked = sorted(
             (segment for segment in one.segments() if segment.kind in ("slow", "paused")),
             key=lambda segment: -segment.duration_s,
@@ -292,7 +292,7 @@ def _counters(requests: Sequence[RequestTimeline], first: float) -> Iterator[dic
 
 
 def _cache_sizes(requests: Sequence[RequestTimeline], first: float) -> Iterator[dict[str, Any]]:
-    """Yield the size of the key-value caches of all running requests, at each change."""
+    """Yield the size of the KV caches of all running requests, at each change."""
     sizes = sorted(
         (round((each.at - first + step.end_s) * 1e6), step.kv_bytes)
         for each in requests

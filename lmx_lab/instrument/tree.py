@@ -70,7 +70,7 @@ class Branch:
 
     @property
     def name(self) -> str:
-        """Name of the branch in its tree, with at most ``NAME_CHARACTERS`` characters; assign another one to rename it.
+        """Name of the branch in its tree, with up to ``NAME_CHARACTERS`` characters. Assign another one to rename it.
 
         Raises:
             InvalidRequestError: the name is not a text, is empty, is too long, contains control characters, or belongs

@@ -30,14 +30,13 @@ class InstrumentVerbs:
     """The methods of ``Lab`` that compare settings and show timelines."""
 
     def timeline(self: InstrumentOwner, last_s: float = DEFAULT_TIMELINE_S) -> Timeline:
-        """Return what the engine did for the requests of all clients that ran in the last seconds, and when models were
-        loaded.
+        """Return what the engines did for the requests of all clients in the last ``last_s`` seconds, and the loads.
 
         The server keeps the last 256 requests, including running ones, and the last 64 loads and unloads. A timeline
         contains neither texts nor tokens.
 
         Raises:
-            InvalidRequestError: the time is not a number.
+            InvalidRequestError: ``last_s`` is not a number of seconds.
         """
         _check_seconds(last_s)
         return _timeline(self._access.run(lambda backend: backend.timeline(last_s)))

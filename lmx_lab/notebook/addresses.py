@@ -115,7 +115,7 @@ class Addresses:
 
     @property
     def lan_names(self) -> list[str]:
-        """The addresses or the name of this machine in ``lan_urls``."""
+        """The host names or addresses of this machine that ``lan_urls`` contains."""
         if not is_lan(self.settings.host):
             return []
         return lan_addresses() if self._uses_all_interfaces else [self.settings.host.strip("[]")]

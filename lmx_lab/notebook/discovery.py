@@ -36,7 +36,8 @@ MAX_NAME_BYTES = 63
 MAX_LABS = 100
 """Maximum number of labs that ``discover`` returns, because any device can announce any number."""
 FOUND_S = 3.0
-"""Time that ``discover`` waits for announcements. A lab that was found a moment ago may answer after a second."""
+"""Time that ``discover`` waits for announcements. A lab that has just answered a search may take a second to answer
+again."""
 RESOLVE_S = 1.0
 READY_S = 2.0
 """Maximum time to ask a lab for its model."""
@@ -56,7 +57,7 @@ class FoundLab:
 
 
 def is_name(text: str) -> bool:
-    """Whether a text is the name of an announced lab and not an address."""
+    """Whether a text can be the name of an announced lab and is not an address."""
     return not _ADDRESS.search(text.strip())
 
 
@@ -111,10 +112,10 @@ def find_address(name: str, *, interfaces: Sequence[str] | None = None) -> str:
     for lab in labs:
         if lab.name.casefold() == wanted:
             return lab.address
-    names = ", ".join(repr(lab.name[:MAX_NAME_BYTES]) for lab in labs[:5]) or "no labs"
+    names = ", ".join(repr(lab.name[:MAX_NAME_BYTES]) for lab in labs[:5]) or "none"
     raise UnreachableError(
-        f"no lab is announced as {name!r:.80} on the local network, which has {names}; start it with --announce, or "
-        "give its address, such as http://192.168.1.20:8400"
+        f"no lab is announced as {name!r:.80} on the local network (found: {names}); start it with --announce, or pass "
+        "its address, such as http://192.168.1.20:8400"
     )
 
 
@@ -122,7 +123,7 @@ def _browse(timeout_s: float, interfaces: Sequence[str] | None, wanted: str = ""
     """Return the announced labs, sorted by their names, without asking them for their models.
 
     Args:
-        wanted: A name; when it is found, the search ends.
+        wanted: The search ends as soon as this name is found.
     """
     zeroconf = _zeroconf()
     names: set[str] = set()
@@ -182,7 +183,7 @@ class Announcement:
     Args:
         name: The name that others see; by default that of this machine, without its domain. If another lab has it, a
             number is added.
-        addresses: Addresses of this machine at which the lab can be reached. It is announced on their networks only.
+        addresses: Addresses of this machine at which the lab can be reached. It is announced only on their networks.
         key_needed: Whether the lab needs a key.
 
     Raises:
@@ -196,7 +197,8 @@ class Announcement:
         self.name = (name or socket.gethostname().partition(".")[0]).strip()
         if not 0 < len(self.name.encode()) <= MAX_NAME_BYTES or not self.name.isprintable():
             raise InvalidRequestError(
-                f"announce_name is {self.name!r:.80}; it must have 1 to {MAX_NAME_BYTES} bytes, without line ends",
+                f"announce_name is {self.name!r:.80}; it must have 1 to {MAX_NAME_BYTES} bytes, without control "
+                "characters",
                 param="announce_name",
             )
         if not is_name(self.name):
@@ -251,7 +253,7 @@ class Announcement:
 
 
 def _in_thread(function: Callable[P, T], *args: P.args, **kwargs: P.kwargs) -> T:
-    """Call a function in another thread, and wait for it: zeroconf would use the loop of this thread, which waits."""
+    """Call a function in another thread and wait for it. In this one, zeroconf would use its loop, which is blocked."""
     with ThreadPoolExecutor(1, thread_name_prefix="lmx-lab-mdns") as pool:
         return pool.submit(function, *args, **kwargs).result()
 

@@ -22,7 +22,7 @@ def facts_html(facts: Mapping[str, str]) -> str:
 
 
 def code_html(code: str) -> str:
-    """Return a folded QR code in HTML; empty without a code."""
+    """Return a collapsed QR code in HTML; empty if there is no code."""
     if not code:
         return ""
     image = f"<img alt='QR code of the LAN address' src='{html.escape(code)}' width='180' height='180'>"

@@ -41,8 +41,8 @@ def attach(url: str, *, api_key: str | None = None) -> Lab:
     open until panels of another connection to the same address are shown.
 
     Args:
-        url: The address that the server prints, or one through a proxy; with or without ``/v1`` or a slash at its end.
-            Or the name of a lab that is announced on the local network; see ``discover()``.
+        url: The address that the server prints, or one through a proxy, with or without ``/v1`` or a slash at its end;
+            or the name of a lab that is announced on the local network (see ``discover()``).
         api_key: The server's key, or Jupyter's token if Jupyter is in front of it.
 
     Raises:

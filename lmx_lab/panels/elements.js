@@ -1,4 +1,4 @@
-// Functions for elements, which the panels and the chat page use. Elements are created by h(); text never becomes markup.
+// Functions of the panels and the chat page that create elements. Text is never interpreted as markup.
 
 /**
  * Create an element: h("button", {class: "go", onclick: f}, "Load").
@@ -22,8 +22,8 @@ const h = (tag, props = {}, ...children) => {
 
 /**
  * Create a button that copies a text, and then displays "copied".
- * @param {string|((button: HTMLElement) => any)} text The text, or a function of the button that returns it or a promise of it; null
- *   copies nothing.
+ * @param {string|((button: HTMLElement) => any)} text The text, or a function that is called with the button and returns the text or
+ *   a promise of it. For null, nothing is copied.
  * @param {string} label Describes the text, for screen readers.
  * @param {string} [name] The visible label.
  */

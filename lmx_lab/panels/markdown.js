@@ -1,5 +1,5 @@
-// Shows text of a model, which is usually Markdown. Elements are created one by one, so that HTML in the text is shown
-// as text; only links to web and mail addresses can be followed, and images are shown as links.
+// Shows the text of a model, which is usually Markdown. Elements are created one by one, so HTML in the text is shown as
+// text. Only links to web and mail addresses can be followed, and images are shown as links.
 
 // A browser lays out a whole paragraph again when it grows, so long ones are split into pieces of about this size.
 const PIECE = 1500;
@@ -22,7 +22,7 @@ const split = (text) => {
     let end = text.indexOf("\n", start + PIECE) + 1;
     if (!end || end > start + 2 * PIECE) end = text.indexOf(" ", start + 2 * PIECE) + 1;
     if (!end || end > start + MAX_PIECE) end = start + MAX_PIECE;
-    // Not between the two halves of a character.
+    // Do not split a surrogate pair.
     if (/[\uD800-\uDBFF]/.test(text[end - 1])) end++;
     found.push(text.slice(start, end));
     start = end;
@@ -47,7 +47,7 @@ const inline = (text, depth = 0) => {
     else if (mark && !isInWord) node = h("em", {}, ...inline(italic, depth + 1));
     else if (address || /^(https?:\/\/|mailto:)/i.test(target ?? ""))
       node = h("a", { href: address ?? target, target: "_blank", rel: "noopener noreferrer" }, address ?? (label || target));
-    // The calls above have changed the position in the shared expression.
+    // The recursive calls above have changed the position in the shared expression.
     INLINE.lastIndex = node ? next : at + 1;
     if (node) {
       add(at, node);
@@ -146,7 +146,7 @@ function* blocksOf(lines, depth) {
 
 const nodesOf = (lines, depth) => [...blocksOf(lines, depth)].flatMap(({ nodes }) => nodes);
 
-/** Change a node so that it equals another one. Text nodes are kept and extended, so that a selection in them stays. */
+/** Change a node so that it equals another one. Text nodes are kept and extended, so that a selection in them is kept. */
 const patch = (old, now) => {
   if (old.nodeName !== now.nodeName) old.replaceWith(now);
   else if (old.nodeType === 3) {

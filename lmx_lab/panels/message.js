@@ -1,13 +1,13 @@
 // A message of a conversation, in the chat panel and on the chat page.
 
-/** Return a function that shows a growing text as it is, in pieces. */
+/** Return a function that shows a growing text without formatting, in pieces. */
 const plain = (parent) => (text) => patchChildren(parent, 0, split(text).map((piece) => h("span", {}, piece)));
 
 /**
  * Create a message.
  * @param {{role: string}} item "user" or "assistant".
- * @param {Element[]} buttons Beside the button that copies the text.
- * @param {Element[]} more Below the text.
+ * @param {Element[]} buttons Elements beside the button that copies the text.
+ * @param {Element[]} more Elements below the text.
  * @returns {[Element, (now: {text: string, reasoning: string, stats: string, error: string}) => void]} The element, and
  *   the function that updates it.
  */

@@ -1,11 +1,11 @@
-// The chat page of the server. Conversations are in this browser only; the server has none of them.
+// The chat page of the server. Conversations are stored in this browser only, and not on the server.
 
 const SAMPLING = [["temperature", 0.1, "0.7"], ["top_p", 0.05, "1"], ["max_tokens", 1, "4096"], ["seed", 1, "random"]];
 const MAX_MESSAGES = 4000;
 const MAX_FILE_CHARACTERS = 1e6;
 const MAX_IMPORT_BYTES = 1e8;
 const FIRST_SHOWN = 30;
-// Text of a running answer is stored this often, for the case that the browser ends the page.
+// The text of a running answer is stored this often, in case the browser discards the page.
 const SAVE_MS = 3000;
 const PAINT_MS = 40;
 const PAINT_SHARE = 4;
@@ -47,8 +47,8 @@ const log = h("div", { class: "scroll log grow", role: "log", "aria-label": "con
 const views = new Map();
 let loading = 0;
 
-// The end stays in view until the user scrolls up. The height of messages outside of the view is only estimated, so that
-// it may change without a change of the text.
+// The end stays in view until the user scrolls up. The height of messages outside of the view is only estimated, so it
+// may change although the text does not.
 let isFollowing = true, ownTop = 0;
 const scrollTo = (top) => {
   log.scrollTop = top;
@@ -64,18 +64,18 @@ log.onscroll = () => {
 };
 new ResizeObserver(() => isFollowing && scrollToEnd()).observe(list);
 
-const folded = (name, text) => {
+const collapsed = (name, text) => {
   const content = h("div", { class: "text plain" });
   plain(content)(text);
   return h("details", {}, h("summary", {}, name), content);
 };
 
-/** Create the view of a message, with its attached files and tool calls folded. */
+/** Create the view of a message, with its attached files and tool calls collapsed. */
 const viewOf = (message) => {
-  if (message.role === "tool") return [h("div", { class: "tool" }, folded("result of a tool", message.text)), () => 0];
+  if (message.role === "tool") return [h("div", { class: "tool" }, collapsed("tool result", message.text)), () => 0];
   const button = message.role === "user"
     ? h("button", { class: "quiet", title: "change this question and send it again", onclick: () => edit(message) }, "edit")
-    : h("button", { class: "quiet again", title: "replace this answer by another one", onclick: () => again(message) }, "try again");
+    : h("button", { class: "quiet again", title: "replace this answer with another one", onclick: () => again(message) }, "try again");
   const more = h("div");
   let shown = "";
   const [node, show] = messageView(message, [button], [more]);
@@ -84,8 +84,8 @@ const viewOf = (message) => {
     const extra = JSON.stringify([message.files, message.calls]);
     if (extra !== shown)
       more.replaceChildren(
-        ...(message.files ?? []).map((file) => folded("file " + file.name, file.text)),
-        ...(message.calls ?? []).map(({ function: call }) => folded("call of " + call.name, call.arguments)));
+        ...(message.files ?? []).map((file) => collapsed("file " + file.name, file.text)),
+        ...(message.calls ?? []).map(({ function: call }) => collapsed("tool call: " + call.name, call.arguments)));
     shown = extra;
     node.ariaCurrent = message.id === edited ? "true" : null;
   }];
@@ -98,7 +98,7 @@ const add = (message, before = null) => {
   list.insertBefore(node, before);
 };
 
-/** Show the messages of the conversation: first the last ones, and the others in later tasks. */
+/** Show the messages of the conversation: the last ones immediately, and the others in later tasks. */
 const showMessages = () => {
   const { messages } = chat, now = ++loading;
   views.clear();
@@ -145,14 +145,14 @@ const save = (target = chat) => (saving = saving.then(async () => {
   } catch (error) {
     const isFull = error?.name === "QuotaExceededError";
     note("storage", (isFull ? "The storage of this browser is full" : "This browser does not store conversations") +
-      ": this conversation is lost when the page is closed. " + (isFull ? "Save and delete other conversations." : "Save it as a file."));
+      ". This conversation is lost when the page is closed. " + (isFull ? "Save and delete other conversations." : "Save it as a file."));
   }
   await showList();
 }));
 
 const show = (next) => {
   chat = next;
-  // A text that is being written stays, because a change in another tab can call this at any time.
+  // The draft of a message is kept, because a change in another tab can call this at any time.
   if (edited != null && !chat.messages.some(({ id }) => id === edited)) edit(null);
   for (const [name, input] of inputs) input.value = chat.sampling[name] ?? "";
   system.value = chat.system;
@@ -212,7 +212,7 @@ const saveAll = async () => {
 };
 const shareFile = () => navigator.share({ files: [fileOf(toFile(chat), "chat")], title: chat.title }).catch(() => 0);
 
-/** Create a button that lets the user choose files. The input is not in the document: in a modal dialog, Chromium opens no chooser. */
+/** Create a button that lets the user choose files. The input is not in the document: Chromium opens no chooser from a modal dialog. */
 const picker = (name, title, accept, use) => {
   const input = h("input", { type: "file", accept, multiple: true, onchange: async () => {
     for (const file of [...input.files]) await use(file).catch(failed);
@@ -221,7 +221,7 @@ const picker = (name, title, accept, use) => {
   return h("button", { title, onclick: () => input.click() }, name);
 };
 const importFile = async (file) => {
-  // Also if the file cannot be read, so that the note is visible.
+  // Closed even if the file cannot be read, so that the note is visible.
   sideDrawer.close();
   note("error", "");
   if (file.size > MAX_IMPORT_BYTES) throw Error(file.name + " has " + file.size + " bytes; the limit is " + MAX_IMPORT_BYTES + ".");
@@ -231,13 +231,13 @@ const importFile = async (file) => {
 };
 const attach = async (file) => {
   note("error", "");
-  if (file.size > 4 * MAX_FILE_CHARACTERS) throw Error(file.name + " is too long: at most " + MAX_FILE_CHARACTERS + " characters can be attached.");
+  if (file.size > 4 * MAX_FILE_CHARACTERS) throw Error(file.name + " is too long: it has " + file.size + " bytes; the limit is " + MAX_FILE_CHARACTERS + " characters.");
   let text;
   try {
     text = new TextDecoder("utf-8", { fatal: true }).decode(await file.arrayBuffer());
     if (text.includes("\0")) throw Error();
   } catch {
-    throw Error(file.name + " is not a text file in UTF-8. Attach a text, such as notes, code or CSV.");
+    throw Error(file.name + " is not a text file in UTF-8. Attach a text file, such as notes, code or CSV.");
   }
   if (text.length > MAX_FILE_CHARACTERS) throw Error(file.name + " has " + text.length + " characters; the limit is " + MAX_FILE_CHARACTERS + ".");
   attached.push({ name: file.name.replace(/\s+/g, " "), text });
@@ -260,7 +260,7 @@ const paint = (answer) => {
   views.get(answer.message.id)[1]();
   if (busy() === answer) set(status, answer.status());
   if (isFollowing) scrollToEnd();
-  // A slow device spends at most a part of its time on this.
+  // Limits the share of its time that a slow device spends on this.
   answer.pause = Math.max(PAINT_MS, PAINT_SHARE * (performance.now() - began));
 };
 const paintSoon = (answer) => {
@@ -333,7 +333,7 @@ const generate = async (target) => {
   await save(target);
 };
 
-/** Remove messages from this position on. */
+/** Remove the message at this position and all later ones. */
 const cut = (at) => {
   for (const { id } of chat.messages.splice(at)) {
     views.get(id)?.[0].remove();
@@ -375,7 +375,7 @@ const edit = (message) => {
 
 const keyInput = h("input", { type: "password", autocomplete: "current-password", required: true, "aria-label": "key" });
 const keyError = h("p", { class: "error", role: "alert" });
-const keyForm = h("dialog", { class: "lmx", "aria-label": "key of the server" },
+const keyForm = h("dialog", { class: "lmx", "aria-label": "API key of the server" },
   h("form", { method: "dialog", onsubmit: async (event) => {
     event.preventDefault();
     try {
@@ -388,11 +388,11 @@ const keyForm = h("dialog", { class: "lmx", "aria-label": "key of the server" },
       box.focus();
       loadModels();
     } catch (error) {
-      set(keyError, error.status === 401 ? "The key is wrong. Ask the operator of the server for the key." : error.message);
+      set(keyError, error.status === 401 ? "The key is wrong. Ask the operator of this server for the right one." : error.message);
       keyInput.select();
     }
   } },
-  h("p", {}, "This server needs a key. It is stored in this browser."), keyError,
+  h("p", {}, "This server requires an API key. The key is stored in this browser."), keyError,
   h("div", { class: "row" }, keyInput, h("button", { class: "go" }, "Use the key"))));
 const askKey = (message) => {
   set(keyError, kept.get("key") ? message : "");
@@ -430,8 +430,8 @@ const poll = async () => {
     note("connection", error.status ? error.message : UNREACHABLE);
   }
   const { isReachable, ready, swap, recorded, error } = server;
-  note("model", isReachable && !ready ? "No model is ready: " + (error?.message ?? "load one first") + "." + (swap ? " A question loads the chosen model." : "") : "");
-  note("recorded", recorded ? "The operator of this server records all requests, with your questions and the answers." : "");
+  note("model", isReachable && !ready ? "No model is ready: " + (error?.message ?? "load one first") + "." + (swap ? " A question loads the selected model." : "") : "");
+  note("recorded", recorded ? "This server records all requests, including your questions and the answers." : "");
   set(name, server.model || "no model");
   if (isReachable && (!before.isReachable || before.model !== server.model || before.swap !== swap)) loadModels();
   if (!document.hidden) timer = setTimeout(poll, POLL_MS);
@@ -474,7 +474,7 @@ const drawer = (label, ...children) => {
 };
 const settings = drawer("Settings",
   labelled("system prompt", system), h("div", { class: "row" }, ...inputs.map(([name, input]) => labelled(name, input))),
-  h("p", { class: "dim" }, "Empty fields have the values of the server. Settings are those of this conversation; a new one begins with the same."),
+  h("p", { class: "dim" }, "For empty fields, the server's defaults are used. The settings apply to this conversation; a new one starts with a copy of them."),
   h("div", { class: "row" }, h("button", { title: "save this conversation as a file", onclick: saveFile }, "Save"),
     h("button", { title: "share this conversation as a file", hidden: !navigator.canShare?.({ files: [fileOf({}, "chat")] }), onclick: shareFile }, "Share"),
     h("button", { onclick: remove }, "Delete this conversation")),
@@ -503,7 +503,7 @@ const root = h("div", { class: "lmx chat page" },
   settings, sideDrawer, keyForm);
 document.body.append(root);
 
-// On a wide screen, the list of conversations is beside the messages, otherwise in a drawer.
+// On a wide screen, the list of conversations is beside the messages; otherwise it is in a drawer.
 const wide = matchMedia("(min-width: 900px)");
 const arrange = () => {
   sideDrawer.close();

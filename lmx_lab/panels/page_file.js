@@ -1,16 +1,16 @@
-// Conversations as files. The chat panel reads the same form.
+// Conversations as files. The chat panel reads the same format.
 
 const FILE_VERSION = 1;
 const FORMAT = "lmx-lab-conversations";
 const ROLES = ["user", "assistant", "tool"];
 
-/** The content of a message for the model: its text, and each attached file as another part. */
+/** Return the content of a message for the model: its text, and each attached file as another part. */
 const contentOf = ({ text, files }) =>
   files?.length
     ? [text, ...files.map((file) => "File " + file.name + ":\n" + file.text)].map((part) => ({ type: "text", text: part }))
     : text;
 
-/** Convert messages to the chat format. Questions without an answer are left out, except for the last one. */
+/** Convert messages to the chat format. Questions without an answer are omitted, except for the last one. */
 const toChatMessages = ({ system, messages }) => [
   ...(system.trim() ? [{ role: "system", content: system }] : []),
   ...messages
@@ -44,18 +44,18 @@ const toFile = (chat) => ({
   ],
 });
 
-const NEXT_STEP = "Choose a file that this page or the chat panel has saved, or a JSON list of chat messages.";
+const NEXT_STEP = "Choose a file that was saved by this page or by the chat panel, or a JSON list of chat messages.";
 const wrong = (problem) => Error(problem + ". " + NEXT_STEP);
 const asText = (value, name) => {
   if (value == null) return "";
-  if (typeof value !== "string") throw wrong(name + " is not a text");
+  if (typeof value !== "string") throw wrong(name + " must be a text");
   return value;
 };
 
-/** Convert a message of a file. Parts of the content after the first one are attached files if they begin as such. */
+/** Convert a message of a file. The parts of its content after the first one are attached files. */
 const fromMessage = (message, number) => {
-  const name = "Message " + number + " of the file";
-  if (!ROLES.includes(message?.role)) throw wrong(name + " has no role user, assistant or tool");
+  const subject = "Message " + number + " of the file", name = "Each field of message " + number;
+  if (!ROLES.includes(message?.role)) throw wrong(subject + " has no role; it must be user, assistant or tool");
   const parts = Array.isArray(message.content) ? message.content.map((part) => asText(part?.text, name)) : [asText(message.content, name)];
   const [text = "", ...files] = parts;
   const calls = (Array.isArray(message.tool_calls) ? message.tool_calls : []).map((call) => ({
@@ -97,7 +97,7 @@ const fromFile = (text) => {
   }
   if (data?.version !== undefined && data.version !== FILE_VERSION)
     throw Error("The file has version " + data.version + ", and this page reads version " + FILE_VERSION +
-      ". Open it with the version of LMX Lab that has saved it.");
+      ". Open it with the version of LMX Lab that saved it.");
   const found = Array.isArray(data?.conversations) ? data.conversations : [data];
   if (!found.length) throw wrong("The file has no conversations");
   return found.map(fromConversation);

@@ -1,4 +1,5 @@
-// The conversations of the chat page, in the browser's IndexedDB. "heads" has what the list shows, "bodies" the rest.
+// The conversations of the chat page, in the browser's IndexedDB. "heads" has the fields that the list needs, "bodies" the
+// others.
 
 const DATABASE = PREFIX;
 const changes = "BroadcastChannel" in window ? new BroadcastChannel(PREFIX) : null;
@@ -45,8 +46,8 @@ const store = {
 
   /**
    * Store a conversation. If another tab has changed it since it was loaded, a copy with another id is stored, so that
-   * both versions stay.
-   * @returns {Promise<boolean>} Whether it became a copy.
+   * both versions are kept.
+   * @returns {Promise<boolean>} Whether a copy was stored.
    */
   async save(chat) {
     const isCopy = await transaction("readwrite", async (heads, bodies) => {

@@ -1,6 +1,6 @@
 // Requests of the chat page to its server.
 
-// Behind a proxy, the server has a path that only the browser knows.
+// Behind a proxy, the server's path is known only to the browser.
 const BASE = new URL(".", location.href);
 // Several servers behind one proxy share the storage of the browser.
 const PREFIX = "lmx-lab " + BASE.pathname;
@@ -8,10 +8,10 @@ const POLL_MS = 4000;
 const TIMEOUT_MS = 8000;
 // A read may return hundreds of events; other work of the page must not wait for all of them.
 const SLICE_MS = 12;
-const UNREACHABLE = "The server cannot be reached: it was stopped or is restarting, or this device has lost its network.";
+const UNREACHABLE = "The server cannot be reached: it was stopped or is restarting, or this device has no network connection.";
 const LOST = "The connection was lost before the answer was complete.";
 
-/** Values that are kept in the browser, or until the page is closed if the browser stores nothing. */
+/** Values that are stored in the browser; if it stores nothing, they are kept until the page is closed. */
 const kept = {
   values: {},
   get(name) {
@@ -26,12 +26,12 @@ const kept = {
     try {
       localStorage.setItem(PREFIX + name, value);
     } catch {
-      // The storage is full or switched off.
+      // The storage is full or turned off.
     }
   },
 };
 
-/** Send a request. Rejects with an Error whose `status` is that of the response, or 0 if there was none. */
+/** Send a request. Rejects with an Error whose `status` is that of the response, or 0 without a response. */
 const request = async (path, options = {}) => {
   const key = kept.get("key");
   const headers = { ...options.headers, ...(key ? { Authorization: "Bearer " + key } : {}) };
@@ -43,7 +43,7 @@ const request = async (path, options = {}) => {
   }
   if (response.ok) return response;
   const body = await response.json().catch(() => null);
-  throw Object.assign(Error(body?.error?.message ?? "The server has answered with the status " + response.status + "."),
+  throw Object.assign(Error(body?.error?.message ?? "The server responded with the status " + response.status + "."),
     { status: response.status, body });
 };
 
@@ -59,7 +59,7 @@ const getJson = async (path) => {
   }
 };
 
-/** Split a stream of server-sent events into the values of their data, without comments. */
+/** Yield the data of each server-sent event of a stream; comments are skipped. */
 async function* eventsOf(body) {
   const reader = body.getReader(), decoder = new TextDecoder();
   let rest = "", began = performance.now();

@@ -1,4 +1,4 @@
-// Functions that all panels use, to communicate with Python and to create a panel.
+// Functions of all panels that create a panel and communicate with Python.
 
 const COMPARE_MS = 10000;
 const DISCONNECTED = "The kernel was restarted or stopped; run the cells again.";

@@ -1,4 +1,4 @@
-// The timeline panel: a button and a bar for each request and load. Python computes the bars, and explains one in words.
+// The timeline panel: a button and a bar for each request and load. Python computes the bars and the explanations.
 
 const KINDS = ["queued", "prefill", "decode", "paused", "slow", "load", "unload"];
 const CODE = "lmx_lab.current().timeline().df";

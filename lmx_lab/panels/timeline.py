@@ -1,4 +1,4 @@
-"""The timeline panel: what the engine did for the last requests, and loads, one bar for each, with an explanation."""
+"""The timeline panel: a bar with an explanation for each of the last requests and loads."""
 
 from __future__ import annotations
 
@@ -27,14 +27,14 @@ WINDOW_S = 60.0
 MAX_LANES = 20
 """Maximum number of requests and loads in a view; the newest are shown."""
 PAUSES = 4
-"""Time between two readings of the timeline, as a multiple of the time that the last one took."""
+"""Pause between two reads of the timeline, as a multiple of the duration of the last one."""
 MAX_PARTS = 60
 """Maximum number of parts of a bar. The shortest slow steps are not marked if there are more."""
 GONE = "This request is no longer shown; see lab.timeline()."
 
 
 class TimelinePanel(Panel):
-    """Shows when each of the last requests waited, computed its prompt, and generated tokens, and loads of models."""
+    """Shows when the last requests waited, computed their prompts and generated tokens, and when models were loaded."""
 
     SCRIPTS = ("elements.js", "panel.js", "keyed.js", "timeline.js")
     STYLES = ("panel.css", "timeline.css")
@@ -73,7 +73,7 @@ class TimelinePanel(Panel):
                 self.show(problem=exc.message, lanes=[])
             return
         finally:
-            # A server elsewhere sends each time all steps, for which it needs some time.
+            # A remote server sends all steps each time, which may take long.
             self._next_at = time.monotonic() + PAUSES * (time.monotonic() - began_at)
         if self.workbench.backend is backend and not self.shown("paused"):
             self._show(Timeline(found.requests, found.models))

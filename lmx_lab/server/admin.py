@@ -135,14 +135,14 @@ def listing_routes(*, manager: ModelManager, catalog: Catalog) -> APIRouter:
 
     async def named(name: str, *, local: bool) -> ModelCard:
         """Return the card of a model, also for a name in ``Settings.model_aliases``."""
-        # Paths of models in the settings are not those of the caller.
+        # An alias may stand for a path, because the path comes from the settings and not from the caller.
         listed = await find_model(names.get(name, name), catalog, manager, local=local or name in names)
         card = _card(listed, manager.snapshot, local=local)
         return card.model_copy(update={"id": name, "root": card.id}) if name in names else card
 
     @router.get("", responses={200: {"links": {"model": FIRST_CARD}}})
     async def list_models(request: Request) -> ModelCards:
-        """List the models on this disk in the chat format, and the other names that the server was started with."""
+        """List the models on this disk in the chat format, and the aliases of models."""
         local = is_local(request.scope)
         found, problem = await listed_models(catalog, manager)
         problem = problem if local or not problem else request.app.state.without_paths(problem)
@@ -151,12 +151,12 @@ def listing_routes(*, manager: ModelManager, catalog: Catalog) -> APIRouter:
             with suppress(ModelNotFoundError):
                 aliases.append(await named(name, local=local))
         cards = [_card(model, manager.snapshot, local=local) for model in found]
-        # A request that sends an alias means its model, even if another model has this id.
+        # An alias has priority over a model whose id is the same.
         return ModelCards(data=[*(card for card in cards if card.id not in names), *aliases], problem=problem)
 
     @router.get("/{model:path}", responses=failures(ModelNotFoundError))
     async def get_model(model: str, request: Request) -> ModelCard:
-        """Get one model on this disk by its id, or by another name that the server was started with."""
+        """Get one model on this disk by its id or by an alias."""
         return await named(model, local=is_local(request.scope))
 
     return router
@@ -188,10 +188,10 @@ async def listed_models(catalog: Catalog, manager: ModelManager) -> tuple[list[L
 
 
 async def find_model(name: str, catalog: Catalog, manager: ModelManager, *, local: bool) -> ListedModel:
-    """Return the model of this name on this disk or in memory.
+    """Return the model with this id or name, on this disk or in memory.
 
     Raises:
-        ModelNotFoundError: there is none.
+        ModelNotFoundError: there is no such model.
     """
     for listed in (await listed_models(catalog, manager))[0]:
         if public_id(listed.entry.id, local=local) == name or listed.has_alias(name):

@@ -1,4 +1,7 @@
-"""Name the fields of a request in errors as its format does, although the request was converted to the chat format."""
+"""Rename the fields in errors to those of the request's format.
+
+Requests of other formats are converted to the chat format, so errors name the fields of the latter.
+"""
 
 from __future__ import annotations
 
@@ -9,15 +12,15 @@ from contextlib import contextmanager
 from lmx_lab.errors import CallerError
 
 GIVEN = " (given: "
-"""Begins the part of a message that quotes the request."""
+"""Start of the part of a message that quotes the request."""
 
 
 class FieldNames:
-    """The names of fields in another format.
+    """Maps the fields of the chat format to those of another format.
 
     Args:
-        names: The path of a field in that format by its path in the chat format. ``*`` stands for an index. A path that
-            is the beginning of another one comes after it.
+        names: Maps the path of a field in the chat format to its path in the other format. ``*`` stands for an index. A
+            path that is a prefix of another one must come after it.
     """
 
     def __init__(self, names: Mapping[str, str]) -> None:
@@ -25,7 +28,7 @@ class FieldNames:
             (
                 re.compile(rf"(?<![\w.]){re.escape(name).replace(re.escape('*'), r'([0-9]+)')}(?!\w)"),
                 path.replace("*", r"\1"),
-                # Other names are also words of English.
+                # Names without these characters are also English words.
                 any(sign in name for sign in "_."),
             )
             for name, path in names.items()
@@ -33,7 +36,7 @@ class FieldNames:
 
     @contextmanager
     def in_errors(self) -> Iterator[None]:
-        """Rename the fields in errors about the request that the block raises."""
+        """Rename the fields in errors that the block raises about the request."""
         try:
             yield
         except CallerError as exc:

@@ -65,7 +65,7 @@ NAMES = FieldNames(
         "stop": "stop_sequences",
     }
 )
-"""Names of fields in errors."""
+"""Fields of the Messages format, by the chat format's fields that errors name."""
 TOOL_CHOICES: Mapping[str, str] = {"auto": "auto", "any": "required", "none": "none"}
 STOP_REASONS: Mapping[str, StopReason] = {"stop": "end_turn", "length": "max_tokens", "tool_calls": "tool_use"}
 RESPONSE_DESCRIPTION = "A message or, with `stream: true`, its named events. An error is sent as the event `error`"

@@ -77,7 +77,7 @@ NAMES = FieldNames(
         **{name: f"options.{name}" for name in (*OPTIONS, "seed", "stop")},
     }
 )
-"""Names of fields in errors."""
+"""Fields of Ollama's format, by the chat format's fields that errors name."""
 NANOSECONDS = 1e9
 DESCRIPTION = "An answer or, unless `stream` is false, its parts as lines of JSON. An error is sent as the last line"
 
@@ -183,7 +183,7 @@ async def _load_or_unload(
     if body.unloads and resident is not None:
         await manager.unload(name, local=local)
     elif body.unloads and name is not None and not manager.settings.any_model:
-        # As in Ollama, an unknown name is an error, also if there is nothing to unload.
+        # As in Ollama, an unknown name is an error even if there is nothing to unload.
         await in_thread(lambda: manager.catalog.resolve(name, local=False))
     elif not body.unloads and resident is None:
         # Treated like a caller on another machine, so that the name can be neither a path nor a model to download.

@@ -1,8 +1,8 @@
 """Pages for browsers: a chat, an overview of the server, and Swagger UI, in which the routes can be tried.
 
 All links are relative, because behind JupyterHub or Binder the server has a path that only the browser knows. Nothing
-is loaded from another host: the files of Swagger UI are in ``swagger_ui``, compressed. The code of the chat page is in
-``chat_page``; ``make panels`` writes it from the files of ``lmx_lab.panels``.
+is loaded from another host: the compressed files of Swagger UI are in ``swagger_ui``, and the code of the chat page is
+in ``chat_page``. ``make panels`` builds the latter from the files of ``lmx_lab.panels``.
 """
 
 from __future__ import annotations
@@ -104,8 +104,8 @@ ICON = b"""<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 16 16"><rect wid
 <path d="M5 3v10h7" fill="none" stroke="#fff" stroke-width="2"/></svg>"""
 POLICY = f"default-src 'none'; base-uri 'none'; form-action 'none'; style-src 'nonce-%(nonce)s'; {CONTENT_POLICY}"
 FRONT_POLICY = f"{POLICY}; img-src 'self'"
-# The script and the style sheet are in the page, and identified by their hashes, so that the page is the same for all
-# clients and can be cached.
+# The page contains its script and its style sheet. The policy allows them by their hashes and not by a nonce, so that
+# the page is the same for all clients and can be cached.
 CHAT_POLICY = (
     "default-src 'none'; base-uri 'none'; form-action 'none'; script-src '%(script)s'; style-src '%(style)s'; "
     f"connect-src 'self'; img-src 'self'; manifest-src 'self'; {CONTENT_POLICY}"
@@ -229,7 +229,7 @@ def _content_hash(text: str) -> str:
 
 @cache
 def icon_png(size: int) -> bytes:
-    """Return the icon as a PNG image with two colours: the letter L on blue."""
+    """Return the icon as a PNG image: a white letter L on blue."""
     left, right, top, bottom, stroke = (size * part // 16 for part in (5, 11, 4, 12, 2))
     rows = bytearray()
     for y in range(size):
@@ -261,7 +261,7 @@ def _swagger_file(name: str, request: Request) -> Response:
 
 
 def _compressed(request: Request, content: bytes, media_type: str, headers: Mapping[str, str]) -> Response:
-    """Respond with a content that is compressed with gzip, as it is or, if the client requires it, decompressed."""
+    """Respond with gzip-compressed content, which is decompressed if the client does not accept gzip."""
     if "gzip" in request.headers.get("accept-encoding", ""):
         return Response(content, media_type=media_type, headers={**headers, "content-encoding": "gzip"})
     return Response(gzip.decompress(content), media_type=media_type, headers=dict(headers))

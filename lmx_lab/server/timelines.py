@@ -1,5 +1,6 @@
-"""Keep what the engines did for the last requests, and the last loads, for a lab's timeline, and the route that sends
-it. Neither texts nor tokens are kept.
+"""Keep the timelines of the last requests and loads, and serve them at ``/admin/timeline``.
+
+Neither texts nor tokens are kept.
 """
 
 from __future__ import annotations
@@ -67,7 +68,7 @@ class _Change:
     outcome: Literal["running", "loaded", "unloaded", "failed"] = "running"
     message: str = ""
     stages: list[tuple[LoadStage, float]] = field(default_factory=list)
-    """The stages so far, each with its beginning."""
+    """The stages so far, each with its start time."""
 
 
 class TimelineLog:
@@ -99,7 +100,7 @@ class TimelineLog:
             entry.outcome, entry.code, entry.report = outcome, code, report
 
     def observe_model(self, progress: LoadProgress) -> None:
-        """Record a step of a load, or of the end of a model's time in memory."""
+        """Record a stage of a load or unload."""
         with self._lock:
             change = self._change_of(progress)
             if progress.stage in ("loaded", "unloaded", "failed"):
@@ -109,11 +110,11 @@ class TimelineLog:
                 change.stages.append((progress.stage, time.perf_counter()))
 
     def _change_of(self, progress: LoadProgress) -> _Change:
-        """Return the load or unload to which a step belongs, and begin it if necessary."""
+        """Return the load or unload to which a stage belongs; add it if this is its first stage."""
         kind: Literal["load", "unload"] = "unload" if progress.stage in ("unloading", "unloaded") else "load"
         running = [change for change in self._changes if change.kind == kind and change.ended_at is None]
         for change in reversed(running):
-            # A download, and a load that has failed, have the name that the caller used, and not the id of the model.
+            # For a download and for a failed load, ``model`` is the name that the caller used instead of the id.
             is_same = progress.stage == "failed" or (progress.stage == "load" and change.stages[-1][0] != "load")
             if change.model == progress.model or (is_same and change is running[-1]):
                 change.model = progress.model
@@ -122,7 +123,7 @@ class TimelineLog:
         return self._changes[-1]
 
     def read(self, last_s: float, *, most: int | None = None) -> ServerTimeline:
-        """Return the requests that ran in the last seconds, and the loads, the oldest first.
+        """Return the requests that ran in the last ``last_s`` seconds, and the loads, the oldest first.
 
         Args:
             most: Maximum number of requests; the newest are returned. None sets no limit.
@@ -133,7 +134,9 @@ class TimelineLog:
         return ServerTimeline(requests=tuple(requests), models=self._models_since(now - last_s, now))
 
     def page(self, last_s: float, *, limit: int, before: int | None) -> TimelinePage:
-        """Return the requests that ran in the last seconds, the newest first, and with the first page also the loads.
+        """Return a page of the requests that ran in the last ``last_s`` seconds, the newest first.
+
+        The first page also has the loads, the oldest first.
 
         Args:
             limit: Maximum number of requests.
@@ -219,8 +222,10 @@ def timeline_routes(timelines: TimelineLog) -> APIRouter:
         limit: Annotated[int, Query(ge=1, le=PAGE_REQUESTS)] = PAGE_REQUESTS,
         before: Annotated[int | None, Query(ge=1)] = None,
     ) -> Response:
-        """Return what the engines did for the requests of all clients that ran in the last seconds, the newest first,
-        and on the first page the loads and unloads. If a page has `before`, send it with the next request.
+        """Return what the engines did for the requests of all clients in the last `last_s` seconds, the newest first.
+
+        The first page also has the loads and unloads. If `before` of a page is not null, send its value to request the
+        next page.
         """
         hide = None if is_local(request.scope) else request.app.state.without_paths
         content = await asyncio.to_thread(_content, timelines, last_s, limit, before, hide)

@@ -1,4 +1,4 @@
-"""Define what an engine did for a request and when, as steps, and the spans of time that they and loads form.
+"""Values that describe what an engine did for a request and when: its steps, and the spans of requests and loads.
 
 Points in time are seconds of ``time.perf_counter`` while a request runs, and seconds since its arrival afterwards.
 """
@@ -42,7 +42,7 @@ class EngineStep(NamedTuple):
     requests: int = 0
     """Number of requests that had a slot."""
     kv_bytes: int = 0
-    """Estimated size of the key-value caches of all requests that had a slot; 0 if the engine has none."""
+    """Estimated size of the KV caches of all requests that had a slot; 0 if the engine has none."""
 
     @property
     def end_s(self) -> float:
@@ -124,7 +124,7 @@ def _merge_pairs(values: array[float]) -> array[float]:
 
 
 def encode_steps(steps: Sequence[EngineStep]) -> list[list[int]]:
-    """Return steps as columns, with times in microseconds, which take a third of the space of rows with names."""
+    """Return steps as columns, with times in microseconds. They take a third of the space of rows with names."""
     rows = [
         (KINDS.index(step.kind), round(step.start_s * 1e6), round(step.duration_s * 1e6), *step[3:]) for step in steps
     ]
@@ -154,7 +154,7 @@ class Span(NamedTuple):
     step: int = 0
     requests: int = 0
     kv_bytes: int = 0
-    """Size of the key-value caches of all requests that had a slot: of a step, or the largest one of a request."""
+    """Estimated size of the KV caches of all requests that had a slot: after a step, or the maximum of other spans."""
 
 
 class Segment(NamedTuple):
@@ -202,7 +202,7 @@ class RequestTimeline:
 
     @property
     def kv_bytes(self) -> int:
-        """Largest size of the key-value caches of all requests that had a slot at the same time."""
+        """Maximum size of the KV caches of all requests that had a slot at the same time."""
         return max((step.kv_bytes for step in self.steps), default=0)
 
     def spans(self) -> list[Span]:
@@ -300,7 +300,7 @@ class ModelTimeline:
 
 @dataclass(frozen=True, kw_only=True)
 class ServerTimeline:
-    """What a server did in a period of time, the oldest first."""
+    """The requests and loads of a server in a period of time, the oldest first."""
 
     requests: tuple[RequestTimeline, ...] = ()
     models: tuple[ModelTimeline, ...] = ()

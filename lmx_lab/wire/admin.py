@@ -304,7 +304,7 @@ class ModelCard(BaseModel):
     slots: int | None = None
     """Number of requests that the loaded model decodes at once; null for other models."""
     root: str | None = None
-    """The id of the model, if ``id`` is another name for it from ``model_aliases``; null for models."""
+    """The id of the model, if ``id`` is an alias from ``model_aliases``; null otherwise."""
 
 
 class ModelCards(BaseModel):

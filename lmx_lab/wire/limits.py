@@ -26,7 +26,7 @@ LARGE_NUMBER = re.compile(rb"[eE]\+?[0-9]{3}|[0-9]{309}")
 """Matches a part of every number that may exceed the largest float64."""
 NOT_BRACKETS = bytes(set(range(256)) - set(b"[{]}"))
 DEPTH_CHANGES = bytes.maketrans(b"[{]}", b"\x01\x01\xff\xff")
-"""Replaces each bracket by a signed byte: by how much it changes the depth."""
+"""Translates each bracket to a signed byte, by which it changes the depth."""
 PIECE_CHARACTERS = 65_536
 """Number of characters counted at a time. Counting stops after the piece in which a limit is exceeded."""
 VALUE_LIMIT = 10_000

@@ -60,7 +60,7 @@ class TimelineRequest(BaseModel):
     steps: StepColumns
     """Columns with one number for each step: its kind (0 is ``queued``, 1 ``prefill``, 2 ``decode``, 3 ``paused``), its
     beginning in microseconds since the arrival, its duration in microseconds, its number of tokens, the number of the
-    engine's step, the number of requests that had a slot, and the bytes of their key-value caches."""
+    engine's step, the number of requests that had a slot, and the bytes of their KV caches."""
 
 
 class TimelineStage(BaseModel):
@@ -98,7 +98,7 @@ class TimelinePage(BaseModel):
 
     @classmethod
     def of(cls, requests: Iterable[RequestTimeline], models: Iterable[ModelTimeline], *, before: int | None) -> Self:
-        """Return a page with these requests and loads."""
+        """Return a page with these requests, loads and unloads."""
         return cls(
             requests=[TimelineRequest(**{**vars(each), "steps": encode_steps(each.steps)}) for each in requests],
             models=[

@@ -33,6 +33,9 @@ GO, BOX = "main button.go", "main textarea"
 """The button "Send" or "Stop", and the field for the message. Among 2,000 messages, finding them by their names takes
 seconds."""
 MESSAGES = "[role=log] > div > *"
+FULL = """() => {
+    IDBObjectStore.prototype.put = () => { throw new DOMException("full", "QuotaExceededError"); };
+}"""
 LONG_TASKS = """() => {
     window.longTasks = [];
     new PerformanceObserver((list) => list.getEntries().forEach((each) => longTasks.push(each.duration)))
@@ -389,8 +392,7 @@ def test_two_tabs_and_a_full_storage_lose_no_message(browser: Browser, paced: La
             expect(entry.get_by_role("button")).to_have_attribute("aria-current", "true")
             texts.append(one.locator("[role=log]").text_content() or "")
         assert ["While one answers." in text for text in texts].count(True) == 1
-        quota = {"origin": paced.url, "quotaSize": 1000}
-        context.new_cdp_session(one).send("Storage.overrideQuotaForOrigin", quota)
+        one.evaluate(FULL)
         expect(ask(one, "No room. " * 500)).to_contain_text("tok/s")
         expect(one.get_by_role("status").first).to_contain_text("storage of this browser is full")
         expect(one.locator(".user").last).to_contain_text("No room.")

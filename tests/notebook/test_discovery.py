@@ -49,7 +49,7 @@ def test_labs_of_one_name_are_found_and_told_apart(tmp_path: Path, monkeypatch: 
             assert remote.url == lab.url
         with attach(second, api_key="s3cret") as remote:
             assert remote.url == keyed.url
-    with pytest.raises(errors.UnreachableError, match="has no labs; start it with --announce"):
+    with pytest.raises(errors.UnreachableError, match=r"\(found: none\); start it with --announce"):
         find_address(NAME)
 
 
@@ -59,7 +59,7 @@ def test_labs_of_one_name_are_found_and_told_apart(tmp_path: Path, monkeypatch: 
         ("lab", [], "no IPv4 address"),
         ("lab", ["::1"], "no IPv4 address"),
         ("x" * 64, LOOPBACK, "1 to 63 bytes"),
-        ("a\nb", LOOPBACK, "without line ends"),
+        ("a\nb", LOOPBACK, "without control characters"),
         ("my.lab", LOOPBACK, "without dots"),
         ("<b>lab</b>", LOOPBACK, "without dots"),
     ],

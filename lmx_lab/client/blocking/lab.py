@@ -84,8 +84,9 @@ class LabClient(BlockingClient[AsyncLabClient]):
         return self._portal.run(self._client.models())
 
     def timeline(self, last_s: float = 60.0, *, most: int | None = None) -> ServerTimeline:
-        """Return what the engines did for the requests of all clients that ran in the last seconds, and the loads, the
-        oldest first.
+        """Return what the engines did for the requests of all clients in the last ``last_s`` seconds, and the loads.
+
+        The oldest are first.
 
         Args:
             most: Maximum number of requests; the newest are returned. None sets no limit.

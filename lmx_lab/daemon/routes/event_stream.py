@@ -39,7 +39,7 @@ MESSAGES, MESSAGES_S = 64, 60.0
 BEHIND_WRITER = 4
 """Number of iterations of the event loop by which new events are sent later than their writer continues."""
 TURN_ENDS = ("turn.done", "turn.error")
-"""Events after which the writer has nothing to do that a client waits for."""
+"""Events that end a turn. No client waits for what their writer does afterwards."""
 EncodedBatch = Any
 """Events in a form that only the HTTP server knows."""
 Encode = Callable[[Sequence[str]], EncodedBatch]
@@ -190,7 +190,7 @@ class _Stream:
         if not done:
             await self._send_control_frame("stream.heartbeat", StreamHeartbeat(cursor=self._cursor))
         if self._log.latest_event not in TURN_ENDS:
-            # A turn that has written the new events continues first: sending them would delay its request to the model.
+            # The turn that has written the events continues first: sending them would delay its request to the model.
             await give_way(BEHIND_WRITER)
 
     async def _send_control_frame(self, event: str, data: BaseModel) -> None:

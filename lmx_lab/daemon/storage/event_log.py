@@ -79,7 +79,7 @@ class EventLog:
         self.latest_seq = store.issued_seq
         """``seq`` of the newest event that readers can receive."""
         self.latest_event = ""
-        """Name of that event, if this process has written it."""
+        """Name of that event; empty if this process has not written it."""
         store.publish = self._publish
 
     async def start(self) -> None:

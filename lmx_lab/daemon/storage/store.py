@@ -215,9 +215,9 @@ class Store:
             return await done
 
     def _write_for(self, done: asyncio.Future[T], work: Callable[[Transaction], T], ending: bool) -> None:
-        """Write on the writer's thread, then publish the events and set the result in one iteration of the loop.
+        """Write on the writer's thread, then publish the events and set the result with one wake-up of the loop.
 
-        ``run_in_executor`` would wake the loop twice, for the events and for the result.
+        ``run_in_executor`` would wake the loop twice: for the events and for the result.
         """
         if done.cancelled():
             return

@@ -169,7 +169,7 @@ def start_next(tx: Transaction, session_id: str, *, model: str | None) -> Starte
 def start_submitted(tx: Transaction, submitted: Submitted, body: SubmitTurn, *, model: str | None) -> StartedTurn:
     """Start a turn that ``submit`` has queued in the same transaction as the first of its session.
 
-    ``start_next`` does the same, but would read again what is known here.
+    ``start_next`` has the same result, but reads the turn and the session again.
     """
     key = TurnKey(session_id=submitted.session.session_id, turn_id=submitted.turn.turn_id)
     return _start(tx, key, body.content, body.overrides, submitted.session, model=model)

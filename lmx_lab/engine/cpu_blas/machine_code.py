@@ -11,7 +11,7 @@ from lmx_lab.engine.cpu_blas import elf
 MACHINE = "x86_64"
 MAP_FIXED_NOREPLACE = 0x100000
 NEAR_BYTES = 2**30
-"""Distance that a jump with a 32-bit offset certainly reaches."""
+"""Maximum distance of the page from the address: a jump with a 32-bit offset reaches it."""
 SEARCH_BYTES = 2**24
 
 

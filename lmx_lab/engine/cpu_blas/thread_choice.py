@@ -49,8 +49,8 @@ class ThreadChoice:
         self._candidates = sorted(candidates, reverse=True)
         self._measured_at = self._used_at = -BUSY_INTERVAL_S
         self.stream: mx.Stream | mx.ThreadLocalStream | None = None
-        """A stream whose computations may not have ended at the next step. They are waited for before the number of
-        threads changes, and before a measurement, in which products of two streams would wait for each other."""
+        """A stream that may still be computing when a step begins. Its end is awaited before the number of threads
+        changes, and before a measurement, in which products of two streams would wait for each other."""
 
     def prepare(self, rows: int, *, lanes: int = 1) -> None:
         """Set the number of threads before computing.

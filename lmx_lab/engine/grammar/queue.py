@@ -17,9 +17,10 @@ WAIT_S = 10.0
 """Time that a grammar may wait for others: enough for a hundred usual schemas that are sent together. A slow grammar
 is refused after ``sandbox.SHARE_S`` if others wait."""
 WAIT_BEHIND_SLOW_S = 1.5
-"""Time that a grammar may wait if a slow one was refused meanwhile. After each, the sandbox has to start again."""
+"""Time that a grammar may wait if a slow one is refused while it waits. After each refusal, the sandbox is started
+again."""
 POLL_S = 0.1
-"""Time between two checks of a grammar that waits."""
+"""Interval at which the time limit of a waiting grammar is checked."""
 
 
 class GrammarQueue:
@@ -42,7 +43,8 @@ class GrammarQueue:
         """Run work on the thread, and return its result. Cancelling the caller removes work that has not started.
 
         Raises:
-            QueueFullError: the work has not started within ``WAIT_S``, or ``WAIT_BEHIND_SLOW_S`` behind slow work.
+            QueueFullError: the work has not started within ``WAIT_S``, or within ``WAIT_BEHIND_SLOW_S`` if slow work
+                was refused.
         """
         self._count(1)
         began = time.monotonic()
@@ -56,8 +58,8 @@ class GrammarQueue:
                     # Only work that has not started can be cancelled.
                     if time.monotonic() - began >= limit_s and not done.done() and future.cancel():
                         raise QueueFullError(
-                            f"the grammar was not checked within {limit_s:g} s, because other grammars and schemas "
-                            "were; try again in 1 s",
+                            f"the check of the grammar did not start within {limit_s:g} s, because other grammars and "
+                            "schemas were checked first; try again in 1 s",
                             retry_after_s=1,
                         )
                 return await done

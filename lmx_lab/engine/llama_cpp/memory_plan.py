@@ -68,7 +68,7 @@ class ContextPlan:
     bytes: int
     """Estimated memory for weights, cache and everything else that is known in advance."""
     token_bytes: int = 0
-    """Size of the KV cache for one token, also in the cache of a draft model; 0 for an encoder."""
+    """Size of the KV cache for one token, including that of a draft model; 0 for an encoder."""
 
 
 def plan_context(

@@ -47,7 +47,7 @@ MALLOC = {"MALLOC_ARENA_MAX": "2", "MALLOC_MMAP_THRESHOLD_": str(2**20), "MALLOC
 PLAN_FACTOR = 1.5
 """Ratio of a process's memory limit to the planned memory of its model and context."""
 SLOT_TEXTS = {"LLAMA_SERVER_SLOTS_DEBUG": "1"}
-"""Environment with which ``/slots`` contains the text of the last answer in each slot."""
+"""Environment variables with which ``/slots`` contains the text of the last answer in each slot."""
 EXTRA_BYTES = 2**30
 """Memory that a process may use beyond the limits of models and of the caches of ended requests."""
 ALL_MARKERS = (*(marker for pair in MORE_REASONING_MARKERS for marker in pair), START, END)

@@ -1,8 +1,8 @@
 """Find the token ids of an answer that llama.cpp has parsed itself. Belongs to the engine's loop.
 
-With such an answer, llama.cpp sends neither ids nor the text of calls as it was generated. It shows the text of the
-last answer in each slot. Its tokens are taken to be those that the tokenizer makes of the text.
-They are compared with the slot by continuing them, which reuses the cache of exactly the tokens that are equal.
+For such an answer, llama.cpp sends neither token ids nor the generated text of its tool calls, but ``/slots`` contains
+the text of the last answer in each slot. This text is tokenized. To compare the tokens with those in the slot's cache,
+one more token is generated after them: llama.cpp reports how many tokens the cache contained.
 """
 
 from __future__ import annotations
@@ -19,11 +19,11 @@ async def find_ids(
     """Return the tokens of an answer that has just ended; none if they cannot be found.
 
     Args:
-        sampling: The sampling parameters of the request, as for llama.cpp.
+        sampling: The sampling parameters of the request, with llama.cpp's names.
         output_tokens: Number of tokens of the answer.
         ended: Whether the last one is the token with which the model ended its answer, which has no text.
     """
-    # The last token of an answer is sampled and not computed.
+    # The last token of an answer is sampled, but is not in the cache.
     length = len(prompt) + output_tokens - 1
     for slot in await hosted.connection.get("/slots"):
         if slot["is_processing"] or slot.get("n_prompt_tokens") != length:
@@ -36,7 +36,7 @@ async def find_ids(
         known = [*prompt, *tokens]
         body = {**sampling, "temperature": 0, "prompt": known, "n_predict": 1, "return_tokens": True}
         answer = await hosted.connection.post("/completion", body)
-        # The last token is computed again in any case.
+        # The last token is always computed again.
         if answer["timings"]["cache_n"] != len(known) - 1:
             continue
         if not ended:

@@ -60,7 +60,7 @@ class GenerationLoop:
         self._step_requests = 0
         """Number of requests that had a slot when the current step began."""
         self._kv_key, self._kv_bytes = (0, 0), 0
-        """The number of running requests and of pieces of the longest cache, and the size of all caches."""
+        """Number of running requests and length of the longest KV cache in ``STEP_TOKENS``; size of all caches."""
         self.batch: Batch | None = None
         self.totals = TokenTotals()
         self.other_bytes = 0
@@ -288,10 +288,10 @@ class GenerationLoop:
         )
 
     def _measure_caches(self, batch: Batch) -> None:
-        """Estimate the size of the key-value caches of all running requests after a step."""
+        """Estimate the size of the KV caches of all running requests after a step."""
         lengths = [generation.cached_length for generation in self.running]
         key = (len(lengths), -(-max(lengths, default=0) // STEP_TOKENS))
-        # The caches grow by ``STEP_TOKENS`` at once, and the sum over the layers takes tens of microseconds.
+        # Not at each step: the caches grow by ``STEP_TOKENS``, and the sum over the layers takes tens of microseconds.
         if key != self._kv_key:
             self._kv_key, self._kv_bytes = key, batch.footprint.kv_bytes(lengths)
 

@@ -38,7 +38,7 @@ def take_peak_bytes() -> int:
 def release() -> None:
     """Release memory that is not referenced any more, and return it to the operating system.
 
-    Without the latter, ten loads of a tiny model left 200 MB in the heaps of the C library.
+    If it is not returned, ten loads of a tiny model leave 200 MB in the heaps of the C library.
     """
     gc.collect()
     # Loading a model first creates random weights lazily, and then replaces them with those of the files. The state of

@@ -123,7 +123,7 @@ class MlxGeneration:
 
     @property
     def cached_length(self) -> int:
-        """Number of tokens in its key-value cache."""
+        """Number of tokens in its KV cache."""
         return len(self.prompt) + self.output_tokens if self.is_decoding else len(self.tokens) - self.uncomputed_tokens
 
     @property

@@ -52,7 +52,7 @@ NAMES = FieldNames(
         "messages": "input",
     }
 )
-"""Names of fields in errors."""
+"""Fields of the Responses format, by the chat format's fields that errors name."""
 
 
 @dataclass(frozen=True, kw_only=True)
