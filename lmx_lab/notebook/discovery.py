@@ -203,8 +203,8 @@ class Announcement:
             )
         if not is_name(self.name):
             raise InvalidRequestError(
-                f"announce_name is {self.name!r:.80}, which attach() would take for an address; choose a name without "
-                "dots, colons and slashes",
+                f"announce_name is {self.name!r:.80}, which attach() would take for an address; choose another "
+                "one without dots, colons and slashes",
                 param="announce_name",
             )
         self._addresses = [address for address in addresses if _is_ipv4(address)]
