@@ -58,7 +58,7 @@ class FoundLab:
 
 def is_name(text: str) -> bool:
     """Whether a text can be the name of an announced lab and is not an address."""
-    return not _ADDRESS.search(text.strip())
+    return bool(text.strip()) and not _ADDRESS.search(text.strip())
 
 
 def discover(timeout_s: float = FOUND_S) -> pd.DataFrame:

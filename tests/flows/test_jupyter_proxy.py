@@ -152,7 +152,7 @@ def test_pages_and_whole_answers_are_proxied(http: httpx2.Client, jupyter: Jupyt
     assert answer.json()["usage"]["completion_tokens"] == 8
 
 
-@pytest.mark.parametrize("path", ["", "docs"])
+@pytest.mark.parametrize("path", ["about", "docs"])
 def test_links_of_pages_work_below_the_prefix(http: httpx2.Client, path: str) -> None:
     shown = http.get(path)
     # The policy is that of our server, and Jupyter has not added its own.

@@ -106,7 +106,7 @@ def test_with_all_the_requests_of_other_clients_are_recorded_and_they_are_told(t
         assert [request.record.own for request in lab.requests] == [False] * 7
         assert all(request.record.request_id for request in lab.requests)
         assert httpx2.get(f"{lab.url}/readyz").json()["recorded"] is True
-        assert "The requests of all clients are recorded." in httpx2.get(lab.url).text
+        assert "The requests of all clients are recorded." in httpx2.get(f"{lab.url}/about").text
 
 
 def test_nothing_is_recorded_with_off(tmp_path: Path) -> None:

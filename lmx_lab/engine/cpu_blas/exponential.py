@@ -73,7 +73,7 @@ class Exponential:
         entry = elf.read(address) if address is not None else 0
         if address is None or address % elf.POINTER.size or entry.to_bytes(8, "little") != ENTRY:
             raise OSError("this build of MLX has another exp function")
-        jump = b"\xe9" + (machine_code.place(CODE, below=address) - address - 5).to_bytes(4, "little", signed=True)
+        jump = b"\xe9" + (machine_code.place(CODE, near=address) - address - 5).to_bytes(4, "little", signed=True)
         self._original = {address: entry}
         # A single word is replaced, so a thread that calls the function at this time executes the old or the new one.
         self._jump = {address: int.from_bytes(jump + ENTRY[len(jump) :], "little")}

@@ -5,46 +5,62 @@ from __future__ import annotations
 import ctypes
 import mmap
 import platform
+from collections.abc import Iterator
+from pathlib import Path
 
 from lmx_lab.engine.cpu_blas import elf
 
 MACHINE = "x86_64"
 MAP_FIXED_NOREPLACE = 0x100000
-NEAR_BYTES = 2**30
-"""Maximum distance of the page from the address: a jump with a 32-bit offset reaches it."""
-SEARCH_BYTES = 2**24
+NEAR_BYTES = 2**31 - 2**20
+"""Maximum distance of the page from the address: a jump with a signed 32-bit offset reaches it."""
+MAPS = Path("/proc/self/maps")
 
 
-def place(instructions: bytes, *, below: int | None = None) -> int:
+def place(instructions: bytes, *, near: int | None = None) -> int:
     """Write x86-64 instructions to a new executable page and return their address.
 
     The page is never freed, because MLX may call the function until the process exits.
 
     Args:
-        below: The page is at most ``NEAR_BYTES`` below this address; by default anywhere.
+        near: The page is at most ``NEAR_BYTES`` from this address; by default anywhere.
 
     Raises:
         OSError: the system does not allow executable pages (SELinux), or the processor is not x86-64.
     """
     if platform.machine() != MACHINE:
         raise OSError(f"the instructions are for {MACHINE} only")
-    page = _map() if below is None else _map_below(below)
+    page = _map() if near is None else _map_near(near)
     ctypes.memmove(page, instructions, len(instructions))
     elf.protect(page, elf.PAGE_BYTES, mmap.PROT_READ | mmap.PROT_EXEC)
     return page
 
 
-def _map_below(address: int) -> int:
-    start = address - address % elf.PAGE_BYTES
-    for distance in range(SEARCH_BYTES, NEAR_BYTES, SEARCH_BYTES):
+def _map_near(address: int) -> int:
+    for free in sorted(_free_pages(), key=lambda page: abs(page - address)):
+        if abs(free - address) > NEAR_BYTES:
+            break
         try:
-            page = _map(start - distance, MAP_FIXED_NOREPLACE)
+            page = _map(free, MAP_FIXED_NOREPLACE)
         except OSError:
+            # Another thread has used the memory in the meantime.
             continue
         # Linux before 4.17 ignores the flag and may choose another address.
-        if address - NEAR_BYTES <= page < address:
+        if abs(page - address) <= NEAR_BYTES:
             return page
-    raise OSError(f"no memory is free below {address:#x}")
+    raise OSError(f"no memory is free near {address:#x}")
+
+
+def _free_pages() -> Iterator[int]:
+    """Yield the first and the last page of each gap between two mappings of this process."""
+    end = 0
+    for line in MAPS.read_text(encoding="utf-8", errors="replace").splitlines():
+        start, _, rest = line.partition("-")
+        begin = int(start, 16)
+        if 0 < end < begin:
+            yield end
+            yield begin - elf.PAGE_BYTES
+        end = int(rest.split()[0], 16)
 
 
 def _map(address: int | None = None, flags: int = 0) -> int:
