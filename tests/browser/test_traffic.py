@@ -9,7 +9,7 @@ from tests.browser.jupyterlab import Tab, seconds, updates
 from tests.browser.test_chat_panel import LONG, ask
 from tests.browser.test_models_panel import button, row
 
-MAX_CODE_BYTES = 78 * 1024
+MAX_CODE_BYTES = 84 * 1024
 MAX_UPDATES_PER_S = 4
 
 

@@ -14,13 +14,17 @@ import struct
 from collections.abc import Collection, Iterator, Mapping
 from contextlib import suppress
 from dataclasses import dataclass
-from typing import Any, TypeVar
+from pathlib import Path
+from typing import TypeVar
 
 # R_*_GLOB_DAT, R_*_JUMP_SLOT: both contain the plain address of a symbol.
 SLOT_TYPES: Mapping[str, tuple[int, int]] = {"x86_64": (6, 7), "aarch64": (1025, 1026)}
 # R_*_RELATIVE: an address within the library itself.
 RELATIVE_TYPES: Mapping[str, int] = {"x86_64": 8, "aarch64": 1027}
-PT_DYNAMIC = 2
+PT_LOAD, PT_DYNAMIC = 1, 2
+ELF_HEADER_BYTES = 64
+PROGRAM_HEADER = struct.Struct("<IIQQQQQQ")
+"""Type, flags, offset in the file, virtual address, physical address, two sizes, and alignment."""
 DT_PLTRELSZ, DT_STRTAB, DT_SYMTAB, DT_RELA, DT_RELASZ, DT_JMPREL = 2, 5, 6, 7, 8, 23
 ADDRESS_TAGS = {DT_STRTAB, DT_SYMTAB, DT_RELA, DT_JMPREL}
 DYNAMIC_ENTRY = struct.Struct("<qQ")
@@ -32,6 +36,7 @@ SYMBOL = struct.Struct("<IHHQQ")
 SYMBOL_BYTES = SYMBOL.size
 POINTER = struct.Struct("<Q")
 PAGE_BYTES = mmap.PAGESIZE
+MAPS = Path("/proc/self/maps")
 PROT = {"r": mmap.PROT_READ, "w": mmap.PROT_WRITE, "x": mmap.PROT_EXEC}
 
 
@@ -44,25 +49,6 @@ class Library:
     dynamic: int
 
 
-class _ProgramHeader(ctypes.Structure):
-    _fields_ = (
-        ("type", ctypes.c_uint32),
-        ("flags", ctypes.c_uint32),
-        ("offset", ctypes.c_uint64),
-        ("address", ctypes.c_uint64),
-        ("rest", ctypes.c_uint64 * 4),
-    )
-
-
-class _LoadedInfo(ctypes.Structure):
-    _fields_ = (
-        ("base", ctypes.c_uint64),
-        ("name", ctypes.c_char_p),
-        ("headers", ctypes.POINTER(_ProgramHeader)),
-        ("header_count", ctypes.c_uint16),
-    )
-
-
 class _AddressInfo(ctypes.Structure):
     _fields_ = (
         ("file", ctypes.c_char_p),
@@ -73,20 +59,31 @@ class _AddressInfo(ctypes.Structure):
 
 
 def libraries() -> list[Library]:
-    """List all loaded libraries, by ``dl_iterate_phdr(3)``."""
-    found: list[Library] = []
+    """List the loaded libraries that have ``.so`` in their file names, from the mappings of this process.
 
-    def add(info: Any, _size: int, _data: object) -> int:
-        loaded = info.contents
-        for header in loaded.headers[: loaded.header_count]:
-            if header.type == PT_DYNAMIC and loaded.name:
-                path = os.fsdecode(loaded.name)
-                found.append(Library(path=path, base=loaded.base, dynamic=loaded.base + header.address))
-        return 0
-
-    callback = ctypes.CFUNCTYPE(ctypes.c_int, ctypes.POINTER(_LoadedInfo), ctypes.c_size_t, ctypes.c_void_p)
-    ctypes.CDLL(None).dl_iterate_phdr(callback(add), None)
+    ``dl_iterate_phdr(3)`` is not used: it holds the lock of the dynamic linker while Python code runs, and a thread
+    that imports an extension module waits for that lock while it holds the interpreter's.
+    """
+    found = []
+    for line in MAPS.read_text(encoding="utf-8", errors="surrogateescape").splitlines():
+        addresses, permissions, offset, _, _, *path = line.split(maxsplit=5)
+        # The first mapping of a library contains the headers of its file.
+        if path and ".so" in os.path.basename(path[0]) and permissions.startswith("r") and int(offset, 16) == 0:
+            library = _loaded_at(int(addresses.partition("-")[0], 16), path[0])
+            found += [library] if library is not None else []
     return found
+
+
+def _loaded_at(address: int, path: str) -> Library | None:
+    header = ctypes.string_at(address, ELF_HEADER_BYTES)
+    if not header.startswith(b"\x7fELF\x02"):
+        return None
+    (offset,), (count,) = struct.unpack_from("<Q", header, 0x20), struct.unpack_from("<H", header, 0x38)
+    headers = ctypes.string_at(address + offset, count * PROGRAM_HEADER.size)
+    parts = [(kind, virtual) for kind, _, _, virtual, *_ in PROGRAM_HEADER.iter_unpack(headers)]
+    base = address - next((virtual for kind, virtual in parts if kind == PT_LOAD), 0)
+    dynamic = next((virtual for kind, virtual in parts if kind == PT_DYNAMIC), None)
+    return None if dynamic is None else Library(path=path, base=base, dynamic=base + dynamic)
 
 
 def slots(library: Library, names: Collection[str], machine: str) -> dict[str, list[int]]:
@@ -225,7 +222,7 @@ def protect(address: int, size: int, protection: int) -> None:
 
 
 def _protection(page: int) -> int:
-    with open("/proc/self/maps", encoding="utf-8", errors="surrogateescape") as maps:
+    with MAPS.open(encoding="utf-8", errors="surrogateescape") as maps:
         for line in maps:
             span, flags = line.split(maxsplit=2)[:2]
             low, high = (int(part, 16) for part in span.split("-"))

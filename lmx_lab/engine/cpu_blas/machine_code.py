@@ -6,7 +6,6 @@ import ctypes
 import mmap
 import platform
 from collections.abc import Iterator
-from pathlib import Path
 
 from lmx_lab.engine.cpu_blas import elf
 
@@ -14,7 +13,6 @@ MACHINE = "x86_64"
 MAP_FIXED_NOREPLACE = 0x100000
 NEAR_BYTES = 2**31 - 2**20
 """Maximum distance of the page from the address: a jump with a signed 32-bit offset reaches it."""
-MAPS = Path("/proc/self/maps")
 
 
 def place(instructions: bytes, *, near: int | None = None) -> int:
@@ -54,7 +52,7 @@ def _map_near(address: int) -> int:
 def _free_pages() -> Iterator[int]:
     """Yield the first and the last page of each gap between two mappings of this process."""
     end = 0
-    for line in MAPS.read_text(encoding="utf-8", errors="replace").splitlines():
+    for line in elf.MAPS.read_text(encoding="utf-8", errors="replace").splitlines():
         start, _, rest = line.partition("-")
         begin = int(start, 16)
         if 0 < end < begin:
