@@ -8,6 +8,7 @@ import copyreg
 import functools
 import gc
 import os
+import re
 import shutil
 import sys
 import threading
@@ -43,6 +44,7 @@ LONGEST = {
             "llama_cpp",
             "engine",
             "mlx",
+            "http",
         )
     )
 }
@@ -55,6 +57,8 @@ NOT_FAST = frozenset(
     }
 )
 """Folders whose tests start browsers, kernels or other programs, or are slow to import."""
+WHOLLY_SLOW = re.compile(r"^pytestmark = .*mark\.(slow|long)\b", re.MULTILINE)
+"""The line that marks all tests of a file."""
 LONG_FOLDERS = frozenset({"browser", "faults", "package"})
 """Folders whose tests only ``make test-all`` runs."""
 # With this package, jsonschema spends a second on compiling 38 grammars for formats that no schema here has.
@@ -82,9 +86,12 @@ def pytest_collection_finish() -> None:
 
 
 def pytest_ignore_collect(collection_path: Path, config: pytest.Config) -> bool | None:
-    """Skip the import of folders that ``make test-fast`` leaves out."""
-    skipped = "not slow" in config.option.markexpr and collection_path.name in NOT_FAST and collection_path.is_dir()
-    return True if skipped else None
+    """Skip the import of the folders and files that ``make test-fast`` leaves out."""
+    if "not slow" not in config.option.markexpr:
+        return None
+    if collection_path.is_dir():
+        return collection_path.name in NOT_FAST or None
+    return WHOLLY_SLOW.search(collection_path.read_text(encoding="utf-8")) is not None or None
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:

@@ -240,6 +240,7 @@ class BatchRun:
             except TimeoutError:
                 break
         if self._failure is not None:
+            await asyncio.gather(*self._tasks, return_exceptions=True)
             raise self._failure
 
     def _must_return(self) -> bool:
@@ -322,6 +323,16 @@ class BatchRun:
             answer = _failed(exc)
         except LabError as exc:
             raise self._stopping_error(exc) from exc
+        storing = asyncio.create_task(self._store(item, answer), name="store an answer")
+        try:
+            await asyncio.shield(storing)
+        except asyncio.CancelledError:
+            # A cancelled task finishes its row too, so that the frame has all answers that are in the cache.
+            await storing
+            raise
+
+    async def _store(self, item: _Item, answer: RowAnswer) -> None:
+        """Store an answer in the cache, and finish its row."""
         if self._cache is not None:
             try:
                 await self._cache.add(item.key, self._model.id, answer)

@@ -172,6 +172,7 @@ async def test_an_answer_without_a_token_is_a_failure() -> None:
         assert codes(await run_case(server, requests=2)) == ["empty", "empty"]
 
 
+@pytest.mark.slow
 async def test_a_stuck_target_gets_no_more_requests_after_some() -> None:
     with Scripted(after_calibration([STALL])) as server:
         samples = await run_case(server, requests=6, silence_s=0.3)
@@ -195,6 +196,7 @@ async def test_keep_alives_prevent_the_time_limit() -> None:
     assert samples[0].ttft_ms > 2200
 
 
+@pytest.mark.slow
 async def test_a_server_that_never_answers_costs_one_time_limit_per_request() -> None:
     with Scripted([STALL]) as server:
         assert codes(await run_case(server, requests=2, silence_s=0.2)) == ["silent", "silent"]

@@ -166,6 +166,7 @@ async def test_types_and_fields_of_a_newer_daemon_are_passed_on() -> None:
         assert isinstance(known, TurnTokenEvent)
 
 
+@pytest.mark.slow
 async def test_silence_for_several_heartbeats_ends_a_connection() -> None:
     async with EventServer([hello(3, heartbeat_s=0.4), event(4), STAY], [hello(4), event(5), STAY]) as server:
         assert await seqs_of(server, 2, after=3) == [4, 5]

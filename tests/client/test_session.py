@@ -192,6 +192,7 @@ async def test_a_turn_whose_events_were_deleted_is_read_from_its_record(place: P
     assert (again.text, again.stats) == (first.text, first.stats)
 
 
+@pytest.mark.slow
 async def test_a_slow_reader_receives_all_events_of_a_turn_that_has_ended(place: Place) -> None:
     async with here(place, calls(("add", {"a": 1, "b": 2})), says("one", thinks=["hm"])) as at:
         first = [event async for event in at.session.stream("go", turn_id="t1")]

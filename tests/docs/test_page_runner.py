@@ -23,6 +23,7 @@ def bash(text: str) -> Block:
     return Block(page=README, line=1, language="bash", text=text, not_run=None)
 
 
+@pytest.mark.slow
 def test_a_failing_command_fails_its_block(runner: PageRunner) -> None:
     assert runner.run(bash("echo fine")) == "fine\n"
     with pytest.raises(AssertionError, match="exit status 3"):

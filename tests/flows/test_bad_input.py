@@ -237,6 +237,7 @@ def test_a_long_field_name_is_shortened_in_the_error(http: httpx2.Client) -> Non
     assert len(error["message"]) < 1000
 
 
+@pytest.mark.slow
 def test_a_body_of_20_mb_is_413_and_the_answer_arrives(http: httpx2.Client) -> None:
     body = echo_body(messages=[{"role": "user", "content": "a" * 20_000_000}])
     error_of(http.post(PATH, json=body), 413, "body-too-large")

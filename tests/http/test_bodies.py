@@ -60,6 +60,7 @@ def test_the_count_is_exact_at_any_division_of_the_text(
     assert (structure.items, structure.members, structure.containers) == counts(value)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("body", "limit"),
     [

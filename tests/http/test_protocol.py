@@ -254,6 +254,7 @@ async def test_a_flood_of_short_frames_closes_the_websocket(sent: bytes) -> None
         assert (1008).to_bytes(2) in await reader.read()
 
 
+@pytest.mark.slow
 async def test_a_client_that_reads_nothing_is_disconnected_after_an_unanswered_ping(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
@@ -471,6 +472,7 @@ async def test_a_slow_client_that_is_fast_enough_is_answered(monkeypatch: pytest
         assert (await client.read_response()).endswith(b"\r\n15")
 
 
+@pytest.mark.slow
 async def test_time_in_which_the_server_was_busy_does_not_count_against_clients(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
@@ -489,6 +491,7 @@ async def test_time_in_which_the_server_was_busy_does_not_count_against_clients(
         assert (await client.read_response()).startswith(b"HTTP/1.1 200 ")
 
 
+@pytest.mark.slow
 @pytest.mark.usefixtures("short")
 async def test_a_body_that_the_application_does_not_read_yet_has_no_deadline() -> None:
     body = b"y" * 400_000
@@ -497,6 +500,7 @@ async def test_a_body_that_the_application_does_not_read_yet_has_no_deadline() -
         assert (await client.read_response()).endswith(b"\r\n400000")
 
 
+@pytest.mark.slow
 @pytest.mark.usefixtures("short")
 async def test_the_deadline_of_a_body_begins_when_the_application_reads_it() -> None:
     body = b"y" * 400_000
@@ -507,6 +511,7 @@ async def test_the_deadline_of_a_body_begins_when_the_application_reads_it() -> 
         assert (await client.read_response()).endswith(b"\r\n400000")
 
 
+@pytest.mark.slow
 @pytest.mark.usefixtures("short")
 async def test_a_body_after_expect_continue_has_no_deadline_before_it_is_read() -> None:
     async with running(app) as host, connect_raw(host) as client:
@@ -516,6 +521,7 @@ async def test_a_body_after_expect_continue_has_no_deadline_before_it_is_read() 
         assert (await client.read_response()).endswith(b"\r\n3")
 
 
+@pytest.mark.slow
 @pytest.mark.usefixtures("short")
 @pytest.mark.parametrize("size", [0, 5])
 async def test_a_response_can_take_any_time(size: int) -> None:
@@ -527,6 +533,7 @@ async def test_a_response_can_take_any_time(size: int) -> None:
     assert answer.count(b"1\r\nx\r\n") == 6
 
 
+@pytest.mark.slow
 @pytest.mark.usefixtures("short")
 async def test_a_response_can_begin_at_any_time() -> None:
     async with running(app) as host, connect_raw(host) as client:

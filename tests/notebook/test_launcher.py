@@ -64,6 +64,7 @@ def test_arguments_that_contradict_each_other_start_nothing(arguments: dict[str,
 # --- panels of the next lab
 
 
+@pytest.mark.slow
 def test_the_next_lab_is_displayed_by_the_panels_of_the_last_one(tmp_path: Path) -> None:
     first = lmx_lab.launch(port=0, home=tmp_path)
     workbench = first.workbench
@@ -77,6 +78,7 @@ def test_the_next_lab_is_displayed_by_the_panels_of_the_last_one(tmp_path: Path)
             assert workbench.backend.state().state == "running"
 
 
+@pytest.mark.slow
 def test_a_replaced_lab_does_not_change_the_panels_of_the_next_one(tmp_path: Path) -> None:
     first = lmx_lab.launch("echo", port=0, home=tmp_path)
     with lmx_lab.launch(port=0, home=tmp_path, slots=2) as second:

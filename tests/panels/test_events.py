@@ -337,6 +337,7 @@ def test_a_failed_connection_is_shown_and_can_be_retried(reader: Reader, daemon:
     assert daemon.readers == 2
 
 
+@pytest.mark.slow
 def test_without_a_daemon_the_panel_says_how_to_start_one(workbench: Workbench) -> None:
     reader = Reader(EventsPanel(workbench), workbench)
     reader.until(lambda panel: panel.connection["state"] == "none")

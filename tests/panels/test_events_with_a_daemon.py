@@ -51,6 +51,7 @@ def kinds(panel: Any) -> list[str]:
     return [row["kind"] for row in panel.frame["rows"]]
 
 
+@pytest.mark.slow
 def test_a_tool_waits_until_the_panel_allows_it(reader: Reader, daemon: Daemon, http: httpx2.Client) -> None:
     deleted: list[str] = []
 
@@ -82,6 +83,7 @@ def test_a_tool_waits_until_the_panel_allows_it(reader: Reader, daemon: Daemon, 
     assert reader.panel.df["seq"].dropna().is_monotonic_increasing
 
 
+@pytest.mark.slow
 def test_stop_cancels_an_endless_turn(reader: Reader, http: httpx2.Client) -> None:
     session = http.post("/v3/sessions", json={}).json()["session_id"]
     reader.ask("filter", session=session)

@@ -162,6 +162,7 @@ def test_a_thousand_updates_leave_a_small_widget(watched: Watched) -> None:
     assert len([name for name, _ in watched.reader.frames if name == "frame"]) < 10
 
 
+@pytest.mark.slow
 def test_a_paused_view_does_not_change_while_samples_are_recorded(watched: Watched) -> None:
     watched.take(seconds(10))
     watched.ends_at(NOON + 4.5)
@@ -176,6 +177,7 @@ def test_a_paused_view_does_not_change_while_samples_are_recorded(watched: Watch
     assert (watched.panel.minutes, watched.panel.now[DECODE]) == (5, 5)
 
 
+@pytest.mark.slow
 def test_a_stopped_server_has_no_values_and_a_gap_precedes_new_ones(watched: Watched, backend: ScriptedBackend) -> None:
     watched.take(seconds(4))
     watched.ends_at(NOON + 1.5)

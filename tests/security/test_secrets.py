@@ -214,6 +214,7 @@ def test_all_documented_keys_are_treated_as_secrets() -> None:
     assert {"LMX_LAB_COMPARE_API_KEY", "HF_TOKEN"} <= named <= VARIABLES
 
 
+@pytest.mark.slow
 def test_an_mcp_server_receives_its_configured_environment_but_no_token(daemon: Daemon, tmp_path: Path) -> None:
     seen = tmp_path / "seen"
     # It writes its arguments and environment to a file and exits.

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import functools
 from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, field, replace
@@ -103,9 +104,30 @@ async def client_of(manager: FakeEncoder) -> AsyncIterator[httpx2.AsyncClient]:
         yield client
 
 
+class _Current:
+    """The manager of the newest request."""
+
+    manager: FakeEncoder
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self.manager, name)
+
+
+@functools.cache
+def _shared_client() -> tuple[_Current, httpx2.AsyncClient]:
+    """Return a client of one server for all requests, because defining the routes takes most of the time of a test."""
+    current = _Current()
+    current.manager = FakeEncoder()
+    transport = httpx2.ASGITransport(server_of(cast(FakeEncoder, current)).asgi, raise_app_exceptions=False)
+    return current, httpx2.AsyncClient(transport=transport, base_url="http://lab")
+
+
 async def post(manager: FakeEncoder, path: str, body: dict[str, Any]) -> httpx2.Response:
-    async with client_of(manager) as client:
-        return await client.post(path, json=body)
+    """Send a request to a server with default settings and this manager."""
+    current, client = _shared_client()
+    assert manager.settings == current.settings
+    current.manager = manager
+    return await client.post(path, json=body)
 
 
 async def refused(manager: FakeEncoder, path: str, body: dict[str, Any], status: int = 400) -> dict[str, Any]:

@@ -232,6 +232,7 @@ def test_permissions_are_listed_and_decided_by_another_client(client: DaemonClie
     assert [call.status for call in session.run("call", on_event=decide).tool_calls] == ["ok"]
 
 
+@pytest.mark.slow
 def test_mcp_servers_are_configured(client: DaemonClient) -> None:
     config = McpServerConfig(name="none", command="no-such-program", enabled=False)
     assert client.add_mcp_server(config).state == "disabled"

@@ -19,6 +19,7 @@ async def harness(tmp_path: Path) -> AsyncIterator[McpHarness]:
         yield harness
 
 
+@pytest.mark.slow
 @pytest.mark.anyio
 async def test_python_functions_and_mcp_tools_are_called_by_their_names(harness: McpHarness) -> None:
     python = PythonTools()
