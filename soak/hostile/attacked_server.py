@@ -183,9 +183,7 @@ class AttackedServer:
             time.sleep(AFTER_S)
             chats, health = client.since(began), probe.seconds(began)
         for attack, each in zip(attacks, answers, strict=True):
-            if len(attacks) > 1:
-                attack = replace(attack, answers=attack.answers | BUSY, limit_s=attack.limit_s + WAITS_S)
-            _check_answers(attack, each, row)
+            _check_answers(attack if len(attacks) == 1 else _beside_others(attack), each, row)
         effects = _Effects(chats=chats, chats_alone=chats_alone, health=health, health_alone=health_alone)
         effects.check(row)
         wait_until(lambda: sum(self._memory_bytes()) <= GROWTH * before, SETTLED_S, every_s=0.2)
@@ -255,6 +253,10 @@ def _ms(seconds: float) -> str:
 
 def _sender(attack: Attack, url: str) -> Callable[[], list[Answer]]:
     return lambda: attack.send(url)
+
+
+def _beside_others(attack: Attack) -> Attack:
+    return replace(attack, answers=attack.answers | BUSY, limit_s=attack.limit_s + WAITS_S)
 
 
 def _check_answers(attack: Attack, answers: Sequence[Answer], row: Row) -> None:
