@@ -68,7 +68,7 @@ test: setup
 	$(PYTEST) -m "not long"
 
 # Runs up to three failed tests again in a single process, and reports those that then pass as unstable.
-test-all: TEST_WORKERS = $(shell cores=$$(nproc); echo $$((cores < 3 ? 3 : cores)))
+test-all: TEST_WORKERS = $(shell $(PYTHON) -c "import os; print(max(3, os.cpu_count()))")
 test-all: setup
 	$(PYTEST) || $(BIN)/python -m tests.run_failed_again $$?
 	$(MAKE) parity
