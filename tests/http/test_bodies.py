@@ -12,6 +12,7 @@ from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from typing import Any
 
+import httpx2
 import pydantic_core
 import pytest
 from fastapi import APIRouter, FastAPI
@@ -164,7 +165,9 @@ async def test_garbage_is_not_collected_in_a_step_of_a_large_body() -> None:
 
 
 @pytest.mark.slow
-async def test_freed_memory_is_returned_once_after_large_bodies(monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_freed_memory_is_returned_once_after_large_bodies_and_after_requests(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     trimmed: list[str] = []
     trim = bodies._trim_heaps
 
@@ -185,6 +188,11 @@ async def test_freed_memory_is_returned_once_after_large_bodies(monkeypatch: pyt
     assert queue._trimming is None
     (thread,) = trimmed
     assert thread != threading.current_thread().name
+
+    app = wrap_app(application(), lambda: local_policy(80))
+    async with httpx2.AsyncClient(transport=httpx2.ASGITransport(app), base_url="http://127.0.0.1") as client:
+        await client.get("/none")
+    await wait_until(lambda: len(trimmed) == 2)
 
 
 async def test_a_body_that_waits_for_others_too_long_is_refused_and_a_single_one_is_not(
