@@ -103,11 +103,11 @@ def test_a_client_may_pause_after_its_generation_has_ended(echo_home: Path, monk
     check = SendWatch._check
     monkeypatch.setattr(SendWatch, "_check", lambda watch: (check(watch), blocked_s.append(watch.blocked_s)))
     with (
-        serving(echo_home, "echo", slow_client_s=1) as lab,
+        serving(echo_home, "echo", slow_client_s=3) as lab,
         unread_stream(lab, "sse", max_tokens=2000, ignore_eos=True) as client,
     ):
         wait_until(lambda: lab.engine.snapshot.output_tokens == 2000)
         wait_until_idle(lab)
-        wait_until(lambda: max(blocked_s, default=0) >= 1)
+        wait_until(lambda: max(blocked_s, default=0) >= 3)
         data = read_until(client, b"data: [DONE]")
     assert b"data: [DONE]" in data
