@@ -45,11 +45,11 @@ DEFAULT_SLOTS = 4
 STEP_S = 0.25
 """Maximum duration of a step. The progress is shown after each step."""
 RETRY_S = 120.0
-"""Maximum time without a finished row for which requests are repeated while the server does not respond or loads the
-model."""
+"""While the server does not respond or loads the model, requests are sent again until no row has finished for this
+time."""
 MIN_PAUSE_S, MAX_PAUSE_S = 0.05, 5.0
 """Shortest and longest time after which a request is sent again."""
-UNFINISHED = RowAnswer(error="was not computed, because the run ended before")
+UNFINISHED = RowAnswer(error="was not computed, because the run ended earlier")
 CUT_OFF = "the answer is not complete JSON, because it was cut off at max_tokens; increase max_tokens"
 
 MakeRequest = Callable[[Prompt], ChatRequest]
@@ -352,7 +352,7 @@ class BatchRun:
         if self._cache is not None:
             kept = f"the answers are stored in {self._cache.path}"
         elif self._in_order:
-            kept = "with cache=path, all computed answers would be stored"
+            kept = "pass cache=path to keep all computed answers"
         else:
             kept = "the attribute frame of this error contains the answers"
         return BatchStoppedError(
