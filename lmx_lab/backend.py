@@ -168,8 +168,12 @@ class Backend(Protocol):
             most: Maximum number of requests; the newest are returned. None sets no limit.
         """
 
-    async def generate(self, request: ChatRequest) -> AnswerStream:
-        """Start an answer; returns when the request was accepted."""
+    async def generate(self, request: ChatRequest, *, batch: bool = False) -> AnswerStream:
+        """Start an answer; returns when the request was accepted.
+
+        Args:
+            batch: See ``Record.batch``.
+        """
 
     async def embed(self, body: EmbeddingsBody) -> Vectors:
         """Return one row for each text."""
@@ -226,9 +230,13 @@ class Backend(Protocol):
         """
 
 
-async def read_answer(backend: Backend, request: ChatRequest) -> tuple[Delta, AnswerCost]:
-    """Generate a complete answer, and return it as one delta with its cost. Cancelling this stops the generation."""
-    stream = await backend.generate(request)
+async def read_answer(backend: Backend, request: ChatRequest, *, batch: bool = False) -> tuple[Delta, AnswerCost]:
+    """Generate a complete answer, and return it as one delta with its cost. Cancelling this stops the generation.
+
+    Args:
+        batch: See ``Record.batch``.
+    """
+    stream = await backend.generate(request, batch=batch)
     try:
         deltas = [delta async for delta in stream]
     finally:

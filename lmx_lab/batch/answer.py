@@ -1,4 +1,4 @@
-"""Define the answer to one row, as it is stored and as it is shown in a table."""
+"""Define the answer to a row, as it is stored in a cache and shown in a table."""
 
 from __future__ import annotations
 
@@ -7,13 +7,13 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True, kw_only=True)
 class RowAnswer:
-    """The answer to a row, or the error instead of it."""
+    """The answer to a row, or the error that prevented it."""
 
     text: str | None = None
     reasoning: str = ""
     finish_reason: str | None = None
     error: str | None = None
-    """Why there is no answer, or why it does not have the values of the schema."""
+    """Why there is no answer, or why its values do not match the schema."""
     code: str = ""
     """The code of the error (``LabError.code``)."""
     prompt_tokens: int | None = None
@@ -21,4 +21,4 @@ class RowAnswer:
     output_tokens: int | None = None
     ttft_s: float | None = None
     total_s: float | None = None
-    """Time from sending the request to the end of the answer, including the time in the queue."""
+    """Time from sending the request to the end of the answer, including the wait in the queue."""

@@ -1,7 +1,8 @@
 """Store the answers of a batch in an SQLite file, so that a second run computes only what is missing.
 
-All statements run on one thread, so that an event loop does not wait for the disk. Each answer is one transaction:
-after a killed process, it is there completely or not at all. Several processes can use the same file.
+All statements run on one thread, so that an event loop does not wait for the disk. Each answer is written in a
+transaction of its own: if the process is killed, the file contains either the complete answer or none. Several
+processes can use the same file.
 """
 
 from __future__ import annotations
@@ -20,7 +21,7 @@ from typing import TypeVar
 
 from lmx_lab.batch.answer import RowAnswer
 from lmx_lab.errors import InvalidRequestError, LabError
-from lmx_lab.instrument.store import BUSY_S, create_private
+from lmx_lab.instrument.store import open_database
 
 T = TypeVar("T")
 APPLICATION = 0x4C4D5842
@@ -35,7 +36,7 @@ KEYS_AT_ONCE = 500
 
 
 class AnswerCache:
-    """Answers by the keys of their requests, in a file that is created if it does not exist.
+    """Stores answers in a file, by the keys of their requests. The file is created if it does not exist.
 
     Raises:
         InvalidRequestError: the file cannot be opened, or belongs to another program.
@@ -44,10 +45,10 @@ class AnswerCache:
     def __init__(self, path: str | os.PathLike[str]) -> None:
         self.path = Path(path).expanduser().absolute()
         self._executor = ThreadPoolExecutor(max_workers=1, thread_name_prefix="lmx-lab-batch")
-        self._connection = self._open()
+        self._connection = open_database(self.path, self._prepare, purpose="a cache", param="cache")
 
     async def find(self, keys: Sequence[str]) -> dict[str, RowAnswer]:
-        """Return the stored answers among those with these keys.
+        """Return the stored answers for these keys. Keys without an answer are left out.
 
         Raises:
             LabError: the file cannot be read.
@@ -64,7 +65,7 @@ class AnswerCache:
         return await self._call(read)
 
     async def add(self, key: str, model: str, answer: RowAnswer) -> None:
-        """Store an answer; returns when the operating system has it.
+        """Store an answer. Returns when the operating system has received it.
 
         Raises:
             LabError: the file cannot be written.
@@ -89,9 +90,9 @@ class AnswerCache:
         """Finish pending writes, and close the file. Idempotent.
 
         Args:
-            wait: Whether to return only after the file was closed.
+            wait: Whether to wait until the file is closed.
         """
-        with contextlib.suppress(RuntimeError):  # It was closed before.
+        with contextlib.suppress(RuntimeError):  # It is already closed.
             self._executor.submit(self._connection.close)
         self._executor.shutdown(wait=wait)
 
@@ -99,22 +100,9 @@ class AnswerCache:
         try:
             return await asyncio.wrap_future(self._executor.submit(work))
         except sqlite3.Error as exc:
-            raise LabError(f"the cache {self.path} cannot be used: {exc}; free space, or give another path") from exc
-
-    def _open(self) -> sqlite3.Connection:
-        create_private(self.path)
-        try:
-            connection = sqlite3.connect(self.path, timeout=BUSY_S, check_same_thread=False)
-            try:
-                self._prepare(connection)
-            except BaseException:
-                connection.close()
-                raise
-        except sqlite3.Error as exc:
-            raise InvalidRequestError(
-                f"{self.path} cannot be used as a cache: {exc}; give the path of another file", param="cache"
+            raise LabError(
+                f"the cache {self.path} cannot be used: {exc}; free disk space, or pass another path"
             ) from exc
-        return connection
 
     def _prepare(self, connection: sqlite3.Connection) -> None:
         if not self._is_cache(connection):
@@ -131,7 +119,7 @@ class AnswerCache:
         """Return whether the file is a cache; False if it is empty.
 
         Raises:
-            InvalidRequestError: it belongs to another program, or to another version.
+            InvalidRequestError: it belongs to another program, or was written by another version.
         """
         found = tuple(
             int(connection.execute(f"PRAGMA {name}").fetchone()[0]) for name in ("application_id", "user_version")

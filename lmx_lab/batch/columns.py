@@ -1,4 +1,4 @@
-"""Convert a schema to the typed columns of a table, and JSON answers to their values."""
+"""Convert a schema to typed columns of a table, and JSON answers to the values in these columns."""
 
 from __future__ import annotations
 
@@ -12,10 +12,10 @@ from lmx_lab.errors import InvalidRequestError
 
 Schema = Mapping[str, Any] | type[BaseModel]
 DTYPES: Mapping[str, str] = {"integer": "Int64", "number": "float64", "boolean": "boolean"}
-"""Types of pandas for types of JSON; columns of other types contain Python objects."""
+"""The pandas type of a column for each JSON type. Columns of other types contain Python objects."""
 INT64 = range(-(2**63), 2**63)
 WHOLE_VALUE = "value"
-"""The column of answers that are not JSON objects."""
+"""Name of the column if the schema does not describe an object with properties."""
 
 
 class TypedColumns:
@@ -24,9 +24,6 @@ class TypedColumns:
     Args:
         json_schema: The schema of an answer.
         convert: Validates the value of an answer, and returns the values of its columns.
-
-    Raises:
-        InvalidRequestError: a column has the name of a column that each table has.
     """
 
     def __init__(self, json_schema: Mapping[str, Any], convert: Callable[[Any], Mapping[str, Any]]) -> None:
@@ -41,10 +38,10 @@ class TypedColumns:
 
     @classmethod
     def of(cls, schema: Schema) -> TypedColumns:
-        """Return the columns of a JSON schema, of a pydantic model, or of a dictionary of types by column.
+        """Create the columns from a JSON schema, a pydantic model, or a dictionary that maps names to types.
 
         Raises:
-            InvalidRequestError: it is neither, or has no JSON schema.
+            InvalidRequestError: the schema is none of these, or one of its types has no JSON schema.
         """
         try:
             if isinstance(schema, type) and issubclass(schema, BaseModel):
@@ -56,7 +53,7 @@ class TypedColumns:
             if isinstance(schema, Mapping) and schema and all(map(_is_type, schema.values())):
                 return cls._of_types(schema)
         except PydanticUserError as exc:
-            raise InvalidRequestError(f"schema has no JSON schema: {exc.message}", param="schema") from None
+            raise InvalidRequestError(f"a type in schema has no JSON schema: {exc.message}", param="schema") from None
         if not isinstance(schema, Mapping) or not schema:
             raise InvalidRequestError(
                 f"schema is {schema!r:.80}; pass a JSON schema, a pydantic model, or a dictionary such as "
@@ -81,10 +78,11 @@ class TypedColumns:
         )
 
     def values(self, text: str) -> dict[str, Any]:
-        """Return the values of the columns of an answer. A column that the answer does not have is None.
+        """Return the values of an answer by column; None for columns that the answer does not contain.
 
         Raises:
-            ValueError: the text is not complete JSON, or a value does not satisfy a check of the pydantic model.
+            ValueError: the text is not complete JSON, a value fails a check of the pydantic model, or an integer has
+                more than 64 bits.
         """
         value = json.loads(text)
         try:
@@ -112,7 +110,7 @@ def _is_type(value: object) -> bool:
 
 
 def _json_type(schema: Any) -> str | None:
-    """Return the type of the values of a JSON schema, which may also be null; None if there is not a single one."""
+    """Return the type that a JSON schema describes, apart from null; None if it describes several types or any."""
     if not isinstance(schema, Mapping):
         return None
     given = schema.get("type")

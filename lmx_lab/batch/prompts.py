@@ -1,4 +1,4 @@
-"""Make the prompt of a row from a template over columns, from messages with templates, or with a function."""
+"""Create the prompt of a row from a template, from messages with templates, or with a function."""
 
 from __future__ import annotations
 
@@ -15,14 +15,14 @@ PromptSource = Prompt | Callable[[Row], Prompt]
 
 
 class RowPrompts:
-    """Makes the prompt of each row.
+    """Creates the prompt of each row.
 
     Args:
-        source: A template, in which ``{name}`` is the value of a column; messages whose texts are templates; or a
-            function that is called with the row.
+        source: A template, in which ``{name}`` is replaced by the value of a column; messages whose texts are
+            templates; or a function that is called with the row and returns a text or messages.
 
     Raises:
-        InvalidRequestError: a template is malformed.
+        InvalidRequestError: the source is none of these, or a template is malformed.
     """
 
     def __init__(self, source: PromptSource) -> None:
@@ -41,16 +41,16 @@ class RowPrompts:
             )
 
     def check(self, columns: Iterable[str]) -> None:
-        """Check that all columns of the templates exist.
+        """Check that all columns that the templates name exist.
 
         Raises:
-            InvalidRequestError: one does not; the message names the columns.
+            InvalidRequestError: a column does not exist; the message names those that do.
         """
         known = list(columns)
         for name in self._names:
             if name not in known:
                 raise InvalidRequestError(
-                    f"the prompt contains {{{name[:80]}}}, and the columns are {', '.join(known) or 'none'}; name one "
+                    f"the prompt contains {{{name[:80]}}}, but the columns are {', '.join(known) or 'none'}; use one "
                     "of them, and write literal braces as {{ and }}",
                     param="prompt",
                 )
@@ -59,7 +59,7 @@ class RowPrompts:
         """Return the prompt of a row.
 
         Raises:
-            InvalidRequestError: a value is missing, or the function has failed.
+            InvalidRequestError: a value is missing or cannot be formatted, or the function failed.
         """
         source = self._source
         if isinstance(source, str):
@@ -69,9 +69,11 @@ class RowPrompts:
         try:
             made = source(row)
         except Exception as exc:
-            raise InvalidRequestError(f"the function of the prompt failed: {type(exc).__name__}: {exc}") from exc
+            raise InvalidRequestError(f"the prompt function raised {type(exc).__name__}: {exc}") from exc
         if not isinstance(made, str | Sequence):
-            raise InvalidRequestError(f"the function of the prompt returned {made!r:.80}, not a text or messages")
+            raise InvalidRequestError(
+                f"the prompt function returned {made!r:.80}; it must return a text or a list of messages"
+            )
         return made
 
     def _fill_message(self, message: Mapping[str, Any], row: Row) -> Mapping[str, Any]:
@@ -109,13 +111,15 @@ def _value(name: str | None, spec: str, row: Row) -> str:
     try:
         return format(value, spec)
     except (TypeError, ValueError) as exc:
-        raise InvalidRequestError(f"the column {name} is {value!r:.80}, which has no format {spec!r}: {exc}") from exc
+        raise InvalidRequestError(
+            f"the column {name} is {value!r:.80}, which the format {spec!r} does not fit: {exc}"
+        ) from exc
 
 
 def _parse(template: str) -> list[tuple[str, str | None, str]]:
-    """Return the literal texts of a template, each with the column and the format after it."""
+    """Split a template into literal texts, each with the column and the format that follow it."""
     try:
-        # A field is a column of this name. Unlike in str.format, its attributes and items cannot be read.
+        # Unlike in str.format, a field is only the name of a column: its attributes and items cannot be accessed.
         return [(text, name, spec or "") for text, name, spec, _ in Formatter().parse(template)]
     except ValueError as exc:
         raise InvalidRequestError(

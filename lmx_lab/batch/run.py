@@ -1,7 +1,7 @@
-"""Answer rows with as many requests at a time as the engine needs to be full.
+"""Answer rows, with as many concurrent requests as the engine has slots.
 
-Rows are read in the caller's thread, a limited number ahead. Requests are sent on the lab's event loop. A request that
-the server cannot accept now is sent again after the time that the server names.
+Rows are read in the caller's thread, up to a limit ahead of the answers. Requests are sent on the lab's event loop. If
+the server cannot accept a request, it is sent again after the time that the server returns.
 """
 
 from __future__ import annotations
@@ -37,34 +37,35 @@ from lmx_lab.errors import (
 from lmx_lab.wire.chat import ChatRequest
 
 AHEAD = 256
-"""Maximum number of requests whose rows were read and that are not finished, and of answers that were not taken."""
+"""Maximum number of requests that were read and are not finished or, for an iterator, whose answers were not taken."""
 WAITING = 2
-"""Number of requests beyond the slots, which wait in the server's queue, so that a free slot is used at once."""
+"""Number of additional requests, which wait in the server's queue so that a free slot is used immediately."""
 DEFAULT_SLOTS = 4
-"""Number of slots of a server that does not report it."""
+"""Assumed number of slots if the server does not report it."""
 STEP_S = 0.25
-"""Maximum time of a step, after which the progress is shown."""
+"""Maximum duration of a step. The progress is shown after each step."""
 RETRY_S = 120.0
-"""Maximum time without any finished row while the server does not answer or its model is being loaded."""
+"""While the server does not respond or loads the model, requests are sent again until no row has finished for this
+time."""
 MIN_PAUSE_S, MAX_PAUSE_S = 0.05, 5.0
-"""Limits of the time after which a request is sent again."""
-UNFINISHED = RowAnswer(error="was not computed, because the batch ended before")
-CUT_OFF = "the answer is not complete JSON, because it has reached max_tokens; raise max_tokens"
+"""Shortest and longest time after which a request is sent again."""
+UNFINISHED = RowAnswer(error="was not computed, because the run ended earlier")
+CUT_OFF = "the answer is not complete JSON, because it was cut off at max_tokens; increase max_tokens"
 
 MakeRequest = Callable[[Prompt], ChatRequest]
-"""Makes the request of a prompt; raises ``InvalidRequestError``."""
+"""Creates the request for a prompt. Raises ``InvalidRequestError`` if it is invalid."""
 Errors = Literal["row", "raise"]
 Retry = Literal["errors"]
 
 
 @dataclass(frozen=True, kw_only=True)
 class BatchOptions:
-    """How rows are answered."""
+    """How the rows of a run are answered."""
 
     prompts: RowPrompts
     make_request: MakeRequest
     parameters: frozenset[str]
-    """Names of the parameters of all requests. If a value of them is refused, the run ends."""
+    """Names of the parameters that all requests have. If the server refuses one of their values, the run ends."""
     columns: TypedColumns | None = None
     n: int = 1
     """Number of answers for each row."""
@@ -79,7 +80,7 @@ class LoadedModel:
 
     id: str
     key: str
-    """Identifies the weights in keys of the cache."""
+    """Identifies the engine and the weights in the keys of the cache."""
     slots: int
 
 
@@ -87,10 +88,10 @@ async def loaded_model(backend: Backend, *, hashed: bool) -> LoadedModel:
     """Return the loaded chat model.
 
     Args:
-        hashed: Whether its files are hashed, if they are on this machine.
+        hashed: Whether its files are hashed for the key, if they are on this machine.
 
     Raises:
-        NotLoadedError: there is none.
+        NotLoadedError: no chat model is loaded.
     """
     records = (await backend.models()).models
     record = next((each for each in records if each.loaded and not each.pinned and each.kind == "chat"), None)
@@ -118,10 +119,11 @@ class _Item:
 class BatchRun:
     """Answers the rows of a source.
 
-    ``read`` and ``take`` are called by one caller, in its thread; coroutines run on the lab's event loop.
+    ``read`` and ``take`` must be called in one thread; the coroutines run on the lab's event loop.
 
     Args:
-        in_order: Whether answers are taken while others are computed, so that their number is limited.
+        in_order: Whether the caller takes the answers one by one during the run. The number of answers that were not
+            taken is then limited.
     """
 
     def __init__(
@@ -141,7 +143,8 @@ class BatchRun:
         self._ready: deque[_Item] = deque()
         self._tasks: set[asyncio.Task[None]] = set()
         self._rows: dict[int, dict[str, Any]] = {}
-        self._repeats: Counter[str] = Counter()
+        self._repeats: Counter[int] = Counter()
+        """Number of requests so far for each prompt, by the first eight bytes of its digest to save memory."""
         self._exhausted = False
         self._stopped = False
         self._probed = options.columns is None
@@ -160,7 +163,7 @@ class BatchRun:
     # In the caller's thread
 
     def read(self) -> bool:
-        """Read rows up to the limit. Returns whether there is anything to wait for or to take.
+        """Read rows up to the limit. Returns whether there are rows that were not read or not finished.
 
         Raises:
             InvalidRequestError: the first row of an iterable does not have a column of the prompt.
@@ -201,12 +204,13 @@ class BatchRun:
         return item
 
     def _identify(self, item: _Item, request: ChatRequest) -> None:
-        """Set the key of a request. Equal rows have different keys by their order, as have the answers to one row."""
+        """Set the key of a request. Requests with equal prompts are numbered, so that each has a key of its own."""
         content = request.model_dump(mode="json", exclude={"model", "seed", "response_format"}, exclude_defaults=True)
         columns = self.options.columns
         key = _digest(self._model.key, content, columns and dict(columns.json_schema))
-        item.key = _digest(key, self._repeats[key])
-        self._repeats[key] += 1
+        prompt = int(key[:16], 16)
+        item.key = _digest(key, self._repeats[prompt])
+        self._repeats[prompt] += 1
 
     def take(self) -> dict[str, Any] | None:
         """Return the next answer in the order of the rows; None if it is not finished, or the run was stopped."""
@@ -216,7 +220,7 @@ class BatchRun:
         return row
 
     def rows(self) -> list[dict[str, Any]]:
-        """Return all answers that were not taken. Those that were not computed have an error."""
+        """Return all answers that were not taken. Rows that were not computed have an error."""
         total = len(self._source.index) * self.options.n
         return [self._rows.get(at) or self._row(at % self.options.n, UNFINISHED) for at in range(self._taken, total)]
 
@@ -226,8 +230,8 @@ class BatchRun:
         """Compute answers until rows can be read, the next answer can be taken, or ``STEP_S`` has passed.
 
         Raises:
-            BatchStoppedError: no further row can be answered, such as after the model was unloaded.
-            LabError: no row can be answered, or a row has failed and errors are raised.
+            BatchStoppedError: no further row can be answered, for example because the model was unloaded.
+            LabError: not even one row could be answered, or a row failed and ``errors`` is ``raise``.
         """
         self._loop = asyncio.get_running_loop()
         await self._look_up()
@@ -265,7 +269,7 @@ class BatchRun:
             asyncio.run_coroutine_threadsafe(self.stop(), self._loop)
 
     async def _look_up(self) -> None:
-        """Take the answers of new requests that are in the cache, and queue the others."""
+        """Finish the new requests whose answers are in the cache, and queue the others."""
         new = [self._new.popleft() for _ in range(len(self._new))]
         keys = [item.key for item in new if item.request is not None]
         found = await self._cache.find(keys) if self._cache is not None and keys else {}
@@ -287,7 +291,7 @@ class BatchRun:
         """Check that the schema can be enforced, before the first row is sent.
 
         Raises:
-            LabError: it cannot.
+            LabError: the schema cannot be enforced.
         """
         request = self.options.make_request("x").model_copy(update={"max_tokens": 1})
         await self._answer(request)
@@ -342,13 +346,17 @@ class BatchRun:
         self._finish(item, answer)
 
     def _stopping_error(self, error: LabError) -> LabError:
-        """Return the error with which the run ends."""
+        """Return the error that ends the run."""
         if not self.done:
             return error
-        kept = f"their answers are in {self._cache.path}" if self._cache else "its attribute frame has their answers"
+        if self._cache is not None:
+            kept = f"the answers are stored in {self._cache.path}"
+        elif self._in_order:
+            kept = "pass cache=path to keep all computed answers"
+        else:
+            kept = "the attribute frame of this error contains the answers"
         return BatchStoppedError(
-            f"{self._model.id} stopped after {self.done} answers, because of this error: "
-            f"{error.message.rstrip('.')}; {kept}"
+            f"the run ended after {self.done} answers of {self._model.id}: {error.message.rstrip('.')}; {kept}"
         )
 
     async def _answer(self, request: ChatRequest) -> RowAnswer:
@@ -356,7 +364,7 @@ class BatchRun:
         while True:
             started_at = time.monotonic()
             try:
-                answer, cost = await read_answer(self._backend, request)
+                answer, cost = await read_answer(self._backend, request, batch=True)
                 break
             except UnavailableError as exc:
                 if not self._can_retry(exc):
@@ -395,7 +403,7 @@ class BatchRun:
             self._fail(kind(f"row {item.label!r:.80}: {answer.error}"))
 
     def _read_values(self, answer: RowAnswer) -> tuple[RowAnswer, dict[str, Any]]:
-        """Return the values of the typed columns, and the answer with an error if it does not have them."""
+        """Return the answer and the values of its typed columns. If these are not valid, the answer has an error."""
         if (columns := self.options.columns) is None:
             return answer, {}
         missing: dict[str, Any] = dict.fromkeys(columns.dtypes)

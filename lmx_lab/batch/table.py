@@ -1,4 +1,4 @@
-"""Read the rows of a table, and make the table of their answers."""
+"""Read the rows of a table, and create the table of their answers."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ if TYPE_CHECKING:
     import pandas as pd
 
 TEXT = "text"
-"""The column of rows that are texts, and of a series without a name."""
+"""Name of the column if the rows are texts, or are a series without a name."""
 DTYPES: Mapping[str, str] = {
     "answer": "object",
     "reasoning": "object",
@@ -29,9 +29,9 @@ DTYPES: Mapping[str, str] = {
     "ttft_s": "float64",
     "total_s": "float64",
 }
-"""The columns that each table of answers has."""
+"""The columns of every table of answers, with their pandas types."""
 SAMPLE = "sample"
-"""The column with the number of an answer among those to the same row."""
+"""Name of the column that numbers the answers to the same row."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -39,19 +39,19 @@ class RowSource:
     """The rows to answer."""
 
     rows: Iterator[tuple[Any, Row]]
-    """Rows with their labels in the index."""
+    """Pairs of an index label and a row."""
     columns: Sequence[str] | None
-    """None if they are known only from the first row."""
+    """Names of the columns; None if they are not known before the first row is read."""
     index: Any = None
-    """The index of the table of answers; None for rows that are read one by one, whose answers are too."""
+    """The index of the table of answers; None if the rows are read, and the answers are returned, one by one."""
 
 
 def read_source(data: Any) -> RowSource:
     """Return the rows of a data frame, a series, a text, a sequence or an iterable.
 
     Raises:
-        InvalidRequestError: it is none of them.
-        ImportError: pandas is not installed, and the answers would be a table.
+        InvalidRequestError: the data is none of these, or two columns have the same name.
+        ImportError: the answers would be a table, and pandas is not installed.
     """
     rows: Iterator[tuple[Any, Row]]
     pandas = sys.modules.get("pandas")
@@ -93,31 +93,31 @@ def check_names(columns: TypedColumns) -> None:
     """Check that no column of a schema has the name of another column of the table.
 
     Raises:
-        InvalidRequestError: one has.
+        InvalidRequestError: a column has such a name.
     """
     for name in columns.dtypes:
         if name in DTYPES or name == SAMPLE:
             raise InvalidRequestError(
-                f"the schema has a column {name!r}, as each table of answers has; rename it", param="schema"
+                f"the schema has a column {name!r}, which every table of answers has already; rename it", param="schema"
             )
 
 
 def answer_row(answer: RowAnswer, values: Mapping[str, Any], *, sample: int | None) -> dict[str, Any]:
-    """Return the row of an answer.
+    """Return the row of the table for an answer.
 
     Args:
         values: The values of the typed columns.
-        sample: Number of the answer among those to the same row; None if there is one for each row.
+        sample: Number of the answer among those to the same row; None if each row has only one.
     """
     row = {name: getattr(answer, name) for name in DTYPES if name != "answer"}
     return {**({} if sample is None else {SAMPLE: sample}), "answer": answer.text, **values, **row}
 
 
 def answer_frame(rows: Sequence[Mapping[str, Any]], index: Any, columns: TypedColumns | None) -> pd.DataFrame:
-    """Return the table of the rows of answers.
+    """Create the table of answers from its rows.
 
     Args:
-        index: Labels of the rows that were answered. With several answers for each row, the labels are repeated.
+        index: Labels of the rows that were answered. They are repeated if each row has several answers.
     """
     dtypes = {SAMPLE: "int64", **DTYPES, **(columns.dtypes if columns is not None else {})}
     names = list(rows[0]) if rows else ["answer", *(columns.dtypes if columns else ()), *list(DTYPES)[1:]]

@@ -12,6 +12,7 @@ import logging
 import os
 import sqlite3
 import threading
+from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
@@ -31,6 +32,8 @@ log = logging.getLogger(__name__)
 T = TypeVar("T")
 KEPT_IN_MEMORY = 200
 """Maximum number of records in memory."""
+BATCHES_IN_MEMORY = 50
+"""Maximum number of records of batches in memory, so that a batch does not replace all others."""
 MEMORY_BYTES = 64 * 2**20
 """Maximum size of the records in memory."""
 FILE_BYTES = 4 * 2**30
@@ -73,11 +76,46 @@ COLUMNS = (
 ONE = "SELECT records.id, records.data, provenance.data FROM records JOIN provenance ON provenance.id = provenance"
 
 
-def create_private(path: Path) -> None:
-    """Create a file that only its owner can read, if it does not exist. SQLite gives its other files the same mode."""
-    # If the file cannot be created, opening it raises an error that says why.
-    with contextlib.suppress(OSError):
-        os.close(os.open(path, os.O_CREAT | os.O_EXCL, 0o600))
+def open_database(
+    path: Path | None,
+    prepare: Callable[[sqlite3.Connection], None],
+    *,
+    purpose: str,
+    param: str,
+    read_only: bool = False,
+) -> sqlite3.Connection:
+    """Open an SQLite file, which is created if it does not exist. Only its owner can read a new file.
+
+    Args:
+        path: None opens a database in memory.
+        prepare: Checks the content of the database, and creates the tables of a new one.
+        purpose: What the file is used as, for the error message.
+        param: The argument that named the file, for the error message.
+        read_only: Whether the file must exist, and is not changed.
+
+    Raises:
+        InvalidRequestError: the file cannot be opened.
+    """
+    name = ":memory:"
+    if path is not None:
+        absolute = path.expanduser().absolute()
+        name = f"{absolute.as_uri()}?mode={'ro' if read_only else 'rwc'}"
+        if not read_only:
+            # SQLite gives its other files the same mode. If the file cannot be created, opening it says why.
+            with contextlib.suppress(OSError):
+                os.close(os.open(absolute, os.O_CREAT | os.O_EXCL, 0o600))
+    try:
+        connection = sqlite3.connect(name, uri=path is not None, timeout=BUSY_S, check_same_thread=False)
+        try:
+            prepare(connection)
+        except BaseException:
+            connection.close()
+            raise
+    except sqlite3.Error as exc:
+        raise InvalidRequestError(
+            f"{path} cannot be used as {purpose}: {exc}; give the path of another file", param=param
+        ) from exc
+    return connection
 
 
 class RecordStore:
@@ -87,6 +125,7 @@ class RecordStore:
         path: The file, which is created if it does not exist; None stores the records in memory.
         read_only: Whether the file must exist, and is not changed.
         max_records: Maximum number of records; None sets no limit.
+        max_batch_records: Maximum number of records of batches that this store has added; None sets no limit.
         max_bytes: Maximum total size of the records.
 
     Raises:
@@ -99,22 +138,28 @@ class RecordStore:
         *,
         read_only: bool = False,
         max_records: int | None = None,
+        max_batch_records: int | None = None,
         max_bytes: int = FILE_BYTES,
     ) -> None:
         self.path = path
         self._max_records = max_records
+        self._max_batch_records = max_batch_records
+        self._batch_ids: deque[int] = deque()
+        """Ids of the records of batches, the oldest first, if their number is limited. Some may have been deleted."""
         self._max_bytes = max_bytes
         self._read_only = read_only
         # It starts its thread with the first record.
         self._executor = ThreadPoolExecutor(max_workers=1, thread_name_prefix="lmx-lab-records")
         self._pending = threading.Semaphore(MAX_PENDING)
         self._has_warned = False
-        self._connection = self._open()
+        self._connection = open_database(
+            path, self._prepare, purpose="a recording", param="record_to", read_only=read_only
+        )
 
     @classmethod
     def in_memory(cls) -> RecordStore:
         """Return a store of the last records, which are lost when it is closed."""
-        return cls(max_records=KEPT_IN_MEMORY, max_bytes=MEMORY_BYTES)
+        return cls(max_records=KEPT_IN_MEMORY, max_batch_records=BATCHES_IN_MEMORY, max_bytes=MEMORY_BYTES)
 
     # Writing
 
@@ -172,6 +217,7 @@ class RecordStore:
                     connection.execute("DELETE FROM records")
                 else:
                     connection.executemany("DELETE FROM records WHERE id = ?", [(id_,) for id_ in ids])
+            self._measure(connection)
             # The write-ahead log contains pages with deleted records until it is truncated.
             connection.execute("PRAGMA wal_checkpoint(TRUNCATE)")
 
@@ -210,26 +256,6 @@ class RecordStore:
 
     # On the thread
 
-    def _open(self) -> sqlite3.Connection:
-        path, name = self.path, ":memory:"
-        if path is not None:
-            path = path.expanduser().absolute()
-            if not self._read_only:
-                create_private(path)
-            name = f"{path.as_uri()}?mode={'ro' if self._read_only else 'rwc'}"
-        try:
-            connection = sqlite3.connect(name, uri=path is not None, timeout=BUSY_S, check_same_thread=False)
-            try:
-                self._prepare(connection)
-            except BaseException:
-                connection.close()
-                raise
-        except sqlite3.Error as exc:
-            raise InvalidRequestError(
-                f"{self.path} cannot be used as a recording: {exc}; give the path of another file", param="record_to"
-            ) from exc
-        return connection
-
     def _prepare(self, connection: sqlite3.Connection) -> None:
         version = int(connection.execute("PRAGMA user_version").fetchone()[0])
         is_empty = connection.execute("SELECT count(*) FROM sqlite_master").fetchone()[0] == 0
@@ -245,6 +271,9 @@ class RecordStore:
         connection.execute("PRAGMA synchronous = NORMAL")
         if is_empty:
             connection.executescript(f"BEGIN IMMEDIATE; {SCHEMA} COMMIT;")
+        self._measure(connection)
+
+    def _measure(self, connection: sqlite3.Connection) -> None:
         sums = connection.execute("SELECT count(*), total(size) FROM records").fetchone()
         self._count, self._bytes = int(sums[0]), int(sums[1])
 
@@ -275,24 +304,40 @@ class RecordStore:
                 found, is_new = (cursor.lastrowid,), True
             values["provenance"] = found[0]
             sql = f"INSERT INTO records ({', '.join(values)}) VALUES ({', '.join('?' * len(values))})"
-            connection.execute(sql, tuple(values.values()))
-            removed = self._remove_oldest(self._count + 1, self._bytes + len(data))
-        self._count, self._bytes = self._count + 1 - removed[0], self._bytes + len(data) - removed[1]
+            cursor = connection.execute(sql, tuple(values.values()))
+            batch_id = cursor.lastrowid if record.batch else None
+            count, size = self._remove_excess(self._count + 1, self._bytes + len(data), batch_id)
+        self._count, self._bytes = count, size
         if is_new:
             on_new(found[0])
 
-    def _remove_oldest(self, count: int, size: int) -> tuple[int, int]:
-        """Delete the oldest records above the limits, and return how many, and their size."""
-        removed, removed_bytes = 0, 0
-        while (self._max_records is not None and count - removed > self._max_records) or (
-            size - removed_bytes > self._max_bytes and count - removed > 1
-        ):
-            row = self._connection.execute("SELECT id, size FROM records ORDER BY id LIMIT 1").fetchone()
-            if row is None:
+    def _remove_excess(self, count: int, size: int, batch_id: int | None) -> tuple[int, int]:
+        """Delete the oldest records above the limits, and return the number of the others and their total size.
+
+        Args:
+            count: Number of records, including a new one.
+            size: Their total size.
+            batch_id: Id of the new record if it belongs to a batch.
+        """
+        if batch_id is not None and self._max_batch_records is not None:
+            self._batch_ids.append(batch_id)
+            if len(self._batch_ids) > self._max_batch_records:
+                removed, removed_bytes = self._remove_first("WHERE id = ?", self._batch_ids.popleft())
+                count, size = count - removed, size - removed_bytes
+        while (self._max_records is not None and count > self._max_records) or (size > self._max_bytes and count > 1):
+            removed, removed_bytes = self._remove_first("ORDER BY id")
+            if not removed:
                 break
-            self._connection.execute("DELETE FROM records WHERE id = ?", (row[0],))
-            removed, removed_bytes = removed + 1, removed_bytes + row[1]
-        return removed, removed_bytes
+            count, size = count - removed, size - removed_bytes
+        return count, size
+
+    def _remove_first(self, selected: str, *parameters: object) -> tuple[int, int]:
+        """Delete the first record that a clause selects. Returns the number of deleted records, and their size."""
+        row = self._connection.execute(f"SELECT id, size FROM records {selected} LIMIT 1", parameters).fetchone()
+        if row is None:
+            return 0, 0
+        self._connection.execute("DELETE FROM records WHERE id = ?", (row[0],))
+        return 1, int(row[1])
 
     def _read(self, sql: str, *parameters: object) -> list[Record]:
         rows = self._call(lambda: self._connection.execute(sql, parameters).fetchall())

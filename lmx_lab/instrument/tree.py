@@ -110,9 +110,11 @@ class Branch:
             NotLoadedError: another model is loaded.
             InvalidRequestError: there are no log-probabilities, and the tokens cannot be scored.
         """
-        if self._scored is None:
-            self._scored = lens_of(self._tree._lab, self.answer)
-        return self._scored.colored(color)
+        scored = self._scored
+        # llama.cpp computes entropies only if they are requested.
+        if scored is None or (color == "entropy" and any(token.entropy is None for token in scored)):
+            scored = self._scored = lens_of(self._tree._lab, self.answer, color=color)
+        return scored.colored(color)
 
     @property
     def logprob(self) -> float:

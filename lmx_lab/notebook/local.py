@@ -159,8 +159,8 @@ class LocalBackend:
     async def timeline(self, last_s: float, *, most: int | None = None) -> ServerTimeline:
         return self._services.inference.timelines.read(last_s, most=most)
 
-    async def generate(self, request: ChatRequest) -> LocalAnswer:
-        _, (generation,) = await self._services.inference.start(request, local=True, own=True)
+    async def generate(self, request: ChatRequest, *, batch: bool = False) -> LocalAnswer:
+        _, (generation,) = await self._services.inference.start(request, local=True, own=True, batch=batch)
         return LocalAnswer(generation)
 
     async def embed(self, body: EmbeddingsBody) -> Vectors:

@@ -1,4 +1,4 @@
-"""Define ``map``, the method of a lab that answers a prompt for each row of a table, and its progress."""
+"""Define ``map``, the method of a lab that answers a prompt for each row of a table, and show its progress."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ NOT_USED = {
     **dict.fromkeys(("tools", "tool_choice", "parallel_tool_calls"), "map does not call tools; use lab.chat"),
     **dict.fromkeys(("logprobs", "top_logprobs", "logprob_tokens"), "the table has no column for them; use lab.chat"),
 }
-"""Parameters of ``chat`` that ``map`` does not have, and what to do instead."""
+"""Parameters of ``chat`` that ``map`` does not accept, and what to do instead."""
 
 
 class MapOwner(PortalOwner, Protocol):
@@ -43,10 +43,10 @@ class MapOwner(PortalOwner, Protocol):
 
 
 class RowAnswers:
-    """The answers to the rows of an iterable, as dictionaries, in the order of the rows.
+    """An iterator over the answers to the rows of an iterable, as dictionaries, in the order of the rows.
 
-    Iterate over it with ``for`` or ``async for``. At most a few hundred rows are read ahead. ``close()``, or deleting
-    it, stops the requests that are running.
+    Use it with ``for`` or ``async for``. Rows are read as needed, a few hundred ahead of the answers. ``close()``
+    cancels the running requests; deleting the iterator does the same.
     """
 
     def __init__(self, run: BatchRun, portal: LoopPortal, cache: AnswerCache | None) -> None:
@@ -83,7 +83,7 @@ class RowAnswers:
         return row
 
     def close(self) -> None:
-        """Stop the requests that are running. Returns at once; can be called from any thread. Idempotent."""
+        """Cancel the running requests. Returns immediately; can be called from any thread. Idempotent."""
         self._run.close()
         if self._cache is not None:
             self._cache.close(wait=False)
@@ -111,28 +111,28 @@ class MapVerbs:
     ) -> pd.DataFrame | RowAnswers:
         """Answer a prompt for each row of a table, and return a table of the answers with the same index.
 
-        Its columns are ``answer``, ``reasoning``, ``finish_reason``, ``error``, counts of tokens, and times.
-        Interrupting ``map`` returns the answers so far, with ``.attrs["interrupted"]`` true.
+        The columns are ``answer``, ``reasoning``, ``finish_reason``, ``error``, token counts, and times. If ``map`` is
+        interrupted, it returns the answers that are complete, with ``.attrs["interrupted"]`` true.
 
         Args:
-            frame: A data frame, a series, a text, or a list of texts (the column ``text``) or dictionaries. The rows of
-                another iterable are read as needed, and an iterator over the answers is returned, as dictionaries.
-            prompt: A template such as ``"Summarise: {text}"``, where ``{text}`` is the value of a column; messages with
-                templates; or a function of a row that returns a text or messages.
+            frame: A data frame, a series, a text, or a list of dictionaries or texts (the column ``text``). The rows of
+                any other iterable are read as needed, and the result is an iterator over the answers as dictionaries.
+            prompt: A template such as ``"Summarise: {text}"``, which inserts the value of the column ``text``; messages
+                whose texts are templates; or a function that is called with a row and returns a text or messages.
             schema: Adds typed columns: a JSON schema, a pydantic model, or a dictionary such as ``{"days": int}``.
-            n: Number of answers for each row. If there are several, labels are repeated, and ``sample`` counts them.
+            n: Number of answers for each row. With more than one, labels are repeated, and ``sample`` numbers them.
             seed: A number from which the seed of each answer is derived.
-            errors: ``row`` writes the error of a row to its column ``error``; ``raise`` raises the first one.
-            cache: An SQLite file for the answers. With the same file, only answers that are missing are computed.
-            retry: ``errors`` also computes the answers with an error in the cache again.
+            errors: ``row`` reports the error of a row in its column ``error``; ``raise`` raises the first error.
+            cache: An SQLite file for the answers. A later run with the same file computes only missing answers.
+            retry: ``errors`` computes the answers in the cache that have an error again.
             parameters: ``system``, and the sampling parameters of ``chat``.
 
         Raises:
             NotLoadedError: no model is loaded.
             InvalidRequestError: an argument is invalid, a column does not exist, or the schema cannot be enforced.
-            BatchStoppedError: further rows cannot be answered, for example because the model was unloaded; its
-                ``frame`` has the answers so far.
-            ImportError: pandas is not installed.
+            BatchStoppedError: no further row can be answered, for example because the model was unloaded. Its
+                attribute ``frame`` contains the complete answers.
+            ImportError: the result would be a table, and pandas is not installed.
         """
         source = read_source(frame)
         prompts = _read_prompts(prompt, source)
@@ -162,7 +162,7 @@ class MapVerbs:
 async def _answer_all(
     run: BatchRun, source: RowSource, columns: TypedColumns | None, cache: AnswerCache | None, workbench: Workbench
 ) -> pd.DataFrame:
-    """Answer all rows and return the table. This is a verb."""
+    """Answer all rows, and return the table. Runs as a verb."""
     interrupted = False
     try:
         with _progress(workbench, run, len(source.index) * run.options.n) as show:
@@ -187,7 +187,7 @@ async def _answer_all(
 
 @contextmanager
 def _progress(workbench: Workbench, run: BatchRun, total: int) -> Iterator[Any]:
-    """Yield a function that shows the progress in a bar and in the metrics panel."""
+    """Yield a function that shows the progress as a bar and in the metrics panel."""
     started_at = time.monotonic()
     with counter("map") as bar:
 
@@ -218,10 +218,10 @@ def _read_schema(schema: Schema) -> TypedColumns:
 
 
 def _request_maker(fields: Mapping[str, Any]) -> MakeRequest:
-    """Return the function that makes the request of a prompt.
+    """Return the function that creates the request for a prompt.
 
     Raises:
-        InvalidRequestError: a parameter is invalid, for whatever prompt.
+        InvalidRequestError: a parameter is invalid for any prompt.
     """
 
     def make_request(prompt: Prompt) -> ChatRequest:

@@ -263,7 +263,7 @@ class RemoteBackend:
     async def timeline(self, last_s: float, *, most: int | None = None) -> ServerTimeline:
         return await self._portal.call(self._client.timeline(last_s, most=most))
 
-    async def generate(self, request: ChatRequest) -> RemoteAnswer:
+    async def generate(self, request: ChatRequest, *, batch: bool = False) -> RemoteAnswer:
         # Always streamed, because the time to the first token is measured.
         answer = RemoteAnswer(self._client, request, self._portal)
         await answer.start()

@@ -103,8 +103,11 @@ class InferenceService:
         local: bool = False,
         client: str | None = None,
         own: bool = False,
+        batch: bool = False,
     ) -> tuple[ChatAnswer, list[Generation]]:
         """Submit a chat request. Return the common fields of its answer, and a generation for each of its choices.
+
+        See ``submit`` for the arguments.
 
         Raises:
             LabError: see ``ModelManager.submit_all``.
@@ -116,6 +119,7 @@ class InferenceService:
             local=local,
             client=client,
             own=own,
+            batch=batch,
         )
         model = public_id(generations[0].model, local=local)
         answer = ChatAnswer(model=model, fingerprint=self.fingerprint, logprobs=bool(request.logprobs))
@@ -131,6 +135,7 @@ class InferenceService:
         local: bool = False,
         client: str | None = None,
         own: bool | None = False,
+        batch: bool = False,
         patient: bool = False,
     ) -> list[Generation]:
         """Submit all choices of a request, or none, and return their generations.
@@ -140,6 +145,7 @@ class InferenceService:
             local: Whether the caller is on this machine, so that it may name the loaded model by its path.
             client: Address of the client.
             own: Whether the request is one of the lab's own notebook; None if it must not be recorded.
+            batch: See ``Record.batch``.
             patient: Whether to wait if the queue is full, because the request is part of one that was accepted.
 
         Raises:
@@ -169,20 +175,32 @@ class InferenceService:
                 request_id=request_id or "",
                 index=first + at,
                 observe=self._end,
-                recorded=self._recorded(request, stream, at, own=bool(own)) if is_recorded else None,
+                recorded=self._recorded(request, stream, at, own=bool(own), batch=batch) if is_recorded else None,
             )
             for at, stream in enumerate(streams)
         ]
 
     def _recorded(
-        self, request: GenerationRequest, stream: TokenStream | Generation, choice: int, *, own: bool
+        self,
+        request: GenerationRequest,
+        stream: TokenStream | Generation,
+        choice: int,
+        *,
+        own: bool,
+        batch: bool = False,
     ) -> RecordedGeneration | None:
         """Return the beginning of a record; None if the model was unloaded since."""
         model = next((each for each in self._manager.residents if each.entry.id == stream.model), None)
         if model is None:
             return None
         return RecordedGeneration(
-            request=request, own=own, choice=choice, model=model, prompt=stream.prompt, steps=stream.steps
+            request=request,
+            own=own,
+            batch=batch,
+            choice=choice,
+            model=model,
+            prompt=stream.prompt,
+            steps=stream.steps,
         )
 
     async def regenerate(self, record: Record) -> Record:

@@ -51,6 +51,8 @@ class RecordedGeneration:
     request: GenerationRequest
     """The request with its drawn seed."""
     own: bool
+    batch: bool = False
+    """See ``Record.batch``."""
     choice: int
     model: Resident
     prompt: tuple[int, ...]
@@ -71,6 +73,7 @@ class RecordedGeneration:
             at=self.at,
             request_id=self.request.request_id or "",
             own=self.own,
+            batch=self.batch,
             choice=self.choice,
             request=request_to_json(self.request),
             prompt=self.prompt,

@@ -73,6 +73,8 @@ class Record:
     """Id of the request in the log and in ``/admin/events``; empty for requests of the notebook."""
     own: bool
     """Whether the request was one of the lab's own notebook."""
+    batch: bool = False
+    """Whether the request was one of many, such as a row of ``lab.map``. Fewer of these are kept in memory."""
     choice: int = 0
     """Index of the answer among those to the same prompt."""
     request: Mapping[str, Any]

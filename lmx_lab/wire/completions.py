@@ -34,20 +34,28 @@ TokenLists = TypeAliasType(
 )
 
 
-def shape_of(prompt: Any) -> str:
-    """Return the tag of a prompt's type by its first item. Trying all types on a million ids would take seconds."""
+def shape_of(prompt: Any) -> str | None:
+    """Return the tag of a prompt's type by its first item; None if it is neither a text nor a list.
+
+    Trying all types on a million ids would take seconds.
+    """
     if not isinstance(prompt, list):
-        return "str"
+        return "str" if isinstance(prompt, str) else None
     first = prompt[0] if prompt else ""
     return "list[list]" if isinstance(first, list) else "list[str]" if isinstance(first, str) else "list[int]"
 
 
+BY_SHAPE = Discriminator(
+    shape_of,
+    custom_error_type="shape_of_texts",
+    custom_error_message="must be a text, a list of texts, the token ids of one text, or a list of such lists of ids",
+)
 Prompt = Annotated[
     Annotated[str, Tag("str")]
     | Annotated[Texts, Tag("list[str]")]
     | Annotated[TokenIds, Tag("list[int]")]
     | Annotated[TokenLists, Tag("list[list]")],
-    Discriminator(shape_of),
+    BY_SHAPE,
 ]
 
 

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 from typing import Annotated, Literal
 
-from pydantic import BaseModel, ConfigDict, Discriminator, FailFast, Field, Tag
+from pydantic import BaseModel, ConfigDict, FailFast, Field, Tag
 from typing_extensions import TypeAliasType
 
-from lmx_lab.wire.completions import TokenIds, shape_of
+from lmx_lab.wire.completions import BY_SHAPE, TokenIds
 from lmx_lab.wire.generation import WHOLE, NonEmpty, RequestModel
 
 INPUT_LIMIT = 16_384
@@ -22,7 +22,7 @@ Input = Annotated[
     | Annotated[InputTexts, Tag("list[str]")]
     | Annotated[TokenIds, Tag("list[int]")]
     | Annotated[InputTokens, Tag("list[list]")],
-    Discriminator(shape_of),
+    BY_SHAPE,
 ]
 Purpose = Literal["query", "document", "search_query", "search_document"]
 

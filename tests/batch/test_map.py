@@ -48,13 +48,13 @@ class Sent:
         self._running = 0
         generate = LocalBackend.generate
 
-        async def counted(backend: LocalBackend, request: ChatRequest) -> AnswerStream:
+        async def counted(backend: LocalBackend, request: ChatRequest, *, batch: bool = False) -> AnswerStream:
             self.requests.append(request)
             self._running += 1
             self.most_at_once = max(self.most_at_once, self._running)
             try:
                 await self.before(len(self.requests))
-                return await generate(backend, request)
+                return await generate(backend, request, batch=batch)
             finally:
                 self._running -= 1
 
@@ -79,6 +79,7 @@ def test_rows_have_the_same_index_and_errors_are_in_their_rows(lab: lmx_lab.Lab)
     assert answers["error"].isna().tolist() == [True, False, True, False]
     assert answers["output_tokens"].dtype == "Int64"
     assert (answers["total_s"].dropna() > 0).all()
+    assert lab.requests[-1].record.batch
     assert answers.attrs["interrupted"] is False
     with pytest.raises(InvalidRequestError, match=r"'x'.*text"):
         lab.map(frame, "{text}", errors="raise")

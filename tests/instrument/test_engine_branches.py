@@ -75,6 +75,10 @@ def test_the_beginnings_of_an_answer_are_expanded(lab: lmx_lab.Lab) -> None:
 def test_entropies_and_ranks_equal_those_of_the_whole_distribution(lab: lmx_lab.Lab, tiny: ModelEntry) -> None:
     reply = lab.chat("hello", max_tokens=6, temperature=0, ignore_eos=True)
     lens = reply.lens(color="entropy")
+    root = reply.tree().root
+    # Scores that were computed without entropies are not reused for them.
+    assert [token.token for token in root.lens()] == [token.token for token in root.lens(color="entropy")]
+    assert all(token.entropy is not None for token in root.lens(color="entropy"))
     model, _ = mlx_lm.load(str(tiny.path))[:2]
     logits = np.array(model(mx.array([[*reply.prompt_ids, *reply.ids]]))[0].astype(mx.float32), dtype=np.float64)
     rows = logits[len(reply.prompt_ids) - 1 : -1]

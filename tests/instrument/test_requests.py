@@ -300,6 +300,17 @@ def test_the_oldest_records_are_deleted_above_the_limits() -> None:
     assert [record.text for record in store] == ["2", "3", "4"]
     assert store.rows()[0][-2:] == (str(2**70), "2")
     store.close()
+    # Records of batches replace only each other.
+    store = RecordStore(max_records=4, max_batch_records=2)
+    for text in ("chat", "row 1", "row 2", "row 3", "row 4", "other chat"):
+        store.add(partial(replace, RECORD, text=text, batch=text.startswith("row")), "key")
+    assert [record.text for record in store] == ["chat", "row 3", "row 4", "other chat"]
+    # Deleted records no longer count.
+    store.delete()
+    for text in ("row 5", "row 6", "chat"):
+        store.add(partial(replace, RECORD, text=text, batch=text.startswith("row")), "key")
+    assert [record.text for record in store] == ["row 5", "row 6", "chat"]
+    store.close()
     store = RecordStore(max_bytes=3000)
     for _ in range(8):
         store.add(partial(replace, RECORD, text="x" * 1000), "key")

@@ -113,7 +113,7 @@ class ScriptedBackend:
         self.requests.append(("unload", self.now.model) if wait is None else ("unload", (model, wait)))
         return float(await _next(self.unloads))
 
-    async def generate(self, request: ChatRequest) -> ScriptedAnswer:
+    async def generate(self, request: ChatRequest, *, batch: bool = False) -> ScriptedAnswer:
         self.requests.append(("generate", request))
         return ScriptedAnswer(self)
 

@@ -116,6 +116,13 @@ async def test_an_invalid_field_is_named_before_the_request_is_submitted(changes
     assert manager.requests == []
 
 
+@pytest.mark.parametrize("wrong", [5, None, {"text": "a"}])
+async def test_an_input_of_another_type_is_refused_with_the_accepted_forms(wrong: Any) -> None:
+    message = (await refused(FakeEncoder(), PATH, body(input=wrong)))["message"]
+    assert message.startswith("input: must be a text, a list of texts, the token ids")
+    assert message.endswith("(given: 5)") == (wrong == 5)
+
+
 async def test_too_many_inputs_are_refused_with_the_limit() -> None:
     assert (await post(FakeEncoder(), PATH, body(input=["a"] * INPUT_LIMIT))).status_code == 200
     error = await refused(FakeEncoder(), PATH, body(input=["a"] * (INPUT_LIMIT + 1)))

@@ -7,7 +7,7 @@ import contextlib
 import json
 import logging
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
@@ -17,7 +17,6 @@ from lmx_lab.engine.llama_cpp.answer import AnswerReader
 from lmx_lab.engine.llama_cpp.connection import RefusedError
 from lmx_lab.engine.llama_cpp.missing_tokens import choose
 from lmx_lab.engine.llama_cpp.model import HostedModel
-from lmx_lab.engine.llama_cpp.parsed_answers import find_ids
 from lmx_lab.engine.llama_cpp.prepare import PreparedRequest
 from lmx_lab.engine.llama_cpp.request import sampling
 from lmx_lab.engine.llama_cpp.scoring import score_prompt
@@ -219,7 +218,7 @@ class LlamaQueue:
         fields = sampling(prepared.request, choice=generation.choice, context_length=prepared.context_length)
         with contextlib.suppress(RefusedError, EngineError, TimeoutError):
             async with asyncio.timeout(IDS_S):
-                tokens = await find_ids(
+                tokens = await _find_parsed_ids(
                     self._hosted,
                     prepared.tokens,
                     fields,
@@ -339,6 +338,43 @@ class LlamaQueue:
         if end is not None:
             self._post(generation.mailbox, end)
         self._admit()
+
+
+async def _find_parsed_ids(
+    hosted: HostedModel, prompt: Sequence[int], fields: Mapping[str, Any], *, output_tokens: int, ended: bool
+) -> tuple[int, ...]:
+    """Return the tokens of an answer that llama.cpp has parsed and that has just ended; none if they cannot be found.
+
+    For such an answer, llama.cpp sends neither token ids nor the generated text of its tool calls, but ``/slots``
+    contains the text of the last answer in each slot. This text is tokenized. To compare the tokens with those in the
+    slot's cache, one more token is generated after them: llama.cpp reports how many tokens the cache contained.
+
+    Args:
+        fields: The sampling parameters of the request, with llama.cpp's names.
+        output_tokens: Number of tokens of the answer.
+        ended: Whether the last one is the token with which the model ended its answer, which has no text.
+    """
+    # The last token of an answer is sampled, but is not in the cache.
+    length = len(prompt) + output_tokens - 1
+    for slot in await hosted.connection.get("/slots"):
+        if slot["is_processing"] or slot.get("n_prompt_tokens") != length:
+            continue
+        tokens = await hosted.tokenize(
+            slot.get("generated", ""), at_most=output_tokens + 1, parse_special=True, add_special=False
+        )
+        if len(tokens) != output_tokens - ended:
+            continue
+        known = [*prompt, *tokens]
+        body = {**fields, "temperature": 0, "prompt": known, "n_predict": 1, "return_tokens": True}
+        answer = await hosted.connection.post("/completion", body)
+        # The last token is always computed again.
+        if answer["timings"]["cache_n"] != len(known) - 1:
+            continue
+        if not ended:
+            return tuple(tokens)
+        ends = (await hosted.load_token_table()).eos_tokens
+        return (*tokens, *(token for token in answer["tokens"] if token in ends))
+    return ()
 
 
 def _add_tokens(totals: TokenTotals, reader: AnswerReader) -> None:

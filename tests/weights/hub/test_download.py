@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import errno
+import json
 import shutil
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -11,6 +12,8 @@ from typing import Any, NamedTuple
 import pytest
 
 from lmx_lab.errors import DownloadError, ModelNotFoundError, StorageFullError, UnusableModelError
+from lmx_lab.server.ollama import requested_model
+from lmx_lab.server.ollama_models import Downloads
 from lmx_lab.weights import Catalog, Progress
 from lmx_lab.weights.hub import download
 from lmx_lab.weights.hub.verify import mark_unverified, mark_verified
@@ -45,6 +48,16 @@ def test_a_model_is_downloaded_to_the_hub_cache_without_code_and_pickles(catalog
     assert sorted(server.sent) == ["config.json", "model.safetensors", "tokenizer.json"]
     assert {progress.total_bytes for progress in seen} == {sum(len(server.files[name]) for name in server.sent)}
     assert catalog.resolve("org/tiny") == entry
+
+
+@pytest.mark.anyio
+async def test_ollama_s_clients_download_from_the_hub_and_see_the_progress(catalog: Catalog, server: Hub) -> None:
+    download = await Downloads(catalog, may_download=True).join(requested_model("hf.co/org/tiny") or "", local=True)
+    await download.wait()
+    assert catalog.resolve("org/tiny").source == "hub"
+    line = json.loads(download.line())
+    assert line["status"].endswith(" org/tiny")
+    assert line["completed"] == line["total"] == sum(len(server.files[name]) for name in server.sent)
 
 
 def test_only_missing_files_are_downloaded_again(catalog: Catalog, server: Hub) -> None:
