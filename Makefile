@@ -58,7 +58,7 @@ demo: $(STAMP)
 PYTEST = PYTHONDONTWRITEBYTECODE= OPENBLAS_NUM_THREADS=1 $(BIN)/python -m pytest --durations 20 \
   -n $(TEST_WORKERS) --maxprocesses 4 --dist loadfile --no-loadscope-reorder
 
-# Many of these tests wait, so more workers than cores are faster. On two idle cores they take about 95 s.
+# Many of these tests wait, so more workers than cores are faster. On two idle cores they take about 90 s.
 test-fast: TEST_WORKERS = 4
 test-fast: setup
 	$(PYTEST) -m "not slow and not long"
@@ -68,6 +68,7 @@ test: setup
 	$(PYTEST) -m "not long"
 
 # Runs up to three failed tests again in a single process, and reports those that then pass as unstable.
+test-all: TEST_WORKERS = $(shell $(PYTHON) -c "import os; print(max(3, os.cpu_count()))")
 test-all: setup
 	$(PYTEST) || $(BIN)/python -m tests.run_failed_again $$?
 	$(MAKE) parity

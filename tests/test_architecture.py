@@ -73,7 +73,7 @@ TABLE = {
     # weights: the hashes of a model's files in the provenance of records.
     "instrument": Row("errors values frames progress weights wire backend", "pandas"),
     # instrument: opens SQLite files in the same way. pydantic: schemas of typed columns.
-    "batch": Row("errors values frames wire backend instrument", "pandas pydantic"),
+    "batch": Row("errors values frames wire backend instrument", "numpy pandas pydantic"),
     # client: the classes of the daemon's events. urls: which frontend shows the panels.
     # instrument: the lens panel shows its values and takes branches, and the timeline panel explains requests.
     # IPython: a panel has a static output for notebooks without a kernel. minify: only to build the widgets' code.

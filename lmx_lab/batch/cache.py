@@ -13,7 +13,7 @@ import json
 import os
 import sqlite3
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import TypeVar
@@ -69,12 +69,19 @@ class AnswerCache:
         Raises:
             LabError: the file cannot be written.
         """
-        data = json.dumps(dataclasses.asdict(answer))
+        await self.add_all({key: answer}, model)
+
+    async def add_all(self, answers: Mapping[str, RowAnswer], model: str) -> None:
+        """Store answers by their keys in one transaction; returns when the operating system has them.
+
+        Raises:
+            LabError: the file cannot be written.
+        """
+        rows = [(key, time.time(), model, json.dumps(dataclasses.asdict(answer))) for key, answer in answers.items()]
 
         def write() -> None:
             with self._connection:
-                row = (key, time.time(), model, data)
-                self._connection.execute("INSERT OR REPLACE INTO answers VALUES (?, ?, ?, ?)", row)
+                self._connection.executemany("INSERT OR REPLACE INTO answers VALUES (?, ?, ?, ?)", rows)
 
         await self._call(write)
 

@@ -72,7 +72,7 @@ def read_source(data: Any) -> RowSource:
     rows = ((position, _row(value)) for position, value in enumerate(data))
     if not isinstance(data, Sequence):
         return RowSource(rows=rows, columns=None)
-    columns = list(dict.fromkeys(name for value in data for name in _row(value)))
+    columns = list(dict.fromkeys(name for value in data for name in _row(value))) or [TEXT]
     return RowSource(rows=rows, columns=columns, index=pandas_for("map").RangeIndex(len(data)))
 
 

@@ -75,7 +75,7 @@ def wrap_app(
     api.add_exception_handler(ClientDisconnect, error_bodies.on_disconnect)
     api.add_exception_handler(Exception, error_bodies.on_bug)
     guarded = Cors(Guard(api, policy=policy, respond=_refusal), policy=policy, methods=methods)
-    return ResponseHeaders(guarded, observer)
+    return ResponseHeaders(guarded, observer, at_end=api.state.large_body_queue.trim_later)
 
 
 class Cors(CORSMiddleware):
@@ -109,11 +109,16 @@ def _refusal(error: LabError) -> ASGIApp:
 
 
 class ResponseHeaders:
-    """Adds headers to every response: a request id (also in the scope), the version, and restrictions for browsers."""
+    """Adds headers to every response: a request id (also in the scope), the version, and restrictions for browsers.
 
-    def __init__(self, app: ASGIApp, observer: RequestObserver | None = None) -> None:
+    Args:
+        at_end: Called at the end of each request.
+    """
+
+    def __init__(self, app: ASGIApp, observer: RequestObserver | None, *, at_end: Callable[[], None]) -> None:
         self._app = app
         self._observer = observer
+        self._at_end = at_end
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         if scope["type"] == "lifespan":
@@ -131,14 +136,14 @@ class ResponseHeaders:
                 message = {**message, "headers": [*headers, id_header, *FIXED_HEADERS]}
             await send(message)
 
-        if self._observer is None:
-            await self._app(scope, receive, send_with_headers)
-            return
-        self._observer.begin(scope)
+        if self._observer is not None:
+            self._observer.begin(scope)
         try:
             await self._app(scope, receive, send_with_headers)
         finally:
-            self._observer.end(scope, status)
+            if self._observer is not None:
+                self._observer.end(scope, status)
+            self._at_end()
 
 
 def _with_content_policy(headers: Iterable[tuple[bytes, bytes]]) -> list[tuple[bytes, bytes]]:

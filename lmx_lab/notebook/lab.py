@@ -36,6 +36,7 @@ from lmx_lab.notebook.map import MapVerbs
 from lmx_lab.notebook.reply import ModelList, Reply, ReplyStream, json_shape, read_reply
 from lmx_lab.notebook.report import report_html, write_report
 from lmx_lab.notebook.rerank_result import RerankResult
+from lmx_lab.notebook.search import SearchVerbs
 from lmx_lab.notebook.snapshot import Snapshot, take_snapshot
 from lmx_lab.notebook.verbs import LoopPortal, awaited, blocking, on_loop, run_verb
 from lmx_lab.panels.workbench import Workbench
@@ -64,7 +65,7 @@ PROMPT_TOKENS, OUTPUT_TOKENS = 512, 128
 CLOSED = Closed()
 
 
-class Lab(MapVerbs, InstrumentVerbs, LocalProperties):
+class Lab(MapVerbs, SearchVerbs, InstrumentVerbs, LocalProperties):
     """An inference server, in this process or elsewhere, with methods to load models and to send requests.
 
     ``launch()`` and ``attach()`` return a lab, and ``stop()`` ends it. Every blocking method that uses the server has

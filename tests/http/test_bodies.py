@@ -7,10 +7,12 @@ import contextlib
 import gc
 import json
 import threading
+import time
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from typing import Any
 
+import httpx2
 import pydantic_core
 import pytest
 from fastapi import APIRouter, FastAPI
@@ -163,7 +165,9 @@ async def test_garbage_is_not_collected_in_a_step_of_a_large_body() -> None:
 
 
 @pytest.mark.slow
-async def test_freed_memory_is_returned_once_after_large_bodies(monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_freed_memory_is_returned_once_after_large_bodies_and_after_requests(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     trimmed: list[str] = []
     trim = bodies._trim_heaps
 
@@ -172,18 +176,34 @@ async def test_freed_memory_is_returned_once_after_large_bodies(monkeypatch: pyt
         trimmed.append(threading.current_thread().name)
 
     monkeypatch.setattr(bodies, "_trim_heaps", record)
+    monkeypatch.setattr(bodies, "TRIM_S", 1.0)
     queue, large = LargeBodyQueue(), json.dumps([12345] * SMALL_BODY_BYTES)
     await read_json("[1]", queue, list)
     assert queue._trimming is None
-    await read_json(large, queue, list)
-    first = queue._trimming
-    assert first is not None
-    monkeypatch.setattr(bodies, "TRIM_S", 0)
-    await read_json(large, queue, list)
-    assert first.cancelled()
+    for _ in range(3):
+        await read_json(large, queue, list)
+    last = time.monotonic()
     await wait_until(lambda: trimmed)
+    assert time.monotonic() - last > 0.5
+    assert queue._trimming is None
     (thread,) = trimmed
     assert thread != threading.current_thread().name
+
+    app = wrap_app(application(), lambda: local_policy(80))
+    async with httpx2.AsyncClient(transport=httpx2.ASGITransport(app), base_url="http://127.0.0.1") as client:
+        await client.get("/none")
+    await wait_until(lambda: len(trimmed) == 2)
+
+
+async def test_a_body_that_waits_for_others_too_long_is_refused_and_a_single_one_is_not(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(bodies, "WAIT_S", 0)
+    queue, large = LargeBodyQueue(), json.dumps([12345] * SMALL_BODY_BYTES)
+    first, second = await asyncio.gather(*(read_json(large, queue, len) for _ in range(2)), return_exceptions=True)
+    assert isinstance(first, QueueFullError)
+    assert first.retry_after_s == bodies.RETRY_S
+    assert second == await read_json(large, queue, len) == SMALL_BODY_BYTES
 
 
 @pytest.mark.parametrize(("before", "after"), [(b"[", b"]"), (b'{"a":', b"}")])

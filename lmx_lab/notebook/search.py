@@ -1,0 +1,202 @@
+"""Define ``embed_frame`` and ``search``, the methods of a lab for the vectors of a column and for similar texts."""
+
+from __future__ import annotations
+
+import os
+import time
+from typing import TYPE_CHECKING, Any
+
+from lmx_lab.backend import Backend
+from lmx_lab.batch.cache import AnswerCache
+from lmx_lab.batch.run import Errors
+from lmx_lab.batch.table import TEXT, read_source
+from lmx_lab.batch.vectors import (
+    VECTOR,
+    EmbeddingRun,
+    embedding_model,
+    matrix_of,
+    most_similar,
+    settings_key,
+    texts_of,
+)
+from lmx_lab.errors import InvalidRequestError, NotLoadedError
+from lmx_lab.frames import pandas_for
+from lmx_lab.notebook.arguments import embeddings_body, rerank_body
+from lmx_lab.notebook.map import MapOwner
+from lmx_lab.notebook.verbs import awaited, blocking, in_thread, on_loop
+from lmx_lab.progress import counter
+from lmx_lab.values.encoding import InputType
+
+if TYPE_CHECKING:
+    import pandas as pd
+
+RERANKED = 50
+"""Number of texts that a reranker compares with the query, unless more are asked for."""
+SCORES = ("similarity", "score")
+
+
+class SearchVerbs:
+    """The methods of ``Lab`` for the vectors of a column."""
+
+    async def _embed_frame(
+        self: MapOwner,
+        /,
+        frame: Any,
+        column: str | None = None,
+        *,
+        model: str | None = None,
+        dimensions: int | None = None,
+        input_type: InputType | None = None,
+        truncate: bool = False,
+        errors: Errors = "row",
+        cache: str | os.PathLike[str] | None = None,
+    ) -> pd.DataFrame:
+        """Return the vectors of a column as a data frame with the same index.
+
+        Its columns are ``embedding``, an array in float32 or None, and ``error``. Equal texts are computed once. If it
+        is interrupted, it returns the vectors so far, with ``.attrs["interrupted"]`` true.
+
+        Args:
+            frame: A data frame, a series, or a list of texts or dictionaries.
+            column: The column of the texts; it can be left out if there is only one.
+            model: An embedding model in memory; by default the pinned one, else the loaded one.
+            dimensions: Keep this number of leading components, and normalize again.
+            input_type: Selects the prompt in the model's files that precedes each text; many models have no prompts.
+            truncate: Cut texts that are too long for the model, instead of refusing them.
+            errors: ``row`` writes the error of a row to its column ``error``; ``raise`` raises the first one.
+            cache: An SQLite file for the vectors. With the same file, only vectors that are missing are computed.
+
+        Raises:
+            NotLoadedError: no embedding model is in memory.
+            InvalidRequestError: an argument is invalid, or the column does not exist.
+            ImportError: pandas is not installed.
+        """
+        if errors not in ("row", "raise"):
+            raise InvalidRequestError(f"errors is {errors!r:.40}; it must be 'row' or 'raise'", param="errors")
+        source = read_source(frame)
+        labels, texts = texts_of(source, column)
+        loaded = await on_loop(embedding_model(self._backend, model, hashed=cache is not None))
+        settings = {"dimensions": dimensions, "input_type": input_type, "truncate": truncate}
+        embeddings_body(["x"], model=loaded.id, **settings)
+        stored = None if cache is None else await in_thread(lambda: AnswerCache(cache))
+        run = EmbeddingRun(
+            self._backend,
+            texts,
+            lambda some: embeddings_body(some, model=loaded.id, **settings),
+            key=settings_key(loaded, settings),
+            errors=errors,
+            cache=stored,
+        )
+        try:
+            if errors == "raise":
+                run.check_values(labels)
+            interrupted = await _embed_all(run)
+        finally:
+            if stored is not None:
+                stored.close()
+        vectors = run.frame(source.index)
+        vectors.attrs["interrupted"] = interrupted
+        return vectors
+
+    embed_frame = blocking(_embed_frame)
+    aembed_frame = awaited(_embed_frame)
+
+    async def _search(
+        self: MapOwner,
+        /,
+        frame: Any,
+        query: str,
+        column: str | None = None,
+        *,
+        top_n: int = 10,
+        rerank: bool | None = None,
+        model: str | None = None,
+        cache: str | os.PathLike[str] | None = None,
+    ) -> pd.DataFrame:
+        """Return the rows whose texts are most similar to a query, the most similar first.
+
+        The rows keep their labels and have two more columns: ``similarity``, the cosine similarity of the vectors, and
+        ``score``, by which the rows are ordered: that of the reranker, or else the similarity. Rows without a text are
+        left out. Texts that are too long for a model are cut.
+
+        Args:
+            frame: A data frame, a series, or a list of texts or dictionaries.
+            query: The text to compare with.
+            column: The column of the texts; it can be left out if there is only one.
+            top_n: Maximum number of rows to return.
+            rerank: Whether a reranker orders the rows with the most similar vectors, at least 50 of them; by default if
+                one is in memory.
+            model: An embedding model in memory; by default the pinned one, else the loaded one.
+            cache: An SQLite file for the vectors, as for ``embed_frame``.
+
+        Raises:
+            NotLoadedError: no embedding model is in memory, or no reranker, and ``rerank`` is true.
+            InvalidRequestError: an argument is invalid, or the column does not exist.
+            ImportError: pandas is not installed.
+        """
+        if not isinstance(top_n, int) or isinstance(top_n, bool) or top_n < 1:
+            raise InvalidRequestError(f"top_n is {top_n!r:.40}; it must be a whole number, 1 or more", param="top_n")
+        table = _frame_of(frame)
+        _, texts = texts_of(read_source(table), column)
+        body = embeddings_body(query, model=model, input_type="query", truncate=True)
+        reranker = None if rerank is False else await on_loop(_reranker(self._backend, required=bool(rerank)))
+        embedded = await SearchVerbs._embed_frame(
+            self, table, column, model=model, input_type="document", truncate=True, cache=cache
+        )
+        count = top_n if reranker is None else max(top_n, RERANKED)
+        similar = most_similar(matrix_of(embedded[VECTOR]), await on_loop(self._backend.embed(body)), count)
+        similarities = dict(similar)
+        ranked = similar
+        if reranker is not None and similar:
+            documents = [texts[at] for at, _ in similar]
+            asked = rerank_body(query, documents, top_n=min(top_n, len(similar)), model=reranker, truncate=True)
+            ranking = await on_loop(self._backend.rerank(asked))
+            ranked = [(similar[index][0], score) for index, score in ranking.order]
+        found = table.iloc[[at for at, _ in ranked]]
+        scores = {"similarity": [similarities[at] for at, _ in ranked], "score": [score for _, score in ranked]}
+        return found.assign(**scores)
+
+    search = blocking(_search)
+    asearch = awaited(_search)
+
+
+async def _embed_all(run: EmbeddingRun) -> bool:
+    """Compute all vectors; returns whether this was interrupted. This is a verb."""
+    began = time.monotonic()
+    try:
+        with counter("embed") as bar:
+            while await on_loop(run.step()):
+                bar.show(f"{run.done / (time.monotonic() - began):.0f} texts/s", run.done, run.total)
+    except KeyboardInterrupt:
+        return True
+    return False
+
+
+async def _reranker(backend: Backend, *, required: bool) -> str | None:
+    records = (await backend.models()).models
+    found = next((record.id for record in records if record.loaded and record.kind == "rerank"), None)
+    if found is None and required:
+        raise NotLoadedError("no reranker is in memory; start the lab with reranker=..., or leave out rerank=True")
+    return found
+
+
+def _frame_of(data: Any) -> pd.DataFrame:
+    """Return the rows to search as a data frame that has none of the columns that are added.
+
+    Raises:
+        InvalidRequestError: it has one of them.
+    """
+    pandas = pandas_for("search")
+    if isinstance(data, pandas.Series):
+        table = data.to_frame(data.name if data.name is not None else TEXT)
+    elif isinstance(data, pandas.DataFrame):
+        table = data
+    else:
+        source = read_source(data)
+        table = pandas.DataFrame([row for _, row in source.rows], columns=source.columns)
+    if taken := [name for name in SCORES if name in table.columns]:
+        raise InvalidRequestError(
+            f"the rows have a column {taken[0]!r}, which the result adds; rename it", param="frame"
+        )
+    result: pd.DataFrame = table
+    return result
