@@ -464,7 +464,10 @@ const go = h("button", { class: "go", onclick: () => (busy() ? stop() : send()) 
 
 const samplingError = h("p", { class: "error", role: "alert" });
 const inputs = SAMPLING.map(([name, step, placeholder, min, max]) => [name, h("input", {
-  type: "number", min, max, step, placeholder, onchange: ({ target }) => {
+  type: "number", min, max, step, placeholder,
+  // An input that is not a number changes the value from one empty text to another, which is not an event.
+  onblur: ({ target }) => target.validity.badInput && target.onchange({ target }),
+  onchange: ({ target }) => {
     const value = +target.value, isWhole = step === 1;
     // The browser returns an empty text for an input such as 1e999.
     const isEmpty = target.value === "" && !target.validity.badInput;

@@ -134,6 +134,7 @@ def test_a_conversation(browser: Browser, paced: Lab, size: dict[str, Any]) -> N
         drawer = settings(page)
         drawer.get_by_label("system prompt").fill("Be brief.")
         drawer.get_by_label("temperature").fill("0.2")
+        drawer.get_by_label("temperature").press("Tab")
         for name, wrong in (("temperature", "1e999"), ("temperature", "2.5"), ("max_tokens", "0"), ("seed", "1.5")):
             drawer.get_by_label(name).fill(wrong)
             drawer.get_by_label(name).press("Tab")
