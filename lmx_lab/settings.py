@@ -240,7 +240,15 @@ class Settings:
                 values[name] = _convert(name, str(f.type), overrides[name])
             elif text := environ.get(PREFIX + name.upper()):
                 values[name] = _convert(PREFIX + name.upper(), str(f.type), text)
-        return cls(**values)
+        settings = cls(**values)
+        # Only if the caller has given the name: in the environment, it may be meant for other commands.
+        if overrides.get("announce_name") is not None and not settings.announce:
+            raise InvalidRequestError(
+                f"announce_name is {settings.announce_name!r:.80}, but announce is not set; add announce=True or "
+                "--announce, or omit the name",
+                param="announce_name",
+            )
+        return settings
 
 
 def _convert(name: str, kind: str, value: Any) -> Any:

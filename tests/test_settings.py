@@ -69,6 +69,7 @@ def test_variables_are_converted_to_the_types_of_the_settings() -> None:
         ({}, {"swap": "maybe"}),
         ({}, {"prefix_cache_bytes": -1}),
         ({"LMX_LAB_PREFIX_CACHE_BYTES": "1 GB"}, {}),
+        ({}, {"announce_name": "kitchen"}),
     ],
 )
 def test_the_error_about_an_invalid_value_names_the_setting(
@@ -77,6 +78,12 @@ def test_the_error_about_an_invalid_value_names_the_setting(
     name = next(iter([*environ, *overrides]))
     with pytest.raises(InvalidRequestError, match=name):
         Settings.read(environ, **overrides)
+
+
+def test_a_name_for_announcements_needs_one_only_if_it_is_an_argument() -> None:
+    environ = {"LMX_LAB_ANNOUNCE_NAME": "kitchen"}
+    assert Settings.read(environ).announce_name == "kitchen"
+    assert Settings.read({"LMX_LAB_ANNOUNCE": "1"}, announce_name="hall").announce_name == "hall"
 
 
 def test_an_empty_variable_counts_as_not_set() -> None:

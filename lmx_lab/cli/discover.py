@@ -33,7 +33,11 @@ def discover(
     """List the labs that are announced on the local network, with their addresses and models."""
     labs: list[FoundLab] = load("lmx_lab.notebook.discovery:find_labs")(seconds)
     if not labs:
-        print_note("no lab is announced on the local network; start one with lmx-lab serve --host 0.0.0.0 --announce")
+        if load("lmx_lab.notebook.addresses:lan_addresses")():
+            hint = "start one with lmx-lab serve --host 0.0.0.0 --announce"
+        else:
+            hint = "this machine has no network connection with an IPv4 address"
+        print_note(f"no lab is announced on the local network; {hint}")
         return
     table = Table("name", "address", "model", "needs a key", box=None)
     for lab in labs:

@@ -275,8 +275,12 @@ def _zeroconf() -> Any:
 
 
 def _open(zeroconf: Any, interfaces: Sequence[str] | None) -> Any:
-    chosen = list(interfaces if interfaces is not None else lan_addresses()) or ["127.0.0.1"]
+    chosen = list(interfaces if interfaces is not None else lan_addresses())
     try:
-        return zeroconf.Zeroconf(interfaces=chosen, ip_version=zeroconf.IPVersion.V4Only)
+        return zeroconf.Zeroconf(interfaces=chosen or ["127.0.0.1"], ip_version=zeroconf.IPVersion.V4Only)
     except OSError as exc:
-        raise HostingError(f"multicast DNS cannot be used on {', '.join(chosen)}: {exc}") from exc
+        if not chosen:
+            raise HostingError(
+                "this machine has no network connection, so it cannot find labs; connect it to a network and try again"
+            ) from exc
+        raise HostingError(f"multicast DNS cannot be used on {', '.join(chosen)}: {exc.strerror or exc}") from exc

@@ -5,6 +5,8 @@
 const PIECE = 1500;
 const MAX_PIECE = 3 * PIECE;
 const MAX_DEPTH = 8;
+// A growing list is parsed again as a whole, so a long one is split into lists of this many items.
+const MAX_ITEMS = 50;
 const ITEM = /^( *)([-*+]|\d{1,9}[.)])(?: +|$)(.*)$/;
 const FENCE = /^ {0,3}(`{3,}(?=[^`]*$)|~{3,})\s*([^\s`]*)/;
 const HEADING = /^ {0,3}(#{1,6})(?: (.*))?$/;
@@ -76,7 +78,8 @@ const table = (lines) =>
 const isBlockStart = (line) => FENCE.test(line) || HEADING.test(line) || RULE.test(line) || QUOTE.test(line) || ITEM.test(line);
 
 /**
- * Return a list that begins at a line, and the number of lines that it has. Indented lines belong to an item.
+ * Return a list that begins at a line, and the number of lines that it has. Indented lines belong to an item. A list
+ * that is not within another block ends after MAX_ITEMS items, if its next item can begin another one.
  * @returns {[Element, number]}
  */
 const listBlock = (lines, start, depth) => {
@@ -92,6 +95,8 @@ const listBlock = (lines, start, depth) => {
     if (item && item[1].length < indent.length + 2 && item[1].length >= indent.length) {
       if (/\d/.test(item[2]) !== isOrdered || RULE.test(line)) break;
       finish();
+      const count = node.childElementCount;
+      if (!depth && count >= MAX_ITEMS && (!isOrdered || parseInt(item[2]) === node.start + count)) return [node, at - start];
       content = [item[3]];
     } else if (spaces < 0 || spaces > indent.length) content.push(line.slice(Math.min(Math.max(spaces, 0), indent.length + (isOrdered ? 3 : 2))));
     else if (isBlank || isBlockStart(line)) break;

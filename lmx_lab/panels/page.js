@@ -1,7 +1,10 @@
 // The chat page of the server. Conversations are stored in this browser only, and not on the server.
 
-const SAMPLING = [["temperature", 0.1, "0.7"], ["top_p", 0.05, "1"], ["max_tokens", 1, "4096"], ["seed", 1, "random"]];
-const MAX_MESSAGES = 4000;
+// The name, step, default, minimum and maximum of each parameter.
+const SAMPLING = [
+  ["temperature", 0.1, "0.7", 0, 2], ["top_p", 0.05, "1", 0, 1], ["max_tokens", 1, "4096", 1, 1e9],
+  ["seed", 1, "random", 0, Number.MAX_SAFE_INTEGER],
+];
 const MAX_FILE_CHARACTERS = 1e6;
 const MAX_IMPORT_BYTES = 1e8;
 const FIRST_SHOWN = 30;
@@ -72,8 +75,10 @@ const collapsed = (name, text) => {
 
 /** Create the view of a message, with its attached files and tool calls collapsed. */
 const viewOf = (message) => {
-  if (message.role === "tool") return [h("div", { class: "tool" }, collapsed("tool result", message.text)), () => 0];
-  const button = message.role === "user"
+  const { role, text } = message;
+  if (role === "tool" || role === "system")
+    return [h("div", { class: role }, collapsed(role === "tool" ? "tool result" : "system message", text)), () => 0];
+  const button = role === "user"
     ? h("button", { class: "quiet", title: "change this question and send it again", onclick: () => edit(message) }, "edit")
     : h("button", { class: "quiet again", title: "replace this answer with another one", onclick: () => again(message) }, "try again");
   const more = h("div");
@@ -155,6 +160,7 @@ const show = (next) => {
   // The draft of a message is kept, because a change in another tab can call this at any time.
   if (edited != null && !chat.messages.some(({ id }) => id === edited)) edit(null);
   for (const [name, input] of inputs) input.value = chat.sampling[name] ?? "";
+  set(samplingError, "");
   system.value = chat.system;
   model.value = [...model.options].some(({ value }) => value === chat.model) ? chat.model : "";
   showMessages();
@@ -292,7 +298,7 @@ const generate = async (target) => {
     chat: target, message, controller: new AbortController(), pause: PAINT_MS, painting: false,
     status: () => first === null ? "waiting for the model" : "about " + (chunks / Math.max((performance.now() - first) / 1000, 0.1)).toFixed(0) + " tok/s",
   };
-  const body = { model: target.model || "default", messages: toChatMessages(target).slice(-MAX_MESSAGES), ...target.sampling };
+  const body = { model: target.model || "default", messages: toChatMessages(target), ...target.sampling };
   target.messages.push(message);
   answers.set(target.id, answer);
   if (target === chat) {
@@ -348,7 +354,8 @@ const again = (message) => {
 };
 const send = () => {
   const text = box.value;
-  if (busy() || !(text.trim() || attached.length)) return;
+  if (!(text.trim() || attached.length)) return;
+  if (busy()) return note("busy", "The message was not sent, because an answer is being generated. Escape stops the answer.");
   const at = chat.messages.findIndex(({ id }) => id === edited);
   if (at >= 0) cut(at);
   const message = { id: newId(), role: "user", text, reasoning: "", stats: "", error: "", ...(attached.length ? { files: attached } : {}) };
@@ -455,10 +462,20 @@ const editing = h("p", { class: "row" },
 const status = h("span", { class: "dim grow", role: "status" });
 const go = h("button", { class: "go", onclick: () => (busy() ? stop() : send()) }, "Send");
 
-const inputs = SAMPLING.map(([name, step, placeholder]) => [name, h("input", {
-  type: "number", min: 0, step, placeholder, onchange: ({ target }) => {
-    if (target.value === "") delete chat.sampling[name];
-    else chat.sampling[name] = +target.value;
+const samplingError = h("p", { class: "error", role: "alert" });
+const inputs = SAMPLING.map(([name, step, placeholder, min, max]) => [name, h("input", {
+  type: "number", min, max, step, placeholder,
+  // An input that is not a number changes the value from one empty text to another, which is not an event.
+  onblur: ({ target }) => target.validity.badInput && target.onchange({ target }),
+  onchange: ({ target }) => {
+    const value = +target.value, isWhole = step === 1;
+    // The browser returns an empty text for an input such as 1e999.
+    const isEmpty = target.value === "" && !target.validity.badInput;
+    const isValid = target.value !== "" && value >= min && value <= max && (!isWhole || Number.isInteger(value));
+    if (isEmpty) delete chat.sampling[name];
+    else if (isValid) chat.sampling[name] = value;
+    else target.value = chat.sampling[name] ?? "";
+    set(samplingError, isEmpty || isValid ? "" : name + " must be a " + (isWhole ? "whole " : "") + "number from " + min + " to " + max + ". The input was not used.");
     save();
   },
 })]);
@@ -473,7 +490,7 @@ const drawer = (label, ...children) => {
   return node;
 };
 const settings = drawer("Settings",
-  labelled("system prompt", system), h("div", { class: "row" }, ...inputs.map(([name, input]) => labelled(name, input))),
+  labelled("system prompt", system), h("div", { class: "row" }, ...inputs.map(([name, input]) => labelled(name, input))), samplingError,
   h("p", { class: "dim" }, "For empty fields, the server's defaults are used. The settings apply to this conversation; a new one starts with a copy of them."),
   h("div", { class: "row" }, h("button", { title: "save this conversation as a file", onclick: saveFile }, "Save"),
     h("button", { title: "share this conversation as a file", hidden: !navigator.canShare?.({ files: [fileOf({}, "chat")] }), onclick: shareFile }, "Share"),
@@ -488,6 +505,7 @@ const openSide = h("button", { onclick: () => sideDrawer.showModal() }, "Convers
 
 const update = () => {
   const answer = busy();
+  answer || note("busy", "");
   editing.hidden = edited == null;
   hint.hidden = chat.messages.length;
   list.ariaBusy = !!answer;

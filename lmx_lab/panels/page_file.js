@@ -2,7 +2,9 @@
 
 const FILE_VERSION = 1;
 const FORMAT = "lmx-lab-conversations";
-const ROLES = ["user", "assistant", "tool"];
+const ROLES = ["user", "assistant", "tool", "system"];
+// The server accepts 4,096 messages in a request.
+const MAX_MESSAGES = 4000;
 
 /** Return the content of a message for the model: its text, and each attached file as another part. */
 const contentOf = ({ text, files }) =>
@@ -10,21 +12,28 @@ const contentOf = ({ text, files }) =>
     ? [text, ...files.map((file) => "File " + file.name + ":\n" + file.text)].map((part) => ({ type: "text", text: part }))
     : text;
 
-/** Convert messages to the chat format. Questions without an answer are omitted, except for the last one. */
-const toChatMessages = ({ system, messages }) => [
-  ...(system.trim() ? [{ role: "system", content: system }] : []),
-  ...messages
+/**
+ * Convert messages to the chat format: the system prompt and the latest messages. Questions without an answer are
+ * omitted, except for the last one.
+ */
+const toChatMessages = ({ system, messages }) => {
+  const prompt = system.trim() ? [{ role: "system", content: system }] : [];
+  const latest = messages
     .filter(({ role, text, calls }, at) => {
-      const next = messages[at + 1];
-      return role === "user" ? !next || (next.role === "assistant" && (next.text || next.calls?.length)) : role === "tool" || text || calls?.length;
+      if (role !== "user") return role === "tool" || text || calls?.length;
+      do at++;
+      while (messages[at]?.role === "system");
+      const next = messages[at];
+      return !next || (next.role === "assistant" && (next.text || next.calls?.length));
     })
     .map((message) => ({
       role: message.role,
       content: contentOf(message),
       ...(message.calls?.length ? { tool_calls: message.calls } : {}),
       ...(message.role === "tool" ? { tool_call_id: message.call } : {}),
-    })),
-];
+    }));
+  return [...prompt, ...latest.slice(prompt.length - MAX_MESSAGES)];
+};
 
 const toFile = (chat) => ({
   format: FORMAT,
@@ -52,12 +61,15 @@ const asText = (value, name) => {
   return value;
 };
 
-/** Convert a message of a file. The parts of its content after the first one are attached files. */
+/**
+ * Convert a message of a file. The parts of its content after the first one are attached files. In a system message,
+ * which has no files, all parts are its text.
+ */
 const fromMessage = (message, number) => {
   const subject = "Message " + number + " of the file", name = "Each field of message " + number;
-  if (!ROLES.includes(message?.role)) throw wrong(subject + " has no role; it must be user, assistant or tool");
+  if (!ROLES.includes(message?.role)) throw wrong(subject + " has no role; it must be user, assistant, tool or system");
   const parts = Array.isArray(message.content) ? message.content.map((part) => asText(part?.text, name)) : [asText(message.content, name)];
-  const [text = "", ...files] = parts;
+  const [text = "", ...files] = message.role === "system" ? [parts.join("")] : parts;
   const calls = (Array.isArray(message.tool_calls) ? message.tool_calls : []).map((call) => ({
     id: asText(call?.id, name), type: "function",
     function: { name: asText(call?.function?.name, name), arguments: asText(call?.function?.arguments, name) },
@@ -77,14 +89,13 @@ const fromMessage = (message, number) => {
 const fromConversation = (data) => {
   const messages = Array.isArray(data) ? data : data?.messages;
   if (!Array.isArray(messages) || !messages.length) throw wrong("The file has no messages");
-  const system = messages[0]?.role === "system" ? messages[0] : null;
-  const first = system ? 1 : 0;
-  if (messages.length === first) throw wrong("The file has only a system prompt");
+  const read = messages.map(fromMessage);
+  const system = read[0].role === "system" ? read.shift().text : "";
+  if (!read.length) throw wrong("The file has only a system prompt");
   const sampling = {};
   for (const [name] of SAMPLING) if (Number.isFinite(data.sampling?.[name])) sampling[name] = data.sampling[name];
-  const read = messages.slice(first).map((message, at) => fromMessage(message, at + first));
   const title = asText(data.title, "The title") || titleOf(read);
-  return { ...newChat(), title: title.slice(0, 200), sampling, system: asText(system?.content, "The system prompt"), messages: read };
+  return { ...newChat(), title: title.slice(0, 200), sampling, system, messages: read };
 };
 
 /** Read the conversations of a file. Throws an Error whose message can be displayed. */

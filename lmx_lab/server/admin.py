@@ -11,10 +11,19 @@ from fastapi import APIRouter, Request
 
 from lmx_lab.engine import ModelManager
 from lmx_lab.engine.engine_choice import by_preference, preferred_engine
-from lmx_lab.engine.model_lookup import ANY_KIND, entries_in_memory, public_id, public_unloading, unknown_model
+from lmx_lab.engine.model_lookup import (
+    ANY_KIND,
+    CHAT,
+    entries_in_memory,
+    public_id,
+    public_unloading,
+    refusal,
+    unknown_model,
+)
+from lmx_lab.engine.model_lookup import find_model as find_in_memory
 from lmx_lab.engine.registry import ENGINES, engine_for
 from lmx_lab.engine.speeds import Speeds, read_speeds, versions
-from lmx_lab.errors import AdminForbiddenError, ModelNotFoundError
+from lmx_lab.errors import AdminForbiddenError, ModelNotFoundError, NotLoadedError, OutOfMemoryError
 from lmx_lab.http.bodies import StrictRoute
 from lmx_lab.http.guard import is_local
 from lmx_lab.http.openapi import failures, link
@@ -37,6 +46,7 @@ from lmx_lab.wire.admin import (
     UnloadAnswer,
     UnloadRequest,
 )
+from lmx_lab.wire.generation import ANY_MODEL
 
 FIRST_CARD = link("inference_get_model", "Get one of the listed models.", model="$response.body#/data/0/id")
 FIRST_RECORD = link("admin_load", "Load one of the listed models.", body={"model": "$response.body#/models/0/id"})
@@ -134,11 +144,13 @@ def listing_routes(*, manager: ModelManager, catalog: Catalog) -> APIRouter:
     names = manager.settings.ids_by_alias
 
     async def named(name: str, *, local: bool) -> ModelCard:
-        """Return the card of a model, also for a name in ``Settings.model_aliases``."""
-        # An alias may stand for a path, because the path comes from the settings and not from the caller.
-        listed = await find_model(names.get(name, name), catalog, manager, local=local or name in names)
+        """Return the card of a model, also for ``ANY_MODEL`` and for a name in ``Settings.model_aliases``."""
+        is_alias = name == ANY_MODEL or name in names
+        id_ = _loaded_id(manager.snapshot) if name == ANY_MODEL else names.get(name, name)
+        # An alias may stand for a path, because the path does not come from the caller.
+        listed = await find_model(id_, catalog, manager, local=local or is_alias)
         card = _card(listed, manager.snapshot, local=local)
-        return card.model_copy(update={"id": name, "root": card.id}) if name in names else card
+        return card.model_copy(update={"id": name, "root": card.id}) if is_alias else card
 
     @router.get("", responses={200: {"links": {"model": FIRST_CARD}}})
     async def list_models(request: Request) -> ModelCards:
@@ -154,12 +166,24 @@ def listing_routes(*, manager: ModelManager, catalog: Catalog) -> APIRouter:
         # An alias has priority over a model whose id is the same.
         return ModelCards(data=[*(card for card in cards if card.id not in names), *aliases], problem=problem)
 
-    @router.get("/{model:path}", responses=failures(ModelNotFoundError))
+    @router.get("/{model:path}", responses=failures(ModelNotFoundError, NotLoadedError, OutOfMemoryError))
     async def get_model(model: str, request: Request) -> ModelCard:
-        """Get one model on this disk by its id or by an alias."""
+        """Get one model on this disk by its id or by an alias; `default` is the loaded model."""
         return await named(model, local=is_local(request.scope))
 
     return router
+
+
+def _loaded_id(now: EngineSnapshot) -> str:
+    """Return the id of the model that answers requests for ``ANY_MODEL``: a chat model, else an encoder.
+
+    Raises:
+        LabError: no model is loaded; the error is that of a chat.
+    """
+    entry = find_in_memory(entries_in_memory(now), None, ANY_KIND)
+    if entry is None:
+        raise refusal(now, None, CHAT)
+    return entry.id
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -18,6 +18,7 @@ from lmx_lab.settings import Settings
 from tests.browser.axe import serious_violations
 from tests.browser.chromium import FOREIGN, machine_only
 from tests.browser.jupyterlab import WAIT_MS
+from tests.browser.main_thread import described, traced_tasks
 from tests.browser.test_keyboard import CONTROL, FOCUSED, MARK, OUTLINE
 from tests.flows.conftest import serving
 
@@ -36,11 +37,19 @@ MESSAGES = "[role=log] > div > *"
 FULL = """() => {
     IDBObjectStore.prototype.put = () => { throw new DOMException("full", "QuotaExceededError"); };
 }"""
-LONG_TASKS = """() => {
-    window.longTasks = [];
-    new PerformanceObserver((list) => list.getEntries().forEach((each) => longTasks.push(each.duration)))
-        .observe({type: "longtask"});
+SCROLL = """async () => {
+    const log = document.querySelector("[role=log]"), frames = [];
+    let began = performance.now();
+    for (let top = 0; top < log.scrollHeight; top += 1500) {
+        log.scrollTop = top;
+        await new Promise(requestAnimationFrame);
+        const now = performance.now();
+        frames.push(now - began);
+        began = now;
+    }
+    return frames;
 }"""
+"""Scrolls through all messages, and returns the duration of each frame in milliseconds."""
 
 
 @contextmanager
@@ -120,10 +129,18 @@ def test_a_conversation(browser: Browser, paced: Lab, size: dict[str, Any]) -> N
         page = open_page(context, paced)
         page.on("request", lambda it: bodies.append(it.post_data_json) if it.method == "POST" else None)
         paint = page.evaluate("performance.getEntriesByName('first-contentful-paint')[0].startTime")
+        print(f"\n{size['width']} px: first paint after {paint:.0f} ms")
         assert paint < 5000
         drawer = settings(page)
         drawer.get_by_label("system prompt").fill("Be brief.")
         drawer.get_by_label("temperature").fill("0.2")
+        drawer.get_by_label("temperature").press("Tab")
+        for name, wrong in (("temperature", "1e999"), ("temperature", "2.5"), ("max_tokens", "0"), ("seed", "1.5")):
+            drawer.get_by_label(name).fill(wrong)
+            drawer.get_by_label(name).press("Tab")
+            expect(drawer.get_by_role("alert")).to_contain_text(f"{name} must be a ")
+        expect(drawer.get_by_label("temperature")).to_have_value("0.2")
+        assert drawer.locator("input:invalid").count() == 0
         assert serious_violations(page) == []
         drawer.get_by_role("button", name="Close").click()
         answer = ask(page, "# One\n\n**two** `three`\n\n- four\n\n```python\nfive = 5\n```")
@@ -132,8 +149,13 @@ def test_a_conversation(browser: Browser, paced: Lab, size: dict[str, Any]) -> N
         expect(answer.locator("strong, p > code, li, pre")).to_have_text(["two", "three", "four", "five = 5"])
         stopped = ask(page, LONG)
         expect(stopped.locator(TEXT)).to_contain_text("a a a")
+        page.get_by_label("message").fill("Too early.")
+        page.get_by_label("message").press("Enter")
+        expect(page.get_by_role("status").first).to_contain_text("The message was not sent")
         page.get_by_label("message").press("Escape")
         expect(stopped).to_contain_text("stopped")
+        expect(page.get_by_role("status").first).to_be_empty()
+        expect(page.get_by_label("message")).to_have_value("Too early.")
         page.get_by_label("message").fill("A draft.")
         page.locator(".user").last.get_by_role("button", name="edit").click()
         page.get_by_role("button", name="Cancel editing").click()
@@ -227,25 +249,33 @@ def test_text_of_models_and_files_does_nothing(browser: Browser, paced: Lab) -> 
         ):
             import_file(page, content)
             expect(page.get_by_role("status").first).to_contain_text(problem)
-        import_file(page, [system, *imported])
+        import_file(page, [system, system, *imported])
         expect(page.get_by_role("status").first).to_be_empty()
+        expect(page.locator(".system summary")).to_have_text(["system message"])
         with page.expect_file_chooser() as chooser:
             page.get_by_role("button", name="Attach").click()
         chooser.value.set_files({"name": "x.bin", "mimeType": "application/octet-stream", "buffer": b"\xff\x00"})
         expect(page.get_by_role("status").first).to_contain_text("x.bin is not a text file")
 
 
-def test_every_control_is_reached_by_keyboard_and_has_a_name(browser: Browser, paced: Lab) -> None:
-    with window(browser, viewport=DESKTOP) as context:
+@pytest.mark.parametrize("size", [PHONE, DESKTOP], ids=["phone", "desktop"])
+def test_every_control_is_reached_by_keyboard_and_has_a_name(
+    browser: Browser, paced: Lab, size: dict[str, Any]
+) -> None:
+    with window(browser, viewport=size) as context:
         page = open_page(context, paced)
+        if size == PHONE:
+            # The page does not do this itself, because the keyboard of a phone covers half of the page.
+            page.locator(BOX).focus()
         page.keyboard.type("Say hello.")
         page.keyboard.press("Enter")
         expect(page.locator(".assistant")).to_contain_text("tok/s")
-        expect(page.get_by_role("navigation").get_by_role("listitem")).to_have_count(1)
+        expect(conversations(page)).to_have_count(1)
+        page.keyboard.press("Escape")
         root = page.locator(".page")
-        for opener in (None, "Settings"):
+        for opener in (None, "Settings", *(["Conversations"] if size == PHONE else [])):
             if opener:
-                page.get_by_role("button", name=opener).press("Enter")
+                page.get_by_role("button", name=opener, exact=True).press("Enter")
                 root = page.get_by_role("dialog")
             count, reached = root.evaluate(MARK), []
             while (focused := page.evaluate(FOCUSED)) is not None and focused[0] not in reached:
@@ -254,10 +284,10 @@ def test_every_control_is_reached_by_keyboard_and_has_a_name(browser: Browser, p
                 page.keyboard.press("Tab")
             page.evaluate("() => document.querySelectorAll('[data-number]').forEach((it) => delete it.dataset.number)")
             assert reached == list(range(count))
-            assert count >= 8
+            assert count >= (5 if opener == "Conversations" else 8)
             assert [role for role, label in CONTROL.findall(root.aria_snapshot()) if not label] == []
-        page.keyboard.press("Escape")
-        expect(page.get_by_role("dialog")).to_have_count(0)
+            page.keyboard.press("Escape")
+            expect(page.get_by_role("dialog")).to_have_count(0)
 
 
 def test_a_key_is_asked_for_once(browser: Browser, tmp_path: Path) -> None:
@@ -329,7 +359,7 @@ def wait_for_answer(page: Page, text: str) -> None:
 
 
 def test_large_conversations_and_answers_stay_responsive(browser: Browser, tmp_path: Path) -> None:
-    """Tasks of over 50 ms are allowed for a part of the time, because other programs use the processor too."""
+    """Prints the durations of tasks and frames. The limits are wide, because other programs use the processor too."""
     roles = ("user", "assistant")
     messages = [{"role": role, "content": f"{role} {at}\n\n- **item**"} for at in range(1000) for role in roles]
     with (
@@ -341,14 +371,19 @@ def test_large_conversations_and_answers_stay_responsive(browser: Browser, tmp_p
         page = open_page(context, lab)
         import_file(page, messages)
         expect(page.locator(MESSAGES)).to_have_count(2000)
+        with traced_tasks(browser, page) as tasks:
+            frames = sorted(page.evaluate(SCROLL))
+        print(f"\nscrolling through 2,000 messages: {len(frames)} frames, median {frames[len(frames) // 2]:.0f} ms, "
+              f"longest {frames[-1]:.0f} ms; {described(tasks)}")  # fmt: skip
         page.locator("[role=log]").evaluate("log => (log.scrollTop = 0)")
         expect(page.locator(MESSAGES).first).to_be_in_viewport()
         ask(page, LONG)
         wait_for_answer(page, "a a a")
         page.wait_for_timeout(1000)
-        page.evaluate(LONG_TASKS)
-        page.wait_for_timeout(3000)
-        assert sum(page.evaluate("longTasks")) < 2000
+        with traced_tasks(browser, page) as tasks:
+            page.wait_for_timeout(5000)
+        print(f"streaming at {PACE:.0f} tokens/s below 2,000 messages: {described(tasks)}")
+        assert max(task.cpu_ms for task in tasks) < 500
         page.locator(GO).click()
         wait_for_answer(page, "stopped")
         page.close()
@@ -356,11 +391,15 @@ def test_large_conversations_and_answers_stay_responsive(browser: Browser, tmp_p
         page = open_page(context, quick)
         settings(page).get_by_label("max_tokens").fill("50000")
         page.keyboard.press("Escape")
-        ask(page, "\n\n".join(f"{number} " + "**The** sea is `wide`. " * 20 for number in range(300)))
+        items = "\n".join(f"{number}. A **sea**" for number in range(1, 121))
+        ask(page, "\n\n".join([items, *(f"{number} " + "**The** sea is `wide`. " * 20 for number in range(300))]))
         wait_for_answer(page, "50000 tokens")
         page.reload()
         expect(page.locator(".assistant")).to_contain_text("50000 tokens")
-        assert page.locator(".assistant p").first.inner_text().startswith("0 The sea is wide.")
+        assert page.locator(f".assistant {TEXT} > p").first.inner_text().startswith("0 The sea is wide.")
+        # The items of a long list are in several lists, so that only the last one changes while the answer grows.
+        lists = page.locator(".assistant ol").evaluate_all("all => all.map((it) => [it.start, it.children.length])")
+        assert lists[:3] == [[1, 50], [51, 50], [101, 20]]
 
 
 def test_two_tabs_and_a_full_storage_lose_no_message(browser: Browser, paced: Lab) -> None:

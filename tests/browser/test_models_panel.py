@@ -4,19 +4,22 @@ from __future__ import annotations
 
 import re
 
-from playwright.sync_api import Browser, Locator, expect
+from playwright.sync_api import Browser, Locator, Page, expect
 
 from lmx_lab.panels import assets
 from lmx_lab.panels.models import ModelsPanel
+from lmx_lab.qr_code import data_uri
 from tests.browser.jupyterlab import Tab
 from tests.browser.test_chat_panel import LONG, ask
 
 # The panel on an empty page. Its kernel replies when a direct request was sent to the server, which does not respond.
-SCRIPT = """async (code) => {
+SCRIPT = """async ([code, phone_code]) => {
     const module = await import(URL.createObjectURL(new Blob([code], {type: "text/javascript"})));
     const listeners = new Set(), sent = [];
     const state = {
-        server: {state: "running", place: "", note: "", url: "http://127.0.0.1:1", model: "tiny", pinned: []},
+        server: {
+            state: "running", place: "", note: "", url: "http://127.0.0.1:1", model: "tiny", pinned: [], phone_code,
+        },
         rows: [{id: "tiny", cells: ["", "", "", "", "", "loaded"], action: "Unload"}],
         jobs: [], error: "", caption: "", engines: "", compact: false, revision: 1,
     };
@@ -139,12 +142,29 @@ def test_an_unload_says_how_many_answers_are_left_and_can_wait_or_stop_them(pane
     assert panels.kernel("print(lab.engine.snapshot.model)") == "None"
 
 
-def test_a_direct_request_is_aborted_when_the_kernel_answers(browser: Browser) -> None:
+def panel_alone(browser: Browser, phone_code: str = "") -> Page:
     page = browser.new_page()
     # A page of this machine, so that the server's own address is used.
     page.route("http://localhost/", lambda route: route.fulfill(body="<!doctype html>", content_type="text/html"))
     page.goto("http://localhost/")
-    page.evaluate(SCRIPT, assets.script(*ModelsPanel.SCRIPTS))
+    page.evaluate(SCRIPT, [assets.script(*ModelsPanel.SCRIPTS), phone_code])
+    return page
+
+
+def test_the_qr_code_of_the_chat_page_is_shown_if_there_is_one(browser: Browser) -> None:
+    page = panel_alone(browser, data_uri("http://192.0.2.5:8400"))
+    page.get_by_text("QR code for phones").click()
+    image = page.get_by_role("img", name="QR code of the LAN address")
+    expect(image).to_be_visible()
+    assert image.evaluate("image => image.decode().then(() => image.naturalWidth)") > 100
+    page.close()
+    page = panel_alone(browser)
+    expect(page.get_by_text("QR code for phones")).to_be_hidden()
+    page.close()
+
+
+def test_a_direct_request_is_aborted_when_the_kernel_answers(browser: Browser) -> None:
+    page = panel_alone(browser)
     page.get_by_role("button", name="Unload tiny").click()
     requested = page.wait_for_function(
         "window.request && {...window.request, after: window.request.signal.aborted}"

@@ -11,6 +11,7 @@ from pathlib import Path
 
 import pytest
 
+from lmx_lab.qr_code import half_blocks
 from tests.command_line import Running, run_command
 from tests.command_process import request, serving, status
 
@@ -97,6 +98,26 @@ def test_a_server_for_the_lan_prints_its_addresses(tmp_path: Path) -> None:
 
     ended = run_command(tmp_path, "serve", "--port", "0", "--host", "0.0.0.0", meanwhile=look)
     assert (ended.status, ended.stderr) == (0, "")
+    assert "phones" not in ended.stdout, "a QR code in a file"
+
+
+def test_a_terminal_shows_the_qr_code_of_the_chat_page(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("lmx_lab.notebook.addresses.lan_addresses", lambda: ["192.0.2.5"])
+
+    def look(server: Running) -> None:
+        server.wait_for("the chat page for phones:\r\n")
+        code = half_blocks(f"http://192.0.2.5:{server.port}").splitlines()
+        assert server.wait_for("no model is loaded yet").splitlines() == code
+        server.send_signal(signal.SIGTERM)
+
+    ended = run_command(tmp_path, "serve", "--port", "0", "--host", "0.0.0.0", meanwhile=look, terminal=True)
+    assert ended.status == 0
+
+
+def test_a_name_without_an_announcement_is_refused(tmp_path: Path) -> None:
+    ended = run_command(tmp_path, "serve", "--announce-name", "kitchen")
+    assert (ended.status, ended.stdout) == (2, "")
+    assert "'kitchen', but announce is not set; add announce=True or --announce" in ended.stderr
 
 
 @pytest.mark.slow

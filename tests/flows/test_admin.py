@@ -126,6 +126,14 @@ def test_v1_models_lists_the_models_in_the_chat_format(http: httpx2.Client) -> N
     assert other["slots"] is None
 
 
+def test_default_is_the_loaded_model(fresh_http: httpx2.Client) -> None:
+    echo = fresh_http.get("/v1/models/echo").json()
+    assert fresh_http.get("/v1/models/default").json() == {**echo, "id": "default", "root": "echo"}
+    fresh_http.post("/admin/models/unload")
+    answers = [fresh_http.get("/v1/models/default"), fresh_http.post(CHAT, json=echo_body(model="default"))]
+    assert [(answer.status_code, code(answer)) for answer in answers] == [(503, "no-model-loaded")] * 2
+
+
 def test_a_load_replaces_the_loaded_model(fresh_tiny_http: httpx2.Client) -> None:
     body = load(fresh_tiny_http, "tiny-two", draft="tiny").json()
     assert set(body) == {

@@ -123,6 +123,15 @@ class Running:
                 return found[1]
         raise AssertionError(self.output)
 
+    def announced_name(self) -> str:
+        self.port()
+        assert self.process.stdout is not None
+        line = self.process.stdout.readline()
+        while not (found := re.search(r"announced on the LAN as (.+)", line)):
+            assert line, "the server has ended"
+            line = self.process.stdout.readline()
+        return found[1]
+
     def end(self) -> None:
         self.process.kill()
         self.process.wait()
@@ -319,3 +328,39 @@ def test_the_daemon_needs_its_token_from_other_machines(lan: tuple[Machine, Mach
         ("GET", f"{url}/v3/sessions", None, right),
     )
     assert [status for status, _ in answers] == [200, 401, 401, 401, 200]
+
+
+def discover(on: Machine, home: Path) -> subprocess.CompletedProcess[str]:
+    environment = {**os.environ, "LMX_LAB_HOME": str(home), "COLUMNS": "200"}
+    command = on.command(sys.executable, "-m", "lmx_lab", "discover", "--seconds", "2")
+    return subprocess.run(command, capture_output=True, text=True, timeout=WAIT_S, check=False, env=environment)
+
+
+def test_announced_labs_are_found_by_another_machine(lan: tuple[Machine, Machine], served: Any, tmp_path: Path) -> None:
+    """Two labs of one name are told apart, and labs that are not announced are not found."""
+    here, there = lan
+    options = ("serve", "--host", "0.0.0.0", "--port", "0", "--announce", "--announce-name", "kitchen")
+    with contextlib.ExitStack() as stack:
+        names = []
+        for on, more in ((here, ("--model", "echo")), (there, ("--api-key", "lan-key"))):
+            running = Running(on, tmp_path, *options, *more)
+            stack.callback(running.end)
+            names.append(running.announced_name())
+        found: list[list[str]] = []
+        deadline = time.monotonic() + WAIT_S
+        while len(found) < 2 and time.monotonic() < deadline:
+            found = [line.split() for line in discover(there, tmp_path).stdout.splitlines()[1:]]
+    assert names == ["kitchen", "kitchen-2"]
+    assert [line[0] for line in found] == names
+    assert found[0][1].startswith(f"http://{SERVER}:")
+    assert found[0][2:] == ["echo", "no"]
+    assert found[1][1].startswith(f"http://{CLIENT}:")
+    assert found[1][2:] == ["yes"]
+
+
+def test_without_a_network_the_error_says_so(tmp_path: Path) -> None:
+    with machine() as alone:
+        done = discover(alone, tmp_path)
+    assert (done.returncode, done.stdout) == (1, "")
+    assert "this machine has no network connection" in done.stderr
+    assert "Errno" not in done.stderr
