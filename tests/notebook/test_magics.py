@@ -194,7 +194,7 @@ def prompts(lab: lmx_lab.Lab, monkeypatch: pytest.MonkeyPatch) -> list[list[tupl
     requests: list[list[tuple[str, str | None]]] = []
     generate = lab._backend.generate
 
-    async def record(request: ChatRequest) -> AnswerStream:
+    async def record(request: ChatRequest, *, batch: bool = False) -> AnswerStream:
         requests.append([(message.role, message.content) for message in request.messages])
         return await generate(request)
 
