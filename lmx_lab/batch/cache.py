@@ -1,8 +1,8 @@
-"""Store the answers of a batch in an SQLite file, so that a second run computes only what is missing.
+"""Store the answers or vectors of a batch in an SQLite file, so that a second run computes only what is missing.
 
 All statements run on one thread, so that an event loop does not wait for the disk. Each answer is written in a
-transaction of its own: if the process is killed, the file contains either the complete answer or none. Several
-processes can use the same file.
+transaction of its own, and so are the vectors of each request: if the process is killed, the file contains all of a
+transaction or none of it. Several processes can use the same file.
 """
 
 from __future__ import annotations

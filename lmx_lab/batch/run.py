@@ -34,6 +34,7 @@ from lmx_lab.errors import (
     UnreachableError,
     WrongServerError,
 )
+from lmx_lab.wire.admin import ModelRecord
 from lmx_lab.wire.chat import ChatRequest
 
 AHEAD = 256
@@ -76,7 +77,7 @@ class BatchOptions:
 
 @dataclass(frozen=True, kw_only=True)
 class LoadedModel:
-    """The model that answers."""
+    """The model that answers, or computes vectors."""
 
     id: str
     key: str
@@ -97,6 +98,11 @@ async def loaded_model(backend: Backend, *, hashed: bool) -> LoadedModel:
     record = next((each for each in records if each.loaded and not each.pinned and each.kind == "chat"), None)
     if record is None:
         raise NotLoadedError("no chat model is loaded; load one first: lab.load(...)")
+    return await identify(backend, record, hashed=hashed)
+
+
+async def identify(backend: Backend, record: ModelRecord, *, hashed: bool) -> LoadedModel:
+    """Return a model with its key in the cache. See ``loaded_model`` for ``hashed``."""
     weights = await backend.weights_of(record.id) if hashed else ""
     named = f"{record.id} {record.quantization} {record.size_gb}"
     key = f"{record.engine} {weights or named}"

@@ -9,7 +9,6 @@ import json
 import time
 from collections import deque
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass
 from itertools import islice
 from typing import TYPE_CHECKING, Any
 
@@ -19,7 +18,7 @@ from lmx_lab.backend import Backend
 from lmx_lab.batch.answer import RowAnswer
 from lmx_lab.batch.cache import AnswerCache
 from lmx_lab.batch.prompts import is_missing
-from lmx_lab.batch.run import MAX_PAUSE_S, MIN_PAUSE_S, RETRY_S, UNFINISHED, Errors
+from lmx_lab.batch.run import MAX_PAUSE_S, MIN_PAUSE_S, RETRY_S, UNFINISHED, Errors, LoadedModel, identify
 from lmx_lab.batch.table import RowSource
 from lmx_lab.errors import InvalidRequestError, NotLoadedError, UnavailableError
 from lmx_lab.frames import pandas_for
@@ -37,16 +36,7 @@ VECTOR, ERROR = "embedding", "error"
 """The columns of a table of vectors."""
 
 
-@dataclass(frozen=True, kw_only=True)
-class EmbeddingModel:
-    """The model that computes the vectors."""
-
-    id: str
-    key: str
-    """Identifies the weights in keys of the cache."""
-
-
-async def embedding_model(backend: Backend, name: str | None, *, hashed: bool) -> EmbeddingModel:
+async def embedding_model(backend: Backend, name: str | None, *, hashed: bool) -> LoadedModel:
     """Return the embedding model that ``name`` selects: by default the pinned one, else the loaded one.
 
     Args:
@@ -64,9 +54,7 @@ async def embedding_model(backend: Backend, name: str | None, *, hashed: bool) -
         wanted = "no embedding model is in memory" if name is None else f"no embedding model {name!r:.80} is in memory"
         raise NotLoadedError(f"{wanted}; start the lab with embedder=..., or load one: lab.load('minilm-l6')")
     record = min(loaded, key=lambda each: not each.pinned)
-    weights = await backend.weights_of(record.id) if hashed else ""
-    named = f"{record.id} {record.quantization} {record.size_gb}"
-    return EmbeddingModel(id=record.id, key=f"{record.engine} {weights or named}")
+    return await identify(backend, record, hashed=hashed)
 
 
 def texts_of(source: RowSource, column: str | None) -> tuple[list[Any], list[Any]]:
@@ -225,7 +213,7 @@ def most_similar(vectors: Vectors, query: Vectors, count: int) -> list[tuple[int
     return list(islice(known, count))
 
 
-def settings_key(model: EmbeddingModel, settings: Mapping[str, Any]) -> str:
+def settings_key(model: LoadedModel, settings: Mapping[str, Any]) -> str:
     """Return the text that identifies a model and the settings of its vectors in the cache."""
     return json.dumps(["vector", model.key, settings], sort_keys=True)
 
