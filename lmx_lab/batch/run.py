@@ -11,16 +11,17 @@ import hashlib
 import json
 import time
 from collections import Counter, deque
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, Literal
 
 from lmx_lab.backend import Backend, read_answer
 from lmx_lab.batch.answer import RowAnswer
 from lmx_lab.batch.cache import AnswerCache
+from lmx_lab.batch.choices import score_choices
 from lmx_lab.batch.columns import TypedColumns
-from lmx_lab.batch.prompts import Prompt, RowPrompts
-from lmx_lab.batch.table import RowSource, answer_row
+from lmx_lab.batch.prompts import Prompt, Row, RowPrompts
+from lmx_lab.batch.table import LOGPROBS, RowSource, answer_row
 from lmx_lab.errors import (
     ERROR_CLASSES,
     BatchStoppedError,
@@ -53,6 +54,8 @@ MIN_PAUSE_S, MAX_PAUSE_S = 0.05, 5.0
 UNFINISHED = RowAnswer(error="was not computed, because the run ended earlier")
 CUT_OFF = "the answer is not complete JSON, because it was cut off at max_tokens; increase max_tokens"
 
+ReadChoices = Callable[[Row], Sequence[str]]
+"""Returns the choices of a row. Raises ``InvalidRequestError`` if they are invalid."""
 MakeRequest = Callable[[Prompt], ChatRequest]
 """Creates the request for a prompt. Raises ``InvalidRequestError`` if it is invalid."""
 Errors = Literal["row", "raise"]
@@ -68,6 +71,10 @@ class BatchOptions:
     parameters: frozenset[str]
     """Names of the parameters that all requests have. If the server refuses one of their values, the run ends."""
     columns: TypedColumns | None = None
+    choices: ReadChoices | None = None
+    """If given, the choices of each row are scored after its prompt, and no answer is generated."""
+    chat_template: bool = True
+    """Whether the choices are answers to a chat; if not, they continue the plain text of the prompt."""
     n: int = 1
     """Number of answers for each row."""
     seed: int | None = None
@@ -80,6 +87,9 @@ class LoadedModel:
     """The model that answers, or computes vectors."""
 
     id: str
+    engine: str
+    weights: str
+    """SHA-256 of its files; empty if they were not hashed, or are elsewhere."""
     key: str
     """Identifies the engine and the weights in the keys of the cache."""
     slots: int
@@ -106,7 +116,8 @@ async def identify(backend: Backend, record: ModelRecord, *, hashed: bool) -> Lo
     weights = await backend.weights_of(record.id) if hashed else ""
     named = f"{record.id} {record.quantization} {record.size_gb}"
     key = f"{record.engine} {weights or named}"
-    return LoadedModel(id=record.id, key=key, slots=record.slots or DEFAULT_SLOTS)
+    slots = record.slots or DEFAULT_SLOTS
+    return LoadedModel(id=record.id, engine=record.engine or "", weights=weights, key=key, slots=slots)
 
 
 @dataclass(kw_only=True)
@@ -117,6 +128,7 @@ class _Item:
     label: Any
     sample: int
     request: ChatRequest | None
+    choices: tuple[str, ...] = ()
     key: str = ""
     error: InvalidRequestError | None = None
     """Why there is no request."""
@@ -197,6 +209,7 @@ class BatchRun:
         options = self.options
         try:
             request = options.make_request(options.prompts.prompt(row))
+            item.choices = () if options.choices is None else tuple(options.choices(row))
         except InvalidRequestError as exc:
             item.error = exc
             return item
@@ -213,7 +226,8 @@ class BatchRun:
         """Set the key of a request. Requests with equal prompts are numbered, so that each has a key of its own."""
         content = request.model_dump(mode="json", exclude={"model", "seed", "response_format"}, exclude_defaults=True)
         columns = self.options.columns
-        key = _digest(self._model.key, content, columns and dict(columns.json_schema))
+        scored = [self.options.chat_template, *item.choices] if item.choices else []
+        key = _digest(self._model.key, content, columns and dict(columns.json_schema), *scored)
         prompt = int(key[:16], 16)
         item.key = _digest(key, self._repeats[prompt])
         self._repeats[prompt] += 1
@@ -326,7 +340,7 @@ class BatchRun:
     async def _compute(self, item: _Item) -> None:
         assert item.request is not None
         try:
-            answer = await self._answer(item.request)
+            answer = await self._answer(item.request, item.choices)
         except (InvalidRequestError, EngineError) as exc:
             if isinstance(exc, EngineDeadError) or (exc.param or "").partition(".")[0] in self.options.parameters:
                 raise self._stopping_error(exc) from exc
@@ -365,18 +379,23 @@ class BatchRun:
             f"the run ended after {self.done} answers of {self._model.id}: {error.message.rstrip('.')}; {kept}"
         )
 
-    async def _answer(self, request: ChatRequest) -> RowAnswer:
+    async def _answer(self, request: ChatRequest, choices: Sequence[str] = ()) -> RowAnswer:
         """Return the answer to a request, which is sent again while the server cannot accept it."""
         while True:
-            started_at = time.monotonic()
             try:
-                answer, cost = await read_answer(self._backend, request, batch=True)
-                break
+                if choices:
+                    chat_template = self.options.chat_template
+                    return await score_choices(self._backend, request, choices, chat_template=chat_template)
+                return await self._generate(request)
             except UnavailableError as exc:
                 if not self._can_retry(exc):
                     raise
                 pause_s = min(max(exc.retry_after_s or 1.0, MIN_PAUSE_S), MAX_PAUSE_S)
             await asyncio.sleep(pause_s)
+
+    async def _generate(self, request: ChatRequest) -> RowAnswer:
+        started_at = time.monotonic()
+        answer, cost = await read_answer(self._backend, request, batch=True)
         return RowAnswer(
             text=answer.text,
             reasoning=answer.reasoning,
@@ -386,6 +405,7 @@ class BatchRun:
             output_tokens=cost.usage.completion_tokens,
             ttft_s=cost.ttft_s,
             total_s=time.monotonic() - started_at,
+            request_id=cost.request_id,
         )
 
     def _can_retry(self, error: UnavailableError) -> bool:
@@ -409,9 +429,9 @@ class BatchRun:
             self._fail(kind(f"row {item.label!r:.80}: {answer.error}"))
 
     def _read_values(self, answer: RowAnswer) -> tuple[RowAnswer, dict[str, Any]]:
-        """Return the answer and the values of its typed columns. If these are not valid, the answer has an error."""
+        """Return the answer and the values of its other columns. If they do not match the schema, it has an error."""
         if (columns := self.options.columns) is None:
-            return answer, {}
+            return answer, {} if self.options.choices is None else {LOGPROBS: answer.logprobs}
         missing: dict[str, Any] = dict.fromkeys(columns.dtypes)
         if answer.text is None or answer.error is not None:
             return answer, missing
