@@ -119,13 +119,20 @@ def test_two_evaluations_of_the_same_rows_are_compared(lab: lmx_lab.Lab) -> None
         one.compare(lab.evaluate(rows.set_index(pd.Index([0, 0, 1, 1])), "{text}", answer="answer"))
 
 
-def test_a_judge_gives_a_verdict(lab: lmx_lab.Lab, tmp_path: Path) -> None:
+def test_a_judge_gives_a_verdict(lab: lmx_lab.Lab) -> None:
     # The judge repeats its prompt, as far as the schema allows it.
     rows = [{"text": "good"}, {"text": "bad"}, {"text": None}]
     judge = Judge('{{"verdict":"{answer}"}}', verdicts={"good": 1, "bad": 0.25})
     result = lab.evaluate(rows, "{text}", metric=judge)
     assert result.df["verdict"].tolist() == ["good", "bad", None]
     assert result.df["score"].fillna(-1).tolist() == [1, 0.25, -1]
+    failed = lab.evaluate([*rows[:1], {"text": ""}], "{text}", metric=Judge(lambda row: 1 / len(row["answer"]) and "x"))
+    assert "the judge: the prompt function raised" in failed.df.loc[1, "error"]
+
+
+@pytest.mark.slow  # Starts a second lab.
+def test_another_lab_judges(lab: lmx_lab.Lab, tmp_path: Path) -> None:
+    rows = [{"text": "good"}, {"text": "bad"}]
     with lmx_lab.Lab(Settings(home=tmp_path, port=0), loop="thread") as other:
         other.load("echo")
         elsewhere = Judge('{{"verdict":"{answer}"}}', verdicts={"good": 1, "bad": 0.25}, lab=other)
@@ -135,8 +142,6 @@ def test_a_judge_gives_a_verdict(lab: lmx_lab.Lab, tmp_path: Path) -> None:
         ]
         assert lab.evaluate(rows, "{text}", metric=elsewhere).df["verdict"].tolist()[:2] == ["good", "bad"]
         assert len(other.requests) == 6  # Each of both runs also checks the schema with one request.
-    failed = lab.evaluate([*rows[:1], {"text": ""}], "{text}", metric=Judge(lambda row: 1 / len(row["answer"]) and "x"))
-    assert "the judge: the prompt function raised" in failed.df.loc[1, "error"]
 
 
 @pytest.mark.parametrize(
