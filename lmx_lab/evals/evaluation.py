@@ -3,17 +3,15 @@
 from __future__ import annotations
 
 import html
-import json
-import math
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from lmx_lab.backend import Backend
 from lmx_lab.batch.choices import plain_text, text_tokens
 from lmx_lab.batch.prompts import Prompt
 from lmx_lab.errors import InvalidRequestError
-from lmx_lab.evals.exports import PROJECT, to_mlflow, to_wandb
+from lmx_lab.evals.exports import PROJECT, ExportedRun, to_mlflow, to_wandb
+from lmx_lab.evals.rows import EvaluatedRow, RunFacts, to_json
 from lmx_lab.evals.statistics import PairedTest, Score, calibration, paired_test, score_of
 from lmx_lab.frames import pandas_for
 from lmx_lab.instrument.access import LabAccess
@@ -30,60 +28,6 @@ if TYPE_CHECKING:
 SHOWN_FAILURES = 10
 SHOWN_CHARACTERS = 80
 NO_LAB = "this evaluation was opened without a lab; open it with lab.experiments"
-
-
-@dataclass(frozen=True, kw_only=True)
-class EvaluatedRow:
-    """One row of an evaluation."""
-
-    label: Any
-    """Its label in the index of the table."""
-    prompt: Prompt | None
-    """None if it could not be created."""
-    expected: Any
-    answer: str | None
-    """The text of the answer, or the most likely choice; None if there was an error."""
-    score: float | None
-    """None if the row has an error."""
-    error: str | None = None
-    choices: Sequence[str] = ()
-    logprobs: Sequence[float] = ()
-    """Log-probability of each choice after the prompt."""
-    verdict: str | None = None
-    """Verdict of the judge."""
-    finish_reason: str | None = None
-    output_tokens: int | None = None
-    total_s: float | None = None
-    request_id: str | None = None
-    """Id of the request, with which ``lab.requests`` finds its record."""
-
-    @property
-    def probability(self) -> float | None:
-        """Probability of the answer among the choices: the softmax of their log-probabilities. None without choices."""
-        if not self.logprobs or self.answer is None:
-            return None
-        highest = max(self.logprobs)
-        weights = [math.exp(logprob - highest) for logprob in self.logprobs]
-        return weights[list(self.choices).index(self.answer)] / math.fsum(weights)
-
-
-@dataclass(frozen=True, kw_only=True)
-class RunFacts:
-    """What computed an evaluation."""
-
-    at: float
-    """Unix time of its start."""
-    name: str
-    model: str
-    engine: str
-    weights: str
-    """SHA-256 of the model's files; empty if they are on another machine."""
-    settings: Mapping[str, Any]
-    """The prompt, the metric, and the parameters of the requests, as JSON values."""
-    frame: str
-    """SHA-256 of the rows."""
-    versions: Mapping[str, str]
-    machine: str
 
 
 class Evaluation:
@@ -244,7 +188,7 @@ class Evaluation:
         Raises:
             ImportError: mlflow is not installed.
         """
-        return to_mlflow(self, experiment=experiment, tracking_uri=tracking_uri)
+        return to_mlflow(self._exported, experiment=experiment, tracking_uri=tracking_uri)
 
     def to_wandb(self, *, project: str = PROJECT, **options: Any) -> str:
         """Copy the evaluation to Weights & Biases: its settings, score and rows. Returns the id of the run.
@@ -255,7 +199,11 @@ class Evaluation:
         Raises:
             ImportError: wandb is not installed.
         """
-        return to_wandb(self, project=project, **options)
+        return to_wandb(self._exported, project=project, **options)
+
+    @property
+    def _exported(self) -> ExportedRun:
+        return ExportedRun(facts=self.facts, score=self.score, errors=self.errors, frame=self.df)
 
     # Tokens
 
@@ -380,17 +328,6 @@ class Evaluation:
 def _comparable(value: Any) -> str:
     """Return a text that is equal for equal values, also after they were stored as JSON."""
     return to_json(value)
-
-
-def to_json(value: Any) -> str:
-    """Return a value as JSON; numbers of NumPy as numbers, and objects of other types as texts."""
-    return json.dumps(value, default=_plain)
-
-
-def _plain(value: Any) -> Any:
-    if isinstance(value, Mapping):
-        return dict(value)
-    return value.item() if hasattr(value, "item") else str(value)
 
 
 def _cell(value: Any) -> str:

@@ -18,7 +18,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar, overload
 
 from lmx_lab.errors import InvalidRequestError, LabError, did_you_mean
-from lmx_lab.evals.evaluation import EvaluatedRow, Evaluation, RunFacts, to_json
+from lmx_lab.evals.evaluation import Evaluation
+from lmx_lab.evals.rows import EvaluatedRow, RunFacts, to_json
 from lmx_lab.frames import pandas_for
 from lmx_lab.instrument.access import LabAccess
 from lmx_lab.instrument.requests import RequestList

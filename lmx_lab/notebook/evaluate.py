@@ -16,9 +16,10 @@ from lmx_lab.batch.prompts import Prompt, PromptSource, Row, RowPrompts, is_miss
 from lmx_lab.batch.run import BatchOptions, BatchRun, LoadedModel, loaded_model
 from lmx_lab.batch.table import LOGPROBS, RowSource, read_source
 from lmx_lab.errors import InvalidRequestError
-from lmx_lab.evals.evaluation import EvaluatedRow, Evaluation, RunFacts, to_json
+from lmx_lab.evals.evaluation import Evaluation
 from lmx_lab.evals.experiments import FILE, Experiments
 from lmx_lab.evals.metrics import Choice, FunctionMetric, Judge, Metric, read_metric
+from lmx_lab.evals.rows import EvaluatedRow, RunFacts, to_json
 from lmx_lab.instrument.access import LabAccess
 from lmx_lab.instrument.requests import RequestList
 from lmx_lab.notebook.map import MapOwner, MapVerbs, answer_all, request_maker

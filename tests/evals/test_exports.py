@@ -8,7 +8,8 @@ from pathlib import Path
 
 import pytest
 
-from lmx_lab.evals.evaluation import EvaluatedRow, Evaluation, RunFacts
+from lmx_lab.evals.evaluation import Evaluation
+from lmx_lab.evals.rows import EvaluatedRow, RunFacts
 
 FACTS = RunFacts(
     at=1e9,
