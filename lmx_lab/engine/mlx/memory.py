@@ -11,11 +11,19 @@ from lmx_lab.engine.sandbox_process import return_freed_memory
 
 MAX_CHUNK_TOKENS = 512 if mx.default_device() == mx.cpu else 2048
 """Maximum number of prompt tokens computed in one step, of all prompts together. Longer chunks are not faster."""
+CUDA_MEMORY = "total_memory"
+"""Key of MLX's information about an NVIDIA GPU: its size of memory. That of Metal is ``memory_size``."""
 
 
 def total_bytes() -> int:
     """Return the memory of the device. For a CPU, MLX reports none, and the memory of the machine is returned."""
-    return int(mx.device_info().get("memory_size") or machine_memory.total_bytes())
+    device = mx.device_info()
+    return int(device.get("memory_size") or device.get(CUDA_MEMORY) or machine_memory.total_bytes())
+
+
+def is_of_device() -> bool:
+    """Return whether models are in memory of the device, which the other engines do not use: that of an NVIDIA GPU."""
+    return CUDA_MEMORY in mx.device_info()
 
 
 def limit_bytes(chosen: int | None) -> int:

@@ -56,7 +56,10 @@ class MlxCore:
         self.failure: LabError | None = None
         """Why the main model left memory without ``unload``."""
         self.snapshot = EngineSnapshot(
-            memory_total_bytes=memory.total_bytes(), progress_at=time.perf_counter(), blas=report
+            memory_total_bytes=memory.total_bytes(),
+            memory_is_of_device=memory.is_of_device(),
+            progress_at=time.perf_counter(),
+            blas=report,
         )
 
     @property
@@ -239,7 +242,7 @@ class MlxCore:
     def _other_bytes(self, *, excluding: Kind | None = None) -> int:
         """Return the memory of other engines and of the pinned models, except the one of the kind ``excluding``."""
         pinned = sum(model.memory_bytes for kind, (_, model) in self._pinned.items() if kind != excluding)
-        return self._host.used_by_others() + pinned
+        return (0 if memory.is_of_device() else self._host.used_by_others()) + pinned
 
     def _update_other_bytes(self) -> None:
         """Update how much of the memory limit is used by other models than the one of the generation loop."""

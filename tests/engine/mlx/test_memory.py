@@ -1,0 +1,45 @@
+"""Tests of the memory of an NVIDIA GPU, which MLX alone uses. The GPU is simulated by what MLX reports about it."""
+
+from __future__ import annotations
+
+from types import SimpleNamespace
+
+import pytest
+
+from lmx_lab.engine import ModelManager, machine_memory
+from lmx_lab.engine.interface import EngineHost
+from lmx_lab.engine.mlx import memory
+from lmx_lab.engine.mlx.state import MlxCore
+from lmx_lab.settings import Settings
+from lmx_lab.values.engine import EngineSnapshot
+
+GB = 10**9
+H100 = {"device_name": "NVIDIA H100 80GB HBM3", "free_memory": 70 * GB, "total_memory": 80 * GB}
+
+
+def report_device(monkeypatch: pytest.MonkeyPatch, info: dict[str, object]) -> None:
+    monkeypatch.setattr(memory, "mx", SimpleNamespace(device_info=lambda: info))
+
+
+def test_the_memory_limit_is_80_percent_of_the_memory_of_the_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
+    report_device(monkeypatch, H100)
+    assert (memory.total_bytes(), memory.limit_bytes(None), memory.limit_bytes(5)) == (80 * GB, 64 * GB, 5)
+    report_device(monkeypatch, {"memory_size": 32 * GB})
+    assert (memory.total_bytes(), memory.is_of_device()) == (32 * GB, False)
+    report_device(monkeypatch, {"device_name": "cpu"})
+    assert (memory.total_bytes(), memory.is_of_device()) == (machine_memory.total_bytes(), False)
+
+
+def test_engines_on_the_cpu_do_not_reduce_the_memory_of_the_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
+    core = MlxCore(Settings(), EngineHost(used_by_others=lambda: 7))
+    assert (core._other_bytes(), core.snapshot.memory_is_of_device) == (7, False)
+    monkeypatch.setattr(memory, "is_of_device", lambda: True)
+    assert core._other_bytes() == 0
+
+
+def test_memory_of_the_gpu_is_not_counted_for_engines_on_the_cpu() -> None:
+    manager = ModelManager(Settings())
+    for is_of_device, used in ((False, 5), (True, 0)):
+        snapshot = EngineSnapshot(memory_used_bytes=5, memory_is_of_device=is_of_device)
+        manager._engines["mlx"] = SimpleNamespace(snapshot=snapshot)  # type: ignore[assignment]
+        assert manager._used_bytes(excluding="llama.cpp") == used
