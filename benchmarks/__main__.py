@@ -49,9 +49,9 @@ generator and clients are separate processes; the clients only record times.
 
 ``tiny`` is a two-layer llama with random weights and SmolLM2's tokenizer. A token takes a millisecond, so that
 overheads are visible. ``smollm2`` is SmolLM2-135M-Instruct with 4-bit weights and float32 scales, the same for all
-servers (a CPU emulates float16); our server expands the weights. On a GPU it has the float16 scales of its files. ``large`` has
-the sizes of Llama 3.1 8B, random bfloat16 weights and SmolLM2's tokenizer. It is for GPUs: it takes 15 GB, and is
-only measured with ``--model large``, with up to 32 streams. The ratio to torch is only measured if ``make parity``
+servers (a CPU emulates float16); our server expands the weights. On a GPU it has the float16 scales of its files.
+``large`` has the sizes of Llama 3.1 8B, random bfloat16 weights and SmolLM2's tokenizer. It is for GPUs: it takes
+15 GB, and is only measured with ``--model large``, with up to 32 streams. The ratio to torch is only measured if ``make parity``
 has created an environment with torch. Limits on speed ratios apply to ``smollm2``; for ``tiny`` their verdict is in
 brackets (``structured`` is the other way round). ``gguf`` uses the file from which ``smollm2`` is made. Figures without
 a limit are shown only.
@@ -180,7 +180,9 @@ def _parser() -> argparse.ArgumentParser:
         prog="python -m benchmarks", description="Measure the figures that have documented limits."
     )
     parser.add_argument("--only", action="append", choices=FIGURES, help="figure to measure; repeatable; default: all")
-    parser.add_argument("--model", action="append", choices=ALL_MODELS, help="model to measure; repeatable; default: tiny, smollm2")
+    parser.add_argument(
+        "--model", action="append", choices=ALL_MODELS, help="model to measure; repeatable; default: tiny, smollm2"
+    )
     parser.add_argument("--quick", action="store_true", help="fewer and shorter rounds")
     return parser
 

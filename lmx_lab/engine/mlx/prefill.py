@@ -41,7 +41,8 @@ class PrefillPace:
         self._prompt = LinearCost()
 
     def chunk(self, *, prompts: int, decoding: int) -> int:
-        """Return how many tokens of each prompt the next step computes, at least 1.
+        """Return how many tokens of each prompt the next step computes: a multiple of the minimum, so that steps of
+        different prompts have the same length.
 
         Args:
             prompts: Number of prompts.
@@ -60,7 +61,8 @@ class PrefillPace:
                 )
                 fitting = min(fitting, max(efficient, self._prompt.within(PREFILL_SHARE * decode_s)))
             tokens = min(tokens, fitting)
-        return max(self._minimum, 1, min(int(tokens) // max(1, prompts), self._maximum))
+        least = max(self._minimum, 1)
+        return max(least, min(int(tokens) // max(1, prompts), self._maximum) // least * least)
 
     def estimate_s(self, *, prompt_tokens: int, output_tokens: int, decoding: int) -> float:
         """Return the estimated time of this work of one request, in seconds."""
