@@ -27,8 +27,21 @@ def is_of_device() -> bool:
 
 
 def limit_bytes(chosen: int | None) -> int:
-    """Return how many bytes models and caches may use together: the setting, or 80 % of the memory of the device."""
-    return machine_memory.limit_bytes(chosen, total_bytes())
+    """Return how many bytes models and caches may use together: the setting, or 80 % of the memory of the device. On an
+    NVIDIA GPU, memory that other programs use now is not included.
+    """
+    available = total_bytes()
+    if is_of_device():
+        available = min(available, int(mx.device_info()["free_memory"]) + used_bytes() + int(mx.get_cache_memory()))
+    return machine_memory.limit_bytes(chosen, available)
+
+
+def limit_kept_bytes(limit_bytes: int) -> None:
+    """Let MLX keep freed memory of an NVIDIA GPU only below this limit. By default it keeps all of it, and fails if
+    another program uses the GPU.
+    """
+    if is_of_device():
+        mx.set_memory_limit(limit_bytes)
 
 
 def used_bytes() -> int:

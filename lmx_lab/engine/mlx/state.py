@@ -41,6 +41,7 @@ class MlxCore:
         self._settings = settings
         self._host = host
         self._limit_bytes = memory.limit_bytes(settings.memory_limit_bytes)
+        memory.limit_kept_bytes(self._limit_bytes)
         # Models with the entries of their loads, because one encoder may be both the main model and pinned.
         self._main: tuple[ModelEntry, Loaded] | None = None
         self._pinned: dict[Kind, tuple[ModelEntry, LoadedEncoder]] = {}

@@ -20,12 +20,22 @@ H100 = {"device_name": "NVIDIA H100 80GB HBM3", "free_memory": 70 * GB, "total_m
 
 
 def report_device(monkeypatch: pytest.MonkeyPatch, info: dict[str, object]) -> None:
-    monkeypatch.setattr(memory, "mx", SimpleNamespace(device_info=lambda: info))
+    device = SimpleNamespace(
+        device_info=lambda: info, get_active_memory=lambda: 3 * GB, get_cache_memory=lambda: 2 * GB
+    )
+    device.set_memory_limit = lambda limit: info.update(limit=limit)
+    monkeypatch.setattr(memory, "mx", device)
 
 
-def test_the_memory_limit_is_80_percent_of_the_memory_of_the_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
-    report_device(monkeypatch, H100)
-    assert (memory.total_bytes(), memory.limit_bytes(None), memory.limit_bytes(5)) == (80 * GB, 64 * GB, 5)
+def test_the_memory_limit_is_80_percent_of_what_other_programs_leave_of_the_gpu(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    report_device(monkeypatch, info := dict(H100))
+    assert (memory.total_bytes(), memory.limit_bytes(None), memory.limit_bytes(5)) == (80 * GB, 60 * GB, 5)
+    memory.limit_kept_bytes(60 * GB)
+    assert info["limit"] == 60 * GB
+    report_device(monkeypatch, {**H100, "free_memory": 79 * GB})
+    assert memory.limit_bytes(None) == 64 * GB
     report_device(monkeypatch, {"memory_size": 32 * GB})
     assert (memory.total_bytes(), memory.is_of_device()) == (32 * GB, False)
     report_device(monkeypatch, {"device_name": "cpu"})
