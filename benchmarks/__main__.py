@@ -7,6 +7,7 @@ generator and clients are separate processes; the clients only record times.
     python -m benchmarks                                   everything; about three quarters of an hour on two CPU cores
     python -m benchmarks --model tiny --quick              a quick check, one or two minutes
     python -m benchmarks --only turn --only stall --model smollm2
+    python -m benchmarks --only stream --model large       on a GPU
 
 | name       | figure                                                                     | models        |
 |------------|----------------------------------------------------------------------------|---------------|
