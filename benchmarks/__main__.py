@@ -51,11 +51,11 @@ generator and clients are separate processes; the clients only record times.
 ``tiny`` is a two-layer llama with random weights and SmolLM2's tokenizer. A token takes a millisecond, so that
 overheads are visible. ``smollm2`` is SmolLM2-135M-Instruct with 4-bit weights and float32 scales, the same for all
 servers (a CPU emulates float16); our server expands the weights. On a GPU it has the float16 scales of its files.
-``large`` has the sizes of Llama 3.1 8B, random bfloat16 weights and SmolLM2's tokenizer. It is for GPUs: it takes
-15 GB, and is only measured with ``--model large``, with up to 32 streams. The ratio to torch is only measured if ``make parity``
-has created an environment with torch. Limits on speed ratios apply to ``smollm2``; for ``tiny`` their verdict is in
-brackets (``structured`` is the other way round). ``gguf`` uses the file from which ``smollm2`` is made. Figures without
-a limit are shown only.
+``large`` has the sizes of Llama 3.1 8B, random bfloat16 weights and SmolLM2's tokenizer. It is for GPUs: it takes 15
+GB, and is only measured with ``--model large``, with up to 32 streams. The ratio to torch is only measured if ``make
+parity`` has created an environment with torch. Limits on speed ratios apply to ``smollm2``; for ``tiny`` their verdict
+is in brackets (``structured`` is the other way round). ``gguf`` uses the file from which ``smollm2`` is made. Figures
+without a limit are shown only.
 
 The exit status is 1 if a binding limit is not met. "Others' cores" is the number of cores that other programs used:
 with more than about half a core the figures are unreliable, especially decode rates.
