@@ -196,7 +196,7 @@ def test_routes_are_described_and_tried_with_the_keyboard(
     chat.get_by_role("link", name="ChatRequest").click()
     schema = tab.locator("#schema-ChatRequest")
     expect(schema.locator("> summary")).to_be_focused()
-    expect(schema.get_by_role("row", name="temperature number")).to_contain_text("number (minimum 0, maximum 2) or null")
+    expect(schema.get_by_role("row", name="temperature number (minimum 0, maximum 2) or null")).to_have_count(1)
     expect(schema).to_contain_text("Accepted and ignored: user, ")
     assert serious_violations(tab) == []
     assert tab.evaluate("document.documentElement.scrollWidth") <= width
