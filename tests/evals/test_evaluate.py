@@ -203,7 +203,7 @@ def test_evaluations_are_stored_and_opened_again(lab: lmx_lab.Lab, tmp_path: Pat
     with pytest.raises(InvalidRequestError, match="without a lab"):
         alone["first"].lens(("a", 2))
     with pytest.raises(KeyError, match="did you mean 'second'"):
-        alone["secon"]
+        alone["sec0nd"]
     with pytest.raises(IndexError):
         alone[1000]
     alone.delete(first.id or 0)
