@@ -426,7 +426,9 @@ class BatchRun:
             await asyncio.sleep(_pause_s(error))
         elif not server.error:
             if not server.has_failed:
-                self._warnings.append(f"the other labs answer the rows of {server.url} until it responds: {error.message}")
+                self._warnings.append(
+                    f"the other labs answer the rows of {server.url} until it responds: {error.message}"
+                )
             server.error, server.has_failed = error.message, True
             self._start(self._await_return(server), "wait for a server")
 

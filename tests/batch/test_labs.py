@@ -14,7 +14,7 @@ import pytest
 import lmx_lab
 from lmx_lab.backend import AnswerStream
 from lmx_lab.batch import run
-from lmx_lab.errors import BatchStoppedError, InvalidRequestError, LabError, NotLoadedError, UnreachableError
+from lmx_lab.errors import BatchStoppedError, InvalidRequestError, NotLoadedError, UnreachableError
 from lmx_lab.notebook.local import LocalBackend
 from lmx_lab.notebook.remote import RemoteBackend
 from lmx_lab.notebook.remote_server import attach
@@ -80,25 +80,22 @@ def test_another_lab_answers_the_rows_of_one_that_fails_until_that_returns(
     lab: lmx_lab.Lab, other: lmx_lab.Lab, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(run, "MAX_PAUSE_S", 0.01)
-    calls: list[str] = []
+    calls, returned, resumed = [0], [False], asyncio.Event()
     models = RemoteBackend.models
 
     async def fail() -> None:
-        calls.append("request")
-        if len(calls) >= 5 and "back" not in calls:
+        calls[0] += 1
+        if returned[0]:
+            resumed.set()
+        elif calls[0] >= 5:
             raise UnreachableError(GONE)
 
     async def list_models(backend: RemoteBackend) -> ModelRecords:
-        if len(calls) >= 5:
-            calls.append("back")
+        returned[0] = calls[0] >= 5
         return await models(backend)
 
-    async def wait_for_the_other() -> None:
-        while "back" not in calls or calls[-1] == "back":
-            await asyncio.sleep(0.001)
-
     before_each(monkeypatch, RemoteBackend, fail)
-    before_each(monkeypatch, LocalBackend, wait_for_the_other)
+    before_each(monkeypatch, LocalBackend, resumed.wait)
     monkeypatch.setattr(RemoteBackend, "models", list_models)
     with pytest.warns(RuntimeWarning, match=f"{other.url}.*{GONE}") as warned:
         answers = lab.map(ROWS, "{text}", labs=[other])
@@ -110,28 +107,27 @@ def test_another_lab_answers_the_rows_of_one_that_fails_until_that_returns(
     assert own["answers"] + failed["answers"] == len(ROWS)
 
 
+@pytest.mark.filterwarnings("ignore:the other labs")
 def test_if_all_labs_fail_one_error_names_the_reason_of_each(
     lab: lmx_lab.Lab, other: lmx_lab.Lab, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    calls = {RemoteBackend: 0, LocalBackend: 0}
+    calls, failed = {RemoteBackend: 0, LocalBackend: 0}, asyncio.Event()
 
-    def fails_after(kind: type[Any], limit: int, error: LabError) -> None:
-        async def fail() -> None:
-            # The last lab fails only after the other one.
-            while kind is LocalBackend and calls[kind] >= limit and calls[RemoteBackend] <= 10:
-                await asyncio.sleep(0.001)
-            calls[kind] += 1
-            if calls[kind] > limit:
-                raise error
+    async def fail() -> None:
+        calls[RemoteBackend] += 1
+        if calls[RemoteBackend] > 10:
+            failed.set()
+            raise UnreachableError(GONE)
 
-        before_each(monkeypatch, kind, fail)
+    async def fail_after_the_other() -> None:
+        calls[LocalBackend] += 1
+        if calls[LocalBackend] > 20:
+            await failed.wait()
+            raise NotLoadedError("the model is gone")
 
-    fails_after(RemoteBackend, 10, UnreachableError(GONE))
-    fails_after(LocalBackend, 20, NotLoadedError("the model is gone"))
-    with (
-        pytest.warns(RuntimeWarning, match=GONE),
-        pytest.raises(BatchStoppedError, match=rf"the model is gone; {other.url}: {GONE}") as stopped,
-    ):
+    before_each(monkeypatch, RemoteBackend, fail)
+    before_each(monkeypatch, LocalBackend, fail_after_the_other)
+    with pytest.raises(BatchStoppedError, match=rf"the model is gone; {other.url}: {GONE}") as stopped:
         lab.map(ROWS, "{text}", labs=[other])
     done = stopped.value.frame["answer"].dropna()
     assert 0 < len(done) <= 30
