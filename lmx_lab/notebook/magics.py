@@ -301,7 +301,7 @@ class LabMagics(Magics):
         template = cell.strip()
         if column is not None and column not in RowPrompts(template).names:
             template = f"{template}\n\n{{{column}}}"
-        answers = _running_lab().map(rows, template, **options)
+        answers: Any = _running_lab().map(rows, template, **options)
         if into is not None:
             rows[into] = answers["answer"].array
         return answers

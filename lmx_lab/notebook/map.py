@@ -201,8 +201,9 @@ def _backends(lab: MapOwner, others: Sequence[MapOwner]) -> list[Backend]:
         InvalidRequestError: ``others`` is not a list of labs, or one of them runs on an event loop that ``map`` blocks.
     """
     backends = {lab.url: lab._backend}
-    for each in others if isinstance(others, Sequence) else [others]:
-        if not isinstance(each, MapVerbs) or each is others:
+    is_list = isinstance(others, Sequence)
+    for each in others if is_list else [others]:
+        if not is_list or not isinstance(each, MapVerbs):
             raise InvalidRequestError(
                 f"labs must be a list of labs, such as [lmx_lab.attach('http://192.168.1.20:8400')], not {each!r:.80}",
                 param="labs",

@@ -7,8 +7,8 @@ import base64
 import gc
 import gzip
 import json
-import re
 import logging
+import re
 from collections.abc import AsyncIterator, Iterator
 from contextlib import aclosing
 from pathlib import Path

@@ -149,9 +149,8 @@ def test_the_client_uses_replicas_like_one_server_but_cannot_change_them(two_rep
 
 
 def replicas() -> list[str]:
-    from ray.serve.schema import ReplicaState
-
     from ray import serve
+    from ray.serve.schema import ReplicaState
 
     states = serve.status().applications["echo"].deployments["lmx-lab"].replica_states
     return [state for state, count in states.items() for _ in range(count) if state == ReplicaState.RUNNING]
