@@ -200,14 +200,13 @@ def _backends(lab: MapOwner, others: Sequence[MapOwner]) -> list[Backend]:
     Raises:
         InvalidRequestError: ``others`` is not a list of labs, or one of them runs on an event loop that ``map`` blocks.
     """
+    if not isinstance(others, Sequence) or not all(isinstance(each, MapVerbs) for each in others):
+        raise InvalidRequestError(
+            f"labs is {others!r:.80}; it must be a list of labs: [lmx_lab.attach('http://192.168.1.20:8400')]",
+            param="labs",
+        )
     backends = {lab.url: lab._backend}
-    is_list = isinstance(others, Sequence)
-    for each in others if is_list else [others]:
-        if not is_list or not isinstance(each, MapVerbs):
-            raise InvalidRequestError(
-                f"labs must be a list of labs, such as [lmx_lab.attach('http://192.168.1.20:8400')], not {each!r:.80}",
-                param="labs",
-            )
+    for each in others:
         if each is not lab and not each._portal.has_thread:
             raise InvalidRequestError(
                 f"labs contains the lab at {each.url}, which runs on the kernel's event loop; call map of that lab, "

@@ -133,10 +133,12 @@ def test_a_conversation_stays_on_one_replica_and_a_disconnect_ends_its_answer(tw
     assert first.text.count("data:") > 10
     body = {"model": "default", "messages": [{"role": "user", "content": LONG}], "stream": True}
     with second.client.stream("POST", "/v1/chat/completions", json=body) as response:
-        next(response.iter_lines())
+        # The response is closed when its iterator is deleted.
+        lines = response.iter_lines()
+        next(lines)
         wait_until(lambda: second.metric("lmx_lab_requests_active") == 1)
     wait_until(lambda: second.metric("lmx_lab_requests_active") == 0)
-    assert second.metric("lmx_lab_output_tokens_total") < 400
+    assert second.metric("lmx_lab_output_tokens_total") < 200
 
 
 def test_the_client_uses_replicas_like_one_server_but_cannot_change_them(two_replicas: str) -> None:
