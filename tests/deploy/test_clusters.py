@@ -97,6 +97,7 @@ class Session:
 
     def chat(self, text: str) -> None:
         """Stream an answer; keeps its text and the error with which it ends."""
+        self.text, self.error = "", None
         body = {"model": "default", "messages": [{"role": "user", "content": text}], "stream": True}
         try:
             with self.client.stream("POST", "/v1/chat/completions", json=body) as response:
@@ -130,7 +131,7 @@ def test_a_conversation_stays_on_one_replica_and_a_disconnect_ends_its_answer(tw
     for _ in range(4):
         first.chat(SHORT)
     assert [each.metric("lmx_lab_requests_total") for each in (first, second)] == [before[0] + 4, before[1]]
-    assert first.text.count("data:") > 10
+    assert first.text.count("data:") > 4
     body = {"model": "default", "messages": [{"role": "user", "content": LONG}], "stream": True}
     with second.client.stream("POST", "/v1/chat/completions", json=body) as response:
         # The response is closed when its iterator is deleted.
@@ -178,7 +179,6 @@ def test_the_answers_of_a_killed_replica_end_with_an_error_and_another_one_answe
     assert sorted(each.error is None for each in sessions) == [False, True]
     assert sorted("[DONE]" in each.text for each in sessions) == [False, True]
     for each in sessions:
-        each.text, each.error = "", None
         each.chat(SHORT)
         assert each.error is None
     wait_until(lambda: len(replicas()) == 2)
@@ -196,6 +196,7 @@ def test_a_replica_that_is_removed_first_ends_its_answers(serve: Any, two_replic
         thread.join(WAIT_S)
     assert [each.error for each in sessions] == [None, None]
     assert all("[DONE]" in each.text for each in sessions)
+    wait_until(lambda: len(replicas()) == 1)
 
 
 def test_a_real_model_answers_below_a_path(serve: Any, starter_home: Path) -> None:
