@@ -103,11 +103,12 @@ $(PARITY_STAMP): pyproject.toml constraints.txt constraints-parity.txt
 	touch $(PARITY_STAMP)
 
 cluster: $(CLUSTER_STAMP)
-	$(CLUSTER)/bin/python -m pytest tests/deploy
+	PYTHONDONTWRITEBYTECODE= $(CLUSTER)/bin/python -m pytest -n 0 tests/deploy
 
+# Compiled, because Ray gives its processes 30 s to start.
 $(CLUSTER_STAMP): pyproject.toml constraints.txt
 	@$(CLUSTER)/bin/python -c 'import pip' 2>/dev/null || $(PYTHON) -m venv --clear $(CLUSTER)
-	$(CLUSTER)/bin/python install.py dev,cluster
+	$(CLUSTER)/bin/python install.py dev,cluster --compile
 	touch $(CLUSTER_STAMP)
 
 # Builds the JavaScript that each widget contains from the files beside it.

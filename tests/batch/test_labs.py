@@ -22,7 +22,7 @@ from lmx_lab.settings import Settings
 from lmx_lab.wire.admin import ModelRecords
 from lmx_lab.wire.chat import ChatRequest
 
-ROWS = [f"row {number}" for number in range(60)]
+ROWS = [f"row {number}" for number in range(40)]
 GONE = "the server is gone"
 
 
