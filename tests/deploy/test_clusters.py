@@ -19,7 +19,9 @@ import httpx2
 import pytest
 
 import lmx_lab
+from lmx_lab.client import LabClient
 from lmx_lab.errors import AdminForbiddenError, LabError
+from lmx_lab.notebook.arguments import chat_request
 from lmx_lab.notebook.remote_server import attach
 from lmx_lab.settings import Settings
 from tests.docs.pages import DOCS, code_blocks
@@ -149,6 +151,9 @@ def test_the_client_uses_replicas_like_one_server_but_cannot_change_them(two_rep
         assert "".join(lab.chat(SHORT, stream=True)) == SHORT
         with pytest.raises(AdminForbiddenError):
             lab.unload()
+    with LabClient(two_replicas) as client:
+        chunks = client.stream(chat_request(SHORT, {}), over="websocket")
+        assert "".join(choice.delta.content or "" for chunk in chunks for choice in chunk.choices) == SHORT
 
 
 def replicas() -> list[str]:
