@@ -41,7 +41,7 @@ def application(
     app = ReplicaApp(settings, LoadSpec.with_options(model, load or {}))
     options = {
         "name": "lmx-lab",
-        # The queue of the replica limits the requests, with its own error and the time after which to try again.
+        # By default, Ray Serve sends five requests to a replica, which would leave slots empty.
         "max_ongoing_requests": settings.slots + settings.queue_limit,
         "graceful_shutdown_timeout_s": settings.drain_s,
         "request_router_config": {"request_router_class": ROUTER},

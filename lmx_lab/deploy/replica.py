@@ -8,10 +8,11 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Awaitable, Callable
 from contextlib import suppress
+from dataclasses import replace
 
 from lmx_lab.engine import ModelManager
 from lmx_lab.errors import EngineError, LabError, NotLoadedError
-from lmx_lab.http.guard import Receive, Scope, Send, local_policy
+from lmx_lab.http.guard import CHAT_PAGE_PATHS, Receive, Scope, Send, local_policy
 from lmx_lab.server import InferenceServer, create_server
 from lmx_lab.server.health import problem
 from lmx_lab.settings import Settings
@@ -30,20 +31,22 @@ class ReplicaApp:
     would reach only one of the replicas.
 
     Args:
-        settings: ``host`` and ``port`` are not used. ``allowed_hosts`` must contain the names of the proxy, apart from
-            loopback.
+        settings: ``host`` and ``port`` are not used, and requests are not recorded. ``allowed_hosts`` must contain the
+            names of the proxy, apart from loopback.
 
     Raises:
         InvalidRequestError: a setting for the guard can never match.
     """
 
     def __init__(self, settings: Settings, spec: LoadSpec) -> None:
-        self._settings, self._spec = settings, spec
+        # Records would be in the memory of one replica.
+        self._settings, self._spec = replace(settings, record="off"), spec
         self._policy = local_policy(
             settings.port,
             hosts=[*LOCAL_NAMES, *settings.allowed_hosts],
             origins=settings.cors_origins,
             key=settings.api_key,
+            open_paths=CHAT_PAGE_PATHS if settings.page else (),
         )
         self._server: InferenceServer | None = None
 

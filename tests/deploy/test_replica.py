@@ -42,7 +42,7 @@ async def started(app: ReplicaApp) -> AsyncIterator[list[dict[str, Any]]]:
 
 
 def test_a_replica_answers_from_its_start_to_its_end_and_no_caller_may_load_models(tmp_path: Path) -> None:
-    settings = Settings(home=tmp_path, allowed_hosts=("serve.example",))
+    settings = Settings(home=tmp_path, allowed_hosts=("serve.example",), record="all")
     app: ReplicaApp = pickle.loads(pickle.dumps(ReplicaApp(settings, LoadSpec(model="echo"))))
     replica = Replica()
     replica.app = app
@@ -55,7 +55,9 @@ def test_a_replica_answers_from_its_start_to_its_end_and_no_caller_may_load_mode
             transport = httpx2.ASGITransport(app)
             for url in ("http://127.0.0.1:8000", "http://serve.example"):
                 async with httpx2.AsyncClient(transport=transport, base_url=url) as client:
-                    assert (await client.get("/readyz")).json()["model"] == "echo"
+                    ready = (await client.get("/readyz")).json()
+                    assert ready["model"] == "echo"
+                    assert "recorded" not in ready
                     answer = await client.post("/v1/chat/completions", json=CHAT)
                     assert answer.json()["choices"][0]["message"]["content"] == "Hello"
                     assert (await client.post("/admin/models/unload", json={})).status_code == 403
