@@ -32,8 +32,12 @@ ray = pytest.importorskip("ray", reason="Ray is not in this environment; make cl
 from lmx_lab.deploy.ray_serve import application  # noqa: E402
 
 WAIT_S = 240.0
-# On a busy machine, the processes of Ray take longer to start than its default of 30 s.
-START = {"agent_register_timeout_ms": 240_000}
+# On a busy machine, the processes of Ray take longer to start than its defaults, and to answer.
+TIMES = {
+    "RAY_agent_register_timeout_ms": "240000",
+    "RAY_SERVE_PROXY_READY_CHECK_TIMEOUT_S": "120",
+    "RAY_SERVE_PROXY_HEALTH_CHECK_TIMEOUT_S": "60",
+}
 LONG = "word " * 400
 SHORT = "one two three"
 PROGRAMS = {
@@ -53,6 +57,14 @@ def wait_until(is_true: Callable[[], Any]) -> None:
 @pytest.fixture(scope="module")
 def serve() -> Iterator[Any]:
     """Ray Serve on a free port; ``serve.url`` is its address."""
+    # Ray and its processes read these variables when they are imported.
+    with pytest.MonkeyPatch.context() as patched:
+        for name, value in TIMES.items():
+            patched.setenv(name, value)
+        yield from run_serve()
+
+
+def run_serve() -> Iterator[Any]:
     from ray import serve
 
     with socket.socket() as sock:
@@ -64,7 +76,6 @@ def serve() -> Iterator[Any]:
         log_to_driver=False,
         object_store_memory=100 * 2**20,
         _node_ip_address="127.0.0.1",
-        _system_config=START,
     )
     serve.start(http_options={"host": "127.0.0.1", "port": port})
     serve.url = f"http://127.0.0.1:{port}"
@@ -215,12 +226,13 @@ def test_a_real_model_answers_below_a_path(serve: Any, starter_home: Path) -> No
 
 @pytest.mark.parametrize("name", ["dask_example.py", "ray_data_example.py"])
 def test_the_programs_for_other_schedulers_answer_all_rows(name: str, tmp_path: Path) -> None:
-    environ = {**os.environ, "RAY_agent_register_timeout_ms": str(START["agent_register_timeout_ms"])}
     with lmx_lab.Lab(Settings(home=tmp_path, port=0), loop="thread") as lab:
         lab.load("echo")
         (tmp_path / name).write_text(PROGRAMS[name].replace("http://127.0.0.1:8400", lab.url))
         command = [sys.executable, name]
-        done = subprocess.run(command, cwd=tmp_path, env=environ, capture_output=True, text=True, check=False)
+        done = subprocess.run(
+            command, cwd=tmp_path, env={**os.environ, **TIMES}, capture_output=True, text=True, check=False
+        )
     assert done.returncode == 0, done.stderr
     assert "[100 rows x 3 columns]" in done.stdout
     assert "Row 99" in done.stdout
