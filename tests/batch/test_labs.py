@@ -42,7 +42,7 @@ def lab(tmp_path_factory: pytest.TempPathFactory) -> Iterator[lmx_lab.Lab]:
 @pytest.fixture(scope="module")
 def other(tmp_path_factory: pytest.TempPathFactory) -> Iterator[lmx_lab.Lab]:
     """A connection to another lab, which answers slowly."""
-    with started(tmp_path_factory.mktemp("other"), echo_tokens_per_s=50) as served, attach(served.url) as other:
+    with started(tmp_path_factory.mktemp("other"), echo_tokens_per_s=20) as served, attach(served.url) as other:
         yield other
 
 
