@@ -12,7 +12,7 @@ from dataclasses import replace
 
 from lmx_lab.engine import ModelManager
 from lmx_lab.errors import EngineError, LabError, NotLoadedError
-from lmx_lab.http.guard import CHAT_PAGE_PATHS, Receive, Scope, Send, local_policy
+from lmx_lab.http.guard import PAGE_PATHS, Receive, Scope, Send, local_policy
 from lmx_lab.server import InferenceServer, create_server
 from lmx_lab.server.health import problem
 from lmx_lab.settings import Settings
@@ -46,7 +46,7 @@ class ReplicaApp:
             hosts=[*LOCAL_NAMES, *settings.allowed_hosts],
             origins=settings.cors_origins,
             key=settings.api_key,
-            open_paths=CHAT_PAGE_PATHS if settings.page else (),
+            open_paths=PAGE_PATHS if settings.page else (),
         )
         self._server: InferenceServer | None = None
 
