@@ -15,6 +15,8 @@ from lmx_lab.errors import InvalidRequestError
 from lmx_lab.settings import Settings
 from lmx_lab.values.models import Format, ModelEntry
 
+pytestmark = pytest.mark.slow
+
 
 @pytest.fixture(scope="module", params=["mlx", "gguf"])
 def lab(

@@ -51,9 +51,7 @@ def modernbert(tmp_path: Path) -> Load:
     def write(*, labels: int = 0, **config: Any) -> LoadedEncoder:
         folder = tmp_path / "tiny-modernbert"
         words = write_tokenizer(folder).get_vocab_size()
-        save_file(
-            modernbert_weights(words, bias="norm_bias" in config, labels=labels), folder / "model.safetensors"
-        )
+        save_file(modernbert_weights(words, bias="norm_bias" in config, labels=labels), folder / "model.safetensors")
         written = {
             "architectures": ["ModernBertForSequenceClassification" if labels else "ModernBertModel"],
             "model_type": "modernbert",
@@ -81,7 +79,9 @@ class Reference:
         local: For each layer, whether its attention has a window.
     """
 
-    def __init__(self, model: LoadedEncoder, thetas: tuple[float, ...], local: tuple[bool, ...], **weights: Any) -> None:
+    def __init__(
+        self, model: LoadedEncoder, thetas: tuple[float, ...], local: tuple[bool, ...], **weights: Any
+    ) -> None:
         self.tensors = modernbert_weights(model.network.vocabulary_size, **{"bias": False, "labels": 0} | weights)
         self.thetas, self.local = thetas, local
 

@@ -1,4 +1,4 @@
-"""The worker of the grammar sandbox finds the part of a grammar that cannot be enforced. It is called in this process."""
+"""The worker of the grammar sandbox names the part that cannot be enforced. It is called in this process."""
 
 from __future__ import annotations
 

@@ -11,7 +11,9 @@ from lmx_lab.engine.templates import worker
 
 
 def render(template: str, **variables: Any) -> dict[str, str]:
-    answer: dict[str, str] = json.loads(worker.handle(json.dumps({"template": template, "variables": variables}).encode()))
+    answer: dict[str, str] = json.loads(
+        worker.handle(json.dumps({"template": template, "variables": variables}).encode())
+    )
     return answer
 
 
