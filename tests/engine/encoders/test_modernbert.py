@@ -21,6 +21,7 @@ EPS = 1e-5
 TEXTS = [TextTokens((2, 9, 3)), TextTokens(tuple(range(5, 25))), TextTokens((7,))]
 BIASES = {"attention_bias": True, "mlp_bias": True, "norm_bias": True}
 ROPE = {"full_attention": {"rope_theta": 500.0}, "sliding_attention": {"rope_type": "default", "rope_theta": 50.0}}
+YARN = {"rope_type": "yarn", "rope_theta": 500.0, "factor": 2.0}
 Array = npt.NDArray[Any]
 Load = Callable[..., LoadedEncoder]
 
@@ -170,10 +171,8 @@ def test_the_score_of_a_classifier_equals_the_definition(modernbert: Load, pooli
     ("config", "message"),
     [
         ({"rope_scaling": {"factor": 2.0}}, "rope_scaling, which is not supported"),
-        ({"rope_parameters": {"full_attention": {"rope_type": "yarn"}}}, "rope_type 'yarn' is not supported"),
-        ({"layer_types": ["full_attention"]}, "layer 1 has none of the layer_types"),
+        ({"rope_parameters": {**ROPE, "full_attention": YARN}}, "rope_type 'yarn' is not supported"),
         ({"hidden_activation": "mish"}, "mish"),
-        ({"labels": 1, "classifier_pooling": "max"}, "classifier_pooling 'max' is not supported"),
         ({"labels": 2}, "2 labels; a reranker has one"),
     ],
 )
