@@ -236,7 +236,7 @@ class _Server(uvicorn.Server):
         try:
             async with asyncio.timeout(self.config.timeout_graceful_shutdown):
                 await asyncio.sleep(END_POLL_S)
-                while state.connections or state.tasks:
+                while state.connections or state.tasks:  # noqa: ASYNC110 - uvicorn has no event for their end
                     await asyncio.sleep(END_POLL_S)
                 for listener in self.servers:
                     await listener.wait_closed()
