@@ -35,7 +35,12 @@ def stop_when_ready(running: Running) -> None:
     running.send_signal(signal.SIGTERM)
 
 
-@pytest.mark.parametrize(("typed", "added"), [("y\n", True), ("\n", False), ("\x04", False)], ids=["yes", "no", "end"])
+@pytest.mark.parametrize(
+    ("typed", "added"),
+    # The first one imports MCP, which is slow.
+    [pytest.param("y\n", True, marks=pytest.mark.slow), ("\n", False), ("\x04", False)],
+    ids=["yes", "no", "end"],
+)
 def test_servers_of_a_file_are_added_only_after_a_yes(
     tmp_path: Path, arguments: list[str], typed: str, added: bool
 ) -> None:
