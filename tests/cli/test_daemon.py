@@ -105,6 +105,7 @@ def test_control_characters_in_a_server_are_escaped(tmp_path: Path) -> None:
     assert ended.stdout == shown
 
 
+@pytest.mark.slow
 def test_an_invalid_entry_does_not_affect_the_others(tmp_path: Path) -> None:
     servers = {"broken": {"command": "cat", "cwd": "/no/such/folder"}, "good": {"command": "cat"}}
     file = write_config(tmp_path, {"mcpServers": servers})
