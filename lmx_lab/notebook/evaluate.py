@@ -211,7 +211,7 @@ class _Table:
             digest.update(to_json(list(row.items())).encode() + b"\n")
         source: Any = f"function {getattr(prompt, '__qualname__', '')}" if callable(prompt) else prompt
         metric = self.metric.settings
-        kept = {key: value for key, value in parameters.items() if key not in ("cache", "errors", "retry")}
+        kept = {key: value for key, value in parameters.items() if key not in ("cache", "errors", "retry", "labs")}
         return RunFacts(
             at=started_at,
             name=name or str(metric["name"]),
