@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any, Literal, Self
+from typing import TYPE_CHECKING, Any, Self
 
 from lmx_lab.values.tensors import decode_tensors, encode_tensors
 
@@ -17,29 +17,14 @@ PATCHABLE = ("hook_resid_pre", "hook_attn_out", "hook_mlp_out", "hook_resid_post
 
 
 @dataclass(frozen=True, kw_only=True)
-class TraceInput:
-    """The text that a model computes. Exactly one field is set."""
-
-    tokens: tuple[int, ...] | None = None
-    """Token ids, which are not changed."""
-    text: str | None = None
-    """A text, with the special tokens that the tokenizer adds to each text."""
-    messages: tuple[dict[str, Any], ...] | None = None
-    """A conversation, rendered with the model's chat template."""
-
-
-@dataclass(frozen=True, kw_only=True)
 class HookNames:
     """List the names of the values that a model has, with their shapes."""
-
-    kind: Literal["hooks"] = "hooks"
 
 
 @dataclass(frozen=True, kw_only=True)
 class Activations:
     """Return the values of hooks."""
 
-    kind: Literal["activations"] = "activations"
     hooks: tuple[str, ...]
     """Names, in which ``*`` stands for any characters."""
     positions: tuple[int, ...] | None = None
@@ -50,7 +35,6 @@ class Activations:
 class LogitLens:
     """Return the tokens that the final norm and the head predict from the residual stream after each block."""
 
-    kind: Literal["logit_lens"] = "logit_lens"
     top: int = 5
     """Number of tokens at each place."""
     positions: tuple[int, ...] | None = None
@@ -61,9 +45,6 @@ class LogitLens:
 class Patching:
     """Return the logits of two tokens after a text, if single values are those of another text of the same length."""
 
-    kind: Literal["patching"] = "patching"
-    clean: TraceInput
-    """The text from which the values are taken."""
     answer: int | str
     other: int | str
     hooks: tuple[str, ...]
@@ -76,7 +57,6 @@ class Patching:
 class Attribution:
     """Return what each block, and each head of its attention, adds to the logit of the token after a text."""
 
-    kind: Literal["attribution"] = "attribution"
     token: int | str
     other: int | str | None = None
     """If it is set, the difference of the logits of both tokens is divided among the parts."""
