@@ -126,7 +126,8 @@ class PromptPreparer:
         """
         arrived_at, work = time.perf_counter(), request.work
         tokens, clean = [
-            [] if prompt is None else await self._trace_tokens(entry, prompt) for prompt in (request.prompt, request.clean)
+            [] if prompt is None else await self._trace_tokens(entry, prompt)
+            for prompt in (request.prompt, request.clean)
         ]
         chosen: tuple[int | str | None, ...] = ()
         if isinstance(work, Patching):

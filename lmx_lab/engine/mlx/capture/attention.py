@@ -166,7 +166,8 @@ class AttentionRecorder:
             return result
 
         self._originals = attend, softmax
-        mx.fast.scaled_dot_product_attention, mx.softmax = record_attention, record_softmax
+        setattr(mx.fast, "scaled_dot_product_attention", record_attention)  # noqa: B010
+        mx.softmax = record_softmax
         return self
 
     def __exit__(self, *exc_info: object) -> None:
