@@ -112,7 +112,7 @@ class BlockAttention:
 
     def softmax_rows(self, rows: mx.array) -> mx.array | None:
         """Return the pattern of these queries, of shape (rows, heads, keys), if attention was computed step by step;
-        None if it cannot be told from other results of softmax.
+        None if there are other results of softmax.
         """
         if self.calls or len(self.softmaxes) != 1 or self.softmaxes[0].ndim < 4 or self.softmaxes[0].shape[0] != 1:
             return None

@@ -86,7 +86,7 @@ def find_parts(model: Any, name: str) -> Parts:
         name: Id of the model, for messages.
 
     Raises:
-        InvalidRequestError: the model has no blocks that can be told apart.
+        InvalidRequestError: the model has no list of blocks.
     """
     layers = getattr(model, "layers", None)
     if not isinstance(layers, list | tuple) or not all(isinstance(layer, Module) for layer in layers) or not layers:
