@@ -38,7 +38,7 @@ class TraceVerbs:
 
         Raises:
             NotLoadedError: no model is loaded.
-            InvalidRequestError: the model does not run on MLX, or its parts cannot be told apart.
+            InvalidRequestError: the model does not run on MLX, or has no list of blocks.
             AdminForbiddenError: the server runs on another machine.
         """
         return HookTable(await on_loop(self._backend.trace(trace_body({"kind": "hooks"}))))

@@ -90,7 +90,7 @@ async def test_an_unload_ends_traces_with_one_error_each(manager: ModelManager) 
 
 
 async def until(condition: Callable[[], bool]) -> None:
-    while not condition():
+    while not condition():  # noqa: ASYNC110
         await asyncio.sleep(0.001)
 
 
