@@ -73,7 +73,8 @@ TABLE = {
     # The protocol of a lab's server; neither the notebook nor the panels define it, because both use it.
     "backend": Row("broadcast values wire"),
     # weights: the hashes of a model's files in the provenance of records.
-    "instrument": Row("errors values frames progress weights wire backend", "pandas"),
+    # pydantic: errors of the fields of a trace.
+    "instrument": Row("errors values frames progress weights wire backend", "numpy pandas pydantic"),
     # instrument: opens SQLite files in the same way. pydantic: schemas of typed columns.
     "batch": Row("errors values frames wire backend instrument", "numpy pandas pydantic"),
     # numpy: intervals and permutation tests. bench: the figure that notebooks display.

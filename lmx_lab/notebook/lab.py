@@ -39,6 +39,7 @@ from lmx_lab.notebook.report import report_html, write_report
 from lmx_lab.notebook.rerank_result import RerankResult
 from lmx_lab.notebook.search import SearchVerbs
 from lmx_lab.notebook.snapshot import Snapshot, take_snapshot
+from lmx_lab.notebook.tracing import TraceVerbs
 from lmx_lab.notebook.verbs import LoopPortal, awaited, blocking, on_loop, run_verb
 from lmx_lab.panels.workbench import Workbench
 from lmx_lab.settings import Settings
@@ -66,7 +67,7 @@ PROMPT_TOKENS, OUTPUT_TOKENS = 512, 128
 CLOSED = Closed()
 
 
-class Lab(MapVerbs, EvaluateVerbs, SearchVerbs, InstrumentVerbs, LocalProperties):
+class Lab(MapVerbs, EvaluateVerbs, SearchVerbs, TraceVerbs, InstrumentVerbs, LocalProperties):
     """An inference server, in this process or elsewhere, with methods to load models and to send requests.
 
     ``launch()`` and ``attach()`` return a lab, and ``stop()`` ends it. Every blocking method that uses the server has
