@@ -21,6 +21,7 @@ from lmx_lab.values.encoding import Vectors
 from lmx_lab.values.generation import Delta, TokenLogprob, ToolCallDelta
 from lmx_lab.values.models import LoadReport, LoadSpec, Unloading
 from lmx_lab.values.recording import Continuation, Record
+from lmx_lab.values.steering import SteeringVector
 from lmx_lab.values.timeline import ServerTimeline
 from lmx_lab.wire.admin import ModelEvent, ModelRecords, RequestEvent, Sample
 from lmx_lab.wire.chat import ChatChunk, ChatRequest, ChoiceDelta, ChunkChoice, TokenLogprobs, TopLogprob
@@ -308,7 +309,14 @@ class RemoteBackend:
         raise InvalidRequestError(ELSEWHERE)
 
     async def score(
-        self, tokens: Sequence[int], *, model: str | None, top: int, start: int = 0, distributions: bool = False
+        self,
+        tokens: Sequence[int],
+        *,
+        model: str | None,
+        top: int,
+        start: int = 0,
+        distributions: bool = False,
+        steer: Sequence[SteeringVector] = (),
     ) -> Sequence[TokenLogprob]:
         raise InvalidRequestError(ELSEWHERE)
 

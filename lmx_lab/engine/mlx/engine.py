@@ -69,6 +69,7 @@ class MlxEngine:
         thinking_budget=True,
         logprobs_with_own_tools=True,
         input_types=True,
+        steering=True,
     )
     fingerprint = f"mlx-{version('mlx')}"
 
