@@ -1,0 +1,1 @@
+"""Read and replace values inside a model while it computes. Runs on the engine thread."""

@@ -1,0 +1,112 @@
+"""Find the parts of a model by their role: the embedding, the blocks with attention and MLP, and the final norm.
+
+Models of mlx-lm name their parts differently. Each role has a list of names, which are tried in order; the lists cover
+the families of mlx-lm, and a family with another name needs a further name here.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import mlx.nn as nn
+
+from lmx_lab.errors import InvalidRequestError
+
+EMBEDDINGS = (
+    *("embed_tokens", "wte", "word_embeddings", "embeddings", "tok_embeddings"),
+    *("embedding", "token_embeddings", "embed_in", "embed"),
+)
+FINAL_NORMS = (
+    *("norm", "ln_f", "norm_f", "final_layernorm", "final_layer_norm", "final_norm"),
+    *("embedding_norm", "output_norm"),
+)
+ATTENTIONS = ("self_attn", "attn", "attention", "self_attention", "linear_attn", "conv", "mamba", "temporal_block")
+"""Attention, and what replaces it in some layers of hybrid models."""
+MLPS = ("mlp", "feed_forward", "block_sparse_moe", "ffn", "moe", "mlp_block")
+ATTENTION_NORMS = ("post_attention_layernorm", "post_self_attn_layernorm", "post_attention_norm", "post_attn_norm")
+"""Norms that some families apply to the output of attention, before it is added to the residual stream."""
+MLP_NORMS = ("post_feedforward_layernorm", "post_mlp_layernorm", "post_ffw_norm", "post_ffn_norm")
+"""The same for the output of the MLP."""
+
+
+@dataclass(frozen=True, kw_only=True, eq=False)
+class Block:
+    """One block of a model. Its first input and its output are the residual stream."""
+
+    module: Any
+    attention: Any | None
+    """None if the block has none of the names in ``ATTENTIONS``."""
+    mlp: Any | None
+
+    @property
+    def attention_ends(self) -> list[Any]:
+        """Modules whose output may be what attention adds to the residual stream, the likely one first."""
+        return _candidates(self.attention, self.module, ATTENTION_NORMS)
+
+    @property
+    def mlp_ends(self) -> list[Any]:
+        """The same for the MLP."""
+        return _candidates(self.mlp, self.module, MLP_NORMS)
+
+
+@dataclass(frozen=True, kw_only=True, eq=False)
+class Parts:
+    """The parts of a model. ``embedding`` and ``norm`` are None if they have unknown names."""
+
+    model: Any
+    blocks: Sequence[Block]
+    embedding: Any | None
+    norm: Any | None
+
+
+def find_parts(model: Any, name: str) -> Parts:
+    """Return the parts of a model.
+
+    Args:
+        name: Id of the model, for messages.
+
+    Raises:
+        InvalidRequestError: the model has no blocks that can be told apart.
+    """
+    layers = getattr(model, "layers", None)
+    if not isinstance(layers, list | tuple) or not all(isinstance(layer, nn.Module) for layer in layers) or not layers:
+        kind = getattr(model, "model_type", type(model).__name__)
+        raise InvalidRequestError(
+            f"{name} ({kind}) has no list of blocks, so its activations have no names; use a model of another family",
+            param="model",
+        )
+    owners = list(_owners(model, layers[0]))
+    return Parts(
+        model=model,
+        blocks=[
+            Block(module=layer, attention=_child([layer], ATTENTIONS), mlp=_child([layer], MLPS)) for layer in layers
+        ],
+        embedding=_child(owners, EMBEDDINGS),
+        norm=_child(owners, FINAL_NORMS),
+    )
+
+
+def _owners(model: Any, layer: Any) -> Iterator[Any]:
+    """Yield the module that has a layer in a list, and the modules that contain this module, the inner ones first."""
+    path = next((name for name, module in model.named_modules() if module is layer), "")
+    names = path.split(".")
+    modules = [model]
+    for name in names:
+        inner = modules[-1]
+        step = inner[int(name)] if isinstance(inner, list | tuple) else getattr(inner, name, None)
+        modules.append(step)
+    return (module for module in reversed(modules[:-1]) if isinstance(module, nn.Module))
+
+
+def _child(owners: Sequence[Any], names: Sequence[str]) -> Any | None:
+    children = (getattr(owner, name, None) for owner in owners for name in names)
+    return next((child for child in children if isinstance(child, nn.Module)), None)
+
+
+def _candidates(part: Any | None, block: Any, names: Sequence[str]) -> list[Any]:
+    if part is None:
+        return []
+    norm = _child([block], names)
+    return [part] if norm is None else [part, norm]
