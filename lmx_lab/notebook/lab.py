@@ -20,6 +20,7 @@ from lmx_lab.instrument.explore import explore
 from lmx_lab.instrument.requests import RequestList
 from lmx_lab.instrument.tree import AnswerTree
 from lmx_lab.instrument.verbs import InstrumentVerbs
+from lmx_lab.notebook.activations import ActivationVerbs
 from lmx_lab.notebook.arguments import (
     Documents,
     Prompt,
@@ -65,7 +66,7 @@ PROMPT_TOKENS, OUTPUT_TOKENS = 512, 128
 CLOSED = Closed()
 
 
-class Lab(MapVerbs, SearchVerbs, InstrumentVerbs, LocalProperties):
+class Lab(MapVerbs, SearchVerbs, ActivationVerbs, InstrumentVerbs, LocalProperties):
     """An inference server, in this process or elsewhere, with methods to load models and to send requests.
 
     ``launch()`` and ``attach()`` return a lab, and ``stop()`` ends it. Every blocking method that uses the server has
@@ -271,8 +272,9 @@ class Lab(MapVerbs, SearchVerbs, InstrumentVerbs, LocalProperties):
             parameters: ``system``, the system prompt, and the parameters of the chat format: ``temperature``,
                 ``top_p``, ``top_k``, ``min_p``, ``max_tokens``, ``stop``, ``seed``, penalties, ``logit_bias``,
                 ``ignore_eos``, ``tools``, ``tool_choice``, ``reasoning_effort``, ``logprobs``, which may be the number
-                of alternatives, ``logprob_tokens``, tokens to report whatever their rank, and ``response_format``,
-                which may be the class of a pydantic model. ``n`` is not supported, because a reply has one text.
+                of alternatives, ``logprob_tokens``, tokens to report whatever their rank, ``steer``, a list of
+                ``Steer``, and ``response_format``, which may be the class of a pydantic model. ``n`` is not supported,
+                because a reply has one text.
 
         Raises:
             NotLoadedError: no model is loaded.
