@@ -19,11 +19,13 @@ from lmx_lab.values.models import LoadReport, LoadSpec, Unloading
 from lmx_lab.values.recording import Continuation, Record
 from lmx_lab.values.steering import SteeringVector
 from lmx_lab.values.timeline import ServerTimeline
+from lmx_lab.values.tracing import Trace
 from lmx_lab.wire.admin import ModelEvent, ModelRecords, RequestEvent, Sample
 from lmx_lab.wire.chat import ChatRequest
 from lmx_lab.wire.embeddings import EmbeddingsBody
 from lmx_lab.wire.generation import Timings, Usage
 from lmx_lab.wire.rerank import RerankBody
+from lmx_lab.wire.tracing import TraceBody
 
 T = TypeVar("T")
 LOAD_SHOWN_S = 1.0
@@ -180,6 +182,9 @@ class Backend(Protocol):
         """Return one row for each text."""
 
     async def rerank(self, body: RerankBody) -> DocumentRanking: ...
+
+    async def trace(self, body: TraceBody) -> Trace:
+        """Return values from the inside of the loaded model."""
 
     # Recorded tokens
 

@@ -43,6 +43,7 @@ RANGES: dict[str, tuple[float, float]] = {
     "memory_limit_bytes": (0, 2**50),
     "prefix_cache_bytes": (0, 2**50),
     "prefix_cache_disk_bytes": (0, 2**60),
+    "trace_bytes": (0, 2**50),
     "threads": (1, 1024),
     "disk_reserve_bytes": (0, 2**60),
     "echo_tokens_per_s": (0.001, 1e6),
@@ -143,6 +144,8 @@ class Settings:
     restart. Several servers may use the same folder. By default they are only in memory."""
     prefix_cache_disk_bytes: int = 10 * GIB
     """Maximum total size of the cache's files in that folder. The least recently used ones are deleted first."""
+    trace_bytes: int = 1 * GIB
+    """Maximum size of the values from the inside of a model that one trace returns. Larger traces are refused."""
     embedder: str | None = None
     """Embedding model that stays in memory, in addition to the loaded model."""
     reranker: str | None = None

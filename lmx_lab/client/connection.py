@@ -156,6 +156,13 @@ class HttpConnection:
         response, body = await self._fetch(request, limit)
         return self.parse_success(response, body, shape)
 
+    async def post_for_bytes(self, path: str, content: bytes, *, limit: int) -> bytes:
+        """Send a request that may compute for long, and return the body of the response, of at most ``limit`` bytes."""
+        response, body = await self._fetch(self._http.build_request("POST", path, content=content, headers=JSON), limit)
+        if not response.is_success:
+            raise self.error_for(response, body)
+        return body
+
     async def _fetch(
         self, request: httpx2.Request, limit: int, *, with_key: bool = True
     ) -> tuple[httpx2.Response, bytes]:

@@ -24,6 +24,7 @@ from lmx_lab.client.sse import Remark
 from lmx_lab.errors import ConnectionLostError, LabError, UnreachableError, WrongServerError
 from lmx_lab.values.models import LoadOptions, LoadSpec
 from lmx_lab.values.timeline import ModelTimeline, RequestTimeline, ServerTimeline
+from lmx_lab.values.tracing import Trace
 from lmx_lab.wire.admin import (
     Heartbeat,
     LoadAnswer,
@@ -43,6 +44,7 @@ from lmx_lab.wire.chat import ChatChunk, ChatCompletion, ChatRequest, SocketDone
 from lmx_lab.wire.embeddings import EmbeddingList, EmbeddingsBody
 from lmx_lab.wire.rerank import RerankBody, RerankResults
 from lmx_lab.wire.timeline import PAGE_REQUESTS, TimelinePage
+from lmx_lab.wire.tracing import TraceBody
 
 T = TypeVar("T")
 Include = Literal["models", "requests", "samples"]
@@ -72,6 +74,8 @@ def lab_event(text: str) -> LabEvent:
 
 # Maximum sizes of responses
 
+TRACE_BYTES = 2**34
+"""A trace may be as large as the server allows; by default its values have 1 GiB."""
 MAX_COMPONENTS = 16_384
 """Maximum length of a vector: more than any known embedding model has."""
 COMPONENT_BYTES = {"base64": 6, "float": 26}
@@ -293,6 +297,16 @@ class AsyncLabClient(AsyncClientBase):
                 f"unlike an LMX Lab server; {CHECK}"
             )
         return answer
+
+    # The inside of the model
+
+    async def trace(self, body: TraceBody) -> Trace:
+        """Return values from the inside of the loaded model. Only programs on the server's machine may do this."""
+        data = await self._connection.post_for_bytes("/admin/trace", encode_body(body), limit=TRACE_BYTES)
+        try:
+            return Trace.decode(data)
+        except ValueError as exc:
+            raise WrongServerError(f"the trace of {self.url} cannot be read: {exc}; {CHECK}") from exc
 
     # Models
 

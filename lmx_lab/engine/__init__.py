@@ -15,6 +15,7 @@ from lmx_lab.engine.requests import (
     TokenPrompt,
     Tool,
     ToolUse,
+    TraceRequest,
 )
 from lmx_lab.engine.stream import Pending, TokenStream
 
@@ -35,4 +36,5 @@ __all__ = [
     "TokenStream",
     "Tool",
     "ToolUse",
+    "TraceRequest",
 ]

@@ -14,11 +14,19 @@ from typing import Protocol
 
 from lmx_lab.engine.admission import AdmissionControl, Permit
 from lmx_lab.engine.cancellation import Cancellation
-from lmx_lab.engine.requests import EmbeddingRequest, Embeddings, GenerationRequest, Ranking, RerankRequest
+from lmx_lab.engine.requests import (
+    EmbeddingRequest,
+    Embeddings,
+    GenerationRequest,
+    Ranking,
+    RerankRequest,
+    TraceRequest,
+)
 from lmx_lab.engine.stream import Pending, TokenStream
 from lmx_lab.errors import LabError
 from lmx_lab.values.engine import EngineSnapshot
 from lmx_lab.values.models import Kind, LoadReport, LoadSpec, ModelEntry
+from lmx_lab.values.tracing import Trace
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -155,6 +163,15 @@ class InferenceEngine(Protocol):
 
     async def submit_rerank(self, entry: ModelEntry, request: RerankRequest, permit: Permit) -> Pending[Ranking]:
         """Queue documents to be ranked by the main or a pinned model. Raises the same as ``submit_embedding``."""
+
+    async def submit_trace(self, entry: ModelEntry, request: TraceRequest, permit: Permit) -> Pending[Trace]:
+        """Queue a trace of the main model.
+
+        Raises:
+            NotLoadedError: the model has been replaced, or is being unloaded.
+            ContextLengthError: the text is longer than the model's context.
+            InvalidRequestError: the text cannot be made into tokens, or the engine does not compute traces.
+        """
 
     async def encode(self, entry: ModelEntry, request: GenerationRequest) -> list[int]:
         """Return the token ids of a request's prompt, which may be longer than the model's context.

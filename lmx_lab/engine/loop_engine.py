@@ -17,13 +17,28 @@ from typing import Any, ClassVar, Generic, Protocol, TypeVar
 from lmx_lab.engine.admission import LOAD_FIRST, AdmissionControl, Permit
 from lmx_lab.engine.interface import Capabilities, EngineHost
 from lmx_lab.engine.machine_memory import total_bytes
-from lmx_lab.engine.requests import EmbeddingRequest, Embeddings, GenerationRequest, Ranking, RerankRequest
+from lmx_lab.engine.requests import (
+    EmbeddingRequest,
+    Embeddings,
+    GenerationRequest,
+    Ranking,
+    RerankRequest,
+    TraceRequest,
+)
 from lmx_lab.engine.stream import Pending, TokenStream
-from lmx_lab.errors import EngineDeadError, EngineError, GenerationTimeoutError, LabError, NotLoadedError
+from lmx_lab.errors import (
+    EngineDeadError,
+    EngineError,
+    GenerationTimeoutError,
+    InvalidRequestError,
+    LabError,
+    NotLoadedError,
+)
 from lmx_lab.portal import LoopThread, receive
 from lmx_lab.settings import Settings
 from lmx_lab.values.engine import EngineSnapshot
 from lmx_lab.values.models import Kind, LoadReport, LoadSpec, ModelEntry
+from lmx_lab.values.tracing import Trace
 from lmx_lab.weights.files import in_thread
 
 T = TypeVar("T")
@@ -178,6 +193,14 @@ class LoopEngine(ABC, Generic[Core]):
     async def submit_rerank(self, entry: ModelEntry, request: RerankRequest, permit: Permit) -> Pending[Ranking]:
         """See ``InferenceEngine``."""
         return await self._run(lambda core: core.accept_rerank(entry, request, permit))
+
+    async def submit_trace(self, entry: ModelEntry, request: TraceRequest, permit: Permit) -> Pending[Trace]:
+        """See ``InferenceEngine``."""
+        raise InvalidRequestError(
+            f"{entry.id} does not run on MLX, and only MLX returns values from the inside of a model; load the model "
+            f'with engine="mlx", such as lab.load("{entry.id}", engine="mlx")',
+            param="model",
+        )
 
     async def encode(self, entry: ModelEntry, request: GenerationRequest) -> list[int]:
         """See ``InferenceEngine``."""

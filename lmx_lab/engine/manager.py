@@ -26,7 +26,14 @@ from lmx_lab.engine.model_control import ModelControl
 from lmx_lab.engine.model_finder import ModelFinder
 from lmx_lab.engine.model_lookup import CHAT, EMBEDDING, RERANK, Kinds
 from lmx_lab.engine.registry import ENGINES
-from lmx_lab.engine.requests import EmbeddingRequest, Embeddings, GenerationRequest, Ranking, RerankRequest
+from lmx_lab.engine.requests import (
+    EmbeddingRequest,
+    Embeddings,
+    GenerationRequest,
+    Ranking,
+    RerankRequest,
+    TraceRequest,
+)
 from lmx_lab.engine.residents import Resident, Residents
 from lmx_lab.engine.stream import Pending, TokenStream
 from lmx_lab.engine.submission import Submission, Submitter
@@ -35,6 +42,7 @@ from lmx_lab.portal import LoopThread, receive
 from lmx_lab.settings import Settings
 from lmx_lab.values.engine import EngineSnapshot, EngineState, merged
 from lmx_lab.values.models import EngineName, Kind, LoadProgress, LoadReport, LoadSpec, ModelEntry
+from lmx_lab.values.tracing import Trace
 from lmx_lab.weights import Catalog
 
 T = TypeVar("T")
@@ -362,6 +370,23 @@ class ModelManager:
             return await resident.engine.submit_rerank(resident.entry, request, permits[0])
 
         return await self._submitter.submit(Submission(request=request, kinds=RERANK, submit=submit, local=local))
+
+    async def trace(self, request: TraceRequest, *, local: bool = True) -> Trace:
+        """Return values from the inside of the main model. Cancelling the caller cancels the work.
+
+        Raises:
+            NotLoadedError, ModelNotFoundError: the model that the request names is not loaded, or does not exist.
+            InvalidRequestError: the engine or the model cannot do what is requested, or the result is too large.
+            ContextLengthError: the text is longer than the model's context.
+            QueueFullError: too many requests wait.
+            GenerationTimeoutError, EngineError: the trace could not be computed.
+        """
+
+        async def submit(resident: Resident, permits: Sequence[Permit]) -> Pending[Trace]:
+            return await resident.engine.submit_trace(resident.entry, request, permits[0])
+
+        pending = await self._submitter.submit(Submission(request=request, kinds=CHAT, submit=submit, local=local))
+        return await pending.result()
 
     async def encode(self, request: GenerationRequest, *, local: bool = True) -> list[int]:
         """Return the token ids of a request's prompt, which may be longer than the model's context.

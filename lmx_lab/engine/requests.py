@@ -11,6 +11,7 @@ from typing import Any, Literal
 
 from lmx_lab.values.encoding import EncodeReport, InputType, RerankMethod, Vectors
 from lmx_lab.values.steering import SteeringVector
+from lmx_lab.values.tracing import TraceWork
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -172,6 +173,21 @@ class GenerationRequest:
     """Id of the request, for the log."""
     client: str | None = None
     """Address of the client, among which slots are shared fairly; None for this process."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class TraceRequest:
+    """A request to compute a text, and to return values from the inside of the model."""
+
+    prompt: Prompt | None = None
+    """The text; None for ``HookNames``, which needs none."""
+    clean: Prompt | None = None
+    """The text from which ``Patching`` takes values."""
+    work: TraceWork
+    model: str | None = None
+    """Id of the model; None takes any loaded model."""
+    timeout_s: float | None = None
+    """Time limit from arrival to the result; None takes ``Settings.request_timeout_s``."""
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -11,7 +11,7 @@ from lmx_lab.engine.admission import Permit
 from lmx_lab.engine.model_control import ModelControl
 from lmx_lab.engine.model_finder import ModelFinder
 from lmx_lab.engine.model_lookup import CHAT, Kinds, loaded_id, refusal, with_models_on_disk
-from lmx_lab.engine.requests import EmbeddingRequest, GenerationRequest, RerankRequest
+from lmx_lab.engine.requests import EmbeddingRequest, GenerationRequest, RerankRequest, TraceRequest
 from lmx_lab.engine.residents import Resident, Residents
 from lmx_lab.errors import GenerationTimeoutError, LabError, ModelNotFoundError, NotLoadedError
 from lmx_lab.settings import Settings
@@ -33,7 +33,7 @@ class RunOnControlLoop(Protocol):
 class Submission(Generic[T]):
     """A request, and how it is submitted."""
 
-    request: GenerationRequest | EmbeddingRequest | RerankRequest
+    request: GenerationRequest | EmbeddingRequest | RerankRequest | TraceRequest
     kinds: Kinds
     """Kinds of models that can answer, the preferred ones first."""
     submit: Callable[[Resident, Sequence[Permit]], Awaitable[T]]

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import html
 import importlib
+import math
 import tempfile
 import weakref
 from collections.abc import Mapping, Sequence
@@ -14,7 +15,8 @@ import numpy as np
 
 from lmx_lab.errors import InvalidRequestError
 from lmx_lab.frames import pandas_for
-from lmx_lab.instrument.tensor_file import Array, header_of
+from lmx_lab.values.encoding import Vectors
+from lmx_lab.values.tensors import encode_header
 
 if TYPE_CHECKING:
     import pandas as pd
@@ -44,24 +46,24 @@ class LayerActivations:
         shape = (len(self.layers), texts, width)
         self.path: Path | None = None
         """The file; None if the vectors are in memory."""
-        self._values: Array
-        if 4 * int(np.prod(shape, dtype=np.int64)) <= memory_bytes:
+        self._values: Vectors
+        if 4 * math.prod(shape) <= memory_bytes:
             self._values = np.zeros(shape, dtype=np.float32)
             return
         folder = tempfile.TemporaryDirectory(prefix="lmx-lab-probe-")
         weakref.finalize(self, folder.cleanup)
         self.path = Path(folder.name) / "activations.safetensors"
-        head = header_of({f"blocks.{layer}.hook_resid_post": shape[1:] for layer in self.layers}, {})
-        self.path.write_bytes(head)
-        with self.path.open("r+b") as file:
-            file.truncate(len(head) + 4 * int(np.prod(shape, dtype=np.int64)))
+        head = encode_header({f"blocks.{layer}.hook_resid_post": ("F32", shape[1:]) for layer in self.layers}, {})
+        with self.path.open("wb") as file:
+            file.write(head)
+            file.truncate(len(head) + 4 * math.prod(shape))
         self._values = np.memmap(self.path, dtype="<f4", mode="r+", offset=len(head), shape=shape)
 
-    def put(self, text: int, vectors: Array) -> None:
+    def put(self, text: int, vectors: Vectors) -> None:
         """Store the vectors of a text, one row for each layer."""
         self._values[:, text] = vectors
 
-    def of(self, layer: int) -> Array:
+    def of(self, layer: int) -> Vectors:
         """Return the vectors of all texts at a layer."""
         return np.asarray(self._values[self.layers.index(layer)])
 
@@ -100,7 +102,7 @@ class ProbeRun:
         self._preprocessing, self._selection = _sklearn("preprocessing"), _sklearn("model_selection")
         self._folds = folds
 
-    def accuracies(self, vectors: Array) -> list[float]:
+    def accuracies(self, vectors: Vectors) -> list[float]:
         """Return the accuracy of a logistic regression on each fold, with standardized vectors."""
         probe = self._pipeline.make_pipeline(
             self._preprocessing.StandardScaler(), self._linear.LogisticRegression(max_iter=MAX_STEPS)

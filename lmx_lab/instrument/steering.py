@@ -15,8 +15,10 @@ from typing import Any
 import numpy as np
 
 from lmx_lab.errors import InvalidRequestError
-from lmx_lab.instrument.tensor_file import Array, read_tensors, write_tensors
+from lmx_lab.instrument.text_file import write_file
+from lmx_lab.values.encoding import Vectors
 from lmx_lab.values.steering import encode_components
+from lmx_lab.values.tensors import decode_tensors, encode_tensors
 
 FORMAT = "lmx-lab steering vector 1"
 
@@ -35,7 +37,7 @@ class Steer:
 
     layer: int
     """Index of the layer, from 0."""
-    vector: Array
+    vector: Vectors
     """One number for each component of the residual stream."""
     scale: float = 1.0
     model: str = field(default="", kw_only=True)
@@ -101,7 +103,7 @@ class Steer:
             "weights": self.weights,
             "source": json.dumps(dict(self.source)),
         }
-        return write_tensors(path, {"vector": self.vector}, metadata)
+        return write_file(path, encode_tensors({"vector": self.vector}, metadata))
 
     @classmethod
     def load(cls, path: str | os.PathLike[str]) -> Steer:
@@ -110,20 +112,26 @@ class Steer:
         Raises:
             InvalidRequestError: the file does not exist, or is not the file of a vector.
         """
-        tensors, metadata = read_tensors(path)
-        if metadata.get("format") != FORMAT or "vector" not in tensors:
-            raise InvalidRequestError(f"{path} is not the file of a steering vector; use one of Steer.save", param="path")
+        source = Path(path).expanduser()
         try:
+            arrays, metadata = decode_tensors(source.read_bytes())
+            if metadata.get("format") != FORMAT:
+                raise ValueError("it was not written by Steer.save")
             return cls(
                 int(metadata["layer"]),
-                tensors["vector"],
+                arrays["vector"],
                 float(metadata["scale"]),
                 model=metadata["model"],
                 weights=metadata["weights"],
                 source=json.loads(metadata["source"]),
             )
-        except (KeyError, ValueError) as exc:
-            raise InvalidRequestError(f"{path} is not a complete file of a steering vector: {exc!r}") from exc
+        except OSError as exc:
+            raise InvalidRequestError(f"{source} cannot be read: {exc.strerror or exc}", param="path") from exc
+        except (KeyError, TypeError, ValueError) as exc:
+            raise InvalidRequestError(
+                f"{source} is not the file of a steering vector ({exc}); use one that Steer.save has written",
+                param="path",
+            ) from exc
 
     def __repr__(self) -> str:
         # Comparisons identify a setting by this text, so it contains a digest of the vector.

@@ -1,4 +1,4 @@
-"""Write the files of trees, lenses, comparisons and timelines."""
+"""Write the files of trees, lenses, comparisons, timelines and activations."""
 
 from __future__ import annotations
 
@@ -9,14 +9,19 @@ from lmx_lab.errors import InvalidRequestError
 
 
 def write_text_file(path: str | os.PathLike[str], text: str) -> Path:
-    """Write a text to a file, and return its path. A ``~`` at its beginning stands for the user's home folder.
+    """Write a text to a file, and return its path. Raises the same as ``write_file``."""
+    return write_file(path, text.encode())
+
+
+def write_file(path: str | os.PathLike[str], content: bytes) -> Path:
+    """Write a file, and return its path. A ``~`` at its beginning stands for the user's home folder.
 
     Raises:
         InvalidRequestError: the file cannot be written, for example because its folder does not exist.
     """
     target = Path(path).expanduser()
     try:
-        target.write_text(text, encoding="utf-8")
+        target.write_bytes(content)
     except FileNotFoundError as exc:
         raise InvalidRequestError(
             f"{target} cannot be written: there is no folder {str(target.parent)!r}; create it first", param="path"

@@ -17,7 +17,7 @@ from lmx_lab.instrument.steering import Steer
 from lmx_lab.notebook.verbs import LoopPortal, awaited, blocking, in_thread, on_loop
 from lmx_lab.progress import counter
 from lmx_lab.values.encoding import Vectors
-from lmx_lab.values.tracing import Activations, TraceInput
+from lmx_lab.wire.tracing import TraceBody
 
 Position = int | Literal["last", "mean"]
 RESIDUAL = re.compile(r"blocks\.(\d+)\.hook_resid_post")
@@ -157,7 +157,7 @@ def _texts(given: object, name: str) -> list[str]:
     return texts
 
 
-def _hooks(layers: Iterable[object]) -> tuple[str, ...]:
+def _hooks(layers: Iterable[object]) -> list[str]:
     """Return the names of the outputs of layers; ``*`` stands for all layers.
 
     Raises:
@@ -169,10 +169,10 @@ def _hooks(layers: Iterable[object]) -> tuple[str, ...]:
             raise InvalidRequestError(f"layer has {layer!r:.40}; pass indices from 0, or \"all\"", param="layer")
     if not given:
         raise InvalidRequestError("layer has no layers; pass at least one index", param="layer")
-    return tuple(f"blocks.{layer}.hook_resid_post" for layer in given)
+    return [f"blocks.{layer}.hook_resid_post" for layer in given]
 
 
-async def _residuals(backend: Backend, text: str, hooks: tuple[str, ...], position: object) -> dict[int, Vectors]:
+async def _residuals(backend: Backend, text: str, hooks: list[str], position: object) -> dict[int, Vectors]:
     """Return the output of layers at one token of a text, or its mean over all tokens, by layer.
 
     Raises:
@@ -183,7 +183,8 @@ async def _residuals(backend: Backend, text: str, hooks: tuple[str, ...], positi
             f"position is {position!r:.40}; pass 'last', 'mean', or the index of a token", param="position"
         )
     at = -1 if position == "last" else position
-    positions = (at,) if isinstance(at, int) else None
-    trace = await backend.trace(TraceInput(text=text), Activations(hooks=hooks, positions=positions))
+    positions = [at] if isinstance(at, int) else None
+    fields = {"kind": "activations", "input": {"text": text}, "hooks": hooks, "positions": positions}
+    trace = await backend.trace(TraceBody.model_validate({"trace": fields}))
     found = {RESIDUAL.fullmatch(name): array for name, array in trace.arrays.items()}
     return {int(match[1]): array.mean(axis=0) for match, array in found.items() if match is not None}

@@ -24,6 +24,7 @@ from lmx_lab.server.events import ServerEvent, sample
 from lmx_lab.server.generation import Generation
 from lmx_lab.server.recording import request_to_json
 from lmx_lab.server.rerank import rerank_request
+from lmx_lab.server.tracing import trace_request
 from lmx_lab.server.translate import generation_request, timings, usage
 from lmx_lab.values.encoding import Vectors
 from lmx_lab.values.engine import EngineSnapshot
@@ -32,10 +33,12 @@ from lmx_lab.values.models import LoadReport, LoadSpec, ModelEntry
 from lmx_lab.values.recording import Continuation, Record
 from lmx_lab.values.steering import SteeringVector
 from lmx_lab.values.timeline import ServerTimeline
+from lmx_lab.values.tracing import Trace
 from lmx_lab.wire.admin import ModelEvent, ModelRecords, RequestEvent, Sample
 from lmx_lab.wire.chat import ChatRequest
 from lmx_lab.wire.embeddings import EmbeddingsBody
 from lmx_lab.wire.rerank import RerankBody
+from lmx_lab.wire.tracing import TraceBody
 
 T = TypeVar("T")
 LAGGING_S = 1.0
@@ -177,6 +180,9 @@ class LocalBackend:
             tokens=ranking.report.tokens,
             report=ranking.report,
         )
+
+    async def trace(self, body: TraceBody) -> Trace:
+        return await self._services.inference.trace(trace_request(body), local=True)
 
     # Recorded tokens
 

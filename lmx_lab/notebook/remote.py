@@ -23,11 +23,13 @@ from lmx_lab.values.models import LoadReport, LoadSpec, Unloading
 from lmx_lab.values.recording import Continuation, Record
 from lmx_lab.values.steering import SteeringVector
 from lmx_lab.values.timeline import ServerTimeline
+from lmx_lab.values.tracing import Trace
 from lmx_lab.wire.admin import ModelEvent, ModelRecords, RequestEvent, Sample
 from lmx_lab.wire.chat import ChatChunk, ChatRequest, ChoiceDelta, ChunkChoice, TokenLogprobs, TopLogprob
 from lmx_lab.wire.embeddings import EmbeddingsBody
 from lmx_lab.wire.generation import StreamOptions, Timings
 from lmx_lab.wire.rerank import RerankBody
+from lmx_lab.wire.tracing import TraceBody
 
 LATE_S = 3.0
 """Time without an event after which the server's state is ``lagging``. The server sends a sample every second."""
@@ -284,6 +286,9 @@ class RemoteBackend:
             method=answer.method,
             tokens=answer.usage.prompt_tokens,
         )
+
+    async def trace(self, body: TraceBody) -> Trace:
+        return await self._portal.call(self._client.trace(body))
 
     # Recorded tokens
 

@@ -35,6 +35,7 @@ from lmx_lab.server.rerank import rerank_routes
 from lmx_lab.server.responses import responses_routes
 from lmx_lab.server.timelines import timeline_routes
 from lmx_lab.server.tokens import token_routes
+from lmx_lab.server.tracing import trace_routes
 from lmx_lab.server.websocket import socket_routes
 from lmx_lab.settings import Settings
 from lmx_lab.values.recording import RecordMode
@@ -103,6 +104,7 @@ def create_server(
     api.include_router(admin_routes(manager=manager, catalog=catalog, lan_admin=settings.lan_admin))
     api.include_router(event_routes(manager=manager, feed=feed))
     api.include_router(timeline_routes(inference.timelines))
+    api.include_router(trace_routes(inference))
     api.include_router(metrics_routes(metrics))
     return InferenceServer(
         asgi=wrap_app(api, policy, observer=request_log), api=api, inference=inference, manager=manager, feed=feed

@@ -22,6 +22,7 @@ from lmx_lab.engine import (
     Sampling,
     TokenPrompt,
     TokenStream,
+    TraceRequest,
 )
 from lmx_lab.engine.model_lookup import EMBEDDING, RERANK, Kinds, public_id
 from lmx_lab.errors import AdminForbiddenError, EngineError, LabError, NotLoadedError
@@ -36,6 +37,7 @@ from lmx_lab.values.generation import GenerationReport, TokenLogprob
 from lmx_lab.values.models import Kind
 from lmx_lab.values.recording import Continuation, Record
 from lmx_lab.values.steering import SteeringVector
+from lmx_lab.values.tracing import Trace
 from lmx_lab.wire.chat import ChatRequest
 
 CONTENDED_CLIENT_S = 1.0
@@ -289,6 +291,10 @@ class InferenceService:
         await generation.read_all()
         assert generation.prompt_scores is not None
         return generation.prompt_scores.tokens[start:]
+
+    async def trace(self, request: TraceRequest, *, local: bool = False) -> Trace:
+        """Return values from the inside of the model. Raises the same as ``ModelManager.trace``."""
+        return await self._manager.trace(request, local=local)
 
     async def encode(self, request: GenerationRequest, *, local: bool = False) -> list[int]:
         """Return the token ids of a request's prompt. Raises the same as ``ModelManager.encode``."""

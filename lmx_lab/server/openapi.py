@@ -48,6 +48,8 @@ INFERENCE_ERRORS = failures(*_INFERENCE)
 """Error responses of a request that a model answers."""
 GENERATION_ERRORS = failures(*_INFERENCE, AdminForbiddenError)
 """Error responses of a request that a model answers, and that may contain ``steer``."""
+TRACE_ERRORS = failures(*_INFERENCE, AdminForbiddenError)
+"""Error responses of a request for values from the inside of a model."""
 MESSAGES_ERRORS = failures(*_INFERENCE, body=MessagesError)
 """The same in the Messages format."""
 OLLAMA_COMMON_ERRORS = failures(body=OllamaError)

@@ -54,15 +54,6 @@ def read_summary(path: Path) -> SafetensorsSummary:
         ) from exc
 
 
-def read_header(path: Path) -> tuple[dict[str, Any], int]:
-    """Return the header of a file after a check by ``read_summary``, and the offset of the tensors.
-
-    Raises:
-        UnusableModelError: see ``read_summary``.
-    """
-    return _read_header(path, read_summary(path).size_bytes)
-
-
 # The size and the time are part of the cache key, so that a listing does not parse unchanged headers again.
 @lru_cache(maxsize=1024)
 def _read_summary(path: Path, size: int, mtime_ns: int) -> SafetensorsSummary:

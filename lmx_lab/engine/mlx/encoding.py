@@ -19,11 +19,12 @@ from dataclasses import dataclass, field
 import mlx.core as mx
 import numpy as np
 
-from lmx_lab.engine.admission import AdmissionControl, Permit
+from lmx_lab.engine.admission import Permit
 from lmx_lab.engine.cpu_blas import ThreadChoice
 from lmx_lab.engine.encoders import LoadedEncoder, TextTokens
 from lmx_lab.engine.mlx import memory
-from lmx_lab.errors import ContextLengthError, EngineError, GenerationTimeoutError, LabError, QueueFullError
+from lmx_lab.engine.mlx.jobs import JobQueue
+from lmx_lab.errors import ContextLengthError, EngineError, LabError, QueueFullError
 from lmx_lab.values.encoding import EncodeReport, Vectors
 
 log = logging.getLogger(__name__)
@@ -157,7 +158,7 @@ class EncodingBatch:
         return hidden
 
 
-class EncodingLoop:
+class EncodingLoop(JobQueue[EncodeJob, EncodedRows]):
     """Computes jobs in turn, one batch each, and ends each exactly once. Runs on the engine thread.
 
     Args:
@@ -173,6 +174,7 @@ class EncodingLoop:
         make_room: Callable[[int], None],
         note_peak: Callable[[int], None],
     ) -> None:
+        super().__init__("send fewer texts")
         self._threads = threads
         # One core computes each part: apart from matrix products, MLX uses only one core for much of a layer.
         self._streams = (
@@ -181,25 +183,9 @@ class EncodingLoop:
         self._limit_bytes = limit_bytes
         self._make_room = make_room
         self._note_peak = note_peak
-        self._jobs: list[EncodeJob] = []
-        """The job whose turn is next comes first."""
         self._batch: EncodingBatch | None = None
-        self._ended: list[tuple[EncodeJob, EncodedRows | LabError]] = []
-        """Jobs that have ended, and whose callers do not have the result yet; see ``deliver``."""
         self.tokens = 0
         """Number of tokens computed since the engine started."""
-
-    @property
-    def idle(self) -> bool:
-        return not self._jobs
-
-    @property
-    def running(self) -> list[EncodeJob]:
-        return [job for job in self._jobs if job.started_at]
-
-    @property
-    def queued(self) -> list[EncodeJob]:
-        return [job for job in self._jobs if not job.started_at]
 
     def add(self, job: EncodeJob) -> None:
         """Queue a job.
@@ -215,34 +201,7 @@ class EncodingLoop:
                 "try again in 5 s",
                 retry_after_s=5,
             )
-        # Marked as running, so that a caller that stops waiting does not cancel the future; ``cancel`` ends the job.
-        job.done.set_running_or_notify_cancel()
-        self._jobs.append(job)
-
-    def cancel(self, job: EncodeJob) -> None:
-        """End a job whose result is no longer needed. Its batch is still computed if it has texts of other jobs."""
-        self._fail(job, EngineError("the request was cancelled"))
-
-    def end_requests(self, admission: AdmissionControl, error: LabError, *, queued_only: bool) -> None:
-        """End the jobs that hold permits of this admission control."""
-        jobs = self.queued if queued_only else self._jobs
-        self.end_all([job for job in jobs if job.permit.admission is admission], error)
-
-    def end_all(self, jobs: Sequence[EncodeJob], error: LabError) -> None:
-        """End these jobs with an error."""
-        for job in jobs:
-            self._fail(job, error)
-
-    def deliver(self) -> None:
-        """Pass the results of ended jobs to their callers. Called after the snapshot was updated, so that the snapshot
-        includes the work of every result that a caller has.
-        """
-        for job, end in self._ended:
-            if isinstance(end, LabError):
-                job.done.set_exception(end)
-            else:
-                job.done.set_result(end)
-        self._ended.clear()
+        super().add(job)
 
     def step(self, limit_s: float, *, busy: bool) -> None:
         """Compute for about ``limit_s``, at least one layer.
@@ -267,11 +226,6 @@ class EncodingLoop:
         if busy and self._batch is not None:
             # Generation may use another number of threads.
             mx.eval(self._batch.pending)
-
-    def _expire(self) -> None:
-        now = time.perf_counter()
-        for job in [job for job in self._jobs if now > job.arrived_at + job.timeout_s]:
-            self._fail(job, GenerationTimeoutError.after(job.timeout_s, "send fewer texts"))
 
     def _start_batch(self, part_tokens: int, *, may_wait: bool) -> EncodingBatch | None:
         """Return the next batch: the longest texts of the job whose turn it is, and texts of other jobs with similar
@@ -385,13 +339,8 @@ class EncodingLoop:
         memory.release()
 
     def _fail(self, job: EncodeJob, error: LabError) -> None:
-        if job in self._jobs:
-            self._end(job, error)
+        # The batch of the job is still computed if it has texts of other jobs.
+        super()._fail(job, error)
         if self._batch is not None and not any(member in self._jobs for member, _ in self._batch.members):
             self._batch.close()
             self._batch = None
-
-    def _end(self, job: EncodeJob, end: EncodedRows | LabError) -> None:
-        self._jobs.remove(job)
-        job.permit.release()
-        self._ended.append((job, end))

@@ -24,7 +24,15 @@ from lmx_lab.engine.mlx.prepare_texts import TextPreparer
 from lmx_lab.engine.mlx.request import MlxGeneration
 from lmx_lab.engine.mlx.state import Loaded, MlxCore
 from lmx_lab.engine.mlx.thread import EngineThread
-from lmx_lab.engine.requests import EmbeddingRequest, Embeddings, GenerationRequest, Ranking, RerankRequest
+from lmx_lab.engine.mlx.tracing import TraceJob
+from lmx_lab.engine.requests import (
+    EmbeddingRequest,
+    Embeddings,
+    GenerationRequest,
+    Ranking,
+    RerankRequest,
+    TraceRequest,
+)
 from lmx_lab.engine.stream import Pending, TokenStream
 from lmx_lab.engine.templates.trial import try_templates_of
 from lmx_lab.engine.tokenizing.loading import check_tokenizer_files, read_tokens
@@ -33,6 +41,7 @@ from lmx_lab.errors import EngineDeadError, EngineError, LabError, UnusableModel
 from lmx_lab.settings import Settings
 from lmx_lab.values.engine import EngineSnapshot
 from lmx_lab.values.models import Kind, LoadReport, LoadSpec, ModelEntry
+from lmx_lab.values.tracing import Trace
 from lmx_lab.weights.files import check_files, in_thread
 
 log = logging.getLogger(__name__)
@@ -196,6 +205,14 @@ class MlxEngine:
         return await self._texts.rerank(entry, request, permit)
 
     @_without_frames
+    async def submit_trace(self, entry: ModelEntry, request: TraceRequest, permit: Permit) -> Pending[Trace]:
+        """See ``InferenceEngine``."""
+        job = await self._prompts.prepare_trace(entry, request, permit)
+        await self._thread.call(lambda core: core.trace(job))
+        cancel = functools.partial(_cancel_trace, job)
+        return Pending(job.done, lambda trace: trace, lambda: self._thread.post(cancel))
+
+    @_without_frames
     async def encode(self, entry: ModelEntry, request: GenerationRequest) -> list[int]:
         """See ``InferenceEngine``."""
         return await self._prompts.tokens_of(entry, request)
@@ -240,3 +257,7 @@ class MlxEngine:
 def _cancel(ended: weakref.ref[MlxGeneration], core: MlxCore) -> None:
     if (generation := ended()) is not None:
         core.cancel(generation)
+
+
+def _cancel_trace(job: TraceJob, core: MlxCore) -> None:
+    core.cancel_trace(job)

@@ -21,7 +21,8 @@ from lmx_lab.engine.grammar.mask import Constraint, ThinkingBudget
 from lmx_lab.engine.grammar.queue import GrammarQueue
 from lmx_lab.engine.mlx.model import EncodedPrompt, LoadedModel, PromptTokenizer
 from lmx_lab.engine.mlx.request import MlxGeneration
-from lmx_lab.engine.requests import ChatPrompt, GenerationRequest
+from lmx_lab.engine.mlx.tracing import TraceJob
+from lmx_lab.engine.requests import ChatPrompt, GenerationRequest, Prompt, TokenPrompt, TraceRequest
 from lmx_lab.engine.stream import Mailbox
 from lmx_lab.engine.tokenizing.encoder import TextWork
 from lmx_lab.engine.validation import check_length, check_steered_weights, check_token_ids, check_tokens
@@ -30,6 +31,7 @@ from lmx_lab.settings import Settings
 from lmx_lab.values.models import ModelEntry
 from lmx_lab.weights.files import in_thread
 from lmx_lab.weights.fingerprint import known_content_digest
+from lmx_lab.values.tracing import Attribution, Patching
 
 
 class PromptPreparer:
@@ -118,6 +120,56 @@ class PromptPreparer:
             for generation in generations:
                 await asyncio.get_running_loop().run_in_executor(self._prompts, generation.read_start)
         return generations
+
+    async def prepare_trace(self, entry: ModelEntry, request: TraceRequest, permit: Permit) -> TraceJob:
+        """Return the job of a trace.
+
+        Raises:
+            LabError: see ``InferenceEngine.submit_trace``.
+        """
+        arrived_at, work = time.perf_counter(), request.work
+        tokens, clean = [
+            [] if prompt is None else await self._trace_tokens(entry, prompt) for prompt in (request.prompt, request.clean)
+        ]
+        chosen: tuple[int | str | None, ...] = ()
+        if isinstance(work, Patching):
+            chosen = work.answer, work.other
+        elif isinstance(work, Attribution):
+            chosen = work.token, work.other
+        model = self._model_of(entry)
+        prompts, width = model.prompts, model.traits.vocabulary_size
+        named = GenerationRequest(
+            prompt=TokenPrompt(tokens=()), logprob_tokens=tuple(token for token in chosen if token is not None)
+        )
+        check_tokens(named, entry, width)
+        del model
+        ids = await asyncio.get_running_loop().run_in_executor(self._prompts, prompts.named_tokens, named)
+        return TraceJob(
+            work=work,
+            tokens=tokens,
+            clean=clean,
+            chosen=list(ids),
+            model=weakref.ref(self._model_of(entry)),
+            model_id=entry.id,
+            permit=permit,
+            arrived_at=arrived_at,
+            timeout_s=request.timeout_s or self._settings.request_timeout_s,
+        )
+
+    async def _trace_tokens(self, entry: ModelEntry, prompt: Prompt) -> list[int]:
+        """Return the tokens of a text.
+
+        Raises:
+            LabError: see ``InferenceEngine.submit_trace``.
+        """
+        request = GenerationRequest(prompt=prompt, max_tokens=0)
+        model = self._model_of(entry)
+        prompts, width, limit = model.prompts, model.traits.vocabulary_size, model.context_length
+        del model
+        check_tokens(request, entry, width)
+        tokens = (await self._encode(request, prompts)).tokens
+        check_length(request, tokens, entry, limit)
+        return list(tokens)
 
     async def tokens_of(self, entry: ModelEntry, request: GenerationRequest) -> list[int]:
         """Return the tokens of the prompt.

@@ -21,6 +21,7 @@ from lmx_lab.engine.mlx.loop import GenerationLoop
 from lmx_lab.engine.mlx.model import LoadedModel, load_chat
 from lmx_lab.engine.mlx.request import MlxGeneration
 from lmx_lab.engine.mlx.steering import RequestSteering
+from lmx_lab.engine.mlx.tracing import TraceJob, TraceLoop
 from lmx_lab.errors import EngineDeadError, LabError, NotLoadedError, OutOfMemoryError, UnusableModelError
 from lmx_lab.settings import Settings
 from lmx_lab.values.engine import EngineSnapshot, EngineState, PinnedModel
@@ -51,6 +52,13 @@ class MlxCore:
         self.encoding = EncodingLoop(
             threads,
             limit_bytes=self._limit_bytes,
+            make_room=self.generating.shrink_prefixes,
+            note_peak=self.generating.note_peak,
+        )
+        self.tracing = TraceLoop(
+            threads,
+            limit_bytes=self._limit_bytes,
+            trace_bytes=settings.trace_bytes,
             make_room=self.generating.shrink_prefixes,
             note_peak=self.generating.note_peak,
         )
@@ -87,7 +95,8 @@ class MlxCore:
     @property
     def idle(self) -> bool:
         """Whether there is nothing to compute until the next command."""
-        return self.generating.idle and self.encoding.idle and not self.generating.is_saving
+        idle = self.generating.idle and self.encoding.idle and self.tracing.idle
+        return idle and not self.generating.is_saving
 
     def submit(self, generations: Sequence[MlxGeneration]) -> None:
         """Queue the answers to one request.
@@ -131,10 +140,29 @@ class MlxCore:
         self.encoding.cancel(job)
         self._publish()
 
+    def trace(self, job: TraceJob) -> None:
+        """Queue a trace.
+
+        Raises:
+            NotLoadedError: the model has been unloaded, or is about to be.
+        """
+        job.permit.check()
+        model = job.model()
+        if model is None or model is not self.main:
+            raise NotLoadedError(f"{job.model_id} has been unloaded; {LOAD_FIRST}")
+        self.tracing.add(job)
+        self._publish()
+
+    def cancel_trace(self, job: TraceJob) -> None:
+        """Cancel a trace that is no longer needed."""
+        self.tracing.cancel(job)
+        self._publish()
+
     def end_requests(self, admission: AdmissionControl, error: LabError, *, queued_only: bool) -> None:
         """End the requests that hold permits of this admission control."""
         self.generating.end_requests(admission, error, queued_only=queued_only)
         self.encoding.end_requests(admission, error, queued_only=queued_only)
+        self.tracing.end_requests(admission, error, queued_only=queued_only)
         self._publish()
 
     def load(self, entry: ModelEntry, spec: LoadSpec) -> LoadReport:
@@ -201,6 +229,7 @@ class MlxCore:
         """End every request with this error, and release all memory. Called at the end of the thread."""
         self.generating.end_all(self.generating.queued + self.generating.running, error)
         self.encoding.end_all(self.encoding.queued + self.encoding.running, error)
+        self.tracing.end_all(self.tracing.queued + self.tracing.running, error)
         self.failure = error
         self._pinned.clear()
         self._drop_main()
@@ -266,6 +295,9 @@ class MlxCore:
         if not self.encoding.idle:
             generating_s = time.perf_counter() - started
             self.encoding.step(max(generating_s, MIN_ENCODE_S) if busy else ENCODE_S, busy=busy)
+        if not self.tracing.idle and not lost:
+            generating_s = time.perf_counter() - started
+            self.tracing.step(max(generating_s, MIN_ENCODE_S) if busy else ENCODE_S, busy=busy)
         self._publish()
         if lost:
             self._host.lost_model(False)
@@ -290,11 +322,12 @@ class MlxCore:
         pinned = [model for _, model in self._pinned.values()]
         jobs = [job for job in self.encoding.queued + self.encoding.running if job.encoder() not in pinned]
         self.encoding.end_all(jobs, error)
+        self.tracing.end_all(self.tracing.queued + self.tracing.running, error)
 
     def _publish(self, state: EngineState | None = None) -> None:
         """Replace the snapshot, then deliver the rows of texts, and the items of answers in one call for each loop."""
         entry, main = self._main or (None, None)
-        generating, encoding = self.generating, self.encoding
+        generating, encoding, tracing = self.generating, self.encoding, self.tracing
         self.snapshot = replace(
             self.snapshot,
             state=state or ("ready" if main else "empty"),
@@ -305,8 +338,8 @@ class MlxCore:
             pinned=tuple(
                 PinnedModel(entry=entry, memory_bytes=model.memory_bytes) for entry, model in self._pinned.values()
             ),
-            active_requests=len(generating.running) + len(encoding.running),
-            queued_requests=len(generating.queued) + len(encoding.queued),
+            active_requests=len(generating.running) + len(encoding.running) + len(tracing.running),
+            queued_requests=len(generating.queued) + len(encoding.queued) + len(tracing.queued),
             encode_requests=len(encoding.running) + len(encoding.queued),
             prefix_cache_bytes=generating.prefix_cache_bytes,
             slot_free_s=generating.slot_free_s,
@@ -317,5 +350,6 @@ class MlxCore:
             **asdict(generating.totals),
         )
         encoding.deliver()
+        tracing.deliver()
         if generating.deliver():
             self._publish(state)

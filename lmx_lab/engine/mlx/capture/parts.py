@@ -24,6 +24,9 @@ FINAL_NORMS = (
 )
 ATTENTIONS = ("self_attn", "attn", "attention", "self_attention", "linear_attn", "conv", "mamba", "temporal_block")
 """Attention, and what replaces it in some layers of hybrid models."""
+QUERIES, KEYS = ("q_proj", "query_proj", "wq"), ("k_proj", "key_proj", "wk")
+ATTENTION_OUTPUTS = ("o_proj", "out_proj", "dense", "c_proj", "wo", "attn_out")
+"""Projections in attention, from and to the residual stream."""
 MLPS = ("mlp", "feed_forward", "block_sparse_moe", "ffn", "moe", "mlp_block")
 ATTENTION_NORMS = ("post_attention_layernorm", "post_self_attn_layernorm", "post_attention_norm", "post_attn_norm")
 """Norms that some families apply to the output of attention, before it is added to the residual stream."""
@@ -39,6 +42,21 @@ class Block:
     attention: Any | None
     """None if the block has none of the names in ``ATTENTIONS``."""
     mlp: Any | None
+
+    @property
+    def queries(self) -> Any | None:
+        """The projection of attention whose output are the queries of all heads."""
+        return _child([self.attention], QUERIES)
+
+    @property
+    def keys(self) -> Any | None:
+        """The same for the keys."""
+        return _child([self.attention], KEYS)
+
+    @property
+    def attention_output(self) -> Any | None:
+        """The projection of attention whose input are the outputs of all heads."""
+        return _child([self.attention], ATTENTION_OUTPUTS)
 
     @property
     def attention_ends(self) -> list[Any]:

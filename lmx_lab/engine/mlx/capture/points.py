@@ -9,15 +9,17 @@ from __future__ import annotations
 import itertools
 import re
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import Any
 
 import mlx.core as mx
 from mlx_lm.models.cache import make_prompt_cache
 
+from lmx_lab.engine.mlx.capture.attention import AttentionRecorder, attention_sizes
 from lmx_lab.engine.mlx.capture.install import HookFunction, HookPoint, Side, install
 from lmx_lab.engine.mlx.capture.parts import Block, Parts
+from lmx_lab.engine.mlx.capture.tail import logits_of_residual
 from lmx_lab.errors import InvalidRequestError, did_you_mean
 
 EMBED, NORMALIZED, LOGITS = "hook_embed", "ln_final.hook_normalized", "logits"
@@ -44,7 +46,11 @@ class HookPoints:
     """The places by their names."""
     sizes: dict[str, tuple[int, ...]] = field(default_factory=dict)
     """Shape of the value of each place at one position, for the names that can be read. These are all names of
-    ``points``, and ``hook_resid_mid`` of blocks that add the outputs of attention and MLP one after the other."""
+    ``points``, those of attention, and ``hook_resid_mid`` of blocks that add the outputs of attention and MLP one after
+    the other. In patterns, 0 stands for the number of keys."""
+
+    has_tail: bool = False
+    """Whether the final norm and the head, applied to the output of the last block, give the logits."""
 
     def point(self, name: str) -> HookPoint:
         """Return the place with this name.
@@ -107,6 +113,8 @@ def find_points(parts: Parts, model: str) -> HookPoints:
         prefix = f"blocks.{at}."
         attention, mlp = ends[at] or (None, None)
         _add(found, prefix + RESID_PRE, probe, block.module, "input")
+        for name, size in probe.attention_sizes(at, block).items():
+            found.sizes[f"{prefix}attn.{name}"] = size
         _add(found, prefix + ATTN_OUT, probe, attention)
         if sequential[at]:
             found.sizes[prefix + RESID_MID] = found.sizes[prefix + RESID_PRE]
@@ -114,7 +122,7 @@ def find_points(parts: Parts, model: str) -> HookPoints:
         _add(found, prefix + RESID_POST, probe, block.module)
     _add(found, NORMALIZED, probe, parts.norm)
     _add(found, LOGITS, probe, parts.model)
-    return found
+    return replace(found, has_tail=NORMALIZED in found.points and _has_tail(probe, parts))
 
 
 def _add(found: HookPoints, name: str, probe: _Probe, module: Any | None, side: Side = "output") -> None:
@@ -133,11 +141,20 @@ class _Probe:
         ends = [end for block in parts.blocks for end in (*block.attention_ends, *block.mlp_ends)]
         outputs = [part for part in (parts.embedding, parts.norm, parts.model) if part is not None]
         blocks = [block.module for block in parts.blocks]
+        projections = [part for block in parts.blocks for part in (block.queries, block.keys) if part is not None]
+        heads = [block.attention_output for block in parts.blocks if block.attention_output is not None]
         self._places: list[tuple[Any, Side]] = [
-            *((module, "input") for module in blocks),
-            *((module, "output") for module in (*blocks, *ends, *outputs)),
+            *((module, "input") for module in (*blocks, *heads)),
+            *((module, "output") for module in (*blocks, *ends, *outputs, *projections)),
         ]
-        self._values = self.run({})
+        self._attention = AttentionRecorder(parts.blocks)
+        with self._attention:
+            self._values = self.run(self._attention.functions)
+
+    def attention_sizes(self, at: int, block: Block) -> dict[str, tuple[int, ...]]:
+        """Return the shapes of the values of attention in a block, by the end of their names."""
+        attention = self._attention.blocks.get(at)
+        return {} if attention is None else attention_sizes(block, attention, self.value)
 
     def value(self, module: Any, side: Side) -> mx.array | None:
         """Return a value; None if the module was not called, or not with one row for each token."""
@@ -207,6 +224,14 @@ def _sequential(probe: _Probe, blocks: Sequence[Block], ends: Sequence[tuple[Any
         after = None if found is None else changed.get((id(found[1]), "output"))
         results.append(before is not None and after is not None and not bool(mx.array_equal(before, after)))
     return results
+
+
+def _has_tail(probe: _Probe, parts: Parts) -> bool:
+    residual, logits = probe.value(parts.blocks[-1].module, "output"), probe.value(parts.model, "output")
+    if residual is None or logits is None:
+        return False
+    again = logits_of_residual(parts.model, parts.norm, residual[0])
+    return again.shape == logits[0].shape and _is_sum([mx.zeros_like(logits[0]), again], logits[0])
 
 
 def _constant(value: mx.array, _: mx.array) -> mx.array:

@@ -1,0 +1,170 @@
+"""Return the values of hooks for a text, which is computed in chunks."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Generator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import mlx.core as mx
+import numpy as np
+from mlx_lm.models.cache import make_prompt_cache
+from numpy.typing import NDArray
+
+from lmx_lab.engine.mlx import memory
+from lmx_lab.engine.mlx.capture.install import HookPoint
+from lmx_lab.engine.mlx.capture.points import LOGITS, HookPoints
+from lmx_lab.engine.mlx.capture.reading import PATTERN, Reader
+from lmx_lab.errors import InvalidRequestError
+from lmx_lab.values.tracing import Activations
+
+LOGITS_CHUNK_TOKENS = 64
+"""Maximum number of tokens of a chunk whose logits are needed, each of which is a row of the vocabulary."""
+NO_POINTS: Mapping[str, HookPoint] = {}
+Array = NDArray[Any]
+Results = tuple[dict[str, Array], dict[str, Any]]
+"""The arrays and the details of a ``Trace``."""
+Steps = Generator[int, int, Results]
+"""A computation that is divided into steps. It yields the number of tokens that were computed, and receives the number
+of tokens that the next step may compute."""
+
+
+@dataclass(frozen=True, kw_only=True, eq=False)
+class TraceContext:
+    """The model that is traced, and the limits."""
+
+    found: HookPoints
+    limit_bytes: int
+    """Maximum size of the values that a trace keeps."""
+    text_of: Callable[[int], str]
+    """Returns the text of a token."""
+
+    @property
+    def model(self) -> str:
+        """Id of the model."""
+        return self.found.model
+
+    def check_bytes(self, needed: int, what: str, remedy: str) -> None:
+        """Check the size of values before they are computed.
+
+        Args:
+            what: The values, for the message.
+            remedy: What the caller can do.
+
+        Raises:
+            InvalidRequestError: the size exceeds the limit.
+        """
+        if needed > self.limit_bytes:
+            raise InvalidRequestError(
+                f"{what} need {needed:,} bytes, and {self.limit_bytes:,} are allowed (trace_bytes); {remedy}",
+                param="hooks",
+            )
+
+    def require_tail(self) -> None:
+        """Check that the logits of any value of the residual stream can be computed.
+
+        Raises:
+            InvalidRequestError: the final norm of the model is not known.
+        """
+        if not self.found.has_tail:
+            raise InvalidRequestError(
+                f"the logits of {self.model} are not those of a final norm and a head after its last block, so they "
+                "cannot be computed for other values; use lab.trace, or a model of another family",
+                param="model",
+            )
+
+
+def resolve_positions(positions: Sequence[int] | None, count: int) -> list[int]:
+    """Return positions in ascending order, without negative ones.
+
+    Args:
+        positions: None stands for all.
+        count: Number of tokens.
+
+    Raises:
+        InvalidRequestError: a position does not exist, or there are none.
+    """
+    if positions is None:
+        return list(range(count))
+    wrong = next((at for at in positions if not -count <= at < count), None)
+    if wrong is not None or not positions:
+        found = "is empty" if wrong is None else f"has {wrong}"
+        raise InvalidRequestError(
+            f"positions {found}; the text has {count} tokens, at the positions 0 to {count - 1}", param="positions"
+        )
+    return sorted({at % count for at in positions})
+
+
+def next_chunk(left: int, limit: int) -> int:
+    """Return the number of tokens of the next chunk.
+
+    A single token is computed only if the text has no other, because caches with windows then change the order of keys.
+    """
+    count = min(left, max(2, limit))
+    return count + 1 if left - count == 1 else count
+
+
+def compute_activations(context: TraceContext, tokens: Sequence[int], work: Activations) -> Steps:
+    """Return the values of the hooks, by their names."""
+    names = context.found.matching(work.hooks)
+    positions = resolve_positions(work.positions, len(tokens))
+    shapes = {name: _shape(context.found, name, len(positions), len(tokens)) for name in names}
+    context.check_bytes(
+        sum(4 * int(np.prod(shape)) for shape in shapes.values()),
+        f"{len(names)} hooks at {len(positions)} positions of a text with {len(tokens)} tokens",
+        "name fewer hooks or positions, or shorten the text",
+    )
+    arrays: dict[str, Array] = {name: np.zeros(shape, np.float32) for name, shape in shapes.items()}
+
+    def keep(first: int, end: int, values: Mapping[str, Array]) -> None:
+        for name, value in values.items():
+            rows = arrays[name][first : first + len(value)]
+            # The keys of a window are those of the last positions.
+            (rows[..., end - value.shape[-1] : end] if name.endswith(PATTERN) else rows)[:] = value
+
+    yield from read_rows(context.found, names, tokens, positions, keep)
+    return arrays, {"positions": positions}
+
+
+def _shape(found: HookPoints, name: str, positions: int, tokens: int) -> tuple[int, ...]:
+    size = found.sizes[name]
+    return (positions, size[0], tokens) if name.endswith(PATTERN) else (positions, *size)
+
+
+def read_rows(
+    found: HookPoints,
+    names: Sequence[str],
+    tokens: Sequence[int],
+    positions: Sequence[int],
+    keep: Callable[[int, int, Mapping[str, Array]], None],
+    cache: Sequence[Any] | None = None,
+    *,
+    extra: Mapping[str, HookPoint] = NO_POINTS,
+) -> Generator[int, int, None]:
+    """Compute a text in chunks, and pass on the values of hooks at some positions. Tokens after the last of them are
+    not computed.
+
+    Args:
+        positions: In ascending order.
+        keep: Called with the index of the first position of a chunk, the number of tokens computed so far, and the
+            values of the positions in the chunk.
+        cache: Receives the keys and values of all computed tokens; by default they are discarded.
+        extra: Further places whose values are read, by their names.
+    """
+    reader, largest = Reader(found, names, extra), LOGITS_CHUNK_TOKENS if LOGITS in names else memory.MAX_CHUNK_TOKENS
+    layers = make_prompt_cache(found.parts.model) if cache is None else cache
+    last = len(tokens) if cache is not None else positions[-1] + 1
+    at, first = 0, 0
+    limit = yield 0
+    while at < last:
+        end = at + next_chunk(len(tokens) - at, min(limit, largest))
+        rows = [position - at for position in positions if at <= position < end]
+        values = reader.read(tokens[at:end], layers, rows)
+        # The cache is needed only for further chunks.
+        mx.eval(values if rows else {}, [layer.state for layer in layers] if end < last or cache is not None else [])
+        if rows:
+            keep(first, end, {name: np.array(value, copy=False) for name, value in values.items()})
+        del values
+        first += len(rows)
+        limit = yield end - at
+        at = end

@@ -1,0 +1,131 @@
+"""Divide a logit among the parts of a model that add to the residual stream (direct logit attribution).
+
+The logit is the product of the normalized residual stream with a row of the head. With the scale of the final norm held
+constant, it is the sum of such products of all terms of the residual stream.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+import mlx.core as mx
+import mlx.nn as nn
+import numpy as np
+
+from lmx_lab.engine.mlx.capture.activations import Array, Steps, TraceContext, read_rows
+from lmx_lab.engine.mlx.capture.install import HookPoint
+from lmx_lab.engine.mlx.capture.points import ATTN_OUT, MLP_OUT, RESID_POST, RESID_PRE, HookPoints
+from lmx_lab.engine.mlx.capture.tail import logits_of_normalized
+from lmx_lab.errors import InvalidRequestError
+
+TOLERANCE = 1e-3
+"""Largest difference, relative to the value, that rounding can cause."""
+Direction = Callable[[mx.array], mx.array]
+"""Returns what each of several terms of the residual stream, of shape (terms, width), adds to the logit."""
+
+
+def compute_attribution(context: TraceContext, tokens: Sequence[int], token: int, other: int | None) -> Steps:
+    """Return the contributions to the logit of a token after the text, or to the difference from another one.
+
+    The arrays are ``attention`` and ``mlp``, of shape (blocks), and ``heads``, of shape (blocks, heads), in which heads
+    are NaN if the output of attention is not their sum.
+    """
+    context.require_tail()
+    found, blocks = context.found, context.found.parts.blocks
+    names = [f"blocks.{at}.{end}" for at in range(len(blocks)) for end in (ATTN_OUT, MLP_OUT)]
+    if missing := next((name for name in names if name not in found.points), None):
+        raise InvalidRequestError(
+            f"{context.model} has no {missing}: the outputs of its blocks are not sums of attention and MLP, so a logit "
+            "cannot be divided among them; use a model of another family",
+            param="model",
+        )
+    inputs = {f"heads.{at}": block.attention_output for at, block in enumerate(blocks)}
+    joined = {name: HookPoint(module, "input") for name, module in inputs.items() if module is not None}
+    first, last = f"blocks.0.{RESID_PRE}", f"blocks.{len(blocks) - 1}.{RESID_POST}"
+    values: dict[str, Array] = {}
+
+    def keep(_: int, end: int, read: Mapping[str, Array]) -> None:
+        values.update({name: np.array(value[0]) for name, value in read.items()})
+
+    yield from read_rows(found, [first, *names, last], tokens, [len(tokens) - 1], keep, extra=joined)
+    direction, logit = _direction(context, mx.array(values[last]), token, other)
+    yield 1
+    products = {name: float(direction(mx.array(values[name])[None]).item()) for name in (first, *names)}
+    heads = [_heads(found, at, values, direction) for at in range(len(blocks))]
+    count = max((len(row) for row in heads), default=0)
+    arrays = {
+        "attention": np.array([products[f"blocks.{at}.{ATTN_OUT}"] for at in range(len(blocks))], np.float32),
+        "mlp": np.array([products[f"blocks.{at}.{MLP_OUT}"] for at in range(len(blocks))], np.float32),
+        "heads": np.array([[*row, *[np.nan] * (count - len(row))] for row in heads], np.float32),
+    }
+    return arrays, {"embedding": products[first], "logit": logit}
+
+
+def _direction(context: TraceContext, residual: mx.array, token: int, other: int | None) -> tuple[Direction, float]:
+    """Return the function that computes contributions, and the logit without a cap that the family may apply.
+
+    Args:
+        residual: The residual stream after the last block at the last position.
+    """
+    model, norm = context.found.parts.model, context.found.parts.norm
+
+    def logit(normalized: mx.array) -> mx.array:
+        logits = logits_of_normalized(model, norm, normalized[None])[0]
+        return logits[token] - (0 if other is None else logits[other])
+
+    row = mx.grad(logit)(mx.zeros_like(residual))
+    scaled = _linear_norm(norm, residual)
+    if scaled is None:
+        raise InvalidRequestError(
+            f"the final norm of {context.model} is neither an RMSNorm nor a LayerNorm, so a logit cannot be divided "
+            "among the parts; use a model of another family",
+            param="model",
+        )
+
+    def direction(terms: mx.array) -> mx.array:
+        return scaled(terms) @ row
+
+    return direction, float(direction(residual[None]).item())
+
+
+def _linear_norm(norm: Any, residual: mx.array) -> Direction | None:
+    """Return the norm with the scale of this value held constant, without its bias; None if it is of another kind."""
+    normalized, width = norm(residual[None])[0].astype(mx.float32), len(residual)
+    epsilon = getattr(norm, "eps", 0.0)
+    # Some families add 1 to the weight.
+    gain = norm(mx.full((1, width), 1000.0))[0]
+    scale = mx.rsqrt(mx.mean(residual**2) + epsilon)
+
+    def root_mean_square(terms: mx.array) -> mx.array:
+        return terms * scale * gain
+
+    def centered(terms: mx.array) -> mx.array:
+        return (terms - terms.mean(axis=-1, keepdims=True)) * mx.rsqrt(mx.var(residual) + epsilon) * norm.weight
+
+    if _is_close(root_mean_square(residual), normalized):
+        return root_mean_square
+    if isinstance(norm, nn.LayerNorm) and _is_close(centered(residual) + norm.get("bias", 0.0), normalized):
+        return centered
+    return None
+
+
+def _heads(found: HookPoints, at: int, values: Mapping[str, Array], direction: Direction) -> list[float]:
+    """Return the contributions of the heads of a block; none if the output of attention is not their sum."""
+    block, pattern = found.parts.blocks[at], found.sizes.get(f"blocks.{at}.attn.hook_pattern")
+    joined = values.get(f"heads.{at}")
+    if joined is None or pattern is None or joined.size % pattern[0]:
+        return []
+    count = pattern[0]
+    single = (np.eye(count, dtype=np.float32)[:, :, None] * joined.reshape(1, count, -1)).reshape(count, -1)
+    # Without its input, a projection returns its bias.
+    projected = block.attention_output(mx.array(np.concatenate([single, np.zeros_like(single[:1])])))
+    projected = projected.astype(mx.float32)
+    heads, bias = projected[:count] - projected[count], projected[count]
+    if not _is_close(heads.sum(axis=0) + bias, mx.array(values[f"blocks.{at}.{ATTN_OUT}"])):
+        return []
+    return [float(value) for value in np.array(direction(heads))]
+
+
+def _is_close(one: mx.array, other: mx.array) -> bool:
+    return bool(mx.abs(one - other).max() <= TOLERANCE * mx.abs(other).max())

@@ -1,0 +1,64 @@
+"""Compute what a model would predict after each of its blocks (the logit lens of nostalgebraist, 2020)."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+
+import mlx.core as mx
+import numpy as np
+
+from lmx_lab.engine.mlx.capture.activations import Array, Steps, TraceContext, read_rows, resolve_positions
+from lmx_lab.engine.mlx.capture.points import RESID_POST
+from lmx_lab.engine.mlx.capture.tail import logits_of_residual
+from lmx_lab.errors import InvalidRequestError
+from lmx_lab.values.tracing import LogitLens
+
+ROWS = 32
+"""Maximum number of rows of the vocabulary that are computed together."""
+MAX_TOP = 100
+
+
+def compute_logit_lens(context: TraceContext, tokens: Sequence[int], work: LogitLens) -> Steps:
+    """Return the arrays ``ids`` and ``logprobs``, of shape (blocks, positions, top), the most likely token first."""
+    if not 1 <= work.top <= MAX_TOP:
+        raise InvalidRequestError(f"top is {work.top}; it must be from 1 to {MAX_TOP}", param="top")
+    context.require_tail()
+    found = context.found
+    positions = resolve_positions(work.positions, len(tokens))
+    names = [f"blocks.{at}.{RESID_POST}" for at in range(len(found.parts.blocks))]
+    shape = len(names), len(positions), work.top
+    width = found.sizes[names[0]][0]
+    context.check_bytes(
+        4 * len(names) * len(positions) * (2 * work.top + width),
+        f"the residual stream and the tokens of {len(names)} blocks at {len(positions)} positions",
+        "name fewer positions, or shorten the text",
+    )
+    residual = np.zeros((len(names), len(positions), width), np.float32)
+
+    def keep(first: int, end: int, values: Mapping[str, Array]) -> None:
+        for at, name in enumerate(names):
+            residual[at, first : first + len(values[name])] = values[name]
+
+    yield from read_rows(found, names, tokens, positions, keep)
+    ids, logprobs = np.zeros(shape, np.int32), np.zeros(shape, np.float32)
+    flat, flat_ids, flat_logprobs = residual.reshape(-1, width), ids.reshape(-1, work.top), logprobs.reshape(-1, work.top)
+    limit = yield 0
+    at = 0
+    while at < len(flat):
+        end = min(len(flat), at + max(1, min(limit, ROWS)))
+        logits = logits_of_residual(found.parts.model, found.parts.norm, mx.array(flat[at:end])).astype(mx.float32)
+        flat_ids[at:end], flat_logprobs[at:end] = _most_likely(np.array(logits, copy=False), work.top)
+        limit = yield end - at
+        at = end
+    texts = {int(token): context.text_of(int(token)) for token in np.unique(ids)}
+    return {"ids": ids, "logprobs": logprobs}, {"positions": positions, "texts": {str(k): v for k, v in texts.items()}}
+
+
+def _most_likely(logits: Array, top: int) -> tuple[Array, Array]:
+    """Return the most likely tokens of each row, and their log-probabilities, in descending order."""
+    ids = np.argpartition(logits, -top, axis=1)[:, -top:]
+    best = np.take_along_axis(logits, ids, axis=1)
+    order = np.argsort(-best, axis=1)
+    largest = logits.max(axis=1, keepdims=True)
+    total = largest + np.log(np.exp(logits - largest).sum(axis=1, keepdims=True))
+    return np.take_along_axis(ids, order, axis=1), np.take_along_axis(best, order, axis=1) - total

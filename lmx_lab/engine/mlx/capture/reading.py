@@ -1,0 +1,89 @@
+"""Read the values of hooks while a model computes."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from contextlib import nullcontext
+from functools import partial
+from typing import Any
+
+import mlx.core as mx
+
+from lmx_lab.engine.mlx.capture.attention import AttentionRecorder
+from lmx_lab.engine.mlx.capture.install import HookFunction, HookPoint, install
+from lmx_lab.engine.mlx.capture.points import ATTN_OUT, RESID_MID, RESID_PRE, HookPoints
+
+ATTENTION = ".attn."
+PATTERN = "attn.hook_pattern"
+
+
+class Reader:
+    """Reads the values of hooks with these names.
+
+    Args:
+        names: Names in ``HookPoints.sizes``, or in ``extra``.
+        extra: Further places by their names.
+    """
+
+    def __init__(self, found: HookPoints, names: Sequence[str], extra: Mapping[str, HookPoint]) -> None:
+        self._found = found
+        self._names = [*names, *extra]
+        self._points = {**found.points, **extra}
+        self._has_attention = any(ATTENTION in name for name in names)
+
+    def read(self, tokens: Sequence[int], cache: Sequence[Any], rows: Sequence[int]) -> dict[str, mx.array]:
+        """Compute tokens, and return the values of some of them in float32, which are not evaluated yet. Patterns have
+        the shape (rows, heads, keys), where the keys are those of the last positions.
+
+        Args:
+            cache: The key-value caches of the tokens before, to which those of these tokens are added.
+            rows: Indices of the tokens whose values are needed.
+        """
+        blocks = self._found.parts.blocks
+        values: dict[str, mx.array] = {}
+        functions: dict[HookPoint, HookFunction] = {}
+        for name in self._names:
+            for key, point in self._sources(name).items():
+                functions[point] = partial(_keep, values, key)
+        recorder = AttentionRecorder(blocks) if self._has_attention else None
+        with recorder or nullcontext(), install({**functions, **(recorder.functions if recorder else {})}, alone=True):
+            self._found.parts.model(mx.array([tokens]), cache=cache)
+        at = mx.array(rows, dtype=mx.int32)
+        return {name: self._value(name, values, recorder, at).astype(mx.float32) for name in self._names}
+
+    def _sources(self, name: str) -> dict[str, HookPoint]:
+        """Return the places from which a value is made, by their names."""
+        points = self._points
+        if name in points:
+            return {name: points[name]}
+        if name.endswith(RESID_MID):
+            return {part: points[part] for part in (name.replace(RESID_MID, end) for end in (RESID_PRE, ATTN_OUT))}
+        block = self._found.parts.blocks[block_of(name)]
+        projection = {"hook_q": block.queries, "hook_k": block.keys}.get(name.rpartition(".")[2])
+        return {name: HookPoint(projection, "output")} if projection is not None else {}
+
+    def _value(
+        self, name: str, values: dict[str, mx.array], recorder: AttentionRecorder | None, rows: mx.array
+    ) -> mx.array:
+        if name.endswith(RESID_MID):
+            return mx.add(*(values[name.replace(RESID_MID, end)][0, rows] for end in (RESID_PRE, ATTN_OUT)))
+        if name in values:
+            value = values[name][0, rows]
+            return value.reshape(len(rows), *self._found.sizes.get(name, value.shape[1:]))
+        assert recorder is not None
+        attention = recorder.blocks[block_of(name)]
+        if name.endswith(PATTERN):
+            pattern = attention.softmax_rows(rows) if attention.call is None else attention.call.pattern(rows)
+            assert pattern is not None
+            return pattern
+        assert attention.call is not None
+        return attention.call.heads(name.rpartition("hook_")[2], rows)
+
+
+def block_of(name: str) -> int:
+    """Return the index of the block of a hook."""
+    return int(name.split(".")[1])
+
+
+def _keep(values: dict[str, mx.array], name: str, value: mx.array) -> None:
+    values[name] = value

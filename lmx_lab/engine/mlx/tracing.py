@@ -1,0 +1,208 @@
+"""Compute traces on the engine thread, in chunks between the steps of answers, one request after the other."""
+
+from __future__ import annotations
+
+import logging
+import time
+import traceback
+import weakref
+from collections.abc import Callable
+from concurrent.futures import Future
+from dataclasses import dataclass, field
+
+from lmx_lab.engine.admission import Permit
+from lmx_lab.engine.cpu_blas import ThreadChoice
+from lmx_lab.engine.mlx import memory
+from lmx_lab.engine.mlx.capture.activations import Steps, TraceContext, compute_activations
+from lmx_lab.engine.mlx.capture.attribution import compute_attribution
+from lmx_lab.engine.mlx.capture.logit_lens import compute_logit_lens
+from lmx_lab.engine.mlx.capture.patching import compute_patching
+from lmx_lab.engine.mlx.capture.points import HookPoints
+from lmx_lab.engine.mlx.jobs import JobQueue
+from lmx_lab.engine.mlx.model import LoadedModel
+from lmx_lab.engine.mlx.prefill import LinearCost
+from lmx_lab.errors import ContextLengthError, EngineError, LabError
+from lmx_lab.values.tracing import Activations, Attribution, LogitLens, Patching, Trace, TraceWork
+
+log = logging.getLogger(__name__)
+FIRST_TOKENS = 8
+"""Number of tokens of the first step, before the speed is known."""
+GROWTH = 4
+"""Maximum number of tokens of a step as a multiple of the largest step so far, since longer ones have not been
+measured."""
+
+
+@dataclass(kw_only=True, eq=False)
+class TraceJob:
+    """A request for a trace."""
+
+    work: TraceWork
+    tokens: list[int]
+    clean: list[int]
+    """Tokens of the clean text of ``Patching``."""
+    chosen: list[int]
+    """Ids of the tokens that ``Patching`` or ``Attribution`` names."""
+    model: weakref.ref[LoadedModel]
+    """A weak reference, so that an object that refers to an ended request does not keep the weights in memory."""
+    model_id: str
+    permit: Permit
+    arrived_at: float
+    timeout_s: float
+    done: Future[Trace] = field(default_factory=Future)
+    started_at: float = 0.0
+
+
+class TraceLoop(JobQueue[TraceJob, Trace]):
+    """Computes jobs in the order of arrival, and ends each exactly once. Runs on the engine thread.
+
+    Args:
+        limit_bytes: Memory that all models and requests may use.
+        trace_bytes: See ``Settings``.
+        make_room: Called with the number of bytes that a job needs beyond the memory limit; frees cached memory.
+        note_peak: Called with the peak memory of each step.
+    """
+
+    def __init__(
+        self,
+        threads: ThreadChoice,
+        *,
+        limit_bytes: int,
+        trace_bytes: int,
+        make_room: Callable[[int], None],
+        note_peak: Callable[[int], None],
+    ) -> None:
+        super().__init__("trace a shorter text, or fewer positions")
+        self._threads = threads
+        self._limit_bytes = limit_bytes
+        self._trace_bytes = trace_bytes
+        self._make_room = make_room
+        self._note_peak = note_peak
+        self._steps: tuple[TraceJob, Steps] | None = None
+        """The computation of the first job, after it has begun."""
+        self._cost = LinearCost()
+        self._largest = FIRST_TOKENS
+
+    def step(self, limit_s: float, *, busy: bool) -> None:
+        """Compute for about ``limit_s``, at least one step.
+
+        Args:
+            busy: Whether answers are generated at the same time; a job that does not fit in memory waits then.
+        """
+        until = time.perf_counter() + limit_s
+        self._expire()
+        while self._jobs:
+            job = self._jobs[0]
+            try:
+                if self._steps is None and not self._begin(job, may_wait=busy):
+                    break  # until the end of an answer frees memory
+                self._advance(job, limit_s)
+            except Exception as exc:
+                self._fail_step(job, exc)
+            if time.perf_counter() >= until:
+                break
+
+    def _begin(self, job: TraceJob, *, may_wait: bool) -> bool:
+        """Start the computation of a job. Returns False if it has to wait for memory.
+
+        Raises:
+            LabError: the job cannot be computed.
+        """
+        model = job.model()
+        if model is None:
+            raise EngineError(f"{job.model_id} was unloaded before this request ended")
+        needed = model.traits.footprint.running_bytes([len(job.tokens)], chunk=memory.MAX_CHUNK_TOKENS)
+        needed -= model.traits.footprint.weights_bytes
+        if (excess := memory.used_bytes() + needed - self._limit_bytes) > 0:
+            self._make_room(excess)
+            if memory.used_bytes() + needed > self._limit_bytes:
+                if may_wait:
+                    return False
+                raise ContextLengthError(
+                    f"a text of {len(job.tokens)} tokens needs {needed / 1e9:.2f} GB in addition to the "
+                    f"{memory.used_bytes() / 1e9:.2f} GB in use, and {self._limit_bytes / 1e9:.2f} GB are allowed; "
+                    "shorten it, or raise memory_limit_bytes"
+                )
+        job.started_at = job.started_at or time.perf_counter()
+        steps = _steps_of(job, model.hook_points, model, self._trace_bytes)
+        self._steps = job, steps
+        return True
+
+    def _advance(self, job: TraceJob, limit_s: float) -> None:
+        """Perform a step of the computation that has begun."""
+        assert self._steps is not None
+        steps = self._steps[1]
+        tokens = self._largest
+        if self._cost.known:
+            tokens = max(1, min(tokens, int(self._cost.within(limit_s)), memory.MAX_CHUNK_TOKENS))
+        self._threads.prepare(tokens)
+        started = time.perf_counter()
+        try:
+            computed = steps.send(tokens)
+        except StopIteration as end:
+            arrays, details = end.value
+            model = job.model()
+            text_of = model.vocabulary.text_of if model is not None else str
+            self._steps = None
+            self._end(
+                job,
+                Trace(
+                    model=job.model_id,
+                    tokens=tuple(job.tokens),
+                    texts=tuple(text_of(token) for token in job.tokens),
+                    arrays=arrays,
+                    details=details,
+                ),
+            )
+            return
+        if computed:
+            self._cost.add(computed, time.perf_counter() - started)
+            self._largest = min(memory.MAX_CHUNK_TOKENS, max(self._largest, computed * GROWTH))
+            self._note_peak(memory.take_peak_bytes())
+
+    def _fail_step(self, job: TraceJob, exc: Exception) -> None:
+        """End a job with an error. The model stays loaded."""
+        if isinstance(exc, LabError):
+            self._fail(job, type(exc)(exc.message, param=exc.param))
+            return
+        log.error("computing a trace failed:\n%s", "".join(traceback.format_exception(exc)))
+        exc.__traceback__ = None
+        reason = f"{type(exc).__name__}: {exc}"
+        if memory.is_out_of_memory(exc):
+            reason = f"out of memory ({exc}); trace a shorter text, or fewer hooks"
+        self._fail(job, EngineError(f"the trace could not be computed: {reason}"))
+        memory.release()
+
+    def _fail(self, job: TraceJob, error: LabError) -> None:
+        super()._fail(job, error)
+        if self._steps is not None and self._steps[0] is job:
+            self._steps[1].close()
+            self._steps = None
+
+
+def _steps_of(job: TraceJob, found: HookPoints, model: LoadedModel, trace_bytes: int) -> Steps:
+    """Return the computation of a job, which has begun, so that it can receive the number of tokens of its first step.
+
+    Raises:
+        InvalidRequestError: the request is not possible with this model, or exceeds ``trace_bytes``.
+    """
+    context = TraceContext(found=found, limit_bytes=trace_bytes, text_of=model.vocabulary.text_of)
+    match job.work:
+        case Activations():
+            steps = compute_activations(context, job.tokens, job.work)
+        case LogitLens():
+            steps = compute_logit_lens(context, job.tokens, job.work)
+        case Patching():
+            answer, other = job.chosen
+            steps = compute_patching(context, job.tokens, job.clean, (answer, other), job.work)
+        case Attribution():
+            token, *others = job.chosen
+            steps = compute_attribution(context, job.tokens, token, others[0] if others else None)
+        case _:
+            steps = _hook_names(found)
+    next(steps)
+    return steps
+
+
+def _hook_names(found: HookPoints) -> Steps:
+    yield 0
+    return {}, {"hooks": {name: list(size) for name, size in found.sizes.items()}}

@@ -1,0 +1,71 @@
+"""The route ``POST /admin/trace``, which returns values from the inside of the loaded model."""
+
+from __future__ import annotations
+
+import asyncio
+
+from fastapi import APIRouter, Request, Response
+
+from lmx_lab.engine import TextPrompt, TokenPrompt, TraceRequest
+from lmx_lab.engine.requests import Prompt
+from lmx_lab.errors import AdminForbiddenError
+from lmx_lab.http.bodies import StrictRoute
+from lmx_lab.http.event_stream import while_connected
+from lmx_lab.http.guard import is_local
+from lmx_lab.server.chat_history import validated_request
+from lmx_lab.server.inference import InferenceService
+from lmx_lab.server.openapi import TRACE_ERRORS
+from lmx_lab.server.tokens import requested_model
+from lmx_lab.server.translate import generation_request
+from lmx_lab.wire.tracing import HookNamesBody, PatchingBody, TraceBody, TracedText
+
+MEDIA_TYPE = "application/x-safetensors"
+
+
+def trace_routes(service: InferenceService) -> APIRouter:
+    """Return the router of ``/admin/trace``."""
+    router = APIRouter(prefix="/admin", tags=["admin"], route_class=StrictRoute)
+
+    @router.post(
+        "/trace",
+        response_class=Response,
+        responses={
+            200: {"content": {MEDIA_TYPE: {"schema": {"type": "string", "format": "binary"}}}},
+            **TRACE_ERRORS,
+        },
+    )
+    async def trace(body: TraceBody, request: Request) -> Response:
+        """Compute a text, and return values from the inside of the model as a safetensors document. Only programs on
+        the server's machine may do this. The model must run on MLX.
+        """
+        if not is_local(request.scope):
+            raise AdminForbiddenError(
+                "only programs on the server's machine may trace its model; run the trace in a notebook there"
+            )
+        result = await while_connected(request, service.trace(trace_request(body), local=True))
+        return Response(await asyncio.to_thread(result.encode), media_type=MEDIA_TYPE)
+
+    return router
+
+
+def trace_request(body: TraceBody) -> TraceRequest:
+    """Convert a request body to the engine's request.
+
+    Raises:
+        InvalidRequestError: messages are invalid.
+    """
+    trace = body.trace
+    return TraceRequest(
+        model=requested_model(body.model),
+        work=trace.work(),
+        prompt=None if isinstance(trace, HookNamesBody) else _prompt(trace.input),
+        clean=_prompt(trace.clean) if isinstance(trace, PatchingBody) else None,
+    )
+
+
+def _prompt(text: TracedText) -> Prompt:
+    if text.tokens is not None:
+        return TokenPrompt(tokens=tuple(text.tokens))
+    if text.text is not None:
+        return TextPrompt(text=text.text)
+    return generation_request(validated_request({"messages": text.messages})).prompt

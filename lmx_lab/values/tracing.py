@@ -1,0 +1,106 @@
+"""Define what can be computed of the inside of a model, and its result."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any, Self
+
+from lmx_lab.values.tensors import decode_tensors, encode_tensors
+
+if TYPE_CHECKING:
+    from numpy.typing import NDArray
+
+PATCHABLE = ("hook_resid_pre", "hook_attn_out", "hook_mlp_out", "hook_resid_post")
+"""Last parts of the names of values that ``Patching`` can restore."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class HookNames:
+    """List the names of the values that a model has, with their shapes."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Activations:
+    """Return the values of hooks."""
+
+    hooks: tuple[str, ...]
+    """Names, in which ``*`` stands for any characters."""
+    positions: tuple[int, ...] | None = None
+    """Positions of the tokens whose values are returned; negative ones count from the end. None returns all."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class LogitLens:
+    """Return the tokens that the final norm and the head predict from the residual stream after each block."""
+
+    top: int = 5
+    """Number of tokens at each place."""
+    positions: tuple[int, ...] | None = None
+    """As in ``Activations``."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Patching:
+    """Return the logits of two tokens after a text, if single values are those of another text of the same length."""
+
+    answer: int | str
+    other: int | str
+    hooks: tuple[str, ...]
+    """Names of the values that are replaced, as in ``Activations``."""
+    positions: tuple[int, ...] | None = None
+    """Positions at which values are replaced; None takes all."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Attribution:
+    """Return what each block, and each head of its attention, adds to the logit of the token after a text."""
+
+    token: int | str
+    other: int | str | None = None
+    """If it is set, the difference of the logits of both tokens is divided among the parts."""
+
+
+TraceWork = HookNames | Activations | LogitLens | Patching | Attribution
+
+
+@dataclass(frozen=True, kw_only=True, eq=False)
+class Trace:
+    """What was computed of the inside of a model."""
+
+    model: str
+    """Id of the model."""
+    tokens: tuple[int, ...]
+    """Token ids of the text."""
+    texts: tuple[str, ...]
+    """Text of each token."""
+    arrays: dict[str, NDArray[Any]] = field(default_factory=dict)
+    """Results in float32, or int32 for token ids and positions."""
+    details: Mapping[str, Any] = field(default_factory=dict)
+    """Other results, which can be written as JSON."""
+
+    def encode(self) -> bytes:
+        """Return the trace as a safetensors document."""
+        fields = {"model": self.model, "tokens": self.tokens, "texts": self.texts, "details": self.details}
+        return encode_tensors(self.arrays, {name: json.dumps(value) for name, value in fields.items()})
+
+    @classmethod
+    def decode(cls, data: bytes) -> Self:
+        """Return the trace that ``encode`` has encoded.
+
+        Raises:
+            ValueError: the document is damaged.
+        """
+        arrays, metadata = decode_tensors(data)
+        try:
+            fields = {name: json.loads(metadata[name]) for name in ("model", "tokens", "texts", "details")}
+        except KeyError as exc:
+            raise ValueError(f"it has no {exc}") from exc
+        return cls(
+            model=fields["model"],
+            tokens=tuple(fields["tokens"]),
+            texts=tuple(fields["texts"]),
+            arrays=arrays,
+            details=fields["details"],
+        )

@@ -1,0 +1,128 @@
+"""Pydantic models of POST /admin/trace. The response is a safetensors document; see ``values.tracing.Trace``."""
+
+from __future__ import annotations
+
+from typing import Annotated, Literal, Self
+
+from pydantic import ConfigDict, Discriminator, Field, model_validator
+
+from lmx_lab.values.tracing import Activations, Attribution, HookNames, LogitLens, Patching, TraceWork
+from lmx_lab.wire.generation import ANY_MODEL, WHOLE, AnyModel, NonEmpty, RequestModel
+from lmx_lab.wire.tokens import TOKEN_LIMIT, ChatMessages, TokenList
+
+HOOK_LIMIT = 10_000
+Hooks = Annotated[list[NonEmpty], Field(min_length=1, max_length=HOOK_LIMIT)]
+Positions = Annotated[list[int], Field(min_length=1, max_length=TOKEN_LIMIT)]
+TokenName = Annotated[int, Field(ge=0)] | NonEmpty
+"""A token: its id, or its text, which must be exactly one token."""
+
+
+class TracedText(RequestModel):
+    """A text that the model computes: exactly one of the fields."""
+
+    text: str | None = None
+    messages: ChatMessages | None = None
+    tokens: TokenList | None = None
+
+    @model_validator(mode="after")
+    def _check_one(self) -> Self:
+        given = [name for name in ("text", "messages", "tokens") if getattr(self, name) is not None]
+        if len(given) != 1:
+            raise ValueError(f"has {' and '.join(given) or 'no text'}; send exactly one of text, messages and tokens")
+        return self
+
+
+class HookNamesBody(RequestModel):
+    """Lists the names of the values that the model has."""
+
+    kind: Literal["hooks"]
+
+    def work(self) -> TraceWork:
+        """Return what is computed."""
+        return HookNames()
+
+
+class ActivationsBody(RequestModel):
+    """Returns the values of hooks."""
+
+    kind: Literal["activations"]
+    input: TracedText
+    hooks: Hooks
+    positions: Positions | None = None
+
+    def work(self) -> TraceWork:
+        """Return what is computed."""
+        return Activations(hooks=tuple(self.hooks), positions=None if self.positions is None else tuple(self.positions))
+
+
+class LogitLensBody(RequestModel):
+    """Returns the tokens that the model would predict after each block."""
+
+    kind: Literal["logit_lens"]
+    input: TracedText
+    top: Annotated[int, Field(ge=1, le=100), WHOLE] = 5
+    positions: Positions | None = None
+
+    def work(self) -> TraceWork:
+        """Return what is computed."""
+        return LogitLens(top=self.top, positions=None if self.positions is None else tuple(self.positions))
+
+
+class PatchingBody(RequestModel):
+    """Returns the logits of two tokens after a text in which single values are those of another text."""
+
+    kind: Literal["patching"]
+    input: TracedText
+    clean: TracedText
+    answer: TokenName
+    other: TokenName
+    hooks: Hooks
+    positions: Positions | None = None
+
+    def work(self) -> TraceWork:
+        """Return what is computed."""
+        return Patching(
+            answer=self.answer,
+            other=self.other,
+            hooks=tuple(self.hooks),
+            positions=None if self.positions is None else tuple(self.positions),
+        )
+
+
+class AttributionBody(RequestModel):
+    """Divides the logit of the token after a text among the parts of the model."""
+
+    kind: Literal["attribution"]
+    input: TracedText
+    token: TokenName
+    other: TokenName | None = None
+
+    def work(self) -> TraceWork:
+        """Return what is computed."""
+        return Attribution(token=self.token, other=self.other)
+
+
+AnyTrace = Annotated[
+    HookNamesBody | ActivationsBody | LogitLensBody | PatchingBody | AttributionBody, Discriminator("kind")
+]
+
+
+class TraceBody(RequestModel):
+    """The body of POST /admin/trace."""
+
+    model_config = ConfigDict(
+        json_schema_extra={
+            "examples": [
+                {
+                    "trace": {
+                        "kind": "activations",
+                        "input": {"text": "The sea is"},
+                        "hooks": ["blocks.*.hook_resid_post"],
+                    }
+                }
+            ]
+        }
+    )
+
+    model: AnyModel = ANY_MODEL
+    trace: AnyTrace
