@@ -33,7 +33,18 @@ _MODULES = {
     "full_tracebacks": "lmx_lab.notebook.short_errors",
     "launch": "lmx_lab.notebook.launcher",
 }
-__all__ = ["Lab", "LabError", "Reply", "Settings", "Steer", "attach", "current", "discover", "full_tracebacks", "launch"]
+__all__ = [
+    "Lab",
+    "LabError",
+    "Reply",
+    "Settings",
+    "Steer",
+    "attach",
+    "current",
+    "discover",
+    "full_tracebacks",
+    "launch",
+]
 
 
 def __getattr__(name: str) -> Any:

@@ -59,7 +59,9 @@ class Steer:
             )
         if not np.isfinite(vector).all():
             at = int(np.argmin(np.isfinite(vector)))
-            raise InvalidRequestError(f"component {at} of the vector is {vector[at]}; it must be finite", param="vector")
+            raise InvalidRequestError(
+                f"component {at} of the vector is {vector[at]}; it must be finite", param="vector"
+            )
         if isinstance(self.layer, bool) or not isinstance(self.layer, int | np.integer) or self.layer < 0:
             raise InvalidRequestError(f"layer is {self.layer!r:.40}; it must be an integer from 0", param="layer")
         is_number = isinstance(self.scale, int | float | np.number) and not isinstance(self.scale, bool)

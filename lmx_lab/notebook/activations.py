@@ -166,7 +166,7 @@ def _hooks(layers: Iterable[object]) -> list[str]:
     given = list(layers)
     for layer in given:
         if layer != "*" and (isinstance(layer, bool) or not isinstance(layer, int) or layer < 0):
-            raise InvalidRequestError(f"layer has {layer!r:.40}; pass indices from 0, or \"all\"", param="layer")
+            raise InvalidRequestError(f'layer has {layer!r:.40}; pass indices from 0, or "all"', param="layer")
     if not given:
         raise InvalidRequestError("layer has no layers; pass at least one index", param="layer")
     return [f"blocks.{layer}.hook_resid_post" for layer in given]

@@ -49,9 +49,7 @@ class Steering(RequestModel):
     @property
     def value(self) -> SteeringVector:
         """The vector as the engine takes it."""
-        return SteeringVector(
-            layer=self.layer, vector=self.encoded, scale=self.scale, weights=self.weights or ""
-        )
+        return SteeringVector(layer=self.layer, vector=self.encoded, scale=self.scale, weights=self.weights or "")
 
 
 Steerings = TypeAliasType("Steerings", Annotated[list[Steering], FailFast(), Field(max_length=STEER_LIMIT)])

@@ -24,6 +24,7 @@ from lmx_lab.engine.validation import (
     check_length,
     check_messages,
     check_tokens,
+    no_steering_error,
     single_token,
     start_tokens,
     too_long,

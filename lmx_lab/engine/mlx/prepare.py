@@ -29,9 +29,9 @@ from lmx_lab.engine.validation import check_length, check_steered_weights, check
 from lmx_lab.errors import EngineDeadError, NotLoadedError
 from lmx_lab.settings import Settings
 from lmx_lab.values.models import ModelEntry
+from lmx_lab.values.tracing import Attribution, Patching
 from lmx_lab.weights.files import in_thread
 from lmx_lab.weights.fingerprint import known_content_digest
-from lmx_lab.values.tracing import Attribution, Patching
 
 
 class PromptPreparer:
@@ -129,7 +129,8 @@ class PromptPreparer:
         """
         arrived_at, work = time.perf_counter(), request.work
         tokens, clean = [
-            [] if prompt is None else await self._trace_tokens(entry, prompt) for prompt in (request.prompt, request.clean)
+            [] if prompt is None else await self._trace_tokens(entry, prompt)
+            for prompt in (request.prompt, request.clean)
         ]
         chosen: tuple[int | str | None, ...] = ()
         if isinstance(work, Patching):

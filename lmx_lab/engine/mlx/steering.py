@@ -1,4 +1,4 @@
-"""Add the vectors of steered requests to the output of layers, in their rows of a batch only. Runs on the engine thread.
+"""Add the vectors of steered requests to the output of layers, in their rows of a batch. Runs on the engine thread.
 
 Layers are hooked only while a pass with such a row is built. A layer adds one array, in which the rows of other
 requests are zero, so their values do not change in any bit.
