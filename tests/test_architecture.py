@@ -70,8 +70,9 @@ TABLE = {
     ),
     # The protocol of a lab's server; neither the notebook nor the panels define it, because both use it.
     "backend": Row("broadcast values wire"),
-    # weights: the hashes of a model's files in the provenance of records. numpy: activations and vectors.
-    "instrument": Row("errors values frames progress weights wire backend", "numpy pandas"),
+    # weights: the hashes of a model's files in the provenance of records.
+    # numpy: activations and vectors. pydantic: errors of the fields of a trace.
+    "instrument": Row("errors values frames progress weights wire backend", "numpy pandas pydantic"),
     # instrument: opens SQLite files in the same way. pydantic: schemas of typed columns.
     "batch": Row("errors values frames wire backend instrument", "numpy pandas pydantic"),
     # client: the classes of the daemon's events. urls: which frontend shows the panels.

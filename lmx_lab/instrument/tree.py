@@ -9,7 +9,7 @@ import json
 import os
 import re
 from abc import ABC, abstractmethod
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from difflib import SequenceMatcher
 from pathlib import Path
@@ -18,9 +18,11 @@ from typing import TYPE_CHECKING, Any
 from lmx_lab.errors import InvalidRequestError
 from lmx_lab.frames import pandas_for
 from lmx_lab.instrument.access import LabAccess
+from lmx_lab.instrument.activations import ActivationCache
 from lmx_lab.instrument.answer import TokenAnswer, continue_answer
 from lmx_lab.instrument.lens import ColorBy, TokenLens, lens_of
 from lmx_lab.instrument.text_file import write_text_file
+from lmx_lab.instrument.traced_text import activation_fields, traced_answer
 
 if TYPE_CHECKING:
     import pandas as pd
@@ -207,6 +209,18 @@ class HasTokens(ABC):
             InvalidRequestError: there are no log-probabilities, and the tokens cannot be scored.
         """
         return lens_of(self._lab, self._tokens, color=color)
+
+    def trace(self, hooks: str | Sequence[str], *, positions: int | Sequence[int] | None = None) -> ActivationCache:
+        """Compute the prompt and the answer again, and return values from the inside of the model; see ``Lab.trace``.
+
+        Raises:
+            NotLoadedError: another model is loaded.
+            InvalidRequestError: the tokens of the answer are not known, or there is no such hook or position.
+        """
+        if self._lab is None:
+            raise InvalidRequestError("there is no lab that can compute the tokens of this answer; use lab.trace(...)")
+        text = traced_answer(self._tokens)
+        return ActivationCache(self._lab.run(lambda backend: text.run(backend, activation_fields(hooks, positions))))
 
     def tree(self) -> AnswerTree:
         """Return the answer with the branches that were generated from this object."""

@@ -20,7 +20,6 @@ from lmx_lab.instrument.explore import explore
 from lmx_lab.instrument.requests import RequestList
 from lmx_lab.instrument.tree import AnswerTree
 from lmx_lab.instrument.verbs import InstrumentVerbs
-from lmx_lab.notebook.activations import ActivationVerbs
 from lmx_lab.notebook.arguments import (
     Documents,
     Prompt,
@@ -34,11 +33,13 @@ from lmx_lab.notebook.lab_server import LabServer, code_html, facts_html
 from lmx_lab.notebook.load_progress import show_load, show_unload
 from lmx_lab.notebook.local_properties import LocalProperties
 from lmx_lab.notebook.map import MapVerbs
+from lmx_lab.notebook.probing import ProbeVerbs
 from lmx_lab.notebook.reply import ModelList, Reply, ReplyStream, json_shape, read_reply
 from lmx_lab.notebook.report import report_html, write_report
 from lmx_lab.notebook.rerank_result import RerankResult
 from lmx_lab.notebook.search import SearchVerbs
 from lmx_lab.notebook.snapshot import Snapshot, take_snapshot
+from lmx_lab.notebook.tracing import TraceVerbs
 from lmx_lab.notebook.verbs import LoopPortal, awaited, blocking, on_loop, run_verb
 from lmx_lab.panels.workbench import Workbench
 from lmx_lab.settings import Settings
@@ -66,7 +67,7 @@ PROMPT_TOKENS, OUTPUT_TOKENS = 512, 128
 CLOSED = Closed()
 
 
-class Lab(MapVerbs, SearchVerbs, ActivationVerbs, InstrumentVerbs, LocalProperties):
+class Lab(MapVerbs, SearchVerbs, ProbeVerbs, TraceVerbs, InstrumentVerbs, LocalProperties):
     """An inference server, in this process or elsewhere, with methods to load models and to send requests.
 
     ``launch()`` and ``attach()`` return a lab, and ``stop()`` ends it. Every blocking method that uses the server has

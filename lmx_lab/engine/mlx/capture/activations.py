@@ -137,8 +137,8 @@ def read_rows(
     tokens: Sequence[int],
     positions: Sequence[int],
     keep: Callable[[int, int, Mapping[str, Array]], None],
-    cache: Sequence[Any] | None = None,
     *,
+    cache: Sequence[Any] | None = None,
     extra: Mapping[str, HookPoint] = NO_POINTS,
 ) -> Generator[int, int, None]:
     """Compute a text in chunks, and pass on the values of hooks at some positions. Tokens after the last of them are
@@ -159,7 +159,7 @@ def read_rows(
     while at < last:
         end = at + next_chunk(len(tokens) - at, min(limit, largest))
         rows = [position - at for position in positions if at <= position < end]
-        values = reader.read(tokens[at:end], layers, rows)
+        values = reader.read(list(tokens[at:end]), layers, rows)
         # The cache is needed only for further chunks.
         mx.eval(values if rows else {}, [layer.state for layer in layers] if end < last or cache is not None else [])
         if rows:

@@ -112,7 +112,7 @@ class BlockAttention:
 
     def softmax_rows(self, rows: mx.array) -> mx.array | None:
         """Return the pattern of these queries, of shape (rows, heads, keys), if attention was computed step by step;
-        None if it cannot be told from other results of softmax.
+        None if there are other results of softmax.
         """
         if self.calls or len(self.softmaxes) != 1 or self.softmaxes[0].ndim < 4 or self.softmaxes[0].shape[0] != 1:
             return None
@@ -166,7 +166,8 @@ class AttentionRecorder:
             return result
 
         self._originals = attend, softmax
-        mx.fast.scaled_dot_product_attention, mx.softmax = record_attention, record_softmax
+        setattr(mx.fast, "scaled_dot_product_attention", record_attention)  # noqa: B010
+        mx.softmax = record_softmax
         return self
 
     def __exit__(self, *exc_info: object) -> None:

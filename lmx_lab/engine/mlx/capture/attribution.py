@@ -10,8 +10,8 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import mlx.core as mx
-import mlx.nn as nn
 import numpy as np
+from mlx.nn.layers.normalization import LayerNorm
 
 from lmx_lab.engine.mlx.capture.activations import Array, Steps, TraceContext, read_rows
 from lmx_lab.engine.mlx.capture.install import HookPoint
@@ -36,8 +36,8 @@ def compute_attribution(context: TraceContext, tokens: Sequence[int], token: int
     names = [f"blocks.{at}.{end}" for at in range(len(blocks)) for end in (ATTN_OUT, MLP_OUT)]
     if missing := next((name for name in names if name not in found.points), None):
         raise InvalidRequestError(
-            f"{context.model} has no {missing}: the outputs of its blocks are not sums of attention and MLP, so a logit "
-            "cannot be divided among them; use a model of another family",
+            f"{context.model} has no {missing}: the outputs of its blocks are not sums of attention and MLP, so a "
+            "logit cannot be divided among them; use a model of another family",
             param="model",
         )
     inputs = {f"heads.{at}": block.attention_output for at, block in enumerate(blocks)}
@@ -49,9 +49,9 @@ def compute_attribution(context: TraceContext, tokens: Sequence[int], token: int
         values.update({name: np.array(value[0]) for name, value in read.items()})
 
     yield from read_rows(found, [first, *names, last], tokens, [len(tokens) - 1], keep, extra=joined)
-    direction, logit = _direction(context, mx.array(values[last]), token, other)
+    direction, bias = _direction(context, mx.array(values[last]), token, other)
     yield 1
-    products = {name: float(direction(mx.array(values[name])[None]).item()) for name in (first, *names)}
+    products = {name: _number(direction(mx.array(values[name])[None])) for name in (first, *names)}
     heads = [_heads(found, at, values, direction) for at in range(len(blocks))]
     count = max((len(row) for row in heads), default=0)
     arrays = {
@@ -59,53 +59,59 @@ def compute_attribution(context: TraceContext, tokens: Sequence[int], token: int
         "mlp": np.array([products[f"blocks.{at}.{MLP_OUT}"] for at in range(len(blocks))], np.float32),
         "heads": np.array([[*row, *[np.nan] * (count - len(row))] for row in heads], np.float32),
     }
-    return arrays, {"embedding": products[first], "logit": logit}
+    logit = _number(direction(mx.array(values[last])[None])) + bias
+    return arrays, {"embedding": products[first], "bias": bias, "logit": logit}
 
 
 def _direction(context: TraceContext, residual: mx.array, token: int, other: int | None) -> tuple[Direction, float]:
-    """Return the function that computes contributions, and the logit without a cap that the family may apply.
+    """Return the function that computes contributions, and the contribution of the biases of the norm and the head.
 
     Args:
         residual: The residual stream after the last block at the last position.
     """
     model, norm = context.found.parts.model, context.found.parts.norm
+    assert norm is not None
 
     def logit(normalized: mx.array) -> mx.array:
         logits = logits_of_normalized(model, norm, normalized[None])[0]
         return logits[token] - (0 if other is None else logits[other])
 
-    row = mx.grad(logit)(mx.zeros_like(residual))
-    scaled = _linear_norm(norm, residual)
-    if scaled is None:
+    row: mx.array = mx.grad(logit)(mx.zeros_like(residual))
+    linear = _linear_norm(norm, residual)
+    if linear is None:
         raise InvalidRequestError(
             f"the final norm of {context.model} is neither an RMSNorm nor a LayerNorm, so a logit cannot be divided "
             "among the parts; use a model of another family",
             param="model",
         )
 
+    scaled = linear
+
     def direction(terms: mx.array) -> mx.array:
         return scaled(terms) @ row
 
-    return direction, float(direction(residual[None]).item())
+    bias = logit(mx.zeros_like(residual)) + (_float32(norm(residual[None]))[0] - scaled(residual)) @ row
+    return direction, _number(bias)
 
 
 def _linear_norm(norm: Any, residual: mx.array) -> Direction | None:
     """Return the norm with the scale of this value held constant, without its bias; None if it is of another kind."""
-    normalized, width = norm(residual[None])[0].astype(mx.float32), len(residual)
+    normalized, width = _float32(norm(residual[None]))[0], len(residual)
     epsilon = getattr(norm, "eps", 0.0)
     # Some families add 1 to the weight.
-    gain = norm(mx.full((1, width), 1000.0))[0]
+    gain = _float32(norm(mx.full((1, width), 1000.0)))[0]
     scale = mx.rsqrt(mx.mean(residual**2) + epsilon)
 
     def root_mean_square(terms: mx.array) -> mx.array:
         return terms * scale * gain
 
     def centered(terms: mx.array) -> mx.array:
-        return (terms - terms.mean(axis=-1, keepdims=True)) * mx.rsqrt(mx.var(residual) + epsilon) * norm.weight
+        weight = _float32(norm.weight) * mx.rsqrt(mx.var(residual) + epsilon)
+        return (terms - terms.mean(axis=-1, keepdims=True)) * weight
 
     if _is_close(root_mean_square(residual), normalized):
         return root_mean_square
-    if isinstance(norm, nn.LayerNorm) and _is_close(centered(residual) + norm.get("bias", 0.0), normalized):
+    if isinstance(norm, LayerNorm) and _is_close(centered(residual) + norm.get("bias", 0.0), normalized):
         return centered
     return None
 
@@ -114,13 +120,12 @@ def _heads(found: HookPoints, at: int, values: Mapping[str, Array], direction: D
     """Return the contributions of the heads of a block; none if the output of attention is not their sum."""
     block, pattern = found.parts.blocks[at], found.sizes.get(f"blocks.{at}.attn.hook_pattern")
     joined = values.get(f"heads.{at}")
-    if joined is None or pattern is None or joined.size % pattern[0]:
+    if joined is None or pattern is None or block.attention_output is None or joined.size % pattern[0]:
         return []
     count = pattern[0]
     single = (np.eye(count, dtype=np.float32)[:, :, None] * joined.reshape(1, count, -1)).reshape(count, -1)
     # Without its input, a projection returns its bias.
-    projected = block.attention_output(mx.array(np.concatenate([single, np.zeros_like(single[:1])])))
-    projected = projected.astype(mx.float32)
+    projected = _float32(block.attention_output(mx.array(np.concatenate([single, np.zeros_like(single[:1])]))))
     heads, bias = projected[:count] - projected[count], projected[count]
     if not _is_close(heads.sum(axis=0) + bias, mx.array(values[f"blocks.{at}.{ATTN_OUT}"])):
         return []
@@ -129,3 +134,12 @@ def _heads(found: HookPoints, at: int, values: Mapping[str, Array], direction: D
 
 def _is_close(one: mx.array, other: mx.array) -> bool:
     return bool(mx.abs(one - other).max() <= TOLERANCE * mx.abs(other).max())
+
+
+def _float32(value: Any) -> mx.array:
+    result: mx.array = value.astype(mx.float32)
+    return result
+
+
+def _number(value: mx.array) -> float:
+    return float(np.array(value).item())

@@ -41,7 +41,11 @@ def compute_logit_lens(context: TraceContext, tokens: Sequence[int], work: Logit
 
     yield from read_rows(found, names, tokens, positions, keep)
     ids, logprobs = np.zeros(shape, np.int32), np.zeros(shape, np.float32)
-    flat, flat_ids, flat_logprobs = residual.reshape(-1, width), ids.reshape(-1, work.top), logprobs.reshape(-1, work.top)
+    flat, flat_ids, flat_logprobs = (
+        residual.reshape(-1, width),
+        ids.reshape(-1, work.top),
+        logprobs.reshape(-1, work.top),
+    )
     limit = yield 0
     at = 0
     while at < len(flat):

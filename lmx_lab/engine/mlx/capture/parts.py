@@ -10,7 +10,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-import mlx.nn as nn
+from mlx.nn.layers.base import Module
 
 from lmx_lab.errors import InvalidRequestError
 
@@ -86,10 +86,10 @@ def find_parts(model: Any, name: str) -> Parts:
         name: Id of the model, for messages.
 
     Raises:
-        InvalidRequestError: the model has no blocks that can be told apart.
+        InvalidRequestError: the model has no list of blocks.
     """
     layers = getattr(model, "layers", None)
-    if not isinstance(layers, list | tuple) or not all(isinstance(layer, nn.Module) for layer in layers) or not layers:
+    if not isinstance(layers, list | tuple) or not all(isinstance(layer, Module) for layer in layers) or not layers:
         kind = getattr(model, "model_type", type(model).__name__)
         raise InvalidRequestError(
             f"{name} ({kind}) has no list of blocks, so its activations have no names; use a model of another family",
@@ -115,12 +115,12 @@ def _owners(model: Any, layer: Any) -> Iterator[Any]:
         inner = modules[-1]
         step = inner[int(name)] if isinstance(inner, list | tuple) else getattr(inner, name, None)
         modules.append(step)
-    return (module for module in reversed(modules[:-1]) if isinstance(module, nn.Module))
+    return (module for module in reversed(modules[:-1]) if isinstance(module, Module))
 
 
 def _child(owners: Sequence[Any], names: Sequence[str]) -> Any | None:
     children = (getattr(owner, name, None) for owner in owners for name in names)
-    return next((child for child in children if isinstance(child, nn.Module)), None)
+    return next((child for child in children if isinstance(child, Module)), None)
 
 
 def _candidates(part: Any | None, block: Any, names: Sequence[str]) -> list[Any]:

@@ -147,7 +147,7 @@ class _Sweep:
             for name, value in values.items():
                 arrays[name][first : first + len(value)] = value
 
-        yield from read_rows(found, names, tokens, range(len(tokens)), keep, cache)
+        yield from read_rows(found, names, tokens, range(len(tokens)), keep, cache=cache)
         return arrays
 
     def _pair_logits(self, residual: mx.array) -> mx.array:
@@ -188,9 +188,7 @@ class _Sweep:
         yield round(work * (end - at))
         return logits
 
-    def _joining(
-        self, cells: Sequence[_Cell], at: int, end: int, *, replaces: bool
-    ) -> dict[HookPoint, HookFunction]:
+    def _joining(self, cells: Sequence[_Cell], at: int, end: int, *, replaces: bool) -> dict[HookPoint, HookFunction]:
         """Return the functions by which rows join the batch with the values of the text at these positions.
 
         Args:
@@ -262,8 +260,8 @@ class _RowCache:
         self.offset += keys.shape[2]
         return self._keys, self._values
 
-    def make_mask(self, *args: Any, **options: Any) -> Any:
-        return create_attention_mask(*args, offset=self.offset, **options)
+    def make_mask(self, length: int, **options: Any) -> Any:
+        return create_attention_mask(length, offset=self.offset, **options)
 
     @property
     def state(self) -> tuple[mx.array, mx.array]:

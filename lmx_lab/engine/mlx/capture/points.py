@@ -177,8 +177,8 @@ class _Probe:
 
 def _require_blocks(probe: _Probe, parts: Parts, model: str) -> None:
     for block in parts.blocks:
-        values = [probe.value(block.module, side) for side in ("input", "output")]
-        if any(value is None or value.ndim != 3 for value in values) or values[0].shape != values[1].shape:
+        before, after = probe.value(block.module, "input"), probe.value(block.module, "output")
+        if before is None or after is None or before.ndim != 3 or before.shape != after.shape:
             kind = getattr(parts.model, "model_type", type(parts.model).__name__)
             raise InvalidRequestError(
                 f"{model} ({kind}) does not pass one vector for each position from block to block, so its activations "
@@ -190,7 +190,8 @@ def _require_blocks(probe: _Probe, parts: Parts, model: str) -> None:
 def _ends(probe: _Probe, block: Block) -> tuple[Any, Any] | None:
     """Return the modules whose outputs a block adds to its input; None if it does something else."""
     before, after = probe.value(block.module, "input"), probe.value(block.module, "output")
-    assert before is not None and after is not None
+    assert before is not None
+    assert after is not None
     for attention, mlp in itertools.product(block.attention_ends, block.mlp_ends):
         added = [probe.value(end, "output") for end in (attention, mlp)]
         if all(value is not None and value.shape == before.shape for value in added) and _is_sum(
@@ -214,8 +215,9 @@ def _sequential(probe: _Probe, blocks: Sequence[Block], ends: Sequence[tuple[Any
     """Return for each block whether its MLP depends on the output of its attention in the same block."""
     changes: dict[HookPoint, HookFunction] = {}
     for block, found in zip(blocks, ends, strict=True):
-        if found is not None:
-            changes[HookPoint(block.module, "input")] = partial(_constant, probe.value(block.module, "input"))
+        before = probe.value(block.module, "input")
+        if found is not None and before is not None:
+            changes[HookPoint(block.module, "input")] = partial(_constant, before)
             changes[HookPoint(found[0], "output")] = mx.zeros_like
     changed = probe.run(changes)
     results = []

@@ -31,7 +31,7 @@ class Reader:
         self._points = {**found.points, **extra}
         self._has_attention = any(ATTENTION in name for name in names)
 
-    def read(self, tokens: Sequence[int], cache: Sequence[Any], rows: Sequence[int]) -> dict[str, mx.array]:
+    def read(self, tokens: list[int], cache: Sequence[Any], rows: Sequence[int]) -> dict[str, mx.array]:
         """Compute tokens, and return the values of some of them in float32, which are not evaluated yet. Patterns have
         the shape (rows, heads, keys), where the keys are those of the last positions.
 
@@ -48,7 +48,7 @@ class Reader:
         recorder = AttentionRecorder(blocks) if self._has_attention else None
         with recorder or nullcontext(), install({**functions, **(recorder.functions if recorder else {})}, alone=True):
             self._found.parts.model(mx.array([tokens]), cache=cache)
-        at = mx.array(rows, dtype=mx.int32)
+        at = mx.array(list(rows), dtype=mx.int32)
         return {name: self._value(name, values, recorder, at).astype(mx.float32) for name in self._names}
 
     def _sources(self, name: str) -> dict[str, HookPoint]:
@@ -66,7 +66,8 @@ class Reader:
         self, name: str, values: dict[str, mx.array], recorder: AttentionRecorder | None, rows: mx.array
     ) -> mx.array:
         if name.endswith(RESID_MID):
-            return mx.add(*(values[name.replace(RESID_MID, end)][0, rows] for end in (RESID_PRE, ATTN_OUT)))
+            before, added = (values[name.replace(RESID_MID, end)][0, rows] for end in (RESID_PRE, ATTN_OUT))
+            return before + added
         if name in values:
             value = values[name][0, rows]
             return value.reshape(len(rows), *self._found.sizes.get(name, value.shape[1:]))

@@ -6,6 +6,7 @@ from typing import Any
 
 import mlx.core as mx
 import pytest
+from mlx.nn.layers.base import Module
 from mlx.utils import tree_flatten
 
 from lmx_lab.engine.mlx.capture.install import HookPoint, install
@@ -117,9 +118,7 @@ def test_a_model_without_blocks_is_refused() -> None:
 
 
 def test_the_first_input_may_be_a_keyword() -> None:
-    import mlx.nn as nn
-
-    class Keyword(nn.Module):  # type: ignore[misc]
+    class Keyword(Module):
         def __call__(self, x: mx.array) -> tuple[mx.array, int]:
             return x + 1, 2
 

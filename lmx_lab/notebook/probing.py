@@ -23,7 +23,7 @@ Position = int | Literal["last", "mean"]
 RESIDUAL = re.compile(r"blocks\.(\d+)\.hook_resid_post")
 
 
-class ActivationOwner(Protocol):
+class ProbeOwner(Protocol):
     """An object with a backend and its loop."""
 
     @property
@@ -32,11 +32,11 @@ class ActivationOwner(Protocol):
     def _backend(self) -> Backend: ...
 
 
-class ActivationVerbs:
+class ProbeVerbs:
     """The methods of ``Lab`` that use the activations of many texts."""
 
     async def _steering_vector(
-        self: ActivationOwner,
+        self: ProbeOwner,
         positive: Iterable[str],
         negative: Iterable[str],
         layer: int,
@@ -91,7 +91,7 @@ class ActivationVerbs:
     asteering_vector = awaited(_steering_vector)
 
     async def _probe(
-        self: ActivationOwner,
+        self: ProbeOwner,
         texts: Iterable[str],
         labels: Iterable[Any],
         *,

@@ -1,0 +1,81 @@
+"""Show the attention of a block: how much each token attends to the tokens before it."""
+
+from __future__ import annotations
+
+import html
+
+import numpy as np
+from numpy.typing import NDArray
+
+from lmx_lab.errors import InvalidRequestError
+from lmx_lab.instrument.heatmap import HeatMap
+from lmx_lab.instrument.traced_text import token_label
+from lmx_lab.values.tracing import Trace
+
+SHOWN_TOKENS = 40
+"""Maximum number of tokens on each side in the display, the first ones; ``pattern`` has all of them."""
+
+
+class AttentionPattern:
+    """The attention of all heads of a block. It is displayed with one head large.
+
+    Attributes:
+        layer: Index of the block.
+        head: Index of the head that is displayed large.
+        tokens, texts: The ids and the texts of the tokens.
+        pattern: Attention in float32, of shape (heads, queries, keys). The weights of a query have the sum 1, or less
+            if the model's heads have sinks.
+    """
+
+    def __init__(self, trace: Trace, *, layer: int, head: int) -> None:
+        self.model, self.layer = trace.model, layer
+        self.tokens, self.texts = trace.tokens, trace.texts
+        (pattern,) = trace.arrays.values()
+        self.pattern: NDArray[np.float32] = pattern.swapaxes(0, 1)
+        if not 0 <= head < len(self.pattern):
+            raise InvalidRequestError(
+                f"head is {head}; block {layer} of {trace.model} has {len(self.pattern)} heads, 0 to "
+                f"{len(self.pattern) - 1}",
+                param="head",
+            )
+        self.head = head
+
+    def heat_map(self, head: int | None = None) -> HeatMap:
+        """Return the heat map of a head, with the attending tokens on the left; by default of ``head``."""
+        head = self.head if head is None else head
+        values = self.pattern[head, :SHOWN_TOKENS, :SHOWN_TOKENS]
+        labels = [token_label(text) for text in self.texts[:SHOWN_TOKENS]]
+
+        def describe(row: int, column: int) -> str:
+            return f"{self.texts[row]!r} attends to {self.texts[column]!r}: {values[row, column]:.2%}"
+
+        return HeatMap(
+            title=f"Block {self.layer}, head {head} of {self.model}",
+            values=values.tolist(),
+            rows=labels,
+            columns=labels,
+            row_axis="query",
+            column_axis="key",
+            describe=describe,
+            limit=1.0,
+        )
+
+    def _small(self, head: int) -> str:
+        values = self.pattern[head, :SHOWN_TOKENS, :SHOWN_TOKENS]
+        names = [""] * len(values)
+        side = 110 / max(1, len(values))
+        small = HeatMap(
+            title=f"head {head}", values=values.tolist(), rows=names, columns=names, limit=1.0, cell=(side, side)
+        )
+        return small.svg()
+
+    def __repr__(self) -> str:
+        heads, queries, _ = self.pattern.shape
+        return f"<AttentionPattern of {self.model}: block {self.layer}, {heads} heads, {queries} tokens; .pattern>"
+
+    def _repr_html_(self) -> str:
+        small = "".join(self._small(head) for head in range(len(self.pattern)))
+        more = len(self.tokens) - SHOWN_TOKENS
+        note = f"<div>The first {SHOWN_TOKENS} tokens are shown; .pattern has {more} more.</div>" if more > 0 else ""
+        title = html.escape(f"All heads of block {self.layer}")
+        return f"{self.heat_map().svg()}<details><summary>{title}</summary>{small}</details>{note}"

@@ -1,0 +1,107 @@
+"""Show what a model would predict after each of its blocks."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+import numpy as np
+
+from lmx_lab.frames import pandas_for
+from lmx_lab.instrument.heatmap import HeatMap
+from lmx_lab.instrument.traced_text import token_label
+from lmx_lab.values.tracing import Trace
+
+if TYPE_CHECKING:
+    import pandas as pd
+
+COLUMNS = ("block", "position", "token", "rank", "predicted", "id", "logprob")
+SHOWN_POSITIONS = 16
+"""Maximum number of positions in the display, the last ones; the data frame has all of them."""
+
+
+class LogitLensTable:
+    """The most likely next tokens after each block and each position of a text.
+
+    Attributes:
+        tokens, texts: The ids and the texts of the tokens of the whole text.
+        positions: The positions that were computed.
+        ids: Ids of the predicted tokens, of shape (blocks, positions, top), the most likely token first.
+        logprobs: Their natural log-probabilities.
+    """
+
+    def __init__(self, trace: Trace) -> None:
+        self.model = trace.model
+        self.tokens, self.texts = trace.tokens, trace.texts
+        self.positions: tuple[int, ...] = tuple(trace.details["positions"])
+        self.ids, self.logprobs = trace.arrays["ids"], trace.arrays["logprobs"]
+        self._predicted: dict[str, str] = trace.details["texts"]
+
+    def predicted(self, block: int, position: int) -> tuple[str, ...]:
+        """Return the texts of the most likely next tokens after a block and a position, the most likely first.
+
+        Args:
+            block: Index of the block; negative ones count from the end.
+            position: One of ``positions``.
+        """
+        return tuple(self._predicted[str(token)] for token in self.ids[block, self.positions.index(position)])
+
+    @property
+    def df(self) -> pd.DataFrame:
+        """A data frame with one row for each block, position and rank (1 is the most likely token).
+
+        Raises:
+            ImportError: pandas is not installed.
+        """
+        blocks, places, ranks = (axis.ravel() for axis in np.indices(self.ids.shape))
+        positions = np.array(self.positions)[places]
+        columns = (
+            blocks,
+            positions,
+            [self.texts[at] for at in positions],
+            ranks + 1,
+            [self._predicted[str(token)] for token in self.ids.ravel()],
+            self.ids.ravel(),
+            self.logprobs.ravel(),
+        )
+        frame: pd.DataFrame = pandas_for("df").DataFrame(dict(zip(COLUMNS, columns, strict=True)))
+        return frame
+
+    def heat_map(self) -> HeatMap:
+        """Return the heat map: the most likely token in each cell, coloured by its probability, the last block on top.
+        It has the last ``SHOWN_POSITIONS`` positions.
+        """
+        shown = range(max(0, len(self.positions) - SHOWN_POSITIONS), len(self.positions))
+        blocks = range(len(self.ids))[::-1]
+        probabilities = np.exp(self.logprobs[..., 0])
+
+        def describe(row: int, column: int) -> str:
+            block, at = blocks[row], shown[column]
+            pairs = zip(self.predicted(block, self.positions[at]), self.logprobs[block, at], strict=True)
+            lines = [f"{np.exp(logprob):7.2%}  {text!r}" for text, logprob in pairs]
+            return "\n".join([f"block {block}, after {self.texts[self.positions[at]]!r}", *lines])
+
+        return HeatMap(
+            title=f"Logit lens of {self.model}",
+            values=[[float(probabilities[block, at]) for at in shown] for block in blocks],
+            rows=[str(block) for block in blocks],
+            columns=[token_label(self.texts[self.positions[at]]) for at in shown],
+            row_axis="block",
+            column_axis="token",
+            texts=[[token_label(self.predicted(block, self.positions[at])[0]) for at in shown] for block in blocks],
+            describe=describe,
+            limit=1.0,
+            cell=(62.0, 17.0),
+        )
+
+    def __repr__(self) -> str:
+        blocks, positions, top = self.ids.shape
+        last = ", ".join(map(repr, self.predicted(-1, self.positions[-1])))
+        return (
+            f"<LogitLensTable of {self.model}: {blocks} blocks, {positions} positions, {top} tokens each; after the "
+            f"last block and position: {last}; .df has all figures>"
+        )
+
+    def _repr_html_(self) -> str:
+        more = len(self.positions) - SHOWN_POSITIONS
+        note = f"<div>The last {SHOWN_POSITIONS} positions are shown; .df has {more} more.</div>" if more > 0 else ""
+        return self.heat_map().svg() + note

@@ -1,0 +1,204 @@
+"""Define the methods of a lab that look into the model: activations, logit lens, attention, patching, attribution."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Sequence
+from typing import Any, Protocol
+
+from lmx_lab.backend import Backend
+from lmx_lab.errors import InvalidRequestError
+from lmx_lab.instrument.activations import ActivationCache, HookTable
+from lmx_lab.instrument.attention import AttentionPattern
+from lmx_lab.instrument.attribution import LogitAttribution
+from lmx_lab.instrument.logit_lens import LogitLensTable
+from lmx_lab.instrument.patching import PatchSweep
+from lmx_lab.instrument.traced_text import What, activation_fields, position_list, trace_body, traced
+from lmx_lab.notebook.verbs import PortalOwner, awaited, blocking, on_loop
+from lmx_lab.progress import counter
+
+Token = int | str
+STEP_S = 1.0
+"""Time between two updates of the progress of a sweep."""
+
+
+class TraceOwner(PortalOwner, Protocol):
+    """A lab."""
+
+    _backend: Backend
+
+
+class TraceVerbs:
+    """The methods of ``Lab`` that look into the model."""
+
+    async def _hooks(self: TraceOwner) -> HookTable:
+        """Return the names of the values that can be read while the loaded model computes, with their shapes.
+
+        The names are those of TransformerLens.
+
+        Raises:
+            NotLoadedError: no model is loaded.
+            InvalidRequestError: the model does not run on MLX, or its parts cannot be told apart.
+            AdminForbiddenError: the server runs on another machine.
+        """
+        return HookTable(await on_loop(self._backend.trace(trace_body({"kind": "hooks"}))))
+
+    hooks = blocking(_hooks)
+    ahooks = awaited(_hooks)
+
+    async def _trace(
+        self: TraceOwner, what: What, hooks: str | Sequence[str], *, positions: int | Sequence[int] | None = None
+    ) -> ActivationCache:
+        """Compute a text, and return the values of hooks at its positions as arrays in float32.
+
+        The text is computed again from its tokens, between the steps of running answers, which are not affected.
+
+        Args:
+            what: A text, messages, token ids, a reply or a recorded request. Of a reply, the prompt and the answer are
+                computed.
+            hooks: Names from ``hooks()``, in which ``*`` stands for any characters, such as
+                ``blocks.*.hook_resid_post``.
+            positions: The positions whose values are returned; negative ones count from the end. By default all.
+
+        Raises:
+            NotLoadedError: no model is loaded, or another one than that of the answer.
+            InvalidRequestError: there is no such hook or position, the values are larger than ``trace_bytes``, or the
+                model does not run on MLX.
+            ContextLengthError: the text is longer than the model's context.
+            AdminForbiddenError: the server runs on another machine.
+        """
+        fields = activation_fields(hooks, positions)
+        return ActivationCache(await on_loop(traced(what).run(self._backend, fields)))
+
+    trace = blocking(_trace)
+    atrace = awaited(_trace)
+
+    async def _logit_lens(
+        self: TraceOwner, what: What, *, top: int = 5, positions: int | Sequence[int] | None = None
+    ) -> LogitLensTable:
+        """Return the tokens that the model would predict after each of its blocks, at each position of a text.
+
+        The final norm and the head of the model are applied to the residual stream after each block.
+
+        Args:
+            what: As in ``trace``.
+            top: Number of tokens for each block and position, up to 100.
+            positions: As in ``trace``.
+
+        Raises:
+            LabError: see ``trace``.
+        """
+        fields = {"kind": "logit_lens", "top": top, "positions": position_list(positions)}
+        return LogitLensTable(await on_loop(traced(what).run(self._backend, fields)))
+
+    logit_lens = blocking(_logit_lens)
+    alogit_lens = awaited(_logit_lens)
+
+    async def _attention(self: TraceOwner, what: What, layer: int, head: int = 0) -> AttentionPattern:
+        """Return how much each token of a text attends to the tokens before it, in all heads of a block.
+
+        Args:
+            what: As in ``trace``.
+            layer: Index of the block.
+            head: Index of the head that is displayed large.
+
+        Raises:
+            LabError: see ``trace``.
+        """
+        for name, value in (("layer", layer), ("head", head)):
+            if isinstance(value, bool) or not isinstance(value, int) or value < 0:
+                raise InvalidRequestError(f"{name} is {value!r:.40}; it must be an index, 0 or more", param=name)
+        fields = {"kind": "activations", "hooks": [f"blocks.{layer}.attn.hook_pattern"]}
+        found = await on_loop(traced(what).run(self._backend, fields))
+        return AttentionPattern(found, layer=layer, head=head)
+
+    attention = blocking(_attention)
+    aattention = awaited(_attention)
+
+    async def _direct_logit_attribution(
+        self: TraceOwner, what: What, token: Token, *, other: Token | None = None
+    ) -> LogitAttribution:
+        """Return what each block, and each head of its attention, adds to the logit of the token after a text.
+
+        Args:
+            what: As in ``trace``.
+            token: Id or text of the token, such as ``" Paris"``; a text must be exactly one token.
+            other: If it is given, the logit of ``token`` minus that of ``other`` is divided among the parts.
+
+        Raises:
+            LabError: see ``trace``.
+        """
+        fields = {"kind": "attribution", "token": token, "other": other}
+        found = await on_loop(traced(what).run(self._backend, fields))
+        label = repr(token) if other is None else f"{token!r} minus {other!r}"
+        return LogitAttribution(found, label=label)
+
+    direct_logit_attribution = blocking(_direct_logit_attribution)
+    adirect_logit_attribution = awaited(_direct_logit_attribution)
+
+    async def _patch(
+        self: TraceOwner,
+        clean: What,
+        corrupt: What,
+        *,
+        answer: Token,
+        other: Token,
+        hooks: str | Sequence[str] = "blocks.*.hook_resid_post",
+        positions: int | Sequence[int] | None = None,
+    ) -> PatchSweep:
+        """Compute a corrupt text once for each hook and position, with the value of a clean text at this place, and
+        return how far that restores the difference of two logits.
+
+        If the sweep is interrupted, the positions that are complete are returned.
+
+        Args:
+            clean, corrupt: Texts with the same number of tokens, as ``what`` in ``trace``.
+            answer: The token that the model predicts after the clean text: an id, or a text of exactly one token.
+            other: The token that it predicts after the corrupt text.
+            hooks: Names that end with ``hook_resid_pre``, ``hook_attn_out``, ``hook_mlp_out`` or ``hook_resid_post``.
+            positions: As in ``trace``.
+
+        Raises:
+            InvalidRequestError: the texts have different numbers of tokens, or a hook cannot be patched.
+            LabError: see ``trace``.
+        """
+        text, names = traced(corrupt), [hooks] if isinstance(hooks, str) else list(hooks)
+        fields: dict[str, Any] = {
+            "kind": "patching",
+            "clean": traced(clean).text,
+            "answer": answer,
+            "other": other,
+            "hooks": names,
+        }
+        wanted = position_list(positions)
+        first = await on_loop(text.run(self._backend, {**fields, "positions": [-1] if wanted is None else wanted[:1]}))
+        all_positions = _checked(wanted, len(first.tokens))
+        sweep = PatchSweep(first, all_positions)
+        left = [at for at in all_positions if at not in first.details["positions"]]
+        size = 1
+        with counter("patch") as bar:
+            try:
+                while left:
+                    done = len(sweep.hooks) * (len(all_positions) - len(left))
+                    bar.show(f"{len(sweep.hooks)} hooks at each position", done, len(sweep.hooks) * len(all_positions))
+                    started = time.monotonic()
+                    some, left = left[:size], left[size:]
+                    sweep.add(await on_loop(text.run(self._backend, {**fields, "positions": some})))
+                    # Each request computes both texts, so that fewer requests are faster.
+                    size = max(1, min(4 * size, int(size * STEP_S / max(time.monotonic() - started, 1e-3))))
+            except KeyboardInterrupt:
+                sweep.interrupted = True
+        return sweep
+
+    patch = blocking(_patch)
+    apatch = awaited(_patch)
+
+
+def _checked(positions: Sequence[int] | None, count: int) -> list[int]:
+    """Return positions in ascending order, without negative ones."""
+    wrong = next((at for at in positions or () if not -count <= at < count), None)
+    if wrong is not None:
+        raise InvalidRequestError(
+            f"positions has {wrong}; the text has {count} tokens, at the positions 0 to {count - 1}", param="positions"
+        )
+    return list(range(count)) if positions is None else sorted({at % count for at in positions})
