@@ -14,10 +14,10 @@ from lmx_lab.backend import Backend
 from lmx_lab.errors import InvalidRequestError
 from lmx_lab.instrument.probe import FOLDS, LayerActivations, Probe, ProbeRun
 from lmx_lab.instrument.steering import Steer
+from lmx_lab.instrument.traced_text import activation_fields, traced
 from lmx_lab.notebook.verbs import LoopPortal, awaited, blocking, in_thread, on_loop
 from lmx_lab.progress import counter
 from lmx_lab.values.encoding import Vectors
-from lmx_lab.wire.tracing import TraceBody
 
 Position = int | Literal["last", "mean"]
 RESIDUAL = re.compile(r"blocks\.(\d+)\.hook_resid_post")
@@ -183,8 +183,7 @@ async def _residuals(backend: Backend, text: str, hooks: list[str], position: ob
             f"position is {position!r:.40}; pass 'last', 'mean', or the index of a token", param="position"
         )
     at = -1 if position == "last" else position
-    positions = [at] if isinstance(at, int) else None
-    fields = {"kind": "activations", "input": {"text": text}, "hooks": hooks, "positions": positions}
-    trace = await backend.trace(TraceBody.model_validate({"trace": fields}))
+    positions = at if isinstance(at, int) else None
+    trace = await traced(text).run(backend, activation_fields(hooks, positions))
     found = {RESIDUAL.fullmatch(name): array for name, array in trace.arrays.items()}
     return {int(match[1]): array.mean(axis=0) for match, array in found.items() if match is not None}

@@ -82,6 +82,8 @@ def test_a_steered_reply_is_recorded_repeated_continued_and_scored_with_its_vect
     assert scored.source == "scoring"
     assert [it.logprob for it in scored] == pytest.approx([it.logprob for it in reply.lens()], abs=1e-4)
     assert reply.branch(4, reply.ids[4]).ids == reply.ids
+    with pytest.raises(InvalidRequestError, match="was steered"):
+        lab.trace(reply, "blocks.0.hook_resid_post")
 
 
 def test_settings_with_vectors_are_compared_and_scored(lab: lmx_lab.Lab, tmp_path: Path) -> None:
