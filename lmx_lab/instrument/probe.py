@@ -7,7 +7,7 @@ import importlib
 import math
 import tempfile
 import weakref
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -30,7 +30,10 @@ COLUMNS = ("layer", "accuracy", "std", "baseline")
 WIDTH, HEIGHT = 640, 260
 LEFT, RIGHT, TOP, BOTTOM = 48, 12, 28, 40
 TICKS = (0.0, 0.25, 0.5, 0.75, 1.0)
-MAX_LAYER_TICKS = 16
+PADDING = 8
+MAX_LAYER_NAMES = 16
+COLOR, BASELINE_COLOR = "#2b7bc4", "#c2621b"
+"""Colours with enough contrast on white and on dark backgrounds."""
 
 
 class LayerActivations:
@@ -164,45 +167,49 @@ class Probe:
 
     def svg(self) -> str:
         """Return the chart: the mean accuracy over the layers, its standard deviation, and the baseline."""
-        layers = list(self.accuracies)
-        span = max(1, layers[-1] - layers[0])
-
-        def x(layer: float) -> float:
-            return LEFT + (layer - layers[0]) / span * (WIDTH - LEFT - RIGHT)
-
-        def y(value: float) -> float:
-            return TOP + (1 - min(1.0, max(0.0, value))) * (HEIGHT - TOP - BOTTOM)
-
-        means = {layer: float(np.mean(of)) for layer, of in self.accuracies.items()}
-        line = " ".join(f"{x(layer):.1f},{y(mean):.1f}" for layer, mean in means.items())
-        bars = [
-            f'<line x1="{x(at):.1f}" x2="{x(at):.1f}" y1="{y(means[at] - np.std(of)):.1f}" '
-            f'y2="{y(means[at] + np.std(of)):.1f}" stroke="#0b5cad"/>'
-            f'<circle cx="{x(at):.1f}" cy="{y(means[at]):.1f}" r="3" fill="#0b5cad"/>'
-            for at, of in self.accuracies.items()
-        ]
-        grid = [
-            f'<line x1="{LEFT}" x2="{WIDTH - RIGHT}" y1="{y(tick):.1f}" y2="{y(tick):.1f}" stroke="#ccc"/>'
-            f'<text x="{LEFT - 6}" y="{y(tick) + 4:.1f}" text-anchor="end">{tick:g}</text>'
-            for tick in TICKS
-        ]
-        step = -(-len(layers) // MAX_LAYER_TICKS)
-        names = [f'<text x="{x(at):.1f}" y="{HEIGHT - 22}" text-anchor="middle">{at}</text>' for at in layers[::step]]
-        base = y(self.baseline)
+        base, title = _y(self.baseline), html.escape(repr(self), quote=True)
         return "".join(
             [
                 f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {WIDTH} {HEIGHT}" width="{WIDTH}" role="img" '
-                f'aria-label="{html.escape(repr(self), quote=True)}" font-family="sans-serif" font-size="12" '
-                'fill="#555" style="background:#fff">',
-                *grid,
-                *names,
-                f'<line x1="{LEFT}" x2="{WIDTH - RIGHT}" y1="{base:.1f}" y2="{base:.1f}" stroke="#b34700" '
+                f'aria-label="{title}" style="max-width:100%;height:auto;font:12px system-ui,sans-serif">',
+                f'<text x="{LEFT}" y="16" fill="currentColor">accuracy, mean and deviation of the folds</text>',
+                *(_grid_line(tick) for tick in TICKS),
+                f'<line x1="{LEFT}" x2="{WIDTH - RIGHT}" y1="{base:.1f}" y2="{base:.1f}" stroke="{BASELINE_COLOR}" '
                 'stroke-dasharray="6 4"/>',
-                f'<text x="{WIDTH - RIGHT}" y="{base - 5:.1f}" text-anchor="end">most frequent label</text>',
-                f'<polyline points="{line}" fill="none" stroke="#0b5cad" stroke-width="2"/>',
-                *bars,
-                f'<text x="{LEFT}" y="16">accuracy of a linear probe, mean and standard deviation of the folds</text>',
-                f'<text x="{(LEFT + WIDTH) / 2:.0f}" y="{HEIGHT - 4}" text-anchor="middle">layer</text>',
-                "</svg>",
+                f'<text x="{WIDTH - RIGHT}" y="{base - 5:.1f}" text-anchor="end" fill="{BASELINE_COLOR}">'
+                "most frequent label</text>",
+                *self._points(),
+                f'<text x="{(LEFT + WIDTH) / 2:.0f}" y="{HEIGHT - 4}" text-anchor="middle" fill="currentColor">'
+                "layer</text></svg>",
             ]
         )
+
+    def _points(self) -> Iterator[str]:
+        """Yield the line, and for each layer its point, its deviation and its name."""
+        layers = list(self.accuracies)
+        step, span = -(-len(layers) // MAX_LAYER_NAMES), max(1, layers[-1] - layers[0])
+        places = []
+        for at, (layer, folds) in enumerate(self.accuracies.items()):
+            x = LEFT + PADDING + (layer - layers[0]) / span * (WIDTH - LEFT - RIGHT - 2 * PADDING)
+            mean, deviation = float(np.mean(folds)), float(np.std(folds))
+            places.append(f"{x:.1f},{_y(mean):.1f}")
+            yield (
+                f'<line x1="{x:.1f}" x2="{x:.1f}" y1="{_y(mean - deviation):.1f}" y2="{_y(mean + deviation):.1f}" '
+                f'stroke="{COLOR}"/><circle cx="{x:.1f}" cy="{_y(mean):.1f}" r="3" fill="{COLOR}">'
+                f"<title>layer {layer}: {mean:.3f} ± {deviation:.3f}</title></circle>"
+            )
+            if at % step == 0:
+                yield f'<text x="{x:.1f}" y="{HEIGHT - 22}" text-anchor="middle" fill="currentColor">{layer}</text>'
+        yield f'<polyline points="{" ".join(places)}" fill="none" stroke="{COLOR}" stroke-width="2"/>'
+
+
+def _y(accuracy: float) -> float:
+    return TOP + (1 - min(1.0, max(0.0, accuracy))) * (HEIGHT - TOP - BOTTOM)
+
+
+def _grid_line(tick: float) -> str:
+    y = _y(tick)
+    return (
+        f'<line x1="{LEFT}" x2="{WIDTH - RIGHT}" y1="{y:.1f}" y2="{y:.1f}" stroke="#8884"/>'
+        f'<text x="{LEFT - 6}" y="{y + 4:.1f}" text-anchor="end" fill="currentColor">{tick:g}</text>'
+    )

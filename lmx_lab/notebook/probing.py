@@ -59,7 +59,7 @@ class ProbeVerbs:
         """
         groups = [_texts(positive, "positive"), _texts(negative, "negative")]
         hooks = _hooks([layer])
-        means, norms = [], []
+        means, norms = [], list[float]()
         with counter("steering vector") as bar:
             for texts in groups:
                 rows = []

@@ -10,6 +10,7 @@ import hashlib
 from collections.abc import Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
+from typing import cast
 
 import mlx.core as mx
 import numpy as np
@@ -130,7 +131,7 @@ class SteerablePrompts(PromptProcessingBatch):
     steering: BatchSteering
 
     def _copy(self) -> SteerablePrompts:
-        copied: SteerablePrompts = super()._copy()
+        copied: SteerablePrompts = super()._copy()  # type: ignore[no-untyped-call]
         copied.steering = self.steering
         return copied
 
@@ -140,7 +141,7 @@ class SteerablePrompts(PromptProcessingBatch):
 
     def generate(self, tokens: list[list[int]]) -> GenerationBatch:
         with self.steering.rows(self.uids):
-            return super().generate(tokens)
+            return cast("GenerationBatch", super().generate(tokens))
 
 
 class SteerableAnswers(GenerationBatch):
