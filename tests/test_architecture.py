@@ -28,8 +28,8 @@ class Row:
 EVERYTHING = "*"
 # A room is a top-level module or package. A room without a row fails, so a new one needs its row first.
 TABLE = {
-    # IPython: for the type of its extension hooks.
-    "__init__": Row("errors settings notebook", "IPython"),
+    # instrument: steering vectors. IPython: for the type of its extension hooks.
+    "__init__": Row("errors settings instrument notebook", "IPython"),
     "__main__": Row("cli"),
     "errors": Row(),
     # numpy: the type of vectors.

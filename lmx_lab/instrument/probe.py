@@ -62,9 +62,10 @@ class LayerActivations:
             file.truncate(len(head) + 4 * math.prod(shape))
         self._values = np.memmap(self.path, dtype="<f4", mode="r+", offset=len(head), shape=shape)
 
-    def put(self, text: int, vectors: Vectors) -> None:
-        """Store the vectors of a text, one row for each layer."""
-        self._values[:, text] = vectors
+    def put(self, text: int, vectors: Sequence[Vectors]) -> None:
+        """Store the vectors of a text, one for each layer."""
+        for at, vector in enumerate(vectors):
+            self._values[at, text] = vector
 
     def of(self, layer: int) -> Vectors:
         """Return the vectors of all texts at a layer."""

@@ -7,7 +7,7 @@ import hashlib
 import json
 import math
 import os
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
@@ -140,3 +140,28 @@ class Steer:
         digest = hashlib.sha256(self.vector.tobytes()).hexdigest()[:12]
         made_for = f", of {self.model}" if self.model else ""
         return f"<Steer layer {self.layer}, scale {self.scale:g}, {self.width} components {digest}{made_for}>"
+
+
+def mean_difference(layer: int, positive: Sequence[Vectors], negative: Sequence[Vectors], *, normalize: bool) -> Steer:
+    """Return the vector from the mean of one group of activations to the mean of the other.
+
+    Args:
+        normalize: Whether the vector has length 1. Otherwise it is the difference itself.
+
+    Raises:
+        InvalidRequestError: both means are equal.
+    """
+    difference = np.mean(positive, axis=0) - np.mean(negative, axis=0)
+    length = float(np.linalg.norm(difference))
+    if not length:
+        raise InvalidRequestError("both groups have the same mean activations; pass other texts", param="positive")
+    return Steer(
+        layer,
+        difference / length if normalize else difference,
+        source={
+            "positive": len(positive),
+            "negative": len(negative),
+            "length": length,
+            "residual_norm": float(np.mean([np.linalg.norm(row) for row in (*positive, *negative)])),
+        },
+    )

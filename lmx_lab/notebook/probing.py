@@ -5,15 +5,14 @@ from __future__ import annotations
 import re
 import time
 from collections.abc import Iterable, Sequence
+from dataclasses import replace
 from functools import partial
 from typing import Any, Literal, Protocol
-
-import numpy as np
 
 from lmx_lab.backend import Backend
 from lmx_lab.errors import InvalidRequestError
 from lmx_lab.instrument.probe import FOLDS, LayerActivations, Probe, ProbeRun
-from lmx_lab.instrument.steering import Steer
+from lmx_lab.instrument.steering import Steer, mean_difference
 from lmx_lab.instrument.traced_text import activation_fields, traced
 from lmx_lab.notebook.verbs import LoopPortal, awaited, blocking, in_thread, on_loop
 from lmx_lab.progress import counter
@@ -59,33 +58,16 @@ class ProbeVerbs:
         """
         groups = [_texts(positive, "positive"), _texts(negative, "negative")]
         hooks = _hooks([layer])
-        means, norms = [], list[float]()
+        found: list[list[Vectors]] = [[], []]
         with counter("steering vector") as bar:
-            for texts in groups:
-                rows = []
+            for rows, texts in zip(found, groups, strict=True):
                 for text in texts:
-                    bar.show(text[:80], len(norms), sum(map(len, groups)))
+                    bar.show(text[:80], sum(map(len, found)), sum(map(len, groups)))
                     rows.append((await on_loop(_residuals(self._backend, text, hooks, position)))[layer])
-                    norms.append(float(np.linalg.norm(rows[-1])))
-                means.append(np.mean(rows, axis=0))
-        difference = means[0] - means[1]
-        length = float(np.linalg.norm(difference))
-        if not length:
-            raise InvalidRequestError("both groups have the same mean activations; pass other texts", param="positive")
         model = self._backend.state().model or ""
-        return Steer(
-            layer,
-            difference / length if normalize else difference,
-            model=model,
-            weights=await on_loop(self._backend.weights_of(model)),
-            source={
-                "positive": len(groups[0]),
-                "negative": len(groups[1]),
-                "position": position,
-                "length": length,
-                "residual_norm": float(np.mean(norms)),
-            },
-        )
+        weights = await on_loop(self._backend.weights_of(model))
+        made = mean_difference(layer, *found, normalize=normalize)
+        return replace(made, model=model, weights=weights, source={**made.source, "position": position})
 
     steering_vector = blocking(_steering_vector)
     asteering_vector = awaited(_steering_vector)
@@ -127,7 +109,7 @@ class ProbeVerbs:
                 found = await on_loop(_residuals(self._backend, text, hooks, position))
                 if activations is None:
                     activations = LayerActivations(len(values), list(found), len(next(iter(found.values()))))
-                activations.put(at, np.stack(list(found.values())))
+                activations.put(at, list(found.values()))
         assert activations is not None
         accuracies = {}
         with counter("probe") as bar:

@@ -6,6 +6,7 @@ with two machines.
 
 from __future__ import annotations
 
+import asyncio
 from pathlib import Path
 
 import pytest
@@ -87,8 +88,12 @@ BODIES = {
 
 async def answer(app: object, request: Scope) -> int:
     sent: list[Message] = []
+    received: list[bool] = []
 
     async def receive() -> Message:
+        if received:
+            await asyncio.Event().wait()  # The caller stays connected.
+        received.append(True)
         body = next((body for end, body in BODIES.items() if request["path"].endswith(end)), b"")
         return {"type": "http.request", "body": body}
 
