@@ -35,6 +35,7 @@ generator and clients are separate processes; the clients only record times.
 | dialects   | CPU time of a token at 8 streams in the formats Messages, Responses and    | tiny          |
 |            | Ollama ÷ in the chat format                                                |               |
 | branches   | time to the first token of a branch ÷ a decode step; time of ``explore``   | tiny, smollm2 |
+| traces     | time of a trace ÷ prefill; one pass for each cell ÷ a patch sweep          | tiny, smollm2 |
 |            | with 8 answers ÷ the longest answer alone                                  |               |
 | start      | ms to import the package, to show the help, and to start a server          | smollm2       |
 | structured | decode tok/s with a JSON schema ÷ without, 1 and 8 streams                 | tiny, smollm2 |
@@ -106,6 +107,7 @@ from benchmarks import (
     start,
     structured,
     throughput,
+    traces,
 )
 from benchmarks.bench import Bench, BenchError, Model
 from benchmarks.models import folder_of
@@ -142,6 +144,7 @@ FIGURES = {
     "recording": Figure(title=recording.FIGURE, measure=recording.measure),
     "dialects": Figure(title=dialects.FIGURE, measure=dialects.measure, models=("tiny",)),
     "branches": Figure(title=branches.BRANCH, measure=branches.measure),
+    "traces": Figure(title=traces.TRACE, measure=traces.measure),
     "start": Figure(title=start.FIGURE, measure=start.measure, models=("smollm2",)),
     "turn": Figure(title=second_turn.FIGURE, measure=second_turn.measure),
     "restart": Figure(title=restart.FIGURE, measure=restart.measure),

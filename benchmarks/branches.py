@@ -25,17 +25,17 @@ PROMPT = "Write a long story about a lighthouse and its keeper."
 
 
 def measure(bench: Bench) -> list[Row]:
-    with _lab(bench.folder) as lab:
+    with start_lab(bench.folder) as lab:
         rows = [_first_token(bench, lab, "MLX"), _explore(bench, lab)]
     if bench.model == "smollm2":
-        with _lab(gguf_starter().path) as lab:
+        with start_lab(gguf_starter().path) as lab:
             rows.append(_first_token(bench, lab, "llama.cpp"))
     return rows
 
 
 @contextmanager
-def _lab(path: Path) -> Iterator[lmx_lab.Lab]:
-    """Start a lab in this process, because branches are generated from answers of a notebook."""
+def start_lab(path: Path) -> Iterator[lmx_lab.Lab]:
+    """Start a lab in this process, because branches and traces need tokens, which a server does not send."""
     with (
         tempfile.TemporaryDirectory() as home,
         lmx_lab.Lab(Settings(home=Path(home), port=0, slots=8), loop="thread") as lab,

@@ -106,6 +106,10 @@ class ProbeRun:
         self._preprocessing, self._selection = _sklearn("preprocessing"), _sklearn("model_selection")
         self._folds = folds
 
+    def shuffled(self, seed: int) -> ProbeRun:
+        """Return a run with the same labels in random order."""
+        return ProbeRun(np.random.default_rng(seed).permutation(self._labels).tolist(), folds=self._folds)
+
     def accuracies(self, vectors: Vectors) -> list[float]:
         """Return the accuracy of a logistic regression on each fold, with standardized vectors."""
         probe = self._pipeline.make_pipeline(
@@ -132,12 +136,19 @@ class Probe:
         activations: The vectors that the probes read.
     """
 
-    def __init__(
-        self, accuracies: Mapping[int, Sequence[float]], baseline: float, activations: LayerActivations
-    ) -> None:
+    def __init__(self, accuracies: Mapping[int, Sequence[float]], run: ProbeRun, activations: LayerActivations) -> None:
         self.accuracies = dict(accuracies)
-        self.baseline = baseline
+        self.baseline = run.baseline
         self.activations = activations
+        self._run = run
+
+    def control(self, seed: int = 0) -> Probe:
+        """Return a probe of the same activations that is trained with shuffled labels.
+
+        It shows which accuracy a probe reaches by chance (Hewitt and Liang, arXiv 1909.03368). Nothing is traced.
+        """
+        run, layers = self._run.shuffled(seed), self.accuracies
+        return Probe({layer: run.accuracies(self.activations.of(layer)) for layer in layers}, run, self.activations)
 
     @property
     def best(self) -> int:

@@ -108,8 +108,18 @@ def traced_answer(answer: TokenAnswer) -> Traced:
 
 def activation_fields(hooks: str | Sequence[str], positions: int | Sequence[int] | None) -> dict[str, Any]:
     """Return the fields of a request for the values of hooks."""
-    names = [hooks] if isinstance(hooks, str) else list(hooks)
-    return {"kind": "activations", "hooks": names, "positions": position_list(positions)}
+    return {"kind": "activations", "hooks": hook_list(hooks), "positions": position_list(positions)}
+
+
+def hook_list(hooks: str | Sequence[str]) -> list[str]:
+    """Return the names of hooks as a list.
+
+    Raises:
+        InvalidRequestError: they are neither a text nor a list.
+    """
+    if not isinstance(hooks, str | Sequence):
+        raise InvalidRequestError(f"hooks is {hooks!r:.40}; it must be a name or a list of names", param="hooks")
+    return [hooks] if isinstance(hooks, str) else list(hooks)
 
 
 def position_list(positions: int | Sequence[int] | None) -> list[int] | None:

@@ -116,7 +116,7 @@ class ProbeVerbs:
             for at, each in enumerate(activations.layers):
                 bar.show(f"layer {each}", at, len(activations.layers))
                 accuracies[each] = await in_thread(partial(run.accuracies, activations.of(each)))
-        return Probe(accuracies, run.baseline, activations)
+        return Probe(accuracies, run, activations)
 
     probe = blocking(_probe)
     aprobe = awaited(_probe)

@@ -13,7 +13,7 @@ from lmx_lab.instrument.attention import AttentionPattern
 from lmx_lab.instrument.attribution import LogitAttribution
 from lmx_lab.instrument.logit_lens import LogitLensTable
 from lmx_lab.instrument.patching import PatchSweep
-from lmx_lab.instrument.traced_text import What, activation_fields, position_list, trace_body, traced
+from lmx_lab.instrument.traced_text import What, activation_fields, hook_list, position_list, trace_body, traced
 from lmx_lab.notebook.verbs import PortalOwner, awaited, blocking, on_loop
 from lmx_lab.progress import counter
 
@@ -38,7 +38,7 @@ class TraceVerbs:
 
         Raises:
             NotLoadedError: no model is loaded.
-            InvalidRequestError: the model does not run on MLX, or its parts cannot be told apart.
+            InvalidRequestError: the model does not run on MLX, or has no list of blocks.
             AdminForbiddenError: the server runs on another machine.
         """
         return HookTable(await on_loop(self._backend.trace(trace_body({"kind": "hooks"}))))
@@ -162,13 +162,13 @@ class TraceVerbs:
             InvalidRequestError: the texts have different numbers of tokens, or a hook cannot be patched.
             LabError: see ``trace``.
         """
-        text, names = traced(corrupt), [hooks] if isinstance(hooks, str) else list(hooks)
+        text = traced(corrupt)
         fields: dict[str, Any] = {
             "kind": "patching",
             "clean": traced(clean).text,
             "answer": answer,
             "other": other,
-            "hooks": names,
+            "hooks": hook_list(hooks),
         }
         wanted = position_list(positions)
         first = await on_loop(text.run(self._backend, {**fields, "positions": [-1] if wanted is None else wanted[:1]}))

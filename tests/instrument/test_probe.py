@@ -40,6 +40,9 @@ def test_a_probe_reads_a_property_of_the_token_it_is_trained_on(lab: lmx_lab.Lab
     trace = lab.trace(TEXTS[3], "blocks.1.hook_resid_post", positions=-1)
     assert probe.activations.of(1)[3] == pytest.approx(trace["blocks.1.hook_resid_post"][0], abs=1e-4)
     assert probe.activations.path is None
+    control = probe.control()
+    assert control.baseline == 0.5
+    assert control.df["accuracy"].max() < 0.8
     # The first token does not depend on the second one.
     first = lab.probe(TEXTS, LABELS, layer=1, position=0, folds=2)
     assert list(first.accuracies) == [1]

@@ -175,10 +175,11 @@ def test_another_machine_can_chat_and_list_models_but_change_nothing(
         ("POST", f"{url}/admin/models/load", {"model": str(tiny.path)}, {}),
         ("POST", f"{url}/admin/models/unload", None, {}),
         ("POST", f"{url}/admin/models/unload", {"model": "tiny"}, {"X-Forwarded-For": "127.0.0.1"}),
+        ("POST", f"{url}/admin/trace", {"trace": {"kind": "hooks"}}, {}),
         ("POST", f"{url}/v1/chat/completions", {**CHAT, "model": str(tiny.path)}, {}),
         ("GET", f"{url}/readyz", None, {}),
     )
-    assert [status for status, _ in answers] == [200, 200, 403, 403, 403, 403, 404, 200]
+    assert [status for status, _ in answers] == [200, 200, 403, 403, 403, 403, 403, 404, 200]
     assert {body["error"]["code"] for status, body in answers if status == 403} == {"admin-forbidden"}
 
 

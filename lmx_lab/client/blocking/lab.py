@@ -16,10 +16,12 @@ from lmx_lab.client.lab import AsyncLabClient, Include, LabEvent, Over
 from lmx_lab.client.sse import Remark
 from lmx_lab.values.models import LoadOptions
 from lmx_lab.values.timeline import ServerTimeline
+from lmx_lab.values.tracing import Trace
 from lmx_lab.wire.admin import LoadAnswer, ModelEvent, ModelRecords, Ready, UnloadAnswer
 from lmx_lab.wire.chat import ChatChunk, ChatCompletion, ChatRequest
 from lmx_lab.wire.embeddings import EmbeddingList, EmbeddingsBody
 from lmx_lab.wire.rerank import RerankBody, RerankResults
+from lmx_lab.wire.tracing import TraceBody
 
 
 class LabClient(BlockingClient[AsyncLabClient]):
@@ -78,6 +80,10 @@ class LabClient(BlockingClient[AsyncLabClient]):
             UnreachableError: the response has an index without a document, or the same index twice.
         """
         return self._portal.run(self._client.rerank(body))
+
+    def trace(self, body: TraceBody) -> Trace:
+        """Return values from the inside of the loaded model. Only programs on the server's machine may do this."""
+        return self._portal.run(self._client.trace(body))
 
     def models(self) -> ModelRecords:
         """List the models on the server's disk, and which of them are loaded."""

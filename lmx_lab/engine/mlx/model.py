@@ -192,10 +192,18 @@ class PromptTokenizer:
         Raises:
             InvalidRequestError: a text is not exactly one token.
         """
-        return tuple(
-            named if isinstance(named, int) else single_token(named, self._named_ids(named), self._model)
-            for named in request.logprob_tokens
-        )
+        return tuple(self.token_id(named, "logprob_tokens") for named in request.logprob_tokens)
+
+    def token_id(self, named: int | str, param: str) -> int:
+        """Return the id of a token that is given as an id or as a text.
+
+        Raises:
+            InvalidRequestError: a text is not exactly one token.
+        """
+        if isinstance(named, int):
+            return named
+        check_characters(named, param)
+        return single_token(named, self._ids(named, TextWork(), param, special=False), self._model, param=param)
 
     def start_tokens(self, request: GenerationRequest) -> list[int]:
         """Return the tokens with which the answer begins.
@@ -204,14 +212,7 @@ class PromptTokenizer:
             InvalidRequestError: see ``validation.start_tokens``.
         """
 
-        def token_of(text: str) -> int:
-            return single_token(text, self._named_ids(text), self._model, param="token")
-
-        return start_tokens(request, token_of=token_of, show=self.decode)
-
-    def _named_ids(self, text: str) -> list[int]:
-        check_characters(text, "logprob_tokens")
-        return self._ids(text, TextWork(), "logprob_tokens", special=False)
+        return start_tokens(request, token_of=lambda text: self.token_id(text, "token"), show=self.decode)
 
     def _encode_text(self, text: str, work: TextWork, param: str, *, special: bool = True) -> list[int]:
         check_characters(text, param)

@@ -22,14 +22,13 @@ from lmx_lab.engine.grammar.queue import GrammarQueue
 from lmx_lab.engine.mlx.model import EncodedPrompt, LoadedModel, PromptTokenizer
 from lmx_lab.engine.mlx.request import MlxGeneration
 from lmx_lab.engine.mlx.tracing import TraceJob
-from lmx_lab.engine.requests import ChatPrompt, GenerationRequest, Prompt, TokenPrompt, TraceRequest
+from lmx_lab.engine.requests import ChatPrompt, GenerationRequest, Prompt, TraceRequest
 from lmx_lab.engine.stream import Mailbox
 from lmx_lab.engine.tokenizing.encoder import TextWork
 from lmx_lab.engine.validation import check_length, check_steered_weights, check_token_ids, check_tokens
 from lmx_lab.errors import EngineDeadError, NotLoadedError
 from lmx_lab.settings import Settings
 from lmx_lab.values.models import ModelEntry
-from lmx_lab.values.tracing import Attribution, Patching
 from lmx_lab.weights.files import in_thread
 from lmx_lab.weights.fingerprint import known_content_digest
 
@@ -132,30 +131,34 @@ class PromptPreparer:
             [] if prompt is None else await self._trace_tokens(entry, prompt)
             for prompt in (request.prompt, request.clean)
         ]
-        chosen: tuple[int | str | None, ...] = ()
-        if isinstance(work, Patching):
-            chosen = work.answer, work.other
-        elif isinstance(work, Attribution):
-            chosen = work.token, work.other
-        model = self._model_of(entry)
-        prompts, width = model.prompts, model.traits.vocabulary_size
-        named = GenerationRequest(
-            prompt=TokenPrompt(tokens=()), logprob_tokens=tuple(token for token in chosen if token is not None)
-        )
-        check_tokens(named, entry, width)
-        del model
-        ids = await asyncio.get_running_loop().run_in_executor(self._prompts, prompts.named_tokens, named)
+        chosen = []
+        for param in ("token", "answer", "other"):
+            if (named := getattr(work, param, None)) is not None:
+                chosen.append(await self._token_id(entry, named, param))
         return TraceJob(
             work=work,
             tokens=tokens,
             clean=clean,
-            chosen=list(ids),
+            chosen=chosen,
             model=weakref.ref(self._model_of(entry)),
             model_id=entry.id,
             permit=permit,
             arrived_at=arrived_at,
             timeout_s=request.timeout_s or self._settings.request_timeout_s,
         )
+
+    async def _token_id(self, entry: ModelEntry, named: int | str, param: str) -> int:
+        """Return the id of a token that is given as an id or as a text.
+
+        Raises:
+            InvalidRequestError: it is not in the vocabulary, or a text is not exactly one token.
+        """
+        model = self._model_of(entry)
+        prompts, width = model.prompts, model.traits.vocabulary_size
+        del model
+        token = await asyncio.get_running_loop().run_in_executor(self._prompts, prompts.token_id, named, param)
+        check_token_ids([token], param, entry, width)
+        return token
 
     async def _trace_tokens(self, entry: ModelEntry, prompt: Prompt) -> list[int]:
         """Return the tokens of a text.

@@ -19,6 +19,7 @@ from lmx_lab.engine.mlx import memory
 from lmx_lab.engine.mlx.encoding import EncodeJob, EncodingLoop
 from lmx_lab.engine.mlx.loop import GenerationLoop
 from lmx_lab.engine.mlx.model import LoadedModel, load_chat
+from lmx_lab.engine.mlx.prefill import PREFILL_STEP_S
 from lmx_lab.engine.mlx.request import MlxGeneration
 from lmx_lab.engine.mlx.steering import RequestSteering
 from lmx_lab.engine.mlx.tracing import TraceJob, TraceLoop
@@ -297,7 +298,7 @@ class MlxCore:
             self.encoding.step(max(generating_s, MIN_ENCODE_S) if busy else ENCODE_S, busy=busy)
         if not self.tracing.idle and not lost:
             generating_s = time.perf_counter() - started
-            self.tracing.step(max(generating_s, MIN_ENCODE_S) if busy else ENCODE_S, busy=busy)
+            self.tracing.step(max(generating_s, MIN_ENCODE_S) if busy else PREFILL_STEP_S, busy=busy)
         self._publish()
         if lost:
             self._host.lost_model(False)

@@ -98,9 +98,7 @@ def find_parts(model: Any, name: str) -> Parts:
     owners = list(_owners(model, layers[0]))
     return Parts(
         model=model,
-        blocks=[
-            Block(module=layer, attention=_child([layer], ATTENTIONS), mlp=_child([layer], MLPS)) for layer in layers
-        ],
+        blocks=[Block(module=layer, attention=_attention(layer), mlp=_child([layer], MLPS)) for layer in layers],
         embedding=_child(owners, EMBEDDINGS),
         norm=_child(owners, FINAL_NORMS),
     )
@@ -123,8 +121,12 @@ def _child(owners: Sequence[Any], names: Sequence[str]) -> Any | None:
     return next((child for child in children if isinstance(child, Module)), None)
 
 
+def _attention(block: Any) -> Any | None:
+    """Return the attention of a block. In a few families, it is within a module that is not called itself."""
+    found = _child([block], ATTENTIONS)
+    return found if found is None else _child([found], ("attention",)) or found
+
+
 def _candidates(part: Any | None, block: Any, names: Sequence[str]) -> list[Any]:
-    if part is None:
-        return []
-    norm = _child([block], names)
-    return [part] if norm is None else [part, norm]
+    norms = [_child([block], [name]) for name in names]
+    return [] if part is None else [part, *(norm for norm in norms if norm is not None)]

@@ -1,0 +1,13 @@
+"""The page about families says what can be read of each of them."""
+
+from __future__ import annotations
+
+import pytest
+
+from tests.engine.mlx.capture.families import PAGE, table, written
+
+
+@pytest.mark.long
+def test_the_table_of_families_is_up_to_date() -> None:
+    page = PAGE.read_text(encoding="utf-8")
+    assert page == written(page, table()), "run: .venv/bin/python -m tests.engine.mlx.capture.families"

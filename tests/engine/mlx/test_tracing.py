@@ -1,0 +1,146 @@
+"""Traces on the MLX engine: beside answers, cancelled, refused, and ended by an unload."""
+
+from __future__ import annotations
+
+import asyncio
+import threading
+from collections.abc import AsyncIterator, Callable
+from typing import Any
+
+import numpy as np
+import pytest
+
+from lmx_lab.engine import ModelManager, TextPrompt, TokenPrompt, TraceRequest
+from lmx_lab.errors import ContextLengthError, InvalidRequestError, NotLoadedError
+from lmx_lab.settings import Settings
+from lmx_lab.values.models import ModelEntry
+from lmx_lab.values.tracing import Activations, Attribution, HookNames, LogitLens, Patching, Trace
+from tests.engine.conftest import finish, mlx_thread, numbers, request, run
+
+pytestmark = pytest.mark.anyio
+POST = "blocks.*.hook_resid_post"
+
+
+@pytest.fixture
+async def manager(tiny: ModelEntry) -> AsyncIterator[ModelManager]:
+    async with ModelManager(Settings(slots=8, trace_bytes=2_000_000)) as made:
+        await made.load_entry(tiny)
+        yield made
+
+
+def activations(length: int = 30, *hooks: str, positions: tuple[int, ...] | None = None) -> TraceRequest:
+    return TraceRequest(prompt=numbers(length), work=Activations(hooks=hooks or (POST,), positions=positions))
+
+
+async def test_logits_of_a_trace_are_those_of_the_scores(manager: ModelManager) -> None:
+    prompt = numbers(100)
+    trace = await manager.trace(TraceRequest(prompt=prompt, work=Activations(hooks=("logits",), positions=(-2, 98, 3))))
+    assert trace.details["positions"] == [3, 98]
+    stream = await manager.submit(request(prompt=prompt, max_tokens=0, score_prompt=True, top_logprobs=0))
+    await finish(stream)
+    assert stream.prompt_scores is not None
+    logits = trace.arrays["logits"].astype(np.float64)
+    logprobs = logits - np.log(np.exp(logits).sum(axis=1, keepdims=True))
+    for row, position in enumerate(trace.details["positions"]):
+        score = stream.prompt_scores.tokens[position + 1]
+        assert logprobs[row, score.token] == pytest.approx(score.logprob, abs=1e-4)
+    assert trace.tokens == prompt.tokens
+    assert len(trace.texts) == 100
+
+
+async def test_running_answers_are_not_changed_by_traces(manager: ModelManager) -> None:
+    prompts = [numbers(40, start=100 * at) for at in range(8)]
+    alone = [(await run(manager, prompt=prompt, max_tokens=20))[0] for prompt in prompts]
+    expected = (await manager.trace(activations(200))).arrays
+    streams = [await manager.submit(request(prompt=prompt, max_tokens=20)) for prompt in prompts]
+    traces = [manager.trace(activations(200)) for _ in range(2)]
+    *answers, one, other = await asyncio.gather(*map(finish, streams), *traces)
+    assert [text for text, _ in answers] == alone
+    for trace in (one, other):
+        assert isinstance(trace, Trace)
+        for name, values in expected.items():
+            np.testing.assert_allclose(trace.arrays[name], values, atol=1e-3)
+
+
+async def test_a_cancelled_trace_ends_and_releases_its_place(manager: ModelManager) -> None:
+    waiting = asyncio.create_task(manager.trace(activations(500)))
+    await asyncio.sleep(0)
+    waiting.cancel()
+    with pytest.raises(asyncio.CancelledError):
+        await waiting
+    main = manager.residents.main
+    assert main is not None
+    await main.admission.until_at_most(0)
+    assert await mlx_thread(manager).call(lambda core: core.tracing.idle)
+
+
+async def test_an_unload_ends_traces_with_one_error_each(manager: ModelManager) -> None:
+    thread, released = mlx_thread(manager), threading.Event()
+    thread.post(lambda _: released.wait(60))
+    waiting = [asyncio.create_task(manager.trace(activations(500))) for _ in range(3)]
+    await until(lambda: thread._commands.qsize() >= 3)
+    unloading = asyncio.create_task(manager.unload(wait=False))
+    await until(lambda: thread._commands.qsize() >= 4)
+    released.set()
+    outcomes = await asyncio.gather(*waiting, return_exceptions=True)
+    assert [type(outcome) for outcome in outcomes] == [NotLoadedError] * 3
+    await unloading
+    with pytest.raises(NotLoadedError):
+        await manager.trace(activations())
+
+
+async def until(condition: Callable[[], bool]) -> None:
+    while not condition():  # noqa: ASYNC110
+        await asyncio.sleep(0.001)
+
+
+@pytest.mark.parametrize(
+    ("made", "kind", "message"),
+    [
+        (activations(400, "*.hook_pattern"), InvalidRequestError, r"need 2,560,000 bytes, and 2,000,000 are allowed"),
+        (activations(30, "blocks.5.hook_resid_post"), InvalidRequestError, "tiny has no hook .* did you mean"),
+        (activations(30, positions=(30,)), InvalidRequestError, "positions has 30; the text has 30 tokens"),
+        (activations(600), ContextLengthError, "600"),
+        (TraceRequest(prompt=TextPrompt(text=""), work=LogitLens()), InvalidRequestError, "prompt is empty"),
+        (TraceRequest(prompt=TokenPrompt(tokens=(10**6,)), work=LogitLens()), InvalidRequestError, "token id 1000000"),
+        (TraceRequest(prompt=numbers(3), work=Attribution(token=" a b c")), InvalidRequestError, "^token has ' a b c'"),
+        (
+            TraceRequest(
+                prompt=numbers(3), clean=numbers(4), work=Patching(answer=5, other=6, hooks=("*.hook_resid_post",))
+            ),
+            InvalidRequestError,
+            "the clean text has 4 tokens and the corrupt one 3",
+        ),
+        (
+            TraceRequest(prompt=numbers(3), clean=numbers(3), work=Patching(answer=5, other=6, hooks=("logits",))),
+            InvalidRequestError,
+            "logits cannot be patched",
+        ),
+    ],
+)
+async def test_a_refused_trace_names_the_limit(
+    manager: ModelManager, made: TraceRequest, kind: type[Exception], message: str
+) -> None:
+    with pytest.raises(kind, match=message):
+        await manager.trace(made)
+
+
+async def test_a_trace_has_nothing_of_hooks_that_are_installed_for_answers(manager: ModelManager) -> None:
+    names = (await manager.trace(TraceRequest(work=HookNames()))).details["hooks"]
+    assert names["blocks.1.attn.hook_pattern"] == [2, 0]
+    before = await manager.trace(activations())
+
+    def install_zeros(core: Any) -> Any:
+        from lmx_lab.engine.mlx.capture.install import install
+
+        points = core.tracing._points[core.main]
+        installed = install({points.point("blocks.0.hook_resid_post"): lambda value: value * 0})
+        installed.__enter__()
+        return installed
+
+    installed = await mlx_thread(manager).call(install_zeros)
+    after = await manager.trace(activations())
+    await mlx_thread(manager).call(lambda _: installed.__exit__(None, None, None))
+    np.testing.assert_allclose(
+        after.arrays["blocks.1.hook_resid_post"], before.arrays["blocks.1.hook_resid_post"], atol=1e-3
+    )

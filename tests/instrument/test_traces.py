@@ -1,0 +1,182 @@
+"""Look into a tiny model through a lab, in this process and over HTTP."""
+
+from __future__ import annotations
+
+import asyncio
+import signal
+import threading
+from collections.abc import Iterator
+from pathlib import Path
+
+import numpy as np
+import pytest
+from safetensors.numpy import load_file
+
+import lmx_lab
+from lmx_lab.errors import InvalidRequestError
+from lmx_lab.settings import Settings
+from lmx_lab.values.models import ModelEntry
+from lmx_lab.values.tracing import Trace
+
+pytestmark = pytest.mark.slow
+TEXT = "The sea is wide and blue"
+OTHER = "The sky is wide and blue"
+
+
+@pytest.fixture(scope="module")
+def lab(tiny: ModelEntry, tmp_path_factory: pytest.TempPathFactory) -> Iterator[lmx_lab.Lab]:
+    settings = Settings(home=tmp_path_factory.mktemp("home"), port=0, threads=1)
+    with lmx_lab.Lab(settings, loop="thread") as lab:
+        lab.load(tiny.path)
+        yield lab
+
+
+@pytest.fixture(scope="module")
+def attached(lab: lmx_lab.Lab) -> Iterator[lmx_lab.Lab]:
+    with lmx_lab.attach(lab.url) as attached:
+        yield attached
+
+
+def test_a_trace_is_the_same_here_and_over_http(lab: lmx_lab.Lab, attached: lmx_lab.Lab, tmp_path: Path) -> None:
+    hooks = ["blocks.*.hook_resid_post", "*.hook_pattern", "logits"]
+    here = lab.trace(TEXT, hooks, positions=[-1, 2])
+    there = attached.trace(TEXT, hooks, positions=[-1, 2])
+    assert list(here) == list(there)
+    assert (here.positions, here.tokens, "".join(here.texts)) == (there.positions, there.tokens, TEXT)
+    for name, values in here.items():
+        np.testing.assert_allclose(values, there[name], atol=1e-4)
+    stored = load_file(here.to_safetensors(tmp_path / "cache.safetensors"))
+    np.testing.assert_array_equal(stored["logits"], here["logits"])
+    assert "2 of 6 positions" in repr(here)
+    assert "blocks.*.hook_resid_post (2 blocks)" in repr(here)
+    assert "<code>logits</code>" in here._repr_html_()
+    shapes = attached.hooks()
+    assert shapes["blocks.0.attn.hook_pattern"] == ("position", 2, "key")
+    assert "hooks of" in repr(shapes)
+    assert "<table>" in shapes._repr_html_()
+    assert len(shapes) > len(list(here))
+
+
+def test_answers_and_conversations_are_traced_with_their_tokens(lab: lmx_lab.Lab, attached: lmx_lab.Lab) -> None:
+    reply = lab.chat("hello", max_tokens=4, temperature=0, logprobs=1, ignore_eos=True)
+    tokens = (*reply.prompt_ids, *reply.ids)
+    traced = reply.trace("logits", positions=range(-5, -1))
+    assert traced.tokens == lab.trace(lab.requests[-1], "logits", positions=-1).tokens == tokens
+    logits = traced["logits"].astype(np.float64)
+    logprobs = logits - np.log(np.exp(logits).sum(axis=1, keepdims=True))
+    assert reply.logprobs is not None
+    for row, token in enumerate(reply.logprobs):
+        assert logprobs[row, token.token] == pytest.approx(token.logprob, abs=1e-3)
+    messages = [{"role": "user", "content": "hello"}]
+    assert (
+        lab.trace(messages, "hook_embed").tokens == attached.trace(list(tokens), "hook_embed").tokens[: -len(reply.ids)]
+    )
+    with pytest.raises(InvalidRequestError, match="ids of this answer's tokens are not known"):
+        lab.trace(attached.chat("hello", max_tokens=1), "logits")
+
+
+def test_the_logit_lens_ends_with_the_prediction_of_the_model(lab: lmx_lab.Lab) -> None:
+    lens = lab.logit_lens(TEXT, top=2)
+    logits = lab.trace(TEXT, "logits")["logits"]
+    assert lens.ids.shape == (2, 6, 2)
+    assert list(lens.ids[-1, :, 0]) == list(logits.argmax(axis=1))
+    assert np.exp(lens.logprobs[-1, 3, 0]) == pytest.approx(np.exp(logits[3]).max() / np.exp(logits[3]).sum(), rel=1e-3)
+    frame = lens.df
+    assert len(frame) == 2 * 6 * 2
+    row = frame[(frame.block == 1) & (frame.position == 5) & (frame["rank"] == 1)].iloc[0]
+    assert (row.token, row.predicted, row.id) == (" blue", lens.predicted(-1, 5)[0], logits[5].argmax())
+    assert "LogitLensTable" in repr(lens)
+    assert lens._repr_html_().count("<rect") == 2 * 6 + 1
+    assert "The last 16 positions are shown" in lab.logit_lens("a " * 20)._repr_html_()
+
+
+def test_attention_is_shown_for_all_heads(lab: lmx_lab.Lab) -> None:
+    attention = lab.attention(TEXT, 1, head=1)
+    assert attention.pattern.shape == (2, 6, 6)
+    np.testing.assert_allclose(attention.pattern.sum(axis=2), 1, atol=1e-5)
+    assert not np.triu(attention.pattern[0], 1).any()
+    shown = attention._repr_html_()
+    assert "Block 1, head 1" in shown
+    assert "attends to" in shown
+    assert "2 heads" in repr(attention)
+    for arguments, message in (((5,), "has no hook"), ((1, 2), "has 2 heads"), ((-1,), "must be an index")):
+        with pytest.raises(InvalidRequestError, match=message):
+            lab.attention(TEXT, *arguments)
+
+
+def test_patching_restores_what_differs(lab: lmx_lab.Lab, attached: lmx_lab.Lab) -> None:
+    hooks = ["*.hook_resid_post", "*.hook_resid_pre", "*.hook_mlp_out"]
+    sweep = lab.patch(OTHER, TEXT, answer=500, other=600, hooks=hooks)
+    different = sweep.positions[1]
+    restored = {name: sweep.restored[at] for at, name in enumerate(sweep.hooks)}
+    assert restored["blocks.0.hook_resid_pre"][different] == pytest.approx(1, abs=1e-3)
+    assert restored["blocks.1.hook_resid_post"][-1] == pytest.approx(1, abs=1e-3)
+    assert restored["blocks.1.hook_resid_post"][:-1] == pytest.approx(0, abs=1e-3)
+    assert restored["blocks.0.hook_mlp_out"][0] == pytest.approx(0, abs=1e-3)
+    logits = lab.trace(OTHER, "logits", positions=-1)["logits"][0]
+    assert sweep.clean == pytest.approx(logits[500] - logits[600], abs=1e-3)
+    assert len(sweep.df) == 6 * 6
+    assert sweep._repr_html_().count("<svg") == 3
+    assert "36 of 36 values" in repr(sweep)
+    some = attached.patch(OTHER, TEXT, answer=500, other=600, hooks=hooks, positions=[1, -1])
+    np.testing.assert_allclose(some.restored, sweep.restored[:, [1, 5]], atol=1e-3)
+    for changes, message in (
+        ({"positions": [0, 9]}, "positions has 9"),
+        ({"hooks": "logits"}, "cannot be patched"),
+        ({"answer": " two words"}, "answer has ' two words'"),
+        ({"hooks": 5}, "hooks is 5"),
+    ):
+        with pytest.raises(InvalidRequestError, match=message):
+            lab.patch(OTHER, TEXT, **{"answer": 500, "other": 600, **changes})  # type: ignore[arg-type]
+
+
+def test_an_interrupted_sweep_keeps_its_cells(lab: lmx_lab.Lab, monkeypatch: pytest.MonkeyPatch) -> None:
+    compute, calls = lab._backend.trace, list[object]()
+
+    async def interrupted(body: object) -> Trace:
+        calls.append(body)
+        if len(calls) == 3:
+            signal.pthread_kill(threading.main_thread().ident or 0, signal.SIGINT)
+            await asyncio.sleep(60)
+        return await compute(body)  # type: ignore[arg-type]
+
+    monkeypatch.setattr(lab._backend, "trace", interrupted)
+    sweep = lab.patch(OTHER, TEXT, answer=500, other=600)
+    assert sweep.interrupted
+    assert sweep.df.attrs["interrupted"]
+    done = np.isfinite(sweep.restored).all(axis=0)
+    assert 2 <= done.sum() < 6
+    assert "grey cells are missing" in sweep._repr_html_()
+
+
+def test_contributions_add_up_to_the_logit(lab: lmx_lab.Lab) -> None:
+    parts = lab.direct_logit_attribution(TEXT, 500, other=600)
+    logits = lab.trace(TEXT, "logits", positions=-1)["logits"][0]
+    assert parts.logit == pytest.approx(logits[500] - logits[600], abs=1e-3)
+    total = parts.embedding + parts.attention.sum() + parts.mlp.sum() + parts.bias
+    assert total == pytest.approx(parts.logit, abs=1e-3)
+    np.testing.assert_allclose(parts.heads.sum(axis=1), parts.attention, atol=1e-4)
+    assert list(parts.df.part) == ["embedding", *["attention", "head", "head", "mlp"] * 2, "bias"]
+    assert "head 1" in parts._repr_html_()
+    assert "500 minus 600" in repr(parts)
+    assert lab.direct_logit_attribution(TEXT, 500).logit == pytest.approx(logits[500], abs=1e-3)
+
+
+def test_wrong_texts_and_engines_are_refused(lab: lmx_lab.Lab, tmp_path: Path) -> None:
+    for what in (3, [], [1, "a"], None):
+        with pytest.raises(InvalidRequestError, match="cannot be traced; pass a text"):
+            lab.trace(what, "logits")  # type: ignore[arg-type]
+    with (
+        lmx_lab.launch("echo", port=0, home=tmp_path) as echo,
+        pytest.raises(InvalidRequestError, match='engine="mlx"'),
+    ):
+        echo.hooks()
+
+
+def test_a_damaged_document_is_an_error() -> None:
+    trace = Trace(model="m", tokens=(1,), texts=("a",), arrays={"x": np.zeros((1, 2), np.float32)}, details={})
+    data = trace.encode()
+    assert Trace.decode(data).arrays["x"].shape == (1, 2)
+    for damaged in (b"", data[:20], data[:-4], data.replace(b"[1, 2]", b"[1, 3]"), data.replace(b"model", b"mudel")):
+        with pytest.raises(ValueError, match=r"truncated|size of x|has no|Expecting|Unterminated"):
+            Trace.decode(damaged)
