@@ -42,7 +42,7 @@ def test_a_probe_reads_a_property_of_the_token_it_is_trained_on(lab: lmx_lab.Lab
     assert probe.activations.path is None
     control = probe.control()
     assert control.baseline == 0.5
-    assert control.df["accuracy"].max() < 0.8
+    assert control.df["accuracy"].mean() < frame["accuracy"].max()
     # The first token does not depend on the second one.
     first = lab.probe(TEXTS, LABELS, layer=1, position=0, folds=2)
     assert list(first.accuracies) == [1]
