@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import inspect
+import json
 from collections.abc import Generator
 from pathlib import Path
 from typing import Any
@@ -13,11 +15,14 @@ import pytest
 torch = pytest.importorskip("torch", reason="torch is not in this environment; make parity has one with it")
 
 import transformers  # noqa: E402
+from mlx.utils import tree_flatten  # noqa: E402
 from mlx_lm.utils import load_model  # noqa: E402
 
 from lmx_lab.engine.mlx.capture.activations import TraceContext, compute_activations  # noqa: E402
 from lmx_lab.engine.mlx.capture.parts import find_parts  # noqa: E402
 from lmx_lab.engine.mlx.capture.points import find_points  # noqa: E402
+from lmx_lab.engine.mlx.weights_dtype import fit_weights  # noqa: E402
+from lmx_lab.values.models import ModelEntry  # noqa: E402
 from lmx_lab.values.tracing import Activations  # noqa: E402
 from tests.parity.reference import build  # noqa: E402
 
@@ -39,7 +44,8 @@ SIZES = {
 WINDOW = {"sliding_window": 8, "head_dim": 8}
 FAMILIES: dict[str, dict[str, Any]] = {
     "Llama": {},
-    "Qwen2": {},
+    # mlx-lm has another default than transformers.
+    "Qwen2": {"rope_parameters": {"rope_type": "default", "rope_theta": 1_000_000.0}},
     "Qwen3": {"head_dim": 8},
     "Gemma2": {**WINDOW, "sliding_window": 640, "query_pre_attn_scalar": 8},
     "Gemma3Text": {**WINDOW, "query_pre_attn_scalar": 8, "sliding_window_pattern": 2},
@@ -55,19 +61,48 @@ def test_a_trace_equals_transformers(family: str, tmp_path: Path) -> None:
     kind = getattr(transformers, f"{family.removesuffix('Text')}ForCausalLM")
     reference = build(kind, config)
     reference.save_pretrained(tmp_path)
-    with torch.no_grad():
-        expected = reference(torch.tensor([TOKENS]), output_hidden_states=True, output_attentions=True, use_cache=False)
     model, _ = load_model(tmp_path)
     model.set_dtype(mx.float32)
-    found = find_points(find_parts(model, family), family)
+    check(model, reference, family, TOKENS)
+
+
+def test_a_trace_of_the_starter_model_equals_transformers(smollm2: ModelEntry) -> None:
+    model, _ = load_model(smollm2.path, lazy=True)
+    fit_weights(model, "float32", limit_bytes=2**34)
+    settings = json.loads((smollm2.path / "config.json").read_text())
+    names = inspect.signature(model.args.__class__).parameters
+    config = transformers.LlamaConfig(
+        **{name: settings[name] for name in settings if name in names and name not in ("rope_scaling", "head_dim")},
+        attn_implementation="eager",
+    )
+    reference = transformers.LlamaForCausalLM(config).eval()
+    weights = {name: torch.tensor(np.array(value)) for name, value in tree_flatten(model.parameters())}
+    if model.args.rope_traditional:
+        # Weights from a GGUF file have the two halves of each head interleaved.
+        for name in [name for name in weights if name.endswith(("q_proj.weight", "k_proj.weight"))]:
+            width = weights[name].shape[1]
+            pairs = weights[name].reshape(-1, model.layers[0].self_attn.head_dim // 2, 2, width)
+            weights[name] = pairs.transpose(1, 2).reshape(-1, width)
+    missing = reference.load_state_dict(weights, strict=False)
+    assert set(missing.missing_keys) <= {"lm_head.weight"}
+    assert not missing.unexpected_keys
+    check(model, reference, "smollm2-135m", [int(token) for token in np.random.default_rng(1).integers(3, 40_000, 60)])
+
+
+def check(model: Any, reference: Any, name: str, tokens: list[int]) -> None:
+    """Assert that hidden states, attention patterns and logits are equal."""
+    with torch.no_grad():
+        expected = reference(torch.tensor([tokens]), output_hidden_states=True, output_attentions=True, use_cache=False)
+    found = find_points(find_parts(model, name), name)
     context = TraceContext(found=found, limit_bytes=2**30, text_of=str)
     work = Activations(hooks=("*.hook_resid_pre", "ln_final.hook_normalized", "*.hook_pattern", "logits"))
-    arrays = finish(compute_activations(context, TOKENS, work))
-    for layer in range(3):
+    arrays = finish(compute_activations(context, tokens, work))
+    blocks = len(found.parts.blocks)
+    for layer in range(blocks):
         close(arrays[f"blocks.{layer}.hook_resid_pre"], expected.hidden_states[layer][0])
         close(arrays[f"blocks.{layer}.attn.hook_pattern"].swapaxes(0, 1), expected.attentions[layer][0])
     # The last hidden state of transformers is that after the final norm.
-    close(arrays["ln_final.hook_normalized"], expected.hidden_states[3][0])
+    close(arrays["ln_final.hook_normalized"], expected.hidden_states[blocks][0])
     close(arrays["logits"], expected.logits[0])
 
 
