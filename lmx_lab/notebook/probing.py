@@ -62,8 +62,8 @@ class ProbeVerbs:
         with counter("steering vector") as bar:
             for rows, texts in zip(found, groups, strict=True):
                 for text in texts:
-                    bar.show(text[:80], sum(map(len, found)), sum(map(len, groups)))
                     rows.append((await on_loop(_residuals(self._backend, text, hooks, position)))[layer])
+                    bar.show(f"layer {layer}", sum(map(len, found)), sum(map(len, groups)))
         model = self._backend.state().model or ""
         weights = await on_loop(self._backend.weights_of(model))
         made = mean_difference(layer, *found, normalize=normalize)
@@ -105,17 +105,17 @@ class ProbeVerbs:
         began, activations = time.monotonic(), None
         with counter("probe") as bar:
             for at, text in enumerate(values):
-                bar.show(f"{at / max(1e-3, time.monotonic() - began):.0f} texts/s", at, len(values))
                 found = await on_loop(_residuals(self._backend, text, hooks, position))
                 if activations is None:
                     activations = LayerActivations(len(values), list(found), len(next(iter(found.values()))))
                 activations.put(at, list(found.values()))
+                bar.show(f"{(at + 1) / (time.monotonic() - began):.1f} texts/s", at + 1, len(values))
         assert activations is not None
         accuracies = {}
         with counter("probe") as bar:
             for at, each in enumerate(activations.layers):
-                bar.show(f"layer {each}", at, len(activations.layers))
                 accuracies[each] = await in_thread(partial(run.accuracies, activations.of(each)))
+                bar.show(f"layer {each}", at + 1, len(activations.layers))
         return Probe(accuracies, run, activations)
 
     probe = blocking(_probe)
