@@ -42,18 +42,20 @@ TABLE = {
     "frames": Row("", "pandas"),
     "progress": Row("", "rich IPython"),
     "qr_code": Row("", "segno"),
+    # Sandboxes load this file without the package.
+    "heap": Row(),
     # Running a coroutine for a blocking caller; knows no servers.
     "portal": Row("errors", "nest_asyncio2"),
     "wire": Row("errors values", "pydantic"),
     # What server and daemon share: the two never import each other.
     # portal: records which loop serves which port, so that a caller that would wait for itself is refused.
-    "http": Row("errors portal sanitize wire", "fastapi starlette pydantic pydantic_core uvicorn h11 websockets"),
+    "http": Row("errors heap portal sanitize wire", "fastapi starlette pydantic pydantic_core uvicorn h11 websockets"),
     "weights": Row("errors values settings", "huggingface_hub filelock tokenizers mlx"),
     # psutil: on Linux, MLX does not know the memory's size. tokenizers: encoders lower-case through a normalizer.
     # portal: llama.cpp's processes are awaited on a loop of their own.
     # pydantic_core: writes and reads JSON faster than the standard library, which holds the interpreter's lock longer.
     "engine": Row(
-        "errors values settings portal weights",
+        "errors values settings portal heap weights",
         "mlx mlx_lm llguidance numpy psutil tokenizers jinja2 xllamacpp pydantic_core",
     ),
     "server": Row(

@@ -11,7 +11,7 @@ import pytest
 ROOT = Path(__file__).parents[1]
 PLACES = ("lmx_lab", "docs", "notebooks", "README.md", "SECURITY.md", "CHANGELOG.md")
 SUFFIXES = frozenset({".py", ".md", ".ipynb", ".js", ".css", ".html"})
-GENERATED = ("lmx_lab/panels/built", "lmx_lab/panels/uplot", "lmx_lab/server/chat_page")
+GENERATED = ("lmx_lab/panels/built", "lmx_lab/panels/uplot", "lmx_lab/server/built")
 """Folders with generated or vendored files."""
 SEPARATOR = r"(?:\s|#|//|\*)+"
 """What may be between two words of a phrase: also a line break, with the marks of a comment."""

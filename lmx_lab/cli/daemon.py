@@ -18,12 +18,12 @@ from lmx_lab.cli.options import Command, check_host, epilog
 from lmx_lab.cli.process import (
     freeze_objects,
     garbage_collection_paused,
-    return_freed_memory,
     start_logging,
     stop_on_signals,
 )
 from lmx_lab.cli.terminal import is_interactive, print_line, read_line
 from lmx_lab.errors import HostingError, InvalidRequestError, LabError, McpServerExistsError
+from lmx_lab.heap import return_large_blocks
 from lmx_lab.settings import Settings
 from lmx_lab.urls import LOOPBACK_NAMES
 
@@ -150,7 +150,7 @@ def _describe(server: McpServerConfig, folder: Path) -> str:
 def _run_daemon(settings: Settings, servers: list[McpServerConfig], *, explicit_port: bool) -> None:
     daemon_class: type[Daemon] = load("lmx_lab.daemon.daemon:Daemon")
     is_exposed = not settings.daemon_host.startswith("127.") and settings.daemon_host not in LOOPBACK_NAMES
-    return_freed_memory()
+    return_large_blocks()
     if is_exposed:
         lan_addresses = load("lmx_lab.notebook.addresses:lan_addresses")
         running = daemon_class(settings=settings, explicit_port=explicit_port, own_names=lan_addresses)

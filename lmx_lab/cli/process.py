@@ -3,13 +3,11 @@
 from __future__ import annotations
 
 import contextlib
-import ctypes
 import gc
 import logging
 import os
 import select
 import signal
-import sys
 import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
@@ -20,9 +18,6 @@ from lmx_lab.sanitize import LogFormatter
 STOP_S = 4.7
 """Maximum time from the first signal to the end of the process. Service managers and users wait 5 to 10 s."""
 LATE = b"stopping immediately: a load, a generation step or a disk access did not end in time\n"
-M_MMAP_THRESHOLD = -3
-"""From glibc's ``malloc.h``."""
-LARGE_BLOCK_BYTES = 2**20
 
 
 def stop_on_signals(
@@ -65,22 +60,6 @@ def _end_late() -> None:
         if select.select([], [2], [], 0)[1]:
             os.write(2, LATE)
     os._exit(0)
-
-
-def return_freed_memory() -> None:
-    """Return freed blocks of 1 MiB and more to the operating system, for the rest of the process's life.
-
-    After glibc has freed a large block, it takes blocks of up to that size from its heaps, where small blocks that stay
-    in use soon lie between them, so that the heaps cannot shrink. After 12,000 mixed requests, 98 MB of freed memory
-    were held, and more later; with this setting 44 MB, without growth. With a threshold of 128 KiB, MLX reads prompts a
-    third slower. Does nothing on systems other than Linux with glibc, and if the environment sets a threshold.
-    """
-    mallopt = getattr(ctypes.CDLL(None), "mallopt", None) if sys.platform == "linux" else None
-    # If one threshold is set, glibc no longer adapts the other.
-    chosen = {"MALLOC_MMAP_THRESHOLD_", "MALLOC_TRIM_THRESHOLD_"} & os.environ.keys()
-    chosen |= {name for name in ("mmap_threshold", "trim_threshold") if name in os.environ.get("GLIBC_TUNABLES", "")}
-    if mallopt is not None and not chosen:
-        mallopt(M_MMAP_THRESHOLD, LARGE_BLOCK_BYTES)
 
 
 @contextlib.contextmanager

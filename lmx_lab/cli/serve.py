@@ -12,8 +12,9 @@ import typer
 from lmx_lab.cli.completion import complete_model
 from lmx_lab.cli.lazy import load
 from lmx_lab.cli.options import Command, check_host, epilog, settings_with_folders
-from lmx_lab.cli.process import garbage_collection_paused, print_requests, return_freed_memory, start_logging
+from lmx_lab.cli.process import garbage_collection_paused, print_requests, start_logging
 from lmx_lab.errors import InvalidRequestError
+from lmx_lab.heap import return_large_blocks
 from lmx_lab.settings import Settings
 from lmx_lab.values.models import EngineChoice, KvCacheDtype, LoadOptions, LoadSpec
 
@@ -206,7 +207,7 @@ def serve(
 
 def _run(settings: Settings, spec: LoadSpec | None, *, explicit_port: bool, quiet: bool) -> None:
     start_logging(settings.log_level)
-    return_freed_memory()
+    return_large_blocks()
     with garbage_collection_paused(), contextlib.nullcontext() if quiet else print_requests():
         load("lmx_lab.cli.server:run_server")(settings, spec, explicit_port=explicit_port)
 

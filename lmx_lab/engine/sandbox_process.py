@@ -7,14 +7,14 @@ script and calls it for each request. A worker script defines:
 - ``CPU_S``: the CPU seconds that one request may take;
 - ``handle(request: bytes) -> bytes``.
 
-This file imports only the standard library, and worker scripts import no module of this package. The process therefore
-starts quickly, and code that breaks out of a sandbox finds no part of the package in its process.
+This file and ``heap.py``, which the process also loads, import only the standard library, and worker scripts import no
+module of this package. The process therefore starts quickly, and code that breaks out of a sandbox finds no other part
+of the package in its process.
 """
 
 from __future__ import annotations
 
 import contextlib
-import ctypes
 import importlib.util
 import os
 import resource
@@ -30,6 +30,7 @@ from types import ModuleType
 
 POLL_S = 0.05
 PARENT_CHECK_S = 1.0
+HEAP = str(Path(__file__).parent.parent / "heap.py")
 LONG_REQUEST_S = 0.25
 """CPU time of a request after which freed memory is returned."""
 
@@ -181,7 +182,7 @@ def _spawn(script: Path, environ: Mapping[str, str]) -> tuple[subprocess.Popen[b
 
 def _serve(script: str, connection: Connection, parent: int) -> None:
     threading.Thread(target=_exit_with_parent, args=(parent,), daemon=True).start()
-    worker = _load(script)
+    worker, heap = _load("sandbox_worker", script), _load("heap", HEAP)
     _limit(resource.RLIMIT_AS, worker.MEMORY_BYTES, worker.MEMORY_BYTES)
     _limit(resource.RLIMIT_CORE, 0, 0)
     connection.send_bytes(b"ready")
@@ -195,19 +196,11 @@ def _serve(script: str, connection: Connection, parent: int) -> None:
         _limit(resource.RLIMIT_CPU, int(started_s) + worker.CPU_S, resource.RLIM_INFINITY)
         connection.send_bytes(worker.handle(message))
         if time.process_time() - started_s > LONG_REQUEST_S:
-            return_freed_memory()
+            heap.return_freed_memory()
 
 
-def return_freed_memory() -> None:
-    """Return freed memory of the C library's heaps to the operating system, in about 10 ms. A grammar that took a
-    second to check left 90 MB there. C libraries other than glibc have no such function."""
-    trim = getattr(ctypes.CDLL(None), "malloc_trim", None)
-    if trim is not None:
-        trim(0)
-
-
-def _load(script: str) -> ModuleType:
-    spec = importlib.util.spec_from_file_location("sandbox_worker", script)
+def _load(name: str, script: str) -> ModuleType:
+    spec = importlib.util.spec_from_file_location(name, script)
     assert spec is not None
     assert spec.loader is not None
     module = importlib.util.module_from_spec(spec)

@@ -9,7 +9,6 @@ number of items, members, lists and objects in a body, so these are counted firs
 from __future__ import annotations
 
 import asyncio
-import ctypes
 import gc
 import math
 import threading
@@ -24,6 +23,7 @@ from fastapi.exceptions import RequestValidationError
 from fastapi.routing import APIRoute
 
 from lmx_lab.errors import BodyTooLargeError, InvalidRequestError, LabError, QueueFullError
+from lmx_lab.heap import return_freed_memory
 from lmx_lab.http.error_bodies import validation_error
 from lmx_lab.wire.limits import DIGITS_LIMIT, Structure
 
@@ -129,7 +129,7 @@ class LargeBodyQueue:
             self._trimming = loop.call_later(left_s, self._trim)
             return
         self._trimming = None
-        loop.run_in_executor(None, _trim_heaps)
+        loop.run_in_executor(None, return_freed_memory)
 
 
 class _GcPause:
@@ -158,17 +158,6 @@ class _GcPause:
 
 
 _GC_PAUSE = _GcPause()
-
-
-def _trim_heaps() -> None:
-    """Return the free memory of all heaps of glibc, also that between blocks in use. Takes about 10 ms.
-
-    Six bodies of 8 MB at once left 70 MB of freed memory in the heaps, and eight clients that did not read their
-    answers 75 MB. Other C libraries have no such function.
-    """
-    trim = getattr(ctypes.CDLL(None), "malloc_trim", None)
-    if trim is not None:
-        trim(0)
 
 
 def parse_json(text: Text) -> Any:

@@ -25,9 +25,9 @@ Send = Callable[[Message], Awaitable[None]]
 ASGIApp = Callable[[Scope, Receive, Send], Awaitable[None]]
 
 OPEN_PATHS = frozenset({"/healthz", "/readyz", "/health"})
-CHAT_PAGE_PATHS = frozenset({"/", "/manifest.webmanifest", "/icon-192.png", "/icon-512.png", "/favicon.ico"})
-"""Paths of the chat page. They need no key, because a browser cannot send one when it opens a page, and they are the
-same for all clients. The page asks for the key and sends it with its requests."""
+PAGE_PATHS = frozenset({"/", "/docs", "/manifest.webmanifest", "/icon-192.png", "/icon-512.png", "/favicon.ico"})
+"""Paths of pages with scripts. They need no key, because a browser cannot send one when it opens a page, and they are
+the same for all clients. The pages ask for the key and send it with their requests."""
 DEFAULT_PORTS = {"http": 80, "ws": 80, "https": 443, "wss": 443}
 RESPONSE_HEADERS = (
     ("x-content-type-options", "nosniff"),

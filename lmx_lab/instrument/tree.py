@@ -40,7 +40,66 @@ MAX_ANSWERS = 1000
 NO_LAB = "this answer has no lab that can generate; generate the branch in the kernel that generated the answer"
 
 
-class Branch:
+class CanBranch(ABC):
+    """An object with an answer from which branches are generated."""
+
+    @property
+    @abstractmethod
+    def _start(self) -> Branch:
+        """The answer in its tree."""
+
+    def branch(
+        self,
+        at: int,
+        token: int | str,
+        *,
+        name: str | None = None,
+        seed: int | None = None,
+        max_tokens: int | None = None,
+    ) -> Branch:
+        """Replace the token at a position, generate the rest of the answer again, and add the result to the tree.
+
+        The tokens before the position are kept, and are not computed again if they are cached. The rest is generated
+        with the sampling parameters of the request. The branch is recorded.
+
+        Args:
+            at: Position of the token, from 0.
+            token: Its id, or a text that is exactly one token of the model.
+            name: Name in the tree; by default ``branch 1`` and so on.
+            seed: Seed of the rest; by default a random one.
+            max_tokens: Maximum number of tokens of the whole answer; by default that of the request.
+
+        Raises:
+            InvalidRequestError: there is no such position or no such token, the position is inside a character, the
+                answer is a forced tool call, or the files of the loaded model have changed since.
+            NotLoadedError: another model is loaded.
+        """
+        start = self._start
+        lab = start._tree._require_lab(name)
+        answer = lab.run(
+            lambda backend: continue_answer(backend, start.answer, at, token, seed=seed, max_tokens=max_tokens)
+        )
+        return start._tree.add(start, at, token, answer=answer, name=name)
+
+    async def abranch(
+        self,
+        at: int,
+        token: int | str,
+        *,
+        name: str | None = None,
+        seed: int | None = None,
+        max_tokens: int | None = None,
+    ) -> Branch:
+        """Do the same as ``branch`` on a running event loop."""
+        start = self._start
+        lab = start._tree._require_lab(name)
+        answer = await lab.call(
+            lambda backend: continue_answer(backend, start.answer, at, token, seed=seed, max_tokens=max_tokens)
+        )
+        return start._tree.add(start, at, token, answer=answer, name=name)
+
+
+class Branch(CanBranch):
     """A complete answer in a tree. Its first tokens, up to ``at``, are those of its parent.
 
     Attributes:
@@ -128,53 +187,9 @@ class Branch:
         """Log-probability of the whole answer if it is known without scoring; None otherwise."""
         return self.logprob if self._scored is not None or self.answer.is_scored else None
 
-    def branch(
-        self,
-        at: int,
-        token: int | str,
-        *,
-        name: str | None = None,
-        seed: int | None = None,
-        max_tokens: int | None = None,
-    ) -> Branch:
-        """Replace the token at a position, generate the rest of the answer again, and add the result to the tree.
-
-        The tokens before the position are kept, and are not computed again if they are cached. The rest is generated
-        with the sampling parameters of the request. The branch is recorded.
-
-        Args:
-            at: Position of the token, from 0.
-            token: Its id, or a text that is exactly one token of the model.
-            name: Name in the tree; by default ``branch 1`` and so on.
-            seed: Seed of the rest; by default a random one.
-            max_tokens: Maximum number of tokens of the whole answer; by default that of the request.
-
-        Raises:
-            InvalidRequestError: there is no such position or no such token, the position is inside a character, the
-                answer is a forced tool call, or the files of the loaded model have changed since.
-            NotLoadedError: another model is loaded.
-        """
-        lab = self._tree._require_lab(name)
-        answer = lab.run(
-            lambda backend: continue_answer(backend, self.answer, at, token, seed=seed, max_tokens=max_tokens)
-        )
-        return self._tree.add(self, at, token, answer=answer, name=name)
-
-    async def abranch(
-        self,
-        at: int,
-        token: int | str,
-        *,
-        name: str | None = None,
-        seed: int | None = None,
-        max_tokens: int | None = None,
-    ) -> Branch:
-        """Do the same as ``branch`` on a running event loop."""
-        lab = self._tree._require_lab(name)
-        answer = await lab.call(
-            lambda backend: continue_answer(backend, self.answer, at, token, seed=seed, max_tokens=max_tokens)
-        )
-        return self._tree.add(self, at, token, answer=answer, name=name)
+    @property
+    def _start(self) -> Branch:
+        return self
 
     def tree(self) -> AnswerTree:
         """Return the tree of the branch."""
@@ -185,7 +200,7 @@ class Branch:
         return f"<Branch {self.name!r}{place}: {_short(self.text)}>"
 
 
-class HasTokens(ABC):
+class HasTokens(CanBranch):
     """An object with an answer: the probabilities of its tokens, and branches that are generated from it."""
 
     _lab: LabAccess | None
@@ -230,29 +245,9 @@ class HasTokens(ABC):
     def _tree(self) -> AnswerTree:
         return AnswerTree(self._tokens, self._lab)
 
-    def branch(
-        self,
-        at: int,
-        token: int | str,
-        *,
-        name: str | None = None,
-        seed: int | None = None,
-        max_tokens: int | None = None,
-    ) -> Branch:
-        """Replace the token at a position, and generate the rest again; see ``Branch.branch``."""
-        return self.tree().root.branch(at, token, name=name, seed=seed, max_tokens=max_tokens)
-
-    async def abranch(
-        self,
-        at: int,
-        token: int | str,
-        *,
-        name: str | None = None,
-        seed: int | None = None,
-        max_tokens: int | None = None,
-    ) -> Branch:
-        """Do the same as ``branch`` on a running event loop."""
-        return await self.tree().root.abranch(at, token, name=name, seed=seed, max_tokens=max_tokens)
+    @property
+    def _start(self) -> Branch:
+        return self.tree().root
 
 
 class AnswerTree:

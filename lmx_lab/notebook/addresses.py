@@ -12,7 +12,7 @@ import psutil
 
 from lmx_lab import urls
 from lmx_lab.errors import InvalidRequestError
-from lmx_lab.http.guard import CHAT_PAGE_PATHS, GuardPolicy, LivePolicy, local_policy
+from lmx_lab.http.guard import PAGE_PATHS, GuardPolicy, LivePolicy, local_policy
 from lmx_lab.notebook.jupyter_server import find_notebook_server
 from lmx_lab.settings import Settings
 
@@ -72,7 +72,7 @@ class Addresses:
             webviews=urls.is_vscode(os.environ),
             is_trusted_proxy=jupyter.owns if jupyter else None,
             key=self.settings.api_key,
-            open_paths=CHAT_PAGE_PATHS if self.settings.page else (),
+            open_paths=PAGE_PATHS if self.settings.page else (),
         )
 
     def live_policy(self) -> Callable[[], GuardPolicy]:

@@ -1,21 +1,25 @@
-"""Minify the code of the panels and of the chat page. ``make panels`` writes ``built/`` and ``server/chat_page/``.
+"""Minify the code of the panels and of the server's pages. ``make panels`` writes ``built/`` and ``server/built/``.
 
 Needs ``tdewolff-minify``, a development dependency.
 """
 
 from __future__ import annotations
 
+from collections.abc import Mapping, Sequence
+
 import minify
 
 from lmx_lab.panels import assets
 from lmx_lab.panels.layout import PANELS
 
-CHAT_PAGE = assets.FOLDER.parent / "server" / "chat_page"
-PAGE_SCRIPTS = (
-    *("elements.js", "keyed.js", "markdown.js", "message.js"),
-    *("page_stream.js", "page_store.js", "page_file.js", "page.js"),
-)
-PAGE_STYLES = ("panel.css", "message.css", "page.css")
+PAGES_FOLDER = assets.FOLDER.parent / "server" / "built"
+SHARED_SCRIPTS = ("elements.js", "keyed.js", "markdown.js", "message.js", "page_stream.js")
+PAGE_SCRIPTS: Mapping[str, Sequence[str]] = {
+    "page": ("page_store.js", "page_file.js", "page.js"),
+    "routes": ("routes.js",),
+}
+"""The scripts of each page, in addition to those that all pages share."""
+SHARED_STYLES = ("panel.css", "message.css", "document.css")
 
 
 def minify_module(*names: str) -> str:
@@ -24,10 +28,14 @@ def minify_module(*names: str) -> str:
     return small.rstrip() + "\n"
 
 
-def chat_page_files() -> dict[str, str]:
-    """Return the files of the server's chat page, which shares code with the chat panel, by their names."""
-    style: str = minify.string("text/css", assets.styles(*PAGE_STYLES))
-    return {"page.js": minify_module(*PAGE_SCRIPTS), "page.css": style.strip() + "\n"}
+def page_files() -> dict[str, str]:
+    """Return the files of the server's pages, which share code with the chat panel, by their names."""
+    files = {}
+    for name, scripts in PAGE_SCRIPTS.items():
+        style: str = minify.string("text/css", assets.styles(*SHARED_STYLES, f"{name}.css"))
+        files[f"{name}.js"] = minify_module(*SHARED_SCRIPTS, *scripts)
+        files[f"{name}.css"] = style.strip() + "\n"
+    return files
 
 
 def main() -> None:
@@ -35,8 +43,8 @@ def main() -> None:
         target = assets.FOLDER / "built" / panel.SCRIPTS[-1]
         target.write_text(minify_module(*panel.SCRIPTS), encoding="utf-8")
         print(target.name, target.stat().st_size)
-    for name, text in chat_page_files().items():
-        (CHAT_PAGE / name).write_text(text, encoding="utf-8")
+    for name, text in page_files().items():
+        (PAGES_FOLDER / name).write_text(text, encoding="utf-8")
         print(name, len(text.encode()))
 
 

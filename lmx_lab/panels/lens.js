@@ -12,9 +12,9 @@ export default panel("Lens", ({ model, root, watch }) => {
   const showError = (text) => (strip.textContent = text);
   const act = (what, fields) => (showError(""), ask(model, what, fields).catch((error) => showError(error.message)));
 
-  const color = h("select", { onchange: () => paint() }, ...FIGURES.map((name) => h("option", {}, name)));
+  const color = h("select", { onchange: () => (paint(), showScore()) }, ...FIGURES.map((name) => h("option", {}, name)));
   const follow = h("input", { type: "checkbox", onchange: () => act("follow", { follows: follow.checked }) });
-  const score = h("button", { onclick: () => act("score") }, "Score");
+  const score = h("button", { onclick: () => act("score", { distributions: color.value !== "probability" }) });
   const cancel = h("button", { onclick: () => act("cancel") }, "Cancel");
   const legend = h("span", { class: "legend" });
   const caption = h("p", { class: "dim grow", role: "status" });
@@ -46,6 +46,14 @@ export default panel("Lens", ({ model, root, watch }) => {
     const limits = get("limits")[color.value];
     legend.replaceChildren(...[...limits, limits.at(-1)].map((limit, at) =>
       h("span", { class: "step" + at }, sign[+(at === limits.length)] + limit)));
+  };
+  // llama.cpp computes entropies and high ranks only on request, because that may take a second for each token.
+  const showScore = () => {
+    const { caption: line, scored } = get("answer");
+    const missing = color.value !== "probability" && tokens().some((token) => value(token) === null);
+    score.hidden = (scored && !missing) || !line || Boolean(get("busy"));
+    set(score, missing ? "Compute the " + (color.value === "rank" ? "ranks" : "entropies") : "Score");
+    score.title = missing ? "This may take a second for each token." : "";
   };
   const branch = (token) => act("branch", { at: current, token });
   const row = ([shown, logprob, id], chosen) => {
@@ -140,9 +148,8 @@ export default panel("Lens", ({ model, root, watch }) => {
     if (hadFocus) text.focus();
   });
   watch(["busy", "answer"], () => {
-    const { caption: line = "", scored } = get("answer");
-    set(caption, get("busy") || line);
-    score.hidden = scored || !line || Boolean(get("busy"));
+    set(caption, get("busy") || (get("answer").caption ?? ""));
+    showScore();
     cancel.hidden = !get("busy");
     if (current >= 0) choose(current);
   });

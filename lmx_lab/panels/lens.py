@@ -14,7 +14,7 @@ import traitlets
 from lmx_lab.errors import InvalidRequestError, LabError, ModelBusyError
 from lmx_lab.instrument import AnswerTree, Branch, TokenLens
 from lmx_lab.instrument.answer import TokenAnswer, continue_answer
-from lmx_lab.instrument.lens import LIMITS, known_lens, rank_of, scored_lens, visible_text
+from lmx_lab.instrument.lens import LIMITS, ColorBy, known_lens, rank_of, scored_lens, visible_text
 from lmx_lab.panels.panel import BUG, Panel, integer_field, text_field
 from lmx_lab.panels.text import clip, escape_unsafe
 from lmx_lab.panels.workbench import Workbench
@@ -128,13 +128,15 @@ class LensPanel(Panel):
             self._task.cancel()
 
     async def do_score(self, fields: Mapping[str, Any]) -> None:
-        """Start to score the tokens of the answer that is shown."""
+        """Start to score the tokens of the answer that is shown, with ``distributions`` also their entropies and ranks
+        on engines that take long to compute them."""
         shown = self._idle()
-        self._start("Scoring the tokens…", self._score(shown))
+        color: ColorBy = "entropy" if fields.get("distributions") else "probability"
+        self._start("Scoring the tokens…", self._score(shown, color))
 
-    async def _score(self, branch: Branch) -> None:
+    async def _score(self, branch: Branch, color: ColorBy = "probability") -> None:
         self.show(busy="Scoring the tokens…")
-        self._lenses[branch] = await scored_lens(self.workbench.backend, branch.answer)
+        self._lenses[branch] = await scored_lens(self.workbench.backend, branch.answer, color=color)
         if self._shown is branch:
             self._show(branch)
 

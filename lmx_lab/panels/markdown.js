@@ -70,10 +70,12 @@ const codeBlock = (text, language) =>
 
 const cells = (line) => line.trim().replace(/^\||\|$/g, "").split("|").map((cell) => cell.trim());
 
+const tableRow = (line) => h("tr", {}, ...cells(line).map((cell) => h("td", {}, ...inline(cell))));
+
 const table = (lines) =>
   h("table", {},
     h("thead", {}, h("tr", {}, ...cells(lines[0]).map((cell) => h("th", { scope: "col" }, ...inline(cell))))),
-    h("tbody", {}, ...lines.slice(2).map((line) => h("tr", {}, ...cells(line).map((cell) => h("td", {}, ...inline(cell)))))));
+    h("tbody", {}, ...lines.slice(2).map(tableRow)));
 
 const isBlockStart = (line) => FENCE.test(line) || HEADING.test(line) || RULE.test(line) || QUOTE.test(line) || ITEM.test(line);
 
@@ -107,7 +109,7 @@ const listBlock = (lines, start, depth) => {
   return [node, at - start];
 };
 
-/** Yield the blocks of a text: their nodes, the line at which each begins, and the text of a paragraph. */
+/** Yield the blocks of a text: their nodes, the line at which each begins, the text of a paragraph, and the number of rows of a table. */
 function* blocksOf(lines, depth) {
   for (let at = 0; at < lines.length;) {
     const line = lines[at], start = at;
@@ -140,7 +142,8 @@ function* blocksOf(lines, depth) {
       at += count;
       yield { start, nodes: [node] };
     } else if (line.includes("|") && DIVIDER.test(lines[at + 1] ?? "") && /-/.test(lines[at + 1])) {
-      yield { start, nodes: [table(until((each) => !each.includes("|")))] };
+      const found = until((each) => !each.includes("|"));
+      yield { start, nodes: [table(found)], rows: found.length - 2 };
     } else {
       at++;
       const text = [line, ...until((each) => !each.trim() || (isBlockStart(each) && depth < MAX_DEPTH))].join("\n");
@@ -170,23 +173,45 @@ const patchChildren = (parent, from, nodes) => {
 };
 
 /**
- * Return a function that shows a Markdown text in an element. When the text grows, only its last block is parsed again.
+ * Return a function that shows a Markdown text in an element. When the text grows, only its last block is parsed again,
+ * and of a table only its last row.
  * @returns {(text: string) => void}
  */
 const markdown = (parent) => {
-  let shown = "", at = 0, count = 0;
+  // The end of the text that is final, and the number of its nodes. If it is within a table, also its number of rows.
+  let shown = "", at = 0, count = 0, rows = null;
   return (text) => {
     if (text === shown) return;
-    if (!text.startsWith(shown)) at = count = 0;
+    if (!text.startsWith(shown)) {
+      at = count = 0;
+      rows = null;
+    }
     shown = text;
-    const lines = text.slice(at).split("\n");
+    let lines = text.slice(at).split("\n");
+    if (rows !== null) {
+      const end = lines.findIndex((line) => !line.includes("|"));
+      const found = end < 0 ? lines : lines.slice(0, end);
+      const isOpen = end < 0 || (end === lines.length - 1 && !lines[end]);
+      patchChildren(parent.childNodes[count - 1].tBodies[0], rows, found.map(tableRow));
+      const final = isOpen ? found.slice(0, -1) : found;
+      rows += final.length;
+      for (const line of final) at += line.length + 1;
+      if (isOpen) return;
+      rows = null;
+      lines = lines.slice(end);
+    }
     const blocks = [...blocksOf(lines, 0)];
     patchChildren(parent, count, blocks.flatMap(({ nodes }) => nodes));
     const last = blocks.at(-1);
     if (!last) return;
     // Everything before the last piece of the last block is final.
     for (const { nodes } of blocks.slice(0, -1)) count += nodes.length;
-    for (const line of lines.slice(0, last.start)) at += line.length + 1;
+    const isTable = last.rows > 0;
+    for (const line of lines.slice(0, last.start + (isTable ? last.rows + 1 : 0))) at += line.length + 1;
+    if (isTable) {
+      rows = last.rows - 1;
+      count++;
+    }
     for (const piece of last.text ? split(last.text).slice(0, -1) : []) {
       at += piece.length;
       count++;

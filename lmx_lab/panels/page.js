@@ -8,6 +8,8 @@ const SAMPLING = [
 const MAX_FILE_CHARACTERS = 1e6;
 const MAX_IMPORT_BYTES = 1e8;
 const FIRST_SHOWN = 30;
+// Messages are grouped in blocks of this many. The layout skips blocks outside of the view as a whole.
+const BLOCK_MESSAGES = 50;
 // The text of a running answer is stored this often, in case the browser discards the page.
 const SAVE_MS = 3000;
 const PAINT_MS = 40;
@@ -96,11 +98,18 @@ const viewOf = (message) => {
   }];
 };
 
-const add = (message, before = null) => {
-  const [node, show] = viewOf(message);
+/** Show the message at a position, after or before all others that are shown. */
+const add = (at, isFirst = false) => {
+  const message = chat.messages[at], [node, show] = viewOf(message);
   views.set(message.id, [node, show]);
   show();
-  list.insertBefore(node, before);
+  let block = isFirst ? list.firstChild : list.lastChild;
+  const number = String(Math.floor(at / BLOCK_MESSAGES));
+  if (block?.dataset.number !== number) {
+    block = h("div", { class: "block", "data-number": number });
+    isFirst ? list.prepend(block) : list.append(block);
+  }
+  isFirst ? block.prepend(node) : block.append(node);
 };
 
 /** Show the messages of the conversation: the last ones immediately, and the others in later tasks. */
@@ -109,12 +118,12 @@ const showMessages = () => {
   views.clear();
   list.replaceChildren();
   let left = Math.max(0, messages.length - FIRST_SHOWN);
-  messages.slice(left).forEach((message) => add(message));
+  for (let at = left; at < messages.length; at++) add(at);
   scrollToEnd();
   const more = () => {
     if (now !== loading || !left) return;
     const fromEnd = log.scrollHeight - log.scrollTop, began = performance.now();
-    while (left && performance.now() - began < 8) add(messages[--left], list.firstChild);
+    while (left && performance.now() - began < 8) add(--left, true);
     isFollowing ? scrollToEnd() : scrollTo(log.scrollHeight - fromEnd);
     setTimeout(more, 16);
   };
@@ -302,7 +311,7 @@ const generate = async (target) => {
   target.messages.push(message);
   answers.set(target.id, answer);
   if (target === chat) {
-    add(message);
+    add(target.messages.length - 1);
     update();
     scrollToEnd();
   }
@@ -345,6 +354,7 @@ const cut = (at) => {
     views.get(id)?.[0].remove();
     views.delete(id);
   }
+  while (list.lastChild && !list.lastChild.firstChild) list.lastChild.remove();
 };
 const busy = () => answers.get(chat.id);
 const again = (message) => {
@@ -360,7 +370,7 @@ const send = () => {
   if (at >= 0) cut(at);
   const message = { id: newId(), role: "user", text, reasoning: "", stats: "", error: "", ...(attached.length ? { files: attached } : {}) };
   chat.messages.push(message);
-  add(message);
+  add(chat.messages.length - 1);
   edit(null);
   generate(chat);
 };

@@ -1,4 +1,4 @@
-// Requests of the chat page to its server.
+// Requests of the server's pages.
 
 // Behind a proxy, the server's path is known only to the browser.
 const BASE = new URL(".", location.href);
@@ -31,16 +31,20 @@ const kept = {
   },
 };
 
-/** Send a request. Rejects with an Error whose `status` is that of the response, or 0 without a response. */
-const request = async (path, options = {}) => {
+/** Send a request with the key. Rejects with an Error whose `status` is 0 if there is no response. */
+const fetchWithKey = async (path, options = {}) => {
   const key = kept.get("key");
   const headers = { ...options.headers, ...(key ? { Authorization: "Bearer " + key } : {}) };
-  let response;
   try {
-    response = await fetch(new URL(path, BASE), { cache: "no-store", ...options, headers });
+    return await fetch(new URL(path, BASE), { cache: "no-store", ...options, headers });
   } catch (error) {
     throw error.name === "AbortError" ? error : Object.assign(Error(UNREACHABLE), { status: 0 });
   }
+};
+
+/** Send a request. Rejects with an Error whose `status` is that of the response, or 0 without a response. */
+const request = async (path, options) => {
+  const response = await fetchWithKey(path, options);
   if (response.ok) return response;
   const body = await response.json().catch(() => null);
   throw Object.assign(Error(body?.error?.message ?? "The server responded with the status " + response.status + "."),

@@ -1,8 +1,8 @@
-"""Pages for browsers: a chat, an overview of the server, and Swagger UI, in which the routes can be tried.
+"""Pages for browsers: a chat, an overview of the server, and a description of its routes, which can be tried there.
 
 All links are relative, because behind JupyterHub or Binder the server has a path that only the browser knows. Nothing
-is loaded from another host: the compressed files of Swagger UI are in ``swagger_ui``, and the code of the chat page is
-in ``chat_page``. ``make panels`` builds the latter from the files of ``lmx_lab.panels``.
+is loaded from another host: the code of the pages is in ``built``. ``make panels`` writes it from the files of
+``lmx_lab.panels``.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ import json
 import secrets
 import struct
 import zlib
-from collections.abc import Awaitable, Callable, Mapping
+from collections.abc import Awaitable, Callable
 from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
@@ -28,10 +28,7 @@ from lmx_lab.engine.model_lookup import public_id
 from lmx_lab.http.guard import CONTENT_POLICY, is_local
 from lmx_lab.http.middleware import VERSION
 
-CHAT_PAGE = Path(__file__).parent / "chat_page"
-SWAGGER = Path(__file__).parent / "swagger_ui"
-MEDIA_TYPES = {"swagger-ui-bundle.js": "text/javascript", "swagger-ui.css": "text/css"}
-"""The files of Swagger UI 5.35.0, unchanged."""
+BUILT = Path(__file__).parent / "built"
 CACHED = "max-age=86400"
 HEAD = (
     '<!doctype html><html lang="en"><meta charset="utf-8"><title>LMX Lab</title>'
@@ -57,56 +54,15 @@ for programs
 <li><a href="metrics">metrics</a>: metrics for Prometheus
 </ul>
 """
-# Colours of Swagger UI that have too little contrast, and its blocks of code, which START makes scroll.
-DOCS_STYLE = """
-.swagger-ui .info .title small { background: #59606e; }
-.swagger-ui .info .title small.version-stamp { background: #4d6b02; }
-.swagger-ui .opblock.opblock-get .opblock-summary-method { background: #1663ab; }
-.swagger-ui .opblock.opblock-post .opblock-summary-method { background: #1d7850; }
-.swagger-ui .opblock.opblock-delete .opblock-summary-method { background: #b3261e; }
-.swagger-ui .parameter__in, .swagger-ui .json-schema-2020-12-expand-deep-button { color: #555; }
-.swagger-ui .parameter__name.required::after, .swagger-ui .parameter__name.required span { color: #b3261e; }
-.swagger-ui .btn.cancel { color: #b3261e; border-color: #b3261e; }
-.swagger-ui .btn.execute { background-color: #1663ab; border-color: #1663ab; }
-.swagger-ui .download-contents { background: #59606e; }
-.scrolling { max-height: 400px; overflow: auto; }
-.scrolling pre.microlight { overflow: visible !important; min-width: fit-content; }
-"""
-# The document is passed as a value and not as a URL, so that requests go to the path of this page and not to the root
-# of the Hub. The plugin is for users of keyboards and screen readers: no link inside of a button, no unnamed list of
-# the only server, a name for the request body, and code that can be scrolled with the keyboard.
-START = """
-const accessible = ({ React: { createElement } }) => ({
-  components: { DeepLink: ({ text }) => createElement("span", null, text), ServersContainer: () => null },
-  wrapComponents: {
-    TextArea: (Original) => (props) => createElement(Original, { "aria-label": "request body", ...props }),
-    SyntaxHighlighter: (Original) => (props) => createElement(
-      "div", { className: "scrolling", tabIndex: 0, role: "group", "aria-label": "code" },
-      createElement(Original, props)),
-  },
-});
-window.SwaggerUIBundle && fetch(document.getElementById("document").href).then((it) => it.json()).then((spec) => {
-  spec.servers = [{ url: new URL(".", location).href }];
-  SwaggerUIBundle({
-    dom_id: "#routes", deepLinking: true, spec, plugins: [accessible], syntaxHighlight: { theme: "tomorrow-night" },
-  });
-});
-"""
-DOCS = f"""{HEAD}
-<link rel="stylesheet" href="docs/swagger-ui.css" nonce="%(nonce)s">
-<style nonce="%(nonce)s">{DOCS_STYLE}</style>
-<div id="routes"><p>This page is rendered by Swagger UI in the browser. All routes are also described in
-<a id="document" href="openapi.json">openapi.json</a>.</div>
-<script src="docs/swagger-ui-bundle.js" nonce="%(nonce)s"></script>
-<script nonce="%(nonce)s">{START}</script>
-"""
 ICON = b"""<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 16 16"><rect width="16" height="16" rx="3" fill="#36c"/>
 <path d="M5 3v10h7" fill="none" stroke="#fff" stroke-width="2"/></svg>"""
-POLICY = f"default-src 'none'; base-uri 'none'; form-action 'none'; style-src 'nonce-%(nonce)s'; {CONTENT_POLICY}"
-FRONT_POLICY = f"{POLICY}; img-src 'self'"
-# The page contains its script and its style sheet. The policy allows them by their hashes and not by a nonce, so that
-# the page is the same for all clients and can be cached.
-CHAT_POLICY = (
+FRONT_POLICY = (
+    f"default-src 'none'; base-uri 'none'; form-action 'none'; style-src 'nonce-%(nonce)s'; {CONTENT_POLICY}; "
+    "img-src 'self'"
+)
+# The pages with scripts contain them and their style sheets. The policy allows these by their hashes and not by a
+# nonce, so that a page is the same for all clients and can be cached.
+SCRIPT_POLICY = (
     "default-src 'none'; base-uri 'none'; form-action 'none'; script-src '%(script)s'; style-src '%(style)s'; "
     f"connect-src 'self'; img-src 'self'; manifest-src 'self'; {CONTENT_POLICY}"
 )
@@ -131,10 +87,6 @@ MANIFEST = {
         for purpose in ("any", "maskable")
     ],
 }
-# Swagger UI's style sheet contains images as data URLs.
-DOCS_POLICY = f"{POLICY}; img-src 'self' data:; script-src 'nonce-%(nonce)s'; connect-src 'self'"
-"""The content security policy of the page, which allows its own scripts and style sheet, and requests to this server.
-Behind a proxy the addresses of these files are not known, so a nonce identifies them."""
 
 
 def page_routes(manager: ModelManager) -> APIRouter:
@@ -149,16 +101,8 @@ def page_routes(manager: ModelManager) -> APIRouter:
     router.add_api_route("/about", _about(manager), methods=["GET", "HEAD"])
 
     @router.api_route("/docs", methods=["GET", "HEAD"])
-    async def docs() -> HTMLResponse:
-        return _page(DOCS, DOCS_POLICY)
-
-    @router.api_route("/docs/swagger-ui-bundle.js", methods=["GET", "HEAD"])
-    async def script(request: Request) -> Response:
-        return _swagger_file("swagger-ui-bundle.js", request)
-
-    @router.api_route("/docs/swagger-ui.css", methods=["GET", "HEAD"])
-    async def style(request: Request) -> Response:
-        return _swagger_file("swagger-ui.css", request)
+    async def docs(request: Request) -> Response:
+        return _script_page(request, routes_page())
 
     @router.api_route("/favicon.ico", methods=["GET", "HEAD"])
     async def icon() -> Response:
@@ -170,21 +114,19 @@ def page_routes(manager: ModelManager) -> APIRouter:
 def _about(manager: ModelManager) -> Callable[[Request], Awaitable[Response]]:
     async def about(request: Request) -> Response:
         state, curl = _describe(manager, local=is_local(request.scope)), _curl(request)
-        return _page(FRONT, FRONT_POLICY, state=html.escape(state), curl=html.escape(curl))
+        nonce = secrets.token_urlsafe(16)
+        page = FRONT % {"nonce": nonce, "state": html.escape(state), "curl": html.escape(curl)}
+        return HTMLResponse(page, headers={"content-security-policy": FRONT_POLICY % {"nonce": nonce}})
 
     return about
 
 
 def _add_chat_page(router: APIRouter) -> None:
-    """Add the routes of the chat page, which are ``CHAT_PAGE_PATHS``."""
+    """Add the routes of the chat page, which are among ``PAGE_PATHS``."""
 
     @router.api_route("/", methods=["GET", "HEAD"])
     async def chat(request: Request) -> Response:
-        page = chat_page()
-        headers = {"etag": page.etag, "cache-control": "no-cache", "vary": "accept-encoding"}
-        if request.headers.get("if-none-match") == page.etag:
-            return Response(status_code=304, headers=headers)
-        return _compressed(request, page.compressed, "text/html", {**headers, "content-security-policy": page.policy})
+        return _script_page(request, chat_page())
 
     @router.api_route("/manifest.webmanifest", methods=["GET", "HEAD"])
     async def manifest() -> Response:
@@ -200,8 +142,8 @@ def _add_chat_page(router: APIRouter) -> None:
 
 
 @dataclass(frozen=True, kw_only=True)
-class ChatPage:
-    """The document of the chat page, which contains its script and its style sheet."""
+class ScriptPage:
+    """A document that contains its script and its style sheet."""
 
     compressed: bytes
     policy: str
@@ -209,16 +151,27 @@ class ChatPage:
 
 
 @cache
-def chat_page() -> ChatPage:
-    """Read the files of the chat page and combine them."""
-    script, style = ((CHAT_PAGE / name).read_text(encoding="utf-8") for name in ("page.js", "page.css"))
+def chat_page() -> ScriptPage:
+    """Return the page for chats."""
+    return _read_page("page", CHAT_HEAD, 'This page needs JavaScript. <a href="about">About this server</a>')
+
+
+@cache
+def routes_page() -> ScriptPage:
+    """Return the page that describes the routes."""
+    return _read_page("routes", HEAD, 'This page needs JavaScript. <a href="openapi.json">The routes as JSON</a>')
+
+
+def _read_page(name: str, head: str, without_script: str) -> ScriptPage:
+    """Read the script and the style sheet of a page, and combine them."""
+    script, style = ((BUILT / f"{name}.{ending}").read_text(encoding="utf-8") for ending in ("js", "css"))
     text = (
-        f'{CHAT_HEAD}<style>{style}</style><body><noscript>This page needs JavaScript. <a href="about">About this '
-        f'server</a></noscript><script type="module">{script}</script>'
+        f"{head}<style>{style}</style><body><noscript>{without_script}</noscript>"
+        f'<script type="module">{script}</script>'
     ).encode()
-    return ChatPage(
+    return ScriptPage(
         compressed=gzip.compress(text, mtime=0),
-        policy=CHAT_POLICY % {"script": _content_hash(script), "style": _content_hash(style)},
+        policy=SCRIPT_POLICY % {"script": _content_hash(script), "style": _content_hash(style)},
         etag=f'"{hashlib.sha256(text).hexdigest()[:32]}"',
     )
 
@@ -250,21 +203,15 @@ def icon_png(size: int) -> bytes:
     )
 
 
-def _page(text: str, policy: str, **values: str) -> HTMLResponse:
-    values["nonce"] = secrets.token_urlsafe(16)
-    return HTMLResponse(text % values, headers={"content-security-policy": policy % values})
-
-
-def _swagger_file(name: str, request: Request) -> Response:
-    content = (SWAGGER / f"{name}.gz").read_bytes()
-    return _compressed(request, content, MEDIA_TYPES[name], {"cache-control": CACHED, "vary": "accept-encoding"})
-
-
-def _compressed(request: Request, content: bytes, media_type: str, headers: Mapping[str, str]) -> Response:
-    """Respond with gzip-compressed content, which is decompressed if the client does not accept gzip."""
+def _script_page(request: Request, page: ScriptPage) -> Response:
+    """Respond with a page, or with status 304 if the client has it."""
+    headers = {"etag": page.etag, "cache-control": "no-cache", "vary": "accept-encoding"}
+    if request.headers.get("if-none-match") == page.etag:
+        return Response(status_code=304, headers=headers)
+    headers["content-security-policy"] = page.policy
     if "gzip" in request.headers.get("accept-encoding", ""):
-        return Response(content, media_type=media_type, headers={**headers, "content-encoding": "gzip"})
-    return Response(gzip.decompress(content), media_type=media_type, headers=dict(headers))
+        return HTMLResponse(page.compressed, headers={**headers, "content-encoding": "gzip"})
+    return HTMLResponse(gzip.decompress(page.compressed), headers=headers)
 
 
 def _describe(manager: ModelManager, *, local: bool) -> str:

@@ -11,11 +11,23 @@ import re
 from collections.abc import Iterator
 from typing import Annotated, Any, Literal
 
-from pydantic import AfterValidator, BaseModel, BeforeValidator, ConfigDict, FailFast, Field, JsonValue, WithJsonSchema
+from pydantic import (
+    AfterValidator,
+    BaseModel,
+    BeforeValidator,
+    ConfigDict,
+    Discriminator,
+    FailFast,
+    Field,
+    JsonValue,
+    Tag,
+    WithJsonSchema,
+)
 from typing_extensions import TypeAliasType
 
 from lmx_lab.wire import unsupported
 from lmx_lab.wire.chat import MESSAGE_LIMIT
+from lmx_lab.wire.completions import shape_of
 from lmx_lab.wire.embeddings import INPUT_LIMIT
 from lmx_lab.wire.formats import Name, kind_of
 from lmx_lab.wire.generation import (
@@ -233,6 +245,9 @@ class OllamaGenerateRequest(OllamaGenerationBody):
 
 
 OllamaTexts = TypeAliasType("OllamaTexts", Annotated[list[str], FailFast(), Field(max_length=INPUT_LIMIT)])
+BY_SHAPE = Discriminator(
+    shape_of, custom_error_type="shape_of_texts", custom_error_message="must be a text or a list of texts"
+)
 
 
 class OllamaEmbedRequest(OllamaBody):
@@ -242,7 +257,7 @@ class OllamaEmbedRequest(OllamaBody):
         json_schema_extra={"examples": [{"model": "default", "input": ["The sea is blue.", "Bread is baked."]}]}
     )
 
-    input: str | OllamaTexts
+    input: Annotated[Annotated[str, Tag("str")] | Annotated[OllamaTexts, Tag("list[str]")], BY_SHAPE]
     truncate: bool | None = True
     dimensions: Annotated[int, Field(ge=1), WHOLE] | None = None
 

@@ -47,6 +47,7 @@ def described(tasks: list[Task]) -> str:
     wall, cpu = [task.ms for task in tasks], [task.cpu_ms for task in tasks]
     count, of_cpu = (sum(value > LONG_MS for value in values) for values in (wall, cpu))
     return (
-        f"{len(tasks)} tasks; longest {max(wall):.0f} ms, by CPU time {max(cpu):.0f} ms; "
+        f"{len(tasks)} tasks with {sum(cpu) / 1000:.2f} s of CPU time; "
+        f"longest {max(wall):.0f} ms, by CPU time {max(cpu):.0f} ms; "
         f"over {LONG_MS:.0f} ms: {count}, by CPU time {of_cpu}"
     )

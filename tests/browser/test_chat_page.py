@@ -33,7 +33,7 @@ TEXT = ".text:not(.plain)"
 GO, BOX = "main button.go", "main textarea"
 """The button "Send" or "Stop", and the field for the message. Among 2,000 messages, finding them by their names takes
 seconds."""
-MESSAGES = "[role=log] > div > *"
+MESSAGES = "[role=log] .block > *"
 FULL = """() => {
     IDBObjectStore.prototype.put = () => { throw new DOMException("full", "QuotaExceededError"); };
 }"""
@@ -349,6 +349,7 @@ def test_a_conversation_continues_after_interruptions(browser: Browser, panels_h
             expect(ask(page, "Fourth.")).to_contain_text("tiny-two · 5 tokens")
 
 
+TABLE = "document.querySelector('.assistant table').outerHTML"
 LAST_ANSWER = "[...document.querySelectorAll('.assistant')].at(-1).textContent"
 
 
@@ -392,10 +393,15 @@ def test_large_conversations_and_answers_stay_responsive(browser: Browser, tmp_p
         settings(page).get_by_label("max_tokens").fill("50000")
         page.keyboard.press("Escape")
         items = "\n".join(f"{number}. A **sea**" for number in range(1, 121))
-        ask(page, "\n\n".join([items, *(f"{number} " + "**The** sea is `wide`. " * 20 for number in range(300))]))
+        rows = "\n".join(["| number | name |", "|---|---|", *(f"| {number} | a `{number}`" for number in range(120))])
+        ask(page, "\n\n".join([items, rows, *(f"{number} " + "**The** sea is `wide`. " * 20 for number in range(300))]))
         wait_for_answer(page, "50000 tokens")
+        # Of a growing table, only the last row is shown again.
+        table = page.evaluate(TABLE)
+        assert table.count("<tr>") == 121
         page.reload()
         expect(page.locator(".assistant")).to_contain_text("50000 tokens")
+        assert page.evaluate(TABLE) == table
         assert page.locator(f".assistant {TEXT} > p").first.inner_text().startswith("0 The sea is wide.")
         # The items of a long list are in several lists, so that only the last one changes while the answer grows.
         lists = page.locator(".assistant ol").evaluate_all("all => all.map((it) => [it.start, it.children.length])")

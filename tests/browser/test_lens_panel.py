@@ -12,6 +12,9 @@ from tests.browser.test_themes import CONTRASTS, MIN_CONTRAST
 PANEL = "lens"
 """The panel that ``one_panel`` shows."""
 SHORT = "lab.chat('<think>mm</think>hello wide sea', temperature=0, logprobs=3)"
+WITHOUT_ENTROPIES = """panel = lab.workbench.panels['lens']
+panel.answer = {**panel.answer, 'tokens': [[*token[:3], None, *token[4:]] for token in panel.answer['tokens']]}"""
+"""Removes the entropies in the view, as after an answer of llama.cpp."""
 LONG = "lab.chat('hello wide sea ', temperature=0, ignore_eos=True, max_tokens=4000, logprobs=3)"
 # Scrolls by a part of the height in each of 60 frames, and returns the median time between two frames in milliseconds.
 SCROLL = """async (node) => {
@@ -56,6 +59,15 @@ def test_tokens_alternatives_and_branches_are_used_by_keyboard(one_panel: Tab) -
     expect(panel.locator(".detail")).to_contain_text("100.00 %")
     rows.last.get_by_role("button", name="remove branch 1").press("Enter")
     expect(rows).to_have_count(0)
+    panel.get_by_label("Colour").select_option("entropy")
+    missing = panel.get_by_role("button", name="Compute the entropies")
+    expect(missing).to_have_count(0)
+    one_panel.kernel(WITHOUT_ENTROPIES)
+    colored = panel.locator(".tokens [class*=step]")
+    expect(colored).to_have_count(0)
+    missing.press("Enter")
+    expect(colored).not_to_have_count(0)
+    expect(missing).to_have_count(0)
 
 
 @pytest.mark.parametrize("theme", ["dark", "light"])

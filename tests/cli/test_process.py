@@ -212,7 +212,7 @@ def test_a_second_signal_ends_a_server_whose_step_hangs_at_once(tiny_home: Path,
 
 MAPPED_BLOCKS = """
 import ctypes, sys
-from lmx_lab.cli.process import return_freed_memory
+from lmx_lab.heap import return_large_blocks
 
 class Mallinfo2(ctypes.Structure):
     _fields_ = [(name, ctypes.c_size_t) for name in (
@@ -222,7 +222,7 @@ class Mallinfo2(ctypes.Structure):
 libc = ctypes.CDLL(None)
 libc.mallinfo2.restype = Mallinfo2
 libc.malloc.restype, libc.malloc.argtypes, libc.free.argtypes = ctypes.c_void_p, [ctypes.c_size_t], [ctypes.c_void_p]
-return_freed_memory()
+return_large_blocks()
 libc.free(libc.malloc(20 * 2**20))
 before = libc.mallinfo2().hblks
 libc.malloc(int(sys.argv[1]))

@@ -240,6 +240,8 @@ def test_durations_have_many_forms(given: Any, seconds: float) -> None:
         ("/api/show", {}, (400, "invalid-request"), "model: is missing"),
         ("/api/pull", {"model": "none"}, (404, "model-not-found"), "none"),
         ("/api/embed", {"input": "a"}, (400, "invalid-request"), "model"),
+        ("/api/embed", {"model": "echo", "input": 5}, (400, "invalid-request"), "must be a text or a list of texts"),
+        ("/api/embed", {"model": "echo", "input": [5]}, (400, "invalid-request"), "must be a text or a list of texts"),
         ("/api/create", {"model": "none"}, (404, "invalid-request"), "/openapi.json"),
     ],
 )

@@ -169,13 +169,13 @@ async def test_freed_memory_is_returned_once_after_large_bodies_and_after_reques
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     trimmed: list[str] = []
-    trim = bodies._trim_heaps
+    trim = bodies.return_freed_memory
 
     def record() -> None:
         trim()
         trimmed.append(threading.current_thread().name)
 
-    monkeypatch.setattr(bodies, "_trim_heaps", record)
+    monkeypatch.setattr(bodies, "return_freed_memory", record)
     monkeypatch.setattr(bodies, "TRIM_S", 1.0)
     queue, large = LargeBodyQueue(), json.dumps([12345] * SMALL_BODY_BYTES)
     await read_json("[1]", queue, list)

@@ -12,8 +12,12 @@ import pytest
 
 import lmx_lab
 from lmx_lab.errors import InvalidRequestError
+from lmx_lab.notebook.local import LocalBackend
+from lmx_lab.panels.lens import LensPanel
+from lmx_lab.panels.workbench import Workbench
 from lmx_lab.settings import Settings
 from lmx_lab.values.models import Format, ModelEntry
+from tests.panels.scripted_backend import Reader
 
 
 @pytest.fixture(scope="module", params=["mlx", "gguf"])
@@ -88,6 +92,23 @@ def test_entropies_and_ranks_equal_those_of_the_whole_distribution(lab: lmx_lab.
         assert token.logprob == pytest.approx(row[token.token], abs=1e-2 if not is_mlx(lab) else 1e-4)
         assert token.entropy == pytest.approx(-(np.exp(row) * row).sum(), abs=1e-3 if is_mlx(lab) else 1e-2)
         assert token.rank == 1
+
+
+def test_the_lens_panel_computes_entropies_on_request(lab: lmx_lab.Lab) -> None:
+    lab.chat("hello", max_tokens=3, temperature=0, ignore_eos=True)
+    workbench = Workbench(LocalBackend(lab.server))
+    reader = Reader(LensPanel(workbench), workbench)
+    try:
+        reader.until(lambda panel: panel.answer.get("scored") and not panel.busy)
+        assert has_entropies(reader.panel) == is_mlx(lab)
+        reader.ask("score", distributions=True)
+        reader.until(lambda panel: has_entropies(panel) and not panel.busy)
+    finally:
+        workbench.suspend()
+
+
+def has_entropies(panel: LensPanel) -> bool:
+    return all(entropy is not None for _, _, _, entropy, *_ in panel.answer["tokens"])
 
 
 def test_an_enforced_format_is_continued_on_mlx_and_refused_on_llama_cpp(lab: lmx_lab.Lab) -> None:

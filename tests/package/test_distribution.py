@@ -91,7 +91,7 @@ def test_the_wheel_has_every_file_of_the_package_and_nothing_else(built: Distrib
 def test_the_licence_of_vendored_code_is_included(built: Distributions) -> None:
     assert b"Leon Sorokin" in built.files["lmx_lab/panels/uplot/LICENSE"]
     licences = built.metadata.get_all("License-File") or []
-    assert {"LICENSE", "lmx_lab/panels/uplot/LICENSE", "lmx_lab/server/swagger_ui/LICENSE"} <= set(licences)
+    assert {"LICENSE", "lmx_lab/panels/uplot/LICENSE"} <= set(licences)
     assert all(f"{built.metadata_folder}/licenses/{name}" in built.files for name in licences)
 
 
@@ -107,7 +107,7 @@ def test_a_package_index_accepts_the_metadata(built: Distributions) -> None:
     metadata = built.metadata
     assert metadata["Description-Content-Type"] == "text/markdown"
     assert metadata.get_payload(decode=True) == (ROOT / "README.md").read_bytes()
-    assert metadata["License-Expression"] == "MIT AND Apache-2.0"
+    assert metadata["License-Expression"] == "MIT"
     assert set(metadata.get_all("Classifier") or []) <= classifiers
     extras = set(metadata.get_all("Provides-Extra") or [])
     assert {"lab", "gguf", "cuda", "dev"} <= extras

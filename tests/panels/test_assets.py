@@ -15,7 +15,7 @@ from lmx_lab.panels import assets
 from lmx_lab.panels.layout import PANELS
 from lmx_lab.panels.metrics import MetricsPanel
 from lmx_lab.panels.panel import Panel
-from lmx_lab.server.pages import CHAT_PAGE, ICON_SIZES, chat_page, icon_png
+from lmx_lab.server.pages import BUILT, ICON_SIZES, chat_page, icon_png, routes_page
 
 MAX_BYTES = 94 * 1024
 """Maximum size of the code of all panels that do not need a daemon. uPlot is 51 KiB of it."""
@@ -98,14 +98,15 @@ def test_the_minified_code_is_up_to_date(panel: type[Panel]) -> None:
     assert assets.source(f"built/{panel.SCRIPTS[-1]}") == minify_module(*panel.SCRIPTS)
 
 
-def test_the_chat_page_is_up_to_date_small_and_complete_in_one_file() -> None:
+def test_the_pages_are_up_to_date_small_and_complete_in_one_file() -> None:
     """If this fails, run ``make panels``."""
     pytest.importorskip("minify", reason="tdewolff-minify is not installed: there are no wheels for macOS")
-    from lmx_lab.panels.build import chat_page_files
+    from lmx_lab.panels.build import page_files
 
-    for name, text in chat_page_files().items():
-        assert (CHAT_PAGE / name).read_text(encoding="utf-8") == text
+    for name, text in page_files().items():
+        assert (BUILT / name).read_text(encoding="utf-8") == text
         # The document contains these files as they are, and must not load others.
         assert not re.search(r"</|url\(|@import|https?://[\w]", text.replace("https?:", ""))
-    document = gzip.decompress(chat_page().compressed)
-    assert len(document) + sum(len(icon_png(size)) for size in ICON_SIZES) < 120_000
+    chat, routes = (len(gzip.decompress(page.compressed)) for page in (chat_page(), routes_page()))
+    assert chat + sum(len(icon_png(size)) for size in ICON_SIZES) < 120_000
+    assert routes < 40_000

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import base64
-import hashlib
 import json
 import re
 import shlex
@@ -14,17 +12,15 @@ from urllib.parse import urljoin
 
 import httpx2
 import pytest
-from playwright.sync_api import Browser, Page, Route, expect
+from playwright.sync_api import Browser, Locator, Page, Route, expect
 
 from lmx_lab.notebook import Lab
-from lmx_lab.server.pages import MEDIA_TYPES, SWAGGER
 from tests.browser.axe import serious_violations
 from tests.browser.chromium import chromium
 from tests.browser.jupyterlab import WAIT_MS
 from tests.flows.conftest import serving
 
 ELSEWHERE = re.compile("^https://")
-HASHES = re.compile(r"\| `(swagger-ui[^`]+)` \| `([^`]+)` \|")
 
 
 @pytest.fixture(scope="module")
@@ -66,33 +62,36 @@ def test_all_links_are_relative_and_valid(lab: Lab, path: str) -> None:
     assert httpx2.post(f"{lab.url}{path}").status_code == 405
 
 
-@pytest.mark.parametrize("path", ["/about", "/docs"])
-def test_pages_need_the_same_permission_as_the_server(tmp_path: Path, path: str) -> None:
+def test_the_overview_needs_the_same_permission_as_the_server(tmp_path: Path) -> None:
     with serving(tmp_path, None, api_key="s3cret") as keyed:
-        refused = httpx2.get(f"{keyed.url}{path}")
-        shown = httpx2.get(f"{keyed.url}{path}", headers={"authorization": "Bearer s3cret"})
-        stranger = httpx2.get(f"{keyed.url}{path}", headers={"host": "evil.example"})
+        refused = httpx2.get(f"{keyed.url}/about")
+        shown = httpx2.get(f"{keyed.url}/about", headers={"authorization": "Bearer s3cret"})
+        stranger = httpx2.get(f"{keyed.url}/about", headers={"host": "evil.example"})
     assert (refused.status_code, shown.status_code, stranger.status_code) == (401, 200, 421)
     assert "s3cret" not in shown.text
 
 
-def test_the_chat_page_needs_no_key_and_is_cached(tmp_path: Path) -> None:
-    """It is the same for all clients. Its requests send the key."""
+@pytest.mark.parametrize(
+    ("path", "files"),
+    [
+        ("/", {"favicon.ico": 200, "icon-192.png": 200, "manifest.webmanifest": 200, "about": 401}),
+        ("/docs", {"favicon.ico": 200, "openapi.json": 401}),
+    ],
+)
+def test_pages_with_scripts_need_no_key_and_are_cached(tmp_path: Path, path: str, files: dict[str, int]) -> None:
+    """They are the same for all clients. Their requests send the key."""
     with serving(tmp_path, None, api_key="s3cret") as keyed:
-        page = httpx2.get(f"{keyed.url}/")
-        again = httpx2.get(f"{keyed.url}/", headers={"if-none-match": page.headers["etag"]})
-        stranger = httpx2.get(f"{keyed.url}/", headers={"host": "evil.example"})
-        found = {link: httpx2.get(urljoin(f"{keyed.url}/", link)) for link in links(page)}
-        icons = [icon["src"] for icon in found["manifest.webmanifest"].json()["icons"]]
-        images = [httpx2.get(f"{keyed.url}/{icon}") for icon in icons]
+        page = httpx2.get(f"{keyed.url}{path}")
+        plain = httpx2.get(f"{keyed.url}{path}", headers={"accept-encoding": "identity"})
+        again = httpx2.get(f"{keyed.url}{path}", headers={"if-none-match": page.headers["etag"]})
+        stranger = httpx2.get(f"{keyed.url}{path}", headers={"host": "evil.example"})
+        found = {link: httpx2.get(urljoin(f"{keyed.url}{path}", link)) for link in links(page)}
+        icons = found["manifest.webmanifest"].json()["icons"] if path == "/" else []
+        images = [httpx2.get(f"{keyed.url}/{icon['src']}") for icon in icons]
     assert (page.status_code, again.status_code, stranger.status_code) == (200, 304, 421)
-    assert {link: answer.status_code for link, answer in found.items()} == {
-        "favicon.ico": 200,
-        "icon-192.png": 200,
-        "manifest.webmanifest": 200,
-        "about": 401,
-    }
-    assert {image.content[:8] for image in images} == {b"\x89PNG\r\n\x1a\n"}
+    assert (page.headers["content-encoding"], plain.text) == ("gzip", page.text)
+    assert {link: answer.status_code for link, answer in found.items()} == files
+    assert {image.content[:8] for image in images} <= {b"\x89PNG\r\n\x1a\n"}
 
 
 def test_without_the_chat_page_the_overview_is_at_the_root(tmp_path: Path) -> None:
@@ -100,7 +99,7 @@ def test_without_the_chat_page_the_overview_is_at_the_root(tmp_path: Path) -> No
         assert "echo is loaded" in httpx2.get(f"{lab.url}/").text
         assert httpx2.get(f"{lab.url}/manifest.webmanifest").status_code == 404
     with serving(tmp_path, None, page=False, api_key="s3cret") as keyed:
-        assert httpx2.get(f"{keyed.url}/").status_code == 401
+        assert [httpx2.get(f"{keyed.url}{path}").status_code for path in ("/", "/docs")] == [401, 401]
 
 
 @pytest.mark.slow
@@ -127,22 +126,9 @@ def test_routes_can_be_tried_without_internet_access_below_any_path(lab: Lab, ta
     tab.on("pageerror", lambda error: problems.append(error.message))
     tab.on("requestfailed", lambda request: problems.append(request.url))
     tab.goto(f"{prefix}docs")
-    tab.click('[data-path="/v1/models"]')
-    tab.click(".try-out__btn")
-    tab.click("button.execute")
-    tab.wait_for_selector(".live-responses-table")
+    send(open_route(tab, "inference_list_models"), "200 OK")
     assert "v1/models" in asked
     assert not problems
-
-
-def test_the_files_of_swagger_ui_are_those_of_the_published_package(lab: Lab) -> None:
-    hashes = dict(HASHES.findall((SWAGGER / "README.md").read_text()))
-    assert set(hashes) == set(MEDIA_TYPES)
-    for name, expected in hashes.items():
-        for encoding in ("gzip", "identity"):
-            answer = httpx2.get(f"{lab.url}/docs/{name}", headers={"accept-encoding": encoding})
-            assert base64.b64encode(hashlib.sha384(answer.content).digest()).decode() == expected
-            assert answer.headers.get("content-encoding", "identity") == encoding
 
 
 def test_the_overview_names_the_loaded_model_and_a_request(lab: Lab, tab: Page) -> None:
@@ -166,21 +152,72 @@ def test_the_overview_is_accessible(lab: Lab, tab: Page, theme: Literal["light",
     assert serious_violations(tab) == []
 
 
+def open_route(tab: Page, operation: str) -> Locator:
+    route = tab.locator(f"#{operation}")
+    route.locator("> summary").press("Enter")
+    return route
+
+
+def send(route: Locator, status: str) -> Locator:
+    """Send the request of a route, and return the response."""
+    route.get_by_role("button", name="Send").press("Enter")
+    expect(route.get_by_role("status")).to_contain_text(status)
+    return route.get_by_role("group", name="response")
+
+
 @pytest.mark.long
-def test_the_page_of_routes_is_accessible_also_while_routes_are_tried(lab: Lab, tab: Page) -> None:
+@pytest.mark.parametrize(("theme", "width"), [("light", 1280), ("dark", 390)])
+def test_routes_are_described_and_tried_with_the_keyboard(
+    lab: Lab, tab: Page, theme: Literal["light", "dark"], width: int
+) -> None:
+    tab.emulate_media(color_scheme=theme)
+    tab.set_viewport_size({"width": width, "height": 800})
     tab.goto(f"{lab.url}/docs")
-    tab.wait_for_selector(".opblock")
+    chat = open_route(tab, "inference_chat_completions")
+    assert '"content": "Say hello."' in send(chat, "200 OK").inner_text()
+    body = chat.get_by_role("textbox", name="request body")
+    body.fill(json.dumps({"stream": True, "id_slot": 1, "messages": [{"role": "user", "content": "It's new."}]}))
+    expect(send(chat, "ignored: id_slot")).to_contain_text("data: [DONE]")
+    curl = shlex.split(chat.locator("pre code").inner_text())
+    assert curl[:4] == ["curl", "-X", "POST", f"{lab.url}/v1/chat/completions"]
+    assert curl[-1] == body.input_value()
+    body.fill("{")
+    expect(send(chat, "400 Bad Request")).to_contain_text("invalid-request")
+    model = open_route(tab, "inference_get_model")
+    model.get_by_role("button", name="Send").click()
+    expect(model.get_by_role("status")).to_be_empty()
+    model.get_by_role("textbox").fill("echo")
+    expect(send(model, "200 OK")).to_contain_text('"id": "echo"')
+    events = open_route(tab, "admin_events")
+    expect(send(events, "200 OK")).to_contain_text("data: ")
+    events.get_by_role("button", name="Stop").press("Enter")
+    expect(events.get_by_role("status")).to_have_text("stopped")
+    expect(open_route(tab, "inference_chat_stream")).to_contain_text("The client sends ChatRequest")
+    chat.get_by_role("link", name="ChatRequest").click()
+    schema = tab.locator("#schema-ChatRequest")
+    expect(schema.locator("> summary")).to_be_focused()
+    expect(schema.get_by_role("row", name="temperature number (minimum 0, maximum 2) or null")).to_have_count(1)
+    expect(schema).to_contain_text("Accepted and ignored: user, ")
     assert serious_violations(tab) == []
-    for route in ("chat_completions", "get_model"):
-        block = tab.locator(f"#operations-inference-inference_{route}")
-        block.locator(".opblock-summary-control").click()
-        block.locator(".try-out__btn").click()
-    tab.locator(".parameters input").fill("echo")
-    for button in tab.locator("button.execute").all():
-        button.click()
-    expect(tab.locator(".live-responses-table tbody td.response-col_status")).to_have_text(["200", "200"])
-    tab.locator("section.models .json-schema-2020-12-accordion").first.click()
-    assert serious_violations(tab) == []
+    assert tab.evaluate("document.documentElement.scrollWidth") <= width
+    tab.get_by_role("searchbox").fill("ollamachatrequest")
+    expect(tab.locator("main > details:visible")).to_have_count(1)
+
+
+@pytest.mark.long
+def test_the_page_of_routes_asks_for_the_key(tmp_path: Path, tab: Page) -> None:
+    with serving(tmp_path, "echo", api_key="s3cret") as keyed:
+        tab.goto(f"{keyed.url}/docs")
+        for key in ("wrong", "s3cret"):
+            expect(tab.get_by_role("alert")).not_to_be_empty()
+            assert serious_violations(tab) == []
+            tab.get_by_label("API key").fill(key)
+            with tab.expect_response("**/openapi.json"):
+                tab.get_by_role("button", name="Use the key").click()
+        expect(tab.get_by_label("API key")).to_have_count(0)
+        route = open_route(tab, "inference_list_models")
+        expect(send(route, "200 OK")).to_contain_text('"echo"')
+        assert "s3cret" not in route.inner_text()
 
 
 FRAMING = """async (address) => {

@@ -7,7 +7,7 @@ import gc
 import mlx.core as mx
 
 from lmx_lab.engine import machine_memory
-from lmx_lab.engine.sandbox_process import return_freed_memory
+from lmx_lab.heap import return_freed_memory
 
 MAX_CHUNK_TOKENS = 512 if mx.default_device() == mx.cpu else 2048
 """Maximum number of prompt tokens computed in one step, of all prompts together. Longer chunks are not faster."""

@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import asyncio
+import gc
 import threading
 from collections.abc import AsyncIterator, Callable
 from typing import Any
 
 import numpy as np
+import psutil
 import pytest
 
 from lmx_lab.engine import ModelManager, TextPrompt, TokenPrompt, TraceRequest
@@ -144,3 +146,18 @@ async def test_a_trace_has_nothing_of_hooks_that_are_installed_for_answers(manag
     np.testing.assert_allclose(
         after.arrays["blocks.1.hook_resid_post"], before.arrays["blocks.1.hook_resid_post"], atol=1e-3
     )
+
+
+@pytest.mark.long
+async def test_memory_does_not_grow_with_the_number_of_traces(manager: ModelManager) -> None:
+    process = psutil.Process()
+
+    async def trace(count: int) -> int:
+        for _ in range(count):
+            await manager.trace(activations(60, "*.hook_resid_post", "*.hook_pattern", "logits", positions=(-1,)))
+        gc.collect()
+        return process.memory_info().rss
+
+    before = await trace(300)
+    after = await trace(1000)
+    assert after <= 1.02 * before + 4_000_000
