@@ -14,7 +14,7 @@ import numpy as np
 import pytest
 from mlx_lm.generate import BatchGenerator
 
-from lmx_lab.engine import ModelManager, TokenPrompt
+from lmx_lab.engine import ModelManager, TokenPrompt, scheduler
 from lmx_lab.engine.mlx.capture.parts import find_parts
 from lmx_lab.engine.mlx.capture.points import HookPoints, find_points
 from lmx_lab.engine.mlx.model import LoadedModel
@@ -27,6 +27,7 @@ from lmx_lab.values.models import LoadSpec, ModelEntry
 from lmx_lab.values.steering import SteeringVector, encode_components
 from tests.engine.conftest import (
     engine_paused,
+    finish,
     finish_with_logprobs,
     numbers,
     request,
@@ -192,6 +193,23 @@ async def test_prompt_lookup_does_not_change_a_steered_answer(
             answers[lookup] = await run(manager, **asked)
     assert answers[True][0] == answers[False][0]
     assert answers[True][1].accepted_tokens > 0 == answers[False][1].accepted_tokens
+
+
+async def test_a_steered_answer_continues_after_a_pause(
+    no_shared_model: None, tiny: ModelEntry, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(scheduler, "TURN_S", 0.0)
+    monkeypatch.setattr(scheduler, "WAIT_S", 0.0)
+    body = options(vector(), max_tokens=150, top_logprobs=None)
+    async with ModelManager(Settings(slots=1)) as manager:
+        await manager.load_entry(tiny)
+        expected, _ = await run(manager, **body)
+        stream = await manager.submit(request(**body, client="192.0.2.1"))
+        answer = asyncio.create_task(finish(stream))
+        _, short = await run(manager, prompt=numbers(5, start=1000), max_tokens=3, client="192.0.2.2")
+        assert short.output_tokens
+        assert (await answer)[0] == expected
+    assert any(step.kind == "paused" for step in stream.steps.steps())
 
 
 @pytest.mark.parametrize(
