@@ -200,16 +200,16 @@ async def test_a_steered_answer_continues_after_a_pause(
 ) -> None:
     monkeypatch.setattr(scheduler, "TURN_S", 0.0)
     monkeypatch.setattr(scheduler, "WAIT_S", 0.0)
-    body = options(vector(), max_tokens=150, top_logprobs=None)
-    async with ModelManager(Settings(slots=1)) as manager:
+    bodies = [options(vector(seed=seed), max_tokens=150, top_logprobs=None) for seed in range(2)]
+    async with ModelManager(Settings(slots=2)) as manager:
         await manager.load_entry(tiny)
-        expected, _ = await run(manager, **body)
-        stream = await manager.submit(request(**body, client="192.0.2.1"))
-        answer = asyncio.create_task(finish(stream))
-        _, short = await run(manager, prompt=numbers(5, start=1000), max_tokens=3, client="192.0.2.2")
-        assert short.output_tokens
-        assert (await answer)[0] == expected
-    assert any(step.kind == "paused" for step in stream.steps.steps())
+        expected = [(await run(manager, **body))[0] for body in bodies]
+        streams = [await manager.submit(request(**body, client="192.0.2.1")) for body in bodies]
+        answers = [asyncio.create_task(finish(stream)) for stream in streams]
+        # One client has both slots, so one of its answers is paused for another client.
+        await run(manager, prompt=numbers(5, start=1000), max_tokens=3, client="192.0.2.2")
+        assert [(await answer)[0] for answer in answers] == expected
+    assert any(step.kind == "paused" for stream in streams for step in stream.steps.steps())
 
 
 @pytest.mark.parametrize(
