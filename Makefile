@@ -5,6 +5,7 @@
 # check        check formatting, style, spelling, types and the import rules
 # coverage     run all tests and report the lines of the package that they do not run
 # parity       compare encoders and decoders with PyTorch, in a separate environment
+# cluster      test Ray Serve, Ray Data and Dask with local clusters, in a separate environment
 # panels       build the JavaScript of the panels; blocking: generate the blocking clients
 # gallery      run all notebooks and render them as pages in build/gallery
 # clients      test other projects' clients against a running server, in a separate environment
@@ -21,6 +22,8 @@ STAMP := $(VENV)/installed
 DEV_STAMP := $(VENV)/installed-dev
 PARITY := build/parity
 PARITY_STAMP := $(PARITY)/installed
+CLUSTER := build/cluster
+CLUSTER_STAMP := $(CLUSTER)/installed
 CLIENTS := build/clients
 CLIENTS_STAMP := $(CLIENTS)/installed
 AIDER := build/aider
@@ -31,7 +34,7 @@ AGENTS_STAMP := $(AGENTS)/installed
 TEST_WORKERS ?= logical
 PIP_ENV := PIP_DISABLE_PIP_VERSION_CHECK=1
 
-.PHONY: setup lab demo test test-fast test-all coverage check parity panels blocking gallery clients binder package bench soak screenshots lock clean
+.PHONY: setup lab demo test test-fast test-all coverage check parity cluster panels blocking gallery clients binder package bench soak screenshots lock clean
 
 setup: $(DEV_STAMP)
 
@@ -98,6 +101,15 @@ $(PARITY_STAMP): pyproject.toml constraints.txt constraints-parity.txt
 	$(PIP_ENV) $(PARITY)/bin/python -m pip install --quiet --only-binary :all: --no-build-isolation -c constraints.txt hatchling editables
 	$(PIP_ENV) $(PARITY)/bin/python -m pip install --quiet --only-binary :all: --no-build-isolation -c constraints.txt -c constraints-parity.txt --editable '.[dev,parity]'
 	touch $(PARITY_STAMP)
+
+cluster: $(CLUSTER_STAMP)
+	PYTHONDONTWRITEBYTECODE= $(CLUSTER)/bin/python -m pytest -n 0 tests/deploy
+
+# Compiled, because Ray gives its processes 30 s to start.
+$(CLUSTER_STAMP): pyproject.toml constraints.txt
+	@$(CLUSTER)/bin/python -c 'import pip' 2>/dev/null || $(PYTHON) -m venv --clear $(CLUSTER)
+	$(CLUSTER)/bin/python install.py dev,cluster --compile
+	touch $(CLUSTER_STAMP)
 
 # Builds the JavaScript that each widget contains from the files beside it.
 panels: setup

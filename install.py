@@ -87,8 +87,14 @@ def install_with_pip(extras: str) -> bool:
 
 
 def steps(extras: str) -> tuple[tuple[str, ...], ...]:
-    """Return the arguments of two installations: first the build tools, then the checkout."""
-    return BUILD_TOOLS, ("--no-build-isolation", "--editable", f".[{extras}]")
+    """Return the arguments of two installations: first the build tools, then the checkout. The extra ``cuda`` needs a
+    third one: its package and ``mlx-cpu``, which is always installed on Linux, write the same file.
+    """
+    found = (BUILD_TOOLS, ("--no-build-isolation", "--editable", f".[{extras}]"))
+    if "cuda" not in extras.split(","):
+        return found
+    (version,) = re.findall(r"^mlx==(\S+)$", (ROOT / "constraints.txt").read_text(), flags=re.MULTILINE)
+    return (*found, ("--force-reinstall", "--no-deps", f"mlx-cuda-13=={version}"))
 
 
 def pip_settings() -> dict[str, str]:

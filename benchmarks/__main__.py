@@ -7,6 +7,7 @@ generator and clients are separate processes; the clients only record times.
     python -m benchmarks                                   everything; about three quarters of an hour on two CPU cores
     python -m benchmarks --model tiny --quick              a quick check, one or two minutes
     python -m benchmarks --only turn --only stall --model smollm2
+    python -m benchmarks --only stream --model large       on a GPU
 
 | name       | figure                                                                     | models        |
 |------------|----------------------------------------------------------------------------|---------------|
@@ -50,10 +51,12 @@ generator and clients are separate processes; the clients only record times.
 
 ``tiny`` is a two-layer llama with random weights and SmolLM2's tokenizer. A token takes a millisecond, so that
 overheads are visible. ``smollm2`` is SmolLM2-135M-Instruct with 4-bit weights and float32 scales, the same for all
-servers (a CPU emulates float16); our server expands the weights. The ratio to torch is only measured if ``make parity``
-has created an environment with torch. Limits on speed ratios apply to ``smollm2``; for ``tiny`` their verdict is in
-brackets (``structured`` is the other way round). ``gguf`` uses the file from which ``smollm2`` is made. Figures without
-a limit are shown only.
+servers (a CPU emulates float16); our server expands the weights. On a GPU it has the float16 scales of its files.
+``large`` has the sizes of Llama 3.1 8B, random bfloat16 weights and SmolLM2's tokenizer. It is for GPUs: it takes 15
+GB, and is only measured with ``--model large``, with up to 32 streams. The ratio to torch is only measured if ``make
+parity`` has created an environment with torch. Limits on speed ratios apply to ``smollm2``; for ``tiny`` their verdict
+is in brackets (``structured`` is the other way round). ``gguf`` uses the file from which ``smollm2`` is made. Figures
+without a limit are shown only.
 
 The exit status is 1 if a binding limit is not met. "Others' cores" is the number of cores that other programs used:
 with more than about half a core the figures are unreliable, especially decode rates.
@@ -115,7 +118,9 @@ from benchmarks.rows import Row
 from lmx_lab.bench.provenance import provenance
 from lmx_lab.errors import LabError
 
-MODELS: tuple[Model, ...] = get_args(Model)
+ALL_MODELS: tuple[Model, ...] = get_args(Model)
+MODELS: tuple[Model, ...] = ("tiny", "smollm2")
+"""The models that are measured by default."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -124,7 +129,7 @@ class Figure:
 
     title: str
     measure: Callable[[Bench], list[Row]]
-    models: tuple[Model, ...] = MODELS
+    models: tuple[Model, ...] = ALL_MODELS
     """The models that it is measured with."""
 
 
@@ -163,7 +168,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
     # Unwind the contexts that stop the servers.
     signal.signal(signal.SIGTERM, lambda number, frame: sys.exit(128 + number))
     settings = {"quick": chosen.quick, "only": chosen.only, "models": chosen.model}
-    facts = provenance(mlx_device=str(mx.default_device()), settings=settings)
+    device = f"{mx.default_device()} {mx.device_info().get('device_name', '')}".strip()
+    facts = provenance(mlx_device=device, settings=settings)
     rows = list(_measure(chosen.only or list(FIGURES), chosen.model or list(MODELS), quick=chosen.quick))
     report.print_table(rows)
     report.say(f"stored in build/bench/{report.store(rows, facts).name}")
@@ -178,7 +184,9 @@ def _parser() -> argparse.ArgumentParser:
         prog="python -m benchmarks", description="Measure the figures that have documented limits."
     )
     parser.add_argument("--only", action="append", choices=FIGURES, help="figure to measure; repeatable; default: all")
-    parser.add_argument("--model", action="append", choices=MODELS, help="model to measure; repeatable; default: both")
+    parser.add_argument(
+        "--model", action="append", choices=ALL_MODELS, help="model to measure; repeatable; default: tiny, smollm2"
+    )
     parser.add_argument("--quick", action="store_true", help="fewer and shorter rounds")
     return parser
 

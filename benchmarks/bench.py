@@ -6,7 +6,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Literal
 
-Model = Literal["tiny", "smollm2"]
+Model = Literal["tiny", "smollm2", "large"]
 
 
 class BenchError(Exception):
@@ -55,6 +55,8 @@ SMOLLM2 = Sizes(
     gaps_s=60,
     prefill_tokens=1400,
 )
+# A GPU decodes hundreds of tokens per second of one stream.
+LARGE = replace(SMOLLM2, alone_tokens=256, together_tokens=256, history_rounds=3, gaps=1000)
 QUICK_TINY = replace(TINY, rounds=3, alone_tokens=300, together_tokens=150, history_rounds=1, gaps=300, gaps_s=10)
 QUICK_SMOLLM2 = replace(
     SMOLLM2,
@@ -74,7 +76,7 @@ class Bench:
 
     model: Model
     folder: Path
-    """The model's files with float32 weights, the same for all servers."""
+    """The model's files, the same for all servers."""
     quick: bool
     """Whether to measure fewer and shorter rounds."""
 
@@ -82,7 +84,14 @@ class Bench:
     def sizes(self) -> Sizes:
         if self.model == "tiny":
             return QUICK_TINY if self.quick else TINY
+        if self.model == "large":
+            return LARGE
         return QUICK_SMOLLM2 if self.quick else SMOLLM2
+
+    @property
+    def streams(self) -> tuple[int, ...]:
+        """Numbers of streams whose speed is measured."""
+        return (1, 8, 32) if self.model == "large" else (1, 8)
 
     @property
     def promised(self) -> bool:

@@ -11,6 +11,7 @@ from pathlib import Path
 
 import mlx.core as mx
 from mlx.utils import tree_flatten
+from mlx_lm.models import llama
 from mlx_lm.utils import dequantize_model, load_model
 
 from benchmarks.bench import Model
@@ -23,6 +24,21 @@ from tests.gguf_files import Tensor, read_gguf, renamed
 from tests.tiny import write_tiny_llama
 
 CONTEXT_TOKENS = 8192
+LARGE = {
+    "architectures": ["LlamaForCausalLM"],
+    "model_type": "llama",
+    "hidden_size": 4096,
+    "intermediate_size": 14336,
+    "num_hidden_layers": 32,
+    "num_attention_heads": 32,
+    "num_key_value_heads": 8,
+    "rms_norm_eps": 1e-5,
+    "vocab_size": 49152,
+    "max_position_embeddings": CONTEXT_TOKENS,
+    "tie_word_embeddings": False,
+    "eos_token_id": [2],
+}
+"""Configuration of ``large``: the sizes of Llama 3.1 8B with SmolLM2's vocabulary, 7.4 billion weights."""
 LAYERS = 30
 """Number of layers of SmolLM2-135M."""
 LAYER = re.compile(r"blk\.(\d+)\.(.+)")
@@ -33,16 +49,33 @@ WRITTEN = ("attn_output.weight", "ffn_down.weight")
 
 def folder_of(model: Model) -> Path:
     """Return the model's folder. Create it if it is missing."""
+    if model == "smollm2" and mx.default_device() != mx.cpu:
+        # A GPU computes with float16, the type in the files.
+        return _starter().path
     folder = MODELS / model
     if not folder.exists():
         unfinished = MODELS / f".{model}.part"
         shutil.rmtree(unfinished, ignore_errors=True)
         if model == "tiny":
             write_tiny_llama(unfinished, _starter().path, seed=0, context=CONTEXT_TOKENS)
+        elif model == "large":
+            _write_large(_starter().path, unfinished)
         else:
             _copy_as_float32(_starter().path, unfinished)
         unfinished.rename(folder)
     return folder
+
+
+def _write_large(tokenizer_from: Path, target: Path) -> None:
+    """Write a model with random bfloat16 weights, whose tokens are meaningless and whose speed is that of its size."""
+    target.mkdir(parents=True)
+    model = llama.Model(llama.ModelArgs.from_dict(LARGE))
+    model.set_dtype(mx.bfloat16)
+    weights = dict(tree_flatten(model.parameters()))
+    mx.save_safetensors(str(target / "model.safetensors"), weights, metadata={"format": "mlx"})
+    (target / "config.json").write_text(json.dumps(LARGE | {"torch_dtype": "bfloat16"}))
+    for name in ("tokenizer.json", "tokenizer_config.json"):
+        shutil.copy(tokenizer_from / name, target / name)
 
 
 def expanded() -> Path:

@@ -21,8 +21,15 @@ VERSIONS = ("mlx", "mlx-lm", "scipy-openblas32", "xllamacpp", "numpy", "uvicorn"
 
 
 def write(rows: Sequence[Row], facts: dict[str, Any], path: Path) -> None:
-    """Write the page of a run. ``facts`` is its provenance."""
-    path.write_text(f"{HEAD}\n{_facts(facts)}\n\n{_table(rows)}\n\n{_summary(rows)}\n", encoding="utf-8")
+    """Write the page of a run. The sections of the previous page, which are about other machines, are kept.
+
+    Args:
+        facts: The provenance of the run.
+    """
+    previous = path.read_text(encoding="utf-8") if path.exists() else ""
+    _, heading, sections = previous.partition("\n## ")
+    page = f"{HEAD}\n{_facts(facts)}\n\n{_table(rows)}\n\n{_summary(rows)}\n"
+    path.write_text(page + heading + sections, encoding="utf-8")
 
 
 def _facts(facts: dict[str, Any]) -> str:

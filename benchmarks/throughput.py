@@ -1,4 +1,4 @@
-"""Measure the cost of HTTP: decode by our server against mlx-lm's ``BatchGenerator``, for one stream and eight."""
+"""Measure the cost of HTTP: decode by our server against mlx-lm's ``BatchGenerator``, for one stream and several."""
 
 from __future__ import annotations
 
@@ -14,13 +14,12 @@ from benchmarks.rates import Timeline, decode_window, timeline
 from benchmarks.rows import Limit, Row
 from benchmarks.servers import LabServer, bare_generator, lab_server
 
-STREAMS = (1, 8)
 FIGURE = "stream tok/s ÷ bare BatchGenerator"
 
 
 def measure(bench: Bench) -> list[Row]:
-    with lab_server(bench.folder) as ours, bare_generator(bench.folder) as bare:
-        return [_compare(bench, ours, bare, streams) for streams in STREAMS]
+    with lab_server(bench.folder, slots=max(bench.streams)) as ours, bare_generator(bench.folder) as bare:
+        return [_compare(bench, ours, bare, streams) for streams in bench.streams]
 
 
 def _compare(bench: Bench, ours: LabServer, bare: Worker, streams: int) -> Row:

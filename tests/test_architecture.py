@@ -90,6 +90,7 @@ TABLE = {
     "notebook": Row(EVERYTHING, "IPython ipywidgets pandas psutil pydantic rich jupyter_core zeroconf"),
     # pandas, matplotlib: types of what bench prints and draws.
     "cli": Row(EVERYTHING, "typer rich pandas matplotlib"),
+    "deploy": Row("errors values settings http server engine", "ray"),
     "doctor": Row(EVERYTHING, "mlx psutil jupyter_core"),
 }
 # Packages with one importing file: what is behind them can be exchanged there.

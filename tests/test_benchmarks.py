@@ -103,10 +103,14 @@ def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
 
 @pytest.mark.slow
 def test_a_complete_run_writes_the_page_with_limits_verdicts_machine_and_commit(folder: Path) -> None:
+    section = "\n## On another machine\n\nOther results.\n"
+    (folder / "BENCHMARKS.md").write_text(f"Previous results.\n{section}")
     assert program.main([]) == 1
     (kept,) = folder.glob("*.json")
     facts = json.loads(kept.read_text())
     text = (folder / "BENCHMARKS.md").read_text()
+    assert text.endswith(section)
+    assert "Previous" not in text
     head, _, measured, failed, other, known = [line for line in text.splitlines() if line.startswith("|")]
     assert head.split(" | ")[3:6] == ["value", "limit", "verdict"]
     assert measured.startswith("| harness | 2 \\| streams | - | ")

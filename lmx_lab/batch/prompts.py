@@ -28,11 +28,11 @@ class RowPrompts:
     def __init__(self, source: PromptSource) -> None:
         self._source = source
         if isinstance(source, str):
-            self._names = _names(source)
+            self.names = _names(source)
         elif callable(source):
-            self._names = []
+            self.names = []
         elif isinstance(source, Sequence) and source and all(isinstance(message, Mapping) for message in source):
-            self._names = [name for message in source for text in _texts(message) for name in _names(text)]
+            self.names = [name for message in source for text in _texts(message) for name in _names(text)]
         else:
             raise InvalidRequestError(
                 f"the prompt is {source!r:.80}; pass a template such as 'Summarise: {{text}}', a list of messages, or "
@@ -47,7 +47,7 @@ class RowPrompts:
             InvalidRequestError: a column does not exist; the message names those that do.
         """
         known = list(columns)
-        for name in self._names:
+        for name in self.names:
             if name not in known:
                 raise InvalidRequestError(
                     f"the prompt contains {{{name[:80]}}}, but the columns are {', '.join(known) or 'none'}; use one "

@@ -1,17 +1,20 @@
-"""Answer rows, with as many concurrent requests as the engine has slots.
+"""Answer rows, with as many concurrent requests as the engines of one server or several have slots.
 
 Rows are read in the caller's thread, up to a limit ahead of the answers. Requests are sent on the lab's event loop. If
-the server cannot accept a request, it is sent again after the time that the server returns.
+the server cannot accept a request, it is sent again after the time that the server returns. If there are several
+servers, another one gets the row instead, and the server gets rows again once it responds.
 """
 
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import hashlib
 import json
 import time
+import warnings
 from collections import Counter, deque
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Coroutine, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, Literal
 
@@ -20,6 +23,7 @@ from lmx_lab.batch.answer import RowAnswer
 from lmx_lab.batch.cache import AnswerCache
 from lmx_lab.batch.columns import TypedColumns
 from lmx_lab.batch.prompts import Prompt, RowPrompts
+from lmx_lab.batch.servers import RowServer, next_server
 from lmx_lab.batch.table import RowSource, answer_row
 from lmx_lab.errors import (
     ERROR_CLASSES,
@@ -39,8 +43,6 @@ from lmx_lab.wire.chat import ChatRequest
 
 AHEAD = 256
 """Maximum number of requests that were read and are not finished or, for an iterator, whose answers were not taken."""
-WAITING = 2
-"""Number of additional requests, which wait in the server's queue so that a free slot is used immediately."""
 DEFAULT_SLOTS = 4
 """Assumed number of slots if the server does not report it."""
 STEP_S = 0.25
@@ -83,6 +85,15 @@ class LoadedModel:
     key: str
     """Identifies the engine and the weights in the keys of the cache."""
     slots: int
+    description: str
+    """Its id, quantization, size and engine."""
+    weights: str
+    """SHA-256 of its files; empty if it is not known."""
+
+    def is_same(self, other: LoadedModel) -> bool:
+        """Return whether both are the same model on the same engine, as far as is known."""
+        is_other = self.weights and other.weights and self.weights != other.weights
+        return self.description == other.description and not is_other
 
 
 async def loaded_model(backend: Backend, *, hashed: bool) -> LoadedModel:
@@ -97,7 +108,7 @@ async def loaded_model(backend: Backend, *, hashed: bool) -> LoadedModel:
     records = (await backend.models()).models
     record = next((each for each in records if each.loaded and not each.pinned and each.kind == "chat"), None)
     if record is None:
-        raise NotLoadedError("no chat model is loaded; load one first: lab.load(...)")
+        raise NotLoadedError(f"no chat model is loaded at {backend.state().url}; load one first: lab.load(...)")
     return await identify(backend, record, hashed=hashed)
 
 
@@ -105,8 +116,34 @@ async def identify(backend: Backend, record: ModelRecord, *, hashed: bool) -> Lo
     """Return a model with its key in the cache. See ``loaded_model`` for ``hashed``."""
     weights = await backend.weights_of(record.id) if hashed else ""
     named = f"{record.id} {record.quantization} {record.size_gb}"
-    key = f"{record.engine} {weights or named}"
-    return LoadedModel(id=record.id, key=key, slots=record.slots or DEFAULT_SLOTS)
+    size = ", ".join(filter(None, (record.quantization, f"{record.size_gb:g} GB")))
+    return LoadedModel(
+        id=record.id,
+        key=f"{record.engine} {weights or named}",
+        slots=record.slots or DEFAULT_SLOTS,
+        description=f"{record.id} ({size}) on the engine {record.engine}",
+        weights=weights,
+    )
+
+
+async def same_models(backends: Sequence[Backend], *, hashed: bool) -> tuple[LoadedModel, list[RowServer]]:
+    """Return the model of the first server, and the other servers, which must have the same model.
+
+    Raises:
+        NotLoadedError: one of the servers has no chat model loaded.
+        InvalidRequestError: they have different models.
+    """
+    models = [await loaded_model(each, hashed=hashed) for each in backends]
+    for backend, model in zip(backends, models, strict=True):
+        if not model.is_same(models[0]):
+            first, other = (f"{each.description} {each.weights[:12]}".rstrip() for each in (models[0], model))
+            raise InvalidRequestError(
+                f"the labs have different models: {first} at {backends[0].state().url}, and {other} at "
+                f"{backend.state().url}; load the same model on the same engine in all of them",
+                param="labs",
+            )
+    others = zip(backends[1:], models[1:], strict=True)
+    return models[0], [RowServer(backend, model.slots) for backend, model in others]
 
 
 @dataclass(kw_only=True)
@@ -130,6 +167,7 @@ class BatchRun:
     Args:
         in_order: Whether the caller takes the answers one by one during the run. The number of answers that were not
             taken is then limited.
+        others: Other servers with the same model, which answer rows too.
     """
 
     def __init__(
@@ -141,8 +179,11 @@ class BatchRun:
         *,
         cache: AnswerCache | None = None,
         in_order: bool = False,
+        others: Sequence[RowServer] = (),
     ) -> None:
-        self._backend, self._model, self._source, self.options = backend, model, source, options
+        self._model, self._source, self.options = model, source, options
+        self._servers = [RowServer(backend, model.slots), *others]
+        self._warnings: deque[str] = deque()
         self._cache, self._in_order = cache, in_order
         self._loop: asyncio.AbstractEventLoop | None = None
         self._new: deque[_Item] = deque()
@@ -171,9 +212,13 @@ class BatchRun:
     def read(self) -> bool:
         """Read rows up to the limit. Returns whether there are rows that were not read or not finished.
 
+        Warns about servers that have failed while others answer their rows.
+
         Raises:
             InvalidRequestError: the first row of an iterable does not have a column of the prompt.
         """
+        while self._warnings:
+            warnings.warn(self._warnings.popleft(), RuntimeWarning, stacklevel=2)
         while not self._exhausted and not self._stopped and self._has_room:
             found = next(self._source.rows, None)
             if found is None:
@@ -229,6 +274,10 @@ class BatchRun:
         """Return all answers that were not taken. Rows that were not computed have an error."""
         total = len(self._source.index) * self.options.n
         return [self._rows.get(at) or self._row(at % self.options.n, UNFINISHED) for at in range(self._taken, total)]
+
+    def figures(self) -> list[dict[str, Any]]:
+        """Return what each server has done, as rows of a table. Answers from the cache do not count."""
+        return [server.figures() for server in self._servers]
 
     # On the event loop
 
@@ -300,13 +349,19 @@ class BatchRun:
             LabError: the schema cannot be enforced.
         """
         request = self.options.make_request("x").model_copy(update={"max_tokens": 1})
-        await self._answer(request)
+        await self._answer(request, self._servers[0], waits=True)
 
     def _start_tasks(self) -> None:
-        while self._ready and len(self._tasks) < self._model.slots + WAITING and self._failure is None:
-            task = asyncio.create_task(self._compute(self._ready.popleft()), name="answer a row")
-            self._tasks.add(task)
-            task.add_done_callback(self._end_task)
+        while self._ready and not self._stopped and self._failure is None:
+            if (server := next_server(self._servers)) is None:
+                return
+            server.begin()
+            self._start(self._compute(self._ready.popleft(), server), "answer a row")
+
+    def _start(self, work: Coroutine[Any, Any, None], name: str) -> None:
+        task = asyncio.create_task(work, name=name)
+        self._tasks.add(task)
+        task.add_done_callback(self._end_task)
 
     def _end_task(self, task: asyncio.Task[None]) -> None:
         self._tasks.discard(task)
@@ -323,23 +378,67 @@ class BatchRun:
             for task in self._tasks:
                 task.cancel()
 
-    async def _compute(self, item: _Item) -> None:
+    async def _compute(self, item: _Item, server: RowServer) -> None:
+        try:
+            answer = await self._answer_row(item, server)
+            if answer is None:
+                return
+            server.count(answer)
+            storing = asyncio.create_task(self._store(item, answer), name="store an answer")
+            try:
+                await asyncio.shield(storing)
+            except asyncio.CancelledError:
+                # A cancelled task finishes its row too, so that the frame has all answers that are in the cache.
+                await storing
+                raise
+        finally:
+            server.running -= 1
+
+    async def _answer_row(self, item: _Item, server: RowServer) -> RowAnswer | None:
+        """Return the answer to a row, or its error; None if another server gets the row instead.
+
+        Raises:
+            LabError: the run cannot continue.
+        """
         assert item.request is not None
         try:
-            answer = await self._answer(item.request)
-        except (InvalidRequestError, EngineError) as exc:
-            if isinstance(exc, EngineDeadError) or (exc.param or "").partition(".")[0] in self.options.parameters:
-                raise self._stopping_error(exc) from exc
-            answer = _failed(exc)
+            return await self._answer(item.request, server)
         except LabError as exc:
-            raise self._stopping_error(exc) from exc
-        storing = asyncio.create_task(self._store(item, answer), name="store an answer")
-        try:
-            await asyncio.shield(storing)
-        except asyncio.CancelledError:
-            # A cancelled task finishes its row too, so that the frame has all answers that are in the cache.
-            await storing
-            raise
+            concerns_row = isinstance(exc, InvalidRequestError | EngineError) and not isinstance(exc, EngineDeadError)
+            concerns_all = (exc.param or "").partition(".")[0] in self.options.parameters
+            if concerns_row and not concerns_all:
+                return _failed(exc)
+            if concerns_row or not self._has_others(server):
+                raise self._stopping_error(exc) from exc
+            await self._give_back(item, server, exc)
+            return None
+
+    def _has_others(self, server: RowServer) -> bool:
+        """Return whether other servers get rows."""
+        return any(each is not server and not each.error for each in self._servers)
+
+    async def _give_back(self, item: _Item, server: RowServer, error: LabError) -> None:
+        """Queue a row again that a server could not answer, for the other servers."""
+        self._ready.appendleft(item)
+        server.returned += 1
+        if isinstance(error, QueueFullError):
+            self._start_tasks()
+            await asyncio.sleep(_pause_s(error))
+        elif not server.error:
+            if not server.has_failed:
+                self._warnings.append(
+                    f"the other labs answer the rows of {server.url} until it responds: {error.message}"
+                )
+            server.error, server.has_failed = error.message, True
+            self._start(self._await_return(server), "wait for a server")
+
+    async def _await_return(self, server: RowServer) -> None:
+        """Wait until a server that has failed responds and has the same model. It gets rows again then."""
+        while server.error:
+            await asyncio.sleep(MAX_PAUSE_S)
+            with contextlib.suppress(LabError):
+                if (await loaded_model(server.backend, hashed=False)).is_same(self._model):
+                    server.error = ""
 
     async def _store(self, item: _Item, answer: RowAnswer) -> None:
         """Store an answer in the cache, and finish its row."""
@@ -352,7 +451,7 @@ class BatchRun:
         self._finish(item, answer)
 
     def _stopping_error(self, error: LabError) -> LabError:
-        """Return the error that ends the run."""
+        """Return the error that ends the run. It names the errors of all servers that have failed."""
         if not self.done:
             return error
         if self._cache is not None:
@@ -361,21 +460,28 @@ class BatchRun:
             kept = "pass cache=path to keep all computed answers"
         else:
             kept = "the attribute frame of this error contains the answers"
-        return BatchStoppedError(
-            f"the run ended after {self.done} answers of {self._model.id}: {error.message.rstrip('.')}; {kept}"
-        )
+        errors = [f"{each.url}: {each.error.rstrip('.')}" for each in self._servers if each.error]
+        reasons = "; ".join([error.message.rstrip("."), *errors])
+        return BatchStoppedError(f"the run ended after {self.done} answers of {self._model.id}: {reasons}; {kept}")
 
-    async def _answer(self, request: ChatRequest) -> RowAnswer:
-        """Return the answer to a request, which is sent again while the server cannot accept it."""
+    async def _answer(self, request: ChatRequest, server: RowServer, *, waits: bool = False) -> RowAnswer:
+        """Return the answer to a request. It is sent again while the server cannot accept it.
+
+        Args:
+            waits: Whether it is sent again although other servers could answer it.
+
+        Raises:
+            LabError: there is no answer.
+        """
         while True:
             started_at = time.monotonic()
             try:
-                answer, cost = await read_answer(self._backend, request, batch=True)
+                answer, cost = await read_answer(server.backend, request, batch=True)
                 break
             except UnavailableError as exc:
-                if not self._can_retry(exc):
+                if not self._can_retry(exc) or (self._has_others(server) and not waits):
                     raise
-                pause_s = min(max(exc.retry_after_s or 1.0, MIN_PAUSE_S), MAX_PAUSE_S)
+                pause_s = _pause_s(exc)
             await asyncio.sleep(pause_s)
         return RowAnswer(
             text=answer.text,
@@ -423,6 +529,11 @@ class BatchRun:
 
     def _row(self, sample: int, answer: RowAnswer) -> dict[str, Any]:
         return answer_row(answer, self._read_values(answer)[1], sample=sample if self.options.n > 1 else None)
+
+
+def _pause_s(error: UnavailableError) -> float:
+    """Return the time after which a request is sent again."""
+    return min(max(error.retry_after_s or 1.0, MIN_PAUSE_S), MAX_PAUSE_S)
 
 
 def _failed(error: LabError) -> RowAnswer:

@@ -150,9 +150,17 @@ class HttpConnection:
             message = f"the response of {self.url} was not complete within {within_s:g} s; {self._server.check}"
             raise UnreachableError(message) from None
 
-    async def post(self, path: str, content: bytes, shape: type[Shape], *, limit: int = SHORT_BYTES) -> Shape:
+    async def post(
+        self,
+        path: str,
+        content: bytes,
+        shape: type[Shape],
+        *,
+        limit: int = SHORT_BYTES,
+        headers: Mapping[str, str] | None = None,
+    ) -> Shape:
         """Send a request that may compute for long, and parse the response, of at most ``limit`` bytes."""
-        request = self._http.build_request("POST", path, content=content, headers=JSON)
+        request = self._http.build_request("POST", path, content=content, headers={**JSON, **(headers or {})})
         response, body = await self._fetch(request, limit)
         return self.parse_success(response, body, shape)
 
@@ -220,7 +228,14 @@ class HttpConnection:
     # Streams
 
     async def events(
-        self, method: str, path: str, *, content: bytes = b"", document_bytes: int | None = None, **options: Any
+        self,
+        method: str,
+        path: str,
+        *,
+        content: bytes = b"",
+        document_bytes: int | None = None,
+        headers: Mapping[str, str] | None = None,
+        **options: Any,
     ) -> AsyncGenerator[str | Remark, None]:
         """Yield the events of a stream and its comments; closing the generator closes the connection.
 
@@ -228,7 +243,7 @@ class HttpConnection:
             document_bytes: Accept a JSON document of at most this size instead of a stream, and yield it as the only
                 event. By default, a document is an error.
         """
-        headers = {"accept": EVENT_STREAM, **(JSON if content else {})}
+        headers = {"accept": EVENT_STREAM, **(JSON if content else {}), **(headers or {})}
         # An absolute URL, because joining a relative one takes as long as the rest of building the request.
         request = self._http.build_request(
             method, _parse_url(self.url + path), content=content, headers=headers, **options

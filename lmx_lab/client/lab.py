@@ -19,7 +19,7 @@ from lmx_lab.client.chat_format import DONE, LAB_HEADER
 from lmx_lab.client.chat_socket import SOCKET_MESSAGE, SocketChunks, receive_messages
 from lmx_lab.client.connection import CONNECT_S, LONG_BYTES, QUICK_S, SHORT_BYTES, AsyncClientBase, HttpConnection
 from lmx_lab.client.errors import CHECK, parse_error, wrong_server_error
-from lmx_lab.client.request_bodies import build_body, encode_body
+from lmx_lab.client.request_bodies import build_body, conversation_header, encode_body
 from lmx_lab.client.sse import Remark
 from lmx_lab.errors import ConnectionLostError, LabError, UnreachableError, WrongServerError
 from lmx_lab.values.models import LoadOptions, LoadSpec
@@ -214,7 +214,13 @@ class AsyncLabClient(AsyncClientBase):
     async def chat(self, body: ChatRequest) -> ChatCompletion:
         """Return a complete answer."""
         content = encode_body(body.model_copy(update={"stream": False}))
-        return await self._connection.post("/v1/chat/completions", content, ChatCompletion, limit=max_chat_bytes(body))
+        return await self._connection.post(
+            "/v1/chat/completions",
+            content,
+            ChatCompletion,
+            limit=max_chat_bytes(body),
+            headers=conversation_header(body),
+        )
 
     async def stream(self, body: ChatRequest, *, over: Over = "sse") -> AsyncGenerator[ChatChunk, None]:
         """Yield the chunks of an answer as they are generated.
@@ -236,7 +242,9 @@ class AsyncLabClient(AsyncClientBase):
     async def stream_with_remarks(self, body: ChatRequest) -> AsyncGenerator[ChatChunk | Remark, None]:
         """Like ``stream``, with a remark about the request's state after every five seconds without a chunk."""
         content = encode_body(body.model_copy(update={"stream": True}))
-        async with aclosing(self._connection.events("POST", "/v1/chat/completions", content=content)) as events:
+        headers = conversation_header(body)
+        source = self._connection.events("POST", "/v1/chat/completions", content=content, headers=headers)
+        async with aclosing(source) as events:
             async for event in events:
                 if event == DONE:
                     return

@@ -2,14 +2,18 @@
 
 from __future__ import annotations
 
+import hashlib
 from typing import TypeVar
 
 from pydantic import BaseModel, ValidationError
 from pydantic_core import PydanticSerializationError
 
 from lmx_lab.errors import InvalidRequestError, did_you_mean
+from lmx_lab.wire.chat import ChatRequest
 
 Shape = TypeVar("Shape", bound=BaseModel)
+CONVERSATION_HEADER = "x-session-id"
+"""The header in which Ray Serve expects the name of a session. Other proxies can be configured to use it."""
 
 
 def build_body(shape: type[Shape], **fields: object) -> Shape:
@@ -43,3 +47,17 @@ def encode_body(body: BaseModel) -> bytes:
         raise InvalidRequestError(
             f"the request cannot be written as JSON: {exc!s:.200}; give plain Python values"
         ) from None
+
+
+def conversation_header(body: ChatRequest) -> dict[str, str]:
+    """Return a header that is the same for all requests of a conversation.
+
+    A proxy in front of several servers can send them to the same one, whose prefix cache contains their beginning. The
+    value is a hash of the messages up to the first one of the user.
+    """
+    digest = hashlib.sha256()
+    for message in body.messages:
+        digest.update(encode_body(message))
+        if message.role == "user":
+            break
+    return {CONVERSATION_HEADER: digest.hexdigest()[:16]}

@@ -8,6 +8,7 @@ import mlx.core as mx
 
 from lmx_lab.doctor.finding import Finding
 from lmx_lab.engine.cpu_blas import configure_blas
+from lmx_lab.engine.engine_choice import replaced_cuda_package
 from lmx_lab.engine.mlx import memory
 from lmx_lab.settings import Settings
 
@@ -15,7 +16,15 @@ from lmx_lab.settings import Settings
 def check_device(_: Settings) -> Iterator[Finding]:
     """Check whether MLX uses a GPU."""
     name = f"{mx.default_device()}, {mx.device_info().get('device_name', 'unknown')}"
-    if mx.default_device() == mx.cpu:
+    if (package := replaced_cuda_package()) is not None:
+        yield Finding(
+            topic="device",
+            verdict="bad",
+            found=f"{name}, although {package} is installed",
+            means="mlx-cpu was installed after it and has replaced its library, so MLX does not use the GPU",
+            remedy=f"pip install --force-reinstall --no-deps {package}",
+        )
+    elif mx.default_device() == mx.cpu:
         means = "MLX has no GPU that it can use, so only small models are practical"
         yield Finding(topic="device", verdict="note", found=name, means=means)
     else:

@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+import contextlib
 import platform
 import sys
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
-from importlib.metadata import PackageNotFoundError, version
+from importlib.metadata import Distribution, PackageNotFoundError, distribution
 from pathlib import Path
 
 from lmx_lab.engine.registry import ENGINES, engine_for
@@ -17,6 +18,8 @@ CUDA_PACKAGES = ("mlx-cuda-13", "mlx-cuda-12")
 """Packages with which MLX computes on NVIDIA GPUs."""
 CUDA_DEVICES = ("/dev/nvidiactl", "/dev/dxg")
 """Devices of NVIDIA's driver on Linux, and on Linux under Windows."""
+MLX_LIBRARY = "mlx/lib/libmlx.so"
+"""The file of MLX's backend, which the packages for GPUs and for CPUs have at the same path."""
 TITLES: Mapping[Format, str] = {"mlx": "MLX", "gguf": "GGUF", "echo": "echo"}
 """Names of the formats in messages."""
 REQUESTED = "as requested"
@@ -64,15 +67,32 @@ def gpu_of_mlx() -> str | None:
     if sys.platform == "darwin":
         return "Metal" if platform.machine() == "arm64" else None
     has_device = any(Path(device).exists() for device in CUDA_DEVICES)
-    return "CUDA" if has_device and any(map(_is_installed, CUDA_PACKAGES)) else None
+    package = _cuda_package() if has_device else None
+    return "CUDA" if package is not None and _has_its_library(package) else None
 
 
-def _is_installed(package: str) -> bool:
-    try:
-        version(package)
-    except PackageNotFoundError:
-        return False
-    return True
+def replaced_cuda_package() -> str | None:
+    """Return the package for NVIDIA GPUs whose library ``mlx-cpu`` has replaced, with its version; None if none was.
+
+    On Linux LMX Lab needs ``mlx-cpu``, so both are installed, and MLX has the library of the one installed last.
+    """
+    package = _cuda_package()
+    return None if package is None or _has_its_library(package) else f"{package.name}=={package.version}"
+
+
+def _cuda_package() -> Distribution | None:
+    for package in CUDA_PACKAGES:
+        with contextlib.suppress(PackageNotFoundError):
+            return distribution(package)
+    return None
+
+
+def _has_its_library(package: Distribution) -> bool:
+    """Return whether the library on disk has the size that the package's list of files states."""
+    listed = (package.read_text("RECORD") or "").splitlines()
+    size = next((line.rpartition(",")[2] for line in listed if line.startswith(f"{MLX_LIBRARY},")), None)
+    library = Path(str(package.locate_file(MLX_LIBRARY)))
+    return library.exists() and str(library.stat().st_size) == size
 
 
 def by_preference(entries: Sequence[ModelEntry], preferred: PreferredEngine) -> list[ModelEntry]:

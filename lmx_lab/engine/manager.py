@@ -200,10 +200,9 @@ class ModelManager:
             return self._engines[name]
 
     def _used_bytes(self, *, excluding: EngineName) -> int:
-        """Return the memory that the other engines use."""
-        return sum(
-            engine.snapshot.memory_used_bytes for name, engine in list(self._engines.items()) if name != excluding
-        )
+        """Return the memory that the other engines use, without the memory of a GPU."""
+        others = [engine.snapshot for name, engine in list(self._engines.items()) if name != excluding]
+        return sum(other.memory_used_bytes for other in others if not other.memory_is_of_device)
 
     def unpinned(self) -> Sequence[LoadSpec]:
         """Return the loads of the encoders that the settings name and that are not in memory."""

@@ -22,6 +22,7 @@ from IPython.core.magic import Magics, cell_magic, line_cell_magic, magics_class
 from IPython.utils.text import DollarFormatter
 
 import lmx_lab
+from lmx_lab.batch.prompts import RowPrompts
 from lmx_lab.errors import LabError
 
 if TYPE_CHECKING:
@@ -267,7 +268,11 @@ class LabMagics(Magics):
             %%lmx [--max-tokens N] [--temperature T] [--system TEXT] [--raw]
             Text of several lines. {expression} and $name are replaced by values, unless --raw is given.
 
-        An answer is displayed while it is generated. The result is a ``Reply``, also as ``_``.
+            %%lmx --map FRAME [--column NAME] [--into NAME] [--cache PATH] [--max-tokens N] ...
+            Template of the prompt for each row of FRAME, as for lab.map. If it does not contain the name of --column
+            in braces, the text in this column follows it. --into stores the answers in another column of FRAME.
+
+        An answer is displayed while it is generated. The result is a ``Reply``, or the table of answers, also as ``_``.
         """
         try:
             return self._verb(line.strip()) if cell is None else self._prompt(line, cell)
@@ -276,9 +281,30 @@ class LabMagics(Magics):
             raise UsageError(exc.message) from exc
 
     def _prompt(self, line: str, cell: str) -> Any:
-        options = _parse(CELL, line)
-        prompt = cell if options.pop("raw") else self._expand(cell)
-        return self._ask(prompt, **{name: value for name, value in options.items() if value is not None})
+        options = {name: value for name, value in _parse(CELL, line).items() if value is not None}
+        if "map" in options:
+            return self._map(cell, options.pop("map"), **options)
+        if misplaced := [name for name in ("column", "into", "cache") if name in options]:
+            raise UsageError(f"--{misplaced[0]} needs --map, the name of a data frame (%lmx? shows the options)")
+        prompt = cell if options.pop("raw", False) else self._expand(cell)
+        return self._ask(prompt, **options)
+
+    def _map(self, cell: str, name: str, *, column: str | None = None, into: str | None = None, **options: Any) -> Any:
+        """Answer a prompt for each row of a variable of the notebook, and return the table of answers."""
+        if options.pop("raw", False):
+            raise UsageError("--raw has no meaning with --map, whose template contains only names of columns")
+        if name not in self._shell.user_ns:
+            raise UsageError(f"there is no variable {name!r:.80}; --map needs the name of a data frame")
+        rows = self._shell.user_ns[name]
+        if into is not None and not hasattr(rows, "columns"):
+            raise UsageError(f"--into adds a column, but {name} is a {type(rows).__name__}; use a data frame")
+        template = cell.strip()
+        if column is not None and column not in RowPrompts(template).names:
+            template = f"{template}\n\n{{{column}}}"
+        answers: Any = _running_lab().map(rows, template, **options)
+        if into is not None:
+            rows[into] = answers["answer"].array
+        return answers
 
     def _verb(self, line: str) -> Any:
         word, _, text = line.partition(" ")
@@ -393,7 +419,11 @@ def _cell_parser() -> _Parser:
     parser.add_argument("--max-tokens", type=int)
     parser.add_argument("--temperature", type=float)
     parser.add_argument("--system")
-    parser.add_argument("--raw", action="store_true")
+    parser.add_argument("--raw", action="store_true", default=None)
+    parser.add_argument("--map", metavar="FRAME")
+    parser.add_argument("--column")
+    parser.add_argument("--into")
+    parser.add_argument("--cache")
     return parser
 
 

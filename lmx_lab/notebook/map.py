@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any, Protocol
 
@@ -12,7 +12,7 @@ from lmx_lab.backend import Backend
 from lmx_lab.batch.cache import AnswerCache
 from lmx_lab.batch.columns import Schema, TypedColumns
 from lmx_lab.batch.prompts import Prompt, PromptSource, RowPrompts
-from lmx_lab.batch.run import BatchOptions, BatchRun, Errors, MakeRequest, Retry, loaded_model
+from lmx_lab.batch.run import BatchOptions, BatchRun, Errors, MakeRequest, Retry, same_models
 from lmx_lab.batch.table import RowSource, answer_frame, check_names, read_source
 from lmx_lab.errors import BatchStoppedError, InvalidRequestError
 from lmx_lab.notebook.arguments import chat_request
@@ -38,6 +38,8 @@ class MapOwner(PortalOwner, Protocol):
 
     _backend: Backend
 
+    @property
+    def url(self) -> str: ...
     @property
     def workbench(self) -> Workbench: ...
 
@@ -107,6 +109,7 @@ class MapVerbs:
         errors: Errors = "row",
         cache: str | os.PathLike[str] | None = None,
         retry: Retry | None = None,
+        labs: Sequence[MapOwner] = (),
         **parameters: Any,
     ) -> pd.DataFrame | RowAnswers:
         """Answer a prompt for each row of a table, and return a table of the answers with the same index.
@@ -125,20 +128,19 @@ class MapVerbs:
             errors: ``row`` reports the error of a row in its column ``error``; ``raise`` raises the first error.
             cache: An SQLite file for the answers. A later run with the same file computes only missing answers.
             retry: ``errors`` computes the answers in the cache that have an error again.
+            labs: Other labs with the same model, which answer rows too. ``.attrs["labs"]`` has the figures of each.
             parameters: ``system``, and the sampling parameters of ``chat``.
 
         Raises:
             NotLoadedError: no model is loaded.
             InvalidRequestError: an argument is invalid, a column does not exist, or the schema cannot be enforced.
-            BatchStoppedError: no further row can be answered, for example because the model was unloaded. Its
-                attribute ``frame`` contains the complete answers.
+            BatchStoppedError: no further row can be answered. Its attribute ``frame`` contains the complete answers.
             ImportError: the result would be a table, and pandas is not installed.
         """
-        source = read_source(frame)
-        prompts = _read_prompts(prompt, source)
+        source, prompts = _read_rows(frame, prompt)
         columns = None if schema is None else _read_schema(schema)
         _check(parameters, n=n, seed=seed, errors=errors, retry=retry)
-        loaded = await on_loop(loaded_model(self._backend, hashed=cache is not None))
+        loaded, others = await on_loop(same_models(_backends(self, labs), hashed=cache is not None))
         options = BatchOptions(
             prompts=prompts,
             make_request=_request_maker({**parameters, "model": loaded.id, **_format(columns)}),
@@ -150,8 +152,9 @@ class MapVerbs:
             retry=retry,
         )
         stored = None if cache is None else await in_thread(lambda: AnswerCache(cache))
-        run = BatchRun(self._backend, loaded, source, options, cache=stored, in_order=source.index is None)
-        if source.index is None:
+        in_order = source.index is None
+        run = BatchRun(self._backend, loaded, source, options, cache=stored, in_order=in_order, others=others)
+        if in_order:
             return RowAnswers(run, self._portal, stored)
         return await _answer_all(run, source, columns, stored, self.workbench)
 
@@ -172,7 +175,7 @@ async def _answer_all(
     except KeyboardInterrupt:
         interrupted = True
     except BatchStoppedError as exc:
-        exc.frame = answer_frame(run.rows(), source.index, columns)
+        exc.frame = _answers_of(run, source, columns)
         raise
     finally:
         try:
@@ -180,9 +183,38 @@ async def _answer_all(
         finally:
             if cache is not None:
                 cache.close()
-    frame = answer_frame(run.rows(), source.index, columns)
+    frame = _answers_of(run, source, columns)
     frame.attrs["interrupted"] = interrupted
     return frame
+
+
+def _answers_of(run: BatchRun, source: RowSource, columns: TypedColumns | None) -> pd.DataFrame:
+    frame = answer_frame(run.rows(), source.index, columns)
+    frame.attrs["labs"] = run.figures()
+    return frame
+
+
+def _backends(lab: MapOwner, others: Sequence[MapOwner]) -> list[Backend]:
+    """Return the servers that answer rows, that of ``lab`` first. Each address occurs once.
+
+    Raises:
+        InvalidRequestError: ``others`` is not a list of labs, or one of them runs on an event loop that ``map`` blocks.
+    """
+    if not isinstance(others, Sequence) or not all(isinstance(each, MapVerbs) for each in others):
+        raise InvalidRequestError(
+            f"labs is {others!r:.80}; it must be a list of labs: [lmx_lab.attach('http://192.168.1.20:8400')]",
+            param="labs",
+        )
+    backends = {lab.url: lab._backend}
+    for each in others:
+        if each is not lab and not each._portal.has_thread:
+            raise InvalidRequestError(
+                f"labs contains the lab at {each.url}, which runs on the kernel's event loop; call map of that lab, "
+                "and pass the other labs as labs",
+                param="labs",
+            )
+        backends.setdefault(each.url, each._backend)
+    return list(backends.values())
 
 
 @contextmanager
@@ -204,11 +236,11 @@ def _progress(workbench: Workbench, run: BatchRun, total: int) -> Iterator[Any]:
             workbench.job = ""
 
 
-def _read_prompts(prompt: PromptSource, source: RowSource) -> RowPrompts:
-    prompts = RowPrompts(prompt)
+def _read_rows(frame: Any, prompt: PromptSource) -> tuple[RowSource, RowPrompts]:
+    source, prompts = read_source(frame), RowPrompts(prompt)
     if source.columns is not None:
         prompts.check(source.columns)
-    return prompts
+    return source, prompts
 
 
 def _read_schema(schema: Schema) -> TypedColumns:

@@ -45,6 +45,11 @@ class LoopPortal:
         self._check = check
         self._check_caller = check_caller
 
+    @property
+    def has_thread(self) -> bool:
+        """Whether the loop runs in a thread of its own, which callers do not block."""
+        return isinstance(self._loop, LoopThread)
+
     def run(self, work: Coroutine[Any, Any, T]) -> T:
         """Run a coroutine and wait for its result. Ctrl-C cancels it.
 

@@ -131,6 +131,8 @@ class EngineSnapshot:
     memory_used_bytes: int = field(default=0, metadata=SUM)
     memory_peak_bytes: int = field(default=0, metadata=SUM)
     memory_total_bytes: int = field(default=0, metadata=MAXIMUM)
+    memory_is_of_device: bool = False
+    """Whether this memory belongs to a GPU, so that engines on the CPU do not use it."""
     progress_at: float = 0.0
     """Last time that the engine took a step or a request received something (``time.perf_counter``)."""
     blas: BlasReport | None = field(default=None, metadata=FIRST_SET)

@@ -8,6 +8,7 @@ import gc
 import gzip
 import json
 import logging
+import re
 from collections.abc import AsyncIterator, Iterator
 from contextlib import aclosing
 from pathlib import Path
@@ -381,6 +382,22 @@ async def test_a_proxys_prefix_is_kept_before_every_route() -> None:
     # The only value with which jupyter-server-proxy passes events on without buffering them.
     accepted = ["accept: text/event-stream\r\n" in request.lower() for request in server.requests]
     assert accepted == [False, False, False, True, True]
+
+
+async def test_all_requests_of_a_conversation_have_the_same_header_for_proxies() -> None:
+    first = [{"role": "system", "content": "s"}, {"role": "user", "content": "Hello"}]
+    later = [*first, {"role": "assistant", "content": "Hi"}, {"role": "user", "content": "Bye"}]
+    other = [first[0], {"role": "user", "content": "Hello?"}]
+    with answering(whole("{}")) as server:
+        async with AsyncLabClient(server.url) as client:
+            for messages in (first, later, other):
+                body = chat_request(messages, {})
+                for ask in (client.chat(body), anext(client.stream(body))):
+                    with pytest.raises(errors.UnreachableError):
+                        await ask
+    sent = [re.findall(r"x-session-id: (\w{16})\r", request.lower())[0] for request in server.requests]
+    assert len(set(sent[:4])) == len(set(sent[4:])) == 1
+    assert sent[0] != sent[4]
 
 
 # --- servers that misbehave

@@ -18,10 +18,11 @@ from tests.tiny import write_tiny_llama
 
 pytestmark = pytest.mark.long
 
-NO_CODE = {"text", "mermaid"}
-"""Languages of blocks that are not run: output of a program or a model, and diagrams."""
+NO_CODE = {"text", "mermaid", "yaml"}
+"""Languages of blocks that are not run: output of a program or a model, diagrams, and manifests."""
 TESTED_ELSEWHERE = {
     "clients.md": "other projects' clients, some in an environment of their own: tests/other_clients",
+    "cluster.md": "Dask and Ray in an environment of their own: tests/deploy",
 }
 """Pages whose code is run by other tests, and why."""
 RUN_PAGES = [

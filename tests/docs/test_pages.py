@@ -35,6 +35,7 @@ from tests.docs.pages import (
 README_LINES = 120
 """Two screens; everything longer belongs in ``docs``."""
 OTHER_FLAGS = {"--json", "--raw", "--no-deps", "--to", "--only", "--quick", "--count", "--kills", "--seed"}
+OTHER_FLAGS |= {"--map", "--column", "--into", "--cache", "--temperature", "--system"}
 """Flags of curl, ``%%lmx``, pip, nbconvert and ``python -m soak``."""
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -9,7 +10,13 @@ from typing import Any
 import pytest
 
 from lmx_lab.engine import engine_choice, registry
-from lmx_lab.engine.engine_choice import PreferredEngine, choose_format, preferred_engine
+from lmx_lab.engine.engine_choice import (
+    PreferredEngine,
+    choose_format,
+    gpu_of_mlx,
+    preferred_engine,
+    replaced_cuda_package,
+)
 from lmx_lab.engine.model_finder import ModelFinder
 from lmx_lab.errors import ModelNotFoundError, UnusableModelError
 from lmx_lab.settings import Settings
@@ -53,6 +60,26 @@ def test_without_llama_cpp_mlx_is_preferred_and_the_reason_names_the_extra(monke
     assert preferred.reason.endswith("not installed: pip install 'lmx-lab[gguf]'")
     # A model that llama.cpp alone could run is found nevertheless; the engine then refuses it.
     assert choose_format([MLX, GGUF], LoadSpec(model=NAME), ON_CPU, None) == MLX
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="MLX has packages for NVIDIA GPUs on Linux only")
+def test_mlx_uses_an_nvidia_gpu_unless_mlx_cpu_has_replaced_its_library(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    library, listed = tmp_path / "mlx" / "lib" / "libmlx.so", tmp_path / "mlx_cuda_13-0.32.4.dist-info"
+    library.parent.mkdir(parents=True)
+    library.write_bytes(b"for a GPU")
+    listed.mkdir()
+    (listed / "METADATA").write_text("Metadata-Version: 2.1\nName: mlx-cuda-13\nVersion: 0.32.4\n")
+    (listed / "RECORD").write_text("mlx/lib/libmlx.so,sha256=abc,9\nmlx/lib/libmlx.so.txt,,\n")
+    monkeypatch.setattr(engine_choice, "CUDA_DEVICES", (str(library),))
+    assert (gpu_of_mlx(), replaced_cuda_package()) == (None, None)
+    monkeypatch.syspath_prepend(tmp_path)
+    assert (gpu_of_mlx(), replaced_cuda_package()) == ("CUDA", None)
+    library.write_bytes(b"for a CPU only")
+    assert (gpu_of_mlx(), replaced_cuda_package()) == (None, "mlx-cuda-13==0.32.4")
+    monkeypatch.setattr(engine_choice, "CUDA_DEVICES", ())
+    assert gpu_of_mlx() is None
 
 
 @pytest.mark.parametrize(

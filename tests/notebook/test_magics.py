@@ -235,3 +235,26 @@ def test_ask_accepts_apostrophes_and_the_options_of_a_cell_are_checked(
     with pytest.raises(UsageError, match="no text"):
         shell.run_cell_magic("lmx", "", "  \n")
     assert len(prompts) == 1
+
+
+def test_a_cell_is_a_template_for_the_rows_of_a_data_frame(shell: InteractiveShell, lab: lmx_lab.Lab) -> None:
+    import pandas as pd
+
+    frame = pd.DataFrame({"text": ["a", "b"], "n": [1, 2]}, index=["x", "x"])
+    shell.user_ns.update(frame=frame, rows=["a"], n="not a column")
+    answers = shell.run_cell_magic("lmx", "--map frame --column text --into summary --max-tokens 50", "Say $n {n}:\n")
+    assert answers["answer"].tolist() == frame["summary"].tolist() == ["Say $n 1:\n\na", "Say $n 2:\n\nb"]
+    assert shell.run_cell_magic("lmx", "--map rows", "<{text}>\n")["answer"].tolist() == ["<a>"]
+    cache = lab.settings.home / "a.db"
+    shell.run_cell_magic("lmx", f"--map frame --column text --into text --cache {cache}", "<{text}>")
+    assert frame["text"].tolist() == ["<a>", "<b>"]
+    assert cache.exists()
+    for options, words in (
+        ("--map missing", "no variable 'missing'"),
+        ("--map rows --into x", "use a data frame"),
+        ("--map frame --raw", "--raw"),
+        ("--into x", "--into needs --map"),
+        ("--map frame --column x", "columns are"),
+    ):
+        with pytest.raises(UsageError, match=words):
+            shell.run_cell_magic("lmx", options, "hi")

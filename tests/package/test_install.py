@@ -113,6 +113,14 @@ def test_the_exit_status_is_1_if_neither_can_install(install: ModuleType, monkey
     assert install.main(["lab"]) == 1
 
 
+def test_the_library_of_mlx_for_gpus_is_installed_again_after_that_of_mlx_cpu(install: ModuleType) -> None:
+    assert len(install.steps("lab,gguf")) == 2
+    *_, package = install.steps("lab,cuda")[2]
+    name, _, version = package.partition("==")
+    assert name == "mlx-cuda-13"
+    assert f"\nmlx=={version}\n" in (ROOT / "constraints.txt").read_text()
+
+
 def test_settings_of_pip_are_read_in_pips_order_of_precedence(
     install: ModuleType, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -14,6 +14,8 @@ from collections.abc import Callable, Coroutine, Sequence
 from importlib.metadata import version
 from typing import Any, ParamSpec, TypeVar
 
+import mlx.core as mx
+
 from lmx_lab.engine.admission import AdmissionControl, Permit
 from lmx_lab.engine.cancellation import Cancellation
 from lmx_lab.engine.interface import Capabilities, EngineHost
@@ -80,7 +82,8 @@ class MlxEngine:
         input_types=True,
         steering=True,
     )
-    fingerprint = f"mlx-{version('mlx')}"
+    # On a GPU, the last bits of a result depend on the number of requests that are computed together.
+    fingerprint = f"mlx-{version('mlx')}{'' if mx.default_device() == mx.cpu else '-batch-dependent'}"
 
     def __init__(self, settings: Settings, host: EngineHost | None = None) -> None:
         self._settings = settings

@@ -17,6 +17,7 @@ from lmx_lab.errors import UnusableModelError
 
 TRIAL_PROMPTS = [[1, 2, 3, 4, 5, 6, 7, 8, 9], [5, 4, 3]]
 """Two prompts of different lengths; the longer one has more than two chunks of four tokens."""
+CUDNN_HEAD_SIZE = 128
 TOLERANCE = 0.05
 """Largest difference of log-probabilities that rounding can cause. Padding that is treated as tokens causes more."""
 
@@ -91,7 +92,13 @@ def measure(model: Any, weights_bytes: int) -> Traits:
     if not together and not _agrees(model, prompts=1):
         raise UnusableModelError(f"this version of mlx-lm computes it wrongly in batches ({kinds})", param="model")
     return Traits(
-        footprint=_footprint(model, weights_bytes, [_layer_cache(layer) for layer in layers], int(logits.shape[-1])),
+        footprint=_footprint(
+            model,
+            weights_bytes,
+            [_layer_cache(layer) for layer in layers],
+            int(logits.shape[-1]),
+            stores_scores=_stores_scores(layers),
+        ),
         vocabulary_size=int(logits.shape[-1]),
         plain=plain,
         prompts_together=together,
@@ -124,7 +131,9 @@ def _first_logprobs(model: Any, tried: Sequence[list[int]], *, prompts: int) -> 
     return [logprobs[uid] for uid in uids]
 
 
-def _footprint(model: Any, weights_bytes: int, layers: list[LayerCache], vocabulary_size: int) -> Footprint:
+def _footprint(
+    model: Any, weights_bytes: int, layers: list[LayerCache], vocabulary_size: int, *, stores_scores: bool
+) -> Footprint:
     args = getattr(model, "args", None)
     hidden, intermediate, heads = (
         _number(args, name) for name in ("hidden_size", "intermediate_size", "num_attention_heads")
@@ -136,9 +145,19 @@ def _footprint(model: Any, weights_bytes: int, layers: list[LayerCache], vocabul
         logits_bytes=6 * 4 * vocabulary_size,
         # Residual, norms, queries, keys and values; gate, up and their product; at most float32.
         chunk_bytes_per_token=4 * (8 * hidden + 3 * intermediate),
-        # On a GPU attention is one kernel; on a CPU scores and their softmax are stored in arrays.
-        score_bytes_per_pair=2 * 4 * heads if mx.default_device() == mx.cpu else 0,
+        # Scores and their softmax.
+        score_bytes_per_pair=2 * 4 * heads if stores_scores else 0,
     )
+
+
+def _stores_scores(layers: Sequence[Any]) -> bool:
+    """Return whether attention stores its scores in arrays: on a CPU, and on an NVIDIA GPU with float32 or large heads,
+    which cuDNN does not support. Otherwise attention is one kernel.
+    """
+    if mx.default_device() == mx.cpu:
+        return True
+    keys = [layer.keys for layer in layers if isinstance(getattr(layer, "keys", None), mx.array)]
+    return memory.is_of_device() and any(key.dtype == mx.float32 or key.shape[-1] > CUDNN_HEAD_SIZE for key in keys)
 
 
 def _number(args: Any, name: str) -> int:

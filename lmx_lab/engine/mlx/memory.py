@@ -11,16 +11,37 @@ from lmx_lab.heap import return_freed_memory
 
 MAX_CHUNK_TOKENS = 512 if mx.default_device() == mx.cpu else 2048
 """Maximum number of prompt tokens computed in one step, of all prompts together. Longer chunks are not faster."""
+CUDA_MEMORY = "total_memory"
+"""Key of MLX's information about an NVIDIA GPU: its size of memory. That of Metal is ``memory_size``."""
 
 
 def total_bytes() -> int:
     """Return the memory of the device. For a CPU, MLX reports none, and the memory of the machine is returned."""
-    return int(mx.device_info().get("memory_size") or machine_memory.total_bytes())
+    device = mx.device_info()
+    return int(device.get("memory_size") or device.get(CUDA_MEMORY) or machine_memory.total_bytes())
+
+
+def is_of_device() -> bool:
+    """Return whether models are in memory of the device, which the other engines do not use: that of an NVIDIA GPU."""
+    return CUDA_MEMORY in mx.device_info()
 
 
 def limit_bytes(chosen: int | None) -> int:
-    """Return how many bytes models and caches may use together: the setting, or 80 % of the memory of the device."""
-    return machine_memory.limit_bytes(chosen, total_bytes())
+    """Return how many bytes models and caches may use together: the setting, or 80 % of the memory of the device. On an
+    NVIDIA GPU, memory that other programs use now is not included.
+    """
+    available = total_bytes()
+    if is_of_device():
+        available = min(available, int(mx.device_info()["free_memory"]) + used_bytes() + int(mx.get_cache_memory()))
+    return machine_memory.limit_bytes(chosen, available)
+
+
+def limit_kept_bytes(limit_bytes: int) -> None:
+    """Let MLX keep freed memory of an NVIDIA GPU only below this limit. By default it keeps all of it, and fails if
+    another program uses the GPU.
+    """
+    if is_of_device():
+        mx.set_memory_limit(limit_bytes)
 
 
 def used_bytes() -> int:

@@ -42,8 +42,8 @@ class Footprint:
     chunk_bytes_per_token: int
     """Temporary memory for the activations of each prompt token that is computed in one step."""
     score_bytes_per_pair: int
-    """Temporary memory for the attention score of each pair of a computed and a cached token; 0 on a GPU, where scores
-    are not stored."""
+    """Temporary memory for the attention score of each pair of a computed and a cached token; 0 if a GPU computes
+    attention in one kernel, which does not store them."""
 
     def kv_bytes(self, lengths: Sequence[int]) -> int:
         """Return the size of the key-value caches of requests in one batch, which pads all of them to the longest.

@@ -16,6 +16,8 @@ MAX_PREFILL_SHARE = 1.7
 WORTHWHILE_TOKENS = 16
 """Number of tokens up to which a chunk is made longer than ``PREFILL_STEP_S``, to cost as much as its fixed cost."""
 FIRST_CHUNK = 8
+FEWEST_TOGETHER = 16
+"""Number of tokens of each prompt, up to the minimum of the machine, if the maximum is too small for all prompts."""
 GROWTH = 2
 """Maximum size of a chunk as a multiple of the largest chunk so far, since longer ones have not been measured."""
 WEIGHT = 0.3
@@ -41,7 +43,8 @@ class PrefillPace:
         self._prompt = LinearCost()
 
     def chunk(self, *, prompts: int, decoding: int) -> int:
-        """Return how many tokens of each prompt the next step computes, at least 1.
+        """Return how many tokens of each prompt the next step computes: a multiple of the minimum, so that steps of
+        different prompts have the same length.
 
         Args:
             prompts: Number of prompts.
@@ -60,7 +63,10 @@ class PrefillPace:
                 )
                 fitting = min(fitting, max(efficient, self._prompt.within(PREFILL_SHARE * decode_s)))
             tokens = min(tokens, fitting)
-        return max(self._minimum, 1, min(int(tokens) // max(1, prompts), self._maximum))
+        share = self._maximum // max(1, prompts)
+        # All prompts together have at most ``maximum`` tokens, unless each would have too few.
+        least = max(1, min(self._minimum, max(share, FEWEST_TOGETHER)))
+        return max(least, min(int(tokens) // max(1, prompts), share) // least * least)
 
     def estimate_s(self, *, prompt_tokens: int, output_tokens: int, decoding: int) -> float:
         """Return the estimated time of this work of one request, in seconds."""

@@ -44,6 +44,7 @@ class MlxCore:
         self._settings = settings
         self._host = host
         self._limit_bytes = memory.limit_bytes(settings.memory_limit_bytes)
+        memory.limit_kept_bytes(self._limit_bytes)
         # Models with the entries of their loads, because one encoder may be both the main model and pinned.
         self._main: tuple[ModelEntry, Loaded] | None = None
         self._pinned: dict[Kind, tuple[ModelEntry, LoadedEncoder]] = {}
@@ -66,7 +67,10 @@ class MlxCore:
         self.failure: LabError | None = None
         """Why the main model left memory without ``unload``."""
         self.snapshot = EngineSnapshot(
-            memory_total_bytes=memory.total_bytes(), progress_at=time.perf_counter(), blas=report
+            memory_total_bytes=memory.total_bytes(),
+            memory_is_of_device=memory.is_of_device(),
+            progress_at=time.perf_counter(),
+            blas=report,
         )
 
     @property
@@ -275,7 +279,7 @@ class MlxCore:
     def _other_bytes(self, *, excluding: Kind | None = None) -> int:
         """Return the memory of other engines and of the pinned models, except the one of the kind ``excluding``."""
         pinned = sum(model.memory_bytes for kind, (_, model) in self._pinned.items() if kind != excluding)
-        return self._host.used_by_others() + pinned
+        return (0 if memory.is_of_device() else self._host.used_by_others()) + pinned
 
     def _update_other_bytes(self) -> None:
         """Update how much of the memory limit is used by other models than the one of the generation loop."""

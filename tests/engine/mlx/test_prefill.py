@@ -71,6 +71,19 @@ def test_the_size_of_chunks_is_limited() -> None:
     assert run(20, 1.0) == 64
 
 
+def test_chunks_are_multiples_of_the_minimum() -> None:
+    pace = PrefillPace(minimum=64, maximum=2048)
+    for tokens, seconds in ((512, 1.0), (512, 1.0)):
+        pace.record(seconds, prompt_tokens=tokens, decoding=0)
+    # 204 tokens take 0.4 s.
+    assert pace.chunk(prompts=1, decoding=0) == 192
+
+
+def test_chunks_of_many_prompts_have_the_maximum_together() -> None:
+    pace = PrefillPace(minimum=256, maximum=2048)
+    assert [pace.chunk(prompts=prompts, decoding=0) for prompts in (1, 8, 32, 1024)] == [256, 256, 64, 16]
+
+
 def test_one_slow_step_does_not_make_chunks_much_smaller() -> None:
     machine = Machine(decode_s=0.01, token_s=1e-3)
     machine.prefill(20)

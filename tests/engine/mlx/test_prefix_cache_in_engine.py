@@ -10,6 +10,7 @@ from pathlib import Path
 import pytest
 
 from lmx_lab.engine import ModelManager, Sampling, TokenPrompt
+from lmx_lab.engine.mlx import memory
 from lmx_lab.engine.mlx.memory_plan import Footprint
 from lmx_lab.engine.mlx.state import MlxCore
 from lmx_lab.settings import Settings
@@ -131,7 +132,7 @@ async def footprint(model: ModelEntry) -> Footprint:
 @pytest.mark.usefixtures("no_shared_model")
 async def test_the_cache_is_dropped_first_when_memory_is_short(tiny: ModelEntry, tiny_home: Path) -> None:
     # Beside the weights there is memory for one request of 300 tokens and the computation of its prompt.
-    needed = (await footprint(tiny)).running_bytes([300], chunk=512)
+    needed = (await footprint(tiny)).running_bytes([300], chunk=memory.MAX_CHUNK_TOKENS)
     async with ModelManager(Settings(memory_limit_bytes=needed + 60_000, prefix_cache_bytes=200_000)) as manager:
         await manager.load_entry(tiny)
         await run(manager, prompt=FIRST)
@@ -144,7 +145,7 @@ async def test_the_cache_is_dropped_first_when_memory_is_short(tiny: ModelEntry,
 @pytest.mark.long
 @pytest.mark.usefixtures("no_shared_model")
 async def test_requests_wait_for_memory(tiny: ModelEntry) -> None:
-    two = (await footprint(tiny)).running_bytes([200, 200], chunk=512)
+    two = (await footprint(tiny)).running_bytes([200, 200], chunk=memory.MAX_CHUNK_TOKENS)
     async with ModelManager(Settings(memory_limit_bytes=two + 1000, prefix_cache_bytes=0)) as manager:
         await manager.load_entry(tiny)
         most = 0
@@ -208,7 +209,10 @@ async def test_a_request_from_another_event_loop_uses_the_cache(manager: ModelMa
 @pytest.mark.usefixtures("no_shared_model")
 async def test_a_request_that_waits_for_memory_does_not_drop_the_cache(tiny: ModelEntry) -> None:
     sizes = await footprint(tiny)
-    two, one = sizes.running_bytes([500, 500], chunk=512), sizes.running_bytes([500], chunk=512)
+    two, one = (
+        sizes.running_bytes([500, 500], chunk=memory.MAX_CHUNK_TOKENS),
+        sizes.running_bytes([500], chunk=memory.MAX_CHUNK_TOKENS),
+    )
     assert two - one > 300_000
     async with ModelManager(Settings(memory_limit_bytes=two - 20_000, prefix_cache_bytes=200_000)) as manager:
         await manager.load_entry(tiny)

@@ -1,0 +1,1 @@
+"""Run the inference server on clusters, behind the proxies and schedulers of other projects."""
