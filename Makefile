@@ -61,8 +61,8 @@ demo: $(STAMP)
 PYTEST = PYTHONDONTWRITEBYTECODE= OPENBLAS_NUM_THREADS=1 $(BIN)/python -m pytest --durations 20 \
   -n $(TEST_WORKERS) --maxprocesses 4 --dist loadfile --no-loadscope-reorder
 
-# Many of these tests wait, so more workers than cores are faster. On two idle cores they take about 90 s.
-test-fast: TEST_WORKERS = 4
+# Each worker takes 9 s to import and collect the tests. As some tests wait, three of them use two cores completely.
+test-fast: TEST_WORKERS = 3
 test-fast: setup
 	$(PYTEST) -m "not slow and not long"
 

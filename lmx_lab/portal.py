@@ -279,9 +279,14 @@ def _interruptible(work: Callable[[], concurrent.futures.Future[Any] | asyncio.T
 
 async def receive(future: concurrent.futures.Future[T]) -> T:
     """Return the result of another thread's future. Cancelling the caller cancels the work and closes a late result."""
+    waiting = asyncio.wrap_future(future)
     try:
-        return await asyncio.wrap_future(future)
+        # ipykernel cancels a cell when its loop wakes up, and its handler of SIGINT does not wake it.
+        while not waiting.done():
+            await asyncio.wait([waiting], timeout=POLL_S)
+        return waiting.result()
     except asyncio.CancelledError:
+        waiting.cancel()
         future.add_done_callback(_close_result)
         raise
 

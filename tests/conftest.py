@@ -82,6 +82,8 @@ def pytest_configure(config: pytest.Config) -> None:
 
 
 def pytest_collection_finish() -> None:
+    # Otherwise the first collection of garbage would take half a second.
+    gc.freeze()
     gc.enable()
 
 
@@ -173,11 +175,12 @@ def _wait_longer_for_responses() -> Iterator[None]:
         yield
 
 
-@pytest.fixture(autouse=True, scope="session")
+@pytest.fixture(scope="session")
 def _cache_tokenizers() -> Iterator[None]:
     """Read each tokenizer once, because that takes 90 % of the time for loading a tiny model.
 
-    Each load gets a copy, which shares the tokens and their byte table, because no test changes them.
+    Each load gets a copy, which shares the tokens and their byte table, because no test changes them. All test models
+    have tokens of a starter model, so ``starter_home`` depends on this fixture, and other tests do not import mlx-lm.
     """
     from mlx_lm.tokenizer_utils import BPEStreamingDetokenizer
     from tokenizers import Tokenizer
@@ -212,7 +215,7 @@ def _asyncio_is_not_patched() -> Iterator[None]:
 
 
 @pytest.fixture(scope="session")
-def starter_home() -> Path:
+def starter_home(_cache_tokenizers: None) -> Path:
     """A lab's home with ``smollm2-135m`` in MLX's format, which is downloaded once and kept between runs."""
     home = Path(os.environ.get("LMX_LAB_TEST_HOME", ROOT / ".cache" / "test-home")).absolute()
     Catalog(Settings(home=home)).convert("smollm2-135m")

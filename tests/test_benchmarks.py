@@ -16,6 +16,8 @@ from benchmarks.bench import Bench, BenchError
 from benchmarks.rates import Timeline, decode_window, quantile
 from benchmarks.rows import Limit, Row
 
+pytestmark = pytest.mark.slow
+
 
 def test_the_rate_of_one_stream_excludes_the_first_token() -> None:
     assert decode_window([Timeline(times=[1.0, 1.5, 2.0, 2.5, 3.0], tokens=5)]).rate == pytest.approx(2.0)
@@ -101,7 +103,6 @@ def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
     signal.signal(signal.SIGTERM, ends)
 
 
-@pytest.mark.slow
 def test_a_complete_run_writes_the_page_with_limits_verdicts_machine_and_commit(folder: Path) -> None:
     section = "\n## On another machine\n\nOther results.\n"
     (folder / "BENCHMARKS.md").write_text(f"Previous results.\n{section}")
@@ -124,7 +125,6 @@ def test_a_complete_run_writes_the_page_with_limits_verdicts_machine_and_commit(
     assert facts["started_at"] in text
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize("arguments", [["--quick"], ["--only", "harness"], ["--model", "tiny"]])
 def test_a_partial_run_does_not_write_the_page(folder: Path, arguments: list[str]) -> None:
     (folder / "BENCHMARKS.md").write_text("unchanged")
@@ -133,7 +133,6 @@ def test_a_partial_run_does_not_write_the_page(folder: Path, arguments: list[str
     assert (folder / "BENCHMARKS.md").read_text() == "unchanged"
 
 
-@pytest.mark.slow
 def test_a_failed_measurement_prevents_writing_the_page(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(program.FIGURES, "failing", program.Figure(title="failing", measure=failing, models=("tiny",)))
     assert program.main([]) == 1

@@ -35,6 +35,7 @@ from tests.gguf_models import kept
 from tests.gguf_server import NoServerError, raw_server
 from tests.tiny import MARKERS, THINKER_TEMPLATE
 
+pytestmark = pytest.mark.slow
 USER = {"role": "user", "content": "hi"}
 TOOL = {"type": "function", "function": {"name": "add", "parameters": {"type": "object", "properties": {}}}}
 EXACT: Mapping[str, Any] = {"cache_type_k": 0, "cache_type_v": 0, "flash_attn_type": 0}
@@ -234,7 +235,6 @@ def test_the_package_reads_what_was_changed(tmp_path: Path) -> None:
     assert [tensor.data.tolist() for tensor in reader.tensors] == [list(range(5)), list(range(16))]
 
 
-@pytest.mark.slow
 def test_a_model_is_written_once_until_its_code_changes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     written: list[Path] = []
 

@@ -1,4 +1,5 @@
 import asyncio
+import concurrent.futures
 import contextlib
 import os
 import signal
@@ -11,7 +12,7 @@ import pytest
 
 from lmx_lab.errors import HostingError
 from lmx_lab.http.uvicorn_server import bind, serve
-from lmx_lab.portal import LoopThread, run_nested
+from lmx_lab.portal import LoopThread, receive, run_nested
 from tests.http.serving import HealthApp, fetch, script_result
 
 WAIT_S = 60
@@ -277,6 +278,23 @@ def test_work_for_a_busy_event_loop_of_another_thread_times_out(thread, monkeypa
     kept.result(WAIT_S)
     thread.run(asyncio.sleep(0))
     assert ran == []
+
+
+def test_a_loop_that_waits_for_another_thread_sees_callbacks_that_do_not_wake_it():
+    future = concurrent.futures.Future()
+    # Without the other callback, the loop would sleep until this one.
+    late = threading.Timer(WAIT_S, future.set_result, [None])
+    late.start()
+    with asyncio.Runner() as runner:
+        loop = runner.get_loop()
+        task = loop.create_task(receive(future))
+        # As ipykernel's handler of SIGINT does. It runs in the loop's thread while the loop sleeps.
+        interrupt = threading.Timer(0.05, loop.call_soon, [task.cancel])
+        interrupt.start()
+        with pytest.raises(asyncio.CancelledError):
+            loop.run_until_complete(task)
+    late.cancel()
+    assert future.cancelled()
 
 
 async def failing():

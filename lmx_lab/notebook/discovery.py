@@ -237,8 +237,15 @@ class Announcement:
             properties=self._properties,
             server=f"lmx-lab-{secrets.token_hex(6)}.local.",
         )
+        # zeroconf itself asks for answers by unicast, which reach only one of the programs of this machine.
+        browser = self._zeroconf.ServiceBrowser(
+            self._network, SERVICE, handlers=[lambda **_: None], question_type=self._zeroconf.DNSQuestionType.QM
+        )
         try:
-            self._network.register_service(self._info, allow_name_change=True)
+            try:
+                self._network.register_service(self._info, allow_name_change=True)
+            finally:
+                browser.cancel()
         except BaseException:
             self.stop()
             raise

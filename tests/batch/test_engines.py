@@ -15,6 +15,7 @@ from lmx_lab.errors import InvalidRequestError
 from lmx_lab.settings import Settings
 from lmx_lab.values.models import Format, ModelEntry
 
+pytestmark = pytest.mark.slow
 COLUMNS = {"days": Annotated[int, Field(ge=0, le=99)], "far": bool, "kind": Literal["sea", "hills"]}
 
 

@@ -16,6 +16,8 @@ from lmx_lab.bench.plots import MAX_LINES
 from lmx_lab.errors import InvalidRequestError
 from tests.bench.rows import run_of
 
+pytestmark = pytest.mark.slow
+
 
 def swept(**fields: Any) -> list[RequestSample]:
     return [
@@ -48,7 +50,6 @@ def test_a_median_without_an_interval_has_no_bar() -> None:
     assert all(np.isnan(float(cap.get_ydata()[0])) for cap in caps)
 
 
-@pytest.mark.slow
 def test_lines_are_named_by_differing_values_and_the_title_has_common_ones() -> None:
     chart = by_concurrency([*swept(model="small", cache="cold"), *swept(model="small", cache="warm")])
     assert [text.get_text() for text in chart.legends[0].get_texts()] == ["cold cache", "warm cache"]
@@ -56,7 +57,6 @@ def test_lines_are_named_by_differing_values_and_the_title_has_common_ones() -> 
     assert len(chart.axes) == 3
 
 
-@pytest.mark.slow
 def test_a_plot_over_prompt_lengths_has_a_line_for_each_concurrency() -> None:
     samples = [one for tokens in (16, 64, 1024) for one in swept(prompt_tokens_wanted=tokens)]
     chart = by_prompt_length(samples)
@@ -68,7 +68,6 @@ def test_a_plot_over_prompt_lengths_has_a_line_for_each_concurrency() -> None:
     assert [axes.get_xscale() for axes in chart.axes] == ["log"] * 3
 
 
-@pytest.mark.slow
 def test_a_notebook_displays_the_figure_without_pyplot() -> None:
     code = (
         "import sys; from tests.bench.test_plots import swept; from lmx_lab.bench import by_concurrency;"
@@ -80,14 +79,12 @@ def test_a_notebook_displays_the_figure_without_pyplot() -> None:
     assert done.stdout == "b'\\x89PNG' False\n"
 
 
-@pytest.mark.slow
 def test_unusual_names_and_missing_values_can_be_drawn() -> None:
     names = ["$x^{", "<b>", "long " * 40, "long " * 41, ""]
     samples = [one for name in names for one in swept(target=name)]
     assert by_concurrency(samples, metrics=("queue_ms", "total_tok_s"))._repr_png_().startswith(b"\x89PNG")
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize("plot", [by_concurrency, by_prompt_length])
 def test_what_cannot_be_plotted_is_refused(plot: Callable[..., Any]) -> None:
     with pytest.raises(InvalidRequestError, match="nothing to plot"):

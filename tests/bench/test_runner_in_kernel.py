@@ -11,6 +11,8 @@ from tests.bench.scripts import WORDS, after_calibration
 from tests.daemon.scripted import STALL, Scripted, token
 from tests.kernel.conftest import Notebook
 
+pytestmark = pytest.mark.slow
+
 
 @pytest.fixture
 def notebook(tmp_path: Path) -> Iterator[Notebook]:
@@ -19,7 +21,6 @@ def notebook(tmp_path: Path) -> Iterator[Notebook]:
     notebook.close()
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize("first_line", ["", "import asyncio; await asyncio.sleep(0)"])
 def test_the_stop_button_returns_the_finished_requests(notebook: Notebook, first_line: str) -> None:
     """In a cell with ``await``, the handler of ipykernel raises no exception."""

@@ -28,6 +28,8 @@ def home(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     """A home for commands that run in this process, where nothing has to be imported again."""
     monkeypatch.setenv("LMX_LAB_HOME", str(tmp_path))
     monkeypatch.setenv("HF_HUB_CACHE", str(tmp_path / "hub"))
+    # A lab of this machine may use the default port.
+    monkeypatch.setenv("LMX_LAB_PORT", "9")
     return tmp_path
 
 

@@ -319,8 +319,9 @@ def test_the_most_frequent_errors_are_shown_and_the_others_counted(capsys: pytes
         (["--url", "127.0.0.1:1", "-c", "0"], "concurrency is 0"),
         (["--url", "127.0.0.1:1", "--requests", "1", "-c", "4"], "requests is 1"),
         (["--url", "ftp://nowhere"], "ftp://nowhere"),
-        (["--url", "127.0.0.1:1", "--plot", "bench.txt"], ".png"),
-        (["--url", "127.0.0.1:1", "--plot", "/no/such/bench.png"], "folder"),
+        # matplotlib is slow to import.
+        pytest.param(["--url", "127.0.0.1:1", "--plot", "bench.txt"], ".png", marks=pytest.mark.slow),
+        pytest.param(["--url", "127.0.0.1:1", "--plot", "/no/such/bench.png"], "folder", marks=pytest.mark.slow),
     ],
 )
 def test_an_invalid_argument_is_one_line_before_anything_is_measured(

@@ -35,7 +35,12 @@ def stop_when_ready(running: Running) -> None:
     running.send_signal(signal.SIGTERM)
 
 
-@pytest.mark.parametrize(("typed", "added"), [("y\n", True), ("\n", False), ("\x04", False)], ids=["yes", "no", "end"])
+@pytest.mark.parametrize(
+    ("typed", "added"),
+    # The first one imports MCP, which is slow.
+    [pytest.param("y\n", True, marks=pytest.mark.slow), ("\n", False), ("\x04", False)],
+    ids=["yes", "no", "end"],
+)
 def test_servers_of_a_file_are_added_only_after_a_yes(
     tmp_path: Path, arguments: list[str], typed: str, added: bool
 ) -> None:
@@ -100,6 +105,7 @@ def test_control_characters_in_a_server_are_escaped(tmp_path: Path) -> None:
     assert ended.stdout == shown
 
 
+@pytest.mark.slow
 def test_an_invalid_entry_does_not_affect_the_others(tmp_path: Path) -> None:
     servers = {"broken": {"command": "cat", "cwd": "/no/such/folder"}, "good": {"command": "cat"}}
     file = write_config(tmp_path, {"mcpServers": servers})

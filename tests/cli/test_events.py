@@ -12,7 +12,7 @@ import pytest
 from lmx_lab.client import DaemonClient
 from lmx_lab.daemon.daemon import Daemon
 from tests.command_line import Running, run_command
-from tests.daemon.running_daemon import serving, write_tokens
+from tests.daemon.running_daemon import serving, settled, write_tokens
 
 
 @pytest.mark.usefixtures("hello")
@@ -70,6 +70,8 @@ def test_following_continues_over_a_restart(tmp_path: Path) -> None:
     def restart(following: Running) -> None:
         make_session(first, "first")
         following.wait_for("first")
+        # The first events are read from the log, before the command subscribes to new ones.
+        assert settled(first, lambda: len(first.services.subscribers) == 1)
         first.stop(mode="now")
         with serving(tmp_path) as second:
             make_session(second, "second")

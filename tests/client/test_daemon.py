@@ -231,6 +231,8 @@ async def test_an_mcp_server_is_tested_added_changed_and_removed(client: AsyncDa
     assert await client.mcp_servers() == []
 
 
+# It imports MCP.
+@pytest.mark.slow
 async def test_a_failed_mcp_test_is_a_result(client: AsyncDaemonClient) -> None:
     tested = await client.test_mcp_server(McpServerConfig(name="none", command="no-such-program-anywhere"))
     assert isinstance(tested, McpTestFailed)

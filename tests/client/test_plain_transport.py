@@ -43,8 +43,9 @@ async def answering(answer: bytes) -> AsyncIterator[_Server]:
         yield server
 
 
-def client(*, keepalive_s: float = 60.0, timeout_s: float = 30.0) -> httpx2.AsyncClient:
-    return httpx2.AsyncClient(transport=PlainTransport(keepalive_s=keepalive_s), timeout=timeout_s)
+def client(*, keepalive_s: float = 60.0, read_s: float = 30.0) -> httpx2.AsyncClient:
+    timeout = httpx2.Timeout(30.0, read=read_s)
+    return httpx2.AsyncClient(transport=PlainTransport(keepalive_s=keepalive_s), timeout=timeout)
 
 
 @pytest.mark.parametrize(
@@ -93,7 +94,7 @@ async def test_requests_have_all_header_fields_and_none_that_begins_another_fiel
 
 
 async def test_errors_are_those_of_the_library() -> None:
-    async with answering(b"") as server, client(timeout_s=0.01) as http:
+    async with answering(b"") as server, client(read_s=0.01) as http:
         with pytest.raises(httpx2.ReadTimeout):
             await http.post(server.url, content=b"body")
     async with answering(b"SSH-2.0\r\n\r\n") as server, client() as http:

@@ -11,7 +11,6 @@ from typing import Any
 import pytest
 import typer
 from typer.core import TyperGroup, TyperOption
-from typer.testing import CliRunner
 
 from lmx_lab.cli.app import app
 from lmx_lab.errors import LabError
@@ -73,10 +72,16 @@ def number(text: str) -> float:
     return float(base) ** int(power.translate(SUPERSCRIPTS) or 1)
 
 
+GROUP = typer.main.get_command(app)
+
+
+class ReadError(Exception):
+    """Raised instead of reading the settings."""
+
+
 def options(command: str) -> Iterator[TyperOption]:
-    group = typer.main.get_command(app)
-    assert isinstance(group, TyperGroup)
-    for parameter in group.commands[command].params:
+    assert isinstance(GROUP, TyperGroup)
+    for parameter in GROUP.commands[command].params:
         if isinstance(parameter, TyperOption) and parameter.name not in (*OTHER_OPTIONS[command], "help"):
             yield parameter
 
@@ -92,10 +97,11 @@ def test_a_flag_sets_the_setting_of_its_row(
 
     def read(**overrides: Any) -> Settings:
         seen.update({name: value for name, value in overrides.items() if value is not None})
-        raise KeyboardInterrupt
+        raise ReadError
 
     monkeypatch.setattr(Settings, "read", read)
-    CliRunner().invoke(app, [command, flag] if is_switch else [command, flag, "7"])
+    with pytest.raises(ReadError):
+        GROUP.main([command, flag] if is_switch else [command, flag, "7"], standalone_mode=False)
     assert [name for name, row in SETTINGS.items() if f"`{command} {flag}`" in row["flag"].split(", ")] == list(seen)
 
 

@@ -5,7 +5,10 @@ from __future__ import annotations
 import re
 from collections.abc import Collection, Iterable, Sequence
 from dataclasses import dataclass, field
+from importlib.util import find_spec, module_from_spec, spec_from_file_location
 from itertools import pairwise
+from pathlib import Path
+from types import ModuleType
 from typing import Any
 
 from lmx_lab.engine.text.channels import CONTENT, REASONING, TOOL, ChannelFormat
@@ -14,6 +17,19 @@ from lmx_lab.engine.text.tool_calls import CallFormat
 from lmx_lab.values.generation import ToolCallDelta
 
 THOUGHTS = ("<think>", "</think>")
+
+
+def tool_parser(name: str) -> ModuleType:
+    """Load one of mlx-lm's tool parsers, without the import of mlx-lm, which takes a second."""
+    package = find_spec("mlx_lm")
+    assert package is not None
+    assert package.origin is not None
+    spec = spec_from_file_location(name, Path(package.origin).with_name("tool_parsers") / f"{name}.py")
+    assert spec is not None
+    assert spec.loader is not None
+    module = module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
 
 
 class Tokens:

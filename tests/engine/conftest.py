@@ -9,16 +9,12 @@ import weakref
 from collections import Counter
 from collections.abc import AsyncIterator, Coroutine, Iterator
 from dataclasses import replace
-from typing import Any, TypeVar
+from typing import TYPE_CHECKING, Any, TypeVar
 
 import pytest
 
 from lmx_lab.engine import GenerationRequest, ModelManager, Sampling, TokenPrompt, TokenStream
 from lmx_lab.engine.interface import InferenceEngine
-from lmx_lab.engine.mlx.encoding import EncodingLoop
-from lmx_lab.engine.mlx.engine import MlxEngine
-from lmx_lab.engine.mlx.state import MlxCore
-from lmx_lab.engine.mlx.thread import EngineThread
 from lmx_lab.engine.model_control import ModelControl
 from lmx_lab.engine.registry import engine_for
 from lmx_lab.engine.stream import Item, Mailbox
@@ -26,6 +22,13 @@ from lmx_lab.errors import LabError
 from lmx_lab.settings import Settings
 from lmx_lab.values.generation import GenerationReport, TokenLogprob
 from lmx_lab.values.models import Format, LoadReport, LoadSpec, ModelEntry
+
+# Imported by the functions that need it, because it imports mlx-lm, and fast tests import this file.
+if TYPE_CHECKING:
+    from lmx_lab.engine.mlx.encoding import EncodingLoop
+    from lmx_lab.engine.mlx.engine import MlxEngine
+    from lmx_lab.engine.mlx.state import MlxCore
+    from lmx_lab.engine.mlx.thread import EngineThread
 
 T = TypeVar("T")
 GREEDY = Sampling(temperature=0)
@@ -75,6 +78,8 @@ def engine_of(manager: ModelManager, format: Format) -> InferenceEngine:
 
 
 def mlx_engine(manager: ModelManager) -> MlxEngine:
+    from lmx_lab.engine.mlx.engine import MlxEngine
+
     engine = manager.engine("mlx")
     assert isinstance(engine, MlxEngine)
     return engine
@@ -265,6 +270,8 @@ class Gate:
 @pytest.fixture
 def gate(monkeypatch: pytest.MonkeyPatch) -> Iterator[Gate]:
     """An open gate. Each step of the engine computes one layer of texts."""
+    from lmx_lab.engine.mlx.encoding import EncodingLoop
+
     gate, advance = Gate(), EncodingLoop._advance
 
     def wait_and_advance(encoding: EncodingLoop, batch: Any) -> None:

@@ -13,6 +13,7 @@ from mlx_lm.utils import load_model
 from lmx_lab.engine.quantized_layers import checked_classes
 from lmx_lab.values.models import ModelEntry
 
+pytestmark = pytest.mark.slow
 WEIGHT = "model.layers.0.mlp.up_proj"
 
 

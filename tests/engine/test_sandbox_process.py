@@ -104,6 +104,16 @@ def test_closing_ends_a_running_request(process: SandboxProcess) -> None:
         process.request(b"b", 5)
 
 
+def test_the_process_ends_when_its_connection_is_closed(tmp_path: Path) -> None:
+    (tmp_path / "worker.py").write_text(WORKER)
+    process = SandboxProcess(tmp_path / "worker.py", lambda: os.environ)
+    assert process.request(b"a", 5) == b"done a"
+    process.start().close()
+    assert process._process is not None
+    assert process._process.wait(30) == 0
+    process.close()
+
+
 def test_a_worker_that_cannot_be_loaded_is_a_start_error(tmp_path: Path) -> None:
     (tmp_path / "worker.py").write_text("import there_is_no_such_module")
     process = SandboxProcess(tmp_path / "worker.py", lambda: {})
@@ -115,11 +125,11 @@ def test_a_worker_that_cannot_be_loaded_is_a_start_error(tmp_path: Path) -> None
 def test_the_process_ends_with_its_parent_during_a_request(tmp_path: Path) -> None:
     (tmp_path / "worker.py").write_text(WORKER)
     program = f"""
-    import threading, time
+    import os
     from pathlib import Path
     from lmx_lab.engine.sandbox_process import SandboxProcess
 
-    process = SandboxProcess(Path({str(tmp_path / "worker.py")!r}), lambda: {{}})
+    process = SandboxProcess(Path({str(tmp_path / "worker.py")!r}), lambda: os.environ)
     process.start()
     print(process._process.pid, flush=True)
     process.request(b"sleep 60", 60)

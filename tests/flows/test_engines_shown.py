@@ -16,6 +16,7 @@ from lmx_lab.settings import Settings
 from lmx_lab.values.models import ModelEntry
 from tests.command_line import run_command
 
+pytestmark = pytest.mark.slow
 DETAIL = "for smollm2-135m: MLX 24 tok/s, llama.cpp 110 tok/s; prefer GGUF files (of "
 
 

@@ -18,6 +18,7 @@ from lmx_lab.values.models import ModelEntry
 from tests.flows.conftest import serving
 from tests.quantized_copies import EXACT, store_copy
 
+pytestmark = pytest.mark.slow
 NAME = "smollm2-135m"
 REASON = "it is usually the faster engine on a CPU"
 

@@ -16,6 +16,8 @@ from lmx_lab.notebook import Lab
 from lmx_lab.settings import Settings
 from tests.flows.conftest import chat_body, serving
 
+pytestmark = pytest.mark.slow
+
 
 @pytest.fixture(scope="module")
 def lab(three_home: Path) -> Iterator[Lab]:

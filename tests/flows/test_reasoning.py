@@ -18,6 +18,7 @@ from lmx_lab.notebook import Lab
 from tests.flows.conftest import HELLO, chat_body, echo_body, events, serving
 from tests.flows.schemas import DIGIT, SHORT, closed
 
+pytestmark = pytest.mark.slow
 PATH = "/v1/chat/completions"
 BUDGET = 5
 THINKING: dict[str, Any] = {"chat_template_kwargs": {"open_thoughts": True}, "thinking_token_budget": BUDGET}
@@ -204,7 +205,6 @@ def test_reasoning_and_content_have_logprobs(http: httpx2.Client) -> None:
 # --- any engine
 
 
-@pytest.mark.slow
 def test_all_routes_separate_reasoning_from_the_content(lab: Lab) -> None:
     sent = [{"role": "user", "content": "<think>Is it wide?</think>It is."}]
     fields = echo_body(messages=sent, max_tokens=40)

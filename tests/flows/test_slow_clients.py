@@ -19,6 +19,7 @@ from lmx_lab.http.slow_clients import SendWatch
 from lmx_lab.notebook import Lab
 from tests.flows.conftest import ENDLESS, PACE, echo_body, serving, wait_until, wait_until_idle
 
+pytestmark = pytest.mark.slow
 PATHS = {"sse": "/v1/chat/completions", "completions": "/v1/completions", "socket": "/v1/chat/stream"}
 Way = Literal["sse", "completions", "socket"]
 NOTICED = "the client has accepted no data"
@@ -61,7 +62,6 @@ def read_until(client: socket.socket, end: bytes) -> bytes:
     return data
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize("way", PATHS)
 def test_a_client_that_accepts_no_data_is_disconnected_and_its_generation_cancelled(
     echo_home: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture, way: Way
@@ -84,7 +84,6 @@ def test_a_client_that_accepts_no_data_is_disconnected_and_its_generation_cancel
     assert re.search(r"lmx_lab_requests_total.*cancelled.* 1\.0", metrics)
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize("way", ["sse", "socket"])
 def test_a_slot_for_which_others_wait_is_free_earlier(echo_home: Path, way: Way) -> None:
     with (
@@ -97,7 +96,6 @@ def test_a_slot_for_which_others_wait_is_free_earlier(echo_home: Path, way: Way)
         assert lab.engine.snapshot.output_tokens < ENDLESS["max_tokens"]
 
 
-@pytest.mark.slow
 def test_a_client_may_pause_after_its_generation_has_ended(echo_home: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     blocked_s: list[float] = []
     check = SendWatch._check

@@ -19,6 +19,8 @@ from lmx_lab.settings import Settings
 from lmx_lab.values.models import Format, ModelEntry
 from tests.panels.scripted_backend import Reader
 
+pytestmark = pytest.mark.slow
+
 
 @pytest.fixture(scope="module", params=["mlx", "gguf"])
 def lab(

@@ -11,6 +11,7 @@ import lmx_lab
 from lmx_lab.settings import Settings
 from lmx_lab.values.models import Format, ModelEntry
 
+pytestmark = pytest.mark.slow
 TEXT = "<|im_start|>user\nHi \N{GRINNING FACE} 你好<|im_end|>\n<|im_start|>assistant\nThe sea is wide."
 """Text with special tokens, one of which ends answers, and with characters of several tokens."""
 

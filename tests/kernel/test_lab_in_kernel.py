@@ -210,8 +210,8 @@ def test_leaving_a_stream_early_frees_its_slot(lab: Notebook) -> None:
     ],
 )
 def test_the_stop_button_ends_the_generation_and_the_next_one_works(notebook: Notebook, body: str) -> None:
-    # The complete answer takes 20 s; only the stop button ends it in time.
-    notebook.run(launch(notebook, "model='echo', port=0, echo_tokens_per_s=100"))
+    # The complete answer takes 100 s; only the stop button ends it in time.
+    notebook.run(launch(notebook, "model='echo', port=0, echo_tokens_per_s=20"))
     output = notebook.interrupt(f"long = 'word ' * 1000\nprint('started', flush=True)\nwhile True:\n    {body}")
     # ipykernel cancels a cell that awaits.
     assert output.error in ({"CancelledError", "KeyboardInterrupt"} if "await lab" in body else {"KeyboardInterrupt"})

@@ -22,7 +22,7 @@ from lmx_lab.wire.admin import ModelEvent, RequestEvent
 from tests.flows.conftest import serving, wait_until
 from tests.tiny import write_tiny_llama
 
-pytestmark = pytest.mark.anyio
+pytestmark = [pytest.mark.anyio, pytest.mark.slow]
 SALT = ("How salty is the sea?", ["Bread.", "Sea salt.", "Sand."])
 WAIT_S = 60.0
 

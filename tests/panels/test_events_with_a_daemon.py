@@ -16,6 +16,8 @@ from tests.daemon.running_daemon import client, serving
 from tests.daemon.scripted import STALL, Script, Scripted, calls, says, token
 from tests.panels.scripted_backend import Reader
 
+pytestmark = pytest.mark.slow
+
 
 def answer(body: dict[str, Any]) -> Script:
     """Return the answer to the last message."""
@@ -51,7 +53,6 @@ def kinds(panel: Any) -> list[str]:
     return [row["kind"] for row in panel.frame["rows"]]
 
 
-@pytest.mark.slow
 def test_a_tool_waits_until_the_panel_allows_it(reader: Reader, daemon: Daemon, http: httpx2.Client) -> None:
     deleted: list[str] = []
 
@@ -83,7 +84,6 @@ def test_a_tool_waits_until_the_panel_allows_it(reader: Reader, daemon: Daemon, 
     assert reader.panel.df["seq"].dropna().is_monotonic_increasing
 
 
-@pytest.mark.slow
 def test_stop_cancels_an_endless_turn(reader: Reader, http: httpx2.Client) -> None:
     session = http.post("/v3/sessions", json={}).json()["session_id"]
     reader.ask("filter", session=session)

@@ -31,6 +31,7 @@ from tests.flows.conftest import serving, wait_until
 from tests.gguf_files import with_template
 from tests.tiny import THINKER_TEMPLATE, teach_thinking, write_tiny_llama
 
+pytestmark = pytest.mark.slow
 LIMIT_S = 0.5
 ENDLESS = "{% for a in range(99999) %}{% for b in range(99999) %}{% endfor %}{% endfor %}"
 # Without limits, each would block or exhaust the machine: by time, by memory, or within a single operation.
@@ -70,7 +71,6 @@ def process() -> Iterator[TemplateSandbox]:
     process.stop()
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize("what", MALICIOUS)
 def test_a_malicious_template_is_stopped_at_a_limit_and_the_next_one_is_rendered(
     process: TemplateSandbox, what: str
@@ -92,7 +92,6 @@ def test_forbidden_operations_are_rejected(process: TemplateSandbox, what: str) 
     assert shown in ("", "None")
 
 
-@pytest.mark.slow
 def test_the_error_names_the_limit(process: TemplateSandbox) -> None:
     for template, words in (
         (ENDLESS, "0.5 s"),
@@ -103,7 +102,6 @@ def test_the_error_names_the_limit(process: TemplateSandbox) -> None:
             process.render(template, {})
 
 
-@pytest.mark.slow
 def test_the_process_has_no_keys_in_its_environment_and_ends_with_its_parent(
     process: TemplateSandbox, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -117,7 +115,6 @@ def test_the_process_has_no_keys_in_its_environment_and_ends_with_its_parent(
     assert not child.is_running()
 
 
-@pytest.mark.slow
 def test_a_killed_process_is_started_again(process: TemplateSandbox) -> None:
     process.render("", {})
     for child in psutil.Process().children():
@@ -255,7 +252,6 @@ def test_other_requests_are_answered_while_a_template_loops(malicious_lab: Lab) 
         assert http.post("/v1/chat/completions", json=chat).status_code == 200
 
 
-@pytest.mark.slow
 def test_rendering_does_not_start_a_process_each_time(process: TemplateSandbox) -> None:
     """The time limit is generous: it only detects that a process is started for each rendering."""
     variables = {"messages": CONVERSATION, "tools": None, "add_generation_prompt": True}

@@ -15,6 +15,7 @@ from lmx_lab.notebook import Lab
 from tests.browser.chromium import ARGUMENTS, chromium
 from tests.flows.conftest import serving
 
+pytestmark = pytest.mark.slow
 PAGE = b"<!doctype html><meta charset=utf-8><title>evil</title><iframe name=frame hidden></iframe>"
 # The answer of the attacker's DNS server.
 REBOUND = "--host-resolver-rules=MAP *.evil.example 127.0.0.1"

@@ -20,6 +20,7 @@ from tests.browser.chromium import chromium
 from tests.flows.conftest import serving
 from tests.tiny import write_tiny_llama
 
+pytestmark = pytest.mark.slow
 EVIL = (
     "<img src=x onerror='hit=1'><script>hit=1</script><svg onload='hit=1'></svg>\"'><a href=\"javascript:hit=1\">x</a>"
 )

@@ -19,6 +19,7 @@ from websockets.sync.client import connect
 from lmx_lab.notebook import Lab
 from tests.flows.conftest import serving
 
+pytestmark = pytest.mark.slow
 ELSEWHERE = {"host": "elsewhere.example"}
 CHAT = {"model": "default", "messages": [{"role": "user", "content": "hi"}], "max_tokens": 2}
 

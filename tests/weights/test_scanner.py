@@ -15,6 +15,7 @@ from lmx_lab.weights.scan import ModelLocation, folder_locations
 from lmx_lab.weights.scanner import Listing, Root, Scanner
 from tests.tiny import write_tiny_llama
 
+pytestmark = pytest.mark.slow
 WAIT_S = 30.0
 AT_ONCE = 40
 

@@ -193,7 +193,8 @@ async def test_a_watchdog_that_cannot_be_started_is_tried_again(
 
 
 def program(*arguments: str) -> subprocess.Popen[bytes]:
-    return subprocess.Popen([sys.executable, "-P", "-S", str(PROGRAM), *arguments], stdin=subprocess.PIPE)
+    # Without -S, so that its coverage can be measured.
+    return subprocess.Popen([sys.executable, "-P", str(PROGRAM), *arguments], stdin=subprocess.PIPE)
 
 
 @pytest.fixture

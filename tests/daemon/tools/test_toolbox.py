@@ -38,6 +38,7 @@ async def test_python_functions_and_mcp_tools_are_called_by_their_names(harness:
         assert (result.status, "no longer exists" in result.text) == ("error", True)
 
 
+@pytest.mark.slow
 @pytest.mark.anyio
 async def test_the_absence_of_a_tool_is_explained_by_the_state_of_its_server(harness: McpHarness) -> None:
     toolbox = CombinedToolbox(PythonTools(), harness.servers)

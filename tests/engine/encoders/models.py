@@ -5,17 +5,20 @@ from __future__ import annotations
 import json
 from collections.abc import Generator, Mapping
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import numpy.typing as npt
 from safetensors.numpy import save_file
 from tokenizers import Tokenizer, models, normalizers, pre_tokenizers, processors
 
-from lmx_lab.engine.encoders import LoadedEncoder, load_encoder
 from lmx_lab.values.encoding import Vectors
 from lmx_lab.values.models import ModelEntry
 from lmx_lab.weights.scan import read_folder
+
+# Imported by the function that needs it, because it imports mlx-lm, and fast tests import this file.
+if TYPE_CHECKING:
+    from lmx_lab.engine.encoders import LoadedEncoder
 
 Tensors = dict[str, npt.NDArray[np.float32]]
 
@@ -249,6 +252,8 @@ def run(layers: Generator[Any, None, Vectors]) -> Vectors:
 
 
 def load(listed: ModelEntry, **settings: Any) -> LoadedEncoder:
+    from lmx_lab.engine.encoders import load_encoder
+
     return load_encoder(listed, **{"limit_bytes": 2**40} | settings)
 
 

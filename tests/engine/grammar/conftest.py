@@ -6,7 +6,6 @@ from collections.abc import Iterator
 from typing import Any
 
 import pytest
-from mlx_lm import tokenizer_utils
 
 from lmx_lab.engine.grammar.compile import GrammarCompiler, read_token_table
 from lmx_lab.engine.grammar.sandbox import GrammarSandbox
@@ -16,6 +15,8 @@ from tests.engine.grammar.grammars import WIDTH
 
 @pytest.fixture(scope="package")
 def tokenizer(smollm2: ModelEntry) -> Any:
+    from mlx_lm import tokenizer_utils  # slow to import, and not needed by fast tests
+
     return tokenizer_utils.load(smollm2.path)
 
 

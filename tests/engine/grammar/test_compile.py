@@ -12,6 +12,8 @@ from lmx_lab.engine.grammar.sandbox import GrammarSandbox
 from lmx_lab.errors import InvalidRequestError
 from tests.engine.grammar.grammars import CALL, PERSON, TOOLS, grammar_for, schema
 
+pytestmark = pytest.mark.slow
+
 
 @pytest.mark.parametrize(
     ("bad", "reason"),

@@ -13,6 +13,7 @@ from lmx_lab.engine.grammar.sandbox import GrammarSandbox
 from lmx_lab.errors import InvalidRequestError, QueueFullError
 from tests.engine.grammar.grammars import PERSON, Reading, grammar_for, schema
 
+pytestmark = pytest.mark.slow
 AMBIGUOUS = 'start: s\ns: s s | s s s | /[a-z]+/ | " "'
 
 

@@ -33,6 +33,7 @@ from tests.engine.mlx.families import (
     write_tokenizer,
 )
 
+pytestmark = pytest.mark.slow
 CITY = {"type": "object", "properties": {"city": {"type": "string"}, "days": {"type": "integer"}}, "required": ["city"]}
 TOOLS = ToolUse(tools=(Tool(name="weather", parameters=CITY), Tool(name="add", parameters={"type": "object"})))
 JSON = AnswerFormat(kind="json_schema", text='{"type": "object", "properties": {"a": {"type": "integer"}}}')

@@ -9,16 +9,15 @@ from collections.abc import Iterable, Sequence
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
-from mlx_lm.tool_parsers import json_tools
-from transformers import AutoTokenizer
 
 from lmx_lab.engine.text.channels import CONTENT, REASONING, TOOL, ChannelFormat, StopStrings
 from lmx_lab.engine.text.splitter import Decode, Detokenizer, SplitText, TextSplitter
 from lmx_lab.engine.text.tool_calls import CallFormat
 from lmx_lab.values.generation import ToolCallDelta
 from lmx_lab.values.models import ModelEntry
-from tests.engine.answers import Tokens, answer, channel_format_of, places
+from tests.engine.answers import Tokens, answer, channel_format_of, places, tool_parser
 
+json_tools = tool_parser("json_tools")
 TEXTS = st.text(alphabet=st.sampled_from("ab -é€😀\n"), max_size=30)
 STOPS = st.lists(st.text(alphabet="ab -é", min_size=1, max_size=4), max_size=3)
 # Bytes that begin, continue and break characters, more often than arbitrary bytes.
@@ -434,6 +433,8 @@ def test_stop_strings_do_not_apply_to_reasoning_and_calls(cuts: set[int], conten
 
 
 def test_answers_of_a_real_tokenizer_are_divided_in_the_same_way(smollm2: ModelEntry) -> None:
+    from transformers import AutoTokenizer  # slow to import, and not needed by fast tests
+
     tokenizer = AutoTokenizer.from_pretrained(smollm2.path)
     raw = f"<think>\nThe 😀 user asks.\n</think>\n\nLet me look.\n{CALL}\n{CALL}\n"
     tokens = tokenizer.encode(raw, add_special_tokens=False)

@@ -12,12 +12,14 @@ from typing import Any
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
-from mlx_lm.tool_parsers import glm47, json_tools, kimi_k2, mistral, pythonic, qwen3_coder
 
 from lmx_lab.engine.text.channels import CONTENT, REASONING, ChannelFormat
 from lmx_lab.engine.text.tool_calls import CallNumbering, EnforcedCallReader, ParsedCallReader
-from tests.engine.answers import Answer, Tokens, answer, channel_format_of, merge
+from tests.engine.answers import Answer, Tokens, answer, channel_format_of, merge, tool_parser
 
+glm47, json_tools, kimi_k2, mistral, pythonic, qwen3_coder = map(
+    tool_parser, ("glm47", "json_tools", "kimi_k2", "mistral", "pythonic", "qwen3_coder")
+)
 QWEN_CODER_CALL = (
     "<tool_call>\n<function=get_weather>\n<parameter=city>\nSão Paulo\n</parameter>\n"
     "<parameter=unit>\ncelsius\n</parameter>\n</function>\n</tool_call>"

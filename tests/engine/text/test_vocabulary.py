@@ -15,6 +15,7 @@ from lmx_lab.engine.text.splitter import Detokenizer
 from lmx_lab.engine.text.vocabulary import Vocabulary
 from lmx_lab.values.models import ModelEntry
 
+pytestmark = pytest.mark.slow
 # SmolLM2 has no tokens for some control characters, and for unassigned planes.
 TEXTS = st.text(st.characters(exclude_categories=["C"]), max_size=30) | st.text(
     alphabet="ab \n é€😀👩‍💻漢한\t1", max_size=30
@@ -53,7 +54,6 @@ def test_the_bytes_of_a_texts_tokens_are_the_text(smollm2_tokenizer: Any, text: 
     assert b"".join(map(vocabulary.bytes_of, encode(smollm2_tokenizer, text))) == text.encode()
 
 
-@pytest.mark.slow
 @given(text=TEXTS.filter(lambda text: "▁" not in text and text))
 @settings(deadline=None)
 def test_byte_tokens_and_marked_spaces_have_the_bytes_of_their_text(sentencepiece_like: Any, text: str) -> None:
@@ -61,7 +61,6 @@ def test_byte_tokens_and_marked_spaces_have_the_bytes_of_their_text(sentencepiec
     assert b"".join(map(vocabulary.bytes_of, encode(sentencepiece_like, text))) == b" " + text.encode()
 
 
-@pytest.mark.slow
 @given(data=st.lists(st.sampled_from([b"a", b"\x80", "é".encode(), "😀".encode(), b"\xf0\x9f", b"\n"])).map(b"".join))
 @settings(deadline=None)
 def test_a_real_byte_fallback_decoder_streams_every_valid_character(sentencepiece_like: Any, data: bytes) -> None:

@@ -21,6 +21,7 @@ from lmx_lab.engine.tokenizing.worker import NICENESS
 from lmx_lab.errors import InvalidRequestError, QueueFullError
 from lmx_lab.values.models import ModelEntry
 
+pytestmark = pytest.mark.slow
 TEXTS = ("", "Hello  world!\n", "<|im_start|>user\nhi<|im_end|>", "[CLS] 東京 naïve 🦊 [SEP]", "\x00\x04\t", " " * 300)
 SLOW = "(a|a|aa|b)*c"
 
@@ -78,7 +79,6 @@ def test_a_long_text_of_a_bounded_tokenizer_is_encoded_in_the_process(smollm2: M
     assert (encoded.ids, encoded.length) == (ids[:100], len(ids))
 
 
-@pytest.mark.slow
 def test_a_text_over_the_time_limit_is_refused(slow: TextEncoder, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(module, "LIMIT_S", 1.0)
     with pytest.raises(InvalidRequestError, match="takes longer than the limit of 1 s for messages") as caught:
@@ -126,7 +126,6 @@ def test_a_cancelled_text_ends_while_it_is_encoded(slow: TextEncoder) -> None:
 
 
 @pytest.mark.long
-@pytest.mark.slow
 def test_a_text_gives_way_to_a_short_one(slow: TextEncoder, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(module, "LIMIT_S", 5.0)
     work = TextWork()

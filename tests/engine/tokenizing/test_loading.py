@@ -22,6 +22,7 @@ from lmx_lab.weights import Catalog
 from tests.engine.conftest import request
 from tests.tiny import write_tiny_llama
 
+pytestmark = pytest.mark.slow
 SLOW = {"type": "Replace", "pattern": {"Regex": "(a|a|aa|b)*c"}, "content": ""}
 Load = Callable[[dict[str, Any]], LoadedModel]
 
@@ -44,7 +45,6 @@ def load(tmp_path: Path, smollm2: ModelEntry) -> Load:
 
 
 @pytest.mark.long
-@pytest.mark.slow
 def test_a_tokenizer_with_an_unknown_pattern_is_used_in_its_process(load: Load) -> None:
     model, plain = load({"normalizer": SLOW}), load({})
     prompt = request(prompt=TextPrompt(text="Hello, world"))
@@ -60,13 +60,11 @@ def test_a_decoder_with_a_pattern_is_refused(load: Load) -> None:
         load({"decoder": SLOW})
 
 
-@pytest.mark.slow
 def test_a_tokenizer_that_fails_to_load_names_the_reason(load: Load) -> None:
     with pytest.raises(UnusableModelError, match="its tokenizer cannot be used"):
         load({"normalizer": {"type": "Replace", "pattern": {"Regex": "("}, "content": ""}})
 
 
-@pytest.mark.slow
 def test_a_tokenizer_that_takes_long_to_load_is_refused_and_its_check_can_be_cancelled(
     load: Load, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

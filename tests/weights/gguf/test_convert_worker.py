@@ -22,6 +22,7 @@ from lmx_lab.weights import Catalog, Progress
 from lmx_lab.weights.gguf.config import converted_bytes, llama3_scaling
 from lmx_lab.weights.gguf.header import read_header
 
+pytestmark = pytest.mark.slow
 ASK = """
 import sys
 import mlx.core as mx
@@ -96,7 +97,6 @@ def unpack(weights: dict[str, np.ndarray[Any, Any]], name: str, bits: int) -> np
     return (groups * scales + biases).reshape(packed.shape[0], -1)
 
 
-@pytest.mark.slow
 def test_quantized_matrices_keep_their_values(
     catalog: Catalog, tmp_path: Path, tiny_llama: Callable[..., bytes]
 ) -> None:
@@ -126,7 +126,6 @@ def dequantize(kind: str, content: bytes) -> np.ndarray[Any, Any]:
     return np.asarray(scale * nibbles + np.ascontiguousarray(blocks[:, 2:4]).view(np.float16).astype(np.float32))
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize(("kind", "dtype"), [("F16", "float16"), ("Q6_K", "float16"), ("F32", "float32")])
 def test_a_separate_output_matrix_that_is_not_quantized_stays_unquantized(
     catalog: Catalog, tmp_path: Path, tiny_llama: Callable[..., bytes], kind: str, dtype: str
@@ -137,7 +136,6 @@ def test_a_separate_output_matrix_that_is_not_quantized_stays_unquantized(
     assert (config["tie_word_embeddings"], config["quantization"]["lm_head"]) == (False, False)
 
 
-@pytest.mark.slow
 def test_the_end_of_turn_token_of_the_template_is_an_end_token_too(
     catalog: Catalog, tmp_path: Path, tiny_llama: Callable[..., bytes]
 ) -> None:
@@ -145,7 +143,6 @@ def test_the_end_of_turn_token_of_the_template_is_an_end_token_too(
     assert json.loads((folder / "config.json").read_text())["eos_token_id"] == [0, 258]
 
 
-@pytest.mark.slow
 def test_a_file_is_converted_once_and_found_by_its_content(
     catalog: Catalog, tmp_path: Path, tiny_llama: Callable[..., bytes]
 ) -> None:
@@ -158,7 +155,6 @@ def test_a_file_is_converted_once_and_found_by_its_content(
     assert other != folder
 
 
-@pytest.mark.slow
 def test_a_listed_file_and_its_conversion_are_one_model_until_the_file_changes(
     catalog: Catalog, tmp_path: Path, tiny_llama: Callable[..., bytes]
 ) -> None:
@@ -178,7 +174,6 @@ def test_a_listed_file_and_its_conversion_are_one_model_until_the_file_changes(
     assert [it.id for it in catalog.scan()] == ["org/other", name, "tiny.gguf"]
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize(
     ("metadata", "reason"),
     [
@@ -205,7 +200,6 @@ def test_a_disk_without_enough_space_is_an_error_before_the_conversion(
         import_tiny(catalog, tmp_path, tiny_llama())
 
 
-@pytest.mark.slow
 def test_a_disk_that_becomes_full_during_the_conversion_is_reported_as_such(
     tmp_path: Path, tiny_llama: Callable[..., bytes]
 ) -> None:
@@ -244,7 +238,6 @@ def test_a_model_in_mlx_format_is_not_converted(
     assert catalog.convert("m") == catalog.resolve("m")
 
 
-@pytest.mark.slow
 def test_a_split_file_is_not_converted_and_the_error_contains_the_next_step(
     catalog: Catalog, write_split: Callable[..., list[Path]], tmp_path: Path
 ) -> None:

@@ -1,0 +1,54 @@
+"""The worker of the template sandbox renders chat templates as transformers does. It is called in this process."""
+
+from __future__ import annotations
+
+import json
+from typing import Any
+
+import pytest
+
+from lmx_lab.engine.templates import worker
+
+
+def render(template: str, **variables: Any) -> dict[str, str]:
+    answer: dict[str, str] = json.loads(
+        worker.handle(json.dumps({"template": template, "variables": variables}).encode())
+    )
+    return answer
+
+
+@pytest.mark.parametrize(
+    ("template", "text"),
+    [
+        ("{% for word in words %}\n  {% if word == 'b' %}{% break %}{% endif %}\n{{ word }}!{% endfor %}", "a!"),
+        ("<{% generation %}{{ words[1] }}{% endgeneration %}>", "<b>"),
+        ("{{ {'a': '<é'} | tojson }}", '{"a": "<é"}'),
+        ("{% set ns = namespace(a=1) %}{% set ns.a = ns.a + 1 %}{{ ns.a }}", "2"),
+        ("{{ dict(a=1).a }}{{ dict.fromkeys(words) | length }}", "12"),
+        ("{{ strftime_now('%d.%m') | length }}", "5"),
+    ],
+)
+def test_a_template_can_use_what_chat_templates_are_written_for(template: str, text: str) -> None:
+    assert render(template, words=["a", "b"]) == {"text": text}
+
+
+@pytest.mark.parametrize(
+    ("template", "message"),
+    [
+        ("{{ raise_exception('only users') }}", "only users"),
+        ("{{ raise_exception('x' * 5000) }}", "x" * worker.MAX_ERROR_CHARACTERS),
+        ("{{ namespace(__class__=1) }}", "a namespace cannot have '__class__': names must not begin with _"),
+        ("{% set ns = namespace() %}{% set ns._a = 1 %}", "a namespace cannot have '_a': names must not begin with _"),
+        ("{{ ''.__class__.__mro__ }}", "access to attribute '__class__' of 'str' object is unsafe."),
+        ("{% for %}", "Expected an expression, got 'end of statement block'"),
+    ],
+)
+def test_an_error_of_a_template_is_its_message(template: str, message: str) -> None:
+    assert render(template) == {"error": message}
+
+
+def test_a_template_that_exceeds_a_limit_is_reported(monkeypatch: pytest.MonkeyPatch) -> None:
+    assert "memory" in render("{{ 'x' * size }}", size=10**18)["limit"]
+    monkeypatch.setattr(worker, "MAX_CHARACTERS", 10)
+    assert render("{% for n in range(5) %}{{ n }}{{ n }}{% endfor %}") == {"text": "0011223344"}
+    assert "10 characters" in render("{% for n in range(6) %}{{ n }}{{ n }}{% endfor %}")["limit"]
