@@ -9,6 +9,7 @@
 # panels       build the JavaScript of the panels; blocking: generate the blocking clients
 # gallery      run all notebooks and render them as pages in build/gallery
 # clients      test other projects' clients against a running server, in a separate environment
+# harnesses    run lm-evaluation-harness and Inspect against both engines, and copy evaluations to MLflow and W&B, in a separate environment
 # binder       run Binder's build steps, and its notebooks with 2 GB of memory below a JupyterHub path
 # package      install the wheel in an empty environment, without and with extras: doctor, serve and a chat
 # bench        measure the speed limits, store the results in build/bench; BENCH="--model tiny --quick" for a quick run
@@ -28,13 +29,15 @@ CLIENTS := build/clients
 CLIENTS_STAMP := $(CLIENTS)/installed
 AIDER := build/aider
 AIDER_STAMP := $(AIDER)/installed
+HARNESSES := build/harnesses
+HARNESSES_STAMP := $(HARNESSES)/installed
 AGENTS := build/agents
 AGENTS_STAMP := $(AGENTS)/installed
 # Number of test processes, which each run one file at a time: by default one for each core, 4 at most; 0 runs no others.
 TEST_WORKERS ?= logical
 PIP_ENV := PIP_DISABLE_PIP_VERSION_CHECK=1
 
-.PHONY: setup lab demo test test-fast test-all coverage check parity cluster panels blocking gallery clients binder package bench soak screenshots lock clean
+.PHONY: setup lab demo test test-fast test-all coverage check parity cluster panels blocking gallery clients harnesses binder package bench soak screenshots lock clean
 
 setup: $(DEV_STAMP)
 
@@ -146,6 +149,19 @@ $(AGENTS_STAMP): tests/other_clients/agents.json
 	cp tests/other_clients/agents.json $(AGENTS)/package.json
 	npm install --no-audit --no-fund --silent --prefix $(AGENTS)
 	touch $(AGENTS_STAMP)
+
+harnesses: setup $(HARNESSES_STAMP)
+	$(BIN)/python -m tests.other_clients.try_harnesses $(HARNESSES)
+	$(HARNESSES)/bin/python -m pytest -q -n 0 tests/evals/test_exports.py tests/batch/test_tables.py
+
+# Three packages of lm-eval have no wheels. The project's own constraints do not apply: s3fs requires other versions.
+$(HARNESSES_STAMP): pyproject.toml constraints-harnesses.txt
+	@$(HARNESSES)/bin/python -c 'import pip' 2>/dev/null || $(PYTHON) -m venv --clear $(HARNESSES)
+	$(PIP_ENV) $(HARNESSES)/bin/python -m pip install --quiet --only-binary :all: \
+	  --no-binary rouge-score,sqlitedict,word2number -c constraints-harnesses.txt \
+	  hatchling editables setuptools 'lm-eval[api]' transformers inspect-ai openai mlflow-skinny wandb polars pyarrow
+	$(PIP_ENV) $(HARNESSES)/bin/python -m pip install --quiet --only-binary :all: --no-build-isolation -c constraints-harnesses.txt --editable '.[dev]'
+	touch $(HARNESSES_STAMP)
 
 binder: setup
 	$(BIN)/python -m tests.package.try_binder $(BINDER)

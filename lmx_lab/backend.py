@@ -81,6 +81,8 @@ class AnswerCost:
     """Token ids of the prompt; empty if the engine runs in another process."""
     request: Mapping[str, Any] = field(default_factory=dict)
     """The request as in a ``Record``; empty if the engine runs in another process."""
+    request_id: str | None = None
+    """Id of the request of a batch, as in its ``Record``; None otherwise, or if the engine runs in another process."""
 
 
 class AnswerStream(Protocol):
@@ -197,8 +199,12 @@ class Backend(Protocol):
             InvalidRequestError: the prompt or a parameter is invalid, or the server runs elsewhere.
         """
 
-    async def encode(self, text: str) -> Sequence[int]:
-        """Return the token ids of a text, including special tokens that the tokenizer adds to each text."""
+    async def encode(self, prompt: str | ChatRequest, *, special: bool = True) -> Sequence[int]:
+        """Return the token ids of a text, or of a chat as the model reads it.
+
+        Args:
+            special: Whether to include special tokens that the tokenizer adds to each text.
+        """
 
     async def regenerate(self, record: Record) -> Record:
         """Generate the answer of a record again, and return the record of the new answer, which is not stored."""

@@ -15,7 +15,7 @@ import time
 import weakref
 from collections.abc import Callable, Coroutine, Iterator
 from types import FrameType
-from typing import Any, Generic, Protocol, Self, TypeVar
+from typing import Any, ClassVar, Generic, Protocol, Self, TypeVar
 
 from lmx_lab.errors import HostingError
 
@@ -31,6 +31,10 @@ POLL_S = 0.25
 
 class _Call(Generic[T]):
     """A coroutine on the loop of another thread. ``cancel`` cancels it, and ``future`` receives its result."""
+
+    _running: ClassVar[set[_Call[Any]]] = set()
+    """Keeps running tasks alive: asyncio has only weak references to a task that waits for a stream's data, so that
+    the garbage collector would delete it, and its result would never arrive."""
 
     def __init__(self, loop: asyncio.AbstractEventLoop, coro: Coroutine[Any, Any, T]) -> None:
         self._loop = loop
@@ -51,6 +55,7 @@ class _Call(Generic[T]):
 
     def _start(self) -> None:
         self.started.set()
+        self._running.add(self)
         self._task = self._loop.create_task(self._run())
         self._task.add_done_callback(self._finish)
 
@@ -62,6 +67,7 @@ class _Call(Generic[T]):
             raise HostingError(f"code on the server's loop tried to exit the process: {exc!r}") from exc
 
     def _finish(self, task: asyncio.Task[T]) -> None:
+        self._running.discard(self)
         self._coro.close()  # It has ended, or was cancelled before its first step.
         if not self.future.set_running_or_notify_cancel():
             _close_result(task)

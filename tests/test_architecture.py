@@ -77,6 +77,8 @@ TABLE = {
     "instrument": Row("errors values frames progress weights wire backend", "numpy pandas pydantic"),
     # instrument: opens SQLite files in the same way. pydantic: schemas of typed columns.
     "batch": Row("errors values frames wire backend instrument", "numpy pandas pydantic"),
+    # numpy: intervals and permutation tests. bench: the figure that notebooks display.
+    "evals": Row("errors frames wire backend instrument batch bench", "numpy pandas"),
     # client: the classes of the daemon's events. urls: which frontend shows the panels.
     # instrument: the lens panel shows its values and takes branches, and the timeline panel explains requests.
     # IPython: a panel has a static output for notebooks without a kernel. minify: only to build the widgets' code.
@@ -101,7 +103,7 @@ ONLY_IN = {
     "huggingface_hub": {"weights.hub.download"},
     "filelock": {"weights.store", "weights.hub.download"},
     "prometheus_client": {"server.metrics"},
-    "sqlite3": {"daemon.storage.store", "instrument.store", "batch.cache"},
+    "sqlite3": {"daemon.storage.store", "instrument.store", "batch.cache", "evals.experiments"},
     "mcp": {"daemon.mcp.connection"},
     "xllamacpp": {"engine.llama_cpp.worker"},
     # In a process of its own, within limits: templates are programs of strangers.

@@ -1,6 +1,7 @@
 import asyncio
 import concurrent.futures
 import contextlib
+import gc
 import os
 import signal
 import socket
@@ -322,3 +323,25 @@ def test_importing_does_not_patch_asyncio():
     script = "import asyncio, lmx_lab.http.uvicorn_server, lmx_lab.portal; print(hasattr(asyncio, '_nest_patched'))"
     done = script_result(script)
     assert done.stdout == "False\n"
+
+
+def test_a_call_that_waits_for_data_survives_garbage_collection(thread):
+    # asyncio refers to a waiting task only through its reader, to which the protocol has only a weak reference.
+    here, there = socket.socketpair()
+    waits = threading.Event()
+
+    async def read():
+        reader, writer = await asyncio.open_connection(sock=here)
+        waits.set()
+        try:
+            return await reader.read(1)
+        finally:
+            writer.close()
+
+    future = thread.submit(read())
+    assert waits.wait(WAIT_S)
+    thread.run(asyncio.sleep(0))
+    gc.collect()
+    there.send(b"x")
+    assert future.result(10) == b"x"
+    there.close()

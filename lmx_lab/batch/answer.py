@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 
@@ -22,3 +23,7 @@ class RowAnswer:
     ttft_s: float | None = None
     total_s: float | None = None
     """Time from sending the request to the end of the answer, including the wait in the queue."""
+    request_id: str | None = None
+    """Id of the request, with which ``lab.requests`` finds its record; None if the server runs elsewhere."""
+    logprobs: Sequence[float] | None = None
+    """Log-probability of each choice after the prompt; None if the row has no choices."""

@@ -17,11 +17,16 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
-from typing import TypeVar
+from typing import TYPE_CHECKING, TypeVar
 
 from lmx_lab.batch.answer import RowAnswer
+from lmx_lab.batch.table import answer_frame, answer_row
 from lmx_lab.errors import InvalidRequestError, LabError
+from lmx_lab.frames import pandas_for
 from lmx_lab.instrument.store import open_database
+
+if TYPE_CHECKING:
+    import pandas as pd
 
 T = TypeVar("T")
 APPLICATION = 0x4C4D5842
@@ -38,14 +43,22 @@ KEYS_AT_ONCE = 500
 class AnswerCache:
     """Stores answers in a file, by the keys of their requests. The file is created if it does not exist.
 
+    ``AnswerCache("answers.db", read_only=True).df`` has the answers of a file, without a server.
+
+    Args:
+        read_only: Whether the file must exist, and is not changed.
+
     Raises:
         InvalidRequestError: the file cannot be opened, or belongs to another program.
     """
 
-    def __init__(self, path: str | os.PathLike[str]) -> None:
+    def __init__(self, path: str | os.PathLike[str], *, read_only: bool = False) -> None:
         self.path = Path(path).expanduser().absolute()
+        self._read_only = read_only
         self._executor = ThreadPoolExecutor(max_workers=1, thread_name_prefix="lmx-lab-batch")
-        self._connection = open_database(self.path, self._prepare, purpose="a cache", param="cache")
+        self._connection = open_database(
+            self.path, self._prepare, purpose="a cache", param="cache", read_only=read_only
+        )
 
     async def find(self, keys: Sequence[str]) -> dict[str, RowAnswer]:
         """Return the stored answers for these keys. Keys without an answer are left out.
@@ -86,6 +99,28 @@ class AnswerCache:
 
         await self._call(write)
 
+    @property
+    def df(self) -> pd.DataFrame:
+        """A data frame with one row for each answer: when it was stored, the model, and the columns of ``lab.map``,
+        except those of a schema. Prompts are not in the file, and vectors are left out.
+
+        Raises:
+            LabError: the file cannot be read, or is closed.
+            ImportError: pandas is not installed.
+        """
+        pandas = pandas_for("df")
+        sql = "SELECT at, model, data FROM answers ORDER BY at"
+        try:
+            found = self._executor.submit(lambda: self._connection.execute(sql).fetchall()).result()
+        except (RuntimeError, sqlite3.Error) as exc:
+            raise LabError(f"the cache {self.path} cannot be read: {exc}; open it again") from exc
+        # The model of a vector is the JSON text of its settings.
+        rows = [(at, model, RowAnswer(**json.loads(data))) for at, model, data in found if not model.startswith("[")]
+        frame = answer_frame([answer_row(answer, {}, sample=None) for _, _, answer in rows], range(len(rows)))
+        frame.insert(0, "at", pandas.to_datetime([at for at, _, _ in rows], unit="s", utc=True))
+        frame.insert(1, "model", pandas.Series([model for _, model, _ in rows], dtype="object"))
+        return frame
+
     def close(self, *, wait: bool = True) -> None:
         """Finish pending writes, and close the file. Idempotent.
 
@@ -105,7 +140,12 @@ class AnswerCache:
             ) from exc
 
     def _prepare(self, connection: sqlite3.Connection) -> None:
-        if not self._is_cache(connection):
+        is_cache = self._is_cache(connection)
+        if self._read_only:
+            if not is_cache:
+                raise InvalidRequestError(f"{self.path} contains no answers yet", param="cache")
+            return
+        if not is_cache:
             # Another process may create the table at the same time.
             connection.execute("PRAGMA journal_mode = WAL")
             connection.execute("BEGIN IMMEDIATE")

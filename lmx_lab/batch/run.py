@@ -21,10 +21,11 @@ from typing import Any, Literal
 from lmx_lab.backend import Backend, read_answer
 from lmx_lab.batch.answer import RowAnswer
 from lmx_lab.batch.cache import AnswerCache
+from lmx_lab.batch.choices import score_choices
 from lmx_lab.batch.columns import TypedColumns
-from lmx_lab.batch.prompts import Prompt, RowPrompts
+from lmx_lab.batch.prompts import Prompt, Row, RowPrompts
 from lmx_lab.batch.servers import RowServer, next_server
-from lmx_lab.batch.table import RowSource, answer_row
+from lmx_lab.batch.table import LOGPROBS, RowSource, answer_row
 from lmx_lab.errors import (
     ERROR_CLASSES,
     BatchStoppedError,
@@ -55,6 +56,8 @@ MIN_PAUSE_S, MAX_PAUSE_S = 0.05, 5.0
 UNFINISHED = RowAnswer(error="was not computed, because the run ended earlier")
 CUT_OFF = "the answer is not complete JSON, because it was cut off at max_tokens; increase max_tokens"
 
+ReadChoices = Callable[[Row], Sequence[str]]
+"""Returns the choices of a row. Raises ``InvalidRequestError`` if they are invalid."""
 MakeRequest = Callable[[Prompt], ChatRequest]
 """Creates the request for a prompt. Raises ``InvalidRequestError`` if it is invalid."""
 Errors = Literal["row", "raise"]
@@ -70,6 +73,10 @@ class BatchOptions:
     parameters: frozenset[str]
     """Names of the parameters that all requests have. If the server refuses one of their values, the run ends."""
     columns: TypedColumns | None = None
+    choices: ReadChoices | None = None
+    """If given, the choices of each row are scored after its prompt, and no answer is generated."""
+    chat_template: bool = True
+    """Whether the choices are answers to a chat; if not, they continue the plain text of the prompt."""
     n: int = 1
     """Number of answers for each row."""
     seed: int | None = None
@@ -82,6 +89,7 @@ class LoadedModel:
     """The model that answers, or computes vectors."""
 
     id: str
+    engine: str
     key: str
     """Identifies the engine and the weights in the keys of the cache."""
     slots: int
@@ -119,6 +127,7 @@ async def identify(backend: Backend, record: ModelRecord, *, hashed: bool) -> Lo
     size = ", ".join(filter(None, (record.quantization, f"{record.size_gb:g} GB")))
     return LoadedModel(
         id=record.id,
+        engine=record.engine or "",
         key=f"{record.engine} {weights or named}",
         slots=record.slots or DEFAULT_SLOTS,
         description=f"{record.id} ({size}) on the engine {record.engine}",
@@ -154,6 +163,7 @@ class _Item:
     label: Any
     sample: int
     request: ChatRequest | None
+    choices: tuple[str, ...] = ()
     key: str = ""
     error: InvalidRequestError | None = None
     """Why there is no request."""
@@ -242,6 +252,7 @@ class BatchRun:
         options = self.options
         try:
             request = options.make_request(options.prompts.prompt(row))
+            item.choices = () if options.choices is None else tuple(options.choices(row))
         except InvalidRequestError as exc:
             item.error = exc
             return item
@@ -258,7 +269,8 @@ class BatchRun:
         """Set the key of a request. Requests with equal prompts are numbered, so that each has a key of its own."""
         content = request.model_dump(mode="json", exclude={"model", "seed", "response_format"}, exclude_defaults=True)
         columns = self.options.columns
-        key = _digest(self._model.key, content, columns and dict(columns.json_schema))
+        scored = [self.options.chat_template, *item.choices] if item.choices else []
+        key = _digest(self._model.key, content, columns and dict(columns.json_schema), *scored)
         prompt = int(key[:16], 16)
         item.key = _digest(key, self._repeats[prompt])
         self._repeats[prompt] += 1
@@ -402,7 +414,7 @@ class BatchRun:
         """
         assert item.request is not None
         try:
-            return await self._answer(item.request, server)
+            return await self._answer(item.request, server, choices=item.choices)
         except LabError as exc:
             concerns_row = isinstance(exc, InvalidRequestError | EngineError) and not isinstance(exc, EngineDeadError)
             concerns_all = (exc.param or "").partition(".")[0] in self.options.parameters
@@ -464,35 +476,29 @@ class BatchRun:
         reasons = "; ".join([error.message.rstrip("."), *errors])
         return BatchStoppedError(f"the run ended after {self.done} answers of {self._model.id}: {reasons}; {kept}")
 
-    async def _answer(self, request: ChatRequest, server: RowServer, *, waits: bool = False) -> RowAnswer:
+    async def _answer(
+        self, request: ChatRequest, server: RowServer, *, choices: Sequence[str] = (), waits: bool = False
+    ) -> RowAnswer:
         """Return the answer to a request. It is sent again while the server cannot accept it.
 
         Args:
+            choices: Texts that are scored after the prompt; empty if an answer is generated.
             waits: Whether it is sent again although other servers could answer it.
 
         Raises:
             LabError: there is no answer.
         """
         while True:
-            started_at = time.monotonic()
             try:
-                answer, cost = await read_answer(server.backend, request, batch=True)
-                break
+                if choices:
+                    chat_template = self.options.chat_template
+                    return await score_choices(server.backend, request, choices, chat_template=chat_template)
+                return await _generate(server.backend, request)
             except UnavailableError as exc:
                 if not self._can_retry(exc) or (self._has_others(server) and not waits):
                     raise
                 pause_s = _pause_s(exc)
             await asyncio.sleep(pause_s)
-        return RowAnswer(
-            text=answer.text,
-            reasoning=answer.reasoning,
-            finish_reason=cost.finish_reason,
-            prompt_tokens=cost.usage.prompt_tokens,
-            cached_tokens=cost.usage.prompt_tokens_details.cached_tokens,
-            output_tokens=cost.usage.completion_tokens,
-            ttft_s=cost.ttft_s,
-            total_s=time.monotonic() - started_at,
-        )
 
     def _can_retry(self, error: UnavailableError) -> bool:
         if isinstance(error, QueueFullError):
@@ -515,9 +521,9 @@ class BatchRun:
             self._fail(kind(f"row {item.label!r:.80}: {answer.error}"))
 
     def _read_values(self, answer: RowAnswer) -> tuple[RowAnswer, dict[str, Any]]:
-        """Return the answer and the values of its typed columns. If these are not valid, the answer has an error."""
+        """Return the answer and the values of its other columns. If they do not match the schema, it has an error."""
         if (columns := self.options.columns) is None:
-            return answer, {}
+            return answer, {} if self.options.choices is None else {LOGPROBS: answer.logprobs}
         missing: dict[str, Any] = dict.fromkeys(columns.dtypes)
         if answer.text is None or answer.error is not None:
             return answer, missing
@@ -534,6 +540,22 @@ class BatchRun:
 def _pause_s(error: UnavailableError) -> float:
     """Return the time after which a request is sent again."""
     return min(max(error.retry_after_s or 1.0, MIN_PAUSE_S), MAX_PAUSE_S)
+
+
+async def _generate(backend: Backend, request: ChatRequest) -> RowAnswer:
+    started_at = time.monotonic()
+    answer, cost = await read_answer(backend, request, batch=True)
+    return RowAnswer(
+        text=answer.text,
+        reasoning=answer.reasoning,
+        finish_reason=cost.finish_reason,
+        prompt_tokens=cost.usage.prompt_tokens,
+        cached_tokens=cost.usage.prompt_tokens_details.cached_tokens,
+        output_tokens=cost.usage.completion_tokens,
+        ttft_s=cost.ttft_s,
+        total_s=time.monotonic() - started_at,
+        request_id=cost.request_id,
+    )
 
 
 def _failed(error: LabError) -> RowAnswer:

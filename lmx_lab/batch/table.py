@@ -1,11 +1,15 @@
-"""Read the rows of a table, and create the table of their answers."""
+"""Read the rows of a table, and create the table of their answers.
+
+polars and pyarrow are not imported here: a caller who passes one of their tables has imported them.
+"""
 
 from __future__ import annotations
 
+import json
 import sys
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Literal
 
 from lmx_lab.batch.answer import RowAnswer
 from lmx_lab.batch.columns import TypedColumns
@@ -28,10 +32,15 @@ DTYPES: Mapping[str, str] = {
     "output_tokens": "Int64",
     "ttft_s": "float64",
     "total_s": "float64",
+    "request_id": "object",
 }
 """The columns of every table of answers, with their pandas types."""
 SAMPLE = "sample"
 """Name of the column that numbers the answers to the same row."""
+ARROW_ROWS = 1000
+"""Number of rows of a pyarrow table that are converted to Python's values at once."""
+LOGPROBS = "logprobs"
+"""Name of the column with the log-probabilities of the choices of a row."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -44,10 +53,12 @@ class RowSource:
     """Names of the columns; None if they are not known before the first row is read."""
     index: Any = None
     """The index of the table of answers; None if the rows are read, and the answers are returned, one by one."""
+    library: Literal["polars", "pyarrow"] | None = None
+    """The library of the table of rows, and of the table of answers; None for pandas."""
 
 
 def read_source(data: Any) -> RowSource:
-    """Return the rows of a data frame, a series, a text, a sequence or an iterable.
+    """Return the rows of a data frame, a series, a pyarrow table, a text, a sequence or an iterable.
 
     Raises:
         InvalidRequestError: the data is none of these, or two columns have the same name.
@@ -61,12 +72,14 @@ def read_source(data: Any) -> RowSource:
         name = str(data.name) if data.name is not None else TEXT
         rows = ((label, {name: value}) for label, value in data.items())
         return RowSource(rows=rows, columns=[name], index=data.index)
+    if (source := _of_other_library(data)) is not None:
+        return source
     if isinstance(data, str):
         data = [data]
     if isinstance(data, bytes | Mapping) or not isinstance(data, Iterable) or hasattr(data, "columns"):
         raise InvalidRequestError(
-            f"the rows are a {type(data).__name__}; pass a pandas data frame, one of its columns, a list of texts or "
-            "dictionaries, or an iterable of them",
+            f"the rows are a {type(data).__name__}; pass a data frame of pandas or polars, one of its columns, a "
+            "pyarrow table, a list of texts or dictionaries, or an iterable of them",
             param="frame",
         )
     rows = ((position, _row(value)) for position, value in enumerate(data))
@@ -78,11 +91,32 @@ def read_source(data: Any) -> RowSource:
 
 def _of_frame(frame: pd.DataFrame) -> RowSource:
     columns = [str(name) for name in frame.columns]
-    if len(set(columns)) < len(columns):
-        raise InvalidRequestError(f"two columns have the same name: {', '.join(columns)}; rename one", param="frame")
+    _check_unique(columns)
     values = frame.itertuples(index=False, name=None)
     rows = ((label, dict(zip(columns, row, strict=True))) for label, row in zip(frame.index, values, strict=True))
     return RowSource(rows=rows, columns=columns, index=frame.index)
+
+
+def _of_other_library(data: Any) -> RowSource | None:
+    """Return the rows of a table of polars or pyarrow; None if it is not such a table."""
+    polars, pyarrow = sys.modules.get("polars"), sys.modules.get("pyarrow")
+    rows: Iterator[Row]
+    if polars is not None and isinstance(data, polars.Series):
+        data = data.to_frame(data.name or TEXT)
+    if polars is not None and isinstance(data, polars.DataFrame):
+        rows = data.iter_rows(named=True)
+        return RowSource(rows=enumerate(rows), columns=data.columns, index=range(data.height), library="polars")
+    if pyarrow is None or not isinstance(data, pyarrow.Table):
+        return None
+    columns = data.column_names
+    _check_unique(columns)
+    rows = (row for batch in data.to_batches(max_chunksize=ARROW_ROWS) for row in batch.to_pylist())
+    return RowSource(rows=enumerate(rows), columns=columns, index=range(data.num_rows), library="pyarrow")
+
+
+def _check_unique(columns: Sequence[str]) -> None:
+    if len(set(columns)) < len(columns):
+        raise InvalidRequestError(f"two columns have the same name: {', '.join(columns)}; rename one", param="frame")
 
 
 def _row(value: Any) -> Row:
@@ -113,16 +147,64 @@ def answer_row(answer: RowAnswer, values: Mapping[str, Any], *, sample: int | No
     return {**({} if sample is None else {SAMPLE: sample}), "answer": answer.text, **values, **row}
 
 
-def answer_frame(rows: Sequence[Mapping[str, Any]], index: Any, columns: TypedColumns | None) -> pd.DataFrame:
-    """Create the table of answers from its rows.
+def answer_table(rows: Sequence[Mapping[str, Any]], source: RowSource, columns: TypedColumns | None) -> Any:
+    """Create the table of answers of the same kind as that of the rows."""
+    if source.library is None:
+        return answer_frame(rows, source.index, columns)
+    names, dtypes = _columns(rows, columns)
+    values = {name: [row[name] for row in rows] for name in names}
+    if source.library == "polars":
+        return _polars_frame(sys.modules["polars"], values, dtypes)
+    return _arrow_table(sys.modules["pyarrow"], values, dtypes)
+
+
+def _polars_frame(polars: Any, values: Mapping[str, list[Any]], dtypes: Mapping[str, str]) -> Any:
+    kinds = {"int64": polars.Int64, "Int64": polars.Int64, "float64": polars.Float64, "boolean": polars.Boolean}
+    series = []
+    for name, column in values.items():
+        kind = kinds.get(dtypes[name]) or (polars.String if name in DTYPES else None)
+        series.append(polars.Series(name, column if kind is not None else _of_one_type(column), dtype=kind))
+    return polars.DataFrame(series)
+
+
+def _arrow_table(pyarrow: Any, values: Mapping[str, list[Any]], dtypes: Mapping[str, str]) -> Any:
+    kinds = {
+        "int64": pyarrow.int64(),
+        "Int64": pyarrow.int64(),
+        "float64": pyarrow.float64(),
+        "boolean": pyarrow.bool_(),
+    }
+    arrays = {}
+    for name, column in values.items():
+        kind = kinds.get(dtypes[name]) or (pyarrow.string() if name in DTYPES else None)
+        arrays[name] = pyarrow.array(column if kind is not None else _of_one_type(column), type=kind)
+    return pyarrow.table(arrays)
+
+
+def _of_one_type(values: list[Any]) -> list[Any]:
+    """Return texts as they are, and values of other types as JSON texts, because a column has only one type."""
+    if all(value is None or isinstance(value, str) for value in values):
+        return values
+    return [None if value is None else json.dumps(value, default=str) for value in values]
+
+
+def _columns(rows: Sequence[Mapping[str, Any]], columns: TypedColumns | None) -> tuple[list[str], Mapping[str, str]]:
+    """Return the names of the columns of a table of answers, and their pandas types."""
+    dtypes = {SAMPLE: "int64", LOGPROBS: "object", **DTYPES, **(columns.dtypes if columns is not None else {})}
+    names = list(rows[0]) if rows else ["answer", *(columns.dtypes if columns else ()), *list(DTYPES)[1:]]
+    return names, dtypes
+
+
+def answer_frame(rows: Sequence[Mapping[str, Any]], index: Any, columns: TypedColumns | None = None) -> pd.DataFrame:
+    """Create the data frame of answers from its rows.
 
     Args:
         index: Labels of the rows that were answered. They are repeated if each row has several answers.
     """
-    dtypes = {SAMPLE: "int64", **DTYPES, **(columns.dtypes if columns is not None else {})}
-    names = list(rows[0]) if rows else ["answer", *(columns.dtypes if columns else ()), *list(DTYPES)[1:]]
-    repeated = index if len(index) == len(rows) else index.repeat(len(rows) // len(index))
+    names, dtypes = _columns(rows, columns)
     pandas = pandas_for("map")
+    index = pandas.Index(index)
+    repeated = index if len(index) == len(rows) else index.repeat(len(rows) // len(index))
     made = {name: pandas.Series([row[name] for row in rows], index=repeated, dtype=dtypes[name]) for name in names}
     frame: pd.DataFrame = pandas.DataFrame(made, index=repeated)
     return frame

@@ -41,9 +41,11 @@ from lmx_lab.wire.admin import (
     UnloadRequest,
 )
 from lmx_lab.wire.chat import ChatChunk, ChatCompletion, ChatRequest, SocketDone, SocketError, SocketToken
+from lmx_lab.wire.completions import Completion, CompletionRequest
 from lmx_lab.wire.embeddings import EmbeddingList, EmbeddingsBody
 from lmx_lab.wire.rerank import RerankBody, RerankResults
 from lmx_lab.wire.timeline import PAGE_REQUESTS, TimelinePage
+from lmx_lab.wire.tokens import TokenizeAnswer, TokenizeRequest
 from lmx_lab.wire.tracing import TraceBody
 
 T = TypeVar("T")
@@ -89,6 +91,12 @@ ESCAPE_FACTOR = 3
 def max_chat_bytes(body: ChatRequest) -> int:
     """Return the maximum size of the response to a chat request."""
     return SHORT_BYTES + LONG_BYTES * (body.n or 1) * (1 + (body.top_logprobs or 0))
+
+
+def max_completion_bytes(body: CompletionRequest) -> int:
+    """Return the maximum size of the response to a completion request."""
+    prompts = len(body.prompt) if isinstance(body.prompt, list) and not isinstance(body.prompt[0], int) else 1
+    return SHORT_BYTES + LONG_BYTES * prompts * (body.n or 1) * (1 + (body.logprobs or 0))
 
 
 def max_embeddings_bytes(body: EmbeddingsBody) -> int:
@@ -278,6 +286,17 @@ class AsyncLabClient(AsyncClientBase):
             return ChatChunk.model_validate_json(text)
         except ValidationError as exc:
             raise parse_error(text) or self._connection.invalid_event_error() from exc
+
+    # Plain text and tokens
+
+    async def complete(self, body: CompletionRequest) -> Completion:
+        """Return the complete continuations of plain prompts; with ``echo`` and ``logprobs``, prompts are scored."""
+        content = encode_body(body.model_copy(update={"stream": False}))
+        return await self._connection.post("/v1/completions", content, Completion, limit=max_completion_bytes(body))
+
+    async def tokenize(self, body: TokenizeRequest) -> TokenizeAnswer:
+        """Return the token ids of a text, or of a chat as the model reads it."""
+        return await self._connection.post("/tokenize", encode_body(body), TokenizeAnswer, limit=LONG_BYTES)
 
     # Vectors and scores
 

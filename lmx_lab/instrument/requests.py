@@ -112,6 +112,8 @@ class RecordedRequest(HasTokens):
 class RequestList(Sequence[RecordedRequest]):
     """The recorded requests of a lab or of a file, the oldest first. Elements are read when they are used.
 
+    An element is selected by its position or, for a row of ``lab.map``, by its ``request_id``.
+
     Args:
         lab: The lab that generates and scores; None if there is none.
     """
@@ -126,10 +128,14 @@ class RequestList(Sequence[RecordedRequest]):
     @overload
     def __getitem__(self, at: int) -> RecordedRequest: ...
     @overload
+    def __getitem__(self, at: str) -> RecordedRequest: ...
+    @overload
     def __getitem__(self, at: slice) -> list[RecordedRequest]: ...
-    def __getitem__(self, at: int | slice) -> RecordedRequest | list[RecordedRequest]:
+    def __getitem__(self, at: int | str | slice) -> RecordedRequest | list[RecordedRequest]:
         if isinstance(at, slice):
             return [self[index] for index in range(*at.indices(len(self)))]
+        if isinstance(at, str):
+            return self._of_request(at)
         record = self._store.at(operator.index(at))
         if record is None:
             raise IndexError(f"there is no request {at}; {len(self)} are recorded")
@@ -137,6 +143,18 @@ class RequestList(Sequence[RecordedRequest]):
 
     def __iter__(self) -> Iterator[RecordedRequest]:
         return map(self._element, self._store)
+
+    def _of_request(self, request_id: str) -> RecordedRequest:
+        """Return the newest record with this ``request_id``.
+
+        Raises:
+            KeyError: there is none, or it was deleted above the limits of the recording.
+        """
+        if (record := self._store.find(request_id)) is None:
+            raise KeyError(
+                f"there is no request {request_id!r:.80}; memory keeps only the last requests, record_to more"
+            )
+        return self._element(record)
 
     def _element(self, record: Record) -> RecordedRequest:
         return RecordedRequest(record, self._store, self._lab)

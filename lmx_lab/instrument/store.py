@@ -239,6 +239,11 @@ class RecordStore:
         """Return the record with this id; None if it was deleted."""
         return next(iter(self._read(f"{ONE} WHERE records.id = ?", id_)), None)
 
+    def find(self, request_id: str) -> Record | None:
+        """Return the newest record of the request with this id; None if there is none."""
+        found = self._read(f"{ONE} WHERE records.request_id = ? ORDER BY records.id DESC LIMIT 1", request_id)
+        return next(iter(found), None)
+
     def page(self, after: int) -> list[Record]:
         """Return the next records after the one with this id, at most ``PAGE`` of them."""
         return self._read(f"{ONE} WHERE records.id > ? ORDER BY records.id LIMIT {PAGE}", after)

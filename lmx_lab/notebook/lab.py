@@ -29,6 +29,7 @@ from lmx_lab.notebook.arguments import (
     model_name,
     rerank_body,
 )
+from lmx_lab.notebook.evaluate import EvaluateVerbs
 from lmx_lab.notebook.lab_server import LabServer, code_html, facts_html
 from lmx_lab.notebook.load_progress import show_load, show_unload
 from lmx_lab.notebook.local_properties import LocalProperties
@@ -67,7 +68,7 @@ PROMPT_TOKENS, OUTPUT_TOKENS = 512, 128
 CLOSED = Closed()
 
 
-class Lab(MapVerbs, SearchVerbs, ProbeVerbs, TraceVerbs, InstrumentVerbs, LocalProperties):
+class Lab(MapVerbs, EvaluateVerbs, SearchVerbs, ProbeVerbs, TraceVerbs, InstrumentVerbs, LocalProperties):
     """An inference server, in this process or elsewhere, with methods to load models and to send requests.
 
     ``launch()`` and ``attach()`` return a lab, and ``stop()`` ends it. Every blocking method that uses the server has

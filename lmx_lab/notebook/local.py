@@ -7,6 +7,7 @@ the server's loop.
 from __future__ import annotations
 
 import asyncio
+import secrets
 import time
 from collections.abc import AsyncGenerator, AsyncIterator, Coroutine, Mapping, Sequence
 from typing import Any, Self, TypeVar
@@ -73,6 +74,7 @@ class LocalAnswer:
             report=report,
             prompt=self._generation.prompt,
             request=request_to_json(self._generation.request),
+            request_id=self._generation.request_id or None,
         )
 
     def close(self) -> None:
@@ -164,7 +166,9 @@ class LocalBackend:
         return self._services.inference.timelines.read(last_s, most=most)
 
     async def generate(self, request: ChatRequest, *, batch: bool = False) -> LocalAnswer:
-        _, (generation,) = await self._services.inference.start(request, local=True, own=True, batch=batch)
+        # Requests of a batch have an id, so that the row of a table leads to its record.
+        request_id = f"row_{secrets.token_hex(8)}" if batch else None
+        _, (generation,) = await self._services.inference.start(request, request_id, local=True, own=True, batch=batch)
         return LocalAnswer(generation)
 
     async def embed(self, body: EmbeddingsBody) -> Vectors:
@@ -190,8 +194,12 @@ class LocalBackend:
         request = generation_request(chat_request(prompt, parameters))
         return lambda: self._services.inference.answer(request)
 
-    async def encode(self, text: str) -> list[int]:
-        return await self._services.inference.encode(GenerationRequest(prompt=TextPrompt(text=text)), local=True)
+    async def encode(self, prompt: str | ChatRequest, *, special: bool = True) -> list[int]:
+        if isinstance(prompt, ChatRequest):
+            request = generation_request(prompt)
+        else:
+            request = GenerationRequest(prompt=TextPrompt(text=prompt, special=special))
+        return await self._services.inference.encode(request, local=True)
 
     async def regenerate(self, record: Record) -> Record:
         return await self._services.inference.regenerate(record)

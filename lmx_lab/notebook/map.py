@@ -13,7 +13,7 @@ from lmx_lab.batch.cache import AnswerCache
 from lmx_lab.batch.columns import Schema, TypedColumns
 from lmx_lab.batch.prompts import Prompt, PromptSource, RowPrompts
 from lmx_lab.batch.run import BatchOptions, BatchRun, Errors, MakeRequest, Retry, same_models
-from lmx_lab.batch.table import RowSource, answer_frame, check_names, read_source
+from lmx_lab.batch.table import RowSource, answer_table, check_names, read_source
 from lmx_lab.errors import BatchStoppedError, InvalidRequestError
 from lmx_lab.notebook.arguments import chat_request
 from lmx_lab.notebook.verbs import LoopPortal, PortalOwner, awaited, blocking, in_thread, on_loop
@@ -143,7 +143,7 @@ class MapVerbs:
         loaded, others = await on_loop(same_models(_backends(self, labs), hashed=cache is not None))
         options = BatchOptions(
             prompts=prompts,
-            make_request=_request_maker({**parameters, "model": loaded.id, **_format(columns)}),
+            make_request=request_maker({**parameters, "model": loaded.id, **_format(columns)}),
             parameters=frozenset([*parameters, *_format(columns)]),
             columns=columns,
             n=n,
@@ -156,16 +156,16 @@ class MapVerbs:
         run = BatchRun(self._backend, loaded, source, options, cache=stored, in_order=in_order, others=others)
         if in_order:
             return RowAnswers(run, self._portal, stored)
-        return await _answer_all(run, source, columns, stored, self.workbench)
+        return await answer_all(run, source, columns, stored, self.workbench)
 
     map = blocking(_map)
     amap = awaited(_map)
 
 
-async def _answer_all(
+async def answer_all(
     run: BatchRun, source: RowSource, columns: TypedColumns | None, cache: AnswerCache | None, workbench: Workbench
-) -> pd.DataFrame:
-    """Answer all rows, and return the table. Runs as a verb."""
+) -> Any:
+    """Answer all rows, close the cache, and return the table. Runs as a verb."""
     interrupted = False
     try:
         with _progress(workbench, run, len(source.index) * run.options.n) as show:
@@ -183,15 +183,17 @@ async def _answer_all(
         finally:
             if cache is not None:
                 cache.close()
-    frame = _answers_of(run, source, columns)
-    frame.attrs["interrupted"] = interrupted
-    return frame
+    table = _answers_of(run, source, columns)
+    if source.library is None:
+        table.attrs["interrupted"] = interrupted
+    return table
 
 
-def _answers_of(run: BatchRun, source: RowSource, columns: TypedColumns | None) -> pd.DataFrame:
-    frame = answer_frame(run.rows(), source.index, columns)
-    frame.attrs["labs"] = run.figures()
-    return frame
+def _answers_of(run: BatchRun, source: RowSource, columns: TypedColumns | None) -> Any:
+    table = answer_table(run.rows(), source, columns)
+    if source.library is None:
+        table.attrs["labs"] = run.figures()
+    return table
 
 
 def _backends(lab: MapOwner, others: Sequence[MapOwner]) -> list[Backend]:
@@ -249,7 +251,7 @@ def _read_schema(schema: Schema) -> TypedColumns:
     return columns
 
 
-def _request_maker(fields: Mapping[str, Any]) -> MakeRequest:
+def request_maker(fields: Mapping[str, Any]) -> MakeRequest:
     """Return the function that creates the request for a prompt.
 
     Raises:

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import AsyncGenerator, Callable, Iterator, Mapping, Sequence
-from dataclasses import replace
+from dataclasses import asdict, replace
 from time import perf_counter
 from typing import Any, Self
 from urllib.parse import urlsplit
@@ -18,7 +18,7 @@ from lmx_lab.errors import InvalidRequestError, LabError, UnreachableError
 from lmx_lab.notebook.arguments import Prompt
 from lmx_lab.notebook.verbs import LoopPortal
 from lmx_lab.values.encoding import Vectors
-from lmx_lab.values.generation import Delta, TokenLogprob, ToolCallDelta
+from lmx_lab.values.generation import Delta, TokenLogprob, ToolCallDelta, token_bytes
 from lmx_lab.values.models import LoadReport, LoadSpec, Unloading
 from lmx_lab.values.recording import Continuation, Record
 from lmx_lab.values.steering import SteeringVector
@@ -26,18 +26,21 @@ from lmx_lab.values.timeline import ServerTimeline
 from lmx_lab.values.tracing import Trace
 from lmx_lab.wire.admin import ModelEvent, ModelRecords, RequestEvent, Sample
 from lmx_lab.wire.chat import ChatChunk, ChatRequest, ChoiceDelta, ChunkChoice, TokenLogprobs, TopLogprob
+from lmx_lab.wire.completions import CompletionRequest
 from lmx_lab.wire.embeddings import EmbeddingsBody
-from lmx_lab.wire.generation import StreamOptions, Timings
+from lmx_lab.wire.generation import ANY_MODEL, StreamOptions, Timings
 from lmx_lab.wire.rerank import RerankBody
+from lmx_lab.wire.tokens import TokenizeRequest
 from lmx_lab.wire.tracing import TraceBody
 
 LATE_S = 3.0
 """Time without an event after which the server's state is ``lagging``. The server sends a sample every second."""
 
 ELSEWHERE = (
-    "tokens of a server elsewhere cannot be scored or generated again; ask for logprobs with the answer, or use a lab "
-    "that launch() has started"
+    "answers of a server elsewhere cannot be generated again from their tokens; use a lab that launch() has started"
 )
+CHAT_FIELDS = ("model", "messages", "tools", "chat_template_kwargs")
+"""Fields of a chat that determine the tokens of its prompt."""
 
 
 class RemoteAnswer:
@@ -295,8 +298,14 @@ class RemoteBackend:
     def answer_recorder(self, prompt: Prompt, parameters: Mapping[str, Any]) -> AnswerRecorder:
         raise InvalidRequestError(ELSEWHERE)
 
-    async def encode(self, text: str) -> Sequence[int]:
-        raise InvalidRequestError(ELSEWHERE)
+    async def encode(self, prompt: str | ChatRequest, *, special: bool = True) -> Sequence[int]:
+        if isinstance(prompt, ChatRequest):
+            fields = prompt.model_dump(mode="json", exclude_unset=True)
+            body = TokenizeRequest.model_validate({name: fields[name] for name in CHAT_FIELDS if name in fields})
+        else:
+            body = TokenizeRequest(prompt=prompt, add_special_tokens=special)
+        answer = await self._portal.call(self._client.tokenize(body))
+        return [token for token in answer.tokens if isinstance(token, int)]
 
     async def regenerate(self, record: Record) -> Record:
         raise InvalidRequestError(ELSEWHERE)
@@ -323,7 +332,34 @@ class RemoteBackend:
         distributions: bool = False,
         steer: Sequence[SteeringVector] = (),
     ) -> Sequence[TokenLogprob]:
-        raise InvalidRequestError(ELSEWHERE)
+        if distributions:
+            raise InvalidRequestError("a server elsewhere reports neither ranks nor entropies; color by probability")
+        fields = {"model": model or ANY_MODEL, "prompt": list(tokens), "echo": True, "logprobs": top, "max_tokens": 0}
+        vectors = [{**asdict(each), "weights": each.weights or None} for each in steer]
+        body = CompletionRequest.model_validate({**fields, "temperature": 0, "steer": vectors or None})
+        answer = await self._portal.call(self._client.complete(body))
+        scores = answer.choices[0].logprobs
+        if scores is None or len(scores.token_logprobs) != len(tokens):
+            raise UnreachableError(
+                f"{self._client.url} did not return the log-probabilities of a prompt, unlike an LMX Lab server; check "
+                "the address"
+            )
+        tops = scores.top_logprobs
+        return [
+            TokenLogprob(
+                token=tokens[at],
+                text=scores.tokens[at],
+                bytes=token_bytes(scores.tokens[at]),
+                logprob=scores.token_logprobs[at],
+                top=tuple(_alternatives(tops[at] or {})),
+            )
+            for at in range(start, len(tokens))
+        ]
+
+
+def _alternatives(top: Mapping[str, float]) -> Iterator[TokenLogprob]:
+    for text, logprob in sorted(top.items(), key=lambda item: -item[1]):
+        yield TokenLogprob(token=None, text=text, bytes=token_bytes(text), logprob=logprob)
 
 
 async def _next_event(events: AsyncGenerator[LabEvent, None]) -> LabEvent | None:

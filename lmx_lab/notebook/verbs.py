@@ -151,6 +151,22 @@ class _ThreadStep(VerbStep[T]):
         pass
 
 
+class _OtherStep(VerbStep[T]):
+    """A step on the portal of another owner."""
+
+    def __init__(self, owner: PortalOwner, step: VerbStep[T]) -> None:
+        self._owner, self._step = owner, step
+
+    def run(self, owner: PortalOwner) -> T:
+        return self._step.run(self._owner)
+
+    async def call(self, owner: PortalOwner) -> T:
+        return await self._step.call(self._owner)
+
+    def close(self) -> None:
+        self._step.close()
+
+
 def on_loop(work: Coroutine[Any, Any, T]) -> VerbStep[T]:
     """Run a coroutine on the loop of the owner's portal."""
     return _LoopStep(work)
@@ -159,6 +175,24 @@ def on_loop(work: Coroutine[Any, Any, T]) -> VerbStep[T]:
 def in_thread(function: Callable[[], T]) -> VerbStep[T]:
     """Call a function that may block; the awaited form calls it in another thread."""
     return _ThreadStep(function)
+
+
+async def on_other(owner: PortalOwner, steps: Coroutine[Any, Any, T]) -> T:
+    """Run the coroutine of a verb of another owner within this one."""
+    value: Any = None
+    resume: Callable[[Any], VerbStep[Any]] = steps.send
+    try:
+        while True:
+            step = _OtherStep(owner, resume(value))
+            try:
+                resume, value = steps.send, await step
+            except BaseException as exc:
+                resume, value = steps.throw, exc
+    except StopIteration as done:
+        result: T = done.value
+        return result
+    finally:
+        del resume, value
 
 
 def blocking(verb: Callable[Concatenate[Owner, P], Coroutine[Any, Any, T]]) -> Callable[Concatenate[Owner, P], T]:

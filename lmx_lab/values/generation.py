@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import Literal
 
+BYTE_CODES = re.compile(r"(?:\\x[0-9a-f]{2})+")
+"""Bytes in the text of a token that is only a part of a character."""
 FinishReason = Literal["stop", "length", "tool_calls"]
 
 
@@ -39,6 +42,14 @@ def token_text(data: bytes) -> str:
         return data.decode()
     except UnicodeDecodeError:
         return "bytes:" + "".join(f"\\x{byte:02x}" for byte in data)
+
+
+def token_bytes(text: str) -> bytes:
+    """Return the bytes of a token from its text; the inverse of ``token_text``."""
+    prefix, _, codes = text.partition("bytes:")
+    if prefix or not BYTE_CODES.fullmatch(codes):
+        return text.encode()
+    return bytes.fromhex(codes.replace("\\x", ""))
 
 
 @dataclass(frozen=True, kw_only=True)

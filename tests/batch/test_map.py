@@ -21,7 +21,14 @@ import lmx_lab
 from lmx_lab.backend import AnswerStream
 from lmx_lab.batch.answer import RowAnswer
 from lmx_lab.batch.cache import AnswerCache
-from lmx_lab.errors import BatchStoppedError, ContextLengthError, InvalidRequestError, NotLoadedError, QueueFullError
+from lmx_lab.errors import (
+    BatchStoppedError,
+    ContextLengthError,
+    InvalidRequestError,
+    LabError,
+    NotLoadedError,
+    QueueFullError,
+)
 from lmx_lab.notebook.local import LocalBackend
 from lmx_lab.notebook.remote_server import attach
 from lmx_lab.settings import Settings
@@ -217,6 +224,14 @@ def test_a_second_run_computes_only_what_is_missing(lab: lmx_lab.Lab, sent: Sent
     assert len(sent.requests) == 5
     with pytest.raises(ContextLengthError):
         lab.map(rows, "{text}", cache=path, temperature=0, errors="raise")
+    stored = AnswerCache(path, read_only=True)
+    assert stored.df["answer"].dropna().tolist().count("a") >= 2
+    assert set(stored.df["model"]) == {"echo"}
+    stored.close()
+    with pytest.raises(LabError, match="open it again"):
+        _ = stored.df
+    with pytest.raises(InvalidRequestError):
+        AnswerCache(tmp_path / "none.db", read_only=True)
 
 
 def test_files_of_other_programs_are_refused_and_two_processes_may_share_one(lab: lmx_lab.Lab, tmp_path: Path) -> None:

@@ -35,6 +35,7 @@ REPLACEMENTS: Mapping[str, Mapping[str, str]] = {
     # A model with two layers, because the examples of these pages do not depend on the text of the answers.
     "notebook.md": {"smollm2-135m": "tiny"},
     "batch.md": {"smollm2-135m": "tiny"},
+    "evaluate.md": {"smollm2-135m": "tiny"},
     # The same, with fewer and smaller requests.
     "benchmarks.md": {
         "smollm2-135m": "tiny",

@@ -212,7 +212,9 @@ def test_the_requests_are_a_sequence(lab: lmx_lab.Lab) -> None:
     assert (requests[0].text, requests[-1].text, requests[1].text) == ("one", "three", "two")
     assert [request.text for request in requests[1:]] == ["two", "three"]
     with pytest.raises(TypeError, match="integer"):
-        lab.requests["1"]  # type: ignore[call-overload]
+        lab.requests[1.5]  # type: ignore[call-overload]
+    with pytest.raises(KeyError, match="no request '1'"):
+        lab.requests["1"]
     with pytest.raises(IndexError, match="3 are recorded"):
         requests[3]
     assert list(requests.df["text"]) == ["one", "two", "three"]

@@ -19,8 +19,10 @@ from lmx_lab.values.timeline import ServerTimeline
 from lmx_lab.values.tracing import Trace
 from lmx_lab.wire.admin import LoadAnswer, ModelEvent, ModelRecords, Ready, UnloadAnswer
 from lmx_lab.wire.chat import ChatChunk, ChatCompletion, ChatRequest
+from lmx_lab.wire.completions import Completion, CompletionRequest
 from lmx_lab.wire.embeddings import EmbeddingList, EmbeddingsBody
 from lmx_lab.wire.rerank import RerankBody, RerankResults
+from lmx_lab.wire.tokens import TokenizeAnswer, TokenizeRequest
 from lmx_lab.wire.tracing import TraceBody
 
 
@@ -65,6 +67,14 @@ class LabClient(BlockingClient[AsyncLabClient]):
     def stream_with_remarks(self, body: ChatRequest) -> BlockingStream[ChatChunk | Remark]:
         """Like ``stream``, with a remark about the request's state after every five seconds without a chunk."""
         return BlockingStream(self._portal, lambda _: aclosing(self._client.stream_with_remarks(body)))
+
+    def complete(self, body: CompletionRequest) -> Completion:
+        """Return the complete continuations of plain prompts; with ``echo`` and ``logprobs``, prompts are scored."""
+        return self._portal.run(self._client.complete(body))
+
+    def tokenize(self, body: TokenizeRequest) -> TokenizeAnswer:
+        """Return the token ids of a text, or of a chat as the model reads it."""
+        return self._portal.run(self._client.tokenize(body))
 
     def embed(self, body: EmbeddingsBody) -> EmbeddingList:
         """Return the vectors of texts. ``as_array`` converts them to an array.

@@ -1,0 +1,337 @@
+"""Define the result of an evaluation: the score with its interval, the rows, failures, and paired comparisons."""
+
+from __future__ import annotations
+
+import html
+from collections.abc import Mapping, Sequence
+from typing import TYPE_CHECKING, Any
+
+from lmx_lab.backend import Backend
+from lmx_lab.batch.choices import plain_text, text_tokens
+from lmx_lab.batch.prompts import Prompt
+from lmx_lab.errors import InvalidRequestError
+from lmx_lab.evals.exports import PROJECT, ExportedRun, to_mlflow, to_wandb
+from lmx_lab.evals.rows import EvaluatedRow, RunFacts, to_json
+from lmx_lab.evals.statistics import PairedTest, Score, calibration, paired_test, score_of
+from lmx_lab.frames import pandas_for
+from lmx_lab.instrument.access import LabAccess
+from lmx_lab.instrument.lens import ALTERNATIVES, ColorBy, TokenLens
+from lmx_lab.instrument.requests import RecordedRequest, RequestList
+from lmx_lab.wire.chat import ChatRequest
+from lmx_lab.wire.generation import ANY_MODEL
+
+if TYPE_CHECKING:
+    import pandas as pd
+
+    from lmx_lab.bench.plots import NotebookFigure
+
+SHOWN_FAILURES = 10
+SHOWN_CHARACTERS = 80
+NO_LAB = "this evaluation was opened without a lab; open it with lab.experiments"
+
+
+class Evaluation:
+    """The scored answers to the rows of a table. ``print`` and notebooks show the score and the first failures.
+
+    Rows with an error have no score and do not count; ``errors`` is their number.
+
+    Attributes:
+        facts: What computed it.
+        rows: The rows in the order of the table.
+        id: Its number in ``lab.experiments``; None if it is not stored.
+    """
+
+    def __init__(
+        self,
+        facts: RunFacts,
+        rows: Sequence[EvaluatedRow],
+        *,
+        id: int | None = None,
+        lab: LabAccess | None = None,
+        requests: RequestList | None = None,
+    ) -> None:
+        self.facts = facts
+        self.rows = list(rows)
+        self.id = id
+        self._lab = lab
+        self._requests = requests
+
+    @property
+    def name(self) -> str:
+        return self.facts.name
+
+    @property
+    def score(self) -> Score:
+        """The mean score with its interval, and how it was computed: Wilson's if all scores are 0 or 1, else a
+        bootstrap interval.
+        """
+        return score_of([row.score for row in self.rows if row.score is not None])
+
+    @property
+    def errors(self) -> int:
+        """Number of rows without a score."""
+        return sum(row.score is None for row in self.rows)
+
+    @property
+    def df(self) -> pd.DataFrame:
+        """A data frame with one row for each row of the table, with the same index.
+
+        Its columns are the prompt, the expected value, the answer, the score and the error; then, if there are choices,
+        these, their log-probabilities and the probability of the answer among them; if there is a judge, the verdict;
+        and how the answer ended, its tokens, its seconds and the id of its request.
+
+        Raises:
+            ImportError: pandas is not installed.
+        """
+        return self._frame(self.rows)
+
+    @property
+    def failures(self) -> pd.DataFrame:
+        """The rows of ``df`` with a score below 1, or with an error. ``lens(label)`` shows the tokens of one of them.
+
+        Raises:
+            ImportError: pandas is not installed.
+        """
+        return self._frame(self._failed())
+
+    def _failed(self) -> list[EvaluatedRow]:
+        return [row for row in self.rows if row.score is None or row.score < 1]
+
+    def _frame(self, rows: Sequence[EvaluatedRow]) -> pd.DataFrame:
+        names = ["prompt", "expected", "answer", "score", "error"]
+        if any(row.choices for row in self.rows):
+            names += ["choices", "logprobs", "probability"]
+        if any(row.verdict is not None for row in self.rows):
+            names.append("verdict")
+        names += ["finish_reason", "output_tokens", "total_s", "request_id"]
+        kinds = {"score": "float64", "probability": "float64", "total_s": "float64", "output_tokens": "Int64"}
+        pandas = pandas_for("df")
+        index = pandas.Index([row.label for row in rows])
+        columns = {
+            name: pandas.Series([getattr(row, name) for row in rows], index=index, dtype=kinds.get(name, "object"))
+            for name in names
+        }
+        frame: pd.DataFrame = pandas.DataFrame(columns, index=index)
+        return frame
+
+    # Comparison and calibration
+
+    def compare(self, other: Evaluation) -> PairedTest:
+        """Compare this evaluation with another one of the same rows, such as of another model or prompt.
+
+        Rows belong together if they have the same label. If labels occur several times, both must have the same labels
+        in the same order. Rows with an error in one of them are left out. The test is the exact McNemar test if all
+        scores are 0 or 1, else a permutation test; the result names it.
+
+        Raises:
+            InvalidRequestError: the rows do not belong together, or expected values differ.
+        """
+        pairs = self._pairs(other)
+        different = next((row for row, its in pairs if _comparable(row.expected) != _comparable(its.expected)), None)
+        if different is not None:
+            raise InvalidRequestError(
+                f"row {different.label!r:.80} has different expected values; compare evaluations of the same table"
+            )
+        scores = [(row.score, its.score) for row, its in pairs if row.score is not None and its.score is not None]
+        return paired_test([score for score, _ in scores], [score for _, score in scores])
+
+    def _pairs(self, other: Evaluation) -> list[tuple[EvaluatedRow, EvaluatedRow]]:
+        labels, its_labels = ([_comparable(row.label) for row in each.rows] for each in (self, other))
+        if labels == its_labels:
+            return list(zip(self.rows, other.rows, strict=True))
+        its_rows = dict(zip(its_labels, other.rows, strict=True))
+        if len(its_rows) < len(its_labels) or len(set(labels)) < len(labels):
+            raise InvalidRequestError(
+                "labels of the index occur several times, and are not the same in both evaluations; give the tables a "
+                "unique index"
+            )
+        return [(row, its_rows[label]) for row, label in zip(self.rows, labels, strict=True) if label in its_rows]
+
+    def calibration(self) -> pd.DataFrame:
+        """Return how often answers were right by their probability among the choices, in ten bins of equal width.
+
+        ``.attrs["expected_calibration_error"]`` is the mean distance between confidence and accuracy, weighted by rows.
+
+        Raises:
+            InvalidRequestError: there are no choices.
+            ImportError: pandas is not installed.
+        """
+        rows = [row for row in self.rows if row.probability is not None and row.score is not None]
+        if not rows:
+            raise InvalidRequestError("the rows have no choices; evaluate with metric=Choice(...)")
+        bins, error = calibration([row.probability or 0.0 for row in rows], [row.score or 0.0 for row in rows])
+        frame: pd.DataFrame = pandas_for("calibration").DataFrame([vars(each) for each in bins])
+        frame.attrs["expected_calibration_error"] = error
+        return frame
+
+    def plot_calibration(self) -> NotebookFigure:
+        """Return a reliability diagram: accuracy over confidence, with the number of rows of each bin.
+
+        Raises:
+            InvalidRequestError: there are no choices.
+            ImportError: matplotlib or pandas is not installed.
+        """
+        # Imported here, because matplotlib is optional.
+        from lmx_lab.evals.plots import reliability_diagram
+
+        return reliability_diagram(self.calibration(), title=f"{self.name}: {self.facts.model}")
+
+    # Copies in other programs
+
+    def to_mlflow(self, *, experiment: str = PROJECT, tracking_uri: str | None = None) -> str:
+        """Copy the evaluation to MLflow: its settings, score and rows. Returns the id of the run.
+
+        Args:
+            experiment: Name of MLflow's experiment, which is created if it does not exist.
+            tracking_uri: A server or a database, such as ``sqlite:///mlflow.db``; by default MLflow's own setting.
+
+        Raises:
+            ImportError: mlflow is not installed.
+        """
+        return to_mlflow(self._exported, experiment=experiment, tracking_uri=tracking_uri)
+
+    def to_wandb(self, *, project: str = PROJECT, **options: Any) -> str:
+        """Copy the evaluation to Weights & Biases: its settings, score and rows. Returns the id of the run.
+
+        Args:
+            options: Arguments of ``wandb.init``, such as ``mode="offline"``.
+
+        Raises:
+            ImportError: wandb is not installed.
+        """
+        return to_wandb(self._exported, project=project, **options)
+
+    @property
+    def _exported(self) -> ExportedRun:
+        return ExportedRun(facts=self.facts, score=self.score, errors=self.errors, frame=self.df)
+
+    # Tokens
+
+    def lens(
+        self,
+        label: Any = None,
+        *,
+        position: int | None = None,
+        choice: str | None = None,
+        color: ColorBy = "probability",
+    ) -> TokenLens:
+        """Return the probabilities of the tokens of an answer, or of a choice.
+
+        They are those of the recorded request. If there is no record of it, the text of the answer is scored after the
+        same prompt, for which the model has to be loaded.
+
+        Args:
+            label: Label of the row; alternatively, ``position`` is its position.
+            choice: The choice; by default the answer.
+            color: What selects the colours in the display: ``probability``, ``entropy`` or ``rank``.
+
+        Raises:
+            InvalidRequestError: there is no such row, or it has no answer.
+            NotLoadedError: another model is loaded.
+        """
+        row = self._row(label, position)
+        if (recorded := self._recorded(row)) is not None:
+            return recorded.lens(color=color)
+        return self._access.run(lambda backend: self._scored_lens(backend, row, choice, color))
+
+    async def alens(
+        self,
+        label: Any = None,
+        *,
+        position: int | None = None,
+        choice: str | None = None,
+        color: ColorBy = "probability",
+    ) -> TokenLens:
+        """Do the same as ``lens`` on a running event loop, by scoring the text of the answer."""
+        row = self._row(label, position)
+        return await self._access.call(lambda backend: self._scored_lens(backend, row, choice, color))
+
+    def _row(self, label: Any, position: int | None) -> EvaluatedRow:
+        if position is not None:
+            found = self.rows[position : position + 1] if isinstance(position, int) and position >= 0 else []
+        else:
+            found = [row for row in self.rows if _comparable(row.label) == _comparable(label)]
+        if len(found) != 1:
+            raise InvalidRequestError(
+                f"{len(found)} rows have the label {label!r:.80}; pass one of df.index, or position=0 to "
+                f"{len(self.rows) - 1}",
+                param="label",
+            )
+        return found[0]
+
+    def _recorded(self, row: EvaluatedRow) -> RecordedRequest | None:
+        """Return the recorded request of an answer that was generated; None if there is none."""
+        if self._requests is None or row.request_id is None or row.choices:
+            return None
+        try:
+            return self._requests[row.request_id]
+        except KeyError:
+            return None
+
+    @property
+    def _access(self) -> LabAccess:
+        if self._lab is None:
+            raise InvalidRequestError(NO_LAB)
+        return self._lab
+
+    async def _scored_lens(self, backend: Backend, row: EvaluatedRow, choice: str | None, color: ColorBy) -> TokenLens:
+        text = row.answer if choice is None else choice
+        if row.prompt is None or not text:
+            raise InvalidRequestError(f"row {row.label!r:.80} has no answer: {row.error or 'its text is empty'}")
+        if self.facts.weights:
+            await backend.require_weights(self.facts.model, self.facts.weights)
+        request = self._request(row.prompt)
+        if self.facts.settings.get("metric", {}).get("chat_template", True):
+            prompt, tokens = await backend.encode(request), await backend.encode(text, special=False)
+        else:
+            prompt, (tokens,) = await text_tokens(backend, plain_text(request), [text])
+        scores = await backend.score(
+            [*prompt, *tokens],
+            model=self.facts.model,
+            top=ALTERNATIVES,
+            start=len(prompt),
+            distributions=color == "entropy",
+        )
+        return TokenLens(scores, source="scoring", color=color)
+
+    def _request(self, prompt: Prompt) -> ChatRequest:
+        parameters: Mapping[str, Any] = self.facts.settings.get("parameters", {})
+        messages = [{"role": "user", "content": prompt}] if isinstance(prompt, str) else list(prompt)
+        if (system := parameters.get("system")) is not None:
+            messages = [{"role": "system", "content": system}, *messages]
+        fields = {name: parameters[name] for name in ("chat_template_kwargs",) if name in parameters}
+        return ChatRequest.model_validate({"model": ANY_MODEL, "messages": messages, **fields})
+
+    # Display
+
+    def __repr__(self) -> str:
+        score = self.score
+        counted = f"{score.n} rows" + (f", {self.errors} with errors are not counted" if self.errors else "")
+        lines = [
+            f"{self.name}: {score} ({counted}; {score.method})",
+            f"{len(self._failed())} failures: .failures; .lens(label) shows the tokens of one",
+        ]
+        return "\n".join(lines)
+
+    def _repr_html_(self) -> str:
+        left = "style='text-align:left;vertical-align:top'"
+        names = ("label", "prompt", "expected", "answer", "error")
+        shown = [[_cell(getattr(row, name)) for name in names] for row in self._failed()[:SHOWN_FAILURES]]
+        head = "".join(f"<th {left}>{name}</th>" for name in names)
+        body = "".join(
+            "<tr>" + "".join(f"<td {left}>{html.escape(cell)}</td>" for cell in row) + "</tr>" for row in shown
+        )
+        table = f"<table><thead><tr>{head}</tr></thead><tbody>{body}</tbody></table>" if shown else ""
+        return "".join(f"<div>{html.escape(line)}</div>" for line in repr(self).splitlines()) + table
+
+
+def _comparable(value: Any) -> str:
+    """Return a text that is equal for equal values, also after they were stored as JSON."""
+    return to_json(value)
+
+
+def _cell(value: Any) -> str:
+    if isinstance(value, Sequence) and not isinstance(value, str):
+        value = "\n".join(str(message.get("content")) for message in value if isinstance(message, Mapping))
+    text = "" if value is None else str(value)
+    return text if len(text) <= SHOWN_CHARACTERS else f"{text[:SHOWN_CHARACTERS]}…"

@@ -1,0 +1,265 @@
+"""Store evaluations in an SQLite file, one row for each, and open them again later.
+
+The file is opened for each operation, so several notebooks can use it, and nothing has to be closed.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import html
+import json
+import operator
+import sqlite3
+import zlib
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import closing
+from datetime import UTC, datetime
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, TypeVar, overload
+
+from lmx_lab.errors import InvalidRequestError, LabError, did_you_mean
+from lmx_lab.evals.evaluation import Evaluation
+from lmx_lab.evals.rows import EvaluatedRow, RunFacts, to_json
+from lmx_lab.frames import pandas_for
+from lmx_lab.instrument.access import LabAccess
+from lmx_lab.instrument.requests import RequestList
+from lmx_lab.instrument.store import open_database
+
+if TYPE_CHECKING:
+    import pandas as pd
+
+T = TypeVar("T")
+FILE = "experiments.db"
+"""Name of the file in the lab's home."""
+APPLICATION = 0x4C4D5845
+"""Marks the files of this module: "LMXE" in ASCII."""
+VERSION = 1
+COLUMNS = (
+    *("id", "at", "name", "model", "engine", "metric", "rows", "errors", "score", "low", "high"),
+    *("method", "weights", "frame", "settings", "versions", "machine"),
+)
+"""Columns of the table of all experiments."""
+SCHEMA = f"""
+CREATE TABLE experiments (
+    id INTEGER PRIMARY KEY AUTOINCREMENT,
+    at REAL NOT NULL,
+    name TEXT NOT NULL,
+    model TEXT NOT NULL,
+    engine TEXT NOT NULL,
+    metric TEXT NOT NULL,
+    rows INTEGER NOT NULL,
+    errors INTEGER NOT NULL,
+    score REAL,
+    low REAL,
+    high REAL,
+    method TEXT NOT NULL,
+    weights TEXT NOT NULL,
+    frame TEXT NOT NULL,
+    settings TEXT NOT NULL,
+    versions TEXT NOT NULL,
+    machine TEXT NOT NULL,
+    data BLOB NOT NULL
+);
+PRAGMA application_id = {APPLICATION};
+PRAGMA user_version = {VERSION};
+"""
+SHOWN = ("id", "at", "name", "model", "metric", "rows", "score", "low", "high")
+SHOWN_ROWS = 20
+
+
+class Experiments(Sequence[Evaluation]):
+    """The stored evaluations, the oldest first. ``df`` has one row for each; an element is the whole evaluation.
+
+    An element is selected by its position or by its name, of which the newest evaluation is returned.
+
+    Args:
+        path: The file, which is created with the first evaluation.
+        lab: The lab that scores tokens; None if there is none.
+        requests: The recorded requests of the lab.
+    """
+
+    def __init__(self, path: Path, *, lab: LabAccess | None = None, requests: RequestList | None = None) -> None:
+        self.path = path
+        self._lab = lab
+        self._requests = requests
+
+    def add(self, evaluation: Evaluation) -> int:
+        """Store an evaluation, and return its id.
+
+        Raises:
+            LabError: the file cannot be used.
+        """
+        facts, score = evaluation.facts, evaluation.score
+        rows = [vars(row) for row in evaluation.rows]
+        values = {
+            "at": facts.at,
+            "name": facts.name,
+            "model": facts.model,
+            "engine": facts.engine,
+            "metric": str(facts.settings.get("metric", {}).get("name", "")),
+            "rows": len(evaluation.rows),
+            "errors": evaluation.errors,
+            "score": score.mean if score.n else None,
+            "low": score.low if score.n else None,
+            "high": score.high if score.n else None,
+            "method": score.method,
+            "weights": facts.weights,
+            "frame": facts.frame,
+            "settings": to_json(facts.settings),
+            "versions": to_json(facts.versions),
+            "machine": facts.machine,
+            "data": zlib.compress(to_json(rows).encode()),
+        }
+        sql = f"INSERT INTO experiments ({', '.join(values)}) VALUES ({', '.join('?' * len(values))})"
+
+        def insert(connection: sqlite3.Connection) -> int:
+            with connection:
+                return int(connection.execute(sql, tuple(values.values())).lastrowid or 0)
+
+        self.path.parent.mkdir(parents=True, exist_ok=True, mode=0o700)
+        return self._run(insert)
+
+    def delete(self, *ids: int) -> None:
+        """Delete the experiments with these ids; others are ignored.
+
+        Raises:
+            LabError: the file cannot be used.
+        """
+
+        def delete(connection: sqlite3.Connection) -> None:
+            with connection:
+                connection.executemany("DELETE FROM experiments WHERE id = ?", [(int(id_),) for id_ in ids])
+
+        if self.path.exists():
+            self._run(delete)
+
+    def __len__(self) -> int:
+        return int(self._select("SELECT count(*) FROM experiments")[0][0]) if self.path.exists() else 0
+
+    @overload
+    def __getitem__(self, at: int | str) -> Evaluation: ...
+    @overload
+    def __getitem__(self, at: slice) -> list[Evaluation]: ...
+    def __getitem__(self, at: int | str | slice) -> Evaluation | list[Evaluation]:
+        if isinstance(at, slice):
+            return [self[index] for index in range(*at.indices(len(self)))]
+        if isinstance(at, str):
+            found = self._read("WHERE name = ? ORDER BY id DESC LIMIT 1", at)
+            if not found:
+                names = self._select("SELECT DISTINCT name FROM experiments") if self.path.exists() else []
+                raise KeyError(f"there is no experiment {at!r:.80}{did_you_mean(at, [name for (name,) in names])}")
+            return found[0]
+        position = operator.index(at)
+        order, offset = ("ASC", position) if position >= 0 else ("DESC", -position - 1)
+        found = self._read(f"ORDER BY id {order} LIMIT 1 OFFSET ?", offset)
+        if not found:
+            raise IndexError(f"there is no experiment {at}; {len(self)} are stored")
+        return found[0]
+
+    def __iter__(self) -> Iterator[Evaluation]:
+        return (self[at] for at in range(len(self)))
+
+    @property
+    def df(self) -> pd.DataFrame:
+        """A data frame with one row for each experiment, by its id: when it began, what was evaluated and how, and its
+        score. ``settings`` and ``versions`` are dictionaries; ``frame`` and ``weights`` are SHA-256 hashes.
+
+        Raises:
+            ImportError: pandas is not installed.
+        """
+        pandas = pandas_for("df")
+        rows = self._select(f"SELECT {', '.join(COLUMNS)} FROM experiments ORDER BY id") if self.path.exists() else []
+        frame: pd.DataFrame = pandas.DataFrame(rows, columns=list(COLUMNS)).set_index("id")
+        return frame.assign(
+            at=pandas.to_datetime(frame["at"].astype(float), unit="s", utc=True),
+            settings=[json.loads(text) for text in frame["settings"]],
+            versions=[json.loads(text) for text in frame["versions"]],
+        )
+
+    def _read(self, clause: str, *parameters: object) -> list[Evaluation]:
+        if not self.path.exists():
+            return []
+        names = "id, at, name, model, engine, weights, settings, frame, versions, machine, data"
+        sql = f"SELECT {names} FROM experiments {clause}"
+        return [self._evaluation(*row) for row in self._select(sql, *parameters)]
+
+    def _evaluation(self, id_: int, *values: Any) -> Evaluation:
+        at, name, model, engine, weights, settings, frame, versions, machine, data = values
+        known = {each.name for each in dataclasses.fields(EvaluatedRow)}
+        rows = [
+            EvaluatedRow(
+                **{name: _label(value) if name == "label" else value for name, value in row.items() if name in known}
+            )
+            for row in json.loads(zlib.decompress(data))
+        ]
+        facts = RunFacts(
+            at=at,
+            name=name,
+            model=model,
+            engine=engine,
+            weights=weights,
+            settings=json.loads(settings),
+            frame=frame,
+            versions=json.loads(versions),
+            machine=machine,
+        )
+        return Evaluation(facts, rows, id=id_, lab=self._lab, requests=self._requests)
+
+    def _select(self, sql: str, *parameters: object) -> list[tuple[Any, ...]]:
+        return self._run(lambda connection: connection.execute(sql, parameters).fetchall())
+
+    def _run(self, work: Callable[[sqlite3.Connection], T]) -> T:
+        try:
+            with closing(
+                open_database(self.path, self._prepare, purpose="a file of experiments", param="home")
+            ) as connection:
+                return work(connection)
+        except sqlite3.Error as exc:
+            raise LabError(f"the experiments in {self.path} cannot be used: {exc}; free disk space") from exc
+
+    def _prepare(self, connection: sqlite3.Connection) -> None:
+        found = [int(connection.execute(f"PRAGMA {name}").fetchone()[0]) for name in ("application_id", "user_version")]
+        if found == [APPLICATION, VERSION]:
+            return
+        if found != [0, 0] or connection.execute("SELECT count(*) FROM sqlite_master").fetchone()[0]:
+            raise InvalidRequestError(
+                f"{self.path} is not a file of experiments of this version of LMX Lab; move it elsewhere", param="home"
+            )
+        connection.executescript(f"BEGIN IMMEDIATE; {SCHEMA} COMMIT;")
+
+    # Display
+
+    def __repr__(self) -> str:
+        rows = [SHOWN, *self._shown()]
+        widths = [max(len(cell) for cell in column) for column in zip(*rows, strict=True)]
+        lines = ["  ".join(map(str.ljust, row, widths)).rstrip() for row in rows]
+        return "\n".join([*lines, self._footer()])
+
+    def _repr_html_(self) -> str:
+        left = "style='text-align:left'"
+        head = "".join(f"<th {left}>{name}</th>" for name in SHOWN)
+        body = "".join(
+            "<tr>" + "".join(f"<td {left}>{html.escape(cell)}</td>" for cell in row) + "</tr>" for row in self._shown()
+        )
+        return f"<table><thead><tr>{head}</tr></thead><tbody>{body}</tbody></table><div>{self._footer()}</div>"
+
+    def _shown(self) -> list[tuple[str, ...]]:
+        sql = f"SELECT {', '.join(SHOWN)} FROM experiments ORDER BY id DESC LIMIT ?"
+        rows = self._select(sql, SHOWN_ROWS) if self.path.exists() else []
+        return [tuple(map(_cell, SHOWN, row)) for row in rows[::-1]]
+
+    def _footer(self) -> str:
+        return f"{len(self)} experiments are stored; the last {SHOWN_ROWS} are shown, .df has all"
+
+
+def _label(value: Any) -> Any:
+    """Return a label that was stored as JSON; those of several levels are tuples."""
+    return tuple(value) if isinstance(value, list) else value
+
+
+def _cell(name: str, value: Any) -> str:
+    if value is None:
+        return ""
+    if name == "at":
+        return datetime.fromtimestamp(value, UTC).astimezone().strftime("%Y-%m-%d %H:%M")
+    return f"{value:.3f}" if isinstance(value, float) else str(value)[:60]

@@ -1,0 +1,339 @@
+"""Define metrics: each compares the answer to a row with the expected value, and returns a score."""
+
+from __future__ import annotations
+
+import math
+import re
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+from lmx_lab.batch.prompts import RowPrompts
+from lmx_lab.errors import InvalidRequestError, did_you_mean
+
+NUMBER = re.compile(r"[-+]?(?:\d[\d,]*(?:\.\d+)?|\.\d+)(?:[eE][-+]?\d+)?")
+
+
+class Metric:
+    """A metric. Its ``score`` is 1 for a right answer and 0 for a wrong one, or a number in between."""
+
+    @property
+    def settings(self) -> dict[str, Any]:
+        """The name of the metric and its options as JSON values, for stored experiments."""
+        raise NotImplementedError
+
+    def check(self, columns: Sequence[str]) -> None:
+        """Check the options against the columns of the table.
+
+        Raises:
+            InvalidRequestError: an option does not fit.
+        """
+
+    def score(self, answer: str, expected: Any) -> float:
+        """Return the score of an answer.
+
+        Raises:
+            InvalidRequestError: the expected value does not fit the metric.
+        """
+        raise NotImplementedError
+
+
+@dataclass(frozen=True, kw_only=True)
+class ExactMatch(Metric):
+    """The answer equals the expected text, apart from spaces at both ends."""
+
+    ignore_case: bool = False
+
+    @property
+    def settings(self) -> dict[str, Any]:
+        return {"name": "exact_match", "ignore_case": self.ignore_case}
+
+    def score(self, answer: str, expected: Any) -> float:
+        return float(_folded(answer, self.ignore_case) == _folded(str(expected), self.ignore_case))
+
+
+@dataclass(frozen=True, kw_only=True)
+class Contains(Metric):
+    """The answer contains the expected text."""
+
+    ignore_case: bool = False
+
+    @property
+    def settings(self) -> dict[str, Any]:
+        return {"name": "contains", "ignore_case": self.ignore_case}
+
+    def score(self, answer: str, expected: Any) -> float:
+        return float(_folded(str(expected), self.ignore_case) in _folded(answer, self.ignore_case))
+
+
+@dataclass(frozen=True)
+class Regex(Metric):
+    """A part of the answer matches.
+
+    Args:
+        pattern: A regular expression of Python, of which the first match, or its first group if it has one, must equal
+            the expected text: ``Regex(r"answer is (\\w+)")``. None takes the expected value as the regular expression,
+            which the answer must contain.
+    """
+
+    pattern: str | None = None
+
+    def __post_init__(self) -> None:
+        if self.pattern is not None:
+            _compiled(self.pattern)
+
+    @property
+    def settings(self) -> dict[str, Any]:
+        return {"name": "regex", "pattern": self.pattern}
+
+    def score(self, answer: str, expected: Any) -> float:
+        if self.pattern is None:
+            return float(_compiled(str(expected)).search(answer) is not None)
+        found = _compiled(self.pattern).search(answer)
+        return float(found is not None and (found[1] if found.re.groups else found[0]) == str(expected).strip())
+
+
+@dataclass(frozen=True, kw_only=True)
+class Numeric(Metric):
+    """The last number in the answer is close to the expected one. Commas between digits are ignored.
+
+    Args:
+        relative: Largest difference as a share of the expected number.
+        absolute: Largest difference; the larger limit of both applies.
+    """
+
+    relative: float = 1e-6
+    absolute: float = 0.0
+
+    def __post_init__(self) -> None:
+        for name in ("relative", "absolute"):
+            value = getattr(self, name)
+            if isinstance(value, bool) or not isinstance(value, int | float) or not 0 <= value < math.inf:
+                raise InvalidRequestError(f"{name} is {value!r:.40}; it must be a number, 0 or more", param=name)
+
+    @property
+    def settings(self) -> dict[str, Any]:
+        return {"name": "numeric", "relative": self.relative, "absolute": self.absolute}
+
+    def score(self, answer: str, expected: Any) -> float:
+        wanted = _number(str(expected))
+        if wanted is None:
+            raise InvalidRequestError(f"the expected value is {expected!r:.80}, which is not a number")
+        found = NUMBER.findall(answer)
+        number = _number(found[-1]) if found else None
+        if number is None:
+            return 0.0
+        return float(math.isclose(number, wanted, rel_tol=0, abs_tol=max(self.relative * abs(wanted), self.absolute)))
+
+
+@dataclass(frozen=True)
+class Choice(Metric):
+    """The model finds the right one of several texts most likely. No text is generated.
+
+    The log-probability of each choice is that of its tokens after the prompt. The expected value is the text of the
+    right choice, or its index from 0.
+
+    Args:
+        choices: The choices of all rows, or the name of a column with a list for each row.
+        normalize: Whether log-probabilities are divided by the number of characters of their choice, so that long
+            choices are not at a disadvantage, as ``acc_norm`` in lm-evaluation-harness.
+        chat_template: Whether the prompt is a chat, to which each choice is an answer. If not, it is plain text that
+            the choice continues; begin the choices with a space if the prompt does not end with one.
+    """
+
+    choices: Sequence[str] | str
+    normalize: bool = field(default=False, kw_only=True)
+    chat_template: bool = field(default=True, kw_only=True)
+
+    def __post_init__(self) -> None:
+        if not isinstance(self.choices, str):
+            object.__setattr__(self, "choices", tuple(read_choices(self.choices)))
+
+    @property
+    def settings(self) -> dict[str, Any]:
+        choices = self.choices if isinstance(self.choices, str) else list(self.choices)
+        return {
+            "name": "choice",
+            "choices": choices,
+            "normalize": self.normalize,
+            "chat_template": self.chat_template,
+        }
+
+    def check(self, columns: Sequence[str]) -> None:
+        if isinstance(self.choices, str) and self.choices not in columns:
+            raise InvalidRequestError(
+                f"choices names the column {self.choices[:80]!r}, but the columns are {', '.join(columns)}; name one "
+                "of them, or pass a list of texts",
+                param="choices",
+            )
+
+    def of_row(self, row: Mapping[str, Any]) -> tuple[str, ...]:
+        """Return the choices of a row.
+
+        Raises:
+            InvalidRequestError: they are not two or more different texts.
+        """
+        if not isinstance(self.choices, str):
+            return tuple(self.choices)
+        try:
+            return read_choices(row.get(self.choices))
+        except InvalidRequestError as exc:
+            raise InvalidRequestError(f"the column {self.choices}: {exc.message}") from None
+
+    def best(self, choices: Sequence[str], logprobs: Sequence[float]) -> int:
+        """Return the index of the most likely choice; of equally likely ones, the first."""
+        lengths = [max(len(choice), 1) if self.normalize else 1 for choice in choices]
+        values = [logprob / length for logprob, length in zip(logprobs, lengths, strict=True)]
+        return values.index(max(values))
+
+    def right(self, choices: Sequence[str], expected: Any) -> int:
+        """Return the index of the right choice.
+
+        Raises:
+            InvalidRequestError: the expected value is not one of them.
+        """
+        if expected in choices:
+            return choices.index(expected)
+        # Numbers of NumPy and of nullable columns are not instances of int.
+        if (
+            not isinstance(expected, str | bool)
+            and hasattr(expected, "__index__")
+            and int(expected) in range(len(choices))
+        ):
+            return int(expected)
+        stripped = [choice.strip() for choice in choices]
+        if isinstance(expected, str) and stripped.count(expected.strip()) == 1:
+            return stripped.index(expected.strip())
+        raise InvalidRequestError(
+            f"the expected value is {expected!r:.80}; it must be one of the choices {list(choices)!r:.200}, or an "
+            "index from 0"
+        )
+
+
+@dataclass(frozen=True)
+class Judge(Metric):
+    """A model reads the answer and gives a verdict, which is enforced to be one of ``verdicts``.
+
+    Args:
+        prompt: A template, messages, or a function of a row, as for ``lab.map``. Besides the columns of the table,
+            ``{answer}`` is the answer, and ``{expected}`` the expected value.
+        verdicts: The score of each verdict.
+        lab: The lab whose loaded model judges; None takes the lab that answers.
+        system: System prompt of the judge.
+    """
+
+    prompt: Any
+    verdicts: Mapping[str, float] = field(default_factory=lambda: {"correct": 1.0, "incorrect": 0.0}, kw_only=True)
+    lab: Any = field(default=None, kw_only=True)
+    system: str | None = field(default=None, kw_only=True)
+
+    def __post_init__(self) -> None:
+        if not isinstance(self.verdicts, Mapping) or len(self.verdicts) < 2:
+            raise InvalidRequestError(
+                f"verdicts is {self.verdicts!r:.80}; pass two or more verdicts with their scores, such as "
+                "{'good': 1, 'bad': 0}",
+                param="verdicts",
+            )
+
+    def check(self, columns: Sequence[str]) -> None:
+        RowPrompts(self.prompt).check(dict.fromkeys([*columns, "answer", "expected"]))
+
+    @property
+    def settings(self) -> dict[str, Any]:
+        prompt = f"function {self.prompt.__name__}" if callable(self.prompt) else self.prompt
+        return {"name": "judge", "prompt": prompt, "verdicts": dict(self.verdicts), "system": self.system}
+
+
+@dataclass(frozen=True)
+class FunctionMetric(Metric):
+    """A function of the answer and the expected value."""
+
+    function: Callable[[str, Any], Any]
+
+    @property
+    def settings(self) -> dict[str, Any]:
+        return {"name": "function", "function": getattr(self.function, "__qualname__", repr(self.function)[:80])}
+
+    def score(self, answer: str, expected: Any) -> float:
+        try:
+            score = float(self.function(answer, expected))
+        except Exception as exc:
+            raise InvalidRequestError(f"the metric raised {type(exc).__name__}: {exc}") from exc
+        if not math.isfinite(score):
+            raise InvalidRequestError(f"the metric returned {score}; it must return a number")
+        return score
+
+
+NAMED: Mapping[str, type[ExactMatch] | type[Contains] | type[Regex] | type[Numeric]] = {
+    "exact_match": ExactMatch,
+    "contains": Contains,
+    "regex": Regex,
+    "numeric": Numeric,
+}
+"""The metrics that can be selected by name, without options."""
+WITH_OPTIONS: Mapping[str, str] = {
+    "choice": "pass Choice([...]) of lmx_lab.evals, because it needs the choices",
+    "judge": "pass Judge(...) of lmx_lab.evals, because it needs a prompt",
+}
+
+
+def read_metric(metric: Any) -> Metric:
+    """Return a metric from its name, an object of this module, or a function.
+
+    Raises:
+        InvalidRequestError: it is none of these.
+    """
+    if isinstance(metric, Metric):
+        return metric
+    if isinstance(metric, str):
+        if metric in NAMED:
+            return NAMED[metric]()
+        names = [*NAMED, *WITH_OPTIONS]
+        if metric in WITH_OPTIONS:
+            raise InvalidRequestError(f"the metric {metric!r} has no default; {WITH_OPTIONS[metric]}", param="metric")
+        remedy = did_you_mean(metric, names) or f"; the metrics are {', '.join(names)}"
+        raise InvalidRequestError(f"there is no metric {metric[:80]!r}{remedy}", param="metric")
+    if callable(metric) and not isinstance(metric, type):
+        return FunctionMetric(metric)
+    raise InvalidRequestError(
+        f"metric is {metric!r:.80}; pass one of {', '.join(NAMED)}, a metric of lmx_lab.evals, or a function of the "
+        "answer and the expected value",
+        param="metric",
+    )
+
+
+def read_choices(choices: Any) -> tuple[str, ...]:
+    """Return choices as a tuple of texts. Arrays of NumPy are accepted, too.
+
+    Raises:
+        InvalidRequestError: they are not two or more different texts.
+    """
+    listed = choices.tolist() if hasattr(choices, "tolist") else choices
+    valid = isinstance(listed, list | tuple) and all(isinstance(choice, str) and choice for choice in listed)
+    if not valid or len(set(listed)) < max(2, len(listed)):
+        raise InvalidRequestError(
+            f"the choices are {choices!r:.80}; they must be two or more different texts", param="choices"
+        )
+    return tuple(listed)
+
+
+def _folded(text: str, ignore_case: bool) -> str:
+    text = text.strip()
+    return text.casefold() if ignore_case else text
+
+
+def _compiled(pattern: str) -> re.Pattern[str]:
+    try:
+        return re.compile(pattern)
+    except re.error as exc:
+        raise InvalidRequestError(
+            f"the regular expression {pattern!r:.80} is malformed: {exc}", param="pattern"
+        ) from None
+
+
+def _number(text: str) -> float | None:
+    try:
+        number = float(text.replace(",", ""))
+    except ValueError:
+        return None
+    return number if math.isfinite(number) else None

@@ -1,0 +1,76 @@
+"""Define a row of an evaluation, and what computed the evaluation, as values that are stored."""
+
+from __future__ import annotations
+
+import json
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from lmx_lab.batch.prompts import Prompt
+
+
+@dataclass(frozen=True, kw_only=True)
+class EvaluatedRow:
+    """One row of an evaluation."""
+
+    label: Any
+    """Its label in the index of the table."""
+    prompt: Prompt | None
+    """None if it could not be created."""
+    expected: Any
+    answer: str | None
+    """The text of the answer, or the most likely choice; None if there was an error."""
+    score: float | None
+    """None if the row has an error."""
+    error: str | None = None
+    choices: Sequence[str] = ()
+    logprobs: Sequence[float] = ()
+    """Log-probability of each choice after the prompt."""
+    verdict: str | None = None
+    """Verdict of the judge."""
+    finish_reason: str | None = None
+    output_tokens: int | None = None
+    total_s: float | None = None
+    request_id: str | None = None
+    """Id of the request, with which ``lab.requests`` finds its record."""
+
+    @property
+    def probability(self) -> float | None:
+        """Probability of the answer among the choices: the softmax of their log-probabilities. None without choices."""
+        if not self.logprobs or self.answer is None:
+            return None
+        highest = max(self.logprobs)
+        weights = [math.exp(logprob - highest) for logprob in self.logprobs]
+        return weights[list(self.choices).index(self.answer)] / math.fsum(weights)
+
+
+@dataclass(frozen=True, kw_only=True)
+class RunFacts:
+    """What computed an evaluation."""
+
+    at: float
+    """Unix time of its start."""
+    name: str
+    model: str
+    engine: str
+    weights: str
+    """SHA-256 of the model's files; empty if they are on another machine."""
+    settings: Mapping[str, Any]
+    """The prompt, the metric, and the parameters of the requests, as JSON values."""
+    frame: str
+    """SHA-256 of the rows."""
+    versions: Mapping[str, str]
+    machine: str
+
+
+def to_json(value: Any) -> str:
+    """Return a value as JSON; numbers of NumPy as numbers, and objects of other types as texts."""
+    return json.dumps(value, default=_plain)
+
+
+def _plain(value: Any) -> Any:
+    if isinstance(value, Mapping):
+        return dict(value)
+    return value.item() if hasattr(value, "item") else str(value)

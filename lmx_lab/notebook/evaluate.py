@@ -1,0 +1,319 @@
+"""Define ``evaluate``, the method of a lab that scores the answers to the rows of a table, and ``experiments``."""
+
+from __future__ import annotations
+
+import hashlib
+import os
+import platform
+import time
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
+from importlib.metadata import PackageNotFoundError, version
+from typing import TYPE_CHECKING, Any, Literal, Protocol
+
+from lmx_lab.batch.cache import AnswerCache
+from lmx_lab.batch.prompts import Prompt, PromptSource, Row, RowPrompts, is_missing
+from lmx_lab.batch.run import BatchOptions, BatchRun, LoadedModel, loaded_model
+from lmx_lab.batch.table import LOGPROBS, RowSource, read_source
+from lmx_lab.errors import InvalidRequestError
+from lmx_lab.evals.evaluation import Evaluation
+from lmx_lab.evals.experiments import FILE, Experiments
+from lmx_lab.evals.metrics import Choice, FunctionMetric, Judge, Metric, read_metric
+from lmx_lab.evals.rows import EvaluatedRow, RunFacts, to_json
+from lmx_lab.instrument.access import LabAccess
+from lmx_lab.instrument.requests import RequestList
+from lmx_lab.notebook.map import MapOwner, MapVerbs, answer_all, request_maker
+from lmx_lab.notebook.verbs import awaited, blocking, in_thread, on_loop, on_other
+from lmx_lab.settings import Settings
+
+if TYPE_CHECKING:
+    import pandas as pd
+
+    from lmx_lab.notebook.local_server import LocalServer
+
+PACKAGES = ("lmx-lab", "mlx", "mlx-lm", "xllamacpp", "numpy", "pandas")
+"""Packages whose versions are stored with an experiment."""
+VERDICT = "verdict"
+NOT_USED = {
+    "n": "each row has one answer; repeat the rows of the table instead",
+    "schema": "score texts, or pass a function that parses the answer",
+}
+"""Parameters of ``map`` that ``evaluate`` does not accept, and what to do instead."""
+
+
+class EvaluateOwner(MapOwner, Protocol):
+    """A lab."""
+
+    _local: LocalServer | None
+
+    @property
+    def _access(self) -> LabAccess: ...
+
+    @property
+    def requests(self) -> RequestList: ...
+
+    @property
+    def experiments(self) -> Experiments: ...
+
+
+class EvaluateVerbs:
+    """The methods of ``Lab`` that score answers."""
+
+    async def _evaluate(
+        self: EvaluateOwner,
+        /,
+        frame: Any,
+        prompt: PromptSource,
+        *,
+        answer: str | None = None,
+        metric: str | Metric | Callable[[str, Any], Any] = "exact_match",
+        name: str = "",
+        store: bool = True,
+        **parameters: Any,
+    ) -> Evaluation:
+        """Answer a prompt for each row of a table as ``map``, score the answers, and return the mean with its interval.
+
+        Args:
+            frame: A data frame, a series, or a list of dictionaries or texts.
+            prompt: A template such as ``"What is {a} + {b}?"``, messages, or a function of a row, as for ``map``.
+            answer: The column with the expected answers. A function as ``metric`` receives the row if it is left out.
+            metric: ``exact_match``, ``contains``, ``regex``, ``numeric``; a metric of ``lmx_lab.evals`` with its
+                options, such as ``Choice(["yes", "no"])`` or ``Judge(prompt)``; or a function of the answer and the
+                expected value that returns a number, 1 for a right answer.
+            name: The name of the experiment; by default that of the metric.
+            store: Whether the evaluation is stored in ``lab.experiments``. An interrupted one is not stored.
+            parameters: ``cache``, ``errors``, ``retry``, ``seed``, ``system`` and the sampling parameters, as for
+                ``map``.
+
+        Raises:
+            NotLoadedError: no model is loaded.
+            InvalidRequestError: an argument is invalid, or a column does not exist.
+            BatchStoppedError: no further row can be answered, for example because the model was unloaded.
+            ImportError: pandas is not installed.
+        """
+        started_at = time.time()
+        table = _Table(frame, prompt, answer, read_metric(metric))
+        _check(parameters, name)
+        loaded = await on_loop(loaded_model(self._backend, hashed=True))
+        if isinstance(table.metric, Choice):
+            answers = await _score_choices(self, table, loaded, **parameters)
+        else:
+            answers = await MapVerbs._map(self, table.given, prompt, **parameters)
+        interrupted = answers.attrs["interrupted"]
+        rows = table.evaluated(answers)
+        if parameters.get("errors") == "raise" and not interrupted:
+            _raise_first(rows)
+        if isinstance(table.metric, Judge) and not interrupted:
+            rows, interrupted = await _judge(self, table, table.metric, rows, cache=parameters.get("cache"))
+        facts = table.facts(started_at, name, loaded, prompt, parameters)
+        local = self._local is not None
+        result = Evaluation(facts, rows, lab=self._access, requests=self.requests if local else None)
+        if store and not interrupted:
+            experiments = self.experiments
+            result.id = await in_thread(lambda: experiments.add(result))
+        return result
+
+    evaluate = blocking(_evaluate)
+    aevaluate = awaited(_evaluate)
+
+    @property
+    def experiments(self: EvaluateOwner) -> Experiments:
+        """The stored evaluations, the oldest first: ``lab.experiments.df``, ``lab.experiments[-1]``.
+
+        They are in the file ``experiments.db`` in the lab's home; if the server runs elsewhere, in the home of this
+        machine.
+        """
+        local = self._local
+        home = Settings.read().home if local is None else local.settings.home
+        return Experiments(home / FILE, lab=self._access, requests=None if local is None else self.requests)
+
+
+class _Table:
+    """The rows of an evaluation with their prompts and expected values.
+
+    Raises:
+        InvalidRequestError: the rows are an iterable, or a column does not exist.
+    """
+
+    def __init__(self, frame: Any, prompt: PromptSource, answer: str | None, metric: Metric) -> None:
+        source = read_source(frame)
+        if source.columns is None or source.index is None:
+            raise InvalidRequestError("the rows are an iterable; pass a data frame or a list", param="frame")
+        self.metric = metric
+        self.columns = list(source.columns)
+        self.index = source.index
+        _check_answer(answer, metric, self.columns)
+        metric.check(self.columns)
+        self._answer = answer
+        self.prompts = RowPrompts(prompt)
+        self.prompts.check(self.columns)
+        self.labelled = list(source.rows)
+        self.given = frame if source.library is None else [row for _, row in self.labelled]
+        """The rows for ``map``, as a table whose answers are a data frame of pandas."""
+
+    def source(self) -> RowSource:
+        return RowSource(rows=iter(self.labelled), columns=self.columns, index=self.index)
+
+    def evaluated(self, answers: pd.DataFrame) -> list[EvaluatedRow]:
+        """Return the rows with their scores; for a judge, without."""
+        records = answers.astype(object).where(answers.notna(), None).to_dict("records")
+        return [
+            self._evaluated(label, row, record) for (label, row), record in zip(self.labelled, records, strict=True)
+        ]
+
+    def _evaluated(self, label: Any, row: Row, answered: Mapping[str, Any]) -> EvaluatedRow:
+        expected = row if self._answer is None else row.get(self._answer)
+        names = ("answer", "error", "finish_reason", "output_tokens", "total_s", "request_id")
+        found = EvaluatedRow(
+            label=label,
+            prompt=self._prompt(row),
+            expected=None if self._answer is None else expected,
+            score=None,
+            **{name: answered[name] for name in names},
+        )
+        if found.error is not None:
+            return replace(found, answer=None)
+        try:
+            if self._answer is not None and is_missing(expected):
+                raise InvalidRequestError(f"the column {self._answer} has no value in this row")
+            return self._scored(found, row, expected, answered)
+        except InvalidRequestError as exc:
+            return replace(found, error=exc.message)
+
+    def _scored(self, found: EvaluatedRow, row: Row, expected: Any, answered: Mapping[str, Any]) -> EvaluatedRow:
+        metric = self.metric
+        if isinstance(metric, Judge):
+            return found
+        if not isinstance(metric, Choice):
+            return replace(found, score=metric.score(found.answer or "", expected))
+        choices, logprobs = metric.of_row(row), tuple(answered[LOGPROBS])
+        best = metric.best(choices, logprobs)
+        found = replace(found, answer=choices[best], choices=choices, logprobs=logprobs)
+        return replace(found, score=float(best == metric.right(choices, expected)))
+
+    def _prompt(self, row: Row) -> Prompt | None:
+        try:
+            return self.prompts.prompt(row)
+        except InvalidRequestError:
+            return None
+
+    def facts(
+        self,
+        started_at: float,
+        name: str,
+        loaded: LoadedModel,
+        prompt: PromptSource,
+        parameters: Mapping[str, Any],
+    ) -> RunFacts:
+        """Return what computed the evaluation."""
+        digest = hashlib.sha256()
+        for _, row in self.labelled:
+            digest.update(to_json(list(row.items())).encode() + b"\n")
+        source: Any = f"function {getattr(prompt, '__qualname__', '')}" if callable(prompt) else prompt
+        metric = self.metric.settings
+        kept = {key: value for key, value in parameters.items() if key not in ("cache", "errors", "retry", "labs")}
+        return RunFacts(
+            at=started_at,
+            name=name or str(metric["name"]),
+            model=loaded.id,
+            engine=loaded.engine,
+            weights=loaded.weights,
+            settings={"prompt": source, "answer": self._answer, "metric": metric, "parameters": kept},
+            frame=digest.hexdigest(),
+            versions=_versions(),
+            machine=f"{platform.system()} {platform.machine()}, {os.cpu_count()} cores",
+        )
+
+
+async def _score_choices(
+    owner: EvaluateOwner,
+    table: _Table,
+    loaded: LoadedModel,
+    *,
+    cache: str | os.PathLike[str] | None = None,
+    errors: Literal["row", "raise"] = "row",
+    retry: Literal["errors"] | None = None,
+    **parameters: Any,
+) -> pd.DataFrame:
+    """Score the choices of all rows, and return the table of their log-probabilities. Runs as a verb."""
+    metric = table.metric
+    assert isinstance(metric, Choice)
+    if not metric.chat_template and parameters.get("system") is not None:
+        raise InvalidRequestError(
+            "system is part of a chat; without chat_template, put it into the prompt", param="system"
+        )
+    options = BatchOptions(
+        prompts=table.prompts,
+        make_request=request_maker({**parameters, "model": loaded.id}),
+        parameters=frozenset(parameters),
+        choices=metric.of_row,
+        chat_template=metric.chat_template,
+        errors=errors,
+        retry=retry,
+    )
+    source = table.source()
+    stored = None if cache is None else await in_thread(lambda: AnswerCache(cache))
+    run = BatchRun(owner._backend, loaded, source, options, cache=stored)
+    return await answer_all(run, source, None, stored, owner.workbench)
+
+
+async def _judge(
+    owner: EvaluateOwner,
+    table: _Table,
+    judge: Judge,
+    rows: Sequence[EvaluatedRow],
+    *,
+    cache: str | os.PathLike[str] | None,
+) -> tuple[list[EvaluatedRow], bool]:
+    """Return the rows with the verdicts of a judge, and whether this was interrupted. Runs as a verb."""
+    answered = [at for at, row in enumerate(rows) if row.error is None]
+    given = [{**table.labelled[at][1], "expected": rows[at].expected, "answer": rows[at].answer} for at in answered]
+    judged = list(rows)
+    if not given:
+        return judged, False
+    schema = {VERDICT: Literal[tuple(judge.verdicts)]}
+    lab: EvaluateOwner = owner if judge.lab is None else judge.lab
+    work = MapVerbs._map(lab, given, judge.prompt, schema=schema, system=judge.system, temperature=0, cache=cache)
+    verdicts: Any = await on_other(lab, work)
+    for at, verdict, error in zip(answered, verdicts[VERDICT], verdicts["error"], strict=True):
+        if error is None:
+            judged[at] = replace(judged[at], verdict=verdict, score=float(judge.verdicts[verdict]))
+        else:
+            judged[at] = replace(judged[at], error=f"the judge: {error}")
+    return judged, bool(verdicts.attrs["interrupted"])
+
+
+def _raise_first(rows: Sequence[EvaluatedRow]) -> None:
+    failed = next((row for row in rows if row.error is not None), None)
+    if failed is not None:
+        raise InvalidRequestError(f"row {failed.label!r:.80}: {failed.error}")
+
+
+def _check_answer(answer: str | None, metric: Metric, columns: Sequence[str]) -> None:
+    if answer is None:
+        if not isinstance(metric, FunctionMetric | Judge):
+            raise InvalidRequestError(
+                f"name the column of the expected answers: answer=..., one of {', '.join(columns)}", param="answer"
+            )
+    elif answer not in columns:
+        raise InvalidRequestError(
+            f"answer names the column {answer!r:.80}, but the columns are {', '.join(columns)}", param="answer"
+        )
+
+
+def _check(parameters: Mapping[str, Any], name: object) -> None:
+    for each, remedy in NOT_USED.items():
+        if each in parameters:
+            raise InvalidRequestError(f"evaluate has no parameter {each}: {remedy}", param=each)
+    if not isinstance(name, str):
+        raise InvalidRequestError(f"name is {name!r:.40}; it must be a text", param="name")
+
+
+def _versions() -> dict[str, str]:
+    found = {"python": platform.python_version()}
+    for name in PACKAGES:
+        try:
+            found[name] = version(name)
+        except PackageNotFoundError:
+            continue
+    return found

@@ -1,0 +1,243 @@
+"""Test ``lab.evaluate`` on the echo engine: scores, errors in rows, failures, comparisons, judges and experiments."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import sqlite3
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pandas as pd
+import pytest
+
+import lmx_lab
+from lmx_lab.batch.run import BatchRun
+from lmx_lab.errors import InvalidRequestError
+from lmx_lab.evals import Choice, Judge
+from lmx_lab.evals.evaluation import Evaluation
+from lmx_lab.evals.experiments import Experiments
+from lmx_lab.evals.statistics import BOOTSTRAP, MCNEMAR, WILSON
+from lmx_lab.notebook.remote_server import attach
+from lmx_lab.settings import Settings
+
+FRAME = pd.DataFrame(
+    {"text": ["one", "two", None, "four"], "answer": ["one", "three", "x", np.nan]}, index=["a", "b", "c", "d"]
+)
+
+
+@pytest.fixture(scope="module")
+def lab(tmp_path_factory: pytest.TempPathFactory) -> Iterator[lmx_lab.Lab]:
+    settings = Settings(home=tmp_path_factory.mktemp("home"), port=0, slots=4)
+    with lmx_lab.Lab(settings, loop="thread") as lab:
+        lab.load("echo")
+        yield lab
+
+
+def test_rows_are_scored_and_rows_with_errors_do_not_count(lab: lmx_lab.Lab) -> None:
+    result = lab.evaluate(FRAME, "{text}", answer="answer")
+    assert list(result.df.index) == ["a", "b", "c", "d"]
+    assert result.df["score"].fillna(-1).tolist() == [1, 0, -1, -1]
+    assert result.df["answer"].tolist() == ["one", "two", None, "four"]
+    assert result.df["prompt"].tolist() == ["one", "two", None, "four"]
+    assert "text has no value" in result.df.loc["c", "error"]
+    assert "answer has no value" in result.df.loc["d", "error"]
+    assert (result.score.mean, result.score.n, result.score.method, result.errors) == (0.5, 2, WILSON, 2)
+    assert list(result.failures.index) == ["b", "c", "d"]
+    assert "2 with errors" in repr(result)
+    assert "three" in result._repr_html_()
+    # The recorded request, and the same tokens scored if it is not recorded any more.
+    recorded = result.lens("b")
+    assert recorded.df["token"].tolist() == lab.requests[result.df.loc["b", "request_id"]].lens().df["token"].tolist()
+    lab.requests.clear()
+    assert "".join(result.lens("b").df["token"]) == "two"
+    with pytest.raises(KeyError, match="no request"):
+        lab.requests[result.df.loc["b", "request_id"]]
+    with pytest.raises(InvalidRequestError, match="has no answer"):
+        result.lens("c")
+    with pytest.raises(InvalidRequestError, match="0 rows have the label 'z'"):
+        result.lens("z")
+    with pytest.raises(InvalidRequestError, match="'c'"):
+        lab.evaluate(FRAME, "{text}", answer="answer", errors="raise")
+
+
+def test_functions_see_the_expected_value_or_the_row(lab: lmx_lab.Lab) -> None:
+    rows = [{"text": "abc", "n": 4}, {"text": "abcde", "n": 5}]
+    result = lab.evaluate(rows, "{text}", answer="n", metric=lambda answer, n: len(answer) / n)
+    assert result.df["score"].tolist() == [0.75, 1]
+    assert result.score.method == BOOTSTRAP
+    by_row = lab.evaluate(rows, "{text}", metric=lambda answer, row: len(answer) == row["n"])
+    assert by_row.df["score"].tolist() == [0, 1]
+    assert by_row.failures.index.tolist() == [0]
+
+
+@pytest.mark.parametrize("chat_template", [True, False])
+def test_choices_are_scored_here_and_elsewhere(lab: lmx_lab.Lab, tmp_path: Path, chat_template: bool) -> None:
+    rows = [{"text": "a", "right": 1, "options": ["yes", "no, never"]}, {"text": "b", "right": 0, "options": ["yes"]}]
+    metric = Choice("options", chat_template=chat_template)
+    result = lab.evaluate(rows, "Is it {text}? ", answer="right", metric=metric, cache=tmp_path / "a.db")
+    first = result.df.iloc[0]
+    assert first["answer"] in rows[0]["options"]
+    assert len(first["logprobs"]) == 2
+    assert all(logprob < 0 for logprob in first["logprobs"])
+    assert 0.5 <= first["probability"] <= 1
+    assert "column options" in result.df.loc[1, "error"]
+    lens = result.lens(0, choice="no, never")
+    assert lens.logprob == pytest.approx(first["logprobs"][1], abs=1e-6)
+    with attach(lab.url) as far:
+        again = far.evaluate(rows, "Is it {text}? ", answer="right", metric=metric, store=False)
+        assert again.df["logprobs"][0] == pytest.approx(first["logprobs"], abs=1e-6)
+        assert again.lens(0).logprob == pytest.approx(max(first["logprobs"]), abs=1e-6)
+    cached = lab.evaluate(rows, "Is it {text}? ", answer="right", metric=metric, cache=tmp_path / "a.db")
+    assert cached.df["logprobs"][0] == pytest.approx(first["logprobs"])
+
+
+def test_choices_of_one_token_need_one_request(lab: lmx_lab.Lab) -> None:
+    rows = [{"text": "a", "right": "b"}] * 12
+    result = lab.evaluate(rows, "{text}", answer="right", metric=Choice(["a", "b", "c"]))
+    assert result.df["request_id"].notna().all()
+    assert result.df["logprobs"].map(len).eq(3).all()
+    bins = result.calibration()
+    assert bins["n"].sum() == 12
+    assert 0 <= bins.attrs["expected_calibration_error"] <= 1
+    with pytest.raises(InvalidRequestError, match="no choices"):
+        lab.evaluate(rows, "{text}", answer="right").calibration()
+
+
+def test_two_evaluations_of_the_same_rows_are_compared(lab: lmx_lab.Lab) -> None:
+    rows = pd.DataFrame({"text": list("abcd"), "answer": ["a", "b", "x", "y"]})
+    one = lab.evaluate(rows, "{text}", answer="answer")
+    other = lab.evaluate(rows.iloc[::-1], "{text}!", answer="answer")
+    test = one.compare(other)
+    assert (test.method, test.better, test.worse, test.n) == (MCNEMAR, 2, 0, 4)
+    assert test.p_value == 0.5
+    with pytest.raises(InvalidRequestError, match="different expected"):
+        one.compare(lab.evaluate(rows.assign(answer="z"), "{text}", answer="answer"))
+    with pytest.raises(InvalidRequestError, match="unique index"):
+        one.compare(lab.evaluate(rows.set_index(pd.Index([0, 0, 1, 1])), "{text}", answer="answer"))
+
+
+def test_a_judge_gives_a_verdict(lab: lmx_lab.Lab) -> None:
+    # The judge repeats its prompt, as far as the schema allows it.
+    rows = [{"text": "good"}, {"text": "bad"}, {"text": None}]
+    judge = Judge('{{"verdict":"{answer}"}}', verdicts={"good": 1, "bad": 0.25})
+    result = lab.evaluate(rows, "{text}", metric=judge)
+    assert result.df["verdict"].tolist() == ["good", "bad", None]
+    assert result.df["score"].fillna(-1).tolist() == [1, 0.25, -1]
+    failed = lab.evaluate([*rows[:1], {"text": ""}], "{text}", metric=Judge(lambda row: 1 / len(row["answer"]) and "x"))
+    assert "the judge: the prompt function raised" in failed.df.loc[1, "error"]
+
+
+@pytest.mark.slow  # Starts a second lab.
+def test_another_lab_judges(lab: lmx_lab.Lab, tmp_path: Path) -> None:
+    rows = [{"text": "good"}, {"text": "bad"}]
+    with lmx_lab.Lab(Settings(home=tmp_path, port=0), loop="thread") as other:
+        other.load("echo")
+        elsewhere = Judge('{{"verdict":"{answer}"}}', verdicts={"good": 1, "bad": 0.25}, lab=other)
+        assert asyncio.run(lab.aevaluate(rows, "{text}", metric=elsewhere)).df["verdict"].tolist()[:2] == [
+            "good",
+            "bad",
+        ]
+        assert lab.evaluate(rows, "{text}", metric=elsewhere).df["verdict"].tolist()[:2] == ["good", "bad"]
+        assert len(other.requests) == 6  # Each of both runs also checks the schema with one request.
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        ({"answer": "label"}, "columns are text, answer"),
+        ({}, "answer=..., one of text, answer"),
+        ({"answer": "answer", "prompt": "{texts}"}, "columns are text, answer"),
+        ({"answer": "answer", "metric": "exact"}, "exact_match"),
+        ({"answer": "answer", "metric": Choice("options")}, "columns are text, answer"),
+        ({"answer": "answer", "metric": Choice(["a", "b"], chat_template=False), "system": "s"}, "chat_template"),
+        ({"metric": Judge("{verdict}")}, "columns are text, answer, expected"),
+        ({"answer": "answer", "n": 2}, "n: each row has one answer"),
+        ({"answer": "answer", "temperature": -1}, "temperature"),
+        ({"answer": "answer", "name": 3}, "name is 3"),
+        ({"answer": "text", "frame": iter(["a"])}, "an iterable"),
+    ],
+)
+def test_bad_arguments_are_refused(lab: lmx_lab.Lab, arguments: dict[str, Any], message: str) -> None:
+    with pytest.raises(InvalidRequestError, match=message):
+        lab.evaluate(**{"frame": FRAME, "prompt": "{text}", **arguments})
+
+
+def test_an_empty_frame_has_no_score(lab: lmx_lab.Lab) -> None:
+    empty = pd.DataFrame({"text": [], "answer": []})
+    for metric in ("exact_match", Choice(["a", "b"])):
+        result = lab.evaluate(empty, "{text}", answer="answer", metric=metric)
+        assert (result.score.n, len(result.df), result.errors) == (0, 0, 0)
+        assert "nan" in repr(result)
+
+
+def test_evaluations_are_stored_and_opened_again(lab: lmx_lab.Lab, tmp_path: Path) -> None:
+    before = len(lab.experiments)
+    frame = FRAME.set_index(pd.MultiIndex.from_tuples([("a", np.int64(1)), ("a", 2), ("b", 1), ("b", 2)]))
+    first = lab.evaluate(frame, "{text}", answer="answer", name="first", temperature=0, system="s")
+    second = lab.evaluate(frame, lambda row: f"{row['text']}!", answer="answer", name="second")
+    lab.evaluate(frame, "{text}", answer="answer", store=False)
+    lab.evaluate(frame.iloc[:0], "{text}", answer="answer", name="empty")
+    experiments = lab.experiments
+    assert len(experiments) == before + 3
+    opened = experiments["first"]
+    pd.testing.assert_frame_equal(opened.df, first.df)
+    assert (opened.facts, opened.score, opened.id) == (first.facts, first.score, first.id)
+    assert opened.facts.settings["parameters"] == {"temperature": 0, "system": "s"}
+    assert opened.facts.versions["lmx-lab"] == lmx_lab.__version__
+    assert "".join(opened.lens(("a", 1)).df["token"]).startswith("one")
+    assert str(opened.compare(experiments[-2])) == str(first.compare(second))
+    table = experiments.df
+    assert table.loc[first.id, "score"] == 0.5
+    assert table.loc[first.id, "frame"] == table.loc[second.id, "frame"] != ""
+    assert table.loc[second.id, "settings"]["prompt"].startswith("function")
+    assert pd.isna(table.iloc[-1]["score"])
+    assert "first" in repr(experiments)
+    assert "second" in experiments._repr_html_()
+    assert [each.name for each in experiments[-3:]] == ["first", "second", "empty"]
+    # Without a lab.
+    alone = Experiments(experiments.path)
+    assert [each.id for each in alone] == table.index.tolist()
+    with pytest.raises(InvalidRequestError, match="without a lab"):
+        alone["first"].lens(("a", 2))
+    with pytest.raises(KeyError, match="did you mean 'second'"):
+        alone["sec0nd"]
+    with pytest.raises(IndexError):
+        alone[1000]
+    alone.delete(first.id or 0)
+    assert len(alone) == before + 2
+    assert experiments.path.stat().st_mode & 0o077 == 0
+
+
+def test_a_home_without_experiments_and_a_foreign_file(tmp_path: Path) -> None:
+    none = Experiments(tmp_path / "experiments.db")
+    assert (len(none), len(none.df), list(none)) == (0, 0, [])
+    assert "0 experiments" in repr(none)
+    none.delete(1)
+    assert not none.path.exists()
+    with sqlite3.connect(tmp_path / "other.db") as connection:
+        connection.execute("CREATE TABLE t (x)")
+    connection.close()
+    with pytest.raises(InvalidRequestError, match="move it elsewhere"):
+        len(Experiments(tmp_path / "other.db"))
+
+
+def test_an_interrupted_evaluation_is_returned_but_not_stored(
+    lab: lmx_lab.Lab, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def interrupted(run: BatchRun) -> bool:
+        raise KeyboardInterrupt
+
+    before = len(lab.experiments)
+    monkeypatch.setattr(BatchRun, "read", interrupted)
+    result = lab.evaluate(["a", "b"], "{text}", answer="text")
+    assert isinstance(result, Evaluation)
+    assert (result.errors, result.id, len(lab.experiments)) == (2, None, before)
+
+
+def test_settings_are_json(lab: lmx_lab.Lab) -> None:
+    judge = Judge(lambda row: "x", verdicts={"a": 1, "b": 0})
+    for metric in (judge, Choice("o"), Choice(["a", "b"])):
+        assert json.loads(json.dumps(metric.settings)) == metric.settings

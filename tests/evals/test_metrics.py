@@ -1,0 +1,84 @@
+"""Test what each metric counts as right, and which options are refused."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+import pytest
+
+from lmx_lab.errors import InvalidRequestError
+from lmx_lab.evals import Choice, Contains, ExactMatch, Judge, Metric, Numeric, Regex
+from lmx_lab.evals.metrics import read_metric
+
+
+@pytest.mark.parametrize(
+    ("metric", "answer", "expected", "score"),
+    [
+        (ExactMatch(), " Paris\n", "Paris", 1),
+        (ExactMatch(), "paris", "Paris", 0),
+        (ExactMatch(ignore_case=True), "PARIS", "Paris", 1),
+        (ExactMatch(), "7", 7, 1),
+        (Contains(), "It is Paris.", "Paris", 1),
+        (Contains(), "It is paris.", "Paris", 0),
+        (Contains(ignore_case=True), "It is paris.", "Paris", 1),
+        (Regex(), "in 1789", r"\b17\d\d\b", 1),
+        (Regex(), "in 1889", r"\b17\d\d\b", 0),
+        (Regex(r"#### (\S+)"), "6 * 7\n#### 42", 42, 1),
+        (Regex(r"#### (\S+)"), "42", 42, 0),
+        (Regex(r"\d+"), "It is 42, not 43", "42", 1),
+        (Numeric(), "first 3, then 1,234.5.", 1234.5, 1),
+        (Numeric(), "-7", 7, 0),
+        (Numeric(absolute=0.5), "about 3.4", "3", 1),
+        (Numeric(relative=0.1), "2e3", 1900, 1),
+        (Numeric(), "no number", 1, 0),
+    ],
+)
+def test_scores(metric: Metric, answer: str, expected: Any, score: float) -> None:
+    assert metric.score(answer, expected) == score
+
+
+def test_functions_return_numbers() -> None:
+    metric = read_metric(lambda answer, expected: len(answer) / expected)
+    assert metric.score("abc", 6) == 0.5
+    for broken in (lambda answer, expected: "many", lambda answer, expected: float("nan"), lambda answer: 1):
+        with pytest.raises(InvalidRequestError, match="the metric"):
+            read_metric(broken).score("a", "b")
+
+
+def test_choices_are_compared_by_their_log_probability_or_by_that_of_a_character() -> None:
+    choices = ("no", "certainly")
+    plain, normalized = Choice(list(choices)), Choice(list(choices), normalize=True)
+    assert (plain.best(choices, [-3, -4]), normalized.best(choices, [-3, -4])) == (0, 1)
+    assert plain.best(choices, [-3, -3]) == 0
+    assert [plain.right(choices, expected) for expected in ("certainly", 1, np.int64(0), " no")] == [1, 1, 0, 0]
+    for expected in ("perhaps", 2, -1, True, 0.5):
+        with pytest.raises(InvalidRequestError, match="one of the choices"):
+            plain.right(choices, expected)
+    by_row = Choice("options")
+    assert by_row.of_row({"options": np.array(["a", "b", "c"])}) == ("a", "b", "c")
+    for wrong in (None, "ab", ["a"], ["a", "a"], ["a", 1], ["a", ""]):
+        with pytest.raises(InvalidRequestError, match="column options"):
+            by_row.of_row({"options": wrong})
+
+
+@pytest.mark.parametrize(
+    ("make", "message"),
+    [
+        (lambda: read_metric("exact_mach"), "did you mean 'exact_match'"),
+        (lambda: read_metric("accuracy of it"), "the metrics are exact_match"),
+        (lambda: read_metric("choice"), r"Choice\(\["),
+        (lambda: read_metric(3), "pass one of"),
+        (lambda: read_metric(ExactMatch), "pass one of"),
+        (lambda: Regex("("), "malformed"),
+        (lambda: Regex().score("a", "("), "malformed"),
+        (lambda: Numeric(absolute=-1), "absolute is -1"),
+        (lambda: Numeric().score("1", "one"), "not a number"),
+        (lambda: Choice(["a", "a"]), "different texts"),
+        (lambda: Choice("options").check(["text"]), "columns are text"),
+        (lambda: Judge("{answer}", verdicts={"good": 1}), "verdicts"),
+    ],
+)
+def test_wrong_options_are_refused(make: Any, message: str) -> None:
+    with pytest.raises(InvalidRequestError, match=message):
+        make()
