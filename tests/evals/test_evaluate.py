@@ -214,7 +214,7 @@ def test_evaluations_are_stored_and_opened_again(lab: lmx_lab.Lab, tmp_path: Pat
 def test_a_home_without_experiments_and_a_foreign_file(tmp_path: Path) -> None:
     none = Experiments(tmp_path / "experiments.db")
     assert (len(none), len(none.df), list(none)) == (0, 0, [])
-    assert "0 experiments" in repr(none)
+    assert repr(none).endswith("stored experiments: 0")
     none.delete(1)
     assert not none.path.exists()
     with sqlite3.connect(tmp_path / "other.db") as connection:
