@@ -249,8 +249,6 @@ def test_a_lab_elsewhere_has_the_timeline_of_its_server_and_says_why_it_has_no_c
         assert len(asyncio.run(far.atimeline(3600))) == len(here)
         with pytest.raises(InvalidRequestError, match="elsewhere"):
             far.compare(["hello"], [{"temperature": 0}])
-        with pytest.raises(InvalidRequestError, match="elsewhere"):
-            far._access.run(lambda backend: backend.score([1, 2], model=None, top=1))
 
 
 def test_a_long_answer_keeps_a_limited_number_of_steps_with_all_tokens() -> None:
