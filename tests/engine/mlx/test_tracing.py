@@ -100,7 +100,11 @@ async def until(condition: Callable[[], bool]) -> None:
     ("made", "kind", "message"),
     [
         (activations(400, "*.hook_pattern"), InvalidRequestError, r"need 2,560,000 bytes, and 2,000,000 are allowed"),
-        (activations(30, "blocks.5.hook_resid_post"), InvalidRequestError, "tiny has no hook .* did you mean"),
+        (
+            activations(30, "blocks.5.hook_resid_post"),
+            InvalidRequestError,
+            r"no hook .*; it has blocks\.0\.hook_resid_post, blocks\.1",
+        ),
         (activations(30, positions=(30,)), InvalidRequestError, "positions has 30; the text has 30 tokens"),
         (activations(600), ContextLengthError, "600"),
         (TraceRequest(prompt=TextPrompt(text=""), work=LogitLens()), InvalidRequestError, "prompt is empty"),
