@@ -131,7 +131,7 @@ class TraceVerbs:
         Args:
             what: As in ``trace``.
             token: Id or text of the token, such as ``" Paris"``; a text must be exactly one token.
-            other: If it is given, the logit of ``token`` minus that of ``other`` is divided among the parts.
+            other: If it is given, the logit of ``token`` minus that of ``other`` is decomposed.
 
         Raises:
             LabError: see ``trace``.
@@ -158,7 +158,7 @@ class TraceVerbs:
         """Compute a corrupt text once for each hook and position, with the value of a clean text at this place, and
         return how far that restores the difference of two logits.
 
-        If the sweep is interrupted, the positions that are complete are returned.
+        If ``patch`` is interrupted, it returns the positions that are complete; ``apatch`` is cancelled.
 
         Args:
             clean, corrupt: Texts with the same number of tokens, as ``what`` in ``trace``.

@@ -73,6 +73,8 @@ def test_answers_and_conversations_are_traced_with_their_tokens(lab: lmx_lab.Lab
     )
     with pytest.raises(InvalidRequestError, match="ids of this answer's tokens are not known"):
         lab.trace(attached.chat("hello", max_tokens=1), "logits")
+    with pytest.raises(InvalidRequestError, match="use the lab that recorded the answer"):
+        attached.trace(lab.requests[-1], "logits")
 
 
 def test_the_logit_lens_ends_with_the_prediction_of_the_model(lab: lmx_lab.Lab) -> None:
