@@ -6,13 +6,16 @@ import asyncio
 import gc
 import threading
 from collections.abc import AsyncIterator, Callable
-from typing import Any
+from types import SimpleNamespace
+from typing import Any, cast
 
 import numpy as np
 import psutil
 import pytest
 
 from lmx_lab.engine import ModelManager, TextPrompt, TokenPrompt, TraceRequest
+from lmx_lab.engine.mlx import tracing
+from lmx_lab.engine.mlx.tracing import TraceJob, TraceLoop
 from lmx_lab.errors import ContextLengthError, InvalidRequestError, NotLoadedError
 from lmx_lab.settings import Settings
 from lmx_lab.values.models import ModelEntry
@@ -89,6 +92,27 @@ async def test_an_unload_ends_traces_with_one_error_each(manager: ModelManager) 
     await unloading
     with pytest.raises(NotLoadedError):
         await manager.trace(activations())
+
+
+def test_steps_that_would_exceed_their_time_are_left_for_later(monkeypatch: pytest.MonkeyPatch) -> None:
+    now, durations = 0.0, iter((0.6, 0.3, 0.3, 2.0))
+
+    class Clock(TraceLoop):
+        def _begin(self, job: TraceJob, *, may_wait: bool) -> bool:
+            return True
+
+        def _advance(self, job: TraceJob, limit_s: float) -> None:
+            nonlocal now
+            now += next(durations)
+
+        def _expire(self) -> None: ...
+
+    monkeypatch.setattr(tracing, "time", SimpleNamespace(perf_counter=lambda: now))
+    loop = Clock(cast(Any, None), limit_bytes=0, trace_bytes=0, make_room=lambda _: None, note_peak=lambda _: None)
+    loop._jobs.append(cast(Any, None))
+    for end in (0.6, 1.2, 3.2):
+        loop.step(1.0, busy=True)
+        assert now == pytest.approx(end)
 
 
 async def until(condition: Callable[[], bool]) -> None:
