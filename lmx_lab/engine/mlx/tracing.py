@@ -83,8 +83,9 @@ class TraceLoop(JobQueue[TraceJob, Trace]):
         self._largest = FIRST_TOKENS
 
     def step(self, limit_s: float, *, busy: bool) -> None:
-        """Compute for about ``limit_s``, at least one step. Each step may take ``limit_s``, so the last one begins before
-        half of this time has passed.
+        """Compute for about ``limit_s``, at least one step.
+
+        Each step may take ``limit_s``, so the last one begins before half of this time has passed.
 
         Args:
             busy: Whether answers are generated at the same time; a job that does not fit in memory waits then.
