@@ -163,7 +163,7 @@ async def test_a_trace_has_nothing_of_hooks_that_are_installed_for_answers(manag
     def install_zeros(core: Any) -> Any:
         from lmx_lab.engine.mlx.capture.install import install
 
-        points = core.tracing._points[core.main]
+        points = core.main.hook_points
         installed = install({points.point("blocks.0.hook_resid_post"): lambda value: value * 0})
         installed.__enter__()
         return installed
