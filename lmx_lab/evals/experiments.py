@@ -215,7 +215,9 @@ class Experiments(Sequence[Evaluation]):
             ) as connection:
                 return work(connection)
         except sqlite3.Error as exc:
-            raise LabError(f"the experiments in {self.path} cannot be used: {exc}; free disk space") from exc
+            raise LabError(
+                f"the experiments in {self.path} cannot be used: {exc}; check its permissions and the free space"
+            ) from exc
 
     def _prepare(self, connection: sqlite3.Connection) -> None:
         found = [int(connection.execute(f"PRAGMA {name}").fetchone()[0]) for name in ("application_id", "user_version")]
@@ -249,7 +251,9 @@ class Experiments(Sequence[Evaluation]):
         return [tuple(map(_cell, SHOWN, row)) for row in rows[::-1]]
 
     def _footer(self) -> str:
-        return f"{len(self)} experiments are stored; the last {SHOWN_ROWS} are shown, .df has all"
+        count = len(self)
+        rest = f"; the last {SHOWN_ROWS} are shown, .df has all" if count > SHOWN_ROWS else ""
+        return f"stored experiments: {count}{rest}"
 
 
 def _label(value: Any) -> Any:

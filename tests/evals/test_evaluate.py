@@ -46,7 +46,7 @@ def test_rows_are_scored_and_rows_with_errors_do_not_count(lab: lmx_lab.Lab) -> 
     assert "answer has no value" in result.df.loc["d", "error"]
     assert (result.score.mean, result.score.n, result.score.method, result.errors) == (0.5, 2, WILSON, 2)
     assert list(result.failures.index) == ["b", "c", "d"]
-    assert "2 with errors" in repr(result)
+    assert "because of errors: 2" in repr(result)
     assert "three" in result._repr_html_()
     # The recorded request, and the same tokens scored if it is not recorded any more.
     recorded = result.lens("b")
@@ -214,7 +214,7 @@ def test_evaluations_are_stored_and_opened_again(lab: lmx_lab.Lab, tmp_path: Pat
 def test_a_home_without_experiments_and_a_foreign_file(tmp_path: Path) -> None:
     none = Experiments(tmp_path / "experiments.db")
     assert (len(none), len(none.df), list(none)) == (0, 0, [])
-    assert "0 experiments" in repr(none)
+    assert repr(none).endswith("stored experiments: 0")
     none.delete(1)
     assert not none.path.exists()
     with sqlite3.connect(tmp_path / "other.db") as connection:
