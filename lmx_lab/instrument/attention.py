@@ -32,17 +32,25 @@ class AttentionPattern:
         self.tokens, self.texts = trace.tokens, trace.texts
         (pattern,) = trace.arrays.values()
         self.pattern: NDArray[np.float32] = pattern.swapaxes(0, 1)
+        self._check(head)
+        self.head = head
+
+    def _check(self, head: int) -> None:
         if not 0 <= head < len(self.pattern):
             raise InvalidRequestError(
-                f"head is {head}; block {layer} of {trace.model} has {len(self.pattern)} heads, 0 to "
+                f"head is {head}; block {self.layer} of {self.model} has {len(self.pattern)} heads, 0 to "
                 f"{len(self.pattern) - 1}",
                 param="head",
             )
-        self.head = head
 
     def heat_map(self, head: int | None = None) -> HeatMap:
-        """Return the heat map of a head, with the attending tokens on the left; by default of ``head``."""
+        """Return the heat map of a head, with the attending tokens on the left; by default of ``head``.
+
+        Raises:
+            InvalidRequestError: there is no such head.
+        """
         head = self.head if head is None else head
+        self._check(head)
         values = self.pattern[head, :SHOWN_TOKENS, :SHOWN_TOKENS]
         labels = [token_label(text) for text in self.texts[:SHOWN_TOKENS]]
 

@@ -6,6 +6,7 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
+from lmx_lab.errors import InvalidRequestError
 from lmx_lab.frames import pandas_for
 from lmx_lab.instrument.heatmap import HeatMap
 from lmx_lab.instrument.traced_text import token_label
@@ -41,9 +42,21 @@ class LogitLensTable:
 
         Args:
             block: Index of the block; negative ones count from the end.
-            position: One of ``positions``.
+            position: One of ``positions``; negative ones count from the end of the text.
+
+        Raises:
+            InvalidRequestError: there is no such block, or the position was not computed.
         """
-        return tuple(self._predicted[str(token)] for token in self.ids[block, self.positions.index(position)])
+        blocks, at = len(self.ids), position + len(self.texts) if position < 0 else position
+        if not -blocks <= block < blocks:
+            raise InvalidRequestError(
+                f"block is {block}; {self.model} has {blocks} blocks, 0 to {blocks - 1}", param="block"
+            )
+        if at not in self.positions:
+            raise InvalidRequestError(
+                f"position is {position}, which was not computed; .positions has those that were", param="position"
+            )
+        return tuple(self._predicted[str(token)] for token in self.ids[block, self.positions.index(at)])
 
     @property
     def df(self) -> pd.DataFrame:

@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 from numpy.typing import NDArray
 
+from lmx_lab.errors import InvalidRequestError
 from lmx_lab.frames import pandas_for
 from lmx_lab.instrument.heatmap import HeatMap
 from lmx_lab.instrument.traced_text import token_label
@@ -17,6 +18,7 @@ if TYPE_CHECKING:
     import pandas as pd
 
 COLUMNS = ("hook", "block", "position", "token", "answer", "other", "difference", "restored")
+NO_DIFFERENCE = "the difference of the logits is the same after both texts"
 
 
 class PatchSweep:
@@ -54,7 +56,8 @@ class PatchSweep:
     @property
     def restored(self) -> NDArray[np.float32]:
         """The share of the difference between the clean and the corrupt text that each value restores: 1 if the
-        difference of the logits is that of the clean text, 0 if it is unchanged.
+        difference of the logits is that of the clean text, 0 if it is unchanged. NaN where the sweep was interrupted,
+        and everywhere if the difference is the same after both texts.
         """
         span = self.clean - self.corrupt
         return (self.differences - self.corrupt) / np.float32(span if span else np.nan)
@@ -93,8 +96,14 @@ class PatchSweep:
 
         Args:
             hook: The last part of the names, such as ``hook_resid_post``; by default that of the first hook.
+
+        Raises:
+            InvalidRequestError: no value with this name was replaced.
         """
-        hook = hook or self.hooks[0].rpartition(".")[2]
+        kinds = self._kinds()
+        hook = hook or kinds[0]
+        if hook not in kinds:
+            raise InvalidRequestError(f"hook is {hook!r:.40}; this sweep has {', '.join(kinds)}", param="hook")
         rows = [at for at, name in enumerate(self.hooks) if name.endswith(f".{hook}")][::-1]
         restored = self.restored
 
@@ -117,12 +126,19 @@ class PatchSweep:
     def __repr__(self) -> str:
         done = int(np.isfinite(self.logits[..., 0]).sum())
         state = ", interrupted" if self.interrupted else ""
+        if self.clean == self.corrupt:
+            state += f"; nothing can be restored, because {NO_DIFFERENCE}"
         return (
             f"<PatchSweep of {self.model}: {done} of {self.logits[..., 0].size} values replaced{state}; logit "
             f"difference {self.clean:.3f} clean, {self.corrupt:.3f} corrupt; .df has all figures>"
         )
 
     def _repr_html_(self) -> str:
-        hooks = dict.fromkeys(name.rpartition(".")[2] for name in self.hooks)
         note = "<div>The sweep was interrupted; grey cells are missing.</div>" if self.interrupted else ""
-        return "".join(self.heat_map(hook).svg() for hook in hooks) + note
+        if self.clean == self.corrupt:
+            note += f"<div>Nothing can be restored, because {NO_DIFFERENCE}.</div>"
+        return "".join(self.heat_map(hook).svg() for hook in self._kinds()) + note
+
+    def _kinds(self) -> list[str]:
+        """Return the last parts of the names, without duplicates."""
+        return list(dict.fromkeys(name.rpartition(".")[2] for name in self.hooks))

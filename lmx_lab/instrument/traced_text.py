@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+import operator
+from collections.abc import Iterable, Mapping, Sequence, Sized
+from dataclasses import dataclass, replace
 from typing import Any, Protocol
 
 from pydantic import ValidationError
@@ -75,9 +76,9 @@ def traced(what: What) -> Traced:
         return Traced(text={"text": what})
     if isinstance(answer := getattr(what, "_tokens", None), TokenAnswer):
         return traced_answer(answer)
-    items = what.tolist() if hasattr(what, "tolist") else list(what) if isinstance(what, Sequence) else None
-    if items and all(isinstance(item, int) and not isinstance(item, bool) for item in items):
-        return Traced(text={"tokens": items})
+    items = _items(what)
+    if items and None not in (tokens := [integer(item) for item in items]):
+        return Traced(text={"tokens": tokens})
     if items and all(isinstance(item, Mapping) for item in items):
         return Traced(text={"messages": items})
     raise InvalidRequestError(
@@ -106,6 +107,26 @@ def traced_answer(answer: TokenAnswer) -> Traced:
     return Traced(text={"tokens": [*answer.prompt, *answer.ids]}, model=answer.model, weights=answer.weights)
 
 
+def traced_pair(clean: What, corrupt: What) -> tuple[Traced, Traced]:
+    """Return the two texts of a patch sweep. If one of them is an answer, both require its model.
+
+    Raises:
+        InvalidRequestError: see ``traced``; or they are answers of different models.
+    """
+    texts = traced(clean), traced(corrupt)
+    models = {text.model for text in texts} - {ANY_MODEL}
+    weights = {text.weights for text in texts} - {""}
+    if len(models) > 1 or len(weights) > 1:
+        raise InvalidRequestError(
+            f"clean is an answer of {texts[0].model} and corrupt one of {texts[1].model}, or their weights differ; "
+            "pass answers of the same model",
+            param="clean",
+        )
+    model, hash_ = models.pop() if models else ANY_MODEL, weights.pop() if weights else ""
+    one, other = (replace(text, model=model, weights=hash_) for text in texts)
+    return one, other
+
+
 def activation_fields(hooks: str | Sequence[str], positions: int | Sequence[int] | None) -> dict[str, Any]:
     """Return the fields of a request for the values of hooks."""
     return {"kind": "activations", "hooks": hook_list(hooks), "positions": position_list(positions)}
@@ -115,16 +136,68 @@ def hook_list(hooks: str | Sequence[str]) -> list[str]:
     """Return the names of hooks as a list.
 
     Raises:
-        InvalidRequestError: they are neither a text nor a list.
+        InvalidRequestError: they are neither a name nor a list of names.
     """
-    if not isinstance(hooks, str | Sequence):
+    names = [hooks] if isinstance(hooks, str) else list(hooks) if isinstance(hooks, Sequence) else []
+    if not names or not all(isinstance(name, str) and name for name in names):
         raise InvalidRequestError(f"hooks is {hooks!r:.40}; it must be a name or a list of names", param="hooks")
-    return [hooks] if isinstance(hooks, str) else list(hooks)
+    return names
 
 
 def position_list(positions: int | Sequence[int] | None) -> list[int] | None:
-    """Return positions as a list; None for all."""
-    return None if positions is None else [positions] if isinstance(positions, int) else list(positions)
+    """Return positions as a list; None for all.
+
+    Raises:
+        InvalidRequestError: they are neither an index nor a list of indices.
+    """
+    if positions is None:
+        return None
+    single = integer(positions)
+    items = [single] if single is not None else [integer(item) for item in _items(positions) or ()]
+    found = [item for item in items if item is not None]
+    if not found or len(found) < len(items):
+        raise InvalidRequestError(
+            f"positions is {positions!r:.40}; it must be an index, or a list, range or array of indices; leave it out "
+            "for all positions",
+            param="positions",
+        )
+    return found
+
+
+def token_name(token: object, param: str) -> int | str:
+    """Return the id or the text of a token.
+
+    Args:
+        param: Name of the argument, for the message.
+
+    Raises:
+        InvalidRequestError: it is neither.
+    """
+    if isinstance(token, str) and token:
+        return token
+    id_ = integer(token)
+    if id_ is None or id_ < 0:
+        raise InvalidRequestError(
+            f"{param} is {token!r:.40}; it must be the id of a token, or a text that is exactly one token", param=param
+        )
+    return id_
+
+
+def integer(value: object) -> int | None:
+    """Return an integer of any type, such as those of NumPy; None for other values, including booleans."""
+    try:
+        return None if isinstance(value, bool) else operator.index(value)  # type: ignore[arg-type]
+    except TypeError:
+        return None
+
+
+def _items(value: object) -> list[Any] | None:
+    """Return the items of a list, a range or an array; None if the value is none of them."""
+    if isinstance(value, str | bytes | bytearray | Mapping) or not (
+        isinstance(value, Iterable) and isinstance(value, Sized)
+    ):
+        return None
+    return list(value)
 
 
 def token_label(text: str) -> str:

@@ -317,7 +317,10 @@ class RemoteBackend:
         return ""
 
     async def require_weights(self, model: str, weights: str) -> None:
-        raise InvalidRequestError(ELSEWHERE)
+        raise InvalidRequestError(
+            f"whether this server has the files of {model} that generated the answer is not known, because it runs "
+            "elsewhere; use the lab that recorded the answer, or pass its token ids or its text"
+        )
 
     async def continue_answer(self, continuation: Continuation, *, recorded: bool = True) -> AnswerStream:
         raise InvalidRequestError(ELSEWHERE)

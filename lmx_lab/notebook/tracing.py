@@ -13,7 +13,17 @@ from lmx_lab.instrument.attention import AttentionPattern
 from lmx_lab.instrument.attribution import LogitAttribution
 from lmx_lab.instrument.logit_lens import LogitLensTable
 from lmx_lab.instrument.patching import PatchSweep
-from lmx_lab.instrument.traced_text import What, activation_fields, hook_list, position_list, trace_body, traced
+from lmx_lab.instrument.traced_text import (
+    What,
+    activation_fields,
+    hook_list,
+    integer,
+    position_list,
+    token_name,
+    trace_body,
+    traced,
+    traced_pair,
+)
 from lmx_lab.notebook.verbs import PortalOwner, awaited, blocking, on_loop
 from lmx_lab.progress import counter
 
@@ -105,12 +115,10 @@ class TraceVerbs:
         Raises:
             LabError: see ``trace``.
         """
-        for name, value in (("layer", layer), ("head", head)):
-            if isinstance(value, bool) or not isinstance(value, int) or value < 0:
-                raise InvalidRequestError(f"{name} is {value!r:.40}; it must be an index, 0 or more", param=name)
-        fields = {"kind": "activations", "hooks": [f"blocks.{layer}.attn.hook_pattern"]}
+        block, shown = _index(layer, "layer"), _index(head, "head")
+        fields = activation_fields(f"blocks.{block}.attn.hook_pattern", None)
         found = await on_loop(traced(what).run(self._backend, fields))
-        return AttentionPattern(found, layer=layer, head=head)
+        return AttentionPattern(found, layer=block, head=shown)
 
     attention = blocking(_attention)
     aattention = awaited(_attention)
@@ -123,14 +131,15 @@ class TraceVerbs:
         Args:
             what: As in ``trace``.
             token: Id or text of the token, such as ``" Paris"``; a text must be exactly one token.
-            other: If it is given, the logit of ``token`` minus that of ``other`` is divided among the parts.
+            other: If it is given, the logit of ``token`` minus that of ``other`` is decomposed.
 
         Raises:
             LabError: see ``trace``.
         """
-        fields = {"kind": "attribution", "token": token, "other": other}
+        names = [token_name(token, "token"), *([] if other is None else [token_name(other, "other")])]
+        fields = {"kind": "attribution", **dict(zip(("token", "other"), names, strict=False))}
         found = await on_loop(traced(what).run(self._backend, fields))
-        label = repr(token) if other is None else f"{token!r} minus {other!r}"
+        label = " minus ".join(map(repr, names))
         return LogitAttribution(found, label=label)
 
     direct_logit_attribution = blocking(_direct_logit_attribution)
@@ -149,7 +158,7 @@ class TraceVerbs:
         """Compute a corrupt text once for each hook and position, with the value of a clean text at this place, and
         return how far that restores the difference of two logits.
 
-        If the sweep is interrupted, the positions that are complete are returned.
+        If ``patch`` is interrupted, it returns the positions that are complete; ``apatch`` is cancelled.
 
         Args:
             clean, corrupt: Texts with the same number of tokens, as ``what`` in ``trace``.
@@ -162,12 +171,12 @@ class TraceVerbs:
             InvalidRequestError: the texts have different numbers of tokens, or a hook cannot be patched.
             LabError: see ``trace``.
         """
-        text = traced(corrupt)
+        source, text = traced_pair(clean, corrupt)
         fields: dict[str, Any] = {
             "kind": "patching",
-            "clean": traced(clean).text,
-            "answer": answer,
-            "other": other,
+            "clean": source.text,
+            "answer": token_name(answer, "answer"),
+            "other": token_name(other, "other"),
             "hooks": hook_list(hooks),
         }
         wanted = position_list(positions)
@@ -192,6 +201,18 @@ class TraceVerbs:
 
     patch = blocking(_patch)
     apatch = awaited(_patch)
+
+
+def _index(value: object, name: str) -> int:
+    """Return an index.
+
+    Raises:
+        InvalidRequestError: it is not an integer, or negative.
+    """
+    found = integer(value)
+    if found is None or found < 0:
+        raise InvalidRequestError(f"{name} is {value!r:.40}; it must be an index, 0 or more", param=name)
+    return found
 
 
 def _checked(positions: Sequence[int] | None, count: int) -> list[int]:

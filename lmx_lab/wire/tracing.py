@@ -4,15 +4,17 @@ from __future__ import annotations
 
 from typing import Annotated, Literal, Self
 
-from pydantic import ConfigDict, Discriminator, Field, model_validator
+from pydantic import ConfigDict, Discriminator, FailFast, Field, model_validator
+from typing_extensions import TypeAliasType
 
 from lmx_lab.values.tracing import Activations, Attribution, HookNames, LogitLens, Patching, TraceWork
 from lmx_lab.wire.generation import ANY_MODEL, WHOLE, AnyModel, NonEmpty, RequestModel
 from lmx_lab.wire.tokens import TOKEN_LIMIT, ChatMessages, TokenList
 
 HOOK_LIMIT = 10_000
-Hooks = Annotated[list[NonEmpty], Field(min_length=1, max_length=HOOK_LIMIT)]
-Positions = Annotated[list[int], Field(min_length=1, max_length=TOKEN_LIMIT)]
+Hooks = Annotated[list[NonEmpty], FailFast(), Field(min_length=1, max_length=HOOK_LIMIT)]
+# A named type, because members of a union must be hashable, and FailFast is not.
+Positions = TypeAliasType("Positions", Annotated[list[int], FailFast(), Field(min_length=1, max_length=TOKEN_LIMIT)])
 TokenName = Annotated[int, Field(ge=0)] | NonEmpty
 """A token: its id, or its text, which must be exactly one token."""
 

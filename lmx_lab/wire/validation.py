@@ -17,7 +17,7 @@ UNLIMITED_HINTS = {
     "top_n": "for all documents, leave the field out",
     "dimensions": "for all dimensions of the model, leave the field out",
 }
-UNION_TYPES = ("str", "constrained-str", "bool", "ToolSelection")
+UNION_TYPES = ("str", "constrained-str", "constrained-int", "bool", "ToolSelection")
 
 
 def invalid_request(problems: Sequence[Any], shape: type[BaseModel] | None = None) -> InvalidRequestError:

@@ -13,7 +13,7 @@ import pytest
 from safetensors.numpy import load_file
 
 import lmx_lab
-from lmx_lab.errors import InvalidRequestError
+from lmx_lab.errors import InvalidRequestError, ModelNotFoundError
 from lmx_lab.settings import Settings
 from lmx_lab.values.models import ModelEntry
 from lmx_lab.values.tracing import Trace
@@ -73,6 +73,8 @@ def test_answers_and_conversations_are_traced_with_their_tokens(lab: lmx_lab.Lab
     )
     with pytest.raises(InvalidRequestError, match="ids of this answer's tokens are not known"):
         lab.trace(attached.chat("hello", max_tokens=1), "logits")
+    with pytest.raises(InvalidRequestError, match="use the lab that recorded the answer"):
+        attached.trace(lab.requests[-1], "logits")
 
 
 def test_the_logit_lens_ends_with_the_prediction_of_the_model(lab: lmx_lab.Lab) -> None:
@@ -128,6 +130,53 @@ def test_patching_restores_what_differs(lab: lmx_lab.Lab, attached: lmx_lab.Lab)
     ):
         with pytest.raises(InvalidRequestError, match=message):
             lab.patch(OTHER, TEXT, **{"answer": 500, "other": 600, **changes})  # type: ignore[arg-type]
+
+
+def test_integers_of_numpy_are_accepted_and_other_values_refused_by_name(lab: lmx_lab.Lab) -> None:
+    logits = lab.trace([np.int64(5), np.int64(6)], "logits", positions=np.arange(2))["logits"]
+    assert lab.trace([5, 6], "logits", positions=np.int64(-1))["logits"].argmax() == logits[1].argmax()
+    parts = lab.direct_logit_attribution([5, 6], logits[1].argmax(), other=7)
+    assert f"{logits[1].argmax()} minus 7" in repr(parts)
+    assert lab.attention([5, 6], np.int64(1)).layer == 1
+    for positions in (1.5, "last", True, [0, True], [], slice(2), {0: 1}):
+        with pytest.raises(InvalidRequestError, match=r"positions is .* index, or a list"):
+            lab.patch(OTHER, TEXT, answer=500, other=600, positions=positions)  # type: ignore[arg-type]
+    for token in ("", None, -1, 1.5, True):
+        with pytest.raises(InvalidRequestError, match=r"token is .* the id of a token, or a text"):
+            lab.direct_logit_attribution(TEXT, token)  # type: ignore[arg-type]
+    for hooks in ([], [""], [5], b"logits"):
+        with pytest.raises(InvalidRequestError, match=r"hooks is .* a name or a list of names"):
+            lab.trace(TEXT, hooks)  # type: ignore[arg-type]
+    with pytest.raises(InvalidRequestError, match="cannot be traced"):
+        lab.trace(b"text", "logits")  # type: ignore[arg-type]
+
+
+def test_parts_of_results_that_do_not_exist_are_refused(lab: lmx_lab.Lab) -> None:
+    lens = lab.logit_lens(TEXT, positions=[2, -1])
+    assert lens.predicted(-1, -1) == lens.predicted(1, 5)
+    for place, message in (((2, 2), "block is 2; .* 0 to 1"), ((0, 3), r"position is 3, .*\.positions")):
+        with pytest.raises(InvalidRequestError, match=message):
+            lens.predicted(*place)
+    with pytest.raises(InvalidRequestError, match="head is -1; block 0"):
+        lab.attention(TEXT, 0).heat_map(-1)
+    same = lab.patch(TEXT, TEXT, answer=500, other=600, positions=0)
+    assert np.isnan(same.restored).all()
+    assert "nothing can be restored" in repr(same)
+    assert "Nothing can be restored" in same._repr_html_()
+    with pytest.raises(InvalidRequestError, match="hook is 'hook_mlp_out'; this sweep has hook_resid_post"):
+        same.heat_map("hook_mlp_out")
+
+
+def test_both_texts_of_a_sweep_need_the_model_of_their_answers(lab: lmx_lab.Lab, tiny: ModelEntry) -> None:
+    reply = lab.chat("hello", max_tokens=2, ignore_eos=True)
+    tokens = [*reply.prompt_ids, *reply.ids]
+    lab.load(tiny.path.with_name("tiny-two"))
+    for pair in ((reply, tokens), (tokens, reply)):
+        with pytest.raises(ModelNotFoundError, match="tiny-two is loaded"):
+            lab.patch(*pair, answer=500, other=600, positions=0)
+    with pytest.raises(InvalidRequestError, match=r"clean is an answer of .*tiny and corrupt one of .*tiny-two, or"):
+        lab.patch(reply, lab.chat("hello", max_tokens=2, ignore_eos=True), answer=500, other=600)
+    lab.load(tiny.path)
 
 
 def test_an_interrupted_sweep_keeps_its_cells(lab: lmx_lab.Lab, monkeypatch: pytest.MonkeyPatch) -> None:

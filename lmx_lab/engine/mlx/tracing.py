@@ -85,10 +85,12 @@ class TraceLoop(JobQueue[TraceJob, Trace]):
     def step(self, limit_s: float, *, busy: bool) -> None:
         """Compute for about ``limit_s``, at least one step.
 
+        Each step may take ``limit_s``, so the last one begins before half of this time has passed.
+
         Args:
             busy: Whether answers are generated at the same time; a job that does not fit in memory waits then.
         """
-        until = time.perf_counter() + limit_s
+        started = time.perf_counter()
         self._expire()
         while self._jobs:
             job = self._jobs[0]
@@ -98,7 +100,7 @@ class TraceLoop(JobQueue[TraceJob, Trace]):
                 self._advance(job, limit_s)
             except Exception as exc:
                 self._fail_step(job, exc)
-            if time.perf_counter() >= until:
+            if time.perf_counter() - started >= limit_s / 2:
                 break
 
     def _begin(self, job: TraceJob, *, may_wait: bool) -> bool:

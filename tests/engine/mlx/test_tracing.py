@@ -6,13 +6,16 @@ import asyncio
 import gc
 import threading
 from collections.abc import AsyncIterator, Callable
-from typing import Any
+from types import SimpleNamespace
+from typing import Any, cast
 
 import numpy as np
 import psutil
 import pytest
 
 from lmx_lab.engine import ModelManager, TextPrompt, TokenPrompt, TraceRequest
+from lmx_lab.engine.mlx import tracing
+from lmx_lab.engine.mlx.tracing import TraceJob, TraceLoop
 from lmx_lab.errors import ContextLengthError, InvalidRequestError, NotLoadedError
 from lmx_lab.settings import Settings
 from lmx_lab.values.models import ModelEntry
@@ -91,6 +94,27 @@ async def test_an_unload_ends_traces_with_one_error_each(manager: ModelManager) 
         await manager.trace(activations())
 
 
+def test_steps_that_would_exceed_their_time_are_left_for_later(monkeypatch: pytest.MonkeyPatch) -> None:
+    now, durations = 0.0, iter((0.6, 0.3, 0.3, 2.0))
+
+    class Clock(TraceLoop):
+        def _begin(self, job: TraceJob, *, may_wait: bool) -> bool:
+            return True
+
+        def _advance(self, job: TraceJob, limit_s: float) -> None:
+            nonlocal now
+            now += next(durations)
+
+        def _expire(self) -> None: ...
+
+    monkeypatch.setattr(tracing, "time", SimpleNamespace(perf_counter=lambda: now))
+    loop = Clock(cast(Any, None), limit_bytes=0, trace_bytes=0, make_room=lambda _: None, note_peak=lambda _: None)
+    loop._jobs.append(cast(Any, None))
+    for end in (0.6, 1.2, 3.2):
+        loop.step(1.0, busy=True)
+        assert now == pytest.approx(end)
+
+
 async def until(condition: Callable[[], bool]) -> None:
     while not condition():  # noqa: ASYNC110
         await asyncio.sleep(0.001)
@@ -100,7 +124,11 @@ async def until(condition: Callable[[], bool]) -> None:
     ("made", "kind", "message"),
     [
         (activations(400, "*.hook_pattern"), InvalidRequestError, r"need 2,560,000 bytes, and 2,000,000 are allowed"),
-        (activations(30, "blocks.5.hook_resid_post"), InvalidRequestError, "tiny has no hook .* did you mean"),
+        (
+            activations(30, "blocks.5.hook_resid_post"),
+            InvalidRequestError,
+            r"no hook .*; it has blocks\.0\.hook_resid_post, blocks\.1",
+        ),
         (activations(30, positions=(30,)), InvalidRequestError, "positions has 30; the text has 30 tokens"),
         (activations(600), ContextLengthError, "600"),
         (TraceRequest(prompt=TextPrompt(text=""), work=LogitLens()), InvalidRequestError, "prompt is empty"),
@@ -135,7 +163,7 @@ async def test_a_trace_has_nothing_of_hooks_that_are_installed_for_answers(manag
     def install_zeros(core: Any) -> Any:
         from lmx_lab.engine.mlx.capture.install import install
 
-        points = core.tracing._points[core.main]
+        points = core.main.hook_points
         installed = install({points.point("blocks.0.hook_resid_post"): lambda value: value * 0})
         installed.__enter__()
         return installed

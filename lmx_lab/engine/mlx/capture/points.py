@@ -25,6 +25,7 @@ from lmx_lab.errors import InvalidRequestError, did_you_mean
 EMBED, NORMALIZED, LOGITS = "hook_embed", "ln_final.hook_normalized", "logits"
 RESID_PRE, RESID_MID, RESID_POST = "hook_resid_pre", "hook_resid_mid", "hook_resid_post"
 ATTN_OUT, MLP_OUT = "hook_attn_out", "hook_mlp_out"
+BLOCK = re.compile(r"^blocks\.\d+\.")
 PROBE = (1, 2)
 """Tokens of the pass that verifies a model."""
 TOLERANCE = 1e-3
@@ -88,10 +89,14 @@ def match_names(patterns: Iterable[str], names: Iterable[str], model: str) -> li
 
 def unknown_name(name: str, names: Iterable[str], model: str) -> InvalidRequestError:
     """Return the error for a name that a model does not have."""
-    names = list(names)
-    kinds = list(dict.fromkeys(re.sub(r"^blocks\.\d+\.", "blocks.*.", each) for each in names))
-    similar = did_you_mean(name, [*names, *kinds])
-    return InvalidRequestError(f"{model} has no hook {name!r:.80}{similar}; it has {', '.join(kinds)}", param="hooks")
+    blocks: dict[str, list[str]] = {}
+    for each in names:
+        blocks.setdefault(BLOCK.sub("blocks.*.", each), []).append(each)
+    if same := blocks.get(BLOCK.sub("blocks.*.", name)):
+        listed = ", ".join(same if len(same) < 5 else [*same[:2], "…", same[-1]])
+        return InvalidRequestError(f"{model} has no hook {name!r:.80}; it has {listed}", param="hooks")
+    similar = did_you_mean(name, [*blocks, *itertools.chain.from_iterable(blocks.values())])
+    return InvalidRequestError(f"{model} has no hook {name!r:.80}; it has {', '.join(blocks)}{similar}", param="hooks")
 
 
 def find_points(parts: Parts, model: str) -> HookPoints:
