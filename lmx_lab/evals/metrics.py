@@ -357,7 +357,7 @@ def _texts(expected: Any) -> list[str]:
             "as lambda answer, expected: answer in expected"
         )
     if isinstance(expected, Real) and hasattr(expected, "is_integer") and expected.is_integer():
-        return [str(expected), str(int(expected))]
+        return [str(expected), f"{expected:.0f}"]
     return [str(expected)]
 
 
