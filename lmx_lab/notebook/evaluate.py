@@ -342,9 +342,9 @@ async def _judge_all(owner: EvaluateOwner, table: _Table, result: Evaluation, pa
             rows[at] = _judged(rows[at], judge, verdict, error)
     if stopped is None:
         return bool(verdicts.attrs["interrupted"])
-    error = BatchStoppedError(
-        f"the judge failed: {stopped.message}; the attribute frame of this error contains the answers"
-    )
+    kept = "the attribute frame of this error contains the answers"
+    reason = stopped.message if kept in stopped.message else f"{stopped.message.rstrip('.')}; {kept}"
+    error = BatchStoppedError(f"the judge failed: {reason}")
     error.frame = result.df
     raise error from stopped
 
