@@ -10,6 +10,7 @@ if TYPE_CHECKING:
     from IPython.core.interactiveshell import InteractiveShell
 
     from lmx_lab.errors import LabError
+    from lmx_lab.instrument.steering import Steer
     from lmx_lab.notebook.discovery import discover
     from lmx_lab.notebook.lab import Lab
     from lmx_lab.notebook.launcher import current, launch
@@ -25,13 +26,25 @@ _MODULES = {
     "LabError": "lmx_lab.errors",
     "Reply": "lmx_lab.notebook.reply",
     "Settings": "lmx_lab.settings",
+    "Steer": "lmx_lab.instrument.steering",
     "attach": "lmx_lab.notebook.remote_server",
     "current": "lmx_lab.notebook.launcher",
     "discover": "lmx_lab.notebook.discovery",
     "full_tracebacks": "lmx_lab.notebook.short_errors",
     "launch": "lmx_lab.notebook.launcher",
 }
-__all__ = ["Lab", "LabError", "Reply", "Settings", "attach", "current", "discover", "full_tracebacks", "launch"]
+__all__ = [
+    "Lab",
+    "LabError",
+    "Reply",
+    "Settings",
+    "Steer",
+    "attach",
+    "current",
+    "discover",
+    "full_tracebacks",
+    "launch",
+]
 
 
 def __getattr__(name: str) -> Any:

@@ -17,6 +17,7 @@ from lmx_lab.values.encoding import EncodeReport, RerankMethod, Vectors
 from lmx_lab.values.generation import Delta, GenerationReport, TokenLogprob, merge_deltas
 from lmx_lab.values.models import LoadReport, LoadSpec, Unloading
 from lmx_lab.values.recording import Continuation, Record
+from lmx_lab.values.steering import SteeringVector
 from lmx_lab.values.timeline import ServerTimeline
 from lmx_lab.values.tracing import Trace
 from lmx_lab.wire.admin import ModelEvent, ModelRecords, RequestEvent, Sample
@@ -230,7 +231,14 @@ class Backend(Protocol):
         """
 
     async def score(
-        self, tokens: Sequence[int], *, model: str | None, top: int, start: int = 0, distributions: bool = False
+        self,
+        tokens: Sequence[int],
+        *,
+        model: str | None,
+        top: int,
+        start: int = 0,
+        distributions: bool = False,
+        steer: Sequence[SteeringVector] = (),
     ) -> Sequence[TokenLogprob]:
         """Return the log-probability of each token after those before it, with ``top`` alternatives.
 
@@ -238,6 +246,7 @@ class Backend(Protocol):
             model: The model that must be loaded; None takes any.
             start: Position of the first token that is returned.
             distributions: Whether entropies and high ranks are needed, even if the engine takes long to compute them.
+            steer: Vectors that are added to the residual stream.
         """
 
 

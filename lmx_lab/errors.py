@@ -155,7 +155,7 @@ class OriginForbiddenError(CallerError):
 
 
 class AdminForbiddenError(CallerError):
-    """Only callers on the server's machine may load and unload models."""
+    """Only callers on the server's machine may load and unload models, and steer requests."""
 
     code = "admin-forbidden"
 

@@ -28,8 +28,8 @@ class Row:
 EVERYTHING = "*"
 # A room is a top-level module or package. A room without a row fails, so a new one needs its row first.
 TABLE = {
-    # IPython: for the type of its extension hooks.
-    "__init__": Row("errors settings notebook", "IPython"),
+    # instrument: steering vectors. IPython: for the type of its extension hooks.
+    "__init__": Row("errors settings instrument notebook", "IPython"),
     "__main__": Row("cli"),
     "errors": Row(),
     # numpy: the type of vectors.
@@ -73,7 +73,7 @@ TABLE = {
     # The protocol of a lab's server; neither the notebook nor the panels define it, because both use it.
     "backend": Row("broadcast values wire"),
     # weights: the hashes of a model's files in the provenance of records.
-    # pydantic: errors of the fields of a trace.
+    # numpy: activations and vectors. pydantic: errors of the fields of a trace.
     "instrument": Row("errors values frames progress weights wire backend", "numpy pandas pydantic"),
     # instrument: opens SQLite files in the same way. pydantic: schemas of typed columns.
     "batch": Row("errors values frames wire backend instrument", "numpy pandas pydantic"),

@@ -39,6 +39,8 @@ class Capabilities:
     """Reports log-probabilities of an answer that may call tools in the model's own format."""
     input_types: bool
     """Supports ``EmbeddingRequest.input_type`` for models whose files have prompts for it."""
+    steering: bool
+    """Supports ``GenerationRequest.steer``."""
 
 
 def _nothing(by_request: bool) -> None:

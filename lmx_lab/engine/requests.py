@@ -10,6 +10,7 @@ from dataclasses import dataclass, field
 from typing import Any, Literal
 
 from lmx_lab.values.encoding import EncodeReport, InputType, RerankMethod, Vectors
+from lmx_lab.values.steering import SteeringVector
 from lmx_lab.values.tracing import TraceWork
 
 
@@ -144,6 +145,8 @@ class GenerationRequest:
     stop: tuple[str, ...] = ()
     """The text ends before the first of these strings."""
     answer_format: AnswerFormat | None = None
+    steer: tuple[SteeringVector, ...] = ()
+    """Vectors that are added to the residual stream of this request."""
     thinking_budget: int | None = None
     """Maximum number of tokens of reasoning, after which the end of the reasoning is forced; None sets no limit."""
     ignore_eos: bool = False

@@ -8,6 +8,7 @@ from typing import Any, get_args
 from lmx_lab.engine.requests import ChatPrompt, GenerationRequest, TokenPrompt
 from lmx_lab.errors import ContextLengthError, InvalidRequestError, UnusableModelError
 from lmx_lab.values.models import KINDS_IN_WORDS, KvCacheDtype, LoadSpec, ModelEntry
+from lmx_lab.values.steering import SteeringVector, read_components
 
 CHARACTERS_PER_TOKEN = 10
 """Upper bound for ordinary text. If a text has more characters than this for each token of the context, only its
@@ -155,6 +156,54 @@ def check_tokens(request: GenerationRequest, entry: ModelEntry, vocabulary_size:
     if (start := request.start) is not None:
         check_token_ids([*start.prompt, *start.answer], "answer", entry, vocabulary_size)
         check_token_ids([start.token] if isinstance(start.token, int) else [], "token", entry, vocabulary_size)
+
+
+def check_steering(steer: Sequence[SteeringVector], model: str, *, layers: int, width: int) -> None:
+    """Check that the vectors of a request fit the model.
+
+    Args:
+        layers, width: Number of layers of the model, and size of its residual stream.
+
+    Raises:
+        InvalidRequestError: the model does not have the layer of a vector, or the vector has another size.
+    """
+    for each in steer:
+        if each.layer >= layers:
+            raise InvalidRequestError(
+                f"steer has a vector for layer {each.layer}; {model} has {layers} layers, 0 to {layers - 1}",
+                param="steer",
+            )
+        if (components := len(read_components(each.vector, each.scale))) != width:
+            raise InvalidRequestError(
+                f"steer has a vector of {components} components; the residual stream of {model} has {width}: make the "
+                "vector with this model",
+                param="steer",
+            )
+
+
+def check_steered_weights(steer: Sequence[SteeringVector], entry: ModelEntry, weights: str) -> None:
+    """Check that the vectors of a request were made for this model.
+
+    Args:
+        weights: SHA-256 of the files of the model.
+
+    Raises:
+        InvalidRequestError: one was made for another model.
+    """
+    for each in steer:
+        if each.weights and each.weights != weights:
+            raise InvalidRequestError(
+                f"steer has a vector for a model whose files have the SHA-256 {each.weights}; those of {entry.id} have "
+                f"{weights or 'none'}: load that model, or make the vector with this one",
+                param="steer",
+            )
+
+
+def no_steering_error(engine: str) -> InvalidRequestError:
+    """Return the error of a request with vectors for an engine that cannot add them."""
+    return InvalidRequestError(
+        f'{engine} does not support steer; leave it out, or load the model with engine="mlx"', param="steer"
+    )
 
 
 def no_infill_error(model: str) -> InvalidRequestError:

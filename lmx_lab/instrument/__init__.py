@@ -4,6 +4,7 @@ from lmx_lab.instrument.comparison import Comparison
 from lmx_lab.instrument.lens import TokenLens
 from lmx_lab.instrument.replay import Replay
 from lmx_lab.instrument.requests import RecordedRequest, RequestList, load_requests
+from lmx_lab.instrument.steering import Steer
 from lmx_lab.instrument.timeline import Timeline
 from lmx_lab.instrument.tree import AnswerTree, Branch, BranchDiff
 
@@ -14,6 +15,7 @@ __all__ = [
     "Comparison",
     "RecordedRequest",
     "Replay",
+    "Steer",
     "RequestList",
     "Timeline",
     "TokenLens",

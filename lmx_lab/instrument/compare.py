@@ -21,6 +21,7 @@ from lmx_lab.instrument.lens import ALTERNATIVES
 from lmx_lab.instrument.store import MEMORY_BYTES, RecordStore
 from lmx_lab.values.models import LoadOptions, LoadSpec
 from lmx_lab.values.recording import Record
+from lmx_lab.values.steering import recorded_steering
 
 Prompt = str | Sequence[Mapping[str, Any]]
 Work = Callable[[Backend], Coroutine[Any, Any, None]]
@@ -175,8 +176,9 @@ class ComparisonRun:
 
     def _score_key(self, answer: Cell, under: Setting) -> str:
         # Sampling parameters do not change log-probabilities, which are those before sampling.
-        prompt = self.prompts[answer.prompt]
-        return _digest("score", answer.key, prompt, under.load_key, under.parameters.get("system"))
+        prompt, parameters = self.prompts[answer.prompt], under.parameters
+        steer = [parameters["steer"]] if parameters.get("steer") else []
+        return _digest("score", answer.key, prompt, under.load_key, parameters.get("system"), *steer)
 
     def _unscored(self, group: str, answered: Sequence[str]) -> list[tuple[Cell, Cell]]:
         """Return the pairs of an answer and a cell of a group under which it can be scored now.
@@ -213,7 +215,11 @@ class ComparisonRun:
             tokens = await _encode(backend, record.text)
         prompt = under.prompt
         whole = await backend.score(
-            [*prompt, *tokens], model=under.provenance.model, top=ALTERNATIVES, start=len(prompt)
+            [*prompt, *tokens],
+            model=under.provenance.model,
+            top=ALTERNATIVES,
+            start=len(prompt),
+            steer=recorded_steering(under.request),
         )
         if not record.reasoning and not record.tool_calls:
             whole = whole[: _tokens_of(record.text, [token.bytes for token in whole])]

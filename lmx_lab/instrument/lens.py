@@ -17,6 +17,7 @@ from lmx_lab.instrument.answer import TokenAnswer
 from lmx_lab.instrument.text_file import write_text_file
 from lmx_lab.instrument.token_table import TokenTable
 from lmx_lab.values.generation import TokenLogprob
+from lmx_lab.values.steering import recorded_steering
 
 if TYPE_CHECKING:
     import pandas as pd
@@ -299,5 +300,6 @@ async def scored_lens(backend: Backend, answer: TokenAnswer, *, color: ColorBy =
         top=ALTERNATIVES,
         start=len(answer.prompt),
         distributions=color == "entropy",
+        steer=recorded_steering(answer.request),
     )
     return TokenLens(tokens, source="scoring", color=color, parts=parts_of(tokens, answer))

@@ -11,7 +11,7 @@ from pathlib import Path
 from lmx_lab.instrument.store import RecordStore
 from lmx_lab.values.models import ModelEntry
 from lmx_lab.values.recording import NO_HASH, Record
-from lmx_lab.weights.fingerprint import content_digest, marks_digest
+from lmx_lab.weights.fingerprint import known_content_digest, marks_digest
 from lmx_lab.weights.templates import chat_templates
 
 log = logging.getLogger(__name__)
@@ -29,8 +29,6 @@ class RequestRecorder:
 
     def __init__(self, path: Path | None) -> None:
         self.store = RecordStore(path) if path is not None else RecordStore.in_memory()
-        self._weights: dict[str, str] = {}
-        """Hashes of the models' files, by the digest of their marks."""
 
     def save(self, make: Callable[[], Record], entry: ModelEntry) -> None:
         """Store a record, later. Files of a model that is recorded for the first time are hashed in the background.
@@ -44,10 +42,7 @@ class RequestRecorder:
         """Return the SHA-256 of all files of a loaded model, as in its provenance. Blocks while they are read for the
         first time.
         """
-        digest = marks_digest(entry)
-        if digest not in self._weights:
-            self._weights[digest] = content_digest(entry) if entry.marks else NO_HASH
-        return self._weights[digest]
+        return known_content_digest(entry)
 
     def close(self) -> None:
         """Write all pending records. Idempotent."""

@@ -11,6 +11,7 @@ from pydantic import ValidationError
 from lmx_lab.backend import Backend
 from lmx_lab.errors import InvalidRequestError
 from lmx_lab.instrument.answer import TokenAnswer
+from lmx_lab.values.steering import recorded_steering
 from lmx_lab.values.tracing import Trace
 from lmx_lab.wire.generation import ANY_MODEL
 from lmx_lab.wire.tracing import TraceBody
@@ -88,8 +89,14 @@ def traced_answer(answer: TokenAnswer) -> Traced:
     """Return the prompt and the tokens of an answer as the text of a trace.
 
     Raises:
-        InvalidRequestError: the token ids of the answer are not known.
+        InvalidRequestError: the token ids of the answer are not known, or it was steered.
     """
+    if recorded_steering(answer.request):
+        raise InvalidRequestError(
+            "this answer was steered, and a trace does not add the vectors; trace its token ids for the values without "
+            "them",
+            param="what",
+        )
     if not answer.prompt or not answer.ids:
         raise InvalidRequestError(
             "the ids of this answer's tokens are not known, because its server runs elsewhere or the engine did not "

@@ -9,6 +9,7 @@ from typing import Any, TypeVar
 from pydantic import BaseModel, PydanticUserError, ValidationError
 
 from lmx_lab.errors import InvalidRequestError
+from lmx_lab.instrument.steering import Steer
 from lmx_lab.wire.chat import ChatRequest
 from lmx_lab.wire.embeddings import EmbeddingsBody
 from lmx_lab.wire.generation import ANY_MODEL
@@ -46,12 +47,22 @@ def _schema_format(response_format: Any) -> Any:
     return {"type": "json_schema", "json_schema": {"name": name[:256], "schema": schema}}
 
 
+def _steer_items(steer: Any) -> Any:
+    """Return vectors as items of the request field; a single vector is a list of one."""
+    if isinstance(steer, Steer | Mapping):
+        steer = [steer]
+    if not isinstance(steer, list | tuple):
+        return steer
+    return [item.to_json() if isinstance(item, Steer) else item for item in steer]
+
+
 CONVERSIONS = {
     "stop": _list_of,
     "tools": _list_of,
     "logprob_tokens": _list_of,
     "logit_bias": _bias_with_text_keys,
     "response_format": _schema_format,
+    "steer": _steer_items,
 }
 """For each parameter that accepts Python values without a JSON form, the function that converts them to values of the
 chat format."""

@@ -34,6 +34,7 @@ from lmx_lab.notebook.lab_server import LabServer, code_html, facts_html
 from lmx_lab.notebook.load_progress import show_load, show_unload
 from lmx_lab.notebook.local_properties import LocalProperties
 from lmx_lab.notebook.map import MapVerbs
+from lmx_lab.notebook.probing import ProbeVerbs
 from lmx_lab.notebook.reply import ModelList, Reply, ReplyStream, json_shape, read_reply
 from lmx_lab.notebook.report import report_html, write_report
 from lmx_lab.notebook.rerank_result import RerankResult
@@ -67,7 +68,7 @@ PROMPT_TOKENS, OUTPUT_TOKENS = 512, 128
 CLOSED = Closed()
 
 
-class Lab(MapVerbs, EvaluateVerbs, SearchVerbs, TraceVerbs, InstrumentVerbs, LocalProperties):
+class Lab(MapVerbs, EvaluateVerbs, SearchVerbs, ProbeVerbs, TraceVerbs, InstrumentVerbs, LocalProperties):
     """An inference server, in this process or elsewhere, with methods to load models and to send requests.
 
     ``launch()`` and ``attach()`` return a lab, and ``stop()`` ends it. Every blocking method that uses the server has
@@ -273,8 +274,9 @@ class Lab(MapVerbs, EvaluateVerbs, SearchVerbs, TraceVerbs, InstrumentVerbs, Loc
             parameters: ``system``, the system prompt, and the parameters of the chat format: ``temperature``,
                 ``top_p``, ``top_k``, ``min_p``, ``max_tokens``, ``stop``, ``seed``, penalties, ``logit_bias``,
                 ``ignore_eos``, ``tools``, ``tool_choice``, ``reasoning_effort``, ``logprobs``, which may be the number
-                of alternatives, ``logprob_tokens``, tokens to report whatever their rank, and ``response_format``,
-                which may be the class of a pydantic model. ``n`` is not supported, because a reply has one text.
+                of alternatives, ``logprob_tokens``, tokens to report whatever their rank, ``steer``, a list of
+                ``Steer``, and ``response_format``, which may be the class of a pydantic model. ``n`` is not supported,
+                because a reply has one text.
 
         Raises:
             NotLoadedError: no model is loaded.

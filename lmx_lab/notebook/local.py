@@ -32,6 +32,7 @@ from lmx_lab.values.engine import EngineSnapshot
 from lmx_lab.values.generation import Delta, TokenLogprob
 from lmx_lab.values.models import LoadReport, LoadSpec, ModelEntry
 from lmx_lab.values.recording import Continuation, Record
+from lmx_lab.values.steering import SteeringVector
 from lmx_lab.values.timeline import ServerTimeline
 from lmx_lab.values.tracing import Trace
 from lmx_lab.wire.admin import ModelEvent, ModelRecords, RequestEvent, Sample
@@ -231,10 +232,19 @@ class LocalBackend:
         return LocalAnswer(await self._services.inference.continue_answer(continuation, own=own))
 
     async def score(
-        self, tokens: Sequence[int], *, model: str | None, top: int, start: int = 0, distributions: bool = False
+        self,
+        tokens: Sequence[int],
+        *,
+        model: str | None,
+        top: int,
+        start: int = 0,
+        distributions: bool = False,
+        steer: Sequence[SteeringVector] = (),
     ) -> Sequence[TokenLogprob]:
         inference = self._services.inference
-        return await inference.score(tokens, model=model, top=top, start=start, distributions=distributions)
+        return await inference.score(
+            tokens, model=model, top=top, start=start, distributions=distributions, steer=steer
+        )
 
     @property
     def _services(self) -> InferenceServer:

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import AsyncGenerator, Callable, Iterator, Mapping, Sequence
-from dataclasses import replace
+from dataclasses import asdict, replace
 from time import perf_counter
 from typing import Any, Self
 from urllib.parse import urlsplit
@@ -21,6 +21,7 @@ from lmx_lab.values.encoding import Vectors
 from lmx_lab.values.generation import Delta, TokenLogprob, ToolCallDelta, token_bytes
 from lmx_lab.values.models import LoadReport, LoadSpec, Unloading
 from lmx_lab.values.recording import Continuation, Record
+from lmx_lab.values.steering import SteeringVector
 from lmx_lab.values.timeline import ServerTimeline
 from lmx_lab.values.tracing import Trace
 from lmx_lab.wire.admin import ModelEvent, ModelRecords, RequestEvent, Sample
@@ -322,13 +323,20 @@ class RemoteBackend:
         raise InvalidRequestError(ELSEWHERE)
 
     async def score(
-        self, tokens: Sequence[int], *, model: str | None, top: int, start: int = 0, distributions: bool = False
+        self,
+        tokens: Sequence[int],
+        *,
+        model: str | None,
+        top: int,
+        start: int = 0,
+        distributions: bool = False,
+        steer: Sequence[SteeringVector] = (),
     ) -> Sequence[TokenLogprob]:
         if distributions:
             raise InvalidRequestError("a server elsewhere reports neither ranks nor entropies; color by probability")
-        body = CompletionRequest(
-            model=model or ANY_MODEL, prompt=list(tokens), echo=True, logprobs=top, max_tokens=0, temperature=0
-        )
+        fields = {"model": model or ANY_MODEL, "prompt": list(tokens), "echo": True, "logprobs": top, "max_tokens": 0}
+        vectors = [{**asdict(each), "weights": each.weights or None} for each in steer]
+        body = CompletionRequest.model_validate({**fields, "temperature": 0, "steer": vectors or None})
         answer = await self._portal.call(self._client.complete(body))
         scores = answer.choices[0].logprobs
         if scores is None or len(scores.token_logprobs) != len(tokens):

@@ -18,7 +18,7 @@ from lmx_lab.http.openapi import event_stream
 from lmx_lab.server.generation import Generation, closing_all
 from lmx_lab.server.inference import InferenceService
 from lmx_lab.server.merge_streams import gather, merge
-from lmx_lab.server.openapi import INFERENCE_ERRORS
+from lmx_lab.server.openapi import GENERATION_ERRORS
 from lmx_lab.server.serialize import ChatAnswer
 from lmx_lab.server.translate import usage
 from lmx_lab.wire.chat import ChatChunk, ChatCompletion, ChatRequest
@@ -44,7 +44,7 @@ def chat_routes(service: InferenceService) -> APIRouter:
         response_model=ChatCompletion,
         responses={
             200: event_stream(ChatChunk, ErrorBody, description=RESPONSE_DESCRIPTION, end=DONE),
-            **INFERENCE_ERRORS,
+            **GENERATION_ERRORS,
         },
     )
     async def chat_completions(body: ChatRequest, request: Request) -> Response:

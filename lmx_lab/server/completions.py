@@ -19,7 +19,7 @@ from lmx_lab.server.chat import RESPONSE_DESCRIPTION, ignored_header, with_termi
 from lmx_lab.server.generation import Generation, closing_all, collect
 from lmx_lab.server.inference import InferenceService
 from lmx_lab.server.merge_streams import gather, merge
-from lmx_lab.server.openapi import INFERENCE_ERRORS
+from lmx_lab.server.openapi import GENERATION_ERRORS
 from lmx_lab.server.serialize import CompletionAnswer, LogprobsWriter
 from lmx_lab.server.translate import completion_requests, total_timings, total_usage, usage
 from lmx_lab.values.generation import Delta, GenerationReport
@@ -41,7 +41,7 @@ def completion_routes(service: InferenceService, *, slots: int) -> APIRouter:
         response_model=Completion,
         responses={
             200: event_stream(Completion, ErrorBody, description=RESPONSE_DESCRIPTION, end=DONE),
-            **INFERENCE_ERRORS,
+            **GENERATION_ERRORS,
         },
     )
     async def completions(body: CompletionRequest, request: Request) -> Response:

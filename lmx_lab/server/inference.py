@@ -25,7 +25,7 @@ from lmx_lab.engine import (
     TraceRequest,
 )
 from lmx_lab.engine.model_lookup import EMBEDDING, RERANK, Kinds, public_id
-from lmx_lab.errors import EngineError, LabError, NotLoadedError
+from lmx_lab.errors import AdminForbiddenError, EngineError, LabError, NotLoadedError
 from lmx_lab.server.events import ServerEvent
 from lmx_lab.server.generation import Generation, Observer, Outcome, RequestEnd, closing_all
 from lmx_lab.server.recording import RecordedGeneration, Recording, continued_request, request_from_json, with_seed
@@ -36,6 +36,7 @@ from lmx_lab.values.encoding import EncodeReport, Vectors
 from lmx_lab.values.generation import GenerationReport, TokenLogprob
 from lmx_lab.values.models import Kind
 from lmx_lab.values.recording import Continuation, Record
+from lmx_lab.values.steering import SteeringVector
 from lmx_lab.values.tracing import Trace
 from lmx_lab.wire.chat import ChatRequest
 
@@ -153,6 +154,11 @@ class InferenceService:
         Raises:
             LabError: see ``ModelManager.submit_all``.
         """
+        if request.steer and not local:
+            raise AdminForbiddenError(
+                "only callers on the server's machine may send steer: programs that call http://127.0.0.1 or "
+                "http://localhost directly or send the API key; leave steer out"
+            )
         request = replace(request, request_id=request_id, client=client)
         if is_recorded := own is not None and self.recording.includes(own=own):
             request = replace(with_seed(request), needs_ids=True)
@@ -251,13 +257,21 @@ class InferenceService:
         return generation
 
     async def score(
-        self, tokens: Sequence[int], *, model: str | None, top: int, start: int = 0, distributions: bool = False
+        self,
+        tokens: Sequence[int],
+        *,
+        model: str | None,
+        top: int,
+        start: int = 0,
+        distributions: bool = False,
+        steer: Sequence[SteeringVector] = (),
     ) -> tuple[TokenLogprob, ...]:
         """Return the log-probability of each token after those before it, with ``top`` alternatives.
 
         Args:
             start: Position of the first token that is needed. The returned tokens begin there.
             distributions: Whether entropies and high ranks are needed, even if the engine takes long to compute them.
+            steer: Vectors that are added to the residual stream.
 
         Raises:
             LabError: see ``ModelManager.submit_all``.
@@ -271,6 +285,7 @@ class InferenceService:
             score_prompt=True,
             score_from=start,
             score_distributions=distributions,
+            steer=tuple(steer),
         )
         (generation,) = await self.submit(request, local=True, own=None)
         await generation.read_all()

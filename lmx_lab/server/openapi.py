@@ -46,6 +46,8 @@ _ENGINE = (NotLoadedError, OutOfMemoryError, EngineDeadError)
 _INFERENCE = (*BODY, ContextLengthError, ModelNotFoundError, QueueFullError, *_ENGINE, GenerationTimeoutError)
 INFERENCE_ERRORS = failures(*_INFERENCE)
 """Error responses of a request that a model answers."""
+GENERATION_ERRORS = failures(*_INFERENCE, AdminForbiddenError)
+"""Error responses of a request that a model answers, and that may contain ``steer``."""
 TRACE_ERRORS = failures(*_INFERENCE, AdminForbiddenError)
 """Error responses of a request for values from the inside of a model."""
 MESSAGES_ERRORS = failures(*_INFERENCE, body=MessagesError)

@@ -33,6 +33,7 @@ from lmx_lab.engine.residents import Resident
 from lmx_lab.values.generation import Delta, GenerationReport, merge_deltas, merge_tool_calls
 from lmx_lab.values.models import ModelEntry
 from lmx_lab.values.recording import Continuation, Provenance, Record, RecordMode
+from lmx_lab.values.steering import recorded_steering
 from lmx_lab.values.timeline import StepLog
 
 OWN_HEADER = "x-lmx-own"
@@ -165,6 +166,7 @@ def request_from_json(stored: Mapping[str, Any], *, model: str) -> GenerationReq
         "sampling": Sampling(**{**sampling, "logit_bias": bias}),
         "stop": tuple(given.get("stop", ())),
         "logprob_tokens": tuple(given.get("logprob_tokens", ())),
+        "steer": recorded_steering(given),
         "answer_format": AnswerFormat(**answer_format) if answer_format else None,
         "start": None,
     }

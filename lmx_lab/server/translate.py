@@ -20,6 +20,7 @@ from lmx_lab.engine import (
 from lmx_lab.engine.requests import Prompt
 from lmx_lab.errors import InvalidRequestError
 from lmx_lab.values.generation import GenerationReport, TokenLogprob
+from lmx_lab.values.steering import SteeringVector
 from lmx_lab.wire.chat import ChatMessage, ChatRequest, SocketStats
 from lmx_lab.wire.compatibility import CompatibleFields
 from lmx_lab.wire.completions import CompletionRequest
@@ -33,6 +34,7 @@ from lmx_lab.wire.generation import (
     Timings,
     Usage,
 )
+from lmx_lab.wire.steering import Steering
 from lmx_lab.wire.tools import NamedToolChoice, format_names
 
 GREEDY_BELOW = 1e-6
@@ -61,6 +63,7 @@ def generation_request(request: ChatRequest) -> GenerationRequest:
         ),
         # If a tool call is forced, the answer contains no text that could have a format.
         answer_format=None if tools is not None and tools.forced else _answer_format(request),
+        steer=_steer(request.steer),
         thinking_budget=request.thinking_token_budget,
         model=_model(request),
         sampling=_sampling(request, temperature=0.7),
@@ -84,6 +87,7 @@ def completion_requests(request: CompletionRequest) -> list[GenerationRequest]:
             sampling=_sampling(request, temperature=1.0),
             max_tokens=16 if max_tokens is None else max_tokens,
             answer_format=answer_format,
+            steer=_steer(request.steer),
             stop=_stop(request),
             ignore_eos=bool(request.ignore_eos),
             min_tokens=request.min_tokens or 0,
@@ -111,6 +115,10 @@ def _prompt(given: str | Sequence[int], suffix: str | None) -> Prompt:
 
 def _model(request: GenerationFields) -> str | None:
     return None if request.model == ANY_MODEL else request.model
+
+
+def _steer(given: Iterable[Steering] | None) -> tuple[SteeringVector, ...]:
+    return tuple(each.value for each in given or ())
 
 
 def _stop(request: GenerationFields) -> tuple[str, ...]:

@@ -21,16 +21,26 @@ def encode_tensors(arrays: Mapping[str, NDArray[Any]], metadata: Mapping[str, st
     """Return a safetensors document of arrays in float32 or int32."""
     import numpy as np  # Imported here, because values are also imported by programs without arrays.
 
-    header: dict[str, Any] = {METADATA: dict(metadata)}
     names = {np.dtype(dtype): name for name, dtype in DTYPES.items()}
+    head = encode_header({name: (names[array.dtype], array.shape) for name, array in arrays.items()}, metadata)
+    return b"".join([head, *(array.tobytes() for array in arrays.values())])
+
+
+def encode_header(tensors: Mapping[str, tuple[str, tuple[int, ...]]], metadata: Mapping[str, str]) -> bytes:
+    """Return the part of a safetensors document before the bytes of its tensors, which follow in the same order.
+
+    Args:
+        tensors: The type, ``F32`` or ``I32``, and the shape of each tensor.
+    """
+    header: dict[str, Any] = {METADATA: dict(metadata)}
     offset = 0
-    for name, array in arrays.items():
-        end = offset + array.nbytes
-        header[name] = {"dtype": names[array.dtype], "shape": array.shape, "data_offsets": (offset, end)}
+    for name, (dtype, shape) in tensors.items():
+        end = offset + 4 * math.prod(shape)
+        header[name] = {"dtype": dtype, "shape": shape, "data_offsets": (offset, end)}
         offset = end
     text = json.dumps(header).encode()
     text += b" " * (-len(text) % 8)
-    return b"".join([len(text).to_bytes(8, "little"), text, *(array.tobytes() for array in arrays.values())])
+    return len(text).to_bytes(8, "little") + text
 
 
 def decode_tensors(data: bytes) -> tuple[dict[str, NDArray[Any]], dict[str, str]]:

@@ -15,6 +15,9 @@ from lmx_lab.weights.gguf.names import parts_of
 
 SUFFIXES = (".safetensors", ".json", ".jinja", ".model", ".txt", ".tiktoken")
 """Suffixes of the files in a model folder that a load may read."""
+MAX_KNOWN = 256
+_known_digests: dict[str, str] = {}
+"""Digests of the content of files, by the digest of their marks."""
 
 
 def with_marks(entry: ModelEntry) -> ModelEntry:
@@ -76,6 +79,20 @@ def content_digest(entry: ModelEntry) -> str:
             content = hashlib.file_digest(file, hashlib.sha256).hexdigest()
         digest.update(f"{os.path.relpath(mark.name, entry.path)} {content}\n".encode())
     return digest.hexdigest()
+
+
+def known_content_digest(entry: ModelEntry) -> str:
+    """Return ``content_digest``, which is computed only once for files with the same marks; empty without files.
+
+    Raises:
+        OSError: a file cannot be read.
+    """
+    marks = marks_digest(entry)
+    if entry.marks and marks not in _known_digests:
+        if len(_known_digests) >= MAX_KNOWN:
+            _known_digests.clear()
+        _known_digests[marks] = content_digest(entry)
+    return _known_digests.get(marks, "")
 
 
 def _marks(path: Path) -> Iterator[FileMark]:

@@ -29,6 +29,7 @@ from lmx_lab.wire.errors import ErrorDetail
 from lmx_lab.wire.formats import ResponseFormat
 from lmx_lab.wire.generation import WHOLE, Alternatives, RequestModel, Temperature, Timings, TokenLimit, Usage
 from lmx_lab.wire.limits import FEW_VALUES, MEMBER_LIMIT
+from lmx_lab.wire.steering import Steerings
 from lmx_lab.wire.tools import (
     PART_LIMIT,
     AnswerToolCall,
@@ -174,6 +175,9 @@ class ChatRequest(CompatibleFields):
     """Variables of the chat template; they override ``reasoning_effort``."""
     thinking_token_budget: Annotated[int, Field(ge=0), WHOLE] | None = None
     """Number of reasoning tokens after which the model is forced to answer."""
+    steer: Steerings | None = None
+    """Vectors that are added to the residual stream of this request. Only callers on the server's machine may send
+    them."""
 
     # Fields of the format that are not supported; only values without effect are valid.
     functions: Annotated[Any, unsupported.NO_FUNCTIONS] = None

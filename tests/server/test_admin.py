@@ -6,6 +6,7 @@ with two machines.
 
 from __future__ import annotations
 
+import asyncio
 from pathlib import Path
 
 import pytest
@@ -66,11 +67,35 @@ async def test_routes_check_where_the_caller_is(tmp_path: Path, method: str, pat
     assert await answer(server.asgi, scope("192.168.1.6", "192.168.1.5", path, method)) == status
 
 
+async def test_only_callers_on_this_machine_may_steer_requests(tmp_path: Path) -> None:
+    settings = Settings.read({}, home=tmp_path)
+    policy = local_policy(8400)
+    server = create_server(
+        manager=ModelManager(settings), catalog=Catalog(settings), settings=settings, policy=lambda: policy
+    )
+    for path in ("/v1/chat/completions", "/v1/completions"):
+        assert await answer(server.asgi, scope("192.168.1.6", "192.168.1.5", path)) == 403
+        # No model is loaded.
+        assert await answer(server.asgi, scope("127.0.0.1", "127.0.0.1", path)) == 503
+
+
+BODIES = {
+    "/load": b'{"model": "tiny"}',
+    "/chat/completions": b'{"messages": [{"role": "user", "content": "a"}], "steer": [{"layer": 0, "vector": [1.0]}]}',
+    "/completions": b'{"prompt": "a", "steer": [{"layer": 0, "vector": [1.0]}]}',
+}
+
+
 async def answer(app: object, request: Scope) -> int:
     sent: list[Message] = []
+    received: list[bool] = []
 
     async def receive() -> Message:
-        return {"type": "http.request", "body": b'{"model": "tiny"}' if request["path"].endswith("/load") else b""}
+        if received:
+            await asyncio.Event().wait()  # The caller stays connected.
+        received.append(True)
+        body = next((body for end, body in BODIES.items() if request["path"].endswith(end)), b"")
+        return {"type": "http.request", "body": body}
 
     async def send(message: Message) -> None:
         sent.append(message)

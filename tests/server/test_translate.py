@@ -96,7 +96,7 @@ def test_null_is_the_default(make: Any) -> None:
     names += " logit_bias seed n stop ignore_eos logprobs max_tokens user"
     if make is chat:
         names += " response_format tools tool_choice parallel_tool_calls functions function_call reasoning_effort"
-        names += " chat_template_kwargs thinking_token_budget"
+        names += " chat_template_kwargs thinking_token_budget steer"
     request = make(**dict.fromkeys(names.split()))
     converted = generation_request(request) if make is chat else completion_requests(request)[0]
     assert converted.sampling == Sampling(temperature=0.7 if make is chat else 1.0)

@@ -289,6 +289,7 @@ class EchoEngine(LoopEngine[EchoCore]):
         thinking_budget=True,
         logprobs_with_own_tools=True,
         input_types=True,
+        steering=False,
     )
     thread_name = "lmx-lab-echo"
 

@@ -24,6 +24,7 @@ from lmx_lab.engine.validation import (
     check_length,
     check_messages,
     check_tokens,
+    no_steering_error,
     single_token,
     start_tokens,
     too_long,
@@ -66,6 +67,8 @@ class EchoPreparer:
         """
         entry, vocabulary, limit = self._entry, self._model.vocabulary, self._context_length
         check_tokens(request, entry, vocabulary.size)
+        if request.steer:
+            raise no_steering_error("the echo engine")
         start = self._start_tokens(request)
         prompt = [*self.encode(request), *start]
         check_length(request, prompt, entry, limit)

@@ -433,6 +433,7 @@ class LlamaCppEngine(LoopEngine[LlamaCppCore]):
         thinking_budget=False,
         logprobs_with_own_tools=False,
         input_types=False,
+        steering=False,
     )
     thread_name = "lmx-lab-gguf"
 

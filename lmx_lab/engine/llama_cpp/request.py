@@ -17,6 +17,7 @@ from typing import Any, Literal
 from lmx_lab.engine.requests import ChatPrompt, GenerationRequest
 from lmx_lab.engine.templates.tool_prompt import template_tools
 from lmx_lab.engine.text.chat_format_detection import ChatFormat
+from lmx_lab.engine.validation import no_steering_error
 from lmx_lab.errors import InvalidRequestError
 
 Route = Literal["/completion", "/v1/chat/completions"]
@@ -66,6 +67,8 @@ def _refuse(request: GenerationRequest) -> None:
             'llama.cpp does not support thinking_budget; leave it out, or load the model with engine="mlx"',
             param="thinking_budget",
         )
+    if request.steer:
+        raise no_steering_error("llama.cpp")
 
 
 def chat_input(request: GenerationRequest, prompt: ChatPrompt, chat_format: ChatFormat, route: Route) -> dict[str, Any]:

@@ -25,6 +25,7 @@ from lmx_lab.engine.mlx.prompt_lookup import PromptLookup
 from lmx_lab.engine.mlx.request import MlxGeneration
 from lmx_lab.engine.mlx.sampling import ConstrainedSampler, MinimumLength, Sampler, Samplers, processors
 from lmx_lab.engine.mlx.speculative import Drafter, SpeculativeBatch
+from lmx_lab.engine.mlx.steering import BatchSteering
 from lmx_lab.engine.prefix_files import common_prefix
 from lmx_lab.engine.requests import GenerationRequest, InfillPrompt
 from lmx_lab.values.generation import PromptScores, TokenLogprob
@@ -104,11 +105,11 @@ class Batch:
         # Each step returns while the next one is being computed.
         threads.stream = self._generator.stream
         # Caches of other models cannot be trimmed after a rejected draft.
-        self._drafts: SpeculativeBatch | None = None
+        can_draft = (prompt_lookup or model.draft is not None) and model.traits.plain
         self._draft_model = DraftModel(*model.draft) if model.draft is not None else None
-        if (prompt_lookup or model.draft is not None) and model.traits.plain:
-            self._drafts = SpeculativeBatch.empty(model.model, self._generator.sampler)
-            self._generator._generation_batch = self._drafts
+        self._drafts = SpeculativeBatch.empty(model.model, self._generator.sampler) if can_draft else None
+        self._steering = BatchSteering(model)
+        self._steering.use_in(self._generator, answers=self._drafts)
         if not wired:
             # The constructor raises the limit of wired memory of macOS; closing restores it, and does nothing else.
             self._generator.close()
@@ -136,7 +137,7 @@ class Batch:
         if generation.waits_for is not None:
             generation.waits_for.is_waited_for = True
             return True
-        if self._disk is not None and generation.disk_read is None:
+        if self._disk is not None and generation.disk_read is None and not generation.variant:
             generation.disk_read = self._disk.find(generation.key, self.prefixes)
             return generation.disk_read is None or not generation.disk_read.done
         return generation.disk_read is not None and not generation.disk_read.done
@@ -147,12 +148,12 @@ class Batch:
 
     def _serves(self, other: MlxGeneration, generation: MlxGeneration) -> bool:
         """Return whether the cache of ``other`` will be stored, and will save ``generation`` enough tokens."""
-        if not self._is_prefilling(other) or not self._can_store(other):
+        if not self._is_prefilling(other) or not self._can_store(other) or other.variant != generation.variant:
             return False
         shared = min(common_prefix(other.key, generation.key), len(generation.tokens) - 1)
         if not self._model.traits.plain and shared < len(other.tokens) - 1:
             return False
-        return shared >= MIN_TOKENS and shared - self.prefixes.longest(generation.key) >= MIN_TOKENS
+        return shared >= MIN_TOKENS and shared - self.prefixes.longest(generation.key, generation.variant) >= MIN_TOKENS
 
     def _can_store(self, generation: MlxGeneration) -> bool:
         return self.footprint.kv_bytes([len(generation.tokens)]) <= self.prefixes.limit_bytes
@@ -162,7 +163,7 @@ class Batch:
         if generation.request.score_prompt and not generation.output_tokens:
             # Scores need every token of the prompt computed.
             self._scorings.append(PromptScoring(generation, self._model))
-        elif (hit := self.prefixes.find(generation.key)) is not None:
+        elif (hit := self.prefixes.find(generation.key, generation.variant)) is not None:
             if not generation.output_tokens:
                 generation.cached_tokens = hit.tokens
                 if generation.disk_read is not None:
@@ -195,6 +196,7 @@ class Batch:
         )
         generation.uncomputed_tokens = len(generation.tokens) - known
         self._generations[generation.uid] = generation
+        self._steering.add(generation.uid, generation.steering)
         if self._drafts is not None:
             generation.drafter = generation.drafter or self._new_drafter()
             self._drafts.drafters[generation.uid] = generation.drafter
@@ -219,10 +221,11 @@ class Batch:
         taken = self._generator.remove([generation.uid], return_prompt_caches=self.prefixes.limit_bytes > 0)
         for layers, tokens in taken.values():
             if len(tokens) > generation.cached_tokens:
-                self._store_prefix(layers, tokens)
+                self._store_prefix(layers, tokens, generation.variant)
 
     def _forget(self, uid: int | None) -> None:
         del self._generations[uid]
+        self._steering.remove(uid)
         if self._drafts is not None and uid is not None:
             self._drafts.drafters.pop(uid, None)
 
@@ -312,7 +315,7 @@ class Batch:
             return []
         scoring = self._scorings[0]
         generation = scoring.generation
-        with mx.stream(self._generator.stream):
+        with mx.stream(self._generator.stream), self._steering.alone(generation.steering):
             generation.computed_tokens += (tokens := scoring.advance(chunk))
         generation.uncomputed_tokens -= tokens
         if not scoring.is_done:
@@ -340,14 +343,15 @@ class Batch:
         elif done == total - 1 and (generation.is_waited_for or not self._model.traits.plain):
             # All tokens but the last one: an equal prompt, which needs one token to compute, can use this cache even if
             # caches of the model cannot be trimmed.
-            self._store_prefix(*self._generator.extract_cache([progress.uid])[progress.uid])
+            layers, tokens_of_layers = self._generator.extract_cache([progress.uid])[progress.uid]
+            self._store_prefix(layers, tokens_of_layers, generation.variant)
         return ChunkComputed(generation, tokens, done=progress.end_of_prompt)
 
     def _token_generated(self, response: GenerationBatch.Response) -> TokenGenerated:
         generation = self._generations[response.uid]
         if response.finish_reason is not None:
             self._forget(response.uid)
-            self._store_prefix(response.prompt_cache or (), response.all_tokens or ())
+            self._store_prefix(response.prompt_cache or (), response.all_tokens or (), generation.variant)
         finish = cast("Literal['stop', 'length'] | None", response.finish_reason)
         return TokenGenerated(generation, response.token, response.logprobs, finish)
 
@@ -360,11 +364,12 @@ class Batch:
         named = event.generation.named_tokens
         return answer_token(self._model.vocabulary, row, event.token, top, named=named, ends=ends)
 
-    def _store_prefix(self, layers: Sequence[Any], tokens: Sequence[int]) -> None:
+    def _store_prefix(self, layers: Sequence[Any], tokens: Sequence[int], variant: str) -> None:
         # Evaluating the cache of a batch is a copy, which is made only if it may be stored.
         if self.prefixes.limit_bytes and len(tokens) >= MIN_TOKENS:
             state = KvState.evaluated(layers)
-            if self.prefixes.store(tokens, state) and self._disk is not None:
+            # The files have no variants.
+            if self.prefixes.store(tokens, state, variant) and self._disk is not None and not variant:
                 self._disk.store(tokens, state)
 
     def advance_disk(self) -> None:

@@ -80,6 +80,7 @@ class MlxEngine:
         thinking_budget=True,
         logprobs_with_own_tools=True,
         input_types=True,
+        steering=True,
     )
     # On a GPU, the last bits of a result depend on the number of requests that are computed together.
     fingerprint = f"mlx-{version('mlx')}{'' if mx.default_device() == mx.cpu else '-batch-dependent'}"

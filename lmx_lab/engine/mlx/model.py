@@ -7,6 +7,7 @@ import logging
 from collections.abc import Sequence
 from concurrent.futures import wait
 from dataclasses import dataclass, replace
+from functools import cached_property
 from importlib.metadata import version
 from pathlib import Path
 from typing import Any
@@ -18,6 +19,8 @@ from mlx_lm.utils import load_config, load_model, load_tokenizer
 from lmx_lab.engine.grammar.compile import GrammarCompiler, read_token_table
 from lmx_lab.engine.grammar.worker import TokenTable
 from lmx_lab.engine.mlx import memory
+from lmx_lab.engine.mlx.capture.parts import find_parts
+from lmx_lab.engine.mlx.capture.points import HookPoints, find_points
 from lmx_lab.engine.mlx.kv_cache import Traits, measure
 from lmx_lab.engine.mlx.memory_plan import UNBOUNDED_TOKENS, Footprint
 from lmx_lab.engine.mlx.weights_dtype import fit_weights
@@ -306,6 +309,15 @@ class LoadedModel:
         """Return the tokens that end the answer to a request; without a request, those that end any answer."""
         ends = frozenset(int(token) for token in self.tokenizer.eos_token_ids)
         return ends if request is None else ends | self.prompts.infill_ends(request)
+
+    @cached_property
+    def hook_points(self) -> HookPoints:
+        """The places in the model at which values can be read and replaced. The first use computes a few tokens.
+
+        Raises:
+            InvalidRequestError: the values of its blocks have no names.
+        """
+        return find_points(find_parts(self.model, self.entry.id), self.entry.id)
 
     def arithmetic(self) -> list[str]:
         """Return what the values in KV caches depend on besides the files of the model, as texts."""

@@ -44,40 +44,46 @@ class CacheHit(Generic[State]):
 
 
 class PrefixCache(Generic[State]):
-    """Stores states of at most ``limit_bytes``. The least recently used one is dropped first."""
+    """Stores states of at most ``limit_bytes``. The least recently used one is dropped first.
+
+    A state has a *variant*: the name of what it depends on besides its tokens, such as vectors that were added to the
+    residual stream. A state is only used for prompts of the same variant.
+    """
 
     def __init__(self, limit_bytes: int) -> None:
         self.limit_bytes = limit_bytes
         self.nbytes = 0
-        self._entries: list[tuple[Tokens, State]] = []
+        self._entries: list[tuple[Tokens, State, str]] = []
         """In the order of their last use."""
 
     def __len__(self) -> int:
         return len(self._entries)
 
-    def longest(self, prompt: Tokens) -> int:
+    def longest(self, prompt: Tokens, variant: str = "") -> int:
         """Return how many tokens of the prompt ``find`` would save."""
-        return self._best(prompt)[1]
+        return self._best(prompt, variant)[1]
 
-    def find(self, prompt: Tokens) -> CacheHit[State] | None:
+    def find(self, prompt: Tokens, variant: str = "") -> CacheHit[State] | None:
         """Return the state of the longest stored prefix of a prompt, and count this as a use; None if there is none."""
-        at, length = self._best(prompt)
+        at, length = self._best(prompt, variant)
         if at is None:
             return None
-        tokens, state = entry = self._entries.pop(at)
+        tokens, state, _ = entry = self._entries.pop(at)
         self._entries.append(entry)
         return CacheHit(length, state.trimmed(len(tokens) - length) if length < len(tokens) else state)
 
-    def _best(self, prompt: Tokens) -> tuple[int | None, int]:
+    def _best(self, prompt: Tokens, variant: str) -> tuple[int | None, int]:
         best, length = None, 0
-        for at, (tokens, state) in enumerate(self._entries):
+        for at, (tokens, state, of) in enumerate(self._entries):
+            if of != variant:
+                continue
             # At least one token must be computed, to have logits to sample from.
             shared = min(common_prefix(tokens, prompt), len(prompt) - 1)
             if shared > max(length, MIN_TOKENS - 1) and (shared == len(tokens) or state.can_be_trimmed):
                 best, length = at, shared
         return best, length
 
-    def store(self, tokens: Sequence[int] | Tokens, state: State) -> bool:
+    def store(self, tokens: Sequence[int] | Tokens, state: State, variant: str = "") -> bool:
         """Store the state after these tokens, unless a stored one covers it. Drops a state that the new one covers.
 
         Returns whether it was stored.
@@ -85,7 +91,9 @@ class PrefixCache(Generic[State]):
         key = np.asarray(tokens, dtype=np.int32)
         if len(key) < MIN_TOKENS or state.nbytes > self.limit_bytes:
             return False
-        for at, (other, value) in enumerate(self._entries):
+        for at, (other, value, of) in enumerate(self._entries):
+            if of != variant:
+                continue
             shared = common_prefix(other, key)
             if shared == len(key) and (value.can_be_trimmed or len(other) == len(key)):
                 self._entries.append(self._entries.pop(at))
@@ -94,7 +102,7 @@ class PrefixCache(Generic[State]):
                 # The state of a session grows with each turn. Another prefix of it is dropped by a later turn.
                 self._drop(at)
                 break
-        self._entries.append((key, state))
+        self._entries.append((key, state, variant))
         self.nbytes += state.nbytes
         self.shrink(self.limit_bytes)
         return True
@@ -105,5 +113,5 @@ class PrefixCache(Generic[State]):
             self._drop(0)
 
     def _drop(self, at: int) -> None:
-        _, state = self._entries.pop(at)
+        _, state, _ = self._entries.pop(at)
         self.nbytes -= state.nbytes

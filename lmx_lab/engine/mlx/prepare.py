@@ -25,10 +25,12 @@ from lmx_lab.engine.mlx.tracing import TraceJob
 from lmx_lab.engine.requests import ChatPrompt, GenerationRequest, Prompt, TraceRequest
 from lmx_lab.engine.stream import Mailbox
 from lmx_lab.engine.tokenizing.encoder import TextWork
-from lmx_lab.engine.validation import check_length, check_token_ids, check_tokens
+from lmx_lab.engine.validation import check_length, check_steered_weights, check_token_ids, check_tokens
 from lmx_lab.errors import EngineDeadError, NotLoadedError
 from lmx_lab.settings import Settings
 from lmx_lab.values.models import ModelEntry
+from lmx_lab.weights.files import in_thread
+from lmx_lab.weights.fingerprint import known_content_digest
 
 
 class PromptPreparer:
@@ -83,6 +85,7 @@ class PromptPreparer:
         # While this waits, it must not refer to the model, or the model could not be unloaded.
         del model
         check_tokens(request, entry, width)
+        await self._check_weights(request, entry)
         prompt = await self._encode(request, prompts)
         named: tuple[int, ...] = ()
         if request.logprob_tokens:
@@ -210,6 +213,16 @@ class PromptPreparer:
         model = self._model_of(entry)
         check_token_ids(tokens, "tokens", entry, model.traits.vocabulary_size)
         return model.prompts
+
+    async def _check_weights(self, request: GenerationRequest, entry: ModelEntry) -> None:
+        """Check that the vectors of a request were made for this model.
+
+        Raises:
+            InvalidRequestError: one was made for another model.
+        """
+        if any(each.weights for each in request.steer):
+            loaded = self._model_of(entry).entry
+            check_steered_weights(request.steer, entry, await in_thread(lambda: known_content_digest(loaded)))
 
     def _model_of(self, entry: ModelEntry) -> LoadedModel:
         model = self._find_model(entry)

@@ -13,6 +13,7 @@ from lmx_lab.engine.mlx.disk_prefixes import PrefixRead
 from lmx_lab.engine.mlx.model import LoadedModel
 from lmx_lab.engine.mlx.sampling import Processor, Sampler
 from lmx_lab.engine.mlx.speculative import Drafter
+from lmx_lab.engine.mlx.steering import RequestSteering
 from lmx_lab.engine.prefix_files import Tokens
 from lmx_lab.engine.requests import GenerationRequest
 from lmx_lab.engine.stream import Mailbox
@@ -49,6 +50,8 @@ class MlxGeneration:
     """Ids of the request's ``logprob_tokens``."""
     channel_format: ChannelFormat | None = None
     constraint: Constraint | None = None
+    steering: RequestSteering | None = None
+    """The vectors that are added to its residual stream; None if there are none."""
     admitted_at: float = 0.0
     decoding_at: float = 0.0
     first_token_at: float = 0.0
@@ -120,6 +123,11 @@ class MlxGeneration:
         """Set the tokens to compute."""
         self.tokens, self.uncomputed_tokens = tokens, len(tokens)
         self.key = np.asarray(tokens, dtype=np.int32)
+
+    @property
+    def variant(self) -> str:
+        """What its KV cache depends on besides its tokens; see ``PrefixCache``."""
+        return self.steering.key if self.steering is not None else ""
 
     @property
     def cached_length(self) -> int:

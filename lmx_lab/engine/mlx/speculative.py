@@ -19,6 +19,7 @@ from mlx_lm.generate import GenerationBatch
 from mlx_lm.models.cache import trim_prompt_cache
 
 from lmx_lab.engine.mlx.sampling import ConstrainedSampler, SeededSampler
+from lmx_lab.engine.mlx.steering import SteerableAnswers
 
 FIRST_DRAFT = 4
 LONGEST_DRAFT = 16
@@ -84,7 +85,7 @@ class Drafter(ABC):
         self._pause = min(2 * self._pause, LONGEST_PAUSE)
 
 
-class SpeculativeBatch(GenerationBatch):
+class SpeculativeBatch(SteerableAnswers):
     """A batch that uses drafts while it has one row.
 
     Attributes:
@@ -119,16 +120,16 @@ class SpeculativeBatch(GenerationBatch):
         """Whether the duration of a decode step is unknown or old."""
         return len(self._steps_s) < FEWEST_MEASURED or self._passes >= MEASURE_EVERY
 
-    def next(self) -> list[GenerationBatch.Response]:
+    def _advance(self) -> list[GenerationBatch.Response]:
         if len(self.uids) != 1 or (drafter := self.drafters.get(self.uids[0])) is None:
             self._was_plain = False
-            return super().next()
+            return super()._advance()
         started = time.perf_counter()
         drafter.draft_s = 0.0
         if not (drafter.drafts_always and self._needs_step) and (draft := self._draft(drafter)):
             self._was_plain = False
             return self._verify(drafter, draft)
-        responses = super().next()
+        responses = super()._advance()
         # After another kind of step, the first step only starts a computation that the second one waits for.
         if self._was_plain and not drafter.draft_s:
             self._steps_s.append(time.perf_counter() - started)

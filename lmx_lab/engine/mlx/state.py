@@ -21,6 +21,7 @@ from lmx_lab.engine.mlx.loop import GenerationLoop
 from lmx_lab.engine.mlx.model import LoadedModel, load_chat
 from lmx_lab.engine.mlx.prefill import PREFILL_STEP_S
 from lmx_lab.engine.mlx.request import MlxGeneration
+from lmx_lab.engine.mlx.steering import RequestSteering
 from lmx_lab.engine.mlx.tracing import TraceJob, TraceLoop
 from lmx_lab.errors import EngineDeadError, LabError, NotLoadedError, OutOfMemoryError, UnusableModelError
 from lmx_lab.settings import Settings
@@ -107,12 +108,17 @@ class MlxCore:
 
         Raises:
             NotLoadedError: the model has been unloaded, or is about to be.
+            InvalidRequestError: the request has vectors that do not fit the model.
         """
         first = generations[0]
         first.permit.check()
         model = first.model()
         if model is None or model is not self.main:
             raise NotLoadedError(f"{first.model_id} has been unloaded; {LOAD_FIRST}")
+        if first.request.steer:
+            steering = RequestSteering.of(first.request.steer, model.hook_points)
+            for generation in generations:
+                generation.steering = steering
         self.generating.add(generations)
         self._publish()
 

@@ -16,9 +16,8 @@ from lmx_lab.engine.mlx import memory
 from lmx_lab.engine.mlx.capture.activations import Steps, TraceContext, compute_activations
 from lmx_lab.engine.mlx.capture.attribution import compute_attribution
 from lmx_lab.engine.mlx.capture.logit_lens import compute_logit_lens
-from lmx_lab.engine.mlx.capture.parts import find_parts
 from lmx_lab.engine.mlx.capture.patching import compute_patching
-from lmx_lab.engine.mlx.capture.points import HookPoints, find_points
+from lmx_lab.engine.mlx.capture.points import HookPoints
 from lmx_lab.engine.mlx.jobs import JobQueue
 from lmx_lab.engine.mlx.model import LoadedModel
 from lmx_lab.engine.mlx.prefill import LinearCost
@@ -82,7 +81,6 @@ class TraceLoop(JobQueue[TraceJob, Trace]):
         """The computation of the first job, after it has begun."""
         self._cost = LinearCost()
         self._largest = FIRST_TOKENS
-        self._points: weakref.WeakKeyDictionary[LoadedModel, HookPoints] = weakref.WeakKeyDictionary()
 
     def step(self, limit_s: float, *, busy: bool) -> None:
         """Compute for about ``limit_s``, at least one step.
@@ -125,9 +123,7 @@ class TraceLoop(JobQueue[TraceJob, Trace]):
                     "shorten it, or raise memory_limit_bytes"
                 )
         job.started_at = job.started_at or time.perf_counter()
-        if (found := self._points.get(model)) is None:
-            found = self._points[model] = find_points(find_parts(model.model, job.model_id), job.model_id)
-        steps = _steps_of(job, found, model, self._trace_bytes)
+        steps = _steps_of(job, model.hook_points, model, self._trace_bytes)
         self._steps = job, steps
         return True
 

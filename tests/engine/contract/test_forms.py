@@ -25,6 +25,7 @@ from lmx_lab.engine import (
 )
 from lmx_lab.errors import InvalidRequestError
 from lmx_lab.values.models import Format, ModelEntry
+from lmx_lab.values.steering import SteeringVector
 from tests.engine.conftest import engine_of, until_idle
 from tests.engine.contract.conftest import SETTINGS, Entries, echo_entry
 from tests.engine.mlx.test_answers_in_engine import SCHEMA, Answer, finish, is_place, merge, request
@@ -352,6 +353,19 @@ async def test_a_reasoning_budget_is_enforced_or_refused_as_the_capabilities_sta
         assert refused.value.param == "thinking_budget"
         return
     assert (await run(thinker, **options)).report.reasoning_tokens == 4
+
+
+async def test_steering_is_supported_or_refused_as_the_capabilities_state(
+    thinker: ModelManager, model_format: Format
+) -> None:
+    # 32 components in float32.
+    options: dict[str, Any] = {"steer": (SteeringVector(layer=0, vector="A" * 170 + "A="),), "max_tokens": 4}
+    if not engine_of(thinker, model_format).capabilities.steering:
+        with pytest.raises(InvalidRequestError, match='engine="mlx"') as refused:
+            await run(thinker, **options)
+        assert refused.value.param == "steer"
+        return
+    assert (await run(thinker, **options)).report.output_tokens
 
 
 async def test_logprobs_with_calls_in_the_models_own_format_are_supported_or_refused_as_the_capabilities_state(

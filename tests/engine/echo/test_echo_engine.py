@@ -18,6 +18,7 @@ from lmx_lab.engine.echo.vocabulary import EchoVocabulary
 from lmx_lab.errors import ContextLengthError, EngineError, InvalidRequestError, QueueFullError, UnusableModelError
 from lmx_lab.settings import Settings
 from lmx_lab.values.models import ECHO
+from lmx_lab.values.steering import SteeringVector
 from tests.engine.mlx.test_answers_in_engine import JSON, NAMED, TOOLS, Answer, finish, is_place, request
 
 pytestmark = pytest.mark.anyio
@@ -85,6 +86,12 @@ async def test_an_answer_in_a_format_is_short_and_reproducible(manager: ModelMan
 async def test_a_message_that_matches_the_format_is_repeated(manager: ModelManager) -> None:
     message = '{"kind": "mountain", "wet": false}'
     assert (await run(manager, content=message, answer_format=JSON)).text == message
+
+
+async def test_vectors_are_refused(manager: ModelManager) -> None:
+    with pytest.raises(InvalidRequestError, match='engine="mlx"') as refused:
+        await run(manager, steer=(SteeringVector(layer=0, vector="AAAAAA=="),))
+    assert refused.value.param == "steer"
 
 
 async def test_similar_texts_have_similar_vectors(manager: ModelManager) -> None:

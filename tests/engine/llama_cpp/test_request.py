@@ -13,6 +13,7 @@ from lmx_lab.engine.llama_cpp.model import detect_chat_format
 from lmx_lab.engine.llama_cpp.request import SEEDS, chat_body, chat_input, completion_body, route_of, sampling
 from lmx_lab.engine.text.chat_format_detection import ChatFormat
 from lmx_lab.errors import InvalidRequestError
+from lmx_lab.values.steering import SteeringVector
 from tests.gguf_templates import THINKS_FIRST
 
 COMPLETION, CHAT = "/completion", "/v1/chat/completions"
@@ -58,6 +59,7 @@ def test_the_chat_route_is_for_headers_and_calls_in_the_models_own_format(
     ("request_", "chat_format", "param"),
     [
         (chat_request(thinking_budget=0), PLAIN, "thinking_budget"),
+        (chat_request(steer=(SteeringVector(layer=0, vector="AAAAAA=="),)), PLAIN, "steer"),
         (chat_request(OPTIONAL, top_logprobs=0), NATIVE, "logprobs"),
         (chat_request(top_logprobs=0, logprob_tokens=(1,)), HARMONY, "logprob_tokens"),
     ],

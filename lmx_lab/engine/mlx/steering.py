@@ -1,0 +1,158 @@
+"""Add the vectors of steered requests to the output of layers, in their rows of a batch. Runs on the engine thread.
+
+Layers are hooked only while a pass with such a row is built. A layer adds one array, in which the rows of other
+requests are zero, so their values do not change in any bit.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Mapping, Sequence
+from contextlib import AbstractContextManager, nullcontext
+from dataclasses import dataclass
+from typing import cast
+
+import mlx.core as mx
+import numpy as np
+from mlx_lm.generate import BatchGenerator, GenerationBatch, PromptProcessingBatch
+from numpy.typing import NDArray
+
+from lmx_lab.engine.mlx.capture.install import HookFunction, HookPoint, install
+from lmx_lab.engine.mlx.capture.points import RESID_POST, HookPoints
+from lmx_lab.engine.mlx.model import LoadedModel
+from lmx_lab.engine.validation import check_steering
+from lmx_lab.values.steering import SteeringVector, read_components
+
+UNSTEERED: AbstractContextManager[None] = nullcontext()
+KEPT_ARRAYS = 4
+"""Maximum number of batches whose arrays are kept: the answers, and prompts."""
+
+
+@dataclass(frozen=True, eq=False)
+class RequestSteering:
+    """The vectors of one request."""
+
+    vectors: Mapping[int, NDArray[np.float32]]
+    """By layer, the sum of the request's vectors, each multiplied by its scale."""
+    key: str
+    """Equal for requests with the same vectors, whose key-value caches are interchangeable."""
+
+    @classmethod
+    def of(cls, steer: Sequence[SteeringVector], points: HookPoints) -> RequestSteering:
+        """Return the sums of a request's vectors.
+
+        Raises:
+            InvalidRequestError: a vector does not fit the model.
+        """
+        layers = len(points.parts.blocks)
+        (width,) = points.sizes[point_name(layers - 1)]
+        check_steering(steer, points.model, layers=layers, width=width)
+        vectors: dict[int, NDArray[np.float32]] = {}
+        for each in steer:
+            scaled = np.float32(each.scale) * np.array(read_components(each.vector, each.scale), dtype=np.float32)
+            vectors[each.layer] = vectors[each.layer] + scaled if each.layer in vectors else scaled
+        digest = hashlib.sha256()
+        for layer in sorted(vectors):
+            digest.update(layer.to_bytes(4, "little") + vectors[layer].tobytes())
+        return cls(vectors, digest.hexdigest())
+
+
+class BatchSteering:
+    """The steered requests of a batch, and the hooks of their layers."""
+
+    def __init__(self, model: LoadedModel) -> None:
+        self._model = model
+        self._requests: dict[int, RequestSteering] = {}
+        """By uid."""
+        self._hooks: dict[tuple[int, ...], Mapping[HookPoint, HookFunction]] = {}
+        """By the uids of the rows; the last few."""
+
+    def use_in(self, generator: BatchGenerator, *, answers: SteerableAnswers | None) -> None:
+        """Replace the batches of a generator by ones whose rows can be steered.
+
+        Args:
+            answers: The batch of answers; None creates one.
+        """
+        model = self._model.model
+        prompts = SteerablePrompts.empty(model, generator.sampler, prefill_step_size=generator.prefill_step_size)
+        answers = SteerableAnswers.empty(model, generator.sampler) if answers is None else answers
+        prompts.steering = answers.steering = self
+        generator._prompt_batch, generator._generation_batch = prompts, answers
+
+    def add(self, uid: int, steering: RequestSteering | None) -> None:
+        """Steer a request from now on. Does nothing without a steering."""
+        if steering is not None:
+            self._requests[uid] = steering
+
+    def remove(self, uid: int | None) -> None:
+        """Forget a request."""
+        if uid is not None and self._requests.pop(uid, None) is not None:
+            self._hooks.clear()
+
+    def rows(self, uids: Sequence[int]) -> AbstractContextManager[None]:
+        """Hook the layers for passes whose rows are those of these requests, until the context ends."""
+        if not self._requests or self._requests.keys().isdisjoint(uids):
+            return UNSTEERED
+        key = tuple(uids)
+        if key not in self._hooks:
+            if len(self._hooks) == KEPT_ARRAYS:
+                self._hooks.clear()
+            self._hooks[key] = self._functions([self._requests.get(uid) for uid in uids])
+        return install(self._hooks[key])
+
+    def alone(self, steering: RequestSteering | None) -> AbstractContextManager[None]:
+        """Hook the layers for passes with a single row, until the context ends."""
+        return UNSTEERED if steering is None else install(self._functions([steering]))
+
+    def _functions(self, rows: Sequence[RequestSteering | None]) -> Mapping[HookPoint, HookFunction]:
+        """Return the function of each steered layer."""
+        layers = sorted({layer for row in rows if row is not None for layer in row.vectors})
+        return {self._model.hook_points.point(point_name(layer)): _adder(layer, rows) for layer in layers}
+
+
+def point_name(layer: int) -> str:
+    """Return the name of the place at which a vector is added."""
+    return f"blocks.{layer}.{RESID_POST}"
+
+
+def _adder(layer: int, rows: Sequence[RequestSteering | None]) -> HookFunction:
+    width = next(len(row.vectors[layer]) for row in rows if row is not None and layer in row.vectors)
+    added = np.zeros((len(rows), 1, width), dtype=np.float32)
+    for at, row in enumerate(rows):
+        if row is not None and layer in row.vectors:
+            added[at, 0] = row.vectors[layer]
+    array = mx.array(added)
+    return lambda residual: residual + array.astype(residual.dtype)
+
+
+class SteerablePrompts(PromptProcessingBatch):
+    """mlx-lm's batch of prompts, with steered rows."""
+
+    steering: BatchSteering
+
+    def _copy(self) -> SteerablePrompts:
+        copied: SteerablePrompts = super()._copy()  # type: ignore[no-untyped-call]
+        copied.steering = self.steering
+        return copied
+
+    def prompt(self, tokens: list[list[int]]) -> None:
+        with self.steering.rows(self.uids):
+            super().prompt(tokens)
+
+    def generate(self, tokens: list[list[int]]) -> GenerationBatch:
+        with self.steering.rows(self.uids):
+            return cast("GenerationBatch", super().generate(tokens))
+
+
+class SteerableAnswers(GenerationBatch):
+    """mlx-lm's batch of answers, with steered rows."""
+
+    steering: BatchSteering
+
+    def next(self) -> list[GenerationBatch.Response]:
+        with self.steering.rows(self.uids):
+            return self._advance()
+
+    def _advance(self) -> list[GenerationBatch.Response]:
+        """Compute the next token of each row. Called while the layers are hooked."""
+        return super().next()

@@ -1,0 +1,167 @@
+"""Define ``Steer``: a vector that is added to the residual stream of a request, with the model that it was made for."""
+
+from __future__ import annotations
+
+import array
+import hashlib
+import json
+import math
+import os
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from lmx_lab.errors import InvalidRequestError
+from lmx_lab.instrument.text_file import write_file
+from lmx_lab.values.encoding import Vectors
+from lmx_lab.values.steering import encode_components
+from lmx_lab.values.tensors import decode_tensors, encode_tensors
+
+FORMAT = "lmx-lab steering vector 1"
+
+
+@dataclass(frozen=True, eq=False, repr=False)
+class Steer:
+    """``scale`` times ``vector`` is added to the output of a layer, at each token of a prompt and of its answer.
+
+    The output of a layer is ``blocks.{layer}.hook_resid_post``. ``lab.chat(..., steer=[Steer(...)])`` steers one
+    request, and no other request that is computed at the same time. A multiple, such as ``2 * steer``, has another
+    scale.
+
+    Raises:
+        InvalidRequestError: the vector is not a list of finite numbers, or the layer or the scale are not numbers.
+    """
+
+    layer: int
+    """Index of the layer, from 0."""
+    vector: Vectors
+    """One number for each component of the residual stream."""
+    scale: float = 1.0
+    model: str = field(default="", kw_only=True)
+    """Id of the model for which the vector was made."""
+    weights: str = field(default="", kw_only=True)
+    """SHA-256 of the files of this model; another model refuses the vector. Empty if it is not known."""
+    source: Mapping[str, Any] = field(default_factory=dict, kw_only=True)
+    """What the vector was made of, as JSON values."""
+
+    def __post_init__(self) -> None:
+        try:
+            vector = np.array(self.vector, dtype=np.float32)
+        except (TypeError, ValueError) as exc:
+            raise InvalidRequestError(f"the vector is not a list of numbers: {exc}", param="vector") from None
+        if vector.ndim != 1 or not len(vector):
+            raise InvalidRequestError(
+                f"the vector has the shape {vector.shape}; pass one number for each component of the residual stream",
+                param="vector",
+            )
+        if not np.isfinite(vector).all():
+            at = int(np.argmin(np.isfinite(vector)))
+            raise InvalidRequestError(
+                f"component {at} of the vector is {vector[at]}; it must be finite", param="vector"
+            )
+        if isinstance(self.layer, bool) or not isinstance(self.layer, int | np.integer) or self.layer < 0:
+            raise InvalidRequestError(f"layer is {self.layer!r:.40}; it must be an integer from 0", param="layer")
+        is_number = isinstance(self.scale, int | float | np.number) and not isinstance(self.scale, bool)
+        if not is_number or not math.isfinite(self.scale):
+            raise InvalidRequestError(f"scale is {self.scale!r:.40}; it must be a finite number", param="scale")
+        vector.flags.writeable = False
+        object.__setattr__(self, "vector", vector)
+        object.__setattr__(self, "layer", int(self.layer))
+        object.__setattr__(self, "scale", float(self.scale))
+
+    @property
+    def width(self) -> int:
+        """Number of components."""
+        return len(self.vector)
+
+    def __mul__(self, factor: float) -> Steer:
+        return replace(self, scale=self.scale * factor)
+
+    __rmul__ = __mul__
+
+    def to_json(self) -> dict[str, Any]:
+        """Return the item of the request field ``steer``."""
+        return {
+            "layer": self.layer,
+            "vector": encode_components(array.array("f", self.vector.tobytes())),
+            "scale": self.scale,
+            "weights": self.weights or None,
+        }
+
+    def save(self, path: str | os.PathLike[str]) -> Path:
+        """Write the vector as a safetensors file, and return its path.
+
+        Raises:
+            InvalidRequestError: the file cannot be written.
+        """
+        metadata = {
+            "format": FORMAT,
+            "layer": str(self.layer),
+            "scale": repr(self.scale),
+            "model": self.model,
+            "weights": self.weights,
+            "source": json.dumps(dict(self.source)),
+        }
+        return write_file(path, encode_tensors({"vector": self.vector}, metadata))
+
+    @classmethod
+    def load(cls, path: str | os.PathLike[str]) -> Steer:
+        """Return the vector in a file that ``save`` has written.
+
+        Raises:
+            InvalidRequestError: the file does not exist, or is not the file of a vector.
+        """
+        source = Path(path).expanduser()
+        try:
+            arrays, metadata = decode_tensors(source.read_bytes())
+            if metadata.get("format") != FORMAT:
+                raise ValueError("it was not written by Steer.save")
+            return cls(
+                int(metadata["layer"]),
+                arrays["vector"],
+                float(metadata["scale"]),
+                model=metadata["model"],
+                weights=metadata["weights"],
+                source=json.loads(metadata["source"]),
+            )
+        except OSError as exc:
+            raise InvalidRequestError(f"{source} cannot be read: {exc.strerror or exc}", param="path") from exc
+        except (KeyError, TypeError, ValueError) as exc:
+            raise InvalidRequestError(
+                f"{source} is not the file of a steering vector ({exc}); use one that Steer.save has written",
+                param="path",
+            ) from exc
+
+    def __repr__(self) -> str:
+        # Comparisons identify a setting by this text, so it contains a digest of the vector.
+        digest = hashlib.sha256(self.vector.tobytes()).hexdigest()[:12]
+        made_for = f", of {self.model}" if self.model else ""
+        return f"<Steer layer {self.layer}, scale {self.scale:g}, {self.width} components {digest}{made_for}>"
+
+
+def mean_difference(layer: int, positive: Sequence[Vectors], negative: Sequence[Vectors], *, normalize: bool) -> Steer:
+    """Return the vector from the mean of one group of activations to the mean of the other.
+
+    Args:
+        normalize: Whether the vector has length 1. Otherwise it is the difference itself.
+
+    Raises:
+        InvalidRequestError: both means are equal.
+    """
+    difference = np.mean(positive, axis=0) - np.mean(negative, axis=0)
+    length = float(np.linalg.norm(difference))
+    if not length:
+        raise InvalidRequestError("both groups have the same mean activations; pass other texts", param="positive")
+    return Steer(
+        layer,
+        difference / length if normalize else difference,
+        source={
+            "positive": len(positive),
+            "negative": len(negative),
+            "length": length,
+            "residual_norm": float(np.mean([np.linalg.norm(row) for row in (*positive, *negative)])),
+        },
+    )

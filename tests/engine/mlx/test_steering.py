@@ -1,0 +1,233 @@
+"""Vectors steer single requests of a batch, and change nothing in the others."""
+
+from __future__ import annotations
+
+import array
+import asyncio
+import os
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any, cast
+
+import mlx.core as mx
+import numpy as np
+import pytest
+from mlx_lm.generate import BatchGenerator
+
+from lmx_lab.engine import ModelManager, TokenPrompt, scheduler
+from lmx_lab.engine.mlx.capture.parts import find_parts
+from lmx_lab.engine.mlx.capture.points import HookPoints, find_points
+from lmx_lab.engine.mlx.model import LoadedModel
+from lmx_lab.engine.mlx.speculative import SpeculativeBatch
+from lmx_lab.engine.mlx.steering import BatchSteering, RequestSteering
+from lmx_lab.errors import InvalidRequestError
+from lmx_lab.settings import Settings
+from lmx_lab.values.generation import TokenLogprob
+from lmx_lab.values.models import LoadSpec, ModelEntry
+from lmx_lab.values.steering import SteeringVector, encode_components
+from tests.engine.conftest import (
+    engine_paused,
+    finish,
+    finish_with_logprobs,
+    numbers,
+    request,
+    run,
+    submit_while_paused,
+    until_written,
+)
+from tests.engine.mlx.capture.models import build
+
+pytestmark = pytest.mark.anyio
+PROMPT = numbers(40)
+WIDTH, LAYERS = 32, 2
+
+
+def vector(layer: int = 0, *, seed: int = 0, scale: float = 3.0, width: int = WIDTH, **changes: Any) -> SteeringVector:
+    values = np.random.default_rng(seed).normal(size=width).astype(np.float32)
+    text = encode_components(array.array("f", values.tobytes()))
+    return SteeringVector(layer=layer, vector=text, scale=scale, **changes)
+
+
+def options(*steer: SteeringVector, **changes: Any) -> dict[str, Any]:
+    return {"prompt": PROMPT, "max_tokens": 16, "ignore_eos": True, "top_logprobs": 2, "steer": steer, **changes}
+
+
+async def together(manager: ModelManager, *requests: dict[str, Any]) -> list[tuple[str, list[TokenLogprob]]]:
+    """Return the answers to requests that are computed in one batch from their first tokens."""
+    async with engine_paused(manager):
+        submits = [await submit_while_paused(manager, manager.submit(request(**each))) for each in requests]
+    return list(await asyncio.gather(*[finish_with_logprobs(await submit) for submit in submits]))
+
+
+async def alone(manager: ModelManager, **changes: Any) -> tuple[str, list[TokenLogprob]]:
+    return await finish_with_logprobs(await manager.submit(request(**changes)))
+
+
+def assert_same(answer: tuple[str, list[TokenLogprob]], expected: tuple[str, list[TokenLogprob]]) -> None:
+    """Compare two answers that may have been computed in batches and chunks of other sizes."""
+    assert answer[0] == expected[0]
+    assert [it.token for it in answer[1]] == [it.token for it in expected[1]]
+    assert [it.logprob for it in answer[1]] == pytest.approx([it.logprob for it in expected[1]], abs=1e-4)
+
+
+@pytest.fixture
+async def fresh(no_shared_model: None, tiny: ModelEntry) -> Any:
+    """A manager without a prefix cache, so that every request computes its whole prompt."""
+    async with ModelManager(Settings(slots=4, prefix_cache_bytes=0)) as manager:
+        await manager.load_entry(tiny)
+        yield manager
+
+
+def logprobs_of(rows: list[RequestSteering | None], kind: str, dtype: mx.Dtype) -> list[list[bytes]]:
+    """Return the log-probabilities of each token of several answers to one prompt, which begin in the same step."""
+    model = build(kind)
+    model.set_dtype(dtype)
+    loaded = cast("LoadedModel", SimpleNamespace(model=model, hook_points=points_of(model)))
+    generator = BatchGenerator(model, completion_batch_size=4, prefill_batch_size=4, prefill_step_size=4)
+    generator.close()
+    steering = BatchSteering(loaded)
+    steering.use_in(generator, answers=None)
+    uids = generator.insert([[1, 2, 3, 4, 5, 6, 7]] * len(rows), max_tokens=[6] * len(rows))
+    for uid, row in zip(uids, rows, strict=True):
+        steering.add(uid, row)
+    found: dict[int, list[bytes]] = {uid: [] for uid in uids}
+    while any(len(each) < 6 for each in found.values()):
+        for response in generator.next()[1]:
+            found[response.uid].append(np.array(response.logprobs.astype(mx.float32)).tobytes())
+    assert [type(module) for module in model.modules()] == [type(module) for module in build(kind).modules()]
+    return [found[uid] for uid in uids]
+
+
+def points_of(model: Any) -> HookPoints:
+    return find_points(find_parts(model, "tiny"), "tiny")
+
+
+@pytest.mark.parametrize(("kind", "dtype"), [("llama", mx.float32), ("qwen3", mx.bfloat16), ("phi3", mx.float32)])
+def test_no_bit_of_the_other_rows_changes(kind: str, dtype: mx.Dtype) -> None:
+    points = points_of(build(kind))
+    steered = RequestSteering.of([vector(1), vector(0, seed=1)], points)
+    zero = RequestSteering.of([vector(1, scale=0.0)], points)
+    plain = logprobs_of([None, None, None], kind, dtype)
+    mixed = logprobs_of([None, steered, zero], kind, dtype)
+    assert (mixed[0], mixed[2]) == (plain[0], plain[2])
+    assert all(one != other for one, other in zip(mixed[1], plain[1], strict=True))
+
+
+async def test_one_of_two_identical_requests_is_steered_and_the_other_unchanged(fresh: ModelManager) -> None:
+    plain, steered, other = options(), options(vector()), options(vector(1, seed=1), vector(0, seed=2, scale=-1))
+    answers = await together(fresh, plain, steered, other)
+    assert len({text for text, _ in answers}) == 3
+    for each, found in zip((plain, steered, other), answers, strict=True):
+        assert_same(found, await alone(fresh, **each))
+
+
+async def test_zero_vectors_change_nothing(fresh: ModelManager) -> None:
+    plain = options()
+    expected = await alone(fresh, **plain)
+    zero = [vector(layer, scale=0.0) for layer in range(LAYERS)]
+    # Two vectors of one layer are added.
+    opposite = [vector(scale=2.0), vector(scale=-2.0)]
+    for answer in await together(fresh, options(*zero), options(*opposite), plain):
+        assert_same(answer, expected)
+
+
+async def test_steered_rows_stay_the_same_while_others_join_and_leave(fresh: ModelManager) -> None:
+    requests = [
+        options(max_tokens=4),
+        options(vector(seed=3), max_tokens=30),
+        options(prompt=numbers(150, start=900), max_tokens=12),
+        options(vector(1, seed=4), prompt=numbers(90, start=500), max_tokens=20),
+        options(max_tokens=30),
+    ]
+    expected = [(await alone(fresh, **each))[0] for each in requests]
+    first = asyncio.create_task(alone(fresh, **requests[1]))
+    second = asyncio.create_task(alone(fresh, **requests[3]))
+    rest = [asyncio.create_task(alone(fresh, **requests[at])) for at in (0, 2, 4)]
+    texts = [(await task)[0] for task in (rest[0], first, rest[1], second, rest[2])]
+    assert texts == expected
+
+
+async def test_the_scores_of_a_steered_prompt_are_its_log_probabilities(fresh: ModelManager) -> None:
+    steered = options(vector())
+    _, logprobs = await alone(fresh, **steered)
+    tokens = tuple(it.token for it in logprobs if it.token is not None)
+    whole = TokenPrompt(tokens=(*PROMPT.tokens, *tokens))
+    stream = await fresh.submit(request(**{**steered, "prompt": whole, "max_tokens": 0, "score_prompt": True}))
+    scores = [item async for item in stream]
+    assert not scores
+    assert stream.prompt_scores is not None
+    scored = stream.prompt_scores.tokens[len(PROMPT.tokens) :]
+    assert [it.logprob for it in scored] == pytest.approx([it.logprob for it in logprobs], abs=1e-4)
+
+
+async def test_caches_of_steered_requests_are_used_only_with_the_same_vectors(tmp_path: Path, tiny: ModelEntry) -> None:
+    async with ModelManager(Settings(prefix_cache_dir=tmp_path)) as manager:
+        await manager.load_entry(tiny)
+        steered, _ = await run(manager, prompt=PROMPT, steer=(vector(),))
+        assert steered != (await run(manager, prompt=PROMPT, steer=(vector(scale=2.0),)))[0]
+        async with until_written(manager):
+            plain, report = await run(manager, prompt=PROMPT)
+        assert report.cached_tokens == 0
+        again, report = await run(manager, prompt=PROMPT, steer=(vector(),))
+        assert (again, report.cached_tokens) == (steered, len(PROMPT.tokens) - 1)
+        assert (await run(manager, prompt=PROMPT))[0] == plain
+    # Only the state of the request without vectors is on disk.
+    assert sum(name.endswith(".safetensors") for name in os.listdir(tmp_path)) == 1
+    async with ModelManager(Settings(prefix_cache_dir=tmp_path)) as manager:
+        await manager.load_entry(tiny)
+        again, report = await run(manager, prompt=PROMPT, steer=(vector(),))
+        assert (again, report.cached_tokens) == (steered, 0)
+
+
+async def test_prompt_lookup_does_not_change_a_steered_answer(
+    no_shared_model: None, tiny: ModelEntry, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(SpeculativeBatch, "_cost", 1.0)
+    repeated = TokenPrompt(tokens=(*range(1000, 1040), *range(1000, 1040), *range(1000, 1004)))
+    # A large vector before the last norm makes the answer repeat one token.
+    asked = options(vector(1, scale=50.0), prompt=repeated, max_tokens=40)
+    answers = {}
+    for lookup in (False, True):
+        async with ModelManager(Settings()) as manager:
+            await manager.load_entry(tiny, LoadSpec(model=tiny.id, prompt_lookup=lookup))
+            answers[lookup] = await run(manager, **asked)
+    assert answers[True][0] == answers[False][0]
+    assert answers[True][1].accepted_tokens > 0 == answers[False][1].accepted_tokens
+
+
+async def test_a_steered_answer_continues_after_a_pause(
+    no_shared_model: None, tiny: ModelEntry, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(scheduler, "TURN_S", 0.0)
+    monkeypatch.setattr(scheduler, "WAIT_S", 0.0)
+    bodies = [options(vector(seed=seed), max_tokens=150, top_logprobs=None) for seed in range(2)]
+    async with ModelManager(Settings(slots=2)) as manager:
+        await manager.load_entry(tiny)
+        expected = [(await run(manager, **body))[0] for body in bodies]
+        streams = [await manager.submit(request(**body, client="192.0.2.1")) for body in bodies]
+        answers = [asyncio.create_task(finish(stream)) for stream in streams]
+        # One client has both slots, so one of its answers is paused for another client.
+        await run(manager, prompt=numbers(5, start=1000), max_tokens=3, client="192.0.2.2")
+        assert [(await answer)[0] for answer in answers] == expected
+    assert any(step.kind == "paused" for stream in streams for step in stream.steps.steps())
+
+
+@pytest.mark.parametrize(
+    ("wrong", "message"),
+    [
+        (vector(2), r"layer 2; tiny has 2 layers, 0 to 1"),
+        (vector(width=33), r"33 components; the residual stream of tiny has 32"),
+        (vector(weights="0" * 64), r"files have the SHA-256 0{64}; those of tiny have [0-9a-f]{64}"),
+        (SteeringVector(layer=0, vector="AADAfwAAwH8="), r"component 0 of the vector is nan"),
+        (SteeringVector(layer=0, vector="AAA"), r"'AAA' is not base64"),
+        (SteeringVector(layer=0, vector="AAAA"), r"3 bytes; send four bytes"),
+        (vector(scale=1e39), r"their product must be a finite float32 number"),
+    ],
+)
+async def test_a_vector_that_does_not_fit_is_refused(
+    manager: ModelManager, wrong: SteeringVector, message: str
+) -> None:
+    with pytest.raises(InvalidRequestError, match=message) as refused:
+        await manager.submit(request(steer=(wrong,)))
+    assert refused.value.param == "steer"
+    assert (await run(manager))[1].output_tokens

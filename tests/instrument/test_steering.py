@@ -1,0 +1,150 @@
+"""Steering vectors as values, in chats, records and comparisons, over HTTP, and from activations."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import httpx2
+import numpy as np
+import pytest
+
+import lmx_lab
+from lmx_lab import Steer
+from lmx_lab.errors import InvalidRequestError
+from lmx_lab.settings import Settings
+from lmx_lab.values.models import ModelEntry
+
+pytestmark = pytest.mark.slow
+WIDTH = 32
+GREEDY: dict[str, Any] = {"temperature": 0, "max_tokens": 12, "ignore_eos": True}
+
+
+@pytest.fixture(scope="module")
+def lab(tiny: ModelEntry, tmp_path_factory: pytest.TempPathFactory) -> Iterator[lmx_lab.Lab]:
+    settings = Settings(home=tmp_path_factory.mktemp("home"), port=0, slots=4, threads=1)
+    with lmx_lab.Lab(settings, loop="thread") as lab:
+        lab.load(tiny.path)
+        yield lab
+
+
+def steer(scale: float = 3.0, **changes: Any) -> Steer:
+    return Steer(0, np.random.default_rng(0).normal(size=WIDTH), scale, **changes)
+
+
+def test_a_vector_is_saved_with_its_model_and_read_again(tmp_path: Path) -> None:
+    made = 2 * steer(0.5, model="tiny", weights="0" * 64, source={"positive": 3})
+    path = made.save(tmp_path / "vector.safetensors")
+    read = Steer.load(path)
+    assert (read.layer, read.scale, read.width, read.model, read.weights) == (0, 1.0, WIDTH, "tiny", "0" * 64)
+    assert read.source == {"positive": 3}
+    assert (read.vector == made.vector).all()
+    assert repr(read) == repr(made)
+    assert repr(steer()) != repr(Steer(0, np.zeros(WIDTH), 3.0))
+    for content in (b"", path.read_bytes()[:-1], b"{}" * 40):
+        path.write_bytes(content)
+        with pytest.raises(InvalidRequestError):
+            Steer.load(path)
+    with pytest.raises(InvalidRequestError):
+        made.save(tmp_path / "missing" / "vector.safetensors")
+
+
+@pytest.mark.parametrize(
+    ("arguments", "param"),
+    [
+        ((0, [[1.0]]), "vector"),
+        ((0, []), "vector"),
+        ((0, ["a"]), "vector"),
+        ((0, [1.0, float("nan")]), "vector"),
+        ((-1, [1.0]), "layer"),
+        ((True, [1.0]), "layer"),
+        ((0, [1.0], float("inf")), "scale"),
+        ((0, [1.0], "1"), "scale"),
+    ],
+)
+def test_invalid_vectors_are_refused(arguments: Any, param: str) -> None:
+    with pytest.raises(InvalidRequestError) as refused:
+        Steer(*arguments)
+    assert refused.value.param == param
+
+
+def test_a_steered_reply_is_recorded_repeated_continued_and_scored_with_its_vectors(lab: lmx_lab.Lab) -> None:
+    plain = lab.chat("hello", **GREEDY)
+    reply = lab.chat("hello", steer=[steer()], logprobs=2, **GREEDY)
+    assert reply.ids != plain.ids
+    assert lab.chat("hello", steer=0 * steer(), **GREEDY).ids == plain.ids
+    lab.chat("hello", steer=steer(), **GREEDY)
+    record = lab.requests[-1].record
+    assert [(each["layer"], each["scale"]) for each in record.request["steer"]] == [(0, 3.0)]
+    assert lab.requests[-1].replay().same
+    scored = lab.requests[-1].lens()
+    assert scored.source == "scoring"
+    assert [it.logprob for it in scored] == pytest.approx([it.logprob for it in reply.lens()], abs=1e-4)
+    assert reply.branch(4, reply.ids[4]).ids == reply.ids
+    with pytest.raises(InvalidRequestError, match="was steered"):
+        lab.trace(reply, "blocks.0.hook_resid_post")
+
+
+def test_settings_with_vectors_are_compared_and_scored(lab: lmx_lab.Lab, tmp_path: Path) -> None:
+    settings = {f"scale {scale}": {"steer": [scale * steer()], **GREEDY} for scale in (0, 1, 2)}
+    comparison = lab.compare(["hello"], settings, path=tmp_path / "compare.db")
+    texts = [comparison.answer(0, at).text for at in range(3)]
+    assert len(set(texts)) == 3
+    scores = comparison.scores.set_index(["answer", "under"])["logprob"]
+    for name in settings:
+        # A greedy answer is more probable under its own vectors.
+        assert scores[name, name] == max(scores[name])
+    again = lab.compare(["hello"], settings, path=tmp_path / "compare.db")
+    assert [again.answer(0, at).text for at in range(3)] == texts
+
+
+def test_programs_on_this_machine_may_steer_over_http(lab: lmx_lab.Lab) -> None:
+    expected = lab.chat("hello", steer=[steer()], **GREEDY)
+    item = steer().to_json()
+    body = {"messages": [{"role": "user", "content": "hello"}], **GREEDY}
+    with httpx2.Client(base_url=lab.url, timeout=60) as client:
+        for vector in (item["vector"], steer().vector.tolist()):
+            sent = {**body, "steer": [{**item, "vector": vector}]}
+            answer = client.post("/v1/chat/completions", json=sent).raise_for_status().json()
+            assert answer["choices"][0]["message"]["content"] == expected.text
+        for wrong, reason in (
+            ({**item, "vector": [1.0] * 31}, "components; the residual stream of"),
+            ({**item, "vector": "AADAfwAAwH8="}, "is nan"),
+            ({**item, "vector": [1e39]}, "steer.0.vector"),
+            ({**item, "layer": 2}, "has 2 layers"),
+            ({**item, "weights": "1" * 64}, "SHA-256"),
+            ({**item, "scale": "1"}, "steer.0.scale"),
+        ):
+            refused = client.post("/v1/chat/completions", json={**body, "steer": [wrong]})
+            assert (refused.status_code, reason in refused.text) == (400, True), refused.text
+        refused = client.post("/v1/chat/completions", json={**body, "steer": [item] * 17})
+        assert (refused.status_code, "the limit is 16" in refused.text) == (400, True)
+    with lmx_lab.attach(lab.url) as other:
+        assert other.chat("hello", steer=[steer()], **GREEDY).text == expected.text
+
+
+def test_a_vector_is_made_of_two_groups_of_texts(lab: lmx_lab.Lab, tiny: ModelEntry) -> None:
+    positive, negative = ["one two", "three"], ["four five six"]
+    made = lab.steering_vector(positive, negative, 1)
+    assert np.linalg.norm(made.vector) == pytest.approx(1)
+    assert (made.layer, made.scale, made.model) == (1, 1.0, lab.requests[-1].record.provenance.model)
+    assert made.weights == lab._access.run(lambda backend: backend.weights_of(made.model))
+    assert made.source["positive"] == 2
+    raw = lab.steering_vector(positive, negative, 1, normalize=False)
+    assert raw.vector / made.source["length"] == pytest.approx(made.vector, abs=1e-5)
+    mean = lab.steering_vector(positive, negative, 1, position="mean")
+    assert np.abs(mean.vector - made.vector).max() > 1e-3
+    assert lab.chat("hello", steer=[20 * made], **GREEDY).ids
+    for arguments, param in (
+        (("text", negative, 1), "positive"),
+        ((positive, [], 1), "negative"),
+        ((positive, positive, 1), "positive"),
+        ((positive, negative, -1), "layer"),
+        ((positive, negative, 2), "hooks"),
+    ):
+        with pytest.raises(InvalidRequestError) as refused:
+            lab.steering_vector(*arguments)
+        assert refused.value.param == param
+    with pytest.raises(InvalidRequestError, match="position is 'first'"):
+        lab.steering_vector(positive, negative, 1, position="first")  # type: ignore[arg-type]
