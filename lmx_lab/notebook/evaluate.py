@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import hashlib
 import os
 import platform
@@ -41,6 +42,8 @@ NOT_USED = {
     "schema": "score texts, or pass a function that parses the answer",
 }
 """Parameters of ``map`` that ``evaluate`` does not accept, and what to do instead."""
+SCORING_S = 0.1
+"""Maximum time for which scores are computed, apart from that of one row, before an interrupt is noticed."""
 NOT_SCORED = "was not scored, because the run was interrupted"
 NOT_JUDGED = "was not judged, because the run was interrupted"
 
@@ -107,24 +110,16 @@ class EvaluateVerbs:
             answers = await _score_choices(self, table, loaded, **parameters)
         else:
             answers = await MapVerbs._map(self, table.given, prompt, **parameters)
-        interrupted = answers.attrs["interrupted"]
         requests = None if self._local is None else self.requests
         facts = table.facts(loaded, prompt, parameters, started_at=started_at, name=name, judging=judging)
         result = Evaluation(facts, [], lab=self._access, requests=requests)
-        result.rows, stopped = table.evaluated(answers)
-        interrupted |= stopped
-        raises = parameters.get("errors") == "raise"
-        if raises and not interrupted:
-            _raise_first(result.rows)
+        result.rows, stopped = await table.evaluated(answers)
+        interrupted = stopped or answers.attrs["interrupted"]
+        _raise_first(result.rows, parameters, interrupted)
         if isinstance(table.metric, Judge):
-            if not interrupted:
-                interrupted = await _judge_all(self, table, result, parameters)
-            result.rows = [
-                replace(row, error=NOT_JUDGED) if row.score is None and row.error is None else row
-                for row in result.rows
-            ]
-            if raises and not interrupted:
-                _raise_first(result.rows)
+            interrupted = interrupted or await _judge_all(self, table, result, parameters)
+            result.rows = [_ended(row) for row in result.rows]
+            _raise_first(result.rows, parameters, interrupted)
         if store and not interrupted:
             await _store(self.experiments, result)
         return result
@@ -171,13 +166,18 @@ class _Table:
     def source(self) -> RowSource:
         return RowSource(rows=iter(self.labelled), columns=self.columns, index=self.index)
 
-    def evaluated(self, answers: pd.DataFrame) -> tuple[list[EvaluatedRow], bool]:
-        """Return the rows with their scores, for a judge without, and whether this was interrupted."""
+    async def evaluated(self, answers: pd.DataFrame) -> tuple[list[EvaluatedRow], bool]:
+        """Return the rows with their scores, for a judge without, and whether this was interrupted. Runs as a verb."""
         records = answers.astype(object).where(answers.notna(), None).to_dict("records")
         rows: list[EvaluatedRow] = []
+        paused_at = time.monotonic()
         interrupted = False
         for (label, row), record in zip(self.labelled, records, strict=True):
             try:
+                if not interrupted and time.monotonic() - paused_at > SCORING_S:
+                    # An interrupt is raised only in a step.
+                    await on_loop(asyncio.sleep(0))
+                    paused_at = time.monotonic()
                 scored = self._evaluated(label, row, record, NOT_SCORED if interrupted else None)
             except KeyboardInterrupt:
                 interrupted = True
@@ -367,9 +367,15 @@ async def _store(experiments: Experiments, result: Evaluation) -> None:
         warnings.warn("the evaluation is not stored, because it was interrupted", RuntimeWarning, stacklevel=2)
 
 
-def _raise_first(rows: Sequence[EvaluatedRow]) -> None:
+def _ended(row: EvaluatedRow) -> EvaluatedRow:
+    """Return a row for a judge after the run: without a score, it has an error."""
+    return replace(row, error=NOT_JUDGED) if row.score is None and row.error is None else row
+
+
+def _raise_first(rows: Sequence[EvaluatedRow], parameters: Mapping[str, Any], interrupted: bool) -> None:
+    """Raise the first error of a row if ``errors`` is ``raise``, unless the run was interrupted."""
     failed = next((row for row in rows if row.error is not None), None)
-    if failed is not None:
+    if failed is not None and parameters.get("errors") == "raise" and not interrupted:
         raise InvalidRequestError(f"row {failed.label!r:.80}: {failed.error}")
 
 

@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import asyncio
 import json
+import signal
 import sqlite3
+import time
 from collections.abc import Iterator
 from functools import partial
 from pathlib import Path
@@ -21,6 +23,7 @@ from lmx_lab.evals import Choice, Judge
 from lmx_lab.evals.evaluation import Evaluation
 from lmx_lab.evals.experiments import Experiments
 from lmx_lab.evals.statistics import BOOTSTRAP, MCNEMAR, WILSON
+from lmx_lab.notebook.evaluate import SCORING_S
 from lmx_lab.notebook.remote_server import attach
 from lmx_lab.settings import Settings
 
@@ -259,6 +262,16 @@ def test_an_interrupt_while_answers_are_scored_or_judged_keeps_them(lab: lmx_lab
     assert judged.df["answer"].tolist() == rows
     assert judged.df["error"].str.contains("was not judged").all()
     assert (scored.id, judged.id) == (None, None)
+
+    def slow(answer: str, row: Any) -> float:
+        # The first interrupt is raised between two rows, so that it does not disturb a server on this thread.
+        signal.raise_signal(signal.SIGINT)
+        time.sleep(2 * SCORING_S)
+        return 1
+
+    stopped = lab.evaluate(rows, "{text}", metric=slow)
+    assert stopped.df["score"].fillna(-1).tolist() == [1, -1, -1]
+    assert stopped.id is None
 
 
 def test_a_judge_that_fails_keeps_the_answers(lab: lmx_lab.Lab) -> None:
