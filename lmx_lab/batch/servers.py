@@ -28,7 +28,7 @@ class RowServer:
         self.returned = 0
         """Number of rows that it could not answer, and that other servers got instead."""
         self.error = ""
-        """Why it gets no rows at this time; empty if it does."""
+        """Why it gets no rows at present; empty if it gets them."""
         self.has_failed = False
         """Whether there was such an error during the run."""
         self._slots = slots
@@ -58,7 +58,7 @@ class RowServer:
         self._answered_at = time.monotonic()
 
     def figures(self) -> dict[str, Any]:
-        """Return what it has done, as a row of a table."""
+        """Return what it has answered, as a row of a table."""
         elapsed_s = self._answered_at - self._started_at if self._answers and self._started_at else 0.0
         return {
             "url": self.url,

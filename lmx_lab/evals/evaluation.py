@@ -36,7 +36,7 @@ class Evaluation:
     Rows with an error have no score and do not count; ``errors`` is their number.
 
     Attributes:
-        facts: What computed it.
+        facts: How it was computed.
         rows: The rows in the order of the table.
         id: Its number in ``lab.experiments``; None if it is not stored.
     """
@@ -308,10 +308,10 @@ class Evaluation:
 
     def __repr__(self) -> str:
         score = self.score
-        counted = f"{score.n} rows" + (f", {self.errors} with errors are not counted" if self.errors else "")
+        counted = f"{score.n} rows" + (f"; not counted because of errors: {self.errors}" if self.errors else "")
         lines = [
             f"{self.name}: {score} ({counted}; {score.method})",
-            f"{len(self._failed())} failures: .failures; .lens(label) shows the tokens of one",
+            f"failures: {len(self._failed())}, listed by .failures; .lens(label) shows the tokens of one",
         ]
         return "\n".join(lines)
 

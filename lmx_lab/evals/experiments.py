@@ -63,7 +63,7 @@ CREATE TABLE experiments (
 PRAGMA application_id = {APPLICATION};
 PRAGMA user_version = {VERSION};
 """
-REMEDY = "free disk space, make the home writable, or move the file elsewhere"
+REMEDY = "check its permissions and the free space, or move it elsewhere"
 """What to do if the file cannot be used."""
 SHOWN = ("id", "at", "name", "model", "metric", "rows", "score", "low", "high")
 SHOWN_ROWS = 20
@@ -258,7 +258,9 @@ class Experiments(Sequence[Evaluation]):
         return [tuple(map(_cell, SHOWN, row)) for row in rows[::-1]]
 
     def _footer(self) -> str:
-        return f"{len(self)} experiments are stored; the last {SHOWN_ROWS} are shown, .df has all"
+        count = len(self)
+        rest = f"; the last {SHOWN_ROWS} are shown, .df has all" if count > SHOWN_ROWS else ""
+        return f"stored experiments: {count}{rest}"
 
 
 def _row(fields: Mapping[str, Any]) -> EvaluatedRow:

@@ -108,7 +108,7 @@ class Numeric(Metric):
 
     Args:
         relative: Largest difference as a share of the expected number.
-        absolute: Largest difference; the larger limit of both applies.
+        absolute: Largest difference. The larger one of the two limits applies.
     """
 
     relative: float = 1e-6
@@ -137,7 +137,7 @@ class Numeric(Metric):
 
 @dataclass(frozen=True)
 class Choice(Metric):
-    """The model finds the right one of several texts most likely. No text is generated.
+    """The model gives the right one of several texts the highest probability. No text is generated.
 
     The log-probability of each choice is that of its tokens after the prompt. The expected value is the text of the
     right choice, or its index from 0.

@@ -1,4 +1,4 @@
-"""Define a row of an evaluation, and what computed the evaluation, as values that are stored."""
+"""Define the values of an evaluation that are stored: its rows, its settings, and what computed it."""
 
 from __future__ import annotations
 
@@ -48,7 +48,7 @@ class EvaluatedRow:
 
 @dataclass(frozen=True, kw_only=True)
 class RunFacts:
-    """What computed an evaluation."""
+    """How an evaluation was computed: the model, the settings, and the versions of packages."""
 
     at: float
     """Unix time of its start."""

@@ -26,8 +26,9 @@ ASGIApp = Callable[[Scope, Receive, Send], Awaitable[None]]
 
 OPEN_PATHS = frozenset({"/healthz", "/readyz", "/health"})
 PAGE_PATHS = frozenset({"/", "/docs", "/manifest.webmanifest", "/icon-192.png", "/icon-512.png", "/favicon.ico"})
-"""Paths of pages with scripts. They need no key, because a browser cannot send one when it opens a page, and they are
-the same for all clients. The pages ask for the key and send it with their requests."""
+"""Paths of pages with scripts, and of their files. With the setting ``page`` they need no key, because browsers cannot
+send one when they open a page, and the pages are the same for all clients. They ask for the key and send it with their
+requests."""
 DEFAULT_PORTS = {"http": 80, "ws": 80, "https": 443, "wss": 443}
 RESPONSE_HEADERS = (
     ("x-content-type-options", "nosniff"),

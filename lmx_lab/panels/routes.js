@@ -15,7 +15,8 @@ const typeOf = (schema) => {
   const options = schema.anyOf ?? schema.oneOf ?? allOf?.slice(0, 1);
   const within = (each) => (each.anyOf ?? each.oneOf ? ["(", ...typeOf(each), ")"] : typeOf(each));
   const join = (all, sign, show) => all.flatMap((each, at) => [...(at ? [sign] : []), ...show(each)]);
-  if ($ref) return [h("a", { href: "#" + schemaId(nameOf($ref)) }, nameOf($ref))];
+  // Without the timer, a link to the current address would not open a description that was closed.
+  if ($ref) return [h("a", { href: "#" + schemaId(nameOf($ref)), onclick: () => setTimeout(openTarget) }, nameOf($ref))];
   if (options) return join(options, " or ", typeOf);
   if (schema.enum || value !== undefined) return [(schema.enum ?? [value]).map((each) => JSON.stringify(each)).join(" or ")];
   if (contentSchema) return ["JSON of ", ...within(contentSchema)];
@@ -44,11 +45,11 @@ const prose = (text = "") => {
   return node;
 };
 const tableOf = (caption, names, rows) =>
-  h("table", {}, h("caption", {}, caption), h("thead", {}, h("tr", {}, ...names.map((name) => h("th", { scope: "col" }, name)))),
+  h("table", { class: caption }, h("caption", {}, caption), h("thead", {}, h("tr", {}, ...names.map((name) => h("th", { scope: "col" }, name)))),
     h("tbody", {}, ...rows.map(([first, ...rest]) => h("tr", {}, h("th", { scope: "row" }, ...first), ...rest.map((cell) => h("td", {}, ...cell))))));
 
-const describe = ({ description, default: value }, ...more) =>
-  inline([description, value == null ? "" : "Default: `" + JSON.stringify(value) + "`", ...more].filter(Boolean).join(". "));
+const describe = ({ description = "", default: value }) =>
+  inline(value == null ? description : description.replace(/\.?$/, description && ". ") + "Default: `" + JSON.stringify(value) + "`");
 
 /** Return the description of a schema: a table of its fields, or its type. */
 const schemaNodes = (schema) => {
@@ -77,8 +78,8 @@ const tryForm = (path, method, { parameters = [], requestBody, security }) => {
     const query = new URLSearchParams();
     let found = path;
     for (const [{ name, in: place }, { value }] of inputs)
-      // An id of a model may have slashes.
-      if (place === "path") found = found.replace("{" + name + "}", () => encodeURIComponent(value).replaceAll("%2F", "/"));
+      // An id of a model may have slashes. The command has a placeholder until there is a value.
+      if (place === "path") found = found.replace("{" + name + "}", () => encodeURIComponent(value || name.toUpperCase()).replaceAll("%2F", "/"));
       else if (value) query.set(name, value);
     return found.slice(1) + (query.size ? "?" + query : "");
   };
@@ -95,20 +96,23 @@ const tryForm = (path, method, { parameters = [], requestBody, security }) => {
 
   const receive = async (response, began) => {
     const reader = response.body.getReader(), decoder = new TextDecoder();
-    const head = response.status + " " + response.statusText;
-    for (let text = "", end = ""; !end;) {
+    const head = response.status + " " + response.statusText, type = response.headers.get("content-type") ?? "";
+    const isText = /^(text\/|application\/(json|x-ndjson))/.test(type);
+    for (let text = "", end = "", size = 0; !end;) {
       const { done, value } = await reader.read();
-      text += decoder.decode(value, { stream: !done });
+      size += value?.length ?? 0;
+      text = isText ? text + decoder.decode(value, { stream: !done })
+        : size + " bytes of " + type + ". To save them, add -o FILE to the command in a terminal.";
       if (done) end = " · " + (performance.now() - began).toFixed(0) + " ms" + (response.headers.has("x-lmx-ignored") ? " · ignored: " + response.headers.get("x-lmx-ignored") : "");
       else if (text.length > MAX_SHOWN) {
         text = text.slice(0, MAX_SHOWN);
         end = " · only the first " + MAX_SHOWN + " characters are shown";
         running.abort();
       }
-      if (done && /^application\/json/.test(response.headers.get("content-type"))) text = JSON.stringify(JSON.parse(text), null, 2);
+      if (done && /^application\/json/.test(type)) text = JSON.stringify(JSON.parse(text), null, 2);
       set(status, head + end);
-      showText(text);
-      output.hidden = !text;
+      showText(size ? text : "");
+      output.hidden = !size;
     }
   };
   const run = async () => {
@@ -121,15 +125,16 @@ const tryForm = (path, method, { parameters = [], requestBody, security }) => {
       const began = performance.now(), sent = body ? { body: body.value, headers: { "Content-Type": "application/json" } } : {};
       await receive(await fetchWithKey(address(), { method: method.toUpperCase(), signal: running.signal, ...sent }), began);
     } catch (error) {
-      set(status, error.name === "AbortError" ? "stopped" : error.message);
+      const lost = error instanceof TypeError ? "The connection was lost before the response was complete." : error.message;
+      set(status, error.name === "AbortError" ? "stopped" : lost);
     }
     running = null;
     set(go, "Send");
   };
   showCommand();
   return h("form", { oninput: showCommand, onsubmit: (event) => (event.preventDefault(), run()) },
-    ...inputs.map(([{ name, required, description }, input]) =>
-      h("label", {}, h("span", {}, h("code", {}, name), required ? " (required)" : "", description ? ": " : "", ...inline(description ?? "")), input)),
+    ...inputs.map(([{ name, required, description, schema }, input]) =>
+      h("label", {}, h("span", {}, h("code", {}, name), required ? " (required): " : ": ", ...typeOf(schema), description ? ". " : "", ...inline(description ?? "")), input)),
     body && h("label", {}, "request body", body),
     h("div", { class: "code" }, h("div", { class: "row" }, h("span", { class: "dim grow" }, "the same request in a terminal"),
       copyButton(() => command.textContent, "command")), h("pre", {}, command)),
@@ -151,18 +156,27 @@ const routeNodes = (path, method, operation) => {
 
 // The page
 
-/** Create a closed element, whose content is created when it is opened. */
+/** Create a closed element, whose content is created when it is opened. The address of the page then refers to it. */
 const fold = (id, summary, fill) => {
   const content = h("div", { class: "content" });
-  return h("details", { id, ontoggle: () => content.firstChild ?? content.append(...fill().filter((node) => node !== null)) },
-    h("summary", {}, ...summary), content);
+  const node = h("details", { id, ontoggle: () => {
+    if (!node.open) return;
+    if (!content.firstChild) content.append(...fill().filter((each) => each !== null));
+    history.replaceState(null, "", "#" + id);
+  } }, h("summary", {}, ...summary), content);
+  return node;
 };
 const problem = h("p", { class: "error", role: "alert" });
-const intro = h("p", {}, "What each route receives and returns. Programs read the same from ", h("a", { href: "openapi.json" }, "openapi.json"),
-  ". See also ", h("a", { href: "about" }, "about this server"), ".");
+const intro = h("p", {}, "What each route receives and returns.");
 const filter = h("input", { type: "search", placeholder: "such as chat or ErrorBody", oninput: () => {
-  const text = filter.value.toLowerCase();
-  for (const node of main.querySelectorAll("details")) node.hidden = !node.firstChild.textContent.toLowerCase().includes(text);
+  const text = filter.value.trim().toLowerCase();
+  let heading;
+  for (const node of main.querySelectorAll("h2, details")) {
+    node.hidden = node.tagName === "H2" || !node.firstChild.textContent.toLowerCase().includes(text);
+    // A heading is shown if anything below it is.
+    if (node.tagName === "H2") heading = node;
+    else if (!node.hidden) heading.hidden = false;
+  }
 } });
 const key = h("input", { type: "password", autocomplete: "current-password", required: true });
 const keyForm = h("form", { hidden: true, onsubmit: (event) => {
@@ -190,15 +204,21 @@ const start = async () => {
     spec = await getJson("openapi.json");
   } catch (error) {
     keyForm.hidden = error.status !== 401;
-    return set(problem, error.status === 401 && !kept.get("key") ? "This server requires an API key. It is stored in this browser." : error.message);
+    return set(problem, error.status !== 401 ? error.message : kept.get("key") ? "The key is wrong. Ask the operator of this server for the right one."
+      : "This server requires an API key. The key is stored in this browser.");
   }
+  if (keyForm.contains(document.activeElement)) filter.focus();
   keyForm.remove();
   set(problem, "");
+  // A browser does not send the key if it follows a link.
+  const file = spec.security && URL.createObjectURL(new Blob([JSON.stringify(spec, null, 2)], { type: "application/json" }));
+  intro.append(" Programs read the same from ", h("a", file ? { href: file, download: "openapi.json" } : { href: "openapi.json" }, "openapi.json"), ".",
+    ...(file ? [] : [" See also ", h("a", { href: "about" }, "about this server"), "."]));
   const operations = Object.entries(spec.paths).flatMap(([path, methods]) =>
     Object.entries(methods).map(([method, operation]) => ({ path, method, operation })));
   for (const tag of new Set(operations.map(({ operation }) => operation.tags[0])))
     main.append(h("h2", {}, tag), ...operations.filter(({ operation }) => operation.tags[0] === tag).map(({ path, method, operation }) =>
-      fold(operation.operationId, [h("b", { class: "method" }, operation["x-websocket"] ? "WS" : method.toUpperCase()), h("code", {}, path)],
+      fold(operation.operationId, [h("b", { class: "method" }, operation["x-websocket"] ? "WS" : method.toUpperCase()), " ", h("code", {}, path)],
         () => routeNodes(path, method, operation))));
   main.append(h("h2", {}, "Schemas"), ...Object.entries(spec.components.schemas).map(([name, schema]) =>
     fold(schemaId(name), [h("code", {}, name)], () => schemaNodes(schema))));

@@ -108,6 +108,8 @@ class ModelRecords(BaseModel):
 class LoadRequest(RequestModel):
     """The body of ``POST /admin/models/load``: the fields of ``values.models.LoadSpec`` that a request may set."""
 
+    model_config = ConfigDict(json_schema_extra={"examples": [{"model": "smollm2-135m"}]})
+
     model: Annotated[str, StringConstraints(min_length=1, max_length=4096)]
     """Id, hub id, or for callers on the server's machine a path."""
     engine: EngineChoice = "auto"

@@ -130,6 +130,9 @@ class Thinking(LenientModel):
 class CountRequest(LenientModel):
     """The body of POST /v1/messages/count_tokens."""
 
+    model_config = ConfigDict(
+        json_schema_extra={"examples": [{"model": "default", "messages": [{"role": "user", "content": "Say hello."}]}]}
+    )
     model: AnyModel = ANY_MODEL
     messages: Annotated[list[InputMessage], FailFast(), Field(min_length=1, max_length=MESSAGE_LIMIT)]
     system: str | SystemBlocks | None = None

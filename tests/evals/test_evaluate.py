@@ -50,7 +50,7 @@ def test_rows_are_scored_and_rows_with_errors_do_not_count(lab: lmx_lab.Lab) -> 
     assert "answer has no value" in result.df.loc["d", "error"]
     assert (result.score.mean, result.score.n, result.score.method, result.errors) == (0.5, 2, WILSON, 2)
     assert list(result.failures.index) == ["b", "c", "d"]
-    assert "2 with errors" in repr(result)
+    assert "because of errors: 2" in repr(result)
     assert "three" in result._repr_html_()
     # The recorded request, and the same tokens scored if it is not recorded any more.
     recorded = result.lens("b")
@@ -225,7 +225,7 @@ def test_evaluations_are_stored_and_opened_again(lab: lmx_lab.Lab, tmp_path: Pat
 def test_a_home_without_experiments_and_a_foreign_file(tmp_path: Path) -> None:
     none = Experiments(tmp_path / "experiments.db")
     assert (len(none), len(none.df), list(none)) == (0, 0, [])
-    assert "0 experiments" in repr(none)
+    assert repr(none).endswith("stored experiments: 0")
     none.delete(1)
     assert not none.path.exists()
     with sqlite3.connect(tmp_path / "other.db") as connection:
@@ -294,7 +294,7 @@ def test_a_judge_is_found_before_the_first_row(lab: lmx_lab.Lab) -> None:
 def test_an_evaluation_that_cannot_be_stored_is_returned(lab: lmx_lab.Lab, monkeypatch: pytest.MonkeyPatch) -> None:
     (lab.settings.home / "folder.db").mkdir()
     monkeypatch.setattr("lmx_lab.notebook.evaluate.FILE", "folder.db")
-    with pytest.warns(RuntimeWarning, match=r"not stored: .*folder\.db cannot be used .* move the file elsewhere"):
+    with pytest.warns(RuntimeWarning, match=r"not stored: .*folder\.db cannot be used .* move it elsewhere"):
         result = lab.evaluate(["a"], "{text}", answer="text")
     assert (result.score.mean, result.id) == (1, None)
     monkeypatch.setattr("lmx_lab.notebook.evaluate.FILE", "folder.db/a/experiments.db")

@@ -184,6 +184,7 @@ def test_routes_are_described_and_tried_with_the_keyboard(
     body.fill("{")
     expect(send(chat, "400 Bad Request")).to_contain_text("invalid-request")
     model = open_route(tab, "inference_get_model")
+    expect(model.locator("pre code")).to_have_text(f"curl '{lab.url}/v1/models/MODEL'")
     model.get_by_role("button", name="Send").click()
     expect(model.get_by_role("status")).to_be_empty()
     model.get_by_role("textbox").fill("echo")
@@ -193,28 +194,57 @@ def test_routes_are_described_and_tried_with_the_keyboard(
     events.get_by_role("button", name="Stop").press("Enter")
     expect(events.get_by_role("status")).to_have_text("stopped")
     expect(open_route(tab, "inference_chat_stream")).to_contain_text("The client sends ChatRequest")
-    chat.get_by_role("link", name="ChatRequest").click()
+    items = open_route(tab, "inference_response_input_items")
+    expect(items.get_by_role("textbox", name="limit: integer (minimum 1, maximum 100)")).to_have_count(1)
+    expect(tab).to_have_url(f"{lab.url}/docs#inference_response_input_items")
     schema = tab.locator("#schema-ChatRequest")
-    expect(schema.locator("> summary")).to_be_focused()
+    for _ in range(2):  # A link also opens what was closed while the address named it.
+        chat.get_by_role("link", name="ChatRequest").click()
+        expect(schema).to_have_attribute("open", "")
+        expect(schema.locator("> summary")).to_be_focused()
+        schema.locator("> summary").press("Enter")
+        expect(schema).not_to_have_attribute("open", "")
+    schema.locator("> summary").press("Enter")
     expect(schema.get_by_role("row", name="temperature number (minimum 0, maximum 2) or null")).to_have_count(1)
     expect(schema).to_contain_text("Accepted and ignored: user, ")
     assert serious_violations(tab) == []
     assert tab.evaluate("document.documentElement.scrollWidth") <= width
-    tab.get_by_role("searchbox").fill("ollamachatrequest")
-    expect(tab.locator("main > details:visible")).to_have_count(1)
+    for text, heading in (("ollamachatrequest", "Schemas"), ("post /v1/chat/", "inference")):
+        tab.get_by_role("searchbox").fill(text)
+        expect(tab.locator("main > details:visible")).to_have_count(1)
+        expect(tab.locator("h2:visible")).to_have_text([heading])
+
+
+LOST_CONNECTION = """window.fetch = async () => new Response(new ReadableStream({
+    pull(stream) { stream.error(new TypeError("network error")); }}))"""
+
+
+@pytest.mark.long
+def test_responses_that_cannot_be_shown_are_described(lab: Lab, tab: Page) -> None:
+    tab.route("**/props", lambda route: route.fulfill(body=b"\x00\xff" * 40, content_type="application/x-safetensors"))
+    tab.route("**/v1/models", lambda route: route.abort())
+    tab.goto(f"{lab.url}/docs")
+    expect(send(open_route(tab, "inference_props"), "200 OK")).to_contain_text("80 bytes of application/x-safetensors")
+    models = open_route(tab, "inference_list_models")
+    send(models, "The server cannot be reached")
+    tab.evaluate(LOST_CONNECTION)
+    send(models, "The connection was lost")
 
 
 @pytest.mark.long
 def test_the_page_of_routes_asks_for_the_key(tmp_path: Path, tab: Page) -> None:
     with serving(tmp_path, "echo", api_key="s3cret") as keyed:
         tab.goto(f"{keyed.url}/docs")
-        for key in ("wrong", "s3cret"):
-            expect(tab.get_by_role("alert")).not_to_be_empty()
+        for key, problem in (("wrong", "This server requires an API key."), ("s3cret", "The key is wrong.")):
+            expect(tab.get_by_role("alert")).to_contain_text(problem)
             assert serious_violations(tab) == []
             tab.get_by_label("API key").fill(key)
             with tab.expect_response("**/openapi.json"):
                 tab.get_by_role("button", name="Use the key").click()
         expect(tab.get_by_label("API key")).to_have_count(0)
+        with tab.expect_download() as download:
+            tab.get_by_role("link", name="openapi.json").click()
+        assert "/v1/models" in json.loads(download.value.path().read_bytes())["paths"]
         route = open_route(tab, "inference_list_models")
         expect(send(route, "200 OK")).to_contain_text('"echo"')
         assert "s3cret" not in route.inner_text()

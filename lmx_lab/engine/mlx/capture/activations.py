@@ -141,8 +141,8 @@ def read_rows(
     cache: Sequence[Any] | None = None,
     extra: Mapping[str, HookPoint] = NO_POINTS,
 ) -> Generator[int, int, None]:
-    """Compute a text in chunks, and pass on the values of hooks at some positions. Tokens after the last of them are
-    not computed.
+    """Compute a text in chunks, and pass the values of hooks at some positions to ``keep``. Tokens after the last of
+    these positions are not computed.
 
     Args:
         positions: In ascending order.

@@ -45,7 +45,7 @@ class Block:
 
     @property
     def queries(self) -> Any | None:
-        """The projection of attention whose output are the queries of all heads."""
+        """The projection of attention that computes the queries of all heads."""
         return _child([self.attention], QUERIES)
 
     @property
@@ -55,7 +55,7 @@ class Block:
 
     @property
     def attention_output(self) -> Any | None:
-        """The projection of attention whose input are the outputs of all heads."""
+        """The projection of attention that is applied to the outputs of all heads."""
         return _child([self.attention], ATTENTION_OUTPUTS)
 
     @property

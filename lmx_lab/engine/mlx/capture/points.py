@@ -95,7 +95,7 @@ def unknown_name(name: str, names: Iterable[str], model: str) -> InvalidRequestE
 
 
 def find_points(parts: Parts, model: str) -> HookPoints:
-    """Return the places of a model, which computes two tokens for it, twice.
+    """Return the places of a model. To find them, the model computes two tokens, twice.
 
     Args:
         model: Id of the model, for messages.
