@@ -23,7 +23,7 @@ from lmx_lab.batch.answer import RowAnswer
 from lmx_lab.batch.table import answer_frame, answer_row
 from lmx_lab.errors import InvalidRequestError, LabError
 from lmx_lab.frames import pandas_for
-from lmx_lab.instrument.store import open_database
+from lmx_lab.instrument.store import create_tables, open_database
 
 if TYPE_CHECKING:
     import pandas as pd
@@ -146,13 +146,8 @@ class AnswerCache:
                 raise InvalidRequestError(f"{self.path} contains no answers yet", param="cache")
             return
         if not is_cache:
-            # Another process may create the table at the same time.
             connection.execute("PRAGMA journal_mode = WAL")
-            connection.execute("BEGIN IMMEDIATE")
-            if not self._is_cache(connection):
-                for statement in filter(str.strip, SCHEMA.split(";")):
-                    connection.execute(statement)
-            connection.commit()
+            create_tables(connection, SCHEMA, self._is_cache)
         connection.execute("PRAGMA synchronous = NORMAL")
 
     def _is_cache(self, connection: sqlite3.Connection) -> bool:

@@ -81,8 +81,8 @@ class TypedColumns:
         """Return the values of an answer by column; None for columns that the answer does not contain.
 
         Raises:
-            ValueError: the text is not complete JSON, a value fails a check of the pydantic model, or an integer has
-                more than 64 bits.
+            ValueError: the text is not complete JSON, a value fails a check of the pydantic model, or a number does not
+                fit into 64 bits.
         """
         value = json.loads(text)
         try:
@@ -95,6 +95,8 @@ class TypedColumns:
         for name, kind in self.dtypes.items():
             if kind == "Int64" and values[name] is not None:
                 values[name] = _int64(name, values[name])
+            if kind == "float64" and values[name] is not None:
+                values[name] = _float64(name, values[name])
         return values
 
 
@@ -103,6 +105,13 @@ def _int64(name: str, value: Any) -> int:
     if number not in INT64:
         raise ValueError(f"{name} is {number}, which is not a 64-bit integer")
     return number
+
+
+def _float64(name: str, value: Any) -> float:
+    try:
+        return float(value)
+    except OverflowError:
+        raise ValueError(f"{name} is {value!r:.40}…, which is too large for a 64-bit float") from None
 
 
 def _is_type(value: object) -> bool:

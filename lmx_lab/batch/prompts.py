@@ -120,11 +120,19 @@ def _parse(template: str) -> list[tuple[str, str | None, str]]:
     """Split a template into literal texts, each with the column and the format that follow it."""
     try:
         # Unlike in str.format, a field is only the name of a column: its attributes and items cannot be accessed.
-        return [(text, name, spec or "") for text, name, spec, _ in Formatter().parse(template)]
+        fields = list(Formatter().parse(template))
     except ValueError as exc:
         raise InvalidRequestError(
             f"the template {template!r:.80} is malformed: {exc}; write literal braces as {{{{ and }}}}", param="prompt"
         ) from None
+    for _, name, _, conversion in fields:
+        if conversion:
+            raise InvalidRequestError(
+                f"the template contains {{{name}!{conversion}}}, but conversions are not supported; write {{{name}}}, "
+                "or pass a function of a row as the prompt",
+                param="prompt",
+            )
+    return [(text, name, spec or "") for text, name, spec, _ in fields]
 
 
 def _names(template: str) -> list[str]:

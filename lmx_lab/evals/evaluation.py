@@ -126,6 +126,8 @@ class Evaluation:
         Raises:
             InvalidRequestError: the rows do not belong together, or expected values differ.
         """
+        if not isinstance(other, Evaluation):
+            raise InvalidRequestError(f"other is {other!r:.80}; pass the result of another evaluate", param="other")
         pairs = self._pairs(other)
         different = next((row for row, its in pairs if _comparable(row.expected) != _comparable(its.expected)), None)
         if different is not None:

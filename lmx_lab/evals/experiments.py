@@ -11,7 +11,7 @@ import json
 import operator
 import sqlite3
 import zlib
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import closing
 from datetime import UTC, datetime
 from pathlib import Path
@@ -23,7 +23,7 @@ from lmx_lab.evals.rows import EvaluatedRow, RunFacts, to_json
 from lmx_lab.frames import pandas_for
 from lmx_lab.instrument.access import LabAccess
 from lmx_lab.instrument.requests import RequestList
-from lmx_lab.instrument.store import open_database
+from lmx_lab.instrument.store import create_tables, open_database
 
 if TYPE_CHECKING:
     import pandas as pd
@@ -63,6 +63,8 @@ CREATE TABLE experiments (
 PRAGMA application_id = {APPLICATION};
 PRAGMA user_version = {VERSION};
 """
+REMEDY = "check its permissions and the free space, or move it elsewhere"
+"""What to do if the file cannot be used."""
 SHOWN = ("id", "at", "name", "model", "metric", "rows", "score", "low", "high")
 SHOWN_ROWS = 20
 
@@ -116,7 +118,10 @@ class Experiments(Sequence[Evaluation]):
             with connection:
                 return int(connection.execute(sql, tuple(values.values())).lastrowid or 0)
 
-        self.path.parent.mkdir(parents=True, exist_ok=True, mode=0o700)
+        try:
+            self.path.parent.mkdir(parents=True, exist_ok=True, mode=0o700)
+        except OSError as exc:
+            raise LabError(f"the folder {self.path.parent} cannot be created: {exc.strerror}; {REMEDY}") from exc
         return self._run(insert)
 
     def delete(self, *ids: int) -> None:
@@ -185,13 +190,13 @@ class Experiments(Sequence[Evaluation]):
 
     def _evaluation(self, id_: int, *values: Any) -> Evaluation:
         at, name, model, engine, weights, settings, frame, versions, machine, data = values
-        known = {each.name for each in dataclasses.fields(EvaluatedRow)}
-        rows = [
-            EvaluatedRow(
-                **{name: _label(value) if name == "label" else value for name, value in row.items() if name in known}
-            )
-            for row in json.loads(zlib.decompress(data))
-        ]
+        try:
+            rows = [_row(fields) for fields in json.loads(zlib.decompress(data))]
+        except (zlib.error, ValueError, TypeError) as exc:
+            raise LabError(
+                f"the rows of the experiment {id_} in {self.path} are damaged: {exc}; delete it: "
+                f"lab.experiments.delete({id_})"
+            ) from exc
         facts = RunFacts(
             at=at,
             name=name,
@@ -211,23 +216,25 @@ class Experiments(Sequence[Evaluation]):
     def _run(self, work: Callable[[sqlite3.Connection], T]) -> T:
         try:
             with closing(
-                open_database(self.path, self._prepare, purpose="a file of experiments", param="home")
+                open_database(self.path, self._prepare, purpose="a file of experiments", param="home", remedy=REMEDY)
             ) as connection:
                 return work(connection)
         except sqlite3.Error as exc:
-            raise LabError(
-                f"the experiments in {self.path} cannot be used: {exc}; check its permissions and the free space"
-            ) from exc
+            raise LabError(f"the experiments in {self.path} cannot be used: {exc}; {REMEDY}") from exc
 
     def _prepare(self, connection: sqlite3.Connection) -> None:
+        if not self._is_created(connection):
+            create_tables(connection, SCHEMA, self._is_created)
+
+    def _is_created(self, connection: sqlite3.Connection) -> bool:
         found = [int(connection.execute(f"PRAGMA {name}").fetchone()[0]) for name in ("application_id", "user_version")]
         if found == [APPLICATION, VERSION]:
-            return
+            return True
         if found != [0, 0] or connection.execute("SELECT count(*) FROM sqlite_master").fetchone()[0]:
             raise InvalidRequestError(
                 f"{self.path} is not a file of experiments of this version of LMX Lab; move it elsewhere", param="home"
             )
-        connection.executescript(f"BEGIN IMMEDIATE; {SCHEMA} COMMIT;")
+        return False
 
     # Display
 
@@ -256,9 +263,12 @@ class Experiments(Sequence[Evaluation]):
         return f"stored experiments: {count}{rest}"
 
 
-def _label(value: Any) -> Any:
-    """Return a label that was stored as JSON; those of several levels are tuples."""
-    return tuple(value) if isinstance(value, list) else value
+def _row(fields: Mapping[str, Any]) -> EvaluatedRow:
+    """Return a row that was stored as JSON. Labels of several levels are tuples."""
+    known = {each.name for each in dataclasses.fields(EvaluatedRow)}
+    values = {name: value for name, value in fields.items() if name in known}
+    label = values.get("label")
+    return EvaluatedRow(**{**values, "label": tuple(label) if isinstance(label, list) else label})
 
 
 def _cell(name: str, value: Any) -> str:

@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import math
 import re
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
+from numbers import Real
 from typing import Any
 
 from lmx_lab.batch.prompts import RowPrompts
@@ -49,7 +50,8 @@ class ExactMatch(Metric):
         return {"name": "exact_match", "ignore_case": self.ignore_case}
 
     def score(self, answer: str, expected: Any) -> float:
-        return float(_folded(answer, self.ignore_case) == _folded(str(expected), self.ignore_case))
+        given = _folded(answer, self.ignore_case)
+        return float(any(given == _folded(text, self.ignore_case) for text in _texts(expected)))
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -63,7 +65,11 @@ class Contains(Metric):
         return {"name": "contains", "ignore_case": self.ignore_case}
 
     def score(self, answer: str, expected: Any) -> float:
-        return float(_folded(str(expected), self.ignore_case) in _folded(answer, self.ignore_case))
+        given = _folded(answer, self.ignore_case)
+        texts = [_folded(text, self.ignore_case) for text in _texts(expected)]
+        if "" in texts:
+            raise InvalidRequestError("the expected text is empty, and every answer contains it; leave out the row")
+        return float(any(text in given for text in texts))
 
 
 @dataclass(frozen=True)
@@ -88,9 +94,12 @@ class Regex(Metric):
 
     def score(self, answer: str, expected: Any) -> float:
         if self.pattern is None:
-            return float(_compiled(str(expected)).search(answer) is not None)
+            if not isinstance(expected, str) or not expected:
+                raise InvalidRequestError(f"the expected value is {expected!r:.80}; it must be a regular expression")
+            return float(_compiled(expected).search(answer) is not None)
         found = _compiled(self.pattern).search(answer)
-        return float(found is not None and (found[1] if found.re.groups else found[0]) == str(expected).strip())
+        part = None if found is None else found[1] if found.re.groups else found[0]
+        return float(any(part == text.strip() for text in _texts(expected)))
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -194,12 +203,9 @@ class Choice(Metric):
         """
         if expected in choices:
             return choices.index(expected)
-        # Numbers of NumPy and of nullable columns are not instances of int.
-        if (
-            not isinstance(expected, str | bool)
-            and hasattr(expected, "__index__")
-            and int(expected) in range(len(choices))
-        ):
+        # A float, too: pandas converts a column of integers to floats if a value is missing.
+        is_number = isinstance(expected, Real) and not isinstance(expected, bool)
+        if is_number and expected in range(len(choices)):
             return int(expected)
         stripped = [choice.strip() for choice in choices]
         if isinstance(expected, str) and stripped.count(expected.strip()) == 1:
@@ -234,14 +240,23 @@ class Judge(Metric):
                 "{'good': 1, 'bad': 0}",
                 param="verdicts",
             )
+        for verdict, score in self.verdicts.items():
+            if not isinstance(verdict, str) or not isinstance(score, int | float) or not math.isfinite(score):
+                raise InvalidRequestError(
+                    f"verdicts contains {verdict!r:.40}: {score!r:.40}; it must map texts to numbers", param="verdicts"
+                )
 
     def check(self, columns: Sequence[str]) -> None:
         RowPrompts(self.prompt).check(dict.fromkeys([*columns, "answer", "expected"]))
 
     @property
     def settings(self) -> dict[str, Any]:
-        prompt = f"function {self.prompt.__name__}" if callable(self.prompt) else self.prompt
-        return {"name": "judge", "prompt": prompt, "verdicts": dict(self.verdicts), "system": self.system}
+        return {
+            "name": "judge",
+            "prompt": described_prompt(self.prompt),
+            "verdicts": dict(self.verdicts),
+            "system": self.system,
+        }
 
 
 @dataclass(frozen=True)
@@ -256,11 +271,15 @@ class FunctionMetric(Metric):
 
     def score(self, answer: str, expected: Any) -> float:
         try:
-            score = float(self.function(answer, expected))
+            returned = self.function(answer, expected)
         except Exception as exc:
             raise InvalidRequestError(f"the metric raised {type(exc).__name__}: {exc}") from exc
+        try:
+            score = float(returned)
+        except (TypeError, ValueError, OverflowError):
+            score = math.nan
         if not math.isfinite(score):
-            raise InvalidRequestError(f"the metric returned {score}; it must return a number")
+            raise InvalidRequestError(f"the metric returned {returned!r:.80}; it must return a number")
         return score
 
 
@@ -315,6 +334,31 @@ def read_choices(choices: Any) -> tuple[str, ...]:
             f"the choices are {choices!r:.80}; they must be two or more different texts", param="choices"
         )
     return tuple(listed)
+
+
+def described_prompt(prompt: Any) -> Any:
+    """Return a prompt for stored settings: a function as its name."""
+    return f"function {getattr(prompt, '__qualname__', repr(prompt)[:80])}" if callable(prompt) else prompt
+
+
+def _texts(expected: Any) -> list[str]:
+    """Return the texts of an expected value, one of which an answer must have.
+
+    A float without a fraction has two, because pandas converts a column of integers to floats if a value is missing.
+
+    Raises:
+        InvalidRequestError: the value is a list or another collection.
+    """
+    if isinstance(expected, str):
+        return [expected]
+    if isinstance(expected, Iterable):
+        raise InvalidRequestError(
+            f"the expected value is {expected!r:.80}, which is not a single value; pass a function as the metric, such "
+            "as lambda answer, expected: answer in expected"
+        )
+    if isinstance(expected, Real) and hasattr(expected, "is_integer") and expected.is_integer():
+        return [str(expected), f"{expected:.0f}"]
+    return [str(expected)]
 
 
 def _folded(text: str, ignore_case: bool) -> str:

@@ -66,11 +66,16 @@ class RunFacts:
 
 
 def to_json(value: Any) -> str:
-    """Return a value as JSON; numbers of NumPy as numbers, and objects of other types as texts."""
-    return json.dumps(value, default=_plain)
+    """Return a value as JSON; numbers and arrays of NumPy as numbers and lists, and objects of other types as texts."""
+    return json.dumps(_plain(value))
 
 
 def _plain(value: Any) -> Any:
+    if value is None or isinstance(value, str | int | float):
+        return value
     if isinstance(value, Mapping):
-        return dict(value)
-    return value.item() if hasattr(value, "item") else str(value)
+        return {str(key): _plain(each) for key, each in value.items()}
+    if isinstance(value, list | tuple):
+        return [_plain(each) for each in value]
+    # Arrays and numbers of NumPy.
+    return _plain(value.tolist()) if hasattr(value, "tolist") else str(value)

@@ -82,6 +82,7 @@ def open_database(
     *,
     purpose: str,
     param: str,
+    remedy: str = "give the path of another file",
     read_only: bool = False,
 ) -> sqlite3.Connection:
     """Open an SQLite file, which is created if it does not exist. Only its owner can read a new file.
@@ -91,6 +92,7 @@ def open_database(
         prepare: Checks the content of the database, and creates the tables of a new one.
         purpose: What the file is used as, for the error message.
         param: The argument that named the file, for the error message.
+        remedy: What to do if the file cannot be opened, for the error message.
         read_only: Whether the file must exist, and is not changed.
 
     Raises:
@@ -112,10 +114,24 @@ def open_database(
             connection.close()
             raise
     except sqlite3.Error as exc:
-        raise InvalidRequestError(
-            f"{path} cannot be used as {purpose}: {exc}; give the path of another file", param=param
-        ) from exc
+        raise InvalidRequestError(f"{path} cannot be used as {purpose}: {exc}; {remedy}", param=param) from exc
     return connection
+
+
+def create_tables(
+    connection: sqlite3.Connection, schema: str, is_created: Callable[[sqlite3.Connection], bool]
+) -> None:
+    """Create the tables of a new database, unless another process has created them in the meantime.
+
+    Args:
+        schema: The statements, separated by semicolons.
+        is_created: Whether the tables exist.
+    """
+    connection.execute("BEGIN IMMEDIATE")
+    if not is_created(connection):
+        for statement in filter(str.strip, schema.split(";")):
+            connection.execute(statement)
+    connection.commit()
 
 
 class RecordStore:

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import asyncio
 import hashlib
 import os
 import platform
 import time
+import warnings
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from importlib.metadata import PackageNotFoundError, version
@@ -13,16 +15,17 @@ from typing import TYPE_CHECKING, Any, Literal, Protocol
 
 from lmx_lab.batch.cache import AnswerCache
 from lmx_lab.batch.prompts import Prompt, PromptSource, Row, RowPrompts, is_missing
-from lmx_lab.batch.run import BatchOptions, BatchRun, LoadedModel, loaded_model
+from lmx_lab.batch.run import UNFINISHED, BatchOptions, BatchRun, LoadedModel, loaded_model
 from lmx_lab.batch.table import LOGPROBS, RowSource, read_source
-from lmx_lab.errors import InvalidRequestError
+from lmx_lab.errors import BatchStoppedError, InvalidRequestError, LabError
 from lmx_lab.evals.evaluation import Evaluation
 from lmx_lab.evals.experiments import FILE, Experiments
-from lmx_lab.evals.metrics import Choice, FunctionMetric, Judge, Metric, read_metric
+from lmx_lab.evals.metrics import Choice, FunctionMetric, Judge, Metric, described_prompt, read_metric
 from lmx_lab.evals.rows import EvaluatedRow, RunFacts, to_json
+from lmx_lab.frames import pandas_for
 from lmx_lab.instrument.access import LabAccess
 from lmx_lab.instrument.requests import RequestList
-from lmx_lab.notebook.map import MapOwner, MapVerbs, answer_all, request_maker
+from lmx_lab.notebook.map import MapOwner, MapVerbs, answer_all, check_parameters, request_maker
 from lmx_lab.notebook.verbs import awaited, blocking, in_thread, on_loop, on_other
 from lmx_lab.settings import Settings
 
@@ -39,6 +42,10 @@ NOT_USED = {
     "schema": "score texts, or pass a function that parses the answer",
 }
 """Parameters of ``map`` that ``evaluate`` does not accept, and what to do instead."""
+SCORING_S = 0.1
+"""Maximum time for which scores are computed, apart from that of one row, before an interrupt is noticed."""
+NOT_SCORED = "was not scored, because the run was interrupted"
+NOT_JUDGED = "was not judged, because the run was interrupted"
 
 
 class EvaluateOwner(MapOwner, Protocol):
@@ -81,36 +88,40 @@ class EvaluateVerbs:
                 options, such as ``Choice(["yes", "no"])`` or ``Judge(prompt)``; or a function of the answer and the
                 expected value that returns a number, 1 for a right answer.
             name: The name of the experiment; by default that of the metric.
-            store: Whether the evaluation is stored in ``lab.experiments``. An interrupted one is not stored.
+            store: Whether the evaluation is stored in ``lab.experiments``. An interrupted one is not stored. If the
+                file cannot be written, a warning says why.
             parameters: ``cache``, ``errors``, ``retry``, ``seed``, ``system`` and the sampling parameters, as for
                 ``map``.
 
         Raises:
             NotLoadedError: no model is loaded.
             InvalidRequestError: an argument is invalid, or a column does not exist.
-            BatchStoppedError: no further row can be answered, for example because the model was unloaded.
+            BatchStoppedError: no further row can be answered or judged, for example because the model was unloaded.
+                Its attribute ``frame`` contains the complete answers.
             ImportError: pandas is not installed.
         """
         started_at = time.time()
         table = _Table(frame, prompt, answer, read_metric(metric))
         _check(parameters, name)
-        loaded = await on_loop(loaded_model(self._backend, hashed=True))
+        loaded = await _loaded(self)
+        # Before the first row, because without a judge there would be no scores.
+        judging = await _judging(self, table.metric) if isinstance(table.metric, Judge) else None
         if isinstance(table.metric, Choice):
             answers = await _score_choices(self, table, loaded, **parameters)
         else:
             answers = await MapVerbs._map(self, table.given, prompt, **parameters)
-        interrupted = answers.attrs["interrupted"]
-        rows = table.evaluated(answers)
-        if parameters.get("errors") == "raise" and not interrupted:
-            _raise_first(rows)
-        if isinstance(table.metric, Judge) and not interrupted:
-            rows, interrupted = await _judge(self, table, table.metric, rows, cache=parameters.get("cache"))
-        facts = table.facts(started_at, name, loaded, prompt, parameters)
-        local = self._local is not None
-        result = Evaluation(facts, rows, lab=self._access, requests=self.requests if local else None)
+        requests = None if self._local is None else self.requests
+        facts = table.facts(loaded, prompt, parameters, started_at=started_at, name=name, judging=judging)
+        result = Evaluation(facts, [], lab=self._access, requests=requests)
+        result.rows, stopped = await table.evaluated(answers)
+        interrupted = stopped or answers.attrs["interrupted"]
+        _raise_first(result.rows, parameters, interrupted)
+        if isinstance(table.metric, Judge):
+            interrupted = interrupted or await _judge_all(self, table, result, parameters)
+            result.rows = [_ended(row) for row in result.rows]
+            _raise_first(result.rows, parameters, interrupted)
         if store and not interrupted:
-            experiments = self.experiments
-            result.id = await in_thread(lambda: experiments.add(result))
+            await _store(self.experiments, result)
         return result
 
     evaluate = blocking(_evaluate)
@@ -148,20 +159,34 @@ class _Table:
         self.prompts = RowPrompts(prompt)
         self.prompts.check(self.columns)
         self.labelled = list(source.rows)
-        self.given = frame if source.library is None else [row for _, row in self.labelled]
+        rows = [row for _, row in self.labelled] or pandas_for("evaluate").DataFrame(columns=self.columns)
+        self.given = frame if source.library is None else rows
         """The rows for ``map``, as a table whose answers are a data frame of pandas."""
 
     def source(self) -> RowSource:
         return RowSource(rows=iter(self.labelled), columns=self.columns, index=self.index)
 
-    def evaluated(self, answers: pd.DataFrame) -> list[EvaluatedRow]:
-        """Return the rows with their scores; for a judge, without."""
+    async def evaluated(self, answers: pd.DataFrame) -> tuple[list[EvaluatedRow], bool]:
+        """Return the rows with their scores, for a judge without, and whether this was interrupted. Runs as a verb."""
         records = answers.astype(object).where(answers.notna(), None).to_dict("records")
-        return [
-            self._evaluated(label, row, record) for (label, row), record in zip(self.labelled, records, strict=True)
-        ]
+        rows: list[EvaluatedRow] = []
+        paused_at = time.monotonic()
+        interrupted = False
+        for (label, row), record in zip(self.labelled, records, strict=True):
+            try:
+                if not interrupted and time.monotonic() - paused_at > SCORING_S:
+                    # An interrupt is raised only in a step.
+                    await on_loop(asyncio.sleep(0))
+                    paused_at = time.monotonic()
+                scored = self._evaluated(label, row, record, NOT_SCORED if interrupted else None)
+            except KeyboardInterrupt:
+                interrupted = True
+                scored = self._evaluated(label, row, record, NOT_SCORED)
+            rows.append(scored)
+        return rows, interrupted
 
-    def _evaluated(self, label: Any, row: Row, answered: Mapping[str, Any]) -> EvaluatedRow:
+    def _evaluated(self, label: Any, row: Row, answered: Mapping[str, Any], not_scored: str | None) -> EvaluatedRow:
+        """Return a row with its score, or with ``not_scored`` as its error."""
         expected = row if self._answer is None else row.get(self._answer)
         names = ("answer", "error", "finish_reason", "output_tokens", "total_s", "request_id")
         found = EvaluatedRow(
@@ -173,6 +198,8 @@ class _Table:
         )
         if found.error is not None:
             return replace(found, answer=None)
+        if not_scored is not None:
+            return replace(found, error=not_scored)
         try:
             if self._answer is not None and is_missing(expected):
                 raise InvalidRequestError(f"the column {self._answer} has no value in this row")
@@ -199,18 +226,21 @@ class _Table:
 
     def facts(
         self,
-        started_at: float,
-        name: str,
         loaded: LoadedModel,
         prompt: PromptSource,
         parameters: Mapping[str, Any],
+        *,
+        started_at: float,
+        name: str,
+        judging: LoadedModel | None,
     ) -> RunFacts:
         """Return what computed the evaluation."""
         digest = hashlib.sha256()
         for _, row in self.labelled:
             digest.update(to_json(list(row.items())).encode() + b"\n")
-        source: Any = f"function {getattr(prompt, '__qualname__', '')}" if callable(prompt) else prompt
-        metric = self.metric.settings
+        metric = dict(self.metric.settings)
+        if judging is not None:
+            metric.update(model=judging.id, weights=judging.weights)
         kept = {key: value for key, value in parameters.items() if key not in ("cache", "errors", "retry", "labs")}
         return RunFacts(
             at=started_at,
@@ -218,7 +248,7 @@ class _Table:
             model=loaded.id,
             engine=loaded.engine,
             weights=loaded.weights,
-            settings={"prompt": source, "answer": self._answer, "metric": metric, "parameters": kept},
+            settings={"prompt": described_prompt(prompt), "answer": self._answer, "metric": metric, "parameters": kept},
             frame=digest.hexdigest(),
             versions=_versions(),
             machine=f"{platform.system()} {platform.machine()}, {os.cpu_count()} cores",
@@ -238,6 +268,9 @@ async def _score_choices(
     """Score the choices of all rows, and return the table of their log-probabilities. Runs as a verb."""
     metric = table.metric
     assert isinstance(metric, Choice)
+    if "labs" in parameters:
+        raise InvalidRequestError("one lab scores the choices of all rows; leave labs out", param="labs")
+    check_parameters(parameters, errors=errors, retry=retry)
     if not metric.chat_template and parameters.get("system") is not None:
         raise InvalidRequestError(
             "system is part of a chat; without chat_template, put it into the prompt", param="system"
@@ -257,40 +290,103 @@ async def _score_choices(
     return await answer_all(run, source, None, stored, owner.workbench)
 
 
-async def _judge(
-    owner: EvaluateOwner,
-    table: _Table,
-    judge: Judge,
-    rows: Sequence[EvaluatedRow],
-    *,
-    cache: str | os.PathLike[str] | None,
-) -> tuple[list[EvaluatedRow], bool]:
-    """Return the rows with the verdicts of a judge, and whether this was interrupted. Runs as a verb."""
+async def _loaded(owner: EvaluateOwner) -> LoadedModel:
+    """Return the loaded model of a lab. Runs as a verb."""
+    return await on_loop(loaded_model(owner._backend, hashed=True))
+
+
+async def _judging(owner: EvaluateOwner, judge: Judge) -> LoadedModel:
+    """Return the model that judges. Runs as a verb."""
+    lab = _judging_lab(owner, judge)
+    return await on_other(lab, _loaded(lab))
+
+
+def _judging_lab(owner: EvaluateOwner, judge: Judge) -> EvaluateOwner:
+    lab: EvaluateOwner = judge.lab
+    if lab is None:
+        return owner
+    if not isinstance(judge.lab, EvaluateVerbs):
+        raise InvalidRequestError(
+            f"lab is {judge.lab!r:.80}; pass a lab: Judge(..., lab=lmx_lab.attach('http://192.168.1.20:8400'))",
+            param="lab",
+        )
+    return lab
+
+
+async def _judge_all(owner: EvaluateOwner, table: _Table, result: Evaluation, parameters: Mapping[str, Any]) -> bool:
+    """Add the verdicts of a judge to the rows of a result, and return whether this was interrupted. Runs as a verb.
+
+    Raises:
+        BatchStoppedError: the judge cannot continue. The error contains the answers, which would be lost otherwise.
+    """
+    judge = table.metric
+    assert isinstance(judge, Judge)
+    rows = result.rows
     answered = [at for at, row in enumerate(rows) if row.error is None]
     given = [{**table.labelled[at][1], "expected": rows[at].expected, "answer": rows[at].answer} for at in answered]
-    judged = list(rows)
     if not given:
-        return judged, False
+        return False
+    lab = _judging_lab(owner, judge)
+    options = {name: parameters[name] for name in ("cache", "retry") if name in parameters}
     schema = {VERDICT: Literal[tuple(judge.verdicts)]}
-    lab: EvaluateOwner = owner if judge.lab is None else judge.lab
-    work = MapVerbs._map(lab, given, judge.prompt, schema=schema, system=judge.system, temperature=0, cache=cache)
-    verdicts: Any = await on_other(lab, work)
-    for at, verdict, error in zip(answered, verdicts[VERDICT], verdicts["error"], strict=True):
-        if error is None:
-            judged[at] = replace(judged[at], verdict=verdict, score=float(judge.verdicts[verdict]))
-        else:
-            judged[at] = replace(judged[at], error=f"the judge: {error}")
-    return judged, bool(verdicts.attrs["interrupted"])
+    work = MapVerbs._map(lab, given, judge.prompt, schema=schema, system=judge.system, temperature=0, **options)
+    stopped: LabError | None = None
+    try:
+        verdicts: Any = await on_other(lab, work)
+    except KeyboardInterrupt:
+        return True
+    except LabError as exc:
+        stopped, verdicts = exc, exc.frame if isinstance(exc, BatchStoppedError) else None
+    if verdicts is not None:
+        for at, verdict, error in zip(answered, verdicts[VERDICT], verdicts["error"], strict=True):
+            rows[at] = _judged(rows[at], judge, verdict, error)
+    if stopped is None:
+        return bool(verdicts.attrs["interrupted"])
+    kept = "the attribute frame of this error contains the answers"
+    reason = stopped.message if kept in stopped.message else f"{stopped.message.rstrip('.')}; {kept}"
+    error = BatchStoppedError(f"the judge failed: {reason}")
+    error.frame = result.df
+    raise error from stopped
 
 
-def _raise_first(rows: Sequence[EvaluatedRow]) -> None:
+def _judged(row: EvaluatedRow, judge: Judge, verdict: Any, error: str | None) -> EvaluatedRow:
+    if error == UNFINISHED.error:
+        return row
+    if error is not None:
+        return replace(row, error=f"the judge: {error}")
+    return replace(row, verdict=verdict, score=float(judge.verdicts[verdict]))
+
+
+async def _store(experiments: Experiments, result: Evaluation) -> None:
+    """Store an evaluation. If that fails, warn, because an exception would lose the answers. Runs as a verb."""
+    try:
+        result.id = await in_thread(lambda: experiments.add(result))
+    except LabError as exc:
+        warnings.warn(f"the evaluation is not stored: {exc.message}", RuntimeWarning, stacklevel=2)
+    except KeyboardInterrupt:
+        warnings.warn("the evaluation is not stored, because it was interrupted", RuntimeWarning, stacklevel=2)
+
+
+def _ended(row: EvaluatedRow) -> EvaluatedRow:
+    """Return a row for a judge after the run: without a score, it has an error."""
+    return replace(row, error=NOT_JUDGED) if row.score is None and row.error is None else row
+
+
+def _raise_first(rows: Sequence[EvaluatedRow], parameters: Mapping[str, Any], interrupted: bool) -> None:
+    """Raise the first error of a row if ``errors`` is ``raise``, unless the run was interrupted."""
     failed = next((row for row in rows if row.error is not None), None)
-    if failed is not None:
+    if failed is not None and parameters.get("errors") == "raise" and not interrupted:
         raise InvalidRequestError(f"row {failed.label!r:.80}: {failed.error}")
 
 
 def _check_answer(answer: str | None, metric: Metric, columns: Sequence[str]) -> None:
     if answer is None:
+        if isinstance(metric, Judge) and "expected" in RowPrompts(metric.prompt).names:
+            raise InvalidRequestError(
+                "the prompt of the judge contains {expected}, but no column has expected values; name it: answer=..., "
+                f"one of {', '.join(columns)}",
+                param="answer",
+            )
         if not isinstance(metric, FunctionMetric | Judge):
             raise InvalidRequestError(
                 f"name the column of the expected answers: answer=..., one of {', '.join(columns)}", param="answer"

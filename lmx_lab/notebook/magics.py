@@ -296,8 +296,14 @@ class LabMagics(Magics):
         if name not in self._shell.user_ns:
             raise UsageError(f"there is no variable {name!r:.80}; --map needs the name of a data frame")
         rows = self._shell.user_ns[name]
-        if into is not None and not hasattr(rows, "columns"):
-            raise UsageError(f"--into adds a column, but {name} is a {type(rows).__name__}; use a data frame")
+        pandas = sys.modules.get("pandas")
+        if into is not None and (pandas is None or not isinstance(rows, pandas.DataFrame)):
+            library = type(rows).__module__.partition(".")[0]
+            kind = f"{library}.{type(rows).__name__}".removeprefix("builtins.")
+            raise UsageError(
+                f"--into adds a column to a data frame of pandas, but {name} is a {kind}; use a data frame of pandas, "
+                "or leave --into out and use the result of the cell"
+            )
         template = cell.strip()
         if column is not None and column not in RowPrompts(template).names:
             template = f"{template}\n\n{{{column}}}"

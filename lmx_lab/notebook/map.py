@@ -139,7 +139,7 @@ class MapVerbs:
         """
         source, prompts = _read_rows(frame, prompt)
         columns = None if schema is None else _read_schema(schema)
-        _check(parameters, n=n, seed=seed, errors=errors, retry=retry)
+        check_parameters(parameters, n=n, seed=seed, errors=errors, retry=retry)
         loaded, others = await on_loop(same_models(_backends(self, labs), hashed=cache is not None))
         options = BatchOptions(
             prompts=prompts,
@@ -272,7 +272,14 @@ def _format(columns: TypedColumns | None) -> Mapping[str, Any]:
     return {"response_format": {"type": "json_schema", "json_schema": schema}}
 
 
-def _check(parameters: Mapping[str, Any], *, n: object, seed: object, errors: object, retry: object) -> None:
+def check_parameters(
+    parameters: Mapping[str, Any], *, n: object = 1, seed: object = None, errors: object, retry: object
+) -> None:
+    """Check the arguments of ``map`` that are the same for all rows, except sampling parameters.
+
+    Raises:
+        InvalidRequestError: one of them is invalid.
+    """
     for name, remedy in NOT_USED.items():
         if name in parameters:
             raise InvalidRequestError(f"map has no parameter {name}: {remedy}", param=name)

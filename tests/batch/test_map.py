@@ -154,6 +154,8 @@ def test_typed_columns_of_a_dictionary_a_model_and_a_json_schema(lab: lmx_lab.La
     large = lab.map([f'{{"days":{10**20}}}', '{"days":7}'], "{text}", schema=huge)
     assert large["days"].tolist() == [pd.NA, 7]
     assert "64-bit" in large["error"][0]
+    number = {"type": "object", "properties": {"days": {"type": "number"}}, "required": ["days"]}
+    assert "too large" in lab.map([f'{{"days":{10**400}}}'], "{text}", schema=number)["error"][0]
     assert lab.map(["[1,2]"], "{text}", schema={"type": "array", "items": {"type": "integer"}})["value"][0] == [1, 2]
     assert "max_tokens" in lab.map([row], "{text}", schema=TRIP, max_tokens=3)["error"][0]
 
@@ -163,6 +165,7 @@ def test_typed_columns_of_a_dictionary_a_model_and_a_json_schema(lab: lmx_lab.La
     [
         ({"prompt": "{texts}"}, "columns are text"),
         ({"prompt": "{text"}, "malformed"),
+        ({"prompt": "{text!r}"}, "conversions"),
         ({"prompt": 3}, "template"),
         ({"schema": {"error": str}}, "rename"),
         ({"schema": {"type": "object", "properties": {"a": {"type": "string", "pattern": "("}}}}, "."),

@@ -4,8 +4,11 @@ from __future__ import annotations
 
 import asyncio
 import json
+import signal
 import sqlite3
+import time
 from collections.abc import Iterator
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -15,11 +18,12 @@ import pytest
 
 import lmx_lab
 from lmx_lab.batch.run import BatchRun
-from lmx_lab.errors import InvalidRequestError
+from lmx_lab.errors import BatchStoppedError, InvalidRequestError, LabError
 from lmx_lab.evals import Choice, Judge
 from lmx_lab.evals.evaluation import Evaluation
 from lmx_lab.evals.experiments import Experiments
 from lmx_lab.evals.statistics import BOOTSTRAP, MCNEMAR, WILSON
+from lmx_lab.notebook.evaluate import SCORING_S
 from lmx_lab.notebook.remote_server import attach
 from lmx_lab.settings import Settings
 
@@ -115,6 +119,8 @@ def test_two_evaluations_of_the_same_rows_are_compared(lab: lmx_lab.Lab) -> None
     assert test.p_value == 0.5
     with pytest.raises(InvalidRequestError, match="different expected"):
         one.compare(lab.evaluate(rows.assign(answer="z"), "{text}", answer="answer"))
+    with pytest.raises(InvalidRequestError, match=r"other is 0\.5"):
+        one.compare(0.5)  # type: ignore[arg-type]
     with pytest.raises(InvalidRequestError, match="unique index"):
         one.compare(lab.evaluate(rows.set_index(pd.Index([0, 0, 1, 1])), "{text}", answer="answer"))
 
@@ -126,6 +132,7 @@ def test_a_judge_gives_a_verdict(lab: lmx_lab.Lab) -> None:
     result = lab.evaluate(rows, "{text}", metric=judge)
     assert result.df["verdict"].tolist() == ["good", "bad", None]
     assert result.df["score"].fillna(-1).tolist() == [1, 0.25, -1]
+    assert lab.experiments[-1].facts.settings["metric"]["model"] == "echo"
     failed = lab.evaluate([*rows[:1], {"text": ""}], "{text}", metric=Judge(lambda row: 1 / len(row["answer"]) and "x"))
     assert "the judge: the prompt function raised" in failed.df.loc[1, "error"]
 
@@ -154,6 +161,10 @@ def test_another_lab_judges(lab: lmx_lab.Lab, tmp_path: Path) -> None:
         ({"answer": "answer", "metric": Choice("options")}, "columns are text, answer"),
         ({"answer": "answer", "metric": Choice(["a", "b"], chat_template=False), "system": "s"}, "chat_template"),
         ({"metric": Judge("{verdict}")}, "columns are text, answer, expected"),
+        ({"metric": Judge("{expected}")}, "contains {expected}, but no column"),
+        ({"metric": Judge("{answer}", lab="http://127.0.0.1:8400")}, "pass a lab"),
+        ({"answer": "answer", "metric": Choice(["a", "b"]), "errors": "rais"}, "errors is 'rais'"),
+        ({"answer": "answer", "metric": Choice(["a", "b"]), "labs": []}, "leave labs out"),
         ({"answer": "answer", "n": 2}, "n: each row has one answer"),
         ({"answer": "answer", "temperature": -1}, "temperature"),
         ({"answer": "answer", "name": 3}, "name is 3"),
@@ -237,7 +248,90 @@ def test_an_interrupted_evaluation_is_returned_but_not_stored(
     assert (result.errors, result.id, len(lab.experiments)) == (2, None, before)
 
 
+def test_an_interrupt_while_answers_are_scored_or_judged_keeps_them(lab: lmx_lab.Lab) -> None:
+    def interrupt(*args: Any) -> Any:
+        if "two" in str(args):
+            raise KeyboardInterrupt
+        return 1
+
+    rows = ["one", "two", "three"]
+    scored = lab.evaluate(rows, "{text}", metric=interrupt)
+    assert scored.df["answer"].tolist() == rows
+    assert scored.df["score"].fillna(-1).tolist() == [1, -1, -1]
+    judged = lab.evaluate(rows, "{text}", metric=Judge(interrupt))
+    assert judged.df["answer"].tolist() == rows
+    assert judged.df["error"].str.contains("was not judged").all()
+    assert (scored.id, judged.id) == (None, None)
+
+    def slow(answer: str, row: Any) -> float:
+        # The first interrupt is raised between two rows, so that it does not disturb a server on this thread.
+        signal.raise_signal(signal.SIGINT)
+        time.sleep(2 * SCORING_S)
+        return 1
+
+    stopped = lab.evaluate(rows, "{text}", metric=slow)
+    assert stopped.df["score"].fillna(-1).tolist() == [1, -1, -1]
+    assert stopped.id is None
+
+
+def test_a_judge_that_fails_keeps_the_answers(lab: lmx_lab.Lab) -> None:
+    with pytest.raises(BatchStoppedError, match=r"the judge failed: .*3.* contains the answers") as caught:
+        lab.evaluate(["a", "b"], "{text}", metric=Judge("{answer}", system=3))  # type: ignore[arg-type]
+    assert caught.value.frame["answer"].tolist() == ["a", "b"]
+    with pytest.raises(InvalidRequestError, match="row 0: the judge: "):
+        lab.evaluate(["a"], "{text}", metric=Judge(lambda row: 1 / 0), errors="raise")
+
+
+def test_a_judge_is_found_before_the_first_row(lab: lmx_lab.Lab) -> None:
+    before = len(lab.requests)
+    with attach(lab.url) as far:
+        pass
+    with pytest.raises(LabError, match="was stopped"):
+        lab.evaluate(["a"], "{text}", metric=Judge("{answer}", lab=far))
+    assert len(lab.requests) == before
+
+
+def test_an_evaluation_that_cannot_be_stored_is_returned(lab: lmx_lab.Lab, monkeypatch: pytest.MonkeyPatch) -> None:
+    (lab.settings.home / "folder.db").mkdir()
+    monkeypatch.setattr("lmx_lab.notebook.evaluate.FILE", "folder.db")
+    with pytest.warns(RuntimeWarning, match=r"not stored: .*folder\.db cannot be used .* move it elsewhere"):
+        result = lab.evaluate(["a"], "{text}", answer="text")
+    assert (result.score.mean, result.id) == (1, None)
+    monkeypatch.setattr("lmx_lab.notebook.evaluate.FILE", "folder.db/a/experiments.db")
+    (lab.settings.home / "folder.db" / "a").touch()
+    with pytest.warns(RuntimeWarning, match="cannot be created"):
+        assert lab.evaluate(["a"], "{text}", answer="text").id is None
+
+
+def test_two_programs_create_the_file_and_damaged_rows_are_named(lab: lmx_lab.Lab, tmp_path: Path) -> None:
+    class Later(Experiments):
+        def _is_created(self, connection: sqlite3.Connection) -> bool:
+            is_created = super()._is_created(connection)
+            if not is_created and not connection.in_transaction:
+                len(Experiments(self.path))  # Another program creates the tables at this moment.
+            return is_created
+
+    path = tmp_path / "experiments.db"
+    path.touch()
+    assert len(Later(path)) == 0
+    Experiments(path).add(lab.evaluate(["a"], "{text}", answer="text", store=False))
+    connection = sqlite3.connect(path)
+    with connection:
+        connection.execute("UPDATE experiments SET data = X'00'")
+    connection.close()
+    assert len(Experiments(path).df) == 1
+    with pytest.raises(LabError, match=r"experiment 1 .* damaged.*delete\(1\)"):
+        Experiments(path)[0]
+
+
+def test_values_of_any_type_are_stored(lab: lmx_lab.Lab) -> None:
+    frame = pd.DataFrame({"text": ["a"], "array": [np.array([[1, 2]])], "odd": [{(1, 2): {3}}]})
+    result = lab.evaluate(frame, "{text}", answer="array", metric=lambda answer, array: array.size == 2)
+    assert result.score.mean == 1
+    assert lab.experiments[-1].rows[0].expected == [[1, 2]]
+
+
 def test_settings_are_json(lab: lmx_lab.Lab) -> None:
-    judge = Judge(lambda row: "x", verdicts={"a": 1, "b": 0})
+    judge = Judge(partial(str), verdicts={"a": 1, "b": 0})
     for metric in (judge, Choice("o"), Choice(["a", "b"])):
         assert json.loads(json.dumps(metric.settings)) == metric.settings

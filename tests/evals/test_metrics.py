@@ -19,6 +19,9 @@ from lmx_lab.evals.metrics import read_metric
         (ExactMatch(), "paris", "Paris", 0),
         (ExactMatch(ignore_case=True), "PARIS", "Paris", 1),
         (ExactMatch(), "7", 7, 1),
+        (ExactMatch(), "7", 7.0, 1),
+        (ExactMatch(), "7.0", np.float32(7), 1),
+        (ExactMatch(), "7", 7.5, 0),
         (Contains(), "It is Paris.", "Paris", 1),
         (Contains(), "It is paris.", "Paris", 0),
         (Contains(ignore_case=True), "It is paris.", "Paris", 1),
@@ -41,7 +44,12 @@ def test_scores(metric: Metric, answer: str, expected: Any, score: float) -> Non
 def test_functions_return_numbers() -> None:
     metric = read_metric(lambda answer, expected: len(answer) / expected)
     assert metric.score("abc", 6) == 0.5
-    for broken in (lambda answer, expected: "many", lambda answer, expected: float("nan"), lambda answer: 1):
+    for broken in (
+        lambda answer, expected: "many",
+        lambda answer, expected: None,
+        lambda answer, expected: float("nan"),
+        lambda answer: 1,
+    ):
         with pytest.raises(InvalidRequestError, match="the metric"):
             read_metric(broken).score("a", "b")
 
@@ -52,6 +60,7 @@ def test_choices_are_compared_by_their_log_probability_or_by_that_of_a_character
     assert (plain.best(choices, [-3, -4]), normalized.best(choices, [-3, -4])) == (0, 1)
     assert plain.best(choices, [-3, -3]) == 0
     assert [plain.right(choices, expected) for expected in ("certainly", 1, np.int64(0), " no")] == [1, 1, 0, 0]
+    assert [plain.right(choices, expected) for expected in (1.0, np.float32(0))] == [1, 0]
     for expected in ("perhaps", 2, -1, True, 0.5):
         with pytest.raises(InvalidRequestError, match="one of the choices"):
             plain.right(choices, expected)
@@ -77,6 +86,11 @@ def test_choices_are_compared_by_their_log_probability_or_by_that_of_a_character
         (lambda: Choice(["a", "a"]), "different texts"),
         (lambda: Choice("options").check(["text"]), "columns are text"),
         (lambda: Judge("{answer}", verdicts={"good": 1}), "verdicts"),
+        (lambda: Judge("{answer}", verdicts={"good": 1, "bad": "no"}), "'bad': 'no'"),
+        (lambda: ExactMatch().score("a", ["a", "b"]), "not a single value"),
+        (lambda: Contains().score("a", " "), "is empty"),
+        (lambda: Regex().score("a", ""), "must be a regular expression"),
+        (lambda: Regex().score("17", 17), "must be a regular expression"),
     ],
 )
 def test_wrong_options_are_refused(make: Any, message: str) -> None:

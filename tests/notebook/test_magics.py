@@ -251,7 +251,7 @@ def test_a_cell_is_a_template_for_the_rows_of_a_data_frame(shell: InteractiveShe
     assert cache.exists()
     for options, words in (
         ("--map missing", "no variable 'missing'"),
-        ("--map rows --into x", "use a data frame"),
+        ("--map rows --into x", "rows is a list; use a data frame"),
         ("--map frame --raw", "--raw"),
         ("--into x", "--into needs --map"),
         ("--map frame --column x", "columns are"),
