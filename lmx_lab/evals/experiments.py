@@ -8,6 +8,7 @@ from __future__ import annotations
 import dataclasses
 import html
 import json
+import numbers
 import operator
 import sqlite3
 import zlib
@@ -20,7 +21,7 @@ from typing import TYPE_CHECKING, Any, TypeVar, overload
 from lmx_lab.errors import InvalidRequestError, LabError, did_you_mean
 from lmx_lab.evals.evaluation import Evaluation
 from lmx_lab.evals.rows import EvaluatedRow, RunFacts, to_json
-from lmx_lab.frames import pandas_for
+from lmx_lab.frames import align_columns, pandas_for
 from lmx_lab.instrument.access import LabAccess
 from lmx_lab.instrument.requests import RequestList
 from lmx_lab.instrument.store import create_tables, open_database
@@ -128,8 +129,14 @@ class Experiments(Sequence[Evaluation]):
         """Delete the experiments with these ids; others are ignored.
 
         Raises:
+            InvalidRequestError: an id is not an integer.
             LabError: the file cannot be used.
         """
+        for each in ids:
+            if not isinstance(each, numbers.Integral):
+                raise InvalidRequestError(
+                    f"{each!r} is not the id of an experiment; .df has the ids in its index", param="ids"
+                )
 
         def delete(connection: sqlite3.Connection) -> None:
             with connection:
@@ -240,9 +247,7 @@ class Experiments(Sequence[Evaluation]):
 
     def __repr__(self) -> str:
         rows = [SHOWN, *self._shown()]
-        widths = [max(len(cell) for cell in column) for column in zip(*rows, strict=True)]
-        lines = ["  ".join(map(str.ljust, row, widths)).rstrip() for row in rows]
-        return "\n".join([*lines, self._footer()])
+        return "\n".join([*align_columns(rows), self._footer()])
 
     def _repr_html_(self) -> str:
         left = "style='text-align:left'"

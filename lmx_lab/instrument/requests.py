@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, overload
 
 from lmx_lab.errors import InvalidRequestError
-from lmx_lab.frames import pandas_for
+from lmx_lab.frames import align_columns, pandas_for
 from lmx_lab.instrument.access import LabAccess
 from lmx_lab.instrument.answer import TokenAnswer
 from lmx_lab.instrument.replay import Replay
@@ -194,9 +194,7 @@ class RequestList(Sequence[RecordedRequest]):
 
     def __repr__(self) -> str:
         rows = [SHOWN, *self._shown()]
-        widths = [max(len(cell) for cell in column) for column in zip(*rows, strict=True)]
-        lines = ["  ".join(map(str.ljust, row, widths)).rstrip() for row in rows]
-        return "\n".join([*lines, self._footer()])
+        return "\n".join([*align_columns(rows), self._footer()])
 
     def _repr_html_(self) -> str:
         left = "style='text-align:left'"

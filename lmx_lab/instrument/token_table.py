@@ -8,7 +8,7 @@ from collections.abc import Sequence
 from itertools import islice
 from typing import TYPE_CHECKING, overload
 
-from lmx_lab.frames import pandas_for
+from lmx_lab.frames import align_columns, pandas_for
 from lmx_lab.values.generation import TokenLogprob
 
 if TYPE_CHECKING:
@@ -51,9 +51,7 @@ class TokenTable(Sequence[TokenLogprob]):
 
     def __repr__(self) -> str:
         rows = [COLUMNS, *map(_cells, islice(self._tokens, SHOWN_ROWS))]
-        widths = [max(len(cell) for cell in column) for column in zip(*rows, strict=True)]
-        lines = ["  ".join(map(str.ljust, row, widths)).rstrip() for row in rows]
-        return "\n".join([*lines, *self._footer()])
+        return "\n".join([*align_columns(rows), *self._footer()])
 
     def _repr_html_(self) -> str:
         left = "style='text-align:left'"

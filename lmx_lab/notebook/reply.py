@@ -12,6 +12,7 @@ from typing import Any, Literal, Self
 from pydantic import BaseModel
 
 from lmx_lab.backend import AnswerCost, AnswerStream, Backend, read_answer
+from lmx_lab.frames import align_columns
 from lmx_lab.instrument.access import LabAccess
 from lmx_lab.instrument.answer import TokenAnswer
 from lmx_lab.instrument.token_table import TokenTable
@@ -416,9 +417,7 @@ class ModelList(list[ModelRecord]):
 
     def __repr__(self) -> str:
         rows = [SHOWN_FIELDS, *(_cells(record) for record in self)]
-        widths = [max(len(cell) for cell in column) for column in zip(*rows, strict=True)]
-        lines = ["  ".join(map(str.ljust, row, widths)).rstrip() for row in rows]
-        return "\n".join([*lines, *self.notes])
+        return "\n".join([*align_columns(rows), *self.notes])
 
     def _repr_html_(self) -> str:
         head = "".join(f"<th>{name}</th>" for name in SHOWN_FIELDS)

@@ -9,7 +9,7 @@ from itertools import islice
 from typing import TYPE_CHECKING, Any, overload
 
 from lmx_lab.backend import DocumentRanking
-from lmx_lab.frames import pandas_for
+from lmx_lab.frames import align_columns, pandas_for
 from lmx_lab.values.encoding import EncodeReport, RerankMethod
 
 if TYPE_CHECKING:
@@ -96,9 +96,7 @@ class RerankResult(Sequence[RankedDocument]):
 
     def __repr__(self) -> str:
         rows = [COLUMNS, *(_cells(row, LINE_CHARACTERS) for row in self._shown())]
-        widths = [max(len(cell) for cell in column) for column in zip(*rows, strict=True)]
-        table = ["  ".join(map(str.ljust, row, widths)).rstrip() for row in rows]
-        return "\n".join([*table, self._footer()])
+        return "\n".join([*align_columns(rows), self._footer()])
 
     def _repr_html_(self) -> str:
         left = "style='text-align:left'"

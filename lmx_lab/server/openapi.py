@@ -47,9 +47,8 @@ _INFERENCE = (*BODY, ContextLengthError, ModelNotFoundError, QueueFullError, *_E
 INFERENCE_ERRORS = failures(*_INFERENCE)
 """Error responses of a request that a model answers."""
 GENERATION_ERRORS = failures(*_INFERENCE, AdminForbiddenError)
-"""Error responses of a request that a model answers, and that may contain ``steer``."""
-TRACE_ERRORS = failures(*_INFERENCE, AdminForbiddenError)
-"""Error responses of a request for values from the inside of a model."""
+"""Error responses of a request that a model answers, and of which some are for callers on this machine only: those with
+``steer``, and traces."""
 MESSAGES_ERRORS = failures(*_INFERENCE, body=MessagesError)
 """The same in the Messages format."""
 OLLAMA_COMMON_ERRORS = failures(body=OllamaError)

@@ -14,7 +14,7 @@ from lmx_lab.http.event_stream import while_connected
 from lmx_lab.http.guard import is_local
 from lmx_lab.server.chat_history import validated_request
 from lmx_lab.server.inference import InferenceService
-from lmx_lab.server.openapi import TRACE_ERRORS
+from lmx_lab.server.openapi import GENERATION_ERRORS
 from lmx_lab.server.tokens import requested_model
 from lmx_lab.server.translate import generation_request
 from lmx_lab.wire.tracing import HookNamesBody, PatchingBody, TraceBody, TracedText
@@ -31,7 +31,7 @@ def trace_routes(service: InferenceService) -> APIRouter:
         response_class=Response,
         responses={
             200: {"content": {MEDIA_TYPE: {"schema": {"type": "string", "format": "binary"}}}},
-            **TRACE_ERRORS,
+            **GENERATION_ERRORS,
         },
     )
     async def trace(body: TraceBody, request: Request) -> Response:

@@ -20,9 +20,12 @@ from tests.engine.conftest import request
 from tests.engine.encoders.models import load, write_tiny_qwen3
 from tests.tiny import write_tiny_llama
 
-pytestmark = [pytest.mark.slow, pytest.mark.skipif(
-    platform.libc_ver()[0] != "glibc", reason="only glibc reports the memory that malloc has allocated"
-)]  # fmt: skip
+pytestmark = [
+    pytest.mark.slow,
+    pytest.mark.skipif(
+        platform.libc_ver()[0] != "glibc", reason="only glibc reports the memory that malloc has allocated"
+    ),
+]
 # 10,000 different words, which is the capacity of the word cache of a model.
 WORDS = " ".join("".join(chr(97 + number // 26**place % 26) for place in range(4)) for number in range(10_000))
 CONTEXT = 32_768

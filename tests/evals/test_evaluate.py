@@ -217,6 +217,8 @@ def test_evaluations_are_stored_and_opened_again(lab: lmx_lab.Lab, tmp_path: Pat
         alone["sec0nd"]
     with pytest.raises(IndexError):
         alone[1000]
+    with pytest.raises(InvalidRequestError, match="'contains' is not the id"):
+        alone.delete("contains")  # type: ignore[arg-type]
     alone.delete(first.id or 0)
     assert len(alone) == before + 2
     assert experiments.path.stat().st_mode & 0o077 == 0
