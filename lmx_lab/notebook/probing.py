@@ -2,18 +2,20 @@
 
 from __future__ import annotations
 
+import operator
 import re
 import time
-from collections.abc import Iterable, Sequence
-from dataclasses import replace
+from collections.abc import Iterable, Mapping, Sequence, Set
+from dataclasses import dataclass, replace
 from functools import partial
-from typing import Any, Literal, Protocol
+from typing import Any, Literal, Protocol, cast
 
 from lmx_lab.backend import Backend
 from lmx_lab.errors import InvalidRequestError
+from lmx_lab.instrument.activations import HookTable
 from lmx_lab.instrument.probe import FOLDS, LayerActivations, Probe, ProbeRun
 from lmx_lab.instrument.steering import Steer, mean_difference
-from lmx_lab.instrument.traced_text import activation_fields, traced
+from lmx_lab.instrument.traced_text import Traced, activation_fields, integer, trace_body
 from lmx_lab.notebook.verbs import LoopPortal, awaited, blocking, in_thread, on_loop
 from lmx_lab.progress import counter
 from lmx_lab.values.encoding import Vectors
@@ -56,18 +58,19 @@ class ProbeVerbs:
             NotLoadedError: no chat model is loaded.
             InvalidRequestError: an argument is invalid, the model does not have the layer, or both means are equal.
         """
-        groups = [_texts(positive, "positive"), _texts(negative, "negative")]
-        hooks = _hooks([layer])
-        found: list[list[Vectors]] = [[], []]
+        groups = {"positive": _texts(positive, "positive"), "negative": _texts(negative, "negative")}
+        residuals = await on_loop(Residuals.of(self._backend, [layer], position))
+        found: dict[str, list[Vectors]] = {name: [] for name in groups}
+        total = sum(map(len, groups.values()))
         with counter("steering vector") as bar:
-            for rows, texts in zip(found, groups, strict=True):
-                for text in texts:
-                    rows.append((await on_loop(_residuals(self._backend, text, hooks, position)))[layer])
-                    bar.show(f"layer {layer}", sum(map(len, found)), sum(map(len, groups)))
-        model = self._backend.state().model or ""
-        weights = await on_loop(self._backend.weights_of(model))
-        made = mean_difference(layer, *found, normalize=normalize)
-        return replace(made, model=model, weights=weights, source={**made.source, "position": position})
+            for name, texts in groups.items():
+                for at, text in enumerate(texts):
+                    found[name] += await on_loop(residuals.read(text, f"{name}[{at}]"))
+                    bar.show(f"layer {layer}", sum(map(len, found.values())), total)
+        weights = await on_loop(self._backend.weights_of(residuals.model))
+        made = mean_difference(residuals.layers[0], **found, normalize=normalize)
+        source = {**made.source, "position": residuals.position}
+        return replace(made, model=residuals.model, weights=weights, source=source)
 
     steering_vector = blocking(_steering_vector)
     asteering_vector = awaited(_steering_vector)
@@ -83,8 +86,11 @@ class ProbeVerbs:
     ) -> Probe:
         """Train a linear classifier on the activations of each layer, and return how well each predicts the labels.
 
+        If ``probe`` is interrupted while it computes texts, it trains on those that are complete; if it is interrupted
+        while it trains, it returns the layers that are complete. ``aprobe`` is cancelled.
+
         Args:
-            texts: Texts, or a column of a data frame.
+            texts: Texts, or a column of a data frame. Equal ones are in the same part of the cross-validation.
             labels: The class of each text.
             layer: Indices of the layers whose outputs are used.
             position: The token whose activations are used: ``last``, an index, or ``mean`` for the mean of all tokens.
@@ -93,33 +99,114 @@ class ProbeVerbs:
         Raises:
             NotLoadedError: no chat model is loaded.
             InvalidRequestError: an argument is invalid, or there are too few texts of a class.
+            StorageFullError: the activations need more space than the disk has.
             ImportError: scikit-learn is not installed.
         """
-        values, classes = _texts(texts, "texts"), list(labels)
+        values, classes = _texts(texts, "texts"), _items(labels, "labels")
         if len(values) != len(classes):
             raise InvalidRequestError(
                 f"there are {len(values)} texts and {len(classes)} labels; pass one label for each text", param="labels"
             )
-        run = ProbeRun(classes, folds=folds)
-        hooks = _hooks(["*"] if layer == "all" else [layer] if isinstance(layer, int) else layer)
-        began, activations = time.monotonic(), None
+        run = ProbeRun(values, classes, folds=folds)
+        residuals = await on_loop(Residuals.of(self._backend, layer, position))
+        activations = LayerActivations(len(values), residuals.layers, residuals.width)
+        began, accuracies = time.monotonic(), dict[int, list[float]]()
         with counter("probe") as bar:
-            for at, text in enumerate(values):
-                found = await on_loop(_residuals(self._backend, text, hooks, position))
-                if activations is None:
-                    activations = LayerActivations(len(values), list(found), len(next(iter(found.values()))))
-                activations.put(at, list(found.values()))
-                bar.show(f"{(at + 1) / (time.monotonic() - began):.1f} texts/s", at + 1, len(values))
-        assert activations is not None
-        accuracies = {}
+            try:
+                for done, at in enumerate(run.order, 1):
+                    activations.put(at, await on_loop(residuals.read(values[at], f"texts[{at}]")))
+                    bar.show(f"{done / (time.monotonic() - began):.1f} texts/s", done, len(values))
+            except KeyboardInterrupt:
+                if (part := run.of(activations.texts)) is None:
+                    raise
+                run = part
         with counter("probe") as bar:
-            for at, each in enumerate(activations.layers):
-                accuracies[each] = await in_thread(partial(run.accuracies, activations.of(each)))
-                bar.show(f"layer {each}", at + 1, len(activations.layers))
+            try:
+                for each in activations.layers:
+                    accuracies[each] = await in_thread(partial(run.accuracies, activations.of(each)))
+                    bar.show(f"layer {each}", len(accuracies), len(activations.layers))
+            except KeyboardInterrupt:
+                if not accuracies:
+                    raise
         return Probe(accuracies, run, activations)
 
     probe = blocking(_probe)
     aprobe = awaited(_probe)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Residuals:
+    """Reads the output of layers for many texts, all of them with the same model."""
+
+    backend: Backend
+    model: str
+    """Id of the model."""
+    layers: list[int]
+    """The indices of the layers, in ascending order."""
+    width: int
+    """Number of components of the residual stream."""
+    position: Position
+
+    @classmethod
+    async def of(cls, backend: Backend, layers: object, position: object) -> Residuals:
+        """Return the reader for the loaded model.
+
+        Args:
+            layers: An index, several, or ``all``.
+
+        Raises:
+            NotLoadedError: no chat model is loaded.
+            InvalidRequestError: the position is invalid, or the model does not have a layer.
+        """
+        at = position if isinstance(position, str) and position in ("last", "mean") else integer(position)
+        if at is None:
+            raise InvalidRequestError(
+                f"position is {position!r:.40}; pass 'last', 'mean', or the index of a token", param="position"
+            )
+        hooks = HookTable(await backend.trace(trace_body({"kind": "hooks"})))
+        shapes = {int(match[1]): hooks[name] for name in hooks if (match := RESIDUAL.fullmatch(name))}
+        is_all = isinstance(layers, str) and layers == "all"
+        indices = list(shapes) if is_all else _layers(layers, hooks.model, len(shapes))
+        width = int(shapes[indices[0]][-1])
+        return cls(backend=backend, model=hooks.model, layers=indices, width=width, position=cast("Position", at))
+
+    async def read(self, text: str, name: str) -> list[Vectors]:
+        """Return the output of each layer at the token, or its mean over all tokens.
+
+        Args:
+            name: What the text is, for messages.
+
+        Raises:
+            OtherModelLoadedError: another model was loaded since.
+            InvalidRequestError: the text does not have the position, or is too long.
+        """
+        at = -1 if self.position == "last" else self.position
+        fields = activation_fields(
+            [f"blocks.{layer}.hook_resid_post" for layer in self.layers], at if isinstance(at, int) else None
+        )
+        try:
+            trace = await Traced(text={"text": text}, model=self.model).run(self.backend, fields)
+        except InvalidRequestError as exc:
+            param = "position" if exc.param == "positions" else exc.param
+            raise type(exc)(f"{name}, {text!r:.40}: {exc.message}", param=param) from exc
+        return [trace.arrays[hook].mean(axis=0) for hook in fields["hooks"]]
+
+
+def _items(given: object, name: str) -> list[Any]:
+    """Return the items of a list, an array, or a column of a table.
+
+    Raises:
+        InvalidRequestError: it is none of them.
+    """
+    for method in ("to_pylist", "tolist", "to_list"):
+        if callable(convert := getattr(given, method, None)):
+            given = convert()
+            break
+    if isinstance(given, str | bytes | Mapping | Set) or hasattr(given, "columns") or not isinstance(given, Iterable):
+        raise InvalidRequestError(
+            f"{name} is a {type(given).__name__}; pass a list, or a column of a data frame", param=name
+        )
+    return list(given)
 
 
 def _texts(given: object, name: str) -> list[str]:
@@ -128,9 +215,7 @@ def _texts(given: object, name: str) -> list[str]:
     Raises:
         InvalidRequestError: it is not a group of texts, or there are none.
     """
-    if isinstance(given, str) or not isinstance(given, Iterable):
-        raise InvalidRequestError(f"{name} is {given!r:.80}; pass a list of texts", param=name)
-    texts = list(given)
+    texts = _items(given, name)
     for at, text in enumerate(texts):
         if not isinstance(text, str) or not text:
             raise InvalidRequestError(f"{name} has {text!r:.80} at index {at}; pass texts only", param=name)
@@ -139,33 +224,24 @@ def _texts(given: object, name: str) -> list[str]:
     return texts
 
 
-def _hooks(layers: Iterable[object]) -> list[str]:
-    """Return the names of the outputs of layers; ``*`` stands for all layers.
+def _layers(given: object, model: str, count: int) -> list[int]:
+    """Return indices of layers in ascending order.
+
+    Args:
+        given: An index or several.
+        count: Number of layers of the model.
 
     Raises:
-        InvalidRequestError: a layer is not an index, or there are none.
+        InvalidRequestError: one is not an index, the model does not have it, or there are none.
     """
-    given = list(layers)
-    for layer in given:
-        if layer != "*" and (isinstance(layer, bool) or not isinstance(layer, int) or layer < 0):
-            raise InvalidRequestError(f'layer has {layer!r:.40}; pass indices from 0, or "all"', param="layer")
-    if not given:
+    single = integer(given)
+    items = [given] if single is not None or isinstance(given, str) or not isinstance(given, Iterable) else list(given)
+    for item in items:
+        if (layer := integer(item)) is None or not 0 <= layer < count:
+            raise InvalidRequestError(
+                f"layer is {item!r:.40}; pass an index from 0 to {count - 1}, because {model} has {count} layers",
+                param="layer",
+            )
+    if not items:
         raise InvalidRequestError("layer has no layers; pass at least one index", param="layer")
-    return [f"blocks.{layer}.hook_resid_post" for layer in given]
-
-
-async def _residuals(backend: Backend, text: str, hooks: list[str], position: object) -> dict[int, Vectors]:
-    """Return the output of layers at one token of a text, or its mean over all tokens, by layer.
-
-    Raises:
-        InvalidRequestError: the position is invalid, or the model does not have a layer.
-    """
-    if position not in ("last", "mean") and (isinstance(position, bool) or not isinstance(position, int)):
-        raise InvalidRequestError(
-            f"position is {position!r:.40}; pass 'last', 'mean', or the index of a token", param="position"
-        )
-    at = -1 if position == "last" else position
-    positions = at if isinstance(at, int) else None
-    trace = await traced(text).run(backend, activation_fields(hooks, positions))
-    found = {RESIDUAL.fullmatch(name): array for name, array in trace.arrays.items()}
-    return {int(match[1]): array.mean(axis=0) for match, array in found.items() if match is not None}
+    return sorted({operator.index(item) for item in items})
