@@ -2,12 +2,18 @@
 
 from __future__ import annotations
 
+import array
+import copy
+import math
+import pickle
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import httpx2
+import mlx.core as mx
 import numpy as np
+import pandas as pd
 import pytest
 
 import lmx_lab
@@ -48,6 +54,55 @@ def test_a_vector_is_saved_with_its_model_and_read_again(tmp_path: Path) -> None
             Steer.load(path)
     with pytest.raises(InvalidRequestError):
         made.save(tmp_path / "missing" / "vector.safetensors")
+    with path.open("wb") as file:
+        # The weights of a model, which are not read into memory.
+        file.truncate(2**40)
+    with pytest.raises(InvalidRequestError, match="it has 1099511627776 bytes"):
+        Steer.load(path)
+    with pytest.raises(InvalidRequestError, match="source cannot be written as JSON"):
+        steer(source={"positive": np.int64(3)}).save(path)
+
+
+@pytest.mark.parametrize(
+    "values",
+    [
+        (0.5, -1.0),
+        array.array("d", [0.5, -1.0]),
+        np.array([0.5, -1.0], dtype=np.float16),
+        np.array([1.0, 0.5, -2.0, -1.0])[1::2],
+        pd.Series([0.5, -1.0], index=["a", "b"]),
+        mx.array([0.5, -1.0]),
+        mx.array([0.5, -1.0], dtype=mx.bfloat16),
+    ],
+)
+def test_vectors_of_any_type_are_copied_to_float32(values: Any) -> None:
+    made = Steer(np.int64(1), values, np.float32(2.0))  # type: ignore[arg-type]
+    assert (made.layer, made.vector.tolist(), made.vector.dtype, made.scale) == (1, [0.5, -1.0], np.float32, 2.0)
+    for same in (made, pickle.loads(pickle.dumps(made)), copy.deepcopy(made)):
+        assert repr(same) == repr(made)
+        with pytest.raises(ValueError, match="read-only"):
+            same.vector[0] = 1.0
+
+
+def test_vectors_are_multiplied_by_numbers() -> None:
+    made = steer(3.0)
+    for product, scale in (
+        (2 * made, 6.0),
+        (made * 2, 6.0),
+        (np.float64(2) * made, 6.0),
+        (np.int32(2) * made, 6.0),
+        (made / 2, 1.5),
+        (-made, -3.0),
+    ):
+        assert isinstance(product, Steer)
+        assert product.scale == scale
+        assert product.vector is not None
+    assert repr(1.0000001 * made) != repr(made)
+    for wrong in (np.ones(2), math.inf):
+        with pytest.raises(InvalidRequestError, match="scale is"):
+            wrong * made
+    with pytest.raises(TypeError):
+        "2" * made  # type: ignore[operator]
 
 
 @pytest.mark.parametrize(
@@ -57,6 +112,16 @@ def test_a_vector_is_saved_with_its_model_and_read_again(tmp_path: Path) -> None
         ((0, []), "vector"),
         ((0, ["a"]), "vector"),
         ((0, [1.0, float("nan")]), "vector"),
+        ((0, [1.0, None]), "vector"),
+        ((0, ["1.0"]), "vector"),
+        ((0, np.array([1j])), "vector"),
+        ((0, [1e39]), "vector"),
+        ((0, [[1.0], [1.0, 2.0]]), "vector"),
+        ((0, np.zeros(65_537)), "vector"),
+        ((0, 1.0), "vector"),
+        ((1.0, [1.0]), "layer"),
+        ((0, [1.0], 10**400), "scale"),
+        ((0, [1.0], True), "scale"),
         ((-1, [1.0]), "layer"),
         ((True, [1.0]), "layer"),
         ((0, [1.0], float("inf")), "scale"),
@@ -140,11 +205,18 @@ def test_a_vector_is_made_of_two_groups_of_texts(lab: lmx_lab.Lab, tiny: ModelEn
         (("text", negative, 1), "positive"),
         ((positive, [], 1), "negative"),
         ((positive, positive, 1), "positive"),
+        # The same texts in another order differ by rounding only.
+        ((["one", "two", "three", "four five"], ["four five", "two", "one", "three"], 1), "positive"),
         ((positive, negative, -1), "layer"),
-        ((positive, negative, 2), "hooks"),
+        ((positive, negative, 2), "layer"),
+        ((positive, negative, [0, 1]), "layer"),
+        ((positive, negative, "all"), "layer"),
+        (({"one": 1}, negative, 1), "positive"),
     ):
         with pytest.raises(InvalidRequestError) as refused:
             lab.steering_vector(*arguments)
         assert refused.value.param == param
     with pytest.raises(InvalidRequestError, match="position is 'first'"):
         lab.steering_vector(positive, negative, 1, position="first")  # type: ignore[arg-type]
+    with pytest.raises(InvalidRequestError, match=r"^positive\[1\], 'three': positions"):
+        lab.steering_vector(positive, negative, 1, position=3)

@@ -14,7 +14,7 @@ import numpy as np
 import pytest
 from mlx_lm.generate import BatchGenerator
 
-from lmx_lab.engine import ModelManager, TokenPrompt, scheduler
+from lmx_lab.engine import ModelManager, Sampling, TokenPrompt, scheduler
 from lmx_lab.engine.mlx.capture.parts import find_parts
 from lmx_lab.engine.mlx.capture.points import HookPoints, find_points
 from lmx_lab.engine.mlx.model import LoadedModel
@@ -106,11 +106,26 @@ def points_of(model: Any) -> HookPoints:
 def test_no_bit_of_the_other_rows_changes(kind: str, dtype: mx.Dtype) -> None:
     points = points_of(build(kind))
     steered = RequestSteering.of([vector(1), vector(0, seed=1)], points)
-    zero = RequestSteering.of([vector(1, scale=0.0)], points)
     plain = logprobs_of([None, None, None], kind, dtype)
-    mixed = logprobs_of([None, steered, zero], kind, dtype)
+    mixed = logprobs_of([None, steered, None], kind, dtype)
     assert (mixed[0], mixed[2]) == (plain[0], plain[2])
     assert all(one != other for one, other in zip(mixed[1], plain[1], strict=True))
+    # A vector whose values exceed the range of the type.
+    longest = RequestSteering.of([vector(1, scale=1e38)], points)
+    assert longest is not None
+    broken = logprobs_of([None, longest, None], kind, dtype)
+    assert (broken[0], broken[2]) == (plain[0], plain[2])
+    with pytest.raises(InvalidRequestError, match=r"too long \(length [0-9.]+e\+38 at layer 1\)"):
+        longest.check([float(np.frombuffer(broken[1][0], np.float32)[0])])
+
+
+def test_vectors_whose_sum_is_zero_are_the_same_as_none() -> None:
+    points = points_of(build("llama"))
+    assert RequestSteering.of([vector(0, scale=0.0), vector(1, scale=2.0), vector(1, scale=-2.0)], points) is None
+    one, both = [RequestSteering.of(steer, points) for steer in ([vector(1)], [vector(0, scale=0.0), vector(1)])]
+    assert one is not None
+    assert both is not None
+    assert one.key == both.key
 
 
 async def test_one_of_two_identical_requests_is_steered_and_the_other_unchanged(fresh: ModelManager) -> None:
@@ -171,6 +186,9 @@ async def test_caches_of_steered_requests_are_used_only_with_the_same_vectors(tm
         again, report = await run(manager, prompt=PROMPT, steer=(vector(),))
         assert (again, report.cached_tokens) == (steered, len(PROMPT.tokens) - 1)
         assert (await run(manager, prompt=PROMPT))[0] == plain
+        # Vectors that change nothing use the cache of the prompt without vectors.
+        again, report = await run(manager, prompt=PROMPT, steer=(vector(scale=0.0),))
+        assert (again, report.cached_tokens) == (plain, len(PROMPT.tokens) - 1)
     # Only the state of the request without vectors is on disk.
     assert sum(name.endswith(".safetensors") for name in os.listdir(tmp_path)) == 1
     async with ModelManager(Settings(prefix_cache_dir=tmp_path)) as manager:
@@ -222,12 +240,32 @@ async def test_a_steered_answer_continues_after_a_pause(
         (SteeringVector(layer=0, vector="AAA"), r"'AAA' is not base64"),
         (SteeringVector(layer=0, vector="AAAA"), r"3 bytes; send four bytes"),
         (vector(scale=1e39), r"their product must be a finite float32 number"),
+        (vector(scale=1e38), r"layer 0 have a sum with a component of [0-9.]+e\+3[89], which is not a finite"),
     ],
 )
 async def test_a_vector_that_does_not_fit_is_refused(
     manager: ModelManager, wrong: SteeringVector, message: str
 ) -> None:
     with pytest.raises(InvalidRequestError, match=message) as refused:
-        await manager.submit(request(steer=(wrong,)))
+        await manager.submit(request(steer=(wrong,) * 4))
     assert refused.value.param == "steer"
     assert (await run(manager))[1].output_tokens
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {"sampling": Sampling(temperature=0)},
+        {"sampling": Sampling(temperature=1.0, top_p=0.5, top_k=5, min_p=0.1)},
+        {"sampling": Sampling(temperature=1.0, seed=1, repetition_penalty=1.3)},
+        {"max_tokens": 0, "score_prompt": True},
+    ],
+)
+async def test_an_answer_whose_values_are_not_finite_ends_with_an_error(
+    fresh: ModelManager, changes: dict[str, Any]
+) -> None:
+    neighbour = asyncio.create_task(alone(fresh, **options(max_tokens=40)))
+    with pytest.raises(InvalidRequestError, match="not finite; use a smaller scale") as refused:
+        await alone(fresh, **options(vector(scale=1e37), **changes))
+    assert refused.value.param == "steer"
+    assert_same(await neighbour, await alone(fresh, **options(max_tokens=40)))
