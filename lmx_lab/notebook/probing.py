@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import operator
 import re
 import time
@@ -15,10 +16,11 @@ from lmx_lab.errors import InvalidRequestError
 from lmx_lab.instrument.activations import HookTable
 from lmx_lab.instrument.probe import FOLDS, LayerActivations, Probe, ProbeRun
 from lmx_lab.instrument.steering import Steer, mean_difference
-from lmx_lab.instrument.traced_text import Traced, activation_fields, integer, trace_body
+from lmx_lab.instrument.traced_text import Traced, What, activation_fields, integer, trace_body, traced
 from lmx_lab.notebook.verbs import LoopPortal, awaited, blocking, in_thread, on_loop
 from lmx_lab.progress import counter
 from lmx_lab.values.encoding import Vectors
+from lmx_lab.wire.generation import ANY_MODEL
 
 Position = int | Literal["last", "mean"]
 RESIDUAL = re.compile(r"blocks\.(\d+)\.hook_resid_post")
@@ -38,8 +40,8 @@ class ProbeVerbs:
 
     async def _steering_vector(
         self: ProbeOwner,
-        positive: Iterable[str],
-        negative: Iterable[str],
+        positive: Iterable[What],
+        negative: Iterable[What],
         layer: int,
         *,
         position: Position = "last",
@@ -48,7 +50,7 @@ class ProbeVerbs:
         """Return the difference between the mean activations of two groups of texts, for ``chat(..., steer=[...])``.
 
         Args:
-            positive: Texts with a property.
+            positive: Texts with a property, each as ``what`` in ``trace``.
             negative: Texts without it.
             layer: Index of the layer whose output is used, from 0.
             position: The token whose activations are used: ``last``, an index, or ``mean`` for the mean of all tokens.
@@ -77,7 +79,7 @@ class ProbeVerbs:
 
     async def _probe(
         self: ProbeOwner,
-        texts: Iterable[str],
+        texts: Iterable[What],
         labels: Iterable[Any],
         *,
         layer: int | Sequence[int] | Literal["all"] = "all",
@@ -90,7 +92,8 @@ class ProbeVerbs:
         while it trains, it returns the layers that are complete. ``aprobe`` is cancelled.
 
         Args:
-            texts: Texts, or a column of a data frame. Equal ones are in the same part of the cross-validation.
+            texts: Texts, or a column of a data frame, each as ``what`` in ``trace``. Equal ones are in the same part of
+                the cross-validation.
             labels: The class of each text.
             layer: Indices of the layers whose outputs are used.
             position: The token whose activations are used: ``last``, an index, or ``mean`` for the mean of all tokens.
@@ -107,7 +110,8 @@ class ProbeVerbs:
             raise InvalidRequestError(
                 f"there are {len(values)} texts and {len(classes)} labels; pass one label for each text", param="labels"
             )
-        run = ProbeRun(values, classes, folds=folds)
+        keys = [json.dumps(each.text, sort_keys=True, default=str) for each in values]
+        run = ProbeRun(keys, classes, folds=folds)
         residuals = await on_loop(Residuals.of(self._backend, layer, position))
         activations = LayerActivations(len(values), residuals.layers, residuals.width)
         began, accuracies = time.monotonic(), dict[int, list[float]]()
@@ -170,7 +174,7 @@ class Residuals:
         width = int(shapes[indices[0]][-1])
         return cls(backend=backend, model=hooks.model, layers=indices, width=width, position=cast("Position", at))
 
-    async def read(self, text: str, name: str) -> list[Vectors]:
+    async def read(self, text: Traced, name: str) -> list[Vectors]:
         """Return the output of each layer at the token, or its mean over all tokens.
 
         Args:
@@ -185,10 +189,12 @@ class Residuals:
             [f"blocks.{layer}.hook_resid_post" for layer in self.layers], at if isinstance(at, int) else None
         )
         try:
-            trace = await Traced(text={"text": text}, model=self.model).run(self.backend, fields)
+            model = self.model if text.model == ANY_MODEL else text.model
+            trace = await replace(text, model=model).run(self.backend, fields)
         except InvalidRequestError as exc:
             param = "position" if exc.param == "positions" else exc.param
-            raise type(exc)(f"{name}, {text!r:.40}: {exc.message}", param=param) from exc
+            shown = next(iter(text.text.values()))
+            raise type(exc)(f"{name}, {shown!r:.40}: {exc.message}", param=param) from exc
         return [trace.arrays[hook].mean(axis=0) for hook in fields["hooks"]]
 
 
@@ -209,19 +215,23 @@ def _items(given: object, name: str) -> list[Any]:
     return list(given)
 
 
-def _texts(given: object, name: str) -> list[str]:
+def _texts(given: object, name: str) -> list[Traced]:
     """Return a group of texts as a list.
 
     Raises:
         InvalidRequestError: it is not a group of texts, or there are none.
     """
-    texts = _items(given, name)
-    for at, text in enumerate(texts):
-        if not isinstance(text, str) or not text:
-            raise InvalidRequestError(f"{name} has {text!r:.80} at index {at}; pass texts only", param=name)
-    if not texts:
+    found = []
+    for at, item in enumerate(_items(given, name)):
+        if isinstance(item, str) and not item:
+            raise InvalidRequestError(f"{name}[{at}] is empty; pass texts of at least one token", param=name)
+        try:
+            found.append(traced(item))
+        except InvalidRequestError as exc:
+            raise InvalidRequestError(f"{name}[{at}]: {exc.message}", param=name) from None
+    if not found:
         raise InvalidRequestError(f"{name} has no texts; pass at least one", param=name)
-    return texts
+    return found
 
 
 def _layers(given: object, model: str, count: int) -> list[int]:

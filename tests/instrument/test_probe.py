@@ -75,6 +75,18 @@ def test_texts_and_labels_of_any_list_give_the_same_probe(lab: lmx_lab.Lab, text
     assert lab.probe(texts, labels, layer=np.array([1, 1])).accuracies == expected.accuracies
 
 
+def test_texts_may_be_messages_token_ids_and_replies(lab: lmx_lab.Lab) -> None:
+    replies = [lab.chat(text, max_tokens=2, temperature=0, ignore_eos=True) for text in TEXTS]
+    tokens = [[*reply.prompt_ids, *reply.ids] for reply in replies]
+    assert lab.probe(replies, LABELS).accuracies == lab.probe(tokens, LABELS).accuracies
+    messages = [[{"role": "user", "content": text}] for text in TEXTS]
+    assert lab.probe(messages, LABELS, layer=1).accuracies.keys() == {1}
+    direction = lab.steering_vector(messages[:10], messages[10:], 1)
+    assert (direction.source["positive"], direction.width) == (10, 32)
+    with pytest.raises(InvalidRequestError, match=r"positive\[0\]: \{'role'.*cannot be traced"):
+        lab.steering_vector(messages[0], messages[1], 1)
+
+
 def test_equal_texts_are_in_the_same_fold() -> None:
     texts = [f"text {at // 2}" for at in range(24)]
     vectors = np.random.default_rng(0).normal(size=(12, 64)).repeat(2, axis=0)
