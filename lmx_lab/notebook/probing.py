@@ -62,6 +62,7 @@ class ProbeVerbs:
         """
         groups = {"positive": _texts(positive, "positive"), "negative": _texts(negative, "negative")}
         residuals = await on_loop(Residuals.of(self._backend, [layer], position))
+        weights = await on_loop(self._backend.weights_of(residuals.model))
         found: dict[str, list[Vectors]] = {name: [] for name in groups}
         total = sum(map(len, groups.values()))
         with counter("steering vector") as bar:
@@ -69,7 +70,6 @@ class ProbeVerbs:
                 for at, text in enumerate(texts):
                     found[name] += await on_loop(residuals.read(text, f"{name}[{at}]"))
                     bar.show(f"layer {layer}", sum(map(len, found.values())), total)
-        weights = await on_loop(self._backend.weights_of(residuals.model))
         made = mean_difference(residuals.layers[0], **found, normalize=normalize)
         source = {**made.source, "position": residuals.position}
         return replace(made, model=residuals.model, weights=weights, source=source)
@@ -114,7 +114,7 @@ class ProbeVerbs:
         run = ProbeRun(keys, classes, folds=folds)
         residuals = await on_loop(Residuals.of(self._backend, layer, position))
         activations = LayerActivations(len(values), residuals.layers, residuals.width)
-        began, accuracies = time.monotonic(), dict[int, list[float]]()
+        began = time.monotonic()
         with counter("probe") as bar:
             try:
                 for done, at in enumerate(run.order, 1):
@@ -124,18 +124,24 @@ class ProbeVerbs:
                 if (part := run.of(activations.texts)) is None:
                     raise
                 run = part
-        with counter("probe") as bar:
-            try:
-                for each in activations.layers:
-                    accuracies[each] = await in_thread(partial(run.accuracies, activations.of(each)))
-                    bar.show(f"layer {each}", len(accuracies), len(activations.layers))
-            except KeyboardInterrupt:
-                if not accuracies:
-                    raise
-        return Probe(accuracies, run, activations)
+        return await _trained(run, activations)
 
     probe = blocking(_probe)
     aprobe = awaited(_probe)
+
+
+async def _trained(run: ProbeRun, activations: LayerActivations) -> Probe:
+    """Return the probe of all layers; if it is interrupted, of those that are complete."""
+    accuracies: dict[int, list[float]] = {}
+    with counter("probe") as bar:
+        try:
+            for layer in activations.layers:
+                accuracies[layer] = await in_thread(partial(run.accuracies, activations.of(layer)))
+                bar.show(f"layer {layer}", len(accuracies), len(activations.layers))
+        except KeyboardInterrupt:
+            if not accuracies:
+                raise
+    return Probe(accuracies, run, activations)
 
 
 @dataclass(frozen=True, kw_only=True)
