@@ -50,7 +50,7 @@ class RequestSteering:
         check_steering(steer, points.model, layers=layers, width=width)
         sums: dict[int, NDArray[np.float64]] = {}
         for each in steer:
-            scaled = each.scale * np.array(read_components(each.vector, each.scale), dtype=np.float64)
+            scaled = each.scale * read_components(each.vector, each.scale).astype(np.float64)
             sums[each.layer] = sums[each.layer] + scaled if each.layer in sums else scaled
         for layer, total in sums.items():
             if (largest := np.abs(total).max()) > LARGEST:
