@@ -164,6 +164,16 @@ def test_settings_with_vectors_are_compared_and_scored(lab: lmx_lab.Lab, tmp_pat
     assert [again.answer(0, at).text for at in range(3)] == texts
 
 
+def test_rows_and_trees_are_steered(lab: lmx_lab.Lab, tmp_path: Path) -> None:
+    given = {**GREEDY, "steer": [steer()]}
+    expected = lab.chat("hello", **given).text
+    for vector in (steer(), -steer()):
+        answers = lab.map(["hello"], "{text}", cache=tmp_path / "answers.db", **{**given, "steer": vector})
+        # The vectors are part of the key of an answer in the cache.
+        assert (answers["answer"][0] == expected) == (vector.scale > 0)
+    assert lab.explore("hello", width=1, depth=2, **given)["1-1"].text == expected
+
+
 def test_programs_on_this_machine_may_steer_over_http(lab: lmx_lab.Lab) -> None:
     expected = lab.chat("hello", steer=[steer()], **GREEDY)
     item = steer().to_json()

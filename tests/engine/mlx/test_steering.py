@@ -197,20 +197,23 @@ async def test_caches_of_steered_requests_are_used_only_with_the_same_vectors(tm
         assert (again, report.cached_tokens) == (steered, 0)
 
 
-async def test_prompt_lookup_does_not_change_a_steered_answer(
+async def test_drafts_do_not_change_a_steered_answer(
     no_shared_model: None, tiny: ModelEntry, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(SpeculativeBatch, "_cost", 1.0)
     repeated = TokenPrompt(tokens=(*range(1000, 1040), *range(1000, 1040), *range(1000, 1004)))
     # A large vector before the last norm makes the answer repeat one token.
     asked = options(vector(1, scale=50.0), prompt=repeated, max_tokens=40)
-    answers = {}
-    for lookup in (False, True):
+    answers = []
+    # The draft model is not steered, so it drafts other tokens.
+    for options_ in ({"prompt_lookup": False}, {"prompt_lookup": True}, {"draft": str(tiny.path)}):
         async with ModelManager(Settings()) as manager:
-            await manager.load_entry(tiny, LoadSpec(model=tiny.id, prompt_lookup=lookup))
-            answers[lookup] = await run(manager, **asked)
-    assert answers[True][0] == answers[False][0]
-    assert answers[True][1].accepted_tokens > 0 == answers[False][1].accepted_tokens
+            await manager.load_entry(tiny, LoadSpec(model=tiny.id, **options_))  # type: ignore[arg-type]
+            answers.append(await run(manager, **asked))
+    (plain, report), (looked_up, with_lookup), (drafted, with_draft) = answers
+    assert plain == looked_up == drafted
+    assert with_lookup.accepted_tokens > 0 == report.accepted_tokens
+    assert with_draft.drafted_tokens > 0
 
 
 async def test_a_steered_answer_continues_after_a_pause(
