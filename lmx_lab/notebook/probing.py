@@ -12,7 +12,7 @@ from functools import partial
 from typing import Any, Literal, Protocol, cast
 
 from lmx_lab.backend import Backend
-from lmx_lab.errors import InvalidRequestError
+from lmx_lab.errors import InvalidRequestError, ModelNotFoundError, NotLoadedError
 from lmx_lab.instrument.activations import HookTable
 from lmx_lab.instrument.probe import FOLDS, LayerActivations, Probe, ProbeRun
 from lmx_lab.instrument.steering import Steer, mean_difference
@@ -187,20 +187,25 @@ class Residuals:
             name: What the text is, for messages.
 
         Raises:
-            OtherModelLoadedError: another model was loaded since.
+            NotLoadedError: the model was replaced or unloaded since.
             InvalidRequestError: the text does not have the position, or is too long.
         """
         at = -1 if self.position == "last" else self.position
         fields = activation_fields(
             [f"blocks.{layer}.hook_resid_post" for layer in self.layers], at if isinstance(at, int) else None
         )
+        model = self.model if text.model == ANY_MODEL else text.model
         try:
-            model = self.model if text.model == ANY_MODEL else text.model
             trace = await replace(text, model=model).run(self.backend, fields)
         except InvalidRequestError as exc:
             param = "position" if exc.param == "positions" else exc.param
             shown = next(iter(text.text.values()))
             raise type(exc)(f"{name}, {shown!r:.40}: {exc.message}", param=param) from exc
+        except ModelNotFoundError as exc:
+            raise NotLoadedError(
+                f"{name} cannot be computed, because {model} is not loaded, and all texts need the same model; load it "
+                "again"
+            ) from exc
         return [trace.arrays[hook].mean(axis=0) for hook in fields["hooks"]]
 
 

