@@ -155,8 +155,8 @@ class ProbeRun:
         label = min(classes, key=lambda each: len(classes[each]))
         if (fewest := len(classes[label])) < count:
             raise InvalidRequestError(
-                f"the label {label!r:.80} has {fewest} different texts, and each of the {count} folds needs one; pass "
-                "more texts, or fewer folds",
+                f"the label {label!r:.80} has too few different texts: {fewest}, and each of the {count} folds needs "
+                "one; pass more texts, or fewer folds",
                 param="labels",
             )
         codes = {each: at for at, each in enumerate(classes)}

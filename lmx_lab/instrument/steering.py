@@ -178,9 +178,7 @@ def _components(given: object) -> Vectors:
             f"the vector has {len(values)} components, and the limit is {VECTOR_LIMIT}", param="vector"
         )
     if values.dtype.kind not in "biuf":
-        raise InvalidRequestError(
-            f"the components of the vector are {values.dtype}; pass real numbers", param="vector"
-        )
+        raise InvalidRequestError(f"the components of the vector are {values.dtype}; pass real numbers", param="vector")
     is_finite = np.abs(values.astype(np.float64)) <= LARGEST
     if not is_finite.all():
         at = int(np.argmin(is_finite))
@@ -201,7 +199,8 @@ def mean_difference(layer: int, positive: Sequence[Vectors], negative: Sequence[
     Raises:
         InvalidRequestError: both means are equal.
     """
-    difference = np.mean(positive, axis=0, dtype=np.float64) - np.mean(negative, axis=0, dtype=np.float64)
+    one, other = (np.array(group, dtype=np.float64).mean(axis=0) for group in (positive, negative))
+    difference = one - other
     length = float(np.linalg.norm(difference))
     residual_norm = float(np.mean([np.linalg.norm(row) for row in (*positive, *negative)]))
     if length <= ROUNDING * residual_norm:
@@ -211,7 +210,7 @@ def mean_difference(layer: int, positive: Sequence[Vectors], negative: Sequence[
         )
     return Steer(
         layer,
-        difference / length if normalize else difference,
+        (difference / length if normalize else difference).astype(np.float32),
         source={
             "positive": len(positive),
             "negative": len(negative),

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import operator
 import re
 import time
 from collections.abc import Iterable, Mapping, Sequence, Set
@@ -256,13 +255,15 @@ def _layers(given: object, model: str, count: int) -> list[int]:
         InvalidRequestError: one is not an index, the model does not have it, or there are none.
     """
     single = integer(given)
-    items = [given] if single is not None or isinstance(given, str) or not isinstance(given, Iterable) else list(given)
-    for item in items:
+    is_list = single is None and isinstance(given, Iterable) and not isinstance(given, str)
+    found: set[int] = set()
+    for item in given if is_list else [given]:  # type: ignore[attr-defined]
         if (layer := integer(item)) is None or not 0 <= layer < count:
             raise InvalidRequestError(
                 f"layer is {item!r:.40}; pass an index from 0 to {count - 1}, because {model} has {count} layers",
                 param="layer",
             )
-    if not items:
+        found.add(layer)
+    if not found:
         raise InvalidRequestError("layer has no layers; pass at least one index", param="layer")
-    return sorted({operator.index(item) for item in items})
+    return sorted(found)

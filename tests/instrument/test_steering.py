@@ -139,6 +139,9 @@ def test_a_steered_reply_is_recorded_repeated_continued_and_scored_with_its_vect
     reply = lab.chat("hello", steer=[steer()], logprobs=2, **GREEDY)
     assert reply.ids != plain.ids
     assert lab.chat("hello", steer=0 * steer(), **GREEDY).ids == plain.ids
+    assert lab.chat("hello", steer=None, **GREEDY).ids == plain.ids
+    item = {"layer": 0, "vector": steer().vector, "scale": np.float32(3.0)}
+    assert lab.chat("hello", steer=item, **GREEDY).ids == reply.ids
     lab.chat("hello", steer=steer(), **GREEDY)
     record = lab.requests[-1].record
     assert [(each["layer"], each["scale"]) for each in record.request["steer"]] == [(0, 3.0)]
@@ -162,6 +165,13 @@ def test_settings_with_vectors_are_compared_and_scored(lab: lmx_lab.Lab, tmp_pat
         assert scores[name, name] == max(scores[name])
     again = lab.compare(["hello"], settings, path=tmp_path / "compare.db")
     assert [again.answer(0, at).text for at in range(3)] == texts
+
+
+@pytest.mark.parametrize("wrong", ["happy.safetensors", np.ones(WIDTH), [None], [np.ones(WIDTH)], 1.0])
+def test_other_values_than_vectors_are_refused(lab: lmx_lab.Lab, wrong: Any) -> None:
+    with pytest.raises(InvalidRequestError, match=r"type (str|ndarray|NoneType|float); pass a list of") as refused:
+        lab.chat("hello", steer=wrong)
+    assert refused.value.param == "steer"
 
 
 def test_rows_and_trees_are_steered(lab: lmx_lab.Lab, tmp_path: Path) -> None:

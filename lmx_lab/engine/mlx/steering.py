@@ -22,9 +22,11 @@ from lmx_lab.engine.mlx.capture.points import RESID_POST, HookPoints
 from lmx_lab.engine.mlx.model import LoadedModel
 from lmx_lab.engine.validation import check_steering
 from lmx_lab.errors import InvalidRequestError
-from lmx_lab.values.steering import LARGEST, SteeringVector, read_components
+from lmx_lab.values.steering import SteeringVector, read_components
 
 UNSTEERED: AbstractContextManager[None] = nullcontext()
+MAX_LENGTH = 1e18
+"""Maximum length of the sum of the vectors for a layer. The norms of a model compute its square in float32."""
 KEPT_ARRAYS = 4
 """Maximum number of batches whose arrays are kept: the answers, and prompts."""
 
@@ -43,7 +45,7 @@ class RequestSteering:
         """Return the sums of a request's vectors; None if all sums are zero.
 
         Raises:
-            InvalidRequestError: a vector does not fit the model, or a sum is not a finite float32 number.
+            InvalidRequestError: a vector does not fit the model, or a sum is too long.
         """
         layers = len(points.parts.blocks)
         (width,) = points.sizes[point_name(layers - 1)]
@@ -53,10 +55,10 @@ class RequestSteering:
             scaled = each.scale * read_components(each.vector, each.scale).astype(np.float64)
             sums[each.layer] = sums[each.layer] + scaled if each.layer in sums else scaled
         for layer, total in sums.items():
-            if (largest := np.abs(total).max()) > LARGEST:
+            if (length := float(np.linalg.norm(total))) > MAX_LENGTH:
                 raise InvalidRequestError(
-                    f"the vectors for layer {layer} have a sum with a component of {largest:g}, which is not a finite "
-                    "float32 number; use smaller scales",
+                    f"the vectors for layer {layer} have a sum of length {length:g}, and the limit is {MAX_LENGTH:g}; "
+                    "use smaller scales",
                     param="steer",
                 )
         vectors = {layer: total.astype(np.float32) for layer, total in sums.items() if total.any()}
