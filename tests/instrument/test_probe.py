@@ -6,6 +6,7 @@ import shutil
 import sys
 import types
 from collections.abc import Iterator
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -17,6 +18,7 @@ import lmx_lab
 from lmx_lab.errors import InvalidRequestError, NotLoadedError, StorageFullError
 from lmx_lab.instrument import probe as probe_module
 from lmx_lab.instrument.probe import LayerActivations, ProbeRun
+from lmx_lab.notebook import probing
 from lmx_lab.settings import Settings
 from lmx_lab.values.models import ModelEntry
 from lmx_lab.values.tensors import decode_tensors
@@ -108,6 +110,17 @@ def test_large_activations_are_kept_in_a_file_until_the_probe_is_deleted() -> No
     assert (arrays["blocks.2.hook_resid_post"] == values[:, 0]).all()
     del kept
     assert not path.exists()
+
+
+def test_a_probe_does_not_depend_on_where_activations_are_kept(
+    lab: lmx_lab.Lab, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    expected = lab.probe(TEXTS, LABELS)
+    monkeypatch.setattr(probing, "LayerActivations", partial(LayerActivations, memory_bytes=0))
+    probe = lab.probe(TEXTS, LABELS)
+    assert probe.activations.path is not None
+    assert probe.accuracies == expected.accuracies
+    assert (probe.activations.of(1) == expected.activations.of(1)).all()
 
 
 def test_a_full_disk_is_an_error(monkeypatch: pytest.MonkeyPatch) -> None:
