@@ -41,7 +41,7 @@ NOT_USED = {
     "n": "each row has one answer; repeat the rows of the table instead",
     "schema": "score texts, or pass a function that parses the answer",
 }
-"""Parameters of ``map`` that ``evaluate`` does not accept, and what to do instead."""
+"""Parameters of ``map`` that ``evaluate`` does not accept, and the alternative to each."""
 SCORING_S = 0.1
 """Maximum time between two checks for an interrupt while scores are computed, apart from the time of one row."""
 NOT_SCORED = "was not scored, because the run was interrupted"
