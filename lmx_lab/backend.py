@@ -196,7 +196,7 @@ class Backend(Protocol):
         """Check a prompt with the parameters of ``Lab.chat``, and return a function that answers it.
 
         Raises:
-            InvalidRequestError: the prompt or a parameter is invalid, or the server runs elsewhere.
+            InvalidRequestError: the prompt or a parameter is invalid, or the server runs in another process.
         """
 
     async def encode(self, prompt: str | ChatRequest, *, special: bool = True) -> Sequence[int]:
@@ -213,7 +213,7 @@ class Backend(Protocol):
         """Return the newest recorded request; None if there is none."""
 
     async def weights_of(self, model: str) -> str:
-        """Return the SHA-256 of all files of a model in memory; empty if there are none, or they are elsewhere."""
+        """Return the SHA-256 of all files of a model in memory; empty if it has none, or the server is another process."""
 
     async def require_weights(self, model: str, weights: str) -> None:
         """Check that a model is loaded, and that its files have this SHA-256, unless the hash is empty.

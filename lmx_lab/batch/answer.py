@@ -24,6 +24,6 @@ class RowAnswer:
     total_s: float | None = None
     """Time from sending the request to the end of the answer, including the wait in the queue."""
     request_id: str | None = None
-    """Id of the request: ``lab.requests[request_id]`` returns its record. None if the server runs elsewhere."""
+    """Id of the request: ``lab.requests[request_id]`` returns its record. None for an attached lab."""
     logprobs: Sequence[float] | None = None
     """Log-probability of each choice after the prompt; None if the row has no choices."""

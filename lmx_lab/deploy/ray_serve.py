@@ -22,12 +22,12 @@ def application(
 ) -> Application:
     """Return replicas of the inference server with a loaded model: ``serve.run(application("smollm2-135m"))``.
 
-    Ray Serve starts a replica where the requested resources are free, replaces a replica for which ``GET /readyz`` would
+    Ray Serve starts a replica where the requested resources are free, replaces a replica if ``GET /readyz`` would
     return 503, and waits for the running answers of a replica before it removes the replica.
 
     Args:
         model: An id, or a path that exists on each machine. A machine without the model downloads it.
-        settings: Settings of each replica, by default those of the environment. The proxy's options replace ``host`` and
+        settings: Settings of each replica, by default of the environment. The proxy's options replace ``host`` and
             ``port``. ``allowed_hosts`` must contain the names of the proxy, apart from loopback.
         load: ``LoadOptions``, such as ``{"engine": "mlx"}``.
         deployment: Options of ``serve.deployment``, such as ``num_replicas`` and ``ray_actor_options``.

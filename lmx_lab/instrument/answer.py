@@ -12,8 +12,8 @@ from lmx_lab.values.generation import Delta, TokenLogprob, merge_deltas
 from lmx_lab.values.recording import NO_HASH, Continuation, Record
 
 NO_TOKENS = (
-    "the ids of this answer's tokens are not known, because its server runs elsewhere or the engine did not report all "
-    "of them; use an answer of a lab that launch() has started"
+    "the token ids of this answer are not known, because its server runs in another process, or the engine did not "
+    "return all of them; use an answer of a lab that launch() started"
 )
 
 

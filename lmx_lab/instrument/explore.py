@@ -62,8 +62,8 @@ async def explore(
     first = await _first_position(backend, request, width)
     if not first.ids or not first.logprobs:
         raise InvalidRequestError(
-            "the ids of this answer's tokens are not known, because its server runs elsewhere or the engine does not "
-            'report them; use a lab that launch() has started, and leave out tools or load the model with engine="mlx"'
+            "the token ids of this answer are not known, because its server runs in another process, or the engine does not "
+            'return them; use a lab that launch() started, and leave out tools or load the model with engine="mlx"'
         )
     beginnings = _Beginning().extended(first.logprobs[0], width)
     for _ in range(1, depth):

@@ -100,8 +100,8 @@ def traced_answer(answer: TokenAnswer) -> Traced:
         )
     if not answer.prompt or not answer.ids:
         raise InvalidRequestError(
-            "the token ids of this answer are not known, because its server runs on another machine, or the engine did "
-            "not return them; trace its text",
+            "the token ids of this answer are not known, because its server runs in another process, or the engine "
+            "did not return them; trace its text",
             param="what",
         )
     return Traced(text={"tokens": [*answer.prompt, *answer.ids]}, model=answer.model, weights=answer.weights)

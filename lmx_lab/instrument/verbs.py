@@ -67,7 +67,7 @@ class InstrumentVerbs:
             all_scores: Whether to load models a second time, to score the answers of models that were loaded later.
 
         Raises:
-            InvalidRequestError: a prompt or a setting is invalid, or the server runs on another machine.
+            InvalidRequestError: a prompt or a setting is invalid, or the server runs in another process.
             NotLoadedError: no setting names a model, and none is loaded.
         """
         access = self._access

@@ -131,8 +131,8 @@ class EvaluateVerbs:
     def experiments(self: EvaluateOwner) -> Experiments:
         """The stored evaluations, oldest first: ``lab.experiments.df``, ``lab.experiments[-1]``.
 
-        They are in the file ``experiments.db`` in the lab's home. If the server runs on another machine, the file is in
-        the home of this machine.
+        They are in the file ``experiments.db`` in the lab's home. If the server runs in another process, the file is in
+        the default home of this machine.
         """
         local = self._local
         home = Settings.read().home if local is None else local.settings.home

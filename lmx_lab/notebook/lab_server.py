@@ -30,7 +30,7 @@ def code_html(code: str) -> str:
 
 
 class LabServer(Protocol):
-    """A server in this process (``LocalServer``), or the connection to one elsewhere (``RemoteServer``).
+    """A server in this process (``LocalServer``), or the connection to one in another process (``RemoteServer``).
 
     ``start`` and ``stop`` are verbs: see ``notebook.verbs``.
     """

@@ -23,7 +23,7 @@ class LocalProperties(ABC):
         """The server of this process.
 
         Raises:
-            AttributeError: the server runs elsewhere.
+            AttributeError: the server runs in another process.
         """
 
     @property

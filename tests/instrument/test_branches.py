@@ -96,9 +96,9 @@ def test_refusals_name_the_value_and_the_reason(lab: lmx_lab.Lab) -> None:
     with pytest.raises(InvalidRequestError, match="has no lab"):
         pickle.loads(pickle.dumps(reply)).branch(0, 300)
     with lmx_lab.attach(lab.url) as far:
-        with pytest.raises(InvalidRequestError, match="server runs elsewhere"):
+        with pytest.raises(InvalidRequestError, match="server runs in another process"):
             far.chat("hello").branch(0, 300)
-        with pytest.raises(InvalidRequestError, match="server runs elsewhere"):
+        with pytest.raises(InvalidRequestError, match="server runs in another process"):
             far.explore("hello")
 
 

@@ -225,10 +225,10 @@ def test_the_requests_are_a_sequence(lab: lmx_lab.Lab) -> None:
     assert [request.text for request in requests] == ["one", "three"]
 
 
-def test_a_lab_elsewhere_has_no_requests(lab: lmx_lab.Lab) -> None:
+def test_an_attached_lab_has_no_requests(lab: lmx_lab.Lab) -> None:
     with lmx_lab.attach(lab.url, api_key="s3cret-key") as far:
         reply = far.chat("hello")
-        with pytest.raises(AttributeError, match="runs elsewhere"):
+        with pytest.raises(AttributeError, match="runs in another process"):
             _ = far.requests
         assert reply.ids == ()
         with pytest.raises(InvalidRequestError, match="logprobs"):
