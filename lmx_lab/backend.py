@@ -213,7 +213,7 @@ class Backend(Protocol):
         """Return the newest recorded request; None if there is none."""
 
     async def weights_of(self, model: str) -> str:
-        """Return the SHA-256 of all files of a model in memory; empty if it has none, or the server is another process."""
+        """Return the SHA-256 of all files of a model in memory; empty if it has none, or the lab is attached."""
 
     async def require_weights(self, model: str, weights: str) -> None:
         """Check that a model is loaded, and that its files have this SHA-256, unless the hash is empty.

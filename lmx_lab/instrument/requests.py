@@ -1,4 +1,4 @@
-"""Read recorded requests: as a sequence, as a data frame, and each with its tokens, repetition and probabilities."""
+"""Read recorded requests as a sequence or a data frame, with the tokens, replays and probabilities of each."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ NO_LAB = "this recording was loaded without a lab; load it with lab.requests.loa
 
 
 class RecordedRequest(HasTokens):
-    """A recorded request and its answer. ``record`` has all fields that are stored."""
+    """A recorded request and its answer. ``record`` contains all stored fields."""
 
     def __init__(self, record: Record, store: RecordStore, lab: LabAccess | None) -> None:
         self.record = record
@@ -54,7 +54,7 @@ class RecordedRequest(HasTokens):
 
     @property
     def answer(self) -> tuple[int, ...] | None:
-        """Token ids of the answer; None if the engine did not report all of them."""
+        """Token ids of the answer; None if the engine did not return all of them."""
         return self.record.answer
 
     def replay(self) -> Replay:
@@ -63,17 +63,17 @@ class RecordedRequest(HasTokens):
         The new answer is not recorded.
 
         Raises:
-            NotLoadedError: another model is loaded; load the one of the record first.
+            NotLoadedError: another model is loaded; load the model of the record first.
             InvalidRequestError: the recording was loaded without a lab.
         """
         return self._compare(self._access.run(lambda backend: backend.regenerate(self.record)))
 
     async def areplay(self) -> Replay:
-        """Do the same as ``replay`` on a running event loop."""
+        """Return the same as ``replay``, on a running event loop."""
         return self._compare(await self._access.call(lambda backend: backend.regenerate(self.record)))
 
     def timeline(self) -> Timeline:
-        """Return when the request waited, when its prompt was computed, and when its tokens were generated.
+        """Return the timeline of the request: the times of its wait, prefill and decode steps.
 
         Raises:
             InvalidRequestError: no steps were recorded.
@@ -95,7 +95,7 @@ class RecordedRequest(HasTokens):
 
     @property
     def _newest(self) -> Record:
-        """The record as it is stored now: the hashes of the model's files may have been computed since."""
+        """The record in its present state: the hashes of the model's files may have been added since it was written."""
         return self._store.get(self.record.id) or self.record
 
     @property
@@ -110,7 +110,7 @@ class RecordedRequest(HasTokens):
 
 
 class RequestList(Sequence[RecordedRequest]):
-    """The recorded requests of a lab or of a file, the oldest first. Elements are read when they are used.
+    """The recorded requests of a lab or a file, oldest first. Elements are read on access.
 
     An element is selected by its position or, for a row of ``lab.map``, by its ``request_id``.
 
@@ -148,11 +148,11 @@ class RequestList(Sequence[RecordedRequest]):
         """Return the newest record with this ``request_id``.
 
         Raises:
-            KeyError: there is none, or it was deleted above the limits of the recording.
+            KeyError: it does not exist, or was deleted because the recording exceeded its limits.
         """
         if (record := self._store.find(request_id)) is None:
             raise KeyError(
-                f"there is no request {request_id!r:.80}; memory keeps only the last requests, record_to more"
+                f"there is no request {request_id!r:.80}; memory keeps only the newest; record_to=path keeps more"
             )
         return self._element(record)
 
@@ -177,7 +177,7 @@ class RequestList(Sequence[RecordedRequest]):
         )
 
     def load(self, path: str | os.PathLike[str]) -> RequestList:
-        """Return the requests in the file of another lab or of an earlier run. The file is not changed.
+        """Return the requests in the file of another lab or an earlier run. The file is not changed.
 
         Raises:
             InvalidRequestError: the file does not exist, or is not a recording.
@@ -209,7 +209,7 @@ class RequestList(Sequence[RecordedRequest]):
         return [tuple(_cell(name, row[name]) for name in SHOWN) for row in rows]
 
     def _footer(self) -> str:
-        return f"{len(self)} requests are recorded; the last {SHOWN_ROWS} are shown, .df has all"
+        return f"{len(self)} requests are recorded; the newest {SHOWN_ROWS} are shown, .df contains all"
 
 
 def load_requests(path: str | os.PathLike[str], lab: LabAccess | None = None) -> RequestList:

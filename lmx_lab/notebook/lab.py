@@ -1,4 +1,4 @@
-"""Define ``Lab``: the methods that use an inference server, in this process or another one, and its display in notebooks.
+"""Define ``Lab``: the methods that use an inference server, in this process or another, and its display.
 
 Methods that use the server are called verbs. Every verb is written once, as a coroutine, from which ``notebook.verbs``
 derives a blocking and an awaitable method. Importing this module imports neither the engine nor the server.
@@ -144,8 +144,8 @@ class Lab(MapVerbs, EvaluateVerbs, SearchVerbs, ProbeVerbs, TraceVerbs, Instrume
     async def _stop(self) -> None:
         """Stop a server of this process: unload its models and free its port. Running requests have 2.5 s to end.
 
-        If the server runs in another process, only the connection to it is closed, which ends the requests of this lab; the
-        server keeps running. Idempotent.
+        If the server runs in another process, only the connection to it is closed, which ends the requests of this lab;
+        the server keeps running. Idempotent.
         """
         await self._server.stop()
 
@@ -574,7 +574,7 @@ class Lab(MapVerbs, EvaluateVerbs, SearchVerbs, ProbeVerbs, TraceVerbs, Instrume
 
     @property
     def daemon(self) -> LabDaemon | None:
-        """The running daemon of this lab. None if it was not started, was stopped, or the server runs in another process."""
+        """The running daemon of this lab; None if it was not started, was stopped, or the lab is attached."""
         return None if self._local is None else self._local.running_daemon
 
     def start_daemon(self, *, explicit_port: bool = False, tools: PythonTools | None = None) -> LabDaemon:

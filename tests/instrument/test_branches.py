@@ -184,9 +184,8 @@ def test_the_most_probable_beginnings_are_expanded_together(lab: lmx_lab.Lab) ->
     for arguments in ({"width": 0}, {"width": 9, "depth": 2}, {"depth": 1.5}, {"max_tokens": 1}):
         with pytest.raises(InvalidRequestError, match=next(iter(arguments))[:5]):
             lab.explore("hello", **arguments)  # type: ignore[arg-type]
-    with pytest.raises(
-        InvalidRequestError, match=r"explore takes the most probable tokens, and cannot continue after .* at position 0"
-    ) as refused:
+    message = r"explore selects the most probable tokens, and cannot continue after .* at position 0"
+    with pytest.raises(InvalidRequestError, match=message) as refused:
         lab.explore("hello", width=2, depth=1, response_format={"type": "regex", "regex": "hello"})
     assert refused.value.message.endswith("leave out response_format, so that all tokens are allowed")
 

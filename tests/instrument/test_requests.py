@@ -285,9 +285,9 @@ def test_files_that_are_not_recordings_are_refused(tmp_path: Path) -> None:
     with contextlib.closing(sqlite3.connect(other)) as connection:
         connection.execute("CREATE TABLE mine (x)")
     for path in (text, other, tmp_path / "no folder" / "requests.db"):
-        with pytest.raises(InvalidRequestError, match="another file"):
+        with pytest.raises(InvalidRequestError, match="another path"):
             lmx_lab.Lab(Settings(home=tmp_path, port=0, record_to=path))
-    with pytest.raises(InvalidRequestError, match="another file"):
+    with pytest.raises(InvalidRequestError, match="another path"):
         load_requests(tmp_path / "missing.db")
     assert not (tmp_path / "missing.db").exists()
 

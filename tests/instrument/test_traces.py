@@ -71,7 +71,7 @@ def test_answers_and_conversations_are_traced_with_their_tokens(lab: lmx_lab.Lab
     assert (
         lab.trace(messages, "hook_embed").tokens == attached.trace(list(tokens), "hook_embed").tokens[: -len(reply.ids)]
     )
-    with pytest.raises(InvalidRequestError, match="ids of this answer's tokens are not known"):
+    with pytest.raises(InvalidRequestError, match="token ids of this answer are not known"):
         lab.trace(attached.chat("hello", max_tokens=1), "logits")
     with pytest.raises(InvalidRequestError, match="use the lab that recorded the answer"):
         attached.trace(lab.requests[-1], "logits")
