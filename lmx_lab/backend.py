@@ -129,7 +129,7 @@ class DocumentRanking:
 class Backend(Protocol):
     """A lab's server.
 
-    Coroutines can be awaited on any event loop. The other methods return at once and can be called from any thread.
+    Coroutines can be awaited on any event loop. The other methods return immediately and can be called from any thread.
     All failures are ``LabError``.
     """
 

@@ -72,7 +72,7 @@ def run(
 
     Returns:
         A table. After the first Ctrl-C, which cancels running requests, it has the requests that have ended, and
-        ``.attrs["interrupted"]`` is true; a second Ctrl-C raises at once. ``.attrs["provenance"]`` describes the
+        ``.attrs["interrupted"]`` is true; a second Ctrl-C raises immediately. ``.attrs["provenance"]`` describes the
         software and the machine, ``.attrs["path"]`` is the stored file.
 
     Raises:

@@ -55,7 +55,9 @@ CompareKey = Annotated[
 ]
 Rate = Annotated[
     float | None,
-    typer.Option(help="Send requests at random times with this mean rate per second, at most --concurrency at once."),
+    typer.Option(
+        help="Send requests at random times with this mean rate per second, at most --concurrency in parallel."
+    ),
 ]
 
 

@@ -94,7 +94,7 @@ IdleUnload = Annotated[
     typer.Option("--idle-unload", "--ttl", help="Seconds without a request after which the model is unloaded."),
 ]
 Slots = Annotated[
-    int | None, typer.Option("--slots", "--parallel", help="Number of requests decoded at once. By default 8.")
+    int | None, typer.Option("--slots", "--parallel", help="Number of requests decoded in parallel. By default 8.")
 ]
 QueueLimit = Annotated[
     int | None, typer.Option(help="Number of requests that may wait while all slots are in use. By default 64.")

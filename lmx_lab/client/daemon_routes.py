@@ -98,8 +98,8 @@ class DaemonRoutes(AsyncClientBase):
     async def shut_down(self, *, mode: Literal["drain", "now"] = "drain", grace_s: float = 30.0) -> None:
         """Stop the daemon. Returns when the daemon has started to stop.
 
-        Running turns have ``grace_s`` seconds to end; with mode ``now`` they are cancelled at once. Queued turns run
-        after the next start.
+        Running turns have ``grace_s`` seconds to end; with mode ``now`` they are cancelled immediately. Queued turns
+        run after the next start.
         """
         content = encode_body(build_body(Shutdown, mode=mode, grace_s=grace_s))
         request = DaemonRequest(method="POST", path="/v3/daemon/shutdown", content=content, repeatable=True)

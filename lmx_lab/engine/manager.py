@@ -118,7 +118,7 @@ class ModelManager:
         await asyncio.to_thread(self.stop)
 
     async def cancel_loads(self) -> None:
-        """Cancel all loads because the server stops. Their callers get an error at once."""
+        """Cancel all loads because the server stops. Their callers get an error immediately."""
         if self._control is not None:
             await self._run(lambda control: _call(control.cancel_all))
 

@@ -299,7 +299,7 @@ class ModelControl:
             operation.cancel(NotLoadedError(f"the load of {operation.spec.model} was cancelled"))
 
     def cancel_all(self, error: LabError | None = None) -> None:
-        """Cancel all loads. Their callers get the error at once, before the engines have ended the loads."""
+        """Cancel all loads. Their callers get the error immediately, before the engines have ended the loads."""
         for operation in self._loads:
             failure = error or NotLoadedError(f"the load of {operation.spec.model} was cancelled: the server stops")
             operation.cancel(failure, restores_previous=False)

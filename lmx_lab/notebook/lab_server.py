@@ -43,7 +43,7 @@ class LabServer(Protocol):
     def running(self) -> bool: ...
     @property
     def bench_folder(self) -> Path | None:
-        """The folder in which runs of ``bench`` are stored; None selects the user's own."""
+        """The folder in which runs of ``bench`` are stored; None selects the user's folder."""
 
     @property
     def portal(self) -> LoopPortal:

@@ -345,7 +345,7 @@ class ReplyStream:
         return _AsyncPieces(self)
 
     def close(self) -> None:
-        """Stop the generation. Returns at once; can be called from any thread and in a finalizer. Idempotent."""
+        """Stop the generation. Returns immediately; can be called from any thread and in a finalizer. Idempotent."""
         stream, self._stream = self._stream, None
         if stream is not None:
             # Deleting the stream is not enough, because the traceback of an interrupted cell refers to it.

@@ -48,7 +48,7 @@ class Watcher(Protocol):
         """Called when another lab is shown."""
 
     def flush(self) -> None:
-        """Show pending changes at once. Called on any thread when the workbench is suspended."""
+        """Show pending changes immediately. Called on any thread when the workbench is suspended."""
 
 
 class Workbench:

@@ -87,7 +87,7 @@ def admin_routes(*, manager: ModelManager, catalog: Catalog, lan_admin: bool) ->
         """Load a model, which replaces the loaded one, and answer when it is ready. Local callers may send a path.
 
         Running answers of the replaced model have 30 s to end (`LMX_LAB_DRAIN_S`). With `wait` they have no time limit
-        (`true`), or end at once (`false`).
+        (`true`), or end immediately (`false`).
         """
         local = is_local(request.scope)
         check_admin(local=local, lan_admin=lan_admin)

@@ -142,7 +142,7 @@ class LoadReport:
     engine_reason: str = ""
     """Why this engine was chosen; empty if there was no choice."""
     slots: int | None = None
-    """Number of requests that are decoded at once; None for encoders."""
+    """Number of requests that are decoded in parallel; None for encoders."""
     context_length: int | None = None
     """Maximum number of tokens of one of these requests, prompt and answer; None if there is no limit, and for
     encoders."""
@@ -169,7 +169,7 @@ def with_reason(engine: str, reason: str) -> str:
 
 
 def capacity_in_words(slots: int | None, context_length: int | None) -> str:
-    """Return how many requests a loaded model decodes at once, and how long they may be; empty if that is unknown."""
+    """Return how many requests a loaded model decodes in parallel, and their maximum length; empty if unknown."""
     if slots is None:
         return ""
     requests = "1 request" if slots == 1 else f"{slots} requests"

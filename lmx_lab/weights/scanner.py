@@ -100,7 +100,7 @@ class Scanner:
 
     @property
     def _wait_s(self) -> float:
-        # After the wait of one caller has timed out, the others are answered at once.
+        # After the wait of one caller has timed out, the others are answered immediately.
         return 0.0 if self._overdue else self._limit_s
 
     def _request_scan(self) -> _Scan:

@@ -138,8 +138,8 @@ class DaemonClient(BlockingClient[AsyncDaemonClient]):
     def shut_down(self, *, mode: Literal["drain", "now"] = "drain", grace_s: float = 30.0) -> None:
         """Stop the daemon. Returns when the daemon has started to stop.
 
-        Running turns have ``grace_s`` seconds to end; with mode ``now`` they are cancelled at once. Queued turns run
-        after the next start.
+        Running turns have ``grace_s`` seconds to end; with mode ``now`` they are cancelled immediately. Queued turns
+        run after the next start.
         """
         self._portal.run(self._client.shut_down(mode=mode, grace_s=grace_s))
 

@@ -100,7 +100,7 @@ class EchoGeneration:
             self.constraint.begin(self.prepared.start)
 
     def begin(self, now: float) -> list[Item]:
-        """Start the generation in a slot, and return the items for its reader. The prompt is computed at once."""
+        """Start the generation in a slot, and return the items for its reader. The prompt is computed immediately."""
         prepared = self.prepared
         self.admitted_at = now
         total = len(prepared.prompt)

@@ -266,7 +266,7 @@ class MlxCore:
 
     @property
     def _slots(self) -> int | None:
-        """Number of requests that the main model decodes at once; None for encoders."""
+        """Number of requests that the main model decodes in parallel; None for encoders."""
         return self._settings.slots if isinstance(self.main, LoadedModel) else None
 
     def _encoder_in_memory(self, entry: ModelEntry) -> LoadedEncoder | None:
