@@ -86,7 +86,7 @@ def test_requests_of_the_lab_s_daemon_are_own(tmp_path: Path) -> None:
 
 
 @pytest.mark.slow
-def test_with_all_the_requests_of_other_clients_are_recorded_and_they_are_told(tmp_path: Path) -> None:
+def test_with_all_the_requests_of_other_clients_are_recorded_and_their_answers_have_a_header(tmp_path: Path) -> None:
     with echo_lab(tmp_path, record="all") as lab:
         assert httpx2.post(f"{lab.url}/v1/chat/completions", json=BODY).headers["x-lmx-recorded"] == "1"
         with httpx2.stream("POST", f"{lab.url}/v1/chat/completions", json=BODY | {"stream": True}) as stream:
@@ -260,7 +260,7 @@ def test_a_file_is_read_without_a_server_and_has_no_keys_or_addresses(tmp_path: 
         assert lab.requests.load(path)[0].replay().same
         lab.chat("another run")
         assert len(lab.requests) == 3
-        # A stopped lab writes no more, and says so.
+        # A stopped lab writes no records, and raises an error.
         requests = lab.requests
     with pytest.raises(LabError, match="was closed"):
         len(requests)

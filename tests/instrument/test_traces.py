@@ -1,4 +1,4 @@
-"""Look into a tiny model through a lab, in this process and over HTTP."""
+"""Trace a tiny model through a lab, in this process and over HTTP."""
 
 from __future__ import annotations
 
