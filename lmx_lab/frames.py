@@ -14,7 +14,7 @@ def pandas_for(name: str) -> Any:
         name: The attribute or function that needs it, for the error message.
 
     Raises:
-        ImportError: pandas is not installed; the message says how to install it.
+        ImportError: pandas is not installed; the message contains the command that installs it.
     """
     try:
         return importlib.import_module("pandas")

@@ -266,7 +266,7 @@ class BatchRun:
         return item
 
     def _identify(self, item: _Item, request: ChatRequest) -> None:
-        """Set the key of a request. Requests with equal prompts are numbered, so that each has a key of its own."""
+        """Set the key of a request. Requests with equal prompts are numbered, so that each has its own key."""
         content = request.model_dump(mode="json", exclude={"model", "seed", "response_format"}, exclude_defaults=True)
         columns = self.options.columns
         scored = [self.options.chat_template, *item.choices] if item.choices else []

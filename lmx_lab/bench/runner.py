@@ -180,7 +180,7 @@ def _cases(plan: Plan) -> tuple[Case, ...]:
 
 
 class _Worker:
-    """A thread that measures on an event loop of its own. Iterating starts it and yields the samples.
+    """A thread that measures on a separate event loop. Iterating starts it and yields the samples.
 
     The length of its queue is limited by the number of samples of the run.
     """

@@ -279,7 +279,7 @@ class DaemonRoutes(AsyncClientBase):
         session_ids: Sequence[str] = (),
         types: Sequence[str] = (),
     ) -> EventPage:
-        """Read a page of events, the oldest first. Polling needs more requests than ``events()``.
+        """Read a page of events, oldest first. Polling needs more requests than ``events()``.
 
         Args:
             after: The cursor of the previous page; 0 for all events in the log. By default only new events.
@@ -290,7 +290,7 @@ class DaemonRoutes(AsyncClientBase):
             types: Read events of these types only, such as ``turn.done`` or ``tool.*``; by default all types.
 
         Raises:
-            CursorExpiredError: events after the cursor are not available; ``reason`` says why.
+            CursorExpiredError: events after the cursor are not available; ``reason`` contains the cause.
         """
         request = _get(
             "/v3/events",

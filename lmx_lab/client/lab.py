@@ -191,7 +191,7 @@ class AsyncLabClient(AsyncClientBase):
         api_key: The key of the server, or of a proxy in front of it. It is never displayed.
         transport: Replaces the network, for tests.
         timeout_s: Maximum time without data while the server computes or loads. None waits as long as the connection
-            exists, because the server has time limits of its own.
+            exists, because the server has its own time limits.
 
     Raises:
         InvalidRequestError: the address or the key is not valid.

@@ -239,7 +239,7 @@ class ModelManager:
 
         Raises:
             ModelNotFoundError: the model is not on disk, and cannot be downloaded.
-            UnusableModelError, StorageFullError, OutOfMemoryError: the message says what is loaded now.
+            UnusableModelError, StorageFullError, OutOfMemoryError: the message contains the model that is now loaded.
             ModelBusyError: another load or unload is in progress.
             NotLoadedError: the load was cancelled.
         """

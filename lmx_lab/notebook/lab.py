@@ -72,7 +72,7 @@ class Lab(MapVerbs, EvaluateVerbs, SearchVerbs, ProbeVerbs, TraceVerbs, Instrume
     """An inference server, in this process or another one, with methods to load models and to send requests.
 
     ``launch()`` and ``attach()`` return a lab, and ``stop()`` ends it. Every blocking method that uses the server has
-    an awaitable form, whose name begins with ``a``: ``chat`` and ``achat``. Programs with an event loop of their own
+    an awaitable form, whose name begins with ``a``: ``chat`` and ``achat``. Programs with their own event loop
     use the class directly: ``async with Lab(settings) as lab``. Some properties (``settings``, ``engine``, ``lan_url``,
     ``daemon`` and so on) exist only if the server runs in this process.
     """
@@ -195,7 +195,7 @@ class Lab(MapVerbs, EvaluateVerbs, SearchVerbs, ProbeVerbs, TraceVerbs, Instrume
 
         Raises:
             AdminForbiddenError: the server allows this only to callers on its machine.
-            LabError: the load has failed; the message says why, and which model is loaded now.
+            LabError: the load has failed; the message contains the reason, and the model that is now loaded.
         """
         return await show_load(self._backend, LoadSpec.with_options(model_name(model), options))
 
@@ -208,7 +208,7 @@ class Lab(MapVerbs, EvaluateVerbs, SearchVerbs, ProbeVerbs, TraceVerbs, Instrume
         ``launch()``, ``with`` and ``async with`` do this. Models that are in memory already are not loaded again.
 
         Raises:
-            LabError: one of them could not be loaded; the server runs nevertheless.
+            LabError: one of them could not be loaded; the server still runs.
         """
         for spec in self._server.unpinned():
             await show_load(self._backend, spec)
@@ -325,7 +325,7 @@ class Lab(MapVerbs, EvaluateVerbs, SearchVerbs, ProbeVerbs, TraceVerbs, Instrume
         """Return the vectors of texts in float32: a matrix with one row for each text, or one vector for a single text.
 
         Args:
-            model: An embedding model in memory; by default the pinned one, else the loaded one.
+            model: An embedding model in memory; by default the pinned one, otherwise the loaded one.
             dimensions: Keep this number of leading components, and normalize again.
             input_type: Selects the prompt in the model's files that precedes each text; many models have no prompts.
             truncate: Cut texts that are too long for the model, instead of refusing them.
@@ -354,7 +354,7 @@ class Lab(MapVerbs, EvaluateVerbs, SearchVerbs, ProbeVerbs, TraceVerbs, Instrume
         Args:
             documents: Texts, or objects with a ``text``.
             top_n: Return only this number of rows.
-            model: A reranker or an embedding model in memory; by default a reranker, else an embedding model.
+            model: A reranker or an embedding model in memory; by default a reranker, otherwise an embedding model.
             truncate: Cut documents that are too long for the model, instead of refusing them.
 
         Raises:
@@ -569,7 +569,7 @@ class Lab(MapVerbs, EvaluateVerbs, SearchVerbs, ProbeVerbs, TraceVerbs, Instrume
 
     @property
     def requests(self) -> RequestList:
-        """The recorded requests, the oldest first: ``lab.requests[-1].replay()``, ``lab.requests.df``."""
+        """The recorded requests, oldest first: ``lab.requests[-1].replay()``, ``lab.requests.df``."""
         return RequestList(self.server.recorder.store, self._access)
 
     @property
@@ -578,7 +578,7 @@ class Lab(MapVerbs, EvaluateVerbs, SearchVerbs, ProbeVerbs, TraceVerbs, Instrume
         return None if self._local is None else self._local.running_daemon
 
     def start_daemon(self, *, explicit_port: bool = False, tools: PythonTools | None = None) -> LabDaemon:
-        """Start a daemon for this lab, or return the running one. ``launch(daemon=True)`` does this, too.
+        """Start a daemon for this lab, or return the running one. ``launch(daemon=True)`` also does this.
 
         Args:
             explicit_port: Whether ``settings.daemon_port`` is required; otherwise the next free port is used.

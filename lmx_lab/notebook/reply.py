@@ -41,7 +41,7 @@ def safe_markdown(text: str) -> str:
     """Return Markdown that displays this text, and that no parser converts to HTML, a link or an image.
 
     A model's text is untrusted, notebooks run scripts in trusted outputs, and an image would be fetched from another
-    host. Parsers differ in what they treat as code, so the characters of code are escaped, too.
+    host. Parsers differ in what they treat as code, so the characters of code are also escaped.
     """
     pieces, end = [], 0
     for match in _CODE.finditer(text):

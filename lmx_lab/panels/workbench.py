@@ -52,7 +52,7 @@ class Watcher(Protocol):
 
 
 class Workbench:
-    """Runs the code of panels in a thread of its own, which a busy cell does not delay.
+    """Runs the code of panels in a separate thread, which a busy cell does not delay.
 
     Panels can outlive the lab that they show: ``follow`` makes them show another one.
     """

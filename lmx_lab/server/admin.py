@@ -175,7 +175,7 @@ def listing_routes(*, manager: ModelManager, catalog: Catalog) -> APIRouter:
 
 
 def _loaded_id(now: EngineSnapshot) -> str:
-    """Return the id of the model that answers requests for ``ANY_MODEL``: a chat model, else an encoder.
+    """Return the id of the model that answers requests for ``ANY_MODEL``: a chat model, otherwise an encoder.
 
     Raises:
         LabError: no model is loaded; the error is that of a chat.
@@ -191,7 +191,7 @@ class ListedModel:
     """A model in a list."""
 
     entry: ModelEntry
-    """The loaded format, else the one that is loaded by default."""
+    """The loaded format, otherwise the format that is loaded by default."""
     entries: Sequence[ModelEntry]
     """All formats on the disk, the one that is loaded by default first."""
 

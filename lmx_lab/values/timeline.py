@@ -300,7 +300,7 @@ class ModelTimeline:
 
 @dataclass(frozen=True, kw_only=True)
 class ServerTimeline:
-    """The requests and loads of a server in a period of time, the oldest first."""
+    """The requests and loads of a server in a period of time, oldest first."""
 
     requests: tuple[RequestTimeline, ...] = ()
     models: tuple[ModelTimeline, ...] = ()

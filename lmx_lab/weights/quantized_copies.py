@@ -1,6 +1,6 @@
 """Store quantized copies of GGUF files, which llama.cpp computes faster than the originals.
 
-Each copy has a folder of its own, whose name contains a hash of the original's content. A copy counts only as long as
+Each copy has its own folder, whose name contains a hash of the original's content. A copy counts only as long as
 its original exists and is unchanged.
 """
 

@@ -1,4 +1,4 @@
-"""Find the models on this disk, and read what their files say about them, without loading them."""
+"""Find the models on this disk, and read their properties from their files, without loading them."""
 
 from __future__ import annotations
 
@@ -294,7 +294,7 @@ def read_entry(location: ModelLocation) -> ModelEntry:
 
 
 def read_facts(path: Path) -> Facts:
-    """Read what a folder or a ``.gguf`` file says about its model, after all checks that are possible without loading.
+    """Read the properties of the model in a folder or a ``.gguf`` file, after all checks that need no load.
 
     Raises:
         UnusableModelError: it cannot be loaded; the message contains the reason.

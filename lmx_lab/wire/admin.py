@@ -32,7 +32,7 @@ class ModelRecord(BaseModel):
     vram_gb: float | None
     """Null if it is not loaded."""
     format: Format
-    """The loaded format, else the one that is loaded by default."""
+    """The loaded format, otherwise the format that is loaded by default."""
     formats: list[Format] = []
     """All formats in which it can be loaded, the one that is loaded by default first."""
     engine: EngineName = "mlx"

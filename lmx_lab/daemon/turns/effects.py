@@ -81,7 +81,7 @@ class _WriteBatch:
 
 
 class ActiveTurn:
-    """A turn that is running. ``run`` it in a task of its own; the other methods are for the same event loop."""
+    """A turn that is running. ``run`` it in a separate task; the other methods are for the same event loop."""
 
     def __init__(
         self,
