@@ -66,7 +66,7 @@ class ServerState:
 
 @dataclass(frozen=True, kw_only=True)
 class AnswerCost:
-    """What a complete answer cost, and how it ended."""
+    """The cost of a complete answer, and how it ended."""
 
     model: str
     finish_reason: str
@@ -167,7 +167,7 @@ class Backend(Protocol):
     # Requests
 
     async def timeline(self, last_s: float, *, most: int | None = None) -> ServerTimeline:
-        """Return what the engines did for the requests of all clients in the last ``last_s`` seconds, and the loads.
+        """Return the timeline of the requests of all clients, and of loads, in the last ``last_s`` seconds.
 
         Args:
             most: Maximum number of requests; the newest are returned. None sets no limit.

@@ -69,7 +69,7 @@ class LabError(Exception):
     """The base class of all errors that the package raises on purpose.
 
     Args:
-        message: What was wrong with which value, the limit, and the next step.
+        message: The wrong value, the limit, and the next step.
         param: The field, argument or option that was wrong.
         retry_after_s: Time in seconds after which the same request can succeed.
     """

@@ -343,7 +343,7 @@ class AsyncLabClient(AsyncClientBase):
         return self._connection.parse_success(response, body, ModelRecords)
 
     async def timeline(self, last_s: float = 60.0, *, most: int | None = None) -> ServerTimeline:
-        """Return what the engines did for the requests of all clients in the last ``last_s`` seconds, and the loads.
+        """Return the timeline of the requests of all clients, and of loads, in the last ``last_s`` seconds.
 
         The oldest are first.
 

@@ -45,7 +45,7 @@ class LensPanel(Panel):
     follows = traitlets.Bool(True).tag(sync=True)
     """Whether a new answer replaces the one that is shown."""
     busy = traitlets.Unicode().tag(sync=True)
-    """What the panel is doing; empty if nothing."""
+    """The activity of the panel; empty if it is idle."""
     error = traitlets.Unicode().tag(sync=True)
     answer = traitlets.Dict().tag(sync=True)
     """The answer that is shown, with its tokens; empty before the first one."""

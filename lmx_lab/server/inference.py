@@ -79,7 +79,7 @@ class InferenceService:
         self._slow_client_s = slow_client_s
         self._observers = observers
         self.timelines = TimelineLog()
-        """What the engines did for the last requests."""
+        """The engines' steps for the last requests."""
 
     @property
     def fingerprint(self) -> str:

@@ -222,7 +222,7 @@ def timeline_routes(timelines: TimelineLog) -> APIRouter:
         limit: Annotated[int, Query(ge=1, le=PAGE_REQUESTS)] = PAGE_REQUESTS,
         before: Annotated[int | None, Query(ge=1)] = None,
     ) -> Response:
-        """Return what the engines did for the requests of all clients in the last `last_s` seconds, newest first.
+        """Return the engines' steps for the requests of all clients in the last `last_s` seconds, newest first.
 
         The first page also has the loads and unloads. If `before` of a page is not null, send its value to request the
         next page.

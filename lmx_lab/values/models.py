@@ -228,7 +228,7 @@ MIN_AUTO_PREFILL, MIN_AUTO_DECODE = 1.2, 0.8
 
 @dataclass(frozen=True, kw_only=True)
 class QuantizedCopy:
-    """What was measured of a quantized copy, against the original: loss on a fixed text, and speed on one thread."""
+    """The measurements of a quantized copy relative to the original: loss on a fixed text, and speed on one thread."""
 
     type: QuantizedType
     """Type of the weights."""
@@ -266,7 +266,7 @@ class QuantizedCopy:
         )
 
     def describe(self, model: str) -> str:
-        """Return what was measured of the copy, and how it is loaded.
+        """Return the measurements of the copy, and how it is loaded.
 
         Args:
             model: Id of the model.

@@ -58,8 +58,8 @@ class ModelLocation:
     converted_from: Path | None = None
     """The GGUF file from which the model was converted, if the file has not changed since."""
     family: str | None = None
-    """What the formats of one model have in common: the starter, or the file that was converted. Other models of the
-    same id are different models."""
+    """The origin that the formats of one model share: the starter, or the file that was converted. Other models with
+    the same id are different models."""
     copy: QuantizedCopy | None = None
     """As in ``ModelEntry``."""
 
@@ -231,7 +231,7 @@ def path_locations(name: str) -> Iterator[ModelLocation]:
 
 
 def model_path(path: Path) -> Path:
-    """Return what to read: the first part of a split model, or the GGUF file of a folder with a single GGUF model."""
+    """Return the file to read: the first part of a split model, or the only GGUF model of a folder."""
     if not path.is_dir():
         return path.with_name(parts_of(path.name)[0])
     models = [] if _is_model_folder(path) else _gguf_models(path)

@@ -51,7 +51,7 @@ class _Scan:
         return self.listing()
 
     def listing(self, problem: str | None = None) -> Listing:
-        """Return what was found so far. Any thread may call it."""
+        """Return the models that were found so far. Thread-safe."""
         found = list(self.found)
         joined = join_formats(location for location, _ in found)
         entries = [

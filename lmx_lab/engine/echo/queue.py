@@ -37,7 +37,7 @@ KEPT_SEQUENCES = 16
 
 @dataclass(frozen=True, kw_only=True)
 class PreparedEcho:
-    """What all answers to one request have in common."""
+    """The data that all answers to one request share."""
 
     request: GenerationRequest
     prompt: list[int]

@@ -320,7 +320,7 @@ class LoadedModel:
         return find_points(find_parts(self.model, self.entry.id), self.entry.id)
 
     def arithmetic(self) -> list[str]:
-        """Return what the values in KV caches depend on besides the files of the model, as texts."""
+        """Return the properties, in addition to the model's files, that the values in KV caches depend on."""
         parameters: Any = tree_flatten(self.model.parameters())
         weights = sorted(f"{name} {value.dtype} {value.shape}" for name, value in parameters)
         versions = [f"{package} {version(package)}" for package in ("lmx-lab", "mlx", "mlx-lm")]
