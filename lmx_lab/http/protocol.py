@@ -98,7 +98,7 @@ class HttpProtocol(H11Protocol):
     """
 
     _expected: tuple[str, object] | None = None
-    """The part that the client has to send, ``head`` or ``body``, and after which request. Each starts the time limit."""
+    """The part that the client has to send, ``head`` or ``body``, and after which request. Each starts the time."""
     _deadline: asyncio.TimerHandle | None = None
     _received_bytes = 0
     """Number of bytes received since the deadline was set."""
