@@ -57,7 +57,7 @@ class ServerState:
     model: str | None = None
     """Id of the loaded model."""
     pinned: tuple[str, ...] = ()
-    """Ids of the models that are kept in memory beside it."""
+    """Ids of the models that are kept in memory in addition to it."""
     unloading: Unloading | None = None
     """Set while the unload of ``model`` waits for its running answers to end."""
     note: str = ""
@@ -186,7 +186,7 @@ class Backend(Protocol):
     async def rerank(self, body: RerankBody) -> DocumentRanking: ...
 
     async def trace(self, body: TraceBody) -> Trace:
-        """Return values from the inside of the loaded model."""
+        """Return internal values of the loaded model."""
 
     # Recorded tokens
 

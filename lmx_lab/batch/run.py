@@ -288,7 +288,7 @@ class BatchRun:
         return [self._rows.get(at) or self._row(at % self.options.n, UNFINISHED) for at in range(self._taken, total)]
 
     def figures(self) -> list[dict[str, Any]]:
-        """Return the figures of each server as rows of a table. Answers from the cache are not counted."""
+        """Return the statistics of each server as rows of a table. Answers from the cache are not counted."""
         return [server.figures() for server in self._servers]
 
     # On the event loop

@@ -58,7 +58,7 @@ class RowServer:
         self._answered_at = time.monotonic()
 
     def figures(self) -> dict[str, Any]:
-        """Return the figures of the server as a row of a table."""
+        """Return the statistics of the server as a row of a table."""
         elapsed_s = self._answered_at - self._started_at if self._answers and self._started_at else 0.0
         return {
             "url": self.url,

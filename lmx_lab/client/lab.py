@@ -328,7 +328,7 @@ class AsyncLabClient(AsyncClientBase):
     # The inside of the model
 
     async def trace(self, body: TraceBody) -> Trace:
-        """Return values from the inside of the loaded model. Only programs on the server's machine may do this."""
+        """Return internal values of the loaded model. Only programs on the server's machine may do this."""
         data = await self._connection.post_for_bytes("/admin/trace", encode_body(body), limit=TRACE_BYTES)
         try:
             return Trace.decode(data)

@@ -131,7 +131,7 @@ class TokenLens(TokenTable):
     def __repr__(self) -> str:
         text = "".join(token.text for token in self._tokens)
         short = text if len(text) <= 60 else f"{text[:60]}…"
-        return f"<TokenLens of {len(self)} tokens, log-probability {self.logprob:.3f}: {short!r}; .df has all figures>"
+        return f"<TokenLens of {len(self)} tokens, log-probability {self.logprob:.3f}: {short!r}; .df has all values>"
 
     def _repr_html_(self) -> str:
         shown = self._tokens[:SHOWN_TOKENS]

@@ -128,7 +128,7 @@ class MapVerbs:
             errors: ``row`` reports the error of a row in the column ``error``; ``raise`` raises the first error.
             cache: An SQLite file for the answers. A later run with the same file computes only missing answers.
             retry: ``errors`` recomputes the answers in the cache that have an error.
-            labs: Other labs with the same model, which also answer rows. ``.attrs["labs"]`` has the figures of each.
+            labs: Other labs with the same model, which also answer rows. ``.attrs["labs"]`` has the statistics of each.
             parameters: ``system``, and the sampling parameters of ``chat``.
 
         Raises:

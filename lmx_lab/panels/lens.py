@@ -257,7 +257,7 @@ def _caption(branch: Branch, lens: TokenLens) -> dict[str, Any]:
 
 
 def _token(token: TokenLogprob, part: str) -> list[Any]:
-    """Return a token as a view shows it: its text, its part of the answer, its figures, and its alternatives."""
+    """Return a token as a view shows it: its text, its part of the answer, its values, and its alternatives."""
     others = [[clip(visible_text(other), TEXT_CHARACTERS), _rounded(other.logprob), other.token] for other in token.top]
     return [
         clip(visible_text(token), TEXT_CHARACTERS),

@@ -52,7 +52,7 @@ class TokenTotals:
 
 @dataclass(frozen=True, kw_only=True)
 class PinnedModel:
-    """An encoder that is kept in memory beside the main model."""
+    """An encoder that is kept in memory in addition to the main model."""
 
     entry: ModelEntry
     memory_bytes: int

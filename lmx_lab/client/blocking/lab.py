@@ -92,7 +92,7 @@ class LabClient(BlockingClient[AsyncLabClient]):
         return self._portal.run(self._client.rerank(body))
 
     def trace(self, body: TraceBody) -> Trace:
-        """Return values from the inside of the loaded model. Only programs on the server's machine may do this."""
+        """Return internal values of the loaded model. Only programs on the server's machine may do this."""
         return self._portal.run(self._client.trace(body))
 
     def models(self) -> ModelRecords:
