@@ -13,7 +13,7 @@ from lmx_lab.errors import InvalidRequestError
 from lmx_lab.evals.exports import PROJECT, ExportedRun, to_mlflow, to_wandb
 from lmx_lab.evals.rows import EvaluatedRow, RunFacts, to_json
 from lmx_lab.evals.statistics import PairedTest, Score, calibration, paired_test, score_of
-from lmx_lab.frames import pandas_for
+from lmx_lab.frames import html_table, pandas_for
 from lmx_lab.instrument.access import LabAccess
 from lmx_lab.instrument.lens import ALTERNATIVES, ColorBy, TokenLens
 from lmx_lab.instrument.requests import RecordedRequest, RequestList
@@ -318,14 +318,9 @@ class Evaluation:
         return "\n".join(lines)
 
     def _repr_html_(self) -> str:
-        left = "style='text-align:left;vertical-align:top'"
         names = ("label", "prompt", "expected", "answer", "error")
         shown = [[_cell(getattr(row, name)) for name in names] for row in self._failed()[:SHOWN_FAILURES]]
-        head = "".join(f"<th {left}>{name}</th>" for name in names)
-        body = "".join(
-            "<tr>" + "".join(f"<td {left}>{html.escape(cell)}</td>" for cell in row) + "</tr>" for row in shown
-        )
-        table = f"<table><thead><tr>{head}</tr></thead><tbody>{body}</tbody></table>" if shown else ""
+        table = html_table(names, shown, style="text-align:left;vertical-align:top") if shown else ""
         return "".join(f"<div>{html.escape(line)}</div>" for line in repr(self).splitlines()) + table
 
 

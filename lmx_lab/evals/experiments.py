@@ -6,7 +6,6 @@ The file is opened for each operation, so several notebooks can use it, and no c
 from __future__ import annotations
 
 import dataclasses
-import html
 import json
 import numbers
 import operator
@@ -21,7 +20,7 @@ from typing import TYPE_CHECKING, Any, TypeVar, overload
 from lmx_lab.errors import InvalidRequestError, LabError, did_you_mean
 from lmx_lab.evals.evaluation import Evaluation
 from lmx_lab.evals.rows import EvaluatedRow, RunFacts, to_json
-from lmx_lab.frames import align_columns, pandas_for
+from lmx_lab.frames import align_columns, html_table, pandas_for
 from lmx_lab.instrument.access import LabAccess
 from lmx_lab.instrument.requests import RequestList
 from lmx_lab.instrument.store import create_tables, open_database
@@ -250,12 +249,7 @@ class Experiments(Sequence[Evaluation]):
         return "\n".join([*align_columns(rows), self._footer()])
 
     def _repr_html_(self) -> str:
-        left = "style='text-align:left'"
-        head = "".join(f"<th {left}>{name}</th>" for name in SHOWN)
-        body = "".join(
-            "<tr>" + "".join(f"<td {left}>{html.escape(cell)}</td>" for cell in row) + "</tr>" for row in self._shown()
-        )
-        return f"<table><thead><tr>{head}</tr></thead><tbody>{body}</tbody></table><div>{self._footer()}</div>"
+        return f"{html_table(SHOWN, self._shown())}<div>{self._footer()}</div>"
 
     def _shown(self) -> list[tuple[str, ...]]:
         sql = f"SELECT {', '.join(SHOWN)} FROM experiments ORDER BY id DESC LIMIT ?"

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import html
 import operator
 import os
 from collections.abc import Iterator, Sequence
@@ -11,7 +10,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, overload
 
 from lmx_lab.errors import InvalidRequestError
-from lmx_lab.frames import align_columns, pandas_for
+from lmx_lab.frames import align_columns, html_table, pandas_for
 from lmx_lab.instrument.access import LabAccess
 from lmx_lab.instrument.answer import TokenAnswer
 from lmx_lab.instrument.replay import Replay
@@ -197,12 +196,7 @@ class RequestList(Sequence[RecordedRequest]):
         return "\n".join([*align_columns(rows), self._footer()])
 
     def _repr_html_(self) -> str:
-        left = "style='text-align:left'"
-        head = "".join(f"<th {left}>{name}</th>" for name in SHOWN)
-        rows = "".join(
-            "<tr>" + "".join(f"<td {left}>{html.escape(cell)}</td>" for cell in row) + "</tr>" for row in self._shown()
-        )
-        return f"<table><thead><tr>{head}</tr></thead><tbody>{rows}</tbody></table><div>{self._footer()}</div>"
+        return f"{html_table(SHOWN, self._shown())}<div>{self._footer()}</div>"
 
     def _shown(self) -> list[tuple[str, ...]]:
         rows = [dict(zip(COLUMNS, row, strict=True)) for row in self._store.rows(SHOWN_ROWS)]
