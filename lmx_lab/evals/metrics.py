@@ -50,8 +50,8 @@ class ExactMatch(Metric):
         return {"name": "exact_match", "ignore_case": self.ignore_case}
 
     def score(self, answer: str, expected: Any) -> float:
-        given = _folded(answer, self.ignore_case)
-        return float(any(given == _folded(text, self.ignore_case) for text in _texts(expected)))
+        given = _fold(answer, self.ignore_case)
+        return float(any(given == _fold(text, self.ignore_case) for text in _texts(expected)))
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -65,8 +65,8 @@ class Contains(Metric):
         return {"name": "contains", "ignore_case": self.ignore_case}
 
     def score(self, answer: str, expected: Any) -> float:
-        given = _folded(answer, self.ignore_case)
-        texts = [_folded(text, self.ignore_case) for text in _texts(expected)]
+        given = _fold(answer, self.ignore_case)
+        texts = [_fold(text, self.ignore_case) for text in _texts(expected)]
         if "" in texts:
             raise InvalidRequestError("the expected text is empty, which every answer contains; remove the row")
         return float(any(text in given for text in texts))
@@ -86,7 +86,7 @@ class Regex(Metric):
 
     def __post_init__(self) -> None:
         if self.pattern is not None:
-            _compiled(self.pattern)
+            _compile(self.pattern)
 
     @property
     def settings(self) -> dict[str, Any]:
@@ -96,8 +96,8 @@ class Regex(Metric):
         if self.pattern is None:
             if not isinstance(expected, str) or not expected:
                 raise InvalidRequestError(f"the expected value is {expected!r:.80}; it must be a regular expression")
-            return float(_compiled(expected).search(answer) is not None)
-        found = _compiled(self.pattern).search(answer)
+            return float(_compile(expected).search(answer) is not None)
+        found = _compile(self.pattern).search(answer)
         part = None if found is None else found[1] if found.re.groups else found[0]
         return float(any(part == text.strip() for text in _texts(expected)))
 
@@ -364,12 +364,12 @@ def _texts(expected: Any) -> list[str]:
     return [str(expected)]
 
 
-def _folded(text: str, ignore_case: bool) -> str:
+def _fold(text: str, ignore_case: bool) -> str:
     text = text.strip()
     return text.casefold() if ignore_case else text
 
 
-def _compiled(pattern: str) -> re.Pattern[str]:
+def _compile(pattern: str) -> re.Pattern[str]:
     try:
         return re.compile(pattern)
     except re.error as exc:
