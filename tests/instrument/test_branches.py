@@ -102,7 +102,7 @@ def test_refusals_name_the_value_and_the_reason(lab: lmx_lab.Lab) -> None:
             far.explore("hello")
 
 
-def test_a_record_of_another_model_has_a_lens_and_says_which_weights_a_branch_needs(lab: lmx_lab.Lab) -> None:
+def test_a_record_of_another_model_has_a_lens_and_its_error_names_the_weights_for_branches(lab: lmx_lab.Lab) -> None:
     lab.chat("hello sea", logprobs=2)
     len(lab.requests)
     request = load_requests(lab.server.settings.record_to or "", lab._access)[-1]

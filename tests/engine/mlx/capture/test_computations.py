@@ -1,4 +1,4 @@
-"""Traces, the logit lens, patches and attributions of small models against computations without hooks."""
+"""Compare traces, the logit lens, patches and attributions of small models with computations without hooks."""
 
 from __future__ import annotations
 
