@@ -254,7 +254,7 @@ def test_a_file_is_read_without_a_server_and_has_no_keys_or_addresses(tmp_path: 
     assert [request.text for request in loaded] == ["the first", "the sea is wide"]
     with pytest.raises(InvalidRequestError, match=r"lab\.requests\.load"):
         loaded[0].replay()
-    with pytest.raises(InvalidRequestError, match="opened to be read"):
+    with pytest.raises(InvalidRequestError, match="opened read-only"):
         loaded.clear()
     with echo_lab(tmp_path, record_to=path) as lab:
         assert lab.requests.load(path)[0].replay().same
