@@ -28,7 +28,7 @@ if TYPE_CHECKING:
     import pandas as pd
 
 MEMORY_BYTES = 2**28
-"""Size of activations up to which they are kept in memory; larger ones are kept in a temporary file."""
+"""Maximum size of activations in memory; larger ones are stored in a temporary file."""
 FOLDS = 5
 SEED = 0
 MAX_STEPS = 1000
@@ -47,7 +47,7 @@ class LayerActivations:
 
     Args:
         layers: The indices of the layers.
-        memory_bytes: Size above which the vectors are in a file.
+        memory_bytes: Maximum size in memory; larger vectors are stored in a file.
 
     Attributes:
         texts: The indices of the texts whose vectors are stored, in ascending order.
@@ -131,12 +131,12 @@ class ProbeRun:
     """Trains the probes of all layers, one after the other.
 
     Args:
-        texts: The texts. Equal ones are in the same part of the cross-validation.
+        texts: The texts. Equal texts are in the same fold.
         labels: The class of each text.
-        folds: Number of parts of the cross-validation, each of which is predicted by a probe that has not seen it.
+        folds: Number of cross-validation folds, each of which is predicted by a probe that was not trained on it.
 
     Raises:
-        InvalidRequestError: a label is missing or cannot be compared, or there are too few texts of a class.
+        InvalidRequestError: a label is missing, or a class has too few texts.
         ImportError: scikit-learn is not installed.
     """
 
@@ -162,7 +162,7 @@ class ProbeRun:
         codes = {each: at for at, each in enumerate(classes)}
         self._classes = np.array([codes[each] for each in self._labels])
         self.baseline = float(np.bincount(self._classes).max() / len(self._classes))
-        """The accuracy of predicting the most frequent label."""
+        """The accuracy of always predicting the most frequent label."""
         self._pipeline, self._linear = _sklearn("pipeline"), _sklearn("linear_model")
         self._preprocessing, self._selection = _sklearn("preprocessing"), _sklearn("model_selection")
 
@@ -190,7 +190,7 @@ class ProbeRun:
         return run
 
     def accuracies(self, vectors: Vectors) -> list[float]:
-        """Return the accuracy of a logistic regression on each fold, with standardized vectors."""
+        """Return the accuracy of a logistic regression on standardized vectors for each fold."""
         probe = self._pipeline.make_pipeline(
             self._preprocessing.StandardScaler(), self._linear.LogisticRegression(max_iter=MAX_STEPS)
         )
@@ -229,12 +229,12 @@ def _sklearn(module: str) -> Any:
 
 
 class Probe:
-    """The accuracy of a linear probe at each layer. In a notebook it is displayed as a chart.
+    """The accuracy of a linear probe at each layer. Notebooks display it as a chart.
 
     Attributes:
-        accuracies: By layer, the accuracy on each fold.
-        baseline: The accuracy of predicting the most frequent label.
-        activations: The vectors that the probes read.
+        accuracies: The accuracies on the folds, by layer.
+        baseline: The accuracy of always predicting the most frequent label.
+        activations: The vectors on which the probes were trained.
     """
 
     def __init__(self, accuracies: Mapping[int, Sequence[float]], run: ProbeRun, activations: LayerActivations) -> None:
@@ -244,9 +244,9 @@ class Probe:
         self._run = run
 
     def control(self, seed: int = 0) -> Probe:
-        """Return a probe of the same activations that is trained with shuffled labels.
+        """Return a probe of the same activations that is trained on shuffled labels.
 
-        It shows which accuracy a probe reaches by chance (Hewitt and Liang, arXiv 1909.03368). Nothing is traced.
+        It shows the accuracy that a probe reaches by chance (Hewitt and Liang, arXiv 1909.03368). Traces nothing.
         """
         if integer(seed) is None:
             raise InvalidRequestError(f"seed is {seed!r:.40}; it must be an integer", param="seed")
@@ -255,13 +255,13 @@ class Probe:
 
     @property
     def best(self) -> int:
-        """The layer with the highest mean accuracy; the first one of equal layers."""
+        """The layer with the highest mean accuracy; the first one if several are equal."""
         return max(self.accuracies, key=lambda layer: float(np.mean(self.accuracies[layer])))
 
     @property
     def df(self) -> pd.DataFrame:
         """A data frame with one row for each layer: the mean and the standard deviation of the accuracy over the folds,
-        and the accuracy of predicting the most frequent label.
+        and the accuracy of always predicting the most frequent label.
 
         Raises:
             ImportError: pandas is not installed.
@@ -301,7 +301,7 @@ class Probe:
             [
                 f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {WIDTH} {HEIGHT}" width="{WIDTH}" role="img" '
                 f'aria-label="{title}" style="max-width:100%;height:auto;font:12px system-ui,sans-serif">',
-                f'<text x="{LEFT}" y="16" fill="currentColor">accuracy, mean and deviation of the folds</text>',
+                f'<text x="{LEFT}" y="16" fill="currentColor">accuracy: mean and deviation over folds</text>',
                 *(_grid_line(tick) for tick in TICKS),
                 f'<line x1="{LEFT}" x2="{WIDTH - RIGHT}" y1="{base:.1f}" y2="{base:.1f}" stroke="{BASELINE_COLOR}" '
                 'stroke-dasharray="6 4"/>',
@@ -314,7 +314,7 @@ class Probe:
         )
 
     def _points(self) -> Iterator[str]:
-        """Yield the line, and for each layer its point, its deviation and its name."""
+        """Yield for each layer its point, its standard deviation and its name, and then the line."""
         layers = list(self.accuracies)
         step, span = -(-len(layers) // MAX_LAYER_NAMES), max(1, layers[-1] - layers[0])
         places = []

@@ -50,10 +50,10 @@ class ProbeVerbs:
 
         Args:
             positive: Texts with a property, each as ``what`` in ``trace``.
-            negative: Texts without it.
-            layer: Index of the layer whose output is used, from 0.
+            negative: Texts without the property.
+            layer: Index of the layer whose output is used, starting at 0.
             position: The token whose activations are used: ``last``, an index, or ``mean`` for the mean of all tokens.
-            normalize: Whether the vector has length 1. Otherwise it is the difference itself.
+            normalize: Whether to scale the vector to length 1.
 
         Raises:
             NotLoadedError: no chat model is loaded.
@@ -85,22 +85,22 @@ class ProbeVerbs:
         position: Position = "last",
         folds: int = FOLDS,
     ) -> Probe:
-        """Train a linear classifier on the activations of each layer, and return how well each predicts the labels.
+        """Train a linear classifier on the activations of each layer, and return the accuracy of each.
 
         If ``probe`` is interrupted while it computes texts, it trains on those that are complete; if it is interrupted
         while it trains, it returns the layers that are complete. ``aprobe`` is cancelled.
 
         Args:
-            texts: Texts, or a column of a data frame, each as ``what`` in ``trace``. Equal ones are in the same part of
-                the cross-validation.
+            texts: Texts, or a column of a data frame, each as ``what`` in ``trace``. Equal texts are in the
+                same fold.
             labels: The class of each text.
-            layer: Indices of the layers whose outputs are used.
+            layer: Index or indices of the layers whose outputs are used; ``all`` uses all layers.
             position: The token whose activations are used: ``last``, an index, or ``mean`` for the mean of all tokens.
-            folds: Number of parts of the cross-validation.
+            folds: Number of cross-validation folds.
 
         Raises:
             NotLoadedError: no chat model is loaded.
-            InvalidRequestError: an argument is invalid, or there are too few texts of a class.
+            InvalidRequestError: an argument is invalid, or a class has too few texts.
             StorageFullError: the activations need more space than the disk has.
             ImportError: scikit-learn is not installed.
         """
@@ -229,7 +229,7 @@ def _texts(given: object, name: str) -> list[Traced]:
     """Return a group of texts as a list.
 
     Raises:
-        InvalidRequestError: it is not a group of texts, or there are none.
+        InvalidRequestError: the argument is not a list of texts, or is empty.
     """
     found = []
     for at, item in enumerate(_items(given, name)):
@@ -240,7 +240,7 @@ def _texts(given: object, name: str) -> list[Traced]:
         except InvalidRequestError as exc:
             raise InvalidRequestError(f"{name}[{at}]: {exc.message}", param=name) from None
     if not found:
-        raise InvalidRequestError(f"{name} has no texts; pass at least one", param=name)
+        raise InvalidRequestError(f"{name} is empty; pass at least one text", param=name)
     return found
 
 
@@ -265,5 +265,5 @@ def _layers(given: object, model: str, count: int) -> list[int]:
             )
         found.add(layer)
     if not found:
-        raise InvalidRequestError("layer has no layers; pass at least one index", param="layer")
+        raise InvalidRequestError("layer is empty; pass at least one index", param="layer")
     return sorted(found)
