@@ -91,8 +91,7 @@ class ProbeVerbs:
         while it trains, it returns the layers that are complete. ``aprobe`` is cancelled.
 
         Args:
-            texts: Texts, or a column of a data frame, each as ``what`` in ``trace``. Equal texts are in the
-                same fold.
+            texts: Texts, or a column of a data frame, each as ``what`` in ``trace``. Equal texts are in the same fold.
             labels: The class of each text.
             layer: Index or indices of the layers whose outputs are used; ``all`` uses all layers.
             position: The token whose activations are used: ``last``, an index, or ``mean`` for the mean of all tokens.
