@@ -127,6 +127,13 @@ Record = Annotated[
     typer.Option(help="Requests to record: all, or off. By default only those of a notebook that runs the server."),
 ]
 RecordTo = Annotated[Path | None, typer.Option(help="SQLite file for --record all. By default the last 200 in memory.")]
+Otel = Annotated[
+    str | None,
+    typer.Option(
+        help="Requests to export as OpenTelemetry spans: off, spans, or content for texts too. By default off. "
+        "OTEL_EXPORTER_OTLP_ENDPOINT is the collector."
+    ),
+]
 LogLevel = Annotated[str | None, typer.Option(help="debug, info, warning or error.")]
 Quiet = Annotated[bool, typer.Option("--quiet", "-q", help="Do not print a line for each request.")]
 
@@ -180,6 +187,7 @@ def serve(
     threads: Threads = None,
     record: Record = None,
     record_to: RecordTo = None,
+    otel: Otel = None,
     log_level: LogLevel = None,
     quiet: Quiet = False,
 ) -> None:
@@ -200,7 +208,7 @@ def serve(
         **_naming_settings(swap=swap, any_model=any_model, model_alias=model_alias),
         idle_unload_s=idle_unload,
         **_memory_settings(memory_limit, prefix_cache, prefix_cache_disk),
-        **{"record": record, "record_to": record_to, **unchanged},
+        **{"record": record, "record_to": record_to, "otel": otel, **unchanged},
     )
     _run(settings, spec, explicit_port=port is not None or "LMX_LAB_PORT" in os.environ, quiet=quiet)
 

@@ -209,6 +209,7 @@ class LocalServer(LabServer):
         self.engine.stop()
         if self._thread is not None:
             self._thread.stop()
+        self.services.close()
         self.recorder.close()
         atexit.unregister(self._stop_at_exit)
         for callback in self._callbacks:
