@@ -11,6 +11,7 @@ import threading
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -203,7 +204,7 @@ def test_the_phases_of_each_answer_are_consecutive_children(sent: Sent) -> None:
         assert [phase.name for phase in phases][-1] == "decode"
         assert {phase.name for phase in phases} <= {"queued", "prefill", "decode"}
         assert attributes(phases[-1])["lmx_lab.tokens"] == 3
-        for before, phase in zip(phases, phases[1:], strict=False):
+        for before, phase in pairwise(phases):
             assert before.end_time_unix_nano == phase.start_time_unix_nano
         assert span.start_time_unix_nano <= phases[0].start_time_unix_nano
         assert phases[-1].end_time_unix_nano <= span.end_time_unix_nano
@@ -248,7 +249,9 @@ def test_requests_without_a_generation_and_those_that_the_caller_does_not_sample
 
 
 def test_a_request_of_the_notebook_is_a_span_of_its_own(sent: Sent) -> None:
-    (span,) = [span for span in sent.collector.spans if span.kind == Span.SPAN_KIND_INTERNAL and not span.parent_span_id]
+    (span,) = [
+        span for span in sent.collector.spans if span.kind == Span.SPAN_KIND_INTERNAL and not span.parent_span_id
+    ]
     assert span.name == "chat echo"
     assert "url.path" not in attributes(span)
     assert {child.name for child in sent.children(span)} >= {"decode"}
@@ -335,16 +338,16 @@ def test_a_collector_that_is_down_costs_one_warning(
     caplog.set_level(logging.INFO)
     spans = RequestSpans(content=False)
     end = RequestEnd(request_id="", model="m", outcome="stop")
-    for retry_s in (0.0, 1e9):
+    for retry_s in (0.0, 0.0, 1e9):
         monkeypatch.setattr(telemetry, "RETRY_S", retry_s)
         spans.observe(end)
-        spans.flush()
+        spans._processor.force_flush()
     (warning,) = [record for record in caplog.records if record.levelno >= logging.WARNING]
     assert f"http://127.0.0.1:{port}/v1/traces does not accept spans" in warning.getMessage()
     assert "s3cret" not in caplog.text
     with collector(port) as target:
         spans.observe(end)
-        spans.flush()
+        spans._processor.force_flush()
         assert target.spans == []
         monkeypatch.setattr(telemetry, "RETRY_S", 0.0)
         spans.observe(end)
