@@ -19,6 +19,8 @@ from lmx_lab.server.generation import RequestEnd
 from lmx_lab.values.generation import GenerationReport, merge_deltas
 
 PROVIDER = "lmx-lab"
+MODEL_CHARACTERS = 200
+"""Maximum length of the name of a model that a caller has sent."""
 CONTENT_CHARACTERS = 16_384
 """Maximum number of characters of the messages in one attribute."""
 OPERATIONS = {"embedding": "embeddings", "rerank": "rerank"}
@@ -32,16 +34,18 @@ def call_attributes(end: RequestEnd) -> Attributes:
     """Return the attributes by which a sampler may decide whether a request is exported."""
     attributes: Attributes = {"gen_ai.operation.name": operation_name(end), "gen_ai.provider.name": PROVIDER}
     if end.request is not None and end.request.model is not None:
-        attributes["gen_ai.request.model"] = public_id(end.request.model, local=False)
+        attributes["gen_ai.request.model"] = public_id(end.request.model, local=False)[:MODEL_CHARACTERS]
     return attributes
 
 
 def operation_name(end: RequestEnd) -> str:
+    """Return what a request is for."""
     is_chat = not isinstance(end.request, GenerationRequest) or isinstance(end.request.prompt, ChatPrompt)
     return OPERATIONS.get(end.kind, "chat" if is_chat else "text_completion")
 
 
 def http_attributes(scope: Scope, status: int | None) -> Attributes:
+    """Return what is known of a request over HTTP or a WebSocket. The status is None if there was no response."""
     attributes: Attributes = {"url.path": scope["path"]}
     if scope.get("method"):
         attributes["http.request.method"] = scope["method"]
@@ -89,18 +93,18 @@ def answer_attributes(ends: Sequence[RequestEnd]) -> Attributes:
     prompts: dict[int, list[RequestEnd]] = {}
     for end in ends:
         prompts.setdefault(id(end.request), []).append(end)
-    events = [end.event() for end in ends]
     attributes["gen_ai.usage.input_tokens"] = sum(group[0].event().prompt_tokens for group in prompts.values())
     if first.kind != "chat":
         return attributes
     if len(prompts) == 1 and len(ends) > 1:
         attributes["gen_ai.request.choice.count"] = len(ends)
     attributes["gen_ai.response.finish_reasons"] = [end.outcome for end in ends]
-    attributes["gen_ai.usage.output_tokens"] = sum(event.completion_tokens for event in events)
+    attributes["gen_ai.usage.output_tokens"] = sum(end.event().completion_tokens for end in ends)
     reports = [end.report for end in ends if isinstance(end.report, GenerationReport)]
     if reports:
-        cached = (min((_cached_tokens(end) for end in group), default=0) for group in prompts.values())
-        attributes["gen_ai.usage.cache_read.input_tokens"] = sum(cached)
+        # All choices except the first take the whole prompt from the cache.
+        cached = sum(min(map(_cached_tokens, group)) for group in prompts.values())
+        attributes["gen_ai.usage.cache_read.input_tokens"] = cached
         if reasoning := sum(report.reasoning_tokens for report in reports):
             attributes["gen_ai.usage.reasoning.output_tokens"] = reasoning
     if any(report.output_tokens for report in reports):
@@ -182,7 +186,8 @@ def _to_json(messages: Sequence[dict[str, Any]]) -> str:
             break
         kept.append(text)
         left -= len(text)
-    return f"[{', '.join(reversed(kept))}]"
+    # A surrogate without the other one cannot be sent.
+    return f"[{', '.join(reversed(kept))}]".encode(errors="replace").decode()
 
 
 def _shortened(message: dict[str, Any], most: int) -> dict[str, Any]:
