@@ -152,7 +152,7 @@ def _input_message(message: Mapping[str, Any]) -> dict[str, Any]:
         return _message(role, [response])
     calls = [(call.get("id"), call.get("function") or {}) for call in message.get("tool_calls") or []]
     called = [_call_part(id_, it.get("name"), it.get("arguments")) for id_, it in calls]
-    return _message(role, [*map(_text_part, texts), *called])
+    return _message(role, [*(_text_part(text) for text in texts if text), *called])
 
 
 def _output_message(end: RequestEnd) -> dict[str, Any]:
