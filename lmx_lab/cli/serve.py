@@ -198,8 +198,8 @@ def serve(
     spec = _load_spec(model, **options)
     unchanged: dict[str, Any] = {"slots": slots, "queue_limit": queue_limit, "dtype": dtype, "threads": threads}
     unchanged |= {"host": host, "port": port, "api_key": api_key, "log_level": log_level}
-    unchanged |= {"prefix_cache_dir": prefix_cache_dir, "announce_name": announce_name}
-    unchanged |= {"embedder": embedder, "reranker": reranker, "request_timeout_s": request_timeout}
+    unchanged |= {"prefix_cache_dir": prefix_cache_dir, "announce_name": announce_name, "record": record}
+    unchanged |= {"record_to": record_to, "otel": otel, "embedder": embedder, "reranker": reranker}
     settings = settings_with_folders(
         cors_origins=cors_origin or None,
         allowed_hosts=allow_host or None,
@@ -207,8 +207,9 @@ def serve(
         model_folders=models or None,
         **_naming_settings(swap=swap, any_model=any_model, model_alias=model_alias),
         idle_unload_s=idle_unload,
+        request_timeout_s=request_timeout,
         **_memory_settings(memory_limit, prefix_cache, prefix_cache_disk),
-        **{"record": record, "record_to": record_to, "otel": otel, **unchanged},
+        **unchanged,
     )
     _run(settings, spec, explicit_port=port is not None or "LMX_LAB_PORT" in os.environ, quiet=quiet)
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, cast
@@ -59,14 +59,15 @@ class InferenceServer:
     inference: InferenceService
     manager: ModelManager
     feed: Feed[ServerEvent]
-    spans: RequestSpans | None
+    spans: Sequence[RequestSpans] = ()
+    """What exports the requests; empty if nothing does."""
 
     def close(self) -> None:
         """Export what is known of ended requests. Called after all requests have ended; blocks for a few seconds at
         most. Idempotent.
         """
-        if self.spans is not None:
-            self.spans.close()
+        for each in self.spans:
+            each.close()
 
 
 def create_server(
@@ -91,13 +92,12 @@ def create_server(
     metrics = Metrics(manager)
     request_log = RequestLog()
     spans = _request_spans(settings)
-    exporting = [] if spans is None else [spans]
     inference = InferenceService(
         manager=manager,
         feed=feed,
         recording=Recording(cast(RecordMode, settings.record), save_record, dtype=settings.dtype),
         slow_client_s=settings.slow_client_s,
-        observers=[metrics.observe, request_log.observe, *(each.observe for each in exporting)],
+        observers=[metrics.observe, request_log.observe, *(each.observe for each in spans)],
         keep_answers=settings.otel == "content",
     )
     manager.add_observer(inference.timelines.observe_model)
@@ -124,19 +124,13 @@ def create_server(
     api.include_router(timeline_routes(inference.timelines))
     api.include_router(trace_routes(inference))
     api.include_router(metrics_routes(metrics))
-    return InferenceServer(
-        asgi=wrap_app(api, policy, observers=[request_log, *exporting]),
-        api=api,
-        inference=inference,
-        manager=manager,
-        feed=feed,
-        spans=spans,
-    )
+    asgi = wrap_app(api, policy, observers=[request_log, *spans])
+    return InferenceServer(asgi=asgi, api=api, inference=inference, manager=manager, feed=feed, spans=spans)
 
 
-def _request_spans(settings: Settings) -> RequestSpans | None:
+def _request_spans(settings: Settings) -> list[RequestSpans]:
     if settings.otel == "off":
-        return None
+        return []
     try:
         # Imported here, because the SDK is optional.
         from lmx_lab.server.telemetry import RequestSpans
@@ -145,7 +139,7 @@ def _request_spans(settings: Settings) -> RequestSpans | None:
             f"otel is {settings.otel}, but the OpenTelemetry SDK is not installed: pip install 'lmx-lab[otel]'",
             param="otel",
         ) from exc
-    return RequestSpans(content=settings.otel == "content")
+    return [RequestSpans(content=settings.otel == "content")]
 
 
 def _create_api(settings: Settings) -> DescribedAPI:

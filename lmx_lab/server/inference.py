@@ -168,9 +168,7 @@ class InferenceService:
         try:
             streams = await self._manager.submit_all(request, choices, local=local, patient=patient)
         except (LabError, asyncio.CancelledError) as exc:
-            # Not the name in the request: a caller can choose it freely, and it is a label of a metric.
-            model = self._manager.snapshot.model or ""
-            self._end_without_report("chat", request_id, model, exc, request=request, index=first)
+            self._refused(request, exc, index=first)
             raise
         for at, stream in enumerate(streams):
             self.timelines.add(
@@ -381,6 +379,12 @@ class InferenceService:
         return result
 
     # Ends
+
+    def _refused(self, request: GenerationRequest, exc: BaseException, *, index: int) -> None:
+        """Report the end of a generation that was refused."""
+        # Not the name in the request: a caller can choose it freely, and it is a label of a metric.
+        model = self._manager.snapshot.model or ""
+        self._end_without_report("chat", request.request_id, model, exc, request=request, index=index)
 
     def _end_without_report(
         self,

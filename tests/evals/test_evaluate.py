@@ -198,7 +198,7 @@ def test_the_score_of_a_row_with_several_answers_is_their_mean(lab: lmx_lab.Lab)
     with pytest.raises(InvalidRequestError, match="from 1 to 4"):
         result.pass_at(5)
     assert "2 rows, 4 answers each" in repr(result)
-    assert result.lens(position=5).df["token"].tolist() == ["b"]
+    assert result.lens(position=5).df["token"].iloc[0] == "b"
     opened = lab.experiments["several"]
     pd.testing.assert_frame_equal(opened.df, result.df)
     single = lab.evaluate(rows, "{text}", metric=lambda answer, row: answer == "a")

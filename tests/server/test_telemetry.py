@@ -383,4 +383,4 @@ def test_a_missing_extra_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatc
 def test_nothing_is_exported_by_default(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("OTEL_EXPORTER_OTLP_ENDPOINT", "http://127.0.0.1:1")
     lab = lmx_lab.Lab(Settings(home=tmp_path, port=0), loop="thread")
-    assert lab.server.services.spans is None
+    assert not lab.server.services.spans
