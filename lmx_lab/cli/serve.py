@@ -206,10 +206,8 @@ def serve(
         **_switches(lan_admin=lan_admin, announce=announce, no_page=no_page, no_downloads=no_downloads),
         model_folders=models or None,
         **_naming_settings(swap=swap, any_model=any_model, model_alias=model_alias),
-        idle_unload_s=idle_unload,
-        request_timeout_s=request_timeout,
         **_memory_settings(memory_limit, prefix_cache, prefix_cache_disk),
-        **unchanged,
+        **{"idle_unload_s": idle_unload, "request_timeout_s": request_timeout, **unchanged},
     )
     _run(settings, spec, explicit_port=port is not None or "LMX_LAB_PORT" in os.environ, quiet=quiet)
 

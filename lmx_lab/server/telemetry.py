@@ -146,7 +146,7 @@ class RequestSpans:
         first, (began_ns, ended_ns) = ends[0].end, times_ns
         attributes |= call_attributes(first)
         model = attributes.get("gen_ai.request.model", public_id(first.model, local=False))
-        name = f"{attributes['gen_ai.operation.name']} {model}".rstrip()
+        name = f"{attributes['gen_ai.operation.name']!s} {model!s}".rstrip()
         span = self._tracer.start_span(name, parent, kind, attributes, start_time=min(began_ns, ends[0].arrived_ns))
         if span.is_recording():
             span.set_attributes(request_attributes(first))
