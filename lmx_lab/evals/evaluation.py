@@ -242,7 +242,7 @@ class Evaluation:
         """Write the evaluation as a log of Inspect, which ``inspect view`` shows, and return its path.
 
         It contains the settings, the score, and a sample for each answer, with the messages, the score and the tokens.
-        Several answers to a row are epochs of one sample.
+        Several answers to a row are epochs of one sample. The duration is that of the longest answer.
 
         Args:
             path: A new file that ends with ``.eval``. Its folder is created.

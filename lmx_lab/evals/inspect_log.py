@@ -55,7 +55,9 @@ def _log(run: ExportedRun, rows: Sequence[EvaluatedRow]) -> dict[str, Any]:
     facts, score = run.facts, run.score
     metric: Mapping[str, Any] = facts.settings.get("metric", {})
     name, model = str(metric.get("name", PROJECT)), f"{PROJECT}/{facts.model}"
-    began = datetime.fromtimestamp(facts.at, UTC).isoformat()
+    # When the run ended is not stored, and the viewer shows NaN without an end.
+    longest_s = max((row.total_s or 0.0 for row in rows), default=0.0)
+    began, ended = (datetime.fromtimestamp(at, UTC).isoformat() for at in (facts.at, facts.at + longest_s))
     parameters: Mapping[str, Any] = facts.settings.get("parameters", {})
     samples = [
         {"id": id_, "epoch": epoch, **_sample(row, metric=name, model=model, system=parameters.get("system"))}
@@ -100,7 +102,7 @@ def _log(run: ExportedRun, rows: Sequence[EvaluatedRow]) -> dict[str, Any]:
                 }
             ],
         },
-        "stats": {"started_at": began, "model_usage": {model: _usage(rows)}},
+        "stats": {"started_at": began, "completed_at": ended, "model_usage": {model: _usage(rows)}},
         "samples": samples,
     }
 

@@ -104,6 +104,10 @@ def test_a_log_of_inspect(tmp_path: Path) -> None:
         "low": expected.low,
         "high": expected.high,
     }
+    assert (read.stats.started_at[:19], read.stats.completed_at[:21]) == (
+        "2001-09-09T01:46:40",
+        "2001-09-09T01:46:40.5",
+    )
     usage = read.stats.model_usage["lmx-lab/m"]
     assert (usage.input_tokens, usage.output_tokens) == (14, 4)
     samples = {(sample.id, sample.epoch): sample for sample in read.samples}
