@@ -164,7 +164,7 @@ class RequestSpans:
         at_ns = ended.arrived_ns
         for name, duration_s, attributes in _phases(ended):
             if numbered:
-                attributes["lmx_lab.choice.index"] = ended.end.index
+                attributes["lmx.choice.index"] = ended.end.index
             if duration_s > 0:
                 span: Span = self._tracer.start_span(name, parent, attributes=attributes, start_time=at_ns)
                 at_ns = min(at_ns + round(duration_s * 1e9), ended.ended_ns)
@@ -268,7 +268,7 @@ def _phases(ended: _Ended) -> Iterator[tuple[str, float, Attributes]]:
     end, report = ended.end, ended.end.report
     if isinstance(report, EncodeReport):
         yield "queued", report.queue_s, {}
-        yield "compute", report.compute_s, {"lmx_lab.tokens": report.tokens}
+        yield "compute", report.compute_s, {"lmx.tokens": report.tokens}
     elif end.steps is not None:
         measured = None if report is None else (report.queue_s, report.prefill_s, report.decode_s)
         elapsed_s = (ended.ended_ns - ended.arrived_ns) / 1e9
@@ -277,5 +277,5 @@ def _phases(ended: _Ended) -> Iterator[tuple[str, float, Attributes]]:
         event = end.event()
         computed = event.prompt_tokens - (report.cached_tokens if report is not None else 0)
         yield "queued", queue_s, {}
-        yield "prefill", prefill_s, {"lmx_lab.tokens": computed}
-        yield "decode", decode_s, {"lmx_lab.tokens": event.completion_tokens}
+        yield "prefill", prefill_s, {"lmx.tokens": computed}
+        yield "decode", decode_s, {"lmx.tokens": event.completion_tokens}

@@ -198,12 +198,12 @@ def test_a_span_has_the_attributes_of_the_conventions_and_is_a_child_of_the_call
 def test_the_phases_of_each_answer_are_consecutive_children(sent: Sent) -> None:
     span = sent.span("chat")
     children = sent.children(span)
-    assert {attributes(child)["lmx_lab.choice.index"] for child in children} == {0, 1}
+    assert {attributes(child)["lmx.choice.index"] for child in children} == {0, 1}
     for index in (0, 1):
-        phases = [child for child in children if attributes(child)["lmx_lab.choice.index"] == index]
+        phases = [child for child in children if attributes(child)["lmx.choice.index"] == index]
         assert [phase.name for phase in phases][-1] == "decode"
         assert {phase.name for phase in phases} <= {"queued", "prefill", "decode"}
-        assert attributes(phases[-1])["lmx_lab.tokens"] == 3
+        assert attributes(phases[-1])["lmx.tokens"] == 3
         for before, phase in pairwise(phases):
             assert before.end_time_unix_nano == phase.start_time_unix_nano
         assert span.start_time_unix_nano <= phases[0].start_time_unix_nano
