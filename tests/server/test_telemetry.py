@@ -33,6 +33,7 @@ from lmx_lab.server.span_attributes import CONTENT_CHARACTERS, answer_attributes
 from lmx_lab.server.telemetry import RequestSpans
 from lmx_lab.settings import Settings
 from lmx_lab.values.generation import Delta
+from tests.flows.conftest import wait_until
 
 TRACE, CALLER = "0af7651916cd43dd8448eb211c80319c", "b7ad6b7169203331"
 TEXT = "the sea is wide"
@@ -93,10 +94,10 @@ def collector(port: int = 0) -> Iterator[Collector]:
 
 
 @contextlib.contextmanager
-def echo_lab(home: Path, target: Collector, otel: str) -> Iterator[lmx_lab.Lab]:
+def echo_lab(home: Path, target: Collector, otel: str, **settings: Any) -> Iterator[lmx_lab.Lab]:
     with pytest.MonkeyPatch.context() as patched:
         patched.setenv("OTEL_EXPORTER_OTLP_ENDPOINT", target.url)
-        with lmx_lab.Lab(Settings(home=home, port=0, otel=otel), loop="thread") as lab:
+        with lmx_lab.Lab(Settings(home=home, port=0, otel=otel, **settings), loop="thread") as lab:
             lab.load("echo")
             yield lab
 
@@ -109,6 +110,15 @@ def post(lab: lmx_lab.Lab, path: str, headers: dict[str, str] | None = None, **f
 
 def chat(lab: lmx_lab.Lab, headers: dict[str, str] | None = None, **fields: Any) -> str:
     return post(lab, "/v1/chat/completions", headers, messages=[{"role": "user", "content": TEXT}], **fields)
+
+
+def leave(lab: lmx_lab.Lab) -> str:
+    """Send a request, disconnect after the first words of its answer, and return its id when it has ended."""
+    body = {"messages": [{"role": "user", "content": TEXT}], "stream": True, "max_tokens": 10_000, "ignore_eos": True}
+    with httpx2.stream("POST", f"{lab.url}/v1/chat/completions", json=body) as answer:
+        next(line for line in answer.iter_lines() if "the" in line)
+    wait_until(lambda: not lab.engine.snapshot.active_requests)
+    return str(answer.headers["x-request-id"])
 
 
 @dataclass(frozen=True)
@@ -142,8 +152,9 @@ def sent(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Sent]:
     """Requests to a server that exports spans without texts, which has been stopped."""
     parent = {"traceparent": f"00-{TRACE}-{CALLER}-01"}
     with collector() as target:
-        with echo_lab(tmp_path_factory.mktemp("home"), target, "spans") as lab:
+        with echo_lab(tmp_path_factory.mktemp("home"), target, "spans", echo_tokens_per_s=200) as lab:
             ids = {
+                "cancelled": leave(lab),
                 "chat": chat(lab, parent, n=2, temperature=0.5, top_p=0.9, top_k=5, seed=7, max_tokens=3),
                 "not sampled": chat(lab, {"traceparent": f"00-{TRACE}-{CALLER}-00"}),
                 "stream": chat(lab, stream=True),
@@ -315,6 +326,17 @@ def test_the_last_messages_of_a_long_chat_are_exported() -> None:
     assert CONTENT_CHARACTERS * 0.9 < sum(map(len, texts)) <= CONTENT_CHARACTERS + 1
     (answer,) = json.loads(str(found["gen_ai.output.messages"]))
     assert len(answer["parts"][0]["content"]) == CONTENT_CHARACTERS + 1
+
+
+def test_an_answer_whose_client_disconnects_is_exported_as_cancelled(sent: Sent) -> None:
+    span = sent.span("cancelled")
+    found = attributes(span)
+    assert found["gen_ai.response.finish_reasons"] == ["cancelled"]
+    assert found["gen_ai.usage.output_tokens"] < 10_000
+    assert "error.type" not in found
+    *_, decode = sent.children(span)
+    assert (decode.name, span.status.code) == ("decode", 0)
+    assert decode.start_time_unix_nano < decode.end_time_unix_nano <= span.end_time_unix_nano
 
 
 def test_a_cancelled_answer_has_the_tokens_that_were_delivered_and_no_time_to_first_token() -> None:
