@@ -1,4 +1,4 @@
-"""Define the values of an evaluation that are stored: its rows, its settings, and what computed it."""
+"""Define the values of an evaluation that are stored: its rows, its settings, and the software that computed it."""
 
 from __future__ import annotations
 
@@ -16,14 +16,14 @@ class EvaluatedRow:
     """One row of an evaluation: an answer to a row of the table."""
 
     label: Any
-    """Its label in the index of the table."""
+    """Label of the row in the index of the table."""
     sample: int | None = None
-    """Number of its answer among those to the same row of the table, from 0; None if there is only one."""
+    """Number of the answer among those to the same row of the table, from 0; None if there is only one."""
     prompt: Prompt | None
-    """None if it could not be created."""
+    """The prompt; None if it could not be created."""
     expected: Any
     answer: str | None
-    """The text of the answer, or the most likely choice; None if there was an error."""
+    """Text of the answer, or the most likely choice; None if there was an error."""
     score: float | None
     """None if the row has an error."""
     error: str | None = None
@@ -37,7 +37,7 @@ class EvaluatedRow:
     output_tokens: int | None = None
     total_s: float | None = None
     request_id: str | None = None
-    """Id of the request, with which ``lab.requests`` finds its record."""
+    """Id of the request: ``lab.requests[request_id]`` returns its record."""
 
     @property
     def probability(self) -> float | None:
@@ -71,7 +71,7 @@ class RunFacts:
     """How an evaluation was computed: the model, the settings, and the versions of packages."""
 
     at: float
-    """Unix time of its start."""
+    """Unix time of the start of the evaluation."""
     name: str
     model: str
     engine: str
@@ -91,12 +91,12 @@ def to_json(value: Any) -> str:
 
 
 def to_plain(value: Any) -> Any:
-    """Return a value of JSON: numbers and arrays of NumPy become numbers and lists, objects of other types texts."""
+    """Return a value of JSON. NumPy numbers and arrays become numbers and lists, objects of other types strings."""
     if value is None or isinstance(value, str | int | float):
         return value
     if isinstance(value, Mapping):
         return {str(key): to_plain(each) for key, each in value.items()}
     if isinstance(value, list | tuple):
         return [to_plain(each) for each in value]
-    # Arrays and numbers of NumPy.
+    # NumPy arrays and numbers.
     return to_plain(value.tolist()) if hasattr(value, "tolist") else str(value)
