@@ -201,9 +201,11 @@ def test_all_texts_are_computed_by_one_model(
         lab.load("echo")
 
     monkeypatch.setattr(LayerActivations, "put", replace_model)
-    with pytest.raises(NotLoadedError, match=r"texts\[10\] cannot be computed, because .*tiny is not loaded"):
-        lab.probe(TEXTS, LABELS)
-    lab.load(tiny.path)
+    try:
+        with pytest.raises(NotLoadedError, match=r"texts\[10\] cannot be computed, because .*tiny is not loaded"):
+            lab.probe(TEXTS, LABELS)
+    finally:
+        lab.load(tiny.path)
 
 
 MISSING: tuple[Any, ...] = (None, float("nan"), np.float32("nan"), pd.NA, pd.NaT, [1, 0], np.eye(2)[0])
