@@ -1,0 +1,156 @@
+"""Measure ``lab.map``: its throughput against ``lmx-lab bench``, its CPU time, and rows with a common beginning."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import replace
+from pathlib import Path
+from statistics import median
+
+from benchmarks import prompts
+from benchmarks.bench import Bench, BenchError
+from benchmarks.models import gguf_starter
+from benchmarks.processes import Reply, Worker
+from benchmarks.rows import Limit, Row
+from benchmarks.servers import LabServer, lab_server
+from lmx_lab.bench import Case, ChatTarget, RequestSample, drive, summary
+from lmx_lab.bench.load_generator import calibrate
+from lmx_lab.bench.prompts import prompt
+
+FIGURE = "map: tok/s ÷ lmx-lab bench"
+CORES = "map: cores used by the client"
+BEGINNING = "map: rows/s with a common beginning ÷ without"
+ROWS, QUICK_ROWS = 500, 60
+ROUNDS = 3
+TOKENS = 32
+"""Length of the answers."""
+CASE = Case(prompt_tokens=64, output_tokens=TOKENS)
+CONCURRENCY = (4, 8, 16)
+"""Numbers of concurrent requests, of which the one with the highest throughput is compared."""
+BEGINNING_TOKENS = 300
+COMMON_ROWS, OWN_ROWS = 200, 40
+"""Numbers of rows with a common beginning, and with beginnings of their own. Their rates are compared."""
+ANSWER_TOKENS = 16
+"""Length of the answers to rows with long beginnings."""
+GREEDY = {"temperature": 0, "ignore_eos": True}
+
+
+def measure(bench: Bench) -> list[Row]:
+    rows = QUICK_ROWS if bench.quick else ROWS
+    if bench.model == "tiny":
+        with _servers(bench.folder) as (_, client):
+            return [_cores(bench, client, rows)]
+    path = gguf_starter().path
+    with _servers(path) as (server, client):
+        found = [_against_bench(bench, server, client, rows), _beginnings(bench, client, "llama.cpp")]
+    with _servers(bench.folder) as (_, client):
+        return [*found, _beginnings(bench, client, "MLX")]
+
+
+@contextmanager
+def _servers(model: Path) -> Iterator[tuple[LabServer, Worker]]:
+    """Run a server, and a process that is attached to it."""
+    with lab_server(model) as server, Worker("benchmarks.map_process", url=server.url) as client:
+        yield server, client
+
+
+def _map(client: Worker, texts: Sequence[str], tokens: int) -> Reply:
+    reply = client.ask(texts=list(texts), parameters={"max_tokens": tokens, **GREEDY})
+    if reply["errors"] or reply["output_tokens"] != len(texts) * tokens:
+        raise BenchError(f"{reply['errors']} of {len(texts)} rows failed; {reply['output_tokens']} tokens")
+    return reply
+
+
+# --- throughput
+
+
+def _against_bench(bench: Bench, server: LabServer, client: Worker, rows: int) -> Row:
+    """Compare one run of ``map`` with runs of the bench before and after it."""
+    probes = {count: _bench_rate(server, count, max(2 * count, rows // 10)) for count in CONCURRENCY}
+    best = max(CONCURRENCY, key=lambda count: probes[count])
+    before = _bench_rate(server, best, rows // 2)
+    found = _map(client, asyncio.run(_texts(server, rows)), TOKENS)
+    after = _bench_rate(server, best, rows // 2)
+    rate, of_bench = found["output_tokens"] / found["seconds"], (before + after) / 2
+    return Row(
+        figure=FIGURE,
+        case=f"{rows} rows, {TOKENS} tokens each, llama.cpp",
+        model=bench.model,
+        value=rate / of_bench,
+        limit=Limit(sign="≥", bound=0.97),
+        binding=not bench.quick,
+        summary=f"{rate:.1f} against {of_bench:.1f} tok/s with {best} requests at once",
+        detail={"map": found, "probes": probes, "before": before, "after": after},
+    )
+
+
+def _bench_rate(server: LabServer, concurrency: int, requests: int) -> float:
+    """Return the tokens per second that ``lmx-lab bench`` reports."""
+
+    async def collect() -> list[RequestSample]:
+        case = replace(CASE, concurrency=concurrency, requests=requests)
+        return [sample async for sample in drive(ChatTarget(server.url), case)]
+
+    samples = asyncio.run(collect())
+    if errors := [sample.error for sample in samples if sample.error is not None]:
+        raise BenchError(f"{len(errors)} requests of {requests} failed: {errors[0]}")
+    return float(summary(samples)["total_tok_s"].iloc[0])
+
+
+async def _texts(server: LabServer, rows: int) -> list[str]:
+    """Return texts as long as the prompts of the bench."""
+    calibration = await calibrate(ChatTarget(server.url), CASE.prompt_tokens)
+    tokens, per_word = calibration.word_tokens(CASE.prompt_tokens), calibration.tokens_per_word
+    return [
+        prompt(CASE, repeat=0, request=number, run="map", tokens=tokens, tokens_per_word=per_word)
+        for number in range(rows)
+    ]
+
+
+# --- CPU time
+
+
+def _cores(bench: Bench, client: Worker, rows: int) -> Row:
+    """Return the CPU usage of the process that calls ``map``."""
+    texts = [prompts.words(number, 24) for number in range(rows)]
+    rounds = [_map(client, texts, TOKENS) for _ in range(1 if bench.quick else ROUNDS)]
+    cores = median(found["cpu_s"] / found["seconds"] for found in rounds)
+    rate = median(found["output_tokens"] / found["seconds"] for found in rounds)
+    return Row(
+        figure=CORES,
+        case=f"{rows} rows, {TOKENS} tokens each",
+        model=bench.model,
+        value=cores,
+        limit=Limit(sign="≤", bound=0.3),
+        summary=f"at {rate:.0f} tok/s",
+        detail={"rounds": rounds},
+    )
+
+
+# --- common beginnings
+
+
+def _beginnings(bench: Bench, client: Worker, engine: str) -> Row:
+    """Compare rows with a common beginning with rows whose beginnings differ, so that no cache has them."""
+    common, own = (COMMON_ROWS // 4, OWN_ROWS // 4) if bench.quick else (COMMON_ROWS, OWN_ROWS)
+    beginning = prompts.words(1, BEGINNING_TOKENS)
+    ends = [prompts.words(1000 + number, 8) for number in range(common)]
+    first = _map(
+        client,
+        [f"{prompts.words(5000 + number, BEGINNING_TOKENS)} {ends[number]}" for number in range(own)],
+        ANSWER_TOKENS,
+    )
+    second = _map(client, [f"{beginning} {end}" for end in ends], ANSWER_TOKENS)
+    rates = common / second["seconds"], own / first["seconds"]
+    return Row(
+        figure=BEGINNING,
+        case=f"{common} rows, {BEGINNING_TOKENS} tokens in common, answers of {ANSWER_TOKENS}, {engine}",
+        model=bench.model,
+        value=rates[0] / rates[1],
+        limit=Limit(sign="≥", bound=3),
+        binding=not bench.quick,
+        summary=f"{rates[0]:.2f} against {rates[1]:.2f} rows/s",
+        detail={"common": second, "own": first},
+    )
