@@ -86,7 +86,8 @@ async def logged(backend, request, *, batch=False):
 LocalBackend.generate = logged
 with lmx_lab.Lab(Settings(home=home, port=0, slots=4, threads=1), loop="thread") as lab:
     lab.load(model)
-    lab.map([f"Row {number}" for number in range(int(sys.argv[5]))], "{text}", temperature=0, max_tokens=24, cache=cache)
+    rows = [f"Row {number}" for number in range(int(sys.argv[5]))]
+    lab.map(rows, "{text}", temperature=0, max_tokens=24, cache=cache)
 """
 SLOTS, ROWS, KILLS = 4, 500, 20
 
