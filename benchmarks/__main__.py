@@ -46,7 +46,8 @@ generator and clients are separate processes; the clients only record times.
 | harness    | ``lmx_lab.bench`` with 64 streams at a known rate: error, cores used       | -             |
 | map        | tok/s of 500 rows through ``lab.map`` on llama.cpp ÷ ``lmx-lab bench``;     | smollm2       |
 |            | rows/s with 300 tokens in common ÷ with 300 of their own, both engines     |               |
-|            | cores that the process with ``lab.map`` uses                               | tiny          |
+|            | cores that the process with ``lab.map`` uses; sampled answers of 1,000     | tiny          |
+|            | that do not fit their schema, both engines                                 |               |
 | mixed      | p99 gap of 8 streams beside long prompts, batches of texts and a load, for | smollm2       |
 |            | 10 minutes ÷ the streams alone; p99 of a health request; failed requests;  |               |
 |            | memory at the end ÷ after a minute                                         |               |

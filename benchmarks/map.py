@@ -11,7 +11,7 @@ from statistics import median
 
 from benchmarks import prompts
 from benchmarks.bench import Bench, BenchError
-from benchmarks.models import gguf_starter
+from benchmarks.models import gguf_starter, tiny_gguf
 from benchmarks.processes import Reply, Worker
 from benchmarks.rows import Limit, Row
 from benchmarks.servers import LabServer, lab_server
@@ -34,6 +34,22 @@ COMMON_ROWS, OWN_ROWS = 200, 40
 """Numbers of rows with a common beginning, and with beginnings of their own. Their rates are compared."""
 ANSWER_TOKENS = 16
 """Length of the answers to rows with long beginnings."""
+INVALID = "map: sampled answers that are not valid"
+TYPED_ROWS, TYPED_TOKENS = 1000, 400
+TYPED = {
+    "type": "object",
+    "properties": {
+        "city": {"type": "string", "maxLength": 8},
+        "days": {"type": "integer", "minimum": 0, "maximum": 99},
+        "price": {"type": "number", "minimum": 0, "maximum": 100},
+        "far": {"type": "boolean"},
+        "kind": {"enum": ["sea", "hills"]},
+        "stops": {"type": "array", "items": {"type": "integer", "minimum": 0, "maximum": 9}, "maxItems": 3},
+        "guide": {"anyOf": [{"enum": ["Ann", "Bob"]}, {"type": "null"}]},
+    },
+    "required": ["city", "days", "price", "far", "kind", "stops", "guide"],
+    "additionalProperties": False,
+}
 GREEDY = {"temperature": 0, "ignore_eos": True}
 
 
@@ -41,7 +57,9 @@ def measure(bench: Bench) -> list[Row]:
     rows = QUICK_ROWS if bench.quick else ROWS
     if bench.model == "tiny":
         with _servers(bench.folder) as (_, client):
-            return [_cores(bench, client, rows)]
+            found = [_cores(bench, client, rows), _typed(bench, client, "MLX")]
+        with _servers(tiny_gguf()) as (_, client):
+            return [*found, _typed(bench, client, "llama.cpp")]
     path = gguf_starter().path
     with _servers(path) as (server, client):
         found = [_against_bench(bench, server, client, rows), _beginnings(bench, client, "llama.cpp")]
@@ -126,6 +144,25 @@ def _cores(bench: Bench, client: Worker, rows: int) -> Row:
         limit=Limit(sign="≤", bound=0.3),
         summary=f"at {rate:.0f} tok/s",
         detail={"rounds": rounds},
+    )
+
+
+# --- typed columns
+
+
+def _typed(bench: Bench, client: Worker, engine: str) -> Row:
+    """Return how many sampled answers do not fit the schema. Random weights sample any text that it allows."""
+    rows = TYPED_ROWS // 10 if bench.quick else TYPED_ROWS
+    parameters = {"temperature": 1.0, "seed": 1, "max_tokens": TYPED_TOKENS}
+    found = client.ask(texts=[f"Row {number}" for number in range(rows)], schema=TYPED, parameters=parameters)
+    return Row(
+        figure=INVALID,
+        case=f"{rows} rows, temperature 1, {engine}",
+        model=bench.model,
+        value=float(found["errors"]),
+        limit=Limit(sign="≤", bound=0),
+        summary=found["first_error"],
+        detail=found,
     )
 
 

@@ -17,12 +17,13 @@ def main() -> None:
 
         def run(question: Reply) -> Reply:
             started, used = time.perf_counter(), time.process_time()
-            answers = lab.map(question["texts"], "{text}", **question["parameters"])
+            answers = lab.map(question["texts"], "{text}", schema=question.get("schema"), **question["parameters"])
             seconds, cpu_s = time.perf_counter() - started, time.process_time() - used
             return {
                 "seconds": seconds,
                 "cpu_s": cpu_s,
                 "errors": int(answers["error"].notna().sum()),
+                "first_error": str(next(iter(answers["error"].dropna()), "")),
                 "output_tokens": int(answers["output_tokens"].sum()),
                 "prompt_tokens": float(answers["prompt_tokens"].mean()),
                 "cached_tokens": float(answers["cached_tokens"].mean()),
