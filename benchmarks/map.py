@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from statistics import median
 
@@ -22,7 +23,8 @@ from lmx_lab.bench.prompts import prompt
 FIGURE = "map: tok/s ÷ lmx-lab bench"
 CORES = "map: cores used by the client"
 BEGINNING = "map: rows/s with a common beginning ÷ without"
-ROWS, QUICK_ROWS = 500, 60
+ROWS, QUICK_ROWS = 500, 80
+PARTS = 5
 ROUNDS = 3
 TOKENS = 32
 """Length of the answers."""
@@ -32,8 +34,8 @@ CONCURRENCY = (4, 8, 16)
 BEGINNING_TOKENS = 300
 COMMON_ROWS, OWN_ROWS = 200, 40
 """Numbers of rows with a common beginning, and with beginnings of their own. Their rates are compared."""
-ANSWER_TOKENS = 16
-"""Length of the answers to rows with long beginnings."""
+ANSWER_TOKENS = 8
+"""Length of the answers to rows with long beginnings: short, as for a classification."""
 INVALID = "map: sampled answers that are not valid"
 TYPED_ROWS, TYPED_TOKENS = 1000, 400
 TYPED = {
@@ -85,23 +87,35 @@ def _map(client: Worker, texts: Sequence[str], tokens: int) -> Reply:
 
 
 def _against_bench(bench: Bench, server: LabServer, client: Worker, rows: int) -> Row:
-    """Compare one run of ``map`` with runs of the bench before and after it."""
+    """Compare ``map`` with the bench. Both answer as many prompts in each round, in alternating order."""
     probes = {count: _bench_rate(server, count, max(2 * count, rows // 10)) for count in CONCURRENCY}
     best = max(CONCURRENCY, key=lambda count: probes[count])
-    before = _bench_rate(server, best, rows // 2)
-    found = _map(client, asyncio.run(_texts(server, rows)), TOKENS)
-    after = _bench_rate(server, best, rows // 2)
-    rate, of_bench = found["output_tokens"] / found["seconds"], (before + after) / 2
+    texts = asyncio.run(_texts(server, rows))
+    size = rows // PARTS
+    samples = []
+    for part in range(PARTS):
+        sides: dict[str, Callable[[], float]] = {
+            "map": partial(_map_rate, client, texts[part * size : (part + 1) * size]),
+            "bench": partial(_bench_rate, server, best, size),
+        }
+        order = list(sides) if part % 2 == 0 else list(reversed(sides))
+        samples.append({side: sides[side]() for side in order})
+    rate, of_bench = (median(sample[side] for sample in samples) for side in ("map", "bench"))
     return Row(
         figure=FIGURE,
-        case=f"{rows} rows, {TOKENS} tokens each, llama.cpp",
+        case=f"{rows} rows in {PARTS} parts, {TOKENS} tokens each, llama.cpp",
         model=bench.model,
-        value=rate / of_bench,
+        value=median(sample["map"] / sample["bench"] for sample in samples),
         limit=Limit(sign="≥", bound=0.97),
         binding=not bench.quick,
         summary=f"{rate:.1f} against {of_bench:.1f} tok/s with {best} requests at once",
-        detail={"map": found, "probes": probes, "before": before, "after": after},
+        detail={"samples": samples, "probes": probes},
     )
+
+
+def _map_rate(client: Worker, texts: Sequence[str]) -> float:
+    found = _map(client, texts, TOKENS)
+    return float(found["output_tokens"] / found["seconds"])
 
 
 def _bench_rate(server: LabServer, concurrency: int, requests: int) -> float:

@@ -6,6 +6,7 @@ Replies to a line with ``texts`` and ``parameters`` with the time and the CPU ti
 from __future__ import annotations
 
 import time
+from typing import Any
 
 import lmx_lab
 from benchmarks.processes import Reply, child_settings, serve_lines, take_channel
@@ -17,7 +18,7 @@ def main() -> None:
 
         def run(question: Reply) -> Reply:
             started, used = time.perf_counter(), time.process_time()
-            answers = lab.map(question["texts"], "{text}", schema=question.get("schema"), **question["parameters"])
+            answers: Any = lab.map(question["texts"], "{text}", schema=question.get("schema"), **question["parameters"])
             seconds, cpu_s = time.perf_counter() - started, time.process_time() - used
             return {
                 "seconds": seconds,
