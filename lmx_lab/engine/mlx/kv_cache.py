@@ -54,7 +54,7 @@ class KvState:
         return type(self)(layers)
 
     def copied_layers(self) -> list[Any]:
-        """Return caches that can be changed while others use this state. Their arrays are copied on the first change."""
+        """Return caches that can be changed while others use this state. Arrays are copied on the first change."""
         return copy.deepcopy(list(self.layers))
 
 
