@@ -1,4 +1,4 @@
-"""Show which values of one text change the answer to another text: activation patching."""
+"""Show which values of a clean text restore the answer to a corrupt text (activation patching)."""
 
 from __future__ import annotations
 
@@ -18,18 +18,18 @@ if TYPE_CHECKING:
     import pandas as pd
 
 COLUMNS = ("hook", "block", "position", "token", "answer", "other", "difference", "restored")
-NO_DIFFERENCE = "the difference of the logits is the same after both texts"
+NO_DIFFERENCE = "the logit difference is the same after both texts"
 
 
 class PatchSweep:
-    """The logits of two tokens after the corrupt text, in which one value at a time is that of the clean text.
+    """The logits of two tokens after the corrupt text, with one value at a time replaced by that of the clean text.
 
     Attributes:
         hooks: Names of the replaced values, in the order of the model.
         positions: The positions at which values were replaced.
         texts: Text of each token of the corrupt text.
         logits: Logits of ``answer`` and ``other``, of shape (hooks, positions, 2); NaN where the sweep was interrupted.
-        clean, corrupt: The difference of both logits after each text, without replaced values.
+        clean, corrupt: The logit of ``answer`` minus that of ``other`` after each text, without replaced values.
         interrupted: Whether the sweep was interrupted.
     """
 
@@ -55,9 +55,9 @@ class PatchSweep:
 
     @property
     def restored(self) -> NDArray[np.float32]:
-        """The share of the difference between the clean and the corrupt text that each value restores: 1 if the
-        difference of the logits is that of the clean text, 0 if it is unchanged. NaN where the sweep was interrupted,
-        and everywhere if the difference is the same after both texts.
+        """The fraction of the difference between the clean and the corrupt text that each value restores: 1 if the
+        logit difference is that of the clean text, 0 if it is unchanged. NaN where the sweep was interrupted, and
+        everywhere if the logit difference is the same after both texts.
         """
         span = self.clean - self.corrupt
         return (self.differences - self.corrupt) / np.float32(span if span else np.nan)
@@ -92,7 +92,7 @@ class PatchSweep:
         return frame
 
     def heat_map(self, hook: str | None = None) -> HeatMap:
-        """Return the heat map of the restored shares, the last block on top.
+        """Return the heat map of the restored fractions, with the last block on top.
 
         Args:
             hook: The last part of the names, such as ``hook_resid_post``; by default that of the first hook.
@@ -103,7 +103,7 @@ class PatchSweep:
         kinds = self._kinds()
         hook = hook or kinds[0]
         if hook not in kinds:
-            raise InvalidRequestError(f"hook is {hook!r:.40}; this sweep has {', '.join(kinds)}", param="hook")
+            raise InvalidRequestError(f"hook is {hook!r:.40}; this sweep replaced {', '.join(kinds)}", param="hook")
         rows = [at for at, name in enumerate(self.hooks) if name.endswith(f".{hook}")][::-1]
         restored = self.restored
 
@@ -130,7 +130,7 @@ class PatchSweep:
             state += f"; nothing can be restored, because {NO_DIFFERENCE}"
         return (
             f"<PatchSweep of {self.model}: {done} of {self.logits[..., 0].size} values replaced{state}; logit "
-            f"difference {self.clean:.3f} clean, {self.corrupt:.3f} corrupt; .df has all figures>"
+            f"difference {self.clean:.3f} clean, {self.corrupt:.3f} corrupt; .df contains all values>"
         )
 
     def _repr_html_(self) -> str:

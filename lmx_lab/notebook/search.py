@@ -31,7 +31,7 @@ if TYPE_CHECKING:
     import pandas as pd
 
 RERANKED = 50
-"""Number of texts that a reranker compares with the query, unless more are asked for."""
+"""Minimum number of texts that a reranker compares with the query, if there are as many."""
 SCORES = ("similarity", "score")
 
 
@@ -53,19 +53,19 @@ class SearchVerbs:
     ) -> pd.DataFrame:
         """Return the vectors of a column as a data frame with the same index.
 
-        Its columns are ``embedding``, an array in float32 or None, and ``error``. Equal texts are computed once. If it
-        is interrupted, it returns the vectors so far, with ``.attrs["interrupted"]`` true. For rows of polars or
-        pyarrow, the result is a table of the same library, whose vectors are lists of fixed length.
+        The columns are ``embedding``, a float32 array or None, and ``error``. Equal texts are computed once. An
+        interrupted ``embed_frame`` returns the vectors so far, and sets ``.attrs["interrupted"]`` to True. For a polars
+        or pyarrow table, the result is a table of the same type, whose vectors are lists of fixed length.
 
         Args:
-            frame: A data frame, a series, a table of polars or pyarrow, or a list of texts or dictionaries.
+            frame: A data frame, a series, a polars or pyarrow table, or a list of texts or dictionaries.
             column: The column of the texts; it can be left out if there is only one.
-            model: An embedding model in memory; by default the pinned one, else the loaded one.
-            dimensions: Keep this number of leading components, and normalize again.
+            model: An embedding model in memory; by default the pinned one, otherwise the loaded one.
+            dimensions: Number of leading components to keep; the vectors are normalized again.
             input_type: Selects the prompt in the model's files that precedes each text; many models have no prompts.
-            truncate: Cut texts that are too long for the model, instead of refusing them.
-            errors: ``row`` writes the error of a row to its column ``error``; ``raise`` raises the first one.
-            cache: An SQLite file for the vectors. With the same file, only vectors that are missing are computed.
+            truncate: Whether to truncate texts that are too long for the model instead of refusing them.
+            errors: ``row`` reports the error of a row in the column ``error``; ``raise`` raises the first error.
+            cache: An SQLite file for the vectors. A later run with the same file computes only missing vectors.
 
         Raises:
             NotLoadedError: no embedding model is in memory.
@@ -100,25 +100,25 @@ class SearchVerbs:
         model: str | None = None,
         cache: str | os.PathLike[str] | None = None,
     ) -> pd.DataFrame:
-        """Return the rows whose texts are most similar to a query, the most similar first.
+        """Return the rows whose texts are most similar to a query, sorted by similarity.
 
-        The rows keep their labels and have two more columns: ``similarity``, the cosine similarity of the vectors, and
-        ``score``, by which the rows are ordered: that of the reranker, or else the similarity. Rows without a text are
-        left out. Texts that are too long for a model are cut. For rows of polars or pyarrow, the result is a table of
-        the same library.
+        The rows keep their labels. Two columns are added: ``similarity``, the cosine similarity of the vectors, and
+        ``score``, which orders the rows: the score of the reranker or, without a reranker, the similarity. Rows without
+        a text are left out. Texts that are too long for a model are truncated. For a polars or pyarrow table, the
+        result is a table of the same type.
 
         Args:
-            frame: A data frame, a series, a table of polars or pyarrow, or a list of texts or dictionaries.
+            frame: A data frame, a series, a polars or pyarrow table, or a list of texts or dictionaries.
             query: The text to compare with.
             column: The column of the texts; it can be left out if there is only one.
             top_n: Maximum number of rows to return.
-            rerank: Whether a reranker orders the rows with the most similar vectors, at least 50 of them; by default if
-                one is in memory.
-            model: An embedding model in memory; by default the pinned one, else the loaded one.
+            rerank: Whether a reranker orders the rows with the most similar vectors, at least 50 of them. By default, a
+                reranker is used if one is in memory.
+            model: An embedding model in memory; by default the pinned one, otherwise the loaded one.
             cache: An SQLite file for the vectors, as for ``embed_frame``.
 
         Raises:
-            NotLoadedError: no embedding model is in memory, or no reranker, and ``rerank`` is true.
+            NotLoadedError: no embedding model is in memory, or ``rerank`` is true and no reranker is in memory.
             InvalidRequestError: an argument is invalid, or the column does not exist.
             ImportError: pandas is not installed.
         """
@@ -184,7 +184,7 @@ async def _embed_texts(
 
 
 async def _embed_all(run: EmbeddingRun) -> bool:
-    """Compute all vectors; returns whether this was interrupted. This is a verb."""
+    """Compute all vectors, and return whether the computation was interrupted. Runs as a verb."""
     began = time.monotonic()
     try:
         with counter("embed") as bar:
@@ -204,12 +204,12 @@ async def _reranker(backend: Backend, *, required: bool) -> str | None:
 
 
 def _searched(data: Any) -> tuple[Any, RowSource]:
-    """Return the table to search, which has none of the columns that are added, and its rows.
+    """Return the table to search, without the columns that are added to the result, and its rows.
 
-    Rows of other kinds than those of polars and pyarrow become a data frame of pandas.
+    The table is a data frame of pandas unless the data is a polars or pyarrow table.
 
     Raises:
-        InvalidRequestError: it has one of these columns.
+        InvalidRequestError: the data has one of these columns.
     """
     source = read_source(data)
     table = data

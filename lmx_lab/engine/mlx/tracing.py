@@ -28,7 +28,7 @@ log = logging.getLogger(__name__)
 FIRST_TOKENS = 8
 """Number of tokens of the first step, before the speed is known."""
 GROWTH = 4
-"""Maximum number of tokens of a step as a multiple of the largest step so far, since longer ones have not been
+"""Maximum number of tokens of a step as a multiple of the largest step so far, because longer steps have not been
 measured."""
 
 
@@ -78,7 +78,7 @@ class TraceLoop(JobQueue[TraceJob, Trace]):
         self._make_room = make_room
         self._note_peak = note_peak
         self._steps: tuple[TraceJob, Steps] | None = None
-        """The computation of the first job, after it has begun."""
+        """The first job and its computation, after it has started."""
         self._cost = LinearCost()
         self._largest = FIRST_TOKENS
 
@@ -88,7 +88,7 @@ class TraceLoop(JobQueue[TraceJob, Trace]):
         Each step may take ``limit_s``, so the last one begins before half of this time has passed.
 
         Args:
-            busy: Whether answers are generated at the same time; a job that does not fit in memory waits then.
+            busy: Whether answers are being generated. A job that does not fit in memory then waits.
         """
         started = time.perf_counter()
         self._expire()
@@ -130,7 +130,7 @@ class TraceLoop(JobQueue[TraceJob, Trace]):
         return True
 
     def _advance(self, job: TraceJob, limit_s: float) -> None:
-        """Perform a step of the computation that has begun."""
+        """Perform one step of the started computation."""
         assert self._steps is not None
         steps = self._steps[1]
         tokens = self._largest
@@ -182,7 +182,7 @@ class TraceLoop(JobQueue[TraceJob, Trace]):
 
 
 def _steps_of(job: TraceJob, found: HookPoints, model: LoadedModel, trace_bytes: int) -> Steps:
-    """Return the computation of a job, which has begun, so that it can receive the number of tokens of its first step.
+    """Return the started computation of a job, which waits for the number of tokens of its first step.
 
     Raises:
         InvalidRequestError: the request is not possible with this model, or exceeds ``trace_bytes``.

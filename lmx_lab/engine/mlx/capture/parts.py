@@ -1,7 +1,7 @@
 """Find the parts of a model by their role: the embedding, the blocks with attention and MLP, and the final norm.
 
-Models of mlx-lm name their parts differently. Each role has a list of names, which are tried in order; the lists cover
-the families of mlx-lm, and a family with another name needs a further name here.
+The models of mlx-lm name their parts differently. Each role has a list of names that are tried in order. The lists
+cover the families of mlx-lm; a family with another name needs an additional entry.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ FINAL_NORMS = (
     *("embedding_norm", "output_norm"),
 )
 ATTENTIONS = ("self_attn", "attn", "attention", "self_attention", "linear_attn", "conv", "mamba", "temporal_block")
-"""Attention, and what replaces it in some layers of hybrid models."""
+"""Attention, and the modules that replace it in some layers of hybrid models."""
 QUERIES, KEYS = ("q_proj", "query_proj", "wq"), ("k_proj", "key_proj", "wk")
 ATTENTION_OUTPUTS = ("o_proj", "out_proj", "dense", "c_proj", "wo", "attn_out")
 """Projections in attention, from and to the residual stream."""
@@ -31,7 +31,7 @@ MLPS = ("mlp", "feed_forward", "block_sparse_moe", "ffn", "moe", "mlp_block")
 ATTENTION_NORMS = ("post_attention_layernorm", "post_self_attn_layernorm", "post_attention_norm", "post_attn_norm")
 """Norms that some families apply to the output of attention, before it is added to the residual stream."""
 MLP_NORMS = ("post_feedforward_layernorm", "post_mlp_layernorm", "post_ffw_norm", "post_ffn_norm")
-"""The same for the output of the MLP."""
+"""Norms that some families apply to the output of the MLP, before it is added to the residual stream."""
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
@@ -45,33 +45,33 @@ class Block:
 
     @property
     def queries(self) -> Any | None:
-        """The projection of attention that computes the queries of all heads."""
+        """The projection that computes the queries of all heads."""
         return _child([self.attention], QUERIES)
 
     @property
     def keys(self) -> Any | None:
-        """The same for the keys."""
+        """The projection that computes the keys of all heads."""
         return _child([self.attention], KEYS)
 
     @property
     def attention_output(self) -> Any | None:
-        """The projection of attention that is applied to the outputs of all heads."""
+        """The projection that is applied to the outputs of all heads."""
         return _child([self.attention], ATTENTION_OUTPUTS)
 
     @property
     def attention_ends(self) -> list[Any]:
-        """Modules whose output may be what attention adds to the residual stream, the likely one first."""
+        """Modules whose output attention may add to the residual stream, the most likely one first."""
         return _candidates(self.attention, self.module, ATTENTION_NORMS)
 
     @property
     def mlp_ends(self) -> list[Any]:
-        """The same for the MLP."""
+        """Modules whose output the MLP may add to the residual stream, the most likely one first."""
         return _candidates(self.mlp, self.module, MLP_NORMS)
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class Parts:
-    """The parts of a model. ``embedding`` and ``norm`` are None if they have unknown names."""
+    """The parts of a model. ``embedding`` and ``norm`` are None if their names are unknown."""
 
     model: Any
     blocks: Sequence[Block]
@@ -105,7 +105,7 @@ def find_parts(model: Any, name: str) -> Parts:
 
 
 def _owners(model: Any, layer: Any) -> Iterator[Any]:
-    """Yield the module that has a layer in a list, and the modules that contain this module, the inner ones first."""
+    """Yield the module whose list contains a layer, and the modules that contain this module, innermost first."""
     path = next((name for name, module in model.named_modules() if module is layer), "")
     names = path.split(".")
     modules = [model]
@@ -122,7 +122,7 @@ def _child(owners: Sequence[Any], names: Sequence[str]) -> Any | None:
 
 
 def _attention(block: Any) -> Any | None:
-    """Return the attention of a block. In a few families, it is within a module that is not called itself."""
+    """Return the attention of a block. In a few families, it is inside a module that is not called."""
     found = _child([block], ATTENTIONS)
     return found if found is None else _child([found], ("attention",)) or found
 

@@ -1,8 +1,8 @@
-"""Compute logits after a text in which single values are those of another text (activation patching).
+"""Compute logits after a text in which single values are replaced by those of another text (activation patching).
 
-All replaced values at one position are rows of one batch. A row begins at the block and the position of its value,
-because everything before is the same in all rows: it joins the batch at its block, and uses the keys and values of the
-text for the positions before. Models whose caches cannot be divided in this way compute each row completely.
+All replaced values at one position are rows of one batch. A row starts at the block and the position of its value,
+because all earlier values are equal in all rows: it joins the batch at its block, and uses the keys and values of the
+text for the preceding positions. Models whose caches do not support this compute each row from the start.
 """
 
 from __future__ import annotations
@@ -32,10 +32,10 @@ from lmx_lab.errors import InvalidRequestError
 from lmx_lab.values.tracing import PATCHABLE, Patching
 
 BATCH_TOKENS = 4096
-"""Maximum number of tokens of all rows of a batch, which limits the memory of their keys and values."""
+"""Maximum total number of tokens of the rows of a batch, which limits the memory for keys and values."""
 SAME = 1e-2
-"""Largest difference of the logits of a row without a replaced value from those of the text, that rounding can
-cause."""
+"""Maximum difference that rounding can cause between the logits of a row without a replaced value and those of the
+text."""
 
 
 @dataclass(frozen=True)
@@ -44,7 +44,7 @@ class _Cell:
 
     name: str
     replaces: bool = True
-    """False for a row that only verifies that the batch computes the text."""
+    """False for a row that verifies that the batch reproduces the text."""
 
     @property
     def block(self) -> int:
@@ -52,7 +52,7 @@ class _Cell:
 
     @property
     def joins_after(self) -> bool:
-        """Whether the row joins the batch after its block."""
+        """Whether the row joins the batch after its block, not before it."""
         return self.name.endswith(RESID_POST)
 
 
@@ -62,7 +62,7 @@ def compute_patching(
     """Return the array ``logits``, of shape (hooks, positions, 2), with the logits of two tokens after the text.
 
     Args:
-        clean: The text from which the values are taken.
+        clean: Tokens of the text that provides the values.
         pair: The two tokens.
     """
     names = _names(context, work.hooks)
@@ -104,7 +104,7 @@ def _names(context: TraceContext, hooks: Sequence[str]) -> list[str]:
 
 
 class _Sweep:
-    """The values of both texts, from which the rows are computed."""
+    """The values of both texts that the rows use."""
 
     def __init__(self, context: TraceContext, tokens: Sequence[int], pair: tuple[int, int]) -> None:
         self._context = context
@@ -118,7 +118,7 @@ class _Sweep:
         self._cache: list[Any] = []
         """The keys and values of the text."""
         self._restarts = False
-        """Whether rows may begin at their block and position."""
+        """Whether rows can start at their block and position."""
         self._verified = False
         self.clean_logits: list[float] = []
         self.corrupt_logits: list[float] = []
@@ -189,10 +189,10 @@ class _Sweep:
         return logits
 
     def _joining(self, cells: Sequence[_Cell], at: int, end: int, *, replaces: bool) -> dict[HookPoint, HookFunction]:
-        """Return the functions by which rows join the batch with the values of the text at these positions.
+        """Return the functions that add rows to the batch, with the values of the text at these positions.
 
         Args:
-            replaces: Whether the first of these positions has the replaced values.
+            replaces: Whether the values at the first of these positions are replaced.
         """
         functions: dict[HookPoint, HookFunction] = {}
         groups: dict[tuple[int, bool], list[int]] = {}
@@ -212,7 +212,7 @@ class _Sweep:
         return functions
 
     def _complete(self, cells: Sequence[_Cell], position: int) -> Generator[int, int, Array]:
-        """Compute each row from the beginning of the text."""
+        """Compute each row from the start of the text."""
         layers = make_prompt_cache(self._parts.model)
         limit = yield 0
         at = 0
@@ -249,7 +249,7 @@ class _Sweep:
 
 
 class _RowCache:
-    """Keys and values of a batch, which more rows may join in each block. It is used like a ``KVCache``."""
+    """Keys and values of a batch that additional rows can join in each block. Has the interface of ``KVCache``."""
 
     def __init__(self, keys: mx.array, values: mx.array) -> None:
         self._keys, self._values = keys, values
@@ -273,7 +273,7 @@ def _extended(before: mx.array, new: mx.array) -> mx.array:
 
 
 def _join(stream: mx.array, value: mx.array, *, count: int, is_first: bool) -> mx.array:
-    """Return a batch with ``count`` more rows. The first ones replace the row with which the model was called."""
+    """Return a batch with ``count`` more rows. The first rows replace the row with which the model was called."""
     rows = mx.broadcast_to(stream.astype(value.dtype)[None], (count, *stream.shape))
     return rows if is_first else mx.concatenate([value, rows])
 
@@ -291,7 +291,7 @@ def _then(function: HookFunction, changes: Sequence[tuple[int, mx.array]]) -> Ho
 
 def _change(changes: Sequence[tuple[int, mx.array]], position: int, value: mx.array) -> mx.array:
     """Return a value in which rows are replaced at a position."""
-    changed = mx.array(value)  # a copy: the model still uses the value itself
+    changed = mx.array(value)  # a copy, because the model still uses the original
     for row, new in changes:
         changed[row, position] = new.astype(value.dtype)
     return changed

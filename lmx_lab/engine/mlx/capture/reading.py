@@ -22,7 +22,7 @@ class Reader:
 
     Args:
         names: Names in ``HookPoints.sizes``, or in ``extra``.
-        extra: Further places by their names.
+        extra: Additional hook points by name.
     """
 
     def __init__(self, found: HookPoints, names: Sequence[str], extra: Mapping[str, HookPoint]) -> None:
@@ -32,11 +32,11 @@ class Reader:
         self._has_attention = any(ATTENTION in name for name in names)
 
     def read(self, tokens: list[int], cache: Sequence[Any], rows: Sequence[int]) -> dict[str, mx.array]:
-        """Compute tokens, and return the values of some of them in float32, which are not evaluated yet. Patterns have
-        the shape (rows, heads, keys), where the keys are those of the last positions.
+        """Compute tokens, and return the unevaluated values of some of them in float32. Patterns have the shape
+        (rows, heads, keys), where the keys are those of the last positions.
 
         Args:
-            cache: The key-value caches of the tokens before, to which those of these tokens are added.
+            cache: The key-value caches of the preceding tokens, to which these tokens are added.
             rows: Indices of the tokens whose values are needed.
         """
         blocks = self._found.parts.blocks
@@ -52,7 +52,7 @@ class Reader:
         return {name: self._value(name, values, recorder, at).astype(mx.float32) for name in self._names}
 
     def _sources(self, name: str) -> dict[str, HookPoint]:
-        """Return the places from which a value is made, by their names."""
+        """Return the hook points from which a value is computed, by name."""
         points = self._points
         if name in points:
             return {name: points[name]}
