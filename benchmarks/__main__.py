@@ -4,7 +4,7 @@ Each figure is a ratio of two measurements of one run, or a time with a wide lim
 machine. Both sides of a comparison take turns on the same prompts; the value is the median of the rounds. Servers,
 generator and clients are separate processes; the clients only record times.
 
-    python -m benchmarks                                   everything; about three quarters of an hour on two CPU cores
+    python -m benchmarks                                   everything; almost an hour on two CPU cores
     python -m benchmarks --model tiny --quick              a quick check, one or two minutes
     python -m benchmarks --only turn --only stall --model smollm2
     python -m benchmarks --only stream --model large       on a GPU
