@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import inspect
 import os
+import socket
 import sys
 import threading
 import time
@@ -193,29 +194,38 @@ def _fits(lab: Lab, settings: Settings, loop: LoopChoice, *, explicit: bool) -> 
 def _replace(settings: Settings, loop: LoopChoice, *, explicit: bool) -> Lab:
     """Start a new lab. The old one is stopped as late as possible, so that it keeps running if an argument is wrong."""
     lab = Lab(settings, loop=loop, explicit_port=explicit)
+    try:
+        sock = _free_port(settings, explicit=explicit)
+    except BaseException:
+        lab.stop()
+        raise
+    lab.start(sock)
+    _REGISTRY.lab = lab
+    # The existing panels of the notebook show the new lab.
+    _REGISTRY.workbench = lab.take_over(_REGISTRY.workbench)
+    return lab
+
+
+def _free_port(settings: Settings, *, explicit: bool) -> socket.socket:
+    """Stop the old lab, and return a listening socket for the new one."""
     old: Lab | None = _REGISTRY.lab
     if current() is None and old is not None:
         # The old lab was stopped, or its event loop has ended; in that case its engine still has to be stopped.
         _stop(old)
         old = None
     if old is None:
-        sock = bind(settings.host, settings.port, explicit=explicit)
-    elif _keeps_port(old, settings, explicit=explicit):
+        return bind(settings.host, settings.port, explicit=explicit)
+    if _keeps_port(old, settings, explicit=explicit):
         bind(settings.host, 0, explicit=True).close()
         _stop(old)
-        sock = bind(settings.host, old.port, explicit=explicit and settings.port != 0)
-    else:
-        sock = bind(settings.host, settings.port, explicit=explicit)
-        try:
-            _stop(old)
-        except BaseException:
-            sock.close()
-            raise
-    lab.start(sock)
-    _REGISTRY.lab = lab
-    # The existing panels of the notebook show the new lab.
-    _REGISTRY.workbench = lab.take_over(_REGISTRY.workbench)
-    return lab
+        return bind(settings.host, old.port, explicit=explicit and settings.port != 0)
+    sock = bind(settings.host, settings.port, explicit=explicit)
+    try:
+        _stop(old)
+    except BaseException:
+        sock.close()
+        raise
+    return sock
 
 
 def _keeps_port(old: Lab, settings: Settings, *, explicit: bool) -> bool:

@@ -21,6 +21,7 @@ from opentelemetry.sdk.trace import ReadableSpan, TracerProvider
 from opentelemetry.sdk.trace.export import BatchSpanProcessor, SpanExporter, SpanExportResult
 from opentelemetry.trace import Span, SpanKind, StatusCode, set_span_in_context
 from opentelemetry.trace.propagation.tracecontext import TraceContextTextMapPropagator
+from opentelemetry.util.re import parse_env_headers
 from starlette.datastructures import Headers
 
 from lmx_lab.engine.model_lookup import public_id
@@ -43,11 +44,15 @@ from lmx_lab.values.timeline import phase_durations
 log = logging.getLogger(__name__)
 EXPORTER_LOG = logging.getLogger("opentelemetry.exporter.otlp.proto.http.trace_exporter")
 ENDPOINT, TRACES_ENDPOINT = "OTEL_EXPORTER_OTLP_ENDPOINT", "OTEL_EXPORTER_OTLP_TRACES_ENDPOINT"
+TRACES_HEADERS, HEADERS = "OTEL_EXPORTER_OTLP_TRACES_HEADERS", "OTEL_EXPORTER_OTLP_HEADERS"
+HEADERS_LOG = logging.getLogger("opentelemetry.util.re")
 PROTOCOLS = ("OTEL_EXPORTER_OTLP_TRACES_PROTOCOL", "OTEL_EXPORTER_OTLP_PROTOCOL")
 PROTOCOL = "http/protobuf"
 DEFAULT_ENDPOINT = "http://localhost:4318"
 CLOSE_S = 3.0
 """Time for the collector to accept the last spans when the server stops."""
+LAST_ATTEMPT_S = 0.2
+"""Time for the last attempt to end after that."""
 RETRY_S = 30.0
 """Time for which spans are dropped after the collector has not accepted some."""
 CHOICES_WITH_PHASES = 16
@@ -90,17 +95,36 @@ class RequestSpans:
 
     def __init__(self, *, content: bool) -> None:
         self.content = content
-        self._exporter = _Exporter(_endpoint(os.environ))
-        self._processor = BatchSpanProcessor(self._exporter)
+        endpoint = _endpoint(os.environ)
+        _check_headers(os.environ)
+        try:
+            self._start(endpoint)
+        except (ValueError, RuntimeError) as exc:
+            names = ", ".join(sorted(name for name in os.environ if name.startswith("OTEL_")))
+            raise InvalidRequestError(
+                f"the OpenTelemetry SDK does not accept its environment variables: {exc!s:.200}; correct or unset one "
+                f"of {names:.500}",
+                param="otel",
+            ) from exc
+        self._propagator = TraceContextTextMapPropagator()
+        self._running: dict[str, _Running] = {}
+
+    def _start(self, endpoint: str) -> None:
+        """Create the parts of the SDK. The last one starts the thread that sends the spans.
+
+        Raises:
+            ValueError, RuntimeError: an environment variable has a value that the SDK does not accept.
+        """
+        self._exporter = _Exporter(endpoint)
         resource = Resource.create({SERVICE_VERSION: VERSION})
         if str(resource.attributes.get(SERVICE_NAME, "")).startswith("unknown_service"):
             resource = resource.merge(Resource({SERVICE_NAME: PROVIDER}))
         # Not the global provider, which belongs to the program that runs the server.
         provider = TracerProvider(resource=resource, shutdown_on_exit=False)
-        provider.add_span_processor(self._processor)
         self._tracer = provider.get_tracer("lmx_lab", VERSION)
-        self._propagator = TraceContextTextMapPropagator()
-        self._running: dict[str, _Running] = {}
+        self._processor = BatchSpanProcessor(self._exporter)
+        provider.add_span_processor(self._processor)
+        EXPORTER_LOG.addFilter(self._exporter.is_logged)
 
     def begin(self, scope: Scope) -> None:
         """Called at the start of a request over HTTP or a WebSocket."""
@@ -136,9 +160,8 @@ class RequestSpans:
             sending.join(CLOSE_S)
         self._exporter.shutdown()
         if sending.is_alive():
-            # It ends soon, because the pauses between attempts have ended.
-            sending.join(CLOSE_S)
-        EXPORTER_LOG.removeFilter(self._exporter.is_logged)
+            # It ends soon, because the pauses between attempts have ended, unless the collector does not respond.
+            sending.join(LAST_ATTEMPT_S)
 
     def _export(
         self, ends: Sequence[_Ended], kind: SpanKind, parent: Context, attributes: Attributes, times_ns: tuple[int, int]
@@ -188,9 +211,10 @@ class _Exporter(SpanExporter):
         self._thread: int | None = None
         """The thread that is sending."""
         self._is_shut_down = False
-        EXPORTER_LOG.addFilter(self.is_logged)
 
     def export(self, spans: Sequence[ReadableSpan]) -> SpanExportResult:
+        if self._is_shut_down:
+            return SpanExportResult.FAILURE
         if self._failed_at is not None and time.monotonic() - self._failed_at < RETRY_S:
             # Dropped at once, because the SDK would try again for 10 s, while its queue becomes full.
             return SpanExportResult.FAILURE
@@ -199,6 +223,8 @@ class _Exporter(SpanExporter):
             result = self._inner.export(spans)
         finally:
             self._thread = None
+            if self._is_shut_down:
+                EXPORTER_LOG.removeFilter(self.is_logged)
         if result is SpanExportResult.SUCCESS:
             if self._failed_at is not None:
                 log.info("%s accepts spans again", self._shown)
@@ -223,6 +249,8 @@ class _Exporter(SpanExporter):
         if not self._is_shut_down:
             self._is_shut_down = True
             self._inner.shutdown()
+        if self._thread is None:
+            EXPORTER_LOG.removeFilter(self.is_logged)
 
 
 def _endpoint(environ: Mapping[str, str]) -> str:
@@ -232,12 +260,16 @@ def _endpoint(environ: Mapping[str, str]) -> str:
         InvalidRequestError: the address is not one of HTTP, or another protocol is required.
     """
     name = TRACES_ENDPOINT if environ.get(TRACES_ENDPOINT) else ENDPOINT
-    given = environ.get(name) or DEFAULT_ENDPOINT
-    parts = urlsplit(given)
-    if parts.scheme not in ("http", "https") or not parts.hostname:
+    given = (environ.get(name) or DEFAULT_ENDPOINT).strip()
+    if not _is_http(given):
         raise InvalidRequestError(
-            f"{name} is not an address that begins with http:// or https://; set it to that of a collector for "
+            f"{name} is not a valid address that begins with http:// or https://; set it to that of a collector for "
             f"OTLP/HTTP, such as {DEFAULT_ENDPOINT}",
+            param="otel",
+        )
+    if name == ENDPOINT and ("?" in given or "#" in given):
+        raise InvalidRequestError(
+            f"{ENDPOINT} contains ? or #, but /v1/traces is appended to it; set {TRACES_ENDPOINT} to the whole address",
             param="otel",
         )
     protocol = next((each for each in PROTOCOLS if environ.get(each)), None)
@@ -248,6 +280,42 @@ def _endpoint(environ: Mapping[str, str]) -> str:
             param="otel",
         )
     return given if name == TRACES_ENDPOINT else f"{given.rstrip('/')}/v1/traces"
+
+
+def _is_http(address: str) -> bool:
+    try:
+        parts = urlsplit(address)
+        # Reading the port checks it.
+        is_complete = bool(parts.hostname) and parts.port != 0
+    except ValueError:
+        return False
+    return parts.scheme in ("http", "https") and is_complete and not any(map(str.isspace, address))
+
+
+def _check_headers(environ: Mapping[str, str]) -> None:
+    """Check the headers that are sent to the collector. The SDK would log those that it does not accept.
+
+    Raises:
+        InvalidRequestError: one cannot be read. The message does not contain it, because it may be a key.
+    """
+    name = TRACES_HEADERS if TRACES_HEADERS in environ else HEADERS
+    HEADERS_LOG.addFilter(_drop)
+    try:
+        is_valid = all(
+            parse_env_headers(each, liberal=True) for each in environ.get(name, "").split(",") if each.strip()
+        )
+    finally:
+        HEADERS_LOG.removeFilter(_drop)
+    if not is_valid:
+        raise InvalidRequestError(
+            f"{name} has a header that is not of the form name=value, or whose value is not encoded as in a URL; "
+            "correct it, for example authorization=Bearer%20KEY",
+            param="otel",
+        )
+
+
+def _drop(_: logging.LogRecord) -> bool:
+    return False
 
 
 # Times

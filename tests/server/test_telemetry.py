@@ -26,11 +26,11 @@ from opentelemetry.proto.trace.v1.trace_pb2 import Span
 
 import lmx_lab
 from lmx_lab.engine import ChatPrompt, GenerationRequest
-from lmx_lab.errors import InvalidRequestError
+from lmx_lab.errors import InvalidRequestError, PortTakenError
 from lmx_lab.server import telemetry
 from lmx_lab.server.generation import RequestEnd
 from lmx_lab.server.span_attributes import CONTENT_CHARACTERS, answer_attributes, content_attributes
-from lmx_lab.server.telemetry import RequestSpans
+from lmx_lab.server.telemetry import EXPORTER_LOG, RequestSpans
 from lmx_lab.settings import Settings
 from lmx_lab.values.generation import Delta
 from tests.flows.conftest import wait_until
@@ -46,6 +46,7 @@ class Collector:
 
     port: int
     bodies: list[bytes] = field(default_factory=list)
+    headers: list[dict[str, str]] = field(default_factory=list)
 
     @property
     def url(self) -> str:
@@ -73,6 +74,7 @@ def collector(port: int = 0) -> Iterator[Collector]:
             body = self.rfile.read(int(self.headers["content-length"]))
             assert self.path == "/v1/traces"
             running.bodies.append(body)
+            running.headers.append(dict(self.headers))
             answer = ExportTraceServiceResponse().SerializeToString()
             self.send_response(200)
             self.send_header("content-length", str(len(answer)))
@@ -382,7 +384,13 @@ def test_a_collector_that_is_down_costs_one_warning(
     ("name", "given", "shown"),
     [
         ("OTEL_EXPORTER_OTLP_ENDPOINT", "localhost:4318", "http://"),
+        ("OTEL_EXPORTER_OTLP_ENDPOINT", "http://[::1", "http://"),
+        ("OTEL_EXPORTER_OTLP_ENDPOINT", "http://localhost:99999", "http://"),
+        ("OTEL_EXPORTER_OTLP_ENDPOINT", "http://a b", "http://"),
+        ("OTEL_EXPORTER_OTLP_ENDPOINT", "http://localhost:4318?team=a", "OTEL_EXPORTER_OTLP_TRACES_ENDPOINT"),
         ("OTEL_EXPORTER_OTLP_TRACES_ENDPOINT", "https://", "http://"),
+        ("OTEL_BSP_MAX_QUEUE_SIZE", "10", "max_queue_size"),
+        ("OTEL_SPAN_ATTRIBUTE_COUNT_LIMIT", "x", "non-negative"),
         ("OTEL_EXPORTER_OTLP_PROTOCOL", "grpc", "4318"),
     ],
 )
@@ -393,6 +401,51 @@ def test_variables_with_unsupported_values_are_named(
     with pytest.raises(InvalidRequestError, match=shown) as caught:
         RequestSpans(content=False)
     assert name in caught.value.message
+    assert not EXPORTER_LOG.filters
+
+
+@pytest.mark.parametrize("name", ["OTEL_EXPORTER_OTLP_TRACES_HEADERS", "OTEL_EXPORTER_OTLP_HEADERS"])
+def test_a_header_that_cannot_be_read_is_refused_but_not_shown(
+    name: str, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setenv(name, "a=b, Bearer s3cret")
+    with pytest.raises(InvalidRequestError, match=name) as caught:
+        RequestSpans(content=False)
+    assert "s3cret" not in caught.value.message + caplog.text
+
+
+def test_headers_are_sent_to_the_collector(monkeypatch: pytest.MonkeyPatch) -> None:
+    with collector() as target:
+        monkeypatch.setenv("OTEL_EXPORTER_OTLP_ENDPOINT", f" {target.url} ")
+        monkeypatch.setenv("OTEL_EXPORTER_OTLP_HEADERS", "x-key=a%20b,authorization=Bearer s3cret,")
+        spans = RequestSpans(content=False)
+        spans.observe(RequestEnd(request_id="", model="m", outcome="stop"))
+        spans.close()
+    assert [(each["x-key"], each["authorization"]) for each in target.headers] == [("a b", "Bearer s3cret")]
+
+
+def test_a_collector_that_does_not_respond_does_not_delay_the_end_and_costs_one_warning(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setattr(telemetry, "CLOSE_S", 0.01)
+    monkeypatch.setattr(telemetry, "LAST_ATTEMPT_S", 0.01)
+    with socket.create_server(("127.0.0.1", 0)) as silent:
+        monkeypatch.setenv("OTEL_EXPORTER_OTLP_ENDPOINT", f"http://127.0.0.1:{silent.getsockname()[1]}")
+        spans = RequestSpans(content=False)
+        spans.observe(RequestEnd(request_id="", model="m", outcome="stop"))
+        spans.close()
+        (sending,) = [each for each in threading.enumerate() if each.name == "lmx-lab last spans"]
+    sending.join()  # The connection ends with the socket.
+    (warning,) = [record for record in caplog.records if record.levelno >= logging.WARNING]
+    assert "does not accept spans" in warning.getMessage()
+    assert not EXPORTER_LOG.filters
+
+
+def test_a_launch_whose_port_is_taken_stops_what_sends_spans(tmp_path: Path) -> None:
+    with socket.create_server(("127.0.0.1", 0)) as taken, pytest.raises(PortTakenError):
+        lmx_lab.launch(home=tmp_path, port=taken.getsockname()[1], otel="spans")
+    assert not EXPORTER_LOG.filters
+    assert not [each for each in threading.enumerate() if each.name == "OtelBatchSpanRecordProcessor"]
 
 
 def test_a_missing_extra_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
