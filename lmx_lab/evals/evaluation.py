@@ -86,7 +86,9 @@ class Evaluation:
         """
         scores = [[answer.score for answer in answers if answer.score is not None] for answers in self._by_row]
         most = max(map(len, scores), default=0)
-        if not isinstance(k, int) or not 1 <= k <= most:
+        if not most:
+            raise InvalidRequestError("no answer has a score; the column error of df contains the reasons")
+        if isinstance(k, bool) or not isinstance(k, int) or not 1 <= k <= most:
             raise InvalidRequestError(
                 f"k is {k!r:.40}; it must be from 1 to {most}, the number of answers to a row that have a score; for a "
                 "larger one, evaluate with a larger n",

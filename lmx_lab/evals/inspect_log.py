@@ -18,6 +18,8 @@ from lmx_lab.evals.statistics import LEVEL
 SUFFIX = ".eval"
 STOP_REASONS = {"stop": "stop", "length": "max_tokens", "tool_calls": "tool_calls"}
 """Inspect's names of the reasons for the end of an answer."""
+ROLES = {"developer": "system"}
+"""Inspect's names of the roles that it does not have."""
 CONFIG = {
     "stop": "stop_seqs",
     **{
@@ -156,7 +158,10 @@ def _messages(row: EvaluatedRow, system: str | None) -> list[dict[str, Any]]:
         return []
     first = [] if system is None else [{"role": "system", "content": system}]
     given = [{"role": "user", "content": row.prompt}] if isinstance(row.prompt, str) else row.prompt
-    return [*first, *({"role": each["role"], "content": _text(each.get("content"))} for each in given)]
+    return [
+        *first,
+        *({"role": ROLES.get(each["role"], each["role"]), "content": _text(each.get("content"))} for each in given),
+    ]
 
 
 def _text(content: Any) -> str:

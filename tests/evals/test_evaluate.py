@@ -195,8 +195,11 @@ def test_the_score_of_a_row_with_several_answers_is_their_mean(lab: lmx_lab.Lab)
     # One of two answers is right with 1 - 0 / 6 in the first row, and with 1 - 3 / 6 in the second one.
     assert result.pass_at(2).mean == pytest.approx((1 + 0.5) / 2)
     assert (result.pass_at(4).mean, result.pass_at(4).method) == (1, WILSON)
-    with pytest.raises(InvalidRequestError, match="from 1 to 4"):
-        result.pass_at(5)
+    for k in (5, True):
+        with pytest.raises(InvalidRequestError, match="from 1 to 4"):
+            result.pass_at(k)
+    with pytest.raises(InvalidRequestError, match="no answer has a score"):
+        lab.evaluate(rows.loc[["z"]], "{text}", metric=is_right, n=2, store=False).pass_at(1)
     assert "2 rows, 4 answers each" in repr(result)
     assert result.lens(position=5).df["token"].iloc[0] == "b"
     opened = lab.experiments["several"]

@@ -73,7 +73,10 @@ def test_a_log_of_inspect(tmp_path: Path) -> None:
     answered = replace(
         ROWS[0], sample=0, finish_reason="length", prompt_tokens=7, output_tokens=2, total_s=0.5, request_id="row_1"
     )
-    chat = [{"role": "user", "content": [{"type": "text", "text": "Japan"}]}]
+    chat = [
+        {"role": "developer", "content": "Name a city."},
+        {"role": "user", "content": [{"type": "text", "text": "Japan"}]},
+    ]
     rows = [
         answered,
         replace(answered, sample=1, answer="Lyon", score=0.5, verdict="close"),
@@ -125,7 +128,7 @@ def test_a_log_of_inspect(tmp_path: Path) -> None:
     chosen = samples["jp", 1]
     assert (chosen.choices, chosen.target) == (["Tokyo", "Kyoto"], "Tokyo")
     assert chosen.scores["contains"].metadata["logprobs"] == [-2.0, -1.0]
-    assert chosen.input[1].text == "Japan"
+    assert [(each.role, each.text) for each in chosen.input[1:]] == [("system", "Name a city."), ("user", "Japan")]
     assert (samples["x", 1].error.message, samples["x", 1].scores) == ("missing", None)
     with pytest.raises(InvalidRequestError, match="exists already"):
         evaluation.to_inspect(path)
