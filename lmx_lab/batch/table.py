@@ -60,7 +60,7 @@ class RowSource:
 
 
 def read_source(data: Any) -> RowSource:
-    """Return the rows of a data frame, a series, a pyarrow table, a text, a sequence or an iterable.
+    """Return the rows of a data frame, a series, a table or a column of pyarrow, a text, a sequence or an iterable.
 
     Raises:
         InvalidRequestError: the data is none of these, or two columns have the same name.
@@ -108,12 +108,20 @@ def _of_other_library(data: Any) -> RowSource | None:
     if polars is not None and isinstance(data, polars.DataFrame):
         rows = data.iter_rows(named=True)
         return RowSource(rows=enumerate(rows), columns=data.columns, index=range(data.height), library="polars")
+    data = None if pyarrow is None else _to_arrow(pyarrow, data)
     if pyarrow is None or not isinstance(data, pyarrow.Table):
         return None
     columns = data.column_names
     _check_unique(columns)
     rows = (row for batch in data.to_batches(max_chunksize=ARROW_ROWS) for row in batch.to_pylist())
     return RowSource(rows=enumerate(rows), columns=columns, index=range(data.num_rows), library="pyarrow")
+
+
+def _to_arrow(pyarrow: Any, data: Any) -> Any:
+    """Return a column or a record batch of pyarrow as a table, and other data as it is."""
+    if isinstance(data, pyarrow.RecordBatch):
+        return pyarrow.Table.from_batches([data])
+    return pyarrow.table({TEXT: data}) if isinstance(data, pyarrow.Array | pyarrow.ChunkedArray) else data
 
 
 def _check_unique(columns: Sequence[str]) -> None:
@@ -218,7 +226,7 @@ def select_rows(data: Any, source: RowSource, order: Sequence[int], added: Mappi
         found = frame.select(polars.all().gather(polars.Series(order, dtype=polars.UInt32)))
         return found.with_columns(polars.Series(name, each, dtype=polars.Float64) for name, each in added.items())
     pyarrow: Any = sys.modules["pyarrow"]
-    table = data.take(pyarrow.array(order, type=pyarrow.int64()))
+    table = _to_arrow(pyarrow, data).take(pyarrow.array(order, type=pyarrow.int64()))
     for name, numbers in added.items():
         table = table.append_column(name, pyarrow.array(numbers, type=pyarrow.float64()))
     return table

@@ -63,7 +63,8 @@ def texts_of(source: RowSource, column: str | None) -> tuple[list[Any], list[Any
     if column is None and len(columns) != 1:
         listed = ", ".join(columns) or "none"
         raise InvalidRequestError(f"name the column of the texts, one of: {listed}", param="column")
-    name = columns[0] if column is None else column
+    # Names of columns that are not texts, such as numbers, have been converted.
+    name = columns[0] if column is None else str(column)
     if name not in columns:
         raise InvalidRequestError(
             f"there is no column {name!r:.80}; the columns are {', '.join(columns)}", param="column"
@@ -199,7 +200,8 @@ def most_similar(vectors: Vectors, query: Vectors, count: int) -> list[tuple[int
     if not vectors.size:
         return []
     lengths = np.linalg.norm(vectors, axis=1) * np.linalg.norm(query)
-    similarities = (vectors @ query) / np.where(lengths == 0, np.inf, lengths)
+    # Rounding may move the similarity of equal vectors slightly above 1.
+    similarities = np.clip((vectors @ query) / np.where(lengths == 0, np.inf, lengths), -1, 1)
     order = np.argsort(-similarities, kind="stable")
     known = ((int(at), float(similarities[at])) for at in order if not np.isnan(similarities[at]))
     return list(islice(known, count))

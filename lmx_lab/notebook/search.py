@@ -104,8 +104,9 @@ class SearchVerbs:
 
         The rows keep their labels. Two columns are added: ``similarity``, the cosine similarity of the vectors, and
         ``score``, which orders the rows: the score of the reranker or, without a reranker, the similarity. Rows without
-        a text are left out. Texts that are too long for a model are truncated. For a polars or pyarrow table, the
-        result is a table of the same type.
+        a text are left out. Texts that are too long for a model are truncated. If it is interrupted, the rows without a
+        vector are left out too, and ``.attrs["interrupted"]`` is True. For a polars or pyarrow table, the result is a
+        table of the same type.
 
         Args:
             frame: A data frame, a series, a polars or pyarrow table, or a list of texts or dictionaries.
@@ -129,7 +130,7 @@ class SearchVerbs:
         body = embeddings_body(query, model=model, input_type="query", truncate=True)
         reranker = None if rerank is False else await on_loop(_reranker(self._backend, required=bool(rerank)))
         settings = {"dimensions": None, "input_type": "document", "truncate": True}
-        run, _ = await _embed_texts(self, texts, model, settings, cache=cache)
+        run, interrupted = await _embed_texts(self, texts, model, settings, cache=cache)
         count = top_n if reranker is None else max(top_n, RERANKED)
         similar = most_similar(matrix_of(run.vectors()), await on_loop(self._backend.embed(body)), count)
         similarities = dict(similar)
@@ -141,6 +142,8 @@ class SearchVerbs:
             ranked = [(similar[index][0], score) for index, score in ranking.order]
         scores = {"similarity": [similarities[at] for at, _ in ranked], "score": [score for _, score in ranked]}
         found: pd.DataFrame = select_rows(table, source, [at for at, _ in ranked], scores)
+        if source.library is None:
+            found.attrs["interrupted"] = interrupted
         return found
 
     search = blocking(_search)

@@ -72,6 +72,17 @@ def test_vectors_and_found_rows_are_a_table_of_the_same_library(lab: lmx_lab.Lab
         lab.search(make({"text": ["sea"], "score": [1]}), "sea", "text")
 
 
+def test_columns_and_record_batches_of_pyarrow(lab: lmx_lab.Lab) -> None:
+    pyarrow = pytest.importorskip("pyarrow")
+    table = pyarrow.table({"text": ["a", None]})
+    for rows in (table["text"], table["text"].chunk(0), table.to_batches()[0]):
+        answers = lab.map(rows, "{text}")
+        assert answers["answer"].to_pylist() == ["a", None]
+        assert "no value" in answers["error"][1].as_py()
+        assert lab.embed_frame(rows)["error"].to_pylist() == [None, "the text is missing"]
+        assert lab.search(rows, "a")["text"].to_pylist() == ["a"]
+
+
 def test_columns_of_polars_and_wrong_tables(lab: lmx_lab.Lab) -> None:
     polars = pytest.importorskip("polars")
     texts = polars.Series("t", ["a", "b"])

@@ -116,6 +116,27 @@ def test_an_interrupt_returns_the_vectors_so_far(lab: lmx_lab.Lab, monkeypatch: 
     assert vectors["error"].notna().sum() == 2
 
 
+def test_an_interrupted_search_is_marked(lab: lmx_lab.Lab, monkeypatch: pytest.MonkeyPatch) -> None:
+    embed = LocalBackend.embed
+
+    async def interrupted(backend: LocalBackend, body: EmbeddingsBody) -> Any:
+        if "two" in body.input:
+            signal.pthread_kill(threading.main_thread().ident or 0, signal.SIGINT)
+            await asyncio.Event().wait()
+        return await embed(backend, body)
+
+    assert lab.search(["one"], "one").attrs["interrupted"] is False
+    monkeypatch.setattr(LocalBackend, "embed", interrupted)
+    monkeypatch.setattr("lmx_lab.batch.vectors.TEXTS_AT_ONCE", 1)
+    found = lab.search(["one", "two"], "one")
+    assert found["text"].tolist() == ["one"]
+    assert found.attrs["interrupted"] is True
+
+
+def test_columns_whose_names_are_numbers_are_selected(lab: lmx_lab.Lab) -> None:
+    assert lab.embed_frame(pd.DataFrame([["a", "b"]]), 1)["error"].isna().all()
+
+
 def test_bad_arguments_are_refused_before_the_first_text(lab: lmx_lab.Lab, sent: list[Any]) -> None:
     frame = pd.DataFrame({"a": ["x"], "b": ["y"]})
     for arguments in (
@@ -156,6 +177,9 @@ def test_equal_and_zero_vectors_are_in_order() -> None:
     vectors = np.array([[0, 0], [1, 1], [np.nan, 1], [2, 2], [-1, 0]], dtype=np.float32)
     found = most_similar(vectors, np.array([1, 1], dtype=np.float32), 10)
     assert [at for at, _ in found] == [1, 3, 0, 4]
+    # Without a limit, rounding makes the similarity of this vector with itself larger than 1.
+    unit = np.array([-0.4472136, 0.8944272], dtype=np.float32)
+    assert most_similar(unit[None], unit, 1) == [(0, 1.0)]
     assert matrix_of([]).shape == (0, 0)
 
 
