@@ -158,11 +158,17 @@ def answer_row(answer: RowAnswer, values: Mapping[str, Any], *, sample: int | No
     return {**({} if sample is None else {SAMPLE: sample}), "answer": answer.text, **values, **row}
 
 
-def answer_table(rows: Sequence[Mapping[str, Any]], source: RowSource, columns: TypedColumns | None) -> Any:
-    """Create the table of answers of the same kind as that of the rows."""
+def answer_table(
+    rows: Sequence[Mapping[str, Any]], source: RowSource, columns: TypedColumns | None, *, several: bool
+) -> Any:
+    """Create the table of answers of the same kind as that of the rows.
+
+    Args:
+        several: Whether each row has several answers.
+    """
     if source.library is None:
-        return answer_frame(rows, source.index, columns)
-    names, dtypes = _columns(rows, columns)
+        return answer_frame(rows, source.index, columns, several=several)
+    names, dtypes = _columns(rows, columns, several=several)
     values = {name: [row[name] for row in rows] for name in names}
     if source.library == "polars":
         return _polars_frame(sys.modules["polars"], values, dtypes)
@@ -239,20 +245,26 @@ def _of_one_type(values: list[Any]) -> list[Any]:
     return [None if value is None else json.dumps(value, default=str) for value in values]
 
 
-def _columns(rows: Sequence[Mapping[str, Any]], columns: TypedColumns | None) -> tuple[list[str], Mapping[str, str]]:
+def _columns(
+    rows: Sequence[Mapping[str, Any]], columns: TypedColumns | None, *, several: bool
+) -> tuple[list[str], Mapping[str, str]]:
     """Return the names of the columns of a table of answers, and their pandas types."""
     dtypes = {SAMPLE: "int64", LOGPROBS: "object", **DTYPES, **(columns.dtypes if columns is not None else {})}
-    names = list(rows[0]) if rows else ["answer", *(columns.dtypes if columns else ()), *list(DTYPES)[1:]]
+    first = [SAMPLE, "answer"] if several else ["answer"]
+    names = list(rows[0]) if rows else [*first, *(columns.dtypes if columns else ()), *list(DTYPES)[1:]]
     return names, dtypes
 
 
-def answer_frame(rows: Sequence[Mapping[str, Any]], index: Any, columns: TypedColumns | None = None) -> pd.DataFrame:
+def answer_frame(
+    rows: Sequence[Mapping[str, Any]], index: Any, columns: TypedColumns | None = None, *, several: bool = False
+) -> pd.DataFrame:
     """Create the data frame of answers from its rows.
 
     Args:
         index: Labels of the rows that were answered. They are repeated if each row has several answers.
+        several: Whether each row has several answers.
     """
-    names, dtypes = _columns(rows, columns)
+    names, dtypes = _columns(rows, columns, several=several)
     pandas = pandas_for("map")
     index = pandas.Index(index)
     repeated = index if len(index) == len(rows) else index.repeat(len(rows) // len(index))

@@ -190,7 +190,7 @@ async def answer_all(
 
 
 def _answers_of(run: BatchRun, source: RowSource, columns: TypedColumns | None) -> Any:
-    table = answer_table(run.rows(), source, columns)
+    table = answer_table(run.rows(), source, columns, several=run.options.n > 1)
     if source.library is None:
         table.attrs["labs"] = run.figures()
     return table

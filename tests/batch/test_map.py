@@ -355,3 +355,8 @@ def stored_answers(path: Path) -> int:
         return 0
     finally:
         connection.close()
+
+
+def test_an_empty_table_has_the_columns_of_several_answers(lab: lmx_lab.Lab) -> None:
+    rows = pd.DataFrame({"text": ["a"]})
+    pd.testing.assert_index_equal(lab.map(rows.iloc[:0], "{text}", n=2).columns, lab.map(rows, "{text}", n=2).columns)

@@ -46,6 +46,7 @@ def test_tables_of_other_libraries(lab: lmx_lab.Lab, make: Any, tmp_path: Path) 
     empty = lab.map(make({"text": []}), "{text}")
     assert type(empty) is type(table)
     assert len(empty) == 0
+    assert list(as_lists(lab.map(make({"text": []}), "{text}", schema=SCHEMA, n=2))) == list(columns)
     assert lab.evaluate(make({"q": []}), "{q}", answer="q").score.n == 0
     result = lab.evaluate(table, "{text}", metric=lambda answer, row: answer == row["text"])
     assert result.df["score"].dropna().tolist() == [1, 1]
