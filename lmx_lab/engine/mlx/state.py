@@ -49,7 +49,7 @@ class MlxCore:
         self._main: tuple[ModelEntry, Loaded] | None = None
         self._pinned: dict[Kind, tuple[ModelEntry, LoadedEncoder]] = {}
         report = configure_blas(settings.blas, settings.threads)
-        threads = ThreadChoice(report)
+        self._threads = threads = ThreadChoice(report)
         self.generating = GenerationLoop(settings, threads, blas=report, limit_bytes=self._limit_bytes)
         self.encoding = EncodingLoop(
             threads,
@@ -288,7 +288,9 @@ class MlxCore:
     # Steps
 
     def step(self) -> None:
-        """Perform one step: a step of the answers, about as much time for texts, one delivery to each reader's loop."""
+        """Perform one step: a step of the answers, about as much time for texts and traces together, and one delivery
+        to each reader's loop.
+        """
         started = time.perf_counter()
         busy = not self.generating.idle
         lost = False
@@ -297,12 +299,16 @@ class MlxCore:
         except OutOfMemoryError as exc:
             self._unload_for_memory(exc)
             lost = True
+        traces = not self.tracing.idle and not lost
+        if traces and busy:
+            # The step of the answers only starts to compute their next tokens; without the wait, its time is unknown.
+            self._threads.wait()
+        limit_s = time.perf_counter() - started
         if not self.encoding.idle:
-            generating_s = time.perf_counter() - started
-            self.encoding.step(max(generating_s, MIN_ENCODE_S) if busy else ENCODE_S, busy=busy)
-        if not self.tracing.idle and not lost:
-            generating_s = time.perf_counter() - started
-            self.tracing.step(max(generating_s, MIN_ENCODE_S) if busy else PREFILL_STEP_S, busy=busy)
+            limit_s /= 2 if traces else 1
+            self.encoding.step(max(limit_s, MIN_ENCODE_S) if busy else ENCODE_S, busy=busy)
+        if traces:
+            self.tracing.step(limit_s if busy else PREFILL_STEP_S, busy=busy)
         self._publish()
         if lost:
             self._host.lost_model(False)

@@ -135,8 +135,9 @@ class TraceLoop(JobQueue[TraceJob, Trace]):
         steps = self._steps[1]
         tokens = self._largest
         if self._cost.known:
-            tokens = max(1, min(tokens, int(self._cost.within(limit_s)), memory.MAX_CHUNK_TOKENS))
-        self._threads.prepare(tokens)
+            tokens = max(1, min(tokens, int(self._cost.within(limit_s))))
+        # A step may compute a part of a pass with more tokens.
+        self._threads.prepare(len(self._steps[0].tokens))
         started = time.perf_counter()
         try:
             computed = steps.send(tokens)
@@ -158,8 +159,8 @@ class TraceLoop(JobQueue[TraceJob, Trace]):
             return
         if computed:
             self._cost.add(computed, time.perf_counter() - started)
-            self._largest = min(memory.MAX_CHUNK_TOKENS, max(self._largest, computed * GROWTH))
-            self._note_peak(memory.take_peak_bytes())
+            self._largest = min(memory.MAX_CHUNK_TOKENS, max(self._largest, int(computed * GROWTH)))
+        self._note_peak(memory.take_peak_bytes())
 
     def _fail_step(self, job: TraceJob, exc: Exception) -> None:
         """End a job with an error. The model stays loaded."""

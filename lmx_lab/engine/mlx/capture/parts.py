@@ -24,7 +24,7 @@ FINAL_NORMS = (
 )
 ATTENTIONS = ("self_attn", "attn", "attention", "self_attention", "linear_attn", "conv", "mamba", "temporal_block")
 """Attention, and what replaces it in some layers of hybrid models."""
-QUERIES, KEYS = ("q_proj", "query_proj", "wq"), ("k_proj", "key_proj", "wk")
+QUERIES, KEYS, VALUES = ("q_proj", "query_proj", "wq"), ("k_proj", "key_proj", "wk"), ("v_proj", "value_proj", "wv")
 ATTENTION_OUTPUTS = ("o_proj", "out_proj", "dense", "c_proj", "wo", "attn_out")
 """Projections in attention, from and to the residual stream."""
 MLPS = ("mlp", "feed_forward", "block_sparse_moe", "ffn", "moe", "mlp_block")
@@ -52,6 +52,11 @@ class Block:
     def keys(self) -> Any | None:
         """The same for the keys."""
         return _child([self.attention], KEYS)
+
+    @property
+    def values(self) -> Any | None:
+        """The same for the values."""
+        return _child([self.attention], VALUES)
 
     @property
     def attention_output(self) -> Any | None:
