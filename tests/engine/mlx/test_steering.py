@@ -14,7 +14,7 @@ import numpy as np
 import pytest
 from mlx_lm.generate import BatchGenerator
 
-from lmx_lab.engine import ModelManager, TokenPrompt, scheduler
+from lmx_lab.engine import ModelManager, TokenPrompt, TraceRequest, scheduler
 from lmx_lab.engine.mlx.capture.parts import find_parts
 from lmx_lab.engine.mlx.capture.points import HookPoints, find_points
 from lmx_lab.engine.mlx.model import LoadedModel
@@ -25,6 +25,7 @@ from lmx_lab.settings import Settings
 from lmx_lab.values.generation import TokenLogprob
 from lmx_lab.values.models import LoadSpec, ModelEntry
 from lmx_lab.values.steering import SteeringVector, encode_components
+from lmx_lab.values.tracing import Activations
 from tests.engine.conftest import (
     engine_paused,
     finish,
@@ -193,6 +194,25 @@ async def test_prompt_lookup_does_not_change_a_steered_answer(
             answers[lookup] = await run(manager, **asked)
     assert answers[True][0] == answers[False][0]
     assert answers[True][1].accepted_tokens > 0 == answers[False][1].accepted_tokens
+
+
+async def test_a_draft_model_changes_neither_steered_answers_nor_traces(
+    no_shared_model: None, tiny: ModelEntry, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(SpeculativeBatch, "_cost", 1.0)
+    work = Activations(hooks=("*.hook_resid_post", "*.hook_pattern", "logits"))
+    found = []
+    for draft in (None, str(tiny.path)):
+        async with ModelManager(Settings()) as manager:
+            await manager.load_entry(tiny, LoadSpec(model=tiny.id, prompt_lookup=False, draft=draft))
+            answering = asyncio.create_task(run(manager, **options(vector(scale=0.5), max_tokens=60)))
+            trace = await manager.trace(TraceRequest(prompt=PROMPT, work=work))
+            text, report = await answering
+            found.append((text, trace.arrays))
+            assert (report.drafted_tokens > 0) == (draft is not None)
+    assert found[0][0] == found[1][0]
+    for name, values in found[0][1].items():
+        np.testing.assert_allclose(found[1][1][name], values, atol=1e-4, err_msg=name)
 
 
 async def test_a_steered_answer_continues_after_a_pause(

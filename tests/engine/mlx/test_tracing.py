@@ -14,7 +14,8 @@ import psutil
 import pytest
 
 from lmx_lab.engine import ModelManager, TextPrompt, TokenPrompt, TraceRequest
-from lmx_lab.engine.mlx import tracing
+from lmx_lab.engine.mlx import state, tracing
+from lmx_lab.engine.mlx.state import MlxCore
 from lmx_lab.engine.mlx.tracing import TraceJob, TraceLoop
 from lmx_lab.errors import ContextLengthError, InvalidRequestError, NotLoadedError
 from lmx_lab.settings import Settings
@@ -113,6 +114,28 @@ def test_steps_that_would_exceed_their_time_are_left_for_later(monkeypatch: pyte
     for end in (0.6, 1.2, 3.2):
         loop.step(1.0, busy=True)
         assert now == pytest.approx(end)
+
+
+def test_texts_and_traces_share_the_time_of_a_step_of_the_answers(monkeypatch: pytest.MonkeyPatch) -> None:
+    now, limits = 0.0, list[float]()
+
+    def advance(seconds: float = 1.0) -> None:
+        nonlocal now
+        now += seconds
+
+    def work(limit_s: float, *, busy: bool) -> None:
+        limits.append(limit_s)
+        advance(limit_s)
+
+    monkeypatch.setattr(state, "time", SimpleNamespace(perf_counter=lambda: now))
+    core: Any = MlxCore.__new__(MlxCore)
+    core.generating = SimpleNamespace(idle=False, step=advance)
+    core.encoding, core.tracing = (SimpleNamespace(idle=False, step=work) for _ in range(2))
+    core._threads, core._publish = SimpleNamespace(wait=advance), lambda: None
+    core.step()
+    core.encoding.idle = True
+    core.step()
+    assert limits == [1.0, 1.0, 2.0]
 
 
 async def until(condition: Callable[[], bool]) -> None:

@@ -147,17 +147,46 @@ GENERIC: dict[str, Any] = {
     "num_attention_groups": 2,
     "is_moe_layer": [False, True, True, True],
     "hybrid_override_pattern": "M*-M",
+    "mamba_n_heads": 8,
+    "mamba_d_head": 8,
+    "mamba_n_groups": 1,
+    "mamba_conv_bias": True,
+    "intermediate_size_mlp": 64,
+    "interleave_moe_layer_step": 2,
+    "attention_chunk_size": 16,
+    "vocab_size_per_layer_input": 97,
+    "hidden_size_per_layer_input": 8,
+    "kv_channels": 8,
+    "model_max_length": 512,
+    "num_experts_per_token": 2,
+    "index_head_dim": 8,
+    "index_n_heads": 4,
+    "index_topk": 16,
+    "moe_layer_freq": 1,
 }
 """Values for the parameters of configurations. Each architecture takes those that it knows."""
 SLIDING = {"layer_types": ["sliding_attention", "full_attention"] * 2}
+GEMMA4 = {**SLIDING, "global_head_dim": 8, "num_kv_shared_layers": 0}
 OWN: dict[str, dict[str, Any]] = {
     **dict.fromkeys(("afmoe", "exaone_moe", "mellum"), SLIDING),
     "deepseek_v2": {"rope_scaling": {"type": "yarn", "factor": 1.0, "original_max_position_embeddings": 512}},
     "exaone4": {"sliding_window_pattern": "LG"},
     "gptj": {"rotary_dim": 8},
     "granitemoehybrid": {"layer_types": ["mamba", "attention"] * 2},
+    **dict.fromkeys(("gemma4_text", "gemma3n"), GEMMA4),
+    "kimi_linear": {
+        "linear_attn_config": {
+            "kda_layers": [1, 3],
+            "full_attn_layers": [2, 4],
+            "head_dim": 8,
+            "num_heads": 4,
+            "short_conv_kernel_size": 4,
+        }
+    },
     "lfm2": {"layer_types": ["conv", "full_attention"] * 2},
     "lfm2_moe": {"layer_types": ["conv", "full_attention"] * 2},
+    "llama4": {"num_experts_per_tok": 1},
+    "llama4_text": {"no_rope_layers": [1, 1, 1, 0]},
     "ministral3": {
         **SLIDING,
         "rope_parameters": {
@@ -171,7 +200,21 @@ OWN: dict[str, dict[str, Any]] = {
     "plamo": {"num_attention_heads": 8},
 }
 """Values for single architectures."""
-NESTED = {"gemma3": "gemma3_text", "mistral3": "llama", "qwen2_vl": "qwen2", "qwen3_5": "qwen3_5", "qwen3_vl": "qwen3"}
+NESTED = {
+    "gemma3": "gemma3_text",
+    "gemma3n": "gemma3n",
+    "gemma4": "gemma4_text",
+    "kimi_vl": "deepseek_v3",
+    "lfm2-vl": "lfm2",
+    "llama4": "llama4",
+    "mistral3": "llama",
+    "pixtral": "llama",
+    "qwen2_vl": "qwen2",
+    "qwen3_5": "qwen3_5",
+    "qwen3_5_moe": "qwen3_5",
+    "qwen3_vl": "qwen3",
+    "qwen3_vl_moe": "qwen3_moe",
+}
 """Architectures whose configuration has that of a language model, with its name."""
 
 
@@ -218,7 +261,7 @@ def support_of(kind: str) -> Support | None:
         names = inspect.signature(module.ModelArgs).parameters
         values = {**GENERIC, **OWN.get(kind, {})}
         if (inner := NESTED.get(kind)) is not None:
-            values["text_config"] = {**values, "model_type": inner}
+            values["text_config"] = {**values, **OWN.get(inner, {}), "model_type": inner}
         fields = {name: value for name, value in values.items() if name in names}
         model = module.Model(module.ModelArgs.from_dict({**fields, "model_type": kind}))
         if sum(value.size for _, value in tree_flatten(model.parameters())) > MAX_WEIGHTS:
