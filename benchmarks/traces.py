@@ -128,8 +128,8 @@ def _gaps(bench: Bench, lab: lmx_lab.Lab) -> list[Row]:
 async def _stream_beside(
     bench: Bench, lab: lmx_lab.Lab, work: Callable[[], Awaitable[object]]
 ) -> tuple[list[list[float]], list[list[float]]]:
-    """Return the gaps of a stream alone, and while traces are computed one after the other: the time and the CPU time of
-    each gap.
+    """Return the gaps of a stream alone, and while traces are computed one after the other: the time and the CPU time
+    of each gap.
     """
     count = QUICK_GAPS if bench.quick else GAPS
     marks: list[tuple[float, float]] = []

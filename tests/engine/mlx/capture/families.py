@@ -236,11 +236,14 @@ class Support:
             count = sum(name.endswith(end) for name in found.sizes)
             return "yes" if count == blocks else "no" if not count else f"{count} of {blocks} blocks"
 
+        heads = share(".hook_z")
+        if heads != "no" and not any(name.endswith(".hook_z") for name in found.points):
+            heads = "read only" if heads == "yes" else f"{heads}, read only"
         return cls(
             residual=share(".hook_resid_post"),
             parts=share(".hook_mlp_out"),
             patterns=share(".hook_pattern"),
-            heads=share(".hook_z"),
+            heads=heads,
             lens="yes" if found.has_tail else "no",
         )
 
