@@ -24,8 +24,10 @@ FINAL_NORMS = (
 )
 ATTENTIONS = ("self_attn", "attn", "attention", "self_attention", "linear_attn", "conv", "mamba", "temporal_block")
 """Attention, and what replaces it in some layers of hybrid models."""
-QUERIES, KEYS, VALUES = ("q_proj", "query_proj", "wq"), ("k_proj", "key_proj", "wk"), ("v_proj", "value_proj", "wv")
-ATTENTION_OUTPUTS = ("o_proj", "out_proj", "dense", "c_proj", "wo", "attn_out")
+QUERIES = ("q_proj", "query_proj", "wq", "attn_query")
+KEYS = ("k_proj", "key_proj", "wk", "attn_key")
+VALUES = ("v_proj", "value_proj", "wv", "attn_value")
+ATTENTION_OUTPUTS = ("o_proj", "out_proj", "dense", "c_proj", "wo", "attn_out", "attn_resid")
 """Projections in attention, from and to the residual stream."""
 MLPS = ("mlp", "feed_forward", "block_sparse_moe", "ffn", "moe", "mlp_block")
 ATTENTION_NORMS = ("post_attention_layernorm", "post_self_attn_layernorm", "post_attention_norm", "post_attn_norm")
