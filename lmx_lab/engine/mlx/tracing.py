@@ -97,7 +97,7 @@ class TraceLoop(JobQueue[TraceJob, Trace]):
             try:
                 if self._steps is None and not self._begin(job, may_wait=busy):
                     break  # until the end of an answer frees memory
-                self._advance(job, limit_s)
+                self._advance(job, limit_s, busy=busy)
             except Exception as exc:
                 self._fail_step(job, exc)
             if time.perf_counter() - started >= limit_s / 2:
@@ -129,15 +129,16 @@ class TraceLoop(JobQueue[TraceJob, Trace]):
         self._steps = job, steps
         return True
 
-    def _advance(self, job: TraceJob, limit_s: float) -> None:
+    def _advance(self, job: TraceJob, limit_s: float, *, busy: bool) -> None:
         """Perform a step of the computation that has begun."""
         assert self._steps is not None
         steps = self._steps[1]
         tokens = self._largest
         if self._cost.known:
             tokens = max(1, min(tokens, int(self._cost.within(limit_s))))
-        # A step may compute a part of a pass with more tokens.
-        self._threads.prepare(len(self._steps[0].tokens))
+        if not busy:
+            # Otherwise the number of threads remains that of the answers: changing and measuring it takes time.
+            self._threads.prepare(len(job.tokens))
         started = time.perf_counter()
         try:
             computed = steps.send(tokens)

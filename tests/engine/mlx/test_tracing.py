@@ -102,7 +102,7 @@ def test_steps_that_would_exceed_their_time_are_left_for_later(monkeypatch: pyte
         def _begin(self, job: TraceJob, *, may_wait: bool) -> bool:
             return True
 
-        def _advance(self, job: TraceJob, limit_s: float) -> None:
+        def _advance(self, job: TraceJob, limit_s: float, *, busy: bool) -> None:
             nonlocal now
             now += next(durations)
 
