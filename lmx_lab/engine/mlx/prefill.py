@@ -103,7 +103,7 @@ class LinearCost:
         self.fixed = 0.0
         self.slope = 0.0
 
-    def add(self, amount: float, seconds: float) -> None:
+    def add(self, amount: int, seconds: float) -> None:
         if self.known:
             # Another program may have used the processors for a moment.
             seconds = min(seconds, OUTLIER * self.at(amount))
@@ -114,7 +114,7 @@ class LinearCost:
         self._products += weight * (amount * seconds - self._products)
         self._fit()
 
-    def at(self, amount: float) -> float:
+    def at(self, amount: int) -> float:
         return self.fixed + self.slope * amount
 
     def within(self, seconds: float) -> float:

@@ -35,6 +35,8 @@ Loaded = LoadedModel | LoadedEncoder
 ENCODE_S = 0.1
 """Time for which a step computes texts while no answer is generated. Every command waits for the end of the step."""
 MIN_ENCODE_S = 0.01
+MEAN_WEIGHT = 0.2
+"""Weight of the newest step in the mean duration of the steps of answers beside traces."""
 
 
 class MlxCore:
@@ -50,6 +52,7 @@ class MlxCore:
         self._pinned: dict[Kind, tuple[ModelEntry, LoadedEncoder]] = {}
         report = configure_blas(settings.blas, settings.threads)
         self._threads = threads = ThreadChoice(report)
+        self._mean_s = 0.0
         self.generating = GenerationLoop(settings, threads, blas=report, limit_bytes=self._limit_bytes)
         self.encoding = EncodingLoop(
             threads,
@@ -304,6 +307,10 @@ class MlxCore:
             # The step of the answers only starts to compute their next tokens; without the wait, its time is unknown.
             self._threads.wait()
         limit_s = time.perf_counter() - started
+        if traces and busy:
+            # Other programs may have used the processors in this step.
+            self._mean_s += MEAN_WEIGHT * (limit_s - self._mean_s) if self._mean_s else limit_s
+            limit_s = min(limit_s, self._mean_s)
         if not self.encoding.idle:
             limit_s /= 2 if traces else 1
             self.encoding.step(max(limit_s, MIN_ENCODE_S) if busy else ENCODE_S, busy=busy)

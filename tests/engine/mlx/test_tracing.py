@@ -131,11 +131,14 @@ def test_texts_and_traces_share_the_time_of_a_step_of_the_answers(monkeypatch: p
     core: Any = MlxCore.__new__(MlxCore)
     core.generating = SimpleNamespace(idle=False, step=advance)
     core.encoding, core.tracing = (SimpleNamespace(idle=False, step=work) for _ in range(2))
-    core._threads, core._publish = SimpleNamespace(wait=advance), lambda: None
+    core._threads, core._publish, core._mean_s = SimpleNamespace(wait=advance), lambda: None, 0.0
     core.step()
     core.encoding.idle = True
     core.step()
-    assert limits == [1.0, 1.0, 2.0]
+    # A step that takes longer than usual, because of another program.
+    core.generating.step = lambda: advance(11.0)
+    core.step()
+    assert limits == pytest.approx([1.0, 1.0, 2.0, 4.0])
 
 
 async def until(condition: Callable[[], bool]) -> None:
