@@ -168,12 +168,29 @@ GENERIC: dict[str, Any] = {
 SLIDING = {"layer_types": ["sliding_attention", "full_attention"] * 2}
 GEMMA4 = {**SLIDING, "global_head_dim": 8, "num_kv_shared_layers": 0}
 OWN: dict[str, dict[str, Any]] = {
-    **dict.fromkeys(("afmoe", "exaone_moe", "mellum"), SLIDING),
+    **dict.fromkeys(("afmoe", "exaone_moe"), SLIDING),
+    "dbrx": {
+        "ffn_config": {"ffn_hidden_size": 32, "moe_num_experts": 4, "moe_top_k": 2},
+        "attn_config": {"kv_n_heads": 2, "clip_qkv": 8, "rope_theta": 1e4},
+    },
     "deepseek_v2": {"rope_scaling": {"type": "yarn", "factor": 1.0, "original_max_position_embeddings": 512}},
     "exaone4": {"sliding_window_pattern": "LG"},
     "gptj": {"rotary_dim": 8},
     "granitemoehybrid": {"layer_types": ["mamba", "attention"] * 2},
-    **dict.fromkeys(("gemma4_text", "gemma3n"), GEMMA4),
+    "gemma3n": {
+        **GEMMA4,
+        "rope_local_base_freq": 1e4,
+        "final_logit_softcapping": 30.0,
+        "activation_sparsity_pattern": [0.0] * 4,
+        "altup_num_inputs": 2,
+        "altup_coef_clip": 120.0,
+        "altup_correct_scale": True,
+        "altup_active_idx": 0,
+        "laurel_rank": 8,
+    },
+    "gemma4_text": GEMMA4,
+    "glm_moe_dsa": {"rope_parameters": {"rope_theta": 1e4, "rope_type": "default"}},
+    "hunyuan": {"rope_scaling": {"type": "dynamic", "factor": 1.0, "alpha": 1.0}},
     "kimi_linear": {
         "linear_attn_config": {
             "kda_layers": [1, 3],
@@ -187,6 +204,11 @@ OWN: dict[str, dict[str, Any]] = {
     "lfm2_moe": {"layer_types": ["conv", "full_attention"] * 2},
     "llama4": {"num_experts_per_tok": 1},
     "llama4_text": {"no_rope_layers": [1, 1, 1, 0]},
+    "mellum": {
+        **SLIDING,
+        "rope_parameters": {kind: {"rope_theta": 1e4, "rope_type": "default"} for kind in SLIDING["layer_types"]},
+    },
+    "minicpm3": {"rope_scaling": {"original_max_position_embeddings": 512}},
     "ministral3": {
         **SLIDING,
         "rope_parameters": {
@@ -196,14 +218,38 @@ OWN: dict[str, dict[str, Any]] = {
             "rope_type": "default",
         },
     },
+    "mistral4": {
+        "rope_parameters": {
+            "rope_theta": 1e4,
+            "llama_4_scaling_beta": 0.1,
+            "original_max_position_embeddings": 512,
+            "rope_type": "default",
+        }
+    },
     "olmo_hybrid": {"layer_types": ["linear_attention", "full_attention"] * 2},
+    "openelm": {
+        "num_transformer_layers": 4,
+        "model_dim": 32,
+        "ffn_dim_divisor": 8,
+        "num_query_heads": [4] * 4,
+        "num_kv_heads": [2] * 4,
+        "ffn_multipliers": [2.0] * 4,
+    },
     "plamo": {"num_attention_heads": 8},
+    "recurrent_gemma": {"block_types": ["recurrent", "attention"] * 2},
+    "step3p5": {
+        "moe_top_k": 2,
+        "share_expert_dim": 32,
+        "partial_rotary_factors": [1.0] * 4,
+        "moe_layers_enum": "1,2,3",
+    },
 }
 """Values for single architectures."""
 NESTED = {
     "gemma3": "gemma3_text",
     "gemma3n": "gemma3n",
     "gemma4": "gemma4_text",
+    "kimi_k25": "deepseek_v3",
     "kimi_vl": "deepseek_v3",
     "lfm2-vl": "lfm2",
     "llama4": "llama4",
