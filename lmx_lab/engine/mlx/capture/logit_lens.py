@@ -15,8 +15,6 @@ from lmx_lab.values.tracing import LogitLens
 
 MAX_ROWS = 4 * VOCABULARY_ROWS
 """Maximum number of rows of the vocabulary that are computed together."""
-GROUP_SIZE = 64
-"""Number of tokens of which only the most likely one is compared with all others."""
 MAX_TOP = 100
 
 
@@ -54,9 +52,7 @@ def compute_logit_lens(context: TraceContext, tokens: Sequence[int], work: Logit
     while at < len(flat):
         end = min(len(flat), at + max(VOCABULARY_ROWS, min(limit, MAX_ROWS)))
         logits = logits_of_residual(found.parts.model, found.parts.norm, mx.array(flat[at:end])).astype(mx.float32)
-        best_ids, best_logprobs = _most_likely(logits, work.top)
-        mx.eval(best_ids, best_logprobs)
-        flat_ids[at:end], flat_logprobs[at:end] = np.array(best_ids), np.array(best_logprobs)
+        flat_ids[at:end], flat_logprobs[at:end] = _most_likely(np.array(logits, copy=False), work.top)
         for token in {*flat_ids[at:end].ravel().tolist()}:
             if str(token) not in texts:
                 texts[str(token)] = context.text_of(token)
@@ -64,24 +60,11 @@ def compute_logit_lens(context: TraceContext, tokens: Sequence[int], work: Logit
     return {"ids": ids, "logprobs": logprobs}, {"positions": positions, "texts": texts}
 
 
-def _most_likely(logits: mx.array, top: int) -> tuple[mx.array, mx.array]:
+def _most_likely(logits: Array, top: int) -> tuple[Array, Array]:
     """Return the most likely tokens of each row, and their log-probabilities, in descending order."""
-    rows, vocabulary = logits.shape
-    count = -(-vocabulary // GROUP_SIZE)
-    total = mx.logsumexp(logits, axis=1, keepdims=True)
-    padded = mx.pad(logits, ((0, 0), (0, count * GROUP_SIZE - vocabulary)), constant_values=-mx.inf)
-    groups = padded.reshape(rows, GROUP_SIZE, count)
-    # The best tokens are in the groups with the highest maxima, so that only few tokens have to be ordered.
-    chosen = _largest(groups.max(axis=1), min(top, count))
-    candidates = mx.take_along_axis(groups, chosen[:, None], axis=2)
-    tokens = mx.arange(GROUP_SIZE)[None, :, None] * count + chosen[:, None]
-    values, tokens = candidates.reshape(rows, -1), tokens.reshape(rows, -1)
-    best = _largest(values, top)
-    values, tokens = mx.take_along_axis(values, best, axis=1), mx.take_along_axis(tokens, best, axis=1)
-    order = mx.argsort(-values, axis=1)
-    return mx.take_along_axis(tokens, order, axis=1), mx.take_along_axis(values, order, axis=1) - total
-
-
-def _largest(values: mx.array, count: int) -> mx.array:
-    """Return the indices of the largest values of each row, in any order."""
-    return mx.argpartition(-values, min(count, values.shape[1]) - 1, axis=1)[:, :count]
+    ids = np.argpartition(logits, -top, axis=1)[:, -top:]
+    best = np.take_along_axis(logits, ids, axis=1)
+    order = np.argsort(-best, axis=1)
+    largest = logits.max(axis=1, keepdims=True)
+    total = largest + np.log(np.exp(logits - largest).sum(axis=1, keepdims=True))
+    return np.take_along_axis(ids, order, axis=1), np.take_along_axis(best, order, axis=1) - total

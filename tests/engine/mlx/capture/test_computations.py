@@ -14,7 +14,7 @@ from mlx.nn.layers.quantized import quantize
 from lmx_lab.engine.mlx.capture.activations import Steps, TraceContext, compute_activations
 from lmx_lab.engine.mlx.capture.attribution import compute_attribution
 from lmx_lab.engine.mlx.capture.install import HookPoint, install
-from lmx_lab.engine.mlx.capture.logit_lens import _most_likely, compute_logit_lens
+from lmx_lab.engine.mlx.capture.logit_lens import compute_logit_lens
 from lmx_lab.engine.mlx.capture.parts import find_parts
 from lmx_lab.engine.mlx.capture.patching import compute_patching
 from lmx_lab.engine.mlx.capture.points import find_points
@@ -177,16 +177,6 @@ def test_the_logit_lens_and_contributions_end_with_the_logits(kind: str) -> None
     assert total == pytest.approx(details["logit"], abs=1e-3)
     if kind != "gemma2":  # It caps logits.
         assert details["logit"] == pytest.approx(logits[-1, 3] - logits[-1, 4], abs=1e-3)
-
-
-@pytest.mark.parametrize("vocabulary", [97, 64, 200])
-def test_the_most_likely_tokens_are_those_of_a_complete_sort(vocabulary: int) -> None:
-    logits = np.random.default_rng(0).normal(size=(5, vocabulary)).astype(np.float32)
-    for top in (1, 5, 60):
-        ids, logprobs = (np.array(values) for values in _most_likely(mx.array(logits), top))
-        np.testing.assert_array_equal(ids, np.argsort(-logits, axis=1)[:, :top])
-        expected = logits - np.log(np.exp(logits).sum(axis=1, keepdims=True))
-        np.testing.assert_allclose(logprobs, np.take_along_axis(expected, ids, axis=1), atol=1e-5)
 
 
 def test_a_quantized_model_is_traced_as_it_computes() -> None:
