@@ -57,7 +57,7 @@ class ServerState:
     model: str | None = None
     """Id of the loaded model."""
     pinned: tuple[str, ...] = ()
-    """Ids of the models that are kept in memory beside it."""
+    """Ids of the models that are kept in memory in addition to it."""
     unloading: Unloading | None = None
     """Set while the unload of ``model`` waits for its running answers to end."""
     note: str = ""
@@ -66,7 +66,7 @@ class ServerState:
 
 @dataclass(frozen=True, kw_only=True)
 class AnswerCost:
-    """What a complete answer cost, and how it ended."""
+    """The cost of a complete answer, and how it ended."""
 
     model: str
     finish_reason: str
@@ -129,7 +129,7 @@ class DocumentRanking:
 class Backend(Protocol):
     """A lab's server.
 
-    Coroutines can be awaited on any event loop. The other methods return at once and can be called from any thread.
+    Coroutines can be awaited on any event loop. The other methods return immediately and can be called from any thread.
     All failures are ``LabError``.
     """
 
@@ -167,7 +167,7 @@ class Backend(Protocol):
     # Requests
 
     async def timeline(self, last_s: float, *, most: int | None = None) -> ServerTimeline:
-        """Return what the engines did for the requests of all clients in the last ``last_s`` seconds, and the loads.
+        """Return the timeline of the requests of all clients, and of loads, in the last ``last_s`` seconds.
 
         Args:
             most: Maximum number of requests; the newest are returned. None sets no limit.
@@ -186,7 +186,7 @@ class Backend(Protocol):
     async def rerank(self, body: RerankBody) -> DocumentRanking: ...
 
     async def trace(self, body: TraceBody) -> Trace:
-        """Return values from the inside of the loaded model."""
+        """Return internal values of the loaded model."""
 
     # Recorded tokens
 
@@ -196,7 +196,7 @@ class Backend(Protocol):
         """Check a prompt with the parameters of ``Lab.chat``, and return a function that answers it.
 
         Raises:
-            InvalidRequestError: the prompt or a parameter is invalid, or the server runs elsewhere.
+            InvalidRequestError: the prompt or a parameter is invalid, or the server runs in another process.
         """
 
     async def encode(self, prompt: str | ChatRequest, *, special: bool = True) -> Sequence[int]:
@@ -213,7 +213,7 @@ class Backend(Protocol):
         """Return the newest recorded request; None if there is none."""
 
     async def weights_of(self, model: str) -> str:
-        """Return the SHA-256 of all files of a model in memory; empty if there are none, or they are elsewhere."""
+        """Return the SHA-256 of all files of a model in memory; empty if it has none, or the lab is attached."""
 
     async def require_weights(self, model: str, weights: str) -> None:
         """Check that a model is loaded, and that its files have this SHA-256, unless the hash is empty.

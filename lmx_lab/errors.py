@@ -53,7 +53,7 @@
         PortTakenError
         DaemonRunningError
 
-Programs read ``code``, which never changes once it was released; a class without a code of its own has its parent's.
+Programs read ``code``, which never changes after its release; a class without its own code inherits that of its parent.
 The message is for people: it names the value, the limit and the next step. HTTP statuses are in
 ``lmx_lab.http.error_bodies``, because only servers need them.
 """
@@ -69,7 +69,7 @@ class LabError(Exception):
     """The base class of all errors that the package raises on purpose.
 
     Args:
-        message: What was wrong with which value, the limit, and the next step.
+        message: The wrong value, the limit, and the next step.
         param: The field, argument or option that was wrong.
         retry_after_s: Time in seconds after which the same request can succeed.
     """
@@ -264,7 +264,7 @@ class PermissionExpiredError(GoneError):
 
 
 class UnavailableError(LabError):
-    """The request is right but cannot be served now; the message says when, or what has to happen first."""
+    """The request is right but cannot be served now; the message states when, or what must happen first."""
 
 
 class NotLoadedError(UnavailableError):
@@ -385,7 +385,7 @@ class TurnTimeoutError(TurnError):
 
 
 class HostingError(LabError):
-    """A server, client or stream of this process cannot be started or used; the message says why."""
+    """A server, client or stream of this process cannot be started or used; the message contains the reason."""
 
     code = "start-failed"
 

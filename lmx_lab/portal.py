@@ -227,9 +227,9 @@ def _unnestable(loop: asyncio.AbstractEventLoop) -> str | None:
 
 
 class Interrupts:
-    """Context in which the first SIGINT cancels the work, and is raised at the end; a second one is raised at once.
+    """Context in which the first SIGINT cancels the work, and is raised at the end; a second one is raised immediately.
 
-    An interrupt that is raised at once would be raised in whatever the loop runs at that moment, such as the request
+    An immediate interrupt would be raised in whatever the loop runs at that moment, such as the request
     of another client. In cells with ``await``, ipykernel's own handler does not raise it at all, so that a blocking
     verb could not be stopped.
     """

@@ -145,7 +145,7 @@ class Settings:
     prefix_cache_disk_bytes: int = 10 * GIB
     """Maximum total size of the cache's files in that folder. The least recently used ones are deleted first."""
     trace_bytes: int = 1 * GIB
-    """Maximum size of the values from the inside of a model that one trace returns. Larger traces are refused."""
+    """Maximum size of the internal values of a model that one trace returns. Larger traces are refused."""
     embedder: str | None = None
     """Embedding model that stays in memory, in addition to the loaded model."""
     reranker: str | None = None

@@ -91,7 +91,7 @@ def proxy_path(port: int, environ: Mapping[str, str], *, recorded_url: str | Non
 
 
 def browser_step(port: int, environ: Mapping[str, str]) -> str | None:
-    """Return what the user must do if only the browser can create the address, and ``None`` otherwise."""
+    """Return the step for the user if only the browser can create the address; None otherwise."""
     if proxy_url(port, environ) is not None:
         return None
     if any(_value(environ, name) for name in COLAB):

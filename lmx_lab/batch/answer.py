@@ -1,4 +1,4 @@
-"""Define the answer to a row, as it is stored in a cache and shown in a table."""
+"""Define the answer to a row, which is stored in a cache and shown in a table."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ class RowAnswer:
     reasoning: str = ""
     finish_reason: str | None = None
     error: str | None = None
-    """Why there is no answer, or why its values do not match the schema."""
+    """The reason why there is no answer, or why its values do not match the schema."""
     code: str = ""
     """The code of the error (``LabError.code``)."""
     prompt_tokens: int | None = None
@@ -24,6 +24,6 @@ class RowAnswer:
     total_s: float | None = None
     """Time from sending the request to the end of the answer, including the wait in the queue."""
     request_id: str | None = None
-    """Id of the request, with which ``lab.requests`` finds its record; None if the server runs elsewhere."""
+    """Id of the request: ``lab.requests[request_id]`` returns its record. None for an attached lab."""
     logprobs: Sequence[float] | None = None
     """Log-probability of each choice after the prompt; None if the row has no choices."""

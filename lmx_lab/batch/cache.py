@@ -1,8 +1,8 @@
 """Store the answers or vectors of a batch in an SQLite file, so that a second run computes only what is missing.
 
-All statements run on one thread, so that an event loop does not wait for the disk. Each answer is written in a
-transaction of its own, and so are the vectors of each request: if the process is killed, the file contains all of a
-transaction or none of it. Several processes can use the same file.
+All statements run on one thread, so that an event loop does not wait for the disk. Each answer is written in its own
+transaction, and so are the vectors of each request: if the process is killed, the file contains all of a transaction
+or none of it. Several processes can use the same file.
 """
 
 from __future__ import annotations
@@ -43,10 +43,10 @@ KEYS_AT_ONCE = 500
 class AnswerCache:
     """Stores answers in a file, by the keys of their requests. The file is created if it does not exist.
 
-    ``AnswerCache("answers.db", read_only=True).df`` has the answers of a file, without a server.
+    ``AnswerCache("answers.db", read_only=True).df`` returns the answers in a file, without a server.
 
     Args:
-        read_only: Whether the file must exist, and is not changed.
+        read_only: Whether to open an existing file without changing it.
 
     Raises:
         InvalidRequestError: the file cannot be opened, or belongs to another program.
@@ -78,7 +78,7 @@ class AnswerCache:
         return await self._call(read)
 
     async def add(self, key: str, model: str, answer: RowAnswer) -> None:
-        """Store an answer. Returns when the operating system has received it.
+        """Store an answer. Returns after the operating system has received the data.
 
         Raises:
             LabError: the file cannot be written.
@@ -86,7 +86,7 @@ class AnswerCache:
         await self.add_all({key: answer}, model)
 
     async def add_all(self, answers: Mapping[str, RowAnswer], model: str) -> None:
-        """Store answers by their keys in one transaction; returns when the operating system has them.
+        """Store answers by their keys in one transaction. Returns after the operating system has received the data.
 
         Raises:
             LabError: the file cannot be written.
@@ -122,7 +122,7 @@ class AnswerCache:
         return frame
 
     def close(self, *, wait: bool = True) -> None:
-        """Finish pending writes, and close the file. Idempotent.
+        """Finish pending writes and close the file. Idempotent.
 
         Args:
             wait: Whether to wait until the file is closed.
@@ -163,6 +163,6 @@ class AnswerCache:
             return True
         if connection.execute("SELECT count(*) FROM sqlite_master").fetchone()[0] or found != (0, 0):
             raise InvalidRequestError(
-                f"{self.path} is not a cache of this version of LMX Lab; give the path of another file", param="cache"
+                f"{self.path} is not a cache of this version of LMX Lab; pass another path", param="cache"
             )
         return False

@@ -1,4 +1,4 @@
-"""Score choices: compute how likely each of several texts is after a prompt."""
+"""Score choices: compute the log-probability of each of several texts after a prompt."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ async def score_choices(
     """Return the log-probability of each choice after a prompt.
 
     Args:
-        chat_template: Whether the choices are answers to the chat. If not, they continue the text of its message.
+        chat_template: Whether the choices are answers to the chat. If False, they continue the text of its message.
 
     Raises:
         LabError: the prompt or a choice cannot be scored.
@@ -31,13 +31,13 @@ async def score_choices(
     if not chat_template:
         prompt, tokens = await text_tokens(backend, plain_text(request), choices)
     else:
-        # The answer to a chat begins after tokens of its template, so it has tokens of its own.
+        # The answer to a chat begins after tokens of its template, so each choice is tokenized separately.
         tokens = [list(await backend.encode(choice, special=False)) for choice in choices]
         if all(len(each) == 1 for each in tokens) and len(tokens) <= MAX_NAMED_TOKENS:
             return await _score_first_token(backend, request, [each[0] for each in tokens], started_at)
         prompt = list(await backend.encode(request))
     if not all(tokens):
-        raise InvalidRequestError("a choice has no tokens; leave it out")
+        raise InvalidRequestError("a choice has no tokens; remove it")
     logprobs = [await _score(backend, request.model, prompt, each) for each in tokens]
     return RowAnswer(logprobs=logprobs, prompt_tokens=len(prompt), total_s=time.monotonic() - started_at)
 
@@ -60,8 +60,8 @@ def plain_text(request: ChatRequest) -> str:
 async def text_tokens(backend: Backend, text: str, choices: Sequence[str]) -> tuple[list[int], list[list[int]]]:
     """Return the tokens of a text, and those with which each choice continues it.
 
-    They are divided as in lm-evaluation-harness: spaces at the end of the text belong to the choices, and a choice has
-    the tokens of the whole text after as many tokens as the prompt has alone.
+    They are divided as in lm-evaluation-harness: spaces at the end of the text belong to the choices, and the tokens of
+    a choice are those of the whole text from the position at which the text alone ends.
     """
     prompt = text.rstrip()
     spaces = text[len(prompt) :]

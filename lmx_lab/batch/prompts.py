@@ -44,7 +44,7 @@ class RowPrompts:
         """Check that all columns that the templates name exist.
 
         Raises:
-            InvalidRequestError: a column does not exist; the message names those that do.
+            InvalidRequestError: a column does not exist; the message lists the existing ones.
         """
         known = list(columns)
         for name in self.names:
@@ -94,7 +94,7 @@ class RowPrompts:
 
 
 def is_missing(value: object) -> bool:
-    """Return whether a value is None, NaN, or a missing value of pandas."""
+    """Return whether a value is None, NaN, or pandas.NA."""
     try:
         return value is None or bool(value != value)  # noqa: PLR0124
     except TypeError:  # pandas.NA has no truth value.
@@ -107,19 +107,19 @@ def _value(name: str | None, spec: str, row: Row) -> str:
     if name is None:
         return ""
     if is_missing(value := row.get(name)):
-        raise InvalidRequestError(f"the column {name} has no value in this row")
+        raise InvalidRequestError(f"the column {name} has no value in this row; fill the value, or remove the row")
     try:
         return format(value, spec)
     except (TypeError, ValueError) as exc:
         raise InvalidRequestError(
-            f"the column {name} is {value!r:.80}, which the format {spec!r} does not fit: {exc}"
+            f"the column {name} is {value!r:.80}, which cannot be formatted with {spec!r}: {exc}"
         ) from exc
 
 
 def _parse(template: str) -> list[tuple[str, str | None, str]]:
     """Split a template into literal texts, each with the column and the format that follow it."""
     try:
-        # Unlike in str.format, a field is only the name of a column: its attributes and items cannot be accessed.
+        # Unlike in str.format, a field is only a column name; attributes and items cannot be accessed.
         fields = list(Formatter().parse(template))
     except ValueError as exc:
         raise InvalidRequestError(

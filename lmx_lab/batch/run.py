@@ -1,8 +1,8 @@
-"""Answer rows, with as many concurrent requests as the engines of one server or several have slots.
+"""Answer rows, with as many concurrent requests as the engines of one or several servers have slots.
 
 Rows are read in the caller's thread, up to a limit ahead of the answers. Requests are sent on the lab's event loop. If
-the server cannot accept a request, it is sent again after the time that the server returns. If there are several
-servers, another one gets the row instead, and the server gets rows again once it responds.
+the server cannot accept a request, it is sent again after the delay that the server returns. If there are several
+servers, another one gets the row instead, and the first one gets rows again as soon as it responds.
 """
 
 from __future__ import annotations
@@ -49,10 +49,10 @@ DEFAULT_SLOTS = 4
 STEP_S = 0.25
 """Maximum duration of a step. The progress is shown after each step."""
 RETRY_S = 120.0
-"""While the server does not respond or loads the model, requests are sent again until no row has finished for this
-time."""
+"""While the server does not respond or loads the model, requests are sent again until no row has finished for this time
+in seconds."""
 MIN_PAUSE_S, MAX_PAUSE_S = 0.05, 5.0
-"""Shortest and longest time after which a request is sent again."""
+"""Minimum and maximum delay before a request is sent again."""
 UNFINISHED = RowAnswer(error="was not computed, because the run ended earlier")
 CUT_OFF = "the answer is not complete JSON, because it was cut off at max_tokens; increase max_tokens"
 
@@ -71,12 +71,12 @@ class BatchOptions:
     prompts: RowPrompts
     make_request: MakeRequest
     parameters: frozenset[str]
-    """Names of the parameters that all requests have. If the server refuses one of their values, the run ends."""
+    """Names of the parameters that all requests have. If the server refuses a value of one of them, the run ends."""
     columns: TypedColumns | None = None
     choices: ReadChoices | None = None
-    """If given, the choices of each row are scored after its prompt, and no answer is generated."""
+    """If it is set, the choices of each row are scored after its prompt, and no answer is generated."""
     chat_template: bool = True
-    """Whether the choices are answers to a chat; if not, they continue the plain text of the prompt."""
+    """Whether the choices are answers to a chat; otherwise, they continue the plain text of the prompt."""
     n: int = 1
     """Number of answers for each row."""
     seed: int | None = None
@@ -86,7 +86,7 @@ class BatchOptions:
 
 @dataclass(frozen=True, kw_only=True)
 class LoadedModel:
-    """The model that answers, or computes vectors."""
+    """The model that answers rows or computes vectors."""
 
     id: str
     engine: str
@@ -94,12 +94,12 @@ class LoadedModel:
     """Identifies the engine and the weights in the keys of the cache."""
     slots: int
     description: str
-    """Its id, quantization, size and engine."""
+    """The model's id, quantization, size and engine."""
     weights: str
-    """SHA-256 of its files; empty if it is not known."""
+    """SHA-256 of its files; empty if the hash is not known."""
 
     def is_same(self, other: LoadedModel) -> bool:
-        """Return whether both are the same model on the same engine, as far as is known."""
+        """Return whether both are the same model on the same engine, as far as their hashes are known."""
         is_other = self.weights and other.weights and self.weights != other.weights
         return self.description == other.description and not is_other
 
@@ -108,7 +108,7 @@ async def loaded_model(backend: Backend, *, hashed: bool) -> LoadedModel:
     """Return the loaded chat model.
 
     Args:
-        hashed: Whether its files are hashed for the key, if they are on this machine.
+        hashed: Whether to hash the model's files for the key, if they are on this machine.
 
     Raises:
         NotLoadedError: no chat model is loaded.
@@ -121,7 +121,7 @@ async def loaded_model(backend: Backend, *, hashed: bool) -> LoadedModel:
 
 
 async def identify(backend: Backend, record: ModelRecord, *, hashed: bool) -> LoadedModel:
-    """Return a model with its key in the cache. See ``loaded_model`` for ``hashed``."""
+    """Return a model with its cache key. ``hashed`` is that of ``loaded_model``."""
     weights = await backend.weights_of(record.id) if hashed else ""
     named = f"{record.id} {record.quantization} {record.size_gb}"
     size = ", ".join(filter(None, (record.quantization, f"{record.size_gb:g} GB")))
@@ -140,7 +140,7 @@ async def same_models(backends: Sequence[Backend], *, hashed: bool) -> tuple[Loa
 
     Raises:
         NotLoadedError: one of the servers has no chat model loaded.
-        InvalidRequestError: they have different models.
+        InvalidRequestError: the servers have different models.
     """
     models = [await loaded_model(each, hashed=hashed) for each in backends]
     for backend, model in zip(backends, models, strict=True):
@@ -166,7 +166,7 @@ class _Item:
     choices: tuple[str, ...] = ()
     key: str = ""
     error: InvalidRequestError | None = None
-    """Why there is no request."""
+    """The reason why there is no request."""
 
 
 class BatchRun:
@@ -175,9 +175,9 @@ class BatchRun:
     ``read`` and ``take`` must be called in one thread; the coroutines run on the lab's event loop.
 
     Args:
-        in_order: Whether the caller takes the answers one by one during the run. The number of answers that were not
-            taken is then limited.
-        others: Other servers with the same model, which answer rows too.
+        in_order: Whether the caller takes the answers one by one during the run, which limits the number of answers
+            that were not taken.
+        others: Other servers with the same model, which also answer rows.
     """
 
     def __init__(
@@ -222,7 +222,7 @@ class BatchRun:
     def read(self) -> bool:
         """Read rows up to the limit. Returns whether there are rows that were not read or not finished.
 
-        Warns about servers that have failed while others answer their rows.
+        Warns about servers that failed and whose rows the others answer.
 
         Raises:
             InvalidRequestError: the first row of an iterable does not have a column of the prompt.
@@ -266,7 +266,7 @@ class BatchRun:
         return item
 
     def _identify(self, item: _Item, request: ChatRequest) -> None:
-        """Set the key of a request. Requests with equal prompts are numbered, so that each has a key of its own."""
+        """Set the key of a request. Requests with equal prompts are numbered, so that each has its own key."""
         content = request.model_dump(mode="json", exclude={"model", "seed", "response_format"}, exclude_defaults=True)
         columns = self.options.columns
         scored = [self.options.chat_template, *item.choices] if item.choices else []
@@ -288,7 +288,7 @@ class BatchRun:
         return [self._rows.get(at) or self._row(at % self.options.n, UNFINISHED) for at in range(self._taken, total)]
 
     def figures(self) -> list[dict[str, Any]]:
-        """Return what each server has done, as rows of a table. Answers from the cache do not count."""
+        """Return the statistics of each server as rows of a table. Answers from the cache are not counted."""
         return [server.figures() for server in self._servers]
 
     # On the event loop
@@ -298,7 +298,7 @@ class BatchRun:
 
         Raises:
             BatchStoppedError: no further row can be answered, for example because the model was unloaded.
-            LabError: not even one row could be answered, or a row failed and ``errors`` is ``raise``.
+            LabError: no row could be answered, or a row failed and ``errors`` is ``raise``.
         """
         self._loop = asyncio.get_running_loop()
         await self._look_up()
@@ -330,7 +330,7 @@ class BatchRun:
         await asyncio.gather(*self._tasks, return_exceptions=True)
 
     def close(self) -> None:
-        """Cancel all running requests. Returns at once; can be called from any thread. Idempotent."""
+        """Cancel all running requests. Returns immediately; can be called from any thread. Idempotent."""
         self._stopped = True
         if self._tasks and self._loop is not None and not self._loop.is_closed():
             asyncio.run_coroutine_threadsafe(self.stop(), self._loop)
@@ -400,7 +400,7 @@ class BatchRun:
             try:
                 await asyncio.shield(storing)
             except asyncio.CancelledError:
-                # A cancelled task finishes its row too, so that the frame has all answers that are in the cache.
+                # A cancelled task also finishes its row, so that the frame has all answers that are in the cache.
                 await storing
                 raise
         finally:
@@ -445,7 +445,7 @@ class BatchRun:
             self._start(self._await_return(server), "wait for a server")
 
     async def _await_return(self, server: RowServer) -> None:
-        """Wait until a server that has failed responds and has the same model. It gets rows again then."""
+        """Wait until a server that has failed responds with the same model, and let it answer rows again."""
         while server.error:
             await asyncio.sleep(MAX_PAUSE_S)
             with contextlib.suppress(LabError):
@@ -479,11 +479,11 @@ class BatchRun:
     async def _answer(
         self, request: ChatRequest, server: RowServer, *, choices: Sequence[str] = (), waits: bool = False
     ) -> RowAnswer:
-        """Return the answer to a request. It is sent again while the server cannot accept it.
+        """Return the answer to a request. Send the request again while the server cannot accept it.
 
         Args:
             choices: Texts that are scored after the prompt; empty if an answer is generated.
-            waits: Whether it is sent again although other servers could answer it.
+            waits: Whether to send the request again even if other servers could answer it.
 
         Raises:
             LabError: there is no answer.
@@ -521,7 +521,7 @@ class BatchRun:
             self._fail(kind(f"row {item.label!r:.80}: {answer.error}"))
 
     def _read_values(self, answer: RowAnswer) -> tuple[RowAnswer, dict[str, Any]]:
-        """Return the answer and the values of its other columns. If they do not match the schema, it has an error."""
+        """Return the answer, and the values of its other columns. Values that do not match the schema are an error."""
         if (columns := self.options.columns) is None:
             return answer, {} if self.options.choices is None else {LOGPROBS: answer.logprobs}
         missing: dict[str, Any] = dict.fromkeys(columns.dtypes)
@@ -538,7 +538,7 @@ class BatchRun:
 
 
 def _pause_s(error: UnavailableError) -> float:
-    """Return the time after which a request is sent again."""
+    """Return the delay after which a request is sent again."""
     return min(max(error.retry_after_s or 1.0, MIN_PAUSE_S), MAX_PAUSE_S)
 
 

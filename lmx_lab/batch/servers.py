@@ -1,4 +1,4 @@
-"""Track the servers that answer the rows of a run: which of them take rows, and what each has answered."""
+"""Track the servers that answer the rows of a run: which of them accept rows, and how many each has answered."""
 
 from __future__ import annotations
 
@@ -10,27 +10,27 @@ from lmx_lab.backend import Backend
 from lmx_lab.batch.answer import RowAnswer
 
 WAITING = 2
-"""Number of additional requests, which wait in a server's queue so that a free slot is used immediately."""
+"""Number of additional requests that wait in a server's queue, so that a slot that becomes free is used immediately."""
 
 
 class RowServer:
     """A server that answers rows.
 
     Args:
-        slots: Number of requests that it decodes at once.
+        slots: Number of requests that the server decodes at the same time.
     """
 
     def __init__(self, backend: Backend, slots: int) -> None:
         self.backend = backend
         self.url = backend.state().url
         self.running = 0
-        """Number of rows that it is answering."""
+        """Number of rows that the server is answering."""
         self.returned = 0
-        """Number of rows that it could not answer, and that other servers got instead."""
+        """Number of rows that the server could not answer, and that other servers got instead."""
         self.error = ""
-        """Why it gets no rows at present; empty if it gets them."""
+        """The reason why the server gets no rows at present; empty if it gets rows."""
         self.has_failed = False
-        """Whether there was such an error during the run."""
+        """Whether the server has had such an error during the run."""
         self._slots = slots
         self._answers = 0
         self._output_tokens = 0
@@ -39,7 +39,7 @@ class RowServer:
 
     @property
     def occupancy(self) -> float:
-        """The part of its slots that is in use, which is above 1 if requests wait in its queue."""
+        """The fraction of the slots in use; above 1 if requests wait in the queue."""
         return self.running / self._slots
 
     @property
@@ -47,7 +47,7 @@ class RowServer:
         return not self.error and self.running < self._slots + WAITING
 
     def begin(self) -> None:
-        """Count a row that it begins to answer."""
+        """Count a row that the server starts to answer."""
         self._started_at = self._started_at or time.monotonic()
         self.running += 1
 
@@ -58,7 +58,7 @@ class RowServer:
         self._answered_at = time.monotonic()
 
     def figures(self) -> dict[str, Any]:
-        """Return what it has answered, as a row of a table."""
+        """Return the statistics of the server as a row of a table."""
         elapsed_s = self._answered_at - self._started_at if self._answers and self._started_at else 0.0
         return {
             "url": self.url,

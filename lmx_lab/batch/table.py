@@ -21,7 +21,7 @@ if TYPE_CHECKING:
     import pandas as pd
 
 TEXT = "text"
-"""Name of the column if the rows are texts, or are a series without a name."""
+"""Name of the column if the rows are texts or a series without a name."""
 DTYPES: Mapping[str, str] = {
     "answer": "object",
     "reasoning": "object",
@@ -34,11 +34,11 @@ DTYPES: Mapping[str, str] = {
     "total_s": "float64",
     "request_id": "object",
 }
-"""The columns of every table of answers, with their pandas types."""
+"""The columns of each table of answers, with their pandas types."""
 SAMPLE = "sample"
 """Name of the column that numbers the answers to the same row."""
 ARROW_ROWS = 1000
-"""Number of rows of a pyarrow table that are converted to Python's values at once."""
+"""Number of rows of a pyarrow table that are converted to Python values in one step."""
 LOGPROBS = "logprobs"
 """Name of the column with the log-probabilities of the choices of a row."""
 
@@ -52,7 +52,7 @@ class RowSource:
     columns: Sequence[str] | None
     """Names of the columns; None if they are not known before the first row is read."""
     index: Any = None
-    """The index of the table of answers; None if the rows are read, and the answers are returned, one by one."""
+    """The index of the table of answers; None if rows are read and answers are returned one by one."""
     library: Literal["polars", "pyarrow"] | None = None
     """The library of the table of rows, and of the table of answers; None for pandas."""
 
@@ -62,7 +62,7 @@ def read_source(data: Any) -> RowSource:
 
     Raises:
         InvalidRequestError: the data is none of these, or two columns have the same name.
-        ImportError: the answers would be a table, and pandas is not installed.
+        ImportError: the answers are returned as a table, and pandas is not installed.
     """
     rows: Iterator[tuple[Any, Row]]
     pandas = sys.modules.get("pandas")
@@ -98,7 +98,7 @@ def _of_frame(frame: pd.DataFrame) -> RowSource:
 
 
 def _of_other_library(data: Any) -> RowSource | None:
-    """Return the rows of a table of polars or pyarrow; None if it is not such a table."""
+    """Return the rows of a polars or pyarrow table; None if the data is something else."""
     polars, pyarrow = sys.modules.get("polars"), sys.modules.get("pyarrow")
     rows: Iterator[Row]
     if polars is not None and isinstance(data, polars.Series):
@@ -124,7 +124,7 @@ def _row(value: Any) -> Row:
 
 
 def check_names(columns: TypedColumns) -> None:
-    """Check that no column of a schema has the name of another column of the table.
+    """Check that no column of a schema has the name of a column that each table of answers has.
 
     Raises:
         InvalidRequestError: a column has such a name.
@@ -132,7 +132,8 @@ def check_names(columns: TypedColumns) -> None:
     for name in columns.dtypes:
         if name in DTYPES or name == SAMPLE:
             raise InvalidRequestError(
-                f"the schema has a column {name!r}, which every table of answers has already; rename it", param="schema"
+                f"the schema has a column {name!r}, but each table of answers already has one; rename it",
+                param="schema",
             )
 
 
@@ -141,7 +142,7 @@ def answer_row(answer: RowAnswer, values: Mapping[str, Any], *, sample: int | No
 
     Args:
         values: The values of the typed columns.
-        sample: Number of the answer among those to the same row; None if each row has only one.
+        sample: Number of the answer among the answers to the same row; None if each row has one answer.
     """
     row = {name: getattr(answer, name) for name in DTYPES if name != "answer"}
     return {**({} if sample is None else {SAMPLE: sample}), "answer": answer.text, **values, **row}

@@ -1,4 +1,4 @@
-"""Compute the vectors of the texts of a table, some texts at a time, and keep them in a cache."""
+"""Compute the vectors of the texts of a table, several texts per request, and store them in a cache."""
 
 from __future__ import annotations
 
@@ -37,13 +37,13 @@ VECTOR, ERROR = "embedding", "error"
 
 
 async def embedding_model(backend: Backend, name: str | None, *, hashed: bool) -> LoadedModel:
-    """Return the embedding model that ``name`` selects: by default the pinned one, else the loaded one.
+    """Return the embedding model that ``name`` selects: by default the pinned one, otherwise the loaded one.
 
     Args:
-        hashed: Whether its files are hashed, if they are on this machine.
+        hashed: Whether to hash the model's files, if they are on this machine.
 
     Raises:
-        NotLoadedError: there is none.
+        NotLoadedError: no such model is in memory.
     """
     loaded = [record for record in (await backend.models()).models if record.loaded]
     if name is not None:
@@ -58,10 +58,10 @@ async def embedding_model(backend: Backend, name: str | None, *, hashed: bool) -
 
 
 def texts_of(source: RowSource, column: str | None) -> tuple[list[Any], list[Any]]:
-    """Return the labels and the values of a column.
+    """Return the labels of the rows, and the values of a column.
 
     Raises:
-        InvalidRequestError: there is no such column, or there are several and none is named.
+        InvalidRequestError: the column does not exist, or it is not named and there are several.
     """
     columns = source.columns
     if columns is None:
@@ -71,7 +71,9 @@ def texts_of(source: RowSource, column: str | None) -> tuple[list[Any], list[Any
         raise InvalidRequestError(f"name the column of the texts, one of: {listed}", param="column")
     name = columns[0] if column is None else column
     if name not in columns:
-        raise InvalidRequestError(f"there is no column {name!r:.80}, only: {', '.join(columns)}", param="column")
+        raise InvalidRequestError(
+            f"there is no column {name!r:.80}; the columns are {', '.join(columns)}", param="column"
+        )
     rows = list(source.rows)
     return [label for label, _ in rows], [row.get(name) for _, row in rows]
 
@@ -81,8 +83,8 @@ class EmbeddingRun:
 
     Args:
         texts: Values of a column. A value that is not a text has an error instead of a vector.
-        make_body: Makes the request for some texts.
-        key: Identifies the model and the settings in the cache.
+        make_body: Creates the request for a list of texts.
+        key: Identifies the model and the settings in the keys of the cache.
     """
 
     def __init__(
@@ -106,14 +108,14 @@ class EmbeddingRun:
 
     @property
     def done(self) -> int:
-        """Number of different texts that have a vector or an error."""
+        """Number of distinct texts that have a vector or an error."""
         return len(self._vectors) + len(self._failures)
 
     async def step(self) -> bool:
-        """Compute the vectors of the next texts. Returns whether texts are left.
+        """Compute the vectors of the next texts. Returns whether texts remain.
 
         Raises:
-            LabError: vectors cannot be computed, or a text has failed and errors are raised.
+            LabError: vectors cannot be computed, or a text failed and ``errors`` is ``raise``.
         """
         if not self._left:
             return False
@@ -137,7 +139,7 @@ class EmbeddingRun:
         return bool(self._left)
 
     async def _find(self, texts: Sequence[str]) -> list[str]:
-        """Take the vectors that are in the cache, and return the texts of the others."""
+        """Read vectors from the cache, and return the texts whose vectors it does not contain."""
         if self._cache is not None:
             found = await self._cache.find([self._key_of(text) for text in texts])
             for text in texts:
@@ -146,10 +148,10 @@ class EmbeddingRun:
         return [text for text in texts if text not in self._vectors]
 
     def _fail(self, texts: Sequence[str], error: InvalidRequestError) -> None:
-        """Keep the error of the text that was refused, and compute the vectors of the others again.
+        """Record the error of the text that was refused, and queue the other texts again.
 
         Raises:
-            InvalidRequestError: no text but the whole request was refused, or errors are raised.
+            InvalidRequestError: the whole request was refused, or ``errors`` is ``raise``.
         """
         name, _, at = (error.param or "").partition(".")
         if name != "input" or not (at.isdigit() or len(texts) == 1):
@@ -219,7 +221,7 @@ def settings_key(model: LoadedModel, settings: Mapping[str, Any]) -> str:
 
 
 def _requests(texts: Iterable[str]) -> list[list[str]]:
-    """Divide texts among requests."""
+    """Divide texts into requests."""
     requests: list[list[str]] = []
     characters = 0
     for text in texts:

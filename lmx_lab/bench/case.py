@@ -42,7 +42,7 @@ class Closed:
 
 @dataclass(frozen=True, kw_only=True)
 class Poisson:
-    """Open loop: requests are sent at random times, independent of the answers; at most ``concurrency`` run at once.
+    """Open loop: requests are sent at random times, independent of the answers, at most ``concurrency`` in parallel.
 
     Raises:
         InvalidRequestError: the rate is not a number above 0 and up to 10,000.

@@ -52,7 +52,7 @@ def compare(
     there are any, only these count. Repeats of different runs are not paired. ``repeats`` is the number of pairs, or of
     repeats on the side with fewer.
 
-    ``better`` is the side that has more tokens per second or takes less time, if the complete interval says so. ``-``
+    ``better`` is the side that has more tokens per second or takes less time, if the complete interval shows it. ``-``
     means that the difference is not significant. If both sides are equally fast, ``better`` is ``-`` in 95 % of the
     comparisons at the default level.
 

@@ -1,4 +1,4 @@
-"""Send one streamed request over a connection of its own, in plain asyncio, and record the time of each event.
+"""Send one streamed request over a separate connection, in plain asyncio, and record the time of each event.
 
 At 64 streams and 5,000 tokens per second in total, httpx2 uses 0.6 cores of the machine that it measures, and this
 module 0.2. It does not follow redirects or use proxies.

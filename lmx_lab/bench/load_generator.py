@@ -82,7 +82,7 @@ async def drive(
     """Measure one case: its warm-up, then its requests. Yields each sample when its request ends.
 
     A failed request yields a sample with its error. After three consecutive requests without any reply, the other
-    requests of the case are not sent, and yield samples with an error that says so. Closing the generator cancels
+    requests of the case are not sent, and yield samples with this error. Closing the generator cancels
     running requests.
     """
     case_run = CaseRun(target, case, repeat=repeat, run=Run(silence_s=silence_s))

@@ -57,7 +57,7 @@ def provenance(*, seeds: Iterable[int] = (), **facts: Any) -> dict[str, Any]:
 
 
 def describe_machine(rows: pd.DataFrame) -> str:
-    """Return a text that says where rows were measured, and whether other programs used the CPU just before.
+    """Return a text that describes where rows were measured, and whether other programs used the CPU just before.
 
     Args:
         rows: The result of ``lab.bench``, ``run`` or ``load``. If they contain several runs, the run on the busiest

@@ -72,7 +72,7 @@ def run(
 
     Returns:
         A table. After the first Ctrl-C, which cancels running requests, it has the requests that have ended, and
-        ``.attrs["interrupted"]`` is true; a second Ctrl-C raises at once. ``.attrs["provenance"]`` describes the
+        ``.attrs["interrupted"]`` is true; a second Ctrl-C raises immediately. ``.attrs["provenance"]`` describes the
         software and the machine, ``.attrs["path"]`` is the stored file.
 
     Raises:
@@ -180,7 +180,7 @@ def _cases(plan: Plan) -> tuple[Case, ...]:
 
 
 class _Worker:
-    """A thread that measures on an event loop of its own. Iterating starts it and yields the samples.
+    """A thread that measures on a separate event loop. Iterating starts it and yields the samples.
 
     The length of its queue is limited by the number of samples of the run.
     """

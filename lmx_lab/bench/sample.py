@@ -51,7 +51,7 @@ class RequestSample:
     repeat: int
     """Number of the repeat, starting at 0."""
     request: int
-    """Number of the request within the repeat, starting at 0. Warm-up requests have numbers of their own."""
+    """Number of the request within the repeat, starting at 0. Warm-up requests have separate numbers."""
 
     itl_ms_p50: float | None = None
     itl_ms_p95: float | None = None

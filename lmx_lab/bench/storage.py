@@ -134,7 +134,7 @@ def save(
 
 
 def load(path: Path | str | None = None, *, last: int | None = None) -> pd.DataFrame:
-    """Load the samples of one run, or of all runs in a folder, the oldest first. The column ``run`` is the file's name.
+    """Load the samples of one run, or of all runs in a folder, oldest first. The column ``run`` is the file's name.
 
     Unknown columns of newer versions are dropped; columns that an older version did not have are missing values.
     Incomplete lines are skipped. ``.attrs["provenance"]`` has the provenance of each run by its name, and

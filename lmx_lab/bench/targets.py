@@ -72,7 +72,7 @@ class Target(Protocol):
     def ask(self, body: Mapping[str, Any]) -> AsyncGenerator[Chunk, None]:
         """Send a chat request with ``messages`` and ``max_tokens``, and yield the chunks of the answer.
 
-        The target adds fields of its own to the request. The first chunk is empty and has the time at which the request
+        The target adds its own fields to the request. The first chunk is empty and has the time at which the request
         was sent. Closing the generator cancels the request.
 
         Raises:
@@ -84,7 +84,7 @@ class Target(Protocol):
 class ChatTarget:
     """Any chat-format server, over HTTP.
 
-    Each request has a connection of its own, which is opened before the time is measured. Answers of LMX Lab servers
+    Each request has its own connection, which is opened before the time is measured. Answers of LMX Lab servers
     have the requested length; those of other servers may be shorter.
 
     Args:

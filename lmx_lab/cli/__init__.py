@@ -1,6 +1,6 @@
 """Run the ``lmx-lab`` command line: arguments, output and exit statuses. The work is done in other packages.
 
-``app`` puts the commands together; each command has a module of its own.
+``app`` puts the commands together; each command has its own module.
 """
 
 from __future__ import annotations

@@ -55,7 +55,9 @@ CompareKey = Annotated[
 ]
 Rate = Annotated[
     float | None,
-    typer.Option(help="Send requests at random times with this mean rate per second, at most --concurrency at once."),
+    typer.Option(
+        help="Send requests at random times with this mean rate per second, at most --concurrency in parallel."
+    ),
 ]
 
 
@@ -99,7 +101,7 @@ def bench(
     seed: Annotated[int, typer.Option(help="Seed of the prompts and of the times for --rate.")] = 0,
     compare: Annotated[
         list[str] | None,
-        typer.Option(help="Address of another server, measured in turns with the first one. Repeatable."),
+        typer.Option(help="Address of another server, measured alternately with the first one. Repeatable."),
     ] = None,
     api_key: ApiKey = None,
     compare_model: Annotated[

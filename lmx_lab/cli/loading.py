@@ -30,8 +30,8 @@ Wait = Annotated[
     bool | None,
     typer.Option(
         "--wait/--now",
-        help="Let running answers of the loaded model finish without a time limit, or stop them at once. By default "
-        "they have 30 s (LMX_LAB_DRAIN_S of the lab).",
+        help="Let running answers of the loaded model finish without a time limit, or stop them immediately. "
+        "By default they have 30 s (LMX_LAB_DRAIN_S of the lab).",
     ),
 ]
 

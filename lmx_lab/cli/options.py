@@ -26,7 +26,7 @@ if TYPE_CHECKING:
 
 MAX_ERROR_CHARACTERS = 400
 NUMBERS = {"int_parsing": "a whole number", "int_parsing_size": "a smaller number", "float_parsing": "a number"}
-"""What an option must be, by the type of pydantic's error."""
+"""The expected value of an option, by the type of pydantic's error."""
 USUAL_NUMBER = re.compile(r"[0-9]{1,9}")
 STATUS = "0 on success, 1 on failure, 2 if an argument or a setting is not valid, 130 after Ctrl-C"
 

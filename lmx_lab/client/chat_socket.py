@@ -43,7 +43,7 @@ async def receive_messages(
         ConnectionLostError: the connection was closed. Only the caller knows whether the answer was complete.
         LabError: the server's error, if it refuses the connection.
     """
-    # In a task of its own: the library requires that the same task opens and closes a connection.
+    # In a separate task: the library requires that the same task opens and closes a connection.
     received: asyncio.Queue[str | Exception] = asyncio.Queue(1)
     task = asyncio.create_task(_read(connection, path, first, silence_s, received), name="read a WebSocket")
     try:

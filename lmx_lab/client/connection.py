@@ -1,6 +1,6 @@
 """Connect to one server: requests, responses, server-sent events and WebSockets, with limits and translated errors.
 
-``HttpConnection`` sends all requests of the clients. ``bench.http_stream`` has an HTTP client of its own, because
+``HttpConnection`` sends all requests of the clients. ``bench.http_stream`` has its own HTTP client, because
 this one would use too much CPU time of the machine that is measured.
 """
 

@@ -47,7 +47,7 @@ class AsyncDaemonClient(DaemonRoutes):
             home: The lab's home folder; by default LMX_LAB_HOME, or ``~/.lmx-lab`` if that is not set.
 
         Raises:
-            UnreachableError: no daemon is running; the message says how to start one.
+            UnreachableError: no daemon is running; the message contains the command that starts one.
         """
         credentials = Credentials.from_home(home)
         client = cls(credentials.url, token=credentials.token, transport=transport)

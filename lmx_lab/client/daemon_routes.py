@@ -98,8 +98,8 @@ class DaemonRoutes(AsyncClientBase):
     async def shut_down(self, *, mode: Literal["drain", "now"] = "drain", grace_s: float = 30.0) -> None:
         """Stop the daemon. Returns when the daemon has started to stop.
 
-        Running turns have ``grace_s`` seconds to end; with mode ``now`` they are cancelled at once. Queued turns run
-        after the next start.
+        Running turns have ``grace_s`` seconds to end; with mode ``now`` they are cancelled immediately. Queued turns
+        run after the next start.
         """
         content = encode_body(build_body(Shutdown, mode=mode, grace_s=grace_s))
         request = DaemonRequest(method="POST", path="/v3/daemon/shutdown", content=content, repeatable=True)
@@ -279,7 +279,7 @@ class DaemonRoutes(AsyncClientBase):
         session_ids: Sequence[str] = (),
         types: Sequence[str] = (),
     ) -> EventPage:
-        """Read a page of events, the oldest first. Polling needs more requests than ``events()``.
+        """Read a page of events, oldest first. Polling needs more requests than ``events()``.
 
         Args:
             after: The cursor of the previous page; 0 for all events in the log. By default only new events.
@@ -290,7 +290,7 @@ class DaemonRoutes(AsyncClientBase):
             types: Read events of these types only, such as ``turn.done`` or ``tool.*``; by default all types.
 
         Raises:
-            CursorExpiredError: events after the cursor are not available; ``reason`` says why.
+            CursorExpiredError: events after the cursor are not available; ``reason`` contains the cause.
         """
         request = _get(
             "/v3/events",

@@ -21,7 +21,7 @@ Frame = LogEvent | ControlFrame | UnknownEvent
 
 @dataclass(frozen=True, kw_only=True)
 class Delivery:
-    """What a frame delivers to the reader."""
+    """The data that a frame delivers to the reader."""
 
     event: DaemonEvent | None = None
     """The event in the frame; None if the reader has received it before, or if the frame is about the connection."""

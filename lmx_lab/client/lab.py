@@ -191,7 +191,7 @@ class AsyncLabClient(AsyncClientBase):
         api_key: The key of the server, or of a proxy in front of it. It is never displayed.
         transport: Replaces the network, for tests.
         timeout_s: Maximum time without data while the server computes or loads. None waits as long as the connection
-            exists, because the server has time limits of its own.
+            exists, because the server has its own time limits.
 
     Raises:
         InvalidRequestError: the address or the key is not valid.
@@ -328,7 +328,7 @@ class AsyncLabClient(AsyncClientBase):
     # The inside of the model
 
     async def trace(self, body: TraceBody) -> Trace:
-        """Return values from the inside of the loaded model. Only programs on the server's machine may do this."""
+        """Return internal values of the loaded model. Only programs on the server's machine may do this."""
         data = await self._connection.post_for_bytes("/admin/trace", encode_body(body), limit=TRACE_BYTES)
         try:
             return Trace.decode(data)
@@ -343,7 +343,7 @@ class AsyncLabClient(AsyncClientBase):
         return self._connection.parse_success(response, body, ModelRecords)
 
     async def timeline(self, last_s: float = 60.0, *, most: int | None = None) -> ServerTimeline:
-        """Return what the engines did for the requests of all clients in the last ``last_s`` seconds, and the loads.
+        """Return the timeline of the requests of all clients, and of loads, in the last ``last_s`` seconds.
 
         The oldest are first.
 

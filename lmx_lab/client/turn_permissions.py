@@ -29,7 +29,7 @@ _ALLOW_OR_DENY: dict[object, AllowOrDeny] = {True: "allow", False: "deny", "allo
 
 
 class TurnPermissions:
-    """The permissions of one turn. Each is decided in a task of its own, while events continue to arrive.
+    """The permissions of one turn. Each is decided in a separate task, while events continue to arrive.
 
     If another client decides first, its decision counts.
 

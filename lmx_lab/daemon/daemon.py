@@ -173,7 +173,7 @@ class Daemon:
                 ``allow`` or ``deny``), ``timeout_s``.
 
         Raises:
-            InvalidRequestError: The function cannot be a tool. The message says why.
+            InvalidRequestError: The function cannot be a tool. The message contains the reason.
         """
         if function is None:
             return functools.partial(self.tool, **options)

@@ -90,7 +90,7 @@ async def _wait_disconnected(request: Request) -> None:
 
 @dataclass(frozen=True, kw_only=True)
 class Services:
-    """What the routes use, all of it on the daemon's event loop."""
+    """The services that the routes use on the daemon's event loop."""
 
     daemon_id: str
     started_at: str

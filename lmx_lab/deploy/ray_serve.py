@@ -13,21 +13,21 @@ if TYPE_CHECKING:
     from ray.serve import Application
 
 ROUTER = "ray.serve.experimental.consistent_hash_router:ConsistentHashRouter"
-"""Sends requests with the same value of the header ``x-session-id`` to the same replica, whose prefix cache contains
+"""Routes requests with the same value of the header ``x-session-id`` to the same replica, whose prefix cache contains
 the beginning of the conversation."""
 
 
 def application(
     model: str, *, settings: Settings | None = None, load: LoadOptions | None = None, **deployment: Any
 ) -> Application:
-    """Return replicas of the inference server that have loaded a model: ``serve.run(application("smollm2-135m"))``.
+    """Return replicas of the inference server with a loaded model: ``serve.run(application("smollm2-135m"))``.
 
-    Ray Serve starts a replica where the resources that it requests are free, replaces one that ``GET /readyz`` would
-    report as not ready, and waits for the running answers of a replica before it removes it.
+    Ray Serve starts a replica where the requested resources are free, replaces a replica if ``GET /readyz`` would
+    return 503, and waits for the running answers of a replica before it removes the replica.
 
     Args:
-        model: An id, or a path on each machine. A model that is not on the disk of a machine is downloaded there.
-        settings: Settings of each replica, by default from the environment. The proxy's options replace ``host`` and
+        model: An id, or a path that exists on each machine. A machine without the model downloads it.
+        settings: Settings of each replica, by default of the environment. The proxy's options replace ``host`` and
             ``port``. ``allowed_hosts`` must contain the names of the proxy, apart from loopback.
         load: ``LoadOptions``, such as ``{"engine": "mlx"}``.
         deployment: Options of ``serve.deployment``, such as ``num_replicas`` and ``ray_actor_options``.
@@ -51,13 +51,13 @@ def application(
 
 
 class Replica:
-    """A replica, which Ray Serve creates in a process of its own."""
+    """A replica, which Ray Serve creates in a separate process."""
 
     app: ReplicaApp
-    """The copy of this process, which ``serve.ingress`` sets."""
+    """The application of this process. Set by ``serve.ingress``."""
 
     async def check_health(self) -> None:
-        """Called by Ray Serve, which replaces the replica after several failures.
+        """Check that requests can be answered. Ray Serve calls this, and replaces the replica after several failures.
 
         Raises:
             LabError: requests cannot be answered.

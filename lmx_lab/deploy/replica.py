@@ -21,14 +21,14 @@ from lmx_lab.values.models import LoadSpec
 LOCAL_NAMES = ("localhost", "127.0.0.1", "[::1]")
 """Values of the Host header that are accepted with any port, because the port belongs to the proxy."""
 REQUESTS_S = 2.5
-"""Time that running requests have to end when the application is shut down. The proxy waits for them before that."""
+"""Time in which running requests can end when the application shuts down. The proxy has already waited for them."""
 
 
 class ReplicaApp:
     """The inference server with one model, as an ASGI application. It can be pickled before it is started.
 
-    No caller has the rights of a program on this machine, so models cannot be loaded or unloaded with requests, which
-    would reach only one of the replicas.
+    Callers do not have the rights of programs on this machine: they cannot load or unload models, because such requests
+    would reach only one replica.
 
     Args:
         settings: ``host`` and ``port`` are not used, and requests are not recorded. ``allowed_hosts`` must contain the
@@ -39,7 +39,7 @@ class ReplicaApp:
     """
 
     def __init__(self, settings: Settings, spec: LoadSpec) -> None:
-        # Records would be in the memory of one replica.
+        # Not recorded, because each replica would have its own records.
         self._settings, self._spec = replace(settings, record="off"), spec
         self._policy = local_policy(
             settings.port,
@@ -55,7 +55,7 @@ class ReplicaApp:
             await self._run_lifespan(receive, send)
             return
         assert self._server is not None, "requests follow the start of the lifespan"
-        # Without an address, a caller is not local.
+        # A caller without an address is not local.
         await self._server.asgi({**scope, "client": None}, receive, send)
 
     async def _run_lifespan(self, receive: Receive, send: Send) -> None:
@@ -86,7 +86,7 @@ class ReplicaApp:
         """Check that requests can be answered, as ``GET /readyz`` does.
 
         Raises:
-            LabError: they cannot.
+            LabError: requests cannot be answered.
         """
         if self._server is None:
             raise NotLoadedError("the server was not started, or is being stopped")
@@ -106,7 +106,7 @@ class ReplicaApp:
 
 
 async def _report(step: str, work: Callable[[], Awaitable[None]], send: Send) -> bool:
-    """Do a step of the lifespan, and send its result. Returns whether it succeeded."""
+    """Perform a step of the lifespan and send its result. Returns whether the step succeeded."""
     try:
         await work()
     except LabError as exc:

@@ -13,11 +13,11 @@ class Finding:
     """One line that ``lmx-lab doctor`` prints."""
 
     topic: str
-    """What was checked, for example ``port``."""
+    """Name of the check, for example ``port``."""
     verdict: Verdict
     """``note``: it works, but slower than possible or not in every environment. ``bad``: something is broken."""
     found: str
-    """What the check observed."""
+    """The observation of the check."""
     means: str = ""
     """The consequence for the user. Empty if there is none."""
     remedy: str = ""

@@ -117,7 +117,7 @@ def _is_lab(listener: Listener) -> bool:
     try:
         connection.request("HEAD", "/healthz")
         answer = connection.getresponse()
-        # The daemon sends this header too, but has no route /healthz.
+        # The daemon also sends this header, but has no route /healthz.
         return answer.status == 200 and answer.getheader(HEADER) is not None
     except (OSError, http.client.HTTPException):
         return False

@@ -74,7 +74,7 @@ def cpu_limit(environ: Mapping[str, str], cgroups: Path = CGROUPS, membership: P
 
 
 def default_threads(environ: Mapping[str, str], cgroups: Path = CGROUPS, membership: Path = MEMBERSHIP) -> int:
-    """Return the number of threads to compute with: from the environment, else the physical cores that this process may
+    """Return the number of threads to compute with: from the environment, or the physical cores that this process may
     use.
     """
     if (chosen := threads_from_environment(environ)) is not None:

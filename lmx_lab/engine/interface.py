@@ -1,6 +1,6 @@
 """The interface between the model manager and each engine.
 
-An engine has at most one *main* model of any kind, and *pinned* encoders beside it. It loads, computes and unloads;
+An engine has at most one *main* model of any kind, and *pinned* encoders in addition. It loads, computes and unloads;
 ``engine.manager`` decides which model is loaded when, and what happens if that fails. The tests in
 ``tests/engine/contract`` check every engine against this interface; ``Capabilities`` and the table in
 ``docs/server.md`` describe where engines differ.
@@ -117,7 +117,7 @@ class InferenceEngine(Protocol):
         """Drop the main model and return the bytes that this released; 0 if there is none."""
 
     async def pin(self, entry: ModelEntry, spec: LoadSpec) -> LoadReport:
-        """Load an encoder beside the main model, in place of the pinned encoder of the same kind.
+        """Load an encoder in addition to the main model, in place of the pinned encoder of the same kind.
 
         Raises:
             UnusableModelError, OutOfMemoryError: nothing has changed.

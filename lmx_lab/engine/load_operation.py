@@ -14,7 +14,7 @@ from lmx_lab.values.models import LoadProgress, LoadReport, LoadSpec, ModelEntry
 
 T = TypeVar("T")
 IfBusy = Literal["refuse", "wait", "replace"]
-"""What a load does if another load or an unload is in progress: fail, wait for it, or cancel the other load."""
+"""The behaviour of a load if another load or an unload is in progress: fail, wait for it, or cancel the other load."""
 LOAD_BASE_S = 60.0
 """Time limit for a small model, sufficient for a busy machine."""
 SLOW_DISK_BYTES_PER_S = 20e6

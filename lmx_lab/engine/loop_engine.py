@@ -197,7 +197,7 @@ class LoopEngine(ABC, Generic[Core]):
     async def submit_trace(self, entry: ModelEntry, request: TraceRequest, permit: Permit) -> Pending[Trace]:
         """See ``InferenceEngine``."""
         raise InvalidRequestError(
-            f"{entry.id} does not run on MLX, and only MLX returns values from the inside of a model; load the model "
+            f"{entry.id} does not run on MLX, and only MLX returns internal values of a model; load the model "
             f'with engine="mlx", such as lab.load("{entry.id}", engine="mlx")',
             param="model",
         )

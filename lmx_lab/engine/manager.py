@@ -118,7 +118,7 @@ class ModelManager:
         await asyncio.to_thread(self.stop)
 
     async def cancel_loads(self) -> None:
-        """Cancel all loads because the server stops. Their callers get an error at once."""
+        """Cancel all loads because the server stops. Their callers get an error immediately."""
         if self._control is not None:
             await self._run(lambda control: _call(control.cancel_all))
 
@@ -227,7 +227,7 @@ class ModelManager:
         finish_queued: bool = False,
         if_busy: IfBusy = "refuse",
     ) -> LoadReport:
-        """Load a model in place of the main one, or beside it if ``spec.pin`` is set.
+        """Load a model in place of the main one, or in addition to it if ``spec.pin`` is set.
 
         Running requests of the main model may end first (``drain_s``). If the load fails, the previous model is loaded
         again. Cancelling the caller does not cancel the load. Loads of the same spec that are in progress are joined.
@@ -239,7 +239,7 @@ class ModelManager:
 
         Raises:
             ModelNotFoundError: the model is not on disk, and cannot be downloaded.
-            UnusableModelError, StorageFullError, OutOfMemoryError: the message says what is loaded now.
+            UnusableModelError, StorageFullError, OutOfMemoryError: the message contains the model that is now loaded.
             ModelBusyError: another load or unload is in progress.
             NotLoadedError: the load was cancelled.
         """
@@ -371,7 +371,7 @@ class ModelManager:
         return await self._submitter.submit(Submission(request=request, kinds=RERANK, submit=submit, local=local))
 
     async def trace(self, request: TraceRequest, *, local: bool = True) -> Trace:
-        """Return values from the inside of the main model. Cancelling the caller cancels the work.
+        """Return internal values of the main model. Cancelling the caller cancels the work.
 
         Raises:
             NotLoadedError, ModelNotFoundError: the model that the request names is not loaded, or does not exist.

@@ -75,7 +75,7 @@ class ModelControl:
         self._loop = asyncio.get_running_loop()
         self._slots: dict[str, Resident] = {}
         self._pins: dict[Kind, Resident] = {}
-        """Models to keep beside the main one. They are loaded again after their engine has died."""
+        """Models to keep in addition to the main one. They are loaded again after their engine has died."""
         self._engine: InferenceEngine | None = None
         self._unloaded: tuple[str, UnloadCause] | None = None
         self._idle_spec: LoadSpec | None = None
@@ -299,7 +299,7 @@ class ModelControl:
             operation.cancel(NotLoadedError(f"the load of {operation.spec.model} was cancelled"))
 
     def cancel_all(self, error: LabError | None = None) -> None:
-        """Cancel all loads. Their callers get the error at once, before the engines have ended the loads."""
+        """Cancel all loads. Their callers get the error immediately, before the engines have ended the loads."""
         for operation in self._loads:
             failure = error or NotLoadedError(f"the load of {operation.spec.model} was cancelled: the server stops")
             operation.cancel(failure, restores_previous=False)
@@ -317,9 +317,7 @@ class ModelControl:
     ) -> LoadReport:
         name = operation.spec.model
         if entry.kind == "chat":
-            raise UnusableModelError(
-                f"{name} is a chat model; only embedding models and rerankers stay beside the main model"
-            )
+            raise UnusableModelError(f"{name} is a chat model; only embedding models and rerankers can be pinned")
         if entry.kind != kind:
             raise UnusableModelError(
                 f"{name} is {KINDS_IN_WORDS[entry.kind]}; {KINDS_IN_WORDS[kind]} is needed here: load it as the main "

@@ -157,7 +157,7 @@ class ModelFinder:
         try:
             return await in_thread(lambda: self._catalog.fetch(name, report, format=format_), name="lmx-lab-fetch")
         except DownloadError as exc:
-            # The class of the error says that the model is missing or incomplete; the message says why.
+            # The class of the error shows that the model is missing or incomplete; the message contains the reason.
             if isinstance(missing, UnusableModelError):
                 raise UnusableModelError(f"{missing.message}; {exc.message}", param="model") from exc
             raise ModelNotFoundError(f"{name} is not on disk: {exc.message}", param="model") from exc

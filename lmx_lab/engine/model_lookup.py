@@ -30,9 +30,9 @@ RERANK: Kinds = ("rerank", "embedding")
 ANY_KIND: Kinds = ("chat", "embedding", "rerank")
 REMEDIES: dict[Kind, str] = {
     "chat": LOAD_FIRST,
-    "embedding": "load one (lab.load, lmx-lab load or POST /admin/models/load), or keep one beside it: "
+    "embedding": "load one (lab.load, lmx-lab load or POST /admin/models/load), or keep one in addition: "
     "lmx-lab serve --embedder ID, launch(embedder=ID)",
-    "rerank": "load one (lab.load, lmx-lab load or POST /admin/models/load), or keep one beside it: "
+    "rerank": "load one (lab.load, lmx-lab load or POST /admin/models/load), or keep one in addition: "
     "lmx-lab serve --reranker ID or --embedder ID, launch(reranker=ID)",
 }
 STARTERS = {"chat": "smollm2-135m", "embedding": "minilm-l6"}

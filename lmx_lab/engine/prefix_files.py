@@ -143,7 +143,7 @@ class PrefixFiles:
         """List the files of a model. A folder that cannot be used is reported once, and no files are listed.
 
         Args:
-            arithmetic: What else the values depend on, such as the version of the engine and the type of the weights.
+            arithmetic: Other properties that the values depend on, such as the engine version and the weights' type.
         """
         try:
             self._folder.mkdir(mode=0o700, parents=True, exist_ok=True)

@@ -35,7 +35,7 @@ class EngineRow:
     package: str | None = None
     """Installed package whose version is the engine's; None for the built-in engine."""
     files: str = ""
-    """What its models are called in messages, such as ``GGUF files``."""
+    """The name of its models in messages, such as ``GGUF files``."""
     good_for: str = ""
     """When to choose the engine, for lists of models."""
     is_measured: bool = False

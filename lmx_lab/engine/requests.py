@@ -155,7 +155,7 @@ class GenerationRequest:
     """Number of tokens before which neither the end of the text nor a stop string ends the answer. A format of the
     answer still ends it."""
     top_logprobs: int | None = None
-    """Number of alternatives to report for each token, besides its own log-probability; None reports neither."""
+    """Number of alternatives to report for each token, in addition to its own log-probability; None reports neither."""
     logprob_tokens: tuple[int | str, ...] = ()
     """Tokens whose log-probability is reported at each position of the answer, with ``top_logprobs``: ids, or texts of
     one token each."""
@@ -177,7 +177,7 @@ class GenerationRequest:
 
 @dataclass(frozen=True, kw_only=True)
 class TraceRequest:
-    """A request to compute a text, and to return values from the inside of the model."""
+    """A request to compute a text, and to return internal values of the model."""
 
     prompt: Prompt | None = None
     """The text; None for ``HookNames``, which needs none."""

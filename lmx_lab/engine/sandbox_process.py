@@ -105,7 +105,7 @@ class SandboxProcess:
             # Also after an interrupt: the next request would take the ready message for its reply.
             self.stop()
             if isinstance(exc, EOFError | OSError):
-                raise SandboxStartError("it ended at once") from exc
+                raise SandboxStartError("it ended immediately") from exc
             raise
         return connection
 

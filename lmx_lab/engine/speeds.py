@@ -1,6 +1,6 @@
 """Store how fast each engine decodes on this machine, and decide which engine is faster.
 
-The figures are stored in the lab's home, together with the versions and the machine with which they were measured. They
+The measurements are stored in the lab's home, together with the versions and the machine on which they were made. They
 become invalid when one of these changes.
 """
 
@@ -50,11 +50,11 @@ class Speeds:
     busy_percent: float
     """Use of the processors by other programs just before or after the measurement, in percent."""
     made_with: Mapping[str, Any]
-    """The result of ``conditions`` at the time of the measurement. The figures are valid while it is unchanged."""
+    """The result of ``conditions`` at the time of the measurement. The measurements are valid while it is unchanged."""
 
     @property
     def disturbed(self) -> bool:
-        """Whether other programs used too much of the processors for the figures to be meaningful."""
+        """Whether other programs used too much of the processors for the measurements to be meaningful."""
         return self.busy_percent >= BUSY_PERCENT
 
     @property

@@ -34,7 +34,7 @@ class Mailbox:
     def __init__(self, loop: asyncio.AbstractEventLoop, arrived_at: float | None = None) -> None:
         self.loop = loop
         self.steps = StepLog(time.perf_counter() if arrived_at is None else arrived_at)
-        """What the engine has done for the generation. Unlike the items, it is written by the engine directly."""
+        """The engine's steps for the generation. Unlike the items, the engine writes them directly."""
         self.changed = asyncio.Event()
         self.end: GenerationReport | LabError | None = None
         self.progress: PromptProgress | None = None
@@ -133,7 +133,7 @@ class TokenStream:
 
     @property
     def steps(self) -> StepLog:
-        """What the engine has done for the generation so far."""
+        """The engine's steps for the generation so far."""
         return self._mailbox.steps
 
     @property

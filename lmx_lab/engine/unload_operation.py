@@ -21,7 +21,7 @@ class Drain:
     Args:
         reason: Beginning of the error messages of requests that end with an error.
         limit_s: Time that running requests have to end.
-        finish_queued: Whether queued requests are also answered, instead of ending at once.
+        finish_queued: Whether queued requests are also answered, instead of ending immediately.
         on_change: Called when a request has ended, and when the time limit has changed.
     """
 
@@ -49,7 +49,7 @@ class Drain:
         """
         if wait is not None:
             self.until = None if wait else time.perf_counter()
-            self._why_ended = "it was requested to stop running requests at once"
+            self._why_ended = "it was requested to stop running requests immediately"
         self._changed.set()
 
     async def run(self) -> None:

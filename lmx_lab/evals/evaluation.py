@@ -13,7 +13,7 @@ from lmx_lab.errors import InvalidRequestError
 from lmx_lab.evals.exports import PROJECT, ExportedRun, to_mlflow, to_wandb
 from lmx_lab.evals.rows import EvaluatedRow, RunFacts, to_json
 from lmx_lab.evals.statistics import PairedTest, Score, calibration, paired_test, score_of
-from lmx_lab.frames import pandas_for
+from lmx_lab.frames import html_table, pandas_for
 from lmx_lab.instrument.access import LabAccess
 from lmx_lab.instrument.lens import ALTERNATIVES, ColorBy, TokenLens
 from lmx_lab.instrument.requests import RecordedRequest, RequestList
@@ -33,12 +33,12 @@ NO_LAB = "this evaluation was opened without a lab; open it with lab.experiments
 class Evaluation:
     """The scored answers to the rows of a table. ``print`` and notebooks show the score and the first failures.
 
-    Rows with an error have no score and do not count; ``errors`` is their number.
+    Rows with an error have no score and are left out of ``score``; ``errors`` counts them.
 
     Attributes:
-        facts: How it was computed.
+        facts: How the evaluation was computed.
         rows: The rows in the order of the table.
-        id: Its number in ``lab.experiments``; None if it is not stored.
+        id: The evaluation's id in ``lab.experiments``; None if it is not stored.
     """
 
     def __init__(
@@ -62,8 +62,8 @@ class Evaluation:
 
     @property
     def score(self) -> Score:
-        """The mean score with its interval, and how it was computed: Wilson's if all scores are 0 or 1, else a
-        bootstrap interval.
+        """The mean score with its 95 % interval, and the method that computed the interval: Wilson's score interval if
+        all scores are 0 or 1, otherwise a bootstrap interval.
         """
         return score_of([row.score for row in self.rows if row.score is not None])
 
@@ -76,9 +76,10 @@ class Evaluation:
     def df(self) -> pd.DataFrame:
         """A data frame with one row for each row of the table, with the same index.
 
-        Its columns are the prompt, the expected value, the answer, the score and the error; then, if there are choices,
-        these, their log-probabilities and the probability of the answer among them; if there is a judge, the verdict;
-        and how the answer ended, its tokens, its seconds and the id of its request.
+        The columns are the prompt, the expected value, the answer, the score and the error. With ``Choice``, the
+        choices, their log-probabilities and the probability of the selected choice follow; with ``Judge``, the verdict.
+        The last columns are the finish reason, the number of output tokens, the duration in seconds and the id of the
+        request.
 
         Raises:
             ImportError: pandas is not installed.
@@ -87,7 +88,7 @@ class Evaluation:
 
     @property
     def failures(self) -> pd.DataFrame:
-        """The rows of ``df`` with a score below 1, or with an error. ``lens(label)`` shows the tokens of one of them.
+        """The rows of ``df`` with a score below 1 or an error. ``lens(label)`` shows the tokens of the answer to a row.
 
         Raises:
             ImportError: pandas is not installed.
@@ -117,17 +118,17 @@ class Evaluation:
     # Comparison and calibration
 
     def compare(self, other: Evaluation) -> PairedTest:
-        """Compare this evaluation with another one of the same rows, such as of another model or prompt.
+        """Compare this evaluation with another one of the same rows, for example with another model or prompt.
 
-        Rows belong together if they have the same label. If labels occur several times, both must have the same labels
-        in the same order. Rows with an error in one of them are left out. The test is the exact McNemar test if all
-        scores are 0 or 1, else a permutation test; the result names it.
+        Rows are paired by their labels. If labels are not unique, both evaluations must have the same labels in the
+        same order. Rows with an error in either evaluation are left out. The test is the exact McNemar test if all
+        scores are 0 or 1, otherwise a permutation test; ``method`` of the result names it.
 
         Raises:
-            InvalidRequestError: the rows do not belong together, or expected values differ.
+            InvalidRequestError: the rows cannot be paired, or their expected values differ.
         """
         if not isinstance(other, Evaluation):
-            raise InvalidRequestError(f"other is {other!r:.80}; pass the result of another evaluate", param="other")
+            raise InvalidRequestError(f"other is {other!r:.80}; pass another result of lab.evaluate", param="other")
         pairs = self._pairs(other)
         different = next((row for row, its in pairs if _comparable(row.expected) != _comparable(its.expected)), None)
         if different is not None:
@@ -144,23 +145,23 @@ class Evaluation:
         its_rows = dict(zip(its_labels, other.rows, strict=True))
         if len(its_rows) < len(its_labels) or len(set(labels)) < len(labels):
             raise InvalidRequestError(
-                "labels of the index occur several times, and are not the same in both evaluations; give the tables a "
+                "the index has duplicate labels, and the labels of both evaluations differ; give the tables a "
                 "unique index"
             )
         return [(row, its_rows[label]) for row, label in zip(self.rows, labels, strict=True) if label in its_rows]
 
     def calibration(self) -> pd.DataFrame:
-        """Return how often answers were right by their probability among the choices, in ten bins of equal width.
+        """Return the accuracy for each range of the probability of the selected choice, in ten bins of equal width.
 
         ``.attrs["expected_calibration_error"]`` is the mean distance between confidence and accuracy, weighted by rows.
 
         Raises:
-            InvalidRequestError: there are no choices.
+            InvalidRequestError: the metric is not ``Choice``.
             ImportError: pandas is not installed.
         """
         rows = [row for row in self.rows if row.probability is not None and row.score is not None]
         if not rows:
-            raise InvalidRequestError("the rows have no choices; evaluate with metric=Choice(...)")
+            raise InvalidRequestError("the rows have no choices; pass metric=Choice([...]) to evaluate")
         bins, error = calibration([row.probability or 0.0 for row in rows], [row.score or 0.0 for row in rows])
         frame: pd.DataFrame = pandas_for("calibration").DataFrame([vars(each) for each in bins])
         frame.attrs["expected_calibration_error"] = error
@@ -219,13 +220,14 @@ class Evaluation:
     ) -> TokenLens:
         """Return the probabilities of the tokens of an answer, or of a choice.
 
-        They are those of the recorded request. If there is no record of it, the text of the answer is scored after the
-        same prompt, for which the model has to be loaded.
+        They are read from the recorded request. If the request is not recorded, the answer is scored after the same
+        prompt, which requires that the same model is loaded.
 
         Args:
-            label: Label of the row; alternatively, ``position`` is its position.
-            choice: The choice; by default the answer.
-            color: What selects the colours in the display: ``probability``, ``entropy`` or ``rank``.
+            label: Label of the row.
+            position: Position of the row, instead of its label.
+            choice: Text to score instead of the answer, such as another choice.
+            color: Value that determines the colours of the display: ``probability``, ``entropy`` or ``rank``.
 
         Raises:
             InvalidRequestError: there is no such row, or it has no answer.
@@ -244,7 +246,7 @@ class Evaluation:
         choice: str | None = None,
         color: ColorBy = "probability",
     ) -> TokenLens:
-        """Do the same as ``lens`` on a running event loop, by scoring the text of the answer."""
+        """Return the same as ``lens``, on a running event loop. Always scores the text of the answer."""
         row = self._row(label, position)
         return await self._access.call(lambda backend: self._scored_lens(backend, row, choice, color))
 
@@ -262,7 +264,7 @@ class Evaluation:
         return found[0]
 
     def _recorded(self, row: EvaluatedRow) -> RecordedRequest | None:
-        """Return the recorded request of an answer that was generated; None if there is none."""
+        """Return the recorded request that generated the answer; None if there is none."""
         if self._requests is None or row.request_id is None or row.choices:
             return None
         try:
@@ -316,19 +318,14 @@ class Evaluation:
         return "\n".join(lines)
 
     def _repr_html_(self) -> str:
-        left = "style='text-align:left;vertical-align:top'"
         names = ("label", "prompt", "expected", "answer", "error")
         shown = [[_cell(getattr(row, name)) for name in names] for row in self._failed()[:SHOWN_FAILURES]]
-        head = "".join(f"<th {left}>{name}</th>" for name in names)
-        body = "".join(
-            "<tr>" + "".join(f"<td {left}>{html.escape(cell)}</td>" for cell in row) + "</tr>" for row in shown
-        )
-        table = f"<table><thead><tr>{head}</tr></thead><tbody>{body}</tbody></table>" if shown else ""
+        table = html_table(names, shown, style="text-align:left;vertical-align:top") if shown else ""
         return "".join(f"<div>{html.escape(line)}</div>" for line in repr(self).splitlines()) + table
 
 
 def _comparable(value: Any) -> str:
-    """Return a text that is equal for equal values, also after they were stored as JSON."""
+    """Return a string that is equal for equal values, also if one of them was stored as JSON."""
     return to_json(value)
 
 

@@ -1,12 +1,11 @@
-"""Store evaluations in an SQLite file, one row for each, and open them again later.
+"""Store evaluations in an SQLite file, one database row each, and read them again later.
 
-The file is opened for each operation, so several notebooks can use it, and nothing has to be closed.
+The file is opened for each operation, so several notebooks can use it, and no connection has to be closed.
 """
 
 from __future__ import annotations
 
 import dataclasses
-import html
 import json
 import numbers
 import operator
@@ -21,7 +20,7 @@ from typing import TYPE_CHECKING, Any, TypeVar, overload
 from lmx_lab.errors import InvalidRequestError, LabError, did_you_mean
 from lmx_lab.evals.evaluation import Evaluation
 from lmx_lab.evals.rows import EvaluatedRow, RunFacts, to_json
-from lmx_lab.frames import align_columns, pandas_for
+from lmx_lab.frames import align_columns, html_table, pandas_for
 from lmx_lab.instrument.access import LabAccess
 from lmx_lab.instrument.requests import RequestList
 from lmx_lab.instrument.store import create_tables, open_database
@@ -65,19 +64,19 @@ PRAGMA application_id = {APPLICATION};
 PRAGMA user_version = {VERSION};
 """
 REMEDY = "check its permissions and the free space, or move it elsewhere"
-"""What to do if the file cannot be used."""
+"""What the user can do if the file cannot be used."""
 SHOWN = ("id", "at", "name", "model", "metric", "rows", "score", "low", "high")
 SHOWN_ROWS = 20
 
 
 class Experiments(Sequence[Evaluation]):
-    """The stored evaluations, the oldest first. ``df`` has one row for each; an element is the whole evaluation.
+    """The stored evaluations, oldest first. ``df`` has one row for each; an element is an ``Evaluation`` with all rows.
 
-    An element is selected by its position or by its name, of which the newest evaluation is returned.
+    An element is selected by its position, or by its name, which returns the newest evaluation with this name.
 
     Args:
         path: The file, which is created with the first evaluation.
-        lab: The lab that scores tokens; None if there is none.
+        lab: The lab that scores tokens for ``Evaluation.lens``; None if there is none.
         requests: The recorded requests of the lab.
     """
 
@@ -126,7 +125,7 @@ class Experiments(Sequence[Evaluation]):
         return self._run(insert)
 
     def delete(self, *ids: int) -> None:
-        """Delete the experiments with these ids; others are ignored.
+        """Delete the experiments with these ids. Ids that do not exist are ignored.
 
         Raises:
             InvalidRequestError: an id is not an integer.
@@ -135,7 +134,7 @@ class Experiments(Sequence[Evaluation]):
         for each in ids:
             if not isinstance(each, numbers.Integral):
                 raise InvalidRequestError(
-                    f"{each!r} is not the id of an experiment; .df has the ids in its index", param="ids"
+                    f"{each!r} is not the id of an experiment; the index of .df lists the ids", param="ids"
                 )
 
         def delete(connection: sqlite3.Connection) -> None:
@@ -173,8 +172,8 @@ class Experiments(Sequence[Evaluation]):
 
     @property
     def df(self) -> pd.DataFrame:
-        """A data frame with one row for each experiment, by its id: when it began, what was evaluated and how, and its
-        score. ``settings`` and ``versions`` are dictionaries; ``frame`` and ``weights`` are SHA-256 hashes.
+        """A data frame with one row for each experiment, indexed by id: its start time, what was evaluated and how, and
+        the score. ``settings`` and ``versions`` are dictionaries; ``frame`` and ``weights`` are SHA-256 hashes.
 
         Raises:
             ImportError: pandas is not installed.
@@ -250,12 +249,7 @@ class Experiments(Sequence[Evaluation]):
         return "\n".join([*align_columns(rows), self._footer()])
 
     def _repr_html_(self) -> str:
-        left = "style='text-align:left'"
-        head = "".join(f"<th {left}>{name}</th>" for name in SHOWN)
-        body = "".join(
-            "<tr>" + "".join(f"<td {left}>{html.escape(cell)}</td>" for cell in row) + "</tr>" for row in self._shown()
-        )
-        return f"<table><thead><tr>{head}</tr></thead><tbody>{body}</tbody></table><div>{self._footer()}</div>"
+        return f"{html_table(SHOWN, self._shown())}<div>{self._footer()}</div>"
 
     def _shown(self) -> list[tuple[str, ...]]:
         sql = f"SELECT {', '.join(SHOWN)} FROM experiments ORDER BY id DESC LIMIT ?"
@@ -264,12 +258,12 @@ class Experiments(Sequence[Evaluation]):
 
     def _footer(self) -> str:
         count = len(self)
-        rest = f"; the last {SHOWN_ROWS} are shown, .df has all" if count > SHOWN_ROWS else ""
+        rest = f"; the newest {SHOWN_ROWS} are shown, .df contains all" if count > SHOWN_ROWS else ""
         return f"stored experiments: {count}{rest}"
 
 
 def _row(fields: Mapping[str, Any]) -> EvaluatedRow:
-    """Return a row that was stored as JSON. Labels of several levels are tuples."""
+    """Return a row that was stored as JSON. Labels of a multi-level index become tuples again."""
     known = {each.name for each in dataclasses.fields(EvaluatedRow)}
     values = {name: value for name, value in fields.items() if name in known}
     label = values.get("label")

@@ -22,7 +22,7 @@ PARAMETER_CHARACTERS = 6000
 
 @dataclass(frozen=True, kw_only=True)
 class ExportedRun:
-    """What is copied of an evaluation."""
+    """The data of an evaluation that is copied."""
 
     facts: RunFacts
     score: Score
@@ -61,7 +61,7 @@ def to_wandb(run: ExportedRun, *, project: str, **options: Any) -> str:
 
 
 def _parameters(run: ExportedRun) -> dict[str, Any]:
-    """Return what the evaluation depends on, and how its interval was computed."""
+    """Return the settings of the evaluation, and the method and level of its interval."""
     facts, score = run.facts, run.score
     return {
         "model": facts.model,

@@ -1,4 +1,4 @@
-"""Define metrics: each compares the answer to a row with the expected value, and returns a score."""
+"""Define metrics. A metric compares the answer to a row with the expected value, and returns a score."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ NUMBER = re.compile(r"[-+]?(?:\d[\d,]*(?:\.\d+)?|\.\d+)(?:[eE][-+]?\d+)?")
 
 
 class Metric:
-    """A metric. Its ``score`` is 1 for a right answer and 0 for a wrong one, or a number in between."""
+    """A metric. ``score`` returns 1 for a right answer, 0 for a wrong one, or a number in between."""
 
     @property
     def settings(self) -> dict[str, Any]:
@@ -27,14 +27,14 @@ class Metric:
         """Check the options against the columns of the table.
 
         Raises:
-            InvalidRequestError: an option does not fit.
+            InvalidRequestError: an option does not fit the table.
         """
 
     def score(self, answer: str, expected: Any) -> float:
         """Return the score of an answer.
 
         Raises:
-            InvalidRequestError: the expected value does not fit the metric.
+            InvalidRequestError: the metric cannot use the expected value.
         """
         raise NotImplementedError
 
@@ -50,8 +50,8 @@ class ExactMatch(Metric):
         return {"name": "exact_match", "ignore_case": self.ignore_case}
 
     def score(self, answer: str, expected: Any) -> float:
-        given = _folded(answer, self.ignore_case)
-        return float(any(given == _folded(text, self.ignore_case) for text in _texts(expected)))
+        given = _fold(answer, self.ignore_case)
+        return float(any(given == _fold(text, self.ignore_case) for text in _texts(expected)))
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -65,28 +65,28 @@ class Contains(Metric):
         return {"name": "contains", "ignore_case": self.ignore_case}
 
     def score(self, answer: str, expected: Any) -> float:
-        given = _folded(answer, self.ignore_case)
-        texts = [_folded(text, self.ignore_case) for text in _texts(expected)]
+        given = _fold(answer, self.ignore_case)
+        texts = [_fold(text, self.ignore_case) for text in _texts(expected)]
         if "" in texts:
-            raise InvalidRequestError("the expected text is empty, and every answer contains it; leave out the row")
+            raise InvalidRequestError("the expected text is empty, which every answer contains; remove the row")
         return float(any(text in given for text in texts))
 
 
 @dataclass(frozen=True)
 class Regex(Metric):
-    """A part of the answer matches.
+    """The answer matches a regular expression.
 
     Args:
-        pattern: A regular expression of Python, of which the first match, or its first group if it has one, must equal
-            the expected text: ``Regex(r"answer is (\\w+)")``. None takes the expected value as the regular expression,
-            which the answer must contain.
+        pattern: A Python regular expression. Its first match, or the first group of this match if there are groups,
+            must equal the expected text: ``Regex(r"answer is (\\w+)")``. With None, the expected value is the regular
+            expression, and the answer must contain a match.
     """
 
     pattern: str | None = None
 
     def __post_init__(self) -> None:
         if self.pattern is not None:
-            _compiled(self.pattern)
+            _compile(self.pattern)
 
     @property
     def settings(self) -> dict[str, Any]:
@@ -96,8 +96,8 @@ class Regex(Metric):
         if self.pattern is None:
             if not isinstance(expected, str) or not expected:
                 raise InvalidRequestError(f"the expected value is {expected!r:.80}; it must be a regular expression")
-            return float(_compiled(expected).search(answer) is not None)
-        found = _compiled(self.pattern).search(answer)
+            return float(_compile(expected).search(answer) is not None)
+        found = _compile(self.pattern).search(answer)
         part = None if found is None else found[1] if found.re.groups else found[0]
         return float(any(part == text.strip() for text in _texts(expected)))
 
@@ -107,8 +107,8 @@ class Numeric(Metric):
     """The last number in the answer is close to the expected one. Commas between digits are ignored.
 
     Args:
-        relative: Largest difference as a share of the expected number.
-        absolute: Largest difference. The larger one of the two limits applies.
+        relative: Maximum difference as a fraction of the expected number.
+        absolute: Maximum difference. The larger of both limits applies.
     """
 
     relative: float = 1e-6
@@ -137,17 +137,17 @@ class Numeric(Metric):
 
 @dataclass(frozen=True)
 class Choice(Metric):
-    """The model gives the right one of several texts the highest probability. No text is generated.
+    """The model assigns the highest probability to the right one of several texts. No text is generated.
 
-    The log-probability of each choice is that of its tokens after the prompt. The expected value is the text of the
-    right choice, or its index from 0.
+    The log-probability of a choice is the sum over its tokens after the prompt. The expected value is the text of the
+    right choice, or its index, starting at 0.
 
     Args:
-        choices: The choices of all rows, or the name of a column with a list for each row.
-        normalize: Whether log-probabilities are divided by the number of characters of their choice, so that long
-            choices are not at a disadvantage, as ``acc_norm`` in lm-evaluation-harness.
-        chat_template: Whether the prompt is a chat, to which each choice is an answer. If not, it is plain text that
-            the choice continues; begin the choices with a space if the prompt does not end with one.
+        choices: The choices for all rows, or the name of a column with a list for each row.
+        normalize: Whether to divide log-probabilities by the number of characters of the choice, so that long choices
+            are not at a disadvantage, like ``acc_norm`` in lm-evaluation-harness.
+        chat_template: Whether the prompt is a chat, and each choice an answer to it. If False, the prompt is plain text
+            that the choice continues; begin the choices with a space if the prompt does not end with one.
     """
 
     choices: Sequence[str] | str
@@ -180,7 +180,7 @@ class Choice(Metric):
         """Return the choices of a row.
 
         Raises:
-            InvalidRequestError: they are not two or more different texts.
+            InvalidRequestError: they are not at least two different, non-empty strings.
         """
         if not isinstance(self.choices, str):
             return tuple(self.choices)
@@ -190,7 +190,7 @@ class Choice(Metric):
             raise InvalidRequestError(f"the column {self.choices}: {exc.message}") from None
 
     def best(self, choices: Sequence[str], logprobs: Sequence[float]) -> int:
-        """Return the index of the most likely choice; of equally likely ones, the first."""
+        """Return the index of the most likely choice, the first one if several are equally likely."""
         lengths = [max(len(choice), 1) if self.normalize else 1 for choice in choices]
         values = [logprob / length for logprob, length in zip(logprobs, lengths, strict=True)]
         return values.index(max(values))
@@ -203,7 +203,7 @@ class Choice(Metric):
         """
         if expected in choices:
             return choices.index(expected)
-        # A float, too: pandas converts a column of integers to floats if a value is missing.
+        # Floats are accepted, because pandas converts a column of integers to floats if a value is missing.
         is_number = isinstance(expected, Real) and not isinstance(expected, bool)
         if is_number and expected in range(len(choices)):
             return int(expected)
@@ -212,19 +212,19 @@ class Choice(Metric):
             return stripped.index(expected.strip())
         raise InvalidRequestError(
             f"the expected value is {expected!r:.80}; it must be one of the choices {list(choices)!r:.200}, or an "
-            "index from 0"
+            f"index from 0 to {len(choices) - 1}"
         )
 
 
 @dataclass(frozen=True)
 class Judge(Metric):
-    """A model reads the answer and gives a verdict, which is enforced to be one of ``verdicts``.
+    """A model reads the answer and returns a verdict. Its output is constrained to one of ``verdicts``.
 
     Args:
-        prompt: A template, messages, or a function of a row, as for ``lab.map``. Besides the columns of the table,
-            ``{answer}`` is the answer, and ``{expected}`` the expected value.
+        prompt: A template, messages, or a function of a row, as for ``lab.map``. In addition to the columns of the
+            table, ``{answer}`` and ``{expected}`` are available.
         verdicts: The score of each verdict.
-        lab: The lab whose loaded model judges; None takes the lab that answers.
+        lab: The lab whose model is the judge; by default the lab that answers.
         system: System prompt of the judge.
     """
 
@@ -236,14 +236,15 @@ class Judge(Metric):
     def __post_init__(self) -> None:
         if not isinstance(self.verdicts, Mapping) or len(self.verdicts) < 2:
             raise InvalidRequestError(
-                f"verdicts is {self.verdicts!r:.80}; pass two or more verdicts with their scores, such as "
+                f"verdicts is {self.verdicts!r:.80}; pass at least two verdicts with their scores, such as "
                 "{'good': 1, 'bad': 0}",
                 param="verdicts",
             )
         for verdict, score in self.verdicts.items():
             if not isinstance(verdict, str) or not isinstance(score, int | float) or not math.isfinite(score):
                 raise InvalidRequestError(
-                    f"verdicts contains {verdict!r:.40}: {score!r:.40}; it must map texts to numbers", param="verdicts"
+                    f"verdicts contains {verdict!r:.40}: {score!r:.40}; it must map strings to finite numbers",
+                    param="verdicts",
                 )
 
     def check(self, columns: Sequence[str]) -> None:
@@ -291,8 +292,8 @@ NAMED: Mapping[str, type[ExactMatch] | type[Contains] | type[Regex] | type[Numer
 }
 """The metrics that can be selected by name, without options."""
 WITH_OPTIONS: Mapping[str, str] = {
-    "choice": "pass Choice([...]) of lmx_lab.evals, because it needs the choices",
-    "judge": "pass Judge(...) of lmx_lab.evals, because it needs a prompt",
+    "choice": "it needs the choices; pass Choice([...]) from lmx_lab.evals",
+    "judge": "it needs a prompt; pass Judge(...) from lmx_lab.evals",
 }
 
 
@@ -309,42 +310,44 @@ def read_metric(metric: Any) -> Metric:
             return NAMED[metric]()
         names = [*NAMED, *WITH_OPTIONS]
         if metric in WITH_OPTIONS:
-            raise InvalidRequestError(f"the metric {metric!r} has no default; {WITH_OPTIONS[metric]}", param="metric")
+            raise InvalidRequestError(
+                f"the metric {metric!r} cannot be selected by name: {WITH_OPTIONS[metric]}", param="metric"
+            )
         remedy = did_you_mean(metric, names) or f"; the metrics are {', '.join(names)}"
         raise InvalidRequestError(f"there is no metric {metric[:80]!r}{remedy}", param="metric")
     if callable(metric) and not isinstance(metric, type):
         return FunctionMetric(metric)
     raise InvalidRequestError(
-        f"metric is {metric!r:.80}; pass one of {', '.join(NAMED)}, a metric of lmx_lab.evals, or a function of the "
+        f"metric is {metric!r:.80}; pass one of {', '.join(NAMED)}, a metric from lmx_lab.evals, or a function of the "
         "answer and the expected value",
         param="metric",
     )
 
 
 def read_choices(choices: Any) -> tuple[str, ...]:
-    """Return choices as a tuple of texts. Arrays of NumPy are accepted, too.
+    """Return choices as a tuple of strings. NumPy arrays are also accepted.
 
     Raises:
-        InvalidRequestError: they are not two or more different texts.
+        InvalidRequestError: they are not at least two different, non-empty strings.
     """
     listed = choices.tolist() if hasattr(choices, "tolist") else choices
     valid = isinstance(listed, list | tuple) and all(isinstance(choice, str) and choice for choice in listed)
     if not valid or len(set(listed)) < max(2, len(listed)):
         raise InvalidRequestError(
-            f"the choices are {choices!r:.80}; they must be two or more different texts", param="choices"
+            f"the choices are {choices!r:.80}; pass at least two different, non-empty texts", param="choices"
         )
     return tuple(listed)
 
 
 def described_prompt(prompt: Any) -> Any:
-    """Return a prompt for stored settings: a function as its name."""
+    """Return a prompt as it is stored with the settings. A function is represented by its name."""
     return f"function {getattr(prompt, '__qualname__', repr(prompt)[:80])}" if callable(prompt) else prompt
 
 
 def _texts(expected: Any) -> list[str]:
-    """Return the texts of an expected value, one of which an answer must have.
+    """Return the strings of an expected value, one of which the answer must equal or contain.
 
-    A float without a fraction has two, because pandas converts a column of integers to floats if a value is missing.
+    A float without a fractional part has two, because pandas converts integer columns with missing values to floats.
 
     Raises:
         InvalidRequestError: the value is a list or another collection.
@@ -361,12 +364,12 @@ def _texts(expected: Any) -> list[str]:
     return [str(expected)]
 
 
-def _folded(text: str, ignore_case: bool) -> str:
+def _fold(text: str, ignore_case: bool) -> str:
     text = text.strip()
     return text.casefold() if ignore_case else text
 
 
-def _compiled(pattern: str) -> re.Pattern[str]:
+def _compile(pattern: str) -> re.Pattern[str]:
     try:
         return re.compile(pattern)
     except re.error as exc:

@@ -1,4 +1,4 @@
-"""Define the values of an evaluation that are stored: its rows, its settings, and what computed it."""
+"""Define the values of an evaluation that are stored: its rows, its settings, and the software that computed it."""
 
 from __future__ import annotations
 
@@ -16,12 +16,12 @@ class EvaluatedRow:
     """One row of an evaluation."""
 
     label: Any
-    """Its label in the index of the table."""
+    """Label of the row in the index of the table."""
     prompt: Prompt | None
-    """None if it could not be created."""
+    """The prompt; None if it could not be created."""
     expected: Any
     answer: str | None
-    """The text of the answer, or the most likely choice; None if there was an error."""
+    """Text of the answer, or the most likely choice; None if there was an error."""
     score: float | None
     """None if the row has an error."""
     error: str | None = None
@@ -34,7 +34,7 @@ class EvaluatedRow:
     output_tokens: int | None = None
     total_s: float | None = None
     request_id: str | None = None
-    """Id of the request, with which ``lab.requests`` finds its record."""
+    """Id of the request: ``lab.requests[request_id]`` returns its record."""
 
     @property
     def probability(self) -> float | None:
@@ -51,7 +51,7 @@ class RunFacts:
     """How an evaluation was computed: the model, the settings, and the versions of packages."""
 
     at: float
-    """Unix time of its start."""
+    """Unix time of the start of the evaluation."""
     name: str
     model: str
     engine: str
@@ -66,7 +66,7 @@ class RunFacts:
 
 
 def to_json(value: Any) -> str:
-    """Return a value as JSON; numbers and arrays of NumPy as numbers and lists, and objects of other types as texts."""
+    """Return a value as JSON. NumPy numbers and arrays become numbers and lists, objects of other types strings."""
     return json.dumps(_plain(value))
 
 
@@ -77,5 +77,5 @@ def _plain(value: Any) -> Any:
         return {str(key): _plain(each) for key, each in value.items()}
     if isinstance(value, list | tuple):
         return [_plain(each) for each in value]
-    # Arrays and numbers of NumPy.
+    # NumPy arrays and numbers.
     return _plain(value.tolist()) if hasattr(value, "tolist") else str(value)

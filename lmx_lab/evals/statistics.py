@@ -15,13 +15,13 @@ import numpy as np
 import numpy.typing as npt
 
 LEVEL = 0.95
-"""Probability of the intervals."""
+"""Confidence level of the intervals."""
 DRAWS = 10_000
-"""Number of samples of a bootstrap, and of permutations of a test."""
+"""Number of bootstrap samples, and of permutations of a permutation test."""
 SEED = 0
-"""Seed of bootstraps and permutations, so that a result can be repeated."""
+"""Seed of bootstrap samples and permutations, which makes results reproducible."""
 NUMBERS_AT_ONCE = 2_000_000
-"""Random numbers that are drawn at once, at most 16 MB."""
+"""Maximum number of random numbers that are drawn in one call, which need at most 16 MB."""
 BINS = 10
 """Number of bins of a calibration table."""
 WILSON = "Wilson score interval"
@@ -55,9 +55,9 @@ class PairedTest:
     """Mean score of the first evaluation minus that of the second."""
     low: float
     high: float
-    """Percentile bootstrap interval of the difference at ``LEVEL``; the rows are drawn."""
+    """Percentile bootstrap interval of the difference at ``LEVEL``, which resamples rows."""
     p_value: float
-    """Two-sided probability of a difference at least as large if both settings were equally good."""
+    """Two-sided probability of a difference at least this large if both evaluations were equally good."""
     method: str
     n: int
     """Number of rows with scores in both evaluations."""
@@ -73,7 +73,7 @@ class PairedTest:
 
 
 def score_of(values: Sequence[float]) -> Score:
-    """Return the mean of scores with Wilson's interval if all of them are 0 or 1, else with a bootstrap interval."""
+    """Return the mean of scores with Wilson's interval if all are 0 or 1, otherwise with a bootstrap interval."""
     if not values:
         return Score(mean=math.nan, low=math.nan, high=math.nan, n=0, method="no scores")
     mean = math.fsum(values) / len(values)
@@ -94,7 +94,7 @@ def wilson(successes: int, n: int) -> tuple[float, float]:
     share = successes / n
     centre = (share + z**2 / (2 * n)) / (1 + z**2 / n)
     reach = z / (1 + z**2 / n) * math.sqrt(share * (1 - share) / n + z**2 / (4 * n**2))
-    # With no or only successes, rounding may leave the bound beside 0 or 1.
+    # Without successes, or with only successes, rounding may move a bound slightly away from 0 or 1.
     return (0.0 if not successes else centre - reach), (1.0 if successes == n else centre + reach)
 
 
@@ -114,7 +114,7 @@ def bootstrap(values: Sequence[float]) -> tuple[float, float]:
 def paired_test(first: Sequence[float], second: Sequence[float]) -> PairedTest:
     """Compare the scores of two evaluations of the same rows.
 
-    The test is McNemar's if all scores are 0 or 1, else a permutation test of the differences.
+    The test is McNemar's if all scores are 0 or 1, otherwise a permutation test of the differences.
     """
     differences = np.asarray(first, dtype=np.float64) - np.asarray(second, dtype=np.float64)
     n, better, worse = len(differences), int((differences > 0).sum()), int((differences < 0).sum())
@@ -134,11 +134,11 @@ def paired_test(first: Sequence[float], second: Sequence[float]) -> PairedTest:
 
 def mcnemar(better: int, worse: int) -> float:
     """Return the two-sided p-value of the exact McNemar test: the binomial test with probability 1/2 of the rows in
-    which only one of both is right (Q. McNemar, Psychometrika 12, 1947).
+    which exactly one evaluation is right (Q. McNemar, Psychometrika 12, 1947).
     """
     n = better + worse
     tail = sum(math.comb(n, k) for k in range(min(better, worse) + 1))
-    # Integers, because 2**-n is too small for a float from 1,075 rows on.
+    # Integer division, because 2**-n underflows to 0 from n = 1,075.
     return min(1.0, float(2 * tail / 2**n))
 
 

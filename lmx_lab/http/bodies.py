@@ -31,8 +31,8 @@ T = TypeVar("T")
 
 NESTING_LIMIT = 64
 TOO_DEEP = f"the body is nested deeper than {NESTING_LIMIT} levels; flatten it (a schema can use $defs and $ref)"
-# Of a refused body, up to this many times the limit is still read: if the connection were closed at once, the client
-# could lose the answer.
+# Of a refused body, up to this many times the limit is still read: if the connection were closed immediately, the
+# client could lose the answer.
 DRAIN_FACTOR = 8
 MEMORY_BYTES = 256 * 2**20
 """Memory for the bodies of all current requests."""
@@ -175,7 +175,7 @@ def parse_json(text: Text) -> Any:
 async def read_json(text: Text, queue: LargeBodyQueue, validate: Callable[[Any], T]) -> T:
     """Parse JSON as ``parse_json`` does, and return what ``validate`` makes of the value.
 
-    A short body is processed at once. The contents of others are counted first, and the loop runs between the steps.
+    A short body is processed immediately. Longer bodies are counted first, and the loop runs between the steps.
 
     Raises:
         InvalidRequestError: as ``parse_json``.

@@ -39,7 +39,7 @@ class EventStream(StreamingResponse):
     When the client disconnects, the iterator is cancelled and closed.
 
     Args:
-        lines: What is sent, each through ``frame``.
+        lines: The lines to send, each through ``frame``.
         headers: Additional headers of the response.
         frame: Converts an item to an event.
         media_type: Type of the response, if it is another stream of text that is written item by item.

@@ -74,7 +74,7 @@ class GuardPolicy:
     address of the peer and our own; last, because it is slow."""
     key: str | None = field(default=None, repr=False)
     key_hint: str = "send the header Authorization: Bearer KEY"
-    """What the error for a missing key tells the caller to do."""
+    """The next step in the error for a missing key."""
     open_paths: frozenset[str] = OPEN_PATHS
     """Paths that need no key."""
     query_key_paths: frozenset[str] = frozenset()

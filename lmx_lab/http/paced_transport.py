@@ -35,8 +35,8 @@ class PacedProtocol(Protocol):
 class PacedTransport:
     """A transport that passes received data to the ``feed`` method of its protocol, one piece at a time.
 
-    The protocol calls ``take`` with the data that it receives. Short data are passed on at once. Longer data wait, and
-    all connections of a loop take their steps in turn. No more is read while data wait, or while the protocol has
+    The protocol calls ``take`` with the data that it receives. Short data are passed on immediately. Longer data wait,
+    and all connections of a loop take their steps in turn. No more is read while data wait, or while the protocol has
     paused reading.
     """
 

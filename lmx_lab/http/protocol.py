@@ -48,7 +48,7 @@ have fewer than 512 (macOS: 256), it is a quarter of them."""
 FULL_RETRY_S = 5
 LINGER_S = 2.0
 """Time in which the data of a client that was refused while sending are read and dropped. If the connection were closed
-at once, the client could lose the response."""
+immediately, the client could lose the response."""
 UNFINISHED_BYTES = 256 * 2**20
 """Memory for incomplete WebSocket messages of all connections of a server. ``http.bodies`` has as much for bodies."""
 FREE_LINE_ENDS = 4096
@@ -98,7 +98,7 @@ class HttpProtocol(H11Protocol):
     """
 
     _expected: tuple[str, object] | None = None
-    """What the client has to send, ``head`` or ``body``, and after which request. The time starts with each."""
+    """The part that the client has to send, ``head`` or ``body``, and after which request. Each starts the time."""
     _deadline: asyncio.TimerHandle | None = None
     _received_bytes = 0
     """Number of bytes received since the deadline was set."""
@@ -481,8 +481,8 @@ class WebSocketProtocol(WebSocketsSansIOProtocol):
         elif self.close_sent:
             self._close_and_linger()
         else:
-            # As over HTTP, the application may finish what it is sending. uvicorn would close at once, before a slow
-            # client has received the last data.
+            # As over HTTP, the application may finish what it is sending. uvicorn would close immediately, before a
+            # slow client has received the last data.
             self._stopping = True
             self.close_timeout = LINGER_S
             disconnect: Any = {"type": "websocket.disconnect", "code": RESTART, "lmx_lab": "stopping"}

@@ -1,4 +1,4 @@
-"""Look into the answers of a lab: recorded requests, their repetition, and the probabilities of their tokens."""
+"""Inspect the answers of a lab: recorded requests, replays, branches, and the probabilities of tokens."""
 
 from lmx_lab.instrument.comparison import Comparison
 from lmx_lab.instrument.lens import TokenLens

@@ -1,4 +1,4 @@
-"""Run the work of instruments on the lab that they belong to."""
+"""Run the coroutines of instruments on the event loop of their lab."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ class LoopRunner(Protocol):
 
 
 class LabAccess:
-    """The backend of a lab, and the loop on which it is used.
+    """The backend of a lab, and the event loop that uses it.
 
     Args:
         portal: Returns the loop; raises ``HostingError`` if the lab was stopped.
@@ -29,7 +29,7 @@ class LabAccess:
         self._portal = portal
 
     def run(self, work: Callable[[Backend], Coroutine[Any, Any, T]]) -> T:
-        """Do work with the backend, and wait for its result. Ctrl-C cancels it.
+        """Run a coroutine with the backend, and wait for its result. Ctrl-C cancels it.
 
         Raises:
             HostingError: the lab was stopped.
@@ -38,7 +38,7 @@ class LabAccess:
         return portal.run(work(self.backend))
 
     async def call(self, work: Callable[[Backend], Coroutine[Any, Any, T]]) -> T:
-        """Do work with the backend, and return its result. Cancelling the caller cancels it.
+        """Run a coroutine with the backend, and return its result. Cancelling the caller cancels it.
 
         Raises:
             HostingError: the lab was stopped.

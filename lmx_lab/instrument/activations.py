@@ -1,4 +1,4 @@
-"""Show the values of hooks, and the names of the hooks that a model has."""
+"""Show the values of hooks, and the names of a model's hooks."""
 
 from __future__ import annotations
 
@@ -19,13 +19,13 @@ BLOCK = re.compile(r"^blocks\.\d+\.")
 
 
 class ActivationCache(Mapping[str, NDArray[Any]]):
-    """The values of hooks by their names: arrays in float32 whose first axis are the positions.
+    """The values of hooks by name: float32 arrays whose first axis is the position.
 
     Attributes:
         model: Id of the model.
         tokens: Token ids of the whole text.
         texts: Text of each token.
-        positions: The positions in the text to which the rows of the arrays belong.
+        positions: The positions in the text that the rows of the arrays belong to.
     """
 
     def __init__(self, trace: Trace) -> None:
@@ -71,7 +71,7 @@ class ActivationCache(Mapping[str, NDArray[Any]]):
 
 
 class HookTable(Mapping[str, Shape]):
-    """The hooks that a model has, with the shapes of their values; ``position`` and ``key`` are numbers of tokens."""
+    """The hooks of a model with the shapes of their values; ``position`` and ``key`` stand for numbers of tokens."""
 
     def __init__(self, trace: Trace) -> None:
         self.model = trace.model
@@ -98,7 +98,7 @@ class HookTable(Mapping[str, Shape]):
 
 
 def _grouped(shapes: Mapping[str, Shape]) -> list[tuple[str, str]]:
-    """Return the names and shapes, with one row for the same hook of all blocks."""
+    """Return the names and shapes, with one row for hooks that differ only in their block."""
     groups: dict[tuple[str, Shape], list[str]] = {}
     for name, shape in shapes.items():
         groups.setdefault((BLOCK.sub("blocks.*.", name), shape), []).append(name)

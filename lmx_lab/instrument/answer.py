@@ -12,17 +12,17 @@ from lmx_lab.values.generation import Delta, TokenLogprob, merge_deltas
 from lmx_lab.values.recording import NO_HASH, Continuation, Record
 
 NO_TOKENS = (
-    "the ids of this answer's tokens are not known, because its server runs elsewhere or the engine did not report all "
-    "of them; use an answer of a lab that launch() has started"
+    "the token ids of this answer are not known, because its server runs in another process, or the engine did not "
+    "return all of them; use an answer of a lab that launch() started"
 )
 
 
 @dataclass(frozen=True, kw_only=True)
 class TokenAnswer:
-    """An answer with its tokens, and all that scoring and continuing it needs."""
+    """An answer with its tokens, and the data that are needed to score and to continue it."""
 
     request: Mapping[str, Any]
-    """The request as in a ``Record``; empty if it is not known."""
+    """The request, as in a ``Record``; empty if it is not known."""
     model: str
     weights: str = NO_HASH
     prompt: tuple[int, ...]
@@ -35,7 +35,7 @@ class TokenAnswer:
     """Whether the answer calls tools."""
     finish_reason: str = ""
     logprobs: tuple[TokenLogprob, ...] = ()
-    """Log-probabilities of the tokens; empty if the request did not ask for them."""
+    """Log-probabilities of the tokens; empty if they were not requested."""
 
     @classmethod
     def of_record(cls, record: Record) -> TokenAnswer:
@@ -55,7 +55,7 @@ class TokenAnswer:
 
     @classmethod
     def of_generation(cls, answer: Delta, cost: AnswerCost, *, weights: str = NO_HASH) -> TokenAnswer:
-        """Return the answer that was generated, given as one delta."""
+        """Return the generated answer, which is passed as one delta."""
         return cls(
             request=cost.request,
             model=cost.model,
@@ -80,11 +80,11 @@ class TokenAnswer:
         """Return the request that generates the answer again from a given position.
 
         Args:
-            at: Position of the first token that differs, from 0.
+            at: Position of the first token that differs, starting at 0.
             token: The token at this position.
 
         Raises:
-            InvalidRequestError: there is no such position, or the tokens of the answer are not known.
+            InvalidRequestError: the position does not exist, or the tokens of the answer are not known.
         """
         if not (self.request and self.prompt and self.ids):
             raise InvalidRequestError(NO_TOKENS, param="at")
@@ -124,7 +124,7 @@ async def continue_answer(
     """Generate an answer again from a given position; see ``TokenAnswer.continuation``.
 
     Raises:
-        InvalidRequestError: the answer cannot be continued there with this token.
+        InvalidRequestError: the answer cannot be continued with this token at this position.
         NotLoadedError: another model is loaded.
     """
     continuation = answer.continuation(at, token, seed=seed, max_tokens=max_tokens)
@@ -148,7 +148,7 @@ async def generate(backend: Backend, continuation: Continuation, *, recorded: bo
 
 
 def chosen_token(position: TokenLogprob, token: int) -> TokenLogprob | None:
-    """Return a token as if it had been chosen at a position; None if its log-probability there is not known."""
+    """Return a token as if it had been chosen at a position; None if its log-probability is not known."""
     if position.token == token:
         return position
     for rank, other in enumerate(position.top, 1):

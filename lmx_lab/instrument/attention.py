@@ -1,4 +1,4 @@
-"""Show the attention of a block: how much each token attends to the tokens before it."""
+"""Show the attention of a block: how much each token attends to the preceding tokens."""
 
 from __future__ import annotations
 
@@ -13,18 +13,18 @@ from lmx_lab.instrument.traced_text import token_label
 from lmx_lab.values.tracing import Trace
 
 SHOWN_TOKENS = 40
-"""Maximum number of tokens on each side in the display, the first ones; ``pattern`` has all of them."""
+"""Maximum number of tokens on each axis of the display, counted from the first; ``pattern`` contains all."""
 
 
 class AttentionPattern:
-    """The attention of all heads of a block. It is displayed with one head large.
+    """The attention of all heads of a block. Notebooks display one head large, and the others on demand.
 
     Attributes:
         layer: Index of the block.
         head: Index of the head that is displayed large.
         tokens, texts: The ids and the texts of the tokens.
-        pattern: Attention in float32, of shape (heads, queries, keys). The weights of a query have the sum 1, or less
-            if the model's heads have sinks.
+        pattern: Attention weights in float32, of shape (heads, queries, keys). The weights of a query sum to 1, or to
+            less if the model has attention sinks.
     """
 
     def __init__(self, trace: Trace, *, layer: int, head: int) -> None:
@@ -44,10 +44,10 @@ class AttentionPattern:
             )
 
     def heat_map(self, head: int | None = None) -> HeatMap:
-        """Return the heat map of a head, with the attending tokens on the left; by default of ``head``.
+        """Return the heat map of a head, by default ``head``, with one row for each attending token.
 
         Raises:
-            InvalidRequestError: there is no such head.
+            InvalidRequestError: the head does not exist.
         """
         head = self.head if head is None else head
         self._check(head)
@@ -84,6 +84,8 @@ class AttentionPattern:
     def _repr_html_(self) -> str:
         small = "".join(self._small(head) for head in range(len(self.pattern)))
         more = len(self.tokens) - SHOWN_TOKENS
-        note = f"<div>The first {SHOWN_TOKENS} tokens are shown; .pattern has {more} more.</div>" if more > 0 else ""
+        note = (
+            f"<div>The first {SHOWN_TOKENS} tokens are shown; .pattern contains {more} more.</div>" if more > 0 else ""
+        )
         title = html.escape(f"All heads of block {self.layer}")
         return f"{self.heat_map().svg()}<details><summary>{title}</summary>{small}</details>{note}"

@@ -1,4 +1,4 @@
-"""Show what each part of a model adds to the logit of a token: direct logit attribution."""
+"""Show the contribution of each part of a model to the logit of a token (direct logit attribution)."""
 
 from __future__ import annotations
 
@@ -18,16 +18,16 @@ COLUMNS = ("block", "part", "head", "contribution")
 
 
 class LogitAttribution:
-    """The contributions of the parts of a model to the logit of a token after a text, or to a difference of two logits.
+    """The contributions of the parts of a model to the logit of the next token, or to a difference of two logits.
 
     Attributes:
-        logit: The logit, or the difference, without a cap that some families apply. It is the sum of ``embedding``,
-            ``attention``, ``mlp`` and ``bias``.
+        logit: The logit or the difference, without the soft cap that some families apply. It is the sum of
+            ``embedding``, ``attention``, ``mlp`` and ``bias``.
         embedding: Contribution of the values before the first block.
         attention, mlp: Contributions of each block, of shape (blocks).
-        heads: Contributions of each head of attention, of shape (blocks, heads); NaN where attention is not the sum of
+        heads: Contributions of each attention head, of shape (blocks, heads); NaN where attention is not the sum of
             its heads. Their sum differs from ``attention`` by the bias of the output projection, if there is one.
-        bias: Contribution of the biases of the final norm and of the head of the model.
+        bias: Contribution of the biases of the final norm and the output head.
     """
 
     def __init__(self, trace: Trace, *, label: str) -> None:
@@ -44,7 +44,7 @@ class LogitAttribution:
     @property
     def df(self) -> pd.DataFrame:
         """A data frame with one row for each part: ``embedding``, ``attention``, ``head``, ``mlp`` and ``bias``. The
-        rows of heads divide those of attention.
+        rows of heads are the parts of those of attention.
 
         Raises:
             ImportError: pandas is not installed.
@@ -59,7 +59,7 @@ class LogitAttribution:
         return frame.astype({"block": "Int64", "head": "Int64"})
 
     def heat_map(self) -> HeatMap:
-        """Return the heat map of the contributions, the last block on top."""
+        """Return the heat map of the contributions, with the last block on top."""
         names = [*(f"head {head}" for head in range(self.heads.shape[1])), "attention", "MLP"]
         values = np.column_stack([self.heads, self.attention, self.mlp])[::-1]
         blocks = range(len(values))[::-1]

@@ -1,7 +1,7 @@
 """Answer the same prompts under several settings, and compare the answers: texts, speeds and log-probabilities.
 
-Answers and scores are records in a recording of their own. A comparison that is interrupted, and run again with the
-same file, computes only what is missing there.
+Answers and scores are records in a separate recording. If an interrupted comparison is run again with the same file, it
+computes only the missing answers and scores.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ MAX_ANSWERS = 10_000
 SCORED = "scored"
 """``outcome`` of records that are scores. Their ``logprobs`` are those of an answer under another setting."""
 PROBES = ("x", "y")
-"""Two texts whose tokens have nothing in common, except tokens that the tokenizer puts before each text."""
+"""Two texts without common tokens, except those that the tokenizer puts before each text."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -39,7 +39,7 @@ class Setting:
 
     name: str
     spec: LoadSpec | None
-    """The model; None for the one that is loaded."""
+    """The model; None for the loaded model."""
     model: str
     """Id of the model."""
     parameters: Mapping[str, Any]
@@ -47,7 +47,7 @@ class Setting:
 
     @property
     def load_key(self) -> str:
-        """A key that is equal for settings with the same load."""
+        """A key that is equal for settings with the same model and load options."""
         options = {} if self.spec is None else dict(self.spec.options)
         return json.dumps([self.model, options], sort_keys=True, default=str)
 
@@ -59,16 +59,16 @@ class Cell:
     prompt: int
     setting: Setting
     key: str
-    """Id of the record of its answer."""
+    """Id of the record of the answer."""
     answer: AnswerRecorder
 
 
 class ComparisonRun:
-    """Computes the answers and scores of a comparison that are missing.
+    """Computes the missing answers and scores of a comparison.
 
     Args:
         path: SQLite file for answers and scores; None keeps them in memory.
-        all_scores: Whether models are loaded a second time to score the answers of models that were loaded later.
+        all_scores: Whether to load models a second time to score the answers of models that were loaded later.
 
     Raises:
         InvalidRequestError: a prompt or a setting is invalid, or the file cannot be used.
@@ -89,7 +89,7 @@ class ComparisonRun:
         self.settings = _read_settings(settings, loaded or "")
         if (count := len(self.prompts) * len(self.settings)) > MAX_ANSWERS:
             raise InvalidRequestError(
-                f"the comparison has {count} answers, and the limit is {MAX_ANSWERS}; compare fewer prompts"
+                f"the comparison has {count} answers; the limit is {MAX_ANSWERS}; compare fewer prompts"
             )
         self._all_scores = all_scores
         self.cells = [
@@ -113,7 +113,7 @@ class ComparisonRun:
         return self
 
     def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
-        # Both wait until all finished work is written, so that the same comparison can continue immediately.
+        # Both wait until all finished work is written, so that the same comparison can be continued immediately.
         if kind is not None:
             self.store.close()
         else:
@@ -133,9 +133,9 @@ class ComparisonRun:
         return sum(cell.key in self.records for cell in self.cells)
 
     def remaining(self) -> Iterator[tuple[str, Work]]:
-        """Yield the remaining steps, each as a description and a function. Call each one before requesting the next.
+        """Yield the remaining steps, each as a description and a function. Call each before requesting the next.
 
-        Models are loaded one after the other, each of them once. An answer is scored under the settings of its own
+        Each model is loaded once, one after the other. An answer is scored under the settings of its own
         model, and of the models that are loaded later.
         """
         groups = list(dict.fromkeys(setting.load_key for setting in self.settings))
@@ -175,7 +175,7 @@ class ComparisonRun:
         return self.records.get(self._score_key(answer, under))
 
     def _score_key(self, answer: Cell, under: Setting) -> str:
-        # Sampling parameters do not change log-probabilities, which are those before sampling.
+        # Sampling parameters are not part of the key, because log-probabilities are those before sampling.
         prompt, parameters = self.prompts[answer.prompt], under.parameters
         steer = [parameters["steer"]] if parameters.get("steer") else []
         return _digest("score", answer.key, prompt, under.load_key, parameters.get("system"), *steer)
@@ -238,9 +238,7 @@ class ComparisonRun:
 
 def _checked_prompts(prompts: Sequence[Prompt]) -> list[Prompt]:
     if isinstance(prompts, str) or not prompts:
-        raise InvalidRequestError(
-            f"prompts is {prompts!r:.40}; pass a list of texts, or of conversations", param="prompts"
-        )
+        raise InvalidRequestError(f"prompts is {prompts!r:.40}; pass a list of texts or conversations", param="prompts")
     return list(prompts)
 
 
@@ -250,7 +248,7 @@ def _read_settings(
     """Return the settings with their names and models.
 
     Args:
-        loaded: The loaded model, which settings without a model mean.
+        loaded: The loaded model, for settings without a model.
 
     Raises:
         InvalidRequestError: there is none, one is not a dictionary, two have the same name, or only some of them name
@@ -267,9 +265,11 @@ def _read_settings(
         raise InvalidRequestError("there are no settings; pass at least one, such as {}", param="settings")
     with_model = ["model" in each for _, each in pairs]
     if any(with_model) and not all(with_model):
-        raise InvalidRequestError("some settings name a model and others do not; name one in all", param="settings")
+        raise InvalidRequestError(
+            "some settings name a model and others do not; name a model in all of them", param="settings"
+        )
     if len({name for name, _ in pairs}) < len(pairs):
-        raise InvalidRequestError("two settings are the same, or have the same name", param="settings")
+        raise InvalidRequestError("two settings are equal, or have the same name; rename one", param="settings")
     return [_read_setting(str(name), each, loaded) for name, each in pairs]
 
 
@@ -302,7 +302,7 @@ async def _encode(backend: Backend, text: str) -> Sequence[int]:
 
 
 def _tokens_of(text: str, tokens: Sequence[bytes]) -> int:
-    """Return how many tokens form a text. The rest ended the answer: a special token, or a stop string."""
+    """Return the number of tokens that form a text. The others ended the answer: a special token, or a stop string."""
     left, count = len(text.encode()), 0
     for data in tokens:
         left -= len(data)

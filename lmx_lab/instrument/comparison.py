@@ -32,7 +32,7 @@ WORD = re.compile(r"\s*\S+|\s+")
 MAX_WORDS = 2000
 """Length of an answer above which differences are not marked."""
 SHOWN_PROMPTS = 50
-"""Maximum number of prompts in the display; a data frame and the file have all of them."""
+"""Maximum number of prompts in the display; the data frame and the file contain all."""
 PAGE = """<!DOCTYPE html>
 <html lang="en"><head><meta charset="utf-8"><meta name="viewport" content="width=device-width, initial-scale=1">
 <title>Comparison</title><style>
@@ -43,9 +43,9 @@ body {{ font: 14px/1.5 system-ui, sans-serif; margin: 1em; overflow-wrap: anywhe
 
 
 class Comparison:
-    """The answers to prompts under several settings. In a notebook it is displayed as a grid.
+    """The answers to prompts under several settings. Notebooks display them as a grid.
 
-    Differences from the first setting are marked word by word: new words are underlined, missing ones struck through.
+    Differences from the first setting are marked by word: added words are underlined, removed words struck through.
     """
 
     def __init__(self, run: ComparisonRun, lab: LabAccess) -> None:
@@ -74,17 +74,17 @@ class Comparison:
             setting: Name or index of the setting.
 
         Raises:
-            InvalidRequestError: there is no such answer.
+            InvalidRequestError: the answer does not exist.
         """
         return self._record(self._cell(prompt, setting))
 
     def lens(
         self, prompt: int, setting: str | int, *, under: str | int | None = None, color: ColorBy = "probability"
     ) -> TokenLens:
-        """Return the probabilities of an answer's tokens under a setting, by default under its own.
+        """Return the probabilities of an answer's tokens under a setting, by default the setting of the answer.
 
         Raises:
-            InvalidRequestError: there is no such answer, or it was not scored under this setting.
+            InvalidRequestError: the answer does not exist, or was not scored under this setting.
         """
         cell = self._cell(prompt, setting)
         other = cell.setting if under is None else self._setting(under)
@@ -133,7 +133,7 @@ class Comparison:
         return frame
 
     def save(self, path: str | os.PathLike[str]) -> Path:
-        """Write the grid as one HTML file, which loads nothing else.
+        """Write the grid as a single HTML file without external resources.
 
         Raises:
             InvalidRequestError: the file cannot be written.
@@ -154,7 +154,7 @@ class Comparison:
     def _cell(self, prompt: int, setting: str | int) -> Cell:
         if not isinstance(prompt, int) or not 0 <= prompt < len(self.prompts):
             raise InvalidRequestError(
-                f"there is no prompt {prompt!r:.40}; they are 0 to {len(self.prompts) - 1}", param="prompt"
+                f"there is no prompt {prompt!r:.40}; the prompts are 0 to {len(self.prompts) - 1}", param="prompt"
             )
         return self._run.cells_of(prompt)[self._run.settings.index(self._setting(setting))]
 

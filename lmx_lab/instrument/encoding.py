@@ -13,7 +13,7 @@ from lmx_lab.values.timeline import decode_steps, encode_steps
 
 T = TypeVar("T")
 ELSEWHERE = frozenset({"id", "provenance"})
-"""Fields of a record that have columns of their own."""
+"""Fields of a record that are stored in separate columns."""
 
 
 def encode_record(record: Record) -> bytes:
@@ -25,7 +25,7 @@ def encode_record(record: Record) -> bytes:
 
 
 def decode_record(data: bytes, *, id_: int, provenance: Provenance) -> Record:
-    """Return the record that ``encode_record`` has encoded."""
+    """Return the record in the JSON of ``encode_record``."""
     values = json.loads(data)
     for name in ("prompt", "answer", "tool_calls"):
         values[name] = None if values[name] is None else tuple(values[name])
@@ -41,7 +41,7 @@ def encode_provenance(provenance: Provenance) -> str:
 
 
 def decode_provenance(data: str) -> Provenance:
-    """Return the provenance that ``encode_provenance`` has encoded."""
+    """Return the provenance in the JSON of ``encode_provenance``."""
     return _build(Provenance, json.loads(data))
 
 
@@ -56,7 +56,7 @@ def _build(kind: type[T], values: Mapping[str, Any]) -> T:
 
 
 def _encode_token(token: TokenLogprob) -> list[Any]:
-    # Every byte is one character in Latin-1, so that parts of characters can be stored, too.
+    # In Latin-1, each byte is one character, so parts of characters can also be stored.
     data = token.bytes.decode("latin-1")
     others = [_encode_token(other) for other in token.top]
     named = [_encode_token(other) for other in token.named]

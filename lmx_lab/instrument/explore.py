@@ -19,7 +19,7 @@ from lmx_lab.wire.chat import ChatRequest
 T = TypeVar("T")
 MAX_LEAVES = 64
 MAX_WIDTH = 20
-"""Maximum number of alternatives that a request may ask for."""
+"""Maximum number of alternatives in a request."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -27,7 +27,7 @@ class _Beginning:
     """The first tokens of an answer."""
 
     ranks: tuple[int, ...] = ()
-    """The rank of each token at its position, from 1."""
+    """The rank of each token at its position, starting at 1."""
     tokens: tuple[TokenLogprob, ...] = ()
     ended: bool = field(default=False)
     """Whether the answer ends with these tokens."""
@@ -62,8 +62,8 @@ async def explore(
     first = await _first_position(backend, request, width)
     if not first.ids or not first.logprobs:
         raise InvalidRequestError(
-            "the ids of this answer's tokens are not known, because its server runs elsewhere or the engine does not "
-            'report them; use a lab that launch() has started, and leave out tools or load the model with engine="mlx"'
+            "the token ids of this answer are not known, because its server runs in another process, or the engine "
+            'does not return them; use a lab that launch() started, and leave out tools or load with engine="mlx"'
         )
     beginnings = _Beginning().extended(first.logprobs[0], width)
     for _ in range(1, depth):
@@ -83,7 +83,7 @@ def _check(width: int, depth: int, max_tokens: int) -> None:
             raise InvalidRequestError(f"{name} is {value!r:.40}; it must be from 1 to {most}", param=name)
     if width**depth > MAX_LEAVES:
         raise InvalidRequestError(
-            f"width {width} and depth {depth} make {width**depth} answers; the limit is {MAX_LEAVES}", param="depth"
+            f"width {width} and depth {depth} give {width**depth} answers; the limit is {MAX_LEAVES}", param="depth"
         )
     if isinstance(max_tokens, bool) or not isinstance(max_tokens, int) or max_tokens < depth:
         raise InvalidRequestError(
@@ -104,7 +104,7 @@ async def _first_position(backend: Backend, request: ChatRequest, width: int) ->
 async def _next_position(
     backend: Backend, first: TokenAnswer, beginning: _Beginning, width: int
 ) -> TokenLogprob | None:
-    """Return the token after a beginning, with its alternatives; None if the answer ends before."""
+    """Return the token after a beginning, with its alternatives; None if the answer has ended."""
     if beginning.ended:
         return None
     limit = len(beginning.tokens) + 1
@@ -127,11 +127,11 @@ async def _generate(
     except InvalidRequestError as exc:
         if exc.param != "token":
             raise
-        # The token was not chosen by the caller, so the error explains where it comes from.
+        # The caller did not choose the token, so the error explains its origin.
         at, text = len(beginning.tokens) - 1, beginning.tokens[-1].text
         remedy = "; leave out response_format, so that all tokens are allowed" if _has_format(first) else ""
         raise InvalidRequestError(
-            f"explore takes the most probable tokens, and cannot continue after {text!r:.80} at position {at}: "
+            f"explore selects the most probable tokens, and cannot continue after {text!r:.80} at position {at}: "
             f"{exc.message}{remedy}"
         ) from exc
 
@@ -154,7 +154,7 @@ def _continuation(first: TokenAnswer, beginning: _Beginning, *, max_tokens: int,
 
 
 def _tree(beginnings: Sequence[_Beginning], answers: Sequence[TokenAnswer], lab: LabAccess) -> AnswerTree:
-    """Return the tree in which each answer branches from the one that has the most probable tokens instead."""
+    """Return the tree in which each answer branches from the one with the most probable tokens at these positions."""
     scored = [
         replace(answer, logprobs=(*beginning.tokens, *answer.logprobs))
         for beginning, answer in zip(beginnings, answers, strict=True)

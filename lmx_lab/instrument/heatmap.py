@@ -9,7 +9,7 @@ from dataclasses import dataclass, field
 
 Rgb = tuple[int, int, int]
 SEQUENTIAL: tuple[Rgb, Rgb] = ((255, 255, 255), (8, 81, 156))
-"""The colours of 0 and of the largest value."""
+"""The colours of 0 and the largest value."""
 NEGATIVE: Rgb = (178, 24, 43)
 """The colour of the smallest value if there are negative ones."""
 MISSING = "#ddd"
@@ -17,9 +17,9 @@ CHARACTER_WIDTH = 6.2
 """Approximate width of a character of 10 px, because SVG cannot measure text."""
 LABEL_CHARACTERS = 14
 INVISIBLE = 0.01
-"""Share of the full colour below which a cell without a text is not drawn."""
+"""Fraction of the full colour below which a cell without text is not drawn."""
 DARK = 0.55
-"""Share of the full colour above which text is white."""
+"""Fraction of the full colour above which text is white."""
 
 
 @dataclass(frozen=True, kw_only=True)

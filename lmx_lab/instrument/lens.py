@@ -1,4 +1,4 @@
-"""Show how probable each token of an answer was, and which tokens the model could have chosen instead."""
+"""Show the probability of each token of an answer, and the alternatives at its position."""
 
 from __future__ import annotations
 
@@ -27,20 +27,20 @@ Part = Literal["text", "reasoning", "call"]
 """The part of an answer to which a token belongs."""
 COLUMNS = ("position", "token", "id", "bytes", "logprob", "entropy", "rank", "alternatives", "logprob_tokens")
 ALTERNATIVES = 5
-"""Number of alternatives that a scoring pass reports for each token."""
+"""Number of alternatives that a scoring pass returns for each token."""
 ASK = "send the request with logprobs"
 SHOWN_TOKENS = 4000
-"""Maximum number of tokens in the display; a data frame has all of them."""
+"""Maximum number of tokens in the display; the data frame contains all."""
 COLORS = ("#1a9850", "#91cf60", "#d9d93b", "#fc8d59", "#d73027")
-"""From the colour of expected tokens to that of unexpected ones."""
+"""Colours from expected to unexpected tokens."""
 ALPHA = "55"
-"""Opacity of the colours, so that text is readable on them in light and dark themes."""
+"""Opacity of the colours, which keeps text readable in light and dark themes."""
 LIMITS: Mapping[ColorBy, Sequence[float]] = {
     "probability": (0.9, 0.5, 0.2, 0.05),
     "entropy": (0.5, 1.5, 3.0, 5.0),
     "rank": (1, 2, 5, 20),
 }
-"""The last value of each colour but the last one; probabilities descend, entropies and ranks ascend."""
+"""The last value of each colour, except the last colour. Probabilities descend, entropies and ranks ascend."""
 PART_NAMES: Mapping[Part, str] = {"text": "text", "reasoning": "part of the reasoning", "call": "part of a tool call"}
 PART_STYLES: Mapping[Part, str] = {
     "text": "",
@@ -65,13 +65,13 @@ VISIBLE = str.maketrans({"\n": "⏎\n", "\t": "⇥\t", " ": "·", "\r": "␍"})
 
 
 class TokenLens(TokenTable):
-    """The tokens of an answer with their probabilities. In a notebook it is displayed as coloured text.
+    """The tokens of an answer with their probabilities. Notebooks display them as coloured text.
 
     Args:
-        source: Where the log-probabilities come from: ``answer`` if they were requested with it, ``scoring`` if they
+        source: The source of the log-probabilities: ``answer`` if they were requested with it, ``scoring`` if they
             were computed afterwards from the same tokens, without penalties and biases.
-        color: What selects the colours in the display.
-        parts: For each token, which part of the answer it belongs to: ``text``, ``reasoning`` or ``call``; empty if
+        color: Value that determines the colours of the display.
+        parts: The part of the answer that each token belongs to: ``text``, ``reasoning`` or ``call``; empty if
             that is not known.
     """
 
@@ -91,19 +91,19 @@ class TokenLens(TokenTable):
         self.parts: Sequence[Part] = list(parts) or ["text"] * len(self)
 
     def colored(self, color: ColorBy) -> TokenLens:
-        """Return the same tokens in the colours of another figure."""
+        """Return the same tokens, coloured by another value."""
         return TokenLens(self, source=self.source, color=color, parts=self.parts)
 
     @property
     def logprob(self) -> float:
-        """Log-probability of the whole answer: the sum of those of its tokens."""
+        """Log-probability of the whole answer: the sum over its tokens."""
         return sum(token.logprob for token in self._tokens if token.logprob is not None)
 
     @property
     def df(self) -> pd.DataFrame:
         """A data frame with one row for each token.
 
-        Its columns are the position in the answer, the text, the id, the bytes, the natural log-probability, the
+        The columns are the position in the answer, the text, the id, the bytes, the natural log-probability, the
         entropy of the distribution in nats, the rank (1 is the most likely token), and the alternatives and the tokens
         that the request names, as dictionaries from text to log-probability. Entropy and rank are missing where the
         engine does not report them.
@@ -131,7 +131,7 @@ class TokenLens(TokenTable):
     def __repr__(self) -> str:
         text = "".join(token.text for token in self._tokens)
         short = text if len(text) <= 60 else f"{text[:60]}…"
-        return f"<TokenLens of {len(self)} tokens, log-probability {self.logprob:.3f}: {short!r}; .df has all figures>"
+        return f"<TokenLens of {len(self)} tokens, log-probability {self.logprob:.3f}: {short!r}; .df has all values>"
 
     def _repr_html_(self) -> str:
         shown = self._tokens[:SHOWN_TOKENS]
@@ -152,7 +152,7 @@ class TokenLens(TokenTable):
 
 
 def rank_of(token: TokenLogprob) -> int | None:
-    """Return the rank of a token, from 1; without a report of the engine, its position among the alternatives."""
+    """Return the rank of a token, starting at 1; by default its position among the alternatives."""
     if token.rank is not None:
         return token.rank
     same = (token.token,) if token.token is not None else (None, token.bytes)
@@ -166,7 +166,7 @@ def by_text(tokens: Sequence[TokenLogprob]) -> dict[str, float | None]:
 
 
 def value_of(token: TokenLogprob, color: ColorBy) -> float | None:
-    """Return the figure that selects the colour of a token; None if it is not known."""
+    """Return the value that determines the colour of a token; None if it is not known."""
     if color == "entropy":
         return token.entropy
     if color == "rank":
@@ -175,7 +175,7 @@ def value_of(token: TokenLogprob, color: ColorBy) -> float | None:
 
 
 def color_step(value: float, color: ColorBy) -> int:
-    """Return the number of a value's colour, from 0 for tokens that the model expected."""
+    """Return the index of a value's colour; 0 is the colour of expected tokens."""
     limits = LIMITS[color]
     return sum(value < limit if color == "probability" else value > limit for limit in limits)
 
@@ -192,7 +192,7 @@ def _style(token: TokenLogprob, part: Part, color: ColorBy) -> str:
 
 
 def _page_token(token: TokenLogprob, part: Part, color: ColorBy) -> str:
-    """Return a token and its figures, which the page shows while the token is selected."""
+    """Return a token and its values, which the page shows while the token is selected."""
     others = [(math.exp(other.logprob), _visible_html(other)) for other in token.top if other.logprob is not None]
     bars = "".join(f"<i><b style='width:{share:.1%}'></b>{share:.2%} {text}</i>" for share, text in others)
     head, style, text = html.escape("\n".join(_figures(token, part))), _style(token, part, color), _visible_html(token)
@@ -200,7 +200,7 @@ def _page_token(token: TokenLogprob, part: Part, color: ColorBy) -> str:
 
 
 def visible_text(token: TokenLogprob) -> str:
-    """Return the text of a token with visible spaces and line breaks. A special token in an answer has its name."""
+    """Return the text of a token with visible spaces and line breaks. A special token is shown by its name."""
     return token.text.translate(VISIBLE)
 
 
@@ -240,7 +240,7 @@ def _legend(color: ColorBy) -> str:
 
 
 def parts_of(tokens: Sequence[TokenLogprob], answer: TokenAnswer) -> list[Part]:
-    """Return which part of an answer each token belongs to.
+    """Return the part of an answer that each token belongs to.
 
     The markers of reasoning and calls are neither in its text nor in its reasoning, so positions divide the parts.
     """
@@ -248,7 +248,7 @@ def parts_of(tokens: Sequence[TokenLogprob], answer: TokenAnswer) -> list[Part]:
     reasoning, text = answer.reasoning.encode(), answer.text.strip().encode()
     thought = max(raw.find(reasoning), 0) + len(reasoning) if reasoning else 0
     at = raw.find(text, thought) if text else -1
-    # Text before and after calls is not one piece.
+    # Text before and after calls is not contiguous.
     start, end = (at, at + len(text)) if at >= 0 else (thought, len(raw) if text else thought)
     parts: list[Part] = []
     position = 0
@@ -272,7 +272,7 @@ def lens_of(lab: LabAccess | None, answer: TokenAnswer, *, color: ColorBy = "pro
         InvalidRequestError: the tokens cannot be scored.
     """
     if not answer.logprobs and lab is None:
-        raise InvalidRequestError(f"there are no log-probabilities, and no lab that can score the tokens; {ASK}")
+        raise InvalidRequestError(f"the answer has no log-probabilities, and no lab can score its tokens; {ASK}")
     if answer.logprobs or lab is None:
         return known_lens(answer, color=color)
     return lab.run(lambda backend: scored_lens(backend, answer, color=color))
@@ -284,14 +284,14 @@ def known_lens(answer: TokenAnswer, *, color: ColorBy = "probability") -> TokenL
 
 
 async def scored_lens(backend: Backend, answer: TokenAnswer, *, color: ColorBy = "probability") -> TokenLens:
-    """Return the lens of an answer whose log-probabilities are computed now, from the tokens alone.
+    """Score the tokens of an answer, and return its lens.
 
     Raises:
         NotLoadedError: another model is loaded.
-        InvalidRequestError: the tokens cannot be scored, or the files of the model have changed since.
+        InvalidRequestError: the tokens cannot be scored, or the files of the model have changed.
     """
     if not (answer.prompt and answer.ids):
-        raise InvalidRequestError(f"the ids of this answer's tokens are not known, so they cannot be scored; {ASK}")
+        raise InvalidRequestError(f"the token ids of this answer are not known, so they cannot be scored; {ASK}")
     if answer.weights:
         await backend.require_weights(answer.model, answer.weights)
     tokens = await backend.score(

@@ -1,4 +1,4 @@
-"""Show what a model would predict after each of its blocks."""
+"""Show the tokens that a model would predict after each of its blocks."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ if TYPE_CHECKING:
 
 COLUMNS = ("block", "position", "token", "rank", "predicted", "id", "logprob")
 SHOWN_POSITIONS = 16
-"""Maximum number of positions in the display, the last ones; the data frame has all of them."""
+"""Maximum number of positions in the display, counted from the last; the data frame contains all."""
 
 
 class LogitLensTable:
@@ -26,8 +26,8 @@ class LogitLensTable:
     Attributes:
         tokens, texts: The ids and the texts of the tokens of the whole text.
         positions: The positions that were computed.
-        ids: Ids of the predicted tokens, of shape (blocks, positions, top), the most likely token first.
-        logprobs: Their natural log-probabilities.
+        ids: Ids of the predicted tokens, of shape (blocks, positions, top), by descending probability.
+        logprobs: The natural log-probabilities of ``ids``.
     """
 
     def __init__(self, trace: Trace) -> None:
@@ -38,14 +38,14 @@ class LogitLensTable:
         self._predicted: dict[str, str] = trace.details["texts"]
 
     def predicted(self, block: int, position: int) -> tuple[str, ...]:
-        """Return the texts of the most likely next tokens after a block and a position, the most likely first.
+        """Return the texts of the most likely next tokens after a block and a position, by descending probability.
 
         Args:
             block: Index of the block; negative ones count from the end.
             position: One of ``positions``; negative ones count from the end of the text.
 
         Raises:
-            InvalidRequestError: there is no such block, or the position was not computed.
+            InvalidRequestError: the block does not exist, or the position was not computed.
         """
         blocks, at = len(self.ids), position + len(self.texts) if position < 0 else position
         if not -blocks <= block < blocks:
@@ -54,7 +54,7 @@ class LogitLensTable:
             )
         if at not in self.positions:
             raise InvalidRequestError(
-                f"position is {position}, which was not computed; .positions has those that were", param="position"
+                f"position is {position}, which was not computed; .positions lists the computed ones", param="position"
             )
         return tuple(self._predicted[str(token)] for token in self.ids[block, self.positions.index(at)])
 
@@ -80,8 +80,8 @@ class LogitLensTable:
         return frame
 
     def heat_map(self) -> HeatMap:
-        """Return the heat map: the most likely token in each cell, coloured by its probability, the last block on top.
-        It has the last ``SHOWN_POSITIONS`` positions.
+        """Return the heat map: the most likely token in each cell, coloured by its probability, with the last block on
+        top. It contains the last ``SHOWN_POSITIONS`` positions.
         """
         shown = range(max(0, len(self.positions) - SHOWN_POSITIONS), len(self.positions))
         blocks = range(len(self.ids))[::-1]
@@ -111,10 +111,12 @@ class LogitLensTable:
         last = ", ".join(map(repr, self.predicted(-1, self.positions[-1])))
         return (
             f"<LogitLensTable of {self.model}: {blocks} blocks, {positions} positions, {top} tokens each; after the "
-            f"last block and position: {last}; .df has all figures>"
+            f"last block and position: {last}; .df contains all values>"
         )
 
     def _repr_html_(self) -> str:
         more = len(self.positions) - SHOWN_POSITIONS
-        note = f"<div>The last {SHOWN_POSITIONS} positions are shown; .df has {more} more.</div>" if more > 0 else ""
+        note = (
+            f"<div>The last {SHOWN_POSITIONS} positions are shown; .df contains {more} more.</div>" if more > 0 else ""
+        )
         return self.heat_map().svg() + note

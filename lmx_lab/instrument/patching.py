@@ -1,4 +1,4 @@
-"""Show which values of one text change the answer to another text: activation patching."""
+"""Show which values of a clean text restore the answer to a corrupt text (activation patching)."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ NO_DIFFERENCE = "the difference of the logits is the same after both texts"
 
 
 class PatchSweep:
-    """The logits of two tokens after the corrupt text, in which one value at a time is that of the clean text.
+    """The logits of two tokens after the corrupt text, with one value at a time replaced by that of the clean text.
 
     Attributes:
         hooks: Name of each replaced value, in the order of the model. A hook with heads is listed once for each head.
@@ -71,9 +71,9 @@ class PatchSweep:
 
     @property
     def restored(self) -> NDArray[np.float32]:
-        """The share of the difference between the clean and the corrupt text that each value restores: 1 if the
-        difference of the logits is that of the clean text, 0 if it is unchanged. NaN where the sweep was interrupted,
-        and everywhere if the difference is the same after both texts.
+        """The fraction of the difference between the clean and the corrupt text that each value restores: 1 if the
+        logit difference is that of the clean text, 0 if it is unchanged. NaN where the sweep was interrupted, and
+        everywhere if the logit difference is the same after both texts.
         """
         span = self.clean - self.corrupt
         return (self.differences - self.corrupt) / np.float32(span if span else np.nan)
@@ -192,7 +192,7 @@ class PatchSweep:
             state += f"; nothing can be restored, because {NO_DIFFERENCE}"
         return (
             f"<PatchSweep of {self.model}: {done} of {self.logits[..., 0].size} values replaced{state}; logit "
-            f"difference {self.clean:.3f} clean, {self.corrupt:.3f} corrupt; .df has all figures>"
+            f"difference {self.clean:.3f} clean, {self.corrupt:.3f} corrupt; .df contains all values>"
         )
 
     def _repr_html_(self) -> str:

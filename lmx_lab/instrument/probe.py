@@ -22,7 +22,7 @@ if TYPE_CHECKING:
     import pandas as pd
 
 MEMORY_BYTES = 2**28
-"""Size of activations up to which they are kept in memory; larger ones are kept in a temporary file."""
+"""Maximum size of activations in memory; larger ones are stored in a temporary file."""
 FOLDS = 5
 SEED = 0
 MAX_STEPS = 1000
@@ -41,7 +41,7 @@ class LayerActivations:
 
     Args:
         layers: The indices of the layers.
-        memory_bytes: Size above which the vectors are in a file.
+        memory_bytes: Maximum size in memory; larger vectors are stored in a file.
     """
 
     def __init__(self, texts: int, layers: Sequence[int], width: int, *, memory_bytes: int = MEMORY_BYTES) -> None:
@@ -77,10 +77,10 @@ class ProbeRun:
 
     Args:
         labels: The class of each text.
-        folds: Number of parts of the cross-validation, each of which is predicted by a probe that has not seen it.
+        folds: Number of cross-validation folds, each of which is predicted by a probe that was not trained on it.
 
     Raises:
-        InvalidRequestError: there are too few texts of a class.
+        InvalidRequestError: a class has too few texts.
         ImportError: scikit-learn is not installed.
     """
 
@@ -91,17 +91,19 @@ class ProbeRun:
             raise InvalidRequestError(f"folds is {folds!r:.40}; it must be an integer, 2 or more", param="folds")
         if len(classes) < 2:
             raise InvalidRequestError(
-                f"all labels are {classes[0]!r}; pass texts of at least two classes" if len(classes) else "no labels",
+                f"all labels are {classes[0]!r}; pass texts of at least two classes"
+                if len(classes)
+                else "there are no labels; pass one for each text",
                 param="labels",
             )
         if (fewest := counts.min()) < folds:
             raise InvalidRequestError(
-                f"the label {classes[counts.argmin()]!r} has {fewest} texts, and each of the {folds} folds needs one; "
+                f"the label {classes[counts.argmin()]!r} has {fewest} texts, but each of the {folds} folds needs one; "
                 "pass more texts, or fewer folds",
                 param="labels",
             )
         self.baseline = float(counts.max() / counts.sum())
-        """The accuracy of predicting the most frequent label."""
+        """The accuracy of always predicting the most frequent label."""
         self._pipeline, self._linear = _sklearn("pipeline"), _sklearn("linear_model")
         self._preprocessing, self._selection = _sklearn("preprocessing"), _sklearn("model_selection")
         self._folds = folds
@@ -111,7 +113,7 @@ class ProbeRun:
         return ProbeRun(np.random.default_rng(seed).permutation(self._labels).tolist(), folds=self._folds)
 
     def accuracies(self, vectors: Vectors) -> list[float]:
-        """Return the accuracy of a logistic regression on each fold, with standardized vectors."""
+        """Return the accuracy of a logistic regression on standardized vectors for each fold."""
         probe = self._pipeline.make_pipeline(
             self._preprocessing.StandardScaler(), self._linear.LogisticRegression(max_iter=MAX_STEPS)
         )
@@ -128,12 +130,12 @@ def _sklearn(module: str) -> Any:
 
 
 class Probe:
-    """The accuracy of a linear probe at each layer. In a notebook it is displayed as a chart.
+    """The accuracy of a linear probe at each layer. Notebooks display it as a chart.
 
     Attributes:
-        accuracies: By layer, the accuracy on each fold.
-        baseline: The accuracy of predicting the most frequent label.
-        activations: The vectors that the probes read.
+        accuracies: The accuracies on the folds, by layer.
+        baseline: The accuracy of always predicting the most frequent label.
+        activations: The vectors on which the probes were trained.
     """
 
     def __init__(self, accuracies: Mapping[int, Sequence[float]], run: ProbeRun, activations: LayerActivations) -> None:
@@ -143,22 +145,22 @@ class Probe:
         self._run = run
 
     def control(self, seed: int = 0) -> Probe:
-        """Return a probe of the same activations that is trained with shuffled labels.
+        """Return a probe of the same activations that is trained on shuffled labels.
 
-        It shows which accuracy a probe reaches by chance (Hewitt and Liang, arXiv 1909.03368). Nothing is traced.
+        It shows the accuracy that a probe reaches by chance (Hewitt and Liang, arXiv 1909.03368). Traces nothing.
         """
         run, layers = self._run.shuffled(seed), self.accuracies
         return Probe({layer: run.accuracies(self.activations.of(layer)) for layer in layers}, run, self.activations)
 
     @property
     def best(self) -> int:
-        """The layer with the highest mean accuracy; the first one of equal layers."""
+        """The layer with the highest mean accuracy; the first one if several are equal."""
         return max(self.accuracies, key=lambda layer: float(np.mean(self.accuracies[layer])))
 
     @property
     def df(self) -> pd.DataFrame:
         """A data frame with one row for each layer: the mean and the standard deviation of the accuracy over the folds,
-        and the accuracy of predicting the most frequent label.
+        and the accuracy of always predicting the most frequent label.
 
         Raises:
             ImportError: pandas is not installed.
@@ -184,7 +186,7 @@ class Probe:
             [
                 f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {WIDTH} {HEIGHT}" width="{WIDTH}" role="img" '
                 f'aria-label="{title}" style="max-width:100%;height:auto;font:12px system-ui,sans-serif">',
-                f'<text x="{LEFT}" y="16" fill="currentColor">accuracy, mean and deviation of the folds</text>',
+                f'<text x="{LEFT}" y="16" fill="currentColor">accuracy: mean and deviation over folds</text>',
                 *(_grid_line(tick) for tick in TICKS),
                 f'<line x1="{LEFT}" x2="{WIDTH - RIGHT}" y1="{base:.1f}" y2="{base:.1f}" stroke="{BASELINE_COLOR}" '
                 'stroke-dasharray="6 4"/>',
@@ -197,7 +199,7 @@ class Probe:
         )
 
     def _points(self) -> Iterator[str]:
-        """Yield the line, and for each layer its point, its deviation and its name."""
+        """Yield for each layer its point, its standard deviation and its name, and then the line."""
         layers = list(self.accuracies)
         step, span = -(-len(layers) // MAX_LAYER_NAMES), max(1, layers[-1] - layers[0])
         places = []

@@ -31,7 +31,7 @@ class RequestRecorder:
         self.store = RecordStore(path) if path is not None else RecordStore.in_memory()
 
     def save(self, make: Callable[[], Record], entry: ModelEntry) -> None:
-        """Store a record, later. Files of a model that is recorded for the first time are hashed in the background.
+        """Queue a record to be stored. The files of a model are hashed in the background at its first record.
 
         Args:
             make: Creates the record; called on the thread of the store.
@@ -50,7 +50,7 @@ class RequestRecorder:
 
     def _start_hashing(self, provenance: int, entry: ModelEntry) -> None:
         if entry.marks:
-            # A daemon thread, because hashing takes a second per gigabyte, which must not delay the end of the process.
+            # A daemon thread: hashing takes a second per gigabyte, which must not delay the exit of the process.
             work = threading.Thread(target=self._hash, args=(provenance, entry), name="lmx-lab-hashes", daemon=True)
             work.start()
 

@@ -27,7 +27,7 @@ class Replay:
 
     @property
     def unit(self) -> str:
-        """What is compared: ``token``, or ``character`` if the ids of one of the answers are not known."""
+        """The unit of comparison: ``token``, or ``character`` if the token ids of an answer are not known."""
         known = self.recorded.answer is not None and self.replayed.answer is not None
         return "token" if known else "character"
 
@@ -47,7 +47,7 @@ class Replay:
 
     @property
     def changed(self) -> dict[str, tuple[Any, Any]]:
-        """What differs in how the answers were computed, with the recorded and the present value: fields of the
+        """Differences between the computations of the answers, with the recorded and the present value: fields of the
         provenance, such as the version of the engine, and ``prompt`` if the chat template renders other tokens.
         """
         before, now = self.recorded.provenance, self.replayed.provenance

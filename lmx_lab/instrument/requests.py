@@ -1,8 +1,7 @@
-"""Read recorded requests: as a sequence, as a data frame, and each with its tokens, repetition and probabilities."""
+"""Read recorded requests as a sequence or a data frame, with the tokens, replays and probabilities of each."""
 
 from __future__ import annotations
 
-import html
 import operator
 import os
 from collections.abc import Iterator, Sequence
@@ -11,7 +10,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, overload
 
 from lmx_lab.errors import InvalidRequestError
-from lmx_lab.frames import align_columns, pandas_for
+from lmx_lab.frames import align_columns, html_table, pandas_for
 from lmx_lab.instrument.access import LabAccess
 from lmx_lab.instrument.answer import TokenAnswer
 from lmx_lab.instrument.replay import Replay
@@ -30,7 +29,7 @@ NO_LAB = "this recording was loaded without a lab; load it with lab.requests.loa
 
 
 class RecordedRequest(HasTokens):
-    """A recorded request and its answer. ``record`` has all fields that are stored."""
+    """A recorded request and its answer. ``record`` contains all stored fields."""
 
     def __init__(self, record: Record, store: RecordStore, lab: LabAccess | None) -> None:
         self.record = record
@@ -54,7 +53,7 @@ class RecordedRequest(HasTokens):
 
     @property
     def answer(self) -> tuple[int, ...] | None:
-        """Token ids of the answer; None if the engine did not report all of them."""
+        """Token ids of the answer; None if the engine did not return all of them."""
         return self.record.answer
 
     def replay(self) -> Replay:
@@ -63,17 +62,17 @@ class RecordedRequest(HasTokens):
         The new answer is not recorded.
 
         Raises:
-            NotLoadedError: another model is loaded; load the one of the record first.
+            NotLoadedError: another model is loaded; load the model of the record first.
             InvalidRequestError: the recording was loaded without a lab.
         """
         return self._compare(self._access.run(lambda backend: backend.regenerate(self.record)))
 
     async def areplay(self) -> Replay:
-        """Do the same as ``replay`` on a running event loop."""
+        """Return the same as ``replay``, on a running event loop."""
         return self._compare(await self._access.call(lambda backend: backend.regenerate(self.record)))
 
     def timeline(self) -> Timeline:
-        """Return when the request waited, when its prompt was computed, and when its tokens were generated.
+        """Return the timeline of the request: the times of its wait, prefill and decode steps.
 
         Raises:
             InvalidRequestError: no steps were recorded.
@@ -95,7 +94,7 @@ class RecordedRequest(HasTokens):
 
     @property
     def _newest(self) -> Record:
-        """The record as it is stored now: the hashes of the model's files may have been computed since."""
+        """The record in its present state: the hashes of the model's files may have been added since it was written."""
         return self._store.get(self.record.id) or self.record
 
     @property
@@ -110,7 +109,7 @@ class RecordedRequest(HasTokens):
 
 
 class RequestList(Sequence[RecordedRequest]):
-    """The recorded requests of a lab or of a file, the oldest first. Elements are read when they are used.
+    """The recorded requests of a lab or a file, oldest first. Elements are read on access.
 
     An element is selected by its position or, for a row of ``lab.map``, by its ``request_id``.
 
@@ -148,11 +147,11 @@ class RequestList(Sequence[RecordedRequest]):
         """Return the newest record with this ``request_id``.
 
         Raises:
-            KeyError: there is none, or it was deleted above the limits of the recording.
+            KeyError: it does not exist, or was deleted because the recording exceeded its limits.
         """
         if (record := self._store.find(request_id)) is None:
             raise KeyError(
-                f"there is no request {request_id!r:.80}; memory keeps only the last requests, record_to more"
+                f"there is no request {request_id!r:.80}; memory keeps only the newest; record_to=path keeps more"
             )
         return self._element(record)
 
@@ -177,7 +176,7 @@ class RequestList(Sequence[RecordedRequest]):
         )
 
     def load(self, path: str | os.PathLike[str]) -> RequestList:
-        """Return the requests in the file of another lab or of an earlier run. The file is not changed.
+        """Return the requests in the file of another lab or an earlier run. The file is not changed.
 
         Raises:
             InvalidRequestError: the file does not exist, or is not a recording.
@@ -197,19 +196,14 @@ class RequestList(Sequence[RecordedRequest]):
         return "\n".join([*align_columns(rows), self._footer()])
 
     def _repr_html_(self) -> str:
-        left = "style='text-align:left'"
-        head = "".join(f"<th {left}>{name}</th>" for name in SHOWN)
-        rows = "".join(
-            "<tr>" + "".join(f"<td {left}>{html.escape(cell)}</td>" for cell in row) + "</tr>" for row in self._shown()
-        )
-        return f"<table><thead><tr>{head}</tr></thead><tbody>{rows}</tbody></table><div>{self._footer()}</div>"
+        return f"{html_table(SHOWN, self._shown())}<div>{self._footer()}</div>"
 
     def _shown(self) -> list[tuple[str, ...]]:
         rows = [dict(zip(COLUMNS, row, strict=True)) for row in self._store.rows(SHOWN_ROWS)]
         return [tuple(_cell(name, row[name]) for name in SHOWN) for row in rows]
 
     def _footer(self) -> str:
-        return f"{len(self)} requests are recorded; the last {SHOWN_ROWS} are shown, .df has all"
+        return f"{len(self)} requests are recorded; the newest {SHOWN_ROWS} are shown, .df contains all"
 
 
 def load_requests(path: str | os.PathLike[str], lab: LabAccess | None = None) -> RequestList:

@@ -1,4 +1,4 @@
-"""Define ``Steer``: a vector that is added to the residual stream of a request, with the model that it was made for."""
+"""Define ``Steer``: a vector that is added to the residual stream of a request, and the model it was made for."""
 
 from __future__ import annotations
 
@@ -25,27 +25,26 @@ FORMAT = "lmx-lab steering vector 1"
 
 @dataclass(frozen=True, eq=False, repr=False)
 class Steer:
-    """``scale`` times ``vector`` is added to the output of a layer, at each token of a prompt and of its answer.
+    """A vector that is added, times ``scale``, to the output of a layer at each token of a prompt and its answer.
 
     The output of a layer is ``blocks.{layer}.hook_resid_post``. ``lab.chat(..., steer=[Steer(...)])`` steers one
-    request, and no other request that is computed at the same time. A multiple, such as ``2 * steer``, has another
-    scale.
+    request, but no other request in the same batch. Multiplication, such as ``2 * steer``, multiplies the scale.
 
     Raises:
-        InvalidRequestError: the vector is not a list of finite numbers, or the layer or the scale are not numbers.
+        InvalidRequestError: the vector is not a list of finite numbers, or the layer or the scale is not a number.
     """
 
     layer: int
-    """Index of the layer, from 0."""
+    """Index of the layer, starting at 0."""
     vector: Vectors
     """One number for each component of the residual stream."""
     scale: float = 1.0
     model: str = field(default="", kw_only=True)
     """Id of the model for which the vector was made."""
     weights: str = field(default="", kw_only=True)
-    """SHA-256 of the files of this model; another model refuses the vector. Empty if it is not known."""
+    """SHA-256 of the files of this model; other models refuse the vector. Empty if the hash is not known."""
     source: Mapping[str, Any] = field(default_factory=dict, kw_only=True)
-    """What the vector was made of, as JSON values."""
+    """The data from which the vector was computed, as JSON values."""
 
     def __post_init__(self) -> None:
         try:
@@ -63,7 +62,7 @@ class Steer:
                 f"component {at} of the vector is {vector[at]}; it must be finite", param="vector"
             )
         if isinstance(self.layer, bool) or not isinstance(self.layer, int | np.integer) or self.layer < 0:
-            raise InvalidRequestError(f"layer is {self.layer!r:.40}; it must be an integer from 0", param="layer")
+            raise InvalidRequestError(f"layer is {self.layer!r:.40}; it must be an integer, 0 or more", param="layer")
         is_number = isinstance(self.scale, int | float | np.number) and not isinstance(self.scale, bool)
         if not is_number or not math.isfinite(self.scale):
             raise InvalidRequestError(f"scale is {self.scale!r:.40}; it must be a finite number", param="scale")
@@ -109,10 +108,10 @@ class Steer:
 
     @classmethod
     def load(cls, path: str | os.PathLike[str]) -> Steer:
-        """Return the vector in a file that ``save`` has written.
+        """Return the vector in a file written by ``save``.
 
         Raises:
-            InvalidRequestError: the file does not exist, or is not the file of a vector.
+            InvalidRequestError: the file does not exist, or does not contain a steering vector.
         """
         source = Path(path).expanduser()
         try:
@@ -131,22 +130,22 @@ class Steer:
             raise InvalidRequestError(f"{source} cannot be read: {exc.strerror or exc}", param="path") from exc
         except (KeyError, TypeError, ValueError) as exc:
             raise InvalidRequestError(
-                f"{source} is not the file of a steering vector ({exc}); use one that Steer.save has written",
+                f"{source} does not contain a steering vector ({exc}); pass a file written by Steer.save",
                 param="path",
             ) from exc
 
     def __repr__(self) -> str:
-        # Comparisons identify a setting by this text, so it contains a digest of the vector.
+        # Comparisons identify settings by this text, so it contains a digest of the vector.
         digest = hashlib.sha256(self.vector.tobytes()).hexdigest()[:12]
         made_for = f", of {self.model}" if self.model else ""
         return f"<Steer layer {self.layer}, scale {self.scale:g}, {self.width} components {digest}{made_for}>"
 
 
 def mean_difference(layer: int, positive: Sequence[Vectors], negative: Sequence[Vectors], *, normalize: bool) -> Steer:
-    """Return the vector from the mean of one group of activations to the mean of the other.
+    """Return the difference between the mean activations of two groups as a steering vector.
 
     Args:
-        normalize: Whether the vector has length 1. Otherwise it is the difference itself.
+        normalize: Whether to scale the vector to length 1.
 
     Raises:
         InvalidRequestError: both means are equal.

@@ -39,11 +39,11 @@ MEMORY_BYTES = 64 * 2**20
 FILE_BYTES = 4 * 2**30
 """Maximum size of the records in a file. The oldest ones are deleted first."""
 MAX_PENDING = 1000
-"""Maximum number of records that wait to be written. Further ones are dropped."""
+"""Maximum number of records that wait to be written. Additional records are dropped."""
 PAGE = 500
-"""Number of records that an iteration reads at once."""
+"""Number of records that an iteration reads in one query."""
 SHOWN_CHARACTERS = 200
-"""Length of the beginning of an answer in the table of all records."""
+"""Number of characters of an answer in the table of all records."""
 BUSY_S = 10.0
 """Time to wait for another process that writes to the same file."""
 VERSION = 1
@@ -82,7 +82,7 @@ def open_database(
     *,
     purpose: str,
     param: str,
-    remedy: str = "give the path of another file",
+    remedy: str = "pass another path",
     read_only: bool = False,
 ) -> sqlite3.Connection:
     """Open an SQLite file, which is created if it does not exist. Only its owner can read a new file.
@@ -90,10 +90,10 @@ def open_database(
     Args:
         path: None opens a database in memory.
         prepare: Checks the content of the database, and creates the tables of a new one.
-        purpose: What the file is used as, for the error message.
+        purpose: Description of the use of the file, for the error message.
         param: The argument that named the file, for the error message.
-        remedy: What to do if the file cannot be opened, for the error message.
-        read_only: Whether the file must exist, and is not changed.
+        remedy: What the user can do if the file cannot be opened, for the error message.
+        read_only: Whether to open an existing file without changing it.
 
     Raises:
         InvalidRequestError: the file cannot be opened.
@@ -103,7 +103,7 @@ def open_database(
         absolute = path.expanduser().absolute()
         name = f"{absolute.as_uri()}?mode={'ro' if read_only else 'rwc'}"
         if not read_only:
-            # SQLite gives its other files the same mode. If the file cannot be created, opening it says why.
+            # SQLite gives its other files the same mode. If the file cannot be created, opening it raises the error.
             with contextlib.suppress(OSError):
                 os.close(os.open(absolute, os.O_CREAT | os.O_EXCL, 0o600))
     try:
@@ -121,7 +121,7 @@ def open_database(
 def create_tables(
     connection: sqlite3.Connection, schema: str, is_created: Callable[[sqlite3.Connection], bool]
 ) -> None:
-    """Create the tables of a new database, unless another process has created them in the meantime.
+    """Create the tables of a new database, unless another process has created them.
 
     Args:
         schema: The statements, separated by semicolons.
@@ -135,11 +135,11 @@ def create_tables(
 
 
 class RecordStore:
-    """Stores records, and deletes the oldest ones above its limits. Its methods may be called on any thread.
+    """Stores records, and deletes the oldest ones above its limits. All methods are thread-safe.
 
     Args:
         path: The file, which is created if it does not exist; None stores the records in memory.
-        read_only: Whether the file must exist, and is not changed.
+        read_only: Whether to open an existing file without changing it.
         max_records: Maximum number of records; None sets no limit.
         max_batch_records: Maximum number of records of batches that this store has added; None sets no limit.
         max_bytes: Maximum total size of the records.
@@ -161,10 +161,10 @@ class RecordStore:
         self._max_records = max_records
         self._max_batch_records = max_batch_records
         self._batch_ids: deque[int] = deque()
-        """Ids of the records of batches, the oldest first, if their number is limited. Some may have been deleted."""
+        """Ids of the records of batches, oldest first, if their number is limited. Some may have been deleted."""
         self._max_bytes = max_bytes
         self._read_only = read_only
-        # It starts its thread with the first record.
+        # Starts its thread when the first record is added.
         self._executor = ThreadPoolExecutor(max_workers=1, thread_name_prefix="lmx-lab-records")
         self._pending = threading.Semaphore(MAX_PENDING)
         self._has_warned = False
@@ -180,13 +180,13 @@ class RecordStore:
     # Writing
 
     def add(self, make: Callable[[], Record], key: str, on_new: Callable[[int], None] = lambda id_: None) -> None:
-        """Store a record, later. If that fails, a warning is logged once, and the record is dropped.
+        """Queue a record to be stored. If this fails, a warning is logged once, and the record is dropped.
 
         Args:
             make: Creates the record; called on the thread of the store.
             key: Digest of the model's files. With a provenance that was stored before and the same key, the hashes in
                 that provenance are used.
-            on_new: Called with the id of the provenance if it is a new one.
+            on_new: Called with the id of the provenance if it is new.
         """
         if not self._pending.acquire(blocking=False):
             self._warn(f"more than {MAX_PENDING} records wait to be written")
@@ -206,7 +206,7 @@ class RecordStore:
             self._executor.submit(write)
 
     def set_hashes(self, provenance: int, *, weights: str, template: str) -> None:
-        """Store the hashes of a model's files, later."""
+        """Queue the hashes of a model's files to be stored."""
 
         def write() -> None:
             with contextlib.suppress(sqlite3.Error), self._connection:
@@ -221,10 +221,10 @@ class RecordStore:
         """Delete records, or all of them. Their content is overwritten in the file.
 
         Raises:
-            InvalidRequestError: the recording was opened to be read only, or cannot be written.
+            InvalidRequestError: the recording was opened read-only, or cannot be written.
         """
         if self._read_only:
-            raise InvalidRequestError(f"{self.path} was opened to be read; delete records where they are recorded")
+            raise InvalidRequestError(f"{self.path} was opened read-only; delete records in the lab that records them")
 
         def write() -> None:
             connection = self._connection
@@ -265,7 +265,7 @@ class RecordStore:
         return self._read(f"{ONE} WHERE records.id > ? ORDER BY records.id LIMIT {PAGE}", after)
 
     def rows(self, last: int | None = None) -> list[tuple[Any, ...]]:
-        """Return ``COLUMNS`` of the last records, or of all of them, the oldest first."""
+        """Return ``COLUMNS`` of the last records, or of all of them, oldest first."""
         sql = f"SELECT {', '.join(COLUMNS)} FROM records ORDER BY id DESC LIMIT ?"
         return self._call(lambda: self._connection.execute(sql, (-1 if last is None else last,)).fetchall())[::-1]
 
@@ -282,7 +282,7 @@ class RecordStore:
         is_empty = connection.execute("SELECT count(*) FROM sqlite_master").fetchone()[0] == 0
         if version != VERSION and not (is_empty and not self._read_only):
             raise InvalidRequestError(
-                f"{self.path} is not a recording of this version of LMX Lab; give the path of another file",
+                f"{self.path} is not a recording of this version of LMX Lab; pass another path",
                 param="record_to",
             )
         if self._read_only:
@@ -365,7 +365,7 @@ class RecordStore:
         return [decode_record(data, id_=id_, provenance=decode_provenance(known)) for id_, data, known in rows]
 
     def _call(self, work: Callable[[], T]) -> T:
-        """Run a statement after all records that were added before.
+        """Run a statement after all previously added records are written.
 
         Raises:
             LabError: the recording was closed, or cannot be read or written.
@@ -383,14 +383,14 @@ class RecordStore:
         if not self._has_warned:
             self._has_warned = True
             log.warning(
-                "a request could not be recorded to %s: %s; it was answered nevertheless, and further requests that "
-                "cannot be recorded are not reported",
+                "a request could not be recorded in %s: %s; it was still answered. Further requests that "
+                "cannot be recorded are not logged",
                 self.path or "memory",
                 reason,
             )
 
     def __iter__(self) -> Iterator[Record]:
-        """Iterate over all records, the oldest first, without reading all of them at once."""
+        """Iterate over all records, oldest first, without reading all of them into memory."""
         after = 0
         while page := self.page(after):
             yield from page

@@ -9,12 +9,12 @@ from lmx_lab.errors import InvalidRequestError
 
 
 def write_text_file(path: str | os.PathLike[str], text: str) -> Path:
-    """Write a text to a file, and return its path. Raises the same as ``write_file``."""
+    """Write a text to a file, and return its path. See ``write_file`` for errors."""
     return write_file(path, text.encode())
 
 
 def write_file(path: str | os.PathLike[str], content: bytes) -> Path:
-    """Write a file, and return its path. A ``~`` at its beginning stands for the user's home folder.
+    """Write a file, and return its path. A leading ``~`` stands for the user's home folder.
 
     Raises:
         InvalidRequestError: the file cannot be written, for example because its folder does not exist.

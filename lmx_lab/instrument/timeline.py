@@ -1,6 +1,4 @@
-"""Show what an engine did for requests, and when models were loaded, as a data frame, bars, an explanation and a file
-for Perfetto.
-"""
+"""Show the steps of requests and the loads of models as a data frame, bars, an explanation, or a file for Perfetto."""
 
 from __future__ import annotations
 
@@ -31,7 +29,7 @@ COLORS = {
     **{"load": "#9270ca", "unload": "#d3c4ec"},
 }
 SHOWN_REQUESTS = 30
-"""Maximum number of requests in the display; a data frame has all of them."""
+"""Maximum number of requests in the display; the data frame contains all."""
 EXPLAINED = 8
 """Maximum number of slow steps and pauses that an explanation lists."""
 PROCESS = 1
@@ -39,10 +37,10 @@ PROCESS = 1
 
 
 class Timeline(Sequence[RequestTimeline]):
-    """What an engine did for requests, the oldest first. In a notebook it is displayed as bars.
+    """The steps of an engine for each request, oldest request first. Notebooks display them as bars.
 
     Attributes:
-        models: Loads and unloads of models, the oldest first.
+        models: Loads and unloads of models, oldest first.
     """
 
     def __init__(self, requests: Sequence[RequestTimeline], models: Sequence[ModelTimeline] = ()) -> None:
@@ -64,10 +62,10 @@ class Timeline(Sequence[RequestTimeline]):
         """A data frame with one row for each span of each request, load and unload.
 
         ``span`` is ``request``, one of its phases ``queued``, ``prefill`` and ``decode`` (``depth`` 1), or a step
-        (``depth`` 2): a chunk of the prompt, a decode step, or a pause. ``at`` is the time when it began, and
-        ``start_s`` the same relative to the arrival of the request. ``step`` is the number of the engine's step, which
-        is the same for requests that were computed together; ``requests`` is the number of requests that had a slot,
-        and ``kv_bytes`` is the estimated size of their KV caches (its maximum, for a request or a phase).
+        (``depth`` 2): a chunk of the prompt, a decode step, or a pause. ``at`` is its start time, and ``start_s`` the
+        start relative to the arrival of the request. ``step`` is the number of the engine's step, which is the same for
+        requests in one batch; ``requests`` is the number of requests that had a slot, and ``kv_bytes`` is the estimated
+        size of their KV caches (its maximum, for a request or a phase).
 
         For a load, ``request`` is missing, ``request_id`` is empty, and ``span`` is ``load`` or ``unload``, or one of
         its stages (``depth`` 1), such as ``download``.
@@ -91,16 +89,16 @@ class Timeline(Sequence[RequestTimeline]):
         )
 
     def explain(self, at: int = -1) -> str:
-        """Explain where the time of a request went, and what the engine did for other requests meanwhile.
+        """Explain what the time of a request was spent on, and what the engine did for other requests at that time.
 
         Raises:
-            InvalidRequestError: there is no such request.
+            InvalidRequestError: the request does not exist.
         """
         try:
             one = self._requests[at]
         except (IndexError, TypeError):
             raise InvalidRequestError(
-                f"there is no request {at!r:.40}; the timeline has {len(self)}", param="at"
+                f"there is no request {at!r:.40}; the timeline contains {len(self)}", param="at"
             ) from None
         return "\n".join(self._sentences(one))
 
@@ -131,7 +129,7 @@ class Timeline(Sequence[RequestTimeline]):
             others = self._meanwhile(one, segment.start_s, segment.end_s)
             yield f"{what} {segment.duration_s:.3f} s, {segment.start_s:.3f} s after its arrival{others}."
         if len(marked) > EXPLAINED:
-            yield f"{len(marked) - EXPLAINED} shorter slow steps or pauses are not listed; .df has all steps."
+            yield f"{len(marked) - EXPLAINED} shorter slow steps or pauses are not listed; .df contains all steps."
 
     def _meanwhile(self, one: RequestTimeline, start_s: float, end_s: float) -> str:
         others = others_during(self._requests, one, start_s, end_s)
@@ -262,7 +260,7 @@ def _span_events(spans: Sequence[Span], thread: int, offset_s: float) -> Iterato
     """Yield a complete event for each span."""
     common = {"cat": spans[0].name, "pid": PROCESS, "tid": thread}
     for span in spans:
-        # Rounded at both ends, so that a span remains within the one that contains it.
+        # Both ends are rounded, so that a span remains within the span that contains it.
         start, end = (round((offset_s + at) * 1e6) for at in (span.start_s, span.start_s + span.duration_s))
         arguments = {"tokens": span.tokens, "step": span.step, "requests": span.requests, "kv_bytes": span.kv_bytes}
         arguments = {name: value for name, value in arguments.items() if value}

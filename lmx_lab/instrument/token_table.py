@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-import html
 import math
 from collections.abc import Sequence
 from itertools import islice
 from typing import TYPE_CHECKING, overload
 
-from lmx_lab.frames import align_columns, pandas_for
+from lmx_lab.frames import align_columns, html_table, pandas_for
 from lmx_lab.values.generation import TokenLogprob
 
 if TYPE_CHECKING:
@@ -54,14 +53,8 @@ class TokenTable(Sequence[TokenLogprob]):
         return "\n".join([*align_columns(rows), *self._footer()])
 
     def _repr_html_(self) -> str:
-        left = "style='text-align:left'"
-        head = "".join(f"<th {left}>{name}</th>" for name in COLUMNS)
-        rows = "".join(
-            "<tr>" + "".join(f"<td {left}>{html.escape(cell)}</td>" for cell in _cells(token)) + "</tr>"
-            for token in islice(self._tokens, SHOWN_ROWS)
-        )
-        foot = "".join(f"<div>{line}</div>" for line in self._footer())
-        return f"<table><thead><tr>{head}</tr></thead><tbody>{rows}</tbody></table>{foot}"
+        table = html_table(COLUMNS, map(_cells, islice(self._tokens, SHOWN_ROWS)))
+        return table + "".join(f"<div>{line}</div>" for line in self._footer())
 
     def _footer(self) -> list[str]:
         more = len(self) - SHOWN_ROWS

@@ -1,4 +1,4 @@
-"""Convert texts, conversations, token ids and answers to the texts of traces."""
+"""Convert texts, conversations, token ids and answers to the input of traces."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ class Answer(Protocol):
 
 
 What = str | Sequence[int] | Sequence[Mapping[str, Any]] | Answer
-"""A text, token ids, messages, or an answer, of which the prompt and the answer are computed."""
+"""A text, token ids, messages, or an answer, which is traced together with its prompt."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -47,7 +47,7 @@ class Traced:
             trace: The fields of one of the classes of ``AnyTrace``, without ``input``.
 
         Raises:
-            LabError: see ``ModelManager.trace``; a field is invalid, or the files of the model have changed since.
+            LabError: see ``ModelManager.trace``; a field is invalid, or the files of the model have changed.
         """
         if self.weights:
             await backend.require_weights(self.model, self.weights)
@@ -70,7 +70,7 @@ def traced(what: What) -> Traced:
     """Return the text of a trace.
 
     Raises:
-        InvalidRequestError: it is none of the kinds in ``What``, or the token ids of the answer are not known.
+        InvalidRequestError: the argument has none of the types in ``What``, or the answer has no token ids.
     """
     if isinstance(what, str):
         return Traced(text={"text": what})
@@ -94,14 +94,14 @@ def traced_answer(answer: TokenAnswer) -> Traced:
     """
     if recorded_steering(answer.request):
         raise InvalidRequestError(
-            "this answer was steered, and a trace does not add the vectors; trace its token ids for the values without "
-            "them",
+            "this answer was steered, but a trace does not add steering vectors; to trace it without them, pass its "
+            "token ids",
             param="what",
         )
     if not answer.prompt or not answer.ids:
         raise InvalidRequestError(
-            "the ids of this answer's tokens are not known, because its server runs elsewhere or the engine did not "
-            "report them; trace its text",
+            "the token ids of this answer are not known, because its server runs in another process, or the engine "
+            "did not return them; trace its text",
             param="what",
         )
     return Traced(text={"tokens": [*answer.prompt, *answer.ids]}, model=answer.model, weights=answer.weights)
@@ -145,7 +145,7 @@ def hook_list(hooks: str | Sequence[str]) -> list[str]:
 
 
 def position_list(positions: int | Sequence[int] | None) -> list[int] | None:
-    """Return positions as a list; None for all.
+    """Return positions as a list; None stands for all positions.
 
     Raises:
         InvalidRequestError: they are neither an index nor a list of indices.
@@ -171,7 +171,7 @@ def token_name(token: object, param: str) -> int | str:
         param: Name of the argument, for the message.
 
     Raises:
-        InvalidRequestError: it is neither.
+        InvalidRequestError: the value is neither of them.
     """
     if isinstance(token, str) and token:
         return token
@@ -184,7 +184,7 @@ def token_name(token: object, param: str) -> int | str:
 
 
 def integer(value: object) -> int | None:
-    """Return an integer of any type, such as those of NumPy; None for other values, including booleans."""
+    """Return an integer of any type, such as a NumPy integer; None for other values, including booleans."""
     try:
         return None if isinstance(value, bool) else operator.index(value)  # type: ignore[arg-type]
     except TypeError:
@@ -192,7 +192,7 @@ def integer(value: object) -> int | None:
 
 
 def _items(value: object) -> list[Any] | None:
-    """Return the items of a list, a range or an array; None if the value is none of them."""
+    """Return the items of a list, a range or an array; None for other values."""
     if isinstance(value, str | bytes | bytearray | Mapping) or not (
         isinstance(value, Iterable) and isinstance(value, Sized)
     ):

@@ -1,4 +1,4 @@
-"""Branches of an answer: what the model would have written after another token, as a tree."""
+"""Define the tree of an answer and its branches, in which the model continues after another token."""
 
 from __future__ import annotations
 
@@ -63,15 +63,15 @@ class CanBranch(ABC):
         with the sampling parameters of the request. The branch is recorded.
 
         Args:
-            at: Position of the token, from 0.
-            token: Its id, or a text that is exactly one token of the model.
-            name: Name in the tree; by default ``branch 1`` and so on.
+            at: Position of the token, starting at 0.
+            token: Id of the new token, or a text that is exactly one token of the model.
+            name: Name in the tree; by default ``branch 1``, ``branch 2``, etc.
             seed: Seed of the rest; by default a random one.
-            max_tokens: Maximum number of tokens of the whole answer; by default that of the request.
+            max_tokens: Maximum number of tokens of the whole answer; by default the limit of the request.
 
         Raises:
-            InvalidRequestError: there is no such position or no such token, the position is inside a character, the
-                answer is a forced tool call, or the files of the loaded model have changed since.
+            InvalidRequestError: the position or the token does not exist, the position is inside a character, the
+                answer is a forced tool call, or the files of the loaded model have changed.
             NotLoadedError: another model is loaded.
         """
         start = self._start
@@ -90,7 +90,7 @@ class CanBranch(ABC):
         seed: int | None = None,
         max_tokens: int | None = None,
     ) -> Branch:
-        """Do the same as ``branch`` on a running event loop."""
+        """Return the same as ``branch``, on a running event loop."""
         start = self._start
         lab = start._tree._require_lab(name)
         answer = await lab.call(
@@ -105,7 +105,7 @@ class Branch(CanBranch):
     Attributes:
         parent: The answer from which it branches; None for the first answer of the tree.
         at: Position of the first token that differs from the parent; None for the first answer.
-        token: The token that was chosen there, as a text or as an id; None for the first answer.
+        token: Text or id of the token at this position; None for the first answer.
         answer: The answer with its tokens.
         branches: The answers that branch from this one.
     """
@@ -179,7 +179,7 @@ class Branch(CanBranch):
 
     @property
     def logprob(self) -> float:
-        """Log-probability of the whole answer. If it is not known, the tokens are scored first. Raises as ``lens``."""
+        """Log-probability of the whole answer. If it is not known, the tokens are scored. See ``lens`` for errors."""
         return self.lens().logprob
 
     @property
@@ -213,11 +213,11 @@ class HasTokens(CanBranch):
     def lens(self, *, color: ColorBy = "probability") -> TokenLens:
         """Return the probabilities of the answer's tokens.
 
-        They are those of the answer if the request asked for ``logprobs``. Otherwise the same tokens are scored now,
-        for which the model has to be loaded.
+        They are those of the answer if the request contains ``logprobs``. Otherwise, the same tokens are scored, which
+        requires that the model is loaded.
 
         Args:
-            color: What selects the colours in the display: ``probability``, ``entropy`` or ``rank``.
+            color: Value that determines the colours of the display: ``probability``, ``entropy`` or ``rank``.
 
         Raises:
             NotLoadedError: another model is loaded.
@@ -233,11 +233,11 @@ class HasTokens(CanBranch):
         return await lab.call(lambda backend: scored_lens(backend, answer, color=color))
 
     def trace(self, hooks: str | Sequence[str], *, positions: int | Sequence[int] | None = None) -> ActivationCache:
-        """Compute the prompt and the answer again, and return values from the inside of the model; see ``Lab.trace``.
+        """Compute the prompt and the answer again, and return internal values of the model; see ``Lab.trace``.
 
         Raises:
             NotLoadedError: another model is loaded.
-            InvalidRequestError: the tokens of the answer are not known, or there is no such hook or position.
+            InvalidRequestError: the tokens of the answer are not known, or a hook or position does not exist.
         """
         lab, text = self._traced()
         return ActivationCache(lab.run(lambda backend: text.run(backend, activation_fields(hooks, positions))))
@@ -271,7 +271,7 @@ class HasTokens(CanBranch):
 class AnswerTree:
     """An answer and its branches. Iterating yields all of them, each one before its own branches.
 
-    ``tree["name"]`` is the branch of this name. The first answer has the name ``answer``.
+    ``tree["name"]`` is the branch with this name. The first answer has the name ``answer``.
 
     Args:
         lab: The lab that generates and scores; None if there is none.

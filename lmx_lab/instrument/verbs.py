@@ -1,4 +1,4 @@
-"""The methods of a lab that compare settings and show timelines."""
+"""Define the methods of a lab that compare settings and show timelines."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ class InstrumentVerbs:
     """The methods of ``Lab`` that compare settings and show timelines."""
 
     def timeline(self: InstrumentOwner, last_s: float = DEFAULT_TIMELINE_S) -> Timeline:
-        """Return what the engines did for the requests of all clients in the last ``last_s`` seconds, and the loads.
+        """Return the timeline of the requests of all clients, and of loads, in the last ``last_s`` seconds.
 
         The server keeps the last 256 requests, including running ones, and the last 64 loads and unloads. A timeline
         contains neither texts nor tokens.
@@ -42,7 +42,7 @@ class InstrumentVerbs:
         return _timeline(self._access.run(lambda backend: backend.timeline(last_s)))
 
     async def atimeline(self: InstrumentOwner, last_s: float = DEFAULT_TIMELINE_S) -> Timeline:
-        """Do the same as ``timeline`` on a running event loop."""
+        """Return the same as ``timeline``, on a running event loop."""
         _check_seconds(last_s)
         return _timeline(await self._access.call(lambda backend: backend.timeline(last_s)))
 
@@ -63,11 +63,11 @@ class InstrumentVerbs:
         Args:
             prompts: Texts, or conversations.
             settings: A dictionary of settings by their names, or a list of settings.
-            path: An SQLite file for answers and scores. An interrupted comparison continues if it is run again with it.
-            all_scores: Whether models are loaded a second time, to score the answers of models that were loaded later.
+            path: An SQLite file for answers and scores. Another run with the same file continues an interrupted one.
+            all_scores: Whether to load models a second time, to score the answers of models that were loaded later.
 
         Raises:
-            InvalidRequestError: a prompt or a setting is invalid, or the server runs elsewhere.
+            InvalidRequestError: a prompt or a setting is invalid, or the server runs in another process.
             NotLoadedError: no setting names a model, and none is loaded.
         """
         access = self._access
@@ -86,7 +86,7 @@ class InstrumentVerbs:
         path: str | os.PathLike[str] | None = None,
         all_scores: bool = False,
     ) -> Comparison:
-        """Do the same as ``compare`` on a running event loop."""
+        """Return the same as ``compare``, on a running event loop."""
         access = self._access
         run = ComparisonRun(access.backend, prompts, settings, path=path, all_scores=all_scores)
         with run, counter("compare") as shown:

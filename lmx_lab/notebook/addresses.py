@@ -52,7 +52,7 @@ class Addresses:
 
     @property
     def browser_step(self) -> str | None:
-        """What the user has to do where only the browser can tell the address; None elsewhere."""
+        """The step for the user if only the browser knows the address; None otherwise."""
         return urls.browser_step(self.port, os.environ)
 
     def policy(self) -> GuardPolicy:

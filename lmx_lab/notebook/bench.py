@@ -1,4 +1,4 @@
-"""Run the measurement of ``lab.bench``: send the requests over HTTP from a separate thread, and collect the results."""
+"""Run the measurement of ``lab.bench``: send requests over HTTP from a separate thread, and collect the results."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ class Measurement:
     """
 
     def __init__(self, targets: Sequence[Target], plan: Sweep, recorder: Recorder | None) -> None:
-        frame(())  # Raises now, and not after the measurement.
+        frame(())  # Raises ImportError before the measurement.
         cases = plan.cases()
         self.interrupted = False
         self._targets, self._plan, self._recorder = list(targets), plan, recorder
@@ -114,7 +114,7 @@ def prepare_measurement(
 
     Args:
         lab: The first target.
-        compare: Further targets, which are measured in turns with the first one.
+        compare: Other targets, which are measured alternately with the first one.
         record: Whether to store the run, or the folder for it.
         folder: The folder to use if ``record`` is True; None selects ``bench`` in the home of the current settings.
 
@@ -135,7 +135,7 @@ async def measure(
     record: bool | Path | str,
     workbench: Workbench,
 ) -> pd.DataFrame:
-    """Measure the server of a lab, show the progress, and return the table of results. This is a verb.
+    """Measure the server of a lab, show the progress, and return the table of results. Runs as a verb.
 
     An interrupt stops running requests, and the table has the results so far.
     """

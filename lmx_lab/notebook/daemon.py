@@ -91,13 +91,13 @@ class LabDaemon(Daemon):
         tools: Sequence[str] | None = None,
         messages: Sequence[SessionMessage] = (),
     ) -> Session:
-        """Create a session, or return the existing one of this id. ``session.run("…")`` runs a turn in it."""
+        """Create a session, or return the existing one with this id. ``session.run("…")`` runs a turn in it."""
         return self.client.session(
             session_id, title=title, model=model, system_prompt=system_prompt, tools=tools, messages=messages
         )
 
     def sessions(self, *, limit: int | None = None, q: str | None = None) -> SessionList:
-        """List the sessions, the last used first."""
+        """List the sessions, most recently used first."""
         return self.client.sessions(limit=limit, q=q)
 
     # Events
@@ -105,7 +105,7 @@ class LabDaemon(Daemon):
     def events(
         self, *, after: int | None = None, session_ids: Sequence[str] = (), types: Sequence[str] = ()
     ) -> BlockingSubscription:
-        """Subscribe to events, over lost connections and restarts of the daemon.
+        """Subscribe to events. The subscription survives lost connections and restarts of the daemon.
 
         ``with lab.daemon.events(after=0) as events: for event in events: …``
         """
@@ -130,7 +130,7 @@ class LabDaemon(Daemon):
     def add_mcp_server(self, name: str, command: Sequence[str] = (), **fields: Any) -> McpServerRecord:
         """Add an MCP server and start it: a program with its arguments, or ``url=`` for a running server.
 
-        If there is a server of this name, it is changed, so that a cell can be run again. The daemon keeps the server
+        If a server with this name exists, it is changed, so that a cell can be run again. The daemon keeps the server
         and starts it in later runs, until ``remove_mcp_server``.
 
         Args:
@@ -142,7 +142,7 @@ class LabDaemon(Daemon):
         """
         if isinstance(command, str):
             raise InvalidRequestError(
-                f"command is {command!r:.200}; give the program and its arguments as a list: {command.split()!r:.200}",
+                f"command is {command!r:.200}; pass the program and its arguments as a list: {command.split()!r:.200}",
                 param="command",
             )
         if command:
@@ -193,7 +193,7 @@ class _NestingPortal(Portal):
             raise
 
     def _served_here(self) -> asyncio.AbstractEventLoop | None:
-        """Return the running loop if it serves the model, else None."""
+        """Return the running loop if it serves the model; None otherwise."""
         here = asyncio._get_running_loop()
         return here if here is not None and serves(here, self._upstream_url) else None
 

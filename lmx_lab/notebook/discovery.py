@@ -91,7 +91,7 @@ def find_labs(timeout_s: float = FOUND_S, *, interfaces: Sequence[str] | None = 
     found = _in_thread(_browse, timeout_s, interfaces)
     if not found:
         return []
-    # A loop of its own, because the caller may be on a running one.
+    # A separate loop, because the caller may be on a running one.
     thread = LoopThread("lmx-lab-discover")
     thread.start()
     try:
@@ -237,7 +237,7 @@ class Announcement:
             properties=self._properties,
             server=f"lmx-lab-{secrets.token_hex(6)}.local.",
         )
-        # zeroconf itself asks for answers by unicast, which reach only one of the programs of this machine.
+        # zeroconf requests unicast answers by default, which reach only one program on this machine.
         browser = self._zeroconf.ServiceBrowser(
             self._network, SERVICE, handlers=[lambda **_: None], question_type=self._zeroconf.DNSQuestionType.QM
         )

@@ -41,9 +41,9 @@ NOT_USED = {
     "n": "each row has one answer; repeat the rows of the table instead",
     "schema": "score texts, or pass a function that parses the answer",
 }
-"""Parameters of ``map`` that ``evaluate`` does not accept, and what to do instead."""
+"""Parameters of ``map`` that ``evaluate`` does not accept, and the alternative to each."""
 SCORING_S = 0.1
-"""Maximum time for which scores are computed, apart from that of one row, before an interrupt is noticed."""
+"""Maximum time between two checks for an interrupt while scores are computed, apart from the time of one row."""
 NOT_SCORED = "was not scored, because the run was interrupted"
 NOT_JUDGED = "was not judged, because the run was interrupted"
 
@@ -78,18 +78,18 @@ class EvaluateVerbs:
         store: bool = True,
         **parameters: Any,
     ) -> Evaluation:
-        """Answer a prompt for each row of a table as ``map``, score the answers, and return the mean with its interval.
+        """Answer a prompt for each row of a table like ``map``, score the answers, and return the mean score.
 
         Args:
             frame: A data frame, a series, or a list of dictionaries or texts.
             prompt: A template such as ``"What is {a} + {b}?"``, messages, or a function of a row, as for ``map``.
-            answer: The column with the expected answers. A function as ``metric`` receives the row if it is left out.
-            metric: ``exact_match``, ``contains``, ``regex``, ``numeric``; a metric of ``lmx_lab.evals`` with its
+            answer: The column with the expected answers. Without it, a function as ``metric`` receives the row instead.
+            metric: ``exact_match``, ``contains``, ``regex`` or ``numeric``; a metric from ``lmx_lab.evals`` with its
                 options, such as ``Choice(["yes", "no"])`` or ``Judge(prompt)``; or a function of the answer and the
                 expected value that returns a number, 1 for a right answer.
-            name: The name of the experiment; by default that of the metric.
-            store: Whether the evaluation is stored in ``lab.experiments``. An interrupted one is not stored. If the
-                file cannot be written, a warning says why.
+            name: The name of the experiment; by default the name of the metric.
+            store: Whether the evaluation is stored in ``lab.experiments``. An interrupted evaluation is not stored. If
+                the file cannot be written, a warning contains the reason.
             parameters: ``cache``, ``errors``, ``retry``, ``seed``, ``system`` and the sampling parameters, as for
                 ``map``.
 
@@ -97,14 +97,14 @@ class EvaluateVerbs:
             NotLoadedError: no model is loaded.
             InvalidRequestError: an argument is invalid, or a column does not exist.
             BatchStoppedError: no further row can be answered or judged, for example because the model was unloaded.
-                Its attribute ``frame`` contains the complete answers.
+                The attribute ``frame`` of the error contains the complete answers.
             ImportError: pandas is not installed.
         """
         started_at = time.time()
         table = _Table(frame, prompt, answer, read_metric(metric))
         _check(parameters, name)
         loaded = await _loaded(self)
-        # Before the first row, because without a judge there would be no scores.
+        # Before the first row is answered, because there are no scores without a judge.
         judging = await _judging(self, table.metric) if isinstance(table.metric, Judge) else None
         if isinstance(table.metric, Choice):
             answers = await _score_choices(self, table, loaded, **parameters)
@@ -129,10 +129,10 @@ class EvaluateVerbs:
 
     @property
     def experiments(self: EvaluateOwner) -> Experiments:
-        """The stored evaluations, the oldest first: ``lab.experiments.df``, ``lab.experiments[-1]``.
+        """The stored evaluations, oldest first: ``lab.experiments.df``, ``lab.experiments[-1]``.
 
-        They are in the file ``experiments.db`` in the lab's home; if the server runs elsewhere, in the home of this
-        machine.
+        They are in the file ``experiments.db`` in the lab's home. If the server runs in another process, the file is in
+        the default home of this machine.
         """
         local = self._local
         home = Settings.read().home if local is None else local.settings.home
@@ -161,13 +161,13 @@ class _Table:
         self.labelled = list(source.rows)
         rows = [row for _, row in self.labelled] or pandas_for("evaluate").DataFrame(columns=self.columns)
         self.given = frame if source.library is None else rows
-        """The rows for ``map``, as a table whose answers are a data frame of pandas."""
+        """The rows for ``map``, in a form for which ``map`` returns a pandas data frame."""
 
     def source(self) -> RowSource:
         return RowSource(rows=iter(self.labelled), columns=self.columns, index=self.index)
 
     async def evaluated(self, answers: pd.DataFrame) -> tuple[list[EvaluatedRow], bool]:
-        """Return the rows with their scores, for a judge without, and whether this was interrupted. Runs as a verb."""
+        """Return the rows, and whether scoring was interrupted. With a judge, no row has a score. Runs as a verb."""
         records = answers.astype(object).where(answers.notna(), None).to_dict("records")
         rows: list[EvaluatedRow] = []
         paused_at = time.monotonic()
@@ -175,7 +175,7 @@ class _Table:
         for (label, row), record in zip(self.labelled, records, strict=True):
             try:
                 if not interrupted and time.monotonic() - paused_at > SCORING_S:
-                    # An interrupt is raised only in a step.
+                    # An interrupt is raised only while a verb waits for the event loop.
                     await on_loop(asyncio.sleep(0))
                     paused_at = time.monotonic()
                 scored = self._evaluated(label, row, record, NOT_SCORED if interrupted else None)
@@ -202,7 +202,9 @@ class _Table:
             return replace(found, error=not_scored)
         try:
             if self._answer is not None and is_missing(expected):
-                raise InvalidRequestError(f"the column {self._answer} has no value in this row")
+                raise InvalidRequestError(
+                    f"the column {self._answer} has no value in this row; remove the row, or add the expected answer"
+                )
             return self._scored(found, row, expected, answered)
         except InvalidRequestError as exc:
             return replace(found, error=exc.message)
@@ -234,7 +236,7 @@ class _Table:
         name: str,
         judging: LoadedModel | None,
     ) -> RunFacts:
-        """Return what computed the evaluation."""
+        """Return how the evaluation was computed."""
         digest = hashlib.sha256()
         for _, row in self.labelled:
             digest.update(to_json(list(row.items())).encode() + b"\n")
@@ -296,7 +298,7 @@ async def _loaded(owner: EvaluateOwner) -> LoadedModel:
 
 
 async def _judging(owner: EvaluateOwner, judge: Judge) -> LoadedModel:
-    """Return the model that judges. Runs as a verb."""
+    """Return the judge's model. Runs as a verb."""
     lab = _judging_lab(owner, judge)
     return await on_other(lab, _loaded(lab))
 
@@ -314,10 +316,10 @@ def _judging_lab(owner: EvaluateOwner, judge: Judge) -> EvaluateOwner:
 
 
 async def _judge_all(owner: EvaluateOwner, table: _Table, result: Evaluation, parameters: Mapping[str, Any]) -> bool:
-    """Add the verdicts of a judge to the rows of a result, and return whether this was interrupted. Runs as a verb.
+    """Add the verdicts of a judge to the rows of a result, and return whether judging was interrupted. Runs as a verb.
 
     Raises:
-        BatchStoppedError: the judge cannot continue. The error contains the answers, which would be lost otherwise.
+        BatchStoppedError: the judge cannot continue. The error contains the answers, so that they are not lost.
     """
     judge = table.metric
     assert isinstance(judge, Judge)
@@ -358,7 +360,7 @@ def _judged(row: EvaluatedRow, judge: Judge, verdict: Any, error: str | None) ->
 
 
 async def _store(experiments: Experiments, result: Evaluation) -> None:
-    """Store an evaluation. If that fails, warn, because an exception would lose the answers. Runs as a verb."""
+    """Store an evaluation. A failure causes only a warning, so that the answers are not lost. Runs as a verb."""
     try:
         result.id = await in_thread(lambda: experiments.add(result))
     except LabError as exc:
@@ -368,7 +370,7 @@ async def _store(experiments: Experiments, result: Evaluation) -> None:
 
 
 def _ended(row: EvaluatedRow) -> EvaluatedRow:
-    """Return a row for a judge after the run: without a score, it has an error."""
+    """Return a row after judging. A row without a score gets an error."""
     return replace(row, error=NOT_JUDGED) if row.score is None and row.error is None else row
 
 
@@ -383,7 +385,7 @@ def _check_answer(answer: str | None, metric: Metric, columns: Sequence[str]) ->
     if answer is None:
         if isinstance(metric, Judge) and "expected" in RowPrompts(metric.prompt).names:
             raise InvalidRequestError(
-                "the prompt of the judge contains {expected}, but no column has expected values; name it: answer=..., "
+                "the prompt of the judge contains {expected}, but no column has expected values; pass answer=..., "
                 f"one of {', '.join(columns)}",
                 param="answer",
             )
@@ -402,7 +404,7 @@ def _check(parameters: Mapping[str, Any], name: object) -> None:
         if each in parameters:
             raise InvalidRequestError(f"evaluate has no parameter {each}: {remedy}", param=each)
     if not isinstance(name, str):
-        raise InvalidRequestError(f"name is {name!r:.40}; it must be a text", param="name")
+        raise InvalidRequestError(f"name is {name!r:.40}; it must be a string", param="name")
 
 
 def _versions() -> dict[str, str]:

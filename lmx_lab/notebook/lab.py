@@ -1,4 +1,4 @@
-"""Define ``Lab``: the methods that use an inference server, in this process or elsewhere, and its display in notebooks.
+"""Define ``Lab``: the methods that use an inference server, in this process or another, and its display.
 
 Methods that use the server are called verbs. Every verb is written once, as a coroutine, from which ``notebook.verbs``
 derives a blocking and an awaitable method. Importing this module imports neither the engine nor the server.
@@ -69,10 +69,10 @@ CLOSED = Closed()
 
 
 class Lab(MapVerbs, EvaluateVerbs, SearchVerbs, ProbeVerbs, TraceVerbs, InstrumentVerbs, LocalProperties):
-    """An inference server, in this process or elsewhere, with methods to load models and to send requests.
+    """An inference server, in this process or another one, with methods to load models and to send requests.
 
     ``launch()`` and ``attach()`` return a lab, and ``stop()`` ends it. Every blocking method that uses the server has
-    an awaitable form, whose name begins with ``a``: ``chat`` and ``achat``. Programs with an event loop of their own
+    an awaitable form, whose name begins with ``a``: ``chat`` and ``achat``. Programs with their own event loop
     use the class directly: ``async with Lab(settings) as lab``. Some properties (``settings``, ``engine``, ``lan_url``,
     ``daemon`` and so on) exist only if the server runs in this process.
     """
@@ -101,7 +101,7 @@ class Lab(MapVerbs, EvaluateVerbs, SearchVerbs, ProbeVerbs, TraceVerbs, Instrume
 
     @classmethod
     def over(cls, server: LabServer, backend: Backend) -> Lab:
-        """Return a lab for a server that runs elsewhere."""
+        """Return a lab for a server in another process."""
         lab = cls.__new__(cls)
         lab._local = None
         lab._set(server, backend)
@@ -144,8 +144,8 @@ class Lab(MapVerbs, EvaluateVerbs, SearchVerbs, ProbeVerbs, TraceVerbs, Instrume
     async def _stop(self) -> None:
         """Stop a server of this process: unload its models and free its port. Running requests have 2.5 s to end.
 
-        If the server runs elsewhere, only the connection to it is closed, which ends the requests of this lab; the
-        server keeps running. Idempotent.
+        If the server runs in another process, only the connection to it is closed, which ends the requests of this lab;
+        the server keeps running. Idempotent.
         """
         await self._server.stop()
 
@@ -174,7 +174,7 @@ class Lab(MapVerbs, EvaluateVerbs, SearchVerbs, ProbeVerbs, TraceVerbs, Instrume
 
     @property
     def running(self) -> bool:
-        """Whether the server accepts requests. If it runs elsewhere, whether the connection to it is open."""
+        """Whether the server accepts requests or, if it runs in another process, whether the connection is open."""
         return self._server.running
 
     async def wait(self) -> None:
@@ -195,7 +195,7 @@ class Lab(MapVerbs, EvaluateVerbs, SearchVerbs, ProbeVerbs, TraceVerbs, Instrume
 
         Raises:
             AdminForbiddenError: the server allows this only to callers on its machine.
-            LabError: the load has failed; the message says why, and which model is loaded now.
+            LabError: the load has failed; the message contains the reason, and the model that is now loaded.
         """
         return await show_load(self._backend, LoadSpec.with_options(model_name(model), options))
 
@@ -208,7 +208,7 @@ class Lab(MapVerbs, EvaluateVerbs, SearchVerbs, ProbeVerbs, TraceVerbs, Instrume
         ``launch()``, ``with`` and ``async with`` do this. Models that are in memory already are not loaded again.
 
         Raises:
-            LabError: one of them could not be loaded; the server runs nevertheless.
+            LabError: one of them could not be loaded; the server still runs.
         """
         for spec in self._server.unpinned():
             await show_load(self._backend, spec)
@@ -302,7 +302,7 @@ class Lab(MapVerbs, EvaluateVerbs, SearchVerbs, ProbeVerbs, TraceVerbs, Instrume
 
         Raises:
             NotLoadedError: no model is loaded.
-            InvalidRequestError: a parameter does not exist or is out of range; the server runs elsewhere.
+            InvalidRequestError: a parameter does not exist or is out of range, or the server runs in another process.
         """
         request = chat_request(prompt, parameters)
         work = explore(self._backend, request, self._access, width=width, depth=depth, max_tokens=max_tokens)
@@ -325,7 +325,7 @@ class Lab(MapVerbs, EvaluateVerbs, SearchVerbs, ProbeVerbs, TraceVerbs, Instrume
         """Return the vectors of texts in float32: a matrix with one row for each text, or one vector for a single text.
 
         Args:
-            model: An embedding model in memory; by default the pinned one, else the loaded one.
+            model: An embedding model in memory; by default the pinned one, otherwise the loaded one.
             dimensions: Keep this number of leading components, and normalize again.
             input_type: Selects the prompt in the model's files that precedes each text; many models have no prompts.
             truncate: Cut texts that are too long for the model, instead of refusing them.
@@ -354,7 +354,7 @@ class Lab(MapVerbs, EvaluateVerbs, SearchVerbs, ProbeVerbs, TraceVerbs, Instrume
         Args:
             documents: Texts, or objects with a ``text``.
             top_n: Return only this number of rows.
-            model: A reranker or an embedding model in memory; by default a reranker, else an embedding model.
+            model: A reranker or an embedding model in memory; by default a reranker, otherwise an embedding model.
             truncate: Cut documents that are too long for the model, instead of refusing them.
 
         Raises:
@@ -462,7 +462,7 @@ class Lab(MapVerbs, EvaluateVerbs, SearchVerbs, ProbeVerbs, TraceVerbs, Instrume
 
     def _use(self, workbench: Workbench) -> Workbench:
         self._workbench = workbench
-        # Without a reference to the lab: a server elsewhere is also closed when its lab is deleted.
+        # Without a reference to the lab, so that a remote connection is also closed when its lab is deleted.
         self._server.when_closed(functools.partial(workbench.suspend_if_shown, self._backend))
         return workbench
 
@@ -559,26 +559,26 @@ class Lab(MapVerbs, EvaluateVerbs, SearchVerbs, ProbeVerbs, TraceVerbs, Instrume
         """The server of this process.
 
         Raises:
-            AttributeError: the server runs elsewhere.
+            AttributeError: the server runs in another process.
         """
         if self._local is None:
             raise AttributeError(
-                f"the server at {self.url} runs elsewhere: it has no settings, engine or requests here"
+                f"the server at {self.url} runs in another process, so this lab has no settings, engine or requests"
             )
         return self._local
 
     @property
     def requests(self) -> RequestList:
-        """The recorded requests, the oldest first: ``lab.requests[-1].replay()``, ``lab.requests.df``."""
+        """The recorded requests, oldest first: ``lab.requests[-1].replay()``, ``lab.requests.df``."""
         return RequestList(self.server.recorder.store, self._access)
 
     @property
     def daemon(self) -> LabDaemon | None:
-        """The running daemon of this lab. None if it was not started, was stopped, or if the server runs elsewhere."""
+        """The running daemon of this lab; None if it was not started, was stopped, or the lab is attached."""
         return None if self._local is None else self._local.running_daemon
 
     def start_daemon(self, *, explicit_port: bool = False, tools: PythonTools | None = None) -> LabDaemon:
-        """Start a daemon for this lab, or return the running one. ``launch(daemon=True)`` does this, too.
+        """Start a daemon for this lab, or return the running one. ``launch(daemon=True)`` also does this.
 
         Args:
             explicit_port: Whether ``settings.daemon_port`` is required; otherwise the next free port is used.

@@ -30,7 +30,7 @@ def code_html(code: str) -> str:
 
 
 class LabServer(Protocol):
-    """A server in this process (``LocalServer``), or the connection to one elsewhere (``RemoteServer``).
+    """A server in this process (``LocalServer``), or the connection to one in another process (``RemoteServer``).
 
     ``start`` and ``stop`` are verbs: see ``notebook.verbs``.
     """
@@ -43,7 +43,7 @@ class LabServer(Protocol):
     def running(self) -> bool: ...
     @property
     def bench_folder(self) -> Path | None:
-        """The folder in which runs of ``bench`` are stored; None selects the user's own."""
+        """The folder in which runs of ``bench`` are stored; None selects the user's folder."""
 
     @property
     def portal(self) -> LoopPortal:

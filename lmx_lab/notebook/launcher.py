@@ -72,7 +72,7 @@ def launch(
     Raises:
         PortTakenError: the given port is in use; a running lab keeps running.
         DaemonRunningError: another process runs a daemon in this home; the server is running, see ``current()``.
-        HostingError: the server could not start; all that had been started was stopped.
+        HostingError: the server could not start; all parts that had started were stopped.
         InvalidRequestError: an argument is not a setting, or has a wrong type.
         LabError: the model, the ``embedder`` or the ``reranker`` could not be loaded; the server is running.
     """
@@ -97,7 +97,7 @@ def launch(
         lab.load(name, engine=engine)
         stages.end(name)
     if daemon:
-        # Last, because turns that were interrupted by the daemon's last stop start at once, and need the model.
+        # Last, because turns that were interrupted by the daemon's last stop start immediately, and need the model.
         _start_daemon(lab, before, explicit=_is_set("DAEMON_PORT", settings.get("daemon_port")))
         stages.end("the daemon")
     stages.show_if_slow()

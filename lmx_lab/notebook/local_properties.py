@@ -23,7 +23,7 @@ class LocalProperties(ABC):
         """The server of this process.
 
         Raises:
-            AttributeError: the server runs elsewhere.
+            AttributeError: the server runs in another process.
         """
 
     @property
@@ -32,7 +32,7 @@ class LocalProperties(ABC):
 
     @property
     def mode(self) -> LoopMode:
-        """``kernel`` if the server runs on the kernel's event loop, ``thread`` if it has a thread of its own."""
+        """``kernel`` if the server runs on the kernel's event loop, ``thread`` if it has its own thread."""
         return self.server.mode
 
     @property

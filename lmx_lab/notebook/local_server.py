@@ -296,7 +296,7 @@ class LocalServer(LabServer):
     @property
     def place(self) -> str:
         """Where the server runs, for display."""
-        return "the kernel's loop" if self.mode == "kernel" else "a thread of its own"
+        return "the kernel's loop" if self.mode == "kernel" else "a separate thread"
 
     @property
     def running_daemon(self) -> LabDaemon | None:

@@ -41,7 +41,7 @@ class LoopLag:
         self._schedule_beat()
 
     def start_after_cell(self) -> None:
-        """Start measuring the running loop when the running cell ends; at once if no notebook runs this code.
+        """Start measuring the running loop when the running cell ends; immediately if no notebook runs this code.
 
         The cell that launches a lab blocks the loop, but there are no clients yet.
         """

@@ -30,7 +30,7 @@ NOT_USED = {
     **dict.fromkeys(("tools", "tool_choice", "parallel_tool_calls"), "map does not call tools; use lab.chat"),
     **dict.fromkeys(("logprobs", "top_logprobs", "logprob_tokens"), "the table has no column for them; use lab.chat"),
 }
-"""Parameters of ``chat`` that ``map`` does not accept, and what to do instead."""
+"""Parameters of ``chat`` that ``map`` does not accept, and the alternative to each."""
 
 
 class MapOwner(PortalOwner, Protocol):
@@ -114,28 +114,28 @@ class MapVerbs:
     ) -> pd.DataFrame | RowAnswers:
         """Answer a prompt for each row of a table, and return a table of the answers with the same index.
 
-        The columns are ``answer``, ``reasoning``, ``finish_reason``, ``error``, token counts, and times. If ``map`` is
-        interrupted, it returns the answers that are complete, with ``.attrs["interrupted"]`` true.
+        The columns are ``answer``, ``reasoning``, ``finish_reason``, ``error``, token counts, and times. An interrupted
+        ``map`` returns the answers that are complete, and sets ``.attrs["interrupted"]`` to True.
 
         Args:
-            frame: A data frame, a series, a text, or a list of dictionaries or texts (the column ``text``). The rows of
-                any other iterable are read as needed, and the result is an iterator over the answers as dictionaries.
+            frame: A data frame, a series, a text, or a list of dictionaries or texts (the column ``text``). Of any
+                other iterable, rows are read as needed, and the result is an iterator over the answers as dictionaries.
             prompt: A template such as ``"Summarise: {text}"``, which inserts the value of the column ``text``; messages
                 whose texts are templates; or a function that is called with a row and returns a text or messages.
             schema: Adds typed columns: a JSON schema, a pydantic model, or a dictionary such as ``{"days": int}``.
             n: Number of answers for each row. With more than one, labels are repeated, and ``sample`` numbers them.
             seed: A number from which the seed of each answer is derived.
-            errors: ``row`` reports the error of a row in its column ``error``; ``raise`` raises the first error.
+            errors: ``row`` reports the error of a row in the column ``error``; ``raise`` raises the first error.
             cache: An SQLite file for the answers. A later run with the same file computes only missing answers.
-            retry: ``errors`` computes the answers in the cache that have an error again.
-            labs: Other labs with the same model, which answer rows too. ``.attrs["labs"]`` has the figures of each.
+            retry: ``errors`` recomputes the answers in the cache that have an error.
+            labs: Other labs with the same model, which also answer rows. ``.attrs["labs"]`` has the statistics of each.
             parameters: ``system``, and the sampling parameters of ``chat``.
 
         Raises:
             NotLoadedError: no model is loaded.
             InvalidRequestError: an argument is invalid, a column does not exist, or the schema cannot be enforced.
-            BatchStoppedError: no further row can be answered. Its attribute ``frame`` contains the complete answers.
-            ImportError: the result would be a table, and pandas is not installed.
+            BatchStoppedError: no further row can be answered. The attribute ``frame`` contains the complete answers.
+            ImportError: the answers are returned as a table, and pandas is not installed.
         """
         source, prompts = _read_rows(frame, prompt)
         columns = None if schema is None else _read_schema(schema)
@@ -197,10 +197,10 @@ def _answers_of(run: BatchRun, source: RowSource, columns: TypedColumns | None) 
 
 
 def _backends(lab: MapOwner, others: Sequence[MapOwner]) -> list[Backend]:
-    """Return the servers that answer rows, that of ``lab`` first. Each address occurs once.
+    """Return the servers that answer rows, that of ``lab`` first, without duplicate addresses.
 
     Raises:
-        InvalidRequestError: ``others`` is not a list of labs, or one of them runs on an event loop that ``map`` blocks.
+        InvalidRequestError: ``others`` is not a list of labs, or the event loop of one is blocked by ``map``.
     """
     if not isinstance(others, Sequence) or not all(isinstance(each, MapVerbs) for each in others):
         raise InvalidRequestError(

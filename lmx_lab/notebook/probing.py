@@ -47,10 +47,10 @@ class ProbeVerbs:
 
         Args:
             positive: Texts with a property.
-            negative: Texts without it.
-            layer: Index of the layer whose output is used, from 0.
+            negative: Texts without the property.
+            layer: Index of the layer whose output is used, starting at 0.
             position: The token whose activations are used: ``last``, an index, or ``mean`` for the mean of all tokens.
-            normalize: Whether the vector has length 1. Otherwise it is the difference itself.
+            normalize: Whether to scale the vector to length 1.
 
         Raises:
             NotLoadedError: no chat model is loaded.
@@ -81,18 +81,18 @@ class ProbeVerbs:
         position: Position = "last",
         folds: int = FOLDS,
     ) -> Probe:
-        """Train a linear classifier on the activations of each layer, and return how well each predicts the labels.
+        """Train a linear classifier on the activations of each layer, and return the accuracy of each.
 
         Args:
             texts: Texts, or a column of a data frame.
             labels: The class of each text.
-            layer: Indices of the layers whose outputs are used.
+            layer: Index or indices of the layers whose outputs are used; ``all`` uses all layers.
             position: The token whose activations are used: ``last``, an index, or ``mean`` for the mean of all tokens.
-            folds: Number of parts of the cross-validation.
+            folds: Number of cross-validation folds.
 
         Raises:
             NotLoadedError: no chat model is loaded.
-            InvalidRequestError: an argument is invalid, or there are too few texts of a class.
+            InvalidRequestError: an argument is invalid, or a class has too few texts.
             ImportError: scikit-learn is not installed.
         """
         values, classes = _texts(texts, "texts"), list(labels)
@@ -126,16 +126,16 @@ def _texts(given: object, name: str) -> list[str]:
     """Return a group of texts as a list.
 
     Raises:
-        InvalidRequestError: it is not a group of texts, or there are none.
+        InvalidRequestError: the argument is not a list of texts, or is empty.
     """
     if isinstance(given, str) or not isinstance(given, Iterable):
         raise InvalidRequestError(f"{name} is {given!r:.80}; pass a list of texts", param=name)
     texts = list(given)
     for at, text in enumerate(texts):
         if not isinstance(text, str) or not text:
-            raise InvalidRequestError(f"{name} has {text!r:.80} at index {at}; pass texts only", param=name)
+            raise InvalidRequestError(f"{name}[{at}] is {text!r:.80}; pass only non-empty texts", param=name)
     if not texts:
-        raise InvalidRequestError(f"{name} has no texts; pass at least one", param=name)
+        raise InvalidRequestError(f"{name} is empty; pass at least one text", param=name)
     return texts
 
 
@@ -143,14 +143,14 @@ def _hooks(layers: Iterable[object]) -> list[str]:
     """Return the names of the outputs of layers; ``*`` stands for all layers.
 
     Raises:
-        InvalidRequestError: a layer is not an index, or there are none.
+        InvalidRequestError: a layer is not an index, or the list is empty.
     """
     given = list(layers)
     for layer in given:
         if layer != "*" and (isinstance(layer, bool) or not isinstance(layer, int) or layer < 0):
-            raise InvalidRequestError(f'layer has {layer!r:.40}; pass indices from 0, or "all"', param="layer")
+            raise InvalidRequestError(f'layer contains {layer!r:.40}; pass indices, 0 or more, or "all"', param="layer")
     if not given:
-        raise InvalidRequestError("layer has no layers; pass at least one index", param="layer")
+        raise InvalidRequestError("layer is empty; pass at least one index", param="layer")
     return [f"blocks.{layer}.hook_resid_post" for layer in given]
 
 

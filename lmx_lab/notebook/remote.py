@@ -36,9 +36,7 @@ from lmx_lab.wire.tracing import TraceBody
 LATE_S = 3.0
 """Time without an event after which the server's state is ``lagging``. The server sends a sample every second."""
 
-ELSEWHERE = (
-    "answers of a server elsewhere cannot be generated again from their tokens; use a lab that launch() has started"
-)
+NEEDS_OWN_SERVER = "an attached lab cannot continue answers from their tokens; use a lab that launch() started"
 CHAT_FIELDS = ("model", "messages", "tools", "chat_template_kwargs")
 """Fields of a chat that determine the tokens of its prompt."""
 
@@ -240,7 +238,7 @@ class RemoteBackend:
     async def load(self, spec: LoadSpec, *, progress: Progress | None = None) -> LoadReport:
         if spec.pin is not None:
             raise InvalidRequestError(
-                "a model of a server elsewhere cannot be pinned from here; set embedder or reranker where it is started"
+                "an attached lab cannot pin models; pass embedder or reranker where the server is started"
             )
         answer = await self._portal.call(self._client.load(spec.model, progress=progress, **spec.options))
         return LoadReport(
@@ -296,7 +294,7 @@ class RemoteBackend:
     # Recorded tokens
 
     def answer_recorder(self, prompt: Prompt, parameters: Mapping[str, Any]) -> AnswerRecorder:
-        raise InvalidRequestError(ELSEWHERE)
+        raise InvalidRequestError(NEEDS_OWN_SERVER)
 
     async def encode(self, prompt: str | ChatRequest, *, special: bool = True) -> Sequence[int]:
         if isinstance(prompt, ChatRequest):
@@ -308,22 +306,22 @@ class RemoteBackend:
         return [token for token in answer.tokens if isinstance(token, int)]
 
     async def regenerate(self, record: Record) -> Record:
-        raise InvalidRequestError(ELSEWHERE)
+        raise InvalidRequestError(NEEDS_OWN_SERVER)
 
     async def last_record(self) -> Record | None:
-        raise InvalidRequestError(ELSEWHERE)
+        raise InvalidRequestError(NEEDS_OWN_SERVER)
 
     async def weights_of(self, model: str) -> str:
         return ""
 
     async def require_weights(self, model: str, weights: str) -> None:
         raise InvalidRequestError(
-            f"whether this server has the files of {model} that generated the answer is not known, because it runs "
-            "elsewhere; use the lab that recorded the answer, or pass its token ids or its text"
+            f"an attached lab does not know whether its server has the files of {model} that generated the answer; use "
+            "the lab that recorded the answer, or pass its token ids or its text"
         )
 
     async def continue_answer(self, continuation: Continuation, *, recorded: bool = True) -> AnswerStream:
-        raise InvalidRequestError(ELSEWHERE)
+        raise InvalidRequestError(NEEDS_OWN_SERVER)
 
     async def score(
         self,
@@ -336,7 +334,7 @@ class RemoteBackend:
         steer: Sequence[SteeringVector] = (),
     ) -> Sequence[TokenLogprob]:
         if distributions:
-            raise InvalidRequestError("a server elsewhere reports neither ranks nor entropies; color by probability")
+            raise InvalidRequestError("an attached lab has neither ranks nor entropies; color by probability")
         fields = {"model": model or ANY_MODEL, "prompt": list(tokens), "echo": True, "logprobs": top, "max_tokens": 0}
         vectors = [{**asdict(each), "weights": each.weights or None} for each in steer]
         body = CompletionRequest.model_validate({**fields, "temperature": 0, "steer": vectors or None})

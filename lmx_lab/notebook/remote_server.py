@@ -178,10 +178,10 @@ class RemoteServer(LabServer):
         try:
             now = self._portal.run(self._ready())
         except (LabError, TimeoutError) as exc:
-            return f"running elsewhere, but it does not answer now: {exc}"
+            return f"in another process, which does not answer: {exc}"
         model = "no model ready" if isinstance(now, NotReady) else f"{now.model} ({now.vram_gb:.2f} GB)"
         state = f", {now.unloading}" if now.unloading is not None else ""
-        return f"running elsewhere, version {self._version}, {model}{state}"
+        return f"running in another process, version {self._version}, {model}{state}"
 
     async def _ready(self) -> Ready:
         return await asyncio.wait_for(self._client.ready(), REPR_TIMEOUT_S)

@@ -41,7 +41,7 @@ def safe_markdown(text: str) -> str:
     """Return Markdown that displays this text, and that no parser converts to HTML, a link or an image.
 
     A model's text is untrusted, notebooks run scripts in trusted outputs, and an image would be fetched from another
-    host. Parsers differ in what they treat as code, so the characters of code are escaped, too.
+    host. Parsers differ in what they treat as code, so the characters of code are also escaped.
     """
     pieces, end = [], 0
     for match in _CODE.finditer(text):
@@ -345,7 +345,7 @@ class ReplyStream:
         return _AsyncPieces(self)
 
     def close(self) -> None:
-        """Stop the generation. Returns at once; can be called from any thread and in a finalizer. Idempotent."""
+        """Stop the generation. Returns immediately; can be called from any thread and in a finalizer. Idempotent."""
         stream, self._stream = self._stream, None
         if stream is not None:
             # Deleting the stream is not enough, because the traceback of an interrupted cell refers to it.

@@ -9,7 +9,7 @@ from itertools import islice
 from typing import TYPE_CHECKING, Any, overload
 
 from lmx_lab.backend import DocumentRanking
-from lmx_lab.frames import align_columns, pandas_for
+from lmx_lab.frames import align_columns, html_table, pandas_for
 from lmx_lab.values.encoding import EncodeReport, RerankMethod
 
 if TYPE_CHECKING:
@@ -99,13 +99,7 @@ class RerankResult(Sequence[RankedDocument]):
         return "\n".join([*align_columns(rows), self._footer()])
 
     def _repr_html_(self) -> str:
-        left = "style='text-align:left'"
-        head = "".join(f"<th {left}>{name}</th>" for name in COLUMNS)
-        rows = "".join(
-            "<tr>" + "".join(f"<td {left}>{html.escape(cell)}</td>" for cell in _cells(row, SHOWN_CHARACTERS)) + "</tr>"
-            for row in self._shown()
-        )
-        table = f"<table><thead><tr>{head}</tr></thead><tbody>{rows}</tbody></table>"
+        table = html_table(COLUMNS, (_cells(row, SHOWN_CHARACTERS) for row in self._shown()))
         return f"{table}<small>{html.escape(self._footer())}</small>"
 
     def _shown(self) -> islice[RankedDocument]:

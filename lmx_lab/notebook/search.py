@@ -31,7 +31,7 @@ if TYPE_CHECKING:
     import pandas as pd
 
 RERANKED = 50
-"""Number of texts that a reranker compares with the query, unless more are asked for."""
+"""Minimum number of texts that a reranker compares with the query, if there are as many."""
 SCORES = ("similarity", "score")
 
 
@@ -53,18 +53,18 @@ class SearchVerbs:
     ) -> pd.DataFrame:
         """Return the vectors of a column as a data frame with the same index.
 
-        Its columns are ``embedding``, an array in float32 or None, and ``error``. Equal texts are computed once. If it
-        is interrupted, it returns the vectors so far, with ``.attrs["interrupted"]`` true.
+        The columns are ``embedding``, a float32 array or None, and ``error``. Equal texts are computed once. An
+        interrupted ``embed_frame`` returns the vectors so far, and sets ``.attrs["interrupted"]`` to True.
 
         Args:
             frame: A data frame, a series, or a list of texts or dictionaries.
             column: The column of the texts; it can be left out if there is only one.
-            model: An embedding model in memory; by default the pinned one, else the loaded one.
-            dimensions: Keep this number of leading components, and normalize again.
+            model: An embedding model in memory; by default the pinned one, otherwise the loaded one.
+            dimensions: Number of leading components to keep; the vectors are normalized again.
             input_type: Selects the prompt in the model's files that precedes each text; many models have no prompts.
-            truncate: Cut texts that are too long for the model, instead of refusing them.
-            errors: ``row`` writes the error of a row to its column ``error``; ``raise`` raises the first one.
-            cache: An SQLite file for the vectors. With the same file, only vectors that are missing are computed.
+            truncate: Whether to truncate texts that are too long for the model instead of refusing them.
+            errors: ``row`` reports the error of a row in the column ``error``; ``raise`` raises the first error.
+            cache: An SQLite file for the vectors. A later run with the same file computes only missing vectors.
 
         Raises:
             NotLoadedError: no embedding model is in memory.
@@ -113,24 +113,24 @@ class SearchVerbs:
         model: str | None = None,
         cache: str | os.PathLike[str] | None = None,
     ) -> pd.DataFrame:
-        """Return the rows whose texts are most similar to a query, the most similar first.
+        """Return the rows whose texts are most similar to a query, sorted by similarity.
 
-        The rows keep their labels and have two more columns: ``similarity``, the cosine similarity of the vectors, and
-        ``score``, by which the rows are ordered: that of the reranker, or else the similarity. Rows without a text are
-        left out. Texts that are too long for a model are cut.
+        The rows keep their labels. Two columns are added: ``similarity``, the cosine similarity of the vectors, and
+        ``score``, which orders the rows: the score of the reranker or, without a reranker, the similarity. Rows without
+        a text are left out. Texts that are too long for a model are truncated.
 
         Args:
             frame: A data frame, a series, or a list of texts or dictionaries.
             query: The text to compare with.
             column: The column of the texts; it can be left out if there is only one.
             top_n: Maximum number of rows to return.
-            rerank: Whether a reranker orders the rows with the most similar vectors, at least 50 of them; by default if
-                one is in memory.
-            model: An embedding model in memory; by default the pinned one, else the loaded one.
+            rerank: Whether a reranker orders the rows with the most similar vectors, at least 50 of them. By default, a
+                reranker is used if one is in memory.
+            model: An embedding model in memory; by default the pinned one, otherwise the loaded one.
             cache: An SQLite file for the vectors, as for ``embed_frame``.
 
         Raises:
-            NotLoadedError: no embedding model is in memory, or no reranker, and ``rerank`` is true.
+            NotLoadedError: no embedding model is in memory, or ``rerank`` is true and no reranker is in memory.
             InvalidRequestError: an argument is invalid, or the column does not exist.
             ImportError: pandas is not installed.
         """
@@ -161,7 +161,7 @@ class SearchVerbs:
 
 
 async def _embed_all(run: EmbeddingRun) -> bool:
-    """Compute all vectors; returns whether this was interrupted. This is a verb."""
+    """Compute all vectors, and return whether the computation was interrupted. Runs as a verb."""
     began = time.monotonic()
     try:
         with counter("embed") as bar:
@@ -181,10 +181,10 @@ async def _reranker(backend: Backend, *, required: bool) -> str | None:
 
 
 def _frame_of(data: Any) -> pd.DataFrame:
-    """Return the rows to search as a data frame that has none of the columns that are added.
+    """Return the rows to search as a data frame without the columns that are added to the result.
 
     Raises:
-        InvalidRequestError: it has one of them.
+        InvalidRequestError: the data has one of these columns.
     """
     pandas = pandas_for("search")
     if isinstance(data, pandas.Series):

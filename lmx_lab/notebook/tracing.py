@@ -1,4 +1,4 @@
-"""Define the methods of a lab that look into the model: activations, logit lens, attention, patching, attribution."""
+"""Define the methods of a lab that inspect the model: activations, logit lens, attention, patching, attribution."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ class TraceOwner(PortalOwner, Protocol):
 
 
 class TraceVerbs:
-    """The methods of ``Lab`` that look into the model."""
+    """The methods of ``Lab`` that inspect the model."""
 
     async def _hooks(self: TraceOwner) -> HookTable:
         """Return the names of the values that can be read while the loaded model computes, with their shapes.
@@ -59,20 +59,20 @@ class TraceVerbs:
     async def _trace(
         self: TraceOwner, what: What, hooks: str | Sequence[str], *, positions: int | Sequence[int] | None = None
     ) -> ActivationCache:
-        """Compute a text, and return the values of hooks at its positions as arrays in float32.
+        """Compute a text, and return the values of hooks at its positions as float32 arrays.
 
         The text is computed again from its tokens, between the steps of running answers, which are not affected.
 
         Args:
-            what: A text, messages, token ids, a reply or a recorded request. Of a reply, the prompt and the answer are
-                computed.
+            what: A text, messages, token ids, a reply or a recorded request. A reply is traced together with its
+                prompt.
             hooks: Names from ``hooks()``, in which ``*`` stands for any characters, such as
                 ``blocks.*.hook_resid_post``.
-            positions: The positions whose values are returned; negative ones count from the end. By default all.
+            positions: The positions whose values are returned, by default all; negative ones count from the end.
 
         Raises:
-            NotLoadedError: no model is loaded, or another one than that of the answer.
-            InvalidRequestError: there is no such hook or position, the values are larger than ``trace_bytes``, or the
+            NotLoadedError: no model is loaded, or not the model of the answer.
+            InvalidRequestError: a hook or position does not exist, the values are larger than ``trace_bytes``, or the
                 model does not run on MLX.
             ContextLengthError: the text is longer than the model's context.
             AdminForbiddenError: the server runs on another machine.
@@ -105,7 +105,7 @@ class TraceVerbs:
     alogit_lens = awaited(_logit_lens)
 
     async def _attention(self: TraceOwner, what: What, layer: int, head: int = 0) -> AttentionPattern:
-        """Return how much each token of a text attends to the tokens before it, in all heads of a block.
+        """Return how much each token of a text attends to the preceding tokens, in all heads of a block.
 
         Args:
             what: As in ``trace``.
@@ -126,12 +126,12 @@ class TraceVerbs:
     async def _direct_logit_attribution(
         self: TraceOwner, what: What, token: Token, *, other: Token | None = None
     ) -> LogitAttribution:
-        """Return what each block, and each head of its attention, adds to the logit of the token after a text.
+        """Return the contribution of each block, and each of its attention heads, to the logit of the next token.
 
         Args:
             what: As in ``trace``.
             token: Id or text of the token, such as ``" Paris"``; a text must be exactly one token.
-            other: If it is given, the logit of ``token`` minus that of ``other`` is decomposed.
+            other: If it is set, the logit of ``token`` minus that of ``other`` is decomposed.
 
         Raises:
             LabError: see ``trace``.
@@ -202,7 +202,7 @@ class TraceVerbs:
                     started = time.monotonic()
                     some, left = left[:size], left[size:]
                     sweep.add(await on_loop(text.run(self._backend, {**fields, "positions": some})))
-                    # Each request computes both texts, so that fewer requests are faster.
+                    # Each request computes both texts, so fewer requests are faster.
                     size = max(1, min(4 * size, int(size * STEP_S / max(time.monotonic() - started, 1e-3))))
             except KeyboardInterrupt:
                 sweep.interrupted = True
@@ -216,7 +216,7 @@ def _index(value: object, name: str) -> int:
     """Return an index.
 
     Raises:
-        InvalidRequestError: it is not an integer, or negative.
+        InvalidRequestError: the value is not an integer, or is negative.
     """
     found = integer(value)
     if found is None or found < 0:
@@ -229,6 +229,7 @@ def _checked(positions: Sequence[int] | None, count: int) -> list[int]:
     wrong = next((at for at in positions or () if not -count <= at < count), None)
     if wrong is not None:
         raise InvalidRequestError(
-            f"positions has {wrong}; the text has {count} tokens, at the positions 0 to {count - 1}", param="positions"
+            f"positions contains {wrong}; the text has {count} tokens, at the positions 0 to {count - 1}",
+            param="positions",
         )
     return list(range(count)) if positions is None else sorted({at % count for at in positions})

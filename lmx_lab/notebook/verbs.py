@@ -47,7 +47,7 @@ class LoopPortal:
 
     @property
     def has_thread(self) -> bool:
-        """Whether the loop runs in a thread of its own, which callers do not block."""
+        """Whether the loop runs in a separate thread, which callers do not block."""
         return isinstance(self._loop, LoopThread)
 
     def run(self, work: Coroutine[Any, Any, T]) -> T:

@@ -118,7 +118,7 @@ class ChatPanel(Panel):
     IN_REPORT = True
 
     messages: traitlets.List[Any] = traitlets.List().tag(sync=True)
-    """The messages (``TranscriptMessage``) as dicts, the oldest first."""
+    """The messages (``TranscriptMessage``) as dicts, oldest first."""
     live = traitlets.Dict().tag(sync=True)
     """The answer that is being generated, with its ``status``; empty if there is none."""
     removed = traitlets.Unicode().tag(sync=True)

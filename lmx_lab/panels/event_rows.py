@@ -275,7 +275,7 @@ class EventRows:
 
     @property
     def passing(self) -> Sequence[EventRow]:
-        """The passing rows, the oldest first."""
+        """The passing rows, oldest first."""
         if self._passing is None:
             self._passing = [row for row in self._rows if self._filter.is_empty or self._filter.passes(row)]
         return self._passing

@@ -36,7 +36,7 @@ MAX_CHARACTERS = 20_000
 """Maximum length of a message's text, and of a turn's text in a view. Only the end of a longer text is kept."""
 MAX_PERMISSIONS = 100
 VIEW_PERMISSIONS = 20
-"""Maximum number of permissions in a view, the oldest first. The others are shown when these are decided."""
+"""Maximum number of permissions in a view, oldest first. The others are shown when these are decided."""
 ARGUMENT_CHARACTERS = 20_000
 """Maximum length of a call's arguments in a view."""
 NAME_CHARACTERS = 60
@@ -165,7 +165,7 @@ class SessionTracker:
     # Views
 
     def view(self) -> list[dict[str, Any]]:
-        """Return all sessions, the newest first."""
+        """Return all sessions, newest first."""
         newest_first = sorted(self._sessions.values(), key=lambda session: -session.number)
         return [session.view() for session in newest_first]
 

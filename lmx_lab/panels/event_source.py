@@ -28,7 +28,7 @@ class EventSource(Protocol):
     async def decide(
         self, permission_id: str, decision: Literal["allow", "deny"], scope: Literal["once", "session"]
     ) -> None:
-        """Allow or deny a call; ``session`` applies to later calls of the tool, too."""
+        """Allow or deny a call; ``session`` also applies to later calls of the tool."""
 
     async def cancel(self, session_id: str) -> None:
         """Cancel the session's running turn; does nothing if there is none."""

@@ -296,7 +296,7 @@ class EventsPanel(Panel):
 
     @property
     def df(self) -> Any:
-        """All rows as a pandas data frame, the oldest first, without regard to the filter.
+        """All rows as a pandas data frame, oldest first, without regard to the filter.
 
         The columns are ``time`` (UTC), ``seq``, ``event``, ``session_id``, ``turn_id``, ``batches``, ``text`` and the
         event as ``json``. The streamed text of a message is one row; ``batches`` is its number of events. Marks of the

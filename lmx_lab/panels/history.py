@@ -31,12 +31,12 @@ class History:
 
     @property
     def samples(self) -> list[Sample]:
-        """The samples, the oldest first."""
+        """The samples, oldest first."""
         return list(self._samples)
 
     @property
     def requests(self) -> list[EndedRequest]:
-        """At most ``MAX_REQUESTS`` requests, the oldest first."""
+        """At most ``MAX_REQUESTS`` requests, oldest first."""
         return list(self._requests)
 
     def add_sample(self, sample: Sample) -> None:

@@ -45,7 +45,7 @@ class LensPanel(Panel):
     follows = traitlets.Bool(True).tag(sync=True)
     """Whether a new answer replaces the one that is shown."""
     busy = traitlets.Unicode().tag(sync=True)
-    """What the panel is doing; empty if nothing."""
+    """The activity of the panel; empty if it is idle."""
     error = traitlets.Unicode().tag(sync=True)
     answer = traitlets.Dict().tag(sync=True)
     """The answer that is shown, with its tokens; empty before the first one."""
@@ -257,7 +257,7 @@ def _caption(branch: Branch, lens: TokenLens) -> dict[str, Any]:
 
 
 def _token(token: TokenLogprob, part: str) -> list[Any]:
-    """Return a token as a view shows it: its text, its part of the answer, its figures, and its alternatives."""
+    """Return a token as a view shows it: its text, its part of the answer, its values, and its alternatives."""
     others = [[clip(visible_text(other), TEXT_CHARACTERS), _rounded(other.logprob), other.token] for other in token.top]
     return [
         clip(visible_text(token), TEXT_CHARACTERS),

@@ -130,7 +130,7 @@ class MetricsPanel(Panel):
 
     @property
     def samples(self) -> list[Sample]:
-        """The samples of the last 15 minutes, two per second, the oldest first."""
+        """The samples of the last 15 minutes, two per second, oldest first."""
         return self.workbench.history.samples
 
     @property
@@ -192,7 +192,7 @@ class MetricsPanel(Panel):
         state = html.escape(self.server["state"])
         table = f"<table><caption>Metrics: server {state}</caption><thead>{head}</thead>{rows}</table>"
         failures = "".join(f"<li>{html.escape(text)}</li>" for text in self._failures())
-        table += f"<div>Failed requests, the newest first:</div><ul>{failures}</ul>" if failures else ""
+        table += f"<div>Failed requests, newest first:</div><ul>{failures}</ul>" if failures else ""
         return table + "".join(f"<div>{_line_chart(chart, samples).image_html()}</div>" for chart in CHARTS)
 
 

@@ -59,7 +59,7 @@ const isServing = ({ state }) => /ing$/.test(state);
  * @param {(parts: {model: any, root: HTMLElement, head: HTMLElement, watch: (names: string[], f: () => void) => void})
  *   => void|(() => void)} build
  *   Fills the region, and may add to the line of the title, `head`. May return a function that is called at the end.
- *   watch calls f at once and whenever one of the named traits has changed.
+ *   watch calls f immediately and whenever one of the named traits has changed.
  * @param {(get: (name: string) => any) => string} named The model beside the title; by default the loaded one.
  */
 const panel = (label, build, named = (get) =>

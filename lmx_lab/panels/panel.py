@@ -23,8 +23,7 @@ from lmx_lab.wire.admin import ModelEvent, RequestEvent, Sample
 
 log = logging.getLogger(__name__)
 FRAME_S = 0.3
-"""Minimum time between two messages of state: fewer than four are sent per second, and changes still appear at once.
-"""
+"""Minimum time between two messages of state: fewer than four are sent per second, and changes appear without delay."""
 MAX_REQUESTS = 16
 """Maximum number of running requests of one panel. Further requests are refused."""
 MAX_ID_CHARACTERS = 64

@@ -90,7 +90,7 @@ class RerankPanel(Panel):
     """Query and documents of the last request, for the form of a view that opens later."""
     busy = traitlets.Bool(False).tag(sync=True)
     activity = traitlets.Unicode().tag(sync=True)
-    """What the panel is doing while ``busy`` is true."""
+    """The activity of the panel while ``busy`` is true."""
     error = traitlets.Unicode().tag(sync=True)
     """Why the last ranking has no result."""
     table = traitlets.Dict().tag(sync=True)

@@ -1,4 +1,4 @@
-// The page of the server's routes: what each one receives and returns, from the OpenAPI document, and a form that sends a request.
+// The page of the server's routes: the input and output of each one, from the OpenAPI document, and a form that sends a request.
 
 const MAX_SHOWN = 2e5;
 const LIMITS = ["minimum", "exclusiveMinimum", "maximum", "exclusiveMaximum", "minLength", "maxLength", "minItems", "maxItems", "pattern"];
@@ -167,7 +167,7 @@ const fold = (id, summary, fill) => {
   return node;
 };
 const problem = h("p", { class: "error", role: "alert" });
-const intro = h("p", {}, "What each route receives and returns.");
+const intro = h("p", {}, "The input and output of each route.");
 const filter = h("input", { type: "search", placeholder: "such as chat or ErrorBody", oninput: () => {
   const text = filter.value.trim().toLowerCase();
   let heading;
@@ -212,7 +212,7 @@ const start = async () => {
   set(problem, "");
   // A browser does not send the key if it follows a link.
   const file = spec.security && URL.createObjectURL(new Blob([JSON.stringify(spec, null, 2)], { type: "application/json" }));
-  intro.append(" Programs read the same from ", h("a", file ? { href: file, download: "openapi.json" } : { href: "openapi.json" }, "openapi.json"), ".",
+  intro.append(" Programs can read this description from ", h("a", file ? { href: file, download: "openapi.json" } : { href: "openapi.json" }, "openapi.json"), ".",
     ...(file ? [] : [" See also ", h("a", { href: "about" }, "about this server"), "."]));
   const operations = Object.entries(spec.paths).flatMap(([path, methods]) =>
     Object.entries(methods).map(([method, operation]) => ({ path, method, operation })));

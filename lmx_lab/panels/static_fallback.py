@@ -73,7 +73,7 @@ class StaticViews:
         """Schedule an update of the snapshots.
 
         Args:
-            ended: Whether a turn, a load or a measurement has ended; the update is then due at once.
+            ended: Whether a turn, a load or a measurement has ended; the update is then due immediately.
         """
         self._is_changed = True
         if ended:

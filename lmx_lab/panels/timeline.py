@@ -43,7 +43,7 @@ class TimelinePanel(Panel):
     BY_NAME_ONLY = True
 
     lanes: Any = traitlets.List().tag(sync=True)
-    """The requests and loads, the newest first: ``id``, ``title``, ``text`` and ``parts``, each of which has its kind,
+    """The requests and loads, newest first: ``id``, ``title``, ``text`` and ``parts``, each of which has its kind,
     its beginning and its length in percent of the window, and a text."""
     seconds = traitlets.Float().tag(sync=True)
     """Length of the window that the bars show."""

@@ -48,11 +48,11 @@ class Watcher(Protocol):
         """Called when another lab is shown."""
 
     def flush(self) -> None:
-        """Show pending changes at once. Called on any thread when the workbench is suspended."""
+        """Show pending changes immediately. Called on any thread when the workbench is suspended."""
 
 
 class Workbench:
-    """Runs the code of panels in a thread of its own, which a busy cell does not delay.
+    """Runs the code of panels in a separate thread, which a busy cell does not delay.
 
     Panels can outlive the lab that they show: ``follow`` makes them show another one.
     """

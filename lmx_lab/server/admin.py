@@ -87,7 +87,7 @@ def admin_routes(*, manager: ModelManager, catalog: Catalog, lan_admin: bool) ->
         """Load a model, which replaces the loaded one, and answer when it is ready. Local callers may send a path.
 
         Running answers of the replaced model have 30 s to end (`LMX_LAB_DRAIN_S`). With `wait` they have no time limit
-        (`true`), or end at once (`false`).
+        (`true`), or end immediately (`false`).
         """
         local = is_local(request.scope)
         check_admin(local=local, lan_admin=lan_admin)
@@ -175,7 +175,7 @@ def listing_routes(*, manager: ModelManager, catalog: Catalog) -> APIRouter:
 
 
 def _loaded_id(now: EngineSnapshot) -> str:
-    """Return the id of the model that answers requests for ``ANY_MODEL``: a chat model, else an encoder.
+    """Return the id of the model that answers requests for ``ANY_MODEL``: a chat model, otherwise an encoder.
 
     Raises:
         LabError: no model is loaded; the error is that of a chat.
@@ -191,7 +191,7 @@ class ListedModel:
     """A model in a list."""
 
     entry: ModelEntry
-    """The loaded format, else the one that is loaded by default."""
+    """The loaded format, otherwise the format that is loaded by default."""
     entries: Sequence[ModelEntry]
     """All formats on the disk, the one that is loaded by default first."""
 

@@ -40,9 +40,9 @@ class RequestEnd:
     output_tokens: int = 0
     """Number of tokens that were delivered. Used if there is no report."""
     recorded: RecordedGeneration | None = None
-    """What the record of the generation consists of; None if it is not recorded."""
+    """The data for the record of the generation; None if it is not recorded."""
     steps: StepLog | None = field(default=None, compare=False)
-    """What the engine did for a generation; None if the request was refused, or is not a generation."""
+    """The engine's steps for the generation; None if the request was refused, or is not a generation."""
 
     def event(self) -> RequestEvent:
         """Return the event for clients of ``/admin/events``."""
@@ -127,7 +127,7 @@ class Generation:
 
     @property
     def steps(self) -> StepLog:
-        """What the engine has done for the generation so far."""
+        """The engine's steps for the generation so far."""
         return self._stream.steps
 
     def final_report(self) -> GenerationReport:

@@ -79,7 +79,7 @@ class InferenceService:
         self._slow_client_s = slow_client_s
         self._observers = observers
         self.timelines = TimelineLog()
-        """What the engines did for the last requests."""
+        """The engines' steps for the last requests."""
 
     @property
     def fingerprint(self) -> str:
@@ -293,7 +293,7 @@ class InferenceService:
         return generation.prompt_scores.tokens[start:]
 
     async def trace(self, request: TraceRequest, *, local: bool = False) -> Trace:
-        """Return values from the inside of the model. Raises the same as ``ModelManager.trace``."""
+        """Return internal values of the model. Raises the same as ``ModelManager.trace``."""
         return await self._manager.trace(request, local=local)
 
     async def encode(self, request: GenerationRequest, *, local: bool = False) -> list[int]:

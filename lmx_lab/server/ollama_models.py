@@ -106,7 +106,7 @@ def ollama_model_routes(*, manager: ModelManager, catalog: Catalog, settings: Se
 
     @router.post("/show", response_model=OllamaModelInfo, responses=OLLAMA_LISTING_ERRORS)
     async def show(body: OllamaShowRequest, request: Request) -> Response:
-        """Describe a model on this disk: its template, what it can do, and its context length."""
+        """Describe a model on this disk: its template, its capabilities, and its context length."""
         name, local = _named(body, settings), is_local(request.scope)
         entry = await _find(name, catalog, manager, local=local)
         now = manager.snapshot

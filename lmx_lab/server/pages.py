@@ -1,4 +1,4 @@
-"""Pages for browsers: a chat, an overview of the server, and a description of its routes, which can be tried there.
+"""Pages for browsers: a chat, an overview of the server, and a description of its routes with a form to try them.
 
 All links are relative, because behind JupyterHub or Binder the server has a path that only the browser knows. Nothing
 is loaded from another host: the code of the pages is in ``built``. ``make panels`` writes it from the files of

@@ -47,7 +47,7 @@ NOT_STORED = frozenset({"request_id", "client", "timeout_s", "model", "needs_ids
 
 @dataclass(frozen=True, kw_only=True)
 class RecordedGeneration:
-    """What is kept of a running generation for its record."""
+    """The data of a running generation that its record needs."""
 
     request: GenerationRequest
     """The request with its drawn seed."""

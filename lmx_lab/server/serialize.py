@@ -115,7 +115,7 @@ def _delta_parts(delta: Delta) -> list[str]:
     if delta.text:
         parts.append(f'{{"content":{_json(delta.text)}}}')
     parts += [f'{{"tool_calls":[{_json(call)}]}}' for call in _call_chunks(delta.tool_calls)]
-    # Tokens without text have log-probabilities, too.
+    # Tokens without text also have log-probabilities.
     return parts or (['{"content":""}'] if delta.logprobs else [])
 
 

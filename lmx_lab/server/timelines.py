@@ -79,7 +79,7 @@ class TimelineLog:
         self._numbers = count(1)
         self._changes: deque[_Change] = deque(maxlen=KEPT_LOADS)
         self._lock = threading.Lock()
-        """Protects ``_changes``: downloads report their progress on threads of their own."""
+        """Protects ``_changes``: downloads report their progress on separate threads."""
 
     def add(self, steps: StepLog, *, request_id: str, index: int, model: str, prompt_tokens: int) -> None:
         """Add an accepted request. If there are too many, the oldest one is dropped."""
@@ -123,7 +123,7 @@ class TimelineLog:
         return self._changes[-1]
 
     def read(self, last_s: float, *, most: int | None = None) -> ServerTimeline:
-        """Return the requests that ran in the last ``last_s`` seconds, and the loads, the oldest first.
+        """Return the requests that ran in the last ``last_s`` seconds, and the loads, oldest first.
 
         Args:
             most: Maximum number of requests; the newest are returned. None sets no limit.
@@ -134,9 +134,9 @@ class TimelineLog:
         return ServerTimeline(requests=tuple(requests), models=self._models_since(now - last_s, now))
 
     def page(self, last_s: float, *, limit: int, before: int | None) -> TimelinePage:
-        """Return a page of the requests that ran in the last ``last_s`` seconds, the newest first.
+        """Return a page of the requests that ran in the last ``last_s`` seconds, newest first.
 
-        The first page also has the loads, the oldest first.
+        The first page also has the loads, oldest first.
 
         Args:
             limit: Maximum number of requests.
@@ -222,7 +222,7 @@ def timeline_routes(timelines: TimelineLog) -> APIRouter:
         limit: Annotated[int, Query(ge=1, le=PAGE_REQUESTS)] = PAGE_REQUESTS,
         before: Annotated[int | None, Query(ge=1)] = None,
     ) -> Response:
-        """Return what the engines did for the requests of all clients in the last `last_s` seconds, the newest first.
+        """Return the engines' steps for the requests of all clients in the last `last_s` seconds, newest first.
 
         The first page also has the loads and unloads. If `before` of a page is not null, send its value to request the
         next page.

@@ -1,4 +1,4 @@
-"""The route ``POST /admin/trace``, which returns values from the inside of the loaded model."""
+"""The route ``POST /admin/trace``, which returns internal values of the loaded model."""
 
 from __future__ import annotations
 
@@ -35,12 +35,12 @@ def trace_routes(service: InferenceService) -> APIRouter:
         },
     )
     async def trace(body: TraceBody, request: Request) -> Response:
-        """Compute a text, and return values from the inside of the model as a safetensors document. Only programs on
-        the server's machine may do this. The model must run on MLX.
+        """Compute a text, and return internal values of the model as a safetensors document. Only programs on the
+        server's machine may do this. The model must run on MLX.
         """
         if not is_local(request.scope):
             raise AdminForbiddenError(
-                "only programs on the server's machine may trace its model; run the trace in a notebook there"
+                "only programs on the server's machine may trace its model; run the trace in a notebook on that machine"
             )
         result = await while_connected(request, service.trace(trace_request(body), local=True))
         return Response(await asyncio.to_thread(result.encode), media_type=MEDIA_TYPE)

@@ -79,7 +79,7 @@ async def _answer(socket: WebSocket, service: InferenceService, request: ChatReq
         watcher.cancel()
         await asyncio.gather(tokens, watcher, return_exceptions=True)
         # The traceback of an error of a task refers to this frame. Without this reference cycle, the memory of the
-        # request is released at once.
+        # request is released immediately.
         del tokens, watcher
 
 

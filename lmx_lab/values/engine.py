@@ -52,7 +52,7 @@ class TokenTotals:
 
 @dataclass(frozen=True, kw_only=True)
 class PinnedModel:
-    """An encoder that is kept in memory beside the main model."""
+    """An encoder that is kept in memory in addition to the main model."""
 
     entry: ModelEntry
     memory_bytes: int
@@ -104,7 +104,7 @@ class EngineSnapshot:
     context_length: int | None = None
     """Maximum number of tokens of a request to the main model, prompt and answer; None if there is no limit."""
     slots: int | None = None
-    """Number of requests that the main model decodes at once; None for encoders."""
+    """Number of requests that the main model decodes in parallel; None for encoders."""
     batch_invariant: bool = True
     """Whether the tokens of an answer of the main model do not depend on other requests."""
     pinned: tuple[PinnedModel, ...] = field(default=(), metadata=CONCATENATION)

@@ -99,7 +99,7 @@ class Delta:
 
     @property
     def has_content(self) -> bool:
-        """Whether the delta contains anything besides a number of tokens."""
+        """Whether the delta contains anything except a number of tokens."""
         return bool(self.text or self.reasoning or self.tool_calls or self.logprobs)
 
 

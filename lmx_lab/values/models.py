@@ -56,7 +56,7 @@ class LoadSpec:
     """Compute each answer so that no bit of it depends on other requests and on the prefix cache. Slower, and only on
     llama.cpp."""
     pin: Kind | None = None
-    """Keep the model in memory beside the main one as the pinned model of this kind; None loads the main model."""
+    """Keep the model in memory as the pinned model of this kind, beside the main model; None loads the main model."""
     dtype: str | None = None
     """Data type of the weights in memory, as in ``Settings.dtype``; None uses that setting."""
     prompt_lookup: bool | None = None
@@ -142,7 +142,7 @@ class LoadReport:
     engine_reason: str = ""
     """Why this engine was chosen; empty if there was no choice."""
     slots: int | None = None
-    """Number of requests that are decoded at once; None for encoders."""
+    """Number of requests that are decoded in parallel; None for encoders."""
     context_length: int | None = None
     """Maximum number of tokens of one of these requests, prompt and answer; None if there is no limit, and for
     encoders."""
@@ -169,7 +169,7 @@ def with_reason(engine: str, reason: str) -> str:
 
 
 def capacity_in_words(slots: int | None, context_length: int | None) -> str:
-    """Return how many requests a loaded model decodes at once, and how long they may be; empty if that is unknown."""
+    """Return how many requests a loaded model decodes in parallel, and their maximum length; empty if unknown."""
     if slots is None:
         return ""
     requests = "1 request" if slots == 1 else f"{slots} requests"
@@ -228,7 +228,7 @@ MIN_AUTO_PREFILL, MIN_AUTO_DECODE = 1.2, 0.8
 
 @dataclass(frozen=True, kw_only=True)
 class QuantizedCopy:
-    """What was measured of a quantized copy, against the original: loss on a fixed text, and speed on one thread."""
+    """The measurements of a quantized copy relative to the original: loss on a fixed text, and speed on one thread."""
 
     type: QuantizedType
     """Type of the weights."""
@@ -266,7 +266,7 @@ class QuantizedCopy:
         )
 
     def describe(self, model: str) -> str:
-        """Return what was measured of the copy, and how it is loaded.
+        """Return the measurements of the copy, and how it is loaded.
 
         Args:
             model: Id of the model.

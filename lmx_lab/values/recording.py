@@ -17,7 +17,10 @@ NO_HASH = ""
 
 @dataclass(frozen=True, kw_only=True)
 class Provenance:
-    """What computed an answer. It contains no host names, user names, folders, keys or addresses."""
+    """The model, software and machine that computed an answer.
+
+    A provenance contains no host names, user names, folders, keys or addresses.
+    """
 
     model: str
     weights: str = NO_HASH
@@ -96,5 +99,5 @@ class Record:
     timings: Mapping[str, float] = field(default_factory=dict)
     """Counts of tokens, and seconds, as in ``GenerationReport``; empty if the answer did not end normally."""
     steps: tuple[EngineStep, ...] = ()
-    """What the engine did for the request."""
+    """The engine's steps for the request."""
     provenance: Provenance

@@ -18,24 +18,24 @@ VECTOR_LIMIT = 65_536
 STEER_LIMIT = 16
 """Maximum number of vectors of a request."""
 LARGEST = 3.4e38
-"""Largest component of a vector times its scale: the range of float32."""
+"""Maximum of a component times the scale: the range of float32."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class SteeringVector:
-    """``scale`` times ``vector`` is added to the output of one layer, at each token of the prompt and of the answer."""
+    """A vector that is added, times ``scale``, to the output of a layer at each token of the prompt and the answer."""
 
     layer: int
-    """Index of the layer, from 0."""
+    """Index of the layer, starting at 0."""
     vector: str
     """The components as base64 of little-endian float32."""
     scale: float = 1.0
     weights: str = ""
-    """SHA-256 of the files of the model for which the vector was made; empty if it is not known."""
+    """SHA-256 of the files of the model for which the vector was made; empty if the hash is not known."""
 
 
 def recorded_steering(request: Mapping[str, Any]) -> tuple[SteeringVector, ...]:
-    """Return the vectors of a recorded request, which is given as JSON values."""
+    """Return the vectors of a recorded request, whose fields are JSON values."""
     return tuple(SteeringVector(**each) for each in request.get("steer", ()))
 
 
@@ -51,7 +51,7 @@ def read_components(vector: str, scale: float) -> array.array[float]:
     """Return the components of a vector.
 
     Raises:
-        InvalidRequestError: it is not base64 of finite float32 numbers, or ``scale`` times the vector is not finite.
+        InvalidRequestError: the text is not base64 of finite float32 numbers, or a scaled component is not finite.
     """
     try:
         data = base64.b64decode(vector, validate=True)
@@ -69,7 +69,7 @@ def read_components(vector: str, scale: float) -> array.array[float]:
     components = array.array("f", data)
     if sys.byteorder == "big":
         components.byteswap()
-    # The sum in float64 is finite if, and only if, all components are.
+    # The sum in float64 is finite if and only if all components are.
     if not math.isfinite(sum(components)):
         at = next(at for at, value in enumerate(components) if not math.isfinite(value))
         raise InvalidRequestError(

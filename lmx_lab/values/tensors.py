@@ -19,7 +19,7 @@ METADATA = "__metadata__"
 
 def encode_tensors(arrays: Mapping[str, NDArray[Any]], metadata: Mapping[str, str]) -> bytes:
     """Return a safetensors document of arrays in float32 or int32."""
-    import numpy as np  # Imported here, because values are also imported by programs without arrays.
+    import numpy as np  # Imported here, because programs that use no arrays also import this package.
 
     names = {np.dtype(dtype): name for name, dtype in DTYPES.items()}
     head = encode_header({name: (names[array.dtype], array.shape) for name, array in arrays.items()}, metadata)
@@ -44,10 +44,10 @@ def encode_header(tensors: Mapping[str, tuple[str, tuple[int, ...]]], metadata: 
 
 
 def decode_tensors(data: bytes) -> tuple[dict[str, NDArray[Any]], dict[str, str]]:
-    """Return the arrays and the metadata of a document that ``encode_tensors`` has made.
+    """Return the arrays and the metadata of a document of ``encode_tensors``.
 
     Raises:
-        ValueError: it is damaged, or has arrays of other types.
+        ValueError: the document is damaged, or contains arrays of other types.
     """
     import numpy as np
 
@@ -62,6 +62,6 @@ def decode_tensors(data: bytes) -> tuple[dict[str, NDArray[Any]], dict[str, str]
         dtype, shape = np.dtype(DTYPES[entry["dtype"]]), tuple(entry["shape"])
         if last - first != math.prod(shape) * dtype.itemsize or not 0 <= first <= last <= len(data) - start:
             raise ValueError(f"the size of {name} does not fit its shape")
-        # A copy, because the array must be aligned, and must be possible to change.
+        # Copied, because the array must be aligned and writable.
         arrays[name] = np.frombuffer(data[start + first : start + last], dtype=dtype).reshape(shape).copy()
     return arrays, metadata

@@ -172,7 +172,7 @@ class Segment(NamedTuple):
 
 @dataclass(frozen=True, kw_only=True)
 class RequestTimeline:
-    """What the engine did for one request, until its end or until now."""
+    """The engine's steps for one request, until its end or until now."""
 
     request_id: str
     """Id of the request in the log; empty for requests of the notebook."""
@@ -300,7 +300,7 @@ class ModelTimeline:
 
 @dataclass(frozen=True, kw_only=True)
 class ServerTimeline:
-    """The requests and loads of a server in a period of time, the oldest first."""
+    """The requests and loads of a server in a period of time, oldest first."""
 
     requests: tuple[RequestTimeline, ...] = ()
     models: tuple[ModelTimeline, ...] = ()
@@ -324,7 +324,7 @@ def phase_durations(
 
 
 class Others(NamedTuple):
-    """What an engine did for other requests during a period of time."""
+    """The work of an engine for other requests during a period of time."""
 
     requests: int
     """Number of other requests that had a slot."""
@@ -333,7 +333,7 @@ class Others(NamedTuple):
 
 
 def others_during(timelines: Sequence[RequestTimeline], one: RequestTimeline, start_s: float, end_s: float) -> Others:
-    """Return what an engine did for the other requests of a timeline during a part of the time of one of them."""
+    """Return the work of an engine for the other requests of a timeline during a part of the time of one of them."""
     requests = prompt_tokens = 0
     for other in timelines:
         if other is one:

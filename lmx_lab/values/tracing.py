@@ -1,4 +1,4 @@
-"""Define what can be computed of the inside of a model, and its result."""
+"""Define the requests for traces of a model's internal values, and their result."""
 
 from __future__ import annotations
 
@@ -36,14 +36,14 @@ class LogitLens:
     """Return the tokens that the final norm and the head predict from the residual stream after each block."""
 
     top: int = 5
-    """Number of tokens at each place."""
+    """Number of tokens for each block and position."""
     positions: tuple[int, ...] | None = None
     """As in ``Activations``."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Patching:
-    """Return the logits of two tokens after a text, if single values are those of another text of the same length."""
+    """Return the logits of two tokens after a text in which single values are replaced by those of a clean text."""
 
     answer: int | str
     other: int | str
@@ -57,11 +57,11 @@ class Patching:
 
 @dataclass(frozen=True, kw_only=True)
 class Attribution:
-    """Return what each block, and each head of its attention, adds to the logit of the token after a text."""
+    """Return the contribution of each block, and each of its attention heads, to the logit of the next token."""
 
     token: int | str
     other: int | str | None = None
-    """If it is set, the difference of the logits of both tokens is divided among the parts."""
+    """If it is set, the difference between the logits of both tokens is attributed to the parts."""
 
 
 TraceWork = HookNames | Activations | LogitLens | Patching | Attribution
@@ -69,7 +69,7 @@ TraceWork = HookNames | Activations | LogitLens | Patching | Attribution
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class Trace:
-    """What was computed of the inside of a model."""
+    """The result of a trace."""
 
     model: str
     """Id of the model."""
@@ -80,7 +80,7 @@ class Trace:
     arrays: dict[str, NDArray[Any]] = field(default_factory=dict)
     """Results in float32, or int32 for token ids and positions."""
     details: Mapping[str, Any] = field(default_factory=dict)
-    """Other results, which can be written as JSON."""
+    """Other results, as JSON values."""
 
     def encode(self) -> bytes:
         """Return the trace as a safetensors document."""
@@ -89,7 +89,7 @@ class Trace:
 
     @classmethod
     def decode(cls, data: bytes) -> Self:
-        """Return the trace that ``encode`` has encoded.
+        """Return the trace in a document of ``encode``.
 
         Raises:
             ValueError: the document is damaged.

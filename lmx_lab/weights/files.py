@@ -141,7 +141,7 @@ def is_read(name: str) -> bool:
 
 
 def _files(folder: Path) -> Iterator[Path]:
-    """Return the files of the folder and of its subfolders; modules of encoders have subfolders of their own."""
+    """Return the files of the folder and of its subfolders; modules of encoders have their own subfolders."""
     for path in _listed(folder):
         if is_read(path.name) or not os.path.isdir(path):
             yield path

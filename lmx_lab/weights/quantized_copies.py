@@ -1,6 +1,6 @@
 """Store quantized copies of GGUF files, which llama.cpp computes faster than the originals.
 
-Each copy has a folder of its own, whose name contains a hash of the original's content. A copy counts only as long as
+Each copy has its own folder, whose name contains a hash of the original's content. A copy counts only as long as
 its original exists and is unchanged.
 """
 
@@ -44,7 +44,7 @@ def write_copy(folder: Path, name: str, original: Path, copy: QuantizedCopy) -> 
 
 
 def read_copy(folder: Path) -> QuantizedCopy | None:
-    """Return what was measured of the copy in a folder; None if there is no valid record."""
+    """Return the measurements of the copy in a folder; None if there is no valid record."""
     try:
         copy = QuantizedCopy(**read_json(folder / RECORD_NAME))
         # Fails if a value of an edited record is not a number.

@@ -42,7 +42,7 @@ def read_summary(path: Path) -> SafetensorsSummary:
     """Check a file by its header and its size, and summarize it.
 
     Raises:
-        UnusableModelError: the file is truncated, longer than its header says, or not a safetensors file; or tensors
+        UnusableModelError: the file is truncated, longer than its header states, or not a safetensors file; or tensors
             overlap or have another size than their shape.
     """
     try:

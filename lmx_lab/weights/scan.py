@@ -1,4 +1,4 @@
-"""Find the models on this disk, and read what their files say about them, without loading them."""
+"""Find the models on this disk, and read their properties from their files, without loading them."""
 
 from __future__ import annotations
 
@@ -58,8 +58,8 @@ class ModelLocation:
     converted_from: Path | None = None
     """The GGUF file from which the model was converted, if the file has not changed since."""
     family: str | None = None
-    """What the formats of one model have in common: the starter, or the file that was converted. Other models of the
-    same id are different models."""
+    """The origin that the formats of one model share: the starter, or the file that was converted. Other models with
+    the same id are different models."""
     copy: QuantizedCopy | None = None
     """As in ``ModelEntry``."""
 
@@ -231,7 +231,7 @@ def path_locations(name: str) -> Iterator[ModelLocation]:
 
 
 def model_path(path: Path) -> Path:
-    """Return what to read: the first part of a split model, or the GGUF file of a folder with a single GGUF model."""
+    """Return the file to read: the first part of a split model, or the only GGUF model of a folder."""
     if not path.is_dir():
         return path.with_name(parts_of(path.name)[0])
     models = [] if _is_model_folder(path) else _gguf_models(path)
@@ -294,7 +294,7 @@ def read_entry(location: ModelLocation) -> ModelEntry:
 
 
 def read_facts(path: Path) -> Facts:
-    """Read what a folder or a ``.gguf`` file says about its model, after all checks that are possible without loading.
+    """Read the properties of the model in a folder or a ``.gguf`` file, after all checks that need no load.
 
     Raises:
         UnusableModelError: it cannot be loaded; the message contains the reason.

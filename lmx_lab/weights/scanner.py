@@ -51,7 +51,7 @@ class _Scan:
         return self.listing()
 
     def listing(self, problem: str | None = None) -> Listing:
-        """Return what was found so far. Any thread may call it."""
+        """Return the models that were found so far. Thread-safe."""
         found = list(self.found)
         joined = join_formats(location for location, _ in found)
         entries = [
@@ -100,7 +100,7 @@ class Scanner:
 
     @property
     def _wait_s(self) -> float:
-        # After the wait of one caller has timed out, the others are answered at once.
+        # After the wait of one caller has timed out, the others are answered immediately.
         return 0.0 if self._overdue else self._limit_s
 
     def _request_scan(self) -> _Scan:

@@ -91,7 +91,7 @@ def full_disk_error(action: str, folder: Path, *, needed_bytes: int | None = Non
     """Build the error for a disk that became full.
 
     Args:
-        action: What was being done, as in "NAME was downloaded".
+        action: The interrupted operation, as in "NAME was downloaded".
     """
     try:
         free = f"{shutil.disk_usage(existing_parent(folder)).free} bytes are free at {folder}"

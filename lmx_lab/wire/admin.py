@@ -32,7 +32,7 @@ class ModelRecord(BaseModel):
     vram_gb: float | None
     """Null if it is not loaded."""
     format: Format
-    """The loaded format, else the one that is loaded by default."""
+    """The loaded format, otherwise the format that is loaded by default."""
     formats: list[Format] = []
     """All formats in which it can be loaded, the one that is loaded by default first."""
     engine: EngineName = "mlx"
@@ -54,7 +54,7 @@ class ModelRecord(BaseModel):
     """Maximum number of tokens of a request, prompt and answer, as the model is loaded; null if it is not the main
     model."""
     slots: int | None = None
-    """Number of requests that it decodes at once; null if it is not the main model, and for encoders."""
+    """Number of requests that it decodes in parallel; null if it is not the main model, and for encoders."""
     pinned: bool = False
     unloading: Unloading | None = None
     """Set while the unload of the model waits for its running answers to end."""
@@ -144,7 +144,7 @@ class LoadAnswer(BaseModel):
     engine_reason: str = ""
     """Why this engine was chosen; empty if there was no choice."""
     slots: int | None = None
-    """Number of requests that are decoded at once; null for encoders."""
+    """Number of requests that are decoded in parallel; null for encoders."""
     context_length: int | None = None
     """Maximum number of tokens of one of these requests, prompt and answer; null if there is no limit."""
     kv_cache_dtype: KvCacheDtype | None = None
@@ -304,7 +304,7 @@ class ModelCard(BaseModel):
     """Maximum number of tokens of a request, prompt and answer, as the model is loaded; for a model that is not loaded,
     the number that it was trained for."""
     slots: int | None = None
-    """Number of requests that the loaded model decodes at once; null for other models."""
+    """Number of requests that the loaded model decodes in parallel; null for other models."""
     root: str | None = None
     """The id of the model, if ``id`` is an alias from ``model_aliases``; null otherwise."""
 

@@ -423,7 +423,7 @@ LogEvent = (
 )
 """The events of the log that this version knows."""
 DaemonEvent = LogEvent | UnknownEvent | ResetFrame | SnapshotFrame
-"""What a reader of events receives. The client handles the other control frames itself."""
+"""The events that a reader receives. The client handles the other control frames."""
 _UNION: TypeAdapter[LogEvent | ControlFrame] = TypeAdapter(Annotated[LogEvent | ControlFrame, Discriminator("event")])
 EVENT_CLASSES: dict[str, type[BaseEvent]] = {
     get_args(member.model_fields["event"].annotation)[0]: member for member in get_args(LogEvent | ControlFrame)

@@ -109,7 +109,7 @@ class Structure:
 
 
 def check_members(value: Any) -> Any:
-    """Check the number of members of an object. Each unknown member would cause an error of its own.
+    """Check the number of members of an object. Each unknown member would cause a separate error.
 
     Raises:
         ValueError: the object has more members than any request has fields.

@@ -230,7 +230,7 @@ class CancelTurns(RequestModel):
     turn_id: Identifier | None = None
     """The turn to cancel; null for the active turn."""
     queued: bool = False
-    """Whether to cancel the queued turns, too."""
+    """Whether to also cancel the queued turns."""
 
 
 class CancelAnswer(BaseModel):

@@ -25,13 +25,13 @@ class Steering(RequestModel):
     """A vector that is added to the output of a layer, at each token of the prompt and of the answer."""
 
     layer: Annotated[int, Field(ge=0, le=10_000), WHOLE]
-    """Index of the layer, from 0."""
+    """Index of the layer, starting at 0."""
     vector: Annotated[str, StringConstraints(min_length=1, max_length=ENCODED_LIMIT)] | Components
-    """Base64 of little-endian float32, or a list of numbers; as many as the model's hidden size."""
+    """Base64 of little-endian float32, or a list of numbers. The number of components is the model's hidden size."""
     scale: Annotated[float, Field(ge=-1e6, le=1e6, allow_inf_nan=False)] = 1.0
     """Number by which the vector is multiplied."""
     weights: Annotated[str, StringConstraints(pattern="^[0-9a-f]{64}$")] | None = None
-    """SHA-256 of the files of the model for which the vector was made. Another model refuses it."""
+    """SHA-256 of the files of the model for which the vector was made. Other models refuse the vector."""
 
     @model_validator(mode="after")
     def _check_vector(self) -> Self:
@@ -48,7 +48,7 @@ class Steering(RequestModel):
 
     @property
     def value(self) -> SteeringVector:
-        """The vector as the engine takes it."""
+        """The vector in the form that the engine uses."""
         return SteeringVector(layer=self.layer, vector=self.encoded, scale=self.scale, weights=self.weights or "")
 
 

@@ -92,7 +92,7 @@ class TimelinePage(BaseModel):
     requests: list[TimelineRequest]
     """The newest first."""
     models: list[TimelineModel]
-    """Loads and unloads, the oldest first. Only the first page has them."""
+    """Loads and unloads, oldest first. Only the first page has them."""
     before: int | None
     """Value of ``before`` for the next page; null on the last page."""
 

@@ -20,7 +20,7 @@ TokenName = Annotated[int, Field(ge=0)] | NonEmpty
 
 
 class TracedText(RequestModel):
-    """A text that the model computes: exactly one of the fields."""
+    """The text to trace; exactly one of the fields."""
 
     text: str | None = None
     messages: ChatMessages | None = None
@@ -35,12 +35,12 @@ class TracedText(RequestModel):
 
 
 class HookNamesBody(RequestModel):
-    """Lists the names of the values that the model has."""
+    """Lists the names of the model's hooks."""
 
     kind: Literal["hooks"]
 
     def work(self) -> TraceWork:
-        """Return what is computed."""
+        """Return the request for the engine."""
         return HookNames()
 
 
@@ -53,7 +53,7 @@ class ActivationsBody(RequestModel):
     positions: Positions | None = None
 
     def work(self) -> TraceWork:
-        """Return what is computed."""
+        """Return the request for the engine."""
         return Activations(hooks=tuple(self.hooks), positions=None if self.positions is None else tuple(self.positions))
 
 
@@ -66,12 +66,12 @@ class LogitLensBody(RequestModel):
     positions: Positions | None = None
 
     def work(self) -> TraceWork:
-        """Return what is computed."""
+        """Return the request for the engine."""
         return LogitLens(top=self.top, positions=None if self.positions is None else tuple(self.positions))
 
 
 class PatchingBody(RequestModel):
-    """Returns the logits of two tokens after a text in which single values are those of another text."""
+    """Returns the logits of two tokens after a text in which single values are replaced by those of a clean text."""
 
     kind: Literal["patching"]
     input: TracedText
@@ -83,7 +83,7 @@ class PatchingBody(RequestModel):
     together: bool = False
 
     def work(self) -> TraceWork:
-        """Return what is computed."""
+        """Return the request for the engine."""
         return Patching(
             answer=self.answer,
             other=self.other,
@@ -94,7 +94,7 @@ class PatchingBody(RequestModel):
 
 
 class AttributionBody(RequestModel):
-    """Divides the logit of the token after a text among the parts of the model."""
+    """Attributes the logit of the token after a text to the parts of the model."""
 
     kind: Literal["attribution"]
     input: TracedText
@@ -102,7 +102,7 @@ class AttributionBody(RequestModel):
     other: TokenName | None = None
 
     def work(self) -> TraceWork:
-        """Return what is computed."""
+        """Return the request for the engine."""
         return Attribution(token=self.token, other=self.other)
 
 

@@ -13,7 +13,7 @@ class Neutral:
     """An annotation for such a field, which accepts null and the values without effect.
 
     Args:
-        what: What is not supported, in the plural, for the message.
+        what: The unsupported feature, in the plural, for the message.
         values: Accepted values in addition to null.
     """
 

@@ -73,6 +73,7 @@ CHAT_BODIES: tuple[dict[str, Any], ...] = (
     chat(response_format={"type": "regex", "pattern": "[a-c]{1,5}( x)?"}, stream=True),
     chat(response_format={"type": "grammar", "grammar": 'start: "a" | "b" start'}),
     chat(reasoning_effort="low", thinking_token_budget=2, chat_template_kwargs={"enable_thinking": True, "a": [1]}),
+    chat(steer=[{"layer": 1, "vector": [0.5] * 32, "scale": -2.0}, {"layer": 0, "vector": [0] * 32}], stream=True),
     chat(metadata={"a": "b"}, store=False, service_tier="auto", prompt_cache_key="k", ignore_eos=True),
 )
 COMPLETION_BODIES: tuple[dict[str, Any], ...] = (
@@ -233,7 +234,22 @@ RERANK = tuple(
     for path in ("/v1/rerank", "/v2/rerank", "/rerank")
     for body in RERANK_BODIES
 )
-LOAD, UNLOAD = "/admin/models/load", "/admin/models/unload"
+LOAD, UNLOAD, TRACE = "/admin/models/load", "/admin/models/unload", "/admin/trace"
+TRACES: tuple[dict[str, Any], ...] = (
+    {"kind": "hooks"},
+    {
+        "kind": "activations",
+        "input": {"text": "the sea is"},
+        "hooks": ["blocks.*.hook_resid_post"],
+        "positions": [0, -1],
+    },
+    {"kind": "logit_lens", "input": {"messages": [{"role": "user", "content": "hello"}]}, "top": 3},
+    {
+        **{"kind": "patching", "input": {"tokens": [1, 2, 3, 4]}, "clean": {"tokens": [1, 5, 3, 4]}},
+        **{"answer": 6, "other": 7, "hooks": ["blocks.0.hook_resid_pre"], "positions": [1]},
+    },
+    {"kind": "attribution", "input": {"text": "the sea is"}, "token": 5, "other": 6},
+)
 ADMIN = (
     ValidRequest(method="POST", path=LOAD, body={"model": MODEL}),
     ValidRequest(method="POST", path=LOAD, body={"model": "tiny-two"}),
@@ -250,6 +266,7 @@ ADMIN = (
             "/admin/timeline?last_s=9.5&limit=3&before=7",
         )
     ),
+    *(ValidRequest(method="POST", path=TRACE, body={"model": MODEL, "trace": trace}) for trace in TRACES),
 )
 
 PAGES = tuple(ValidRequest(method="GET", path=path) for path in ("/healthz", "/", "/docs", "/openapi.json"))

@@ -1,4 +1,4 @@
-"""Test ``lab.map`` over several labs: who gets which rows, labs that fail and return, and labs that are refused."""
+"""Test ``lab.map`` over several labs: the distribution of rows, labs that fail and return, and refused labs."""
 
 from __future__ import annotations
 

@@ -245,7 +245,7 @@ def test_files_of_other_programs_are_refused_and_two_processes_may_share_one(lab
     before = other.read_bytes()
     (tmp_path / "text").write_text("no database " * 100)
     for path in (other, tmp_path / "text", tmp_path / "missing" / "a.db"):
-        with pytest.raises(InvalidRequestError, match="another file"):
+        with pytest.raises(InvalidRequestError, match="another path"):
             lab.map(["a"], "{text}", cache=path)
     assert other.read_bytes() == before
 

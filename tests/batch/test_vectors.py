@@ -82,7 +82,7 @@ def test_only_missing_vectors_are_computed(lab: lmx_lab.Lab, sent: list[Any], tm
     assert sent[2:] == [["sea"]]
 
 
-def test_texts_are_divided_among_requests_and_a_full_server_is_asked_again(
+def test_texts_are_divided_into_requests_and_sent_again_to_a_full_server(
     lab: lmx_lab.Lab, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     assert [len(each) for each in _requests(map(str, range(TEXTS_AT_ONCE + 1)))] == [TEXTS_AT_ONCE, 1]

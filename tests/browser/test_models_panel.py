@@ -138,7 +138,7 @@ def test_an_unload_says_how_many_answers_are_left_and_can_wait_or_stop_them(pane
     button(panels, "Stop now tiny").click()
     expect(row(panels, "tiny")).to_contain_text("on disk")
     expect(job).to_have_count(0)
-    expect(chat.locator(".assistant").last).to_contain_text("requested to stop running requests at once")
+    expect(chat.locator(".assistant").last).to_contain_text("requested to stop running requests immediately")
     assert panels.kernel("print(lab.engine.snapshot.model)") == "None"
 
 

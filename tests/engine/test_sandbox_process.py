@@ -117,7 +117,7 @@ def test_the_process_ends_when_its_connection_is_closed(tmp_path: Path) -> None:
 def test_a_worker_that_cannot_be_loaded_is_a_start_error(tmp_path: Path) -> None:
     (tmp_path / "worker.py").write_text("import there_is_no_such_module")
     process = SandboxProcess(tmp_path / "worker.py", lambda: {})
-    with pytest.raises(SandboxStartError, match="ended at once"):
+    with pytest.raises(SandboxStartError, match="ended immediately"):
         process.request(b"a", 5)
 
 

@@ -40,7 +40,7 @@ def lab(tmp_path_factory: pytest.TempPathFactory) -> Iterator[lmx_lab.Lab]:
         yield lab
 
 
-def test_rows_are_scored_and_rows_with_errors_do_not_count(lab: lmx_lab.Lab) -> None:
+def test_rows_are_scored_except_rows_with_errors(lab: lmx_lab.Lab) -> None:
     result = lab.evaluate(FRAME, "{text}", answer="answer")
     assert list(result.df.index) == ["a", "b", "c", "d"]
     assert result.df["score"].fillna(-1).tolist() == [1, 0, -1, -1]
@@ -78,7 +78,7 @@ def test_functions_see_the_expected_value_or_the_row(lab: lmx_lab.Lab) -> None:
 
 
 @pytest.mark.parametrize("chat_template", [True, False])
-def test_choices_are_scored_here_and_elsewhere(lab: lmx_lab.Lab, tmp_path: Path, chat_template: bool) -> None:
+def test_choices_are_scored_in_process_and_over_http(lab: lmx_lab.Lab, tmp_path: Path, chat_template: bool) -> None:
     rows = [{"text": "a", "right": 1, "options": ["yes", "no, never"]}, {"text": "b", "right": 0, "options": ["yes"]}]
     metric = Choice("options", chat_template=chat_template)
     result = lab.evaluate(rows, "Is it {text}? ", answer="right", metric=metric, cache=tmp_path / "a.db")
@@ -284,7 +284,7 @@ def test_a_judge_that_fails_keeps_the_answers(lab: lmx_lab.Lab) -> None:
         lab.evaluate(["a"], "{text}", metric=Judge(lambda row: 1 / 0), errors="raise")
 
 
-def test_a_judge_is_found_before_the_first_row(lab: lmx_lab.Lab) -> None:
+def test_a_missing_judge_is_detected_before_the_first_row(lab: lmx_lab.Lab) -> None:
     before = len(lab.requests)
     with attach(lab.url) as far:
         pass

@@ -1,4 +1,4 @@
-"""Test what each metric counts as right, and which options are refused."""
+"""Test which answers each metric counts as right, and which options are refused."""
 
 from __future__ import annotations
 
@@ -54,7 +54,7 @@ def test_functions_return_numbers() -> None:
             read_metric(broken).score("a", "b")
 
 
-def test_choices_are_compared_by_their_log_probability_or_by_that_of_a_character() -> None:
+def test_choices_are_compared_by_log_probability_or_by_log_probability_per_character() -> None:
     choices = ("no", "certainly")
     plain, normalized = Choice(list(choices)), Choice(list(choices), normalize=True)
     assert (plain.best(choices, [-3, -4]), normalized.best(choices, [-3, -4])) == (0, 1)
@@ -83,7 +83,7 @@ def test_choices_are_compared_by_their_log_probability_or_by_that_of_a_character
         (lambda: Regex().score("a", "("), "malformed"),
         (lambda: Numeric(absolute=-1), "absolute is -1"),
         (lambda: Numeric().score("1", "one"), "not a number"),
-        (lambda: Choice(["a", "a"]), "different texts"),
+        (lambda: Choice(["a", "a"]), "different, non-empty texts"),
         (lambda: Choice("options").check(["text"]), "columns are text"),
         (lambda: Judge("{answer}", verdicts={"good": 1}), "verdicts"),
         (lambda: Judge("{answer}", verdicts={"good": 1, "bad": "no"}), "'bad': 'no'"),

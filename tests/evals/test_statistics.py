@@ -32,7 +32,7 @@ def test_wilson_intervals_are_those_of_r(successes: int, n: int, low: float, hig
     assert wilson(successes, n) == pytest.approx((low, high), abs=5e-5)
 
 
-def test_a_mean_has_wilson_s_interval_if_it_is_a_proportion_and_else_a_bootstrap() -> None:
+def test_a_proportion_has_wilson_s_interval_and_another_mean_a_bootstrap_interval() -> None:
     share = score_of([1.0, 0, 1, 1])
     assert (share.mean, share.n, share.method) == (0.75, 4, WILSON)
     values = np.random.default_rng(1).normal(0.5, 0.1, 400).tolist()

@@ -91,7 +91,7 @@ def test_a_model_that_waits_for_answers_is_unloading_and_a_second_request_stops_
             freed = fresh_http.post("/admin/models/unload", json={"model": "echo", "wait": False}).json()
             assert freed == unload.result().json()
             assert freed["freed_vram_gb"] > 0
-            assert any("requested to stop running requests at once" in piece for piece in pieces)
+            assert any("requested to stop running requests immediately" in piece for piece in pieces)
     assert fresh_http.get("/readyz").status_code == 503
 
 

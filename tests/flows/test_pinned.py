@@ -124,7 +124,7 @@ async def test_a_lab_on_the_kernels_loop_pins_models(three_home: Path) -> None:
         (
             {"embedder": "tiny"},
             UnusableModelError,
-            "tiny is a chat model; only embedding models and rerankers stay beside the main",
+            "tiny is a chat model; only embedding models and rerankers can be pinned",
         ),
         ({"embedder": "tiny-reranker"}, UnusableModelError, "is a reranker"),
         (

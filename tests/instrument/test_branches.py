@@ -96,13 +96,13 @@ def test_refusals_name_the_value_and_the_reason(lab: lmx_lab.Lab) -> None:
     with pytest.raises(InvalidRequestError, match="has no lab"):
         pickle.loads(pickle.dumps(reply)).branch(0, 300)
     with lmx_lab.attach(lab.url) as far:
-        with pytest.raises(InvalidRequestError, match="server runs elsewhere"):
+        with pytest.raises(InvalidRequestError, match="server runs in another process"):
             far.chat("hello").branch(0, 300)
-        with pytest.raises(InvalidRequestError, match="server runs elsewhere"):
+        with pytest.raises(InvalidRequestError, match="server runs in another process"):
             far.explore("hello")
 
 
-def test_a_record_of_another_model_has_a_lens_and_says_which_weights_a_branch_needs(lab: lmx_lab.Lab) -> None:
+def test_a_record_of_another_model_has_a_lens_and_its_error_names_the_weights_for_branches(lab: lmx_lab.Lab) -> None:
     lab.chat("hello sea", logprobs=2)
     len(lab.requests)
     request = load_requests(lab.server.settings.record_to or "", lab._access)[-1]
@@ -184,9 +184,8 @@ def test_the_most_probable_beginnings_are_expanded_together(lab: lmx_lab.Lab) ->
     for arguments in ({"width": 0}, {"width": 9, "depth": 2}, {"depth": 1.5}, {"max_tokens": 1}):
         with pytest.raises(InvalidRequestError, match=next(iter(arguments))[:5]):
             lab.explore("hello", **arguments)  # type: ignore[arg-type]
-    with pytest.raises(
-        InvalidRequestError, match=r"explore takes the most probable tokens, and cannot continue after .* at position 0"
-    ) as refused:
+    message = r"explore selects the most probable tokens, and cannot continue after .* at position 0"
+    with pytest.raises(InvalidRequestError, match=message) as refused:
         lab.explore("hello", width=2, depth=1, response_format={"type": "regex", "regex": "hello"})
     assert refused.value.message.endswith("leave out response_format, so that all tokens are allowed")
 

@@ -129,8 +129,8 @@ def test_invalid_comparisons_are_refused_before_anything_is_loaded(
     counted = Counted(monkeypatch)
     for settings, message in (
         ([], "no settings"),
-        ([{}, {"model": "echo"}], "name one in all"),
-        ([{}, {}], "two settings are the same"),
+        ([{}, {"model": "echo"}], "name a model in all"),
+        ([{}, {}], "two settings are equal"),
         ([{"engine": "mlx"}], "also name the model"),
         ({"first": 0.5}, "pass a dictionary"),
         ([{"model": "echo", "engine": "vllm"}], "must be one of auto, mlx, llama.cpp"),

@@ -86,7 +86,7 @@ def test_requests_of_the_lab_s_daemon_are_own(tmp_path: Path) -> None:
 
 
 @pytest.mark.slow
-def test_with_all_the_requests_of_other_clients_are_recorded_and_they_are_told(tmp_path: Path) -> None:
+def test_with_all_the_requests_of_other_clients_are_recorded_and_their_answers_have_a_header(tmp_path: Path) -> None:
     with echo_lab(tmp_path, record="all") as lab:
         assert httpx2.post(f"{lab.url}/v1/chat/completions", json=BODY).headers["x-lmx-recorded"] == "1"
         with httpx2.stream("POST", f"{lab.url}/v1/chat/completions", json=BODY | {"stream": True}) as stream:
@@ -225,10 +225,10 @@ def test_the_requests_are_a_sequence(lab: lmx_lab.Lab) -> None:
     assert [request.text for request in requests] == ["one", "three"]
 
 
-def test_a_lab_elsewhere_has_no_requests(lab: lmx_lab.Lab) -> None:
+def test_an_attached_lab_has_no_requests(lab: lmx_lab.Lab) -> None:
     with lmx_lab.attach(lab.url, api_key="s3cret-key") as far:
         reply = far.chat("hello")
-        with pytest.raises(AttributeError, match="runs elsewhere"):
+        with pytest.raises(AttributeError, match="runs in another process"):
             _ = far.requests
         assert reply.ids == ()
         with pytest.raises(InvalidRequestError, match="logprobs"):
@@ -254,13 +254,13 @@ def test_a_file_is_read_without_a_server_and_has_no_keys_or_addresses(tmp_path: 
     assert [request.text for request in loaded] == ["the first", "the sea is wide"]
     with pytest.raises(InvalidRequestError, match=r"lab\.requests\.load"):
         loaded[0].replay()
-    with pytest.raises(InvalidRequestError, match="opened to be read"):
+    with pytest.raises(InvalidRequestError, match="opened read-only"):
         loaded.clear()
     with echo_lab(tmp_path, record_to=path) as lab:
         assert lab.requests.load(path)[0].replay().same
         lab.chat("another run")
         assert len(lab.requests) == 3
-        # A stopped lab writes no more, and says so.
+        # A stopped lab writes no records, and raises an error.
         requests = lab.requests
     with pytest.raises(LabError, match="was closed"):
         len(requests)
@@ -285,9 +285,9 @@ def test_files_that_are_not_recordings_are_refused(tmp_path: Path) -> None:
     with contextlib.closing(sqlite3.connect(other)) as connection:
         connection.execute("CREATE TABLE mine (x)")
     for path in (text, other, tmp_path / "no folder" / "requests.db"):
-        with pytest.raises(InvalidRequestError, match="another file"):
+        with pytest.raises(InvalidRequestError, match="another path"):
             lmx_lab.Lab(Settings(home=tmp_path, port=0, record_to=path))
-    with pytest.raises(InvalidRequestError, match="another file"):
+    with pytest.raises(InvalidRequestError, match="another path"):
         load_requests(tmp_path / "missing.db")
     assert not (tmp_path / "missing.db").exists()
 

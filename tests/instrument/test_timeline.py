@@ -229,7 +229,7 @@ def test_an_explanation_names_slow_steps_pauses_and_what_was_computed_meanwhile(
         Timeline([QUIET]).explain("last")  # type: ignore[arg-type]
 
 
-def test_a_lab_elsewhere_has_the_timeline_of_its_server_and_says_why_it_has_no_comparison(
+def test_an_attached_lab_has_the_timeline_of_its_server_but_no_comparison(
     lab: lmx_lab.Lab, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     for number in range(3):
@@ -247,7 +247,7 @@ def test_a_lab_elsewhere_has_the_timeline_of_its_server_and_says_why_it_has_no_c
             one.at for one in here[-2:]
         ]
         assert len(asyncio.run(far.atimeline(3600))) == len(here)
-        with pytest.raises(InvalidRequestError, match="elsewhere"):
+        with pytest.raises(InvalidRequestError, match="attached lab"):
             far.compare(["hello"], [{"temperature": 0}])
 
 

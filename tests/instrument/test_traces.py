@@ -1,4 +1,4 @@
-"""Look into a tiny model through a lab, in this process and over HTTP."""
+"""Trace a tiny model through a lab, in this process and over HTTP."""
 
 from __future__ import annotations
 
@@ -71,7 +71,7 @@ def test_answers_and_conversations_are_traced_with_their_tokens(lab: lmx_lab.Lab
     assert (
         lab.trace(messages, "hook_embed").tokens == attached.trace(list(tokens), "hook_embed").tokens[: -len(reply.ids)]
     )
-    with pytest.raises(InvalidRequestError, match="ids of this answer's tokens are not known"):
+    with pytest.raises(InvalidRequestError, match="token ids of this answer are not known"):
         lab.trace(attached.chat("hello", max_tokens=1), "logits")
     with pytest.raises(InvalidRequestError, match="use the lab that recorded the answer"):
         attached.trace(lab.requests[-1], "logits")
@@ -123,7 +123,7 @@ def test_patching_restores_what_differs(lab: lmx_lab.Lab, attached: lmx_lab.Lab)
     some = attached.patch(OTHER, TEXT, answer=500, other=600, hooks=hooks, positions=[1, -1])
     np.testing.assert_allclose(some.restored, sweep.restored[:, [1, 5]], atol=1e-3)
     for changes, message in (
-        ({"positions": [0, 9]}, "positions has 9"),
+        ({"positions": [0, 9]}, "positions contains 9"),
         ({"hooks": "logits"}, "cannot be patched"),
         ({"answer": " two words"}, "answer has ' two words'"),
         ({"hooks": 5}, "hooks is 5"),
@@ -202,7 +202,7 @@ def test_parts_of_results_that_do_not_exist_are_refused(lab: lmx_lab.Lab) -> Non
     assert np.isnan(same.restored).all()
     assert "nothing can be restored" in repr(same)
     assert "Nothing can be restored" in same._repr_html_()
-    with pytest.raises(InvalidRequestError, match="hook is 'hook_mlp_out'; this sweep has hook_resid_post"):
+    with pytest.raises(InvalidRequestError, match="hook is 'hook_mlp_out'; this sweep replaced hook_resid_post"):
         same.heat_map("hook_mlp_out")
 
 

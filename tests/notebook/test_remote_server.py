@@ -1,4 +1,4 @@
-"""Test labs over servers elsewhere: verbs, replies, and connections that release everything."""
+"""Test attached labs: verbs, replies, and connections that release everything."""
 
 from __future__ import annotations
 
@@ -325,7 +325,7 @@ def test_the_repr_describes_the_connection(lab: lmx_lab.Lab, end: str, monkeypat
         assert far.url == lab.url
         assert far.openai == {"base_url": f"{lab.url}/v1", "api_key": KEY}
         for look in (repr(far), far._repr_html_()):
-            assert all(part in look for part in (lab.url, "tiny", "elsewhere"))
+            assert all(part in look for part in (lab.url, "tiny", "another process"))
             assert KEY not in look
 
 

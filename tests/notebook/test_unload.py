@@ -65,7 +65,7 @@ def test_an_interrupt_ends_the_wait_but_not_the_unload(
         with pytest.raises(NotLoadedError, match="echo is being unloaded"):
             lab.chat("hello")
         assert lab.unload("echo", wait=False) > 0
-        with pytest.raises(NotLoadedError, match="requested to stop running requests at once"):
+        with pytest.raises(NotLoadedError, match="requested to stop running requests immediately"):
             list(pieces)
     assert server.engine.snapshot.model is None
     nothing = lab.unload()

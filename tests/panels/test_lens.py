@@ -90,11 +90,11 @@ def test_an_alternative_becomes_a_branch_that_can_be_shown_and_removed(reader: R
     reader.until(lambda panel: "echo knows" in panel.error)
 
 
-def test_a_lab_elsewhere_says_what_the_panel_needs(echo: lmx_lab.Lab) -> None:
+def test_the_panel_of_an_attached_lab_shows_what_it_needs(echo: lmx_lab.Lab) -> None:
     with lmx_lab.attach(echo.url) as far:
         workbench = Workbench(far._backend)
         reader = Reader(LensPanel(workbench), workbench)
-        reader.until(lambda panel: "a server elsewhere" in panel.error)
+        reader.until(lambda panel: "an attached lab" in panel.error)
         with pytest.raises(Refused, match="no answer yet"):
             reader.ask("score")
         workbench.suspend()

@@ -7,7 +7,9 @@ import json
 import re
 from typing import Any
 
+import numpy as np
 import pytest
+from safetensors.numpy import save
 
 from lmx_lab.engine import ModelManager
 from lmx_lab.http.guard import GuardPolicy
@@ -87,6 +89,7 @@ def exchanged(answer: bytes, case: Case = WHOLE, limit_s: float = 5) -> tuple[Ou
         answered(400, b"Invalid HTTP request received.", "text/plain"),
         answered(200, b'data: {"a": 1}\n\n: still there\n\ndata: [DONE]\n\n', "text/event-stream"),
         answered(200, b'{"a": 1, "done": false}\n{"done": true}\n', "application/x-ndjson"),
+        answered(200, save({"logits": np.zeros(2)}), "application/x-safetensors"),
         answered(404, b'{"error": "none", "code": "model-not-found", "request_id": "r"}'),
         b"HTTP/1.1 100 Continue\r\n\r\n" + answered(200, b"{}"),
     ],
@@ -114,6 +117,7 @@ def test_valid_answers_and_declared_refusals_have_no_problems(answer: bytes) -> 
         (answered(200, b'data: {"a": 1}\n\ndata: [DO', "text/event-stream"), "in the middle"),
         (answered(200, b'{"done": false}\n', "application/x-ndjson"), "ends with"),
         (answered(200, b'{"done": true}', "application/x-ndjson"), "in the middle"),
+        (answered(200, save({"logits": np.zeros(2)})[:-1], "application/x-safetensors"), "safetensors"),
         (answered(500, b'{"error": "a bug", "code": "internal-error"}'), "500"),
         (answered(200, b"x", "image/png"), "image/png"),
         (answered(200, b"{}")[:-1], "in the middle"),

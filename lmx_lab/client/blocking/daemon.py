@@ -62,7 +62,7 @@ class DaemonClient(BlockingClient[AsyncDaemonClient]):
             home: The lab's home folder; by default LMX_LAB_HOME, or ``~/.lmx-lab`` if that is not set.
 
         Raises:
-            UnreachableError: no daemon is running; the message says how to start one.
+            UnreachableError: no daemon is running; the message contains the command that starts one.
         """
         client = cls.__new__(cls)
         client._start(AsyncDaemonClient.discover(home, transport=transport))
@@ -138,8 +138,8 @@ class DaemonClient(BlockingClient[AsyncDaemonClient]):
     def shut_down(self, *, mode: Literal["drain", "now"] = "drain", grace_s: float = 30.0) -> None:
         """Stop the daemon. Returns when the daemon has started to stop.
 
-        Running turns have ``grace_s`` seconds to end; with mode ``now`` they are cancelled at once. Queued turns run
-        after the next start.
+        Running turns have ``grace_s`` seconds to end; with mode ``now`` they are cancelled immediately. Queued turns
+        run after the next start.
         """
         self._portal.run(self._client.shut_down(mode=mode, grace_s=grace_s))
 
@@ -272,7 +272,7 @@ class DaemonClient(BlockingClient[AsyncDaemonClient]):
         session_ids: Sequence[str] = (),
         types: Sequence[str] = (),
     ) -> EventPage:
-        """Read a page of events, the oldest first. Polling needs more requests than ``events()``.
+        """Read a page of events, oldest first. Polling needs more requests than ``events()``.
 
         Args:
             after: The cursor of the previous page; 0 for all events in the log. By default only new events.
@@ -283,7 +283,7 @@ class DaemonClient(BlockingClient[AsyncDaemonClient]):
             types: Read events of these types only, such as ``turn.done`` or ``tool.*``; by default all types.
 
         Raises:
-            CursorExpiredError: events after the cursor are not available; ``reason`` says why.
+            CursorExpiredError: events after the cursor are not available; ``reason`` contains the cause.
         """
         if wait_s:
             check_upstream(self._client, self._portal)

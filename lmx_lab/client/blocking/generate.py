@@ -23,7 +23,7 @@ Function = ast.FunctionDef | ast.AsyncFunctionDef
 
 @dataclass(frozen=True, kw_only=True)
 class BlockingClass:
-    """One class to generate, in a module of its own."""
+    """One class to generate, in a separate module."""
 
     module: str
     name: str

@@ -92,7 +92,7 @@ class LabClient(BlockingClient[AsyncLabClient]):
         return self._portal.run(self._client.rerank(body))
 
     def trace(self, body: TraceBody) -> Trace:
-        """Return values from the inside of the loaded model. Only programs on the server's machine may do this."""
+        """Return internal values of the loaded model. Only programs on the server's machine may do this."""
         return self._portal.run(self._client.trace(body))
 
     def models(self) -> ModelRecords:
@@ -100,7 +100,7 @@ class LabClient(BlockingClient[AsyncLabClient]):
         return self._portal.run(self._client.models())
 
     def timeline(self, last_s: float = 60.0, *, most: int | None = None) -> ServerTimeline:
-        """Return what the engines did for the requests of all clients in the last ``last_s`` seconds, and the loads.
+        """Return the timeline of the requests of all clients, and of loads, in the last ``last_s`` seconds.
 
         The oldest are first.
 

@@ -207,7 +207,7 @@ class McpConnection:
         """Describe why a request to the server failed.
 
         Args:
-            requested: What was requested, for the message.
+            requested: Description of the request, for the message.
         """
         if isinstance(exc, MCPError) and exc.code == CONNECTION_CLOSED:
             return await self.end_failure()

@@ -53,7 +53,7 @@ class SecretRedactor:
 
 
 def _credentials(value: str) -> list[str]:
-    """Return what follows the scheme in the value of an Authorization header."""
+    """Return the part after the scheme in the value of an Authorization header."""
     scheme, _, rest = value.partition(" ")
     return [rest] if rest and scheme.lower() in ("bearer", "basic", "token") else []
 

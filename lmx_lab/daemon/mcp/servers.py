@@ -321,7 +321,7 @@ class McpServers:
 
     async def _append_status(self, server: _Server) -> None:
         status = _status(server.config.name, server.condition)
-        # If the event cannot be written, the server runs nevertheless, and clients can read its state.
+        # If the event cannot be written, the server still runs, and clients can read its state.
         with contextlib.suppress(LabError):
             await self._store.write(lambda tx: tx.append("mcp.status", status))
 

@@ -43,7 +43,7 @@ class CautiousClock:
     ) -> None:
         """
         Args:
-            last_event_s: Unix time of the last known event. A wall clock that is ahead of it counts as a step, too.
+            last_event_s: Unix time of the last known event. A wall clock that is ahead of it also counts as a step.
         """
         self._wall = wall
         self._monotonic = monotonic

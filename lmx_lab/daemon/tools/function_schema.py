@@ -82,7 +82,7 @@ def function_schema(function: Callable[..., Any]) -> FunctionSchema:
     """Derive the schema of a function from its signature and docstring.
 
     Raises:
-        InvalidRequestError: The function cannot be a tool. The message says why and what to change.
+        InvalidRequestError: The function cannot be a tool. The message contains the reason and the remedy.
     """
     description, texts = read_docstring(function)
     names: dict[str, str] = {}
@@ -144,7 +144,7 @@ def _field(parameter: inspect.Parameter, hint: Any, text: str | None) -> tuple[A
     try:
         to_jsonable_python(parameter.default)
     except (PydanticSerializationError, ValueError):
-        # JSON cannot represent the default, so the schema does not show it. The function uses it nevertheless.
+        # JSON cannot represent the default, so the schema does not show it. The function still uses it.
         return hint, Field(default_factory=lambda: None, **options)
     return hint, Field(parameter.default, **options)
 

@@ -1,4 +1,4 @@
-"""Register Python functions as tools, from any thread, and call them in threads of their own."""
+"""Register Python functions as tools, from any thread, and call them in separate threads."""
 
 from __future__ import annotations
 
@@ -70,7 +70,7 @@ class PythonTools:
         """Register a function as a tool. Its signature becomes the schema, its docstring the description.
 
         Registering a function of the same name and module again replaces it, for instance when a cell is run again. A
-        plain function runs in a thread, an async function on an event loop of its own in a thread. A call that takes
+        plain function runs in a thread, an async function on a separate event loop in a thread. A call that takes
         too long ends with the status ``timeout``. Its thread cannot be stopped, and counts towards the limit of 8
         concurrent calls until it ends. This method can be called from any thread.
 
@@ -82,7 +82,7 @@ class PythonTools:
             timeout_s: Time limit of one call in seconds.
 
         Raises:
-            InvalidRequestError: The function cannot be a tool, or the name is taken. The message says what to change.
+            InvalidRequestError: The function cannot be a tool, or the name is taken. The message contains the remedy.
         """
         if not callable(function) or inspect.isclass(function):
             raise InvalidRequestError(f"{function!r:.100} is not a function; pass a function", param="function")

@@ -51,7 +51,7 @@ from lmx_lab.wire.sessions import PermissionRecord, SessionMessage, ToolCall
 
 log = logging.getLogger(__name__)
 Effect = Callable[[], None]
-"""What an action does after it was written to the log."""
+"""The effect of an action after it was written to the log."""
 PROGRESS_CHARACTERS = 4000
 """Maximum length of one message of progress."""
 PROGRESS_PER_BATCH = 100
@@ -62,7 +62,7 @@ TOOLS_SHARE_OF_CANCEL = 0.8
 
 @dataclass(frozen=True, kw_only=True)
 class TurnDependencies:
-    """What all turns use."""
+    """The services that all turns use."""
 
     store: Store
     upstream: ModelClient
@@ -81,7 +81,7 @@ class _WriteBatch:
 
 
 class ActiveTurn:
-    """A turn that is running. ``run`` it in a task of its own; the other methods are for the same event loop."""
+    """A turn that is running. ``run`` it in a separate task; the other methods are for the same event loop."""
 
     def __init__(
         self,

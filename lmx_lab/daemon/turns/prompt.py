@@ -1,7 +1,7 @@
 """Build the chat request of a model call from a session's history and a turn's overrides. Does no I/O.
 
 The history keeps the user's message and the partial answer of a turn that was cancelled or has failed. Calls and their
-results stay together: a call without a result, which no chat template accepts, receives one that says so.
+results stay together: a call without a result, which no chat template accepts, receives a placeholder.
 """
 
 from __future__ import annotations
@@ -125,7 +125,7 @@ def _calls_and_results(message: SessionMessage, results: list[SessionMessage]) -
 
 
 def _chat_call(call: ToolCall) -> dict[str, Any]:
-    # Servers refuse a history with arguments that are not objects. The result of the call says what was wrong.
+    # Servers refuse a history with arguments that are not objects. The result of the call contains the error.
     arguments = call.arguments if isinstance(parse_arguments(call.arguments), dict) and call.arguments.strip() else "{}"
     return {"id": call.call_id, "type": "function", "function": {"name": call.name, "arguments": arguments}}
 

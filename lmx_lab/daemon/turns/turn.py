@@ -28,7 +28,7 @@ LISTED_TOOLS = 30
 
 
 class TurnPhase(Enum):
-    """What the turn is doing."""
+    """The activity of a turn."""
 
     NEW = "new"
     MODEL = "model"

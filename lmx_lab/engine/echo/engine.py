@@ -110,7 +110,7 @@ class EchoCore:
         """Refuse to pin a model.
 
         Raises:
-            UnusableModelError: always, since this engine has no models to keep beside the main one.
+            UnusableModelError: always, since this engine has no models to keep in addition to the main one.
         """
         raise UnusableModelError(f"{entry.id} runs on the echo engine, which has no pinned models", param="model")
 

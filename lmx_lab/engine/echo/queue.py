@@ -37,7 +37,7 @@ KEPT_SEQUENCES = 16
 
 @dataclass(frozen=True, kw_only=True)
 class PreparedEcho:
-    """What all answers to one request have in common."""
+    """The data that all answers to one request share."""
 
     request: GenerationRequest
     prompt: list[int]
@@ -100,7 +100,7 @@ class EchoGeneration:
             self.constraint.begin(self.prepared.start)
 
     def begin(self, now: float) -> list[Item]:
-        """Start the generation in a slot, and return the items for its reader. The prompt is computed at once."""
+        """Start the generation in a slot, and return the items for its reader. The prompt is computed immediately."""
         prepared = self.prepared
         self.admitted_at = now
         total = len(prepared.prompt)

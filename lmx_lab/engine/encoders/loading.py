@@ -301,7 +301,7 @@ def _context_length(files: EncoderFiles, network: Network) -> int | None:
 
 
 def _has_segments(files: EncoderFiles, network: Network) -> bool:
-    """Whether pairs have two segments: with BERT's tokenizers, and with others whose files say so."""
+    """Whether pairs have two segments: with BERT's tokenizers, and with others whose files specify this."""
     usual = ["token_type_ids"] if files.entry.architecture == "bert" else []
     names = files.tokenizer.init_kwargs.get("model_input_names") or usual
     return isinstance(network, Bert) and network.segments > 1 and "token_type_ids" in names

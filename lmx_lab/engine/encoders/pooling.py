@@ -55,7 +55,7 @@ def pool(hidden: mx.array, batch: PaddedBatch, mode: PoolingMode) -> mx.array:
 
 
 def build_operation(module: Module, width: int) -> tuple[Operation, int]:
-    """Return what a module does to vectors of ``width`` numbers, and the width of the result. Weights are float32.
+    """Return the operation of a module on vectors of ``width`` numbers, and the width of its result, in float32.
 
     Raises:
         UnusableModelError: a tensor is missing or invalid, or the activation is not supported.

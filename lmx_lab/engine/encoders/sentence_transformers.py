@@ -39,7 +39,7 @@ class Pooling:
 
     modes: tuple[PoolingMode, ...]
     include_prompt: bool = True
-    """Whether tokens of the prompt are pooled too."""
+    """Whether tokens of the prompt are also pooled."""
 
 
 @dataclass(frozen=True)

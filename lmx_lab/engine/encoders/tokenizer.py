@@ -118,7 +118,7 @@ class TextTokens:
     second_start: int | None = None
     """Index where the second segment of a pair begins; None if the model has no segments."""
     skipped_tokens: int = 0
-    """Number of leading tokens that are left out of pooling: the prompt, if the model's files say so."""
+    """Number of leading tokens that are left out of pooling: the prompt, if the model's files specify this."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -131,7 +131,7 @@ class TextRules:
     segments: bool = False
     """Whether pairs have two segments."""
     include_prompt: bool = True
-    """Whether the tokens of a prompt are pooled too."""
+    """Whether the tokens of a prompt are also pooled."""
     prompts: EncodingPrompts = field(default_factory=EncodingPrompts)
     lower_case: bool = False
     pairs: PairFormat | None = None

@@ -69,7 +69,7 @@ def build_grammar(
 
 
 def as_grammar(part: Mapping[str, Any]) -> str:
-    """Wrap one part of a grammar as a grammar of its own."""
+    """Wrap one part of a grammar as a separate grammar."""
     main = {"name": "main", "lark_grammar": f"{NO_FORCING}\nstart: @{part['name']}"}
     return json.dumps({"grammars": [main, part]}, ensure_ascii=False)
 
@@ -161,7 +161,7 @@ OPEN_KEYS = ("additionalProperties", "unevaluatedProperties", "patternProperties
 """With one of these keys, a schema defines itself which other properties an object has, or requires more than the
 named ones."""
 IGNORED_FORMATS = ("password", "binary", "byte", "path", "file-path", "directory-path")
-"""Values of ``format`` that say nothing about the text; pydantic writes them for secrets, bytes and paths."""
+"""Values of ``format`` that do not restrict the text; pydantic writes them for secrets, bytes and paths."""
 
 
 def enforceable_json(schema: Any) -> Any:
@@ -174,7 +174,7 @@ def enforceable_json(schema: Any) -> Any:
 
 
 def close_objects(schema: Any) -> Any:
-    """Allow no properties except the named ones in objects, unless the schema says otherwise.
+    """Allow no properties except the named ones in objects, unless the schema specifies otherwise.
 
     Every answer that satisfies the result satisfies the given schema. With open objects, small models add properties
     until they have no tokens left; other local servers close objects too. A schema with combined parts is returned

@@ -52,7 +52,7 @@ class GrammarSandbox:
         """Check whether the first grammar can be enforced.
 
         Args:
-            grammars: The grammar, followed by each of its parts as a grammar of its own.
+            grammars: The grammar, followed by each of its parts as a separate grammar.
             limit_s: Remaining time for the check; by default ``LIMIT_S``.
 
         Returns:

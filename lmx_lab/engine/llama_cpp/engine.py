@@ -64,7 +64,7 @@ class LlamaResident:
 
     @property
     def slots(self) -> int | None:
-        """Number of requests that are decoded at once; None for encoders."""
+        """Number of requests that are decoded in parallel; None for encoders."""
         return self.hosted.plan.slots if self.entry.kind == "chat" else None
 
 

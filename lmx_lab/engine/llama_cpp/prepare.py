@@ -49,7 +49,7 @@ T = TypeVar("T")
 
 @dataclass(frozen=True, kw_only=True)
 class PreparedRequest:
-    """What all answers to one request have in common."""
+    """The data that all answers to one request share."""
 
     request: GenerationRequest
     route: Route

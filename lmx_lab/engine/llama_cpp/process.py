@@ -241,7 +241,7 @@ class LlamaProcess:
     async def stop(self) -> None:
         """End the process and remove its folder. Idempotent."""
         self._stopping = True
-        # Killed at once, because it has nothing to save.
+        # Killed immediately, because it has nothing to save.
         with contextlib.suppress(ProcessLookupError):
             self._process.kill()
         cancelled = await self._wait_for_end()

@@ -1,4 +1,4 @@
-"""Make a quantized copy of a model, which llama.cpp computes faster, in a process of its own (``quantize_worker``)."""
+"""Make a quantized copy of a model, which llama.cpp computes faster, in a separate process (``quantize_worker``)."""
 
 from __future__ import annotations
 

@@ -1,6 +1,6 @@
 """Write a quantized copy of a GGUF file, and measure it: ``python -m lmx_lab.engine.llama_cpp.quantize_worker``.
 
-It runs in a process of its own, because a damaged file can crash native code. Standard input is a JSON object:
+It runs in a separate process, because a damaged file can crash native code. Standard input is a JSON object:
 ``source``, ``target``, ``type``, ``threads`` and ``parent``, the id of the process with which this one ends. Each line
 of standard output is a JSON object with ``stage``, ``done_bytes`` and ``total_bytes``; the last one has ``copy``, the
 fields of ``QuantizedCopy``, or ``error`` and ``full``, which is true if the disk was full.

@@ -114,7 +114,7 @@ class EncodeJob:
 
 @dataclass(kw_only=True, eq=False)
 class BatchPart:
-    """A part of a batch that is computed on a stream of its own, concurrently with the other parts."""
+    """A part of a batch that is computed on a separate stream, concurrently with the other parts."""
 
     stream: mx.Stream
     layers: Generator[mx.array, None, Vectors]

@@ -1,4 +1,4 @@
-"""Keep the jobs that the engine thread computes between the steps of answers, and end each of them exactly once."""
+"""Queue the jobs that the engine thread computes between the steps of answers, and end each job exactly once."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ Result = TypeVar("Result")
 
 
 class JobQueue(Generic[J, Result]):
-    """The jobs of one kind, in the order of their turns. Used on the engine thread.
+    """The jobs of one kind, in the order in which they are computed. Used on the engine thread.
 
     Args:
         remedy: What the caller of a job that reached its time limit can do.
@@ -36,9 +36,9 @@ class JobQueue(Generic[J, Result]):
     def __init__(self, remedy: str) -> None:
         self._remedy = remedy
         self._jobs: list[J] = []
-        """The job whose turn is next comes first."""
+        """The next job comes first."""
         self._ended: list[tuple[J, Result | LabError]] = []
-        """Jobs that have ended, and whose callers do not have the result yet; see ``deliver``."""
+        """Ended jobs whose results ``deliver`` has not passed to their callers yet."""
 
     @property
     def idle(self) -> bool:
@@ -74,7 +74,7 @@ class JobQueue(Generic[J, Result]):
 
     def deliver(self) -> None:
         """Pass the results of ended jobs to their callers. Called after the snapshot was updated, so that the snapshot
-        includes the work of every result that a caller has.
+        includes the work of each result that a caller has received.
         """
         for job, end in self._ended:
             if isinstance(end, LabError):

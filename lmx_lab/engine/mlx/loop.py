@@ -209,7 +209,7 @@ class GenerationLoop:
         return Verdict.TAKE if self._make_room(batch, generation) else Verdict.BLOCKED
 
     def _make_room(self, batch: Batch, generation: MlxGeneration) -> bool:
-        """Return whether there is memory for the request beside the running ones. May drop cached prefixes."""
+        """Return whether there is memory for the request in addition to the running ones. May drop cached prefixes."""
         running = self.running
         lengths = [generation.length for generation in (*running, generation)]
         needed = self.other_bytes + batch.footprint.running_bytes(lengths, chunk=memory.MAX_CHUNK_TOKENS)

@@ -168,7 +168,7 @@ class PromptTokenizer:
             param = "messages" if isinstance(prompt, ChatPrompt) else "prompt"
             raise InvalidRequestError("the prompt is empty: it has no tokens", param=param)
         if isinstance(prompt, ChatPrompt) and self.chat_format.reasoning_markers is not None:
-            # May run on several threads at once, because decoding does not change the tokenizer.
+            # May run on several threads at the same time, because decoding does not change the tokenizer.
             thinking = self.chat_format.reasoning_state(self.decode(tokens[-TAIL_TOKENS:]))
         return EncodedPrompt(tokens, thinking)
 
@@ -320,7 +320,7 @@ class LoadedModel:
         return find_points(find_parts(self.model, self.entry.id), self.entry.id)
 
     def arithmetic(self) -> list[str]:
-        """Return what the values in KV caches depend on besides the files of the model, as texts."""
+        """Return the properties, in addition to the model's files, that the values in KV caches depend on."""
         parameters: Any = tree_flatten(self.model.parameters())
         weights = sorted(f"{name} {value.dtype} {value.shape}" for name, value in parameters)
         versions = [f"{package} {version(package)}" for package in ("lmx-lab", "mlx", "mlx-lm")]
@@ -379,7 +379,7 @@ def load_chat(
 def _read(entry: ModelEntry, *, limit_bytes: int, dtype: str) -> tuple[Any, Any, Any]:
     """Return the model, and its tokenizer twice: each copy is used by one thread.
 
-    The tokenizer is read at the same time as the weights. It causes most errors, which end the load at once.
+    The tokenizer is read at the same time as the weights. It causes most errors, which end the load immediately.
     """
     config = load_config(entry.path)
     # Its process starts while the weights are read.

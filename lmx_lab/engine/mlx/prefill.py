@@ -52,7 +52,7 @@ class PrefillPace:
         """
         tokens = float(self._largest)
         if self._prompt.known:
-            # Beside other busy programs, the fixed cost alone may take this long.
+            # While other programs are busy, the fixed cost alone may take this long.
             worthwhile = min(WORTHWHILE_TOKENS, self._prompt.fixed / self._prompt.slope)
             fitting = max(self._prompt.within(PREFILL_STEP_S), worthwhile)
             if decoding and self._decode.known:

@@ -46,7 +46,7 @@ class CacheHit(Generic[State]):
 class PrefixCache(Generic[State]):
     """Stores states of at most ``limit_bytes``. The least recently used one is dropped first.
 
-    A state has a *variant*: the name of what it depends on besides its tokens, such as vectors that were added to the
+    A state has a *variant*: the name of a dependency other than its tokens, such as vectors that were added to the
     residual stream. A state is only used for prompts of the same variant.
     """
 

@@ -1,6 +1,6 @@
 """Prepare chat requests and plain prompts for the engine thread.
 
-Chats are rendered to text on threads of their own, text is tokenized on another, and grammars are compiled on a third,
+Chats are rendered to text on separate threads, text is tokenized on another, and grammars are compiled on a third,
 so that no task waits for a long task of another kind.
 """
 
@@ -34,7 +34,7 @@ from lmx_lab.weights.fingerprint import known_content_digest
 
 
 class PromptPreparer:
-    """Renders and tokenizes prompts, and compiles grammars, each on threads of its own.
+    """Renders and tokenizes prompts, and compiles grammars, each on separate threads.
 
     Args:
         model_of: Returns the model in memory for an entry, or raises an error if it is no longer there.

@@ -126,7 +126,7 @@ class MlxGeneration:
 
     @property
     def variant(self) -> str:
-        """What its KV cache depends on besides its tokens; see ``PrefixCache``."""
+        """The property, in addition to the tokens, that the KV cache depends on; see ``PrefixCache``."""
         return self.steering.key if self.steering is not None else ""
 
     @property

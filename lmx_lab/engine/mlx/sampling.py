@@ -42,7 +42,7 @@ class Samplers:
         self._samplers: OrderedDict[RandomSampler, Sampler] = OrderedDict()
 
     def get(self, sampling: Sampling, *, choice: int) -> Sampler:
-        """Return the sampler of an answer. With a seed it is a new one, which has a random state of its own.
+        """Return the sampler of an answer. With a seed it is a new one, which has its own random state.
 
         Args:
             choice: Index of the answer among those of its request.
@@ -100,7 +100,7 @@ class RandomSampler:
 
 
 class SeededSampler:
-    """Samples with a random key of its own, so that the result does not depend on other requests of the batch."""
+    """Samples with its own random key, so that the result does not depend on other requests of the batch."""
 
     def __init__(self, random: RandomSampler, seed: int, choice: int) -> None:
         self._random = random

@@ -40,7 +40,7 @@ MEAN_WEIGHT = 0.2
 
 
 class MlxCore:
-    """The models in memory, one *main* model of any kind and pinned encoders beside it, and their requests."""
+    """The models in memory, one *main* model of any kind pinned encoders in addition to it, and their requests."""
 
     def __init__(self, settings: Settings, host: EngineHost) -> None:
         self._settings = settings
@@ -194,7 +194,7 @@ class MlxCore:
         return self.snapshot.load_report(time.perf_counter() - started)
 
     def pin(self, entry: ModelEntry, spec: LoadSpec) -> LoadReport:
-        """Load an encoder beside the main model, in place of the pinned encoder of the same kind.
+        """Load an encoder in addition to the main model, in place of the pinned encoder of the same kind.
 
         Raises:
             LabError: the encoder could not be loaded; nothing has changed.
@@ -269,7 +269,7 @@ class MlxCore:
 
     @property
     def _slots(self) -> int | None:
-        """Number of requests that the main model decodes at once; None for encoders."""
+        """Number of requests that the main model decodes in parallel; None for encoders."""
         return self._settings.slots if isinstance(self.main, LoadedModel) else None
 
     def _encoder_in_memory(self, entry: ModelEntry) -> LoadedEncoder | None:

@@ -1,7 +1,7 @@
-"""Add the vectors of steered requests to the output of layers, in their rows of a batch. Runs on the engine thread.
+"""Add the vectors of steered requests to layer outputs, in the rows of these requests. Runs on the engine thread.
 
-Layers are hooked only while a pass with such a row is built. A layer adds one array, in which the rows of other
-requests are zero, so their values do not change in any bit.
+Layers are hooked only while a pass with a steered row is built. A layer adds one array, in which the rows of other
+requests are zero, so their values are bitwise identical to those without steering.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from lmx_lab.values.steering import SteeringVector, read_components
 
 UNSTEERED: AbstractContextManager[None] = nullcontext()
 KEPT_ARRAYS = 4
-"""Maximum number of batches whose arrays are kept: the answers, and prompts."""
+"""Maximum number of batches of answers and prompts whose arrays are kept."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -63,12 +63,12 @@ class BatchSteering:
     def __init__(self, model: LoadedModel) -> None:
         self._model = model
         self._requests: dict[int, RequestSteering] = {}
-        """By uid."""
+        """The steered requests by uid."""
         self._hooks: dict[tuple[int, ...], Mapping[HookPoint, HookFunction]] = {}
-        """By the uids of the rows; the last few."""
+        """The hooks of the last few batches, by the uids of their rows."""
 
     def use_in(self, generator: BatchGenerator, *, answers: SteerableAnswers | None) -> None:
-        """Replace the batches of a generator by ones whose rows can be steered.
+        """Replace the batches of a generator by batches with steerable rows.
 
         Args:
             answers: The batch of answers; None creates one.
@@ -80,17 +80,17 @@ class BatchSteering:
         generator._prompt_batch, generator._generation_batch = prompts, answers
 
     def add(self, uid: int, steering: RequestSteering | None) -> None:
-        """Steer a request from now on. Does nothing without a steering."""
+        """Steer a request from now on. Does nothing if ``steering`` is None."""
         if steering is not None:
             self._requests[uid] = steering
 
     def remove(self, uid: int | None) -> None:
-        """Forget a request."""
+        """Remove a request."""
         if uid is not None and self._requests.pop(uid, None) is not None:
             self._hooks.clear()
 
     def rows(self, uids: Sequence[int]) -> AbstractContextManager[None]:
-        """Hook the layers for passes whose rows are those of these requests, until the context ends."""
+        """Hook the layers for passes whose rows are these requests, until the context ends."""
         if not self._requests or self._requests.keys().isdisjoint(uids):
             return UNSTEERED
         key = tuple(uids)
@@ -111,7 +111,7 @@ class BatchSteering:
 
 
 def point_name(layer: int) -> str:
-    """Return the name of the place at which a vector is added."""
+    """Return the name of the hook point at which a vector is added."""
     return f"blocks.{layer}.{RESID_POST}"
 
 

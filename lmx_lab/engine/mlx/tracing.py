@@ -31,7 +31,7 @@ WEIGHT = 0.3
 OUTLIER = 4
 """Maximum of a measurement as a multiple of the mean; another program may have used the processors for a moment."""
 GROWTH = 4
-"""Maximum number of tokens of a step as a multiple of the largest step so far, since longer ones have not been
+"""Maximum number of tokens of a step as a multiple of the largest step so far, because longer steps have not been
 measured."""
 
 
@@ -92,7 +92,7 @@ class TraceLoop(JobQueue[TraceJob, Trace]):
         Each step may take ``limit_s``, so the last one begins before half of this time has passed.
 
         Args:
-            busy: Whether answers are generated at the same time; a job that does not fit in memory waits then.
+            busy: Whether answers are being generated. A job that does not fit in memory then waits.
         """
         started = time.perf_counter()
         self._expire()
@@ -194,7 +194,7 @@ class TraceLoop(JobQueue[TraceJob, Trace]):
 
 
 def _steps_of(job: TraceJob, found: HookPoints, model: LoadedModel, trace_bytes: int) -> Steps:
-    """Return the computation of a job, which has begun, so that it can receive the number of tokens of its first step.
+    """Return the started computation of a job, which waits for the number of tokens of its first step.
 
     Raises:
         InvalidRequestError: the request is not possible with this model, or exceeds ``trace_bytes``.

@@ -1,4 +1,4 @@
-"""Encode texts with a model's tokenizer: in this process if that is certain to be quick, else in a sandbox process.
+"""Encode texts with a model's tokenizer: in this process if that is certain to be quick, or in a sandbox process.
 
 The sandbox process has a deadline, encodes the shortest text first, and ends when the caller of its text is cancelled.
 Short texts of tokenizers whose time is bounded never wait for it.

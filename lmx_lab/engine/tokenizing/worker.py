@@ -71,7 +71,7 @@ def _answer(header: dict[str, Any], data: memoryview) -> bytes:
 
 
 def _lower_priority() -> None:
-    # Not when this file is imported, because the parent imports it too.
+    # Not when this file is imported, because the parent also imports it.
     with contextlib.suppress(OSError):
         os.nice(max(0, NICENESS - os.nice(0)))
 

@@ -79,7 +79,7 @@ def responses_routes(service: InferenceService) -> APIRouter:
     )
     async def create_response(body: ResponsesRequest, request: Request) -> Response:
         """Answer a conversation in the Responses format: completely, with `stream: true` as named events, or with
-        `background: true` at once, before the answer is generated."""
+        `background: true` immediately, before the answer is generated."""
         return await _respond(service, store, body, request)
 
     _add_stored_routes(router, store)

@@ -112,7 +112,7 @@ class ResponseStore:
     # Responses in the background
 
     def start(self, response_id: str, work: Coroutine[Any, Any, None]) -> None:
-        """Generate a response in a task of its own."""
+        """Generate a response in a separate task."""
         task = asyncio.get_running_loop().create_task(work, name=f"response {response_id}")
         self._tasks[response_id] = task
         task.add_done_callback(lambda _: self._tasks.pop(response_id, None))

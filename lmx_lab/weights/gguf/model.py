@@ -71,7 +71,7 @@ POSITIVE: Mapping[str, float] = {
 
 
 def read_gguf_facts(path: Path) -> Facts:
-    """Read what a GGUF file says about its model.
+    """Read the properties of a model from its GGUF file.
 
     Raises:
         UnusableModelError: see ``read_gguf``; or the file is not a language model, or has impossible values.

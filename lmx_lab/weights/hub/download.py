@@ -127,7 +127,7 @@ def _fetch(
         )
         _watch(future, repo_folder(cache, repo_id) / "blobs", needed, progress)
     finally:
-        # Not waited for, so that an interrupt takes effect at once. Complete files are kept for the next download.
+        # Not waited for, so that an interrupt takes effect immediately. Complete files are kept for the next download.
         pool.shutdown(wait=False, cancel_futures=True)
     with _translate_errors(repo_id, cache, needed):
         return Path(str(future.result()))

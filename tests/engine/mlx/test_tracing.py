@@ -155,7 +155,7 @@ async def until(condition: Callable[[], bool]) -> None:
             InvalidRequestError,
             r"no hook .*; it has blocks\.0\.hook_resid_post, blocks\.1",
         ),
-        (activations(30, positions=(30,)), InvalidRequestError, "positions has 30; the text has 30 tokens"),
+        (activations(30, positions=(30,)), InvalidRequestError, "positions contains 30; the text has 30 tokens"),
         (activations(600), ContextLengthError, "600"),
         (TraceRequest(prompt=TextPrompt(text=""), work=LogitLens()), InvalidRequestError, "prompt is empty"),
         (TraceRequest(prompt=TokenPrompt(tokens=(10**6,)), work=LogitLens()), InvalidRequestError, "token id 1000000"),

@@ -1,4 +1,4 @@
-"""Return the values of hooks for a text, which is computed in chunks."""
+"""Read the values of hooks for a text, which is computed in chunks."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from lmx_lab.errors import InvalidRequestError
 from lmx_lab.values.tracing import Activations
 
 LOGITS_CHUNK_TOKENS = 64
-"""Maximum number of tokens of a chunk whose logits are needed, each of which is a row of the vocabulary."""
+"""Maximum number of tokens of a chunk whose logits are read, because each token has logits for the whole vocabulary."""
 NO_POINTS: Mapping[str, HookPoint] = {}
 Array = NDArray[Any]
 Results = tuple[dict[str, Array], dict[str, Any]]
@@ -33,7 +33,7 @@ Part = tuple[Sequence[mx.array], float]
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class TraceContext:
-    """The model that is traced, and the limits."""
+    """The traced model and the limits."""
 
     found: HookPoints
     limit_bytes: int
@@ -50,7 +50,7 @@ class TraceContext:
         """Check the size of values before they are computed.
 
         Args:
-            what: The values, for the message.
+            what: Description of the values for the message.
             remedy: What the caller can do.
 
         Raises:
@@ -66,12 +66,12 @@ class TraceContext:
         """Check that the logits of any value of the residual stream can be computed.
 
         Raises:
-            InvalidRequestError: the final norm of the model is not known.
+            InvalidRequestError: the final norm of the model is unknown.
         """
         if not self.found.has_tail:
             raise InvalidRequestError(
-                f"the logits of {self.model} are not those of a final norm and a head after its last block, so they "
-                "cannot be computed for other values; use lab.trace, or a model of another family",
+                f"the logits of {self.model} are not computed by a final norm and a head after its last block, so they "
+                "cannot be computed for other values; read the logits with lab.trace, or use a model of another family",
                 param="model",
             )
 
@@ -80,17 +80,17 @@ def resolve_positions(positions: Sequence[int] | None, count: int) -> list[int]:
     """Return positions in ascending order, without negative ones.
 
     Args:
-        positions: None stands for all.
+        positions: None returns all positions.
         count: Number of tokens.
 
     Raises:
-        InvalidRequestError: a position does not exist, or there are none.
+        InvalidRequestError: a position does not exist, or the list is empty.
     """
     if positions is None:
         return list(range(count))
     wrong = next((at for at in positions if not -count <= at < count), None)
     if wrong is not None or not positions:
-        found = "is empty" if wrong is None else f"has {wrong}"
+        found = "is empty" if wrong is None else f"contains {wrong}"
         raise InvalidRequestError(
             f"positions {found}; the text has {count} tokens, at the positions 0 to {count - 1}", param="positions"
         )
@@ -100,7 +100,7 @@ def resolve_positions(positions: Sequence[int] | None, count: int) -> list[int]:
 def next_chunk(left: int, limit: int) -> int:
     """Return the number of tokens of the next chunk.
 
-    A single token is computed only if the text has no other, because caches with windows then change the order of keys.
+    A chunk has a single token only if the text has one, because sliding-window caches reorder keys for single tokens.
     """
     count = min(left, max(2, limit))
     return count + 1 if left - count == 1 else count
@@ -141,7 +141,7 @@ def chunk_limit(limit: int, blocks: int, rows: int = 1) -> int:
 
 
 def compute_activations(context: TraceContext, tokens: Sequence[int], work: Activations) -> Steps:
-    """Return the values of the hooks, by their names."""
+    """Return the values of the hooks by name."""
     names = context.found.matching(work.hooks)
     positions = resolve_positions(work.positions, len(tokens))
     shapes = {name: _shape(context.found, name, len(positions), len(tokens)) for name in names}
@@ -155,7 +155,7 @@ def compute_activations(context: TraceContext, tokens: Sequence[int], work: Acti
     def keep(first: int, end: int, values: Mapping[str, Array]) -> None:
         for name, value in values.items():
             rows = arrays[name][first : first + len(value)]
-            # The keys of a window are those of the last positions.
+            # With a sliding window, the keys are those of the last positions.
             (rows[..., end - value.shape[-1] : end] if name.endswith(PATTERN) else rows)[:] = value
 
     yield from read_rows(context.found, names, tokens, positions, keep)
@@ -182,10 +182,10 @@ def read_rows(
 
     Args:
         positions: In ascending order.
-        keep: Called with the index of the first position of a chunk, the number of tokens computed so far, and the
-            values of the positions in the chunk.
+        keep: Called with the index of the first of the positions in a chunk, the number of tokens computed so far, and
+            the values of the positions in the chunk.
         cache: Receives the keys and values of all computed tokens; by default they are discarded.
-        extra: Further places whose values are read, by their names.
+        extra: Additional hook points to read, by name.
     """
     reader, blocks = Reader(found, names, extra), len(found.parts.blocks)
     layers = make_prompt_cache(found.parts.model) if cache is None else cache

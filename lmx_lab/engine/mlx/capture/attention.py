@@ -2,8 +2,8 @@
 
 MLX computes attention in one function, which does not return its pattern. While a pass is recorded, this function is
 replaced by one that keeps its arguments, from which the pattern is computed. A few families compute attention step by
-step; of these, the result of the softmax is kept. The functions are replaced in the whole process, and therefore act
-only on the thread that records.
+step; for these, the result of the softmax is kept. The functions are replaced in the whole process, so they check the
+thread, and record only on the one that started the recording.
 """
 
 from __future__ import annotations
@@ -28,12 +28,12 @@ SAME = 1e-2
 """Largest difference of the outputs of heads from the products of their patterns and values, relative to the largest
 output, that rounding can cause."""
 REPLACING = threading.Lock()
-"""Held while the functions are replaced, because a process may have several engine threads."""
+"""Lock that is held while the functions are replaced, because a process may have several engine threads."""
 
 
 @dataclass(kw_only=True, eq=False)
 class AttentionCall:
-    """The arguments and the result of one computation of attention. Shapes are (1, heads, tokens, width)."""
+    """The arguments and the result of one attention call. Shapes are (1, heads, tokens, width)."""
 
     queries: mx.array
     keys: mx.array
@@ -44,8 +44,8 @@ class AttentionCall:
     output: mx.array
 
     def pattern(self, rows: mx.array) -> mx.array:
-        """Return the attention of these queries, of shape (rows, heads, keys). The rows of a head with a sink have a
-        sum below 1.
+        """Return the attention weights of these queries, of shape (rows, heads, keys). The rows of a head with a sink
+        sum to less than 1.
         """
         queries = self.queries[:, :, rows].astype(mx.float32) * self.scale
         heads, length, count = queries.shape[1], self.queries.shape[2], self.keys.shape[2]
@@ -70,15 +70,15 @@ class AttentionCall:
             kind: ``rot_q``, ``rot_k``, ``v`` or ``z``.
         """
         value = {"rot_q": self.queries, "rot_k": self.keys, "v": self.values, "z": self.output}[kind]
-        # Keys and values include those of the tokens before.
+        # Keys and values include those of the preceding tokens.
         return value[0, :, value.shape[2] - self.queries.shape[2] :][:, rows].swapaxes(0, 1)
 
 
 def attention_places(block: Block, attention: BlockAttention, values: ProbeValues) -> Places:
     """Return the values of attention that a block has.
 
-    Queries, keys, values and outputs of heads exist only if those of all heads together are the input of the output
-    projection. In the pattern, 0 stands for the number of keys.
+    Queries, keys, values and head outputs are available only if the output projection receives all head outputs in one
+    vector. In the shape of the pattern, 0 stands for the number of keys.
 
     Args:
         values: The inputs and outputs of the block's modules.
@@ -144,11 +144,11 @@ def _places_of_softmax(block: Block, attention: BlockAttention, values: ProbeVal
 
 @dataclass(kw_only=True, eq=False)
 class BlockAttention:
-    """What the attention of one block computed in a pass."""
+    """The attention computations of one block in a pass."""
 
     calls: list[AttentionCall] = field(default_factory=list)
     softmaxes: list[mx.array] = field(default_factory=list)
-    """Results of softmax, if attention is computed step by step."""
+    """Results of softmax if attention is computed step by step."""
 
     @property
     def call(self) -> AttentionCall | None:
@@ -156,26 +156,26 @@ class BlockAttention:
         return self.calls[0] if len(self.calls) == 1 else None
 
     def softmax_rows(self, rows: mx.array) -> mx.array | None:
-        """Return the pattern of these queries, of shape (rows, heads, keys), if attention was computed step by step;
-        None if there are other results of softmax.
+        """Return the attention weights of these queries, of shape (rows, heads, keys), if attention was computed step
+        by step; None if there are other results of softmax.
         """
         if self.calls or len(self.softmaxes) != 1 or self.softmaxes[0].ndim < 4 or self.softmaxes[0].shape[0] != 1:
             return None
         weights = self.softmaxes[0]
-        # Heads that share keys have an axis of their own.
+        # Heads that share keys are on a separate axis.
         weights = weights.reshape(-1, *weights.shape[-2:])
         return weights[:, rows].astype(mx.float32).swapaxes(0, 1)
 
 
 class AttentionRecorder:
-    """Records what attention computes in the blocks of a model.
+    """Records the computations of attention in the blocks of a model.
 
-    While a pass is recorded, ``functions`` must be installed, and the pass must be within ``with recorder``.
+    To record a pass, install ``functions``, and run the pass in ``with recorder``.
     """
 
     def __init__(self, blocks: Sequence[Block]) -> None:
         self.blocks: dict[int, BlockAttention] = {}
-        """The records by the index of the block."""
+        """The records by block index."""
         self.functions: dict[HookPoint, HookFunction] = {}
         self._current: BlockAttention | None = None
         self._originals: tuple[Callable[..., mx.array], Callable[..., mx.array]] | None = None

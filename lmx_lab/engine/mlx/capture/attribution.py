@@ -1,7 +1,7 @@
-"""Divide a logit among the parts of a model that add to the residual stream (direct logit attribution).
+"""Attribute a logit to the parts of a model that add to the residual stream (direct logit attribution).
 
-The logit is the product of the normalized residual stream with a row of the head. With the scale of the final norm held
-constant, it is the sum of such products of all terms of the residual stream.
+The logit is the dot product of the normalized residual stream and a row of the head. With the scale of the final norm
+held constant, it is the sum of the dot products of all terms of the residual stream.
 """
 
 from __future__ import annotations
@@ -20,16 +20,16 @@ from lmx_lab.engine.mlx.capture.tail import logits_of_normalized
 from lmx_lab.errors import InvalidRequestError
 
 TOLERANCE = 1e-3
-"""Largest difference, relative to the value, that rounding can cause."""
+"""Maximum relative difference that rounding can cause."""
 Direction = Callable[[mx.array], mx.array]
-"""Returns what each of several terms of the residual stream, of shape (terms, width), adds to the logit."""
+"""Returns the contribution to the logit of each term of the residual stream, of shape (terms, width)."""
 
 
 def compute_attribution(context: TraceContext, tokens: Sequence[int], token: int, other: int | None) -> Steps:
-    """Return the contributions to the logit of a token after the text, or to the difference from another one.
+    """Return the contributions to the logit of a token after the text, or to the difference between two logits.
 
-    The arrays are ``attention`` and ``mlp``, of shape (blocks), and ``heads``, of shape (blocks, heads), in which heads
-    are NaN if the output of attention is not their sum.
+    The arrays are ``attention`` and ``mlp``, of shape (blocks), and ``heads``, of shape (blocks, heads). The heads of a
+    block are NaN if the output of its attention is not their sum.
     """
     context.require_tail()
     found, blocks = context.found, context.found.parts.blocks
@@ -37,7 +37,7 @@ def compute_attribution(context: TraceContext, tokens: Sequence[int], token: int
     if missing := next((name for name in names if name not in found.points), None):
         raise InvalidRequestError(
             f"{context.model} has no {missing}: the outputs of its blocks are not sums of attention and MLP, so a "
-            "logit cannot be divided among them; use a model of another family",
+            "logit cannot be attributed to them; use a model of another family",
             param="model",
         )
     inputs = {f"heads.{at}": block.attention_output for at, block in enumerate(blocks)}
@@ -80,8 +80,8 @@ def _direction(context: TraceContext, residual: mx.array, token: int, other: int
     linear = _linear_norm(norm, residual)
     if linear is None:
         raise InvalidRequestError(
-            f"the final norm of {context.model} is neither an RMSNorm nor a LayerNorm, so a logit cannot be divided "
-            "among the parts; use a model of another family",
+            f"the final norm of {context.model} is neither an RMSNorm nor a LayerNorm, so a logit cannot be attributed "
+            "to the parts; use a model of another family",
             param="model",
         )
 
@@ -95,7 +95,7 @@ def _direction(context: TraceContext, residual: mx.array, token: int, other: int
 
 
 def _linear_norm(norm: Any, residual: mx.array) -> Direction | None:
-    """Return the norm with the scale of this value held constant, without its bias; None if it is of another kind."""
+    """Return the norm with the scale of this value held constant, without bias; None if the norm is not supported."""
     normalized, width = _float32(norm(residual[None]))[0], len(residual)
     epsilon = getattr(norm, "eps", 0.0)
     # Some families add 1 to the weight.
@@ -117,14 +117,14 @@ def _linear_norm(norm: Any, residual: mx.array) -> Direction | None:
 
 
 def _heads(found: HookPoints, at: int, values: Mapping[str, Array], direction: Direction) -> list[float]:
-    """Return the contributions of the heads of a block; none if the output of attention is not their sum."""
+    """Return the contributions of the heads of a block; empty if the output of attention is not their sum."""
     block, pattern = found.parts.blocks[at], found.sizes.get(f"blocks.{at}.attn.hook_pattern")
     joined = values.get(f"heads.{at}")
     if joined is None or pattern is None or block.attention_output is None or joined.size % pattern[0]:
         return []
     count = pattern[0]
     single = (np.eye(count, dtype=np.float32)[:, :, None] * joined.reshape(1, count, -1)).reshape(count, -1)
-    # Without its input, a projection returns its bias.
+    # With an input of zeros, a projection returns its bias.
     projected = _float32(block.attention_output(mx.array(np.concatenate([single, np.zeros_like(single[:1])]))))
     heads, bias = projected[:count] - projected[count], projected[count]
     if not _is_close(heads.sum(axis=0) + bias, mx.array(values[f"blocks.{at}.{ATTN_OUT}"])):

@@ -1,8 +1,8 @@
 """Call functions with the inputs and outputs of a model's modules, by replacing the classes of these modules.
 
-A module with hooks gets a subclass of its class, which has the same parameters and calls the functions. After the last
-hook of a module was removed, the module has its own class again, so models without hooks compute as if this file did
-not exist. Functions that were compiled with ``mx.compile`` before do not call hooks.
+The class of a module with hooks is replaced by a subclass with the same parameters that calls the functions. When the
+last hook of a module is removed, its class is restored, so hooks do not affect models without them.
+Functions that were compiled with ``mx.compile`` before the installation do not call hooks.
 """
 
 from __future__ import annotations
@@ -16,16 +16,16 @@ import mlx.core as mx
 
 Side = Literal["input", "output"]
 HookFunction = Callable[[mx.array], mx.array | None]
-"""Called with a value of shape (rows, positions, ...). Returns the value to use instead; None leaves it unchanged."""
+"""Called with a value of shape (rows, positions, ...). Returns the value that replaces it, or None to keep it."""
 HOOKS = "_lmx_lab_hooks"
-"""Attribute of a module with hooks: the hooks, in the order in which they are called."""
+"""Attribute of a module: its hooks in calling order."""
 HOOKED_CLASS = "_lmx_lab_hooked_class"
-"""Attribute of a class: its subclass that calls hooks."""
+"""Attribute of a class: the subclass that calls hooks."""
 
 
 @dataclass(frozen=True, eq=False)
 class HookPoint:
-    """A place in a model: the first input of a module, or its first output."""
+    """A hook point of a model: the first input or the first output of a module."""
 
     module: Any
     side: Side
@@ -40,17 +40,17 @@ class _Hook:
 
 
 _only: list[object] = []
-"""The owners that were installed with ``alone``; hooks of others than the last one are not called."""
+"""The owners that were installed with ``alone``. Only the hooks of the last one are called."""
 
 
 @contextmanager
 def install(functions: Mapping[HookPoint, HookFunction], *, alone: bool = False) -> Iterator[None]:
-    """Call functions with the values at these points while the block runs. Blocks may be nested.
+    """Call functions with the values at these points while the ``with`` block runs. Blocks can be nested.
 
-    MLX computes lazily: values that a function replaces are never computed unless something else needs them.
+    MLX computes lazily: values that a function replaces are not computed unless other values depend on them.
 
     Args:
-        alone: Whether hooks of other blocks are not called while this block runs.
+        alone: Whether to call only the hooks of this block while it runs, not those of outer blocks.
     """
     owner = object()
     hooks = [(point.module, _Hook(point.side, function, owner)) for point, function in functions.items()]
@@ -70,7 +70,7 @@ def install(functions: Mapping[HookPoint, HookFunction], *, alone: bool = False)
 def _add(module: Any, hook: _Hook) -> None:
     present = module.__dict__.get(HOOKS)
     if present is None:
-        # Not with ``setattr``, which adds lists to the parameters of the module.
+        # Not with ``setattr``, which would add the list to the parameters of the module.
         module.__dict__[HOOKS] = [hook]
         module.__class__ = _hooked_class(type(module))
     else:
@@ -88,7 +88,7 @@ def _remove(module: Any, hook: _Hook) -> None:
 
 
 def _hooked_class(kind: type[Any]) -> type[Any]:
-    """Return the subclass that calls hooks. It is an attribute of its base class, so that both are freed together."""
+    """Return the subclass that calls hooks. It is stored in its base class, so that both are freed together."""
     hooked: type[Any] | None = kind.__dict__.get(HOOKED_CLASS)
     if hooked is None:
 
@@ -115,7 +115,7 @@ def _call(kind: type[Any], module: Any, args: tuple[Any, ...], kwargs: dict[str,
 def _with_input(
     function: HookFunction, args: tuple[Any, ...], kwargs: dict[str, Any]
 ) -> tuple[tuple[Any, ...], dict[str, Any]]:
-    """Return the arguments after a function was called with the first one."""
+    """Call a function with the first argument, and return the arguments with the result."""
     if args:
         new = function(args[0])
         return (args if new is None else (new, *args[1:])), kwargs
@@ -125,7 +125,7 @@ def _with_input(
 
 
 def _with_output(function: HookFunction, result: Any) -> Any:
-    """Return the result after a function was called with it, or with its first item if it is a tuple."""
+    """Call a function with a result, or the first item of a tuple, and return the result with the new value."""
     if isinstance(result, tuple):
         new = function(result[0])
         return result if new is None else (new, *result[1:])

@@ -1,4 +1,4 @@
-"""Compute what a model would predict after each of its blocks (the logit lens of nostalgebraist, 2020)."""
+"""Compute the prediction of a model after each of its blocks (the logit lens of nostalgebraist, 2020)."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ MAX_TOP = 100
 
 
 def compute_logit_lens(context: TraceContext, tokens: Sequence[int], work: LogitLens) -> Steps:
-    """Return the arrays ``ids`` and ``logprobs``, of shape (blocks, positions, top), the most likely token first."""
+    """Return the arrays ``ids`` and ``logprobs``, of shape (blocks, positions, top), by descending probability."""
     if not 1 <= work.top <= MAX_TOP:
         raise InvalidRequestError(f"top is {work.top}; it must be from 1 to {MAX_TOP}", param="top")
     context.require_tail()

@@ -1,7 +1,7 @@
 """Find the parts of a model by their role: the embedding, the blocks with attention and MLP, and the final norm.
 
-Models of mlx-lm name their parts differently. Each role has a list of names, which are tried in order; the lists cover
-the families of mlx-lm, and a family with another name needs a further name here.
+The models of mlx-lm name their parts differently. Each role has a list of names that are tried in order. The lists
+cover the families of mlx-lm; a family with another name needs an additional entry.
 """
 
 from __future__ import annotations
@@ -56,12 +56,12 @@ class Block:
 
     @property
     def queries(self) -> Any | None:
-        """The projection of attention that computes the queries of all heads."""
+        """The projection that computes the queries of all heads."""
         return _child([self.attention], QUERIES)
 
     @property
     def keys(self) -> Any | None:
-        """The same for the keys."""
+        """The projection that computes the keys of all heads."""
         return _child([self.attention], KEYS)
 
     @property
@@ -71,23 +71,23 @@ class Block:
 
     @property
     def attention_output(self) -> Any | None:
-        """The projection of attention that is applied to the outputs of all heads."""
+        """The projection that is applied to the outputs of all heads."""
         return _child([self.attention], ATTENTION_OUTPUTS)
 
     @property
     def attention_ends(self) -> list[Any]:
-        """Modules whose output may be what attention adds to the residual stream, the likely one first."""
+        """Modules whose output attention may add to the residual stream, the most likely one first."""
         return _candidates(self.attention, self.module, ATTENTION_NORMS)
 
     @property
     def mlp_ends(self) -> list[Any]:
-        """The same for the MLP."""
+        """Modules whose output the MLP may add to the residual stream, the most likely one first."""
         return _candidates(self.mlp, self.module, MLP_NORMS)
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class Parts:
-    """The parts of a model. ``embedding`` and ``norm`` are None if they have unknown names."""
+    """The parts of a model. ``embedding`` and ``norm`` are None if their names are unknown."""
 
     model: Any
     blocks: Sequence[Block]
@@ -121,7 +121,7 @@ def find_parts(model: Any, name: str) -> Parts:
 
 
 def _owners(model: Any, layer: Any) -> Iterator[Any]:
-    """Yield the module that has a layer in a list, and the modules that contain this module, the inner ones first."""
+    """Yield the module whose list contains a layer, and the modules that contain this module, innermost first."""
     path = next((name for name, module in model.named_modules() if module is layer), "")
     names = path.split(".")
     modules = [model]
@@ -138,7 +138,7 @@ def _child(owners: Sequence[Any], names: Sequence[str]) -> Any | None:
 
 
 def _attention(block: Any) -> Any | None:
-    """Return the attention of a block. In a few families, it is within a module that is not called itself."""
+    """Return the attention of a block. In a few families, it is inside a module that is not called."""
     found = _child([block], ATTENTIONS)
     return found if found is None else _child([found], ("attention",)) or found
 

@@ -1,4 +1,4 @@
-"""Compute logits after a text in which single values are those of another text (activation patching).
+"""Compute logits after a text in which single values are replaced by those of another text (activation patching).
 
 All values that are replaced at one position are rows of one batch. A row begins at the block and the position of its
 value, because everything before is the same in all rows: it joins the batch at its block, and uses the keys and values
@@ -37,7 +37,7 @@ from lmx_lab.errors import InvalidRequestError
 from lmx_lab.values.tracing import PATCHABLE, Patching
 
 BATCH_TOKENS = 4096
-"""Maximum number of tokens of all rows of a batch, which limits the memory of their keys and values."""
+"""Maximum total number of tokens of the rows of a batch, which limits the memory for keys and values."""
 SAME = 1e-2
 """Largest difference of the logits of a row without a replaced value from those of the text, that rounding can
 cause."""
@@ -52,7 +52,7 @@ class _Cell:
     head: int | None = None
     """Index of the head whose value is replaced; None if the value does not consist of heads."""
     replaces: bool = True
-    """False for a row that only verifies that the batch computes the text."""
+    """False for a row that verifies that the batch reproduces the text."""
 
     @property
     def block(self) -> int:
@@ -60,7 +60,7 @@ class _Cell:
 
     @property
     def joins_after(self) -> bool:
-        """Whether the row joins the batch after its block."""
+        """Whether the row joins the batch after its block, not before it."""
         return self.name.endswith(RESID_POST)
 
     @property
@@ -76,7 +76,7 @@ def compute_patching(
     details ``names`` and ``heads`` describe the values. With ``together``, there is one position.
 
     Args:
-        clean: The text from which the values are taken.
+        clean: Tokens of the text that provides the values.
         pair: The two tokens.
     """
     found = context.found
@@ -137,7 +137,7 @@ def _point(found: HookPoints, name: str) -> HookPoint:
 
 
 class _Sweep:
-    """The values of both texts, from which the rows are computed."""
+    """The values of both texts that the rows use."""
 
     def __init__(self, context: TraceContext, tokens: Sequence[int], pair: tuple[int, int]) -> None:
         self._found = context.found
@@ -151,7 +151,7 @@ class _Sweep:
         self._cache: list[Any] = []
         """The keys and values of the text."""
         self._restarts = False
-        """Whether rows may begin at their block and position."""
+        """Whether rows can start at their block and position."""
         self._verified = False
         self.clean_logits: list[float] = []
         self.corrupt_logits: list[float] = []
@@ -300,7 +300,7 @@ class _Sweep:
 
 
 class _RowCache:
-    """Keys and values of a batch, which more rows may join in each block. It is used like a ``KVCache``."""
+    """Keys and values of a batch that additional rows can join in each block. Has the interface of ``KVCache``."""
 
     def __init__(self, keys: mx.array, values: mx.array) -> None:
         self._keys, self._values = keys, values
@@ -324,7 +324,7 @@ def _extended(before: mx.array, new: mx.array) -> mx.array:
 
 
 def _join(stream: mx.array, value: mx.array, *, count: int, is_first: bool) -> mx.array:
-    """Return a batch with ``count`` more rows. The first ones replace the row with which the model was called."""
+    """Return a batch with ``count`` more rows. The first rows replace the row with which the model was called."""
     rows = mx.broadcast_to(stream.astype(value.dtype)[None], (count, *stream.shape))
     return rows if is_first else mx.concatenate([value, rows])
 

@@ -1,6 +1,6 @@
-"""Name the places in a model at which values can be read and replaced, as TransformerLens does.
+"""Name the hook points of a model, at which values can be read and replaced, like TransformerLens.
 
-Names that depend on how a block combines its parts are verified: the model computes two tokens, and
+Names that depend on the structure of a block are verified: the model computes two tokens, and
 ``hook_attn_out`` and ``hook_mlp_out`` exist only in blocks whose output is the sum of its input and both of them.
 """
 
@@ -29,35 +29,35 @@ BLOCK = re.compile(r"^blocks\.\d+\.")
 PROBE = (1, 2)
 """Tokens of the pass that verifies a model."""
 TOLERANCE = 1e-3
-"""Largest difference between the two sides of a sum, relative to the terms that are added, that rounding can cause."""
+"""Maximum rounding error of a sum, relative to the added terms."""
 ROUNDING, HALF_ROUNDING = 2**-20, 2**-7
-"""The same relative to the sum, in float32 and in the types with 16 bits."""
+"""Maximum rounding error of a sum, relative to the sum, in float32 and in 16-bit types."""
 DIFFERENT = 0.25
-"""Difference relative to the terms that are added, above which the two sides are never equal."""
+"""Difference, relative to the added terms, above which a value is never considered equal to a sum."""
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class HookPoints:
-    """The places in one model."""
+    """The hook points of one model."""
 
     model: str
     """Id of the model, for messages."""
     parts: Parts
     points: dict[str, HookPoint] = field(default_factory=dict)
-    """The places by their names."""
+    """The hook points by name."""
     sizes: dict[str, tuple[int, ...]] = field(default_factory=dict)
-    """Shape of the value of each place at one position, for the names that can be read. These are all names of
-    ``points``, those of attention, and ``hook_resid_mid`` of blocks that add the outputs of attention and MLP one after
-    the other. In patterns, 0 stands for the number of keys."""
+    """Shape of the value at one position, by the names that can be read. These are all names in
+    ``points``, those of attention, and ``hook_resid_mid`` of blocks that add the outputs of attention and MLP
+    sequentially. In patterns, 0 stands for the number of keys."""
 
     has_tail: bool = False
     """Whether the final norm and the head, applied to the output of the last block, give the logits."""
 
     def point(self, name: str) -> HookPoint:
-        """Return the place with this name.
+        """Return the hook point with this name.
 
         Raises:
-            InvalidRequestError: the model does not have it, or it can only be read.
+            InvalidRequestError: the model does not have the hook point, or its value can only be read.
         """
         if name in self.points:
             return self.points[name]
@@ -100,13 +100,13 @@ def unknown_name(name: str, names: Iterable[str], model: str) -> InvalidRequestE
 
 
 def find_points(parts: Parts, model: str) -> HookPoints:
-    """Return the places of a model. To find them, the model computes two tokens, twice.
+    """Return the hook points of a model. To find them, the model computes two tokens, twice.
 
     Args:
         model: Id of the model, for messages.
 
     Raises:
-        InvalidRequestError: the values of its blocks are not one vector for each position.
+        InvalidRequestError: the blocks do not pass one vector for each position.
     """
     probe = _Probe(parts)
     _require_blocks(probe, parts, model)
@@ -132,7 +132,7 @@ def find_points(parts: Parts, model: str) -> HookPoints:
 
 
 def _add(found: HookPoints, name: str, probe: _Probe, module: Any | None, side: Side = "output") -> None:
-    """Add a place, if there is such a module and it was called."""
+    """Add a hook point if the module exists and was called."""
     value = None if module is None else probe.value(module, side)
     if value is not None:
         found.points[name] = HookPoint(module, side)
@@ -165,11 +165,11 @@ class _Probe:
         return ({}, {}) if attention is None else attention_places(block, attention, self.value)
 
     def value(self, module: Any, side: Side) -> mx.array | None:
-        """Return a value; None if the module was not called, or not with one row for each token."""
+        """Return a value; None if the module was not called, or does not have one row for each token."""
         return self._values.get((id(module), side))
 
     def run(self, changes: Mapping[HookPoint, HookFunction]) -> dict[tuple[int, Side], mx.array]:
-        """Return the values of a pass in which some are replaced."""
+        """Return the values of a pass in which some values are replaced."""
         values: dict[tuple[int, Side], mx.array] = {}
 
         def keep(key: tuple[int, Side], value: object) -> None:
@@ -196,7 +196,7 @@ def _require_blocks(probe: _Probe, parts: Parts, model: str) -> None:
 
 
 def _ends(probe: _Probe, block: Block) -> tuple[Any, Any] | None:
-    """Return the modules whose outputs a block adds to its input; None if it does something else."""
+    """Return the modules whose outputs a block adds to its input; None if its output is not such a sum."""
     before, after = probe.value(block.module, "input"), probe.value(block.module, "output")
     assert before is not None
     assert after is not None
@@ -210,7 +210,7 @@ def _ends(probe: _Probe, block: Block) -> tuple[Any, Any] | None:
 
 
 def _is_sum(terms: Sequence[mx.array], total: mx.array) -> bool:
-    """Return whether values are a sum, apart from rounding. The first term may be much larger than the others."""
+    """Return whether a value is the sum of terms, apart from rounding. The first term may exceed the others by far."""
     exact = [term.astype(mx.float32) for term in terms]
     error = mx.abs(sum(exact[1:], exact[0]) - total.astype(mx.float32)).max()
     added = mx.stack([mx.abs(term).max() for term in exact[1:]]).max()
@@ -220,7 +220,7 @@ def _is_sum(terms: Sequence[mx.array], total: mx.array) -> bool:
 
 
 def _sequential(probe: _Probe, blocks: Sequence[Block], ends: Sequence[tuple[Any, Any] | None]) -> list[bool]:
-    """Return for each block whether its MLP depends on the output of its attention in the same block."""
+    """Return for each block whether its MLP depends on the output of its attention."""
     changes: dict[HookPoint, HookFunction] = {}
     for block, found in zip(blocks, ends, strict=True):
         before = probe.value(block.module, "input")

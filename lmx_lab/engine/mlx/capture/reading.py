@@ -23,7 +23,7 @@ class Reader:
 
     Args:
         names: Names in ``HookPoints.sizes``, or in ``extra``.
-        extra: Further places by their names.
+        extra: Additional hook points by name.
     """
 
     def __init__(self, found: HookPoints, names: Sequence[str], extra: Mapping[str, HookPoint]) -> None:
@@ -45,7 +45,7 @@ class Reader:
         of each block with its values, in the order in which they are computed.
 
         Args:
-            cache: The key-value caches of the tokens before, to which those of these tokens are added.
+            cache: The key-value caches of the preceding tokens, to which these tokens are added.
             rows: Indices of the tokens whose values are needed.
         """
         blocks = self._found.parts.blocks
@@ -69,7 +69,7 @@ class Reader:
         return found, computed
 
     def _sources(self, name: str) -> dict[str, HookPoint]:
-        """Return the places from which a value is made, by their names."""
+        """Return the hook points from which a value is computed, by name."""
         points = self._points
         if name in points:
             return {name: points[name]}

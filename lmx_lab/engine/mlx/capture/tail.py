@@ -17,8 +17,8 @@ VOCABULARY_ROWS = 32
 def logits_of_residual(model: Any, norm: Any, residual: mx.array) -> mx.array:
     """Return the logits of values of the residual stream after the last block, of shape (rows, width).
 
-    The model itself is called with another input of its final norm, because families scale and cap logits in different
-    ways. Its blocks are not computed, because nothing needs their values.
+    The model is called with another input of its final norm, because families scale and cap logits in different
+    ways. Its blocks are not computed, because no value depends on them.
     """
     return _logits(model, norm, "input", residual)
 

@@ -1,4 +1,4 @@
-"""Traces, the logit lens, patches and attributions of small models against computations without hooks."""
+"""Compare traces, the logit lens, patches and attributions of small models with computations without hooks."""
 
 from __future__ import annotations
 
@@ -197,7 +197,7 @@ def test_what_a_family_does_not_have_is_refused_by_name() -> None:
     with pytest.raises(InvalidRequestError, match=r"has no hook .*hook_pattern'; it has hook_embed"):
         finish(compute_activations(context(mamba), TOKENS, Activations(hooks=("*.hook_pattern",))))
     nanochat = build("nanochat", **{name: value for name, value in GENERIC.items() if name != "rope_scaling"})
-    with pytest.raises(InvalidRequestError, match="not those of a final norm and a head"):
+    with pytest.raises(InvalidRequestError, match="not computed by a final norm and a head"):
         finish(compute_logit_lens(context(nanochat), TOKENS, LogitLens()))
     with pytest.raises(InvalidRequestError, match="top is 0"):
         finish(compute_logit_lens(context(build("llama")), TOKENS, LogitLens(top=0)))

@@ -1,4 +1,4 @@
-"""The page about families says what can be read of each of them."""
+"""The page about families lists the hooks of each family."""
 
 from __future__ import annotations
 

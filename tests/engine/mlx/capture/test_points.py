@@ -1,4 +1,4 @@
-"""Hooks read and replace the values of a model, and leave nothing behind."""
+"""Hooks read and replace the values of a model, and are removed completely."""
 
 from __future__ import annotations
 
@@ -66,7 +66,7 @@ def test_a_block_has_the_hooks_whose_sum_is_its_output(
         assert mx.allclose(before + attention + mlp, after, atol=1e-6)
 
 
-def test_hooks_leave_nothing_behind() -> None:
+def test_hooks_are_removed_completely() -> None:
     model = build("llama")
     classes = [type(module) for _, module in model.named_modules()]
     parameters = [name for name, _ in tree_flatten(model.parameters())]
