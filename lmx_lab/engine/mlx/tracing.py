@@ -81,7 +81,7 @@ class TraceLoop(JobQueue[TraceJob, Trace]):
         self._make_room = make_room
         self._note_peak = note_peak
         self._steps: tuple[TraceJob, Steps] | None = None
-        """The computation of the first job, after it has begun."""
+        """The first job and its computation, after it has started."""
         self._token_s = 0.0
         """Running mean of the duration of a step for each of its tokens; 0 until it is known."""
         self._largest = FIRST_TOKENS
@@ -137,7 +137,7 @@ class TraceLoop(JobQueue[TraceJob, Trace]):
         return True
 
     def _advance(self, job: TraceJob, limit_s: float, *, busy: bool) -> None:
-        """Perform a step of the computation that has begun."""
+        """Perform one step of the started computation."""
         assert self._steps is not None
         steps = self._steps[1]
         tokens = self._largest

@@ -21,9 +21,9 @@ from lmx_lab.engine.mlx.capture.install import HookFunction, HookPoint, Side
 from lmx_lab.engine.mlx.capture.parts import Block
 
 ProbeValues = Callable[[Any, Side], mx.array | None]
-"""Returns the input or output of a module in a pass of two tokens; None if it was not called."""
+"""Returns the input or output of a module in a pass of two tokens; None if the module was not called."""
 Places = tuple[dict[str, tuple[int, ...]], dict[str, HookPoint]]
-"""The shapes of values at one position, and the places in modules of those that have one, by the end of their names."""
+"""The shapes of values at one position, and the hook points of those that have one, by the last part of their names."""
 SAME = 1e-2
 """Largest difference of the outputs of heads from the products of their patterns and values, relative to the largest
 output, that rounding can cause."""
@@ -105,8 +105,8 @@ def attention_places(block: Block, attention: BlockAttention, values: ProbeValue
 
 
 def _places_of_softmax(block: Block, attention: BlockAttention, values: ProbeValues, joined: mx.array | None) -> Places:
-    """Return the same if attention is computed step by step. Queries, keys, values and outputs of heads exist only if
-    the outputs are the products of the pattern with the projected values.
+    """Return the values of attention that is computed step by step. Queries, keys, values and head outputs are available
+    only if the head outputs are the products of the pattern and the projected values.
 
     Args:
         joined: The input of the output projection.

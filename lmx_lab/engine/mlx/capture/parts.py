@@ -26,7 +26,7 @@ ATTENTIONS = (
     *("self_attn", "attn", "attention", "self_attention"),
     *("linear_attn", "conv", "mamba", "temporal_block", "mixer"),
 )
-"""Attention, and what replaces it in some layers of hybrid models."""
+"""Attention, and the modules that replace it in some layers of hybrid models."""
 QUERIES = ("q_proj", "query_proj", "wq", "attn_query")
 KEYS = ("k_proj", "key_proj", "wk", "attn_key")
 VALUES = ("v_proj", "value_proj", "wv", "attn_value")
@@ -42,7 +42,7 @@ ATTENTION_NORMS = (
 )
 """Norms that some families apply to the output of attention, before it is added to the residual stream."""
 MLP_NORMS = ("post_feedforward_layernorm", "post_mlp_layernorm", "post_ffw_norm", "post_ffn_norm", "post_mlp_norm")
-"""The same for the output of the MLP."""
+"""Norms that some families apply to the output of the MLP, before it is added to the residual stream."""
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
@@ -66,7 +66,7 @@ class Block:
 
     @property
     def values(self) -> Any | None:
-        """The same for the values."""
+        """The projection that computes the values of all heads."""
         return _child([self.attention], VALUES)
 
     @property

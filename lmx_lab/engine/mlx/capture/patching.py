@@ -1,8 +1,8 @@
 """Compute logits after a text in which single values are replaced by those of another text (activation patching).
 
-All values that are replaced at one position are rows of one batch. A row begins at the block and the position of its
-value, because everything before is the same in all rows: it joins the batch at its block, and uses the keys and values
-of the text for the positions before. Models whose caches cannot be divided in this way compute each row completely.
+All values that are replaced at one position are rows of one batch. A row starts at the block and the position of its
+value, because all earlier values are equal in all rows: it joins the batch at its block, and uses the keys and values
+of the text for the preceding positions. Models whose caches do not support this compute each row from the start.
 """
 
 from __future__ import annotations
@@ -39,8 +39,8 @@ from lmx_lab.values.tracing import PATCHABLE, Patching
 BATCH_TOKENS = 4096
 """Maximum total number of tokens of the rows of a batch, which limits the memory for keys and values."""
 SAME = 1e-2
-"""Largest difference of the logits of a row without a replaced value from those of the text, that rounding can
-cause."""
+"""Maximum difference that rounding can cause between the logits of a row without a replaced value and those of the
+text."""
 NO_ROWS = np.zeros((0, 2), np.float32)
 
 
@@ -132,7 +132,7 @@ def _cells(found: HookPoints, hooks: Sequence[str]) -> list[_Cell]:
 
 def _point(found: HookPoints, name: str) -> HookPoint:
     """Return the place at which a value is replaced. Raises as ``HookPoints.point``."""
-    # The residual stream between attention and MLP is changed by what attention adds to it.
+    # The residual stream between attention and MLP is changed through the output of attention.
     return found.point(name.replace(RESID_MID, ATTN_OUT))
 
 
@@ -253,7 +253,7 @@ class _Sweep:
         }
 
     def _new_value(self, cell: _Cell, positions: list[int]) -> mx.array:
-        """Return what replaces a value, of shape (positions, width)."""
+        """Return the value that replaces the one of the text, of shape (positions, width)."""
         value = self._clean[cell.name][mx.array(positions)]
         if cell.name.endswith(RESID_MID):
             return value - self._stream[cell.block][mx.array(positions)]

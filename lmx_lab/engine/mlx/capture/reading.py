@@ -40,9 +40,9 @@ class Reader:
     def read(
         self, tokens: list[int], cache: Sequence[Any], rows: Sequence[int]
     ) -> tuple[dict[str, mx.array], list[list[mx.array]]]:
-        """Compute tokens, and return the values of some of them in float32, which are not evaluated yet. Patterns have
-        the shape (rows, heads, keys), where the keys are those of the last positions. The second result has the output
-        of each block with its values, in the order in which they are computed.
+        """Compute tokens, and return the unevaluated values of some of them in float32. Patterns have the shape
+        (rows, heads, keys), where the keys are those of the last positions. The second result contains the output of
+        each block together with its values, in the order of the blocks.
 
         Args:
             cache: The key-value caches of the preceding tokens, to which these tokens are added.
