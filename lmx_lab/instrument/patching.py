@@ -21,7 +21,7 @@ COLUMNS = ("hook", "block", "head", "position", "token", "answer", "other", "dif
 SHOWN_POSITIONS = 8
 """Maximum number of positions for which the display has a heat map of heads, the last ones."""
 HOOKS_WITH_HEADS = ("hook_z",)
-NO_DIFFERENCE = "the difference of the logits is the same after both texts"
+NO_DIFFERENCE = "the logit difference is the same after both texts"
 
 
 class PatchSweep:
@@ -35,7 +35,7 @@ class PatchSweep:
         texts: Text of each token of the corrupt text.
         logits: Logits of ``answer`` and ``other``, of shape (values, positions, 2), or (values, 1, 2) with
             ``together``; NaN where the sweep was interrupted.
-        clean, corrupt: The difference of both logits after each text, without replaced values.
+        clean, corrupt: The logit of ``answer`` minus that of ``other`` after each text, without replaced values.
         interrupted: Whether the sweep was interrupted.
 
     Args:
@@ -93,7 +93,7 @@ class PatchSweep:
                 COLUMNS,
                 (
                     [self.hooks[at] for at in values],
-                    [int(self._block(at)) for at in values],
+                    [int(self._block(int(at))) for at in values],
                     [self.heads[at] for at in values],
                     positions,
                     [None if at is None else self.texts[at] for at in positions],
@@ -110,8 +110,8 @@ class PatchSweep:
         return frame
 
     def heat_map(self, hook: str | None = None, position: int | None = None) -> HeatMap:
-        """Return the heat map of the restored shares, the last block on top. It has one column for each position, or
-        one for each head if the values have heads.
+        """Return the heat map of the restored fractions, with the last block on top. It has one column for each
+        position, or one for each head if the values have heads.
 
         Args:
             hook: The last part of the names, such as ``hook_resid_post``; by default that of the first hook.
@@ -124,7 +124,7 @@ class PatchSweep:
         kinds = self._kinds()
         hook = hook or kinds[0]
         if hook not in kinds:
-            raise InvalidRequestError(f"hook is {hook!r:.40}; this sweep has {', '.join(kinds)}", param="hook")
+            raise InvalidRequestError(f"hook is {hook!r:.40}; this sweep replaced {', '.join(kinds)}", param="hook")
         found = [at for at, name in enumerate(self.hooks) if name.endswith(f".{hook}")]
         places = [self._label(place) for place in range(self.logits.shape[1])]
         if self.heads[found[0]] is None:
@@ -176,7 +176,7 @@ class PatchSweep:
     def _place(self, position: int | None) -> int:
         """Return the index of a position in ``logits``; by default the last one."""
         if position is None or self.together:
-            return self.logits.shape[1] - 1
+            return len(self.logits[0]) - 1
         at = position + len(self.texts) if position < 0 else position
         if at not in self.positions:
             raise InvalidRequestError(

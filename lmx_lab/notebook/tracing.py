@@ -156,16 +156,16 @@ class TraceVerbs:
         positions: int | Sequence[int] | None = None,
         together: bool = False,
     ) -> PatchSweep:
-        """Compute a corrupt text once for each value and position, with the value of a clean text at this place, and
-        return how far that restores the difference of two logits. The values of a hook are those of its heads if it has
-        heads, and the whole value otherwise.
+        """Compute a corrupt text once for each value and position, with this value replaced by that of a clean text,
+        and return how far this restores the difference of two logits. The values of ``attn.hook_z`` are those of single
+        heads.
 
         If ``patch`` is interrupted, it returns the positions that are complete; ``apatch`` is cancelled.
 
         Args:
             clean, corrupt: Texts with the same number of tokens, as ``what`` in ``trace``.
             answer: The token that the model predicts after the clean text: an id, or a text of exactly one token.
-            other: The token that it predicts after the corrupt text.
+            other: The token that the model predicts after the corrupt text.
             hooks: Names that end with ``hook_resid_pre``, ``hook_resid_mid``, ``hook_resid_post``, ``hook_attn_out``,
                 ``hook_mlp_out``, or ``attn.hook_z``, the outputs of single heads.
             positions: As in ``trace``.
@@ -184,11 +184,9 @@ class TraceVerbs:
             "hooks": hook_list(hooks),
         }
         wanted = position_list(positions)
-        if not isinstance(together, bool):
-            raise InvalidRequestError(f"together is {together!r:.40}; it must be True or False", param="together")
         if together:
-            whole = {**fields, "positions": wanted, "together": True}
-            return PatchSweep(await on_loop(text.run(self._backend, whole)), together=True)
+            whole = await on_loop(text.run(self._backend, {**fields, "positions": wanted, "together": together}))
+            return PatchSweep(whole, together=True)
         first = await on_loop(text.run(self._backend, {**fields, "positions": [-1] if wanted is None else wanted[:1]}))
         all_positions = _checked(wanted, len(first.tokens))
         sweep = PatchSweep(first, all_positions)

@@ -50,7 +50,7 @@ class Patching:
     hooks: tuple[str, ...]
     """Names of the values that are replaced, as in ``Activations``."""
     positions: tuple[int, ...] | None = None
-    """Positions at which values are replaced; None takes all."""
+    """Positions at which values are replaced; None selects all."""
     together: bool = False
     """Whether a value is replaced at all positions together, and not at one after the other."""
 

@@ -157,8 +157,8 @@ def test_single_heads_are_patched_at_each_position_or_at_all_together(lab: lmx_l
     one = lab.patch(OTHER, TEXT, hooks="*.hook_z", positions=-1, together=True, **tokens)  # type: ignore[arg-type]
     heads_only = [at for at, head in enumerate(sweep.heads) if head is not None]
     np.testing.assert_allclose(one.logits[:, 0], sweep.logits[heads_only, -1], atol=1e-4)
-    with pytest.raises(InvalidRequestError, match="together is 1; it must be True or False"):
-        lab.patch(OTHER, TEXT, together=1, **tokens)  # type: ignore[arg-type]
+    with pytest.raises(InvalidRequestError, match="together"):
+        lab.patch(OTHER, TEXT, together="all", **tokens)  # type: ignore[arg-type]
 
 
 @pytest.mark.anyio

@@ -27,7 +27,7 @@ Results = tuple[dict[str, Array], dict[str, Any]]
 Steps = Generator[float, int, Results]
 """A computation that is divided into steps. It yields the work of a step and receives the limit of the next one, as a
 number of tokens that all blocks compute. It yields 0 after other work."""
-Part = tuple[Sequence[mx.array], float]
+Part = tuple[list[mx.array], float]
 """Arrays that a block computes, and their work in the unit of ``Steps``."""
 
 

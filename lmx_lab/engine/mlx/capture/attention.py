@@ -105,8 +105,8 @@ def attention_places(block: Block, attention: BlockAttention, values: ProbeValue
 
 
 def _places_of_softmax(block: Block, attention: BlockAttention, values: ProbeValues, joined: mx.array | None) -> Places:
-    """Return the values of attention that is computed step by step. Queries, keys, values and head outputs are available
-    only if the head outputs are the products of the pattern and the projected values.
+    """Return the values of attention that is computed step by step. Queries, keys, values and head outputs are
+    available only if the head outputs are the products of the pattern and the projected values.
 
     Args:
         joined: The input of the output projection.
