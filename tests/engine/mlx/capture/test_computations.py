@@ -199,5 +199,9 @@ def test_what_a_family_does_not_have_is_refused_by_name() -> None:
     nanochat = build("nanochat", **{name: value for name, value in GENERIC.items() if name != "rope_scaling"})
     with pytest.raises(InvalidRequestError, match="not computed by a final norm and a head"):
         finish(compute_logit_lens(context(nanochat), TOKENS, LogitLens()))
+    gated = build("afmoe", **{**GENERIC, **OWN["afmoe"]})
+    work = Patching(answer=3, other=4, hooks=("*.hook_z",))
+    with pytest.raises(InvalidRequestError, match=r"blocks\.0\.attn\.hook_z can be read, but not replaced"):
+        finish(compute_patching(context(gated), TOKENS, CLEAN, (3, 4), work))
     with pytest.raises(InvalidRequestError, match="top is 0"):
         finish(compute_logit_lens(context(build("llama")), TOKENS, LogitLens(top=0)))
