@@ -19,6 +19,7 @@ CHOICES: dict[str, tuple[str, ...]] = {
     "blas": ("auto", "off"),
     "dtype": ("auto", "keep", "float32", "float16", "bfloat16"),
     "record": ("own", "all", "off"),
+    "otel": ("off", "spans", "content"),
 }
 BOOLEANS = {"1": True, "true": True, "0": False, "false": False}
 TYPE_DESCRIPTIONS = {"bool": "true or false (1 or 0)", "int": "a whole number", "float": "a number"}
@@ -168,6 +169,9 @@ class Settings:
     its daemon, and of clients made from ``lab.openai``. ``all``: those of all clients. ``off``: none."""
     record_to: Path | None = None
     """SQLite file in which records are stored. By default the last 200 are kept in memory."""
+    otel: str = "off"
+    """Requests that are exported as OpenTelemetry spans, to the collector that ``OTEL_EXPORTER_OTLP_ENDPOINT`` names.
+    ``off``: none. ``spans``: all, without texts. ``content``: all, with the texts of prompts and answers."""
     disk_reserve_bytes: int = 1 * GIB // 4
     """Disk space that must remain free after a download, and after a file of the prefix cache is written."""
     wired_memory: bool = False

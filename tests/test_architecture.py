@@ -61,7 +61,7 @@ TABLE = {
     "server": Row(
         "errors values settings broadcast http wire weights engine",
         # numpy: the vectors of the engine.
-        "fastapi starlette pydantic pydantic_core prometheus_client numpy",
+        "fastapi starlette pydantic pydantic_core prometheus_client numpy opentelemetry",
     ),
     # settings: the state file of a daemon on this machine. numpy: vectors of embeddings.
     "client": Row("errors values settings portal wire", "httpx2 pydantic pydantic_core numpy"),
@@ -103,6 +103,7 @@ ONLY_IN = {
     "huggingface_hub": {"weights.hub.download"},
     "filelock": {"weights.store", "weights.hub.download"},
     "prometheus_client": {"server.metrics"},
+    "opentelemetry": {"server.telemetry", "server.span_attributes"},
     "sqlite3": {"daemon.storage.store", "instrument.store", "batch.cache", "evals.experiments"},
     "mcp": {"daemon.mcp.connection"},
     "xllamacpp": {"engine.llama_cpp.worker"},

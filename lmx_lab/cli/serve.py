@@ -127,6 +127,13 @@ Record = Annotated[
     typer.Option(help="Requests to record: all, or off. By default only those of a notebook that runs the server."),
 ]
 RecordTo = Annotated[Path | None, typer.Option(help="SQLite file for --record all. By default the last 200 in memory.")]
+Otel = Annotated[
+    str | None,
+    typer.Option(
+        help="Requests to export as OpenTelemetry spans: off, spans, or content for texts too. By default off. "
+        "OTEL_EXPORTER_OTLP_ENDPOINT is the collector."
+    ),
+]
 LogLevel = Annotated[str | None, typer.Option(help="debug, info, warning or error.")]
 Quiet = Annotated[bool, typer.Option("--quiet", "-q", help="Do not print a line for each request.")]
 
@@ -180,6 +187,7 @@ def serve(
     threads: Threads = None,
     record: Record = None,
     record_to: RecordTo = None,
+    otel: Otel = None,
     log_level: LogLevel = None,
     quiet: Quiet = False,
 ) -> None:
@@ -190,17 +198,16 @@ def serve(
     spec = _load_spec(model, **options)
     unchanged: dict[str, Any] = {"slots": slots, "queue_limit": queue_limit, "dtype": dtype, "threads": threads}
     unchanged |= {"host": host, "port": port, "api_key": api_key, "log_level": log_level}
-    unchanged |= {"prefix_cache_dir": prefix_cache_dir, "announce_name": announce_name}
-    unchanged |= {"embedder": embedder, "reranker": reranker, "request_timeout_s": request_timeout}
+    unchanged |= {"prefix_cache_dir": prefix_cache_dir, "announce_name": announce_name, "record": record}
+    unchanged |= {"record_to": record_to, "otel": otel, "embedder": embedder, "reranker": reranker}
     settings = settings_with_folders(
         cors_origins=cors_origin or None,
         allowed_hosts=allow_host or None,
         **_switches(lan_admin=lan_admin, announce=announce, no_page=no_page, no_downloads=no_downloads),
         model_folders=models or None,
         **_naming_settings(swap=swap, any_model=any_model, model_alias=model_alias),
-        idle_unload_s=idle_unload,
         **_memory_settings(memory_limit, prefix_cache, prefix_cache_disk),
-        **{"record": record, "record_to": record_to, **unchanged},
+        **{"idle_unload_s": idle_unload, "request_timeout_s": request_timeout, **unchanged},
     )
     _run(settings, spec, explicit_port=port is not None or "LMX_LAB_PORT" in os.environ, quiet=quiet)
 

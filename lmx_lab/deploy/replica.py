@@ -103,6 +103,7 @@ class ReplicaApp:
         with suppress(EngineError):
             await server.manager.quiesce(REQUESTS_S)
         await asyncio.to_thread(server.manager.stop)
+        await asyncio.to_thread(server.close)
 
 
 async def _report(step: str, work: Callable[[], Awaitable[None]], send: Send) -> bool:

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import html
+import os
 from collections.abc import Mapping, Sequence
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from lmx_lab.backend import Backend
@@ -11,8 +13,9 @@ from lmx_lab.batch.choices import plain_text, text_tokens
 from lmx_lab.batch.prompts import Prompt
 from lmx_lab.errors import InvalidRequestError
 from lmx_lab.evals.exports import PROJECT, ExportedRun, to_mlflow, to_wandb
-from lmx_lab.evals.rows import EvaluatedRow, RunFacts, to_json
-from lmx_lab.evals.statistics import PairedTest, Score, calibration, paired_test, score_of
+from lmx_lab.evals.inspect_log import write_inspect_log
+from lmx_lab.evals.rows import EvaluatedRow, RunFacts, answers_by_row, mean_score, to_json
+from lmx_lab.evals.statistics import PairedTest, Score, calibration, paired_test, pass_at, score_of
 from lmx_lab.frames import html_table, pandas_for
 from lmx_lab.instrument.access import LabAccess
 from lmx_lab.instrument.lens import ALTERNATIVES, ColorBy, TokenLens
@@ -63,23 +66,48 @@ class Evaluation:
     @property
     def score(self) -> Score:
         """The mean score with its 95 % interval, and the method that computed the interval: Wilson's score interval if
-        all scores are 0 or 1, otherwise a bootstrap interval.
+        all scores are 0 or 1, otherwise a bootstrap interval. The score of a row with several answers is their mean.
         """
-        return score_of([row.score for row in self.rows if row.score is not None])
+        return score_of([score for score in map(mean_score, self._by_row) if score is not None])
+
+    @property
+    def _by_row(self) -> list[list[EvaluatedRow]]:
+        """The answers to each row of the table."""
+        return answers_by_row(self.rows)
+
+    def pass_at(self, k: int) -> Score:
+        """Return the estimated probability that at least one of ``k`` answers to a row is right, with its interval.
+
+        An answer is right if its score is 1. The estimate is unbiased (Chen et al., "Evaluating large language models
+        trained on code", 2021). Rows with fewer than ``k`` scores do not count.
+
+        Raises:
+            InvalidRequestError: no row has ``k`` scores.
+        """
+        scores = [[answer.score for answer in answers if answer.score is not None] for answers in self._by_row]
+        most = max(map(len, scores), default=0)
+        if not isinstance(k, int) or not 1 <= k <= most:
+            raise InvalidRequestError(
+                f"k is {k!r:.40}; it must be from 1 to {most}, the number of answers to a row that have a score; for a "
+                "larger one, evaluate with a larger n",
+                param="k",
+            )
+        return score_of([pass_at(k, sum(it >= 1 for it in row), len(row)) for row in scores if len(row) >= k])
 
     @property
     def errors(self) -> int:
-        """Number of rows without a score."""
+        """Number of answers without a score."""
         return sum(row.score is None for row in self.rows)
 
     @property
     def df(self) -> pd.DataFrame:
-        """A data frame with one row for each row of the table, with the same index.
+        """A data frame with one row for each answer, with the labels of the table's index.
 
-        The columns are the prompt, the expected value, the answer, the score and the error. With ``Choice``, the
-        choices, their log-probabilities and the probability of the selected choice follow; with ``Judge``, the verdict.
-        The last columns are the finish reason, the number of output tokens, the duration in seconds and the id of the
-        request.
+        With several answers to each row, labels are repeated, and ``sample`` numbers the answers. The other columns are
+        the prompt, the expected value, the answer, the score and the error. With ``Choice``, the choices, their
+        log-probabilities and the probability of the selected choice follow; with ``Judge``, the verdict. The last
+        columns are the finish reason, the numbers of prompt and output tokens, the duration in seconds and the id of
+        the request.
 
         Raises:
             ImportError: pandas is not installed.
@@ -104,8 +132,11 @@ class Evaluation:
             names += ["choices", "logprobs", "probability"]
         if any(row.verdict is not None for row in self.rows):
             names.append("verdict")
-        names += ["finish_reason", "output_tokens", "total_s", "request_id"]
-        kinds = {"score": "float64", "probability": "float64", "total_s": "float64", "output_tokens": "Int64"}
+        if any(row.sample is not None for row in self.rows):
+            names.insert(0, "sample")
+        names += ["finish_reason", "prompt_tokens", "output_tokens", "total_s", "request_id"]
+        kinds = {"sample": "int64", "prompt_tokens": "Int64", "output_tokens": "Int64"}
+        kinds |= dict.fromkeys(("score", "probability", "total_s"), "float64")
         pandas = pandas_for("df")
         index = pandas.Index([row.label for row in rows])
         columns = {
@@ -120,9 +151,10 @@ class Evaluation:
     def compare(self, other: Evaluation) -> PairedTest:
         """Compare this evaluation with another one of the same rows, for example with another model or prompt.
 
-        Rows are paired by their labels. If labels are not unique, both evaluations must have the same labels in the
-        same order. Rows with an error in either evaluation are left out. The test is the exact McNemar test if all
-        scores are 0 or 1, otherwise a permutation test; ``method`` of the result names it.
+        Rows are paired by their labels; the score of a row with several answers is their mean. If labels are not
+        unique, both evaluations must have the same labels in the same order. Rows with an error in either evaluation
+        are left out. The test is the exact McNemar test if all scores are 0 or 1, otherwise a permutation test;
+        ``method`` of the result names it.
 
         Raises:
             InvalidRequestError: the rows cannot be paired, or their expected values differ.
@@ -130,25 +162,28 @@ class Evaluation:
         if not isinstance(other, Evaluation):
             raise InvalidRequestError(f"other is {other!r:.80}; pass another result of lab.evaluate", param="other")
         pairs = self._pairs(other)
-        different = next((row for row, its in pairs if _comparable(row.expected) != _comparable(its.expected)), None)
+        different = next((one for [one, *_], [its, *_] in pairs if _expected(one) != _expected(its)), None)
         if different is not None:
             raise InvalidRequestError(
                 f"row {different.label!r:.80} has different expected values; compare evaluations of the same table"
             )
-        scores = [(row.score, its.score) for row, its in pairs if row.score is not None and its.score is not None]
+        means = [(mean_score(answers), mean_score(its)) for answers, its in pairs]
+        scores = [(score, its) for score, its in means if score is not None and its is not None]
         return paired_test([score for score, _ in scores], [score for _, score in scores])
 
-    def _pairs(self, other: Evaluation) -> list[tuple[EvaluatedRow, EvaluatedRow]]:
-        labels, its_labels = ([_comparable(row.label) for row in each.rows] for each in (self, other))
+    def _pairs(self, other: Evaluation) -> list[tuple[list[EvaluatedRow], list[EvaluatedRow]]]:
+        """Return the answers of both to each common row of the table."""
+        rows, others = self._by_row, other._by_row
+        labels, its_labels = ([_comparable(answers[0].label) for answers in each] for each in (rows, others))
         if labels == its_labels:
-            return list(zip(self.rows, other.rows, strict=True))
-        its_rows = dict(zip(its_labels, other.rows, strict=True))
+            return list(zip(rows, others, strict=True))
+        its_rows = dict(zip(its_labels, others, strict=True))
         if len(its_rows) < len(its_labels) or len(set(labels)) < len(labels):
             raise InvalidRequestError(
                 "the index has duplicate labels, and the labels of both evaluations differ; give the tables a "
                 "unique index"
             )
-        return [(row, its_rows[label]) for row, label in zip(self.rows, labels, strict=True) if label in its_rows]
+        return [(answers, its_rows[label]) for answers, label in zip(rows, labels, strict=True) if label in its_rows]
 
     def calibration(self) -> pd.DataFrame:
         """Return the accuracy for each range of the probability of the selected choice, in ten bins of equal width.
@@ -203,6 +238,21 @@ class Evaluation:
             ImportError: wandb is not installed.
         """
         return to_wandb(self._exported, project=project, **options)
+
+    def to_inspect(self, path: str | os.PathLike[str]) -> Path:
+        """Write the evaluation as a log of Inspect, which ``inspect view`` shows, and return its path.
+
+        It contains the settings, the score, and a sample for each answer, with the messages, the score and the tokens.
+        Several answers to a row are epochs of one sample. The duration is that of the longest answer.
+
+        Args:
+            path: A new file that ends with ``.eval``. Its folder is created.
+
+        Raises:
+            ImportError: inspect-ai is not installed.
+            InvalidRequestError: the file exists, cannot be written, or does not end with ``.eval``.
+        """
+        return write_inspect_log(self._exported, self.rows, path)
 
     @property
     def _exported(self) -> ExportedRun:
@@ -310,7 +360,9 @@ class Evaluation:
 
     def __repr__(self) -> str:
         score = self.score
-        counted = f"{score.n} rows" + (f"; not counted because of errors: {self.errors}" if self.errors else "")
+        answers = max(map(len, self._by_row), default=1)
+        each = f", {answers} answers each" if answers > 1 else ""
+        counted = f"{score.n} rows{each}" + (f"; not counted because of errors: {self.errors}" if self.errors else "")
         lines = [
             f"{self.name}: {score} ({counted}; {score.method})",
             f"failures: {len(self._failed())}, listed by .failures; .lens(label) shows the tokens of one",
@@ -322,6 +374,10 @@ class Evaluation:
         shown = [[_cell(getattr(row, name)) for name in names] for row in self._failed()[:SHOWN_FAILURES]]
         table = html_table(names, shown, style="text-align:left;vertical-align:top") if shown else ""
         return "".join(f"<div>{html.escape(line)}</div>" for line in repr(self).splitlines()) + table
+
+
+def _expected(row: EvaluatedRow) -> str:
+    return _comparable(row.expected)
 
 
 def _comparable(value: Any) -> str:

@@ -33,7 +33,7 @@ class ExportedRun:
 
 def to_mlflow(run: ExportedRun, *, experiment: str, tracking_uri: str | None) -> str:
     """Create a run in MLflow, and return its id. See ``Evaluation.to_mlflow``."""
-    mlflow = _import("mlflow", "to_mlflow")
+    mlflow = import_package("mlflow", "to_mlflow")
     client = mlflow.MlflowClient(tracking_uri)
     found = client.get_experiment_by_name(experiment)
     experiment_id = client.create_experiment(experiment) if found is None else found.experiment_id
@@ -42,7 +42,7 @@ def to_mlflow(run: ExportedRun, *, experiment: str, tracking_uri: str | None) ->
     run_id: str = created.info.run_id
     for name, value in _parameters(run).items():
         client.log_param(run_id, name, _text(value)[:PARAMETER_CHARACTERS])
-    for name, value in _figures(run).items():
+    for name, value in figures(run).items():
         client.log_metric(run_id, name, value)
     client.log_dict(run_id, json.loads(run.frame.to_json(orient="table", default_handler=str)), "rows.json")
     client.set_terminated(run_id)
@@ -51,9 +51,9 @@ def to_mlflow(run: ExportedRun, *, experiment: str, tracking_uri: str | None) ->
 
 def to_wandb(run: ExportedRun, *, project: str, **options: Any) -> str:
     """Create a run in Weights & Biases, and return its id. See ``Evaluation.to_wandb``."""
-    wandb = _import("wandb", "to_wandb")
+    wandb = import_package("wandb", "to_wandb")
     with wandb.init(project=project, name=run.facts.name, config=_parameters(run), **options) as created:
-        created.summary.update(_figures(run))
+        created.summary.update(figures(run))
         rows = run.frame.reset_index(names="label").map(_text)
         created.log({"rows": wandb.Table(dataframe=rows)})
         run_id: str = created.id
@@ -75,18 +75,28 @@ def _parameters(run: ExportedRun) -> dict[str, Any]:
     }
 
 
-def _figures(run: ExportedRun) -> Mapping[str, float]:
+def figures(run: ExportedRun) -> Mapping[str, float]:
+    """Return the score with its interval, unless no row has one, and the numbers of rows and errors."""
     score = run.score
-    figures = {"score": score.mean, "low": score.low, "high": score.high} if score.n else {}
-    return {**figures, "rows": len(run.frame), "errors": run.errors}
+    scores = {"score": score.mean, "low": score.low, "high": score.high} if score.n else {}
+    return {**scores, "rows": len(run.frame), "errors": run.errors}
 
 
 def _text(value: Any) -> str:
     return value if isinstance(value, str) else json.dumps(value, default=str)
 
 
-def _import(package: str, name: str) -> Any:
+def import_package(module: str, name: str, *, package: str = "") -> Any:
+    """Import an optional package for the method ``name``.
+
+    Args:
+        package: The name of its distribution, if this is not ``module``.
+
+    Raises:
+        ImportError: it is not installed.
+    """
+    package = package or module
     try:
-        return importlib.import_module(package)
+        return importlib.import_module(module)
     except ImportError as exc:
         raise ImportError(f"{name} needs {package}, which is not installed: pip install {package}") from exc

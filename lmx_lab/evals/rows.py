@@ -13,10 +13,12 @@ from lmx_lab.batch.prompts import Prompt
 
 @dataclass(frozen=True, kw_only=True)
 class EvaluatedRow:
-    """One row of an evaluation."""
+    """One row of an evaluation: an answer to a row of the table."""
 
     label: Any
     """Label of the row in the index of the table."""
+    sample: int | None = None
+    """Number of the answer among those to the same row of the table, from 0; None if there is only one."""
     prompt: Prompt | None
     """The prompt; None if it could not be created."""
     expected: Any
@@ -31,6 +33,7 @@ class EvaluatedRow:
     verdict: str | None = None
     """Verdict of the judge."""
     finish_reason: str | None = None
+    prompt_tokens: int | None = None
     output_tokens: int | None = None
     total_s: float | None = None
     request_id: str | None = None
@@ -44,6 +47,23 @@ class EvaluatedRow:
         highest = max(self.logprobs)
         weights = [math.exp(logprob - highest) for logprob in self.logprobs]
         return weights[list(self.choices).index(self.answer)] / math.fsum(weights)
+
+
+def answers_by_row(rows: Sequence[EvaluatedRow]) -> list[list[EvaluatedRow]]:
+    """Return the answers to each row of the table together."""
+    groups: list[list[EvaluatedRow]] = []
+    for row in rows:
+        if row.sample:
+            groups[-1].append(row)
+        else:
+            groups.append([row])
+    return groups
+
+
+def mean_score(answers: Sequence[EvaluatedRow]) -> float | None:
+    """Return the mean score of the answers to a row; None if all of them have errors."""
+    scores = [answer.score for answer in answers if answer.score is not None]
+    return math.fsum(scores) / len(scores) if scores else None
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -66,16 +86,17 @@ class RunFacts:
 
 
 def to_json(value: Any) -> str:
-    """Return a value as JSON. NumPy numbers and arrays become numbers and lists, objects of other types strings."""
-    return json.dumps(_plain(value))
+    """Return a value as JSON; see ``to_plain``."""
+    return json.dumps(to_plain(value))
 
 
-def _plain(value: Any) -> Any:
+def to_plain(value: Any) -> Any:
+    """Return a value of JSON. NumPy numbers and arrays become numbers and lists, objects of other types strings."""
     if value is None or isinstance(value, str | int | float):
         return value
     if isinstance(value, Mapping):
-        return {str(key): _plain(each) for key, each in value.items()}
+        return {str(key): to_plain(each) for key, each in value.items()}
     if isinstance(value, list | tuple):
-        return [_plain(each) for each in value]
+        return [to_plain(each) for each in value]
     # NumPy arrays and numbers.
-    return _plain(value.tolist()) if hasattr(value, "tolist") else str(value)
+    return to_plain(value.tolist()) if hasattr(value, "tolist") else str(value)

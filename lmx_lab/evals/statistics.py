@@ -111,6 +111,13 @@ def bootstrap(values: Sequence[float]) -> tuple[float, float]:
     return float(low), float(high)
 
 
+def pass_at(k: int, right: int, n: int) -> float:
+    """Return the probability that at least one of ``k`` answers is right if they are drawn from ``n``, of which
+    ``right`` are.
+    """
+    return 1 - math.comb(n - right, k) / math.comb(n, k)
+
+
 def paired_test(first: Sequence[float], second: Sequence[float]) -> PairedTest:
     """Compare the scores of two evaluations of the same rows.
 

@@ -58,7 +58,7 @@ def wrap_app(
     policy: Callable[[], GuardPolicy],
     *,
     methods: Sequence[str] = ("GET", "POST"),
-    observer: RequestObserver | None = None,
+    observers: Sequence[RequestObserver] = (),
 ) -> ASGIApp:
     """Wrap an application so that untrusted clients may reach it and all errors have the same form.
 
@@ -75,7 +75,7 @@ def wrap_app(
     api.add_exception_handler(ClientDisconnect, error_bodies.on_disconnect)
     api.add_exception_handler(Exception, error_bodies.on_bug)
     guarded = Cors(Guard(api, policy=policy, respond=_refusal), policy=policy, methods=methods)
-    return ResponseHeaders(guarded, observer, at_end=api.state.large_body_queue.trim_later)
+    return ResponseHeaders(guarded, observers, at_end=api.state.large_body_queue.trim_later)
 
 
 class Cors(CORSMiddleware):
@@ -115,9 +115,9 @@ class ResponseHeaders:
         at_end: Called at the end of each request.
     """
 
-    def __init__(self, app: ASGIApp, observer: RequestObserver | None, *, at_end: Callable[[], None]) -> None:
+    def __init__(self, app: ASGIApp, observers: Sequence[RequestObserver], *, at_end: Callable[[], None]) -> None:
         self._app = app
-        self._observer = observer
+        self._observers = observers
         self._at_end = at_end
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
@@ -136,13 +136,13 @@ class ResponseHeaders:
                 message = {**message, "headers": [*headers, id_header, *FIXED_HEADERS]}
             await send(message)
 
-        if self._observer is not None:
-            self._observer.begin(scope)
+        for observer in self._observers:
+            observer.begin(scope)
         try:
             await self._app(scope, receive, send_with_headers)
         finally:
-            if self._observer is not None:
-                self._observer.end(scope, status)
+            for observer in self._observers:
+                observer.end(scope, status)
             self._at_end()
 
 

@@ -2,19 +2,25 @@
 
 from __future__ import annotations
 
+import bisect
+import copy
 import html
 import importlib
 import math
+import operator
+import shutil
 import tempfile
 import weakref
+from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, BinaryIO
 
 import numpy as np
 
-from lmx_lab.errors import InvalidRequestError
+from lmx_lab.errors import InvalidRequestError, StorageFullError
 from lmx_lab.frames import pandas_for
+from lmx_lab.instrument.traced_text import integer
 from lmx_lab.values.encoding import Vectors
 from lmx_lab.values.tensors import encode_header
 
@@ -42,84 +48,177 @@ class LayerActivations:
     Args:
         layers: The indices of the layers.
         memory_bytes: Maximum size in memory; larger vectors are stored in a file.
+
+    Attributes:
+        texts: The indices of the texts whose vectors are stored, in ascending order.
+
+    Raises:
+        StorageFullError: the disk has too little space for the file.
     """
 
     def __init__(self, texts: int, layers: Sequence[int], width: int, *, memory_bytes: int = MEMORY_BYTES) -> None:
         self.layers = list(layers)
-        shape = (len(self.layers), texts, width)
+        self.texts: list[int] = []
         self.path: Path | None = None
         """The file; None if the vectors are in memory."""
+        self._shape = shape = (len(self.layers), texts, width)
         self._values: Vectors
-        if 4 * math.prod(shape) <= memory_bytes:
+        self._file: BinaryIO | None = None
+        if (size := 4 * math.prod(shape)) <= memory_bytes:
             self._values = np.zeros(shape, dtype=np.float32)
             return
         folder = tempfile.TemporaryDirectory(prefix="lmx-lab-probe-")
         weakref.finalize(self, folder.cleanup)
+        if (free := shutil.disk_usage(folder.name).free) < size:
+            raise self._full(f"{free / 1e9:.2f} GB are free")
         self.path = Path(folder.name) / "activations.safetensors"
         head = encode_header({f"blocks.{layer}.hook_resid_post": ("F32", shape[1:]) for layer in self.layers}, {})
-        with self.path.open("wb") as file:
-            file.write(head)
-            file.truncate(len(head) + 4 * math.prod(shape))
-        self._values = np.memmap(self.path, dtype="<f4", mode="r+", offset=len(head), shape=shape)
+        self._start = len(head)
+        self._file = self.path.open("w+b")
+        weakref.finalize(self, self._file.close)
+        self._file.write(head)
+        self._file.truncate(len(head) + size)
+        self._file.flush()
+        self._values = np.memmap(self.path, dtype="<f4", mode="r", offset=len(head), shape=shape)
 
     def put(self, text: int, vectors: Sequence[Vectors]) -> None:
-        """Store the vectors of a text, one for each layer."""
-        for at, vector in enumerate(vectors):
-            self._values[at, text] = vector
+        """Store the vectors of a text, one for each layer.
+
+        Raises:
+            StorageFullError: the disk is full.
+        """
+        if (file := self._file) is None:
+            self._values[:, text] = vectors
+        else:
+            # Not through the memory map, which would end the process if the disk is full.
+            try:
+                for at, vector in enumerate(vectors):
+                    file.seek(self._start + 4 * self._shape[2] * (at * self._shape[1] + text))
+                    file.write(np.asarray(vector, dtype="<f4").tobytes())
+                file.flush()
+            except OSError as exc:
+                raise self._full(exc.strerror or str(exc)) from exc
+        bisect.insort(self.texts, text)
+
+    @property
+    def total(self) -> int:
+        """Number of texts, with those whose vectors are not stored."""
+        return self._shape[1]
+
+    def _full(self, reason: str) -> StorageFullError:
+        size = 4 * math.prod(self._shape) / 1e9
+        return StorageFullError(
+            f"the activations of {self._shape[1]} texts at {self._shape[0]} layers take {size:.2f} GB in "
+            f"{tempfile.gettempdir()}: {reason}; pass fewer texts or layers, or set TMPDIR to another folder"
+        )
 
     def of(self, layer: int) -> Vectors:
-        """Return the vectors of all texts at a layer."""
-        return np.asarray(self._values[self.layers.index(layer)])
+        """Return the vectors at a layer, with one row for each of ``texts``.
+
+        Raises:
+            InvalidRequestError: this layer is not stored.
+        """
+        if layer not in self.layers:
+            raise InvalidRequestError(
+                f"layer is {layer!r:.40}; the activations are those of {', '.join(map(str, self.layers))}",
+                param="layer",
+            )
+        values = self._values[self.layers.index(layer)]
+        return np.asarray(values if len(self.texts) == len(values) else values[self.texts])
 
 
 class ProbeRun:
     """Trains the probes of all layers, one after the other.
 
     Args:
+        texts: The texts. Equal texts are in the same fold.
         labels: The class of each text.
         folds: Number of cross-validation folds, each of which is predicted by a probe that was not trained on it.
 
     Raises:
-        InvalidRequestError: a class has too few texts.
+        InvalidRequestError: a label is missing, or a class has too few texts.
         ImportError: scikit-learn is not installed.
     """
 
-    def __init__(self, labels: Sequence[Any], *, folds: int = FOLDS) -> None:
-        self._labels = np.asarray(labels)
-        classes, counts = np.unique(self._labels, return_counts=True)
-        if isinstance(folds, bool) or not isinstance(folds, int) or folds < 2:
+    def __init__(self, texts: Sequence[str], labels: Sequence[Any], *, folds: int = FOLDS) -> None:
+        if (count := integer(folds)) is None or count < 2:
             raise InvalidRequestError(f"folds is {folds!r:.40}; it must be an integer, 2 or more", param="folds")
+        self._folds = count
+        self._texts, self._labels = list(texts), list(labels)
+        classes: dict[Any, set[str]] = {}
+        _check_labels(self._labels)
+        for text, label in zip(self._texts, self._labels, strict=True):
+            classes.setdefault(label, set()).add(text)
         if len(classes) < 2:
+            only = "".join(map(repr, classes))
+            raise InvalidRequestError(f"all labels are {only:.80}; pass texts of at least two classes", param="labels")
+        label = min(classes, key=lambda each: len(classes[each]))
+        if (fewest := len(classes[label])) < count:
             raise InvalidRequestError(
-                f"all labels are {classes[0]!r}; pass texts of at least two classes"
-                if len(classes)
-                else "there are no labels; pass one for each text",
+                f"the label {label!r:.80} has too few different texts: {fewest}, and each of the {count} folds needs "
+                "one; pass more texts, or fewer folds",
                 param="labels",
             )
-        if (fewest := counts.min()) < folds:
-            raise InvalidRequestError(
-                f"the label {classes[counts.argmin()]!r} has {fewest} texts, but each of the {folds} folds needs one; "
-                "pass more texts, or fewer folds",
-                param="labels",
-            )
-        self.baseline = float(counts.max() / counts.sum())
+        codes = {each: at for at, each in enumerate(classes)}
+        self._classes = np.array([codes[each] for each in self._labels])
+        self.baseline = float(np.bincount(self._classes).max() / len(self._classes))
         """The accuracy of always predicting the most frequent label."""
         self._pipeline, self._linear = _sklearn("pipeline"), _sklearn("linear_model")
         self._preprocessing, self._selection = _sklearn("preprocessing"), _sklearn("model_selection")
-        self._folds = folds
+
+    @property
+    def order(self) -> list[int]:
+        """The indices of the texts in an order in which the classes alternate."""
+        ranks: list[int] = []
+        seen: Counter[int] = Counter()
+        for each in self._classes.tolist():
+            ranks.append(seen[each])
+            seen[each] += 1
+        return sorted(range(len(ranks)), key=ranks.__getitem__)
+
+    def of(self, texts: Sequence[int]) -> ProbeRun | None:
+        """Return a run with some of the texts, given by their indices; None if they are too few for the folds."""
+        try:
+            return ProbeRun([self._texts[at] for at in texts], [self._labels[at] for at in texts], folds=self._folds)
+        except InvalidRequestError:
+            return None
 
     def shuffled(self, seed: int) -> ProbeRun:
         """Return a run with the same labels in random order."""
-        return ProbeRun(np.random.default_rng(seed).permutation(self._labels).tolist(), folds=self._folds)
+        run = copy.copy(self)
+        run._classes = np.random.default_rng(seed).permutation(self._classes)
+        return run
 
     def accuracies(self, vectors: Vectors) -> list[float]:
         """Return the accuracy of a logistic regression on standardized vectors for each fold."""
         probe = self._pipeline.make_pipeline(
             self._preprocessing.StandardScaler(), self._linear.LogisticRegression(max_iter=MAX_STEPS)
         )
-        folds = self._selection.StratifiedKFold(self._folds, shuffle=True, random_state=SEED)
-        scores = self._selection.cross_val_score(probe, vectors, self._labels, cv=folds)
+        is_grouped = len(set(self._texts)) < len(self._texts)
+        kind = self._selection.StratifiedGroupKFold if is_grouped else self._selection.StratifiedKFold
+        folds = kind(self._folds, shuffle=True, random_state=SEED)
+        groups = self._texts if is_grouped else None
+        scores = self._selection.cross_val_score(probe, vectors, self._classes, cv=folds, groups=groups)
         return [float(score) for score in scores]
+
+
+def _check_labels(labels: Sequence[Any]) -> None:
+    """Check that each label is a class.
+
+    Raises:
+        InvalidRequestError: one is missing, such as None or NaN, or is a list or an array.
+    """
+    for at, label in enumerate(labels):
+        try:
+            hash(label)
+            is_class = label is not None and bool(operator.eq(label, label))
+        except (TypeError, ValueError):  # The missing value of pandas is neither equal to itself nor different.
+            is_class = False
+        if not is_class:
+            raise InvalidRequestError(
+                f"labels has {label!r:.80} at index {at}; pass a class for each text, such as a text or an integer",
+                param="labels",
+            )
 
 
 def _sklearn(module: str) -> Any:
@@ -149,6 +248,8 @@ class Probe:
 
         It shows the accuracy that a probe reaches by chance (Hewitt and Liang, arXiv 1909.03368). Traces nothing.
         """
+        if integer(seed) is None:
+            raise InvalidRequestError(f"seed is {seed!r:.40}; it must be an integer", param="seed")
         run, layers = self._run.shuffled(seed), self.accuracies
         return Probe({layer: run.accuracies(self.activations.of(layer)) for layer in layers}, run, self.activations)
 
@@ -167,17 +268,31 @@ class Probe:
         """
         rows = [(at, float(np.mean(of)), float(np.std(of)), self.baseline) for at, of in self.accuracies.items()]
         frame: pd.DataFrame = pandas_for("df").DataFrame(rows, columns=list(COLUMNS))
+        frame.attrs["interrupted"] = self.interrupted
         return frame
+
+    @property
+    def interrupted(self) -> bool:
+        """Whether texts or layers are missing, because the call was interrupted."""
+        return bool(self._missing)
+
+    @property
+    def _missing(self) -> str:
+        """How many texts and layers there are, if some are missing."""
+        stored, texts, layers = len(self.activations.texts), self.activations.total, len(self.activations.layers)
+        if (stored, len(self.accuracies)) == (texts, layers):
+            return ""
+        return f"interrupted: {stored} of {texts} texts, {len(self.accuracies)} of {layers} layers"
 
     def __repr__(self) -> str:
         accuracy = float(np.mean(self.accuracies[self.best]))
         return (
             f"<Probe of {len(self.accuracies)} layers: best layer {self.best}, accuracy {accuracy:.3f}, "
-            f"baseline {self.baseline:.3f}>"
+            f"baseline {self.baseline:.3f}{self._missing and f'; {self._missing}'}>"
         )
 
     def _repr_html_(self) -> str:
-        return self.svg()
+        return self.svg() + (self._missing and f"<div>The probe was {self._missing}.</div>")
 
     def svg(self) -> str:
         """Return the chart: the mean accuracy over the layers, its standard deviation, and the baseline."""

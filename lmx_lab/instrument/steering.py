@@ -5,7 +5,6 @@ from __future__ import annotations
 import array
 import hashlib
 import json
-import math
 import os
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
@@ -16,11 +15,16 @@ import numpy as np
 
 from lmx_lab.errors import InvalidRequestError
 from lmx_lab.instrument.text_file import write_file
+from lmx_lab.instrument.traced_text import integer
 from lmx_lab.values.encoding import Vectors
-from lmx_lab.values.steering import encode_components
+from lmx_lab.values.steering import LARGEST, VECTOR_LIMIT, encode_components
 from lmx_lab.values.tensors import decode_tensors, encode_tensors
 
 FORMAT = "lmx-lab steering vector 1"
+MAX_FILE_BYTES = 4 * VECTOR_LIMIT + 2**20
+"""Maximum size of the file of a vector, with the length of its metadata."""
+ROUNDING = 1e-5
+"""Length of a difference of means, relative to the activations, that rounding can cause."""
 
 
 @dataclass(frozen=True, eq=False, repr=False)
@@ -47,39 +51,40 @@ class Steer:
     """The data from which the vector was computed, as JSON values."""
 
     def __post_init__(self) -> None:
-        try:
-            vector = np.array(self.vector, dtype=np.float32)
-        except (TypeError, ValueError) as exc:
-            raise InvalidRequestError(f"the vector is not a list of numbers: {exc}", param="vector") from None
-        if vector.ndim != 1 or not len(vector):
-            raise InvalidRequestError(
-                f"the vector has the shape {vector.shape}; pass one number for each component of the residual stream",
-                param="vector",
-            )
-        if not np.isfinite(vector).all():
-            at = int(np.argmin(np.isfinite(vector)))
-            raise InvalidRequestError(
-                f"component {at} of the vector is {vector[at]}; it must be finite", param="vector"
-            )
-        if isinstance(self.layer, bool) or not isinstance(self.layer, int | np.integer) or self.layer < 0:
+        vector = _components(self.vector)
+        layer = integer(self.layer)
+        if layer is None or layer < 0:
             raise InvalidRequestError(f"layer is {self.layer!r:.40}; it must be an integer, 0 or more", param="layer")
-        is_number = isinstance(self.scale, int | float | np.number) and not isinstance(self.scale, bool)
-        if not is_number or not math.isfinite(self.scale):
-            raise InvalidRequestError(f"scale is {self.scale!r:.40}; it must be a finite number", param="scale")
-        vector.flags.writeable = False
+        is_number = isinstance(self.scale, int | float | np.integer | np.floating) and not isinstance(self.scale, bool)
+        if not is_number or not abs(self.scale) <= LARGEST:
+            raise InvalidRequestError(f"scale is {self.scale!r:.40}; it must be a finite float32 number", param="scale")
         object.__setattr__(self, "vector", vector)
-        object.__setattr__(self, "layer", int(self.layer))
+        object.__setattr__(self, "layer", layer)
         object.__setattr__(self, "scale", float(self.scale))
+
+    def __setstate__(self, state: Mapping[str, Any]) -> None:
+        self.__dict__.update(state)
+        # Copies of an array can be changed.
+        self.vector.flags.writeable = False
 
     @property
     def width(self) -> int:
         """Number of components."""
         return len(self.vector)
 
+    # Without this, the product of a number of NumPy and a vector would be computed by NumPy.
+    __array_ufunc__ = None
+
     def __mul__(self, factor: float) -> Steer:
         return replace(self, scale=self.scale * factor)
 
     __rmul__ = __mul__
+
+    def __truediv__(self, divisor: float) -> Steer:
+        return replace(self, scale=self.scale / divisor)
+
+    def __neg__(self) -> Steer:
+        return -1 * self
 
     def to_json(self) -> dict[str, Any]:
         """Return the item of the request field ``steer``."""
@@ -94,15 +99,21 @@ class Steer:
         """Write the vector as a safetensors file, and return its path.
 
         Raises:
-            InvalidRequestError: the file cannot be written.
+            InvalidRequestError: the file cannot be written, or ``source`` has values that are not JSON.
         """
+        try:
+            source = json.dumps(dict(self.source))
+        except (TypeError, ValueError) as exc:
+            raise InvalidRequestError(
+                f"source cannot be written as JSON: {exc}; convert its values, for example with float()", param="source"
+            ) from None
         metadata = {
             "format": FORMAT,
             "layer": str(self.layer),
             "scale": repr(self.scale),
             "model": self.model,
             "weights": self.weights,
-            "source": json.dumps(dict(self.source)),
+            "source": source,
         }
         return write_file(path, encode_tensors({"vector": self.vector}, metadata))
 
@@ -115,6 +126,9 @@ class Steer:
         """
         source = Path(path).expanduser()
         try:
+            # The files of models have the same format.
+            if (size := source.stat().st_size) > MAX_FILE_BYTES:
+                raise ValueError(f"it has {size} bytes")
             arrays, metadata = decode_tensors(source.read_bytes())
             if metadata.get("format") != FORMAT:
                 raise ValueError("it was not written by Steer.save")
@@ -135,10 +149,44 @@ class Steer:
             ) from exc
 
     def __repr__(self) -> str:
-        # Comparisons identify settings by this text, so it contains a digest of the vector.
+        # Comparisons identify settings by this text, so it contains all digits of the scale and a digest of the vector.
         digest = hashlib.sha256(self.vector.tobytes()).hexdigest()[:12]
         made_for = f", of {self.model}" if self.model else ""
-        return f"<Steer layer {self.layer}, scale {self.scale:g}, {self.width} components {digest}{made_for}>"
+        return f"<Steer layer {self.layer}, scale {self.scale!r}, {self.width} components {digest}{made_for}>"
+
+
+def _components(given: object) -> Vectors:
+    """Return the components of a vector as an array in float32 that cannot be changed.
+
+    Raises:
+        InvalidRequestError: they are not a list of finite numbers.
+    """
+    # Tensors of other libraries may have types that NumPy lacks, such as bfloat16.
+    to_list = None if isinstance(given, np.ndarray) else getattr(given, "tolist", None)
+    try:
+        values = np.asarray(given if to_list is None else to_list())
+    except (TypeError, ValueError) as exc:
+        raise InvalidRequestError(f"the vector is not a list of numbers: {exc}", param="vector") from None
+    if values.ndim != 1 or not len(values):
+        raise InvalidRequestError(
+            f"the vector has the shape {values.shape}; pass one number for each component of the residual stream",
+            param="vector",
+        )
+    if len(values) > VECTOR_LIMIT:
+        raise InvalidRequestError(
+            f"the vector has {len(values)} components, and the limit is {VECTOR_LIMIT}", param="vector"
+        )
+    if values.dtype.kind not in "biuf":
+        raise InvalidRequestError(f"the components of the vector are {values.dtype}; pass real numbers", param="vector")
+    is_finite = np.abs(values.astype(np.float64)) <= LARGEST
+    if not is_finite.all():
+        at = int(np.argmin(is_finite))
+        raise InvalidRequestError(
+            f"component {at} of the vector is {values[at]}; it must be a finite float32 number", param="vector"
+        )
+    vector = np.array(values, dtype=np.float32)
+    vector.flags.writeable = False
+    return vector
 
 
 def mean_difference(layer: int, positive: Sequence[Vectors], negative: Sequence[Vectors], *, normalize: bool) -> Steer:
@@ -150,17 +198,22 @@ def mean_difference(layer: int, positive: Sequence[Vectors], negative: Sequence[
     Raises:
         InvalidRequestError: both means are equal.
     """
-    difference = np.mean(positive, axis=0) - np.mean(negative, axis=0)
+    one, other = (np.array(group, dtype=np.float64).mean(axis=0) for group in (positive, negative))
+    difference = one - other
     length = float(np.linalg.norm(difference))
-    if not length:
-        raise InvalidRequestError("both groups have the same mean activations; pass other texts", param="positive")
+    residual_norm = float(np.mean([np.linalg.norm(row) for row in (*positive, *negative)]))
+    if length <= ROUNDING * residual_norm:
+        raise InvalidRequestError(
+            "both groups have the same mean activations, apart from rounding; pass other texts, or another position",
+            param="positive",
+        )
     return Steer(
         layer,
-        difference / length if normalize else difference,
+        (difference / length if normalize else difference).astype(np.float32),
         source={
             "positive": len(positive),
             "negative": len(negative),
             "length": length,
-            "residual_norm": float(np.mean([np.linalg.norm(row) for row in (*positive, *negative)])),
+            "residual_norm": residual_norm,
         },
     )

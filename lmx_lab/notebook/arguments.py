@@ -49,11 +49,18 @@ def _schema_format(response_format: Any) -> Any:
 
 def _steer_items(steer: Any) -> Any:
     """Return vectors as items of the request field; a single vector is a list of one."""
-    if isinstance(steer, Steer | Mapping):
-        steer = [steer]
-    if not isinstance(steer, list | tuple):
-        return steer
-    return [item.to_json() if isinstance(item, Steer) else item for item in steer]
+    if steer is None:
+        return None
+    items = steer if isinstance(steer, list | tuple) else [steer]
+    if wrong := [type(item).__name__ for item in items if not isinstance(item, Steer | Mapping)]:
+        raise InvalidRequestError(
+            f"steer contains a value of type {wrong[0]}; pass a list of vectors, such as [Steer(layer, vector, scale)]",
+            param="steer",
+        )
+    return [
+        item.to_json() if isinstance(item, Steer) else {name: _to_python(value) for name, value in item.items()}
+        for item in items
+    ]
 
 
 CONVERSIONS = {

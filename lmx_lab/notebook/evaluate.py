@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Any, Literal, Protocol
 from lmx_lab.batch.cache import AnswerCache
 from lmx_lab.batch.prompts import Prompt, PromptSource, Row, RowPrompts, is_missing
 from lmx_lab.batch.run import UNFINISHED, BatchOptions, BatchRun, LoadedModel, loaded_model
-from lmx_lab.batch.table import LOGPROBS, RowSource, read_source
+from lmx_lab.batch.table import LOGPROBS, SAMPLE, RowSource, read_source
 from lmx_lab.errors import BatchStoppedError, InvalidRequestError, LabError
 from lmx_lab.evals.evaluation import Evaluation
 from lmx_lab.evals.experiments import FILE, Experiments
@@ -37,11 +37,7 @@ if TYPE_CHECKING:
 PACKAGES = ("lmx-lab", "mlx", "mlx-lm", "xllamacpp", "numpy", "pandas")
 """Packages whose versions are stored with an experiment."""
 VERDICT = "verdict"
-NOT_USED = {
-    "n": "each row has one answer; repeat the rows of the table instead",
-    "schema": "score texts, or pass a function that parses the answer",
-}
-"""Parameters of ``map`` that ``evaluate`` does not accept, and the alternative to each."""
+NO_SCHEMA = "evaluate has no parameter schema: score texts, or pass a function that parses the answer"
 SCORING_S = 0.1
 """Maximum time between two checks for an interrupt while scores are computed, apart from the time of one row."""
 NOT_SCORED = "was not scored, because the run was interrupted"
@@ -90,8 +86,8 @@ class EvaluateVerbs:
             name: The name of the experiment; by default the name of the metric.
             store: Whether the evaluation is stored in ``lab.experiments``. An interrupted evaluation is not stored. If
                 the file cannot be written, a warning contains the reason.
-            parameters: ``cache``, ``errors``, ``retry``, ``seed``, ``system`` and the sampling parameters, as for
-                ``map``.
+            parameters: ``n``, ``cache``, ``errors``, ``retry``, ``seed``, ``system`` and the sampling parameters, as
+                for ``map``. With ``n``, the score of a row is the mean of its answers.
 
         Raises:
             NotLoadedError: no model is loaded.
@@ -172,7 +168,8 @@ class _Table:
         rows: list[EvaluatedRow] = []
         paused_at = time.monotonic()
         interrupted = False
-        for (label, row), record in zip(self.labelled, records, strict=True):
+        for at, record in enumerate(records):
+            label, row = self.row_of(at, len(records))
             try:
                 if not interrupted and time.monotonic() - paused_at > SCORING_S:
                     # An interrupt is raised only while a verb waits for the event loop.
@@ -185,12 +182,17 @@ class _Table:
             rows.append(scored)
         return rows, interrupted
 
+    def row_of(self, at: int, answers: int) -> tuple[Any, Row]:
+        """Return the label and the row of an answer by its position. All rows have the same number of answers."""
+        return self.labelled[at * len(self.labelled) // answers]
+
     def _evaluated(self, label: Any, row: Row, answered: Mapping[str, Any], not_scored: str | None) -> EvaluatedRow:
         """Return a row with its score, or with ``not_scored`` as its error."""
         expected = row if self._answer is None else row.get(self._answer)
-        names = ("answer", "error", "finish_reason", "output_tokens", "total_s", "request_id")
+        names = ("answer", "error", "finish_reason", "prompt_tokens", "output_tokens", "total_s", "request_id")
         found = EvaluatedRow(
             label=label,
+            sample=answered.get(SAMPLE),
             prompt=self._prompt(row),
             expected=None if self._answer is None else expected,
             score=None,
@@ -270,6 +272,8 @@ async def _score_choices(
     """Score the choices of all rows, and return the table of their log-probabilities. Runs as a verb."""
     metric = table.metric
     assert isinstance(metric, Choice)
+    if "n" in parameters:
+        raise InvalidRequestError("choices are scored and not generated; leave n out", param="n")
     if "labs" in parameters:
         raise InvalidRequestError("one lab scores the choices of all rows; leave labs out", param="labs")
     check_parameters(parameters, errors=errors, retry=retry)
@@ -325,7 +329,9 @@ async def _judge_all(owner: EvaluateOwner, table: _Table, result: Evaluation, pa
     assert isinstance(judge, Judge)
     rows = result.rows
     answered = [at for at, row in enumerate(rows) if row.error is None]
-    given = [{**table.labelled[at][1], "expected": rows[at].expected, "answer": rows[at].answer} for at in answered]
+    given = [
+        {**table.row_of(at, len(rows))[1], "expected": rows[at].expected, "answer": rows[at].answer} for at in answered
+    ]
     if not given:
         return False
     lab = _judging_lab(owner, judge)
@@ -400,9 +406,8 @@ def _check_answer(answer: str | None, metric: Metric, columns: Sequence[str]) ->
 
 
 def _check(parameters: Mapping[str, Any], name: object) -> None:
-    for each, remedy in NOT_USED.items():
-        if each in parameters:
-            raise InvalidRequestError(f"evaluate has no parameter {each}: {remedy}", param=each)
+    if "schema" in parameters:
+        raise InvalidRequestError(NO_SCHEMA, param="schema")
     if not isinstance(name, str):
         raise InvalidRequestError(f"name is {name!r:.40}; it must be a string", param="name")
 

@@ -71,14 +71,18 @@ class LocalServer(LabServer):
         self.lag = LoopLag()
         """Measures how long the server's loop is blocked."""
         self.recorder = RequestRecorder(settings.record_to if settings.record != "off" else None)
-        self.services: InferenceServer = create_server(
-            manager=self.engine,
-            catalog=self.catalog,
-            settings=settings,
-            policy=self._current_policy,
-            save_record=self.recorder.save,
-        )
-        """The services behind the routes."""
+        try:
+            self.services: InferenceServer = create_server(
+                manager=self.engine,
+                catalog=self.catalog,
+                settings=settings,
+                policy=self._current_policy,
+                save_record=self.recorder.save,
+            )
+            """The services behind the routes."""
+        except BaseException:
+            self.recorder.close()
+            raise
         self.daemon: LabDaemon | None = None
         """The daemon in front of this server, also after it was stopped."""
         self.daemon_tools: PythonTools | None = None
@@ -209,6 +213,7 @@ class LocalServer(LabServer):
         self.engine.stop()
         if self._thread is not None:
             self._thread.stop()
+        self.services.close()
         self.recorder.close()
         atexit.unregister(self._stop_at_exit)
         for callback in self._callbacks:

@@ -2,21 +2,24 @@
 
 from __future__ import annotations
 
+import json
 import re
 import time
-from collections.abc import Iterable, Sequence
-from dataclasses import replace
+from collections.abc import Iterable, Mapping, Sequence, Set
+from dataclasses import dataclass, replace
 from functools import partial
-from typing import Any, Literal, Protocol
+from typing import Any, Literal, Protocol, cast
 
 from lmx_lab.backend import Backend
-from lmx_lab.errors import InvalidRequestError
+from lmx_lab.errors import InvalidRequestError, ModelNotFoundError, NotLoadedError
+from lmx_lab.instrument.activations import HookTable
 from lmx_lab.instrument.probe import FOLDS, LayerActivations, Probe, ProbeRun
 from lmx_lab.instrument.steering import Steer, mean_difference
-from lmx_lab.instrument.traced_text import activation_fields, traced
+from lmx_lab.instrument.traced_text import Traced, What, activation_fields, integer, trace_body, traced
 from lmx_lab.notebook.verbs import LoopPortal, awaited, blocking, in_thread, on_loop
 from lmx_lab.progress import counter
 from lmx_lab.values.encoding import Vectors
+from lmx_lab.wire.generation import ANY_MODEL
 
 Position = int | Literal["last", "mean"]
 RESIDUAL = re.compile(r"blocks\.(\d+)\.hook_resid_post")
@@ -36,8 +39,8 @@ class ProbeVerbs:
 
     async def _steering_vector(
         self: ProbeOwner,
-        positive: Iterable[str],
-        negative: Iterable[str],
+        positive: Iterable[What],
+        negative: Iterable[What],
         layer: int,
         *,
         position: Position = "last",
@@ -46,7 +49,7 @@ class ProbeVerbs:
         """Return the difference between the mean activations of two groups of texts, for ``chat(..., steer=[...])``.
 
         Args:
-            positive: Texts with a property.
+            positive: Texts with a property, each as ``what`` in ``trace``.
             negative: Texts without the property.
             layer: Index of the layer whose output is used, starting at 0.
             position: The token whose activations are used: ``last``, an index, or ``mean`` for the mean of all tokens.
@@ -56,25 +59,26 @@ class ProbeVerbs:
             NotLoadedError: no chat model is loaded.
             InvalidRequestError: an argument is invalid, the model does not have the layer, or both means are equal.
         """
-        groups = [_texts(positive, "positive"), _texts(negative, "negative")]
-        hooks = _hooks([layer])
-        found: list[list[Vectors]] = [[], []]
+        groups = {"positive": _texts(positive, "positive"), "negative": _texts(negative, "negative")}
+        residuals = await on_loop(Residuals.of(self._backend, [layer], position))
+        weights = await on_loop(self._backend.weights_of(residuals.model))
+        found: dict[str, list[Vectors]] = {name: [] for name in groups}
+        total = sum(map(len, groups.values()))
         with counter("steering vector") as bar:
-            for rows, texts in zip(found, groups, strict=True):
-                for text in texts:
-                    rows.append((await on_loop(_residuals(self._backend, text, hooks, position)))[layer])
-                    bar.show(f"layer {layer}", sum(map(len, found)), sum(map(len, groups)))
-        model = self._backend.state().model or ""
-        weights = await on_loop(self._backend.weights_of(model))
-        made = mean_difference(layer, *found, normalize=normalize)
-        return replace(made, model=model, weights=weights, source={**made.source, "position": position})
+            for name, texts in groups.items():
+                for at, text in enumerate(texts):
+                    found[name] += await on_loop(residuals.read(text, f"{name}[{at}]"))
+                    bar.show(f"layer {layer}", sum(map(len, found.values())), total)
+        made = mean_difference(residuals.layers[0], **found, normalize=normalize)
+        source = {**made.source, "position": residuals.position}
+        return replace(made, model=residuals.model, weights=weights, source=source)
 
     steering_vector = blocking(_steering_vector)
     asteering_vector = awaited(_steering_vector)
 
     async def _probe(
         self: ProbeOwner,
-        texts: Iterable[str],
+        texts: Iterable[What],
         labels: Iterable[Any],
         *,
         layer: int | Sequence[int] | Literal["all"] = "all",
@@ -83,8 +87,11 @@ class ProbeVerbs:
     ) -> Probe:
         """Train a linear classifier on the activations of each layer, and return the accuracy of each.
 
+        If ``probe`` is interrupted while it computes texts, it trains on those that are complete; if it is interrupted
+        while it trains, it returns the layers that are complete. ``aprobe`` is cancelled.
+
         Args:
-            texts: Texts, or a column of a data frame.
+            texts: Texts, or a column of a data frame, each as ``what`` in ``trace``. Equal texts are in the same fold.
             labels: The class of each text.
             layer: Index or indices of the layers whose outputs are used; ``all`` uses all layers.
             position: The token whose activations are used: ``last``, an index, or ``mean`` for the mean of all tokens.
@@ -93,79 +100,169 @@ class ProbeVerbs:
         Raises:
             NotLoadedError: no chat model is loaded.
             InvalidRequestError: an argument is invalid, or a class has too few texts.
+            StorageFullError: the activations need more space than the disk has.
             ImportError: scikit-learn is not installed.
         """
-        values, classes = _texts(texts, "texts"), list(labels)
+        values, classes = _texts(texts, "texts"), _items(labels, "labels")
         if len(values) != len(classes):
             raise InvalidRequestError(
                 f"there are {len(values)} texts and {len(classes)} labels; pass one label for each text", param="labels"
             )
-        run = ProbeRun(classes, folds=folds)
-        hooks = _hooks(["*"] if layer == "all" else [layer] if isinstance(layer, int) else layer)
-        began, activations = time.monotonic(), None
+        keys = [json.dumps(each.text, sort_keys=True, default=str) for each in values]
+        run = ProbeRun(keys, classes, folds=folds)
+        residuals = await on_loop(Residuals.of(self._backend, layer, position))
+        activations = LayerActivations(len(values), residuals.layers, residuals.width)
+        began = time.monotonic()
         with counter("probe") as bar:
-            for at, text in enumerate(values):
-                found = await on_loop(_residuals(self._backend, text, hooks, position))
-                if activations is None:
-                    activations = LayerActivations(len(values), list(found), len(next(iter(found.values()))))
-                activations.put(at, list(found.values()))
-                bar.show(f"{(at + 1) / (time.monotonic() - began):.1f} texts/s", at + 1, len(values))
-        assert activations is not None
-        accuracies = {}
-        with counter("probe") as bar:
-            for at, each in enumerate(activations.layers):
-                accuracies[each] = await in_thread(partial(run.accuracies, activations.of(each)))
-                bar.show(f"layer {each}", at + 1, len(activations.layers))
-        return Probe(accuracies, run, activations)
+            try:
+                for done, at in enumerate(run.order, 1):
+                    activations.put(at, await on_loop(residuals.read(values[at], f"texts[{at}]")))
+                    bar.show(f"{done / (time.monotonic() - began):.1f} texts/s", done, len(values))
+            except KeyboardInterrupt:
+                if (part := run.of(activations.texts)) is None:
+                    raise
+                run = part
+        return await _trained(run, activations)
 
     probe = blocking(_probe)
     aprobe = awaited(_probe)
 
 
-def _texts(given: object, name: str) -> list[str]:
+async def _trained(run: ProbeRun, activations: LayerActivations) -> Probe:
+    """Return the probe of all layers; if it is interrupted, of those that are complete."""
+    accuracies: dict[int, list[float]] = {}
+    with counter("probe") as bar:
+        try:
+            for layer in activations.layers:
+                accuracies[layer] = await in_thread(partial(run.accuracies, activations.of(layer)))
+                bar.show(f"layer {layer}", len(accuracies), len(activations.layers))
+        except KeyboardInterrupt:
+            if not accuracies:
+                raise
+    return Probe(accuracies, run, activations)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Residuals:
+    """Reads the output of layers for many texts, all of them with the same model."""
+
+    backend: Backend
+    model: str
+    """Id of the model."""
+    layers: list[int]
+    """The indices of the layers, in ascending order."""
+    width: int
+    """Number of components of the residual stream."""
+    position: Position
+
+    @classmethod
+    async def of(cls, backend: Backend, layers: object, position: object) -> Residuals:
+        """Return the reader for the loaded model.
+
+        Args:
+            layers: An index, several, or ``all``.
+
+        Raises:
+            NotLoadedError: no chat model is loaded.
+            InvalidRequestError: the position is invalid, or the model does not have a layer.
+        """
+        at = position if isinstance(position, str) and position in ("last", "mean") else integer(position)
+        if at is None:
+            raise InvalidRequestError(
+                f"position is {position!r:.40}; pass 'last', 'mean', or the index of a token", param="position"
+            )
+        hooks = HookTable(await backend.trace(trace_body({"kind": "hooks"})))
+        shapes = {int(match[1]): hooks[name] for name in hooks if (match := RESIDUAL.fullmatch(name))}
+        is_all = isinstance(layers, str) and layers == "all"
+        indices = list(shapes) if is_all else _layers(layers, hooks.model, len(shapes))
+        width = int(shapes[indices[0]][-1])
+        return cls(backend=backend, model=hooks.model, layers=indices, width=width, position=cast("Position", at))
+
+    async def read(self, text: Traced, name: str) -> list[Vectors]:
+        """Return the output of each layer at the token, or its mean over all tokens.
+
+        Args:
+            name: What the text is, for messages.
+
+        Raises:
+            NotLoadedError: the model was replaced or unloaded since.
+            InvalidRequestError: the text does not have the position, or is too long.
+        """
+        at = -1 if self.position == "last" else self.position
+        fields = activation_fields(
+            [f"blocks.{layer}.hook_resid_post" for layer in self.layers], at if isinstance(at, int) else None
+        )
+        model = self.model if text.model == ANY_MODEL else text.model
+        try:
+            trace = await replace(text, model=model).run(self.backend, fields)
+        except InvalidRequestError as exc:
+            param = "position" if exc.param == "positions" else exc.param
+            shown = next(iter(text.text.values()))
+            raise type(exc)(f"{name}, {shown!r:.40}: {exc.message}", param=param) from exc
+        except ModelNotFoundError as exc:
+            raise NotLoadedError(
+                f"{name} cannot be computed, because {model} is not loaded, and all texts need the same model; load it "
+                "again"
+            ) from exc
+        return [trace.arrays[hook].mean(axis=0) for hook in fields["hooks"]]
+
+
+def _items(given: object, name: str) -> list[Any]:
+    """Return the items of a list, an array, or a column of a table.
+
+    Raises:
+        InvalidRequestError: it is none of them.
+    """
+    for method in ("to_pylist", "tolist", "to_list"):
+        if callable(convert := getattr(given, method, None)):
+            given = convert()
+            break
+    if isinstance(given, str | bytes | Mapping | Set) or hasattr(given, "columns") or not isinstance(given, Iterable):
+        raise InvalidRequestError(
+            f"{name} is a {type(given).__name__}; pass a list, or a column of a data frame", param=name
+        )
+    return list(given)
+
+
+def _texts(given: object, name: str) -> list[Traced]:
     """Return a group of texts as a list.
 
     Raises:
         InvalidRequestError: the argument is not a list of texts, or is empty.
     """
-    if isinstance(given, str) or not isinstance(given, Iterable):
-        raise InvalidRequestError(f"{name} is {given!r:.80}; pass a list of texts", param=name)
-    texts = list(given)
-    for at, text in enumerate(texts):
-        if not isinstance(text, str) or not text:
-            raise InvalidRequestError(f"{name}[{at}] is {text!r:.80}; pass only non-empty texts", param=name)
-    if not texts:
+    found = []
+    for at, item in enumerate(_items(given, name)):
+        if isinstance(item, str) and not item:
+            raise InvalidRequestError(f"{name}[{at}] is empty; pass texts of at least one token", param=name)
+        try:
+            found.append(traced(item))
+        except InvalidRequestError as exc:
+            raise InvalidRequestError(f"{name}[{at}]: {exc.message}", param=name) from None
+    if not found:
         raise InvalidRequestError(f"{name} is empty; pass at least one text", param=name)
-    return texts
+    return found
 
 
-def _hooks(layers: Iterable[object]) -> list[str]:
-    """Return the names of the outputs of layers; ``*`` stands for all layers.
+def _layers(given: object, model: str, count: int) -> list[int]:
+    """Return indices of layers in ascending order.
+
+    Args:
+        given: An index or several.
+        count: Number of layers of the model.
 
     Raises:
-        InvalidRequestError: a layer is not an index, or the list is empty.
+        InvalidRequestError: one is not an index, the model does not have it, or there are none.
     """
-    given = list(layers)
-    for layer in given:
-        if layer != "*" and (isinstance(layer, bool) or not isinstance(layer, int) or layer < 0):
-            raise InvalidRequestError(f'layer contains {layer!r:.40}; pass indices, 0 or more, or "all"', param="layer")
-    if not given:
+    single = integer(given)
+    is_list = single is None and isinstance(given, Iterable) and not isinstance(given, str)
+    found: set[int] = set()
+    for item in given if is_list else [given]:  # type: ignore[attr-defined]
+        if (layer := integer(item)) is None or not 0 <= layer < count:
+            raise InvalidRequestError(
+                f"layer is {item!r:.40}; pass an index from 0 to {count - 1}, because {model} has {count} layers",
+                param="layer",
+            )
+        found.add(layer)
+    if not found:
         raise InvalidRequestError("layer is empty; pass at least one index", param="layer")
-    return [f"blocks.{layer}.hook_resid_post" for layer in given]
-
-
-async def _residuals(backend: Backend, text: str, hooks: list[str], position: object) -> dict[int, Vectors]:
-    """Return the output of layers at one token of a text, or its mean over all tokens, by layer.
-
-    Raises:
-        InvalidRequestError: the position is invalid, or the model does not have a layer.
-    """
-    if position not in ("last", "mean") and (isinstance(position, bool) or not isinstance(position, int)):
-        raise InvalidRequestError(
-            f"position is {position!r:.40}; pass 'last', 'mean', or the index of a token", param="position"
-        )
-    at = -1 if position == "last" else position
-    positions = at if isinstance(at, int) else None
-    trace = await traced(text).run(backend, activation_fields(hooks, positions))
-    found = {RESIDUAL.fullmatch(name): array for name, array in trace.arrays.items()}
-    return {int(match[1]): array.mean(axis=0) for match, array in found.items() if match is not None}
+    return sorted(found)

@@ -3,16 +3,17 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import cast
+from typing import TYPE_CHECKING, cast
 
 from fastapi import FastAPI
 
 from lmx_lab.broadcast import Feed
 from lmx_lab.engine import ModelManager
 from lmx_lab.engine.model_lookup import entries_in_memory
+from lmx_lab.errors import InvalidRequestError
 from lmx_lab.http.guard import OPEN_PATHS, ASGIApp, GuardPolicy
 from lmx_lab.http.middleware import VERSION, wrap_app
 from lmx_lab.http.openapi import DescribedAPI
@@ -42,6 +43,9 @@ from lmx_lab.values.recording import RecordMode
 from lmx_lab.weights import Catalog
 from lmx_lab.weights.hub.cache import cache_folder
 
+if TYPE_CHECKING:
+    from lmx_lab.server.telemetry import RequestSpans
+
 # Matches an absolute path of at least two parts that is neither a route of this server nor a part of a URL.
 _PATH = re.compile(r"(?<![\w:/.])/(?!(?:v\d|admin)/)(?:[^\s/'\":;,()]+/)+(?P<last>[^\s/'\":;,()]*)")
 
@@ -55,6 +59,15 @@ class InferenceServer:
     inference: InferenceService
     manager: ModelManager
     feed: Feed[ServerEvent]
+    spans: Sequence[RequestSpans] = ()
+    """What exports the requests; empty if nothing does."""
+
+    def close(self) -> None:
+        """Export what is known of ended requests. Called after all requests have ended; blocks for a few seconds at
+        most. Idempotent.
+        """
+        for each in self.spans:
+            each.close()
 
 
 def create_server(
@@ -70,17 +83,22 @@ def create_server(
     Args:
         policy: Returns the guard's policy; called for each request, because the port is not known yet.
         save_record: Stores the records of the requests that the setting ``record`` selects.
+
+    Raises:
+        InvalidRequestError: requests cannot be exported as the setting ``otel`` requires.
     """
     feed: Feed[ServerEvent] = Feed()
     manager.add_observer(lambda progress: feed.publish(model_event(progress)))
     metrics = Metrics(manager)
     request_log = RequestLog()
+    spans = _request_spans(settings)
     inference = InferenceService(
         manager=manager,
         feed=feed,
         recording=Recording(cast(RecordMode, settings.record), save_record, dtype=settings.dtype),
         slow_client_s=settings.slow_client_s,
-        observers=[metrics.observe, request_log.observe],
+        observers=[metrics.observe, request_log.observe, *(each.observe for each in spans)],
+        keep_answers=settings.otel == "content",
     )
     manager.add_observer(inference.timelines.observe_model)
     api = _create_api(settings)
@@ -106,9 +124,22 @@ def create_server(
     api.include_router(timeline_routes(inference.timelines))
     api.include_router(trace_routes(inference))
     api.include_router(metrics_routes(metrics))
-    return InferenceServer(
-        asgi=wrap_app(api, policy, observer=request_log), api=api, inference=inference, manager=manager, feed=feed
-    )
+    asgi = wrap_app(api, policy, observers=[request_log, *spans])
+    return InferenceServer(asgi=asgi, api=api, inference=inference, manager=manager, feed=feed, spans=spans)
+
+
+def _request_spans(settings: Settings) -> list[RequestSpans]:
+    if settings.otel == "off":
+        return []
+    try:
+        # Imported here, because the SDK is optional.
+        from lmx_lab.server.telemetry import RequestSpans
+    except ImportError as exc:
+        raise InvalidRequestError(
+            f"otel is {settings.otel}, but the OpenTelemetry SDK is not installed: pip install 'lmx-lab[otel]'",
+            param="otel",
+        ) from exc
+    return [RequestSpans(content=settings.otel == "content")]
 
 
 def _create_api(settings: Settings) -> DescribedAPI:

@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator, Callable, Iterable
+from collections.abc import AsyncIterator, Callable, Iterable, Sequence
 from contextlib import asynccontextmanager, suppress
 from dataclasses import dataclass, field
 from types import TracebackType
 from typing import Literal, Self
 
-from lmx_lab.engine import GenerationRequest, TokenStream
+from lmx_lab.engine import EmbeddingRequest, GenerationRequest, RerankRequest, TokenStream
 from lmx_lab.errors import EngineError, LabError
 from lmx_lab.server.recording import RecordedGeneration
 from lmx_lab.values.encoding import EncodeReport
@@ -43,6 +43,10 @@ class RequestEnd:
     """The data for the record of the generation; None if it is not recorded."""
     steps: StepLog | None = field(default=None, compare=False)
     """The engine's steps for the generation; None if the request was refused, or is not a generation."""
+    request: GenerationRequest | EmbeddingRequest | RerankRequest | None = field(default=None, compare=False)
+    """The request to the engine. All choices of one prompt have the same one."""
+    deltas: Sequence[Delta] = field(default=(), compare=False)
+    """The parts of the answer that were delivered; empty unless they are kept."""
 
     def event(self) -> RequestEvent:
         """Return the event for clients of ``/admin/events``."""
@@ -77,6 +81,9 @@ class Generation:
 
     It ends when it was read completely, fails, is closed or is deleted. It has to be created and read on the same event
     loop.
+
+    Args:
+        keep: Whether the end contains the parts of the answer.
     """
 
     def __init__(
@@ -88,6 +95,7 @@ class Generation:
         observe: Observer,
         index: int = 0,
         recorded: RecordedGeneration | None = None,
+        keep: bool = False,
     ) -> None:
         self.model = stream.model
         self.request = request
@@ -97,6 +105,7 @@ class Generation:
         self._stream = stream
         self._observe: Observer | None = observe
         self._recorded = recorded
+        self._deltas: list[Delta] | None = recorded.deltas if recorded is not None else [] if keep else None
         self._loop = asyncio.get_running_loop()
         self._tokens = 0
 
@@ -168,8 +177,8 @@ class Generation:
             self._end(self._outcome)
             raise
         self._tokens += delta.tokens
-        if self._recorded is not None:
-            self._recorded.deltas.append(delta)
+        if self._deltas is not None:
+            self._deltas.append(delta)
         return delta
 
     async def aclose(self) -> None:
@@ -221,6 +230,8 @@ class Generation:
             output_tokens=self._tokens,
             recorded=self._recorded,
             steps=self.steps,
+            request=self.request,
+            deltas=self._deltas or (),
         )
 
 

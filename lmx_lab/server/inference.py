@@ -62,6 +62,7 @@ class InferenceService:
         recording: Receives the generations that are recorded.
         slow_client_s: See ``Settings``.
         observers: Called at the end of each request, on the loop that reads the answer.
+        keep_answers: Whether the end of a request contains its answer.
     """
 
     def __init__(
@@ -72,12 +73,14 @@ class InferenceService:
         recording: Recording,
         slow_client_s: float,
         observers: Sequence[Observer] = (),
+        keep_answers: bool = False,
     ) -> None:
         self._manager = manager
         self._feed = feed
         self.recording = recording
         self._slow_client_s = slow_client_s
         self._observers = observers
+        self._keep_answers = keep_answers
         self.timelines = TimelineLog()
         """The engines' steps for the last requests."""
 
@@ -165,8 +168,7 @@ class InferenceService:
         try:
             streams = await self._manager.submit_all(request, choices, local=local, patient=patient)
         except (LabError, asyncio.CancelledError) as exc:
-            # Not the name in the request: a caller can choose it freely, and it is a label of a metric.
-            self._end_without_report("chat", request_id, self._manager.snapshot.model or "", exc, index=first)
+            self._refused(request, exc, index=first)
             raise
         for at, stream in enumerate(streams):
             self.timelines.add(
@@ -184,6 +186,7 @@ class InferenceService:
                 index=first + at,
                 observe=self._end,
                 recorded=self._recorded(request, stream, at, own=bool(own), batch=batch) if is_recorded else None,
+                keep=self._keep_answers,
             )
             for at, stream in enumerate(streams)
         ]
@@ -331,7 +334,7 @@ class InferenceService:
         """
         model = self._id_of(request.model, EMBEDDING, local=local)
         submitting = self._manager.submit_embedding(request, local=local)
-        return await self._encode("embedding", request_id, model, submitting, lambda it: it.vectors)
+        return await self._encode(request, request_id, model, submitting, lambda it: it.vectors)
 
     async def rerank(self, request: RerankRequest, request_id: str | None = None, *, local: bool = False) -> Ranking:
         """Return a score for each document. Cancelling the wait cancels the work.
@@ -341,7 +344,7 @@ class InferenceService:
         """
         model = self._id_of(request.model, RERANK, local=local)
         submitting = self._manager.submit_rerank(request, local=local)
-        return await self._encode("rerank", request_id, model, submitting, lambda it: it.scores)
+        return await self._encode(request, request_id, model, submitting, lambda it: it.scores)
 
     def _id_of(self, name: str | None, kinds: Kinds, *, local: bool) -> str:
         """Return the id of the model in memory that will answer a request; empty if there is none."""
@@ -350,32 +353,63 @@ class InferenceService:
 
     async def _encode(
         self,
-        kind: Kind,
+        request: EmbeddingRequest | RerankRequest,
         request_id: str | None,
         model: str,
         submitting: Coroutine[Any, Any, Pending[Result]],
         values: Callable[[Result], Vectors],
     ) -> Result:
+        kind: Kind = "embedding" if isinstance(request, EmbeddingRequest) else "rerank"
         try:
             result = await (await submitting).result()
             _check_finite(values(result), result.report)
         except (Exception, asyncio.CancelledError) as exc:
-            self._end_without_report(kind, request_id, model, exc)
+            self._end_without_report(kind, request_id, model, exc, request=request)
             raise
-        report = result.report
-        self._end(RequestEnd(kind=kind, request_id=request_id or "", model=report.model, outcome="stop", report=report))
+        self._end(
+            RequestEnd(
+                kind=kind,
+                request_id=request_id or "",
+                model=result.report.model,
+                outcome="stop",
+                report=result.report,
+                request=request,
+            )
+        )
         return result
 
     # Ends
 
+    def _refused(self, request: GenerationRequest, exc: BaseException, *, index: int) -> None:
+        """Report the end of a generation that was refused."""
+        # Not the name in the request: a caller can choose it freely, and it is a label of a metric.
+        model = self._manager.snapshot.model or ""
+        self._end_without_report("chat", request.request_id, model, exc, request=request, index=index)
+
     def _end_without_report(
-        self, kind: Kind, request_id: str | None, model: str, exc: BaseException, *, index: int = 0
+        self,
+        kind: Kind,
+        request_id: str | None,
+        model: str,
+        exc: BaseException,
+        *,
+        request: GenerationRequest | EmbeddingRequest | RerankRequest,
+        index: int = 0,
     ) -> None:
         """Report the end of a request that was refused or cancelled, or that failed."""
         code = None if isinstance(exc, asyncio.CancelledError) else getattr(exc, "code", LabError.code)
         outcome: Outcome = "cancelled" if code is None else "error"
-        request_id = request_id or ""
-        self._end(RequestEnd(kind=kind, request_id=request_id, index=index, model=model, outcome=outcome, code=code))
+        self._end(
+            RequestEnd(
+                kind=kind,
+                request_id=request_id or "",
+                index=index,
+                model=model,
+                outcome=outcome,
+                code=code,
+                request=request,
+            )
+        )
 
     def _end(self, end: RequestEnd) -> None:
         if end.steps is not None:

@@ -5,13 +5,16 @@ from __future__ import annotations
 import array
 import base64
 import binascii
-import math
 import sys
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from lmx_lab.errors import InvalidRequestError
+
+if TYPE_CHECKING:
+    import numpy as np
+    from numpy.typing import NDArray
 
 VECTOR_LIMIT = 65_536
 """Maximum number of components of a vector; no model has a wider residual stream."""
@@ -47,12 +50,14 @@ def encode_components(components: array.array[float]) -> str:
     return base64.b64encode(components.tobytes()).decode()
 
 
-def read_components(vector: str, scale: float) -> array.array[float]:
-    """Return the components of a vector.
+def read_components(vector: str, scale: float) -> NDArray[np.float32]:
+    """Return the components of a vector. A vector of the maximum size takes a fraction of a millisecond.
 
     Raises:
         InvalidRequestError: the text is not base64 of finite float32 numbers, or a scaled component is not finite.
     """
+    import numpy as np  # Imported here, because values are also imported by programs without arrays.
+
     try:
         data = base64.b64decode(vector, validate=True)
     except (binascii.Error, ValueError) as exc:
@@ -66,19 +71,17 @@ def read_components(vector: str, scale: float) -> array.array[float]:
             f"the vector has {len(data)} bytes; send four bytes for each component, as little-endian float32",
             param="steer",
         )
-    components = array.array("f", data)
-    if sys.byteorder == "big":
-        components.byteswap()
-    # The sum in float64 is finite if and only if all components are.
-    if not math.isfinite(sum(components)):
-        at = next(at for at, value in enumerate(components) if not math.isfinite(value))
+    components = np.frombuffer(data, dtype="<f4").astype(np.float32)
+    is_finite = np.isfinite(components)
+    if not is_finite.all():
+        at = int(is_finite.argmin())
         raise InvalidRequestError(
             f"component {at} of the vector is {components[at]}; all components must be finite numbers", param="steer"
         )
-    if abs(scale) * max(map(abs, components)) > LARGEST:
+    if abs(scale) * (largest := float(np.abs(components).max())) > LARGEST:
         raise InvalidRequestError(
-            f"scale is {scale:g} and the largest component of the vector {max(map(abs, components)):g}; their product "
-            "must be a finite float32 number",
+            f"scale is {scale:g} and the largest component of the vector {largest:g}; their product must be a finite "
+            "float32 number",
             param="steer",
         )
     return components

@@ -165,7 +165,8 @@ def test_another_lab_judges(lab: lmx_lab.Lab, tmp_path: Path) -> None:
         ({"metric": Judge("{answer}", lab="http://127.0.0.1:8400")}, "pass a lab"),
         ({"answer": "answer", "metric": Choice(["a", "b"]), "errors": "rais"}, "errors is 'rais'"),
         ({"answer": "answer", "metric": Choice(["a", "b"]), "labs": []}, "leave labs out"),
-        ({"answer": "answer", "n": 2}, "n: each row has one answer"),
+        ({"answer": "answer", "n": 0}, "n is 0"),
+        ({"answer": "answer", "n": 2, "metric": Choice(["a", "b"])}, "leave n out"),
         ({"answer": "answer", "temperature": -1}, "temperature"),
         ({"answer": "answer", "name": 3}, "name is 3"),
         ({"answer": "text", "frame": iter(["a"])}, "an iterable"),
@@ -174,6 +175,43 @@ def test_another_lab_judges(lab: lmx_lab.Lab, tmp_path: Path) -> None:
 def test_bad_arguments_are_refused(lab: lmx_lab.Lab, arguments: dict[str, Any], message: str) -> None:
     with pytest.raises(InvalidRequestError, match=message):
         lab.evaluate(**{"frame": FRAME, "prompt": "{text}", **arguments})
+
+
+def test_the_score_of_a_row_with_several_answers_is_their_mean(lab: lmx_lab.Lab) -> None:
+    # The metric is a function of how often it was called, because the echo engine repeats itself.
+    calls: dict[str, int] = {}
+
+    def is_right(answer: str, row: Any) -> bool:
+        calls[answer] = calls.get(answer, 0) + 1
+        return calls[answer] <= row["right"]
+
+    rows = pd.DataFrame({"text": ["a", "b", None], "right": [3, 1, 0]}, index=["x", "y", "z"])
+    result = lab.evaluate(rows, "{text}", metric=is_right, n=4, name="several")
+    assert result.df.index.tolist() == [label for label in "xyz" for _ in range(4)]
+    assert result.df["sample"].tolist() == [0, 1, 2, 3] * 3
+    assert (result.score.mean, result.score.n, result.score.method, result.errors) == (0.5, 2, BOOTSTRAP, 4)
+    assert (result.score.low, result.score.high) == (0.25, 0.75)
+    assert result.pass_at(1).mean == pytest.approx(0.5)
+    # One of two answers is right with 1 - 0 / 6 in the first row, and with 1 - 3 / 6 in the second one.
+    assert result.pass_at(2).mean == pytest.approx((1 + 0.5) / 2)
+    assert (result.pass_at(4).mean, result.pass_at(4).method) == (1, WILSON)
+    with pytest.raises(InvalidRequestError, match="from 1 to 4"):
+        result.pass_at(5)
+    assert "2 rows, 4 answers each" in repr(result)
+    assert result.lens(position=5).df["token"].iloc[0] == "b"
+    opened = lab.experiments["several"]
+    pd.testing.assert_frame_equal(opened.df, result.df)
+    single = lab.evaluate(rows, "{text}", metric=lambda answer, row: answer == "a")
+    test = opened.compare(single)
+    assert (test.n, test.better, test.worse, test.difference) == (2, 1, 1, 0)
+
+
+def test_a_judge_reads_the_row_of_each_of_several_answers(lab: lmx_lab.Lab) -> None:
+    rows = [{"text": "a", "answer": "a"}, {"text": "b", "answer": "b"}]
+    result = lab.evaluate(rows, "{text}", answer="answer", metric=Judge("{text} {expected} {answer}"), n=2)
+    assert result.df["verdict"].notna().all()
+    assert result.df["expected"].tolist() == ["a", "a", "b", "b"]
+    assert result.errors == 0
 
 
 def test_an_empty_frame_has_no_score(lab: lmx_lab.Lab) -> None:

@@ -1,13 +1,16 @@
-"""Test copies of evaluations in MLflow and in Weights & Biases, without a network."""
+"""Test copies of evaluations in MLflow, in Weights & Biases and in logs of Inspect, without a network."""
 
 from __future__ import annotations
 
+import asyncio
 import json
 import sys
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 
+from lmx_lab.errors import InvalidRequestError
 from lmx_lab.evals.evaluation import Evaluation
 from lmx_lab.evals.rows import EvaluatedRow, RunFacts
 
@@ -62,8 +65,99 @@ def test_a_run_of_wandb_without_a_network(tmp_path: Path) -> None:
     assert "Kyoto" in table.read_text()
 
 
-@pytest.mark.parametrize("name", ["mlflow", "wandb"])
-def test_a_missing_package_is_named(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setitem(sys.modules, name, None)
-    with pytest.raises(ImportError, match=f"pip install {name}"):
-        getattr(Evaluation(FACTS, ROWS), f"to_{name}")()
+@pytest.mark.long
+def test_a_log_of_inspect(tmp_path: Path) -> None:
+    log = pytest.importorskip("inspect_ai.log")
+    parameters = {"temperature": 0, "stop": "\n", "system": "Be brief.", "n": 2}
+    facts = replace(FACTS, settings={**FACTS.settings, "parameters": parameters})
+    answered = replace(
+        ROWS[0], sample=0, finish_reason="length", prompt_tokens=7, output_tokens=2, total_s=0.5, request_id="row_1"
+    )
+    chat = [{"role": "user", "content": [{"type": "text", "text": "Japan"}]}]
+    rows = [
+        answered,
+        replace(answered, sample=1, answer="Lyon", score=0.5, verdict="close"),
+        replace(ROWS[1], sample=0, prompt=chat, choices=("Tokyo", "Kyoto"), logprobs=(-2.0, -1.0), expected=0),
+        replace(ROWS[1], sample=1, prompt=chat),
+        replace(ROWS[2], sample=0),
+        replace(ROWS[2], sample=1),
+    ]
+    evaluation = Evaluation(facts, rows)
+
+    async def write() -> Path:
+        return evaluation.to_inspect(tmp_path / "logs" / "capitals.eval")
+
+    path = asyncio.run(write())
+    assert [Path(each.name.removeprefix("file://")) for each in log.list_eval_logs(str(path.parent))] == [path]
+    read = log.read_eval_log(str(path))
+    assert (read.status, read.eval.task, read.eval.model) == ("success", "capitals", "lmx-lab/m")
+    assert read.eval.created.startswith("2001-09-09T01:46:40")
+    config = read.eval.model_generate_config
+    assert (config.temperature, config.stop_seqs, read.eval.config.epochs) == (0, ["\n"], 2)
+    assert read.eval.metadata["weights"] == "abc"
+    assert read.eval.packages == {"lmx-lab": "1"}
+    (score,) = read.results.scores
+    assert (score.name, score.scored_samples, score.unscored_samples) == ("contains", 4, 2)
+    expected = evaluation.score
+    assert {name: metric.value for name, metric in score.metrics.items()} == {
+        "score": expected.mean,
+        "low": expected.low,
+        "high": expected.high,
+    }
+    assert (read.stats.started_at[:19], read.stats.completed_at[:21]) == (
+        "2001-09-09T01:46:40",
+        "2001-09-09T01:46:40.5",
+    )
+    usage = read.stats.model_usage["lmx-lab/m"]
+    assert (usage.input_tokens, usage.output_tokens) == (14, 4)
+    samples = {(sample.id, sample.epoch): sample for sample in read.samples}
+    assert sorted(samples) == [(label, epoch) for label in ("fr", "jp", "x") for epoch in (1, 2)]
+    first = samples["fr", 1]
+    assert (first.input, first.target, first.output.completion) == ("France", "Paris", "Paris")
+    assert (first.output.stop_reason, first.output.usage.output_tokens) == ("max_tokens", 2)
+    assert [(each.role, each.text) for each in first.messages] == [
+        ("system", "Be brief."),
+        ("user", "France"),
+        ("assistant", "Paris"),
+    ]
+    assert (first.scores["contains"].value, first.scores["contains"].answer) == (1.0, "Paris")
+    assert samples["fr", 2].scores["contains"].explanation == "close"
+    chosen = samples["jp", 1]
+    assert (chosen.choices, chosen.target) == (["Tokyo", "Kyoto"], "Tokyo")
+    assert chosen.scores["contains"].metadata["logprobs"] == [-2.0, -1.0]
+    assert chosen.input[1].text == "Japan"
+    assert (samples["x", 1].error.message, samples["x", 1].scores) == ("missing", None)
+    with pytest.raises(InvalidRequestError, match="exists already"):
+        evaluation.to_inspect(path)
+
+
+@pytest.mark.long
+def test_samples_with_the_same_label_and_evaluations_without_a_score_have_a_log(tmp_path: Path) -> None:
+    log = pytest.importorskip("inspect_ai.log")
+    Evaluation(FACTS, [ROWS[0], ROWS[0]]).to_inspect(tmp_path / "twice.eval")
+    samples = log.read_eval_log(str(tmp_path / "twice.eval")).samples
+    assert [(sample.id, sample.metadata["label"]) for sample in samples] == [("0", "fr"), ("1", "fr")]
+    Evaluation(FACTS, [ROWS[2]]).to_inspect(tmp_path / "errors.eval")
+    (score,) = log.read_eval_log(str(tmp_path / "errors.eval")).results.scores
+    assert (score.metrics, score.unscored_samples) == ({}, 1)
+
+
+def test_a_log_of_inspect_needs_a_new_file_of_its_kind(tmp_path: Path) -> None:
+    with pytest.raises(InvalidRequestError, match=r"ends with \.eval"):
+        Evaluation(FACTS, ROWS).to_inspect(tmp_path)
+    (tmp_path / "a.eval").touch()
+    with pytest.raises(InvalidRequestError, match="exists already"):
+        Evaluation(FACTS, ROWS).to_inspect(tmp_path / "a.eval")
+
+
+@pytest.mark.parametrize(
+    ("method", "module", "package"),
+    [("mlflow", "mlflow", "mlflow"), ("wandb", "wandb", "wandb"), ("inspect", "inspect_ai.log", "inspect-ai")],
+)
+def test_a_missing_package_is_named(
+    method: str, module: str, package: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setitem(sys.modules, module, None)
+    arguments = [tmp_path / "a.eval"] if method == "inspect" else []
+    with pytest.raises(ImportError, match=f"pip install {package}"):
+        getattr(Evaluation(FACTS, ROWS), f"to_{method}")(*arguments)

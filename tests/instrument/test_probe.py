@@ -2,16 +2,23 @@
 
 from __future__ import annotations
 
+import shutil
 import sys
+import types
 from collections.abc import Iterator
+from functools import partial
+from pathlib import Path
 from typing import Any
 
 import numpy as np
+import pandas as pd
 import pytest
 
 import lmx_lab
-from lmx_lab.errors import InvalidRequestError
-from lmx_lab.instrument.probe import LayerActivations
+from lmx_lab.errors import InvalidRequestError, NotLoadedError, StorageFullError
+from lmx_lab.instrument import probe as probe_module
+from lmx_lab.instrument.probe import LayerActivations, ProbeRun
+from lmx_lab.notebook import probing
 from lmx_lab.settings import Settings
 from lmx_lab.values.models import ModelEntry
 from lmx_lab.values.tensors import decode_tensors
@@ -20,6 +27,7 @@ pytestmark = pytest.mark.slow
 WORDS = ["one", "two", "three", "four", "five", "six", "seven", "eight", "nine", "ten"]
 TEXTS = [f"{word} {end}" for end in ("red", "blue") for word in WORDS]
 LABELS = ["red"] * len(WORDS) + ["blue"] * len(WORDS)
+FULL = Path("/dev/full")
 
 
 @pytest.fixture(scope="module")
@@ -48,6 +56,46 @@ def test_a_probe_reads_a_property_of_the_token_it_is_trained_on(lab: lmx_lab.Lab
     assert list(first.accuracies) == [1]
     assert len(first.accuracies[1]) == 2
     assert first.df["accuracy"][0] < 0.8
+    # Folds and shuffled labels are the same in each call.
+    again = lab.probe(TEXTS, LABELS)
+    assert (again.accuracies, again.control().accuracies) == (probe.accuracies, control.accuracies)
+
+
+@pytest.mark.parametrize(
+    ("texts", "labels"),
+    [
+        (np.array(TEXTS), np.array(LABELS)),
+        (pd.Series(TEXTS, index=range(20, 0, -1)), pd.Series(LABELS).astype("category")),
+        (iter(TEXTS), [label == "red" for label in LABELS]),
+        (tuple(TEXTS), [np.int64(len(label)) for label in LABELS]),
+        (TEXTS, pd.Series(LABELS, dtype="string")),
+        (TEXTS, [types.SimpleNamespace if label == "red" else None.__class__ for label in LABELS]),
+    ],
+)
+def test_texts_and_labels_of_any_list_give_the_same_probe(lab: lmx_lab.Lab, texts: Any, labels: Any) -> None:
+    expected = lab.probe(TEXTS, LABELS, layer=1)
+    assert lab.probe(texts, labels, layer=np.array([1, 1])).accuracies == expected.accuracies
+
+
+def test_texts_may_be_messages_token_ids_and_replies(lab: lmx_lab.Lab) -> None:
+    replies = [lab.chat(text, max_tokens=2, temperature=0, ignore_eos=True) for text in TEXTS]
+    tokens = [[*reply.prompt_ids, *reply.ids] for reply in replies]
+    assert lab.probe(replies, LABELS).accuracies == lab.probe(tokens, LABELS).accuracies
+    messages = [[{"role": "user", "content": text}] for text in TEXTS]
+    assert lab.probe(messages, LABELS, layer=1).accuracies.keys() == {1}
+    direction = lab.steering_vector(messages[:10], messages[10:], 1)
+    assert (direction.source["positive"], direction.width) == (10, 32)
+    with pytest.raises(InvalidRequestError, match=r"positive\[0\]: \{'role'.*cannot be traced"):
+        lab.steering_vector(messages[0], messages[1], 1)
+
+
+def test_equal_texts_are_in_the_same_fold() -> None:
+    texts = [f"text {at // 2}" for at in range(24)]
+    vectors = np.random.default_rng(0).normal(size=(12, 64)).repeat(2, axis=0)
+    labels = np.random.default_rng(1).permutation(12).repeat(2) % 2
+    # A probe that has seen the same text predicts its label.
+    assert np.mean(ProbeRun([str(at) for at in range(24)], labels.tolist(), folds=3).accuracies(vectors)) > 0.9
+    assert np.mean(ProbeRun(texts, labels.tolist(), folds=3).accuracies(vectors)) < 0.8
 
 
 def test_large_activations_are_kept_in_a_file_until_the_probe_is_deleted() -> None:
@@ -64,27 +112,158 @@ def test_large_activations_are_kept_in_a_file_until_the_probe_is_deleted() -> No
     assert not path.exists()
 
 
+def test_a_probe_does_not_depend_on_where_activations_are_kept(
+    lab: lmx_lab.Lab, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    expected = lab.probe(TEXTS, LABELS)
+    monkeypatch.setattr(probing, "LayerActivations", partial(LayerActivations, memory_bytes=0))
+    probe = lab.probe(TEXTS, LABELS)
+    assert probe.activations.path is not None
+    assert probe.accuracies == expected.accuracies
+    assert (probe.activations.of(1) == expected.activations.of(1)).all()
+
+
+def test_a_full_disk_is_an_error(monkeypatch: pytest.MonkeyPatch) -> None:
+    usage = shutil.disk_usage("/")._replace(free=90)
+    monkeypatch.setattr(probe_module.shutil, "disk_usage", lambda _: usage)
+    with pytest.raises(StorageFullError, match=r"3 texts at 2 layers take 0\.00 GB .* set TMPDIR"):
+        LayerActivations(3, [2, 5], 4, memory_bytes=10)
+
+
+@pytest.mark.skipif(not FULL.exists(), reason="this system has no file that is always full")
+def test_a_disk_that_becomes_full_ends_the_probe_and_not_the_process(monkeypatch: pytest.MonkeyPatch) -> None:
+    kept = LayerActivations(3, [2, 5], 4, memory_bytes=10)
+    kept.put(0, np.ones((2, 4), np.float32))
+    with FULL.open("wb", buffering=0) as full, monkeypatch.context() as context:
+        context.setattr(kept, "_file", full)
+        with pytest.raises(StorageFullError, match="No space left"):
+            kept.put(2, np.ones((2, 4), np.float32))
+    assert kept.texts == [0]
+    assert kept.of(5).tolist() == [[1.0] * 4]
+
+
+class Interruption:
+    """Raises ``KeyboardInterrupt`` in the place of a call."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch, owner: Any, name: str, call: int) -> None:
+        self._original, self._left = getattr(owner, name), call
+        monkeypatch.setattr(owner, name, self)
+
+    def __call__(self, *arguments: Any) -> Any:
+        self._left -= 1
+        if not self._left:
+            raise KeyboardInterrupt
+        return self._original(*arguments)
+
+    def __get__(self, owner: Any, kind: type[Any]) -> Any:
+        return self if owner is None else types.MethodType(self, owner)
+
+
+def test_an_interrupted_probe_keeps_its_texts(lab: lmx_lab.Lab, monkeypatch: pytest.MonkeyPatch) -> None:
+    with monkeypatch.context() as context:
+        Interruption(context, LayerActivations, "put", 14)
+        probe = lab.probe(TEXTS, LABELS, folds=3)
+    # The classes alternate, so that both have texts.
+    assert probe.activations.texts == [*range(7), *range(10, 16)]
+    assert probe.interrupted
+    assert probe.df.attrs["interrupted"]
+    for text in (repr(probe), probe._repr_html_()):
+        assert "interrupted: 13 of 20 texts, 2 of 2 layers" in text
+    expected = lab.probe([TEXTS[at] for at in probe.activations.texts], ["red"] * 7 + ["blue"] * 6, folds=3)
+    assert not expected.interrupted
+    assert probe.accuracies == expected.accuracies
+    assert probe.control().interrupted
+    # Too few texts for the folds.
+    Interruption(monkeypatch, LayerActivations, "put", 3)
+    with pytest.raises(KeyboardInterrupt):
+        lab.probe(TEXTS, LABELS, folds=3)
+
+
+def test_an_interrupted_probe_keeps_its_layers(lab: lmx_lab.Lab, monkeypatch: pytest.MonkeyPatch) -> None:
+    expected = lab.probe(TEXTS, LABELS)
+    with monkeypatch.context() as context:
+        Interruption(context, ProbeRun, "accuracies", 2)
+        probe = lab.probe(TEXTS, LABELS)
+    assert probe.accuracies == {0: expected.accuracies[0]}
+    assert "interrupted: 20 of 20 texts, 1 of 2 layers" in repr(probe)
+    Interruption(monkeypatch, ProbeRun, "accuracies", 1)
+    with pytest.raises(KeyboardInterrupt):
+        lab.probe(TEXTS, LABELS)
+
+
+def test_all_texts_are_computed_by_one_model(
+    lab: lmx_lab.Lab, tiny: ModelEntry, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    original = LayerActivations.put
+
+    def replace_model(kept: LayerActivations, text: int, vectors: Any) -> None:
+        original(kept, text, vectors)
+        lab.load("echo")
+
+    monkeypatch.setattr(LayerActivations, "put", replace_model)
+    try:
+        with pytest.raises(NotLoadedError, match=r"texts\[10\] cannot be computed, because .*tiny is not loaded"):
+            lab.probe(TEXTS, LABELS)
+    finally:
+        lab.load(tiny.path)
+
+
+MISSING: tuple[Any, ...] = (None, float("nan"), np.float32("nan"), pd.NA, pd.NaT, [1, 0], np.eye(2)[0])
+
+
 @pytest.mark.parametrize(
     ("changes", "param"),
     [
+        *(({"labels": ["red"] * 7 + [label] + ["blue"] * 12}, "labels") for label in MISSING),
         ({"texts": "text"}, "texts"),
+        ({"texts": set(TEXTS)}, "texts"),
+        ({"texts": pd.DataFrame({"text": TEXTS})}, "texts"),
+        ({"texts": np.array("text")}, "texts"),
+        ({"texts": [*TEXTS[:-1], None]}, "texts"),
+        ({"texts": [*TEXTS[:-1], ""]}, "texts"),
+        ({"labels": "r" * 10 + "b" * 10}, "labels"),
+        ({"labels": dict.fromkeys(TEXTS, 1)}, "labels"),
+        ({"labels": 5}, "labels"),
+        ({"labels": np.linspace(0, 1, 20)}, "labels"),
+        ({"texts": TEXTS[:1] * 10 + TEXTS[10:]}, "labels"),
         ({"texts": [], "labels": []}, "texts"),
         ({"texts": [*TEXTS[:-1], 5]}, "texts"),
         ({"labels": LABELS[1:]}, "labels"),
         ({"labels": ["red"] * len(TEXTS)}, "labels"),
         ({"labels": ["red"] * 18 + ["blue"] * 2}, "labels"),
         ({"folds": 1}, "folds"),
+        ({"folds": True}, "folds"),
+        ({"folds": 5.0}, "folds"),
         ({"layer": "first"}, "layer"),
         ({"layer": []}, "layer"),
-        ({"layer": 2}, "hooks"),
-        ({"position": 9}, "positions"),
+        ({"layer": 2}, "layer"),
+        ({"layer": [0, -1]}, "layer"),
+        ({"layer": None}, "layer"),
+        ({"layer": 1.0}, "layer"),
+        ({"position": 9}, "position"),
         ({"position": "first"}, "position"),
+        ({"position": [0]}, "position"),
     ],
 )
 def test_invalid_arguments_are_refused(lab: lmx_lab.Lab, changes: dict[str, Any], param: str) -> None:
     with pytest.raises(InvalidRequestError) as refused:
         lab.probe(**{"texts": TEXTS, "labels": LABELS, **changes})
     assert refused.value.param == param
+
+
+def test_messages_name_the_text_and_the_layers(lab: lmx_lab.Lab) -> None:
+    for arguments, message in (
+        ({"texts": [*TEXTS[:-1], "one"], "position": 5}, r"^texts\[0\], 'one red': positions .* tokens"),
+        ({"layer": 2}, r"layer is 2; pass an index from 0 to 1, because .*tiny has 2 layers"),
+        ({"labels": np.array(["red"] * 20)}, r"all labels are 'red'; pass"),
+    ):
+        with pytest.raises(InvalidRequestError, match=message):
+            lab.probe(**{"texts": TEXTS, "labels": LABELS, **arguments})  # type: ignore[arg-type]
+    probe = lab.probe(TEXTS, LABELS, layer=1)
+    with pytest.raises(InvalidRequestError, match="layer is 0; the activations are those of 1"):
+        probe.activations.of(0)
+    with pytest.raises(InvalidRequestError, match="seed is 'x'"):
+        probe.control("x")  # type: ignore[arg-type]
 
 
 def test_without_scikit_learn_the_error_names_it(lab: lmx_lab.Lab, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -2,12 +2,18 @@
 
 from __future__ import annotations
 
+import array
+import copy
+import math
+import pickle
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import httpx2
+import mlx.core as mx
 import numpy as np
+import pandas as pd
 import pytest
 
 import lmx_lab
@@ -48,6 +54,55 @@ def test_a_vector_is_saved_with_its_model_and_read_again(tmp_path: Path) -> None
             Steer.load(path)
     with pytest.raises(InvalidRequestError):
         made.save(tmp_path / "missing" / "vector.safetensors")
+    with path.open("wb") as file:
+        # The weights of a model, which are not read into memory.
+        file.truncate(2**40)
+    with pytest.raises(InvalidRequestError, match="it has 1099511627776 bytes"):
+        Steer.load(path)
+    with pytest.raises(InvalidRequestError, match="source cannot be written as JSON"):
+        steer(source={"positive": np.int64(3)}).save(path)
+
+
+@pytest.mark.parametrize(
+    "values",
+    [
+        (0.5, -1.0),
+        array.array("d", [0.5, -1.0]),
+        np.array([0.5, -1.0], dtype=np.float16),
+        np.array([1.0, 0.5, -2.0, -1.0])[1::2],
+        pd.Series([0.5, -1.0], index=["a", "b"]),
+        mx.array([0.5, -1.0]),
+        mx.array([0.5, -1.0], dtype=mx.bfloat16),
+    ],
+)
+def test_vectors_of_any_type_are_copied_to_float32(values: Any) -> None:
+    made = Steer(np.int64(1), values, np.float32(2.0))  # type: ignore[arg-type]
+    assert (made.layer, made.vector.tolist(), made.vector.dtype, made.scale) == (1, [0.5, -1.0], np.float32, 2.0)
+    for same in (made, pickle.loads(pickle.dumps(made)), copy.deepcopy(made)):
+        assert repr(same) == repr(made)
+        with pytest.raises(ValueError, match="read-only"):
+            same.vector[0] = 1.0
+
+
+def test_vectors_are_multiplied_by_numbers() -> None:
+    made = steer(3.0)
+    for product, scale in (
+        (2 * made, 6.0),
+        (made * 2, 6.0),
+        (np.float64(2) * made, 6.0),
+        (np.int32(2) * made, 6.0),
+        (made / 2, 1.5),
+        (-made, -3.0),
+    ):
+        assert isinstance(product, Steer)
+        assert product.scale == scale
+        assert product.vector is not None
+    assert repr(1.0000001 * made) != repr(made)
+    for wrong in (np.ones(2), math.inf):
+        with pytest.raises(InvalidRequestError, match="scale is"):
+            wrong * made
+    with pytest.raises(TypeError):
+        "2" * made  # type: ignore[operator]
 
 
 @pytest.mark.parametrize(
@@ -57,6 +112,16 @@ def test_a_vector_is_saved_with_its_model_and_read_again(tmp_path: Path) -> None
         ((0, []), "vector"),
         ((0, ["a"]), "vector"),
         ((0, [1.0, float("nan")]), "vector"),
+        ((0, [1.0, None]), "vector"),
+        ((0, ["1.0"]), "vector"),
+        ((0, np.array([1j])), "vector"),
+        ((0, [1e39]), "vector"),
+        ((0, [[1.0], [1.0, 2.0]]), "vector"),
+        ((0, np.zeros(65_537)), "vector"),
+        ((0, 1.0), "vector"),
+        ((1.0, [1.0]), "layer"),
+        ((0, [1.0], 10**400), "scale"),
+        ((0, [1.0], True), "scale"),
         ((-1, [1.0]), "layer"),
         ((True, [1.0]), "layer"),
         ((0, [1.0], float("inf")), "scale"),
@@ -74,6 +139,9 @@ def test_a_steered_reply_is_recorded_repeated_continued_and_scored_with_its_vect
     reply = lab.chat("hello", steer=[steer()], logprobs=2, **GREEDY)
     assert reply.ids != plain.ids
     assert lab.chat("hello", steer=0 * steer(), **GREEDY).ids == plain.ids
+    assert lab.chat("hello", steer=None, **GREEDY).ids == plain.ids
+    item = {"layer": 0, "vector": steer().vector, "scale": np.float32(3.0)}
+    assert lab.chat("hello", steer=item, **GREEDY).ids == reply.ids
     lab.chat("hello", steer=steer(), **GREEDY)
     record = lab.requests[-1].record
     assert [(each["layer"], each["scale"]) for each in record.request["steer"]] == [(0, 3.0)]
@@ -97,6 +165,23 @@ def test_settings_with_vectors_are_compared_and_scored(lab: lmx_lab.Lab, tmp_pat
         assert scores[name, name] == max(scores[name])
     again = lab.compare(["hello"], settings, path=tmp_path / "compare.db")
     assert [again.answer(0, at).text for at in range(3)] == texts
+
+
+@pytest.mark.parametrize("wrong", ["happy.safetensors", np.ones(WIDTH), [None], [np.ones(WIDTH)], 1.0])
+def test_other_values_than_vectors_are_refused(lab: lmx_lab.Lab, wrong: Any) -> None:
+    with pytest.raises(InvalidRequestError, match=r"type (str|ndarray|NoneType|float); pass a list of") as refused:
+        lab.chat("hello", steer=wrong)
+    assert refused.value.param == "steer"
+
+
+def test_rows_and_trees_are_steered(lab: lmx_lab.Lab, tmp_path: Path) -> None:
+    given = {**GREEDY, "steer": [steer()]}
+    expected = lab.chat("hello", **given).text
+    for vector in (steer(), -steer()):
+        answers = lab.map(["hello"], "{text}", cache=tmp_path / "answers.db", **{**given, "steer": vector})
+        # The vectors are part of the key of an answer in the cache.
+        assert (answers["answer"][0] == expected) == (vector.scale > 0)
+    assert lab.explore("hello", width=1, depth=2, **given)["1-1"].text == expected
 
 
 def test_programs_on_this_machine_may_steer_over_http(lab: lmx_lab.Lab) -> None:
@@ -140,11 +225,18 @@ def test_a_vector_is_made_of_two_groups_of_texts(lab: lmx_lab.Lab, tiny: ModelEn
         (("text", negative, 1), "positive"),
         ((positive, [], 1), "negative"),
         ((positive, positive, 1), "positive"),
+        # The same texts in another order differ by rounding only.
+        ((["one", "two", "three", "four five"], ["four five", "two", "one", "three"], 1), "positive"),
         ((positive, negative, -1), "layer"),
-        ((positive, negative, 2), "hooks"),
+        ((positive, negative, 2), "layer"),
+        ((positive, negative, [0, 1]), "layer"),
+        ((positive, negative, "all"), "layer"),
+        (({"one": 1}, negative, 1), "positive"),
     ):
         with pytest.raises(InvalidRequestError) as refused:
             lab.steering_vector(*arguments)
         assert refused.value.param == param
     with pytest.raises(InvalidRequestError, match="position is 'first'"):
         lab.steering_vector(positive, negative, 1, position="first")  # type: ignore[arg-type]
+    with pytest.raises(InvalidRequestError, match=r"^positive\[1\], 'three': positions"):
+        lab.steering_vector(positive, negative, 1, position=1)

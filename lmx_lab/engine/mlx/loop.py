@@ -268,6 +268,8 @@ class GenerationLoop:
                     self.totals.disk_cached_tokens += generation.disk_cached_tokens
                     self._scheduler.prefilled(generation)
             case PromptScored():
+                if generation.steering is not None:
+                    generation.steering.check([each.logprob for each in event.scores.tokens])
                 self._outbox.post(generation.mailbox, event.scores)
                 if not generation.max_tokens:
                     self._end(generation, generation.report("length", time.perf_counter()))
@@ -296,6 +298,8 @@ class GenerationLoop:
             self._kv_key, self._kv_bytes = key, batch.footprint.kv_bytes(lengths)
 
     def _handle_token(self, batch: Batch, generation: MlxGeneration, event: TokenGenerated) -> None:
+        if generation.steering is not None:
+            generation.steering.check(event.logprobs)
         now = time.perf_counter()
         self._log_step(generation, "decode", 1, now)
         generation.first_token_at = generation.first_token_at or now

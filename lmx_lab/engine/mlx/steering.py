@@ -21,9 +21,12 @@ from lmx_lab.engine.mlx.capture.install import HookFunction, HookPoint, install
 from lmx_lab.engine.mlx.capture.points import RESID_POST, HookPoints
 from lmx_lab.engine.mlx.model import LoadedModel
 from lmx_lab.engine.validation import check_steering
+from lmx_lab.errors import InvalidRequestError
 from lmx_lab.values.steering import SteeringVector, read_components
 
 UNSTEERED: AbstractContextManager[None] = nullcontext()
+MAX_LENGTH = 1e18
+"""Maximum length of the sum of the vectors for a layer. The norms of a model compute its square in float32."""
 KEPT_ARRAYS = 4
 """Maximum number of batches of answers and prompts whose arrays are kept."""
 
@@ -38,23 +41,51 @@ class RequestSteering:
     """Equal for requests with the same vectors, whose key-value caches are interchangeable."""
 
     @classmethod
-    def of(cls, steer: Sequence[SteeringVector], points: HookPoints) -> RequestSteering:
-        """Return the sums of a request's vectors.
+    def of(cls, steer: Sequence[SteeringVector], points: HookPoints) -> RequestSteering | None:
+        """Return the sums of a request's vectors; None if all sums are zero.
 
         Raises:
-            InvalidRequestError: a vector does not fit the model.
+            InvalidRequestError: a vector does not fit the model, or a sum is too long.
         """
         layers = len(points.parts.blocks)
         (width,) = points.sizes[point_name(layers - 1)]
         check_steering(steer, points.model, layers=layers, width=width)
-        vectors: dict[int, NDArray[np.float32]] = {}
+        sums: dict[int, NDArray[np.float64]] = {}
         for each in steer:
-            scaled = np.float32(each.scale) * np.array(read_components(each.vector, each.scale), dtype=np.float32)
-            vectors[each.layer] = vectors[each.layer] + scaled if each.layer in vectors else scaled
+            scaled = each.scale * read_components(each.vector, each.scale).astype(np.float64)
+            sums[each.layer] = sums[each.layer] + scaled if each.layer in sums else scaled
+        for layer, total in sums.items():
+            if (length := float(np.linalg.norm(total))) > MAX_LENGTH:
+                raise InvalidRequestError(
+                    f"the vectors for layer {layer} have a sum of length {length:g}, and the limit is {MAX_LENGTH:g}; "
+                    "use smaller scales",
+                    param="steer",
+                )
+        vectors = {layer: total.astype(np.float32) for layer, total in sums.items() if total.any()}
+        if not vectors:
+            return None
         digest = hashlib.sha256()
         for layer in sorted(vectors):
             digest.update(layer.to_bytes(4, "little") + vectors[layer].tobytes())
         return cls(vectors, digest.hexdigest())
+
+    def check(self, logprobs: mx.array | Sequence[float | None]) -> None:
+        """Check log-probabilities that were computed with the vectors.
+
+        Raises:
+            InvalidRequestError: they are not numbers, because values inside the model exceed the range of its type.
+        """
+        values = logprobs if isinstance(logprobs, mx.array) else mx.array([each or 0.0 for each in logprobs])
+        if mx.isnan(values).any().item():
+            lengths = ", ".join(
+                f"{np.linalg.norm(vector.astype(np.float64)):.3g} at layer {layer}"
+                for layer, vector in sorted(self.vectors.items())
+            )
+            raise InvalidRequestError(
+                f"the vectors of steer are too long (length {lengths}): the model computes values that are not finite; "
+                "use a smaller scale",
+                param="steer",
+            )
 
 
 class BatchSteering:

@@ -14,7 +14,7 @@ import numpy as np
 import pytest
 from mlx_lm.generate import BatchGenerator
 
-from lmx_lab.engine import ModelManager, TokenPrompt, TraceRequest, scheduler
+from lmx_lab.engine import ModelManager, Sampling, TokenPrompt, scheduler
 from lmx_lab.engine.mlx.capture.parts import find_parts
 from lmx_lab.engine.mlx.capture.points import HookPoints, find_points
 from lmx_lab.engine.mlx.model import LoadedModel
@@ -25,7 +25,6 @@ from lmx_lab.settings import Settings
 from lmx_lab.values.generation import TokenLogprob
 from lmx_lab.values.models import LoadSpec, ModelEntry
 from lmx_lab.values.steering import SteeringVector, encode_components
-from lmx_lab.values.tracing import Activations
 from tests.engine.conftest import (
     engine_paused,
     finish,
@@ -47,6 +46,10 @@ def vector(layer: int = 0, *, seed: int = 0, scale: float = 3.0, width: int = WI
     values = np.random.default_rng(seed).normal(size=width).astype(np.float32)
     text = encode_components(array.array("f", values.tobytes()))
     return SteeringVector(layer=layer, vector=text, scale=scale, **changes)
+
+
+LONG = 1e5
+"""A scale with which a vector exceeds the range of float16."""
 
 
 def options(*steer: SteeringVector, **changes: Any) -> dict[str, Any]:
@@ -107,11 +110,29 @@ def points_of(model: Any) -> HookPoints:
 def test_no_bit_of_the_other_rows_changes(kind: str, dtype: mx.Dtype) -> None:
     points = points_of(build(kind))
     steered = RequestSteering.of([vector(1), vector(0, seed=1)], points)
-    zero = RequestSteering.of([vector(1, scale=0.0)], points)
     plain = logprobs_of([None, None, None], kind, dtype)
-    mixed = logprobs_of([None, steered, zero], kind, dtype)
+    mixed = logprobs_of([None, steered, None], kind, dtype)
     assert (mixed[0], mixed[2]) == (plain[0], plain[2])
     assert all(one != other for one, other in zip(mixed[1], plain[1], strict=True))
+
+
+def test_values_that_are_not_finite_change_no_bit_of_the_other_rows() -> None:
+    long = RequestSteering.of([vector(1, scale=LONG)], points_of(build("llama")))
+    assert long is not None
+    plain = logprobs_of([None, None, None], "llama", mx.float16)
+    mixed = logprobs_of([None, long, None], "llama", mx.float16)
+    assert (mixed[0], mixed[2]) == (plain[0], plain[2])
+    with pytest.raises(InvalidRequestError, match=r"too long \(length .*e\+05 at layer 1\)"):
+        long.check(mx.array(np.frombuffer(mixed[1][0], np.float32)))
+
+
+def test_vectors_whose_sum_is_zero_are_the_same_as_none() -> None:
+    points = points_of(build("llama"))
+    assert RequestSteering.of([vector(0, scale=0.0), vector(1, scale=2.0), vector(1, scale=-2.0)], points) is None
+    one, both = [RequestSteering.of(steer, points) for steer in ([vector(1)], [vector(0, scale=0.0), vector(1)])]
+    assert one is not None
+    assert both is not None
+    assert one.key == both.key
 
 
 async def test_one_of_two_identical_requests_is_steered_and_the_other_unchanged(fresh: ModelManager) -> None:
@@ -172,6 +193,9 @@ async def test_caches_of_steered_requests_are_used_only_with_the_same_vectors(tm
         again, report = await run(manager, prompt=PROMPT, steer=(vector(),))
         assert (again, report.cached_tokens) == (steered, len(PROMPT.tokens) - 1)
         assert (await run(manager, prompt=PROMPT))[0] == plain
+        # Vectors that change nothing use the cache of the prompt without vectors.
+        again, report = await run(manager, prompt=PROMPT, steer=(vector(scale=0.0),))
+        assert (again, report.cached_tokens) == (plain, len(PROMPT.tokens) - 1)
     # Only the state of the request without vectors is on disk.
     assert sum(name.endswith(".safetensors") for name in os.listdir(tmp_path)) == 1
     async with ModelManager(Settings(prefix_cache_dir=tmp_path)) as manager:
@@ -180,39 +204,23 @@ async def test_caches_of_steered_requests_are_used_only_with_the_same_vectors(tm
         assert (again, report.cached_tokens) == (steered, 0)
 
 
-async def test_prompt_lookup_does_not_change_a_steered_answer(
+async def test_drafts_do_not_change_a_steered_answer(
     no_shared_model: None, tiny: ModelEntry, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(SpeculativeBatch, "_cost", 1.0)
     repeated = TokenPrompt(tokens=(*range(1000, 1040), *range(1000, 1040), *range(1000, 1004)))
     # A large vector before the last norm makes the answer repeat one token.
     asked = options(vector(1, scale=50.0), prompt=repeated, max_tokens=40)
-    answers = {}
-    for lookup in (False, True):
+    answers = []
+    # The draft model is not steered, so it drafts other tokens.
+    for options_ in ({"prompt_lookup": False}, {"prompt_lookup": True}, {"draft": str(tiny.path)}):
         async with ModelManager(Settings()) as manager:
-            await manager.load_entry(tiny, LoadSpec(model=tiny.id, prompt_lookup=lookup))
-            answers[lookup] = await run(manager, **asked)
-    assert answers[True][0] == answers[False][0]
-    assert answers[True][1].accepted_tokens > 0 == answers[False][1].accepted_tokens
-
-
-async def test_a_draft_model_changes_neither_steered_answers_nor_traces(
-    no_shared_model: None, tiny: ModelEntry, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(SpeculativeBatch, "_cost", 1.0)
-    work = Activations(hooks=("*.hook_resid_post", "*.hook_pattern", "logits"))
-    found = []
-    for draft in (None, str(tiny.path)):
-        async with ModelManager(Settings()) as manager:
-            await manager.load_entry(tiny, LoadSpec(model=tiny.id, prompt_lookup=False, draft=draft))
-            answering = asyncio.create_task(run(manager, **options(vector(scale=0.5), max_tokens=60)))
-            trace = await manager.trace(TraceRequest(prompt=PROMPT, work=work))
-            text, report = await answering
-            found.append((text, trace.arrays))
-            assert (report.drafted_tokens > 0) == (draft is not None)
-    assert found[0][0] == found[1][0]
-    for name, values in found[0][1].items():
-        np.testing.assert_allclose(found[1][1][name], values, atol=1e-4, err_msg=name)
+            await manager.load_entry(tiny, LoadSpec(model=tiny.id, **options_))  # type: ignore[arg-type]
+            answers.append(await run(manager, **asked))
+    (plain, report), (looked_up, with_lookup), (drafted, with_draft) = answers
+    assert plain == looked_up == drafted
+    assert with_lookup.accepted_tokens > 0 == report.accepted_tokens
+    assert with_draft.drafted_tokens > 0
 
 
 async def test_a_steered_answer_continues_after_a_pause(
@@ -242,12 +250,34 @@ async def test_a_steered_answer_continues_after_a_pause(
         (SteeringVector(layer=0, vector="AAA"), r"'AAA' is not base64"),
         (SteeringVector(layer=0, vector="AAAA"), r"3 bytes; send four bytes"),
         (vector(scale=1e39), r"their product must be a finite float32 number"),
+        (vector(scale=1e17), r"layer 0 have a sum of length [0-9.]+e\+18, and the limit is 1e\+18"),
     ],
 )
 async def test_a_vector_that_does_not_fit_is_refused(
     manager: ModelManager, wrong: SteeringVector, message: str
 ) -> None:
     with pytest.raises(InvalidRequestError, match=message) as refused:
-        await manager.submit(request(steer=(wrong,)))
+        await manager.submit(request(steer=(wrong,) * 4))
     assert refused.value.param == "steer"
     assert (await run(manager))[1].output_tokens
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {"sampling": Sampling(temperature=0)},
+        {"sampling": Sampling(temperature=1.0, top_p=0.5, top_k=5, min_p=0.1)},
+        {"sampling": Sampling(temperature=1.0, seed=1, repetition_penalty=1.3)},
+        {"max_tokens": 0, "score_prompt": True},
+    ],
+)
+async def test_an_answer_whose_values_are_not_finite_ends_with_an_error(
+    no_shared_model: None, tiny: ModelEntry, changes: dict[str, Any]
+) -> None:
+    async with ModelManager(Settings(slots=4, dtype="float16")) as manager:
+        await manager.load_entry(tiny)
+        neighbour = asyncio.create_task(alone(manager, **options(max_tokens=20)))
+        with pytest.raises(InvalidRequestError, match="not finite; use a smaller scale") as refused:
+            await alone(manager, **options(vector(scale=LONG), **changes))
+        assert refused.value.param == "steer"
+        assert (await neighbour)[0] == (await alone(manager, **options(max_tokens=20)))[0]

@@ -19,7 +19,7 @@ from lmx_lab.engine.mlx.state import MlxCore
 from lmx_lab.engine.mlx.tracing import TraceJob, TraceLoop
 from lmx_lab.errors import ContextLengthError, InvalidRequestError, NotLoadedError
 from lmx_lab.settings import Settings
-from lmx_lab.values.models import ModelEntry
+from lmx_lab.values.models import LoadSpec, ModelEntry
 from lmx_lab.values.tracing import Activations, Attribution, HookNames, LogitLens, Patching, Trace
 from tests.engine.conftest import finish, mlx_thread, numbers, request, run
 
@@ -66,6 +66,19 @@ async def test_running_answers_are_not_changed_by_traces(manager: ModelManager) 
         assert isinstance(trace, Trace)
         for name, values in expected.items():
             np.testing.assert_allclose(trace.arrays[name], values, atol=1e-3)
+
+
+async def test_a_draft_model_does_not_change_traces(
+    no_shared_model: None, manager: ModelManager, tiny: ModelEntry
+) -> None:
+    expected = (await manager.trace(activations(60, POST, "logits"))).arrays
+    await manager.load_entry(tiny, LoadSpec(model=tiny.id, draft=str(tiny.path)))
+    prompt = TokenPrompt(tokens=(*range(1000, 1040), *range(1000, 1040)))
+    answering = asyncio.create_task(run(manager, prompt=prompt, max_tokens=60))
+    traced = (await manager.trace(activations(60, POST, "logits"))).arrays
+    assert (await answering)[1].drafted_tokens > 0
+    for name, values in expected.items():
+        np.testing.assert_allclose(traced[name], values, atol=1e-4, err_msg=name)
 
 
 async def test_a_cancelled_trace_ends_and_releases_its_place(manager: ModelManager) -> None:

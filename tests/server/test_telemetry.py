@@ -1,0 +1,408 @@
+"""Test the spans that a collector for OTLP/HTTP receives of requests to the echo engine."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import logging
+import socket
+import sys
+import threading
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from itertools import pairwise
+from pathlib import Path
+from typing import Any
+
+import httpx2
+import pytest
+from opentelemetry.proto.collector.trace.v1.trace_service_pb2 import (
+    ExportTraceServiceRequest,
+    ExportTraceServiceResponse,
+)
+from opentelemetry.proto.common.v1.common_pb2 import AnyValue
+from opentelemetry.proto.trace.v1.trace_pb2 import Span
+
+import lmx_lab
+from lmx_lab.engine import ChatPrompt, GenerationRequest
+from lmx_lab.errors import InvalidRequestError
+from lmx_lab.server import telemetry
+from lmx_lab.server.generation import RequestEnd
+from lmx_lab.server.span_attributes import CONTENT_CHARACTERS, answer_attributes, content_attributes
+from lmx_lab.server.telemetry import RequestSpans
+from lmx_lab.settings import Settings
+from lmx_lab.values.generation import Delta
+from tests.flows.conftest import wait_until
+
+TRACE, CALLER = "0af7651916cd43dd8448eb211c80319c", "b7ad6b7169203331"
+TEXT = "the sea is wide"
+CLOCK = {"type": "function", "function": {"name": "clock", "parameters": {"type": "object", "properties": {}}}}
+
+
+@dataclass
+class Collector:
+    """A server that receives spans."""
+
+    port: int
+    bodies: list[bytes] = field(default_factory=list)
+
+    @property
+    def url(self) -> str:
+        return f"http://127.0.0.1:{self.port}"
+
+    @property
+    def received(self) -> list[ExportTraceServiceRequest]:
+        return [ExportTraceServiceRequest.FromString(body) for body in self.bodies]
+
+    @property
+    def spans(self) -> list[Span]:
+        return [
+            span
+            for request in self.received
+            for resource in request.resource_spans
+            for scope in resource.scope_spans
+            for span in scope.spans
+        ]
+
+
+@contextlib.contextmanager
+def collector(port: int = 0) -> Iterator[Collector]:
+    class Handler(BaseHTTPRequestHandler):
+        def do_POST(self) -> None:
+            body = self.rfile.read(int(self.headers["content-length"]))
+            assert self.path == "/v1/traces"
+            running.bodies.append(body)
+            answer = ExportTraceServiceResponse().SerializeToString()
+            self.send_response(200)
+            self.send_header("content-length", str(len(answer)))
+            self.end_headers()
+            self.wfile.write(answer)
+
+        def log_message(self, *_: Any) -> None:
+            pass
+
+    with ThreadingHTTPServer(("127.0.0.1", port), Handler) as server:
+        running = Collector(server.server_port)
+        thread = threading.Thread(target=server.serve_forever, kwargs={"poll_interval": 0.01})
+        thread.start()
+        try:
+            yield running
+        finally:
+            server.shutdown()
+            thread.join()
+
+
+@contextlib.contextmanager
+def echo_lab(home: Path, target: Collector, otel: str, **settings: Any) -> Iterator[lmx_lab.Lab]:
+    with pytest.MonkeyPatch.context() as patched:
+        patched.setenv("OTEL_EXPORTER_OTLP_ENDPOINT", target.url)
+        with lmx_lab.Lab(Settings(home=home, port=0, otel=otel, **settings), loop="thread") as lab:
+            lab.load("echo")
+            yield lab
+
+
+def post(lab: lmx_lab.Lab, path: str, headers: dict[str, str] | None = None, **fields: Any) -> str:
+    """Send a request, and return its id."""
+    answer = httpx2.post(f"{lab.url}{path}", json={"model": "echo", **fields}, headers=headers)
+    return str(answer.headers["x-request-id"])
+
+
+def chat(lab: lmx_lab.Lab, headers: dict[str, str] | None = None, **fields: Any) -> str:
+    return post(lab, "/v1/chat/completions", headers, messages=[{"role": "user", "content": TEXT}], **fields)
+
+
+def leave(lab: lmx_lab.Lab) -> str:
+    """Send a request, disconnect after the first words of its answer, and return its id when it has ended."""
+    body = {"messages": [{"role": "user", "content": TEXT}], "stream": True, "max_tokens": 10_000, "ignore_eos": True}
+    with httpx2.stream("POST", f"{lab.url}/v1/chat/completions", json=body) as answer:
+        next(line for line in answer.iter_lines() if "the" in line)
+    wait_until(lambda: not lab.engine.snapshot.active_requests)
+    return str(answer.headers["x-request-id"])
+
+
+@dataclass(frozen=True)
+class Sent:
+    """What a collector has received of some requests, and the ids of these."""
+
+    collector: Collector
+    ids: dict[str, str]
+    port: int
+
+    def span(self, name: str) -> Span:
+        """Return the span of a request."""
+        (span,) = [it for it in self.collector.spans if attributes(it).get("gen_ai.response.id") == self.ids[name]]
+        return span
+
+    def children(self, span: Span) -> list[Span]:
+        return [it for it in self.collector.spans if it.parent_span_id == span.span_id]
+
+
+def attributes(span: Any) -> dict[str, Any]:
+    return {each.key: value(each.value) for each in span.attributes}
+
+
+def value(given: AnyValue) -> Any:
+    kind = given.WhichOneof("value")
+    return [value(each) for each in given.array_value.values] if kind == "array_value" else getattr(given, kind)
+
+
+@pytest.fixture(scope="module")
+def sent(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Sent]:
+    """Requests to a server that exports spans without texts, which has been stopped."""
+    parent = {"traceparent": f"00-{TRACE}-{CALLER}-01"}
+    with collector() as target:
+        with echo_lab(tmp_path_factory.mktemp("home"), target, "spans", echo_tokens_per_s=200) as lab:
+            ids = {
+                "cancelled": leave(lab),
+                "chat": chat(lab, parent, n=2, temperature=0.5, top_p=0.9, top_k=5, seed=7, max_tokens=3),
+                "not sampled": chat(lab, {"traceparent": f"00-{TRACE}-{CALLER}-00"}),
+                "stream": chat(lab, stream=True),
+                "texts": post(lab, "/v1/completions", prompt=["one two", "three"], max_tokens=8, temperature=0),
+                "messages": post(lab, "/v1/messages", messages=[{"role": "user", "content": TEXT}], max_tokens=9),
+                "responses": post(lab, "/v1/responses", input=TEXT),
+                "ollama": post(lab, "/api/chat", messages=[{"role": "user", "content": TEXT}], stream=False),
+                "embeddings": post(lab, "/v1/embeddings", input=["one two", "three"]),
+                "rerank": post(lab, "/v1/rerank", query="sea", documents=["water", "bread"]),
+                "unknown": chat(lab, model="gpt-4o"),
+                "malformed": chat(lab, temperature="hot"),
+                "tokens": post(lab, "/tokenize", content=TEXT),
+            }
+            lab.chat(TEXT)
+            port = lab.port
+        yield Sent(target, ids, port)
+
+
+def test_a_span_has_the_attributes_of_the_conventions_and_is_a_child_of_the_caller(sent: Sent) -> None:
+    span = sent.span("chat")
+    assert span.name == "chat echo"
+    assert (span.kind, span.trace_id.hex(), span.parent_span_id.hex()) == (Span.SPAN_KIND_SERVER, TRACE, CALLER)
+    found = attributes(span)
+    time_to_first_token_s = found.pop("gen_ai.response.time_to_first_chunk")
+    assert 0 <= time_to_first_token_s <= (span.end_time_unix_nano - span.start_time_unix_nano) / 1e9
+    prompt_tokens = found.pop("gen_ai.usage.input_tokens")
+    assert 0 <= found.pop("gen_ai.usage.cache_read.input_tokens") < prompt_tokens
+    assert found == {
+        "gen_ai.operation.name": "chat",
+        "gen_ai.provider.name": "lmx-lab",
+        "gen_ai.request.model": "echo",
+        "gen_ai.request.temperature": 0.5,
+        "gen_ai.request.top_p": 0.9,
+        "gen_ai.request.top_k": 5,
+        "gen_ai.request.seed": 7,
+        "gen_ai.request.max_tokens": 3,
+        "gen_ai.request.presence_penalty": 0.0,
+        "gen_ai.request.frequency_penalty": 0.0,
+        "gen_ai.request.choice.count": 2,
+        "gen_ai.response.id": sent.ids["chat"],
+        "gen_ai.response.model": "echo",
+        "gen_ai.response.finish_reasons": ["length", "length"],
+        "gen_ai.usage.output_tokens": 6,
+        "http.request.method": "POST",
+        "http.response.status_code": 200,
+        "url.path": "/v1/chat/completions",
+        "server.address": "127.0.0.1",
+        "server.port": sent.port,
+    }
+
+
+def test_the_phases_of_each_answer_are_consecutive_children(sent: Sent) -> None:
+    span = sent.span("chat")
+    children = sent.children(span)
+    assert {attributes(child)["lmx.choice.index"] for child in children} == {0, 1}
+    for index in (0, 1):
+        phases = [child for child in children if attributes(child)["lmx.choice.index"] == index]
+        assert [phase.name for phase in phases][-1] == "decode"
+        assert {phase.name for phase in phases} <= {"queued", "prefill", "decode"}
+        assert attributes(phases[-1])["lmx.tokens"] == 3
+        for before, phase in pairwise(phases):
+            assert before.end_time_unix_nano == phase.start_time_unix_nano
+        assert span.start_time_unix_nano <= phases[0].start_time_unix_nano
+        assert phases[-1].end_time_unix_nano <= span.end_time_unix_nano
+
+
+@pytest.mark.parametrize("name", ["stream", "messages", "responses", "ollama"])
+def test_every_format_of_chats_is_exported(sent: Sent, name: str) -> None:
+    span = sent.span(name)
+    assert (span.name, span.parent_span_id) == ("chat echo", b"")
+    assert attributes(span)["gen_ai.response.finish_reasons"] == ["stop"]
+    assert attributes(span)["gen_ai.usage.output_tokens"] > 0
+
+
+def test_prompts_of_a_completion_are_one_span(sent: Sent) -> None:
+    span = sent.span("texts")
+    assert span.name == "text_completion echo"
+    found = attributes(span)
+    assert len(found["gen_ai.response.finish_reasons"]) == 2
+    assert found["gen_ai.usage.input_tokens"] >= 3
+    assert "gen_ai.request.choice.count" not in found
+
+
+@pytest.mark.parametrize(("name", "operation"), [("embeddings", "embeddings"), ("rerank", "rerank")])
+def test_vectors_and_scores_are_exported_with_their_tokens(sent: Sent, name: str, operation: str) -> None:
+    span = sent.span(name)
+    assert span.name == f"{operation} echo"
+    assert attributes(span)["gen_ai.usage.input_tokens"] > 0
+    assert {child.name for child in sent.children(span)} <= {"queued", "compute"}
+
+
+def test_a_refused_request_has_its_error_and_no_phases(sent: Sent) -> None:
+    span = sent.span("unknown")
+    assert (span.name, span.status.code) == ("chat gpt-4o", 2)
+    found = attributes(span)
+    assert (found["error.type"], found["http.response.status_code"]) == ("model-not-found", 404)
+    assert sent.children(span) == []
+
+
+def test_requests_without_a_generation_and_those_that_the_caller_does_not_sample_are_not_exported(sent: Sent) -> None:
+    exported = {attributes(span).get("gen_ai.response.id") for span in sent.collector.spans}
+    assert not exported & {sent.ids[name] for name in ("malformed", "tokens", "not sampled")}
+
+
+def test_a_request_of_the_notebook_is_a_span_of_its_own(sent: Sent) -> None:
+    (span,) = [
+        span for span in sent.collector.spans if span.kind == Span.SPAN_KIND_INTERNAL and not span.parent_span_id
+    ]
+    assert span.name == "chat echo"
+    assert "url.path" not in attributes(span)
+    assert {child.name for child in sent.children(span)} >= {"decode"}
+
+
+def test_the_program_is_named(sent: Sent) -> None:
+    resource = attributes(sent.collector.received[0].resource_spans[0].resource)
+    assert resource["service.name"] == "lmx-lab"
+    assert resource["service.version"]
+
+
+def test_texts_are_not_exported_unless_that_was_requested(sent: Sent) -> None:
+    assert not any(b"sea" in body or b"three" in body for body in sent.collector.bodies)
+
+
+def test_texts_are_exported_in_the_form_of_the_conventions(tmp_path: Path) -> None:
+    call = {"id": "call_1", "type": "function", "function": {"name": "clock", "arguments": "{}"}}
+    history = [
+        {"role": "system", "content": "Be brief."},
+        {"role": "user", "content": [{"type": "text", "text": TEXT}]},
+        {"role": "assistant", "content": None, "tool_calls": [call]},
+        {"role": "tool", "tool_call_id": "call_1", "content": "noon"},
+    ]
+    with collector() as target:
+        with echo_lab(tmp_path, target, "content") as lab:
+            first = chat(lab, n=2, temperature=0)
+            second = post(lab, "/v1/chat/completions", messages=history, tools=[CLOCK], tool_choice="required")
+        sent = Sent(target, {"first": first, "second": second}, lab.port)
+    found = attributes(sent.span("first"))
+    assert json.loads(found["gen_ai.input.messages"]) == [
+        {"role": "user", "parts": [{"type": "text", "content": TEXT}]}
+    ]
+    answer = {"role": "assistant", "parts": [{"type": "text", "content": TEXT}], "finish_reason": "stop"}
+    assert json.loads(found["gen_ai.output.messages"]) == [answer, answer]
+    found = attributes(sent.span("second"))
+    assert json.loads(found["gen_ai.input.messages"]) == [
+        {"role": "system", "parts": [{"type": "text", "content": "Be brief."}]},
+        {"role": "user", "parts": [{"type": "text", "content": TEXT}]},
+        {"role": "assistant", "parts": [{"type": "tool_call", "id": "call_1", "name": "clock", "arguments": {}}]},
+        {"role": "tool", "parts": [{"type": "tool_call_response", "id": "call_1", "response": "noon"}]},
+    ]
+    (message,) = json.loads(found["gen_ai.output.messages"])
+    assert message["finish_reason"] == "tool_calls"
+    assert [(part["type"], part["name"]) for part in message["parts"]] == [("tool_call", "clock")]
+
+
+def test_the_last_messages_of_a_long_chat_are_exported() -> None:
+    messages = [{"role": "user", "content": str(number) * 1000} for number in range(10)] * 4
+    end = RequestEnd(
+        request_id="",
+        model="m",
+        outcome="cancelled",
+        request=GenerationRequest(prompt=ChatPrompt(messages=tuple(messages))),
+        deltas=[Delta(text="x" * CONTENT_CHARACTERS * 2, tokens=1)],
+    )
+    found = content_attributes([end])
+    kept = json.loads(str(found["gen_ai.input.messages"]))
+    texts = [message["parts"][0]["content"] for message in kept]
+    assert texts[1:] == [message["content"] for message in messages[-len(texts) + 1 :]]
+    assert texts[0].endswith("…")
+    assert CONTENT_CHARACTERS * 0.9 < sum(map(len, texts)) <= CONTENT_CHARACTERS + 1
+    (answer,) = json.loads(str(found["gen_ai.output.messages"]))
+    assert len(answer["parts"][0]["content"]) == CONTENT_CHARACTERS + 1
+
+
+def test_an_answer_whose_client_disconnects_is_exported_as_cancelled(sent: Sent) -> None:
+    span = sent.span("cancelled")
+    found = attributes(span)
+    assert found["gen_ai.response.finish_reasons"] == ["cancelled"]
+    assert found["gen_ai.usage.output_tokens"] < 10_000
+    assert "error.type" not in found
+    *_, decode = sent.children(span)
+    assert (decode.name, span.status.code) == ("decode", 0)
+    assert decode.start_time_unix_nano < decode.end_time_unix_nano <= span.end_time_unix_nano
+
+
+def test_a_cancelled_answer_has_the_tokens_that_were_delivered_and_no_time_to_first_token() -> None:
+    end = RequestEnd(request_id="req_1", model="/models/tiny", outcome="cancelled", prompt_tokens=3, output_tokens=2)
+    assert answer_attributes([end]) == {
+        "gen_ai.response.id": "req_1",
+        "gen_ai.response.model": "tiny",
+        "gen_ai.response.finish_reasons": ["cancelled"],
+        "gen_ai.usage.input_tokens": 3,
+        "gen_ai.usage.output_tokens": 2,
+    }
+
+
+def test_a_collector_that_is_down_costs_one_warning(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    with socket.create_server(("127.0.0.1", 0)) as free:
+        port = free.getsockname()[1]
+    monkeypatch.setenv("OTEL_EXPORTER_OTLP_ENDPOINT", f"http://user:s3cret@127.0.0.1:{port}")
+    monkeypatch.setenv("OTEL_EXPORTER_OTLP_TIMEOUT", "0.5")
+    caplog.set_level(logging.INFO)
+    spans = RequestSpans(content=False)
+    end = RequestEnd(request_id="", model="m", outcome="stop")
+    for retry_s in (0.0, 0.0, 1e9):
+        monkeypatch.setattr(telemetry, "RETRY_S", retry_s)
+        spans.observe(end)
+        spans._processor.force_flush()
+    (warning,) = [record for record in caplog.records if record.levelno >= logging.WARNING]
+    assert f"http://127.0.0.1:{port}/v1/traces does not accept spans" in warning.getMessage()
+    assert "s3cret" not in caplog.text
+    with collector(port) as target:
+        spans.observe(end)
+        spans._processor.force_flush()
+        assert target.spans == []
+        monkeypatch.setattr(telemetry, "RETRY_S", 0.0)
+        spans.observe(end)
+        spans.close()
+        assert [span.name for span in target.spans] == ["chat m"]
+    assert "accepts spans again" in caplog.text
+
+
+@pytest.mark.parametrize(
+    ("name", "given", "shown"),
+    [
+        ("OTEL_EXPORTER_OTLP_ENDPOINT", "localhost:4318", "http://"),
+        ("OTEL_EXPORTER_OTLP_TRACES_ENDPOINT", "https://", "http://"),
+        ("OTEL_EXPORTER_OTLP_PROTOCOL", "grpc", "4318"),
+    ],
+)
+def test_variables_with_unsupported_values_are_named(
+    name: str, given: str, shown: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv(name, given)
+    with pytest.raises(InvalidRequestError, match=shown) as caught:
+        RequestSpans(content=False)
+    assert name in caught.value.message
+
+
+def test_a_missing_extra_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delitem(sys.modules, "lmx_lab.server.telemetry")
+    monkeypatch.setitem(sys.modules, "opentelemetry.sdk.trace", None)
+    with pytest.raises(InvalidRequestError, match=r"pip install 'lmx-lab\[otel\]'"):
+        lmx_lab.Lab(Settings(home=tmp_path, port=0, otel="spans"), loop="thread")
+
+
+def test_nothing_is_exported_by_default(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("OTEL_EXPORTER_OTLP_ENDPOINT", "http://127.0.0.1:1")
+    lab = lmx_lab.Lab(Settings(home=tmp_path, port=0), loop="thread")
+    assert not lab.server.services.spans
