@@ -71,11 +71,11 @@ async def test_running_answers_are_not_changed_by_traces(manager: ModelManager) 
 async def test_a_draft_model_does_not_change_traces(
     no_shared_model: None, manager: ModelManager, tiny: ModelEntry
 ) -> None:
-    expected = (await manager.trace(activations(60, POST, "logits"))).arrays
+    expected = (await manager.trace(activations(60, POST, "*.hook_pattern"))).arrays
     await manager.load_entry(tiny, LoadSpec(model=tiny.id, draft=str(tiny.path)))
     prompt = TokenPrompt(tokens=(*range(1000, 1040), *range(1000, 1040)))
     answering = asyncio.create_task(run(manager, prompt=prompt, max_tokens=60))
-    traced = (await manager.trace(activations(60, POST, "logits"))).arrays
+    traced = (await manager.trace(activations(60, POST, "*.hook_pattern"))).arrays
     assert (await answering)[1].drafted_tokens > 0
     for name, values in expected.items():
         np.testing.assert_allclose(traced[name], values, atol=1e-4, err_msg=name)
