@@ -4,7 +4,7 @@ Each figure is a ratio of two measurements of one run, or a time with a wide lim
 machine. Both sides of a comparison take turns on the same prompts; the value is the median of the rounds. Servers,
 generator and clients are separate processes; the clients only record times.
 
-    python -m benchmarks                                   everything; about three quarters of an hour on two CPU cores
+    python -m benchmarks                                   everything; almost an hour on two CPU cores
     python -m benchmarks --model tiny --quick              a quick check, one or two minutes
     python -m benchmarks --only turn --only stall --model smollm2
     python -m benchmarks --only stream --model large       on a GPU
@@ -45,6 +45,10 @@ generator and clients are separate processes; the clients only record times.
 |            | not read; list of 2,000 sessions; memory of an idle subscriber; replay of  |               |
 |            | 100,000 events                                                             |               |
 | harness    | ``lmx_lab.bench`` with 64 streams at a known rate: error, cores used       | -             |
+| map        | tok/s of 500 rows through ``lab.map`` on llama.cpp ÷ ``lmx-lab bench``;     | smollm2       |
+|            | rows/s with 300 tokens in common ÷ with 300 of their own, both engines     |               |
+|            | cores that the process with ``lab.map`` uses; sampled answers of 1,000     | tiny          |
+|            | that do not fit their schema, both engines                                 |               |
 | mixed      | p99 gap of 8 streams beside long prompts, batches of texts and a load, for | smollm2       |
 |            | 10 minutes ÷ the streams alone; p99 of a health request; failed requests;  |               |
 |            | memory at the end ÷ after a minute                                         |               |
@@ -95,6 +99,7 @@ from benchmarks import (
     harness,
     kv_cache,
     leak,
+    map,
     mixed,
     page,
     paths,
@@ -159,6 +164,7 @@ FIGURES = {
     "leak": Figure(title=leak.FIGURE, measure=leak.measure, models=("tiny",)),
     "daemon": Figure(title=daemon.FIGURE, measure=daemon.measure),
     "harness": Figure(title=harness.FIGURE, measure=harness.measure, models=("tiny",)),
+    "map": Figure(title=map.FIGURE, measure=map.measure, models=("tiny", "smollm2")),
     "mixed": Figure(title=mixed.FIGURE, measure=mixed.measure, models=("smollm2",)),
     "flood": Figure(title=flood.FIGURE, measure=flood.measure, models=("tiny",)),
 }

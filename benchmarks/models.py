@@ -21,6 +21,7 @@ from lmx_lab.settings import Settings
 from lmx_lab.values.models import Format, ModelEntry
 from lmx_lab.weights import Catalog
 from tests.gguf_files import Tensor, read_gguf, renamed
+from tests.gguf_models import write_tiny_gguf
 from tests.tiny import write_tiny_llama
 
 CONTEXT_TOKENS = 8192
@@ -96,6 +97,17 @@ def minilm() -> Path:
 def gguf_starter() -> ModelEntry:
     """Return SmolLM2-135M as a GGUF file. ``smollm2`` is made from the same weights."""
     return _starter(format_="gguf")
+
+
+def tiny_gguf() -> Path:
+    """Return a model with random weights like ``tiny`` as a GGUF file, with the context of the tests."""
+    path = MODELS / "tiny.gguf"
+    if not path.exists():
+        MODELS.mkdir(parents=True, exist_ok=True)
+        unfinished = path.with_suffix(".part")
+        write_tiny_gguf(unfinished, gguf_starter().path, _starter().path)
+        unfinished.rename(path)
+    return path
 
 
 def deepened_starter() -> Path:

@@ -37,6 +37,8 @@ DTYPES: Mapping[str, str] = {
 """The columns of each table of answers, with their pandas types."""
 SAMPLE = "sample"
 """Name of the column that numbers the answers to the same row."""
+VECTOR, ERROR = "embedding", "error"
+"""The columns of a table of vectors."""
 ARROW_ROWS = 1000
 """Number of rows of a pyarrow table that are converted to Python values in one step."""
 LOGPROBS = "logprobs"
@@ -180,6 +182,46 @@ def _arrow_table(pyarrow: Any, values: Mapping[str, list[Any]], dtypes: Mapping[
         kind = kinds.get(dtypes[name]) or (pyarrow.string() if name in DTYPES else None)
         arrays[name] = pyarrow.array(column if kind is not None else _of_one_type(column), type=kind)
     return pyarrow.table(arrays)
+
+
+def vector_table(vectors: Sequence[Any], errors: Sequence[str | None], source: RowSource) -> Any:
+    """Create the table of vectors of the same kind as that of the rows. A row without a vector has an error."""
+    if source.library is None:
+        pandas = pandas_for("embed_frame")
+        columns = {VECTOR: vectors, ERROR: errors}
+        made = {name: pandas.Series(column, index=source.index, dtype="object") for name, column in columns.items()}
+        return pandas.DataFrame(made, index=source.index)
+    width = next((len(vector) for vector in vectors if vector is not None), 0)
+    lists = [None if vector is None else vector.tolist() for vector in vectors]
+    if source.library == "polars":
+        polars: Any = sys.modules["polars"]
+        kind = polars.Array(polars.Float32, width) if width else polars.List(polars.Float32)
+        return polars.DataFrame(
+            [polars.Series(VECTOR, lists, dtype=kind), polars.Series(ERROR, errors, dtype=polars.String)]
+        )
+    pyarrow: Any = sys.modules["pyarrow"]
+    kind = pyarrow.list_(pyarrow.float32(), width or -1)
+    return pyarrow.table({VECTOR: pyarrow.array(lists, type=kind), ERROR: pyarrow.array(errors, type=pyarrow.string())})
+
+
+def select_rows(data: Any, source: RowSource, order: Sequence[int], added: Mapping[str, Sequence[float]]) -> Any:
+    """Return some rows of a table in this order, with further columns of numbers.
+
+    Args:
+        data: The table from which ``source`` was read; a data frame if it is of pandas.
+    """
+    if source.library is None:
+        return data.iloc[list(order)].assign(**added)
+    if source.library == "polars":
+        polars: Any = sys.modules["polars"]
+        frame = data.to_frame(data.name or TEXT) if isinstance(data, polars.Series) else data
+        found = frame.select(polars.all().gather(polars.Series(order, dtype=polars.UInt32)))
+        return found.with_columns(polars.Series(name, each, dtype=polars.Float64) for name, each in added.items())
+    pyarrow: Any = sys.modules["pyarrow"]
+    table = data.take(pyarrow.array(order, type=pyarrow.int64()))
+    for name, numbers in added.items():
+        table = table.append_column(name, pyarrow.array(numbers, type=pyarrow.float64()))
+    return table
 
 
 def _of_one_type(values: list[Any]) -> list[Any]:

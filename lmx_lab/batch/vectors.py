@@ -10,7 +10,7 @@ import time
 from collections import deque
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from itertools import islice
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
 
@@ -21,19 +21,13 @@ from lmx_lab.batch.prompts import is_missing
 from lmx_lab.batch.run import MAX_PAUSE_S, MIN_PAUSE_S, RETRY_S, UNFINISHED, Errors, LoadedModel, identify
 from lmx_lab.batch.table import RowSource
 from lmx_lab.errors import InvalidRequestError, NotLoadedError, UnavailableError
-from lmx_lab.frames import pandas_for
 from lmx_lab.values.encoding import Vectors
 from lmx_lab.wire.embeddings import EmbeddingsBody
-
-if TYPE_CHECKING:
-    import pandas as pd
 
 TEXTS_AT_ONCE = 64
 """Maximum number of texts in a request. The engine fills its batches from a request."""
 CHARACTERS_AT_ONCE = 200_000
 """Maximum number of characters in a request of several texts."""
-VECTOR, ERROR = "embedding", "error"
-"""The columns of a table of vectors."""
 
 
 async def embedding_model(backend: Backend, name: str | None, *, hashed: bool) -> LoadedModel:
@@ -176,17 +170,13 @@ class EmbeddingRun:
             if (problem := _problem(text)) is not None:
                 raise InvalidRequestError(f"row {label!r:.80}: {problem}", param="frame")
 
-    def frame(self, index: Any) -> pd.DataFrame:
-        """Return the vectors and errors so far as a table with this index."""
-        vectors = [self._vectors.get(text) if isinstance(text, str) else None for text in self._texts]
-        errors = [_problem(text) or self._error_of(text) for text in self._texts]
-        pandas = pandas_for("embed_frame")
-        columns = {
-            VECTOR: pandas.Series(vectors, index=index, dtype="object"),
-            ERROR: pandas.Series(errors, index=index, dtype="object"),
-        }
-        frame: pd.DataFrame = pandas.DataFrame(columns, index=index)
-        return frame
+    def vectors(self) -> list[Vectors | None]:
+        """Return the vector of each text; None if it was not computed."""
+        return [self._vectors.get(text) if isinstance(text, str) else None for text in self._texts]
+
+    def errors(self) -> list[str | None]:
+        """Return for each text why it has no vector; None if it has one."""
+        return [_problem(text) or self._error_of(text) for text in self._texts]
 
     def _error_of(self, text: str) -> str | None:
         return None if text in self._vectors else self._failures.get(text, UNFINISHED.error)

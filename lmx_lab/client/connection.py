@@ -60,6 +60,7 @@ class _Key(httpx2.Auth):
 
     def __init__(self, key: str | None) -> None:
         self._headers = authorization_header(key)
+        self.text = key
 
     def auth_flow(self, request: httpx2.Request) -> Generator[httpx2.Request, httpx2.Response, None]:
         request.headers.update(self._headers)
@@ -109,6 +110,11 @@ class HttpConnection:
             # A proxy cannot reach this machine's loopback interface.
             trust_env=not is_loopback(self.url),
         )
+
+    @property
+    def api_key(self) -> str | None:
+        """The key that is sent; None if there is none."""
+        return self._key.text
 
     async def aclose(self) -> None:
         """Close all connections; the server stops its work for them. Idempotent."""

@@ -213,6 +213,11 @@ class AsyncLabClient(AsyncClientBase):
         """The server's address."""
         return self._connection.url
 
+    @property
+    def api_key(self) -> str | None:
+        """The key that the client sends; None if it sends none."""
+        return self._connection.api_key
+
     async def aclose(self) -> None:
         """Close all connections; the server stops its work for them. Idempotent."""
         await self._connection.aclose()

@@ -8,11 +8,11 @@ import threading
 import weakref
 from collections.abc import Callable, Sequence
 from contextlib import suppress
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from lmx_lab.client import AsyncLabClient
 from lmx_lab.client.blocking.portal import serves
-from lmx_lab.errors import HostingError, LabError
+from lmx_lab.errors import HostingError, InvalidRequestError, LabError
 from lmx_lab.notebook.discovery import find_address, is_name
 from lmx_lab.notebook.lab import Lab
 from lmx_lab.notebook.lab_server import LabServer
@@ -21,6 +21,9 @@ from lmx_lab.notebook.verbs import LoopPortal, in_thread, on_loop
 from lmx_lab.portal import LoopThread
 from lmx_lab.values.models import LoadSpec
 from lmx_lab.wire.admin import NotReady, Ready
+
+if TYPE_CHECKING:
+    from lmx_lab.client import LabClient
 
 REPR_TIMEOUT_S = 2.0
 """Maximum time that the lab's ``repr`` waits for the server."""
@@ -33,7 +36,7 @@ _PANEL_CONNECTIONS: dict[str, RemoteServer] = {}
 ``attach(url).panel()``."""
 
 
-def attach(url: str, *, api_key: str | None = None) -> Lab:
+def attach(url: str | AsyncLabClient | LabClient, *, api_key: str | None = None) -> Lab:
     """Return a lab for the server at this address, with the methods of a launched lab: ``with attach(url) as lab``.
 
     Blocking methods work in scripts, in cells and beside running event loops, because the connection has its own loop.
@@ -42,7 +45,8 @@ def attach(url: str, *, api_key: str | None = None) -> Lab:
 
     Args:
         url: The address that the server prints, or one through a proxy, with or without ``/v1`` or a slash at its end;
-            or the name of a lab that is announced on the local network (see ``discover()``).
+            or the name of a lab that is announced on the local network (see ``discover()``); or a client, whose address
+            and key the lab uses for a connection of its own.
         api_key: The server's key, or Jupyter's token if Jupyter is in front of it.
 
     Raises:
@@ -50,6 +54,8 @@ def attach(url: str, *, api_key: str | None = None) -> Lab:
         UnauthorizedError: the server needs a key, or another one.
         HostingError: the server runs on the caller's own event loop, which would wait for itself.
     """
+    if not isinstance(url, str):
+        url, api_key = _address_and_key(url, api_key)
     server = RemoteServer(find_address(url) if is_name(url) else url, api_key=api_key)
     lab = Lab.over(server, server.backend())
     try:
@@ -58,6 +64,21 @@ def attach(url: str, *, api_key: str | None = None) -> Lab:
         lab.stop()
         raise
     return lab
+
+
+def _address_and_key(client: AsyncLabClient | LabClient, api_key: str | None) -> tuple[str, str | None]:
+    # Imported here, because attaching to an address does not need it.
+    from lmx_lab.client import LabClient
+
+    if not isinstance(client, AsyncLabClient | LabClient):
+        raise InvalidRequestError(
+            f"url is {client!r:.80}; pass an address such as 'http://192.168.1.20:8400', or a client", param="url"
+        )
+    if api_key is not None:
+        raise InvalidRequestError(
+            "a client has a key of its own; leave api_key out, or pass an address", param="api_key"
+        )
+    return client.url, client.api_key
 
 
 class RemoteServer(LabServer):

@@ -4,14 +4,14 @@ from __future__ import annotations
 
 import os
 import time
+from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 from lmx_lab.backend import Backend
 from lmx_lab.batch.cache import AnswerCache
 from lmx_lab.batch.run import Errors
-from lmx_lab.batch.table import TEXT, read_source
+from lmx_lab.batch.table import TEXT, RowSource, read_source, select_rows, vector_table
 from lmx_lab.batch.vectors import (
-    VECTOR,
     EmbeddingRun,
     embedding_model,
     matrix_of,
@@ -54,10 +54,11 @@ class SearchVerbs:
         """Return the vectors of a column as a data frame with the same index.
 
         The columns are ``embedding``, a float32 array or None, and ``error``. Equal texts are computed once. An
-        interrupted ``embed_frame`` returns the vectors so far, and sets ``.attrs["interrupted"]`` to True.
+        interrupted ``embed_frame`` returns the vectors so far, and sets ``.attrs["interrupted"]`` to True. For a polars
+        or pyarrow table, the result is a table of the same type, whose vectors are lists of fixed length.
 
         Args:
-            frame: A data frame, a series, or a list of texts or dictionaries.
+            frame: A data frame, a series, a polars or pyarrow table, or a list of texts or dictionaries.
             column: The column of the texts; it can be left out if there is only one.
             model: An embedding model in memory; by default the pinned one, otherwise the loaded one.
             dimensions: Number of leading components to keep; the vectors are normalized again.
@@ -75,27 +76,13 @@ class SearchVerbs:
             raise InvalidRequestError(f"errors is {errors!r:.40}; it must be 'row' or 'raise'", param="errors")
         source = read_source(frame)
         labels, texts = texts_of(source, column)
-        loaded = await on_loop(embedding_model(self._backend, model, hashed=cache is not None))
         settings = {"dimensions": dimensions, "input_type": input_type, "truncate": truncate}
-        embeddings_body(["x"], model=loaded.id, **settings)
-        stored = None if cache is None else await in_thread(lambda: AnswerCache(cache))
-        run = EmbeddingRun(
-            self._backend,
-            texts,
-            lambda some: embeddings_body(some, model=loaded.id, **settings),
-            key=settings_key(loaded, settings),
-            errors=errors,
-            cache=stored,
+        run, interrupted = await _embed_texts(
+            self, texts, model, settings, cache=cache, errors=errors, labels=labels if errors == "raise" else None
         )
-        try:
-            if errors == "raise":
-                run.check_values(labels)
-            interrupted = await _embed_all(run)
-        finally:
-            if stored is not None:
-                stored.close()
-        vectors = run.frame(source.index)
-        vectors.attrs["interrupted"] = interrupted
+        vectors: pd.DataFrame = vector_table(run.vectors(), run.errors(), source)
+        if source.library is None:
+            vectors.attrs["interrupted"] = interrupted
         return vectors
 
     embed_frame = blocking(_embed_frame)
@@ -117,10 +104,11 @@ class SearchVerbs:
 
         The rows keep their labels. Two columns are added: ``similarity``, the cosine similarity of the vectors, and
         ``score``, which orders the rows: the score of the reranker or, without a reranker, the similarity. Rows without
-        a text are left out. Texts that are too long for a model are truncated.
+        a text are left out. Texts that are too long for a model are truncated. For a polars or pyarrow table, the
+        result is a table of the same type.
 
         Args:
-            frame: A data frame, a series, or a list of texts or dictionaries.
+            frame: A data frame, a series, a polars or pyarrow table, or a list of texts or dictionaries.
             query: The text to compare with.
             column: The column of the texts; it can be left out if there is only one.
             top_n: Maximum number of rows to return.
@@ -136,15 +124,14 @@ class SearchVerbs:
         """
         if not isinstance(top_n, int) or isinstance(top_n, bool) or top_n < 1:
             raise InvalidRequestError(f"top_n is {top_n!r:.40}; it must be a whole number, 1 or more", param="top_n")
-        table = _frame_of(frame)
-        _, texts = texts_of(read_source(table), column)
+        table, source = _searched(frame)
+        _, texts = texts_of(source, column)
         body = embeddings_body(query, model=model, input_type="query", truncate=True)
         reranker = None if rerank is False else await on_loop(_reranker(self._backend, required=bool(rerank)))
-        embedded = await SearchVerbs._embed_frame(
-            self, table, column, model=model, input_type="document", truncate=True, cache=cache
-        )
+        settings = {"dimensions": None, "input_type": "document", "truncate": True}
+        run, _ = await _embed_texts(self, texts, model, settings, cache=cache)
         count = top_n if reranker is None else max(top_n, RERANKED)
-        similar = most_similar(matrix_of(embedded[VECTOR]), await on_loop(self._backend.embed(body)), count)
+        similar = most_similar(matrix_of(run.vectors()), await on_loop(self._backend.embed(body)), count)
         similarities = dict(similar)
         ranked = similar
         if reranker is not None and similar:
@@ -152,12 +139,48 @@ class SearchVerbs:
             asked = rerank_body(query, documents, top_n=min(top_n, len(similar)), model=reranker, truncate=True)
             ranking = await on_loop(self._backend.rerank(asked))
             ranked = [(similar[index][0], score) for index, score in ranking.order]
-        found = table.iloc[[at for at, _ in ranked]]
         scores = {"similarity": [similarities[at] for at, _ in ranked], "score": [score for _, score in ranked]}
-        return found.assign(**scores)
+        found: pd.DataFrame = select_rows(table, source, [at for at, _ in ranked], scores)
+        return found
 
     search = blocking(_search)
     asearch = awaited(_search)
+
+
+async def _embed_texts(
+    owner: MapOwner,
+    texts: Sequence[Any],
+    model: str | None,
+    settings: Mapping[str, Any],
+    *,
+    cache: str | os.PathLike[str] | None,
+    errors: Errors = "row",
+    labels: Sequence[Any] | None = None,
+) -> tuple[EmbeddingRun, bool]:
+    """Compute the vectors of texts, and return them and whether this was interrupted. Runs as a verb.
+
+    Args:
+        labels: Labels of the rows, if a value that is not a text is an error of the whole call.
+    """
+    loaded = await on_loop(embedding_model(owner._backend, model, hashed=cache is not None))
+    embeddings_body(["x"], model=loaded.id, **settings)
+    stored = None if cache is None else await in_thread(lambda: AnswerCache(cache))
+    run = EmbeddingRun(
+        owner._backend,
+        texts,
+        lambda some: embeddings_body(some, model=loaded.id, **settings),
+        key=settings_key(loaded, settings),
+        errors=errors,
+        cache=stored,
+    )
+    try:
+        if labels is not None:
+            run.check_values(labels)
+        interrupted = await _embed_all(run)
+    finally:
+        if stored is not None:
+            stored.close()
+    return run, interrupted
 
 
 async def _embed_all(run: EmbeddingRun) -> bool:
@@ -180,23 +203,25 @@ async def _reranker(backend: Backend, *, required: bool) -> str | None:
     return found
 
 
-def _frame_of(data: Any) -> pd.DataFrame:
-    """Return the rows to search as a data frame without the columns that are added to the result.
+def _searched(data: Any) -> tuple[Any, RowSource]:
+    """Return the table to search, without the columns that are added to the result, and its rows.
+
+    The table is a data frame of pandas unless the data is a polars or pyarrow table.
 
     Raises:
         InvalidRequestError: the data has one of these columns.
     """
-    pandas = pandas_for("search")
-    if isinstance(data, pandas.Series):
-        table = data.to_frame(data.name if data.name is not None else TEXT)
-    elif isinstance(data, pandas.DataFrame):
-        table = data
-    else:
-        source = read_source(data)
-        table = pandas.DataFrame([row for _, row in source.rows], columns=source.columns)
-    if taken := [name for name in SCORES if name in table.columns]:
+    source = read_source(data)
+    table = data
+    if source.library is None:
+        pandas = pandas_for("search")
+        if isinstance(data, pandas.Series):
+            table = data.to_frame(data.name if data.name is not None else TEXT)
+        elif not isinstance(data, pandas.DataFrame):
+            table = pandas.DataFrame([row for _, row in source.rows], columns=source.columns)
+        source = read_source(table)
+    if taken := [name for name in SCORES if name in (source.columns or ())]:
         raise InvalidRequestError(
             f"the rows have a column {taken[0]!r}, which the result adds; rename it", param="frame"
         )
-    result: pd.DataFrame = table
-    return result
+    return table, source

@@ -332,18 +332,18 @@ def test_after_a_kill_only_missing_rows_are_computed(lab: lmx_lab.Lab, sent: Sen
     path, rows = tmp_path / "a.db", [f"row {number}" for number in range(120)]
     child = subprocess.Popen([sys.executable, "-c", KILLED, str(tmp_path), str(path)])
     try:
-        while _stored(path) < 10:
+        while stored_answers(path) < 10:
             assert child.poll() is None
     finally:
         child.kill()
         child.wait()
-    stored = _stored(path)
+    stored = stored_answers(path)
     assert lab.map(rows, "{text}", cache=path)["answer"].tolist() == rows
     assert len(sent.requests) == 120 - stored
-    assert _stored(path) == 120
+    assert stored_answers(path) == 120
 
 
-def _stored(path: Path) -> int:
+def stored_answers(path: Path) -> int:
     if not path.exists():
         threading.Event().wait(0.02)
         return 0

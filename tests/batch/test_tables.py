@@ -29,11 +29,16 @@ def make(request: pytest.FixtureRequest) -> Any:
     return module.DataFrame if request.param == "polars" else module.table
 
 
+def as_lists(table: Any) -> dict[str, list[Any]]:
+    values = table.to_pydict() if hasattr(table, "to_pydict") else table.to_dict(as_series=False)
+    return dict(values)
+
+
 def test_tables_of_other_libraries(lab: lmx_lab.Lab, make: Any, tmp_path: Path) -> None:
     table = make({"text": ['{"n":3,"tags":["a"]}', None, "x"]})
     answers = lab.map(table, "{text}", schema=SCHEMA, n=2)
     assert type(answers) is type(table)
-    columns = answers.to_pydict() if hasattr(answers, "to_pydict") else answers.to_dict(as_series=False)
+    columns = as_lists(answers)
     assert columns["n"][:4] == [3, 3, None, None]
     assert columns["tags"][:4] == ['["a"]', '["a"]', None, None]
     assert columns["sample"] == [0, 1] * 3
@@ -46,8 +51,31 @@ def test_tables_of_other_libraries(lab: lmx_lab.Lab, make: Any, tmp_path: Path) 
     assert result.df["score"].dropna().tolist() == [1, 1]
 
 
+def test_vectors_and_found_rows_are_a_table_of_the_same_library(lab: lmx_lab.Lab, make: Any) -> None:
+    table = make({"text": ["sea", None, "hill"], "n": [1, 2, 3]})
+    vectors = lab.embed_frame(table, "text")
+    assert type(vectors) is type(table)
+    columns = as_lists(vectors)
+    expected = lab.embed(["sea", "hill"])
+    assert [list(each) for each in (columns["embedding"][0], columns["embedding"][2])] == expected.tolist()
+    assert columns["embedding"][1] is None
+    assert columns["error"] == [None, "the text is missing", None]
+    found = lab.search(table, "hill", "text", top_n=2)
+    assert type(found) is type(table)
+    columns = as_lists(found)
+    assert list(columns) == ["text", "n", "similarity", "score"]
+    assert columns["n"] == [3, 1]
+    assert columns["similarity"][0] == pytest.approx(1, abs=1e-5)
+    empty = make({"text": []})
+    assert len(lab.embed_frame(empty)) == len(lab.search(empty, "sea")) == 0
+    with pytest.raises(lmx_lab.LabError, match="score"):
+        lab.search(make({"text": ["sea"], "score": [1]}), "sea", "text")
+
+
 def test_columns_of_polars_and_wrong_tables(lab: lmx_lab.Lab) -> None:
     polars = pytest.importorskip("polars")
-    assert lab.map(polars.Series("t", ["a", "b"]), "{t}")["answer"].to_list() == ["a", "b"]
+    texts = polars.Series("t", ["a", "b"])
+    assert lab.map(texts, "{t}")["answer"].to_list() == ["a", "b"]
+    assert lab.search(texts, "b", top_n=1)["t"].to_list() == ["b"]
     with pytest.raises(lmx_lab.LabError, match="LazyFrame"):
         lab.map(polars.LazyFrame({"t": ["a"]}), "{t}")

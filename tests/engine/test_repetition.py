@@ -4,14 +4,15 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import AsyncIterator
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 
-from lmx_lab.engine import ChatPrompt, GenerationRequest, ModelManager, Sampling
+from lmx_lab.engine import ChatPrompt, GenerationRequest, ModelManager, Sampling, TextPrompt
 from lmx_lab.settings import Settings
 from lmx_lab.values.generation import TokenLogprob
-from lmx_lab.values.models import ModelEntry
+from lmx_lab.values.models import LoadSpec, ModelEntry
 from tests.engine.conftest import finish_with_logprobs
 from tests.engine.llama_cpp.conftest import entry_of
 
@@ -27,6 +28,9 @@ TOPICS = (
     "a lost letter",
 )
 """Topics of prompts of different lengths, one for each slot."""
+
+
+LONG = "The old lighthouse keeper climbed the stairs every evening, lit the lamp, and wrote down the weather. " * 26
 
 
 @pytest.fixture(scope="module", params=["mlx", "gguf"])
@@ -70,3 +74,21 @@ async def test_64_greedy_answers_and_24_seeded_ones_repeat(manager: ModelManager
     await check_repetition(manager, [story(topic, max_tokens=20) for topic in TOPICS], rounds=8)
     seeded = [story(TOPICS[seed % len(TOPICS)], seed=seed, max_tokens=20) for seed in range(24)]
     await check_repetition(manager, seeded, rounds=1)
+
+
+@pytest.mark.long
+async def test_long_prompts_give_the_same_bits_on_llama_cpp_after_a_deterministic_load(
+    smollm2: ModelEntry, smollm2_gguf: Path
+) -> None:
+    """Without the option, attention depends on the number of tokens in a step and in the cache."""
+    requests = [
+        replace(story(topic, seed=seed, max_tokens=8), prompt=TextPrompt(text=LONG[at:]))
+        for at, (topic, seed) in enumerate([("the sea", None), ("bread", 3), ("paper", None)])
+    ]
+    entry = entry_of(smollm2_gguf, smollm2.id)
+    async with ModelManager(Settings(queue_limit=100)) as manager:
+        await manager.load_entry(entry, LoadSpec(model=smollm2.id, deterministic=True))
+        assert not manager.fingerprint.endswith("-batch-dependent")
+        parallel = await asyncio.gather(*(answer(manager, each) for each in requests))
+        cached = [await answer(manager, each) for each in requests]
+        assert cached == list(parallel)

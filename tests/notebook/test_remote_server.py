@@ -20,7 +20,7 @@ import pytest
 
 import lmx_lab
 from lmx_lab import errors
-from lmx_lab.client import AsyncLabClient
+from lmx_lab.client import AsyncLabClient, LabClient
 from lmx_lab.notebook import remote_server
 from lmx_lab.notebook.remote_server import attach
 from lmx_lab.settings import Settings
@@ -62,6 +62,23 @@ def wait_until_idle(lab: lmx_lab.Lab) -> None:
 
 def threads() -> set[str]:
     return {thread.name for thread in threading.enumerate() if thread.name == "lmx-lab-attached"}
+
+
+def test_a_lab_of_a_client_has_its_address_and_key(lab: lmx_lab.Lab) -> None:
+    with LabClient(lab.url, api_key=KEY) as client, attach(client) as of_client:
+        assert of_client.map(["one", "two"], "{text}", max_tokens=2)["output_tokens"].tolist() == [2, 2]
+        with pytest.raises(errors.InvalidRequestError, match="key of its own"):
+            attach(client, api_key=KEY)
+    with pytest.raises(errors.InvalidRequestError, match="address"):
+        attach(7)  # type: ignore[arg-type]
+
+    async def map_rows() -> list[str]:
+        async with AsyncLabClient(lab.url, api_key=KEY) as client:
+            with await asyncio.to_thread(attach, client) as of_client:
+                answers = await of_client.amap(["one"], "{text}", max_tokens=2)
+        return [*answers["finish_reason"]]
+
+    assert asyncio.run(map_rows()) == ["length"]
 
 
 # --- replies

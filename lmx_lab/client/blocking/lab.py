@@ -47,6 +47,11 @@ class LabClient(BlockingClient[AsyncLabClient]):
     ) -> None:
         super().__init__(AsyncLabClient(base_url, api_key=api_key, transport=transport, timeout_s=timeout_s))
 
+    @property
+    def api_key(self) -> str | None:
+        """The key that the client sends; None if it sends none."""
+        return self._client.api_key
+
     def chat(self, body: ChatRequest) -> ChatCompletion:
         """Return a complete answer."""
         return self._portal.run(self._client.chat(body))

@@ -5,6 +5,7 @@ Pure: computed from the header of the file.
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Mapping
 from dataclasses import dataclass
 
@@ -104,7 +105,7 @@ def plan_context(
     per_token = sum(kv_bytes_per_token(it, cache_dtype(it, spec)) for it in models)
     context_length = spec.context_length
     # Even in steps of one token, llama.cpp computes the tokens of two slots together, so there must be only one slot.
-    one_by_one = spec.deterministic and not is_batch_invariant(header)
+    one_by_one = spec.deterministic and not (is_batch_invariant(header) and sys.platform == "linux")
     # At least one slot for requests, and one for trials of grammars.
     least_tokens = 2 * _rounded_up(context_length or min(MIN_TOKENS, model_context))
     _require_memory(entry, fixed + per_token * least_tokens, limit_bytes, context_length)
@@ -177,10 +178,11 @@ def _plan_for_decoder(entry: ModelEntry, header: GgufHeader, model_context: int,
 
 
 def is_batch_invariant(header: GgufHeader) -> bool:
-    """Return whether llama.cpp computes the same bits for a token whatever else is in the batch, with separate caches.
+    """Return whether the products of the weights give the same bits for a token whatever else is in the batch.
 
     Measured on x86-64: with weights of other types, such as Q4_K and F16, the product of a single row adds its terms in
-    another order than the product of several rows.
+    another order than the product of several rows. Attention has such differences with all types of weights; see
+    ``INVARIANT_ATTENTION`` in ``model``.
     """
     return all(tensor.type in BATCH_INVARIANT_TYPES for tensor in header.tensors if len(tensor.shape) > 1)
 

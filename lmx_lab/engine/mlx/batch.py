@@ -161,7 +161,6 @@ class Batch:
     def insert(self, generation: MlxGeneration) -> None:
         """Start to compute a request, or continue a paused one, after the cached prefix of its tokens."""
         if generation.request.score_prompt and not generation.output_tokens:
-            # Scores need every token of the prompt computed.
             self._scorings.append(PromptScoring(generation, self._model))
         elif (hit := self.prefixes.find(generation.key, generation.variant)) is not None:
             if not generation.output_tokens:
@@ -315,6 +314,8 @@ class Batch:
             return []
         scoring = self._scorings[0]
         generation = scoring.generation
+        if not generation.computed_tokens:
+            self._skip_cached(scoring)
         with mx.stream(self._generator.stream), self._steering.alone(generation.steering):
             generation.computed_tokens += (tokens := scoring.advance(chunk))
         generation.uncomputed_tokens -= tokens
@@ -323,7 +324,32 @@ class Batch:
         del self._scorings[0]
         if generation.max_tokens:
             self._insert(generation, len(generation.prompt) - 1, scoring.layers)
+        else:
+            self._store_unscored(scoring)
         return [ChunkComputed(generation, tokens, done=False), PromptScored(generation, scoring.scores)]
+
+    def _skip_cached(self, scoring: PromptScoring) -> None:
+        """Take tokens before the first one whose score is needed from the prefix cache.
+
+        Only when the scoring begins, because those before it may have the same beginning.
+        """
+        generation = scoring.generation
+        before = generation.key[: generation.request.score_from]
+        if self._model.traits.plain and (hit := self.prefixes.find(before, generation.variant)) is not None:
+            scoring.skip(hit.tokens, hit.state.copied_layers())
+            generation.cached_tokens = hit.tokens
+            generation.uncomputed_tokens -= hit.tokens
+
+    def _store_unscored(self, scoring: PromptScoring) -> None:
+        """Store the cache of the tokens before the first one whose score is needed, such as the question that several
+        choices follow.
+        """
+        generation = scoring.generation
+        computed = len(generation.prompt) - 1
+        before = min(generation.request.score_from, computed)
+        if self._model.traits.plain and before - generation.cached_tokens >= MIN_TOKENS:
+            state = KvState(scoring.layers).trimmed(computed - before)
+            self._store_prefix(state.layers, generation.prompt[:before], generation.variant)
 
     def note_peak(self, peak: int) -> None:
         """Record the peak memory of a step for the requests that ran in it."""

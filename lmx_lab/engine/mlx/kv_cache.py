@@ -53,6 +53,10 @@ class KvState:
         trim_prompt_cache(layers, tokens)
         return type(self)(layers)
 
+    def copied_layers(self) -> list[Any]:
+        """Return caches that can be changed while others use this state. Arrays are copied on the first change."""
+        return copy.deepcopy(list(self.layers))
+
 
 def _shallow_copy(layer: Any) -> Any:
     copied = copy.copy(layer)

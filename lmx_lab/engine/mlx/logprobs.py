@@ -93,7 +93,7 @@ class PromptScoring:
         self._model = model
         self.layers: list[Any] = make_prompt_cache(model.model)
         """The caches of all tokens that were scored, except the last one."""
-        self._scores = [self._first_token()]
+        self._scores = [self._unscored(0)]
 
     @property
     def is_done(self) -> bool:
@@ -102,6 +102,16 @@ class PromptScoring:
     @property
     def scores(self) -> PromptScores:
         return PromptScores(tokens=tuple(self._scores))
+
+    def skip(self, tokens: int, layers: list[Any]) -> None:
+        """Leave out the scores of the first tokens, whose caches are known. Called before the first chunk.
+
+        Args:
+            tokens: Number of tokens in the caches. The first score is that of the second token after them.
+            layers: The caches, which this object changes.
+        """
+        self.layers = layers
+        self._scores = [self._unscored(at) for at in range(tokens + 1)]
 
     def advance(self, chunk: int) -> int:
         """Score at most ``chunk`` more tokens, and return how many."""
@@ -117,6 +127,6 @@ class PromptScoring:
             self._scores.append(prompt_token(self._model.vocabulary, row, token, top))
         return len(inputs)
 
-    def _first_token(self) -> TokenLogprob:
-        token, vocabulary = self.generation.prompt[0], self._model.vocabulary
+    def _unscored(self, at: int) -> TokenLogprob:
+        token, vocabulary = self.generation.prompt[at], self._model.vocabulary
         return TokenLogprob(token=token, text=vocabulary.text_of(token), bytes=vocabulary.bytes_of(token), logprob=None)

@@ -263,18 +263,22 @@ class GenerationLoop:
                 self.totals.prompt_tokens += event.tokens
                 self._outbox.post(generation.mailbox, _progress(generation))
                 if event.done:
-                    self.totals.prompt_tokens += generation.cached_tokens
-                    self.totals.cached_tokens += generation.cached_tokens
-                    self.totals.disk_cached_tokens += generation.disk_cached_tokens
+                    self._count_cached_tokens(generation)
                     self._scheduler.prefilled(generation)
             case PromptScored():
                 if generation.steering is not None:
                     generation.steering.check([each.logprob for each in event.scores.tokens])
                 self._outbox.post(generation.mailbox, event.scores)
                 if not generation.max_tokens:
+                    self._count_cached_tokens(generation)
                     self._end(generation, generation.report("length", time.perf_counter()))
             case TokenGenerated():
                 self._handle_token(batch, generation, event)
+
+    def _count_cached_tokens(self, generation: MlxGeneration) -> None:
+        self.totals.prompt_tokens += generation.cached_tokens
+        self.totals.cached_tokens += generation.cached_tokens
+        self.totals.disk_cached_tokens += generation.disk_cached_tokens
 
     def _log_step(self, generation: MlxGeneration, kind: StepKind, tokens: int, now: float) -> None:
         """Record what the current step has computed for a request."""

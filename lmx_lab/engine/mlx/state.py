@@ -9,7 +9,7 @@ from __future__ import annotations
 import logging
 import time
 from collections.abc import Sequence
-from dataclasses import asdict, replace
+from dataclasses import replace
 
 from lmx_lab.engine.admission import LOAD_FIRST, AdmissionControl
 from lmx_lab.engine.cpu_blas import ThreadChoice, configure_blas
@@ -365,7 +365,7 @@ class MlxCore:
             memory_used_bytes=memory.used_bytes(),
             memory_peak_bytes=max(self.snapshot.memory_peak_bytes, memory.used_bytes()),
             progress_at=time.perf_counter(),
-            **asdict(generating.totals),
+            **vars(generating.totals),
         )
         encoding.deliver()
         tracing.deliver()

@@ -15,7 +15,14 @@ from lmx_lab.engine.admission import AdmissionControl, Permit
 from lmx_lab.engine.cpu_blas import ThreadChoice
 from lmx_lab.engine.encoders import TextTokens
 from lmx_lab.engine.mlx import memory
-from lmx_lab.engine.mlx.encoding import BUSY_PART_TOKENS, MIN_LENGTH_RATIO, PART_TOKENS, EncodeJob, EncodingLoop
+from lmx_lab.engine.mlx.encoding import (
+    BUSY_PART_TOKENS,
+    MIN_LENGTH_RATIO,
+    ON_CPU,
+    PART_TOKENS,
+    EncodeJob,
+    EncodingLoop,
+)
 from lmx_lab.errors import ContextLengthError, EngineError, GenerationTimeoutError, LabError, QueueFullError
 from lmx_lab.values.encoding import Vectors
 from lmx_lab.values.engine import BlasReport
@@ -166,6 +173,7 @@ def test_the_number_of_tokens_of_a_batch_is_limited(busy: bool, tokens: int) -> 
     assert len(encoder.batches[0]) == tokens // 64
 
 
+@pytest.mark.skipif(not ON_CPU, reason="on a GPU a batch has a single part")
 def test_a_batch_has_a_part_for_each_core() -> None:
     loop, encoder = create_loop(threads=2), FakeEncoder()
     submitted = job(encoder, [64] * 7)
@@ -176,6 +184,7 @@ def test_a_batch_has_a_part_for_each_core() -> None:
     assert submitted.done.result(timeout=0).rows.ravel().tolist() == [at + 0.5 for at in range(7)]
 
 
+@pytest.mark.skipif(not ON_CPU, reason="on a GPU a batch has a single part")
 def test_cancelling_ends_all_parts_of_a_batch() -> None:
     loop, encoder = create_loop(threads=2), FakeEncoder(layers=5)
     submitted = job(encoder, [64] * 7)

@@ -60,6 +60,34 @@ async def test_a_cached_prefix_does_not_change_the_answer(manager: ModelManager,
         assert (await run(fresh, prompt=different, max_tokens=20))[1].cached_tokens == 0
 
 
+async def test_choices_are_scored_after_their_cached_question(manager: ModelManager, tiny: ModelEntry) -> None:
+    async def score(by: ModelManager, *choice: int, start: int = 100) -> tuple[list[float | None], int]:
+        prompt = TokenPrompt(tokens=(*FIRST.tokens, *choice))
+        changes = {"max_tokens": 0, "score_prompt": True, "score_from": start}
+        stream = await by.submit(request(prompt=prompt, **changes))
+        _, report = await finish(stream)
+        assert stream.prompt_scores is not None
+        assert [entry.token for entry in stream.prompt_scores.tokens] == list(prompt.tokens)
+        return [entry.logprob for entry in stream.prompt_scores.tokens], report.cached_tokens
+
+    before = manager.snapshot
+    choices = [(7, 8), (9, 8, 7, 6), (7, 8)]
+    found = [await score(manager, *choice) for choice in choices]
+    assert [cached for _, cached in found] == [0, 99, 99]
+    assert manager.snapshot.cached_tokens - before.cached_tokens == 198
+    assert manager.snapshot.prompt_tokens - before.prompt_tokens == 308 - len(choices)
+    whole, cached = await score(manager, *choices[0], start=0)
+    assert cached == 0
+    assert whole.count(None) == 1
+    _, report = await run(manager, prompt=FIRST)
+    assert report.cached_tokens == 99
+    async with ModelManager(Settings(prefix_cache_bytes=0)) as fresh:
+        await fresh.load_entry(tiny)
+        for choice, (scores, _) in zip(choices, found, strict=True):
+            expected, _ = await score(fresh, *choice)
+            assert scores[100:] == pytest.approx(expected[100:], abs=1e-5)
+
+
 async def test_the_cache_of_a_stopped_or_cancelled_answer_is_stored_too(manager: ModelManager) -> None:
     stopped = numbers(100, start=3000)
     words, _ = await run(manager, prompt=stopped)
