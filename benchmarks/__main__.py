@@ -36,8 +36,9 @@ generator and clients are separate processes; the clients only record times.
 | dialects   | CPU time of a token at 8 streams in the formats Messages, Responses and    | tiny          |
 |            | Ollama ÷ in the chat format                                                |               |
 | branches   | time to the first token of a branch ÷ a decode step; time of ``explore``   | tiny, smollm2 |
-| traces     | time of a trace ÷ prefill; one pass for each cell ÷ a patch sweep          | tiny, smollm2 |
 |            | with 8 answers ÷ the longest answer alone                                  |               |
+| traces     | time of a trace ÷ prefill; one pass for each cell ÷ a patch sweep; CPU     | tiny, smollm2 |
+|            | time of the p99 gap of a stream beside both ÷ alone                        |               |
 | start      | ms to import the package, to show the help, and to start a server          | smollm2       |
 | structured | decode tok/s with a JSON schema ÷ without, 1 and 8 streams                 | tiny, smollm2 |
 | daemon     | a turn - the same chat; fan-out to 10; delay while other subscribers do    | tiny, smollm2 |

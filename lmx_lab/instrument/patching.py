@@ -17,7 +17,10 @@ from lmx_lab.values.tracing import Trace
 if TYPE_CHECKING:
     import pandas as pd
 
-COLUMNS = ("hook", "block", "position", "token", "answer", "other", "difference", "restored")
+COLUMNS = ("hook", "block", "head", "position", "token", "answer", "other", "difference", "restored")
+SHOWN_POSITIONS = 8
+"""Maximum number of positions for which the display has a heat map of heads, the last ones."""
+HOOKS_WITH_HEADS = ("hook_z",)
 NO_DIFFERENCE = "the logit difference is the same after both texts"
 
 
@@ -25,32 +28,45 @@ class PatchSweep:
     """The logits of two tokens after the corrupt text, with one value at a time replaced by that of the clean text.
 
     Attributes:
-        hooks: Names of the replaced values, in the order of the model.
+        hooks: Name of each replaced value, in the order of the model. A hook with heads is listed once for each head.
+        heads: Index of the head of each replaced value; None for values without heads.
         positions: The positions at which values were replaced.
+        together: Whether each value was replaced at all these positions together.
         texts: Text of each token of the corrupt text.
-        logits: Logits of ``answer`` and ``other``, of shape (hooks, positions, 2); NaN where the sweep was interrupted.
+        logits: Logits of ``answer`` and ``other``, of shape (values, positions, 2), or (values, 1, 2) with
+            ``together``; NaN where the sweep was interrupted.
         clean, corrupt: The logit of ``answer`` minus that of ``other`` after each text, without replaced values.
         interrupted: Whether the sweep was interrupted.
+
+    Args:
+        first: The first results.
+        positions: All positions; by default those of ``first``.
     """
 
-    def __init__(self, first: Trace, positions: Sequence[int]) -> None:
+    def __init__(self, first: Trace, positions: Sequence[int] | None = None, *, together: bool = False) -> None:
         details = first.details
         self.model, self.texts = first.model, first.texts
         self.hooks: tuple[str, ...] = tuple(details["names"])
-        self.positions = tuple(positions)
+        self.heads: tuple[int | None, ...] = tuple(details["heads"])
+        self.positions: tuple[int, ...] = tuple(details["positions"] if positions is None else positions)
+        self.together = together
         self.clean, self.corrupt = (float(details[name][0] - details[name][1]) for name in ("clean", "corrupt"))
-        self.logits: NDArray[np.float32] = np.full((len(self.hooks), len(positions), 2), np.nan, np.float32)
+        shape = (len(self.hooks), 1 if together else len(self.positions), 2)
+        self.logits: NDArray[np.float32] = np.full(shape, np.nan, np.float32)
         self.interrupted = False
         self.add(first)
 
     def add(self, trace: Trace) -> None:
         """Add the results of some positions."""
+        if self.together:
+            self.logits[:] = trace.arrays["logits"]
+            return
         for at, position in enumerate(trace.details["positions"]):
             self.logits[:, self.positions.index(position)] = trace.arrays["logits"][:, at]
 
     @property
     def differences(self) -> NDArray[np.float32]:
-        """The logit of ``answer`` minus that of ``other``, of shape (hooks, positions)."""
+        """The logit of ``answer`` minus that of ``other``, of shape (values, positions), or (values, 1)."""
         return self.logits[..., 0] - self.logits[..., 1]
 
     @property
@@ -64,21 +80,23 @@ class PatchSweep:
 
     @property
     def df(self) -> pd.DataFrame:
-        """A data frame with one row for each hook and position.
+        """A data frame with one row for each value and position. ``head`` is missing for values without heads, and
+        ``position`` and ``token`` if values were replaced at several positions together.
 
         Raises:
             ImportError: pandas is not installed.
         """
-        hooks, places = (axis.ravel() for axis in np.indices(self.logits.shape[:2]))
-        positions = np.array(self.positions)[places]
+        values, places = (axis.ravel() for axis in np.indices(self.logits.shape[:2]))
+        positions = [None if self.together else self.positions[at] for at in places]
         columns: Mapping[str, Any] = dict(
             zip(
                 COLUMNS,
                 (
-                    [self.hooks[at] for at in hooks],
-                    [int(self.hooks[at].split(".")[1]) for at in hooks],
+                    [self.hooks[at] for at in values],
+                    [int(self._block(int(at))) for at in values],
+                    [self.heads[at] for at in values],
                     positions,
-                    [self.texts[at] for at in positions],
+                    [None if at is None else self.texts[at] for at in positions],
                     self.logits[..., 0].ravel(),
                     self.logits[..., 1].ravel(),
                     self.differences.ravel(),
@@ -87,41 +105,85 @@ class PatchSweep:
                 strict=True,
             )
         )
-        frame: pd.DataFrame = pandas_for("df").DataFrame(columns)
+        frame: pd.DataFrame = pandas_for("df").DataFrame(columns).astype({"head": "Int64", "position": "Int64"})
         frame.attrs["interrupted"] = self.interrupted
         return frame
 
-    def heat_map(self, hook: str | None = None) -> HeatMap:
-        """Return the heat map of the restored fractions, with the last block on top.
+    def heat_map(self, hook: str | None = None, position: int | None = None) -> HeatMap:
+        """Return the heat map of the restored fractions, with the last block on top. It has one column for each
+        position, or one for each head if the values have heads.
 
         Args:
             hook: The last part of the names, such as ``hook_resid_post``; by default that of the first hook.
+            position: One of ``positions``, for values with heads; negative ones count from the end of the text. By
+                default the last one.
 
         Raises:
-            InvalidRequestError: no value with this name was replaced.
+            InvalidRequestError: no value with this name was replaced, or none at this position.
         """
         kinds = self._kinds()
         hook = hook or kinds[0]
         if hook not in kinds:
             raise InvalidRequestError(f"hook is {hook!r:.40}; this sweep replaced {', '.join(kinds)}", param="hook")
-        rows = [at for at, name in enumerate(self.hooks) if name.endswith(f".{hook}")][::-1]
-        restored = self.restored
+        found = [at for at, name in enumerate(self.hooks) if name.endswith(f".{hook}")]
+        places = [self._label(place) for place in range(self.logits.shape[1])]
+        if self.heads[found[0]] is None:
+            cells = {self._block(at): [(at, place) for place in range(len(places))] for at in found}
+            return self._map(hook, cells, places, "token of the corrupt text")
+        place = self._place(position)
+        by_head: dict[str, list[tuple[int, int]]] = {}
+        for at in found:
+            by_head.setdefault(self._block(at), []).append((at, place))
+        heads = max(len(row) for row in by_head.values())
+        return self._map(f"{hook} at {places[place]}", by_head, [str(head) for head in range(heads)], "head")
+
+    def _map(
+        self, what: str, cells: Mapping[str, Sequence[tuple[int, int]]], columns: Sequence[str], column_axis: str
+    ) -> HeatMap:
+        """Return a heat map.
+
+        Args:
+            cells: The indices of values and places in the row of each block.
+        """
+        restored, blocks = self.restored, [*cells][::-1]
 
         def describe(row: int, column: int) -> str:
-            name, at = self.hooks[rows[row]], self.positions[column]
-            difference, share = self.differences[rows[row], column], restored[rows[row], column]
-            return f"{name} at {self.texts[at]!r}: difference {difference:.3f}, restored {share:.1%}"
+            at, place = cells[blocks[row]][column]
+            head = "" if self.heads[at] is None else f", head {self.heads[at]},"
+            difference, share = self.differences[at, place], restored[at, place]
+            return f"{self.hooks[at]}{head} at {self._label(place)}: difference {difference:.3f}, restored {share:.1%}"
 
         return HeatMap(
-            title=f"Restored logit difference by {hook}, {self.model}",
-            values=[[float(value) for value in restored[at]] for at in rows],
-            rows=[self.hooks[at].split(".")[1] for at in rows],
-            columns=[token_label(self.texts[at]) for at in self.positions],
+            title=f"Restored logit difference by {what}, {self.model}",
+            values=[[float(restored[cell]) for cell in cells[block]] for block in blocks],
+            rows=blocks,
+            columns=columns,
             row_axis="block",
-            column_axis="token of the corrupt text",
+            column_axis=column_axis,
             describe=describe,
             cell=(30.0, 12.0),
         )
+
+    def _block(self, at: int) -> str:
+        return self.hooks[at].split(".")[1]
+
+    def _label(self, place: int) -> str:
+        """Return the label of a column of ``logits``."""
+        if self.together:
+            return f"{len(self.positions)} positions"
+        return token_label(self.texts[self.positions[place]])
+
+    def _place(self, position: int | None) -> int:
+        """Return the index of a position in ``logits``; by default the last one."""
+        if position is None or self.together:
+            return len(self.logits[0]) - 1
+        at = position + len(self.texts) if position < 0 else position
+        if at not in self.positions:
+            raise InvalidRequestError(
+                f"position is {position}, at which no value was replaced; .positions has those with values",
+                param="position",
+            )
+        return self.positions.index(at)
 
     def __repr__(self) -> str:
         done = int(np.isfinite(self.logits[..., 0]).sum())
@@ -137,7 +199,16 @@ class PatchSweep:
         note = "<div>The sweep was interrupted; grey cells are missing.</div>" if self.interrupted else ""
         if self.clean == self.corrupt:
             note += f"<div>Nothing can be restored, because {NO_DIFFERENCE}.</div>"
-        return "".join(self.heat_map(hook).svg() for hook in self._kinds()) + note
+        maps = list[HeatMap]()
+        for hook in self._kinds():
+            by_position = not self.together and hook in HOOKS_WITH_HEADS
+            shown = self.positions[-SHOWN_POSITIONS:] if by_position else (None,)
+            maps += [self.heat_map(hook, position) for position in shown]
+            if by_position and len(shown) < len(self.positions):
+                note += (
+                    f"<div>The last {len(shown)} positions are shown; .heat_map({hook!r}, position) shows others.</div>"
+                )
+        return "".join(shown.svg() for shown in maps) + note
 
     def _kinds(self) -> list[str]:
         """Return the last parts of the names, without duplicates."""

@@ -20,9 +20,9 @@ from lmx_lab.frames import pandas_for
 from lmx_lab.instrument.access import LabAccess
 from lmx_lab.instrument.activations import ActivationCache
 from lmx_lab.instrument.answer import TokenAnswer, continue_answer
-from lmx_lab.instrument.lens import ColorBy, TokenLens, lens_of
+from lmx_lab.instrument.lens import ColorBy, TokenLens, lens_of, scored_lens
 from lmx_lab.instrument.text_file import write_text_file
-from lmx_lab.instrument.traced_text import activation_fields, traced_answer
+from lmx_lab.instrument.traced_text import Traced, activation_fields, traced_answer
 
 if TYPE_CHECKING:
     import pandas as pd
@@ -225,6 +225,13 @@ class HasTokens(CanBranch):
         """
         return lens_of(self._lab, self._tokens, color=color)
 
+    async def alens(self, *, color: ColorBy = "probability") -> TokenLens:
+        """Do the same as ``lens`` on a running event loop."""
+        answer, lab = self._tokens, self._lab
+        if answer.logprobs or lab is None:
+            return lens_of(lab, answer, color=color)
+        return await lab.call(lambda backend: scored_lens(backend, answer, color=color))
+
     def trace(self, hooks: str | Sequence[str], *, positions: int | Sequence[int] | None = None) -> ActivationCache:
         """Compute the prompt and the answer again, and return internal values of the model; see ``Lab.trace``.
 
@@ -232,10 +239,21 @@ class HasTokens(CanBranch):
             NotLoadedError: another model is loaded.
             InvalidRequestError: the tokens of the answer are not known, or a hook or position does not exist.
         """
+        lab, text = self._traced()
+        return ActivationCache(lab.run(lambda backend: text.run(backend, activation_fields(hooks, positions))))
+
+    async def atrace(
+        self, hooks: str | Sequence[str], *, positions: int | Sequence[int] | None = None
+    ) -> ActivationCache:
+        """Do the same as ``trace`` on a running event loop."""
+        lab, text = self._traced()
+        return ActivationCache(await lab.call(lambda backend: text.run(backend, activation_fields(hooks, positions))))
+
+    def _traced(self) -> tuple[LabAccess, Traced]:
+        """Return the lab that computes a trace, and its text."""
         if self._lab is None:
             raise InvalidRequestError("there is no lab that can compute the tokens of this answer; use lab.trace(...)")
-        text = traced_answer(self._tokens)
-        return ActivationCache(self._lab.run(lambda backend: text.run(backend, activation_fields(hooks, positions))))
+        return self._lab, traced_answer(self._tokens)
 
     def tree(self) -> AnswerTree:
         """Return the answer with the branches that were generated from this object."""

@@ -154,9 +154,11 @@ class TraceVerbs:
         other: Token,
         hooks: str | Sequence[str] = "blocks.*.hook_resid_post",
         positions: int | Sequence[int] | None = None,
+        together: bool = False,
     ) -> PatchSweep:
-        """Compute a corrupt text once for each hook and position, with this value replaced by that of a clean text, and
-        return how far this restores the difference of two logits.
+        """Compute a corrupt text once for each value and position, with this value replaced by that of a clean text,
+        and return how far this restores the difference of two logits. The values of ``attn.hook_z`` are those of single
+        heads.
 
         If ``patch`` is interrupted, it returns the positions that are complete; ``apatch`` is cancelled.
 
@@ -164,8 +166,10 @@ class TraceVerbs:
             clean, corrupt: Texts with the same number of tokens, as ``what`` in ``trace``.
             answer: The token that the model predicts after the clean text: an id, or a text of exactly one token.
             other: The token that the model predicts after the corrupt text.
-            hooks: Names that end with ``hook_resid_pre``, ``hook_attn_out``, ``hook_mlp_out`` or ``hook_resid_post``.
+            hooks: Names that end with ``hook_resid_pre``, ``hook_resid_mid``, ``hook_resid_post``, ``hook_attn_out``,
+                ``hook_mlp_out``, or ``attn.hook_z``, the outputs of single heads.
             positions: As in ``trace``.
+            together: Whether each value is replaced at all these positions together, and not at one after the other.
 
         Raises:
             InvalidRequestError: the texts have different numbers of tokens, or a hook cannot be patched.
@@ -180,6 +184,9 @@ class TraceVerbs:
             "hooks": hook_list(hooks),
         }
         wanted = position_list(positions)
+        if together:
+            whole = await on_loop(text.run(self._backend, {**fields, "positions": wanted, "together": together}))
+            return PatchSweep(whole, together=True)
         first = await on_loop(text.run(self._backend, {**fields, "positions": [-1] if wanted is None else wanted[:1]}))
         all_positions = _checked(wanted, len(first.tokens))
         sweep = PatchSweep(first, all_positions)
@@ -189,7 +196,7 @@ class TraceVerbs:
             try:
                 while left:
                     done = len(sweep.hooks) * (len(all_positions) - len(left))
-                    bar.show(f"{len(sweep.hooks)} hooks at each position", done, len(sweep.hooks) * len(all_positions))
+                    bar.show(f"{len(sweep.hooks)} values at each position", done, len(sweep.hooks) * len(all_positions))
                     started = time.monotonic()
                     some, left = left[:size], left[size:]
                     sweep.add(await on_loop(text.run(self._backend, {**fields, "positions": some})))

@@ -12,7 +12,7 @@ from lmx_lab.values.tensors import decode_tensors, encode_tensors
 if TYPE_CHECKING:
     from numpy.typing import NDArray
 
-PATCHABLE = ("hook_resid_pre", "hook_attn_out", "hook_mlp_out", "hook_resid_post")
+PATCHABLE = ("hook_resid_pre", "hook_z", "hook_attn_out", "hook_resid_mid", "hook_mlp_out", "hook_resid_post")
 """Last parts of the names of values that ``Patching`` can restore."""
 
 
@@ -51,6 +51,8 @@ class Patching:
     """Names of the values that are replaced, as in ``Activations``."""
     positions: tuple[int, ...] | None = None
     """Positions at which values are replaced; None selects all."""
+    together: bool = False
+    """Whether a value is replaced at all positions together, and not at one after the other."""
 
 
 @dataclass(frozen=True, kw_only=True)

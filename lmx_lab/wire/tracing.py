@@ -80,6 +80,7 @@ class PatchingBody(RequestModel):
     other: TokenName
     hooks: Hooks
     positions: Positions | None = None
+    together: bool = False
 
     def work(self) -> TraceWork:
         """Return the request for the engine."""
@@ -88,6 +89,7 @@ class PatchingBody(RequestModel):
             other=self.other,
             hooks=tuple(self.hooks),
             positions=None if self.positions is None else tuple(self.positions),
+            together=self.together,
         )
 
 

@@ -132,6 +132,45 @@ def test_patching_restores_what_differs(lab: lmx_lab.Lab, attached: lmx_lab.Lab)
             lab.patch(OTHER, TEXT, **{"answer": 500, "other": 600, **changes})  # type: ignore[arg-type]
 
 
+def test_single_heads_are_patched_at_each_position_or_at_all_together(lab: lmx_lab.Lab, attached: lmx_lab.Lab) -> None:
+    tokens = {"answer": 500, "other": 600}
+    sweep = lab.patch(OTHER, TEXT, hooks=["*.hook_z", "*.hook_resid_mid"], **tokens)  # type: ignore[arg-type]
+    assert sweep.hooks[:3] == ("blocks.0.attn.hook_z",) * 2 + ("blocks.0.hook_resid_mid",)
+    assert sweep.heads == (0, 1, None) * 2
+    assert sweep.restored.shape == (6, 6)
+    assert sweep.restored[:, 0] == pytest.approx(0, abs=1e-3)  # The first token is the same in both texts.
+    frame = sweep.df
+    assert list(frame["head"].isna()) == [False] * 12 + [True] * 6 + [False] * 12 + [True] * 6
+    heads = sweep.heat_map("hook_z", position=1)
+    assert (heads.rows, heads.columns) == (["1", "0"], ["0", "1"])
+    assert heads.values[1][1] == pytest.approx(sweep.restored[1, 1])
+    assert heads.describe is not None
+    assert "hook_z, head 1, at" in heads.describe(0, 1)
+    assert sweep._repr_html_().count("<svg") == 6 + 1
+    with pytest.raises(InvalidRequestError, match=r"position is 9, .*\.positions"):
+        sweep.heat_map("hook_z", position=9)
+    together = attached.patch(OTHER, TEXT, hooks="*.hook_z", together=True, **tokens)  # type: ignore[arg-type]
+    assert (together.restored.shape, together.positions) == ((4, 1), tuple(range(6)))
+    assert together.df["position"].isna().all()
+    assert together._repr_html_().count("<svg") == 1
+    assert "6 positions" in together._repr_html_()
+    one = lab.patch(OTHER, TEXT, hooks="*.hook_z", positions=-1, together=True, **tokens)  # type: ignore[arg-type]
+    heads_only = [at for at, head in enumerate(sweep.heads) if head is not None]
+    np.testing.assert_allclose(one.logits[:, 0], sweep.logits[heads_only, -1], atol=1e-4)
+    with pytest.raises(InvalidRequestError, match="together"):
+        lab.patch(OTHER, TEXT, together="all", **tokens)  # type: ignore[arg-type]
+
+
+@pytest.mark.anyio
+async def test_answers_are_traced_and_scored_on_a_running_loop(lab: lmx_lab.Lab) -> None:
+    reply = await lab.achat("hello", max_tokens=4, temperature=0)
+    traced = await reply.atrace("logits", positions=-1)
+    np.testing.assert_allclose(traced["logits"], (await lab.atrace(reply, "logits", positions=-1))["logits"], atol=1e-4)
+    assert (await reply.alens()).source == "scoring"
+    asked = await lab.achat("hello", max_tokens=4, temperature=0, logprobs=1)
+    assert (await asked.alens(color="rank")).source == "answer"
+
+
 def test_integers_of_numpy_are_accepted_and_other_values_refused_by_name(lab: lmx_lab.Lab) -> None:
     logits = lab.trace([np.int64(5), np.int64(6)], "logits", positions=np.arange(2))["logits"]
     assert lab.trace([5, 6], "logits", positions=np.int64(-1))["logits"].argmax() == logits[1].argmax()

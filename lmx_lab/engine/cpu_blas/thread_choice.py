@@ -77,7 +77,7 @@ class ThreadChoice:
         return self._fastest
 
     def _measure(self) -> None:
-        self._wait()
+        self.wait()
         self._use(1)
         best_s, self._fastest = _product_s(float("inf")), 1
         for count in self._candidates:
@@ -88,11 +88,12 @@ class ThreadChoice:
 
     def _use(self, count: int) -> None:
         if count != self.current:
-            self._wait()
+            self.wait()
             binding.use_threads(count)
             self.current = count
 
-    def _wait(self) -> None:
+    def wait(self) -> None:
+        """Wait for the end of what ``stream`` computes."""
         if self.stream is not None:
             mx.synchronize(self.stream)
 

@@ -35,6 +35,8 @@ Loaded = LoadedModel | LoadedEncoder
 ENCODE_S = 0.1
 """Time for which a step computes texts while no answer is generated. Every command waits for the end of the step."""
 MIN_ENCODE_S = 0.01
+MEAN_WEIGHT = 0.2
+"""Weight of the newest step in the mean duration of the steps of answers beside traces."""
 
 
 class MlxCore:
@@ -49,7 +51,8 @@ class MlxCore:
         self._main: tuple[ModelEntry, Loaded] | None = None
         self._pinned: dict[Kind, tuple[ModelEntry, LoadedEncoder]] = {}
         report = configure_blas(settings.blas, settings.threads)
-        threads = ThreadChoice(report)
+        self._threads = threads = ThreadChoice(report)
+        self._mean_s = 0.0
         self.generating = GenerationLoop(settings, threads, blas=report, limit_bytes=self._limit_bytes)
         self.encoding = EncodingLoop(
             threads,
@@ -288,7 +291,9 @@ class MlxCore:
     # Steps
 
     def step(self) -> None:
-        """Perform one step: a step of the answers, about as much time for texts, one delivery to each reader's loop."""
+        """Perform one step: a step of the answers, about as much time for texts and traces together, and one delivery
+        to each reader's loop.
+        """
         started = time.perf_counter()
         busy = not self.generating.idle
         lost = False
@@ -297,12 +302,20 @@ class MlxCore:
         except OutOfMemoryError as exc:
             self._unload_for_memory(exc)
             lost = True
+        traces = not self.tracing.idle and not lost
+        if traces and busy:
+            # The step of the answers only starts to compute their next tokens; without the wait, its time is unknown.
+            self._threads.wait()
+        limit_s = time.perf_counter() - started
+        if traces and busy:
+            # Other programs may have used the processors in this step.
+            self._mean_s += MEAN_WEIGHT * (limit_s - self._mean_s) if self._mean_s else limit_s
+            limit_s = min(limit_s, self._mean_s)
         if not self.encoding.idle:
-            generating_s = time.perf_counter() - started
-            self.encoding.step(max(generating_s, MIN_ENCODE_S) if busy else ENCODE_S, busy=busy)
-        if not self.tracing.idle and not lost:
-            generating_s = time.perf_counter() - started
-            self.tracing.step(max(generating_s, MIN_ENCODE_S) if busy else PREFILL_STEP_S, busy=busy)
+            limit_s /= 2 if traces else 1
+            self.encoding.step(max(limit_s, MIN_ENCODE_S) if busy else ENCODE_S, busy=busy)
+        if traces:
+            self.tracing.step(limit_s if busy else PREFILL_STEP_S, busy=busy)
         self._publish()
         if lost:
             self._host.lost_model(False)

@@ -20,13 +20,16 @@ from lmx_lab.engine.mlx.capture.patching import compute_patching
 from lmx_lab.engine.mlx.capture.points import HookPoints
 from lmx_lab.engine.mlx.jobs import JobQueue
 from lmx_lab.engine.mlx.model import LoadedModel
-from lmx_lab.engine.mlx.prefill import LinearCost
 from lmx_lab.errors import ContextLengthError, EngineError, LabError
 from lmx_lab.values.tracing import Activations, Attribution, LogitLens, Patching, Trace, TraceWork
 
 log = logging.getLogger(__name__)
 FIRST_TOKENS = 8
 """Number of tokens of the first step, before the speed is known."""
+WEIGHT = 0.3
+"""Weight of the newest step in the running mean."""
+OUTLIER = 4
+"""Maximum of a measurement as a multiple of the mean; another program may have used the processors for a moment."""
 GROWTH = 4
 """Maximum number of tokens of a step as a multiple of the largest step so far, because longer steps have not been
 measured."""
@@ -79,7 +82,8 @@ class TraceLoop(JobQueue[TraceJob, Trace]):
         self._note_peak = note_peak
         self._steps: tuple[TraceJob, Steps] | None = None
         """The first job and its computation, after it has started."""
-        self._cost = LinearCost()
+        self._token_s = 0.0
+        """Running mean of the duration of a step for each of its tokens; 0 until it is known."""
         self._largest = FIRST_TOKENS
 
     def step(self, limit_s: float, *, busy: bool) -> None:
@@ -97,7 +101,7 @@ class TraceLoop(JobQueue[TraceJob, Trace]):
             try:
                 if self._steps is None and not self._begin(job, may_wait=busy):
                     break  # until the end of an answer frees memory
-                self._advance(job, limit_s)
+                self._advance(job, limit_s, busy=busy)
             except Exception as exc:
                 self._fail_step(job, exc)
             if time.perf_counter() - started >= limit_s / 2:
@@ -125,18 +129,23 @@ class TraceLoop(JobQueue[TraceJob, Trace]):
                     "shorten it, or raise memory_limit_bytes"
                 )
         job.started_at = job.started_at or time.perf_counter()
+        if may_wait:
+            # The duration of its tokens may be another one than that of earlier jobs.
+            self._largest = FIRST_TOKENS
         steps = _steps_of(job, model.hook_points, model, self._trace_bytes)
         self._steps = job, steps
         return True
 
-    def _advance(self, job: TraceJob, limit_s: float) -> None:
+    def _advance(self, job: TraceJob, limit_s: float, *, busy: bool) -> None:
         """Perform one step of the started computation."""
         assert self._steps is not None
         steps = self._steps[1]
         tokens = self._largest
-        if self._cost.known:
-            tokens = max(1, min(tokens, int(self._cost.within(limit_s)), memory.MAX_CHUNK_TOKENS))
-        self._threads.prepare(tokens)
+        if self._token_s:
+            tokens = max(1, min(tokens, int(limit_s / self._token_s)))
+        if not busy:
+            # Otherwise the number of threads remains that of the answers: changing and measuring it takes time.
+            self._threads.prepare(len(job.tokens))
         started = time.perf_counter()
         try:
             computed = steps.send(tokens)
@@ -157,9 +166,12 @@ class TraceLoop(JobQueue[TraceJob, Trace]):
             )
             return
         if computed:
-            self._cost.add(computed, time.perf_counter() - started)
-            self._largest = min(memory.MAX_CHUNK_TOKENS, max(self._largest, computed * GROWTH))
-            self._note_peak(memory.take_peak_bytes())
+            token_s = (time.perf_counter() - started) / computed
+            self._token_s += (
+                WEIGHT * (min(token_s, OUTLIER * self._token_s) - self._token_s) if self._token_s else token_s
+            )
+            self._largest = min(memory.MAX_CHUNK_TOKENS, max(self._largest, int(computed * GROWTH)))
+        self._note_peak(memory.take_peak_bytes())
 
     def _fail_step(self, job: TraceJob, exc: Exception) -> None:
         """End a job with an error. The model stays loaded."""

@@ -14,11 +14,12 @@ import psutil
 import pytest
 
 from lmx_lab.engine import ModelManager, TextPrompt, TokenPrompt, TraceRequest
-from lmx_lab.engine.mlx import tracing
+from lmx_lab.engine.mlx import state, tracing
+from lmx_lab.engine.mlx.state import MlxCore
 from lmx_lab.engine.mlx.tracing import TraceJob, TraceLoop
 from lmx_lab.errors import ContextLengthError, InvalidRequestError, NotLoadedError
 from lmx_lab.settings import Settings
-from lmx_lab.values.models import ModelEntry
+from lmx_lab.values.models import LoadSpec, ModelEntry
 from lmx_lab.values.tracing import Activations, Attribution, HookNames, LogitLens, Patching, Trace
 from tests.engine.conftest import finish, mlx_thread, numbers, request, run
 
@@ -67,6 +68,19 @@ async def test_running_answers_are_not_changed_by_traces(manager: ModelManager) 
             np.testing.assert_allclose(trace.arrays[name], values, atol=1e-3)
 
 
+async def test_a_draft_model_does_not_change_traces(
+    no_shared_model: None, manager: ModelManager, tiny: ModelEntry
+) -> None:
+    expected = (await manager.trace(activations(60, POST, "*.hook_pattern"))).arrays
+    await manager.load_entry(tiny, LoadSpec(model=tiny.id, draft=str(tiny.path)))
+    prompt = TokenPrompt(tokens=(*range(1000, 1040), *range(1000, 1040)))
+    answering = asyncio.create_task(run(manager, prompt=prompt, max_tokens=60))
+    traced = (await manager.trace(activations(60, POST, "*.hook_pattern"))).arrays
+    assert (await answering)[1].drafted_tokens > 0
+    for name, values in expected.items():
+        np.testing.assert_allclose(traced[name], values, atol=1e-4, err_msg=name)
+
+
 async def test_a_cancelled_trace_ends_and_releases_its_place(manager: ModelManager) -> None:
     waiting = asyncio.create_task(manager.trace(activations(500)))
     await asyncio.sleep(0)
@@ -101,7 +115,7 @@ def test_steps_that_would_exceed_their_time_are_left_for_later(monkeypatch: pyte
         def _begin(self, job: TraceJob, *, may_wait: bool) -> bool:
             return True
 
-        def _advance(self, job: TraceJob, limit_s: float) -> None:
+        def _advance(self, job: TraceJob, limit_s: float, *, busy: bool) -> None:
             nonlocal now
             now += next(durations)
 
@@ -113,6 +127,31 @@ def test_steps_that_would_exceed_their_time_are_left_for_later(monkeypatch: pyte
     for end in (0.6, 1.2, 3.2):
         loop.step(1.0, busy=True)
         assert now == pytest.approx(end)
+
+
+def test_texts_and_traces_share_the_time_of_a_step_of_the_answers(monkeypatch: pytest.MonkeyPatch) -> None:
+    now, limits = 0.0, list[float]()
+
+    def advance(seconds: float = 1.0) -> None:
+        nonlocal now
+        now += seconds
+
+    def work(limit_s: float, *, busy: bool) -> None:
+        limits.append(limit_s)
+        advance(limit_s)
+
+    monkeypatch.setattr(state, "time", SimpleNamespace(perf_counter=lambda: now))
+    core: Any = MlxCore.__new__(MlxCore)
+    core.generating = SimpleNamespace(idle=False, step=advance)
+    core.encoding, core.tracing = (SimpleNamespace(idle=False, step=work) for _ in range(2))
+    core._threads, core._publish, core._mean_s = SimpleNamespace(wait=advance), lambda: None, 0.0
+    core.step()
+    core.encoding.idle = True
+    core.step()
+    # A step that takes longer than usual, because of another program.
+    core.generating.step = lambda: advance(11.0)
+    core.step()
+    assert limits == pytest.approx([1.0, 1.0, 2.0, 4.0])
 
 
 async def until(condition: Callable[[], bool]) -> None:

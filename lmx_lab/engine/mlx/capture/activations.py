@@ -24,9 +24,11 @@ NO_POINTS: Mapping[str, HookPoint] = {}
 Array = NDArray[Any]
 Results = tuple[dict[str, Array], dict[str, Any]]
 """The arrays and the details of a ``Trace``."""
-Steps = Generator[int, int, Results]
-"""A computation in steps. It yields the number of tokens that were computed, and receives the maximum number of tokens
-of the next step."""
+Steps = Generator[float, int, Results]
+"""A computation that is divided into steps. It yields the work of a step and receives the limit of the next one, as a
+number of tokens that all blocks compute. It yields 0 after other work."""
+Part = tuple[list[mx.array], float]
+"""Arrays that a block computes, and their work in the unit of ``Steps``."""
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
@@ -104,6 +106,40 @@ def next_chunk(left: int, limit: int) -> int:
     return count + 1 if left - count == 1 else count
 
 
+def evaluate(parts: list[Part], limit: int) -> Generator[float, int, float]:
+    """Evaluate arrays in the order of the blocks, and yield before the work of a step would exceed ``limit``.
+
+    MLX computes lazily, so that a pass whose graph is complete can be interrupted after any block.
+
+    Args:
+        parts: The list is emptied, so that values are freed when nothing else needs them.
+
+    Returns:
+        The work since the last yield.
+    """
+    done, pending = 0.0, list[mx.array]()
+    while parts:
+        arrays, work = parts.pop(0)
+        pending += arrays
+        done += work
+        if not parts or done + parts[0][1] > limit:
+            mx.eval(pending)
+            pending.clear()
+            if parts:
+                limit, done = (yield done), 0.0
+    return done
+
+
+def chunk_limit(limit: int, blocks: int, rows: int = 1) -> int:
+    """Return the number of tokens of each row in a pass of which a step computes at least one block.
+
+    Args:
+        limit: The work of a step, in the unit of ``Steps``.
+        rows: Number of rows of the batch.
+    """
+    return min(limit * blocks, memory.MAX_CHUNK_TOKENS) // rows
+
+
 def compute_activations(context: TraceContext, tokens: Sequence[int], work: Activations) -> Steps:
     """Return the values of the hooks by name."""
     names = context.found.matching(work.hooks)
@@ -140,7 +176,7 @@ def read_rows(
     *,
     cache: Sequence[Any] | None = None,
     extra: Mapping[str, HookPoint] = NO_POINTS,
-) -> Generator[int, int, None]:
+) -> Generator[float, int, None]:
     """Compute a text in chunks, and pass the values of hooks at some positions to ``keep``. Tokens after the last of
     these positions are not computed.
 
@@ -151,20 +187,25 @@ def read_rows(
         cache: Receives the keys and values of all computed tokens; by default they are discarded.
         extra: Additional hook points to read, by name.
     """
-    reader, largest = Reader(found, names, extra), LOGITS_CHUNK_TOKENS if LOGITS in names else memory.MAX_CHUNK_TOKENS
+    reader, blocks = Reader(found, names, extra), len(found.parts.blocks)
     layers = make_prompt_cache(found.parts.model) if cache is None else cache
     last = len(tokens) if cache is not None else positions[-1] + 1
     at, first = 0, 0
     limit = yield 0
     while at < last:
-        end = at + next_chunk(len(tokens) - at, min(limit, largest))
+        largest = min(limit, LOGITS_CHUNK_TOKENS) if LOGITS in names else chunk_limit(limit, blocks)
+        end = at + next_chunk(min(len(tokens) - at, max(2, last - at)), largest)
         rows = [position - at for position in positions if at <= position < end]
-        values = reader.read(list(tokens[at:end]), layers, rows)
+        values, computed = reader.read(list(tokens[at:end]), layers, rows)
         # The cache is needed only for further chunks.
-        mx.eval(values if rows else {}, [layer.state for layer in layers] if end < last or cache is not None else [])
+        needs_cache = end < last or cache is not None
+        parts = [(arrays, (end - at) / blocks) for arrays in computed[: blocks if needs_cache else reader.depth]]
+        del computed
+        limit = yield 0
+        done = yield from evaluate(parts, limit)
+        mx.eval(values if rows else {}, [layer.state for layer in layers] if needs_cache else [])
         if rows:
             keep(first, end, {name: np.array(value, copy=False) for name, value in values.items()})
         del values
         first += len(rows)
-        limit = yield end - at
-        at = end
+        limit, at = (yield done), end

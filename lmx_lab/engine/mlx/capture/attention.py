@@ -22,6 +22,11 @@ from lmx_lab.engine.mlx.capture.parts import Block
 
 ProbeValues = Callable[[Any, Side], mx.array | None]
 """Returns the input or output of a module in a pass of two tokens; None if the module was not called."""
+Places = tuple[dict[str, tuple[int, ...]], dict[str, HookPoint]]
+"""The shapes of values at one position, and the hook points of those that have one, by the last part of their names."""
+SAME = 1e-2
+"""Largest difference of the outputs of heads from the products of their patterns and values, relative to the largest
+output, that rounding can cause."""
 REPLACING = threading.Lock()
 """Lock that is held while the functions are replaced, because a process may have several engine threads."""
 
@@ -69,8 +74,8 @@ class AttentionCall:
         return value[0, :, value.shape[2] - self.queries.shape[2] :][:, rows].swapaxes(0, 1)
 
 
-def attention_sizes(block: Block, attention: BlockAttention, values: ProbeValues) -> dict[str, tuple[int, ...]]:
-    """Return the shape at one position of each attention value of a block, by the last part of its name.
+def attention_places(block: Block, attention: BlockAttention, values: ProbeValues) -> Places:
+    """Return the values of attention that a block has.
 
     Queries, keys, values and head outputs are available only if the output projection receives all head outputs in one
     vector. In the shape of the pattern, 0 stands for the number of keys.
@@ -78,12 +83,10 @@ def attention_sizes(block: Block, attention: BlockAttention, values: ProbeValues
     Args:
         values: The inputs and outputs of the block's modules.
     """
-    rows = mx.arange(2)
-    if attention.call is None:
-        pattern = attention.softmax_rows(rows)
-        return {} if pattern is None or pattern.shape[2] != len(rows) else {"hook_pattern": (pattern.shape[1], 0)}
-    call, sizes = attention.call, dict[str, tuple[int, ...]]()
     joined = values(block.attention_output, "input") if block.attention_output is not None else None
+    if attention.call is None:
+        return _places_of_softmax(block, attention, values, joined)
+    call, sizes, points = attention.call, dict[str, tuple[int, ...]](), dict[str, HookPoint]()
     if joined is not None and joined.shape[-1] == call.output.shape[1] * call.output.shape[3]:
         kinds = {"rot_q": call.queries, "rot_k": call.keys, "v": call.values, "z": call.output}
         shapes = {kind: (value.shape[1], value.shape[3]) for kind, value in kinds.items()}
@@ -91,10 +94,52 @@ def attention_sizes(block: Block, attention: BlockAttention, values: ProbeValues
             projected, shape = values(module, "output") if module is not None else None, shapes[f"rot_{kind}"]
             if projected is not None and math.prod(projected.shape[2:]) == math.prod(shape):
                 sizes[f"hook_{kind}"] = shape
+                points[f"hook_{kind}"] = HookPoint(module, "output")
         sizes.update({f"hook_{kind}": shape for kind, shape in shapes.items()})
+        # Some families multiply the outputs of heads with a gate before the projection.
+        if bool(mx.array_equal(joined, call.output.swapaxes(1, 2).reshape(joined.shape))):
+            points["hook_z"] = HookPoint(block.attention_output, "input")
     z = sizes.pop("hook_z", None)
     sizes["hook_pattern"] = (call.queries.shape[1], 0)
-    return sizes if z is None else {**sizes, "hook_z": z}
+    return (sizes if z is None else {**sizes, "hook_z": z}), points
+
+
+def _places_of_softmax(block: Block, attention: BlockAttention, values: ProbeValues, joined: mx.array | None) -> Places:
+    """Return the values of attention that is computed step by step. Queries, keys, values and head outputs are
+    available only if the head outputs are the products of the pattern and the projected values.
+
+    Args:
+        joined: The input of the output projection.
+    """
+    pattern = attention.softmax_rows(mx.arange(2))
+    if pattern is None or pattern.shape[2] != 2:
+        return {}, {}
+    heads = pattern.shape[1]
+    sizes: dict[str, tuple[int, ...]] = {"hook_pattern": (heads, 0)}
+    modules = {"q": block.queries, "k": block.keys, "v": block.values}
+    found = {kind: None if module is None else values(module, "output") for kind, module in modules.items()}
+    if joined is None or found["v"] is None or joined.shape[-1] % heads:
+        return sizes, {}
+    width = joined.shape[-1] // heads
+    shared = found["v"].shape[-1] // width
+    if not shared or found["v"].shape[-1] % width or heads % shared:
+        return sizes, {}
+    projected = mx.repeat(
+        found["v"].astype(mx.float32).reshape(2, shared, width).swapaxes(0, 1), heads // shared, axis=0
+    )
+    outputs = (pattern.swapaxes(0, 1) @ projected).swapaxes(0, 1).reshape(joined.shape[1:])
+    error, largest = mx.abs(outputs - joined[0].astype(mx.float32)).max(), mx.abs(outputs).max()
+    if not bool(error <= SAME * largest):
+        return sizes, {}
+    points = {"hook_v": HookPoint(block.values, "output"), "hook_z": HookPoint(block.attention_output, "input")}
+    head_counts = {"q": heads, "k": shared, "v": shared}
+    for kind, count in head_counts.items():
+        value = found[kind]
+        if value is not None and value.shape[-1] % count == 0:
+            sizes[f"hook_{kind}"] = (count, value.shape[-1] // count)
+            points[f"hook_{kind}"] = HookPoint(modules[kind], "output")
+    order = ("hook_q", "hook_k", "hook_v", "hook_pattern")
+    return {**{name: sizes[name] for name in order if name in sizes}, "hook_z": (heads, width)}, points
 
 
 @dataclass(kw_only=True, eq=False)

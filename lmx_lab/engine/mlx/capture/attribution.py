@@ -50,7 +50,7 @@ def compute_attribution(context: TraceContext, tokens: Sequence[int], token: int
 
     yield from read_rows(found, [first, *names, last], tokens, [len(tokens) - 1], keep, extra=joined)
     direction, bias = _direction(context, mx.array(values[last]), token, other)
-    yield 1
+    yield 0
     products = {name: _number(direction(mx.array(values[name])[None])) for name in (first, *names)}
     heads = [_heads(found, at, values, direction) for at in range(len(blocks))]
     count = max((len(row) for row in heads), default=0)

@@ -9,12 +9,12 @@ import numpy as np
 
 from lmx_lab.engine.mlx.capture.activations import Array, Steps, TraceContext, read_rows, resolve_positions
 from lmx_lab.engine.mlx.capture.points import RESID_POST
-from lmx_lab.engine.mlx.capture.tail import logits_of_residual
+from lmx_lab.engine.mlx.capture.tail import VOCABULARY_ROWS, logits_of_residual
 from lmx_lab.errors import InvalidRequestError
 from lmx_lab.values.tracing import LogitLens
 
-ROWS = 32
-"""Maximum number of rows of logits that are computed in one step."""
+MAX_ROWS = 4 * VOCABULARY_ROWS
+"""Maximum number of rows of the vocabulary that are computed together."""
 MAX_TOP = 100
 
 
@@ -46,16 +46,18 @@ def compute_logit_lens(context: TraceContext, tokens: Sequence[int], work: Logit
         ids.reshape(-1, work.top),
         logprobs.reshape(-1, work.top),
     )
+    texts: dict[str, str] = {}
     limit = yield 0
     at = 0
     while at < len(flat):
-        end = min(len(flat), at + max(1, min(limit, ROWS)))
+        end = min(len(flat), at + max(VOCABULARY_ROWS, min(limit, MAX_ROWS)))
         logits = logits_of_residual(found.parts.model, found.parts.norm, mx.array(flat[at:end])).astype(mx.float32)
         flat_ids[at:end], flat_logprobs[at:end] = _most_likely(np.array(logits, copy=False), work.top)
-        limit = yield end - at
-        at = end
-    texts = {int(token): context.text_of(int(token)) for token in np.unique(ids)}
-    return {"ids": ids, "logprobs": logprobs}, {"positions": positions, "texts": {str(k): v for k, v in texts.items()}}
+        for token in {*flat_ids[at:end].ravel().tolist()}:
+            if str(token) not in texts:
+                texts[str(token)] = context.text_of(token)
+        limit, at = (yield 0), end
+    return {"ids": ids, "logprobs": logprobs}, {"positions": positions, "texts": texts}
 
 
 def _most_likely(logits: Array, top: int) -> tuple[Array, Array]:

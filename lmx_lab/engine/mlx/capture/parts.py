@@ -22,15 +22,26 @@ FINAL_NORMS = (
     *("norm", "ln_f", "norm_f", "final_layernorm", "final_layer_norm", "final_norm"),
     *("embedding_norm", "output_norm"),
 )
-ATTENTIONS = ("self_attn", "attn", "attention", "self_attention", "linear_attn", "conv", "mamba", "temporal_block")
+ATTENTIONS = (
+    *("self_attn", "attn", "attention", "self_attention"),
+    *("linear_attn", "conv", "mamba", "temporal_block", "mixer"),
+)
 """Attention, and the modules that replace it in some layers of hybrid models."""
-QUERIES, KEYS = ("q_proj", "query_proj", "wq"), ("k_proj", "key_proj", "wk")
-ATTENTION_OUTPUTS = ("o_proj", "out_proj", "dense", "c_proj", "wo", "attn_out")
+QUERIES = ("q_proj", "query_proj", "wq", "attn_query")
+KEYS = ("k_proj", "key_proj", "wk", "attn_key")
+VALUES = ("v_proj", "value_proj", "wv", "attn_value")
+ATTENTION_OUTPUTS = ("o_proj", "out_proj", "dense", "c_proj", "wo", "attn_out", "attn_resid")
 """Projections in attention, from and to the residual stream."""
 MLPS = ("mlp", "feed_forward", "block_sparse_moe", "ffn", "moe", "mlp_block")
-ATTENTION_NORMS = ("post_attention_layernorm", "post_self_attn_layernorm", "post_attention_norm", "post_attn_norm")
+ATTENTION_NORMS = (
+    "post_attention_layernorm",
+    "post_self_attn_layernorm",
+    "post_attention_norm",
+    "post_attn_norm",
+    "post_mixer_norm",
+)
 """Norms that some families apply to the output of attention, before it is added to the residual stream."""
-MLP_NORMS = ("post_feedforward_layernorm", "post_mlp_layernorm", "post_ffw_norm", "post_ffn_norm")
+MLP_NORMS = ("post_feedforward_layernorm", "post_mlp_layernorm", "post_ffw_norm", "post_ffn_norm", "post_mlp_norm")
 """Norms that some families apply to the output of the MLP, before it is added to the residual stream."""
 
 
@@ -52,6 +63,11 @@ class Block:
     def keys(self) -> Any | None:
         """The projection that computes the keys of all heads."""
         return _child([self.attention], KEYS)
+
+    @property
+    def values(self) -> Any | None:
+        """The projection that computes the values of all heads."""
+        return _child([self.attention], VALUES)
 
     @property
     def attention_output(self) -> Any | None:

@@ -1,14 +1,16 @@
 """Compute logits after a text in which single values are replaced by those of another text (activation patching).
 
-All replaced values at one position are rows of one batch. A row starts at the block and the position of its value,
-because all earlier values are equal in all rows: it joins the batch at its block, and uses the keys and values of the
-text for the preceding positions. Models whose caches do not support this compute each row from the start.
+All values that are replaced at one position are rows of one batch. A row starts at the block and the position of its
+value, because all earlier values are equal in all rows: it joins the batch at its block, and uses the keys and values
+of the text for the preceding positions. Models whose caches do not support this compute each row from the start.
 """
 
 from __future__ import annotations
 
+import math
+from bisect import bisect_right
 from collections.abc import Generator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
 
@@ -18,16 +20,19 @@ from mlx_lm.models.cache import KVCache, create_attention_mask, make_prompt_cach
 
 from lmx_lab.engine.mlx.capture.activations import (
     Array,
+    Part,
     Steps,
     TraceContext,
+    chunk_limit,
+    evaluate,
     next_chunk,
     read_rows,
     resolve_positions,
 )
 from lmx_lab.engine.mlx.capture.install import HookFunction, HookPoint, install
-from lmx_lab.engine.mlx.capture.points import RESID_POST, RESID_PRE
+from lmx_lab.engine.mlx.capture.points import ATTN_OUT, RESID_MID, RESID_POST, RESID_PRE, HookPoints, Z
 from lmx_lab.engine.mlx.capture.reading import block_of
-from lmx_lab.engine.mlx.capture.tail import logits_of_residual
+from lmx_lab.engine.mlx.capture.tail import VOCABULARY_ROWS, logits_of_residual
 from lmx_lab.errors import InvalidRequestError
 from lmx_lab.values.tracing import PATCHABLE, Patching
 
@@ -36,13 +41,16 @@ BATCH_TOKENS = 4096
 SAME = 1e-2
 """Maximum difference that rounding can cause between the logits of a row without a replaced value and those of the
 text."""
+NO_ROWS = np.zeros((0, 2), np.float32)
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, kw_only=True)
 class _Cell:
-    """One row of a batch."""
+    """One row of a batch: the value that is replaced in it."""
 
     name: str
+    head: int | None = None
+    """Index of the head whose value is replaced; None if the value does not consist of heads."""
     replaces: bool = True
     """False for a row that verifies that the batch reproduces the text."""
 
@@ -55,17 +63,24 @@ class _Cell:
         """Whether the row joins the batch after its block, not before it."""
         return self.name.endswith(RESID_POST)
 
+    @property
+    def begins(self) -> int:
+        """Index of the first block that the row computes."""
+        return self.block + self.joins_after
+
 
 def compute_patching(
     context: TraceContext, tokens: Sequence[int], clean: Sequence[int], pair: tuple[int, int], work: Patching
 ) -> Steps:
-    """Return the array ``logits``, of shape (hooks, positions, 2), with the logits of two tokens after the text.
+    """Return the array ``logits``, of shape (values, positions, 2), with the logits of two tokens after the text. The
+    details ``names`` and ``heads`` describe the values. With ``together``, there is one position.
 
     Args:
         clean: Tokens of the text that provides the values.
         pair: The two tokens.
     """
-    names = _names(context, work.hooks)
+    found = context.found
+    cells = _cells(found, work.hooks)
     if len(clean) != len(tokens):
         raise InvalidRequestError(
             f"the clean text has {len(clean)} tokens and the corrupt one {len(tokens)}; both need the same number, so "
@@ -74,45 +89,63 @@ def compute_patching(
         )
     context.require_tail()
     positions = resolve_positions(work.positions, len(tokens))
-    found = context.found
-    width = found.sizes[names[0]][0]
+    names = [*dict.fromkeys(cell.name for cell in cells)]
+    width = found.sizes[f"blocks.0.{RESID_PRE}"][0] * (len(found.parts.blocks) + 1)
     context.check_bytes(
-        4 * len(tokens) * width * (len(names) + len(found.parts.blocks) + 1),
+        4 * len(tokens) * (width + sum(math.prod(found.sizes[name]) for name in names)),
         f"the values of {len(names)} hooks at {len(tokens)} positions",
         "name fewer hooks, or shorten the texts",
     )
     sweep = _Sweep(context, tokens, pair)
     yield from sweep.read(clean, names)
-    logits = np.zeros((len(names), len(positions), 2), np.float32)
-    cells = [_Cell(name) for name in names]
-    size = max(1, BATCH_TOKENS // len(tokens))
-    for at, position in enumerate(positions):
-        for first in range(0, len(cells), size):
-            logits[first : first + size, at] = yield from sweep.run(cells[first : first + size], position)
-    details = {"names": names, "positions": positions, "clean": sweep.clean_logits, "corrupt": sweep.corrupt_logits}
+    places = [positions] if work.together else [[position] for position in positions]
+    logits = np.zeros((len(cells), len(places), 2), np.float32)
+    for at, place in enumerate(places):
+        logits[:, at] = yield from sweep.run(cells, place)
+    details = {
+        "names": [cell.name for cell in cells],
+        "heads": [cell.head for cell in cells],
+        "positions": positions,
+        "clean": sweep.clean_logits,
+        "corrupt": sweep.corrupt_logits,
+    }
     return {"logits": logits}, details
 
 
-def _names(context: TraceContext, hooks: Sequence[str]) -> list[str]:
-    names = context.found.matching(hooks)
-    wrong = next((name for name in names if not name.endswith(PATCHABLE)), None)
-    if wrong is not None:
-        raise InvalidRequestError(
-            f"{wrong} cannot be patched; name hooks that end with {', '.join(PATCHABLE)}", param="hooks"
-        )
-    return names
+def _cells(found: HookPoints, hooks: Sequence[str]) -> list[_Cell]:
+    """Return the values that match these names, in the order of the model.
+
+    Raises:
+        InvalidRequestError: there are none, or one of them cannot be replaced.
+    """
+    cells = []
+    for name in found.matching(hooks):
+        if not name.endswith(PATCHABLE):
+            raise InvalidRequestError(
+                f"{name} cannot be patched; name hooks that end with {', '.join(PATCHABLE)}", param="hooks"
+            )
+        _point(found, name)
+        heads = range(found.sizes[name][0]) if name.endswith(Z) else [None]
+        cells += [_Cell(name=name, head=head) for head in heads]
+    return cells
+
+
+def _point(found: HookPoints, name: str) -> HookPoint:
+    """Return the place at which a value is replaced. Raises as ``HookPoints.point``."""
+    # The residual stream between attention and MLP is changed through the output of attention.
+    return found.point(name.replace(RESID_MID, ATTN_OUT))
 
 
 class _Sweep:
     """The values of both texts that the rows use."""
 
     def __init__(self, context: TraceContext, tokens: Sequence[int], pair: tuple[int, int]) -> None:
-        self._context = context
+        self._found = context.found
         self._parts = context.found.parts
         self._tokens = tokens
         self._pair = mx.array(pair)
         self._clean: dict[str, mx.array] = {}
-        """Values of the clean text, of shape (positions, width)."""
+        """Values of the clean text, with the positions as the first axis."""
         self._stream: list[mx.array] = []
         """The residual stream of the text before each block, and after the last one."""
         self._cache: list[Any] = []
@@ -123,7 +156,7 @@ class _Sweep:
         self.clean_logits: list[float] = []
         self.corrupt_logits: list[float] = []
 
-    def read(self, clean: Sequence[int], names: Sequence[str]) -> Generator[int, int, None]:
+    def read(self, clean: Sequence[int], names: Sequence[str]) -> Generator[float, int, None]:
         """Compute both texts."""
         last = f"blocks.{len(self._parts.blocks) - 1}.{RESID_POST}"
         cleaned = yield from self._read_all(clean, [*dict.fromkeys([*names, last])])
@@ -139,15 +172,14 @@ class _Sweep:
 
     def _read_all(
         self, tokens: Sequence[int], names: Sequence[str], cache: Sequence[Any] | None = None
-    ) -> Generator[int, int, dict[str, Array]]:
-        found = self._context.found
-        arrays = {name: np.zeros((len(tokens), *found.sizes[name]), np.float32) for name in names}
+    ) -> Generator[float, int, dict[str, Array]]:
+        arrays = {name: np.zeros((len(tokens), *self._found.sizes[name]), np.float32) for name in names}
 
         def keep(first: int, end: int, values: Mapping[str, Array]) -> None:
             for name, value in values.items():
                 arrays[name][first : first + len(value)] = value
 
-        yield from read_rows(found, names, tokens, range(len(tokens)), keep, cache=cache)
+        yield from read_rows(self._found, names, tokens, range(len(tokens)), keep, cache=cache)
         return arrays
 
     def _pair_logits(self, residual: mx.array) -> mx.array:
@@ -155,97 +187,116 @@ class _Sweep:
         logits = logits_of_residual(self._parts.model, self._parts.norm, residual)
         return logits[:, self._pair].astype(mx.float32)
 
-    def run(self, cells: Sequence[_Cell], position: int) -> Generator[int, int, Array]:
-        """Compute the rows of these cells, in the order of the model, at one position, and return their logits."""
-        if self._restarts and not self._verified:
-            control = _Cell(cells[0].name, replaces=False)
-            logits = yield from self._restarted([control, *cells], position)
-            error = np.abs(logits[0] - self.corrupt_logits).max()
-            self._verified = self._restarts = bool(error <= SAME * max(1.0, np.abs(self.corrupt_logits).max()))
-            if self._verified:
-                return logits[1:]
-        if self._restarts:
-            return (yield from self._restarted(cells, position))
-        return (yield from self._complete(cells, position))
+    def run(self, cells: Sequence[_Cell], place: Sequence[int]) -> Generator[float, int, Array]:
+        """Return the logits of each of these values, which is replaced at all positions of ``place``."""
+        found = [NO_ROWS]
+        while cells:
+            limit = yield 0
+            # A step computes at least one block of all rows, at two positions.
+            rows = min(BATCH_TOKENS // len(self._tokens), chunk_limit(limit, len(self._parts.blocks)) // 2)
+            some, cells = cells[: max(1, rows)], cells[max(1, rows) :]
+            if self._restarts and not self._verified:
+                both = yield from self._rows([replace(some[0], replaces=False), *some], place)
+                error = np.abs(both[0] - self.corrupt_logits).max()
+                self._verified = self._restarts = bool(error <= SAME * max(1.0, np.abs(self.corrupt_logits).max()))
+                if self._verified:
+                    found.append(both[1:])
+                    continue
+            found.append((yield from self._rows(some, place)))
+        return np.concatenate(found)
 
-    def _restarted(self, cells: Sequence[_Cell], position: int) -> Generator[int, int, Array]:
-        """Compute each row from its block and its position."""
-        layers = [_RowCache(layer.keys[..., :position, :], layer.values[..., :position, :]) for layer in self._cache]
-        begins = [cell.block + cell.joins_after for cell in cells]
-        blocks = len(self._parts.blocks)
-        work = sum(blocks - begin for begin in begins) / blocks
+    def _rows(self, cells: Sequence[_Cell], place: Sequence[int]) -> Generator[float, int, Array]:
+        """Compute one batch, in which each row begins at its block and at the first position if that is possible."""
+        at, first, layers = 0, 0, make_prompt_cache(self._parts.model)
+        if self._restarts:
+            at, first = place[0], cells[0].begins
+            layers = [_RowCache(layer.keys[..., :at, :], layer.values[..., :at, :]) for layer in self._cache]
         limit = yield 0
-        at = position
         while True:
-            end = at + next_chunk(len(self._tokens) - at, int(limit / max(1.0, work)))
-            functions = self._joining(cells, at, end, replaces=at == position)
-            residual = self._run(self._tokens[at:end], functions, layers)
+            end = at + next_chunk(len(self._tokens) - at, chunk_limit(limit, len(self._parts.blocks), len(cells)))
+            functions = self._changes(cells, at, end, place)
+            if self._restarts:
+                functions = self._joining(cells, at, end, functions)
+            residual, parts = self._run(self._tokens[at:end], cells, functions, layers)
+            limit = yield 0
+            done = yield from evaluate(parts, limit)
             if end == len(self._tokens):
                 break
-            mx.eval([layer.state for layer in layers[begins[0] :]])
-            limit, at = (yield round(work * (end - at))), end
-        logits = np.array(self._pair_logits(residual))
-        yield round(work * (end - at))
-        return logits
+            mx.eval([layer.state for layer in layers[first:]])
+            limit, at = (yield done), end
+        mx.eval(residual)
+        yield done
+        logits = [NO_ROWS]
+        for row in range(0, len(cells), VOCABULARY_ROWS):
+            logits.append(np.array(self._pair_logits(residual[row : row + VOCABULARY_ROWS])))
+            yield 0
+        return np.concatenate(logits)
 
-    def _joining(self, cells: Sequence[_Cell], at: int, end: int, *, replaces: bool) -> dict[HookPoint, HookFunction]:
-        """Return the functions that add rows to the batch, with the values of the text at these positions.
+    def _changes(
+        self, cells: Sequence[_Cell], at: int, end: int, place: Sequence[int]
+    ) -> dict[HookPoint, HookFunction]:
+        """Return the functions that replace the values of rows at those positions that are from ``at`` to ``end``."""
+        positions = [position for position in place if at <= position < end]
+        rows_at: dict[HookPoint, list[int]] = {}
+        for row, cell in enumerate(cells):
+            if cell.replaces and positions:
+                rows_at.setdefault(_point(self._found, cell.name), []).append(row)
+        offsets = mx.array([position - at for position in positions])
+        return {
+            point: partial(
+                _change,
+                self._found.sizes[cells[rows[0]].name][0] if cells[rows[0]].head is not None else 1,
+                (mx.array(rows)[:, None], offsets[None], mx.array([cells[row].head or 0 for row in rows])[:, None]),
+                mx.stack([self._new_value(cells[row], positions) for row in rows]),
+            )
+            for point, rows in rows_at.items()
+        }
 
-        Args:
-            replaces: Whether the values at the first of these positions are replaced.
+    def _new_value(self, cell: _Cell, positions: list[int]) -> mx.array:
+        """Return the value that replaces the one of the text, of shape (positions, width)."""
+        value = self._clean[cell.name][mx.array(positions)]
+        if cell.name.endswith(RESID_MID):
+            return value - self._stream[cell.block][mx.array(positions)]
+        return value if cell.head is None else value[:, cell.head]
+
+    def _joining(
+        self, cells: Sequence[_Cell], at: int, end: int, changes: Mapping[HookPoint, HookFunction]
+    ) -> dict[HookPoint, HookFunction]:
+        """Return the functions by which rows join the batch with the values of the text at these positions, and those
+        that replace values.
         """
-        functions: dict[HookPoint, HookFunction] = {}
+        functions = dict(changes)
         groups: dict[tuple[int, bool], list[int]] = {}
         for row, cell in enumerate(cells):
             groups.setdefault((cell.block, cell.joins_after), []).append(row)
         for (block, after), rows in groups.items():
+            point = self._found.point(f"blocks.{block}.{RESID_POST if after else RESID_PRE}")
             stream = self._stream[block + after][at:end]
-            side = RESID_POST if after else RESID_PRE
-            own = [cells[row] for row in rows if cells[row].name.endswith(side)] if replaces else []
-            function = partial(_join, stream, count=len(rows), is_first=rows[0] == 0)
-            changes = [(cells.index(cell), self._clean[cell.name][at]) for cell in own if cell.replaces]
-            functions[self._context.found.point(f"blocks.{block}.{side}")] = _then(function, changes)
-            for row in rows if replaces else []:
-                if not cells[row].name.endswith(side) and cells[row].replaces:
-                    point = self._context.found.point(cells[row].name)
-                    functions[point] = partial(_change, [(row, self._clean[cells[row].name][at])], 0)
+            join = partial(_join, stream, count=len(rows), is_first=rows[0] == 0)
+            functions[point] = partial(_both, join, changes.get(point))
         return functions
-
-    def _complete(self, cells: Sequence[_Cell], position: int) -> Generator[int, int, Array]:
-        """Compute each row from the start of the text."""
-        layers = make_prompt_cache(self._parts.model)
-        limit = yield 0
-        at = 0
-        while True:
-            end = at + next_chunk(len(self._tokens) - at, limit // len(cells))
-            functions: dict[HookPoint, HookFunction] = {}
-            if at <= position < end:
-                for row, cell in enumerate(cells):
-                    change = [(row, self._clean[cell.name][position])]
-                    functions[self._context.found.point(cell.name)] = partial(_change, change, position - at)
-            residual = self._run(self._tokens[at:end], functions, layers, rows=len(cells))
-            if end == len(self._tokens):
-                break
-            mx.eval([layer.state for layer in layers])
-            limit, at = (yield len(cells) * (end - at)), end
-        logits = np.array(self._pair_logits(residual))
-        yield len(cells) * (end - at)
-        return logits
 
     def _run(
         self,
         tokens: Sequence[int],
-        functions: dict[HookPoint, HookFunction],
+        cells: Sequence[_Cell],
+        functions: Mapping[HookPoint, HookFunction],
         layers: Sequence[Any],
-        *,
-        rows: int = 1,
-    ) -> mx.array:
-        """Compute tokens, and return the residual stream of each row after the last block, at the last position."""
-        kept: list[mx.array] = []
-        keep = HookPoint(self._parts.norm, "input")
-        with install({**functions, keep: kept.append}, alone=True):
-            self._parts.model(mx.array([tokens] * rows), cache=layers)
-        return kept[0][:, -1]
+    ) -> tuple[mx.array, list[Part]]:
+        """Compute tokens. Return the residual stream of each row after the last block, at the last position, and the
+        outputs of the blocks, which are not evaluated yet.
+        """
+        blocks, outputs, kept = self._parts.blocks, dict[int, mx.array](), list[mx.array]()
+        first, begins = (cells[0].begins if self._restarts else 0), sorted(cell.begins for cell in cells)
+        # They are called after the functions that replace values.
+        keep: dict[HookPoint, HookFunction] = {HookPoint(self._parts.norm, "input"): kept.append}
+        for block in range(first, len(blocks)):
+            keep[HookPoint(blocks[block].module, "output")] = partial(outputs.__setitem__, block)
+        with install({**functions, **keep}, alone=True):
+            self._parts.model(mx.array([tokens] * (1 if self._restarts else len(cells))), cache=layers)
+        rows = [bisect_right(begins, block) if self._restarts else len(cells) for block in range(len(blocks))]
+        parts = [([value], rows[block] * len(tokens) / len(blocks)) for block, value in outputs.items()]
+        return kept[0][:, -1], parts
 
 
 class _RowCache:
@@ -278,20 +329,20 @@ def _join(stream: mx.array, value: mx.array, *, count: int, is_first: bool) -> m
     return rows if is_first else mx.concatenate([value, rows])
 
 
-def _then(function: HookFunction, changes: Sequence[tuple[int, mx.array]]) -> HookFunction:
-    """Return a function that also replaces values of rows at the first position."""
-
-    def call(value: mx.array) -> mx.array:
-        joined = function(value)
-        assert joined is not None
-        return _change(changes, 0, joined) if changes else joined
-
-    return call
+def _both(join: HookFunction, change: HookFunction | None, value: mx.array) -> mx.array | None:
+    """Return the batch with more rows, in which values are replaced."""
+    joined = join(value)
+    return joined if joined is None or change is None else change(joined)
 
 
-def _change(changes: Sequence[tuple[int, mx.array]], position: int, value: mx.array) -> mx.array:
-    """Return a value in which rows are replaced at a position."""
-    changed = mx.array(value)  # a copy, because the model still uses the original
-    for row, new in changes:
-        changed[row, position] = new.astype(value.dtype)
-    return changed
+def _change(heads: int, at: tuple[mx.array, mx.array, mx.array], new: mx.array, value: mx.array) -> mx.array:
+    """Return a value in which rows are replaced.
+
+    Args:
+        heads: Number of heads in a row; 1 if the value does not consist of heads.
+        at: Indices of rows, positions and heads, which are broadcast together.
+        new: The values at these places.
+    """
+    changed = mx.array(value).reshape(*value.shape[:2], heads, -1)  # a copy: the model still uses the value itself
+    changed[at] = new.astype(value.dtype)
+    return changed.reshape(value.shape)

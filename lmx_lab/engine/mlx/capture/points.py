@@ -16,7 +16,7 @@ from typing import Any
 import mlx.core as mx
 from mlx_lm.models.cache import make_prompt_cache
 
-from lmx_lab.engine.mlx.capture.attention import AttentionRecorder, attention_sizes
+from lmx_lab.engine.mlx.capture.attention import AttentionRecorder, Places, attention_places
 from lmx_lab.engine.mlx.capture.install import HookFunction, HookPoint, Side, install
 from lmx_lab.engine.mlx.capture.parts import Block, Parts
 from lmx_lab.engine.mlx.capture.tail import logits_of_residual
@@ -24,7 +24,7 @@ from lmx_lab.errors import InvalidRequestError, did_you_mean
 
 EMBED, NORMALIZED, LOGITS = "hook_embed", "ln_final.hook_normalized", "logits"
 RESID_PRE, RESID_MID, RESID_POST = "hook_resid_pre", "hook_resid_mid", "hook_resid_post"
-ATTN_OUT, MLP_OUT = "hook_attn_out", "hook_mlp_out"
+ATTN_OUT, MLP_OUT, Z = "hook_attn_out", "hook_mlp_out", "attn.hook_z"
 BLOCK = re.compile(r"^blocks\.\d+\.")
 PROBE = (1, 2)
 """Tokens of the pass that verifies a model."""
@@ -118,8 +118,9 @@ def find_points(parts: Parts, model: str) -> HookPoints:
         prefix = f"blocks.{at}."
         attention, mlp = ends[at] or (None, None)
         _add(found, prefix + RESID_PRE, probe, block.module, "input")
-        for name, size in probe.attention_sizes(at, block).items():
-            found.sizes[f"{prefix}attn.{name}"] = size
+        sizes, points = probe.attention_places(at, block)
+        found.sizes.update({f"{prefix}attn.{name}": size for name, size in sizes.items()})
+        found.points.update({f"{prefix}attn.{name}": point for name, point in points.items()})
         _add(found, prefix + ATTN_OUT, probe, attention)
         if sequential[at]:
             found.sizes[prefix + RESID_MID] = found.sizes[prefix + RESID_PRE]
@@ -146,7 +147,9 @@ class _Probe:
         ends = [end for block in parts.blocks for end in (*block.attention_ends, *block.mlp_ends)]
         outputs = [part for part in (parts.embedding, parts.norm, parts.model) if part is not None]
         blocks = [block.module for block in parts.blocks]
-        projections = [part for block in parts.blocks for part in (block.queries, block.keys) if part is not None]
+        projections = [
+            part for block in parts.blocks for part in (block.queries, block.keys, block.values) if part is not None
+        ]
         heads = [block.attention_output for block in parts.blocks if block.attention_output is not None]
         self._places: list[tuple[Any, Side]] = [
             *((module, "input") for module in (*blocks, *heads)),
@@ -156,10 +159,10 @@ class _Probe:
         with self._attention:
             self._values = self.run(self._attention.functions)
 
-    def attention_sizes(self, at: int, block: Block) -> dict[str, tuple[int, ...]]:
-        """Return the shapes of the values of attention in a block, by the last part of their names."""
+    def attention_places(self, at: int, block: Block) -> Places:
+        """Return the shapes and places of the values of attention in a block."""
         attention = self._attention.blocks.get(at)
-        return {} if attention is None else attention_sizes(block, attention, self.value)
+        return ({}, {}) if attention is None else attention_places(block, attention, self.value)
 
     def value(self, module: Any, side: Side) -> mx.array | None:
         """Return a value; None if the module was not called, or does not have one row for each token."""

@@ -10,6 +10,8 @@ from mlx_lm.models.cache import make_prompt_cache
 from lmx_lab.engine.mlx.capture.install import HookFunction, HookPoint, Side, install
 
 ANY_TOKEN = 1
+VOCABULARY_ROWS = 32
+"""Number of rows whose logits a step computes while answers are generated."""
 
 
 def logits_of_residual(model: Any, norm: Any, residual: mx.array) -> mx.array:

@@ -147,17 +147,68 @@ GENERIC: dict[str, Any] = {
     "num_attention_groups": 2,
     "is_moe_layer": [False, True, True, True],
     "hybrid_override_pattern": "M*-M",
+    "mamba_n_heads": 8,
+    "mamba_d_head": 8,
+    "mamba_n_groups": 1,
+    "mamba_conv_bias": True,
+    "intermediate_size_mlp": 64,
+    "interleave_moe_layer_step": 2,
+    "attention_chunk_size": 16,
+    "vocab_size_per_layer_input": 97,
+    "hidden_size_per_layer_input": 8,
+    "kv_channels": 8,
+    "model_max_length": 512,
+    "num_experts_per_token": 2,
+    "index_head_dim": 8,
+    "index_n_heads": 4,
+    "index_topk": 16,
+    "moe_layer_freq": 1,
 }
 """Values for the parameters of configurations. Each architecture takes those that it knows."""
 SLIDING = {"layer_types": ["sliding_attention", "full_attention"] * 2}
+GEMMA4 = {**SLIDING, "global_head_dim": 8, "num_kv_shared_layers": 0}
 OWN: dict[str, dict[str, Any]] = {
-    **dict.fromkeys(("afmoe", "exaone_moe", "mellum"), SLIDING),
+    **dict.fromkeys(("afmoe", "exaone_moe"), SLIDING),
+    "dbrx": {
+        "ffn_config": {"ffn_hidden_size": 32, "moe_num_experts": 4, "moe_top_k": 2},
+        "attn_config": {"kv_n_heads": 2, "clip_qkv": 8, "rope_theta": 1e4},
+    },
     "deepseek_v2": {"rope_scaling": {"type": "yarn", "factor": 1.0, "original_max_position_embeddings": 512}},
     "exaone4": {"sliding_window_pattern": "LG"},
     "gptj": {"rotary_dim": 8},
     "granitemoehybrid": {"layer_types": ["mamba", "attention"] * 2},
+    "gemma3n": {
+        **GEMMA4,
+        "rope_local_base_freq": 1e4,
+        "final_logit_softcapping": 30.0,
+        "activation_sparsity_pattern": [0.0] * 4,
+        "altup_num_inputs": 2,
+        "altup_coef_clip": 120.0,
+        "altup_correct_scale": True,
+        "altup_active_idx": 0,
+        "laurel_rank": 8,
+    },
+    "gemma4_text": GEMMA4,
+    "glm_moe_dsa": {"rope_parameters": {"rope_theta": 1e4, "rope_type": "default"}},
+    "hunyuan": {"rope_scaling": {"type": "dynamic", "factor": 1.0, "alpha": 1.0}},
+    "kimi_linear": {
+        "linear_attn_config": {
+            "kda_layers": [1, 3],
+            "full_attn_layers": [2, 4],
+            "head_dim": 8,
+            "num_heads": 4,
+            "short_conv_kernel_size": 4,
+        }
+    },
     "lfm2": {"layer_types": ["conv", "full_attention"] * 2},
     "lfm2_moe": {"layer_types": ["conv", "full_attention"] * 2},
+    "llama4": {"num_experts_per_tok": 1},
+    "llama4_text": {"no_rope_layers": [1, 1, 1, 0]},
+    "mellum": {
+        **SLIDING,
+        "rope_parameters": {kind: {"rope_theta": 1e4, "rope_type": "default"} for kind in SLIDING["layer_types"]},
+    },
+    "minicpm3": {"rope_scaling": {"original_max_position_embeddings": 512}},
     "ministral3": {
         **SLIDING,
         "rope_parameters": {
@@ -167,11 +218,49 @@ OWN: dict[str, dict[str, Any]] = {
             "rope_type": "default",
         },
     },
+    "mistral4": {
+        "rope_parameters": {
+            "rope_theta": 1e4,
+            "llama_4_scaling_beta": 0.1,
+            "original_max_position_embeddings": 512,
+            "rope_type": "default",
+        }
+    },
     "olmo_hybrid": {"layer_types": ["linear_attention", "full_attention"] * 2},
+    "openelm": {
+        "num_transformer_layers": 4,
+        "model_dim": 32,
+        "ffn_dim_divisor": 8,
+        "num_query_heads": [4] * 4,
+        "num_kv_heads": [2] * 4,
+        "ffn_multipliers": [2.0] * 4,
+    },
     "plamo": {"num_attention_heads": 8},
+    "recurrent_gemma": {"block_types": ["recurrent", "attention"] * 2},
+    "step3p5": {
+        "moe_top_k": 2,
+        "share_expert_dim": 32,
+        "partial_rotary_factors": [1.0] * 4,
+        "moe_layers_enum": "1,2,3",
+    },
 }
 """Values for single architectures."""
-NESTED = {"gemma3": "gemma3_text", "mistral3": "llama", "qwen2_vl": "qwen2", "qwen3_5": "qwen3_5", "qwen3_vl": "qwen3"}
+NESTED = {
+    "gemma3": "gemma3_text",
+    "gemma3n": "gemma3n",
+    "gemma4": "gemma4_text",
+    "kimi_k25": "deepseek_v3",
+    "kimi_vl": "deepseek_v3",
+    "lfm2-vl": "lfm2",
+    "llama4": "llama4",
+    "mistral3": "llama",
+    "pixtral": "llama",
+    "qwen2_vl": "qwen2",
+    "qwen3_5": "qwen3_5",
+    "qwen3_5_moe": "qwen3_5",
+    "qwen3_vl": "qwen3",
+    "qwen3_vl_moe": "qwen3_moe",
+}
 """Architectures whose configuration has that of a language model, with its name."""
 
 
@@ -193,11 +282,14 @@ class Support:
             count = sum(name.endswith(end) for name in found.sizes)
             return "yes" if count == blocks else "no" if not count else f"{count} of {blocks} blocks"
 
+        heads = share(".hook_z")
+        if heads != "no" and not any(name.endswith(".hook_z") for name in found.points):
+            heads = "read only" if heads == "yes" else f"{heads}, read only"
         return cls(
             residual=share(".hook_resid_post"),
             parts=share(".hook_mlp_out"),
             patterns=share(".hook_pattern"),
-            heads=share(".hook_z"),
+            heads=heads,
             lens="yes" if found.has_tail else "no",
         )
 
@@ -218,7 +310,7 @@ def support_of(kind: str) -> Support | None:
         names = inspect.signature(module.ModelArgs).parameters
         values = {**GENERIC, **OWN.get(kind, {})}
         if (inner := NESTED.get(kind)) is not None:
-            values["text_config"] = {**values, "model_type": inner}
+            values["text_config"] = {**values, **OWN.get(inner, {}), "model_type": inner}
         fields = {name: value for name, value in values.items() if name in names}
         model = module.Model(module.ModelArgs.from_dict({**fields, "model_type": kind}))
         if sum(value.size for _, value in tree_flatten(model.parameters())) > MAX_WEIGHTS:

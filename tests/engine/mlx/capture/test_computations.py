@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from contextlib import suppress
+from dataclasses import replace
 from typing import Any
 
 import mlx.core as mx
@@ -11,7 +13,7 @@ from mlx.nn.layers.quantized import quantize
 
 from lmx_lab.engine.mlx.capture.activations import Steps, TraceContext, compute_activations
 from lmx_lab.engine.mlx.capture.attribution import compute_attribution
-from lmx_lab.engine.mlx.capture.install import install
+from lmx_lab.engine.mlx.capture.install import HookPoint, install
 from lmx_lab.engine.mlx.capture.logit_lens import compute_logit_lens
 from lmx_lab.engine.mlx.capture.parts import find_parts
 from lmx_lab.engine.mlx.capture.patching import compute_patching
@@ -74,29 +76,90 @@ def test_values_do_not_depend_on_the_chunks_and_heads_follow_from_patterns(kind:
         np.testing.assert_allclose(values, whole[name][[3, 29]], atol=1e-4, err_msg=name)
 
 
+SWEPT = ("*.hook_resid_*", "*.hook_*_out", "*.hook_z")
+
+
+def replaced_logits(
+    made: TraceContext, clean: dict[str, Any], name: str, head: int | None, positions: list[int]
+) -> Any:
+    """Return the last logits of a pass in which a value is that of the clean text at some positions."""
+    points, at = made.found.points, mx.array(positions)
+    values = mx.array(clean[name][positions])
+    before: list[mx.array] = []
+
+    def change(old: mx.array) -> mx.array:
+        new = mx.array(old)
+        if name.endswith("hook_resid_mid"):
+            new[0, at] = values - before[0][0, at]
+        elif head is None:
+            new[0, at] = values
+        else:
+            width = values.shape[-1]
+            new[0, at, head * width : (head + 1) * width] = values[:, head]
+        return new
+
+    block, point = ".".join(name.split(".")[:2]), points[name.replace("resid_mid", "attn_out")]
+    functions = {
+        points[f"{block}.hook_resid_pre"]: before.append,
+        HookPoint(point.module, point.side): change,
+    }
+    with install(functions):
+        return np.array(made.found.parts.model(mx.array([TOKENS])))[0, -1]
+
+
 @pytest.mark.parametrize("kind", FAMILIES)
 def test_each_cell_of_a_sweep_equals_a_pass_with_this_value_replaced(kind: str) -> None:
     model = family(kind)
     made = context(model)
-    hooks = ("*.hook_resid_p*", "*.hook_*_out")
-    work = Patching(answer=3, other=4, hooks=hooks, positions=(0, 4, 29))
+    work = Patching(answer=3, other=4, hooks=SWEPT, positions=(0, 4, 29))
     arrays, details = finish(compute_patching(made, TOKENS, CLEAN, (3, 4), work))
-    pieces, _ = finish(compute_patching(made, TOKENS, CLEAN, (3, 4), work), 40)
-    np.testing.assert_allclose(pieces["logits"], arrays["logits"], atol=1e-4)
-    clean, _ = finish(compute_activations(made, CLEAN, Activations(hooks=hooks)))
-    for row, name in enumerate(details["names"]):
+    for limit in (40, 1):
+        pieces, _ = finish(compute_patching(made, TOKENS, CLEAN, (3, 4), work), limit)
+        np.testing.assert_allclose(pieces["logits"], arrays["logits"], atol=1e-4)
+    together, _ = finish(compute_patching(made, TOKENS, CLEAN, (3, 4), replace(work, together=True)), 20)
+    assert together["logits"].shape == (len(details["names"]), 1, 2)
+    clean, _ = finish(compute_activations(made, CLEAN, Activations(hooks=SWEPT)))
+    for row, (name, head) in enumerate(zip(details["names"], details["heads"], strict=True)):
         for column, position in enumerate(details["positions"]):
-            value = mx.array(clean[name][position])
-
-            def replaced(old: mx.array, position: int = position, value: mx.array = value) -> mx.array:
-                new = mx.array(old)
-                new[0, position] = value
-                return new
-
-            with install({made.found.point(name): replaced}):
-                logits = np.array(model(mx.array([TOKENS])))[0, -1]
+            logits = replaced_logits(made, clean, name, head, [position])
             np.testing.assert_allclose(arrays["logits"][row, column], logits[[3, 4]], atol=2e-4, err_msg=name)
+        logits = replaced_logits(made, clean, name, head, details["positions"])
+        np.testing.assert_allclose(together["logits"][row, 0], logits[[3, 4]], atol=2e-4, err_msg=name)
+    assert {*details["heads"]} == {None, *range(4)}
     np.testing.assert_allclose(details["clean"], np.array(model(mx.array([CLEAN])))[0, -1][[3, 4]], atol=1e-4)
+
+
+def test_patching_nothing_changes_nothing_and_the_only_head_is_the_output_of_attention() -> None:
+    made = context(build("llama", num_attention_heads=1, num_key_value_heads=1, head_dim=32))
+    work = Patching(answer=3, other=4, hooks=SWEPT, together=True)
+    arrays, details = finish(compute_patching(made, TOKENS, TOKENS, (3, 4), work))
+    np.testing.assert_allclose(arrays["logits"], np.tile(details["corrupt"], (len(details["names"]), 1, 1)), atol=1e-5)
+    arrays, details = finish(compute_patching(made, TOKENS, CLEAN, (3, 4), work))
+    logits = dict(zip(details["names"], arrays["logits"][:, 0], strict=True))
+    for block in range(3):
+        np.testing.assert_allclose(
+            logits[f"blocks.{block}.attn.hook_z"], logits[f"blocks.{block}.hook_attn_out"], atol=1e-5
+        )
+        np.testing.assert_allclose(logits[f"blocks.{block}.hook_resid_post"], details["clean"], atol=1e-4)
+        np.testing.assert_allclose(logits[f"blocks.{block}.hook_resid_mid"], details["clean"], atol=1e-4)
+
+
+@pytest.mark.parametrize("limit", [2, 7, 30])
+def test_the_work_of_a_step_is_limited(limit: int) -> None:
+    made = context(build("llama"))
+    sweep = Patching(answer=3, other=4, hooks=SWEPT)
+    for steps in (
+        compute_activations(made, TOKENS, Activations(hooks=("*.hook_resid_post",))),
+        compute_patching(made, TOKENS, CLEAN, (3, 4), sweep),
+    ):
+        work = [next(steps)]
+        with suppress(StopIteration):
+            while True:
+                work.append(steps.send(limit))
+        # A batch has at least two tokens of each row, one more if it would be the only one that is left, and the first
+        # batch has one more row.
+        assert max(work) <= 2 * limit + 1
+    assert sum(work) > 10 * len(TOKENS)
 
 
 @pytest.mark.parametrize("kind", FAMILIES)
@@ -136,5 +199,9 @@ def test_what_a_family_does_not_have_is_refused_by_name() -> None:
     nanochat = build("nanochat", **{name: value for name, value in GENERIC.items() if name != "rope_scaling"})
     with pytest.raises(InvalidRequestError, match="not computed by a final norm and a head"):
         finish(compute_logit_lens(context(nanochat), TOKENS, LogitLens()))
+    gated = build("afmoe", **{**GENERIC, **OWN["afmoe"]})
+    work = Patching(answer=3, other=4, hooks=("*.hook_z",))
+    with pytest.raises(InvalidRequestError, match=r"blocks\.0\.attn\.hook_z can be read, but not replaced"):
+        finish(compute_patching(context(gated), TOKENS, CLEAN, (3, 4), work))
     with pytest.raises(InvalidRequestError, match="top is 0"):
         finish(compute_logit_lens(context(build("llama")), TOKENS, LogitLens(top=0)))
