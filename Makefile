@@ -80,6 +80,7 @@ test-all: setup
 	$(MAKE) parity
 
 # Slower than make test-all.
+coverage: TEST_WORKERS = 3
 coverage: setup
 	mkdir -p build/coverage
 	$(PYTEST) --timeout 900 --cov --cov-report=term:skip-covered
