@@ -60,11 +60,11 @@ class InferenceServer:
     manager: ModelManager
     feed: Feed[ServerEvent]
     spans: Sequence[RequestSpans] = ()
-    """What exports the requests; empty if nothing does."""
+    """The exporters of requests as spans; empty if requests are not exported."""
 
     def close(self) -> None:
-        """Export what is known of ended requests. Called after all requests have ended; blocks for a few seconds at
-        most. Idempotent.
+        """Send the remaining spans. Called after all requests have ended; blocks for a few seconds at most.
+        Idempotent.
         """
         for each in self.spans:
             each.close()

@@ -20,18 +20,18 @@ from lmx_lab.values.generation import GenerationReport, merge_deltas
 
 PROVIDER = "lmx-lab"
 MODEL_CHARACTERS = 200
-"""Maximum length of the name of a model that a caller has sent."""
+"""Maximum length of a model name in a request."""
 CONTENT_CHARACTERS = 16_384
 """Maximum number of characters of the messages in one attribute."""
 OPERATIONS = {"embedding": "embeddings", "rerank": "rerank"}
-"""``gen_ai.operation.name`` by the kind of a request that is not a generation."""
+"""Values of ``gen_ai.operation.name`` by kind, for requests that are not generations."""
 TEXTS = ("content", "response", "arguments")
-"""Fields with the texts of a part of a message."""
+"""Fields of a message part that contain text."""
 Attributes = dict[str, AttributeValue]
 
 
 def call_attributes(end: RequestEnd) -> Attributes:
-    """Return the attributes by which a sampler may decide whether a request is exported."""
+    """Return the attributes that a sampler can use to decide whether a request is exported."""
     attributes: Attributes = {"gen_ai.operation.name": operation_name(end), "gen_ai.provider.name": PROVIDER}
     if end.request is not None and end.request.model is not None:
         attributes["gen_ai.request.model"] = public_id(end.request.model, local=False)[:MODEL_CHARACTERS]
@@ -39,13 +39,13 @@ def call_attributes(end: RequestEnd) -> Attributes:
 
 
 def operation_name(end: RequestEnd) -> str:
-    """Return what a request is for."""
+    """Return the value of ``gen_ai.operation.name``."""
     is_chat = not isinstance(end.request, GenerationRequest) or isinstance(end.request.prompt, ChatPrompt)
     return OPERATIONS.get(end.kind, "chat" if is_chat else "text_completion")
 
 
 def http_attributes(scope: Scope, status: int | None) -> Attributes:
-    """Return what is known of a request over HTTP or a WebSocket. The status is None if there was no response."""
+    """Return the HTTP attributes of a request over HTTP or a WebSocket. The status is None if there was no response."""
     attributes: Attributes = {"url.path": scope["path"]}
     if scope.get("method"):
         attributes["http.request.method"] = scope["method"]
@@ -76,14 +76,14 @@ def request_attributes(end: RequestEnd) -> Attributes:
     }
     if sampling.top_k:
         attributes["gen_ai.request.top_k"] = sampling.top_k
-    # OTLP has integers of 64 bits.
+    # OTLP integers have 64 bits.
     if sampling.seed is not None and -(2**63) <= sampling.seed < 2**63:
         attributes["gen_ai.request.seed"] = sampling.seed
     return attributes
 
 
 def answer_attributes(ends: Sequence[RequestEnd]) -> Attributes:
-    """Return the tokens and times of all answers to a request. A prompt counts once, because it is computed once."""
+    """Return the token counts and times of all answers to a request. A prompt is computed once, so it counts once."""
     first = ends[0]
     attributes: Attributes = {}
     if first.request_id:
@@ -102,7 +102,7 @@ def answer_attributes(ends: Sequence[RequestEnd]) -> Attributes:
     attributes["gen_ai.usage.output_tokens"] = sum(end.event().completion_tokens for end in ends)
     reports = [end.report for end in ends if isinstance(end.report, GenerationReport)]
     if reports:
-        # All choices except the first take the whole prompt from the cache.
+        # All choices except the first one read the whole prompt from the cache.
         cached = sum(min(map(_cached_tokens, group)) for group in prompts.values())
         attributes["gen_ai.usage.cache_read.input_tokens"] = cached
         if reasoning := sum(report.reasoning_tokens for report in reports):
@@ -177,7 +177,7 @@ def _call_part(id_: str | None, name: str | None, arguments: Any) -> dict[str, A
 
 
 def _to_json(messages: Sequence[dict[str, Any]]) -> str:
-    """Return messages as JSON. If they are too long, the oldest are left out, and the rest of the next one is cut."""
+    """Return messages as JSON. If they are too long, only the last ones are kept, the first of which is truncated."""
     left, kept = CONTENT_CHARACTERS, []
     for message in reversed(messages):
         text = json.dumps(message, ensure_ascii=False, default=str)
@@ -186,12 +186,12 @@ def _to_json(messages: Sequence[dict[str, Any]]) -> str:
             break
         kept.append(text)
         left -= len(text)
-    # A surrogate without the other one cannot be sent.
+    # A lone surrogate cannot be encoded.
     return f"[{', '.join(reversed(kept))}]".encode(errors="replace").decode()
 
 
 def _shortened(message: dict[str, Any], most: int) -> dict[str, Any]:
-    """Return a message whose texts have ``most`` characters together."""
+    """Return a message whose texts are truncated to ``most`` characters in total."""
     parts = []
     for part in message["parts"]:
         texts = {

@@ -1,6 +1,6 @@
 """Export requests as OpenTelemetry spans with the attributes of the GenAI conventions, over OTLP/HTTP.
 
-The module imports the SDK, which is an optional package, so it is imported only if the setting ``otel`` is not ``off``.
+The OpenTelemetry SDK is an optional package, so this module is imported only if the setting ``otel`` is not ``off``.
 """
 
 from __future__ import annotations
@@ -50,13 +50,13 @@ PROTOCOLS = ("OTEL_EXPORTER_OTLP_TRACES_PROTOCOL", "OTEL_EXPORTER_OTLP_PROTOCOL"
 PROTOCOL = "http/protobuf"
 DEFAULT_ENDPOINT = "http://localhost:4318"
 CLOSE_S = 3.0
-"""Time for the collector to accept the last spans when the server stops."""
+"""Maximum time to send the remaining spans when the server stops."""
 LAST_ATTEMPT_S = 0.2
-"""Time for the last attempt to end after that."""
+"""Additional time for an attempt that is still running after ``CLOSE_S``."""
 RETRY_S = 30.0
-"""Time for which spans are dropped after the collector has not accepted some."""
+"""Time for which spans are dropped after the collector did not accept any."""
 CHOICES_WITH_PHASES = 16
-"""Number of answers of a request whose phases are exported. The others count only in the attributes."""
+"""Maximum number of answers to a request whose phases are exported. The attributes of the request count all answers."""
 
 
 @dataclass(frozen=True)
@@ -70,7 +70,7 @@ class _Ended:
 
 @dataclass(frozen=True)
 class _Running:
-    """A request over HTTP or a WebSocket that has not ended."""
+    """A request over HTTP or a WebSocket that is still running."""
 
     began_ns: int
     ends: list[_Ended] = field(default_factory=list)
@@ -79,18 +79,18 @@ class _Running:
 class RequestSpans:
     """Exports one span for each request, with a child for each phase of its answers.
 
-    A request over HTTP is a span of kind ``SERVER``, whose parent is the caller's span if it has sent ``traceparent``.
-    A request of the notebook is an ``INTERNAL`` span. Requests without a generation, an embedding or a rerank are not
-    exported, nor are those whose body was malformed.
+    A request over HTTP is a span of kind ``SERVER``. Its parent is the caller's span if the request has the header
+    ``traceparent``. A request of the notebook is an ``INTERNAL`` span. Requests without a generation, an embedding or a
+    rerank are not exported, nor are requests with a malformed body.
 
-    A thread of the SDK sends the spans. At most ``OTEL_BSP_MAX_QUEUE_SIZE`` of them wait, 2,048 by default; if there
-    are more, the oldest are dropped.
+    A thread of the SDK sends the spans. Its queue holds up to ``OTEL_BSP_MAX_QUEUE_SIZE`` spans, by default 2,048. If
+    the queue is full, the oldest spans are dropped.
 
     Args:
         content: Whether the texts of prompts and answers are exported.
 
     Raises:
-        InvalidRequestError: a variable of OpenTelemetry in the environment has a value that is not supported.
+        InvalidRequestError: an environment variable of OpenTelemetry has an unsupported value.
     """
 
     def __init__(self, *, content: bool) -> None:
@@ -110,7 +110,7 @@ class RequestSpans:
         self._running: dict[str, _Running] = {}
 
     def _start(self, endpoint: str) -> None:
-        """Create the parts of the SDK. The last one starts the thread that sends the spans.
+        """Create the exporter, the span processor and the tracer. The processor starts the thread that sends the spans.
 
         Raises:
             ValueError, RuntimeError: an environment variable has a value that the SDK does not accept.
@@ -153,14 +153,14 @@ class RequestSpans:
         self._export(ends, SpanKind.SERVER, parent, http_attributes(scope, status), (running.began_ns, time.time_ns()))
 
     def close(self) -> None:
-        """Send the spans that wait, for ``CLOSE_S`` at most. Blocks. Idempotent."""
+        """Send the queued spans, which takes up to ``CLOSE_S``. Blocks. Idempotent."""
         sending = threading.Thread(target=self._processor.shutdown, name="lmx-lab last spans", daemon=True)
-        with suppress(RuntimeError):  # Python is exiting and starts no threads any more.
+        with suppress(RuntimeError):  # While Python exits, it does not start threads.
             sending.start()
             sending.join(CLOSE_S)
         self._exporter.shutdown()
         if sending.is_alive():
-            # It ends soon, because the pauses between attempts have ended, unless the collector does not respond.
+            # The shutdown has ended the pauses between attempts, so the thread ends soon if the collector responds.
             sending.join(LAST_ATTEMPT_S)
 
     def _export(
@@ -195,7 +195,8 @@ class RequestSpans:
 
 
 class _Exporter(SpanExporter):
-    """Sends spans to a collector. Logs one warning when it does not accept them, and a message when it does again.
+    """Sends spans to a collector. Logs one warning when the collector stops accepting spans, and a message when it
+    accepts them again.
 
     Args:
         endpoint: Address to which spans are sent.
@@ -204,10 +205,10 @@ class _Exporter(SpanExporter):
     def __init__(self, endpoint: str) -> None:
         self._inner = OTLPSpanExporter(endpoint=endpoint)
         parts = urlsplit(endpoint)
-        # Without the user and the password that it may contain.
+        # Without the user name and the password that the address may contain.
         self._shown = f"{parts.scheme}://{parts.netloc.rpartition('@')[2]}{parts.path}"
         self._failed_at: float | None = None
-        """When the collector did not accept spans (``time.monotonic``); None if it accepted the last ones."""
+        """Time at which the collector last refused spans (``time.monotonic``); None if it accepted the last ones."""
         self._thread: int | None = None
         """The thread that is sending."""
         self._is_shut_down = False
@@ -216,7 +217,7 @@ class _Exporter(SpanExporter):
         if self._is_shut_down:
             return SpanExportResult.FAILURE
         if self._failed_at is not None and time.monotonic() - self._failed_at < RETRY_S:
-            # Dropped at once, because the SDK would try again for 10 s, while its queue becomes full.
+            # Dropped immediately, because the SDK would retry for 10 s while its queue fills up.
             return SpanExportResult.FAILURE
         self._thread = threading.get_ident()
         try:
@@ -257,7 +258,7 @@ def _endpoint(environ: Mapping[str, str]) -> str:
     """Return the address to which spans are sent, according to the environment.
 
     Raises:
-        InvalidRequestError: the address is not one of HTTP, or another protocol is required.
+        InvalidRequestError: the address is not an HTTP address, or the environment names another protocol.
     """
     name = TRACES_ENDPOINT if environ.get(TRACES_ENDPOINT) else ENDPOINT
     given = (environ.get(name) or DEFAULT_ENDPOINT).strip()
@@ -293,10 +294,10 @@ def _is_http(address: str) -> bool:
 
 
 def _check_headers(environ: Mapping[str, str]) -> None:
-    """Check the headers that are sent to the collector. The SDK would log those that it does not accept.
+    """Check the headers that are sent to the collector. The SDK would only log headers that it does not accept.
 
     Raises:
-        InvalidRequestError: one cannot be read. The message does not contain it, because it may be a key.
+        InvalidRequestError: a header is malformed. The message does not contain the header, because it may be a key.
     """
     name = TRACES_HEADERS if TRACES_HEADERS in environ else HEADERS
     HEADERS_LOG.addFilter(_drop)
@@ -322,7 +323,7 @@ def _drop(_: logging.LogRecord) -> bool:
 
 
 def _with_times(end: RequestEnd) -> _Ended:
-    """Add the times of an end that is reported now. The engine has measured the arrival of the request."""
+    """Add the times to an end that is reported now, from the arrival time that the engine measured."""
     now_ns, now = time.time_ns(), time.perf_counter()
     if end.steps is not None:
         elapsed_s = now - end.steps.arrived_at
@@ -332,7 +333,7 @@ def _with_times(end: RequestEnd) -> _Ended:
 
 
 def _phases(ended: _Ended) -> Iterator[tuple[str, float, Attributes]]:
-    """Yield the name, the duration in seconds and the attributes of each phase, in their order without gaps."""
+    """Yield the name, the duration in seconds and the attributes of each phase, in order and without gaps."""
     end, report = ended.end, ended.end.report
     if isinstance(report, EncodeReport):
         yield "queued", report.queue_s, {}
