@@ -79,7 +79,7 @@ class Evaluation:
         """Return the estimated probability that at least one of ``k`` answers to a row is right, with its interval.
 
         An answer is right if its score is 1. The estimate is unbiased (Chen et al., "Evaluating large language models
-        trained on code", 2021). Rows with fewer than ``k`` scores do not count.
+        trained on code", 2021). Rows with fewer than ``k`` scores are left out.
 
         Raises:
             InvalidRequestError: no row has ``k`` scores.
@@ -105,7 +105,7 @@ class Evaluation:
     def df(self) -> pd.DataFrame:
         """A data frame with one row for each answer, with the labels of the table's index.
 
-        With several answers to each row, labels are repeated, and ``sample`` numbers the answers. The other columns are
+        If each row has several answers, labels are repeated, and ``sample`` numbers the answers. The other columns are
         the prompt, the expected value, the answer, the score and the error. With ``Choice``, the choices, their
         log-probabilities and the probability of the selected choice follow; with ``Judge``, the verdict. The last
         columns are the finish reason, the numbers of prompt and output tokens, the duration in seconds and the id of
@@ -174,7 +174,7 @@ class Evaluation:
         return paired_test([score for score, _ in scores], [score for _, score in scores])
 
     def _pairs(self, other: Evaluation) -> list[tuple[list[EvaluatedRow], list[EvaluatedRow]]]:
-        """Return the answers of both to each common row of the table."""
+        """Return the answers of both evaluations to each row of the table that they share."""
         rows, others = self._by_row, other._by_row
         labels, its_labels = ([_comparable(answers[0].label) for answers in each] for each in (rows, others))
         if labels == its_labels:
@@ -242,10 +242,10 @@ class Evaluation:
         return to_wandb(self._exported, project=project, **options)
 
     def to_inspect(self, path: str | os.PathLike[str]) -> Path:
-        """Write the evaluation as a log of Inspect, which ``inspect view`` shows, and return its path.
+        """Write the evaluation as a log file for Inspect, which ``inspect view`` displays, and return its path.
 
-        It contains the settings, the score, and a sample for each answer, with the messages, the score and the tokens.
-        Several answers to a row are epochs of one sample. The duration is that of the longest answer.
+        The log contains the settings, the score, and a sample for each answer, with messages, score and token counts.
+        Several answers to a row are epochs of one sample. The duration in the log is that of the longest answer.
 
         Args:
             path: A new file that ends with ``.eval``. Its folder is created.
@@ -383,7 +383,7 @@ def _expected(row: EvaluatedRow) -> str:
 
 
 def _comparable(value: Any) -> str:
-    """Return a string that is equal for equal values, also if one of them was stored as JSON."""
+    """Return a string that is equal for equal values, even if one of them was stored as JSON."""
     return to_json(value)
 
 

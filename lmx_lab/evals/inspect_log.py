@@ -1,4 +1,4 @@
-"""Write an evaluation as a log of Inspect, which is an optional package: ``inspect view`` shows it."""
+"""Write an evaluation as a log file for Inspect, an optional package. ``inspect view`` displays the log."""
 
 from __future__ import annotations
 
@@ -17,9 +17,9 @@ from lmx_lab.evals.statistics import LEVEL
 
 SUFFIX = ".eval"
 STOP_REASONS = {"stop": "stop", "length": "max_tokens", "tool_calls": "tool_calls"}
-"""Inspect's names of the reasons for the end of an answer."""
+"""Inspect's stop reasons by finish reason."""
 ROLES = {"developer": "system"}
-"""Inspect's names of the roles that it does not have."""
+"""Inspect's replacements for roles that it does not support."""
 CONFIG = {
     "stop": "stop_seqs",
     **{
@@ -30,7 +30,7 @@ CONFIG = {
         )
     },
 }
-"""Inspect's names of sampling parameters."""
+"""Inspect's names for sampling parameters."""
 
 
 def write_inspect_log(run: ExportedRun, rows: Sequence[EvaluatedRow], path: str | os.PathLike[str]) -> Path:
@@ -57,7 +57,7 @@ def _log(run: ExportedRun, rows: Sequence[EvaluatedRow]) -> dict[str, Any]:
     facts, score = run.facts, run.score
     metric: Mapping[str, Any] = facts.settings.get("metric", {})
     name, model = str(metric.get("name", PROJECT)), f"{PROJECT}/{facts.model}"
-    # When the run ended is not stored, and the viewer shows NaN without an end.
+    # The end of the run is not stored. Without an end, the viewer shows NaN.
     longest_s = max((row.total_s or 0.0 for row in rows), default=0.0)
     began, ended = (datetime.fromtimestamp(at, UTC).isoformat() for at in (facts.at, facts.at + longest_s))
     parameters: Mapping[str, Any] = facts.settings.get("parameters", {})
@@ -117,10 +117,10 @@ def _config(parameters: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _numbered(rows: Sequence[EvaluatedRow]) -> list[tuple[EvaluatedRow, str, int]]:
-    """Return each row with the id of its sample, which must be unique, and with its epoch."""
+    """Return each row with the unique id of its sample, and its epoch."""
     groups = answers_by_row(rows)
     labels = [str(to_plain(answers[0].label)) for answers in groups]
-    # Labels that occur several times are replaced by positions; they are in the metadata of each sample.
+    # If labels are not unique, the ids are positions. The metadata of each sample contains its label.
     ids = labels if len(set(labels)) == len(labels) else [str(at) for at in range(len(labels))]
     return [(row, id_, 1 + (row.sample or 0)) for id_, answers in zip(ids, groups, strict=True) for row in answers]
 

@@ -18,7 +18,7 @@ class EvaluatedRow:
     label: Any
     """Label of the row in the index of the table."""
     sample: int | None = None
-    """Number of the answer among those to the same row of the table, from 0; None if there is only one."""
+    """Index of the answer among those to the same row of the table, starting at 0; None if there is only one."""
     prompt: Prompt | None
     """The prompt; None if it could not be created."""
     expected: Any
@@ -50,7 +50,7 @@ class EvaluatedRow:
 
 
 def answers_by_row(rows: Sequence[EvaluatedRow]) -> list[list[EvaluatedRow]]:
-    """Return the answers to each row of the table together."""
+    """Group the answers by the row of the table."""
     groups: list[list[EvaluatedRow]] = []
     for row in rows:
         if row.sample:
@@ -91,7 +91,7 @@ def to_json(value: Any) -> str:
 
 
 def to_plain(value: Any) -> Any:
-    """Return a value of JSON. NumPy numbers and arrays become numbers and lists, objects of other types strings."""
+    """Convert a value to JSON types: NumPy numbers to numbers, NumPy arrays to lists, and other types to strings."""
     if value is None or isinstance(value, str | int | float):
         return value
     if isinstance(value, Mapping):

@@ -21,7 +21,7 @@ DRAWS = 10_000
 SEED = 0
 """Seed of bootstrap samples and permutations, which makes results reproducible."""
 NUMBERS_AT_ONCE = 2_000_000
-"""Maximum number of random numbers that are drawn in one call, which need at most 16 MB."""
+"""Maximum number of random numbers that are drawn in one call, which take up to 16 MB."""
 BINS = 10
 """Number of bins of a calibration table."""
 WILSON = "Wilson score interval"
@@ -112,8 +112,9 @@ def bootstrap(values: Sequence[float]) -> tuple[float, float]:
 
 
 def pass_at(k: int, right: int, n: int) -> float:
-    """Return the probability that at least one of ``k`` answers is right if they are drawn from ``n``, of which
-    ``right`` are.
+    """Return the probability that at least one of ``k`` answers is right.
+
+    The answers are drawn without replacement from ``n`` answers, of which ``right`` are right.
     """
     return 1 - math.comb(n - right, k) / math.comb(n, k)
 

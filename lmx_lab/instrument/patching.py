@@ -19,7 +19,7 @@ if TYPE_CHECKING:
 
 COLUMNS = ("hook", "block", "head", "position", "token", "answer", "other", "difference", "restored")
 SHOWN_POSITIONS = 8
-"""Maximum number of positions for which the display has a heat map of heads, the last ones."""
+"""Maximum number of positions, counted from the last one, for which the display has a heat map of heads."""
 HOOKS_WITH_HEADS = ("hook_z",)
 NO_DIFFERENCE = "the logit difference is the same after both texts"
 
@@ -34,12 +34,12 @@ class PatchSweep:
         together: Whether each value was replaced at all these positions together.
         texts: Text of each token of the corrupt text.
         logits: Logits of ``answer`` and ``other``, of shape (values, positions, 2), or (values, 1, 2) with
-            ``together``; NaN where the sweep was interrupted.
+            ``together``; NaN for values that an interrupted sweep did not compute.
         clean, corrupt: The logit of ``answer`` minus that of ``other`` after each text, without replaced values.
         interrupted: Whether the sweep was interrupted.
 
     Args:
-        first: The first results.
+        first: The result of the first request.
         positions: All positions; by default those of ``first``.
     """
 
@@ -72,8 +72,8 @@ class PatchSweep:
     @property
     def restored(self) -> NDArray[np.float32]:
         """The fraction of the difference between the clean and the corrupt text that each value restores: 1 if the
-        logit difference is that of the clean text, 0 if it is unchanged. NaN where the sweep was interrupted, and
-        everywhere if the logit difference is the same after both texts.
+        logit difference is that of the clean text, 0 if it is unchanged. NaN for values that an interrupted sweep did
+        not compute, and for all values if the logit difference is the same after both texts.
         """
         span = self.clean - self.corrupt
         return (self.differences - self.corrupt) / np.float32(span if span else np.nan)
@@ -143,7 +143,7 @@ class PatchSweep:
         """Return a heat map.
 
         Args:
-            cells: The indices of values and places in the row of each block.
+            cells: The indices of the values and places in the row of each block, by the name of the block.
         """
         restored, blocks = self.restored, [*cells][::-1]
 

@@ -90,7 +90,7 @@ class LayerActivations:
         if (file := self._file) is None:
             self._values[:, text] = vectors
         else:
-            # Not through the memory map, which would end the process if the disk is full.
+            # Not written through the memory map, because a full disk would then terminate the process (SIGBUS).
             try:
                 for at, vector in enumerate(vectors):
                     file.seek(self._start + 4 * self._shape[2] * (at * self._shape[1] + text))
@@ -102,7 +102,7 @@ class LayerActivations:
 
     @property
     def total(self) -> int:
-        """Number of texts, with those whose vectors are not stored."""
+        """Number of texts, including those whose vectors are not stored."""
         return self._shape[1]
 
     def _full(self, reason: str) -> StorageFullError:
@@ -177,7 +177,7 @@ class ProbeRun:
         return sorted(range(len(ranks)), key=ranks.__getitem__)
 
     def of(self, texts: Sequence[int]) -> ProbeRun | None:
-        """Return a run with some of the texts, given by their indices; None if they are too few for the folds."""
+        """Return a run with the texts at these indices; None if there are too few texts for the folds."""
         try:
             return ProbeRun([self._texts[at] for at in texts], [self._labels[at] for at in texts], folds=self._folds)
         except InvalidRequestError:
@@ -203,16 +203,16 @@ class ProbeRun:
 
 
 def _check_labels(labels: Sequence[Any]) -> None:
-    """Check that each label is a class.
+    """Check that each label can be a class.
 
     Raises:
-        InvalidRequestError: one is missing, such as None or NaN, or is a list or an array.
+        InvalidRequestError: a label is missing, such as None or NaN, or is a list or an array.
     """
     for at, label in enumerate(labels):
         try:
             hash(label)
             is_class = label is not None and bool(operator.eq(label, label))
-        except (TypeError, ValueError):  # The missing value of pandas is neither equal to itself nor different.
+        except (TypeError, ValueError):  # Also raised by ``bool(pandas.NA == pandas.NA)``.
             is_class = False
         if not is_class:
             raise InvalidRequestError(
@@ -246,7 +246,7 @@ class Probe:
     def control(self, seed: int = 0) -> Probe:
         """Return a probe of the same activations that is trained on shuffled labels.
 
-        It shows the accuracy that a probe reaches by chance (Hewitt and Liang, arXiv 1909.03368). Traces nothing.
+        It shows the accuracy that is reached by chance (Hewitt and Liang, arXiv 1909.03368). No text is traced again.
         """
         if integer(seed) is None:
             raise InvalidRequestError(f"seed is {seed!r:.40}; it must be an integer", param="seed")
@@ -255,7 +255,7 @@ class Probe:
 
     @property
     def best(self) -> int:
-        """The layer with the highest mean accuracy; the first one if several are equal."""
+        """The layer with the highest mean accuracy; the first of them if several layers have it."""
         return max(self.accuracies, key=lambda layer: float(np.mean(self.accuracies[layer])))
 
     @property
@@ -278,7 +278,7 @@ class Probe:
 
     @property
     def _missing(self) -> str:
-        """How many texts and layers there are, if some are missing."""
+        """The numbers of complete texts and layers for messages; empty if none is missing."""
         stored, texts, layers = len(self.activations.texts), self.activations.total, len(self.activations.layers)
         if (stored, len(self.accuracies)) == (texts, layers):
             return ""

@@ -22,9 +22,9 @@ from lmx_lab.values.tensors import decode_tensors, encode_tensors
 
 FORMAT = "lmx-lab steering vector 1"
 MAX_FILE_BYTES = 4 * VECTOR_LIMIT + 2**20
-"""Maximum size of the file of a vector, with the length of its metadata."""
+"""Maximum size of a vector's file, including its metadata."""
 ROUNDING = 1e-5
-"""Length of a difference of means, relative to the activations, that rounding can cause."""
+"""Maximum length of a difference of means, relative to the activations, that rounding alone can cause."""
 
 
 @dataclass(frozen=True, eq=False, repr=False)
@@ -64,7 +64,7 @@ class Steer:
 
     def __setstate__(self, state: Mapping[str, Any]) -> None:
         self.__dict__.update(state)
-        # Copies of an array can be changed.
+        # Arrays are writable after unpickling and deep copying.
         self.vector.flags.writeable = False
 
     @property
@@ -72,7 +72,7 @@ class Steer:
         """Number of components."""
         return len(self.vector)
 
-    # Without this, the product of a number of NumPy and a vector would be computed by NumPy.
+    # Otherwise, NumPy would compute the product of a NumPy number and a vector.
     __array_ufunc__ = None
 
     def __mul__(self, factor: float) -> Steer:
@@ -126,7 +126,7 @@ class Steer:
         """
         source = Path(path).expanduser()
         try:
-            # The files of models have the same format.
+            # The weights of a model are in the same format, and are too large to read.
             if (size := source.stat().st_size) > MAX_FILE_BYTES:
                 raise ValueError(f"it has {size} bytes")
             arrays, metadata = decode_tensors(source.read_bytes())
@@ -156,10 +156,10 @@ class Steer:
 
 
 def _components(given: object) -> Vectors:
-    """Return the components of a vector as an array in float32 that cannot be changed.
+    """Return the components of a vector as a read-only float32 array.
 
     Raises:
-        InvalidRequestError: they are not a list of finite numbers.
+        InvalidRequestError: the components are not a list of finite numbers.
     """
     # Tensors of other libraries may have types that NumPy lacks, such as bfloat16.
     to_list = None if isinstance(given, np.ndarray) else getattr(given, "tolist", None)

@@ -250,7 +250,7 @@ class HasTokens(CanBranch):
         return ActivationCache(await lab.call(lambda backend: text.run(backend, activation_fields(hooks, positions))))
 
     def _traced(self) -> tuple[LabAccess, Traced]:
-        """Return the lab that computes a trace, and its text."""
+        """Return the lab that computes a trace, and the text to trace."""
         if self._lab is None:
             raise InvalidRequestError("there is no lab that can compute the tokens of this answer; use lab.trace(...)")
         return self._lab, traced_answer(self._tokens)

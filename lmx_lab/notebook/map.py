@@ -30,7 +30,7 @@ NOT_USED = {
     **dict.fromkeys(("tools", "tool_choice", "parallel_tool_calls"), "map does not call tools; use lab.chat"),
     **dict.fromkeys(("logprobs", "top_logprobs", "logprob_tokens"), "the table has no column for them; use lab.chat"),
 }
-"""Parameters of ``chat`` that ``map`` does not accept, and the alternative to each."""
+"""Parameters of ``chat`` that ``map`` does not accept, with the alternative to each."""
 
 
 class MapOwner(PortalOwner, Protocol):

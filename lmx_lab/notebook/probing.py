@@ -85,10 +85,10 @@ class ProbeVerbs:
         position: Position = "last",
         folds: int = FOLDS,
     ) -> Probe:
-        """Train a linear classifier on the activations of each layer, and return the accuracy of each.
+        """Train a linear classifier on the activations of each layer, and return the accuracies.
 
-        If ``probe`` is interrupted while it computes texts, it trains on those that are complete; if it is interrupted
-        while it trains, it returns the layers that are complete. ``aprobe`` is cancelled.
+        If ``probe`` is interrupted while it computes activations, it trains on the texts that are complete. If it is
+        interrupted while it trains, it returns the layers that are complete. ``aprobe`` is cancelled instead.
 
         Args:
             texts: Texts, or a column of a data frame, each as ``what`` in ``trace``. Equal texts are in the same fold.
@@ -129,7 +129,7 @@ class ProbeVerbs:
 
 
 async def _trained(run: ProbeRun, activations: LayerActivations) -> Probe:
-    """Return the probe of all layers; if it is interrupted, of those that are complete."""
+    """Train the classifiers, and return the probe; if training is interrupted, with the layers that are complete."""
     accuracies: dict[int, list[float]] = {}
     with counter("probe") as bar:
         try:
@@ -160,7 +160,7 @@ class Residuals:
         """Return the reader for the loaded model.
 
         Args:
-            layers: An index, several, or ``all``.
+            layers: One index, several indices, or ``all``.
 
         Raises:
             NotLoadedError: no chat model is loaded.
@@ -179,13 +179,13 @@ class Residuals:
         return cls(backend=backend, model=hooks.model, layers=indices, width=width, position=cast("Position", at))
 
     async def read(self, text: Traced, name: str) -> list[Vectors]:
-        """Return the output of each layer at the token, or its mean over all tokens.
+        """Return the output of each layer at ``position``, or its mean over all tokens.
 
         Args:
-            name: What the text is, for messages.
+            name: Name of the text in error messages.
 
         Raises:
-            NotLoadedError: the model was replaced or unloaded since.
+            NotLoadedError: the model has been replaced or unloaded.
             InvalidRequestError: the text does not have the position, or is too long.
         """
         at = -1 if self.position == "last" else self.position
@@ -211,7 +211,7 @@ def _items(given: object, name: str) -> list[Any]:
     """Return the items of a list, an array, or a column of a table.
 
     Raises:
-        InvalidRequestError: it is none of them.
+        InvalidRequestError: the argument is none of these.
     """
     for method in ("to_pylist", "tolist", "to_list"):
         if callable(convert := getattr(given, method, None)):
@@ -244,14 +244,14 @@ def _texts(given: object, name: str) -> list[Traced]:
 
 
 def _layers(given: object, model: str, count: int) -> list[int]:
-    """Return indices of layers in ascending order.
+    """Return the indices of layers in ascending order, without duplicates.
 
     Args:
-        given: An index or several.
+        given: One index or several.
         count: Number of layers of the model.
 
     Raises:
-        InvalidRequestError: one is not an index, the model does not have it, or there are none.
+        InvalidRequestError: a value is not an index, the model does not have the layer, or the list is empty.
     """
     single = integer(given)
     is_list = single is None and isinstance(given, Iterable) and not isinstance(given, str)

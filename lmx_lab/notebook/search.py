@@ -31,7 +31,7 @@ if TYPE_CHECKING:
     import pandas as pd
 
 RERANKED = 50
-"""Minimum number of texts that a reranker compares with the query, if there are as many."""
+"""Number of texts that a reranker compares with the query, unless ``top_n`` is larger or there are fewer texts."""
 SCORES = ("similarity", "score")
 
 
@@ -160,10 +160,11 @@ async def _embed_texts(
     errors: Errors = "row",
     labels: Sequence[Any] | None = None,
 ) -> tuple[EmbeddingRun, bool]:
-    """Compute the vectors of texts, and return them and whether this was interrupted. Runs as a verb.
+    """Compute the vectors of texts, and return the run and whether it was interrupted. Runs as a verb.
 
     Args:
-        labels: Labels of the rows, if a value that is not a text is an error of the whole call.
+        labels: Labels of the rows, for an error of the whole call if a value is not a text; None if that is an error of
+            its row.
     """
     loaded = await on_loop(embedding_model(owner._backend, model, hashed=cache is not None))
     embeddings_body(["x"], model=loaded.id, **settings)
@@ -207,12 +208,12 @@ async def _reranker(backend: Backend, *, required: bool) -> str | None:
 
 
 def _searched(data: Any) -> tuple[Any, RowSource]:
-    """Return the table to search, without the columns that are added to the result, and its rows.
+    """Return the table to search, and its rows.
 
-    The table is a data frame of pandas unless the data is a polars or pyarrow table.
+    The table is a pandas data frame, unless the data is a polars or pyarrow table.
 
     Raises:
-        InvalidRequestError: the data has one of these columns.
+        InvalidRequestError: the data already has a column that ``search`` adds to the result.
     """
     source = read_source(data)
     table = data

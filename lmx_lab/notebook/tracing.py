@@ -131,7 +131,7 @@ class TraceVerbs:
         Args:
             what: As in ``trace``.
             token: Id or text of the token, such as ``" Paris"``; a text must be exactly one token.
-            other: If it is set, the logit of ``token`` minus that of ``other`` is decomposed.
+            other: If set, the logit of ``token`` minus that of ``other`` is decomposed.
 
         Raises:
             LabError: see ``trace``.
@@ -156,9 +156,9 @@ class TraceVerbs:
         positions: int | Sequence[int] | None = None,
         together: bool = False,
     ) -> PatchSweep:
-        """Compute a corrupt text once for each value and position, with this value replaced by that of a clean text,
-        and return how far this restores the difference of two logits. The values of ``attn.hook_z`` are those of single
-        heads.
+        """Compute a corrupt text once for each value and position, with this value replaced by that of a clean text.
+        The result contains the fraction of the difference between two logits that each replacement restores. For
+        ``attn.hook_z``, the outputs of single heads are replaced.
 
         If ``patch`` is interrupted, it returns the positions that are complete; ``apatch`` is cancelled.
 
@@ -169,7 +169,7 @@ class TraceVerbs:
             hooks: Names that end with ``hook_resid_pre``, ``hook_resid_mid``, ``hook_resid_post``, ``hook_attn_out``,
                 ``hook_mlp_out``, or ``attn.hook_z``, the outputs of single heads.
             positions: As in ``trace``.
-            together: Whether each value is replaced at all these positions together, and not at one after the other.
+            together: Whether each value is replaced at all positions at once, instead of at one after the other.
 
         Raises:
             InvalidRequestError: the texts have different numbers of tokens, or a hook cannot be patched.

@@ -51,12 +51,12 @@ def encode_components(components: array.array[float]) -> str:
 
 
 def read_components(vector: str, scale: float) -> NDArray[np.float32]:
-    """Return the components of a vector. A vector of the maximum size takes a fraction of a millisecond.
+    """Return the components of a vector. Reading a vector of the maximum size takes less than a millisecond.
 
     Raises:
         InvalidRequestError: the text is not base64 of finite float32 numbers, or a scaled component is not finite.
     """
-    import numpy as np  # Imported here, because values are also imported by programs without arrays.
+    import numpy as np  # Imported here, because programs that do not use arrays also import this module.
 
     try:
         data = base64.b64decode(vector, validate=True)

@@ -52,7 +52,7 @@ class Patching:
     positions: tuple[int, ...] | None = None
     """Positions at which values are replaced; None selects all."""
     together: bool = False
-    """Whether a value is replaced at all positions together, and not at one after the other."""
+    """Whether a value is replaced at all positions at the same time, instead of at one position after the other."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -61,7 +61,7 @@ class Attribution:
 
     token: int | str
     other: int | str | None = None
-    """If it is set, the difference between the logits of both tokens is attributed to the parts."""
+    """If set, the difference between the logits of both tokens is attributed to the parts."""
 
 
 TraceWork = HookNames | Activations | LogitLens | Patching | Attribution
