@@ -1,4 +1,4 @@
-"""Makes MLX's scalar ``exp`` faster on x86-64, with identical results.
+"""Make MLX's scalar ``exp`` faster on x86-64, with identical results.
 
 MLX's Linux wheel is compiled for processors without fused multiply-add. Each ``exp`` of float32 therefore calls the C
 library six times, and softmax, sigmoid and logsumexp spend nearly all of their time there. The function is replaced by
@@ -6,9 +6,9 @@ one with the same arithmetic in AVX and FMA instructions. On a busy core (Zen 3)
 38 ns, softmax 10 ns instead of 40 ns, and sigmoid 11 ns instead of 43 ns. Attention to 1,400 tokens takes a third of
 the time.
 
-If g++ is installed, MLX compiles the functions of ``mx.compile`` with it. Their code contains the slow ``exp``, so
-``mx.compile`` is turned off while the function is replaced: the activation of a llama takes 8 ns per number instead of
-15 ns (Zen 5), and the first answer does not wait for g++.
+If g++ is installed, MLX uses it to compile functions that are wrapped in ``mx.compile``. The compiled code contains the
+slow ``exp``, so ``mx.compile`` is turned off while ``exp`` is replaced. The activation function of Llama models then
+takes 8 ns per number instead of 15 ns (Zen 5), and the first answer does not wait for g++.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ ENTRY = b"\xf3\x0f\x1e\xfa\x0f\x2e\xc0\x0f"
 """The function's first eight bytes: ``endbr64; ucomiss xmm0, xmm0``, and the beginning of another instruction."""
 FLAGS = frozenset({"avx", "fma"})
 DISABLE_COMPILE = "MLX_DISABLE_COMPILE"
-"""The variable with which a user turns ``mx.compile`` off."""
+"""The environment variable of MLX that turns ``mx.compile`` off."""
 
 CODE = (
     b"\xf3\x0f\x1e\xfa"  # endbr64

@@ -65,11 +65,11 @@ TOKENS = "tokenizer.ggml.tokens"
 CACHE_TYPES: Mapping[KvCacheDtype, int] = {"q8_0": 8, "q4_0": 2}
 """Numbers of the types in llama.cpp (``ggml_type``)."""
 INVARIANT_ATTENTION: Mapping[str, int] = {"cache_type_v": 30}
-"""Values in bfloat16, with keys in float16. With two different types, llama.cpp computes the attention of each token in
-the same way. With one float type, it adds the terms in another order if a step has 64 or more tokens of a request, and
-if a request with one token in the step has 512 or more tokens in its cache. The result depends then on the cached part
-of the prompt and on other requests. Prompts of 512 and 1,400 tokens take 1.25 and 1.6 times the CPU time (measured with
-SmolLM2-135M), and decoding the same."""
+"""Stores values in bfloat16, and keys in float16. If the two types differ, llama.cpp computes the attention of each
+token in the same way. If both are the same float type, it adds the terms in another order when a step has 64 or more
+tokens of a request, or when a request with one token in the step has 512 or more tokens in its cache. The result then
+depends on the cached part of the prompt and on other requests. With different types, prompts of 512 and 1,400 tokens
+take 1.25 and 1.6 times the CPU time (measured with SmolLM2-135M), and decoding takes the same time."""
 
 
 @dataclass(kw_only=True, eq=False)

@@ -291,8 +291,8 @@ class MlxCore:
     # Steps
 
     def step(self) -> None:
-        """Perform one step: a step of the answers, about as much time for texts and traces together, and one delivery
-        to each reader's loop.
+        """Perform one step of the answers, work on texts and traces for about the same time, and deliver the results to
+        the loop of each reader.
         """
         started = time.perf_counter()
         busy = not self.generating.idle
@@ -304,11 +304,11 @@ class MlxCore:
             lost = True
         traces = not self.tracing.idle and not lost
         if traces and busy:
-            # The step of the answers only starts to compute their next tokens; without the wait, its time is unknown.
+            # The step only starts the computation of the next tokens. Its time is known when the computation has ended.
             self._threads.wait()
         limit_s = time.perf_counter() - started
         if traces and busy:
-            # Other programs may have used the processors in this step.
+            # The step may have been slow because other programs used the processors, so the mean limits its time.
             self._mean_s += MEAN_WEIGHT * (limit_s - self._mean_s) if self._mean_s else limit_s
             limit_s = min(limit_s, self._mean_s)
         if not self.encoding.idle:

@@ -36,7 +36,7 @@ class RequestSteering:
     """The vectors of one request."""
 
     vectors: Mapping[int, NDArray[np.float32]]
-    """By layer, the sum of the request's vectors, each multiplied by its scale."""
+    """Sum of the request's vectors for each layer, each vector multiplied by its scale."""
     key: str
     """Equal for requests with the same vectors, whose key-value caches are interchangeable."""
 
@@ -73,7 +73,7 @@ class RequestSteering:
         """Check log-probabilities that were computed with the vectors.
 
         Raises:
-            InvalidRequestError: they are not numbers, because values inside the model exceed the range of its type.
+            InvalidRequestError: they contain NaN, because values in the model exceed the range of their type.
         """
         values = logprobs if isinstance(logprobs, mx.array) else mx.array([each or 0.0 for each in logprobs])
         if mx.isnan(values).any().item():
@@ -111,7 +111,7 @@ class BatchSteering:
         generator._prompt_batch, generator._generation_batch = prompts, answers
 
     def add(self, uid: int, steering: RequestSteering | None) -> None:
-        """Steer a request from now on. Does nothing if ``steering`` is None."""
+        """Steer a request in all later passes. Does nothing if ``steering`` is None."""
         if steering is not None:
             self._requests[uid] = steering
 
@@ -121,7 +121,7 @@ class BatchSteering:
             self._hooks.clear()
 
     def rows(self, uids: Sequence[int]) -> AbstractContextManager[None]:
-        """Hook the layers for passes whose rows are these requests, until the context ends."""
+        """Hook the layers while the ``with`` block runs, for passes whose rows are these requests."""
         if not self._requests or self._requests.keys().isdisjoint(uids):
             return UNSTEERED
         key = tuple(uids)
@@ -132,7 +132,7 @@ class BatchSteering:
         return install(self._hooks[key])
 
     def alone(self, steering: RequestSteering | None) -> AbstractContextManager[None]:
-        """Hook the layers for passes with a single row, until the context ends."""
+        """Hook the layers while the ``with`` block runs, for passes with a single row."""
         return UNSTEERED if steering is None else install(self._functions([steering]))
 
     def _functions(self, rows: Sequence[RequestSteering | None]) -> Mapping[HookPoint, HookFunction]:

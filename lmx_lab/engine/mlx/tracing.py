@@ -29,7 +29,7 @@ FIRST_TOKENS = 8
 WEIGHT = 0.3
 """Weight of the newest step in the running mean."""
 OUTLIER = 4
-"""Maximum of a measurement as a multiple of the mean; another program may have used the processors for a moment."""
+"""Limit of a measurement as a multiple of the mean, because another program may have used the processors briefly."""
 GROWTH = 4
 """Maximum number of tokens of a step as a multiple of the largest step so far, because longer steps have not been
 measured."""
@@ -130,7 +130,7 @@ class TraceLoop(JobQueue[TraceJob, Trace]):
                 )
         job.started_at = job.started_at or time.perf_counter()
         if may_wait:
-            # The duration of its tokens may be another one than that of earlier jobs.
+            # Its tokens may take longer than those of earlier jobs.
             self._largest = FIRST_TOKENS
         steps = _steps_of(job, model.hook_points, model, self._trace_bytes)
         self._steps = job, steps
@@ -144,7 +144,7 @@ class TraceLoop(JobQueue[TraceJob, Trace]):
         if self._token_s:
             tokens = max(1, min(tokens, int(limit_s / self._token_s)))
         if not busy:
-            # Otherwise the number of threads remains that of the answers: changing and measuring it takes time.
+            # The number of threads is not changed between steps of answers, because choosing it takes time.
             self._threads.prepare(len(job.tokens))
         started = time.perf_counter()
         try:
@@ -194,7 +194,7 @@ class TraceLoop(JobQueue[TraceJob, Trace]):
 
 
 def _steps_of(job: TraceJob, found: HookPoints, model: LoadedModel, trace_bytes: int) -> Steps:
-    """Return the started computation of a job, which waits for the number of tokens of its first step.
+    """Start the computation of a job, and return it. It waits for the number of tokens of its first step.
 
     Raises:
         InvalidRequestError: the request is not possible with this model, or exceeds ``trace_bytes``.

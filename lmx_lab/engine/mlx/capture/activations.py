@@ -25,8 +25,8 @@ Array = NDArray[Any]
 Results = tuple[dict[str, Array], dict[str, Any]]
 """The arrays and the details of a ``Trace``."""
 Steps = Generator[float, int, Results]
-"""A computation that is divided into steps. It yields the work of a step and receives the limit of the next one, as a
-number of tokens that all blocks compute. It yields 0 after other work."""
+"""A computation that is divided into steps. It yields the work of a step, and receives the limit for the work of the
+next step. The unit of work is one token, computed by all blocks. After other work, it yields 0."""
 Part = tuple[list[mx.array], float]
 """Arrays that a block computes, and their work in the unit of ``Steps``."""
 
@@ -109,10 +109,10 @@ def next_chunk(left: int, limit: int) -> int:
 def evaluate(parts: list[Part], limit: int) -> Generator[float, int, float]:
     """Evaluate arrays in the order of the blocks, and yield before the work of a step would exceed ``limit``.
 
-    MLX computes lazily, so that a pass whose graph is complete can be interrupted after any block.
+    MLX computes lazily: after the graph of a pass has been built, its evaluation can be interrupted after any block.
 
     Args:
-        parts: The list is emptied, so that values are freed when nothing else needs them.
+        parts: The arrays of each block. The list is emptied, so that values are freed as soon as possible.
 
     Returns:
         The work since the last yield.
@@ -131,10 +131,10 @@ def evaluate(parts: list[Part], limit: int) -> Generator[float, int, float]:
 
 
 def chunk_limit(limit: int, blocks: int, rows: int = 1) -> int:
-    """Return the number of tokens of each row in a pass of which a step computes at least one block.
+    """Return the maximum number of tokens of each row in a pass, so that a step can compute at least one block.
 
     Args:
-        limit: The work of a step, in the unit of ``Steps``.
+        limit: Maximum work of a step, in the unit of ``Steps``.
         rows: Number of rows of the batch.
     """
     return min(limit * blocks, memory.MAX_CHUNK_TOKENS) // rows

@@ -23,10 +23,10 @@ from lmx_lab.engine.mlx.capture.parts import Block
 ProbeValues = Callable[[Any, Side], mx.array | None]
 """Returns the input or output of a module in a pass of two tokens; None if the module was not called."""
 Places = tuple[dict[str, tuple[int, ...]], dict[str, HookPoint]]
-"""The shapes of values at one position, and the hook points of those that have one, by the last part of their names."""
+"""The shapes of values at one position, and their hook points if they have one, by the last part of their names."""
 SAME = 1e-2
-"""Largest difference of the outputs of heads from the products of their patterns and values, relative to the largest
-output, that rounding can cause."""
+"""Maximum rounding error of the outputs of heads, compared with the products of their patterns and values, relative to
+the largest output."""
 REPLACING = threading.Lock()
 """Lock that is held while the functions are replaced, because a process may have several engine threads."""
 
@@ -152,7 +152,7 @@ class BlockAttention:
 
     @property
     def call(self) -> AttentionCall | None:
-        """The only call of MLX's function; None if there were none or several."""
+        """The only call of MLX's function; None if it was not called, or several times."""
         return self.calls[0] if len(self.calls) == 1 else None
 
     def softmax_rows(self, rows: mx.array) -> mx.array | None:

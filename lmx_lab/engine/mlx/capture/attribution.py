@@ -20,7 +20,7 @@ from lmx_lab.engine.mlx.capture.tail import logits_of_normalized
 from lmx_lab.errors import InvalidRequestError
 
 TOLERANCE = 1e-3
-"""Maximum relative difference that rounding can cause."""
+"""Maximum relative rounding error."""
 Direction = Callable[[mx.array], mx.array]
 """Returns the contribution to the logit of each term of the residual stream, of shape (terms, width)."""
 

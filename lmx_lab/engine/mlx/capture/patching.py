@@ -2,7 +2,8 @@
 
 All values that are replaced at one position are rows of one batch. A row starts at the block and the position of its
 value, because all earlier values are equal in all rows: it joins the batch at its block, and uses the keys and values
-of the text for the preceding positions. Models whose caches do not support this compute each row from the start.
+of the text for the preceding positions. If the cache of a model does not support this, each row starts at the first
+block and position.
 """
 
 from __future__ import annotations
@@ -39,8 +40,7 @@ from lmx_lab.values.tracing import PATCHABLE, Patching
 BATCH_TOKENS = 4096
 """Maximum total number of tokens of the rows of a batch, which limits the memory for keys and values."""
 SAME = 1e-2
-"""Maximum difference that rounding can cause between the logits of a row without a replaced value and those of the
-text."""
+"""Maximum rounding error of the logits of a row without a replaced value, compared with those of the text."""
 NO_ROWS = np.zeros((0, 2), np.float32)
 
 
@@ -60,7 +60,7 @@ class _Cell:
 
     @property
     def joins_after(self) -> bool:
-        """Whether the row joins the batch after its block, not before it."""
+        """Whether the row joins the batch after its block instead of before it."""
         return self.name.endswith(RESID_POST)
 
     @property
@@ -131,7 +131,7 @@ def _cells(found: HookPoints, hooks: Sequence[str]) -> list[_Cell]:
 
 
 def _point(found: HookPoints, name: str) -> HookPoint:
-    """Return the place at which a value is replaced. Raises as ``HookPoints.point``."""
+    """Return the place at which a value is replaced. Raises the same as ``HookPoints.point``."""
     # The residual stream between attention and MLP is changed through the output of attention.
     return found.point(name.replace(RESID_MID, ATTN_OUT))
 
@@ -235,7 +235,7 @@ class _Sweep:
     def _changes(
         self, cells: Sequence[_Cell], at: int, end: int, place: Sequence[int]
     ) -> dict[HookPoint, HookFunction]:
-        """Return the functions that replace the values of rows at those positions that are from ``at`` to ``end``."""
+        """Return the functions that replace the values of rows at the positions from ``at`` to ``end``, exclusive."""
         positions = [position for position in place if at <= position < end]
         rows_at: dict[HookPoint, list[int]] = {}
         for row, cell in enumerate(cells):
@@ -253,7 +253,7 @@ class _Sweep:
         }
 
     def _new_value(self, cell: _Cell, positions: list[int]) -> mx.array:
-        """Return the value that replaces the one of the text, of shape (positions, width)."""
+        """Return the value that replaces that of the text, of shape (positions, width)."""
         value = self._clean[cell.name][mx.array(positions)]
         if cell.name.endswith(RESID_MID):
             return value - self._stream[cell.block][mx.array(positions)]
@@ -262,8 +262,8 @@ class _Sweep:
     def _joining(
         self, cells: Sequence[_Cell], at: int, end: int, changes: Mapping[HookPoint, HookFunction]
     ) -> dict[HookPoint, HookFunction]:
-        """Return the functions by which rows join the batch with the values of the text at these positions, and those
-        that replace values.
+        """Return the functions by which rows join the batch, with the values of the text at these positions, and the
+        functions that replace values.
         """
         functions = dict(changes)
         groups: dict[tuple[int, bool], list[int]] = {}
@@ -288,7 +288,7 @@ class _Sweep:
         """
         blocks, outputs, kept = self._parts.blocks, dict[int, mx.array](), list[mx.array]()
         first, begins = (cells[0].begins if self._restarts else 0), sorted(cell.begins for cell in cells)
-        # They are called after the functions that replace values.
+        # These functions are called after those that replace values.
         keep: dict[HookPoint, HookFunction] = {HookPoint(self._parts.norm, "input"): kept.append}
         for block in range(first, len(blocks)):
             keep[HookPoint(blocks[block].module, "output")] = partial(outputs.__setitem__, block)

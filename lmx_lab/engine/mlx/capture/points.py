@@ -1,4 +1,4 @@
-"""Name the hook points of a model, at which values can be read and replaced, like TransformerLens.
+"""Name the hook points of a model, at which values can be read and replaced, as TransformerLens does.
 
 Names that depend on the structure of a block are verified: the model computes two tokens, and
 ``hook_attn_out`` and ``hook_mlp_out`` exist only in blocks whose output is the sum of its input and both of them.
@@ -76,7 +76,7 @@ class HookPoints:
 
 
 def match_names(patterns: Iterable[str], names: Iterable[str], model: str) -> list[str]:
-    """Return the names that match one of these patterns, in their own order. Raises as ``HookPoints.matching``."""
+    """Return the names that match one of these patterns, in their order. Raises the same as ``HookPoints.matching``."""
     names, found = list(names), set[str]()
     for pattern in patterns:
         expression = re.compile(re.escape(pattern).replace(r"\*", ".*"))
