@@ -30,12 +30,12 @@ TOKENS = 32
 """Length of the answers."""
 CASE = Case(prompt_tokens=64, output_tokens=TOKENS)
 CONCURRENCY = (4, 8, 16)
-"""Numbers of concurrent requests, of which the one with the highest throughput is compared."""
+"""Numbers of concurrent requests. ``map`` is compared with the one that has the highest throughput."""
 BEGINNING_TOKENS = 300
 COMMON_ROWS, OWN_ROWS = 200, 40
-"""Numbers of rows with a common beginning, and with beginnings of their own. Their rates are compared."""
+"""Number of rows with a common beginning, and of rows with different beginnings. Their rates are compared."""
 ANSWER_TOKENS = 8
-"""Length of the answers to rows with long beginnings: short, as for a classification."""
+"""Length of the answers to rows with long beginnings. They are short, like those of a classification."""
 INVALID = "map: sampled answers that are not valid"
 TYPED_ROWS, TYPED_TOKENS = 1000, 400
 TYPED = {
@@ -87,7 +87,7 @@ def _map(client: Worker, texts: Sequence[str], tokens: int) -> Reply:
 
 
 def _against_bench(bench: Bench, server: LabServer, client: Worker, rows: int) -> Row:
-    """Compare ``map`` with the bench. Both answer as many prompts in each round, in alternating order."""
+    """Compare ``map`` with the bench. Both answer the same number of prompts in each round, in alternating order."""
     probes = {count: _bench_rate(server, count, max(2 * count, rows // 10)) for count in CONCURRENCY}
     best = max(CONCURRENCY, key=lambda count: probes[count])
     texts = asyncio.run(_texts(server, rows))
@@ -184,7 +184,7 @@ def _typed(bench: Bench, client: Worker, engine: str) -> Row:
 
 
 def _beginnings(bench: Bench, client: Worker, engine: str) -> Row:
-    """Compare rows with a common beginning with rows whose beginnings differ, so that no cache has them."""
+    """Compare rows with a common beginning to rows with different beginnings, which no cache contains."""
     common, own = (COMMON_ROWS // 4, OWN_ROWS // 4) if bench.quick else (COMMON_ROWS, OWN_ROWS)
     beginning = prompts.words(1, BEGINNING_TOKENS)
     ends = [prompts.words(1000 + number, 8) for number in range(common)]

@@ -1,6 +1,6 @@
 """Child process: answers rows with ``map`` of a lab that is attached to the server at ``url``, without an engine.
 
-Replies to a line with ``texts`` and ``parameters`` with the time and the CPU time that ``map`` took.
+The reply to a line with ``texts`` and ``parameters`` contains the time and the CPU time that ``map`` took.
 """
 
 from __future__ import annotations

@@ -1,5 +1,5 @@
 """Measure traces: all residual streams of a text against its prefill, a patch sweep against one pass per cell, and the
-gaps of a stream beside both.
+gaps between the tokens of a stream while both are computed.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ PASSES = 10
 RESIDUAL = "blocks.*.hook_resid_post"
 WARM_UP = 20
 ANSWER_TOKENS = 1900
-"""Maximum length of the answer beside which traces are computed."""
+"""Maximum length of the answer that is generated while traces are computed."""
 QUICK_GAPS, GAPS = 60, 300
 
 
