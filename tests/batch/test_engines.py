@@ -111,7 +111,7 @@ def test_after_kills_at_random_moments_the_frame_is_that_of_an_undisturbed_run(
                 child.kill()
                 child.wait()
             new, started = stored_answers(cache) - stored, len(log.read_text().splitlines()) - begun
-            # Computed are the rows that were stored, and those that were being answered.
+            # The started rows are those that were stored, and those that were being answered.
             assert new <= started <= new + SLOTS + WAITING
             stored, begun = stored + new, begun + started
         assert 0 < stored < ROWS

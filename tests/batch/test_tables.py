@@ -34,7 +34,7 @@ def as_lists(table: Any) -> dict[str, list[Any]]:
     return dict(values)
 
 
-def test_tables_of_other_libraries(lab: lmx_lab.Lab, make: Any, tmp_path: Path) -> None:
+def test_tables_of_other_libraries_are_accepted_and_returned(lab: lmx_lab.Lab, make: Any, tmp_path: Path) -> None:
     table = make({"text": ['{"n":3,"tags":["a"]}', None, "x"]})
     answers = lab.map(table, "{text}", schema=SCHEMA, n=2)
     assert type(answers) is type(table)
@@ -52,7 +52,7 @@ def test_tables_of_other_libraries(lab: lmx_lab.Lab, make: Any, tmp_path: Path) 
     assert result.df["score"].dropna().tolist() == [1, 1]
 
 
-def test_vectors_and_found_rows_are_a_table_of_the_same_library(lab: lmx_lab.Lab, make: Any) -> None:
+def test_embed_frame_and_search_return_a_table_of_the_same_library(lab: lmx_lab.Lab, make: Any) -> None:
     table = make({"text": ["sea", None, "hill"], "n": [1, 2, 3]})
     vectors = lab.embed_frame(table, "text")
     assert type(vectors) is type(table)
@@ -73,7 +73,7 @@ def test_vectors_and_found_rows_are_a_table_of_the_same_library(lab: lmx_lab.Lab
         lab.search(make({"text": ["sea"], "score": [1]}), "sea", "text")
 
 
-def test_columns_and_record_batches_of_pyarrow(lab: lmx_lab.Lab) -> None:
+def test_pyarrow_columns_and_record_batches_are_accepted(lab: lmx_lab.Lab) -> None:
     pyarrow = pytest.importorskip("pyarrow")
     table = pyarrow.table({"text": ["a", None]})
     for rows in (table["text"], table["text"].chunk(0), table.to_batches()[0]):

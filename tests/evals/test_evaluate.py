@@ -178,7 +178,7 @@ def test_bad_arguments_are_refused(lab: lmx_lab.Lab, arguments: dict[str, Any], 
 
 
 def test_the_score_of_a_row_with_several_answers_is_their_mean(lab: lmx_lab.Lab) -> None:
-    # The metric is a function of how often it was called, because the echo engine repeats itself.
+    # The metric counts its calls, because the echo engine gives the same answer each time.
     calls: dict[str, int] = {}
 
     def is_right(answer: str, row: Any) -> bool:
@@ -192,7 +192,7 @@ def test_the_score_of_a_row_with_several_answers_is_their_mean(lab: lmx_lab.Lab)
     assert (result.score.mean, result.score.n, result.score.method, result.errors) == (0.5, 2, BOOTSTRAP, 4)
     assert (result.score.low, result.score.high) == (0.25, 0.75)
     assert result.pass_at(1).mean == pytest.approx(0.5)
-    # One of two answers is right with 1 - 0 / 6 in the first row, and with 1 - 3 / 6 in the second one.
+    # The probability that one of two answers is right is 1 - 0 / 6 in the first row, and 1 - 3 / 6 in the second one.
     assert result.pass_at(2).mean == pytest.approx((1 + 0.5) / 2)
     assert (result.pass_at(4).mean, result.pass_at(4).method) == (1, WILSON)
     for k in (5, True):

@@ -66,7 +66,7 @@ def test_a_run_of_wandb_without_a_network(tmp_path: Path) -> None:
 
 
 @pytest.mark.long
-def test_a_log_of_inspect(tmp_path: Path) -> None:
+def test_a_log_of_inspect_contains_the_evaluation(tmp_path: Path) -> None:
     log = pytest.importorskip("inspect_ai.log")
     parameters = {"temperature": 0, "stop": "\n", "system": "Be brief.", "n": 2}
     facts = replace(FACTS, settings={**FACTS.settings, "parameters": parameters})

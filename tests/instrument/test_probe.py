@@ -72,7 +72,7 @@ def test_a_probe_reads_a_property_of_the_token_it_is_trained_on(lab: lmx_lab.Lab
         (TEXTS, [types.SimpleNamespace if label == "red" else None.__class__ for label in LABELS]),
     ],
 )
-def test_texts_and_labels_of_any_list_give_the_same_probe(lab: lmx_lab.Lab, texts: Any, labels: Any) -> None:
+def test_texts_and_labels_of_any_list_type_give_the_same_probe(lab: lmx_lab.Lab, texts: Any, labels: Any) -> None:
     expected = lab.probe(TEXTS, LABELS, layer=1)
     assert lab.probe(texts, labels, layer=np.array([1, 1])).accuracies == expected.accuracies
 
@@ -143,7 +143,7 @@ def test_a_disk_that_becomes_full_ends_the_probe_and_not_the_process(monkeypatch
 
 
 class Interruption:
-    """Raises ``KeyboardInterrupt`` in the place of a call."""
+    """Raises ``KeyboardInterrupt`` instead of one call of a function."""
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch, owner: Any, name: str, call: int) -> None:
         self._original, self._left = getattr(owner, name), call
@@ -251,7 +251,7 @@ def test_invalid_arguments_are_refused(lab: lmx_lab.Lab, changes: dict[str, Any]
     assert refused.value.param == param
 
 
-def test_messages_name_the_text_and_the_layers(lab: lmx_lab.Lab) -> None:
+def test_errors_name_the_text_and_the_layers(lab: lmx_lab.Lab) -> None:
     for arguments, message in (
         ({"texts": [*TEXTS[:-1], "one"], "position": 5}, r"^texts\[0\], 'one red': positions .* tokens"),
         ({"layer": 2}, r"layer is 2; pass an index from 0 to 1, because .*tiny has 2 layers"),

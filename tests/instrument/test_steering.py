@@ -55,7 +55,7 @@ def test_a_vector_is_saved_with_its_model_and_read_again(tmp_path: Path) -> None
     with pytest.raises(InvalidRequestError):
         made.save(tmp_path / "missing" / "vector.safetensors")
     with path.open("wb") as file:
-        # The weights of a model, which are not read into memory.
+        # The weights of a model are not read into memory.
         file.truncate(2**40)
     with pytest.raises(InvalidRequestError, match="it has 1099511627776 bytes"):
         Steer.load(path)

@@ -1,4 +1,4 @@
-"""Test the spans that a collector for OTLP/HTTP receives of requests to the echo engine."""
+"""Test the spans that a collector for OTLP/HTTP receives for requests to the echo engine."""
 
 from __future__ import annotations
 
@@ -125,7 +125,7 @@ def leave(lab: lmx_lab.Lab) -> str:
 
 @dataclass(frozen=True)
 class Sent:
-    """What a collector has received of some requests, and the ids of these."""
+    """The spans that a collector has received for some requests, and the ids of these requests."""
 
     collector: Collector
     ids: dict[str, str]
@@ -151,7 +151,7 @@ def value(given: AnyValue) -> Any:
 
 @pytest.fixture(scope="module")
 def sent(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Sent]:
-    """Requests to a server that exports spans without texts, which has been stopped."""
+    """Send requests to a server that exports spans without texts, and stop the server."""
     parent = {"traceparent": f"00-{TRACE}-{CALLER}-01"}
     with collector() as target:
         with echo_lab(tmp_path_factory.mktemp("home"), target, "spans", echo_tokens_per_s=200) as lab:
@@ -224,7 +224,7 @@ def test_the_phases_of_each_answer_are_consecutive_children(sent: Sent) -> None:
 
 
 @pytest.mark.parametrize("name", ["stream", "messages", "responses", "ollama"])
-def test_every_format_of_chats_is_exported(sent: Sent, name: str) -> None:
+def test_chats_in_every_api_format_are_exported(sent: Sent, name: str) -> None:
     span = sent.span(name)
     assert (span.name, span.parent_span_id) == ("chat echo", b"")
     assert attributes(span)["gen_ai.response.finish_reasons"] == ["stop"]
@@ -256,7 +256,7 @@ def test_a_refused_request_has_its_error_and_no_phases(sent: Sent) -> None:
     assert sent.children(span) == []
 
 
-def test_requests_without_a_generation_and_those_that_the_caller_does_not_sample_are_not_exported(sent: Sent) -> None:
+def test_requests_without_a_generation_or_with_an_unsampled_caller_are_not_exported(sent: Sent) -> None:
     exported = {attributes(span).get("gen_ai.response.id") for span in sent.collector.spans}
     assert not exported & {sent.ids[name] for name in ("malformed", "tokens", "not sampled")}
 
@@ -270,13 +270,13 @@ def test_a_request_of_the_notebook_is_a_span_of_its_own(sent: Sent) -> None:
     assert {child.name for child in sent.children(span)} >= {"decode"}
 
 
-def test_the_program_is_named(sent: Sent) -> None:
+def test_spans_name_the_service_and_its_version(sent: Sent) -> None:
     resource = attributes(sent.collector.received[0].resource_spans[0].resource)
     assert resource["service.name"] == "lmx-lab"
     assert resource["service.version"]
 
 
-def test_texts_are_not_exported_unless_that_was_requested(sent: Sent) -> None:
+def test_texts_are_exported_only_on_request(sent: Sent) -> None:
     assert not any(b"sea" in body or b"three" in body for body in sent.collector.bodies)
 
 
@@ -352,7 +352,7 @@ def test_a_cancelled_answer_has_the_tokens_that_were_delivered_and_no_time_to_fi
     }
 
 
-def test_a_collector_that_is_down_costs_one_warning(
+def test_a_collector_that_is_down_causes_one_warning(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     with socket.create_server(("127.0.0.1", 0)) as free:
@@ -424,7 +424,7 @@ def test_headers_are_sent_to_the_collector(monkeypatch: pytest.MonkeyPatch) -> N
     assert [(each["x-key"], each["authorization"]) for each in target.headers] == [("a b", "Bearer s3cret")]
 
 
-def test_a_collector_that_does_not_respond_does_not_delay_the_end_and_costs_one_warning(
+def test_a_collector_that_does_not_respond_does_not_delay_the_end_and_causes_one_warning(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     monkeypatch.setattr(telemetry, "CLOSE_S", 0.01)
@@ -441,7 +441,7 @@ def test_a_collector_that_does_not_respond_does_not_delay_the_end_and_costs_one_
     assert not EXPORTER_LOG.filters
 
 
-def test_a_launch_whose_port_is_taken_stops_what_sends_spans(tmp_path: Path) -> None:
+def test_a_launch_whose_port_is_taken_stops_the_exporter(tmp_path: Path) -> None:
     with socket.create_server(("127.0.0.1", 0)) as taken, pytest.raises(PortTakenError):
         lmx_lab.launch(home=tmp_path, port=taken.getsockname()[1], otel="spans")
     assert not EXPORTER_LOG.filters

@@ -126,7 +126,7 @@ def test_values_that_are_not_finite_change_no_bit_of_the_other_rows() -> None:
         long.check(mx.array(np.frombuffer(mixed[1][0], np.float32)))
 
 
-def test_vectors_whose_sum_is_zero_are_the_same_as_none() -> None:
+def test_vectors_whose_sum_is_zero_have_no_effect() -> None:
     points = points_of(build("llama"))
     assert RequestSteering.of([vector(0, scale=0.0), vector(1, scale=2.0), vector(1, scale=-2.0)], points) is None
     one, both = [RequestSteering.of(steer, points) for steer in ([vector(1)], [vector(0, scale=0.0), vector(1)])]
@@ -193,7 +193,7 @@ async def test_caches_of_steered_requests_are_used_only_with_the_same_vectors(tm
         again, report = await run(manager, prompt=PROMPT, steer=(vector(),))
         assert (again, report.cached_tokens) == (steered, len(PROMPT.tokens) - 1)
         assert (await run(manager, prompt=PROMPT))[0] == plain
-        # Vectors that change nothing use the cache of the prompt without vectors.
+        # Requests whose vectors have no effect use the cache of the prompt without vectors.
         again, report = await run(manager, prompt=PROMPT, steer=(vector(scale=0.0),))
         assert (again, report.cached_tokens) == (plain, len(PROMPT.tokens) - 1)
     # Only the state of the request without vectors is on disk.

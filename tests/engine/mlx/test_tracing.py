@@ -194,7 +194,7 @@ async def test_a_refused_trace_names_the_limit(
         await manager.trace(made)
 
 
-async def test_a_trace_has_nothing_of_hooks_that_are_installed_for_answers(manager: ModelManager) -> None:
+async def test_hooks_that_are_installed_for_answers_do_not_change_a_trace(manager: ModelManager) -> None:
     names = (await manager.trace(TraceRequest(work=HookNames()))).details["hooks"]
     assert names["blocks.1.attn.hook_pattern"] == [2, 0]
     before = await manager.trace(activations())

@@ -28,7 +28,7 @@ from tests.engine.mlx.capture.models import SIZES
 PAGE = Path(__file__).parents[4] / "docs" / "trace-families.md"
 BEGIN = "| family | residual stream | attention and MLP | patterns | heads | logit lens |\n|---|---|---|---|---|---|\n"
 MAX_WEIGHTS = 5_000_000
-"""Architectures whose sizes the generic configuration does not set are not tried."""
+"""Architectures with more weights are not tested, because the generic configuration does not set their sizes."""
 GENERIC: dict[str, Any] = {
     **SIZES,
     "num_hidden_layers": 4,

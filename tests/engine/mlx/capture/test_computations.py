@@ -156,8 +156,8 @@ def test_the_work_of_a_step_is_limited(limit: int) -> None:
         with suppress(StopIteration):
             while True:
                 work.append(steps.send(limit))
-        # A batch has at least two tokens of each row, one more if it would be the only one that is left, and the first
-        # batch has one more row.
+        # A batch has at least two tokens of each row, or three if only one token would be left, and the first batch has
+        # one more row.
         assert max(work) <= 2 * limit + 1
     assert sum(work) > 10 * len(TOKENS)
 
@@ -179,7 +179,7 @@ def test_the_logit_lens_and_contributions_end_with_the_logits(kind: str) -> None
         assert details["logit"] == pytest.approx(logits[-1, 3] - logits[-1, 4], abs=1e-3)
 
 
-def test_a_quantized_model_is_traced_as_it_computes() -> None:
+def test_traces_of_a_quantized_model_equal_its_own_computation() -> None:
     model = build("llama")
     quantize(model, group_size=32, bits=4)
     arrays, _ = finish(compute_activations(context(model), TOKENS, Activations(hooks=("*.hook_resid_post", "logits"))))
@@ -188,7 +188,7 @@ def test_a_quantized_model_is_traced_as_it_computes() -> None:
     np.testing.assert_allclose(np.array(again), arrays["logits"], atol=1e-4)
 
 
-def test_what_a_family_does_not_have_is_refused_by_name() -> None:
+def test_values_that_a_family_does_not_have_are_refused_by_name() -> None:
     mamba = build("mamba", state_size=8, conv_kernel=4, use_bias=False, use_conv_bias=True, time_step_rank=4)
     with pytest.raises(
         InvalidRequestError, match=r"no blocks\.0\.hook_attn_out: the outputs of its blocks are not sums"
