@@ -170,8 +170,8 @@ class Settings:
     record_to: Path | None = None
     """SQLite file in which records are stored. By default the last 200 are kept in memory."""
     otel: str = "off"
-    """Requests that are exported as OpenTelemetry spans, to the collector that ``OTEL_EXPORTER_OTLP_ENDPOINT`` names.
-    ``off``: none. ``spans``: all, without texts. ``content``: all, with the texts of prompts and answers."""
+    """Whether requests are exported as OpenTelemetry spans to the collector that ``OTEL_EXPORTER_OTLP_ENDPOINT`` names.
+    ``off``: not exported. ``spans``: without texts. ``content``: with the texts of prompts and answers."""
     disk_reserve_bytes: int = 1 * GIB // 4
     """Disk space that must remain free after a download, and after a file of the prefix cache is written."""
     wired_memory: bool = False

@@ -74,7 +74,7 @@ class BatchOptions:
     """Names of the parameters that all requests have. If the server refuses a value of one of them, the run ends."""
     columns: TypedColumns | None = None
     choices: ReadChoices | None = None
-    """If it is set, the choices of each row are scored after its prompt, and no answer is generated."""
+    """If set, the choices of each row are scored after its prompt, and no answer is generated."""
     chat_template: bool = True
     """Whether the choices are answers to a chat; otherwise, they continue the plain text of the prompt."""
     n: int = 1

@@ -118,7 +118,7 @@ def _of_other_library(data: Any) -> RowSource | None:
 
 
 def _to_arrow(pyarrow: Any, data: Any) -> Any:
-    """Return a column or a record batch of pyarrow as a table, and other data as it is."""
+    """Convert a pyarrow column or record batch to a table. Other data is returned unchanged."""
     if isinstance(data, pyarrow.RecordBatch):
         return pyarrow.Table.from_batches([data])
     return pyarrow.table({TEXT: data}) if isinstance(data, pyarrow.Array | pyarrow.ChunkedArray) else data
@@ -161,7 +161,7 @@ def answer_row(answer: RowAnswer, values: Mapping[str, Any], *, sample: int | No
 def answer_table(
     rows: Sequence[Mapping[str, Any]], source: RowSource, columns: TypedColumns | None, *, several: bool
 ) -> Any:
-    """Create the table of answers of the same kind as that of the rows.
+    """Create the table of answers, in the same library as that of the rows.
 
     Args:
         several: Whether each row has several answers.
@@ -199,7 +199,7 @@ def _arrow_table(pyarrow: Any, values: Mapping[str, list[Any]], dtypes: Mapping[
 
 
 def vector_table(vectors: Sequence[Any], errors: Sequence[str | None], source: RowSource) -> Any:
-    """Create the table of vectors of the same kind as that of the rows. A row without a vector has an error."""
+    """Create the table of vectors, in the same library as that of the rows. A row without a vector has an error."""
     if source.library is None:
         pandas = pandas_for("embed_frame")
         columns = {VECTOR: vectors, ERROR: errors}
@@ -222,7 +222,7 @@ def select_rows(data: Any, source: RowSource, order: Sequence[int], added: Mappi
     """Return some rows of a table in this order, with further columns of numbers.
 
     Args:
-        data: The table from which ``source`` was read; a data frame if it is of pandas.
+        data: The table from which ``source`` was read: a polars or pyarrow table, or a pandas data frame.
     """
     if source.library is None:
         return data.iloc[list(order)].assign(**added)

@@ -130,8 +130,8 @@ RecordTo = Annotated[Path | None, typer.Option(help="SQLite file for --record al
 Otel = Annotated[
     str | None,
     typer.Option(
-        help="Requests to export as OpenTelemetry spans: off, spans, or content for texts too. By default off. "
-        "OTEL_EXPORTER_OTLP_ENDPOINT is the collector."
+        help="Whether to export requests as OpenTelemetry spans: off, spans, or content, which includes texts. By "
+        "default off. OTEL_EXPORTER_OTLP_ENDPOINT sets the collector."
     ),
 ]
 LogLevel = Annotated[str | None, typer.Option(help="debug, info, warning or error.")]

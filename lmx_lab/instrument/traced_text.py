@@ -171,7 +171,7 @@ def token_name(token: object, param: str) -> int | str:
         param: Name of the argument, for the message.
 
     Raises:
-        InvalidRequestError: the value is neither of them.
+        InvalidRequestError: the value is neither a token id nor a text.
     """
     if isinstance(token, str) and token:
         return token

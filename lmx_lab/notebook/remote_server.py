@@ -46,7 +46,7 @@ def attach(url: str | AsyncLabClient | LabClient, *, api_key: str | None = None)
     Args:
         url: The address that the server prints, or one through a proxy, with or without ``/v1`` or a slash at its end;
             or the name of a lab that is announced on the local network (see ``discover()``); or a client, whose address
-            and key the lab uses for a connection of its own.
+            and key the lab uses for its own connection.
         api_key: The server's key, or Jupyter's token if Jupyter is in front of it.
 
     Raises:

@@ -13,9 +13,9 @@ from lmx_lab.errors import UnusableModelError
 SCORES_BYTES = 32 * 2**20
 """Size of the attention scores that a CPU computes at a time, which takes about 0.1 s. A GPU does not store scores."""
 GELU_TAIL = (2.0214851e-05, -8.1131221e-05, 1.4191719e-03, 1.0485195e-02, 2.5478277e-02, 1.0218973)
-"""The coefficients of a polynomial p, with the highest power first: for x of at least 0, the cumulative normal
-distribution is 1 - 1 / p(x) ** 32, with an error of gelu below 1e-6. Such a form is formula 7.1.28 of Abramowitz and
-Stegun; these coefficients were fitted to math.erfc by least squares, reweighted until the errors of gelu were even."""
+"""The coefficients of a polynomial p, highest power first. For x >= 0, 1 - 1 / p(x) ** 32 approximates the cumulative
+normal distribution, and gelu has an error below 1e-6. The form is that of formula 7.1.28 of Abramowitz and Stegun. The
+coefficients were fitted to math.erfc by least squares, and reweighted until the errors of gelu were even."""
 
 
 def on_cpu() -> bool:
