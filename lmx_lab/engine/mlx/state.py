@@ -40,7 +40,7 @@ MEAN_WEIGHT = 0.2
 
 
 class MlxCore:
-    """The models in memory, one *main* model of any kind pinned encoders in addition to it, and their requests."""
+    """The models in memory, one *main* model of any kind, pinned encoders in addition to it, and their requests."""
 
     def __init__(self, settings: Settings, host: EngineHost) -> None:
         self._settings = settings
