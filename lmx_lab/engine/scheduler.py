@@ -54,7 +54,7 @@ class _Entry:
 
 
 class Scheduler(Generic[Key]):
-    """Orders requests, of which it stores a key, the length of the prompt and the deadline.
+    """Orders requests, of which it stores a key, whether the prompt is short, and the deadline.
 
     Deadlines are seconds of the clock that the engine uses.
     """
@@ -95,7 +95,7 @@ class Scheduler(Generic[Key]):
         """Queue requests with the same prompt behind those that are already queued.
 
         Args:
-            tokens: Length of the prompt.
+            tokens: Number of tokens of the prompt that must be computed.
             client: The client that sent the requests.
         """
         for key in keys:

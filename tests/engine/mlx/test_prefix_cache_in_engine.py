@@ -222,6 +222,19 @@ async def test_memory_above_the_limit_drops_the_cache_and_then_the_model(
         await run(own_manager)
 
 
+async def test_long_prompts_with_a_cached_beginning_are_computed_together(manager: ModelManager) -> None:
+    beginning = numbers(300, start=12_000)
+    await run(manager, prompt=beginning)
+    prompts = [TokenPrompt(tokens=(*beginning.tokens, 2000 + at, *range(3000, 3008))) for at in range(2)]
+    async with engine_paused(manager):
+        submits = [await submit_while_paused(manager, manager.submit(request(prompt=prompt))) for prompt in prompts]
+    streams = [await submit for submit in submits]
+    reports = [(await finish(stream))[1] for stream in streams]
+    assert [report.cached_tokens for report in reports] == [300, 300]
+    prefills = [next(step for step in stream.steps.steps() if step.kind == "prefill") for stream in streams]
+    assert len({step.step for step in prefills}) == 1
+
+
 async def test_a_request_from_another_event_loop_uses_the_cache(manager: ModelManager) -> None:
     """The arrays of the cache are used on the engine thread only."""
     await run(manager, prompt=FIRST)
