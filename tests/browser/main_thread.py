@@ -37,7 +37,7 @@ def traced_tasks(browser: Browser, page: Page) -> Iterator[list[Task]]:
     for event in events:
         thread = event["pid"], event["tid"]
         if event["name"] == "RunTask" and event["ph"] == "X" and thread in main:
-            by_thread[thread].append(Task(ms=event["dur"] / 1000, cpu_ms=event["tdur"] / 1000))
+            by_thread[thread].append(Task(ms=event["dur"] / 1000, cpu_ms=event.get("tdur", event["dur"]) / 1000))
     # Other pages of the browser are idle.
     tasks += max(by_thread.values(), key=lambda found: sum(task.cpu_ms for task in found))
 

@@ -62,7 +62,7 @@ def test_a_failure_and_an_invalid_command_line_have_different_exit_statuses(
     [
         (["sreve"], "no such command 'sreve'. Did you mean 'serve'?", ""),
         (["--nope"], "no such option: --nope.", ""),
-        (["serve", "--prot", "1"], "no such option: --prot (Possible options: --host, --port, --slots).", " serve"),
+        (["serve", "--prot", "1"], "no such option: --prot (Possible options: --host, --otel, --port).", " serve"),
         (["serve", "--port", "many"], "--port is 'many'; it must be a whole number.", " serve"),
         (["serve", "--port"], "option '--port' requires an argument.", " serve"),
         (["serve", "--swap=yes"], "option '--swap' does not take a value.", " serve"),

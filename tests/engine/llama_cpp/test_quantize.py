@@ -120,7 +120,7 @@ async def test_the_load_names_the_copy_and_a_path_loads_the_original(with_copy: 
     async with ModelManager(settings) as manager:
         report = await manager.load(LoadSpec(model=f"{NAME}:Q8_0"))
         assert str(entry.copy) in report.engine_reason
-        assert manager.fingerprint.endswith("-q8_0-copy")
+        assert manager.fingerprint.endswith("-q8_0-copy-batch-dependent")
         await manager.load(LoadSpec(model=str(settings.model_folders[0] / NAME), engine="llama.cpp"))
         assert "copy" not in manager.fingerprint
 
