@@ -310,7 +310,7 @@ async def test_all_engines_refuse_a_model_of_the_wrong_kind_with_the_same_messag
             await vectors(manager, "sea")
         with pytest.raises(NotLoadedError, match="no reranker or embedding model is in memory"):
             await manager.rerank(RerankRequest(query="sea", documents=SENTENCES))
-        with pytest.raises(UnusableModelError, match="tiny is a chat model; only embedding models and rerankers can be"):
+        with pytest.raises(UnusableModelError, match="tiny is a chat model; only embedding models and rerankers can"):
             await pin(manager, chat_models[format_])
         await pin(manager, embedders[format_])
         with pytest.raises(InvalidRequestError, match="minilm-l6 is an embedding model; this needs a chat model"):
