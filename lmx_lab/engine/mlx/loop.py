@@ -142,7 +142,7 @@ class GenerationLoop:
         first = generations[0]
         deadline, now = first.arrived_at + first.timeout_s, time.perf_counter()
         tokens, client = len(first.prompt), first.request.client
-        if self.batch is not None:
+        if self.batch is not None and not first.request.score_prompt:
             # A prompt whose beginning is cached takes as little time as a short one.
             tokens -= self.batch.prefixes.longest(first.key, first.variant)
         self._scheduler.add(generations, tokens=tokens, deadline=deadline, now=now, client=client)
