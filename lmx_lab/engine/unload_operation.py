@@ -49,7 +49,7 @@ class Drain:
         """
         if wait is not None:
             self.until = None if wait else time.perf_counter()
-            self._why_ended = "it was requested to stop running requests at once"
+            self._why_ended = "it was requested to stop running requests immediately"
         self._changed.set()
 
     async def run(self) -> None:
