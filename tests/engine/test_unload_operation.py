@@ -76,8 +76,8 @@ async def test_callers_join_an_unload_wait_without_a_limit_and_stop_it() -> None
         stopping = asyncio.create_task(lab.manager.unload(wait=False))
         error = await end_of(second)
         assert error.message == (
-            "the model was unloaded before this request ended, because it was requested to stop running requests at "
-            "once; try again when a model is loaded"
+            "the model was unloaded before this request ended, because it was requested to stop running requests "
+            "immediately; try again when a model is loaded"
         )
         freed = await unload
         assert freed > 0
