@@ -4,7 +4,7 @@ Each figure is a ratio of two measurements of one run, or a time with a wide lim
 machine. Both sides of a comparison take turns on the same prompts; the value is the median of the rounds. Servers,
 generator and clients are separate processes; the clients only record times.
 
-    python -m benchmarks                                   everything; almost an hour on two CPU cores
+    python -m benchmarks                                   everything; about two hours on two CPU cores
     python -m benchmarks --model tiny --quick              a quick check, one or two minutes
     python -m benchmarks --only turn --only stall --model smollm2
     python -m benchmarks --only stream --model large       on a GPU
@@ -39,6 +39,8 @@ generator and clients are separate processes; the clients only record times.
 |            | with 8 answers ÷ the longest answer alone                                  |               |
 | traces     | time of a trace ÷ prefill; one pass for each cell ÷ a patch sweep; CPU     | tiny, smollm2 |
 |            | time of the p99 gap of a stream beside both ÷ alone                        |               |
+| curves     | tok/s against streams and against the length of the prompt: both engines,  | smollm2       |
+|            | llama.cpp's server and ``mlx_lm.server``; drawn as charts                  |               |
 | start      | ms to import the package, to show the help, and to start a server          | smollm2       |
 | structured | decode tok/s with a JSON schema ÷ without, 1 and 8 streams                 | tiny, smollm2 |
 | daemon     | a turn - the same chat; fan-out to 10; delay while other subscribers do    | tiny, smollm2 |
@@ -66,9 +68,9 @@ without a limit are shown only.
 The exit status is 1 if a binding limit is not met. "Others' cores" is the number of cores that other programs used:
 with more than about half a core the figures are unreliable, especially decode rates.
 
-The table is printed; all samples and the provenance are stored in ``build/bench/<time>.json``. A complete run without
-errors also writes ``BENCHMARKS.md``. Models are stored in ``build/bench/models``, logs of the servers in
-``build/bench/logs``.
+The table is printed; all samples and the provenance are stored in ``build/bench/<time>.json``, after each figure. A
+complete run without errors also writes ``BENCHMARKS.md`` and its charts. Models are stored in ``build/bench/models``,
+logs of the servers in ``build/bench/logs``.
 """
 
 from __future__ import annotations
@@ -89,6 +91,7 @@ import psutil
 from benchmarks import (
     against_mlx_lm,
     branches,
+    curves,
     daemon,
     dialects,
     disconnect,
@@ -156,6 +159,7 @@ FIGURES = {
     "dialects": Figure(title=dialects.FIGURE, measure=dialects.measure, models=("tiny",)),
     "branches": Figure(title=branches.BRANCH, measure=branches.measure),
     "traces": Figure(title=traces.TRACE, measure=traces.measure),
+    "curves": Figure(title=curves.FIGURE, measure=curves.measure, models=("smollm2",)),
     "start": Figure(title=start.FIGURE, measure=start.measure, models=("smollm2",)),
     "turn": Figure(title=second_turn.FIGURE, measure=second_turn.measure),
     "restart": Figure(title=restart.FIGURE, measure=restart.measure),
@@ -177,9 +181,14 @@ def main(arguments: Sequence[str] | None = None) -> int:
     settings = {"quick": chosen.quick, "only": chosen.only, "models": chosen.model}
     device = f"{mx.default_device()} {mx.device_info().get('device_name', '')}".strip()
     facts = provenance(mlx_device=device, settings=settings)
-    rows = list(_measure(chosen.only or list(FIGURES), chosen.model or list(MODELS), quick=chosen.quick))
+    stored = report.new_path()
+    rows: list[Row] = []
+    for measured in _measure(chosen.only or list(FIGURES), chosen.model or list(MODELS), quick=chosen.quick):
+        rows += measured
+        # After each figure, so that an interrupted run keeps the figures before it.
+        report.store(rows, facts, stored)
     report.print_table(rows)
-    report.say(f"stored in build/bench/{report.store(rows, facts).name}")
+    report.say(f"stored in build/bench/{stored.name}")
     if not any(settings.values()) and all(row.verdict != "ERROR" for row in rows):
         page.write(rows, facts, paths.PAGE)
         report.say(f"written: {paths.PAGE.name}")
@@ -198,12 +207,12 @@ def _parser() -> argparse.ArgumentParser:
     return parser
 
 
-def _measure(names: list[str], models: list[Model], *, quick: bool) -> Iterator[Row]:
+def _measure(names: list[str], models: list[Model], *, quick: bool) -> Iterator[list[Row]]:
     for model in models:
         for name in names:
             if model in FIGURES[name].models:
                 bench = Bench(model=model, folder=folder_of(model), quick=quick)
-                yield from _rows(name, bench)
+                yield _rows(name, bench)
 
 
 def _rows(name: str, bench: Bench) -> list[Row]:

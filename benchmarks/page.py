@@ -1,4 +1,4 @@
-"""Write ``BENCHMARKS.md``: the last complete results, with machine and software."""
+"""Write ``BENCHMARKS.md``: the last complete results, with machine, software and charts."""
 
 from __future__ import annotations
 
@@ -6,7 +6,11 @@ from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import Any
 
-from benchmarks import report
+import matplotlib as mpl
+from matplotlib.figure import Figure
+from matplotlib.ticker import NullLocator
+
+from benchmarks import curves, paths, report
 from benchmarks.rows import Row
 
 HEAD = """\
@@ -18,6 +22,16 @@ other programs used during the measurement: with more than about half a core, a 
 """
 COLUMNS = ("figure", "case", "model", "value", "limit", "verdict", "others", "values")
 VERSIONS = ("mlx", "mlx-lm", "scipy-openblas32", "xllamacpp", "numpy", "uvicorn")
+CHARTS = {curves.STREAMS: "speed-streams.svg", curves.PROMPTS: "speed-prompts.svg"}
+X_LABELS = {curves.STREAMS: "streams at the same time", curves.PROMPTS: "tokens of the prompt"}
+Y_LABELS = {
+    curves.STREAMS: "tokens per second of all streams, prompts included",
+    curves.PROMPTS: "prompt tokens ÷ time to first token",
+}
+INCHES = (7.2, 4.2)
+MARKERS = "osD^v"
+# With a fixed salt the same rows give the same bytes.
+STYLE: dict[Any, Any] = {"svg.hashsalt": "benchmarks", "font.size": 10}
 
 
 def write(rows: Sequence[Row], facts: dict[str, Any], path: Path) -> None:
@@ -28,7 +42,7 @@ def write(rows: Sequence[Row], facts: dict[str, Any], path: Path) -> None:
     """
     previous = path.read_text(encoding="utf-8") if path.exists() else ""
     _, heading, sections = previous.partition("\n## ")
-    page = f"{HEAD}\n{_facts(facts)}\n\n{_table(rows)}\n\n{_summary(rows)}\n"
+    page = f"{HEAD}\n{_facts(facts)}\n\n{_charts(rows, path)}{_table(rows)}\n\n{_summary(rows)}\n"
     path.write_text(page + heading + sections, encoding="utf-8")
 
 
@@ -46,6 +60,12 @@ def _facts(facts: dict[str, Any]) -> str:
             f"- software: Python {facts['python']}, {versions}",
         ]
     )
+
+
+def _charts(rows: Sequence[Row], path: Path) -> str:
+    """Draw the charts, and return the lines that show them."""
+    drawn = _draw(rows, paths.IMAGES)
+    return "".join(f"![{image.stem}]({image.relative_to(path.parent).as_posix()})\n\n" for image in drawn)
 
 
 def _table(rows: Iterable[Row]) -> str:
@@ -66,3 +86,34 @@ def _escaped(cell: str) -> str:
 def _summary(rows: Sequence[Row]) -> str:
     binding = [row for row in rows if row.verdict in {"pass", *report.BAD}]
     return f"{sum(row.verdict == 'pass' for row in binding)} of {len(binding)} binding limits hold."
+
+
+def _draw(rows: Sequence[Row], folder: Path) -> list[Path]:
+    """Write an SVG for each figure of ``curves`` that the rows contain, and return the paths."""
+    folder.mkdir(parents=True, exist_ok=True)
+    drawn = []
+    for figure, name in CHARTS.items():
+        if points := [row for row in rows if row.figure == figure]:
+            drawn.append(folder / name)
+            with mpl.rc_context(STYLE):
+                _figure(figure, points).savefig(drawn[-1], metadata={"Date": None, "Title": figure})
+    return drawn
+
+
+def _figure(name: str, rows: Sequence[Row]) -> Figure:
+    figure = Figure(figsize=INCHES, layout="constrained", facecolor="white")
+    axes = figure.add_subplot()
+    axes.grid(color="#dddddd")
+    for marker, server in zip(MARKERS, dict.fromkeys(row.detail["server"] for row in rows), strict=False):
+        points = sorted((row.detail["x"], row.value) for row in rows if row.detail["server"] == server)
+        axes.plot(*zip(*points, strict=True), marker=marker, label=server)
+    axes.set_xscale("log", base=2)
+    axes.set_yscale("log")
+    ticks = sorted({row.detail["x"] for row in rows})
+    axes.set_xticks(ticks, [f"{tick:,}" for tick in ticks])
+    axes.xaxis.set_minor_locator(NullLocator())
+    axes.yaxis.set_major_formatter("{x:g}")
+    axes.set_xlabel(X_LABELS[name])
+    axes.set_ylabel(Y_LABELS[name])
+    figure.legend(loc="outside lower center", ncols=2, frameon=False)
+    return figure

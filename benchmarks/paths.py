@@ -7,6 +7,8 @@ from pathlib import Path
 ROOT = Path(__file__).parent.parent
 PAGE = ROOT / "BENCHMARKS.md"
 """The last complete results; part of the repository."""
+IMAGES = ROOT / "docs" / "images"
+"""Folder of the charts that the page shows; part of the repository."""
 BUILD = ROOT / "build" / "bench"
 MODELS = BUILD / "models"
 LOGS = BUILD / "logs"

@@ -46,13 +46,16 @@ def limit_of(row: Row) -> str:
     return f"{row.limit or ''} {row.unit}".strip()
 
 
-def store(rows: Iterable[Row], facts: dict[str, Any]) -> Path:
-    """Write the results and the provenance to ``build/bench/<time>.json``, and return the path."""
-    BUILD.mkdir(parents=True, exist_ok=True)
-    path = BUILD / f"{time.strftime('%Y%m%dT%H%M%SZ', time.gmtime())}.json"
+def new_path() -> Path:
+    """Return the path of the results of a run that starts now: ``build/bench/<time>.json``."""
+    return BUILD / f"{time.strftime('%Y%m%dT%H%M%SZ', time.gmtime())}.json"
+
+
+def store(rows: Iterable[Row], facts: dict[str, Any], path: Path) -> None:
+    """Write the results and the provenance, in place of an earlier version of the file."""
+    path.parent.mkdir(parents=True, exist_ok=True)
     content = facts | {"rows": [_plain(row) for row in rows]}
     path.write_text(json.dumps(content, indent=1, ensure_ascii=False, allow_nan=False) + "\n")
-    return path
 
 
 def _plain(row: Row) -> dict[str, Any]:
