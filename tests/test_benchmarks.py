@@ -168,6 +168,33 @@ def test_the_page_shows_a_chart_of_each_curve(folder: Path) -> None:
     (chart,) = (folder / "images").iterdir()
     assert f"](images/{chart.name})" in (folder / "BENCHMARKS.md").read_text()
     drawn = chart.read_bytes()
-    assert drawn.count(b"<g id=\"line2d_") > 2
+    assert drawn.count(b'<g id="line2d_') > 2
     page.write(rows, facts, folder / "BENCHMARKS.md")
     assert chart.read_bytes() == drawn
+
+
+def test_a_figure_can_be_measured_again_in_an_earlier_run(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(program.FIGURES, "failing", program.Figure(title="again", measure=failing, models=("tiny",)))
+    program.main([])
+    (kept,) = folder.glob("*.json")
+    assert not (folder / "BENCHMARKS.md").exists()
+    found = [
+        Row(figure="again", case="a case", model="tiny", value=2.0, limit=Limit(sign="≤", bound=3)),
+        Row(figure="known", case="", model="-", value=0.7),
+    ]
+    monkeypatch.setitem(
+        program.FIGURES, "failing", program.Figure(title="again", measure=lambda bench: found, models=("tiny",))
+    )
+    assert program.main(["--only", "failing", "--into", str(kept)]) == 1
+    rows = json.loads(kept.read_text())["rows"]
+    assert [(row["figure"], row["verdict"]) for row in rows] == [
+        ("harness", "pass"),
+        ("cores", "FAIL"),
+        ("other", "(miss)"),
+        ("known", "shown"),
+        ("again", "pass"),
+    ]
+    text = (folder / "BENCHMARKS.md").read_text()
+    assert "| again | a case | tiny | 2.000 | ≤ 3 | pass |" in text
+    assert "| known |  | - | 0.700 |" in text
+    assert "- measured again: `failing`; " in text
