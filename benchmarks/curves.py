@@ -6,8 +6,9 @@ The rows have no limits. ``page`` draws them as charts.
 from __future__ import annotations
 
 import asyncio
+from collections.abc import Mapping
 from contextlib import ExitStack
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from statistics import median
 from typing import Any
 
@@ -24,6 +25,8 @@ STREAM_COUNTS = (1, 2, 4, 8)
 PROMPT_TOKENS = (64, 256, 1024, 4096)
 QUICK_PROMPT_TOKENS = (64, 256)
 ANSWER_TOKENS, QUICK_ANSWER_TOKENS = 64, 16
+FIRST_TOKENS = 8
+"""Length of an answer of which only the first token with text counts."""
 ROUNDS = 3
 
 
@@ -34,6 +37,8 @@ class _Server:
     model: str = "default"
     rounds: int = ROUNDS
     max_prompt_tokens: int = PROMPT_TOKENS[-1]
+    extras: Mapping[str, Any] = field(default_factory=lambda: {"ignore_eos": True})
+    """Fields of each request."""
 
 
 def measure(bench: Bench) -> list[Row]:
@@ -52,6 +57,7 @@ def measure(bench: Bench) -> list[Row]:
                 name="mlx_lm.server",
                 url=stack.enter_context(mlx_lm_server(bench.folder)),
                 model="default_model",
+                extras={},
                 rounds=1,
                 max_prompt_tokens=1024,
             ),
@@ -68,7 +74,10 @@ def _by_streams(bench: Bench, servers: list[_Server]) -> list[Row]:
             chats = [prompts.story(10_000 + 1000 * streams + 10 * number + stream) for stream in range(streams)]
             for server in servers:
                 if number < server.rounds:
-                    bodies = [prompts.chat_body(chat, max_tokens=tokens, model=server.model) for chat in chats]
+                    bodies = [
+                        prompts.chat_body(chat, max_tokens=tokens, model=server.model, **server.extras)
+                        for chat in chats
+                    ]
                     rates[server.name].append(overall_rate(asyncio.run(client.streams(server.url, bodies))))
         case = f"{streams} stream{'s' if streams > 1 else ''}"
         rows += [_row(bench, STREAMS, server, case, x=streams, rates=rates[server.name]) for server in servers]
@@ -83,7 +92,7 @@ def _by_prompt(bench: Bench, servers: list[_Server]) -> list[Row]:
             chat = prompts.history(20_000 + 10 * tokens + number, tokens)
             for server in servers:
                 if number < server.rounds and tokens <= server.max_prompt_tokens:
-                    body = prompts.chat_body(chat, max_tokens=2, model=server.model)
+                    body = prompts.chat_body(chat, max_tokens=FIRST_TOKENS, model=server.model, **server.extras)
                     answer = asyncio.run(client.stream(server.url, body))
                     rates[server.name].append(answer.usage["prompt_tokens"] / answer.ttft_s)
         rows += [
