@@ -97,7 +97,7 @@ TABLE = {
 }
 # Packages with one importing file: what is behind them can be exchanged there.
 ONLY_IN = {
-    "uvicorn": {"http.uvicorn_server", "http.protocol"},
+    "uvicorn": {"http.uvicorn_server", "http.protocol", "http.websocket_protocol"},
     "h11": {"http.protocol"},
     "nest_asyncio2": {"portal"},
     "huggingface_hub": {"weights.hub.download"},
