@@ -399,21 +399,25 @@ class ModelControl:
         main = self._main
         try:
             async with self._current.begin("unload", main.entry.id if main else ""):
-                main = self._main
-                if main is not None:
+                if (main := self._main) is not None:
                     self._current.name_model(main.entry.id)
-                freed = await self._drain_and_unload(operation, "the model was unloaded", cause="requested")
-                if main is None:
-                    if self._unloaded is not None:
-                        self._unloaded = (self._unloaded[0], "requested")
-                    if self._engine is not None:
-                        await self._engine.unload()
+                    freed = await self._drain_and_unload(operation, "the model was unloaded", cause="requested")
+                else:
+                    await self._forget_idle_model()
+                    freed = 0
             if main is not None:
                 self._report(LoadProgress(model=main.entry.id, stage="unloaded"))
             operation.finish(freed)
         except BaseException as exc:
             operation.finish(exc)
             raise
+
+    async def _forget_idle_model(self) -> None:
+        """Unload what the last engine still has, and no longer load the idle model again for a request."""
+        if self._unloaded is not None:
+            self._unloaded = (self._unloaded[0], "requested")
+        if self._engine is not None:
+            await self._engine.unload()
 
     async def _drain_and_unload(
         self,
