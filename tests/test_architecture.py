@@ -83,7 +83,7 @@ TABLE = {
     # instrument: the lens panel shows its values and takes branches, and the timeline panel explains requests.
     # IPython: a panel has a static output for notebooks without a kernel. minify: only to build the widgets' code.
     "panels": Row(
-        "errors values urls portal frames backend wire client instrument",
+        "errors values urls portal sanitize frames backend wire client instrument",
         "anywidget ipywidgets IPython traitlets pandas minify",
     ),
     # settings: the folder of kept runs. psutil: cores and memory in the provenance of a run.
